@@ -510,12 +510,34 @@ def convnets(rows: Rows) -> Lines:
     ]
 
 
+def trees(rows: Rows) -> Lines:
+    forms = [
+        (
+            f"binary Tree-LSTM, {row['trees']} trees, {row['nodes']:,} nodes, H {row['dim']}, forward and backward: time "
+            f"relative to {row['form']}",
+            f"{row['ours_over']:.3g} ({1e3 * row['seconds']:,.0f} ms)",
+        )
+        for row in rows
+        if row["table"] == "trees" and row["form"] != "ours"
+    ]
+    return forms + [
+        (
+            f"language model on functions, {row['form']}, rows of {', '.join(map(str, row['widths']))}: share of padding; "
+            "tokens/s relative to padded",
+            f"{row['padding']:.2f}; {row['tokens_per_second_over_padded']:.2f} ({row['tokens_per_second']:,.0f} tokens/s)",
+        )
+        for row in rows
+        if row["table"] == "lengths"
+    ]
+
+
 # name of the result file without the device -> a function to lines of the table: (label, figure)
 TABLE: dict[str, Callable[[Rows], Lines]] = {
     "demo": demo,
     "train_step": train_step,
     "encoder": encoder,
     "convnets": convnets,
+    "trees": trees,
     "attention": attention,
     "gpu_attention": gpu_attention,
     "linear_attention": linear_attention,

@@ -147,6 +147,20 @@ class FitRows:
         return Segments(row, self._piece_starts[piece], self._piece_lengths[piece])
 
 
+def fit_lengths(lengths: np.ndarray, seq_len: int) -> list[np.ndarray]:
+    """Packs texts into rows by first-fit decreasing, as `FitRows` does.
+
+    Args:
+      lengths: Tokens of each text, integers [n], 1 to `seq_len`.
+      seq_len: Tokens of a row.
+
+    Returns:
+      Numbers of the texts of each row.
+    """
+    numbers, _, sizes = _fit(np.arange(len(lengths)), np.asarray(lengths, np.int32), seq_len)
+    return np.split(numbers, np.cumsum(sizes)[:-1])
+
+
 # Name in `DataConfig.packing` -> class of the rows.
 PACKINGS = {"concat": ConcatRows, "fit": FitRows}
 

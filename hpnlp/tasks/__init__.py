@@ -17,6 +17,7 @@ from hpnlp.tasks.masked_lm import MaskedLanguageModel
 from hpnlp.tasks.seq2seq import SequenceToSequence
 from hpnlp.tasks.tagging import Tagging
 from hpnlp.tasks.task import Task
+from hpnlp.tasks.tree_classification import TreeClassification
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.types import InputError, Model
 
@@ -24,6 +25,7 @@ TASKS: dict[str, Task] = {
     "lm": LanguageModel(),
     "classification": Classification(),
     "image_classification": ImageClassification(),
+    "tree_classification": TreeClassification(),
     "tagging": Tagging(),
     "masked_lm": MaskedLanguageModel(),
     "seq2seq": SequenceToSequence(),

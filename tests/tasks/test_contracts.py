@@ -141,6 +141,25 @@ def image_classification(directory):
     return configs.resolve(config)
 
 
+def tree_classification(directory):
+    """Random trees with a word at each node; the label is the word of the root, of three."""
+    draw = random.Random(0)
+    lines = []
+    for number in range(120):
+        count = draw.randint(3, 12)
+        parents = [-1, *(draw.randrange(max(0, node - 2), node) for node in range(1, count))]
+        nodes = [("red", "green", "blue")[number % 3], *draw.choices(tiny.WORDS[:8], k=count - 1)]
+        lines.append(json.dumps({"nodes": nodes, "parents": parents, "label": nodes[0]}))
+    (directory / "examples.jsonl").write_text("\n".join(lines))
+    config = configs.default("tree_classification")
+    config.data.update(path=str(directory / "examples.jsonl"), tokenizer="words(40, by=whitespace)", seq_len=10)
+    config.data.update(batch_size=8, heldout=0.2, max_children=4)
+    config.model.update(layers=1, dim=16, dropout=0.1)
+    config.optimizer.update(warmup=0, learning_rate=1e-2)
+    config.train.steps = 4
+    return configs.resolve(config)
+
+
 # Name of a task -> its tiny config, made from a directory for its data.
 EXAMPLES = {
     "lm": language_model,
@@ -150,6 +169,7 @@ EXAMPLES = {
     "masked_lm": masked_language_model,
     "seq2seq": sequence_to_sequence,
     "tagging": tagging,
+    "tree_classification": tree_classification,
 }
 # Plans that a task's model does not fit -> the message.
 REFUSED = {
@@ -160,7 +180,13 @@ REFUSED |= {
     for name in ("sequence", "zero3_sequence")
 }
 REFUSED |= {
-    ("image_classification", name): "the model has none of them: set plan.tensor=1" for name in ("tensor", "3d")
+    ("tree_classification", name): "trees are not divided: set plan.sequence=1"
+    for name in ("sequence", "zero3_sequence")
+}
+REFUSED |= {
+    (task, name): "the model has none of them: set plan.tensor=1"
+    for task in ("image_classification", "tree_classification")
+    for name in ("tensor", "3d")
 }
 
 

@@ -6,6 +6,7 @@ from hpnlp.data.examples.config import (
     PairsConfig,
     Seq2SeqConfig,
     TaggingConfig,
+    TreesConfig,
 )
 from hpnlp.data.examples.dataset import Examples
 from hpnlp.data.examples.labels import load_labels, save_labels
@@ -18,6 +19,7 @@ __all__ = [
     "PairsConfig",
     "Seq2SeqConfig",
     "TaggingConfig",
+    "TreesConfig",
     "check_paths",
     "load_labels",
     "prepare_examples",

@@ -8,6 +8,7 @@ import dataclasses
 from hpnlp.data.config import check_heldout, check_sizes
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Classification, Pairs, Seq2Seq, Tagging
+from hpnlp.data.examples.trees import Trees
 from hpnlp.types import InputError, option
 
 # Help on files of records.
@@ -128,6 +129,39 @@ class ClassificationConfig(ExampleConfig):
 
     def kind(self) -> Kind:
         return Classification(self.text_field, self.pair_field, self.label_field)
+
+
+@dataclasses.dataclass(frozen=True)
+class TreesConfig(ExampleConfig):
+    """Trees with one label each."""
+
+    path: str = option(
+        "stdlib_trees",
+        '"stdlib_trees" (abstract syntax trees of functions of the running Python\'s standard library, labelled with their '
+        f"package), or records: {FILES}",
+    )
+    tokenizer: str = option(
+        "words(8192, by=whitespace)",
+        '"words(CAP, by=whitespace)", which has one id for each label of a node and for numbers of children, or the path of a '
+        "tokenizer.json.",
+    )
+    seq_len: int = option(128, "Nodes of a tree; of a larger tree the first ones in preorder are kept.")
+    nodes_field: str = option(
+        "nodes", "Field of records with the labels of the nodes: a list of strings without spaces."
+    )
+    parents_field: str = option(
+        "parents", "Field with the number of the parent of each node, from 0 on; -1 for the root."
+    )
+    label_field: str = option("label", "Field that holds the label: a string, a whole number or a boolean.")
+    max_children: int = option(8, "Largest number of children of a node.")
+    linear_baselines: bool = option(True, "Fit linear models of labels of nodes at the end of a run, for comparison.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(self, ("max_children",))
+
+    def kind(self) -> Kind:
+        return Trees(self.nodes_field, self.parents_field, self.label_field, self.max_children)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ depend on the version of Python; 3.11.7 has:
 | path | example | to train on | held out | scored apart |
 |---|---|---|---|---|
 | stdlib_functions | code of a function -> one of 14 packages | 5,964 | 681 | |
+| stdlib_trees | abstract syntax tree of a function -> one of 14 packages | 5,964 | 681 | |
 | stdlib_tokens | tokens of a line of code -> one of 11 kinds each | 20,252 | 2,000 | |
 | stdlib_docstrings | docstring of a function, and its code | 4,088 | 1,000 | |
 | stdlib_passages | code of consecutive functions of a file -> one of 14 packages | about 1,000 in all | | |
@@ -36,7 +37,15 @@ from typing import Any, NamedTuple
 from hpnlp import spec as specs
 from hpnlp.data import sources, token_store
 from hpnlp.data.digest import Snapshot
-from hpnlp.data.examples.generated import drawn_digits, library, list_ops, number_words, pathfinder, published
+from hpnlp.data.examples.generated import (
+    drawn_digits,
+    library,
+    list_ops,
+    number_words,
+    pathfinder,
+    published,
+    syntax_trees,
+)
 from hpnlp.data.files import ignore_progress
 from hpnlp.data.sources import File, LeftOut, Source
 from hpnlp.types import InputError
@@ -65,6 +74,7 @@ class Generated(NamedTuple):
 
 GENERATED: dict[str, Generated] = {
     "stdlib_functions": Generated(library.functions, "stdlib"),
+    "stdlib_trees": Generated(syntax_trees.functions, "stdlib"),
     "stdlib_tokens": Generated(library.tokens, "stdlib"),
     "stdlib_docstrings": Generated(library.docstrings, "stdlib"),
     "stdlib_passages": Generated(library.passages, "stdlib"),

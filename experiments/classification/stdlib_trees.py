@@ -1,0 +1,27 @@
+"""The package of the Python standard library that a function comes from, from its abstract syntax tree, by a Tree-LSTM.
+
+    hpnlp train --config=experiments/classification/stdlib_trees.py --workdir=runs/trees
+
+The functions, the classes and the functions that are held out are those of stdlib.py, which reads them as text.
+"""
+
+from __future__ import annotations
+
+from ml_collections import ConfigDict
+
+from hpnlp.training.config import default
+
+
+def get_config() -> ConfigDict:
+    config = default("tree_classification")
+    config.data.path = "stdlib_trees"
+    config.data.seq_len = 128
+    config.data.batch_size = 32
+    config.model.dim = 128
+    config.model.pooling = "max"
+    config.model.dropout = 0.3
+    config.optimizer.learning_rate = 2e-3
+    config.train.steps = 800
+    config.train.eval_every = 100
+    config.train.eval_batches = 0
+    return config

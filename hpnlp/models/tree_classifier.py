@@ -1,0 +1,266 @@
+"""Tree classifier: a label of each tree, by layers of child-sum Tree-LSTMs from the leaves to the root."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from hpnlp.model_parallel import ModelParallel
+from hpnlp.models.backbone import DTYPES
+from hpnlp.models.prediction import Batch, classification_metrics
+from hpnlp.models.ranges import LIMITS
+from hpnlp.nn.layers import Embed, dropout, embed_init, param
+from hpnlp.nn.output import FullOutput
+from hpnlp.nn.pooling import POOLINGS, Pooling
+from hpnlp.nn.tree_lstm import ChildSumTreeLSTM, schedule_of
+from hpnlp.parallel import remat
+from hpnlp.parallel.layout import Layout
+from hpnlp.spec import did_you_mean, lookup, shortened
+from hpnlp.types import InputError, LossOut, Statistics, option
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeClassifierConfig:
+    """Tree-LSTMs with one label for each tree."""
+
+    layers: int = option(1, "Layers; each reads the hidden states of the layer before, and their sum is kept.")
+    dim: int = option(128, "Features of the embeddings and of the states, D.")
+    pooling: str = option(
+        "max", 'An entry of POOLINGS: how the states of the nodes become one vector; "first" is the root.'
+    )
+    vocab: int = option(0, "Number of ids of labels of nodes; 0 for the tokenizer's.")
+    classes: int = option(0, "Number of classes; 0 for the number of labels in the data.")
+    max_children: int = option(0, "Largest number of children of a node; 0 for data.max_children.")
+    dropout: float = option(
+        0.3, "Share of features of embeddings and of the pooled state that are dropped in training."
+    )
+    dtype: str = option("float32", "Dtype of the activations; parameters stay float32.")
+
+    def __post_init__(self) -> None:
+        lookup(DTYPES, self.dtype, "model.dtype")
+        if self.pooling not in POOLINGS:
+            raise InputError(f"model.pooling={self.pooling!r}: {did_you_mean(self.pooling, POOLINGS)}")
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"model.dropout={self.dropout}: expected at least 0, and less than 1")
+        ranges = {"layers": (1, LIMITS["layers"]), "dim": (1, LIMITS["dim"]), "vocab": (0, LIMITS["vocab"])}
+        ranges |= {"classes": (0, LIMITS["vocab"]), "max_children": (0, 2**10)}
+        for name, (low, high) in ranges.items():
+            if not low <= getattr(self, name) <= high:
+                raise InputError(f"model.{name}={shortened(getattr(self, name), 40)}: expected {low} to {high}")
+        if self.classes == 1:
+            raise InputError("model.classes=1: expected at least 2, or 0 for those of the data")
+
+    @property
+    def is_single_stack(self) -> bool:
+        """The layers are not stacked."""
+        return False
+
+    def fixed_length(self) -> int:
+        """Trees may have any number of nodes: 0."""
+        return 0
+
+    def sizes(self) -> dict[str, tuple[int, str]]:
+        """Sizes of the logical axes that a mesh may divide: none but the batch."""
+        return {}
+
+    def check_accumulation(self, parts: int) -> None:
+        """Accepts all: the loss is a sum over trees."""
+
+    def check_layout(self, layout: Layout) -> None:
+        """Checks that a layout divides nothing but the batch and the training state.
+
+        Args:
+          layout: The plan on its devices.
+
+        Raises:
+          InputError: The plan has pipeline stages, or divides trees.
+        """
+        for field, axis, reason in (
+            ("pipeline", "layers", "whose layers are not stacked"),
+            ("sequence", "length", "whose trees are not divided"),
+        ):
+            if layout.size(axis) > 1:
+                raise InputError(
+                    f"plan.{field}={layout.size(axis)}: the model is a tree classifier, {reason}: set plan.{field}=1, and "
+                    "divide the batch (plan.data, plan.fsdp)"
+                )
+
+    def masks(self) -> list[Any]:
+        """No layer has a mask."""
+        return []
+
+    def training_flops(self, batch_size: int, length: int) -> float:
+        """FLOPs of a training step that count for its MFU: three times those of the products.
+
+        Args:
+          batch_size: Trees of a batch.
+          length: Nodes of a tree.
+
+        Returns:
+          The number of FLOPs.
+        """
+        # For each node: 4 D^2 of its input, D^2 of its forget gate, and for each second node 3 D^2 of its children.
+        per_node = self.layers * 6.5 * self.dim**2
+        return 6.0 * batch_size * (length * per_node + self.dim * self.classes)
+
+
+class TreeClassifier(nn.Module):
+    """Embeddings of labels, layers of child-sum Tree-LSTMs, pooling over the nodes, and a softmax over classes.
+
+    A batch is that of `data.examples.trees.Trees`. Nodes of all trees of a batch are computed together, by height and number of
+    children (`hpnlp.ops.trees`).
+
+    Attributes:
+      config: Sizes and parts of the model.
+      model_parallel: Loss over several devices; None for one device. All else is left to the compiler, which divides the batch.
+      remat: As for a Backbone; only "none" and "full" differ.
+
+    References:
+      Tai et al. 2015, "Improved semantic representations from tree-structured long short-term memory networks".
+    """
+
+    config: TreeClassifierConfig
+    model_parallel: ModelParallel | None = None
+    remat: str = "none"
+
+    @property
+    def is_normalized(self) -> bool:
+        """The loss is -log p(label) of a distribution over the classes."""
+        return True
+
+    def setup(self) -> None:
+        c, module = self.config, ChildSumTreeLSTM
+        policy = remat.policy(self.remat)
+        if policy is not None:
+            module = nn.remat(ChildSumTreeLSTM, policy=policy, prevent_cse=True)
+        self.embed = Embed(c.vocab, c.dim)
+        self.trees = [module(c.dim, name=f"layer_{i}") for i in range(c.layers)]
+        self.pool = Pooling(c.pooling)
+        self.table = param(self, "head", embed_init, (c.classes, c.dim), ("labels", "embed"))
+        self.output = FullOutput(vocab=c.classes, dim=c.dim, axis="labels", use_bias=True)
+
+    def features(self, batch: Batch, deterministic: bool) -> Float[Array, "B D"]:
+        """Pooled states of trees.
+
+        Args:
+          batch: Trees.
+          deterministic: No dropout; otherwise the rng "dropout" is used.
+
+        Returns:
+          One vector of each tree.
+        """
+        c, tokens = self.config, batch["tokens"]
+        ids = jnp.arange(tokens.size, dtype=jnp.int32).reshape(tokens.shape)
+        rng = None if deterministic or not c.dropout else self.make_rng("dropout")
+        schedule = schedule_of(batch, c.max_children)
+        h = dropout(self.embed(tokens, DTYPES[c.dtype]), c.dropout, rng, ids)
+        for index, layer in enumerate(self.trees):
+            y = layer(h.reshape(-1, c.dim), schedule).reshape(h.shape)
+            h = h + y if index else y
+        pooled = self.pool(h, batch["segment_ids"], ids)
+        if rng is None:
+            return pooled
+        return dropout(pooled[None], c.dropout, jax.random.fold_in(rng, 1), ids[None, :, 0])[0]
+
+    def loss(self, batch: Batch, deterministic: bool = True) -> LossOut:
+        """The loss of a batch.
+
+        Args:
+          batch: Trees, labels and weights.
+          deterministic: No dropout; otherwise the rng "dropout" is used.
+
+        Returns:
+          The loss summed over trees, in nats, with "accuracy" and, in evaluations, "confusion"
+          (`prediction.classification_metrics`).
+        """
+        operands = self.table, self.features(batch, deterministic), batch["labels"], batch["weights"]
+        if self.model_parallel is None:
+            out, best = self.output.loss(*operands), self.output.best(*operands[:2])[1]
+        else:
+            out = self.model_parallel.loss(self.output, *operands, None)
+            best = self.model_parallel.best(self.output, *operands[:2])
+        metrics = classification_metrics(batch, best, self.config.classes, deterministic)
+        return LossOut(out.sum, out.weight, {**out.aux, **metrics})
+
+    def logits(self, batch: Batch) -> Float[Array, "B C"]:
+        """Logits of the labels of a batch, on one device.
+
+        Args:
+          batch: Trees.
+
+        Returns:
+          Float32 logits of each tree.
+        """
+        return self.output.logits(self.table, self.features(batch, deterministic=True))
+
+    @nn.nowrap
+    def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
+        """No statistics have a loss."""
+        return {}
+
+    @nn.nowrap
+    def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
+        """The model has no buffers.
+
+        Args:
+          buffers: Returned as they are.
+          statistics: Not read.
+          step: Not read.
+          rng: Not read.
+
+        Returns:
+          The buffers.
+        """
+        return buffers
+
+    def rows(self, batch: Batch) -> dict[tuple[str, ...], jax.Array]:
+        """Rows of the embedding that a batch looks up.
+
+        Args:
+          batch: As for `loss`.
+
+        Returns:
+          Path of the table -> ids.
+        """
+        return {("embed", "table"): batch["tokens"].reshape(-1)}
+
+    @nn.nowrap
+    def example_batch(self, batch_size: int, length: int) -> dict[str, jax.Array]:
+        """A batch with the shapes and dtypes of a batch of data.
+
+        Args:
+          batch_size: Number of trees, B.
+          length: Nodes of a tree, T.
+
+        Returns:
+          Trees whose nodes are chains, each the parent of the next one.
+        """
+        ones = jnp.ones((batch_size, length), jnp.int32)
+        positions = jnp.arange(length, dtype=jnp.int32)[None] * ones
+        return {
+            "tokens": jnp.zeros_like(ones),
+            "segment_ids": ones,
+            "positions": positions,
+            "parents": positions - 1,
+            "slots": jnp.zeros_like(ones),
+            "heights": length - 1 - positions,
+            "arities": jnp.where(positions < length - 1, ones, 0),
+            "labels": jnp.zeros((batch_size,), jnp.int32),
+            "weights": jnp.ones((batch_size,), jnp.float32),
+        }
+
+    @nn.nowrap
+    def batch_axes(self) -> dict[str, tuple[str, ...]]:
+        """Logical axes of the arrays of a batch: ("batch",) for labels and weights, otherwise ("batch", "length")."""
+        names = ("tokens", "segment_ids", "positions", "parents", "slots", "heights", "arities")
+        axes: Mapping[str, tuple[str, ...]] = dict.fromkeys(names, ("batch", "length"))
+        return {**axes, "labels": ("batch",), "weights": ("batch",)}
+
+    def __call__(self, batch: Batch) -> LossOut:
+        return self.loss(batch)
