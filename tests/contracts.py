@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from hpnlp.nn.mixers import MIXERS
+from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.nn.output import OUTPUTS
 from hpnlp.ops import attention
 from hpnlp.ops.attention import Causal, Full
@@ -34,6 +35,9 @@ from tests.mixer_cases.memories import WITHOUT_FULL_PASS
 TOLERANCE = {jnp.dtype("float32"): 5e-6, jnp.dtype("float16"): 8e-3, jnp.dtype("bfloat16"): 6e-2}
 # Compiler options of programs that run once, for which LLVM's optimizations take longer than they save.
 ONCE = {"xla_backend_optimization_level": 0}
+
+# Mixers that are compared with their references in bfloat16 in the first tier.
+BFLOAT16 = ("full", "linear(8)", "linformer(5)", "conv")
 
 # Tokens of the sequences in most tests of mixers, of their prefixes, and of prompts.
 LENGTH, PREFIX, PROMPT = 37, 23, 7
@@ -300,24 +304,36 @@ def by_tier(specs):
 
 
 def reference_cases():
-    """Cases of comparisons with references: a spec and further arguments of `Mixing`."""
-    cases = []
-    for spec, traits in ((spec, mixer.traits) for spec, mixer in mixers_by_spec().items()):
-        cases += [(spec,), (spec, 13, "bfloat16")]
-        cases += [(spec, 13, "float32", 0, Full())] if traits.causal and traits.bidirectional else []
-    first = one_of_each_kind(MIXER_SPECS)
-    return [pytest.param(case, marks=[] if case[0] in first else [pytest.mark.slow], id=str(case)) for case in cases]
+    """Cases of comparisons with references: a spec and further arguments of `Mixing`.
+
+    In the first tier, each kind of mixers in float32, and some in bfloat16. Mixers that are masks have the code of `full`.
+    """
+    first, cases = one_of_each_kind(MIXER_SPECS), []
+    for spec, mixer in mixers_by_spec().items():
+        is_first, traits = spec in first, mixer.traits
+        cases.append(((spec,), is_first))
+        cases += [((spec, 13, "bfloat16"), spec in BFLOAT16)] if is_first else []
+        if traits.causal and traits.bidirectional:
+            is_mask = isinstance(mixer, ExactMixer) and spec != "full"
+            cases.append(((spec, 13, "float32", 0, Full()), is_first and not is_mask))
+    marks = {True: [], False: [pytest.mark.slow]}
+    return [pytest.param(case, marks=marks[is_first], id=str(case)) for case, is_first in cases]
 
 
 def decoding():
-    """A spec of each class of mixers that decode."""
-    return {type(mixers_by_spec()[spec]): spec for spec in claiming("decodes")}.values()
+    """A spec of each class of mixers that decode; in the first tier, one with a KV cache, two with states, one with more."""
+    classes = {type(mixers_by_spec()[spec]): spec for spec in claiming("decodes")}
+    first = ("ExactMixer", "GatedDeltaMixer", "DynamicConvMixer", "MobaMixer")
+    return [
+        pytest.param(spec, marks=[] if kind.__name__ in first else [pytest.mark.slow]) for kind, spec in classes.items()
+    ]
 
 
 def carrying():
     """The specs of the mixers that carry state from one part of a sequence to the next, and lose nothing by it."""
     specs = [spec for spec, mixer in mixers_by_spec().items() if hasattr(mixer, "initial_carry")]
-    return [spec for spec in specs if parse_one(spec, "mixer").name not in WITHOUT_FULL_PASS]
+    specs = [spec for spec in specs if parse_one(spec, "mixer").name not in WITHOUT_FULL_PASS]
+    return [pytest.param(spec, marks=[] if spec.startswith("transformer_xl") else [pytest.mark.slow]) for spec in specs]
 
 
 DRAWING = (*claiming("draws"), *EXTRA_MIXERS)
@@ -337,6 +353,9 @@ class Output:
         self.labels = jnp.asarray(rng.integers(0, vocab, count), jnp.int32)
         self.weights = jnp.asarray(rng.integers(0, 3, count), jnp.float32)
         self.rng = jax.random.key(3)
+        if dtype != "float32":  # parameters do not depend on the states
+            self.params = Output(spec, count, vocab, dim).params
+            return
         operands = (self.table, self.h, self.labels, self.weights)
         boxed = jax.jit(lambda key: self.module.init(key, *operands, method="loss"), compiler_options=ONCE)(self.rng)
         self.params = nn.meta.unbox(boxed)

@@ -341,7 +341,16 @@ def test_output_predictions_are_consistent(spec):
     np.testing.assert_array_equal(best, [ids[:, 0]] * 2)
 
 
-@outputs
+ROWS_OF_SAMPLES = ("importance", "nce", "negative_sampling")  # the code of "sampled"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(spec, marks=[] if spec in FIRST and not spec.startswith(ROWS_OF_SAMPLES) else [pytest.mark.slow])
+        for spec in OUTPUT_SPECS
+    ],
+)
 def test_output_loss_needs_only_its_rows(spec):
     """Given only the rows of `rows`, loss and gradients are the same; other rows of the table have no gradient."""
     case = Output(spec, 5, 61)

@@ -97,16 +97,15 @@ def flags(arguments, name):
 def test_commands_parse(own):
     """Every config field in a command exists and holds the value, and every experiment file is there."""
     parsed = 0
-    for path in PAGES:
-        for name, *arguments in commands(path):
-            (config,) = flags(arguments, "config") or [None]
-            if name not in ("train", "plan", "sweep") or config is None or config.endswith((":DIR", ":runs/bytes")):
-                continue
-            file = own / config if (own / config).exists() else ROOT / config
-            with unchanged_tables():
-                cli.register(str(own / file) for file in flags(arguments, "register"))
-                resolve(experiment.read(str(file), [a for a in arguments if a.startswith("--config.")]))
-            parsed += 1
+    for name, *arguments in dict.fromkeys(tuple(words) for path in PAGES for words in commands(path) if words):
+        (config,) = flags(arguments, "config") or [None]
+        if name not in ("train", "plan", "sweep") or config is None or config.endswith((":DIR", ":runs/bytes")):
+            continue
+        file = own / config if (own / config).exists() else ROOT / config
+        with unchanged_tables():
+            cli.register(str(own / file) for file in flags(arguments, "register"))
+            resolve(experiment.read(str(file), [a for a in arguments if a.startswith("--config.")]))
+        parsed += 1
     assert parsed > 20
 
 

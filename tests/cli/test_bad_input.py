@@ -89,7 +89,10 @@ def train_error(error_of, tmp_path):
         ("--config.plan.zero=5", "plan.zero=5: expected a stage of ZeRO, 0 to 3"),
         ("--config.plan.exchange=rings", "plan.exchange='rings': did you mean 'ring'?"),
         ("--config.plan.name=dta", "unknown plan.name 'dta': did you mean 'data'?"),
-        ("--config.data.batch_size=12", "data.batch_size=12 does not split into 8 devices' sequences"),
+        (
+            "--config.plan.name=data --config.data.batch_size=12",
+            "data.batch_size=12 does not split into 8 devices' sequences",
+        ),
         ("--config.data.path=/no/such/text", "/no/such/text"),
         ("--config.data.tokenizer=byts", "did you mean 'bytes'?"),
         ("--config.data.seq_len=1000000", "add text, or lower data.seq_len"),
@@ -310,7 +313,10 @@ def files(tmp_path, trained):
             "plan --config={config} --devices=4096 --depth=compiled",
             "simulates at most 2048 devices on a CPU: use fewer",
         ),
-        ("plan --config={config} --devices=1000000000", "does not split into 1000000000 devices"),
+        (
+            "plan --config={config} --config.plan.name=data --devices=1000000000",
+            "does not split into 1000000000 devices",
+        ),
         ("plan --config={config} --devices=-1", "--devices"),
         ("plan --config={config} --config.model.mixer={nested}", "is not a spec"),
     ],
@@ -345,7 +351,7 @@ def test_errors_of_the_machine_are_explained(train_error, monkeypatch, error, me
         raise error
 
     monkeypatch.setattr(loop, "train", fail)
-    assert message in train_error()
+    assert message in train_error("--config.plan.name=data")
 
 
 def test_defects_of_hpnlp_raise(run, monkeypatch, tmp_path):
@@ -467,6 +473,7 @@ def single_line(err):
     return err
 
 
+@pytest.mark.slow
 def test_read_only_workdir_raises(mounts, start, finish, tmp_path):
     wrapper = mounts('mount -t tmpfs -o ro none "$1" && shift && exec "$@"', tmp_path)
     outcome = finish(start("train", f"--config={tiny.EXPERIMENT}", f"--workdir={tmp_path}/run", wrapper=wrapper))
@@ -519,7 +526,7 @@ def test_run_resumes_after_a_full_disk(mounts, start, finish, tmp_path):
     assert lines == list(range(1, 13))
 
 
-def test_truncated_checkpoint_raises(run, start, finish, trained, tmp_path):
+def test_truncated_checkpoint_raises(run, trained, tmp_path):
     """Without the damaged checkpoint, the run resumes from the one before."""
     workdir = shutil.copytree(trained, tmp_path / "run")
     command = ["train", f"--config={tiny.EXPERIMENT}", f"--workdir={workdir}"]
@@ -527,7 +534,7 @@ def test_truncated_checkpoint_raises(run, start, finish, trained, tmp_path):
     newest = workdir / "checkpoints" / "12"
     for path in newest.glob("params/**/d/*"):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    outcome = finish(start(*command))
+    outcome = run(*command)
     assert outcome.code == 2, outcome
     message = single_line(outcome.err)
     assert "checkpoint 12 cannot be read" in message and f"delete {newest}, and the run goes on from step 10" in message

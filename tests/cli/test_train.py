@@ -29,6 +29,7 @@ INTERVAL, STEPS = 4, 30
 COMMAND = [
     "train",
     f"--config={tiny.EXPERIMENT}",
+    "--config.plan.name=data",
     f"--config.train.steps={STEPS}",
     f"--config.train.checkpoint_every={INTERVAL}",
     "--config.train.log_every=3",

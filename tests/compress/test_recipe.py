@@ -26,7 +26,7 @@ from hpnlp.ops.weights import (
 from hpnlp.types import InputError
 from tests.contracts import ONCE, once
 
-CONFIG = LMConfig(dim=16, heads=4, layers=3, vocab=40, max_len=16, mlp_dim=32, tied=False)
+CONFIG = LMConfig(dim=16, heads=4, layers=3, vocab=40, max_len=16, mlp_dim=16, tied=False)
 WEIGHTS = nn.meta.unbox(once(LM(CONFIG).init, jax.random.key(0), example_batch(1, 8))["params"])
 BATCH = {**example_batch(2, 8), "tokens": jnp.arange(16).reshape(2, 8), "labels": jnp.arange(1, 17).reshape(2, 8)}
 
@@ -55,10 +55,12 @@ def loss(config, weights):
 
 
 def test_stages_follow_each_other():
-    config, weights = result("layers(2),heads(0.5),mlp(0.25,across_layers=True),factorize(parameters=0.5),int8")
+    config, weights = result(
+        "layers(2),heads(0.5,by=magnitude),mlp(0.25,across_layers=True),factorize(parameters=0.5),int8"
+    )
     assert (config.layers, config.heads, config.head_dim) == (2, 2, 4)
     forms = config.forms()
-    assert sum(form.mlp_size for form in forms) * (2 // len(forms)) == 16
+    assert sum(form.mlp_size for form in forms) * (2 // len(forms)) == 8
     assert np.isfinite(loss(config, weights))
     kernel = weights["head"]
     assert kernel.codes.dtype == jnp.int8
@@ -66,7 +68,7 @@ def test_stages_follow_each_other():
     np.testing.assert_allclose(loss(config, weights), loss(config, dense_tree(weights)), rtol=0.01)
 
 
-@pytest.mark.parametrize("recipe", ["int8", "int4(group=8)", "factorize(energy=1.0)", "magnitude(1.0)", "heads(1.0)"])
+@pytest.mark.parametrize("recipe", ["int8", "factorize(energy=1.0)", "heads(1.0)"])
 def test_mild_stages_change_little(recipe):
     if recipe.startswith("factorize"):
         with pytest.raises(InputError, match="as many parameters as the kernels"):
@@ -78,13 +80,12 @@ def test_mild_stages_change_little(recipe):
 @pytest.mark.parametrize(
     ("recipe", "kind", "bits"),
     [
-        ("fp8", FloatWeight, 8),
         ("fp8(e5m2,round_inputs=True)", FloatWeight, 8),
         ("bf16", FloatWeight, 16),
         ("ternary", PackedWeight, 2),
         ("ternary(packed=False)", IntegerWeight, 8),
         ("binary", PackedWeight, 1),
-        ("pow2", PackedWeight, 4),
+        pytest.param("pow2", PackedWeight, 4, marks=pytest.mark.slow),
         ("codebook(bits=3)", CodebookWeight, 8),
         ("two_four", TwoFourWeight, 17),
         ("blocks(0.5,block=8)", BlockSparseWeight, 16),
@@ -96,10 +97,11 @@ def test_kinds_of_kernels(recipe, kind, bits, tmp_path):
     config, weights = result(recipe)
     kernel = weights["layers"]["mlp"]["up"]["kernel"]
     assert type(kernel) is kind
-    assert kernel.shape == (16, 32)
+    assert kernel.shape == (16, 16)
     leaf = jax.tree.leaves(kernel)[0]
-    assert stored_bytes(leaf) + (stored_bytes(kernel.positions) if bits == 17 else 0) == 3 * 16 * 32 * bits // 8
-    np.testing.assert_allclose(loss(config, weights), loss(config, dense_tree(weights)), rtol=0.02)
+    assert stored_bytes(leaf) + (stored_bytes(kernel.positions) if bits == 17 else 0) == 3 * 16 * 16 * bits // 8
+    if kind in (PackedWeight, TwoFourWeight) and bits in (1, 17):  # tests/ops/weights has products with all kinds
+        np.testing.assert_allclose(loss(config, weights), loss(config, dense_tree(weights)), rtol=0.02)
     write_weights(tmp_path / "weights", weights)
     read, _ = read_weights(tmp_path / "weights")
     assert jax.tree.structure(read) == jax.tree.structure(weights)
@@ -206,7 +208,7 @@ def test_curvature_is_the_mean_of_the_hessians_diagonal():
     def gradient(params):
         return jax.grad(lambda p: 0.5 * (diagonal * p["a"] ** 2).sum() + 3 * p["b"][0, 0] * p["b"][1, 1])(params)
 
-    found = mean_curvature(gradient, {"a": jnp.ones((3, 4)), "b": jnp.ones((2, 2))}, draws=200)
+    found = mean_curvature(jax.jit(gradient), {"a": jnp.ones((3, 4)), "b": jnp.ones((2, 2))}, draws=200)
     np.testing.assert_allclose(found["a"], diagonal.mean(), rtol=1e-5)  # exact for a diagonal Hessian
     assert found["b"] < 4 * 3 / 2 / np.sqrt(200)  # zero within four standard errors: the diagonal of b is 0
 

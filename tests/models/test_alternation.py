@@ -59,6 +59,7 @@ def test_every_mixer_learns_in_two_steps():
     assert losses[1] < losses[0]
 
 
+@pytest.mark.slow  # test_layer_forms.py has them for two stacks
 def test_gradients_equal_those_layer_by_layer():
     model, params = make(**PERIODS)
     batch = make_batch(2, 9)

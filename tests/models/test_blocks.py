@@ -136,9 +136,9 @@ def bottleneck(p, x, visible, ids, causal, memory):
 
 
 CASES = [
-    ("bottleneck(8,2)", bottleneck),
+    pytest.param("bottleneck(8,2)", bottleneck, marks=pytest.mark.slow),
     ("bottleneck(8,2,shared=False)", bottleneck),
-    ("lite(5)", lite),
+    pytest.param("lite(5)", lite, marks=pytest.mark.slow),
     ("lite(5,dynamic)", lite),
     ("evolved_encoder", evolved_encoder),
     ("evolved_decoder", evolved_decoder),
@@ -190,11 +190,10 @@ def test_block_matches_its_formula_and_sees_no_later_token(block, formula):
 
 
 FIELDS = [
-    {"block": "lite(3)"},
     {"block": "lite(4,dynamic)", "residual": "reversible"},
-    {"block": "evolved_decoder", "norm_placement": "post"},
-    {"form": "block,block(block=evolved_encoder)"},
-    {"block": "bottleneck(8,2)", "norm_placement": "post"},
+    {"form": "block(block=evolved_decoder),block(block=evolved_encoder)", "norm_placement": "post"},
+    pytest.param({"block": "lite(3)"}, marks=pytest.mark.slow),
+    pytest.param({"block": "bottleneck(8,2)", "norm_placement": "post"}, marks=pytest.mark.slow),
 ]
 
 
@@ -230,7 +229,6 @@ def test_greedy_targets_of_evolved_cells_equal_the_argmax_of_the_full_pass():
 
 
 KINDS = ("bottleneck(8,2)", "lite(5)", "lite(5,dynamic)", "evolved_encoder", "evolved_decoder")
-FAST = ({"block": "lite(5)"}, Plan("zero3", tensor=2))
 LAYOUTS = [
     *(
         ({"block": kind}, Plan("zero3", **sizes))
@@ -242,11 +240,8 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("fields", "plan"),
-    [pytest.param(*case, marks=[] if case == FAST else pytest.mark.slow) for case in LAYOUTS],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("fields", "plan"), LAYOUTS, ids=str)
 def test_layouts_match_one_device(fields, plan):
     """Two steps of training."""
     placement = "post" if fields["block"].startswith("bottleneck") else "pre"

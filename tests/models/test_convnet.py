@@ -82,6 +82,7 @@ def test_losses_and_moving_averages_are_equal_on_8_devices(on_one_device, plan):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), buffers, on_one_device[1])
 
 
+@pytest.mark.slow
 def test_recomputed_blocks_have_the_same_losses(on_one_device):
     np.testing.assert_allclose(run(make(), Plan("single"), 1, remat="full")[0], on_one_device[0], rtol=1e-5)
 
@@ -89,7 +90,7 @@ def test_recomputed_blocks_have_the_same_losses(on_one_device):
 def test_accumulation_with_group_norm_matches_the_whole_batch():
     """Groups are of one image; batch moments would be those of a part."""
     model = make("conv(4)", image_norm="group(2)")
-    whole, parts = run(model, Plan("single"), 1), run(model, Plan("data"), 2, accumulate=2)
+    whole, parts = (run(model, Plan("single"), 1, accumulate=count) for count in (1, 2))
     np.testing.assert_allclose(parts[0], whole[0], rtol=1e-5)
     assert whole[1] is None
 

@@ -50,7 +50,12 @@ def logits_of(model):
 
 @pytest.mark.parametrize(
     "fields",
-    [ROPE, LEARNED, ROPE | {"dtype": "bfloat16"}, LEARNED | MIXED],
+    [
+        pytest.param(ROPE, marks=pytest.mark.slow),
+        pytest.param(LEARNED, marks=pytest.mark.slow),
+        ROPE | {"dtype": "bfloat16"},
+        LEARNED | MIXED,
+    ],
     ids=["rope", "learned", "bfloat16", "mixed"],
 )
 def test_greedy_ids_equal_the_argmax_of_the_full_pass(fields):

@@ -47,7 +47,9 @@ def with_memory(batch):
     return batch | {"memory": memory.states, "memory_segment_ids": memory.segment_ids}
 
 
-@pytest.mark.parametrize("separate", [False, True], ids=["stacked", "for decoding"])
+@pytest.mark.parametrize(
+    "separate", [pytest.param(False, marks=pytest.mark.slow), True], ids=["stacked", "for decoding"]
+)
 def test_prefill_and_extend_equal_the_full_pass(separate):
     """Further tokens take the memory's keys and values from the cache; the memory's padding does not count."""
     model, params = make(**GPT if separate else {})

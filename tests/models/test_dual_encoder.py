@@ -30,7 +30,6 @@ LAYOUTS = {
     "data 2 x sequence 4": Plan(sequence=4),
     "3d": Plan("3d"),
 }
-FIRST = {("separate", "3d")}
 FIELDS = {"shared": {"symmetric": False}, "separate": SEPARATE}
 
 
@@ -120,13 +119,10 @@ def test_a_batch_with_one_pair_has_no_accuracy():
     assert [float(x) for x in out.aux["accuracy"]] == [0, 0] and float(out.weight) == 1
 
 
+@pytest.mark.slow  # `tests/tasks/test_contracts.py` trains under a plan
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [
-        pytest.param(name, layout, marks=[] if (name, layout) in FIRST else pytest.mark.slow)
-        for name in FIELDS
-        for layout in (LAYOUTS if name == "separate" else ("data 8", "data 4 x tensor 2"))
-    ],
+    [*(("separate", layout) for layout in LAYOUTS), ("shared", "data 8"), ("shared", "data 4 x tensor 2")],
 )
 def test_layouts_match_one_device(name, layout):
     """Negatives come from the texts of all devices, and gradients reach them there."""

@@ -70,7 +70,6 @@ CASES = {
     "synthesized": ("3d", "pipeline 2 x zero3 2 x tensor 2"),
     "sampled": ("3d", "data 4 x sequence 2, by heads"),
 }
-FIRST = {("sequences", "3d")}
 
 
 @functools.cache
@@ -80,8 +79,8 @@ def model_of(head, ring):
 
 
 @functools.cache
-def results(head, plan, devices, ring, evaluates):
-    """`(gradients, [{name: (sum, weight)}])` of a training loss, and of its evaluation if asked for."""
+def results(head, plan, devices, ring):
+    """`(gradients, [{name: (sum, weight)}])` of a training loss and of its evaluation."""
     model, params, batch = model_of(head, ring)
     layout = plan.layout(model.config.sizes(), jax.devices()[:devices])
     axes, shapes = axes_and_shapes(model)
@@ -93,8 +92,7 @@ def results(head, plan, devices, ring, evaluates):
 
     def loss(params, batch, key):
         rngs = {"dropout": key, "output": key}
-        ways = ((False,), ()) if evaluates else ((False,),)
-        outs = [model.apply({"params": params}, batch, *args, rngs=rngs, method="loss") for args in ways]
+        outs = [model.apply({"params": params}, batch, *args, rngs=rngs, method="loss") for args in ((False,), ())]
         return outs[0].sum, [{"loss": (out.sum, out.weight), **out.aux} for out in outs]
 
     with jax.set_mesh(layout.mesh):
@@ -103,21 +101,17 @@ def results(head, plan, devices, ring, evaluates):
         )
 
 
+@pytest.mark.slow  # `tests/tasks/test_contracts.py` trains under a plan
 @pytest.mark.parametrize(
     ("head", "layout"),
-    [
-        pytest.param(head, layout, marks=[] if (head, layout) in FIRST else pytest.mark.slow)
-        for head, layouts in CASES.items()
-        for layout in layouts
-    ],
+    [(head, layout) for head, layouts in CASES.items() for layout in layouts],
 )
 def test_layouts_match_one_device(head, layout):
     """With dropout, except on a ring, which refuses it."""
     plan = LAYOUTS[layout]
     ring = layout == "data 2 x sequence 4"
-    evaluates = (head, layout) not in FIRST  # `Trainer.evaluate` is tested under layouts elsewhere
-    gradients, metrics = results(head, plan, 8, ring, evaluates)
-    expected_gradients, expected = results(head, Plan(), 1, ring, evaluates)
+    gradients, metrics = results(head, plan, 8, ring)
+    expected_gradients, expected = results(head, Plan(), 1, ring)
     for actual, pairs in zip(metrics, expected, strict=True):
         assert actual.keys() == pairs.keys()
         for name, pair in pairs.items():

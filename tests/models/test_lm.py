@@ -165,7 +165,13 @@ def test_logits_match_reference(fields):
 
 
 @pytest.mark.parametrize(
-    "fields", [RICH, GPT | {"tied": False}, REVERSIBLE | {"tied": False}], ids=["rope", "learned", "reversible"]
+    "fields",
+    [
+        pytest.param(RICH, marks=pytest.mark.slow),
+        GPT | {"tied": False},
+        pytest.param(REVERSIBLE | {"tied": False}, marks=pytest.mark.slow),
+    ],
+    ids=["rope", "learned", "reversible"],
 )
 def test_gradients_are_causal(fields):
     """d hidden[i] / d embedding[j] is exactly 0 unless j <= i in the same segment, and not 0 there."""
@@ -187,7 +193,9 @@ def test_gradients_are_causal(fields):
 
 
 @pytest.mark.parametrize(
-    "fields", [RICH, GPT, pytest.param(MIXED, marks=pytest.mark.slow)], ids=["rope", "learned", "mixed"]
+    "fields",
+    [RICH, pytest.param(GPT, marks=pytest.mark.slow), pytest.param(MIXED, marks=pytest.mark.slow)],
+    ids=["rope", "learned", "mixed"],
 )
 def test_packed_rows_equal_separate_rows(fields):
     """Hidden states and loss of a document do not depend on the documents that it is packed with."""
@@ -226,7 +234,13 @@ def test_packed_rows_equal_separate_rows(fields):
 
 @pytest.mark.parametrize(
     "fields",
-    [RICH, BERT, RINGS, REVERSIBLE, GEMMA | {"mixer": "window(3,0,soft_cap=0.5,scale=0.7)"}],
+    [
+        pytest.param(RICH, marks=pytest.mark.slow),
+        BERT,
+        RINGS,
+        pytest.param(REVERSIBLE, marks=pytest.mark.slow),
+        GEMMA | {"mixer": "window(3,0,soft_cap=0.5,scale=0.7)"},
+    ],
     ids=["rope", "bert", "rings", "reversible", "gemma"],
 )
 def test_prefill_and_extend_equal_the_full_pass(fields):
@@ -270,7 +284,9 @@ def plain():
 SLOW_REMAT = [pytest.param(remat, marks=pytest.mark.slow) for remat in ("full", "dots")]
 
 
-@pytest.mark.parametrize("remat", ["none", *SLOW_REMAT, "names(mixed, hidden)", "offload"])
+@pytest.mark.parametrize(
+    "remat", [pytest.param("none", marks=pytest.mark.slow), *SLOW_REMAT, "names(mixed, hidden)", "offload"]
+)
 def test_loss_and_gradients_do_not_depend_on_the_loop(remat, plain):
     params, batch, loss, grads = plain
     model = LM(LMConfig(**SMALL | {"layers": 3, "kv_heads": 2, "unroll": 2}), remat=remat)
@@ -285,7 +301,7 @@ SLOW_16_BIT = [("bfloat16", "reversible"), ("float16", "plain")]
 @pytest.mark.parametrize(
     ("dtype", "residual"),
     [
-        ("bfloat16", "plain"),
+        pytest.param("bfloat16", "plain", marks=pytest.mark.slow),
         ("float16", "reversible"),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_16_BIT),
     ],
@@ -501,7 +517,14 @@ def test_insufficient_word_statistics_raise(output, counts, message):
 
 
 @pytest.mark.parametrize(
-    "output", ["nce(4,partition=learned)", "adaptive(div_value=2)", "class(by=mass)", "hierarchical", "vmf"]
+    "output",
+    [
+        pytest.param("nce(4,partition=learned)", marks=pytest.mark.slow),
+        "adaptive(div_value=2)",
+        pytest.param("class(by=mass)", marks=pytest.mark.slow),
+        "hierarchical",
+        pytest.param("vmf", marks=pytest.mark.slow),
+    ],
 )
 def test_parameters_of_output_layers_have_names_and_gradients(output):
     """Every parameter has a name for each axis, and a gradient."""

@@ -86,7 +86,15 @@ def test_weights_of_a_mixture_sum_to_one():
         assert_close(*both(mixing.arrays, jnp.asarray(logits)))
 
 
-@pytest.mark.parametrize("mixer", ["linformer(4)", "nystrom(3,5)", "fnet", "synthesizer_random"])
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        "linformer(4)",
+        pytest.param("nystrom(3,5)", marks=pytest.mark.slow),
+        "fnet",
+        pytest.param("synthesizer_random", marks=pytest.mark.slow),
+    ],
+)
 def test_encoders_with_one_text_per_sequence_ignore_padding(mixer):
     config = EncoderConfig(mixer=mixer, pooling="mean", classes=3, max_len=9, **SIZES)
     model = Encoder(config)

@@ -230,7 +230,7 @@ def placed(mesh, specs):
 
 
 # Further groups, whose operations are traced on such a mesh in the first tier, too (see below).
-SLOW = "losses_of_sampled_words", "trees_classes_and_codes", "searches"
+SLOW = "losses_of_sampled_words", "losses_of_whole_vocabularies", "trees_classes_and_codes", "searches"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ HYBRID = {"mixer": "conv,full", "form": "block,block(heads=2,mlp_dim=256)"}
     [
         ("none", {}),
         ("full", {}),
-        ("dots", {}),
+        pytest.param("dots", {}, marks=pytest.mark.slow),
         pytest.param("names(mixed)", {}, marks=pytest.mark.slow),
         pytest.param("none", HYBRID, marks=pytest.mark.slow),
         pytest.param("dots", HYBRID, marks=pytest.mark.slow),
@@ -80,6 +80,7 @@ def test_sparse_rows_have_gradients_of_the_rows_alone():
     assert dense_state - sparse_state == dense.memory["gradients"] - sparse.memory["gradients"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "width"),
     [

@@ -73,10 +73,15 @@ def test_flags_of_a_ranking_select_its_first_plan(config_plan):
     ("sizes", "zero", "flags"),
     [
         ({"fsdp": 8}, 2, "--config.plan.name=zero2"),
-        ({"data": 8}, 0, "--config.plan.name=data"),
+        pytest.param({"data": 8}, 0, "--config.plan.name=data", marks=pytest.mark.slow),
         ({"fsdp": 4, "tensor": 2}, 3, "--config.plan.name=zero3 --config.plan.tensor=2"),
-        ({"tensor": 8}, 0, "--config.plan.name=tensor"),
-        ({"pipeline": 2, "sequence": 4}, 0, "--config.plan.name=pipeline --config.plan.sequence=4"),
+        pytest.param({"tensor": 8}, 0, "--config.plan.name=tensor", marks=pytest.mark.slow),
+        pytest.param(
+            {"pipeline": 2, "sequence": 4},
+            0,
+            "--config.plan.name=pipeline --config.plan.sequence=4",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_flags_of_a_ranking_are_short(sizes, zero, flags):

@@ -32,6 +32,7 @@ def test_smallest_change_fits(monkeypatch):
     assert [done for done, _ in calls] == list(range(calls[0][1]))
 
 
+@pytest.mark.slow
 def test_smallest_change_offloads_last():
     config = dataclasses.replace(CONFIG, data=DataConfig(seq_len=16, batch_size=1))
     estimate = costs(config, 1)

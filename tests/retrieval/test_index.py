@@ -77,7 +77,7 @@ def test_divided_index_matches_sorting(kind, axis, data, mesh, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "surrounding"),
-    [(ALL[0], "none"), (ALL[2], "own"), (ALL[3], "other")],
+    [(ALL[0], "none"), pytest.param(ALL[2], "own", marks=pytest.mark.slow), (ALL[3], "other")],
 )
 def test_divided_index_on_explicit_mesh_matches_sorting(kind, surrounding, data):
     """The default mesh of jax.make_mesh, as the surrounding mesh or not; the queries are sharded too."""
@@ -163,7 +163,7 @@ def test_probing_faiss_leaves_the_index_unchanged(data):
         Index("faiss").build(w).probing(3)
 
 
-@pytest.mark.parametrize("kind", ALL[1:])
+@pytest.mark.parametrize("kind", [*ALL[3:], *(pytest.param(kind, marks=pytest.mark.slow) for kind in ALL[1:3])])
 def test_bfloat16_stays_bfloat16(kind, data, tmp_path):
     q, w = data[0], np.asarray(jnp.asarray(data[1], jnp.bfloat16))
     index = Index(kind).build(w)

@@ -27,9 +27,17 @@ def on_host(tree):
     return jax.device_put(tree, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=HOST))
 
 
+FIRST = ("adamw", "lamb", "muon")
+
+
 @pytest.mark.parametrize(
     ("name", "is_finite"),
-    [*((name, None) for name in sorted(set(OPTIMIZERS) - {"adafactor"})), ("adamw", False), ("adamw8bit", False)],
+    [
+        *((name, None) for name in FIRST),
+        ("adamw8bit", False),
+        *(pytest.param(name, None, marks=pytest.mark.slow) for name in sorted(set(OPTIMIZERS) - {"adafactor", *FIRST})),
+        pytest.param("adamw", False, marks=pytest.mark.slow),
+    ],
 )
 def test_layerwise_update_matches_full_update(name, is_finite):
     """With clipping and an average; every array stays in its memory. adafactor cannot be updated by layer."""

@@ -21,7 +21,7 @@ from tests import tiny
 from tests.centered_keys import centered_keys
 
 CONFIG = {"model__mixer": "centered,segment_memory(20)", "data__order": "stream"}
-CONFIG |= {"plan__fsdp": 2, "train__eval_every": 4, "train__eval_batches": 1}
+CONFIG |= {"train__eval_every": 4, "train__eval_batches": 1}
 CONFIG |= {"optimizer__ema": 0.9, "optimizer__aux": "keys_loss(0.1), hidden_loss(0.1)"}
 
 

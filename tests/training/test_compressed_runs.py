@@ -16,10 +16,12 @@ from hpnlp.training.run_directory import load
 from hpnlp.types import InputError
 from tests import tiny
 
+SMALL = {"model__layers": 1}
+
 
 def test_compressed_weights_are_loaded_and_evaluated(tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
-    loop.train(tiny.make(train__steps=2, train__sample=0), source)
+    loop.train(tiny.make(**SMALL, train__steps=2, train__sample=0), source)
     run = load(source)
     small = map_matrices(lambda path, w: quantize(w, by_row=is_table(path)), run.params)
     target.mkdir()
@@ -38,13 +40,14 @@ def test_compressed_weights_are_loaded_and_evaluated(tmp_path):
 
 
 def test_runs_with_other_weights_load_as_plain_models_and_their_zeros_stay(tmp_path):
-    config = tiny.make(train__weights="movement(0.5)", train__steps=4, train__sample=8)
+    config = tiny.make(**SMALL, train__weights="movement(0.5)", train__steps=4, train__sample=8)
     report.write(tmp_path / "pruned", config, loop.train(config, tmp_path / "pruned"), "")  # with a sample of its text
     run = load(tmp_path / "pruned")
     assert run.config.train.weights == "" and "weights" not in run.params
     start = str(tmp_path / "pruned")
     loop.train(
-        tiny.make(train__weights="masked", train__steps=1, train__sample=0, train__init_from=start), tmp_path / "more"
+        tiny.make(**SMALL, train__weights="masked", train__steps=1, train__sample=0, train__init_from=start),
+        tmp_path / "more",
     )
     before, after = (load(tmp_path / name).params["layers"]["mlp"]["up"]["kernel"] for name in ("pruned", "more"))
     assert 0.4 < np.mean(before == 0) < 0.6

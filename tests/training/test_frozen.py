@@ -175,6 +175,7 @@ def task(monkeypatch):
     return task
 
 
+@pytest.mark.slow  # test_teacher.py resumes a run with a teacher
 def test_runs_resume_bit_for_bit_with_the_same_teacher_only(task, tmp_path, monkeypatch):
     config = dataclasses.replace(tiny.make(train__steps=6, plan__name="single", optimizer__ema=0.9), task="taught")
 

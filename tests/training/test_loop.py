@@ -26,7 +26,7 @@ from tests import tiny
 
 # All runs have the same programs, which are compiled once. Of twelve steps, 4 and 8 are evaluated, 5, 10, 12 and those with
 # an improved evaluation are saved, and 3, 6, 9 and 12 are displayed.
-CONFIG = {"plan__fsdp": 2, "train__eval_every": 4, "train__eval_batches": 1}
+CONFIG = {"plan__name": "data", "plan__fsdp": 2, "train__eval_every": 4, "train__eval_batches": 1}
 
 
 def train(workdir, accept_changes=False, **overrides):
@@ -474,7 +474,10 @@ def test_loading_a_file_raises(tmp_path):
 
 @pytest.mark.parametrize(
     ("output", "probable", "counted"),
-    [pytest.param("class", True, False, marks=pytest.mark.slow), ("margin(2,8)", False, True)],
+    [
+        pytest.param("class", True, False, marks=pytest.mark.slow),
+        pytest.param("margin(2,8)", False, True, marks=pytest.mark.slow),
+    ],
     ids=["class", "margin"],
 )
 def test_reports_leave_out_numbers_that_the_output_layer_lacks(tmp_path, output, probable, counted):

@@ -87,7 +87,10 @@ def test_scale_grows_in_training():
     assert [run.step(batch_of(0))["loss_scale"] for _ in range(3)] == [64.0, 64.0, 128.0]
 
 
-@pytest.mark.parametrize(("layout", "changes"), [("one", {}), ("fsdp 4 x tensor 2", ACCUMULATED | {"accumulate": 2})])
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [("one", {}), pytest.param("fsdp 4 x tensor 2", ACCUMULATED | {"accumulate": 2}, marks=pytest.mark.slow)],
+)
 def test_layouts_and_accumulation_scale_alike(layout, changes):
     """Scales are powers of two, exact in float32: after the overflows, losses are those of a run without a scale."""
     run = begun(2.0**126, (LAYOUTS | {"one": ONE})[layout], **changes)

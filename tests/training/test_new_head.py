@@ -34,6 +34,7 @@ def classifier(directory, source, **model):
     values.data.linear_baselines = False
     values.model.update(max_len=16, **{**SIZES, "vocab": 265, **model})  # with the id of hidden tokens
     values.optimizer.update(warmup=0, learning_rate=0.0)
+    values.plan.name = "single"
     values.train.update(steps=1, init_from=str(source))
     return configs.resolve(values)
 

@@ -26,8 +26,7 @@ PLAIN = OptimizerConfig(
 CASES = (
     ("sampled(64)", 1),
     pytest.param("sampled(64)", 4, marks=pytest.mark.slow),
-    ("hierarchical(balanced)", 1),
-    pytest.param("full", 1, marks=pytest.mark.slow),
+    pytest.param("hierarchical(balanced)", 1, marks=pytest.mark.slow),
 )
 
 

@@ -15,9 +15,10 @@ from tests.contracts import ONCE
 from tests.training.test_step import KEY, MODEL, Run, assert_leaves_close, batch_of, host, put, trainer_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "remat",
-    ["none", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dots", "reversible", "full", "names(mixed)"))],
+    ["none", "dots", "reversible", "full", "names(mixed)"],
 )
 def test_backward_pass_gathers_sharded_parameters_again(remat):
     """Parameters that ZeRO shards are not kept from the forward pass: memory falls with the number of devices."""
@@ -59,7 +60,7 @@ def test_offloaded_optimizer_matches(plan, devices):
     ("plan", "changes"),
     [
         (Plan("single"), {}),
-        (Plan("zero2", offload_optimizer=True), {"accumulate": 2}),
+        pytest.param(Plan("zero2", offload_optimizer=True), {"accumulate": 2}, marks=pytest.mark.slow),
         pytest.param(Plan("zero1", remat="offload(mixed)"), {}, marks=pytest.mark.slow),
         pytest.param(Plan("zero3", tensor=2, fsdp=2), {}, marks=pytest.mark.slow),
         pytest.param(Plan("sequence", remat="full"), {"loss_scale": 64.0}, marks=pytest.mark.slow),

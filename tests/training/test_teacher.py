@@ -164,6 +164,7 @@ def labelled(directory, names):
     return config
 
 
+@pytest.mark.slow
 def test_classifiers_are_distilled_by_teachers_with_the_same_labels(tmp_path):
     loop.train(configs.resolve(labelled(tmp_path, ["green", "red"])), tmp_path / "teacher")
     student = labelled(tmp_path, ["green", "red"])

@@ -45,7 +45,7 @@ def make(config, recipe):
 @pytest.mark.usefixtures("symbolic_sizes")
 @pytest.mark.parametrize(
     ("config", "recipe"),
-    [(LLAMA, "layers(2),heads(0.5,by=magnitude)"), (BERT, "int8")],
+    [pytest.param(LLAMA, "layers(2),heads(0.5,by=magnitude)", marks=pytest.mark.slow), (BERT, "int8")],
     ids=["lm", "encoder"],
 )
 def test_stablehlo_files_are_called_without_hpnlp_and_agree_exactly(config, recipe, tmp_path):

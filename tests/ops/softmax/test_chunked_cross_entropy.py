@@ -111,7 +111,11 @@ def weighted_loss(labels, options, **more):
     return loss
 
 
-@pytest.mark.parametrize(("n", "vocab", "dim", "block"), SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("n", "vocab", "dim", "block"),
+    [pytest.param(*size, marks=[] if size in (SIZES[1], SIZES[5], SIZES[6]) else [pytest.mark.slow]) for size in SIZES],
+    ids=str,
+)
 def test_vocabulary_blocks_gradients_match_reference(n, vocab, dim, block):
     h, w, labels, extra = arrays(n, vocab, dim)
     loss = functools.partial(weighted_loss, labels, OPTIONS["all"])
@@ -132,7 +136,12 @@ def nonlinear_loss(labels, options, **more):
 
 @pytest.mark.parametrize(
     ("n", "vocab", "dim", "block", "name"),
-    [*((*size, "all") for size in SIZES), *((*size, "plain") for size in SIZES[:2])],
+    [
+        (*SIZES[0], "plain"),
+        (*SIZES[1], "all"),
+        (*SIZES[4], "all"),
+        *(pytest.param(*SIZES[number], "all", marks=pytest.mark.slow) for number in (2, 3, 5, 6)),
+    ],
 )
 def test_token_chunks_gradients_match_reference(monkeypatch, n, vocab, dim, block, name):
     """Chunks divide the tokens or not, and blocks divide the words or not."""
@@ -171,7 +180,7 @@ SECOND_DERIVATIVES = {
 @pytest.mark.parametrize(
     ("impl", "name"),
     [
-        pytest.param(impl, name, marks=[] if name == "all" else [pytest.mark.slow])
+        pytest.param(impl, name, marks=[] if (impl, name) == ("tokens", "all") else [pytest.mark.slow])
         for impl, case in SECOND_DERIVATIVES.items()
         for name in case[2]
     ],
@@ -270,7 +279,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("form", [*SMALL, "partial"])
+@pytest.mark.parametrize("form", by_tier([*SMALL, "partial"], ("tokens", "partial")))
 def test_small_gradients_do_not_underflow_in_float16(form):
     """Gradients of a word are under the smallest float16, and those of a block of similar words would lose digits."""
     rng = np.random.default_rng(0)
@@ -470,6 +479,7 @@ def test_invalid_arguments_raise(changes, message):
         linear_cross_entropy(**arguments)
 
 
+@pytest.mark.slow
 def test_mismatched_shapes_raise_without_type_checker():
     """Runs in a process without beartype, which would raise first."""
     program = """

@@ -139,7 +139,7 @@ def test_sixteen_bits_accumulate_in_float32():
     np.testing.assert_array_equal(np.asarray(dw, np.float32)[:, 0], [-1000.0, 1000.0])
 
 
-@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_small_gradients_do_not_underflow_in_float16(at):
     """Gradients of the words' vectors, and of the projection."""
     h, w, bias, projection = operands()

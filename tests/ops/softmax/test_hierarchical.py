@@ -267,7 +267,9 @@ def test_log_probs_match_definition_and_sum_to_one(tree):
     np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize(("name", "levels"), [("huffman", 1), ("huffman", 6), ("one", 2)])
+@pytest.mark.parametrize(
+    ("name", "levels"), [pytest.param("huffman", 1, marks=pytest.mark.slow), ("huffman", 6), ("one", 2)]
+)
 def test_gathered_rows_give_the_same_loss_and_gradients(name, levels, monkeypatch):
     """Loss and gradients of the rows equal those of the whole table; other rows have no gradient."""
     monkeypatch.setattr(ops, "DENSE_LEVELS", levels)
@@ -303,7 +305,7 @@ def test_confident_token_keeps_loss():
     np.testing.assert_allclose(actual, [np.log1p(np.exp(-30.0)), 30.0, 90.0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_sixteen_bits_accumulate_in_float32(dtype):
     """With this number of tokens, a gradient that is summed in 16 bits would be inaccurate."""
     tree = TREES["huffman"]
@@ -321,7 +323,7 @@ def test_sixteen_bits_accumulate_in_float32(dtype):
         assert np.linalg.norm(np.asarray(slope, np.float64) - reference) <= 0.004 * np.linalg.norm(reference)
 
 
-@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("gathered", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_small_gradients_do_not_underflow_in_float16(gathered):
     rng = np.random.default_rng(0)
     h, table = (jnp.asarray(rng.standard_normal((count, 5)), jnp.float32) for count in (9, 42))
@@ -343,7 +345,9 @@ def test_gradients_keep_the_dtype_of_each_operand():
     assert [x.dtype for x in once(run, h, table.astype(jnp.float32))] == [jnp.bfloat16, jnp.float32]
 
 
-@pytest.mark.parametrize(("name", "dense"), [("balanced", 0), ("balanced", 3), ("chain", 6)])
+@pytest.mark.parametrize(
+    ("name", "dense"), [("balanced", 0), pytest.param("balanced", 3, marks=pytest.mark.slow), ("chain", 6)]
+)
 def test_unvisited_rows_and_ignored_tokens_do_not_contribute(name, dense, monkeypatch):
     """NaN in such rows and tokens changes no loss and no gradient."""
     monkeypatch.setattr(ops, "DENSE_LEVELS", dense)
@@ -449,7 +453,16 @@ def test_memory_does_not_grow_with_depth():
 # Predictions
 
 
-@pytest.mark.parametrize(("name", "k"), [("balanced", 1), ("balanced", 7), ("huffman", 5), ("random", 5), ("chain", 9)])
+@pytest.mark.parametrize(
+    ("name", "k"),
+    [
+        pytest.param("balanced", 1, marks=pytest.mark.slow),
+        ("balanced", 7),
+        ("huffman", 5),
+        pytest.param("random", 5, marks=pytest.mark.slow),
+        ("chain", 9),
+    ],
+)
 def test_top_k_matches_sorting(name, k):
     """Flat, ordinary, very peaked and equal probabilities in one batch."""
     tree = TREES[name]
@@ -490,7 +503,7 @@ def test_invalid_k_raises(k):
         tree_top_k(h, table, TREES["balanced"], k)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 0.5])
 def test_samples_follow_the_distribution(temperature):
     tree = tree_from_children(random_children(11, 3))
     h, table, _, bias = arrays(tree, 2)
@@ -545,6 +558,7 @@ def test_too_few_rows_raise():
             call()
 
 
+@pytest.mark.slow
 def test_mismatched_shapes_raise_without_type_checker():
     """Runs in a process without beartype, which would raise first."""
     program = """

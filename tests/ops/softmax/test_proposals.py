@@ -95,7 +95,7 @@ def test_expected_counts_match_many_draws(unique):
     assert repeats.all() if not unique else not repeats.any()
 
 
-@pytest.mark.parametrize("unique", [False, True])
+@pytest.mark.parametrize("unique", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_per_token_draws_are_independent(unique):
     labels = jnp.arange(5, dtype=jnp.int32)
     draw = functools.partial(sample, LogUniform(50), count=8, labels=labels, unique=unique, per_token=True)
@@ -112,7 +112,7 @@ def test_per_token_draws_are_independent(unique):
         )
 
 
-@pytest.mark.parametrize(("vocab", "count"), [(1, 1), (5, 5), (300, 290)])
+@pytest.mark.parametrize(("vocab", "count"), [(1, 1), pytest.param(5, 5, marks=pytest.mark.slow), (300, 290)])
 def test_unique_samples_can_be_the_whole_vocabulary(vocab, count):
     draw = lambda key: sample(Uniform(vocab), key, count, jnp.zeros(1, jnp.int32), unique=True)  # noqa: E731
     ids, log_expected, _ = once(draw, jax.random.key(0))

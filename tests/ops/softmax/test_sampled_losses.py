@@ -72,7 +72,9 @@ def test_shared_and_per_token_samples_have_the_same_scores():
     assert scores(h.astype(jnp.bfloat16), w[:6], w[ids])[1].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("form", ["shared", "own", "adaptive"])
+@pytest.mark.parametrize(
+    "form", ["shared", pytest.param("own", marks=pytest.mark.slow), pytest.param("adaptive", marks=pytest.mark.slow)]
+)
 def test_small_gradients_do_not_underflow_in_float16(form):
     h, w, labels = problem()
     samples = drawn(64, form == "own")
@@ -138,7 +140,7 @@ def importance_of(count):
     return loss
 
 
-@pytest.mark.parametrize("loss", [softmax_of, importance_of])
+@pytest.mark.parametrize("loss", [softmax_of, pytest.param(importance_of, marks=pytest.mark.slow)])
 def test_gradient_bias_falls_with_the_number_of_samples(loss):
     """Nearly as 1 / S, the claimed rate, where the bias exceeds the standard error."""
     few, many = (mean_gradient(loss(count), draws) for count, draws in ((64, 300), (900, 300)))
@@ -219,7 +221,9 @@ def test_effective_sample_size():
     np.testing.assert_allclose(size, [4, 1, 16 / 10], rtol=1e-5)
 
 
-@pytest.mark.parametrize(("effective", "used"), [(0.0, 32), (1e9, 256), (None, None)])
+@pytest.mark.parametrize(
+    ("effective", "used"), [(0.0, 32), pytest.param(1e9, 256, marks=pytest.mark.slow), (None, None)]
+)
 def test_samples_are_used_until_the_effective_size_is_reached(effective, used):
     """Loss and gradient are those of the samples that were used; the other samples are NaN."""
     h, w, labels = problem()

@@ -87,7 +87,9 @@ def assert_logarithm(actual, expected, dim, dtype):
 
 
 @pytest.mark.parametrize("dtype", RELATIVE)
-@pytest.mark.parametrize("dim", [2, 31, 32, 300])
+@pytest.mark.parametrize(
+    "dim", [2, pytest.param(31, marks=pytest.mark.slow), 32, pytest.param(300, marks=pytest.mark.slow)]
+)
 def test_matches_scipy(dim, dtype):
     kappa = np.logspace(-3, 5, 97).astype(np.float32).astype(np.float64)
     lower, upper = (special.ive(dim / 2 - i, kappa) for i in (1, 0))
@@ -113,7 +115,9 @@ def test_matches_mpmath_where_scipy_underflows(dim, dtype):
     np.testing.assert_allclose(actual[4], curve, rtol=RELATIVE[dtype])
 
 
-@pytest.mark.parametrize("dim", [2, 31, 32, 300, 4096])
+@pytest.mark.parametrize(
+    "dim", [2, pytest.param(31, marks=pytest.mark.slow), 32, pytest.param(300, marks=pytest.mark.slow), 4096]
+)
 def test_float32_is_accurate_near_zeros(dim):
     """Compared with float64 on a dense grid; a sum of rounded terms of the size of the order would have 100 times the error."""
     kappa = np.logspace(-3, 6, 3001)
@@ -184,7 +188,9 @@ def test_matches_closed_form_in_three_dimensions():
 
 
 @pytest.mark.parametrize("dtype", RELATIVE)
-@pytest.mark.parametrize("dim", [2, 31, 32, 4096])
+@pytest.mark.parametrize(
+    "dim", [2, pytest.param(31, marks=pytest.mark.slow), pytest.param(32, marks=pytest.mark.slow), 4096]
+)
 def test_ends_of_the_range(dim, dtype):
     """The density is uniform at 0; results are finite up to 1e12."""
     kappa = np.array([0.0, 1e-30, 1e-20, 1e-8, 1e6, 1e8, 1e12])

@@ -52,7 +52,7 @@ def assert_equal_with_gradients(functions, q, k, v):
         np.testing.assert_allclose(a, b, atol=5e-6, rtol=5e-6)
 
 
-@pytest.mark.parametrize(("causal", "hides_self"), [(True, False), (False, True)])
+@pytest.mark.parametrize(("causal", "hides_self"), [(True, False), pytest.param(False, True, marks=pytest.mark.slow)])
 def test_rounds_equal_dense_attention_over_the_union_of_their_pairs(causal, hides_self, monkeypatch):
     """Several blocks before each, several groups of tiles, and pairs of heads."""
     monkeypatch.setattr(tiles, "CPU_SCORES", 600)

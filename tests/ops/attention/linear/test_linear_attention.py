@@ -42,11 +42,11 @@ def arrays():
 @pytest.mark.parametrize(
     ("segments", "causal", "normalize"),
     [
-        ("none", True, True),
-        ("sorted", True, False),
+        pytest.param("none", True, True, marks=pytest.mark.slow),
+        pytest.param("sorted", True, False, marks=pytest.mark.slow),
         ("apart", True, True),
-        ("none", False, False),
-        ("sorted", False, True),
+        pytest.param("none", False, False, marks=pytest.mark.slow),
+        pytest.param("sorted", False, True, marks=pytest.mark.slow),
         ("apart", False, False),
         ("none", False, True),
     ],

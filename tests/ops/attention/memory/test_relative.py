@@ -32,8 +32,15 @@ def segments(length, keys):
 
 @pytest.mark.parametrize(
     ("length", "keys", "distances", "block", "step"),
-    [(19, 24, 6, 8, 1 << 20), (19, 19, 40, 4, 1), (16, 40, 9, 4, 1), (5, 9, 4, 8, 1), (1, 3, 3, 8, 1)],
-    ids=["memory", "all earlier keys", "memory longer than the window", "one block", "one token"],
+    [
+        (19, 24, 6, 8, 1 << 20),
+        (1, 3, 3, 8, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((19, 19, 40, 4, 1), (16, 40, 9, 4, 1), (5, 9, 4, 8, 1))
+        ),
+    ],
+    ids=["memory", "one token", "all earlier keys", "memory longer than the window", "one block"],
 )
 def test_blocks_match_reference(length, keys, distances, block, step):
     """Values, gradients and rows that see nothing; with segments, and with a memory also without them."""

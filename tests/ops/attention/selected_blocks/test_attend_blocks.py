@@ -40,7 +40,7 @@ def problem(groups, length=19, keys=21, seed=0):
     return (q, k, v), starts, jnp.asarray(chosen, jnp.int32)
 
 
-@pytest.mark.parametrize("groups", [2, 4])
+@pytest.mark.parametrize("groups", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_values_and_gradients_match_the_definition(groups):
     qkv, starts, chosen = problem(groups)
     visible = jnp.asarray(np.random.default_rng(1).random((2, 21, 2)) < 0.8)

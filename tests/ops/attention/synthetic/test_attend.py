@@ -41,7 +41,9 @@ def test_sums_of_terms_match_dense_scores():
 
 
 @pytest.mark.parametrize(
-    ("step", "block"), [(1, 4), (1 << 20, 4), (1 << 20, 1)], ids=["chunks of heads", "all heads", "blocks of one token"]
+    ("step", "block"),
+    [(1, 4), *(pytest.param(1 << 20, block, marks=pytest.mark.slow) for block in (4, 1))],
+    ids=["chunks of heads", "all heads", "blocks of one token"],
 )
 def test_weighted_bias_arrays_in_tiles_match_their_sum(step, block):
     """Tiles of some of 11 tokens, in steps of several; shared axes of arrays; values and gradients of arrays and weights."""
