@@ -182,7 +182,7 @@ def test_order_and_ranks():
             np.testing.assert_array_equal(large, small)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int16])
 def test_order_of_small_integers_is_that_of_int32(dtype):
     buckets = jnp.asarray(np.random.default_rng(0).integers(0, 120, 700), dtype)
     results = (sort_by_bucket(x, None, 3) for x in (buckets, buckets.astype(jnp.int32)))
