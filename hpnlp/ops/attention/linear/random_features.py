@@ -78,7 +78,9 @@ def projection_count(features: int, kind: str) -> int:
     """
     each = 2 if kind in ("hyperbolic", "trigonometric") else 1
     if features < each or features % each:
-        raise InputError(f"{features} {kind} features: expected a positive multiple of {each}")
+        raise InputError(
+            f"{features} {kind} features: expected {'an even number over 0' if each == 2 else 'at least 1'}"
+        )
     return features // each
 
 
