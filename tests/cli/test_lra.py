@@ -116,6 +116,7 @@ def test_runs_of_a_task_differ_in_the_mixer_only():
         ),
         (["--tasks=language_model"], "task language_model is measured only: add --efficiency; hpnlp sweep"),
         (["--efficiency", "--lengths=1k"], "--lengths=1k: expected numbers of tokens, as --lengths=1024,2048"),
+        (["--efficiency", "--tasks=image, listops"], "--efficiency measures one task: use --tasks=image, and another"),
         (["--tasks=text"], "task text reads published data: add --data=imdb:DIRECTORY, or use --tasks=text_stdlib"),
         (["--data=imdb"], "--data=imdb: expected NAME:DIRECTORY, as --data=imdb:aclImdb"),
         (["--data=imdbs:x"], "unknown published data set --data 'imdbs': did you mean 'imdb'?"),
