@@ -24,7 +24,7 @@ directory WORKDIR/TASK/MIXER. Finished runs are skipped, interrupted ones are re
 others. Writes a table of accuracy, steps/s and peak memory (lra.md), a chart of them (lra.png), and a comparison for each task.
 Overrides of the config hold for all runs. Tasks with published data read a directory: --tasks=text --data=imdb:aclImdb.
 
---efficiency measures training steps of the first task at --lengths instead, each in its own process, and writes
+--efficiency measures training steps of one task at --lengths instead, each in its own process, and writes
 efficiency.json and efficiency.md. The task language_model measures causal mixers.
 """
 
@@ -69,7 +69,7 @@ def run(argv: Sequence[str]) -> None:
     from hpnlp import lra
 
     f = cli.FLAGS
-    names = list(dict.fromkeys(f.tasks.split(",")))
+    names = list(dict.fromkeys(name.strip() for name in f.tasks.split(",")))
     tasks = [lra.find_task(name) for name in names]
     if f.measure:
         _measure_here(names[0], overrides)
@@ -84,6 +84,10 @@ def run(argv: Sequence[str]) -> None:
         raise cli.InputError(
             "task language_model is measured only: add --efficiency; hpnlp sweep --config=experiments/lm/mixers.py trains "
             "language models"
+        )
+    if f.efficiency and len(names) > 1:
+        raise cli.InputError(
+            f"--efficiency measures one task: use --tasks={names[0]}, and another command for each other task"
         )
     if f.efficiency:
         _measure(names[0], specs, is_all, _parse_lengths(f.lengths), overrides, workdir)

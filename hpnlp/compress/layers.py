@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from hpnlp.models.layer_forms import PROJECTION_FIELDS, build_mixers
 from hpnlp.models.layer_stack import layer_axes
 from hpnlp.models.variables import BUFFERS
 from hpnlp.nn.block import BlockConfig
@@ -67,7 +69,7 @@ def join_layers(config: Any, weights: Any, layers: Sequence[Layer]) -> tuple[Any
     Args:
       config: Config of the model that the layers were taken from.
       weights: Weights of that model; all but the layers are kept.
-      layers: The layers, whose forms may differ in heads, kv_heads and mlp_dim.
+      layers: The layers, whose forms may differ in heads, kv_heads, head_dim and mlp_dim.
 
     Returns:
       `(config, weights)` of the model with these layers.
@@ -111,33 +113,44 @@ def _config_of(config: Any, forms: Sequence[BlockConfig]) -> Any:
     shared = {name: getattr(first, name) for name in WIDTHS}
     entries, mixers = [], []
     for form in forms:
-        fields = {name: getattr(form, name) for name in _changed(config, first, form)}
-        arguments = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+        arguments = ", ".join(f"{name}={value!r}" for name, value in _changed(config, first, form).items())
         entries.append(f"block({arguments})" if arguments else "block")
         mixers.append(str(form.mixer))
+    sizes = _period(entries), _period(mixers)
+    if math.lcm(*sizes) > len(forms):  # a period of the model is at most its number of layers
+        sizes = len(forms), len(forms)
     return dataclasses.replace(
         config,
         layers=len(forms),
         head_dim=config.head_size,
-        form=_period(entries),
-        mixer=_period(mixers),
+        form=_spec_of(entries[: sizes[0]]),
+        mixer=_spec_of(mixers[: sizes[1]]),
         **shared,
     )
 
 
-def _changed(config: Any, first: BlockConfig, form: BlockConfig) -> list[str]:
-    """Fields in which a layer differs from the model's own Block, which has the widths of the first layer."""
+def _changed(config: Any, first: BlockConfig, form: BlockConfig) -> dict[str, Any]:
+    """Values of the fields in which a layer differs from the model's own Block, which has the widths of the first layer."""
     own = {field.name: getattr(config, field.name) for field in dataclasses.fields(BlockConfig)}
     own |= {name: getattr(first, name) for name in WIDTHS} | {"head_dim": config.head_size}
-    skipped = {"mixer", "dropout", "dim", "memory_dim", "norm_placement", "head_dim"}
-    return [name for name, value in own.items() if name not in skipped and getattr(form, name) != value]
+    # The size of a layer's heads is written out, because it would otherwise follow from their new number.
+    values = {name: getattr(form, name) for name in own} | {"head_dim": form.head_size}
+    skipped = {"mixer", "dropout", "dim", "memory_dim", "norm_placement"}
+    (mixer,) = build_mixers(str(form.mixer))
+    if not mixer.needs:  # without projections, these fields have no effect, and a form may not set them
+        skipped.update(PROJECTION_FIELDS)
+    return {name: values[name] for name, value in own.items() if name not in skipped and values[name] != value}
 
 
-def _period(entries: Sequence[str]) -> str:
-    """The entries as a spec of the shortest period, equal neighbours with a repeat."""
-    size = next(n for n in range(1, len(entries) + 1) if all(entries[i] == entries[i % n] for i in range(len(entries))))
+def _period(entries: Sequence[str]) -> int:
+    """Length of the shortest period of the entries."""
+    return next(n for n in range(1, len(entries) + 1) if all(entries[i] == entries[i % n] for i in range(len(entries))))
+
+
+def _spec_of(entries: Sequence[str]) -> str:
+    """The entries as a spec, equal neighbours with a repeat."""
     runs: list[tuple[str, int]] = []
-    for entry in entries[:size]:
+    for entry in entries:
         if runs and runs[-1][0] == entry:
             runs[-1] = entry, runs[-1][1] + 1
         else:

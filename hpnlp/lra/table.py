@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hpnlp.tasks.reporting import decimals
+from hpnlp.tasks.reporting import decimals, three_digits
 
 
 class Score(NamedTuple):
@@ -65,7 +65,7 @@ def render_scores(scores: Mapping[str, Mapping[str, Score]]) -> str:
 def _cells(result: Score | None) -> list[str]:
     if result is None:
         return ["-"] * 3
-    return [decimals(result.accuracy), f"{result.steps_per_second:.3g}", f"{result.peak_bytes / 2**20:,.0f}"]
+    return [decimals(result.accuracy), three_digits(result.steps_per_second), f"{result.peak_bytes / 2**20:,.0f}"]
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -99,7 +99,7 @@ def render_efficiency(rows: Sequence[Mapping[str, Any]]) -> str:
                 cells += ["-"] * 3
                 continue
             ratio = f"{row['steps_per_second'] / full['steps_per_second']:.2f}" if full else "-"
-            cells += [f"{row['steps_per_second']:.3g}", ratio, f"{row['peak_memory_bytes'] / 2**20:,.0f}"]
+            cells += [three_digits(row["steps_per_second"]), ratio, f"{row['peak_memory_bytes'] / 2**20:,.0f}"]
         table.append([mixer, *cells])
     return _markdown(table)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpnlp import measure
+from hpnlp.tasks.reporting import three_digits
 
 # Times that differ by less are called equal.
 NOISE = 1.05
@@ -36,8 +37,8 @@ def render(rows: Sequence[Any], metric: str, higher_is_better: bool) -> str:
     ]
     table = [header, ["---"] * len(header)]
     for row in rows:
-        times = [f"{1e3 * row.seconds[n]:.3g}" for n in counts]
-        size = f"{row.disk_bytes / 2**20:.3g}", f"{row.memory_bytes / 2**20:.3g}"
+        times = [three_digits(1e3 * row.seconds[n]) for n in counts]
+        size = three_digits(row.disk_bytes / 2**20), three_digits(row.memory_bytes / 2**20)
         table.append([f"`{row.stage}`", f"{row.parameters:,}", *size, *times, f"{row.scores[metric]:.4f}"])
     lines = ["| " + " | ".join(cells) + " |" for cells in table]
     return "\n".join(lines) + "\n\n" + verdict(rows, metric, higher_is_better) + "\n"

@@ -230,6 +230,18 @@ def decimals(value: int | float | None, digits: str = ".4f") -> str:
     return "-" if value is None else f"{value:{digits}}"
 
 
+def three_digits(value: float) -> str:
+    """A positive number in a table.
+
+    Args:
+      value: The number.
+
+    Returns:
+      Three significant digits, or all digits before the point from 1,000 on.
+    """
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+
+
 def code_cell(text: str) -> str:
     """A text as code in a cell of a Markdown table.
 

@@ -100,7 +100,11 @@ def _check_shapes(params: Any, expected: Any, changes: Mapping[str, Any]) -> Non
     )
     if differing := [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]:
         name = differing[0]
-        raise InputError(
-            f"with {dict(changes)}, the model has params{name} of shape {here.get(name, 'none')}, and the run has "
-            f"{there.get(name, 'none')}: change fields that leave the parameters as they are"
-        )
+        changed = ", ".join(f"{field}={value}" for field, value in changes.items())
+        if name in here and name in there:
+            difference = f"params{name} has shape {here[name]}, and {there[name]} in the run"
+        elif name in here:
+            difference = f"the model has params{name}, and the run does not"
+        else:
+            difference = f"the run has params{name}, and the model does not"
+        raise InputError(f"with {changed}, {difference}: change fields that leave the parameters as they are")

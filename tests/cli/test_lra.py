@@ -116,6 +116,7 @@ def test_runs_of_a_task_differ_in_the_mixer_only():
         ),
         (["--tasks=language_model"], "task language_model is measured only: add --efficiency; hpnlp sweep"),
         (["--efficiency", "--lengths=1k"], "--lengths=1k: expected numbers of tokens, as --lengths=1024,2048"),
+        (["--efficiency", "--tasks=image, listops"], "--efficiency measures one task: use --tasks=image, and another"),
         (["--tasks=text"], "task text reads published data: add --data=imdb:DIRECTORY, or use --tasks=text_stdlib"),
         (["--data=imdb"], "--data=imdb: expected NAME:DIRECTORY, as --data=imdb:aclImdb"),
         (["--data=imdbs:x"], "unknown published data set --data 'imdbs': did you mean 'imdb'?"),
@@ -181,9 +182,9 @@ def test_tables_order_mixers_by_mean_accuracy():
     rows = [
         {"mixer": "full", "length": 8, "steps_per_second": 2.0, "peak_memory_bytes": 2**20},
         {"mixer": "fnet", "length": 8, "steps_per_second": 3.0, "peak_memory_bytes": 2**20},
-        {"mixer": "fnet", "length": 16, "steps_per_second": 1.5, "peak_memory_bytes": 2**21},
+        {"mixer": "fnet", "length": 16, "steps_per_second": 1520.4, "peak_memory_bytes": 2**21},
     ]
     assert render_efficiency(rows).splitlines()[2:] == [
         "| full | 2 | 1.00 | 1 | - | - | - |",
-        "| fnet | 3 | 1.50 | 1 | 1.5 | - | 2 |",
+        "| fnet | 3 | 1.50 | 1 | 1,520 | - | 2 |",
     ]

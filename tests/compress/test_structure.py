@@ -28,6 +28,7 @@ FORMS = {
     },
     "two mixers": {"mixer": "linear,full"},
     "buffers": {"mixer": "routing(4, window=4)"},
+    "hybrid": {"heads": 4, "mixer": "full,conv", "form": "block*2,block(heads=2,mlp_dim=4),block"},
 }
 TOKENS = jnp.arange(16).reshape(2, 8)
 
@@ -58,14 +59,21 @@ def test_split_layers_join_to_the_same_model(form):
     np.testing.assert_array_equal(logits(config, weights), logits(new_config, new_weights))
 
 
-@pytest.mark.parametrize("form", ["grouped", "two mixers"])
+@pytest.mark.parametrize("form", ["grouped", "two mixers", "hybrid"])
 @pytest.mark.parametrize("unit", ["heads", "mlp"])
 def test_removed_units_are_as_good_as_zeros(form, unit):
     config, weights = make(form)
     layers = split_layers(config, weights)
-    kept = [np.arange(i % 2, unit_count(layer, unit), 2) for i, layer in enumerate(layers)]
-    smaller = join_layers(config, weights, [keep_units(layer, unit, k) for layer, k in zip(layers, kept, strict=True)])
-    zeroed = join_layers(config, weights, [silenced(layer, unit, k) for layer, k in zip(layers, kept, strict=True)])
+
+    def changed(change):
+        counts = [unit_count(layer, unit) for layer in layers]
+        return [
+            change(layer, unit, np.arange(i % 2, count, 2)) if count else layer
+            for i, (layer, count) in enumerate(zip(layers, counts, strict=True))
+        ]
+
+    smaller = join_layers(config, weights, changed(keep_units))
+    zeroed = join_layers(config, weights, changed(silenced))
     np.testing.assert_allclose(logits(*smaller), logits(*zeroed), atol=1e-6)
     assert sum(x.size for x in jax.tree.leaves(smaller[1])) < sum(x.size for x in jax.tree.leaves(weights))
 

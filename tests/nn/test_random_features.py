@@ -45,8 +45,8 @@ def test_invalid_arguments_raise():
     for call, message in (
         (lambda: performer(8, "trigonometric"), r"expected one of positive, hyperbolic, optimal, not trigonometric"),
         (lambda: performer(8, projections="normal"), r"expected one of orthogonal, sphere, iid, not normal"),
-        (lambda: performer(7, "hyperbolic"), r"model.mixer=performer\(7,hyperbolic.*a positive multiple of 2"),
-        (lambda: rfa(0), r"model.mixer=rfa\(0,False.*a positive multiple of 2"),
+        (lambda: performer(7, "hyperbolic"), r"model.mixer=performer\(7,hyperbolic.*an even number"),
+        (lambda: rfa(0), r"model.mixer=rfa\(0,False.*an even number over 0"),
         (lambda: rfa(8, redraw=-1), r"expected a number of steps between draws, or 0"),
         (
             lambda: performer(8).within(Window(2)),

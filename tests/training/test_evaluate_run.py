@@ -29,7 +29,10 @@ def test_a_run_is_evaluated_with_another_memory(tmp_path):
         own.sums["loss"][0] / own.sums["loss"][1], rel=0.1
     )
     for changes, message in (
-        ({"model.mixer": "full"}, "mixer'.*none.*change fields that leave the parameters as they are"),
+        (
+            {"model.mixer": "full"},
+            "with model.mixer=full, the run has .* and the model does not: change fields that leave the param",
+        ),
         ({"model.mixr": "full"}, "no field 'model.mixr': did you mean 'model.mixer'"),
         ({"modl.mixer": "full"}, "no field 'modl.mixer'"),
         (

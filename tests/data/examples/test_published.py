@@ -61,9 +61,9 @@ def test_the_published_test_set_is_held_out(directories, cache):
         ("imdb:/no/such", "'/no/such' does not exist: pass the directory of the published files"),
         ("list_ops:/tmp", "list_ops is generated, and reads no path: write data.path=list_ops"),
         ("list_opps", "is neither a file nor the name of generated examples: did you mean 'list_ops'"),
-        ("imdb:{}/aan", "data.path=imdb:DIRECTORY holds no train/pos/*.txt and train/neg/*.txt: pass the directory"),
-        ("aan:{}/imdb", "data.path=aan:DIRECTORY holds no *.train.tsv: pass"),
-        ("cifar10:{}/aan", "data.path=cifar10:DIRECTORY holds no data_batch_*.bin of the binary version: pass"),
+        ("imdb:{}/aan", "/aan/ holds no train/pos/*.txt and train/neg/*.txt: pass the directory of the unpacked"),
+        ("aan:{}/imdb", "/imdb/ holds no *.train.tsv: pass"),
+        ("cifar10:{}/aan", "/aan/ holds no data_batch_*.bin of the binary version: pass"),
     ],
 )
 def test_invalid_paths_raise(directories, cache, path, message):

@@ -162,8 +162,9 @@ def _matching(files: Sequence[File], pattern: re.Pattern[str], expected: str, na
     """The files whose names match; InputError if there is none."""
     matching = [file for file in files if pattern.search(file.name)]
     if not matching:
+        directory = printable(files[0].path.removesuffix(files[0].name)) if files else "DIRECTORY"
         raise InputError(
-            f"data.path={name}:DIRECTORY holds no {expected}: pass the directory of the unpacked archive of {name}"
+            f"data.path={name}:{directory} holds no {expected}: pass the directory of the unpacked archive of {name}"
         )
     return matching
 

@@ -78,7 +78,7 @@ def projection_count(features: int, kind: str) -> int:
     """
     each = 2 if kind in ("hyperbolic", "trigonometric") else 1
     if features < each or features % each:
-        expected = "at least 1" if each == 1 else f"a positive multiple of {each}"
+        expected = "at least 1" if each == 1 else "an even number over 0"
         raise InputError(f"{features} {kind} features: expected {expected}")
     return features // each
 

@@ -156,7 +156,7 @@ def test_invalid_arguments_raise():
     x, w = jnp.ones((2, 4)), jnp.ones((3, 4))
     for call, message in (
         (lambda: random_projections(jax.random.key(0), 3, 4, "normal"), "projections='normal': expected one of"),
-        (lambda: projection_count(3, "hyperbolic"), "3 hyperbolic features: expected a positive multiple of 2"),
+        (lambda: projection_count(3, "hyperbolic"), "3 hyperbolic features: expected an even number"),
         (lambda: projection_count(0, "positive"), "0 positive features"),
         (lambda: log_features(x, w, "optimal"), "rho for optimal features"),
         (lambda: log_features(x, w, "negative"), "kind='negative'"),
