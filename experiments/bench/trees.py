@@ -3,8 +3,9 @@
     python experiments/bench/trees.py [--trees=200] [--dim=128] [--rounds=7] [--tables=trees,lengths]
 
 "trees": forward and backward of a binary Tree-LSTM over random binary trees of 5 to 40 leaves, whose leaves have inputs, with
-the schedule made anew in each call. Its peers are a loop over nodes of jitted JAX calls, a loop over nodes in torch, and torch
-with one operation for each level written by hand, in two forms (states of all levels concatenated, or written into one array).
+the schedule made anew in each call. Its peers are a loop over nodes of jitted JAX calls, which `jax.grad` differentiates or
+whose backward pass is a loop of jitted calls, too; a loop over nodes in torch; and torch with one operation for each level
+written by hand, in two forms (states of all levels concatenated, or written into one array), each with one thread and with all.
 All start from the same weights; unless losses and gradients agree, nothing is reported.
 
 "lengths": the training step of a language model on functions, which are cut at 256 tokens, in batches of 4,096 tokens: padded
@@ -80,7 +81,8 @@ def ours(parents: np.ndarray, arrays: tuple[np.ndarray, ...], *, has_schedule: b
     @jax.jit
     def run(arrays: Any, schedule: Any) -> Any:
         def loss(arrays: Any) -> jax.Array:
-            return jnp.square(nary_tree_lstm(*arrays, schedule, inputs="leaves").h[roots]).sum()
+            x, w, u, b = arrays
+            return jnp.square(nary_tree_lstm(x, w, u, b, schedule, inputs="leaves").h[roots]).sum()
 
         return jax.value_and_grad(loss)(arrays)
 
@@ -93,8 +95,8 @@ def ours(parents: np.ndarray, arrays: tuple[np.ndarray, ...], *, has_schedule: b
     return call
 
 
-def loop_in_jax(parents: np.ndarray, arrays: tuple[np.ndarray, ...]) -> Callable[[], Any]:
-    """One jitted call for each node, forward and backward."""
+def loops_in_jax(parents: np.ndarray, arrays: tuple[np.ndarray, ...]) -> dict[str, Callable[[], Any]]:
+    """One jitted call for each node: differentiated by `jax.grad`, and with a backward pass that is written by hand."""
     graph = tree_graph(parents)
     order = np.argsort(graph.height, kind="stable").tolist()
     children: list[list[int]] = [[] for _ in parents]
@@ -123,13 +125,24 @@ def loop_in_jax(parents: np.ndarray, arrays: tuple[np.ndarray, ...]) -> Callable
     square = jax.jit(lambda h: (jnp.square(h).sum(), 2 * h))
     rows, zero = list(x), jnp.zeros(x.shape[1])
 
-    def call() -> Any:
-        weights, states, d = (w, u, b), {}, {}
-        total, d_weights, dx = jnp.zeros(()), (jnp.zeros_like(w), jnp.zeros_like(u), jnp.zeros_like(b)), {}
+    roots = np.flatnonzero(parents < 0).tolist()
+
+    def forward(weights: Any) -> dict[int, Any]:
+        states: dict[int, Any] = {}
         for node in order:
             below = children[node]
             states[node] = inner(weights, *(states[k] for k in below)) if below else leaf(weights, rows[node])
-        for node in np.flatnonzero(parents < 0).tolist():
+        return states
+
+    def loss(weights: Any) -> jax.Array:
+        states = forward(weights)
+        return functools.reduce(jnp.add, (square(states[root][0])[0] for root in roots))
+
+    def by_hand() -> Any:
+        weights, d = (w, u, b), {}
+        states = forward(weights)
+        total, d_weights, dx = jnp.zeros(()), (jnp.zeros_like(w), jnp.zeros_like(u), jnp.zeros_like(b)), {}
+        for node in roots:
             value, dh = square(states[node][0])
             total, d[node] = total + value, (dh, zero)
         for node in reversed(order):
@@ -140,7 +153,10 @@ def loop_in_jax(parents: np.ndarray, arrays: tuple[np.ndarray, ...]) -> Callable
             d_weights = add(d_weights, dw)
         return total, d_weights
 
-    return call
+    return {
+        "loop over nodes, jitted, jax.grad": lambda: jax.value_and_grad(loss)((w, u, b)),
+        "loop over nodes, jitted, backward by hand": by_hand,
+    }
 
 
 class TorchTrees:
@@ -161,9 +177,11 @@ class TorchTrees:
         self.leaves = torch.from_numpy(self.levels[0])
         self.below = [torch.from_numpy(self.row[self.children[nodes]]) for nodes in self.levels[1:]]
 
-    def loss_and_gradients(self, forward: Callable[[], torch.Tensor]) -> Any:
+    def loss_and_gradients(self, form: str, threads: int) -> Any:
+        """Evaluates the method `form`."""
+        torch.set_num_threads(threads)
         tensors = self.x, self.w, self.u, self.b
-        loss = forward()
+        loss = getattr(self, form)()
         return loss, torch.autograd.grad(loss, tensors)
 
     def leaf_states(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -236,25 +254,26 @@ def tree_rows() -> list[dict[str, Any]]:
     parents = random_forest(FLAGS.trees)
     few = random_forest(FLAGS.trees)[: int(np.flatnonzero(parents < 0)[FLAGS.loop_trees])]
     arrays, few_arrays = make_arrays(parents, FLAGS.dim), make_arrays(few, FLAGS.dim)
-    with_torch, few_with_torch = TorchTrees(parents, arrays), TorchTrees(few, few_arrays)
     functions = {
         "ours": ours(parents, arrays),
         "ours, schedule made before": ours(parents, arrays, has_schedule=True),
-        "torch by level, concatenated": lambda: with_torch.loss_and_gradients(with_torch.concatenated),
-        "torch by level, in place": lambda: with_torch.loss_and_gradients(with_torch.in_place),
-    }
-    loops = {
-        "loop over nodes, jitted": loop_in_jax(few, few_arrays),
-        "loop over nodes, torch": lambda: few_with_torch.loss_and_gradients(few_with_torch.by_node),
     }
     start = time.perf_counter()
     expected = jax.block_until_ready(functions["ours"]())
     first_call = time.perf_counter() - start
-    for name in ("torch by level, concatenated", "torch by level, in place"):
-        check(name, functions[name](), expected)
+    with_torch = TorchTrees(parents, arrays)
+    for threads in sorted({1, measure.environment()["cores"]}):
+        for name in ("concatenated", "in_place"):
+            function = functools.partial(with_torch.loss_and_gradients, name, threads)
+            check(name, function(), expected)
+            functions[f"torch by level, {name.replace('_', ' ')}, threads: {threads}"] = function
+    loops = {
+        **loops_in_jax(few, few_arrays),
+        "loop over nodes, torch": functools.partial(TorchTrees(few, few_arrays).loss_and_gradients, "by_node", 1),
+    }
     loss, gradients = ours(few, few_arrays)()
-    check("loop over nodes, torch", loops["loop over nodes, torch"](), (loss, gradients))
-    check("loop over nodes, jitted", loops["loop over nodes, jitted"](), (loss, gradients[1:]))
+    for name, function in loops.items():
+        check(name, function(), (loss, gradients if "torch" in name else gradients[1:]))
     times = measure.timeit(functions, rounds=FLAGS.rounds, warmup=2)
     over = {name: times["ours"].over(t) for name, t in times.items()}
     # Apart from the others, because a round of them takes seconds; with "ours" again, for the ratios.
@@ -277,7 +296,7 @@ def length_rows() -> list[dict[str, Any]]:
     """Rows of the table "lengths"."""
     examples = prepare_examples(ClassificationConfig(path="stdlib_functions", tokenizer="bpe(4096)", seq_len=WIDTH))
     stored = examples.stored["train"]
-    texts = [np.int32(stored.part(number, 0)[: WIDTH + 1]) for number in range(0, stored.count, 4)]
+    texts = [stored.part(number, 0)[: WIDTH + 1].astype(np.int32) for number in range(0, stored.count, 4)]
     lengths = np.array([len(text) - 1 for text in texts])  # the last token is a label only
     texts = [text for text, length in zip(texts, lengths, strict=True) if length]
     lengths = lengths[lengths > 0]

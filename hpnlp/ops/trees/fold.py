@@ -164,18 +164,18 @@ def _product(a: Array, weights: Mapping[str, Array], name: str, bias: str | None
 
 
 @jax.custom_vjp
-def _known_product(a: Array, transposed: Array, z: Array) -> Array:
+def _known_product(a: Array, matrix: Array, z: Array) -> Array:
     """The result z of a product that has been computed before; the gradient of z is that of the result."""
     return z
 
 
-def _known_product_forward(a: Array, transposed: Array, z: Array) -> tuple[Array, tuple[Array, Array]]:
-    return z, (a, transposed)
+def _known_product_forward(a: Array, matrix: Array, z: Array) -> tuple[Array, tuple[Array, Array]]:
+    return z, (a, matrix)
 
 
 def _known_product_backward(saved: tuple[Array, Array], dz: Array) -> tuple[Array, None, Array]:
-    a, transposed = saved
-    da = _dot(dz.reshape(-1, dz.shape[-1]).astype(a.dtype), transposed.astype(a.dtype), 1, 0)
+    a, matrix = saved
+    da = _dot(dz.reshape(-1, dz.shape[-1]).astype(a.dtype), matrix.astype(a.dtype), 1, 1)
     return da.astype(a.dtype).reshape(a.shape), None, dz
 
 
@@ -268,9 +268,6 @@ def _fold_backward(program: _Program, residuals: Any, d_states: Any) -> tuple[An
     weights, inputs, arrays, states, saved = residuals
     children = [program.children_of(arrays, i) for i in range(len(program.blocks))]
     products = program.products(weights, inputs)
-    used = {p.name for of_block in products for p in of_block}
-    # A product with the transpose of a matrix in memory takes several times as long on a CPU.
-    transposed = {name: lax.optimization_barrier(weights[name].T) for name in sorted(used)}
     empty = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
     by_place = jax.tree.map(lambda x: jnp.zeros((arrays["children"].shape[0], *x.shape), x.dtype), program.state)
     factors = [
@@ -288,7 +285,7 @@ def _fold_backward(program: _Program, residuals: Any, d_states: Any) -> tuple[An
 
             def product(name: str, a: Array, bias: str | None = None) -> Array:
                 operands.append(a)
-                return _known_product(a, transposed[name], results[len(operands) - 1])
+                return _known_product(a, weights[name], results[len(operands) - 1])
 
             return program.cells[block.op](product, x, kids), operands
 

@@ -374,9 +374,9 @@ INVALID = {
     ),
     "shape": (
         lambda: child_sum_tree_lstm(
-            *arrays(np.random.default_rng(0), 1)[:3], np.zeros(3, np.float32), make_schedule(tree_graph([-1]))
+            np.zeros((1, 2)), np.zeros((2, 20)), np.zeros((6, 20)), np.zeros(20), make_schedule(tree_graph([-1]))
         ),
-        re.escape("b (3,): expected (24,)"),
+        re.escape("u (6, 20): expected (6, 24)"),
     ),
     "inputs": (
         lambda: nary_tree_lstm(*arrays(np.random.default_rng(0), 1, 2), make_schedule(tree_graph([-1])), inputs="leaf"),
