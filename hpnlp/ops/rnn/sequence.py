@@ -1,0 +1,150 @@
+"""Shared parts of recurrent layers: the products outside of the loop, and the conversion between public and time-major arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from hpnlp.ops.linear import product
+from hpnlp.ops.rnn.masks import StepMasks
+from hpnlp.ops.rnn.recurrence import Cell, State, run_recurrence
+from hpnlp.ops.weight import dense
+from hpnlp.types import InputError
+
+
+def check_shapes(name: str, x: Array, w: Any, kernels: Sequence[tuple[Any, int]], reset: Any, lengths: Any) -> int:
+    """Checks the shapes of a recurrent layer.
+
+    Args:
+      name: Name of the operation, for messages.
+      x: Inputs.
+      w: Matrix of the inputs.
+      kernels: Recurrent matrices, each with its number of gates.
+      reset: bool `[B, T]`, or None.
+      lengths: int `[B]`, or None.
+
+    Returns:
+      The number of features H.
+
+    Raises:
+      InputError: Shapes do not match.
+    """
+    features = kernels[0][0].shape[0]
+    gates = sum(count for _, count in kernels)
+    if x.ndim != 3 or tuple(w.shape) != (x.shape[-1], gates * features):
+        raise InputError(
+            f"{name} of x {x.shape} with w {tuple(w.shape)}: expected x [B, T, D] and w [D, {gates} H], H = {features}, the "
+            "rows of the recurrent matrix"
+        )
+    for kernel, count in kernels:
+        if tuple(kernel.shape) != (features, count * features):
+            raise InputError(
+                f"{name}: recurrent matrix {tuple(kernel.shape)}: expected {(features, count * features)}, {count} gates of "
+                f"{features} features"
+            )
+    if reset is not None and reset.shape != x.shape[:2]:
+        raise InputError(f"{name}: reset {reset.shape}: expected [B, T] = {x.shape[:2]}")
+    if lengths is not None and lengths.shape != x.shape[:1]:
+        raise InputError(f"{name}: lengths {lengths.shape}: expected [B] = {x.shape[:1]}")
+    return features
+
+
+def gate_inputs(x: Array, w: Any, b: Array | None, lengths: Array | None, reverse: bool) -> Array:
+    """Inputs of the gates, one product over all tokens.
+
+    Args:
+      x: `[B, T, D]`.
+      w: `[D, G H]`, an array or a Weight.
+      b: `[G H]`, or None.
+      lengths: As for the layer: tokens after the end count as 0, even if they are NaN.
+      reverse: Whether the last token comes first.
+
+    Returns:
+      float32 `[T, B, G H]`, in the order of the steps.
+    """
+    if lengths is not None:
+        x = jnp.where(_valid(x.shape[1], lengths)[..., None], x, jnp.zeros((), x.dtype))
+    x = x[:, ::-1] if reverse else x
+    x = x.swapaxes(0, 1)
+    gates = product(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:2], -1)
+    return gates if b is None else gates + b.astype(jnp.float32)[None, None]
+
+
+def run_layer(
+    cell: Cell,
+    gates: Array,
+    kernels: tuple[Any, ...],
+    params: Any,
+    state: State | None,
+    initial: State | None,
+    masks: StepMasks,
+    reset: Array | None,
+    lengths: Array | None,
+    reverse: bool,
+    dtype: Any,
+) -> tuple[Array, State]:
+    """Runs a cell over the sequences of a batch.
+
+    Args:
+      cell: The cell.
+      gates: Result of `gate_inputs`, or a function of it.
+      kernels: Recurrent matrices, arrays or Weights.
+      params: Parameters of the cell.
+      state: State before the first step, arrays `[B, H]` or `[H]`; None for `initial`.
+      initial: State at resets; None for zeros.
+      masks: Masks within the steps.
+      reset: bool `[B, T]`, True where the state before the token is the initial one.
+      lengths: Tokens of each sequence; None for T.
+      reverse: Whether the last token comes first.
+      dtype: Dtype of the results, and of the operands of products.
+
+    Returns:
+      `(y [B, T, H], the last state, float32)`.
+    """
+    steps, batch = gates.shape[:2]
+    kernels = tuple(dense(kernel) for kernel in kernels)
+    features = kernels[0].shape[0]
+    first = _state(cell, initial, batch, features)
+    start = first if state is None else _state(cell, state, batch, features)
+    named = {"hidden": masks.hidden, "candidate": masks.candidate, "hold_0": masks.hold_h, "hold_1": masks.hold_c}
+    named["reset"] = None if reset is None else reset[..., None]
+    valid = None if lengths is None else _valid(steps, lengths)[..., None]
+    if valid is not None:
+        for name in ("hold_0", "hold_1")[: len(start)]:
+            named[name] = jnp.where(valid, 0.0 if named[name] is None else named[name], 1.0)
+    stepped = {
+        name: (mask[:, ::-1] if reverse else mask).swapaxes(0, 1) for name, mask in named.items() if mask is not None
+    }
+    h, last = run_recurrence(cell, gates, kernels, params, start, first, stepped, dtype)
+    y = h.swapaxes(0, 1).astype(dtype)
+    y = y[:, ::-1] if reverse else y
+    return y if valid is None else jnp.where(valid, y, jnp.zeros((), dtype)), last
+
+
+def is_plain(masks: StepMasks) -> bool:
+    """Whether there are no masks within the steps.
+
+    Args:
+      masks: The masks.
+
+    Returns:
+      True if all are None.
+    """
+    return all(mask is None for mask in (masks.hidden, masks.candidate, masks.hold_h, masks.hold_c))
+
+
+def _valid(steps: int, lengths: Array) -> Array:
+    """bool `[B, T]`, True for the tokens of the sequences."""
+    return jnp.arange(steps, dtype=lengths.dtype)[None] < lengths[:, None]
+
+
+def _state(cell: Cell, state: State | None, batch: int, features: int) -> State:
+    """A state as float32 arrays `[B, H]`."""
+    if state is None:
+        return tuple(jnp.zeros((batch, features), jnp.float32) for _ in range(cell.states))
+    arrays = [s.astype(jnp.float32) for s in state]
+    return tuple(jnp.broadcast_to(s if s.ndim == 2 else s[None], (batch, features)) for s in arrays)
+
