@@ -1,0 +1,117 @@
+"""Elementwise recurrences equal loops over the tokens, in one part and in several."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.ops.rnn import linear_recurrence, qrnn, sru
+from hpnlp.types import InputError
+from tests.contracts import assert_close, once
+
+B, T, D, H = 2, 9, 3, 4
+RNG = np.random.default_rng(0)
+
+
+def draw(*shape):
+    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+
+
+DECAY, ADDED, START, SIGNS = jax.nn.sigmoid(draw(B, T, H)), draw(B, T, H), draw(B, H), draw(B, T, H)
+RESET = jnp.asarray(RNG.random((B, T)) < 0.3)
+
+
+def loop(decay, added, start):
+    states, c = [], start
+    for t in range(decay.shape[1]):
+        c = decay[:, t] * c + added[:, t]
+        states.append(c)
+    return jnp.stack(states, axis=1)
+
+
+@pytest.mark.parametrize("impl", ["parallel", "loop"])
+def test_values_and_gradients_match_a_loop(impl):
+    def both(function):
+        loss = lambda *a: (function(*a) * SIGNS).sum()  # noqa: E731
+        return lambda *a: (function(*a), jax.grad(loss, (0, 1, 2))(*a))
+
+    found = once(both(lambda *a: linear_recurrence(*a, impl=impl)), DECAY, ADDED, START)
+    assert_close(found, once(both(loop), DECAY, ADDED, START))
+
+
+def qrnn_loop(x, w, b, width, pooling, reset):
+    """Equations 1 to 6 of the paper, token by token."""
+    outputs, states = [], []
+    for row, resets in zip(np.asarray(x, np.float64), np.asarray(reset), strict=True):
+        c, start, of_row = np.zeros(H), 0, []
+        for t in range(T):
+            if resets[t]:
+                c, start = np.zeros(H), t
+            window = [row[t - j] if t - j >= start else np.zeros(D) for j in range(width)]
+            gates = np.split(np.concatenate(window) @ np.asarray(w, np.float64) + b, w.shape[1] // H)
+            z, (f, *further) = np.tanh(gates[0]), [1 / (1 + np.exp(-g)) for g in gates[1:]]
+            c = f * c + (further[1] * z if pooling == "ifo" else (1 - f) * z)
+            of_row.append(c if pooling == "f" else further[0] * c)
+        outputs.append(of_row)
+        states.append(c)
+    return np.array(outputs, np.float32), np.array(states, np.float32)
+
+
+@pytest.mark.parametrize(("pooling", "gates", "width"), [("f", 2, 1), ("fo", 3, 2), ("ifo", 4, 3)])
+def test_quasi_recurrent_network_matches_the_paper_and_continues(pooling, gates, width):
+    x, w, b = draw(B, T, D), draw(width * D, gates * H), draw(gates * H)
+    options = {"width": width, "pooling": pooling}
+    y, (c, before) = once(lambda x: qrnn(x, w, b, reset=RESET, **options), x)
+    assert_close((y, c), qrnn_loop(x, w, b, width, pooling, RESET))
+    assert_close(before, x[:, T + 1 - width :])
+    whole, last = once(lambda x: qrnn(x, w, b, **options), x)
+    first, state = once(lambda x: qrnn(x, w, b, **options), x[:, :5])
+    second, end = once(lambda x, state: qrnn(x, w, b, state, **options), x[:, 5:], state)
+    assert_close((jnp.concatenate([first, second], axis=1), end), (whole, last))
+
+
+def test_lengths_end_the_recurrence():
+    x, w, v = draw(B, T, D), draw(2 * D, 3 * H), draw(D, 4 * H)
+    lengths = jnp.int32([5, 5])
+    padded = x.at[:, 5:].set(jnp.nan)
+    for layer in (lambda x, **kw: qrnn(x, w, width=2, **kw), lambda x, **kw: sru(x, v, **kw)):
+        y, state = layer(padded, lengths=lengths)
+        assert_close((y[:, :5], state), layer(x[:, :5]))
+        assert not np.asarray(y[:, 5:]).any()
+
+
+@pytest.mark.parametrize("columns", [3, 4])
+def test_simple_recurrent_unit_matches_the_paper_and_continues(columns):
+    size = D if columns == 3 else H
+    x, w, b = draw(B, T, D), draw(D, columns * size), draw(2 * size)
+    z, f, r, *skip = jnp.split(jnp.einsum("btd,df->btf", x, w, precision="highest"), columns, axis=-1)
+    f, r = jax.nn.sigmoid(f + b[None, None, :size]), jax.nn.sigmoid(r + b[None, None, size:])
+    c = loop(f * (1 - RESET[..., None]), (1 - f) * z, jnp.zeros((B, size)))
+    expected = r * jnp.tanh(c) + (1 - r) * (skip[0] if skip else x)
+    y, last = sru(x, w, b, reset=RESET)
+    assert_close((y, last), (expected, c[:, -1]))
+    first, state = sru(x[:, :5], w, b)
+    second, end = sru(x[:, 5:], w, b, state)
+    assert_close((jnp.concatenate([first, second], axis=1), end), sru(x, w, b))
+
+
+def test_bfloat16_inputs_give_bfloat16_outputs_and_float32_states():
+    x, w = draw(B, T, D), draw(D, 3 * H)
+    (y, (c, _)), (expected, _) = qrnn(x.astype(jnp.bfloat16), w), qrnn(x, w)
+    assert y.dtype == jnp.bfloat16 and c.dtype == jnp.float32
+    assert_close(y, expected.astype(jnp.bfloat16), "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: linear_recurrence(DECAY, ADDED[:, 1:]), "expected two"),
+        (lambda: linear_recurrence(DECAY, ADDED, impl="fast"), "parallel, loop"),
+        (lambda: qrnn(ADDED, ADDED[0], pooling="o"), "f, fo, ifo"),
+        (lambda: qrnn(ADDED, draw(H, 3 * H), width=2), "2 D, 3 H"),
+        (lambda: sru(ADDED, draw(H, 5)), "expected x"),
+    ],
+)
+def test_invalid_arguments_raise(call, message):
+    with pytest.raises(InputError, match=message):
+        call()

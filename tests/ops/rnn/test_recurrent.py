@@ -1,0 +1,168 @@
+"""Recurrent layers equal their references in value and gradient, under all masks, lengths, directions and layouts."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from hpnlp.ops.rnn import StepMasks, gru, lstm, minimal_gated_unit, segment_resets
+from hpnlp.types import InputError
+from tests.contracts import ONCE, assert_close, once
+from tests.ops.rnn.cases import (
+    KINDS,
+    B,
+    D,
+    H,
+    T,
+    arguments,
+    as_float,
+    fast,
+    reference,
+    value_and_gradients,
+)
+
+
+@pytest.mark.parametrize("case", ["plain", "options", "reverse"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients_match_the_reference_in_double_precision(kind, case):
+    arrays, options = arguments(kind, case != "plain")
+    options = {**options, "reverse": case == "reverse"}
+    with jax.enable_x64(True):
+        double = functools.partial(reference, kind, **as_float(options, np.float64))
+        expected = once(functools.partial(value_and_gradients, double), as_float(arrays, np.float64))
+        expected = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), expected)
+    single = functools.partial(fast, kind, **as_float(options, np.float32))
+    found = once(functools.partial(value_and_gradients, single), as_float(arrays, np.float32))
+    scale = lambda leaf: leaf / max(1.0, np.abs(leaf).max())  # noqa: E731
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_close(np.asarray(a) / max(np.float32(1), np.abs(b).max()), scale(b))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_product_gives_the_gradient_of_the_recurrent_matrix(kind):
+    """The loops have as many products as the step has matrices, so none of them sums outer products."""
+    arrays, _ = arguments(kind, False)
+    program = jax.make_jaxpr(functools.partial(value_and_gradients, functools.partial(fast, kind)))(
+        as_float(arrays, np.float32)
+    )
+    bodies = [str(eqn.params["jaxpr"]) for eqn in program.jaxpr.eqns if eqn.primitive.name == "scan"]
+    matrices = 2 if kind.endswith("original") else 1
+    # Norms sum products of features by a product with ones, which has no batch of outer products.
+    counts = [body.count("dot_general[") - body.count("precision=(Precision.HIGHEST") for body in bodies]
+    assert counts == [matrices, matrices]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_token_by_token_equals_the_whole_sequence(kind):
+    arrays, _ = arguments(kind, False)
+    arrays = as_float(arrays, np.float32)
+
+    def by_token(arrays):
+        state, outputs = None, []
+        for t in range(T):
+            y, state = fast(kind, {**arrays, "x": arrays["x"][:, t : t + 1], "state": state})
+            outputs.append(y)
+        return jnp.concatenate(outputs, axis=1), state
+
+    assert_close(once(by_token, arrays), once(functools.partial(fast, kind), arrays))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_segments_equal_separate_sequences(kind):
+    arrays, _ = arguments(kind, False)
+    arrays = as_float(arrays, np.float32)
+    arrays["initial"] = as_float(arguments(kind, True)[0]["initial"], np.float32)
+    ids = jnp.asarray([[1, 1, 1, 2, 2, 2, 2]] * B, jnp.int32)
+    for reverse in (False, True):
+        packed = once(
+            functools.partial(fast, kind, reset=segment_resets(ids, reverse=reverse), reverse=reverse), arrays
+        )[0]
+        parts = [fast(kind, {**arrays, "x": x}, reverse=reverse)[0] for x in jnp.split(arrays["x"], [3], axis=1)]
+        assert_close(packed, jnp.concatenate(parts, axis=1))
+
+
+def test_resets_compare_with_the_segment_before():
+    ids = jnp.asarray([[1, 1, 2], [3, 4, 4]], jnp.int32)
+    found = segment_resets(ids), segment_resets(ids, jnp.int32([1, 2])), segment_resets(ids, reverse=True)
+    expected = [[[0, 0, 1], [0, 1, 0]], [[0, 0, 1], [1, 1, 0]], [[0, 1, 0], [1, 0, 0]]]
+    np.testing.assert_array_equal(np.stack(found), np.array(expected, bool))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_changes_nothing_even_if_it_is_nan(kind):
+    arrays, _ = arguments(kind, False)
+    arrays = as_float(arrays, np.float32)
+    lengths = jnp.asarray([4, 4, 4], jnp.int32)
+    function = once(functools.partial(fast, kind, lengths=lengths), {**arrays, "x": arrays["x"].at[:, 4:].set(np.nan)})
+    y, state = function
+    expected, last = fast(kind, {**arrays, "x": arrays["x"][:, :4]})
+    assert_close((y[:, :4], state), (expected, last))
+    assert not np.asarray(y[:, 4:]).any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_is_close_to_float32(kind):
+    arrays, options = arguments(kind, True)
+    arrays, options = as_float(arrays, np.float32), as_float(options, np.float32)
+    arrays["u"], arrays["w"] = arrays["u"] / 2, arrays["w"] / 2
+    y, state = once(functools.partial(fast, kind, **options), arrays)
+    low, low_state = once(
+        functools.partial(fast, kind, **options), {**arrays, "x": arrays["x"].astype(jnp.bfloat16)}
+    )
+    assert low.dtype == jnp.bfloat16 and low_state[0].dtype == jnp.float32
+    assert_close((low.astype(jnp.float32), low_state), (y, state), "bfloat16")
+
+
+@pytest.mark.parametrize("kind", ["lstm", "lstm_norms", "gru_original"])
+def test_gradients_are_equal_when_devices_have_parts_of_the_batch(kind):
+    arrays, _ = arguments(kind, True)
+    arrays = as_float(arrays, np.float32)
+    reset = jnp.asarray(np.random.default_rng(1).random((B, T)) < 0.3)
+    arrays = {**arrays, "x": jnp.concatenate([arrays["x"], arrays["x"][:1]])}
+    arrays["state"] = tuple(jnp.concatenate([s, s[:1]]) for s in arrays["state"])
+    reset = jnp.concatenate([reset, reset[:1]])
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {name: P("data") if name in ("x", "state") else P() for name in arrays}
+
+    def loss(arrays, reset):
+        y, _ = fast(kind, arrays, reset=reset)
+        return (y * y).sum()
+
+    def divided(arrays):
+        program = jax.shard_map(
+            lambda arrays, reset: jax.lax.psum(loss(arrays, reset), "data"),
+            mesh=mesh,
+            in_specs=(specs, P("data")),
+            out_specs=P(),
+        )
+        return program(arrays, reset)
+
+    found = jax.jit(jax.grad(divided), compiler_options=ONCE)(arrays)
+    expected = once(jax.grad(lambda arrays: loss(arrays, reset)), arrays)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_close(a / max(1.0, np.abs(b).max()), b / max(1.0, np.abs(b).max()))
+
+
+X, W, U = np.zeros((B, T, D), np.float32), np.zeros((D, 4 * H), np.float32), np.zeros((H, 4 * H), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: lstm(X, W[:-1], U), "expected x"),
+        (lambda: lstm(X, W, U[:, :-1]), "recurrent matrix"),
+        (lambda: lstm(X, W, U, reset=np.zeros((B, T - 1), bool)), "reset"),
+        (lambda: lstm(X, W, U, lengths=np.zeros((B, 1), np.int32)), "lengths"),
+        (lambda: lstm(X, W, U, impl="cuda"), "expected 'xla' or 'cudnn'"),
+        (lambda: lstm(X, W, U, impl="cudnn", masks=StepMasks(hidden=np.ones((B, 1, H), np.float32))), "masks within"),
+        (lambda: gru(X, W[:, : 3 * H], U[:, : 3 * H], form="torch"), "expected one of cudnn, original"),
+        (lambda: gru(X, W[:, : 3 * H], U[:, : 3 * H], n_bias=np.zeros(H, np.float32), form="original"), "no effect"),
+        (lambda: minimal_gated_unit(X, W, U), "expected x"),
+    ],
+)
+def test_invalid_arguments_raise(call, message):
+    with pytest.raises(InputError, match=message):
+        call()
