@@ -1,0 +1,556 @@
+"""Recurrent layers and stacks of them.
+
+CELLS lists the layers by their name in `model.cells`. Each has a width of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from hpnlp.nn.layers import dense_init, dropout, param
+from hpnlp.ops import rnn as ops
+from hpnlp.ops.rnn import LSTMNorms, StepMasks, drop_weights, dropout_factors, zoneout_shares
+from hpnlp.spec import build, parse
+from hpnlp.types import InputError, option
+
+INITIAL_STATES = ("zeros", "learned")
+OUTPUTS = ("last", "sum")
+MAX_WIDTH = 2**18
+State = tuple[Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Regularization:
+    """Dropout within recurrent layers, in training; rates of 0 switch it off."""
+
+    hidden_dropout: float = option(
+        0.0, "Dropout of the hidden state in recurrent products, one mask per sequence (Gal and Ghahramani 2016)."
+    )
+    candidate_dropout: float = option(
+        0.0, "Dropout of the candidate that is added to the state, per step (Semeniuta et al. 2016)."
+    )
+    zoneout: float = option(0.0, "Share of the hidden state that a step leaves as it was (Krueger et al. 2017).")
+    zoneout_cell: float = option(0.0, "The same of the cell state of LSTMs, and of the state of QRNNs.")
+    weight_drop: float = option(
+        0.0, "Dropout of recurrent weights, one mask per forward pass (Wan et al. 2013, Merity et al. 2018)."
+    )
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(Regularization):
+            if not 0.0 <= getattr(self, field.name) < 1.0:
+                raise InputError(f"model.{field.name}={getattr(self, field.name)}: expected at least 0, and less than 1")
+
+    def active(self) -> list[str]:
+        """Names of the rates over 0.
+
+        Returns:
+          The names.
+        """
+        return [field.name for field in dataclasses.fields(Regularization) if getattr(self, field.name)]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RecurrentInputs:
+    """Inputs that all layers of a stack share.
+
+    Attributes:
+      reset: bool `[B, T]`, True for tokens before which the state is the initial one; None for none.
+      lengths: int32 `[B]`, tokens of each sequence; None for T.
+      ids: int32 `[B, T]`, a number for each token, on which dropout depends; None without dropout.
+      deterministic: True switches dropout off, and takes expectations of zoneout.
+    """
+
+    reset: Any = None
+    lengths: Any = None
+    ids: Any = None
+    deterministic: bool = dataclasses.field(default=True, metadata={"static": True})
+
+
+class RecurrentLayer(nn.Module):
+    """A recurrent layer that reads tokens in one direction. Subclasses are the entries of CELLS.
+
+    The model sets the fields after `features`; those that subclasses add are further arguments of a spec string.
+
+    Attributes:
+      features: Features H of the hidden state.
+      regularization: Dropout within the layer.
+      initial: "zeros", or "learned" for a parameter for each array of the state.
+      reverse: Whether tokens are read from the last to the first.
+      impl: "xla" or "cudnn".
+    """
+
+    features: int = 256
+    regularization: Regularization = Regularization()  # noqa: RUF009  (frozen)
+    initial: str = "zeros"
+    reverse: bool = False
+    impl: str = "xla"
+
+    # Rates of the regularization that the layer supports.
+    supports: ClassVar[frozenset[str]] = frozenset()
+    # Arrays [B, H] of the state.
+    states: ClassVar[int] = 1
+    # Number of gates, in the order of the columns of the matrices.
+    gates: ClassVar[int] = 0
+
+    def check(self) -> None:
+        """Checks the options.
+
+        Raises:
+          InputError: A width is out of range, or the layer does not support an option.
+        """
+        name = type(self).__name__
+        if not 1 <= self.features <= MAX_WIDTH:
+            raise InputError(f"model.cells: {name} of {self.features} features: expected 1 to {MAX_WIDTH}")
+        for rate in self.regularization.active():
+            if rate not in self.supports:
+                raise InputError(
+                    f"model.{rate}={getattr(self.regularization, rate)}: {name} does not support it: set it to 0, or choose "
+                    "another cell"
+                )
+        if self.impl != "xla" and not isinstance(self, LSTM):
+            raise InputError(f"model.impl={self.impl!r}: {name} has no such implementation: set it to 'xla'")
+
+    def matrix_size(self, dim: int) -> int:
+        """Number of weights in the matrices.
+
+        Args:
+          dim: Features of the inputs.
+
+        Returns:
+          The number.
+        """
+        return (dim + self.features) * self.gates * self.features
+
+    def state_shapes(self, dim: int) -> list[tuple[int, ...]]:
+        """Shapes of the state without the axis of sequences.
+
+        Args:
+          dim: Features of the inputs.
+
+        Returns:
+          A shape for each array.
+        """
+        return [(self.features,)] * self.states
+
+    def initial_state(self) -> State | None:
+        """The learned state before the first token, arrays `[H]`; None for zeros. Called in a compact method.
+
+        Returns:
+          The state.
+        """
+        if self.initial == "zeros":
+            return None
+        zeros, names = nn.initializers.zeros, ("h0", "c0")
+        return tuple(param(self, names[i], zeros, (self.features,), ("hidden",)) for i in range(self.states))
+
+    def matrices(self, dim: int, inputs: RecurrentInputs) -> tuple[Any, Any, Any]:
+        """The parameters kernel `[D, G H]`, recurrent `[H, G H]`, from which weights may be dropped, and bias `[G H]`.
+
+        Args:
+          dim: Features of the inputs D.
+          inputs: Inputs of the layer.
+
+        Returns:
+          The three parameters.
+        """
+        size, columns = self.features, self.gates * self.features
+        w = param(self, "kernel", dense_init, (dim, columns), ("embed", "gates"))
+        u = param(self, "recurrent", _orthogonal_gates, (size, columns), ("embed", "gates"))
+        if self.regularization.weight_drop and not inputs.deterministic:
+            u = drop_weights(u, self.make_rng("dropout"), self.regularization.weight_drop)
+        return w, u, param(self, "bias", self.bias_init, (columns,), ("gates",))
+
+    def bias_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Initial biases of the gates.
+
+        Args:
+          key: Not read.
+          shape: `(G H,)`.
+          dtype: Dtype of the biases.
+
+        Returns:
+          Zeros, unless a subclass overrides this method.
+        """
+        return jnp.zeros(shape, dtype)
+
+    def step_masks(self, inputs: RecurrentInputs) -> StepMasks:
+        """The masks of the regularization.
+
+        Args:
+          inputs: Inputs of the layer.
+
+        Returns:
+          The masks; zoneout has some in evaluation, too.
+        """
+        r, size, ids = self.regularization, self.features, inputs.ids
+        masks: dict[str, Any] = {}
+        if not inputs.deterministic:
+            if r.hidden_dropout:
+                masks["hidden"] = dropout_factors(self.make_rng("dropout"), ids[:, :1], size, r.hidden_dropout)
+            if r.candidate_dropout:
+                masks["candidate"] = dropout_factors(self.make_rng("dropout"), ids, size, r.candidate_dropout)
+        for name, rate in (("hold_h", r.zoneout), ("hold_c", r.zoneout_cell)):
+            if rate and inputs.deterministic:
+                masks[name] = jnp.full((1, 1, size), rate, jnp.float32)
+            elif rate:
+                masks[name] = zoneout_shares(self.make_rng("dropout"), ids, size, rate, False)
+        return StepMasks(**masks)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], inputs: RecurrentInputs, state: State | None = None
+    ) -> tuple[Float[Array, "B T H"], State]:
+        """Runs the layer.
+
+        Args:
+          x: Inputs.
+          inputs: Resets, lengths and dropout.
+          state: State before the first token; None for the initial state.
+
+        Returns:
+          `(hidden state of each token, state after the last token that is read)`.
+        """
+        raise NotImplementedError
+
+
+class LSTM(RecurrentLayer):
+    """Long short-term memory with the gates i, f, g, o; see `ops.rnn.lstm`. Forget gates begin with a bias of 1.
+
+    Attributes:
+      norm: Layer normalisation of each product and of the cell state (Ba et al. 2016).
+    """
+
+    norm: bool = False
+
+    supports: ClassVar[frozenset[str]] = frozenset(field.name for field in dataclasses.fields(Regularization))
+    states: ClassVar[int] = 2
+    gates: ClassVar[int] = 4
+
+    def bias_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        return jnp.zeros(shape, dtype).at[self.features : 2 * self.features].set(1.0)
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], inputs: RecurrentInputs, state: State | None = None
+    ) -> tuple[Float[Array, "B T H"], State]:
+        w, u, b = self.matrices(x.shape[-1], inputs)
+        return ops.lstm(
+            x, w, u, b, state,
+            initial=self.initial_state(),
+            norms=self._norms() if self.norm else None,
+            masks=self.step_masks(inputs),
+            reset=inputs.reset,
+            lengths=inputs.lengths,
+            reverse=self.reverse,
+            impl=self.impl,
+        )  # fmt: skip
+
+    def _norms(self) -> LSTMNorms:
+        sizes = {"x": self.gates * self.features, "u": self.gates * self.features, "c": self.features}
+        inits = {"scale": nn.initializers.ones, "bias": nn.initializers.zeros}
+        fields = {
+            f"{part}_{name}": param(self, f"{part}_{name}", init, (size,), ("gates",))
+            for part, size in sizes.items()
+            for name, init in inits.items()
+        }
+        return LSTMNorms(**fields)
+
+
+class GRU(RecurrentLayer):
+    """Gated recurrent unit with the gates r, z, n; see `ops.rnn.gru`. Reset gates begin with a bias of -1.
+
+    Attributes:
+      form: "cudnn" or "original".
+    """
+
+    form: str = "cudnn"
+
+    supports: ClassVar[frozenset[str]] = frozenset(("hidden_dropout", "candidate_dropout", "zoneout", "weight_drop"))
+    gates: ClassVar[int] = 3
+    operation: ClassVar[Callable[..., Any]] = staticmethod(ops.gru)
+
+    def check(self) -> None:
+        super().check()
+        if self.form not in ("cudnn", "original"):
+            raise InputError(f"model.cells: form={self.form!r}: expected 'cudnn' or 'original'")
+
+    def bias_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        return jnp.zeros(shape, dtype).at[: self.features].set(-1.0)
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], inputs: RecurrentInputs, state: State | None = None
+    ) -> tuple[Float[Array, "B T H"], State]:
+        w, u, b = self.matrices(x.shape[-1], inputs)
+        zeros = nn.initializers.zeros
+        n_bias = param(self, "n_bias", zeros, (self.features,), ("hidden",)) if self.form == "cudnn" else None
+        return type(self).operation(
+            x, w, u, b, n_bias, state,
+            form=self.form,
+            initial=self.initial_state(),
+            masks=self.step_masks(inputs),
+            reset=inputs.reset,
+            lengths=inputs.lengths,
+            reverse=self.reverse,
+        )  # fmt: skip
+
+
+class MinimalGatedUnit(GRU):
+    """Minimal gated unit with the gates f, n; see `ops.rnn.minimal_gated_unit`.
+
+    A gate f of 0 keeps the state; its bias begins with -1, so that 0.73 of the state is kept, as by a forget bias of 1.
+    """
+
+    form: str = "original"
+
+    gates: ClassVar[int] = 2
+    operation: ClassVar[Callable[..., Any]] = staticmethod(ops.minimal_gated_unit)
+
+
+class QRNN(RecurrentLayer):
+    """Quasi-recurrent network; see `ops.rnn.qrnn`. Forget gates begin with a bias of 1.
+
+    Attributes:
+      width: Tokens W that a gate reads.
+      pooling: "f", "fo" or "ifo".
+    """
+
+    width: int = 2
+    pooling: str = "fo"
+
+    supports: ClassVar[frozenset[str]] = frozenset(("zoneout_cell", "weight_drop"))
+
+    def check(self) -> None:
+        super().check()
+        if self.pooling not in ops.POOLINGS or self.width < 1:
+            raise InputError(
+                f"model.cells: width={self.width}, pooling={self.pooling!r}: expected a width of at least 1 and one of "
+                f"{', '.join(ops.POOLINGS)}"
+            )
+        if self.reverse or self.initial != "zeros":
+            raise InputError("model.cells: qrnn reads forwards from a state of zeros only: choose another cell")
+
+    def matrix_size(self, dim: int) -> int:
+        return self.width * dim * ops.POOLINGS[self.pooling] * self.features
+
+    def state_shapes(self, dim: int) -> list[tuple[int, ...]]:
+        return [(self.features,), (self.width - 1, dim)]
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], inputs: RecurrentInputs, state: State | None = None
+    ) -> tuple[Float[Array, "B T H"], State]:
+        columns = ops.POOLINGS[self.pooling] * self.features
+        w = param(self, "kernel", dense_init, (self.width * x.shape[-1], columns), ("embed", "gates"))
+        if self.regularization.weight_drop and not inputs.deterministic:
+            w = drop_weights(w, self.make_rng("dropout"), self.regularization.weight_drop)
+        b = param(self, "bias", self.bias_init, (columns,), ("gates",))
+        hold = self.step_masks(inputs).hold_c
+        options = {"hold": hold, "reset": inputs.reset, "lengths": inputs.lengths}
+        return ops.qrnn(x, w, b, state, width=self.width, pooling=self.pooling, **options)
+
+    def bias_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+        return jnp.zeros(shape, dtype).at[self.features : 2 * self.features].set(1.0)
+
+
+class SRU(RecurrentLayer):
+    """Simple recurrent unit; see `ops.rnn.sru`."""
+
+    def check(self) -> None:
+        super().check()
+        if self.reverse or self.initial != "zeros":
+            raise InputError("model.cells: sru reads forwards from a state of zeros only: choose another cell")
+
+    def matrix_size(self, dim: int) -> int:
+        return dim * (3 if dim == self.features else 4) * self.features
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], inputs: RecurrentInputs, state: State | None = None
+    ) -> tuple[Float[Array, "B T H"], State]:
+        dim, size = x.shape[-1], self.features
+        columns = (3 if dim == size else 4) * size
+        w = param(self, "kernel", dense_init, (dim, columns), ("embed", "gates"))
+        b = param(self, "bias", nn.initializers.zeros, (2 * size,), ("gates",))
+        c = None if state is None else state[0]
+        y, c = ops.sru(x, w, b, c, reset=inputs.reset, lengths=inputs.lengths)
+        return y, (c,)
+
+
+CELLS: dict[str, type[RecurrentLayer]] = {
+    "lstm": LSTM,
+    "gru": GRU,
+    "mgu": MinimalGatedUnit,
+    "qrnn": QRNN,
+    "sru": SRU,
+}
+
+
+def build_layers(cells: str, **fields: Any) -> list[RecurrentLayer]:
+    """The layers of a stack.
+
+    Args:
+      cells: `model.cells`, as in "lstm(512)*2,lstm(400)": entries of CELLS, of which the first argument is the width.
+      **fields: The fields that a spec cannot set.
+
+    Returns:
+      Modules, named "layer_0" and so on where they are submodules.
+
+    Raises:
+      InputError: Unknown names, or wrong arguments.
+    """
+    layers = []
+    for spec in parse(cells, "model.cells"):
+        for _ in range(spec.repeat):
+            name = f"layer_{len(layers)}"
+            layer = build(dataclasses.replace(spec, repeat=1), CELLS, "cell", **fields, name=name, parent=None)
+            layer.check()
+            layers.append(layer)
+    return layers
+
+
+@dataclasses.dataclass(frozen=True)
+class StackConfig(Regularization):
+    """A stack of recurrent layers."""
+
+    cells: str = option(
+        "lstm(256)*2",
+        'Layers from the inputs to the outputs, entries of nn.rnn.CELLS with their widths, as in "lstm(512)*2,lstm(400)": '
+        '"lstm(width, norm=True)", "gru(width, form=original)", "mgu(...)", "qrnn(width, width=2, pooling=fo)", "sru(width)".',
+    )
+    initial: str = option("zeros", 'State before the first token of a document: "zeros" or "learned".')
+    outputs: str = option("last", '"last" layer, or the "sum" of the outputs of all layers, which then have one width.')
+    input_dropout: float = option(0.0, "Dropout of the inputs of the first layer.")
+    layer_dropout: float = option(0.0, "Dropout of the inputs of further layers (Zaremba et al. 2014).")
+    output_dropout: float = option(0.0, "Dropout of the outputs of the last layer.")
+    variational: bool = option(
+        False, "One mask of inputs, layers and outputs for all tokens of a sequence (Gal and Ghahramani 2016)."
+    )
+    activation_penalty: float = option(
+        0.0, "Factor of the mean square of the dropped outputs (Merity et al. 2017, AR), as the loss activation_loss."
+    )
+    temporal_penalty: float = option(
+        0.0, "Factor of the mean square of differences of neighbouring outputs (TAR), as the loss temporal_loss."
+    )
+    impl: str = option("xla", '"xla", or "cudnn" for plain LSTMs on NVIDIA GPUs.')
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("input_dropout", "layer_dropout", "output_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise InputError(f"model.{name}={getattr(self, name)}: expected at least 0, and less than 1")
+        for name in ("activation_penalty", "temporal_penalty"):
+            if getattr(self, name) < 0.0:
+                raise InputError(f"model.{name}={getattr(self, name)}: expected at least 0")
+        for name, values in (("initial", INITIAL_STATES), ("outputs", OUTPUTS), ("impl", ("xla", "cudnn"))):
+            if getattr(self, name) not in values:
+                raise InputError(f"model.{name}={getattr(self, name)!r}: expected one of {', '.join(values)}")
+        widths = self.widths()
+        if self.outputs == "sum" and len(set(widths)) > 1:
+            raise InputError(f"model.outputs='sum': the layers of model.cells={self.cells!r} have several widths: use one")
+
+    def regularization(self) -> Regularization:
+        """The rates within layers.
+
+        Returns:
+          The rates.
+        """
+        return Regularization(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Regularization)})
+
+    def layer_modules(self, reverse: bool = False) -> list[RecurrentLayer]:
+        """The layers.
+
+        Args:
+          reverse: Whether they read tokens from the last to the first.
+
+        Returns:
+          Modules.
+
+        Raises:
+          InputError: As `build_layers`.
+        """
+        fields = {"regularization": self.regularization(), "initial": self.initial, "impl": self.impl}
+        return build_layers(self.cells, **fields, reverse=reverse)
+
+    def widths(self) -> list[int]:
+        """Widths of the layers.
+
+        Returns:
+          A number for each layer.
+        """
+        return [layer.features for layer in self.layer_modules()]
+
+
+class RecurrentStack(nn.Module):
+    """Recurrent layers one after another, with dropout between them.
+
+    Attributes:
+      config: The layers and their regularization, a StackConfig.
+      bidirectional: Whether each layer has two directions, whose outputs stand side by side.
+    """
+
+    config: Any
+    bidirectional: bool = False
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"], inputs: RecurrentInputs, states: Sequence[State] | None = None
+    ) -> tuple[Float[Array, "B T H"], tuple[State, ...], dict[str, Array]]:
+        """Runs the layers.
+
+        Args:
+          x: Inputs.
+          inputs: Resets, lengths and dropout. Resets of the other direction follow from `reset`, where it begins segments.
+          states: State of each layer before the first token, for one direction; None for the initial states.
+
+        Returns:
+          `(outputs, the states after the last token, raw outputs "raw" and dropped outputs "dropped" for penalties)`.
+        """
+        c = self.config
+        if self.bidirectional and states is not None:
+            raise InputError("a bidirectional stack reads whole sequences, and has no states of earlier tokens: pass None")
+        x = self._dropped(x, c.input_dropout, inputs)
+        new_states, outputs, raw = [], [], x
+        for index, layer in enumerate(c.layer_modules()):
+            if index:
+                x = self._dropped(raw, c.layer_dropout, inputs)
+            module = layer.clone(parent=self)
+            y, state = module(x, inputs, None if states is None else states[index])
+            if self.bidirectional:
+                y = jnp.concatenate([y, self._backwards(layer, x, inputs)], axis=-1)
+            new_states.append(state)
+            outputs.append(y)
+            raw = y
+        if c.outputs == "sum":
+            raw = sum(outputs[1:], outputs[0])
+        y = self._dropped(raw, c.output_dropout, inputs)
+        return y, tuple(new_states), {"raw": raw, "dropped": y}
+
+    def _backwards(self, layer: RecurrentLayer, x: Array, inputs: RecurrentInputs) -> Array:
+        """The outputs of a layer that reads tokens from the last to the first."""
+        reset = inputs.reset
+        if reset is not None:
+            # A token that begins a segment forwards ends the one before it, which begins it backwards.
+            reset = jnp.pad(reset[:, 1:], ((0, 0), (0, 1)))
+        module = layer.clone(reverse=True, name=f"{layer.name}_reverse", parent=self)
+        return module(x, dataclasses.replace(inputs, reset=reset))[0]
+
+    def _dropped(self, x: Array, rate: float, inputs: RecurrentInputs) -> Array:
+        if inputs.deterministic or not rate:
+            return x
+        ids = inputs.ids[:, :1] if self.config.variational else inputs.ids
+        return dropout(x, rate, self.make_rng("dropout"), ids)
+
+
+def _orthogonal_gates(key: Array, shape: tuple[int, int], dtype: Any) -> Array:
+    """An orthogonal matrix for each gate."""
+    count = shape[1] // shape[0]
+    init = nn.initializers.orthogonal()
+    return jnp.concatenate([init(k, (shape[0], shape[0]), dtype) for k in jax.random.split(key, count)], axis=1)
