@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> None:
     from hpnlp.data.prompt import prompt_bytes
     from hpnlp.training import run_directory
 
-    run_directory.check_task(workdir, run_directory.load_config(workdir), ("lm",), "generate")
+    run_directory.check_task(workdir, run_directory.load_config(workdir), ("lm", "rnn_lm"), "generate")
     loaded = run_directory.load(workdir, cli.FLAGS.step)
     prompt_ids = [loaded.tokenizer.encode_prompt(prompt) for prompt in prompts]
     length = max(len(ids) for ids in prompt_ids)

@@ -47,9 +47,12 @@ def for_decoding(weights: Any, config: BackboneConfig, count: int) -> Any:
 
     Returns:
       Result of `separate_layers`, with the transposes of the layers' kernels where products of `count` rows are faster by them.
+      Weights of a model without stacked layers as they are.
 
     Cost: a copy of the kernels.
     """
+    if "layers" not in weights:
+        return weights
     separate = separate_layers(weights, config)
     if not prefers_transpose(count):
         return separate

@@ -207,12 +207,30 @@ class PredictionModel(Backbone):
         Raises:
           InputError: The embedding and the output layer share their table.
         """
-        if self.config.tied:
-            raise InputError(
-                "optimizer.rows=True trains only the rows that a batch looks up, but the output layer uses all rows of a tied "
-                "table: set model.tied=False"
-            )
-        rows = {("embed", "table"): batch["tokens"].reshape(-1)}
-        labels = jnp.where(batch["weights"] != 0, batch["labels"], 0).reshape(-1)
-        head_rows = self.output.rows(labels, self.make_rng("output"))
-        return rows if head_rows is None else {**rows, ("head",): head_rows}
+        return looked_up_rows(self.config.tied, self.output, batch, self.make_rng("output"))
+
+
+def looked_up_rows(tied: bool, output: Any, batch: Batch, rng: jax.Array) -> dict[tuple[str, ...], Int[Array, " R"]]:
+    """Rows of the embedding "embed" and of the output layer's table "head" that the loss of a batch looks up.
+
+    Args:
+      tied: Whether both are one table.
+      output: The output layer.
+      batch: Tokens, labels and weights.
+      rng: Key of the output layer's samples.
+
+    Returns:
+      Path of a table among the parameters -> ids, with repetitions.
+
+    Raises:
+      InputError: Both are one table.
+    """
+    if tied:
+        raise InputError(
+            "optimizer.rows=True trains only the rows that a batch looks up, but the output layer uses all rows of a tied "
+            "table: set model.tied=False"
+        )
+    rows = {("embed", "table"): batch["tokens"].reshape(-1)}
+    labels = jnp.where(batch["weights"] != 0, batch["labels"], 0).reshape(-1)
+    head_rows = output.rows(labels, rng)
+    return rows if head_rows is None else {**rows, ("head",): head_rows}

@@ -274,7 +274,6 @@ class GRU(RecurrentLayer):
 
     supports: ClassVar[frozenset[str]] = frozenset(("hidden_dropout", "candidate_dropout", "zoneout", "weight_drop"))
     gates: ClassVar[int] = 3
-    operation: ClassVar[Callable[..., Any]] = staticmethod(ops.gru)
 
     def check(self) -> None:
         super().check()
@@ -291,7 +290,7 @@ class GRU(RecurrentLayer):
         w, u, b = self.matrices(x.shape[-1], inputs)
         zeros = nn.initializers.zeros
         n_bias = param(self, "n_bias", zeros, (self.features,), ("hidden",)) if self.form == "cudnn" else None
-        return type(self).operation(
+        return self.operation()(
             x, w, u, b, n_bias, state,
             form=self.form,
             initial=self.initial_state(),
@@ -300,6 +299,14 @@ class GRU(RecurrentLayer):
             lengths=inputs.lengths,
             reverse=self.reverse,
         )  # fmt: skip
+
+    def operation(self) -> Callable[..., Any]:
+        """The operation of the layer.
+
+        Returns:
+          `ops.rnn.gru`, or that of a subclass.
+        """
+        return ops.gru
 
 
 class MinimalGatedUnit(GRU):
@@ -311,7 +318,9 @@ class MinimalGatedUnit(GRU):
     form: str = "original"
 
     gates: ClassVar[int] = 2
-    operation: ClassVar[Callable[..., Any]] = staticmethod(ops.minimal_gated_unit)
+
+    def operation(self) -> Callable[..., Any]:
+        return ops.minimal_gated_unit
 
 
 class QRNN(RecurrentLayer):

@@ -61,6 +61,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "filters": (),  # outputs of a convolution of images
     "ranks": (),  # compressed tokens, inner dimensions of factors, and terms of a mixture
     "mlp": ("tensor",),
+    "gates": (),  # gates of a recurrent layer: divided ones would need a message for every token
     "vocab": ("pipeline", "tensor"),  # stages would otherwise wait for the last one's logits
     "labels": ("pipeline", "tensor"),  # the classes of a classifier, as words
     "classes": (),  # outputs that are not words: clusters, classes and bits of an output layer

@@ -14,6 +14,7 @@ from hpnlp.tasks.dual_encoder import DualEncoding
 from hpnlp.tasks.image_classification import ImageClassification
 from hpnlp.tasks.lm import LanguageModel
 from hpnlp.tasks.masked_lm import MaskedLanguageModel
+from hpnlp.tasks.rnn_lm import RecurrentLanguageModel
 from hpnlp.tasks.seq2seq import SequenceToSequence
 from hpnlp.tasks.tagging import Tagging
 from hpnlp.tasks.task import Task
@@ -22,6 +23,7 @@ from hpnlp.types import InputError, Model
 
 TASKS: dict[str, Task] = {
     "lm": LanguageModel(),
+    "rnn_lm": RecurrentLanguageModel(),
     "classification": Classification(),
     "image_classification": ImageClassification(),
     "tagging": Tagging(),

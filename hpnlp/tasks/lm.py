@@ -87,6 +87,7 @@ class LanguageModel(Task):
 def _check_order(config: RunConfig) -> None:
     """Raises InputError if the model or the evaluation does not fit the order of the data."""
     model, order = config.model, config.data.order
+    check_stride(config)
     if order != "stream":
         if carries(model.mixer):
             raise InputError(
@@ -94,11 +95,6 @@ def _check_order(config: RunConfig) -> None:
                 "on: set data.order='stream', or choose another mixer"
             )
         return
-    if config.train.eval_stride:
-        raise InputError(
-            f"train.eval_stride={config.train.eval_stride}: sequences of data.order='stream' do not overlap: set "
-            "train.eval_stride=0"
-        )
     if model.position == "learned":
         raise InputError(
             "model.position='learned' ends after model.max_len tokens, and positions of data.order='stream' go on to the end "
@@ -110,3 +106,19 @@ def _check_order(config: RunConfig) -> None:
                 f"data.seq_len={config.data.seq_len}: model.mixer={model.mixer!r} compresses tokens {multiple} at a time: set "
                 f"it to a multiple of {multiple}"
             )
+
+
+def check_stride(config: RunConfig) -> None:
+    """Checks that sequences of an evaluation overlap only where they are independent of each other.
+
+    Args:
+      config: Config of the run.
+
+    Raises:
+      InputError: An evaluation stride with `data.order="stream"`.
+    """
+    if config.train.eval_stride and config.data.order == "stream":
+        raise InputError(
+            f"train.eval_stride={config.train.eval_stride}: sequences of data.order='stream' do not overlap: set "
+            "train.eval_stride=0"
+        )

@@ -246,8 +246,9 @@ class Gradients:
         new = jax.eval_shape(lambda weights, carry: loss(model, weights, batch, key, carry).carry, weights, carry)
         if difference := first_difference(carry, new):
             name, old, returned = difference
+            mixer = getattr(model.config, "mixer", None)
             raise InputError(
-                f"model.mixer={model.config.mixer!r} returns the carry{name} as {returned} where it was {old}: return arrays "
+                f"{type(model).__name__ if mixer is None else f'model.mixer={mixer!r}'} returns the carry{name} as {returned} where it was {old}: return arrays "
                 "of the names, shapes and dtypes of `initial_carry`"
             )
 
