@@ -44,6 +44,18 @@ def language_model(directory):
     return tiny.make(train__steps=4, train__sample=8)
 
 
+def recurrent_language_model(directory):
+    """Two kinds of cells, all kinds of dropout, and states that are carried from batch to batch."""
+    values = configs.default("rnn_lm")
+    values.data.update(path=os.environ["HPNLP_TEST_TEXT"], seq_len=16, batch_size=8, order="stream")
+    values.model.update(cells="lstm(12),gru(16)", vocab=260, initial="learned", activation_penalty=0.1)
+    values.model.update(input_dropout=0.1, layer_dropout=0.1, output_dropout=0.1, embedding_dropout=0.1)
+    values.model.update(hidden_dropout=0.1, candidate_dropout=0.1, zoneout=0.1, weight_drop=0.1, temporal_penalty=0.1)
+    values.optimizer.update(warmup=0, learning_rate=1e-2)
+    values.train.update(steps=4, sample=8)
+    return configs.resolve(values)
+
+
 def classification(directory):
     """Words of one of three vocabularies, which overlap; the label is the vocabulary."""
     draw = random.Random(0)
@@ -148,6 +160,7 @@ EXAMPLES = {
     "dual_encoder": dual_encoder,
     "image_classification": image_classification,
     "masked_lm": masked_language_model,
+    "rnn_lm": recurrent_language_model,
     "seq2seq": sequence_to_sequence,
     "tagging": tagging,
 }
@@ -162,10 +175,13 @@ REFUSED |= {
 REFUSED |= {
     ("image_classification", name): "the model has none of them: set plan.tensor=1" for name in ("tensor", "3d")
 }
+REFUSED |= {("rnn_lm", name): "reads tokens one after another: set plan.sequence=1" for name in ("sequence", "zero3_sequence")}
+REFUSED |= {("rnn_lm", "3d"): "layers are not stacked: set plan.pipeline=1"}
 
 
-# Tagging shares its code with classification; masked language models are encoders of the text of language models.
-SLOW = ("masked_lm", "tagging")
+# Tagging shares its code with classification; masked language models are encoders of the text of language models, and
+# recurrent ones differ from language models by their model.
+SLOW = ("masked_lm", "rnn_lm", "tagging")
 
 
 @pytest.fixture(

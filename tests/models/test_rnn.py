@@ -1,0 +1,256 @@
+"""Recurrent language models: states across batches and prompts, packed sequences, dropout, layouts and errors."""
+
+import dataclasses
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.models import variables
+from hpnlp.models.decode import Generation
+from hpnlp.models.rnn import RNN, RNNConfig
+from hpnlp.nn.rnn import CELLS, RecurrentInputs, RecurrentStack
+from hpnlp.ops.rnn import segment_resets
+from hpnlp.parallel.plan import Plan
+from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.step import make_trainer
+from hpnlp.types import InputError
+from tests.contracts import assert_close, once
+
+V, B, T = 12, 4, 6
+# One stack with every cell and every form, of several widths.
+EVERY = "lstm(6),lstm(5, norm=True),gru(4),gru(5, form=original),mgu(5),mgu(5, form=cudnn),qrnn(6, width=3),sru(6),sru(8)"
+
+
+def make(cells="lstm(6),gru(8)", keeps_state=False, **fields):
+    return RNN(RNNConfig(cells=cells, vocab=V, **fields), keeps_state=keeps_state)
+
+
+@functools.cache
+def params_of(model):
+    """Parameters with random biases and initial states."""
+    initial = nn.meta.unbox(once(model.init, jax.random.key(0), model.example_batch(1, 8)))["params"]
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: x + jnp.asarray(0.3 * rng.standard_normal(x.shape), x.dtype), initial)
+
+
+def make_batch(seed=0, length=T):
+    """Rows of two segments each."""
+    rng = np.random.default_rng(seed)
+    segments = np.tile(1 + (np.arange(length) >= length // 2), (B, 1)).astype(np.int32)
+    tokens, labels = rng.integers(0, V, (2, B, length)).astype(np.int32)
+    weights = rng.integers(0, 2, (B, length)).astype(np.float32)
+    arrays = {"tokens": tokens, "labels": labels, "segment_ids": segments, "positions": segments, "weights": weights}
+    return {name: jnp.asarray(array) for name, array in arrays.items()}
+
+
+def loss_of(model, batch, carry=None, rng=None):
+    rngs = {} if rng is None else {"dropout": rng, "output": rng}
+    apply = functools.partial(model.apply, method="loss", rngs=rngs)
+    return once(lambda v, b: apply(v, b, rng is None), variables.collections(params_of(model), carry), batch)
+
+
+@pytest.mark.parametrize("cells", [EVERY])
+def test_prompts_and_further_tokens_equal_the_whole_sequence(cells):
+    model = make(cells)
+    tokens, lengths = make_batch(length=9)["tokens"], jnp.int32([9, 5, 3, 1])
+    variables = {"params": params_of(model)}
+    whole = once(functools.partial(model.apply, method="logits"), variables, tokens)
+
+    def decode(variables, tokens, lengths):
+        h, states = model.apply(variables, tokens, lengths, 12, method="prefill")
+        logits = [model.apply(variables, h, method="next_logits")]
+        for _ in range(2):
+            following = jnp.take_along_axis(tokens, jnp.minimum(lengths, 8)[:, None], axis=1)
+            h, states = model.apply(variables, following, lengths[:, None], states, method="extend")
+            logits.append(model.apply(variables, h[:, 0], method="next_logits"))
+            lengths = lengths + 1
+        return jnp.stack(logits, axis=1)
+
+    found = once(decode, variables, tokens, lengths)
+    for row, length in enumerate(lengths):
+        count = min(3, 9 - int(length) + 1)
+        assert_close(found[row, :count], whole[row, int(length) - 1 : int(length) - 1 + count])
+
+
+@pytest.mark.parametrize("resets", [True, False])
+def test_carried_batches_equal_one_long_sequence(resets):
+    model = make(EVERY.replace("lstm(6),", "lstm(6)*2,"), keeps_state=True, resets=resets)
+    batch = make_batch(length=2 * T)
+    whole = loss_of(model, batch, model.initial_carry(B))
+    carry, sums = model.initial_carry(B), 0.0
+    for part in range(2):
+        piece = {name: array[:, part * T : (part + 1) * T] for name, array in batch.items()}
+        out = loss_of(model, piece, carry)
+        carry, sums = out.carry, sums + out.sum
+    assert_close(sums / whole.sum, jnp.ones(()))
+    assert_close(carry, whole.carry)
+
+
+def test_packed_segments_equal_separate_sequences():
+    model = make(EVERY)
+    batch = make_batch()
+    packed = loss_of(model, batch)
+    halves = [{name: array[:, i * T // 2 : (i + 1) * T // 2] for name, array in batch.items()} for i in range(2)]
+    parts = [loss_of(model, half) for half in halves]
+    assert_close(packed.sum / sum(part.sum for part in parts), jnp.ones(()))
+
+
+def test_first_tokens_of_a_stream_begin_with_learned_states():
+    model = make(initial="learned", keeps_state=True)
+    batch = make_batch()
+    assert_close(loss_of(model, batch, model.initial_carry(B)).sum, loss_of(model, batch).sum)
+    plain = make(keeps_state=True)
+    params = {**params_of(model)}
+    zeros = jax.tree.map_with_path(lambda path, x: x * 0 if path[-1].key in ("h0", "c0") else x, params)
+    loss = lambda params: model.apply({"params": params}, batch, method="loss").sum  # noqa: E731
+    stack = {name: {k: v for k, v in layer.items() if k not in ("h0", "c0")} for name, layer in params["stack"].items()}
+    expected = plain.apply({"params": {**params, "stack": stack}}, batch, method="loss").sum
+    assert_close(loss(zeros) / expected, jnp.ones(()))
+    gradient = once(jax.grad(loss), params)
+    assert all(np.abs(gradient["stack"][layer]["h0"]).max() > 0 for layer in ("layer_0", "layer_1"))
+
+
+DROPPED = {
+    "input_dropout": 0.5, "layer_dropout": 0.5, "output_dropout": 0.5, "embedding_dropout": 0.5, "hidden_dropout": 0.5,
+    "candidate_dropout": 0.5, "zoneout": 0.5, "weight_drop": 0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_dropout_acts_in_training_only_and_differs_between_steps(name):
+    model, plain, batch = make(**{name: 0.5}), make(), make_batch()
+    losses = [loss_of(model, batch, rng=jax.random.key(seed)).sum for seed in (0, 0, 1)]
+    assert losses[0] == losses[1] != losses[2]
+    evaluated, expected = loss_of(model, batch).sum, loss_of(plain, batch).sum
+    assert (evaluated == expected) == (name != "zoneout")  # zoneout takes its expectation
+
+
+def test_variational_dropout_has_one_mask_for_all_tokens():
+    config = RNNConfig(cells="sru(8)", vocab=V, input_dropout=0.5, output_dropout=0.5, variational=True)
+    ids = jnp.arange(B * T, dtype=jnp.int32).reshape(B, T)
+    stack = RecurrentStack(dataclasses.replace(config, input_dropout=0.0))
+    x = jnp.ones((B, T, 8))
+    inputs = RecurrentInputs(ids=ids, deterministic=False)
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    (y, _, _), _ = stack.init_with_output(rngs, x, inputs)
+    is_dropped = np.asarray(y) == 0
+    assert (is_dropped == is_dropped[:, :1]).all() and 0.2 < is_dropped.mean() < 0.8
+    assert len(np.unique(is_dropped[:, 0], axis=0)) > 1
+
+
+def test_penalties_are_means_over_tokens():
+    model = make("lstm(8)", activation_penalty=2.0, temporal_penalty=3.0)
+    batch = make_batch()
+    params = {"params": params_of(model)}
+    inputs = RecurrentInputs(reset=segment_resets(batch["segment_ids"]))
+
+    def outputs(module):
+        return module.stack(module.embed(batch["tokens"]), inputs)[0]
+
+    h = np.asarray(nn.apply(outputs, model)(params))
+    aux = loss_of(model, batch, rng=jax.random.key(0)).aux
+    steps = np.delete(np.diff(h, axis=1), T // 2 - 1, axis=1)
+    for name, expected in (("activation_loss", 2 * (h**2).mean()), ("temporal_loss", 3 * (steps**2).mean())):
+        assert_close(np.float32(aux[name][0] / aux[name][1]), np.float32(expected))
+
+
+def test_sum_of_layers_is_returned():
+    fields = {"cells": "gru(8)*2", "vocab": V}
+    one, both = RecurrentStack(RNNConfig(**fields)), RecurrentStack(RNNConfig(**fields, outputs="sum"))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, 8)), jnp.float32)
+    params = one.init(jax.random.key(0), x, RecurrentInputs())
+    first = RecurrentStack(RNNConfig(cells="gru(8)", vocab=V))
+    outputs = [stack.apply(params, x, RecurrentInputs())[0] for stack in (first, one, both)]
+    assert_close(outputs[0] + outputs[1], outputs[2])
+
+
+def test_bidirectional_stack_reads_backwards_within_segments():
+    stack = RecurrentStack(RNNConfig(cells="lstm(5),gru(4)", vocab=V, initial="learned"), bidirectional=True)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((B, T, 3)), jnp.float32)
+    reset = segment_resets(jnp.asarray([[1, 1, 2, 2, 2, 2]] * B, jnp.int32))
+    params = nn.meta.unbox(stack.init(jax.random.key(0), x, RecurrentInputs()))
+    packed = stack.apply(params, x, RecurrentInputs(reset=reset))[0]
+    parts = [stack.apply(params, part, RecurrentInputs())[0] for part in jnp.split(x, [2], axis=1)]
+    assert packed.shape == (B, T, 8)
+    assert_close(packed, jnp.concatenate(parts, axis=1))
+
+
+def test_generation_continues_prompts():
+    model = make("lstm(8)*2")
+    params = params_of(model)
+    prompts = [np.array([1, 2, 3]), np.array([4])]
+    generation = Generation(model, params, prompts, tokens=3, temperature=0.0)
+    found = np.concatenate(list(generation), axis=1)
+    for prompt, ids in zip(prompts, found, strict=True):
+        for i, token in enumerate(ids):
+            logits = model.apply({"params": params}, jnp.asarray([*prompt, *ids[:i]], jnp.int32)[None], method="logits")
+            assert int(logits[0, -1].argmax()) == token
+
+
+def losses(plan, devices, accumulate=1):
+    """Losses of three steps, which continue each other."""
+    model = make(
+        "lstm(6),lstm(8, norm=True)", keeps_state=True, initial="learned", layer_dropout=0.3, zoneout=0.2, hidden_dropout=0.3,
+        activation_penalty=1.0, temporal_penalty=1.0, embedding_dropout=0.2,
+    )  # fmt: skip
+    optimizer = OptimizerConfig("sgd", warmup=0, learning_rate=0.1, accumulate=accumulate)
+    trainer = make_trainer(model, optimizer, plan, steps=4, devices=jax.devices()[:devices], batch_size=2 * B)
+    state, found = trainer.init(jax.random.key(0)), []
+    for seed in range(3):
+        parts = [make_batch(seed), make_batch(seed + 10)]
+        batch = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+        state, metrics = trainer.step(state, jax.device_put(batch, trainer.batch_sharding), jax.random.key(1))
+        found.append([metrics["loss"], metrics["activation_loss"], metrics["grad_norm"]])
+    return np.array(found)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [Plan("zero3"), *(pytest.param(plan, marks=pytest.mark.slow) for plan in (Plan("data"), Plan("zero2"), Plan(tensor=2)))],
+    ids=["zero3", "data", "zero2", "tensor"],
+)
+def test_losses_are_equal_on_several_devices(plan):
+    np.testing.assert_allclose(losses(plan, 4), losses(Plan("single"), 1), rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"cells": "lstn(8)"}, "lstm"),
+        ({"cells": "lstm(0)"}, "expected 1 to"),
+        ({"cells": "lstm(4),lstm(8)", "outputs": "sum"}, "several widths"),
+        ({"cells": "sru(8)", "zoneout": 0.1}, "SRU does not support it"),
+        ({"cells": "gru(8)", "zoneout_cell": 0.1}, "GRU does not support it"),
+        ({"cells": "qrnn(8)", "initial": "learned"}, "choose another cell"),
+        ({"cells": "gru(8, form=torch)"}, "expected 'cudnn' or 'original'"),
+        ({"cells": "gru(8)", "impl": "cudnn", "resets": False}, "no such implementation"),
+        ({"impl": "cudnn"}, "model.resets=False"),
+        ({"initial": "random"}, "zeros, learned"),
+        ({"layer_dropout": 1.0}, "less than 1"),
+        ({"zoneout": -0.1}, "at least 0"),
+        ({"temporal_penalty": -1.0}, "at least 0"),
+        ({"embedding_dropout": 1.0}, "less than 1"),
+        ({"cells": "lstm(8)", "embed_dim": 4}, "tied=False"),
+        ({"vocab": -1}, "expected 0 to"),
+    ],
+)
+def test_invalid_configs_raise(fields, message):
+    with pytest.raises(InputError, match=message):
+        RNNConfig(**fields)
+
+
+def test_every_cell_is_in_the_tested_stack():
+    assert set(CELLS) == {entry.split("(")[0] for entry in EVERY.replace(" ", "").split("),")}
+
+
+def test_unsupported_plans_raise():
+    for plan in (Plan(pipeline=2), Plan(sequence=2)):
+        with pytest.raises(InputError, match="the model is a recurrent network"):
+            make_trainer(make(), OptimizerConfig("sgd"), plan, steps=2, devices=2)
+    with pytest.raises(InputError, match="set plan.remat='none'"):
+        make_trainer(make(), OptimizerConfig("sgd"), Plan(remat="full"), steps=2, devices=1)
