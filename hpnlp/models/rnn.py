@@ -50,11 +50,13 @@ class RNNConfig(StackConfig):
                 raise InputError(f"model.{name}={getattr(self, name)}: expected 0 to {limit}")
         if self.tied and self.embed_dim not in (0, self.dim):
             raise InputError(
-                f"model.embed_dim={self.embed_dim}, and the outputs of model.cells={self.cells!r} have {self.dim} features: set "
-                "model.tied=False, or embed_dim=0"
+                f"model.embed_dim={self.embed_dim}, and the outputs of model.cells={self.cells!r} have {self.dim} features: "
+                "set model.tied=False, or embed_dim=0"
             )
         if self.impl == "cudnn" and self.resets:
-            raise InputError("model.impl='cudnn' cannot reset states within sequences: set model.resets=False, or impl='xla'")
+            raise InputError(
+                "model.impl='cudnn' cannot reset states within sequences: set model.resets=False, or impl='xla'"
+            )
 
     @property
     def dim(self) -> int:
@@ -158,8 +160,8 @@ class RNNConfig(StackConfig):
 class RNN(nn.Module):
     """A recurrent language model over `config.vocab` ids.
 
-    A batch is as for `models.lm.LM`. The state begins anew at the first token of each segment. With `keeps_state`, the state after
-    a batch is the carry, with which the next batch begins; no gradient passes through it.
+    A batch is as for `models.lm.LM`. The state begins anew at the first token of each segment. With `keeps_state`, the state
+    after a batch is the carry, with which the next batch begins; no gradient passes through it.
 
     Parameters are under "embed", "stack" (by layer), "head" and "output".
 
@@ -248,7 +250,9 @@ class RNN(nn.Module):
         # The factor depends on the word alone, so that all its occurrences in a batch are dropped.
         return (x * dropout_factors(self.make_rng("dropout"), tokens, 1, c.embedding_dropout)).astype(dtype)
 
-    def _penalties(self, outputs: Mapping[str, Array], segment_ids: Int[Array, "B T"]) -> dict[str, tuple[Array, Array]]:
+    def _penalties(
+        self, outputs: Mapping[str, Array], segment_ids: Int[Array, "B T"]
+    ) -> dict[str, tuple[Array, Array]]:
         """Penalties of the outputs of the last layer, as (sum, weight)."""
         c, result = self.config, {}
         if c.activation_penalty:
@@ -280,8 +284,8 @@ class RNN(nn.Module):
           batch_size: Sequences of a batch.
 
         Returns:
-          Under "layers", the state of each layer `[1, B, ...]` and the segments of the tokens before, 0 for none; None for a model
-          that keeps no state.
+          Under "layers", the state of each layer `[1, B, ...]` and the segments of the tokens before, 0 for none; None for a
+          model that keeps no state.
         """
         if not self.keeps_state:
             return None

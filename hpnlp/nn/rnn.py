@@ -45,7 +45,9 @@ class Regularization:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(Regularization):
             if not 0.0 <= getattr(self, field.name) < 1.0:
-                raise InputError(f"model.{field.name}={getattr(self, field.name)}: expected at least 0, and less than 1")
+                raise InputError(
+                    f"model.{field.name}={getattr(self, field.name)}: expected at least 0, and less than 1"
+                )
 
     def active(self) -> list[str]:
         """Names of the rates over 0.
@@ -463,7 +465,9 @@ class StackConfig(Regularization):
                 raise InputError(f"model.{name}={getattr(self, name)!r}: expected one of {', '.join(values)}")
         widths = self.widths()
         if self.outputs == "sum" and len(set(widths)) > 1:
-            raise InputError(f"model.outputs='sum': the layers of model.cells={self.cells!r} have several widths: use one")
+            raise InputError(
+                f"model.outputs='sum': the layers of model.cells={self.cells!r} have several widths: use one"
+            )
 
     def regularization(self) -> Regularization:
         """The rates within layers.
@@ -524,7 +528,9 @@ class RecurrentStack(nn.Module):
         """
         c = self.config
         if self.bidirectional and states is not None:
-            raise InputError("a bidirectional stack reads whole sequences, and has no states of earlier tokens: pass None")
+            raise InputError(
+                "a bidirectional stack reads whole sequences, and has no states of earlier tokens: pass None"
+            )
         x = self._dropped(x, c.input_dropout, inputs)
         new_states, outputs, raw = [], [], x
         for index, layer in enumerate(c.layer_modules()):

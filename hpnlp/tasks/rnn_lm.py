@@ -13,8 +13,7 @@ from hpnlp.tasks.vocabulary import Sizes
 class RecurrentLanguageModel(LanguageModel):
     """Causal language modelling by recurrent networks: the next token of texts.
 
-    With `data.order="stream"` a batch begins with the states after the one before (truncated back-propagation through time), and
-    otherwise with the initial states.
+    With `data.order="stream"` a batch begins with the states after the one before, and otherwise with the initial states.
     """
 
     name = "rnn_lm"

@@ -247,8 +247,9 @@ class Gradients:
         if difference := first_difference(carry, new):
             name, old, returned = difference
             mixer = getattr(model.config, "mixer", None)
+            subject = type(model).__name__ if mixer is None else f"model.mixer={mixer!r}"
             raise InputError(
-                f"{type(model).__name__ if mixer is None else f'model.mixer={mixer!r}'} returns the carry{name} as {returned} where it was {old}: return arrays "
+                f"{subject} returns the carry{name} as {returned} where it was {old}: return arrays "
                 "of the names, shapes and dtypes of `initial_carry`"
             )
 

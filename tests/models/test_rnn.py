@@ -22,7 +22,9 @@ from tests.contracts import assert_close, once
 
 V, B, T = 12, 4, 6
 # One stack with every cell and every form, of several widths.
-EVERY = "lstm(6),lstm(5, norm=True),gru(4),gru(5, form=original),mgu(5),mgu(5, form=cudnn),qrnn(6, width=3),sru(6),sru(8)"
+EVERY = (
+    "lstm(6),lstm(5, norm=True),gru(4),gru(5, form=original),mgu(5),mgu(5, form=cudnn),qrnn(6, width=3),sru(6),sru(8)"
+)
 
 
 def make(cells="lstm(6),gru(8)", keeps_state=False, **fields):
@@ -211,7 +213,10 @@ def losses(plan, devices, accumulate=1):
 
 @pytest.mark.parametrize(
     "plan",
-    [Plan("zero3"), *(pytest.param(plan, marks=pytest.mark.slow) for plan in (Plan("data"), Plan("zero2"), Plan(tensor=2)))],
+    [
+        Plan("zero3"),
+        *(pytest.param(plan, marks=pytest.mark.slow) for plan in (Plan("data"), Plan("zero2"), Plan(tensor=2))),
+    ],
     ids=["zero3", "data", "zero2", "tensor"],
 )
 def test_losses_are_equal_on_several_devices(plan):

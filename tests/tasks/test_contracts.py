@@ -175,7 +175,9 @@ REFUSED |= {
 REFUSED |= {
     ("image_classification", name): "the model has none of them: set plan.tensor=1" for name in ("tensor", "3d")
 }
-REFUSED |= {("rnn_lm", name): "reads tokens one after another: set plan.sequence=1" for name in ("sequence", "zero3_sequence")}
+REFUSED |= {
+    ("rnn_lm", name): "reads tokens one after another: set plan.sequence=1" for name in ("sequence", "zero3_sequence")
+}
 REFUSED |= {("rnn_lm", "3d"): "layers are not stacked: set plan.pipeline=1"}
 
 

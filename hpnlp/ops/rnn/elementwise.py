@@ -174,8 +174,8 @@ def sru(
 ) -> tuple[Float[Array, "B T H"], Float[Array, "B H"]]:
     """Simple recurrent unit with a highway connection.
 
-    With the columns z, f, r, s of `x w + b`, f and r sigmoids, `c' = f c + (1 - f) z` and `h' = r tanh(c') + (1 - r) s`. A matrix
-    with the columns z, f, r only has x itself for s.
+    With the columns z, f, r, s of `x w + b`, f and r sigmoids, `c' = f c + (1 - f) z` and `h' = r tanh(c') + (1 - r) s`. A
+    matrix with the columns z, f, r only has x itself for s.
 
     Args:
       x: Inputs.
@@ -246,7 +246,7 @@ def _segments(reset: Array, before: int) -> Array:
 
 
 def _zero_padding(x: Array, lengths: Array | None) -> Array:
-    """x with 0 for tokens after the end of a sequence."""
+    """X with 0 for tokens after the end of a sequence."""
     if lengths is None:
         return x
     valid = jnp.arange(x.shape[1], dtype=lengths.dtype)[None] < lengths[:, None]

@@ -135,7 +135,9 @@ def _parts(name: str, form: str, u: Any, n_bias: Array | None) -> tuple[tuple[An
     features = u.shape[0]
     if form == "original":
         if n_bias is not None:
-            raise InputError(f"{name}: n_bias has no effect in the form 'original', whose candidate has one bias: pass None")
+            raise InputError(
+                f"{name}: n_bias has no effect in the form 'original', whose candidate has one bias: pass None"
+            )
         u = dense(u)
         return (u[:, :-features], u[:, -features:]), {}
     bias = jnp.zeros((features,), jnp.float32) if n_bias is None else n_bias.astype(jnp.float32)

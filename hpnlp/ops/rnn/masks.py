@@ -133,6 +133,6 @@ def drop_weights(w: Float[Array, "H F"], rng: Array, rate: float) -> Float[Array
 
 
 def _keep(rng: Array, ids: Array, features: int, rate: float) -> Array:
-    """bool `[B, T, H]`, True with the probability 1 - rate."""
+    """Bool `[B, T, H]`, True with the probability 1 - rate."""
     columns = jnp.arange(features, dtype=jnp.uint32)[None, None]
     return keep_mask(seed_words(rng), ids[..., None], columns, jnp.zeros((1, 1, 1), jnp.uint32), rate)

@@ -1,4 +1,4 @@
-"""Shared parts of recurrent layers: the products outside of the loop, and the conversion between public and time-major arrays."""
+"""Shared parts of recurrent layers: the products outside of the loop, and conversion to and from time-major arrays."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def is_plain(masks: StepMasks) -> bool:
 
 
 def _valid(steps: int, lengths: Array) -> Array:
-    """bool `[B, T]`, True for the tokens of the sequences."""
+    """Bool `[B, T]`, True for the tokens of the sequences."""
     return jnp.arange(steps, dtype=lengths.dtype)[None] < lengths[:, None]
 
 
@@ -147,4 +147,3 @@ def _state(cell: Cell, state: State | None, batch: int, features: int) -> State:
         return tuple(jnp.zeros((batch, features), jnp.float32) for _ in range(cell.states))
     arrays = [s.astype(jnp.float32) for s in state]
     return tuple(jnp.broadcast_to(s if s.ndim == 2 else s[None], (batch, features)) for s in arrays)
-

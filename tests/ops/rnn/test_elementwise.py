@@ -86,7 +86,7 @@ def test_simple_recurrent_unit_matches_the_paper_and_continues(columns):
     x, w, b = draw(B, T, D), draw(D, columns * size), draw(2 * size)
     z, f, r, *skip = jnp.split(jnp.einsum("btd,df->btf", x, w, precision="highest"), columns, axis=-1)
     f, r = jax.nn.sigmoid(f + b[None, None, :size]), jax.nn.sigmoid(r + b[None, None, size:])
-    c = loop(f * (1 - RESET[..., None]), (1 - f) * z, jnp.zeros((B, size)))
+    c = loop(jnp.where(RESET[..., None], 0.0, f), (1 - f) * z, jnp.zeros((B, size)))
     expected = r * jnp.tanh(c) + (1 - r) * (skip[0] if skip else x)
     y, last = sru(x, w, b, reset=RESET)
     assert_close((y, last), (expected, c[:, -1]))

@@ -109,9 +109,7 @@ def test_bfloat16_is_close_to_float32(kind):
     arrays, options = as_float(arrays, np.float32), as_float(options, np.float32)
     arrays["u"], arrays["w"] = arrays["u"] / 2, arrays["w"] / 2
     y, state = once(functools.partial(fast, kind, **options), arrays)
-    low, low_state = once(
-        functools.partial(fast, kind, **options), {**arrays, "x": arrays["x"].astype(jnp.bfloat16)}
-    )
+    low, low_state = once(functools.partial(fast, kind, **options), {**arrays, "x": arrays["x"].astype(jnp.bfloat16)})
     assert low.dtype == jnp.bfloat16 and low_state[0].dtype == jnp.float32
     assert_close((low.astype(jnp.float32), low_state), (y, state), "bfloat16")
 

@@ -42,7 +42,9 @@ def test_torch_layers_of_both_directions_with_lengths(kind):
             if kind == "LSTM":
                 outputs.append(lstm(x, w, u, b + c, lengths=LENGTHS, reverse=reverse))
                 continue
-            rows = np.arange(3 * H) < 2 * H  # the biases of r and z are added; that of n stands within the product with r
+            rows = (
+                np.arange(3 * H) < 2 * H
+            )  # the biases of r and z are added; that of n stands within the product with r
             outputs.append(gru(x, w, u, b + jnp.where(rows, c, 0), c[2 * H :], lengths=LENGTHS, reverse=reverse))
         return jnp.concatenate([y for y, _ in outputs], axis=-1), [state for _, state in outputs]
 
