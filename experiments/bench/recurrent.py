@@ -21,7 +21,8 @@ import torch
 from absl import app, flags
 
 from hpnlp import cli, measure
-from hpnlp.nn.rnn import RecurrentInputs, RecurrentStack, StackConfig
+from hpnlp.nn.rnn import RecurrentInputs
+from hpnlp.nn.rnn_stack import RecurrentStack, StackConfig
 from hpnlp.training.allocator import keep_freed_memory
 
 SHAPES = [(32, 128, 512), (8, 128, 128)]  # sequences, tokens, features

@@ -19,7 +19,8 @@ from hpnlp.models.prediction import Batch, looked_up_rows
 from hpnlp.models.ranges import LIMITS
 from hpnlp.nn.layers import Embed, embed_init, param
 from hpnlp.nn.output import OUTPUTS, is_normalized
-from hpnlp.nn.rnn import RecurrentInputs, RecurrentStack, StackConfig
+from hpnlp.nn.rnn import RecurrentInputs
+from hpnlp.nn.rnn_stack import RecurrentStack, StackConfig
 from hpnlp.ops.rnn import dropout_factors, segment_resets
 from hpnlp.parallel.layout import Layout
 from hpnlp.spec import build, lookup, parse_one

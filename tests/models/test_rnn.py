@@ -12,7 +12,8 @@ import pytest
 from hpnlp.models import variables
 from hpnlp.models.decode import Generation
 from hpnlp.models.rnn import RNN, RNNConfig
-from hpnlp.nn.rnn import CELLS, RecurrentInputs, RecurrentStack
+from hpnlp.nn.rnn import CELLS, RecurrentInputs
+from hpnlp.nn.rnn_stack import RecurrentStack
 from hpnlp.ops.rnn import segment_resets
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
