@@ -28,14 +28,14 @@ from hpnlp.training.allocator import keep_freed_memory
 SHAPES = [(32, 128, 512), (8, 128, 128)]  # sequences, tokens, features
 # Name of a form of ours -> fields of its stack.
 FORMS = {
-    "ours": {"cells": "lstm(H)*2"},
-    "ours_norm": {"cells": "lstm(H, norm=True)*2"},
-    "ours_zoneout": {"cells": "lstm(H)*2", "zoneout": 0.05, "zoneout_cell": 0.5},
-    "ours_weight_drop": {"cells": "lstm(H)*2", "weight_drop": 0.5},
-    "ours_gru": {"cells": "gru(H)*2"},
-    "ours_gru_original": {"cells": "gru(H, form=original)*2"},
-    "ours_qrnn": {"cells": "qrnn(H)*2"},
-    "ours_sru": {"cells": "sru(H)*2"},
+    "lstm": {"cells": "lstm(H)*2"},
+    "lstm_norm": {"cells": "lstm(H, norm=True)*2"},
+    "lstm_zoneout": {"cells": "lstm(H)*2", "zoneout": 0.05, "zoneout_cell": 0.5},
+    "lstm_weight_drop": {"cells": "lstm(H)*2", "weight_drop": 0.5},
+    "gru": {"cells": "gru(H)*2"},
+    "gru_original": {"cells": "gru(H, form=original)*2"},
+    "qrnn": {"cells": "qrnn(H)*2"},
+    "sru": {"cells": "sru(H)*2"},
 }
 
 FLAGS = flags.FLAGS
@@ -117,18 +117,17 @@ def rows_of(batch: int, length: int, features: int) -> list[dict[str, Any]]:
     decodes: dict[str, Callable[[], Any]] = {}
     for form in FLAGS.forms:
         steps[form], decodes[form] = ours(form, x)
-    steps["torch"], decodes["torch"] = of_torch("LSTM", x)
-    steps["torch_gru"], decodes["torch_gru"] = of_torch("GRU", x)
-    steps["flax"], steps["flax_gru"] = flax_cells(nn.OptimizedLSTMCell, x), flax_cells(nn.GRUCell, x)
+    cells = {"lstm": nn.OptimizedLSTMCell, "gru": nn.GRUCell}
+    for form in set(cells) & set(FLAGS.forms):
+        steps[f"torch_{form}"], decodes[f"torch_{form}"] = of_torch(form.upper(), x)
+        steps[f"flax_{form}"] = flax_cells(cells[form], x)
     shape = {"batch": batch, "length": length, "features": features}
     rows = []
     for part, functions in (("training", steps), ("decoding", decodes)):
         times = measure.timeit(functions, rounds=FLAGS.rounds)
         for name, t in times.items():
-            other = "_gru" if "gru" in name else ""
-            over = {peer: t.over(times[peer + other]) for peer in ("torch", "flax") if peer + other in times}
-            over["ours"] = t.over(times["ours"])
-            ratios = {f"over_{peer}": ratio for peer, ratio in over.items()}
+            peers = {peer: f"{peer}_{name}" for peer in ("torch", "flax")} | {"ours": "lstm"}
+            ratios = {f"over_{peer}": t.over(times[other]) for peer, other in peers.items() if other in times}
             rows.append({"part": part, **shape, "function": name, "seconds": t.median, "least": min(t.all), **ratios})
     return rows
 

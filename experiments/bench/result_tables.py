@@ -510,6 +510,37 @@ def convnets(rows: Rows) -> Lines:
     ]
 
 
+# The forms of recurrent.py -> their description.
+RECURRENT = {
+    "lstm": "LSTM",
+    "gru": "GRU",
+    "lstm_norm": "layer-normalised LSTM",
+    "lstm_zoneout": "LSTM with zoneout",
+    "lstm_weight_drop": "LSTM with weight drop",
+    "gru_original": "GRU in the original form",
+    "qrnn": "QRNN",
+    "sru": "SRU",
+}
+
+
+def recurrent(rows: Rows) -> Lines:
+    """Times of our LSTM and GRU relative to the peers', and of the other forms relative to our LSTM."""
+    peers = {"over_torch": "torch", "over_flax": "flax under nn.RNN", "over_ours": "the LSTM of hpnlp"}
+    lines = []
+    for row in rows:
+        if (form := row["function"]) not in RECURRENT:
+            continue
+        names = [name for name in ("over_torch", "over_flax") if name in row] or ["over_ours"]
+        size = f"2 layers, H {row['features']}"
+        setting = {
+            "training": f"{size}, B {row['batch']}, T {row['length']}, forward and backward",
+            "decoding": f"{size}, a decoding step of one sequence",
+        }[row["part"]]
+        label = f"{RECURRENT[form]}, {setting}: time relative to {'; to '.join(peers[name] for name in names)}"
+        lines.append((label, "; ".join(f"{row[name]:.2f}" for name in names)))
+    return lines
+
+
 # name of the result file without the device -> a function to lines of the table: (label, figure)
 TABLE: dict[str, Callable[[Rows], Lines]] = {
     "demo": demo,
@@ -522,6 +553,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "memory_evaluation": memory_evaluation,
     "bucketed": bucketed,
     "random_features": random_features,
+    "recurrent": recurrent,
     **dict.fromkeys(
         ("softmax", "softmax_layers", "gpu_softmax", "search", "containers", "quantized_products"), softmax
     ),

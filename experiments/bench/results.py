@@ -48,6 +48,7 @@ SECTIONS = {
         "bucketed",
         "memory_evaluation",
     ),
+    "Recurrent layers": ("recurrent",),
     "Decoding": ("decode", "beam"),
     "Output layers and losses": ("softmax", "gpu_softmax", "softmax_layers", "estimates"),
     "Search": ("search",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -30,6 +30,12 @@ from hpnlp.types import InputError, LossOut, Statistics, WordStats, option
 @dataclasses.dataclass(frozen=True)
 class RNNConfig(StackConfig):
     """A recurrent language model."""
+
+    # Fields that act in training only, or do not change results: a run may start from a run with other values.
+    free_fields: ClassVar[tuple[str, ...]] = (
+        "input_dropout", "layer_dropout", "output_dropout", "embedding_dropout", "hidden_dropout", "candidate_dropout",
+        "weight_drop", "variational", "activation_penalty", "temporal_penalty", "impl",
+    )  # fmt: skip
 
     vocab: int = option(0, "Rows V of the embedding table, 0 for the tokenizer's.")
     embed_dim: int = option(0, "Features of the embedding, 0 for those of the outputs.")

@@ -31,7 +31,8 @@ from hpnlp.training.state_shardings import place
 from hpnlp.training.step import Trainer
 from hpnlp.types import InputError, Tokenizer
 
-# Fields of a model's config that may differ from the source's: they do not change what the parameters compute.
+# Fields of a model's config that may differ from the source's: they do not change what the parameters compute. The class of a
+# config may name others as `free_fields`.
 FREE = ("dtype", "dropout", "unroll")
 
 
@@ -215,7 +216,8 @@ def check_model(model: Any, source: Source, accept_changes: bool = False, task: 
 
 def _architecture(config: Any) -> dict[str, Any]:
     """Fields that decide what a model computes; values that are written in several ways are resolved to one."""
-    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in FREE}
+    free = (*FREE, *getattr(config, "free_fields", ()))
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
     if not isinstance(config, BackboneConfig):
         return values
     values |= {"kv_heads": config.kv_head_count, "head_dim": config.head_size, "mlp_dim": config.mlp_size}

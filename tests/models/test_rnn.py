@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -16,6 +17,7 @@ from hpnlp.nn.rnn import CELLS, RecurrentInputs
 from hpnlp.nn.rnn_stack import RecurrentStack
 from hpnlp.ops.rnn import segment_resets
 from hpnlp.parallel.plan import Plan
+from hpnlp.training import warm_start
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
@@ -248,6 +250,15 @@ def test_losses_are_equal_on_several_devices(plan):
 def test_invalid_configs_raise(fields, message):
     with pytest.raises(InputError, match=message):
         RNNConfig(**fields)
+
+
+def test_fine_tuning_may_change_dropout_but_not_what_the_parameters_compute():
+    source = warm_start.Source(Path("runs/source"), "rnn_lm", RNNConfig(vocab=V), None, "bytes", is_run=True)
+    tuned = RNNConfig(vocab=V, **dict.fromkeys(set(DROPPED) - {"zoneout"}, 0.5), activation_penalty=1.0)
+    assert warm_start.check_model(tuned, source) == ""
+    for fields in ({"zoneout": 0.5}, {"cells": "lstm(256)"}, {"resets": False}):
+        with pytest.raises(InputError, match=f"model.{next(iter(fields))} is"):
+            warm_start.check_model(RNNConfig(vocab=V, **fields), source)
 
 
 def test_every_cell_is_in_the_tested_stack():
