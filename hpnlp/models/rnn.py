@@ -232,13 +232,12 @@ class RNN(nn.Module):
         ids = jnp.arange(segment_ids.size, dtype=jnp.int32).reshape(segment_ids.shape)
         inputs = RecurrentInputs(reset=reset, ids=None if deterministic else ids, deterministic=deterministic)
         h, states, outputs = self.stack(self._embedded(batch["tokens"], inputs), inputs, states)
-        operands = self.table, h, batch["labels"], batch["weights"]
         rng = None if deterministic else self.make_rng("output")
         if self.model_parallel is None:
-            flat = (x.reshape(-1) for x in operands[2:])
-            out = self.output.loss(self.table, h.reshape(-1, h.shape[-1]), *flat, rng)
+            labels, weights = batch["labels"].reshape(-1), batch["weights"].reshape(-1)
+            out = self.output.loss(self.table, h.reshape(-1, h.shape[-1]), labels, weights, rng)
         else:
-            out = self.model_parallel.loss(self.output, *operands, rng)
+            out = self.model_parallel.loss(self.output, self.table, h, batch["labels"], batch["weights"], rng)
         aux = {**out.aux, **self._penalties(outputs, segment_ids)} if not deterministic else out.aux
         carried = None if carry is None else {"layers": self._carried(carry, states, segment_ids)}
         return LossOut(out.sum, out.weight, aux, {}, carried)
@@ -276,7 +275,7 @@ class RNN(nn.Module):
 
     def _carried(self, carry: Any, states: Any, segment_ids: Int[Array, "B T"]) -> Any:
         """The carry after a batch."""
-        new = {
+        new: dict[str, Any] = {
             f"layer_{i}": {name: x[None] for name, x in zip(carry[f"layer_{i}"], state, strict=True)}
             for i, state in enumerate(states)
         }

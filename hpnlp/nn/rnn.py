@@ -363,7 +363,8 @@ class QRNN(RecurrentLayer):
         b = param(self, "bias", self.bias_init, (columns,), ("gates",))
         hold = self.step_masks(inputs).hold_c
         options = {"hold": hold, "reset": inputs.reset, "lengths": inputs.lengths}
-        return ops.qrnn(x, w, b, state, width=self.width, pooling=self.pooling, **options)
+        before = None if state is None else (state[0], state[1])
+        return ops.qrnn(x, w, b, before, width=self.width, pooling=self.pooling, **options)
 
     def bias_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
         return jnp.zeros(shape, dtype).at[self.features : 2 * self.features].set(1.0)

@@ -448,10 +448,9 @@ def _updates(state: TrainState) -> jax.Array:
 
 def _model_parallel(layout: Layout, config: Any, carry_axes: Any) -> ModelParallel:
     """Functions that run a model over a mesh. `carry_axes` is the result of `Model.carry_axes`, or None."""
-    is_stacked = carry_axes is not None and hasattr(
-        config, "stack_order"
-    )  # of other models, the compiler places all layers
-    carry_names = config.stack_order().split(carry_axes["layers"]) if is_stacked else None
+    carry_names = None
+    if carry_axes is not None and hasattr(config, "stack_order"):  # of other models, the compiler places all layers
+        carry_names = config.stack_order().split(carry_axes["layers"])
     return ModelParallel(
         embedding_lookup=functools.partial(vocab_parallel.lookup, layout),
         run_layers=functools.partial(pipeline.run_layers, layout, carry_names=carry_names),

@@ -48,7 +48,7 @@ def recurrent_language_model(directory):
     """Two kinds of cells, all kinds of dropout, and states that are carried from batch to batch."""
     values = configs.default("rnn_lm")
     values.data.update(path=os.environ["HPNLP_TEST_TEXT"], seq_len=16, batch_size=8, order="stream")
-    values.model.update(cells="lstm(12),gru(16)", vocab=260, initial="learned", activation_penalty=0.1)
+    values.model.update(cells="lstm(12),gru(16)", initial="learned", activation_penalty=0.1)
     values.model.update(input_dropout=0.1, layer_dropout=0.1, output_dropout=0.1, embedding_dropout=0.1)
     values.model.update(hidden_dropout=0.1, candidate_dropout=0.1, zoneout=0.1, weight_drop=0.1, temporal_penalty=0.1)
     values.optimizer.update(warmup=0, learning_rate=1e-2)

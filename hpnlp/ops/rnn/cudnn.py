@@ -73,9 +73,10 @@ def cudnn_lstm(
     start = (zeros, zeros) if state is None else state
     h, c = (jnp.broadcast_to(s if s.ndim == 2 else s[None], zeros.shape).astype(jnp.float32)[None] for s in start)
     ends = jnp.full((batch,), steps, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
-    y, h, c = rnn.lstm(
+    result: Any = rnn.lstm(
         x, h, c, flat_weights(w, u, b), ends, input_size=width, hidden_size=features, num_layers=1, dropout=0.0,
         bidirectional=False,
     )  # fmt: skip
+    y, h, c = result
     valid = jnp.arange(steps, dtype=jnp.int32)[None] < ends[:, None]
     return jnp.where(valid[..., None], y, 0.0), (h[0], c[0])

@@ -104,7 +104,8 @@ def lstm(
     gates = gate_inputs(x, w, b if norms is None else None, lengths, reverse)
     cell, params = LSTMCell(), {}
     if norms is not None:
-        gates = layer_norm(gates, *_float32(norms.x_scale, norms.x_bias), eps)
+        scale, bias = _float32(norms.x_scale, norms.x_bias)
+        gates = layer_norm(gates, scale, bias, eps)
         gates = gates if b is None else gates + b.astype(jnp.float32)[None, None]
         names = ("u_scale", "u_bias", "c_scale", "c_bias")
         cell = LayerNormLSTMCell(eps)

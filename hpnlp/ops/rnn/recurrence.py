@@ -132,7 +132,9 @@ class Cell:
         """
         _, a, b = saved
         x, a = (a, None) if self.additive else (x, a)
-        _, pull = jax.vjp(lambda *args: self.update(*args, masks), x, a, b, state, params)
+        _, pull = jax.vjp(
+            lambda x, a, b, state, params: self.update(x, a, b, state, params, masks), x, a, b, state, params
+        )
         dx, da, db, d_state, d_params = pull(d_new)
         if b is not None:
             _, pull = jax.vjp(self.operand, x, a, state)
