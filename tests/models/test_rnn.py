@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -21,7 +22,7 @@ from hpnlp.training import warm_start
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
-from tests.contracts import assert_close, once
+from tests.contracts import ONCE, assert_close, once
 
 V, B, T = 12, 4, 6
 # One stack with every cell and every form, of several widths.
@@ -34,12 +35,11 @@ def make(cells="lstm(6),gru(8)", keeps_state=False, **fields):
     return RNN(RNNConfig(cells=cells, vocab=V, **fields), keeps_state=keeps_state)
 
 
-@functools.cache
 def params_of(model):
-    """Parameters with random biases and initial states."""
-    initial = nn.meta.unbox(once(model.init, jax.random.key(0), model.example_batch(1, 8)))["params"]
+    """Random parameters, biases and initial states among them."""
+    shapes = nn.meta.unbox(jax.eval_shape(model.init, jax.random.key(0), model.example_batch(1, 8)))["params"]
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: x + jnp.asarray(0.3 * rng.standard_normal(x.shape), x.dtype), initial)
+    return jax.tree.map(lambda x: jnp.asarray(0.5 * rng.standard_normal(x.shape), x.dtype), shapes)
 
 
 def make_batch(seed=0, length=T):
@@ -53,19 +53,27 @@ def make_batch(seed=0, length=T):
 
 
 def loss_of(model, batch, carry=None, rng=None):
-    rngs = {} if rng is None else {"dropout": rng, "output": rng}
-    apply = functools.partial(model.apply, method="loss", rngs=rngs)
-    return once(lambda v, b: apply(v, b, rng is None), variables.collections(params_of(model), carry), batch)
+    return losses_of(model)(variables.collections(params_of(model), carry), batch, rng)
 
 
-@pytest.mark.parametrize("cells", [EVERY])
-def test_prompts_and_further_tokens_equal_the_whole_sequence(cells):
-    model = make(cells)
+@functools.cache
+def losses_of(model: Any):
+    """The compiled loss of a model, in training if there is a key."""
+
+    def loss(variables, batch, rng):
+        rngs = {} if rng is None else {"dropout": rng, "output": rng}
+        return model.apply(variables, batch, rng is None, method="loss", rngs=rngs)
+
+    return jax.jit(loss, compiler_options=ONCE)
+
+
+def test_prompts_and_further_tokens_equal_the_whole_sequence():
+    model = make(EVERY)
     tokens, lengths = make_batch(length=9)["tokens"], jnp.int32([9, 5, 3, 1])
     variables = {"params": params_of(model)}
-    whole = once(functools.partial(model.apply, method="logits"), variables, tokens)
 
     def decode(variables, tokens, lengths):
+        whole = model.apply(variables, tokens, method="logits")
         h, states = model.apply(variables, tokens, lengths, 12, method="prefill")
         logits = [model.apply(variables, h, method="next_logits")]
         for _ in range(2):
@@ -73,15 +81,15 @@ def test_prompts_and_further_tokens_equal_the_whole_sequence(cells):
             h, states = model.apply(variables, following, lengths[:, None], states, method="extend")
             logits.append(model.apply(variables, h[:, 0], method="next_logits"))
             lengths = lengths + 1
-        return jnp.stack(logits, axis=1)
+        return jnp.stack(logits, axis=1), whole
 
-    found = once(decode, variables, tokens, lengths)
+    found, whole = once(decode, variables, tokens, lengths)
     for row, length in enumerate(lengths):
         count = min(3, 9 - int(length) + 1)
         assert_close(found[row, :count], whole[row, int(length) - 1 : int(length) - 1 + count])
 
 
-@pytest.mark.parametrize("resets", [True, False])
+@pytest.mark.parametrize("resets", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_carried_batches_equal_one_long_sequence(resets):
     model = make(EVERY.replace("lstm(6),", "lstm(6)*2,"), keeps_state=True, resets=resets)
     batch = make_batch(length=2 * T)
@@ -107,15 +115,20 @@ def test_packed_segments_equal_separate_sequences():
 def test_first_tokens_of_a_stream_begin_with_learned_states():
     model = make(initial="learned", keeps_state=True)
     batch = make_batch()
-    assert_close(loss_of(model, batch, model.initial_carry(B)).sum, loss_of(model, batch).sum)
     plain = make(keeps_state=True)
     params = {**params_of(model)}
     zeros = jax.tree.map_with_path(lambda path, x: x * 0 if path[-1].key in ("h0", "c0") else x, params)
-    loss = lambda params: model.apply({"params": params}, batch, method="loss").sum  # noqa: E731
     stack = {name: {k: v for k, v in layer.items() if k not in ("h0", "c0")} for name, layer in params["stack"].items()}
-    expected = plain.apply({"params": {**params, "stack": stack}}, batch, method="loss").sum
-    assert_close(loss(zeros) / expected, jnp.ones(()))
-    gradient = once(jax.grad(loss), params)
+
+    def run(params, zeros, plain_params):
+        loss = lambda params: model.apply({"params": params}, batch, method="loss").sum  # noqa: E731
+        value, gradient = jax.value_and_grad(loss)(params)
+        carried = model.apply(variables.collections(params, model.initial_carry(B)), batch, method="loss").sum
+        without = plain.apply({"params": plain_params}, batch, method="loss").sum
+        return (carried / value, loss(zeros) / without), gradient
+
+    ratios, gradient = once(run, params, zeros, {**params, "stack": stack})
+    assert_close(ratios, (jnp.ones(()), jnp.ones(())))
     assert all(np.abs(gradient["stack"][layer]["h0"]).max() > 0 for layer in ("layer_0", "layer_1"))
 
 
@@ -127,11 +140,22 @@ DROPPED = {
 
 @pytest.mark.parametrize("name", DROPPED)
 def test_dropout_acts_in_training_only_and_differs_between_steps(name):
-    model, plain, batch = make(**{name: 0.5}), make(), make_batch()
-    losses = [loss_of(model, batch, rng=jax.random.key(seed)).sum for seed in (0, 0, 1)]
+    cells = "gru(8)*2" if name == "layer_dropout" else "gru(8)"
+    model, plain, batch = make(cells, **{name: 0.5}), make(cells), make_batch()
+    params = {"params": params_of(model)}
+
+    def run(keys):
+        train = lambda key: model.apply(params, batch, False, method="loss", rngs={"dropout": key, "output": key})  # noqa: E731
+        return jax.lax.map(lambda key: train(key).sum, keys)
+
+    losses = once(run, jax.random.split(jax.random.key(0), 2)[np.array([0, 0, 1])])
     assert losses[0] == losses[1] != losses[2]
-    evaluated, expected = loss_of(model, batch).sum, loss_of(plain, batch).sum
-    assert (evaluated == expected) == (name != "zoneout")  # zoneout takes its expectation
+    # Both models evaluate the same, but for zoneout, which takes its expectation.
+    program, expected = (
+        str(jax.make_jaxpr(lambda params, m=m: m.apply(params, batch, method="loss").sum)(params))
+        for m in (model, plain)
+    )
+    assert (program == expected) == (name != "zoneout")
 
 
 def test_variational_dropout_has_one_mask_for_all_tokens():
@@ -141,7 +165,7 @@ def test_variational_dropout_has_one_mask_for_all_tokens():
     x = jnp.ones((B, T, 8))
     inputs = RecurrentInputs(ids=ids, deterministic=False)
     rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    (y, _, _), _ = stack.init_with_output(rngs, x, inputs)
+    (y, _, _), _ = once(stack.init_with_output, rngs, x, inputs)
     is_dropped = np.asarray(y) == 0
     assert (is_dropped == is_dropped[:, :1]).all() and 0.2 < is_dropped.mean() < 0.8
     assert len(np.unique(is_dropped[:, 0], axis=0)) > 1
@@ -156,7 +180,7 @@ def test_penalties_are_means_over_tokens():
     def outputs(module):
         return module.stack(module.embed(batch["tokens"]), inputs)[0]
 
-    h = np.asarray(nn.apply(outputs, model)(params))
+    h = np.asarray(once(nn.apply(outputs, model), params))
     aux = loss_of(model, batch, rng=jax.random.key(0)).aux
     steps = np.delete(np.diff(h, axis=1), T // 2 - 1, axis=1)
     for name, expected in (("activation_loss", 2 * (h**2).mean()), ("temporal_loss", 3 * (steps**2).mean())):
@@ -167,9 +191,13 @@ def test_sum_of_layers_is_returned():
     fields = {"cells": "gru(8)*2", "vocab": V}
     one, both = RecurrentStack(RNNConfig(**fields)), RecurrentStack(RNNConfig(**fields, outputs="sum"))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, 8)), jnp.float32)
-    params = one.init(jax.random.key(0), x, RecurrentInputs())
     first = RecurrentStack(RNNConfig(cells="gru(8)", vocab=V))
-    outputs = [stack.apply(params, x, RecurrentInputs())[0] for stack in (first, one, both)]
+
+    def run(x):
+        params = one.init(jax.random.key(0), x, RecurrentInputs())
+        return [stack.apply(params, x, RecurrentInputs())[0] for stack in (first, one, both)]
+
+    outputs = once(run, x)
     assert_close(outputs[0] + outputs[1], outputs[2])
 
 
@@ -178,9 +206,13 @@ def test_bidirectional_stack_reads_backwards_within_segments():
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((B, T, 3)), jnp.float32)
     reset = segment_resets(jnp.asarray([[1, 1, 2, 2, 2, 2]] * B, jnp.int32))
-    params = nn.meta.unbox(stack.init(jax.random.key(0), x, RecurrentInputs()))
-    packed = stack.apply(params, x, RecurrentInputs(reset=reset))[0]
-    parts = [stack.apply(params, part, RecurrentInputs())[0] for part in jnp.split(x, [2], axis=1)]
+
+    def run(x, reset):
+        params = nn.meta.unbox(stack.init(jax.random.key(0), x, RecurrentInputs()))
+        packed = stack.apply(params, x, RecurrentInputs(reset=reset))[0]
+        return packed, [stack.apply(params, part, RecurrentInputs())[0] for part in jnp.split(x, [2], axis=1)]
+
+    packed, parts = once(run, x, reset)
     assert packed.shape == (B, T, 8)
     assert_close(packed, jnp.concatenate(parts, axis=1))
 
@@ -191,19 +223,22 @@ def test_generation_continues_prompts():
     prompts = [np.array([1, 2, 3]), np.array([4])]
     generation = Generation(model, params, prompts, tokens=3, temperature=0.0)
     found = np.concatenate(list(generation), axis=1)
-    for prompt, ids in zip(prompts, found, strict=True):
-        for i, token in enumerate(ids):
-            logits = model.apply({"params": params}, jnp.asarray([*prompt, *ids[:i]], jnp.int32)[None], method="logits")
-            assert int(logits[0, -1].argmax()) == token
+    sequences = np.stack(
+        [np.pad(np.concatenate(pair), (0, 2 * i)) for i, pair in enumerate(zip(prompts, found, strict=True))]
+    )
+    logits = once(functools.partial(model.apply, method="logits"), {"params": params}, sequences)
+    for prompt, ids, best in zip(prompts, found, np.asarray(logits.argmax(axis=-1)), strict=True):
+        assert list(ids) == list(best[len(prompt) - 1 : len(prompt) + 2])
 
 
-def losses(plan, devices, accumulate=1):
+@functools.cache
+def losses(plan, devices):
     """Losses of three steps, which continue each other."""
     model = make(
         "lstm(6),lstm(8, norm=True)", keeps_state=True, initial="learned", layer_dropout=0.3, zoneout=0.2, hidden_dropout=0.3,
         activation_penalty=1.0, temporal_penalty=1.0, embedding_dropout=0.2,
     )  # fmt: skip
-    optimizer = OptimizerConfig("sgd", warmup=0, learning_rate=0.1, accumulate=accumulate)
+    optimizer = OptimizerConfig("sgd", warmup=0, learning_rate=0.1)
     trainer = make_trainer(model, optimizer, plan, steps=4, devices=jax.devices()[:devices], batch_size=2 * B)
     state, found = trainer.init(jax.random.key(0)), []
     for seed in range(3):
@@ -259,6 +294,15 @@ def test_fine_tuning_may_change_dropout_but_not_what_the_parameters_compute():
     for fields in ({"zoneout": 0.5}, {"cells": "lstm(256)"}, {"resets": False}):
         with pytest.raises(InputError, match=f"model.{next(iter(fields))} is"):
             warm_start.check_model(RNNConfig(vocab=V, **fields), source)
+
+
+def test_gates_begin_with_the_biases_of_the_papers():
+    biases = {"lstm": (0, 1, 0, 0), "gru": (-1, 0, 0), "mgu": (-1, 0), "qrnn": (0, 1, 0), "sru": None}
+    assert set(biases) == set(CELLS)
+    for name, of_gates in biases.items():
+        if of_gates is not None:
+            bias = CELLS[name](features=3).bias_init(jax.random.key(0), (3 * len(of_gates),), jnp.float32)
+            np.testing.assert_array_equal(bias, np.repeat(of_gates, 3))
 
 
 def test_every_cell_is_in_the_tested_stack():

@@ -61,22 +61,30 @@ def qrnn_loop(x, w, b, width, pooling, reset):
 def test_quasi_recurrent_network_matches_the_paper_and_continues(pooling, gates, width):
     x, w, b = draw(B, T, D), draw(width * D, gates * H), draw(gates * H)
     options = {"width": width, "pooling": pooling}
-    y, (c, before) = once(lambda x: qrnn(x, w, b, reset=RESET, **options), x)
+
+    def run(x):
+        first, state = qrnn(x[:, :5], w, b, **options)
+        second, end = qrnn(x[:, 5:], w, b, state, **options)
+        continued = jnp.concatenate([first, second], axis=1), end
+        return qrnn(x, w, b, reset=RESET, **options), qrnn(x, w, b, **options), continued
+
+    (y, (c, before)), whole, continued = once(run, x)
     assert_close((y, c), qrnn_loop(x, w, b, width, pooling, RESET))
     assert_close(before, x[:, T + 1 - width :])
-    whole, last = once(lambda x: qrnn(x, w, b, **options), x)
-    first, state = once(lambda x: qrnn(x, w, b, **options), x[:, :5])
-    second, end = once(lambda x, state: qrnn(x, w, b, state, **options), x[:, 5:], state)
-    assert_close((jnp.concatenate([first, second], axis=1), end), (whole, last))
+    assert_close(continued, whole)
 
 
 def test_lengths_end_the_recurrence():
     x, w, v = draw(B, T, D), draw(2 * D, 3 * H), draw(D, 4 * H)
     lengths = jnp.int32([5, 5])
     padded = x.at[:, 5:].set(jnp.nan)
-    for layer in (lambda x, **kw: qrnn(x, w, width=2, **kw), lambda x, **kw: sru(x, v, **kw)):
-        y, state = layer(padded, lengths=lengths)
-        assert_close((y[:, :5], state), layer(x[:, :5]))
+
+    def run(padded, x):
+        layers = (lambda x, **kw: qrnn(x, w, width=2, **kw), lambda x, **kw: sru(x, v, **kw))
+        return [(layer(padded, lengths=lengths), layer(x)) for layer in layers]
+
+    for (y, state), expected in once(run, padded, x[:, :5]):
+        assert_close((y[:, :5], state), expected)
         assert not np.asarray(y[:, 5:]).any()
 
 
@@ -84,15 +92,18 @@ def test_lengths_end_the_recurrence():
 def test_simple_recurrent_unit_matches_the_paper_and_continues(columns):
     size = D if columns == 3 else H
     x, w, b = draw(B, T, D), draw(D, columns * size), draw(2 * size)
-    z, f, r, *skip = jnp.split(jnp.einsum("btd,df->btf", x, w, precision="highest"), columns, axis=-1)
-    f, r = jax.nn.sigmoid(f + b[None, None, :size]), jax.nn.sigmoid(r + b[None, None, size:])
-    c = loop(jnp.where(RESET[..., None], 0.0, f), (1 - f) * z, jnp.zeros((B, size)))
-    expected = r * jnp.tanh(c) + (1 - r) * (skip[0] if skip else x)
-    y, last = sru(x, w, b, reset=RESET)
-    assert_close((y, last), (expected, c[:, -1]))
-    first, state = sru(x[:, :5], w, b)
-    second, end = sru(x[:, 5:], w, b, state)
-    assert_close((jnp.concatenate([first, second], axis=1), end), sru(x, w, b))
+
+    def run(x):
+        z, f, r, *skip = jnp.split(jnp.einsum("btd,df->btf", x, w, precision="highest"), columns, axis=-1)
+        f, r = jax.nn.sigmoid(f + b[None, None, :size]), jax.nn.sigmoid(r + b[None, None, size:])
+        c = loop(jnp.where(RESET[..., None], 0.0, f), (1 - f) * z, jnp.zeros((B, size)))
+        expected = r * jnp.tanh(c) + (1 - r) * (skip[0] if skip else x), c[:, -1]
+        first, state = sru(x[:, :5], w, b)
+        second, end = sru(x[:, 5:], w, b, state)
+        continued = jnp.concatenate([first, second], axis=1), end
+        return (sru(x, w, b, reset=RESET), continued), (expected, sru(x, w, b))
+
+    assert_close(*once(run, x))
 
 
 def test_bfloat16_inputs_give_bfloat16_outputs_and_float32_states():

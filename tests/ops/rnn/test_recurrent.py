@@ -1,6 +1,7 @@
 """Recurrent layers equal their references in value and gradient, under all masks, lengths, directions and layouts."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +25,15 @@ from tests.ops.rnn.cases import (
     value_and_gradients,
 )
 
+# Every kind with all options in one direction, and the LSTM without them; the other cases are slow.
+QUICK = {("lstm", "plain"), *zip(KINDS, itertools.cycle(["options", "reverse"]), strict=False)}
+CASES = [
+    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+    for case in itertools.product(KINDS, ("plain", "options", "reverse"))
+]
 
-@pytest.mark.parametrize("case", ["plain", "options", "reverse"])
-@pytest.mark.parametrize("kind", KINDS)
+
+@pytest.mark.parametrize(("kind", "case"), CASES)
 def test_values_and_gradients_match_the_reference_in_double_precision(kind, case):
     arrays, options = arguments(kind, case != "plain")
     options = {**options, "reverse": case == "reverse"}
@@ -55,33 +62,41 @@ def test_one_product_gives_the_gradient_of_the_recurrent_matrix(kind):
     assert counts == [matrices, matrices]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_token_by_token_equals_the_whole_sequence(kind):
-    arrays, _ = arguments(kind, False)
-    arrays = as_float(arrays, np.float32)
-
-    def by_token(arrays):
-        state, outputs = None, []
-        for t in range(T):
-            y, state = fast(kind, {**arrays, "x": arrays["x"][:, t : t + 1], "state": state})
-            outputs.append(y)
-        return jnp.concatenate(outputs, axis=1), state
-
-    assert_close(once(by_token, arrays), once(functools.partial(fast, kind), arrays))
+def joined(results):
+    """Outputs of parts of a sequence, one after another."""
+    return jnp.concatenate([y for y, _ in results], axis=1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_segments_equal_separate_sequences(kind):
+def test_sequences_equal_their_parts(kind):
+    """Continued from a state, packed as segments in both directions, and padded, even with NaN."""
     arrays, _ = arguments(kind, False)
     arrays = as_float(arrays, np.float32)
     arrays["initial"] = as_float(arguments(kind, True)[0]["initial"], np.float32)
     ids = jnp.asarray([[1, 1, 1, 2, 2, 2, 2]] * B, jnp.int32)
-    for reverse in (False, True):
-        packed = once(
-            functools.partial(fast, kind, reset=segment_resets(ids, reverse=reverse), reverse=reverse), arrays
-        )[0]
-        parts = [fast(kind, {**arrays, "x": x}, reverse=reverse)[0] for x in jnp.split(arrays["x"], [3], axis=1)]
-        assert_close(packed, jnp.concatenate(parts, axis=1))
+    lengths = jnp.asarray([3] * B, jnp.int32)
+
+    def run(arrays):
+        x = arrays["x"]
+        parts = jnp.split(x, [3], axis=1)
+        of = functools.partial(fast, kind)
+        alone = {reverse: [of({**arrays, "x": part}, reverse=reverse) for part in parts] for reverse in (False, True)}
+        second = of({**arrays, "x": parts[1], "state": alone[False][0][1]})
+        packed = {
+            reverse: of(arrays, reset=segment_resets(ids, reverse=reverse), reverse=reverse)[0] for reverse in alone
+        }
+        padded, state = of({**arrays, "x": x.at[:, 3:].set(np.nan)}, lengths=lengths)
+        zeros = jnp.zeros_like(padded[:, 3:])
+        first = alone[False][0]
+        found = (joined([first, second]), second[1]), packed, (padded, state)
+        expected = (
+            of(arrays),
+            {reverse: joined(alone[reverse]) for reverse in alone},
+            (joined([first, (zeros, 0)]), first[1]),
+        )
+        return found, expected
+
+    assert_close(*once(run, arrays))
 
 
 def test_resets_compare_with_the_segment_before():
@@ -91,30 +106,22 @@ def test_resets_compare_with_the_segment_before():
     np.testing.assert_array_equal(np.stack(found), np.array(expected, bool))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_padding_changes_nothing_even_if_it_is_nan(kind):
-    arrays, _ = arguments(kind, False)
-    arrays = as_float(arrays, np.float32)
-    lengths = jnp.asarray([4, 4, 4], jnp.int32)
-    function = once(functools.partial(fast, kind, lengths=lengths), {**arrays, "x": arrays["x"].at[:, 4:].set(np.nan)})
-    y, state = function
-    expected, last = fast(kind, {**arrays, "x": arrays["x"][:, :4]})
-    assert_close((y[:, :4], state), (expected, last))
-    assert not np.asarray(y[:, 4:]).any()
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["lstm", "lstm_norms", "gru_original"])
 def test_bfloat16_is_close_to_float32(kind):
     arrays, options = arguments(kind, True)
     arrays, options = as_float(arrays, np.float32), as_float(options, np.float32)
     arrays["u"], arrays["w"] = arrays["u"] / 2, arrays["w"] / 2
-    y, state = once(functools.partial(fast, kind, **options), arrays)
-    low, low_state = once(functools.partial(fast, kind, **options), {**arrays, "x": arrays["x"].astype(jnp.bfloat16)})
+
+    def run(arrays):
+        of = functools.partial(fast, kind, **options)
+        return of(arrays), of({**arrays, "x": arrays["x"].astype(jnp.bfloat16)})
+
+    (y, state), (low, low_state) = once(run, arrays)
     assert low.dtype == jnp.bfloat16 and low_state[0].dtype == jnp.float32
     assert_close((low.astype(jnp.float32), low_state), (y, state), "bfloat16")
 
 
-@pytest.mark.parametrize("kind", ["lstm", "lstm_norms", "gru_original"])
+@pytest.mark.parametrize("kind", [pytest.param("lstm", marks=pytest.mark.slow), "lstm_norms", "gru_original"])
 def test_gradients_are_equal_when_devices_have_parts_of_the_batch(kind):
     arrays, _ = arguments(kind, True)
     arrays = as_float(arrays, np.float32)
