@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
-from hpnlp.ops.norms import layer_norm
 from hpnlp.ops.rnn.recurrence import Cell, Masks, Product, State, StepGradients
 
 
@@ -58,13 +58,14 @@ class LSTMCell(Cell):
         i, f, g, o = split_gates(x + a, 4)
         i, f, g, o = sigmoid(i), sigmoid(f), jnp.tanh(g), sigmoid(o)
         c = f * state[1] + i * _masked(g, masks)
-        return (o * jnp.tanh(c), c), (None, jnp.concatenate([i, f, g, o], axis=-1))
+        # Kept apart: with one array of all gates, XLA:CPU takes 1.2 to 1.5 times as long at B 8, T 128, H 128.
+        return (o * jnp.tanh(c), c), (None, i, f, g, o)
 
     def backward(
         self, x: Any, saved: tuple[Any, ...], state: State, params: Any, masks: Masks, d_new: State, second: Product
     ) -> StepGradients:
         # By hand: the activated gates are kept, so that one tanh is computed again in place of five functions.
-        i, f, g, o = split_gates(saved[1], 4)
+        _, i, f, g, o = saved
         dh, dc = d_new
         kept = _masked(g, masks)
         tanh_c = jnp.tanh(f * state[1] + i * kept)
@@ -82,8 +83,8 @@ class LSTMCell(Cell):
 class LayerNormLSTMCell(Cell):
     """LSTM whose recurrent product and output are normalised; the inputs of the gates are normalised before the recurrence.
 
-    Parameters: "u_scale" [4 H] and "u_bias" [4 H] of the recurrent product, "c_scale" [H] and "c_bias" [H] of the cell state
-    before its tanh.
+    Parameters: "u_scale" [B, 4 H] of the recurrent product, whose bias is part of the gates' inputs, and "c_scale" and "c_bias"
+    [B, H] of the cell state before its tanh. There is a row for each sequence, so that no step sums over sequences.
 
     Attributes:
       eps: Added to the variance.
@@ -94,11 +95,37 @@ class LayerNormLSTMCell(Cell):
 
     eps: float = 1e-5
 
-    def update(self, x: Array, a: Any, b: Any, state: State, params: Any, masks: Masks) -> State:
-        a = layer_norm(a, params["u_scale"], params["u_bias"], self.eps)
-        i, f, g, o = split_gates(x + a, 4)
-        c = sigmoid(f) * state[1] + sigmoid(i) * _masked(jnp.tanh(g), masks)
-        return sigmoid(o) * jnp.tanh(layer_norm(c, params["c_scale"], params["c_bias"], self.eps)), c
+    def forward(
+        self, x: Array, a: Array, state: State, params: Any, masks: Masks, second: Product
+    ) -> tuple[State, tuple[Any, ...]]:
+        a, a_inverse = _normalized(a, self.eps)
+        i, f, g, o = split_gates(x + a * params["u_scale"], 4)
+        i, f, g, o = sigmoid(i), sigmoid(f), jnp.tanh(g), sigmoid(o)
+        c = f * state[1] + i * _masked(g, masks)
+        normed, c_inverse = _normalized(c, self.eps)
+        h = o * jnp.tanh(normed * params["c_scale"] + params["c_bias"])
+        return (h, c), (None, i, f, g, o, a, a_inverse, normed, c_inverse)
+
+    def backward(
+        self, x: Any, saved: tuple[Any, ...], state: State, params: Any, masks: Masks, d_new: State, second: Product
+    ) -> StepGradients:
+        # By hand, as for LSTMCell: the derivatives of JAX take 1.14 times as long at B 8, T 128, H 128.
+        _, i, f, g, o, a, a_inverse, normed, c_inverse = saved
+        dh, dc = d_new
+        kept = _masked(g, masks)
+        tanh_c = jnp.tanh(normed * params["c_scale"] + params["c_bias"])
+        d_shown = dh * o * (1.0 - tanh_c * tanh_c)
+        dc = dc + _normalized_gradient(d_shown * params["c_scale"], normed, c_inverse)
+        d_gates = [
+            dc * kept * i * (1.0 - i),
+            dc * state[1] * f * (1.0 - f),
+            _masked(dc * i, masks) * (1.0 - g * g),
+            dh * tanh_c * o * (1.0 - o),
+        ]
+        dx = jnp.concatenate(d_gates, axis=-1)
+        da = _normalized_gradient(dx * params["u_scale"], a, a_inverse)
+        d_params = {"u_scale": dx * a, "c_scale": d_shown * normed, "c_bias": d_shown}
+        return StepGradients(dx, da, None, (jnp.zeros_like(dh), dc * f), d_params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +186,18 @@ class OriginalMinimalCell(Cell):
         f = sigmoid(split_gates(x, 2)[0] + a)
         n = _masked(jnp.tanh(split_gates(x, 2)[1] + b), masks)
         return (state[0] + f * (n - state[0]),)
+
+
+def _normalized(x: Array, eps: float) -> tuple[Array, Array]:
+    """`(x with mean 0 and variance 1 over features, the factor [B, 1] of its deviations)`."""
+    x = x - jnp.mean(x, axis=-1, keepdims=True)
+    inverse = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x * inverse, inverse
+
+
+def _normalized_gradient(d: Array, normed: Array, inverse: Array) -> Array:
+    """The gradient of the argument of `_normalized`, from that of its first result and both results."""
+    return inverse * (d - jnp.mean(d, axis=-1, keepdims=True) - normed * jnp.mean(d * normed, axis=-1, keepdims=True))
 
 
 def _masked(candidate: Array, masks: Masks) -> Array:

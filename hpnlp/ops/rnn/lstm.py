@@ -87,7 +87,8 @@ def lstm(
       InputError: Shapes do not match, or the implementation does not support an argument.
 
     Cost:
-      O(B T (D + H) H) time. The gates' inputs and their activations are kept for the backward pass: 8 B T H numbers.
+      O(B T (D + H) H) time. The states and the activated gates are kept for the backward pass: 6 B T H numbers, with `norms`
+      11 B T H.
 
     References:
       Hochreiter and Schmidhuber 1997, "Long short-term memory", with the forget gate of Gers et al. 2000.
@@ -104,14 +105,14 @@ def lstm(
     gates = gate_inputs(x, w, b if norms is None else None, lengths, reverse)
     cell, params = LSTMCell(), {}
     if norms is not None:
-        scale, bias = _float32(norms.x_scale, norms.x_bias)
-        gates = layer_norm(gates, scale, bias, eps)
-        gates = gates if b is None else gates + b.astype(jnp.float32)[None, None]
-        names = ("u_scale", "u_bias", "c_scale", "c_bias")
+        bias = norms.x_bias.astype(jnp.float32) + norms.u_bias.astype(jnp.float32)
+        bias = bias if b is None else bias + b.astype(jnp.float32)
+        gates = layer_norm(gates, norms.x_scale.astype(jnp.float32), bias, eps)
         cell = LayerNormLSTMCell(eps)
-        params = dict(zip(names, _float32(*(getattr(norms, name) for name in names)), strict=True))
+        params = {name: _rows(getattr(norms, name), len(x)) for name in ("u_scale", "c_scale", "c_bias")}
     return run_layer(cell, gates, (u,), params, state, initial, masks, reset, lengths, reverse, x.dtype)
 
 
-def _float32(*arrays: Array) -> tuple[Array, ...]:
-    return tuple(x.astype(jnp.float32) for x in arrays)
+def _rows(x: Array, count: int) -> Array:
+    """The array in float32, once for each sequence."""
+    return jnp.broadcast_to(x.astype(jnp.float32)[None], (count, x.shape[0]))
