@@ -20,6 +20,7 @@ from hpnlp import measure
 from hpnlp.data.huggingface import HFTokenizer
 from hpnlp.models.decoding_weights import for_decoding
 from hpnlp.models.lm import LM
+from hpnlp.models.rnn import RNN
 from hpnlp.models.variables import collections
 from hpnlp.nn.attention import Memory
 from hpnlp.ops.sampling import pick
@@ -65,7 +66,7 @@ class Generation:
 
     def __init__(
         self,
-        model: LM,
+        model: LM | RNN,
         params: Any,
         prompts: Sequence[np.ndarray | Sequence[int]],
         *,
@@ -179,7 +180,7 @@ def _drawable_ids(vocab: int, eos_ids: Sequence[int], allowed: np.ndarray | None
     return drawable
 
 
-def _pad(model: LM, prompts: Sequence[np.ndarray], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+def _pad(model: LM | RNN, prompts: Sequence[np.ndarray], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """`(ids [B, width], lengths [B])` of the prompts, padded at the end to a common width, a multiple of BUCKET."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     width = _round_up(int(lengths.max()), BUCKET)
@@ -221,7 +222,7 @@ def _jitted(sharding: NamedSharding | None) -> tuple[Any, Any]:
 
 
 def _prefill(
-    params: Any, tokens: jax.Array, lengths: jax.Array, memory: Memory | None, *, model: LM, capacity: int
+    params: Any, tokens: jax.Array, lengths: jax.Array, memory: Memory | None, *, model: LM | RNN, capacity: int
 ) -> _DecodeState:
     # Flax declares the result of `apply` as Any or (Any, variables); it is what the method returns, as no variable is mutable.
     h, caches = model.apply(collections(params), tokens, lengths, capacity, memory, method="prefill")  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
@@ -229,7 +230,7 @@ def _prefill(
 
 
 def _decode(
-    state: _DecodeState, params: Any, draw: dict[str, jax.Array], ids: dict[str, jax.Array], *, model: LM
+    state: _DecodeState, params: Any, draw: dict[str, jax.Array], ids: dict[str, jax.Array], *, model: LM | RNN
 ) -> tuple[_DecodeState, jax.Array]:
     """`(state, ids [B, CHUNK])`: the next CHUNK tokens of each sequence. draw: the key, and options of `pick`."""
     options = {"temperature": 0.0, **draw}
@@ -260,7 +261,7 @@ def _uniform_points(key: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.vectorize(draw)(sequences, positions[None] + steps)
 
 
-def check_decodes(model: LM, memory: Memory | None, count: int) -> None:
+def check_decodes(model: LM | RNN, memory: Memory | None, count: int) -> None:
     """Checks that a model can continue prompts.
 
     Args:
@@ -278,14 +279,14 @@ def check_decodes(model: LM, memory: Memory | None, count: int) -> None:
         expected = f"states [{count}, S, {width}], one memory for each prompt" if width else "None"
         shape = None if memory is None else list(memory.states.shape)
         raise InputError(f"memory has states of shape {shape}: model.memory_dim={width} expects {expected}")
-    if not model.config.decodes:
+    if not isinstance(model, RNN) and not model.config.decodes:
         raise InputError(
             f"model.mixer={model.config.mixer!r} cannot decode: generate with a model whose mixers all have a cache, and mix "
             "sequences of any length"
         )
 
 
-def _check_options(model: LM, tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
+def _check_options(model: LM | RNN, tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
     """Raises InputError for invalid options of Generation."""
     if tokens < 1:
         raise InputError(f"tokens={tokens}: expected at least 1")
@@ -308,7 +309,7 @@ def _check_options(model: LM, tokens: int, temperature: float, top_k: int, top_p
         raise InputError(f"top_p={top_p}: expected a probability in (0, 1]; 1 draws from all tokens")
 
 
-def _check_prompts(model: LM, prompts: Sequence[np.ndarray], tokens: int) -> None:
+def _check_prompts(model: LM | RNN, prompts: Sequence[np.ndarray], tokens: int) -> None:
     """Raises InputError for prompts that the model cannot continue by `tokens` tokens."""
     if not prompts:
         raise InputError("prompts is empty: give at least one")
@@ -402,7 +403,7 @@ class TextStream:
         return self._decoder.decode(new, final)
 
 
-def sample_text(model: LM, params: Any, tokenizer: Tokenizer, length: int, seed: int = 0) -> str:
+def sample_text(model: LM | RNN, params: Any, tokenizer: Tokenizer, length: int, seed: int = 0) -> str:
     """Samples text without a prompt, at SAMPLE_TEMPERATURE and SAMPLE_TOP_P, or greedily if there are no probabilities.
 
     Args:

@@ -170,6 +170,8 @@ class RNN(nn.Module):
     A batch is as for `models.lm.LM`. The state begins anew at the first token of each segment. With `keeps_state`, the state
     after a batch is the carry, with which the next batch begins; no gradient passes through it.
 
+    The layers read embeddings times the root of their width (Vaswani et al. 2017, sec. 3.4).
+
     Parameters are under "embed", "stack" (by layer), "head" and "output".
 
     Attributes:
@@ -243,7 +245,7 @@ class RNN(nn.Module):
         return LossOut(out.sum, out.weight, aux, {}, carried)
 
     def _embedded(self, tokens: Int[Array, "B T"], inputs: RecurrentInputs) -> Float[Array, "B T D"]:
-        """Embeddings of tokens, in training without those of dropped words."""
+        """Embeddings of tokens times the root of their width, in training without those of dropped words."""
         c, parallel = self.config, self.model_parallel
         dtype = DTYPES[c.dtype]
         x = (
@@ -251,6 +253,8 @@ class RNN(nn.Module):
             if parallel is None
             else parallel.embedding_lookup(self.embed.table, tokens, dtype)
         )
+        # Rows begin small, for the logits of a tied table. Unscaled, they hardly move the gates in the first hundreds of steps.
+        x = x * jnp.asarray(c.embedding_size**0.5, dtype)
         if inputs.deterministic or not c.embedding_dropout:
             return x
         # The factor depends on the word alone, so that all its occurrences in a batch are dropped.

@@ -241,7 +241,7 @@ NORMS: dict[str, Callable[..., nn.Module]] = {
 
 
 def dropout(
-    x: Float[Array, "B T D"], rate: float, rng: jax.Array | None, ids: Int[Array, "B T"] | None
+    x: Float[Array, "B T D"], rate: float, rng: jax.Array | None, ids: Int[Array, "B _"] | None
 ) -> Float[Array, "B T D"]:
     """Zeroes entries at random and scales the others by 1 / (1 - rate).
 
@@ -249,8 +249,8 @@ def dropout(
       x: An array.
       rate: Probability that an entry is zeroed.
       rng: Key; None for no dropout.
-      ids: A number for each token. Whether an entry is zeroed depends on rng, this number and the index in D only, so that
-          every layout over devices zeroes the same entries.
+      ids: A number for each token, or [B, 1] for each sequence. Whether an entry is zeroed depends on rng, this number and the
+          index in D only, so that every layout over devices zeroes the same entries.
 
     Returns:
       The array, in the dtype of x.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.data.tokenizers import ByteTokenizer
 from hpnlp.models import variables
 from hpnlp.models.decode import Generation
 from hpnlp.models.rnn import RNN, RNNConfig
@@ -18,6 +19,7 @@ from hpnlp.nn.rnn import CELLS, RecurrentInputs
 from hpnlp.nn.rnn_stack import RecurrentStack
 from hpnlp.ops.rnn import segment_resets
 from hpnlp.parallel.plan import Plan
+from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import warm_start
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import make_trainer
@@ -178,7 +180,7 @@ def test_penalties_are_means_over_tokens():
     inputs = RecurrentInputs(reset=segment_resets(batch["segment_ids"]))
 
     def outputs(module):
-        return module.stack(module.embed(batch["tokens"]), inputs)[0]
+        return module.stack(module._embedded(batch["tokens"], inputs), inputs)[0]
 
     h = np.asarray(once(nn.apply(outputs, model), params))
     aux = loss_of(model, batch, rng=jax.random.key(0)).aux
@@ -288,7 +290,8 @@ def test_invalid_configs_raise(fields, message):
 
 
 def test_fine_tuning_may_change_dropout_but_not_what_the_parameters_compute():
-    source = warm_start.Source(Path("runs/source"), "rnn_lm", RNNConfig(vocab=V), None, "bytes", is_run=True)
+    vocabulary = Vocabulary(ByteTokenizer())
+    source = warm_start.Source(Path("runs/source"), "rnn_lm", RNNConfig(vocab=V), vocabulary, "bytes", is_run=True)
     tuned = RNNConfig(vocab=V, **dict.fromkeys(set(DROPPED) - {"zoneout"}, 0.5), activation_penalty=1.0)
     assert warm_start.check_model(tuned, source) == ""
     for fields in ({"zoneout": 0.5}, {"cells": "lstm(256)"}, {"resets": False}):

@@ -23,7 +23,7 @@ POOLINGS = {"f": 2, "fo": 3, "ifo": 4}  # name -> number of gates
 @array_op("B T", decay="B T")
 def linear_recurrence(
     decay: Float[Array, "B T H"],
-    added: Float[Array, "B T H"],
+    added: Float[Array, "..."],
     start: Float[Array, "B H"] | None = None,
     *,
     impl: str = "parallel",
@@ -32,7 +32,7 @@ def linear_recurrence(
 
     Args:
       decay: Factors of the state.
-      added: Terms of the steps.
+      added: Terms of the steps, [B, T, H].
       start: State before the first step; None for zeros.
       impl: "parallel" for an associative scan of O(log T) passes, "loop" for a scan of T steps.
 

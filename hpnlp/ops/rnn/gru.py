@@ -30,8 +30,8 @@ def gru(
     form: str = "cudnn",
     initial: State | None = None,
     masks: StepMasks = StepMasks(),  # noqa: B008  (frozen)
-    reset: Bool[Array, "B T"] | None = None,
-    lengths: Int[Array, " B"] | None = None,
+    reset: Bool[Array, "..."] | None = None,
+    lengths: Int[Array, "..."] | None = None,
     reverse: bool = False,
 ) -> tuple[Float[Array, "B T H"], State]:
     """Gated recurrent unit over the sequences of a batch.
@@ -85,8 +85,8 @@ def minimal_gated_unit(
     form: str = "original",
     initial: State | None = None,
     masks: StepMasks = StepMasks(),  # noqa: B008  (frozen)
-    reset: Bool[Array, "B T"] | None = None,
-    lengths: Int[Array, " B"] | None = None,
+    reset: Bool[Array, "..."] | None = None,
+    lengths: Int[Array, "..."] | None = None,
     reverse: bool = False,
 ) -> tuple[Float[Array, "B T H"], State]:
     """Minimal gated unit over the sequences of a batch.

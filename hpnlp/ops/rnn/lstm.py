@@ -52,8 +52,8 @@ def lstm(
     initial: State | None = None,
     norms: LSTMNorms | None = None,
     masks: StepMasks = StepMasks(),  # noqa: B008  (frozen)
-    reset: Bool[Array, "B T"] | None = None,
-    lengths: Int[Array, " B"] | None = None,
+    reset: Bool[Array, "..."] | None = None,
+    lengths: Int[Array, "..."] | None = None,
     reverse: bool = False,
     eps: float = 1e-5,
     impl: str = "xla",
@@ -73,9 +73,9 @@ def lstm(
       initial: State at resets; None for zeros.
       norms: Parameters of the normalisations; None for a plain LSTM.
       masks: Masks within the steps.
-      reset: True for tokens before which the state is the initial one, as those that begin a segment of a packed sequence
-        (`segment_resets`).
-      lengths: Tokens of each sequence, whose padding neither changes the state nor has outputs other than 0; None for T.
+      reset: [B, T], True for tokens before which the state is the initial one, as those that begin a segment of a packed
+        sequence (`segment_resets`).
+      lengths: [B], tokens of each sequence, whose padding neither changes the state nor has outputs other than 0; None for T.
       reverse: Whether tokens are read from the last to the first.
       eps: Added to the variances of `norms`.
       impl: "xla", or "cudnn" for plain LSTMs on NVIDIA GPUs.

@@ -81,7 +81,7 @@ def dropout_factors(rng: Array, ids: Int[Array, "B T"], features: int, rate: flo
 @array_op("B T", ids="B T")
 def zoneout_shares(
     rng: Array | None, ids: Int[Array, "B T"], features: int, rate: float, deterministic: bool
-) -> Float[Array, "B T H"]:
+) -> Float[Array, "B _ H"]:
     """Shares of a state that zoneout leaves as it was.
 
     Args:

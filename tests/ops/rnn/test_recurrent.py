@@ -36,12 +36,12 @@ CASES = [
 @pytest.mark.parametrize(("kind", "case"), CASES)
 def test_values_and_gradients_match_the_reference_in_double_precision(kind, case):
     arrays, options = arguments(kind, case != "plain")
-    options = {**options, "reverse": case == "reverse"}
+    reverse = case == "reverse"
     with jax.enable_x64(True):
-        double = functools.partial(reference, kind, **as_float(options, np.float64))
+        double = functools.partial(reference, kind, reverse=reverse, **as_float(options, np.float64))
         expected = once(functools.partial(value_and_gradients, double), as_float(arrays, np.float64))
         expected = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), expected)
-    single = functools.partial(fast, kind, **as_float(options, np.float32))
+    single = functools.partial(fast, kind, reverse=reverse, **as_float(options, np.float32))
     found = once(functools.partial(value_and_gradients, single), as_float(arrays, np.float32))
     scale = lambda leaf: leaf / max(1.0, np.abs(leaf).max())  # noqa: E731
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
