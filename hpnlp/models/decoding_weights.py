@@ -37,12 +37,12 @@ def separate_layers(params: Any, config: BackboneConfig) -> Any:
     return {**separate, BUFFERS: {**params[BUFFERS], "layers": layers}}
 
 
-def for_decoding(weights: Any, config: BackboneConfig, count: int) -> Any:
+def for_decoding(weights: Any, config: Any, count: int) -> Any:
     """Weights in the form in which further tokens are computed fastest.
 
     Args:
       weights: Weights of a model.
-      config: Config of the model.
+      config: Config of the model, a BackboneConfig if its layers are stacked.
       count: Number of sequences that are decoded together.
 
     Returns:
