@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -207,17 +207,19 @@ class PredictionModel(Backbone):
         Raises:
           InputError: The embedding and the output layer share their table.
         """
-        return looked_up_rows(self.config.tied, self.output, batch, self.make_rng("output"))
+        return looked_up_rows(self.config.tied, self.output, batch, self.make_rng)
 
 
-def looked_up_rows(tied: bool, output: Any, batch: Batch, rng: jax.Array) -> dict[tuple[str, ...], Int[Array, " R"]]:
+def looked_up_rows(
+    tied: bool, output: Any, batch: Batch, make_rng: Callable[[str], jax.Array]
+) -> dict[tuple[str, ...], Int[Array, " R"]]:
     """Rows of the embedding "embed" and of the output layer's table "head" that the loss of a batch looks up.
 
     Args:
       tied: Whether both are one table.
       output: The output layer.
       batch: Tokens, labels and weights.
-      rng: Key of the output layer's samples.
+      make_rng: Gives the key of the output layer's samples, for the name "output".
 
     Returns:
       Path of a table among the parameters -> ids, with repetitions.
@@ -232,5 +234,5 @@ def looked_up_rows(tied: bool, output: Any, batch: Batch, rng: jax.Array) -> dic
         )
     rows = {("embed", "table"): batch["tokens"].reshape(-1)}
     labels = jnp.where(batch["weights"] != 0, batch["labels"], 0).reshape(-1)
-    head_rows = output.rows(labels, rng)
+    head_rows = output.rows(labels, make_rng("output"))
     return rows if head_rows is None else {**rows, ("head",): head_rows}

@@ -394,7 +394,7 @@ class RNN(nn.Module):
 
     def rows(self, batch: Batch) -> dict[tuple[str, ...], Int[Array, " R"]]:
         """Rows of tables that `loss` of this batch looks up with the same rngs; see `prediction.looked_up_rows`."""
-        return looked_up_rows(self.config.tied, self.output, batch, self.make_rng("output"))
+        return looked_up_rows(self.config.tied, self.output, batch, self.make_rng)
 
     @nn.nowrap
     def example_batch(self, batch_size: int, length: int) -> dict[str, jax.Array]:

@@ -54,6 +54,7 @@ def loss(config, weights):
     return float(programs(config)[0](weights))
 
 
+@pytest.mark.slow
 def test_stages_follow_each_other():
     config, weights = result(
         "layers(2),heads(0.5,by=magnitude),mlp(0.25,across_layers=True),factorize(parameters=0.5),int8"

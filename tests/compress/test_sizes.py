@@ -30,7 +30,12 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+FAST = ("int4(group=8)", "ternary", "binary", "codebook(bits=4)", "two_four")  # with the first, each kind of arrays
+
+
+@pytest.mark.parametrize(
+    "recipe", [r if i == 0 or r in FAST else pytest.param(r, marks=pytest.mark.slow) for i, r in enumerate(RECIPES)]
+)
 def test_planned_sizes_are_those_of_arrays_and_files(recipe, tmp_path):
     stages = parse_recipe(recipe)
     planned = list(planned_sizes(CONFIG, jax.eval_shape(lambda: WEIGHTS), stages, step=12))

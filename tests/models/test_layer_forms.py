@@ -83,7 +83,8 @@ def test_layers_with_equal_parameters_share_a_stack(fields, stacks):
     assert LMConfig(**SMALL | fields).non_embedding_parameters() == sum(kernels)
 
 
-@pytest.mark.parametrize("residual", [pytest.param("plain", marks=pytest.mark.slow), "reversible"])
+@pytest.mark.slow
+@pytest.mark.parametrize("residual", ["plain", "reversible"])
 def test_gradients_equal_those_layer_by_layer(residual):
     """In the loop over periods and after it, with rematerialisation, and recomputed from the end of reversible layers."""
     model, params = make(**HYBRID, dropout=0.3, residual=residual)

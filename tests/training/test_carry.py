@@ -95,6 +95,7 @@ def assert_runs_equal(actual, expected):
         assert a.dtype == b.dtype and np.linalg.norm(a - b) <= 5e-6 * np.linalg.norm(b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_and_carry_do_not_depend_on_the_layout(layout):
     plan, devices, changes = LAYOUTS[layout]

@@ -45,7 +45,10 @@ def make(config, recipe):
 @pytest.mark.usefixtures("symbolic_sizes")
 @pytest.mark.parametrize(
     ("config", "recipe"),
-    [pytest.param(LLAMA, "layers(2),heads(0.5,by=magnitude)", marks=pytest.mark.slow), (BERT, "int8")],
+    [
+        pytest.param(LLAMA, "layers(2),heads(0.5,by=magnitude)", marks=pytest.mark.slow),
+        pytest.param(BERT, "int8", marks=pytest.mark.slow),
+    ],
     ids=["lm", "encoder"],
 )
 def test_stablehlo_files_are_called_without_hpnlp_and_agree_exactly(config, recipe, tmp_path):

@@ -131,7 +131,7 @@ def test_dropout_depends_on_indices_in_the_sequence():
     assert_equal_with_gradients((sparse, dense), q, k, v)
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "all"])
+@pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("q", "k")), "v", "all"])
 def test_nan_reaches_only_tokens_that_see_it(name):
     """Across segments and across examples, in values and in gradients; NaN of the gradients shows who sees the token."""
     q, k, v, buckets, segment_ids = arrays()
