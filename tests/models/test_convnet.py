@@ -73,9 +73,8 @@ def on_one_device():
     return run(make(), Plan("single"), 1)
 
 
-@pytest.mark.parametrize(
-    "plan", [pytest.param(Plan("data"), marks=pytest.mark.slow), Plan("zero3")], ids=["data", "zero3"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [Plan("data"), Plan("zero3")], ids=["data", "zero3"])
 def test_losses_and_moving_averages_are_equal_on_8_devices(on_one_device, plan):
     losses, buffers = run(make(), plan, 8)
     np.testing.assert_allclose(losses, on_one_device[0], rtol=1e-5)

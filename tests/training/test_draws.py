@@ -75,6 +75,7 @@ def assert_layouts_equal(plan, devices, fields):
     np.testing.assert_allclose(first_step(plan, devices, fields), first_step(Plan(), 1, fields), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_draws_do_not_depend_on_the_layout(layout):
     assert_layouts_equal(*LAYOUTS[layout])

@@ -99,6 +99,7 @@ def run(plan=Plan(), devices=1, **changes):  # noqa: B008  (frozen)
     return metrics, gradients, jax.device_get(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [*LAYOUTS, *(pytest.param(layout, marks=pytest.mark.slow) for layout in SLOW_LAYOUTS)]
 )

@@ -122,6 +122,7 @@ def assert_runs_equal(actual, expected, of_gradients=1e-6):
         assert np.linalg.norm(a - b) <= of_gradients * np.linalg.norm(b), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_auxiliary_losses_gradients_and_buffers_do_not_depend_on_the_layout(layout):
     plan, devices, changes = LAYOUTS[layout]
