@@ -21,7 +21,7 @@ from tests.contracts import once
         ("routing(clusters=0)", "at least 1 cluster and a window of at least 1 token"),
         ("routing(decay=1.5)", "expected a decay of 0 to 1"),
         ("sinkhorn(block=0)", "expected a block of at least 1 token"),
-        ("sinkhorn(temperature=0)", "expected a positive temperature"),
+        ("sinkhorn(temperature=0.0)", "expected a positive temperature"),
     ],
 )
 def test_invalid_arguments_raise(spec, message):
@@ -47,7 +47,11 @@ def test_centroids_move_towards_the_mean_of_their_tokens():
     def step(inputs):
         variables = nn.meta.unbox(mixer.init(jax.random.key(0), inputs, Causal()))
         statistics = mixer.apply(variables, inputs, Causal()).statistics
-        return variables["buffers"], statistics, mixer.advance(variables["buffers"], statistics, 0, None)
+        return (
+            variables["buffers"],
+            statistics,
+            mixer.advance(variables["buffers"], statistics, jnp.int32(0), jax.random.key(0)),
+        )
 
     buffers, statistics, moved = jax.device_get(once(step, inputs))
     centroids, moved = buffers["centroids"], moved["centroids"]
