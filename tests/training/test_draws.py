@@ -55,7 +55,8 @@ def batch():
         "positions": positions,
         "weights": ids.astype(np.float32),
     }
-    return jax.tree.map(jnp.asarray, arrays)
+    with jax.ensure_compile_time_eval():  # constants of any program, also if one of them asks first
+        return jax.tree.map(jnp.asarray, arrays)
 
 
 def model_of(**fields):
