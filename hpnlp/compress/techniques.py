@@ -16,7 +16,7 @@ from hpnlp.types import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Technique:
-    """How the matrices of a model are trained; methods take one matrix [D, F], or [L, D, F] of stacked layers.
+    """Training of the matrices of a model; methods take one matrix [D, F], or [L, D, F] of stacked layers.
 
     Attributes:
       steps: Steps of the run, for schedules.

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -19,11 +19,11 @@ from hpnlp.model_parallel import ModelParallel
 from hpnlp.models.backbone import DTYPES
 from hpnlp.models.prediction import Batch, classification_metrics
 from hpnlp.models.ranges import LIMITS
+from hpnlp.models.unstacked import Unstacked
 from hpnlp.nn.convnet import BLOCKS, BlockShape, ConvModule, make_norm
 from hpnlp.nn.layers import embed_init, param
 from hpnlp.nn.output import FullOutput
 from hpnlp.parallel import remat
-from hpnlp.parallel.layout import Layout
 from hpnlp.spec import build, lookup, parse, shortened
 from hpnlp.types import InputError, LossOut, Statistics, option
 
@@ -31,8 +31,12 @@ MAX_BLOCKS = 1000
 
 
 @dataclasses.dataclass(frozen=True)
-class ConvNetConfig:
+class ConvNetConfig(Unstacked):
     """A convolutional network with one label for each image."""
+
+    description: ClassVar[str] = "a convolutional network"
+    no_stages: ClassVar[str] = "whose stages would differ"
+    undivided: ClassVar[str] = "whose images are not divided"
 
     blocks: str = option(
         "conv(32),separable(64),separable(128,stride=2),separable(128),separable(256,stride=2),separable(256)",
@@ -124,44 +128,12 @@ class ConvNetConfig:
         """Number of token ids."""
         return PixelTokenizer.vocab_size
 
-    @property
-    def is_single_stack(self) -> bool:
-        """The blocks are not stacked, because each has widths of its own."""
-        return False
-
     def fixed_length(self) -> int:
         """Pixels of an image."""
         return self.side**2
 
-    def sizes(self) -> dict[str, tuple[int, str]]:
-        """Sizes of the logical axes that a mesh may divide: none but the batch."""
-        return {}
-
     def check_accumulation(self, parts: int) -> None:
         """Accepts all: the loss is a sum over images, each part normalised by its own moments."""
-
-    def check_layout(self, layout: Layout) -> None:
-        """Checks that a layout divides nothing but the batch and the training state.
-
-        Args:
-          layout: The plan on its devices.
-
-        Raises:
-          InputError: The plan has pipeline stages, or divides images.
-        """
-        for field, axis, reason in (
-            ("pipeline", "layers", "whose stages would differ"),
-            ("sequence", "length", "whose images are not divided"),
-        ):
-            if layout.size(axis) > 1:
-                raise InputError(
-                    f"plan.{field}={layout.size(axis)}: the model is a convolutional network, {reason}: set "
-                    f"plan.{field}=1, and divide the batch (plan.data, plan.fsdp)"
-                )
-
-    def masks(self) -> list[Any]:
-        """No layer has a mask."""
-        return []
 
     def training_flops(self, batch_size: int, length: int) -> float:
         """FLOPs of a training step that count for its MFU: three times those of the products.

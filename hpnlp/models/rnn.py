@@ -17,19 +17,23 @@ from hpnlp.models.backbone import DTYPES
 from hpnlp.models.lm import example_batch
 from hpnlp.models.prediction import Batch, looked_up_rows
 from hpnlp.models.ranges import LIMITS
+from hpnlp.models.unstacked import Unstacked
 from hpnlp.nn.layers import Embed, embed_init, param
 from hpnlp.nn.output import OUTPUTS, is_normalized
 from hpnlp.nn.rnn import RecurrentInputs
 from hpnlp.nn.rnn_stack import RecurrentStack, StackConfig
 from hpnlp.ops.rnn import dropout_factors, segment_resets
-from hpnlp.parallel.layout import Layout
 from hpnlp.spec import build, lookup, parse_one
 from hpnlp.types import InputError, LossOut, Statistics, WordStats, option
 
 
 @dataclasses.dataclass(frozen=True)
-class RNNConfig(StackConfig):
+class RNNConfig(Unstacked, StackConfig):
     """A recurrent language model."""
+
+    description: ClassVar[str] = "a recurrent network"
+    undivided: ClassVar[str] = "which reads tokens one after another"
+    divisible: ClassVar[str] = "the batch (plan.data, plan.fsdp) or the vocabulary (plan.tensor)"
 
     # Fields that act in training only, or do not change results: a run may start from a run with other values.
     free_fields: ClassVar[tuple[str, ...]] = (
@@ -81,11 +85,6 @@ class RNNConfig(StackConfig):
         return len(self.widths())
 
     @property
-    def is_single_stack(self) -> bool:
-        """The layers are not stacked, because each may have a width of its own."""
-        return False
-
-    @property
     def decodes(self) -> bool:
         """The model can continue prompts."""
         return True
@@ -105,39 +104,9 @@ class RNNConfig(StackConfig):
         """The model attends to no memory."""
         return 0
 
-    def fixed_length(self) -> int:
-        """Sequences may have any length."""
-        return 0
-
-    def masks(self) -> list[Any]:
-        """No layer has a mask."""
-        return []
-
     def sizes(self) -> dict[str, tuple[int, str]]:
         """Sizes of the logical axes that a mesh may divide: the words."""
         return {"vocab": (self.vocab, "model.vocab")}
-
-    def check_accumulation(self, parts: int) -> None:
-        """Accepts all: the loss is a sum over tokens."""
-
-    def check_layout(self, layout: Layout) -> None:
-        """Checks that a layout divides nothing but the batch, the words and the training state.
-
-        Args:
-          layout: The plan on its devices.
-
-        Raises:
-          InputError: The plan has pipeline stages, or divides sequences.
-        """
-        for field, axis, reason in (
-            ("pipeline", "layers", "whose layers are not stacked"),
-            ("sequence", "length", "which reads tokens one after another"),
-        ):
-            if layout.size(axis) > 1:
-                raise InputError(
-                    f"plan.{field}={layout.size(axis)}: the model is a recurrent network, {reason}: set plan.{field}=1, and "
-                    "divide the batch (plan.data, plan.fsdp) or the vocabulary (plan.tensor)"
-                )
 
     def matrix_sizes(self) -> list[int]:
         """Number of weights in the matrices of each layer.

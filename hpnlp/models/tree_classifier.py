@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -15,19 +15,22 @@ from hpnlp.model_parallel import ModelParallel
 from hpnlp.models.backbone import DTYPES
 from hpnlp.models.prediction import Batch, classification_metrics
 from hpnlp.models.ranges import LIMITS
+from hpnlp.models.unstacked import Unstacked
 from hpnlp.nn.layers import Embed, dropout, embed_init, param
 from hpnlp.nn.output import FullOutput
 from hpnlp.nn.pooling import POOLINGS, Pooling
 from hpnlp.nn.tree_lstm import ChildSumTreeLSTM, schedule_of
 from hpnlp.parallel import remat
-from hpnlp.parallel.layout import Layout
 from hpnlp.spec import did_you_mean, lookup, shortened
 from hpnlp.types import InputError, LossOut, Statistics, option
 
 
 @dataclasses.dataclass(frozen=True)
-class TreeClassifierConfig:
+class TreeClassifierConfig(Unstacked):
     """Tree-LSTMs with one label for each tree."""
+
+    description: ClassVar[str] = "a tree classifier"
+    undivided: ClassVar[str] = "whose trees are not divided"
 
     layers: int = option(1, "Layers; each reads the hidden states of the layer before, and their sum is kept.")
     dim: int = option(128, "Features of the embeddings and of the states, D.")
@@ -55,45 +58,6 @@ class TreeClassifierConfig:
                 raise InputError(f"model.{name}={shortened(getattr(self, name), 40)}: expected {low} to {high}")
         if self.classes == 1:
             raise InputError("model.classes=1: expected at least 2, or 0 for those of the data")
-
-    @property
-    def is_single_stack(self) -> bool:
-        """The layers are not stacked."""
-        return False
-
-    def fixed_length(self) -> int:
-        """Trees may have any number of nodes: 0."""
-        return 0
-
-    def sizes(self) -> dict[str, tuple[int, str]]:
-        """Sizes of the logical axes that a mesh may divide: none but the batch."""
-        return {}
-
-    def check_accumulation(self, parts: int) -> None:
-        """Accepts all: the loss is a sum over trees."""
-
-    def check_layout(self, layout: Layout) -> None:
-        """Checks that a layout divides nothing but the batch and the training state.
-
-        Args:
-          layout: The plan on its devices.
-
-        Raises:
-          InputError: The plan has pipeline stages, or divides trees.
-        """
-        for field, axis, reason in (
-            ("pipeline", "layers", "whose layers are not stacked"),
-            ("sequence", "length", "whose trees are not divided"),
-        ):
-            if layout.size(axis) > 1:
-                raise InputError(
-                    f"plan.{field}={layout.size(axis)}: the model is a tree classifier, {reason}: set plan.{field}=1, and "
-                    "divide the batch (plan.data, plan.fsdp)"
-                )
-
-    def masks(self) -> list[Any]:
-        """No layer has a mask."""
-        return []
 
     def training_flops(self, batch_size: int, length: int) -> float:
         """FLOPs of a training step that count for its MFU: three times those of the products.

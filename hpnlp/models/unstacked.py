@@ -1,0 +1,60 @@
+"""Configs of models whose layers are not stacked, and which divide over devices by their batch."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from hpnlp.parallel.layout import Layout
+from hpnlp.types import InputError
+
+
+class Unstacked:
+    """What the trainer and the planner ask of a config, for a model whose layers are not stacked.
+
+    Attributes:
+      description: What the model is, for messages.
+      no_stages: Why it has no pipeline stages.
+      undivided: Why its sequences are not divided.
+      divisible: What a plan can divide.
+    """
+
+    description: ClassVar[str]
+    no_stages: ClassVar[str] = "whose layers are not stacked"
+    undivided: ClassVar[str]
+    divisible: ClassVar[str] = "the batch (plan.data, plan.fsdp)"
+
+    @property
+    def is_single_stack(self) -> bool:
+        """False: the layers are not stacked."""
+        return False
+
+    def fixed_length(self) -> int:
+        """Length of all sequences, 0 for any."""
+        return 0
+
+    def masks(self) -> list[Any]:
+        """Masks of the layers: none."""
+        return []
+
+    def sizes(self) -> dict[str, tuple[int, str]]:
+        """Sizes of the logical axes that a mesh may divide: none but the batch."""
+        return {}
+
+    def check_accumulation(self, parts: int) -> None:
+        """Accepts all: the loss is a sum over examples, or over tokens."""
+
+    def check_layout(self, layout: Layout) -> None:
+        """Checks that a layout has no pipeline stages and does not divide sequences.
+
+        Args:
+          layout: The plan on its devices.
+
+        Raises:
+          InputError: The plan has pipeline stages, or divides sequences.
+        """
+        for field, axis, reason in (("pipeline", "layers", self.no_stages), ("sequence", "length", self.undivided)):
+            if layout.size(axis) > 1:
+                raise InputError(
+                    f"plan.{field}={layout.size(axis)}: the model is {self.description}, {reason}: set plan.{field}=1, and "
+                    f"divide {self.divisible}"
+                )
