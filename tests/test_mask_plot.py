@@ -97,6 +97,7 @@ def test_heads_with_the_same_mask_share_a_panel(tmp_path):
     assert f"{100 * density(heads, 16):.3g} %" in mean
 
 
+@pytest.mark.slow
 def test_several_masks_share_a_picture(tmp_path):
     masks = {"one | two": Causal() | Global(1), "cos($x$)": Where(lambda i, j: i * j % 3 == 0), "wide": Window(2)}
     table = mask_plot.draw(masks, tmp_path / "a.png", length=8, keys=90)

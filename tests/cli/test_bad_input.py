@@ -133,6 +133,7 @@ def test_sequences_longer_than_learned_positions_raise(train_error):
     assert "data.seq_len=16 is longer than model.max_len=8 learned positions: change one" in message
 
 
+@pytest.mark.slow
 def test_workdir_inside_the_data_raises(train_error, run, text, tmp_path):  # noqa: F811  (a fixture)
     shutil.copytree(text, tmp_path / "text")
     for directory in (tmp_path, tmp_path / "run"):

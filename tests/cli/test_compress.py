@@ -63,6 +63,7 @@ def test_a_recipe_gives_a_smaller_model_that_is_evaluated_like_a_run(run, traine
     assert twice.code == 2 and "is compressed already: plan the run that it was made of" in twice.err
 
 
+@pytest.mark.slow
 def test_pruned_weights_stay_zero_in_further_training_with_other_settings(run, trained, tmp_path):
     target = tmp_path / "sparse"
     argv = [
@@ -115,6 +116,7 @@ def test_an_interrupted_compression_starts_again_in_its_directory(trained, tmp_p
         compress("int8")
 
 
+@pytest.mark.slow
 def test_a_compressed_model_is_converted_and_trained_further(run, trained, tmp_path):
     target = tmp_path / "small"
     argv = [

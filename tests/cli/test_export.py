@@ -31,6 +31,7 @@ def test_exported_runs_compute_the_logits_of_the_run(run, trained, tmp_path):
     np.testing.assert_allclose(logits, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("symbolic_sizes")
 def test_an_encoder_is_exported_with_its_segments(run, tmp_path):
     values = configs.for_task(tiny.get_config(), "masked_lm")

@@ -42,6 +42,7 @@ def command(tmp_path, monkeypatch):
     return "lra", f"--workdir={tmp_path}/runs", f"--register={file}", *SMALL
 
 
+@pytest.mark.slow
 def test_runs_are_trained_tabulated_and_skipped(command, run, tmp_path):
     outcome = run(*command, "--mixers=fnet", "--budget=2")
     assert outcome.code == 0, outcome.err

@@ -346,6 +346,7 @@ def test_signal_during_imports_exits_with_one_line_and_130(
     assert outcome.code == 130 and outcome.err.count("\n") == 1 and outcome.err.startswith(f"hpnlp: {message}")
 
 
+@pytest.mark.slow
 def test_closed_pipe_exits_without_output():
     reader, writer = os.pipe()
     os.close(reader)

@@ -192,6 +192,7 @@ def test_factors_fit_the_inputs_of_each_kernel():
     assert np.abs(down["weights"][:, :6] - exact[:, :6]).max() > 0.02
 
 
+@pytest.mark.slow
 def test_bits_go_where_the_loss_is_curved():
     config, weights = result("mixed(4.5)")
     assert config == CONFIG

@@ -149,18 +149,11 @@ def test_models_learn_and_finish_as_plain_models(text):
 
 
 PLANS = [Plan("zero3"), Plan("tensor", tensor=2, data=4)]
-FAST = {("movement(0.25)", "zero3")}
 
 
-@pytest.mark.parametrize(
-    ("text", "plan"),
-    [
-        pytest.param(text, plan, marks=[] if (text, plan.name) in FAST else pytest.mark.slow)
-        for text in ("magnitude(0.25)", "movement(0.25)")
-        for plan in PLANS
-    ],
-    ids=lambda value: getattr(value, "name", value),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
+@pytest.mark.parametrize("text", ["magnitude(0.25)", "movement(0.25)"])
 def test_layouts_match_one_device(text, plan):
     np.testing.assert_allclose(trained(text, plan)[2], trained(text, Plan("single"))[2], rtol=2e-5)
 

@@ -87,6 +87,7 @@ prepare(DataConfig(path=sys.argv[1], cache=sys.argv[2]), progress=progress)
 """
 
 
+@pytest.mark.slow
 def test_files_of_a_killed_writer_are_removed_when_old(stories, tmp_path):
     killed = subprocess.run([sys.executable, "-c", KILLED, str(stories), str(tmp_path)], cwd=ROOT)
     assert killed.returncode == -signal.SIGKILL

@@ -72,6 +72,7 @@ def test_gradients_equal_those_layer_by_layer():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5), grads, by_layer)
 
 
+@pytest.mark.slow
 def test_prefill_and_extend_equal_separate_layers():
     """Caches of different sizes pass through the loop over periods, and equal those of layers with separate parameters."""
     model, params = make(**PERIODS)

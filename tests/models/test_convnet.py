@@ -86,6 +86,7 @@ def test_recomputed_blocks_have_the_same_losses(on_one_device):
     np.testing.assert_allclose(run(make(), Plan("single"), 1, remat="full")[0], on_one_device[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_accumulation_with_group_norm_matches_the_whole_batch():
     """Groups are of one image; batch moments would be those of a part."""
     model = make("conv(4)", image_norm="group(2)")

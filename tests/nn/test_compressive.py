@@ -162,6 +162,7 @@ def test_usage_is_the_mean_attention_of_all_queries_that_see_a_token():
         np.testing.assert_array_equal(carry.compressed.states[b, -1], x[b, position])
 
 
+@pytest.mark.slow
 def test_the_reconstruction_loss_trains_the_convolution_alone():
     attention, (x, ids) = layer("conv"), stream()
     mixer = compressive(M, C, RATE)

@@ -65,7 +65,8 @@ def test_devices_divide_a_stack():
     assert shapes == [(3, 4, 8), (2, 4, 8), (1, 4, 8)]
 
 
-@pytest.mark.parametrize("plan", [Plan("zero3"), pytest.param(Plan("3d"), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [Plan("zero3"), Plan("3d")])
 def test_muon_updates_equal_those_of_one_device(plan):
     model = LM(LMConfig(layers=2, dim=64, heads=4, vocab=64, max_len=16, unroll=1))
     batch = dict(example_batch(8, 16))

@@ -18,6 +18,7 @@ def no_progress(done, total):
     pass
 
 
+@pytest.mark.slow
 def test_smallest_change_fits(monkeypatch):
     estimate = planned(Plan("data"), data=DataConfig(seq_len=128, batch_size=256))
     assert not estimate.fits(SMALL)

@@ -207,13 +207,13 @@ REFUSED |= {
 REFUSED |= {("rnn_lm", "3d"): "layers are not stacked: set plan.pipeline=1"}
 
 
-# Tagging shares its code with classification; masked language models are encoders of the text of language models, and
-# recurrent ones differ from language models by their model.
-SLOW = ("masked_lm", "rnn_lm", "tagging")
+# The tasks whose contracts `make test` checks. The others differ from these by their data and models, which have tests of
+# their own.
+QUICK = ("lm", "classification")
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in TASKS]
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in TASKS]
 )
 def config(request, tmp_path_factory):
     made = EXAMPLES[request.param](tmp_path_factory.mktemp("data"))

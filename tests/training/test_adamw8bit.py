@@ -68,6 +68,7 @@ def test_step_needs_less_memory_than_adamw():
     assert memory_bytes("adamw") - memory_bytes("adamw8bit") > 5 * model.non_embedding_parameters()
 
 
+@pytest.mark.slow
 def test_losses_match_adamw():
     """Over 60 steps the losses are within 1 % of AdamW's, and fall by a third."""
     adamw = Run(trainer_of())
@@ -77,7 +78,8 @@ def test_losses_match_adamw():
     assert abs(losses[1] - losses[0]).max() > 1e-6
 
 
-@pytest.mark.parametrize("layout", ["fsdp 4 x tensor 2", pytest.param("3d", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp 4 x tensor 2", "3d"])
 def test_layouts_match_one_device(layout):
     """Few codes differ, by rounding at a bin's edge; codes and scales are sharded."""
     state, losses = steps(*run_of(LAYOUTS[layout]), 4)

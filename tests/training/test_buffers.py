@@ -46,6 +46,7 @@ def buffers_of(weights):
     return split(jax.device_get(weights))[1]["layers"]["0_centered"]["attention"]["mixer"]
 
 
+@pytest.mark.slow
 def test_interrupted_run_resumes_bit_for_bit(undisturbed, tmp_path, monkeypatch):
     workdir, expected = undisturbed
 

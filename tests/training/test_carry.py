@@ -125,6 +125,7 @@ def test_further_layouts(layout):
     assert_runs_equal(run(plan, devices, **changes), run())
 
 
+@pytest.mark.slow
 def test_carry_holds_the_last_tokens_of_the_layers_that_have_one():
     _, state = run()
     carry, last = state.carry["layers"]["0_segment_memory"], batch_of(STEPS - 1)

@@ -39,6 +39,7 @@ def test_compressed_weights_are_loaded_and_evaluated(tmp_path):
         load(target, step=1)
 
 
+@pytest.mark.slow
 def test_runs_with_other_weights_load_as_plain_models_and_their_zeros_stay(tmp_path):
     config = tiny.make(**SMALL, train__weights="movement(0.5)", train__steps=4, train__sample=8)
     report.write(tmp_path / "pruned", config, loop.train(config, tmp_path / "pruned"), "")  # with a sample of its text

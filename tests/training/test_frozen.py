@@ -108,6 +108,7 @@ def test_training_with_a_teacher_does_not_depend_on_the_layout(layout):
     assert_runs_equal(run(plan, devices, **changes), run(), of_gradients=1e-5)
 
 
+@pytest.mark.slow
 def test_frozen_variables_are_read_and_have_no_gradient_statistics_or_average():
     model, state = taught(CONFIG), initial_state()
     values, batch = values_of(model), batch_of(0)

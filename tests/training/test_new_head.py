@@ -39,6 +39,7 @@ def classifier(directory, source, **model):
     return configs.resolve(values)
 
 
+@pytest.mark.slow
 def test_layers_go_on_and_the_head_is_new(pretrained, tmp_path, capsys):
     loop.train(classifier(tmp_path, pretrained), tmp_path / "run")
     assert f"starting from {pretrained}, step 2, with a new head" in capsys.readouterr().out

@@ -64,6 +64,7 @@ def test_adagrad_on_rows_matches_adagrad(output, accumulate):
     assert_leaves_close(actual[1], expected[1], 1e-5)
 
 
+@pytest.mark.slow
 def test_layouts_match_one_device():
     plan = Plan(data=2, fsdp=2, tensor=2)
     actual, expected = (run(rows=True, plan=p, devices=n) for p, n in ((plan, 8), (None, 1)))

@@ -156,6 +156,7 @@ def test_mixers_with_statistics_have_equal_states_on_one_and_four_devices():
     assert_runs_equal(several, one, TOLERANCE[jnp.dtype("float32")])
 
 
+@pytest.mark.slow
 def test_factors_scale_the_gradients_of_auxiliary_losses():
     """The gradients are those of the mean loss plus the losses times their factors, by plain differentiation."""
     model, weights = model_of(), initial_state().best_params

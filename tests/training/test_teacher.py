@@ -71,6 +71,7 @@ def test_runs_with_a_teacher_resume_bit_for_bit_and_load_as_plain_models(teacher
         load(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_students_start_from_layers_of_their_teacher(teacher, tmp_path, monkeypatch):
     config = make(teacher, distill__init="alternate", distill__losses="hinton,hidden(projection=linear)")
     still = dataclasses.replace(
@@ -94,6 +95,7 @@ def test_students_start_from_layers_of_their_teacher(teacher, tmp_path, monkeypa
         make(teacher, distill__init="bottom", train__init_from="x")
 
 
+@pytest.mark.slow
 def test_stored_logits_give_the_same_losses(teacher, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
     direct, stored = (make(teacher, distill__cache=text) for text in ("", str(cache)))

@@ -193,6 +193,7 @@ def test_incomplete_sources_raise(words, checkpoint, tmp_path):
         train(tmp_path / "run", data__tokenizer="words(40)", train__init_from=str(tmp_path / "empty"))
 
 
+@pytest.mark.slow
 def test_converted_run_trains_with_its_tokenizer(checkpoint, tmp_path, capsys):
     """The workdir holds the model as a checkpoint of step 0."""
     config, params = convert.load(checkpoint)

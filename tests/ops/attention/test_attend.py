@@ -141,6 +141,7 @@ def test_rows_that_see_nothing_have_zero_gradients(form):
     assert not any(np.asarray(g).any() for g in once(jax.grad(loss, (0, 1, 2)), q, k, v))
 
 
+@pytest.mark.slow
 @both_forms
 def test_second_derivatives_match_reference(form):
     (q, k, v), _ = make((1, 20, 20, 2, 1, 4, 4))

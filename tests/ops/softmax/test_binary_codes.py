@@ -321,6 +321,7 @@ def test_memory_does_not_grow_with_the_vocabulary():
     assert used < 3 * n * 16 * code.steps * 4 < n * code.vocab * 4 / 400
 
 
+@pytest.mark.slow
 def test_code_as_jit_argument_and_sharded_tokens():
     code = convolutional_code(6, generators=(0o7, 0o5))
     z, labels = logits_of(code, 8), jnp.arange(8) % 6
@@ -338,6 +339,7 @@ def test_code_as_jit_argument_and_sharded_tokens():
     assert_close(actual[:2], expected)
 
 
+@pytest.mark.slow
 def test_64_bit_inputs_give_the_same_results():
     code = convolutional_code(6, generators=(0o7, 0o5))
     z = np.asarray(logits_of(code))

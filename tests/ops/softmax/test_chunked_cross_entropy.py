@@ -387,6 +387,7 @@ def test_slices_merge_to_the_full_loss(cuts):
     assert_close(*once(lambda h, w: [jax.value_and_grad(loss, (0, 1))(h, w) for loss in losses], h, w))
 
 
+@pytest.mark.slow
 def test_eight_devices_match_one(monkeypatch):
     """The vocabulary or the tokens are on a manual axis, or on an automatic one."""
     monkeypatch.setattr(sys.modules[linear_cross_entropy.__module__], "BLOCK_LOGITS", 16 * 16)

@@ -332,7 +332,8 @@ def test_sinks_of_minus_infinity_give_finite_gradients_in_empty_rows():
         assert_close(result, expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_sums_are_float32_when_x64_is_enabled(dtype):
     """Sums are float32 whatever the default dtype is, in chunks of heads as well."""
     mask = Causal() & (Strided(4) | Window(2))
@@ -361,6 +362,7 @@ def test_traced_scale_has_a_gradient():
     assert_forms_equal(value, Causal(), arrays())
 
 
+@pytest.mark.slow
 def test_second_derivatives_of_a_bias_match_reference():
     qkv = arrays(9)
     far = jnp.arange(9, dtype=jnp.float32)[:, None] - jnp.arange(9, dtype=jnp.float32)[None]
