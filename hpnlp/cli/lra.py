@@ -194,6 +194,9 @@ def _train(names: Sequence[str], specs: Sequence[str], is_all: bool, overrides: 
     overrides = [*overrides, *([f"--config.train.steps={steps}"] if steps else [])]
     by_task = {name: _resolved(name, specs, is_all, overrides) for name in names}
     members.make_directory(workdir)
+    if not minutes:
+        for name, of_task in by_task.items():
+            members.check_directories(of_task, workdir / name)
     finished: dict[str, list[Path]] = {}
     failed: dict[str, int] = {}
     for name, of_task in by_task.items():
@@ -201,6 +204,7 @@ def _train(names: Sequence[str], specs: Sequence[str], is_all: bool, overrides: 
         members.make_directory(directory)
         if minutes:
             of_task = _with_steps(name, of_task, minutes, directory)
+            members.check_directories(of_task, directory)
         finished[name], codes = members.train(of_task, directory)
         failed |= {f"{name}/{member}": code for member, code in codes.items()}
     if any(finished.values()):

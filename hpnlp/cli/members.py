@@ -50,7 +50,7 @@ def resolve(path: str, overrides: Sequence[str], name: str) -> Member:
         config = resolve(experiment.read(path, overrides))
         _check(config)
     except cli.InputError as error:
-        raise cli.InputError(f"{name}: {error}; nothing was trained") from error
+        raise cli.InputError(f"{name}: {error}; nothing was started") from error
     return Member([*cli.register_flags(), f"--config={path}", *overrides], config)
 
 
@@ -72,6 +72,28 @@ def _check(config: Any) -> None:
     find_writers(config.train.writers)
     lookup(PLANS, config.plan.name, "plan.name")
     trainer_of(dataclasses.replace(config, plan=Plan("single", remat=config.plan.remat)), 1)
+
+
+def check_directories(members: Mapping[str, Any], workdir: Path) -> None:
+    """Checks that no member's directory holds a run of another config, which could not be resumed.
+
+    Args:
+      members: Name -> member; the name is that of its directory.
+      workdir: Directory of the members' directories.
+
+    Raises:
+      InputError: A directory holds such a run.
+    """
+    from hpnlp.training.config import differences
+    from hpnlp.training.run_directory import has_begun, load_config
+
+    for name, member in members.items():
+        directory = workdir / name
+        if has_begun(directory) and (changes := differences(load_config(directory), member.config)):
+            raise cli.InputError(
+                f"{directory} holds a run of another config ({'; '.join(changes)}): use another --workdir, or remove that "
+                "directory; nothing was started"
+            )
 
 
 def train(members: Mapping[str, Any], workdir: Path) -> tuple[list[Path], dict[str, int]]:

@@ -42,6 +42,7 @@ def run(argv: Sequence[str]) -> None:
     path, workdir = cli.required("config", experiment.EXAMPLE), Path(cli.required("workdir", "runs/sweep"))
     in_sweep = _resolve_members(path, _load_sweep(path), overrides)
     members.make_directory(workdir)
+    members.check_directories(in_sweep, workdir)
     finished, failed = members.train(in_sweep, workdir)
     if finished:
         from hpnlp import report

@@ -81,7 +81,7 @@ def layers(keep: int | str) -> tuple[str, Compressor]:
         of_model = split_layers(config, weights)
         kept = np.round(np.linspace(0, len(of_model) - 1, keep)).astype(int) if isinstance(keep, int) else chosen
         if len(kept) > len(of_model) or max(kept, default=0) >= len(of_model):
-            raise InputError(f"layers({keep}): the model has {len(of_model)} layers")
+            raise InputError(f"layers({keep}): the model has {len(of_model)} layers, 0 to {len(of_model) - 1}")
         return join_layers(config, weights, [of_model[i] for i in kept])
 
     return STRUCTURE, compress

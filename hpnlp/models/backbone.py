@@ -131,8 +131,8 @@ class BackboneConfig(BlockConfig, PlannedLayers):
             fields = self.periodic_fields()
             shown = " and ".join(f"{field}={text!r}" for field, text in fields.items())
             raise InputError(
-                f"{shown} take{'s' * (len(fields) == 1)} {period} layers for one turn, but model.layers={self.layers}: name "
-                f"fewer {'mixers' if fields.keys() == {'model.mixer'} else 'entries'}, or add layers"
+                f"{shown} repeat{'s' * (len(fields) == 1)} after {period} layers, and model.layers={self.layers}: name fewer "
+                f"{'mixers' if fields.keys() == {'model.mixer'} else 'entries'}, or add layers"
             )
 
     def periodic_fields(self) -> dict[str, str]:

@@ -281,8 +281,8 @@ def check_decodes(model: LM | RNN, memory: Memory | None, count: int) -> None:
         raise InputError(f"memory has states of shape {shape}: model.memory_dim={width} expects {expected}")
     if not isinstance(model, RNN) and not model.config.decodes:
         raise InputError(
-            f"model.mixer={model.config.mixer!r} cannot decode: generate with a model whose mixers all have a cache, and mix "
-            "sequences of any length"
+            f"model.mixer={model.config.mixer!r} cannot decode: a mixer has no cache of earlier tokens, or takes sequences of "
+            "one length only; generate with a model of other mixers, such as full"
         )
 
 

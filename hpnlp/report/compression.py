@@ -29,7 +29,7 @@ def render(rows: Sequence[Any], metric: str, higher_is_better: bool) -> str:
     counts = list(rows[0].seconds)
     header = [
         "stage",
-        "parameters",
+        "array elements",
         "disk MiB",
         "memory MiB",
         *(f"ms, {n} sequence{'s' * (n > 1)}" for n in counts),

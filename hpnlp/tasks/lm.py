@@ -91,8 +91,8 @@ def _check_order(config: RunConfig) -> None:
     if order != "stream":
         if carries(model.mixer):
             raise InputError(
-                f"data.order={order!r}: model.mixer={model.mixer!r} carries state from batch to batch, where sequences must go "
-                "on: set data.order='stream', or choose another mixer"
+                f"data.order={order!r}: model.mixer={model.mixer!r} carries state from each batch to the next, which must "
+                "continue its sequences: set data.order='stream', or choose another mixer"
             )
         return
     if model.position == "learned":

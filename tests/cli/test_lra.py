@@ -54,6 +54,8 @@ def test_runs_are_trained_tabulated_and_skipped(command, run, tmp_path):
     assert (report["steps"], report["config"]["model.mixer"], report["majority_accuracy"] > 0) == (2, "fnet", True)
     outcome = run(*command, "--mixers=fnet", "--budget=2")
     assert outcome.code == 0 and "[1/1] fnet: finished before" in outcome.out
+    outcome = run(*command, "--mixers=fnet", "--budget=3")
+    assert outcome.code == 2 and "fnet holds a run of another config (train.steps: 2 -> 3)" in outcome.err
 
 
 def test_efficiency_is_measured_once(command, run, tmp_path, members_here):
@@ -124,6 +126,10 @@ def test_runs_of_a_task_differ_in_the_mixer_only():
         (
             ["--tasks=text", "--data=imdb:/no/such"],
             "task text, mixer fnet: data.path='imdb:/no/such': '/no/such' does not",
+        ),
+        (
+            ["--tasks=text", f"--data=imdb:{tiny.Path(__file__).parent}"],
+            "holds no train/pos/*.txt and train/neg/*.txt: pass",
         ),
         (["--config.model.dims=3"], "task listops_short, mixer fnet: unknown config field 'model.dims': did you mean"),
         (["--tasks=path_x", "--mixers=mixture"], "task path_x: no mixer is left: name others"),

@@ -65,11 +65,11 @@ def test_failed_members_do_not_stop_the_others(sweep, run, members_here, tmp_pat
     outcome = run("compare", str(tmp_path), f"--out={tmp_path}/all.png")
     assert outcome.code == 0 and "01-seed=1" in outcome.out
 
-    # A finished member with another config is an error, and does not count as finished.
+    # A directory with a run of another config is an error, before any member is started.
     finished = (tmp_path / "runs" / "01-seed=1" / "report.json").read_text()
     outcome = run(*sweep([{"data.seq_len": 100000}, {"train.seed": 1}], argument=":3"))
-    assert outcome.code == 2 and "finish: 00-seq_len=100000, 01-seed=1 (see the errors above" in outcome.err
-    assert "| " not in outcome.out
+    assert outcome.code == 2 and "01-seed=1 holds a run of another config (train.steps: 2 -> 3)" in outcome.err
+    assert not outcome.out
     assert (tmp_path / "runs" / "01-seed=1" / "report.json").read_text() == finished
 
 

@@ -144,7 +144,7 @@ def test_least_important_units_go_first():
         ("heads(0.5, by=luck)", "expected gradient or magnitude"),
         ("layers(0)", "expected at least 1"),
         ("layers('2 1')", "ascending indices"),
-        ("layers(9)", "the model has 3 layers"),
+        ("layers(9)", "the model has 3 layers, 0 to 2"),
         ("int8,heads(0.5)", r"put it before int8"),
         ("int8,int4", "leave out one of them"),
         ("mixed(1)", "at least 2"),

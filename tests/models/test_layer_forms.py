@@ -214,11 +214,11 @@ def test_optimizers_treat_each_stack_like_one_device(optimizer):
         ),
         (
             {"form": "block*2,block(heads=2)"},
-            "model.form='block*2,block(heads=2)' takes 3 layers for one turn, but model.la",
+            "model.form='block*2,block(heads=2)' repeats after 3 layers, and model.la",
         ),
         (
             {"form": "block*2,block(heads=2)", "mixer": "conv,full", "layers": 4},
-            "model.mixer='conv,full' and model.form='block*2,block(heads=2)' take 6 layers for one turn, but model.layers=4",
+            "model.mixer='conv,full' and model.form='block*2,block(heads=2)' repeat after 6 layers, and model.layers=4",
         ),
         ({"form": "block*5000"}, "model.form='block*5000' names 5000 layers: expected at most 4096"),
     ],

@@ -448,7 +448,7 @@ def test_non_embedding_parameters_counts_matrices(fields):
         ({"norm": "layernorm"}, "unknown model.norm 'layernorm': did you mean 'layer'"),
         ({"mixer": "ful"}, "unknown mixer 'ful': did you mean 'full'"),
         ({"mixer": "full(0.1)"}, r"mixer 'full' takes .*soft_cap=None, scale=None.: too many positional"),
-        ({"mixer": "window(4,0)*2,full"}, r"model.mixer='window.4,0.*2,full' takes 3 layers for one turn"),
+        ({"mixer": "window(4,0)*2,full"}, r"model.mixer='window.4,0.*2,full' repeats after 3 layers"),
         ({"output": "soft"}, "unknown output layer 'soft'"),
         ({"rope_scaling": "linear"}, "RoPE scaling 'linear' takes"),
     ],

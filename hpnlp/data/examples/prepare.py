@@ -75,7 +75,7 @@ def prepare_examples(
 
 
 def check_paths(config: ExampleConfig) -> None:
-    """Checks that the files of a config exist. Neither reads nor generates examples.
+    """Checks that the files of a config exist. Reads the first example of published data, and generates none.
 
     Args:
       config: The config.
@@ -85,7 +85,9 @@ def check_paths(config: ExampleConfig) -> None:
     """
     for field in ("path", "heldout_path", "challenge_path"):
         paths = getattr(config, field)
-        if paths and not (field == "path" and generated.is_generated(paths)):
+        if field == "path" and generated.is_generated(paths):
+            generated.check_published(paths)
+        elif paths:
             sources.find(paths, f"data.{field}", FORMATS)
 
 

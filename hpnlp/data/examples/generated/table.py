@@ -137,6 +137,23 @@ def is_generated(path: str) -> bool:
     return True
 
 
+def check_published(path: str) -> None:
+    """Reads the first example of published data, so that a wrong directory is noticed before anything is started.
+
+    Args:
+      path: Value of `ExampleConfig.path` that names generated examples; nothing is read of those that need no files.
+
+    Raises:
+      InputError: The directory has not the files of the data set, or the first one is malformed.
+    """
+    name, _, directory = path.partition(":")
+    entry = GENERATED[name]
+    if entry.origin is None:
+        files = sources.find(directory, "data.path", published.FORMATS)[0].files
+        for make in filter(None, (entry.make, entry.heldout)):
+            next(iter(make(files)), None)
+
+
 def find(path: str, root: str) -> Found:
     """Finds generated examples, which are written to the cache unless they are there already.
 
