@@ -38,7 +38,7 @@ FINETUNED = {
     "feed-forward columns": "mlp(0.5)",
     "heads and columns": "heads(0.5),mlp(0.5)",
     "magnitude": "magnitude(0.1)",
-    "Deep Compression": "magnitude(0.1),codebook(bits=5)",
+    "Deep Compression": "magnitude(0.1),codebook(bits=5, table_bits=5)",
     "stack": f"layers({STUDENT_LAYERS}),heads(0.5),mlp(0.5),int8",
 }
 # Training with other weights: technique -> (train.weights, recipe that stores the result, further config fields).

@@ -169,15 +169,17 @@ def encoding_of(name: str, array: np.ndarray) -> str:
       array: Its content.
 
     Returns:
-      As `container.write` takes it: packed for integers of 4 bits, Huffman codes for other integers of 8 bits, the non-zeros
-      of arrays that consist of zeros mostly, and "raw" for all others.
+      As `container.write` takes it: packed for integers of 4 bits, the non-zeros of arrays that consist of zeros mostly,
+      Huffman codes for other integers of 8 bits, and "raw" for all others.
     """
     if array.dtype.name in ("int4", "uint4"):
         return "packed(4)"
-    if array.dtype.name in ("int8", "uint8"):
-        return "huffman"
-    is_sparse = array.size > 1024 and np.mean(array == 0) > SPARSE_SHARE and len(np.unique(array)) <= 2**16
-    return "sparse" if is_sparse else "raw"
+    is_code = array.dtype.name in ("int8", "uint8")
+    # A Huffman code has at least one bit for each element, also where nearly all are zero.
+    is_sparse = array.size > 1024 and np.mean(array == 0) > SPARSE_SHARE
+    if is_sparse and (is_code or len(np.unique(array)) <= 2**16):
+        return "sparse"
+    return "huffman" if is_code else "raw"
 
 
 def has_weights(workdir: str | os.PathLike[str]) -> bool:

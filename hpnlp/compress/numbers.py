@@ -87,21 +87,23 @@ def pow2(packed: bool = True) -> Conversion:
     return lambda path, w: weights.round_to_powers(w, "row" if is_table(path) else "matrix", packed=packed)
 
 
-def codebook(bits: int = 4) -> Conversion:
-    """Kernels of 2^bits shared values, one of which is 0, by k-means; tables of 256 values.
+def codebook(bits: int = 4, table_bits: int = 8) -> Conversion:
+    """Matrices of few shared values, one of which is 0, by k-means.
 
     Args:
-      bits: 1 to 8.
+      bits: Kernels have 2^bits values: 1 to 8.
+      table_bits: Tables have 2^table_bits: 1 to 8.
 
     Returns:
       The conversion.
 
     Raises:
-      InputError: `bits` is out of range.
+      InputError: A number of bits is out of range.
     """
-    if not 1 <= bits <= 8:
-        raise InputError(f"codebook(bits={bits}): expected 1 to 8")
-    return lambda path, w: weights.cluster(w, 256 if is_table(path) else 2**bits, keep_zeros=True)
+    for name, value in (("bits", bits), ("table_bits", table_bits)):
+        if not 1 <= value <= 8:
+            raise InputError(f"codebook({name}={value}): expected 1 to 8")
+    return lambda path, w: weights.cluster(w, 2 ** (table_bits if is_table(path) else bits), keep_zeros=True)
 
 
 def two_four() -> Conversion:

@@ -113,7 +113,7 @@ def _block(leaf: Any) -> container.PlannedBlock:
         return container.PlannedBlock(name, leaf.shape, "packed(4)", 16 + packing.packed_size(leaf.size, 4), 16)
     if name in ("int8", "uint8"):
         # Codes of a limited alphabet have at most 8 bits on average; each lane's length is stored in at most 2 bytes, and the
-        # last look-ups of lanes are padded.
+        # last look-ups of lanes are padded. Codes that are zeros mostly are two streams, which are smaller together.
         lanes = -(-leaf.size // huffman.STEPS)
         stream = huffman.HEADER_SIZE + _CODE_LENGTHS + leaf.size + 3 * lanes
         return container.PlannedBlock(name, leaf.shape, "huffman", 256 + stream, 256)

@@ -70,6 +70,11 @@ def test_bounds_hold_for_codes_of_maximal_entropy(tmp_path):
         (size,) = planned_sizes(None, leaves, [])
         actual = (tmp_path / "model").stat().st_size
         assert actual <= size.disk_bytes and size.disk_bytes - actual < 650 + 0.01 * count
+        # Just enough zeros to be stored as gaps.
+        write_weights(
+            tmp_path / "model", {"codes": leaves["codes"] * (draw.random(count) < 0.49)}, {"step": 0}, encoding_of
+        )
+        assert (tmp_path / "model").stat().st_size <= size.disk_bytes
 
 
 def test_recipes_cover_all_stages():

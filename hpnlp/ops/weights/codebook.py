@@ -28,7 +28,7 @@ class CodebookWeight(Weight):
 
     Attributes:
       codes: uint8 [D, F].
-      values: float32 [K], rising, at most 256.
+      values: float32 [K], at most 256.
     """
 
     codes: Any
@@ -63,7 +63,7 @@ def cluster(
     Args:
       w: [D, F]; the result is NaN if a number is not finite.
       values: Number of values K, 2 to 256.
-      keep_zeros: Zeros, as pruned matrices have them, stay 0: one value is 0, and the others are means without zeros.
+      keep_zeros: Zeros, as pruned matrices have them, stay 0: the first value is 0, and the others are means without zeros.
       iterations: Rounds of k-means.
 
     Returns:
@@ -100,10 +100,11 @@ def cluster(
     centroids = jnp.sort(jax.lax.fori_loop(0, iterations, step, centroids))
     if keep_zeros:
         centroids = jnp.sort(jnp.concatenate([centroids, jnp.zeros(1)]))
-        near_zero = jnp.abs(centroids).argmin()
     codes = jnp.searchsorted(_midpoints(centroids), w, side="left")
-    if keep_zeros:
-        codes = jnp.where(w == 0, near_zero, codes)
+    if keep_zeros:  # zero comes first, so that the codes of pruned matrices are zeros mostly
+        zero = jnp.abs(centroids).argmin()
+        codes = jnp.where((w == 0) | (codes == zero), 0, codes + (codes < zero).astype(codes.dtype))
+        centroids = centroids[jnp.argsort(jnp.arange(values) != zero, stable=True)]
     centroids = jnp.where(jnp.isfinite(numbers[0]) & jnp.isfinite(numbers[-1]), centroids, jnp.nan)
     return CodebookWeight(codes.astype(jnp.uint8), centroids)
 
