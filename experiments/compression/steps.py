@@ -51,8 +51,13 @@ TRAINED: dict[str, tuple[str, str, dict[str, str]]] = {
     "magnitude in training": ("magnitude(0.1)", "magnitude(0.1)", {}),
     "movement": ("movement(0.1)", "magnitude(0.1)", {}),
 }
-# Zeros of these recipes stay zeros in further training, after which the recipe is applied again.
-MASKED = {"2:4, fine-tuned": "two_four", "blocks, fine-tuned": "blocks(0.25)"}
+# Results of compression that are trained further, with the same zeros or shared values: technique -> (train.weights, the
+# format, which is applied again afterwards). The part before the comma names where the training starts.
+CONTINUED = {
+    "2:4, fine-tuned": ("masked", "two_four"),
+    "blocks, fine-tuned": ("masked", "blocks(0.25)"),
+    "Deep Compression, values trained": ("shared", "codebook(bits=5, table_bits=5)"),
+}
 DISTILLATION = "logits(temperature=2, weight=0.7),labels(0.3)"
 PRUNED = "heads and columns"
 # Fields of the model that PRUNED leaves.
@@ -226,11 +231,11 @@ def weight_trainings(settings: Settings, task: str) -> Iterator[Step]:
         yield settings.train(f"{name}_run", f"finetune.py:{task}", "weights", fields)
         row = {"technique": technique, "task": task, "recipe": f"train.weights={weights}, {recipe}"}
         yield settings.compress(name, f"{name}_run", recipe, row)
-    for technique, recipe in MASKED.items():
+    for technique, (weights, recipe) in CONTINUED.items():
         name, start = f"{task}/{slug(technique)}", settings.workdir / task / slug(technique.partition(",")[0])
-        fields = {"train.weights": "masked", "train.init_from": start}
+        fields = {"train.weights": weights, "train.init_from": start}
         yield settings.train(f"{name}_run", f"finetune.py:{task}", "weights", fields)
-        row = {"technique": technique, "task": task, "recipe": f"{recipe}, train.weights=masked, {recipe}"}
+        row = {"technique": technique, "task": task, "recipe": f"{recipe}, train.weights={weights}, {recipe}"}
         yield settings.compress(name, f"{name}_run", recipe, row)
 
 

@@ -48,10 +48,18 @@ class Technique:
         """
         raise NotImplementedError
 
-    @property
-    def keeps_zeros(self) -> bool:
-        """Whether parameters that are 0 get no updates."""
-        return False
+    def allowed(self, w: Any, update: Any) -> Any:
+        """The update that the optimizer may make.
+
+        Args:
+          w: The parameter before the update.
+          update: What the optimizer adds to it. Optimizers such as muon compute it from whole matrices, so that it need not be
+            0 where the gradient is.
+
+        Returns:
+          An update of the same shape.
+        """
+        return update
 
     def ranked(self, w: Any, scores: Any) -> Any:
         """Numbers of which the largest stay, in the shape of w; for techniques with a schedule."""
@@ -137,12 +145,25 @@ class SoftMovementTechnique(Technique):
 class MaskedTechnique(Technique):
     """Keeps zeros: weights that are exactly 0 stay 0."""
 
-    @property
-    def keeps_zeros(self) -> bool:
-        return True
+    def allowed(self, w: Any, update: Any) -> Any:
+        return jnp.where(w != 0, update, 0)
 
     def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
         return w * (jax.lax.stop_gradient(w) != 0).astype(w.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedTechnique(Technique):
+    """Keeps numbers equal that are equal, and zeros: trains the values of a codebook (Han et al. 2016, section 3).
+
+    The update of a value is the mean of the updates of the numbers that share it. Each step sorts each matrix.
+    """
+
+    def allowed(self, w: Any, update: Any) -> Any:
+        return _by_layer(_mean_of_equals, w, update)
+
+    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
+        return w
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,6 +321,18 @@ def masked(*, steps: int) -> Technique:
     return MaskedTechnique(steps)
 
 
+def shared(*, steps: int) -> Technique:
+    """Training of the values of codebooks: equal numbers of a kernel stay equal, and zeros stay zeros (train.init_from).
+
+    Args:
+      steps: Steps of the run.
+
+    Returns:
+      The technique.
+    """
+    return SharedTechnique(steps)
+
+
 def weight_drop(rate: int | float, *, steps: int) -> Technique:
     """DropConnect: single weights are dropped in training.
 
@@ -327,6 +360,7 @@ WEIGHT_TRAININGS: dict[str, Callable[..., Technique]] = {
     "movement": movement,
     "soft_movement": soft_movement,
     "masked": masked,
+    "shared": shared,
     "weight_drop": weight_drop,
 }
 
@@ -355,8 +389,19 @@ def _round_binary(w: Any, bits: int, group: int) -> Any:
 _ROUNDING = {"integer": _round_integers, "ternary": _round_ternary, "binary": _round_binary}
 
 
-def _by_layer(function: Callable[[Any], Any], w: Any) -> Any:
-    return jax.vmap(function)(w) if w.ndim == 3 else function(w)
+def _by_layer(function: Callable[..., Any], *matrices: Any) -> Any:
+    return jax.vmap(function)(*matrices) if matrices[0].ndim == 3 else function(*matrices)
+
+
+def _mean_of_equals(w: Any, update: Any) -> Any:
+    """The mean of the updates of all numbers with the same value; 0 for zeros."""
+    order = jnp.argsort(w.reshape(-1))
+    numbers, updates = w.reshape(-1)[order], update.reshape(-1)[order].astype(jnp.float32)
+    ids = jnp.cumsum(jnp.concatenate([jnp.zeros(1, jnp.int32), (numbers[1:] != numbers[:-1]).astype(jnp.int32)]))
+    sums = jax.ops.segment_sum(updates, ids, w.size, indices_are_sorted=True)
+    counts = jax.ops.segment_sum(jnp.ones_like(updates), ids, w.size, indices_are_sorted=True)
+    means = jnp.zeros_like(updates).at[order].set((sums / jnp.maximum(counts, 1.0))[ids], unique_indices=True)
+    return jnp.where(w != 0, means.reshape(w.shape), 0.0).astype(update.dtype)
 
 
 def _check_schedule(name: str, keep: int | float, begin: int | float, end: int | float) -> None:

@@ -167,13 +167,10 @@ class WeightTraining(ModelWrapper):
           updates: A tree like `params`.
 
         Returns:
-          The updates; for `masked`, 0 where an element of a kernel is 0. An optimizer such as muon computes updates of
-          whole matrices, which are not 0 where the gradients are.
+          The updates, see `Technique.allowed`.
         """
-        if not self.technique.keeps_zeros:
-            return updates
         new = _kernels(updates)
-        return _replaced(updates, {path: jnp.where(w != 0, new[path], 0) for path, w in _kernels(params).items()})
+        return _replaced(updates, {path: self.technique.allowed(w, new[path]) for path, w in _kernels(params).items()})
 
     def finished(self, weights: Mapping[str, Any]) -> Any:
         """The Model's own weights after the training.

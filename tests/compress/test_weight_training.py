@@ -1,6 +1,7 @@
 """Training with other weights: definitions in numpy, schedules, layouts, resumption and what is loaded afterwards."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +91,18 @@ def test_schedule_and_quantile():
     for share in (0.0, 0.25, 0.9):
         below = (x < quantile(x, jnp.float32(share))[:, None, None]).mean((1, 2))
         np.testing.assert_allclose(below, share, atol=1e-6)
+
+
+def test_equal_numbers_have_equal_updates():
+    draw = np.random.default_rng(0)
+    w, update = draw.integers(-2, 3, (2, 6, 5)).astype(np.float32), draw.normal(size=(2, 6, 5)).astype(np.float32)
+    actual = with_weight_training(MODEL, "shared", 1).technique.allowed(jnp.asarray(w), jnp.asarray(update))
+    expected = np.zeros_like(w)
+    for layer, value in itertools.product((0, 1), (-2, -1, 1, 2)):
+        of_value = w[layer] == value
+        expected[layer][of_value] = update[layer][of_value].mean()
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
+    assert all(len(np.unique(actual[layer])) == 5 for layer in (0, 1))
 
 
 @functools.cache

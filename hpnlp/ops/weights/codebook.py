@@ -58,7 +58,8 @@ def cluster(
     """Replaces numbers by the means of clusters, by k-means.
 
     The clusters begin evenly spaced between the smallest and the largest number, so that the few large numbers, which matter
-    most, have values of their own. A cluster that becomes empty keeps its value.
+    most, have values of their own. A cluster that becomes empty keeps its value. A matrix of at most K distinct numbers stays
+    as it is.
 
     Args:
       w: [D, F]; the result is NaN if a number is not finite.
@@ -97,7 +98,11 @@ def cluster(
         means = (sums[edges[1:]] - sums[edges[:-1]]) / jnp.maximum(sizes, 1).astype(jnp.float32)
         return jnp.where(sizes > 0, means, centroids)
 
-    centroids = jnp.sort(jax.lax.fori_loop(0, iterations, step, centroids))
+    centroids = jax.lax.fori_loop(0, iterations, step, centroids)
+    is_new = counted & jnp.concatenate([jnp.ones(1, bool), numbers[1:] != numbers[:-1]])
+    ranks = jnp.cumsum(is_new.astype(jnp.int32)) - 1
+    distinct = jnp.full_like(centroids, numbers[-1]).at[jnp.where(is_new, ranks, values)].set(numbers, mode="drop")
+    centroids = jnp.sort(jnp.where(ranks[-1] < len(centroids), distinct, centroids))
     if keep_zeros:
         centroids = jnp.sort(jnp.concatenate([centroids, jnp.zeros(1)]))
     codes = jnp.searchsorted(_midpoints(centroids), w, side="left")

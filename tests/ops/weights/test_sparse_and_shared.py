@@ -89,6 +89,12 @@ def test_shared_values_are_means_of_clusters(keep_zeros):
     )
 
 
+@pytest.mark.parametrize("keep_zeros", [False, True])
+def test_few_numbers_stay_as_they_are(keep_zeros):
+    w = np.float32([-0.3, 0.0, 0.01, 0.011, 8.0])[np.random.default_rng(0).integers(0, 5, (6, 7))]
+    np.testing.assert_array_equal(cluster(w, 5, keep_zeros=keep_zeros).dense(), w)
+
+
 def test_nan_makes_shared_values_nan():
     w = W.copy()
     w[3, 3] = np.nan
