@@ -10,9 +10,56 @@ from typing import Any
 
 from hpnlp.compress.matrices import is_table
 from hpnlp.ops import weights
+from hpnlp.ops.weights.ranges import METHODS
 from hpnlp.types import InputError
 
 Conversion = Callable[[str, Any], Any]
+
+
+def int8(integer_products: bool = True, limits: str = "max") -> Conversion:
+    """Kernels and tables of 8-bit integers, with a scale for each column of a kernel and each row of a table.
+
+    Args:
+      integer_products: Products round their inputs to 8 bits as well.
+      limits: Magnitudes that become the largest integer: "max", "percentile" or "mse", see `hpnlp.ops.weights.ranges`.
+
+    Returns:
+      The conversion.
+
+    Raises:
+      InputError: `limits` is unknown.
+    """
+    _check_limits("int8", limits)
+    return lambda path, w: weights.quantize(
+        w, 8, by_row=is_table(path), limits=limits, integer_products=integer_products
+    )
+
+
+def int4(group: int = 32, limits: str = "max") -> Conversion:
+    """Kernels of 4-bit integers with a scale for each group of rows of a column, two to a byte; tables of 8-bit integers.
+
+    Args:
+      group: Rows of a group; it must divide the rows of every kernel.
+      limits: As in `int8`.
+
+    Returns:
+      The conversion.
+
+    Raises:
+      InputError: `group` is below 1, or `limits` is unknown.
+    """
+    if group < 1:
+        raise InputError(f"int4(group={group}): expected at least 1")
+    _check_limits("int4", limits)
+
+    def convert(path: str, w: Any) -> Any:
+        if is_table(path):
+            return weights.quantize(w, 8, by_row=True, limits=limits)
+        if w.shape[0] % group:
+            raise InputError(f"int4(group={group}) does not divide the {w.shape[0]} rows of {path}: choose a divisor")
+        return weights.pack(weights.quantize(w, 4, group=group, limits=limits), "int4")
+
+    return convert
 
 
 def fp8(dtype: str = "e4m3", round_inputs: bool = False) -> Conversion:
@@ -155,6 +202,8 @@ def blocks(share: int | float, block: int = 64) -> Conversion:
 
 # Conversions by the name of their stage.
 CONVERSIONS: dict[str, Callable[..., Conversion]] = {
+    "int8": int8,
+    "int4": int4,
     "fp8": fp8,
     "bf16": bf16,
     "ternary": ternary,
@@ -164,3 +213,8 @@ CONVERSIONS: dict[str, Callable[..., Conversion]] = {
     "two_four": two_four,
     "blocks": blocks,
 }
+
+
+def _check_limits(name: str, limits: str) -> None:
+    if limits not in METHODS:
+        raise InputError(f"{name}(limits={limits!r}): expected {', '.join(METHODS)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -18,10 +19,9 @@ from hpnlp.compress.numbers import CONVERSIONS, Conversion
 from hpnlp.compress.sensitivity import choose_bits, mean_curvature
 from hpnlp.models.variables import BUFFERS, FROZEN
 from hpnlp.ops.weight import is_weight
-from hpnlp.ops.weights import ObservedWeight, pack, quantize
+from hpnlp.ops.weights import ObservedWeight, quantize
 from hpnlp.ops.weights import factorize as factorize_matrix
 from hpnlp.ops.weights.low_rank import rank_by_energy, rank_of
-from hpnlp.ops.weights.ranges import METHODS
 from hpnlp.spec import build, parse
 from hpnlp.types import InputError
 
@@ -121,27 +121,31 @@ def mlp(share: int | float, by: str = "gradient", across_layers: bool = False) -
     return STRUCTURE, _unit_compressor("mlp", share, by, across_layers)
 
 
-def magnitude(share: int | float) -> tuple[str, Compressor]:
-    """Sets the smallest weights of each kernel to 0. Files become smaller, products do not become faster.
+def magnitude(share: int | float, by: str = "magnitude") -> tuple[str, Compressor]:
+    """Sets the smallest weights of each kernel of each layer to 0. Files become smaller, products do not become faster.
 
     Args:
       share: Share of the weights that stays, in (0, 1].
+      by: "magnitude"; or "random" for weights drawn at random, with which results are compared.
 
     Returns:
       What it changes, and the compressor.
 
     Raises:
-      InputError: `share` is out of range.
+      InputError: `share` is out of range, or `by` is unknown.
     """
     _check_share("magnitude", share)
+    if by not in ("magnitude", "random"):
+        raise InputError(f"magnitude(by={by!r}): expected magnitude or random")
 
     def prune(path: str, w: Any) -> Any:
         if is_table(path):
             return w
-        threshold = jnp.quantile(jnp.abs(w), 1 - share)
-        return jnp.where(jnp.abs(w) >= threshold, w, 0.0)
+        key = jax.random.key(zlib.crc32(path.encode()))
+        rank = jnp.abs(w) if by == "magnitude" else jax.random.uniform(key, w.shape)
+        return jnp.where(rank >= jnp.quantile(rank, 1 - share, axis=(-2, -1), keepdims=True), w, 0.0)
 
-    return STRUCTURE, _matrix_compressor(prune)
+    return STRUCTURE, _matrix_compressor(prune, stacked=True)
 
 
 def factorize(
@@ -208,52 +212,6 @@ def _rank(w: Any, parameters: int | float, energy: int | float, rank: int) -> in
     # Layers of a stack have one rank, that of the layer that needs the largest.
     stacked = np.reshape(np.asarray(w), (-1, *w.shape[-2:]))
     return max(rank_by_energy(np.linalg.svd(one, compute_uv=False), energy) for one in stacked)
-
-
-def int8(integer_products: bool = True, limits: str = "max") -> tuple[str, Compressor]:
-    """Kernels and tables of 8-bit integers, with a scale for each column of a kernel and each row of a table.
-
-    Args:
-      integer_products: Products round their inputs to 8 bits as well.
-      limits: Magnitudes that become the largest integer: "max", "percentile" or "mse", see `hpnlp.ops.weights.ranges`.
-
-    Returns:
-      What it changes, and the compressor.
-
-    Raises:
-      InputError: `limits` is unknown.
-    """
-    _check_limits("int8", limits)
-    return NUMBERS, _matrix_compressor(
-        lambda path, w: quantize(w, 8, by_row=is_table(path), limits=limits, integer_products=integer_products)
-    )
-
-
-def int4(group: int = 32, limits: str = "max") -> tuple[str, Compressor]:
-    """Kernels of 4-bit integers with a scale for each group of rows of a column, two to a byte; tables of 8-bit integers.
-
-    Args:
-      group: Rows of a group; it must divide the rows of every kernel.
-      limits: As in `int8`.
-
-    Returns:
-      What it changes, and the compressor.
-
-    Raises:
-      InputError: `group` is below 1, or `limits` is unknown.
-    """
-    if group < 1:
-        raise InputError(f"int4(group={group}): expected at least 1")
-    _check_limits("int4", limits)
-
-    def convert(path: str, w: Any) -> Any:
-        if is_table(path):
-            return quantize(w, 8, by_row=True, limits=limits)
-        if w.shape[0] % group:
-            raise InputError(f"int4(group={group}) does not divide the {w.shape[0]} rows of {path}: choose a divisor")
-        return pack(quantize(w, 4, group=group, limits=limits), "int4")
-
-    return NUMBERS, _matrix_compressor(convert)
 
 
 def mixed(bits: int | float = 4.0, choices: str = "2 4 8") -> tuple[str, Compressor]:
@@ -335,8 +293,6 @@ COMPRESSORS: dict[str, Callable[..., tuple[str, Compressor]]] = {
     "mlp": mlp,
     "magnitude": magnitude,
     "factorize": factorize,
-    "int8": int8,
-    "int4": int4,
     "mixed": mixed,
     **{name: _stage_of(conversion) for name, conversion in CONVERSIONS.items()},
 }
@@ -448,7 +404,7 @@ def _slopes(config: Any, weights: Any, unit: str, calibration: Calibration | Non
     return [layer.variables["params"] for layer in split_layers(config, {**weights, **slopes})]
 
 
-def _matrix_compressor(function: Callable[[str, Any], Any]) -> Compressor:
+def _matrix_compressor(function: Callable[[str, Any], Any], stacked: bool = False) -> Compressor:
     """Compressor that changes each matrix by itself; both factors of a low-rank matrix are matrices."""
 
     def convert(path: str, w: Any) -> Any:
@@ -456,7 +412,7 @@ def _matrix_compressor(function: Callable[[str, Any], Any]) -> Compressor:
             return function(path, w)
         return dataclasses.replace(w, **{f.name: function(path, getattr(w, f.name)) for f in dataclasses.fields(w)})
 
-    return lambda config, weights, calibration: (config, map_matrices(convert, weights))
+    return lambda config, weights, calibration: (config, map_matrices(convert, weights, stacked=stacked))
 
 
 def _matrices(weights: Any) -> list[tuple[str, Any]]:
@@ -487,11 +443,6 @@ def _input_moments(config: Any, weights: Any, paths: Collection[str], calibratio
         return dataclasses.replace(w, moments=found[path]) if path in paths else w
 
     return map_matrices(with_moments, observed, stacked=True)
-
-
-def _check_limits(name: str, limits: str) -> None:
-    if limits not in METHODS:
-        raise InputError(f"{name}(limits={limits!r}): expected {', '.join(METHODS)}")
 
 
 def _check_share(name: str, share: int | float) -> None:
