@@ -13,7 +13,8 @@ from hpnlp.cli import experiment
 from hpnlp.types import InputError
 
 USAGE = """
-hpnlp compress --from=RUN --to=RUN2 --recipe="heads(0.5),mlp(0.5),int8" [--finetune=STEPS] [--config.section.field=value ...]
+hpnlp compress --from=RUN --to=RUN2 --recipe="heads(0.5),mlp(0.5),int8" [--finetune=STEPS] [--rewind=RUN@STEP]
+    [--config.section.field=value ...]
 
 Applies the stages of a recipe to the model of a run, one after the other, and writes the result to RUN2, which `hpnlp generate`
 and `hpnlp evaluate` read like any run. Prints bytes, time and held-out scores before and after each stage, and writes them to
@@ -27,6 +28,9 @@ format.
 --finetune trains the model for some steps after the last stage that removes units or weights; weights that magnitude has
 removed stay 0. It has the run's config, in which fields of data, optimizer, train and distill may have other values, such as
 --config.distill.teacher=RUN, a teacher for this training, or --config.data.path=PATH.
+
+--rewind gives the weights that magnitude keeps their values of a checkpoint, RUN@STEP, or those before the first step, initial,
+before this training: a lottery ticket. Its controls are --rewind=random, other first values, and magnitude(0.1, by=random).
 """
 
 flags.DEFINE_string("from", None, "Directory of the run.")
@@ -35,6 +39,7 @@ flags.DEFINE_string("recipe", None, "Stages, separated by commas.")
 flags.DEFINE_integer(
     "finetune", 0, "Steps of training after the last stage that removes units or weights, 0 for none.", lower_bound=0
 )
+flags.DEFINE_string("rewind", "", "Values of the weights before this training: RUN@STEP, initial or random.")
 flags.DEFINE_string("batch_sizes", "1,8,32", "Numbers of sequences at which the time is measured, separated by commas.")
 flags.DEFINE_integer("calibration", 8, "Training batches for the importance of units.", lower_bound=1)
 flags.DEFINE_integer("batches", 0, "Largest number of held-out batches of a score; 0 for all.", lower_bound=0)
@@ -70,6 +75,7 @@ def run(argv: Sequence[str]) -> None:
         target,
         recipe,
         finetune=f.finetune,
+        rewind=f.rewind,
         calibration_batches=f.calibration,
         batch_sizes=list(map(int, f.batch_sizes.split(","))),
         batches=f.batches or None,

@@ -25,6 +25,7 @@ from hpnlp.spec import did_you_mean, parse_one
 from hpnlp.training import gradients, loop, run_directory
 from hpnlp.training.config import Config, flat, to_json, with_changes
 from hpnlp.training.evaluation import evaluate
+from hpnlp.training.rewind import rewound
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 
@@ -74,6 +75,7 @@ def compress_run(
     recipe: str,
     *,
     finetune: int = 0,
+    rewind: str = "",
     calibration_batches: int = 8,
     batch_sizes: Sequence[int] = (1, 8, 32),
     batches: int | None = None,
@@ -88,6 +90,7 @@ def compress_run(
       target: Directory of the compressed model, which must not hold a run.
       recipe: Stages, see `hpnlp.compress.recipe`.
       finetune: Steps of training after the last stage that removes units, before numbers get fewer bits.
+      rewind: Values that the weights get before this training, see `rewind.rewound`; "" to keep them.
       calibration_batches: Training batches from which stages compute gradients.
       batch_sizes: Numbers of sequences at which the time is measured.
       batches: Largest number of held-out batches of a score; None for all.
@@ -110,6 +113,10 @@ def compress_run(
             f"--finetune={finetune} trains after the stages that remove units or weights, and the recipe {recipe!r} has none: "
             "leave it out, or train with train.weights first"
         )
+    if rewind and all(parse_one(stage.text, "--recipe").name != "magnitude" for stage in stages):
+        raise InputError(
+            f"--rewind={rewind} keeps the zeros of magnitude, which the recipe {recipe!r} does not have: add it"
+        )
     source, target = Path(source), Path(target)
     for name in ("config.json", "checkpoints"):  # without config.json, WEIGHTS_FILE is from an unfinished compression
         if (target / name).exists():
@@ -131,6 +138,9 @@ def compress_run(
         versions.append(_next(versions[-1], stage, calibration, run))
         log(f"{stage.text}: done")
         is_last_structural = stage.changes == STRUCTURE and all(s.changes != STRUCTURE for s in stages[index + 1 :])
+        if rewind and is_last_structural:
+            params = rewound(versions[-1].params, run, rewind)
+            versions.append(dataclasses.replace(versions[-1], stage=f"rewind({rewind})", params=params))
         if finetune and is_last_structural:
             weights = "masked" if any(parse_one(s.text, "--recipe").name == "magnitude" for s in stages) else ""
             versions.append(_finetuned(versions[-1], source, run.step, finetune, weights, target))

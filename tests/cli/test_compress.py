@@ -5,16 +5,19 @@ import json
 import shutil
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
 from hpnlp.compress.files import WEIGHTS_FILE
 from hpnlp.models.huggingface import convert
 from hpnlp.ops.weight import dense_tree
+from hpnlp.parallel.plan import Plan
 from hpnlp.report import compression
 from hpnlp.training import compress_run, loop, run_directory
 from hpnlp.training.compress_run import Measurement
 from hpnlp.training.run_directory import load
+from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 from tests import tiny
 
@@ -82,6 +85,26 @@ def test_pruned_weights_stay_zero_in_further_training_with_other_settings(run, t
     assert load(target).config.optimizer.learning_rate == 0.1
 
 
+@pytest.mark.slow
+def test_lottery_tickets_have_earlier_values_and_the_zeros_of_later_ones(run, trained, tmp_path):
+    late, names = load(trained), ("initial", "random", f"{trained}@2")
+    config, tickets = late.config, {}
+    for name in names:
+        target = tmp_path / name.replace("/", "_")
+        argv = [f"--from={trained}", f"--to={target}", "--recipe=magnitude(0.25)", f"--rewind={name}"]
+        outcome = run("compress", *argv, "--batches=1", "--rounds=1", "--batch_sizes=1")
+        assert (outcome.code, outcome.err) == (0, ""), outcome
+        tickets[name] = load(target).params
+    trainer = make_trainer(late.model, config.optimizer, Plan("single"), steps=1, batch_size=config.data.batch_size)
+    params = [trainer.init(jax.random.key(config.train.seed + seed)).params for seed in (0, 1)]
+    for name, early in zip(names, [*params, late.params], strict=True):
+        kernel, expected = (tree["layers"]["mlp"]["up"]["kernel"] for tree in (tickets[name], early))
+        trained_kernel = np.abs(late.params["layers"]["mlp"]["up"]["kernel"])
+        kept = trained_kernel >= np.quantile(trained_kernel, 0.75, axis=(1, 2), keepdims=True)
+        np.testing.assert_array_equal(kernel, np.where(kept, expected, 0))
+        np.testing.assert_array_equal(tickets[name]["embed"]["table"], early["embed"]["table"])
+
+
 def test_an_interrupted_compression_starts_again_in_its_directory(trained, tmp_path, monkeypatch):
     def compress(recipe, finetune=0):
         compress_run.compress_run(
@@ -146,6 +169,13 @@ def test_a_compressed_model_is_converted_and_trained_further(run, trained, tmp_p
         (["--recipe=int8", "--batch_sizes=0"], "--batch_sizes=0: expected numbers of sequences"),
         (["--recipe=int8,heads(0.5)"], "put it before int8"),
         (["--recipe=int8", "--finetune=3"], "--finetune=3 trains after the stages that remove units or weights"),
+        (
+            ["--recipe=int8", "--rewind=random"],
+            "--rewind=random keeps the zeros of magnitude, which the recipe 'int8' does",
+        ),
+        (["--recipe=magnitude(0.5)", "--rewind=3"], "--rewind=3: expected initial, random, or RUN@STEP"),
+        (["--recipe=magnitude(0.5)", "--rewind=/no/run@3"], "/no/run holds no run"),
+        (["--recipe=magnitude(0.5),mlp(0.5)", "--rewind=initial"], "--rewind=initial: the weights have other shapes"),
         (["--recipe=int8", "--config.model.dim=8"], "model.dim=8 would change the model that is compressed"),
     ],
 )

@@ -116,6 +116,14 @@ def test_pruned_weights_stay_zero_in_a_codebook():
     np.testing.assert_array_equal(up[0] == 0, up[1] == 0)
 
 
+def test_random_masks_differ_by_layer_and_have_the_share():
+    _, weights = result("magnitude(0.25, by=random)")
+    kept = np.asarray(weights["layers"]["mlp"]["up"]["kernel"]) != 0
+    assert (kept.mean((1, 2)) == 0.25).all() and (kept[0] != kept[1]).any()
+    with pytest.raises(InputError, match="by='size'.: expected magnitude or random"):
+        parse_recipe("magnitude(0.25, by=size)")
+
+
 def test_magnitude_and_energy():
     _, weights = result("magnitude(0.25)")
     up = np.asarray(weights["layers"]["mlp"]["up"]["kernel"])
