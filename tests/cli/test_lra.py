@@ -83,17 +83,6 @@ def test_minutes_become_steps_that_stay_the_same(command, run, tmp_path):
     assert "window_4_4: measured before" in outcome.out and "window_4_4: finished before" in outcome.out
 
 
-@pytest.mark.slow
-def test_failed_runs_do_not_stop_the_others(command, run, tmp_path):
-    (tmp_path / "runs" / "listops_short").mkdir(parents=True)
-    (tmp_path / "runs" / "listops_short" / "fnet").write_text("")  # in place of the directory of the run
-    outcome = run(*command, "--mixers=fnet,linear", "--budget=2")
-    assert (
-        outcome.code == 2 and "hpnlp: 1 of 2 members did not finish: listops_short/fnet (see the errors" in outcome.err
-    )
-    assert "| linear |" in (tmp_path / "runs" / "lra.md").read_text()
-
-
 def test_runs_of_a_task_differ_in_the_mixer_only():
     from hpnlp.lra.experiment import get_sweep
 

@@ -61,14 +61,14 @@ LAYOUTS = {
 # Every head in some layouts, and every layout with some heads.
 CASES = {
     "sequences": ("3d", "data 8", "data 4 x sequence 2, by heads"),
-    "tags": ("data 4 x tensor 2", "data 2 x sequence 4"),
+    "tags": ("data 4 x tensor 2",),
     "words": ("zero3 8", "pipeline 2 x zero3 2 x tensor 2"),
-    "mobile": ("zero2 8", "zero3 4 x tensor 2", "3d", "data 4 x sequence 2, by heads"),
+    "mobile": ("zero2 8", "zero3 4 x tensor 2", "data 4 x sequence 2, by heads"),
     "attention": ("data 4 x pipeline 2", "data 2 x sequence 4"),
     "summaries": ("3d",),
     "fourier": ("3d",),
-    "synthesized": ("3d", "pipeline 2 x zero3 2 x tensor 2"),
-    "sampled": ("3d", "data 4 x sequence 2, by heads"),
+    "synthesized": ("pipeline 2 x zero3 2 x tensor 2",),
+    "sampled": ("3d",),
 }
 
 

@@ -135,17 +135,14 @@ def test_prefill_and_extend_of_stacks_equal_separate_layers():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), actual, expected)
 
 
-# Layouts. Heads 4 and 2 and columns 64 and 96 divide by 2, and stages hold complete periods. In the first tier, a period of
-# two stacks, one of which has two layers of each period.
+# Layouts. Heads 4 and 2 and columns 64 and 96 divide by 2, and stages hold complete periods. A period of two stacks,
+# one of which has two layers of each period.
 TWO_STACKS = {"mixer": "conv,full,conv", "form": "block,block(heads=4,mlp_dim=96),block", "layers": 6}
 PARALLEL = dataclasses.replace(
     MODEL, mixer="conv,full", form="block,block(mlp=gelu),block,block(heads=4,mlp_dim=96)", layers=8, dropout=0.3
 )
 LAYOUTS = {
-    "zero3 x tensor": (Plan("zero3", tensor=2), {}),
-    "pipeline x zero3 x tensor": (Plan("zero3", pipeline=2, tensor=2), {}),
     "two stacks, pipeline x zero3 x tensor": (Plan("zero3", pipeline=2, tensor=2), TWO_STACKS),
-    "3d, rounds": (Plan("3d", rounds=2), {"layers": 16}),
     "pipeline x zero2, rounds": (Plan("zero2", pipeline=2, rounds=2), {"layers": 16}),
     "3d, reversible": (Plan("3d"), {"residual": "reversible"}),
     "3d, rematerialised": (Plan("3d", remat="full", recompute_stages=True), {}),
@@ -176,7 +173,7 @@ class Initialised(Run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["muon", "adafactor", "adamw8bit"])
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
 def test_optimizers_treat_each_stack_like_one_device(optimizer):
     layouts = (ONE, (Plan("zero3", tensor=2), 8))
     single, parallel = (Initialised(trainer_of(*where, PARALLEL, name=optimizer)) for where in layouts)
