@@ -24,6 +24,8 @@ os.environ["NPROC"] = "32"  # the value that hpnlp.__main__.spare_threads sets
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start background processes with SIGINT ignored
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 gc.set_threshold(50_000)  # at Python's default of 700, tracing spends 10 % of its time in garbage collection
 
 import chex  # noqa: E402  (imports jax)

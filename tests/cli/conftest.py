@@ -117,7 +117,11 @@ def finish():
     """`finish(process)` waits for a process of `start` and returns its Outcome."""
 
     def call(process, timeout=300):
-        out, err = process.communicate(timeout=timeout)
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()  # its children follow
+            raise
         return Outcome(process.returncode, out, err)
 
     return call
