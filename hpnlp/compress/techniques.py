@@ -25,6 +25,11 @@ class Technique:
     steps: int = 0
 
     @property
+    def rounds_inputs(self) -> bool:
+        """Whether products with the matrices round their inputs to 8 bits."""
+        return False
+
+    @property
     def has_scores(self) -> bool:
         """Whether each matrix has scores of its shape, which are trained beside it and begin as 0."""
         return False
@@ -77,6 +82,11 @@ class QuantizedTechnique(Technique):
     kind: str = "integer"
     bits: int = 8
     group: int = 0
+    inputs: bool = False
+
+    @property
+    def rounds_inputs(self) -> bool:
+        return self.inputs
 
     def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
         if self.kind == "binary":  # BinaryConnect: no gradient where latent weights are beyond 1
@@ -197,12 +207,13 @@ def cubic_share(progress: Array, keep: int | float, begin: int | float, end: int
     return keep + (1.0 - keep) * (1.0 - t) ** 3
 
 
-def quantized(bits: int = 8, group: int = 0, *, steps: int) -> Technique:
+def quantized(bits: int = 8, group: int = 0, inputs: bool = False, *, steps: int) -> Technique:
     """Quantization-aware training: matrices of integers with a scale for each column, or each group of its rows.
 
     Args:
       bits: 2 to 8.
       group: Rows of a group, a divisor of the rows of every kernel; 0 for one scale for each column.
+      inputs: Products round their inputs to 8 bits as well, as those of the stage `int8` do (Zafrir et al. 2019, "Q8BERT").
       steps: Steps of the run.
 
     Returns:
@@ -213,13 +224,14 @@ def quantized(bits: int = 8, group: int = 0, *, steps: int) -> Technique:
     """
     if not 2 <= bits <= 8:
         raise InputError(f"train.weights: quantized({bits}): expected 2 to 8 bits")
-    return QuantizedTechnique(steps, "integer", bits, group)
+    return QuantizedTechnique(steps, "integer", bits, group, inputs)
 
 
-def ternary(*, steps: int) -> Technique:
+def ternary(inputs: bool = False, *, steps: int) -> Technique:
     """Matrices of -a, 0 and a: 0 up to 0.7 times the mean magnitude, and a the mean of the others.
 
     Args:
+      inputs: As for `quantized`; the paper has it.
       steps: Steps of the run.
 
     Returns:
@@ -228,7 +240,7 @@ def ternary(*, steps: int) -> Technique:
     References:
       Zhang et al. 2020, "TernaryBERT", eq. 6 and 7.
     """
-    return QuantizedTechnique(steps, "ternary")
+    return QuantizedTechnique(steps, "ternary", inputs=inputs)
 
 
 def binary(*, steps: int) -> Technique:

@@ -20,6 +20,7 @@ from hpnlp.compress.matrices import KERNELS, is_table
 from hpnlp.compress.techniques import WEIGHT_TRAININGS, Technique
 from hpnlp.models.variables import BUFFERS
 from hpnlp.models.wrapper import ModelWrapper
+from hpnlp.ops.weights import RoundedInputsWeight
 from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError, LossOut, Statistics
 
@@ -109,6 +110,8 @@ class WeightTraining(ModelWrapper):
             )
             for index, (path, w) in enumerate(matrices.items())
         }
+        if self.technique.rounds_inputs:
+            bound = {path: RoundedInputsWeight(w) for path, w in bound.items()}
         inner = {**variables, "params": _replaced(params, bound)}
         if BUFFERS in inner:
             inner[BUFFERS] = {name: tree for name, tree in inner[BUFFERS].items() if name != OWN}

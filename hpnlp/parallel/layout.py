@@ -17,6 +17,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hpnlp.model_parallel import Zero2Parameter
+from hpnlp.ops.weight import is_weight
 from hpnlp.parallel import zero
 from hpnlp.parallel.tensor_parallel import MeshTensorParallel
 from hpnlp.types import InputError
@@ -159,13 +160,16 @@ class Layout:
 
         Args:
           names: A tree like `params` of tuples of logical names.
-          params: A tree of arrays and `Zero2Parameter`s.
+          params: A tree of arrays, `Zero2Parameter`s and Weights, for which names are those of the matrix.
           stacked: True if the function is given slices of the first axis ("layers") instead of the complete stacks.
 
         Returns:
           `(specs, gather)`. specs: a tree of PartitionSpecs. gather: maps a tree of a device's shards to full parameters;
           its derivative reduce-scatters gradients as the ZeRO stage has it.
         """
+        names = jax.tree.map(
+            lambda axes, leaf: leaf.axes(axes) if is_weight(leaf) else axes, names, params, is_leaf=_is_names
+        )
         specs = jax.tree.map(self._parameter_spec, names, params, is_leaf=_is_names)
         gather_dimension = functools.partial(self._gather_dimension, stacked=stacked)
         dims = jax.tree.map(gather_dimension, names, params, is_leaf=_is_names)

@@ -7,6 +7,7 @@ from hpnlp.ops.weights.integer import IntegerWeight, quantize
 from hpnlp.ops.weights.low_rank import LowRankWeight, factorize
 from hpnlp.ops.weights.observed import ObservedWeight
 from hpnlp.ops.weights.packed import PackedWeight, pack
+from hpnlp.ops.weights.rounded_inputs import RoundedInputsWeight
 from hpnlp.ops.weights.sparse import (
     BlockSparseWeight,
     MaskedWeight,
@@ -26,6 +27,7 @@ __all__ = [
     "MaskedWeight",
     "ObservedWeight",
     "PackedWeight",
+    "RoundedInputsWeight",
     "TwoFourWeight",
     "Weight",
     "binarize",
