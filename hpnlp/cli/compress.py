@@ -69,8 +69,17 @@ def run(argv: Sequence[str]) -> None:
     from hpnlp.training import compress_run, run_directory
     from hpnlp.training import config as configs
 
-    changes = experiment.changes(configs.to_values(run_directory.load_config(source)), overrides) if overrides else {}
-    rows = compress_run.compress_run(
+    config = run_directory.load_config(source)
+    changes = experiment.changes(configs.to_values(config), overrides) if overrides else {}
+    task, texts = tasks.find(config.task), []
+
+    def write_report(rows: list[compress_run.Measurement]) -> None:
+        texts.append(compression.render(rows, task.metric, task.higher_is_better))
+        replace_text(Path(target) / "compress.md", texts[0])
+        replace_text(Path(target) / "compress.json", compression.to_json(rows, task.metric, source, recipe))
+        plots.plot_compression(compression.panels(rows, task.metric), Path(target) / "compress.png")
+
+    compress_run.compress_run(
         source,
         target,
         recipe,
@@ -82,10 +91,6 @@ def run(argv: Sequence[str]) -> None:
         rounds=f.rounds,
         changes=changes,
         log=lambda line: print(line, flush=True),
+        write_report=write_report,
     )
-    task = tasks.find(run_directory.load_config(target).task)
-    text = compression.render(rows, task.metric, task.higher_is_better)
-    replace_text(Path(target) / "compress.md", text)
-    replace_text(Path(target) / "compress.json", compression.to_json(rows, task.metric, source, recipe))
-    plots.plot_compression(compression.panels(rows, task.metric), Path(target) / "compress.png")
-    print(f"\n{text}\nwritten: {target}, with compress.md, compress.json and compress.png", flush=True)
+    print(f"\n{texts[0]}\nwritten: {target}, with compress.md, compress.json and compress.png", flush=True)

@@ -82,6 +82,7 @@ def compress_run(
     rounds: int = 5,
     changes: Mapping[str, Any] | None = None,
     log: Callable[[str], None] = print,
+    write_report: Callable[[list[Measurement]], None] | None = None,
 ) -> list[Measurement]:
     """Compresses the model of a run, and measures it after each stage.
 
@@ -98,6 +99,8 @@ def compress_run(
       changes: Fields of the run's config in SECTIONS and their values: other data, or other settings of the further training,
         such as {"distill.teacher": "runs/teacher"}.
       log: Called with lines on the progress.
+      write_report: Called with the measurements before the last file of the model is written, so that no finished model lacks
+        what it writes.
 
     Returns:
       The measurements, first that of the original.
@@ -150,10 +153,7 @@ def compress_run(
     seconds = _seconds(versions, dataset, batch_sizes, rounds)
     sizes = [_write(version, target / WEIGHTS_FILE, run.step) for version in versions]  # the last one stays
     _remove_checkpoints(target / FINETUNE)
-    # config.json comes last, because a directory without it is unfinished. The teacher of the further training is no part of
-    # the model.
-    run_directory.write_config(target, dataclasses.replace(versions[-1].config, distill=DistillConfig()))
-    return [
+    measurements = [
         Measurement(
             version.stage,
             parameter_count(version.params),
@@ -164,6 +164,12 @@ def compress_run(
         )
         for index, (version, size, score) in enumerate(zip(versions, sizes, scores, strict=True))
     ]
+    if write_report is not None:
+        write_report(measurements)
+    # config.json comes last, because a directory without it is unfinished. The teacher of the further training is no part of
+    # the model.
+    run_directory.write_config(target, dataclasses.replace(versions[-1].config, distill=DistillConfig()))
+    return measurements
 
 
 @dataclasses.dataclass(frozen=True)
