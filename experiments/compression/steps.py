@@ -59,6 +59,8 @@ CONTINUED = {
     "Deep Compression, values trained": ("shared", "codebook(bits=5, table_bits=5)"),
 }
 DISTILLATION = "logits(temperature=2, weight=0.7),labels(0.3)"
+# A fifth of the functions have labels, and the same ones are held out as otherwise, those with the lowest hashes.
+FEW_LABELS = {"data.heldout": 0.8, "data.heldout_examples": 681}
 PRUNED = "heads and columns"
 # Fields of the model that PRUNED leaves.
 PRUNED_FIELDS = {"model.heads": "2", "model.head_dim": "64", "model.mlp_dim": "512"}
@@ -197,6 +199,7 @@ def all_steps(settings: Settings) -> list[Step]:
     for task in settings.tasks:
         steps += students(settings, task)
     if "classification" in settings.tasks:
+        steps += few_labels(settings)
         steps += exchange(settings)
         steps += scratch(settings)
     return steps
@@ -262,6 +265,29 @@ def students(settings: Settings, task: str) -> Iterator[Step]:
     recipe = "heads(0.5),mlp(0.5),int8"
     row = {"technique": "distilled, pruned, int8", "task": task, "recipe": f"{STUDENT}, {recipe}", "after": like}
     yield settings.compress(f"{task}/stacked_student", f"{task}/{slug(STUDENT)}_0", recipe, row, True, teaching)
+
+
+def few_labels(settings: Settings) -> Iterator[Step]:
+    """Teacher and students with a fifth of the labels; distilled students also read the other functions, without labels."""
+    common = {"task": "classification, a fifth of the labels"}
+    fields = {**FEW_LABELS, "train.init_from": settings.workdir / "pretrained"}
+    row = {**common, "technique": "teacher", "recipe": "", "like": "classification/int8", "is_original": True}
+    yield settings.train("few_labels/teacher", "finetune.py:classification", "classification", fields, row)
+    teaching = {
+        "distill.teacher": settings.workdir / "few_labels" / "teacher",
+        "distill.losses": "logits(temperature=2)",
+    }
+    row = {**common, "recipe": f"layers({STUDENT_LAYERS})", "like": "classification/layers"}
+    for seed in SEEDS:
+        for technique, further in ((STUDENT, teaching), (ALONE, FEW_LABELS)):
+            fields = {"model.layers": STUDENT_LAYERS, "train.init_from": settings.workdir / "start", "train.seed": seed}
+            yield settings.train(
+                f"few_labels/{slug(technique)}_{seed}",
+                "finetune.py:classification",
+                "classification",
+                {**fields, **further},
+                {**row, "technique": technique, "seed": seed},
+            )
 
 
 def exchange(settings: Settings) -> Iterator[Step]:
