@@ -59,8 +59,8 @@ CONTINUED = {
     "Deep Compression, values trained": ("shared", "codebook(bits=5, table_bits=5)"),
 }
 DISTILLATION = "logits(temperature=2, weight=0.7),labels(0.3)"
-# A fifth of the functions have labels, and the same ones are held out as otherwise, those with the lowest hashes.
-FEW_LABELS = {"data.heldout": 0.8, "data.heldout_examples": 681}
+# A third of the functions have labels, and the same ones are held out as otherwise, those with the lowest hashes.
+FEW_LABELS = {"data.heldout": 0.7, "data.heldout_examples": 681}
 PRUNED = "heads and columns"
 # Fields of the model that PRUNED leaves.
 PRUNED_FIELDS = {"model.heads": "2", "model.head_dim": "64", "model.mlp_dim": "512"}
@@ -268,8 +268,8 @@ def students(settings: Settings, task: str) -> Iterator[Step]:
 
 
 def few_labels(settings: Settings) -> Iterator[Step]:
-    """Teacher and students with a fifth of the labels; distilled students also read the other functions, without labels."""
-    common = {"task": "classification, a fifth of the labels"}
+    """Teacher and students with a third of the labels; distilled students also read the other functions, without labels."""
+    common = {"task": "classification, a third of the labels"}
     fields = {**FEW_LABELS, "train.init_from": settings.workdir / "pretrained"}
     row = {**common, "technique": "teacher", "recipe": "", "like": "classification/int8", "is_original": True}
     yield settings.train("few_labels/teacher", "finetune.py:classification", "classification", fields, row)
