@@ -4,6 +4,7 @@ import collections
 import gc
 import importlib.metadata
 import os
+import pathlib
 import re
 import signal
 
@@ -38,6 +39,7 @@ import pytest  # noqa: E402
 hypothesis.settings.register_profile("hpnlp", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("hpnlp")
 
+MAX_MAPS = 40_000
 STRICT = re.compile(r"tests[/\\](ops|nn|models)[/\\]")
 
 
@@ -73,7 +75,15 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="module", autouse=True)
 def small_collections():
-    """Freezes what modules and earlier files have left alive, mostly programs; to traverse them takes seconds each time."""
+    """Freezes what modules and earlier files have left alive, mostly programs; to traverse them takes seconds each time.
+
+    A program has about 7 memory maps, and Linux allows a process 65,530: programs are dropped before these run out, which would
+    be a segmentation fault.
+    """
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAX_MAPS:
+        jax.clear_caches()
+        gc.unfreeze()
     gc.collect()
     gc.freeze()
 
