@@ -34,7 +34,6 @@ from tests import tiny
 PLANS = {"tensor": Plan(tensor=2)}
 SLOW_PLANS = {
     "zero3": Plan("zero3"),
-    "sequence": Plan(sequence=2),
     "zero3_sequence": Plan("zero3", sequence=2),
     "3d": Plan("3d"),
 }
@@ -186,25 +185,17 @@ EXAMPLES = {
 }
 # Plans that a task's model does not fit -> the message.
 REFUSED = {
-    ("seq2seq", name): "the memory is not divided: set plan.sequence=1" for name in ("sequence", "zero3_sequence")
-}
-REFUSED |= {
-    ("image_classification", name): "images are not divided: set plan.sequence=1"
-    for name in ("sequence", "zero3_sequence")
-}
-REFUSED |= {
-    ("tree_classification", name): "trees are not divided: set plan.sequence=1"
-    for name in ("sequence", "zero3_sequence")
+    ("seq2seq", "zero3_sequence"): "the memory is not divided: set plan.sequence=1",
+    ("image_classification", "zero3_sequence"): "images are not divided: set plan.sequence=1",
+    ("tree_classification", "zero3_sequence"): "trees are not divided: set plan.sequence=1",
+    ("rnn_lm", "zero3_sequence"): "reads tokens one after another: set plan.sequence=1",
+    ("rnn_lm", "3d"): "layers are not stacked: set plan.pipeline=1",
 }
 REFUSED |= {
     (task, name): "the model has none of them: set plan.tensor=1"
     for task in ("image_classification", "tree_classification")
     for name in ("tensor", "3d")
 }
-REFUSED |= {
-    ("rnn_lm", name): "reads tokens one after another: set plan.sequence=1" for name in ("sequence", "zero3_sequence")
-}
-REFUSED |= {("rnn_lm", "3d"): "layers are not stacked: set plan.pipeline=1"}
 
 
 # The tasks whose contracts `make test` checks. The others differ from these by their data and models, which have tests of

@@ -320,9 +320,8 @@ def test_early_stop_is_final(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", ["2:3", "3:12"])
-def test_profile_writes_a_trace(tmp_path, steps):
-    train(tmp_path, train__profile=steps, train__patience=1, train__min_delta=100.0, train__eval_every=2)
+def test_profile_writes_a_trace(tmp_path):
+    train(tmp_path, train__profile="2:3", train__patience=1, train__min_delta=100.0, train__eval_every=2)
     assert list(tmp_path.glob("profile/**/*.xplane.pb"))
 
 

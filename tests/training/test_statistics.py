@@ -39,14 +39,11 @@ LAYOUTS = {
 }
 SUMMED = (("mixer", "summed,full"), ("kv_heads", 4))
 SLOW_LAYOUTS = {
-    "ring": (Plan(sequence=2), 4, {}),
     "accumulated": (Plan(), 1, {"accumulate": 4}),
-    "pipeline": (Plan("data", pipeline=2, microbatches=4), 4, {}),
     "recomputed": (Plan(remat="full"), 1, {}),
     "zero3 x pipeline, accumulated": (Plan("zero3", pipeline=2, microbatches=2), 4, {"accumulate": 2}),
     "zero2 x tensor x pipeline": (Plan("zero2", pipeline=2, tensor=2, microbatches=2), 8, {}),
     "ring x tensor, accumulated": (Plan("zero3", sequence=2, tensor=2), 8, {"accumulate": 2}),
-    "data": (Plan("data"), 8, {}),
     "heads x tensor": (Plan(sequence=2, tensor=2, exchange="heads"), 4, {}, SUMMED),
     "offloaded": (Plan(remat="full", offload_parameters=True), 1, {}, (("mixer", "centered"),)),
     "rounds": (Plan("zero3", pipeline=2, rounds=2, microbatches=2), 4, {}, (("mixer", "centered"),)),

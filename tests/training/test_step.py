@@ -149,7 +149,6 @@ def test_layouts_match_one_device(layout):
 # Pipelines of two rounds and two stages, over four layers.
 CIRCULAR = {
     "3d": Plan("3d"),
-    "pipeline 2 x zero2 2 x tensor 2": Plan("zero2", pipeline=2, tensor=2),
     "pipeline 2 x zero3 2 x tensor 2": Plan("zero3", pipeline=2, tensor=2),
     "pipeline 2 x sequence 4": Plan("sequence", pipeline=2),
     "data 2 x pipeline 2 x sequence 2, by heads": Plan("data", pipeline=2, sequence=2, exchange="heads"),
