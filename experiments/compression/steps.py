@@ -59,14 +59,13 @@ CONTINUED = {
     "Deep Compression, values trained": ("shared", "codebook(bits=5, table_bits=5)"),
 }
 DISTILLATION = "logits(temperature=2, weight=0.7),labels(0.3)"
-# A third of the functions have labels, and the same ones are held out as otherwise, those with the lowest hashes.
-FEW_LABELS = {"data.heldout": 0.7, "data.heldout_examples": 681}
+MASKED_WORDS = "masked words"
 PRUNED = "heads and columns"
 # Fields of the model that PRUNED leaves.
 PRUNED_FIELDS = {"model.heads": "2", "model.head_dim": "64", "model.mlp_dim": "512"}
 
 # Training steps of each kind of run.
-STEPS = {"pretrained": 1000, "classification": 1000, "tagging": 600, "finetune": 300, "weights": 600}
+STEPS = {"pretrained": 1000, "students": 300, "classification": 1000, "tagging": 600, "finetune": 300, "weights": 600}
 # Steps and held-out data with which each command runs in seconds; the scores mean nothing.
 TRIAL_STEPS = dict.fromkeys(STEPS, 3)
 TRIAL_DATA = {True: {"data.heldout_bytes": 20_000}, False: {"data.heldout_examples": 64}}
@@ -131,14 +130,14 @@ class Settings:
           The step.
         """
         steps = self.count(kind)
-        values = {"train.steps": steps, **(TRIAL_DATA[kind == "pretrained"] if self.trial else {}), **fields}
+        values = {"train.steps": steps, **(TRIAL_DATA[config == "pretrain.py"] if self.trial else {}), **fields}
         if name != "pretrained":  # which makes the tokenizer
             values["data.tokenizer"] = self.workdir / "pretrained" / "tokenizer.json"
         flags = [f"--config.{field}={value}" for field, value in values.items()]
         arguments = ("train", f"--config={HERE / config}", f"--workdir={self.workdir / name}", *flags)
         inputs = self.names(fields.get("train.init_from"), fields.get("distill.teacher"))
         inputs = inputs or (() if name == "pretrained" else ("pretrained",))  # which makes the tokenizer
-        seconds = steps * (0.9 if kind == "pretrained" else 0.5)
+        seconds = steps * (0.9 if config == "pretrain.py" else 0.5)
         return Step(name, arguments, "report.json", inputs, seconds + 20, row or {})
 
     def names(self, *directories: Path | None) -> tuple[str, ...]:
@@ -190,16 +189,17 @@ def all_steps(settings: Settings) -> list[Step]:
     Returns:
       The steps.
     """
-    steps = [settings.train("pretrained", "pretrain.py", "pretrained", {})]
+    row = {"task": MASKED_WORDS, "technique": "teacher", "recipe": "", "like": "start", "is_original": True}
+    steps = [settings.train("pretrained", "pretrain.py", "pretrained", {}, row)]
     steps += teachers(settings)
     for task in settings.tasks:
         steps += recipes(settings, f"{task}/teacher", task, task)
         steps += weight_trainings(settings, task)
     steps.append(settings.compress("start", "pretrained", f"layers({STUDENT_LAYERS})"))
+    steps += masked_students(settings)
     for task in settings.tasks:
         steps += students(settings, task)
     if "classification" in settings.tasks:
-        steps += few_labels(settings)
         steps += exchange(settings)
         steps += scratch(settings)
     return steps
@@ -267,24 +267,17 @@ def students(settings: Settings, task: str) -> Iterator[Step]:
     yield settings.compress(f"{task}/stacked_student", f"{task}/{slug(STUDENT)}_0", recipe, row, True, teaching)
 
 
-def few_labels(settings: Settings) -> Iterator[Step]:
-    """Teacher and students with a third of the labels; distilled students also read the other functions, without labels."""
-    common = {"task": "classification, a third of the labels"}
-    fields = {**FEW_LABELS, "train.init_from": settings.workdir / "pretrained"}
-    row = {**common, "technique": "teacher", "recipe": "", "like": "classification/int8", "is_original": True}
-    yield settings.train("few_labels/teacher", "finetune.py:classification", "classification", fields, row)
-    teaching = {
-        "distill.teacher": settings.workdir / "few_labels" / "teacher",
-        "distill.losses": "logits(temperature=2)",
-    }
-    row = {**common, "recipe": f"layers({STUDENT_LAYERS})", "like": "classification/layers"}
+def masked_students(settings: Settings) -> Iterator[Step]:
+    """Students of the pretraining, from layers of the pretrained model, as DistilBERT begins (Sanh et al. 2019)."""
+    teaching = {"distill.teacher": settings.workdir / "pretrained", "distill.losses": DISTILLATION}
+    row = {"task": MASKED_WORDS, "recipe": f"layers({STUDENT_LAYERS})", "like": "start"}
     for seed in SEEDS:
-        for technique, further in ((STUDENT, teaching), (ALONE, FEW_LABELS)):
+        for technique, further in ((STUDENT, teaching), (ALONE, {})):
             fields = {"model.layers": STUDENT_LAYERS, "train.init_from": settings.workdir / "start", "train.seed": seed}
             yield settings.train(
-                f"few_labels/{slug(technique)}_{seed}",
-                "finetune.py:classification",
-                "classification",
+                f"masked_words/{slug(technique)}_{seed}",
+                "pretrain.py",
+                "students",
                 {**fields, **further},
                 {**row, "technique": technique, "seed": seed},
             )
