@@ -172,6 +172,15 @@ def tree_classification(directory):
     return configs.resolve(config)
 
 
+def word_embeddings(directory):
+    values = configs.default("word_embeddings")
+    values.data.update(path=os.environ["HPNLP_TEST_TEXT"], tokenizer="words(60)", seq_len=16, batch_size=8)
+    values.model.update(dim=16, window=2, subsample=0.05, output="negative_sampling(8, sampler=unigram)")
+    values.optimizer.update(warmup=0, learning_rate=1e-2, rows=True)
+    values.train.steps = 4
+    return configs.resolve(values)
+
+
 # Name of a task -> its tiny config, made from a directory for its data.
 EXAMPLES = {
     "lm": language_model,
@@ -183,6 +192,7 @@ EXAMPLES = {
     "seq2seq": sequence_to_sequence,
     "tagging": tagging,
     "tree_classification": tree_classification,
+    "word_embeddings": word_embeddings,
 }
 # Plans that a task's model does not fit -> the message.
 REFUSED = {
@@ -204,6 +214,11 @@ REFUSED |= {
 REFUSED |= {
     ("rnn_lm", name): "reads tokens one after another: set plan.sequence=1" for name in ("sequence", "zero3_sequence")
 }
+REFUSED |= {
+    ("word_embeddings", name): "whose windows are not divided: set plan.sequence=1"
+    for name in ("sequence", "zero3_sequence")
+}
+REFUSED |= {("word_embeddings", "3d"): "which have no layers: set plan.pipeline=1"}
 REFUSED |= {("rnn_lm", "3d"): "layers are not stacked: set plan.pipeline=1"}
 
 
