@@ -26,11 +26,15 @@ principal components. --save writes the vectors as a file of word2vec, binary if
 FREQUENT = 60  # most frequent words that a picture shows beside the words of the command
 
 flags.DEFINE_string("workdir", None, "Directory of the run.")
-flags.DEFINE_string("vectors", None, "File of word vectors in the text or binary format of word2vec, in place of a run.")
+flags.DEFINE_string(
+    "vectors", None, "File of word vectors in the text or binary format of word2vec, in place of a run."
+)
 flags.DEFINE_integer("count", 10, "Number of neighbours.")
 flags.DEFINE_string("draw", None, "File of a picture of the words and their neighbours.")
 flags.DEFINE_string("save", None, "File of word2vec to write the vectors to.")
-flags.DEFINE_integer("step", None, "Step of the run's checkpoint; by default the best, or the newest if none was evaluated.")
+flags.DEFINE_integer(
+    "step", None, "Step of the run's checkpoint; by default the best, or the newest if none was evaluated."
+)
 
 
 def run(argv: Sequence[str]) -> None:
@@ -48,7 +52,7 @@ def run(argv: Sequence[str]) -> None:
         raise InputError("no word: write hpnlp neighbours WORD --workdir=runs/words, or pass --draw or --save")
     if bool(f.workdir) == bool(f.vectors):
         raise InputError("pass one of --workdir=RUN and --vectors=FILE, which name the word vectors")
-    picture = None if f.draw is None else cli.plot_path(f.draw, "words.png")
+    picture = None if f.draw is None else cli.plot_path(f.draw, "words.png", "draw")
     table = _table()
     found = {expression: table.evaluate(expression, f.count) for expression in expressions}
     for expression, near in found.items():

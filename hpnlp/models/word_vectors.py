@@ -68,6 +68,11 @@ class WordVectorsConfig(Unstacked):
             raise InputError(f"model.subsample={self.subsample}: expected at least 0, where 0 keeps all words")
 
     @property
+    def layers(self) -> int:
+        """The model has no layers; its tables are updated as one."""
+        return 1
+
+    @property
     def decodes(self) -> bool:
         """The model cannot continue prompts."""
         return False
@@ -114,7 +119,9 @@ class WordVectors(nn.Module):
     def setup(self) -> None:
         c = self.config
         if self.remat != "none":
-            raise InputError(f"plan.remat={self.remat!r}: word vectors have no layers to recompute: set plan.remat='none'")
+            raise InputError(
+                f"plan.remat={self.remat!r}: word vectors have no layers to recompute: set plan.remat='none'"
+            )
         self.embed = Embed(c.vocab, c.dim)
         extra = {"vocab": c.vocab, "dim": c.dim, "stats": self.stats, "axis": "vocab"}
         self.output = build(parse_one(c.output, "model.output"), OUTPUTS, "output layer", **extra)

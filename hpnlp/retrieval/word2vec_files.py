@@ -34,7 +34,7 @@ def save_word2vec(table: WordVectorTable, path: str | os.PathLike[str], binary: 
     for word in table.words:
         if not word or any(character in word for character in " \n"):
             raise InputError(
-                f"the word {shortened(word, 60)!r} is empty or has a space or a newline, which files of word2vec cannot hold: "
+                f"the word {shortened(word, 60)} is empty or has a space or a newline, which files of word2vec cannot hold: "
                 "leave it out (without_spaces)"
             )
     with replaced(path, "the word vectors") as file:
@@ -82,7 +82,7 @@ def load_word2vec(path: str | os.PathLike[str], binary: bool | None = None) -> W
     header = data[: max(end, 0)].split()
     if len(header) != 2 or not all(part.isdigit() for part in header):
         raise InputError(
-            f"{path}, line 1: {shortened(data[:40].decode('utf-8', 'replace'), 40)!r}: expected the numbers of words and of "
+            f"{path}, line 1: {shortened(data[:40].decode('utf-8', 'replace'), 40)}: expected the numbers of words and of "
             "features, as files of word2vec begin"
         )
     count, dim = map(int, header)
@@ -126,11 +126,13 @@ def _read_text(body: bytes, count: int, dim: int, path: str) -> tuple[list[str],
             vectors[number - 2] = [float(part) for part in parts[1:]]
         except ValueError:
             raise InputError(
-                f"{path}, line {number}: {shortened(line.decode('utf-8', 'replace'), 60)!r} has a value that is no number"
+                f"{path}, line {number}: {shortened(line.decode('utf-8', 'replace'), 60)} has a value that is no number"
             ) from None
         words.append(parts[0].decode("utf-8", "surrogateescape"))
     if len(lines) != count:
-        raise InputError(f"{path} has {len(lines)} words, and line 1 announces {count}: correct the count, or restore the file")
+        raise InputError(
+            f"{path} has {len(lines)} words, and line 1 announces {count}: correct the count, or restore the file"
+        )
     return words, vectors
 
 
@@ -155,5 +157,7 @@ def _read_binary(body: bytes, count: int, dim: int, path: str) -> tuple[list[str
         vectors[number] = np.frombuffer(body, "<f4", dim, space + 1)
         start = end
     if body[start:].strip(b"\n"):
-        raise InputError(f"{path} goes on after {count} words, which line 1 announces: correct the count, or restore the file")
+        raise InputError(
+            f"{path} goes on after {count} words, which line 1 announces: correct the count, or restore the file"
+        )
     return words, vectors

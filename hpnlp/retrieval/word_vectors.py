@@ -67,7 +67,7 @@ class WordVectorTable:
             return row
         near = difflib.get_close_matches(word, self._candidates(word), n=3, cutoff=0.6)
         known = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {len(self):,} others"
-        raise InputError(f"the word {shortened(word, 60)!r} has no vector: {known}")
+        raise InputError(f"the word {shortened(word, 60)} has no vector: {known}")
 
     def _candidates(self, word: str) -> list[str]:
         """Words of a length from which `word` may be misspelled."""
@@ -196,8 +196,10 @@ def words_of(expression: str) -> list[str]:
       InputError: A word is missing.
     """
     words = _SIGNS.split(expression.strip())[::2]
-    if not all(words) or len(words) > 1 and any(set(word) <= set("+- ") for word in words):
-        raise InputError(f"{shortened(expression, 80)!r}: expected words with ' + ' or ' - ' between them, as 'a - b + c'")
+    if not all(words) or len(words) > 1 and any({"+", "-"} & set(word.split()) for word in words):
+        raise InputError(
+            f"{shortened(expression, 80)}: expected words with ' + ' or ' - ' between them, as 'a - b + c'"
+        )
     return words
 
 
@@ -211,7 +213,11 @@ def of_tokenizer(vectors: np.ndarray, tokenizer: Tokenizer) -> WordVectorTable:
     Returns:
       The vectors of all tokens that have a text of their own; special tokens are left out.
     """
-    specials = {tokenizer.pad_id, tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id} if hasattr(tokenizer, "unk_id") else set()
+    specials = (
+        {tokenizer.pad_id, tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id}
+        if hasattr(tokenizer, "unk_id")
+        else set()
+    )
     words: dict[str, int] = {}
     for row in range(min(tokenizer.vocab_size, len(vectors))):
         text = tokenizer.decode([row]).decode("utf-8", "surrogateescape")

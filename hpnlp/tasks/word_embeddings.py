@@ -85,7 +85,12 @@ class WordVectorsReport(TaskReport):
             return Section()
         table = vectors_of(outcome.params, outcome.dataset.tokenizer)
         words = [word for word in table.words if word.isalpha() and len(word) > 3][:SHOWN]
-        lines = ["Nearest neighbours of the most frequent words of at least four letters:", "", "| word | neighbours |", "|---|---|"]
+        lines = [
+            "Nearest neighbours of the most frequent words of at least four letters:",
+            "",
+            "| word | neighbours |",
+            "|---|---|",
+        ]
         for word in words:
             near = ", ".join(code_cell(name) for name, _ in table.neighbours(word, NEIGHBOURS))
             lines.append(f"| {code_cell(word)} | {near} |")

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,9 @@ class Word2VecConfig:
     epochs: int = option(5, "Passes over the text.")
     learning_rate: float = option(0.025, "First learning rate; it falls linearly.")
     min_learning_rate: float = option(1e-4, "Last learning rate.")
-    workers: int = option(0, "Threads, which train copies of the tables and merge them again and again; 0 for one per core.")
+    workers: int = option(
+        0, "Threads, which train copies of the tables and merge them again and again; 0 for one per core."
+    )
     seed: int = option(0, "Seed of the initial vectors and of all draws.")
 
     def __post_init__(self) -> None:
@@ -54,6 +57,35 @@ class Word2VecConfig:
     def block(self) -> Block:
         """Sizes and objective of a block."""
         return Block(self.objective, self.window, self.centres, self.noise, self.negatives)
+
+
+def sentence_ids(
+    sentences: Iterable[Sequence[str]], least: int = 5, vocab: int | None = None
+) -> tuple[np.ndarray, list[str], np.ndarray]:
+    """Makes a vocabulary of sentences, and ids of their words.
+
+    Args:
+      sentences: Words of each sentence.
+      least: Words with fewer occurrences are left out, so that windows reach over them.
+      vocab: Largest number of words; None for no limit.
+
+    Returns:
+      `(ids, words, counts)`: ids int32 with -1 after each sentence, and the words by falling frequency with their occurrences.
+
+    Raises:
+      InputError: No word occurs as often.
+    """
+    kept = [list(sentence) for sentence in sentences]
+    occurrences = collections.Counter(word for sentence in kept for word in sentence)
+    ranked = sorted(
+        (word for word, n in occurrences.items() if n >= least), key=lambda word: (-occurrences[word], word)
+    )
+    words = ranked[:vocab]
+    if not words:
+        raise InputError(f"least={least}: none of {len(occurrences):,} words occurs as often: lower it, or add text")
+    rows = {word: row for row, word in enumerate(words)}
+    ids = [row for sentence in kept for row in (*(rows[word] for word in sentence if word in rows), -1)]
+    return np.array(ids, np.int32), words, np.array([occurrences[word] for word in words])
 
 
 def train_word_vectors(
@@ -81,7 +113,9 @@ def train_word_vectors(
     if not (tokens >= 0).any():
         raise InputError("the text has no words: pass ids of words, with -1 after each sentence")
     if tokens.max() >= len(counts):
-        raise InputError(f"the text has the id {tokens.max()}, and there are counts of {len(counts)} words: pass all counts")
+        raise InputError(
+            f"the text has the id {tokens.max()}, and there are counts of {len(counts)} words: pass all counts"
+        )
     keep = keep_probabilities(counts, config.subsample, config.subsample_form)
     table, draws = _initial(len(counts), config), jnp.asarray(noise_table(counts, config.noise_power))
     workers = config.workers or os.cpu_count() or 1
@@ -97,9 +131,13 @@ def train_word_vectors(
                     table = parts.train(table, index)
                     continue
                 copies = [jnp.array(table) for _ in range(workers)]
-                table = merge_tables(table, list(pool.map(parts.train, copies, range(index * workers, (index + 1) * workers))))
+                table = merge_tables(
+                    table, list(pool.map(parts.train, copies, range(index * workers, (index + 1) * workers)))
+                )
             if log is not None:
-                log(f"epoch {epoch + 1} of {config.epochs}: {np.count_nonzero(tokens >= 0):,} words, {len(words):,} kept")
+                log(
+                    f"epoch {epoch + 1} of {config.epochs}: {np.count_nonzero(tokens >= 0):,} words, {len(words):,} kept"
+                )
     inputs, outputs = np.split(np.asarray(table), 2)
     return inputs, outputs
 
@@ -158,6 +196,4 @@ class _Parts:
         stream = slice(centres.start, centres.stop + 2 * self.block.window)
         draws = np.random.default_rng(self.seeds[part]).integers(0, self.noise.size, (self.steps, self.block.noise))
         rows = self.words[stream], self.segments[stream], self.widths[centres]
-        return jax.block_until_ready(
-            train_blocks(table, *rows, self.noise[draws], self.rates[part], self.block)
-        )
+        return jax.block_until_ready(train_blocks(table, *rows, self.noise[draws], self.rates[part], self.block))

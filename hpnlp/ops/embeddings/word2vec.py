@@ -108,9 +108,7 @@ def noise_table(counts: Int[Any, " V"], power: float = 0.75, size: int = 1 << 20
     return np.repeat(np.arange(len(weights), dtype=np.int32), np.diff(bounds, prepend=0))
 
 
-def pair_weights(
-    segments: Int[Array, " C"], widths: Int[Array, " T"], block: Block
-) -> Float[Array, "T C"]:
+def pair_weights(segments: Int[Array, " C"], widths: Int[Array, " T"], block: Block) -> Float[Array, "T C"]:
     """1 for each pair of a centre and a word of its context, otherwise 0.
 
     Args:
@@ -129,7 +127,11 @@ def pair_weights(
 
 
 def block_loss(
-    inputs: Float[Array, "I D"], outputs: Float[Array, "O D"], noise: Float[Array, "K D"], pairs: Float[Array, "T C"], block: Block
+    inputs: Float[Array, "I D"],
+    outputs: Float[Array, "O D"],
+    noise: Float[Array, "K D"],
+    pairs: Float[Array, "T C"],
+    block: Block,
 ) -> Float[Array, ""]:
     """Negative-sampling loss of a block, in nats.
 
@@ -166,7 +168,11 @@ def _predictors(inputs: Array, pairs: Array, block: Block) -> tuple[Array, Array
 
 
 def block_gradients(
-    inputs: Float[Array, "I D"], outputs: Float[Array, "O D"], noise: Float[Array, "K D"], pairs: Float[Array, "T C"], block: Block
+    inputs: Float[Array, "I D"],
+    outputs: Float[Array, "O D"],
+    noise: Float[Array, "K D"],
+    pairs: Float[Array, "T C"],
+    block: Block,
 ) -> tuple[Float[Array, "I D"], Float[Array, "O D"], Float[Array, "K D"]]:
     """Gradients of `block_loss` by its first three arguments, by two products.
 
@@ -187,7 +193,9 @@ def block_gradients(
         # One product for contexts and noise; the rows stay side by side.
         rows = jnp.concatenate([outputs, noise])
         is_noise = jnp.arange(rows.shape[0]) >= outputs.shape[0]
-        g = jnp.concatenate([pairs, scale], axis=1) * (jax.nn.sigmoid(h @ rows.T) - jnp.where(is_noise, 0.0, 1.0))
+        g = jnp.concatenate([pairs, scale], axis=1) * (
+            jax.nn.sigmoid(h @ rows.T) - jnp.where(is_noise, 0.0, 1.0)[None, :]
+        )
         d_rows = g.T @ h
         return g @ rows, d_rows[: outputs.shape[0]], d_rows[outputs.shape[0] :]
     g_noise = scale * jax.nn.sigmoid(h @ noise.T)
@@ -266,7 +274,11 @@ def merge_tables(table: Float[Array, "R D"], others: list[Float[Array, "R D"]]) 
 
 
 def reference_block_gradients(
-    inputs: Float[Any, "I D"], outputs: Float[Any, "O D"], noise: Float[Any, "K D"], pairs: Float[Any, "T C"], block: Block
+    inputs: Float[Any, "I D"],
+    outputs: Float[Any, "O D"],
+    noise: Float[Any, "K D"],
+    pairs: Float[Any, "T C"],
+    block: Block,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`block_gradients` by loops over pairs and noise words, in float64.
 
