@@ -22,7 +22,7 @@ def word_embeddings(rows: Rows) -> Lines:
     lines = []
     for row in rows:
         label = (
-            f"{names[row['objective']]}, negative sampling, D {row['dim']}, {row['vocab']:,} words, {row['epochs']} passes over "
+            f"{names[row['objective']]}, negative sampling, D {row['dim']}, V {row['vocab']:,}, {row['epochs']} passes over "
             f"{row['words']:,} words"
         )
         if row["form"].startswith("hpnlp"):

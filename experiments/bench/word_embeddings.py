@@ -1,16 +1,18 @@
-"""Measures skip-gram and CBOW with negative sampling against gensim's Word2Vec: words per second, and similarity of held-out pairs.
+"""Measures skip-gram and CBOW with negative sampling against gensim's Word2Vec: words per second, and similarity of held-out
+pairs.
 
     pip install gensim==4.4.0
     python experiments/bench/word_embeddings.py [--objectives=skip_gram,cbow] [--epochs=5] [--rounds=3] [--seeds=3]
 
-The text is the docstrings and comments of the standard library, of whose sentences each tenth is held out. Both train 128 features,
-windows of 5, 5 noise words and subsampling at 1e-3, for the same number of passes and with as many threads as there are cores;
-gensim reads the text from a file or from lists, and the faster one of the two counts. Times are of the training without the
-vocabulary; those of hpnlp include subsampling and the division of the text, and not the compilation, which "first_call" has.
+The text is the docstrings and comments of the standard library, of whose sentences each tenth is held out. Both train 128
+features, windows of 5, 5 noise words and subsampling at 1e-3, for the same number of passes and with as many threads as
+there are cores; gensim reads the text from a file or from lists, and the faster one of the two counts. Times are of the
+training without the vocabulary; those of hpnlp include subsampling and the division of the text, and not the compilation,
+which "first_call" has.
 
-Quality is measured on pairs of words within windows of held-out sentences: the rank correlation (Spearman) of the cosine of two words
-with their pointwise mutual information, for pairs with at least 3 occurrences; and the share of held-out pairs with a larger cosine
-than the pair of the same first word and a second word from another pair. The mean over seeds is reported.
+Quality is measured on pairs of words within windows of held-out sentences: the rank correlation (Spearman) of the cosine of
+two words with their pointwise mutual information, for pairs with at least 3 occurrences; and the share of held-out pairs
+with a larger cosine than the pair of the same first word and a second word from another pair. The mean over seeds is reported.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     python experiments/embeddings/word2vec.py --out=vectors.bin
     hpnlp neighbours list "open - close + start" --vectors=vectors.bin --draw=words.png
 
---text=FILE reads a text of your own, with a sentence on each line and spaces between words; otherwise the docstrings and comments
-of the standard library are read. `hpnlp.training.word2vec` lists the fields of --set, as in --set=objective=cbow,dim=64.
+--text=FILE reads a text of your own, with a sentence on each line and spaces between words; otherwise the docstrings and
+comments of the standard library are read. `hpnlp.training.word2vec` lists the fields of --set, as in
+--set=objective=cbow,dim=64.
 """
 
 from __future__ import annotations

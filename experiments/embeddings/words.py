@@ -6,8 +6,8 @@
 
 The name after the colon is "skip_gram" (the default), "cbow", or "all", a sweep of both with the output layers of word2vec:
 negative sampling, hierarchical softmax over a Huffman tree, and binary codes. A step updates the rows of the words of its batch
-only, except with binary codes, which have no table. word2vec.py trains the same vectors many times faster, with negative sampling
-only.
+only, except with binary codes, which have no table. word2vec.py trains the same vectors many times faster, with negative
+sampling only.
 """
 
 from __future__ import annotations

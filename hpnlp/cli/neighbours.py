@@ -18,9 +18,9 @@ USAGE = """
 hpnlp neighbours WORD ["A - B + C" ...] --workdir=runs/words | --vectors=FILE [--count=10] [--draw=words.png] [--save=FILE]
 
 Lists the words whose vectors have the largest cosine with that of a word, or with a sum of unit vectors such as "king - man +
-woman", whose words are left out. The vectors are the embedding of a run of any task that embeds tokens, or a file in the text or
-binary format of word2vec. --draw draws the words, their neighbours and the most frequent words in the plane of their first two
-principal components. --save writes the vectors as a file of word2vec, binary if its name ends with .bin.
+woman", whose words are left out. The vectors are the embedding of a run of any task that embeds tokens, or a file in the
+text or binary format of word2vec. --draw draws the words, their neighbours and the most frequent words in the plane of their
+first two principal components. --save writes the vectors as a file of word2vec, binary if its name ends with .bin.
 """
 
 FREQUENT = 60  # most frequent words that a picture shows beside the words of the command

@@ -89,9 +89,9 @@ class WordVectorsConfig(Unstacked):
 class WordVectors(nn.Module):
     """Embeddings of words that predict the words around them.
 
-    A batch is as for `models.lm.LM`; labels are not read, since the labels are the tokens of the windows. A window ends with its
-    document. In training, subsampling removes words before windows are made, so that windows reach further; in evaluations, where
-    nothing is drawn, a pair counts with the probability that training would use it.
+    A batch is as for `models.lm.LM`; labels are not read, since the labels are the tokens of the windows. A window ends with
+    its document. In training, subsampling removes words before windows are made, so that windows reach further; in
+    evaluations, where nothing is drawn, a pair counts with the probability that training would use it.
 
     Parameters are "embed" (the word vectors), "head" (the output layer's table) and "output".
 
@@ -130,8 +130,8 @@ class WordVectors(nn.Module):
             self.table = param(self, "head", embed_init, (c.vocab, c.dim), ("vocab", "embed"))
         if c.subsample and self.stats is None:
             raise InputError(
-                f"model.subsample={c.subsample} needs the words' counts, which data.tokenizer=words(...) keeps: choose that, or "
-                "model.subsample=0"
+                f"model.subsample={c.subsample} needs the words' counts, which data.tokenizer=words(...) keeps: choose that, "
+                "or model.subsample=0"
             )
         threshold = c.subsample if self.stats is not None else 0.0
         counts = np.zeros(c.vocab) if self.stats is None else self.stats.counts
@@ -244,14 +244,15 @@ class WordVectors(nn.Module):
         return buffers
 
     def rows(self, batch: Batch) -> dict[tuple[str, ...], Int[Array, " R"]]:
-        """Rows of tables that `loss` of this batch looks up with the same rngs: those of all words of the batch, and of samples."""
+        """Rows of tables that `loss` of this batch looks up with the same rngs: all words of the batch, and samples."""
         tokens = batch["tokens"].reshape(-1)
         per_word = 2 * self.config.window if self.config.objective == "skip_gram" else 1
         # As many labels as the loss has, since the number may decide which samples are drawn; all of them words of the batch.
         labels = jnp.tile(tokens, per_word)
         rows = {("embed", "table"): tokens}
         head_rows = self.output.rows(labels, self.make_rng("output"))
-        return rows if head_rows is None else {**rows, ("head",): head_rows}
+        # Row 0 stands for predictions of weight 0.
+        return rows if head_rows is None else {**rows, ("head",): jnp.concatenate([head_rows, jnp.zeros(1, jnp.int32)])}
 
     @nn.nowrap
     def example_batch(self, batch_size: int, length: int) -> dict[str, jax.Array]:

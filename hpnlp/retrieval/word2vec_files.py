@@ -1,8 +1,8 @@
 """Files of word vectors in the text and binary formats of word2vec, as the C program and gensim write them.
 
-Both begin with a line of the number of words and the number of features. A line of the text format has a word and its numbers, with
-single spaces between them. In the binary format, a word, a space and its numbers (little-endian float32) follow one another; the C
-program ends each vector with a newline, and gensim does not.
+Both begin with a line of the number of words and the number of features. A line of the text format has a word and its
+numbers, with single spaces between them. In the binary format, a word, a space and its numbers (little-endian float32)
+follow one another; the C program ends each vector with a newline, and gensim does not.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def load_word2vec(path: str | os.PathLike[str], binary: bool | None = None) -> W
       The vectors.
 
     Raises:
-      InputError: The file cannot be read; its first line has no two counts; it has more or fewer words than that; a line is broken
-          (its number is in the message); or a word repeats.
+      InputError: The file cannot be read; its first line has no two counts; it has more or fewer words than that; a line is
+          broken (its number is in the message); or a word repeats.
     """
     try:
         data = Path(path).read_bytes()
@@ -140,8 +140,8 @@ def _read_binary(body: bytes, count: int, dim: int, path: str) -> tuple[list[str
     words: list[str] = []
     if count * (4 * dim + 1) > len(body):
         raise InputError(
-            f"{path} has {len(body):,} bytes of vectors, and line 1 announces {count} words of {dim} features, which take more: "
-            "correct the count, or restore the file"
+            f"{path} has {len(body):,} bytes of vectors, and line 1 announces {count} words of {dim} features, which take "
+            "more: correct the count, or restore the file"
         )
     vectors, start = np.empty((count, dim), "<f4"), 0
     for number in range(count):

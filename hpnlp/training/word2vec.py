@@ -103,8 +103,8 @@ def train_word_vectors(
       log: Called with a line after each epoch.
 
     Returns:
-      `(input vectors, output vectors)`, float32 [V, D]. The input vectors are the word vectors. The result depends on the number
-      of workers, and is otherwise the same each time.
+      `(input vectors, output vectors)`, float32 [V, D]. The input vectors are the word vectors. The result depends on the
+      number of workers, and is otherwise the same each time.
 
     Raises:
       InputError: The text has no words, or ids beyond the counts.

@@ -1,8 +1,8 @@
 """Word vectors by skip-gram and CBOW with negative sampling, trained block by block over a stream of words.
 
-A block holds T centre words, their contexts (the T + 2 W words around them) and K noise words that the block shares. The scores of
-a block are one matrix product, and so are the gradients of the inputs and of the outputs. A step of stochastic gradient descent
-reads and writes the rows of these words only.
+A block holds T centre words, their contexts (the T + 2 W words around them) and K noise words that the block shares. The
+scores of a block are one matrix product, and so are the gradients of the inputs and of the outputs. A step of stochastic
+gradient descent reads and writes the rows of these words only.
 """
 
 from __future__ import annotations
@@ -302,11 +302,9 @@ def reference_block_gradients(
         context = np.flatnonzero(np.asarray(pairs)[t])
         if not len(context):
             continue
-        if block.objective == "skip_gram":
-            predictions = [([t], c) for c in context]  # (rows of the inputs, row of the outputs)
-        else:
-            predictions = [(list(context), t)]
-        for read, predicted in predictions:
+        is_skip_gram = block.objective == "skip_gram"
+        # (rows of the inputs, row of the outputs) of each prediction
+        for read, predicted in [([t], c) for c in context] if is_skip_gram else [(list(context), t)]:
             h = inputs[read].mean(axis=0)
             g = sigmoid(h @ outputs[predicted]) - 1
             dh = g * outputs[predicted]
