@@ -25,7 +25,7 @@ def test_neighbours_are_listed_drawn_and_saved(run, vectors, tmp_path):
     files = f"--draw={tmp_path / 'words.png'}", f"--save={tmp_path / 'vectors.txt'}"
     outcome = run("neighbours", "king", "king - man + woman", vectors, "--count=2", *files)
     assert outcome.code == 0 and outcome.err == ""
-    assert outcome.out.splitlines()[:2] == ["king", "  0.697  man"] and "king - man + woman\n  0." in outcome.out
+    assert outcome.out.splitlines()[:2] == ["king", "  0.702  man"] and "king - man + woman\n  0." in outcome.out
     assert matplotlib.image.imread(tmp_path / "words.png").size
     assert load_word2vec(tmp_path / "vectors.txt").words == WORDS
 

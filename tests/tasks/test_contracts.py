@@ -175,7 +175,7 @@ def tree_classification(directory):
 def word_embeddings(directory):
     values = configs.default("word_embeddings")
     values.data.update(path=os.environ["HPNLP_TEST_TEXT"], tokenizer="words(60)", seq_len=16, batch_size=8)
-    values.model.update(dim=16, window=2, subsample=0.05, output="negative_sampling(8, sampler=unigram)")
+    values.model.update(vocab=64, dim=16, window=2, subsample=0.05, output="negative_sampling(8, sampler=unigram)")
     values.optimizer.update(warmup=0, learning_rate=1e-2, rows=True)
     values.train.steps = 4
     return configs.resolve(values)

@@ -37,8 +37,10 @@ def test_pairs_lie_within_windows_and_sentences():
 @pytest.mark.parametrize("objective", word2vec.OBJECTIVES)
 def test_gradients_match_autodiff_and_loops(objective):
     block, vectors, pairs = make_block(objective)
-    actual = word2vec.block_gradients(*vectors, pairs, block)
-    by_autodiff = jax.grad(word2vec.block_loss, argnums=(0, 1, 2))(*vectors, pairs, block)
+    by_grad = jax.grad(word2vec.block_loss, argnums=(0, 1, 2))
+    actual, by_autodiff = jax.jit(
+        lambda *vectors: (word2vec.block_gradients(*vectors, pairs, block), by_grad(*vectors, pairs, block))
+    )(*vectors)
     by_loops = word2vec.reference_block_gradients(*vectors, pairs, block)
     for gradient, other, loops in zip(actual, by_autodiff, by_loops, strict=True):
         assert_close(gradient, other)
@@ -63,9 +65,12 @@ def test_blocks_take_steps_of_gradient_descent(objective):
             read, predicted = predicted, read
         return word2vec.block_loss(table[read], table[V + predicted], table[V + noise[start // T]], pairs, block)
 
-    expected = jnp.asarray(table)
-    for step in range(2):
-        expected = expected - rates[step] * jax.grad(loss)(expected, step * T)
+    def descend(table):
+        for step in range(2):
+            table = table - rates[step] * jax.grad(loss)(table, step * T)
+        return table
+
+    expected = jax.jit(descend)(table)
     trained = word2vec.train_blocks(jnp.asarray(table), tokens, segments, widths, noise, rates, block)
     assert_close(trained, expected)
     untouched = [V - 2, V - 1, 2 * V - 2, 2 * V - 1]
