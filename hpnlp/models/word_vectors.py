@@ -199,11 +199,11 @@ class WordVectors(nn.Module):
         if deterministic:
             share = (c.window - distance + 1) / c.window if c.dynamic else np.ones(len(distance))
             assert keep is not None
-            return weights * share.astype(np.float32) * keep[..., None] * _windows(keep, c.window)
+            return weights * share.astype(np.float32)[None, None] * keep[..., None] * _windows(keep, c.window)
         if not c.dynamic:
             return weights
         widths = jax.random.randint(jax.random.fold_in(self.make_rng("dropout"), 1), segments.shape, 1, c.window + 1)
-        return weights * (distance[None, None] <= widths[..., None])
+        return jnp.where(distance[None, None] <= widths[..., None], weights, 0.0)
 
     def _weights_of_centres(self, total: Array, keep: Array | None) -> Float[Array, "B T"]:
         """Weights of the words that CBOW predicts."""
@@ -218,10 +218,10 @@ class WordVectors(nn.Module):
         following, length = jnp.roll(unit, -1, axis=1), segments.shape[1]
         flat = following.reshape(-1, vectors.shape[-1])
         other = jnp.roll(flat, flat.shape[0] // 2 + length // 2, axis=0).reshape(vectors.shape)
-        is_pair = (segments == jnp.roll(segments, -1, axis=1)) & (segments > 0) & (np.arange(length) < length - 1)
-        weights = is_pair * keep * jnp.roll(keep, -1, axis=1)
+        is_pair = (segments == jnp.roll(segments, -1, axis=1)) & (segments > 0) & (np.arange(length) < length - 1)[None]
+        weights = jnp.where(is_pair, keep * jnp.roll(keep, -1, axis=1), 0.0)
         right = (unit * following).sum(axis=-1) > (unit * other).sum(axis=-1)
-        return (weights * right).sum(), weights.sum()
+        return jnp.where(right, weights, 0.0).sum(), weights.sum()
 
     @nn.nowrap
     def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:

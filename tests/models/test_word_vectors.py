@@ -1,5 +1,7 @@
 """The model of word vectors against loops over pairs of words."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,7 @@ BATCH |= {"weights": (SEGMENTS > 0).astype(np.float32)}
 
 def make(**fields):
     model = WordVectors(WordVectorsConfig(**{"dim": D, "window": W, "vocab": V, "output": "full", **fields}), STATS)
-    params = nn.meta.unbox(model.init(jax.random.key(0), model.example_batch(1, 8)))
+    params = nn.meta.unbox(jax.jit(model.init)(jax.random.key(0), model.example_batch(1, 8)))
     params = jax.tree.map(lambda x: 10 * x, params)  # initial vectors are small
     return model, params
 
@@ -57,7 +59,7 @@ def test_held_out_loss_matches_loops(objective):
     model, params = make(objective=objective, subsample=0.1)
     share = STATS.counts / STATS.counts.sum()
     keep = np.minimum(1, np.sqrt(0.1 / share) + 0.1 / share)
-    out = model.apply(params, BATCH, method="loss")
+    out = jax.jit(functools.partial(model.apply, method="loss"))(params, BATCH)
     total, weight = expected_loss(model.config, params, keep)
     assert_close((out.sum, out.weight), (jnp.float32(total), jnp.float32(weight)))
     right, pairs = out.aux["pair_accuracy"]
@@ -66,7 +68,7 @@ def test_held_out_loss_matches_loops(objective):
 
 def train_loss(model, params, seed):
     rngs = {"dropout": jax.random.key(seed), "output": jax.random.key(0)}
-    return model.apply(params, BATCH, False, method="loss", rngs=rngs)
+    return jax.jit(lambda params: model.apply(params, BATCH, False, method="loss", rngs=rngs))(params)
 
 
 def test_training_draws_windows_and_words():

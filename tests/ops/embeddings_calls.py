@@ -23,21 +23,5 @@ CALLS = {
     "embeddings.word2vec.pair_weights": (
         (lambda s, w: word2vec.pair_weights(s, w, BLOCK), (np.zeros(6, int), np.ones(4, int))),
     ),
-    "embeddings.word2vec.train_blocks": (
-        (
-            lambda *a: word2vec.train_blocks(*a, BLOCK),
-            (
-                RNG.standard_normal((10, 3)),
-                np.arange(6) % 5,
-                np.zeros(6, int),
-                np.ones(4, int),
-                np.zeros((1, 2), int),
-                np.ones(1),
-            ),
-        ),
-    ),
-    "embeddings.word2vec.merge_tables": (
-        (lambda a, b: word2vec.merge_tables(a, [b, b]), (RNG.standard_normal((4, 3)), RNG.standard_normal((4, 3)))),
-    ),
 }
 ON_HOST = {f"embeddings.word2vec.{name}" for name in ("keep_probabilities", "noise_table", "reference_block_gradients")}
