@@ -160,7 +160,8 @@ class WordVectorTable:
             return self.neighbours(words[0], count)
         signs = ["+", *_SIGNS.split(expression.strip())[1::2]]
         signed = list(zip(signs, words, strict=True))
-        return self.analogy(*([word for s, word in signed if s == sign] for sign in "+-"), count)
+        added, subtracted = ([word for s, word in signed if s == sign] for sign in "+-")
+        return self.analogy(added, subtracted, count)
 
     def plane(self, words: Sequence[str]) -> np.ndarray:
         """Projection of the unit vectors of words to their first two principal components.
@@ -213,15 +214,11 @@ def of_tokenizer(vectors: np.ndarray, tokenizer: Tokenizer) -> WordVectorTable:
     Returns:
       The vectors of all tokens that have a text of their own; special tokens are left out.
     """
-    specials = (
-        {tokenizer.pad_id, tokenizer.unk_id, tokenizer.bos_id, tokenizer.eos_id}
-        if hasattr(tokenizer, "unk_id")
-        else set()
-    )
+    special_ids = {getattr(tokenizer, f"{name}_id", None) for name in ("unk", "bos", "eos")}
     words: dict[str, int] = {}
     for row in range(min(tokenizer.vocab_size, len(vectors))):
         text = tokenizer.decode([row]).decode("utf-8", "surrogateescape")
-        if text and row not in specials:
+        if text and row not in special_ids:
             words.setdefault(text, row)
     return WordVectorTable(list(words), vectors[list(words.values())])
 
