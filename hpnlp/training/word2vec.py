@@ -143,8 +143,8 @@ def train_word_vectors(
 
 
 def _initial(vocab: int, config: Word2VecConfig) -> jax.Array:
-    """Input vectors that are uniform over -0.5 / D to 0.5 / D, and output vectors of 0, one below the other."""
-    inputs = (np.random.default_rng(config.seed).random((vocab, config.dim), np.float32) - 0.5) / config.dim
+    """Input vectors that are uniform over -1 / D to 1 / D, as those of gensim, and output vectors of 0, one below the other."""
+    inputs = (2 * np.random.default_rng(config.seed).random((vocab, config.dim), np.float32) - 1) / config.dim
     return jnp.asarray(np.concatenate([inputs, np.zeros_like(inputs)]))
 
 

@@ -93,11 +93,11 @@ def test_noise_has_shares_of_the_powers_of_counts():
     np.testing.assert_array_equal(np.bincount(table, minlength=4), 3600 * np.array([8, 0, 27, 1]) / 36)
 
 
-def test_merged_tables_move_by_the_mean_of_changes():
-    table = np.zeros((3, 2), np.float32)
-    first, second = np.array([[2, 2], [4, 0], [0, 0]], np.float32), np.array([[4, 0], [0, 0], [0, 0]], np.float32)
-    merged = word2vec.merge_tables(jnp.asarray(table), [jnp.asarray(first), jnp.asarray(second)])
-    np.testing.assert_array_equal(merged, [[3, 1], [4, 0], [0, 0]])
+def test_merged_tables_move_by_the_changes_of_two_copies():
+    changes = np.array([[[2, 2], [4, 0], [0, 0]], [[4, 0], [0, 0], [0, 0]], [[3, 1], [2, 0], [0, 0]]], np.float32)
+    table = np.ones((3, 2), np.float32)
+    merged = word2vec.merge_tables(jnp.asarray(table), [jnp.asarray(table + change) for change in changes])
+    np.testing.assert_allclose(merged - table, [[6, 2], [6, 0], [0, 0]], rtol=1e-6)  # 2 / 3 of the first row's sum
 
 
 @pytest.mark.parametrize(
