@@ -152,6 +152,7 @@ def rows_of(objective: str, ids: np.ndarray, counts: np.ndarray, pairs: Any, gen
             "objective": objective,
             "form": form,
             "words_per_second": statistics.median(of_form),
+            "words_per_cpu_second": statistics.median(words / t for _, t in seconds[form]),
             "over_gensim": ratio,
         }
         if form in ("hpnlp", "gensim, file"):
