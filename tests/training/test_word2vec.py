@@ -8,7 +8,7 @@ import pytest
 from hpnlp.training.word2vec import Word2VecConfig, sentence_ids, train_word_vectors
 from hpnlp.types import InputError
 
-CONFIG = Word2VecConfig(dim=8, window=2, centres=8, noise=4, epochs=4, learning_rate=0.1, subsample=0, workers=1)
+CONFIG = Word2VecConfig(dim=8, window=2, centres=8, noise=4, epochs=4, learning_rate=0.1, subsample=0.0, workers=1)
 
 
 @pytest.fixture(scope="module")
