@@ -118,7 +118,8 @@ def ours(
 ) -> tuple[tuple[float, float], np.ndarray]:
     """`((seconds, CPU seconds) of the training, vectors [V, D])`."""
     config = Word2VecConfig(
-        objective, DIM, WINDOW, float(NEGATIVES), subsample=SAMPLE, epochs=FLAGS.epochs, learning_rate=RATES[objective], seed=seed,
+        objective, DIM, WINDOW, float(NEGATIVES), subsample=SAMPLE, epochs=FLAGS.epochs,
+        learning_rate=RATES[objective], seed=seed,
         workers=threads or measure.environment()["cores"],
     )  # fmt: skip
     start = time.perf_counter(), time.process_time()
