@@ -20,6 +20,9 @@ BATCH = {"tokens": TOKENS, "labels": TOKENS, "segment_ids": SEGMENTS, "positions
 BATCH |= {"weights": (SEGMENTS > 0).astype(np.float32)}
 
 
+BATCH = jax.tree.map(jnp.asarray, BATCH)
+
+
 def make(**fields):
     model = WordVectors(WordVectorsConfig(**{"dim": D, "window": W, "vocab": V, "output": "full", **fields}), STATS)
     params = nn.meta.unbox(jax.jit(model.init)(jax.random.key(0), model.example_batch(1, 8)))

@@ -223,8 +223,8 @@ REFUSED |= {("rnn_lm", "3d"): "layers are not stacked: set plan.pipeline=1"}
 
 
 # Tagging shares its code with classification; masked language models are encoders of the text of language models, and
-# recurrent ones differ from language models by their model.
-SLOW = ("masked_lm", "rnn_lm", "tagging")
+# recurrent ones and word embeddings differ from language models by their model.
+SLOW = ("masked_lm", "rnn_lm", "tagging", "word_embeddings")
 
 
 @pytest.fixture(
