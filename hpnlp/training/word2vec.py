@@ -39,7 +39,9 @@ class Word2VecConfig:
     learning_rate: float = option(0.025, "First learning rate; it falls linearly.")
     min_learning_rate: float = option(1e-4, "Last learning rate.")
     workers: int = option(
-        0, "Threads, which train copies of the tables and merge them again and again; 0 for one per core."
+        0,
+        "Threads, which train copies of the tables and merge them again and again; 0 for one per core, at most 2, since with more "
+        "of them a word changes its vector less.",
     )
     seed: int = option(0, "Seed of the initial vectors and of all draws.")
 
@@ -118,7 +120,7 @@ def train_word_vectors(
         )
     keep = keep_probabilities(counts, config.subsample, config.subsample_form)
     table, draws = _initial(len(counts), config), jnp.asarray(noise_table(counts, config.noise_power))
-    workers = config.workers or os.cpu_count() or 1
+    workers = config.workers or min(2, os.cpu_count() or 1)
     rounds, steps = _sizes(float(keep[tokens[tokens >= 0]].sum()), config, workers)
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         for epoch in range(config.epochs):
