@@ -40,8 +40,8 @@ class Word2VecConfig:
     min_learning_rate: float = option(1e-4, "Last learning rate.")
     workers: int = option(
         0,
-        "Threads, which train copies of the tables and merge them again and again; 0 for one per core, at most 2, since with more "
-        "of them a word changes its vector less.",
+        "Threads, which train copies of the tables and merge them again and again; 0 for one per core, at most 2, as with "
+        "more of them a word changes its vector less.",
     )
     seed: int = option(0, "Seed of the initial vectors and of all draws.")
 
