@@ -49,6 +49,7 @@ EXTRAS = {
     #     PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-all
     "oracles": [
         "faiss-cpu==1.15.1",
+        "gensim==4.4.0",
         "mpmath==1.3.0",
         "onnxruntime==1.32.0",
         "qwix==0.1.8",

@@ -8,7 +8,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-COMMANDS = ("train", "generate", "evaluate", "sweep", "lra", "compress", "compare", "plan", "draw", "convert", "export")
+COMMANDS = (
+    "train",
+    "generate",
+    "evaluate",
+    "sweep",
+    "lra",
+    "compress",
+    "compare",
+    "plan",
+    "draw",
+    "convert",
+    "export",
+    "neighbours",
+)
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:

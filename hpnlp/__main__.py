@@ -23,6 +23,7 @@ COMMANDS = {
     "lra": "train mixers on tasks of the Long Range Arena, or measure their speed and memory by length",
     "compress": "make a smaller model of a run, and measure its size, time and quality",
     "export": "write the model of a run as one file for JAX or ONNX runtimes",
+    "neighbours": "list words that are similar to a word, and draw word vectors",
     "convert": "convert Hugging Face checkpoints to runs, and runs to checkpoints",
 }
 HANDLES_SIGNALS = ("train", "sweep", "lra")  # commands that react to signals as `hpnlp.training.signals` describes

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp.tasks.reporting import Heatmap, Ranking
+from hpnlp.types import InputError
 
 COLORS = 10  # number of colours in matplotlib's cycle, C0 to C9
 MARKERS = "osD^v"  # the next marker is used after all colours
@@ -204,6 +205,46 @@ def plot_heatmap(heatmap: Heatmap, path: Path) -> None:
     figure.colorbar(image, label="share of the row")
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def plot_words(points: np.ndarray, words: Sequence[str], groups: Sequence[str], path: Path) -> None:
+    """Plots words in the plane, with their texts.
+
+    Args:
+      points: `[N, 2]` coordinates.
+      words: N words.
+      groups: Group of each word, which decides its colour; "" for grey words without an entry in the legend.
+      path: File to write; its extension decides the format.
+
+    Raises:
+      InputError: The file cannot be written.
+    """
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(9, 7), layout="constrained")
+    names = [name for name in dict.fromkeys(groups) if name]
+    colors = {name: f"C{number % 10}" for number, name in enumerate(names)} | {"": "0.6"}
+    for name, color in colors.items():
+        chosen = [number for number, group in enumerate(groups) if group == name]
+        label = drawable(name) if name else None
+        axes.scatter(points[chosen, 0], points[chosen, 1], s=8, color=color, label=label)
+        for number in chosen:
+            axes.annotate(
+                drawable(words[number]),
+                points[number],
+                xytext=(3, 2),
+                textcoords="offset points",
+                fontsize=7 if name else 6,
+                color=color,
+            )
+    if names:
+        axes.legend(fontsize=8)
+    axes.set(xlabel="first principal component", ylabel="second principal component")
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot draw {path} ({error}): name a file that can be written, as words.png") from error
+    finally:
+        plt.close(figure)
 
 
 def logarithmic(axes: Any, values: Sequence[float]) -> None:

@@ -134,3 +134,14 @@ def test_large_batch_benchmark_writes_all_rules(library, tmp_path):
 def test_unknown_corpus_raises():
     with pytest.raises(InputError, match="unknown corpus 'dogs': did you mean 'docs'?"):
         experiment.read(f"{WORDS}:dogs")
+
+
+def test_members_of_word_embeddings_have_trainers(library):
+    path = str(ROOT / "embeddings" / "words.py")
+    members = experiment.load(path).get_sweep("all")
+    assert len(members) == 6
+    for member in members:
+        config = config_of(f"{path}:all", member)
+        model = make_model(config, Vocabulary(prepare(config.data).tokenizer))
+        trainer = make_trainer(model, config.optimizer, config.plan, steps=2, devices=jax.devices()[:1])
+        assert trainer.state_shapes.params["embed"]["table"].shape[1] == 128

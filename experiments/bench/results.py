@@ -53,6 +53,7 @@ SECTIONS = {
     "Output layers and losses": ("softmax", "gpu_softmax", "softmax_layers", "estimates"),
     "Search": ("search",),
     "Trees and lengths": ("trees",),
+    "Embeddings": ("word_embeddings",),
     "Compression": ("containers", "quantized_products"),
     "Parallelism": ("parity", "tasks", "auxiliary", "bubble", "ring"),
     "Rematerialisation and reversible layers": ("remat", "reversible"),

@@ -135,12 +135,13 @@ def required(name: str, example: str) -> str:
     return value
 
 
-def plot_path(out: str, name: str) -> Path:
+def plot_path(out: str, name: str, flag: str = "out") -> Path:
     """The file that a plot is written to.
 
     Args:
       out: Value of --out: a file, to which .png is added where it has no suffix, or a directory.
       name: Name of the file where `out` is a directory.
+      flag: Name of the flag, for messages.
 
     Returns:
       The path of the file.
@@ -149,12 +150,12 @@ def plot_path(out: str, name: str) -> Path:
       InputError: `out` is empty, or is neither a regular file nor a directory, such as /dev/full.
     """
     if not out:
-        raise InputError(f"--out is empty: use a file, for example {name}, or a directory")
+        raise InputError(f"--{flag} is empty: use a file, for example {name}, or a directory")
     path = Path(out)
     if path.is_dir() or out.endswith("/"):
         return path / name
     if path.exists() and not path.is_file():
-        raise InputError(f"--out={out} is not a regular file: use a file, for example {name}")
+        raise InputError(f"--{flag}={out} is not a regular file: use a file, for example {name}")
     return path if path.suffix else path.with_suffix(".png")
 
 

@@ -20,6 +20,7 @@ from hpnlp.tasks.tagging import Tagging
 from hpnlp.tasks.task import Task
 from hpnlp.tasks.tree_classification import TreeClassification
 from hpnlp.tasks.vocabulary import Sizes
+from hpnlp.tasks.word_embeddings import WordEmbeddings
 from hpnlp.types import InputError, Model
 
 TASKS: dict[str, Task] = {
@@ -32,6 +33,7 @@ TASKS: dict[str, Task] = {
     "masked_lm": MaskedLanguageModel(),
     "seq2seq": SequenceToSequence(),
     "dual_encoder": DualEncoding(),
+    "word_embeddings": WordEmbeddings(),
 }
 
 

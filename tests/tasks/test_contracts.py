@@ -171,6 +171,15 @@ def tree_classification(directory):
     return configs.resolve(config)
 
 
+def word_embeddings(directory):
+    values = configs.default("word_embeddings")
+    values.data.update(path=os.environ["HPNLP_TEST_TEXT"], tokenizer="words(60)", seq_len=16, batch_size=8)
+    values.model.update(vocab=64, dim=16, window=2, subsample=0.05, output="negative_sampling(8, sampler=unigram)")
+    values.optimizer.update(warmup=0, learning_rate=1e-2, rows=True)
+    values.train.steps = 4
+    return configs.resolve(values)
+
+
 # Name of a task -> its tiny config, made from a directory for its data.
 EXAMPLES = {
     "lm": language_model,
@@ -182,6 +191,7 @@ EXAMPLES = {
     "seq2seq": sequence_to_sequence,
     "tagging": tagging,
     "tree_classification": tree_classification,
+    "word_embeddings": word_embeddings,
 }
 # Plans that a task's model does not fit -> the message.
 REFUSED = {
@@ -190,6 +200,8 @@ REFUSED = {
     ("tree_classification", "zero3_sequence"): "trees are not divided: set plan.sequence=1",
     ("rnn_lm", "zero3_sequence"): "reads tokens one after another: set plan.sequence=1",
     ("rnn_lm", "3d"): "layers are not stacked: set plan.pipeline=1",
+    ("word_embeddings", "zero3_sequence"): "whose windows are not divided: set plan.sequence=1",
+    ("word_embeddings", "3d"): "which have no layers: set plan.pipeline=1",
 }
 REFUSED |= {
     (task, name): "the model has none of them: set plan.tensor=1"

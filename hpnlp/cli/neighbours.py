@@ -1,0 +1,99 @@
+"""`hpnlp neighbours`: words that are similar to a word, and analogies, from the word vectors of a run or a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from absl import flags
+
+from hpnlp import cli
+from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from hpnlp.retrieval.word_vectors import WordVectorTable
+
+USAGE = """
+hpnlp neighbours WORD ["A - B + C" ...] --workdir=runs/words | --vectors=FILE [--count=10] [--draw=words.png] [--save=FILE]
+
+Lists the words whose vectors have the largest cosine with that of a word, or with a sum of unit vectors such as "king - man +
+woman", whose words are left out. The vectors are the embedding of a run of any task that embeds tokens, or a file in the
+text or binary format of word2vec. --draw draws the words, their neighbours and the most frequent words in the plane of their
+first two principal components. --save writes the vectors as a file of word2vec, binary if its name ends with .bin.
+"""
+
+FREQUENT = 60  # most frequent words that a picture shows beside the words of the command
+
+flags.DEFINE_string("workdir", None, "Directory of the run.")
+flags.DEFINE_string(
+    "vectors", None, "File of word vectors in the text or binary format of word2vec, in place of a run."
+)
+flags.DEFINE_integer("count", 10, "Number of neighbours.")
+flags.DEFINE_string("draw", None, "File of a picture of the words and their neighbours.")
+flags.DEFINE_string("save", None, "File of word2vec to write the vectors to.")
+flags.DEFINE_integer(
+    "step", None, "Step of the run's checkpoint; by default the best, or the newest if none was evaluated."
+)
+
+
+def run(argv: Sequence[str]) -> None:
+    """Runs `hpnlp neighbours`.
+
+    Args:
+      argv: "hpnlp neighbours" and the arguments of the command.
+
+    Raises:
+      InputError: A word, a flag, the run or the file is invalid.
+    """
+    expressions = cli.parse(argv, USAGE, positional=True)
+    f = cli.FLAGS
+    if not expressions and not f.draw and not f.save:
+        raise InputError("no word: write hpnlp neighbours WORD --workdir=runs/words, or pass --draw or --save")
+    if bool(f.workdir) == bool(f.vectors):
+        raise InputError("pass one of --workdir=RUN and --vectors=FILE, which name the word vectors")
+    picture = None if f.draw is None else cli.plot_path(f.draw, "words.png", "draw")
+    table = _table()
+    found = {expression: table.evaluate(expression, f.count) for expression in expressions}
+    for expression, near in found.items():
+        print(f"{expression}\n" + "\n".join(f"  {cosine:.3f}  {word}" for word, cosine in near))
+    if picture is not None:
+        _draw(table, found, picture)
+        print(picture)
+    if f.save:
+        from hpnlp.retrieval.word2vec_files import save_word2vec, without_spaces
+
+        writable = without_spaces(table)
+        save_word2vec(writable, f.save, binary=f.save.endswith(".bin"))
+        print(f"{f.save}: {len(writable):,} words")
+
+
+def _table() -> WordVectorTable:
+    """The vectors that the flags name."""
+    f = cli.FLAGS
+    if f.vectors:
+        from hpnlp.retrieval.word2vec_files import load_word2vec
+
+        return load_word2vec(f.vectors)
+    cli.prepare_jax()
+    from hpnlp.tasks.word_embeddings import vectors_of
+    from hpnlp.training import run_directory
+
+    loaded = run_directory.load(cli.required("workdir", "runs/words"), f.step)
+    return vectors_of(loaded.params, loaded.tokenizer)
+
+
+def _draw(table: WordVectorTable, found: dict[str, list[tuple[str, float]]], path: Path) -> None:
+    """Draws words: each expression with its neighbours in a colour, and frequent words in grey."""
+    from hpnlp.plots import plot_words
+    from hpnlp.retrieval.word_vectors import words_of
+
+    groups: dict[str, str] = {}
+    for expression, near in found.items():
+        for word in (*words_of(expression), *(word for word, _ in near)):
+            groups.setdefault(word, expression)
+    for word in [word for word in table.words if len(word) > 2 and word.isalpha()][:FREQUENT]:
+        groups.setdefault(word, "")
+    if len(groups) < 2:
+        groups |= {word: "" for word in table.words[:FREQUENT] if word not in groups}
+    plot_words(table.plane(list(groups)), list(groups), list(groups.values()), path)

@@ -1,0 +1,1 @@
+"""Operations on tables of embeddings."""

@@ -1,0 +1,232 @@
+"""Word vectors with their words: nearest neighbours, analogies and projections to the plane."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpnlp.spec import shortened
+from hpnlp.types import InputError, Tokenizer
+
+_SIGNS = re.compile(r"\s+([+-])\s+")
+
+
+class WordVectorTable:
+    """Word vectors, found by their words.
+
+    Attributes:
+      words: The words, usually by falling frequency.
+      vectors: float32 [V, D].
+    """
+
+    def __init__(self, words: Sequence[str], vectors: Any) -> None:
+        """Makes a table.
+
+        Args:
+          words: The words, all different.
+          vectors: [V, D] numbers, one row for each word.
+
+        Raises:
+          InputError: The numbers of words and rows differ, a word repeats, or a number is not finite.
+        """
+        self.words = list(words)
+        self.vectors: np.ndarray = np.ascontiguousarray(vectors, np.float32)
+        if self.vectors.ndim != 2 or self.vectors.shape[0] != len(self.words):
+            raise InputError(
+                f"{len(self.words)} words, and vectors of shape {self.vectors.shape}: expected one row for each word"
+            )
+        self._rows = {word: row for row, word in enumerate(self.words)}
+        if len(self._rows) < len(self.words):
+            raise InputError(f"the word {_first_repeated(self.words)!r} repeats: keep one row of it")
+        finite = np.isfinite(self.vectors).all(axis=1)
+        if not finite.all():
+            raise InputError(f"the vector of {self.words[int(finite.argmin())]!r} has a number that is not finite")
+        norms = np.linalg.norm(self.vectors, axis=1, keepdims=True)
+        self._unit = self.vectors / np.where(norms > 0, norms, 1)
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def row(self, word: str) -> int:
+        """Row of a word.
+
+        Args:
+          word: The word.
+
+        Returns:
+          Its number.
+
+        Raises:
+          InputError: The word is not there; the message has the nearest spelled words.
+        """
+        if (row := self._rows.get(word)) is not None:
+            return row
+        near = difflib.get_close_matches(word, self._candidates(word), n=3, cutoff=0.6)
+        known = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {len(self):,} others"
+        raise InputError(f"the word {shortened(word, 60)} has no vector: {known}")
+
+    def _candidates(self, word: str) -> list[str]:
+        """Words of a length from which `word` may be misspelled."""
+        if word.lower() in self._rows:
+            return [word.lower()]
+        return [other for other in self.words if abs(len(other) - len(word)) <= max(2, len(word) // 3)]
+
+    def __getitem__(self, word: str) -> np.ndarray:
+        return self.vectors[self.row(word)]
+
+    def nearest(self, vector: Any, count: int = 10, without: Iterable[int] = ()) -> list[tuple[str, float]]:
+        """Words whose vectors have the largest cosine with a vector.
+
+        Args:
+          vector: [D] numbers.
+          count: Number of words.
+          without: Rows that are left out.
+
+        Returns:
+          `(word, cosine)` of each, the largest first.
+
+        Raises:
+          InputError: `count` is under 1.
+        """
+        if count < 1:
+            raise InputError(f"count={count}: expected at least 1 neighbour")
+        vector = np.asarray(vector, np.float32)
+        scores = self._unit @ (vector / max(float(np.linalg.norm(vector)), 1e-30))
+        scores[list(without)] = -np.inf
+        count = min(count, len(self) - len(set(without)))
+        best = np.argpartition(-scores, max(count - 1, 0))[:count] if count else np.zeros(0, np.int64)
+        best = best[np.lexsort((best, -scores[best]))]
+        return [(self.words[row], float(scores[row])) for row in best]
+
+    def neighbours(self, word: str, count: int = 10) -> list[tuple[str, float]]:
+        """Nearest neighbours of a word, without itself.
+
+        Args:
+          word: The word.
+          count: Number of neighbours.
+
+        Returns:
+          `(word, cosine)` of each, the largest first.
+
+        Raises:
+          InputError: The word is not there, or `count` is under 1.
+        """
+        row = self.row(word)
+        return self.nearest(self.vectors[row], count, [row])
+
+    def analogy(self, positive: Sequence[str], negative: Sequence[str], count: int = 10) -> list[tuple[str, float]]:
+        """Words nearest to a sum of words minus other words, as "king - man + woman": without the words of the sum.
+
+        Args:
+          positive: Words that are added.
+          negative: Words that are subtracted.
+          count: Number of words.
+
+        Returns:
+          `(word, cosine)` of each, the largest first.
+
+        Raises:
+          InputError: A word is not there, or there is none.
+
+        References:
+          Mikolov et al. 2013, "Linguistic regularities in continuous space word representations"; Levy and Goldberg 2014,
+          "Linguistic regularities in sparse and explicit word representations" (3CosAdd: unit vectors are added).
+        """
+        added, subtracted = [self.row(word) for word in positive], [self.row(word) for word in negative]
+        if not added:
+            raise InputError("an analogy needs a word that is added: write 'king - man + woman'")
+        vector = self._unit[added].sum(axis=0) - self._unit[subtracted].sum(axis=0)
+        return self.nearest(vector, count, [*added, *subtracted])
+
+    def evaluate(self, expression: str, count: int = 10) -> list[tuple[str, float]]:
+        """Neighbours of a word, or of an expression as "king - man + woman".
+
+        Args:
+          expression: A word; or words with + and - between them, which have spaces on both sides.
+          count: Number of neighbours.
+
+        Returns:
+          `(word, cosine)` of each, the largest first.
+
+        Raises:
+          InputError: A word is not there, or the expression is incomplete.
+        """
+        words = words_of(expression)
+        if len(words) == 1:
+            return self.neighbours(words[0], count)
+        signs = ["+", *_SIGNS.split(expression.strip())[1::2]]
+        signed = list(zip(signs, words, strict=True))
+        added, subtracted = ([word for s, word in signed if s == sign] for sign in "+-")
+        return self.analogy(added, subtracted, count)
+
+    def plane(self, words: Sequence[str]) -> np.ndarray:
+        """Projection of the unit vectors of words to their first two principal components.
+
+        Args:
+          words: At least two words.
+
+        Returns:
+          float32 [N, 2]. The largest entry of each column is positive, so that the picture does not flip.
+
+        Raises:
+          InputError: A word is not there, or there are fewer than two.
+        """
+        if len(words) < 2:
+            raise InputError(f"a picture of {len(words)} words: expected at least 2")
+        chosen = self._unit[[self.row(word) for word in words]]
+        left, scale, _ = np.linalg.svd(chosen - chosen.mean(axis=0), full_matrices=False)
+        points = np.zeros((len(words), 2), np.float32)
+        points[:, : min(2, left.shape[1])] = (left * scale)[:, :2]
+        return points * np.where(points[np.abs(points).argmax(axis=0), [0, 1]] < 0, -1, 1).astype(np.float32)
+
+
+def words_of(expression: str) -> list[str]:
+    """Words of an expression.
+
+    Args:
+      expression: A word; or words with + and - between them, which have spaces on both sides.
+
+    Returns:
+      The words.
+
+    Raises:
+      InputError: A word is missing.
+    """
+    words = _SIGNS.split(expression.strip())[::2]
+    if not all(words) or len(words) > 1 and any({"+", "-"} & set(word.split()) for word in words):
+        raise InputError(
+            f"{shortened(expression, 80)}: expected words with ' + ' or ' - ' between them, as 'a - b + c'"
+        )
+    return words
+
+
+def of_tokenizer(vectors: np.ndarray, tokenizer: Tokenizer) -> WordVectorTable:
+    """Vectors of the tokens of a tokenizer, under the text of each token.
+
+    Args:
+      vectors: [V, D], a row for each id; further rows are left out.
+      tokenizer: The tokenizer.
+
+    Returns:
+      The vectors of all tokens that have a text of their own; special tokens are left out.
+    """
+    special_ids = {getattr(tokenizer, f"{name}_id", None) for name in ("unk", "bos", "eos")}
+    words: dict[str, int] = {}
+    for row in range(min(tokenizer.vocab_size, len(vectors))):
+        text = tokenizer.decode([row]).decode("utf-8", "surrogateescape")
+        if text and row not in special_ids:
+            words.setdefault(text, row)
+    return WordVectorTable(list(words), vectors[list(words.values())])
+
+
+def _first_repeated(words: Iterable[str]) -> str:
+    seen: set[str] = set()
+    for word in words:
+        if word in seen:
+            return word
+        seen.add(word)
+    return ""

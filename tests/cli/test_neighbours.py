@@ -1,0 +1,62 @@
+"""`hpnlp neighbours`; searches and files are tested in tests/retrieval/test_word_vectors.py."""
+
+import os
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from hpnlp.retrieval.word2vec_files import load_word2vec, save_word2vec
+from hpnlp.retrieval.word_vectors import WordVectorTable
+from hpnlp.training import config as configs
+from hpnlp.training import loop
+
+WORDS = ["king", "queen", "man", "woman", "apple"]
+
+
+@pytest.fixture
+def vectors(tmp_path):
+    points = np.array([[3, 3, 0.5], [3, -3, 0.5], [0, 1, 0], [0, -1, 0], [0, 0, 2]])
+    save_word2vec(WordVectorTable(WORDS, points), tmp_path / "vectors.bin")
+    return f"--vectors={tmp_path / 'vectors.bin'}"
+
+
+def test_neighbours_are_listed_drawn_and_saved(run, vectors, tmp_path):
+    files = f"--draw={tmp_path / 'words.png'}", f"--save={tmp_path / 'vectors.txt'}"
+    outcome = run("neighbours", "king", "king - man + woman", vectors, "--count=2", *files)
+    assert outcome.code == 0 and outcome.err == ""
+    assert outcome.out.splitlines()[:2] == ["king", "  0.702  man"] and "king - man + woman\n  0." in outcome.out
+    assert matplotlib.image.imread(tmp_path / "words.png").size
+    assert load_word2vec(tmp_path / "vectors.txt").words == WORDS
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((), "no word: write hpnlp neighbours WORD --workdir=runs/words"),
+        (("king",), "pass one of --workdir=RUN and --vectors=FILE"),
+        (("king", "--vectors=a", "--workdir=b"), "pass one of --workdir=RUN and --vectors=FILE"),
+        (("king", "--vectors=/no/such/file"), "cannot read /no/such/file (No such file or directory)"),
+        (("kong", "VECTORS"), "the word 'kong' has no vector: did you mean 'king'?"),
+        (("king -  + man", "VECTORS"), "expected words with ' + ' or ' - ' between them"),
+        (("king", "VECTORS", "--count=0"), "count=0: expected at least 1 neighbour"),
+        (("king", "VECTORS", "--draw="), "--draw is empty"),
+        (("king", "VECTORS", "--save=/no/such/place/a.bin"), "/no/such/place"),
+    ],
+)
+def test_invalid_arguments_raise(run, vectors, argv, message):
+    outcome = run("neighbours", *(vectors if argument == "VECTORS" else argument for argument in argv))
+    assert outcome.code == 2 and outcome.err.count("\n") == 1 and message in outcome.err
+
+
+@pytest.mark.slow
+def test_words_of_a_run_have_neighbours(run, tmp_path):
+    """The embedding of any task that embeds tokens is a table of vectors."""
+    for task in ("lm", "word_embeddings"):
+        config = configs.default(task)
+        config.data.update(path=os.environ["HPNLP_TEST_TEXT"], tokenizer="words(60)", seq_len=16, batch_size=8)
+        config.model.dim = 16
+        config.train.update(steps=1)
+        loop.train(configs.resolve(config), tmp_path / task)
+        outcome = run("neighbours", "the", f"--workdir={tmp_path / task}", "--count=3")
+        assert outcome.code == 0 and outcome.out.count("\n") == 4, outcome.err

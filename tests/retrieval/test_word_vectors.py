@@ -1,0 +1,149 @@
+"""Word vectors: neighbours, analogies, projections, and files in the formats of word2vec."""
+
+import numpy as np
+import pytest
+
+from hpnlp.data import tokenizers
+from hpnlp.retrieval.word2vec_files import load_word2vec, save_word2vec, without_spaces
+from hpnlp.retrieval.word_vectors import WordVectorTable, of_tokenizer
+from hpnlp.types import InputError
+
+WORDS = ["king", "queen", "man", "woman", "ñandú", "apple"]
+VECTORS = np.array(
+    [[3, 3, 0.5], [3, -3, 0.5], [0, 1, 0], [0, -1, 0], [1e-7, 123.5, -0.1], [0, 0, 2]], np.float64
+)  # numpy's default dtype
+
+
+@pytest.fixture
+def table():
+    return WordVectorTable(WORDS, VECTORS)
+
+
+def test_neighbours_have_the_largest_cosines(table):
+    unit = VECTORS / np.linalg.norm(VECTORS, axis=1, keepdims=True)
+    cosines = unit @ unit[0]
+    expected = [WORDS[row] for row in np.argsort(-cosines) if row != 0]
+    near = table.neighbours("king", 5)
+    assert [word for word, _ in near] == expected
+    np.testing.assert_allclose([cosine for _, cosine in near], sorted(np.delete(cosines, 0), reverse=True), rtol=1e-6)
+    assert table.neighbours("king", 2) == near[:2] and len(table.neighbours("king", 99)) == 5
+
+
+def test_analogies_leave_out_their_words(table):
+    best = table.evaluate("king - man + woman", 3)
+    assert best[0][0] == "queen" and not {"king", "man", "woman"} & {word for word, _ in best}
+    assert best == table.analogy(["king", "woman"], ["man"], 3)
+
+
+def test_plane_keeps_the_distances_of_points_in_a_plane():
+    points = np.array([[1, 0, 0], [0, 1, 0], [-1, 0, 0], [0.6, 0.8, 0]])
+    plane = WordVectorTable(list("abcd"), points).plane(list("abcd"))
+
+    def distances(x):
+        return np.linalg.norm(x[:, None] - x[None], axis=-1)
+
+    np.testing.assert_allclose(distances(plane), distances(points), atol=1e-5)
+
+
+def test_vectors_of_a_tokenizer_have_no_special_tokens():
+    tokenizer = tokenizers.build("words(9)", [b"one two, two"])
+    vectors = np.arange(2.0 * tokenizer.vocab_size).reshape(-1, 2)
+    table = of_tokenizer(vectors, tokenizer)
+    assert table.words[0] == "two" and "<unk>" not in table.words
+    np.testing.assert_array_equal(table["two"], vectors[tokenizer.encode(b"two")[0]])
+
+
+@pytest.mark.parametrize("binary", [False, True])
+def test_files_are_read_back(table, tmp_path, binary):
+    save_word2vec(table, tmp_path / "a", binary)
+    for choice in (None, binary):
+        loaded = load_word2vec(tmp_path / "a", choice)
+        assert loaded.words == WORDS
+        np.testing.assert_array_equal(loaded.vectors, table.vectors)
+
+
+def test_files_of_the_c_program_are_read(tmp_path):
+    """It ends lines of numbers by a space and a newline, and binary vectors by a newline."""
+    (tmp_path / "text").write_bytes(b"2 2\na 1.5 -2 \nb 0 3 \n")
+    numbers = np.array([[1.5, -2], [0, 3]], "<f4")
+    (tmp_path / "binary").write_bytes(b"2 2\na " + numbers[0].tobytes() + b"\nb " + numbers[1].tobytes() + b"\n")
+    for name in ("text", "binary"):
+        loaded = load_word2vec(tmp_path / name)
+        assert loaded.words == ["a", "b"]
+        np.testing.assert_array_equal(loaded.vectors, numbers)
+
+
+def test_words_with_spaces_are_left_out():
+    table = WordVectorTable(["a", "b c", "\n"], np.eye(3))
+    assert without_spaces(table).words == ["a"]
+
+
+BINARY = b"2 2\na " + np.array([1, 2], "<f4").tobytes() + b"b " + np.array([3, 4], "<f4").tobytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "line 1: '': expected the numbers of words and of features"),
+        (b"a 1 2\n", "line 1: 'a 1 2"),
+        (b"1 0\na\n", "line 1: 0 features: expected at least 1"),
+        (b"3 2\na 1 2\nb 3 4\n", "has 2 words, and line 1 announces 3: correct the count"),
+        (b"1 2\na 1 2\nb 3 4\n", "has 2 words, and line 1 announces 1: correct the count"),
+        (b"2 2\na 1 2\nb 3\n", "line 3: 1 numbers after the word, and line 1 announces 2: correct the line"),
+        (b"2 2\na 1 2\nb 3 4 5\n", "line 3: 3 numbers after the word, and line 1 announces 2: correct the line"),
+        (b"2 2\na 1 2\nb 3 x\n", "line 3: 'b 3 x' has a value that is no number"),
+        (b"2 2\na 1 2\na 3 4\n", "the word 'a' repeats: keep one row of it"),
+        (b"2 2\na 1 2\nb 3 nan\n", "the vector of 'b' has a number that is not finite"),
+        (BINARY[:-1], "bytes of vectors, and line 1 announces 2 words|ends within word 2, and line 1 announces 2"),
+        (BINARY + b"c \x00", "goes on after 2 words, which line 1 announces"),
+        (b"9" + BINARY[1:], "line 1 announces 9 words of 2 features, which take more"),
+    ],
+)
+def test_broken_files_raise(tmp_path, content, message):
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        load_word2vec(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda t: t["quen"], "the word 'quen' has no vector: did you mean 'queen'?"),
+        (lambda t: t["Apple"], "the word 'Apple' has no vector: did you mean 'apple'?"),
+        (lambda t: t["zzzzzz"], "the word 'zzzzzz' has no vector: there are 6 others"),
+        (lambda t: t.evaluate("king - men"), "the word 'men' has no vector: did you mean 'man'"),
+        (lambda t: t.evaluate("king - "), "'king - ': expected words with ' [+] ' or ' - ' between them|no vector"),
+        (lambda t: t.evaluate("king - - man"), "expected words with|has no vector"),
+        (lambda t: t.evaluate(""), "expected words with"),
+        (lambda t: t.analogy([], ["man"]), "an analogy needs a word that is added"),
+        (lambda t: t.neighbours("king", 0), "count=0: expected at least 1 neighbour"),
+        (lambda t: t.plane(["king"]), "a picture of 1 words: expected at least 2"),
+        (
+            lambda t: WordVectorTable(["a"], np.eye(2)),
+            r"1 words, and vectors of shape \(2, 2\): expected one row for each",
+        ),
+        (lambda t: WordVectorTable(["a", "a"], np.eye(2)), "the word 'a' repeats"),
+        (lambda t: save_word2vec(WordVectorTable(["a b"], np.eye(1)), "x"), "has a space or a newline"),
+    ],
+)
+def test_invalid_arguments_raise(table, call, message):
+    with pytest.raises(InputError, match=message):
+        call(table)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("binary", [False, True])
+def test_files_are_those_of_gensim(table, tmp_path, binary):
+    gensim = pytest.importorskip("gensim", reason="pip install gensim==4.4.0")
+    save_word2vec(table, tmp_path / "ours", binary)
+    vectors = gensim.models.KeyedVectors(3)
+    vectors.add_vectors(WORDS, np.asarray(VECTORS, np.float32))
+    vectors.save_word2vec_format(str(tmp_path / "theirs"), binary=binary)
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    loaded = gensim.models.KeyedVectors.load_word2vec_format(str(tmp_path / "ours"), binary=binary)
+    assert loaded.index_to_key == load_word2vec(tmp_path / "theirs").words
+    np.testing.assert_array_equal(loaded.vectors, load_word2vec(tmp_path / "theirs").vectors)
+    ours = table.evaluate("king - man + woman", 3)
+    theirs = loaded.most_similar(["king", "woman"], ["man"], topn=3)
+    assert [word for word, _ in ours] == [word for word, _ in theirs]
+    np.testing.assert_allclose([x for _, x in ours], [x for _, x in theirs], rtol=1e-5)
