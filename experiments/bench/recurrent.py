@@ -3,8 +3,8 @@
     python experiments/bench/recurrent.py [--rounds=7]
 
 The training pass is the mean square of the outputs and its gradients by inputs and parameters, of two layers of one width, in
-float32, without an embedding or an output layer. All functions of one shape are interleaved in one process. torch runs
-`torch.nn.LSTM` and `torch.nn.GRU`, flax its cells under `nn.RNN`.
+float32, without an embedding or an output layer. All functions of one shape are interleaved in one process, with a pause
+between them. torch runs `torch.nn.LSTM` and `torch.nn.GRU`, flax its cells under `nn.RNN`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from hpnlp.nn.rnn_stack import RecurrentStack, StackConfig
 from hpnlp.training.allocator import keep_freed_memory
 
 SHAPES = [(32, 128, 512), (8, 128, 128)]  # sequences, tokens, features
+PAUSE = 0.2  # seconds, in which the threads of torch come to rest
 # Name of a form of ours -> fields of its stack.
 FORMS = {
     "lstm": {"cells": "lstm(H)*2"},
@@ -124,7 +125,7 @@ def rows_of(batch: int, length: int, features: int) -> list[dict[str, Any]]:
     shape = {"batch": batch, "length": length, "features": features}
     rows = []
     for part, functions in (("training", steps), ("decoding", decodes)):
-        times = measure.timeit(functions, rounds=FLAGS.rounds)
+        times = measure.timeit(functions, rounds=FLAGS.rounds, pause=PAUSE)
         for name, t in times.items():
             peers = {peer: f"{peer}_{name}" for peer in ("torch", "flax")} | {"ours": "lstm"}
             ratios = {f"over_{peer}": t.over(times[other]) for peer, other in peers.items() if other in times}
