@@ -138,7 +138,7 @@ def test_bfloat16_inputs_give_bfloat16_outputs_and_float32_states():
         (lambda: qrnn(ADDED, draw(H, 3 * H), width=2), "2 D, 3 H"),
         (lambda: qrnn(ADDED, draw(2 * H, 3 * H), None, (START, ADDED[:1, :1]), width=2), "qrnn: state"),
         (lambda: sru(ADDED, draw(H, 5)), "expected x"),
-        (lambda: sru(ADDED, draw(H, 3 * H), features=3), "features=3"),
+        (lambda: sru(ADDED, draw(H, 3 * H), features=5), "features=5"),
         (lambda: sru(ADDED[:, :0], draw(H, 4 * H)), "not empty"),
     ],
 )
