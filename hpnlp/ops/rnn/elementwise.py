@@ -212,20 +212,19 @@ def sru(
       gates do not read the state.
     """
     dim, columns = x.shape[-1], w.shape[1]
-    if features is None:
-        features = dim if columns == 3 * dim else columns // 4
-    count = 3 if features == dim and columns == 3 * dim else 4
-    if x.ndim != 3 or 0 in x.shape or w.shape[0] != dim or columns != count * features:
+    size = (dim if columns == 3 * dim else columns // 4) if features is None else features
+    count = 3 if size == dim and columns == 3 * dim else 4
+    if x.ndim != 3 or 0 in x.shape or w.shape[0] != dim or columns != count * size:
         raise InputError(
-            f"sru of x {x.shape} with w {tuple(w.shape)}, features={features}: expected x [B, T, D], not empty, and w [D, 4 H] "
+            f"sru of x {x.shape} with w {tuple(w.shape)}, features={size}: expected x [B, T, D], not empty, and w [D, 4 H] "
             "or [D, 3 D]"
         )
     x = _zero_padding(x, lengths)
     if b is not None:
-        b = jnp.pad(b, (features, (count - 3) * features))
+        b = jnp.pad(b, (size, (count - 3) * size))
     z, f, r, *skip = _gates(x, w, b, count)
     f, r = jax.nn.sigmoid(f), jax.nn.sigmoid(r)
-    c = jnp.zeros((len(x), features), jnp.float32) if state is None else state
+    c = jnp.zeros((len(x), size), jnp.float32) if state is None else state
     states = _pool(f, (1.0 - f) * z, c, reset, lengths, impl)
     y = r * jnp.tanh(states) + (1.0 - r) * (skip[0] if skip else x.astype(jnp.float32))
     return _zero_padding(y.astype(x.dtype), lengths), states[:, -1]
