@@ -271,12 +271,7 @@ class Timing:
 
 
 def timeit(
-    functions: Mapping[str, Callable[[], Any]],
-    *,
-    rounds: int = 5,
-    warmup: int = 1,
-    min_seconds: float = 0.01,
-    pause: float = 0.0,
+    functions: Mapping[str, Callable[[], Any]], *, rounds: int = 5, warmup: int = 1, min_seconds: float = 0.01
 ) -> dict[str, Timing]:
     """Times functions side by side, interleaved: A B A B, so that a slow period of the machine affects all of them.
 
@@ -287,8 +282,6 @@ def timeit(
       rounds: Number of measurements of each function.
       warmup: Number of calls before the first measurement, at least one. They compile, and fill caches.
       min_seconds: A measurement repeats the call for about this long, and is the mean.
-      pause: Seconds without work before each measurement. Threads of OpenMP, as those of torch, stay busy for a while after
-        their work, and slow the function that is measured next.
 
     Returns:
       Name -> Timing.
@@ -307,7 +300,6 @@ def timeit(
     measured: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
-            time.sleep(pause)
             measured[name].append(_seconds(function, calls[name]))
     return {name: Timing(tuple(seconds)) for name, seconds in measured.items()}
 

@@ -251,12 +251,6 @@ def test_timeit_repeats_quick_functions(clock):
     assert times["quick"].all == (0.25,) * 3
 
 
-def test_timeit_pauses_before_measurements(clock, monkeypatch):
-    monkeypatch.setattr(measure.time, "sleep", clock.log.append)
-    times = measure.timeit({"A": clock.spender("A", [1] * 4)}, rounds=2, pause=0.5)
-    assert clock.log == ["A", "A", 0.5, "A", 0.5, "A"] and times["A"].all == (1, 1)
-
-
 @pytest.mark.parametrize("argument", ["rounds", "warmup"])
 def test_timeit_without_rounds_or_warmup_raises(argument):
     with pytest.raises(InputError, match=f"{argument}=0"):

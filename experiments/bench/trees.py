@@ -36,7 +36,6 @@ from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import make_trainer
 
 WIDTH, TOKENS, BUCKETS = 256, 4096, 4  # of the table "lengths"
-PAUSE = 0.2  # seconds before each measurement, in which the threads of torch come to rest
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("trees", 200, "Number of trees.")
@@ -275,10 +274,13 @@ def tree_rows() -> list[dict[str, Any]]:
     loss, gradients = ours(few, few_arrays)()
     for name, function in loops.items():
         check(name, function(), (loss, gradients if "torch" in name else gradients[1:]))
-    times = measure.timeit(functions, rounds=FLAGS.rounds, warmup=2, pause=PAUSE)
+    # The threads of torch stay busy for a while after their work, and would slow the next round.
+    functions["pause"] = lambda: time.sleep(0.2)
+    times = measure.timeit(functions, rounds=FLAGS.rounds, warmup=2)
+    del times["pause"]
     over = {name: times["ours"].over(t) for name, t in times.items()}
     # Apart from the others, because a round of them takes seconds; with "ours" again, for the ratios.
-    factor, slow = len(parents) / len(few), measure.timeit({"ours": functions["ours"]} | loops, rounds=3, pause=PAUSE)
+    factor, slow = len(parents) / len(few), measure.timeit({"ours": functions["ours"]} | loops, rounds=3)
     over |= {name: slow["ours"].over(slow[name]) / factor for name in loops}
     times |= {name: slow[name] for name in loops}
     shape = {"table": "trees", "trees": FLAGS.trees, "nodes": len(parents), "dim": FLAGS.dim, "first_call": first_call}

@@ -24,7 +24,7 @@ POOLINGS = {"f": 2, "fo": 3, "ifo": 4}  # name -> number of gates
 def linear_recurrence(
     decay: Float[Array, "B T H"],
     added: Float[Array, "..."],
-    start: Float[Array, "B H"] | None = None,
+    start: Float[Array, "..."] | None = None,
     *,
     impl: str = "parallel",
 ) -> Float[Array, "B T H"]:
@@ -35,7 +35,7 @@ def linear_recurrence(
     Args:
       decay: Factors of the state.
       added: Terms of the steps, [B, T, H].
-      start: State before the first step; None for zeros.
+      start: State before the first step, [B, H]; None for zeros.
       impl: "parallel" for an associative scan of O(log T) passes, "loop" for a scan of T steps.
 
     Returns:

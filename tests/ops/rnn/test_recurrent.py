@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from hpnlp.ops.rnn import StepMasks, gru, lstm, minimal_gated_unit, segment_resets
+from hpnlp.ops.rnn.sequence import state_arrays
 from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, once
 from tests.ops.rnn.cases import (
@@ -161,7 +162,7 @@ X, W, U = np.zeros((B, T, D), np.float32), np.zeros((D, 4 * H), np.float32), np.
         (lambda: lstm(X[:, :0], W, U), "not empty"),
         (lambda: lstm(X, W, U, np.zeros(1, np.float32)), r"lstm: b \(1,\): expected"),
         (
-            lambda: lstm(X, W, U, None, np.zeros((2, B, H), np.float32)),
+            lambda: state_arrays("state", 2, np.zeros((2, B, H)), B, H),
             r"state of shape \(2, 3, 4\): expected a tuple of 2",
         ),
         (
