@@ -4,11 +4,13 @@
 
 The training pass is the mean square of the outputs and its gradients by inputs and parameters, of two layers of one width, in
 float32, without an embedding or an output layer. All functions of one shape are interleaved in one process. torch runs
-`torch.nn.LSTM` and `torch.nn.GRU`, flax its cells under `nn.RNN`.
+`torch.nn.LSTM` and `torch.nn.GRU`, flax its cells under `nn.RNN`. torch comes last in each round, before a pause, because its
+threads stay busy for a while after their work and slow what runs next.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from hpnlp.nn.rnn_stack import RecurrentStack, StackConfig
 from hpnlp.training.allocator import keep_freed_memory
 
 SHAPES = [(32, 128, 512), (8, 128, 128)]  # sequences, tokens, features
+PAUSE = 0.2  # seconds after torch
 # Name of a form of ours -> fields of its stack.
 FORMS = {
     "lstm": {"cells": "lstm(H)*2"},
@@ -118,16 +121,19 @@ def rows_of(batch: int, length: int, features: int) -> list[dict[str, Any]]:
     for form in FLAGS.forms:
         steps[form], decodes[form] = ours(form, x)
     cells = {"lstm": nn.OptimizedLSTMCell, "gru": nn.GRUCell}
-    for form in set(cells) & set(FLAGS.forms):
-        steps[f"torch_{form}"], decodes[f"torch_{form}"] = of_torch(form.upper(), x)
+    peers = [form for form in cells if form in FLAGS.forms]
+    for form in peers:
         steps[f"flax_{form}"] = flax_cells(cells[form], x)
+    for form in peers:
+        steps[f"torch_{form}"], decodes[f"torch_{form}"] = of_torch(form.upper(), x)
     shape = {"batch": batch, "length": length, "features": features}
     rows = []
     for part, functions in (("training", steps), ("decoding", decodes)):
-        times = measure.timeit(functions, rounds=FLAGS.rounds)
+        times = measure.timeit({**functions, "pause": lambda: time.sleep(PAUSE)}, rounds=FLAGS.rounds)
+        del times["pause"]
         for name, t in times.items():
-            peers = {peer: f"{peer}_{name}" for peer in ("torch", "flax")} | {"ours": "lstm"}
-            ratios = {f"over_{peer}": t.over(times[other]) for peer, other in peers.items() if other in times}
+            others = {peer: f"{peer}_{name}" for peer in ("torch", "flax")} | {"ours": "lstm"}
+            ratios = {f"over_{peer}": t.over(times[other]) for peer, other in others.items() if other in times}
             rows.append({"part": part, **shape, "function": name, "seconds": t.median, "least": min(t.all), **ratios})
     return rows
 

@@ -39,12 +39,13 @@ def bucket_widths(lengths: np.ndarray, count: int, multiple: int = 1) -> list[in
       At most `count` widths, rising; the last one has room for the longest text.
 
     Raises:
-      InputError: There are no texts, or a number is below 1.
+      InputError: There are no texts, or a text, `count` or `multiple` is below 1.
 
     Cost: O(count L^2) for L different lengths, in multiples of `multiple`.
     """
     if count < 1 or multiple < 1 or len(lengths) == 0:
         raise InputError(f"{len(lengths)} lengths, count={count}, multiple={multiple}: expected at least 1 of each")
+    _check_lengths(lengths)
     widths, texts = np.unique(-(-np.asarray(lengths) // multiple) * multiple, return_counts=True)
     below = np.concatenate([[0], np.cumsum(texts)])
     # cost[j]: tokens of the texts up to width j in the best buckets so far; each pass adds one bucket.
@@ -79,7 +80,7 @@ def padded_batches(lengths: np.ndarray, width: int, tokens: int, seed: int = 0) 
       The batches; the last one may have fewer rows.
 
     Raises:
-      InputError: A text is longer than `width`, or a batch has no room for a row.
+      InputError: A text is empty, or longer than `width`, or a batch has no room for a row.
     """
     return bucketed_batches(lengths, [width], tokens, seed)
 
@@ -97,9 +98,11 @@ def bucketed_batches(lengths: np.ndarray, widths: Sequence[int], tokens: int, se
       The batches; the last one of each bucket may have fewer rows.
 
     Raises:
-      InputError: As for `padded_batches`.
+      InputError: As for `padded_batches`, or the widths do not rise.
     """
-    _check(lengths, max(widths), tokens)
+    if len(widths) == 0 or any(a >= b for a, b in zip([0, *widths], widths, strict=False)):
+        raise InputError(f"widths={list(widths)}: expected numbers from 1 on that rise: sort them")
+    _check(lengths, widths[-1], tokens)
     rng = np.random.default_rng(seed)
     bucket, batches = np.searchsorted(widths, lengths), []
     for index, width in enumerate(widths):
@@ -125,14 +128,22 @@ def packed_batches(lengths: np.ndarray, width: int, tokens: int, seed: int = 0) 
       InputError: As for `padded_batches`.
     """
     _check(lengths, width, tokens)
-    rows = fit_lengths(lengths, width)
+    rows = fit_lengths(lengths, width) if len(lengths) else []
     order, count = np.random.default_rng(seed).permutation(len(rows)), tokens // width
     return [
         Rows(width, [rows[i].tolist() for i in order[start : start + count]]) for start in range(0, len(rows), count)
     ]
 
 
+def _check_lengths(lengths: np.ndarray) -> None:
+    empty = np.flatnonzero(np.asarray(lengths) < 1)
+    if empty.size:
+        number = int(empty[0])
+        raise InputError(f"text {number} has {lengths[number]} tokens: expected at least 1: leave it out")
+
+
 def _check(lengths: np.ndarray, width: int, tokens: int) -> None:
+    _check_lengths(lengths)
     if (longest := int(np.max(lengths, initial=0))) > width:
         raise InputError(f"a text has {longest} tokens, and rows have {width}: cut the text, or pass a larger width")
     if tokens < width:
@@ -147,8 +158,10 @@ def padding_share(lengths: np.ndarray, batches: Sequence[Rows]) -> float:
       batches: Batches of these texts. Rows that the last batches lack do not count.
 
     Returns:
-      A fraction of 1.
+      A fraction of 1; 0 without batches.
     """
+    if not batches:
+        return 0.0
     total = sum(batch.width * len(batch.rows) for batch in batches)
     used = sum(int(lengths[number]) for batch in batches for row in batch.rows for number in row)
     return 1 - used / total

@@ -390,7 +390,7 @@ class SRU(RecurrentLayer):
         w = param(self, "kernel", dense_init, (dim, columns), ("embed", "gates"))
         b = param(self, "bias", nn.initializers.zeros, (2 * size,), ("gates",))
         c = None if state is None else state[0]
-        y, c = ops.sru(x, w, b, c, reset=inputs.reset, lengths=inputs.lengths)
+        y, c = ops.sru(x, w, b, c, features=size, reset=inputs.reset, lengths=inputs.lengths)
         return y, (c,)
 
 

@@ -116,6 +116,9 @@ class RecurrentStack(nn.Module):
 
         Returns:
           `(outputs, the states after the last token, raw outputs "raw" and dropped outputs "dropped" for penalties)`.
+
+        Raises:
+          InputError: Both directions, and states or a cell that reads forwards only.
         """
         c = self.config
         if self.bidirectional and states is not None:
@@ -146,6 +149,7 @@ class RecurrentStack(nn.Module):
             # A token that begins a segment forwards ends the one before it, which begins it backwards.
             reset = jnp.pad(reset[:, 1:], ((0, 0), (0, 1)))
         module = layer.clone(reverse=True, name=f"{layer.name}_reverse", parent=self)
+        module.check()
         return module(x, dataclasses.replace(inputs, reset=reset))[0]
 
     def _dropped(self, x: Array, rate: float, inputs: RecurrentInputs) -> Array:

@@ -61,11 +61,20 @@ def test_arrays_have_a_segment_for_each_text():
     assert batch["positions"].tolist() == [[0, 0, 1, 0], [0, 1, 2, 0], [0, 0, 0, 0]]
 
 
+def test_no_texts_have_no_batches():
+    none = np.zeros(0, int)
+    for batches in (buckets.padded_batches(none, 8, 8), buckets.packed_batches(none, 8, 8)):
+        assert batches == [] and buckets.padding_share(none, batches) == 0
+
+
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
         (buckets.bucket_widths, ([], 2), "0 lengths, count=2, multiple=1: expected at least 1"),
         (buckets.padded_batches, ([5], 4, 8), "a text has 5 tokens, and rows have 4: cut the text"),
+        (buckets.bucket_widths, ([2, 0], 2), "text 1 has 0 tokens: expected at least 1: leave it out"),
+        (buckets.packed_batches, ([0], 8, 8), "text 0 has 0 tokens"),
+        (buckets.bucketed_batches, ([5], [8, 4], 8), r"widths=\[8, 4\]: expected numbers from 1 on that rise"),
         (buckets.packed_batches, ([5], 8, 7), "tokens=7: a row has 8: pass at least as many"),
     ],
 )

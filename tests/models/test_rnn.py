@@ -29,7 +29,7 @@ from tests.contracts import ONCE, assert_close, once
 V, B, T = 12, 4, 6
 # One stack with every cell and every form, of several widths.
 EVERY = (
-    "lstm(6),lstm(5, norm=True),gru(4),gru(5, form=original),mgu(5),mgu(5, form=cudnn),qrnn(6, width=3),sru(6),sru(8)"
+    "lstm(6),lstm(5, norm=True),gru(4),gru(5, form=original),mgu(5),mgu(5, form=cudnn),qrnn(8, width=3),sru(8),sru(6)"
 )
 
 
@@ -94,7 +94,9 @@ def test_prompts_and_further_tokens_equal_the_whole_sequence():
 @pytest.mark.parametrize("resets", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_carried_batches_equal_one_long_sequence(resets):
     model = make(EVERY.replace("lstm(6),", "lstm(6)*2,"), keeps_state=True, resets=resets)
-    batch = make_batch(length=2 * T)
+    # The second segment of a sequence begins before, with, after or never in the second part.
+    first = jnp.arange(2 * T)[None] < jnp.array([T - 2, T, T + 2, 2 * T])[:, None]
+    batch = {**make_batch(length=2 * T), "segment_ids": 2 - first.astype(jnp.int32)}
     whole = loss_of(model, batch, model.initial_carry(B))
     carry, sums = model.initial_carry(B), 0.0
     for part in range(2):
@@ -217,6 +219,13 @@ def test_bidirectional_stack_reads_backwards_within_segments():
     packed, parts = once(run, x, reset)
     assert packed.shape == (B, T, 8)
     assert_close(packed, jnp.concatenate(parts, axis=1))
+
+
+@pytest.mark.parametrize("cell", ["qrnn", "sru"])
+def test_cells_that_read_forwards_only_have_no_second_direction(cell):
+    stack = RecurrentStack(RNNConfig(cells=f"{cell}(4)", vocab=V), bidirectional=True)
+    with pytest.raises(InputError, match=f"model.cells: {cell} reads forwards"):
+        jax.eval_shape(stack.init, jax.random.key(0), jnp.zeros((1, 2, 4)), RecurrentInputs())
 
 
 def test_generation_continues_prompts():

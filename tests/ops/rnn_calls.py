@@ -21,6 +21,7 @@ STATE = x(B, H), x(B, H)
 GRU = X, W[:, : 3 * H], U[:, : 3 * H], x(3 * H)
 MINIMAL = X, W[:, : 2 * H], U[:, : 2 * H], x(2 * H)
 EVERYTHING = {"masks": MASKS, "reset": RESET, "lengths": LENGTHS}
+WITHOUT_CELL = {**EVERYTHING, "masks": rnn.StepMasks(MASKS.hidden, MASKS.candidate, MASKS.hold_h)}
 IDS = np.arange(B * T).reshape(B, T)
 
 CALLS = {
@@ -29,7 +30,7 @@ CALLS = {
         (lambda *a: rnn.lstm(*a[:5], norms=a[5], **a[6]), (X, W, U, x(4 * H), STATE, NORMS, EVERYTHING)),
     ),
     "rnn.gru.gru": (
-        (lambda *a: rnn.gru(*a[:5], **a[5]), (*GRU, x(H), EVERYTHING)),
+        (lambda *a: rnn.gru(*a[:5], **a[5]), (*GRU, x(H), WITHOUT_CELL)),
         (lambda *a: rnn.gru(*a, form="original"), GRU),
     ),
     "rnn.gru.minimal_gated_unit": (

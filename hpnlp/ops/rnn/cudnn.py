@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import rnn
 from jaxtyping import Array, Float, Int
 
+from hpnlp.ops.rnn.sequence import state_arrays
 from hpnlp.ops.weight import dense
 
 
@@ -69,9 +70,7 @@ def cudnn_lstm(
     batch, steps, width = x.shape
     w, u = dense(w), dense(u)
     features = u.shape[0]
-    zeros = jnp.zeros((batch, features), jnp.float32)
-    start = (zeros, zeros) if state is None else state
-    h, c = (jnp.broadcast_to(s if s.ndim == 2 else s[None], zeros.shape).astype(jnp.float32)[None] for s in start)
+    h, c = (s[None] for s in state_arrays("state", 2, state, batch, features))
     ends = jnp.full((batch,), steps, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
     result: Any = rnn.lstm(
         x, h, c, flat_weights(w, u, b), ends, input_size=width, hidden_size=features, num_layers=1, dropout=0.0,

@@ -24,16 +24,18 @@ POOLINGS = {"f": 2, "fo": 3, "ifo": 4}  # name -> number of gates
 def linear_recurrence(
     decay: Float[Array, "B T H"],
     added: Float[Array, "..."],
-    start: Float[Array, "B H"] | None = None,
+    start: Float[Array, "..."] | None = None,
     *,
     impl: str = "parallel",
 ) -> Float[Array, "B T H"]:
     """The recurrence `c_t = decay_t c_{t-1} + added_t` of each feature by itself.
 
+    A decay of 0 erases the state, even one that is NaN.
+
     Args:
       decay: Factors of the state.
       added: Terms of the steps, [B, T, H].
-      start: State before the first step; None for zeros.
+      start: State before the first step, [B, H]; None for zeros.
       impl: "parallel" for an associative scan of O(log T) passes, "loop" for a scan of T steps.
 
     Returns:
@@ -53,6 +55,8 @@ def linear_recurrence(
     if impl not in IMPLS:
         raise InputError(f"linear_recurrence: impl={impl!r}: expected one of {', '.join(IMPLS)}")
     start = jnp.zeros_like(decay, shape=decay.shape[::2]) if start is None else start
+    if start.shape != decay.shape[::2]:
+        raise InputError(f"linear_recurrence: start {start.shape}: expected [B, H] = {decay.shape[::2]}")
     arrays = (x.astype(jnp.float32) for x in (decay, added, start))
     return _recurrence(impl, *vary_alike(*arrays))
 
@@ -61,17 +65,22 @@ def _recurrence_of(impl: str, decay: Array, added: Array, start: Array) -> Array
     if impl == "loop":
 
         def step(c: Array, inputs: tuple[Array, Array]) -> tuple[Array, Array]:
-            c = inputs[0] * c + inputs[1]
+            c = _decayed(inputs[0], c) + inputs[1]
             return c, c
 
         _, states = lax.scan(step, start, (decay.swapaxes(0, 1), added.swapaxes(0, 1)))
         return states.swapaxes(0, 1)
-    first = added[:, :1] + decay[:, :1] * start[:, None]
+    first = added[:, :1] + _decayed(decay[:, :1], start[:, None])
 
     def combine(left: tuple[Array, Array], right: tuple[Array, Array]) -> tuple[Array, Array]:
-        return left[0] * right[0], right[0] * left[1] + right[1]
+        return _decayed(right[0], left[0]), _decayed(right[0], left[1]) + right[1]
 
     return lax.associative_scan(combine, (decay, jnp.concatenate([first, added[:, 1:]], axis=1)), axis=1)[1]
+
+
+def _decayed(decay: Array, c: Array) -> Array:
+    """The product, 0 for a decay of 0, so that NaN and infinity stay in the segment in which they occur."""
+    return jnp.where(decay == 0.0, 0.0, decay * c)
 
 
 def _recurrence_forward(impl: str, decay: Array, added: Array, start: Array) -> tuple[Array, Any]:
@@ -85,7 +94,7 @@ def _recurrence_backward(impl: str, saved: Any, dy: Array) -> tuple[Array, Array
     later = jnp.concatenate([decay[:, 1:], jnp.zeros_like(decay[:, :1])], axis=1)
     d = _recurrence_of(impl, later[:, ::-1], dy[:, ::-1], jnp.zeros_like(start))[:, ::-1]
     before = jnp.concatenate([start[:, None], states[:, :-1]], axis=1)
-    return d * before, d, d[:, 0] * decay[:, 0]
+    return d * before, d, _decayed(decay[:, 0], d[:, 0])
 
 
 _recurrence = jax.custom_vjp(_recurrence_of, nondiff_argnums=(0,))
@@ -139,9 +148,10 @@ def qrnn(
     if pooling not in POOLINGS:
         raise InputError(f"qrnn: pooling={pooling!r}: expected one of {', '.join(POOLINGS)}")
     count = POOLINGS[pooling]
-    if width < 1 or x.ndim != 3 or w.shape[0] != width * x.shape[-1] or w.shape[1] % count:
+    if width < 1 or x.ndim != 3 or 0 in x.shape or w.shape[0] != width * x.shape[-1] or w.shape[1] % count:
         raise InputError(
-            f"qrnn of x {x.shape} with w {tuple(w.shape)}: expected x [B, T, D] and w [{width} D, {count} H], width at least 1"
+            f"qrnn of x {x.shape} with w {tuple(w.shape)}: expected x [B, T, D], not empty, and w [{width} D, {count} H], "
+            "width at least 1"
         )
     x = _zero_padding(x, lengths)
     features = w.shape[1] // count
@@ -168,20 +178,22 @@ def sru(
     b: Float[Array, " F"] | None = None,
     state: Float[Array, "B H"] | None = None,
     *,
+    features: int | None = None,
     reset: Bool[Array, "B T"] | None = None,
     lengths: Int[Array, " B"] | None = None,
     impl: str = "parallel",
 ) -> tuple[Float[Array, "B T H"], Float[Array, "B H"]]:
     """Simple recurrent unit with a highway connection.
 
-    With the columns z, f, r, s of `x w + b`, f and r sigmoids, `c' = f c + (1 - f) z` and `h' = r tanh(c') + (1 - r) s`. A
-    matrix with the columns z, f, r only has x itself for s.
+    With the columns z, f, r, s of `x w + b`, f and r sigmoids, `c' = f c + (1 - f) z` and `h' = r tanh(c') + (1 - r) s`. With
+    the columns z, f, r only, s is x itself.
 
     Args:
       x: Inputs.
       w: Matrix [D, 4 H], or [D, 3 H] with H = D; an array or a Weight.
       b: Biases [2 H] of f and r; None for none.
       state: State c before the first token; None for zeros.
+      features: Features H; None for D if w has 3 D columns, and otherwise for a quarter of the columns.
       reset: True for tokens before which c counts as zeros.
       lengths: Tokens of each sequence, as for `lstm`; None for T.
       impl: As for `linear_recurrence`.
@@ -199,16 +211,20 @@ def sru(
       Lei et al. 2017, "Simple recurrent units for highly parallelizable recurrence", eq. 3 to 7 of the first version, whose
       gates do not read the state.
     """
-    count = 3 if x.ndim == 3 and w.shape[1] == 3 * x.shape[-1] else 4
-    if x.ndim != 3 or w.shape[0] != x.shape[-1] or w.shape[1] % count:
-        raise InputError(f"sru of x {x.shape} with w {tuple(w.shape)}: expected x [B, T, D] and w [D, 4 H] or [D, 3 D]")
+    dim, columns = x.shape[-1], w.shape[1]
+    size = (dim if columns == 3 * dim else columns // 4) if features is None else features
+    count = 3 if size == dim and columns == 3 * dim else 4
+    if x.ndim != 3 or 0 in x.shape or w.shape[0] != dim or columns != count * size:
+        raise InputError(
+            f"sru of x {x.shape} with w {tuple(w.shape)}, features={size}: expected x [B, T, D], not empty, and w [D, 4 H] "
+            "or [D, 3 D]"
+        )
     x = _zero_padding(x, lengths)
-    features = w.shape[1] // count
     if b is not None:
-        b = jnp.pad(b, (features, (count - 3) * features))
+        b = jnp.pad(b, (size, (count - 3) * size))
     z, f, r, *skip = _gates(x, w, b, count)
     f, r = jax.nn.sigmoid(f), jax.nn.sigmoid(r)
-    c = jnp.zeros((len(x), features), jnp.float32) if state is None else state
+    c = jnp.zeros((len(x), size), jnp.float32) if state is None else state
     states = _pool(f, (1.0 - f) * z, c, reset, lengths, impl)
     y = r * jnp.tanh(states) + (1.0 - r) * (skip[0] if skip else x.astype(jnp.float32))
     return _zero_padding(y.astype(x.dtype), lengths), states[:, -1]
@@ -233,10 +249,12 @@ def _pool(f: Array, added: Array, c: Array, reset: Array | None, lengths: Array 
 
 def _qrnn_state(state: tuple[Array, Array] | None, x: Array, width: int, features: int) -> tuple[Array, Array]:
     """`(c, tokens before the first one)`."""
-    if state is not None:
-        return state[0].astype(jnp.float32), state[1].astype(x.dtype)
-    before = jnp.zeros((len(x), width - 1, x.shape[-1]), x.dtype)
-    return jnp.zeros((len(x), features), jnp.float32), before
+    shapes = (len(x), features), (len(x), width - 1, x.shape[-1])
+    if state is None:
+        return jnp.zeros(shapes[0], jnp.float32), jnp.zeros(shapes[1], x.dtype)
+    if tuple(s.shape for s in state) != shapes:
+        raise InputError(f"qrnn: state {[s.shape for s in state]}: expected arrays {shapes[0]} and {shapes[1]}")
+    return state[0].astype(jnp.float32), state[1].astype(x.dtype)
 
 
 def _segments(reset: Array, before: int) -> Array:

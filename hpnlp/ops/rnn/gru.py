@@ -66,7 +66,7 @@ def gru(
     References:
       Cho et al. 2014, "Learning phrase representations using RNN encoder-decoder", eq. 5 to 8 (there z is 1 - z).
     """
-    check_shapes("gru", x, w, [(u, 3)], reset, lengths)
+    check_shapes("gru", x, w, b, [(u, 3)], reset, lengths)
     kernels, params = _parts("gru", form, u, n_bias)
     cell: Cell = GRUCell() if form == "cudnn" else OriginalGRUCell()
     gates = gate_inputs(x, w, b, lengths, reverse)
@@ -121,7 +121,7 @@ def minimal_gated_unit(
     References:
       Zhou et al. 2016, "Minimal gated unit for recurrent neural networks", eq. 7 to 9.
     """
-    check_shapes("minimal_gated_unit", x, w, [(u, 2)], reset, lengths)
+    check_shapes("minimal_gated_unit", x, w, b, [(u, 2)], reset, lengths)
     kernels, params = _parts("minimal_gated_unit", form, u, n_bias)
     cell: Cell = MinimalCell() if form == "cudnn" else OriginalMinimalCell()
     gates = gate_inputs(x, w, b, lengths, reverse)
@@ -140,5 +140,7 @@ def _parts(name: str, form: str, u: Any, n_bias: Array | None) -> tuple[tuple[An
             )
         u = dense(u)
         return (u[:, :-features], u[:, -features:]), {}
+    if n_bias is not None and n_bias.shape != (features,):
+        raise InputError(f"{name}: n_bias {n_bias.shape}: expected [H] = {(features,)}")
     bias = jnp.zeros((features,), jnp.float32) if n_bias is None else n_bias.astype(jnp.float32)
     return (u,), {"n_bias": bias}

@@ -94,7 +94,7 @@ def lstm(
       Hochreiter and Schmidhuber 1997, "Long short-term memory", with the forget gate of Gers et al. 2000.
       Ba et al. 2016, "Layer normalization", eq. 20 to 22.
     """
-    check_shapes("lstm", x, w, [(u, 4)], reset, lengths)
+    check_shapes("lstm", x, w, b, [(u, 4)], reset, lengths)
     if impl == "cudnn":
         if limits := cudnn_limits(x, norms is None and is_plain(masks), reset, reverse):
             raise InputError(f"impl='cudnn' does not support {', '.join(limits)}: set impl='xla'")

@@ -15,13 +15,16 @@ from hpnlp.ops.weight import dense
 from hpnlp.types import InputError
 
 
-def check_shapes(name: str, x: Array, w: Any, kernels: Sequence[tuple[Any, int]], reset: Any, lengths: Any) -> int:
+def check_shapes(
+    name: str, x: Array, w: Any, b: Any, kernels: Sequence[tuple[Any, int]], reset: Any, lengths: Any
+) -> int:
     """Checks the shapes of a recurrent layer.
 
     Args:
       name: Name of the operation, for messages.
       x: Inputs.
       w: Matrix of the inputs.
+      b: Biases of the gates, or None.
       kernels: Recurrent matrices, each with its number of gates.
       reset: bool `[B, T]`, or None.
       lengths: int `[B]`, or None.
@@ -34,11 +37,13 @@ def check_shapes(name: str, x: Array, w: Any, kernels: Sequence[tuple[Any, int]]
     """
     features = kernels[0][0].shape[0]
     gates = sum(count for _, count in kernels)
-    if x.ndim != 3 or tuple(w.shape) != (x.shape[-1], gates * features):
+    if x.ndim != 3 or 0 in x.shape or tuple(w.shape) != (x.shape[-1], gates * features):
         raise InputError(
-            f"{name} of x {x.shape} with w {tuple(w.shape)}: expected x [B, T, D] and w [D, {gates} H], H = {features}, the "
-            "rows of the recurrent matrix"
+            f"{name} of x {x.shape} with w {tuple(w.shape)}: expected x [B, T, D], not empty, and w [D, {gates} H], H = "
+            f"{features}, the rows of the recurrent matrix"
         )
+    if b is not None and b.shape != (gates * features,):
+        raise InputError(f"{name}: b {b.shape}: expected [{gates} H] = {(gates * features,)}")
     for kernel, count in kernels:
         if tuple(kernel.shape) != (features, count * features):
             raise InputError(
@@ -107,8 +112,9 @@ def run_layer(
     steps, batch = gates.shape[:2]
     kernels = tuple(dense(kernel) for kernel in kernels)
     features = kernels[0].shape[0]
-    first = _state(cell, initial, batch, features)
-    start = first if state is None else _state(cell, state, batch, features)
+    first = state_arrays("initial", cell.states, initial, batch, features)
+    start = first if state is None else state_arrays("state", cell.states, state, batch, features)
+    _check_masks(masks, cell.states, (batch, steps, features))
     named = {"hidden": masks.hidden, "candidate": masks.candidate, "hold_0": masks.hold_h, "hold_1": masks.hold_c}
     named["reset"] = None if reset is None else reset[..., None]
     valid = None if lengths is None else _valid(steps, lengths)[..., None]
@@ -141,9 +147,41 @@ def _valid(steps: int, lengths: Array) -> Array:
     return jnp.arange(steps, dtype=lengths.dtype)[None] < lengths[:, None]
 
 
-def _state(cell: Cell, state: State | None, batch: int, features: int) -> State:
-    """A state as float32 arrays `[B, H]`."""
+def state_arrays(name: str, count: int, state: Any, batch: int, features: int) -> State:
+    """A state with a row for each sequence.
+
+    Args:
+      name: Name of the argument, for messages.
+      count: Number of arrays.
+      state: Arrays `[B, H]` or `[H]`; None for zeros.
+      batch: Number of sequences B.
+      features: Number of features H.
+
+    Returns:
+      float32 arrays `[B, H]`.
+
+    Raises:
+      InputError: Another number of arrays, or other shapes.
+    """
+    shape = batch, features
     if state is None:
-        return tuple(jnp.zeros((batch, features), jnp.float32) for _ in range(cell.states))
+        return tuple(jnp.zeros(shape, jnp.float32) for _ in range(count))
+    shapes = [tuple(s.shape) for s in state] if isinstance(state, (tuple, list)) else f"of shape {state.shape}"
+    if not isinstance(state, (tuple, list)) or len(state) != count or not set(shapes) <= {shape, shape[1:]}:
+        raise InputError(f"{name} {shapes}: expected a tuple of {count}, [B, H] = {shape} or [H] = {shape[1:]} each")
     arrays = [s.astype(jnp.float32) for s in state]
-    return tuple(jnp.broadcast_to(s if s.ndim == 2 else s[None], (batch, features)) for s in arrays)
+    return tuple(jnp.broadcast_to(s if s.ndim == 2 else s[None], shape) for s in arrays)
+
+
+def _check_masks(masks: StepMasks, states: int, shape: tuple[int, int, int]) -> None:
+    """Raises InputError for masks of other shapes, or of a state that the cell does not have."""
+    if masks.hold_c is not None and states < 2:
+        raise InputError("masks.hold_c: the cell has no cell state: pass hold_h")
+    for name in ("hidden", "candidate", "hold_h", "hold_c"):
+        mask = getattr(masks, name)
+        if mask is not None and (
+            mask.ndim != 3 or any(m not in (1, n) for m, n in zip(mask.shape, shape, strict=True))
+        ):
+            raise InputError(
+                f"masks.{name} {mask.shape}: expected [B, T, H] = {shape}, with 1 for an axis of equal values"
+            )

@@ -58,10 +58,10 @@ def fold_graph(
         for blocks whose cells read no inputs.
 
     Returns:
-      A tree like `state` of arrays `[N, ...]`; 0 for padding.
+      A tree like `state` of arrays `[N, ...]`; 0 for padding. There are no second derivatives: the number of steps is data.
 
     Raises:
-      InputError: The graph has an op without a cell.
+      InputError: The graph has an op without a cell, or `inputs` has another number of nodes than the schedule.
 
     Cost: as many cells as nodes, and those of incomplete chunks: at most one chunk of the last width for each height and
     signature, and SMALL_CHUNKS of it in place of wider ones. The backward pass computes elementwise operations twice, and each
@@ -336,7 +336,14 @@ def block_rows(x: Array, schedule: Schedule, blocks: Sequence[int] | None = None
 
     Returns:
       `[rows, ...]` for each block; 0 for rows without a node.
+
+    Raises:
+      InputError: x has another number of nodes than the schedule.
     """
+    if x.shape[:1] != schedule.row.shape:
+        raise InputError(
+            f"inputs {x.shape} for a schedule of {schedule.row.shape[0]} nodes: pass one row for each node of the graph"
+        )
     chosen = tuple(range(len(schedule.blocks))) if blocks is None else tuple(blocks)
     return _block_rows(schedule.blocks, chosen, x, jnp.asarray(schedule.node), jnp.asarray(schedule.row))
 

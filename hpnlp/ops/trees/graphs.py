@@ -132,6 +132,13 @@ def _integers(values: Any, name: str) -> np.ndarray:
         array = array.astype(np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise InputError(f"{name}: {array.dtype} {array.shape}: expected whole numbers in one axis: convert the array")
+    limits = np.iinfo(np.int32)
+    wrong = np.flatnonzero((array < limits.min) | (array > limits.max))
+    if wrong.size:
+        index = int(wrong[0])
+        raise InputError(
+            f"{name}[{index}] = {array[index]}: expected at most {limits.max} in absolute value: correct it"
+        )
     return array.astype(np.int32)
 
 
@@ -178,10 +185,10 @@ def _cycle_message(child: np.ndarray, parent: np.ndarray, height: np.ndarray) ->
     for below, above in zip(child.tolist(), parent.tolist(), strict=True):
         if height[below] < 0:
             of_parent.setdefault(above, below)
-    node, path = int(np.flatnonzero(height < 0)[0]), []
-    while node not in path:
-        path.append(node)
+    node, index = int(np.flatnonzero(height < 0)[0]), {}
+    while node not in index:
+        index[node] = len(index)
         node = of_parent[node]
-    path = path[path.index(node) :]
+    path = list(index)[index[node] :]
     shown = " -> ".join(map(str, [*path[:SHOWN], *(["..."] if len(path) > SHOWN else []), node]))
     return f"node {node} is its own descendant (children: {shown}): remove one of these edges, so that every path ends"

@@ -170,7 +170,11 @@ def make_schedule(
 def _check_arguments(
     signatures: Sequence[tuple[int, int]], capacities: Sequence[int] | None, widths: Sequence[int]
 ) -> None:
-    """Raises InputError for signatures or widths in the wrong order, or another number of capacities."""
+    """Raises InputError for no signatures, signatures or widths in the wrong order, or another number of capacities."""
+    if not signatures:
+        raise InputError(
+            "signatures: none, as for a graph without nodes: pass at least one node, or signatures=((0, 0),)"
+        )
     if any(a[0] == b[0] and a[1] >= b[1] for i, b in enumerate(signatures) for a in signatures[:i]):
         raise InputError(f"signatures={tuple(signatures)}: the numbers of children of an op must ascend: sort them")
     if not widths or any(a <= b for a, b in zip(widths, [*widths[1:], 0], strict=True)):

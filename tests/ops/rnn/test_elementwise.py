@@ -19,6 +19,7 @@ def draw(*shape):
 
 DECAY, ADDED, START, SIGNS = jax.nn.sigmoid(draw(B, T, H)), draw(B, T, H), draw(B, H), draw(B, T, H)
 RESET = jnp.asarray(RNG.random((B, T)) < 0.3)
+HOLD = jnp.asarray(RNG.random((B, T, H)), jnp.float32)
 
 
 def loop(decay, added, start):
@@ -39,10 +40,10 @@ def test_values_and_gradients_match_a_loop(impl):
     assert_close(found, once(both(loop), DECAY, ADDED, START))
 
 
-def qrnn_loop(x, w, b, width, pooling, reset):
-    """Equations 1 to 6 of the paper, token by token."""
+def qrnn_loop(x, w, b, width, pooling, reset, hold):
+    """Equations 1 to 6 of the paper, token by token, with shares of c that are held."""
     outputs, states = [], []
-    for row, resets in zip(np.asarray(x, np.float64), np.asarray(reset), strict=True):
+    for row, resets, held in zip(np.asarray(x, np.float64), np.asarray(reset), np.asarray(hold), strict=True):
         c, start, of_row = np.zeros(H), 0, []
         for t in range(T):
             if resets[t]:
@@ -50,7 +51,8 @@ def qrnn_loop(x, w, b, width, pooling, reset):
             window = [row[t - j] if t - j >= start else np.zeros(D) for j in range(width)]
             gates = np.split(np.concatenate(window) @ np.asarray(w, np.float64) + b, w.shape[1] // H)
             z, (f, *further) = np.tanh(gates[0]), [1 / (1 + np.exp(-g)) for g in gates[1:]]
-            c = f * c + (further[1] * z if pooling == "ifo" else (1 - f) * z)
+            new = f * c + (further[1] * z if pooling == "ifo" else (1 - f) * z)
+            c = held[t] * c + (1 - held[t]) * new
             of_row.append(c if pooling == "f" else further[0] * c)
         outputs.append(of_row)
         states.append(c)
@@ -66,10 +68,10 @@ def test_quasi_recurrent_network_matches_the_paper_and_continues(pooling, gates,
         first, state = qrnn(x[:, :5], w, b, **options)
         second, end = qrnn(x[:, 5:], w, b, state, **options)
         continued = jnp.concatenate([first, second], axis=1), end
-        return qrnn(x, w, b, reset=RESET, **options), qrnn(x, w, b, **options), continued
+        return qrnn(x, w, b, reset=RESET, hold=HOLD, **options), qrnn(x, w, b, **options), continued
 
     (y, (c, before)), whole, continued = once(run, x)
-    assert_close((y, c), qrnn_loop(x, w, b, width, pooling, RESET))
+    assert_close((y, c), qrnn_loop(x, w, b, width, pooling, RESET, HOLD))
     assert_close(before, x[:, T + 1 - width :])
     assert_close(continued, whole)
 
@@ -86,6 +88,19 @@ def test_lengths_end_the_recurrence():
     for (y, state), expected in once(run, padded, x[:, :5]):
         assert_close((y[:, :5], state), expected)
         assert not np.asarray(y[:, 5:]).any()
+
+
+def test_resets_keep_nan_out_of_later_segments():
+    x, w, v = draw(B, T, D), draw(2 * D, 3 * H), draw(D, 4 * H)
+    reset = jnp.zeros((B, T), bool).at[:, 5].set(True)
+
+    def run(x):
+        layers = (lambda x: qrnn(x, w, width=2, reset=reset)[0], lambda x: sru(x, v, reset=reset)[0])
+        return [jax.value_and_grad(lambda x, f=f: (y := f(x)[:, 5:]).sum() + (y * y).sum())(x) for f in layers]
+
+    found, expected = once(lambda x: (run(x.at[:, :5].set(jnp.nan)), run(x)), x)
+    for (value, gradient), (expected_value, expected_gradient) in zip(found, expected, strict=True):
+        assert_close((value, gradient[:, 5:]), (expected_value, expected_gradient[:, 5:]))
 
 
 @pytest.mark.parametrize("columns", [3, 4])
@@ -118,9 +133,13 @@ def test_bfloat16_inputs_give_bfloat16_outputs_and_float32_states():
     [
         (lambda: linear_recurrence(DECAY, ADDED[:, 1:]), "expected two"),
         (lambda: linear_recurrence(DECAY, ADDED, impl="fast"), "parallel, loop"),
+        (lambda: linear_recurrence(DECAY, ADDED, START[:1]), r"start \(1, 4\): expected"),
         (lambda: qrnn(ADDED, ADDED[0], pooling="o"), "f, fo, ifo"),
         (lambda: qrnn(ADDED, draw(H, 3 * H), width=2), "2 D, 3 H"),
+        (lambda: qrnn(ADDED, draw(2 * H, 3 * H), None, (START, ADDED[:1, :1]), width=2), "qrnn: state"),
         (lambda: sru(ADDED, draw(H, 5)), "expected x"),
+        (lambda: sru(ADDED, draw(H, 3 * H), features=5), "features=5"),
+        (lambda: sru(ADDED[:, :0], draw(H, 4 * H)), "not empty"),
     ],
 )
 def test_invalid_arguments_raise(call, message):

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from hpnlp.ops.rnn import StepMasks, gru, lstm, minimal_gated_unit, segment_resets
+from hpnlp.ops.rnn.sequence import state_arrays
 from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, once
 from tests.ops.rnn.cases import (
@@ -158,12 +159,36 @@ X, W, U = np.zeros((B, T, D), np.float32), np.zeros((D, 4 * H), np.float32), np.
     [
         (lambda: lstm(X, W[:-1], U), "expected x"),
         (lambda: lstm(X, W, U[:, :-1]), "recurrent matrix"),
+        (lambda: lstm(X[:, :0], W, U), "not empty"),
+        (lambda: lstm(X, W, U, np.zeros(1, np.float32)), r"lstm: b \(1,\): expected"),
+        (
+            lambda: state_arrays("state", 2, np.zeros((2, B, H)), B, H),
+            r"state of shape \(2, 3, 4\): expected a tuple of 2",
+        ),
+        (
+            lambda: lstm(X, W, U, None, (X[:1, 0, :H], X[:1, 0, :H])),
+            r"state .*: expected a tuple of 2, \[B, H\] = \(3, 4\)",
+        ),
+        (lambda: lstm(X, W, U, initial=(X[0, 0, :H],)), "initial .*: expected a tuple of 2"),
+        (
+            lambda: lstm(X, W, U, masks=StepMasks(hidden=np.ones((B, H), np.float32))),
+            r"masks.hidden \(3, 4\): expected",
+        ),
+        (
+            lambda: lstm(X, W, U, masks=StepMasks(hold_c=np.ones((B, 2, H), np.float32))),
+            r"masks.hold_c \(3, 2, 4\): expected",
+        ),
         (lambda: lstm(X, W, U, reset=np.zeros((B, T - 1), bool)), "reset"),
         (lambda: lstm(X, W, U, lengths=np.zeros((B, 1), np.int32)), "lengths"),
         (lambda: lstm(X, W, U, impl="cuda"), "expected 'xla' or 'cudnn'"),
         (lambda: lstm(X, W, U, impl="cudnn", masks=StepMasks(hidden=np.ones((B, 1, H), np.float32))), "masks within"),
         (lambda: gru(X, W[:, : 3 * H], U[:, : 3 * H], form="torch"), "expected one of cudnn, original"),
         (lambda: gru(X, W[:, : 3 * H], U[:, : 3 * H], n_bias=np.zeros(H, np.float32), form="original"), "no effect"),
+        (lambda: gru(X, W[:, : 3 * H], U[:, : 3 * H], n_bias=np.zeros(1, np.float32)), r"gru: n_bias \(1,\): expected"),
+        (
+            lambda: gru(X, W[:, : 3 * H], U[:, : 3 * H], masks=StepMasks(hold_c=X[..., :H])),
+            "the cell has no cell state",
+        ),
         (lambda: minimal_gated_unit(X, W, U), "expected x"),
     ],
 )

@@ -335,6 +335,12 @@ INVALID = {
         lambda: check_labels([0, 3, 9], 4),
         "node 2 has the unknown label 9: expected 0 to 3: map unknown labels",
     ),
+    "range": (lambda: tree_graph([-1, 2**32]), r"parents\[1\] = 4294967296: expected at most 2147483647"),
+    "empty": (lambda: make_schedule(tree_graph([])), "signatures: none, as for a graph without nodes"),
+    "nodes": (
+        lambda: child_sum_tree_lstm(*arrays(np.random.default_rng(0), 2), make_schedule(tree_graph([-1, 0, 0]))),
+        r"inputs \(2, 24\) for a schedule of 3 nodes: pass one row",
+    ),
     "dtype": (lambda: tree_graph([0.5]), "parents: float64 .*: expected whole numbers in one axis"),
     "ops": (lambda: tree_graph([-1], ops=[0, 1]), "ops: 2 numbers for 1 nodes"),
     "signature": (
