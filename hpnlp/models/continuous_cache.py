@@ -120,7 +120,7 @@ class CachedModel(ModelWrapper):
             keys, before = carry["layers"]["cache_states"][0], carry["layers"]["cache_words"][0]
         keys = jnp.concatenate([keys, h.astype(jnp.float32)], axis=1)
         words = jnp.concatenate([before, words], axis=1)
-        entry, token = jnp.arange(size + length), size + jnp.arange(length)[:, None]
+        entry, token = jnp.arange(size + length)[None], size + jnp.arange(length)[:, None]
         # The word that follows the state of a token is its label, which later tokens know.
         recent = (entry < token) & (entry >= token - size)
         return keys, words, recent[None] & (words != NO_WORD)[:, None, :]
