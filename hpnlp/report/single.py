@@ -50,7 +50,7 @@ def write(workdir: str | Path, config: Config, result: Result, flags: str = "--c
     report = summarize(config, result) | _finite(dict(section.numbers))
     report |= {"skipped_steps": sum(line.get("skipped") or 0 for line in curve)}
     norms = [line["grad_norm"] for line in curve if line.get("grad_norm") is not None]
-    report |= _norm_numbers(norms, config.optimizer.clip_norm)
+    report |= norm_numbers(norms, config.optimizer.clip_norm)
     text = render(workdir, config, report, section.text, flags, fault)
     try:
         plots.plot_curves({workdir.name: curve}, workdir / "loss.png", report, part.levels(report), part.unit)
@@ -119,8 +119,16 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _norm_numbers(norms: list[float], clip_norm: float) -> dict[str, float | None]:
-    """Median of the gradients' norms before clipping, and the share of steps whose gradients were clipped."""
+def norm_numbers(norms: list[float], clip_norm: float) -> dict[str, float | None]:
+    """Numbers of report.json on the norms of gradients.
+
+    Args:
+      norms: Global norm of the gradients of each step before clipping.
+      clip_norm: Norm from which on gradients are clipped, 0 for no clipping.
+
+    Returns:
+      The median, and the share of steps whose gradients were clipped; None where there is none.
+    """
     clipped = sum(norm > clip_norm for norm in norms) / len(norms) if norms and clip_norm else None
     return {"gradient_norm": statistics.median(norms) if norms else None, "clipped_share": clipped}
 
