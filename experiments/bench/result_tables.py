@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from awd_lstm_tables import awd_lstm
 from result_plots import Rows
 
 from hpnlp.data.baselines import NAMES
@@ -576,6 +577,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "bucketed": bucketed,
     "random_features": random_features,
     "recurrent": recurrent,
+    "awd_lstm": awd_lstm,
     **dict.fromkeys(
         ("softmax", "softmax_layers", "gpu_softmax", "search", "containers", "quantized_products"), softmax
     ),

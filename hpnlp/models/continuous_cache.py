@@ -89,7 +89,9 @@ class CachedModel(ModelWrapper):
         carry = variables.get(CARRY)
         of_inner = {name: tree for name, tree in variables.items() if name != CARRY}
         if carry is not None and initial_carry(self.inner, 1) is not None:
-            layers = {name: tree for name, tree in carry["layers"].items() if name not in ("cache_states", "cache_words")}
+            layers = {
+                name: tree for name, tree in carry["layers"].items() if name not in ("cache_states", "cache_words")
+            }
             of_inner[CARRY] = {"layers": layers}
         batch, *further = args
         deterministic = bool(further[0]) if further else True
@@ -104,7 +106,10 @@ class CachedModel(ModelWrapper):
         total = jnp.where(weights == 0, 0.0, weights * losses).sum()
         new_carry = None
         if carry is not None:
-            kept = {"cache_states": keys[None, :, -self.cache.size :], "cache_words": words[None, :, -self.cache.size :]}
+            kept = {
+                "cache_states": keys[None, :, -self.cache.size :],
+                "cache_words": words[None, :, -self.cache.size :],
+            }
             layers = {} if inner_carry is None else inner_carry["layers"]
             new_carry = jax.lax.stop_gradient({"layers": {**layers, **kept}})
         return LossOut(total, weights.sum(), {}, {}, new_carry)

@@ -223,7 +223,13 @@ def _jitted(sharding: NamedSharding | None) -> tuple[Any, Any]:
 
 
 def _prefill(
-    params: Any, tokens: jax.Array, lengths: jax.Array, memory: Memory | None, *, model: LM | RNN | Ensemble, capacity: int
+    params: Any,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    memory: Memory | None,
+    *,
+    model: LM | RNN | Ensemble,
+    capacity: int,
 ) -> _DecodeState:
     # Flax declares the result of `apply` as Any or (Any, variables); it is what the method returns, as no variable is mutable.
     h, caches = model.apply(collections(params), tokens, lengths, capacity, memory, method="prefill")  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
@@ -231,7 +237,12 @@ def _prefill(
 
 
 def _decode(
-    state: _DecodeState, params: Any, draw: dict[str, jax.Array], ids: dict[str, jax.Array], *, model: LM | RNN | Ensemble
+    state: _DecodeState,
+    params: Any,
+    draw: dict[str, jax.Array],
+    ids: dict[str, jax.Array],
+    *,
+    model: LM | RNN | Ensemble,
 ) -> tuple[_DecodeState, jax.Array]:
     """`(state, ids [B, CHUNK])`: the next CHUNK tokens of each sequence. draw: the key, and options of `pick`."""
     options = {"temperature": 0.0, **draw}
@@ -287,7 +298,9 @@ def check_decodes(model: LM | RNN | Ensemble, memory: Memory | None, count: int)
         )
 
 
-def _check_options(model: LM | RNN | Ensemble, tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
+def _check_options(
+    model: LM | RNN | Ensemble, tokens: int, temperature: float, top_k: int, top_p: float, seed: int
+) -> None:
     """Raises InputError for invalid options of Generation."""
     if tokens < 1:
         raise InputError(f"tokens={tokens}: expected at least 1")

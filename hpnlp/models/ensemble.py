@@ -204,7 +204,9 @@ class Ensemble:
         if self._is_stackable:
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *variables)
             count = len(self.members)
-            log_probs, carry = jax.vmap(lambda own, number: run(self.members[0], own, number))(stacked, jnp.arange(count))
+            log_probs, carry = jax.vmap(lambda own, number: run(self.members[0], own, number))(
+                stacked, jnp.arange(count)
+            )
             return log_probs, [jax.tree.map(lambda x, i=index: x[i], carry) for index in range(count)]
         results = [run(*item) for item in zip(self.members, variables, range(len(self.members)), strict=True)]
         return jnp.stack([log_probs for log_probs, _ in results]), [carry for _, carry in results]
@@ -312,6 +314,3 @@ def joined(weights: Sequence[Any]) -> Any:
         if own_buffers:
             buffers[f"member_{number}"] = own_buffers
     return join(params, buffers)
-
-
-

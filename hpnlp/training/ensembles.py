@@ -100,4 +100,3 @@ def describe(members: Sequence[Member], runs: Sequence[Run]) -> str:
       A text such as "runs/a, step 300; runs/b, step 200".
     """
     return "; ".join(f"{workdir}, step {run.step}" for (workdir, _), run in zip(members, runs, strict=True))
-

@@ -94,7 +94,9 @@ def _with_cache(model: Any, cache: str, config: Config) -> Any:
     """The model with a continuous cache; raises InputError if the run does not read text as streams."""
     found = continuous_cache.find(cache)
     if not hasattr(model, "token_states"):
-        raise InputError(f"cache={cache!r}: a cache is for one run of task='lm' or 'rnn_lm': name one, or leave out the cache")
+        raise InputError(
+            f"cache={cache!r}: a cache is for one run of task='lm' or 'rnn_lm': name one, or leave out the cache"
+        )
     if not model.is_normalized:
         raise InputError(
             f"cache={cache!r}: model.output={config.model.output!r} gives no probabilities to mix with: leave out the cache"

@@ -37,9 +37,7 @@ def test_examples_of_a_stream_continue_from_batch_to_batch(stories):
     follows = read["segment_ids"][:, 1:] == read["segment_ids"][:, :-1]
     assert (read["segment_ids"] > 0).all() and not follows.all()
     np.testing.assert_array_equal(read["labels"][:, :-1][follows], read["tokens"][:, 1:][follows])
-    np.testing.assert_array_equal(
-        read["positions"][:, 1:], np.where(follows, read["positions"][:, :-1] + 1, 0)
-    )
+    np.testing.assert_array_equal(read["positions"][:, 1:], np.where(follows, read["positions"][:, :-1] + 1, 0))
     text = corpus.read_training_text(10**6)[0]
     for tokens in read["tokens"]:
         decoded = corpus.tokenizer.decode(tokens)
@@ -67,7 +65,10 @@ def test_a_resumed_stream_returns_the_same_batches_and_no_other_stream_resumes(s
     ("options", "message"),
     [
         ({"length_deviation": 5.0}, "sequences of data.order='shuffle' have one length: set data.order='stream'"),
-        ({"length_deviation": -1.0, "order": "stream"}, "data.length_deviation=-1.0: expected 0 to a quarter of data.seq_"),
+        (
+            {"length_deviation": -1.0, "order": "stream"},
+            "data.length_deviation=-1.0: expected 0 to a quarter of data.seq_",
+        ),
         ({"length_deviation": 5.0, "order": "stream", "seq_len": 16}, "expected 0 to a quarter of data.seq_len=16"),
     ],
 )

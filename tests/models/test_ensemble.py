@@ -124,8 +124,14 @@ def test_generation_draws_from_mean_probabilities(kind):
     ("members", "message"),
     [
         ([], "an ensemble has no members: name at least one run"),
-        ([rnn(), RNN(RNNConfig(cells="lstm(6)", vocab=V + 1))], "member 1 of the ensemble has 12 words, and member 0 11"),
-        ([rnn(output="margin", tied=False)], "member 0 of the ensemble has model.output='margin', which gives no probab"),
+        (
+            [rnn(), RNN(RNNConfig(cells="lstm(6)", vocab=V + 1))],
+            "member 1 of the ensemble has 12 words, and member 0 11",
+        ),
+        (
+            [rnn(output="margin", tied=False)],
+            "member 0 of the ensemble has model.output='margin', which gives no probab",
+        ),
     ],
 )
 def test_members_that_do_not_fit_raise(members, message):

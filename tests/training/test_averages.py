@@ -90,11 +90,7 @@ def test_evaluations_start_the_average_as_the_authors_program_does(higher_is_bet
     for case in range(60):
         count = 1 + case % 4
         losses = (np.linspace(2, 1, 12) + 0.15 * draw.normal(size=12)).tolist()
-        expected = [
-            index
-            for index, loss in enumerate(losses)
-            if index > count and loss > min(losses[:index][:-count])
-        ]
+        expected = [index for index, loss in enumerate(losses) if index > count and loss > min(losses[:index][:-count])]
         average = averages.find(f"ntasgd({count})")
         scores = [sign * loss for loss in losses]
         actual = [
@@ -122,7 +118,9 @@ def test_invalid_averages_raise(fields, message):
 
 
 def test_an_average_that_evaluations_start_needs_evaluations():
-    with pytest.raises(InputError, match=r"optimizer.average='ntasgd\(5\)' begins with an evaluation: set train.eval_every"):
+    with pytest.raises(
+        InputError, match=r"optimizer.average='ntasgd\(5\)' begins with an evaluation: set train.eval_every"
+    ):
         resolve({"optimizer": {"average": "ntasgd(5)"}})
 
 
