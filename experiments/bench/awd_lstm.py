@@ -1,12 +1,12 @@
 """Measures the AWD-LSTM recipe: against a plain LSTM and a transformer at equal time, without each part, ensembles and a cache.
 
-    python experiments/bench/awd_lstm.py [--tables=recipe,parts,transformer,ensembles,cache] [--limit=220] [--workdir=runs/awd]
+    python experiments/bench/awd_lstm.py [--tables=recipe,parts,transformer,ensembles,cache] [--limit=S]
 
 "recipe": held-out perplexity of `experiments/lm/awd_lstm.py` over that of a plain LSTM of the same sizes at equal training time.
-Steps of both forms are timed in turn, and the plain LSTM gets as many as the recipe's time allows; it stops when it overfits.
-"parts": the recipe with fewer steps, and without each of its parts with equal steps. "transformer": at equal parameters and
-time. "ensembles": mean probabilities of three seeds, of the three best runs of "parts", and of the last three checkpoints of one
-run, over the mean perplexity of the members. "cache": a continuous cache over none.
+Steps of both forms are timed in turn. The plain LSTM gets as many as the recipe's time allows, and stops when it overfits.
+"parts": the recipe with fewer steps, and without each of its parts with equal steps. "transformer": the recipe over a
+transformer of equal size at equal time. "ensembles": mean probabilities of three seeds, of the three best runs of "parts", and
+of the last three checkpoints of one run, over the mean perplexity of the members. "cache": a continuous cache over none.
 
 Perplexities are those of the best evaluation on all held-out text. Finished runs are kept in --workdir, and are not trained
 again: with --limit, no run begins after that many seconds, and the same command goes on. About 20 minutes on two cores.
@@ -207,7 +207,7 @@ def ensembles(runs: Runs) -> list[dict[str, Any]]:
         if (runs.root / name).exists()
     }
     best = sorted(scores, key=lambda name: scores[name]["perplexity"])[:3]
-    newest = sorted((int(path.name) for path in (runs.root / first / "checkpoints").glob("[0-9]*")))[-3:]
+    newest = sorted(int(path.name) for path in (runs.root / first / "checkpoints").glob("[0-9]*"))[-3:]
     kinds = {
         "seeds": [(runs.root / name, None) for name in seeds],
         "best of a sweep": [(runs.root / name, None) for name in best],

@@ -7,8 +7,8 @@ hpnlp compare runs/awd_lstm_parts --out=runs/awd_lstm_parts.png
 
 Merity, Keskar and Socher 2018, "Regularizing and optimizing LSTM language models": weight drop, variational dropout, embedding
 dropout, activation penalties, tied tables, random lengths of truncated back-propagation and NT-ASGD. `:sgd` trains by SGD with
-the paper's clipping; the others take Adam, which needs fewer steps here. The text has about 48,000 words, so that an LSTM without
-the recipe overfits after a few epochs: `:plain` stops there.
+the paper's clipping; the others take Adam, which needs fewer steps here. The text has about 48,000 words, so that an LSTM
+without the recipe overfits after a few epochs: `:plain` stops there.
 
 A second phase of the recipe averages from its first step on:
 

@@ -16,8 +16,9 @@ hpnlp evaluate RUN [RUN ...] [--config.model.mixer="transformer_xl(512)" --confi
 Scores the parameters of a run, RUN, on all of its held-out examples, and prints the scores; the run is not changed. Some fields
 of its config may have other values, as far as the parameters stay as they are. All other fields are those of the training.
 
-Several runs of language models with one vocabulary are an ensemble, whose probabilities are averaged. RUN@STEP is the checkpoint
-of a step, RUN@last3 the newest three checkpoints of a run, and SWEEP@best3 the three best finished runs of a directory.
+Several runs of language models with one vocabulary are an ensemble, whose probabilities are averaged. RUN@STEP is the
+checkpoint of a step, RUN@last3 the newest three checkpoints of a run, and SWEEP@best3 the three best finished runs of a
+directory.
 
 Fields:
   --config.model.mixer=MIXERS

@@ -44,7 +44,8 @@ def _newest(workdir: str, count: int) -> list[int]:
     steps = sorted(int(path.name) for path in (Path(workdir) / "checkpoints").glob("[0-9]*") if path.name.isdecimal())
     if not 1 <= count <= len(steps):
         raise InputError(
-            f"{workdir}@last{count}: the run has {len(steps)} checkpoints: name at most these, and keep more of them by train.keep"
+            f"{workdir}@last{count}: the run has {len(steps)} checkpoints: name at most these, and keep more of them by "
+            "train.keep"
         )
     return steps[-count:]
 

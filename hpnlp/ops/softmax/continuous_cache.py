@@ -1,4 +1,4 @@
-"""Continuous cache: recent words as a further distribution, weighted by the similarity of their hidden states to the present one.
+"""Continuous cache: a distribution of recent words, weighted by the similarity of their hidden states to the present one.
 
 References: Grave, Joulin and Usunier 2017, "Improving neural language models with a continuous cache", arXiv 1612.04426.
 """
