@@ -2,7 +2,7 @@
 
     python experiments/bench/awd_lstm.py [--tables=recipe,parts,transformer,ensembles,cache] [--limit=S]
 
-"recipe": held-out perplexity of `experiments/lm/awd_lstm.py` over that of a plain LSTM of the same sizes at equal training time.
+"recipe": held-out perplexity of `experiments/lm/awd_lstm.py` over that of a plain LSTM of the same sizes at equal time.
 Steps of both forms are timed in turn. The plain LSTM gets as many as the recipe's time allows, and stops when it overfits.
 "parts": the recipe with fewer steps, and without each of its parts with equal steps. "transformer": the recipe over a
 transformer of equal size at equal time. "ensembles": mean probabilities of three seeds, of the three best runs of "parts", and
