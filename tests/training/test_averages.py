@@ -83,6 +83,21 @@ def test_averages_match_optax():
     np.testing.assert_allclose(means[-1], mean, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_updates_are_scaled_with_the_length_of_the_batch(name):
+    config = OptimizerConfig(name, base_length=8, learning_rate=0.1, schedule="constant", warmup=0, weight_decay=0.5)
+    update = Update(config, make_optimizer(config, STEPS), False, 1)
+    params, grads = ({"kernel": jnp.asarray(np.random.default_rng(i).normal(size=(3, 4)), jnp.float32)} for i in (0, 1))
+    changes = []
+    for length in (8, 6):
+        factor = config.length_factor({"tokens": np.zeros((2, length)), "labels": np.zeros(2)})
+        one = {"weight": jnp.float32(1), "norm": jnp.float32(1), "step": jnp.int32(0), "is_finite": None}
+        new = update((params, update.optimizer.init(params), None), grads, **one, factor=factor)[0]
+        changes.append(np.asarray(new["kernel"] - params["kernel"]))
+    np.testing.assert_allclose(changes[1], 0.75 * changes[0], rtol=1e-5, atol=1e-7)
+    assert OptimizerConfig(name).length_factor({"tokens": np.zeros((2, 6))}) == 1.0
+
+
 @pytest.mark.parametrize("higher_is_better", [False, True])
 def test_evaluations_start_the_average_as_the_authors_program_does(higher_is_better):
     """`len(best_val_loss) > nonmono and val_loss > min(best_val_loss[:-nonmono])`, salesforce/awd-lstm-lm, main.py."""
