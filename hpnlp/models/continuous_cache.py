@@ -137,7 +137,8 @@ class CachedModel(ModelWrapper):
         log_prob = jax.nn.log_softmax(logits, axis=-1)
         shares = cache_distribution(h, keys, words, visible, logits.shape[-1], self.cache.theta)
         cached = jnp.where(shares > 0, jnp.log(jnp.where(shares > 0, shares, 1.0)), -jnp.inf)
-        return interpolate(log_prob, cached, visible.any(axis=-1)[..., None], self.cache.weight)
+        has_entries = jnp.broadcast_to(visible.any(axis=-1, keepdims=True), cached.shape)
+        return interpolate(log_prob, cached, has_entries, self.cache.weight)
 
     def initial_carry(self, batch_size: int) -> Any:
         """The carry before the first batch: that of the model, and an empty cache.
