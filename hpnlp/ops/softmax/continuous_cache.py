@@ -9,7 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from hpnlp.ops.array_op import array_op
 
+
+@array_op("B T", h="B T")
 def cache_log_prob(
     h: Float[Array, "B T D"],
     keys: Float[Array, "B S D"],
@@ -39,6 +42,7 @@ def cache_log_prob(
     return jnp.where(jnp.isneginf(hits), -jnp.inf, hits - _log_sum(scores))
 
 
+@array_op("B T", h="B T")
 def cache_distribution(
     h: Float[Array, "B T D"],
     keys: Float[Array, "B S D"],
@@ -71,6 +75,7 @@ def cache_distribution(
     return empty.at[rows, columns, found].add(shares, mode="drop")
 
 
+@array_op("...", log_prob="...")
 def interpolate(
     log_prob: Float[Array, "*N"], cached: Float[Array, "*N"], has_entries: Bool[Array, "*N"], weight: float
 ) -> Float[Array, "*N"]:
