@@ -65,6 +65,37 @@ def _plot_curve(
         axes.plot(*zip(*heldout, strict=True), "o--", color=color, markersize=4, label=label)
 
 
+def plot_norms(lines: Sequence[Mapping[str, Any]], path: Path, clip_norm: float) -> None:
+    """Plots the global norms of gradients before clipping against steps; clipped steps have another colour.
+
+    Args:
+      lines: Lines of a run's metrics.jsonl, of which at least one has "grad_norm".
+      path: File to write; its extension decides the format.
+      clip_norm: Norm from which on gradients are clipped, 0 for no clipping.
+    """
+    plt = _pyplot()
+    steps, norms = np.array(
+        [(line["step"], line["grad_norm"]) for line in lines if line.get("grad_norm") is not None], np.float64
+    ).T
+    clipped = norms > clip_norm if clip_norm else np.zeros(len(norms), bool)
+    figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
+    for color, label, chosen in (
+        ("C0", "not clipped" if clip_norm else "gradient norm", ~clipped),
+        ("C3", f"clipped, {100 * clipped.mean():.0f} % of the steps", clipped),
+    ):
+        if chosen.any():
+            axes.plot(steps[chosen], norms[chosen], ".", color=color, markersize=3, label=label)
+    if clip_norm:
+        axes.axhline(clip_norm, color="0.4", linewidth=0.9, label=f"optimizer.clip_norm={clip_norm:g}")
+    if (norms > 0).all():
+        logarithmic(axes, [*norms.tolist(), *([clip_norm] if clip_norm else [])])
+    axes.set(xlabel="step", ylabel="global norm of the gradient")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def smooth(values: Sequence[float]) -> np.ndarray:
     """Centred moving average over 1/20 of a run.
 

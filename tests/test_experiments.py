@@ -69,6 +69,16 @@ def test_members_of_sweeps_resolve(path):
         config_of(str(ROOT / path), member)
 
 
+def test_forms_of_the_awd_lstm_resolve(library):
+    path = str(ROOT / "lm" / "awd_lstm.py")
+    module = experiment.load(path)
+    for form in module.FORMS:
+        assert "words-docs-" in config_of(f"{path}:{form}", {}).data.path
+    recipe = config_of(path, {})
+    for member in module.get_sweep()[1:]:
+        assert config_of(path, member) != recipe
+
+
 @pytest.mark.parametrize("which", ["docs", "code", "whitespace"])
 def test_configs_of_every_corpus_make_models(library, which):
     config = config_of(f"{WORDS}:{which}", {})

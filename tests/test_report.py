@@ -14,6 +14,7 @@ from hpnlp import plots, report
 from hpnlp.cli import experiment
 from hpnlp.data import DataConfig
 from hpnlp.nn.mixers import MIXERS
+from hpnlp.report import single
 from hpnlp.tasks import lm_report
 from hpnlp.training import next_commands
 from hpnlp.training.config import Config, flat
@@ -183,6 +184,25 @@ def test_curves_with_gaps_are_drawn(tmp_path):
     plots.plot_curves({"run": lines}, tmp_path / "scored.png", summary())
     assert (matplotlib.image.imread(tmp_path / "scored.png") != picture).any()
     assert picture.shape[0] > 300 and picture.std() > 0.01
+
+
+def test_norms_of_gradients_are_drawn_with_the_clipped_share(tmp_path):
+    norms = [0.5, 2.0, 1.0, 4.0]
+    lines = [{"step": step, "loss": 1.0, "grad_norm": norm} for step, norm in enumerate(norms, 1)]
+    lines += [{"step": 5, "loss": 1.0, "grad_norm": None}, {"step": 5, "heldout_loss": 1.0}]
+    pictures = []
+    for clip_norm in (1.0, 0.0):
+        plots.plot_norms(lines, tmp_path / "norms.png", clip_norm)
+        pictures.append(matplotlib.image.imread(tmp_path / "norms.png"))
+    assert pictures[0].shape[0] > 300 and (pictures[0] != pictures[1]).any()
+    numbers = summary() | single.norm_numbers(norms, 1.0)
+    assert (numbers["gradient_norm"], numbers["clipped_share"]) == (1.5, 0.5)
+    text = report.render(tmp_path, Config(), numbers, "")
+    assert "| gradient norm, median | 1.5 |" in text and "| steps clipped to optimizer.clip_norm=1 | 50 % |" in text
+    assert "![gradient norms](gradient_norms.png)" in text
+    assert "gradient norm" not in report.render(tmp_path, Config(), summary(), "")  # of an early version
+    assert single.norm_numbers(norms, 0.0)["clipped_share"] is None
+    assert single.norm_numbers([], 1.0) == {"gradient_norm": None, "clipped_share": None}
 
 
 def test_damaged_metrics_are_reported_and_left_out(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import embedding_tables
+from awd_lstm_tables import awd_lstm
 from result_plots import Rows
 
 from hpnlp.data.baselines import NAMES
@@ -578,6 +579,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "random_features": random_features,
     "recurrent": recurrent,
     "word_embeddings": embedding_tables.word_embeddings,
+    "awd_lstm": awd_lstm,
     **dict.fromkeys(
         ("softmax", "softmax_layers", "gpu_softmax", "search", "containers", "quantized_products"), softmax
     ),

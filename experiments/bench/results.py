@@ -48,7 +48,7 @@ SECTIONS = {
         "bucketed",
         "memory_evaluation",
     ),
-    "Recurrent layers": ("recurrent",),
+    "Recurrent layers": ("recurrent", "awd_lstm"),
     "Decoding": ("decode", "beam"),
     "Output layers and losses": ("softmax", "gpu_softmax", "softmax_layers", "estimates"),
     "Search": ("search",),

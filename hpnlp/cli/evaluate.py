@@ -1,4 +1,4 @@
-"""`hpnlp evaluate`: scores a run on held-out data, also with another memory or other held-out data than in its training."""
+"""`hpnlp evaluate`: scores runs on held-out data, also with another memory or other held-out data than in their training."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from absl import flags
 
 from hpnlp import cli
-from hpnlp.cli import experiment
+from hpnlp.cli import experiment, run_names
 from hpnlp.types import InputError
 
 USAGE = """
-hpnlp evaluate RUN [--config.model.mixer="transformer_xl(512)" --config.data.batch_size=8 ...]
+hpnlp evaluate RUN [RUN ...] [--config.model.mixer="transformer_xl(512)" --config.data.batch_size=8 ...]
 
 Scores the parameters of a run, RUN, on all of its held-out examples, and prints the scores; the run is not changed. Some fields
 of its config may have other values, as far as the parameters stay as they are. All other fields are those of the training.
+
+Several runs of language models with one vocabulary are an ensemble, whose probabilities are averaged. RUN@STEP is the
+checkpoint of a step, RUN@last3 the newest three checkpoints of a run, and SWEEP@best3 the three best finished runs of a
+directory.
 
 Fields:
   --config.model.mixer=MIXERS
@@ -43,6 +47,11 @@ flags.DEFINE_integer(
     lower_bound=0,
     upper_bound=2**31 - 1,
 )
+flags.DEFINE_string(
+    "cache",
+    "",
+    'Continuous cache of a language model with data.order=stream, as in "continuous(size=500, theta=0.3, weight=0.1)".',
+)
 
 
 def run(argv: Sequence[str]) -> None:
@@ -56,19 +65,20 @@ def run(argv: Sequence[str]) -> None:
     """
     argv, overrides = experiment.split(argv)
     runs = cli.parse(argv, USAGE, positional=True)
-    if len(runs) != 1:
-        raise InputError("expected one run: write hpnlp evaluate RUN, the workdir of a run")
+    if not runs:
+        raise InputError("expected a run: write hpnlp evaluate RUN, the workdir of a run")
     cli.prepare_jax()
 
     from hpnlp import tasks
     from hpnlp.training import config as configs
     from hpnlp.training import evaluate_run, run_directory
 
-    config = run_directory.load_config(runs[0])
+    members = run_names.expand(runs, cli.FLAGS.step)
+    config = run_directory.load_config(members[0][0])
     changes = experiment.changes(configs.to_values(config), overrides)
-    evaluation = evaluate_run.evaluate_run(runs[0], changes, cli.FLAGS.batches or None, cli.FLAGS.step)
+    evaluation = evaluate_run.evaluate_run(members, changes, cli.FLAGS.batches or None, cache=cli.FLAGS.cache)
     changed = "".join(f", {name}={value}" for name, value in changes.items())
-    print(f"{runs[0]}, step {evaluation.step}{changed}")
+    print(f"{evaluation.members}{changed}{f', cache={cli.FLAGS.cache}' * bool(cli.FLAGS.cache)}")
     primary, scores = tasks.find(config.task).metric, evaluation.scores
     width = max(map(len, scores))
     for name in sorted(scores, key=lambda name: name != primary):

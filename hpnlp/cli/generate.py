@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import itertools
+import os
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ import numpy as np
 from absl import flags
 
 from hpnlp import cli
+from hpnlp.cli import run_names
 from hpnlp.types import InputError
 
 if TYPE_CHECKING:
@@ -27,12 +29,15 @@ hpnlp generate --workdir=runs/bytes --prompt="def " --tokens=200 --temperature=0
 Continues prompts with the model of a run. Several prompts of any lengths (--prompt given more than once) are one batch. The
 text of a single prompt is streamed to stdout, the texts of several are printed at the end; timings are printed to stderr.
 --prompt_file=- reads prompts from stdin: printf "def \\nclass " | hpnlp generate --workdir=runs/bytes --prompt_file=-
+
+--workdir=runs/a,runs/b averages the probabilities of several runs with one vocabulary; RUN@STEP is the checkpoint of a step,
+RUN@last3 the newest three checkpoints of a run, and SWEEP@best3 the three best finished runs of a directory.
 """
 
 MAX_PROMPT_BYTES = 1 << 26  # limit of the total size of the prompts in a file
 LONG_PROMPT = 4096  # tokens from which on the prefill is announced
 
-flags.DEFINE_string("workdir", None, "Directory of the run.")
+flags.DEFINE_string("workdir", None, "Directory of the run; several, separated by commas, are an ensemble.")
 flags.DEFINE_multi_string(
     "prompt", [], "Text to continue; may be given more than once. Without a prompt, the model starts from nothing."
 )
@@ -59,10 +64,12 @@ def run(argv: Sequence[str]) -> None:
     cli.prepare_jax()
 
     from hpnlp.data.prompt import prompt_bytes
-    from hpnlp.training import run_directory
+    from hpnlp.training import ensembles, run_directory
 
-    run_directory.check_task(workdir, run_directory.load_config(workdir), ("lm", "rnn_lm"), "generate")
-    loaded = run_directory.load(workdir, cli.FLAGS.step)
+    members = run_names.expand([workdir] if os.path.exists(workdir) else workdir.split(","), cli.FLAGS.step)
+    for directory, _ in members:
+        run_directory.check_task(directory, run_directory.load_config(directory), ensembles.TASKS, "generate")
+    loaded = ensembles.load_ensemble(members)
     prompt_ids = [loaded.tokenizer.encode_prompt(prompt) for prompt in prompts]
     length = max(len(ids) for ids in prompt_ids)
     if length >= LONG_PROMPT:

@@ -138,7 +138,7 @@ def shuffled_batches(
 
 def streamed_batches(
     total: int,
-    make: Callable[[np.ndarray], packing.Batch],
+    make: Callable[[np.ndarray, int], packing.Batch],
     made_from: Mapping[str, str],
     *,
     seed: int,
@@ -154,7 +154,8 @@ def streamed_batches(
 
     Args:
       total: Number of rows.
-      make: Makes the batch of rows: their numbers, int64 [b], which count on after `total` -> arrays.
+      make: Makes a batch: (`start + i total // batch_size` of its examples, int64 [b]; the number of the batch) -> arrays.
+        Numbers of rows count on after `total`.
       made_from: See `Batches`.
       seed: Seed of `start`, at least 0.
       batch_size: Rows per batch over all processes.
@@ -174,7 +175,7 @@ def streamed_batches(
     start = int(np.random.SeedSequence(seed).generate_state(1)[0]) % total
     examples = np.arange(process_index * count, (process_index + 1) * count, dtype=np.int64)
     first = start + examples * total // batch_size
-    return _read_ahead(grain.MapDataset.range(_ENDLESS).map(lambda batch: make(first + batch)), made_from)
+    return _read_ahead(grain.MapDataset.range(_ENDLESS).map(lambda batch: make(first, batch)), made_from)
 
 
 def _read_ahead(batches: Any, made_from: Mapping[str, str]) -> Batches:

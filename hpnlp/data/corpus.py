@@ -16,6 +16,7 @@ from hpnlp.data import packing, token_store
 from hpnlp.data.batches import Batches, ordered_batches, ordered_streams, shuffled_batches, streamed_batches
 from hpnlp.data.config import DataConfig
 from hpnlp.data.files import printable
+from hpnlp.data.random_lengths import RandomLengths
 from hpnlp.data.sources import LeftOut
 from hpnlp.types import InputError, Tokenizer
 
@@ -77,7 +78,7 @@ class Corpus:
         self.heldout_bytes: int = record["heldout"]["raw_bytes"]
         self.is_cached = is_cached
         self.summary = "; ".join(self._summary_parts(record))
-        if self.train_tokens <= config.seq_len:
+        if self.train_tokens <= config.seq_len + 2 * config.length_deviation:
             raise InputError(
                 f"data.path={config.path!r} holds {self.train_tokens} tokens to train on, and a sequence of "
                 f"data.seq_len={config.seq_len} takes {config.seq_len + 1}: add text, or lower data.seq_len"
@@ -159,10 +160,16 @@ class Corpus:
         rows = self._rows
         made_from = {**self._digests, "packing": self.config.packing, "order": self.config.order}
         if self.config.order == "stream":
+            made_from |= {"batch size": str(self.config.batch_size), "sequence length": str(self.config.seq_len)}
+            total, make = self.train_rows, self._next_rows
+            if self.config.length_deviation:
+                made_from |= {"lengths of batches": f"{self.config.length_deviation}, seed {seed}"}
+                lengths = RandomLengths(seed, self.config.seq_len, self.config.length_deviation)
+                total, make = self.train_tokens - 1, functools.partial(self._next_stretches, lengths)
             return streamed_batches(
-                self.train_rows,
-                lambda numbers: self._batch(self._train, rows, len(numbers), numbers),
-                {**made_from, "batch size": str(self.config.batch_size), "sequence length": str(self.config.seq_len)},
+                total,
+                make,
+                made_from,
                 seed=seed,
                 batch_size=self.config.batch_size,
                 process_index=process_index,
@@ -238,6 +245,16 @@ class Corpus:
                     "data.heldout_path=PATH with other text to hold out, or add text to it"
                 )
         return rows
+
+    def _next_rows(self, first: np.ndarray, batch: int) -> packing.Batch:
+        """A batch of a stream, by the number of each example's first row."""
+        return self._batch(self._train, self._rows, len(first), first + batch)
+
+    def _next_stretches(self, lengths: RandomLengths, first: np.ndarray, batch: int) -> packing.Batch:
+        """A batch of a stream with random lengths, by the index of each example's first token."""
+        start, length = lengths.at(batch)
+        segments = packing.stretches(self._train, first + start, length)
+        return packing.assemble(self._train, segments, len(first), length, self.tokenizer.pad_id)
 
     def _batch(
         self,

@@ -85,15 +85,10 @@ class ConcatRows:
         start = self._starts[range_index] + row_in_range * self._stride
         # The last token of a range is a label only, because no label follows it.
         end = np.minimum(start + self._seq_len, self._ends[range_index] - 1)
-        first_doc = np.searchsorted(ends, start, "right")
-        documents = np.searchsorted(ends, end - 1, "right") - first_doc + 1
-        row = np.repeat(np.arange(len(rows)), documents)
-        doc = np.arange(len(row)) - np.repeat(np.cumsum(documents) - documents - first_doc, documents)
-        segment_start = np.maximum(np.where(doc > 0, ends[doc - 1], 0), start[row])
-        segment_end = np.minimum(ends[doc], end[row])
+        segments = _cut_at_documents(ends, start, end)
         # Labels up to here are labels of the row before, too.
         loss_from = np.where(row_in_range > 0, start + self._seq_len - self._stride + 1, 0)
-        return Segments(row, segment_start, segment_end - segment_start, loss_from[row])
+        return dataclasses.replace(segments, loss_from=loss_from[segments.row])
 
 
 class FitRows:
@@ -235,6 +230,38 @@ def continued(segments: Segments, tokens: Tokens, passes: np.ndarray) -> Segment
     position = segments.start - np.where(doc > 0, tokens.ends[doc - 1], 0)
     number = passes[segments.row].astype(np.int64) * len(tokens.ends) + doc
     return dataclasses.replace(segments, segment_id=1 + number % _LARGEST_ID, position=position)
+
+
+def stretches(tokens: Tokens, starts: np.ndarray, length: int) -> Segments:
+    """Segments of rows that begin at any token of the text, whose first token follows its last.
+
+    Args:
+      tokens: The documents, of more than `length` tokens.
+      starts: Index of the first input of each row, int64 [B], which counts on after the last input of the text.
+      length: Number of inputs of a row.
+
+    Returns:
+      The segments, with ids and positions of a stream, see `continued`.
+    """
+    total = int(tokens.ends[-1]) - 1  # the last token is a label only
+    passes, starts = np.divmod(starts, total)
+    rows = np.repeat(np.arange(len(starts)), 2)
+    first = np.stack([starts, np.zeros_like(starts)], axis=1).reshape(-1)
+    end = np.stack([np.minimum(starts + length, total), np.maximum(starts + length - total, 0)], axis=1).reshape(-1)
+    passes = np.stack([passes, passes + 1], axis=1).reshape(-1)
+    used = end > first
+    segments = continued(_cut_at_documents(tokens.ends, first[used], end[used]), tokens, passes[used])
+    return dataclasses.replace(segments, row=rows[used][segments.row])
+
+
+def _cut_at_documents(ends: np.ndarray, start: np.ndarray, end: np.ndarray) -> Segments:
+    """Segments of rows of consecutive tokens `[start, end)`, int64 [B], where documents end at `ends`."""
+    first_doc = np.searchsorted(ends, start, "right")
+    documents = np.searchsorted(ends, end - 1, "right") - first_doc + 1
+    row = np.repeat(np.arange(len(start)), documents)
+    doc = np.arange(len(row)) - np.repeat(np.cumsum(documents) - documents - first_doc, documents)
+    segment_start = np.maximum(np.where(doc > 0, ends[doc - 1], 0), start[row])
+    return Segments(row, segment_start, np.minimum(ends[doc], end[row]) - segment_start)
 
 
 def assemble(tokens: Tokens, segments: Segments, rows: int, seq_len: int, pad_id: int) -> Batch:

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from hpnlp import measure
 from hpnlp.data.huggingface import HFTokenizer
 from hpnlp.models.decoding_weights import for_decoding
+from hpnlp.models.ensemble import Ensemble
 from hpnlp.models.lm import LM
 from hpnlp.models.rnn import RNN
 from hpnlp.models.variables import collections
@@ -66,7 +67,7 @@ class Generation:
 
     def __init__(
         self,
-        model: LM | RNN,
+        model: LM | RNN | Ensemble,
         params: Any,
         prompts: Sequence[np.ndarray | Sequence[int]],
         *,
@@ -180,7 +181,7 @@ def _drawable_ids(vocab: int, eos_ids: Sequence[int], allowed: np.ndarray | None
     return drawable
 
 
-def _pad(model: LM | RNN, prompts: Sequence[np.ndarray], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+def _pad(model: LM | RNN | Ensemble, prompts: Sequence[np.ndarray], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """`(ids [B, width], lengths [B])` of the prompts, padded at the end to a common width, a multiple of BUCKET."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     width = _round_up(int(lengths.max()), BUCKET)
@@ -222,7 +223,13 @@ def _jitted(sharding: NamedSharding | None) -> tuple[Any, Any]:
 
 
 def _prefill(
-    params: Any, tokens: jax.Array, lengths: jax.Array, memory: Memory | None, *, model: LM | RNN, capacity: int
+    params: Any,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    memory: Memory | None,
+    *,
+    model: LM | RNN | Ensemble,
+    capacity: int,
 ) -> _DecodeState:
     # Flax declares the result of `apply` as Any or (Any, variables); it is what the method returns, as no variable is mutable.
     h, caches = model.apply(collections(params), tokens, lengths, capacity, memory, method="prefill")  # pyright: ignore[reportGeneralTypeIssues, reportAssignmentType]
@@ -230,7 +237,12 @@ def _prefill(
 
 
 def _decode(
-    state: _DecodeState, params: Any, draw: dict[str, jax.Array], ids: dict[str, jax.Array], *, model: LM | RNN
+    state: _DecodeState,
+    params: Any,
+    draw: dict[str, jax.Array],
+    ids: dict[str, jax.Array],
+    *,
+    model: LM | RNN | Ensemble,
 ) -> tuple[_DecodeState, jax.Array]:
     """`(state, ids [B, CHUNK])`: the next CHUNK tokens of each sequence. draw: the key, and options of `pick`."""
     options = {"temperature": 0.0, **draw}
@@ -261,7 +273,7 @@ def _uniform_points(key: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.vectorize(draw)(sequences, positions[None] + steps)
 
 
-def check_decodes(model: LM | RNN, memory: Memory | None, count: int) -> None:
+def check_decodes(model: LM | RNN | Ensemble, memory: Memory | None, count: int) -> None:
     """Checks that a model can continue prompts.
 
     Args:
@@ -286,7 +298,9 @@ def check_decodes(model: LM | RNN, memory: Memory | None, count: int) -> None:
         )
 
 
-def _check_options(model: LM | RNN, tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
+def _check_options(
+    model: LM | RNN | Ensemble, tokens: int, temperature: float, top_k: int, top_p: float, seed: int
+) -> None:
     """Raises InputError for invalid options of Generation."""
     if tokens < 1:
         raise InputError(f"tokens={tokens}: expected at least 1")
@@ -309,7 +323,7 @@ def _check_options(model: LM | RNN, tokens: int, temperature: float, top_k: int,
         raise InputError(f"top_p={top_p}: expected a probability in (0, 1]; 1 draws from all tokens")
 
 
-def _check_prompts(model: LM | RNN, prompts: Sequence[np.ndarray], tokens: int) -> None:
+def _check_prompts(model: LM | RNN | Ensemble, prompts: Sequence[np.ndarray], tokens: int) -> None:
     """Raises InputError for prompts that the model cannot continue by `tokens` tokens."""
     if not prompts:
         raise InputError("prompts is empty: give at least one")
@@ -403,7 +417,7 @@ class TextStream:
         return self._decoder.decode(new, final)
 
 
-def sample_text(model: LM | RNN, params: Any, tokenizer: Tokenizer, length: int, seed: int = 0) -> str:
+def sample_text(model: LM | RNN | Ensemble, params: Any, tokenizer: Tokenizer, length: int, seed: int = 0) -> str:
     """Samples text without a prompt, at SAMPLE_TEMPERATURE and SAMPLE_TOP_P, or greedily if there are no probabilities.
 
     Args:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.models.backbone import DTYPES, BackboneConfig
 from hpnlp.models.layer_stack import carry_axes, initial_carry
-from hpnlp.models.prediction import PredictionModel
+from hpnlp.models.prediction import PredictionModel, label_losses
 from hpnlp.nn.attention import Context, Memory, mixer_period
 from hpnlp.ops.attention.masks.patterns import Causal
 from hpnlp.types import InputError, LossOut, option
@@ -84,11 +84,34 @@ class LM(PredictionModel):
         h, batch, indices, report = self.states(batch, deterministic, taps)
         rng = None if deterministic else self.make_rng("output")
         out = self.output_loss(h, batch, indices, rng)
-        carry = None
-        if report.carry:
-            carry = {"layers": jax.lax.stop_gradient(self.config.stack_order().join(report.carry))}
+        carry = self._carried(report)
         aux, tapped = {**report.aux, **out.aux}, self.tapped(taps, h, h, report)
         return LossOut(out.sum, out.weight, aux, self.statistics_of(report), carry, tapped)
+
+    def token_states(
+        self, batch: Mapping[str, jax.Array], deterministic: bool = True
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """Hidden states of a batch, which the output layer reads, on one device.
+
+        Args:
+          batch: As for `loss`.
+          deterministic: As for `loss`.
+
+        Returns:
+          `(hidden states, carry)`, the carry as of `loss`.
+        """
+        h, _, _, report = self.states(batch, deterministic)
+        return h, self._carried(report)
+
+    def label_losses(self, h: Float[Array, "B T D"], labels: Int[Array, "B T"]) -> Float[Array, "B T"]:
+        """-log p(label) of each token, on one device; see `prediction.label_losses`."""
+        return label_losses(self.output, self.table, h, labels)
+
+    def _carried(self, report: Any) -> Any:
+        """The carry after a batch, None if the layers carry nothing."""
+        if not report.carry:
+            return None
+        return {"layers": jax.lax.stop_gradient(self.config.stack_order().join(report.carry))}
 
     def example_batch(self, batch_size: int, length: int) -> dict[str, jax.Array]:
         """A batch of zeros; see the function `example_batch`."""

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from hpnlp.models.backbone import Backbone
 from hpnlp.nn.attention import Context, Memory
@@ -208,6 +208,21 @@ class PredictionModel(Backbone):
           InputError: The embedding and the output layer share their table.
         """
         return looked_up_rows(self.config.tied, self.output, batch, self.make_rng)
+
+
+def label_losses(output: Any, table: Any, h: Float[Array, "B T D"], labels: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """-log p(label) of each token, in nats, on one device.
+
+    Args:
+      output: An output layer.
+      table: Its table, or None.
+      h: Hidden states.
+      labels: Ids of words.
+
+    Returns:
+      Float32.
+    """
+    return output.nll(table, h.reshape(-1, h.shape[-1]), labels.reshape(-1)).reshape(labels.shape)
 
 
 def looked_up_rows(

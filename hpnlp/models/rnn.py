@@ -15,7 +15,7 @@ from hpnlp.layer_report import CARRY
 from hpnlp.model_parallel import ModelParallel
 from hpnlp.models.backbone import DTYPES
 from hpnlp.models.lm import example_batch
-from hpnlp.models.prediction import Batch, looked_up_rows
+from hpnlp.models.prediction import Batch, label_losses, looked_up_rows
 from hpnlp.models.ranges import LIMITS
 from hpnlp.models.unstacked import Unstacked
 from hpnlp.nn.layers import Embed, embed_init, param
@@ -158,6 +158,8 @@ class RNN(nn.Module):
     remat: str = "none"
     keeps_state: bool = False
 
+    is_stackable: ClassVar[bool] = True  # its loss runs under vmap
+
     @property
     def is_normalized(self) -> bool:
         """Whether the loss is -log p(label) of a distribution over the words."""
@@ -192,6 +194,35 @@ class RNN(nn.Module):
         Returns:
           The loss summed over tokens, in nats, with the penalties, and the carry if the collection "carry" is given.
         """
+        h, outputs, carried = self._run(batch, deterministic)
+        rng = None if deterministic else self.make_rng("output")
+        if self.model_parallel is None:
+            labels, weights = batch["labels"].reshape(-1), batch["weights"].reshape(-1)
+            out = self.output.loss(self.table, h.reshape(-1, h.shape[-1]), labels, weights, rng)
+        else:
+            out = self.model_parallel.loss(self.output, self.table, h, batch["labels"], batch["weights"], rng)
+        aux = out.aux if deterministic else {**out.aux, **self._penalties(outputs, batch["segment_ids"])}
+        return LossOut(out.sum, out.weight, aux, {}, carried)
+
+    def token_states(self, batch: Batch, deterministic: bool = True) -> tuple[Float[Array, "B T D"], Any]:
+        """Outputs of the last layer, which the output layer reads.
+
+        Args:
+          batch: As for `loss`.
+          deterministic: As for `loss`.
+
+        Returns:
+          `(outputs, carry)`, the carry as of `loss`.
+        """
+        h, _, carried = self._run(batch, deterministic)
+        return h, carried
+
+    def label_losses(self, h: Float[Array, "B T D"], labels: Int[Array, "B T"]) -> Float[Array, "B T"]:
+        """-log p(label) of each token, on one device; see `prediction.label_losses`."""
+        return label_losses(self.output, self.table, h, labels)
+
+    def _run(self, batch: Batch, deterministic: bool) -> tuple[Float[Array, "B T D"], Mapping[str, Array], Any]:
+        """`(outputs, outputs for penalties, carry)` of a batch."""
         c, segment_ids = self.config, batch["segment_ids"]
         carry: Any = self.get_variable(CARRY, "layers")
         previous = states = reset = None
@@ -203,15 +234,8 @@ class RNN(nn.Module):
         ids = jnp.arange(segment_ids.size, dtype=jnp.int32).reshape(segment_ids.shape)
         inputs = RecurrentInputs(reset=reset, ids=None if deterministic else ids, deterministic=deterministic)
         h, states, outputs = self.stack(self._embedded(batch["tokens"], inputs), inputs, states)
-        rng = None if deterministic else self.make_rng("output")
-        if self.model_parallel is None:
-            labels, weights = batch["labels"].reshape(-1), batch["weights"].reshape(-1)
-            out = self.output.loss(self.table, h.reshape(-1, h.shape[-1]), labels, weights, rng)
-        else:
-            out = self.model_parallel.loss(self.output, self.table, h, batch["labels"], batch["weights"], rng)
-        aux = {**out.aux, **self._penalties(outputs, segment_ids)} if not deterministic else out.aux
         carried = None if carry is None else {"layers": self._carried(carry, states, segment_ids)}
-        return LossOut(out.sum, out.weight, aux, {}, carried)
+        return h, outputs, carried
 
     def _embedded(self, tokens: Int[Array, "B T"], inputs: RecurrentInputs) -> Float[Array, "B T D"]:
         """Embeddings of tokens times the root of their width, in training without those of dropped words."""

@@ -1,4 +1,4 @@
-"""Report of one run: report.json, report.md and loss.png."""
+"""Report of one run: report.json, report.md, loss.png and gradient_norms.png."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import statistics
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,9 +49,13 @@ def write(workdir: str | Path, config: Config, result: Result, flags: str = "--c
     section = part.section(Outcome(config, result.dataset, model, params, result.sums))
     report = summarize(config, result) | _finite(dict(section.numbers))
     report |= {"skipped_steps": sum(line.get("skipped") or 0 for line in curve)}
+    norms = [line["grad_norm"] for line in curve if line.get("grad_norm") is not None]
+    report |= norm_numbers(norms, config.optimizer.clip_norm)
     text = render(workdir, config, report, section.text, flags, fault)
     try:
         plots.plot_curves({workdir.name: curve}, workdir / "loss.png", report, part.levels(report), part.unit)
+        if norms:
+            plots.plot_norms(curve, workdir / "gradient_norms.png", config.optimizer.clip_norm)
         for name, picture in section.pictures.items():
             plots.plot_heatmap(picture, workdir / name)
         replace_text(workdir / "report.md", text)
@@ -114,6 +119,20 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def norm_numbers(norms: list[float], clip_norm: float) -> dict[str, float | None]:
+    """Numbers of report.json on the norms of gradients.
+
+    Args:
+      norms: Global norm of the gradients of each step before clipping.
+      clip_norm: Norm from which on gradients are clipped, 0 for no clipping.
+
+    Returns:
+      The median, and the share of steps whose gradients were clipped; None where there is none.
+    """
+    clipped = sum(norm > clip_norm for norm in norms) / len(norms) if norms and clip_norm else None
+    return {"gradient_norm": statistics.median(norms) if norms else None, "clipped_share": clipped}
+
+
 def verdict(report: Mapping[str, Any]) -> str:
     """The result of a run in a sentence or two: see `verdict` of the report of its task.
 
@@ -154,6 +173,7 @@ def render(
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     fault_text = f"\n{fault}\n" if fault else ""
     section_text = f"\n{section}\n" if section else ""
+    norms_text = "\n\n![gradient norms](gradient_norms.png)" if report.get("gradient_norm") is not None else ""
     return f"""# {workdir.name}
 
 {verdict(report)}
@@ -164,7 +184,7 @@ def render(
 
 Where the time went, over all restarts: {times}.
 
-![loss](loss.png)
+![loss](loss.png){norms_text}
 {fault_text}{section_text}
 Next:
 
@@ -192,11 +212,22 @@ def _rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("devices", report["devices"]),
         ("steps, tokens", f"{report['steps']:,}, {report['tokens']:,}"),
         *([("steps skipped, not finite", f"{skipped:.0f}")] if skipped else []),
+        *_norm_rows(report),
         ("tokens/s", f"{report['tokens_per_second']:,.0f}"),
         ("achieved GFLOP/s", _giga(report["flops_per_second"])),
         ("peak memory", f"{report['peak_memory_bytes'] / 2**20:,.0f} MiB"),
         ("wall time of the last process, s", f"{report['seconds']:.1f}"),
     ]
+
+
+def _norm_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Rows on the norms of gradients, which reports of early versions lack."""
+    norm, share = report.get("gradient_norm"), report.get("clipped_share")
+    if norm is None:
+        return []
+    clip_norm = report["config"]["optimizer.clip_norm"]
+    clipped = [] if share is None else [(f"steps clipped to optimizer.clip_norm={clip_norm:g}", f"{100 * share:.0f} %")]
+    return [("gradient norm, median", f"{norm:.3g}"), *clipped]
 
 
 def _giga(value: float | None) -> str:

@@ -88,6 +88,11 @@ def _check_order(config: RunConfig) -> None:
     """Raises InputError if the model or the evaluation does not fit the order of the data."""
     model, order = config.model, config.data.order
     check_stride(config)
+    if config.data.length_deviation:
+        raise InputError(
+            f"data.length_deviation={config.data.length_deviation}: batches of random lengths are for recurrent networks: set "
+            "it to 0, or task='rnn_lm'"
+        )
     if order != "stream":
         if carries(model.mixer):
             raise InputError(

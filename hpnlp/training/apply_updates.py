@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import optax
 
 from hpnlp.parallel import host_offload
+from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.plan import Plan
+from hpnlp.training import averages
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.types import InputError, Model
 
@@ -77,6 +79,8 @@ class Update:
         norm: jax.Array,
         step: jax.Array,
         is_finite: jax.Array | None,
+        averaged: jax.Array | None = None,
+        factor: float = 1.0,
     ) -> Any:
         """New parameters, optimizer state and average.
 
@@ -87,6 +91,8 @@ class Update:
           norm: Result of `norm`.
           step: Number of steps done, int32.
           is_finite: bool scalar; where False, the state stays as it is. None means True.
+          averaged: Number of steps in the average after this one (`averages.next_count`); None for an exponential average.
+          factor: Factor of the learning rate.
 
         Returns:
           The new state.
@@ -96,10 +102,14 @@ class Update:
             params, opt_state, ema = state
             with jax.numpy_dtype_promotion("standard"):
                 updates, opt_state = self.optimizer.update(means(grads, weight), opt_state, params, norm=norm)
+            if factor != 1.0:
+                updates = jax.tree.map(lambda change: factor * change, updates)
             if self.allowed is not None:
                 updates = self.allowed(params, updates)
             params = optax.apply_updates(params, updates)
-            if ema is not None:
+            if ema is not None and averaged is not None:
+                ema = averages.updated(ema, params, averaged)
+            elif ema is not None:
                 # Early averages follow the parameters closely, so that the start is forgotten (as in Adam's correction).
                 count = step.astype(jnp.float32)
                 decay = jnp.minimum(self.config.ema, (1.0 + count) / (10.0 + count))
@@ -111,6 +121,31 @@ class Update:
             return jax.lax.cond(is_finite, update, lambda state, _: state, state, grads)
 
         return self.each(update if is_finite is None else update_if_finite, state, grads)
+
+
+def check_compatible(model: Model, config: OptimizerConfig, plan: Plan, layout: Layout) -> None:
+    """Checks that a plan fits a model's layers, and the optimizer.
+
+    Args:
+      model: The model.
+      config: The optimizer.
+      plan: The plan.
+      layout: The plan on its devices.
+
+    Raises:
+      InputError: One of them does not fit.
+    """
+    c = model.config
+    c.check_accumulation(config.accumulate)
+    c.check_layout(layout)
+    if check := getattr(model, "check_layout", None):
+        check(layout)
+    if plan.offload_optimizer and config.rows:
+        raise InputError(
+            "plan.offload_optimizer=True fetches whole tables, and optimizer.rows=True trains some of their rows: leave "
+            "out one of the two"
+        )
+    check_parameters(model, config, plan, layout.zero)
 
 
 def check_parameters(model: Model, config: OptimizerConfig, plan: Plan, zero: int) -> None:

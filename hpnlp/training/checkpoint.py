@@ -281,6 +281,7 @@ class Checkpointer:
                 fields.get("scale"),
                 fields.get("buffers"),
                 items["carry"] if carry else None,
+                fields.get("averaged"),
             )
             verify(record["checksums"], _checksums(state, data))
             progress = _checked_progress(record["progress"])
@@ -443,7 +444,7 @@ def _smallest_leaf(tree: Any) -> dict[str, Any]:
 def _without_params(state: TrainState) -> dict[str, Any]:
     """Content of the item `rest`; the names are part of the format."""
     fields = {"step": state.step, "opt_state": state.opt_state, "ema": state.ema, "scale": state.scale}
-    fields["buffers"] = state.buffers
+    fields |= {"buffers": state.buffers, "averaged": state.averaged}
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -487,6 +488,7 @@ def _checked_progress(progress: dict[str, Any]) -> dict[str, Any]:
     """The loop's progress, which has no checksum; raises ValueError if it holds other values than the loop's numbers."""
     numbers = [progress["bad_evals"], progress.get("peak_memory_bytes", 0), *progress["seconds"].values()]
     numbers += [] if progress["best"] is None else [progress["best"]]
+    numbers += progress.get("scores", [])  # absent from checkpoints of early versions
     if not all(isinstance(number, int | float) for number in numbers):
         raise ValueError(f"record['progress'] holds other than numbers: {progress!r:.100}")
     return progress

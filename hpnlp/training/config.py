@@ -15,6 +15,7 @@ from hpnlp import tasks
 from hpnlp.compress.distillation_terms import DistillConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.spec import did_you_mean, shortened
+from hpnlp.training import averages
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.types import InputError, option
 
@@ -161,6 +162,10 @@ class Config:
             limit = LIMITS.get(name, LARGEST)
             if any(isinstance(number, int) and number > limit for number in numbers):
                 raise InputError(f"{name}={shortened(value, 40)}: expected at most {limit}")
+        if isinstance(averages.find(self.optimizer.average), averages.NonMonotonic) and not self.train.eval_every:
+            raise InputError(
+                f"optimizer.average={self.optimizer.average!r} begins with an evaluation: set train.eval_every as well"
+            )
         tokens = self.data.batch_size * self.data.seq_len
         if tokens > LARGEST:
             raise InputError(

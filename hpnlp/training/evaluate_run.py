@@ -1,22 +1,23 @@
-"""Evaluation of a finished run with another config, such as a longer memory than that of its training."""
+"""Evaluation of finished runs with another config, such as a longer memory than that of their training."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from hpnlp import tasks
-from hpnlp.models import variables
+from hpnlp.models import continuous_cache, variables
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
 from hpnlp.spec import did_you_mean
+from hpnlp.training import ensembles
 from hpnlp.training.config import Config, flat, with_changes
 from hpnlp.training.evaluation import Evaluation, evaluate, further_scores
-from hpnlp.training.run_directory import load, load_config, make_model
+from hpnlp.training.run_directory import load_config
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 
@@ -38,44 +39,74 @@ class RunEvaluation(Evaluation):
     """Result of the evaluation of a run.
 
     Attributes:
-      step: Step of the checkpoint that the parameters are from.
+      step: Step of the checkpoint that the parameters are from; of an ensemble, of its first member.
+      members: Directories and steps of the checkpoints.
     """
 
     step: int
+    members: str
 
 
 def evaluate_run(
-    workdir: str | Path, changes: Mapping[str, Any], limit: int | None = None, step: int | None = None
+    workdir: str | Path | Sequence[ensembles.Member],
+    changes: Mapping[str, Any],
+    limit: int | None = None,
+    step: int | None = None,
+    cache: str = "",
 ) -> RunEvaluation:
-    """Scores the parameters of a run on held-out data, with changes of its config.
+    """Scores the parameters of a run on held-out data, with changes of its config; or the mean probabilities of several runs.
 
     Args:
-      workdir: The run directory.
+      workdir: The run directory; or the directory and the step of a checkpoint, or None, of each member of an ensemble.
       changes: Fields of the run's config and their values, such as {"model.mixer": "transformer_xl(512)"}. The changed model
         must have parameters of the same names and shapes.
       limit: Largest number of batches; None for all, and for the scores of further sets (`Task.further_heldout`).
-      step: Step of the checkpoint; None for the best, or the newest if none was evaluated.
+      step: Step of the checkpoint of the one run; None for the best, or the newest if none was evaluated.
+      cache: A continuous cache, as in "continuous(500, 0.3, 0.1)"; "" for none.
 
     Returns:
       Scores, sums and the step.
 
     Raises:
       InputError: The directory holds no run, a field is unknown or not one of FIELDS, or the changed config is invalid or has
-        other parameters.
+        other parameters; or members do not fit each other.
     """
-    config = _changed(load_config(workdir), changes)
-    run = load(workdir, step)
-    model = make_model(config, run.vocabulary)
+    members = [(workdir, step)] if isinstance(workdir, str | Path) else list(workdir)
+    configs = [_changed(load_config(directory), changes) for directory, _ in members]
+    config, runs = configs[0], ensembles.load_members(members)
+    run = runs[0]
+    model, params = ensembles.model_for(configs, runs)
+    if cache:
+        model = _with_cache(model, cache, config)
     optimizer = config.optimizer.for_batch(config.data.batch_size)
     trainer = make_trainer(model, optimizer, Plan("single"), steps=1, batch_size=config.data.batch_size)
     shapes = trainer.state_shapes
-    _check_shapes(jax.eval_shape(dense_tree, run.params), variables.join(shapes.params, shapes.buffers), changes)
+    _check_shapes(jax.eval_shape(dense_tree, params), variables.join(shapes.params, shapes.buffers), changes)
     dataset = tasks.find(config.task).dataset(config.data, run.vocabulary)
-    result = evaluate(trainer, run.params, dataset, config, limit)
+    result = evaluate(trainer, params, dataset, config, limit)
     scores = dict(result.scores)
     if limit is None:
-        scores |= further_scores(trainer, run.params, dataset, config)
-    return RunEvaluation(scores, result.sums, run.step)
+        scores |= further_scores(trainer, params, dataset, config)
+    return RunEvaluation(scores, result.sums, run.step, ensembles.describe(members, runs))
+
+
+def _with_cache(model: Any, cache: str, config: Config) -> Any:
+    """The model with a continuous cache; raises InputError if the run does not read text as streams."""
+    found = continuous_cache.find(cache)
+    if not hasattr(model, "token_states"):
+        raise InputError(
+            f"cache={cache!r}: a cache is for one run of task='lm' or 'rnn_lm': name one, or leave out the cache"
+        )
+    if not model.is_normalized:
+        raise InputError(
+            f"cache={cache!r}: model.output={config.model.output!r} gives no probabilities to mix with: leave out the cache"
+        )
+    if config.data.order != "stream":
+        raise InputError(
+            f"cache={cache!r}: batches of data.order={config.data.order!r} do not continue each other: train the run with "
+            "data.order='stream', or leave out the cache"
+        )
+    return continuous_cache.CachedModel(model, found)
 
 
 def _changed(config: Config, changes: Mapping[str, Any]) -> Config:

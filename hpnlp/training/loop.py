@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from hpnlp import measure, tasks
 from hpnlp.models import variables
 from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training import distributed, teacher_outputs, warm_start
+from hpnlp.training import averages, distributed, teacher_outputs, warm_start
 from hpnlp.training import teacher as teachers
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
@@ -319,10 +320,22 @@ class _Run:
             self.progress |= {"best": score, "bad_evals": 0}
         else:
             self.progress |= {"bad_evals": self.progress["bad_evals"] + 1}
+        self._start_average_if_due(score)
         if self._out_of_patience():
             self.display.print(f"no improvement in {options.patience} evaluations: stopping at step {self.step}")
             self.stopped = True
         return score if is_better else None
+
+    def _start_average_if_due(self, score: float) -> None:
+        """Starts the average of parameters if `optimizer.average` begins it with this evaluation."""
+        average, scores = averages.find(self.config.optimizer.average), self.progress.get("scores", [])
+        if average is None or int(self.state.averaged):
+            return
+        if average.is_triggered(scores, score, self.task.higher_is_better):
+            self.display.print(f"step {self.step}: the average of the parameters begins")
+            first = place(self.trainer.state_shapes.averaged, np.ones((), np.int32))
+            self.state = dataclasses.replace(self.state, averaged=first)
+        self.progress |= {"scores": [*scores, score]}
 
     def _is_better(self, scores: Mapping[str, float]) -> bool:
         """True if the primary metric exceeds the best one by more than `train.min_delta`, in its direction.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import optax
 
 from hpnlp.ops.dynamic_quantization import Quantized, dequantize, quantize
 from hpnlp.spec import build, lookup, parse, parse_one
-from hpnlp.training import sparse_rows
+from hpnlp.training import averages, sparse_rows
 from hpnlp.training.muon import ApplyToWhole, scale_by_muon
 from hpnlp.types import InputError, option
 
@@ -60,6 +60,12 @@ class OptimizerConfig:
         0.0,
         "Decay of an average of the parameters that evaluation, generation and export use, 0 for no average.",
     )
+    average: str = option(
+        "",
+        "An entry of AVERAGES, an equally weighted average of the parameters that evaluation, generation and export use: "
+        '"uniform(start=1000)" from a step on, "ntasgd(5)" from the first evaluation on that is worse than the best one of '
+        'more than 5 evaluations before; "" for none.',
+    )
     rows: bool = option(
         False,
         "Train only the rows of a table that a batch looks up (embeddings, sampled and tree outputs; needs "
@@ -68,6 +74,11 @@ class OptimizerConfig:
     base_batch: int = option(
         0,
         "Batch size that the learning rates are meant for, 0 for any; for another batch size they are scaled.",
+    )
+    base_length: int = option(
+        0,
+        "Length of sequences that the learning rates are meant for; in a batch of another length they are scaled by the ratio "
+        "of the lengths (data.length_deviation); 0 for any length.",
     )
     aux: str = option(
         "",
@@ -88,6 +99,8 @@ class OptimizerConfig:
             raise InputError(
                 f"optimizer.base_batch={self.base_batch}: expected a number of sequences, 0 for no scaling"
             )
+        if self.base_length < 0:
+            raise InputError(f"optimizer.base_length={self.base_length}: expected a number of tokens, 0 for no scaling")
         if self.accumulate < 1:
             raise InputError(f"optimizer.accumulate={self.accumulate}: expected at least 1 (no accumulation)")
         if self.warmup < 0:
@@ -103,17 +116,27 @@ class OptimizerConfig:
                 f"optimizer.rows=True: {self.name} does not update the rows of a table independently; choose "
                 f"optimizer.name from {', '.join(ROWWISE)}"
             )
-        if self.rows and self.ema:
-            raise InputError(
-                f"optimizer.ema={self.ema} with optimizer.rows=True: the average of a row would not follow between the "
-                "steps that train it; leave out one of the two"
-            )
+        self._check_averages()
         for name in ("b1", "b2", "momentum"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise InputError(f"optimizer.{name}={getattr(self, name)}: expected a decay in [0, 1)")
         for name in ("eps", "learning_rate", "adam_learning_rate", "weight_decay", "clip_norm", "final"):
             if not getattr(self, name) >= 0.0:
                 raise InputError(f"optimizer.{name}={getattr(self, name)}: expected a number of at least 0")
+
+    def _check_averages(self) -> None:
+        """Raises InputError if the fields of averages are invalid, or do not fit each other or `rows`."""
+        average = averages.find(self.average)
+        if average is not None and self.ema:
+            raise InputError(
+                f"optimizer.average={self.average!r} and optimizer.ema={self.ema} are two averages: leave out one of the two"
+            )
+        for name, value in (("ema", self.ema), ("average", self.average)):
+            if self.rows and value:
+                raise InputError(
+                    f"optimizer.{name}={value} with optimizer.rows=True: the average of a row would not follow between the "
+                    "steps that train it; leave out one of the two"
+                )
 
     def aux_weights(self) -> dict[str, float]:
         """Factors of auxiliary losses.
@@ -134,6 +157,18 @@ class OptimizerConfig:
                 )
             weights[spec.name] = float(spec.args[0])
         return weights
+
+    def length_factor(self, batch: Mapping[str, Any]) -> float:
+        """Factor of the learning rate of a batch.
+
+        Args:
+          batch: Its arrays, of which the longest have the length of its sequences.
+
+        Returns:
+          That length over `base_length`; 1 for `base_length` 0.
+        """
+        lengths = [x.shape[1] for x in batch.values() if x.ndim > 1]
+        return max(lengths) / self.base_length if self.base_length and lengths else 1.0
 
     def for_batch(self, batch_size: int) -> OptimizerConfig:
         """Config with the learning rates scaled for a batch size.

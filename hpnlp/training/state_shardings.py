@@ -32,6 +32,7 @@ class TrainState:
       scale: A `LossScale`, or None.
       buffers: Buffers, or None if the model has none.
       carry: Carry of the last batch, or None if the model has none.
+      averaged: Number of steps in the average, int32; None for an exponential average or none.
     """
 
     step: Any
@@ -41,6 +42,7 @@ class TrainState:
     scale: Any = None
     buffers: Any = None
     carry: Any = None
+    averaged: Any = None
 
     @property
     def best_params(self) -> Any:
@@ -78,6 +80,7 @@ def state_shardings(
         scale=jax.tree.map(lambda _: layout.sharding(), shapes.scale),
         buffers=None if buffer_axes is None else variable_shardings(layout, buffer_axes, shapes.buffers),
         carry=None if carry_axes is None else variable_shardings(layout, carry_axes, shapes.carry),
+        averaged=None if shapes.averaged is None else layout.sharding(),
     )
     if plan.offload_optimizer:
         state = dataclasses.replace(state, opt_state=host_offload.on_host(state.opt_state))

@@ -21,8 +21,8 @@ from hpnlp.models import variables
 from hpnlp.parallel import context_parallel, distributed_matrices, host_offload, pipeline, vocab_parallel
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.plan import Plan
-from hpnlp.training import loss_scale, sparse_rows
-from hpnlp.training.apply_updates import Update, check_parameters, mean
+from hpnlp.training import averages, loss_scale, sparse_rows
+from hpnlp.training.apply_updates import Update, check_compatible, mean
 from hpnlp.training.checksum import first_difference
 from hpnlp.training.gradients import Batch, Gradients, loss
 from hpnlp.training.muon import ApplyToWhole
@@ -199,7 +199,7 @@ def make_trainer(
         loss that no layer reports; or `advance` changes the shape of a buffer, or a batch that of the carry.
     """
     layout = plan.layout(model.config.sizes(), devices)
-    _check_compatible(model, config, plan, layout)
+    check_compatible(model, config, plan, layout)
     with context_parallel.losses_of_mixers_checked(layout):
         weight_axes, weight_shapes = variables.axes_and_shapes(model.clone(remat=plan.remat))
     context_parallel.check_variables(layout, weight_axes)
@@ -291,21 +291,6 @@ def make_trainer(
     )
 
 
-def _check_compatible(model: Model, config: OptimizerConfig, plan: Plan, layout: Layout) -> None:
-    """Raises InputError if a plan does not fit a model's mixers and residuals, or the optimizer."""
-    c = model.config
-    c.check_accumulation(config.accumulate)
-    c.check_layout(layout)
-    if check := getattr(model, "check_layout", None):
-        check(layout)
-    if plan.offload_optimizer and config.rows:
-        raise InputError(
-            "plan.offload_optimizer=True fetches whole tables, and optimizer.rows=True trains some of their rows: leave "
-            "out one of the two"
-        )
-    check_parameters(model, config, plan, layout.zero)
-
-
 def _initial_state(
     model: Model,
     config: OptimizerConfig,
@@ -321,10 +306,11 @@ def _initial_state(
         initial = nn.meta.unbox(model.init(key, model.example_batch(1, 8)))
         params = initial["params"] if params is None else params
         buffers = initial.get(variables.BUFFERS)
-    ema = jax.tree.map(jnp.copy, params) if config.ema else None
+    ema = jax.tree.map(jnp.copy, params) if config.ema or config.average else None
+    averaged = jnp.zeros((), jnp.int32) if config.average else None
     scale = loss_scale.initial(config.loss_scale, model.config.dtype)
     carry = variables.initial_carry(model, batch_size) if batch_size else None
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), ema, scale, buffers, carry)
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), ema, scale, buffers, carry, averaged)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -379,6 +365,7 @@ class _StepFunctions:
         if self.fetches_optimizer:
             state = dataclasses.replace(state, opt_state=host_offload.to_device_after(state.opt_state, norm))
         skips = self.update.config.skip_nonfinite or state.scale is not None
+        averaged = averages.next_count(self.update.config.average, state.averaged, state.step)
         params, opt_state, ema = self.update(
             (state.params, state.opt_state, state.ema),
             grads,
@@ -386,14 +373,17 @@ class _StepFunctions:
             norm=norm,
             step=state.step,
             is_finite=is_finite if skips else None,
+            averaged=averaged,
+            factor=(factor := self.update.config.length_factor(batch)),
         )
         with jax.numpy_dtype_promotion("standard"):
-            learning_rate = jnp.asarray(self.schedule(_updates(state)), jnp.float32)
+            learning_rate = factor * jnp.asarray(self.schedule(_updates(state)), jnp.float32)
         buffers = self._advance(state, statistics, key)
         if skips:
             select = functools.partial(jnp.where, is_finite)
-            buffers, carry = jax.tree.map(select, (buffers, carry), (state.buffers, state.carry))
-        new_state = TrainState(state.step + 1, params, opt_state, ema, state.scale, buffers, carry)
+            unchanged = state.buffers, state.carry, state.averaged
+            buffers, carry, averaged = jax.tree.map(select, (buffers, carry, averaged), unchanged)
+        new_state = TrainState(state.step + 1, params, opt_state, ema, state.scale, buffers, carry, averaged)
         # Vectors, such as a confusion matrix, are metrics of evaluations only.
         metrics = {name: mean(total, count) for name, (total, count) in sums.items() if not total.ndim}
         metrics |= {"grad_norm": norm, "learning_rate": learning_rate, "target_tokens": weight}

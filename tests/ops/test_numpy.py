@@ -42,6 +42,7 @@ from hpnlp.ops.softmax import (
     adaptive,
     binary_codes,
     class_based,
+    continuous_cache,
     cross_entropy,
     grouped_softmax,
     hierarchical,
@@ -117,6 +118,7 @@ MANY = (
 )  # fmt: skip
 DOCUMENTS = key_blocks.DocumentBlocks(ids(2, 3), RNG.random((2, 3)) < 0.5, ids(2, 3), ids(2, 12), 4)
 CHOSEN = np.array([[0, 4, 8]] * 2), ids(2, 12, 2, 2, below=3) * [1, 0] - [0, 1]
+CACHED = x(2, 3, D), x(2, 5, D), ids(2, 5), RNG.random((2, 3, 5)) < 0.7
 CLUSTERS = clustered.Clusters(ids(2, 12, 4, below=3), ids(2, 3), RNG.random(2) < 0.5, 3)
 GROUPED = H, TABLE, ids(N, below=2), ids(N, below=4), np.array([0, 4, 8])
 ADAPTIVE = {"cutoffs": (3, 5)}
@@ -414,6 +416,18 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
     "softmax.grouped_softmax.grouped_nll": ((lambda *a: grouped_softmax.grouped_nll(*a, block=2, width=2), GROUPED),),
     "softmax.grouped_softmax.known_labels": ((lambda y: grouped_softmax.known_labels(y, N, V), (LABELS,)),),
     "softmax.grouped_softmax.best_of": ((grouped_softmax.best_of, (x(2), ids(2), x(3), ids(3))),),
+    "softmax.continuous_cache.cache_log_prob": (
+        (lambda *a: continuous_cache.cache_log_prob(*a, 0.3), (*CACHED, ids(2, 3))),
+    ),
+    "softmax.continuous_cache.cache_distribution": (
+        (lambda *a: continuous_cache.cache_distribution(*a, V, 0.3), CACHED),
+    ),
+    "softmax.continuous_cache.interpolate": (
+        (
+            lambda *a: continuous_cache.interpolate(*a, 0.3),
+            (-(x(2, 3) ** 2), -(x(2, 3) ** 2), RNG.random((2, 3)) < 0.5),
+        ),
+    ),
     "softmax.margin.hardest": ((lambda s, i, y: margin.hardest(s, i, y, 2), (x(N, 5), ids(5), LABELS)),),
     "softmax.margin.margin_loss": ((margin.margin_loss, (x(N), x(N, 3))),),
     "softmax.margin.triplet_loss": ((margin.triplet_loss, (H, x(N, D), x(N, 3, D))),),

@@ -1,0 +1,68 @@
+"""Names of runs on the command line: runs, checkpoints of a run, and the best runs of a sweep."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpnlp.types import InputError
+
+_SUFFIX = re.compile(r"(.+)@(\d+|best\d+|last\d+)", re.DOTALL)
+
+
+def expand(names: Sequence[str], step: int | None = None) -> list[tuple[str, int | None]]:
+    """Checkpoints that names stand for.
+
+    Args:
+      names: Each a workdir `RUN` (its best checkpoint), `RUN@STEP` (the checkpoint of a step), `RUN@last3` (the newest three
+        checkpoints) or `SWEEP@best3` (the three finished runs of a directory with the best held-out scores).
+      step: Step of the checkpoint for names without one.
+
+    Returns:
+      `(workdir, step or None for the best checkpoint)` of each.
+
+    Raises:
+      InputError: There are fewer runs or checkpoints than a name asks for.
+    """
+    found: list[tuple[str, int | None]] = []
+    for name in names:
+        match = None if Path(name).exists() else _SUFFIX.fullmatch(name)
+        if match is None:
+            found.append((name, step))
+        elif match[2].isdigit():
+            found.append((match[1], int(match[2])))
+        elif match[2].startswith("last"):
+            found += [(match[1], number) for number in _newest(match[1], int(match[2].removeprefix("last")))]
+        else:
+            found += [(run, None) for run in _best(match[1], int(match[2].removeprefix("best")))]
+    return found
+
+
+def _newest(workdir: str, count: int) -> list[int]:
+    """Steps of the newest checkpoints of a run, ascending."""
+    steps = sorted(int(path.name) for path in (Path(workdir) / "checkpoints").glob("[0-9]*") if path.name.isdecimal())
+    if not 1 <= count <= len(steps):
+        raise InputError(
+            f"{workdir}@last{count}: the run has {len(steps)} checkpoints: name at most these, and keep more of them by "
+            "train.keep"
+        )
+    return steps[-count:]
+
+
+def _best(directory: str, count: int) -> list[str]:
+    """The finished runs of a directory with the best primary scores, best first."""
+    from hpnlp import report, tasks
+
+    scored = []
+    for path in sorted(Path(directory).glob("*/report.json")):
+        content = report.read_report(path.parent)
+        task = tasks.find(str(content["config"].get("task", "lm")))
+        score = content.get(f"heldout_{task.metric}")
+        if score is not None:
+            scored.append((-score if task.higher_is_better else score, str(path.parent)))
+    if not 1 <= count <= len(scored):
+        raise InputError(
+            f"{directory}@best{count}: the directory holds {len(scored)} finished runs with a score: name at most these"
+        )
+    return [run for _, run in sorted(scored)[:count]]

@@ -1,0 +1,151 @@
+"""Averages of parameters over steps (Polyak averaging), which evaluation, generation and export use."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hpnlp.spec import build, parse_one
+from hpnlp.types import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Uniform:
+    """The mean of the parameters after each step from a step on (Polyak and Juditsky 1992).
+
+    Attributes:
+      start: Number of steps before the first one of the average.
+    """
+
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if self.start < 0:
+            raise InputError(f"optimizer.average: start={self.start}: expected a number of steps, at least 0")
+
+    def begins(self, step: jax.Array) -> jax.Array:
+        """Whether an average that has not begun begins with this step.
+
+        Args:
+          step: Number of steps done before, int32.
+
+        Returns:
+          A bool scalar.
+        """
+        return step >= self.start
+
+    def is_triggered(self, scores: Sequence[float], score: float, higher_is_better: bool) -> bool:
+        """False: no evaluation starts the average.
+
+        Args:
+          scores: As of `NonMonotonic`.
+          score: As of `NonMonotonic`.
+          higher_is_better: As of `NonMonotonic`.
+
+        Returns:
+          False.
+        """
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class NonMonotonic:
+    """The mean of the parameters from the evaluation on that is worse than the best one of more than `evaluations` before.
+
+    Until then, the average is the parameters. The first parameters of the average are those of that evaluation.
+
+    Attributes:
+      evaluations: The non-monotone interval n: the latest n evaluations are not compared.
+
+    References:
+      Merity, Keskar and Socher 2018, "Regularizing and optimizing LSTM language models", NT-ASGD.
+    """
+
+    evaluations: int = 5
+
+    def __post_init__(self) -> None:
+        if self.evaluations < 1:
+            raise InputError(
+                f"optimizer.average: evaluations={self.evaluations}: expected a number of evaluations, at least 1"
+            )
+
+    def begins(self, step: jax.Array) -> jax.Array:
+        """False: an evaluation starts the average, and not a step.
+
+        Args:
+          step: Not read.
+
+        Returns:
+          A bool scalar.
+        """
+        return jnp.zeros((), bool)
+
+    def is_triggered(self, scores: Sequence[float], score: float, higher_is_better: bool) -> bool:
+        """Whether an evaluation starts the average.
+
+        Args:
+          scores: Scores of all evaluations before this one, the first one first.
+          score: Score of this evaluation.
+          higher_is_better: Direction of the scores.
+
+        Returns:
+          True if it is worse than the best one without the latest n.
+        """
+        earlier = scores[: -self.evaluations]
+        if not earlier:
+            return False
+        return score < max(earlier) if higher_is_better else score > min(earlier)
+
+
+AVERAGES: dict[str, type[Uniform] | type[NonMonotonic]] = {"uniform": Uniform, "ntasgd": NonMonotonic}
+
+
+def find(spec: str) -> Uniform | NonMonotonic | None:
+    """The average of a config.
+
+    Args:
+      spec: `optimizer.average`, an entry of AVERAGES with its argument, as in "ntasgd(5)"; "" for none.
+
+    Returns:
+      The average, or None.
+
+    Raises:
+      InputError: Unknown names, or arguments out of range.
+    """
+    return build(parse_one(spec, "optimizer.average"), AVERAGES, "optimizer.average") if spec.strip() else None
+
+
+def next_count(spec: str, count: Any, step: jax.Array) -> Any:
+    """Number of steps whose parameters are in an average after a step.
+
+    Args:
+      spec: `optimizer.average`.
+      count: That number before the step, int32; 0 before the average has begun; None without an average.
+      step: Number of steps done before.
+
+    Returns:
+      The number, int32; None without an average.
+    """
+    average = find(spec)
+    if average is None:
+        return None
+    return jnp.where((count > 0) | average.begins(step), count + 1, 0)
+
+
+def updated(average: Any, params: Any, count: jax.Array) -> Any:
+    """The mean with further parameters.
+
+    Args:
+      average: A tree of means of `count` - 1 parameters.
+      params: The new parameters, a tree like it.
+      count: Result of `next_count`; for 0, the result is the parameters.
+
+    Returns:
+      A tree of means.
+    """
+    share = 1.0 / jnp.maximum(count, 1).astype(jnp.float32)
+    return jax.tree.map(lambda old, new: jnp.where(count > 1, old + share * (new - old), new), average, params)
