@@ -75,6 +75,23 @@ def classification(directory):
     return configs.resolve(config)
 
 
+def recurrent_classification(directory):
+    """Texts of 1 to 12 words of one of three vocabularies, in batches of three lengths; all kinds of dropout."""
+    draw = random.Random(0)
+    lines = []
+    for number in range(120):
+        words = draw.choices(tiny.WORDS[number % 3 * 4 :][:8], k=draw.randint(1, 30))
+        lines.append(json.dumps({"text": " ".join(words), "label": ("red", "green", "blue")[number % 3]}))
+    (directory / "examples.jsonl").write_text("\n".join(lines))
+    config = configs.default("rnn_classification")
+    config.data.update(path=str(directory / "examples.jsonl"), tokenizer="words(30)", seq_len=24, batch_size=8)
+    config.data.update(buckets=3, heldout=0.2)
+    config.model.update(cells="lstm(12)", embed_dim=16, hidden_dropout=0.1, output_dropout=0.1, dropout=0.1)
+    config.optimizer.update(warmup=0, learning_rate=1e-2)
+    config.train.steps = 4
+    return configs.resolve(config)
+
+
 def tagging(directory):
     """Words of one vocabulary; the label is the length of the word before."""
     draw = random.Random(0)
@@ -179,6 +196,7 @@ EXAMPLES = {
     "dual_encoder": dual_encoder,
     "image_classification": image_classification,
     "masked_lm": masked_language_model,
+    "rnn_classification": recurrent_classification,
     "rnn_lm": recurrent_language_model,
     "seq2seq": sequence_to_sequence,
     "tagging": tagging,
@@ -198,11 +216,13 @@ REFUSED |= {
 }
 REFUSED |= {
     (task, name): "the model has none of them: set plan.tensor=1"
-    for task in ("image_classification", "tree_classification")
+    for task in ("image_classification", "rnn_classification", "tree_classification")
     for name in ("tensor", "3d")
 }
 REFUSED |= {
-    ("rnn_lm", name): "reads tokens one after another: set plan.sequence=1" for name in ("sequence", "zero3_sequence")
+    (task, name): "reads tokens one after another: set plan.sequence=1"
+    for task in ("rnn_classification", "rnn_lm")
+    for name in ("sequence", "zero3_sequence")
 }
 REFUSED |= {("rnn_lm", "3d"): "layers are not stacked: set plan.pipeline=1"}
 
