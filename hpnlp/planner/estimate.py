@@ -163,7 +163,6 @@ def trainer_of(config: Config, devices: Sequence[Any] | int) -> Trainer:
       InputError: The model, the batch and the plan are not compatible.
     """
     optimizer, model = config.optimizer.for_batch(config.data.batch_size), model_of(config)
-    check_buckets(config, model)
     trainer = make_trainer(
         model,
         optimizer,
@@ -172,6 +171,7 @@ def trainer_of(config: Config, devices: Sequence[Any] | int) -> Trainer:
         devices=devices,
         batch_size=config.data.batch_size,
     )
+    check_buckets(config, model, trainer.layout)
     check_batch(trainer.layout, config.data.batch_size, config.data.seq_len, config.optimizer.accumulate)
     return trainer
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from hpnlp.parallel.layout import Layout
 from hpnlp.types import InputError
 
 
@@ -92,12 +93,13 @@ def length_of(batch: Mapping[str, Any], longest: int) -> int:
     return batch["tokens"].shape[1] if "tokens" in batch else longest
 
 
-def check_buckets(config: Any, model: Any) -> None:
+def check_buckets(config: Any, model: Any, layout: Layout) -> None:
     """Checks that a model and a plan can have batches of several lengths, if `data.buckets` asks for them.
 
     Args:
       config: Config of a run.
       model: The model, with its sizes filled in.
+      layout: The plan on its devices.
 
     Raises:
       InputError: They cannot.
@@ -106,10 +108,9 @@ def check_buckets(config: Any, model: Any) -> None:
     if buckets == 1:
         return
     differ = f"data.buckets={buckets} makes batches of different lengths, and "
-    if config.plan.sequence > 1:
+    if (devices := layout.size("length")) > 1:
         raise InputError(
-            f"{differ}plan.sequence={config.plan.sequence} divides sequences of one length: set data.buckets=1, or "
-            "plan.sequence=1"
+            f"{differ}plan.sequence={devices} divides sequences of one length: set data.buckets=1, or plan.sequence=1"
         )
     if length := model.config.fixed_length():
         raise InputError(f"{differ}the model takes sequences of {length} tokens only: set data.buckets=1")

@@ -186,7 +186,7 @@ class _Run:
             self.model, optimizer, config.plan, steps=config.train.steps, batch_size=config.data.batch_size
         )
         self.trainer = trainer.with_frozen(None if self.frozen is None else self.frozen.values)
-        check_buckets(config, self.model)
+        check_buckets(config, self.model, self.trainer.layout)
         check_batch(self.trainer.layout, config.data.batch_size, config.data.seq_len, config.optimizer.accumulate)
         index, count = batch_share(self.trainer, config)
         self.key = jax.random.key(config.train.seed)

@@ -76,7 +76,7 @@ def classification(directory):
 
 
 def recurrent_classification(directory):
-    """Texts of 1 to 12 words of one of three vocabularies, in batches of three lengths; all kinds of dropout."""
+    """Texts of 1 to 30 words of one of three vocabularies, in batches of two lengths; several kinds of dropout."""
     draw = random.Random(0)
     lines = []
     for number in range(120):
@@ -85,7 +85,7 @@ def recurrent_classification(directory):
     (directory / "examples.jsonl").write_text("\n".join(lines))
     config = configs.default("rnn_classification")
     config.data.update(path=str(directory / "examples.jsonl"), tokenizer="words(30)", seq_len=24, batch_size=8)
-    config.data.update(buckets=3, heldout=0.2)
+    config.data.update(buckets=2, heldout=0.2)
     config.model.update(cells="lstm(12)", embed_dim=16, hidden_dropout=0.1, output_dropout=0.1, dropout=0.1)
     config.optimizer.update(warmup=0, learning_rate=1e-2)
     config.train.steps = 4
@@ -227,9 +227,9 @@ REFUSED |= {
 REFUSED |= {("rnn_lm", "3d"): "layers are not stacked: set plan.pipeline=1"}
 
 
-# Tagging shares its code with classification; masked language models are encoders of the text of language models, and
-# recurrent ones differ from language models by their model.
-SLOW = ("masked_lm", "rnn_lm", "tagging")
+# Tagging and recurrent classification share their code with classification; masked language models are encoders of the text of
+# language models, and recurrent ones differ from language models by their model.
+SLOW = ("masked_lm", "rnn_classification", "rnn_lm", "tagging")
 
 
 @pytest.fixture(
@@ -256,6 +256,9 @@ def test_run_reports_its_primary_metric(config, finished):
     assert all(written[f"heldout_{name}"] == value for name, value in result.heldout.items())
     assert all(f"{name}_{task.metric}" in result.heldout for name in task.further_heldout(config, result.dataset))
     assert written["config"]["task"] == config.task
+    padded = 4 * config.data.batch_size * config.data.seq_len
+    is_divided = getattr(config.data, "buckets", 1) > 1  # batches are shorter than seq_len
+    assert 0 < written["tokens"] < padded if is_divided else written["tokens"] == padded
     text = (workdir / "report.md").read_text()
     assert report.verdict(written) in text and text.count("\n| ") > 8
     assert (workdir / "loss.png").exists()
@@ -291,6 +294,7 @@ def test_run_stopped_by_a_signal_resumes_exactly(config, finished, tmp_path, mon
     for name in ("metrics.jsonl", "config.json", "tokenizer.json"):
         assert (tmp_path / "run" / name).read_bytes() == (workdir / name).read_bytes()
     assert resumed.heldout == result.heldout
+    assert (resumed.tokens, resumed.flops_per_step) == (result.tokens, result.flops_per_step)
     for actual, expected in zip(jax.tree.leaves(resumed.params), jax.tree.leaves(result.params), strict=True):
         np.testing.assert_array_equal(actual, expected)
 

@@ -129,7 +129,8 @@ class Examples:
     def train(self, *, seed: int, process_index: int = 0, process_count: int = 1) -> Batches:
         """Iterates endlessly over training batches, in a new order each epoch.
 
-        With `data.buckets` over 1, the length T of the sequences differs from batch to batch. The processes share the examples of a batch as in `Corpus.train`.
+        With `data.buckets` over 1, the length T of the sequences differs from batch to batch. The processes share the examples
+        of a batch as in `Corpus.train`.
 
         Args:
           seed: Seed of the order, at least 0.
