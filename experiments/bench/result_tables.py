@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from result_plots import Rows
+from speed_tables import encoders
 
 from hpnlp.data.baselines import NAMES
 
@@ -569,6 +570,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "encoder": encoder,
     "convnets": convnets,
     "trees": trees,
+    "encoders": encoders,
     "attention": attention,
     "gpu_attention": gpu_attention,
     "linear_attention": linear_attention,

@@ -40,9 +40,7 @@ CLAIMED = {
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("rounds", 7, "Measurements of each function.")
-flags.DEFINE_list(
-    "tables", ["ladder", "dots", "bags", "dispatch", "products", "data", "sizes"], "Tables to measure."
-)
+flags.DEFINE_list("tables", ["ladder", "dots", "bags", "dispatch", "products", "data", "sizes"], "Tables to measure.")
 flags.DEFINE_string("out", str(Path(__file__).parents[1] / "results"), "Directory of the result.")
 
 Functions = dict[str, Callable[[], Any]]
@@ -301,9 +299,7 @@ def product_rows() -> list[dict[str, Any]]:
             return blocks.reshape(x.shape)
 
         forms = {f"products of {size} rows" if size > 1 else "row by row": size for size in (1, 8, 32)}
-        functions: Functions = {
-            name: functools.partial(divided, x, w, size) for name, size in forms.items()
-        }
+        functions: Functions = {name: functools.partial(divided, x, w, size) for name, size in forms.items()}
         functions[f"one product of {count} rows"] = lambda x=x, w=w: jax.jit(jnp.matmul)(x, w)
         rows += compared("products", functions, rows=count, dim=dim)
     return rows
