@@ -305,65 +305,69 @@ def product_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def data_rows() -> list[dict[str, Any]]:
-    """Steps on batches that the host makes, in several orders of reading, moving and computing."""
-    batches, batch, dim, words = 16, 256, 512, 50_000
-    rng = np.random.default_rng(0)
-    text = rng.integers(0, words, 1 << 20).astype(np.int32)
-    features = rng.standard_normal((words, 64)).astype(np.float32)
-    w = jnp.asarray(rng.standard_normal((8 * 64, dim)) / dim**0.5, jnp.float32)
+class Stream:
+    """Steps on batches that the host makes, in several orders of reading, moving and computing. All give the same matrix."""
 
-    def read(number: int) -> np.ndarray:
-        """A batch of windows of 8 words with their features, `[B, 8 * 64]`."""
-        start = np.random.default_rng(number).integers(0, len(text) - 8, batch)
-        return features[text[start[:, None] + np.arange(8)]].reshape(batch, -1)
+    batches, batch, dim, window = 16, 256, 512, 8
 
-    @jax.jit
-    def step(w: jax.Array, x: jax.Array) -> jax.Array:
-        def loss(w: jax.Array) -> jax.Array:
-            h = x @ w
-            for _ in range(2):
-                h = jnp.tanh(h @ w)
-            return jnp.square(h).mean()
+    def __init__(self) -> None:
+        rng, words = np.random.default_rng(0), 50_000
+        self.text = rng.integers(0, words, 1 << 20)
+        self.features = rng.standard_normal((words, self.dim // self.window)).astype(np.float32)
+        self.w = jnp.asarray(rng.standard_normal((self.dim, self.dim)) / self.dim**0.5, jnp.float32)
+        self.step = jax.jit(update(self.loss))
+        self.resident = jax.device_put(np.stack([self.read(number) for number in range(self.batches)]))
+        self.steps = jax.jit(lambda w, data: jax.lax.scan(lambda w, x: (self.step(w, x, None)[0], None), w, data)[0])
 
-        return w - RATE * jax.grad(loss)(w)
+    def read(self, number: int) -> np.ndarray:
+        """A batch of windows of words with their features, `[B, D]`."""
+        starts = np.random.default_rng(number).integers(0, len(self.text) - self.window, self.batch)
+        return self.features[self.text[starts[:, None] + np.arange(self.window)]].reshape(self.batch, self.dim)
 
-    @jax.jit
-    def steps(w: jax.Array, data: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda w, x: (step(w, x), None), w, data)[0]
+    def moved(self, number: int) -> jax.Array:
+        return jax.device_put(self.read(number))
 
-    def in_turn() -> jax.Array:
-        state = w
-        for number in range(batches):
-            x = jax.block_until_ready(jax.device_put(read(number)))
-            state = jax.block_until_ready(step(state, x))
-        return state
+    @staticmethod
+    def loss(w: jax.Array, x: jax.Array, _: None) -> jax.Array:
+        for _ in range(3):
+            x = jnp.tanh(x @ w)
+        return jnp.square(x).mean()
 
-    def asynchronous() -> jax.Array:
-        state = w
-        for number in range(batches):
-            state = step(state, jax.device_put(read(number)))
-        return state
+    def in_turn(self) -> jax.Array:
+        w = self.w
+        for number in range(self.batches):
+            x = jax.block_until_ready(self.moved(number))
+            w = jax.block_until_ready(self.step(w, x, None)[0])
+        return w
 
-    def ahead() -> jax.Array:
-        state = w
+    def asynchronous(self) -> jax.Array:
+        w = self.w
+        for number in range(self.batches):
+            w, _ = self.step(w, self.moved(number), None)
+        return w
+
+    def ahead(self) -> jax.Array:
+        w = self.w
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            waiting = [pool.submit(lambda n: jax.device_put(read(n)), number) for number in range(2)]
-            for number in range(batches):
+            waiting = [pool.submit(self.moved, number) for number in range(2)]
+            for number in range(self.batches):
                 x = waiting.pop(0).result()
-                if number + 2 < batches:
-                    waiting.append(pool.submit(lambda n: jax.device_put(read(n)), number + 2))
-                state = step(state, x)
-        return state
+                if number + 2 < self.batches:
+                    waiting.append(pool.submit(self.moved, number + 2))
+                w, _ = self.step(w, x, None)
+        return w
 
-    resident = jax.device_put(np.stack([read(number) for number in range(batches)]))
+
+def data_rows() -> list[dict[str, Any]]:
+    """Rows of the table "data"."""
+    stream = Stream()
     functions: Functions = {
-        "read, move, compute in turn": in_turn,
-        "computed asynchronously": asynchronous,
-        "read and moved ahead by a thread": ahead,
-        "on the device before, one call": lambda: steps(w, resident),
+        "read, move, compute in turn": stream.in_turn,
+        "computed asynchronously": stream.asynchronous,
+        "read and moved ahead by a thread": stream.ahead,
+        "on the device before, one call": lambda: stream.steps(stream.w, stream.resident),
     }
-    return compared("data", functions, batches=batches, batch=batch)
+    return compared("data", functions, batches=stream.batches, batch=stream.batch)
 
 
 def size_rows() -> list[dict[str, Any]]:
