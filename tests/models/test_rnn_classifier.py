@@ -56,7 +56,7 @@ def test_losses_match_layers_applied_to_each_text():
     """Both directions of an LSTM over the tokens of one of three texts at a time, reversed by hand for the second."""
     model, batch = make(), make_batch()
     params, texts = params_of(model), 3
-    batch["weights"] = batch["weights"] * (jnp.arange(B) < texts)
+    batch["weights"] = batch["weights"] * (jnp.arange(B) < texts).astype(jnp.float32)
     lengths = np.asarray(batch["segment_ids"]).sum(axis=1)
 
     def run(layer, x):
@@ -84,7 +84,7 @@ def test_padding_changes_nothing():
     assert np.any(other["tokens"] != batch["tokens"])
     jax.tree.map(np.testing.assert_array_equal, gradients_of(model)(params, other), expected)
     longer = {**batch, **{name: jnp.pad(batch[name], ((0, 0), (0, 2))) for name in ("tokens", "segment_ids")}}
-    assert_close(gradients_of(model)(params, longer), expected)
+    assert_close(once(lambda p, batch: model.apply(variables.collections(p), batch).sum, params, longer), expected[0])
 
 
 def test_flops_of_the_config_are_those_of_the_products():
