@@ -308,21 +308,21 @@ def product_rows() -> list[dict[str, Any]]:
 class Stream:
     """Steps on batches that the host makes, in several orders of reading, moving and computing. All give the same matrix."""
 
-    batches, batch, dim, window = 16, 256, 512, 8
+    batches, batch, dim = 16, 1024, 256
 
     def __init__(self) -> None:
-        rng, words = np.random.default_rng(0), 50_000
-        self.text = rng.integers(0, words, 1 << 20)
-        self.features = rng.standard_normal((words, self.dim // self.window)).astype(np.float32)
+        rng = np.random.default_rng(0)
+        self.text = rng.integers(0, self.dim, 1 << 20)
         self.w = jnp.asarray(rng.standard_normal((self.dim, self.dim)) / self.dim**0.5, jnp.float32)
         self.step = jax.jit(update(self.loss))
         self.resident = jax.device_put(np.stack([self.read(number) for number in range(self.batches)]))
         self.steps = jax.jit(lambda w, data: jax.lax.scan(lambda w, x: (self.step(w, x, None)[0], None), w, data)[0])
 
     def read(self, number: int) -> np.ndarray:
-        """A batch of windows of words with their features, `[B, D]`."""
-        starts = np.random.default_rng(number).integers(0, len(self.text) - self.window, self.batch)
-        return self.features[self.text[starts[:, None] + np.arange(self.window)]].reshape(self.batch, self.dim)
+        """Numbers of the bytes of pieces of text, `[B, D]`, as a data loader in Python makes them."""
+        starts = np.random.default_rng(number).integers(0, len(self.text) - 256, self.batch).tolist()
+        counts = [np.bincount(self.text[start : start + 256], minlength=self.dim) for start in starts]
+        return np.stack(counts).astype(np.float32)
 
     def moved(self, number: int) -> jax.Array:
         return jax.device_put(self.read(number))
