@@ -47,11 +47,11 @@ def config_of(encoder: str) -> Config:
     return resolve(values)
 
 
-def timed(config: Config) -> tuple[Callable[[], Any], Callable[[], Any], float]:
-    """`(steps on TIMED batches of similar lengths, steps on as many padded batches, mean tokens of a text)`."""
+def timed(config: Config) -> tuple[tuple[Callable[[], Any], ...], float]:
+    """`((steps on TIMED batches of similar lengths, steps on as many padded batches), mean tokens of a text)`."""
     task = tasks.find(config.task)
-    dataset = task.dataset(config.data, None)
-    padded = task.dataset(dataclasses.replace(config.data, buckets=1), None)
+    dataset: Any = task.dataset(config.data, None)
+    padded: Any = task.dataset(dataclasses.replace(config.data, buckets=1), None)
     model = make_model(config, task.vocabulary(dataset))
     trainer = make_trainer(model, config.optimizer, config.plan, steps=10_000, batch_size=config.data.batch_size)
     state, key = trainer.init(jax.random.key(0)), jax.random.key(0)
@@ -68,17 +68,15 @@ def timed(config: Config) -> tuple[Callable[[], Any], Callable[[], Any], float]:
 
     lengths = np.concatenate(list(dataset.stored["train"].lengths()))
     tokens = dataset.kind.row_lengths(lengths, dataset.tokenizer, config.data.seq_len).mean()
-    return lambda: run(batches[0]), lambda: run(batches[1]), float(tokens)
+    return (lambda: run(batches[0]), lambda: run(batches[1])), float(tokens)
 
 
 def main(_: list[str]) -> None:
     cli.prepare_jax()
     configs = {encoder: config_of(encoder) for encoder in FLAGS.encoders}
     prepared = {encoder: timed(config) for encoder, config in configs.items()}
-    functions = {(name, padded): prepared[name][padded] for name in configs for padded in (0, 1)}
-    times = measure.timeit(
-        {f"{name} {padded}": function for (name, padded), function in functions.items()}, rounds=FLAGS.rounds
-    )
+    functions = {f"{name} {padded}": prepared[name][0][padded] for name in configs for padded in (0, 1)}
+    times = measure.timeit(functions, rounds=FLAGS.rounds)
     rows = []
     for name, config in configs.items():
         of_buckets, of_padded = (times[f"{name} {padded}"] for padded in (0, 1))
@@ -87,7 +85,7 @@ def main(_: list[str]) -> None:
         with tempfile.TemporaryDirectory() as workdir:
             result = loop.train(config, Path(workdir, "run"))
         busy = result.seconds["data"] + result.seconds["step"]
-        texts = steps * config.data.batch_size
+        texts, tokens = steps * config.data.batch_size, prepared[name][1]
         rows.append(
             {
                 "encoder": name,
@@ -98,8 +96,8 @@ def main(_: list[str]) -> None:
                 "accuracy": result.heldout["accuracy"],
                 "loss": result.heldout["loss"],
                 "texts_per_second": texts / busy,
-                "tokens_per_second": texts * prepared[name][2] / busy,
-                "padding": 1 - texts * prepared[name][2] / result.tokens,
+                "tokens_per_second": texts * tokens / busy,
+                "padding": 1 - texts * tokens / result.tokens,
                 "time_over_padded": of_buckets.over(of_padded),
                 "flops_per_step": result.flops_per_step,
             }

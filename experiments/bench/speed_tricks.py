@@ -329,7 +329,7 @@ class Stream:
 
     @staticmethod
     def loss(w: jax.Array, x: jax.Array, _: None) -> jax.Array:
-        for _ in range(3):
+        for _layer in range(3):
             x = jnp.tanh(x @ w)
         return jnp.square(x).mean()
 
