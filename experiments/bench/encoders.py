@@ -29,7 +29,7 @@ from hpnlp.training.run_directory import make_model
 from hpnlp.training.step import make_trainer
 
 EXPERIMENT = experiment.load(str(Path(__file__).parents[1] / "classification" / "encoders.py"))
-TIMED = 12  # batches of a measurement
+TIMED = 8  # batches of a measurement
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("encoders", list(EXPERIMENT.ENCODERS), "Entries of ENCODERS.")
