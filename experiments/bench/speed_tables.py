@@ -16,8 +16,8 @@ Lines = Sequence[tuple[str, str]]
 
 # Tables of the page: heading -> (table, the fields that make a group).
 TRICKS = {
-    "Dot products of pairs of vectors, forward and backward": ("dots", ("pairs", "dim")),
-    "Sums of the embeddings of bags of words, forward and backward": ("bags", ("lengths", "padding")),
+    "Dot products of pairs of vectors": ("dots", ("pairs", "dim", "passes")),
+    "Sums of the embeddings of bags of words": ("bags", ("lengths", "padding", "passes")),
     "Small operations": ("dispatch", ("operations",)),
     "Rows times a matrix": ("products", ("rows", "dim")),
     "Steps on batches from the host": ("data", ("batches", "batch")),
@@ -44,7 +44,7 @@ def table(lines: Sequence[Sequence[str]]) -> str:
 
 def ladder_table(rows: Rows) -> str:
     """The forms of the ladder, each with its factor over the one before."""
-    lines = [["form", "time of a step", "faster than the form before", "faster than the first", "FLOPs of products"]]
+    lines = [["form", "time of a step", "factor over the form before", "factor over the first", "FLOPs of products"]]
     for row in rows:
         factor = "" if row["is_peer"] or row["over_first"] == 1 else factor_text(row["factor"])
         name = f"(peer) {row['form']}" if row["is_peer"] else row["form"]
@@ -55,11 +55,12 @@ def ladder_table(rows: Rows) -> str:
 
 def trick_table(rows: Rows, group: Sequence[str]) -> str:
     """Forms of one trick, with the factor over the slow form and that of the literature."""
-    lines = [[*group, "form", "time", "faster than the first", "claimed"]]
+    has_claims = any("claimed" in row for row in rows)
+    lines = [[*group, "form", "time", "factor over the first form", *["claimed"] * has_claims]]
     for row in rows:
         sizes = [f"{row[name]:.0%}" if name == "padding" else str(row[name]) for name in group]
-        claimed = factor_text(row["claimed"]) if "claimed" in row else ""
-        lines.append([*sizes, row["form"], time_text(row["seconds"]), factor_text(row["factor"]), claimed])
+        claimed = [factor_text(row["claimed"]) if "claimed" in row else ""] * has_claims
+        lines.append([*sizes, row["form"], time_text(row["seconds"]), factor_text(row["factor"]), *claimed])
     return table(lines)
 
 

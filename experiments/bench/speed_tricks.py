@@ -7,8 +7,8 @@ exercise of a lecture on efficiency (Neubig 2017, CS 11-747, slow-impl.py). The 
 100 pairs, and copies both vectors to the device each time; each further form changes one thing. Losses and updated matrices
 are compared before anything is reported.
 
-"dots": dot products of pairs of vectors, one after another and together, forward and backward. "bags": sums of the embeddings
-of bags of words, one bag after another, padded, and by segment sums. "dispatch": operations one by one, compiled, and many
+"dots": dot products of pairs of vectors, by a call for each, by a loop in one program, and together. "bags": sums of the
+embeddings of bags of words, by a call for each, by a loop, padded, and by segment sums. "dispatch": operations one by one, compiled, and many
 steps in one call. "products": one large matrix product against many small ones. "data": batches read, moved and used one
 after another, asynchronously, ahead by a thread, and from the device. "sizes": products of n x n matrices on each device and
 in numpy, with and without moving the operands.
@@ -136,13 +136,13 @@ def ladder_rows() -> list[dict[str, Any]]:
     # A peer: the compiler removes the repeated products of the naive loop, which it takes long to read.
     forms["pair by pair, compiled"] = (jax.jit(update(copied_before_pairs)), lists, 1)
     check_equal("pair by pair, compiled", forms["pair by pair, compiled"][0](w, *lists), expected)
-    slow = list(forms)[:3]
-    times = measure.timeit({name: functools.partial(forms[name][0], w, *forms[name][1]) for name in slow}, rounds=3)
-    fast = [slow[-1], *(name for name in forms if name not in slow)]
-    again = measure.timeit(
-        {name: functools.partial(forms[name][0], w, *forms[name][1]) for name in fast}, rounds=FLAGS.rounds
-    )
-    seconds = {name: t.median / forms[name][2] for name, t in (again | times).items()}
+    calls = {name: functools.partial(step, w, *inputs) for name, (step, inputs, _) in forms.items()}
+    times = measure.timeit(calls, rounds=FLAGS.rounds)
+
+    def factor(slow: str, fast: str) -> float:
+        """The factor of the time of a step."""
+        return times[slow].over(times[fast]) * forms[fast][2] / forms[slow][2]
+
     flops = {
         name: measure.count_flops(lambda w, step=step, inputs=inputs: step(w, *inputs), w) / count
         for name, (step, inputs, count) in forms.items()
@@ -154,10 +154,10 @@ def ladder_rows() -> list[dict[str, Any]]:
             {
                 "table": "ladder",
                 "form": name,
-                "seconds": seconds[name],
+                "seconds": times[name].median / forms[name][2],
                 "flops": flops[name],
-                "factor": 1.0 if is_peer else seconds[before] / seconds[name],
-                "over_first": seconds["pair by pair"] / seconds[name],
+                "factor": factor(before, name),
+                "over_first": factor("pair by pair", name),
                 "is_peer": is_peer,
             }
         )
@@ -180,7 +180,9 @@ def step_after_one(arrays: list[jax.Array], w: jax.Array) -> jax.Array:
 
 
 def check_equal(name: str, actual: Any, expected: Any) -> None:
-    """Raises ValueError unless the results of two forms agree."""
+    """Raises ValueError unless the results of two forms agree. A list has the rows of an array."""
+    if isinstance(actual, list) != isinstance(expected, list):
+        actual, expected = (np.stack(x) if isinstance(x, list) else x for x in (actual, expected))
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a), np.asarray(b)
         if not np.allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max()):
@@ -210,20 +212,39 @@ def compared(table: str, functions: Functions, **fields: Any) -> list[dict[str, 
     ]
 
 
+def both_passes(table: str, single: Functions, forms: dict[str, Any], *arrays: jax.Array, **fields: Any) -> Any:
+    """Rows of the forward pass of all forms, and of the passes forward and backward of those that are one program.
+
+    Args:
+      table: Name of the table.
+      single: The form of a call for each part, and its name.
+      forms: Name -> function of the arrays.
+      arrays: Arrays.
+      fields: Fields of the rows.
+    """
+    compiled = {name: functools.partial(jax.jit(form), *arrays) for name, form in forms.items()}
+    gradients = {name: gradients_of(form, *arrays) for name, form in forms.items()}
+    return [
+        *compared(table, single | compiled, **fields, passes="forward"),
+        *compared(table, gradients, **fields, passes="forward and backward"),
+    ]
+
+
 def dot_rows() -> list[dict[str, Any]]:
-    """Dot products of the same pairs of rows, forward and backward."""
+    """Dot products of the same pairs of rows."""
     rows = []
     for pairs, dim in ((1024, 128), (256, 512)):
         rng = np.random.default_rng(0)
         a, b = (jnp.asarray(rng.standard_normal((pairs, dim)) / dim**0.25, jnp.float32) for _ in range(2))
         forms = {
-            "one after another": lambda a, b: jax.lax.map(lambda pair: jnp.dot(*pair), (a, b)),
+            "a loop in one program": lambda a, b: jax.lax.map(lambda pair: jnp.dot(*pair), (a, b)),
             "together": lambda a, b: jnp.einsum("nd,nd->n", a, b),
             "together, product and sum": lambda a, b: (a * b).sum(axis=-1),
             "diagonal of one product": lambda a, b: jnp.diagonal(a @ b.T),
         }
-        functions = {name: gradients_of(form, a, b) for name, form in forms.items()}
-        rows += compared("dots", functions, pairs=pairs, dim=dim)
+        held, dot = list(zip(a, b, strict=True)), jax.jit(jnp.dot)
+        single: Functions = {"a call for each pair": lambda held=held, dot=dot: [dot(*pair) for pair in held]}
+        rows += both_passes("dots", single, forms, a, b, pairs=pairs, dim=dim)
     return rows
 
 
@@ -234,7 +255,7 @@ def gradients_of(form: Callable[..., jax.Array], *arrays: jax.Array) -> Callable
 
 
 def bag_rows() -> list[dict[str, Any]]:
-    """Sums of the embeddings of bags of words, forward and backward, for equal lengths and for lengths with a long tail."""
+    """Sums of the embeddings of bags of words, for similar lengths and for lengths with a long tail."""
     rng, bags, words, dim = np.random.default_rng(0), 512, 20_000, 128
     table = jnp.asarray(rng.standard_normal((words, dim)), jnp.float32)
     rows = []
@@ -248,7 +269,7 @@ def bag_rows() -> list[dict[str, Any]]:
         mask, flat = jnp.asarray(is_word, jnp.float32), jnp.asarray(ids[is_word])
         owner, ids = jnp.asarray(np.repeat(np.arange(bags), numbers), jnp.int32), jnp.asarray(ids)
         forms = {
-            "one after another": lambda table, ids=ids, mask=mask: jax.lax.map(
+            "a loop in one program": lambda table, ids=ids, mask=mask: jax.lax.map(
                 lambda bag: bag[1] @ table[bag[0]], (ids, mask)
             ),
             "padded": lambda table, ids=ids, mask=mask: jnp.einsum("bld,bl->bd", table[ids], mask),
@@ -256,9 +277,12 @@ def bag_rows() -> list[dict[str, Any]]:
                 table[flat], owner, bags, indices_are_sorted=True
             ),
         }
-        functions = {name: gradients_of(form, table) for name, form in forms.items()}
+        held, bag_sum = list(zip(ids, mask, strict=True)), jax.jit(lambda table, ids, mask: mask @ table[ids])
+        single: Functions = {
+            "a call for each bag": lambda held=held, bag_sum=bag_sum: [bag_sum(table, *bag) for bag in held]
+        }
         share = 1 - total / (bags * longest)
-        rows += compared("bags", functions, lengths=lengths, bags=bags, dim=dim, padding=share)
+        rows += both_passes("bags", single, forms, table, lengths=lengths, bags=bags, dim=dim, padding=share)
     return rows
 
 
@@ -287,7 +311,7 @@ def dispatch_rows() -> list[dict[str, Any]]:
 
 
 def product_rows() -> list[dict[str, Any]]:
-    """Products of rows with one matrix: in one product, in several, and row by row, in one program each."""
+    """Products of rows with one matrix: a call for each row, several products in one program, and one product."""
     rows = []
     for count, dim in ((128, 64), (128, 512)):
         rng = np.random.default_rng(0)
@@ -298,9 +322,13 @@ def product_rows() -> list[dict[str, Any]]:
             blocks = jax.lax.map(lambda block: block @ w, x.reshape(-1, size, x.shape[1]))
             return blocks.reshape(x.shape)
 
-        forms = {f"products of {size} rows" if size > 1 else "row by row": size for size in (1, 8, 32)}
-        functions: Functions = {name: functools.partial(divided, x, w, size) for name, size in forms.items()}
-        functions[f"one product of {count} rows"] = lambda x=x, w=w: jax.jit(jnp.matmul)(x, w)
+        sizes = {f"products of {size} rows" if size > 1 else "a loop over rows": size for size in (1, 8, 32)}
+        product, held = jax.jit(jnp.matmul), list(x)
+        functions: Functions = {
+            "a call for each row": lambda product=product, held=held, w=w: [product(row, w) for row in held]
+        }
+        functions |= {name: functools.partial(divided, x, w, size) for name, size in sizes.items()}
+        functions[f"one product of {count} rows"] = functools.partial(product, x, w)
         rows += compared("products", functions, rows=count, dim=dim)
     return rows
 
