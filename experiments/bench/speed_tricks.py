@@ -8,10 +8,10 @@ exercise of a lecture on efficiency (Neubig 2017, CS 11-747, slow-impl.py). The 
 are compared before anything is reported.
 
 "dots": dot products of pairs of vectors, by a call for each, by a loop in one program, and together. "bags": sums of the
-embeddings of bags of words, by a call for each, by a loop, padded, and by segment sums. "dispatch": operations one by one, compiled, and many
-steps in one call. "products": one large matrix product against many small ones. "data": batches read, moved and used one
-after another, asynchronously, ahead by a thread, and from the device. "sizes": products of n x n matrices on each device and
-in numpy, with and without moving the operands.
+embeddings of bags of words, by a call for each, by a loop, padded, and by segment sums. "dispatch": operations one by one,
+compiled, and many in one call. "products": one large matrix product against many small ones. "data": batches read, moved and
+used one after another, asynchronously, ahead by a thread, and from the device. "sizes": products of n x n matrices on each
+device and in numpy, with and without moving the operands.
 """
 
 from __future__ import annotations
