@@ -1,6 +1,7 @@
 """Recurrent classifiers: equality with layers applied by hand, independence of padding, layouts and errors."""
 
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -21,7 +22,7 @@ from tests.contracts import ONCE, assert_close, once
 VOCAB, CLASSES, B, T = 12, 3, 8, 7
 
 
-def make(**fields):
+def make(**fields: Any) -> Any:
     sizes = {"vocab": VOCAB, "classes": CLASSES, "cells": "lstm(5)", "embed_dim": 6}
     return RecurrentClassifier(RecurrentClassifierConfig(**sizes | fields))
 
