@@ -45,7 +45,7 @@ def test_batches_of_an_epoch_have_the_rows_of_padded_batches_at_fewer_widths(pai
     # The same arrays as those of a padded batch with these rows, cut to the width.
     first = batches[0]
     numbers, width = order.batch(0)
-    whole = bucketed.kind.batch(stored, numbers, 4, bucketed.tokenizer, 40)
+    whole = bucketed.kind.batch(stored, numbers.tolist(), 4, bucketed.tokenizer, 40)
     of_target = [name for name in whole if name.startswith("target_")]  # targets have a length of their own
     cropped = {
         name: array if array.ndim == 1 or name in of_target else array[:, :width] for name, array in whole.items()
