@@ -62,6 +62,7 @@ def result(**changes):
         "peak_memory_bytes": 7 << 20,
         "parameters": 1234,
         "flops_per_step": 10**9,
+        "tokens": 10 * 16 * 256,
         "devices": "8 cpu devices (data 8)",
     }
     made = object.__new__(Result)  # only the fields that a report reads
@@ -79,6 +80,8 @@ def test_summary_holds_the_numbers_of_a_run():
     assert (numbers["gzip_bits_per_byte"], numbers["xz_trained_bits_per_byte"]) == (2.5, 1.75)
     assert numbers["tokens"] == 10 * 16 * 256
     assert numbers["tokens_per_second"] == numbers["tokens"] / 5.0  # of training alone
+    shorter = summary(tokens=1000)  # of batches of similar lengths
+    assert (shorter["tokens"], shorter["tokens_per_second"]) == (1000, 200.0)
     assert numbers["flops_per_second"] == 10 * 10**9 / 5.0
     assert (numbers["heldout_bits_per_byte"], numbers["steps"], numbers["parameters"]) == (2.0, 10, 1234)
     json.dumps(numbers, allow_nan=False)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import embedding_tables
 from awd_lstm_tables import awd_lstm
 from result_plots import Rows
+from speed_tables import encoders
 
 from hpnlp.data.baselines import NAMES
 
@@ -571,6 +572,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "encoder": encoder,
     "convnets": convnets,
     "trees": trees,
+    "encoders": encoders,
     "attention": attention,
     "gpu_attention": gpu_attention,
     "linear_attention": linear_attention,

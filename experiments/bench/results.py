@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import compression_tables
+import speed_tables
 from result_plots import CAPTIONS, CORPORA, PLOTS, plot_efficiency, plot_tradeoff
 from result_tables import BAR, TABLE, Lines
 
@@ -20,8 +21,8 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.plots import plot_bubbles
 from hpnlp.spec import build, parse_one
 
-# Files whose results are in docs/guide/output_layers.md, efficient_attention.md, lra.md and compression.md.
-IN_OTHER_PAGES = ("softmax_steps_", "softmax_quality_", "mixers-", "arena", "compression-")
+# Files whose results are in docs/guide/output_layers.md, efficient_attention.md, lra.md, compression.md and speed_tricks.md.
+IN_OTHER_PAGES = ("softmax_steps_", "softmax_quality_", "mixers-", "arena", "compression-", "speed_tricks-")
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
 IMAGES = ROOT / "docs" / "images"
@@ -52,7 +53,7 @@ SECTIONS = {
     "Decoding": ("decode", "beam"),
     "Output layers and losses": ("softmax", "gpu_softmax", "softmax_layers", "estimates"),
     "Search": ("search",),
-    "Trees and lengths": ("trees",),
+    "Trees and lengths": ("trees", "encoders"),
     "Embeddings": ("word_embeddings",),
     "Compression": ("containers", "quantized_products"),
     "Parallelism": ("parity", "tasks", "auxiliary", "bubble", "ring"),
@@ -231,6 +232,20 @@ def compression(result: Mapping[str, Any]) -> str:
     return f"{text}\n\n{compression_tables.render(result['rows'])}\n\n{picture}"
 
 
+def speed_tricks(result: Mapping[str, Any]) -> str:
+    """Markdown tables and plot of the speed tricks.
+
+    Args:
+      result: The result file.
+
+    Returns:
+      The text.
+    """
+    speed_tables.plot_speed_tricks(result["rows"], IMAGES / "speed_tricks-cpu.png")
+    picture = "![Time of each form of the ladder, and speed of products by size](../images/speed_tricks-cpu.png)"
+    return f"Measured on {machine(result['environment'])}.\n\n{picture}\n\n{speed_tables.speed_tricks(result['rows'])}"
+
+
 def table_of(columns: Mapping[str, Mapping[str, str]], entry: str = "output layer") -> str:
     """A Markdown table with a row for each entry of a table. columns: heading -> name of the entry -> figure."""
     names = dict.fromkeys(name for column in columns.values() for name in column)
@@ -315,6 +330,8 @@ def main() -> None:
     for name, render in {"arena": arena, "arena_efficiency": arena_efficiency}.items():
         if name in by_bench:
             replace_section(ROOT / "docs" / "guide" / "lra.md", name, render(by_bench[name]))
+    if "speed_tricks" in by_bench:
+        replace_section(ROOT / "docs" / "guide" / "speed_tricks.md", "tricks", speed_tricks(by_bench["speed_tricks"]))
     if "compression" in by_bench:
         page = ROOT / "docs" / "guide" / "compression.md"
         replace_section(page, "techniques", compression(by_bench["compression"]))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data import packing
+from hpnlp.data.buckets import BucketOrder
 from hpnlp.types import InputError
 
 _STATE_VERSION = 1
@@ -119,7 +120,7 @@ def shuffled_batches(
     """
     import grain  # takes half a second to import
 
-    _check_seed(seed)
+    check_seed(seed)
     per_process = _rows_per_process(batch_size, "data.batch_size", process_index, process_count)
     sources = [
         grain.MapDataset.range(first, end)
@@ -134,6 +135,45 @@ def shuffled_batches(
         return make(numbers, per_process)
 
     return _read_ahead(order.batch(per_process, batch_fn=np.array)[process_index::process_count].map(read), made_from)
+
+
+def bucketed_batches(
+    order: BucketOrder,
+    make: Callable[[np.ndarray, int, int], packing.Batch],
+    made_from: Mapping[str, str],
+    *,
+    batch_size: int,
+    process_index: int,
+    process_count: int,
+) -> Batches:
+    """Iterates endlessly over training batches of rows of similar lengths, whose width differs from batch to batch.
+
+    Of n processes with b = `batch_size` / n rows each, process p gets the rows `[p b, (p + 1) b)` of a batch, so that the width
+    of a batch is the same for all of them.
+
+    Args:
+      order: Rows and width of each batch.
+      make: Makes the batch of rows: (their numbers, integers [b]; b; the width) -> arrays.
+      made_from: See `Batches`.
+      batch_size: Rows per batch over all processes, those of `order`.
+      process_index: Index of this process.
+      process_count: Number of processes, which divides `batch_size`.
+
+    Returns:
+      The iterator.
+
+    Raises:
+      InputError: A number of processes is out of range.
+    """
+    import grain  # takes half a second to import
+
+    count = _rows_per_process(batch_size, "data.batch_size", process_index, process_count)
+
+    def read(batch: int) -> packing.Batch:
+        numbers, width = order.batch(int(batch))
+        return make(numbers[process_index * count : (process_index + 1) * count], count, width)
+
+    return _read_ahead(grain.MapDataset.range(_ENDLESS).map(read), made_from)
 
 
 def streamed_batches(
@@ -170,7 +210,7 @@ def streamed_batches(
     """
     import grain  # takes half a second to import
 
-    _check_seed(seed)
+    check_seed(seed)
     count = _rows_per_process(batch_size, "data.batch_size", process_index, process_count)
     start = int(np.random.SeedSequence(seed).generate_state(1)[0]) % total
     examples = np.arange(process_index * count, (process_index + 1) * count, dtype=np.int64)
@@ -240,7 +280,15 @@ def ordered_streams(
     return ((numbers[numbers < total][own], per_process) for numbers in batches)
 
 
-def _check_seed(seed: int) -> None:
+def check_seed(seed: int) -> None:
+    """Checks a seed.
+
+    Args:
+      seed: Seed of an order.
+
+    Raises:
+      InputError: It is negative.
+    """
     if seed < 0:
         raise InputError(f"seed={seed}: expected at least 0")
 

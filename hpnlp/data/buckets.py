@@ -1,11 +1,13 @@
 """Batches of texts of different lengths: padding, buckets of similar lengths, and several texts in one sequence.
 
 A batch is a list of rows, and a row a list of texts. `padded_batches`, `bucketed_batches` and `packed_batches` divide the same
-texts into batches of the same number of tokens, padding included; `padding_share` is the share of padding.
+texts into batches of the same number of tokens, padding included; `padding_share` is the share of padding. `BucketOrder` is an
+endless order of training batches of the same number of texts, for `data.buckets`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -140,6 +142,70 @@ def _check_lengths(lengths: np.ndarray) -> None:
     if empty.size:
         number = int(empty[0])
         raise InputError(f"text {number} has {lengths[number]} tokens: expected at least 1: leave it out")
+
+
+class BucketOrder:
+    """An endless order of batches of texts of similar lengths, each padded to the width of its bucket.
+
+    In each epoch, texts and batches are in a new random order. A text that is left over when its bucket has been divided into
+    batches goes into the next wider one. All texts of an epoch are there once, but for those by which their number exceeds a
+    multiple of the batch size, and which are drawn anew in each epoch. Fewer texts than a batch has are repeated.
+
+    Attributes:
+      widths: Widths of the buckets, rising.
+
+    Cost: an epoch is made when its first batch is asked for, in O(n); the last two are kept, at 8 bytes for each text.
+    """
+
+    def __init__(self, lengths: np.ndarray, count: int, longest: int, batch_size: int, seed: int) -> None:
+        """Chooses the widths, by `bucket_widths`; they are multiples of 8, and of at most 256 different sizes.
+
+        Args:
+          lengths: Tokens of each text, integers [n], at most `longest`.
+          count: Largest number of buckets.
+          longest: Largest width.
+          batch_size: Texts of a batch, B.
+          seed: Seed of the order.
+
+        Raises:
+          InputError: As for `bucket_widths`.
+        """
+        multiple = max(8, -(-longest // 256))
+        self.widths = sorted({min(width, longest) for width in bucket_widths(lengths, count, multiple)})
+        self._bucket = np.searchsorted(self.widths, lengths).astype(np.int32)
+        self._batch_size, self._seed = batch_size, seed
+        self._batches = max(1, len(lengths) // batch_size)  # in an epoch
+        self._epoch = functools.lru_cache(maxsize=2)(self._make_epoch)
+
+    def batch(self, number: int) -> tuple[np.ndarray, int]:
+        """A batch.
+
+        Args:
+          number: Number of the batch, from 0 on.
+
+        Returns:
+          `(numbers of its texts, int64 [B]; their width)`.
+        """
+        epoch, index = divmod(number, self._batches)
+        texts, buckets = self._epoch(epoch)
+        return texts[index], self.widths[buckets[index]]
+
+    def _make_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The texts of each batch [n, B], and the bucket of each batch [n]."""
+        rng, size = np.random.default_rng([self._seed, epoch]), self._batch_size
+        texts = np.empty(0, np.int64)
+        while len(texts) < self._batches * size:
+            texts = np.concatenate([texts, rng.permutation(len(self._bucket))])
+        texts = texts[: self._batches * size]
+        batches, buckets, remaining = [], [], texts[:0]
+        for index in range(len(self.widths)):
+            members = np.concatenate([remaining, texts[self._bucket[texts] == index]])
+            full = len(members) // size
+            batches.append(members[: full * size].reshape(full, size))
+            buckets += [index] * full
+            remaining = members[full * size :]
+        order = rng.permutation(self._batches)
+        return np.concatenate(batches)[order], np.array(buckets)[order]
 
 
 def _check(lengths: np.ndarray, width: int, tokens: int) -> None:

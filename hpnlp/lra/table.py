@@ -32,8 +32,7 @@ def score(report: Mapping[str, Any], steps_per_second: float | None = None) -> S
     Returns:
       The score.
     """
-    config = report["config"]
-    of_run = report["tokens_per_second"] / (config["data.batch_size"] * config["data.seq_len"])
+    of_run = report["tokens_per_second"] * report["steps"] / max(1, report["tokens"])
     speed = of_run if steps_per_second is None else steps_per_second
     return Score(report["heldout_accuracy"], speed, report["peak_memory_bytes"])
 

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from hpnlp.model_parallel import ModelParallel
 from hpnlp.models.backbone import DTYPES
-from hpnlp.models.prediction import Batch, classification_metrics
+from hpnlp.models.pooled_classifier import PooledClassifier
+from hpnlp.models.prediction import Batch
 from hpnlp.models.ranges import LIMITS
 from hpnlp.models.unstacked import Unstacked
-from hpnlp.nn.layers import Embed, dropout, embed_init, param
-from hpnlp.nn.output import FullOutput
-from hpnlp.nn.pooling import POOLINGS, Pooling
+from hpnlp.nn.layers import Embed, dropout
+from hpnlp.nn.pooling import POOLINGS
 from hpnlp.nn.tree_lstm import ChildSumTreeLSTM, schedule_of
 from hpnlp.parallel import remat
 from hpnlp.spec import did_you_mean, lookup, shortened
-from hpnlp.types import InputError, LossOut, Statistics, option
+from hpnlp.types import InputError, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,29 +73,15 @@ class TreeClassifierConfig(Unstacked):
         return 6.0 * batch_size * (length * per_node + self.dim * self.classes)
 
 
-class TreeClassifier(nn.Module):
+class TreeClassifier(PooledClassifier):
     """Embeddings of labels, layers of child-sum Tree-LSTMs, pooling over the nodes, and a softmax over classes.
 
     A batch is that of `data.examples.trees.Trees`. Nodes of all trees of a batch are computed together, by height and number of
-    children (`hpnlp.ops.trees`).
-
-    Attributes:
-      config: Sizes and parts of the model.
-      model_parallel: Loss over several devices; None for one device. All else is left to the compiler, which divides the batch.
-      remat: As for a Backbone; only "none" and "full" differ.
+    children (`hpnlp.ops.trees`). Of the policies of `remat`, only "none" and "full" differ.
 
     References:
       Tai et al. 2015, "Improved semantic representations from tree-structured long short-term memory networks".
     """
-
-    config: TreeClassifierConfig
-    model_parallel: ModelParallel | None = None
-    remat: str = "none"
-
-    @property
-    def is_normalized(self) -> bool:
-        """The loss is -log p(label) of a distribution over the classes."""
-        return True
 
     def setup(self) -> None:
         c, module = self.config, ChildSumTreeLSTM
@@ -105,94 +90,27 @@ class TreeClassifier(nn.Module):
             module = nn.remat(ChildSumTreeLSTM, policy=policy, prevent_cse=True)
         self.embed = Embed(c.vocab, c.dim)
         self.trees = [module(c.dim, name=f"layer_{i}") for i in range(c.layers)]
-        self.pool = Pooling(c.pooling)
-        self.table = param(self, "head", embed_init, (c.classes, c.dim), ("labels", "embed"))
-        self.output = FullOutput(vocab=c.classes, dim=c.dim, axis="labels", use_bias=True)
+        self.setup_head(c.dim)
 
-    def features(self, batch: Batch, deterministic: bool) -> Float[Array, "B D"]:
-        """Pooled states of trees.
+    def states(self, batch: Batch, ids: Array, rng: Array | None, deterministic: bool) -> Float[Array, "B T D"]:
+        """States of the nodes of trees.
 
         Args:
           batch: Trees.
-          deterministic: No dropout; otherwise the rng "dropout" is used.
+          ids: A number for each node.
+          rng: Key of dropout; None for none.
+          deterministic: Not read.
 
         Returns:
-          One vector of each tree.
+          The sum of the states of all layers.
         """
-        c, tokens = self.config, batch["tokens"]
-        ids = jnp.arange(tokens.size, dtype=jnp.int32).reshape(tokens.shape)
-        rng = None if deterministic or not c.dropout else self.make_rng("dropout")
+        c = self.config
         schedule = schedule_of(batch, c.max_children)
-        h = dropout(self.embed(tokens, DTYPES[c.dtype]), c.dropout, rng, ids)
+        h = dropout(self.embed(batch["tokens"], DTYPES[c.dtype]), c.dropout, rng, ids)
         for index, layer in enumerate(self.trees):
             y = layer(h.reshape(-1, c.dim), schedule).reshape(h.shape)
             h = h + y if index else y
-        pooled = self.pool(h, batch["segment_ids"], ids)
-        if rng is None:
-            return pooled
-        return dropout(pooled[None], c.dropout, jax.random.fold_in(rng, 1), ids[None, :, 0])[0]
-
-    def loss(self, batch: Batch, deterministic: bool = True) -> LossOut:
-        """The loss of a batch.
-
-        Args:
-          batch: Trees, labels and weights.
-          deterministic: No dropout; otherwise the rng "dropout" is used.
-
-        Returns:
-          The loss summed over trees, in nats, with "accuracy" and, in evaluations, "confusion"
-          (`prediction.classification_metrics`).
-        """
-        operands = self.table, self.features(batch, deterministic), batch["labels"], batch["weights"]
-        if self.model_parallel is None:
-            out, best = self.output.loss(*operands), self.output.best(*operands[:2])[1]
-        else:
-            out = self.model_parallel.loss(self.output, *operands, None)
-            best = self.model_parallel.best(self.output, *operands[:2])
-        metrics = classification_metrics(batch, best, self.config.classes, deterministic)
-        return LossOut(out.sum, out.weight, {**out.aux, **metrics})
-
-    def logits(self, batch: Batch) -> Float[Array, "B C"]:
-        """Logits of the labels of a batch, on one device.
-
-        Args:
-          batch: Trees.
-
-        Returns:
-          Float32 logits of each tree.
-        """
-        return self.output.logits(self.table, self.features(batch, deterministic=True))
-
-    @nn.nowrap
-    def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
-        """No statistics have a loss."""
-        return {}
-
-    @nn.nowrap
-    def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
-        """The model has no buffers.
-
-        Args:
-          buffers: Returned as they are.
-          statistics: Not read.
-          step: Not read.
-          rng: Not read.
-
-        Returns:
-          The buffers.
-        """
-        return buffers
-
-    def rows(self, batch: Batch) -> dict[tuple[str, ...], jax.Array]:
-        """Rows of the embedding that a batch looks up.
-
-        Args:
-          batch: As for `loss`.
-
-        Returns:
-          Path of the table -> ids.
-        """
-        return {("embed", "table"): batch["tokens"].reshape(-1)}
+        return h
 
     @nn.nowrap
     def example_batch(self, batch_size: int, length: int) -> dict[str, jax.Array]:
@@ -225,6 +143,3 @@ class TreeClassifier(nn.Module):
         names = ("tokens", "segment_ids", "positions", "parents", "slots", "heights", "arities")
         axes: Mapping[str, tuple[str, ...]] = dict.fromkeys(names, ("batch", "length"))
         return {**axes, "labels": ("batch",), "weights": ("batch",)}
-
-    def __call__(self, batch: Batch) -> LossOut:
-        return self.loss(batch)

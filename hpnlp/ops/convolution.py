@@ -75,7 +75,12 @@ def depthwise_conv(
 
 @array_op("B T", x="B T")
 def token_windows(
-    x: Float[Array, "B T D"], width: int, segment_ids: Int[Array, "B T"] | None = None, *, ahead: int = 0
+    x: Float[Array, "B T D"],
+    width: int,
+    segment_ids: Int[Array, "B T"] | None = None,
+    *,
+    ahead: int = 0,
+    dilation: int = 1,
 ) -> Float[Array, "B T _"]:
     """The tokens around each token side by side, by whose product with a matrix `[W D, F]` a convolution is computed.
 
@@ -84,15 +89,80 @@ def token_windows(
       width: Number of tokens W.
       segment_ids: Segment of each token; None for one segment per sequence.
       ahead: Number of later tokens.
+      dilation: Distance d between neighbouring tokens of a window.
 
     Returns:
-      The features of the tokens t + ahead to t + ahead - W + 1 in this order, with 0 for tokens outside of the sequence and of
-      other segments.
+      The features of the tokens t + d ahead, t + d (ahead - 1), ..., t + d (ahead - W + 1) in this order, with 0 for tokens
+      outside of the sequence and of other segments.
 
     Cost: memory of W times x.
     """
-    distances = [tap - ahead for tap in range(width)]
+    distances = [dilation * (tap - ahead) for tap in range(width)]
     return jnp.concatenate([_earlier(x, distance, segment_ids) for distance in distances], axis=-1)
+
+
+@array_op("B T N", x="B T N", segment_ids="B T")
+def dilated_conv(
+    x: Float[Array, "B T N H"],
+    kernel: Float[Array, "N W H F"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    *,
+    ahead: int = 0,
+    dilation: int = 1,
+    preceding: Float[Array, "B P N H"] | None = None,
+) -> Float[Array, "B T N F"]:
+    """Convolves each head over every d-th token: `y[t] = sum_j x[t + d (ahead - j)] @ kernel[j]`.
+
+    Tokens outside of the sequence, and tokens of another segment, count as 0, even if they are NaN.
+
+    Args:
+      x: Features of the heads.
+      kernel: A matrix for each head and each of W tokens, of the latest token that is read first.
+      segment_ids: Segment of each token; None for one segment per sequence.
+      ahead: Number of later tokens that an output reads; 0 for a causal convolution.
+      dilation: Distance d between the tokens.
+      preceding: The P = d (W - 1 - ahead) tokens before x, zeros before the sequence; None for zeros.
+
+    Returns:
+      The convolved features, in the dtype of x; sums are float32.
+
+    Raises:
+      InputError: The shapes of the arguments do not agree, there is no tap, `ahead` is not below the number of taps, or
+        `dilation` is below 1.
+
+    Cost: B T W N H F multiplications, as one product for each head; memory of W times x, which a gradient does not keep.
+
+    References:
+      Kalchbrenner et al. 2016, "Neural machine translation in linear time" (ByteNet), sec. 3.2 and 3.3.
+    """
+    heads, width, features = kernel.shape[:3]
+    if width < 1 or (heads, features) != x.shape[2:]:
+        raise InputError(
+            f"kernel {kernel.shape} for x {x.shape}: expected ({x.shape[2]}, taps, {x.shape[3]}, features) with at least one "
+            "tap"
+        )
+    if not 0 <= ahead < width:
+        raise InputError(f"ahead={ahead}: expected 0 to {width - 1}, since there are {width} taps")
+    if dilation < 1:
+        raise InputError(f"dilation={dilation}: expected at least 1")
+    earlier = (x.shape[0], dilation * (width - 1 - ahead), *x.shape[2:])
+    if preceding is not None and (preceding.shape != earlier or segment_ids is not None):
+        raise InputError(f"preceding {preceding.shape}: expected {earlier}, and no segment_ids")
+    # Without the checkpoint, a gradient would keep the windows.
+    convolve = jax.checkpoint(functools.partial(_products_of_taps, ahead, dilation), prevent_cse=False)
+    if preceding is None:
+        return convolve(x, kernel, segment_ids)
+    return convolve(jnp.concatenate([preceding, x], axis=1), kernel, None)[:, preceding.shape[1] :]
+
+
+def _products_of_taps(ahead: int, dilation: int, x: Array, kernel: Array, segment_ids: Array | None) -> Array:
+    (heads, width, features, _), (batch, length) = kernel.shape, x.shape[:2]
+    windows = token_windows(
+        x.reshape(batch, length, heads * features), width, segment_ids, ahead=ahead, dilation=dilation
+    )
+    windows = windows.reshape(batch, length, width, heads, features)
+    y = jnp.einsum("btwnh,nwhf->btnf", windows, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+    return y.astype(x.dtype)
 
 
 def _checked(x: Array, kernel: Array, segment_ids: Array | None, ahead: int) -> Array:
@@ -186,6 +256,8 @@ def _shifted(x: Array, distance: int) -> Array:
     """Moves x later by `distance` tokens, which may be negative, with zeros in the places of tokens outside of the sequence."""
     if distance == 0:
         return x
+    if abs(distance) >= x.shape[1]:
+        return jnp.zeros_like(x)
     padding = [(0, 0)] * x.ndim
     padding[1] = (max(distance, 0), max(-distance, 0))
     start = max(-distance, 0)

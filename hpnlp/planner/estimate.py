@@ -19,6 +19,7 @@ from hpnlp.planner.jaxpr_cost import program_cost
 from hpnlp.planner.memory import held_bytes, memory_estimate, state_shards
 from hpnlp.planner.roofline import ProgramCost
 from hpnlp.training import teacher
+from hpnlp.training.batch_lengths import check_buckets
 from hpnlp.training.config import Config
 from hpnlp.training.step import Trainer, check_batch, make_trainer
 
@@ -161,15 +162,16 @@ def trainer_of(config: Config, devices: Sequence[Any] | int) -> Trainer:
     Raises:
       InputError: The model, the batch and the plan are not compatible.
     """
-    optimizer = config.optimizer.for_batch(config.data.batch_size)
+    optimizer, model = config.optimizer.for_batch(config.data.batch_size), model_of(config)
     trainer = make_trainer(
-        model_of(config),
+        model,
         optimizer,
         config.plan,
         steps=config.train.steps,
         devices=devices,
         batch_size=config.data.batch_size,
     )
+    check_buckets(config, model, trainer.layout)
     check_batch(trainer.layout, config.data.batch_size, config.data.seq_len, config.optimizer.accumulate)
     return trainer
 

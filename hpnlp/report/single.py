@@ -88,19 +88,18 @@ def summarize(config: Config, result: Result) -> dict[str, Any]:
     Returns:
       Content of report.json. Numbers that are not finite are None.
     """
-    tokens = result.step * config.data.batch_size * config.data.seq_len
     busy, flops = result.seconds["data"] + result.seconds["step"], result.flops_per_step
     numbers = {
         **tasks.find(config.task).report.numbers(result.dataset, result.heldout, result.baselines),
         **{f"teacher_{name}": value for name, value in (result.teacher or {}).items()},
         "scored_weight": float(result.sums["loss"][1]),
-        "tokens_per_second": tokens / busy if busy else 0.0,
+        "tokens_per_second": result.tokens / busy if busy else 0.0,
         "flops_per_second": flops if flops is None else result.step * flops / busy if busy else 0.0,
         "flops_per_step": flops,
         "peak_memory_bytes": result.peak_memory_bytes,
         "devices": result.devices,
         "steps": result.step,
-        "tokens": tokens,
+        "tokens": result.tokens,
         "parameters": result.parameters,
         "seconds": _process_seconds(),
         "phase_seconds": result.seconds,

@@ -14,6 +14,7 @@ from hpnlp.tasks.dual_encoder import DualEncoding
 from hpnlp.tasks.image_classification import ImageClassification
 from hpnlp.tasks.lm import LanguageModel
 from hpnlp.tasks.masked_lm import MaskedLanguageModel
+from hpnlp.tasks.rnn_classification import RecurrentClassification
 from hpnlp.tasks.rnn_lm import RecurrentLanguageModel
 from hpnlp.tasks.seq2seq import SequenceToSequence
 from hpnlp.tasks.tagging import Tagging
@@ -27,6 +28,7 @@ TASKS: dict[str, Task] = {
     "lm": LanguageModel(),
     "rnn_lm": RecurrentLanguageModel(),
     "classification": Classification(),
+    "rnn_classification": RecurrentClassification(),
     "image_classification": ImageClassification(),
     "tree_classification": TreeClassification(),
     "tagging": Tagging(),

@@ -23,6 +23,7 @@ from hpnlp.models import variables
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import averages, distributed, teacher_outputs, warm_start
 from hpnlp.training import teacher as teachers
+from hpnlp.training.batch_lengths import BatchLengths, check_buckets, length_of
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
 from hpnlp.training.evaluation import Evaluation, batch_share, evaluate, further_scores, on_devices
@@ -63,7 +64,9 @@ class Result:
       seconds: Seconds by phase, over all restarts; "setup" holds all compilation.
       peak_memory_bytes: Largest peak memory of any restart.
       parameters: Number of parameters.
-      flops_per_step: Floating-point operations of the matrix products of a step, or None if the batch decides them.
+      flops_per_step: Mean number of floating-point operations of the matrix products of a step, or None if the batch decides
+        them.
+      tokens: Tokens of all batches, padding included.
       devices: Number of devices and the mesh axes that they are divided into, as text.
     """
 
@@ -79,6 +82,7 @@ class Result:
     peak_memory_bytes: int
     parameters: int
     flops_per_step: int | None
+    tokens: int
     devices: str
     teacher: dict[str, float] | None = None
 
@@ -120,12 +124,14 @@ class _Start:
       phrase: Origin of the state, for the first line of output.
       progress: Best held-out score and evaluations since, `best` and `bad_evals`.
       peak_memory_bytes: Peak memory of earlier processes of the run.
+      lengths: Steps by the length of their batches; None if all have had `data.seq_len` tokens.
     """
 
     state: TrainState
     phrase: str
     progress: dict[str, Any] = dataclasses.field(default_factory=lambda: {"best": None, "bad_evals": 0})
     peak_memory_bytes: int = 0
+    lengths: dict[str, int] | None = None
 
 
 class _Run:
@@ -150,6 +156,8 @@ class _Run:
         self._open_outputs(further_writers)
         self.state, self.progress = self.start.state, self.start.progress
         self.pending: list[tuple[int, dict[str, jax.Array]]] = []  # metrics of steps, not yet fetched from the devices
+        self.lengths = BatchLengths.restored(self.start.lengths, self.step, config)
+        self.compiled: set[int] = set()  # lengths of batches for which this process has a compiled step
         self.consecutive_skips = 0
         self.stopped = self._out_of_patience()  # True for a run that was stopped early before
 
@@ -179,6 +187,7 @@ class _Run:
             self.model, optimizer, config.plan, steps=config.train.steps, batch_size=config.data.batch_size
         )
         self.trainer = trainer.with_frozen(None if self.frozen is None else self.frozen.values)
+        check_buckets(config, self.model, self.trainer.layout)
         check_batch(self.trainer.layout, config.data.batch_size, config.data.seq_len, config.optimizer.accumulate)
         index, count = batch_share(self.trainer, config)
         self.key = jax.random.key(config.train.seed)
@@ -244,7 +253,7 @@ class _Run:
         for phase, seconds in progress["seconds"].items():
             self.clock.seconds[phase] = self.clock.seconds.get(phase, 0.0) + seconds
         peak = progress.get("peak_memory_bytes", 0)  # absent from checkpoints of early versions
-        return _Start(state, f"going on from step {int(state.step)}", progress, peak)
+        return _Start(state, f"going on from step {int(state.step)}", progress, peak, progress.get("batch_lengths"))
 
     def _open_outputs(self, further_writers: list[Any]) -> None:
         """Opens metrics.jsonl, further writers and the progress display."""
@@ -255,8 +264,7 @@ class _Run:
             self.writers.append(make(workdir=self.workdir, last_step=self.first_step))
         for writer in self.writers:
             self.stack.callback(writer.close)
-        tokens = config.data.batch_size * config.data.seq_len
-        self.display = Display(self.first_step, config.train.steps, tokens, None if self.is_lead else QUIET)
+        self.display = Display(self.first_step, config.train.steps, None if self.is_lead else QUIET)
         self.stack.callback(self.display.close)
         shapes = jax.tree.leaves(self.trainer.state_shapes.params)
         self.parameters = sum(math.prod(leaf.shape) for leaf in shapes)
@@ -286,14 +294,22 @@ class _Run:
         if self.step == trace_first:
             self.trace.enter_context(jax.profiler.trace(str(self.workdir / "profile")))
         with self.clock("data"):
-            batch = on_devices(self.trainer, next(self.batches), self.config)
-        is_first = self.step == self.first_step + 1
-        with self.clock("setup" if is_first else "step"):  # the first call traces and compiles
+            local = next(self.batches)
+            length = length_of(local, self.config.data.seq_len)
+            batch = on_devices(self.trainer, local, self.config)
+        is_new = length not in self.compiled  # the first call with a length traces and compiles
+        if is_new and self.compiled:
+            with self.clock("step"):
+                jax.block_until_ready(self.state.params)
+        with self.clock("setup" if is_new else "step"):
             self.state, metrics = self.trainer.step(self.state, batch, self.key)
-            self.pending.append((self.step, metrics))
-            if is_first:
+            if is_new:
                 jax.block_until_ready(metrics)
-                self.stopping.begin()  # before, a signal ends the process at once: there is nothing to save
+        self.pending.append((self.step, metrics))
+        self.compiled.add(length)
+        self.lengths.add(length)
+        if self.step == self.first_step + 1:
+            self.stopping.begin()  # before, a signal ends the process at once: there is nothing to save
         if self.step == trace_last:
             jax.block_until_ready(metrics)
             self.trace.close()
@@ -369,7 +385,7 @@ class _Run:
             if self.jsonl is not None:
                 self.jsonl.sync()
             progress = {**self.progress, "seconds": self.clock.seconds, "peak_memory_bytes": self._peak_memory_bytes()}
-            progress |= frozen_record(self.frozen)
+            progress |= {"batch_lengths": self.lengths.record(), **frozen_record(self.frozen)}
             self.checkpoints.save(self.state, self.batches.get_state(), progress, score)
         self.saved_step = self.step
 
@@ -397,7 +413,8 @@ class _Run:
             self.display.print(
                 f"step {last_step}: {skipped} of the last {len(values)} steps skipped: they were not finite"
             )
-        self.display.step(last_step, float(values[-1]["loss"]), self.clock.seconds["data"] + self.clock.seconds["step"])
+        busy = self.clock.seconds["data"] + self.clock.seconds["step"]
+        self.display.step(last_step, float(values[-1]["loss"]), busy, self.lengths.tokens())
         self.pending.clear()
 
     def _check_finite(self, step: int, line: Mapping[str, float]) -> None:
@@ -451,7 +468,8 @@ class _Run:
             params=self.state.best_params,
             seconds=dict(self.clock.seconds),
             parameters=self.parameters,
-            flops_per_step=self.trainer.flops(self.config.data.batch_size, self.config.data.seq_len),
+            flops_per_step=self.lengths.flops_per_step(self.trainer, self.config.data.seq_len),
+            tokens=self.lengths.tokens(),
             devices=_devices(self.trainer.layout.mesh),
         )
 

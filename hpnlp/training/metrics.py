@@ -289,18 +289,17 @@ def reading_progress(every: float = 5.0, console: Console | None = None) -> Call
 class Display:
     """Shows step, loss, tokens per second and remaining time: as a live line on a terminal, as plain lines elsewhere."""
 
-    def __init__(self, first: int, last: int, tokens_per_step: int, console: Console | None = None) -> None:
+    def __init__(self, first: int, last: int, console: Console | None = None) -> None:
         """Starts the display.
 
         Args:
           first: Step that the run starts from.
           last: Last step of the run.
-          tokens_per_step: Tokens of a batch.
           console: Console to print to; standard output by default.
         """
         self._console = console or _stdout()
-        self._last, self._tokens_per_step = last, tokens_per_step
-        self._first_report: tuple[int, float, float] | None = None  # step, busy seconds, time
+        self._last = last
+        self._first_report: tuple[int, float, float, int] | None = None  # step, busy seconds, time, tokens
         self._bar = None
         if self._console.is_interactive:  # False for TERM=dumb
             columns = (
@@ -312,22 +311,28 @@ class Display:
             self._task = self._bar.add_task("compiling", total=last, completed=first)
             self._bar.start()
 
-    def step(self, step: int, loss: float, busy: float) -> None:
+    def step(self, step: int, loss: float, busy: float, tokens: int) -> None:
         """Shows the state of the training.
 
         Args:
           step: Number of steps done.
           loss: Loss of the last step.
           busy: Seconds spent on steps and their data so far.
+          tokens: Tokens of their batches so far.
         """
         text = f"loss {loss:.4f}"
         if self._first_report is None or step == self._first_report[0]:
-            self._first_report = step, busy, time.perf_counter()  # speed is measured from here, after the compilation
+            self._first_report = (
+                step,
+                busy,
+                time.perf_counter(),
+                tokens,
+            )  # speed is measured from here, after the compilation
         else:
-            first_step, first_busy, start = self._first_report
+            first_step, first_busy, start, first_tokens = self._first_report
             steps = step - first_step
             remaining = round((time.perf_counter() - start) / steps * (self._last - step))
-            rate = steps * self._tokens_per_step / max(1e-9, busy - first_busy)
+            rate = (tokens - first_tokens) / max(1e-9, busy - first_busy)
             text += f", {rate:,.0f} tokens/s, {remaining // 60}:{remaining % 60:02d} left"
         if self._bar is None:
             self.print(f"step {step}/{self._last}: {text}")

@@ -30,5 +30,27 @@ def softmax_convolution(mixing, arrays, params, mask, segment_ids):
     return jnp.einsum("btsn,bsnh->btnh", weights, v * jax.nn.sigmoid(gate)).astype(arrays["v"].dtype)
 
 
-EXAMPLES = {"lightconv": ("lightconv(5)", "lightconv(4)"), "dynamicconv": ("dynamicconv(4)", "dynamicconv(5)")}
-REFERENCES = {"conv": convolution, "lightconv": softmax_convolution, "dynamicconv": softmax_convolution}
+def dilated_convolution(mixing, arrays, params, mask, segment_ids):
+    """A dense matrix for each pair of tokens, zeros where the tokens are not a tap of each other, between two ReLUs."""
+    module, v, kernel = mixing.module, arrays["v"].astype(jnp.float32), params["params"]["taps"]
+    ahead = 0 if mask == Causal() else module.width // 2
+    distance = np.arange(v.shape[1])[:, None] - np.arange(v.shape[1])[None] + ahead * module.dilation
+    tap = distance // module.dilation
+    is_tap = (distance % module.dilation == 0) & (tap >= 0) & (tap < module.width)
+    visible = ((segment_ids[:, :, None] == segment_ids[:, None]) & is_tap[None]).astype(jnp.float32)
+    pairs = kernel.astype(jnp.float32)[:, np.clip(tap, 0, module.width - 1)]
+    o = jnp.einsum("bts,ntshf,bsnh->btnf", visible, pairs, jax.nn.relu(v))
+    return jax.nn.relu(o).astype(arrays["v"].dtype)
+
+
+EXAMPLES = {
+    "lightconv": ("lightconv(5)", "lightconv(4)"),
+    "dynamicconv": ("dynamicconv(4)", "dynamicconv(5)"),
+    "convolution": ("convolution(3,4)", "convolution(4)"),
+}
+REFERENCES = {
+    "conv": convolution,
+    "lightconv": softmax_convolution,
+    "dynamicconv": softmax_convolution,
+    "convolution": dilated_convolution,
+}

@@ -74,8 +74,13 @@ def test_convolutions_raise_for_widths_and_masks_that_they_cannot_have():
     for width in (0, 129):
         with pytest.raises(InputError, match=rf"model.mixer=conv\({width}\): expected a width of 1 to 128"):
             LMConfig(mixer=f"conv({width})", **SIZES)
-    with pytest.raises(InputError, match="a convolution cannot apply the mask Window"):
-        MIXERS["conv"]().within(Window(3, 0))
+        with pytest.raises(InputError, match=rf"model.mixer=convolution\({width}\): expected a width of 1 to 128"):
+            LMConfig(mixer=f"convolution({width},2)", **SIZES)
+    with pytest.raises(InputError, match=r"model.mixer=convolution\(dilation=0\): expected 1 to"):
+        LMConfig(mixer="convolution(3,0)", **SIZES)
+    for name in ("conv", "convolution"):
+        with pytest.raises(InputError, match="a convolution cannot apply the mask Window"):
+            MIXERS[name]().within(Window(3, 0))
 
 
 def test_weights_of_layers_are_counted_by_their_projections():

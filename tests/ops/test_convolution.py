@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.convolution import causal_conv, depthwise_conv, token_windows
+from hpnlp.ops.convolution import causal_conv, depthwise_conv, dilated_conv, token_windows
 from hpnlp.types import InputError
 from tests.contracts import assert_close
 
@@ -59,6 +59,45 @@ def test_centred_convolutions_match_products_with_windows(length, width):
     assert_close(actual, jnp.asarray((expected * np.asarray(kernel)).sum(2), jnp.float32))
 
 
+@pytest.mark.parametrize(
+    ("length", "width", "dilation", "ahead"), [(13, 3, 4, 0), (13, 4, 2, 2), (3, 3, 5, 1), (1, 1, 1, 0)]
+)
+def test_dilated_convolutions_match_definition(length, width, dilation, ahead):
+    """With segments; and without, in two parts of which the second reads the end of the first."""
+    rng = np.random.default_rng(1)
+    x, kernel = (rng.standard_normal(s).astype(np.float32) for s in ((2, length, 2, 3), (2, width, 3, 4)))
+    ids = np.sort(rng.integers(0, 3, (2, length)), axis=1).astype(np.int32)
+    run = jax.jit(lambda x, ids=None: dilated_conv(x, kernel, ids, ahead=ahead, dilation=dilation))
+    for actual, segment_ids in ((run(x, ids), ids), (run(x), np.zeros_like(ids))):
+        expected = np.zeros((2, length, 2, 4))
+        for b, t, j in np.ndindex(2, length, width):
+            s = t + dilation * (ahead - j)
+            if 0 <= s < length and segment_ids[b, s] == segment_ids[b, t]:
+                expected[b, t] += np.einsum("nh,nhf->nf", x[b, s], kernel[:, j])
+        assert_close(actual, jnp.asarray(expected, jnp.float32))
+    if ahead == 0 and length > 1:
+        reach = dilation * (width - 1)
+        before = np.concatenate([np.zeros((2, reach, 2, 3), np.float32), x[:, :9]], axis=1)[:, 9:]
+        second = dilated_conv(x[:, 9:], kernel, dilation=dilation, preceding=before)
+        assert_close(second, run(x)[:, 9:])
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((2, 3, 4, 4), {}, "expected .2, taps, 3, features. with at least one tap"),
+        ((1, 3, 3, 4), {}, "expected .2, taps, 3, features. with at least one tap"),
+        ((2, 0, 3, 4), {}, "at least one tap"),
+        ((2, 3, 3, 4), {"ahead": 3}, "ahead=3: expected 0 to 2, since there are 3 taps"),
+        ((2, 3, 3, 4), {"dilation": 0}, "dilation=0: expected at least 1"),
+        ((2, 3, 3, 4), {"preceding": np.ones((1, 3, 2, 3))}, r"preceding \(1, 3, 2, 3\): expected \(1, 2, 2, 3\)"),
+    ],
+)
+def test_invalid_arguments_of_dilated_convolutions_raise(shape, options, message):
+    with pytest.raises(InputError, match=message):
+        inspect.unwrap(dilated_conv)(jnp.ones((1, 5, 2, 3)), jnp.ones(shape), **options)
+
+
 def test_16_bit_sums_are_float32():
     x, kernel = arrays(9, 4, "bfloat16")
     expected = causal_conv(x.astype(jnp.float32), kernel.astype(jnp.float32)).astype(jnp.bfloat16)
@@ -104,3 +143,30 @@ def test_matches_torch():
         (causal_conv(x, kernel), *gradients),
         tuple(map(jnp.asarray, map(np.asarray, (expected.detach(), *(a.grad for a in inputs))))),
     )
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("dilation", [1, 3])
+def test_dilated_convolutions_match_torch(dilation):
+    import torch
+
+    rng = np.random.default_rng(2)
+    x, kernel = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 17, 2, 3), (2, 3, 3, 4)))
+
+    def torch_conv(x, kernel):
+        """Groups of channels are heads."""
+        x = torch.nn.functional.pad(x.flatten(2).mT, (2 * dilation, 0))
+        weights = kernel.flip(1).permute(0, 3, 2, 1).flatten(0, 1)
+        return torch.nn.functional.conv1d(x, weights, groups=2, dilation=dilation).mT.unflatten(2, (2, 4))
+
+    inputs = [torch.tensor(np.asarray(a), requires_grad=True) for a in (x, kernel)]
+    expected = torch_conv(*inputs)
+    torch.sin(expected).sum().backward()
+
+    def loss(x, kernel):
+        y = dilated_conv(x, kernel, dilation=dilation)
+        return jnp.sin(y).sum(), y
+
+    *gradients, y = *jax.grad(loss, (0, 1), has_aux=True)(x, kernel)[0], dilated_conv(x, kernel, dilation=dilation)
+    references = (expected.detach(), *(a.grad for a in inputs))
+    assert_close((y, *gradients), tuple(jnp.asarray(np.asarray(a)) for a in references))

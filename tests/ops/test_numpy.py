@@ -305,6 +305,13 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
     "convolution.token_windows": (
         (lambda a, at: convolution.token_windows(a, 3, at, ahead=1), (x(2, 5, D), np.zeros((2, 5), np.int32))),
     ),
+    "convolution.dilated_conv": (
+        (
+            lambda *a: convolution.dilated_conv(*a, ahead=1, dilation=2),
+            (x(2, 5, 2, 3), x(2, 3, 3, 4), np.zeros((2, 5), np.int32)),
+        ),
+        (lambda a, b, c: convolution.dilated_conv(a, b, preceding=c), (x(2, 5, 2, 3), x(2, 3, 3, 4), x(2, 2, 2, 3))),
+    ),
     "image_convolution.conv2d": ((image_convolution.conv2d, (x(2, 5, 5, D), x(3, 3, D, 2))),),
     "image_convolution.depthwise_conv2d": ((image_convolution.depthwise_conv2d, (x(2, 5, 5, D), x(3, 3, D))),),
     "light_convolution.light_conv": (

@@ -74,6 +74,23 @@ def classification(directory):
     return configs.resolve(config)
 
 
+def recurrent_classification(directory):
+    """Texts of 1 to 30 words of one of three vocabularies, in batches of two lengths; several kinds of dropout."""
+    draw = random.Random(0)
+    lines = []
+    for number in range(120):
+        words = draw.choices(tiny.WORDS[number % 3 * 4 :][:8], k=draw.randint(1, 30))
+        lines.append(json.dumps({"text": " ".join(words), "label": ("red", "green", "blue")[number % 3]}))
+    (directory / "examples.jsonl").write_text("\n".join(lines))
+    config = configs.default("rnn_classification")
+    config.data.update(path=str(directory / "examples.jsonl"), tokenizer="words(30)", seq_len=24, batch_size=8)
+    config.data.update(buckets=2, heldout=0.2)
+    config.model.update(cells="lstm(12)", embed_dim=16, hidden_dropout=0.1, output_dropout=0.1, dropout=0.1)
+    config.optimizer.update(warmup=0, learning_rate=1e-2)
+    config.train.steps = 4
+    return configs.resolve(config)
+
+
 def tagging(directory):
     """Words of one vocabulary; the label is the length of the word before."""
     draw = random.Random(0)
@@ -187,6 +204,7 @@ EXAMPLES = {
     "dual_encoder": dual_encoder,
     "image_classification": image_classification,
     "masked_lm": masked_language_model,
+    "rnn_classification": recurrent_classification,
     "rnn_lm": recurrent_language_model,
     "seq2seq": sequence_to_sequence,
     "tagging": tagging,
@@ -199,13 +217,14 @@ REFUSED = {
     ("image_classification", "zero3_sequence"): "images are not divided: set plan.sequence=1",
     ("tree_classification", "zero3_sequence"): "trees are not divided: set plan.sequence=1",
     ("rnn_lm", "zero3_sequence"): "reads tokens one after another: set plan.sequence=1",
+    ("rnn_classification", "zero3_sequence"): "reads tokens one after another: set plan.sequence=1",
     ("rnn_lm", "3d"): "layers are not stacked: set plan.pipeline=1",
     ("word_embeddings", "zero3_sequence"): "whose windows are not divided: set plan.sequence=1",
     ("word_embeddings", "3d"): "which have no layers: set plan.pipeline=1",
 }
 REFUSED |= {
     (task, name): "the model has none of them: set plan.tensor=1"
-    for task in ("image_classification", "tree_classification")
+    for task in ("image_classification", "rnn_classification", "tree_classification")
     for name in ("tensor", "3d")
 }
 
@@ -239,6 +258,9 @@ def test_run_reports_its_primary_metric(config, finished):
     assert all(written[f"heldout_{name}"] == value for name, value in result.heldout.items())
     assert all(f"{name}_{task.metric}" in result.heldout for name in task.further_heldout(config, result.dataset))
     assert written["config"]["task"] == config.task
+    padded = 4 * config.data.batch_size * config.data.seq_len
+    is_divided = getattr(config.data, "buckets", 1) > 1  # batches are shorter than seq_len
+    assert 0 < written["tokens"] < padded if is_divided else written["tokens"] == padded
     text = (workdir / "report.md").read_text()
     assert report.verdict(written) in text and text.count("\n| ") > 8
     assert (workdir / "loss.png").exists()
@@ -274,6 +296,7 @@ def test_run_stopped_by_a_signal_resumes_exactly(config, finished, tmp_path, mon
     for name in ("metrics.jsonl", "config.json", "tokenizer.json"):
         assert (tmp_path / "run" / name).read_bytes() == (workdir / name).read_bytes()
     assert resumed.heldout == result.heldout
+    assert (resumed.tokens, resumed.flops_per_step) == (result.tokens, result.flops_per_step)
     for actual, expected in zip(jax.tree.leaves(resumed.params), jax.tree.leaves(result.params), strict=True):
         np.testing.assert_array_equal(actual, expected)
 

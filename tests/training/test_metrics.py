@@ -258,10 +258,10 @@ def display(monkeypatch, terminal, kind="xterm"):
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
     monkeypatch.setenv("TERM", kind)
     console = Console(file=out, force_terminal=terminal, width=120, highlight=False, soft_wrap=True)
-    shown = Display(0, 100, 1000, console)
+    shown = Display(0, 100, console)
     for step in (10, 20, 30):
         now[0] = 50.0 + step / 10
-        shown.step(step, 3.0 - step / 100, busy=step / 20)
+        shown.step(step, 3.0 - step / 100, busy=step / 20, tokens=1000 * step)
     shown.print("a line [in brackets]")
     shown.close()
     return out.getvalue()
@@ -288,8 +288,8 @@ def test_plain_lines_in_a_file_where_color_is_forced(monkeypatch):
     out = io.StringIO()
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr(metrics.sys, "stdout", out)
-    shown = Display(0, 100, 1000)
-    shown.step(10, 2.0, 1.0)
+    shown = Display(0, 100)
+    shown.step(10, 2.0, 1.0, 1000)
     shown.close()
     assert out.getvalue() == "step 10/100: loss 2.0000\n"
 
@@ -298,7 +298,7 @@ def test_live_line_shows_the_status(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     for terminal in (True, False):
         out = io.StringIO()
-        shown = Display(0, 100, 1000, Console(file=out, force_terminal=terminal, width=120))
+        shown = Display(0, 100, Console(file=out, force_terminal=terminal, width=120))
         shown.status("scoring held-out text")
         shown.close()
         assert ("0/100 scoring held-out text" in out.getvalue()) == terminal
@@ -317,9 +317,9 @@ def test_long_reading_prints_its_progress(monkeypatch):
 PIPED = """
 import sys
 from hpnlp.training.metrics import Display
-display = Display(0, 10, 1000)
+display = Display(0, 10)
 for step in range(1, 1000):
-    display.step(step, 1.0, 1.0)
+    display.step(step, 1.0, 1.0, 1000)
 display.close()
 print("later output is discarded, too")
 print("went on", file=sys.stderr)

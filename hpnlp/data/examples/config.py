@@ -39,6 +39,11 @@ class ExampleConfig(abc.ABC):
     )
     seq_len: int = option(256, "Tokens per sequence; longer texts are cut, and counted in the summary.")
     batch_size: int = option(16, "Examples per optimizer step, over all processes.")
+    buckets: int = option(
+        1,
+        "Widths of training batches: with N over 1, a batch has examples of similar lengths, padded to one of N widths up to "
+        "seq_len, which leave the least padding. Held-out examples are padded to seq_len.",
+    )
     heldout: float = option(
         0.1,
         "Fraction of examples held out, chosen by a hash of their names (file and number), or of their groups; one of them if "
@@ -68,7 +73,7 @@ class ExampleConfig(abc.ABC):
     )
 
     def __post_init__(self) -> None:
-        check_sizes(self, ("seq_len", "batch_size"))
+        check_sizes(self, ("seq_len", "batch_size", "buckets"))
         check_heldout(self)
         if self.heldout_examples < 0:
             raise InputError(

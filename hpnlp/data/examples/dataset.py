@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.data.batches import Batches, ordered_batches, shuffled_batches
+from hpnlp.data.batches import Batches, bucketed_batches, check_seed, ordered_batches, shuffled_batches
+from hpnlp.data.buckets import BucketOrder
 from hpnlp.data.examples.config import ExampleConfig
 from hpnlp.data.examples.store import StoredExamples
 from hpnlp.data.files import printable
@@ -128,7 +129,8 @@ class Examples:
     def train(self, *, seed: int, process_index: int = 0, process_count: int = 1) -> Batches:
         """Iterates endlessly over training batches, in a new order each epoch.
 
-        The processes share the examples of a batch as in `Corpus.train`.
+        With `data.buckets` over 1, the length T of the sequences differs from batch to batch. The processes share the examples
+        of a batch as in `Corpus.train`.
 
         Args:
           seed: Seed of the order, at least 0.
@@ -141,6 +143,8 @@ class Examples:
         Raises:
           InputError: An argument is out of range.
         """
+        if self.config.buckets > 1:
+            return self._bucketed(seed, process_index, process_count)
         return shuffled_batches(
             [(0, self.train_examples)],
             (),
@@ -148,6 +152,24 @@ class Examples:
             self._digests,
             seed=seed,
             batch_size=self.config.batch_size,
+            process_index=process_index,
+            process_count=process_count,
+        )
+
+    def _bucketed(self, seed: int, process_index: int, process_count: int) -> Batches:
+        """Training batches of examples of similar lengths."""
+        config, stored = self.config, self.stored["train"]
+        check_seed(seed)
+        lengths = np.concatenate(
+            [self.kind.row_lengths(lengths, self.tokenizer, config.seq_len) for lengths in stored.lengths()]
+        )
+        order = BucketOrder(lengths, config.buckets, config.seq_len, config.batch_size, seed)
+        widths = ", ".join(map(str, order.widths))
+        return bucketed_batches(
+            order,
+            lambda numbers, count, width: self.kind.batch(stored, numbers.tolist(), count, self.tokenizer, width),
+            self._digests | {"division into buckets": f"{widths} by {config.batch_size}"},
+            batch_size=config.batch_size,
             process_index=process_index,
             process_count=process_count,
         )

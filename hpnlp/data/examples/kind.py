@@ -142,6 +142,20 @@ class Kind(abc.ABC):
         """
         return np.any(lengths > seq_len - self.special_tokens(tokenizer), axis=1)
 
+    def row_lengths(self, lengths: np.ndarray, tokenizer: Tokenizer, seq_len: int) -> np.ndarray:
+        """Tokens of the sequences of examples, by which `data.buckets` divides them.
+
+        Args:
+          lengths: Tokens of each text, integers [n, parts].
+          tokenizer: The tokenizer.
+          seq_len: Tokens per sequence, at most.
+
+        Returns:
+          Integers [n]: the smallest T with which `batch` makes the same sequences, apart from padding. By default, that of the
+          longest text.
+        """
+        return np.minimum(lengths.max(axis=1) + self.special_tokens(tokenizer), seq_len)
+
     def other_limits(self) -> str:
         """Limits other than `seq_len` at which texts are cut.
 

@@ -62,6 +62,9 @@ class Classification(Kind):
     def is_cut(self, lengths: np.ndarray, tokenizer: Tokenizer, seq_len: int) -> np.ndarray:
         return lengths.sum(axis=1) > seq_len - self.special_tokens(tokenizer)
 
+    def row_lengths(self, lengths: np.ndarray, tokenizer: Tokenizer, seq_len: int) -> np.ndarray:
+        return np.minimum(lengths.sum(axis=1) + self.special_tokens(tokenizer), seq_len)
+
     def batch(
         self,
         examples: StoredExamples,
@@ -223,6 +226,9 @@ class Seq2Seq(Kind):
 
     def is_cut(self, lengths: np.ndarray, tokenizer: Tokenizer, seq_len: int) -> np.ndarray:
         return super().is_cut(lengths[:, :1], tokenizer, seq_len) | (lengths[:, 1] + 1 > self.target_len)
+
+    def row_lengths(self, lengths: np.ndarray, tokenizer: Tokenizer, seq_len: int) -> np.ndarray:
+        return super().row_lengths(lengths[:, :1], tokenizer, seq_len)
 
     def other_limits(self) -> str:
         return f" and data.target_len={self.target_len}"

@@ -104,6 +104,9 @@ class Trees(Kind):
     def is_cut(self, lengths: np.ndarray, tokenizer: Tokenizer, seq_len: int) -> np.ndarray:
         return lengths[:, 0] > seq_len
 
+    def row_lengths(self, lengths: np.ndarray, tokenizer: Tokenizer, seq_len: int) -> np.ndarray:
+        return super().row_lengths(lengths[:, :1], tokenizer, seq_len)
+
     def batch(
         self,
         examples: StoredExamples,

@@ -12,6 +12,7 @@ from hpnlp.nn.mixers.clustered import clustered, clustered_improved
 from hpnlp.nn.mixers.compressive import compressive
 from hpnlp.nn.mixers.convolution import conv
 from hpnlp.nn.mixers.differential import differential
+from hpnlp.nn.mixers.dilated_convolution import convolution
 from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.nn.mixers.fourier import fnet
 from hpnlp.nn.mixers.gated import gated_delta, gla, retention
@@ -77,6 +78,7 @@ MIXERS: dict[str, Callable[..., Any]] = {
     "conv": conv,
     "lightconv": lightconv,
     "dynamicconv": dynamicconv,
+    "convolution": convolution,
     # The difference of two attentions.
     "differential": differential,
 }

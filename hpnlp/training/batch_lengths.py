@@ -1,0 +1,116 @@
+"""Lengths of the batches of a run, which differ with `data.buckets`: the tokens and the FLOPs of its steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from hpnlp.parallel.layout import Layout
+from hpnlp.types import InputError
+
+
+@dataclasses.dataclass
+class BatchLengths:
+    """Number of steps with batches of each length, over all restarts of a run.
+
+    Attributes:
+      examples: Sequences of a batch.
+      steps: Length T -> number of steps.
+    """
+
+    examples: int
+    steps: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def restored(cls, record: Mapping[str, int] | None, step: int, config: Any) -> BatchLengths:
+        """Counts from a checkpoint.
+
+        Args:
+          record: Result of `record`; None for a checkpoint that has none, whose batches all had `data.seq_len` tokens.
+          step: Steps done.
+          config: Config of the run.
+
+        Returns:
+          The counts.
+        """
+        counts = {str(config.data.seq_len): step} if record is None else record
+        return cls(config.data.batch_size, {int(length): count for length, count in counts.items() if count})
+
+    def record(self) -> dict[str, int]:
+        """The counts for a checkpoint.
+
+        Returns:
+          A JSON-able dict.
+        """
+        return {str(length): count for length, count in self.steps.items()}
+
+    def add(self, length: int) -> None:
+        """Counts a step.
+
+        Args:
+          length: Tokens of a sequence of its batch, T.
+        """
+        self.steps[length] = self.steps.get(length, 0) + 1
+
+    def tokens(self) -> int:
+        """Tokens of all batches, padding included.
+
+        Returns:
+          The number.
+        """
+        return self.examples * sum(length * count for length, count in self.steps.items())
+
+    def flops_per_step(self, trainer: Any, longest: int) -> int | None:
+        """Mean number of floating-point operations of a step.
+
+        Args:
+          trainer: A `step.Trainer`.
+          longest: Length for a run without steps.
+
+        Returns:
+          The number; None where `Trainer.flops` has none.
+        """
+        steps, total = self.steps or {longest: 1}, 0
+        for length, count in steps.items():
+            flops = trainer.flops(self.examples, length)
+            if flops is None:
+                return None
+            total += flops * count
+        return round(total / sum(steps.values()))
+
+
+def length_of(batch: Mapping[str, Any], longest: int) -> int:
+    """Length of the sequences of a batch.
+
+    Args:
+      batch: Arrays of a batch.
+      longest: `data.seq_len`.
+
+    Returns:
+      T of the array "tokens" `[B, T]`; `longest` without such an array.
+    """
+    return batch["tokens"].shape[1] if "tokens" in batch else longest
+
+
+def check_buckets(config: Any, model: Any, layout: Layout) -> None:
+    """Checks that a model and a plan can have batches of several lengths, if `data.buckets` asks for them.
+
+    Args:
+      config: Config of a run.
+      model: The model, with its sizes filled in.
+      layout: The plan on its devices.
+
+    Raises:
+      InputError: They cannot.
+    """
+    buckets = getattr(config.data, "buckets", 1)
+    if buckets == 1:
+        return
+    differ = f"data.buckets={buckets} makes batches of different lengths, and "
+    if (devices := layout.size("length")) > 1:
+        raise InputError(
+            f"{differ}plan.sequence={devices} divides sequences of one length: set data.buckets=1, or plan.sequence=1"
+        )
+    if length := model.config.fixed_length():
+        raise InputError(f"{differ}the model takes sequences of {length} tokens only: set data.buckets=1")

@@ -1,0 +1,50 @@
+"""Tokens and FLOPs of batches of different lengths, and models and plans that cannot have them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from hpnlp.parallel.plan import Plan
+from hpnlp.tasks import TASKS
+from hpnlp.tasks.vocabulary import Sizes
+from hpnlp.training import config as configs
+from hpnlp.training.batch_lengths import BatchLengths, check_buckets
+from hpnlp.types import InputError
+
+DATA = SimpleNamespace(data=SimpleNamespace(seq_len=64, batch_size=4))
+
+
+def test_tokens_and_flops_count_real_lengths():
+    lengths = BatchLengths.restored(None, 2, DATA)
+    for length in (16, 16, 32):
+        lengths.add(length)
+    again = BatchLengths.restored(lengths.record(), 5, DATA)
+    assert again.steps == {64: 2, 16: 2, 32: 1} and again.tokens() == 4 * (128 + 32 + 32)
+    trainer = SimpleNamespace(flops=lambda examples, length: examples * length**2)
+    assert again.flops_per_step(trainer, 64) == round(4 * (2 * 64**2 + 2 * 16**2 + 32**2) / 5)
+    assert again.flops_per_step(SimpleNamespace(flops=lambda examples, length: None), 64) is None
+    assert BatchLengths.restored(None, 0, DATA).flops_per_step(trainer, 64) == 4 * 64**2
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "message"),
+    [
+        (
+            {},
+            {"sequence": 2},
+            "data.buckets=2 makes .* plan.sequence=2 divides .* set data.buckets=1, or plan.sequence=1",
+        ),
+        (
+            {"mixer": "synthesizer_random"},
+            {},
+            "data.buckets=2 makes .* sequences of 16 tokens only: set data.buckets=1",
+        ),
+    ],
+)
+def test_models_and_plans_of_one_length_raise(model, plan, message):
+    values = {"task": "classification", "model": {"dim": 8, "heads": 2, **model}, "data": {"seq_len": 16, "buckets": 2}}
+    config = configs.resolve(values)
+    layout = Plan(**plan).layout({}, 2)
+    made = TASKS["classification"].model(config, Sizes(20, classes=3))
+    with pytest.raises(InputError, match=message):
+        check_buckets(config, made, layout)
