@@ -51,7 +51,7 @@ from hpnlp.ops.softmax import (
 )
 from hpnlp.ops.softmax import proposals as proposals
 from tests.contracts import assert_close
-from tests.ops import bucketed_and_low_rank_calls, distillation_calls, rnn_calls, trees_calls, weights_calls
+from tests.ops import bags_calls, bucketed_and_low_rank_calls, distillation_calls, rnn_calls, trees_calls, weights_calls
 
 RNG = np.random.default_rng(0)
 N, D, V = 6, 4, 8
@@ -461,7 +461,7 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
     "softmax.vmf.log_normalizer": ((lambda k: vmf.log_normalizer(D, k), (np.abs(x(N)),)),),
     "softmax.vmf.vmf_loss": ((lambda h, w, m: vmf.vmf_loss(h, w, weights=m), (H, x(N, D), WEIGHTS)),),
 }
-CALLS |= weights_calls.CALLS | distillation_calls.CALLS | rnn_calls.CALLS | trees_calls.CALLS
+CALLS |= weights_calls.CALLS | distillation_calls.CALLS | rnn_calls.CALLS | trees_calls.CALLS | bags_calls.CALLS
 
 # Modules without public ops: the executor and kernels of `attend`, masks, blocks of logits of the losses, helpers.
 INTERNAL = {
@@ -505,6 +505,7 @@ ON_HOST = {
     *bucketed_and_low_rank_calls.BY_OPS,
     *weights_calls.ON_HOST,
     *trees_calls.ON_HOST,
+    *bags_calls.ON_HOST,
 }
 
 
