@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import embedding_tables
 from result_plots import Rows
 
 from hpnlp.data.baselines import NAMES
@@ -576,6 +577,8 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "bucketed": bucketed,
     "random_features": random_features,
     "recurrent": recurrent,
+    "rare_events": embedding_tables.rare_events,
+    "labelled_bags": embedding_tables.labelled_bags,
     **dict.fromkeys(
         ("softmax", "softmax_layers", "gpu_softmax", "search", "containers", "quantized_products"), softmax
     ),
