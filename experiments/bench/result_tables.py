@@ -582,6 +582,8 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "recurrent": recurrent,
     "word_embeddings": embedding_tables.word_embeddings,
     "awd_lstm": awd_lstm,
+    "rare_events": embedding_tables.rare_events,
+    "labelled_bags": embedding_tables.labelled_bags,
     **dict.fromkeys(
         ("softmax", "softmax_layers", "gpu_softmax", "search", "containers", "quantized_products"), softmax
     ),

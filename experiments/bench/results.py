@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import compression_tables
+import embedding_tables
 import speed_tables
 from result_plots import CAPTIONS, CORPORA, PLOTS, plot_efficiency, plot_tradeoff
 from result_tables import BAR, TABLE, Lines
@@ -54,7 +55,7 @@ SECTIONS = {
     "Output layers and losses": ("softmax", "gpu_softmax", "softmax_layers", "estimates"),
     "Search": ("search",),
     "Trees and lengths": ("trees", "encoders"),
-    "Embeddings": ("word_embeddings",),
+    "Embeddings and memory": ("word_embeddings", "rare_events", "labelled_bags"),
     "Compression": ("containers", "quantized_products"),
     "Parallelism": ("parity", "tasks", "auxiliary", "bubble", "ring"),
     "Rematerialisation and reversible layers": ("remat", "reversible"),
@@ -335,6 +336,9 @@ def main() -> None:
     if "compression" in by_bench:
         page = ROOT / "docs" / "guide" / "compression.md"
         replace_section(page, "techniques", compression(by_bench["compression"]))
+    if "rare_events" in by_bench:
+        page = ROOT / "docs" / "guide" / "embedding_bags.md"
+        replace_section(page, "questions", embedding_tables.memory_questions(by_bench["rare_events"]["rows"]))
     replace_section(ROOT / "README.md", "headline", headline(lines))
 
 

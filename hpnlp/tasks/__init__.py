@@ -12,6 +12,7 @@ from hpnlp.spec import lookup
 from hpnlp.tasks.classification import Classification
 from hpnlp.tasks.dual_encoder import DualEncoding
 from hpnlp.tasks.image_classification import ImageClassification
+from hpnlp.tasks.labelled_bags import LabelledBagsTask
 from hpnlp.tasks.lm import LanguageModel
 from hpnlp.tasks.masked_lm import MaskedLanguageModel
 from hpnlp.tasks.rnn_classification import RecurrentClassification
@@ -36,6 +37,7 @@ TASKS: dict[str, Task] = {
     "seq2seq": SequenceToSequence(),
     "dual_encoder": DualEncoding(),
     "word_embeddings": WordEmbeddings(),
+    "labelled_bags": LabelledBagsTask(),
 }
 
 

@@ -53,6 +53,7 @@ from hpnlp.ops.softmax import (
 from hpnlp.ops.softmax import proposals as proposals
 from tests.contracts import assert_close
 from tests.ops import (
+    bags_calls,
     bucketed_and_low_rank_calls,
     distillation_calls,
     embeddings_calls,
@@ -490,7 +491,7 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
     "softmax.vmf.vmf_loss": ((lambda h, w, m: vmf.vmf_loss(h, w, weights=m), (H, x(N, D), WEIGHTS)),),
 }
 CALLS |= weights_calls.CALLS | distillation_calls.CALLS | rnn_calls.CALLS | trees_calls.CALLS
-CALLS |= embeddings_calls.CALLS
+CALLS |= embeddings_calls.CALLS | bags_calls.CALLS
 
 # Modules without public ops: the executor and kernels of `attend`, masks, blocks of logits of the losses, helpers.
 INTERNAL = {
@@ -535,6 +536,7 @@ ON_HOST = {
     *weights_calls.ON_HOST,
     *trees_calls.ON_HOST,
     *embeddings_calls.ON_HOST,
+    *bags_calls.ON_HOST,
 }
 
 

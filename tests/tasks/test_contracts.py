@@ -197,12 +197,30 @@ def word_embeddings(directory):
     return configs.resolve(values)
 
 
+def labelled_bags(directory):
+    """Three texts of words of one of three vocabularies, which overlap; the label is the vocabulary."""
+    draw = random.Random(0)
+    lines = []
+    for number in range(120):
+        texts = [" ".join(draw.choices(tiny.WORDS[number % 3 * 4 :][:8], k=3)) for _ in range(2 + number % 2)]
+        lines.append(json.dumps({"texts": texts, "label": ("red", "green", "blue")[number % 3]}))
+    (directory / "examples.jsonl").write_text("\n".join(lines))
+    config = configs.default("labelled_bags")
+    config.data.update(path=str(directory / "examples.jsonl"), tokenizer="words(30)", seq_len=16, batch_size=8)
+    config.data.update(heldout=0.2, max_texts=3)
+    config.model.update(dim=16, dropout=0.1, frequency_power=0.5)
+    config.optimizer.update(name="sgd", momentum=0.0, warmup=0, learning_rate=0.3)
+    config.train.steps = 4
+    return configs.resolve(config)
+
+
 # Name of a task -> its tiny config, made from a directory for its data.
 EXAMPLES = {
     "lm": language_model,
     "classification": classification,
     "dual_encoder": dual_encoder,
     "image_classification": image_classification,
+    "labelled_bags": labelled_bags,
     "masked_lm": masked_language_model,
     "rnn_classification": recurrent_classification,
     "rnn_lm": recurrent_language_model,
@@ -220,11 +238,12 @@ REFUSED = {
     ("rnn_classification", "zero3_sequence"): "reads tokens one after another: set plan.sequence=1",
     ("rnn_lm", "3d"): "layers are not stacked: set plan.pipeline=1",
     ("word_embeddings", "zero3_sequence"): "whose windows are not divided: set plan.sequence=1",
+    ("labelled_bags", "zero3_sequence"): "texts are not divided: set plan.sequence=1",
     ("word_embeddings", "3d"): "which have no layers: set plan.pipeline=1",
 }
 REFUSED |= {
     (task, name): "the model has none of them: set plan.tensor=1"
-    for task in ("image_classification", "rnn_classification", "tree_classification")
+    for task in ("image_classification", "labelled_bags", "rnn_classification", "tree_classification")
     for name in ("tensor", "3d")
 }
 

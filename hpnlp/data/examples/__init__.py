@@ -1,6 +1,7 @@
 """Labelled examples on disk to batches: `prepare_examples(ClassificationConfig(...))` returns `Examples`."""
 
 from hpnlp.data.examples.config import (
+    BagsConfig,
     ClassificationConfig,
     ExampleConfig,
     PairsConfig,
@@ -13,6 +14,7 @@ from hpnlp.data.examples.labels import load_labels, save_labels
 from hpnlp.data.examples.prepare import check_paths, prepare_examples
 
 __all__ = [
+    "BagsConfig",
     "ClassificationConfig",
     "ExampleConfig",
     "Examples",

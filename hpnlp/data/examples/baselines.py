@@ -110,6 +110,34 @@ def tfidf_recall(
     return {k: float(np.mean(rank <= k)) for k in top}
 
 
+def tfidf_bag_accuracy(examples: Examples, name: str = "heldout") -> float | None:
+    """Labels bags of texts by the most similar class: the mean of the TF-IDF of the words of its training bags.
+
+    Args:
+      examples: Examples of `bags.LabelledBags`.
+      name: The examples to score, one of `Examples.heldout_sets`.
+
+    Returns:
+      Share of the bags whose label is that of the most similar class; None if the training bags have no words.
+
+    Raises:
+      InputError: scikit-learn is missing.
+    """
+    text = _import("feature_extraction.text")
+    vectorizer = text.TfidfVectorizer(sublinear_tf=True, analyzer=lambda texts: _words(texts[0]), dtype=np.float32)
+    train, scored = examples.stored["train"], examples.stored[name]
+    numbers = train.spread(MAX_TRAINED)
+    try:
+        x = vectorizer.fit_transform(train.texts(numbers))
+    except ValueError:  # no word
+        return None
+    labels = np.array([train.labels(int(number))[0] for number in numbers])
+    classes = np.stack([x[labels == label].sum(axis=0).A1 for label in np.unique(labels)])
+    classes /= np.linalg.norm(classes, axis=1, keepdims=True) + 1e-12
+    best = np.unique(labels)[np.asarray(vectorizer.transform(scored.texts()) @ classes.T).argmax(axis=1)]
+    return float(np.mean(best == [scored.labels(number)[0] for number in range(scored.count)]))
+
+
 # Borders of words within an identifier such as readHTTPHeader; words.
 _CASE = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _WORD = re.compile(r"[^\W_]+")

@@ -6,6 +6,7 @@ import abc
 import dataclasses
 
 from hpnlp.data.config import check_heldout, check_sizes
+from hpnlp.data.examples.bags import LabelledBags
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Classification, Pairs, Seq2Seq, Tagging
 from hpnlp.data.examples.trees import Trees
@@ -167,6 +168,38 @@ class TreesConfig(ExampleConfig):
 
     def kind(self) -> Kind:
         return Trees(self.nodes_field, self.parents_field, self.label_field, self.max_children)
+
+
+@dataclasses.dataclass(frozen=True)
+class BagsConfig(ExampleConfig):
+    """Bags of texts with one label each."""
+
+    path: str = option(
+        "stdlib_titles",
+        '"stdlib_titles" (titles of docstrings of the running Python\'s standard library, labelled with their module), '
+        f"or records: {FILES}",
+    )
+    tokenizer: str = option(
+        "words(8192)",
+        '"words(CAP)", "words(CAP, by=whitespace)", "bytes", "bpe(SIZE)", "bpe(SIZE, by=identifiers)", or the path of a '
+        "tokenizer.json.",
+    )
+    seq_len: int = option(128, "Tokens of all texts of a bag; longer texts are cut, and counted in the summary.")
+    texts_field: str = option(
+        "texts", "Field of records that holds the texts: a list of strings, or a string with one text in each line."
+    )
+    label_field: str = option("label", "Field that holds the label: a string, a whole number or a boolean.")
+    max_texts: int = option(16, "Largest number of texts of a bag.")
+    distinct: bool = option(True, "Keep each token of a text once, so that frequent tokens do not dominate.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(self, ("max_texts",))
+        if self.max_texts < 2:
+            raise InputError(f"data.max_texts={self.max_texts}: expected at least 2, of which one is left out")
+
+    def kind(self) -> Kind:
+        return LabelledBags(self.texts_field, self.label_field, self.max_texts, self.distinct)
 
 
 @dataclasses.dataclass(frozen=True)

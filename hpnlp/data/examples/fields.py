@@ -120,11 +120,29 @@ def labels(value: Any) -> list[str]:
     return _items(value, label)
 
 
+def texts(value: Any) -> list[str]:
+    """Converts a list of texts.
+
+    Args:
+      value: A list of strings, or a string with one text in each line.
+
+    Returns:
+      The texts.
+
+    Raises:
+      FieldError: The value has another type, or is empty.
+    """
+    if isinstance(value, str | bytes):
+        value = [line for line in text(value).splitlines() if line.strip()]
+    return _items(value, text)
+
+
 # Name of a type -> (conversion of a value, types of Parquet columns that hold such values: "string", "integer", "bool",
 # "list of string", ...).
 TYPES: dict[str, tuple[Callable[[Any], Any], frozenset[str]]] = {
     "text": (text, frozenset({"string"})),
     "label": (label, frozenset({"string", "integer", "boolean"})),
     "words": (words, frozenset({"string", "list of string"})),
+    "texts": (texts, frozenset({"string", "list of string"})),
     "labels": (labels, frozenset({"string", "list of string", "list of integer", "list of boolean"})),
 }

@@ -8,6 +8,7 @@ depend on the version of Python; 3.11.7 has:
 | stdlib_functions | code of a function -> one of 14 packages | 5,964 | 681 | |
 | stdlib_trees | abstract syntax tree of a function -> one of 14 packages | 5,964 | 681 | |
 | stdlib_tokens | tokens of a line of code -> one of 11 kinds each | 20,252 | 2,000 | |
+| stdlib_titles | four titles of docstrings of a module -> one of 212 modules | 1,125 | 213 | |
 | stdlib_docstrings | docstring of a function, and its code | 4,088 | 1,000 | |
 | stdlib_passages | code of consecutive functions of a file -> one of 14 packages | about 1,000 in all | | |
 | stdlib_same_file | two passages of code -> whether they are of one file | about 5,000 in all | | |
@@ -45,6 +46,7 @@ from hpnlp.data.examples.generated import (
     pathfinder,
     published,
     syntax_trees,
+    titles,
 )
 from hpnlp.data.files import ignore_progress
 from hpnlp.data.sources import File, LeftOut, Source
@@ -79,6 +81,7 @@ GENERATED: dict[str, Generated] = {
     "stdlib_docstrings": Generated(library.docstrings, "stdlib"),
     "stdlib_passages": Generated(library.passages, "stdlib"),
     "stdlib_same_file": Generated(library.same_file, "stdlib"),
+    "stdlib_titles": Generated(titles.train_bags, "stdlib", heldout=titles.heldout_bags),
     "number_words": Generated(number_words.examples, challenge=number_words.longer),
     "list_ops": Generated(list_ops.examples),
     "list_ops_short": Generated(list_ops.short_examples),

@@ -1,0 +1,318 @@
+"""Labelled bags: vectors of texts and of labels, of which each is similar to the others of its bag (StarSpace)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from hpnlp.model_parallel import ModelParallel
+from hpnlp.models.prediction import Batch, classification_metrics
+from hpnlp.models.ranges import LIMITS
+from hpnlp.models.unstacked import Unstacked
+from hpnlp.nn.layers import Embed, dropout, embed_init, param
+from hpnlp.ops.embeddings import frequency_factors, pool_segments, scale_gradient, unit_norm
+from hpnlp.ops.embeddings.bags import MODES
+from hpnlp.ops.softmax.margin import hardest, margin_loss
+from hpnlp.spec import did_you_mean, shortened
+from hpnlp.types import InputError, LossOut, Statistics, WordStats, option
+
+LOSSES = ("margin", "softmax")
+SIMILARITIES = ("cosine", "dot")
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelledBagsConfig(Unstacked):
+    """Vectors of words and labels; a text is the bag of its words."""
+
+    description: ClassVar[str] = "a model of labelled bags"
+    no_stages: ClassVar[str] = "which has no layers"
+    undivided: ClassVar[str] = "whose texts are not divided"
+
+    dim: int = option(128, "Features of the vectors, D.")
+    mode: str = option("mean", 'The vector of a text: "mean", "sum" or "sqrt" of the vectors of its tokens.')
+    similarity: str = option("cosine", '"cosine", or "dot" for inner products of the vectors.')
+    loss: str = option(
+        "margin",
+        '"margin", by which the similarity to the left-out text or label exceeds those to negatives; or "softmax" over them.',
+    )
+    margin: float = option(0.2, "Margin of the loss, at least 0.")
+    hard_negatives: int = option(10, "Most similar negatives in the margin loss.")
+    temperature: float = option(0.1, "Divisor of the similarities in the softmax.")
+    frequency_power: float = option(
+        0.0,
+        "Gradients of a word's vector are scaled by (number of occurrences)^-power: 0 for no scaling, 1 for the inverse "
+        "frequency. Needs optimizer.name=sgd, as Adam divides the factor out, and a tokenizer of words.",
+    )
+    vocab: int = option(0, "Number of ids of tokens; 0 for the tokenizer's.")
+    classes: int = option(0, "Number of labels; 0 for the number of labels in the data.")
+    max_texts: int = option(0, "Largest number of texts of a bag; 0 for data.max_texts.")
+    dropout: float = option(0.0, "Share of features of the tokens' vectors that are dropped in training.")
+    dtype: str = option("float32", 'Dtype of the vectors: "float32".')
+
+    def __post_init__(self) -> None:
+        choices = {"mode": MODES, "similarity": SIMILARITIES, "loss": LOSSES}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise InputError(f"model.{name}={getattr(self, name)!r}: {did_you_mean(getattr(self, name), known)}")
+        if self.dtype != "float32":
+            raise InputError(f"model.dtype={self.dtype!r}: vectors of bags are small, and float32 only: leave it out")
+        if not 0 <= self.margin < 100:
+            raise InputError(f"model.margin={self.margin}: expected at least 0, and less than 100")
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"model.dropout={self.dropout}: expected at least 0, and less than 1")
+        if not 0 <= self.frequency_power <= 1:
+            raise InputError(f"model.frequency_power={self.frequency_power}: expected 0 (no scaling) to 1")
+        if not 0.001 <= self.temperature <= 100:
+            raise InputError(f"model.temperature={self.temperature}: expected 0.001 to 100, such as 0.1")
+        ranges = {"dim": (1, LIMITS["dim"]), "vocab": (0, LIMITS["vocab"]), "classes": (0, LIMITS["vocab"])}
+        ranges |= {"max_texts": (0, 2**10), "hard_negatives": (1, 2**16)}
+        for name, (low, high) in ranges.items():
+            if not low <= getattr(self, name) <= high:
+                raise InputError(f"model.{name}={shortened(getattr(self, name), 40)}: expected {low} to {high}")
+        if self.classes == 1:
+            raise InputError(
+                "model.classes=1: a single label has no negatives: expected at least 2, or 0 for the data's"
+            )
+
+    @property
+    def layers(self) -> int:
+        """Number of layers: none, vectors are sums of those of words."""
+        return 0
+
+    def check_accumulation(self, parts: int) -> None:
+        """Refuses parts of a batch, in which a text would have fewer negatives."""
+        if parts > 1:
+            raise InputError(
+                f"optimizer.accumulate={parts} computes the loss of one part of the batch at a time, and a text is compared "
+                "with those of the whole batch: set optimizer.accumulate=1"
+            )
+
+    def training_flops(self, batch_size: int, length: int) -> float:
+        """FLOPs of a training step that count for its MFU: three times those of the similarities.
+
+        Args:
+          batch_size: Bags of a batch.
+          length: Tokens of a bag.
+
+        Returns:
+          The number of FLOPs.
+        """
+        texts = batch_size * self.max_texts
+        return 6.0 * self.dim * (texts * texts + batch_size * self.classes)
+
+
+class LabelledBags(nn.Module):
+    """Vectors of words and labels, by which the texts and the label of a bag are similar to each other.
+
+    A batch is that of `data.examples.bags.LabelledBags`. A text is a bag of words. Each text, and the label, is left out in
+    turn, and compared with the sum of the vectors of all others of its bag: it should be more similar than the texts of bags
+    with another label in the batch, or than the other labels. All sums are the total less the vector that is left out, so that
+    a vector is computed once. The parameters are the tables "embed" of the words and "labels".
+
+    Attributes:
+      config: Sizes and parts of the model.
+      stats: Counts of the words, for `frequency_power`.
+      model_parallel: As for a TreeClassifier; not used: the compiler divides the batch.
+      remat: Not used.
+
+    References:
+      Wu et al. 2018, "StarSpace: embed all the things!", with "trainMode 1", which draws the text or label to leave out.
+    """
+
+    config: LabelledBagsConfig
+    stats: WordStats | None = None
+    model_parallel: ModelParallel | None = None
+    remat: str = "none"
+
+    @property
+    def is_normalized(self) -> bool:
+        """Whether the loss is -log p of the left-out text or label."""
+        return self.config.loss == "softmax"
+
+    def setup(self) -> None:
+        c = self.config
+        self.embed = Embed(c.vocab, c.dim)
+        self.labels = param(self, "labels", embed_init, (c.classes, c.dim), ("labels", "embed"))
+
+    def _length_1(self, x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
+        """The vectors divided by their norms, for cosines."""
+        return unit_norm(x) if self.config.similarity == "cosine" else x
+
+    def vectors(
+        self, batch: Batch, deterministic: bool = True
+    ) -> tuple[Float[Array, "B M D"], Bool[Array, "B M"], Float[Array, "B D"]]:
+        """Vectors of the texts and of the label of each bag.
+
+        Args:
+          batch: Bags.
+          deterministic: No dropout; otherwise the rng "dropout" is used.
+
+        Returns:
+          `(texts, which of them exist, labels)`; of length 1 if similarities are cosines.
+        """
+        c, tokens, segments = self.config, batch["tokens"], batch["segment_ids"]
+        bags, texts = len(tokens), c.max_texts
+        x = self.embed(tokens)
+        if c.frequency_power and self.stats is not None:
+            factors = jnp.asarray(frequency_factors(self.stats.counts, c.frequency_power))
+            x = scale_gradient(x, factors[tokens])
+        ids = jnp.arange(tokens.size, dtype=jnp.int32).reshape(tokens.shape)
+        x = dropout(x, c.dropout, None if deterministic or not c.dropout else self.make_rng("dropout"), ids)
+        is_token = (segments > 0) & (segments <= texts)
+        number = jnp.where(is_token, jnp.arange(bags, dtype=jnp.int32)[:, None] * texts + segments - 1, -1).reshape(-1)
+        pooled = pool_segments(x.reshape(-1, c.dim), number, bags * texts, mode=c.mode)
+        counts = jax.ops.segment_sum(
+            is_token.reshape(-1).astype(jnp.int32), jnp.where(number < 0, bags * texts, number), bags * texts + 1
+        )
+        exists = counts[:-1].reshape(bags, texts) > 0
+        return self._length_1(pooled).reshape(bags, texts, -1), exists, self._length_1(self.labels[batch["labels"]])
+
+    def loss(self, batch: Batch, deterministic: bool = True) -> LossOut:
+        """The loss of a batch.
+
+        Args:
+          batch: Bags, labels and weights.
+          deterministic: No dropout; otherwise the rng "dropout" is used.
+
+        Returns:
+          The loss summed over texts and labels, with "accuracy", of the label that is most similar to the texts of a bag,
+          "confusion" in evaluations (`prediction.classification_metrics`), and "text_recall_at_1", the share of texts that are
+          more similar to the others of their bag than every text of another label in the batch.
+        """
+        texts, exists, own = self.vectors(batch, deterministic)
+        weights, labels = batch["weights"].astype(jnp.float32), batch["labels"]
+        exists = exists & (weights != 0)[:, None]
+        contexts, sums = self._contexts(texts, own)
+        shape, flat = exists.shape, exists.reshape(-1)
+        of_text = jnp.repeat(labels, shape[1])
+        scores = _product(contexts.reshape(-1, texts.shape[-1]), texts.reshape(-1, texts.shape[-1]))
+        target = jnp.diagonal(scores)
+        text_losses, best = self._losses(target, scores, jnp.where(flat, of_text, -1), of_text)
+        text_weights = jnp.where(exists, weights[:, None], 0.0).reshape(-1)
+        label_scores = _product(sums, self._length_1(self.labels))
+        target_label = jnp.take_along_axis(label_scores, labels[:, None], axis=1)[:, 0]
+        classes = jnp.arange(self.config.classes, dtype=labels.dtype)
+        label_losses, _ = self._losses(target_label, label_scores, classes, labels)
+        total = jnp.where(flat, text_losses * text_weights, 0.0).sum() + (label_losses * weights).sum()
+        has_negative = ~jnp.isneginf(best) & flat
+        compared = jnp.where(has_negative, text_weights, 0.0)
+        metrics = classification_metrics(
+            batch, label_scores.argmax(axis=1).astype(labels.dtype), self.config.classes, deterministic
+        )
+        hits = jnp.where(target > best, compared, 0.0).sum()
+        return LossOut(
+            total, text_weights.sum() + weights.sum(), {**metrics, "text_recall_at_1": (hits, compared.sum())}
+        )
+
+    def _contexts(self, texts: jax.Array, own: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Sums of the vectors of a bag without each text `[B, M, D]`, and without the label `[B, D]`."""
+        sums = texts.sum(axis=1)
+        return self._length_1((sums + own)[:, None] - texts), self._length_1(sums)
+
+    def _losses(
+        self, target: jax.Array, scores: jax.Array, ids: jax.Array, labels: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Losses of each row, and the score of its most similar negative: a candidate whose id is another label, and not -1."""
+        c = self.config
+        negatives, _ = hardest(scores, ids, labels, min(c.hard_negatives, scores.shape[1]))
+        if c.loss == "margin":
+            return margin_loss(target, negatives, margin=c.margin), negatives[:, 0]
+        is_negative = (ids[None] != labels[:, None]) & (ids >= 0)[None]
+        others = jnp.where(is_negative, scores / c.temperature, np.float32(np.finfo(np.float32).min))
+        total = jnp.logaddexp(jax.nn.logsumexp(others, axis=1), target / c.temperature)
+        return total - target / c.temperature, negatives[:, 0]
+
+    def embed_bags(self, batch: Batch) -> tuple[Float[Array, "B M D"], Float[Array, "B M D"], Bool[Array, "B M"]]:
+        """Vectors of texts, and of what is left of their bags without them.
+
+        Args:
+          batch: Bags, labels and weights.
+
+        Returns:
+          `(texts, contexts, which of them exist)`.
+        """
+        texts, exists, own = self.vectors(batch)
+        return texts, self._contexts(texts, own)[0], exists & (batch["weights"] != 0)[:, None]
+
+    def logits(self, batch: Batch) -> Float[Array, "B C"]:
+        """Similarities of the labels to the texts of each bag, divided by the temperature.
+
+        Args:
+          batch: Bags.
+
+        Returns:
+          Float32 logits of each bag.
+        """
+        texts, _, own = self.vectors(batch)
+        return _product(self._contexts(texts, own)[1], self._length_1(self.labels)) / self.config.temperature
+
+    @nn.nowrap
+    def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
+        """No statistics have a loss."""
+        return {}
+
+    @nn.nowrap
+    def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
+        """The model has no buffers.
+
+        Args:
+          buffers: Returned as they are.
+          statistics: Not read.
+          step: Not read.
+          rng: Not read.
+
+        Returns:
+          The buffers.
+        """
+        return buffers
+
+    def rows(self, batch: Batch) -> dict[tuple[str, ...], jax.Array]:
+        """Rows of the embedding that a batch looks up.
+
+        Args:
+          batch: As for `loss`.
+
+        Returns:
+          Path of the table -> ids.
+        """
+        return {("embed", "table"): batch["tokens"].reshape(-1)}
+
+    @nn.nowrap
+    def example_batch(self, batch_size: int, length: int) -> dict[str, jax.Array]:
+        """A batch with the shapes and dtypes of a batch of data.
+
+        Args:
+          batch_size: Number of bags, B.
+          length: Tokens of a bag, T.
+
+        Returns:
+          Bags whose tokens are divided evenly among their texts.
+        """
+        positions = jnp.tile(jnp.arange(length, dtype=jnp.int32)[None], (batch_size, 1))
+        return {
+            "tokens": jnp.zeros_like(positions),
+            "segment_ids": jnp.minimum(positions % max(self.config.max_texts, 1) + 1, length),
+            "positions": positions,
+            "labels": jnp.arange(batch_size, dtype=jnp.int32) % max(self.config.classes, 1),
+            "weights": jnp.ones((batch_size,), jnp.float32),
+        }
+
+    @nn.nowrap
+    def batch_axes(self) -> dict[str, tuple[str, ...]]:
+        """Logical axes of the arrays of a batch: ("batch",) for labels and weights, otherwise ("batch", "length")."""
+        axes: dict[str, tuple[str, ...]] = dict.fromkeys(("tokens", "segment_ids", "positions"), ("batch", "length"))
+        return {**axes, "labels": ("batch",), "weights": ("batch",)}
+
+    def __call__(self, batch: Batch) -> LossOut:
+        return self.loss(batch)
+
+
+def _product(x: jax.Array, y: jax.Array) -> Float[Array, "N C"]:
+    """Inner products of all rows, in float32."""
+    return jnp.einsum("id,jd->ij", x, y, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)

@@ -1,0 +1,72 @@
+"""Nearest neighbours and their votes, against numpy and scikit-learn."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.ops import embeddings
+from hpnlp.types import InputError
+from tests.contracts import assert_close, once
+
+RNG = np.random.default_rng(0)
+X, Q = (RNG.standard_normal((n, 4)).astype(np.float32) for n in (40, 7))
+LABELS = RNG.integers(0, 5, 40)
+
+
+def predict(k, temperature):
+    def of(q, x):
+        near = embeddings.find_neighbors(q, x, k)
+        labels = jnp.asarray(LABELS)[near.ids]
+        return near, embeddings.neighbor_probabilities(near.similarities, labels, 5, temperature=temperature)
+
+    return once(of, Q, X)
+
+
+def test_votes_are_those_of_the_nearest_examples():
+    near, shares = predict(3, 0.5)
+    cosines = (Q / np.linalg.norm(Q, axis=1)[:, None]) @ (X / np.linalg.norm(X, axis=1)[:, None]).T
+    ids = np.argsort(-cosines, axis=1)[:, :3]
+    np.testing.assert_array_equal(near.ids, ids)
+    votes = np.exp(np.take_along_axis(cosines, ids, 1) / 0.5)
+    expected = np.stack([np.bincount(LABELS[row], vote, 5) for row, vote in zip(ids, votes, strict=True)])
+    assert_close(shares, (expected / expected.sum(axis=1)[:, None]).astype(np.float32))
+
+
+def test_absent_neighbors_have_no_vote():
+    similarities = jnp.array([[0.5, -jnp.inf], [-jnp.inf, -jnp.inf]])
+    for temperature in (None, 0.1):
+        shares = embeddings.neighbor_probabilities(
+            similarities, jnp.array([[2, 0], [1, 1]]), 3, temperature=temperature
+        )
+        np.testing.assert_array_equal(shares, [[0, 0, 1], [0, 0, 0]])
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("k", [1, 5])
+def test_predictions_match_scikit_learn(k):
+    neighbors = pytest.importorskip("sklearn.neighbors")
+    model = neighbors.KNeighborsClassifier(k, metric="cosine").fit(X, LABELS)
+    near, shares = predict(k, None)
+    distances, ids = model.kneighbors(Q)
+    np.testing.assert_array_equal(near.ids, ids)
+    assert_close(near.similarities, (1 - distances).astype(np.float32))
+    assert_close(shares, model.predict_proba(Q).astype(np.float32))
+
+
+@pytest.mark.usefixtures("symbolic_sizes")  # beartype would raise first
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((np.ones((2, 3)), np.zeros((2, 2), int), 5), r"similarities \(2, 3\), labels \(2, 2\): expected"),
+        ((np.ones((2, 2)), np.zeros((2, 2), int), 0), "classes is 0: expected at least 1"),
+        ((np.ones((2, 2)), np.zeros((2, 2), int), 5, 0.0), "temperature 0.0: expected a number over 0"),
+    ],
+)
+def test_invalid_arguments_raise(arguments, message):
+    with pytest.raises(InputError, match=message):
+        embeddings.neighbor_probabilities(*arguments[:3], temperature=arguments[3] if len(arguments) > 3 else None)
+
+
+def test_more_neighbors_than_examples_raise():
+    with pytest.raises(InputError, match="k is 41: expected 1 to 40"):
+        embeddings.find_neighbors(Q, X, 41)
