@@ -279,7 +279,7 @@ def files(tmp_path, trained):
             "generate --workdir={run} --config.model.dim=3",
             "only train, sweep, lra, plan, compress and evaluate take config fields",
         ),
-        ("evaluate", "expected one run: write hpnlp evaluate RUN"),
+        ("evaluate", "expected a run: write hpnlp evaluate RUN"),
         (
             "evaluate {run} --config.data.heldout=0.5",
             "data.heldout=0.5 would not be the run that was trained: leave it out",
