@@ -113,6 +113,12 @@ def table(steps: Sequence[Step], workdir: Path) -> list[dict[str, Any]]:
         if all(is_finished(step, workdir) for step in needed):
             measured = by_name[first.row["like"]] if "like" in first.row else first
             row |= sizes_of(measured, workdir, original=first.row.get("is_original", False))
+        if "original" in first.row and is_finished(by_name[first.row["original"]], workdir):
+            # A run whose weights are zeros or shared is smaller already.
+            whole = sizes_of(by_name[first.row["original"]], workdir, original=True)
+            row |= {
+                name: whole[name] for name in ("original_disk_bytes", "original_memory_bytes", "original_parameters")
+            }
         if "after" in first.row and "seconds" in row:
             before = sizes_of(by_name[first.row["after"]], workdir, original=False)
             factors = {n: before["original_seconds"][n] / before["seconds"][n] for n in before["seconds"]}

@@ -82,7 +82,8 @@ class Step:
       inputs: Names of the steps whose results the command reads.
       work: Seconds that it takes on two cores, roughly: an estimate for the progress display.
       row: The result in the table: technique, task and recipe; `like`, the name of a compression with the same shapes, if the
-        command itself measures no time, and `is_original` if the shapes are those before it; `after`, the name of a compression
+        command itself measures no time, and `is_original` if the shapes are those before it; `original`, the name of a
+        compression of the teacher, if bytes are compared with the teacher's; `after`, the name of a compression
         from the teacher to the shapes that this one starts from, if these are not the teacher's. Empty for steps without a row.
     """
 
@@ -226,19 +227,25 @@ def recipes(
 
 def weight_trainings(settings: Settings, task: str) -> Iterator[Step]:
     """Training with other weights, from the teacher on, and its result in the file that these weights allow."""
-    teacher = settings.workdir / task / "teacher"
+    teacher, original = settings.workdir / task / "teacher", f"{task}/int8"
     for technique, (weights, recipe, further) in TRAINED.items():
         name = f"{task}/{slug(technique)}"
         fields = {"train.weights": weights, "train.init_from": teacher, **further}
         fields |= {"distill.teacher": teacher} if further else {}
         yield settings.train(f"{name}_run", f"finetune.py:{task}", "weights", fields)
-        row = {"technique": technique, "task": task, "recipe": f"train.weights={weights}, {recipe}"}
+        row = {
+            "technique": technique,
+            "task": task,
+            "recipe": f"train.weights={weights}, {recipe}",
+            "original": original,
+        }
         yield settings.compress(name, f"{name}_run", recipe, row)
     for technique, (weights, recipe) in CONTINUED.items():
         name, start = f"{task}/{slug(technique)}", settings.workdir / task / slug(technique.partition(",")[0])
         fields = {"train.weights": weights, "train.init_from": start}
         yield settings.train(f"{name}_run", f"finetune.py:{task}", "weights", fields)
         row = {"technique": technique, "task": task, "recipe": f"{recipe}, train.weights={weights}, {recipe}"}
+        row["original"] = original
         yield settings.compress(name, f"{name}_run", recipe, row)
 
 
