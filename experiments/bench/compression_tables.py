@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import matplotlib.ticker
 
 Rows = Sequence[Mapping[str, Any]]
+FAR_BELOW = 0.06  # a score that is lower than the teacher's by more is not drawn
 
 
 def render(rows: Rows) -> str:
@@ -48,29 +49,38 @@ def _cells(row: Mapping[str, Any], counts: Sequence[str]) -> list[str]:
 
 
 def plot(rows: Rows, path: Path) -> None:
-    """Scores against bytes on disk and against time, both relative to the original, of the first task.
+    """Scores against bytes on disk and against time, both relative to the original, of the task with the most techniques.
 
     Args:
-      rows: Rows of the result file. Those without sizes and times are left out.
+      rows: Rows of the result file. Those without sizes and times, and those far below the teacher, are left out.
       path: The image to write.
     """
-    members = [row for row in rows if row["task"] == rows[0]["task"] and "seconds" in row]
+    task, _ = collections.Counter(row["task"] for row in rows).most_common(1)[0]
+    members = [row for row in rows if row["task"] == task and "seconds" in row]
+    teacher = max((row["score"] for row in members if row["technique"] == "teacher"), default=0.0)
+    members = [row for row in members if row["score"] > teacher - FAR_BELOW]
     counts = list(members[0]["seconds"]) if members else ["1"]
     count = counts[len(counts) // 2]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.8), sharey=True, layout="constrained")
-    for row in members:
+    figure, (left, right, names) = plt.subplots(1, 3, figsize=(11, 4.8), layout="constrained", width_ratios=(3, 3, 1.9))
+    for number, row in enumerate(members, 1):
         scores = 100 * row["score"]
         sizes = row["disk_bytes"] / row["original_disk_bytes"], row["seconds"][count] / row["original_seconds"][count]
         for axes, x in zip((left, right), sizes, strict=True):
             axes.plot(x, scores, "o", color="C3" if row["technique"] == "teacher" else "C0", markersize=4)
-            axes.annotate(row["technique"], (x, scores), xytext=(3, 3), textcoords="offset points", fontsize=6)
-    left.set(xlabel="bytes on disk relative to the teacher", ylabel=f"{rows[0]['task']}: {rows[0]['metric']}, %")
+            axes.annotate(str(number), (x, scores), xytext=(3, 3), textcoords="offset points", fontsize=7)
     plural = "s" * (count != "1")
+    left.set(xlabel="bytes on disk relative to the teacher", ylabel=f"{task}: {rows[0]['metric']}, %")
     right.set_xlabel(f"time of the loss of {count} sequence{plural} relative to the teacher")
     for axes in (left, right):
         axes.set_xscale("log")
+        lowest, highest = axes.get_xlim()
+        axes.set_xticks([x for x in (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5) if lowest <= x <= highest])
+        axes.minorticks_off()
         axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter(matplotlib.ticker.LogFormatter(minor_thresholds=(1.5, 0.5)))
         axes.tick_params(labelsize=7, which="both")
+        axes.grid(alpha=0.3)
+    names.axis("off")
+    text = "\n".join(f"{number:2}  {row['technique']}" for number, row in enumerate(members, 1))
+    names.text(0, 1, text, va="top", fontsize=7, transform=names.transAxes)
     figure.savefig(path, dpi=130)
     plt.close(figure)
