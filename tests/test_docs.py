@@ -94,6 +94,7 @@ def flags(arguments, name):
     return [argument.partition("=")[2] for argument in arguments if argument.startswith(f"--{name}=")]
 
 
+@pytest.mark.slow
 def test_commands_parse(own):
     """Every config field in a command exists and holds the value, and every experiment file is there."""
     parsed = 0
@@ -171,6 +172,7 @@ def names(directory):
     return defined
 
 
+@pytest.mark.slow
 def test_both_forms_of_the_example_mask_are_equal(names):
     near, mask = names["near"], names["Near"](32, 2)
     dense = mask.to_dense(200, 170)

@@ -103,6 +103,7 @@ def test_every_layer_has_a_trainer(library, layer):
     assert make_layer_trainer(layer)[1].state_shapes.params["embed"]["table"].shape == (2100, 16)
 
 
+@pytest.mark.slow
 def test_two_steps_give_finite_losses(library):
     corpus, trainer = make_layer_trainer("sampled(1024)")
     key = jax.random.key(0)

@@ -105,6 +105,7 @@ def test_lottery_tickets_have_earlier_values_and_the_zeros_of_later_ones(run, tr
         np.testing.assert_array_equal(tickets[name]["embed"]["table"], early["embed"]["table"])
 
 
+@pytest.mark.slow
 def test_an_interrupted_compression_starts_again_in_its_directory(trained, tmp_path, monkeypatch):
     def compress(recipe, finetune=0):
         compress_run.compress_run(

@@ -18,6 +18,7 @@ def trained(tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("symbolic_sizes")
 def test_exported_runs_compute_the_logits_of_the_run(run, trained, tmp_path):
     target = tmp_path / "model.stablehlo"

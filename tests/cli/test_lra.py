@@ -58,6 +58,7 @@ def test_runs_are_trained_tabulated_and_skipped(command, run, tmp_path):
     assert outcome.code == 2 and "fnet holds a run of another config (train.steps: 2 -> 3)" in outcome.err
 
 
+@pytest.mark.slow
 def test_efficiency_is_measured_once(command, run, tmp_path, members_here):
     flags = ("--efficiency", "--mixers=fnet", "--lengths=16", "--rounds=1")
     outcome = run(*command, *flags)

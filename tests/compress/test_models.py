@@ -33,7 +33,8 @@ def make(form):
     return model, map_matrices(to_integers, params)
 
 
-@pytest.mark.parametrize("form", [*list(FORMS)[:2], pytest.param("reversible", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [*list(FORMS)[:2], "reversible"])
 def test_weights_equal_their_dense_matrices(form):
     model, params = make(form)
     batch = {**example_batch(2, 12), "tokens": jnp.arange(24).reshape(2, 12) % 37}

@@ -163,6 +163,7 @@ def test_parts_of_a_batch_are_sets_of_negatives_if_asked_for():
         make_trainer(other, OptimizerConfig(accumulate=2), Plan("single"), steps=2, devices=jax.devices()[:1])
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_both_texts():
     batch = jax.tree.map(jnp.asarray, make_batch())
     for name, fields in FIELDS.items():

@@ -180,6 +180,7 @@ def test_weights_of_both_stacks_are_counted():
     assert model.config.sizes()["mlp"][0] == 8 and model.config.sizes()["layers"][0] == 1
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_sources_and_targets():
     batch = jax.tree.map(jnp.asarray, make_batch())
     for shared in (True, False):

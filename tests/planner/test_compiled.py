@@ -19,6 +19,7 @@ from hpnlp.types import InputError
 from tests.planner.common import planned
 
 
+@pytest.mark.slow
 def test_compiled_step_matches_its_plan():
     estimate = planned(Plan("data", data=2, fsdp=2, tensor=2, zero=3))
     step = compiled.compile_step(estimate, "compiled", "h100")

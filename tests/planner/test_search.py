@@ -79,6 +79,7 @@ def test_fields_that_are_not_searched_stay(ranking):
     assert {(plan.offload_optimizer, plan.exchange, plan.rounds) for plan in plans} == {(True, "heads", 1)}
 
 
+@pytest.mark.slow
 def test_errors_that_all_plans_share_raise():
     invalid = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, output="sampled(0)", tied=False))
     with pytest.raises(InputError) as of_costs:

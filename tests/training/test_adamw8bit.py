@@ -106,6 +106,7 @@ def test_nonfinite_step_changes_nothing():
         np.testing.assert_array_equal(old, new)
 
 
+@pytest.mark.slow
 def test_checkpoint_restores_on_another_layout(tmp_path):
     trainer, state = run_of(LAYOUTS["fsdp 4 x tensor 2"])
     state, _ = steps(trainer, state, 2)

@@ -48,6 +48,7 @@ def zeros(run):
     return np.mean(np.concatenate([leaf.ravel() for leaf in leaves if leaf.ndim == 3]) == 0)
 
 
+@pytest.mark.slow
 def test_small_gradients_do_not_underflow():
     """Tokens of small weight, as in a mean over a large batch: unscaled gradients underflow in float16."""
     batches = [batch_of(seed) for seed in range(20)]

@@ -326,6 +326,7 @@ print("went on", file=sys.stderr)
 """
 
 
+@pytest.mark.slow
 def test_display_survives_a_closed_pipe():
     reader, writer = os.pipe()
     os.close(reader)

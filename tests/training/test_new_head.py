@@ -50,6 +50,7 @@ def test_layers_go_on_and_the_head_is_new(pretrained, tmp_path, capsys):
     assert after["head"].shape == (2, 16)
 
 
+@pytest.mark.slow
 def test_other_layers_raise(pretrained, tmp_path):
     with pytest.raises(InputError, match=r"model\.dim is 8, in the source 16"):
         loop.train(classifier(tmp_path, pretrained, dim=8), tmp_path / "run")

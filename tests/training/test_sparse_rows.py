@@ -54,6 +54,7 @@ def run(steps=3, batch=batch_of, output="sampled(64)", name="adagrad", **changes
     return metrics, jax.device_get(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("output", "accumulate"), CASES)
 def test_adagrad_on_rows_matches_adagrad(output, accumulate):
     """Without weight decay, Adagrad leaves rows without gradient unchanged. Gradients of repeated ids are summed."""

@@ -193,6 +193,7 @@ def metrics_of_layers(out):
     return float(total / weight)
 
 
+@pytest.mark.slow
 def test_evaluation_reports_auxiliary_losses():
     trainer, state = trainer_of(), initial_state()
     values = trainer.evaluate(state.best_params, jax.device_put(batch_of(0), trainer.batch_sharding))

@@ -37,6 +37,7 @@ def metrics(directory):
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_runs_with_a_teacher_resume_bit_for_bit_and_load_as_plain_models(teacher, tmp_path, monkeypatch):
     config = make(teacher, distill__losses="tinybert,labels(0.1)", optimizer__ema=0.9)
 

@@ -89,6 +89,7 @@ def test_starts_from_parameters_and_tokenizer_of_a_run(words, tmp_path, capsys, 
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
 
 
+@pytest.mark.slow
 def test_starts_from_a_hugging_face_directory(checkpoint, tmp_path, capsys):
     config, params = convert.load(checkpoint)
     result = loop.train(finetuned(checkpoint, **STILL, plan__name="zero3"), tmp_path / "run")
@@ -161,6 +162,7 @@ def test_sources_that_do_not_fit_raise(words, tmp_path, fields, message):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_accept_changes_allows_models_with_equal_shapes(words, tmp_path, capsys):
     fields = {"data__tokenizer": "words(40)", "train__init_from": str(words), "plan__name": "single"} | STILL
     config = tiny.make(**fields, train__eval_every=0, model__mixer="window(4,0)")

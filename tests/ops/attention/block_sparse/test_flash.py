@@ -287,10 +287,11 @@ def test_visible_nan_reaches_results(mask):
         assert all(np.isnan(np.asarray(x)[0, sees, :2]).all() for x in merge((o, lse), clean))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mask", "values"),
     [
-        pytest.param(Causal(), (1e5, float(np.finfo(np.float32).min)), marks=pytest.mark.slow),
+        (Causal(), (1e5, float(np.finfo(np.float32).min))),
         (Causal() & (Window(3) | Strided(5)), (1e5, -1e9)),
     ],
     ids=["one part", "parts"],
@@ -446,6 +447,7 @@ def test_run_time_schedules_match_reference(names):
     assert_close(*once(run, qkv))
 
 
+@pytest.mark.slow
 def test_transformations_match_plain_call():
     """vmap over q of remat, and a shard_map over heads, with segments."""
     _, k, v = arrays()
@@ -471,6 +473,7 @@ def test_transformations_match_plain_call():
     assert_close(transformed, [plain] * 2)
 
 
+@pytest.mark.slow
 def test_chunks_of_heads_and_examples_match_reference():
     """Small tiles make the executor compute chunks of heads and examples after one another."""
     options = operands(("segment_ids", "bias_row", "dropout", "kv_lengths"))
