@@ -60,7 +60,7 @@ class Texts:
         self.vectors, self.labels = np.concatenate(vectors), np.concatenate(labels)
 
     def of(self, chosen: np.ndarray) -> np.ndarray:
-        """Which texts have one of these labels."""
+        """Selects the texts that have one of these labels, as a mask."""
         return np.isin(self.labels, chosen)
 
 

@@ -83,13 +83,13 @@ def _table() -> WordVectorTable:
     return vectors_of(loaded.params, loaded.tokenizer)
 
 
-def _draw(table: WordVectorTable, found: dict[str, list[tuple[str, float]]], path: Path) -> None:
+def _draw(table: WordVectorTable, neighbours: dict[str, list[tuple[str, float]]], path: Path) -> None:
     """Draws words: each expression with its neighbours in a colour, and frequent words in grey."""
     from hpnlp.plots import plot_words
     from hpnlp.retrieval.word_vectors import words_of
 
     groups: dict[str, str] = {}
-    for expression, near in found.items():
+    for expression, near in neighbours.items():
         for word in (*words_of(expression), *(word for word, _ in near)):
             groups.setdefault(word, expression)
     for word in [word for word in table.words if len(word) > 2 and word.isalpha()][:FREQUENT]:

@@ -195,16 +195,16 @@ class Ensemble:
     ) -> tuple[Float[Array, "M B T"], list[Any]]:
         """Log-probabilities of the labels, and carries, of each member."""
 
-        def run(member: Any, own: Any, number: Any) -> tuple[Array, Any]:
+        def run(member: Any, collections: Any, number: Any) -> tuple[Array, Any]:
             keys = {name: jax.random.fold_in(key, number) for name, key in rngs.items()}
-            h, carry = member.apply(own, batch, deterministic, method="token_states", rngs=keys)
-            weights = {name: tree for name, tree in own.items() if name != CARRY}
+            h, carry = member.apply(collections, batch, deterministic, method="token_states", rngs=keys)
+            weights = {name: tree for name, tree in collections.items() if name != CARRY}
             return -member.apply(weights, h, batch["labels"], method="label_losses"), carry
 
         if self._is_stackable:
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *variables)
             count = len(self.members)
-            log_probs, carry = jax.vmap(lambda own, number: run(self.members[0], own, number))(
+            log_probs, carry = jax.vmap(lambda tree, number: run(self.members[0], tree, number))(
                 stacked, jnp.arange(count)
             )
             return log_probs, [jax.tree.map(lambda x, i=index: x[i], carry) for index in range(count)]

@@ -210,10 +210,10 @@ class LabelledBags(nn.Module):
             total, text_weights.sum() + weights.sum(), {**metrics, "text_recall_at_1": (hits, compared.sum())}
         )
 
-    def _contexts(self, texts: jax.Array, own: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _contexts(self, texts: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Sums of the vectors of a bag without each text `[B, M, D]`, and without the label `[B, D]`."""
         sums = texts.sum(axis=1)
-        return self._length_1((sums + own)[:, None] - texts), self._length_1(sums)
+        return self._length_1((sums + labels)[:, None] - texts), self._length_1(sums)
 
     def _losses(
         self, target: jax.Array, scores: jax.Array, ids: jax.Array, labels: jax.Array

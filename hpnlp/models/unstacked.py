@@ -9,7 +9,7 @@ from hpnlp.types import InputError
 
 
 class Unstacked:
-    """What the trainer and the planner ask of a config, for a model whose layers are not stacked.
+    """Answers of a config to the trainer and the planner, for a model whose layers are not stacked.
 
     Attributes:
       description: What the model is, for messages.

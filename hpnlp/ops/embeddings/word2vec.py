@@ -260,7 +260,7 @@ def train_blocks(
 
 
 @functools.partial(jax.jit, donate_argnums=(0,))
-def merge_tables(table: Float[Array, "R D"], others: list[Float[Array, "R D"]]) -> Float[Array, "R D"]:
+def merge_tables(table: Float[Array, "R D"], copies: list[Float[Array, "R D"]]) -> Float[Array, "R D"]:
     """Merges copies of a table that were trained on different parts of a text: each row moves by the sum of its changes.
 
     Where more than two copies have changed a row, the sum is scaled to that of two. If each copy moves a row by a share c of
@@ -269,14 +269,14 @@ def merge_tables(table: Float[Array, "R D"], others: list[Float[Array, "R D"]]) 
 
     Args:
       table: [R, D] before the training; donated.
-      others: Copies, each after the training.
+      copies: Copies of it, each after the training.
 
     Returns:
       [R, D]: the table plus the changes of each row.
 
     Cost: one pass over all copies.
     """
-    changes = [other - table for other in others]
+    changes = [copy - table for copy in copies]
     changed = sum(((change != 0).any(axis=1).astype(jnp.float32) for change in changes), jnp.zeros(table.shape[0]))
     return table + sum(changes[1:], changes[0]) * (2 / jnp.maximum(changed, 2))[:, None]
 
