@@ -1,4 +1,4 @@
-"""Measures products with all kinds of weights, and an encoder of 8-bit integers, against float32 and onnxruntime, interleaved.
+"""Measures products with all kinds of weights, and compressed encoders, against float32 and onnxruntime, interleaved.
 
     python experiments/bench/quantized_products.py [--rows=1,8,16,128,1024]
 
@@ -45,6 +45,14 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "two of four": weights.keep_two_of_four,
     "a quarter of the blocks": lambda w: weights.keep_blocks(w, 0.25, 64),
     "low rank, half of the parameters": lambda w: weights.factorize(w, w.size // (2 * sum(w.shape))),
+}
+ENCODERS = {
+    "int8": "int8",
+    "bfloat16": "bf16",
+    "ternary packed": "ternary",
+    "half of heads and columns": "heads(0.5, by=magnitude),mlp(0.5, by=magnitude)",
+    "low rank, half of the parameters": "factorize(parameters=0.5, by=weights)",
+    "half of layers, heads and columns, int8": "layers(3),heads(0.5, by=magnitude),mlp(0.5, by=magnitude),int8",
 }
 VOCAB, CLASSES, HEADS, EPSILON = 8192, 32, 6, 1e-5
 
@@ -129,11 +137,15 @@ def encoder_row(batch: int) -> dict[str, Any]:
     tokens = np.random.default_rng(0).integers(0, VOCAB, (batch, 128)).astype(np.int32)
     inputs |= {"tokens": jnp.asarray(tokens), "positions": jnp.tile(jnp.arange(128, dtype=jnp.int32)[None], (batch, 1))}
     params = nn.meta.unbox(model.init(jax.random.key(0), inputs)["params"])
-    logits = jax.jit(lambda params, inputs: model.apply({"params": params}, inputs, method="logits"))
-    calls: dict[str, Callable[[], Any]] = {"float32": lambda: logits(params, inputs)}
-    for name, recipe in {"int8": "int8", "bfloat16": "bf16", "ternary packed": "ternary"}.items():
-        ((_, _, small),) = compress(config, params, parse_recipe(recipe))
-        calls[name] = lambda small=small: logits(small, inputs)
+
+    def call_of(config: EncoderConfig, params: Any) -> Callable[[], Any]:
+        logits = jax.jit(lambda params: Encoder(config).apply({"params": params}, inputs, method="logits"))
+        return lambda: logits(params)
+
+    calls: dict[str, Callable[[], Any]] = {"float32": call_of(config, params)}
+    for name, recipe in ENCODERS.items():
+        *_, (_, small, weights_of_small) = compress(config, params, parse_recipe(recipe))
+        calls[name] = call_of(small, weights_of_small)
     if graphs := graphs_of_onnxruntime():
         calls |= {f"onnxruntime {n}": c for n, c in graphs.encoder(params, HEADS, tokens, EPSILON).items()}
     expected = np.asarray(calls["float32"]())
