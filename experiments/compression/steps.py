@@ -217,10 +217,16 @@ def teachers(settings: Settings) -> Iterator[Step]:
 
 
 def recipes(
-    settings: Settings, source: str, directory: str, task: str, fields: Mapping[str, Any] | None = None
+    settings: Settings,
+    source: str,
+    directory: str,
+    task: str,
+    data: Mapping[str, Any] | None = None,
+    training: Mapping[str, Any] | None = None,
 ) -> Iterator[Step]:
-    """All recipes of NUMBERS and FINETUNED for one model."""
+    """All recipes of NUMBERS and FINETUNED for one model, with fields of the config that its run does not have."""
     for finetune, entries in ((False, NUMBERS), (True, FINETUNED)):
+        fields = {**(data or {}), **(training or {} if finetune else {})}
         for technique, recipe in entries.items():
             row = {"technique": technique, "task": task, "recipe": recipe}
             yield settings.compress(f"{directory}/{slug(technique)}", source, recipe, row, finetune, fields)
@@ -304,9 +310,9 @@ def exchange(settings: Settings) -> Iterator[Step]:
     yield Step("huggingface/checkpoint", to, "config.json", ("huggingface/classifier",), 15)
     yield Step("huggingface/run", back, "config.json", ("huggingface/checkpoint",), 15)
     # The checkpoint holds no data and no settings of training.
-    fields = {"data.seq_len": 128, "optimizer.learning_rate": 5e-4, "optimizer.final": 0.0}
-    fields |= TRIAL_DATA[False] if settings.trial else {}
-    yield from recipes(settings, "huggingface/run", "huggingface", task, fields)
+    data = {"data.seq_len": 128, **(TRIAL_DATA[False] if settings.trial else {})}
+    training = {"optimizer.learning_rate": 5e-4, "optimizer.final": 0.0}
+    yield from recipes(settings, "huggingface/run", "huggingface", task, data, training)
 
 
 def scratch(settings: Settings) -> Iterator[Step]:
