@@ -148,6 +148,30 @@ def test_batches_as_large_as_the_memory_replace_right_slots_last():
     assert sorted(values.tolist()) == [0, 1, *range(52, 50 + M)]
 
 
+def test_queries_that_are_not_finite_and_negative_classes_are_not_written():
+    """A key of NaN would be the nearest one of all queries from then on."""
+    memory, keys = filled()
+    bad = np.array([[np.nan, 0, 0], [np.inf, 1, 0], keys[1], keys[2]], np.float32)
+    queries, labels = np.concatenate([bad, keys[:1]]), np.array([1, 1, EMPTY, -5, 0])
+
+    def update(q, labels):
+        empty = embeddings.update_memory(embeddings.empty_memory(M, D), q[2:3], labels[2:3])
+        return embeddings.update_memory(memory, q, labels), embeddings.update_memory(memory, q[4:], labels[4:]), empty
+
+    updated, expected, empty = once(update, queries, labels)
+    jax.tree.map(np.testing.assert_array_equal, updated, expected)
+    assert int(empty.writes) == 0
+
+
+def test_queries_in_bfloat16_are_normalised_in_float32():
+    memory, keys = filled()
+    q = jnp.asarray(keys, jnp.bfloat16)
+    cosines, slots = once(lambda m, q: embeddings.memory_lookup(m, q, 1)[::2], memory, q)
+    exact = unit(np.asarray(q, np.float64)) @ keys.T
+    np.testing.assert_array_equal(slots[:, 0], exact.argmax(axis=1))
+    assert_close(cosines[:, 0], exact.max(axis=1).astype(np.float32))
+
+
 Q, Y = np.ones((2, D), np.float32), np.zeros(2, int)
 INVALID = {
     "slots": (lambda m: embeddings.empty_memory(0, 3), "memory of 0 slots and 3 features: expected at least 1"),

@@ -82,6 +82,26 @@ def test_gradients_match_differences():
     np.testing.assert_allclose((gradient * step).sum(), (expected[0] - expected[1]) / 2, rtol=2e-2)
 
 
+def test_vectors_that_do_not_count_may_be_nan():
+    x = np.where(MASK[:, None], X, np.nan).astype(np.float32)
+
+    def losses(x):
+        named = [loss for loss, _ in DISTANCES.values()]
+        return sum(loss(x, LABELS, mining=mining, mask=MASK)[0] for loss in named for mining in ("hard", "all"))
+
+    value, gradient = once(jax.value_and_grad(losses), x)
+    expected = once(jax.value_and_grad(losses), X)
+    assert_close((value, gradient), expected)
+    assert not np.any(gradient[~MASK])
+
+
+def test_soft_margins_count_triplets_whose_loss_is_0_in_float32():
+    """Violations of -200."""
+    x, labels = np.array([[100, 0], [100, 0], [-100, 0]], np.float32), np.array([0, 0, 1])
+    loss, weight = once(lambda x: embeddings.triplet_loss(x, labels, margin=None, mining="all"), x)
+    assert loss == 0 and weight == 2
+
+
 def test_traced_batches_of_one_class_have_no_weight():
     both = once(lambda x, y: jax.value_and_grad(lambda x: embeddings.triplet_loss(x, y)[0])(x), X, jnp.zeros(9, int))
     assert both[0] == 0 and not np.any(both[1])
