@@ -91,6 +91,8 @@ BINARY = b"2 2\na " + np.array([1, 2], "<f4").tobytes() + b"b " + np.array([3, 4
         (b"1 2\na 1 2\nb 3 4\n", "has 2 words, and line 1 announces 1: correct the count"),
         (b"2 2\na 1 2\nb 3\n", "line 3: 1 numbers after the word, and line 1 announces 2: correct the line"),
         (b"2 2\na 1 2\nb 3 4 5\n", "line 3: 3 numbers after the word, and line 1 announces 2: correct the line"),
+        (b"2 2\na\nb 3 4\n", "line 2: 0 numbers after the word, and line 1 announces 2: correct the line"),
+        (b"1 999999999999999\na 1 2\n", "line 2: 2 numbers after the word, and line 1 announces 999999999999999"),
         (b"2 2\na 1 2\nb 3 x\n", "line 3: 'b 3 x' has a value that is no number"),
         (b"2 2\na 1 2\na 3 4\n", "the word 'a' repeats: keep one row of it"),
         (b"2 2\na 1 2\nb 3 nan\n", "the vector of 'b' has a number that is not finite"),
