@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -16,12 +16,12 @@ from hpnlp.models.backbone import DTYPES
 from hpnlp.models.lm import example_batch
 from hpnlp.models.prediction import Batch
 from hpnlp.models.ranges import LIMITS
-from hpnlp.models.unstacked import Unstacked
+from hpnlp.models.unstacked import Unstacked, UnstackedModel
 from hpnlp.nn.layers import Embed, embed_init, param
 from hpnlp.nn.output import OUTPUTS, is_normalized
 from hpnlp.ops.embeddings.word2vec import OBJECTIVES, SUBSAMPLING, keep_probabilities
 from hpnlp.spec import build, did_you_mean, lookup, parse_one
-from hpnlp.types import InputError, LossOut, Statistics, WordStats, option
+from hpnlp.types import InputError, LossOut, WordStats, option
 
 MAX_WINDOW = 64
 
@@ -86,7 +86,7 @@ class WordVectorsConfig(Unstacked):
         return 0.0
 
 
-class WordVectors(nn.Module):
+class WordVectors(UnstackedModel, nn.Module):
     """Embeddings of words that predict the words around them.
 
     A batch is as for `models.lm.LM`; labels are not read, since the labels are the tokens of the windows. A window ends with
@@ -222,26 +222,6 @@ class WordVectors(nn.Module):
         weights = jnp.where(is_pair, keep * jnp.roll(keep, -1, axis=1), 0.0)
         right = (unit * following).sum(axis=-1) > (unit * other).sum(axis=-1)
         return jnp.where(right, weights, 0.0).sum(), weights.sum()
-
-    @nn.nowrap
-    def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
-        """There are no statistics."""
-        return {}
-
-    @nn.nowrap
-    def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
-        """There are no buffers but those of the output layer, which do not change.
-
-        Args:
-          buffers: The model's buffers.
-          statistics: Not read.
-          step: Not read.
-          rng: Not read.
-
-        Returns:
-          The buffers.
-        """
-        return buffers
 
     def rows(self, batch: Batch) -> dict[tuple[str, ...], Int[Array, " R"]]:
         """Rows of tables that `loss` of this batch looks up with the same rngs: all words of the batch, and samples."""
