@@ -114,6 +114,7 @@ def test_evaluations_start_the_average_as_the_authors_program_does(higher_is_bet
         assert actual == expected
         started |= {len(expected) > 0}
     assert started == {True, False}
+    assert averages.find("ntasgd(1)").is_triggered([np.nan, 1.0, 1.1], 1.2, False)  # NaN is not the best score
 
 
 @pytest.mark.parametrize(
