@@ -185,10 +185,10 @@ class LabelledBags(UnstackedModel, nn.Module):
           "confusion" in evaluations (`prediction.classification_metrics`), and "text_recall_at_1", the share of texts that are
           more similar to the others of their bag than every text of another label in the batch.
         """
-        texts, exists, own = self.vectors(batch, deterministic)
+        texts, exists, label_vectors = self.vectors(batch, deterministic)
         weights, labels = batch["weights"].astype(jnp.float32), batch["labels"]
         exists = exists & (weights != 0)[:, None]
-        contexts, sums = self._contexts(texts, own)
+        contexts, sums = self._contexts(texts, label_vectors)
         shape, flat = exists.shape, exists.reshape(-1)
         of_text = jnp.repeat(labels, shape[1])
         scores = _product(contexts.reshape(-1, texts.shape[-1]), texts.reshape(-1, texts.shape[-1]))
@@ -237,8 +237,8 @@ class LabelledBags(UnstackedModel, nn.Module):
         Returns:
           `(texts, contexts, which of them exist)`.
         """
-        texts, exists, own = self.vectors(batch)
-        return texts, self._contexts(texts, own)[0], exists & (batch["weights"] != 0)[:, None]
+        texts, exists, label_vectors = self.vectors(batch)
+        return texts, self._contexts(texts, label_vectors)[0], exists & (batch["weights"] != 0)[:, None]
 
     def logits(self, batch: Batch) -> Float[Array, "B C"]:
         """Similarities of the labels to the texts of each bag, divided by the temperature.
@@ -249,8 +249,8 @@ class LabelledBags(UnstackedModel, nn.Module):
         Returns:
           Float32 logits of each bag.
         """
-        texts, _, own = self.vectors(batch)
-        return _product(self._contexts(texts, own)[1], self._length_1(self.labels)) / self.config.temperature
+        texts, _, label_vectors = self.vectors(batch)
+        return _product(self._contexts(texts, label_vectors)[1], self._length_1(self.labels)) / self.config.temperature
 
     @nn.nowrap
     def example_batch(self, batch_size: int, length: int) -> dict[str, jax.Array]:

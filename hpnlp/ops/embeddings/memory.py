@@ -34,14 +34,14 @@ class KeyValueMemory:
       keys: [M, D] float32 of length 1; 0 in an empty slot.
       values: [M] int32 classes; EMPTY in an empty slot.
       ages: [M] int32 number of updates since a slot was written or was right; the largest int32 / 2 in an empty slot.
-      found: [M] int32 number of queries whose nearest key it was since a slot was written.
+      hits: [M] int32 number of queries whose nearest key it was since a slot was written.
       writes: int32 number of slots written so far.
     """
 
     keys: Any
     values: Any
     ages: Any
-    found: Any
+    hits: Any
     writes: Any
 
     @property
@@ -203,7 +203,7 @@ def update_memory(
     _, classes, nearest = memory_lookup(memory, q)
     nearest, has_nearest = nearest[:, 0], is_written & (classes[:, 0] != EMPTY)
     is_right = is_written & (classes[:, 0] == labels) & (rule != "circular")
-    found = memory.found.at[nearest].add(has_nearest.astype(jnp.int32))
+    hits = memory.hits.at[nearest].add(has_nearest.astype(jnp.int32))
     keys, ages = memory.keys, memory.ages + (memory.values != EMPTY).astype(jnp.int32)
     keys = _refreshed(keys, q, nearest, is_right, rule)
     was_right = jnp.zeros((slots,), bool).at[nearest].max(is_right)
@@ -217,7 +217,7 @@ def update_memory(
         keys.at[to].set(q, **options),
         memory.values.at[to].set(labels, **options),
         ages.at[to].set(0, **options),
-        found.at[to].set(0, **options),
+        hits.at[to].set(0, **options),
         memory.writes + is_miss.sum().astype(jnp.int32),
     )
 
@@ -265,7 +265,7 @@ def orphaned_slots(memory: KeyValueMemory) -> tuple[Int[Array, ""], Int[Array, "
       `(orphaned, used)`: numbers of keys that were never the nearest one, and of slots that hold a key.
     """
     is_used = memory.values != EMPTY
-    return (is_used & (memory.found == 0)).sum().astype(jnp.int32), is_used.sum().astype(jnp.int32)
+    return (is_used & (memory.hits == 0)).sum().astype(jnp.int32), is_used.sum().astype(jnp.int32)
 
 
 def _check(memory: KeyValueMemory, q: Array, labels: Array) -> None:

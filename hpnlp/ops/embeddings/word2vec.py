@@ -122,8 +122,13 @@ def pair_weights(segments: Int[Array, " C"], widths: Int[Array, " T"], block: Bl
       [T, T + 2 W] float32.
     """
     distance = jnp.arange(block.contexts)[None, :] - block.window - jnp.arange(block.centres)[:, None]
-    own = segments[block.window : block.window + block.centres, None]
-    pairs = (jnp.abs(distance) <= widths[:, None]) & (distance != 0) & (segments[None, :] == own) & (own >= 0)
+    centre_segments = segments[block.window : block.window + block.centres, None]
+    pairs = (
+        (jnp.abs(distance) <= widths[:, None])
+        & (distance != 0)
+        & (segments[None, :] == centre_segments)
+        & (centre_segments >= 0)
+    )
     return pairs.astype(jnp.float32)
 
 

@@ -25,7 +25,7 @@ class Loop:
 
     def __init__(self, slots, rule):
         self.keys, self.values = np.zeros((slots, D)), np.full(slots, EMPTY)
-        self.ages, self.found, self.writes, self.rule = np.zeros(slots, int), np.zeros(slots, int), 0, rule
+        self.ages, self.hits, self.writes, self.rule = np.zeros(slots, int), np.zeros(slots, int), 0, rule
 
     def update(self, queries, labels):
         used = self.values != EMPTY
@@ -34,7 +34,7 @@ class Loop:
         self.ages[used] += 1
         right, misses = {}, []
         for q, label, slot in zip(unit(queries), labels, nearest, strict=True):
-            self.found[slot] += used[slot]
+            self.hits[slot] += used[slot]
             if self.rule != "circular" and used[slot] and self.values[slot] == label:
                 right.setdefault(slot, []).append(q)
             else:
@@ -46,7 +46,7 @@ class Loop:
         if self.rule == "circular":
             order = [(self.writes + i) % len(keys) for i in range(len(misses))]
         for slot, (q, label) in zip(order, misses, strict=False):
-            keys[slot], self.values[slot], self.ages[slot], self.found[slot] = q, label, 0, 0
+            keys[slot], self.values[slot], self.ages[slot], self.hits[slot] = q, label, 0, 0
         self.keys, self.writes = keys, self.writes + len(misses)
 
 
@@ -64,11 +64,11 @@ def test_updates_match_a_loop(rule):
         used = loop.values != EMPTY
         np.testing.assert_array_equal(memory.values, loop.values)
         np.testing.assert_array_equal(np.asarray(memory.ages)[used], loop.ages[used])
-        np.testing.assert_array_equal(memory.found, loop.found)
+        np.testing.assert_array_equal(memory.hits, loop.hits)
         assert_close(memory.keys, loop.keys.astype(np.float32))
         assert int(memory.writes) == loop.writes
     orphaned, count = embeddings.orphaned_slots(memory)
-    assert (int(orphaned), int(count)) == (int((used & (loop.found == 0)).sum()), int(used.sum()))
+    assert (int(orphaned), int(count)) == (int((used & (loop.hits == 0)).sum()), int(used.sum()))
     assert loop.writes > M  # slots were replaced
 
 
