@@ -125,7 +125,8 @@ def _read_text(body: bytes, count: int, dim: int, path: str) -> tuple[list[str],
         if number == 2:  # `dim` is that of a line, and not only of line 1, so that there is memory for the vectors
             vectors = np.empty((min(len(lines), count), dim), np.float32)
         try:
-            vectors[number - 2] = [float(part) for part in parts[1:]]
+            with np.errstate(over="ignore"):  # infinity, which WordVectorTable refuses
+                vectors[number - 2] = [float(part) for part in parts[1:]]
         except ValueError:
             raise InputError(
                 f"{path}, line {number}: {shortened(line.decode('utf-8', 'replace'), 60)} has a value that is no number"

@@ -95,6 +95,7 @@ BINARY = b"2 2\na " + np.array([1, 2], "<f4").tobytes() + b"b " + np.array([3, 4
         (b"1 999999999999999\na 1 2\n", "line 2: 2 numbers after the word, and line 1 announces 999999999999999"),
         (b"2 2\na 1 2\nb 3 x\n", "line 3: 'b 3 x' has a value that is no number"),
         (b"2 2\na 1 2\na 3 4\n", "the word 'a' repeats: keep one row of it"),
+        (b"2 2\na 1 2\nb 3 1e39\n", "the vector of 'b' has a number that is not finite"),
         (b"2 2\na 1 2\nb 3 nan\n", "the vector of 'b' has a number that is not finite"),
         (BINARY[:-1], "bytes of vectors, and line 1 announces 2 words|ends within word 2, and line 1 announces 2"),
         (BINARY + b"c \x00", "goes on after 2 words, which line 1 announces"),
