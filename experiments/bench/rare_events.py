@@ -298,7 +298,7 @@ def explain(data: Data, near: embeddings.Neighbors) -> None:
 
 def without_orphans(memory: KeyValueMemory) -> KeyValueMemory:
     """The memory without the keys that were never found."""
-    return dataclasses.replace(memory, values=jnp.where(memory.found == 0, EMPTY, memory.values))
+    return dataclasses.replace(memory, values=jnp.where(memory.hits == 0, EMPTY, memory.values))
 
 
 def questions(data: Data) -> list[dict[str, Any]]:

@@ -49,8 +49,8 @@ def config_of(settings: list[str]) -> Word2VecConfig:
     default, values = Word2VecConfig(), {}
     for setting in settings:
         name, _, value = setting.partition("=")
-        if not hasattr(default, name):
-            fields = [field.name for field in dataclasses.fields(default)]
+        fields = [field.name for field in dataclasses.fields(default)]
+        if name not in fields:
             raise InputError(f"--set={setting}: unknown field {name!r}: {did_you_mean(name, fields)}")
         kind: Any = type(getattr(default, name))
         try:

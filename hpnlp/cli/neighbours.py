@@ -54,11 +54,11 @@ def run(argv: Sequence[str]) -> None:
         raise InputError("pass one of --workdir=RUN and --vectors=FILE, which name the word vectors")
     picture = None if f.draw is None else cli.plot_path(f.draw, "words.png", "draw")
     table = _table()
-    found = {expression: table.evaluate(expression, f.count) for expression in expressions}
-    for expression, near in found.items():
+    neighbours = {expression: table.evaluate(expression, f.count) for expression in expressions}
+    for expression, near in neighbours.items():
         print(f"{expression}\n" + "\n".join(f"  {cosine:.3f}  {word}" for word, cosine in near))
     if picture is not None:
-        _draw(table, found, picture)
+        _draw(table, neighbours, picture)
         print(picture)
     if f.save:
         from hpnlp.retrieval.word2vec_files import save_word2vec, without_spaces

@@ -25,18 +25,18 @@ def expand(names: Sequence[str], step: int | None = None) -> list[tuple[str, int
     Raises:
       InputError: There are fewer runs or checkpoints than a name asks for.
     """
-    found: list[tuple[str, int | None]] = []
+    members: list[tuple[str, int | None]] = []
     for name in names:
         match = None if Path(name).exists() else _SUFFIX.fullmatch(name)
         if match is None:
-            found.append((name, step))
+            members.append((name, step))
         elif match[2].isdigit():
-            found.append((match[1], int(match[2])))
+            members.append((match[1], int(match[2])))
         elif match[2].startswith("last"):
-            found += [(match[1], number) for number in _newest(match[1], int(match[2].removeprefix("last")))]
+            members += [(match[1], number) for number in _newest(match[1], int(match[2].removeprefix("last")))]
         else:
-            found += [(run, None) for run in _best(match[1], int(match[2].removeprefix("best")))]
-    return found
+            members += [(run, None) for run in _best(match[1], int(match[2].removeprefix("best")))]
+    return members
 
 
 def _newest(workdir: str, count: int) -> list[int]:

@@ -12,6 +12,7 @@ from absl import flags
 from hpnlp import cli
 from hpnlp.cli import experiment, fields
 from hpnlp.training import signals
+from hpnlp.types import InputError
 
 USAGE = """
 hpnlp train --config=experiments/lm/bytes.py --workdir=runs/bytes [--config.section.field=value ...]
@@ -20,6 +21,9 @@ Trains for config.train.steps steps and writes a report. Run the same command ag
 
 Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 save a checkpoint after the current step and exit with code 130; before the first
 step they exit at once. A second Ctrl-C, two seconds later or more, exits without saving.
+
+--seeds=0,1,2 trains a run for each seed in WORKDIR/seed_0 and so on, all of them as one program on one device, without
+evaluations; the same command with --workdir=WORKDIR/seed_0 --config.train.seed=0 in place of --seeds adds a report.
 
 On several hosts (srun, mpirun, TPU pods), run the same command in each process, with a workdir that all of them share. Without
 a launcher, add --coordinator=HOST:PORT --processes=N --process=I.
@@ -40,6 +44,7 @@ flags.DEFINE_integer(
     lower_bound=1,
     upper_bound=MAX_SECONDS,
 )
+flags.DEFINE_list("seeds", [], "Seeds of runs that are trained as one program, such as 0,1,2.")
 flags.DEFINE_bool(
     "accept_changes",
     False,
@@ -66,11 +71,16 @@ def run(argv: Sequence[str]) -> None:
 
     from hpnlp import report
     from hpnlp.planner import out_of_memory
-    from hpnlp.training import config, distributed, loop
+    from hpnlp.training import config, distributed, loop, seeds
 
     f = cli.FLAGS
     distributed.join(f.coordinator, f.processes, f.process, seconds=f.wait, heartbeat=f.heartbeat)
     resolved = config.resolve(values)
+    if f.seeds:
+        with out_of_memory.advised(resolved):
+            paths = seeds.train_seeds(resolved, _numbers(f.seeds), workdir)
+        print("\n".join(map(str, paths)))
+        return
     distributed.check_same_config(config.to_json(resolved))
     with distributed.exit_on_lost_process(), out_of_memory.advised(resolved):
         result = loop.train(resolved, workdir, accept_changes=cli.FLAGS.accept_changes)
@@ -78,6 +88,13 @@ def run(argv: Sequence[str]) -> None:
         sys.exit(signals.INTERRUPTED)
     if distributed.is_lead():
         report.write(workdir, resolved, result, shlex.join([*cli.register_flags(), f"--config={path}", *overrides]))
+
+
+def _numbers(texts: Sequence[str]) -> list[int]:
+    """The numbers of --seeds."""
+    if wrong := [text for text in texts if not text.strip().isdecimal()]:
+        raise InputError(f"--seeds={','.join(texts)}: {wrong[0]!r} is no whole number: write --seeds=0,1,2")
+    return [int(text) for text in texts]
 
 
 def _task(argv: Sequence[str], overrides: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,8 +40,8 @@ class CacheConfig:
             raise InputError(f"cache: size={self.size}: expected a number of tokens, at least 1")
         if not 0 <= self.weight < 1:
             raise InputError(f"cache: weight={self.weight}: expected a share of at least 0, and less than 1")
-        if not self.theta >= 0:
-            raise InputError(f"cache: theta={self.theta}: expected at least 0")
+        if not 0 <= self.theta < math.inf:
+            raise InputError(f"cache: theta={self.theta}: expected a number of at least 0")
 
 
 def find(spec: str) -> CacheConfig:

@@ -174,11 +174,11 @@ class Ensemble:
     def _variables(self, variables: Mapping[str, Any], index: int) -> dict[str, Any]:
         """Variables of a member."""
         name = self.names[index]
-        own = {key: tree[name] for key, tree in variables.items() if key != CARRY and name in tree}
+        collections = {key: tree[name] for key, tree in variables.items() if key != CARRY and name in tree}
         carry = variables.get(CARRY)
         if carry is not None and name in carry["layers"]:
-            own[CARRY] = {"layers": carry["layers"][name]}
-        return own
+            collections[CARRY] = {"layers": carry["layers"][name]}
+        return collections
 
     def _loss(
         self, variables: Sequence[Any], batch: Mapping[str, Array], deterministic: bool = True, rngs: Any = None
@@ -220,8 +220,8 @@ class Ensemble:
     def _log_probs(self, variables: Sequence[Any], batch: Mapping[str, Array]) -> Float[Array, "B T V"]:
         """Log-probabilities of all next words of a batch."""
         states = [
-            member.apply(own, batch, True, method="token_states")[0]
-            for member, own in zip(self.members, variables, strict=True)
+            member.apply(collections, batch, True, method="token_states")[0]
+            for member, collections in zip(self.members, variables, strict=True)
         ]
         h = jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in states], axis=-1)
         return self._next_logits(variables, h).reshape(*batch["tokens"].shape, -1)
@@ -229,9 +229,9 @@ class Ensemble:
     def _next_logits(self, variables: Sequence[Any], h: Float[Array, "N D"]) -> Float[Array, "N V"]:
         """Log-probabilities of the tokens that follow."""
         log_probs, start = [], 0
-        for member, own in zip(self.members, variables, strict=True):
+        for member, collections in zip(self.members, variables, strict=True):
             end = start + member.config.dim
-            weights = {name: tree for name, tree in own.items() if name != CARRY}
+            weights = {name: tree for name, tree in collections.items() if name != CARRY}
             log_probs.append(jax.nn.log_softmax(member.apply(weights, h[:, start:end], method="next_logits"), axis=-1))
             start = end
         return averaged(jnp.stack(log_probs))
@@ -239,7 +239,8 @@ class Ensemble:
     def _prefill(self, variables: Sequence[Any], *args: Any) -> tuple[Float[Array, "B D"], Any]:
         """Hidden states of the last tokens of prompts, and the caches of each member."""
         results = [
-            member.apply(own, *args, method="prefill") for member, own in zip(self.members, variables, strict=True)
+            member.apply(collections, *args, method="prefill")
+            for member, collections in zip(self.members, variables, strict=True)
         ]
         return jnp.concatenate([h for h, _ in results], axis=-1), tuple(caches for _, caches in results)
 
@@ -248,8 +249,8 @@ class Ensemble:
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Hidden states of further tokens, and the extended caches."""
         results = [
-            member.apply(own, tokens, positions, cache, method="extend")
-            for member, own, cache in zip(self.members, variables, caches, strict=True)
+            member.apply(collections, tokens, positions, cache, method="extend")
+            for member, collections, cache in zip(self.members, variables, caches, strict=True)
         ]
         return jnp.concatenate([h for h, _ in results], axis=-1), tuple(cache for _, cache in results)
 
@@ -309,8 +310,8 @@ def joined(weights: Sequence[Any]) -> Any:
     """
     params, buffers = {}, {}
     for number, tree in enumerate(weights):
-        own, own_buffers = split(nn.meta.unbox(tree))
-        params[f"member_{number}"] = own
-        if own_buffers:
-            buffers[f"member_{number}"] = own_buffers
+        member_params, member_buffers = split(nn.meta.unbox(tree))
+        params[f"member_{number}"] = member_params
+        if member_buffers:
+            buffers[f"member_{number}"] = member_buffers
     return join(params, buffers)

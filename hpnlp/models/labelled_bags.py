@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -14,13 +14,13 @@ from jaxtyping import Array, Bool, Float
 from hpnlp.model_parallel import ModelParallel
 from hpnlp.models.prediction import Batch, classification_metrics
 from hpnlp.models.ranges import LIMITS
-from hpnlp.models.unstacked import Unstacked
+from hpnlp.models.unstacked import Unstacked, UnstackedModel
 from hpnlp.nn.layers import Embed, dropout, embed_init, param
 from hpnlp.ops.embeddings import frequency_factors, pool_segments, scale_gradient, unit_norm
 from hpnlp.ops.embeddings.bags import MODES
 from hpnlp.ops.softmax.margin import hardest, margin_loss
 from hpnlp.spec import did_you_mean, shortened
-from hpnlp.types import InputError, LossOut, Statistics, WordStats, option
+from hpnlp.types import InputError, LossOut, WordStats, option
 
 LOSSES = ("margin", "softmax")
 SIMILARITIES = ("cosine", "dot")
@@ -107,7 +107,7 @@ class LabelledBagsConfig(Unstacked):
         return 6.0 * self.dim * (texts * texts + batch_size * self.classes)
 
 
-class LabelledBags(nn.Module):
+class LabelledBags(UnstackedModel, nn.Module):
     """Vectors of words and labels, by which the texts and the label of a bag are similar to each other.
 
     A batch is that of `data.examples.bags.LabelledBags`. A text is a bag of words. Each text, and the label, is left out in
@@ -185,10 +185,10 @@ class LabelledBags(nn.Module):
           "confusion" in evaluations (`prediction.classification_metrics`), and "text_recall_at_1", the share of texts that are
           more similar to the others of their bag than every text of another label in the batch.
         """
-        texts, exists, own = self.vectors(batch, deterministic)
+        texts, exists, label_vectors = self.vectors(batch, deterministic)
         weights, labels = batch["weights"].astype(jnp.float32), batch["labels"]
         exists = exists & (weights != 0)[:, None]
-        contexts, sums = self._contexts(texts, own)
+        contexts, sums = self._contexts(texts, label_vectors)
         shape, flat = exists.shape, exists.reshape(-1)
         of_text = jnp.repeat(labels, shape[1])
         scores = _product(contexts.reshape(-1, texts.shape[-1]), texts.reshape(-1, texts.shape[-1]))
@@ -237,8 +237,8 @@ class LabelledBags(nn.Module):
         Returns:
           `(texts, contexts, which of them exist)`.
         """
-        texts, exists, own = self.vectors(batch)
-        return texts, self._contexts(texts, own)[0], exists & (batch["weights"] != 0)[:, None]
+        texts, exists, label_vectors = self.vectors(batch)
+        return texts, self._contexts(texts, label_vectors)[0], exists & (batch["weights"] != 0)[:, None]
 
     def logits(self, batch: Batch) -> Float[Array, "B C"]:
         """Similarities of the labels to the texts of each bag, divided by the temperature.
@@ -249,39 +249,8 @@ class LabelledBags(nn.Module):
         Returns:
           Float32 logits of each bag.
         """
-        texts, _, own = self.vectors(batch)
-        return _product(self._contexts(texts, own)[1], self._length_1(self.labels)) / self.config.temperature
-
-    @nn.nowrap
-    def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
-        """No statistics have a loss."""
-        return {}
-
-    @nn.nowrap
-    def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
-        """The model has no buffers.
-
-        Args:
-          buffers: Returned as they are.
-          statistics: Not read.
-          step: Not read.
-          rng: Not read.
-
-        Returns:
-          The buffers.
-        """
-        return buffers
-
-    def rows(self, batch: Batch) -> dict[tuple[str, ...], jax.Array]:
-        """Rows of the embedding that a batch looks up.
-
-        Args:
-          batch: As for `loss`.
-
-        Returns:
-          Path of the table -> ids.
-        """
-        return {("embed", "table"): batch["tokens"].reshape(-1)}
+        texts, _, label_vectors = self.vectors(batch)
+        return _product(self._contexts(texts, label_vectors)[1], self._length_1(self.labels)) / self.config.temperature
 
     @nn.nowrap
     def example_batch(self, batch_size: int, length: int) -> dict[str, jax.Array]:

@@ -11,13 +11,14 @@ from jaxtyping import Array, Float
 
 from hpnlp.model_parallel import ModelParallel
 from hpnlp.models.prediction import Batch, classification_metrics
+from hpnlp.models.unstacked import UnstackedModel
 from hpnlp.nn.layers import dropout, embed_init, param
 from hpnlp.nn.output import FullOutput
 from hpnlp.nn.pooling import Pooling
-from hpnlp.types import LossOut, Statistics
+from hpnlp.types import LossOut
 
 
-class PooledClassifier(nn.Module):
+class PooledClassifier(UnstackedModel, nn.Module):
     """The pooled states of a sequence, dropout, and a softmax over `config.classes`. A subclass has `states` and `setup`.
 
     A batch has "tokens" and "segment_ids" (0 on padding), int32 `[B, T]`, "labels", int32 `[B]`, and "weights", float32 `[B]`.
@@ -110,37 +111,6 @@ class PooledClassifier(nn.Module):
           Float32 logits of each sequence.
         """
         return self.output.logits(self.table, self.features(batch, deterministic=True))
-
-    @nn.nowrap
-    def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
-        """No statistics have a loss."""
-        return {}
-
-    @nn.nowrap
-    def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
-        """The model has no buffers.
-
-        Args:
-          buffers: Returned as they are.
-          statistics: Not read.
-          step: Not read.
-          rng: Not read.
-
-        Returns:
-          The buffers.
-        """
-        return buffers
-
-    def rows(self, batch: Batch) -> dict[tuple[str, ...], jax.Array]:
-        """Rows of the embedding that a batch looks up.
-
-        Args:
-          batch: As for `loss`.
-
-        Returns:
-          Path of the table -> ids.
-        """
-        return {("embed", "table"): batch["tokens"].reshape(-1)}
 
     def __call__(self, batch: Batch) -> LossOut:
         return self.loss(batch)

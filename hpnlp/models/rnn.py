@@ -17,14 +17,14 @@ from hpnlp.models.backbone import DTYPES
 from hpnlp.models.lm import example_batch
 from hpnlp.models.prediction import Batch, label_losses, looked_up_rows
 from hpnlp.models.ranges import LIMITS
-from hpnlp.models.unstacked import Unstacked
+from hpnlp.models.unstacked import Unstacked, UnstackedModel
 from hpnlp.nn.layers import Embed, embed_init, param
 from hpnlp.nn.output import OUTPUTS, is_normalized
 from hpnlp.nn.rnn import RecurrentInputs
 from hpnlp.nn.rnn_stack import RecurrentStack, StackConfig
 from hpnlp.ops.rnn import dropout_factors, segment_resets
 from hpnlp.spec import build, lookup, parse_one
-from hpnlp.types import InputError, LossOut, Statistics, WordStats, option
+from hpnlp.types import InputError, LossOut, WordStats, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ class RNNConfig(Unstacked, StackConfig):
         return 6.0 * batch_size * length * sum(self.matrix_sizes())
 
 
-class RNN(nn.Module):
+class RNN(UnstackedModel, nn.Module):
     """A recurrent language model over `config.vocab` ids.
 
     A batch is as for `models.lm.LM`. The state begins anew at the first token of each segment. With `keeps_state`, the state
@@ -364,26 +364,6 @@ class RNN(nn.Module):
         inputs = RecurrentInputs()
         h, states, _ = self.stack(self._embedded(tokens, inputs), inputs, caches)
         return h, states
-
-    @nn.nowrap
-    def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
-        """There are no statistics."""
-        return {}
-
-    @nn.nowrap
-    def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
-        """There are no buffers but those of the output layer, which do not change.
-
-        Args:
-          buffers: The model's buffers.
-          statistics: Not read.
-          step: Not read.
-          rng: Not read.
-
-        Returns:
-          The buffers.
-        """
-        return buffers
 
     def rows(self, batch: Batch) -> dict[tuple[str, ...], Int[Array, " R"]]:
         """Rows of tables that `loss` of this batch looks up with the same rngs; see `prediction.looked_up_rows`."""

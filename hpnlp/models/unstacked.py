@@ -1,11 +1,14 @@
-"""Configs of models whose layers are not stacked, and which divide over devices by their batch."""
+"""Models whose layers are not stacked, and which divide over devices by their batch, and their configs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import jax
+
 from hpnlp.parallel.layout import Layout
-from hpnlp.types import InputError
+from hpnlp.types import InputError, Statistics
 
 
 class Unstacked:
@@ -58,3 +61,46 @@ class Unstacked:
                     f"plan.{field}={layout.size(axis)}: the model is {self.description}, {reason}: set plan.{field}=1, and "
                     f"divide {self.divisible}"
                 )
+
+
+class UnstackedModel:
+    """Answers of a Model to the trainer, for a model without statistics, and without buffers that change.
+
+    A subclass that looks up other tables than the embedding has a method `rows` of its own.
+    """
+
+    def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
+        """No statistics have a loss.
+
+        Args:
+          statistics: Not read.
+
+        Returns:
+          No losses.
+        """
+        return {}
+
+    def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
+        """Buffers for the next step, which are those of this one.
+
+        Args:
+          buffers: The model's buffers.
+          statistics: Not read.
+          step: Not read.
+          rng: Not read.
+
+        Returns:
+          The buffers.
+        """
+        return buffers
+
+    def rows(self, batch: Mapping[str, jax.Array]) -> dict[tuple[str, ...], jax.Array]:
+        """Rows of the embedding that a batch looks up.
+
+        Args:
+          batch: As for `loss`, with "tokens".
+
+        Returns:
+          Path of the table -> ids.
+        """
+        return {("embed", "table"): batch["tokens"].reshape(-1)}

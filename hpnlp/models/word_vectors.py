@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -16,12 +16,13 @@ from hpnlp.models.backbone import DTYPES
 from hpnlp.models.lm import example_batch
 from hpnlp.models.prediction import Batch
 from hpnlp.models.ranges import LIMITS
-from hpnlp.models.unstacked import Unstacked
+from hpnlp.models.unstacked import Unstacked, UnstackedModel
 from hpnlp.nn.layers import Embed, embed_init, param
 from hpnlp.nn.output import OUTPUTS, is_normalized
+from hpnlp.ops.embeddings import unit_norm
 from hpnlp.ops.embeddings.word2vec import OBJECTIVES, SUBSAMPLING, keep_probabilities
 from hpnlp.spec import build, did_you_mean, lookup, parse_one
-from hpnlp.types import InputError, LossOut, Statistics, WordStats, option
+from hpnlp.types import InputError, LossOut, WordStats, option
 
 MAX_WINDOW = 64
 
@@ -86,7 +87,7 @@ class WordVectorsConfig(Unstacked):
         return 0.0
 
 
-class WordVectors(nn.Module):
+class WordVectors(UnstackedModel, nn.Module):
     """Embeddings of words that predict the words around them.
 
     A batch is as for `models.lm.LM`; labels are not read, since the labels are the tokens of the windows. A window ends with
@@ -145,8 +146,9 @@ class WordVectors(nn.Module):
           deterministic: No subsampling, and full windows; otherwise the rngs "dropout" and "output" are used.
 
         Returns:
-          The loss summed over predictions, in nats. In evaluations with "pair_accuracy": the share of pairs in a window whose
-          vectors have a larger cosine than that of the first word and a word from elsewhere in the batch.
+          The loss summed over predictions, in nats. In evaluations with "pair_accuracy": the share of adjacent words whose
+          vectors have a larger cosine than that of the first word and another word from elsewhere in the batch; pairs for
+          which that word is the same, or padding, do not count.
         """
         c = self.config
         tokens, segments, keep = batch["tokens"], batch["segment_ids"], None
@@ -172,7 +174,9 @@ class WordVectors(nn.Module):
             out = self.model_parallel.loss(self.output, self.table, h, labels, weights, rng)
         if not deterministic:
             return out
-        return LossOut(out.sum, out.weight, {**out.aux, "pair_accuracy": self._pair_accuracy(vectors, segments, keep)})
+        return LossOut(
+            out.sum, out.weight, {**out.aux, "pair_accuracy": self._pair_accuracy(tokens, vectors, segments, keep)}
+        )
 
     def _vectors(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         dtype = DTYPES[self.config.dtype]
@@ -210,38 +214,22 @@ class WordVectors(nn.Module):
         is_predicted = (total > 0).astype(jnp.float32)
         return is_predicted if keep is None else is_predicted * keep
 
-    def _pair_accuracy(self, vectors: Array, segments: Array, keep: Array | None) -> tuple[Array, Array]:
+    def _pair_accuracy(self, tokens: Array, vectors: Array, segments: Array, keep: Array | None) -> tuple[Array, Array]:
         """`(number, weight)` of pairs of adjacent words that are more similar than the word and one of half a batch further."""
         assert keep is not None
-        vectors = vectors.astype(jnp.float32)
-        unit = vectors * jax.lax.rsqrt(jnp.maximum((vectors**2).sum(axis=-1, keepdims=True), 1e-30))
-        following, length = jnp.roll(unit, -1, axis=1), segments.shape[1]
-        flat = following.reshape(-1, vectors.shape[-1])
-        other = jnp.roll(flat, flat.shape[0] // 2 + length // 2, axis=0).reshape(vectors.shape)
-        is_pair = (segments == jnp.roll(segments, -1, axis=1)) & (segments > 0) & (np.arange(length) < length - 1)[None]
+        length = segments.shape[1]
+
+        def elsewhere(x: Array) -> Array:
+            return jnp.roll(x.reshape(-1, *x.shape[2:]), tokens.size // 2 + length // 2, axis=0).reshape(x.shape)
+
+        unit = unit_norm(vectors.astype(jnp.float32))
+        following, next_tokens, next_segments = (jnp.roll(x, -1, axis=1) for x in (unit, tokens, segments))
+        other = elsewhere(following)
+        is_pair = (segments == next_segments) & (segments > 0) & (np.arange(length) < length - 1)[None]
+        is_pair &= (elsewhere(next_tokens) != next_tokens) & (elsewhere(next_segments) > 0)
         weights = jnp.where(is_pair, keep * jnp.roll(keep, -1, axis=1), 0.0)
         right = (unit * following).sum(axis=-1) > (unit * other).sum(axis=-1)
         return jnp.where(right, weights, 0.0).sum(), weights.sum()
-
-    @nn.nowrap
-    def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
-        """There are no statistics."""
-        return {}
-
-    @nn.nowrap
-    def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
-        """There are no buffers but those of the output layer, which do not change.
-
-        Args:
-          buffers: The model's buffers.
-          statistics: Not read.
-          step: Not read.
-          rng: Not read.
-
-        Returns:
-          The buffers.
-        """
-        return buffers
 
     def rows(self, batch: Batch) -> dict[tuple[str, ...], Int[Array, " R"]]:
         """Rows of tables that `loss` of this batch looks up with the same rngs: all words of the batch, and samples."""

@@ -89,12 +89,13 @@ def summarize(config: Config, result: Result) -> dict[str, Any]:
       Content of report.json. Numbers that are not finite are None.
     """
     busy, flops = result.seconds["data"] + result.seconds["step"], result.flops_per_step
+    timed_steps = result.step * result.timed_tokens / max(1, result.tokens)
     numbers = {
         **tasks.find(config.task).report.numbers(result.dataset, result.heldout, result.baselines),
         **{f"teacher_{name}": value for name, value in (result.teacher or {}).items()},
         "scored_weight": float(result.sums["loss"][1]),
-        "tokens_per_second": result.tokens / busy if busy else 0.0,
-        "flops_per_second": flops if flops is None else result.step * flops / busy if busy else 0.0,
+        "tokens_per_second": result.timed_tokens / busy if busy else 0.0,
+        "flops_per_second": flops if flops is None else timed_steps * flops / busy if busy else 0.0,
         "flops_per_step": flops,
         "peak_memory_bytes": result.peak_memory_bytes,
         "devices": result.devices,

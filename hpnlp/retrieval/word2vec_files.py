@@ -100,8 +100,8 @@ def load_word2vec(path: str | os.PathLike[str], binary: bool | None = None) -> W
 def _is_binary(body: bytes, dim: int) -> bool:
     """Whether the first vector is not text: its line has other than `dim` numbers."""
     parts = body.split(b"\n", 1)[0].split()
-    if len(parts) < 2:
-        return bool(body)
+    if len(parts) < 2:  # a vector that begins with the byte of a newline, or a broken line of text
+        return any(byte < 9 or 13 < byte < 32 for byte in body[:4096])
     try:
         [float(part) for part in parts[1 : 1 + dim]]
     except ValueError:
@@ -115,15 +115,18 @@ def _read_text(body: bytes, count: int, dim: int, path: str) -> tuple[list[str],
     while lines and not lines[-1].strip():
         lines.pop()
     words: list[str] = []
-    vectors = np.empty((min(len(lines), count), dim), np.float32)
+    vectors = np.empty((0, dim), np.float32)
     for number, line in enumerate(lines[:count], 2):
         parts = line.rstrip().split(b" ")
         if len(parts) != dim + 1:
             raise InputError(
                 f"{path}, line {number}: {len(parts) - 1} numbers after the word, and line 1 announces {dim}: correct the line"
             )
+        if number == 2:  # `dim` is that of a line, and not only of line 1, so that there is memory for the vectors
+            vectors = np.empty((min(len(lines), count), dim), np.float32)
         try:
-            vectors[number - 2] = [float(part) for part in parts[1:]]
+            with np.errstate(over="ignore"):  # infinity, which WordVectorTable refuses
+                vectors[number - 2] = [float(part) for part in parts[1:]]
         except ValueError:
             raise InputError(
                 f"{path}, line {number}: {shortened(line.decode('utf-8', 'replace'), 60)} has a value that is no number"

@@ -131,8 +131,8 @@ class WordEmbeddings(LanguageModel):
         (total, weight), (right, pairs) = sums["loss"], sums["pair_accuracy"]
         if not weight or not pairs:
             raise InputError(
-                f"train.eval_batches={config.train.eval_batches}: the held-out text in these batches has no adjacent words: "
-                "raise it, 0 for all, or hold out other text"
+                f"train.eval_batches={config.train.eval_batches}: the held-out text in these batches has no adjacent words to "
+                "compare: raise it, 0 for all, or hold out other text"
             )
         return {"loss": float(total / weight), "pair_accuracy": float(right / pairs)}
 

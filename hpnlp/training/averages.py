@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,9 +94,9 @@ class NonMonotonic:
           higher_is_better: Direction of the scores.
 
         Returns:
-          True if it is worse than the best one without the latest n.
+          True if it is worse than the best one without the latest n. Scores that are not finite are no best ones.
         """
-        earlier = scores[: -self.evaluations]
+        earlier = [value for value in scores[: -self.evaluations] if math.isfinite(value)]
         if not earlier:
             return False
         return score < max(earlier) if higher_is_better else score > min(earlier)

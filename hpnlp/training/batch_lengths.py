@@ -17,41 +17,47 @@ class BatchLengths:
     Attributes:
       examples: Sequences of a batch.
       steps: Length T -> number of steps.
+      untimed: Tokens of the batches of steps that were compiled, whose seconds are not those of training.
     """
 
     examples: int
     steps: dict[int, int] = dataclasses.field(default_factory=dict)
+    untimed: int = 0
 
     @classmethod
-    def restored(cls, record: Mapping[str, int] | None, step: int, config: Any) -> BatchLengths:
+    def restored(cls, progress: Mapping[str, Any], step: int, config: Any) -> BatchLengths:
         """Counts from a checkpoint.
 
         Args:
-          record: Result of `record`; None for a checkpoint that has none, whose batches all had `data.seq_len` tokens.
+          progress: A dict with those of `record`; in a checkpoint that has none, all batches had `data.seq_len` tokens.
           step: Steps done.
           config: Config of the run.
 
         Returns:
           The counts.
         """
-        counts = {str(config.data.seq_len): step} if record is None else record
-        return cls(config.data.batch_size, {int(length): count for length, count in counts.items() if count})
+        counts = progress.get("batch_lengths", {str(config.data.seq_len): step})
+        steps = {int(length): count for length, count in counts.items() if count}
+        return cls(config.data.batch_size, steps, progress.get("untimed_tokens", 0))
 
-    def record(self) -> dict[str, int]:
+    def record(self) -> dict[str, Any]:
         """The counts for a checkpoint.
 
         Returns:
           A JSON-able dict.
         """
-        return {str(length): count for length, count in self.steps.items()}
+        counts = {str(length): count for length, count in self.steps.items()}
+        return {"batch_lengths": counts, "untimed_tokens": self.untimed}
 
-    def add(self, length: int) -> None:
+    def add(self, length: int, is_timed: bool = True) -> None:
         """Counts a step.
 
         Args:
           length: Tokens of a sequence of its batch, T.
+          is_timed: False if the step was compiled.
         """
         self.steps[length] = self.steps.get(length, 0) + 1
+        self.untimed += 0 if is_timed else self.examples * length
 
     def tokens(self) -> int:
         """Tokens of all batches, padding included.
@@ -60,6 +66,14 @@ class BatchLengths:
           The number.
         """
         return self.examples * sum(length * count for length, count in self.steps.items())
+
+    def timed_tokens(self) -> int:
+        """Tokens of the batches whose steps took the seconds of training, without compilation, padding included.
+
+        Returns:
+          The number.
+        """
+        return self.tokens() - self.untimed
 
     def flops_per_step(self, trainer: Any, longest: int) -> int | None:
         """Mean number of floating-point operations of a step.

@@ -92,7 +92,7 @@ def evaluate_run(
 
 def _with_cache(model: Any, cache: str, config: Config) -> Any:
     """The model with a continuous cache; raises InputError if the run does not read text as streams."""
-    found = continuous_cache.find(cache)
+    config_of_cache = continuous_cache.find(cache)
     if not hasattr(model, "token_states"):
         raise InputError(
             f"cache={cache!r}: a cache is for one run of task='lm' or 'rnn_lm': name one, or leave out the cache"
@@ -106,7 +106,7 @@ def _with_cache(model: Any, cache: str, config: Config) -> Any:
             f"cache={cache!r}: batches of data.order={config.data.order!r} do not continue each other: train the run with "
             "data.order='stream', or leave out the cache"
         )
-    return continuous_cache.CachedModel(model, found)
+    return continuous_cache.CachedModel(model, config_of_cache)
 
 
 def _changed(config: Config, changes: Mapping[str, Any]) -> Config:

@@ -67,6 +67,7 @@ class Result:
       flops_per_step: Mean number of floating-point operations of the matrix products of a step, or None if the batch decides
         them.
       tokens: Tokens of all batches, padding included.
+      timed_tokens: Those of the steps that took the seconds of the phase "step": of all but the steps that were compiled.
       devices: Number of devices and the mesh axes that they are divided into, as text.
     """
 
@@ -83,6 +84,7 @@ class Result:
     parameters: int
     flops_per_step: int | None
     tokens: int
+    timed_tokens: int
     devices: str
     teacher: dict[str, float] | None = None
 
@@ -122,16 +124,14 @@ class _Start:
     Attributes:
       state: Parameters, optimizer state and step.
       phrase: Origin of the state, for the first line of output.
-      progress: Best held-out score and evaluations since, `best` and `bad_evals`.
+      progress: Best held-out score and evaluations since, `best` and `bad_evals`, and what else a checkpoint holds.
       peak_memory_bytes: Peak memory of earlier processes of the run.
-      lengths: Steps by the length of their batches; None if all have had `data.seq_len` tokens.
     """
 
     state: TrainState
     phrase: str
     progress: dict[str, Any] = dataclasses.field(default_factory=lambda: {"best": None, "bad_evals": 0})
     peak_memory_bytes: int = 0
-    lengths: dict[str, int] | None = None
 
 
 class _Run:
@@ -156,7 +156,7 @@ class _Run:
         self._open_outputs(further_writers)
         self.state, self.progress = self.start.state, self.start.progress
         self.pending: list[tuple[int, dict[str, jax.Array]]] = []  # metrics of steps, not yet fetched from the devices
-        self.lengths = BatchLengths.restored(self.start.lengths, self.step, config)
+        self.lengths = BatchLengths.restored(self.start.progress, self.step, config)
         self.compiled: set[int] = set()  # lengths of batches for which this process has a compiled step
         self.consecutive_skips = 0
         self.stopped = self._out_of_patience()  # True for a run that was stopped early before
@@ -253,7 +253,7 @@ class _Run:
         for phase, seconds in progress["seconds"].items():
             self.clock.seconds[phase] = self.clock.seconds.get(phase, 0.0) + seconds
         peak = progress.get("peak_memory_bytes", 0)  # absent from checkpoints of early versions
-        return _Start(state, f"going on from step {int(state.step)}", progress, peak, progress.get("batch_lengths"))
+        return _Start(state, f"going on from step {int(state.step)}", progress, peak)
 
     def _open_outputs(self, further_writers: list[Any]) -> None:
         """Opens metrics.jsonl, further writers and the progress display."""
@@ -307,7 +307,7 @@ class _Run:
                 jax.block_until_ready(metrics)
         self.pending.append((self.step, metrics))
         self.compiled.add(length)
-        self.lengths.add(length)
+        self.lengths.add(length, is_timed=not is_new)
         if self.step == self.first_step + 1:
             self.stopping.begin()  # before, a signal ends the process at once: there is nothing to save
         if self.step == trace_last:
@@ -385,7 +385,7 @@ class _Run:
             if self.jsonl is not None:
                 self.jsonl.sync()
             progress = {**self.progress, "seconds": self.clock.seconds, "peak_memory_bytes": self._peak_memory_bytes()}
-            progress |= {"batch_lengths": self.lengths.record(), **frozen_record(self.frozen)}
+            progress |= {**self.lengths.record(), **frozen_record(self.frozen)}
             self.checkpoints.save(self.state, self.batches.get_state(), progress, score)
         self.saved_step = self.step
 
@@ -414,7 +414,7 @@ class _Run:
                 f"step {last_step}: {skipped} of the last {len(values)} steps skipped: they were not finite"
             )
         busy = self.clock.seconds["data"] + self.clock.seconds["step"]
-        self.display.step(last_step, float(values[-1]["loss"]), busy, self.lengths.tokens())
+        self.display.step(last_step, float(values[-1]["loss"]), busy, self.lengths.timed_tokens())
         self.pending.clear()
 
     def _check_finite(self, step: int, line: Mapping[str, float]) -> None:
@@ -470,6 +470,7 @@ class _Run:
             parameters=self.parameters,
             flops_per_step=self.lengths.flops_per_step(self.trainer, self.config.data.seq_len),
             tokens=self.lengths.tokens(),
+            timed_tokens=self.lengths.timed_tokens(),
             devices=_devices(self.trainer.layout.mesh),
         )
 

@@ -50,7 +50,7 @@ class Word2VecConfig:
         for name, least in (("dim", 1), ("epochs", 1), ("workers", 0), ("seed", 0)):
             if getattr(self, name) < least:
                 raise InputError(f"{name}={getattr(self, name)}: expected at least {least}")
-        if not 0 < self.min_learning_rate <= self.learning_rate:
+        if not 0 < self.min_learning_rate <= self.learning_rate < np.inf:
             raise InputError(
                 f"learning_rate={self.learning_rate}, min_learning_rate={self.min_learning_rate}: expected numbers over 0, of "
                 "which the first is the larger"
@@ -109,7 +109,7 @@ def train_word_vectors(
       number of workers, and is otherwise the same each time.
 
     Raises:
-      InputError: The text has no words, or ids beyond the counts.
+      InputError: The text has no words, or ids beyond the counts; or the vectors are not finite after an epoch.
     """
     tokens, counts = np.asarray(tokens), np.asarray(counts)
     if not (tokens >= 0).any():
@@ -135,6 +135,11 @@ def train_word_vectors(
                 copies = [jnp.array(table) for _ in range(workers)]
                 table = merge_tables(
                     table, list(pool.map(parts.train, copies, range(index * workers, (index + 1) * workers)))
+                )
+            if not jnp.isfinite(table).all():
+                raise InputError(
+                    f"the vectors are not finite after epoch {epoch + 1}: lower learning_rate={config.learning_rate} or "
+                    f"centres={config.centres}"
                 )
             if log is not None:
                 log(

@@ -78,9 +78,14 @@ def test_a_weight_of_0_is_the_model(batches):
         ("continous(9)", "unknown cache 'continous'.*did you mean 'continuous'"),
         ("continuous(0)", "cache: size=0: expected a number of tokens, at least 1"),
         ("continuous(9, 0.1, 1.0)", "cache: weight=1.0: expected a share of at least 0, and less than 1"),
-        ("continuous(9, -0.1)", "cache: theta=-0.1: expected at least 0"),
+        ("continuous(9, -0.1)", "cache: theta=-0.1: expected a number of at least 0"),
     ],
 )
 def test_invalid_caches_raise(spec, message):
     with pytest.raises(InputError, match=message):
         continuous_cache.find(spec)
+
+
+def test_an_infinite_theta_raises():
+    with pytest.raises(InputError, match="cache: theta=inf: expected a number of at least 0"):
+        CacheConfig(theta=float("inf"))

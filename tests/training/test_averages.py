@@ -114,6 +114,7 @@ def test_evaluations_start_the_average_as_the_authors_program_does(higher_is_bet
         assert actual == expected
         started |= {len(expected) > 0}
     assert started == {True, False}
+    assert averages.find("ntasgd(1)").is_triggered([np.nan, 1.0, 1.1], 1.2, False)  # NaN is not the best score
 
 
 @pytest.mark.parametrize(
@@ -171,6 +172,9 @@ def test_a_run_of_the_recipe_resumes_and_evaluates_its_average(tmp_path, capsys,
     for step, rate in rates.items():  # 4 examples; some labels are of other documents
         length = 12 * rate / 30
         assert length == pytest.approx(round(length), abs=1e-4) and 4 * length - 4 <= tokens[step] <= 4 * length
+    lengths = [round(12 * rates[step] / 30) for step in range(1, STEPS_OF_RUN + 1)]
+    assert expected.tokens == 4 * sum(lengths)
+    assert expected.timed_tokens == expected.tokens - 4 * sum(set(lengths))  # the first step of each length is compiled
     assert not np.allclose(*(np.asarray(jax.tree.leaves(tree)[0]) for tree in (expected.params, raw_params(whole))))
 
     class Writer(loop.JsonlWriter):

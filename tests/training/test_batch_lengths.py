@@ -15,15 +15,16 @@ DATA = SimpleNamespace(data=SimpleNamespace(seq_len=64, batch_size=4))
 
 
 def test_tokens_and_flops_count_real_lengths():
-    lengths = BatchLengths.restored(None, 2, DATA)
-    for length in (16, 16, 32):
-        lengths.add(length)
+    lengths = BatchLengths.restored({}, 2, DATA)
+    for length, is_timed in ((16, False), (16, True), (32, False)):
+        lengths.add(length, is_timed)
     again = BatchLengths.restored(lengths.record(), 5, DATA)
     assert again.steps == {64: 2, 16: 2, 32: 1} and again.tokens() == 4 * (128 + 32 + 32)
+    assert again.timed_tokens() == 4 * (128 + 16)
     trainer = SimpleNamespace(flops=lambda examples, length: examples * length**2)
     assert again.flops_per_step(trainer, 64) == round(4 * (2 * 64**2 + 2 * 16**2 + 32**2) / 5)
     assert again.flops_per_step(SimpleNamespace(flops=lambda examples, length: None), 64) is None
-    assert BatchLengths.restored(None, 0, DATA).flops_per_step(trainer, 64) == 4 * 64**2
+    assert BatchLengths.restored({}, 0, DATA).flops_per_step(trainer, 64) == 4 * 64**2
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,12 @@ def test_result_depends_on_the_seed_alone(text):
     assert np.abs(first - other).max() > 0.01 and margin(first, topics) > 0.3
 
 
+def test_vectors_that_are_not_finite_raise(text):
+    config = dataclasses.replace(CONFIG, learning_rate=1e30)
+    with pytest.raises(InputError, match="not finite after epoch 1: lower learning_rate=1e[+]30 or centres=8"):
+        train_word_vectors(*text[:2], config)
+
+
 def test_vocabulary_leaves_out_rare_words():
     ids, words, counts = sentence_ids([["b", "a", "b"], ["c", "a"], []], least=2)
     assert words == ["a", "b"] and counts.tolist() == [2, 2] and ids.tolist() == [1, 0, 1, -1, 0, -1, -1]
@@ -62,6 +68,7 @@ def test_vocabulary_leaves_out_rare_words():
             "the text has the id 3, and there are counts of 1 words",
         ),
         (lambda: Word2VecConfig(objective="cbows"), "objective='cbows': expected one of skip_gram, cbow"),
+        (lambda: Word2VecConfig(learning_rate=float("inf")), "learning_rate=inf, min_learning_rate=0.0001: expected"),
         (lambda: Word2VecConfig(epochs=0), "epochs=0: expected at least 1"),
         (
             lambda: Word2VecConfig(learning_rate=0.0),

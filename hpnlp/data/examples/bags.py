@@ -35,6 +35,7 @@ class LabelledBags(Kind):
     max_texts: int
     distinct: bool = False
     has_labels = True
+    compares_examples = True
 
     @property
     def columns(self) -> tuple[Column, ...]:

@@ -43,7 +43,7 @@ class ExampleConfig(abc.ABC):
     buckets: int = option(
         1,
         "Widths of training batches: with N over 1, a batch has examples of similar lengths, padded to one of N widths up to "
-        "seq_len, which leave the least padding. Held-out examples are padded to seq_len.",
+        "seq_len, which leave the least padding. Held-out examples are sorted by length, and padded to these widths.",
     )
     heldout: float = option(
         0.1,

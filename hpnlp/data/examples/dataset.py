@@ -158,20 +158,27 @@ class Examples:
 
     def _bucketed(self, seed: int, process_index: int, process_count: int) -> Batches:
         """Training batches of examples of similar lengths."""
-        config, stored = self.config, self.stored["train"]
         check_seed(seed)
-        lengths = np.concatenate(
-            [self.kind.row_lengths(lengths, self.tokenizer, config.seq_len) for lengths in stored.lengths()]
-        )
-        order = BucketOrder(lengths, config.buckets, config.seq_len, config.batch_size, seed)
+        config, order = self.config, self._bucket_order(seed)
         widths = ", ".join(map(str, order.widths))
         return bucketed_batches(
             order,
-            lambda numbers, count, width: self.kind.batch(stored, numbers.tolist(), count, self.tokenizer, width),
+            lambda numbers, count, width: self._batch("train", numbers, count, width),
             self._digests | {"division into buckets": f"{widths} by {config.batch_size}"},
             batch_size=config.batch_size,
             process_index=process_index,
             process_count=process_count,
+        )
+
+    def _bucket_order(self, seed: int) -> BucketOrder:
+        config = self.config
+        return BucketOrder(self._lengths("train"), config.buckets, config.seq_len, config.batch_size, seed)
+
+    def _lengths(self, side: str) -> np.ndarray:
+        """Tokens of the sequences of a set, integers [n]."""
+        kind, seq_len = self.kind, self.config.seq_len
+        return np.concatenate(
+            [kind.row_lengths(lengths, self.tokenizer, seq_len) for lengths in self.stored[side].lengths()]
         )
 
     def heldout(
@@ -183,9 +190,11 @@ class Examples:
         process_index: int = 0,
         process_count: int = 1,
     ) -> Iterator[Batch]:
-        """Iterates over held-out examples once, in the order of `stored`.
+        """Iterates over held-out examples once.
 
-        The last batch is filled with padding of weight 0, so that every process gets the same number of batches.
+        Examples are in the order of `stored`. With `data.buckets` over 1, batches are padded to the widths of training batches,
+        and examples are in the order of their lengths unless scores depend on which examples are in one batch. The last batch
+        is filled with padding of weight 0, so that every process gets the same number of batches.
 
         Args:
           batch_size: Examples per batch over all processes.
@@ -203,11 +212,26 @@ class Examples:
         if name not in self.heldout_sets:
             raise InputError(f"there are no examples {name!r}: expected {' or '.join(map(repr, self.heldout_sets))}")
         batches = ordered_batches(self.stored[name].count, batch_size, limit, process_index, process_count)
-        return (self._batch(name, numbers, count) for numbers, count in batches)
+        if self.config.buckets == 1:
+            return (self._batch(name, numbers, count) for numbers, count in batches)
+        whole = [numbers for numbers, _ in ordered_batches(self.stored[name].count, batch_size, limit, 0, 1)]
+        return self._bucketed_heldout(name, whole, process_index, batch_size // process_count)
 
-    def _batch(self, side: str, numbers: np.ndarray, count: int) -> Batch:
-        """The batch of the examples with these numbers, filled up with padding to the size `count`."""
-        return self.kind.batch(self.stored[side], numbers.tolist(), count, self.tokenizer, self.config.seq_len)
+    def _bucketed_heldout(self, name: str, whole: list[np.ndarray], process_index: int, count: int) -> Iterator[Batch]:
+        """The batches of a process: `count` examples of each of the whole batches, whose longest example decides the width."""
+        lengths, widths = self._lengths(name), [*self._bucket_order(0).widths, self.config.seq_len]
+        if not self.kind.compares_examples:
+            numbers = np.concatenate(whole)
+            numbers = numbers[np.argsort(lengths[numbers], kind="stable")]
+            whole = np.split(numbers, np.cumsum([len(batch) for batch in whole[:-1]]))
+        for numbers in whole:
+            width = widths[int(np.searchsorted(widths, lengths[numbers].max()))]
+            yield self._batch(name, numbers[process_index * count : (process_index + 1) * count], count, width)
+
+    def _batch(self, side: str, numbers: np.ndarray, count: int, width: int | None = None) -> Batch:
+        """The batch of the examples with these numbers, filled up with padding to `count` examples of `width` tokens."""
+        width = self.config.seq_len if width is None else width
+        return self.kind.batch(self.stored[side], numbers.tolist(), count, self.tokenizer, width)
 
 
 def _count(count: int) -> str:

@@ -23,10 +23,12 @@ class Kind(abc.ABC):
     Attributes:
       has_labels: Whether examples have labels.
       distinct: Whether each token of a text is stored once, at its first occurrence.
+      compares_examples: Whether scores depend on which examples are in one batch, as with in-batch negatives.
     """
 
     has_labels: bool = False
     distinct: bool = False
+    compares_examples: bool = False
 
     @property
     def parts(self) -> int:

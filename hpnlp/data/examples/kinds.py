@@ -271,6 +271,7 @@ class Pairs(Kind):
     text_field: str
     pair_field: str
     distinct: bool = False
+    compares_examples = True
 
     @property
     def parts(self) -> int:

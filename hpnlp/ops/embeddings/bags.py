@@ -63,9 +63,7 @@ def embedding_bag(
         raise InputError(f"ids {ids.shape}, lengths {lengths.shape}: expected [B, L] and [B]; pad_bags makes them")
     _check(mode, weights, ids.shape)
     is_id = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] < lengths.astype(jnp.int32)[:, None]
-    vectors = table[ids].astype(jnp.float32)
-    vectors = vectors if weights is None else vectors * weights.astype(jnp.float32)[..., None]
-    total = jnp.where(is_id[..., None], vectors, 0.0).sum(axis=1)
+    total = _masked(table[ids], is_id, weights).sum(axis=1)
     return _scaled(total, is_id.sum(axis=1), mode, unit).astype(_dtype(table))
 
 
@@ -141,9 +139,7 @@ def pool_segments(
     is_item = (segments >= 0) & (segments < bags)
     # Padding is added to a further bag, which is cut off; a negative index would count from the end.
     to = jnp.where(is_item, segments, bags).astype(jnp.int32)
-    vectors = x.astype(jnp.float32)
-    vectors = vectors if weights is None else vectors * weights.astype(jnp.float32)[:, None]
-    vectors = jnp.where(is_item[:, None], vectors, 0.0)
+    vectors = _masked(x, is_item, weights)
 
     def add(values: Array) -> Array:
         return jax.ops.segment_sum(values, to, bags + 1, indices_are_sorted=is_sorted)[:bags]
@@ -162,8 +158,12 @@ def unit_norm(x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
       [..., D] in the dtype of x, computed in float32; 0, without a gradient, for a vector of zeros.
     """
     y = x.astype(jnp.float32)
+    # Squares of numbers under 1e-19 or over 1e19 are no float32. The result does not depend on the divisor, and so has no
+    # gradient by it.
+    largest = lax.stop_gradient(jnp.abs(y).max(axis=-1, keepdims=True, initial=0.0))
+    is_zero = largest == 0
+    y = y / jnp.where(is_zero, 1.0, largest)
     squares = jnp.square(y).sum(axis=-1, keepdims=True)
-    is_zero = squares == 0
     # The square root has an infinite slope at 0, which would reach the gradient as 0 times infinity.
     return (y * jnp.where(is_zero, 0.0, lax.rsqrt(jnp.where(is_zero, 1.0, squares)))).astype(x.dtype)
 
@@ -225,10 +225,10 @@ def _checked(bags: Sequence[Any], vocab: int) -> list[np.ndarray]:
             )
         if bag.ndim != 1 or bag.dtype.kind not in "iu":
             raise InputError(f"bag {number} is {bag.dtype} {bag.shape}: expected a list of whole numbers")
-        if bag.min() < 0 or (vocab and bag.max() >= vocab):
-            wrong = bag[(bag < 0) | (bag >= (vocab or np.inf))][0]
-            last = f"0 to {vocab - 1}, rows of the table" if vocab else "at least 0"
-            raise InputError(f"bag {number} has the id {wrong}: expected {last}")
+        if bag.min() < 0 or bag.max() >= (vocab or 2**31):
+            wrong = bag[(bag < 0) | (bag >= (vocab or 2**31))][0]
+            expected = f"0 to {vocab - 1}, rows of the table" if vocab else "0 to 2^31 - 1"
+            raise InputError(f"bag {number} has the id {wrong}: expected {expected}")
     return [bag.astype(np.int32) for bag in arrays]
 
 
@@ -238,6 +238,15 @@ def _check(mode: str, weights: Any, shape: tuple[int, ...]) -> None:
         raise InputError(f"mode {mode!r}: expected {', '.join(map(repr, MODES))}")
     if weights is not None and weights.shape != shape:
         raise InputError(f"weights {weights.shape}: expected {shape}, a factor of each id")
+
+
+def _masked(x: Array, counts: Array, weights: Array | None) -> Array:
+    """Vectors times their weights in float32, and 0 where they do not count, even if one of both is NaN there."""
+    # Both are masked before their product: in its gradient, the zeros of a mask behind it would meet the NaN.
+    vectors = jnp.where(counts[..., None], x.astype(jnp.float32), 0.0)
+    if weights is None:
+        return vectors
+    return vectors * jnp.where(counts, weights.astype(jnp.float32), 0.0)[..., None]
 
 
 def _scaled(total: Array, count: Array, mode: str, unit: bool) -> Array:

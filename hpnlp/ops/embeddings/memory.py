@@ -34,14 +34,14 @@ class KeyValueMemory:
       keys: [M, D] float32 of length 1; 0 in an empty slot.
       values: [M] int32 classes; EMPTY in an empty slot.
       ages: [M] int32 number of updates since a slot was written or was right; the largest int32 / 2 in an empty slot.
-      found: [M] int32 number of queries whose nearest key it was since a slot was written.
+      hits: [M] int32 number of queries whose nearest key it was since a slot was written.
       writes: int32 number of slots written so far.
     """
 
     keys: Any
     values: Any
     ages: Any
-    found: Any
+    hits: Any
     writes: Any
 
     @property
@@ -100,7 +100,7 @@ def memory_lookup(
       2 B M D operations (`exact_search`).
     """
     bias = jnp.where(memory.values == EMPTY, -jnp.inf, 0.0)
-    cosines, slots = exact_search(unit_norm(q), memory.keys, k, bias=bias)
+    cosines, slots = exact_search(unit_norm(q.astype(jnp.float32)), memory.keys, k, bias=bias)
     return cosines, jnp.where(jnp.isneginf(cosines), EMPTY, memory.values[slots]), slots
 
 
@@ -135,7 +135,8 @@ def memory_loss(
         raise InputError(f"margin {margin}: expected a number of at least 0, such as 0.1")
     _check(memory, q, labels)
     keys = lax.stop_gradient(memory.keys)
-    cosines = lax.dot_general(unit_norm(q).astype(jnp.float32), keys, (((1,), (1,)), ((), ())))
+    q = unit_norm(q.astype(jnp.float32))
+    cosines = lax.dot_general(q, keys, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
     is_right = memory.values[None] == labels.astype(jnp.int32)[:, None]
     positive = jnp.where(is_right, cosines, _NONE).max(axis=1)
     negative = jnp.where(is_right | (memory.values == EMPTY)[None], _NONE, cosines).max(axis=1)
@@ -164,8 +165,9 @@ def update_memory(
 
     Args:
       memory: The memory.
-      q: [B, D] queries of any length; gradients are stopped.
-      labels: [B] classes, at least 0.
+      q: [B, D] queries of any length; gradients are stopped. A query with a number that is not finite is not written, since
+        its key would be the nearest one of all later queries.
+      labels: [B] classes; an example of a negative class is not written.
       rng: Key of the random numbers; needed if noise is over 0.
       rule: "average", as above; "newest", in which the query replaces the key of a right slot (of several, the last one);
         "circular", in which all examples, right or not, are written to the slots in turn.
@@ -193,13 +195,15 @@ def update_memory(
         raise InputError(f"noise {noise}: expected a number of at least 0, with a random key: pass rng=")
     if count > slots:
         raise InputError(f"{count} examples for {slots} slots: each may need a slot of its own; use more slots")
-    q = unit_norm(lax.stop_gradient(q).astype(jnp.float32))
+    q = lax.stop_gradient(q).astype(jnp.float32)
     labels = labels.astype(jnp.int32)
-    is_written = jnp.ones((count,), bool) if mask is None else mask
+    is_written = jnp.isfinite(q).all(axis=1) & (labels >= 0)
+    is_written = is_written if mask is None else is_written & mask
+    q = unit_norm(jnp.where(is_written[:, None], q, 0.0))
     _, classes, nearest = memory_lookup(memory, q)
     nearest, has_nearest = nearest[:, 0], is_written & (classes[:, 0] != EMPTY)
     is_right = is_written & (classes[:, 0] == labels) & (rule != "circular")
-    found = memory.found.at[nearest].add(has_nearest.astype(jnp.int32))
+    hits = memory.hits.at[nearest].add(has_nearest.astype(jnp.int32))
     keys, ages = memory.keys, memory.ages + (memory.values != EMPTY).astype(jnp.int32)
     keys = _refreshed(keys, q, nearest, is_right, rule)
     was_right = jnp.zeros((slots,), bool).at[nearest].max(is_right)
@@ -213,7 +217,7 @@ def update_memory(
         keys.at[to].set(q, **options),
         memory.values.at[to].set(labels, **options),
         ages.at[to].set(0, **options),
-        found.at[to].set(0, **options),
+        hits.at[to].set(0, **options),
         memory.writes + is_miss.sum().astype(jnp.int32),
     )
 
@@ -261,7 +265,7 @@ def orphaned_slots(memory: KeyValueMemory) -> tuple[Int[Array, ""], Int[Array, "
       `(orphaned, used)`: numbers of keys that were never the nearest one, and of slots that hold a key.
     """
     is_used = memory.values != EMPTY
-    return (is_used & (memory.found == 0)).sum().astype(jnp.int32), is_used.sum().astype(jnp.int32)
+    return (is_used & (memory.hits == 0)).sum().astype(jnp.int32), is_used.sum().astype(jnp.int32)
 
 
 def _check(memory: KeyValueMemory, q: Array, labels: Array) -> None:

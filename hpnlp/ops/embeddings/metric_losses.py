@@ -59,7 +59,7 @@ def triplet_loss(
       Hermans, Beyer and Leibe 2017, "In defense of the triplet loss for person re-identification", eq. 5 (hard) and 6 (all).
     """
     same, other = _pairs(x, labels, margin, mining, mask)
-    y = x.astype(jnp.float32)
+    y = _counted(x, mask)
     # Differences of the vectors, not of their products, which cancel for near vectors.
     square = jnp.square(y[:, None] - y[None]).sum(axis=2)
     is_zero = square == 0
@@ -99,7 +99,7 @@ def large_margin_loss(
       Wu et al. 2018, "StarSpace: embed all the things!", for similarities.
     """
     same, other = _pairs(x, labels, margin, mining, mask)
-    y = x.astype(jnp.float32)
+    y = _counted(x, mask)
     product = lax.dot_general(y, y, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
     return _mined(-product, same, other, margin, mining)
 
@@ -126,6 +126,12 @@ def _pairs(x: Any, labels: Any, margin: Any, mining: str, mask: Any) -> tuple[Ar
     return equal & both & ~jnp.eye(len(labels), dtype=bool), ~equal & both
 
 
+def _counted(x: Array, mask: Array | None) -> Array:
+    """The vectors in float32; 0 for those that do not count, which may be NaN."""
+    y = x.astype(jnp.float32)
+    return y if mask is None else jnp.where(mask[:, None], y, 0.0)
+
+
 def _mined(distance: Array, same: Array, other: Array, margin: Any, mining: str) -> Loss:
     """The loss of the distances of all pairs."""
 
@@ -141,4 +147,6 @@ def _mined(distance: Array, same: Array, other: Array, margin: Any, mining: str)
         return losses.sum(), is_anchor.sum().astype(jnp.float32)
     is_triplet = same[:, :, None] & other[:, None, :]
     losses = jnp.where(is_triplet, loss(distance[:, :, None] - distance[:, None, :]), 0.0)
-    return losses.sum(), (is_triplet & (losses > 0)).sum().astype(jnp.float32)
+    # The soft margin is positive everywhere, and 0 in float32 where the violation is below -104.
+    counts = is_triplet if margin is None else is_triplet & (losses > 0)
+    return losses.sum(), counts.sum().astype(jnp.float32)

@@ -59,7 +59,7 @@ def neighbor_probabilities(
 
     Args:
       similarities: [Q, k] of `find_neighbors`; -inf is no neighbour.
-      labels: [Q, k] classes of the neighbours.
+      labels: [Q, k] classes of the neighbours; a number that is no class is no neighbour.
       classes: Number of classes, C.
       temperature: A neighbour has the weight exp(similarity / temperature); None for equal weights.
 
@@ -75,7 +75,7 @@ def neighbor_probabilities(
         raise InputError(f"classes is {classes}: expected at least 1")
     if temperature is not None and not temperature > 0:
         raise InputError(f"temperature {temperature}: expected a number over 0, such as 0.1, or None for equal votes")
-    is_neighbor = ~jnp.isneginf(similarities)
+    is_neighbor = ~jnp.isneginf(similarities) & (labels >= 0) & (labels < classes)
     if temperature is None:
         votes = is_neighbor.astype(jnp.float32)
     else:
@@ -83,5 +83,6 @@ def neighbor_probabilities(
         largest = jnp.where(is_neighbor, scores, -jnp.inf).max(axis=1, keepdims=True)
         votes = jnp.where(is_neighbor, jnp.exp(scores - jax.lax.stop_gradient(jnp.maximum(largest, -1e30))), 0.0)
     votes = votes / jnp.maximum(votes.sum(axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    query = jnp.broadcast_to(jnp.arange(len(labels), dtype=labels.dtype)[:, None], labels.shape)
-    return jnp.zeros((len(labels), classes), jnp.float32).at[query, labels].add(votes)
+    query = jnp.arange(len(labels), dtype=jnp.int32)[:, None]
+    to = jnp.where(is_neighbor, labels, 0).astype(jnp.int32)
+    return jnp.zeros((len(labels), classes), jnp.float32).at[query, to].add(votes)

@@ -47,8 +47,8 @@ class Block:
         for name in ("window", "centres", "noise"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}: expected at least 1")
-        if self.negatives < 0:
-            raise InputError(f"negatives={self.negatives}: expected at least 0")
+        if not 0 <= self.negatives < np.inf:
+            raise InputError(f"negatives={self.negatives}: expected a number of at least 0")
 
     @property
     def contexts(self) -> int:
@@ -85,7 +85,7 @@ def keep_probabilities(counts: Int[Any, " V"], threshold: float = 1e-3, form: st
         return np.ones(counts.shape, np.float32)
     ratio = threshold * counts.sum() / np.maximum(counts, 1e-9)
     kept = np.sqrt(ratio) + (ratio if form == "c" else 0.0)
-    return np.minimum(kept, 1.0).astype(np.float32)
+    return np.where(counts > 0, np.minimum(kept, 1.0), 1.0).astype(np.float32)
 
 
 def noise_table(counts: Int[Any, " V"], power: float = 0.75, size: int = 1 << 20) -> np.ndarray:
@@ -122,8 +122,13 @@ def pair_weights(segments: Int[Array, " C"], widths: Int[Array, " T"], block: Bl
       [T, T + 2 W] float32.
     """
     distance = jnp.arange(block.contexts)[None, :] - block.window - jnp.arange(block.centres)[:, None]
-    own = segments[block.window : block.window + block.centres, None]
-    pairs = (jnp.abs(distance) <= widths[:, None]) & (distance != 0) & (segments[None, :] == own) & (own >= 0)
+    centre_segments = segments[block.window : block.window + block.centres, None]
+    pairs = (
+        (jnp.abs(distance) <= widths[:, None])
+        & (distance != 0)
+        & (segments[None, :] == centre_segments)
+        & (centre_segments >= 0)
+    )
     return pairs.astype(jnp.float32)
 
 
@@ -138,7 +143,8 @@ def block_loss(
     """Negative-sampling loss of a block, in nats.
 
     Each prediction loses -log sigmoid(score of the word), and `negatives / K` times -log sigmoid(-score) of each noise word: in
-    expectation the loss of `negatives` noise words that are drawn for this prediction.
+    expectation the loss of `negatives` noise words that are drawn for this prediction. A noise word that is the predicted word
+    counts as any other, while word2vec.c and gensim skip it.
 
     Args:
       inputs: Input vectors: [T, D] of the centres for skip-gram, [T + 2 W, D] of the contexts for CBOW.

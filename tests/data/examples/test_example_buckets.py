@@ -75,6 +75,23 @@ def test_processes_share_a_batch_of_one_width(pair):
     assert_equal(together, alone)
 
 
+def test_heldout_batches_have_the_examples_of_padded_ones_at_fewer_widths(pair):
+    bucketed, padded = pair
+    for limit in (None, 2):
+        batches, expected = (list(data.heldout(batch_size=4, limit=limit)) for data in pair)
+        assert len(batches) == len(expected) and rows_of(batches) == rows_of(expected)
+        widths = [batch["tokens"].shape[1] for batch in batches]
+        allowed = {*BucketOrder(bucketed._lengths("train"), 3, 40, 4, 0).widths, 40}
+        assert set(widths) <= allowed and min(widths) < 40
+        if bucketed.kind.compares_examples:  # the same examples in each batch
+            assert [rows_of([batch]) for batch in batches] == [rows_of([batch]) for batch in expected]
+        else:
+            assert widths == sorted(widths)
+    shards = [list(bucketed.heldout(batch_size=4, process_index=i, process_count=2)) for i in range(2)]
+    together = [{name: np.concatenate([a[name], b[name]]) for name in a} for a, b in zip(*shards, strict=True)]
+    assert_equal(together, list(bucketed.heldout(batch_size=4)))
+
+
 def test_states_of_another_division_raise(tmp_path):
     path = write(tmp_path / "a.jsonl", KINDS["classification"][0]())
     one, other = (prepare_examples(config("classification", path, buckets=n)) for n in (2, 3))

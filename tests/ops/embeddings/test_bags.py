@@ -63,21 +63,38 @@ def test_bags_match_a_loop(mode, unit):
 
 def test_padding_and_empty_bags_are_zero_with_zero_gradient():
     table = jnp.asarray(np.where(np.arange(V)[:, None] == 0, np.nan, TABLE))  # id 0 is that of padding
+    factors = jnp.array([[2, 1, jnp.nan], [jnp.nan] * 3])
 
-    def bags(table):
+    def bags(table, factors):
         ids = jnp.array([[1, 2, 0], [0, 0, 0]], jnp.int32)
-        padded = embeddings.embedding_bag(table, ids, jnp.array([2, 0], jnp.int32), unit=True)
-        segments = jnp.array([0, 0, 2, -1, -1, 9], jnp.int32)
-        return padded, embeddings.segment_embedding_bag(table, ids.reshape(-1), segments, 2, unit=True)
+        padded = embeddings.embedding_bag(table, ids, jnp.array([2, 0], jnp.int32), weights=factors, unit=True)
+        segments, options = jnp.array([0, 0, 2, -1, -1, 9], jnp.int32), {"weights": factors.reshape(-1), "unit": True}
+        return padded, embeddings.segment_embedding_bag(table, ids.reshape(-1), segments, 2, **options)
 
-    def with_gradient(table):
-        both, pull = jax.vjp(bags, table)
-        return both, pull((jnp.ones_like(both[0]), jnp.ones_like(both[1])))[0]
+    def with_gradient(table, factors):
+        both, pull = jax.vjp(bags, table, factors)
+        return both, *pull((jnp.ones_like(both[0]), jnp.ones_like(both[1])))
 
-    (padded, by_segments), gradient = once(with_gradient, table)
+    (padded, by_segments), gradient, of_factors = once(with_gradient, table, factors)
+    assert np.all(np.isfinite(of_factors)) and np.all(np.asarray(of_factors).reshape(-1)[2:] == 0)
     assert_close(padded, by_segments)
     assert np.all(np.asarray(padded[1]) == 0) and np.all(np.isfinite(padded))
     assert np.all(np.asarray(gradient)[[0, *range(3, V)]] == 0) and np.all(np.isfinite(gradient))
+
+
+def test_vectors_of_any_length_have_unit_norm():
+    """Squares of the numbers of the first two vectors are no float32."""
+    x = np.array([[3e-25, -4e-25], [3e25, 4e25], [0.3, 0.4], [0, 0]], np.float32)
+
+    def with_gradient(x):
+        y, pull = jax.vjp(embeddings.unit_norm, x)
+        return y, pull(jnp.ones_like(y))[0]
+
+    y, gradient = once(with_gradient, x)
+    assert_close(y, np.array([[0.6, -0.8], [0.6, 0.8], [0.6, 0.8], [0, 0]], np.float32))
+    lengths = np.linalg.norm(x.astype(np.float64), axis=1)[:, None]
+    expected = np.where(lengths > 0, (1 - y * np.asarray(y).sum(axis=1, keepdims=True)) / np.maximum(lengths, 1e-99), 0)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4)
 
 
 def test_rows_of_a_table_take_its_place():
@@ -160,7 +177,8 @@ INVALID = {
     "empty": (lambda: embeddings.join_bags([[1], []]), "bag 1 is empty: expected at least one id; leave it out"),
     "empty padded": (lambda: embeddings.pad_bags([[], [1]]), "bag 0 is empty"),
     "unknown id": (lambda: embeddings.pad_bags([[1, 11]], vocab=V), "bag 0 has the id 11: expected 0 to 10, rows"),
-    "negative id": (lambda: embeddings.join_bags([[2], [-1]]), "bag 1 has the id -1: expected at least 0"),
+    "negative id": (lambda: embeddings.join_bags([[2], [-1]]), r"bag 1 has the id -1: expected 0 to 2\^31 - 1"),
+    "large id": (lambda: embeddings.pad_bags([[2**31]]), r"bag 0 has the id 2147483648: expected 0 to 2\^31 - 1"),
     "words": (lambda: embeddings.join_bags([["a"]]), "bag 0 is <U1 .*: expected a list of whole numbers"),
     "width": (lambda: embeddings.pad_bags(BAGS, width=4), "bag 2 has 5 ids, and width is 4: cut it, or raise width"),
     "mode": (lambda: embeddings.embedding_bag(TABLE, IDS, LENGTHS, mode="max"), "mode 'max': expected 'sum', 'sqrt'"),

@@ -25,7 +25,7 @@ class Loop:
 
     def __init__(self, slots, rule):
         self.keys, self.values = np.zeros((slots, D)), np.full(slots, EMPTY)
-        self.ages, self.found, self.writes, self.rule = np.zeros(slots, int), np.zeros(slots, int), 0, rule
+        self.ages, self.hits, self.writes, self.rule = np.zeros(slots, int), np.zeros(slots, int), 0, rule
 
     def update(self, queries, labels):
         used = self.values != EMPTY
@@ -34,7 +34,7 @@ class Loop:
         self.ages[used] += 1
         right, misses = {}, []
         for q, label, slot in zip(unit(queries), labels, nearest, strict=True):
-            self.found[slot] += used[slot]
+            self.hits[slot] += used[slot]
             if self.rule != "circular" and used[slot] and self.values[slot] == label:
                 right.setdefault(slot, []).append(q)
             else:
@@ -46,7 +46,7 @@ class Loop:
         if self.rule == "circular":
             order = [(self.writes + i) % len(keys) for i in range(len(misses))]
         for slot, (q, label) in zip(order, misses, strict=False):
-            keys[slot], self.values[slot], self.ages[slot], self.found[slot] = q, label, 0, 0
+            keys[slot], self.values[slot], self.ages[slot], self.hits[slot] = q, label, 0, 0
         self.keys, self.writes = keys, self.writes + len(misses)
 
 
@@ -64,11 +64,11 @@ def test_updates_match_a_loop(rule):
         used = loop.values != EMPTY
         np.testing.assert_array_equal(memory.values, loop.values)
         np.testing.assert_array_equal(np.asarray(memory.ages)[used], loop.ages[used])
-        np.testing.assert_array_equal(memory.found, loop.found)
+        np.testing.assert_array_equal(memory.hits, loop.hits)
         assert_close(memory.keys, loop.keys.astype(np.float32))
         assert int(memory.writes) == loop.writes
     orphaned, count = embeddings.orphaned_slots(memory)
-    assert (int(orphaned), int(count)) == (int((used & (loop.found == 0)).sum()), int(used.sum()))
+    assert (int(orphaned), int(count)) == (int((used & (loop.hits == 0)).sum()), int(used.sum()))
     assert loop.writes > M  # slots were replaced
 
 
@@ -146,6 +146,30 @@ def test_batches_as_large_as_the_memory_replace_right_slots_last():
     labels = np.where(np.arange(M) < 2, np.arange(M), 50 + np.arange(M))
     values = np.asarray(once(embeddings.update_memory, memory, q, labels).values)
     assert sorted(values.tolist()) == [0, 1, *range(52, 50 + M)]
+
+
+def test_queries_that_are_not_finite_and_negative_classes_are_not_written():
+    """A key of NaN would be the nearest one of all queries from then on."""
+    memory, keys = filled()
+    bad = np.array([[np.nan, 0, 0], [np.inf, 1, 0], keys[1], keys[2]], np.float32)
+    queries, labels = np.concatenate([bad, keys[:1]]), np.array([1, 1, EMPTY, -5, 0])
+
+    def update(q, labels):
+        empty = embeddings.update_memory(embeddings.empty_memory(M, D), q[2:3], labels[2:3])
+        return embeddings.update_memory(memory, q, labels), embeddings.update_memory(memory, q[4:], labels[4:]), empty
+
+    updated, expected, empty = once(update, queries, labels)
+    jax.tree.map(np.testing.assert_array_equal, updated, expected)
+    assert int(empty.writes) == 0
+
+
+def test_queries_in_bfloat16_are_normalised_in_float32():
+    memory, keys = filled()
+    q = jnp.asarray(keys, jnp.bfloat16)
+    cosines, slots = once(lambda m, q: embeddings.memory_lookup(m, q, 1)[::2], memory, q)
+    exact = unit(np.asarray(q, np.float64)) @ keys.T
+    np.testing.assert_array_equal(slots[:, 0], exact.argmax(axis=1))
+    assert_close(cosines[:, 0], exact.max(axis=1).astype(np.float32))
 
 
 Q, Y = np.ones((2, D), np.float32), np.zeros(2, int)

@@ -9,7 +9,7 @@ import pytest
 
 from hpnlp.ops import embeddings
 from hpnlp.types import InputError
-from tests.contracts import assert_close, once
+from tests.contracts import ONCE, assert_close, once
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((9, 4)).astype(np.float32)
@@ -80,6 +80,26 @@ def test_gradients_match_differences():
         for sign in (1, -1)
     ]
     np.testing.assert_allclose((gradient * step).sum(), (expected[0] - expected[1]) / 2, rtol=2e-2)
+
+
+def test_vectors_that_do_not_count_may_be_nan():
+    x = np.where(MASK[:, None], X, np.nan).astype(np.float32)
+
+    def losses(x):
+        named = [loss for loss, _ in DISTANCES.values()]
+        return sum(loss(x, LABELS, mining=mining, mask=MASK)[0] for loss in named for mining in ("hard", "all"))
+
+    both = jax.jit(jax.value_and_grad(losses), compiler_options=ONCE)
+    value, gradient = both(x)
+    assert_close((value, gradient), both(X))
+    assert not np.any(gradient[~MASK])
+
+
+def test_soft_margins_count_triplets_whose_loss_is_0_in_float32():
+    """Violations of -200."""
+    x, labels = np.array([[100, 0], [100, 0], [-100, 0]], np.float32), np.array([0, 0, 1])
+    loss, weight = once(lambda x: embeddings.triplet_loss(x, labels, margin=None, mining="all"), x)
+    assert loss == 0 and weight == 2
 
 
 def test_traced_batches_of_one_class_have_no_weight():

@@ -34,11 +34,19 @@ def test_votes_are_those_of_the_nearest_examples():
 
 def test_absent_neighbors_have_no_vote():
     similarities = jnp.array([[0.5, -jnp.inf], [-jnp.inf, -jnp.inf]])
-    for temperature in (None, 0.1):
-        shares = embeddings.neighbor_probabilities(
-            similarities, jnp.array([[2, 0], [1, 1]]), 3, temperature=temperature
-        )
+
+    def votes(s, y):
+        return [embeddings.neighbor_probabilities(s, y, 3, temperature=t) for t in (None, 0.1)]
+
+    for shares in once(votes, similarities, jnp.array([[2, 0], [1, 1]])):
         np.testing.assert_array_equal(shares, [[0, 0, 1], [0, 0, 0]])
+
+
+def test_numbers_that_are_no_class_have_no_vote():
+    """Of more queries than their dtype can count."""
+    labels = np.tile(np.array([[-1, 1, 7]], np.int8), (200, 1))
+    shares = once(lambda s, y: embeddings.neighbor_probabilities(s, y, 3), np.ones((200, 3), np.float32), labels)
+    np.testing.assert_array_equal(shares, np.tile([0, 1, 0], (200, 1)))
 
 
 @pytest.mark.oracle

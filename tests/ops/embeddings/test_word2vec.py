@@ -84,7 +84,8 @@ def test_subsampling_follows_the_formulas():
     np.testing.assert_allclose(paper[:3], np.minimum(np.sqrt(share), 1), rtol=1e-6)
     c = word2vec.keep_probabilities(counts, 0.01, "c")
     np.testing.assert_allclose(c[:3], np.minimum(np.sqrt(share) + share, 1), rtol=1e-6)
-    assert c[3] == 1 and (word2vec.keep_probabilities(counts, 0.0) == 1).all()
+    assert c[3] == 1 and (word2vec.keep_probabilities(np.zeros(2, int), 0.01) == 1).all()
+    assert (word2vec.keep_probabilities(counts, 0.0) == 1).all()
 
 
 def test_noise_has_shares_of_the_powers_of_counts():
@@ -105,7 +106,8 @@ def test_merged_tables_move_by_the_changes_of_two_copies():
     [
         (lambda: Block("skipgram"), "objective='skipgram': expected one of skip_gram, cbow"),
         (lambda: Block(window=0), "window=0: expected at least 1"),
-        (lambda: Block(negatives=-1.0), "negatives=-1.0: expected at least 0"),
+        (lambda: Block(negatives=-1.0), "negatives=-1.0: expected a number of at least 0"),
+        (lambda: Block(negatives=float("nan")), "negatives=nan: expected a number of at least 0"),
         (lambda: word2vec.keep_probabilities(np.ones(1, int), -1.0), "threshold=-1.0: expected at least 0"),
         (lambda: word2vec.keep_probabilities(np.ones(1, int), 1.0, "word"), "form='word': expected one of c, paper"),
         (
