@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,12 +59,11 @@ def verdict(rows: Sequence[Any], metric: str, higher_is_better: bool) -> str:
     first, last = rows[0], rows[-1]
     times = [f"{_factor(first.seconds[n] / last.seconds[n])} at {n} sequence{'s' * (n > 1)}" for n in first.seconds]
     before, after = first.scores[metric], last.scores[metric]
-    is_worse = after < before if higher_is_better else after > before
+    is_worse = not math.isfinite(after) or (after < before if higher_is_better else after > before)
     quality = f"{metric} {'falls' if after < before else 'rises'} from {before:.4f} to {after:.4f}"
-    quality = f"{metric} stays at {after:.4f}" if after == before else quality
-    quality += " (worse)" if is_worse else ""
-    size = first.disk_bytes / last.disk_bytes
-    return f"The file is {size:.3g} times smaller; the loss of a batch is {', '.join(times)}; {quality}."
+    quality = f"{metric} becomes {after}" if not math.isfinite(after) else quality
+    quality = f"{metric} stays at {after:.4f}" if f"{after:.4f}" == f"{before:.4f}" else quality + " (worse)" * is_worse
+    return f"{_size(first.disk_bytes / last.disk_bytes)}; the loss of a batch is {', '.join(times)}; {quality}."
 
 
 def to_json(rows: Sequence[Any], metric: str, source: str | Path, recipe: str) -> str:
@@ -76,13 +76,13 @@ def to_json(rows: Sequence[Any], metric: str, source: str | Path, recipe: str) -
       recipe: The recipe.
 
     Returns:
-      Text.
+      Text, in which scores that are not finite are null.
     """
     content = {
         "source": str(source),
         "recipe": recipe,
         "metric": metric,
-        "rows": [dataclasses.asdict(row) for row in rows],
+        "rows": [{**dataclasses.asdict(row), "scores": _finite(row.scores)} for row in rows],
         "environment": measure.environment(),
     }
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
@@ -107,8 +107,20 @@ def panels(rows: Sequence[Any], metric: str) -> dict[str, Mapping[str, float]]:
     return {
         "MiB on disk": by_stage([row.disk_bytes / 2**20 for row in rows]),
         **{f"ms, {n} sequence{'s' * (n > 1)}": by_stage([1e3 * row.seconds[n] for row in rows]) for n in counts},
-        metric: by_stage([row.scores[metric] for row in rows]),
+        metric: by_stage([row.scores[metric] if math.isfinite(row.scores[metric]) else math.nan for row in rows]),
     }
+
+
+def _size(ratio: float) -> str:
+    """The size of a file, by that of the original over it."""
+    shown = f"{ratio:.3g}", f"{1 / ratio:.3g}"
+    if "1" in shown:
+        return "The file is as large as before"
+    return f"The file is {shown[0]} times smaller" if ratio > 1 else f"The file is {shown[1]} times larger"
+
+
+def _finite(scores: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: score if math.isfinite(score) else None for name, score in scores.items()}
 
 
 def _factor(ratio: float) -> str:

@@ -106,7 +106,8 @@ def compress_run(
       The measurements, first that of the original.
 
     Raises:
-      InputError: The recipe, a change or the run is invalid, `finetune` has no effect, or `target` holds a run.
+      InputError: The recipe, a change or the run is invalid, `finetune` has no effect, or `target` holds a run, or the further
+        training of another recipe that was interrupted.
       KeyboardInterrupt: A signal stopped the further training, which goes on from its checkpoint when the same compression is
         started again.
     """
@@ -148,6 +149,8 @@ def compress_run(
             weights = "masked" if any(parse_one(s.text, "--recipe").name == "magnitude" for s in stages) else ""
             versions.append(_finetuned(versions[-1], source, run.step, finetune, weights, target))
     target.mkdir(parents=True, exist_ok=True)
+    for left in target.glob(f".{WEIGHTS_FILE}.*.part"):  # of a compression that was killed
+        left.unlink()
     _copy_companions(source, target)
     scores = [_scores(version, dataset, batches) for version in versions]
     seconds = _seconds(versions, dataset, batch_sizes, rounds)
@@ -238,6 +241,12 @@ def _finetuned(version: _Version, source: Path, step: int, steps: int, weights: 
     first = start / f"new-{WEIGHTS_FILE}"
     write_weights(first, version.params, {"step": step})
     if not _can_resume(workdir, config, first, start / WEIGHTS_FILE):
+        if run_directory.has_checkpoints(workdir):
+            first.unlink()
+            raise InputError(
+                f"{workdir} holds checkpoints of an unfinished training with another recipe, run or setting: start the command "
+                "that began it again to finish it, or remove that directory"
+            )
         _remove_checkpoints(workdir)
         for name in ("config.json", "metrics.jsonl"):
             (workdir / name).unlink(missing_ok=True)
