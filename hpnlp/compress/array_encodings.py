@@ -59,8 +59,8 @@ class Encoding:
         if not match or not allowed.get(match[1], bits is None):
             raise InputError(
                 f"encoding {spec!r}: expected raw, huffman, nonzeros, sparse, sparse(BITS) with gaps of "
-                f"{sparse_codes.GAP_BITS[0]} to {sparse_codes.GAP_BITS[-1]} bits, packed(BITS) with 1 to {packing.MAX_BITS} bits, "
-                f"or packed({packing.TRITS})"
+                f"{sparse_codes.GAP_BITS[0]} to {sparse_codes.GAP_BITS[-1]} bits, packed(BITS) with 1 to {packing.MAX_BITS} "
+                f"bits, or packed({packing.TRITS})"
             )
         return cls(match[1], bits)
 
