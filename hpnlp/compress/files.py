@@ -145,6 +145,8 @@ def _assembled(path: str | os.PathLike[str], arrays: Mapping[str, Any], header: 
     """The tree of arrays, or their shapes, with the Weights that the header describes."""
     try:
         return _tree_of(path, arrays, header)
+    except InputError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(
             f"{path} is a container, but its header does not describe the weights of a model ({error!r:.80}): pass a file that "

@@ -95,6 +95,7 @@ def test_few_numbers_stay_as_they_are(keep_zeros):
     np.testing.assert_array_equal(cluster(w, 5, keep_zeros=keep_zeros).dense(), w)
 
 
+@pytest.mark.slow
 def test_small_clusters_beside_millions_of_numbers_have_their_means():
     w = np.full((1500, 2000), 0.1234567, np.float32)
     w[0, :12] = np.linspace(0.9, 1.0, 12) ** 3
