@@ -49,7 +49,7 @@ class TrainConfig:
     weights: str = option(
         "",
         "An entry of WEIGHT_TRAININGS, by which kernels are quantized, pruned or dropped in every step: quantized(8), ternary, "
-        'binary, magnitude(0.1), movement(0.1), soft_movement(), masked, shared, weight_drop(0.5); "" for none.',
+        'binary, magnitude(0.1), movement(0.1), soft_movement(), masked, shared, low_rank(0.5), weight_drop(0.5); "" for none.',
     )
     log_every: int = option(20, "Steps between fetching and writing metrics.")
     eval_every: int = option(0, "Steps between evaluations on held-out examples, 0 for one at the end only.")
