@@ -12,7 +12,7 @@ from typing import Any
 from hpnlp import measure
 from hpnlp.tasks.reporting import three_digits
 
-# Times that differ by less are called equal.
+# Times that differ by less, or by less than two measurements of the original, are called equal.
 NOISE = 1.05
 
 
@@ -57,7 +57,10 @@ def verdict(rows: Sequence[Any], metric: str, higher_is_better: bool) -> str:
       The sentence.
     """
     first, last = rows[0], rows[-1]
-    times = [f"{_factor(first.seconds[n] / last.seconds[n])} at {n} sequence{'s' * (n > 1)}" for n in first.seconds]
+    times = [
+        f"{_factor(first.seconds[n] / last.seconds[n], first.noise.get(n, 1.0))} at {n} sequence{'s' * (n > 1)}"
+        for n in first.seconds
+    ]
     before, after = first.scores[metric], last.scores[metric]
     is_worse = not math.isfinite(after) or (after < before if higher_is_better else after > before)
     quality = f"{metric} {'falls' if after < before else 'rises'} from {before:.4f} to {after:.4f}"
@@ -123,7 +126,8 @@ def _finite(scores: Mapping[str, float]) -> dict[str, float | None]:
     return {name: score if math.isfinite(score) else None for name, score in scores.items()}
 
 
-def _factor(ratio: float) -> str:
-    if 1 / NOISE < ratio < NOISE:
-        return "as fast as before"
+def _factor(ratio: float, noise: float) -> str:
+    noise = max(NOISE, noise)
+    if 1 / noise <= ratio <= noise:
+        return "as fast as before" if noise == NOISE else f"as fast as before, within the noise of {noise - 1:.0%},"
     return f"{ratio:.3g} times faster" if ratio > 1 else f"{1 / ratio:.3g} times slower"

@@ -49,6 +49,8 @@ class Measurement:
       disk_bytes: Bytes of the file.
       seconds: Time of the loss of a batch, by the number of sequences of the batch; the fastest of several measurements.
       scores: Held-out scores.
+      noise: Of the original: the larger over the smaller time of two measurements of it, by the number of sequences. Times that
+        differ by less may be equal.
     """
 
     stage: str
@@ -57,6 +59,7 @@ class Measurement:
     disk_bytes: int
     seconds: Mapping[int, float]
     scores: Mapping[str, float]
+    noise: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +167,7 @@ def compress_run(
             size,
             {count: of_version[index] for count, of_version in seconds.items()},
             score,
+            {} if index else {count: _ratio(times[0], times[-1]) for count, times in seconds.items()},
         )
         for index, (version, size, score) in enumerate(zip(versions, sizes, scores, strict=True))
     ]
@@ -287,19 +291,23 @@ def _scores(version: _Version, dataset: Any, batches: int | None) -> Mapping[str
 def _seconds(
     versions: Sequence[_Version], dataset: Any, batch_sizes: Sequence[int], rounds: int
 ) -> dict[int, list[float]]:
-    """Fastest time of the loss of a batch, by batch size and version, interleaved over versions."""
+    """Fastest time of the loss of a batch, by batch size and version, interleaved over versions; the first is the last, too."""
     batch = next(iter(dataset.train(seed=0)))
     result = {}
     for count in batch_sizes:
         functions = {}
-        for index, version in enumerate(versions):
+        for index, version in enumerate([*versions, versions[0]]):
             names = version.model.batch_axes()
             rows = {name: jnp.asarray(np.resize(batch[name], (count, *batch[name].shape[1:]))) for name in names}
             forward = jax.jit(lambda params, rows, model=version.model: gradients.loss(model, params, rows, None).sum)
             functions[str(index)] = lambda f=forward, p=version.params, r=rows: f(p, r)
         timings = measure.timeit(functions, rounds=rounds, min_seconds=0.05)
-        result[count] = [min(timings[str(index)].all) for index in range(len(versions))]
+        result[count] = [min(timings[str(index)].all) for index in range(len(functions))]
     return result
+
+
+def _ratio(first: float, second: float) -> float:
+    return max(first, second) / min(first, second)
 
 
 def _write(version: _Version, path: Path, step: int) -> int:

@@ -41,7 +41,7 @@ def test_a_recipe_gives_a_smaller_model_that_is_evaluated_like_a_run(run, traine
     assert rows[1]["parameters"] < rows[0]["parameters"]
     assert rows[3]["memory_bytes"] < rows[1]["memory_bytes"] / 2.5
     assert rows[3]["disk_bytes"] == (target / WEIGHTS_FILE).stat().st_size
-    assert set(rows[0]["seconds"]) == {"1", "2"}
+    assert set(rows[0]["seconds"]) == set(rows[0]["noise"]) == {"1", "2"}
     assert (target / "compress.md").exists() and (target / "compress.png").stat().st_size > 5000
     assert load(target).model.config.mlp_size * 2 == load(trained).model.config.mlp_size
     scored = run("evaluate", target, "--batches=1")
@@ -203,6 +203,10 @@ def test_the_verdict_says_what_became_worse(tmp_path):
     assert compression.verdict(rows, "accuracy", True) == (
         "The file is 4 times smaller; the loss of a batch is 2 times slower at 1 sequence, 4 times faster at 8 sequences; "
         "accuracy falls from 0.9000 to 0.8500 (worse)."
+    )
+    noisy = dataclasses.replace(rows[0], noise={1: 2.5, 8: 1.2})
+    assert "as fast as before, within the noise of 150%, at 1 sequence, 4 times faster at 8 sequences" in (
+        compression.verdict([noisy, rows[1]], "accuracy", True)
     )
     same = compression.verdict(rows[:1] * 2, "accuracy", True)
     assert same.startswith("The file is as large as before") and same.endswith("accuracy stays at 0.9000.")
