@@ -129,5 +129,9 @@ def _finite(scores: Mapping[str, float]) -> dict[str, float | None]:
 def _factor(ratio: float, noise: float) -> str:
     noise = max(NOISE, noise)
     if 1 / noise <= ratio <= noise:
-        return "as fast as before" if noise == NOISE else f"as fast as before, within the noise of {noise - 1:.0%},"
+        return (
+            "as fast as before"
+            if noise == NOISE
+            else f"as fast as before, within the noise of {100 * (noise - 1):.0f} %,"
+        )
     return f"{ratio:.3g} times faster" if ratio > 1 else f"{1 / ratio:.3g} times slower"

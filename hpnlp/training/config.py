@@ -155,6 +155,13 @@ class Config:
                 f"train.init_from={self.train.init_from} and distill.init={self.distill.init!r} both name parameters to start "
                 "from: leave out one of the two"
             )
+        if self.train.weights.partition("(")[0].strip() in ("masked", "shared") and not (
+            self.train.init_from or self.distill.init != "none"
+        ):
+            raise InputError(
+                f"train.weights={self.train.weights!r} keeps zeros and equal numbers of the weights that a run starts from, and "
+                "random ones have none: set train.init_from"
+            )
         for name, value in flat(self).items():
             numbers = value if isinstance(value, tuple) else (value,)
             if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):

@@ -205,7 +205,7 @@ def test_the_verdict_says_what_became_worse(tmp_path):
         "accuracy falls from 0.9000 to 0.8500 (worse)."
     )
     noisy = dataclasses.replace(rows[0], noise={1: 2.5, 8: 1.2})
-    assert "as fast as before, within the noise of 150%, at 1 sequence, 4 times faster at 8 sequences" in (
+    assert "as fast as before, within the noise of 150 %, at 1 sequence, 4 times faster at 8 sequences" in (
         compression.verdict([noisy, rows[1]], "accuracy", True)
     )
     same = compression.verdict(rows[:1] * 2, "accuracy", True)
