@@ -159,8 +159,8 @@ class Config:
             self.train.init_from or self.distill.init != "none"
         ):
             raise InputError(
-                f"train.weights={self.train.weights!r} keeps zeros and equal numbers of the weights that a run starts from, and "
-                "random ones have none: set train.init_from"
+                f"train.weights={self.train.weights!r} keeps zeros and equal numbers of the weights that a run starts from, "
+                "and random ones have none: set train.init_from"
             )
         for name, value in flat(self).items():
             numbers = value if isinstance(value, tuple) else (value,)
