@@ -165,7 +165,7 @@ def compress_run(
             parameter_count(version.params),
             stored_bytes(version.params),
             size,
-            {count: of_version[index] for count, of_version in seconds.items()},
+            {count: times[index] if index else min(times[0], times[-1]) for count, times in seconds.items()},
             score,
             {} if index else {count: _ratio(times[0], times[-1]) for count, times in seconds.items()},
         )
