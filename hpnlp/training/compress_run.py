@@ -118,7 +118,7 @@ def compress_run(
     if finetune and all(stage.changes != STRUCTURE for stage in stages):
         raise InputError(
             f"--finetune={finetune} trains after the stages that remove units or weights, and the recipe {recipe!r} has none: "
-            "leave it out, or train with train.weights first"
+            "leave it out, or train with train.weights first, as low_rank(0.5) for factorize(parameters=0.5)"
         )
     if rewind and all(parse_one(stage.text, "--recipe").name != "magnitude" for stage in stages):
         raise InputError(
