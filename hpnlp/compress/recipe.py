@@ -336,7 +336,7 @@ def check_plain(weights: Any) -> None:
     """Checks that the matrices of a model are arrays of finite numbers.
 
     Args:
-      weights: Weights of the model, or their shapes.
+      weights: Weights of the model.
 
     Raises:
       InputError: One is a Weight, or has a number that is not finite.
@@ -345,8 +345,7 @@ def check_plain(weights: Any) -> None:
         raise InputError("the model is compressed already: start from the run that it was made of, with all stages")
     params = {name: tree for name, tree in weights.items() if name not in (BUFFERS, FROZEN)}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        has_values = not isinstance(leaf, jax.ShapeDtypeStruct | jax.core.Tracer)
-        if has_values and jnp.issubdtype(leaf.dtype, jnp.floating) and not bool(jnp.isfinite(leaf).all()):
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and not bool(jnp.isfinite(leaf).all()):
             raise InputError(
                 f"{jax.tree_util.keystr(path, simple=True, separator='/')} of the model has numbers that are not finite: "
                 "start from an earlier checkpoint"
