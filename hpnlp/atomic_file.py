@@ -29,20 +29,40 @@ def replaced(path: str | os.PathLike[str], content: str = "") -> Iterator[Binary
     Raises:
       InputError: The file cannot be written.
     """
-    path = Path(path)
-    # A name that neither another process nor the user has.
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     try:
-        try:
-            with open(part, "xb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        with _replacement(Path(path)) as file:
+            yield file
     except OSError as error:
         shown = f"{content} {str(path)!r}".strip()
         raise InputError(
             f"cannot write {shown} ({error.strerror or error}): pass a path in a directory that exists and has space"
         ) from error
+
+
+def replace_bytes(path: str | os.PathLike[str], content: bytes) -> None:
+    """Writes a small file, atomically: as `replaced`, for callers that name the fix of an error themselves.
+
+    Args:
+      path: Path of the file.
+      content: Its content.
+
+    Raises:
+      OSError: The file cannot be written.
+    """
+    with _replacement(Path(path)) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def _replacement(path: Path) -> Iterator[BinaryIO]:
+    """`replaced`, which raises OSError."""
+    # A name that neither another process nor the user has.
+    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+    try:
+        with open(part, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

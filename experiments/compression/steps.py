@@ -251,7 +251,8 @@ def weight_trainings(settings: Settings, task: str) -> Iterator[Step]:
         name, start = f"{task}/{slug(technique)}", settings.workdir / task / slug(technique.partition(",")[0])
         fields = {"train.weights": weights, "train.init_from": start}
         yield settings.train(f"{name}_run", f"finetune.py:{task}", "weights", fields)
-        row = {"technique": technique, "task": task, "recipe": f"{recipe}, train.weights={weights}, {recipe}"}
+        first = {**NUMBERS, **FINETUNED}[technique.partition(",")[0]]
+        row = {"technique": technique, "task": task, "recipe": f"{first}, train.weights={weights}, {recipe}"}
         row["original"] = original
         yield settings.compress(name, f"{name}_run", recipe, row)
 

@@ -1,7 +1,8 @@
-"""Encodings of one array as a block of bytes: raw, packed, Huffman coded, sparse.
+"""Encodings of one array as a block of bytes: raw, packed, Huffman coded, sparse, non-zeros.
 
 A block that is not raw begins with the palette: the distinct elements of the array, as bits. The codes behind it are indices of
-the palette, so that every dtype can be encoded, and arrays are decoded directly to their dtype.
+the palette, so that every dtype can be encoded, and arrays are decoded directly to their dtype. In a block of non-zeros, all
+elements that are not zero stand in place of the palette, and the codes are 1 where one of them belongs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from hpnlp.compress import huffman, packing, sparse_codes
 from hpnlp.errors import InputError
 
-_SPEC = re.compile(r"(raw|packed|huffman|sparse)(?:\((\d+(?:\.\d+)?)\))?")
+_SPEC = re.compile(r"(raw|packed|huffman|sparse|nonzeros)(?:\((\d+(?:\.\d+)?)\))?")
 _MAX_PALETTE = 1 << 16
 # Bits of an element that count; ml_dtypes keeps these types in whole bytes.
 _USED_BITS = {"int2": 0x3, "uint2": 0x3, "int4": 0xF, "uint4": 0xF, "float4_e2m1fn": 0xF}
@@ -27,7 +28,7 @@ class Encoding:
     """An encoding.
 
     Attributes:
-      kind: "raw", "packed", "huffman" or "sparse".
+      kind: "raw", "packed", "huffman", "sparse" or "nonzeros".
       bits: Width of packed codes, or of the gaps of sparse arrays; None where the kind has none, or chooses.
     """
 
@@ -39,7 +40,7 @@ class Encoding:
         """Reads an encoding.
 
         Args:
-          spec: Such as "raw", "packed(4)", "packed(1.6)", "huffman", "sparse" or "sparse(5)".
+          spec: Such as "raw", "packed(4)", "packed(1.6)", "huffman", "sparse", "sparse(5)" or "nonzeros".
 
         Returns:
           The encoding.
@@ -57,8 +58,9 @@ class Encoding:
         }
         if not match or not allowed.get(match[1], bits is None):
             raise InputError(
-                f"encoding {spec!r}: expected raw, huffman, sparse, sparse(BITS) with gaps of {sparse_codes.GAP_BITS[0]} to "
-                f"{sparse_codes.GAP_BITS[-1]} bits, packed(BITS) with 1 to {packing.MAX_BITS} bits, or packed({packing.TRITS})"
+                f"encoding {spec!r}: expected raw, huffman, nonzeros, sparse, sparse(BITS) with gaps of "
+                f"{sparse_codes.GAP_BITS[0]} to {sparse_codes.GAP_BITS[-1]} bits, packed(BITS) with 1 to {packing.MAX_BITS} "
+                f"bits, or packed({packing.TRITS})"
             )
         return cls(match[1], bits)
 
@@ -74,13 +76,17 @@ def encode(array: np.ndarray, encoding: Encoding) -> tuple[int, np.ndarray]:
       encoding: The encoding.
 
     Returns:
-      (number of distinct elements in the palette, the block as uint8[size]).
+      (number of elements in the palette, the block as uint8[size]).
 
     Raises:
       InputError: The array has more distinct elements than the encoding holds.
     """
     if encoding.kind == "raw":
         return 0, np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    if encoding.kind == "nonzeros":
+        bits = _bits(array)
+        values = bits[bits != 0]
+        return len(values), _block(values, np.frombuffer(huffman.encode((bits != 0).astype(np.uint8)), np.uint8))
     limit = _MAX_PALETTE
     if encoding.kind == "packed":
         limit = 3 if encoding.bits == packing.TRITS else 1 << int(encoding.bits or 0)
@@ -97,9 +103,14 @@ def encode(array: np.ndarray, encoding: Encoding) -> tuple[int, np.ndarray]:
             huffman.encode(codes) if encoding.kind == "huffman" else sparse_codes.encode(codes, _int(encoding.bits))
         )
         payload = np.frombuffer(stream, np.uint8)
+    return len(palette), _block(palette, payload)
+
+
+def _block(palette: np.ndarray, payload: np.ndarray) -> np.ndarray:
+    """The palette, padded, and what follows it."""
     head = np.zeros(_palette_size(len(palette), palette.itemsize), np.uint8)
     head[: palette.nbytes] = palette.view(np.uint8)
-    return len(palette), np.concatenate([head, payload])
+    return np.concatenate([head, payload])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +150,7 @@ def decoding(block: np.ndarray, encoding: Encoding, dtype: np.dtype, shape: tupl
       encoding: Its encoding.
       dtype: Dtype of the array.
       shape: Shape of the array.
-      palette: Number of distinct elements that the block begins with.
+      palette: Number of elements that the block begins with.
 
     Returns:
       The block, ready to be decoded.
@@ -153,8 +164,9 @@ def decoding(block: np.ndarray, encoding: Encoding, dtype: np.dtype, shape: tupl
             raise InputError(f"{block.size} bytes for {dtype}{list(shape)} of {count * dtype.itemsize} bytes")
         return Decoding((), lambda _: block.view(dtype).reshape(shape))
     head = _palette_size(palette, dtype.itemsize)
-    if head > block.size or palette > _MAX_PALETTE or dtype.itemsize > 8:
-        raise InputError(f"{block.size} bytes for {palette} distinct elements of {dtype}")
+    limit = count if encoding.kind == "nonzeros" else _MAX_PALETTE
+    if head > block.size or palette > limit or dtype.itemsize > 8:
+        raise InputError(f"{block.size} bytes for {palette} elements of {dtype}")
     values = block[: palette * dtype.itemsize].view(f"<u{dtype.itemsize}")
     payload = block[head:]
     if encoding.kind == "packed":
@@ -163,9 +175,11 @@ def decoding(block: np.ndarray, encoding: Encoding, dtype: np.dtype, shape: tupl
             raise InputError(f"{payload.size} bytes for {count} codes of {bits} bits")
         return Decoding((), lambda _: packing.unpack(payload, bits, count, values).view(dtype).reshape(shape))
     stream = payload.tobytes()
-    if encoding.kind == "huffman":
+    if encoding.kind in ("huffman", "nonzeros"):
         if huffman.count(stream) != count:
             raise InputError(f"{huffman.count(stream)} symbols for {count} elements")
+        if encoding.kind == "nonzeros":
+            return Decoding([(stream, None)], lambda decoded: _filled(decoded[0], values).view(dtype).reshape(shape))
         return Decoding([(stream, values)], lambda decoded: decoded[0].view(dtype).reshape(shape))
     sparse = sparse_codes.Sparse.parse(stream)
     if sparse.size != count or (palette and values[0]):
@@ -174,14 +188,27 @@ def decoding(block: np.ndarray, encoding: Encoding, dtype: np.dtype, shape: tupl
     return Decoding(streams, lambda decoded: sparse.merge(*decoded).view(dtype).reshape(shape))
 
 
-def _palette(array: np.ndarray, zero_first: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(distinct elements as unsigned integers, index of each element). Zero is the first, if present or `zero_first`."""
+def _filled(mask: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Zeros, with the values where the mask is 1."""
+    if np.count_nonzero(mask) != len(values):
+        raise InputError(f"{len(values)} non-zeros for {np.count_nonzero(mask)} places")
+    array = np.zeros(len(mask), values.dtype)
+    array[mask.astype(bool)] = values
+    return array
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """The elements as unsigned integers, [size]."""
     size = array.dtype.itemsize
     if size > 8:
         raise InputError(f"dtype {array.dtype} has more than 8 bytes: store it raw")
     bits = np.ascontiguousarray(array).reshape(-1).view(f"<u{size}")
-    if array.dtype.name in _USED_BITS:
-        bits = bits & np.uint8(_USED_BITS[array.dtype.name])
+    return bits & np.uint8(_USED_BITS[array.dtype.name]) if array.dtype.name in _USED_BITS else bits
+
+
+def _palette(array: np.ndarray, zero_first: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(distinct elements as unsigned integers, index of each element). Zero is the first, if present or `zero_first`."""
+    bits, size = _bits(array), array.dtype.itemsize
     if size <= 2:
         used = np.zeros(1 << 8 * size, bool)
         used[bits] = True

@@ -1,4 +1,4 @@
-"""One file for a tree of named arrays, each stored raw, packed, Huffman coded, or sparse and Huffman coded.
+"""One file for a tree of named arrays, each stored raw, packed, Huffman coded, sparse and Huffman coded, or as non-zeros.
 
 The file is little-endian: 8 bytes of magic, the version (uint32), the checksum of the header (uint32), the header's size
 (uint64), the header, and blocks. Raw blocks begin at multiples of 64 bytes, others at multiples of 8. The header is JSON,
@@ -7,7 +7,8 @@ compressed by zlib:
     {"metadata": ..., "tensors": [{"name", "dtype", "shape", "encoding", "offset", "size", "palette", "checksum"}, ...]}
 
 Offsets count from the start of the file. A block that is not raw begins with the distinct values of its array (`palette` of
-them), padded to 8 bytes; the codes that follow are indices of these values. Checksums are those of `hpnlp.ops.checksum`, of
+them), padded to 8 bytes; the codes that follow are indices of these values. A block of "nonzeros" begins with all elements that
+are not zero; the codes that follow are 1 at their places. Checksums are those of `hpnlp.ops.checksum`, of
 the block as uint32 words. Reading needs numpy only.
 """
 
@@ -90,6 +91,8 @@ def write(
         "huffman": Huffman codes of at most 65,536 distinct values.
         "sparse" or "sparse(BITS)": gaps of BITS bits between non-zeros, and their values, both Huffman coded; by default the
           width of gaps with the smallest estimated size.
+        "nonzeros": the elements that are not zero, as they are, and a Huffman coded bit for each element; for pruned arrays of
+          many distinct values.
 
     Raises:
       InputError: A name, dtype, or encoding that the format does not have, an array with too many distinct values, metadata
@@ -191,7 +194,7 @@ class Entry:
       encoding: The encoding.
       offset: Where its block begins in the file, in bytes.
       size: Size of the block in bytes.
-      palette: Number of distinct values that the block begins with; 0 if raw.
+      palette: Number of values that the block begins with; 0 if raw.
       checksum: Checksum of the block.
     """
 

@@ -143,6 +143,19 @@ def read_outline(path: str | os.PathLike[str]) -> Any:
 
 def _assembled(path: str | os.PathLike[str], arrays: Mapping[str, Any], header: Mapping[str, Any]) -> Any:
     """The tree of arrays, or their shapes, with the Weights that the header describes."""
+    try:
+        return _tree_of(path, arrays, header)
+    except InputError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"{path} is a container, but its header does not describe the weights of a model ({error!r:.80}): pass a file that "
+            "hpnlp compress wrote, or read it with hpnlp.compress.container.read"
+        ) from error
+
+
+def _tree_of(path: str | os.PathLike[str], arrays: Mapping[str, Any], header: Mapping[str, Any]) -> Any:
+    """`_assembled`, which raises any error where the header is not that of `file_content`."""
     flat: dict[str, Any] = dict(arrays)
     # Innermost first: a part of a Weight may be a Weight itself.
     for name, fields in sorted(header["weights"].items(), key=lambda item: -item[0].count("/")):
@@ -158,7 +171,7 @@ def _assembled(path: str | os.PathLike[str], arrays: Mapping[str, Any], header: 
     return tree
 
 
-SPARSE_SHARE = 0.5  # arrays with a larger share of zeros are stored by their non-zeros
+SPARSE_SHARE = 0.5  # integers with a larger share of zeros are stored by their non-zeros
 
 
 def encoding_of(name: str, array: np.ndarray) -> str:
@@ -169,17 +182,22 @@ def encoding_of(name: str, array: np.ndarray) -> str:
       array: Its content.
 
     Returns:
-      As `container.write` takes it: packed for integers of 4 bits, the non-zeros of arrays that consist of zeros mostly,
-      Huffman codes for other integers of 8 bits, and "raw" for all others.
+      As `container.write` takes it: packed for integers of 4 bits, the non-zeros of arrays with zeros where that is smaller,
+      with Huffman codes of these if many are equal, Huffman codes for other integers of 8 bits, and "raw" for all others.
     """
     if array.dtype.name in ("int4", "uint4"):
         return "packed(4)"
-    is_code = array.dtype.name in ("int8", "uint8")
+    zeros, bits = np.count_nonzero(array == 0) if array.size > 1024 else 0, 8 * array.dtype.itemsize
     # A Huffman code has at least one bit for each element, also where nearly all are zero.
-    is_sparse = array.size > 1024 and np.mean(array == 0) > SPARSE_SHARE
-    if is_sparse and (is_code or len(np.unique(array)) <= 2**16):
-        return "sparse"
-    return "huffman" if is_code else "raw"
+    if array.dtype.name in ("int8", "uint8"):
+        return "sparse" if zeros > SPARSE_SHARE * array.size else "huffman"
+    # A block of non-zeros has at most one bit for each element beside them, and its headers.
+    if array.dtype.kind == "b" or bits * zeros <= 1.1 * array.size + 2000:
+        return "raw"
+    distinct, others = len(np.unique(array)), array.size - zeros
+    coded = bits * distinct + others * np.log2(distinct)
+    is_coded = distinct <= 2**16 and zeros > SPARSE_SHARE * array.size and coded <= bits * max(others, 1)
+    return "sparse" if is_coded else "nonzeros"
 
 
 def has_weights(workdir: str | os.PathLike[str]) -> bool:

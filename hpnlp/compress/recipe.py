@@ -22,6 +22,7 @@ from hpnlp.ops.weight import is_weight
 from hpnlp.ops.weights import ObservedWeight, quantize
 from hpnlp.ops.weights import factorize as factorize_matrix
 from hpnlp.ops.weights.low_rank import rank_by_energy, rank_of
+from hpnlp.ops.weights.sparse import largest
 from hpnlp.spec import build, parse
 from hpnlp.types import InputError
 
@@ -124,6 +125,8 @@ def mlp(share: int | float, by: str = "gradient", across_layers: bool = False) -
 def magnitude(share: int | float, by: str = "magnitude") -> tuple[str, Compressor]:
     """Sets the smallest weights of each kernel of each layer to 0. Files become smaller, products do not become faster.
 
+    Of equal magnitudes, the first stay.
+
     Args:
       share: Share of the weights that stays, in (0, 1].
       by: "magnitude"; or "random" for weights drawn at random, with which results are compared.
@@ -143,7 +146,8 @@ def magnitude(share: int | float, by: str = "magnitude") -> tuple[str, Compresso
             return w
         key = jax.random.key(zlib.crc32(path.encode()))
         rank = jnp.abs(w) if by == "magnitude" else jax.random.uniform(key, w.shape)
-        return jnp.where(rank >= jnp.quantile(rank, 1 - share, axis=(-2, -1), keepdims=True), w, 0.0)
+        mask = largest(rank, share) if w.ndim == 2 else jax.vmap(lambda one: largest(one, share))(rank)
+        return jnp.where(mask, w, jnp.zeros_like(w))
 
     return STRUCTURE, _matrix_compressor(prune, stacked=True)
 
@@ -329,16 +333,23 @@ def parse_recipe(text: str) -> list[Stage]:
 
 
 def check_plain(weights: Any) -> None:
-    """Checks that the matrices of a model are arrays.
+    """Checks that the matrices of a model are arrays of finite numbers.
 
     Args:
       weights: Weights of the model.
 
     Raises:
-      InputError: One is a Weight.
+      InputError: One is a Weight, or has a number that is not finite.
     """
     if any(map(is_weight, jax.tree.leaves(weights, is_leaf=is_weight))):
         raise InputError("the model is compressed already: start from the run that it was made of, with all stages")
+    params = {name: tree for name, tree in weights.items() if name not in (BUFFERS, FROZEN)}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and not bool(jnp.isfinite(leaf).all()):
+            raise InputError(
+                f"{jax.tree_util.keystr(path, simple=True, separator='/')} of the model has numbers that are not finite: "
+                "start from an earlier checkpoint"
+            )
 
 
 def compress(

@@ -30,7 +30,7 @@ class Size:
       memory_bytes: Bytes of the arrays; integers of 4 bits count half a byte.
       disk_bytes: Bytes of the file of `hpnlp compress`.
       is_bound: Some arrays have codes whose length depends on their values, and `disk_bytes` is an upper bound. Otherwise it
-        is exact, unless an array consists of zeros mostly: the file then holds its non-zeros only.
+        is exact, unless an array has many zeros: the file then holds its non-zeros only.
     """
 
     stage: str

@@ -35,6 +35,11 @@ class Technique:
         return False
 
     @property
+    def parameters(self) -> int | float:
+        """Share of the parameters of each matrix that two factors have, which are trained in its place; 0 without factors."""
+        return 0
+
+    @property
     def share(self) -> Any:
         """Function of the step, float32 [], to the share of the weights that stays; None without a schedule."""
         return None
@@ -44,7 +49,7 @@ class Technique:
 
         Args:
           w: The parameter.
-          scores: Its scores, if `has_scores`.
+          scores: Its scores, if `has_scores`; its factors, a `LowRankWeight`, where `parameters` gives it some.
           threshold: float32 [] or [L], the threshold for the present share, if there is a schedule.
           rng: Key in training; None in evaluation.
 
@@ -174,6 +179,20 @@ class SharedTechnique(Technique):
 
     def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
         return w
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRankTechnique(Technique):
+    """Trains two factors in place of each matrix, which begin as its best approximation."""
+
+    kept: int | float = 0.5
+
+    @property
+    def parameters(self) -> int | float:
+        return self.kept
+
+    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
+        return w if scores is None else scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,6 +364,27 @@ def shared(*, steps: int) -> Technique:
     return SharedTechnique(steps)
 
 
+def low_rank(parameters: int | float = 0.5, *, steps: int) -> Technique:
+    """Training of two factors in place of each kernel, where they have fewer parameters: fine-tuning of `factorize`.
+
+    Args:
+      parameters: Share of the parameters of each kernel that its factors have, in (0, 1): as that of the stage `factorize`,
+        which finds the trained factors.
+      steps: Steps of the run.
+
+    Returns:
+      The technique.
+
+    Raises:
+      InputError: `parameters` is out of range.
+    """
+    if not 0 < parameters < 1:
+        raise InputError(
+            f"train.weights: low_rank({parameters}): expected a share of the parameters, over 0 and below 1"
+        )
+    return LowRankTechnique(steps, parameters)
+
+
 def weight_drop(rate: int | float, *, steps: int) -> Technique:
     """DropConnect: single weights are dropped in training.
 
@@ -373,6 +413,7 @@ WEIGHT_TRAININGS: dict[str, Callable[..., Technique]] = {
     "soft_movement": soft_movement,
     "masked": masked,
     "shared": shared,
+    "low_rank": low_rank,
     "weight_drop": weight_drop,
 }
 

@@ -1,8 +1,8 @@
 """Training with other weights: matrices that are quantized, pruned or dropped in every step, with straight-through gradients.
 
 A `WeightTraining` wraps a Model. It turns parameters into what the layers read right before the model is applied, so that
-layers, mixers and output layers do not change. Further parameters (scores) and buffers (shares and thresholds of a schedule)
-lie under the key "weights" of these collections.
+layers, mixers and output layers do not change. Further parameters (scores, factors) and buffers (shares and thresholds of a
+schedule) lie under the key "weights" of these collections.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from hpnlp.compress.matrices import KERNELS, is_table
 from hpnlp.compress.techniques import WEIGHT_TRAININGS, Technique
 from hpnlp.models.variables import BUFFERS
 from hpnlp.models.wrapper import ModelWrapper
-from hpnlp.ops.weights import RoundedInputsWeight
+from hpnlp.ops.weights import LowRankWeight, RoundedInputsWeight, dense_tree, factorize
+from hpnlp.ops.weights.low_rank import rank_of
 from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError, LossOut, Statistics
 
 OWN = "weights"  # key of further parameters, buffers and statistics
-SCORES = "scores"
+SCORES, LEFT, RIGHT = "scores", "left", "right"
 DROPOUT = "dropout"
 _WEIGHT_DROP_STREAM = 0x77656967  # folded into the key of dropout
 
@@ -77,6 +78,14 @@ class WeightTraining(ModelWrapper):
         matrices = _kernels(variables["params"], _is_box)
         if not matrices:
             raise InputError("train.weights: the model has no kernels: leave train.weights empty")
+        if self.technique.parameters:
+            factors = {path: _boxed_factors(box, self.technique.parameters) for path, box in matrices.items()}
+            variables["params"] = {**variables["params"], OWN: _nested({path: x for path, x in factors.items() if x})}
+            if not variables["params"][OWN]:
+                raise InputError(
+                    f"train.weights=low_rank({self.technique.parameters}): the factors would have as many parameters as the "
+                    "kernels: lower the share"
+                )
         if self.technique.has_scores:
             zeros = {path: {SCORES: jax.tree.map(jnp.zeros_like, box)} for path, box in matrices.items()}
             variables["params"] = {**variables["params"], OWN: _nested(zeros)}
@@ -102,7 +111,7 @@ class WeightTraining(ModelWrapper):
         rng = (rngs or {}).get(DROPOUT)
         rng = None if rng is None else jax.random.fold_in(rng, _WEIGHT_DROP_STREAM)
         matrices = _kernels(params)
-        scores = {path: _at(own, path)[SCORES] if self.technique.has_scores else None for path in matrices}
+        scores = {path: _own_of(own, path) for path in matrices}
         thresholds = {path: _at(buffers["thresholds"], path) if buffers else None for path in matrices}
         bound = {
             path: self.technique.bind(
@@ -189,13 +198,14 @@ class WeightTraining(ModelWrapper):
         bound = {
             path: self.technique.bind(
                 w,
-                _at(own, path)[SCORES] if self.technique.has_scores else None,
+                _own_of(own, path),
                 _at(buffers["thresholds"], path) if buffers else None,
                 None,
             )
             for path, w in _kernels(params).items()
         }
         inner = {name: tree for name, tree in weights.get(BUFFERS, {}).items() if name != OWN}
+        bound = dense_tree(bound)  # products of factors
         return {**_replaced(params, bound), **({BUFFERS: inner} if inner else {})}
 
     def plain(self, weights: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -240,7 +250,14 @@ def with_own(weights: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str,
     """
     result = dict(weights)
     if OWN in shapes:
-        result[OWN] = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[OWN])
+        first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[OWN])
+        factors = {}
+        for path, w in _kernels(weights).items():
+            own = _own_of(shapes[OWN], path)
+            if isinstance(own, LowRankWeight) and own.shape == w.shape[-2:]:
+                left, right = _factors(w, own.left.shape[-1])
+                factors |= {f"{path}/{LEFT}": left, f"{path}/{RIGHT}": right}
+        result[OWN] = _replaced(first, factors)
     own = shapes.get(BUFFERS, {}).get(OWN)
     if own is not None:
         lowest = jax.tree.map(lambda x: jnp.full(x.shape, _LOWEST), own["thresholds"])
@@ -313,6 +330,34 @@ def _replaced(params: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     if not isinstance(params, Mapping):
         return values.get(prefix, params)
     return {name: _replaced(child, values, f"{prefix}/{name}".lstrip("/")) for name, child in params.items()}
+
+
+def _own_of(own: Any, path: str) -> Any:
+    """The scores of a kernel, or its factors as a LowRankWeight; None if it has neither."""
+    for name in path.split("/"):
+        if own is None or name not in own:
+            return None
+        own = own[name]
+    return own[SCORES] if SCORES in own else LowRankWeight(own[LEFT], own[RIGHT])
+
+
+def _factors(w: Array, rank: int) -> tuple[Array, Array]:
+    """The factors of the best approximation of a rank, [..., D, r] and [..., r, F]."""
+    function = lambda one: factorize(one, rank)  # noqa: E731
+    factors = jax.vmap(function)(w) if w.ndim == 3 else function(w)
+    return factors.left, factors.right
+
+
+def _boxed_factors(box: Any, share: int | float) -> dict[str, Any]:
+    """The factors of a boxed kernel, boxed with the names of their axes; empty if they would have as many parameters."""
+    *lead, d, f = box.value.shape
+    rank = rank_of((d, f), share)
+    if rank * (d + f) >= d * f:
+        return {}
+    *names, row, column = box.names
+    axes = (*names, row, None), (*names, None, column)
+    factors = zip((LEFT, RIGHT), _factors(box.value, rank), axes, strict=True)
+    return {name: box.replace(value=value, names=names) for name, value, names in factors}
 
 
 def _lead(x: Any) -> tuple[int, ...]:

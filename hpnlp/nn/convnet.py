@@ -20,6 +20,7 @@ from jaxtyping import Array, Float
 from hpnlp.nn.layers import Initializer, buffer, param
 from hpnlp.ops.image_convolution import conv2d, depthwise_conv2d
 from hpnlp.ops.norms import channel_moments, group_norm, normalize_channels
+from hpnlp.ops.weight import dense
 from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError, Statistics
 
@@ -381,7 +382,7 @@ class Convolution(nn.Module):
     def __call__(self, x: Images) -> Float[Array, "B _ _ _"]:
         rows = self.kernel**2 * x.shape[-1]
         kernel = param(self, "kernel", conv_init, (rows, self.filters), ("channels", "filters"))
-        return conv2d(x, kernel.reshape(self.kernel, self.kernel, x.shape[-1], self.filters), stride=self.stride)
+        return conv2d(x, dense(kernel).reshape(self.kernel, self.kernel, x.shape[-1], self.filters), stride=self.stride)
 
 
 class Depthwise(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from hpnlp import measure
 from hpnlp.tasks.reporting import three_digits
 
-# Times that differ by less are called equal.
+# Times that differ by less, or by less than two measurements of the original, are called equal.
 NOISE = 1.05
 
 
@@ -56,14 +57,16 @@ def verdict(rows: Sequence[Any], metric: str, higher_is_better: bool) -> str:
       The sentence.
     """
     first, last = rows[0], rows[-1]
-    times = [f"{_factor(first.seconds[n] / last.seconds[n])} at {n} sequence{'s' * (n > 1)}" for n in first.seconds]
+    times = [
+        f"{_factor(first.seconds[n] / last.seconds[n], first.noise.get(n, 1.0))} at {n} sequence{'s' * (n > 1)}"
+        for n in first.seconds
+    ]
     before, after = first.scores[metric], last.scores[metric]
-    is_worse = after < before if higher_is_better else after > before
+    is_worse = not math.isfinite(after) or (after < before if higher_is_better else after > before)
     quality = f"{metric} {'falls' if after < before else 'rises'} from {before:.4f} to {after:.4f}"
-    quality = f"{metric} stays at {after:.4f}" if after == before else quality
-    quality += " (worse)" if is_worse else ""
-    size = first.disk_bytes / last.disk_bytes
-    return f"The file is {size:.3g} times smaller; the loss of a batch is {', '.join(times)}; {quality}."
+    quality = f"{metric} becomes {after}" if not math.isfinite(after) else quality
+    quality = f"{metric} stays at {after:.4f}" if f"{after:.4f}" == f"{before:.4f}" else quality + " (worse)" * is_worse
+    return f"{_size(first.disk_bytes / last.disk_bytes)}; the loss of a batch is {', '.join(times)}; {quality}."
 
 
 def to_json(rows: Sequence[Any], metric: str, source: str | Path, recipe: str) -> str:
@@ -76,13 +79,13 @@ def to_json(rows: Sequence[Any], metric: str, source: str | Path, recipe: str) -
       recipe: The recipe.
 
     Returns:
-      Text.
+      Text, in which scores that are not finite are null.
     """
     content = {
         "source": str(source),
         "recipe": recipe,
         "metric": metric,
-        "rows": [dataclasses.asdict(row) for row in rows],
+        "rows": [{**dataclasses.asdict(row), "scores": _finite(row.scores)} for row in rows],
         "environment": measure.environment(),
     }
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
@@ -107,11 +110,28 @@ def panels(rows: Sequence[Any], metric: str) -> dict[str, Mapping[str, float]]:
     return {
         "MiB on disk": by_stage([row.disk_bytes / 2**20 for row in rows]),
         **{f"ms, {n} sequence{'s' * (n > 1)}": by_stage([1e3 * row.seconds[n] for row in rows]) for n in counts},
-        metric: by_stage([row.scores[metric] for row in rows]),
+        metric: by_stage([row.scores[metric] if math.isfinite(row.scores[metric]) else math.nan for row in rows]),
     }
 
 
-def _factor(ratio: float) -> str:
-    if 1 / NOISE < ratio < NOISE:
-        return "as fast as before"
+def _size(ratio: float) -> str:
+    """The size of a file, by that of the original over it."""
+    shown = f"{ratio:.3g}", f"{1 / ratio:.3g}"
+    if "1" in shown:
+        return "The file is as large as before"
+    return f"The file is {shown[0]} times smaller" if ratio > 1 else f"The file is {shown[1]} times larger"
+
+
+def _finite(scores: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: score if math.isfinite(score) else None for name, score in scores.items()}
+
+
+def _factor(ratio: float, noise: float) -> str:
+    noise = max(NOISE, noise)
+    if 1 / noise <= ratio <= noise:
+        return (
+            "as fast as before"
+            if noise == NOISE
+            else f"as fast as before, within the noise of {100 * (noise - 1):.0f} %,"
+        )
     return f"{ratio:.3g} times faster" if ratio > 1 else f"{1 / ratio:.3g} times slower"

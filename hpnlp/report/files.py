@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpnlp import tasks
+from hpnlp.atomic_file import replace_bytes
 from hpnlp.data.files import is_special
 from hpnlp.spec import UnknownNameError
 from hpnlp.tasks import Task
@@ -144,7 +145,8 @@ def replace_text(path: Path, text: str) -> None:
     Args:
       path: Path of the file.
       text: Content of the file. File names in it that are not UTF-8 are written as the bytes that they are.
+
+    Raises:
+      OSError: The file cannot be written.
     """
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(text.encode("utf-8", "surrogateescape"))
-    temporary.replace(path)
+    replace_bytes(path, text.encode("utf-8", "surrogateescape"))

@@ -49,6 +49,8 @@ class Measurement:
       disk_bytes: Bytes of the file.
       seconds: Time of the loss of a batch, by the number of sequences of the batch; the fastest of several measurements.
       scores: Held-out scores.
+      noise: Of the original: the larger over the smaller time of two measurements of it, by the number of sequences. Times that
+        differ by less may be equal.
     """
 
     stage: str
@@ -57,6 +59,7 @@ class Measurement:
     disk_bytes: int
     seconds: Mapping[int, float]
     scores: Mapping[str, float]
+    noise: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +109,8 @@ def compress_run(
       The measurements, first that of the original.
 
     Raises:
-      InputError: The recipe, a change or the run is invalid, `finetune` has no effect, or `target` holds a run.
+      InputError: The recipe, a change or the run is invalid, `finetune` has no effect, or `target` holds a run, or the further
+        training of another recipe that was interrupted.
       KeyboardInterrupt: A signal stopped the further training, which goes on from its checkpoint when the same compression is
         started again.
     """
@@ -114,7 +118,7 @@ def compress_run(
     if finetune and all(stage.changes != STRUCTURE for stage in stages):
         raise InputError(
             f"--finetune={finetune} trains after the stages that remove units or weights, and the recipe {recipe!r} has none: "
-            "leave it out, or train with train.weights first"
+            "leave it out, or train with train.weights first, as low_rank(0.5) for factorize(parameters=0.5)"
         )
     if rewind and all(parse_one(stage.text, "--recipe").name != "magnitude" for stage in stages):
         raise InputError(
@@ -148,6 +152,8 @@ def compress_run(
             weights = "masked" if any(parse_one(s.text, "--recipe").name == "magnitude" for s in stages) else ""
             versions.append(_finetuned(versions[-1], source, run.step, finetune, weights, target))
     target.mkdir(parents=True, exist_ok=True)
+    for left in target.glob(f".{WEIGHTS_FILE}.*.part"):  # of a compression that was killed
+        left.unlink()
     _copy_companions(source, target)
     scores = [_scores(version, dataset, batches) for version in versions]
     seconds = _seconds(versions, dataset, batch_sizes, rounds)
@@ -159,8 +165,9 @@ def compress_run(
             parameter_count(version.params),
             stored_bytes(version.params),
             size,
-            {count: of_version[index] for count, of_version in seconds.items()},
+            {count: times[index] if index else min(times[0], times[-1]) for count, times in seconds.items()},
             score,
+            {} if index else {count: _ratio(times[0], times[-1]) for count, times in seconds.items()},
         )
         for index, (version, size, score) in enumerate(zip(versions, sizes, scores, strict=True))
     ]
@@ -238,6 +245,12 @@ def _finetuned(version: _Version, source: Path, step: int, steps: int, weights: 
     first = start / f"new-{WEIGHTS_FILE}"
     write_weights(first, version.params, {"step": step})
     if not _can_resume(workdir, config, first, start / WEIGHTS_FILE):
+        if run_directory.has_checkpoints(workdir):
+            first.unlink()
+            raise InputError(
+                f"{workdir} holds checkpoints of an unfinished training with another recipe, run or setting: start the command "
+                "that began it again to finish it, or remove that directory"
+            )
         _remove_checkpoints(workdir)
         for name in ("config.json", "metrics.jsonl"):
             (workdir / name).unlink(missing_ok=True)
@@ -278,19 +291,23 @@ def _scores(version: _Version, dataset: Any, batches: int | None) -> Mapping[str
 def _seconds(
     versions: Sequence[_Version], dataset: Any, batch_sizes: Sequence[int], rounds: int
 ) -> dict[int, list[float]]:
-    """Fastest time of the loss of a batch, by batch size and version, interleaved over versions."""
+    """Fastest time of the loss of a batch, by batch size and version, interleaved over versions; the first is the last, too."""
     batch = next(iter(dataset.train(seed=0)))
     result = {}
     for count in batch_sizes:
         functions = {}
-        for index, version in enumerate(versions):
+        for index, version in enumerate([*versions, versions[0]]):
             names = version.model.batch_axes()
             rows = {name: jnp.asarray(np.resize(batch[name], (count, *batch[name].shape[1:]))) for name in names}
             forward = jax.jit(lambda params, rows, model=version.model: gradients.loss(model, params, rows, None).sum)
             functions[str(index)] = lambda f=forward, p=version.params, r=rows: f(p, r)
         timings = measure.timeit(functions, rounds=rounds, min_seconds=0.05)
-        result[count] = [min(timings[str(index)].all) for index in range(len(versions))]
+        result[count] = [min(timings[str(index)].all) for index in range(len(functions))]
     return result
+
+
+def _ratio(first: float, second: float) -> float:
+    return max(first, second) / min(first, second)
 
 
 def _write(version: _Version, path: Path, step: int) -> int:

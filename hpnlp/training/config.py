@@ -49,7 +49,7 @@ class TrainConfig:
     weights: str = option(
         "",
         "An entry of WEIGHT_TRAININGS, by which kernels are quantized, pruned or dropped in every step: quantized(8), ternary, "
-        'binary, magnitude(0.1), movement(0.1), soft_movement(), masked, shared, weight_drop(0.5); "" for none.',
+        'binary, magnitude(0.1), movement(0.1), soft_movement(), masked, shared, low_rank(0.5), weight_drop(0.5); "" for none.',
     )
     log_every: int = option(20, "Steps between fetching and writing metrics.")
     eval_every: int = option(0, "Steps between evaluations on held-out examples, 0 for one at the end only.")
@@ -154,6 +154,13 @@ class Config:
             raise InputError(
                 f"train.init_from={self.train.init_from} and distill.init={self.distill.init!r} both name parameters to start "
                 "from: leave out one of the two"
+            )
+        if self.train.weights.partition("(")[0].strip() in ("masked", "shared") and not (
+            self.train.init_from or self.distill.init != "none"
+        ):
+            raise InputError(
+                f"train.weights={self.train.weights!r} keeps zeros and equal numbers of the weights that a run starts from, "
+                "and random ones have none: set train.init_from"
             )
         for name, value in flat(self).items():
             numbers = value if isinstance(value, tuple) else (value,)

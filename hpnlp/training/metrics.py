@@ -18,6 +18,7 @@ from typing import Protocol, runtime_checkable
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from hpnlp.atomic_file import replace_bytes
 from hpnlp.spec import build, checked, parse
 from hpnlp.types import InputError
 
@@ -48,9 +49,7 @@ class JsonlWriter:
         path = workdir / "metrics.jsonl"
         if path.exists():
             kept = [line for line in path.read_bytes().splitlines(keepends=True) if _step_of(line) <= last_step]
-            temporary = path.with_suffix(".tmp")
-            temporary.write_bytes(b"".join(kept))
-            os.replace(temporary, path)
+            replace_bytes(path, b"".join(kept))
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -192,9 +191,7 @@ def _wandb_id(workdir: Path) -> str:
     """Id of the directory's run at W&B, the same when the run resumes."""
     path = workdir / "wandb_id"
     if not path.exists():
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(secrets.token_hex(4))
-        os.replace(temporary, path)
+        replace_bytes(path, secrets.token_hex(4).encode())
     return path.read_text()
 
 

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp import tasks
+from hpnlp.atomic_file import replace_bytes
 from hpnlp.compress.distillation import Distilled, Extras
 from hpnlp.compress.distillation_terms import DistillConfig
 from hpnlp.compress.files import WEIGHTS_FILE, has_weights, read_weights
@@ -324,9 +325,7 @@ def write_config(workdir: Path, config: Config) -> None:
       workdir: The run directory.
       config: The config.
     """
-    temporary = workdir / "config.json.tmp"
-    temporary.write_text(configs.to_json(config))
-    os.replace(temporary, workdir / "config.json")
+    replace_bytes(workdir / "config.json", configs.to_json(config).encode())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -449,10 +448,8 @@ def write_teacher(workdir: Path, frozen: Frozen, extras: Extras) -> None:
       frozen: The teacher.
       extras: Variables that the distillation added to the model.
     """
-    temporary = workdir / f"{TEACHER_FILE}.tmp"
     record = {"source": frozen.source, "digest": frozen.digest, **extras.to_json()}
-    temporary.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(temporary, workdir / TEACHER_FILE)
+    replace_bytes(workdir / TEACHER_FILE, (json.dumps(record, indent=1) + "\n").encode())
 
 
 def _read_extras(workdir: Path) -> Extras:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from hpnlp import plots
 from hpnlp.compress.files import WEIGHTS_FILE
 from hpnlp.models.huggingface import convert
 from hpnlp.ops.weight import dense_tree
@@ -40,7 +41,7 @@ def test_a_recipe_gives_a_smaller_model_that_is_evaluated_like_a_run(run, traine
     assert rows[1]["parameters"] < rows[0]["parameters"]
     assert rows[3]["memory_bytes"] < rows[1]["memory_bytes"] / 2.5
     assert rows[3]["disk_bytes"] == (target / WEIGHTS_FILE).stat().st_size
-    assert set(rows[0]["seconds"]) == {"1", "2"}
+    assert set(rows[0]["seconds"]) == set(rows[0]["noise"]) == {"1", "2"}
     assert (target / "compress.md").exists() and (target / "compress.png").stat().st_size > 5000
     assert load(target).model.config.mlp_size * 2 == load(trained).model.config.mlp_size
     scored = run("evaluate", target, "--batches=1")
@@ -122,10 +123,17 @@ def test_an_interrupted_compression_starts_again_in_its_directory(trained, tmp_p
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train", stopped_training)
-        for recipe in ("mlp(0.5,by=magnitude)", "mlp(0.25,by=magnitude)", "mlp(0.25,by=magnitude)"):
+        for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
-                compress(recipe, finetune=2)
-    assert resumes == [False, False, True]  # only with the same config and weights
+                compress("mlp(0.5,by=magnitude)", finetune=2)
+        with pytest.raises(
+            InputError, match="unfinished training with another recipe, run or setting: start the command"
+        ):
+            compress("mlp(0.25,by=magnitude)", finetune=2)
+        with pytest.raises(KeyboardInterrupt):
+            compress("mlp(0.5,by=magnitude)", finetune=2)
+    assert resumes == [False, True, True]
+    (tmp_path / f".{WEIGHTS_FILE}.0.part").touch()  # as if the process was killed while it wrote the file
 
     def stop(*args):
         raise KeyboardInterrupt
@@ -135,6 +143,7 @@ def test_an_interrupted_compression_starts_again_in_its_directory(trained, tmp_p
         compress("int8")
     assert (tmp_path / WEIGHTS_FILE).exists() and not (tmp_path / "config.json").exists()
     compress("bf16")
+    assert not list(tmp_path.glob(".*.part"))
     assert load(tmp_path).params["layers"]["mlp"]["up"]["kernel"].codes.dtype == "bfloat16"
     with pytest.raises(InputError, match="already holds config.json"):
         compress("int8")
@@ -186,7 +195,7 @@ def test_invalid_flags_raise(run, trained, tmp_path, flags, message):
     assert not (tmp_path / "x").exists()
 
 
-def test_the_verdict_says_what_became_worse():
+def test_the_verdict_says_what_became_worse(tmp_path):
     rows = [
         Measurement(stage, 10, 40, disk, {1: one, 8: eight}, {"accuracy": accuracy})
         for stage, disk, one, eight, accuracy in (("original", 400, 0.01, 0.08, 0.9), ("int8", 100, 0.02, 0.02, 0.85))
@@ -195,4 +204,15 @@ def test_the_verdict_says_what_became_worse():
         "The file is 4 times smaller; the loss of a batch is 2 times slower at 1 sequence, 4 times faster at 8 sequences; "
         "accuracy falls from 0.9000 to 0.8500 (worse)."
     )
-    assert compression.verdict(rows[:1] * 2, "accuracy", True).endswith("accuracy stays at 0.9000.")
+    noisy = dataclasses.replace(rows[0], noise={1: 2.5, 8: 1.2})
+    assert "as fast as before, within the noise of 150 %, at 1 sequence, 4 times faster at 8 sequences" in (
+        compression.verdict([noisy, rows[1]], "accuracy", True)
+    )
+    same = compression.verdict(rows[:1] * 2, "accuracy", True)
+    assert same.startswith("The file is as large as before") and same.endswith("accuracy stays at 0.9000.")
+    broken = dataclasses.replace(rows[0], disk_bytes=800, scores={"accuracy": float("nan")})
+    larger = compression.verdict([rows[0], broken], "accuracy", True)
+    assert larger.startswith("The file is 2 times larger") and larger.endswith("accuracy becomes nan (worse).")
+    written = json.loads(compression.to_json([broken], "accuracy", "runs/x", "int8"))
+    assert written["rows"][0]["scores"] == {"accuracy": None}
+    plots.plot_compression(compression.panels([rows[0], broken], "accuracy"), tmp_path / "compress.png")

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hpnlp.compress import container
+from hpnlp.compress import array_encodings, container, huffman
 from hpnlp.compress.array_encodings import Encoding
 from hpnlp.errors import InputError
 
@@ -62,7 +62,7 @@ def test_trees_round_trip(written):
     assert [path.name for path in written.parent.iterdir()] == [written.name]
 
 
-@pytest.mark.parametrize("encoding", ["raw", "huffman", "sparse", "sparse(3)", "packed(5)"])
+@pytest.mark.parametrize("encoding", ["raw", "huffman", "sparse", "sparse(3)", "packed(5)", "nonzeros"])
 def test_every_dtype_round_trips(path, encoding):
     rng = np.random.default_rng(1)
     arrays = {}
@@ -78,9 +78,18 @@ def test_every_dtype_round_trips(path, encoding):
 
 def test_special_values_are_exact(path):
     x = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1e-45], np.float32)
-    for encoding in ("raw", "huffman", "sparse", "packed(3)"):
+    for encoding in ("raw", "huffman", "sparse", "packed(3)", "nonzeros"):
         container.write(path, {"x": x}, encodings=encoding)
         assert_same(container.read(path)[0]["x"], x)
+
+
+def test_damaged_places_of_non_zeros_raise():
+    x = np.where(np.arange(64) % 3, 0, np.arange(64.0))
+    count, block = array_encodings.encode(x, Encoding.parse("nonzeros"))
+    decoded = array_encodings.decoding(block, Encoding.parse("nonzeros"), x.dtype, x.shape, count)
+    np.testing.assert_array_equal(decoded.finish(huffman.decode_all(decoded.streams)), x)
+    with pytest.raises(InputError, match="21 non-zeros for 20 places"):
+        decoded.finish([np.arange(64) < 20])
 
 
 def test_raw_arrays_are_aligned_views_of_the_file(path):
@@ -158,8 +167,9 @@ def replace(number, **values):
         (replace(2, shape=[2]), "tensor 'layers/query/scale' of .* 4 bytes for float32"),
         (replace(0, encoding="huffman"), "tensor 'table' of .*symbols for 2000 elements"),
         (replace(0, palette=1), "tensor 'table' of .*damaged"),
-        (replace(0, palette=2**20), "tensor 'table' of .*distinct elements"),
+        (replace(0, palette=2**20), "tensor 'table' of .* elements of float32"),
         (replace(0, offset=8), "tensor 'table' of .* its block takes bytes"),
+        (replace(0, encoding="nonzeros"), "tensor 'table' of .*damaged"),
         (replace(0, size=2**40), "tensor 'table' of .* its block takes bytes"),
         (replace(0, size=1.5), "tensor 'table' of .* size is 1.5"),
         (replace(1, shape=[33, 8]), "tensor 'layers/query/codes' of .*47 bytes for 264 codes of 1.6 bits"),
@@ -215,5 +225,5 @@ def test_missing_files_and_directories_raise(path):
 
 
 def test_encodings_print_as_they_are_written():
-    for spec in ("raw", "huffman", "sparse", "sparse(5)", "packed(4)", "packed(1.6)"):
+    for spec in ("raw", "huffman", "nonzeros", "sparse", "sparse(5)", "packed(4)", "packed(1.6)"):
         assert str(Encoding.parse(spec)) == spec

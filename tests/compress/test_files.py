@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpnlp.compress import container
-from hpnlp.compress.files import read_weights, stored_bytes, write_weights
+from hpnlp.compress.files import encoding_of, read_weights, stored_bytes, write_weights
 from hpnlp.ops.weights import LowRankWeight, quantize
 from hpnlp.types import InputError
 
@@ -34,6 +34,42 @@ def test_arrays_weights_and_tuples_are_read_as_written(tmp_path):
 
 def test_memory_counts_half_a_byte_for_4_bits():
     assert stored_bytes({"a": quantize(W, 4), "b": W}) == 12 + 16 + 96
+
+
+@pytest.mark.parametrize(
+    ("zeros", "distinct", "encoding", "size"),
+    [
+        (0.9, 0, "nonzeros", 0.15),  # pruned weights, of which nearly all differ
+        (0.5, 0, "nonzeros", 0.54),
+        (0.02, 0, "raw", 1.01),
+        (0.9, 15, "sparse", 0.04),  # and with a codebook
+        (1.0, 0, "sparse", 0.01),
+    ],
+)
+def test_zeros_take_no_space(zeros, distinct, encoding, size, tmp_path):
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=70_000).astype(np.float32)
+    x = np.round(x * distinct / 6) + 0.5 if distinct else x
+    x = np.where(draw.random(x.size) < zeros, 0, x).astype(np.float32).reshape(100, 700)
+    assert encoding_of("x", x) == encoding
+    write_weights(tmp_path / "x", {"x": x}, None, encoding_of)
+    assert (tmp_path / "x").stat().st_size < size * x.nbytes
+    np.testing.assert_array_equal(read_weights(tmp_path / "x")[0]["x"], x)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        {"weights": {"a": 3}, "tuples": [], "metadata": None},
+        {"weights": {"a": {"kind": "IntegerWeight", "size": 3}}, "tuples": [], "metadata": None},
+        {"weights": {}, "tuples": ["b"], "metadata": None},
+    ],
+)
+def test_containers_of_other_content_raise(tmp_path, header):
+    container.write(tmp_path / "x", {"a": {"codes": W}}, header)
+    with pytest.raises(InputError, match="its header does not describe the weights of a model"):
+        read_weights(tmp_path / "x")
 
 
 def test_unknown_kinds_raise(tmp_path):

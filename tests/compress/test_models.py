@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 
 from hpnlp.compress.matrices import is_table, map_matrices
+from hpnlp.compress.recipe import Calibration, compress, parse_recipe
+from hpnlp.models.convnet import ConvNet, ConvNetConfig
 from hpnlp.models.decode import Generation
 from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.models.variables import collections, join, split
 from hpnlp.ops.weights import dense_tree, keep_blocks, quantize
 from tests.contracts import ONCE, once
 
@@ -56,6 +59,39 @@ def test_decoding_reads_weights():
         for weights in (params, dense_tree(params))
     ]
     np.testing.assert_array_equal(*ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mixer", ["transformer_xl(8)", "full"])
+def test_every_format_is_decoded(mixer):
+    config = LMConfig(dim=16, heads=2, layers=1, vocab=40, max_len=16, mlp_dim=16, mixer=mixer)
+    model = LM(config)
+    params = nn.meta.unbox(once(model.init, jax.random.key(0), example_batch(1, 8))["params"])
+    *_, (_, _, params) = compress(config, params, parse_recipe("int8(integer_products=False)"))
+    ids = [
+        np.concatenate(list(Generation(model, weights, [np.arange(3), np.arange(5)], tokens=4)), axis=1)
+        for weights in (params, dense_tree(params))
+    ]
+    np.testing.assert_array_equal(*ids)
+
+
+@pytest.mark.parametrize("recipe", ["int8", pytest.param("magnitude(0.5),factorize(rank=1)", marks=pytest.mark.slow)])
+def test_convolutions_read_weights(recipe):
+    model = ConvNet(ConvNetConfig(blocks="conv(4),separable(4)", side=5, classes=3))
+    batch = model.example_batch(2, 25)
+    variables = nn.meta.unbox(once(model.init, jax.random.key(0), batch))
+    weights = join(variables["params"], variables.get("buffers"))
+
+    def loss(config, weights):
+        return model.apply(collections(weights), batch, method="loss").sum
+
+    def gradients(config, weights):
+        return jax.grad(lambda params: loss(config, join(params, split(weights)[1])))(split(weights)[0])
+
+    *_, (config, small) = (
+        (c, w) for _, c, w in compress(model.config, weights, parse_recipe(recipe), Calibration(gradients))
+    )
+    np.testing.assert_allclose(loss(config, small), loss(config, dense_tree(small)), rtol=1e-2)
 
 
 def test_matrices_are_found_one_by_one():

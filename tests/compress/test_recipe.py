@@ -133,6 +133,19 @@ def test_magnitude_and_energy():
     assert isinstance(weights["layers"]["mlp"]["up"]["kernel"], LowRankWeight)
 
 
+def test_equal_magnitudes_are_pruned_to_the_share():
+    up = WEIGHTS["layers"]["mlp"]["up"]["kernel"]
+    signs = {"layers": {"mlp": {"up": {"kernel": jnp.sign(up)}}}}
+    *_, (_, _, pruned) = compress(CONFIG, signs, parse_recipe("magnitude(0.25)"))
+    assert ((np.asarray(pruned["layers"]["mlp"]["up"]["kernel"]) != 0).mean((1, 2)) == 0.25).all()
+
+
+def test_weights_that_are_not_finite_raise():
+    broken = {"layers": {"kernel": np.ones((2, 3, 4), np.float32)}, "head": np.float32([[1, np.nan]])}
+    with pytest.raises(InputError, match="head of the model has numbers that are not finite: start from an earlier"):
+        list(compress(CONFIG, broken, parse_recipe("int8")))
+
+
 def test_least_important_units_go_first():
     quiet = jax.tree.map(lambda x: x, WEIGHTS)
     quiet["layers"]["mlp"] = jax.tree.map(lambda x: x, quiet["layers"]["mlp"])

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.compress.recipe import compress, parse_recipe
 from hpnlp.compress.techniques import cubic_share
-from hpnlp.compress.weight_training import WeightTraining, quantile, with_weight_training
+from hpnlp.compress.weight_training import WeightTraining, quantile, with_own, with_weight_training
 from hpnlp.models import variables
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.ops.linear import linear
-from hpnlp.ops.weights import RoundedInputsWeight, quantize
+from hpnlp.ops.weights import RoundedInputsWeight, dense_tree, quantize
+from hpnlp.ops.weights.low_rank import rank_of
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import make_trainer
@@ -177,12 +179,28 @@ def test_models_learn_and_finish_as_plain_models(text):
         assert len(np.unique(kernel[0, :, 0])) <= 16
 
 
+@pytest.mark.slow
+def test_factors_are_trained_and_found_again():
+    _, weights, losses = trained("low_rank(0.5)", Plan("single"))
+    model = with_weight_training(MODEL, "low_rank(0.5)", 100)
+    plain = jax.jit(model.finished)(jax.tree.map(jnp.asarray, weights))
+    assert losses[-1] < losses[0]
+    np.testing.assert_allclose(loss_of(model)(weights), loss_of(MODEL)(plain), rtol=1e-5)
+    kernel = plain["layers"]["mlp"]["up"]["kernel"]
+    rank = rank_of(kernel.shape[-2:], 0.5)
+    assert (np.linalg.matrix_rank(kernel, tol=1e-5) == rank).all()
+    started = with_own(plain, jax.eval_shape(lambda: weights))["weights"]["layers"]["mlp"]["up"]["kernel"]
+    np.testing.assert_allclose(started["left"] @ started["right"], kernel, atol=1e-5)
+    stored = [*compress(MODEL.config, plain, parse_recipe("factorize(parameters=0.5, by=weights)"))][-1][2]
+    np.testing.assert_allclose(loss_of(MODEL)(dense_tree(stored)), loss_of(MODEL)(plain), rtol=1e-5)
+
+
 PLANS = [Plan("zero3"), Plan("tensor", tensor=2, data=4)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
-@pytest.mark.parametrize("text", ["shared", "movement(0.25)"])
+@pytest.mark.parametrize("text", ["shared", "movement(0.25)", "low_rank(0.5)"])
 def test_layouts_match_one_device(text, plan):
     np.testing.assert_allclose(trained(text, plan)[2], trained(text, Plan("single"))[2], rtol=2e-5)
 
@@ -196,6 +214,7 @@ def test_layouts_match_one_device(text, plan):
         ("movement(0.1, 0.7, 0.2)", "begin < end"),
         ("soft_movement(2)", "expected a threshold"),
         ("weight_drop(1)", "below 1"),
+        ("low_rank(1)", "over 0 and below 1"),
     ],
 )
 def test_invalid_specs_raise(text, message):

@@ -105,6 +105,10 @@ def test_integers_become_floats():
         ({"train": {"seed": -1}}, "train.seed=-1: expected at least 0"),
         ({"train": {"eval_batches": -1}}, "train.eval_batches=-1: expected at least 0"),
         ({"train": {"min_delta": float("nan")}}, "train.min_delta=nan: expected at least 0"),
+        (
+            {"train": {"weights": "shared"}},
+            "train.weights='shared' keeps zeros and equal numbers of the weights that a run",
+        ),
         ({"train": {"patience": 2}}, "train.patience=2 counts evaluations: set train.eval_every as well"),
         ({"train": {"eval_stride": 300}}, "train.eval_stride=300 is more than data.seq_len=256: choose 0"),
         ({"train": {"profile": "5:11", "steps": 10}}, "train.profile='5:11' goes beyond train.steps=10"),

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp import spec as specs
+from hpnlp.atomic_file import replace_bytes
 from hpnlp.data.examples.fields import FieldError
 from hpnlp.types import InputError
 
@@ -123,9 +124,7 @@ def save_labels(labels: Sequence[str], directory: str) -> None:
       directory: An existing directory.
     """
     path = os.path.join(directory, FILE)
-    with open(f"{path}.tmp", "w", encoding="utf-8") as file:
-        json.dump({"version": _VERSION, "labels": list(labels)}, file)
-    os.replace(f"{path}.tmp", path)
+    replace_bytes(path, json.dumps({"version": _VERSION, "labels": list(labels)}).encode())
 
 
 def load_labels(path: str) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from hpnlp.nn.layers import dense_init, param
 from hpnlp.ops.attention.memory.relative import distance_scores, relative_attention
 from hpnlp.ops.attention.positions.rope import frequencies
 from hpnlp.ops.linear import linear
+from hpnlp.ops.weight import dense
 from hpnlp.types import InputError, MixerInputs
 
 
@@ -79,7 +80,7 @@ class RelativePositions(nn.Module):
         """
         assert inputs.q is not None
         q, (kernel, content_bias, position_bias) = inputs.q, self._parameters(inputs)
-        by_head = jnp.asarray(kernel).astype(q.dtype).reshape(-1, *q.shape[2:])
+        by_head = jnp.asarray(dense(kernel)).astype(q.dtype).reshape(-1, *q.shape[2:])
         queries = jnp.einsum("btnh,dnh->btnd", q + position_bias.astype(q.dtype)[None, None], by_head)
         table = jnp.broadcast_to(
             jnp.asarray(sinusoid_table(distances, kernel.shape[0]), q.dtype)[:, None],

@@ -15,6 +15,7 @@ from hpnlp.ops.weight import Weight
 from hpnlp.types import InputError
 
 MAX_VALUES = 256
+_ROW = 1024  # numbers that are summed in one float
 
 
 @jax.tree_util.register_dataclass
@@ -88,15 +89,15 @@ def cluster(
     counted = (numbers != 0) if keep_zeros else jnp.ones_like(numbers, bool)
     # Sums of a cluster, a range of the sorted numbers, are differences of sums from the left.
     counts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counted.astype(jnp.int32))])
-    sums = jnp.concatenate([jnp.zeros(1), jnp.cumsum(numbers)])
+    sums = _sums_to_the_left(numbers)
     centroids = jnp.linspace(numbers[0], numbers[-1], values - keep_zeros)
 
     def step(_: Any, centroids: Array) -> Array:
         inner = jnp.searchsorted(numbers, _midpoints(centroids), side="right")
         edges = jnp.concatenate([jnp.zeros(1, inner.dtype), inner, jnp.full(1, numbers.size, inner.dtype)])
         sizes = counts[edges[1:]] - counts[edges[:-1]]
-        means = (sums[edges[1:]] - sums[edges[:-1]]) / jnp.maximum(sizes, 1).astype(jnp.float32)
-        return jnp.where(sizes > 0, means, centroids)
+        totals = (sums[:, edges[1:]] - sums[:, edges[:-1]]).sum(axis=0)
+        return jnp.where(sizes > 0, totals / jnp.maximum(sizes, 1).astype(jnp.float32), centroids)
 
     centroids = jax.lax.fori_loop(0, iterations, step, centroids)
     is_new = counted & jnp.concatenate([jnp.ones(1, bool), numbers[1:] != numbers[:-1]])
@@ -112,6 +113,26 @@ def cluster(
         centroids = centroids[jnp.argsort(jnp.arange(values) != zero, stable=True)]
     centroids = jnp.where(jnp.isfinite(numbers[0]) & jnp.isfinite(numbers[-1]), centroids, jnp.nan)
     return CodebookWeight(codes.astype(jnp.uint8), centroids)
+
+
+def _sums_to_the_left(numbers: Float[Array, "n"]) -> Float[Array, "3 n+1"]:
+    """Three numbers for each index, whose sum is that of the numbers before it.
+
+    Sums of a few numbers are differences of sums of millions, in which one float32 would leave no digit of them: rows of 1,024
+    numbers are summed by themselves, and the sums of rows before them in two floats (Knuth's TwoSum).
+    """
+    rows = jnp.pad(numbers, (0, _ROW - numbers.size % _ROW)).reshape(-1, _ROW)
+    within = jnp.cumsum(rows, axis=1)
+
+    def step(carry: tuple[Array, Array], total: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        high, low = carry
+        added = high + total
+        part = added - high
+        return (added, low + ((high - (added - part)) + (total - part))), carry
+
+    _, (high, low) = jax.lax.scan(step, (jnp.zeros(()), jnp.zeros(())), within[:, -1])
+    stacked = jnp.stack([jnp.repeat(high, _ROW), jnp.repeat(low, _ROW), (within - rows).reshape(-1)])
+    return stacked[:, : numbers.size + 1]
 
 
 def _midpoints(centroids: Float[Array, "K"]) -> Float[Array, "K-1"]:

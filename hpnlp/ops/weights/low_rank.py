@@ -87,7 +87,7 @@ def factorize(w: Float[Array, "D F"], rank: int, *, covariance: Float[Array, "D 
       w: [D, F].
       rank: 1 to min(D, F).
       covariance: [D, D], the mean of x x^T over inputs x of the matrix, positive semidefinite: the mean error of x w is
-        minimised. None minimises the error of w.
+        minimised. None, or zeros, minimises the error of w.
 
     Returns:
       The factors, each with the root of the singular values.
@@ -111,7 +111,8 @@ def factorize(w: Float[Array, "D F"], rank: int, *, covariance: Float[Array, "D 
         return LowRankWeight(u[:, :rank] * root[None], root[:, None] * v[:rank])
     # With covariance C = R R^T, the error of x w is that of R^T w, whose approximation is R^T times the result.
     values, vectors = jnp.linalg.eigh(covariance.astype(jnp.float32))
-    scales = jnp.sqrt(jnp.maximum(values, 1e-6 * values[-1]))
+    values = jnp.where(values[-1] == 0, 1.0, values / values[-1])  # a matrix without inputs is approximated by itself
+    scales = jnp.sqrt(jnp.maximum(values, 1e-6))
     whitened = (vectors * scales[None]).T @ w
     u, s, v = jnp.linalg.svd(whitened, full_matrices=False)
     root = jnp.sqrt(s[:rank])

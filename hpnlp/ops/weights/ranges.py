@@ -73,8 +73,9 @@ def limits(
     Args:
       w: [D, F].
       bits: 2 to 8; only "mse" depends on it.
-      method: "max", the largest magnitude; "percentile" of the magnitudes, interpolated; or "mse", the one of 36 evenly
-        spaced shares of the largest magnitude, from 0.3 to 1, at which rounding has the least squared error.
+      method: "max", the largest magnitude; "percentile" of the magnitudes, interpolated, or the largest where that is 0; or
+        "mse", the one of 36 evenly spaced shares of the largest magnitude, from 0.3 to 1, at which rounding has the least
+        squared error.
       percentile: Over 0, at most 100.
       group: As in `grouped`.
       by_row: As in `grouped`.
@@ -94,9 +95,10 @@ def limits(
     if not 0 < percentile <= 100:
         raise InputError(f"percentile={percentile}: expected over 0 and at most 100")
     magnitudes = jnp.abs(groups)
-    if method == "percentile":
-        return jnp.percentile(magnitudes, percentile, axis=1)
     largest = magnitudes.max(axis=1)
+    if method == "percentile":
+        limit = jnp.percentile(magnitudes, percentile, axis=1)
+        return jnp.where(limit == 0, largest, limit)  # of columns with a few numbers that are not 0
     if method == "max":
         return largest
 

@@ -51,6 +51,11 @@ def test_weighted_factors_have_the_least_error_on_the_inputs():
     assert error < 1.01 * best < plain
 
 
+def test_matrices_without_inputs_have_the_factors_of_the_matrix():
+    factors = factorize(W, 3, covariance=np.zeros((12, 12), np.float32))
+    np.testing.assert_allclose(factors.dense(), factorize(W, 3).dense(), atol=1e-5)
+
+
 def test_ranks():
     assert rank_of((100, 100), 0.5) == 25
     assert rank_of((2, 2), 0.01) == 1

@@ -37,6 +37,12 @@ def test_limits_equal_numpy(shared):
     assert found.shape == quantize(W, 4, **options).scales.shape
 
 
+def test_columns_of_few_numbers_have_the_range_of_the_largest():
+    w = np.zeros((2000, 2), np.float32)
+    w[7, 0], w[:, 1] = 300.0, W[0, 0]
+    np.testing.assert_allclose(quantize(w, limits="percentile").dense(), w, rtol=1e-6)
+
+
 def test_searched_ranges_have_less_error_than_the_largest_magnitude():
     w = np.random.default_rng(1).normal(size=(400, 4)).astype(np.float32)
     largest, searched = (((quantize(w, 3, limits=name).dense() - w) ** 2).sum() for name in ("max", "mse"))

@@ -95,6 +95,20 @@ def test_few_numbers_stay_as_they_are(keep_zeros):
     np.testing.assert_array_equal(cluster(w, 5, keep_zeros=keep_zeros).dense(), w)
 
 
+@pytest.mark.slow
+def test_small_clusters_beside_millions_of_numbers_have_their_means():
+    w = np.full((1500, 2000), 0.1234567, np.float32)
+    w[0, :12] = np.linspace(0.9, 1.0, 12) ** 3
+    values = np.sort(cluster(w, 8, iterations=3).values)
+    centroids = np.linspace(w.min(), 1, 8)
+    numbers, counts = np.unique(w.astype(np.float64), return_counts=True)
+    for _ in range(3):
+        nearest = np.abs(numbers[:, None] - centroids).argmin(1)
+        sizes, sums = (np.bincount(nearest, x, minlength=8) for x in (counts, counts * numbers))
+        centroids = np.where(sizes > 0, sums / np.maximum(sizes, 1), centroids)
+    np.testing.assert_allclose(values, centroids, rtol=2e-5)
+
+
 def test_nan_makes_shared_values_nan():
     w = W.copy()
     w[3, 3] = np.nan
