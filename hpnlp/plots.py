@@ -189,6 +189,52 @@ def plot_bubbles(scores: Mapping[str, Mapping[str, tuple[float | None, float, fl
     plt.close(figure)
 
 
+def plot_efficiency(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Plots speed and peak memory of training steps: a line for each mixer, fastest first, and a point for each length.
+
+    Values are relative to full attention at the lengths that it has, if any.
+
+    Args:
+      rows: Measurements with the fields "mixer", "length", "steps_per_second" and "peak_memory_bytes".
+      path: File to write; its extension decides the format.
+    """
+    from matplotlib import ticker
+
+    plt = _pyplot()
+    full = {row["length"]: row for row in rows if row["mixer"] == "full"}
+    rows = [row for row in rows if not full or row["length"] in full]
+    lengths = sorted({row["length"] for row in rows})
+    # Speed at the longest length that the mixer has, relative to the one of full attention.
+    speeds = {
+        row["mixer"]: row["steps_per_second"] / (full[row["length"]]["steps_per_second"] if full else 1)
+        for row in sorted(rows, key=lambda row: row["length"])
+    }
+    mixers = sorted(speeds, key=lambda mixer: speeds[mixer])
+    figure, panels = plt.subplots(1, 2, figsize=(11, 1.6 + 0.2 * len(mixers)), layout="constrained", sharey=True)
+    labels = {"steps_per_second": "steps per second", "peak_memory_bytes": "peak memory of the process"}
+    for axes, (field, label) in zip(panels, labels.items(), strict=True):
+        unit = 1 if full or field == "steps_per_second" else 2**20
+        for index, length in enumerate(lengths):
+            at = [row for row in rows if row["length"] == length]
+            x = [row[field] / (full[length][field] if full else unit) for row in at]
+            y = [mixers.index(row["mixer"]) for row in at]
+            style = {"color": plt.get_cmap("viridis_r")((index + 0.5) / len(lengths)), "label": f"{length:,}"}
+            axes.plot(x, y, MARKERS[index % len(MARKERS)], markersize=5, **style)
+        axes.set(xlabel=f"{label}{', relative to full' if full else ', MiB' * (unit > 1)}", xscale="log")
+        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
+        axes.grid(alpha=0.3)
+        if full:
+            axes.axvline(1, color="grey", linewidth=1)
+    panels[0].set_yticks(range(len(mixers)), [drawable(mixer) for mixer in mixers], fontsize=8)
+    panels[0].set_ylim(-0.7, len(mixers) - 0.3)
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside right upper", frameon=False, fontsize=8, title="tokens")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def plot_compression(panels: Mapping[str, Mapping[str, float]], path: Path) -> None:
     """Draws what each stage of a compression does, as bars.
 

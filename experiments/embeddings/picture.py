@@ -17,9 +17,10 @@ from typing import Any
 import jax
 import matplotlib
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from hpnlp import cli
+from hpnlp.cli.errors import run_script
 from hpnlp.data.examples.dataset import HELDOUT
 from hpnlp.models.variables import collections
 from hpnlp.ops.embeddings import find_neighbors, neighbor_probabilities
@@ -35,8 +36,8 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string("workdir", "runs/titles", "Directory of a run of task=labelled_bags.")
 flags.DEFINE_string("out", "titles.png", "Picture to write.")
 flags.DEFINE_enum("method", "pca", ["pca", "tsne"], "Projection to the plane; t-SNE needs scikit-learn.")
-flags.DEFINE_integer("labels", 8, "Number of labels.")
-flags.DEFINE_integer("neighbors", 5, "Number of neighbours that predict a label.")
+flags.DEFINE_integer("labels", 8, "Number of labels.", lower_bound=2, upper_bound=20)
+flags.DEFINE_integer("neighbors", 5, "Number of neighbours that predict a label.", lower_bound=1)
 
 
 class Texts:
@@ -91,7 +92,7 @@ def nearest_label(points: np.ndarray, labels: np.ndarray, at: np.ndarray, k: int
     return np.concatenate(found)
 
 
-def draw(train: Any, heldout: Any, names: list[str], path: str) -> float:
+def draw(train: Any, heldout: Any, names: list[str], path: Path) -> float:
     """Draws two sets of `(points, labels)`; the share of held-out points in the region of their label."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -136,6 +137,7 @@ def explain(train: Texts, heldout: Texts, names: tuple[str, ...]) -> None:
 
 
 def main(_: list[str]) -> None:
+    path = cli.plot_path(FLAGS.out, "titles.png")
     cli.prepare_jax()
     run = run_directory.load(Path(FLAGS.workdir))
     if run.config.task != "labelled_bags":
@@ -154,9 +156,9 @@ def main(_: list[str]) -> None:
     number = {int(label): i for i, label in enumerate(chosen)}
     labels = [np.array([number[int(x)] for x in found]) for found in (train.labels[keep], heldout.labels[scored])]
     names = [drawable(dataset.labels[label]) for label in chosen]
-    share = draw((points[0], labels[0]), (points[1], labels[1]), names, FLAGS.out)
-    print(f"\n{FLAGS.out}: {share:.3f} of the held-out texts of {len(names)} labels lie in the region of their label")
+    share = draw((points[0], labels[0]), (points[1], labels[1]), names, path)
+    print(f"\n{path}: {share:.3f} of the held-out texts of {len(names)} labels lie in the region of their label")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_script(main)

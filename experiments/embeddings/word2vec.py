@@ -14,11 +14,13 @@ import dataclasses
 import glob
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
 from hpnlp import cli
+from hpnlp.cli.errors import run_script
 from hpnlp.data.stdlib import write_corpus
 from hpnlp.retrieval.word2vec_files import save_word2vec
 from hpnlp.retrieval.word_vectors import WordVectorTable
@@ -63,6 +65,8 @@ def config_of(settings: list[str]) -> Word2VecConfig:
 def main(_: list[str]) -> None:
     cli.prepare_jax()
     config = config_of(FLAGS.set)
+    if not Path(FLAGS.out).absolute().parent.is_dir():  # before the training
+        raise InputError(f"--out={FLAGS.out}: there is no directory {Path(FLAGS.out).parent}: make it first")
     ids, words, counts = sentence_ids(sentences(FLAGS.text or write_corpus("docs").path), FLAGS.least)
     start = time.perf_counter()
     vectors, _ = train_word_vectors(ids, counts, config, log=print)
@@ -73,4 +77,4 @@ def main(_: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_script(main)

@@ -12,13 +12,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
-from hpnlp import measure
+from hpnlp import cli, measure
+from hpnlp.cli.errors import run_script
 from hpnlp.nn.attention import mixer_period
 from hpnlp.spec import Spec
 from hpnlp.training.evaluate_run import evaluate_run
 from hpnlp.training.run_directory import has_checkpoints, load_config
+from hpnlp.types import InputError
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("workdir", None, "Directory of a run, or of the runs of a sweep.", required=True)
@@ -61,16 +63,26 @@ def rows_of(directory: Path) -> list[dict[str, Any]]:
 
 
 def main(_: Any) -> None:
+    if not all(memory.isdecimal() and int(memory) for memory in FLAGS.memories):
+        raise InputError(f"--memories={','.join(FLAGS.memories)}: expected numbers of tokens, as --memories=48,96")
+    cli.prepare_jax()
     workdir = Path(FLAGS.workdir)
-    directories = [path for path in (workdir, *sorted(workdir.iterdir())) if path.is_dir() and has_checkpoints(path)]
-    rows = [row for directory in directories for row in rows_of(directory)]
-    for row in rows:
-        print(
-            *(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in row.items())
+    found = (workdir, *sorted(workdir.iterdir())) if workdir.is_dir() else ()
+    directories = [path for path in found if path.is_dir() and has_checkpoints(path)]
+    rows = []
+    for directory in directories:
+        for row in rows_of(directory):
+            rows.append(row)
+            values = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()}
+            print(*(f"{name}={value}" for name, value in values.items()), flush=True)
+    if not rows:
+        raise InputError(
+            f"--workdir={workdir}: it holds {len(directories)} runs, none of which has one of the mixers {', '.join(MEMORIES)}: "
+            "train one, as experiments/lm/memory_lengths.py describes"
         )
     if FLAGS.out:
         print(measure.write_result("memory_lengths", rows, FLAGS.out))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_script(main)
