@@ -11,6 +11,7 @@ explain some of the predictions.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,8 @@ def pca(x: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def tsne(x: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Both sets of vectors in the plane, in which near ones stay near (van der Maaten and Hinton 2008)."""
-    try:
-        from sklearn.manifold import TSNE
-    except ImportError as error:
-        raise InputError("--method=tsne needs scikit-learn: pip install scikit-learn, or pass --method=pca") from error
+    from sklearn.manifold import TSNE
+
     points = TSNE(metric="cosine", init="random", random_state=0).fit_transform(np.concatenate([x, others]))
     return points[: len(x)], points[len(x) :]
 
@@ -115,7 +114,9 @@ def draw(train: Any, heldout: Any, names: list[str], path: Path) -> float:
         axes.scatter(
             *heldout[0][heldout[1] == label].T, s=36, marker="^", color=colors[label], edgecolor="black", lw=0.6
         )
-    axes.set(xticks=[], yticks=[], title=f"texts by label, {FLAGS.method}; triangles are held out")
+    name = {"pca": "principal component", "tsne": "dimension of t-SNE"}[FLAGS.method]
+    axes.set(xticks=[], yticks=[], xlabel=f"first {name}", ylabel=f"second {name}")
+    axes.set_title("texts by label, and the label of the nearest training texts; triangles are held out")
     figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=120)
     return float(np.mean(nearest_label(train[0], train[1], heldout[0], FLAGS.neighbors) == heldout[1]))
@@ -138,6 +139,8 @@ def explain(train: Texts, heldout: Texts, names: tuple[str, ...]) -> None:
 
 def main(_: list[str]) -> None:
     path = cli.plot_path(FLAGS.out, "titles.png")
+    if FLAGS.method == "tsne" and importlib.util.find_spec("sklearn") is None:
+        raise InputError("--method=tsne needs scikit-learn: pip install scikit-learn, or pass --method=pca")
     cli.prepare_jax()
     run = run_directory.load(Path(FLAGS.workdir))
     if run.config.task != "labelled_bags":

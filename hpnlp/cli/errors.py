@@ -37,9 +37,10 @@ def run_script(main: Callable[[list[str]], Any]) -> NoReturn:
     Args:
       main: The function to run after flags are parsed, with the positional arguments after the name of the script.
     """
-    from absl import app
+    from absl import app, logging
 
     def guarded(argv: list[str]) -> None:
+        logging.set_verbosity(logging.WARNING)  # JAX reports each kind of device that the machine lacks
         try:
             main(argv)
         except KeyboardInterrupt:
