@@ -77,7 +77,7 @@ def main(_: Any) -> None:
             print(*(f"{name}={value}" for name, value in values.items()), flush=True)
     if not rows:
         raise InputError(
-            f"--workdir={workdir}: it holds {len(directories)} runs, none of which has one of the mixers {', '.join(MEMORIES)}: "
+            f"--workdir={workdir} holds {len(directories)} runs, none of which has one of the mixers {', '.join(MEMORIES)}: "
             "train one, as experiments/lm/memory_lengths.py describes"
         )
     if FLAGS.out:

@@ -17,7 +17,6 @@ from hpnlp import cli
 from hpnlp.cli import experiment
 from hpnlp.training import signals
 
-
 BASE = "base"  # name of a member that changes no field
 MAX_NAME = 80  # characters
 

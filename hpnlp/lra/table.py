@@ -40,7 +40,7 @@ def score(report: Mapping[str, Any], steps_per_second: float | None = None) -> S
 
 
 def describe_heldout(report: Mapping[str, Any]) -> str:
-    """What an accuracy is to be compared with.
+    """Describes the held-out examples, with which accuracies are to be compared.
 
     Args:
       report: Content of report.json of a run of the task.
@@ -50,8 +50,8 @@ def describe_heldout(report: Mapping[str, Any]) -> str:
     """
     count = report["heldout_examples"]
     return (
-        f"{count:,} held-out examples (standard error at most {50 / max(1, count) ** 0.5:.1f} points); the most frequent class of "
-        f"the training examples has an accuracy of {report['majority_accuracy']:.3f}."
+        f"{count:,} held-out examples (standard error at most {50 / max(1, count) ** 0.5:.1f} points); the most frequent class "
+        f"of the training examples has an accuracy of {report['majority_accuracy']:.3f}."
     )
 
 

@@ -183,7 +183,9 @@ class WordVectorTable:
         directions = np.linalg.svd(chosen - mean, full_matrices=False)[2][:2]
         points = np.zeros((len(words) + len(others), 2), np.float32)
         points[: len(words), : len(directions)] = (chosen - mean) @ directions.T
-        points[len(words) :, : len(directions)] = (self._unit[[self.row(word) for word in others]] - mean) @ directions.T
+        points[len(words) :, : len(directions)] = (
+            self._unit[[self.row(word) for word in others]] - mean
+        ) @ directions.T
         return points * np.where(points[np.abs(points).argmax(axis=0), [0, 1]] < 0, -1, 1).astype(np.float32)
 
 

@@ -46,7 +46,7 @@ def test_defects_keep_their_traceback(monkeypatch):
     ("script", "values", "message"),
     [
         ("lm/evaluate_memory", {"memories": ["48", "a"]}, "--memories=48,a: expected numbers of tokens"),
-        ("lm/evaluate_memory", {"workdir": "/no/such"}, "it holds 0 runs, none of which has one of the mixers segment"),
+        ("lm/evaluate_memory", {"workdir": "/no/such"}, "holds 0 runs, none of which has one of the mixers segment"),
         ("embeddings/word2vec", {"out": "/no/such/a.bin"}, "there is no directory /no/such: make it first"),
         ("embeddings/word2vec", {"set": ["dims=3"]}, "--set=dims=3: unknown field 'dims': did you mean 'dim'?"),
     ],

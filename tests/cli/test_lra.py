@@ -48,7 +48,9 @@ def test_runs_are_trained_tabulated_and_skipped(command, run, tmp_path):
     assert outcome.code == 0, outcome.err
     runs = tmp_path / "runs"
     table = (runs / "lra.md").read_text()
-    assert table in outcome.out and table.startswith("| mixer | listops_short: accuracy | listops_short: steps | listops_short: steps/s |")
+    assert table in outcome.out and table.startswith(
+        "| mixer | listops_short: accuracy | listops_short: steps | listops_short: steps/s |"
+    )
     assert (runs / "lra.png").read_bytes().startswith(b"\x89PNG") and (runs / "listops_short" / "compare.md").exists()
     report = json.loads((runs / "listops_short" / "mixer=fnet" / "report.json").read_text())
     assert (report["steps"], report["config"]["model.mixer"], report["majority_accuracy"] > 0) == (2, "fnet", True)
