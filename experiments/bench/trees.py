@@ -40,7 +40,7 @@ from hpnlp.types import InputError
 try:
     import torch
 except ImportError:  # the table "lengths" does not need it
-    torch: Any = None
+    torch = None  # pyright: ignore
 
 WIDTH, TOKENS, BUCKETS = 256, 4096, 4  # of the table "lengths"
 
