@@ -42,29 +42,50 @@ def test_defects_keep_their_traceback(monkeypatch):
         run_script(fail(ZeroDivisionError()))
 
 
+@pytest.fixture
+def load(monkeypatch):
+    """`load(script, **values)` imports a script of experiments/, with values of its flags apart from those of hpnlp."""
+
+    def load_script(script, **values):
+        holder = flags.FlagValues()
+        monkeypatch.setattr(flags, "FLAGS", holder)
+        for define in ("DEFINE_string", "DEFINE_list", "DEFINE_integer"):
+            original = getattr(flags, define)
+            monkeypatch.setattr(
+                flags, define, lambda *args, f=original, **options: f(*args, **{"flag_values": holder, **options})
+            )
+        monkeypatch.setattr(cli, "prepare_jax", lambda: None)
+        spec = importlib.util.spec_from_file_location("script", EXPERIMENTS / f"{script}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        holder(["script", "--workdir=x"] if "workdir" in holder else ["script"])
+        for name, value in values.items():
+            setattr(holder, name, value)
+        return module
+
+    return load_script
+
+
 @pytest.mark.parametrize(
     ("script", "values", "message"),
     [
         ("lm/evaluate_memory", {"memories": ["48", "a"]}, "--memories=48,a: expected numbers of tokens"),
         ("lm/evaluate_memory", {"workdir": "/no/such"}, "holds 0 runs, none of which has one of the mixers segment"),
         ("embeddings/word2vec", {"out": "/no/such/a.bin"}, "there is no directory /no/such: make it first"),
-        ("embeddings/word2vec", {"set": ["dims=3"]}, "--set=dims=3: unknown field 'dims': did you mean 'dim'?"),
+        ("embeddings/word2vec", {"set": ["dims=3"]}, r"--set=dims=3: unknown field 'dims': did you mean 'dim'\?"),
     ],
 )
-def test_invalid_flags_of_scripts_raise_before_their_work(monkeypatch, script, values, message):
-    holder = flags.FlagValues()
-    monkeypatch.setattr(flags, "FLAGS", holder)
-    for define in ("DEFINE_string", "DEFINE_list", "DEFINE_integer"):
-        original = getattr(flags, define)
-        monkeypatch.setattr(
-            flags, define, lambda *args, f=original, **options: f(*args, **{"flag_values": holder, **options})
-        )
-    monkeypatch.setattr(cli, "prepare_jax", lambda: None)
-    spec = importlib.util.spec_from_file_location("script", EXPERIMENTS / f"{script}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    holder(["script", "--workdir=x"] if "workdir" in holder else ["script"])
-    for name, value in values.items():
-        setattr(holder, name, value)
-    with pytest.raises(InputError, match=message.replace("?", r"\?")):
-        module.main([])
+def test_invalid_flags_of_scripts_raise_before_their_work(load, script, values, message):
+    with pytest.raises(InputError, match=message):
+        load(script, **values).main([])
+
+
+def test_losses_by_memory_are_a_table(load):
+    rows = [{"run": run, "trained": f"{run}(4)", "memory": m, "loss": m / 8} for run in "ab" for m in (4, 8)]
+    table = load("lm/evaluate_memory").table_of(rows).splitlines()
+    assert table == [
+        "| trained | 4 | 8 |",
+        "| --- | --- | --- |",
+        "| a(4) | 0.5000 | 1.0000 |",
+        "| b(4) | 0.5000 | 1.0000 |",
+    ]
