@@ -47,6 +47,7 @@ def name_members(fields: Sequence[Mapping[str, Any]]) -> list[str]:
     names: list[str] = []
     for member in fields:
         text = ",".join(f"{field.split('.')[-1]}={value}" for field, value in member.items())
+        text = re.sub(r",\s+", ",", text)  # "window(4, 4)" and "window(4,4)" are one spec
         name = re.sub(r"[^A-Za-z0-9=.,_-]+", "_", text)[:MAX_NAME].strip("_") or BASE
         candidates = [name, *(f"{name}-{number}" for number in range(2, len(fields) + 1))]
         names.append(next(candidate for candidate in candidates if candidate not in names))

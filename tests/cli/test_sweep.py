@@ -176,6 +176,7 @@ def test_invalid_workdirs_raise_before_the_first_member_trains(sweep, run, tmp_p
 def test_names_of_members_are_their_fields():
     fields = [{}, {"model.mixer": "window(8,0)"}, {"model.mixer": "window(8.0)"}, {"data.a": 1, "model.b": "x/y"}]
     assert members.name_members(fields) == ["base", "mixer=window_8,0", "mixer=window_8.0", "a=1,b=x_y"]
+    assert members.name_members([{"model.mixer": "window(8, 0), full"}]) == ["mixer=window_8,0_,full"]
     collisions = [{"model.mixer": spec} for spec in ("conv(2)", "conv*2", "conv_2", "m" * 99, "m" * 98)]
     names = members.name_members(collisions)
     assert names[:3] == ["mixer=conv_2", "mixer=conv_2-2", "mixer=conv_2-3"] and len(set(names)) == 5
