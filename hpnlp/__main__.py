@@ -9,8 +9,6 @@ import importlib
 import os
 import re
 import sys
-import traceback
-from typing import NoReturn
 
 COMMANDS = {
     "train": "train the model of an experiment file, or resume its training, and write a report",
@@ -78,7 +76,9 @@ def _run_guarded(argv: list[str]) -> None:
         except BrokenPipeError:
             sys.exit(1)
         except Exception as error:
-            _exit_with_message(error)
+            from hpnlp.cli.errors import exit_with_message
+
+            exit_with_message(error)
         finally:
             if stdout.escaped:
                 print(
@@ -91,20 +91,6 @@ def _run_guarded(argv: list[str]) -> None:
             code = code or 2
         if code:
             sys.exit(code)
-
-
-def _exit_with_message(error: Exception) -> NoReturn:
-    """Prints one line and exits with 2 for errors of the input and the machine; raises all other errors again."""
-    from hpnlp.cli.errors import machine_error_message
-    from hpnlp.types import InputError
-
-    message = str(error) if isinstance(error, InputError) else machine_error_message(error)
-    if not message:
-        raise error
-    if "--debug" in sys.argv:
-        traceback.print_exception(error)
-    print(f"hpnlp: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
 
 
 def spare_threads() -> None:

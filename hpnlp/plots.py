@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -189,6 +190,52 @@ def plot_bubbles(scores: Mapping[str, Mapping[str, tuple[float | None, float, fl
     plt.close(figure)
 
 
+def plot_efficiency(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Plots speed and peak memory of training steps: a line for each mixer, fastest first, and a point for each length.
+
+    Values are relative to full attention at the lengths that it has, if any.
+
+    Args:
+      rows: Measurements with the fields "mixer", "length", "steps_per_second" and "peak_memory_bytes".
+      path: File to write; its extension decides the format.
+    """
+    from matplotlib import ticker
+
+    plt = _pyplot()
+    full = {row["length"]: row for row in rows if row["mixer"] == "full"}
+    rows = [row for row in rows if not full or row["length"] in full]
+    lengths = sorted({row["length"] for row in rows})
+    # Speed at the longest length that the mixer has, relative to the one of full attention.
+    speeds = {
+        row["mixer"]: row["steps_per_second"] / (full[row["length"]]["steps_per_second"] if full else 1)
+        for row in sorted(rows, key=lambda row: row["length"])
+    }
+    mixers = sorted(speeds, key=lambda mixer: speeds[mixer])
+    figure, panels = plt.subplots(1, 2, figsize=(11, 1.6 + 0.2 * len(mixers)), layout="constrained", sharey=True)
+    labels = {"steps_per_second": "steps per second", "peak_memory_bytes": "peak memory of the process"}
+    for axes, (field, label) in zip(panels, labels.items(), strict=True):
+        unit = 1 if full or field == "steps_per_second" else 2**20
+        for index, length in enumerate(lengths):
+            at = [row for row in rows if row["length"] == length]
+            x = [row[field] / (full[length][field] if full else unit) for row in at]
+            y = [mixers.index(row["mixer"]) for row in at]
+            style = {"color": plt.get_cmap("viridis_r")((index + 0.5) / len(lengths)), "label": f"{length:,}"}
+            axes.plot(x, y, MARKERS[index % len(MARKERS)], markersize=5, **style)
+        axes.set(xlabel=f"{label}{', relative to full' if full else ', MiB' * (unit > 1)}", xscale="log")
+        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
+        axes.grid(alpha=0.3)
+        if full:
+            axes.axvline(1, color="grey", linewidth=1)
+    panels[0].set_yticks(range(len(mixers)), [drawable(mixer) for mixer in mixers], fontsize=8)
+    panels[0].set_ylim(-0.7, len(mixers) - 0.3)
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside right upper", frameon=False, fontsize=8, title="tokens")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def plot_compression(panels: Mapping[str, Mapping[str, float]], path: Path) -> None:
     """Draws what each stage of a compression does, as bars.
 
@@ -239,12 +286,14 @@ def plot_heatmap(heatmap: Heatmap, path: Path) -> None:
 
 
 def plot_words(points: np.ndarray, words: Sequence[str], groups: Sequence[str], path: Path) -> None:
-    """Plots words in the plane, with their texts.
+    """Plots words in the plane, with their texts, which are moved or left out where they would overlap.
+
+    The picture shows the region of the coloured words, if there are any.
 
     Args:
       points: `[N, 2]` coordinates.
       words: N words.
-      groups: Group of each word, which decides its colour; "" for grey words without an entry in the legend.
+      groups: Group of each word, which decides its colour; "" for frequent words, which are grey.
       path: File to write; its extension decides the format.
 
     Raises:
@@ -254,28 +303,56 @@ def plot_words(points: np.ndarray, words: Sequence[str], groups: Sequence[str], 
     figure, axes = plt.subplots(figsize=(9, 7), layout="constrained")
     names = [name for name in dict.fromkeys(groups) if name]
     colors = {name: f"C{number % 10}" for number, name in enumerate(names)} | {"": "0.6"}
+    shown = points[[bool(group) or not names for group in groups]]
+    # Without coloured words, some words that are far from all others do not decide on the region.
+    low, high = (shown.min(0), shown.max(0)) if names else np.percentile(shown, [2, 98], axis=0)
+    margin = 0.12 * np.maximum(high - low, 1e-6)
+    axes.set(xlim=(low[0] - margin[0], high[0] + 2 * margin[0]), ylim=(low[1] - margin[1], high[1] + margin[1]))
+    texts = []
     for name, color in colors.items():
         chosen = [number for number, group in enumerate(groups) if group == name]
-        label = drawable(name) if name else None
-        axes.scatter(points[chosen, 0], points[chosen, 1], s=8, color=color, label=label)
-        for number in chosen:
-            axes.annotate(
-                drawable(words[number]),
-                points[number],
-                xytext=(3, 2),
-                textcoords="offset points",
-                fontsize=7 if name else 6,
-                color=color,
-            )
+        chosen = [n for n in chosen if (abs(points[n] - (low + high) / 2) <= (high - low) / 2 + margin).all()]
+        if chosen:
+            label = drawable(name) if name else "frequent words"
+            axes.scatter(points[chosen, 0], points[chosen, 1], s=8, color=color, label=label if names else None)
+        style = {"fontsize": 7 if name else 6, "color": color, "textcoords": "offset points", "gid": name}
+        texts += [axes.annotate(drawable(words[n]), points[n], xytext=(3, 2), **style) for n in chosen]
     if names:
         axes.legend(fontsize=8)
     axes.set(xlabel="first principal component", ylabel="second principal component")
+    place_texts(figure, texts)
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:
         raise InputError(f"cannot draw {path} ({error}): name a file that can be written, as words.png") from error
     finally:
         plt.close(figure)
+
+
+def place_texts(figure: Any, texts: Sequence[Any]) -> None:
+    """Moves the texts of points to a side where they overlap no earlier one; those without a gid are left out if there is none.
+
+    Args:
+      figure: Figure of matplotlib, which keeps its layout from now on.
+      texts: Annotations with offsets in points, the most important ones first.
+    """
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    renderer, taken = figure.canvas.get_renderer(), []
+    for text in texts:
+        for x, y in itertools.product((3, -3), (2, -2)):
+            text.set(ha="left" if x > 0 else "right", va="bottom" if y > 0 else "top")
+            text.xyann = x, y
+            box = text.get_window_extent(renderer)
+            if not any(box.overlaps(other) for other in taken):
+                break
+        else:
+            if not text.get_gid():
+                text.remove()
+                continue
+            text.set(ha="left", va="bottom")
+            text.xyann = (3, 2)
+        taken.append(text.get_window_extent(renderer))
 
 
 def logarithmic(axes: Any, values: Sequence[float]) -> None:

@@ -30,6 +30,7 @@ from tests.tiny import WORDS, quick_compiler, xla_cache  # noqa: F401  (fixtures
 
 ROOT = Path(__file__).parents[1]
 EXTENDING, TASKS_PAGE = ROOT / "docs/guide/extending.md", ROOT / "docs/guide/tasks.md"
+MIXERS_PAGE = ROOT / "docs/guide/mixers.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -112,8 +113,8 @@ def test_commands_parse(own):
 
 @pytest.fixture(scope="module")
 def own(directory):
-    """Directory with the files of the page on entries of one's own."""
-    for name, content in files(EXTENDING).items():
+    """Directory with the files of the pages on entries of one's own."""
+    for name, content in (files(EXTENDING) | files(MIXERS_PAGE)).items():
         (directory / name).write_text(content)
     return directory
 

@@ -455,7 +455,7 @@ def test_compare_does_not_overwrite_other_files(tmp_path):
 
 def test_members_of_sweeps_are_labelled_by_varied_fields(tmp_path):
     wide, narrow = {"model.mixer": "window(128,0)"}, {"model.mixer": "full"}
-    made = {name: {} for name in ("s/00-mixer=window_128_0_", "s/01-mixer=full", "t/00-mixer=full", "alone", "t/alone")}
+    made = {name: {} for name in ("s/00-mixer=window_128_0_", "s/mixer=full", "t/00-mixer=full", "alone", "t/alone")}
     (tmp_path / "s").mkdir()
     (tmp_path / "t").mkdir()
     paths = runs(tmp_path, **{name: {"config_changes": narrow if "full" in name else wide} for name in made})
@@ -463,6 +463,10 @@ def test_members_of_sweeps_are_labelled_by_varied_fields(tmp_path):
     labels, title = report.comparison._labels(reports)
     assert list(labels.values())[:3] == ["s: mixer=window(128,0)", "s: mixer=full", "00-mixer=full"] and title == ""
     assert list(labels.values())[3:] == [f"alone ({paths[3]})", f"alone ({paths[4]})"]
+    assert report.comparison._member_labels({"s/base": narrow, "s/mixer=x": wide}) == {
+        "s/base": "base",
+        "s/mixer=x": "mixer=window(128,0)",
+    }
     of_one = dict(list(reports.items())[:2])
     assert report.comparison._labels(of_one) == (
         dict(zip(of_one, ["mixer=window(128,0)", "mixer=full"], strict=True)),

@@ -144,33 +144,6 @@ def plot_tradeoff(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def plot_efficiency(rows: Rows, path: Path) -> None:
-    """Speed and peak memory of a training step by length, relative to full attention at the lengths that it has, if any."""
-    mixers = list(dict.fromkeys(row["mixer"] for row in rows))
-    full = {row["length"]: row for row in rows if row["mixer"] == "full"}
-    rows = [row for row in rows if not full or row["length"] in full]
-    lengths = sorted({row["length"] for row in rows})
-    figure, panels = plt.subplots(1, 2, figsize=(11, max(5.0, 0.17 * len(mixers))), layout="constrained")
-    titles = {"steps_per_second": "steps per second", "peak_memory_bytes": "peak memory of the process"}
-    for axes, (field, title) in zip(panels, titles.items(), strict=True):
-        for index, mixer in enumerate(mixers):
-            members = [row for row in rows if row["mixer"] == mixer]
-            points = [(row["length"], row[field] / (full[row["length"]][field] if full else 1)) for row in members]
-            style = {"color": f"C{index % 10}", "marker": "os^v"[index // 10 % 4], "markersize": 4, "linewidth": 1}
-            if points:
-                axes.plot(*zip(*points, strict=True), label=mixer, **style)
-        axes.set(xlabel="tokens", title=f"{title}{', relative to full' * bool(full)}", xscale="log", yscale="log")
-        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-        axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-        axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-        axes.grid(alpha=0.3)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
 PLOTS: dict[str, Callable[[Rows, Path], None]] = {
     "demo": plot_demo,
     "train_step": plot_train_step,

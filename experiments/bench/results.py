@@ -14,12 +14,12 @@ from typing import Any
 import compression_tables
 import embedding_tables
 import speed_tables
-from result_plots import CAPTIONS, CORPORA, PLOTS, plot_efficiency, plot_tradeoff
+from result_plots import CAPTIONS, CORPORA, PLOTS, plot_tradeoff
 from result_tables import BAR, TABLE, Lines
 
 from hpnlp.lra.table import render_efficiency
 from hpnlp.nn.mixers import MIXERS
-from hpnlp.plots import plot_bubbles
+from hpnlp.plots import plot_bubbles, plot_efficiency
 from hpnlp.spec import build, parse_one
 
 # Files whose results are in docs/guide/output_layers.md, efficient_attention.md, lra.md, compression.md and speed_tricks.md.

@@ -25,9 +25,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+import speed_tables
+from absl import flags
 
 from hpnlp import cli, measure
+from hpnlp.cli.errors import run_script
+from hpnlp.spec import lookup
 from hpnlp.training.allocator import keep_freed_memory
 
 PAIRS, DIM, RATE = 10, 100, np.float32(1e-3)  # of the ladder
@@ -440,13 +443,16 @@ TABLES: Mapping[str, Callable[[], list[dict[str, Any]]]] = {
 
 
 def main(_: list[str]) -> None:
+    measures = [lookup(TABLES, name, "table of --tables") for name in FLAGS.tables]
     cli.prepare_jax()
     keep_freed_memory()
-    rows = [row for name in FLAGS.tables for row in TABLES[name]()]
-    for row in rows:
-        print(row, flush=True)
+    rows: list[dict[str, Any]] = []
+    for measured in measures:
+        of_table = measured()
+        print(f"{speed_tables.speed_tricks(of_table)}\n", flush=True)
+        rows += of_table
     print(measure.write_result("speed_tricks", rows, FLAGS.out))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_script(main)

@@ -23,17 +23,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
-from absl import app, flags
+from absl import flags
 
 from hpnlp import cli, measure
+from hpnlp.cli.errors import run_script
 from hpnlp.data import buckets
 from hpnlp.data.examples import ClassificationConfig, prepare_examples
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.ops.trees import make_schedule, nary_tree_lstm, tree_graph
 from hpnlp.parallel.plan import Plan
+from hpnlp.spec import lookup
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import make_trainer
+from hpnlp.types import InputError
+
+try:
+    import torch
+except ImportError:  # the table "lengths" does not need it
+    torch = None  # pyright: ignore
 
 WIDTH, TOKENS, BUCKETS = 256, 4096, 4  # of the table "lengths"
 
@@ -355,12 +362,16 @@ def length_rows() -> list[dict[str, Any]]:
 
 def main(_: list[str]) -> None:
     cli.prepare_jax()
-    tables = {"trees": tree_rows, "lengths": length_rows}
-    rows = [row for name in FLAGS.tables for row in tables[name]()]
+    measures = [
+        lookup({"trees": tree_rows, "lengths": length_rows}, name, "table of --tables") for name in FLAGS.tables
+    ]
+    if torch is None and tree_rows in measures:
+        raise InputError("--tables=trees needs torch: pip install torch, or pass --tables=lengths")
+    rows = [row for measured in measures for row in measured()]
     for row in rows:
         print(row, flush=True)
     print(measure.write_result("trees", rows, FLAGS.out))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_script(main)

@@ -9,6 +9,9 @@
 "attention": self-attention, the model of stdlib.py. "lstm": a bidirectional LSTM. Data, batches, optimizer and dropout are the
 same, and batches have texts of similar lengths (`data.buckets`). `experiments/bench/encoders.py` compares the encoders after
 equal training time.
+
+On two CPU cores a run takes about a minute (lstm, attention). Of the 681 held-out packages, of 14, attention predicts 73 %, and
+the LSTM 63 %, whose score still rises in the last steps (Python 3.11; one seed).
 """
 
 from __future__ import annotations

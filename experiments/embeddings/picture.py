@@ -11,15 +11,17 @@ explain some of the predictions.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import jax
 import matplotlib
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from hpnlp import cli
+from hpnlp.cli.errors import run_script
 from hpnlp.data.examples.dataset import HELDOUT
 from hpnlp.models.variables import collections
 from hpnlp.ops.embeddings import find_neighbors, neighbor_probabilities
@@ -35,8 +37,8 @@ FLAGS = flags.FLAGS
 flags.DEFINE_string("workdir", "runs/titles", "Directory of a run of task=labelled_bags.")
 flags.DEFINE_string("out", "titles.png", "Picture to write.")
 flags.DEFINE_enum("method", "pca", ["pca", "tsne"], "Projection to the plane; t-SNE needs scikit-learn.")
-flags.DEFINE_integer("labels", 8, "Number of labels.")
-flags.DEFINE_integer("neighbors", 5, "Number of neighbours that predict a label.")
+flags.DEFINE_integer("labels", 8, "Number of labels.", lower_bound=2, upper_bound=20)
+flags.DEFINE_integer("neighbors", 5, "Number of neighbours that predict a label.", lower_bound=1)
 
 
 class Texts:
@@ -73,10 +75,8 @@ def pca(x: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def tsne(x: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Both sets of vectors in the plane, in which near ones stay near (van der Maaten and Hinton 2008)."""
-    try:
-        from sklearn.manifold import TSNE
-    except ImportError as error:
-        raise InputError("--method=tsne needs scikit-learn: pip install scikit-learn, or pass --method=pca") from error
+    from sklearn.manifold import TSNE
+
     points = TSNE(metric="cosine", init="random", random_state=0).fit_transform(np.concatenate([x, others]))
     return points[: len(x)], points[len(x) :]
 
@@ -91,7 +91,7 @@ def nearest_label(points: np.ndarray, labels: np.ndarray, at: np.ndarray, k: int
     return np.concatenate(found)
 
 
-def draw(train: Any, heldout: Any, names: list[str], path: str) -> float:
+def draw(train: Any, heldout: Any, names: list[str], path: Path) -> float:
     """Draws two sets of `(points, labels)`; the share of held-out points in the region of their label."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -114,7 +114,9 @@ def draw(train: Any, heldout: Any, names: list[str], path: str) -> float:
         axes.scatter(
             *heldout[0][heldout[1] == label].T, s=36, marker="^", color=colors[label], edgecolor="black", lw=0.6
         )
-    axes.set(xticks=[], yticks=[], title=f"texts by label, {FLAGS.method}; triangles are held out")
+    name = {"pca": "principal component", "tsne": "dimension of t-SNE"}[FLAGS.method]
+    axes.set(xticks=[], yticks=[], xlabel=f"first {name}", ylabel=f"second {name}")
+    axes.set_title("texts by label, and the label of the nearest training texts; triangles are held out")
     figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=120)
     return float(np.mean(nearest_label(train[0], train[1], heldout[0], FLAGS.neighbors) == heldout[1]))
@@ -136,6 +138,9 @@ def explain(train: Texts, heldout: Texts, names: tuple[str, ...]) -> None:
 
 
 def main(_: list[str]) -> None:
+    path = cli.plot_path(FLAGS.out, "titles.png")
+    if FLAGS.method == "tsne" and importlib.util.find_spec("sklearn") is None:
+        raise InputError("--method=tsne needs scikit-learn: pip install scikit-learn, or pass --method=pca")
     cli.prepare_jax()
     run = run_directory.load(Path(FLAGS.workdir))
     if run.config.task != "labelled_bags":
@@ -154,9 +159,9 @@ def main(_: list[str]) -> None:
     number = {int(label): i for i, label in enumerate(chosen)}
     labels = [np.array([number[int(x)] for x in found]) for found in (train.labels[keep], heldout.labels[scored])]
     names = [drawable(dataset.labels[label]) for label in chosen]
-    share = draw((points[0], labels[0]), (points[1], labels[1]), names, FLAGS.out)
-    print(f"\n{FLAGS.out}: {share:.3f} of the held-out texts of {len(names)} labels lie in the region of their label")
+    share = draw((points[0], labels[0]), (points[1], labels[1]), names, path)
+    print(f"\n{path}: {share:.3f} of the held-out texts of {len(names)} labels lie in the region of their label")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_script(main)

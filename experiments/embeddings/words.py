@@ -20,7 +20,7 @@ from hpnlp.data.stdlib import write_corpus
 from hpnlp.spec import lookup
 from hpnlp.training.config import default
 
-OUTPUTS = ("negative_sampling(64, sampler=unigram)", "hierarchical", "binary")
+OUTPUTS = ("negative_sampling(64, sampler=unigram, negatives=5)", "hierarchical", "binary")
 # Name after the colon -> objectives
 OBJECTIVES = {"skip_gram": ("skip_gram",), "cbow": ("cbow",), "all": ("skip_gram", "cbow")}
 
@@ -34,6 +34,7 @@ def get_config(which: str = "skip_gram") -> ConfigDict:
     config.data.batch_size = 16
     config.data.heldout = 0.05
     config.model.objective = objective
+    config.model.output = OUTPUTS[0]
     config.model.dim = 128
     config.optimizer.learning_rate = 2e-3
     config.optimizer.rows = True

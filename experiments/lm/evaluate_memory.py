@@ -3,22 +3,25 @@
     python experiments/lm/evaluate_memory.py --workdir=runs/lengths --memories=48,96,192
 
 The mixer of a run must be `segment_memory`, `transformer_xl` or `compressive`; other runs are left out. The compressed part of
-a compressive memory grows in proportion. The table is printed, and written to --out as JSON.
+a compressive memory grows in proportion. A table of losses is printed; --out writes it as JSON.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
-from hpnlp import measure
+from hpnlp import cli, measure
+from hpnlp.cli.errors import run_script
 from hpnlp.nn.attention import mixer_period
 from hpnlp.spec import Spec
 from hpnlp.training.evaluate_run import evaluate_run
 from hpnlp.training.run_directory import has_checkpoints, load_config
+from hpnlp.types import InputError
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("workdir", None, "Directory of a run, or of the runs of a sweep.", required=True)
@@ -60,17 +63,37 @@ def rows_of(directory: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def table_of(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: the held-out loss in nats per token, a line for each run and a column for each memory."""
+    memories = list(dict.fromkeys(row["memory"] for row in rows))
+    lines = [["trained", *map(str, memories)], ["---"] * (1 + len(memories))]
+    for run in dict.fromkeys(row["run"] for row in rows):
+        of_run = {row["memory"]: row for row in rows if row["run"] == run}
+        lines.append([of_run[memories[0]]["trained"], *(f"{of_run[memory]['loss']:.4f}" for memory in memories)])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
 def main(_: Any) -> None:
+    if not all(memory.isdecimal() and int(memory) for memory in FLAGS.memories):
+        raise InputError(f"--memories={','.join(FLAGS.memories)}: expected numbers of tokens, as --memories=48,96")
+    cli.prepare_jax()
     workdir = Path(FLAGS.workdir)
-    directories = [path for path in (workdir, *sorted(workdir.iterdir())) if path.is_dir() and has_checkpoints(path)]
-    rows = [row for directory in directories for row in rows_of(directory)]
-    for row in rows:
-        print(
-            *(f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in row.items())
+    found = (workdir, *sorted(workdir.iterdir())) if workdir.is_dir() else ()
+    directories = [path for path in found if path.is_dir() and has_checkpoints(path)]
+    rows = []
+    for directory in directories:
+        for row in rows_of(directory):
+            rows.append(row)
+            print(f"{row['trained']}: loss {row['loss']:.4f} with a memory of {row['memory']}", flush=True)
+    if not rows:
+        raise InputError(
+            f"--workdir={workdir} holds {len(directories)} runs, none of which has one of the mixers {', '.join(MEMORIES)}: "
+            "train one, as experiments/lm/memory_lengths.py describes"
         )
+    print("\n" + table_of(rows))
     if FLAGS.out:
         print(measure.write_result("memory_lengths", rows, FLAGS.out))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_script(main)

@@ -1,14 +1,56 @@
-"""One-line messages for errors of the machine that a command runs on."""
+"""One-line messages for invalid input, and for errors of the machine that a command runs on."""
 
 from __future__ import annotations
 
 import errno
 import os
+import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 # Errors of file systems and descriptors, which may not name a file.
 _WITHOUT_FILE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)
+
+
+def exit_with_message(error: Exception) -> NoReturn:
+    """Prints one line and exits with 2 for errors of the input and the machine; raises all other errors again.
+
+    Args:
+      error: The error that a command raised.
+    """
+    from hpnlp.types import InputError
+
+    message = str(error) if isinstance(error, InputError) else machine_error_message(error)
+    if not message:
+        raise error
+    if "--debug" in sys.argv:
+        traceback.print_exception(error)
+    print(f"hpnlp: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def run_script(main: Callable[[list[str]], Any]) -> NoReturn:
+    """Runs a script of experiments/, whose errors are those of a command.
+
+    Args:
+      main: The function to run after flags are parsed, with the positional arguments after the name of the script.
+    """
+    from absl import app, logging
+
+    def guarded(argv: list[str]) -> None:
+        logging.set_verbosity(logging.WARNING)  # JAX reports each kind of device that the machine lacks
+        try:
+            main(argv)
+        except KeyboardInterrupt:
+            print("hpnlp: interrupted", file=sys.stderr)
+            sys.exit(130)
+        except Exception as error:
+            exit_with_message(error)
+
+    app.run(guarded)
+    raise AssertionError("app.run exits the process")
 
 
 def machine_error_message(error: Exception) -> str:

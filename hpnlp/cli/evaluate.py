@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from absl import flags
@@ -70,6 +71,8 @@ def run(argv: Sequence[str]) -> None:
     cli.prepare_jax()
 
     from hpnlp import tasks
+    from hpnlp.nn.output import is_normalized
+    from hpnlp.tasks.lm_report import MAX_PERPLEXITY_LOSS
     from hpnlp.training import config as configs
     from hpnlp.training import evaluate_run, run_directory
 
@@ -80,6 +83,10 @@ def run(argv: Sequence[str]) -> None:
     changed = "".join(f", {name}={value}" for name, value in changes.items())
     print(f"{evaluation.members}{changed}{f', cache={cli.FLAGS.cache}' * bool(cli.FLAGS.cache)}")
     primary, scores = tasks.find(config.task).metric, evaluation.scores
-    width = max(map(len, scores))
-    for name in sorted(scores, key=lambda name: name != primary):
-        print(f"  {name:{width}}  {scores[name]:.4f}")
+    texts = {name: f"{scores[name]:.4f}" for name in sorted(scores, key=lambda name: name != primary)}
+    is_language_model = config.task in ("lm", "rnn_lm") and is_normalized(config.model.output)
+    if is_language_model and scores["loss"] < MAX_PERPLEXITY_LOSS:
+        texts["perplexity"] = f"{math.exp(scores['loss']):.5g}"
+    width = max(map(len, texts))
+    for name, text in texts.items():
+        print(f"  {name:{width}}  {text}")

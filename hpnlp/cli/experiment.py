@@ -90,7 +90,8 @@ def call(path: str, function: Any, *args: Any) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too, which would end the command as if it had succeeded
-        raise InputError(f"{_location(path, error)}: {type(error).__name__}: {_message(error)}") from error
+        kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
+        raise InputError(f"{_location(path, error)}: {kind}{_message(error)}") from error
 
 
 def _message(error: BaseException) -> str:

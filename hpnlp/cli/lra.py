@@ -20,12 +20,12 @@ USAGE = """
 hpnlp lra --mixers=all --tasks=listops_short --budget=1000 --workdir=runs/lra [--config.section.field=value ...]
 
 Trains each mixer on each task, with one model size, one optimizer setting and one budget, each run in its own process and
-directory WORKDIR/TASK/MIXER. Finished runs are skipped, interrupted ones are resumed, and a failed one does not stop the
+directory WORKDIR/TASK/mixer=MIXER. Finished runs are skipped, interrupted ones are resumed, and a failed one does not stop the
 others. Writes a table of accuracy, steps/s and peak memory (lra.md), a chart of them (lra.png), and a comparison for each task.
 Overrides of the config hold for all runs. Tasks with published data read a directory: --tasks=text --data=imdb:aclImdb.
 
 --efficiency measures training steps of one task at --lengths instead, each in its own process, and writes
-efficiency.json and efficiency.md. The task language_model measures causal mixers.
+efficiency.json, efficiency.md and efficiency.png. The task language_model measures causal mixers.
 """
 
 flags.DEFINE_string(
@@ -163,11 +163,14 @@ def _member_flags(task: str, spec: str) -> list[str] | None:
 
 
 def _resolved(
-    task: str, specs: Sequence[str], is_all: bool, overrides: Sequence[str], suffix: str = ""
+    task: str, specs: Sequence[str], is_all: bool, overrides: Sequence[str], length: int = 0
 ) -> Mapping[str, Any]:
     """Members of a task by the names of their directories. Of all mixers, those that are not valid here are left out."""
     result: dict[str, Member] = {}
-    for spec in specs:
+    at_length = {"data.seq_len": length} if length else {}
+    overrides = [*overrides, *(f"--config.{field}={value}" for field, value in at_length.items())]
+    directories = members.name_members([{"model.mixer": spec, **at_length} for spec in specs])
+    for spec, name in zip(specs, directories, strict=True):
         own = _member_flags(task, spec)
         if own is None:
             continue
@@ -178,14 +181,10 @@ def _resolved(
                 raise
             print(f"{task}, {spec}: left out: {error}", flush=True)
             continue
-        result[_directory_name(spec) + suffix] = member
+        result[name] = member
     if not result:
         raise cli.InputError(f"task {task}: no mixer is left: name others, as in --mixers=full,linear")
     return result
-
-
-def _directory_name(spec: str) -> str:
-    return re.sub(r"[^A-Za-z0-9=.-]+", "_", spec).strip("_")[:80]
 
 
 def _train(names: Sequence[str], specs: Sequence[str], is_all: bool, overrides: Sequence[str], workdir: Path) -> None:
@@ -195,6 +194,7 @@ def _train(names: Sequence[str], specs: Sequence[str], is_all: bool, overrides: 
     by_task = {name: _resolved(name, specs, is_all, overrides) for name in names}
     members.make_directory(workdir)
     if not minutes:
+        by_task = {name: members.in_old_directories(of_task, workdir / name) for name, of_task in by_task.items()}
         for name, of_task in by_task.items():
             members.check_directories(of_task, workdir / name)
     finished: dict[str, list[Path]] = {}
@@ -203,7 +203,7 @@ def _train(names: Sequence[str], specs: Sequence[str], is_all: bool, overrides: 
         directory = workdir / name
         members.make_directory(directory)
         if minutes:
-            of_task = _with_steps(name, of_task, minutes, directory)
+            of_task = members.in_old_directories(_with_steps(name, of_task, minutes, directory), directory)
             members.check_directories(of_task, directory)
         finished[name], codes = members.train(of_task, directory)
         failed |= {f"{name}/{member}": code for member, code in codes.items()}
@@ -220,6 +220,7 @@ def _write_scores(finished: Mapping[str, Sequence[Path]], workdir: Path) -> None
     from hpnlp.report.files import read_report, replace_text
 
     scores: dict[str, dict[str, table.Score]] = {}
+    notes = []
     for name, directories in finished.items():
         if directories:
             report.compare(directories, workdir / name / "compare.png")
@@ -228,9 +229,11 @@ def _write_scores(finished: Mapping[str, Sequence[Path]], workdir: Path) -> None
             measured = efficiency.read_rows(workdir / name / "speed.json")
             speeds = {row["mixer"]: row["steps_per_second"] for row in measured}
             scores[name] = {(mixer := r["config"]["model.mixer"]): table.score(r, speeds.get(mixer)) for r in reports}
-    text = table.render_scores(scores)
+            notes.append(f"{name}: {table.describe_heldout(reports[0])}")
+    text = "\n".join([table.render_scores(scores), *notes, ""])
     replace_text(workdir / "lra.md", text)
-    plots.plot_bubbles(scores, workdir / "lra.png")
+    points = {name: {mixer: score[:3] for mixer, score in of_task.items()} for name, of_task in scores.items()}
+    plots.plot_bubbles(points, workdir / "lra.png")
     print(f"{text}\nwritten: {workdir / 'lra.md'}, {workdir / 'lra.png'}", flush=True)
 
 
@@ -256,18 +259,20 @@ def _measure(
     task: str, specs: Sequence[str], is_all: bool, lengths: Sequence[int], overrides: Sequence[str], workdir: Path
 ) -> None:
     """Measures steps of each mixer at each length, and writes and prints the table."""
+    from hpnlp import plots
     from hpnlp.lra import table
     from hpnlp.report.files import replace_text
 
     of_task: dict[str, Member] = {}
     for length in lengths:
-        at_length = [*overrides, f"--config.data.seq_len={length}"]
-        of_task |= _resolved(task, specs, is_all, at_length, f"-{length}")
+        of_task |= _resolved(task, specs, is_all, overrides, length)
     members.make_directory(workdir)
     rows = _measured(task, of_task, workdir / "efficiency.json")
     text = table.render_efficiency(rows)
     replace_text(workdir / "efficiency.md", text)
-    print(f"{text}\nwritten: {workdir / 'efficiency.json'}, {workdir / 'efficiency.md'}", flush=True)
+    if rows:
+        plots.plot_efficiency(rows, workdir / "efficiency.png")
+    print(f"{text}\nwritten: {workdir}/efficiency.json, .md and .png", flush=True)
     if len(rows) < len(of_task):
         raise cli.InputError(f"{len(of_task) - len(rows)} of {len(of_task)} measurements failed, see the errors above")
 

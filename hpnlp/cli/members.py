@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +16,9 @@ from typing import Any, NamedTuple
 from hpnlp import cli
 from hpnlp.cli import experiment
 from hpnlp.training import signals
+
+BASE = "base"  # name of a member that changes no field
+MAX_NAME = 80  # characters
 
 
 class Member(NamedTuple):
@@ -26,6 +31,55 @@ class Member(NamedTuple):
 
     flags: list[str]
     config: Any
+
+
+def name_members(fields: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of members, which are those of their directories: the fields that a member sets.
+
+    A name does not depend on the place of a member in its sweep, so that members may be added and moved.
+
+    Args:
+      fields: Name of a field -> value, for each member.
+
+    Returns:
+      Distinct names, such as "mixer=window_64,0" for {"model.mixer": "window(64,0)"}.
+    """
+    names: list[str] = []
+    for member in fields:
+        text = ",".join(f"{field.split('.')[-1]}={value}" for field, value in member.items())
+        text = re.sub(r",\s+", ",", text)  # "window(4, 4)" and "window(4,4)" are one spec
+        name = re.sub(r"[^A-Za-z0-9=.,_-]+", "_", text)[:MAX_NAME].strip("_") or BASE
+        candidates = [name, *(f"{name}-{number}" for number in range(2, len(fields) + 1))]
+        names.append(next(candidate for candidate in candidates if candidate not in names))
+    return names
+
+
+def in_old_directories(members: Mapping[str, Member], workdir: Path) -> dict[str, Member]:
+    """Members under the names of the directories that their runs have.
+
+    Earlier versions numbered the members of sweeps, and named runs of `hpnlp lra` without their field. Such a run is found by
+    its config, which must be that of the member.
+
+    Args:
+      members: Name -> member.
+      workdir: Directory of the members' directories, which need not exist.
+
+    Returns:
+      The members in the same order. The name of one whose run is in another directory is the name of that directory.
+    """
+    from hpnlp.training.config import differences
+    from hpnlp.training.run_directory import has_begun, load_config
+
+    others = {}
+    for path in sorted(workdir.glob("*/config.json")):
+        if path.parent.name not in members and has_begun(path.parent):
+            with contextlib.suppress(cli.InputError):  # a directory that no member needs may hold anything
+                others[path.parent.name] = load_config(path.parent)
+    result = {}
+    for name, member in members.items():
+        old = () if has_begun(workdir / name) else [n for n, c in others.items() if not differences(c, member.config)]
+        result[next(iter(old), name)] = member
+    return result
 
 
 def resolve(path: str, overrides: Sequence[str], name: str) -> Member:

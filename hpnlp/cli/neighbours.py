@@ -92,8 +92,12 @@ def _draw(table: WordVectorTable, neighbours: dict[str, list[tuple[str, float]]]
     for expression, near in neighbours.items():
         for word in (*words_of(expression), *(word for word, _ in near)):
             groups.setdefault(word, expression)
+    coloured = list(groups)
     for word in [word for word in table.words if len(word) > 2 and word.isalpha()][:FREQUENT]:
         groups.setdefault(word, "")
     if len(groups) < 2:
         groups |= {word: "" for word in table.words[:FREQUENT] if word not in groups}
-    plot_words(table.plane(list(groups)), list(groups), list(groups.values()), path)
+    words = list(groups)
+    # Three words or more determine a plane by themselves.
+    points = table.plane(coloured, words[len(coloured) :]) if len(coloured) > 2 else table.plane(words)
+    plot_words(points, words, list(groups.values()), path)

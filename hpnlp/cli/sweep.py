@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
@@ -42,6 +41,7 @@ def run(argv: Sequence[str]) -> None:
     path, workdir = cli.required("config", experiment.EXAMPLE), Path(cli.required("workdir", "runs/sweep"))
     in_sweep = _resolve_members(path, _load_sweep(path), overrides)
     members.make_directory(workdir)
+    in_sweep = members.in_old_directories(in_sweep, workdir)
     members.check_directories(in_sweep, workdir)
     finished, failed = members.train(in_sweep, workdir)
     if finished:
@@ -84,9 +84,7 @@ def _resolve_members(path: str, sweep: Sequence[Mapping[str, Any]], overrides: S
     sets to another value.
     """
     resolved: dict[str, Member] = {}
-    for index, fields in enumerate(sweep):
-        text = ",".join(f"{field.split('.')[-1]}={value}" for field, value in fields.items())
-        name = f"{index:02d}-{re.sub(r'[^A-Za-z0-9=.,_-]+', '_', text)[:80]}"
+    for name, fields in zip(members.name_members(sweep), sweep, strict=True):
         member = _resolve_member(path, name, fields, overrides)
         if equal := [other for other, (_, other_config) in resolved.items() if other_config == member.config]:
             raise cli.InputError(

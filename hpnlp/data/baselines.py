@@ -136,6 +136,9 @@ class Baselines:
             return {**measure(training, heldout), "xz_trained_share": self._share}
         if log is not None and self._process.poll() is None:
             log("waiting for xz, which is still compressing the training text (once per corpus)")
+        # The training is over: on a machine with other work, the process would wait for it. Only root may raise a priority.
+        with contextlib.suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0))
         try:
             figures = json.loads(self._process.communicate()[0])
         except ValueError:  # the process was killed, for example for lack of memory

@@ -15,11 +15,13 @@ class Score(NamedTuple):
       accuracy: Held-out accuracy; None if the loss is not finite.
       steps_per_second: Speed of training.
       peak_bytes: Peak memory.
+      steps: Number of training steps.
     """
 
     accuracy: float | None
     steps_per_second: float
     peak_bytes: float | int
+    steps: int
 
 
 def score(report: Mapping[str, Any], steps_per_second: float | None = None) -> Score:
@@ -34,7 +36,23 @@ def score(report: Mapping[str, Any], steps_per_second: float | None = None) -> S
     """
     of_run = report["tokens_per_second"] * report["steps"] / max(1, report["tokens"])
     speed = of_run if steps_per_second is None else steps_per_second
-    return Score(report["heldout_accuracy"], speed, report["peak_memory_bytes"])
+    return Score(report["heldout_accuracy"], speed, report["peak_memory_bytes"], report["steps"])
+
+
+def describe_heldout(report: Mapping[str, Any]) -> str:
+    """Describes the held-out examples, with which accuracies are to be compared.
+
+    Args:
+      report: Content of report.json of a run of the task.
+
+    Returns:
+      The number of held-out examples, the standard error of an accuracy of 50 %, and the accuracy of the most frequent class.
+    """
+    count = report["heldout_examples"]
+    return (
+        f"{count:,} held-out examples (standard error at most {50 / max(1, count) ** 0.5:.1f} points); the most frequent class "
+        f"of the training examples has an accuracy of {report['majority_accuracy']:.3f}."
+    )
 
 
 def render_scores(scores: Mapping[str, Mapping[str, Score]]) -> str:
@@ -52,7 +70,7 @@ def render_scores(scores: Mapping[str, Mapping[str, Score]]) -> str:
     best = {mixer: max(_or_0(s[mixer].accuracy) for s in scores.values() if mixer in s) for mixer in mixers}
     order = sorted(mixers, key=lambda mixer: (_or_0(means[mixer]), best[mixer]), reverse=True)
     several = len(shared) > 1
-    header = ["mixer", *(f"{task}: {name}" for task in scores for name in ("accuracy", "steps/s", "peak MiB"))]
+    header = ["mixer", *(f"{task}: {name}" for task in scores for name in ("accuracy", "steps", "steps/s", "peak MiB"))]
     rows = [[*header, *(["mean accuracy"] if several else [])]]
     rows.append(["---"] * len(rows[0]))
     for mixer in order:
@@ -63,8 +81,9 @@ def render_scores(scores: Mapping[str, Mapping[str, Score]]) -> str:
 
 def _cells(result: Score | None) -> list[str]:
     if result is None:
-        return ["-"] * 3
-    return [decimals(result.accuracy), three_digits(result.steps_per_second), f"{result.peak_bytes / 2**20:,.0f}"]
+        return ["-"] * 4
+    speed, memory = three_digits(result.steps_per_second), f"{result.peak_bytes / 2**20:,.0f}"
+    return [decimals(result.accuracy), f"{result.steps:,}", speed, memory]
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

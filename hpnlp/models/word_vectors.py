@@ -52,7 +52,7 @@ class WordVectorsConfig(Unstacked):
     vocab: int = option(0, "Rows V of the embedding table, 0 for the tokenizer's.")
     dtype: str = option("float32", "Dtype of the vectors in products; parameters stay float32.")
     output: str = option(
-        "negative_sampling(64, sampler=unigram)",
+        "negative_sampling(64, sampler=unigram, negatives=5)",
         "Output layer, an entry of OUTPUTS: negative_sampling, hierarchical (a Huffman tree), binary (codes) and others.",
     )
 

@@ -16,6 +16,10 @@ from hpnlp.tasks.reporting import Ranking, Report, decimals
 from hpnlp.types import InputError
 
 MAX_LABEL = 60  # characters of a run in the plot's legend
+# Names of directories of sweeps' members (hpnlp.cli.members.name_members), with the numbers of earlier versions; and those of
+# members that set no field.
+_MEMBER = re.compile(r"(\d\d+-)?\w+=.*|base|\d\d+-")
+_BASE = ("base", "00-")
 
 
 def compare(workdirs: Sequence[str | Path], out: str | Path) -> str:
@@ -144,7 +148,7 @@ def _labels(reports: Mapping[str, Report]) -> tuple[dict[str, str], str]:
     labels = {name: path.name for name, path in paths.items()}
     sweeps: dict[Path, list[str]] = {}
     for name, path in paths.items():
-        if re.match(r"\d\d+-.*=", path.name):
+        if _MEMBER.fullmatch(path.name):
             sweeps.setdefault(path.parent, []).append(name)
     is_one_sweep = len(sweeps) == 1 and len(next(iter(sweeps.values()))) == len(reports)
     for sweep, members in sweeps.items():
@@ -156,13 +160,18 @@ def _labels(reports: Mapping[str, Report]) -> tuple[dict[str, str], str]:
 
 
 def _member_labels(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Labels of a sweep's members: the fields in which their configs differ; {} if they do not differ."""
+    """Labels of a sweep's members: the fields in which their configs differ; {} if they do not differ.
+
+    If a member sets no field, the labels of the others have only the fields in which they differ from it.
+    """
     first = next(iter(configs.values()))
     varied = [field for field in first if len({str(config.get(field)) for config in configs.values()}) > 1]
     if not varied:
         return {}
     labels = {}
+    base = next((config for name, config in configs.items() if Path(name).name in _BASE), None)
     for name, config in configs.items():
-        label = ", ".join(f"{field.rpartition('.')[2]}={config.get(field)}" for field in varied)
+        fields = [field for field in varied if base is None or config.get(field) != base.get(field)]
+        label = ", ".join(f"{field.rpartition('.')[2]}={config.get(field)}" for field in fields) or "base"
         labels[name] = label if len(label) <= MAX_LABEL else f"{label[: MAX_LABEL - 1]}\u2026"
     return labels

@@ -163,14 +163,15 @@ class WordVectorTable:
         added, subtracted = ([word for s, word in signed if s == sign] for sign in "+-")
         return self.analogy(added, subtracted, count)
 
-    def plane(self, words: Sequence[str]) -> np.ndarray:
+    def plane(self, words: Sequence[str], others: Sequence[str] = ()) -> np.ndarray:
         """Projection of the unit vectors of words to their first two principal components.
 
         Args:
           words: At least two words.
+          others: M further words in the same plane, which do not determine the components.
 
         Returns:
-          float32 [N, 2]. The largest entry of each column is positive, so that the picture does not flip.
+          float32 [N + M, 2]. The largest entry of each column is positive, so that the picture does not flip.
 
         Raises:
           InputError: A word is not there, or there are fewer than two.
@@ -178,9 +179,13 @@ class WordVectorTable:
         if len(words) < 2:
             raise InputError(f"a picture of {len(words)} words: expected at least 2")
         chosen = self._unit[[self.row(word) for word in words]]
-        left, scale, _ = np.linalg.svd(chosen - chosen.mean(axis=0), full_matrices=False)
-        points = np.zeros((len(words), 2), np.float32)
-        points[:, : min(2, left.shape[1])] = (left * scale)[:, :2]
+        mean = chosen.mean(axis=0)
+        directions = np.linalg.svd(chosen - mean, full_matrices=False)[2][:2]
+        points = np.zeros((len(words) + len(others), 2), np.float32)
+        points[: len(words), : len(directions)] = (chosen - mean) @ directions.T
+        points[len(words) :, : len(directions)] = (
+            self._unit[[self.row(word) for word in others]] - mean
+        ) @ directions.T
         return points * np.where(points[np.abs(points).argmax(axis=0), [0, 1]] < 0, -1, 1).astype(np.float32)
 
 

@@ -163,6 +163,10 @@ def test_unreadable_text_raises(train_error, tmp_path):
         ("x = 1", "has no get_config(): define one that returns a config"),
         ("def get_config(:", "experiment.py, line 1: SyntaxError"),
         ("import nowhere", "experiment.py, line 1: ModuleNotFoundError: No module named 'nowhere'"),
+        (
+            "from hpnlp.spec import lookup\nlookup({'lstm': 1}, 'lstmm', 'encoder')",
+            "experiment.py, line 2: unknown encoder 'lstmm': did you mean 'lstm'?",
+        ),
         ("def get_config():\n    pass", "get_config() returned NoneType: return the ConfigDict"),
         ("c.model.dims = 3", 'experiment.py, line 4: AttributeError: Key "dims" does not exist'),
         ("c.model.dims = 3", 'Did you mean "dim" instead of "dims"?'),

@@ -1,6 +1,7 @@
 """`hpnlp evaluate`: scores of a run as it was trained, and with other held-out text and another window."""
 
 import json
+import math
 
 import pytest
 
@@ -28,7 +29,9 @@ def test_scores_are_those_of_the_report_or_of_the_changed_config(run, trained, t
     title, own = scores()
     assert title == f"{trained}, step 1"
     written = json.loads((trained / "report.json").read_text())
+    perplexity = own.pop("perplexity")
     assert own == {name: pytest.approx(written[f"heldout_{name}"], abs=6e-5) for name in own}
+    assert perplexity == pytest.approx(math.exp(written["heldout_loss"]), rel=1e-4)
     (tmp_path / "other.txt").write_text("zebra " * 50)
     fields = {"model.mixer": "window(9,0)", "data.batch_size": 4, "data.heldout_path": tmp_path / "other.txt"}
     title, other = scores(*(f"--config.{name}={value}" for name, value in fields.items()), "--batches=2", "--step=1")

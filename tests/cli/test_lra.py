@@ -48,12 +48,14 @@ def test_runs_are_trained_tabulated_and_skipped(command, run, tmp_path):
     assert outcome.code == 0, outcome.err
     runs = tmp_path / "runs"
     table = (runs / "lra.md").read_text()
-    assert table in outcome.out and table.startswith("| mixer | listops_short: accuracy | listops_short: steps/s |")
+    assert table in outcome.out and table.startswith(
+        "| mixer | listops_short: accuracy | listops_short: steps | listops_short: steps/s |"
+    )
     assert (runs / "lra.png").read_bytes().startswith(b"\x89PNG") and (runs / "listops_short" / "compare.md").exists()
-    report = json.loads((runs / "listops_short" / "fnet" / "report.json").read_text())
+    report = json.loads((runs / "listops_short" / "mixer=fnet" / "report.json").read_text())
     assert (report["steps"], report["config"]["model.mixer"], report["majority_accuracy"] > 0) == (2, "fnet", True)
     outcome = run(*command, "--mixers=fnet", "--budget=2")
-    assert outcome.code == 0 and "[1/1] fnet: finished before" in outcome.out
+    assert outcome.code == 0 and "[1/1] mixer=fnet: finished before" in outcome.out
     outcome = run(*command, "--mixers=fnet", "--budget=3")
     assert outcome.code == 2 and "fnet holds a run of another config (train.steps: 2 -> 3)" in outcome.err
 
@@ -69,7 +71,7 @@ def test_efficiency_is_measured_once(command, run, tmp_path, members_here):
     table = (tmp_path / "runs" / "efficiency.md").read_text()
     assert table in outcome.out and "| 16: steps/s | 16: of full |" in table
     outcome = run(*command, *flags)
-    assert "[1/1] fnet-16: measured before" in outcome.out
+    assert "[1/1] mixer=fnet,seq_len=16: measured before" in outcome.out
     assert json.loads((tmp_path / "runs" / "efficiency.json").read_text())["rows"] == rows
 
 
@@ -78,10 +80,10 @@ def test_minutes_become_steps_that_stay_the_same(command, run, tmp_path):
     flags = ("--mixers=window(4,4)", "--budget=0.001min")
     outcome = run(*command, *flags)
     assert outcome.code == 0 and "steps in 0.001 minutes" in outcome.out, outcome.err
-    report = json.loads((tmp_path / "runs" / "listops_short" / "window_4_4" / "report.json").read_text())
+    report = json.loads((tmp_path / "runs" / "listops_short" / "mixer=window_4,4" / "report.json").read_text())
     assert report["steps"] >= 10
     outcome = run(*command, *flags)
-    assert "window_4_4: measured before" in outcome.out and "window_4_4: finished before" in outcome.out
+    assert "mixer=window_4,4: measured before" in outcome.out and "mixer=window_4,4: finished before" in outcome.out
 
 
 def test_runs_of_a_task_differ_in_the_mixer_only():
@@ -168,14 +170,14 @@ def test_configs_of_tasks_resolve(name):
 
 def test_tables_order_mixers_by_mean_accuracy():
     scores = {
-        "a": {"full": Score(0.5, 2.0, 2**20), "fnet": Score(0.75, 4.0, 2**21), "x|y": Score(None, 1.0, 2**20)},
-        "b": {"full": Score(0.75, 2.0, 2**20), "fnet": Score(0.25, 4.0, 2**21), "x|y": Score(0.2, 1.0, 2**20)},
+        "a": {"full": Score(0.5, 2.0, 2**20, 5), "fnet": Score(0.75, 4.0, 2**21, 9), "x|y": Score(None, 1.0, 2**20, 1)},
+        "b": {"full": Score(0.75, 2.0, 2**20, 5), "fnet": Score(0.25, 4.0, 2**21, 9), "x|y": Score(0.2, 1.0, 2**20, 1)},
     }
     lines = render_scores(scores).splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| full", "| fnet", r"| x\|y"]
     assert lines[2].endswith("| 0.6250 |") and "| 2 | 1 |" in lines[2]
     assert "mean" not in render_scores({"a": scores["a"]})
-    assert "| - | - | - |" in render_scores({"a": scores["a"], "b": {"full": Score(0.1, 1.0, 1.0)}})
+    assert "| - | - | - | - |" in render_scores({"a": scores["a"], "b": {"full": Score(0.1, 1.0, 1.0, 2)}})
     rows = [
         {"mixer": "full", "length": 8, "steps_per_second": 2.0, "peak_memory_bytes": 2**20},
         {"mixer": "fnet", "length": 8, "steps_per_second": 3.0, "peak_memory_bytes": 2**20},

@@ -8,6 +8,8 @@ import time
 import pytest
 
 from hpnlp.cli import members
+from hpnlp.training.config import resolve
+from hpnlp.training.run_directory import write_config
 from tests import tiny
 
 SWEEP = """
@@ -46,31 +48,31 @@ def test_failed_members_do_not_stop_the_others(sweep, run, members_here, tmp_pat
     outcome = run(*command)
     assert outcome.code == 2
     assert outcome.err.endswith(
-        "\nhpnlp: 1 of 2 members did not finish: 00-seq_len=100000 (see the errors above, and fix them first)\n"
+        "\nhpnlp: 1 of 2 members did not finish: seq_len=100000 (see the errors above, and fix them first)\n"
     )
-    assert "[1/2] 00-seq_len=100000: not finished (exit code 2)" in outcome.out
+    assert "[1/2] seq_len=100000: not finished (exit code 2)" in outcome.out
     table = (tmp_path / "runs" / "compare.md").read_text()
     lines = [line for line in table.splitlines() if line.startswith("| ")]
-    assert table in outcome.out and len(lines) == 3 and "01-seed=1" in lines[-1]
+    assert table in outcome.out and len(lines) == 3 and "seed=1" in lines[-1]
     assert (tmp_path / "runs" / "compare.png").read_bytes().startswith(b"\x89PNG")
 
     # The same command skips finished members.
-    before = (tmp_path / "runs" / "01-seed=1" / "report.json").stat().st_mtime_ns
+    before = (tmp_path / "runs" / "seed=1" / "report.json").stat().st_mtime_ns
     outcome = run(*command)
-    assert outcome.code == 2 and "[2/2] 01-seed=1: finished before" in outcome.out
-    assert (tmp_path / "runs" / "01-seed=1" / "report.json").stat().st_mtime_ns == before
+    assert outcome.code == 2 and "[2/2] seed=1: finished before" in outcome.out
+    assert (tmp_path / "runs" / "seed=1" / "report.json").stat().st_mtime_ns == before
 
     # The directory of the sweep's workdir stands for its finished members.
     (tmp_path / "runs" / "other" / "report.json").unlink()
     outcome = run("compare", str(tmp_path), f"--out={tmp_path}/all.png")
-    assert outcome.code == 0 and "01-seed=1" in outcome.out
+    assert outcome.code == 0 and "seed=1" in outcome.out
 
     # A directory with a run of another config is an error, before any member is started.
-    finished = (tmp_path / "runs" / "01-seed=1" / "report.json").read_text()
+    finished = (tmp_path / "runs" / "seed=1" / "report.json").read_text()
     outcome = run(*sweep([{"data.seq_len": 100000}, {"train.seed": 1}], argument=":3"))
-    assert outcome.code == 2 and "01-seed=1 holds a run of another config (train.steps: 2 -> 3)" in outcome.err
+    assert outcome.code == 2 and "seed=1 holds a run of another config (train.steps: 2 -> 3)" in outcome.err
     assert not outcome.out
-    assert (tmp_path / "runs" / "01-seed=1" / "report.json").read_text() == finished
+    assert (tmp_path / "runs" / "seed=1" / "report.json").read_text() == finished
 
 
 @pytest.mark.parametrize(
@@ -79,75 +81,75 @@ def test_failed_members_do_not_stop_the_others(sweep, run, members_here, tmp_pat
         (
             [{"train.seed": 1}, {"model.dims": 3}],
             [],
-            "member 01-dims=3 of get_sweep(): unknown config field 'model.dims': did you mean 'model.dim'?; nothing was",
+            "member dims=3 of get_sweep(): unknown config field 'model.dims': did you mean 'model.dim'?; nothing was",
         ),
         (
             [{"train.seed": 1}, {"train.seed": "one"}],
             [],
-            "member 01-seed=one of get_sweep(): --config.train.seed=one: ",
+            "member seed=one of get_sweep(): --config.train.seed=one: ",
         ),
-        ([{"train.seed": 1}, {"train.steps": 0}], [], "member 01-steps=0 of get_sweep(): train.steps=0: expected at"),
+        ([{"train.seed": 1}, {"train.steps": 0}], [], "member steps=0 of get_sweep(): train.steps=0: expected at"),
         (
             [{"train.seed": 1}, {"model.heads": 3}],
             [],
-            "member 01-heads=3 of get_sweep(): model.dim=16 is not a multiple",
+            "member heads=3 of get_sweep(): model.dim=16 is not a multiple",
         ),
         (
             [{"train.seed": 1}, {"model.mixer": "fulll"}],
             [],
-            "member 01-mixer=fulll of get_sweep(): unknown mixer 'fulll'",
+            "member mixer=fulll of get_sweep(): unknown mixer 'fulll'",
         ),
         (
             [{"train.seed": 1}, {"model.output": "binary"}],
             ["--config.model.tied=True"],
-            "member 01-output=binary of get_sweep(): model.output='binary' has no table",
+            "member output=binary of get_sweep(): model.output='binary' has no table",
         ),
         (
             [{"train.seed": 1}, {"model.dim": 16}, {"train.seed": 0}],
             [],
-            "members 01-dim=16 and 02-seed=0 of get_sweep() have the same config: remove one of them",
+            "members dim=16 and seed=0 of get_sweep() have the same config: remove one of them",
         ),
         (
             [{"train.seed": 1}],
             ["--config.train.seed=2"],
-            "--config.train.seed=2: member 00-seed=1 of get_sweep() sets train.seed=1: remove the flag",
+            "--config.train.seed=2: member seed=1 of get_sweep() sets train.seed=1: remove the flag",
         ),
         (
             [{"train.seed": 1}, {"data.path": "/no/such"}],
             [],
-            "member 01-path=_no_such of get_sweep(): data.path='/no/such' does not exist: pass",
+            "member path=_no_such of get_sweep(): data.path='/no/such' does not exist: pass",
         ),
         (
             [{"train.seed": 1}, {"data.heldout_path": "/no/such"}],
             [],
-            "member 01-heldout_path=_no_such of get_sweep(): data.heldout_path='/no/such' does not exist: pass",
+            "member heldout_path=_no_such of get_sweep(): data.heldout_path='/no/such' does not exist: pass",
         ),
         (
             [{"train.seed": 1}, {"optimizer.schedule": "wsd(tail=1)"}],
             [],
-            "member 01-schedule=wsd_tail=1_ of get_sweep(): ",
+            "member schedule=wsd_tail=1 of get_sweep(): ",
         ),
         (
             [{"train.seed": 1}, {"optimizer.accumulate": 3}],
             [],
-            "member 01-accumulate=3 of get_sweep(): data.batch_size=8 does not split",
+            "member accumulate=3 of get_sweep(): data.batch_size=8 does not split",
         ),
         (
             [{"train.seed": 1}, {"plan.name": "zero4"}],
             [],
-            "member 01-name=zero4 of get_sweep(): unknown plan.name 'zero4'",
+            "member name=zero4 of get_sweep(): unknown plan.name 'zero4'",
         ),
         (
             [{"train.seed": 1}, {"train.writers": "tensorbord"}],
             [],
-            "member 01-writers=tensorbord of get_sweep(): unknown train.writers 'tensorbord'",
+            "member writers=tensorbord of get_sweep(): unknown train.writers 'tensorbord'",
         ),
         (
             [{"task": "lm"}, {"task": "masked_lm"}],
             [],
-            "members of get_sweep() have different tasks (00-task=lm: lm, 01-task=masked_lm: masked_lm), whose scores",
+            "members of get_sweep() have different tasks (task=lm: lm, task=masked_lm: masked_lm), whose scores",
         ),
-        ([{"data.path": "a\0b"}], [], "member 00-path=a_b of get_sweep(): a value has a NUL"),
+        ([{"data.path": "a\0b"}], [], "member path=a_b of get_sweep(): a value has a NUL"),
         ([{1: 2}], [], 'return a list such as [{"model.dim": 64}, ...]'),
     ],
 )
@@ -169,6 +171,38 @@ def test_invalid_workdirs_raise_before_the_first_member_trains(sweep, run, tmp_p
     outcome = run(*sweep([{"train.seed": 1}])[:-1], f"--workdir={tmp_path / workdir}")
     assert (outcome.code, outcome.out) == (2, "") and outcome.err.count("\n") == 1
     assert message in outcome.err and not (tmp_path / "[proj]").exists()
+
+
+def test_names_of_members_are_their_fields():
+    fields = [{}, {"model.mixer": "window(8,0)"}, {"model.mixer": "window(8.0)"}, {"data.a": 1, "model.b": "x/y"}]
+    assert members.name_members(fields) == ["base", "mixer=window_8,0", "mixer=window_8.0", "a=1,b=x_y"]
+    assert members.name_members([{"model.mixer": "window(8, 0), full"}]) == ["mixer=window_8,0_,full"]
+    collisions = [{"model.mixer": spec} for spec in ("conv(2)", "conv*2", "conv_2", "m" * 99, "m" * 98)]
+    names = members.name_members(collisions)
+    assert names[:3] == ["mixer=conv_2", "mixer=conv_2-2", "mixer=conv_2-3"] and len(set(names)) == 5
+    assert members.name_members([{"a": 3}, {"a": 1}])[1] == members.name_members([{"a": 1}])[0] == "a=1"
+
+
+def test_runs_with_numbered_names_are_found_by_their_config(tmp_path):
+    def member(seed):
+        config = tiny.get_config()
+        config.train.seed = seed
+        return members.Member([], resolve(config))
+
+    def begin(name, seed):
+        (tmp_path / name).mkdir()
+        write_config(tmp_path / name, member(seed).config)
+        (tmp_path / name / "metrics.jsonl").write_text("{}\n")
+
+    begin("00-seed=1", 1)
+    begin("seed=2", 9)  # an error of check_directories
+    begin("01-seed=2", 2)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("no config")
+    (tmp_path / "other" / "metrics.jsonl").write_text("{}\n")
+    found = members.in_old_directories({f"seed={seed}": member(seed) for seed in (1, 2, 3)}, tmp_path)
+    assert list(found) == ["00-seed=1", "seed=2", "seed=3"]
+    assert [config.train.seed for _, config in found.values()] == [1, 2, 3]
 
 
 def wait_for_first_step(process, lines):
@@ -205,7 +239,7 @@ def test_signals_are_passed_on_and_a_second_ctrl_c_is_too(monkeypatch):
 def test_signal_to_the_process_group_saves_the_member_and_ends_the_sweep(sweep, start, finish, tmp_path, number):
     command = [*sweep([{"train.seed": 1}, {"train.seed": 2}]), "--config.train.steps=1000000"]
     process = start(*command, start_new_session=True)
-    wait_for_first_step(process, tmp_path / "runs" / "00-seed=1" / "metrics.jsonl")
+    wait_for_first_step(process, tmp_path / "runs" / "seed=1" / "metrics.jsonl")
     os.killpg(process.pid, number)  # as a terminal does; the sweep passes the signal on too
     outcome = finish(process)
     assert outcome.code == 130
@@ -213,15 +247,15 @@ def test_signal_to_the_process_group_saves_the_member_and_ends_the_sweep(sweep, 
     assert (
         len(lines) == 2 and ": saving after this step; Ctrl-C again, after 2 s, ends the run without saving" in lines[0]
     )
-    assert lines[1] == f"hpnlp: {number.name}: stopped in 00-seed=1; the same command resumes there"
+    assert lines[1] == f"hpnlp: {number.name}: stopped in seed=1; the same command resumes there"
     assert ": saved step" in outcome.out and "[2/2]" not in outcome.out
-    assert saved_steps(tmp_path / "runs" / "00-seed=1")
+    assert saved_steps(tmp_path / "runs" / "seed=1")
 
 
 @pytest.mark.slow
 def test_member_saves_and_exits_when_the_sweep_is_killed(sweep, start, tmp_path):
     process = start(*sweep([{"train.seed": 1}]), "--config.train.steps=1000000")
-    member = tmp_path / "runs" / "00-seed=1"
+    member = tmp_path / "runs" / "seed=1"
     wait_for_first_step(process, member / "metrics.jsonl")
     process.kill()
     out, err = process.communicate(timeout=60)  # the member holds the pipes until it exits

@@ -2,6 +2,7 @@
 
 import gzip
 import lzma
+import os
 import random
 
 import pytest
@@ -58,8 +59,16 @@ def test_large_corpora_are_compressed_once_by_a_process(corpus, monkeypatch):
     expected = baselines.Baselines(made).result(messages.append)
     assert expected["xz_trained_share"] == 1.0 and not messages
     monkeypatch.setattr(baselines, "_SMALL_BYTES", 0)
+    priorities = []
+
+    def setpriority(*args):  # by a user other than root
+        priorities.append(args)
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", setpriority)
     running = baselines.Baselines(made)
-    assert running._process is not None and running.result() == expected
+    assert running._process is not None and not priorities and running.result() == expected
+    assert priorities == [(os.PRIO_PROCESS, running._process.pid, os.getpriority(os.PRIO_PROCESS, 0))]
     again = baselines.Baselines(made)
     assert again._process is None and again.result() == expected
 

@@ -43,6 +43,10 @@ def test_plane_keeps_the_distances_of_points_in_a_plane():
         return np.linalg.norm(x[:, None] - x[None], axis=-1)
 
     np.testing.assert_allclose(distances(plane), distances(points), atol=1e-5)
+    far = np.concatenate([points, [[0, 0, 1]]])  # a word outside of the plane, which it leaves as it is
+    beside = WordVectorTable(list("abcde"), far).plane(list("abcd"), ["e"])
+    np.testing.assert_allclose(distances(beside[:4]), distances(points), atol=1e-5)
+    assert np.linalg.norm(beside[4] - beside[0]) == pytest.approx(1, abs=1e-5)  # (0, 0) is in the plane of the others
 
 
 def test_vectors_of_a_tokenizer_have_no_special_tokens():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -170,6 +171,8 @@ class NegativeSamplingOutput(RankingOutput, _Sampling):
     """Negative sampling, whose scores are no probabilities: see `hpnlp.ops.softmax.sampled_losses.negative_sampling`."""
 
     samples: int = 64
+    #: Number of noise words that the samples of a token count as; 0 for as many as there are.
+    negatives: float = 0.0
 
     no_probabilities: ClassVar[str] = (
         "negative sampling gives no probabilities: its scores tend to log(p / (S q)), whose sum is unknown; compare words by "
@@ -194,4 +197,6 @@ class NegativeSamplingOutput(RankingOutput, _Sampling):
         self, h: Array, target: Array, noise: Array, samples: Samples, labels: Array, weights: Array
     ) -> tuple[Array, dict[str, Array]]:
         self._check_repetition()
-        return ops.negative_sampling(*ops.scores(h, target, noise)), {}
+        if not 0 <= self.negatives < math.inf:
+            raise InputError(f"negatives={self.negatives}: expected a positive number, or 0 for samples={self.samples} of them")
+        return ops.negative_sampling(*ops.scores(h, target, noise), negatives=self.negatives or None), {}

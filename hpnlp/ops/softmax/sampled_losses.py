@@ -217,14 +217,18 @@ def noise_contrastive(target: Float[Array, " N"], noise: Float[Array, "N S"], sa
 
 
 @array_op("N", target="N")
-def negative_sampling(target: Float[Array, " N"], noise: Float[Array, "N S"]) -> Float[Array, " N"]:
-    """-log sigmoid(target) - sum of log sigmoid(-noise).
+def negative_sampling(
+    target: Float[Array, " N"], noise: Float[Array, "N S"], negatives: float | None = None
+) -> Float[Array, " N"]:
+    """-log sigmoid(target) - (negatives / S) times the sum of log sigmoid(-noise).
 
-    The optimum of a score is log(p / (S q)), which is no log-probability.
+    The optimum of a score is log(p / (negatives q)), which is no log-probability. It is negative for most pairs: with many
+    negatives, all vectors have a large component in common.
 
     Args:
       target: [N] scores of the labels.
       noise: [N, S] scores of the samples.
+      negatives: Number of noise words that the samples count as (Ji et al. 2016, where a batch shares them); S by default.
 
     Returns:
       [N] losses.
@@ -232,7 +236,7 @@ def negative_sampling(target: Float[Array, " N"], noise: Float[Array, "N S"]) ->
     References:
       Mikolov et al. 2013, "Distributed representations of words and phrases and their compositionality", eq. 4.
     """
-    return _logistic(target, noise)
+    return _logistic(target, noise, 1.0 if negatives is None else negatives / noise.shape[1])
 
 
 def _label_scores(h: Array, labels: Array) -> Float[Array, " N"]:
@@ -240,8 +244,8 @@ def _label_scores(h: Array, labels: Array) -> Float[Array, " N"]:
     return (h.astype(jnp.float32) * labels.astype(h.dtype).astype(jnp.float32)).sum(axis=1)
 
 
-def _logistic(target: Array, noise: Array) -> Array:
-    return jax.nn.softplus(-target) + jax.nn.softplus(noise).sum(axis=1)
+def _logistic(target: Array, noise: Array, weight: float = 1.0) -> Array:
+    return jax.nn.softplus(-target) + weight * jax.nn.softplus(noise).sum(axis=1)
 
 
 def _as_rows(log_expected: Array) -> Array:

@@ -1,0 +1,91 @@
+"""Scripts of experiments/ report invalid input in one line, as commands do."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from absl import app, flags
+
+from hpnlp import cli
+from hpnlp.cli.errors import run_script
+from hpnlp.types import InputError
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+
+
+def fail(error):
+    def main(_):
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (InputError("--out=x:\nmake it"), 2, "hpnlp: --out=x: make it\n"),
+        (FileNotFoundError(2, "No such file", "a.txt"), 2, "hpnlp: cannot read or write a.txt (No such file)"),
+        (KeyboardInterrupt(), 130, "hpnlp: interrupted\n"),
+    ],
+)
+def test_errors_of_scripts_are_one_line(monkeypatch, capsys, error, code, message):
+    monkeypatch.setattr(app, "run", lambda main: main([]))
+    with pytest.raises(SystemExit) as stopped:
+        run_script(fail(error))
+    out = capsys.readouterr()
+    assert (stopped.value.code, out.out, out.err.count("\n")) == (code, "", 1) and out.err.startswith(message)
+
+
+def test_defects_keep_their_traceback(monkeypatch):
+    monkeypatch.setattr(app, "run", lambda main: main([]))
+    with pytest.raises(ZeroDivisionError):
+        run_script(fail(ZeroDivisionError()))
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """`load(script, **values)` imports a script of experiments/, with values of its flags apart from those of hpnlp."""
+
+    def load_script(script, **values):
+        holder = flags.FlagValues()
+        monkeypatch.setattr(flags, "FLAGS", holder)
+        for define in ("DEFINE_string", "DEFINE_list", "DEFINE_integer"):
+            original = getattr(flags, define)
+            monkeypatch.setattr(
+                flags, define, lambda *args, f=original, **options: f(*args, **{"flag_values": holder, **options})
+            )
+        monkeypatch.setattr(cli, "prepare_jax", lambda: None)
+        spec = importlib.util.spec_from_file_location("script", EXPERIMENTS / f"{script}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        holder(["script", "--workdir=x"] if "workdir" in holder else ["script"])
+        for name, value in values.items():
+            setattr(holder, name, value)
+        return module
+
+    return load_script
+
+
+@pytest.mark.parametrize(
+    ("script", "values", "message"),
+    [
+        ("lm/evaluate_memory", {"memories": ["48", "a"]}, "--memories=48,a: expected numbers of tokens"),
+        ("lm/evaluate_memory", {"workdir": "/no/such"}, "holds 0 runs, none of which has one of the mixers segment"),
+        ("embeddings/word2vec", {"out": "/no/such/a.bin"}, "there is no directory /no/such: make it first"),
+        ("embeddings/word2vec", {"set": ["dims=3"]}, r"--set=dims=3: unknown field 'dims': did you mean 'dim'\?"),
+    ],
+)
+def test_invalid_flags_of_scripts_raise_before_their_work(load, script, values, message):
+    with pytest.raises(InputError, match=message):
+        load(script, **values).main([])
+
+
+def test_losses_by_memory_are_a_table(load):
+    rows = [{"run": run, "trained": f"{run}(4)", "memory": m, "loss": m / 8} for run in "ab" for m in (4, 8)]
+    table = load("lm/evaluate_memory").table_of(rows).splitlines()
+    assert table == [
+        "| trained | 4 | 8 |",
+        "| --- | --- | --- |",
+        "| a(4) | 0.5000 | 1.0000 |",
+        "| b(4) | 0.5000 | 1.0000 |",
+    ]
