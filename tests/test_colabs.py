@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -22,6 +23,8 @@ def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
     monkeypatch.setenv("HPNLP_NOTEBOOK_STEPS", "6")
     monkeypatch.setenv("HPNLP_NOTEBOOK_LENGTH", "128")
+    # A package of the standard library in place of all of it, which takes seconds to read.
+    monkeypatch.setenv("HPNLP_NOTEBOOK_TEXT", str(Path(asyncio.__file__).parent))
     # LLVM's optimizations take longer than these small programs run.
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     monkeypatch.setenv("MPLBACKEND", "Agg")
