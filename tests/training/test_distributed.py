@@ -100,9 +100,7 @@ def test_two_processes_match_one_and_one_resumes_their_run(tmp_path):
     assert two == pytest.approx({step: single[step] for step in two}, rel=1e-5)
 
     pipeline = ["--config.plan.name=pipeline", "--config.plan.pipeline=2", "--config.plan.data=2"]
-    [(output, code)] = finish(
-        start(tmp_path / "two", 1, 4, *pipeline, "--accept_changes", "--config.train.steps=6")
-    )
+    [(output, code)] = finish(start(tmp_path / "two", 1, 4, *pipeline, "--accept_changes", "--config.train.steps=6"))
     assert code == 0 and "going on from step 4" in output, output
     assert losses(tmp_path / "two") == pytest.approx(single, rel=1e-5)
 
