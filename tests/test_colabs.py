@@ -44,7 +44,9 @@ def test_notebook_runs(path: Path, kernel: Any, tmp_path: Path) -> None:
 
     notebook = nbformat.read(path, as_version=4)
     notebook.cells[:0] = [nbformat.v4.new_code_cell(text) for text in ("%reset -f", f"%cd -q {tmp_path}")]
-    nbclient.NotebookClient(notebook, timeout=600, km=kernel.km, kc=kernel.kc).execute()
+    client = nbclient.NotebookClient(notebook, timeout=600, km=kernel.km)
+    client.kc = kernel.kc
+    client.execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in outputs), "the notebook draws no figure"
 
