@@ -31,7 +31,6 @@ HEADS = {
         "pooling": "mean",
         "classes": 3,
         "mixer": "linformer(4,share=none),nystrom(8,5)",
-        "layers": 4,
         "heads": 4,
         "kv_heads": 2,
     },
@@ -39,7 +38,6 @@ HEADS = {
         "pooling": "mean",
         "classes": 3,
         "mixer": "mixture(dense,random,factorized_random),synthesizer_factorized_dense",
-        "layers": 4,
         "heads": 4,
         "kv_heads": 2,
     },
@@ -65,9 +63,9 @@ CASES = {
     "words": ("zero3 8", "pipeline 2 x zero3 2 x tensor 2"),
     "mobile": ("zero2 8", "zero3 4 x tensor 2", "data 4 x sequence 2, by heads"),
     "attention": ("data 4 x pipeline 2", "data 2 x sequence 4"),
-    "summaries": ("3d",),
+    "summaries": ("zero3 4 x tensor 2",),
     "fourier": ("3d",),
-    "synthesized": ("pipeline 2 x zero3 2 x tensor 2",),
+    "synthesized": ("zero3 4 x tensor 2",),
     "sampled": ("3d",),
 }
 

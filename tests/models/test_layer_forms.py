@@ -135,19 +135,20 @@ def test_prefill_and_extend_of_stacks_equal_separate_layers():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), actual, expected)
 
 
-# Layouts. Heads 4 and 2 and columns 64 and 96 divide by 2, and stages hold complete periods. A period of two stacks,
+# Layouts. Heads 4 and 2 and columns 64 and 96 divide by 2, and stages hold complete periods. A period of three stacks,
 # one of which has two layers of each period.
-TWO_STACKS = {"mixer": "conv,full,conv", "form": "block,block(heads=4,mlp_dim=96),block", "layers": 6}
 PARALLEL = dataclasses.replace(
     MODEL, mixer="conv,full", form="block,block(mlp=gelu),block,block(heads=4,mlp_dim=96)", layers=8, dropout=0.3
 )
 # A period of two layers, whose programs take half as long to compile.
 SHORT = {"form": "block,block(heads=4,mlp_dim=96)", "layers": 4}
 LAYOUTS = {
-    "two stacks, pipeline x zero3 x tensor": (Plan("zero3", pipeline=2, tensor=2), TWO_STACKS),
     "pipeline x zero2, rounds": (Plan("zero2", pipeline=2, rounds=2), SHORT | {"layers": 8}),
     "3d, reversible": (Plan("3d"), SHORT | {"residual": "reversible"}),
-    "3d, rematerialised": (Plan("3d", remat="full", recompute_stages=True), {}),
+    "pipeline x zero3 x tensor, rematerialised": (
+        Plan("zero3", pipeline=2, tensor=2, remat="full", recompute_stages=True),
+        {},
+    ),
     "ring": (Plan("sequence", pipeline=2), SHORT | {"mixer": "window(3,0),full", "dropout": 0.0}),
 }
 

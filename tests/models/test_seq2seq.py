@@ -165,8 +165,8 @@ def without_key_biases(grads):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [Plan("zero3"), Plan("3d")], ids=["zero3", "3d"])
-def test_layouts_match_one_device(plan):
+def test_layouts_match_one_device():
+    plan = Plan("zero3", pipeline=2, tensor=2)
     (actual, metrics), (expected, expected_metrics) = gradients(plan, 8), gradients(Plan(), 1)
     for a, b in zip(jax.tree.leaves(metrics), jax.tree.leaves(expected_metrics), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
