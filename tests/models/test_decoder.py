@@ -101,7 +101,7 @@ def test_tokens_depend_on_the_memory_of_their_segment():
 
 def gradients(plan, devices, remat="none"):
     """`(gradients by parameters and memory, loss)` of a training step with dropout."""
-    model, params = make(**GPT, dropout=0.3, norm_placement="post", unroll=1)
+    model, params = make(**GPT, dropout=0.3, norm_placement="post")
     batch = with_memory(make_batch(8, 16))
     layout = plan.layout(model.config.sizes(), jax.devices()[:devices])
     axes, shapes = axes_and_shapes(model)

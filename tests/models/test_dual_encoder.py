@@ -53,7 +53,7 @@ def make_batch(padding=2):
 @functools.cache
 def results(name, plan, devices):
     """`(gradients, metrics)` of a batch whose last pairs are padding."""
-    model, params = make(**FIELDS[name], unroll=1)
+    model, params = make(**FIELDS[name])
     layout = plan.layout(model.config.sizes(), jax.devices()[:devices])
     axes, shapes = axes_and_shapes(model)
     if devices > 1:

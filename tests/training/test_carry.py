@@ -35,7 +35,7 @@ from tests.drawn import drawn
 B, T, STEPS, M = 8, 8, 3, 5
 SIZES = {"dim": 16, "heads": 4, "kv_heads": 2, "mlp_dim": 32, "vocab": 24, "layers": 6}
 # A stack with a carry, one whose carry is compressed, which gives an auxiliary loss, and one without.
-MODEL = LMConfig(mixer=f"segment_memory({M}),compressive({M},4,2),full", unroll=1, **SIZES)
+MODEL = LMConfig(mixer=f"segment_memory({M}),compressive({M},4,2),full", **SIZES)
 # Adam would divide differences of rounding in small gradients by the size of these gradients.
 OPTIMIZER = OptimizerConfig("sgd", learning_rate=0.1, schedule="constant", warmup=0, skip_nonfinite=True)
 LAYOUTS = {
