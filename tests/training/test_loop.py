@@ -159,7 +159,6 @@ OFFLOADED, ON_DEVICE = {"plan__offload_parameters": True}, {"plan__offload_param
 @pytest.mark.parametrize(
     ("first", "then", "ema"),
     [
-        (OFFLOADED, OFFLOADED, 0.0),
         (OFFLOADED, OFFLOADED, 0.9),
         (OFFLOADED, ON_DEVICE, 0.9),
         (ON_DEVICE, OFFLOADED, 0.0),
@@ -504,11 +503,8 @@ def test_reports_leave_out_numbers_that_the_output_layer_lacks(tmp_path, output,
     "output",
     [
         "hierarchical",
-        "hierarchical(similar)",
-        "class(by=mass)",
         "class(by=similar)",
         "sampled(8,unigram)",
-        "nce(8)",
         "binary_ecc",
         "vmf",
         "adaptive(div_value=2)",
