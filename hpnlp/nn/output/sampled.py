@@ -201,4 +201,4 @@ class NegativeSamplingOutput(RankingOutput, _Sampling):
             raise InputError(
                 f"negatives={self.negatives}: expected a positive number, or 0 for samples={self.samples} of them"
             )
-        return ops.negative_sampling(*ops.scores(h, target, noise), negatives=self.negatives or None), {}
+        return ops.negative_sampling(*ops.scores(h, target, noise), negatives=float(self.negatives) or None), {}
