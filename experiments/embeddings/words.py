@@ -8,6 +8,9 @@ The name after the colon is "skip_gram" (the default), "cbow", or "all", a sweep
 negative sampling, hierarchical softmax over a Huffman tree, and binary codes. A step updates the rows of the words of its batch
 only, except with binary codes, which have no table. word2vec.py trains the same vectors many times faster, with negative
 sampling only.
+
+Two CPU cores: one to two minutes for a run. In 65 % of cases, adjacent words of held-out text are more similar than words from
+different places (skip-gram with negative sampling; Python 3.11; one seed). The neighbours of "list" begin with "tuple".
 """
 
 from __future__ import annotations

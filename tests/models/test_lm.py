@@ -481,7 +481,10 @@ def test_invalid_config_raises(fields, message):
         ({"output": "sampled(4,unigram)"}, "needs the words' counts"),
         ({"output": "nce(4,unique=True)"}, "samples that may repeat"),
         ({"output": "nce(4,partition=free)"}, "partition='free'"),
-        ({"output": "negative_sampling(4,negatives=-1)"}, "negatives=-1: expected a positive number, or 0 for samples=4"),
+        (
+            {"output": "negative_sampling(4,negatives=-1)"},
+            "negatives=-1: expected a positive number, or 0 for samples=4",
+        ),
         ({"output": "margin(9,8)"}, "hardest=9 of samples=8: lower hardest, or raise samples"),
         ({"output": "margin(samples=2,hardest=5)", "vocab": 3}, "hardest=5 of samples=2: lower hardest"),
         ({"output": "margin(0)"}, "hardest=0: expected at least 1 negative"),

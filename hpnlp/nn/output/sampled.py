@@ -198,5 +198,7 @@ class NegativeSamplingOutput(RankingOutput, _Sampling):
     ) -> tuple[Array, dict[str, Array]]:
         self._check_repetition()
         if not 0 <= self.negatives < math.inf:
-            raise InputError(f"negatives={self.negatives}: expected a positive number, or 0 for samples={self.samples} of them")
-        return ops.negative_sampling(*ops.scores(h, target, noise), negatives=self.negatives or None), {}
+            raise InputError(
+                f"negatives={self.negatives}: expected a positive number, or 0 for samples={self.samples} of them"
+            )
+        return ops.negative_sampling(*ops.scores(h, target, noise), negatives=float(self.negatives) or None), {}
