@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +16,37 @@ from hpnlp.ops.attention.masks.table import MASKS
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "colabs").glob("*.ipynb"))
 
 
-@pytest.mark.notebook
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Any]:
+    """The client of a kernel that executes all notebooks one after another, so that libraries are imported once."""
     import nbclient
     import nbformat
 
-    monkeypatch.setenv("HPNLP_NOTEBOOK_STEPS", "6")
-    monkeypatch.setenv("HPNLP_NOTEBOOK_LENGTH", "128")
-    # LLVM's optimizations take longer than these small programs run.
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    monkeypatch.setenv("MPLBACKEND", "Agg")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HPNLP_NOTEBOOK_STEPS", "6")
+        patch.setenv("HPNLP_NOTEBOOK_LENGTH", "128")
+        # A package of the standard library in place of all of it, which takes seconds to read.
+        patch.setenv("HPNLP_NOTEBOOK_TEXT", str(Path(asyncio.__file__).parent))
+        # LLVM's optimizations take longer than these small programs run.
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        patch.setenv("MPLBACKEND", "Agg")
+        client = nbclient.NotebookClient(nbformat.v4.new_notebook(), kernel_name="python3")
+        with client.setup_kernel():
+            yield client
+
+
+@pytest.mark.notebook
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path: Path, kernel: Any, tmp_path: Path) -> None:
+    """In an empty namespace and an empty directory."""
+    import nbclient
+    import nbformat
+
     notebook = nbformat.read(path, as_version=4)
-    resources = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources).execute()
+    notebook.cells[:0] = [nbformat.v4.new_code_cell(text) for text in ("%reset -f", f"%cd -q {tmp_path}")]
+    client = nbclient.NotebookClient(notebook, timeout=600, km=kernel.km)
+    client.kc = kernel.kc
+    client.execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in outputs), "the notebook draws no figure"
 
