@@ -49,7 +49,7 @@ def config_of(optimizer: str, rate: float, batch: int, rule: str, tokens: int, s
     """The configuration of a run. rate: learning rate at ROWS sequences. rule: how it scales with the batch."""
     steps = tokens // (batch * LENGTH)
     values = default()
-    values.data.update(path=FLAGS.path, seq_len=LENGTH, batch_size=batch, heldout_bytes=100_000)
+    values.data.update(path=FLAGS.path, seq_len=LENGTH, batch_size=batch, heldout_bytes=min(100_000, tokens))
     values.model.update(layers=2, dim=64, heads=2)
     values.optimizer.update(name=optimizer, learning_rate=rate, warmup=round(WARMUP * steps), b2=0.99, final=0.0)
     if rule != "none":

@@ -162,7 +162,7 @@ def main(_: Any) -> None:
     )
 
 
-KINDS = ("any moment", "any moment", "saving", "compiling")
+KINDS = ("any moment", "saving", "compiling", "any moment")
 
 if __name__ == "__main__":
     flags.DEFINE_integer("kills", 20, "Number of kills.")

@@ -74,8 +74,8 @@ def test_efficiency_is_measured_once(command, run, tmp_path, members_here):
 
 
 @pytest.mark.slow
-def test_minutes_become_steps_that_stay_the_same(command, run, tmp_path):
-    flags = ("--mixers=window(4,4)", "--budget=0.001min")
+def test_minutes_become_steps_that_stay_the_same(command, run, tmp_path, members_here):
+    flags = ("--mixers=window(4,4)", "--budget=0.001min", "--config.plan.name=single")
     outcome = run(*command, *flags)
     assert outcome.code == 0 and "steps in 0.001 minutes" in outcome.out, outcome.err
     report = json.loads((tmp_path / "runs" / "listops_short" / "window_4_4" / "report.json").read_text())
