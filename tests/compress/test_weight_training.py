@@ -177,12 +177,11 @@ def test_models_learn_and_finish_as_plain_models(text):
         assert len(np.unique(kernel[0, :, 0])) <= 16
 
 
-PLANS = [Plan("zero3"), Plan("tensor", tensor=2, data=4)]
+PLANS = [("shared", Plan("zero3")), ("movement(0.25)", Plan("zero3", tensor=2))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.name)
-@pytest.mark.parametrize("text", ["shared", "movement(0.25)"])
+@pytest.mark.parametrize(("text", "plan"), PLANS, ids=["shared", "movement"])
 def test_layouts_match_one_device(text, plan):
     np.testing.assert_allclose(trained(text, plan)[2], trained(text, Plan("single"))[2], rtol=2e-5)
 

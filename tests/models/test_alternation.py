@@ -13,7 +13,7 @@ from hpnlp.nn.attention import mixer_period
 from hpnlp.ops.attention import Full, Window
 from hpnlp.spec import Spec
 from tests.mixer_cases.exact import EXACT
-from tests.models.test_lm import MIXED, ONCE, logits_of, loss_of, make, make_batch, numpy_logits, run
+from tests.models.test_lm import MIXED, logits_of, make, make_batch, numpy_logits, run
 
 PERIODS = {"mixer": "window(2,0),full", "layers": 5}  # two periods, and one more layer
 
@@ -42,34 +42,6 @@ def test_logits_match_reference(fields, patterns):
     tokens = make_batch(1, 13)["tokens"]
     ours = logits_of(model, params, tokens)
     np.testing.assert_allclose(ours[0], numpy_logits(model.config, params, tokens[0], patterns), atol=2e-5, rtol=1e-5)
-
-
-@pytest.mark.slow  # the contracts of mixers have the gradients of each of them
-def test_every_mixer_learns_in_two_steps():
-    model, params = make(**MIXED)
-    batch = make_batch(2, 11)
-    step = jax.jit(jax.value_and_grad(lambda p: loss_of(model, p, batch)), compiler_options=ONCE)
-    losses = []
-    for _ in range(2):
-        loss, grads = jax.device_get(step(params))
-        losses.append(float(loss))
-        for leaf in jax.tree.leaves(grads["layers"]):
-            assert np.isfinite(leaf).all() and np.abs(leaf).reshape(len(EXACT), -1).max(axis=1).all()
-        params = jax.tree.map(lambda p, g: jnp.asarray(np.asarray(p) - np.float32(1e-3) * g), params, grads)
-    assert losses[1] < losses[0]
-
-
-@pytest.mark.slow  # test_layer_forms.py has them for two stacks
-def test_gradients_equal_those_layer_by_layer():
-    model, params = make(**PERIODS)
-    batch = make_batch(2, 9)
-    expected, by_layer = run(
-        jax.value_and_grad(lambda p: loss_of(model, separate_layers(p, model.config), batch)), params
-    )
-    other = LM(dataclasses.replace(model.config, unroll=1), remat="dots")
-    loss, grads = run(jax.value_and_grad(lambda p: loss_of(other, p, batch)), params)
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5), grads, by_layer)
 
 
 @pytest.mark.slow

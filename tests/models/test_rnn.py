@@ -261,9 +261,7 @@ def losses(plan, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "plan", [Plan("zero3"), Plan("data"), Plan("zero2"), Plan(tensor=2)], ids=["zero3", "data", "zero2", "tensor"]
-)
+@pytest.mark.parametrize("plan", [Plan("zero3"), Plan("zero2"), Plan(tensor=2)], ids=["zero3", "zero2", "tensor"])
 def test_losses_are_equal_on_several_devices(plan):
     np.testing.assert_allclose(losses(plan, 4), losses(Plan("single"), 1), rtol=2e-5)
 

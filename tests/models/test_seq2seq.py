@@ -135,7 +135,7 @@ def test_widest_beam_search_finds_the_best_sequence():
 def gradients(plan, devices):
     """`(gradients, metrics)` of a training loss with dropout, and the metrics of an evaluation."""
     # Larger parameters would make gradients so sensitive that rounding alone exceeds the tolerance.
-    model, params = make(0.2, **BART, dropout=0.3, encoder_layers=4)
+    model, params = make(0.2, **BART, dropout=0.3, encoder_layers=4, unroll=1)
     batch = make_batch(8)
     layout = plan.layout(model.config.sizes(), jax.devices()[:devices])
     axes, shapes = axes_and_shapes(model)
@@ -165,8 +165,8 @@ def without_key_biases(grads):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [Plan("zero3"), Plan("3d")], ids=["zero3", "3d"])
-def test_layouts_match_one_device(plan):
+def test_layouts_match_one_device():
+    plan = Plan("zero3", pipeline=2, tensor=2)
     (actual, metrics), (expected, expected_metrics) = gradients(plan, 8), gradients(Plan(), 1)
     for a, b in zip(jax.tree.leaves(metrics), jax.tree.leaves(expected_metrics), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)

@@ -26,7 +26,6 @@ LAYOUTS = {
     "zero2": Plan("zero2"),
     "zero3": Plan("zero3"),
     "data 2 x zero3 2 x tensor 2": Plan(data=2, fsdp=2, tensor=2),
-    "data 2 x tensor 4": Plan(tensor=4),
     "data 2 x pipeline 4": Plan(pipeline=4),
     "3d": Plan("3d"),
     "data 2 x sequence 4": Plan(sequence=4),

@@ -27,7 +27,6 @@ LAYOUTS = {"zero2 x tensor": (Plan("zero2", tensor=2), 4, DRAWING)}
 SLOW_LAYOUTS = {
     "zero3 x pipeline, recomputed": (Plan("zero3", pipeline=2, microbatches=2, remat="full"), 4, DRAWING),
     "fixed length x tensor": (Plan("zero2", tensor=2), 4, DRAWING | {"mixer": "tokens"}),
-    "pipeline": (Plan("data", pipeline=2, microbatches=2), 4, MODEL),
     "rounds": (Plan("zero3", pipeline=2, rounds=2, microbatches=2), 4, DRAWING | {"layers": 4}),
     "heads": (Plan(sequence=2, exchange="heads"), 2, DRAWING),
     "reversible": (Plan("data", pipeline=2, microbatches=2), 4, MODEL | {"residual": "reversible"}),

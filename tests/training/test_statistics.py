@@ -39,9 +39,7 @@ LAYOUTS = {
 }
 SUMMED = (("mixer", "summed,full"), ("kv_heads", 4))
 SLOW_LAYOUTS = {
-    "accumulated": (Plan(), 1, {"accumulate": 4}),
     "recomputed": (Plan(remat="full"), 1, {}),
-    "zero3 x pipeline, accumulated": (Plan("zero3", pipeline=2, microbatches=2), 4, {"accumulate": 2}),
     "zero2 x tensor x pipeline": (Plan("zero2", pipeline=2, tensor=2, microbatches=2), 8, {}),
     "ring x tensor, accumulated": (Plan("zero3", sequence=2, tensor=2), 8, {"accumulate": 2}),
     "heads x tensor": (Plan(sequence=2, tensor=2, exchange="heads"), 4, {}, SUMMED),

@@ -18,7 +18,7 @@ from tests.training.test_step import KEY, MODEL, Run, assert_leaves_close, batch
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "remat",
-    ["none", "dots", "reversible", "full", "names(mixed)"],
+    ["none", "dots", "reversible", "names(mixed)"],
 )
 def test_backward_pass_gathers_sharded_parameters_again(remat):
     """Parameters that ZeRO shards are not kept from the forward pass: memory falls with the number of devices."""
