@@ -47,11 +47,8 @@ HEADS = {
 }
 LAYOUTS = {
     "data 8": Plan(),
-    "zero3 8": Plan("zero3"),
-    "zero2 8": Plan("zero2"),
     "zero3 4 x tensor 2": Plan("zero3", tensor=2),
     "data 4 x tensor 2": Plan(tensor=2),
-    "data 4 x pipeline 2": Plan(pipeline=2),
     "3d": Plan("3d"),
     "pipeline 2 x zero3 2 x tensor 2": Plan("zero3", pipeline=2, tensor=2),
     "data 2 x sequence 4": Plan(sequence=4),
@@ -61,9 +58,9 @@ LAYOUTS = {
 CASES = {
     "sequences": ("3d", "data 8"),
     "tags": ("data 4 x tensor 2",),
-    "words": ("zero3 8", "pipeline 2 x zero3 2 x tensor 2"),
-    "mobile": ("zero2 8", "zero3 4 x tensor 2", "data 4 x sequence 2, by heads"),
-    "attention": ("data 4 x pipeline 2", "data 2 x sequence 4"),
+    "words": ("pipeline 2 x zero3 2 x tensor 2",),
+    "mobile": ("zero3 4 x tensor 2", "data 4 x sequence 2, by heads"),
+    "attention": ("data 2 x sequence 4",),
     "summaries": ("3d",),
     "fourier": ("3d",),
     "synthesized": ("zero3 4 x tensor 2",),

@@ -43,7 +43,6 @@ LAYOUTS = {
 }
 SLOW_LAYOUTS = {
     "zero3 x tensor, accumulated": (Plan("zero3", tensor=2), 8, {"accumulate": 2}),
-    "accumulated": (Plan(), 1, {"accumulate": 4}),
     "recomputed": (Plan(remat="full"), 1, {}),
 }
 

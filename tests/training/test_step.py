@@ -136,8 +136,8 @@ def host(tree):
     return [np.asarray(leaf).copy() for leaf in jax.tree.leaves(tree)]
 
 
-# Layouts that are tested with reversible layers.
-COVERED = ("data 2 x sequence 4", "pipeline 2 x zero2 2 x tensor 2")
+# Layouts that are tested with reversible layers, or are parts of one of those.
+COVERED = ("data 2 x sequence 4", "data 2 x zero2 2 x tensor 2", "pipeline 2 x zero2 2 x tensor 2")
 FURTHER = [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_LAYOUTS if name not in COVERED]
 
 
@@ -316,7 +316,7 @@ def test_per_token_samples_match_on_a_ring():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("output", ["sampled(16)", "nce(16)", "adaptive((100,110),2)", "class", "hierarchical"])
+@pytest.mark.parametrize("output", ["sampled(16)", "adaptive((100,110),2)", "class", "hierarchical"])
 def test_output_layers_match_one_device(output):
     """Random samples are the same, too, whatever the sharding of tokens and rows."""
     model = dataclasses.replace(MODEL, output=output, tied=False)
