@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from absl import app, flags
+from runs import run_all, table, write_table
 from steps import TASKS, Settings, all_steps
 
 from hpnlp import measure
-from runs import run_all, table, write_table
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("workdir", None, "Directory of all results.", required=True)
