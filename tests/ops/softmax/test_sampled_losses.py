@@ -294,5 +294,6 @@ def test_negative_sampling_optimum_is_shifted_mutual_information():
 def test_samples_of_negative_sampling_count_as_fewer_noise_words():
     target, noise = np.array([0.3, -0.2], np.float32), np.array([[0.1, 0.7], [-0.4, 0.0]], np.float32)
     of_label, of_noise = np.log1p(np.exp(-target)), np.log1p(np.exp(noise)).sum(axis=1)
-    np.testing.assert_allclose(negative_sampling(target, noise), of_label + of_noise, rtol=1e-6)
-    np.testing.assert_allclose(negative_sampling(target, noise, 0.5), of_label + 0.25 * of_noise, rtol=1e-6)
+    scores = jnp.asarray(target), jnp.asarray(noise)
+    np.testing.assert_allclose(negative_sampling(*scores), of_label + of_noise, rtol=1e-6)
+    np.testing.assert_allclose(negative_sampling(*scores, 0.5), of_label + 0.25 * of_noise, rtol=1e-6)
