@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import signal
+import threading
 
 # Set before jax is imported, and inherited by the processes that tests start.
 # Programs are compiled in one part: splitting them over threads costs 20 % more, and the workers use all cores anyway.
@@ -34,13 +35,36 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
+from jax._src.interpreters import mlir  # noqa: E402
+
+# Programs are written to and read from a cache on disk in the tests that set its directory (tests/tiny.py). Without a directory
+# JAX would still compute the key of every program, which takes 4 % of the time of small programs.
+jax.config.update("jax_enable_compilation_cache", False)
 
 # No deadline, since first examples compile. The same examples in every run, so that failures are reproducible.
 hypothesis.settings.register_profile("hpnlp", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("hpnlp")
 
 MAX_MAPS = 40_000
+LOWERINGS = 50
 STRICT = re.compile(r"tests[/\\](ops|nn|models)[/\\]")
+
+
+def reuse_contexts(make_ir_context):
+    """Reuses the MLIR context of a thread `LOWERINGS` times, as releases of JAX after 0.10 do; to make one takes 3 ms."""
+    current = threading.local()
+
+    def make():
+        if getattr(current, "left", 0) == 0:
+            current.context, current.left = make_ir_context(), LOWERINGS
+        current.left -= 1
+        return current.context
+
+    return make
+
+
+if not hasattr(mlir, "_thread_local_context"):
+    mlir.make_ir_context = reuse_contexts(mlir.make_ir_context)
 
 
 def pytest_addoption(parser):
@@ -61,6 +85,12 @@ def pytest_configure(config):
         from hpnlp import cli
 
         cli.register(config.getoption("register"))
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Skips the import of torch and transformers, which takes seconds, if no oracles run."""
+    unused = "not oracle" in config.getoption("markexpr") and collection_path.name.endswith("_oracle.py")
+    return True if unused else None
 
 
 @pytest.hookimpl(trylast=True)  # after the selection by markers

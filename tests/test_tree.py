@@ -18,6 +18,16 @@ def test_source_files_are_at_most_500_lines():
     assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
 
 
+def test_files_of_oracles_hold_no_other_tests():
+    """conftest.py skips the import of these files if no oracles run."""
+    names = [
+        path
+        for path in (ROOT / "tests").rglob("*_oracle.py")
+        if "pytestmark = pytest.mark.oracle" not in path.read_text("utf-8")
+    ]
+    assert names == []
+
+
 HEAVY = "flax optax orbax grain ml_collections rich matplotlib"
 
 

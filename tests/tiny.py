@@ -89,6 +89,7 @@ def xla_cache(tmp_path_factory):
 def quick_compiler(xla_cache):
     """Disables LLVM's optimizations, which take longer than they save, and caches compiled programs for the session."""
     options = {
+        "jax_enable_compilation_cache": True,
         "jax_compilation_cache_dir": str(xla_cache),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_disable_most_optimizations": True,
