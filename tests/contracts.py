@@ -148,12 +148,14 @@ class Mixing:
             for name, projection in self.module.needs.items()
         }
         self.arrays = {
-            name: jnp.asarray(rng.standard_normal((2, length, *shape)), dtype) for name, shape in shapes.items()
+            name: jnp.asarray(rng.standard_normal((2, length, *shape)).astype(dtype)) for name, shape in shapes.items()
         }
         heads = {"heads": 4, "kv_heads": 2}
         for name, need in self.module.needs.items():
             shape = 2, length, heads[need.axis], need.width or 8
-            self.arrays.setdefault(name, jnp.asarray(np.random.default_rng(seed + 1).standard_normal(shape), dtype))
+            self.arrays.setdefault(
+                name, jnp.asarray(np.random.default_rng(seed + 1).standard_normal(shape).astype(dtype))
+            )
         segments = np.sort(rng.integers(0, 3, (2, length)), axis=1)
         starts = np.array([[np.argmax(row == number) for number in row] for row in segments])
         self.segment_ids = jnp.asarray(segments, jnp.int32)
@@ -197,7 +199,7 @@ class Mixing:
     def signs(self):
         """Random factors of the outputs, float32."""
         shape = (4, 8) if self.module.needs else (16,)
-        return jnp.asarray(np.random.default_rng(1).standard_normal((2, self.length, *shape)), jnp.float32)
+        return jnp.asarray(np.random.default_rng(1).standard_normal((2, self.length, *shape)).astype(jnp.float32))
 
     @functools.cached_property
     def start(self):
@@ -348,10 +350,12 @@ class Output:
         stats = WordStats(np.arange(vocab, 0, -1), rng.permutation(vocab))
         extra = {"vocab": vocab, "dim": dim, "stats": stats}
         self.module = build(parse_one(spec, "output layer"), OUTPUTS, "output layer", name=None, **extra)
-        self.table = jnp.asarray(rng.standard_normal((vocab, dim)), jnp.float32) if self.module.rows_are else None
-        self.h = jnp.asarray(rng.standard_normal((count, dim)), dtype)
-        self.labels = jnp.asarray(rng.integers(0, vocab, count), jnp.int32)
-        self.weights = jnp.asarray(rng.integers(0, 3, count), jnp.float32)
+        self.table = (
+            jnp.asarray(rng.standard_normal((vocab, dim)).astype(jnp.float32)) if self.module.rows_are else None
+        )
+        self.h = jnp.asarray(rng.standard_normal((count, dim)).astype(dtype))
+        self.labels = jnp.asarray(rng.integers(0, vocab, count).astype(jnp.int32))
+        self.weights = jnp.asarray(rng.integers(0, 3, count).astype(jnp.float32))
         self.rng = jax.random.key(3)
         if dtype != "float32":  # parameters do not depend on the states
             self.params = Output(spec, count, vocab, dim).params

@@ -247,7 +247,7 @@ def test_mixer_with_carry_matches_full_pass(spec):
     ids, positions, x = mixing.segment_ids + 1, mixing.positions, mixing.arrays["x"]
     attention = Attention(4, 2, 8, parse_one(spec, "mixer"), rope_theta=100.0, qk_norm=True)
     params = once(lambda: nn.meta.unbox(attention.init(jax.random.key(0), x, Context(positions, ids, Causal()))))
-    signs = jnp.asarray(np.random.default_rng(1).standard_normal((2, 5, 16)), jnp.float32)
+    signs = jnp.asarray(np.random.default_rng(1).standard_normal((2, 5, 16)).astype(jnp.float32))
 
     def in_parts(params, x):
         carry, outputs = mixing.module.initial_carry(2, 16, x.dtype), []

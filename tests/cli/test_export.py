@@ -25,7 +25,7 @@ def test_exported_runs_compute_the_logits_of_the_run(run, trained, tmp_path):
     outcome = run("export", trained, f"--to={target}", "--length=8")
     assert (outcome.code, outcome.err) == (0, ""), outcome
     assert "a function of tokens, int32 [B, 8], to logits" in outcome.out
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 100, (2, 8)), jnp.int32)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 100, (2, 8)).astype(jnp.int32))
     loaded = load(trained)
     expected = loaded.model.apply({"params": loaded.params}, tokens, method="logits")
     logits = jax.export.deserialize(bytearray(target.read_bytes())).call(tokens)
@@ -42,7 +42,7 @@ def test_an_encoder_is_exported_with_its_segments(run, tmp_path):
     outcome = run("export", tmp_path / "run", f"--to={target}", "--length=8")
     assert (outcome.code, outcome.err) == (0, ""), outcome
     assert "a function of tokens and segment_ids, int32 [B, 8], to logits" in outcome.out
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 100, (2, 8)), jnp.int32)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 100, (2, 8)).astype(jnp.int32))
     segments = jnp.asarray(np.arange(8) < np.array([[8], [5]]), jnp.int32)
     loaded = load(tmp_path / "run")
     batch = {**loaded.model.example_batch(2, 8), "tokens": tokens, "segment_ids": segments}

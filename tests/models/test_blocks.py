@@ -156,11 +156,11 @@ def test_block_matches_its_formula_and_sees_no_later_token(block, formula):
     )  # fmt: skip
     kind = block_kind(block)
     module = kind.make(kind.resolved(config), nn.initializers.normal(0.3), Spec("full"), NO_TENSOR_PARALLEL)
-    x, memory = jnp.asarray(rng.standard_normal((2, LENGTH, 16)), jnp.float32), None
+    x, memory = jnp.asarray(rng.standard_normal((2, LENGTH, 16)).astype(jnp.float32)), None
     ids = np.stack([np.arange(LENGTH) >= 5, np.arange(LENGTH) >= 9]).astype(np.int32)
     if width:
         segments = jnp.asarray([[0, 1, 0]] * 2, jnp.int32)
-        memory = Memory(jnp.asarray(rng.standard_normal((2, 3, 6)), jnp.float32), segments)
+        memory = Memory(jnp.asarray(rng.standard_normal((2, 3, 6)).astype(jnp.float32)), segments)
     positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32)[None], (2, LENGTH))
     contexts = [Context(positions, jnp.asarray(ids), mask, memory=memory) for mask in (Causal(), Full())]
     shapes = nn.meta.unbox(jax.eval_shape(lambda: module.init(jax.random.key(0), x, contexts[0])))

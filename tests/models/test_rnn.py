@@ -41,7 +41,7 @@ def params_of(model):
     """Random parameters, biases and initial states among them."""
     shapes = nn.meta.unbox(jax.eval_shape(model.init, jax.random.key(0), model.example_batch(1, 8)))["params"]
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: jnp.asarray(0.5 * rng.standard_normal(x.shape), x.dtype), shapes)
+    return jax.tree.map(lambda x: jnp.asarray((0.5 * rng.standard_normal(x.shape)).astype(x.dtype)), shapes)
 
 
 def make_batch(seed=0, length=T):
@@ -194,7 +194,7 @@ def test_penalties_are_means_over_tokens():
 def test_sum_of_layers_is_returned():
     fields = {"cells": "gru(8)*2", "vocab": V}
     one, both = RecurrentStack(RNNConfig(**fields)), RecurrentStack(RNNConfig(**fields, outputs="sum"))
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, 8)), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((B, T, 8)).astype(jnp.float32))
     first = RecurrentStack(RNNConfig(cells="gru(8)", vocab=V))
 
     def run(x):
@@ -208,7 +208,7 @@ def test_sum_of_layers_is_returned():
 def test_bidirectional_stack_reads_backwards_within_segments():
     stack = RecurrentStack(RNNConfig(cells="lstm(5),gru(4)", vocab=V, initial="learned"), bidirectional=True)
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((B, T, 3)), jnp.float32)
+    x = jnp.asarray(rng.standard_normal((B, T, 3)).astype(jnp.float32))
     reset = segment_resets(jnp.asarray([[1, 1, 2, 2, 2, 2]] * B, jnp.int32))
 
     def run(x, reset):

@@ -31,9 +31,9 @@ def make_batch(length=T):
     rng = np.random.default_rng(0)
     lengths = np.array([7, 1, 3, 5, 2, 7, 4, 6])
     return {
-        "tokens": jnp.asarray(rng.integers(0, VOCAB, (B, length)), jnp.int32),
+        "tokens": jnp.asarray(rng.integers(0, VOCAB, (B, length)).astype(jnp.int32)),
         "segment_ids": jnp.asarray(np.arange(length) < lengths[:, None], jnp.int32),
-        "labels": jnp.asarray(rng.integers(0, CLASSES, B), jnp.int32),
+        "labels": jnp.asarray(rng.integers(0, CLASSES, B).astype(jnp.int32)),
         "weights": jnp.asarray(np.arange(B) % 4 != 3, jnp.float32),
     }
 
@@ -42,7 +42,7 @@ def make_batch(length=T):
 def params_of(model):
     shapes = nn.meta.unbox(jax.eval_shape(model.init, jax.random.key(0), model.example_batch(1, 8)))["params"]
     rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: jnp.asarray(0.5 * rng.standard_normal(x.shape), x.dtype), shapes)
+    return jax.tree.map(lambda x: jnp.asarray((0.5 * rng.standard_normal(x.shape)).astype(x.dtype)), shapes)
 
 
 @functools.cache

@@ -39,7 +39,7 @@ def test_centroids_move_towards_the_mean_of_their_tokens():
     """Statistics leave out padding, which is NaN here, and a cluster without tokens keeps its centroid."""
     mixer = MIXERS["routing"](clusters=5, window=2, decay=0.75)
     draw = np.random.default_rng(0)
-    q, v = (jnp.asarray(draw.standard_normal((1, 4, n, 6)), jnp.float32) for n in (2, 1))
+    q, v = (jnp.asarray(draw.standard_normal((1, 4, n, 6)).astype(jnp.float32)) for n in (2, 1))
     q, v = (x.at[:, 3].set(jnp.nan) for x in (q, v))
     ids = jnp.asarray([[1, 1, 2, 0]], jnp.int32)
     inputs = MixerInputs(x=v[:, :, 0], q=q, v=v, segment_ids=ids, kv_segment_ids=ids)

@@ -37,7 +37,7 @@ def stream():
     ids = np.concatenate([np.ones((B, 7)), np.sort(rng.integers(2, 5, (B, TOTAL - 7)), axis=1)], axis=1).astype(
         np.int32
     )
-    return jnp.asarray(rng.standard_normal((B, TOTAL, D)), jnp.float32), jnp.asarray(ids)
+    return jnp.asarray(rng.standard_normal((B, TOTAL, D)).astype(jnp.float32)), jnp.asarray(ids)
 
 
 @functools.cache

@@ -35,7 +35,7 @@ def test_pooling_matches_numpy(kind):
     pool = Pooling(kind)
     operands = [jnp.asarray(x[:, order]) for x in (padded, is_token.astype(np.int32), ids)]
     params = once(lambda: nn.meta.unbox(pool.init(jax.random.key(0), *operands)))
-    direction = jnp.asarray(rng.standard_normal((B, D)), jnp.float32)
+    direction = jnp.asarray(rng.standard_normal((B, D)).astype(jnp.float32))
 
     def pooled(h):
         y = pool.apply(params, h, *operands[1:])

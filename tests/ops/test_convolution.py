@@ -15,7 +15,7 @@ from tests.contracts import assert_close
 def arrays(length, width, dtype="float32"):
     rng = np.random.default_rng(0)
     shapes = (2, length, 3), (width, 3)
-    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+    return [jnp.asarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes]
 
 
 def definition(x, kernel, segment_ids):
@@ -151,7 +151,7 @@ def test_dilated_convolutions_match_torch(dilation):
     import torch
 
     rng = np.random.default_rng(2)
-    x, kernel = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 17, 2, 3), (2, 3, 3, 4)))
+    x, kernel = (jnp.asarray(rng.standard_normal(s).astype(jnp.float32)) for s in ((2, 17, 2, 3), (2, 3, 3, 4)))
 
     def torch_conv(x, kernel):
         """Groups of channels are heads."""

@@ -12,7 +12,9 @@ from tests.contracts import assert_close, once
 def test_transform_matches_its_matrices():
     """Odd and even sizes, with first and second derivatives."""
     rng = np.random.default_rng(0)
-    arrays = [jnp.asarray(rng.standard_normal((2, *shape)), jnp.float32) for shape in ((7, 5), (4, 6), (1, 3), (1, 1))]
+    arrays = [
+        jnp.asarray(rng.standard_normal((2, *shape)).astype(jnp.float32)) for shape in ((7, 5), (4, 6), (1, 3), (1, 1))
+    ]
 
     def result(function, x):
         scale = float(x[0].size) ** -0.5

@@ -101,7 +101,7 @@ def test_invalid_arguments_raise(function, shape, options, message):
 
 def test_moments_leave_out_examples_of_weight_0():
     rng = np.random.default_rng(1)
-    x = jnp.asarray(rng.standard_normal((4, 3, 2, 5)) + 7, jnp.float32)
+    x = jnp.asarray((rng.standard_normal((4, 3, 2, 5)) + 7).astype(jnp.float32))
     mean, variance, count = channel_moments(x, jnp.float32([1, 0, 1, 1]))
     rows = np.asarray(x, np.float64)[[0, 2, 3]].reshape(-1, 5)
     assert count == len(rows)
@@ -114,7 +114,9 @@ def test_moments_leave_out_examples_of_weight_0():
 def test_normalisations_match_torch():
     rng = np.random.default_rng(1)
     torch = pytest.importorskip("torch")
-    x, scale, bias = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((3, 4, 5, 6), (6,), (6,)))
+    x, scale, bias = (
+        jnp.asarray(rng.standard_normal(shape).astype(jnp.float32)) for shape in ((3, 4, 5, 6), (6,), (6,))
+    )
     first, *vectors = (torch.from_numpy(np.array(a)) for a in (jnp.moveaxis(x, -1, 1), scale, bias))
     expected = torch.nn.functional.group_norm(first, 3, *vectors, eps=1e-5)
     assert_close(group_norm(x, scale, bias, 3, 1e-5), jnp.asarray(expected.movedim(1, -1).numpy()))

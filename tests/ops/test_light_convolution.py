@@ -15,7 +15,7 @@ from tests.contracts import assert_close, once
 def arrays(length, width, dtype="float32"):
     rng = np.random.default_rng(0)
     shapes = (2, length, 2, 3), (2, width), (2, length, 2, width)
-    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+    return [jnp.asarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes]
 
 
 def definition(x, scores, segment_ids, ahead):

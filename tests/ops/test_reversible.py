@@ -60,7 +60,7 @@ def by_form(layers, params, *arguments):
 
 def arrays(count, scale=0.5, dtype="float32"):
     draw = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(draw.standard_normal(shape), dtype)  # noqa: E731
+    normal = lambda *shape: jnp.asarray(draw.standard_normal(shape).astype(dtype))  # noqa: E731
     w = {name: scale / D**0.5 * normal(count, D, D) for name in "ab"}
     return w, normal(3, D), normal(3, D), normal(3, D)
 

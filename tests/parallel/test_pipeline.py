@@ -45,7 +45,7 @@ def run(tensor_parallel, params, x, context, rng, chunk):
 def arrays():
     draw = np.random.default_rng(0)
     w, x = draw.standard_normal((LAYERS, D, D)) / D, draw.standard_normal((B, T, D))
-    positions = jnp.asarray(draw.integers(0, 5, (B, T)), jnp.int32)
+    positions = jnp.asarray(draw.integers(0, 5, (B, T)).astype(jnp.int32))
     return {"all": {"w": jnp.asarray(w, jnp.float32)}}, jnp.asarray(x, jnp.float32), Context(positions, None, Causal())
 
 

@@ -302,7 +302,7 @@ def test_indivisible_tables_are_replicated(v, plan):
 @over_layouts
 def test_lookups_equal_those_of_one_device(layout):
     layout, (table, *_) = layout_of(layout), arrays()
-    ids = jnp.asarray(np.random.default_rng(2).integers(0, V, (B, T)), jnp.int32).at[0, 0].set(V - 1)
+    ids = jnp.asarray(np.random.default_rng(2).integers(0, V, (B, T)).astype(jnp.int32)).at[0, 0].set(V - 1)
     held = NamedSharding(layout.mesh, layout.state_spec(("vocab", "embed"), table.shape, divided=layout.zero == 3))
 
     def run(look):

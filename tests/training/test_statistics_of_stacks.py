@@ -55,14 +55,14 @@ def case(name):
     def fill(name, x):
         prefix = next((prefix for prefix in ("pair_", "target_") if name.startswith(prefix)), "")
         if name.endswith(("tokens", "labels")):
-            return jnp.asarray(draw.integers(0, 24, x.shape), jnp.int32)
+            return jnp.asarray(draw.integers(0, 24, x.shape).astype(jnp.int32))
         if name.endswith("positions"):
             return jnp.tile(jnp.arange(T, dtype=jnp.int32), (B, 1))
         return x * (np.arange(T)[None] < lengths[prefix]) if x.ndim == 2 else x
 
     batch = {key: jnp.asarray(fill(key, x), x.dtype) for key, x in batch.items()}
     params, buffers = split(axes_and_shapes(model)[1])
-    params = jax.tree.map(lambda x: jnp.asarray(draw.normal(0, 0.3, x.shape), jnp.float32), params)
+    params = jax.tree.map(lambda x: jnp.asarray(draw.normal(0, 0.3, x.shape).astype(jnp.float32)), params)
     return model, join(params, jax.tree.map(jnp.zeros_like, buffers)), batch
 
 

@@ -34,11 +34,11 @@ def make(config, recipe):
     model = Encoder(config) if isinstance(config, EncoderConfig) else LM(config)
     function = logits_function(model, weights, LENGTH)
     draw = np.random.default_rng(1)
-    inputs = [jnp.asarray(draw.integers(0, config.vocab, (3, LENGTH)), jnp.int32)]
+    inputs = [jnp.asarray(draw.integers(0, config.vocab, (3, LENGTH)).astype(jnp.int32))]
     if "segment_ids" in function.inputs:
         inputs.append(jnp.asarray(np.arange(LENGTH) < np.array([[12], [7], [1]]), jnp.int32))
     if "token_types" in function.inputs:
-        inputs.append(jnp.asarray(draw.integers(0, 2, (3, LENGTH)), jnp.int32))
+        inputs.append(jnp.asarray(draw.integers(0, 2, (3, LENGTH)).astype(jnp.int32)))
     return function, inputs
 
 

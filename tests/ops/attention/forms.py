@@ -15,4 +15,4 @@ def arrays(t=37, s=None, n=4, k=2, dtype=jnp.float32, seed=0):
     """Random q, k and v: B 2, H 8, values of 6 features."""
     rng = np.random.default_rng(seed)
     s = t if s is None else s
-    return [jnp.asarray(rng.standard_normal(x), dtype) for x in ((2, t, n, 8), (2, s, k, 8), (2, s, k, 6))]
+    return [jnp.asarray(rng.standard_normal(x).astype(dtype)) for x in ((2, t, n, 8), (2, s, k, 8), (2, s, k, 6))]

@@ -33,7 +33,7 @@ CASES = {
 def make(shape, dtype=jnp.float32, *, segments=False, lengths=False, positions=False, dropout_rate=0.0):
     rng = np.random.default_rng(0)
     b, t, s, n, k, h, hv = shape
-    arrays = [jnp.asarray(rng.standard_normal(x), dtype) for x in ((b, t, n, h), (b, s, k, h), (b, s, k, hv))]
+    arrays = [jnp.asarray(rng.standard_normal(x).astype(dtype)) for x in ((b, t, n, h), (b, s, k, h), (b, s, k, hv))]
     ints = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
     options = {}
     if segments:
@@ -56,7 +56,7 @@ def scored(function, mask, options, seed=1):
     def value(q, k, v):
         o, lse = function(q, k, v, mask, return_lse=True, **options)
         rng = np.random.default_rng(seed)
-        wo, wl = (jnp.asarray(rng.standard_normal(x.shape), jnp.float32) for x in (o, lse))
+        wo, wl = (jnp.asarray(rng.standard_normal(x.shape).astype(jnp.float32)) for x in (o, lse))
         total = jnp.sum(o.astype(jnp.float32) * wo) + jnp.sum(jnp.where(jnp.isneginf(lse), jnp.float32(0), lse) * wl)
         return total, (o, lse)
 

@@ -78,7 +78,7 @@ def test_unsupported_calls_raise(monkeypatch):
 def test_attend_passes_every_operand():
     """The program of `attend` is that of the executor with the same operands in a record."""
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((2, 12, heads, 4)), jnp.float32) for heads in (4, 2, 2))
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 12, heads, 4)).astype(jnp.float32)) for heads in (4, 2, 2))
     index = jnp.tile(jnp.arange(12, dtype=jnp.int32), (2, 1))
     operands = {
         "segment_ids": index // 5,
@@ -88,7 +88,7 @@ def test_attend_passes_every_operand():
         "kv_lengths": jnp.asarray([12, 7], jnp.int32),
         "dense_mask": jnp.asarray(rng.random((2, 1, 12, 12)) < 0.7),
         "global_tokens": index == 3,
-        "bias": jnp.asarray(rng.standard_normal((4, 12, 12)), jnp.float32),
+        "bias": jnp.asarray(rng.standard_normal((4, 12, 12)).astype(jnp.float32)),
         "scale": 0.3,
         "soft_cap": 2.0,
         "sinks": jnp.arange(4.0),

@@ -14,12 +14,12 @@ RNG = np.random.default_rng(0)
 
 
 def draw(*shape):
-    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
+    return jnp.asarray(RNG.standard_normal(shape).astype(jnp.float32))
 
 
 DECAY, ADDED, START, SIGNS = jax.nn.sigmoid(draw(B, T, H)), draw(B, T, H), draw(B, H), draw(B, T, H)
 RESET = jnp.asarray(RNG.random((B, T)) < 0.3)
-HOLD = jnp.asarray(RNG.random((B, T, H)), jnp.float32)
+HOLD = jnp.asarray(RNG.random((B, T, H)).astype(jnp.float32))
 
 
 def loop(decay, added, start):

@@ -35,7 +35,7 @@ def test_zoneout_holds_at_its_rate_and_in_expectation():
 
 def test_held_features_keep_their_values_exactly():
     rng = np.random.default_rng(0)
-    x, w, u = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 5, 3), (3, 16), (4, 16)))
+    x, w, u = (jnp.asarray(rng.standard_normal(s).astype(jnp.float32)) for s in ((2, 5, 3), (3, 16), (4, 16)))
     start = (jnp.ones((2, 4)), 2 * jnp.ones((2, 4)))
     held = jnp.ones((2, 1, 4))
     y, (h, c) = once(lambda x: lstm(x, w, u, None, start, masks=StepMasks(hold_h=held, hold_c=held)), x)
@@ -44,7 +44,7 @@ def test_held_features_keep_their_values_exactly():
 
 def test_dropped_candidates_do_not_erase_the_memory():
     rng = np.random.default_rng(0)
-    x, w, u = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 5, 3), (3, 16), (4, 16)))
+    x, w, u = (jnp.asarray(rng.standard_normal(s).astype(jnp.float32)) for s in ((2, 5, 3), (3, 16), (4, 16)))
     b = jnp.zeros(16).at[4:8].set(100.0)  # forget gates of 1
     start = (jnp.ones((2, 4)), 2 * jnp.ones((2, 4)))
     _, (_, c) = once(lambda x: lstm(x, w, u, b, start, masks=StepMasks(candidate=jnp.zeros((2, 5, 4)))), x)

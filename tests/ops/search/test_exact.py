@@ -26,7 +26,7 @@ def integer_arrays(vocab, count=5, dim=6, dtype="float32"):
     """Arrays of integers: many scores are equal, and all are exact for any order of summation."""
     rng = np.random.default_rng(vocab)
     shapes = (count, dim), (vocab, dim), (vocab,)
-    return [jnp.asarray(rng.integers(-2, 3, shape), dtype) for shape in shapes]
+    return [jnp.asarray(rng.integers(-2, 3, shape).astype(dtype)) for shape in shapes]
 
 
 def search(k, block=None):
@@ -77,7 +77,7 @@ def test_wide_rows_match_lax_top_k():
 
 def test_gradients_match_lax_top_k():
     rng = np.random.default_rng(0)
-    q, w, bias = (jnp.asarray(rng.standard_normal(x.shape), jnp.float32) for x in integer_arrays(37))
+    q, w, bias = (jnp.asarray(rng.standard_normal(x.shape).astype(jnp.float32)) for x in integer_arrays(37))
     weigh = lambda scores: jnp.sum(jnp.sin(jnp.arange(scores.size, dtype=jnp.float32)) * scores.ravel())  # noqa: E731
     ours = lambda *x: weigh(search(4, 8)(*x)[0])  # noqa: E731
     reference = lambda q, w, bias: weigh(jax.lax.top_k(q @ w.T + bias[None], 4)[0])  # noqa: E731

@@ -33,15 +33,15 @@ def narrow(monkeypatch):
 def parameters(dtype="float32", vocab=V, cutoffs=CUTOFFS, div_value=2.0):
     rng = np.random.default_rng(0)
     head, tails = jax.tree.map(
-        lambda shape: jnp.asarray(rng.standard_normal(shape) / shape[1] ** 0.5, dtype),
+        lambda shape: jnp.asarray((rng.standard_normal(shape) / shape[1] ** 0.5).astype(dtype)),
         adaptive_shapes(D, vocab, cutoffs, div_value),
         is_leaf=lambda x: isinstance(x[0], int),
     )
-    return head, tails, jnp.asarray(rng.standard_normal(head.shape[0]), dtype)
+    return head, tails, jnp.asarray(rng.standard_normal(head.shape[0]).astype(dtype))
 
 
 def states(n=N, dtype="float32"):
-    return jnp.asarray(np.random.default_rng(1).standard_normal((n, D)), dtype)
+    return jnp.asarray(np.random.default_rng(1).standard_normal((n, D)).astype(dtype))
 
 
 def definition(h, head, tails, head_bias=0.0, cutoffs=CUTOFFS):

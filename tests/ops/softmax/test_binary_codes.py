@@ -43,7 +43,7 @@ DISTANCES = {(0o7, 0o5): 5, (0o17, 0o15): 6, (0o35, 0o23): 7, (0o75, 0o53): 8, (
 
 def logits_of(code, n=5, scale=3.0, seed=0, dtype="float32"):
     rng = np.random.default_rng(seed)
-    return jnp.asarray(scale * rng.standard_normal((n, code.length)), dtype)
+    return jnp.asarray((scale * rng.standard_normal((n, code.length))).astype(dtype))
 
 
 def coded(code):
@@ -258,7 +258,7 @@ def test_samples_follow_the_distribution():
 
 def hybrid(n=6, frequent=4, code=CODES["rate 1/3"]):
     rng = np.random.default_rng(3)
-    return jnp.asarray(rng.standard_normal((n, frequent + 1)), jnp.float32), logits_of(code, n, 1.0), code
+    return jnp.asarray(rng.standard_normal((n, frequent + 1)).astype(jnp.float32)), logits_of(code, n, 1.0), code
 
 
 @pytest.mark.parametrize(("frequent", "k"), [(0, 11), (4, 2), pytest.param(4, 15, marks=pytest.mark.slow)], ids=str)

@@ -42,9 +42,9 @@ def arrays(n=9, vocab=43, dim=5, dtype="float32", ignored=True):
     rng = np.random.default_rng(n * vocab)
     labels = rng.integers(0, vocab, n)
     labels[1::4] = -100 if ignored else labels[1::4]
-    h, w = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in ((n, dim), (vocab, dim)))
-    extra = {"bias": jnp.asarray(rng.standard_normal(vocab), jnp.float32)}
-    extra["weights"] = jnp.asarray(rng.integers(0, 3, n), jnp.float32).at[0].set(1.5)
+    h, w = (jnp.asarray(rng.standard_normal(shape).astype(dtype)) for shape in ((n, dim), (vocab, dim)))
+    extra = {"bias": jnp.asarray(rng.standard_normal(vocab).astype(jnp.float32))}
+    extra["weights"] = jnp.asarray(rng.integers(0, 3, n).astype(jnp.float32)).at[0].set(1.5)
     return h, w, jnp.asarray(labels, jnp.int32), extra
 
 
@@ -283,9 +283,9 @@ SMALL = {
 def test_small_gradients_do_not_underflow_in_float16(form):
     """Gradients of a word are under the smallest float16, and those of a block of similar words would lose digits."""
     rng = np.random.default_rng(0)
-    h = jnp.asarray(rng.standard_normal((64, 8)) * 0.1, jnp.float32)
-    w = jnp.asarray(0.1 + 0.03 * rng.standard_normal((4096, 8)), jnp.float32)
-    labels = jnp.asarray(rng.integers(0, 4096, 64), jnp.int32)
+    h = jnp.asarray((rng.standard_normal((64, 8)) * 0.1).astype(jnp.float32))
+    w = jnp.asarray((0.1 + 0.03 * rng.standard_normal((4096, 8))).astype(jnp.float32))
+    labels = jnp.asarray(rng.integers(0, 4096, 64).astype(jnp.int32))
 
     def loss(h, w):
         weights = jnp.full(64, 1e-4)

@@ -37,7 +37,7 @@ def arrays(dtype="float32", n=N):
     rng = np.random.default_rng(1)
     shapes = (n, D), (C, D), (V, D), (C,), (V,)
     h, class_table, word_table, class_bias, word_bias = (
-        jnp.asarray(rng.standard_normal(shape) / 2, dtype) for shape in shapes
+        jnp.asarray((rng.standard_normal(shape) / 2).astype(dtype)) for shape in shapes
     )
     return h, class_table, word_table, {"class_bias": class_bias, "word_bias": word_bias}
 
@@ -157,7 +157,7 @@ def test_losses_and_gradients_match_definition():
 @pytest.mark.parametrize("classes", [equal_size_classes(V, V), equal_size_classes(V, 1)], ids=lambda x: x.count)
 def test_one_token_without_biases(classes):
     h, _, word_table, _ = arrays(n=1)
-    class_table = jnp.asarray(np.random.default_rng(2).standard_normal((classes.count, D)), jnp.float32)
+    class_table = jnp.asarray(np.random.default_rng(2).standard_normal((classes.count, D)).astype(jnp.float32))
     expected = definition(h, class_table, word_table, classes, np.zeros(classes.count), np.zeros(V))
     losses = once(class_nll, h, class_table, word_table, classes, jnp.array([V - 1]))
     np.testing.assert_allclose(losses, -expected[:, -1], rtol=2e-6)

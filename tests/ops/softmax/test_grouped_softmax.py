@@ -23,7 +23,8 @@ def operands(dtype="float32"):
     shapes = (N, D), (STARTS[-1], NARROW), (STARTS[-1],), (NARROW, D)
     scales = 1.0, 0.5, 1.0, D**-0.5  # so that logits are of order 1
     return tuple(
-        jnp.asarray(rng.standard_normal(shape) * scale, dtype) for shape, scale in zip(shapes, scales, strict=True)
+        jnp.asarray((rng.standard_normal(shape) * scale).astype(dtype))
+        for shape, scale in zip(shapes, scales, strict=True)
     )
 
 

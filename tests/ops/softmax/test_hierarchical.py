@@ -71,9 +71,9 @@ all_trees = pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 def arrays(tree, n=9, dim=5, dtype="float32", beyond=3, scale=1.0):
     rng = np.random.default_rng(n + tree.vocab)
     rows = tree.vocab - 1 + beyond
-    h, table = (jnp.asarray(scale * rng.standard_normal(shape), dtype) for shape in ((n, dim), (rows, dim)))
-    labels = jnp.asarray(rng.integers(0, tree.vocab, n), jnp.int32)
-    return h, table, labels, jnp.asarray(rng.standard_normal(rows), jnp.float32)
+    h, table = (jnp.asarray((scale * rng.standard_normal(shape)).astype(dtype)) for shape in ((n, dim), (rows, dim)))
+    labels = jnp.asarray(rng.integers(0, tree.vocab, n).astype(jnp.int32))
+    return h, table, labels, jnp.asarray(rng.standard_normal(rows).astype(jnp.float32))
 
 
 def walks(children, root=0):
@@ -326,7 +326,7 @@ def test_sixteen_bits_accumulate_in_float32(dtype):
 @pytest.mark.parametrize("gathered", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_small_gradients_do_not_underflow_in_float16(gathered):
     rng = np.random.default_rng(0)
-    h, table = (jnp.asarray(rng.standard_normal((count, 5)), jnp.float32) for count in (9, 42))
+    h, table = (jnp.asarray(rng.standard_normal((count, 5)).astype(jnp.float32)) for count in (9, 42))
     labels = jnp.arange(9, dtype=jnp.int32)
     nodes, signs = tree_paths(TREES["balanced"], labels)
 

@@ -44,7 +44,7 @@ def test_missing_negatives_do_not_contribute():
 
 def test_triplets_compare_squared_distances():
     rng = np.random.default_rng(1)
-    h, label, negatives = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((4, 3), (4, 3), (4, 2, 3)))
+    h, label, negatives = (jnp.asarray(rng.standard_normal(s).astype(jnp.float32)) for s in ((4, 3), (4, 3), (4, 2, 3)))
     actual = once(functools.partial(triplet_loss, margin=0.5), h, label, negatives)
     for i in range(4):
         near = np.sum((h[i] - label[i]) ** 2)

@@ -100,7 +100,7 @@ def problem():
     rng = np.random.default_rng(0)
     q = np.log1p(1 / np.arange(1.0, VOCAB + 1)) / np.log(VOCAB + 1)
     labels = jnp.asarray(rng.choice(VOCAB, TOKENS, p=q / q.sum()), jnp.int32)
-    h, w = (jnp.asarray(rng.standard_normal((count, DIM)), jnp.float32) for count in (TOKENS, VOCAB))
+    h, w = (jnp.asarray(rng.standard_normal((count, DIM)).astype(jnp.float32)) for count in (TOKENS, VOCAB))
     return 1.5 / DIM**0.5 * h, w, labels
 
 

@@ -232,8 +232,8 @@ def test_shapes_and_dtypes_are_preserved():
 
 def arrays(n=5, dim=100, dtype="float32", seed=0):
     rng = np.random.default_rng(seed)
-    h, targets = (jnp.asarray(rng.standard_normal((n, dim)) * scale, dtype) for scale in (2.0, 0.3))
-    return h, targets, jnp.asarray(rng.integers(0, 3, n), jnp.float32).at[0].set(1.5)
+    h, targets = (jnp.asarray((rng.standard_normal((n, dim)) * scale).astype(dtype)) for scale in (2.0, 0.3))
+    return h, targets, jnp.asarray(rng.integers(0, 3, n).astype(jnp.float32)).at[0].set(1.5)
 
 
 def definition(h, targets, weights=None, norm_penalty=0.0, product_scale=1.0):

@@ -87,7 +87,7 @@ def assert_forms_equal(value, mask, qkv, undivided=False, functions=None):
 def operands(names, t=37, n=4):
     rng = np.random.default_rng(1)
     ints = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
-    slopes = jnp.asarray(rng.standard_normal(n), jnp.float32)
+    slopes = jnp.asarray(rng.standard_normal(n).astype(jnp.float32))
     tokens = rng.random((2, t)) < 0.1
     table = {
         "segment_ids": {"segment_ids": ints(np.sort(rng.integers(0, 3, (2, t)), 1))},
@@ -97,8 +97,8 @@ def operands(names, t=37, n=4):
         "dense_by_head": {"dense_mask": jnp.asarray(rng.random((n, t, t)) < 0.7)},
         "global_tokens": {"global_tokens": jnp.asarray(tokens)},
         "global_places": {"global_tokens": ints([[3, -1, 30], [0, 0, 9]])},
-        "bias": {"bias": jnp.asarray(rng.standard_normal((1, n, t, t)), jnp.float32)},
-        "bias_row": {"bias": jnp.asarray(rng.standard_normal((2, 1, 1, t)), jnp.float32)},
+        "bias": {"bias": jnp.asarray(rng.standard_normal((1, n, t, t)).astype(jnp.float32))},
+        "bias_row": {"bias": jnp.asarray(rng.standard_normal((2, 1, 1, t)).astype(jnp.float32))},
         "function": {"bias": slopes},
         "soft_cap": {"soft_cap": 2.5},
         "sinks": {"sinks": slopes},
@@ -124,7 +124,7 @@ def scored(function, qkv, mask, options=(), as_function=False):
             operands_and_bias["bias"] = slope_bias(operands_and_bias["bias"])
         o, lse = function(*qkv, mask, return_lse=True, **static, **operands_and_bias)
         rng = np.random.default_rng(2)
-        wo, wl = (jnp.asarray(rng.standard_normal(x.shape), jnp.float32) for x in (o, lse))
+        wo, wl = (jnp.asarray(rng.standard_normal(x.shape).astype(jnp.float32)) for x in (o, lse))
         total = jnp.sum(o.astype(jnp.float32) * wo) + jnp.sum(jnp.where(jnp.isneginf(lse), jnp.float32(0), lse) * wl)
         return total, (o, lse)
 
@@ -340,7 +340,7 @@ def test_sums_are_float32_when_x64_is_enabled(dtype):
     mask = Causal() & (Strided(4) | Window(2))
     with executor_with((cost_model, "STEP_SCORES", 200)), jax.enable_x64(True):
         rng = np.random.default_rng(0)
-        qkv = [jnp.asarray(rng.standard_normal((2, 37, 4, 8)), dtype) for _ in range(3)]
+        qkv = [jnp.asarray(rng.standard_normal((2, 37, 4, 8)).astype(dtype)) for _ in range(3)]
         weights = jnp.cos(jnp.arange(37, dtype=jnp.float32))[None, :, None]
 
         def results(f, qkv):
@@ -429,7 +429,7 @@ def run_time_schedule(order, width=3, block=8):
 )
 def test_run_time_schedules_match_reference(names):
     qkv, options = arrays(), operands(names)
-    order = jnp.asarray(np.random.default_rng(4).standard_normal((5, 5)), jnp.float32)
+    order = jnp.asarray(np.random.default_rng(4).standard_normal((5, 5)).astype(jnp.float32))
 
     def planned(q, k, v, mask, **options):
         return flash(q, k, v, mask, Operands(**options), schedule=run_time_schedule(order))
@@ -511,7 +511,7 @@ def test_unrolled_form_is_for_short_or_sparse_calls(mask, length, expected):
 def test_queries_that_see_nothing_have_zero_gradients(options):
     """NaN in them does not reach the gradients of keys, values and a scale that other queries have."""
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((2, 24, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 24, heads, 8)).astype(jnp.float32)) for heads in (4, 2, 2))
     segments = jnp.asarray(np.arange(24) >= 20, jnp.int32)[None].repeat(2, axis=0)
     example, token, head = np.arange(2)[:, None, None], np.arange(24)[None, :, None], np.arange(4)[None, None, :]
     every_other = PerHead((Causal(), Causal().shift(-3)) * 2)

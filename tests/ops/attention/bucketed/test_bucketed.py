@@ -28,9 +28,9 @@ B, T, N, K, H = 2, 37, 4, 2, 8
 def arrays(rounds=3, buckets=4):
     """q, k, v, buckets and segment ids, which are not sorted."""
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((B, T, n, H)), jnp.float32) for n in (N, N, K))
-    drawn = jnp.asarray(rng.integers(0, buckets, (B, T, N, rounds)), jnp.int32)
-    return q, k, v, drawn, jnp.asarray(rng.integers(0, 2, (B, T)), jnp.int32)
+    q, k, v = (jnp.asarray(rng.standard_normal((B, T, n, H)).astype(jnp.float32)) for n in (N, N, K))
+    drawn = jnp.asarray(rng.integers(0, buckets, (B, T, N, rounds)).astype(jnp.int32))
+    return q, k, v, drawn, jnp.asarray(rng.integers(0, 2, (B, T)).astype(jnp.int32))
 
 
 def once(function, *args):
@@ -38,7 +38,7 @@ def once(function, *args):
 
 
 def assert_equal_with_gradients(functions, q, k, v):
-    signs = jnp.asarray(np.random.default_rng(1).standard_normal((B, T, N, H)), jnp.float32)
+    signs = jnp.asarray(np.random.default_rng(1).standard_normal((B, T, N, H)).astype(jnp.float32))
 
     def both(*args):
         def score(function, *args):
@@ -67,8 +67,8 @@ def test_padding_does_not_change_the_groups_of_tiles(monkeypatch):
     """490 tokens, padded to 512 in 2 groups of 16 times 2 blocks; 512 tokens alone would have groups of 17 times 2."""
     monkeypatch.setattr(tiles, "CPU_SCORES", 17 * 8 * 16)
     rng = np.random.default_rng(0)
-    arrays = [jnp.asarray(rng.standard_normal((1, 490, 1, 4)), jnp.float32) for _ in range(3)]
-    buckets = jnp.asarray(rng.integers(0, 3, (1, 490, 1, 1)), jnp.int32)
+    arrays = [jnp.asarray(rng.standard_normal((1, 490, 1, 4)).astype(jnp.float32)) for _ in range(3)]
+    buckets = jnp.asarray(rng.integers(0, 3, (1, 490, 1, 1)).astype(jnp.int32))
 
     def of(function, *arrays):
         def score(*qkv):
@@ -98,7 +98,7 @@ def test_weights_of_large_scores_are_exact_in_the_backward_pass():
     q, k, v, buckets, _ = arrays()
     options = {"window": 11, "causal": False}
     functions = bucketed_attention, bucketed_reference
-    signs = jnp.asarray(np.random.default_rng(1).standard_normal((B, T, N, H)), jnp.float32)
+    signs = jnp.asarray(np.random.default_rng(1).standard_normal((B, T, N, H)).astype(jnp.float32))
 
     def gradients(q, k):
         return [jax.grad(lambda v, f=f: jnp.sum(signs * f(q, k, v, buckets, **options)))(v) for f in functions]
@@ -184,7 +184,7 @@ def test_order_and_ranks():
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.int16])
 def test_order_of_small_integers_is_that_of_int32(dtype):
-    buckets = jnp.asarray(np.random.default_rng(0).integers(0, 120, 700), dtype)
+    buckets = jnp.asarray(np.random.default_rng(0).integers(0, 120, 700).astype(dtype))
     results = (sort_by_bucket(x, None, 3) for x in (buckets, buckets.astype(jnp.int32)))
     for small, large in zip(*results, strict=True):
         np.testing.assert_array_equal(small, large)

@@ -13,8 +13,8 @@ from tests.contracts import assert_close, once
 
 def arrays(length=16, seed=0):
     rng = np.random.default_rng(seed)
-    q, k, v = (jnp.asarray(rng.standard_normal((2, length, heads, 8)), jnp.float32) for heads in (4, 2, 2))
-    return q, k, v, jnp.asarray(rng.standard_normal((8, 31)), jnp.float32)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, length, heads, 8)).astype(jnp.float32)) for heads in (4, 2, 2))
+    return q, k, v, jnp.asarray(rng.standard_normal((8, 31)).astype(jnp.float32))
 
 
 def test_every_segment_has_clusters_in_proportion_to_its_tokens():

@@ -37,7 +37,7 @@ def test_reordered_beams_match_copied_caches(mask):
     """Three beams of two examples, whose order is random before each token."""
     beams, tokens, lengths = 3, 12, np.array([2, 9], np.int32)
     q, k, v = arrays(2 * beams)
-    orders = jnp.asarray(np.random.default_rng(1).integers(0, beams, (tokens, 2, beams)), jnp.int32)
+    orders = jnp.asarray(np.random.default_rng(1).integers(0, beams, (tokens, 2, beams)).astype(jnp.int32))
 
     def run(q, k, v, orders):
         shared = start_cache(k[::beams, :9], v[::beams, :9], jnp.asarray(lengths), mask, LENGTH)

@@ -32,7 +32,7 @@ cases = pytest.mark.parametrize("name", CASES)
 
 def make(t, s, dtype=jnp.bfloat16):
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.standard_normal(x), dtype) for x in ((2, t, 4, 8), (2, s, 2, 8), (2, s, 2, 8))]
+    return [jnp.asarray(rng.standard_normal(x).astype(dtype)) for x in ((2, t, 4, 8), (2, s, 2, 8), (2, s, 2, 8))]
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_keys_beyond_the_lengths_change_nothing(mask, dense):
 
 def test_bias_and_its_gradient_match_plain_softmax(dense):
     q, k, v = make(24, 26)
-    bias = jnp.asarray(np.random.default_rng(2).standard_normal((1, 4, 24, 26)), jnp.bfloat16)
+    bias = jnp.asarray(np.random.default_rng(2).standard_normal((1, 4, 24, 26)).astype(jnp.bfloat16))
     total = lambda o: jnp.sum(jnp.square(o.astype(jnp.float32)))  # noqa: E731
 
     def plain(bias):

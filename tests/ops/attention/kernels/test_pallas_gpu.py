@@ -40,8 +40,8 @@ def compiled_once(monkeypatch):
 def arrays(length, keys, heads=2, dim=64, value_dim=64, dtype="bfloat16"):
     rng = np.random.default_rng(0)
     shapes = (length, heads, dim), (keys, 1, dim), (keys, 1, value_dim), (length, heads, value_dim)
-    q, k, v, do = (jnp.asarray(rng.standard_normal((1, *shape)), dtype) for shape in shapes)
-    return q, k, v, do, jnp.asarray(rng.standard_normal((1, length, heads)), jnp.float32)
+    q, k, v, do = (jnp.asarray(rng.standard_normal((1, *shape)).astype(dtype)) for shape in shapes)
+    return q, k, v, do, jnp.asarray(rng.standard_normal((1, length, heads)).astype(jnp.float32))
 
 
 def interpreted(q, k, v, mask=Full(), **options):  # noqa: B008  (frozen)

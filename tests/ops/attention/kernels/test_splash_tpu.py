@@ -29,7 +29,7 @@ def make(shape, dtype="float32"):
     """shape: B, T, S, N, K, H, Hv."""
     b, t, s, n, k, h, hv = shape
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.standard_normal(x), dtype) for x in ((b, t, n, h), (b, s, k, h), (b, s, k, hv))]
+    return [jnp.asarray(rng.standard_normal(x).astype(dtype)) for x in ((b, t, n, h), (b, s, k, h), (b, s, k, hv))]
 
 
 def scored(function, mask, options):
@@ -38,7 +38,7 @@ def scored(function, mask, options):
     def value(q, k, v):
         o, lse = function(q, k, v, mask, return_lse=True, **options)
         rng = np.random.default_rng(1)
-        wo, wl = (jnp.asarray(rng.standard_normal(x.shape), jnp.float32) for x in (o, lse))
+        wo, wl = (jnp.asarray(rng.standard_normal(x.shape).astype(jnp.float32)) for x in (o, lse))
         total = jnp.sum(o.astype(jnp.float32) * wo) + jnp.sum(jnp.where(jnp.isneginf(lse), jnp.float32(0), lse) * wl)
         return total, (o, lse)
 

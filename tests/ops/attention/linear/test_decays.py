@@ -19,7 +19,7 @@ from hpnlp.types import InputError
 from tests.contracts import assert_close, once
 
 B, T, N, K, M, H = 2, 21, 4, 2, 8, 5
-SEGMENTS = jnp.asarray(np.random.default_rng(0).integers(0, 2, (B, T)), jnp.int32)
+SEGMENTS = jnp.asarray(np.random.default_rng(0).integers(0, 2, (B, T)).astype(jnp.int32))
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def gates():
     by_head, by_token, by_feature = (
         jnp.asarray(-0.5 * rng.random(shape), jnp.float32) for shape in ((K,), (B, T, K), (B, T, K, M))
     )
-    beta = jnp.asarray(rng.random((B, T, K)), jnp.float32)
+    beta = jnp.asarray(rng.random((B, T, K)).astype(jnp.float32))
     return {
         "head": (by_head, None),
         "token": (by_token, None),

@@ -21,7 +21,7 @@ RNG = np.random.default_rng(0)
 SEGMENTS = {
     "none": None,
     "sorted": jnp.asarray(np.sort(RNG.integers(0, 4, (B, T)), axis=1), jnp.int32),
-    "apart": jnp.asarray(RNG.integers(0, 3, (B, T)), jnp.int32),
+    "apart": jnp.asarray(RNG.integers(0, 3, (B, T)).astype(jnp.int32)),
 }
 
 
@@ -35,7 +35,7 @@ def arrays():
     """Positive q [B, T, N, M] and k [B, T, K, M], v [B, T, K, H] and a cotangent of o."""
     rng = np.random.default_rng(1)
     shapes = (N, M), (K, M), (K, H), (N, H)
-    q, k, v, do = (jnp.asarray(rng.standard_normal((B, T, *shape)) / M**0.5, jnp.float32) for shape in shapes)
+    q, k, v, do = (jnp.asarray((rng.standard_normal((B, T, *shape)) / M**0.5).astype(jnp.float32)) for shape in shapes)
     return jnp.abs(q), jnp.abs(k), v, do
 
 

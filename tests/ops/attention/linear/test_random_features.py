@@ -125,7 +125,7 @@ def test_optimal_rho_minimises_the_second_moment():
 
 def test_stable_features_are_proportional_to_features():
     """Ordinary keys keep their features, and each query is divided by one number; gradients are those of the formulas."""
-    logs = jnp.asarray(np.random.default_rng(0).normal(0, 5, (4, 6)), jnp.float32)
+    logs = jnp.asarray(np.random.default_rng(0).normal(0, 5, (4, 6)).astype(jnp.float32))
     queries, keys = once(lambda x: (stable_queries(x), stable_keys(x)), logs)
     assert_close(keys / jnp.exp(logs), jnp.ones_like(logs))
     ratio = queries / jnp.exp(logs)

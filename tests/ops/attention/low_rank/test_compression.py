@@ -14,9 +14,9 @@ from tests.contracts import assert_close, once
 def test_padding_is_not_read():
     """NaN in padding changes no compressed token, and windows of padding alone are marked."""
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((2, 7, 2, 3)), jnp.float32)
+    x = jnp.asarray(rng.standard_normal((2, 7, 2, 3)).astype(jnp.float32))
     real = jnp.asarray([[1, 1, 0, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1]], bool)
-    matrix, taps = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((4, 7), (3, 2, 3)))
+    matrix, taps = (jnp.asarray(rng.standard_normal(shape).astype(jnp.float32)) for shape in ((4, 7), (3, 2, 3)))
 
     def compressed(x):
         return project_tokens(x, matrix, real), pool_tokens(x, 3, real), convolve_tokens(x, taps, real)
@@ -41,7 +41,7 @@ def test_convolution_by_bands_matches_one_term_for_each_tap(length, width, heads
     """Sequences shorter than the filter, and longer than a block; values and gradients."""
     rng = np.random.default_rng(0)
     v, taps, signs = (
-        jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        jnp.asarray(rng.standard_normal(shape).astype(jnp.float32))
         for shape in ((2, length, 2, 3), (width, heads), (2, length, heads, 3))
     )
 

@@ -13,7 +13,9 @@ from tests.contracts import assert_close, once
 
 def make(batch=2, length=12, heads=2, width=4, scale=1.0):
     rng = np.random.default_rng(0)
-    return [jnp.asarray(scale * rng.standard_normal((batch, length, heads, width)), jnp.float32) for _ in range(3)]
+    return [
+        jnp.asarray((scale * rng.standard_normal((batch, length, heads, width))).astype(jnp.float32)) for _ in range(3)
+    ]
 
 
 def test_approximation_tends_to_exact_attention():

@@ -21,12 +21,14 @@ B, N, K, H, HV = 2, 4, 2, 8, 3
 def operands(length, keys, distances, dtype="float32"):
     rng = np.random.default_rng(0)
     shapes = [(B, length, N, H), (B, keys, K, H), (B, keys, K, HV), (distances, N, H), (N, H), (N, H)]
-    return [jnp.asarray(rng.standard_normal(shape), dtype if i < 3 else "float32") for i, shape in enumerate(shapes)]
+    return [
+        jnp.asarray(rng.standard_normal(shape).astype(dtype if i < 3 else "float32")) for i, shape in enumerate(shapes)
+    ]
 
 
 def segments(length, keys):
     """Ids that are not sorted; the last ones of the keys are those of the queries, and some queries see nothing."""
-    ids = jnp.asarray(np.random.default_rng(1).integers(1, 4, (B, keys)), jnp.int32)
+    ids = jnp.asarray(np.random.default_rng(1).integers(1, 4, (B, keys)).astype(jnp.int32))
     return {"segment_ids": ids[:, keys - length :].at[:, 3].set(9), "kv_segment_ids": ids}
 
 
@@ -45,7 +47,7 @@ def segments(length, keys):
 def test_blocks_match_reference(length, keys, distances, block, step):
     """Values, gradients and rows that see nothing; with segments, and with a memory also without them."""
     arrays = operands(length, keys, distances)
-    signs = jnp.asarray(np.random.default_rng(2).standard_normal((B, length, N, HV)), jnp.float32)
+    signs = jnp.asarray(np.random.default_rng(2).standard_normal((B, length, N, HV)).astype(jnp.float32))
     ids = segments(length, keys) if length > 3 else {}
 
     def of(function, **options):

@@ -24,7 +24,7 @@ def problem(groups, length=19, keys=21, seed=0):
     """q, k, v of 4 and 2 heads, starts of 6 overlapping blocks, and up to 3 blocks for each query and group of heads."""
     rng = np.random.default_rng(seed)
     q, k, v = (
-        jnp.asarray(rng.standard_normal((2, n, *shape)), jnp.float32)
+        jnp.asarray(rng.standard_normal((2, n, *shape)).astype(jnp.float32))
         for n, shape in ((length, (4, 8)), (keys, (2, 8)), (keys, (2, 6)))
     )
     starts = jnp.asarray(np.sort(rng.integers(0, keys - BLOCK + 1, (2, 6))), jnp.int32).at[:, 4].set(-1)
@@ -45,7 +45,7 @@ def test_values_and_gradients_match_the_definition(groups):
     qkv, starts, chosen = problem(groups)
     visible = jnp.asarray(np.random.default_rng(1).random((2, 21, 2)) < 0.8)
     rng = np.random.default_rng(2)
-    signs = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 19, 4, 6), (2, 19, 4))]
+    signs = [jnp.asarray(rng.standard_normal(shape).astype(jnp.float32)) for shape in ((2, 19, 4, 6), (2, 19, 4))]
 
     def score(function, qkv):
         o, lse = function(*qkv, starts, chosen, block=BLOCK, kv_visible=visible)
@@ -64,7 +64,7 @@ def test_values_and_gradients_match_the_definition(groups):
 def test_dropout_is_that_of_dense_attention():
     """All blocks together are all keys, so that the same weights are dropped as by `attend`; values and gradients."""
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((2, 12, n, 8)), jnp.float32) for n in (4, 2, 2))
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 12, n, 8)).astype(jnp.float32)) for n in (4, 2, 2))
     starts = jnp.asarray([[0, 4, 8]] * 2, jnp.int32)
     chosen = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), (2, 12, 4, 3))
     dropout = {
@@ -72,7 +72,7 @@ def test_dropout_is_that_of_dense_attention():
         "rng": jax.random.key(1),
         "streams": jnp.arange(7, 15, dtype=jnp.int32).reshape(2, 4),
     }
-    signs = jnp.asarray(rng.standard_normal(q.shape), jnp.float32)
+    signs = jnp.asarray(rng.standard_normal(q.shape).astype(jnp.float32))
 
     def chosen_blocks(qkv):
         return attend_blocks(*qkv, starts, chosen, block=4, **dropout)[0]
@@ -171,7 +171,7 @@ def test_no_blocks_give_zeros():
 def test_weights_of_large_scores_are_exact_in_the_backward_pass():
     """Scores of 1e8, of different and of equal keys, against the definition; gradients of values are sums of the weights."""
     (q, k, v), starts, chosen = problem(2)
-    signs = jnp.asarray(np.random.default_rng(2).standard_normal((2, 19, 4, 6)), jnp.float32)
+    signs = jnp.asarray(np.random.default_rng(2).standard_normal((2, 19, 4, 6)).astype(jnp.float32))
 
     def gradients(k):
         functions = attend_blocks, attend_blocks_reference

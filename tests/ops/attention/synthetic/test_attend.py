@@ -24,7 +24,7 @@ def test_sums_of_terms_match_dense_scores():
         "scores": [(1, 4, 9, 9), (2, 4, 9, 9), (1, 4, 1, 9)],
     }
     is_shape = lambda x: isinstance(x, tuple) and isinstance(x[0], int)  # noqa: E731
-    arrays = jax.tree.map(lambda s: jnp.asarray(rng.standard_normal(s), jnp.float32), shapes, is_leaf=is_shape)
+    arrays = jax.tree.map(lambda s: jnp.asarray(rng.standard_normal(s).astype(jnp.float32)), shapes, is_leaf=is_shape)
     ids = jnp.asarray([[1] * 9, [1, 1, 2, 2, 2, 2, 0, 0, 0]], jnp.int32)
 
     def result(function, arrays):
@@ -51,9 +51,10 @@ def test_weighted_bias_arrays_in_tiles_match_their_sum(step, block):
     terms = [(2, 4, 11, 11), (1, 4, 11, 11), (1, 1, 1, 11), (2, 4, 11, 1)]
     tree = {
         "qkv": [
-            jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((2, 11, 4, 3), (2, 11, 2, 3), (2, 11, 2, 5))
+            jnp.asarray(rng.standard_normal(s).astype(jnp.float32))
+            for s in ((2, 11, 4, 3), (2, 11, 2, 3), (2, 11, 2, 5))
         ],
-        "terms": [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in terms],
+        "terms": [jnp.asarray(rng.standard_normal(s).astype(jnp.float32)) for s in terms],
         "weights": [jnp.full((1, 1, 1, 1), w, jnp.float32) if w else None for w in (0.5, -1.5, None, 2.0)],
     }
 
@@ -79,7 +80,7 @@ def test_weighted_bias_arrays_in_tiles_match_their_sum(step, block):
 def test_factorized_rows_that_see_nothing_have_no_gradients():
     """Gradients of all arrays where the factors of such a row are NaN, against those where they are 0."""
     rng = np.random.default_rng(0)
-    v, a, b = (jnp.asarray(rng.standard_normal((1, 6, 1, size)), jnp.float32) for size in (2, 2, 3))
+    v, a, b = (jnp.asarray(rng.standard_normal((1, 6, 1, size)).astype(jnp.float32)) for size in (2, 2, 3))
     ids = {"segment_ids": jnp.asarray([[1, 1, 1, 2, 1, 1]]), "kv_segment_ids": jnp.ones((1, 6), jnp.int32)}
 
     def of(value):
@@ -95,9 +96,9 @@ def test_factorized_scores_by_blocks_match_all_scores():
     """The last block is cut; values and gradients, also with dropout, which drops the same pairs."""
     rng = np.random.default_rng(0)
     shapes = {"v": (2, 8, 2, 4), "a": (2, 8, 2, 3), "b": (2, 8, 2, 3)}
-    arrays = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+    arrays = {name: jnp.asarray(rng.standard_normal(shape).astype(jnp.float32)) for name, shape in shapes.items()}
     ids = jnp.asarray([[1] * 8, [1, 1, 2, 2, 2, 0, 0, 0]], jnp.int32)
-    signs = jnp.asarray(rng.standard_normal(shapes["v"]), jnp.float32)
+    signs = jnp.asarray(rng.standard_normal(shapes["v"]).astype(jnp.float32))
 
     def dense(v, a, b, mask, **operands):
         o = reference(*[jnp.zeros((2, 8, 2, 1))] * 2, v, mask, bias=tiled_scores(a, b, 8), **operands)
@@ -123,7 +124,7 @@ def test_factorized_scores_by_blocks_match_all_scores():
 def test_weights_of_large_factorized_scores_are_exact_in_the_backward_pass():
     """Scores of 1e8, of different and of equal keys; gradients of values are sums of the weights."""
     rng = np.random.default_rng(0)
-    v, a, b, signs = (jnp.asarray(rng.standard_normal((2, 8, 2, n)), jnp.float32) for n in (4, 3, 3, 4))
+    v, a, b, signs = (jnp.asarray(rng.standard_normal((2, 8, 2, n)).astype(jnp.float32)) for n in (4, 3, 3, 4))
     a, b = 1e4 * a, 1e4 * b
     equal = tuple(jnp.broadcast_to(jnp.abs(x[..., :1]), x.shape) for x in (a, b))
 
