@@ -2,7 +2,6 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,11 +23,13 @@ from hpnlp.ops.weights import (
     is_weight,
 )
 from hpnlp.types import InputError
-from tests.contracts import ONCE, once
+from tests.contracts import ONCE
+from tests.drawn import drawn_params
 
 CONFIG = LMConfig(dim=16, heads=4, layers=3, vocab=40, max_len=16, mlp_dim=16, tied=False)
-WEIGHTS = nn.meta.unbox(once(LM(CONFIG).init, jax.random.key(0), example_batch(1, 8))["params"])
-BATCH = {**example_batch(2, 8), "tokens": jnp.arange(16).reshape(2, 8), "labels": jnp.arange(1, 17).reshape(2, 8)}
+WEIGHTS = drawn_params(LM(CONFIG), 0.25)
+IDS = np.arange(17, dtype=np.int32)
+BATCH = {**example_batch(2, 8), "tokens": IDS[:-1].reshape(2, 8), "labels": IDS[1:].reshape(2, 8)}
 
 
 @functools.cache

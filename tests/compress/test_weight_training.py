@@ -25,12 +25,8 @@ W = jnp.asarray(RNG.normal(size=(2, 6, 4)), jnp.float32)
 S = jnp.asarray(RNG.normal(size=(2, 6, 4)), jnp.float32)
 G = jnp.asarray(RNG.normal(size=(2, 6, 4)), jnp.float32)
 MODEL = LM(LMConfig(dim=16, heads=2, layers=2, vocab=40, max_len=16, mlp_dim=24))
-BATCH = {
-    **example_batch(8, 8),
-    "tokens": jnp.arange(64).reshape(8, 8) % 40,
-    "labels": jnp.arange(1, 65).reshape(8, 8) % 40,
-}
-BATCH = {**BATCH, "weights": jnp.ones((8, 8)), "segment_ids": jnp.ones((8, 8), jnp.int32)}
+IDS = np.arange(65, dtype=np.int32) % 40
+BATCH = {**example_batch(8, 8), "tokens": IDS[:-1].reshape(8, 8), "labels": IDS[1:].reshape(8, 8)}
 
 
 def bound(text, w=W, scores=S, threshold=None, rng=None):
