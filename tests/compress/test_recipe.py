@@ -29,7 +29,11 @@ from tests.drawn import drawn_params
 CONFIG = LMConfig(dim=16, heads=4, layers=3, vocab=40, max_len=16, mlp_dim=16, tied=False)
 WEIGHTS = drawn_params(LM(CONFIG), 0.25)
 IDS = np.arange(17, dtype=np.int32)
-BATCH = {**example_batch(2, 8), "tokens": IDS[:-1].reshape(2, 8), "labels": IDS[1:].reshape(2, 8)}
+BATCH = {
+    **example_batch(2, 8),
+    "tokens": jnp.asarray(IDS[:-1].reshape(2, 8)),
+    "labels": jnp.asarray(IDS[1:].reshape(2, 8)),
+}
 
 
 @functools.cache

@@ -28,7 +28,11 @@ S = jnp.asarray(RNG.normal(size=(2, 6, 4)), jnp.float32)
 G = jnp.asarray(RNG.normal(size=(2, 6, 4)), jnp.float32)
 MODEL = LM(LMConfig(dim=16, heads=2, layers=2, vocab=40, max_len=16, mlp_dim=24))
 IDS = np.arange(65, dtype=np.int32) % 40
-BATCH = {**example_batch(8, 8), "tokens": IDS[:-1].reshape(8, 8), "labels": IDS[1:].reshape(8, 8)}
+BATCH = {
+    **example_batch(8, 8),
+    "tokens": jnp.asarray(IDS[:-1].reshape(8, 8)),
+    "labels": jnp.asarray(IDS[1:].reshape(8, 8)),
+}
 
 
 def bound(text, w=W, scores=S, threshold=None, rng=None):
