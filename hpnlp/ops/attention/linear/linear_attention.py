@@ -13,14 +13,17 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.linear.chunked import bidirectional, causal_chunks, outputs
-from hpnlp.ops.attention.linear.chunks import ChunkShape, contiguous, find_borders, scattered
+from hpnlp.ops.attention.linear.chunks import ChunkShape, contiguous, find_borders, scattered, select
 from hpnlp.ops.attention.linear.state import LinearState, check_state, normalized, zero_state
+from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.types import InputError
 
-# Tokens of key heads that are computed at a time on a CPU where a chunk has many intermediate results. For T 4096 and 8 heads
-# of 64, the forward and backward pass takes 0.3 of the memory of all heads at once, and 1.15 (gla) and 1.05 (gated_delta) of
-# the time.
-CPU_TOKENS = 4096
+# Tokens of key heads that are computed at a time on a CPU where a chunk has many intermediate results. For T 4096
+# and 8 heads of 64, the forward and backward pass takes 0.7 (gla) and 0.8 (gated_delta) of the time of all tokens at once, and
+# 0.19 and 0.26 of the memory.
+CPU_TOKENS = 2048
+# Tokens of a sequence that are not divided further.
+LEAST_TOKENS = 128
 
 
 @array_op("B T N | B", q="B T N")
@@ -69,7 +72,7 @@ def linear_attention(
 
     Cost: O(B N T (C + M) H) time for chunks of C tokens; with a decay of each feature, log2(C) exponentials per feature more;
     with beta, O(B K T (C^2 + C M + M^2)) more. The backward pass keeps a state `[M, H]` per chunk and head; on a CPU, with
-      beta or a decay of each feature, it keeps the arguments, and recomputes the forward pass for some heads at a time.
+    beta or a decay of each feature, it keeps the arguments, and recomputes the forward pass for some tokens at a time.
 
     References:
       Katharopoulos et al. 2020, "Transformers are RNNs", arXiv 2006.16236, eq. 4 to 12; chunks and decays: Sun et al. 2023,
@@ -85,12 +88,14 @@ def linear_attention(
         log_decay = jnp.broadcast_to(log_decay[None, None], k.shape[:3])
     if segment_ids is not None and state is None and not return_state:
         segment_ids, (q, k, v, log_decay, beta), order = contiguous(segment_ids, q, k, v, log_decay, beta)
-    in_chunks = functools.partial(
-        _in_chunks, segment_ids=segment_ids, causal=causal, normalize=normalize, eps=eps, chunk=chunk
-    )
-    tokens = q, k, v, log_decay, beta
+    in_chunks = functools.partial(_in_chunks, causal=causal, normalize=normalize, eps=eps, chunk=chunk)
+    tokens = q, k, v, log_decay, beta, segment_ids
     has_many_terms = beta is not None or (log_decay is not None and log_decay.ndim == 4)
-    o, last = _by_heads(in_chunks, tokens, state) if has_many_terms else in_chunks(*tokens, state)
+    if has_many_terms and jax.default_backend() == "cpu":
+        first = zero_state(*k.shape[::2], *k.shape[3:], v.shape[-1], normalize) if state is None else state
+        o, last = _in_parts(in_chunks, tokens, first)
+    else:
+        o, last = in_chunks(*tokens, state)
     o = o.astype(dtype)
     o = o if order is None else scattered(o, order)
     if return_state:
@@ -105,9 +110,9 @@ def _in_chunks(
     v: jax.Array,
     log_decay: jax.Array | None,
     beta: jax.Array | None,
+    segment_ids: jax.Array | None,
     state: LinearState | None,
     *,
-    segment_ids: jax.Array | None,
     causal: bool,
     normalize: bool,
     eps: float,
@@ -128,34 +133,45 @@ def _in_chunks(
     return shape.join(o, heads), last
 
 
-def _by_heads(function: Callable[..., Any], tokens: tuple[Any, ...], state: LinearState | None) -> Any:
-    """The results of `function`; on a CPU for some key heads at a time, with recomputation in the backward pass.
+def _in_parts(function: Callable[..., Any], tokens: tuple[Any, ...], state: LinearState) -> Any:
+    """The results of `function`, for some tokens of each sequence at a time, with recomputation in the backward pass.
+
+    Tokens are appended whose keys, decays and step sizes are 0: they leave the state as it is.
 
     Args:
-      function: As `_in_chunks`.
-      tokens: Its arrays `[B, T, heads, ...]`, or None.
-      state: State before the first token, arrays `[B, K, ...]`, or None.
+      function: As `_in_chunks`, causal.
+      tokens: Its arrays `[B, T, ...]`, or None; the last are the segments.
+      state: State before the first token.
 
     Returns:
       (o `[B, T, N, H]`, state).
     """
     batch, length, kv_heads = tokens[1].shape[:3]
-    most = max(1, CPU_TOKENS // (batch * length))
-    if jax.default_backend() != "cpu" or most >= kv_heads:
+    most = max(LEAST_TOKENS, CPU_TOKENS // (batch * kv_heads))
+    if length <= most:
         return function(*tokens, state)
-    groups = kv_heads // next(n for n in range(most, 0, -1) if kv_heads % n == 0)
+    count = -(-length // most)
+    size = -(-length // count)
 
-    def split(x: Any, axis: int) -> Any:
-        return jnp.moveaxis(x.reshape(*x.shape[:axis], groups, -1, *x.shape[axis + 1 :]), axis, 0)
+    def split(x: Any) -> Any:
+        pads = [(0, 0), (0, count * size - length), *[(0, 0)] * (x.ndim - 2)]
+        x = jnp.pad(x, pads, mode="edge" if x.ndim == 2 else "constant")  # padding belongs to the last segment
+        return jnp.moveaxis(x.reshape(batch, count, size, *x.shape[2:]), 1, 0)
 
-    def joined(x: Any, axis: int) -> Any:
-        x = jnp.moveaxis(x, 0, axis)
-        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    def step(carry: Any, part: Any) -> Any:
+        state, segment = carry
+        if segment is not None:  # the state is that of the last token, perhaps of another segment
+            state = jax.tree.map(functools.partial(select, part[-1][:, 0] == segment), state)
+            segment = part[-1][:, -1]
+        o, state = function(*part, state)
+        return (state, segment), o
 
-    parts = jax.tree.map(lambda x: split(x, 2), tokens), jax.tree.map(lambda x: split(x, 1), state)
-    recomputed = jax.checkpoint(lambda part: function(*part[0], part[1]), prevent_cse=False)
-    o, last = lax.map(recomputed, parts)
-    return joined(o, 2), jax.tree.map(lambda x: joined(x, 1), last)
+    arrays = [x for x in tokens if x is not None]
+    state = jax.tree.map(lambda x: vary_alike(x.astype(jnp.float32), *arrays)[0], state)
+    first = None if tokens[-1] is None else tokens[-1][:, 0]
+    parts = jax.tree.map(split, tokens)
+    (last, _), o = lax.scan(jax.checkpoint(step, prevent_cse=False), (state, first), parts)
+    return jnp.moveaxis(o, 0, 1).reshape(batch, count * size, *o.shape[3:])[:, :length], last
 
 
 def _all_pairs(q: jax.Array, k: jax.Array, v: jax.Array, normalize: bool, eps: float) -> jax.Array:

@@ -1,5 +1,6 @@
 """Decays and the delta rule in chunks and token by token equal their definitions."""
 
+import importlib
 import inspect
 
 import jax
@@ -96,6 +97,30 @@ def test_states_continue_sequences(name):
         return jnp.concatenate([first, second, last[:, None]], axis=1), state
 
     assert_close(*once(lambda: (in_parts(), run(0, T))))
+
+
+@pytest.mark.parametrize("segments", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["delta, token", pytest.param("feature", marks=pytest.mark.slow)])
+def test_parts_on_a_cpu_match_the_whole(name, segments, monkeypatch):
+    """Parts of 6 tokens, of which the last has 3, against all at once: outputs, states, gradients."""
+    *qkv, do = arrays()
+    ids = jnp.asarray(np.array([[0] * 6 + [1] * 15, [0] * 2 + [1] * 8 + [2] * 11], np.int32)) if segments else None
+    state = LinearState(jnp.asarray(np.random.default_rng(3).standard_normal((B, K, M, H)), jnp.float32))
+
+    def results():
+        def score(qkv, gates, state):
+            log_decay, beta = gates
+            options = {"segment_ids": ids, "state": state, "return_state": True, "chunk": 4}
+            o, last = linear_attention(*qkv, log_decay=log_decay, beta=beta, **options)
+            return jnp.sum(o * do) + jnp.sum(jnp.sin(last.s)), (o, last)
+
+        return jax.grad(score, (0, 1, 2), has_aux=True)(qkv, gates()[name], state)
+
+    whole = once(lambda: results())  # a new function, so that it is compiled again
+    module = importlib.import_module("hpnlp.ops.attention.linear.linear_attention")
+    monkeypatch.setattr(module, "CPU_TOKENS", 6 * B * K)
+    monkeypatch.setattr(module, "LEAST_TOKENS", 1)
+    assert_close(once(lambda: results()), whole)
 
 
 @pytest.mark.parametrize("features", [False, True])
