@@ -14,6 +14,33 @@ import matplotlib.pyplot as plt
 
 Rows = Sequence[Mapping[str, Any]]
 FAR_BELOW = 0.06  # a score that is lower than the teacher's by more is not drawn
+PRODUCT, ROWS = "times w [384, 1536]", (1, 128, 1024)  # of the products in docs/results.md
+
+
+def quantized_products(rows: Rows) -> list[tuple[str, str]]:
+    """Lines of the encoders, and of one product with several numbers of rows.
+
+    Args:
+      rows: Rows of the result file.
+
+    Returns:
+      Label and value of each line.
+    """
+    lines = [
+        (f"{row['what']}: {name.replace(' over ', ' relative to ')}", f"{ratio:.3g}")
+        for row in rows
+        if row["what"].startswith("encoder")
+        for name, ratio in row["ratios"].items()
+    ]
+    products = [row["ratios"] for count in ROWS for row in rows if row["what"] == f"x [{count}, 384] {PRODUCT}"]
+    counts = ", ".join(map(str, ROWS))
+    return lines + [
+        (
+            f"x [{counts}; 384] {PRODUCT}: {name.replace(' over ', ' relative to ')}",
+            "; ".join(f"{ratios[name]:.2f}" for ratios in products),
+        )
+        for name in products[0]
+    ]
 
 
 def render(rows: Rows) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import compression_tables
 import embedding_tables
 from awd_lstm_tables import awd_lstm
 from model_tables import bucketed, convnets, linear_attention, memory_evaluation, random_features, recurrent, trees
@@ -461,9 +462,8 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "awd_lstm": awd_lstm,
     "rare_events": embedding_tables.rare_events,
     "labelled_bags": embedding_tables.labelled_bags,
-    **dict.fromkeys(
-        ("softmax", "softmax_layers", "gpu_softmax", "search", "containers", "quantized_products"), softmax
-    ),
+    **dict.fromkeys(("softmax", "softmax_layers", "gpu_softmax", "search", "containers"), softmax),
+    "quantized_products": compression_tables.quantized_products,
     "estimates": estimates,
     "reversible": reversible,
     "decode": decode,
