@@ -1,0 +1,73 @@
+"""Weights of compressed models under tensor parallelism: the loss of one device, or an error that names the fix."""
+
+import jax
+import numpy as np
+import pytest
+
+from hpnlp.compress.matrices import is_table, map_matrices
+from hpnlp.compress.recipe import compress, parse_recipe
+from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.ops.weights import dense_tree, factorize, quantize
+from hpnlp.parallel.plan import Plan
+from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.step import make_trainer
+from hpnlp.types import InputError
+from tests.drawn import drawn_params
+
+MODEL = LM(LMConfig(dim=16, heads=2, layers=2, vocab=40, max_len=16, mlp_dim=32, tied=False))
+PARAMS = drawn_params(MODEL, 0.25)
+IDS = np.arange(65, dtype=np.int32) % 40
+BATCH = {**example_batch(8, 8), "tokens": IDS[:-1].reshape(8, 8), "labels": IDS[1:].reshape(8, 8)}
+
+
+def loss(weights, plan, devices):
+    trainer = make_trainer(MODEL, OptimizerConfig(), plan, steps=1, devices=jax.devices()[:devices])
+    total, count = trainer.evaluate(weights, jax.device_put(BATCH, trainer.batch_sharding))["loss"]
+    return float(total / count)
+
+
+def compressed(recipe):
+    *_, (_, _, weights) = compress(MODEL.config, PARAMS, parse_recipe(recipe))
+    return weights
+
+
+def grouped(path, w):
+    """Groups of 8 rows: 2 of the 16 rows of a kernel or 4 of 32, which two devices divide."""
+    return quantize(w, 8, by_row=True) if is_table(path) else quantize(w, 4, group=8, integer_products=False)
+
+
+def low_rank(path, w):
+    return w if is_table(path) else factorize(w, 4)
+
+
+KINDS = {
+    "integers in groups": lambda: map_matrices(grouped, PARAMS),
+    "low rank": lambda: map_matrices(low_rank, PARAMS),
+    "int8": lambda: compressed("int8(integer_products=False)"),
+    "fp8": lambda: compressed("fp8"),
+    "codebook": lambda: compressed("codebook(bits=3)"),
+}
+
+
+@pytest.mark.parametrize("kind", [k if i == 0 else pytest.param(k, marks=pytest.mark.slow) for i, k in enumerate(KINDS)])
+@pytest.mark.parametrize("plan", [Plan("tensor", tensor=2, data=4), Plan("zero3", tensor=2)], ids=["tensor", "zero3"])
+def test_losses_are_those_of_one_device(kind, plan):
+    if kind == "integers in groups" and plan.name == "zero3":
+        pytest.skip("one layout is enough for the fast test")
+    weights = KINDS[kind]()
+    expected = loss(dense_tree(weights), Plan("single"), 1)
+    np.testing.assert_allclose(loss(weights, plan, 8), expected, rtol=1e-2 if kind == "fp8" else 1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["ternary", "binary", "pow2", "int4(group=8)", "two_four", "blocks(0.5,block=8)"])
+def test_weights_that_do_not_divide_raise(recipe):
+    kind = {"two_four": "TwoFourWeight", "blocks(0.5,block=8)": "BlockSparseWeight"}.get(recipe, "PackedWeight")
+    weights, plan = compressed(recipe), Plan("tensor", tensor=2, data=1)
+    with pytest.raises(InputError, match=rf"plan.tensor=2 divides a matrix .* {kind} does not divide like that: set"):
+        loss(weights, plan, 2)
+
+
+def test_groups_that_do_not_divide_raise():
+    one_group = lambda path, w: w if is_table(path) or w.shape[0] < 32 else quantize(w, 4, group=32 // 1)  # noqa: E731
+    odd = map_matrices(one_group, PARAMS)
+    np.testing.assert_allclose(loss(odd, Plan("tensor", tensor=2, data=1), 2), loss(odd, Plan("single"), 1), rtol=1e-2)
