@@ -1,5 +1,5 @@
-"""Measures standard, depthwise-separable and inverted blocks of equal width, and the same with half of the filters, or two thirds
-of the window positions, removed by `hpnlp.compress`: multiplications beside wall-clock time.
+"""Measures standard, depthwise-separable and inverted blocks of equal width: multiplications beside wall-clock time. Of each,
+also the network without half of its filters, and without two thirds of its window positions (`hpnlp.compress`).
 
     python experiments/bench/convnets.py [--widths=16,32,64] [--batch=32] [--rounds=7]
 

@@ -58,9 +58,7 @@ class ChannelGroup:
     axes: tuple[tuple[tuple[str, ...], int], ...]
 
 
-def filters(
-    share: int | float, by: str = "gradient", across_layers: bool = False
-) -> tuple[str, Compressor]:
+def filters(share: int | float, by: str = "gradient", across_layers: bool = False) -> tuple[str, Compressor]:
     """Removes filters of all convolutions of images: those of `channels` and of `hidden`.
 
     Args:
@@ -77,9 +75,7 @@ def filters(
     return STRUCTURE, _channel_compressor("filters", (CHANNELS, HIDDEN), share, by, across_layers)
 
 
-def channels(
-    share: int | float, by: str = "gradient", across_layers: bool = False
-) -> tuple[str, Compressor]:
+def channels(share: int | float, by: str = "gradient", across_layers: bool = False) -> tuple[str, Compressor]:
     """Removes channels of the images between blocks; blocks that a residual connection joins lose the same channels.
 
     Args:
@@ -96,9 +92,7 @@ def channels(
     return STRUCTURE, _channel_compressor("channels", (CHANNELS,), share, by, across_layers)
 
 
-def hidden(
-    share: int | float, by: str = "gradient", across_layers: bool = False
-) -> tuple[str, Compressor]:
+def hidden(share: int | float, by: str = "gradient", across_layers: bool = False) -> tuple[str, Compressor]:
     """Removes channels between the products of inverted residuals.
 
     Args:
@@ -265,7 +259,8 @@ def _channel_compressor(
         _check_convolutional(name, config)
         groups = [group for group in channel_groups(config) if group.unit in units]
         if not groups:
-            raise InputError(f"{name}({share}): the network has no {name} that can be removed: leave the stage out")
+            what = {"channels": "channels between blocks", "hidden": "hidden channels of inverted blocks"}.get(name, name)
+            raise InputError(f"{name}({share}): the network has no {what} that can be removed: leave the stage out")
         check_known_widths(name, calibration, across_layers)
         if calibration is not None and calibration.is_outline:
             scores = [np.ones(group.count) for group in groups]

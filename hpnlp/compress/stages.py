@@ -92,6 +92,4 @@ def check_known_widths(name: str, calibration: Calibration | None, across_layers
       InputError: Weights are unknown, and the widths depend on them.
     """
     if calibration is not None and calibration.is_outline and across_layers:
-        raise InputError(
-            f"{name}(across_layers=True): the weights decide on the widths: plan without across_layers"
-        )
+        raise InputError(f"{name}(across_layers=True): the weights decide on the widths: plan without across_layers")

@@ -79,8 +79,8 @@ class Block:
       filters: Channels of the result.
       stride: Distance of neighbouring outputs in pixels.
       kernel: Side of the kernel in pixels, odd.
-      taps: Indices of the positions of the window, row by row, that the kernel has weights for, as "3 4 5" for the middle row of
-        3 x 3; "" for all.
+      taps: Indices of the positions of the window, row by row, that the kernel has weights for, as "3 4 5" for the middle row
+        of 3 x 3; "" for all.
     """
 
     filters: int

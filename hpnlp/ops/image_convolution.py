@@ -56,8 +56,8 @@ def conv2d(
     Raises:
       InputError: The kernel has no odd side, or another number of channels than x or of taps; or the stride is below 1.
 
-    Cost: Y2 X2 K^2 C F multiplications for each image, or those of the smallest rectangle around the taps. On XLA:CPU, the product of a matrix with the pixels around each position
-    (im2col) takes 1.3 to 3.3 times as long.
+    Cost: Y2 X2 K^2 C F multiplications for each image, or those of the smallest rectangle around the taps. On XLA:CPU, the
+    product of a matrix with the pixels around each position (im2col) takes 1.3 to 3.3 times as long.
     """
     taps, kernel = _with_taps(x, kernel, stride, taps, "f")
     if taps == ((0, 0),):
@@ -93,8 +93,8 @@ def depthwise_conv2d(
     Raises:
       InputError: As `conv2d`, or `impl` is unknown.
 
-    Cost: Y2 X2 K^2 C multiplications for each image, or Y2 X2 n C with n taps and "shifts": too few for the memory that is read, so that the time is that of a few
-    passes over x.
+    Cost: Y2 X2 K^2 C multiplications for each image, or Y2 X2 n C with n taps and "shifts": too few for the memory that is
+    read, so that the time is that of a few passes over x.
 
     References:
       Howard et al. 2017, "MobileNets", sec. 3.1.
@@ -185,9 +185,7 @@ def _conv_xla(x: Array, kernel: Array, stride: int, groups: int, borders: Taps) 
     return _dilated(x, kernel.astype(x.dtype), stride, groups, borders, jnp.float32).astype(x.dtype)
 
 
-def _dilated(
-    x: Array, kernel: Array, stride: int, groups: int, borders: Taps, dtype: jnp.dtype | type | None
-) -> Array:
+def _dilated(x: Array, kernel: Array, stride: int, groups: int, borders: Taps, dtype: jnp.dtype | type | None) -> Array:
     return lax.conv_general_dilated(
         x,
         kernel,
@@ -241,9 +239,7 @@ def _depthwise_forward(x: Array, kernel: Array, stride: int, taps: Taps) -> tupl
     return _depthwise_shifts(x, kernel, stride, taps), (x, kernel)
 
 
-def _depthwise_backward(
-    stride: int, taps: Taps, residuals: tuple[Array, Array], dy: Array
-) -> tuple[Array, Array]:
+def _depthwise_backward(stride: int, taps: Taps, residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, kernel = residuals
     dy = dy.astype(jnp.float32)
     dk = _products_with_shifts(x, dy, taps, stride).reshape(kernel.shape).astype(kernel.dtype)

@@ -190,8 +190,10 @@ class Layout:
         axes = weight.axes(names)
         is_even = True
 
-        def shard(names: tuple[str | None, ...], leaf: Any) -> jax.ShapeDtypeStruct:
+        def shard(names: tuple[str | None, ...] | None, leaf: Any) -> Any:
             nonlocal is_even
+            if names is None:  # an optional array that the Weight does not have
+                return leaf
             sizes = [self.size(name) if name else 1 for name in names]
             is_even = is_even and all(n % size == 0 for n, size in zip(leaf.shape, sizes, strict=True))
             return jax.ShapeDtypeStruct([n // size for n, size in zip(leaf.shape, sizes, strict=True)], leaf.dtype)
@@ -212,15 +214,19 @@ class Layout:
         return axes
 
     def _parameter_spec(self, names: Any, leaf: Any) -> Any:
-        """PartitionSpec of a parameter, or the two specs of a `Zero2Parameter`."""
+        """PartitionSpec of a parameter, or the two specs of a `Zero2Parameter`; None for an array that a Weight does not have."""
+        if leaf is None:
+            return None
         shape = zero.full_shape(leaf)
         divided, complete = (self.state_spec(names, shape, divided=divided) for divided in (True, False))
         if zero.is_zero2(leaf):
             return Zero2Parameter(complete, divided)
         return divided if self.zero == 3 else complete
 
-    def _gather_dimension(self, names: Any, leaf: Any, stacked: bool) -> int:
-        """The dimension along which a parameter, or a slice of a stack of them, is gathered; or NOT_DIVIDED."""
+    def _gather_dimension(self, names: Any, leaf: Any, stacked: bool) -> int | None:
+        """The dimension along which a parameter, or a slice of a stack of them, is gathered; or NOT_DIVIDED; None for None."""
+        if leaf is None:
+            return None
         if self.zero != 3 and not zero.is_zero2(leaf):
             return zero.NOT_DIVIDED
         dim = zero.NOT_DIVIDED if names is None else self._fsdp_dimension(names, zero.full_shape(leaf))

@@ -26,6 +26,7 @@ BLOCKS = (
     "conv(6),inverted(6,expand=2),separable(8,stride=2),inverted(8,hidden=10),inverted(8,expand=1),"
     "inverted(8,hidden=7,residual=False),conv(5,kernel=1)"
 )
+SHORT = "conv(4),inverted(4,expand=2),separable(6,stride=2)"
 # Normalisations of the channels of each group: (block, name).
 NORMS = {
     ("channels", 0): [(0, "norm"), (1, "norm"), (2, "depthwise_norm")],
@@ -103,9 +104,7 @@ def test_removed_channels_are_as_good_as_zeros():
         number[group.unit] += 1
     expected = logits(config, zeroed)
     np.testing.assert_allclose(logits(small_config, small), expected, atol=1e-6 * max(1, np.abs(expected).max()))
-    shapes = nn.meta.unbox(
-        jax.eval_shape(ConvNet(small_config).init, jax.random.key(0), batch_of(1))
-    )
+    shapes = nn.meta.unbox(jax.eval_shape(ConvNet(small_config).init, jax.random.key(0), batch_of(1)))
     assert jax.tree.map(np.shape, join(shapes["params"], shapes["buffers"])) == jax.tree.map(np.shape, small)
 
 
@@ -157,9 +156,10 @@ def test_rectangles_have_the_largest_area_for_which_there_are_positions():
 
 
 def test_stages_follow_each_other(tmp_path):
-    recipe = "filters(0.5),hidden(0.5, by=magnitude),channels(0.75, across_layers=True),shapes(0.67),int8"
-    *_, (pruned_config, pruned), (config, weights) = results(recipe, width=2.0)
-    original = make(width=2.0)
+    by = "by=magnitude"
+    recipe = f"filters(0.5),hidden(0.5, {by}),channels(0.75, {by}, across_layers=True),shapes(0.67, {by}),int8"
+    *_, (pruned_config, _), (config, weights) = results(recipe, SHORT, width=2.0)
+    original = make(SHORT, width=2.0)
     assert config.width == 1 and config == pruned_config
     assert parameter_count(weights) < 0.3 * parameter_count(original[1])
     assert sum(config.multiply_adds()) < 0.3 * sum(original[0].multiply_adds())
@@ -167,14 +167,14 @@ def test_stages_follow_each_other(tmp_path):
     write_weights(tmp_path / "weights", weights)
     read, _ = read_weights(tmp_path / "weights")
     np.testing.assert_array_equal(logits(config, read), logits(config, weights))
-    assert np.isfinite(gradients(pruned_config, pruned)["head"]).all()
 
 
 def test_planned_sizes_are_those_of_the_arrays():
-    recipe = "filters(0.5),channels(0.8),hidden(0.7),shapes(0.5),shapes(0.8, scattered=True)"
-    config, weights = make()
+    stages = "filters(0.5),channels(0.8),hidden(0.7),shapes(0.5),shapes(0.8, scattered=True)"
+    recipe = stages.replace(".5", ".5, by=magnitude").replace(".8", ".8, by=magnitude").replace(".7", ".7, by=magnitude")
+    config, weights = make(SHORT)
     planned = list(planned_sizes(config, weights, parse_recipe(recipe)))[1:]
-    assert [size.parameters for size in planned] == [parameter_count(w) for _, w in results(recipe)]
+    assert [size.parameters for size in planned] == [parameter_count(w) for _, w in results(recipe, SHORT)]
     with pytest.raises(InputError, match="plan without across_layers"):
         list(planned_sizes(config, weights, parse_recipe("filters(0.5, across_layers=True)")))
 
@@ -187,8 +187,8 @@ def test_planned_sizes_are_those_of_the_arrays():
         ("hidden(-0.5)", {}, "expected the share that stays"),
         ("shapes(0)", {}, "expected the share that stays"),
         ("shapes(0.5, by=size)", {}, "expected gradient or magnitude"),
-        ("hidden(0.5)", {"blocks": "conv(4)"}, "the network has no hidden that can be removed"),
-        ("channels(0.5)", {"blocks": "inverted(1,expand=2)"}, "the network has no channels that can be removed"),
+        ("hidden(0.5)", {"blocks": "conv(4)"}, "no hidden channels of inverted blocks that can be removed"),
+        ("channels(0.5)", {"blocks": "inverted(1,expand=2)"}, "no channels between blocks that can be removed"),
         ("shapes(0.5)", {"blocks": "conv(4,kernel=1)"}, "single positions: leave the stage out"),
         ("filters(0.5)", {"blocks": "conv(4)", "image_norm": "group(2)"}, "train with model.image_norm=batch"),
         ("heads(0.5)", {"blocks": "conv(4)"}, "not one stack of layers"),

@@ -7,7 +7,7 @@ import pytest
 from hpnlp.compress.matrices import is_table, map_matrices
 from hpnlp.compress.recipe import compress, parse_recipe
 from hpnlp.models.lm import LM, LMConfig, example_batch
-from hpnlp.ops.weights import dense_tree, factorize, quantize
+from hpnlp.ops.weights import factorize, quantize
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import make_trainer
@@ -50,19 +50,22 @@ KINDS = {
     "int8": lambda: compressed("int8(integer_products=False)"),
     "fp8": lambda: compressed("fp8"),
     "codebook": lambda: compressed("codebook(bits=3)"),
+    "ternary": lambda: compressed("ternary"),
 }
 
 
 TENSOR, ZERO3 = Plan("tensor", tensor=2, data=4), Plan("zero3", tensor=2)
 FAST = [("integers in groups", TENSOR)]
-SLOW = [(kind, plan) for kind in KINDS for plan in (TENSOR, ZERO3) if (kind, plan) not in FAST]
+SLOW = [(kind, plan) for kind in KINDS for plan in (TENSOR, ZERO3) if (kind, plan) not in FAST and kind != "ternary"]
+SLOW.append(("ternary", Plan("zero3")))  # packed codes are gathered, and not divided over tensor
 
 
 @pytest.mark.parametrize(("kind", "plan"), [*FAST, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)])
 def test_losses_are_those_of_one_device(kind, plan):
     weights = KINDS[kind]()
-    expected = loss(dense_tree(weights), Plan("single"), 1)
-    np.testing.assert_allclose(loss(weights, plan, 8), expected, rtol=1e-2 if kind == "fp8" else 1e-5)
+    # Inputs of fp8 and ternary products are rounded, and a sum in another order may be rounded to another number.
+    rtol = 2e-3 if kind in ("fp8", "ternary") else 1e-5
+    np.testing.assert_allclose(loss(weights, plan, 8), loss(weights, Plan("single"), 1), rtol=rtol)
 
 
 @pytest.mark.parametrize("recipe", ["ternary", "binary", "pow2", "int4(group=8)", "two_four", "blocks(0.5,block=8)"])
