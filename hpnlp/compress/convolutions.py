@@ -210,7 +210,8 @@ def keep_channels(
             f"channels of a network with model.image_norm={config.image_norm!r} cannot be removed, because it normalises "
             "several channels together: train with model.image_norm=batch, or remove positions of windows by shapes"
         )
-    arrays, new = dict(flatten_dict(weights)), config.shapes()
+    arrays: dict[Any, Any] = dict(flatten_dict(weights))
+    new = config.shapes()
     for group, indices in kept:
         if not len(indices):
             raise InputError("all filters of a convolution would be removed: keep at least one")
@@ -259,7 +260,9 @@ def _channel_compressor(
         _check_convolutional(name, config)
         groups = [group for group in channel_groups(config) if group.unit in units]
         if not groups:
-            what = {"channels": "channels between blocks", "hidden": "hidden channels of inverted blocks"}.get(name, name)
+            what = {"channels": "channels between blocks", "hidden": "hidden channels of inverted blocks"}.get(
+                name, name
+            )
             raise InputError(f"{name}({share}): the network has no {what} that can be removed: leave the stage out")
         check_known_widths(name, calibration, across_layers)
         if calibration is not None and calibration.is_outline:

@@ -214,7 +214,7 @@ class Layout:
         return axes
 
     def _parameter_spec(self, names: Any, leaf: Any) -> Any:
-        """PartitionSpec of a parameter, or the two specs of a `Zero2Parameter`; None for an array that a Weight does not have."""
+        """PartitionSpec of a parameter, or the two of a `Zero2Parameter`; None for None, an optional array of a Weight."""
         if leaf is None:
             return None
         shape = zero.full_shape(leaf)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.ops.softmax import zero_ignored_tokens
 from hpnlp.ops.table_rows import TableRows
+from hpnlp.ops.weight import is_weight
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.varying import sum_over_devices
 from hpnlp.parallel.zero import is_zero2
@@ -56,7 +57,9 @@ def lookup(layout: Layout, table: Any, ids: Int[Array, "B T"], dtype: Any) -> Fl
             return tensor_parallel.reduce_output(table[ids].astype(dtype), "vocab")
         index = ids - lax.axis_index(vocab_axes) * table.shape[0]
         is_local = (index >= 0) & (index < table.shape[0])
-        rows = jnp.where(is_local[..., None], table.at[index].get(mode="clip"), 0.0)
+        clipped = jnp.clip(index, 0, table.shape[0] - 1)
+        looked_up = table.take(clipped) if is_weight(table) else table.at[index].get(mode="clip")
+        rows = jnp.where(is_local[..., None], looked_up, 0.0)
         return tensor_parallel.reduce_output(rows.astype(dtype), "vocab")
 
     return _run_with_table(layout, lookup_on_device, x_spec, table, (ids, layout.spec("batch", "length")))
@@ -109,7 +112,9 @@ def loss(
 
     def loss_on_device(table: Array, variables: Any, h: Array, labels: Array, weights: Array) -> LossOut:
         # Marked before any loop and before h grows: the gradient is summed where an array begins to vary.
-        table, h = vary_alike(table, h)
+        leaves, structure = jax.tree.flatten(table)  # several arrays of a Weight
+        *leaves, h = vary_alike(*leaves, h)
+        table = jax.tree.unflatten(structure, leaves)
         layer = module.bind(jax.tree.map(lambda x: vary_alike(x, h)[0], variables))
         if "tensor" in vocab_axes:
             h = tensor_parallel.gather_tokens(h)

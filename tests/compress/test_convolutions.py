@@ -171,7 +171,9 @@ def test_stages_follow_each_other(tmp_path):
 
 def test_planned_sizes_are_those_of_the_arrays():
     stages = "filters(0.5),channels(0.8),hidden(0.7),shapes(0.5),shapes(0.8, scattered=True)"
-    recipe = stages.replace(".5", ".5, by=magnitude").replace(".8", ".8, by=magnitude").replace(".7", ".7, by=magnitude")
+    recipe = (
+        stages.replace(".5", ".5, by=magnitude").replace(".8", ".8, by=magnitude").replace(".7", ".7, by=magnitude")
+    )
     config, weights = make(SHORT)
     planned = list(planned_sizes(config, weights, parse_recipe(recipe)))[1:]
     assert [size.parameters for size in planned] == [parameter_count(w) for _, w in results(recipe, SHORT)]
