@@ -57,8 +57,9 @@ def lookup(layout: Layout, table: Any, ids: Int[Array, "B T"], dtype: Any) -> Fl
             return tensor_parallel.reduce_output(table[ids].astype(dtype), "vocab")
         index = ids - lax.axis_index(vocab_axes) * table.shape[0]
         is_local = (index >= 0) & (index < table.shape[0])
-        clipped = jnp.clip(index, 0, table.shape[0] - 1)
-        looked_up = table.take(clipped) if is_weight(table) else table.at[index].get(mode="clip")
+        looked_up = (
+            table.take(jnp.clip(index, 0, table.shape[0] - 1)) if is_weight(table) else table.at[index].get(mode="clip")
+        )
         rows = jnp.where(is_local[..., None], looked_up, 0.0)
         return tensor_parallel.reduce_output(rows.astype(dtype), "vocab")
 
