@@ -113,7 +113,8 @@ def shapes(share: int | float, by: str = "gradient", scattered: bool = False) ->
     """Removes positions of the window of each convolution, the same ones of all filters of a layer (shape-wise pruning).
 
     The most important rectangle of positions stays, such as the middle row of 3 x 3, and the convolution is one with a smaller
-    window: its time falls with the number of positions. With `scattered=True` the most important positions stay wherever they
+    window. Networks of standard convolutions become faster; those of depthwise ones hardly, because most of their
+    multiplications are in products of the channels. With `scattered=True` the most important positions stay wherever they
     are. Depthwise convolutions on a CPU then compute them alone; others compute the smallest rectangle around them, with zeros
     in between, so that their arrays become smaller and they become faster only if whole rows or columns at the border are
     removed.
