@@ -1,4 +1,5 @@
-"""Measures standard, depthwise-separable and inverted blocks of equal width: multiplications beside wall-clock time.
+"""Measures standard, depthwise-separable and inverted blocks of equal width: multiplications beside wall-clock time. Of each,
+also the network without half of its filters, and without two thirds of its window positions (`hpnlp.compress`).
 
     python experiments/bench/convnets.py [--widths=16,32,64] [--batch=32] [--rounds=7]
 
@@ -12,12 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
 from hpnlp import cli, measure
+from hpnlp.compress.recipe import compress, parse_recipe
 from hpnlp.models import variables
 from hpnlp.models.convnet import ConvNet, ConvNetConfig
 from hpnlp.ops.image_convolution import depthwise_conv2d
@@ -32,6 +35,8 @@ NETWORKS = {
     "separable": "conv(W),separable(2W,stride=2),separable(2W),separable(4W,stride=2),separable(4W)",
     "inverted": "conv(W),inverted(2W,2,expand=4),inverted(2W,expand=4),inverted(4W,2,expand=4),inverted(4W,expand=4)",
 }
+# Recipes that remove structure of a network, by the name of the result.
+PRUNED = {"half the filters": "filters(0.5, by=magnitude)", "two thirds of the positions": "shapes(0.34, by=magnitude)"}
 DEPTHWISE = [(32, 32, 1), (32, 64, 2), (16, 64, 1), (8, 128, 1)]  # side, channels, stride
 
 FLAGS = flags.FLAGS
@@ -47,6 +52,15 @@ def blocks_of(network: str, width: int) -> str:
     for factor in (4, 2):
         spec = spec.replace(f"{factor}W", str(factor * width))
     return spec.replace("W", str(width))
+
+
+def pruned(config: ConvNetConfig, recipe: str) -> ConvNetConfig:
+    """The config of a network after a recipe, with the weights that it starts from."""
+    model = ConvNet(config)
+    collections = nn.meta.unbox(model.init(jax.random.key(0), model.example_batch(1, SIDE**2)))
+    weights = variables.join(collections["params"], collections["buffers"])
+    *_, (_, small, _) = compress(config, weights, parse_recipe(recipe))
+    return small
 
 
 def functions_of(model: ConvNet, batch: dict[str, np.ndarray]) -> dict[str, Callable[[], Any]]:
@@ -76,6 +90,12 @@ def network_rows(width: int) -> list[dict[str, Any]]:
         "weights": np.ones(FLAGS.batch, np.float32),
     }
     configs = {name: ConvNetConfig(blocks=blocks_of(name, width), side=SIDE, classes=CLASSES) for name in NETWORKS}
+    configs |= {
+        f"{name}, {result}": pruned(config, recipe)
+        for name, config in configs.items()
+        for result, recipe in PRUNED.items()
+    }
+    original = {name: name.partition(",")[0] for name in configs}
     functions = {
         f"{name} {part}": function
         for name, config in configs.items()
@@ -91,12 +111,14 @@ def network_rows(width: int) -> list[dict[str, Any]]:
             "batch": FLAGS.batch,
             "multiply_adds": sum(config.multiply_adds()),
             "multiply_adds_over_standard": sum(config.multiply_adds()) / standard,
+            "multiply_adds_over_original": sum(config.multiply_adds()) / sum(configs[original[name]].multiply_adds()),
             **{
                 f"{part}_{field}": value
                 for part in ("step", "logits")
                 for field, value in (
                     ("seconds", times[f"{name} {part}"].median),
                     ("over_standard", times[f"{name} {part}"].over(times[f"standard {part}"])),
+                    ("over_original", times[f"{name} {part}"].over(times[f"{original[name]} {part}"])),
                 )
             },
         }

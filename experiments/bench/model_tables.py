@@ -67,9 +67,18 @@ def convnets(rows: Rows) -> Lines:
             f"{row['multiply_adds_over_standard']:.2f}; {row['step_over_standard']:.2f}; {row['logits_over_standard']:.2f}",
         )
         for row in rows
-        if row["table"] == "networks" and row["network"] != "standard"
+        if row["table"] == "networks" and row["network"] in ("separable", "inverted")
     ]
-    return networks + [
+    pruned = [
+        (
+            f"{row['network']} removed, width {row['width']}, B {row['batch']}, relative to the original: multiplications; "
+            "time of a training step; time of the logits",
+            f"{row['multiply_adds_over_original']:.2f}; {row['step_over_original']:.2f}; {row['logits_over_original']:.2f}",
+        )
+        for row in rows
+        if row["table"] == "networks" and "," in row["network"]
+    ]
+    depthwise = [
         (
             f"depthwise convolution, {row['part']}, {row['side']} x {row['side']} pixels, {row['channels']} channels, stride "
             f"{row['stride']}, B {row['batch']}: time relative to XLA's grouped convolution",
@@ -78,6 +87,7 @@ def convnets(rows: Rows) -> Lines:
         for row in rows
         if row["table"] == "depthwise" and row["impl"] == "shifts"
     ]
+    return networks + pruned + depthwise
 
 
 def trees(rows: Rows) -> Lines:

@@ -103,7 +103,8 @@ def check_single_stack(config: Any) -> None:
     if not getattr(config, "is_single_stack", False):
         raise InputError(
             f"a model of {type(config).__name__} with {getattr(config, 'layers', 0)} layers is not one stack of layers, whose "
-            "heads, columns and layers could be removed: use stages that change matrices only, such as int8"
+            "heads, columns and layers could be removed: use stages that change matrices only, such as int8, or filters(0.5) "
+            "for convolutions of images"
         )
 
 
@@ -123,8 +124,8 @@ def _config_of(config: Any, forms: Sequence[BlockConfig]) -> Any:
         config,
         layers=len(forms),
         head_dim=config.head_size,
-        form=_spec_of(entries[: sizes[0]]),
-        mixer=_spec_of(mixers[: sizes[1]]),
+        form=join_entries(entries[: sizes[0]]),
+        mixer=join_entries(mixers[: sizes[1]]),
         **shared,
     )
 
@@ -147,8 +148,15 @@ def _period(entries: Sequence[str]) -> int:
     return next(n for n in range(1, len(entries) + 1) if all(entries[i] == entries[i % n] for i in range(len(entries))))
 
 
-def _spec_of(entries: Sequence[str]) -> str:
-    """The entries as a spec, equal neighbours with a repeat."""
+def join_entries(entries: Sequence[str]) -> str:
+    """The spec of a list.
+
+    Args:
+      entries: Specs of its entries, without repeats.
+
+    Returns:
+      The spec, in which equal neighbours are one entry with a repeat.
+    """
     runs: list[tuple[str, int]] = []
     for entry in entries:
         if runs and runs[-1][0] == entry:

@@ -12,11 +12,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hpnlp.compress import structure
+from hpnlp.compress import convolutions, structure
 from hpnlp.compress.layers import join_layers, split_layers
 from hpnlp.compress.matrices import is_table, map_matrices
 from hpnlp.compress.numbers import CONVERSIONS, Conversion
 from hpnlp.compress.sensitivity import choose_bits, mean_curvature
+from hpnlp.compress.stages import (
+    FACTORS,
+    NUMBERS,
+    STRUCTURE,
+    Calibration,
+    Compressor,
+    check_known_widths,
+    check_share,
+    check_unit_arguments,
+    gradients_of,
+)
 from hpnlp.models.variables import BUFFERS, FROZEN
 from hpnlp.ops.weight import is_weight
 from hpnlp.ops.weights import ObservedWeight, quantize
@@ -26,27 +37,8 @@ from hpnlp.ops.weights.sparse import largest
 from hpnlp.spec import build, parse
 from hpnlp.types import InputError
 
-# What a stage changes, in the order in which stages may follow each other.
-STRUCTURE, FACTORS, NUMBERS = "structure", "factors", "numbers"
+# Stages may follow each other in this order.
 _ORDER = (STRUCTURE, FACTORS, NUMBERS)
-
-
-@dataclasses.dataclass(frozen=True)
-class Calibration:
-    """Data of a run for compressors that need gradients or the inputs of matrices.
-
-    Attributes:
-      gradients: A function of (config, weights) that returns the gradient of the mean loss over some batches, a tree like the
-        parameters.
-      is_outline: Weights are tracers, and only the shapes of the result are of interest: stages choose any units, bits or
-        factors where weights would decide which ones, and raise InputError where weights would decide how many.
-    """
-
-    gradients: Callable[[Any, Any], Any]
-    is_outline: bool = False
-
-
-Compressor = Callable[[Any, Any, Calibration | None], tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +129,7 @@ def magnitude(share: int | float, by: str = "magnitude") -> tuple[str, Compresso
     Raises:
       InputError: `share` is out of range, or `by` is unknown.
     """
-    _check_share("magnitude", share)
+    check_share("magnitude", share)
     if by not in ("magnitude", "random"):
         raise InputError(f"magnitude(by={by!r}): expected magnitude or random")
 
@@ -295,6 +287,10 @@ COMPRESSORS: dict[str, Callable[..., tuple[str, Compressor]]] = {
     "layers": layers,
     "heads": heads,
     "mlp": mlp,
+    "filters": convolutions.filters,
+    "channels": convolutions.channels,
+    "hidden": convolutions.hidden,
+    "shapes": convolutions.shapes,
     "magnitude": magnitude,
     "factorize": factorize,
     "mixed": mixed,
@@ -377,20 +373,15 @@ def compress(
 
 def _unit_compressor(unit: str, share: int | float, by: str, across_layers: bool) -> Compressor:
     """Compressor that keeps a share of the units of each layer."""
-    _check_share(unit, share)
-    if by not in ("gradient", "magnitude"):
-        raise InputError(f"{unit}(by={by!r}): expected gradient or magnitude")
+    check_unit_arguments(unit, share, by)
 
     def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
         of_model = split_layers(config, weights)
         counts = [structure.unit_count(layer, unit) for layer in of_model]
         if not any(counts):
             raise InputError(f"{unit}({share}): the model's layers have no {unit}: leave the stage out")
+        check_known_widths(unit, calibration, across_layers)
         if calibration is not None and calibration.is_outline:
-            if across_layers:
-                raise InputError(
-                    f"{unit}(across_layers=True): the weights decide on the widths: plan without across_layers"
-                )
             scores = [np.ones(n) for n in counts if n]
         else:
             slopes = [None] * len(of_model) if by == "magnitude" else _slopes(config, weights, unit, calibration)
@@ -409,9 +400,7 @@ def _unit_compressor(unit: str, share: int | float, by: str, across_layers: bool
 
 def _slopes(config: Any, weights: Any, unit: str, calibration: Calibration | None) -> list[Any]:
     """Gradients of the parameters of each layer."""
-    if calibration is None:
-        raise InputError(f"{unit}(by='gradient') needs calibration data: use by=magnitude, or pass some")
-    slopes = calibration.gradients(config, weights)
+    slopes = gradients_of(unit, config, weights, calibration)
     return [layer.variables["params"] for layer in split_layers(config, {**weights, **slopes})]
 
 
@@ -454,8 +443,3 @@ def _input_moments(config: Any, weights: Any, paths: Collection[str], calibratio
         return dataclasses.replace(w, moments=found[path]) if path in paths else w
 
     return map_matrices(with_moments, observed, stacked=True)
-
-
-def _check_share(name: str, share: int | float) -> None:
-    if not 0 < share <= 1:
-        raise InputError(f"{name}({share}): expected the share that stays, over 0 and at most 1")

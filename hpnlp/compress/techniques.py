@@ -11,7 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from hpnlp.ops.weights import dense, quantize
+from hpnlp.ops.weights.sparse import largest
 from hpnlp.types import InputError
+
+# Share of the weights of a matrix that soft movement pruning keeps at least.
+FLOOR = 0.005
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +140,11 @@ class MovementTechnique(MagnitudeTechnique):
 
 @dataclasses.dataclass(frozen=True)
 class SoftMovementTechnique(Technique):
-    """Keeps the weights whose sigmoid of scores is over a threshold, with a penalty on the sigmoids (Sanh et al. 2020)."""
+    """Keeps the weights whose sigmoid of scores is over a threshold, with a penalty on the sigmoids (Sanh et al. 2020).
+
+    The largest scores of each matrix, a share FLOOR of them, stay whatever the threshold, as in the paper's code: a matrix
+    without weights has no gradients that could bring any back.
+    """
 
     threshold: int | float = 0.1
     weight: int | float = 1.0
@@ -149,7 +157,14 @@ class SoftMovementTechnique(Technique):
     def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
         assert scores is not None
         gate = jax.nn.sigmoid(self.rate * scores)
-        kept = (gate > self.threshold).astype(w.dtype)
+        over = jax.lax.stop_gradient(gate) > self.threshold
+
+        def with_largest() -> Array:
+            return over | _by_layer(lambda one: largest(one, FLOOR), jax.lax.stop_gradient(scores))
+
+        # Without the condition, each step would sort each matrix.
+        has_few = jnp.any(over.mean(axis=(-2, -1), dtype=jnp.float32) < FLOOR)
+        kept = jax.lax.cond(has_few, with_largest, lambda: over).astype(w.dtype)
         return w * (kept + (gate - jax.lax.stop_gradient(gate)))
 
     def penalty(self, scores: Any) -> Array:
@@ -318,7 +333,7 @@ def movement(keep: int | float, begin: int | float = 0.1, end: int | float = 0.7
 def soft_movement(
     threshold: int | float = 0.1, penalty: int | float = 1.0, rate: int | float = 10.0, *, steps: int
 ) -> Technique:
-    """Soft movement pruning: weights stay whose sigmoid of scores is over a threshold.
+    """Soft movement pruning: weights stay whose sigmoid of scores is over a threshold, and the largest 0.5 % of each kernel.
 
     Args:
       threshold: The threshold, in (0, 1).

@@ -20,7 +20,8 @@ from hpnlp.models.backbone import DTYPES
 from hpnlp.models.prediction import Batch, classification_metrics
 from hpnlp.models.ranges import LIMITS
 from hpnlp.models.unstacked import Unstacked
-from hpnlp.nn.convnet import BLOCKS, BlockShape, ConvModule, make_norm
+from hpnlp.nn.convnet import BLOCKS, BlockShape, ConvModule
+from hpnlp.nn.image_norms import make_norm
 from hpnlp.nn.layers import embed_init, param
 from hpnlp.nn.output import FullOutput
 from hpnlp.parallel import remat
@@ -42,7 +43,7 @@ class ConvNetConfig(Unstacked):
         "conv(32),separable(64),separable(128,stride=2),separable(128),separable(256,stride=2),separable(256)",
         'Blocks from the image to the classifier, entries of nn.convnet.BLOCKS: "conv(filters, stride=1, kernel=3)", '
         '"separable(...)" (MobileNet), "inverted(..., expand=6)" (MobileNetV2; hidden=N sets the inner channels). Each has '
-        'widths of its own; "*n" repeats an entry.',
+        'widths of its own; taps="3 4 5" keeps some positions of its window; "*n" repeats an entry.',
     )
     width: float = option(1.0, "Width multiplier: factor of the filters of all blocks, rounded to whole numbers.")
     image_norm: str = option(

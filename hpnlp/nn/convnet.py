@@ -3,25 +3,25 @@
 A block maps images `[B, Y, X, C]` to images, and returns the statistics of its batch normalisations by the names of their
 modules. Its config says what it computes from how many channels, so that blocks of one network may have any widths.
 
-BLOCKS lists the blocks by their name in `model.blocks`, IMAGE_NORMS the normalisations by their name in `model.image_norm`.
+BLOCKS lists the blocks by their name in `model.blocks`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from hpnlp.nn.layers import Initializer, buffer, param
-from hpnlp.ops.image_convolution import conv2d, depthwise_conv2d
-from hpnlp.ops.norms import channel_moments, group_norm, normalize_channels
+from hpnlp.nn.image_norms import make_norm
+from hpnlp.nn.layers import Initializer, param
+from hpnlp.ops.image_convolution import conv2d, depthwise_conv2d, window_taps
 from hpnlp.ops.weight import dense
-from hpnlp.spec import build, parse_one
+from hpnlp.spec import Spec
 from hpnlp.types import InputError, Statistics
 
 Images = Float[Array, "B Y X C"]
@@ -31,6 +31,10 @@ conv_init: Initializer = nn.initializers.variance_scaling(2.0, "fan_in", "trunca
 depthwise_init: Initializer = nn.initializers.variance_scaling(
     2.0, "fan_in", "truncated_normal", in_axis=(0, 1), out_axis=(), batch_axis=2
 )
+
+
+# Axes of arrays: (path of a parameter or buffer of a block, index of the axis).
+ArrayAxes = tuple[tuple[tuple[str, ...], int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +48,7 @@ class BlockShape:
       stride: Distance of neighbouring outputs in pixels.
       hidden: Channels between the products of an inverted residual; 0 for other blocks.
       residual: Whether the block adds its input to its result.
+      taps: Indices of the positions of the window, row by row, that the kernel has weights for; empty for all.
     """
 
     inputs: int
@@ -52,6 +57,18 @@ class BlockShape:
     stride: int
     hidden: int = 0
     residual: bool = False
+    taps: tuple[int, ...] = ()
+
+    @property
+    def tap_count(self) -> int:
+        """Number of positions of the window that the kernel has weights for."""
+        return len(self.taps) or self.kernel**2
+
+    @property
+    def offsets(self) -> tuple[tuple[int, int], ...] | None:
+        """Positions of the taps relative to the centre of the window, as `ops.image_convolution` takes them; None for all."""
+        positions = window_taps(self.kernel)
+        return tuple(positions[i] for i in self.taps) or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +79,14 @@ class Block:
       filters: Channels of the result.
       stride: Distance of neighbouring outputs in pixels.
       kernel: Side of the kernel in pixels, odd.
+      taps: Indices of the positions of the window, row by row, that the kernel has weights for, as "3 4 5" for the middle row
+        of 3 x 3; "" for all.
     """
 
     filters: int
     stride: int = 1
     kernel: int = 3
+    taps: str = dataclasses.field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("filters", "stride", "kernel"):
@@ -74,6 +94,18 @@ class Block:
                 raise InputError(f"{name}={getattr(self, name)}: expected at least 1")
         if self.kernel % 2 == 0:
             raise InputError(f"kernel={self.kernel}: expected an odd number")
+        parts = self.taps.split()
+        if not all(part.isdecimal() and int(part) < self.kernel**2 for part in parts) or any(
+            int(a) >= int(b) for a, b in itertools.pairwise(parts)
+        ):
+            raise InputError(
+                f"taps={self.taps!r}: expected ascending indices of the {self.kernel**2} positions of the window, as '3 4 5'"
+            )
+
+    @property
+    def tap_indices(self) -> tuple[int, ...]:
+        """`taps` as numbers."""
+        return tuple(map(int, self.taps.split()))
 
     def shape(self, inputs: int, width: float) -> BlockShape:
         """The shape of the block.
@@ -88,12 +120,40 @@ class Block:
         Raises:
           InputError: The block cannot have this shape.
         """
-        return BlockShape(inputs, scaled(self.filters, width), self.kernel, self.stride)
+        return BlockShape(inputs, scaled(self.filters, width), self.kernel, self.stride, taps=self.tap_indices)
+
+    def resized(self, old: BlockShape, new: BlockShape) -> Any:
+        """The entry of the block with other numbers of channels or taps, for a network whose `width` is 1.
+
+        Args:
+          old: Shape of the block.
+          new: Shape of the new block.
+
+        Returns:
+          The entry.
+        """
+        taps = " ".join(map(str, new.taps))
+        return dataclasses.replace(self, filters=new.filters, taps=taps)
 
 
 @dataclasses.dataclass(frozen=True)
 class Conv(Block):
     """A standard convolution, normalisation and ReLU6."""
+
+    #: Path of the parameter that has weights for each tap of the window: taps times channels along its first axes.
+    window: ClassVar[tuple[str, ...]] = ("conv", "kernel")
+
+    def channel_axes(self, shape: BlockShape) -> dict[str, ArrayAxes]:
+        """The axes of the arrays along which channels lie.
+
+        Args:
+          shape: Shape of the block.
+
+        Returns:
+          Axes of the channels that the block reads, "inputs", of those that it returns, "filters", and of those between the
+          products of an inverted residual, "hidden". A longer axis has all channels of each tap, one tap after the other.
+        """
+        return {"inputs": ((self.window, 0),), "filters": ((self.window, 1), *_norm_axes("norm"))}
 
     def multiply_adds(self, shape: BlockShape, positions: int, inner: int) -> int:
         """Multiplications of the products of an image.
@@ -106,16 +166,23 @@ class Conv(Block):
         Returns:
           The number, without those of normalisations and activations.
         """
-        return positions * shape.kernel**2 * shape.inputs * shape.filters
+        return positions * shape.tap_count * shape.inputs * shape.filters
 
 
 @dataclasses.dataclass(frozen=True)
 class Separable(Block):
     """A depthwise convolution and a product of the channels of each pixel, each with normalisation and ReLU6 (MobileNet)."""
 
+    #: As of Conv.
+    window: ClassVar[tuple[str, ...]] = ("depthwise", "filters")
+
+    def channel_axes(self, shape: BlockShape) -> dict[str, ArrayAxes]:
+        """As `Conv.channel_axes`."""
+        return {"inputs": _depthwise_axes(self.window), "filters": (*_POINTWISE, *_norm_axes("norm"))}
+
     def multiply_adds(self, shape: BlockShape, positions: int, inner: int) -> int:
         """As `Conv.multiply_adds`."""
-        return positions * shape.inputs * (shape.kernel**2 + shape.filters)
+        return positions * shape.inputs * (shape.tap_count + shape.filters)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +198,9 @@ class Inverted(Block):
     expand: int | float = 6
     hidden: int = 0
     residual: bool | None = None
+
+    #: As of Conv.
+    window: ClassVar[tuple[str, ...]] = ("depthwise", "filters")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -149,12 +219,32 @@ class Inverted(Block):
             )
         hidden = scaled(self.hidden, width) if self.hidden else max(1, round(self.expand * inputs))
         residual = fits if self.residual is None else self.residual
-        return BlockShape(inputs, filters, self.kernel, self.stride, hidden, residual)
+        return BlockShape(inputs, filters, self.kernel, self.stride, hidden, residual, self.tap_indices)
 
     def multiply_adds(self, shape: BlockShape, positions: int, inner: int) -> int:
         """As `Conv.multiply_adds`."""
         expansion = inner * shape.inputs * shape.hidden if self.expands(shape) else 0
-        return expansion + positions * shape.hidden * (shape.kernel**2 + shape.filters)
+        return expansion + positions * shape.hidden * (shape.tap_count + shape.filters)
+
+    def channel_axes(self, shape: BlockShape) -> dict[str, ArrayAxes]:
+        """As `Conv.channel_axes`."""
+        inner, filters = _depthwise_axes(self.window), (*_POINTWISE, *_norm_axes("norm"))
+        if not self.expands(shape):
+            return {"inputs": inner, "filters": filters}
+        kernel = ("expand", "kernel")
+        hidden = ((kernel, 1), *_norm_axes("expand_norm"), *inner)
+        return {"inputs": ((kernel, 0),), "hidden": hidden, "filters": filters}
+
+    def resized(self, old: BlockShape, new: BlockShape) -> Inverted:
+        """As `Block.resized`; the new block has a first product and a residual connection if the old one has."""
+        expands = self.expands(old)
+        fits = new.stride == 1 and new.inputs == new.filters
+        return dataclasses.replace(
+            super().resized(old, new),
+            expand=6 if expands else 1,
+            hidden=new.hidden if expands else 0,
+            residual=None if old.residual == fits else old.residual,
+        )
 
     def expands(self, shape: BlockShape) -> bool:
         """Whether the block begins with a product.
@@ -166,6 +256,19 @@ class Inverted(Block):
           False for expand=1, which has as many channels inside as it reads.
         """
         return bool(self.hidden) or shape.hidden != shape.inputs
+
+
+_POINTWISE: ArrayAxes = ((("pointwise", "kernel"), 1),)
+
+
+def _norm_axes(name: str) -> ArrayAxes:
+    """Axes of the channels of a batch normalisation."""
+    return tuple(((name, array), 0) for array in ("scale", "bias", "mean", "variance"))
+
+
+def _depthwise_axes(window: tuple[str, ...]) -> ArrayAxes:
+    """Axes of the channels of a depthwise convolution, and of the product that reads them."""
+    return ((window, 2), *_norm_axes("depthwise_norm"), (("pointwise", "kernel"), 0))
 
 
 def scaled(count: int, width: float) -> int:
@@ -184,123 +287,19 @@ def scaled(count: int, width: float) -> int:
 BLOCKS: dict[str, Callable[..., Any]] = {"conv": Conv, "separable": Separable, "inverted": Inverted}
 
 
-class BatchNorm(nn.Module):
-    """Batch normalisation of each channel: by the moments of the batch in training, by their moving averages otherwise.
-
-    In training, statistics are sums over the examples of the batch on all devices, or of a part of the batch under gradient
-    accumulation. `advance` makes the moving averages of the sums over all parts.
-
-    Attributes:
-      decay: Share of the moving averages that a step keeps.
-      eps: Added to the variance.
-
-    References:
-      Ioffe and Szegedy 2015, "Batch normalization", algorithms 1 and 2.
-    """
-
-    decay: int | float = 0.9
-    eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1:
-            raise InputError(f"model.image_norm: decay={self.decay}: expected 0 or more, and less than 1")
-        super().__post_init__()
-
-    #: Statistics of a layer, with the logical names of their axes.
-    statistic_axes: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "count": (),
-        "sum": ("filters",),
-        "squares": ("filters",),
-    }
-
-    @nn.compact
-    def __call__(self, x: Images, weights: Float[Array, " B"] | None, deterministic: bool) -> tuple[Images, Statistics]:
-        channels = (x.shape[-1],), ("filters",)
-        scale = param(self, "scale", nn.initializers.ones, *channels)
-        bias = param(self, "bias", nn.initializers.zeros, *channels)
-        moving_mean = buffer(self, "mean", nn.initializers.zeros, *channels)
-        moving_variance = buffer(self, "variance", nn.initializers.ones, *channels)
-        if deterministic:
-            return normalize_channels(x, moving_mean, moving_variance, scale, bias, self.eps), {}
-        assert weights is not None
-        mean, variance, count = channel_moments(x, weights)
-        # Deviations from the moving mean, so that little is lost where the mean is large beside the deviation.
-        shift = mean - moving_mean
-        sums = {"count": count, "sum": count * shift, "squares": count * (variance + jnp.square(shift))}
-        y = normalize_channels(x, mean, variance, scale, bias, self.eps)
-        return y, jax.tree.map(jax.lax.stop_gradient, sums)
-
-    @nn.nowrap
-    def advance(self, buffers: Mapping[str, Array], statistics: Statistics) -> dict[str, Array]:
-        """Moving averages after a step.
-
-        Args:
-          buffers: "mean" and "variance".
-          statistics: Sums over the batch.
-
-        Returns:
-          The new averages. As in torch, that of the variance is of the estimate without bias. Without an example of weight
-          over 0 they stay as they are.
-        """
-        count = statistics["count"]
-        safe = jnp.maximum(count, 1.0)
-        shift = statistics["sum"] / safe
-        variance = (
-            jnp.maximum(statistics["squares"] / safe - jnp.square(shift), 0.0) * safe / jnp.maximum(safe - 1.0, 1.0)
-        )
-        rate = jnp.where(count > 0, 1.0 - self.decay, 0.0).astype(jnp.float32)
-        return {
-            "mean": buffers["mean"] + rate * shift,
-            "variance": buffers["variance"] + rate * (variance - buffers["variance"]),
-        }
-
-
-class GroupNorm(nn.Module):
-    """Group normalisation, which has no state and treats each image by itself.
-
-    Attributes:
-      groups: Number of groups of channels, which divides the channels of every layer.
-      eps: Added to the variance.
-    """
-
-    groups: int = 8
-    eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        if self.groups < 1:
-            raise InputError(f"model.image_norm: groups={self.groups}: expected at least 1")
-        super().__post_init__()
-
-    @nn.compact
-    def __call__(self, x: Images, weights: Float[Array, " B"] | None, deterministic: bool) -> tuple[Images, Statistics]:
-        channels = (x.shape[-1],), ("filters",)
-        if x.shape[-1] % self.groups:
-            raise InputError(
-                f"model.image_norm='group({self.groups})' does not divide {x.shape[-1]} channels: choose a divisor, or other "
-                "widths in model.blocks"
-            )
-        scale = param(self, "scale", nn.initializers.ones, *channels)
-        bias = param(self, "bias", nn.initializers.zeros, *channels)
-        return group_norm(x, scale, bias, self.groups, self.eps), {}
-
-
-IMAGE_NORMS: dict[str, Callable[..., Any]] = {"batch": BatchNorm, "group": GroupNorm}
-
-
-def make_norm(text: str, **extra: Any) -> Any:
-    """Makes a normalisation.
+def spec_of(block: Block) -> str:
+    """The entry of `model.blocks` that makes a block.
 
     Args:
-      text: A spec of an entry of IMAGE_NORMS.
-      **extra: Further arguments of the module, such as its name.
+      block: The block.
 
     Returns:
-      The module.
-
-    Raises:
-      InputError: Unknown entry or invalid options.
+      The spec, without arguments that have their default.
     """
-    return build(parse_one(text, "model.image_norm"), IMAGE_NORMS, "normalisation of images", **extra)
+    name = next(name for name, kind in BLOCKS.items() if kind is type(block))
+    fields = [field for field in dataclasses.fields(block) if field.name != "filters"]
+    changed = tuple((f.name, getattr(block, f.name)) for f in fields if getattr(block, f.name) != f.default)
+    return str(Spec(name, (block.filters,), changed))
 
 
 class ConvModule(nn.Module):
@@ -340,11 +339,11 @@ class ConvModule(nn.Module):
 
         s, inputs = self.shape, x
         if isinstance(self.block, Conv):
-            x = relu6(normalize("norm", Convolution(s.filters, s.kernel, s.stride, name="conv")(x)))
+            x = relu6(normalize("norm", Convolution(s.filters, s.kernel, s.stride, s.offsets, name="conv")(x)))
             return x, statistics
         if s.hidden and self.block.expands(s):
             x = relu6(normalize("expand_norm", Convolution(s.hidden, 1, 1, name="expand")(x)))
-        x = relu6(normalize("depthwise_norm", Depthwise(s.kernel, s.stride, name="depthwise")(x)))
+        x = relu6(normalize("depthwise_norm", Depthwise(s.kernel, s.stride, s.offsets, name="depthwise")(x)))
         x = normalize("norm", Convolution(s.filters, 1, 1, name="pointwise")(x))
         if not s.hidden:
             return relu6(x), statistics
@@ -366,23 +365,27 @@ def relu6(x: Images) -> Images:
 class Convolution(nn.Module):
     """A convolution without a bias, which the normalisation that follows adds.
 
-    Its kernel is a matrix `[K K C, F]`: a filter is a column, and a channel of the input K K rows, at a distance of C.
+    Its kernel is a matrix `[K K C, F]`: a filter is a column, and a channel of the input K K rows, at a distance of C. With n
+    taps it is `[n C, F]`.
 
     Attributes:
       filters: Channels F of the result.
       kernel: Side K of the kernel.
       stride: Distance of neighbouring outputs in pixels.
+      taps: Positions of the window that have weights, relative to its centre; None for all.
     """
 
     filters: int
     kernel: int
     stride: int
+    taps: tuple[tuple[int, int], ...] | None = None
 
     @nn.compact
     def __call__(self, x: Images) -> Float[Array, "B _ _ _"]:
-        rows = self.kernel**2 * x.shape[-1]
+        taps = self.taps or window_taps(self.kernel)
+        rows = len(taps) * x.shape[-1]
         kernel = param(self, "kernel", conv_init, (rows, self.filters), ("channels", "filters"))
-        return conv2d(x, dense(kernel).reshape(self.kernel, self.kernel, x.shape[-1], self.filters), stride=self.stride)
+        return conv2d(x, dense(kernel).reshape(len(taps), x.shape[-1], self.filters), stride=self.stride, taps=taps)
 
 
 class Depthwise(nn.Module):
@@ -394,13 +397,18 @@ class Depthwise(nn.Module):
     Attributes:
       kernel: Side K of the kernel.
       stride: Distance of neighbouring outputs in pixels.
+      taps: Positions of the window that have weights, relative to its centre; None for all. With n taps, the parameter is
+        `[1, n, C]` in place of `[K, K, C]`.
     """
 
     kernel: int
     stride: int
+    taps: tuple[tuple[int, int], ...] | None = None
 
     @nn.compact
     def __call__(self, x: Images) -> Float[Array, "B _ _ _"]:
-        shape = (self.kernel, self.kernel, x.shape[-1])
-        filters = param(self, "filters", depthwise_init, shape, ("taps", "taps", "filters"))
+        sides = (1, len(self.taps)) if self.taps else (self.kernel, self.kernel)
+        filters = param(self, "filters", depthwise_init, (*sides, x.shape[-1]), ("taps", "taps", "filters"))
+        if self.taps:
+            return depthwise_conv2d(x, filters[0], stride=self.stride, taps=self.taps)
         return depthwise_conv2d(x, filters, stride=self.stride)

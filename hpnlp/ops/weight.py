@@ -134,19 +134,18 @@ def axes_of(w: Any, names: tuple[str | None, ...]) -> Any:
     return w.axes(names) if isinstance(w, Weight) else names
 
 
-def scale_axes(scales: Any, names: tuple[str | None, ...], rows: int) -> tuple[str | None, ...]:
+def scale_axes(scales: Any, names: tuple[str | None, ...]) -> tuple[str | None, ...]:
     """Logical axes of the scales of a matrix.
 
     Args:
       scales: [..., 1, F], [..., 1, 1], [..., D, 1] or [..., D / group, F].
       names: Logical names of the axes of the matrix, with those of leading axes.
-      rows: D.
 
     Returns:
-      The names; None for an axis of size 1, and for that of groups.
+      The names; None for an axis of size 1. Groups are consecutive rows, so that they divide as rows do.
     """
     *leading, row, column = names
-    return (*leading, row if scales.shape[-2] == rows > 1 else None, column if scales.shape[-1] > 1 else None)
+    return (*leading, row if scales.shape[-2] > 1 else None, column if scales.shape[-1] > 1 else None)
 
 
 @array_op()

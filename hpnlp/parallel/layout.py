@@ -166,9 +166,15 @@ class Layout:
         Returns:
           `(specs, gather)`. specs: a tree of PartitionSpecs. gather: maps a tree of a device's shards to full parameters;
           its derivative reduce-scatters gradients as the ZeRO stage has it.
+
+        Raises:
+          InputError: A Weight has arrays that do not divide as its matrix does.
         """
         names = jax.tree.map(
-            lambda axes, leaf: leaf.axes(axes) if is_weight(leaf) else axes, names, params, is_leaf=_is_names
+            lambda axes, leaf: self._weight_axes(axes, leaf) if is_weight(leaf) else axes,
+            names,
+            params,
+            is_leaf=_is_names,
         )
         specs = jax.tree.map(self._parameter_spec, names, params, is_leaf=_is_names)
         gather_dimension = functools.partial(self._gather_dimension, stacked=stacked)
@@ -179,16 +185,48 @@ class Layout:
 
         return specs, gather
 
+    def _weight_axes(self, names: tuple[str | None, ...], weight: Any) -> Any:
+        """Logical axes of a Weight's arrays; InputError if the arrays of a device do not represent its part of the matrix."""
+        axes = weight.axes(names)
+        is_even = True
+
+        def shard(names: tuple[str | None, ...] | None, leaf: Any) -> Any:
+            nonlocal is_even
+            if names is None:  # an optional array that the Weight does not have
+                return leaf
+            sizes = [self.size(name) if name else 1 for name in names]
+            is_even = is_even and all(n % size == 0 for n, size in zip(leaf.shape, sizes, strict=True))
+            return jax.ShapeDtypeStruct([n // size for n, size in zip(leaf.shape, sizes, strict=True)], leaf.dtype)
+
+        local = jax.tree.map(shard, axes, weight, is_leaf=_is_names)
+        sizes = [self.size(name) if name else 1 for name in names[-2:]]
+        expected = tuple(n // size for n, size in zip(weight.shape, sizes, strict=True))
+        if not is_even or tuple(local.shape) != expected:
+            rows, columns = weight.shape
+            divided = " and ".join(
+                f"{what} over {size}" for what, size in zip(("rows", "columns"), sizes, strict=True) if size > 1
+            )
+            raise InputError(
+                f"plan.tensor={self.mesh.shape['tensor']} divides a matrix of {rows} x {columns} ({divided} devices), and its "
+                f"{type(weight).__name__} does not divide like that: set plan.tensor=1, or pass the weights through "
+                "hpnlp.ops.weights.dense_tree"
+            )
+        return axes
+
     def _parameter_spec(self, names: Any, leaf: Any) -> Any:
-        """PartitionSpec of a parameter, or the two specs of a `Zero2Parameter`."""
+        """PartitionSpec of a parameter, or the two of a `Zero2Parameter`; None for None, an optional array of a Weight."""
+        if leaf is None:
+            return None
         shape = zero.full_shape(leaf)
         divided, complete = (self.state_spec(names, shape, divided=divided) for divided in (True, False))
         if zero.is_zero2(leaf):
             return Zero2Parameter(complete, divided)
         return divided if self.zero == 3 else complete
 
-    def _gather_dimension(self, names: Any, leaf: Any, stacked: bool) -> int:
-        """The dimension along which a parameter, or a slice of a stack of them, is gathered; or NOT_DIVIDED."""
+    def _gather_dimension(self, names: Any, leaf: Any, stacked: bool) -> int | None:
+        """The dimension along which a parameter, or a slice of a stack of them, is gathered; or NOT_DIVIDED; None for None."""
+        if leaf is None:
+            return None
         if self.zero != 3 and not zero.is_zero2(leaf):
             return zero.NOT_DIVIDED
         dim = zero.NOT_DIVIDED if names is None else self._fsdp_dimension(names, zero.full_shape(leaf))

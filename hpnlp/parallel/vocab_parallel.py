@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.ops.softmax import zero_ignored_tokens
 from hpnlp.ops.table_rows import TableRows
+from hpnlp.ops.weight import is_weight
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.varying import sum_over_devices
 from hpnlp.parallel.zero import is_zero2
@@ -51,12 +52,15 @@ def lookup(layout: Layout, table: Any, ids: Int[Array, "B T"], dtype: Any) -> Fl
         return lax.with_sharding_constraint(table[ids].astype(dtype), NamedSharding(layout.mesh, x_spec))
     tensor_parallel, vocab_axes = layout.tensor_parallel(ids.shape[1]), layout.rules["vocab"]
 
-    def lookup_on_device(table: Array, ids: Array) -> Array:
+    def lookup_on_device(table: Any, ids: Array) -> Array:
         if not vocab_axes:
             return tensor_parallel.reduce_output(table[ids].astype(dtype), "vocab")
         index = ids - lax.axis_index(vocab_axes) * table.shape[0]
         is_local = (index >= 0) & (index < table.shape[0])
-        rows = jnp.where(is_local[..., None], table.at[index].get(mode="clip"), 0.0)
+        looked_up = (
+            table.take(jnp.clip(index, 0, table.shape[0] - 1)) if is_weight(table) else table.at[index].get(mode="clip")
+        )
+        rows = jnp.where(is_local[..., None], looked_up, 0.0)
         return tensor_parallel.reduce_output(rows.astype(dtype), "vocab")
 
     return _run_with_table(layout, lookup_on_device, x_spec, table, (ids, layout.spec("batch", "length")))
@@ -107,9 +111,11 @@ def loss(
     tensor_parallel, vocab_axes = layout.tensor_parallel(_length(labels)), layout.rules[layer.axis]
     module, variables = _unbind(layer)
 
-    def loss_on_device(table: Array, variables: Any, h: Array, labels: Array, weights: Array) -> LossOut:
+    def loss_on_device(table: Any, variables: Any, h: Array, labels: Array, weights: Array) -> LossOut:
         # Marked before any loop and before h grows: the gradient is summed where an array begins to vary.
-        table, h = vary_alike(table, h)
+        leaves, structure = jax.tree.flatten(table)  # several arrays of a Weight
+        *leaves, h = vary_alike(*leaves, h)
+        table = jax.tree.unflatten(structure, leaves)
         layer = module.bind(jax.tree.map(lambda x: vary_alike(x, h)[0], variables))
         if "tensor" in vocab_axes:
             h = tensor_parallel.gather_tokens(h)
@@ -149,7 +155,7 @@ def best(layout: Layout, layer: Any, table: Any, h: Float[Array, "B *T D"]) -> I
     tensor_parallel, vocab_axes = layout.tensor_parallel(_length(h[..., 0])), layout.rules[layer.axis]
     module, variables = _unbind(layer)
 
-    def best_on_device(table: Array, variables: Any, h: Array) -> Array:
+    def best_on_device(table: Any, variables: Any, h: Array) -> Array:
         layer = module.bind(variables)
         if not vocab_axes:
             ids = layer.best(table, _flatten(h))[1].reshape(h.shape[:-1])
@@ -242,7 +248,7 @@ def _run_with_table(
 
 
 def _merged_nll(
-    vocab_axes: tuple[str, ...], layer: Any, table: Array, h: Float[Array, "N D"], labels: Int[Array, " N"], rng: Any
+    vocab_axes: tuple[str, ...], layer: Any, table: Any, h: Float[Array, "N D"], labels: Int[Array, " N"], rng: Any
 ) -> Float[Array, " N"]:
     """Losses of the device's tokens over the words of all devices; NaN for a label outside the vocabulary."""
     lse, score = layer.partial(table, lax.axis_index(vocab_axes) * table.shape[0], h, labels, rng)

@@ -21,6 +21,7 @@ from hpnlp.training.run_directory import load
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 from tests import tiny
+from tests.tasks.test_contracts import EXAMPLES
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,27 @@ def test_a_recipe_gives_a_smaller_model_that_is_evaluated_like_a_run(run, traine
     assert twice.code == 2 and "the model is compressed already" in twice.err
     twice = run("plan", f"--from={target}", "--recipe=int8")
     assert twice.code == 2 and "is compressed already: plan the run that it was made of" in twice.err
+
+
+@pytest.mark.slow
+def test_filters_of_a_convolutional_network_are_removed(run, tmp_path):
+    source, target = tmp_path / "images", tmp_path / "small"
+    config = EXAMPLES["image_classification"](tmp_path)
+    loop.train(dataclasses.replace(config, plan=dataclasses.replace(config.plan, name="single")), source)
+    recipe = "filters(0.5),shapes(0.5),int8"
+    argv = [f"--from={source}", f"--to={target}", f"--recipe={recipe}", "--finetune=2", "--batches=1", "--rounds=1"]
+    outcome = run("compress", *argv, "--batch_sizes=1,2")
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+    rows = json.loads((target / "compress.json").read_text())["rows"]
+    assert [row["stage"] for row in rows] == ["original", "filters(0.5)", "shapes(0.5)", "finetune(2)", "int8"]
+    assert rows[0]["parameters"] > 1.5 * rows[1]["parameters"] > 1.5 * rows[2]["parameters"]
+    blocks = load(target).model.config.blocks
+    assert blocks.startswith("conv(2, taps=") and [s.filters for s in load(target).model.config.shapes()] == [2, 3, 3]
+    scored = run("evaluate", target, "--batches=1")
+    assert scored.code == 0 and f"{rows[-1]['scores']['loss']:.4f}" in scored.out
+    planned = run("plan", f"--from={source}", f"--recipe={recipe}")
+    for row in (rows[0], rows[1], rows[2], rows[4]):
+        assert f"{row['parameters']:,}" in planned.out and f"{row['memory_bytes']:,}" in planned.out, planned
 
 
 @pytest.mark.slow

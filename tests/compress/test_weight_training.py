@@ -89,6 +89,11 @@ def test_pruned_matrices_have_gradients_of_their_definition():
     value, dw, ds = bound("soft_movement(0.4, rate=3.0)")
     np.testing.assert_array_equal(value, w * (gate > 0.4))
     np.testing.assert_allclose(ds, g * w * gate * (1 - gate) * 3, rtol=1e-4, atol=1e-6)
+    for matrix in (1, 0):  # sigmoids over the threshold in no layer, and in one: the largest score of each stays
+        over = s + 10 * (np.arange(len(s)) > matrix)[:, None, None]
+        value, _, _ = bound("soft_movement(0.999, rate=1.0)", scores=jnp.asarray(over))
+        kept = (over > np.log(999)) | (over == over.max((1, 2), keepdims=True))
+        np.testing.assert_array_equal(value, w * kept)
     value, dw, _ = bound("masked", w=W.at[:, 2].set(0.0))
     assert np.all(dw[:, 2] == 0) and np.all(dw[:, 1] == g[:, 1])
 

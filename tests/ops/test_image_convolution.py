@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.image_convolution import DEPTHWISE, conv2d, depthwise_conv2d
+from hpnlp.ops.image_convolution import DEPTHWISE, conv2d, depthwise_conv2d, window_taps
 from hpnlp.ops.norms import channel_moments, group_norm, normalize_channels
 from hpnlp.types import InputError
 from tests.contracts import assert_close
@@ -68,6 +68,38 @@ def test_gradients_match_those_of_jax(height, width, side, stride):
     assert_close(*jax.jit(run)(kernel))
 
 
+# Taps of a window of 3 x 3: a row, two columns, a corner, a cross, and all but one.
+TAPS = [(3, 4, 5), (1, 2, 4, 5, 7, 8), (8,), (1, 3, 4, 5, 7), (0, 1, 2, 3, 5, 6, 7, 8)]
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("kept", TAPS)
+def test_kernels_with_few_taps_equal_kernels_with_zeros(kept, stride):
+    x, kernel = arrays(6, 5, 3)
+    index = np.array(kept)
+    taps = [window_taps(3)[i] for i in kept]
+    mask = jnp.asarray(np.isin(np.arange(9), index).reshape(3, 3, 1, 1), jnp.float32)
+
+    def results(function, kernel):
+        value, back = jax.vjp(lambda x, k: function(x, k, stride=stride), x, kernel)
+        return value, *back(jnp.sin(value))
+
+    @jax.jit
+    def run(kernel):
+        pairs = []
+        for function, k, m in (
+            (conv2d, kernel, mask),
+            *((partial(depthwise_conv2d, impl=impl), kernel[..., 0], mask[..., 0]) for impl in ("shifts", "xla")),
+        ):
+            y, dx, dk = results(partial(function, taps=taps), k.reshape(9, *k.shape[2:])[index])
+            zeroed = results(function, k * m)
+            pairs.append(((y, dx, dk), (*zeroed[:2], zeroed[2].reshape(9, *k.shape[2:])[index])))
+        return pairs
+
+    for actual, expected in run(kernel):
+        assert_close(actual, expected)
+
+
 @pytest.mark.parametrize(
     "function", [conv2d, partial(depthwise_conv2d, impl="shifts"), partial(depthwise_conv2d, impl="xla")]
 )
@@ -91,6 +123,9 @@ def test_bfloat16_images_match_float32(function):
         (conv2d, (3, 1, 3, 4), {}, "expected an odd side, twice"),
         (conv2d, (3, 3, 2, 4), {}, "the 3 channels of x"),
         (conv2d, (3, 3, 3, 4), {"stride": 0}, "stride=0: expected at least 1"),
+        (conv2d, (3, 3, 3, 4), {"taps": ((0, 0),)}, r"kernel \(3, 3, 3, 4\) with taps=.*: expected the number of taps"),
+        (conv2d, (2, 3, 4), {"taps": ((0, 0), (0, 0))}, "taps, which differ"),
+        (depthwise_conv2d, (2, 3), {"taps": ((0, 0),)}, r"as in \(1, 3, ...\)"),
         (depthwise_conv2d, (3, 3, 3), {"impl": "grouped"}, "impl='grouped': known: auto, shifts, xla"),
     ],
 )

@@ -313,8 +313,14 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
         ),
         (lambda a, b, c: convolution.dilated_conv(a, b, preceding=c), (x(2, 5, 2, 3), x(2, 3, 3, 4), x(2, 2, 2, 3))),
     ),
-    "image_convolution.conv2d": ((image_convolution.conv2d, (x(2, 5, 5, D), x(3, 3, D, 2))),),
-    "image_convolution.depthwise_conv2d": ((image_convolution.depthwise_conv2d, (x(2, 5, 5, D), x(3, 3, D))),),
+    "image_convolution.conv2d": (
+        (image_convolution.conv2d, (x(2, 5, 5, D), x(3, 3, D, 2))),
+        (lambda *a: image_convolution.conv2d(*a, taps=((0, 0), (0, 1))), (x(2, 5, 5, D), x(2, D, 2))),
+    ),
+    "image_convolution.depthwise_conv2d": (
+        (image_convolution.depthwise_conv2d, (x(2, 5, 5, D), x(3, 3, D))),
+        (lambda *a: image_convolution.depthwise_conv2d(*a, taps=((0, 0), (0, 1))), (x(2, 5, 5, D), x(2, D))),
+    ),
     "light_convolution.light_conv": (
         (lambda *a: light_convolution.light_conv(*a, ahead=1), (x(2, 5, 2, 3), x(2, 3), np.zeros((2, 5), np.int32))),
     ),
@@ -516,6 +522,7 @@ INTERNAL = {
 }
 # Functions that compute on the host, from numbers and numpy arrays, and functions that only other ops call.
 ON_HOST = {
+    "image_convolution.window_taps",
     "attention.attend.explain",
     "checksum.word_sum",
     "linear.prefers_transpose",

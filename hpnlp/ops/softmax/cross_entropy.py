@@ -175,7 +175,7 @@ def linear_cross_entropy(
 @array_op("N", h="N")
 def partial_cross_entropy(
     h: Float[Array, "N D"],
-    w_slice: Float[Array, "v D"],
+    w_slice: Float[Array, "v D"] | Weight,
     labels: Int[Array, " N"],
     start: int | Int[Array, ""],
     *,
@@ -191,7 +191,7 @@ def partial_cross_entropy(
 
     Args:
       h: [N, D] hidden states.
-      w_slice: [v, D] vectors of the words start to start + v - 1.
+      w_slice: [v, D] vectors of the words start to start + v - 1, an array or a Weight.
       labels: [N] ids of words, in this slice or another.
       start: Id of the slice's first word.
       bias: [v] added to the logits; None for no bias.
@@ -212,12 +212,13 @@ def partial_cross_entropy(
         raise InputError(
             f"labels are {labels.dtype} {labels.shape}: expected integers {(tokens,)}, the id of each token's word"
         )
-    _check_arrays(h, w_slice, None, bias, None)
+    table: Any = dense(w_slice)
+    _check_arrays(h, table, None, bias, None)
     _check_logit_options(soft_cap, temperature)
     labels = labels.astype(jnp.int32) - start
-    h, w_slice = widened(h, w_slice)
+    h, table = widened(h, table)
     spec = LogitsSpec(_vocab_block(tokens, words), soft_cap=soft_cap, temperature=temperature, with_logit_sum=True)
-    other_lse, target, logit_sum, _ = chunked_cross_entropy.statistics(spec, h, w_slice, bias, labels)
+    other_lse, target, logit_sum, _ = chunked_cross_entropy.statistics(spec, h, table, bias, labels)
     in_slice = (labels >= 0) & (labels < words)
     return merged_lse(other_lse, jnp.where(in_slice, target, -jnp.inf)), target, logit_sum
 

@@ -77,7 +77,7 @@ class FloatWeight(Weight):
         return rows * self.scales[jnp.zeros_like(ids) if self.scales.shape[0] == 1 else ids]
 
     def axes(self, names: tuple[str | None, ...]) -> Any:
-        scales = None if self.scales is None else scale_axes(self.scales, names, self.shape[0])
+        scales = None if self.scales is None else scale_axes(self.scales, names)
         return dataclasses.replace(self, codes=names, scales=scales)
 
     def _product(self, x: Array, *, transposed: bool) -> Array:

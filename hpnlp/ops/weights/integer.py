@@ -75,7 +75,7 @@ class IntegerWeight(Weight):
 
     def axes(self, names: tuple[str | None, ...]) -> Any:
         x_scale = None if self.x_scale is None else names[:-2]
-        scales = scale_axes(self.scales, names, self.shape[0])
+        scales = scale_axes(self.scales, names)
         return dataclasses.replace(self, codes=names, scales=scales, x_scale=x_scale)
 
 

@@ -79,7 +79,7 @@ class PackedWeight(Weight):
 
     def axes(self, names: tuple[str | None, ...]) -> Any:
         *leading, _, column = names
-        scales = scale_axes(self.scales, names, self.rows)
+        scales = scale_axes(self.scales, names)
         return dataclasses.replace(self, codes=(*leading, None, column), scales=scales)  # bytes mix rows
 
 

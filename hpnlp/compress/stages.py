@@ -1,0 +1,95 @@
+"""Stages of recipes: what they change, the function that they are, and the data that they may read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from hpnlp.types import InputError
+
+# What a stage changes.
+STRUCTURE, FACTORS, NUMBERS = "structure", "factors", "numbers"
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Data of a run for compressors that need gradients or the inputs of matrices.
+
+    Attributes:
+      gradients: A function of (config, weights) that returns the gradient of the mean loss over some batches, a tree like the
+        parameters.
+      is_outline: Weights are tracers, and only the shapes of the result are of interest: stages choose any units, bits or
+        factors where weights would decide which ones, and raise InputError where weights would decide how many.
+    """
+
+    gradients: Callable[[Any, Any], Any]
+    is_outline: bool = False
+
+
+Compressor = Callable[[Any, Any, Calibration | None], tuple[Any, Any]]
+
+
+def check_share(name: str, share: int | float) -> None:
+    """Checks the share of the units or weights that stay.
+
+    Args:
+      name: Name of the stage.
+      share: The share.
+
+    Raises:
+      InputError: It is not over 0 and at most 1.
+    """
+    if not 0 < share <= 1:
+        raise InputError(f"{name}({share}): expected the share that stays, over 0 and at most 1")
+
+
+def check_unit_arguments(name: str, share: int | float, by: str) -> None:
+    """Checks arguments of a stage that removes units.
+
+    Args:
+      name: Name of the stage.
+      share: Share of the units that stays.
+      by: Measure of their importance.
+
+    Raises:
+      InputError: `share` is out of range, or `by` is unknown.
+    """
+    check_share(name, share)
+    if by not in ("gradient", "magnitude"):
+        raise InputError(f"{name}(by={by!r}): expected gradient or magnitude")
+
+
+def gradients_of(name: str, config: Any, weights: Any, calibration: Calibration | None) -> Any:
+    """Gradients of the parameters on calibration data.
+
+    Args:
+      name: Name of the stage that needs them.
+      config: Config of the model.
+      weights: Weights of the model.
+      calibration: The data.
+
+    Returns:
+      A tree like the parameters.
+
+    Raises:
+      InputError: There are no data.
+    """
+    if calibration is None:
+        raise InputError(f"{name}(by='gradient') needs calibration data: use by=magnitude, or pass some")
+    return calibration.gradients(config, weights)
+
+
+def check_known_widths(name: str, calibration: Calibration | None, across_layers: bool) -> None:
+    """Checks that the widths of a result do not depend on weights, where only shapes are known.
+
+    Args:
+      name: Name of the stage.
+      calibration: Calibration data, or the mark that weights are unknown.
+      across_layers: The units of all layers are compared.
+
+    Raises:
+      InputError: Weights are unknown, and the widths depend on them.
+    """
+    if calibration is not None and calibration.is_outline and across_layers:
+        raise InputError(f"{name}(across_layers=True): the weights decide on the widths: plan without across_layers")
