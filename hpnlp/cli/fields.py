@@ -19,7 +19,7 @@ def tables() -> dict[str, Iterable[str]]:
     from hpnlp.compress import distillation_terms
     from hpnlp.data import tokenizers
     from hpnlp.models import backbone
-    from hpnlp.nn import attention, block, blocks, convnet, feed_forward, layers, mixers, output, pooling
+    from hpnlp.nn import attention, block, blocks, convnet, feed_forward, image_norms, layers, mixers, output, pooling
     from hpnlp.parallel import plan, remat
     from hpnlp.training import metrics, optim
 
@@ -34,7 +34,7 @@ def tables() -> dict[str, Iterable[str]]:
         "model.pooling": pooling.POOLINGS,
         "model.rope_scaling": attention.ROPE_SCALINGS,
         "model.blocks": convnet.BLOCKS,
-        "model.image_norm": convnet.IMAGE_NORMS,
+        "model.image_norm": image_norms.IMAGE_NORMS,
         "model.residual": backbone.RESIDUALS,
         "model.dtype": backbone.DTYPES,
         "data.tokenizer": [*tokenizers.TOKENIZERS, "a path"],

@@ -92,7 +92,8 @@ def linear_attention(
     tokens = q, k, v, log_decay, beta, segment_ids
     has_many_terms = beta is not None or (log_decay is not None and log_decay.ndim == 4)
     if has_many_terms and jax.default_backend() == "cpu":
-        first = zero_state(*k.shape[::2], *k.shape[3:], v.shape[-1], normalize) if state is None else state
+        batch, _, kv_heads, features = k.shape
+        first = zero_state(batch, kv_heads, features, v.shape[-1], normalize) if state is None else state
         o, last = _in_parts(in_chunks, tokens, first)
     else:
         o, last = in_chunks(*tokens, state)
