@@ -45,8 +45,9 @@ def train_seeds(config: Config, seeds: Sequence[int], directory: str | Path) -> 
       The run directories, in the order of the seeds, as for `ensembles.load_ensemble`.
 
     Raises:
-      InputError: The config is not valid, needs evaluations, a teacher or several devices, or its batches have several lengths;
-          a seed repeats; a directory holds a run; or the gradients of a member are not finite, as in `loop.train`.
+      InputError: The config is not valid, needs evaluations, a teacher or several devices, has batches of several lengths, or
+          sets train.writers, train.profile or train.debug_nans; a seed repeats; a directory holds a run; or the gradients of a
+          member are not finite, as in `loop.train`.
     """
     _check(config, seeds)
     paths = [Path(directory) / f"seed_{seed}" for seed in seeds]
@@ -92,6 +93,9 @@ def _check(config: Config, seeds: Sequence[int]) -> None:
         "optimizer.average": isinstance(averages.find(config.optimizer.average), averages.NonMonotonic),
         "train.patience": config.train.patience,
         "train.init_from": config.train.init_from,
+        "train.writers": config.train.writers,
+        "train.profile": config.train.profile,
+        "train.debug_nans": config.train.debug_nans,
         "distill.teacher": config.distill.teacher,
         "data.buckets": getattr(config.data, "buckets", 1) > 1,
         "data.length_deviation": getattr(config.data, "length_deviation", 0),
@@ -101,7 +105,8 @@ def _check(config: Config, seeds: Sequence[int]) -> None:
             section, field = name.split(".")
             raise InputError(
                 f"{name}={getattr(getattr(config, section), field)!r}: seeds that are trained as one program start anew, "
-                "and have the same steps, on batches of one length: leave it out, or train them one after another"
+                "have the same steps, on batches of one length, and write metrics.jsonl only: leave it out, or train them one "
+                "after another"
             )
     if tasks.find(config.task).frozen(config) is not None:
         raise InputError(f"task={config.task!r} has frozen variables: train the seeds one after another")

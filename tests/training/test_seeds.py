@@ -54,6 +54,12 @@ def test_members_equal_runs_of_their_seeds(tmp_path):
             "train.patience=2: seeds .* have the same steps.*leave it",
         ),
         ([0], {"optimizer__average": "ntasgd(2)", "train__eval_every": 1}, r"optimizer.average='ntasgd\(2\)': seeds"),
+        (
+            [0],
+            {"train__writers": "tensorboard"},
+            "train.writers='tensorboard': seeds .* write metrics.jsonl only: leave it",
+        ),
+        ([0], {"train__debug_nans": True}, "train.debug_nans=True: seeds"),
         ([0], {"optimizer__accumulate": 3}, "data.batch_size=8 does not split into 1 device's"),
     ],
 )
