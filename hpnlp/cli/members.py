@@ -88,7 +88,7 @@ def resolve(path: str, overrides: Sequence[str], name: str) -> Member:
     Args:
       path: Value of --config.
       overrides: Flags that set fields of the config.
-      name: The member, for error messages, as "member 00-dim=3 of get_sweep()".
+      name: The member, for error messages, as "member dim=3 of get_sweep()".
 
     Returns:
       The member.

@@ -196,8 +196,7 @@ def encoding_of(name: str, array: np.ndarray) -> str:
         return "raw"
     distinct, others = len(np.unique(array)), array.size - zeros
     coded = bits * distinct + others * np.log2(distinct)
-    is_coded = distinct <= 2**16 and zeros > SPARSE_SHARE * array.size and coded <= bits * max(others, 1)
-    return "sparse" if is_coded else "nonzeros"
+    return "sparse" if distinct <= 2**16 and coded <= bits * max(others, 1) else "nonzeros"
 
 
 def has_weights(workdir: str | os.PathLike[str]) -> bool:

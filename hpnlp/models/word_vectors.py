@@ -220,7 +220,9 @@ class WordVectors(UnstackedModel, nn.Module):
         length = segments.shape[1]
 
         def elsewhere(x: Array) -> Array:
-            return jnp.roll(x.reshape(-1, *x.shape[2:]), tokens.size // 2 + length // 2, axis=0).reshape(x.shape)
+            # Half a row further too: another word also in a batch of one row.
+            distance = len(tokens) // 2 * length + length // 2
+            return jnp.roll(x.reshape(-1, *x.shape[2:]), distance, axis=0).reshape(x.shape)
 
         unit = unit_norm(vectors.astype(jnp.float32))
         following, next_tokens, next_segments = (jnp.roll(x, -1, axis=1) for x in (unit, tokens, segments))

@@ -16,10 +16,10 @@ from hpnlp.tasks.reporting import Ranking, Report, decimals
 from hpnlp.types import InputError
 
 MAX_LABEL = 60  # characters of a run in the plot's legend
-# Names of directories of sweeps' members (hpnlp.cli.members.name_members), with the numbers of earlier versions; and those of
-# members that set no field.
-_MEMBER = re.compile(r"(\d\d+-)?\w+=.*|base|\d\d+-")
-_BASE = ("base", "00-")
+# Names of the directories of members that set no field, and of all members (hpnlp.cli.members.name_members); earlier versions
+# began them with numbers.
+_BASE = re.compile(r"base|\d\d+-")
+_MEMBER = re.compile(rf"(\d\d+-)?\w+=.*|{_BASE.pattern}")
 
 
 def compare(workdirs: Sequence[str | Path], out: str | Path) -> str:
@@ -169,7 +169,7 @@ def _member_labels(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     if not varied:
         return {}
     labels = {}
-    base = next((config for name, config in configs.items() if Path(name).name in _BASE), None)
+    base = next((config for name, config in configs.items() if _BASE.fullmatch(Path(name).name)), None)
     for name, config in configs.items():
         fields = [field for field in varied if base is None or config.get(field) != base.get(field)]
         label = ", ".join(f"{field.rpartition('.')[2]}={config.get(field)}" for field in fields) or "base"

@@ -20,10 +20,12 @@ from hpnlp.training import averages
 from hpnlp.training.batch_lengths import BatchLengths
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
+from hpnlp.training.loop import MAX_NONFINITE_STEPS
+from hpnlp.training.loss_scale import MINIMUM
 from hpnlp.training.metrics import JsonlWriter
 from hpnlp.training.run_directory import claimed, has_begun, make_model, write_config
 from hpnlp.training.state_shardings import TrainState
-from hpnlp.training.step import Trainer, make_trainer
+from hpnlp.training.step import Trainer, check_batch, make_trainer
 from hpnlp.types import InputError
 
 
@@ -43,8 +45,9 @@ def train_seeds(config: Config, seeds: Sequence[int], directory: str | Path) -> 
       The run directories, in the order of the seeds, as for `ensembles.load_ensemble`.
 
     Raises:
-      InputError: The config is not valid, needs evaluations, a teacher or several devices, or its batches have several lengths;
-          a seed repeats; or a directory holds a run.
+      InputError: The config is not valid, needs evaluations, a teacher or several devices, has batches of several lengths, or
+          sets train.writers, train.profile or train.debug_nans; a seed repeats; a directory holds a run; or the gradients of a
+          member are not finite, as in `loop.train`.
     """
     _check(config, seeds)
     paths = [Path(directory) / f"seed_{seed}" for seed in seeds]
@@ -66,8 +69,9 @@ def train_seeds(config: Config, seeds: Sequence[int], directory: str | Path) -> 
             steps=config.train.steps,
             batch_size=config.data.batch_size,
         )
+        check_batch(trainer.layout, config.data.batch_size, config.data.seq_len, config.optimizer.accumulate)
         streams = [dataset.train(seed=seed) for seed in seeds]
-        states, history = _train(trainer, config.train.steps, seeds, streams)
+        states, history = _train(trainer, config, seeds, streams)
         lengths = BatchLengths(config.data.batch_size, {config.data.seq_len: config.train.steps})
         for index, (path, of_member, state, stream) in enumerate(zip(paths, configs, states, streams, strict=True)):
             vocabulary.save(path)
@@ -89,6 +93,9 @@ def _check(config: Config, seeds: Sequence[int]) -> None:
         "optimizer.average": isinstance(averages.find(config.optimizer.average), averages.NonMonotonic),
         "train.patience": config.train.patience,
         "train.init_from": config.train.init_from,
+        "train.writers": config.train.writers,
+        "train.profile": config.train.profile,
+        "train.debug_nans": config.train.debug_nans,
         "distill.teacher": config.distill.teacher,
         "data.buckets": getattr(config.data, "buckets", 1) > 1,
         "data.length_deviation": getattr(config.data, "length_deviation", 0),
@@ -98,33 +105,50 @@ def _check(config: Config, seeds: Sequence[int]) -> None:
             section, field = name.split(".")
             raise InputError(
                 f"{name}={getattr(getattr(config, section), field)!r}: seeds that are trained as one program start anew, "
-                "and have the same steps, on batches of one length: leave it out, or train them one after another"
+                "have the same steps, on batches of one length, and write metrics.jsonl only: leave it out, or train them one "
+                "after another"
             )
     if tasks.find(config.task).frozen(config) is not None:
         raise InputError(f"task={config.task!r} has frozen variables: train the seeds one after another")
 
 
 def _train(
-    trainer: Trainer, steps: int, seeds: Sequence[int], streams: Sequence[Any]
+    trainer: Trainer, config: Config, seeds: Sequence[int], streams: Sequence[Any]
 ) -> tuple[list[TrainState], list[dict[str, np.ndarray]]]:
     """The final states of the members, and the metrics `[M]` of each step."""
     if trainer.layout.mesh.size > 1:
         raise InputError(
             f"the plan has {trainer.layout.mesh.size} devices, and members share one: set plan.name='single'"
         )
-    keys, history = [jax.random.key(seed) for seed in seeds], []
+    keys, options = [jax.random.key(seed) for seed in seeds], config.train
+    history: list[dict[str, np.ndarray]] = []
+    pending, failures = [], np.zeros(len(seeds), int)
     state = _stacked([trainer.init(key) for key in keys])
     with trainer.step.in_mesh():
         step = jax.jit(jax.vmap(trainer.step.jitted), donate_argnums=0)
-        for _ in range(steps):
+        for number in range(1, options.steps + 1):
             batches = [{name: batch[name] for name in trainer.batch_sharding} for batch in map(next, streams)]
             state, metrics = step(state, jax.tree.map(lambda *x: np.stack(x), *batches), _stacked(keys))
-            history.append(metrics)
-    history = jax.device_get(history)
-    if history and np.any(history[-1]["skipped"]):
-        seed = seeds[int(np.argmax(history[-1]["skipped"]))]
-        raise InputError(f"the loss of seed {seed} or its gradient is not finite: lower optimizer.learning_rate")
+            pending.append(metrics)
+            if number % options.log_every == 0 or number == options.steps:
+                for line in jax.device_get(pending):
+                    failures = _count_failures(failures, line, seeds, config.optimizer.skip_nonfinite)
+                    history.append(line)
+                pending.clear()
     return [jax.tree.map(lambda x, i=index: x[i], state) for index in range(len(seeds))], history
+
+
+def _count_failures(
+    failures: np.ndarray, line: dict[str, np.ndarray], seeds: Sequence[int], skip_nonfinite: bool
+) -> np.ndarray:
+    """Number of consecutive steps that were not finite, `[M]`, after another step. Raises InputError as `loop.train` does."""
+    # A loss scale that can still fall is the likely cause, and its fall is the remedy.
+    is_failure = (line["skipped"] > 0) & (line.get("loss_scale", MINIMUM) <= MINIMUM)
+    failures = np.where(is_failure, failures + 1, 0)
+    if failures.max() >= (MAX_NONFINITE_STEPS if skip_nonfinite else 1):
+        seed = seeds[int(failures.argmax())]
+        raise InputError(f"the loss of seed {seed} or its gradient is not finite: lower optimizer.learning_rate")
+    return failures
 
 
 def _write_metrics(path: Path, history: Sequence[dict[str, Any]]) -> None:

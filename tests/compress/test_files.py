@@ -42,7 +42,8 @@ def test_memory_counts_half_a_byte_for_4_bits():
         (0.9, 0, "nonzeros", 0.15),  # pruned weights, of which nearly all differ
         (0.5, 0, "nonzeros", 0.54),
         (0.02, 0, "raw", 1.01),
-        (0.9, 15, "sparse", 0.04),  # and with a codebook
+        (0.3, 15, "sparse", 0.12),  # and with a codebook
+        (0.9, 15, "sparse", 0.04),
         (1.0, 0, "sparse", 0.01),
     ],
 )

@@ -88,6 +88,12 @@ def test_held_out_loss_matches_loops(objective):
     assert_close(out.aux["pair_accuracy"], (right, weight))
 
 
+def test_pairs_of_one_row_are_compared_with_words_of_that_row():
+    model, params = make()
+    row = {name: jnp.ones_like(x[:1, :6]) for name, x in BATCH.items()} | {"tokens": jnp.arange(6)[None]}
+    assert jax.jit(functools.partial(model.apply, method="loss"))(params, row).aux["pair_accuracy"][1] > 0
+
+
 def train_loss(model, params, seed):
     rngs = {"dropout": jax.random.key(seed), "output": jax.random.key(0)}
     return jax.jit(lambda params: model.apply(params, BATCH, False, method="loss", rngs=rngs))(params)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpnlp.cli import train as command
-from hpnlp.training import loop
+from hpnlp.training import loop, seeds
 from hpnlp.training.run_directory import load
 from hpnlp.training.seeds import train_seeds
 from hpnlp.types import InputError
@@ -43,7 +43,7 @@ def test_members_equal_runs_of_their_seeds(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("seeds", "fields", "message"),
+    ("numbers", "fields", "message"),
     [
         ([], {}, r"seeds=\[\]: expected different numbers of at least 0, at least one"),
         ([1, 1], {}, r"seeds=\[1, 1\]: expected different numbers"),
@@ -54,11 +54,31 @@ def test_members_equal_runs_of_their_seeds(tmp_path):
             "train.patience=2: seeds .* have the same steps.*leave it",
         ),
         ([0], {"optimizer__average": "ntasgd(2)", "train__eval_every": 1}, r"optimizer.average='ntasgd\(2\)': seeds"),
+        (
+            [0],
+            {"train__writers": "tensorboard"},
+            "train.writers='tensorboard': seeds .* write metrics.jsonl only: leave it",
+        ),
+        ([0], {"train__debug_nans": True}, "train.debug_nans=True: seeds"),
+        ([0], {"optimizer__accumulate": 3}, "data.batch_size=8 does not split into 1 device's"),
     ],
 )
-def test_invalid_arguments_raise(tmp_path, seeds, fields, message):
+def test_invalid_arguments_raise(tmp_path, numbers, fields, message):
     with pytest.raises(InputError, match=message):
-        train_seeds(tiny.make(**fields), seeds, tmp_path)
+        train_seeds(tiny.make(**fields), numbers, tmp_path)
+
+
+def test_members_stop_where_runs_of_their_seeds_would():
+    """Not at single steps that are skipped, such as the last one, nor at those that lower a loss scale."""
+    skipped, scale = np.array([0.0, 1.0]), np.array([1.0, 2.0**15])
+    failures = np.array([0, loop.MAX_NONFINITE_STEPS - 2])
+    failures = seeds._count_failures(failures, {"skipped": skipped}, [3, 1], True)
+    np.testing.assert_array_equal(failures, [0, loop.MAX_NONFINITE_STEPS - 1])
+    for line in ({"skipped": skipped, "loss_scale": scale}, {"skipped": 0 * skipped}):
+        np.testing.assert_array_equal(seeds._count_failures(failures, line, [3, 1], True), [0, 0])
+    for before, skips in ((failures, True), (0 * failures, False)):
+        with pytest.raises(InputError, match="the loss of seed 1 or its gradient is not finite: lower"):
+            seeds._count_failures(before, {"skipped": skipped}, [3, 1], skips)
 
 
 def test_seeds_that_are_no_numbers_raise():
