@@ -63,7 +63,8 @@ def conv2d(
     if taps == ((0, 0),):
         return linear(x[:, ::stride, ::stride], kernel[0])
     x, kernel = vary_alike(x, kernel)
-    return _conv_xla(x, _window(kernel, taps), stride, 1, _borders(x, taps, stride))
+    x, borders = _bordered(x, taps, stride)
+    return _conv_xla(x, _window(kernel, taps), stride, 1, borders)
 
 
 @array_op("B", x="B")
@@ -104,7 +105,8 @@ def depthwise_conv2d(
     taps, kernel = _with_taps(x, kernel, stride, taps, "")
     x, kernel = vary_alike(x, kernel)
     if impl == "xla" or (impl == "auto" and jax.default_backend() != "cpu"):
-        return _conv_xla(x, _window(kernel, taps)[:, :, None], stride, x.shape[-1], _borders(x, taps, stride))
+        x, borders = _bordered(x, taps, stride)
+        return _conv_xla(x, _window(kernel, taps)[:, :, None], stride, x.shape[-1], borders)
     return _depthwise_shifts(x, kernel, stride, taps)
 
 
@@ -126,14 +128,17 @@ def _with_taps(x: Array, kernel: Array, stride: int, taps: Any, filters: str) ->
     if stride < 1:
         raise InputError(f"stride={stride}: expected at least 1")
     if taps is None:
-        side, channels = kernel.shape[0], kernel.shape[2]
-        if side % 2 == 0 or kernel.shape[1] != side or channels != x.shape[-1]:
+        side = kernel.shape[0]
+        window = (side, side, x.shape[-1])
+        if kernel.ndim != len(window) + len(filters) or side % 2 == 0 or kernel.shape[:3] != window:
             raise InputError(
                 f"kernel {kernel.shape}: expected an odd side, twice, and the {x.shape[-1]} channels of x, as in "
                 f"(3, 3, {x.shape[-1]}, ...)"
             )
         return window_taps(side), kernel.reshape(side**2, *kernel.shape[2:])
     expected = (len(taps), x.shape[-1])
+    if not taps:
+        raise InputError("taps=(): expected at least one position, or None for all of the window")
     if kernel.ndim != len(expected) + len(filters) or kernel.shape[:2] != expected or len(set(taps)) != len(taps):
         raise InputError(
             f"kernel {kernel.shape} with taps={tuple(taps)}: expected the number of taps, which differ, and the channels of "
@@ -158,15 +163,20 @@ def _window(kernel: Array, taps: Taps) -> Array:
     return kernel.reshape(*shape, *kernel.shape[1:])
 
 
-def _borders(x: Array, taps: Taps, stride: int) -> Taps:
-    """Zeros before and behind the rows and the columns of x; negative numbers leave out pixels."""
+def _bordered(x: Array, taps: Taps, stride: int) -> tuple[Array, Taps]:
+    """The images that a convolution reads, and the zeros before and behind their rows and their columns."""
     bounds = _bounds(taps)
     if all(first == -last for first, last in bounds):  # also where the last zeros are not read
-        return tuple((last, last) for _, last in bounds)
-    return tuple(
+        return x, tuple((last, last) for _, last in bounds)
+    borders = tuple(
         (-first, (n - 1) // stride * stride + last + 1 - n)
         for n, (first, last) in zip(x.shape[1:3], bounds, strict=True)
     )
+    if min(map(min, borders)) >= 0:
+        return x, borders
+    # Pixels are left out. With negative borders, XLA:CPU reads beyond arrays in the gradients of kernels of a single tap.
+    pads = [(before, behind, 0) for before, behind in borders]
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *pads, (0, 0, 0)]), ((0, 0), (0, 0))
 
 
 def _shifted(x: Array, taps: Taps, stride: int) -> Iterator[Array]:

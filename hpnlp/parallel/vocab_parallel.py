@@ -36,7 +36,7 @@ def lookup(layout: Layout, table: Any, ids: Int[Array, "B T"], dtype: Any) -> Fl
 
     Args:
       layout: Layout of the run.
-      table: `[V, D]`, laid out by the layout, a `Zero2Parameter` or `TableRows`.
+      table: `[V, D]`, laid out by the layout, a Weight, a `Zero2Parameter` or `TableRows`.
       ids: Rows of the table.
       dtype: Dtype of the result.
 
@@ -86,7 +86,7 @@ def loss(
     Args:
       layout: Layout of the run.
       layer: An output layer.
-      table: `[V, D]`, laid out by the layout, a `Zero2Parameter`, or None for a layer without a table.
+      table: `[V, D]`, laid out by the layout, a Weight, a `Zero2Parameter`, or None for a layer without a table.
       h: Hidden states `[B, T, D]`, laid out by `Layout.activations`; or one for each sequence, `[B, D]`.
       labels: Ids of the words to predict, `[B, T]` or `[B]`.
       weights: Weights of the tokens or sequences.

@@ -100,6 +100,27 @@ def test_kernels_with_few_taps_equal_kernels_with_zeros(kept, stride):
         assert_close(actual, expected)
 
 
+def test_gradients_of_single_taps_match_their_definition():
+    """Where some or all pixels at the tap are outside of the image; XLA:CPU reads beyond arrays with negative borders."""
+    x, kernel = arrays(4, 4, 1)
+    pixels, taps = windows(x, 9, 1), [(0, column) for column in (-4, -1, 1, 2, 3, 4)] + [(1, 0), (2, 1), (4, 4)]
+
+    def gradient(function, x, kernel, tap):
+        y, back = jax.vjp(lambda k: function(x, k, taps=(tap,)), kernel)
+        return back(jnp.cos(y))[0][0]
+
+    @jax.jit
+    def run(x, kernel):
+        depthwise = partial(depthwise_conv2d, impl="xla")
+        return [(gradient(conv2d, x, kernel, tap), gradient(depthwise, x, kernel[..., 0], tap)) for tap in taps]
+
+    for (row, column), actual in zip(taps, run(x, kernel[0]), strict=True):
+        at_tap, weights = pixels[:, :, :, row + 4, column + 4], np.asarray(kernel[0, 0], np.float64)
+        of_all = np.einsum("byxc,byxf->cf", at_tap, np.cos(at_tap @ weights))
+        of_each = (at_tap * np.cos(at_tap * weights[:, 0])).sum((0, 1, 2))
+        assert_close(actual, (jnp.float32(of_all), jnp.float32(of_each)), name=f"{row} {column}")
+
+
 @pytest.mark.parametrize(
     "function", [conv2d, partial(depthwise_conv2d, impl="shifts"), partial(depthwise_conv2d, impl="xla")]
 )
@@ -122,6 +143,8 @@ def test_bfloat16_images_match_float32(function):
         (conv2d, (2, 2, 3, 4), {}, r"kernel \(2, 2, 3, 4\): expected an odd side"),
         (conv2d, (3, 1, 3, 4), {}, "expected an odd side, twice"),
         (conv2d, (3, 3, 2, 4), {}, "the 3 channels of x"),
+        (conv2d, (3, 3, 3), {}, "expected an odd side, twice"),
+        (conv2d, (0, 3, 4), {"taps": ()}, "taps=.*: expected at least one position"),
         (conv2d, (3, 3, 3, 4), {"stride": 0}, "stride=0: expected at least 1"),
         (conv2d, (3, 3, 3, 4), {"taps": ((0, 0),)}, r"kernel \(3, 3, 3, 4\) with taps=.*: expected the number of taps"),
         (conv2d, (2, 3, 4), {"taps": ((0, 0), (0, 0))}, "taps, which differ"),
