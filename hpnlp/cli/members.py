@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hpnlp import cli
 from hpnlp.cli import experiment
@@ -21,7 +21,8 @@ BASE = "base"  # name of a member that changes no field
 MAX_NAME = 80  # characters
 
 
-class Member(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Member:
     """A run to train.
 
     Attributes:
@@ -54,7 +55,7 @@ def name_members(fields: Sequence[Mapping[str, Any]]) -> list[str]:
     return names
 
 
-def in_old_directories(members: Mapping[str, Member], workdir: Path) -> dict[str, Member]:
+def in_old_directories(members: Mapping[str, Any], workdir: Path) -> dict[str, Any]:
     """Members under the names of the directories that their runs have.
 
     Earlier versions numbered the members of sweeps, and named runs of `hpnlp lra` without their field. Such a run is found by

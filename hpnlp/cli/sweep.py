@@ -86,13 +86,14 @@ def _resolve_members(path: str, sweep: Sequence[Mapping[str, Any]], overrides: S
     resolved: dict[str, Member] = {}
     for name, fields in zip(members.name_members(sweep), sweep, strict=True):
         member = _resolve_member(path, name, fields, overrides)
-        if equal := [other for other, (_, other_config) in resolved.items() if other_config == member.config]:
+        if equal := [other for other, of_other in resolved.items() if of_other.config == member.config]:
             raise cli.InputError(
                 f"members {equal[0]} and {name} of get_sweep() have the same config: remove one of them"
             )
         resolved[name] = member
-    if len({config.task for _, config in resolved.values()}) > 1:
-        tasks = ", ".join(f"{name}: {config.task}" for name, (_, config) in resolved.items())
+    configs = {name: member.config for name, member in resolved.items()}
+    if len({config.task for config in configs.values()}) > 1:
+        tasks = ", ".join(f"{name}: {config.task}" for name, config in configs.items())
         raise cli.InputError(
             f"members of get_sweep() have different tasks ({tasks}), whose scores do not compare: write a sweep for each task"
         )

@@ -202,7 +202,7 @@ def test_runs_with_numbered_names_are_found_by_their_config(tmp_path):
     (tmp_path / "other" / "metrics.jsonl").write_text("{}\n")
     found = members.in_old_directories({f"seed={seed}": member(seed) for seed in (1, 2, 3)}, tmp_path)
     assert list(found) == ["00-seed=1", "seed=2", "seed=3"]
-    assert [config.train.seed for _, config in found.values()] == [1, 2, 3]
+    assert [member.config.train.seed for member in found.values()] == [1, 2, 3]
 
 
 def wait_for_first_step(process, lines):
