@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 from absl import flags
 
@@ -15,6 +16,7 @@ from hpnlp.__main__ import main
 from tests.tiny import quick_compiler, shared_trainers, text, xla_cache  # noqa: F401  (fixtures of every test here)
 
 ROOT = Path(__file__).parents[2]
+jax.devices()  # starts all devices, before a command that takes one of them runs in this process
 
 
 @dataclasses.dataclass
