@@ -181,6 +181,7 @@ def test_both_forms_of_the_example_mask_are_equal(names):
     assert 0 < dense.mean() < 0.2
 
 
+@pytest.mark.slow
 def test_tiles_of_the_example_mask_are_sound(names):
     mask = names["Near"](10, 1)
     dense, tiles = mask.to_dense(203, 170), block_mask.active_tiles(mask, 203, 170, 8, 16)

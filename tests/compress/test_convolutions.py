@@ -155,6 +155,7 @@ def test_rectangles_have_the_largest_area_for_which_there_are_positions():
     assert config.shapes()[0].tap_count <= 2
 
 
+@pytest.mark.slow
 def test_stages_follow_each_other(tmp_path):
     by = "by=magnitude"
     recipe = f"filters(0.5),hidden(0.5, {by}),channels(0.75, {by}, across_layers=True),shapes(0.67, {by}),int8"

@@ -52,6 +52,7 @@ def test_weights_equal_their_dense_matrices(form):
     np.testing.assert_allclose(logits, expected_logits, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_decoding_reads_weights():
     model, params = make("tied, one stack")
     ids = [

@@ -68,6 +68,7 @@ def test_losses_are_those_of_one_device(kind, plan):
     np.testing.assert_allclose(loss(weights, plan, 8), loss(weights, Plan("single"), 1), rtol=rtol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["ternary", "binary", "pow2", "int4(group=8)", "two_four", "blocks(0.5,block=8)"])
 def test_weights_that_do_not_divide_raise(recipe):
     kind = {"two_four": "TwoFourWeight", "blocks(0.5,block=8)": "BlockSparseWeight"}.get(recipe, "PackedWeight")

@@ -68,6 +68,7 @@ def test_interrupted_run_resumes_bit_for_bit(undisturbed, tmp_path, monkeypatch)
     assert buffers["updates"] == [12.0] and np.abs(buffers["average"]).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_loaded_run_generates_with_its_buffers(undisturbed):
     workdir, result = undisturbed
     run = load(workdir, step=12)
@@ -80,6 +81,7 @@ def test_loaded_run_generates_with_its_buffers(undisturbed):
     np.testing.assert_array_equal(ids, best[3:-1])
 
 
+@pytest.mark.slow
 def test_runs_start_from_a_run_with_its_buffers(undisturbed, tmp_path):
     source = load(undisturbed[0])
     result = train(tmp_path, train__init_from=str(undisturbed[0]))  # as many steps, so that the programs are the same

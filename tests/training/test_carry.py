@@ -136,6 +136,7 @@ def test_carry_holds_the_last_tokens_of_the_layers_that_have_one():
     assert (np.abs(carry.states[0] - carry.states[1]) > 1e-3).any()
 
 
+@pytest.mark.slow
 def test_skipped_steps_keep_the_carry_and_new_states_begin_without():
     trainer, (_, state) = trainer_of(), run()
     broken = dataclasses.replace(state, params=jax.tree.map(lambda x: np.full_like(x, np.nan), state.params))

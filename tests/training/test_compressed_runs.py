@@ -19,6 +19,7 @@ from tests import tiny
 SMALL = {"model__layers": 1}
 
 
+@pytest.mark.slow
 def test_compressed_weights_are_loaded_and_evaluated(tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     loop.train(tiny.make(**SMALL, train__steps=2, train__sample=0), source)

@@ -129,6 +129,7 @@ def test_keys_depend_on_all_inputs_of_the_teacher():
     assert not set(keys) & set(sequence_keys({**batch, "segment_ids": np.zeros((2, 3), int)}))
 
 
+@pytest.mark.slow
 def test_teachers_that_do_not_fit_raise(teacher, tmp_path):
     def fails(message, **overrides):
         with pytest.raises(InputError, match=message):

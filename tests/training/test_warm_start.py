@@ -229,6 +229,7 @@ def test_nonfinite_parameters_raise(checkpoint, tmp_path, value):
         loop.train(finetuned(tmp_path / "run", **STILL), tmp_path / "tuned")
 
 
+@pytest.mark.slow
 def test_planner_accepts_configs_with_a_source(words):
     config = finetuned(words, plan__name="zero3")
     assert flat(config)["train.init_from"] == str(words)
