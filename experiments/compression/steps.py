@@ -40,7 +40,7 @@ FINETUNED = {
     "magnitude": "magnitude(0.1)",
     "Deep Compression": "magnitude(0.1),codebook(bits=5, table_bits=5)",
     "stack": f"layers({STUDENT_LAYERS}),heads(0.5),mlp(0.5),int8",
-    "stack of one layer": "layers(1),heads(0.5),mlp(0.5),int8",
+    "stack of one layer": "layers(1),heads(0.5),mlp(0.25),int8",
 }
 # Training with other weights: technique -> (train.weights, recipe that stores the result, further config fields).
 TRAINED: dict[str, tuple[str, str, dict[str, str]]] = {
