@@ -332,13 +332,13 @@ def _replaced(params: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     return {name: _replaced(child, values, f"{prefix}/{name}".lstrip("/")) for name, child in params.items()}
 
 
-def _own_of(own: Any, path: str) -> Any:
+def _own_of(tree: Any, path: str) -> Any:
     """The scores of a kernel, or its factors as a LowRankWeight; None if it has neither."""
     for name in path.split("/"):
-        if own is None or name not in own:
+        if tree is None or name not in tree:
             return None
-        own = own[name]
-    return own[SCORES] if SCORES in own else LowRankWeight(own[LEFT], own[RIGHT])
+        tree = tree[name]
+    return tree[SCORES] if SCORES in tree else LowRankWeight(tree[LEFT], tree[RIGHT])
 
 
 def _factors(w: Array, rank: int) -> tuple[Array, Array]:

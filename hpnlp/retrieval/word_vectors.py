@@ -163,12 +163,12 @@ class WordVectorTable:
         added, subtracted = ([word for s, word in signed if s == sign] for sign in "+-")
         return self.analogy(added, subtracted, count)
 
-    def plane(self, words: Sequence[str], others: Sequence[str] = ()) -> np.ndarray:
+    def plane(self, words: Sequence[str], further_words: Sequence[str] = ()) -> np.ndarray:
         """Projection of the unit vectors of words to their first two principal components.
 
         Args:
           words: At least two words.
-          others: M further words in the same plane, which do not determine the components.
+          further_words: M further words in the same plane, which do not determine the components.
 
         Returns:
           float32 [N + M, 2]. The largest entry of each column is positive, so that the picture does not flip.
@@ -181,10 +181,10 @@ class WordVectorTable:
         chosen = self._unit[[self.row(word) for word in words]]
         mean = chosen.mean(axis=0)
         directions = np.linalg.svd(chosen - mean, full_matrices=False)[2][:2]
-        points = np.zeros((len(words) + len(others), 2), np.float32)
+        points = np.zeros((len(words) + len(further_words), 2), np.float32)
         points[: len(words), : len(directions)] = (chosen - mean) @ directions.T
         points[len(words) :, : len(directions)] = (
-            self._unit[[self.row(word) for word in others]] - mean
+            self._unit[[self.row(word) for word in further_words]] - mean
         ) @ directions.T
         return points * np.where(points[np.abs(points).argmax(axis=0), [0, 1]] < 0, -1, 1).astype(np.float32)
 

@@ -214,17 +214,19 @@ class Examples:
         batches = ordered_batches(self.stored[name].count, batch_size, limit, process_index, process_count)
         if self.config.buckets == 1:
             return (self._batch(name, numbers, count) for numbers, count in batches)
-        whole = [numbers for numbers, _ in ordered_batches(self.stored[name].count, batch_size, limit, 0, 1)]
-        return self._bucketed_heldout(name, whole, process_index, batch_size // process_count)
+        batches = [numbers for numbers, _ in ordered_batches(self.stored[name].count, batch_size, limit, 0, 1)]
+        return self._bucketed_heldout(name, batches, process_index, batch_size // process_count)
 
-    def _bucketed_heldout(self, name: str, whole: list[np.ndarray], process_index: int, count: int) -> Iterator[Batch]:
-        """The batches of a process: `count` examples of each of the whole batches, whose longest example decides the width."""
+    def _bucketed_heldout(
+        self, name: str, batches: list[np.ndarray], process_index: int, count: int
+    ) -> Iterator[Batch]:
+        """The batches of a process: `count` examples of each whole batch, whose longest one decides the width."""
         lengths, widths = self._lengths(name), [*self._bucket_order(0).widths, self.config.seq_len]
         if not self.kind.compares_examples:
-            numbers = np.concatenate(whole)
+            numbers = np.concatenate(batches)
             numbers = numbers[np.argsort(lengths[numbers], kind="stable")]
-            whole = np.split(numbers, np.cumsum([len(batch) for batch in whole[:-1]]))
-        for numbers in whole:
+            batches = np.split(numbers, np.cumsum([len(batch) for batch in batches[:-1]]))
+        for numbers in batches:
             width = widths[int(np.searchsorted(widths, lengths[numbers].max()))]
             yield self._batch(name, numbers[process_index * count : (process_index + 1) * count], count, width)
 

@@ -43,7 +43,7 @@ def test_absent_neighbors_have_no_vote():
 
 
 def test_numbers_that_are_no_class_have_no_vote():
-    """Of more queries than their dtype can count."""
+    """The labels are int8, which cannot count the queries."""
     labels = np.tile(np.array([[-1, 1, 7]], np.int8), (200, 1))
     shares = once(lambda s, y: embeddings.neighbor_probabilities(s, y, 3), np.ones((200, 3), np.float32), labels)
     np.testing.assert_array_equal(shares, np.tile([0, 1, 0], (200, 1)))
