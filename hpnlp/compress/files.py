@@ -141,8 +141,8 @@ def read_outline(path: str | os.PathLike[str]) -> Any:
     return _assembled(path, flat, file.metadata)
 
 
-def _assembled(path: str | os.PathLike[str], arrays: Mapping[str, Any], header: Mapping[str, Any]) -> Any:
-    """The tree of arrays, or their shapes, with the Weights that the header describes."""
+def _assembled(path: str | os.PathLike[str], arrays: Mapping[str, Any], header: Any) -> Any:
+    """The tree of arrays, or their shapes, with the Weights that the header describes; foreign headers may be of any type."""
     try:
         return _tree_of(path, arrays, header)
     except InputError:
@@ -154,7 +154,7 @@ def _assembled(path: str | os.PathLike[str], arrays: Mapping[str, Any], header: 
         ) from error
 
 
-def _tree_of(path: str | os.PathLike[str], arrays: Mapping[str, Any], header: Mapping[str, Any]) -> Any:
+def _tree_of(path: str | os.PathLike[str], arrays: Mapping[str, Any], header: Any) -> Any:
     """`_assembled`, which raises any error where the header is not that of `file_content`."""
     flat: dict[str, Any] = dict(arrays)
     # Innermost first: a part of a Weight may be a Weight itself.
