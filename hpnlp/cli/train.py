@@ -23,7 +23,8 @@ Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 save a checkpoint after the current
 step they exit at once. A second Ctrl-C, two seconds later or more, exits without saving.
 
 --seeds=0,1,2 trains a run for each seed in WORKDIR/seed_0 and so on, all of them as one program on one device, without
-evaluations; the same command with --workdir=WORKDIR/seed_0 --config.train.seed=0 in place of --seeds adds a report.
+evaluations; it resumes as one run does. The same command with --workdir=WORKDIR/seed_0 --config.train.seed=0 in place of
+--seeds then adds a report.
 
 On several hosts (srun, mpirun, TPU pods), run the same command in each process, with a workdir that all of them share. Without
 a launcher, add --coordinator=HOST:PORT --processes=N --process=I.
@@ -78,8 +79,10 @@ def run(argv: Sequence[str]) -> None:
     resolved = config.resolve(values)
     if f.seeds:
         with out_of_memory.advised(resolved):
-            paths = seeds.train_seeds(resolved, _numbers(f.seeds), workdir)
-        print("\n".join(map(str, paths)))
+            members = seeds.train_seeds(resolved, _numbers(f.seeds), workdir)
+        if members.interrupted:
+            sys.exit(signals.INTERRUPTED)
+        print("\n".join(map(str, members.paths)))
         return
     distributed.check_same_config(config.to_json(resolved))
     with distributed.exit_on_lost_process(), out_of_memory.advised(resolved):

@@ -143,6 +143,14 @@ class Checkpointer:
         """
         return self._manager.latest_step()
 
+    def delete(self, step: int) -> None:
+        """Deletes the checkpoint of a step.
+
+        Args:
+          step: The step.
+        """
+        self._manager.delete(step)
+
     def best(self) -> int | None:
         """Step of the checkpoint with the best held-out score.
 
@@ -327,9 +335,8 @@ class Checkpointer:
         resolved = self.latest() if step is None else step
         if resolved is None or resolved not in self._manager.all_steps():
             steps = ", ".join(str(s) for s in self._manager.all_steps()) or "none"
-            raise InputError(
-                f"no checkpoint {step or ''} in {self.directory} (there: {steps}): train first, or name another"
-            )
+            there = f"no checkpoint {step or ''} in {self.directory} (there: {steps})"
+            raise InputError(f"{there}: train first, or name another")
         return resolved
 
     def _record(self, step: int) -> dict[str, Any]:
@@ -373,9 +380,8 @@ class Checkpointer:
             reason = "the disk is full" if is_full else _first_line(text)
             fix = "free some space" if is_full else "check the path and its permissions"
             intact = "; earlier checkpoints are intact" if _has_complete(self.directory) else ""
-            raise InputError(
-                f"cannot {verb} {self.directory}: {reason}{intact}: {fix} and run the same command again"
-            ) from error
+            message = f"cannot {verb} {self.directory}: {reason}{intact}: {fix} and run the same command again"
+            raise InputError(message) from error
 
     @contextlib.contextmanager
     def _read_back(self, step: int) -> Iterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,25 +17,40 @@ import jax
 import numpy as np
 
 from hpnlp import tasks
-from hpnlp.training import averages
+from hpnlp.training import averages, distributed
 from hpnlp.training.batch_lengths import BatchLengths
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
 from hpnlp.training.loop import MAX_NONFINITE_STEPS
 from hpnlp.training.loss_scale import MINIMUM
-from hpnlp.training.metrics import JsonlWriter
+from hpnlp.training.metrics import Display, JsonlWriter, reading_progress
 from hpnlp.training.run_directory import claimed, has_begun, make_model, write_config
 from hpnlp.training.state_shardings import TrainState
 from hpnlp.training.step import Trainer, check_batch, make_trainer
 from hpnlp.types import InputError
 
 
-def train_seeds(config: Config, seeds: Sequence[int], directory: str | Path) -> list[Path]:
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Result of `train_seeds`.
+
+    Attributes:
+      paths: The run directories, in the order of the seeds, as for `ensembles.load_ensemble`.
+      step: Number of steps done.
+      interrupted: Name of the signal that stopped the runs early, and "" otherwise; the same command continues from `step`.
+    """
+
+    paths: list[Path]
+    step: int
+    interrupted: str
+
+
+def train_seeds(config: Config, seeds: Sequence[int], directory: str | Path) -> Result:
     """Trains a run for each seed, all of them as one program, to `config.train.steps`.
 
-    A member equals the run of `loop.train` with `train.seed` set to its seed, but for rounding, and without evaluations; its
-    one checkpoint is that of the last step. `hpnlp train` with the same config and seed in the directory of a member adds its
-    report.
+    A member equals the run of `loop.train` with `train.seed` set to its seed, but for rounding, and without evaluations. All
+    members have checkpoints at the same steps, and go on from the newest step of which all of them have one. `hpnlp train` with
+    the same config and seed in the directory of a member adds its report.
 
     Args:
       config: Config of the runs; `train.seed` is not read.
@@ -42,47 +58,105 @@ def train_seeds(config: Config, seeds: Sequence[int], directory: str | Path) -> 
       directory: Directory of the run directories, which are named "seed_0" and so on.
 
     Returns:
-      The run directories, in the order of the seeds, as for `ensembles.load_ensemble`.
+      The result, also where a signal stopped the runs early.
 
     Raises:
       InputError: The config is not valid, needs evaluations, a teacher or several devices, has batches of several lengths, or
-          sets train.writers, train.profile or train.debug_nans; a seed repeats; a directory holds a run; or the gradients of a
-          member are not finite, as in `loop.train`.
+          sets train.writers, train.profile or train.debug_nans; a seed repeats; a directory holds a run of another config, or
+          one that has gone on alone; or the gradients of a member are not finite, as in `loop.train`.
     """
     _check(config, seeds)
     paths = [Path(directory) / f"seed_{seed}" for seed in seeds]
-    for path in paths:
-        if has_begun(path):
-            raise InputError(f"{path} holds a run: remove it, or choose another directory")
     configs = [dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed)) for seed in seeds]
     task = tasks.find(config.task)
     with contextlib.ExitStack() as stack:
         for path, of_member in zip(paths, configs, strict=True):
             stack.enter_context(claimed(path, of_member, False))
-        dataset = task.dataset(config.data, None)
+        stopping = distributed.Stopping()
+        stack.callback(stopping.end)
+        known = task.load_vocabulary(paths[0]) if has_begun(paths[0]) else None
+        dataset = task.dataset(config.data, known, reading_progress())
         vocabulary = task.vocabulary(dataset)
         optimizer = config.optimizer.for_batch(config.data.batch_size)
-        trainer = make_trainer(
-            make_model(config, vocabulary),
-            optimizer,
-            config.plan,
-            steps=config.train.steps,
-            batch_size=config.data.batch_size,
+        model, batch_size = make_model(config, vocabulary), config.data.batch_size
+        trainer = make_trainer(model, optimizer, config.plan, steps=config.train.steps, batch_size=batch_size)
+        check_batch(trainer.layout, batch_size, config.data.seq_len, config.optimizer.accumulate)
+        if trainer.layout.mesh.size > 1:
+            raise InputError(
+                f"the plan has {trainer.layout.mesh.size} devices, and members share one: set plan.name='single'"
+            )
+        members = [_Member(seed, seeds, path, config, dataset) for seed, path in zip(seeds, paths, strict=True)]
+        for member in members:
+            stack.callback(member.checkpoints.close)
+        step = _common_step(members, trainer)
+        for member, of_member in zip(members, configs, strict=True):
+            vocabulary.save(member.path)
+            write_config(member.path, of_member)
+            member.writer = JsonlWriter(member.path, step)
+            stack.callback(member.writer.close)
+        display = Display(step, config.train.steps)
+        stack.callback(display.close)
+        display.print(
+            f"{f'going on from step {step}' if step else 'starting'}: {len(seeds)} seeds as one program, {config.train.steps} "
+            f"steps of {batch_size} x {config.data.seq_len} tokens each, in {directory}; losses are means over the seeds"
         )
-        check_batch(trainer.layout, config.data.batch_size, config.data.seq_len, config.optimizer.accumulate)
-        streams = [dataset.train(seed=seed) for seed in seeds]
-        states, history = _train(trainer, config, seeds, streams)
-        lengths = BatchLengths(config.data.batch_size, {config.data.seq_len: config.train.steps})
-        for index, (path, of_member, state, stream) in enumerate(zip(paths, configs, states, streams, strict=True)):
-            vocabulary.save(path)
-            write_config(path, of_member)
-            _write_metrics(path, [{name: values[index] for name, values in line.items()} for line in history])
-            saved = Checkpointer(path, metric=task.metric, higher_is_better=task.higher_is_better)
-            stack.callback(saved.close)
-            progress = {"best": None, "bad_evals": 0, "seconds": {}, **lengths.record()}
-            saved.save(state, stream.get_state(), progress)
-            saved.wait()
-    return paths
+        step = _train(trainer, config, members, step, stopping, display)
+        if stopping.signal:
+            display.print(f"{stopping.signal}: saved step {step}; the same command goes on from there")
+    return Result(paths, step, stopping.signal)
+
+
+class _Member:
+    """A run among those of several seeds: its data, checkpoints and metrics."""
+
+    writer: JsonlWriter
+
+    def __init__(self, seed: int, seeds: Sequence[int], path: Path, config: Config, dataset: Any) -> None:
+        self.seed, self.seeds, self.path, self.config = seed, list(seeds), path, config
+        self.key, self.batches = jax.random.key(seed), dataset.train(seed=seed)
+        task = tasks.find(config.task)
+        self.checkpoints = Checkpointer(
+            path, max(2, config.train.keep), metric=task.metric, higher_is_better=task.higher_is_better
+        )  # two, so that all members have one of the same step while they save one after another
+
+    def newest(self) -> int:
+        """Step of the newest checkpoint, 0 without one."""
+        return self.checkpoints.latest() or 0
+
+    def start(self, trainer: Trainer, step: int) -> TrainState:
+        """The state after `step` steps: that of a checkpoint, or the initial one."""
+        if step == 0:
+            return trainer.init(self.key)
+        state, position, _ = self.checkpoints.restore(trainer.state_shapes, step)
+        self.batches.set_state(position)
+        return state
+
+    def save(self, state: TrainState) -> None:
+        """Starts a checkpoint, after the metrics of its steps have reached the disk."""
+        self.writer.sync()
+        data = self.config.data
+        lengths = BatchLengths(data.batch_size, {data.seq_len: int(state.step)})
+        progress = {"best": None, "bad_evals": 0, "seconds": {}, "seeds": self.seeds, **lengths.record()}
+        self.checkpoints.save(state, self.batches.get_state(), progress)
+
+
+def _common_step(members: Sequence[_Member], trainer: Trainer) -> int:
+    """The newest step of which all members have a checkpoint; later ones, which a kill between saves leaves, are deleted."""
+    step = min(member.newest() for member in members)
+    ahead = [member for member in members if member.newest() > step]
+    for member in ahead:  # all of them are checked before one is deleted
+        _, _, progress = member.checkpoints.restore(trainer.state_shapes)
+        if progress.get("seeds") != member.seeds or not all(has_begun(member.path) for member in members):
+            raise InputError(
+                f"{member.path} holds a run of {member.newest()} steps, and another seed has {step}: remove it, or choose "
+                "another directory"
+            )
+        if step:
+            member.checkpoints.step_of(step)
+    for member in ahead:
+        while member.newest() > step:
+            member.checkpoints.delete(member.newest())
+    return step
 
 
 def _check(config: Config, seeds: Sequence[int]) -> None:
@@ -113,29 +187,46 @@ def _check(config: Config, seeds: Sequence[int]) -> None:
 
 
 def _train(
-    trainer: Trainer, config: Config, seeds: Sequence[int], streams: Sequence[Any]
-) -> tuple[list[TrainState], list[dict[str, np.ndarray]]]:
-    """The final states of the members, and the metrics `[M]` of each step."""
-    if trainer.layout.mesh.size > 1:
-        raise InputError(
-            f"the plan has {trainer.layout.mesh.size} devices, and members share one: set plan.name='single'"
-        )
-    keys, options = [jax.random.key(seed) for seed in seeds], config.train
-    history: list[dict[str, np.ndarray]] = []
-    pending, failures = [], np.zeros(len(seeds), int)
-    state = _stacked([trainer.init(key) for key in keys])
+    trainer: Trainer, config: Config, members: Sequence[_Member], step: int, stopping: Any, display: Display
+) -> int:
+    """Trains from `step` to the last step or a signal, with metrics and checkpoints on the way; returns the step reached."""
+    options, first = config.train, step
+    if step == options.steps:
+        return step
+    seeds, keys = [member.seed for member in members], _stacked([member.key for member in members])
+    tokens = len(members) * config.data.batch_size * config.data.seq_len
+    pending, failures, begun = [], np.zeros(len(members), int), 0.0
+    state = _stacked([member.start(trainer, step) for member in members])
     with trainer.step.in_mesh():
-        step = jax.jit(jax.vmap(trainer.step.jitted), donate_argnums=0)
-        for number in range(1, options.steps + 1):
-            batches = [{name: batch[name] for name in trainer.batch_sharding} for batch in map(next, streams)]
-            state, metrics = step(state, jax.tree.map(lambda *x: np.stack(x), *batches), _stacked(keys))
+        program = jax.jit(jax.vmap(trainer.step.jitted), donate_argnums=0)
+        while step < options.steps and not stopping.signal:
+            batches = [
+                {name: batch[name] for name in trainer.batch_sharding} for batch in (next(m.batches) for m in members)
+            ]
+            state, metrics = program(state, jax.tree.map(lambda *x: np.stack(x), *batches), keys)
             pending.append(metrics)
-            if number % options.log_every == 0 or number == options.steps:
-                for line in jax.device_get(pending):
+            step += 1
+            if step == first + 1:
+                jax.block_until_ready(metrics)
+                begun = time.perf_counter()  # after the compilation
+                stopping.begin()  # before, a signal ends the process at once: there is nothing to save
+            is_last = step == options.steps or bool(stopping.signal)
+            is_due = is_last or bool(options.checkpoint_every) and step % options.checkpoint_every == 0
+            if is_due or step % options.log_every == 0:
+                lines = jax.device_get(pending)
+                for number, line in enumerate(lines, step - len(lines) + 1):
+                    for index, member in enumerate(members):
+                        member.writer.write(number, {name: float(values[index]) for name, values in line.items()})
                     failures = _count_failures(failures, line, seeds, config.optimizer.skip_nonfinite)
-                    history.append(line)
                 pending.clear()
-    return [jax.tree.map(lambda x, i=index: x[i], state) for index in range(len(seeds))], history
+                busy, done = time.perf_counter() - begun, step - first - 1
+                display.step(step, float(lines[-1]["loss"].mean()), busy, tokens * done)
+            if is_due:
+                for index, member in enumerate(members):
+                    member.save(jax.tree.map(lambda x, i=index: x[i], state))
+        for member in members:
+            member.checkpoints.wait()
+    return step
 
 
 def _count_failures(
@@ -149,14 +240,6 @@ def _count_failures(
         seed = seeds[int(failures.argmax())]
         raise InputError(f"the loss of seed {seed} or its gradient is not finite: lower optimizer.learning_rate")
     return failures
-
-
-def _write_metrics(path: Path, history: Sequence[dict[str, Any]]) -> None:
-    """Writes metrics.jsonl."""
-    writer = JsonlWriter(path)
-    for step, line in enumerate(history, 1):
-        writer.write(step, {name: float(value) for name, value in line.items()})
-    writer.close()
 
 
 def _stacked(trees: Sequence[Any]) -> Any:

@@ -1,6 +1,9 @@
 """Runs of several seeds as one program: each equals the run of its seed alone, and runs that cannot be so."""
 
 import json
+import re
+import shutil
+import signal
 
 import jax
 import numpy as np
@@ -22,7 +25,7 @@ def test_members_equal_runs_of_their_seeds(tmp_path):
     """
     fields = {"train__steps": 4, "train__log_every": 1, "model__dropout": 0.2, "optimizer__clip_norm": 0.5}
     fields |= {"optimizer__name": "sgd", "optimizer__learning_rate": 0.3}
-    paths = train_seeds(tiny.make(**fields), [3, 1], tmp_path)
+    paths = train_seeds(tiny.make(**fields), [3, 1], tmp_path).paths
     assert [path.name for path in paths] == ["seed_3", "seed_1"]
     for path, seed in zip(paths, (3, 1), strict=True):
         config = tiny.make(**fields, train__seed=seed)
@@ -38,8 +41,46 @@ def test_members_equal_runs_of_their_seeds(tmp_path):
         again = loop.train(config, path)
         assert again.step == 4 and again.heldout["loss"] == pytest.approx(alone.heldout["loss"], rel=1e-4)
     assert load(paths[0]).config.train.seed == 3
-    with pytest.raises(InputError, match="seed_3 holds a run: remove it, or choose another directory"):
-        train_seeds(tiny.make(**fields), [3], tmp_path)
+    shutil.rmtree(tmp_path / "seed_1")
+    for others in ([3, 2], [3, 1]):
+        with pytest.raises(InputError, match="seed_3 holds a run of 4 steps, and another seed has 0: remove it, or"):
+            train_seeds(tiny.make(**fields), others, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1, None])
+def test_members_resume(tmp_path, monkeypatch, capsys, killed):
+    """After a signal (None), and after a kill between the saves of two members, at the first and at a later checkpoint."""
+    fields = {"train__steps": 6, "train__log_every": 1, "train__checkpoint_every": 2, "model__dropout": 0.2}
+    config = tiny.make(**fields)
+    expected = train_seeds(config, [3, 1], tmp_path / "whole").paths
+    saves, save = [], seeds._Member.save
+
+    def interrupted_save(member, state):
+        saves.append(int(state.step))
+        if killed is not None and len(saves) == 2 * killed + 2:
+            raise KeyboardInterrupt
+        save(member, state)
+        if killed is None and len(saves) == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(seeds._Member, "save", interrupted_save)
+    if killed is None:
+        result = train_seeds(config, [3, 1], tmp_path)
+        assert result.interrupted == "SIGTERM" and 2 <= result.step <= 3
+        assert f"SIGTERM: saved step {result.step}; the same command goes on from there" in capsys.readouterr().out
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            train_seeds(config, [3, 1], tmp_path)
+    monkeypatch.setattr(seeds._Member, "save", save)
+    result = train_seeds(config, [3, 1], tmp_path)
+    assert result.step == 6 and result.interrupted == ""
+    first = {None: "going on from step [23]: ", 0: "starting: ", 1: "going on from step 2: "}[killed]
+    assert re.search(f"{first}2 seeds as one program, 6 steps of 8 x", capsys.readouterr().out)
+    for path, other in zip(result.paths, expected, strict=True):
+        assert (path / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
+        jax.tree.map(np.testing.assert_array_equal, load(path).params, load(other).params)
+    assert train_seeds(config, [3, 1], tmp_path).step == 6
 
 
 @pytest.mark.parametrize(
