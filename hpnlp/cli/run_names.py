@@ -23,7 +23,8 @@ def expand(names: Sequence[str], step: int | None = None) -> list[tuple[str, int
       `(workdir, step or None for the best checkpoint)` of each.
 
     Raises:
-      InputError: There are fewer runs or checkpoints than a name asks for.
+      InputError: There are fewer runs or checkpoints than a name asks for, or runs of `SWEEP@best3` have different held-out
+        examples.
     """
     members: list[tuple[str, int | None]] = []
     for name in names:
@@ -54,15 +55,22 @@ def _best(directory: str, count: int) -> list[str]:
     """The finished runs of a directory with the best primary scores, best first."""
     from hpnlp import report, tasks
 
-    scored = []
+    scored, digests = [], {}
     for path in sorted(Path(directory).glob("*/report.json")):
         content = report.read_report(path.parent)
         task = tasks.find(str(content["config"].get("task", "lm")))
         score = content.get(f"heldout_{task.metric}")
         if score is not None:
             scored.append((-score if task.higher_is_better else score, str(path.parent)))
+            digests.setdefault(content.get("heldout_digest"), path.parent)
     if not 1 <= count <= len(scored):
         raise InputError(
             f"{directory}@best{count}: the directory holds {len(scored)} finished runs with a score: name at most these"
+        )
+    if len(digests) > 1:
+        first, other = list(digests.values())[:2]
+        raise InputError(
+            f"{directory}@best{count}: {first} and {other} have different held-out examples, so that their scores do not "
+            "compare: name the runs themselves"
         )
     return [run for _, run in sorted(scored)[:count]]

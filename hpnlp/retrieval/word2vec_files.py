@@ -83,7 +83,7 @@ def load_word2vec(path: str | os.PathLike[str], binary: bool | None = None) -> W
     if len(header) != 2 or not all(part.isdigit() for part in header):
         raise InputError(
             f"{path}, line 1: {shortened(data[:40].decode('utf-8', 'replace'), 40)}: expected the numbers of words and of "
-            "features, as files of word2vec begin"
+            f"features, as files of word2vec begin{_missing_header(data)}"
         )
     count, dim = map(int, header)
     if dim < 1:
@@ -95,6 +95,16 @@ def load_word2vec(path: str | os.PathLike[str], binary: bool | None = None) -> W
         return WordVectorTable(words, vectors)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
+
+
+def _missing_header(data: bytes) -> str:
+    """The fix for a file of GloVe, which begins with a word and its vector; "" for other files."""
+    lines = data.rstrip().split(b"\n")
+    try:
+        dim = len([float(number) for number in lines[0].split()[1:]])
+    except ValueError:
+        return ""
+    return f"; a file of GloVe begins with a word: insert the line '{len(lines)} {dim}' before it" if dim > 1 else ""
 
 
 def _is_binary(body: bytes, dim: int) -> bool:

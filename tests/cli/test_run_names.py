@@ -25,9 +25,13 @@ def test_names_stand_for_checkpoints(tmp_path, monkeypatch):
         os.makedirs(f"sweep/{name}")
         with open(f"sweep/{name}/report.json", "w") as file:
             file.write("{}")
-    monkeypatch.setattr(
-        report, "read_report", lambda path: {"config": {"task": "lm"}, "heldout_loss": scores[path.name]}
-    )
+    digests = dict.fromkeys(scores, "x")
+
+    def read_report(path):
+        name = path.name
+        return {"config": {"task": "lm"}, "heldout_loss": scores[name], "heldout_digest": digests[name]}
+
+    monkeypatch.setattr(report, "read_report", read_report)
     assert run_names.expand(["sweep@best2"]) == [("sweep/b", None), ("sweep/d", None)]
     for name, message in (
         ("run@last4", "run@last4: the run has 3 checkpoints: name at most these, and keep more of them by train.keep"),
@@ -37,6 +41,9 @@ def test_names_stand_for_checkpoints(tmp_path, monkeypatch):
     ):
         with pytest.raises(InputError, match=message):
             run_names.expand([name])
+    digests["d"] = "y"
+    with pytest.raises(InputError, match="sweep/a and sweep/d have different held-out examples, so that their scores"):
+        run_names.expand(["sweep@best2"])
 
 
 @pytest.fixture(scope="module")

@@ -89,7 +89,7 @@ BINARY = b"2 2\na " + np.array([1, 2], "<f4").tobytes() + b"b " + np.array([3, 4
     ("content", "message"),
     [
         (b"", "line 1: '': expected the numbers of words and of features"),
-        (b"a 1 2\n", "line 1: 'a 1 2"),
+        (b"a 1 2\nb 3 4\n", "line 1: 'a 1 2.*a file of GloVe begins with a word: insert the line '2 2' before it"),
         (b"1 0\na\n", "line 1: 0 features: expected at least 1"),
         (b"3 2\na 1 2\nb 3 4\n", "has 2 words, and line 1 announces 3: correct the count"),
         (b"1 2\na 1 2\nb 3 4\n", "has 2 words, and line 1 announces 1: correct the count"),
