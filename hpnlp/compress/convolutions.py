@@ -206,11 +206,7 @@ def keep_channels(
     Raises:
       InputError: No channel of a group would be left, or the normalisation is over several channels.
     """
-    if not make_norm(config.image_norm, parent=None).is_by_channel:
-        raise InputError(
-            f"channels of a network with model.image_norm={config.image_norm!r} cannot be removed, because it normalises "
-            "several channels together: train with model.image_norm=batch, or remove positions of windows by shapes"
-        )
+    _check_normalisation(config)
     arrays: dict[Any, Any] = dict(flatten_dict(weights))
     new = config.shapes()
     for group, indices in kept:
@@ -265,6 +261,7 @@ def _channel_compressor(
                 name, name
             )
             raise InputError(f"{name}({share}): the network has no {what} that can be removed: leave the stage out")
+        _check_normalisation(config)
         check_known_widths(name, calibration, across_layers)
         if calibration is not None and calibration.is_outline:
             scores = [np.ones(group.count) for group in groups]
@@ -282,6 +279,14 @@ def _check_convolutional(name: str, config: Any) -> None:
         raise InputError(
             f"{name}: a model of {type(config).__name__} has no convolutions of images: remove heads, mlp or layers, or leave "
             "the stage out"
+        )
+
+
+def _check_normalisation(config: ConvNetConfig) -> None:
+    if not make_norm(config.image_norm, parent=None).is_by_channel:
+        raise InputError(
+            f"channels of a network with model.image_norm={config.image_norm!r} cannot be removed, because it normalises "
+            "several channels together: train with model.image_norm=batch, or remove positions of windows by shapes"
         )
 
 

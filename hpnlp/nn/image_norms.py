@@ -41,6 +41,7 @@ class BatchNorm(nn.Module):
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
             raise InputError(f"model.image_norm: decay={self.decay}: expected 0 or more, and less than 1")
+        _check_eps(self.eps)
         super().__post_init__()
 
     #: Whether a channel is normalised without the others, so that channels can be removed.
@@ -111,6 +112,7 @@ class GroupNorm(nn.Module):
     def __post_init__(self) -> None:
         if self.groups < 1:
             raise InputError(f"model.image_norm: groups={self.groups}: expected at least 1")
+        _check_eps(self.eps)
         super().__post_init__()
 
     @nn.compact
@@ -124,6 +126,11 @@ class GroupNorm(nn.Module):
         scale = param(self, "scale", nn.initializers.ones, *channels)
         bias = param(self, "bias", nn.initializers.zeros, *channels)
         return group_norm(x, scale, bias, self.groups, self.eps), {}
+
+
+def _check_eps(eps: int | float) -> None:
+    if not eps > 0:
+        raise InputError(f"model.image_norm: eps={eps}: expected a number over 0")
 
 
 IMAGE_NORMS: dict[str, Callable[..., Any]] = {"batch": BatchNorm, "group": GroupNorm}

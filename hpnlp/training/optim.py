@@ -22,7 +22,7 @@ MIN_QUANTIZED_SIZE = 4096
 LARS_TRUST_COEFFICIENT = 0.001  # value of You et al. 2017
 # Names of the parameters that weight decay acts on, and of those whose moments adamw8bit quantizes (embedding tables are
 # excluded, as in Dettmers et al. 2022, section 2.3).
-_MATRICES = ("kernel", "table", "head")
+_MATRICES = ("kernel", "table", "head", "left", "right")  # left and right are the factors of a kernel
 _QUANTIZED = ("kernel", "head")
 
 

@@ -17,7 +17,7 @@ from hpnlp.ops.linear import linear
 from hpnlp.ops.weights import RoundedInputsWeight, dense_tree, quantize
 from hpnlp.ops.weights.low_rank import rank_of
 from hpnlp.parallel.plan import Plan
-from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.optim import OptimizerConfig, is_matrix
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE
@@ -190,6 +190,7 @@ def test_factors_are_trained_and_found_again():
     model = with_weight_training(MODEL, "low_rank(0.5)", 100)
     plain = jax.jit(model.finished)(jax.tree.map(jnp.asarray, weights))
     assert losses[-1] < losses[0]
+    assert all(jax.tree.leaves(is_matrix(weights["weights"])))  # weight decay acts on factors
     np.testing.assert_allclose(loss_of(model)(weights), loss_of(MODEL)(plain), rtol=1e-5)
     kernel = plain["layers"]["mlp"]["up"]["kernel"]
     rank = rank_of(kernel.shape[-2:], 0.5)

@@ -190,6 +190,7 @@ def test_multiply_adds_are_those_of_the_program():
         ({"image_norm": "layer"}, "unknown normalisation of images 'layer'"),
         ({"image_norm": "batch(decay=1.0)"}, "decay=1.0: expected 0 or more"),
         ({"image_norm": "group(0)"}, "groups=0: expected at least 1"),
+        ({"image_norm": "batch(eps=-1)"}, "eps=-1: expected a number over 0"),
         ({"width": 0.0}, "model.width=0.0"),
         ({"dropout": 1.0}, "model.dropout=1.0"),
         ({"side": -1}, "model.side=-1"),
