@@ -267,12 +267,11 @@ def _measure(
     for length in lengths:
         of_task |= _resolved(task, specs, is_all, overrides, length)
     members.make_directory(workdir)
-    rows = _measured(task, of_task, workdir / "efficiency.json")
-    text = table.render_efficiency(rows)
-    replace_text(workdir / "efficiency.md", text)
-    if rows:
+    if rows := _measured(task, of_task, workdir / "efficiency.json"):
+        text = table.render_efficiency(rows)
+        replace_text(workdir / "efficiency.md", text)
         plots.plot_efficiency(rows, workdir / "efficiency.png")
-    print(f"{text}\nwritten: {workdir}/efficiency.json, .md and .png", flush=True)
+        print(f"{text}\nwritten: {workdir}/efficiency.json, .md and .png", flush=True)
     if len(rows) < len(of_task):
         raise cli.InputError(f"{len(of_task) - len(rows)} of {len(of_task)} measurements failed, see the errors above")
 
