@@ -7,7 +7,7 @@ from hpnlp.ops import fourier
 from hpnlp.ops.attention.bucketed import attend, cache, hashing, sinkhorn, sinkhorn_cache
 from hpnlp.ops.attention.low_rank import compression, nystrom, value_conv
 from hpnlp.ops.attention.synthetic import attend as synthetic
-from hpnlp.ops.attention.synthetic import factorized_dense
+from hpnlp.ops.attention.synthetic import factorized_dense, shared_scores
 
 RNG = np.random.default_rng(0)
 
@@ -91,6 +91,9 @@ CALLS = {
     ),
     "attention.synthetic.attend.synthetic_attend_reference": (
         (lambda v, a, b, s: synthetic.synthetic_attend_reference(v, [(a, b)], [s]), (V, Q, K, x(1, 4, 12, 12))),
+    ),
+    "attention.synthetic.shared_scores.shared_scores_attend": (
+        (lambda v, s: shared_scores.shared_scores_attend(v, s), (Q, x(4, 12, 12))),
     ),
     "attention.synthetic.attend.tiled_scores": (
         (lambda a, b: synthetic.tiled_scores(a, b, 12), (x(2, 12, 4, 3), x(2, 12, 4, 4))),

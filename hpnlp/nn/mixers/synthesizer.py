@@ -16,6 +16,7 @@ from hpnlp.nn.mixers.low_rank import of_length
 from hpnlp.ops.attention.pair_bias import weighted
 from hpnlp.ops.attention.synthetic.attend import Factors, synthetic_attend, tiled_scores
 from hpnlp.ops.attention.synthetic.factorized_dense import factorized_dense_attend
+from hpnlp.ops.attention.synthetic.shared_scores import shared_scores_attend
 from hpnlp.spec import did_you_mean
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
@@ -43,7 +44,8 @@ class SynthesizerMixer(nn.Module):
       dropout: Rate of dropout on attention probabilities.
 
     Cost: as `attend` with a query and key width of H for "dense" and "dot", and of the rank for "factorized_random". "random"
-    has N T^2 parameters. Mixtures with "factorized_dense" make an array of B N T^2 scores.
+    has N T^2 parameters; alone, it takes their exponentials once for all short sequences of a batch. Mixtures with
+    "factorized_dense" make an array of B N T^2 scores.
 
     References: Tay et al. 2020, "Synthesizer: rethinking self-attention for transformer models", eqs. 2 to 7. The first layer
     of "dense" is the projection to queries, as in the authors' code, which mixtures share with products of queries and keys.
@@ -85,6 +87,10 @@ class SynthesizerMixer(nn.Module):
         if self.terms == ("factorized_dense",) and mask.heads is None:
             a, b = self._tiles(inputs)
             return MixerOutput(factorized_dense_attend(inputs.v, a, b, mask, **operands))
+        if self.terms == ("random",):
+            del operands["kv_segment_ids"], operands["kv_positions"]
+            scores = self._random_scores(inputs)
+            return MixerOutput(shared_scores_attend(inputs.v, scores, mask, **operands))
         factors, scores, weights = self._scores(inputs)
         return MixerOutput(synthetic_attend(inputs.v, factors, scores, mask, weights, **operands))
 
@@ -134,9 +140,13 @@ class SynthesizerMixer(nn.Module):
 
     def random(self, inputs: MixerInputs) -> tuple[Factors | None, jax.Array | None]:
         """Learned scores of all pairs."""
+        return None, self._random_scores(inputs)[None]
+
+    def _random_scores(self, inputs: MixerInputs) -> jax.Array:
+        """Learned scores of all pairs, [N, T, T]."""
         length, heads = self._sizes(inputs)
         axes = ("heads", "positions", "positions")
-        return None, of_length(self, "random", nn.initializers.normal(1.0), (heads, length, length), axes)[None]
+        return of_length(self, "random", nn.initializers.normal(1.0), (heads, length, length), axes)
 
     def factorized_dense(self, inputs: MixerInputs) -> tuple[Factors | None, jax.Array | None]:
         """Scores within blocks, times scores of blocks."""
