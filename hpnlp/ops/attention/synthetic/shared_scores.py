@@ -61,11 +61,11 @@ def shared_scores_attend(
         places = {"positions": positions, "kv_positions": positions}
         return synthetic_attend(v, [], [scores[None]], mask, **segments, **places, **dropout)
 
-    length = v.shape[1]
-    if length > MAX_LENGTH or dropout.get("dropout_rate") or positions is not None or mask.heads is not None:
+    length, patterns = v.shape[1], [*mask.by_head(v.shape[2])]
+    if length > MAX_LENGTH or dropout.get("dropout_rate") or positions is not None or len(patterns) > 1:
         return separately(v, scores)
     indices = jnp.arange(length)
-    visible = jnp.broadcast_to(jnp.asarray(mask.at(indices[:, None], indices[None])), scores.shape[1:])
+    visible = jnp.broadcast_to(jnp.asarray(patterns[0].at(indices[:, None], indices[None])), scores.shape[1:])
     highest = jnp.where(visible, scores, -jnp.inf).max(axis=2)
     spread = highest - jnp.where(visible, scores, jnp.inf).min(axis=2)  # -infinity in a row without visible keys
     is_exact = (spread <= MAX_SPREAD).all() & jnp.isfinite(v).all()
