@@ -206,9 +206,14 @@ class Layout:
             divided = " and ".join(
                 f"{what} over {size}" for what, size in zip(("rows", "columns"), sizes, strict=True) if size > 1
             )
+            axes = dict.fromkeys(axis for name in names[-2:] if name for axis in self.rules[name])
+            fields, ones = (
+                " and ".join(f"plan.{axis}={n}" for axis, n in values.items())
+                for values in ({axis: self.mesh.shape[axis] for axis in axes}, dict.fromkeys(axes, 1))
+            )
             raise InputError(
-                f"plan.tensor={self.mesh.shape['tensor']} divides a matrix of {rows} x {columns} ({divided} devices), and its "
-                f"{type(weight).__name__} does not divide like that: set plan.tensor=1, or pass the weights through "
+                f"{fields} divides a matrix of {rows} x {columns} ({divided} devices), and its "
+                f"{type(weight).__name__} does not divide like that: set {ones}, or pass the weights through "
                 "hpnlp.ops.weights.dense_tree"
             )
         return axes

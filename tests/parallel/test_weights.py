@@ -1,4 +1,4 @@
-"""Weights of compressed models under tensor parallelism: the loss of one device, or an error that names the fix."""
+"""Weights of compressed models under tensor and pipeline plans: the loss of one device, or an error that names the fix."""
 
 import jax
 import numpy as np
@@ -58,6 +58,7 @@ TENSOR, ZERO3 = Plan("tensor", tensor=2, data=4), Plan("zero3", tensor=2)
 FAST = [("integers in groups", TENSOR)]
 SLOW = [(kind, plan) for kind in KINDS for plan in (TENSOR, ZERO3) if (kind, plan) not in FAST and kind != "ternary"]
 SLOW.append(("ternary", Plan("zero3")))  # packed codes are gathered, and not divided over tensor
+SLOW.append(("int8", Plan("zero3", pipeline=2)))
 
 
 @pytest.mark.parametrize(("kind", "plan"), [*FAST, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)])
@@ -75,6 +76,14 @@ def test_weights_that_do_not_divide_raise(recipe):
     weights, plan = compressed(recipe), Plan("tensor", tensor=2, data=1)
     with pytest.raises(InputError, match=rf"plan.tensor=2 divides a matrix .* {kind} does not divide like that: set"):
         loss(weights, plan, 2)
+
+
+@pytest.mark.slow
+def test_packed_tables_do_not_divide_over_stages():
+    with pytest.raises(
+        InputError, match="plan.pipeline=2 divides a matrix of 40 x 16 .*: set plan.pipeline=1, or pass"
+    ):
+        loss(compressed("ternary"), Plan(pipeline=2, data=1), 2)
 
 
 def test_groups_that_do_not_divide_raise():
