@@ -12,12 +12,14 @@ from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.ops.attention.synthetic.attend import synthetic_attend
+from hpnlp.types import InputError
 
 # Tokens of the longest sequences for which one product is faster on CPUs: with its backward pass, it takes 0.2 to 0.5 of the
 # time of `synthetic_attend` at 128 and 256 tokens, and 0.9 to 1.2 at 512 and 1,024, since tiles there fit into the cache.
 MAX_LENGTH = 256
-# Differences of scores in a row up to which no sum of exponentials, taken relative to the row's maximum, underflows.
-MAX_SPREAD = 60.0
+# Differences of scores in a row up to which no sum of exponentials, taken relative to the row's maximum, underflows, nor does
+# its square, by which the derivative of a quotient divides.
+MAX_SPREAD = 40.0
 
 
 @array_op("B T N", v="B T")
@@ -49,20 +51,34 @@ def shared_scores_attend(
     Returns:
       The mixed values, in the dtype of v. A token that sees none has 0.
 
+    Raises:
+      InputError: The scores are not those of all pairs of tokens in each head of v.
+
     Cost: N T^2 exponentials, 2 B N T^2 H multiplications, and memory for O(N T^2 + B N T H) numbers; otherwise that of
       `synthetic_attend`.
 
     References:
       Tay et al. 2020, "Synthesizer: rethinking self-attention for transformer models", eq. 4.
     """
+    length, heads = v.shape[1:3]
+    if scores.shape != (heads, length, length):
+        raise InputError(
+            f"scores {scores.shape} with values {v.shape}: expected ({heads}, {length}, {length}), the scores of all pairs of "
+            "tokens in each head"
+        )
 
     def separately(v: Array, scores: Array) -> Array:
         segments = {"segment_ids": segment_ids, "kv_segment_ids": segment_ids}
         places = {"positions": positions, "kv_positions": positions}
         return synthetic_attend(v, [], [scores[None]], mask, **segments, **places, **dropout)
 
-    length, patterns = v.shape[1], [*mask.by_head(v.shape[2])]
-    if length > MAX_LENGTH or dropout.get("dropout_rate") or positions is not None or len(patterns) > 1:
+    def together(v: Array, scores: Array) -> Array:
+        # Under jax.vmap, both branches run, and the derivatives of the branch that is not taken have to be finite.
+        v, scores = (jnp.where(is_exact, x, 0) for x in (v, scores))
+        return _together(v, scores, visible, is_first)
+
+    patterns = [*mask.by_head(heads)]
+    if not 1 <= length <= MAX_LENGTH or dropout.get("dropout_rate") or positions is not None or len(patterns) > 1:
         return separately(v, scores)
     indices = jnp.arange(length)
     visible = jnp.broadcast_to(jnp.asarray(patterns[0].at(indices[:, None], indices[None])), scores.shape[1:])
@@ -72,9 +88,9 @@ def shared_scores_attend(
     is_first = jnp.ones(v.shape[:2], bool)
     if segment_ids is not None:
         is_first = segment_ids == segment_ids[:, :1]
-        others = (jnp.where(is_first, limit, segment_ids) for limit in (jnp.iinfo("int32").max, jnp.iinfo("int32").min))
-        is_exact &= (is_first | (next(others).min(1, keepdims=True) == next(others).max(1, keepdims=True))).all()
-    return jax.lax.cond(is_exact, lambda v, s: _together(v, s, visible, is_first), separately, v, scores)
+        second = jnp.take_along_axis(segment_ids, is_first.argmin(1)[:, None], axis=1)
+        is_exact &= (is_first | (segment_ids == second)).all()
+    return jax.lax.cond(is_exact, together, separately, v, scores)
 
 
 def _together(
@@ -82,12 +98,14 @@ def _together(
 ) -> Float[Array, "B T N H"]:
     """The mixed values of rows of two segments, of which `is_first` tells one."""
     batch, length, heads, width = v.shape
+    # Values of float16 are multiplied as float32: exp(-MAX_SPREAD) underflows in float16.
+    dtype = jnp.float32 if v.dtype == jnp.float16 else v.dtype
     scores = jnp.where(visible, scores.astype(jnp.float32), -jnp.inf)
     highest = jax.lax.stop_gradient(scores.max(axis=2, keepdims=True))
-    weights = jnp.exp(scores - jnp.where(jnp.isfinite(highest), highest, 0.0)).astype(v.dtype)
-    x = jnp.concatenate([v, jnp.ones((*v.shape[:3], 1), v.dtype)], axis=3)
+    weights = jnp.exp(scores - jnp.where(jnp.isfinite(highest), highest, 0.0)).astype(dtype)
+    x = jnp.concatenate([v.astype(dtype), jnp.ones((*v.shape[:3], 1), dtype)], axis=3)
     chosen = is_first[:, :, None, None, None] == jnp.array([True, False])[None, None, None, :, None]
-    x = jnp.where(chosen, x[:, :, :, None], jnp.zeros((), v.dtype))  # [B, T, N, 2, H + 1]
+    x = jnp.where(chosen, x[:, :, :, None], jnp.zeros((), dtype))  # [B, T, N, 2, H + 1]
     x = x.transpose(2, 1, 0, 3, 4).reshape(heads, length, -1)
     y = jnp.einsum("nts,nsc->ntc", weights, x, preferred_element_type=jnp.float32)
     y = y.reshape(heads, length, batch, 2, width + 1).transpose(2, 1, 0, 3, 4)
