@@ -79,7 +79,7 @@ def run(argv: Sequence[str]) -> None:
     resolved = config.resolve(values)
     if f.seeds:
         with out_of_memory.advised(resolved):
-            members = seeds.train_seeds(resolved, _numbers(f.seeds), workdir)
+            members = seeds.train_seeds(resolved, _numbers(f.seeds), workdir, accept_changes=f.accept_changes)
         if members.interrupted:
             sys.exit(signals.INTERRUPTED)
         print("\n".join(map(str, members.paths)))

@@ -45,7 +45,7 @@ class Result:
     interrupted: str
 
 
-def train_seeds(config: Config, seeds: Sequence[int], directory: str | Path) -> Result:
+def train_seeds(config: Config, seeds: Sequence[int], directory: str | Path, *, accept_changes: bool = False) -> Result:
     """Trains a run for each seed, all of them as one program, to `config.train.steps`.
 
     A member equals the run of `loop.train` with `train.seed` set to its seed, but for rounding, and without evaluations. All
@@ -56,14 +56,15 @@ def train_seeds(config: Config, seeds: Sequence[int], directory: str | Path) -> 
       config: Config of the runs; `train.seed` is not read.
       seeds: Different seeds, at least 0.
       directory: Directory of the run directories, which are named "seed_0" and so on.
+      accept_changes: Continue although the directories were made with another config, such as more steps.
 
     Returns:
       The result, also where a signal stopped the runs early.
 
     Raises:
       InputError: The config is not valid, needs evaluations, a teacher or several devices, has batches of several lengths, or
-          sets train.writers, train.profile or train.debug_nans; a seed repeats; a directory holds a run of another config, or
-          one that has gone on alone; or the gradients of a member are not finite, as in `loop.train`.
+          sets train.writers, train.profile or train.debug_nans; a seed repeats; a directory holds a run of another config, one
+          that has gone on alone, or a converted model; or the gradients of a member are not finite, as in `loop.train`.
     """
     _check(config, seeds)
     paths = [Path(directory) / f"seed_{seed}" for seed in seeds]
@@ -71,7 +72,7 @@ def train_seeds(config: Config, seeds: Sequence[int], directory: str | Path) -> 
     task = tasks.find(config.task)
     with contextlib.ExitStack() as stack:
         for path, of_member in zip(paths, configs, strict=True):
-            stack.enter_context(claimed(path, of_member, False))
+            stack.enter_context(claimed(path, of_member, accept_changes))
         stopping = distributed.Stopping()
         stack.callback(stopping.end)
         known = task.load_vocabulary(paths[0]) if has_begun(paths[0]) else None
@@ -131,22 +132,34 @@ class _Member:
         self.batches.set_state(position)
         return state
 
+    def of_seeds(self, step: int) -> dict[str, Any]:
+        """Entry of the progress of checkpoints of these seeds. `loop.train` keeps it, with the step at which it began."""
+        return {"seeds": self.seeds, "step_of_seeds": step}
+
     def save(self, state: TrainState) -> None:
         """Starts a checkpoint, after the metrics of its steps have reached the disk."""
         self.writer.sync()
         data = self.config.data
         lengths = BatchLengths(data.batch_size, {data.seq_len: int(state.step)})
-        progress = {"best": None, "bad_evals": 0, "seconds": {}, "seeds": self.seeds, **lengths.record()}
+        progress = {"best": None, "bad_evals": 0, "seconds": {}, **lengths.record()}
+        progress |= self.of_seeds(int(state.step))
         self.checkpoints.save(state, self.batches.get_state(), progress)
 
 
 def _common_step(members: Sequence[_Member], trainer: Trainer) -> int:
     """The newest step of which all members have a checkpoint; later ones, which a kill between saves leaves, are deleted."""
+    for member in members:
+        if member.checkpoints.holds_params_only():
+            raise InputError(
+                f"{member.path} holds a converted model, and seeds that are trained as one program start anew: choose another "
+                "directory, or train them one after another"
+            )
     step = min(member.newest() for member in members)
     ahead = [member for member in members if member.newest() > step]
     for member in ahead:  # all of them are checked before one is deleted
         _, _, progress = member.checkpoints.restore(trainer.state_shapes)
-        if progress.get("seeds") != member.seeds or not all(has_begun(member.path) for member in members):
+        is_of_seeds = member.of_seeds(member.newest()).items() <= progress.items()
+        if not is_of_seeds or not all(has_begun(member.path) for member in members):
             raise InputError(
                 f"{member.path} holds a run of {member.newest()} steps, and another seed has {step}: remove it, or choose "
                 "another directory"
@@ -191,7 +204,7 @@ def _train(
 ) -> int:
     """Trains from `step` to the last step or a signal, with metrics and checkpoints on the way; returns the step reached."""
     options, first = config.train, step
-    if step == options.steps:
+    if step >= options.steps:
         return step
     seeds, keys = [member.seed for member in members], _stacked([member.key for member in members])
     tokens = len(members) * config.data.batch_size * config.data.seq_len
@@ -199,7 +212,8 @@ def _train(
     state = _stacked([member.start(trainer, step) for member in members])
     with trainer.step.in_mesh():
         program = jax.jit(jax.vmap(trainer.step.jitted), donate_argnums=0)
-        while step < options.steps and not stopping.signal:
+        is_last = False
+        while not is_last:
             batches = [
                 {name: batch[name] for name in trainer.batch_sharding} for batch in (next(m.batches) for m in members)
             ]
@@ -222,6 +236,8 @@ def _train(
                 busy, done = time.perf_counter() - begun, step - first - 1
                 display.step(step, float(lines[-1]["loss"].mean()), busy, tokens * done)
             if is_due:
+                for member in members:  # so that the newest checkpoints are never further apart than the kept ones
+                    member.checkpoints.wait()
                 for index, member in enumerate(members):
                     member.save(jax.tree.map(lambda x, i=index: x[i], state))
         for member in members:

@@ -83,6 +83,47 @@ def test_members_resume(tmp_path, monkeypatch, capsys, killed):
     assert train_seeds(config, [3, 1], tmp_path).step == 6
 
 
+@pytest.mark.slow
+def test_signals_at_any_time_save_the_last_step(tmp_path, monkeypatch):
+    """Also those that arrive between steps; and a member that has gone on alone is not changed."""
+    fields = {"train__log_every": 1, "train__checkpoint_every": 2, "train__keep": 3}
+    config, write, saved = tiny.make(train__steps=8, **fields), seeds.JsonlWriter.write, []
+
+    def interrupted_write(writer, step, values):
+        write(writer, step, values)
+        if step == 5:  # after the check for signals, and no checkpoint is due
+            signal.raise_signal(signal.SIGTERM)
+
+    def recording_save(member, state):
+        saved.append([max(map(int, _steps(tmp_path / name)), default=0) for name in ("seed_3", "seed_1")])
+        save(member, state)
+
+    save = seeds._Member.save
+    monkeypatch.setattr(seeds.JsonlWriter, "write", interrupted_write)
+    monkeypatch.setattr(seeds._Member, "save", recording_save)
+    result = train_seeds(config, [3, 1], tmp_path)
+    monkeypatch.undo()
+    assert (result.step, result.interrupted) == (6, "SIGTERM")
+    # A checkpoint is begun when those of the step before are complete, so that a kill leaves one of a common step.
+    assert saved[::2] == [[0, 0], [2, 2], [4, 4]]
+    assert _steps(tmp_path / "seed_3") == _steps(tmp_path / "seed_1") == ["2", "4", "6"]
+    with pytest.raises(InputError, match=r"train.steps: 8 -> 9\): choose another workdir, or pass --accept_changes"):
+        train_seeds(tiny.make(train__steps=9, **fields), [3, 1], tmp_path)
+    alone = tiny.make(train__steps=8, train__seed=3, **fields)
+    assert loop.train(alone, tmp_path / "seed_3").step == 8
+    with pytest.raises(InputError, match="seed_3 holds a run of 8 steps, and another seed has 6: remove it"):
+        train_seeds(config, [3, 1], tmp_path)
+    assert _steps(tmp_path / "seed_3") == ["4", "6", "8"]
+    loop.train(tiny.make(train__steps=8, train__seed=1, **fields), tmp_path / "seed_1")
+    more = tiny.make(train__steps=9, **fields)
+    assert train_seeds(more, [3, 1], tmp_path, accept_changes=True).step == 9
+    assert train_seeds(config, [3, 1], tmp_path, accept_changes=True).step == 9
+
+
+def _steps(path):
+    return sorted(step.name for step in (path / "checkpoints").iterdir() if step.name.isdecimal())
+
+
 @pytest.mark.parametrize(
     ("numbers", "fields", "message"),
     [
