@@ -77,9 +77,9 @@ def run(argv: Sequence[str]) -> None:
     f = cli.FLAGS
     distributed.join(f.coordinator, f.processes, f.process, seconds=f.wait, heartbeat=f.heartbeat)
     resolved = config.resolve(values)
-    if f.seeds:
+    if f["seeds"].present:
         with out_of_memory.advised(resolved):
-            members = seeds.train_seeds(resolved, _numbers(f.seeds), workdir)
+            members = seeds.train_seeds(resolved, _numbers(f.seeds), workdir, accept_changes=f.accept_changes)
         if members.interrupted:
             sys.exit(signals.INTERRUPTED)
         print("\n".join(map(str, members.paths)))
