@@ -87,7 +87,9 @@ def test_signals_reach_the_command_and_end_the_script(modules, tmp_path, monkeyp
     monkeypatch.setattr(runs.subprocess, "Popen", Command)
     with pytest.raises(SystemExit, match="130"):
         runs.run(step, tmp_path)
-    assert sent == [signal.SIGTERM] and "SIGINT: stopped in pretrained; the same command resumes" in capfd.readouterr().err
+    assert (
+        sent == [signal.SIGTERM] and "SIGINT: stopped in pretrained; the same command resumes" in capfd.readouterr().err
+    )
 
 
 def test_steps_are_chosen_by_beginnings_of_names(modules, tmp_path):

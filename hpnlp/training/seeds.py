@@ -45,9 +45,7 @@ class Result:
     interrupted: str
 
 
-def train_seeds(
-    config: Config, seeds: Sequence[int], directory: str | Path, *, accept_changes: bool = False
-) -> Result:
+def train_seeds(config: Config, seeds: Sequence[int], directory: str | Path, *, accept_changes: bool = False) -> Result:
     """Trains a run for each seed, all of them as one program, to `config.train.steps`.
 
     A member equals the run of `loop.train` with `train.seed` set to its seed, but for rounding, and without evaluations. All
@@ -102,8 +100,8 @@ def train_seeds(
         display = Display(step, config.train.steps)
         stack.callback(display.close)
         display.print(
-            f"{_phrase(step, config.train.steps)}: {len(seeds)} seeds as one program, {config.train.steps} steps of "
-            f"{batch_size} x {config.data.seq_len} tokens each, in {directory}; losses are means over the seeds"
+            f"{_phrase(step, config.train.steps)}: {len(seeds)} seed{'s' * (len(seeds) > 1)} as one program, "
+            f"{config.train.steps} steps of {batch_size} x {config.data.seq_len} tokens each, in {directory}; losses are means over the seeds"
         )
         step = _train(trainer, config, members, step, stopping, display)
         if stopping.signal:

@@ -43,7 +43,9 @@ def test_members_equal_runs_of_their_seeds(tmp_path):
     assert load(paths[0]).config.train.seed == 3
     shutil.rmtree(tmp_path / "seed_1")
     for others in ([3, 2], [3, 1]):
-        message = f"seed_3 has step 4, seed_{others[1]} has no checkpoint: .* with --seeds=3 and --seeds={others[1]}, or"
+        message = (
+            f"seed_3 has step 4, seed_{others[1]} has no checkpoint: .* with --seeds=3 and --seeds={others[1]}, or"
+        )
         with pytest.raises(InputError, match=message):
             train_seeds(tiny.make(**fields), others, tmp_path)
     # The command of the message, and longer training of both.
