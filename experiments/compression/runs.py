@@ -151,10 +151,10 @@ def table(steps: Sequence[Step], workdir: Path) -> list[dict[str, Any]]:
     for step in steps:
         if step.row and is_finished(step, workdir):
             grouped.setdefault((step.row["task"], step.row["technique"]), []).append(step)
-    teachers = {task: members[0] for (task, technique), members in grouped.items() if technique == "teacher"}
+    teachers = {task: of_row[0] for (task, technique), of_row in grouped.items() if technique == "teacher"}
     rows = []
-    for (task, technique), members in grouped.items():
-        first, scores = members[0], [score_of(step, workdir) for step in members]
+    for (task, technique), of_row in grouped.items():
+        first, scores = of_row[0], [score_of(step, workdir) for step in of_row]
         row = {"task": task, "technique": technique, "recipe": first.row["recipe"], "metric": METRIC}
         row |= {"score": float(np.mean(scores)), "scores": scores, "seeds": len(scores)}
         if teacher := teachers.get(task):
