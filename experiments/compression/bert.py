@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from absl import app, flags
+from runs import check_settings, choose, run_all, table, write_table
 from steps import TASKS, Settings, all_steps
 
 from hpnlp import measure
 from hpnlp.types import InputError
-from runs import check_settings, choose, run_all, table, write_table
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("workdir", None, "Directory of all results.", required=True)
