@@ -126,6 +126,9 @@ def test_lottery_tickets_have_earlier_values_and_the_zeros_of_later_ones(run, tr
         kept = trained_kernel >= np.quantile(trained_kernel, 0.75, axis=(1, 2), keepdims=True)
         np.testing.assert_array_equal(kernel, np.where(kept, expected, 0))
         np.testing.assert_array_equal(tickets[name]["embed"]["table"], early["embed"]["table"])
+    argv = [f"--from={trained}", f"--to={tmp_path / 'x'}", "--recipe=magnitude(0.25)", f"--rewind={trained}@77"]
+    outcome = run("compress", *argv)
+    assert outcome.code == 2 and "no checkpoint 77" in outcome.err and "done" not in outcome.out, outcome
 
 
 @pytest.mark.slow
