@@ -261,7 +261,7 @@ class Process:
     """A process of `hpnlp COMMAND`, to which signals are passed on."""
 
     def __init__(self) -> None:
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[Any] | None = None
         self.received: list[str] = []  # names of signals
 
     def run(self, argv: Sequence[str], **options: Any) -> tuple[int, str]:
