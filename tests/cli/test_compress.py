@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import shutil
 from types import SimpleNamespace
 
@@ -106,6 +107,14 @@ def test_pruned_weights_stay_zero_in_further_training_with_other_settings(run, t
     kept = kernel != 0
     assert 0.2 < kept.mean() < 0.3 and abs(kernel - before)[kept].max() > 0.05
     assert load(target).config.optimizer.learning_rate == 0.1
+
+
+@pytest.mark.slow
+def test_sizes_of_a_run_are_printed_without_messages_of_libraries(run, trained):
+    logging.getLogger("absl").setLevel(logging.WARNING)  # as in a new process
+    outcome = run("plan", f"--from={trained}", "--recipe=int8")
+    assert (outcome.code, outcome.err) == (0, "") and outcome.out.splitlines()[2].startswith("int8 "), outcome
+    assert logging.getLogger("absl").level >= logging.ERROR
 
 
 @pytest.mark.slow
