@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app, flags
+from absl import app, flags, logging
 from runs import check_settings, choose, run_all, table, write_table
 from steps import TASKS, Settings, all_steps
 
@@ -36,6 +36,7 @@ flags.DEFINE_string("out", "", "Where the result file goes; nowhere by default."
 
 
 def main(argv: Sequence[str]) -> None:
+    logging.set_verbosity(logging.WARNING)  # JAX reports each kind of device that the machine lacks
     workdir = Path(FLAGS.workdir).absolute()
     try:
         if argv[1:]:
