@@ -90,7 +90,9 @@ def labels(sizes: Sequence[float], scores: Sequence[float]) -> list[tuple[tuple[
     width, height = (max(np.ptp(x), 1e-9) if len(x) else 1.0 for x in (xs, ys))
     groups: list[list[int]] = []
     for index in range(len(xs)):
-        near = [g for g in groups if abs(xs[index] - xs[g[0]]) < 0.04 * width and abs(ys[index] - ys[g[0]]) < 0.025 * height]
+        near = [
+            g for g in groups if abs(xs[index] - xs[g[0]]) < 0.04 * width and abs(ys[index] - ys[g[0]]) < 0.025 * height
+        ]
         if near:
             near[0].append(index)
         else:

@@ -138,8 +138,7 @@ def compress_run(
     if finetune and "train.steps" in (changes or {}):
         raise InputError(f"train.steps and --finetune={finetune} both set the steps: leave out train.steps")
     check_plain(run.params)
-    if rewind:
-        check_source(run, rewind)
+    check_source(run, rewind)
     dataset = tasks.find(run.config.task).dataset(run.config.data, run.vocabulary)
     calibration = Calibration(_Gradients(run, dataset, calibration_batches))
     versions = [_Version(ORIGINAL, run.config, run.model, run.params)]

@@ -57,11 +57,13 @@ def check_source(run: run_directory.Run, source: str) -> None:
 
     Args:
       run: The run.
-      source: As for `rewound`.
+      source: As for `rewound`, or "" for no rewinding.
 
     Raises:
       InputError: `source` is malformed or no such checkpoint, or the first weights of the run came from another run.
     """
+    if not source:
+        return
     if checkpoint := _checkpoint(source):
         workdir, step = checkpoint
         run_directory.load_config(workdir)
