@@ -2,15 +2,16 @@
 
 import importlib
 import json
+import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from hpnlp.cli import experiment
 from hpnlp.compress.recipe import parse_recipe
 from hpnlp.training.config import resolve
+from hpnlp.types import InputError
 
 HERE = Path(__file__).parents[1] / "experiments" / "compression"
 
@@ -63,18 +64,66 @@ def write_result(runs, step, workdir, score):
     original = {**row, "disk_bytes": 16, "seconds": {count: 2 * time for count, time in seconds.items()}}
     content = {"rows": [original, row]} if step.result == "compress.json" else {"heldout_accuracy": score}
     (workdir / step.name).mkdir(parents=True)
+    (workdir / step.name / "config.json").touch()
     (workdir / step.name / step.result).write_text(json.dumps(content))
+
+
+def test_signals_reach_the_command_and_end_the_script(modules, tmp_path, monkeypatch, capfd):
+    """A command that is killed at once could not save a checkpoint."""
+    steps, runs = modules
+    step = steps.all_steps(steps.Settings(tmp_path))[0]
+    sent = []
+
+    class Command:
+        send_signal = staticmethod(sent.append)
+
+        def __init__(self, *_, **options):
+            assert options["cwd"] == runs.ROOT
+
+        def wait(self):
+            signal.raise_signal(signal.SIGINT)
+            return 130
+
+    monkeypatch.setattr(runs.subprocess, "Popen", Command)
+    with pytest.raises(SystemExit, match="130"):
+        runs.run(step, tmp_path)
+    assert (
+        sent == [signal.SIGTERM] and "SIGINT: stopped in pretrained; the same command resumes" in capfd.readouterr().err
+    )
+
+
+def test_steps_are_chosen_by_beginnings_of_names(modules, tmp_path):
+    steps, runs = modules
+    all_steps = steps.all_steps(steps.Settings(tmp_path))
+    assert runs.choose(all_steps, []) == all_steps
+    names = [step.name for step in runs.choose(all_steps, ["tagging/int8", "pretrained"])]
+    assert names == ["pretrained", "tagging/int8", "tagging/int8_in_training_run", "tagging/int8_in_training"]
+    with pytest.raises(InputError, match="begins with 'taging/int8': did you mean 'tagging/int8'"):
+        runs.choose(all_steps, ["pretrained", "taging/int8"])
+
+
+def test_results_of_other_settings_raise(modules, tmp_path):
+    steps, runs = modules
+    directory = tmp_path / "new" / "run"
+    for tasks in (steps.TASKS, steps.TASKS[:1]):  # other tasks may be added
+        runs.check_settings(steps.Settings(directory, trial=True, tasks=tasks))
+    with pytest.raises(InputError, match="holds results of --budget=1.0 --trial, .*: choose another --workdir, or"):
+        runs.check_settings(steps.Settings(directory))
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot write to --workdir=.*file .*: choose another"):
+        runs.check_settings(steps.Settings(tmp_path / "file"))
 
 
 def test_logs_of_steps_that_resume_are_continued(modules, tmp_path, monkeypatch):
     steps, runs = modules
     step = steps.all_steps(steps.Settings(tmp_path))[0]
 
-    def command(arguments, stdout, **_):
+    def command(arguments, name, stdout, **_):
+        assert arguments == step.arguments and name == step.name
         stdout.write("a line\n")
-        return SimpleNamespace(returncode=1)
+        return 1
 
-    monkeypatch.setattr(runs.subprocess, "run", command)
+    monkeypatch.setattr(runs.members, "run", command)
     assert [runs.run(step, tmp_path) for _ in range(2)][1] == "a line\na line\nexit code 1"
 
 

@@ -26,6 +26,11 @@ def test_techniques_without_measured_sizes_have_empty_cells(modules, tmp_path):
     assert (tmp_path / "x.png").stat().st_size > 1000
 
 
+def test_near_points_share_a_label(modules):
+    points = modules[0].labels([0.1, 1.0, 0.101, 0.1], [70.0, 80.0, 70.1, 75.0])
+    assert points == [((0.1, 70.0), "1, 3"), ((1.0, 80.0), "2"), ((0.1, 75.0), "4")]
+
+
 def test_speed_tricks_name_the_size_from_which_a_device_is_faster(modules, tmp_path):
     """Times in microseconds of numpy, a CPU and a GPU."""
     ladder = {"table": "ladder", "flops": 1e6, "is_peer": False}

@@ -11,6 +11,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 
 Rows = Sequence[Mapping[str, Any]]
 FAR_BELOW = 0.06  # a score that is lower than the teacher's by more is not drawn
@@ -75,6 +76,30 @@ def _cells(row: Mapping[str, Any], counts: Sequence[str]) -> list[str]:
     return [row["technique"], f"`{row['recipe']}`" if row["recipe"] else "", score, *measured]
 
 
+def labels(sizes: Sequence[float], scores: Sequence[float]) -> list[tuple[tuple[float, float], str]]:
+    """Numbers of points, from 1 on; points that are so near that their labels would overlap have one label.
+
+    Args:
+      sizes: Positions on a logarithmic axis.
+      scores: Positions on a linear axis.
+
+    Returns:
+      Position and text of each label.
+    """
+    xs, ys = np.log(sizes), np.asarray(scores)
+    width, height = (max(np.ptp(x), 1e-9) if len(x) else 1.0 for x in (xs, ys))
+    groups: list[list[int]] = []
+    for index in range(len(xs)):
+        near = [
+            g for g in groups if abs(xs[index] - xs[g[0]]) < 0.04 * width and abs(ys[index] - ys[g[0]]) < 0.025 * height
+        ]
+        if near:
+            near[0].append(index)
+        else:
+            groups.append([index])
+    return [((sizes[g[0]], scores[g[0]]), ", ".join(str(index + 1) for index in g)) for g in groups]
+
+
 def plot(rows: Rows, path: Path) -> None:
     """Scores against bytes on disk and against time, both relative to the original, of the task with the most techniques.
 
@@ -89,12 +114,14 @@ def plot(rows: Rows, path: Path) -> None:
     counts = list(members[0]["seconds"]) if members else ["1"]
     count = counts[len(counts) // 2]
     figure, (left, right, names) = plt.subplots(1, 3, figsize=(11, 4.8), layout="constrained", width_ratios=(3, 3, 1.9))
-    for number, row in enumerate(members, 1):
-        scores = 100 * row["score"]
-        sizes = row["disk_bytes"] / row["original_disk_bytes"], row["seconds"][count] / row["original_seconds"][count]
-        for axes, x in zip((left, right), sizes, strict=True):
-            axes.plot(x, scores, "o", color="C3" if row["technique"] == "teacher" else "C0", markersize=4)
-            axes.annotate(str(number), (x, scores), xytext=(3, 3), textcoords="offset points", fontsize=7)
+    bytes_on_disk = [row["disk_bytes"] / row["original_disk_bytes"] for row in members]
+    seconds = [row["seconds"][count] / row["original_seconds"][count] for row in members]
+    scores = [100 * row["score"] for row in members]
+    for axes, sizes in ((left, bytes_on_disk), (right, seconds)):
+        for row, x, y in zip(members, sizes, scores, strict=True):
+            axes.plot(x, y, "o", color="C3" if row["technique"] == "teacher" else "C0", markersize=4)
+        for point, label in labels(sizes, scores):
+            axes.annotate(label, point, xytext=(3, 3), textcoords="offset points", fontsize=7)
     plural = "s" * (count != "1")
     left.set(xlabel="bytes on disk relative to the teacher", ylabel=f"{task}: {rows[0]['metric']}, %")
     right.set_xlabel(f"time of the loss of {count} sequence{plural} relative to the teacher")

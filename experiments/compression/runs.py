@@ -5,21 +5,71 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from steps import Step
+from steps import Settings, Step
+
+from hpnlp.cli import members
+from hpnlp.spec import did_you_mean
+from hpnlp.types import InputError
 
 ROOT = Path(__file__).parents[2]
 METRIC = "accuracy"  # of all tasks
 
 
 def is_finished(step: Step, workdir: Path) -> bool:
-    return (workdir / step.name / step.result).exists()
+    return all((workdir / step.name / name).exists() for name in (step.result, "config.json"))
+
+
+def check_settings(settings: Settings) -> None:
+    """Compares the settings with those of the results in the directory, which a table must not mix, and writes them to it.
+
+    Args:
+      settings: The settings.
+
+    Raises:
+      InputError: The directory cannot be made, or holds results of other settings.
+    """
+    path = settings.workdir / "settings.json"
+    new = {"budget": settings.budget, "trial": settings.trial}
+    try:
+        settings.workdir.mkdir(parents=True, exist_ok=True)
+        old = json.loads(path.read_text("utf-8")) if path.exists() else new
+        if old == new:
+            path.write_text(json.dumps(new) + "\n", "utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write to --workdir={settings.workdir} ({error.strerror}): choose another") from error
+    if old != new:
+        begun = f"--budget={old['budget']}{' --trial' if old['trial'] else ''}"
+        raise InputError(
+            f"{settings.workdir} holds results of {begun}, which would be mixed with others: choose another --workdir, or "
+            f"pass {begun}"
+        )
+
+
+def choose(steps: Sequence[Step], beginnings: Sequence[str]) -> list[Step]:
+    """The steps whose names have one of some beginnings.
+
+    Args:
+      steps: All steps.
+      beginnings: Beginnings of names; all steps are chosen if there are none.
+
+    Returns:
+      The steps, in their order.
+
+    Raises:
+      InputError: No step has a name with one of the beginnings.
+    """
+    for beginning in beginnings:
+        if not any(step.name.startswith(beginning) for step in steps):
+            raise InputError(
+                f"--only: no step has a name that begins with {beginning!r}: {did_you_mean(beginning, [s.name for s in steps])}"
+            )
+    return [step for step in steps if not beginnings or step.name.startswith(tuple(beginnings))]
 
 
 def run(step: Step, workdir: Path) -> str:
@@ -30,18 +80,18 @@ def run(step: Step, workdir: Path) -> str:
       workdir: Directory of all results.
 
     Returns:
-      The last lines that the command printed if it failed; "" if it did not.
+      The last lines that the command printed if it failed; "" if it did not. A signal is passed on to the command, which saves
+      a checkpoint if it trains, and then ends this process.
     """
-    if step.arguments[0] != "train":  # training resumes, other commands start anew
+    if step.arguments[0] == "convert":  # the other commands resume
         shutil.rmtree(workdir / step.name, ignore_errors=True)
     log = workdir / "logs" / f"{step.name.replace('/', '_')}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:  # a step that resumes continues its log
-        command = [sys.executable, "-m", "hpnlp", *step.arguments]
-        done = subprocess.run(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
-    if done.returncode == 0 and is_finished(step, workdir):
+        code = members.run(step.arguments, step.name, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT)
+    if code == 0 and is_finished(step, workdir):
         return ""
-    return "\n".join([*log.read_text().splitlines()[-5:], f"exit code {done.returncode}"])
+    return "\n".join([*log.read_text().splitlines()[-5:], f"exit code {code}"])
 
 
 def run_all(steps: Sequence[Step], chosen: Sequence[Step], workdir: Path) -> list[str]:
@@ -66,7 +116,7 @@ def run_all(steps: Sequence[Step], chosen: Sequence[Step], workdir: Path) -> lis
             continue
         remaining = sum(other.work for other in chosen[index - 1 :] if not is_finished(other, workdir))
         remaining *= spent / expected if expected else 1.0
-        print(f"[{index}/{len(chosen)}] {step.name}; about {remaining / 60:.0f} min remain", flush=True)
+        print(f"[{index}/{len(chosen)}] {step.name}; about {max(remaining / 60, 1):.0f} min remain", flush=True)
         start = time.perf_counter()
         error = run(step, workdir)
         spent, expected = spent + time.perf_counter() - start, expected + step.work
@@ -101,10 +151,10 @@ def table(steps: Sequence[Step], workdir: Path) -> list[dict[str, Any]]:
     for step in steps:
         if step.row and is_finished(step, workdir):
             grouped.setdefault((step.row["task"], step.row["technique"]), []).append(step)
-    teachers = {task: members[0] for (task, technique), members in grouped.items() if technique == "teacher"}
+    teachers = {task: of_row[0] for (task, technique), of_row in grouped.items() if technique == "teacher"}
     rows = []
-    for (task, technique), members in grouped.items():
-        first, scores = members[0], [score_of(step, workdir) for step in members]
+    for (task, technique), of_row in grouped.items():
+        first, scores = of_row[0], [score_of(step, workdir) for step in of_row]
         row = {"task": task, "technique": technique, "recipe": first.row["recipe"], "metric": METRIC}
         row |= {"score": float(np.mean(scores)), "scores": scores, "seeds": len(scores)}
         if teacher := teachers.get(task):

@@ -239,17 +239,18 @@ def failure_message(failed: Mapping[str, int], members: int) -> str:
     return message.rstrip(";")
 
 
-def run(argv: Sequence[str], name: str) -> int:
+def run(argv: Sequence[str], name: str, **options: Any) -> int:
     """Runs a command of hpnlp in a process of its own. Exits if a signal stopped it.
 
     Args:
       argv: The command and its arguments.
       name: The member, for the message about a signal.
+      **options: Options of `subprocess.Popen`.
 
     Returns:
       The exit code.
     """
-    code, signal_name = Process().run(argv)
+    code, signal_name = Process().run(argv, **options)
     if signal_name:
         signals.write_line(f"hpnlp: {signal_name}: stopped in {name}; the same command resumes there")
         sys.exit(signals.INTERRUPTED)
@@ -260,14 +261,15 @@ class Process:
     """A process of `hpnlp COMMAND`, to which signals are passed on."""
 
     def __init__(self) -> None:
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[Any] | None = None
         self.received: list[str] = []  # names of signals
 
-    def run(self, argv: Sequence[str]) -> tuple[int, str]:
+    def run(self, argv: Sequence[str], **options: Any) -> tuple[int, str]:
         """Runs the command.
 
         Args:
           argv: The command and its arguments.
+          **options: Options of `subprocess.Popen`.
 
         Returns:
           The exit code, and the name of the first signal that was received, or "".
@@ -277,7 +279,7 @@ class Process:
             # The member inherits the blocked signals, which wait until it has set its handlers.
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signals.NUMBERS)
             try:
-                self.process = subprocess.Popen([sys.executable, "-m", "hpnlp", *argv], env=environment)
+                self.process = subprocess.Popen([sys.executable, "-m", "hpnlp", *argv], env=environment, **options)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             if self.received:  # before there was a process to pass the signal on to

@@ -134,6 +134,7 @@ def _print_sizes_of_run(workdir: str, overrides: Any) -> None:
     if cli.FLAGS.config is not None or overrides:
         raise InputError(f"--from={workdir} has a config of its own: leave out --config")
     _simulate_devices()
+    cli.prepare_jax()  # silences orbax
 
     from hpnlp.planner import compressed
 

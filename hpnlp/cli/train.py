@@ -77,7 +77,7 @@ def run(argv: Sequence[str]) -> None:
     f = cli.FLAGS
     distributed.join(f.coordinator, f.processes, f.process, seconds=f.wait, heartbeat=f.heartbeat)
     resolved = config.resolve(values)
-    if f.seeds:
+    if f["seeds"].present:
         with out_of_memory.advised(resolved):
             members = seeds.train_seeds(resolved, _numbers(f.seeds), workdir, accept_changes=f.accept_changes)
         if members.interrupted:

@@ -77,7 +77,7 @@ def table(sizes: Sequence[Size]) -> str:
             f"{size.parameters:,}",
             f"{size.memory_bytes:,}",
             ("at most " if size.is_bound else "") + f"{size.disk_bytes:,}",
-            f"1/{sizes[0].memory_bytes / size.memory_bytes:.3g} of the memory" if size is not sizes[0] else "",
+            _relative(sizes[0].memory_bytes / size.memory_bytes) if size is not sizes[0] else "",
         )
         for size in sizes
     ]
@@ -87,6 +87,12 @@ def table(sizes: Sequence[Size]) -> str:
         for row in rows
     ]
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _relative(ratio: float) -> str:
+    """The memory after a stage, by that of the original over it."""
+    shown = f"{ratio:.3g}"
+    return "as much memory" if shown == "1" else f"1/{shown} of the memory"
 
 
 def _saved_step(workdir: Path, config: Config) -> int:

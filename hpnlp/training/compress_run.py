@@ -25,7 +25,7 @@ from hpnlp.spec import did_you_mean, parse_one
 from hpnlp.training import gradients, loop, run_directory
 from hpnlp.training.config import Config, flat, to_json, with_changes
 from hpnlp.training.evaluation import evaluate
-from hpnlp.training.rewind import rewound
+from hpnlp.training.rewind import check_source, rewound
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 
@@ -138,6 +138,7 @@ def compress_run(
     if finetune and "train.steps" in (changes or {}):
         raise InputError(f"train.steps and --finetune={finetune} both set the steps: leave out train.steps")
     check_plain(run.params)
+    check_source(run, rewind)
     dataset = tasks.find(run.config.task).dataset(run.config.data, run.vocabulary)
     calibration = Calibration(_Gradients(run, dataset, calibration_batches))
     versions = [_Version(ORIGINAL, run.config, run.model, run.params)]

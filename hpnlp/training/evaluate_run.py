@@ -72,9 +72,12 @@ def evaluate_run(
         other parameters; or members do not fit each other.
     """
     members = [(workdir, step)] if isinstance(workdir, str | Path) else list(workdir)
-    configs = [_changed(load_config(directory), changes) for directory, _ in members]
-    config, runs = configs[0], ensembles.load_members(members)
-    run = runs[0]
+    for directory, _ in members:  # before anything large is read
+        _changed(load_config(directory), changes)
+    runs = ensembles.load_members(members)
+    # The config of a loaded run has no train.weights: its parameters are the matrices that layers read.
+    configs = [_changed(run.config, changes) for run in runs]
+    config, run = configs[0], runs[0]
     model, params = ensembles.model_for(configs, runs)
     if cache:
         model = _with_cache(model, cache, config)
@@ -138,4 +141,6 @@ def _check_shapes(params: Any, expected: Any, changes: Mapping[str, Any]) -> Non
             difference = f"the model has params{name}, and the run does not"
         else:
             difference = f"the run has params{name}, and the model does not"
+        if not changed:
+            raise InputError(f"the parameters of the run do not fit its config.json: {difference}")
         raise InputError(f"with {changed}, {difference}: change fields that leave the parameters as they are")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hpnlp.compress.matrices import KERNELS, is_table
 from hpnlp.models import variables
 from hpnlp.parallel.plan import Plan
 from hpnlp.training import run_directory
+from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 
@@ -32,8 +34,7 @@ def rewound(params: Any, run: run_directory.Run, source: str) -> Any:
       A tree like `params`.
 
     Raises:
-      InputError: `source` is malformed or no such checkpoint, its model has other shapes, or the first weights of the run came
-        from another run.
+      InputError: `source` is no such checkpoint, or its model has other shapes; see `check_source` for the rest.
     """
     earlier = _weights(run, source)
     shapes = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in (params, earlier)]
@@ -51,20 +52,45 @@ def rewound(params: Any, run: run_directory.Run, source: str) -> Any:
     return jax.tree_util.tree_map_with_path(masked, params, earlier)
 
 
+def check_source(run: run_directory.Run, source: str) -> None:
+    """Checks that the weights that a source names exist, before stages take time.
+
+    Args:
+      run: The run.
+      source: As for `rewound`, or "" for no rewinding.
+
+    Raises:
+      InputError: `source` is malformed or no such checkpoint, or the first weights of the run came from another run.
+    """
+    if not source:
+        return
+    if checkpoint := _checkpoint(source):
+        workdir, step = checkpoint
+        run_directory.load_config(workdir)
+        with contextlib.closing(Checkpointer(workdir, read_only=True)) as checkpoints:
+            checkpoints.step_of(step)
+    elif source == INITIAL and run.config.train.init_from:
+        raise InputError(
+            f"--rewind=initial: the run began with the weights of {run.config.train.init_from}: use --rewind=RUN@STEP with an "
+            "early checkpoint of it"
+        )
+
+
+def _checkpoint(source: str) -> tuple[Path, int] | None:
+    """Run and step that a source names; None for initial and random. Raises InputError if it is malformed."""
+    if source in (INITIAL, RANDOM):
+        return None
+    match = re.fullmatch(r"(.+)@(\d{1,18})", source, re.DOTALL)
+    if match is None:
+        raise InputError(f"--rewind={source}: expected initial, random, or RUN@STEP, the checkpoint of a step")
+    return Path(match[1]), int(match[2])
+
+
 def _weights(run: run_directory.Run, source: str) -> Any:
     """The weights that a source names."""
-    if source not in (INITIAL, RANDOM):
-        match = re.fullmatch(r"(.+)@(\d{1,18})", source, re.DOTALL)
-        if match is None:
-            raise InputError(f"--rewind={source}: expected initial, random, or RUN@STEP, the checkpoint of a step")
-        return run_directory.load(Path(match[1]), int(match[2])).params
-    train = run.config.train
-    if source == INITIAL and train.init_from:
-        raise InputError(
-            f"--rewind=initial: the run began with the weights of {train.init_from}: use --rewind=RUN@STEP with an early "
-            "checkpoint of it"
-        )
+    if checkpoint := _checkpoint(source):
+        return run_directory.load(*checkpoint).params
     optimizer = run.config.optimizer.for_batch(run.config.data.batch_size)
     trainer = make_trainer(run.model, optimizer, Plan("single"), steps=1, batch_size=run.config.data.batch_size)
-    state = trainer.init(jax.random.key(train.seed + (source == RANDOM)))
+    state = trainer.init(jax.random.key((run.config.train.seed + (source == RANDOM)) % 2**32))
     return variables.join(state.params, state.buffers)

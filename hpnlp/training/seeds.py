@@ -20,7 +20,7 @@ from hpnlp import tasks
 from hpnlp.training import averages, distributed
 from hpnlp.training.batch_lengths import BatchLengths
 from hpnlp.training.checkpoint import Checkpointer
-from hpnlp.training.config import Config
+from hpnlp.training.config import LIMITS, Config
 from hpnlp.training.loop import MAX_NONFINITE_STEPS
 from hpnlp.training.loss_scale import MINIMUM
 from hpnlp.training.metrics import Display, JsonlWriter, reading_progress
@@ -49,12 +49,13 @@ def train_seeds(config: Config, seeds: Sequence[int], directory: str | Path, *, 
     """Trains a run for each seed, all of them as one program, to `config.train.steps`.
 
     A member equals the run of `loop.train` with `train.seed` set to its seed, but for rounding, and without evaluations. All
-    members have checkpoints at the same steps, and go on from the newest step of which all of them have one. `hpnlp train` with
-    the same config and seed in the directory of a member adds its report.
+    members have checkpoints at the same steps, and go on from the newest step of which all of them have one; after a kill
+    between their first checkpoints, they start again. `hpnlp train` with the same config and seed in the directory of a member
+    adds its report.
 
     Args:
       config: Config of the runs; `train.seed` is not read.
-      seeds: Different seeds, at least 0.
+      seeds: Different seeds, from 0 to 2^32 - 1.
       directory: Directory of the run directories, which are named "seed_0" and so on.
       accept_changes: Continue although the directories were made with another config, such as more steps.
 
@@ -63,8 +64,9 @@ def train_seeds(config: Config, seeds: Sequence[int], directory: str | Path, *, 
 
     Raises:
       InputError: The config is not valid, needs evaluations, a teacher or several devices, has batches of several lengths, or
-          sets train.writers, train.profile or train.debug_nans; a seed repeats; a directory holds a run of another config, one
-          that has gone on alone, or a converted model; or the gradients of a member are not finite, as in `loop.train`.
+          sets train.writers, train.profile or train.debug_nans; a seed repeats; a directory holds a run of another config or a
+          converted model; the seeds have no common step, because one was added or has gone on alone; or the gradients of a
+          member are not finite, as in `loop.train`.
     """
     _check(config, seeds)
     paths = [Path(directory) / f"seed_{seed}" for seed in seeds]
@@ -98,8 +100,9 @@ def train_seeds(config: Config, seeds: Sequence[int], directory: str | Path, *, 
         display = Display(step, config.train.steps)
         stack.callback(display.close)
         display.print(
-            f"{f'going on from step {step}' if step else 'starting'}: {len(seeds)} seeds as one program, {config.train.steps} "
-            f"steps of {batch_size} x {config.data.seq_len} tokens each, in {directory}; losses are means over the seeds"
+            f"{_phrase(step, config.train.steps)}: {len(seeds)} seed{'s' * (len(seeds) > 1)} as one program, "
+            f"{config.train.steps} steps of {batch_size} x {config.data.seq_len} tokens each, in {directory}; losses are "
+            "means over the seeds"
         )
         step = _train(trainer, config, members, step, stopping, display)
         if stopping.signal:
@@ -107,10 +110,19 @@ def train_seeds(config: Config, seeds: Sequence[int], directory: str | Path, *, 
     return Result(paths, step, stopping.signal)
 
 
+def _phrase(step: int, steps: int) -> str:
+    """Where the runs begin, for the first line of output."""
+    if step >= steps:
+        return f"finished before, at step {step}"
+    return f"going on from step {step}" if step else "starting"
+
+
 class _Member:
     """A run among those of several seeds: its data, checkpoints and metrics."""
 
     writer: JsonlWriter
+    first: int  # step at which this process begins
+    lengths: BatchLengths  # until then
 
     def __init__(self, seed: int, seeds: Sequence[int], path: Path, config: Config, dataset: Any) -> None:
         self.seed, self.seeds, self.path, self.config = seed, list(seeds), path, config
@@ -126,10 +138,12 @@ class _Member:
 
     def start(self, trainer: Trainer, step: int) -> TrainState:
         """The state after `step` steps: that of a checkpoint, or the initial one."""
+        self.first, self.lengths = step, BatchLengths(self.config.data.batch_size)
         if step == 0:
             return trainer.init(self.key)
-        state, position, _ = self.checkpoints.restore(trainer.state_shapes, step)
+        state, position, progress = self.checkpoints.restore(trainer.state_shapes, step)
         self.batches.set_state(position)
+        self.lengths = BatchLengths.restored(progress, step, self.config)
         return state
 
     def of_seeds(self, step: int) -> dict[str, Any]:
@@ -139,8 +153,9 @@ class _Member:
     def save(self, state: TrainState) -> None:
         """Starts a checkpoint, after the metrics of its steps have reached the disk."""
         self.writer.sync()
-        data = self.config.data
-        lengths = BatchLengths(data.batch_size, {data.seq_len: int(state.step)})
+        length = self.config.data.seq_len  # may differ from that of earlier steps, with accept_changes
+        steps = self.lengths.steps.get(length, 0) + int(state.step) - self.first
+        lengths = dataclasses.replace(self.lengths, steps={**self.lengths.steps, length: steps})
         progress = {"best": None, "bad_evals": 0, "seconds": {}, **lengths.record()}
         progress |= self.of_seeds(int(state.step))
         self.checkpoints.save(state, self.batches.get_state(), progress)
@@ -160,10 +175,7 @@ def _common_step(members: Sequence[_Member], trainer: Trainer) -> int:
         _, _, progress = member.checkpoints.restore(trainer.state_shapes)
         is_of_seeds = member.of_seeds(member.newest()).items() <= progress.items()
         if not is_of_seeds or not all(has_begun(member.path) for member in members):
-            raise InputError(
-                f"{member.path} holds a run of {member.newest()} steps, and another seed has {step}: remove it, or choose "
-                "another directory"
-            )
+            raise InputError(_no_common_step(members))
         if step:
             member.checkpoints.step_of(step)
     for member in ahead:
@@ -172,10 +184,24 @@ def _common_step(members: Sequence[_Member], trainer: Trainer) -> int:
     return step
 
 
+def _no_common_step(members: Sequence[_Member]) -> str:
+    """Error of seeds that have gone on apart, or of which some were added or removed."""
+    by_step: dict[int, list[str]] = {}
+    for member in members:
+        by_step.setdefault(member.newest(), []).append(str(member.seed))
+    steps = ", ".join(f"{m.path.name} has {f'step {m.newest()}' if m.newest() else 'no checkpoint'}" for m in members)
+    groups = " and ".join(f"--seeds={','.join(group)}" for group in by_step.values())
+    return (
+        f"the runs in {members[0].path.parent} do not go on from one step: {steps}: train them by commands of their own, with "
+        f"{groups}, or choose another directory"
+    )
+
+
 def _check(config: Config, seeds: Sequence[int]) -> None:
     """Raises InputError for seeds that repeat, and configs whose runs do not have the same steps."""
-    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
-        raise InputError(f"seeds={list(seeds)}: expected different numbers of at least 0, at least one")
+    largest = LIMITS["train.seed"]
+    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0 or max(seeds) > largest:
+        raise InputError(f"seeds={list(seeds)}: expected different numbers from 0 to {largest}, at least one")
     unsupported = {
         "optimizer.average": isinstance(averages.find(config.optimizer.average), averages.NonMonotonic),
         "train.patience": config.train.patience,

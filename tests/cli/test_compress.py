@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import shutil
 from types import SimpleNamespace
 
@@ -109,6 +110,14 @@ def test_pruned_weights_stay_zero_in_further_training_with_other_settings(run, t
 
 
 @pytest.mark.slow
+def test_sizes_of_a_run_are_printed_without_messages_of_libraries(run, trained):
+    logging.getLogger("absl").setLevel(logging.WARNING)  # as in a new process
+    outcome = run("plan", f"--from={trained}", "--recipe=int8")
+    assert (outcome.code, outcome.err) == (0, "") and outcome.out.splitlines()[2].startswith("int8 "), outcome
+    assert logging.getLogger("absl").level >= logging.ERROR
+
+
+@pytest.mark.slow
 def test_lottery_tickets_have_earlier_values_and_the_zeros_of_later_ones(run, trained, tmp_path):
     late, names = load(trained), ("initial", "random", f"{trained}@2")
     config, tickets = late.config, {}
@@ -126,6 +135,9 @@ def test_lottery_tickets_have_earlier_values_and_the_zeros_of_later_ones(run, tr
         kept = trained_kernel >= np.quantile(trained_kernel, 0.75, axis=(1, 2), keepdims=True)
         np.testing.assert_array_equal(kernel, np.where(kept, expected, 0))
         np.testing.assert_array_equal(tickets[name]["embed"]["table"], early["embed"]["table"])
+    argv = [f"--from={trained}", f"--to={tmp_path / 'x'}", "--recipe=magnitude(0.25)", f"--rewind={trained}@77"]
+    outcome = run("compress", *argv)
+    assert outcome.code == 2 and "no checkpoint 77" in outcome.err and "done" not in outcome.out, outcome
 
 
 @pytest.mark.slow

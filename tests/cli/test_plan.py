@@ -65,6 +65,7 @@ def test_sizes_of_a_recipe_are_printed_without_weights(plan, run):
     stages = [line.split()[0] for line in outcome.out.splitlines() if line]
     assert stages == ["stage", "original", "heads(0.5)", "bf16"]
     assert "1/2" in outcome.out.splitlines()[3]
+    assert "as much memory" in call("--recipe=magnitude(0.5)").out.splitlines()[2]
     both = run("plan", "--from=nowhere", "--config=experiments/lm/bytes.py", "--recipe=int8")
     assert both.code == 2 and "leave out --config" in both.err
 

@@ -43,7 +43,10 @@ def test_compressed_weights_are_loaded_and_evaluated(tmp_path):
 @pytest.mark.slow
 def test_runs_with_other_weights_load_as_plain_models_and_their_zeros_stay(tmp_path):
     config = tiny.make(**SMALL, train__weights="movement(0.5)", train__steps=4, train__sample=8)
-    report.write(tmp_path / "pruned", config, loop.train(config, tmp_path / "pruned"), "")  # with a sample of its text
+    result = loop.train(config, tmp_path / "pruned")
+    report.write(tmp_path / "pruned", config, result, "")  # with a sample of its text
+    scores = evaluate_run(tmp_path / "pruned", {}).scores
+    assert scores["loss"] == pytest.approx(result.heldout["loss"], rel=1e-5)
     run = load(tmp_path / "pruned")
     assert run.config.train.weights == "" and "weights" not in run.params
     start = str(tmp_path / "pruned")

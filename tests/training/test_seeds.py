@@ -43,8 +43,17 @@ def test_members_equal_runs_of_their_seeds(tmp_path):
     assert load(paths[0]).config.train.seed == 3
     shutil.rmtree(tmp_path / "seed_1")
     for others in ([3, 2], [3, 1]):
-        with pytest.raises(InputError, match="seed_3 holds a run of 4 steps, and another seed has 0: remove it, or"):
+        message = (
+            f"seed_3 has step 4, seed_{others[1]} has no checkpoint: .* with --seeds=3 and --seeds={others[1]}, or"
+        )
+        with pytest.raises(InputError, match=message):
             train_seeds(tiny.make(**fields), others, tmp_path)
+    # The command of the message, and longer training of both.
+    train_seeds(tiny.make(**fields), [1], tmp_path)
+    longer = tiny.make(**fields | {"train__steps": 5})
+    with pytest.raises(InputError, match="--accept_changes to resume"):
+        train_seeds(longer, [3, 1], tmp_path)
+    assert train_seeds(longer, [3, 1], tmp_path, accept_changes=True).step == 5
 
 
 @pytest.mark.slow
@@ -81,6 +90,7 @@ def test_members_resume(tmp_path, monkeypatch, capsys, killed):
         assert (path / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
         jax.tree.map(np.testing.assert_array_equal, load(path).params, load(other).params)
     assert train_seeds(config, [3, 1], tmp_path).step == 6
+    assert capsys.readouterr().out.startswith("finished before, at step 6: 2 seeds as one program")
 
 
 @pytest.mark.slow
@@ -127,9 +137,10 @@ def _steps(path):
 @pytest.mark.parametrize(
     ("numbers", "fields", "message"),
     [
-        ([], {}, r"seeds=\[\]: expected different numbers of at least 0, at least one"),
+        ([], {}, r"seeds=\[\]: expected different numbers from 0 to 4294967295, at least one"),
         ([1, 1], {}, r"seeds=\[1, 1\]: expected different numbers"),
-        ([-1], {}, r"seeds=\[-1\]: expected different numbers of at least 0"),
+        ([-1], {}, r"seeds=\[-1\]: expected different numbers from 0"),
+        ([2**32], {}, r"seeds=\[4294967296\]: expected different numbers from 0"),
         (
             [0],
             {"train__patience": 2, "train__eval_every": 1},

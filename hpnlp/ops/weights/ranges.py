@@ -54,7 +54,10 @@ def grouped(w: Float[Array, "D F"], *, group: int = 0, by_row: bool = False) -> 
     """
     d, f = w.shape
     if group and (by_row or group < 0 or d % group):
-        raise InputError(f"group={group}: expected 0 or a divisor of the {d} rows, without by_row")
+        expected = (
+            "0, since by_row gives each row a scale" if by_row else f"0 or a divisor of the {d} rows of each matrix"
+        )
+        raise InputError(f"group={group}: expected {expected}")
     return w.reshape(d, f, 1) if by_row else w.reshape(-1, group or d, f)
 
 
