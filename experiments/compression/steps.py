@@ -139,7 +139,7 @@ class Settings:
         arguments = ("train", f"--config={HERE / config}", f"--workdir={self.workdir / name}", *flags)
         inputs = self.names(fields.get("train.init_from"), fields.get("distill.teacher"))
         inputs = inputs or (() if name == "pretrained" else ("pretrained",))  # which makes the tokenizer
-        seconds = steps * (0.9 if config == "pretrain.py" else 0.5)
+        seconds = steps * (0.45 if config == "pretrain.py" else 0.25)
         return Step(name, arguments, "report.json", inputs, seconds + 20, row or {})
 
     def names(self, *directories: Path | None) -> tuple[str, ...]:
@@ -174,7 +174,7 @@ class Settings:
         flags += ["--batches=1", "--rounds=1", "--batch_sizes=1", "--calibration=1"] if self.trial else []
         flags += [f"--config.{field}={value}" for field, value in (fields or {}).items()]
         inputs = (source, *self.names((fields or {}).get("distill.teacher")))
-        return Step(name, ("compress", *flags), "compress.json", inputs, 40 + 0.5 * steps, row or {})
+        return Step(name, ("compress", *flags), "compress.json", inputs, 20 + 0.15 * steps, row or {})
 
 
 def slug(text: str) -> str:
