@@ -12,20 +12,20 @@ from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.ops.attention.synthetic.attend import synthetic_attend
+from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.types import InputError
 
 # Tokens of the longest sequences for which one product is faster on CPUs: with its backward pass, it takes 0.2 to 0.5 of the
 # time of `synthetic_attend` at 128 and 256 tokens, and 0.9 to 1.2 at 512 and 1,024, since tiles there fit into the cache.
 MAX_LENGTH = 256
-# Differences of scores in a row up to which no sum of exponentials, taken relative to the row's maximum, underflows, nor does
-# its square, by which the derivative of a quotient divides.
-MAX_SPREAD = 40.0
+# Differences of scores in a row up to which no sum of exponentials, taken relative to the row's maximum, underflows.
+MAX_SPREAD = 60.0
 
 
 @array_op("B T N", v="B T")
 def shared_scores_attend(
     v: Float[Array, "B T N H"],
-    scores: Float[Array, "N T T"],
+    scores: Float[Array, "_ _ _"],
     mask: Mask | PerHead = Full(),  # noqa: B008  (frozen)
     *,
     segment_ids: Int[Array, "B T"] | None = None,
@@ -42,7 +42,7 @@ def shared_scores_attend(
 
     Args:
       v: Values.
-      scores: Scores of each head.
+      scores: Scores of each head, [N, T, T].
       mask: The pairs that may influence each other.
       segment_ids: Segments; tokens of different segments do not attend to each other.
       positions: Positions for the mask; indices if None.
@@ -54,7 +54,8 @@ def shared_scores_attend(
     Raises:
       InputError: The scores are not those of all pairs of tokens in each head of v.
 
-    Cost: N T^2 exponentials, 2 B N T^2 H multiplications, and memory for O(N T^2 + B N T H) numbers; otherwise that of
+    Cost: N T^2 exponentials, 2 B N T^2 H multiplications, and memory for O(N T^2 + B N T H) numbers, of
+      which the backward pass gets v, the scores and the result; otherwise that of
       `synthetic_attend`.
 
     References:
@@ -73,9 +74,7 @@ def shared_scores_attend(
         return synthetic_attend(v, [], [scores[None]], mask, **segments, **places, **dropout)
 
     def together(v: Array, scores: Array) -> Array:
-        # Under jax.vmap, both branches run, and the derivatives of the branch that is not taken have to be finite.
-        v, scores = (jnp.where(is_exact, x, 0) for x in (v, scores))
-        return _together(v, scores, visible, is_first)
+        return _together(v, scores, visible, is_first, is_exact)
 
     patterns = [*mask.by_head(heads)]
     if not 1 <= length <= MAX_LENGTH or dropout.get("dropout_rate") or positions is not None or len(patterns) > 1:
@@ -85,30 +84,88 @@ def shared_scores_attend(
     highest = jnp.where(visible, scores, -jnp.inf).max(axis=2)
     spread = highest - jnp.where(visible, scores, jnp.inf).min(axis=2)  # -infinity in a row without visible keys
     is_exact = (spread <= MAX_SPREAD).all() & jnp.isfinite(v).all()
-    is_first = jnp.ones(v.shape[:2], bool)
+    is_first = None
     if segment_ids is not None:
         is_first = segment_ids == segment_ids[:, :1]
         second = jnp.take_along_axis(segment_ids, is_first.argmin(1)[:, None], axis=1)
         is_exact &= (is_first | (segment_ids == second)).all()
+    # Before the cond, in which the devices of a shard_map may branch differently, and gradients of scores must not be summed.
+    is_exact, v, scores = vary_alike(is_exact, v, scores)
     return jax.lax.cond(is_exact, together, separately, v, scores)
 
 
+@jax.custom_vjp
 def _together(
-    v: Float[Array, "B T N H"], scores: Float[Array, "N T T"], visible: Bool[Array, "T T"], is_first: Bool[Array, "B T"]
+    v: Float[Array, "B T N H"],
+    scores: Float[Array, "N T T"],
+    visible: Bool[Array, "T T"],
+    is_first: Bool[Array, "B T"] | None,
+    is_exact: Bool[Array, ""],
 ) -> Float[Array, "B T N H"]:
-    """The mixed values of rows of two segments, of which `is_first` tells one."""
-    batch, length, heads, width = v.shape
+    """The mixed values of rows of two segments, of which `is_first` tells one, or of one segment for None.
+
+    Without `is_exact`, the result is not used, but computed under jax.vmap: it is that of zeros.
+
+    The backward pass makes the operands of the products again, which are several times as large as the values. It divides by
+    the sums of exponentials once: their squares, which the derivative of a quotient has, may underflow.
+    """
+    return _forward(v, scores, visible, is_first, is_exact)[0]
+
+
+def _forward(
+    v: Array, scores: Array, visible: Array, is_first: Array | None, is_exact: Array
+) -> tuple[Array, tuple[Any, ...]]:
+    residuals = v, scores, visible, is_first, is_exact
+    v, scores = _or_zeros(is_exact, v), _or_zeros(is_exact, scores)
     # Values of float16 are multiplied as float32: exp(-MAX_SPREAD) underflows in float16.
     dtype = jnp.float32 if v.dtype == jnp.float16 else v.dtype
+    weights, x = _exponentials(scores, visible).astype(dtype), _by_segment(_with_ones(v.astype(dtype)), is_first)
+    y = _of_segment(jnp.einsum("nts,nsc->ntc", weights, x, preferred_element_type=jnp.float32), is_first, len(v))
+    total = y[..., -1:]
+    o = jnp.where(total > 0, y[..., :-1] / jnp.where(total > 0, total, 1.0), 0.0).astype(v.dtype)
+    return o, (*residuals, o, total)
+
+
+def _backward(residuals: tuple[Any, ...], cotangent: Array) -> tuple[Array | None, ...]:
+    v, scores, visible, is_first, is_exact, o, total = residuals
+    v, scores = _or_zeros(is_exact, v), _or_zeros(is_exact, scores)
+    cotangent = jnp.where(total > 0, cotangent.astype(jnp.float32) / jnp.where(total > 0, total, 1.0), 0.0)
+    of_total = -jnp.sum(cotangent * o.astype(jnp.float32), axis=3, keepdims=True)
+    dy = _by_segment(jnp.concatenate([cotangent, of_total], axis=3), is_first)
+    weights, x = _exponentials(scores, visible), _by_segment(_with_ones(v.astype(jnp.float32)), is_first)
+    dscores = weights * jnp.einsum("ntc,nsc->nts", dy, x)
+    dv = _of_segment(jnp.einsum("nts,ntc->nsc", weights, dy), is_first, len(v))[..., :-1]
+    return dv.astype(v.dtype), dscores.astype(scores.dtype), None, None, None
+
+
+_together.defvjp(_forward, _backward)
+
+
+def _exponentials(scores: Float[Array, "N T T"], visible: Bool[Array, "T T"]) -> Float[Array, "N T T"]:
+    """Exponentials of scores relative to the row's maximum, float32; 0 for keys that are not visible."""
     scores = jnp.where(visible, scores.astype(jnp.float32), -jnp.inf)
-    highest = jax.lax.stop_gradient(scores.max(axis=2, keepdims=True))
-    weights = jnp.exp(scores - jnp.where(jnp.isfinite(highest), highest, 0.0)).astype(dtype)
-    x = jnp.concatenate([v.astype(dtype), jnp.ones((*v.shape[:3], 1), dtype)], axis=3)
-    chosen = is_first[:, :, None, None, None] == jnp.array([True, False])[None, None, None, :, None]
-    x = jnp.where(chosen, x[:, :, :, None], jnp.zeros((), dtype))  # [B, T, N, 2, H + 1]
-    x = x.transpose(2, 1, 0, 3, 4).reshape(heads, length, -1)
-    y = jnp.einsum("nts,nsc->ntc", weights, x, preferred_element_type=jnp.float32)
-    y = y.reshape(heads, length, batch, 2, width + 1).transpose(2, 1, 0, 3, 4)
-    y = jnp.where(is_first[:, :, None, None], y[..., 0, :], y[..., 1, :])
-    total = y[..., width:]
-    return jnp.where(total > 0, y[..., :width] / jnp.where(total > 0, total, 1.0), 0.0).astype(v.dtype)
+    highest = scores.max(axis=2, keepdims=True)
+    return jnp.exp(scores - jnp.where(jnp.isfinite(highest), highest, 0.0))
+
+
+def _or_zeros(condition: Array, x: Array) -> Array:
+    return jnp.where(condition, x, jnp.zeros((), x.dtype))
+
+
+def _with_ones(v: Float[Array, "B T N H"]) -> Float[Array, "B T N C"]:
+    return jnp.concatenate([v, jnp.ones((*v.shape[:3], 1), v.dtype)], axis=3)
+
+
+def _by_segment(x: Float[Array, "B T N C"], is_first: Bool[Array, "B T"] | None) -> Float[Array, "N T _"]:
+    """Columns of each row of the batch and segment, which are 0 at tokens of the other segment."""
+    x = x[:, :, :, None]
+    if is_first is not None:
+        chosen = jnp.stack([is_first, ~is_first], axis=2)
+        x = _or_zeros(chosen[:, :, None, :, None], x)
+    return x.transpose(2, 1, 0, 3, 4).reshape(x.shape[2], x.shape[1], -1)
+
+
+def _of_segment(y: Float[Array, "N T _"], is_first: Bool[Array, "B T"] | None, batch: int) -> Float[Array, "B T N C"]:
+    """The columns of each token's own segment."""
+    y = y.reshape(*y.shape[:2], batch, 1 if is_first is None else 2, -1).transpose(2, 1, 0, 3, 4)
+    return y[..., 0, :] if is_first is None else jnp.where(is_first[:, :, None, None], y[..., 0, :], y[..., 1, :])
