@@ -19,7 +19,7 @@ PRODUCT, ROWS = "times w [384, 1536]", (1, 128, 1024)  # of the products in docs
 
 
 def quantized_products(rows: Rows) -> list[tuple[str, str]]:
-    """Lines of the encoders, and of one product with several numbers of rows.
+    """Lines of the encoders and of decoding, and of one product with several numbers of rows.
 
     Args:
       rows: Rows of the result file.
@@ -30,7 +30,7 @@ def quantized_products(rows: Rows) -> list[tuple[str, str]]:
     lines = [
         (f"{row['what']}: {name.replace(' over ', ' relative to ')}", f"{ratio:.3g}")
         for row in rows
-        if row["what"].startswith("encoder")
+        if row["what"].startswith(("encoder", "decoding"))
         for name, ratio in row["ratios"].items()
     ]
     products = [row["ratios"] for count in ROWS for row in rows if row["what"] == f"x [{count}, 384] {PRODUCT}"]

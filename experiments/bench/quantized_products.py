@@ -1,15 +1,17 @@
 """Measures products with all kinds of weights, and compressed encoders, against float32 and onnxruntime, interleaved.
 
-    python experiments/bench/quantized_products.py [--rows=1,8,16,128,1024]
+    python experiments/bench/quantized_products.py [--rows=1,8,16,128,1024] [--parts=encoders,decoding,products]
 
 Products are those of the matrices of an encoder of width 384, through `linear` within jit. The encoder has BERT's layers, six
 of width 384; its outputs are first compared with those of onnxruntime in float32. Ratios with onnxruntime are reported where
-onnx and onnxruntime are installed. A time is the minimum of the rounds. About five minutes on two quiet cores.
+onnx and onnxruntime are installed. "decoding" is the generation of tokens by a language model of the same width, one sequence
+at a time. A time is the minimum of the rounds. About five minutes on two quiet cores.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,7 +25,9 @@ from absl import app, flags
 
 from hpnlp import measure
 from hpnlp.compress.recipe import compress, parse_recipe
+from hpnlp.models.decode import Generation
 from hpnlp.models.encoder import Encoder, EncoderConfig
+from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.ops import weights
 from hpnlp.ops.linear import linear
 
@@ -54,9 +58,13 @@ ENCODERS = {
     "low rank, half of the parameters": "factorize(parameters=0.5, by=weights)",
     "half of layers, heads and columns, int8": "layers(3),heads(0.5, by=magnitude),mlp(0.5, by=magnitude),int8",
 }
+DECODERS = {"int8": "int8", "int8 weights only": "int8(integer_products=False)", "bfloat16": "bf16"}
 VOCAB, CLASSES, HEADS, EPSILON = 8192, 32, 6, 1e-5
+PROMPT, NEW_TOKENS = 4, 64
+PARTS = {"encoders": "encoder of", "decoding": "decoding by", "products": "x ["}  # part -> beginning of its rows' names
 
 FLAGS = flags.FLAGS
+flags.DEFINE_list("parts", list(PARTS), "Parts to measure; rows of the others are kept.")
 flags.DEFINE_list("rows", ["1", "8", "16", "128", "1024"], "Numbers of rows of x.")
 flags.DEFINE_list("batches", ["1", "8"], "Numbers of sequences of 128 tokens that the encoder reads.")
 flags.DEFINE_integer("layers", 6, "Layers of the encoder.")
@@ -159,13 +167,47 @@ def encoder_row(batch: int) -> dict[str, Any]:
     return row
 
 
+def decoding_row() -> dict[str, Any]:
+    """Times of the generation of NEW_TOKENS tokens after a prompt of PROMPT."""
+    config = LMConfig(
+        dim=FLAGS.dim, heads=HEADS, layers=FLAGS.layers, vocab=VOCAB, max_len=PROMPT + NEW_TOKENS, mlp="gelu"
+    )
+    params = nn.meta.unbox(LM(config).init(jax.random.key(0), example_batch(1, 8))["params"])
+    prompt = np.arange(PROMPT)
+
+    def call_of(config: LMConfig, params: Any) -> Callable[[], Any]:
+        return lambda: list(Generation(LM(config), params, [prompt], tokens=NEW_TOKENS, temperature=0.0))
+
+    calls: dict[str, Callable[[], Any]] = {"float32": call_of(config, params)}
+    for name, recipe in DECODERS.items():
+        *_, (_, small, weights_of_small) = compress(config, params, parse_recipe(recipe))
+        calls[name] = call_of(small, weights_of_small)
+    return timed(f"decoding by {FLAGS.layers} layers, D {FLAGS.dim}, V {VOCAB}, 1 sequence", calls, {})
+
+
 def relative_error(found: Any, expected: np.ndarray) -> float:
     return float(np.linalg.norm(np.asarray(found) - expected) / np.linalg.norm(expected))
 
 
+def kept_rows() -> list[dict[str, Any]]:
+    """Rows of an earlier result of the parts that are not measured."""
+    path = Path(FLAGS.out) / f"quantized_products-{jax.default_backend()}.json"
+    beginnings = tuple(beginning for part, beginning in PARTS.items() if part not in FLAGS.parts)
+    rows = json.loads(path.read_text("utf-8"))["rows"] if path.exists() else []
+    return [row for row in rows if row["what"].startswith(beginnings)]
+
+
 def main(_: Any) -> None:
-    rows = [encoder_row(int(batch)) for batch in FLAGS.batches]
-    rows += [product_row(d, f, int(count)) for d, f in SHAPES for count in FLAGS.rows]
+    if unknown := set(FLAGS.parts) - set(PARTS):
+        sys.exit(f"--parts: no part {', '.join(sorted(unknown))}, expected some of {', '.join(PARTS)}")
+    rows = kept_rows()
+    if "encoders" in FLAGS.parts:
+        rows += [encoder_row(int(batch)) for batch in FLAGS.batches]
+    if "decoding" in FLAGS.parts:
+        rows.append(decoding_row())
+    if "products" in FLAGS.parts:
+        rows += [product_row(d, f, int(count)) for d, f in SHAPES for count in FLAGS.rows]
+    rows.sort(key=lambda row: next(i for i, start in enumerate(PARTS.values()) if row["what"].startswith(start)))
     print(measure.write_result("quantized_products", rows, FLAGS.out))
 
 

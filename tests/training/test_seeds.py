@@ -121,7 +121,7 @@ def test_signals_at_any_time_save_the_last_step(tmp_path, monkeypatch):
         train_seeds(tiny.make(train__steps=9, **fields), [3, 1], tmp_path)
     alone = tiny.make(train__steps=8, train__seed=3, **fields)
     assert loop.train(alone, tmp_path / "seed_3").step == 8
-    with pytest.raises(InputError, match="seed_3 holds a run of 8 steps, and another seed has 6: remove it"):
+    with pytest.raises(InputError, match="do not go on from one step: seed_3 has step 8, seed_1 has step 6: train"):
         train_seeds(config, [3, 1], tmp_path)
     assert _steps(tmp_path / "seed_3") == ["4", "6", "8"]
     loop.train(tiny.make(train__steps=8, train__seed=1, **fields), tmp_path / "seed_1")
