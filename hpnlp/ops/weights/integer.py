@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -66,7 +67,8 @@ class IntegerWeight(Weight):
 
     def matmul_transposed(self, x: Float[Array, "M F"]) -> Float[Array, "M D"]:
         if self.integer_products and self.scales.shape[1] == 1:
-            return integer_product(x, self.codes.astype(jnp.int8).T, self.scales[:, 0])
+            # Over the last axis of the codes, so that XLA:CPU does not transpose them at each call.
+            return _integer_product(*vary_alike(x, self.codes.astype(jnp.int8), self.scales[:, 0]), None, 1)
         return super().matmul_transposed(x)
 
     def take(self, ids: Any) -> Float[Array, "*tokens F"]:
@@ -101,12 +103,13 @@ def integer_product(
       M D F multiplications of 8-bit integers, and two passes over x.
     """
     if x_scale is None:
-        return _integer_product(*vary_alike(x, codes, scales), None)
-    return _integer_product(*vary_alike(x, codes, scales, x_scale))
+        return _integer_product(*vary_alike(x, codes, scales), None, 0)
+    return _integer_product(*vary_alike(x, codes, scales, x_scale), 0)
 
 
-@jax.custom_vjp
-def _integer_product(x: Array, codes: Array, scales: Array, x_scale: Array | None) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _integer_product(x: Array, codes: Array, scales: Array, x_scale: Array | None, axis: int) -> Array:
+    """`integer_product`, of which `axis` of the codes is that of the sum."""
     numbers = x.astype(jnp.float32)
     if x_scale is None:
         magnitude = jnp.max(jnp.abs(numbers), axis=-1, keepdims=True)
@@ -118,17 +121,20 @@ def _integer_product(x: Array, codes: Array, scales: Array, x_scale: Array | Non
     rows = rounded.shape[0]
     if rows < MIN_ROWS:
         rounded = jnp.pad(rounded, ((0, MIN_ROWS - rows), (0, 0)))
-    sums = jax.lax.dot_general(rounded, codes, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
+    sums = jax.lax.dot_general(rounded, codes, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.int32)
     return sums[:rows].astype(jnp.float32) * steps * scales[None]
 
 
 @accepts_numpy
-def _integer_product_forward(x: Array, codes: Array, scales: Array, x_scale: Array | None) -> tuple[Array, Any]:
-    return _integer_product(x, codes, scales, x_scale), (x, codes, scales, x_scale)
+def _integer_product_forward(
+    x: Array, codes: Array, scales: Array, x_scale: Array | None, axis: int
+) -> tuple[Array, Any]:
+    return _integer_product(x, codes, scales, x_scale, axis), (x, codes, scales, x_scale)
 
 
-def _integer_product_backward(saved: Any, dy: Array) -> tuple[Any, None, Any, None]:
+def _integer_product_backward(axis: int, saved: Any, dy: Array) -> tuple[Any, None, Any, None]:
     x, codes, scales, x_scale = saved
+    codes = codes if axis == 0 else codes.T
     matrix = codes.astype(jnp.float32) * scales[None]
     dx = jax.lax.dot_general(dy, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     if x_scale is not None:
