@@ -101,8 +101,8 @@ def train_seeds(config: Config, seeds: Sequence[int], directory: str | Path, *, 
         stack.callback(display.close)
         display.print(
             f"{_phrase(step, config.train.steps)}: {len(seeds)} seed{'s' * (len(seeds) > 1)} as one program, "
-            f"{config.train.steps} steps of {batch_size} x {config.data.seq_len} tokens each, in {directory}; losses are "
-            "means over the seeds"
+            f"{config.train.steps} steps of {batch_size} x {config.data.seq_len} tokens each, without "
+            f"evaluations, in {directory}; losses are means over the seeds"
         )
         step = _train(trainer, config, members, step, stopping, display)
         if stopping.signal:
