@@ -55,8 +55,12 @@ _EXTENDED = (
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
 )
 DTYPES = {name: np.dtype(name) for name in _NATIVE} | {name: np.dtype(getattr(ml_dtypes, name)) for name in _EXTENDED}
-_MAX_HEADER = 1 << 28  # bytes of JSON
+# Bytes of JSON, about 400,000 arrays. Parsed JSON takes up to 25 times its size, and compressed JSON 1/1000.
+_MAX_HEADER = 1 << 26
 _LARGEST = 1 << 48  # elements of an array; more is no array of this world, and would overflow sizes
+_MAX_AXES = 64  # numpy's limit
+_MAX_DEPTH = 100  # of nested mappings
+_DECODED_TOGETHER = 256  # arrays; decoding takes up to 1 MB of tables for each, also of a few bytes
 _ENTRY = {
     "name": str,
     "dtype": str,
@@ -83,7 +87,7 @@ def write(
 
     Args:
       path: Path of the file.
-      tensors: Arrays of numpy or ml_dtypes dtypes, by names without "/"; mappings may be nested.
+      tensors: Arrays of numpy or ml_dtypes dtypes, by names without "/"; mappings may be nested. Empty mappings are left out.
       metadata: Anything that JSON can hold, such as the model's config and the kinds of its weights.
       encodings: Encoding of all arrays, or of each by its name, "outer/inner" in nested mappings; "raw" where absent:
         "raw": the array's bytes, memory-mapped by readers.
@@ -133,14 +137,33 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Any]:
     Cost: Reads the file once for its checksums. Arrays are decoded together, which is faster than one by one.
     """
     file = Container(path)
+    return nested(file.arrays()), file.metadata
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of named values.
+
+    Args:
+      flat: Values that are no dicts, by names such as "outer/inner".
+
+    Returns:
+      Nested dicts.
+
+    Raises:
+      ValueError: A value has the name of a dict that holds other values.
+    """
     tree: dict[str, Any] = {}
-    for name, array in file.arrays().items():
+    for name, value in flat.items():
         *outer, last = name.split(_SEPARATOR)
-        node = tree
+        node: Any = tree
         for key in outer:
             node = node.setdefault(key, {})
-        node[last] = array
-    return tree, file.metadata
+            if not isinstance(node, dict):
+                raise ValueError(f"the name {name!r:.200} begins with that of another tensor")
+        if last in node:
+            raise ValueError(f"the name {name!r:.200} is that of another tensor, or begins the name of one")
+        node[last] = value
+    return tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,6 +266,10 @@ class Container(Mapping[str, np.ndarray]):
                 raise self._error(f"two tensors have the name {entry.name!r}")
             self.entries[entry.name] = entry
             end = entry.offset + entry.size
+        try:
+            nested(self.entries)
+        except ValueError as error:
+            raise self._error(str(error)) from error
         if end != size:
             raise self._error(f"it has {size} bytes, expected {end}")
 
@@ -271,6 +298,12 @@ class Container(Mapping[str, np.ndarray]):
             block = self._bytes[entry.offset : entry.offset + entry.size]
             if _block_sum(block) != entry.checksum:
                 raise self._error("its checksum differs", entry.name)
+        arrays: dict[str, np.ndarray] = {}
+        for start in range(0, len(entries), _DECODED_TOGETHER):
+            arrays |= self._decode_together(entries[start : start + _DECODED_TOGETHER])
+        return arrays
+
+    def _decode_together(self, entries: list[Entry]) -> dict[str, np.ndarray]:
         decodings = {}
         for entry in entries:
             block = self._bytes[entry.offset : entry.offset + entry.size]
@@ -279,7 +312,7 @@ class Container(Mapping[str, np.ndarray]):
             )
         try:
             flat = Decoding.run(list(decodings.values()))
-        except InputError:  # each by itself, to name the tensor
+        except (InputError, MemoryError):  # each by itself, to name the tensor
             flat = [self._checked(e, lambda e=e: Decoding.run([decodings[e.name]])[0]) for e in entries]
         return {entry.name: array for entry, array in zip(entries, flat, strict=True)}
 
@@ -288,9 +321,14 @@ class Container(Mapping[str, np.ndarray]):
             return function()
         except InputError as error:
             raise self._error(str(error), entry.name) from error
+        except MemoryError as error:
+            raise InputError(
+                f"tensor {entry.name!r} of {self.path!r} has {math.prod(entry.shape)} elements, more than memory holds: "
+                "restore the file if it is damaged, or read it on a machine with more memory"
+            ) from error
 
     def _error(self, problem: str, name: str | None = None) -> InputError:
-        where = f"{self.path!r}" if name is None else f"tensor {name!r} of {self.path!r}"
+        where = f"{self.path!r}" if name is None else f"tensor {name!r:.200} of {self.path!r}"
         return InputError(f"{where} is damaged: {problem}; {_RESTORE}")
 
     def _header(self) -> tuple[dict[str, Any], int]:
@@ -334,10 +372,14 @@ class Container(Mapping[str, np.ndarray]):
             value = record[key]
             if type(value) is not expected or (expected is int and not 0 <= value < _LARGEST):
                 raise self._error(f"{key} is {str(value)[:80]}", str(name))
+        if not all(parts := name.split(_SEPARATOR)) or len(parts) > _MAX_DEPTH:
+            raise self._error(f"its name has {len(parts)} parts, expected up to {_MAX_DEPTH} that are not empty", name)
         if record["dtype"] not in DTYPES:
-            raise self._error(f"dtype is {record['dtype']!r}", name)
+            raise self._error(f"dtype is {record['dtype']!r:.80}", name)
         shape = tuple(record["shape"])
-        if not all(type(n) is int and 0 <= n < _LARGEST for n in shape) or math.prod(shape) >= _LARGEST:
+        is_valid = len(shape) <= _MAX_AXES and all(type(n) is int and 0 <= n < _LARGEST for n in shape)
+        # numpy limits the product of the axes that are not empty.
+        if not is_valid or math.prod(n for n in shape if n) >= _LARGEST:
             raise self._error(f"shape is {str(shape)[:80]}", name)
         encoding = self._checked_encoding(record["encoding"], name)
         offset, size = record["offset"], record["size"]
@@ -356,6 +398,8 @@ class Container(Mapping[str, np.ndarray]):
 
 def _flatten(tree: Tree, prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
     """Yields names and arrays of nested mappings."""
+    if prefix.count(_SEPARATOR) >= _MAX_DEPTH:
+        raise InputError(f"tensors are nested more than {_MAX_DEPTH} deep: pass a flatter mapping")
     for key, value in tree.items():
         if not isinstance(key, str) or not key or _SEPARATOR in key:
             raise InputError(
@@ -401,6 +445,10 @@ def _header_bytes(records: list[dict[str, Any]], encodings: Mapping[str, Encodin
             raise InputError(
                 f"metadata cannot be stored as JSON ({error}): pass numbers, text, lists and dicts"
             ) from error
+        if len(text) > _MAX_HEADER:
+            raise InputError(
+                f"the header has {len(text)} bytes of JSON, expected at most {_MAX_HEADER}: store large metadata as an array"
+            )
         header = zlib.compress(text.encode(), 9)
         if len(header) <= room:
             return header.ljust(room, b"\0")

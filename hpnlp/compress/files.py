@@ -64,17 +64,17 @@ def write_weights(
 
     Args:
       path: The file.
-      params: A tree of dicts and tuples of arrays and Weights.
+      params: A tree of dicts and tuples of arrays and Weights. Empty dicts are left out.
       metadata: Further content of the header, which JSON can express.
       encoding: A function of the name and the content of an array that returns its encoding, see `container.write`.
 
     Raises:
-      InputError: A Weight is of no kind in KINDS, or two names are equal.
+      InputError: A Weight is of no kind in KINDS, a name has a "/", or a tuple has an empty entry or is the whole tree.
     """
     leaves, header = file_content(params, metadata)
     arrays = {name: np.asarray(leaf) for name, leaf in leaves.items()}
     encodings = {name: encoding(name, array) for name, array in arrays.items()}
-    container.write(path, _nested(arrays), header, encodings=encodings)
+    container.write(path, container.nested(arrays), header, encodings=encodings)
 
 
 def file_content(params: Any, metadata: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -103,7 +103,7 @@ def file_content(params: Any, metadata: Any) -> tuple[dict[str, Any], dict[str, 
 
     for name, node in _named(params):
         add(name, node)
-    ordered = {"/".join(names): leaf for names, leaf in _flat(_nested(arrays))}
+    ordered = {"/".join(names): leaf for names, leaf in _flat(container.nested(arrays))}
     return ordered, {"weights": described, "tuples": _tuples(params), "metadata": metadata}
 
 
@@ -119,9 +119,9 @@ def read_weights(path: str | os.PathLike[str]) -> tuple[Any, Any]:
     Raises:
       InputError: The file is damaged, or has a kind of weight that this version does not know.
     """
-    arrays, header = container.read(path)
-    flat = {"/".join(names): jnp.asarray(array) for names, array in _flat(arrays)}
-    return _assembled(path, flat, header), header["metadata"]
+    file = container.Container(path)
+    flat = {name: jnp.asarray(array) for name, array in file.arrays().items()}
+    return _assembled(path, flat, file.metadata)
 
 
 def read_outline(path: str | os.PathLike[str]) -> Any:
@@ -138,13 +138,13 @@ def read_outline(path: str | os.PathLike[str]) -> Any:
     """
     file = container.Container(path)
     flat = {name: jax.ShapeDtypeStruct(entry.shape, entry.dtype) for name, entry in file.entries.items()}
-    return _assembled(path, flat, file.metadata)
+    return _assembled(path, flat, file.metadata)[0]
 
 
-def _assembled(path: str | os.PathLike[str], arrays: Mapping[str, Any], header: Any) -> Any:
-    """The tree of arrays, or their shapes, with the Weights that the header describes; foreign headers may be of any type."""
+def _assembled(path: str | os.PathLike[str], arrays: Mapping[str, Any], header: Any) -> tuple[Any, Any]:
+    """`(params, metadata)` of arrays, or of their shapes, by the header, which may be of any type in a foreign file."""
     try:
-        return _tree_of(path, arrays, header)
+        return _tree_of(path, arrays, header), header["metadata"]
     except InputError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -155,7 +155,7 @@ def _assembled(path: str | os.PathLike[str], arrays: Mapping[str, Any], header: 
 
 
 def _tree_of(path: str | os.PathLike[str], arrays: Mapping[str, Any], header: Any) -> Any:
-    """`_assembled`, which raises any error where the header is not that of `file_content`."""
+    """The tree with the Weights that the header describes. Raises any error where the header is not that of `file_content`."""
     flat: dict[str, Any] = dict(arrays)
     # Innermost first: a part of a Weight may be a Weight itself.
     for name, fields in sorted(header["weights"].items(), key=lambda item: -item[0].count("/")):
@@ -165,7 +165,7 @@ def _tree_of(path: str | os.PathLike[str], arrays: Mapping[str, Any], header: An
         prefix = f"{name}/"
         parts = {key.removeprefix(prefix): flat.pop(key) for key in list(flat) if key.startswith(prefix)}
         flat[name] = kind(**parts, **{key: value for key, value in fields.items() if key != "kind"})
-    tree = _nested(flat)
+    tree = container.nested(flat)
     for name in sorted(header["tuples"], key=len, reverse=True):
         _replace(tree, name.split("/"), lambda node: tuple(node[str(i)] for i in range(len(node))))
     return tree
@@ -235,7 +235,10 @@ def _named(params: Any) -> list[tuple[str, Any]]:
 
 
 def _key(key: Any) -> str:
-    return str(getattr(key, "key", getattr(key, "idx", key)))
+    name = str(getattr(key, "key", getattr(key, "idx", key)))
+    if "/" in name:
+        raise InputError(f"the weights have the name {name!r}: expected names without '/'; nest dicts instead")
+    return name
 
 
 def _tuples(params: Any, prefix: str = "") -> list[str]:
@@ -243,23 +246,16 @@ def _tuples(params: Any, prefix: str = "") -> list[str]:
     if isinstance(params, Weight):
         return []
     if isinstance(params, tuple):
+        if not (prefix and params and all(map(jax.tree.leaves, params))):
+            raise InputError(
+                f"the tuple {prefix or 'of all weights'} cannot be written: expected tuples in a dict, with weights "
+                "in each entry"
+            )
         children = {str(i): child for i, child in enumerate(params)}
     else:
         children = params if isinstance(params, Mapping) else {}
     found = [prefix] if isinstance(params, tuple) else []
     return found + [name for key, child in children.items() for name in _tuples(child, f"{prefix}/{key}".lstrip("/"))]
-
-
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of dicts of named values."""
-    tree: dict[str, Any] = {}
-    for name, value in flat.items():
-        *parents, last = name.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
-    return tree
 
 
 def _flat(tree: Any, names: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:

@@ -218,7 +218,10 @@ def _parse(stream: bytes | np.ndarray, values: np.ndarray | None) -> _Stream:
         return _Stream(0, group or 1, 1, 0, 0, empty, np.zeros(1, np.int64), empty, symbols)
     looks = -(-count // group) if group in GROUPS else 0
     if not (
-        1 <= looks <= 8 * len(data) and 1 <= alphabet**group <= _MAX_ALPHABET and steps and width <= packing.MAX_BITS
+        1 <= looks <= 8 * len(data)
+        and 1 <= alphabet**group <= _MAX_ALPHABET
+        and 1 <= steps <= STEPS  # lanes of several streams are decoded in one matrix of the most steps
+        and width <= packing.MAX_BITS
     ):
         raise InputError(f"{_DAMAGED} (its header is impossible)")
     if values is not None and len(values) < alphabet:

@@ -468,9 +468,13 @@ def _load_compressed(workdir: Path, config: Config, vocabulary: Vocabulary, mode
         raise InputError(f"{workdir} holds a compressed model and no checkpoints: leave out the step {step}")
     path = workdir / WEIGHTS_FILE
     params, metadata = read_weights(path)
+    if not isinstance(metadata, Mapping) or not isinstance(metadata.get("step"), int):
+        raise InputError(
+            f"{path} does not have the step of its run: write it by hpnlp compress, or with {{'step': 0}} as metadata"
+        )
     _check_finite(params, str(path))
     eos = eos_ids(workdir, vocabulary.tokenizer, model.config.vocab)
-    return Run(config, vocabulary, model, params, int(metadata["step"]), eos)
+    return Run(config, vocabulary, model, params, metadata["step"], eos)
 
 
 @jax.jit

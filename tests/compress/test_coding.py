@@ -157,6 +157,15 @@ def test_damaged_streams_raise(name):
             huffman.decode(stream[:size])
 
 
+def test_lanes_of_more_steps_than_are_written_raise(monkeypatch):
+    """A long lane beside thousands of short ones would take a matrix of the product of both."""
+    monkeypatch.setattr(huffman, "STEPS", 513)
+    stream = huffman.encode(SYMBOLS["uniform bytes"][:513])
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="its header is impossible"):
+        huffman.decode(stream)
+
+
 def test_streams_with_valid_checksums_and_wrong_contents_raise():
     stream = huffman.encode(SYMBOLS["geometric"])
     draw = np.random.default_rng(1)

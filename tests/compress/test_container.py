@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hpnlp.compress import array_encodings, container, huffman
+from hpnlp.compress import array_encodings, container, huffman, sparse_codes
 from hpnlp.compress.array_encodings import Encoding
 from hpnlp.errors import InputError
 
@@ -81,6 +81,26 @@ def test_special_values_are_exact(path):
     for encoding in ("raw", "huffman", "sparse", "packed(3)", "nonzeros"):
         container.write(path, {"x": x}, encodings=encoding)
         assert_same(container.read(path)[0]["x"], x)
+
+
+@pytest.mark.parametrize("encoding", ["raw", "huffman", "sparse", "packed(8)", "nonzeros"])
+def test_all_bit_patterns_and_memory_orders_are_exact(path, encoding):
+    rng = np.random.default_rng(1)
+    arrays = {"0-d": np.array(-0.0, ">f4"), "empty": np.zeros((3, 0, 2)), "equal": np.full(700, np.nan, ">f8")}
+    for name, dtype in container.DTYPES.items():
+        if dtype.itemsize <= 8 or encoding == "raw":
+            bits = rng.integers(
+                0, 256, (6, 5, dtype.itemsize), np.uint8
+            )  # NaN payloads, signed zeros, subnormal numbers
+            bits &= array_encodings._USED_BITS.get(name, 1 if name == "bool" else 255)
+            x = bits.reshape(-1).view(dtype).reshape(6, 5)
+            arrays |= {name: x, f"{name} by columns": np.asfortranarray(x), f"{name} strided": x[::-2, 1::2]}
+            if dtype.isbuiltin:
+                arrays[f"{name} swapped"] = x.astype(dtype.newbyteorder(">"))
+    container.write(path, arrays, encodings=encoding)
+    tensors, _ = container.read(path)
+    for name, x in arrays.items():
+        assert_same(tensors[name], x.astype(x.dtype.newbyteorder("=")) if not x.dtype.isnative else x)
 
 
 def test_damaged_places_of_non_zeros_raise():
@@ -172,6 +192,13 @@ def replace(number, **values):
         (replace(0, encoding="nonzeros"), "tensor 'table' of .*damaged"),
         (replace(0, size=2**40), "tensor 'table' of .* its block takes bytes"),
         (replace(0, size=1.5), "tensor 'table' of .* size is 1.5"),
+        (replace(0, shape=[[[]]]), "tensor 'table' of .* shape is"),
+        (replace(0, shape=[1] * 65), "tensor 'table' of .* shape is"),
+        (replace(4, shape=[0, 2**47, 2**47]), "tensor 'empty' of .* shape is"),
+        (replace(4, name="int4/x"), "the name 'int4/x' begins with that of another tensor"),
+        (replace(0, name="int4/x"), "the name 'int4' is that of another tensor, or begins the name of one"),
+        (replace(0, name="a//b"), "tensor 'a//b' of .* its name has 3 parts, expected up to 100 that are not empty"),
+        (replace(0, name="a" + 100 * "/a"), "its name has 101 parts, expected up to 100"),
         (replace(1, shape=[33, 8]), "tensor 'layers/query/codes' of .*47 bytes for 264 codes of 1.6 bits"),
     ],
 )
@@ -179,6 +206,59 @@ def test_wrong_headers_raise(written, change, message):
     edit(written, change)
     with pytest.raises(InputError, match=message):
         container.read(written)
+
+
+def test_deep_values_in_headers_raise(written):
+    for depth in (100, 100_000):
+        text = f'{{"metadata":0,"tensors":[{"[" * depth}{"]" * depth}]}}'
+        header = np.frombuffer(zlib.compress(text.encode()), np.uint8)
+        prefix = container._PREFIX.pack(container.MAGIC, 1, container._block_sum(header), len(header))
+        written.write_bytes(prefix + header.tobytes())
+        with pytest.raises(InputError, match=r"model.bin.*its header"):
+            container.read(written)
+
+
+def test_arrays_larger_than_memory_raise(written, monkeypatch):
+    def merge(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(sparse_codes, "merge", merge)
+    for read in (container.read, lambda path: container.Container(path)["table"]):
+        with pytest.raises(
+            InputError, match=r"tensor 'table' of .*model.bin' has 2000 elements, more than memory holds"
+        ):
+            read(written)
+
+
+def test_few_arrays_are_decoded_together(path, monkeypatch):
+    """The tables of many small streams would take 10,000 times the size of the file."""
+    monkeypatch.setattr(container, "_DECODED_TOGETHER", 2)
+    counts, run = [], array_encodings.Decoding.run
+    monkeypatch.setattr(
+        array_encodings.Decoding, "run", lambda decodings: counts.append(len(decodings)) or run(decodings)
+    )
+    arrays = {str(i): np.arange(i + 1) for i in range(5)}
+    container.write(path, arrays, encodings="huffman")
+    tensors, _ = container.read(path)
+    assert counts == [2, 2, 1]
+    for name, x in arrays.items():
+        assert_same(tensors[name], x)
+
+
+def test_deep_mappings_and_large_metadata_raise(path, monkeypatch):
+    tree = x = np.arange(3)
+    for _ in range(100):
+        tree = {"a": tree}
+    container.write(path, tree)
+    assert_same(container.Container(path)["/".join("a" * 100)], x)
+    cycle = {}
+    cycle["a"] = cycle
+    for deep in ({"a": tree}, cycle):
+        with pytest.raises(InputError, match="nested more than 100 deep"):
+            container.write(path, deep)
+    monkeypatch.setattr(container, "_MAX_HEADER", 1000)
+    with pytest.raises(InputError, match="expected at most 1000: store large metadata as an array"):
+        container.write(path, {"a": x}, "x" * 1000)
 
 
 def test_other_files_and_versions_raise(written):

@@ -38,6 +38,9 @@ def test_compressed_weights_are_loaded_and_evaluated(tmp_path):
     np.testing.assert_allclose(*scores, rtol=0.01)
     with pytest.raises(InputError, match="holds a compressed model and no checkpoints"):
         load(target, step=1)
+    write_weights(target / WEIGHTS_FILE, small)
+    with pytest.raises(InputError, match="does not have the step of its run"):
+        load(target)
 
 
 @pytest.mark.slow

@@ -66,7 +66,8 @@ class IntegerWeight(Weight):
         return product(x.astype(jnp.bfloat16), self.dense().astype(jnp.bfloat16))
 
     def matmul_transposed(self, x: Float[Array, "M F"]) -> Float[Array, "M D"]:
-        if self.integer_products and self.scales.shape[1] == 1:
+        # With groups, the scales of a single column are [D / group, 1].
+        if self.integer_products and self.scales.shape[1] == 1 and self.scales.shape[0] in (1, self.shape[0]):
             # Over the last axis of the codes, so that XLA:CPU does not transpose them at each call.
             return _integer_product(*vary_alike(x, self.codes.astype(jnp.int8), self.scales[:, 0]), None, 1)
         return super().matmul_transposed(x)

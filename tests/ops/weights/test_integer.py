@@ -9,6 +9,7 @@ from hpnlp.ops.linear import linear
 from hpnlp.ops.softmax import logits
 from hpnlp.ops.weights import IntegerWeight, quantize
 from hpnlp.types import InputError
+from tests.contracts import once
 
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(24, 10)).astype(np.float32)
@@ -60,6 +61,38 @@ def test_gradients_are_those_of_the_dense_matrix():
     dx = jax.grad(loss)(jnp.asarray(X), weight)
     y = linear(X, weight)
     np.testing.assert_allclose(dx, 2 * y @ weight.dense().T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "by_row", "rows"),
+    [("float32", True, 0), ("float32", True, 1), ("bfloat16", True, 3), ("float16", False, 3)],
+)
+def test_products_with_the_transpose_match_the_dense_matrix(dtype, by_row, rows):
+    limits = np.abs(W).max(1, keepdims=True) if by_row else np.full((1, 1), 3, np.float32)
+    scales = limits / np.float32(127)
+    codes = np.clip(np.round(W / scales), -127, 127)
+    x = np.random.default_rng(1).normal(size=(rows, 10)).astype(dtype)
+    dy = np.random.default_rng(2).normal(size=(rows, 24)).astype(np.float32)
+
+    def products(x, dy, codes, scales):
+        y, backward = jax.vjp(lambda x, scales: IntegerWeight(codes, scales).matmul_transposed(x), x, scales)
+        return y, *backward(dy)
+
+    y, dx, dscales = once(products, x, dy, codes.astype(np.int8), scales)
+    assert y.shape == (rows, 24) and dx.dtype == x.dtype and dscales.shape == scales.shape
+    numbers = x.astype(np.float64)
+    np.testing.assert_allclose(y, numbers @ (codes * scales).T, atol=0.1)
+    np.testing.assert_allclose(np.asarray(dx, np.float64), dy @ (codes * scales), rtol=0.01, atol=0.02)
+    slopes = (dy * (numbers @ codes.T)).sum(0)
+    expected = slopes[:, None] if by_row else slopes.sum(keepdims=True)[None]
+    np.testing.assert_allclose(dscales, expected, rtol=0.01, atol=0.01 * np.abs(slopes).max(initial=0))
+
+
+def test_groups_of_a_single_column_multiply_by_the_transpose():
+    codes, scales = np.arange(-12, 12, dtype=np.int8)[:, None], np.array([[1], [2], [4]], np.float32)
+    x = np.random.default_rng(1).normal(size=(3, 1)).astype(np.float32)
+    y = once(lambda x, codes, scales: IntegerWeight(codes, scales).matmul_transposed(x), x, codes, scales)
+    np.testing.assert_allclose(y, x @ (codes * np.repeat(scales, 8, axis=0)).T, rtol=1e-6)
 
 
 def test_zero_columns_and_clipping():
