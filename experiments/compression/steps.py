@@ -52,6 +52,12 @@ TRAINED: dict[str, tuple[str, str, dict[str, str]]] = {
     "magnitude in training": ("magnitude(0.1)", "magnitude(0.1)", {}),
     "movement": ("movement(0.1)", "magnitude(0.1)", {}),
 }
+# The same, from the pretrained model on and with the steps of a teacher: pruning while the task is learnt (Sanh et al. 2020).
+LEARNT: dict[str, tuple[str, str, dict[str, str]]] = {
+    f"{name} while learning, {keep:.0%}": (f"{name}({keep})", f"magnitude({keep})", {})
+    for keep in (0.1, 0.03)
+    for name in ("magnitude", "movement")
+}
 # Results of compression that are trained further, with the same zeros or shared values: technique -> (train.weights, the
 # format, which is applied again afterwards). The part before the comma names where the training starts.
 CONTINUED = {
@@ -233,13 +239,15 @@ def recipes(
 
 
 def weight_trainings(settings: Settings, task: str) -> Iterator[Step]:
-    """Training with other weights, from the teacher on, and its result in the file that these weights allow."""
+    """Training with other weights, and its result in the file that these weights allow."""
     teacher, original = settings.workdir / task / "teacher", f"{task}/int8"
-    for technique, (weights, recipe, further) in TRAINED.items():
+    starts = ((TRAINED, teacher, "weights"), (LEARNT, settings.workdir / "pretrained", task))
+    entries = [(entry, start, kind) for entries, start, kind in starts for entry in entries.items()]
+    for (technique, (weights, recipe, further)), start, kind in entries:
         name = f"{task}/{slug(technique)}"
-        fields = {"train.weights": weights, "train.init_from": teacher, **further}
+        fields = {"train.weights": weights, "train.init_from": start, **further}
         fields |= {"distill.teacher": teacher} if further else {}
-        yield settings.train(f"{name}_run", f"finetune.py:{task}", "weights", fields)
+        yield settings.train(f"{name}_run", f"finetune.py:{task}", kind, fields)
         row = {
             "technique": technique,
             "task": task,
