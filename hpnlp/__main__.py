@@ -24,7 +24,8 @@ COMMANDS = {
     "neighbours": "list words that are similar to a word, and draw word vectors",
     "convert": "convert Hugging Face checkpoints to runs, and runs to checkpoints",
 }
-HANDLES_SIGNALS = ("train", "sweep", "lra")  # commands that react to signals as `hpnlp.training.signals` describes
+# Commands that react to signals as `hpnlp.training.signals` describes.
+HANDLES_SIGNALS = ("train", "sweep", "lra", "compress")
 
 
 def main() -> None:
@@ -34,7 +35,7 @@ def main() -> None:
         0: success.
         1: a defect of hpnlp, with a traceback; or, without a message, a closed output pipe of a command that only prints.
         2: invalid input or an error of the machine, with one line on stderr; or all files were written, but not stdout.
-        130: Ctrl-C, with one line on stderr; for train and sweep also the other signals of `hpnlp.training.signals`.
+        130: Ctrl-C, with one line on stderr; for HANDLES_SIGNALS also the other signals of `hpnlp.training.signals`.
     """
     atexit.register(gc.freeze)  # skips the garbage collection of all objects when the process ends
     _open_standard_descriptors()

@@ -81,12 +81,13 @@ def unknown_name(name: str, known: Iterable[str], what: str) -> str:
     return f"unknown {what} {name!r}: {did_you_mean(name, known)}{f' ({OWN_ENTRY})' * (what in OPEN_KINDS)}"
 
 
-def parse(text: str, what: str) -> tuple[Spec, ...]:
+def parse(text: str, what: str, example: str = "window(256,0)*5,full") -> tuple[Spec, ...]:
     """Parses a spec string: `"a(1, x=2)*3,b"` -> (Spec(a, (1,), (("x", 2),), 3), Spec(b)).
 
     Args:
       text: The string. Arguments are Python literals, or bare words, which become strings.
       what: The config field or argument that holds the string, for error messages.
+      example: A valid string of this kind, for error messages.
 
     Returns:
       The entries.
@@ -103,7 +104,7 @@ def parse(text: str, what: str) -> tuple[Spec, ...]:
     except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError) as error:
         raise InputError(
             f"{what}={shortened(text)} is not a spec: expected names with optional arguments and repeats, as in "
-            '"window(256,0)*5,full"'
+            f'"{example}"'
         ) from error
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hpnlp.__main__ import HANDLES_SIGNALS
 from hpnlp.cli import experiment
 from hpnlp.compress.recipe import parse_recipe
 from hpnlp.training.config import resolve
@@ -68,6 +69,12 @@ def write_result(runs, step, workdir, score):
     (workdir / step.name / step.result).write_text(json.dumps(content))
 
 
+def test_commands_of_the_script_react_to_signals(modules, tmp_path):
+    """Commands that train inherit blocked signals from the script, and would block them to the end otherwise."""
+    commands = {step.arguments[0] for step in modules[0].all_steps(modules[0].Settings(tmp_path))}
+    assert commands - {"convert"} <= set(HANDLES_SIGNALS)
+
+
 def test_signals_reach_the_command_and_end_the_script(modules, tmp_path, monkeypatch, capfd):
     """A command that is killed at once could not save a checkpoint."""
     steps, runs = modules
@@ -114,6 +121,12 @@ def test_results_of_other_settings_raise(modules, tmp_path):
         runs.check_settings(steps.Settings(tmp_path / "file"))
 
 
+def test_missing_packages_raise_before_the_first_step(modules, monkeypatch):
+    monkeypatch.setattr(modules[1].importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="not installed: safetensors, tokenizers: pip install"):
+        modules[1].check_packages()
+
+
 def test_logs_of_steps_that_resume_are_continued(modules, tmp_path, monkeypatch):
     steps, runs = modules
     step = steps.all_steps(steps.Settings(tmp_path))[0]
@@ -145,7 +158,7 @@ def test_finished_commands_are_skipped_and_seeds_share_a_row(modules, tmp_path, 
     assert runs.run_all(members, members, tmp_path) == failed
     assert called == [step.name for step in members[1:] if step.name != failed[-1]]
     out = capsys.readouterr().out
-    assert "classification/movement is left out: classification/movement_run is not finished" in out
+    assert "classification/movement is left out: classification/movement_run not finished" in out
     assert "classification/fp8 failed:\nthe reason" in out and "min remain" in out
     rows = {(row["task"], row["technique"]): row for row in json.loads((tmp_path / "table.json").read_text())["rows"]}
     student = rows["classification", steps.STUDENT]

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from absl import app, flags, logging
-from runs import check_settings, choose, run_all, table, write_table
+from runs import check_packages, check_settings, choose, run_all, table, write_table
 from steps import TASKS, Settings, all_steps
 
 from hpnlp import measure
@@ -43,6 +43,7 @@ def main(argv: Sequence[str]) -> None:
             raise InputError(f"unexpected argument {argv[1]!r}: flags are written --name=value")
         if unknown := set(FLAGS.tasks) - set(TASKS):
             raise InputError(f"--tasks: no task {', '.join(sorted(unknown))}, expected some of {', '.join(TASKS)}")
+        check_packages()
         settings = Settings(workdir, FLAGS.budget, FLAGS.trial, tuple(FLAGS.tasks))
         steps = all_steps(settings)
         chosen = choose(steps, FLAGS.only)
@@ -56,7 +57,10 @@ def main(argv: Sequence[str]) -> None:
         name = "compression_trial" if FLAGS.trial else "compression"
         print(f"written: {measure.write_result(name, table(steps, workdir), FLAGS.out)}")
     if failed:
-        sys.exit(f"failed: {', '.join(failed)}")
+        sys.exit(
+            f"{len(failed)} of {len(chosen)} steps failed or were left out, first {failed[0]}: their output is in "
+            f"{workdir / 'logs'}; the same command runs them again"
+        )
 
 
 if __name__ == "__main__":

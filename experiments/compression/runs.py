@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -23,6 +24,16 @@ METRIC = "accuracy"  # of all tasks
 
 def is_finished(step: Step, workdir: Path) -> bool:
     return all((workdir / step.name / name).exists() for name in (step.result, "config.json"))
+
+
+def check_packages() -> None:
+    """Checks that the packages of the tokenizer and of Hugging Face checkpoints are installed, which all steps need.
+
+    Raises:
+      InputError: One is missing.
+    """
+    if missing := [name for name in ("safetensors", "tokenizers") if importlib.util.find_spec(name) is None]:
+        raise InputError(f"not installed: {', '.join(missing)}: pip install '.[hf]' in the repository")
 
 
 def check_settings(settings: Settings) -> None:
@@ -112,7 +123,10 @@ def run_all(steps: Sequence[Step], chosen: Sequence[Step], workdir: Path) -> lis
             continue
         if missing := [name for name in step.inputs if not is_finished(by_name[name], workdir)]:
             failed.append(step.name)
-            print(f"[{index}/{len(chosen)}] {step.name} is left out: {', '.join(missing)} is not finished", flush=True)
+            print(
+                f"[{index}/{len(chosen)}] {step.name} is left out: {', '.join(dict.fromkeys(missing))} not finished",
+                flush=True,
+            )
             continue
         remaining = sum(other.work for other in chosen[index - 1 :] if not is_finished(other, workdir))
         remaining *= spent / expected if expected else 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from absl import flags
 
 from hpnlp import cli
 from hpnlp.cli import experiment
+from hpnlp.training import signals
 from hpnlp.types import InputError
 
 USAGE = """
@@ -55,6 +57,8 @@ def run(argv: Sequence[str]) -> None:
     Raises:
       InputError: A flag, the recipe or the run is invalid.
     """
+    if (parent := os.environ.pop(signals.PARENT, "")).isdecimal():
+        signals.follow(int(parent))
     argv, overrides = experiment.split(argv)
     cli.parse(argv, USAGE)
     f = cli.FLAGS

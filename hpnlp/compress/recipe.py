@@ -310,7 +310,7 @@ def parse_recipe(text: str) -> list[Stage]:
     Raises:
       InputError: A stage is unknown or has invalid arguments, or stages are in an order that cannot work.
     """
-    specs = parse(text, "--recipe") if text.strip() else ()
+    specs = parse(text, "--recipe", example="heads(0.5),mlp(0.5),int8") if text.strip() else ()
     if not specs:
         raise InputError(f"the recipe is empty: name stages, of {', '.join(COMPRESSORS)}, as in heads(0.5),int8")
     stages = [

@@ -125,9 +125,7 @@ def compress_run(
             f"--rewind={rewind} keeps the zeros of magnitude, which the recipe {recipe!r} does not have: add it"
         )
     source, target = Path(source), Path(target)
-    for name in ("config.json", "checkpoints"):  # without config.json, WEIGHTS_FILE is from an unfinished compression
-        if (target / name).exists():
-            raise InputError(f"{target} already holds {name}: choose another directory")
+    _check_target(target)
     run = run_directory.load(source)
     run = dataclasses.replace(run, config=_changed(run.config, changes or {}))
     unused = [name for name in changes or {} if not finetune and not name.startswith("data.")]
@@ -139,7 +137,8 @@ def compress_run(
         raise InputError(f"train.steps and --finetune={finetune} both set the steps: leave out train.steps")
     check_plain(run.params)
     check_source(run, rewind)
-    dataset = tasks.find(run.config.task).dataset(run.config.data, run.vocabulary)
+    task = tasks.find(run.config.task)
+    dataset = task.dataset(run.config.data, run.vocabulary)
     calibration = Calibration(_Gradients(run, dataset, calibration_batches))
     versions = [_Version(ORIGINAL, run.config, run.model, run.params)]
     for index, stage in enumerate(stages):
@@ -156,7 +155,8 @@ def compress_run(
     for left in target.glob(f".{WEIGHTS_FILE}.*.part"):  # of a compression that was killed
         left.unlink()
     _copy_companions(source, target)
-    scores = [_scores(version, dataset, batches) for version in versions]
+    scores = [_scores(version, dataset, batches, task.metric, log) for version in versions]
+    log(f"measuring times at {', '.join(map(str, batch_sizes))} sequences")
     seconds = _seconds(versions, dataset, batch_sizes, rounds)
     sizes = [_write(version, target / WEIGHTS_FILE, run.step) for version in versions]  # the last one stays
     _remove_checkpoints(target / FINETUNE)
@@ -207,14 +207,25 @@ class _Gradients:
         return total
 
 
+def _check_target(target: Path) -> None:
+    """Raises InputError if the directory of the compressed model holds a run, or cannot be a directory."""
+    for path in (target, *target.parents):
+        if path.is_file():
+            raise InputError(f"{path} is a file: choose a directory for the compressed model")
+    for name in ("config.json", "checkpoints"):  # without config.json, WEIGHTS_FILE is from an unfinished compression
+        if (target / name).exists():
+            raise InputError(f"{target} already holds {name}: choose another directory")
+
+
 def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
     """The config with other values of fields."""
     known = [name for name in flat(config) if name.partition(".")[0] in SECTIONS and name not in FIXED]
     for name, value in changes.items():
         if name not in known:
+            similar = f": {did_you_mean(name, known)}" if name.partition(".")[0] in SECTIONS else ""
             raise InputError(
-                f"{name}={value!r} would change the model that is compressed: a compression can change fields of the sections "
-                f"{', '.join(SECTIONS)}: {did_you_mean(name, known)}"
+                f"{name}={value!r} would change the model that is compressed: leave it out; a compression can change fields of "
+                f"the sections {', '.join(SECTIONS)}{similar}"
             )
     return with_changes(config, changes)
 
@@ -260,7 +271,7 @@ def _finetuned(version: _Version, source: Path, step: int, steps: int, weights: 
     first.replace(start / WEIGHTS_FILE)
     run_directory.write_config(start, dataclasses.replace(version.config, distill=DistillConfig()))
     _copy_companions(source, start)
-    if loop.train(config, workdir).interrupted:
+    if loop.train(config, workdir, score=False).interrupted:  # `_scores` follows, for all versions
         raise KeyboardInterrupt
     trained = run_directory.load(workdir)
     return _Version(f"finetune({steps})", version.config, trained.model, trained.params)
@@ -281,12 +292,16 @@ def _remove_checkpoints(workdir: Path) -> None:
         shutil.rmtree(workdir / name, ignore_errors=True)
 
 
-def _scores(version: _Version, dataset: Any, batches: int | None) -> Mapping[str, float]:
-    """Held-out scores of a version."""
+def _scores(
+    version: _Version, dataset: Any, batches: int | None, metric: str, log: Callable[[str], None]
+) -> Mapping[str, float]:
+    """Held-out scores of a version, of which the one of the metric is logged."""
     config = version.config
     optimizer = config.optimizer.for_batch(config.data.batch_size)
     trainer = make_trainer(version.model, optimizer, Plan("single"), steps=1, batch_size=config.data.batch_size)
-    return evaluate(trainer, version.params, dataset, config, batches).scores
+    scores = evaluate(trainer, version.params, dataset, config, batches).scores
+    log(f"{version.stage}: held-out {metric} {scores[metric]:.4f}")
+    return scores
 
 
 def _seconds(

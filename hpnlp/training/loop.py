@@ -53,7 +53,7 @@ class Result:
       step: Number of steps done.
       interrupted: True if a signal stopped the run early; the same command continues from `step`.
       heldout: Scores on all held-out examples by name, see `scores` of the task, and on further sets of examples, with
-        their names; empty if the run was interrupted.
+        their names; empty if the run was interrupted or not scored.
       sums: Loss, metrics and auxiliary losses over all held-out examples: name -> (sum, weight).
       teacher: Scores of the teacher on all held-out examples; None or empty for a run without one, or that was interrupted.
       baselines: Results of other methods on the same data, such as bits per byte of general compressors, see
@@ -64,8 +64,7 @@ class Result:
       seconds: Seconds by phase, over all restarts; "setup" holds all compilation.
       peak_memory_bytes: Largest peak memory of any restart.
       parameters: Number of parameters.
-      flops_per_step: Mean number of floating-point operations of the matrix products of a step, or None if the batch decides
-        them.
+      flops_per_step: Mean number of floating-point operations of the matrix products of a step; None if batches decide it.
       tokens: Tokens of all batches, padding included.
       timed_tokens: Those of the steps that took the seconds of the phase "step": of all but the steps that were compiled.
       devices: Number of devices and the mesh axes that they are divided into, as text.
@@ -89,7 +88,7 @@ class Result:
     teacher: dict[str, float] | None = None
 
 
-def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) -> Result:
+def train(config: Config, workdir: str | Path, *, accept_changes: bool = False, score: bool = True) -> Result:
     """Trains to `config.train.steps` from the newest checkpoint in `workdir`, or else from `config.train.init_from`.
 
     Args:
@@ -97,6 +96,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
       workdir: The directory that holds the run's config, vocabulary, metrics and checkpoints.
       accept_changes: Continue although the directory was made with another config, or start although the model of
         `init_from` differs in fields that leave the parameters' shapes as they are.
+      score: Score all held-out examples at the end; without it, the result has no scores.
 
     Returns:
       The result, also where a signal stopped the run early.
@@ -114,7 +114,7 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False) 
                 run.save(improved)
             elif run.step % config.train.log_every == 0 and not run.checkpoints.saving():
                 run.flush()
-        return run.finish()
+        return run.finish(score)
 
 
 @dataclasses.dataclass
@@ -428,8 +428,8 @@ class _Run:
                 "lower optimizer.learning_rate, or find the cause with train.debug_nans"
             )
 
-    def finish(self) -> Result:
-        """Reads the last checkpoint back, evaluates all held-out examples unless a signal arrived, and returns the result."""
+    def finish(self, score: bool) -> Result:
+        """Reads the last checkpoint back, scores held-out examples if asked to and no signal arrived, returns the result."""
         with self.clock("checkpoint"):
             self.checkpoints.wait()
             shapes = self.trainer.state_shapes
@@ -444,7 +444,7 @@ class _Run:
             self.display.print(
                 f"{self.stopping.signal}: saved step {self.saved_step}; the same command goes on from there"
             )
-        else:
+        elif score:
             self.display.print("scoring all held-out examples")
             heldout = self.evaluate(None)
             with self.clock("eval"):

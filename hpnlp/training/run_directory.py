@@ -96,6 +96,10 @@ def load_config(workdir: str | Path) -> Config:
             raise InputError(
                 f"{workdir} has checkpoints and no config.json: restore it, the checkpoints cannot be read without it"
             ) from None
+        if any((Path(workdir) / name).exists() for name in (WEIGHTS_FILE, "finetune/start")):
+            raise InputError(
+                f"{workdir} holds an unfinished compression: run its `hpnlp compress` command again"
+            ) from None
         raise InputError(
             f"{workdir} holds no run (there is no config.json): train one first, or name another"
         ) from None

@@ -16,7 +16,7 @@ from hpnlp.models.huggingface import convert
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
 from hpnlp.report import compression
-from hpnlp.training import compress_run, loop, run_directory
+from hpnlp.training import compress_run, loop, run_directory, signals
 from hpnlp.training.compress_run import Measurement
 from hpnlp.training.run_directory import load
 from hpnlp.training.step import make_trainer
@@ -37,6 +37,8 @@ def test_a_recipe_gives_a_smaller_model_that_is_evaluated_like_a_run(run, traine
     argv = [f"--from={trained}", f"--to={target}", "--recipe=mlp(0.5),int8", "--finetune=1"]
     outcome = run("compress", *argv, "--batches=1", "--batch_sizes=1,2", "--rounds=1")
     assert (outcome.code, outcome.err) == (0, ""), outcome
+    assert "scoring all held-out examples" not in outcome.out  # each version is scored once, and --batches holds
+    assert "original: held-out loss" in outcome.out and "measuring times at 1, 2 sequences" in outcome.out
     assert "`mlp(0.5)`" in outcome.out and "times smaller" in outcome.out
     rows = json.loads((target / "compress.json").read_text())["rows"]
     assert [row["stage"] for row in rows] == ["original", "mlp(0.5)", "finetune(1)", "int8"]
@@ -149,7 +151,7 @@ def test_an_interrupted_compression_starts_again_in_its_directory(trained, tmp_p
 
     resumes = []
 
-    def stopped_training(config, workdir):
+    def stopped_training(config, workdir, score):
         resumes.append(run_directory.has_checkpoints(workdir))
         (workdir / "checkpoints" / "1").mkdir(parents=True, exist_ok=True)
         run_directory.write_config(workdir, config)
@@ -167,6 +169,8 @@ def test_an_interrupted_compression_starts_again_in_its_directory(trained, tmp_p
         with pytest.raises(KeyboardInterrupt):
             compress("mlp(0.5,by=magnitude)", finetune=2)
     assert resumes == [False, True, True]
+    with pytest.raises(InputError, match="holds an unfinished compression"):
+        load(tmp_path)
     (tmp_path / f".{WEIGHTS_FILE}.0.part").touch()  # as if the process was killed while it wrote the file
 
     def stop(*args):
@@ -176,6 +180,8 @@ def test_an_interrupted_compression_starts_again_in_its_directory(trained, tmp_p
         patch.setattr(run_directory, "write_config", stop)
         compress("int8")
     assert (tmp_path / WEIGHTS_FILE).exists() and not (tmp_path / "config.json").exists()
+    with pytest.raises(InputError, match="holds an unfinished compression: run its `hpnlp compress` command again"):
+        load(tmp_path)
     compress("bf16")
     assert not list(tmp_path.glob(".*.part"))
     assert load(tmp_path).params["layers"]["mlp"]["up"]["kernel"].codes.dtype == "bfloat16"
@@ -210,6 +216,10 @@ def test_a_compressed_model_is_converted_and_trained_further(run, trained, tmp_p
     [
         ([], "--recipe"),
         (["--recipe=int9"], "did you mean 'int8'"),
+        (
+            ["--recipe=heads(50%)"],
+            'is not a spec: expected names with optional arguments and repeats, as in "heads(0.5),',
+        ),
         (["--recipe=int8", "--batch_sizes=0"], "--batch_sizes=0: expected numbers of sequences"),
         (["--recipe=int8,heads(0.5)"], "put it before int8"),
         (["--recipe=int8", "--finetune=3"], "--finetune=3 trains after the stages that remove units or weights"),
@@ -220,13 +230,29 @@ def test_a_compressed_model_is_converted_and_trained_further(run, trained, tmp_p
         (["--recipe=magnitude(0.5)", "--rewind=3"], "--rewind=3: expected initial, random, or RUN@STEP"),
         (["--recipe=magnitude(0.5)", "--rewind=/no/run@3"], "/no/run holds no run"),
         (["--recipe=magnitude(0.5),mlp(0.5)", "--rewind=initial"], "--rewind=initial: the weights have other shapes"),
-        (["--recipe=int8", "--config.model.dim=8"], "model.dim=8 would change the model that is compressed"),
+        (["--recipe=int8", "--config.model.dim=8"], "model.dim=8 would change the model that is compressed: leave"),
+        (["--recipe=int8", "--config.data.tokenizer=bytes"], "would change the model that is compressed: leave it out"),
     ],
 )
 def test_invalid_flags_raise(run, trained, tmp_path, flags, message):
     outcome = run("compress", f"--from={trained}", f"--to={tmp_path / 'x'}", *flags)
     assert outcome.code == 2 and message in outcome.err, outcome
     assert not (tmp_path / "x").exists()
+
+
+def test_a_file_as_target_raises_before_the_work(run, trained, tmp_path):
+    (tmp_path / "file").touch()
+    for target in (tmp_path / "file", tmp_path / "file" / "small"):
+        outcome = run("compress", f"--from={trained}", f"--to={target}", "--recipe=int8")
+        assert outcome.code == 2 and "file is a file: choose a directory" in outcome.err, outcome
+        assert outcome.out == ""
+
+
+def test_a_member_of_a_script_follows_its_parent(run, monkeypatch):
+    parents = []
+    monkeypatch.setattr(signals, "follow", parents.append)
+    monkeypatch.setenv(signals.PARENT, "123")
+    assert run("compress").code == 2 and parents == [123]
 
 
 def test_the_verdict_says_what_became_worse(tmp_path):

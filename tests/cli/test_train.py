@@ -331,6 +331,7 @@ def test_ctrl_c_exits_with_one_line_and_130(monkeypatch, capsys):
     [
         ("train", signal.SIGTERM, "SIGTERM: ended at once; what was saved before stays"),
         ("sweep", signal.SIGINT, "SIGINT: ended at once; what was saved before stays"),
+        ("compress", signal.SIGTERM, "SIGTERM: ended at once; what was saved before stays"),
         ("generate", signal.SIGINT, "interrupted"),
     ],
 )
