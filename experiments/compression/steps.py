@@ -54,7 +54,7 @@ TRAINED: dict[str, tuple[str, str, dict[str, str]]] = {
 }
 # The same, from the pretrained model on and with the steps of a teacher: pruning while the task is learnt (Sanh et al. 2020).
 LEARNT: dict[str, tuple[str, str, dict[str, str]]] = {
-    f"{name} while learning, {keep:.0%}": (f"{name}({keep})", f"magnitude({keep})", {})
+    f"{name} while learning, {100 * keep:.0f} %": (f"{name}({keep})", f"magnitude({keep})", {})
     for keep in (0.1, 0.03)
     for name in ("magnitude", "movement")
 }
