@@ -113,7 +113,8 @@ def plot(rows: Rows, path: Path) -> None:
     members = [row for row in members if row["score"] > teacher - FAR_BELOW]
     counts = list(members[0]["seconds"]) if members else ["1"]
     count = counts[len(counts) // 2]
-    figure, (left, right, names) = plt.subplots(1, 3, figsize=(11, 4.8), layout="constrained", width_ratios=(3, 3, 1.9))
+    size = 11, max(4.8, 0.14 * len(members))  # inches; a line of the names takes 0.13
+    figure, (left, right, names) = plt.subplots(1, 3, figsize=size, layout="constrained", width_ratios=(3, 3, 1.9))
     bytes_on_disk = [row["disk_bytes"] / row["original_disk_bytes"] for row in members]
     seconds = [row["seconds"][count] / row["original_seconds"][count] for row in members]
     scores = [100 * row["score"] for row in members]
