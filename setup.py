@@ -28,6 +28,7 @@ REQUIRES = [
 # No extra may install TensorFlow, on which hpnlp does not depend.
 EXTRAS = {
     "cuda": ["jax[cuda12]>=0.10.2"],
+    "cuda13": ["jax[cuda13]>=0.10.2"],
     "tpu": ["jax[tpu]>=0.10.2"],
     # libtpu compiles without a TPU, for `hpnlp plan --depth=tpu`; jax pins the version of libtpu.
     "tpu-aot": ["jax[tpu]>=0.10.2"],

@@ -1,4 +1,4 @@
-"""Costs of a program (FLOPs of its jaxpr, memory of its compiled form, time), and files of benchmark results."""
+"""Costs of a program (FLOPs, memory of its compiled form, time), and files of benchmark results."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.extend import core
 
 import hpnlp
+from hpnlp.flop_count import count_flops as count_flops  # part of this module's interface
+from hpnlp.flop_count import jaxpr_flops, jitted
 from hpnlp.types import InputError
 
 # Peak dense bf16 FLOP/s of one device by `device_kind`. A kind may contain several keys: the longest one applies.
@@ -44,120 +44,6 @@ PEAK_FLOPS = {
     "TPU v5p": 459e12,
     "TPU v6 lite": 918e12,
     "TPU v6e": 918e12,
-}
-
-
-def count_flops(fn: Callable[..., Any], *args: Any, while_trips: int | None = None, **kwargs: Any) -> int:
-    """Counts the FLOPs of the matrix products and convolutions of a function, two per multiply-add.
-
-    A loop counts once per iteration, a `cond` by its most expensive branch, a `shard_map` by the work of all its devices, and a
-    Pallas kernel by its cost estimate, or else by its body times its grid. Products of a convolution with padding, or with the
-    zeros of dilation, do not count. The function is counted as traced, so products whose result is not used are included.
-    Elementwise operations, reductions, factorizations and calls into libraries (cuDNN attention) are not included.
-
-    Args:
-      fn: A function, jitted or not.
-      *args: Arguments of the function, arrays or `jax.ShapeDtypeStruct`s.
-      while_trips: Assumed number of iterations of each loop whose length is unknown.
-      **kwargs: Keyword arguments of the function.
-
-    Returns:
-      The number of FLOPs.
-
-    Raises:
-      InputError: A loop of unknown length contains products, and `while_trips` is None.
-
-    Cost: one trace; nothing is compiled.
-    """
-    return _count(_jitted(fn).trace(*args, **kwargs).jaxpr, while_trips)
-
-
-def _jitted(fn: Callable[..., Any], **options: Any) -> Any:
-    return fn if hasattr(fn, "trace") else jax.jit(fn, **options)
-
-
-def _count(jaxpr: Any, while_trips: int | None) -> int:
-    """FLOPs of a jaxpr."""
-    # A ClosedJaxpr holds the Jaxpr that has the equations; from jax 0.12 on the two are one.
-    return sum(_count_equation(equation, while_trips) for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns)
-
-
-def _count_equation(equation: Any, while_trips: int | None) -> int:
-    """FLOPs of an equation, those of the jaxprs among its parameters included."""
-    name, params = equation.primitive.name, equation.params
-    if name in PRODUCTS:
-        return PRODUCTS[name](equation)
-    if name == "pallas_call" and params["cost_estimate"] is not None:
-        return int(params["cost_estimate"].flops)
-    if name == "cond":
-        return max(_count(branch, while_trips) for branch in params["branches"])
-    if name == "custom_linear_solve":  # its other jaxprs are for derivatives only
-        return _count(params["jaxprs"].solve, while_trips)
-
-    inner = sum(_count(jaxpr, while_trips) for jaxpr in core.jaxprs_in_params(params))
-    if inner == 0:
-        return 0
-    if name == "while":
-        if while_trips is None:
-            raise InputError(
-                "count_flops: a while loop of unknown length contains matrix products: pass while_trips=, or give "
-                "lax.fori_loop Python ints as bounds"
-            )
-        return inner * while_trips
-    return inner * _repeats(name, params)
-
-
-def _repeats(name: str, params: Mapping[str, Any]) -> int:
-    """Number of times that the jaxprs among an equation's parameters run."""
-    if name == "scan":
-        return params["length"]
-    if name == "pallas_call":
-        return math.prod(params["grid_mapping"].grid)
-    if name == "shard_map":
-        return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
-    return 1
-
-
-def _dot_general(equation: Any) -> int:
-    (contracting, _), _ = equation.params["dimension_numbers"]
-    lhs = equation.invars[0].aval.shape
-    return 2 * equation.outvars[0].aval.size * math.prod(lhs[i] for i in contracting)
-
-
-def _ragged_dot(equation: Any) -> int:
-    """FLOPs of a grouped product, where each row is multiplied by the matrix of its group only."""
-    numbers = equation.params["ragged_dot_dimension_numbers"]
-    (contracting, _), _ = numbers.dot_dimension_numbers
-    lhs, _, groups = (operand.aval for operand in equation.invars)
-    products = equation.outvars[0].aval.size * math.prod(lhs.shape[i] for i in contracting)
-    # Where groups divide the contracted dimension, each group has its own result and its share of the products.
-    ragged_contraction = set(numbers.lhs_ragged_dimensions) & set(contracting)
-    return 2 * products // (groups.shape[-1] if ragged_contraction else 1)
-
-
-def _conv_general_dilated(equation: Any) -> int:
-    """FLOPs of a convolution; products with padding and with the zeros of a dilated input do not count."""
-    params = equation.params
-    numbers = params["dimension_numbers"]
-    lhs, rhs = (operand.aval.shape for operand in equation.invars)
-    out = equation.outvars[0].aval.shape
-    taps = 1
-    for i, (before, _) in enumerate(params["padding"]):
-        n, kernel, positions = lhs[numbers.lhs_spec[2 + i]], rhs[numbers.rhs_spec[2 + i]], out[numbers.out_spec[2 + i]]
-        dilation = params["lhs_dilation"][i]
-        # Index in the (dilated) input of each tap of the kernel, for each position of the output.
-        at = np.arange(positions)[:, None] * params["window_strides"][i]
-        at = at + np.arange(kernel) * params["rhs_dilation"][i] - before
-        taps *= int(np.sum((at >= 0) & (at <= (n - 1) * dilation) & (at % dilation == 0)))
-    in_features = rhs[numbers.rhs_spec[1]]  # per feature group
-    return 2 * out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * in_features * taps
-
-
-# Primitives that count -> FLOPs of an equation.
-PRODUCTS: dict[str, Callable[[Any], int]] = {
-    "conv_general_dilated": _conv_general_dilated,
-    "dot_general": _dot_general,
-    "ragged_dot_general": _ragged_dot,
 }
 
 
@@ -207,7 +93,7 @@ class Compiled:
     @functools.cached_property
     def flops(self) -> int:
         """FLOPs on all devices together, as `count_flops` counts them."""
-        return _count(self.jaxpr, None)
+        return jaxpr_flops(self.jaxpr, None)
 
 
 def compile(
@@ -235,7 +121,7 @@ def compile(
     if jit_options and hasattr(fn, "trace"):
         raise InputError(f"jit_options={sorted(jit_options)}: fn is jitted already, pass the options to its jax.jit")
     start = time.perf_counter()
-    traced = _jitted(fn, **dict(jit_options or {})).trace(*args, **kwargs)
+    traced = jitted(fn, **dict(jit_options or {})).trace(*args, **kwargs)
     traced_at = time.perf_counter()
     executable = traced.lower().compile(dict(compiler_options) if compiler_options else None)
     compiled_at = time.perf_counter()
@@ -267,21 +153,38 @@ class Timing:
         Returns:
           The median of the ratios of each round, in which a drift of the machine cancels.
         """
-        return statistics.median(a / b for a, b in zip(self.all, other.all, strict=True))
+        return statistics.median(self.ratios(other))
+
+    def ratios(self, other: Timing) -> tuple[float, ...]:
+        """Ratio to another function in each round.
+
+        Args:
+          other: Timing of a function that was timed in the same rounds.
+
+        Returns:
+          One ratio for each round. With seven rounds, the least and the largest bound the median with a probability of 98 %.
+        """
+        return tuple(a / b for a, b in zip(self.all, other.all, strict=True))
 
 
 def timeit(
-    functions: Mapping[str, Callable[[], Any]], *, rounds: int = 5, warmup: int = 1, min_seconds: float = 0.01
+    functions: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int = 5,
+    warmup: int = 1,
+    min_seconds: float = 0.01,
+    enqueue: bool = False,
 ) -> dict[str, Timing]:
     """Times functions side by side, interleaved: A B A B, so that a slow period of the machine affects all of them.
 
-    Each call waits for the JAX arrays that it returns; a function of another library must wait by itself.
+    Each call waits for the JAX arrays that it returns, and for other objects with a method `block_until_ready`.
 
     Args:
       functions: Name -> function without arguments.
       rounds: Number of measurements of each function.
       warmup: Number of calls before the first measurement, at least one. They compile, and fill caches.
       min_seconds: A measurement repeats the call for about this long, and is the mean.
+      enqueue: Only the last call of a measurement waits, so that an accelerator is not idle between calls.
 
     Returns:
       Name -> Timing.
@@ -295,19 +198,21 @@ def timeit(
     calls = {}
     for name, function in functions.items():
         for _ in range(warmup):
-            _seconds(function, 1)
-        calls[name] = max(1, math.ceil(min_seconds / max(_seconds(function, 1), 1e-9)))
+            _seconds(function, 1, enqueue)
+        calls[name] = max(1, math.ceil(min_seconds / max(_seconds(function, 1, enqueue), 1e-9)))
     measured: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
-            measured[name].append(_seconds(function, calls[name]))
+            measured[name].append(_seconds(function, calls[name], enqueue))
     return {name: Timing(tuple(seconds)) for name, seconds in measured.items()}
 
 
-def _seconds(function: Callable[[], Any], calls: int) -> float:
+def _seconds(function: Callable[[], Any], calls: int, enqueue: bool) -> float:
     start = time.perf_counter()
-    for _ in range(calls):
-        jax.block_until_ready(function())
+    for call in range(calls):
+        result = function()
+        if not enqueue or call == calls - 1:
+            jax.block_until_ready(result)
     return (time.perf_counter() - start) / calls
 
 
@@ -427,13 +332,18 @@ def environment() -> dict[str, Any]:
     """Environment of a measurement, without host name, user name and paths.
 
     Returns:
-      Versions, devices, processor and commit.
+      Versions, devices, processor and commit. In a copy without the repository, the commit is the value of HPNLP_COMMIT.
     """
     device = jax.local_devices()[0]
     commit, dirty = _commit()
+    driver = (
+        _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        if device.platform == "gpu"
+        else None
+    )
     return {
         "hpnlp": hpnlp.__version__,
-        "commit": commit,
+        "commit": commit or os.environ.get("HPNLP_COMMIT"),
         "dirty": dirty,  # whether Python files differ from the commit
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
@@ -441,6 +351,7 @@ def environment() -> dict[str, Any]:
         "backend": device.platform,
         "device": device.device_kind,
         "devices": jax.device_count(),
+        **({"driver": driver.splitlines()[0]} if driver else {}),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     }
@@ -474,13 +385,19 @@ def _output(*command: str) -> str | None:
         return None
 
 
-def write_result(name: str, rows: Sequence[dict[str, Any]], directory: str | os.PathLike[str]) -> Path:
+def write_result(
+    name: str,
+    rows: Sequence[dict[str, Any]],
+    directory: str | os.PathLike[str],
+    measured_in: Mapping[str, Any] | None = None,
+) -> Path:
     """Writes the environment and the rows of a benchmark to `<name>-<device>.json`, atomically.
 
     Args:
       name: Name of the benchmark.
       rows: Name -> plain value or numpy scalar, one dict per row.
       directory: Directory of the file; it is created if missing.
+      measured_in: `environment()` of the process that measured; None for this process.
 
     Returns:
       The path of the file.
@@ -488,13 +405,26 @@ def write_result(name: str, rows: Sequence[dict[str, Any]], directory: str | os.
     Raises:
       ValueError: A value is NaN or infinite, which JSON cannot represent.
     """
-    measured_in = environment()
+    measured_in = measured_in or environment()
     result = {"bench": name, "environment": measured_in, "rows": rows}
     text = json.dumps(result, indent=2, allow_nan=False, default=lambda value: value.item()) + "\n"
-    device = re.sub(r"[^a-z0-9]+", "-", measured_in["device"].lower()).strip("-")
-    path = Path(directory, f"{name}-{device}.json")
+    path = result_path(name, directory, measured_in["device"])
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".part")
     temporary.write_text(text, "utf-8")
     os.replace(temporary, path)
     return path
+
+
+def result_path(name: str, directory: str | os.PathLike[str], device: str) -> Path:
+    """The file that `write_result` writes.
+
+    Args:
+      name: Name of the benchmark.
+      directory: Directory of the file.
+      device: As JAX reports it.
+
+    Returns:
+      The path.
+    """
+    return Path(directory, f"{name}-{re.sub(r'[^a-z0-9]+', '-', device.lower()).strip('-')}.json")

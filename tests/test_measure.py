@@ -243,6 +243,7 @@ def test_timeit_interleaves_and_pairs(clock):
     assert times["A"].all == (1, 2, 4, 8, 3)
     assert (times["A"].median, times["A"].min) == (3, 1)
     assert times["B"].over(times["A"]) == 2
+    assert times["B"].ratios(times["A"]) == (2, 2, 2, 2, 2)
 
 
 def test_timeit_repeats_quick_functions(clock):
@@ -262,6 +263,14 @@ def test_timeit_waits_for_the_device(monkeypatch):
     monkeypatch.setattr(jax, "block_until_ready", waited.append)
     measure.timeit({"answer": lambda: 42}, rounds=3, min_seconds=0.0)
     assert waited == [42] * 5
+
+
+def test_enqueued_calls_wait_once_for_each_measurement(clock, monkeypatch):
+    waited = []
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    quick = clock.spender("quick", [0.25] * 100)
+    measure.timeit({"quick": quick}, rounds=3, warmup=2, min_seconds=2.0, enqueue=True)
+    assert len(clock.log) == 2 + 1 + 3 * 8 and len(waited) == 2 + 1 + 3
 
 
 # --- memory ---
@@ -355,6 +364,8 @@ def test_commit_is_that_of_the_checkout_of_the_file(tmp_path, monkeypatch):
     source.write_text("")
     monkeypatch.setattr(measure, "__file__", str(source))
     assert measure._commit() == (None, None)
+    monkeypatch.setenv("HPNLP_COMMIT", "0123abc")  # of a copy without the repository
+    assert measure.environment()["commit"] == "0123abc"
     git("init")
     git("commit", "--allow-empty", "-m", "of another project, in which this file was merely installed")
     assert measure._commit() == (None, None)

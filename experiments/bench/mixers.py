@@ -11,25 +11,22 @@ all scores. About 20 minutes for all mixers at one length on two cores.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app, flags
+from mixer_pass import MixerPass, make_mixer
 
 from hpnlp import cli, measure
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention import Causal, Full
-from hpnlp.spec import build, parse_one
 from hpnlp.training.allocator import keep_freed_memory
-from hpnlp.types import MixerInputs
 
 RESULTS = Path(__file__).parents[1] / "results"
-HEADS, HEAD_DIM, DIM = 8, 64, 512
+HEADS, HEAD_DIM = 8, 64
 # Specs of entries whose bare name has no arguments, or too few, for a comparison at several thousand tokens.
 SPECS = {"longformer": "longformer(512,16)", "window": "window(256)"}
 MASKS = {"full": Full(), "causal": Causal()}
@@ -42,46 +39,9 @@ flags.DEFINE_integer("rounds", 5, "Measurements of each program; the median is r
 flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
 
 
-class Case:
-    """The compiled forward and backward pass of a mixer, with random inputs."""
-
-    def __init__(self, spec: str, mask: Any, length: int) -> None:
-        module: Any = build(parse_one(spec, "mixer"), MIXERS, "mixer", name=None)
-        arrays, positions = inputs_of(module, length), jnp.arange(length, dtype=jnp.int32)[None]
-        further = {"positions": positions, "kv_positions": positions}
-        if module.traits.draws:
-            further["draws"] = jax.random.key(1)
-
-        def inputs(arrays: Mapping[str, jax.Array]) -> MixerInputs:
-            fields = {name: array for name, array in arrays.items() if name in ("x", "q", "k", "v")}
-            projections = {name: array for name, array in arrays.items() if name not in fields}
-            return MixerInputs(**fields, projections=projections, **further)
-
-        variables = jax.jit(lambda key: nn.meta.unbox(module.init(key, inputs(arrays), mask)))(jax.random.key(0))
-        others = {name: tree for name, tree in variables.items() if name != "params"}
-        signs = jnp.asarray(np.random.default_rng(1).standard_normal((1, length, DIM)), jnp.float32)
-
-        def gradients(params: Any, arrays: Mapping[str, jax.Array]) -> Any:
-            def score(params: Any, arrays: Mapping[str, jax.Array]) -> jax.Array:
-                o = module.apply({**others, "params": params}, inputs(arrays), mask).o
-                return jnp.sum(o.reshape(signs.shape) * signs)
-
-            return jax.grad(score, (0, 1))(params, arrays)
-
-        self.operands = variables.get("params", {}), arrays
-        self.program = measure.compile(gradients, *self.operands)
-
-    def __call__(self) -> Any:
-        return self.program(*self.operands)
-
-
-def inputs_of(module: Any, length: int) -> dict[str, jax.Array]:
-    """Random hidden states, and the projections that a mixer needs."""
-    draw = np.random.default_rng(0)
-    shapes = {"x": (1, length, DIM)} | {
-        name: (1, length, HEADS, projection.width or HEAD_DIM) for name, projection in module.needs.items()
-    }
-    return {name: jnp.asarray(draw.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+def pass_of(spec: str, mask: Any, length: int) -> MixerPass:
+    """The compiled pass of a mixer at the size of this benchmark."""
+    return MixerPass(spec, mask, length, HEADS, HEAD_DIM)
 
 
 def dense_bytes(length: int, causal: bool) -> int:
@@ -97,11 +57,11 @@ def dense_bytes(length: int, causal: bool) -> int:
 def bench(length: int, mask_name: str) -> Iterator[dict[str, Any]]:
     """A row for each mixer that can mix under a mask."""
     mask, trait = MASKS[mask_name], {"full": "bidirectional", "causal": "causal"}[mask_name]
-    exact, dense = Case("full", mask, length), dense_bytes(length, mask_name == "causal")
+    exact, dense = pass_of("full", mask, length), dense_bytes(length, mask_name == "causal")
     for spec in [SPECS.get(name, name) for name in FLAGS.mixers or MIXERS]:
-        if not getattr(build(parse_one(spec, "mixer"), MIXERS, "mixer", name=None).traits, trait):
+        if not getattr(make_mixer(spec).traits, trait):
             continue
-        case = exact if spec == "full" else Case(spec, mask, length)
+        case = exact if spec == "full" else pass_of(spec, mask, length)
         times = measure.timeit({"ours": case, "exact": exact}, rounds=FLAGS.rounds)
         yield {
             "mixer": spec,

@@ -410,40 +410,6 @@ def commits(rows: Rows) -> Lines:
     return lines
 
 
-def gpu_attention(rows: Rows) -> Lines:
-    ways = {"forward": "forward", "both": "forward and backward"}
-    return [
-        (
-            f"attention, {row['bench']}, bfloat16, B {row['batch']}, T {row['length']}, {ways[row['way']]}: {row['impl']}",
-            f"{row['ms']:.2f} ms ({row['tflops']:.0f} TFLOP/s)",
-        )
-        for row in rows
-        if "ms" in row
-    ]
-
-
-def gpu_step(rows: Rows) -> Lines:
-    timed = [row for row in rows if "step_ms" in row]
-    lines = []
-    if best := max((row for row in timed if row["mfu"]), key=lambda row: row["mfu"], default=None):
-        label = f"step of {best['parameters'] / 1e6:.0f}M parameters, bfloat16, T {best['length']}, B {best['batch']}"
-        figure = f"{100 * best['mfu']:.0f} % ({best['step_ms']:.0f} ms, {best['tokens_per_second']:,.0f} tokens/s)"
-        lines.append((f"{label}, `{best['setting']}`: MFU", figure))
-    if ratios := [row["planned_over_measured"] for row in timed]:
-        label = (
-            f"{len(ratios)} combinations of batch size and rematerialisation: planned time relative to measured time"
-        )
-        lines.append((label, f"{min(ratios):.2f} to {max(ratios):.2f}"))
-    return lines + [
-        (
-            f"step with `{row['setting']}`, B {row['batch']}: device memory freed; time relative to no offloading",
-            f"{row['freed_bytes'] / 1e9:.2f} GB; {row['time_over_without']:.2f}",
-        )
-        for row in timed
-        if "freed_bytes" in row
-    ]
-
-
 TABLE: dict[str, Callable[[Rows], Lines]] = {
     "demo": demo,
     "train_step": train_step,
@@ -452,7 +418,6 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "trees": trees,
     "encoders": encoders,
     "attention": attention,
-    "gpu_attention": gpu_attention,
     "linear_attention": linear_attention,
     "memory_evaluation": memory_evaluation,
     "bucketed": bucketed,
@@ -462,7 +427,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "awd_lstm": awd_lstm,
     "rare_events": embedding_tables.rare_events,
     "labelled_bags": embedding_tables.labelled_bags,
-    **dict.fromkeys(("softmax", "softmax_layers", "gpu_softmax", "search", "containers"), softmax),
+    **dict.fromkeys(("softmax", "softmax_layers", "search", "containers"), softmax),
     "quantized_products": compression_tables.quantized_products,
     "estimates": estimates,
     "reversible": reversible,
@@ -484,5 +449,4 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "suite": suite,
     "faults": faults,
     **dict.fromkeys(("commits", "commits-quiet"), commits),
-    "gpu_step": gpu_step,
 }

@@ -14,6 +14,7 @@ from typing import Any
 import compression_tables
 import embedding_tables
 import speed_tables
+from gpu_tables import gpu_section
 from result_plots import CAPTIONS, CORPORA, PLOTS, plot_tradeoff
 from result_tables import BAR, TABLE, Lines
 
@@ -23,7 +24,8 @@ from hpnlp.plots import plot_bubbles, plot_efficiency
 from hpnlp.spec import build, parse_one
 
 # Files whose results are in docs/guide/output_layers.md, efficient_attention.md, lra.md, compression.md and speed_tricks.md.
-IN_OTHER_PAGES = ("softmax_steps_", "softmax_quality_", "mixers-", "arena", "compression-", "speed_tricks-")
+# GPUs have a section of their own.
+IN_OTHER_PAGES = ("softmax_steps_", "softmax_quality_", "mixers-", "arena", "compression-", "speed_tricks-", "gpu-")
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
 IMAGES = ROOT / "docs" / "images"
@@ -40,10 +42,9 @@ SECTIONS = {
         "resume-memory",
         "large_batch",
         "adamw",
-        "gpu_step",
     ),
     "Tasks": ("task_runs",),
-    "Attention": ("attention", "gpu_attention"),
+    "Attention": ("attention",),
     "Linear, bucketed and recurrent attention": (
         "linear_attention",
         "random_features",
@@ -52,7 +53,7 @@ SECTIONS = {
     ),
     "Recurrent layers": ("recurrent", "awd_lstm"),
     "Decoding": ("decode", "beam"),
-    "Output layers and losses": ("softmax", "gpu_softmax", "softmax_layers", "estimates"),
+    "Output layers and losses": ("softmax", "softmax_layers", "estimates"),
     "Search": ("search",),
     "Trees and lengths": ("trees", "encoders"),
     "Embeddings and memory": ("word_embeddings", "rare_events", "labelled_bags"),
@@ -324,6 +325,8 @@ def main() -> None:
     for heading, benches in SECTIONS.items():
         if members := {path: result for path, result in listed.items() if path.stem.split("-")[0] in benches}:
             sections.append(section(heading, members, lines))
+    gpus = {r["environment"]["device"]: r["rows"] for path, r in results.items() if path.stem.startswith("gpu-")}
+    sections.append(gpu_section(gpus))
     tradeoff = IMAGES / "softmax_tradeoff-cpu.png"
     plot_tradeoff(by_bench, tradeoff)
     outputs = output_layers(by_bench) + f"\n\n![Perplexity against time of a step](../images/{tradeoff.name})"

@@ -23,14 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags
+from output_step import OutputStep, output_arrays
 
 from hpnlp import cli, measure
-from hpnlp.nn.output import OUTPUTS
 from hpnlp.ops.softmax import linear_cross_entropy
-from hpnlp.spec import build, parse_one
-from hpnlp.training import sparse_rows
 from hpnlp.training.allocator import keep_freed_memory
-from hpnlp.types import WordStats
 
 RESULTS = Path(__file__).parents[1] / "results"
 TOKENS, DIM = 4096, 512
@@ -50,12 +47,9 @@ flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
 flags.DEFINE_bool("keep", False, "Internal: keeps freed memory, and prints the rows instead of writing them.")
 
 
-def arrays(vocab: int, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array, jax.Array]:
+def arrays(vocab: int, dtype: Any = jnp.float32) -> tuple[jax.Array, ...]:
     """h [TOKENS, DIM] and w [vocab, DIM], whose scores are of order 1, and labels [TOKENS]."""
-    rng = np.random.default_rng(0)
-    h, w = (rng.standard_normal((rows, DIM), np.float32) / DIM**0.25 for rows in (TOKENS, vocab))
-    labels = np.minimum(rng.zipf(1.2, TOKENS), vocab) - 1
-    return jnp.asarray(h, dtype), jnp.asarray(w, dtype), jnp.asarray(labels, jnp.int32)
+    return output_arrays(TOKENS, vocab, DIM, dtype)
 
 
 def naive(h: jax.Array, w: jax.Array, labels: jax.Array) -> jax.Array:
@@ -176,60 +170,23 @@ def bench_layers(rounds: int) -> list[dict[str, Any]]:
     """
     results = []
     for vocab in (50_000, 262_144):
-        full, memory = step_of("full", vocab)
+        full = OutputStep("full", TOKENS, vocab, DIM)
+        memory = full.program.memory.temp
         alone = measure.timeit({"full": full}, rounds=2) if vocab > 2**17 else {}
         if alone:
             full = None  # frees 1.6 GB of the table and its Adam moments
         for spec, rows in [*((spec, False) for spec in LAYERS), *((spec, True) for spec in BY_ROWS)]:
-            call, temp = step_of(spec, vocab, rows)
+            call = OutputStep(spec, TOKENS, vocab, DIM, rows=rows)
             if alone:
                 times = {**measure.timeit({spec: call}, rounds=rounds), **alone}
                 ratio = times[spec].median / times["full"].median
             else:
                 times = measure.timeit({spec: call, "full": full}, rounds=rounds)
                 ratio = times[spec].over(times["full"])
-            megabytes = {spec: temp / 1e6, "full": memory / 1e6}
+            megabytes = {spec: call.program.memory.temp / 1e6, "full": memory / 1e6}
             label = f"step of {spec}{' by rows' * rows}, V {vocab:,}"
             results.append(row(label, times, {"time over full": ratio}, megabytes=megabytes))
     return results
-
-
-def step_of(spec: str, vocab: int, rows: bool = False) -> tuple[Callable[[], Any], int]:
-    """A call of the step of an output layer, and its temporary bytes. rows: update only the rows that it looks up."""
-    h, table, labels = arrays(vocab)
-    stats = WordStats((1e8 / (np.arange(vocab) + 2.7)).astype(np.int64))
-    layer = build(parse_one(spec, "output layer"), OUTPUTS, "output layer", vocab=vocab, dim=DIM, stats=stats)
-    weights, key = jnp.ones(TOKENS), jax.random.key(0)
-    initial_table = None if not layer.rows_are else table
-    params = jax.jit(functools.partial(layer.init, method="loss"))(key, initial_table, h, labels, weights)
-    params = {"layer": jax.tree.map(jnp.asarray, jax.tree.leaves(params)), "table": initial_table}
-    tree = jax.tree.structure(
-        jax.eval_shape(functools.partial(layer.init, method="loss"), key, initial_table, h, labels, weights)
-    )
-    adam = optax.adam(1e-3)
-    shapes = {("table",): table.shape}
-
-    def step(params_and_state: Any, h: jax.Array, labels: jax.Array, key: jax.Array) -> Any:
-        def loss(params: Any, h: jax.Array) -> jax.Array:
-            params = sparse_rows.as_tables(params, ids)
-            layer_params = jax.tree.unflatten(tree, params["layer"])
-            return layer.apply(layer_params, params["table"], h, labels, weights, key, method="loss").sum / TOKENS
-
-        row_ids = layer.apply(jax.tree.unflatten(tree, params_and_state[0]["layer"]), labels, key, method="rows")
-        ids = {} if row_ids is None or not rows else {("table",): sparse_rows.distinct(row_ids, vocab)}
-        params, state = sparse_rows.gather(params_and_state, ids, shapes)
-        grads, dh = jax.grad(loss, (0, 1))(params, h)
-        updates, state = adam.update(grads, state)
-        return sparse_rows.scatter(params_and_state, (optax.apply_updates(params, updates), state), ids, shapes), dh
-
-    held = [(params, jax.jit(adam.init)(params))]
-    program = measure.compile(step, held[0], h, labels, key, jit_options={"donate_argnums": 0})
-
-    def call() -> Any:
-        held[0], dh = program(held[0], h, labels, key)
-        return dh
-
-    return call, program.memory.temp
 
 
 BENCHES = {

@@ -18,7 +18,6 @@ from hpnlp.planner.devices import USABLE, Device
 from hpnlp.planner.jaxpr_cost import program_cost
 from hpnlp.planner.memory import held_bytes, memory_estimate, state_shards
 from hpnlp.planner.roofline import ProgramCost
-from hpnlp.training import teacher
 from hpnlp.training.batch_lengths import check_buckets
 from hpnlp.training.config import Config
 from hpnlp.training.step import Trainer, check_batch, make_trainer
@@ -145,6 +144,8 @@ def model_of(config: Config) -> Any:
       InputError: The model does not fit the task or the largest vocabulary.
     """
     if config.distill.teacher:
+        from hpnlp.training import teacher  # reads checkpoints, by a library that other models do not need
+
         return teacher.planned(config)
     return tasks.make_model(config, tasks.find(config.task).planned_sizes(config))
 

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpnlp.measure import PRODUCTS
+from hpnlp.flop_count import PRODUCTS
 from hpnlp.planner.jaxprs import (
     LoopBody,
     called_jaxpr,

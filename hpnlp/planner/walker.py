@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend import core
 
-from hpnlp.measure import PRODUCTS
+from hpnlp.flop_count import PRODUCTS
 from hpnlp.ops.attention.block_sparse.flash import SCOPE
 from hpnlp.planner.jaxprs import device_bytes, needed_equations
 from hpnlp.planner.liveness import Step, Value

@@ -108,7 +108,7 @@ def pallas(
     """Attention over the tiles of a static mask in fused kernels, for calls without `limits`.
 
     The gradients of o and of the lse are exact; second derivatives are not defined. ptxas of CUDA 12.8.0 to 12.9.0 is known
-    to miscompile causal masks; `experiments/bench/gpu_attention.py` detects it.
+    to miscompile causal masks; `experiments/bench/gpu.py` detects it.
 
     Args:
       q: Queries [B, T, N, H], bfloat16 or float16. H and Hv up to 128: sizes between 64 and 128 cost as much as 128, below

@@ -1,0 +1,1 @@
+"""Rows of `gpu.py`: parity checks and measurements on one NVIDIA GPU."""

@@ -1,0 +1,128 @@
+"""FLOPs of the matrix products and convolutions of a program, counted from its jaxpr."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from hpnlp.types import InputError
+
+
+def count_flops(fn: Callable[..., Any], *args: Any, while_trips: int | None = None, **kwargs: Any) -> int:
+    """Counts the FLOPs of the matrix products and convolutions of a function, two per multiply-add.
+
+    A loop counts once per iteration, a `cond` by its most expensive branch, a `shard_map` by the work of all its devices, and a
+    Pallas kernel by its cost estimate, or else by its body times its grid. Products of a convolution with padding, or with the
+    zeros of dilation, do not count. The function is counted as traced, so products whose result is not used are included.
+    Elementwise operations, reductions, factorizations and calls into libraries (cuDNN attention) are not included.
+
+    Args:
+      fn: A function, jitted or not.
+      *args: Arguments of the function, arrays or `jax.ShapeDtypeStruct`s.
+      while_trips: Assumed number of iterations of each loop whose length is unknown.
+      **kwargs: Keyword arguments of the function.
+
+    Returns:
+      The number of FLOPs.
+
+    Raises:
+      InputError: A loop of unknown length contains products, and `while_trips` is None.
+
+    Cost: one trace; nothing is compiled.
+    """
+    return jaxpr_flops(jitted(fn).trace(*args, **kwargs).jaxpr, while_trips)
+
+
+def jitted(fn: Callable[..., Any], **options: Any) -> Any:
+    """A function that has `trace` and `lower`: `fn` itself if it is jitted, else `jax.jit(fn, **options)`."""
+    return fn if hasattr(fn, "trace") else jax.jit(fn, **options)
+
+
+def jaxpr_flops(jaxpr: Any, while_trips: int | None) -> int:
+    """FLOPs of a jaxpr."""
+    # A ClosedJaxpr holds the Jaxpr that has the equations; from jax 0.12 on the two are one.
+    return sum(_equation_flops(equation, while_trips) for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+
+
+def _equation_flops(equation: Any, while_trips: int | None) -> int:
+    """FLOPs of an equation, those of the jaxprs among its parameters included."""
+    name, params = equation.primitive.name, equation.params
+    if name in PRODUCTS:
+        return PRODUCTS[name](equation)
+    if name == "pallas_call" and params["cost_estimate"] is not None:
+        return int(params["cost_estimate"].flops)
+    if name == "cond":
+        return max(jaxpr_flops(branch, while_trips) for branch in params["branches"])
+    if name == "custom_linear_solve":  # its other jaxprs are for derivatives only
+        return jaxpr_flops(params["jaxprs"].solve, while_trips)
+
+    inner = sum(jaxpr_flops(jaxpr, while_trips) for jaxpr in core.jaxprs_in_params(params))
+    if inner == 0:
+        return 0
+    if name == "while":
+        if while_trips is None:
+            raise InputError(
+                "count_flops: a while loop of unknown length contains matrix products: pass while_trips=, or give "
+                "lax.fori_loop Python ints as bounds"
+            )
+        return inner * while_trips
+    return inner * _repeats(name, params)
+
+
+def _repeats(name: str, params: Mapping[str, Any]) -> int:
+    """Number of times that the jaxprs among an equation's parameters run."""
+    if name == "scan":
+        return params["length"]
+    if name == "pallas_call":
+        return math.prod(params["grid_mapping"].grid)
+    if name == "shard_map":
+        return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+    return 1
+
+
+def _dot_general(equation: Any) -> int:
+    (contracting, _), _ = equation.params["dimension_numbers"]
+    lhs = equation.invars[0].aval.shape
+    return 2 * equation.outvars[0].aval.size * math.prod(lhs[i] for i in contracting)
+
+
+def _ragged_dot(equation: Any) -> int:
+    """FLOPs of a grouped product, where each row is multiplied by the matrix of its group only."""
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (contracting, _), _ = numbers.dot_dimension_numbers
+    lhs, _, groups = (operand.aval for operand in equation.invars)
+    products = equation.outvars[0].aval.size * math.prod(lhs.shape[i] for i in contracting)
+    # Where groups divide the contracted dimension, each group has its own result and its share of the products.
+    ragged_contraction = set(numbers.lhs_ragged_dimensions) & set(contracting)
+    return 2 * products // (groups.shape[-1] if ragged_contraction else 1)
+
+
+def _conv_general_dilated(equation: Any) -> int:
+    """FLOPs of a convolution; products with padding and with the zeros of a dilated input do not count."""
+    params = equation.params
+    numbers = params["dimension_numbers"]
+    lhs, rhs = (operand.aval.shape for operand in equation.invars)
+    out = equation.outvars[0].aval.shape
+    taps = 1
+    for i, (before, _) in enumerate(params["padding"]):
+        n, kernel, positions = lhs[numbers.lhs_spec[2 + i]], rhs[numbers.rhs_spec[2 + i]], out[numbers.out_spec[2 + i]]
+        dilation = params["lhs_dilation"][i]
+        # Index in the (dilated) input of each tap of the kernel, for each position of the output.
+        at = np.arange(positions)[:, None] * params["window_strides"][i]
+        at = at + np.arange(kernel) * params["rhs_dilation"][i] - before
+        taps *= int(np.sum((at >= 0) & (at <= (n - 1) * dilation) & (at % dilation == 0)))
+    in_features = rhs[numbers.rhs_spec[1]]  # per feature group
+    return 2 * out[numbers.out_spec[0]] * out[numbers.out_spec[1]] * in_features * taps
+
+
+# Primitives that count -> FLOPs of an equation.
+PRODUCTS: dict[str, Callable[[Any], int]] = {
+    "conv_general_dilated": _conv_general_dilated,
+    "dot_general": _dot_general,
+    "ragged_dot_general": _ragged_dot,
+}
