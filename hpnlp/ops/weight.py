@@ -48,6 +48,18 @@ class Weight(abc.ABC):
           [M, F] float32.
         """
 
+    def as_array(self, dtype: Any) -> Array | None:
+        """The matrix as an array, if products of rows of a dtype with the array are those of `matmul`.
+
+        Args:
+          dtype: Dtype of the rows.
+
+        Returns:
+          [D, F] in that dtype, or None.
+        """
+        del dtype
+        return None
+
     def matmul_transposed(self, x: Float[Array, "M F"]) -> Float[Array, "M D"]:
         """The product `x w^T`, such as logits of a table.
 

@@ -7,6 +7,7 @@ import pytest
 
 from hpnlp.nn.layers import Dense, with_transposes
 from hpnlp.ops.linear import linear, linear_by_transpose
+from hpnlp.ops.weights import to_floats
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -27,6 +28,32 @@ def test_products_by_the_transpose_equal_those_with_the_matrix(dtype):
     actual, expected = results(lambda x, w, b: linear_by_transpose(x, w.T, b)), results(linear)
     tolerance = {"float32": 1e-6, "bfloat16": 1e-2}[dtype]
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance), actual, expected)
+
+
+@pytest.mark.parametrize("convert", [jnp.asarray, to_floats], ids=["array", "weight"])
+def test_accelerators_round_products_of_16_bits_once(convert, monkeypatch):
+    """Products return the dtype of their inputs on accelerators, with results and gradients as on a CPU."""
+    rng = np.random.default_rng(0)
+    x, w, b = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((6, 32), (32, 16), (16,)))
+    w = w.astype(jnp.float32) if convert is jnp.asarray else convert(w.astype(jnp.float32), "bfloat16")
+
+    def results(x, w, b):
+        y, pull = jax.vjp(lambda x, w: linear(x, w, b), x, w)
+        return y, pull(jnp.ones_like(y))
+
+    def products():
+        jaxpr = jax.make_jaxpr(lambda *arrays: results(*arrays))(x, w, b).jaxpr
+        return [str(e.outvars[0].aval.dtype) for e in jaxpr.eqns if e.primitive.name == "dot_general"]
+
+    expected = jax.jit(results)(x, w, b)
+    assert set(products()) == {"float32"}
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    # The gradient by the matrix is a sum over all tokens, and stays in float32.
+    assert products() == ["bfloat16", "bfloat16", "float32"]
+    actual = jax.jit(lambda *arrays: results(*arrays))(x, w, b)
+    assert jax.tree.map(lambda a: a.dtype, actual) == jax.tree.map(lambda a: a.dtype, expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(e, np.float32), rtol=1e-2, atol=2e-2)
 
 
 def test_dense_layers_read_the_transpose_of_their_kernel():

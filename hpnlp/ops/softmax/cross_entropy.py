@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -28,6 +29,13 @@ MIN_BLOCK_WORDS = 128
 MAX_CHUNK_LOGITS = 1 << 24
 # Tokens of a chunk at least for "auto" to choose chunks: with fewer, reading all word vectors takes longer than the product.
 MIN_CHUNK_TOKENS = 256
+# The same on accelerators, where reading and writing the gradient by w for every chunk takes as long as the products of 300
+# tokens (by the data sheet of an H100), and where loops of many small products leave most of the device idle.
+ACCELERATOR_BLOCK_LOGITS = 1 << 24
+ACCELERATOR_CHUNK_LOGITS = 1 << 26
+ACCELERATOR_CHUNK_TOKENS = 1024
+# Tokens of a chunk are a multiple of this on accelerators, if that divides all tokens, so that products need no padding.
+ACCELERATOR_ALIGNMENT = 128
 
 
 @array_op("M V", h="M", table="V")
@@ -98,9 +106,9 @@ def linear_cross_entropy(
       impl: "tokens" scans over chunks of tokens and computes the gradients of a chunk along with its losses, for reductions
         "mean" and "sum"; "vocabulary" scans over blocks of words and computes their logits again for the gradient;
         "reference" computes all logits at once. "auto" is "tokens" where a chunk of at least 256 tokens, or of all tokens,
-        has no more than 2^24 logits (64 MiB), else "vocabulary".
+        has no more than 2^24 logits (64 MiB), else "vocabulary"; on accelerators 1024 tokens and 2^26 logits.
       block_size: Tokens of a chunk, or words of a block ("auto" is then "vocabulary"). None takes a chunk of at most 2^24
-        logits, or a block of about 2^22 logits whose size divides V where possible.
+        logits, or a block of about 2^22 logits whose size divides V where possible; on accelerators 2^26 and 2^24.
       return_stats: Also return the log-sum-exp and the word with the largest logit; the former is differentiable.
 
     Returns:
@@ -150,10 +158,8 @@ def linear_cross_entropy(
         with_logit_sum=label_smoothing != 0,
         with_argmax=return_stats,
     )
-    chunk_tokens = max(min(tokens, block_size or MAX_CHUNK_LOGITS // vocab), 1)
-    chunks_pay = is_scalar and block_size is None and chunk_tokens >= min(tokens, MIN_CHUNK_TOKENS)
-    if impl == "tokens" or (impl == "auto" and chunks_pay):
-        chunk_vocab_block = min(max(BLOCK_LOGITS // 2 // chunk_tokens, MIN_BLOCK_WORDS), vocab)
+    chunk_tokens, chunk_vocab_block, are_many = _chunk_sizes(tokens, vocab, block_size)
+    if impl == "tokens" or (impl == "auto" and is_scalar and block_size is None and are_many):
         spec = dataclasses.replace(spec, chunk_tokens=chunk_tokens, chunk_vocab_block=chunk_vocab_block)
         loss = chunked_cross_entropy.weighted_sum(spec, h, table, bias, labels, factors)
         return loss / _nonzero_sum(factors) if reduction == "mean" else loss
@@ -275,9 +281,22 @@ def _vocab_block(tokens: int, vocab: int) -> int:
 
     Otherwise a slice of the table has to be copied.
     """
-    size = min(max(BLOCK_LOGITS // max(tokens, 1), MIN_BLOCK_WORDS), vocab)
+    logits_of_block = BLOCK_LOGITS if jax.default_backend() == "cpu" else ACCELERATOR_BLOCK_LOGITS
+    size = min(max(logits_of_block // max(tokens, 1), MIN_BLOCK_WORDS), vocab)
     divisors = [n for n in range(max(size // 2, 1), min(2 * size, vocab) + 1) if vocab % n == 0]
     return min(divisors, key=lambda n: abs(n - size), default=size)
+
+
+def _chunk_sizes(tokens: int, vocab: int, block_size: int | None) -> tuple[int, int, bool]:
+    """Tokens of a chunk, words of a block within it, and whether the tokens are enough for chunks to be fast."""
+    if jax.default_backend() == "cpu":
+        size = max(min(tokens, block_size or MAX_CHUNK_LOGITS // vocab), 1)
+        words = min(max(BLOCK_LOGITS // 2 // size, MIN_BLOCK_WORDS), vocab)
+        return size, words, size >= min(tokens, MIN_CHUNK_TOKENS)
+    limit = max(min(tokens, block_size or ACCELERATOR_CHUNK_LOGITS // vocab), 1)
+    aligned = range(limit - limit % ACCELERATOR_ALIGNMENT, limit // 2, -ACCELERATOR_ALIGNMENT)
+    size = next((size for size in aligned if tokens % size == 0), limit)
+    return size, vocab, size >= min(tokens, ACCELERATOR_CHUNK_TOKENS)
 
 
 def _check_arrays(h: Any, w: Any, labels: Any, bias: Any, weights: Any) -> None:

@@ -52,6 +52,9 @@ class FloatWeight(Weight):
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[-2:]
 
+    def as_array(self, dtype: Any) -> Array | None:
+        return self.codes if self.scales is None and self.codes.dtype == dtype else None
+
     def dense(self) -> Float[Array, "D F"]:
         numbers = self.codes.astype(jnp.float32)
         return numbers if self.scales is None else numbers * self.scales

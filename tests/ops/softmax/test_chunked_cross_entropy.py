@@ -152,6 +152,22 @@ def test_token_chunks_gradients_match_reference(monkeypatch, n, vocab, dim, bloc
     assert_gradients_equal(loss, {"impl": "tokens", "block_size": block}, h, w, extra)
 
 
+@pytest.mark.parametrize(("tokens", "vocab", "chunk"), [(48, 11, 24), (40, 11, 23), (48, 90, 4)])
+def test_sizes_for_accelerators_match_reference(monkeypatch, tokens, vocab, chunk):
+    """A chunk is the largest aligned divisor of the tokens, else as large as fits; a vocabulary too large for chunks is divided."""
+    module = sys.modules[linear_cross_entropy.__module__]
+    monkeypatch.setattr(module, "ACCELERATOR_BLOCK_LOGITS", 960)
+    monkeypatch.setattr(module, "MIN_BLOCK_WORDS", 4)
+    monkeypatch.setattr(module, "ACCELERATOR_CHUNK_LOGITS", 23 * 11 if tokens == 40 else 30 * 11)
+    monkeypatch.setattr(module, "ACCELERATOR_CHUNK_TOKENS", 16)
+    monkeypatch.setattr(module, "ACCELERATOR_ALIGNMENT", 4 if tokens == 48 else 7)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    sizes = module._chunk_sizes(tokens, vocab, None)
+    assert sizes == ((chunk, vocab, True) if vocab == 11 else (3, vocab, False))
+    h, w, labels, extra = arrays(tokens, vocab, 5)
+    assert_gradients_equal(functools.partial(nonlinear_loss, labels, OPTIONS["all"]), {}, h, w, extra)
+
+
 def test_unused_gradients_are_not_computed():
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 16), (4096, 16))]
     labels = jnp.zeros(64, jnp.int32)
