@@ -37,8 +37,7 @@ def linear(
       O(tokens D F), 3 times that with the backward pass.
     """
     rows = x.reshape(-1, x.shape[-1])
-    matrix = w.as_array(x.dtype) if isinstance(w, Weight) else w
-    out = w.matmul(rows) if matrix is None else _product(rounded_dtype(x), *vary_alike(rows, matrix))
+    out = _rounded_product(rows, w)
     if b is not None:
         out = out + b.astype(out.dtype)[None, :]
     return out.astype(x.dtype).reshape(*x.shape[:-1], w.shape[-1])
@@ -65,6 +64,17 @@ def linear_by_transpose(
     if b is not None:
         out = out + b.astype(jnp.float32)[None, :]
     return out.astype(x.dtype).reshape(*x.shape[:-1], wt.shape[0])
+
+
+def _rounded_product(x: Float[Array, "M D"], w: Float[Array, "D F"] | Weight) -> Float[Array, "M F"]:
+    """Product `x w` for a result that is rounded to the dtype of x; in that dtype or in float32."""
+    matrix = w
+    if isinstance(w, Weight):
+        matrix = w.as_array(x.dtype)
+        if matrix is None:
+            return w.matmul(x)
+    result: Any = _product(rounded_dtype(x), *vary_alike(x, matrix))
+    return result
 
 
 def rounded_dtype(x: Array) -> Any:
@@ -111,7 +121,8 @@ def product(x: Float[Array, "M D"], w: Float[Array, "D F"] | Weight) -> Float[Ar
     """
     if isinstance(w, Weight):
         return w.matmul(x)
-    return _product(jnp.float32, *vary_alike(x, w))
+    result: Any = _product(jnp.float32, *vary_alike(x, w))
+    return result
 
 
 @array_op()

@@ -154,7 +154,7 @@ def test_token_chunks_gradients_match_reference(monkeypatch, n, vocab, dim, bloc
 
 @pytest.mark.parametrize(("tokens", "vocab", "chunk"), [(48, 11, 24), (40, 11, 23), (48, 90, 4)])
 def test_sizes_for_accelerators_match_reference(monkeypatch, tokens, vocab, chunk):
-    """A chunk is the largest aligned divisor of the tokens, else as large as fits; a vocabulary too large for chunks is divided."""
+    """Chunks are the largest aligned divisor of the tokens, else as large as fits; larger vocabularies are divided."""
     module = sys.modules[linear_cross_entropy.__module__]
     monkeypatch.setattr(module, "ACCELERATOR_BLOCK_LOGITS", 960)
     monkeypatch.setattr(module, "MIN_BLOCK_WORDS", 4)
