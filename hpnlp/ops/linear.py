@@ -68,7 +68,7 @@ def linear_by_transpose(
 
 def _rounded_product(x: Float[Array, "M D"], w: Float[Array, "D F"] | Weight) -> Float[Array, "M F"]:
     """Product `x w` for a result that is rounded to the dtype of x; in that dtype or in float32."""
-    matrix = w
+    matrix: Any = w
     if isinstance(w, Weight):
         matrix = w.as_array(x.dtype)
         if matrix is None:
