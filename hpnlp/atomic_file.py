@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import uuid
 from collections.abc import Iterator
@@ -16,8 +17,8 @@ from hpnlp.errors import InputError
 def replaced(path: str | os.PathLike[str], content: str = "") -> Iterator[BinaryIO]:
     """A context with a new file that replaces the file of a path at the end of the context.
 
-    A process that is killed in the context leaves the old file as it was. After an exception in the context, the new file
-    is removed.
+    A symbolic link stays, and its target is replaced. A process that is killed in the context leaves the old file as it was.
+    After an exception in the context, the new file is removed.
 
     Args:
       path: Path of the file.
@@ -27,7 +28,7 @@ def replaced(path: str | os.PathLike[str], content: str = "") -> Iterator[Binary
       The new file, open for writing bytes.
 
     Raises:
-      InputError: The file cannot be written.
+      InputError: The file cannot be written, or the path is that of a device, a directory or another special file.
     """
     try:
         with _replacement(Path(path)) as file:
@@ -56,6 +57,9 @@ def replace_bytes(path: str | os.PathLike[str], content: bytes) -> None:
 @contextlib.contextmanager
 def _replacement(path: Path) -> Iterator[BinaryIO]:
     """`replaced`, which raises OSError."""
+    path = Path(os.path.realpath(path))  # through a symbolic link, its target is replaced
+    if os.path.lexists(path) and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     # A name that neither another process nor the user has.
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
     try:

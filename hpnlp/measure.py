@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 import hpnlp
+from hpnlp.atomic_file import replace_bytes
 from hpnlp.flop_count import count_flops as count_flops  # part of this module's interface
 from hpnlp.flop_count import jaxpr_flops, jitted
 from hpnlp.types import InputError
@@ -410,9 +411,7 @@ def write_result(
     text = json.dumps(result, indent=2, allow_nan=False, default=lambda value: value.item()) + "\n"
     path = result_path(name, directory, measured_in["device"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".part")
-    temporary.write_text(text, "utf-8")
-    os.replace(temporary, path)
+    replace_bytes(path, text.encode())
     return path
 
 

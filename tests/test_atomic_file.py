@@ -30,3 +30,22 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="cannot write .*metrics.jsonl.* has space"), replaced(path) as file:
         file.write(b"new")
     assert path.read_bytes() == line and os.listdir(tmp_path) == [path.name]
+
+
+def test_links_stay_and_special_files_are_refused(tmp_path):
+    target = tmp_path / "directory" / "target"
+    target.parent.mkdir()
+    target.write_bytes(b"old")
+    (tmp_path / "link").symlink_to(target)
+    (tmp_path / "dangling").symlink_to(tmp_path / "new")
+    for name, written in (("link", target), ("dangling", tmp_path / "new")):
+        replace_bytes(tmp_path / name, b"content")
+        assert (tmp_path / name).is_symlink() and written.read_bytes() == b"content" and not written.is_symlink()
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "to_fifo").symlink_to(tmp_path / "fifo")
+    for name in ("fifo", "to_fifo", "directory"):
+        with pytest.raises(InputError, match="not a regular file"), replaced(tmp_path / name) as file:
+            file.write(b"content")
+    assert (tmp_path / "fifo").is_fifo() and sorted(os.listdir(tmp_path)) == sorted(
+        ["directory", "link", "dangling", "new", "fifo", "to_fifo"]
+    )

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hpnlp import measure, tasks
+from hpnlp.atomic_file import replace_bytes
 from hpnlp.compress.distillation_terms import DistillConfig
 from hpnlp.compress.files import WEIGHTS_FILE, encoding_of, stored_bytes, write_weights
 from hpnlp.compress.recipe import STRUCTURE, Calibration, Stage, check_plain, parse_recipe
@@ -24,6 +25,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.spec import did_you_mean, parse_one
 from hpnlp.training import gradients, loop, run_directory
 from hpnlp.training.config import Config, flat, to_json, with_changes
+from hpnlp.training.contents import UNFINISHED_FILE, Contents, contents_of, has_checkpoints, locked
 from hpnlp.training.evaluation import evaluate
 from hpnlp.training.rewind import check_source, rewound
 from hpnlp.training.step import make_trainer
@@ -91,7 +93,7 @@ def compress_run(
 
     Args:
       source: Directory of the run.
-      target: Directory of the compressed model, which must not hold a run.
+      target: Directory of the compressed model: a new or empty one, or one with an unfinished compression.
       recipe: Stages, see `hpnlp.compress.recipe`.
       finetune: Steps of training after the last stage that removes units, before numbers get fewer bits.
       rewind: Values that the weights get before this training, see `rewind.rewound`; "" to keep them.
@@ -137,47 +139,51 @@ def compress_run(
         raise InputError(f"train.steps and --finetune={finetune} both set the steps: leave out train.steps")
     check_plain(run.params)
     check_source(run, rewind)
-    task = tasks.find(run.config.task)
-    dataset = task.dataset(run.config.data, run.vocabulary)
-    calibration = Calibration(_Gradients(run, dataset, calibration_batches))
-    versions = [_Version(ORIGINAL, run.config, run.model, run.params)]
-    for index, stage in enumerate(stages):
-        versions.append(_next(versions[-1], stage, calibration, run))
-        log(f"{stage.text}: done")
-        is_last_structural = stage.changes == STRUCTURE and all(s.changes != STRUCTURE for s in stages[index + 1 :])
-        if rewind and is_last_structural:
-            params = rewound(versions[-1].params, run, rewind)
-            versions.append(dataclasses.replace(versions[-1], stage=f"rewind({rewind})", params=params))
-        if finetune and is_last_structural:
-            weights = "masked" if any(parse_one(s.text, "--recipe").name == "magnitude" for s in stages) else ""
-            versions.append(_finetuned(versions[-1], source, run.step, finetune, weights, target))
-    target.mkdir(parents=True, exist_ok=True)
-    for left in target.glob(f".{WEIGHTS_FILE}.*.part"):  # of a compression that was killed
-        left.unlink()
-    _copy_companions(source, target)
-    scores = [_scores(version, dataset, batches, task.metric, log) for version in versions]
-    log(f"measuring times at {', '.join(map(str, batch_sizes))} sequences")
-    seconds = _seconds(versions, dataset, batch_sizes, rounds)
-    sizes = [_write(version, target / WEIGHTS_FILE, run.step) for version in versions]  # the last one stays
-    _remove_checkpoints(target / FINETUNE)
-    measurements = [
-        Measurement(
-            version.stage,
-            parameter_count(version.params),
-            stored_bytes(version.params),
-            size,
-            {count: times[index] if index else min(times[0], times[-1]) for count, times in seconds.items()},
-            score,
-            {} if index else {count: _ratio(times[0], times[-1]) for count, times in seconds.items()},
-        )
-        for index, (version, size, score) in enumerate(zip(versions, sizes, scores, strict=True))
-    ]
-    if write_report is not None:
-        write_report(measurements)
-    # config.json comes last, because a directory without it is unfinished. The teacher of the further training is no part of
-    # the model.
-    run_directory.write_config(target, dataclasses.replace(versions[-1].config, distill=DistillConfig()))
-    return measurements
+    with locked(target):
+        _check_target(target)
+        task = tasks.find(run.config.task)
+        dataset = task.dataset(run.config.data, run.vocabulary)
+        calibration = Calibration(_Gradients(run, dataset, calibration_batches))
+        versions = [_Version(ORIGINAL, run.config, run.model, run.params)]
+        for index, stage in enumerate(stages):
+            versions.append(_next(versions[-1], stage, calibration, run))
+            log(f"{stage.text}: done")
+            is_last_structural = stage.changes == STRUCTURE and all(s.changes != STRUCTURE for s in stages[index + 1 :])
+            if rewind and is_last_structural:
+                params = rewound(versions[-1].params, run, rewind)
+                versions.append(dataclasses.replace(versions[-1], stage=f"rewind({rewind})", params=params))
+            if finetune and is_last_structural:
+                weights = "masked" if any(parse_one(s.text, "--recipe").name == "magnitude" for s in stages) else ""
+                _begin(target)
+                versions.append(_finetuned(versions[-1], source, run.step, finetune, weights, target))
+        _begin(target)
+        for left in target.glob(f".{WEIGHTS_FILE}.*.part"):  # of a compression that was killed
+            left.unlink()
+        _copy_companions(source, target)
+        scores = [_scores(version, dataset, batches, task.metric, log) for version in versions]
+        log(f"measuring times at {', '.join(map(str, batch_sizes))} sequences")
+        seconds = _seconds(versions, dataset, batch_sizes, rounds)
+        sizes = [_write(version, target / WEIGHTS_FILE, run.step) for version in versions]  # the last one stays
+        _remove_checkpoints(target / FINETUNE)
+        measurements = [
+            Measurement(
+                version.stage,
+                parameter_count(version.params),
+                stored_bytes(version.params),
+                size,
+                {count: times[index] if index else min(times[0], times[-1]) for count, times in seconds.items()},
+                score,
+                {} if index else {count: _ratio(times[0], times[-1]) for count, times in seconds.items()},
+            )
+            for index, (version, size, score) in enumerate(zip(versions, sizes, scores, strict=True))
+        ]
+        if write_report is not None:
+            write_report(measurements)
+        # config.json comes last, because a directory without it is unfinished. The teacher of the further training is no part
+        # of the model.
+        run_directory.write_config(target, dataclasses.replace(versions[-1].config, distill=DistillConfig()))
+        (target / UNFINISHED_FILE).unlink()
+        return measurements
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,13 +214,19 @@ class _Gradients:
 
 
 def _check_target(target: Path) -> None:
-    """Raises InputError if the directory of the compressed model holds a run, or cannot be a directory."""
+    """Raises InputError unless the directory of the compressed model is new, or holds an unfinished compression."""
     for path in (target, *target.parents):
         if path.is_file():
             raise InputError(f"{path} is a file: choose a directory for the compressed model")
-    for name in ("config.json", "checkpoints"):  # without config.json, WEIGHTS_FILE is from an unfinished compression
-        if (target / name).exists():
-            raise InputError(f"{target} already holds {name}: choose another directory")
+    held = contents_of(target)
+    if held not in (Contents.NOTHING, Contents.UNFINISHED):
+        raise InputError(f"{target} already holds {held.value}: choose a new directory for the compressed model")
+
+
+def _begin(target: Path) -> None:
+    """Writes the record of an unfinished compression, without which no later command replaces or deletes files here."""
+    target.mkdir(parents=True, exist_ok=True)
+    replace_bytes(target / UNFINISHED_FILE, b"hpnlp compress has begun to write this directory\n")
 
 
 def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
@@ -257,7 +269,7 @@ def _finetuned(version: _Version, source: Path, step: int, steps: int, weights: 
     first = start / f"new-{WEIGHTS_FILE}"
     write_weights(first, version.params, {"step": step})
     if not _can_resume(workdir, config, first, start / WEIGHTS_FILE):
-        if run_directory.has_checkpoints(workdir):
+        if has_checkpoints(workdir):
             first.unlink()
             raise InputError(
                 f"{workdir} holds checkpoints of an unfinished training with another recipe, run or setting: start the command "

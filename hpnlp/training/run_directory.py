@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import json
 import os
 import sys
@@ -36,11 +35,11 @@ from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import config as configs
 from hpnlp.training.checkpoint import CONVERTED_STEP, Checkpointer, checked_directory
 from hpnlp.training.config import Config
+from hpnlp.training.contents import Contents, contents_of, has_begun, has_checkpoints, locked
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError, Model, Tokenizer
 
 TEACHER_FILE = "teacher.json"  # the teacher of a run, and the variables that it added to the model
-_MODEL_TYPE = '"model_type"'  # field of the config.json of a Hugging Face checkpoint
 
 
 def make_model(config: Config, vocabulary: Vocabulary) -> Model:
@@ -96,7 +95,7 @@ def load_config(workdir: str | Path) -> Config:
             raise InputError(
                 f"{workdir} has checkpoints and no config.json: restore it, the checkpoints cannot be read without it"
             ) from None
-        if any((Path(workdir) / name).exists() for name in (WEIGHTS_FILE, "finetune/start")):
+        if contents_of(workdir) is Contents.UNFINISHED:
             raise InputError(
                 f"{workdir} holds an unfinished compression: run its `hpnlp compress` command again"
             ) from None
@@ -109,36 +108,11 @@ def load_config(workdir: str | Path) -> Config:
     try:
         return configs.from_json(text)
     except InputError as error:
-        if _MODEL_TYPE in text:
+        if contents_of(workdir) is Contents.CHECKPOINT:
             raise InputError(
                 f"{workdir} holds a Hugging Face checkpoint and no run: hpnlp convert --from={workdir} --to=runs/x makes one"
             ) from None
         raise InputError(f"{workdir}: {error}") from None
-
-
-def has_checkpoints(workdir: str | Path) -> bool:
-    """True if a checkpoint was begun in a run directory; it may be incomplete.
-
-    Args:
-      workdir: The run directory.
-
-    Returns:
-      Whether there is one.
-    """
-    return any((Path(workdir) / "checkpoints").glob("[0-9]*"))
-
-
-def has_begun(workdir: str | Path) -> bool:
-    """True if a run has left a training step or a checkpoint. Without these, the directory may be used with another config.
-
-    Args:
-      workdir: The run directory.
-
-    Returns:
-      Whether the run has begun.
-    """
-    metrics = Path(workdir) / "metrics.jsonl"
-    return has_checkpoints(workdir) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 @contextlib.contextmanager
@@ -163,17 +137,7 @@ def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[Non
         if os.path.isdir(path) or is_special(path):
             kind = "a directory" if os.path.isdir(path) else "not a regular file"
             raise InputError(f"{path} is {kind}: move it away, or choose another workdir")
-    is_new = not os.path.lexists(workdir)
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        lock = open(workdir / ".lock", "w")  # noqa: SIM115  (held until the run ends)
-    except OSError as error:
-        raise InputError(f"cannot write to workdir {workdir} ({error.strerror}): choose another --workdir") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"another process trains in {workdir}: wait for it, or choose another workdir") from None
+    with locked(workdir):
         _check_changes(workdir, config, accept_changes)
         try:
             yield
@@ -182,22 +146,6 @@ def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[Non
             if not message:
                 raise
             raise InputError(message) from error
-        except BaseException:
-            if is_new:
-                _remove_unused(workdir)
-            raise
-
-
-def _remove_unused(workdir: Path) -> None:
-    """Removes a run directory that holds nothing but the lock and an empty directory of checkpoints."""
-    if any(path.name != ".lock" for path in workdir.rglob("*") if not path.is_dir()):
-        return
-    with contextlib.suppress(OSError):
-        if (workdir / "checkpoints").is_dir():
-            (workdir / "checkpoints").rmdir()
-        if os.listdir(workdir) == [".lock"]:
-            (workdir / ".lock").unlink()
-            workdir.rmdir()
 
 
 def _check_outside_data(workdir: Path, config: Config) -> None:
@@ -244,6 +192,14 @@ def _stdout_fails() -> bool:
 
 def _check_changes(workdir: Path, config: Config, accept_changes: bool) -> None:
     """Raises InputError if the run in `workdir` was begun with another config, and may not resume with this one."""
+    held = contents_of(workdir)
+    if held in (Contents.COMPRESSED, Contents.CHECKPOINT):
+        raise InputError(
+            f"{workdir} holds {held.value}, which the run would overwrite: choose another workdir; train.init_from={workdir} "
+            "begins with its parameters"
+        )
+    if held is Contents.UNFINISHED:
+        raise InputError(f"{workdir} holds {held.value}, which the run would overwrite: choose another workdir")
     if not os.path.lexists(workdir / "config.json"):
         if has_begun(workdir) and not accept_changes:
             raise InputError(
@@ -252,11 +208,6 @@ def _check_changes(workdir: Path, config: Config, accept_changes: bool) -> None:
             )
         return
     if not has_begun(workdir):
-        if _MODEL_TYPE.encode() in _content(workdir / "config.json"):
-            raise InputError(
-                f"{workdir} holds a Hugging Face checkpoint, which the run would overwrite: choose another workdir; "
-                f"train.init_from={workdir} begins with the checkpoint's parameters"
-            )
         return
     saved = load_config(workdir)
     if saved.task != config.task:
@@ -280,14 +231,6 @@ def _check_changes(workdir: Path, config: Config, accept_changes: bool) -> None:
             f"{workdir} was made by another config ({'; '.join(changes)}): choose another workdir, or pass "
             "--accept_changes to resume with the new config"
         )
-
-
-def _content(path: Path) -> bytes:
-    """The bytes of a file, or none if it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
 
 
 def frozen_record(frozen: Frozen | None) -> dict[str, Any]:

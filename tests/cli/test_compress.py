@@ -16,7 +16,7 @@ from hpnlp.models.huggingface import convert
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
 from hpnlp.report import compression
-from hpnlp.training import compress_run, loop, run_directory, signals
+from hpnlp.training import compress_run, contents, loop, run_directory, signals
 from hpnlp.training.compress_run import Measurement
 from hpnlp.training.run_directory import load
 from hpnlp.training.step import make_trainer
@@ -64,7 +64,7 @@ def test_a_recipe_gives_a_smaller_model_that_is_evaluated_like_a_run(run, traine
     assert not any((target / "finetune" / name).exists() for name in ("checkpoints", "start"))
     assert (target / "finetune" / "metrics.jsonl").exists()
     again = run("compress", *argv)
-    assert again.code == 2 and "already holds config.json: choose another directory" in again.err
+    assert again.code == 2 and "already holds a compressed model: choose a new directory" in again.err
     twice = run("compress", f"--from={target}", f"--to={tmp_path / 'x'}", "--recipe=int8")
     assert twice.code == 2 and "the model is compressed already" in twice.err
     twice = run("plan", f"--from={target}", "--recipe=int8")
@@ -152,7 +152,7 @@ def test_an_interrupted_compression_starts_again_in_its_directory(trained, tmp_p
     resumes = []
 
     def stopped_training(config, workdir, score):
-        resumes.append(run_directory.has_checkpoints(workdir))
+        resumes.append(contents.has_checkpoints(workdir))
         (workdir / "checkpoints" / "1").mkdir(parents=True, exist_ok=True)
         run_directory.write_config(workdir, config)
         return SimpleNamespace(interrupted=True)
@@ -185,7 +185,7 @@ def test_an_interrupted_compression_starts_again_in_its_directory(trained, tmp_p
     compress("bf16")
     assert not list(tmp_path.glob(".*.part"))
     assert load(tmp_path).params["layers"]["mlp"]["up"]["kernel"].codes.dtype == "bfloat16"
-    with pytest.raises(InputError, match="already holds config.json"):
+    with pytest.raises(InputError, match="already holds a compressed model"):
         compress("int8")
 
 
@@ -238,6 +238,47 @@ def test_invalid_flags_raise(run, trained, tmp_path, flags, message):
     outcome = run("compress", f"--from={trained}", f"--to={tmp_path / 'x'}", *flags)
     assert outcome.code == 2 and message in outcome.err, outcome
     assert not (tmp_path / "x").exists()
+
+
+def test_directories_of_others_are_kept(run, trained, tmp_path):
+    """A compression neither deletes nor replaces what it has not made, and training does not overwrite a compressed model."""
+    other = tmp_path / "runs"
+    shutil.copytree(trained, other / "finetune")
+    files = sorted(path for path in other.rglob("*") if path.is_file())
+    outcome = run("compress", f"--from={trained}", f"--to={other}", "--recipe=mlp(0.5)", "--finetune=1")
+    assert outcome.code == 2 and "already holds other files: choose a new directory" in outcome.err, outcome
+    assert sorted(path for path in other.rglob("*") if path.is_file()) == files
+    compressed = tmp_path / "compressed"
+    shutil.copytree(trained, compressed, ignore=shutil.ignore_patterns("checkpoints", "metrics.jsonl"))
+    (compressed / WEIGHTS_FILE).touch()
+    config = (compressed / "config.json").read_bytes()
+    with pytest.raises(InputError, match="holds a compressed model, which the run would overwrite: .*train.init_from="):
+        loop.train(tiny.make(train__steps=2), compressed)
+    (compressed / "config.json").unlink()
+    (compressed / contents.UNFINISHED_FILE).touch()
+    with pytest.raises(InputError, match="holds an unfinished compression, which the run would overwrite"):
+        loop.train(tiny.make(train__steps=2), compressed)
+    (compressed / "config.json").write_bytes(config)
+    with contents.locked(tmp_path / "small"):
+        outcome = run("compress", f"--from={trained}", f"--to={tmp_path / 'small'}", "--recipe=int8")
+    assert outcome.code == 2 and "another process writes to" in outcome.err, outcome
+
+
+def test_contents_of_directories_are_told_apart(tmp_path):
+    kinds = contents.Contents
+    assert contents.contents_of(tmp_path / "absent") is contents.contents_of(tmp_path) is kinds.NOTHING
+    (tmp_path / "file").touch()
+    assert contents.contents_of(tmp_path) is contents.contents_of(tmp_path / "file") is kinds.OTHER
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    assert contents.contents_of(tmp_path) is kinds.RUN
+    (tmp_path / contents.UNFINISHED_FILE).touch()
+    assert contents.contents_of(tmp_path) is kinds.UNFINISHED
+    (tmp_path / "config.json").write_text("{}")
+    assert contents.contents_of(tmp_path) is kinds.RUN
+    (tmp_path / WEIGHTS_FILE).touch()
+    assert contents.contents_of(tmp_path) is kinds.COMPRESSED
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert contents.contents_of(tmp_path) is kinds.CHECKPOINT
 
 
 def test_a_file_as_target_raises_before_the_work(run, trained, tmp_path):

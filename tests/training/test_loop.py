@@ -257,14 +257,14 @@ def test_other_config_raises_unless_accepted(undisturbed):
 def test_locked_workdir_raises(tmp_path):
     with open(tmp_path / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(InputError, match="another process trains in .*: wait for it, or choose another workdir"):
+        with pytest.raises(InputError, match="another process writes to .*: wait for it, or choose another directory"):
             train(tmp_path)
 
 
 def test_unwritable_workdir_raises(tmp_path):
     (tmp_path / "file").write_text("")
     for workdir in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(InputError, match="cannot write to workdir .*: choose another --workdir"):
+        with pytest.raises(InputError, match="cannot write to .*: choose another directory"):
             train(workdir)
 
 
