@@ -63,13 +63,14 @@ def reference_rnn(
     outputs: list[Any] = [None] * steps
     for t in reversed(range(steps)) if reverse else range(steps):
         at = {name: _at(getattr(masks, name), t) for name in ("hidden", "candidate", "hold_h", "hold_c")}
+        before = state  # the state of a sequence that has ended
         if reset is not None:
             state = tuple(jnp.where(reset[:, t, None], s0, s) for s0, s in zip(first, state, strict=True))
         new = _step(kind, x[:, t], w, u, b, n_bias, norms, state, at, eps)
         holds = (at["hold_h"], at["hold_c"])
         new = tuple(n if z is None else z * s + (1 - z) * n for n, s, z in zip(new, state, holds, strict=False))
         is_token = jnp.full((batch, 1), True) if lengths is None else (t < lengths)[:, None]
-        state = tuple(jnp.where(is_token, n, s) for n, s in zip(new, state, strict=True))
+        state = tuple(jnp.where(is_token, n, s) for n, s in zip(new, before, strict=True))
         outputs[t] = jnp.where(is_token, new[0], jnp.zeros_like(new[0]))
     return jnp.stack(outputs, axis=1), state
 

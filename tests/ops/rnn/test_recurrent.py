@@ -85,7 +85,9 @@ def test_sequences_equal_their_parts(kind):
         packed = {
             reverse: of(arrays, reset=segment_resets(ids, reverse=reverse), reverse=reverse)[0] for reverse in alone
         }
-        padded, state = of({**arrays, "x": x.at[:, 3:].set(np.nan)}, lengths=lengths)
+        # The segment ids of padding differ from those of the text, and begin no segment.
+        resets = segment_resets(jnp.asarray([[1, 1, 1, 0, 0, 0, 0]] * B, jnp.int32))
+        padded, state = of({**arrays, "x": x.at[:, 3:].set(np.nan)}, lengths=lengths, reset=resets)
         zeros = jnp.zeros_like(padded[:, 3:])
         first = alone[False][0]
         found = (joined([first, second]), second[1]), packed, (padded, state)
