@@ -29,7 +29,7 @@ def logit_divergence(
 
     Args:
       student: Logits [..., V].
-      teacher: Logits [..., V].
+      teacher: Logits [..., V]; -inf for classes that the teacher excludes.
       temperature: T, over 0.
 
     Returns:
@@ -42,7 +42,7 @@ def logit_divergence(
       Hinton et al. 2015, "Distilling the knowledge in a neural network", section 2.
     """
     log_p, log_q = (jax.nn.log_softmax(_float32(x) / jnp.float32(temperature)) for x in (teacher, student))
-    return jnp.float32(temperature) ** 2 * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+    return jnp.float32(temperature) ** 2 * _divergence(log_p, log_q)
 
 
 @array_op()
@@ -69,7 +69,15 @@ def top_logit_divergence(
     log_p = jax.nn.log_softmax(_float32(teacher) / jnp.float32(temperature))
     log_q = jax.nn.log_softmax(_float32(student) / jnp.float32(temperature))
     log_q = jnp.take_along_axis(log_q, jnp.asarray(ids, jnp.int32), axis=-1)
-    return jnp.float32(temperature) ** 2 * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+    return jnp.float32(temperature) ** 2 * _divergence(log_p, log_q)
+
+
+def _divergence(log_p: Array, log_q: Array) -> Array:
+    """Sum of p (log p - log q) over the last axis; classes with p = 0 add nothing, whatever q is."""
+    p = jnp.exp(log_p)
+    is_possible = p > 0
+    gaps = jnp.where(is_possible, log_p, 0.0) - jnp.where(is_possible, log_q, 0.0)
+    return jnp.sum(p * gaps, axis=-1)
 
 
 @array_op()

@@ -115,7 +115,8 @@ def restrict(
         logits = _keep_heaviest(logits, jnp.ones_like(logits), limit)
     if not isinstance(top_p, int | float) or top_p < 1:
         mass = jax.nn.softmax(logits, axis=-1)
-        logits = _keep_heaviest(logits, mass, jnp.asarray(top_p, jnp.float32))
+        # The most probable id has a mass of 0 above it, which is less than any positive limit.
+        logits = _keep_heaviest(logits, mass, jnp.maximum(jnp.asarray(top_p, jnp.float32), jnp.finfo(jnp.float32).tiny))
     return logits
 
 

@@ -108,16 +108,16 @@ def _missing_header(data: bytes) -> str:
 
 
 def _is_binary(body: bytes, dim: int) -> bool:
-    """Whether the first vector is not text: its line has other than `dim` numbers."""
-    parts = body.split(b"\n", 1)[0].split()
-    if len(parts) < 2:  # a vector that begins with the byte of a newline, or a broken line of text
-        return any(byte < 9 or 13 < byte < 32 for byte in body[:4096])
+    """Whether the first vector is not text: bytes after the first word and its space that no number in text has."""
+    fields = body.split(b"\n", 1)[0].rstrip().split(b" ")[1 : 1 + dim]
     try:
-        [float(part) for part in parts[1 : 1 + dim]]
+        if [float(field) for field in fields]:
+            return False
     except ValueError:
-        # A broken line of a text file is text nevertheless.
-        return any(byte < 9 or byte > 126 for byte in b"".join(parts[1:]))
-    return False
+        pass
+    # A broken line of a text file is text nevertheless. The word itself may have any bytes.
+    vector = body.partition(b" ")[2][: 4 * dim]
+    return any(byte < 9 or 13 < byte < 32 or byte > 126 for byte in vector)
 
 
 def _read_text(body: bytes, count: int, dim: int, path: str) -> tuple[list[str], np.ndarray]:

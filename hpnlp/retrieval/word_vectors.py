@@ -15,6 +15,14 @@ from hpnlp.types import InputError, Tokenizer
 _SIGNS = re.compile(r"\s+([+-])\s+")
 
 
+def _unit_norm(x: np.ndarray) -> np.ndarray:
+    """Vectors along the last axis divided by their norms, which may be beyond the range of float32; zeros stay zeros."""
+    largest = np.abs(x).max(axis=-1, keepdims=True, initial=0.0)
+    x = x / np.where(largest > 0, largest, 1)
+    norms = np.linalg.norm(x, axis=-1, keepdims=True)
+    return x / np.where(norms > 0, norms, 1)
+
+
 class WordVectorTable:
     """Word vectors, found by their words.
 
@@ -45,8 +53,7 @@ class WordVectorTable:
         finite = np.isfinite(self.vectors).all(axis=1)
         if not finite.all():
             raise InputError(f"the vector of {self.words[int(finite.argmin())]!r} has a number that is not finite")
-        norms = np.linalg.norm(self.vectors, axis=1, keepdims=True)
-        self._unit = self.vectors / np.where(norms > 0, norms, 1)
+        self._unit = _unit_norm(self.vectors)
 
     def __len__(self) -> int:
         return len(self.words)
@@ -94,8 +101,7 @@ class WordVectorTable:
         """
         if count < 1:
             raise InputError(f"count={count}: expected at least 1 neighbour")
-        vector = np.asarray(vector, np.float32)
-        scores = self._unit @ (vector / max(float(np.linalg.norm(vector)), 1e-30))
+        scores = self._unit @ _unit_norm(np.asarray(vector, np.float32))
         scores[list(without)] = -np.inf
         count = min(count, len(self) - len(set(without)))
         best = np.argpartition(-scores, max(count - 1, 0))[:count] if count else np.zeros(0, np.int64)

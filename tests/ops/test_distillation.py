@@ -40,6 +40,20 @@ def test_divergence_of_the_largest_logits_tends_to_that_of_all():
     np.testing.assert_allclose(top[0], 4 * (p * (np.log(p) - log_q)).sum(-1), rtol=1e-5)
 
 
+def test_classes_that_the_teacher_excludes_add_nothing():
+    student, teacher = jnp.asarray([0.5, -1.0, 2.0]), jnp.asarray([1.0, -jnp.inf, 0.0])
+
+    def both(student):
+        of_all = ops.logit_divergence(student, teacher)
+        return of_all, ops.top_logit_divergence(student, teacher[jnp.asarray([0, 2, 1])], jnp.asarray([0, 2, 1]))
+
+    for index in range(2):
+        value, gradient = jax.value_and_grad(lambda x, i=index: both(x)[i])(student)
+        p, q = jax.nn.softmax(teacher), jax.nn.softmax(student)
+        assert float(value) == pytest.approx(float((p * jnp.log(p / q))[jnp.asarray([0, 2])].sum()), rel=1e-5)
+        np.testing.assert_allclose(gradient, q - p, atol=1e-6)
+
+
 def test_distances_match_their_formulas():
     np.testing.assert_allclose(ops.logit_regression(S, T), 0.5 * ((S - T) ** 2).sum(-1), rtol=1e-5)
     cosine = (S * T).sum(-1) / np.linalg.norm(S, axis=-1) / np.linalg.norm(T, axis=-1)

@@ -88,6 +88,12 @@ def test_sample_frequencies_match_probabilities(temperature, top_k, top_p, stay)
     assert np.all(np.abs(frequencies - p) <= 4 * np.sqrt(p * (1 - p) / draws))
 
 
+def test_an_empty_nucleus_keeps_the_most_probable_id():
+    logits = jnp.asarray([[0.0, 2.0, 1.0]])
+    for top_p in (0, 0.0, jnp.float32(0)):
+        np.testing.assert_array_equal(np.isfinite(restrict(logits, top_p=top_p)), [[False, True, False]])
+
+
 def test_rows_are_independent():
     rng = np.random.default_rng(0)
     logits, points = jnp.asarray(rng.normal(size=(6, 11)), jnp.float32), jnp.asarray(rng.uniform(size=6), jnp.float32)

@@ -77,6 +77,15 @@ def test_files_of_the_c_program_are_read(tmp_path):
         np.testing.assert_array_equal(loaded.vectors, numbers)
 
 
+def test_words_with_control_characters_and_huge_vectors(tmp_path):
+    (tmp_path / "text").write_bytes(b"2 3\na\x01b\tc 0.1 0.2 0.3\n\x7f 1 2 3\n")
+    loaded = load_word2vec(tmp_path / "text")
+    assert loaded.words == ["a\x01b\tc", "\x7f"]
+    np.testing.assert_array_equal(loaded.vectors, np.array([[0.1, 0.2, 0.3], [1, 2, 3]], np.float32))
+    table = WordVectorTable(["a", "b", "c"], [[3e38, 3e38], [1e-38, 1e-38], [0, 1]])  # norms beyond float32
+    assert dict(table.neighbours("a")) == pytest.approx({"b": 1.0, "c": 0.5**0.5}, rel=1e-6)
+
+
 def test_words_with_spaces_are_left_out():
     table = WordVectorTable(["a", "b c", "\n"], np.eye(3))
     assert without_spaces(table).words == ["a"]

@@ -91,7 +91,7 @@ def _like_llama(
 
 # Norms multiply by 1 + weight, and embeddings by the square root of hidden_size.
 _GEMMA = {"norm": "rms_zero_centered", "embed_scale": True}
-# The first releases name the approximation by tanh "gelu", and transformers reads it so.
+# The first releases of Gemma 1 name the approximation by tanh "gelu", and transformers reads it so there.
 _GEMMA_ACTIVATIONS = {"gelu": "geglu"}
 _GEMMA_DEFAULTS = {
     "head_dim": 256,
@@ -142,7 +142,6 @@ _GEMMA2 = dataclasses.replace(
         "Gemma2ForCausalLM",
         "mlp_bias",
         windows=WindowLayers.NONE,
-        activations=_GEMMA_ACTIVATIONS,
         fixed=_GEMMA | {"norm_placement": "sandwich"},
         defaults=_GEMMA_DEFAULTS
         | {

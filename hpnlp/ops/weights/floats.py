@@ -15,6 +15,7 @@ from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.ops.linear import product
 from hpnlp.ops.weight import Weight, scale_axes
+from hpnlp.ops.weights import ranges
 from hpnlp.types import InputError
 
 FORMATS = {
@@ -120,7 +121,7 @@ _float8_product.defvjp(_float8_forward, _float8_backward)
 def _rounded(x: Array, limits: Array, dtype: Any) -> tuple[Array, Array]:
     """x, divided by steps that bring `limits` to the largest number of a dtype, and rounded to it; and the steps."""
     largest = float(jnp.finfo(dtype).max)
-    steps = jnp.where(limits == 0, 1.0, limits / largest).astype(jnp.float32)
+    steps = ranges.steps(limits, largest)
     return jnp.clip(x / steps, -largest, largest).astype(dtype), steps
 
 

@@ -114,7 +114,7 @@ def _integer_product(x: Array, codes: Array, scales: Array, x_scale: Array | Non
     numbers = x.astype(jnp.float32)
     if x_scale is None:
         magnitude = jnp.max(jnp.abs(numbers), axis=-1, keepdims=True)
-        steps = jnp.where(magnitude == 0, 1.0, magnitude / 127.0)
+        steps = ranges.steps(magnitude, 127.0)
         rounded = jnp.round(numbers / steps).astype(jnp.int8)
     else:
         steps = x_scale
@@ -183,7 +183,7 @@ def quantize(
     top, groups = ranges.largest_code(bits), ranges.grouped(w.astype(jnp.float32), group=group, by_row=by_row)
     if limits is None or isinstance(limits, str):
         limits = ranges.limits(w, bits, limits or "max", group=group, by_row=by_row)
-    scales = jnp.where(limits == 0, 1.0, limits / top).astype(jnp.float32)
+    scales = ranges.steps(limits, top)
     codes = jnp.clip(jnp.round(groups / scales[:, None]), -top, top).reshape(d, f)
     x_scale = None if x_limit is None else jnp.asarray(x_limit, jnp.float32) / 127.0
     return IntegerWeight(codes.astype(jnp.int8 if bits > 4 else jnp.int4), scales, integer_products, x_scale)

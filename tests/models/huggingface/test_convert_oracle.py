@@ -102,6 +102,7 @@ CASES = {
         "gemma2",
         {
             "head_dim": 16,
+            "hidden_activation": "gelu",  # the exact one, as Gemma 1 alone reads it otherwise
             "num_key_value_heads": 2,
             "query_pre_attn_scalar": 16,
             "layer_types": ["full_attention", "full_attention"],

@@ -7,7 +7,7 @@ import pytest
 
 from hpnlp.ops.linear import linear
 from hpnlp.ops.softmax import logits
-from hpnlp.ops.weights import IntegerWeight, quantize
+from hpnlp.ops.weights import IntegerWeight, quantize, to_floats
 from hpnlp.types import InputError
 from tests.contracts import once
 
@@ -93,6 +93,16 @@ def test_groups_of_a_single_column_multiply_by_the_transpose():
     x = np.random.default_rng(1).normal(size=(3, 1)).astype(np.float32)
     y = once(lambda x, codes, scales: IntegerWeight(codes, scales).matmul_transposed(x), x, codes, scales)
     np.testing.assert_allclose(y, x @ (codes * np.repeat(scales, 8, axis=0)).T, rtol=1e-6)
+
+
+@pytest.mark.parametrize("convert", [quantize, to_floats])
+def test_numbers_near_the_smallest_float_are_not_lost(convert):
+    """Scales below the smallest normal number would be flushed to 0, and codes would be NaN."""
+    w = jnp.asarray([[1e-37, 1.0], [-4e-38, 2.0]], jnp.float32)
+    dense = np.asarray(jax.jit(lambda w: convert(w).dense())(w))
+    assert np.isfinite(dense).all() and np.abs(dense[:, 0] - w[:, 0]).max() < 1.2e-38
+    y = jax.jit(lambda w: convert(w).matmul(jnp.full((3, 2), 1e-38)))(w)
+    assert np.isfinite(y).all()
 
 
 def test_zero_columns_and_clipping():
