@@ -148,7 +148,7 @@ def _parse_budget(text: str, overrides: Sequence[str]) -> tuple[int, float]:
     return (int(match[1]), 0.0) if match[1] else (0, float(match[2]))
 
 
-def _member_flags(task: str, spec: str) -> list[str] | None:
+def _member_flags(task: str, spec: str, overrides: Sequence[str]) -> list[str] | None:
     """Overrides of a mixer's runs: its spec, its departure from the common setting, and its data; None to leave it out."""
     from hpnlp.lra.tasks import data_flags, exception_of
 
@@ -158,7 +158,11 @@ def _member_flags(task: str, spec: str) -> list[str] | None:
         print(f"{task}, {spec}: {'left out' if fields is None else fields}: {departure.reason}", flush=True)
     if fields is None:
         return None
-    own = [f"--config.{name}={value}" for name, value in {"model.mixer": spec, **fields}.items()]
+    fields = {"model.mixer": spec, **fields}
+    members.check_overrides(
+        fields, overrides, f"task {task}, mixer {spec}", lambda _: "or leave out the mixer in --mixers"
+    )
+    own = [f"--config.{name}={value}" for name, value in fields.items()]
     return [*data_flags(task, _directories()), *own]
 
 
@@ -171,7 +175,7 @@ def _resolved(
     overrides = [*overrides, *(f"--config.{field}={value}" for field, value in at_length.items())]
     directories = members.name_members([{"model.mixer": spec, **at_length} for spec in specs])
     for spec, name in zip(specs, directories, strict=True):
-        own = _member_flags(task, spec)
+        own = _member_flags(task, spec, overrides)
         if own is None:
             continue
         try:

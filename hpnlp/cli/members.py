@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,28 @@ def in_old_directories(members: Mapping[str, Any], workdir: Path) -> dict[str, A
         old = () if has_begun(workdir / name) else [n for n, c in others.items() if not differences(c, member.config)]
         result[next(iter(old), name)] = member
     return result
+
+
+def check_overrides(
+    fields: Mapping[str, Any], overrides: Sequence[str], name: str, other_fix: Callable[[str], str]
+) -> None:
+    """Checks that no flag changes a field that distinguishes a member from the others.
+
+    Args:
+      fields: The fields that the member sets.
+      overrides: Flags that set fields of the config of all members.
+      name: Name of the member, for the message.
+      other_fix: Function of a field that returns the fix beside removing the flag.
+
+    Raises:
+      InputError: A flag sets one of the fields to another value.
+    """
+    for override in overrides:
+        field = override.lstrip("-").removeprefix("config.").partition("=")[0]
+        if field in fields and str(fields[field]) != override.partition("=")[2]:
+            raise cli.InputError(
+                f"{override}: {name} sets {field}={fields[field]}: remove the flag, {other_fix(field)}"
+            )
 
 
 def resolve(path: str, overrides: Sequence[str], name: str) -> Member:

@@ -102,12 +102,8 @@ def _resolve_members(path: str, sweep: Sequence[Mapping[str, Any]], overrides: S
 
 def _resolve_member(path: str, name: str, fields: Mapping[str, Any], overrides: Sequence[str]) -> Member:
     """The member with these fields. Raises InputError where it is invalid."""
-    for override in overrides:
-        field = override.lstrip("-").removeprefix("config.").partition("=")[0]
-        if field in fields and str(fields[field]) != override.partition("=")[2]:
-            raise cli.InputError(
-                f"{override}: member {name} of get_sweep() sets {field}={fields[field]}: remove the flag, or remove {field} "
-                "from get_sweep()"
-            )
+    members.check_overrides(
+        fields, overrides, f"member {name} of get_sweep()", lambda field: f"or remove {field} from get_sweep()"
+    )
     member_flags = [*overrides, *(f"--config.{field}={value}" for field, value in fields.items())]
     return members.resolve(path, member_flags, f"member {name} of get_sweep()")

@@ -125,6 +125,10 @@ def test_runs_of_a_task_differ_in_the_mixer_only():
         ),
         (["--config.model.dims=3"], "task listops_short, mixer fnet: unknown config field 'model.dims': did you mean"),
         (["--tasks=path_x", "--mixers=mixture"], "task path_x: no mixer is left: name others"),
+        (
+            ["--config.model.mixer=full"],
+            "--config.model.mixer=full: task listops_short, mixer fnet sets model.mixer=fnet: remove the flag, or leave out",
+        ),
         (["--workdir="], "--workdir is required, for example --workdir=runs/lra"),
     ],
 )

@@ -117,9 +117,8 @@ def run_layer(
     _check_masks(masks, cell.states, (batch, steps, features))
     named = {"hidden": masks.hidden, "candidate": masks.candidate, "hold_0": masks.hold_h, "hold_1": masks.hold_c}
     valid = None if lengths is None else _valid(steps, lengths)[..., None]
-    named["reset"] = None if reset is None else reset[..., None]
-    if reset is not None and valid is not None:
-        named["reset"] = named["reset"] & valid  # padding leaves the state as it is
+    if reset is not None:  # padding leaves the state as it is
+        named["reset"] = reset[..., None] if valid is None else reset[..., None] & valid
     if valid is not None:
         for name in ("hold_0", "hold_1")[: len(start)]:
             named[name] = jnp.where(valid, 0.0 if named[name] is None else named[name], 1.0)
