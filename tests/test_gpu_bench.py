@@ -64,9 +64,10 @@ FAULTY = """
 
     cases = [Case(f.__name__, 0.1, f) for f in (fine, crash, broken, hang)] + [Case("again", 0.1, fine)]
     rows = [
-        Row("parity", "", "", {}, [Case("all", 0.1, differs)]),
-        Row("steps", "", "", {}, cases),
+        Row("parity", "", "", {}, [Case("lstm", 0.1, differs), Case("loss", 0.1, broken)]),
+        Row("steps", "", "", {}, cases, checks=("lstm, other",)),
         Row("lstm", "", "", {}, [Case("lstm", 0.1, fine)], checks=("lstm",)),
+        Row("loss", "", "", {}, [Case("loss", 0.1, fine)], checks=("loss",)),
     ]
     table = types.ModuleType("gpu_rows.table")  # in place of the table, which takes seconds to import
     table.ROWS = {row.name: row for row in rows}
@@ -90,18 +91,34 @@ def test_crashes_and_hangs_end_one_case_only_and_what_is_measured_is_kept(tmp_pa
     rows = {
         (row["row"], row["case"]): row for row in json.loads((tmp_path / "out" / "gpu-cpu.json").read_text())["rows"]
     }
-    failed = {case: row["failed"]["ours"] for (_, case), row in rows.items() if "failed" in row}
+    failed = {case: row["failed"]["case"] for case, row in rows.items() if "failed" in row}
     assert failed == {
-        "crash": "its process ended with exit code 9",
-        "broken": "ValueError: the message",
-        "hang": "exceeded its limit of 1 s",
-        "lstm": "not measured, since lstm differs in the parity check",
+        ("parity", "loss"): "ValueError: the message",
+        ("steps", "crash"): "its process ended with exit code 9",
+        ("steps", "broken"): "ValueError: the message",
+        ("steps", "hang"): "exceeded its limit of 1 s",
+        ("lstm", "lstm"): "not measured, since lstm differs in the parity check",
+        ("loss", "loss"): "not measured, since the parity checks of loss have not finished",
     }
     assert rows["steps", "again"]["figures"] and "lstm differs" in first.stdout
     second = run(*arguments, "--only=steps,lstn", path=[BENCH, BENCH.parents[1]])
     assert second.returncode == 1 and "unknown row 'lstn': did you mean 'lstm'?" in second.stderr
-    third = run(*arguments, path=[BENCH, BENCH.parents[1]])  # cases that ended are not run again
-    assert "held by --out: 3" in third.stdout and "steps: fine\n" not in third.stdout
+    path = tmp_path / "out" / "gpu-cpu.json"
+    path.write_text(path.read_text().replace('"source": "', '"source": "other'))
+    third = run(*arguments, "--only=lstm", path=[BENCH, BENCH.parents[1]])
+    (kept,) = path.parent.glob("gpu-cpu.json.other*")  # a result of another source is not lost
+    assert "has another source: it is kept as" in third.stdout and len(json.loads(kept.read_text())["rows"]) == 9
+    kept.replace(path)
+    path.write_text(path.read_text().replace('"source": "other', '"source": "'))
+    fourth = run(*arguments, "--only=parity", path=[BENCH, BENCH.parents[1]])  # cases that ended come last
+    assert fourth.stdout.index("] parity: loss") < fourth.stdout.index("] parity: lstm")
+    fifth = run(*arguments, "--only=lstm", path=[BENCH, BENCH.parents[1]])
+    assert "holds 1 case of this card and source" in fifth.stdout and "] parity: lstm" not in fifth.stdout
+    path.write_text(path.read_text()[:-100])
+    damaged = run(*arguments, path=[BENCH, BENCH.parents[1]])
+    assert damaged.returncode == 1 and "is damaged: move it away" in damaged.stderr
+    refused = run(script, "--rehearse", f"--out={script}", path=[BENCH, BENCH.parents[1]])
+    assert refused.returncode == 1 and "cannot be written (File exists): use another directory" in refused.stderr
 
 
 def test_cases_have_distinct_names_and_every_mixer_can_be_built(bench):

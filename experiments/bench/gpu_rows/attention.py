@@ -103,7 +103,7 @@ def dense_case(length: int, seconds: float) -> Case:
             impls["ours, pallas"] = ("pallas", Causal())
         return [
             record(
-                context, f"T {length}, {way}", impls, operands, Causal(), gradients,
+                context, f"T {size[1]}, {way}", impls, operands, Causal(), gradients,
                 (PEERS["dense"], functools.partial(peers.causal_attention, context, operands, gradients)),
             )
             for way, gradients in WAYS.items()
@@ -123,7 +123,7 @@ def sparse_case(name: str, length: int, seconds: float) -> Case:
             impls |= {"ours, pallas": ("pallas", mask), "dense causal": ("auto", Causal())}
         # Kernels of a pattern take up to a minute to compile: those of the forward pass alone are not compiled as well.
         theirs = functools.partial(peers.flex_attention, context, operands, True, mask, block)
-        what = f"{name}, T {length}, forward and gradients"
+        what = f"{name}, T {size[1]}, forward and gradients"
         return [record(context, what, impls, operands, mask, True, (PEERS["sparse"], theirs))]
 
     return Case(
@@ -137,6 +137,7 @@ DENSE = Row(
     "cuDNN through torch SDPA",
     {f"time over {PEERS['dense']}": Target(1.25, 1.05)},
     [dense_case(length, 15) for length in (4096, 8192, 16384)],
+    checks=("attention",),
 )
 SPARSE = Row(
     "sparse",
@@ -148,4 +149,5 @@ SPARSE = Row(
         for length in (16384, 131072, 65536, 32768)
         for name, seconds in zip(patterns(128), (25, 35, 60), strict=True)
     ],
+    checks=("attention",),
 )

@@ -64,7 +64,9 @@ def decode_case(prompts: int, seconds: float) -> Case:
                 calls.failed["ours"] = f"logits of the prompt differ from torch's by {gap}"
                 del calls.running["ours"]
         read = 2 * (12 * layers * dim**2 + vocab * dim) + 4 * prompts * layers * dim * (length + count // 2)
-        record = compare(context, f"350M, B {prompts}", calls, Work(bytes=count * read))
+        record = compare(
+            context, f"{layers} x {dim}, B {prompts}, {count} tokens after {length}", calls, Work(bytes=count * read)
+        )
         rates = {f"{name}, tokens/s": 1e3 * prompts * count / ms for name, ms in record["ms"].items()}
         return [record | {"tokens_per_second": rates, "our_phases_ms": phases}]
 

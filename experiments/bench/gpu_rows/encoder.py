@@ -96,4 +96,5 @@ ENCODER = Row(
     "bfloat16",
     {f"{name}: time over bfloat16": Target(1 / 1.3, 1 / 1.7) for name in RECIPES},
     [Case("12 x 768", 45, run_encoder)],
+    checks=("products",),
 )

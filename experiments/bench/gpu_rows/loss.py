@@ -95,4 +95,5 @@ LAYERS = Row(
         layer_case(*case)
         for case in (("sampled(1024)", True, 15), ("adaptive", False, 20), ("sampled(1024)", False, 15))
     ],
+    checks=("exact loss",),
 )

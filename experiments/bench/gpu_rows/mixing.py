@@ -100,7 +100,7 @@ LINEAR = Row(
     "our exact attention",
     {"time over exact attention": Target(1 / 4, 1 / 10)},
     [over_exact(spec, 12) for spec in ("linear", "retention", "gated_delta", "performer")],
-    checks=("linear attention",),
+    checks=("linear attention", "attention"),
 )
 CONTENT = Row(
     "content",
@@ -108,6 +108,7 @@ CONTENT = Row(
     "our exact attention",
     {"time over exact attention": Target(0.5, 0.2)},
     [over_exact(spec, 20) for spec in ("reformer", "routing", "moba", "nsa")],
+    checks=("attention",),
 )
 EFFICIENCY = Row(
     "efficiency",
@@ -115,4 +116,5 @@ EFFICIENCY = Row(
     "",
     {"steps/s": Target(more_is_better=True), "gigabytes": Target()},
     [efficiency_case(spec, 30) for spec in all_mixers()],
+    checks=("attention, auto", "training step"),
 )

@@ -58,4 +58,5 @@ LSTM = Row(
     "cuDNN through torch",
     {f"time over {PEER}": Target(1.1, 1.0)},
     [Case("2 x 1024", 25, run_lstm)],
+    checks=("LSTM",),
 )

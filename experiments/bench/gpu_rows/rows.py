@@ -109,7 +109,7 @@ class Row:
       peer: Description of the other side of the comparison, empty without one.
       targets: Figure -> Target.
       cases: Cases in their order.
-      checks: Parity groups without whose agreement the row is not measured.
+      checks: Names of parity cases that must have finished, and of groups of them that must agree, for the row to be measured.
       alone: Whether the row has a process of its own, whose arrays may take all of the device's memory.
     """
 
@@ -172,6 +172,11 @@ def reason(error: BaseException) -> str:
     """The first line of an error's message, with its type."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0][:300] if text else ''}"
+
+
+def plural(count: int, noun: str) -> str:
+    """A count and its noun."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def interval(values: Sequence[float]) -> dict[str, float]:

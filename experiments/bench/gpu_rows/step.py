@@ -105,7 +105,7 @@ def step_record(context: Context, size: str, setting: str, batch: int) -> Record
     config = step_config(size, setting, batch, length, vocab)
     planned, device = planner.costs(config, 1), data_sheet()
     result: Record = {
-        "what": f"{size}, B {batch}, {setting}", "figures": {}, "parameters": planned.parameters,
+        "what": f"{size}, B {batch}, T {length}, plan.remat={setting}", "figures": {}, "parameters": planned.parameters,
         "planned_gigabytes": planned.bytes / 1e9,
     }  # fmt: skip
     if device:
