@@ -28,7 +28,7 @@ def replaced(path: str | os.PathLike[str], content: str = "") -> Iterator[Binary
       The new file, open for writing bytes.
 
     Raises:
-      InputError: The file cannot be written, or the path is that of a device, a directory or another special file.
+      InputError: The file cannot be written, or the path is that of a directory, a device or another special file.
     """
     try:
         with _replacement(Path(path)) as file:
@@ -58,7 +58,7 @@ def replace_bytes(path: str | os.PathLike[str], content: bytes) -> None:
 def _replacement(path: Path) -> Iterator[BinaryIO]:
     """`replaced`, which raises OSError."""
     path = Path(os.path.realpath(path))  # through a symbolic link, its target is replaced
-    if os.path.lexists(path) and not path.is_file():
+    if os.path.exists(path) and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     # A name that neither another process nor the user has.
     part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")

@@ -43,8 +43,12 @@ def test_links_stay_and_special_files_are_refused(tmp_path):
         assert (tmp_path / name).is_symlink() and written.read_bytes() == b"content" and not written.is_symlink()
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "to_fifo").symlink_to(tmp_path / "fifo")
-    for name in ("fifo", "to_fifo", "directory"):
-        with pytest.raises(InputError, match="not a regular file"), replaced(tmp_path / name) as file:
+    for name, reason in (
+        ("fifo", "not a regular file"),
+        ("to_fifo", "not a regular file"),
+        ("directory", "Is a directory"),
+    ):
+        with pytest.raises(InputError, match=reason), replaced(tmp_path / name) as file:
             file.write(b"content")
     assert (tmp_path / "fifo").is_fifo() and sorted(os.listdir(tmp_path)) == sorted(
         ["directory", "link", "dangling", "new", "fifo", "to_fifo"]

@@ -73,11 +73,11 @@ def _rounded_product(x: Float[Array, "M D"], w: Float[Array, "D F"] | Weight) ->
         matrix = w.as_array(x.dtype)
         if matrix is None:
             return w.matmul(x)
-    result: Any = _product(rounded_dtype(x), *vary_alike(x, matrix))
+    result: Any = _product(_rounded_dtype(x), *vary_alike(x, matrix))
     return result
 
 
-def rounded_dtype(x: Array) -> Any:
+def _rounded_dtype(x: Array) -> Any:
     """Dtype that a product whose result is rounded to the dtype of x should return; sums are float32 in any case.
 
     On a GPU, XLA rounds the float32 result of a product of 16 bits in a kernel of its own, which moves three times the bytes: a
@@ -203,7 +203,7 @@ def _product_forward(dtype: Any, x: Array, w: Array) -> tuple[Array, tuple[Array
 def _product_backward(_: Any, saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, w = saved
     dy = dy.astype(x.dtype)
-    dx = _dot(dy, w.astype(x.dtype), 1, 1, rounded_dtype(x)).astype(x.dtype)
+    dx = _dot(dy, w.astype(x.dtype), 1, 1, _rounded_dtype(x)).astype(x.dtype)
     # x^T dy equals (dy^T x)^T; XLA:CPU is 1.4 times faster if the result of the product is wide rather than tall.
     dw = _dot(dy, x, 0, 0).T if w.shape[0] > w.shape[1] else _dot(x, dy, 0, 0)
     return dx, dw.astype(w.dtype)

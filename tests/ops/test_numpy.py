@@ -525,7 +525,7 @@ ON_HOST = {
     "image_convolution.window_taps",
     "attention.attend.explain",
     "checksum.word_sum",
-    "linear.prefers_transpose",
+    *("linear.prefers_transpose", "weights.ranges.steps"),
     *("attention.operands.scale_queries", "attention.reference.dense_attention"),
     *(f"attention.linear.random_attention.{name}" for name in ("rfa_quotient", "rfa_terms", "softmax_features")),
     *("attention.positions.rope.yarn", "attention.positions.rope.frequencies"),

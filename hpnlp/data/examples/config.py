@@ -15,8 +15,9 @@ from hpnlp.types import InputError, option
 # Help on files of records.
 FILES = (
     "a file, a directory or a glob; several are separated by commas. The extension of a file decides its format, which is "
-    "JSONL, `.json` (an array of records), CSV, `.tsv`, Parquet, or `.npz` (arrays with the names of fields, by numpy.savez). "
-    "All but Parquet and `.npz` may be compressed, as `.gz` or `.zst`."
+    "JSONL, `.json` (an array of records), CSV, `.tsv` (tabs, no quotes, as in GLUE; with quotes, name it `.csv`), Parquet, "
+    "or `.npz` (arrays with the names of fields, by numpy.savez). All but Parquet and `.npz` may be compressed, as `.gz` or "
+    "`.zst`."
 )
 
 

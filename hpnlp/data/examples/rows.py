@@ -163,17 +163,31 @@ def _names(columns: Sequence[Column]) -> str:
     return ", ".join(repr(column.name) for column in columns)
 
 
-def _csv(
-    stream: io.BufferedReader, path: str, columns: Sequence[Column], report_bad: ReportBad, delimiter: str = ","
+def _csv(stream: io.BufferedReader, path: str, columns: Sequence[Column], report_bad: ReportBad) -> Iterator[_Values]:
+    """Records of comma-separated values (RFC 4180); of tab-separated values where the first line has tabs and no comma."""
+    first = stream.peek()[: files.SNIFF].partition(b"\n")[0]
+    delimiter = "\t" if b"\t" in first and b"," not in first else ","
+    hint = f'quote cells with a {delimiter!r} or "'
+    yield from _cells(stream, path, columns, report_bad, hint, delimiter=delimiter)
+
+
+def _tsv(stream: io.BufferedReader, path: str, columns: Sequence[Column], report_bad: ReportBad) -> Iterator[_Values]:
+    """Records of tab-separated values in lines without quotes, as those of GLUE: a quotation mark is a character of a text."""
+    hint = "cells have no tabs and no quotes; name a file with quoted cells .csv"
+    yield from _cells(stream, path, columns, report_bad, hint, delimiter="\t", quoting=csv.QUOTE_NONE)
+
+
+def _cells(
+    stream: io.BufferedReader, path: str, columns: Sequence[Column], report_bad: ReportBad, hint: str, **form: Any
 ) -> Iterator[_Values]:
-    """Records of comma-separated values, whose first line names the columns (RFC 4180)."""
+    """Records of separated values, whose first line names the columns. hint: the fix of a wrong number of cells."""
     csv.field_size_limit(_MAX_FIELD)  # of the process; Python's default refuses texts of more than 128 KiB
     # Bytes that are not UTF-8 are kept, so that the error names the record and not the file alone.
     text = (
         line.decode("utf-8-sig" if number == 0 else "utf-8", "surrogateescape")
         for number, _, line in records.lines(stream, path, report_bad)
     )
-    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    reader = csv.reader(text, strict=True, **form)
     header: list[str] | None = None
     number = 0
     while True:
@@ -193,12 +207,8 @@ def _csv(
                 yield number, where, dict(zip(header, cells, strict=True))
             else:
                 fault = f"{len(cells)} cells, expected {len(header)} as in the first line"
-                report_bad(where, InputError(f'{where}: {fault}; quote cells with a {delimiter!r} or ": {SKIP}'))
+                report_bad(where, InputError(f"{where}: {fault}; {hint}: {SKIP}"))
             number += 1
-
-
-def _tsv(stream: io.BufferedReader, path: str, columns: Sequence[Column], report_bad: ReportBad) -> Iterator[_Values]:
-    return _csv(stream, path, columns, report_bad, "\t")
 
 
 def _check_header(header: Sequence[str], columns: Sequence[Column], where: str) -> None:

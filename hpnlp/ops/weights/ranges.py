@@ -61,15 +61,15 @@ def grouped(w: Float[Array, "D F"], *, group: int = 0, by_row: bool = False) -> 
     return w.reshape(d, f, 1) if by_row else w.reshape(-1, group or d, f)
 
 
-def steps(limits: Array, largest: float) -> Array:
+def steps(limits: Float[Array, "*shape"], largest: int | float) -> Float[Array, "*shape"]:
     """Distance of neighbouring codes, at least the smallest normal float32, as processors flush smaller ones to 0.
 
     Args:
-      limits: Magnitudes that become the largest code.
+      limits: Magnitudes that become the largest code, of any shape.
       largest: The largest code.
 
     Returns:
-      float32, 1 where the limit is 0.
+      float32 of that shape, 1 where the limit is 0.
     """
     return jnp.where(limits == 0, 1.0, jnp.maximum(limits / largest, jnp.finfo(jnp.float32).tiny)).astype(jnp.float32)
 

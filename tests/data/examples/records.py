@@ -64,10 +64,14 @@ def write(path, rows):
     elif extension == ".npz":
         flat = _flat(rows)
         np.savez(path, **{name: np.array([row[name] for row in flat]) for name in flat[0]})
+    elif extension == ".tsv":
+        flat = _flat(rows)
+        lines = [list(flat[0]), *([str(value) for value in row.values()] for row in flat)]
+        path.write_text("".join("\t".join(cells) + "\n" for cells in lines), "utf-8")
     else:
         flat = _flat(rows)
         with open(path, "w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, list(flat[0]), delimiter="\t" if extension == ".tsv" else ",")
+            writer = csv.DictWriter(file, list(flat[0]), delimiter=",")
             writer.writeheader()
             writer.writerows(flat)
     return path

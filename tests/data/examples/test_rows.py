@@ -205,6 +205,21 @@ def test_bad_records_are_left_out_if_skipped(tmp_path):
     assert counts == {"bad records": 6, "empty": 1, "of other formats": 1}
 
 
+def test_quotes_of_tsv_are_characters_and_those_of_tabs_in_csv_are_not(tmp_path):
+    """Three lines that begin and end with a quotation mark were one record."""
+    lines = ["text\tlabel", '"one\t1', 'two" "2\t2', 'three"\t3', '"four"\t4']
+    (tmp_path / "a.tsv").write_text("\n".join(lines) + "\n")
+    values = [(row.values["text_field"], row.values["label_field"]) for row in read(tmp_path / "a.tsv")[0]]
+    assert values == [('"one', "1"), ('two" "2', "2"), ('three"', "3"), ('"four"', "4")]
+    (tmp_path / "b.csv").write_text('text\tlabel\n"one\ttab\nand line, comma"\t1\n')
+    assert [row.values["text_field"] for row in read(tmp_path / "b.csv")[0]] == ["one\ttab\nand line, comma"]
+    (tmp_path / "c.tsv").write_text("text\tlabel\none\ttwo\t1\n")
+    with pytest.raises(
+        InputError, match="line 2: 3 cells, expected 2 .*; cells have no tabs and no quotes; name a file with"
+    ):
+        read(tmp_path / "c.tsv")
+
+
 CELLS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=8)
 
 
@@ -213,7 +228,7 @@ CELLS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"
 def test_csv_holds_any_text(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("csv") / "a"
     rows = [{"text": text, "label": label} for text, label in rows]
-    for extension in (".csv", ".tsv", ".jsonl"):
+    for extension in (".csv", ".jsonl"):
         found, _ = read(write(path.with_suffix(extension), rows))
         assert [row.values for row in found] == [{"text_field": r["text"], "label_field": r["label"]} for r in rows]
 
