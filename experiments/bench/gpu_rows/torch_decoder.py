@@ -83,12 +83,12 @@ class TorchDecoder:
     def _norm(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), scale, self.config.norm_eps)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def prompt_logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, V] after the prompts."""
         return self.run_prefill(tokens, torch.arange(tokens.shape[1], device=self.device))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def generate(self, tokens: torch.Tensor, count: int, temperature: float) -> torch.Tensor:
         """`count` new tokens of each sequence, [B, count]."""
         length = tokens.shape[1]
