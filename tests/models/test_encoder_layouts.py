@@ -27,7 +27,9 @@ HEADS = {
     # Without norms, these parameters saturate the attention, and its gradients are differences of nearly equal numbers.
     "mobile": MOBILE | {"norm": "layer"},
     "attention": {"pooling": "attention", "classes": 3},
+    # Without centred norms, Nystrom's inverse multiplies rounding errors, which depend on the processor, to 1e-5.
     "summaries": {
+        "norm": "layer",
         "pooling": "mean",
         "classes": 3,
         "mixer": "linformer(4,share=none),nystrom(8,5)",

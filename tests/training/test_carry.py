@@ -37,7 +37,8 @@ SIZES = {"dim": 16, "heads": 4, "kv_heads": 2, "mlp_dim": 32, "vocab": 24, "laye
 # A stack with a carry, one whose carry is compressed, which gives an auxiliary loss, and one without.
 MODEL = LMConfig(mixer=f"segment_memory({M}),compressive({M},4,2),full", **SIZES)
 # Adam would divide differences of rounding in small gradients by the size of these gradients.
-OPTIMIZER = OptimizerConfig("sgd", learning_rate=0.1, schedule="constant", warmup=0, skip_nonfinite=True)
+# With larger steps, rounding errors of one step grow in the next to more than the tolerance on some processors.
+OPTIMIZER = OptimizerConfig("sgd", learning_rate=0.01, schedule="constant", warmup=0, skip_nonfinite=True)
 LAYOUTS = {
     "zero3 x tensor": (Plan("zero3", tensor=2), 4, {}),
 }
