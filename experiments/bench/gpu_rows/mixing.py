@@ -32,7 +32,7 @@ def over_exact(spec: str, seconds: float) -> Case:
         calls = Calls()
         for name, mixer in (("ours", spec), ("exact attention", "full")):
             calls.add(name, lambda mixer=mixer: MixerPass(mixer, Causal(), length, heads, dim, dtype=dtype))
-        megabytes = {name: call.program.memory.temp / 1e6 for name, call in calls.running.items()}  # type: ignore[attr-defined]
+        megabytes = {name: call.program.memory.temp / 1e6 for name, call in calls.running.items()}
         return [compare(context, f"{spec}, T {length}", calls) | {"megabytes": megabytes}]
 
     return Case(spec, seconds, run, rehearsed=spec in REHEARSED)
