@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 # Read from the source, since importing hpnlp needs the dependencies that are about to be installed.
-VERSION = re.search(r'^__version__ = "([^"]+)"', (HERE / "hpnlp/__init__.py").read_text("utf-8"), re.MULTILINE)[1]
+VERSION = re.search(r'^__version__ = "([^"]+)"', (HERE / "hpnlp/version.py").read_text("utf-8"), re.MULTILINE)[1]
 README = HERE / "README.md"
 
 # Lower bounds are the oldest versions that the tests run against.

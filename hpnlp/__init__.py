@@ -1,3 +1,28 @@
 """hpnlp: techniques of high-performance NLP in JAX, side by side, correct, composable and measured."""
 
-__version__ = "0.1.0"
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpnlp.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    import hpnlp.jobs.predictor
+
+
+def load(run: str, step: int | None = None) -> hpnlp.jobs.predictor.Predictor:
+    """Loads a trained model, to predict, encode or generate texts.
+
+    Args:
+      run: Directory of a run, or of a compressed or converted model.
+      step: Step of the checkpoint; None for the best, or the newest if none was evaluated.
+
+    Returns:
+      The model, whose methods `predict`, `encode` and `generate` take texts.
+
+    Raises:
+      InputError: The directory holds no run, or one that cannot be read.
+    """
+    from hpnlp.jobs.predictor import Predictor  # imports the trainer, which `import hpnlp` alone does not need
+
+    return Predictor(run, step)

@@ -13,6 +13,7 @@ import sys
 COMMANDS = {
     "train": "train the model of an experiment file, or resume its training, and write a report",
     "generate": "continue prompts with a trained model",
+    "predict": "predict labels, tags, targets or similarities of texts with a trained model",
     "evaluate": "score a run on held-out data, also with another memory or other data",
     "sweep": "train all variants of an experiment that have not finished",
     "compare": "compare runs in a table and a plot",
@@ -116,7 +117,7 @@ def _run_command(name: str) -> None:
         print("\n".join(f"  {command:10} {purpose}" for command, purpose in COMMANDS.items()))
         return
     if name == "--version":
-        from hpnlp import __version__
+        from hpnlp.version import __version__
 
         print(__version__)
         return

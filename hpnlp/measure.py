@@ -20,11 +20,11 @@ from typing import Any
 
 import jax
 
-import hpnlp
 from hpnlp.atomic_file import replace_bytes
 from hpnlp.flop_count import count_flops as count_flops  # part of this module's interface
 from hpnlp.flop_count import jaxpr_flops, jitted
 from hpnlp.types import InputError
+from hpnlp.version import __version__
 
 # Peak dense bf16 FLOP/s of one device by `device_kind`. A kind may contain several keys: the longest one applies.
 # NVIDIA: data sheets (H100, H200, HGX B200, A100, L4), of which most give the figure with 2:4 sparsity, halved here. TPUs:
@@ -343,7 +343,7 @@ def environment() -> dict[str, Any]:
         else None
     )
     return {
-        "hpnlp": hpnlp.__version__,
+        "hpnlp": __version__,
         "commit": commit or os.environ.get("HPNLP_COMMIT"),
         "dirty": dirty,  # whether Python files differ from the commit
         "python": platform.python_version(),

@@ -142,13 +142,13 @@ class Encoder(PredictionModel):
     def setup(self) -> None:
         super().setup()
         c = self.config
-        if c.pooling != "none":
-            if not c.classes:
-                raise InputError(
-                    f"model.classes=0, model.pooling={c.pooling!r}: a label of a sequence is no word: set model.classes to the "
-                    "number of classes, or model.pooling=none"
-                )
-            self.pool = Pooling(c.pooling)
+        if c.pooling != "none" and not c.classes:
+            raise InputError(
+                f"model.classes=0, model.pooling={c.pooling!r}: a label of a sequence is no word: set model.classes to the "
+                "number of classes, or model.pooling=none"
+            )
+        # Without pooling, of the `vectors` alone: a mean has no parameters.
+        self.pool = Pooling("mean" if c.pooling == "none" else c.pooling)
         if c.token_types:
             self.token_types = Embed(c.token_types, c.dim, axis="token_types")
         if c.trigram or c.embedding_size != c.dim:
@@ -192,6 +192,18 @@ class Encoder(PredictionModel):
         h, batch, _, _ = self.states(batch, deterministic=True)
         h = self._head_states(h, batch, deterministic=True)
         return self.output.logits(self.table, h.reshape(-1, h.shape[-1])).reshape(*h.shape[:-1], -1)
+
+    def vectors(self, batch: Batch) -> Float[Array, "B D"]:
+        """Vectors of the sequences of a batch: the last layer's states, pooled as for labels, or their mean without pooling.
+
+        Args:
+          batch: As for `logits`.
+
+        Returns:
+          In the model's dtype.
+        """
+        h, batch, _, _ = self.states(batch, deterministic=True)
+        return self.pool(h, batch["segment_ids"], batch["ids"])
 
     def token_features(self, x: jax.Array, context: Context) -> jax.Array:
         """Embeddings after the dense layer that `embed_dim` and `trigram` add.

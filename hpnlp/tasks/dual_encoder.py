@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from hpnlp.data.examples import Examples, PairsConfig
 from hpnlp.data.examples.baselines import tfidf_recall
@@ -14,7 +16,8 @@ from hpnlp.models.dual_encoder import DualEncoder, DualEncoderConfig
 from hpnlp.tasks import vocabulary as vocabularies
 from hpnlp.tasks.dual_encoder_report import MAX_PAIRS, TFIDF, TOP, RetrievalReport
 from hpnlp.tasks.examples import ExampleTask
-from hpnlp.tasks.task import RunConfig, Sums
+from hpnlp.tasks.predictions import SimilarityPrediction, TrainedModel, similarity_predictions
+from hpnlp.tasks.task import Batch, RunConfig, Sums
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary
 from hpnlp.types import InputError
 
@@ -57,6 +60,14 @@ class DualEncoding(ExampleTask):
             )
         filled = vocabularies.fill_sizes(config.model, sizes, config.data.seq_len)
         return DualEncoder(filled)
+
+    def predict(
+        self, trained: TrainedModel, batch: Batch, values: Sequence[Mapping[str, Any]]
+    ) -> list[SimilarityPrediction]:
+        return similarity_predictions(trained, batch, len(values))
+
+    def encode(self, trained: TrainedModel, batch: Batch) -> np.ndarray:
+        return trained.call("embed", batch)[0]
 
     def scores(
         self, config: RunConfig, dataset: Examples, sums: Sums, *, is_complete: bool, gives_probabilities: bool

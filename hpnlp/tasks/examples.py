@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hpnlp.data.examples import Examples, check_paths, prepare_examples
+from hpnlp.data.examples.kind import Kind
 from hpnlp.data.files import Progress
 from hpnlp.tasks.task import Batch, RunConfig, Task
 from hpnlp.tasks.vocabulary import Vocabulary
@@ -13,6 +14,9 @@ from hpnlp.tasks.vocabulary import Vocabulary
 
 class ExampleTask(Task):
     """A task whose data config is an `ExampleConfig`."""
+
+    def input_kind(self, data: Any) -> Kind:
+        return data.kind()
 
     def check_data(self, data: Any) -> None:
         check_paths(data)

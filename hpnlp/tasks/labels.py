@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from hpnlp.data.examples import Examples
 from hpnlp.models.encoder import Encoder
 from hpnlp.tasks import vocabulary as vocabularies
 from hpnlp.tasks.examples import ExampleTask
 from hpnlp.tasks.label_report import macro_f1
-from hpnlp.tasks.task import RunConfig, Sums
+from hpnlp.tasks.predictions import Prediction, TrainedModel, label_predictions
+from hpnlp.tasks.task import Batch, RunConfig, Sums
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary
 from hpnlp.types import InputError
 
@@ -41,6 +46,12 @@ class LabelTask(ExampleTask):
         filled = vocabularies.fill_sizes(config.model, sizes, config.data.seq_len)
         stats = sizes.stats and sizes.stats.padded(filled.vocab)
         return Encoder(dataclasses.replace(filled, classes=sizes.classes), stats)
+
+    def predict(self, trained: TrainedModel, batch: Batch, values: Sequence[Mapping[str, Any]]) -> Sequence[Prediction]:
+        return label_predictions(trained, batch, len(values))
+
+    def encode(self, trained: TrainedModel, batch: Batch) -> np.ndarray:
+        return trained.call("vectors", batch) if isinstance(trained.model, Encoder) else super().encode(trained, batch)
 
     def check_classes(self, config: RunConfig, sizes: Sizes) -> None:
         """Checks that a config has the classes of the data.

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data import Corpus, DataConfig, prepare, sources
+from hpnlp.data.examples.kind import Kind
+from hpnlp.data.examples.kinds import Classification
 from hpnlp.data.files import Progress
 from hpnlp.data.masking import MaskedCorpus, check_mask
 from hpnlp.data.token_store import key_of
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.tasks import vocabulary as vocabularies
 from hpnlp.tasks.masked_lm_report import MaskedReport
+from hpnlp.tasks.predictions import TrainedModel
 from hpnlp.tasks.task import Batch, RunConfig, Sums, Task
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary
 from hpnlp.types import InputError, option
@@ -75,6 +78,12 @@ class MaskedLanguageModel(Task):
     model_config = EncoderConfig
     data_config = MaskedDataConfig
     report = MaskedReport()
+
+    def input_kind(self, data: Any) -> Kind:
+        return Classification("text", "", "label")
+
+    def encode(self, trained: TrainedModel, batch: Batch) -> np.ndarray:
+        return trained.call("vectors", batch)
 
     def check_data(self, data: MaskedDataConfig) -> None:
         for field in ("path", "heldout_path"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hpnlp.data.examples import Examples
@@ -13,8 +13,9 @@ from hpnlp.data.examples.baselines import linear_exact_match
 from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from hpnlp.tasks import vocabulary as vocabularies
 from hpnlp.tasks.examples import ExampleTask
+from hpnlp.tasks.predictions import TextPrediction, TrainedModel, text_predictions
 from hpnlp.tasks.seq2seq_report import LINEAR, Seq2SeqReport
-from hpnlp.tasks.task import RunConfig, Sums
+from hpnlp.tasks.task import Batch, RunConfig, Sums
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.types import InputError
 
@@ -38,6 +39,9 @@ class SequenceToSequence(ExampleTask):
             )
         stats = sizes.stats and sizes.stats.padded(filled.vocab)
         return Seq2Seq(dataclasses.replace(filled, target_len=target_len), stats)
+
+    def predict(self, trained: TrainedModel, batch: Batch, values: Sequence[Mapping[str, Any]]) -> list[TextPrediction]:
+        return text_predictions(trained, batch, len(values))
 
     def scores(
         self, config: RunConfig, dataset: Any, sums: Sums, *, is_complete: bool, gives_probabilities: bool

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data.examples.dataset import CHALLENGE, HELDOUT
-from hpnlp.models.seq2seq_decode import generate
+from hpnlp.tasks.predictions import decoded_targets
 from hpnlp.tasks.reporting import (
     NOT_FINITE,
     Outcome,
@@ -100,32 +100,14 @@ def _examples(outcome: Outcome) -> Iterator[str]:
         dataset.kind.batch(dataset.stored[name], [number], 1, tokenizer, dataset.seq_len) for name, number in chosen
     ]
     batch = {name: np.concatenate([b[name] for b in batches]) for name in batches[0]}
+    decoded = decoded_targets(outcome.model, outcome.params, batch, tokenizer, outcome.config.data.target_len)
     yield "Targets that greedy decoding produces:"
     yield ""
     yield "| set | source | target | decoded | |"
     yield "|---|---|---|---|---|"
-    for (name, number), ids in zip(chosen, _decoded(outcome, batch), strict=True):
+    for (name, number), ids in zip(chosen, decoded, strict=True):
         source, target = (dataset.stored[name].text(number, part).decode() for part in range(2))
         text = tokenizer.decode(ids).decode("utf-8", "replace")
         expected = tokenizer.decode(dataset.stored[name].part(number, 1)).decode("utf-8", "replace")
         texts = (text_cell(shown, MAX_TEXT) for shown in (source, target, text))
         yield "| " + " | ".join([NAMES[name], *texts, "right" if text == expected else "wrong"]) + " |"
-
-
-def _decoded(outcome: Outcome, batch: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """Ids of the greedily decoded targets of a batch, without eos and padding."""
-    tokenizer, most = outcome.dataset.tokenizer, outcome.config.data.target_len
-    generation = generate(
-        outcome.model,
-        outcome.params,
-        batch,
-        start_id=int(batch["target_tokens"][0, 0]),
-        # The decoder's learned positions are as many as the longest target has, and a first id precedes the target.
-        tokens=most - 1,
-        temperature=0.0,
-        eos_id=tokenizer.eos_id,
-        pad_id=tokenizer.pad_id,
-    )
-    rows = np.concatenate([*generation], axis=1)
-    ends = rows == tokenizer.eos_id
-    return [row[: end.argmax() if end.any() else len(row)] for row, end in zip(rows, ends, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,8 @@ from hpnlp.data.examples.store import NO_LABEL, StoredExamples
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.tasks.label_report import MARK, LabelReport, text_around
 from hpnlp.tasks.labels import LabelTask
-from hpnlp.tasks.task import RunConfig
+from hpnlp.tasks.predictions import TagPrediction, TrainedModel, tag_predictions
+from hpnlp.tasks.task import Batch, RunConfig
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.types import InputError
 
@@ -36,6 +37,9 @@ class Tagging(LabelTask):
         if config.model.pooling != "none":
             raise InputError(f"model.pooling={config.model.pooling!r} makes one label of a text: set it to 'none'")
         return super().model(config, sizes)
+
+    def predict(self, trained: TrainedModel, batch: Batch, values: Sequence[Mapping[str, Any]]) -> list[TagPrediction]:
+        return tag_predictions(trained, batch, [example["words_field"] for example in values])
 
     def baseline(self, dataset: Examples) -> TaggingBaselines:
         return TaggingBaselines(dataset)

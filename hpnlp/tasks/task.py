@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
 from hpnlp.data import Batches
+from hpnlp.data.examples.kind import Kind
 from hpnlp.data.files import Progress
 from hpnlp.tasks import vocabulary as vocabularies
+from hpnlp.tasks.predictions import Batch, Prediction, TrainedModel
 from hpnlp.tasks.reporting import TaskReport
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary
 from hpnlp.types import InputError, Model, Tokenizer
 
-Batch = Mapping[str, np.ndarray]
 # Name of a metric -> (weighted sum, sum of the weights) over the examples of an evaluation, in float64. Sums may be arrays.
 Sums = Mapping[str, tuple[Any, Any]]
 
@@ -272,6 +273,54 @@ class Task(abc.ABC):
         Raises:
           InputError: No example has a weight.
         """
+
+    def input_kind(self, data: Any) -> Kind | None:
+        """Form of the texts that a trained model reads to predict or encode them.
+
+        Args:
+          data: The section `data` of a config.
+
+        Returns:
+          The kind, whose `inputs` are read; None for a task whose models do neither.
+        """
+        return None
+
+    def predict(self, trained: TrainedModel, batch: Batch, values: Sequence[Mapping[str, Any]]) -> Sequence[Prediction]:
+        """Predictions for a batch of examples without labels.
+
+        Args:
+          trained: The model of a run.
+          batch: A batch of `input_kind`, filled with padding after the examples.
+          values: Config field -> value of each example (`data.examples.unlabelled.Unlabelled`).
+
+        Returns:
+          One prediction for each example.
+
+        Raises:
+          InputError: Models of this task predict nothing from texts.
+        """
+        raise InputError(
+            f"a run of task={self.name!r} has no labels, targets or pairs to predict: use hpnlp generate for language models, "
+            "hpnlp neighbours for word embeddings, and hpnlp.load(RUN).encode(texts) for vectors of encoders"
+        )
+
+    def encode(self, trained: TrainedModel, batch: Batch) -> np.ndarray:
+        """Vectors of texts.
+
+        Args:
+          trained: The model of a run.
+          batch: As for `predict`.
+
+        Returns:
+          float32 [B, D].
+
+        Raises:
+          InputError: Models of this task have no vector of a text.
+        """
+        raise InputError(
+            f"a run of task={self.name!r} has no vectors of texts: use a run of classification, tagging, masked_lm or "
+            "dual_encoder"
+        )
 
     def baseline(self, dataset: Any) -> Baseline | None:
         """Starts the measurement of other methods on the same data.

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import signal
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -17,10 +18,13 @@ import numpy as np
 import pytest
 
 from hpnlp import planner, report, tasks
+from hpnlp.data.examples.unlabelled import converted
 from hpnlp.data.pixels import to_text
+from hpnlp.jobs.predictor import Predictor
 from hpnlp.parallel.plan import Plan
 from hpnlp.planner import render
 from hpnlp.tasks import TASKS
+from hpnlp.tasks.predictions import TrainedModel
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.training import config as configs
 from hpnlp.training import loop
@@ -325,6 +329,46 @@ def test_run_is_read_back(config, finished):
     run = load(workdir, step=4)
     assert run.model.config == result.model.config
     assert run.vocabulary.sizes == tasks.find(config.task).vocabulary(result.dataset).sizes
+
+
+def test_predictions_are_those_of_the_stored_examples(config, finished):
+    """Records without labels, in batches of their own lengths, against the model's outputs for the batches of training."""
+    workdir, result, _ = finished
+    task, predictor = tasks.find(config.task), Predictor(workdir)
+    if task.input_kind(config.data) is None or config.task == "masked_lm":
+        with pytest.raises(
+            InputError, match=f"a run of task='{config.task}' has no labels, targets or pairs to predict"
+        ):
+            predictor.predict(["a text"])
+        return
+    kind, dataset = result.dataset.kind, result.dataset
+    labels = dataset.labels if kind.has_labels else ()
+    trained = TrainedModel(config, predictor.run.model, predictor.run.params, dataset.tokenizer, labels)
+    records = [json.loads(line) for line in Path(config.data.path).read_text().splitlines()]
+    values = {
+        tuple(kind.texts(converted(kind, record) | kind.placeholders(converted(kind, record)))): record
+        for record in records
+    }
+    stored = dataset.stored["heldout"]
+    texts = [tuple(text.decode() for text in parts)[: kind.parts] for parts in stored.texts()]
+    if config.task == "seq2seq":
+        texts = [(source, source) for source, _ in texts]
+    chosen = [values[text] for text in texts]
+    batch = kind.batch(stored, range(stored.count), stored.count, dataset.tokenizer, dataset.seq_len)
+    expected = task.predict(trained, batch, [converted(kind, record) for record in chosen])
+    unlabelled = [{column.name: record[column.name] for column in kind.inputs} for record in chosen]
+    actual = predictor.predict(unlabelled, batch_size=4)
+    assert len(actual) == stored.count > 4
+    for here, there in zip(actual, expected, strict=True):
+        here, there = dataclasses.asdict(here), dataclasses.asdict(there)
+        assert here.keys() == there.keys()
+        for name, value in here.items():
+            if isinstance(value, dict):
+                assert value == pytest.approx(there[name], abs=1e-5)
+            elif isinstance(value, list) and name != "probabilities" or isinstance(value, str):
+                assert value == there[name]
+            else:
+                np.testing.assert_allclose(value, there[name], atol=1e-5)
 
 
 def test_unknown_task_raises():

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data.examples.fields import Column, FieldError
-from hpnlp.data.examples.kind import Kind, example_weights, padded
-from hpnlp.data.examples.store import NO_LABEL, StoredExamples
+from hpnlp.data.examples.kind import Kind, TokenisedExamples, example_weights, padded
+from hpnlp.data.examples.store import NO_LABEL
 from hpnlp.data.packing import Batch
 from hpnlp.types import InputError, Tokenizer
 
@@ -82,7 +82,7 @@ class LabelledBags(Kind):
 
     def batch(
         self,
-        examples: StoredExamples,
+        examples: TokenisedExamples,
         numbers: Sequence[int] | np.ndarray,
         count: int,
         tokenizer: Tokenizer,

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from hpnlp.data.examples.fields import Column, FieldError
-from hpnlp.data.examples.store import StoredExamples
 from hpnlp.data.packing import Batch
 from hpnlp.types import InputError, Tokenizer
+
+
+class TokenisedExamples(Protocol):
+    """Examples of which `Kind.batch` makes batches: `StoredExamples`, or `Unlabelled` ones in memory."""
+
+    def part(self, number: int, part: int) -> np.ndarray:
+        """Token ids of one text; see `StoredExamples.part`."""
+        ...
+
+    def labels(self, number: int) -> np.ndarray:
+        """Labels of one example; see `StoredExamples.labels`."""
+        ...
 
 
 class Kind(abc.ABC):
@@ -44,6 +55,22 @@ class Kind(abc.ABC):
     @abc.abstractmethod
     def columns(self) -> tuple[Column, ...]:
         """Fields of the records."""
+
+    @property
+    def inputs(self) -> tuple[Column, ...]:
+        """Fields of the records that a prediction reads: by default all without those of the labels."""
+        return tuple(column for column in self.columns if column.argument not in ("label_field", "labels_field"))
+
+    def placeholders(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Values of the fields that are not among the `inputs`, for examples without labels.
+
+        Args:
+          values: Config field -> converted value, of the fields of `inputs`.
+
+        Returns:
+          Config field -> value, without an effect on the arrays that a model reads to predict.
+        """
+        return {"label_field": ""} if self.has_labels else {}
 
     @abc.abstractmethod
     def texts(self, values: Mapping[str, Any]) -> list[str]:
@@ -169,7 +196,7 @@ class Kind(abc.ABC):
     @abc.abstractmethod
     def batch(
         self,
-        examples: StoredExamples,
+        examples: TokenisedExamples,
         numbers: Sequence[int] | np.ndarray,
         count: int,
         tokenizer: Tokenizer,

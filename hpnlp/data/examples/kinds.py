@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data.examples.fields import Column, FieldError
-from hpnlp.data.examples.kind import Kind, example_weights, framed, padded, sequences, special_token
-from hpnlp.data.examples.store import NO_LABEL, StoredExamples
+from hpnlp.data.examples.kind import Kind, TokenisedExamples, example_weights, framed, padded, sequences, special_token
+from hpnlp.data.examples.store import NO_LABEL
 from hpnlp.data.packing import Batch
 from hpnlp.types import InputError, Tokenizer
 
@@ -67,7 +67,7 @@ class Classification(Kind):
 
     def batch(
         self,
-        examples: StoredExamples,
+        examples: TokenisedExamples,
         numbers: Sequence[int] | np.ndarray,
         count: int,
         tokenizer: Tokenizer,
@@ -132,6 +132,9 @@ class Tagging(Kind):
     def columns(self) -> tuple[Column, ...]:
         return Column(self.words_field, "words_field", "words"), Column(self.labels_field, "labels_field", "labels")
 
+    def placeholders(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {"labels_field": [""] * len(values["words_field"])}
+
     def check(self, values: Mapping[str, Any]) -> None:
         words, labels = len(values["words_field"]), len(values["labels_field"])
         if words != labels:
@@ -169,7 +172,7 @@ class Tagging(Kind):
 
     def batch(
         self,
-        examples: StoredExamples,
+        examples: TokenisedExamples,
         numbers: Sequence[int] | np.ndarray,
         count: int,
         tokenizer: Tokenizer,
@@ -214,6 +217,13 @@ class Seq2Seq(Kind):
     def columns(self) -> tuple[Column, ...]:
         return Column(self.source_field, "source_field", "text"), Column(self.target_field, "target_field", "text")
 
+    @property
+    def inputs(self) -> tuple[Column, ...]:
+        return self.columns[:1]
+
+    def placeholders(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {"target_field": values["source_field"]}
+
     def texts(self, values: Mapping[str, Any]) -> list[str]:
         return [values["source_field"], values["target_field"]]
 
@@ -235,7 +245,7 @@ class Seq2Seq(Kind):
 
     def batch(
         self,
-        examples: StoredExamples,
+        examples: TokenisedExamples,
         numbers: Sequence[int] | np.ndarray,
         count: int,
         tokenizer: Tokenizer,
@@ -292,7 +302,7 @@ class Pairs(Kind):
 
     def batch(
         self,
-        examples: StoredExamples,
+        examples: TokenisedExamples,
         numbers: Sequence[int] | np.ndarray,
         count: int,
         tokenizer: Tokenizer,

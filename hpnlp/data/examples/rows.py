@@ -50,18 +50,20 @@ class RowReader:
       group_field: Field with the name of a record's group; "" for none.
       left_out: Counts what is not read.
       skip_bad_lines: Leave out and count bad records.
+      has_labels: Read all fields of the kind; otherwise its `inputs` only.
     """
 
     kind: Kind
     group_field: str
     left_out: LeftOut
     skip_bad_lines: bool
+    has_labels: bool = True
 
     @property
     def _columns(self) -> tuple[Column, ...]:
         """Fields to read."""
         group = [Column(self.group_field, "group_field", "label")] if self.group_field else []
-        return (*self.kind.columns, *group)
+        return (*(self.kind.columns if self.has_labels else self.kind.inputs), *group)
 
     def read(self, source: Source) -> Iterator[Row]:
         """Reads the records of a source in the order of its files.
@@ -133,7 +135,7 @@ class RowReader:
                     values[column.argument] = TYPES[column.type][0](record[column.name])
                 except FieldError as error:
                     raise FieldError(f"field {column.name!r} {error}") from error
-            self.kind.check(values)
+            self.kind.check({**self.kind.placeholders(values), **values})
         except FieldError as error:
             self.report_bad(where, InputError(f"{where}: {error}: {SKIP}"))
             return None

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data.examples.fields import Column, FieldError
-from hpnlp.data.examples.kind import Kind, example_weights, padded, sequences
-from hpnlp.data.examples.store import StoredExamples
+from hpnlp.data.examples.kind import Kind, TokenisedExamples, example_weights, padded, sequences
 from hpnlp.data.packing import Batch
 from hpnlp.ops.trees.graphs import tree_graph
 from hpnlp.types import InputError, Tokenizer
@@ -109,7 +108,7 @@ class Trees(Kind):
 
     def batch(
         self,
-        examples: StoredExamples,
+        examples: TokenisedExamples,
         numbers: Sequence[int] | np.ndarray,
         count: int,
         tokenizer: Tokenizer,

@@ -1,0 +1,240 @@
+"""`hpnlp predict`: labels, tags, targets and similarities of texts, by a trained model."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import dataclasses
+import io
+import itertools
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from absl import flags
+
+from hpnlp import cli
+from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from hpnlp.data.examples.kind import Kind
+    from hpnlp.jobs.predictor import Predictor
+
+USAGE = """
+hpnlp predict RUN "a text" "another text"
+hpnlp predict RUN --file=reviews.csv --out=labels.csv
+cat texts.txt | hpnlp predict RUN --file=- --format=jsonl
+
+Predicts with a run of a classifier (label and probability), a tagger (a label for each word), a sequence-to-sequence model (the
+target) or a dual encoder (the similarity of a pair). RUN is the directory of a run, or of a compressed or converted model.
+
+Texts come from the command line, or from --file: text with one example in each line (.txt, or - for stdin), or records (.csv,
+.tsv, .jsonl, .json, .parquet, .npz) with the fields of the run's data, or those of --fields; a label is not needed. On the
+command line and in lines of text, a tab stands between the two texts of a pair.
+
+Predictions are written as CSV or JSON lines, in the order of the examples, each with its texts.
+"""
+
+SUFFIXES = {".csv": "csv", ".jsonl": "jsonl"}
+CHUNK = 2048  # examples that are read, predicted and written at a time
+INTERVAL = 10.0  # seconds between two lines of progress
+
+flags.DEFINE_string("file", None, "File of texts or records; - for lines of text from stdin.")
+flags.DEFINE_list(
+    "fields", [], "Fields of the file's records that hold the texts; by default those of the run's data, such as text."
+)
+flags.DEFINE_bool("skip_bad_lines", False, "Leave out, and count, records without a text, or that cannot be read.")
+flags.DEFINE_string("out", None, "File to write, .csv or .jsonl; an older one is replaced. By default stdout.")
+flags.DEFINE_enum("format", None, ["csv", "jsonl"], "Format of the output: by default that of --out, or csv.")
+flags.DEFINE_integer(
+    "top", 1, "Number of labels with their probabilities, the most probable first; 0 for all.", lower_bound=0
+)
+flags.DEFINE_integer("batch_size", 32, "Largest number of examples of a batch.", lower_bound=1, upper_bound=2**16)
+flags.DEFINE_integer("step", None, "Step of the checkpoint; by default the best, or the newest if none was evaluated.")
+
+
+def run(argv: Sequence[str]) -> None:
+    """Runs `hpnlp predict`.
+
+    Args:
+      argv: "hpnlp predict" and the arguments of the command.
+
+    Raises:
+      InputError: A flag, a text or the run is invalid.
+    """
+    arguments = cli.parse(argv, USAGE, positional=True)
+    f = cli.FLAGS
+    if not arguments:
+        raise InputError('expected a run: write hpnlp predict RUN "a text", or hpnlp predict RUN --file=FILE')
+    directory, *texts = arguments
+    if bool(texts) == bool(f.file):
+        raise InputError("expected texts after the run, or --file=FILE (- for stdin), and not both")
+    form = _form(f.out, f.format)
+    cli.prepare_jax()
+
+    from hpnlp.atomic_file import replaced
+    from hpnlp.jobs.predictor import Predictor
+
+    predictor = Predictor(directory, f.step)
+    examples = _from_lines(texts, predictor.kind, "text") if texts else _from_file(f.file, predictor.kind)
+    rows = _predicted(predictor, examples)
+    if f.out is None:
+        _write(rows, form, sys.stdout)
+        return
+    with replaced(Path(f.out)) as file:
+        text = io.TextIOWrapper(file, "utf-8", newline="")
+        count = _write(rows, form, text)
+        text.detach()  # flushes it, and leaves the file open
+    print(f"{f.out}: {count:,} predictions")
+
+
+def _form(out: str | None, form: str | None) -> str:
+    """The format of the output."""
+    if out is None:
+        return form or "csv"
+    suffix = Path(out).suffix.lower()
+    if suffix not in SUFFIXES and form is None:
+        raise InputError(f"--out={out}: expected a file .csv or .jsonl, or --format=csv or jsonl")
+    if form is not None and SUFFIXES.get(suffix, form) != form:
+        raise InputError(f"--out={out} with --format={form}: the suffix names another format: remove --format")
+    if not Path(out).absolute().parent.is_dir() or Path(out).is_dir():
+        raise InputError(f"--out={out}: expected a file in a directory that exists")
+    return form or SUFFIXES[suffix]
+
+
+# (place for messages, field -> value, as it is written beside the prediction)
+_Placed = tuple[str, dict[str, Any]]
+
+
+def _from_lines(lines: Iterable[str], kind: Kind, place: str) -> Iterator[_Placed]:
+    """Examples from lines, in which tabs separate the texts of a pair."""
+    names = [column.name for column in kind.inputs]
+    for number, line in enumerate(lines, 1):
+        parts = line.split("\t", len(names) - 1) if len(names) > 1 else [line]
+        if len(parts) < len(names):
+            raise InputError(
+                f"{place} {number}: {line!r:.60} is one text, and the run predicts from {len(names)} ({', '.join(names)}): "
+                "put a tab between them, or use a file of records"
+            )
+        yield f"{place} {number}", dict(zip(names, parts, strict=True))
+
+
+def _from_file(name: str, kind: Kind) -> Iterator[_Placed]:
+    """Examples of a file."""
+    from hpnlp.data import files, sources
+    from hpnlp.data.examples import rows
+
+    if name == "-":
+        yield from _from_lines(
+            _text_lines(sys.stdin.buffer if sys.stdin else io.BytesIO(), "stdin"), kind, "stdin, line"
+        )
+        return
+    if not os.path.exists(name):
+        raise InputError(f"--file={name}: there is no such file: name one, or - for stdin")
+    if os.path.isdir(name):
+        raise InputError(f"--file={name} is a directory: name one file, or - for stdin")
+    if os.path.splitext(files.uncompressed(name))[1].lower() not in rows.FORMATS:
+        with files.open_text(name) as stream:
+            yield from _from_lines(_text_lines(stream, name), kind, f"{name}, line")
+        return
+    kind, left_out = _with_fields(kind, cli.FLAGS.fields), sources.LeftOut()
+    reader = rows.RowReader(kind, "", left_out, cli.FLAGS.skip_bad_lines, has_labels=False)
+    file = sources.File(os.path.abspath(name), os.path.basename(name), os.path.getsize(name))
+    try:
+        for row in reader.read(sources.Source(name, (file,), False, left_out)):
+            yield row.where, {column.name: row.values[column.argument] for column in kind.inputs}
+    except InputError as error:
+        # The reader names the fields of configs, in whose place this command has flags.
+        message = re.sub(r"data\.\w+_field=", "--fields=", str(error)).replace(
+            "data.skip_bad_lines=True", "--skip_bad_lines"
+        )
+        raise InputError(message) from None
+    for reason, (count, first) in left_out.items():
+        print(f"hpnlp: {name}: {count:,} {reason} left out, the first is {first}", file=sys.stderr)
+
+
+def _with_fields(kind: Kind, names: Sequence[str]) -> Kind:
+    """The kind with other names of its inputs."""
+    columns = kind.inputs
+    if names and len(names) != len(columns):
+        expected = ", ".join(column.name for column in columns)
+        raise InputError(f"--fields={','.join(names)}: expected {len(columns)}, in place of {expected}")
+    changes: Any = {column.argument: name for column, name in zip(columns, names, strict=False)}
+    return dataclasses.replace(cast(Any, kind), **changes) if names else kind
+
+
+def _text_lines(stream: Any, name: str) -> Iterator[str]:
+    """Lines of UTF-8 text without their ends, without empty ones."""
+    for number, line in enumerate(stream, 1):
+        if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise InputError(f"{name} is UTF-16: convert it, for example with iconv -f UTF-16 -t UTF-8")
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"{name}, line {number}: byte {error.start} is not UTF-8: use a file of UTF-8 text"
+            ) from error
+        if text:
+            yield text
+
+
+def _predicted(predictor: Predictor, examples: Iterator[_Placed]) -> Iterator[tuple[dict[str, Any], Any]]:
+    """`(record, prediction)` of examples, with lines of progress on stderr."""
+    start = shown = time.monotonic()
+    done = 0
+    while chunk := list(itertools.islice(examples, CHUNK)):
+        fields = [record for _, record in chunk]
+        texts = [tuple(record.values()) if len(record) > 1 else next(iter(record.values())) for record in fields]
+        predictions = predictor.predict(texts, cli.FLAGS.batch_size, places=[place for place, _ in chunk])
+        yield from zip(fields, predictions, strict=True)
+        done += len(chunk)
+        if (now := time.monotonic()) - shown > INTERVAL:
+            shown = now
+            print(f"hpnlp: {done:,} predictions, {done / (now - start):,.0f} per second", file=sys.stderr)
+
+
+def _write(rows: Iterator[tuple[dict[str, Any], Any]], form: str, file: Any) -> int:
+    """Writes predictions. Returns their number."""
+    count, writer = 0, csv.writer(file, lineterminator="\n")
+    for count, (record, prediction) in enumerate(rows, 1):
+        fields = {**record, **_fields(prediction)}
+        if form == "jsonl":
+            file.write(json.dumps(fields, ensure_ascii=False) + "\n")
+            continue
+        flat = {name: _cell(value) for name, value in fields.items()}
+        if count == 1:
+            writer.writerow(flat)
+        writer.writerow(flat.values())
+    return count
+
+
+def _fields(prediction: Any) -> dict[str, Any]:
+    """The fields of a prediction, with --top labels."""
+    from hpnlp.tasks.predictions import LabelPrediction
+
+    if not isinstance(prediction, LabelPrediction):
+        return {name: _rounded(value) for name, value in dataclasses.asdict(prediction).items() if name != "words"}
+    fields = {"label": prediction.label, "probability": _rounded(prediction.probability)}
+    if (top := cli.FLAGS.top) == 1:
+        return fields
+    shown = list(prediction.probabilities.items())[: top or None]
+    return {**fields, "probabilities": {label: _rounded(value) for label, value in shown}}
+
+
+def _rounded(value: Any) -> Any:
+    """Floats with six digits after the point."""
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return round(value, 6) if isinstance(value, float) else value
+
+
+def _cell(value: Any) -> Any:
+    """A value of a cell: lists joined by spaces, and probabilities as JSON."""
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value))
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value

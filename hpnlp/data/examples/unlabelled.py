@@ -1,0 +1,102 @@
+"""Examples without labels, in memory: the texts that a trained model predicts the labels of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpnlp.data.examples.fields import TYPES, Column, FieldError
+from hpnlp.data.examples.kind import Kind
+from hpnlp.types import InputError, Tokenizer
+
+
+class Unlabelled:
+    """Tokenised examples of a kind, for `Kind.batch`. Labels are class 0.
+
+    Attributes:
+      values: Config field -> value of the field that it names, for each example.
+      lengths: Tokens of each text, int64 [n, parts].
+    """
+
+    def __init__(self, kind: Kind, tokenizer: Tokenizer, values: Sequence[Mapping[str, Any]]):
+        """Tokenises examples.
+
+        Args:
+          kind: Kind of the examples.
+          tokenizer: The tokenizer.
+          values: For each example, the values of `kind.inputs` by their arguments, as `converted` returns them.
+
+        Raises:
+          FieldError: A text has no tokens, or has fields that do not fit together.
+          InputError: The tokenizer cannot read a text.
+        """
+        self.values = values
+        complete = [{**kind.placeholders(example), **example} for example in values]
+        pieces = [[piece.encode() for piece in kind.pieces(example)] for example in complete]
+        encoded = iter(tokenizer.encode_batch([piece for example in pieces for piece in example]))
+        joined = [
+            kind.join([next(encoded) for _ in texts], np.zeros(len(kind.labels(example)), np.int32))
+            for texts, example in zip(pieces, complete, strict=True)
+        ]
+        self._parts = [parts for parts, _ in joined]
+        self._labels = [labels for _, labels in joined]
+        self.lengths = np.array([[len(part) for part in parts] for parts in self._parts], np.int64)
+        self.lengths = self.lengths.reshape(-1, kind.parts)
+
+    def part(self, number: int, part: int) -> np.ndarray:
+        """Token ids of one text; see `StoredExamples.part`."""
+        return self._parts[number][part]
+
+    def labels(self, number: int) -> np.ndarray:
+        """Class 0 in the place of each label; see `StoredExamples.labels`."""
+        return self._labels[number]
+
+
+def converted(kind: Kind, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Checks and converts the fields of a record that a prediction reads.
+
+    Args:
+      kind: Kind of the examples.
+      record: Name of a field -> value; other fields are ignored.
+
+    Returns:
+      Config field, such as "text_field" -> converted value.
+
+    Raises:
+      FieldError: A field is absent or invalid, or the fields do not fit together.
+    """
+    values = {}
+    for column in kind.inputs:
+        if column.name not in record:
+            raise FieldError(f"has no field {column.name!r}, only {', '.join(map(repr, record)) or 'none'}")
+        try:
+            values[column.argument] = TYPES[column.type][0](record[column.name])
+        except FieldError as error:
+            raise FieldError(f"field {column.name!r} {error}") from error
+    kind.check({**kind.placeholders(values), **values})
+    return values
+
+
+def as_record(kind: Kind, text: Any) -> Mapping[str, Any]:
+    """The record of an example that is given without the names of its fields.
+
+    Args:
+      kind: Kind of the examples.
+      text: The text, or the texts of a pair in a sequence; a mapping is a record already.
+
+    Returns:
+      Name of a field -> value.
+
+    Raises:
+      InputError: Another number of texts than examples of this kind have.
+    """
+    if isinstance(text, Mapping):
+        return text
+    columns: Sequence[Column] = kind.inputs
+    fields = [text] if len(columns) == 1 else text
+    if len(columns) > 1 and (isinstance(text, str | bytes) or len(fields) != len(columns)):
+        names = ", ".join(column.name for column in columns)
+        raise InputError(f"{text!r:.80}: expected {len(columns)} texts ({names}): pass ({names})")
+    return {column.name: field for column, field in zip(columns, fields, strict=True)}

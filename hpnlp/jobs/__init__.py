@@ -1,0 +1,1 @@
+"""Uses of trained models: predictions and served exports."""

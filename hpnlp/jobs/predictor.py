@@ -1,0 +1,237 @@
+"""A trained model that reads texts: predictions, vectors and continuations.
+
+Example::
+
+    model = hpnlp.load("runs/reviews")
+    model.predict(["a fine film", "never again"])[0].label
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hpnlp import tasks
+from hpnlp.data.examples.fields import FieldError
+from hpnlp.data.examples.kind import Kind
+from hpnlp.data.examples.kinds import Pairs
+from hpnlp.data.examples.unlabelled import Unlabelled, as_record, converted
+from hpnlp.models import decode
+from hpnlp.tasks.predictions import Prediction, TrainedModel
+from hpnlp.training import ensembles, run_directory
+from hpnlp.types import InputError
+
+BATCH_SIZE = 32
+# Sequences are padded to one of these lengths, or to a multiple of the last one, so that few programs are compiled.
+WIDTHS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+# A text, the texts of a pair, or a record with the fields of the run's data.
+Example = str | Sequence[Any] | Mapping[str, Any]
+
+
+class Predictor:
+    """The model of a run, with methods that read texts.
+
+    Programs are compiled at the first batch of each shape. A batch has up to `batch_size` sequences of similar lengths.
+
+    Attributes:
+      run: The run: config, vocabulary, model and parameters.
+    """
+
+    def __init__(self, run: str | Path, step: int | None = None) -> None:
+        """Loads the model of a run.
+
+        Args:
+          run: Directory of a run, or of a compressed or converted model.
+          step: Step of the checkpoint; None for the best, or the newest if none was evaluated.
+
+        Raises:
+          InputError: The directory holds no run, or one that cannot be read.
+        """
+        with _quiet_libraries():
+            self.run = run_directory.load(run, step)
+        self._task = tasks.find(self.run.config.task)
+        params = jax.tree.map(jnp.asarray, self.run.params)
+        labels = self.run.vocabulary.labels or ()
+        self._trained = TrainedModel(self.run.config, self.run.model, params, self.run.tokenizer, labels)
+        self._kind = self._task.input_kind(self.run.config.data)
+
+    @property
+    def kind(self) -> Kind:
+        """Form of the examples that `predict` and `encode` read; `kind.inputs` are the fields of their records.
+
+        Raises:
+          InputError: The run is of a task whose models predict nothing from texts.
+        """
+        if self._kind is None:
+            self._task.predict(self._trained, {}, ())  # raises
+        assert self._kind is not None
+        return self._kind
+
+    def predict(
+        self, texts: Sequence[Example], batch_size: int = BATCH_SIZE, places: Sequence[str] | None = None
+    ) -> list[Prediction]:
+        """Predicts the labels, targets or similarities of texts.
+
+        Args:
+          texts: Texts; sequences of two texts for a task on pairs; or records with the fields of the run's data (without
+            labels), such as {"text": "a fine film"}. Texts longer than `data.seq_len` tokens are cut, as in training.
+          batch_size: Largest number of examples of a batch.
+          places: Names of the texts for messages of errors; by default "text 0" and so on.
+
+        Returns:
+          For each text: a LabelPrediction of a classifier, a TagPrediction of a tagger, a TextPrediction of a
+          sequence-to-sequence model, or a SimilarityPrediction of a dual encoder.
+
+        Raises:
+          InputError: A text is empty or has the wrong form, or the run is of a task that predicts nothing from texts.
+        """
+        return self._by_length(self._values(texts, places), batch_size, self._task.predict)
+
+    def encode(self, texts: Sequence[Example], batch_size: int = BATCH_SIZE) -> np.ndarray:
+        """Computes a vector of each text.
+
+        Args:
+          texts: As for `predict`; single texts for a dual encoder, which are encoded as first texts of pairs.
+          batch_size: As for `predict`.
+
+        Returns:
+          float32 [n, D]: the pooled last hidden states of an encoder, or vectors of length 1 of a dual encoder.
+
+        Raises:
+          InputError: As for `predict`; or models of the run's task have no vectors.
+        """
+        if isinstance(self.kind, Pairs):
+            texts = [(text, text) if isinstance(text, str) else text for text in texts]
+        vectors = self._by_length(
+            self._values(texts),
+            batch_size,
+            lambda trained, batch, values: list(self._task.encode(trained, batch)[: len(values)]),
+        )
+        return np.stack(vectors).astype(np.float32) if vectors else np.zeros((0, 0), np.float32)
+
+    def generate(
+        self,
+        prompts: Sequence[str],
+        tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int = 0,
+        top_p: float = 0.95,
+        seed: int = 0,
+    ) -> list[str]:
+        """Continues prompts with a language model.
+
+        Args:
+          prompts: The prompts, which are one batch.
+          tokens: Largest number of new tokens of each.
+          temperature: Temperature of sampling; 0 takes the most probable token each time.
+          top_k: Sample among the K most probable tokens; 0 for all.
+          top_p: Sample among the most probable tokens whose probabilities sum to P.
+          seed: Seed of sampling. Equal seeds give equal text.
+
+        Returns:
+          The continuations, without the prompts.
+
+        Raises:
+          InputError: The run is not of a language model, or an argument is invalid.
+        """
+        run = self.run
+        if run.config.task not in ensembles.TASKS:
+            raise InputError(
+                f"generate continues prompts with runs of task={' or '.join(map(repr, ensembles.TASKS))}, and this run is of "
+                f"task={run.config.task!r}: use predict"
+            )
+        if not prompts:
+            return []
+        ids = [run.tokenizer.encode_prompt(prompt) for prompt in prompts]
+        generation = decode.Generation(
+            run.model,
+            self._trained.params,
+            ids,
+            tokens=tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            eos_id=run.eos_ids,
+            pad_id=run.tokenizer.pad_id,
+            allowed=decode.drawable_ids(run.tokenizer),
+        )
+        rows = np.concatenate([*generation], axis=1)
+        ends = np.isin(rows, run.eos_ids)
+        kept = [row[: end.argmax()] if end.any() else row for row, end in zip(rows, ends, strict=True)]
+        streams = [decode.TextStream(run.tokenizer, prompt) for prompt in ids]
+        return [stream.push(row, final=True) for stream, row in zip(streams, kept, strict=True)]
+
+    def _values(self, texts: Sequence[Example], places: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """Values of the fields of examples; raises InputError with the place of an invalid one."""
+        if isinstance(texts, str | bytes):
+            raise InputError(f"{texts!r:.40} is one text: pass a list of texts, [{texts!r:.40}]")
+        values = []
+        for number, text in enumerate(texts):
+            try:
+                values.append(converted(self.kind, as_record(self.kind, text)))
+            except FieldError as error:
+                place = f"text {number}" if places is None else places[number]
+                raise InputError(f"{place} {error}: correct it, or leave it out") from error
+        return values
+
+    def _by_length(
+        self, values: Sequence[Mapping[str, Any]], batch_size: int, function: Callable[..., Sequence[Any]]
+    ) -> list[Any]:
+        """Results of a function of batches of similar lengths, in the order of the examples."""
+        if batch_size < 1:
+            raise InputError(f"batch_size={batch_size}: expected at least 1")
+        try:
+            examples = Unlabelled(self.kind, self.run.tokenizer, values)
+        except FieldError as error:
+            raise InputError(f"a text {error}: leave it out") from error
+        results: dict[int, Any] = {}
+        for numbers, width in self._batches(examples, batch_size):
+            count = min(batch_size, 1 << (len(numbers) - 1).bit_length())
+            batch = self.kind.batch(examples, numbers, count, self.run.tokenizer, width)
+            outputs = function(self._trained, batch, [values[number] for number in numbers])
+            results.update(zip(numbers, outputs, strict=True))
+        return [results[number] for number in range(len(values))]
+
+    def _batches(self, examples: Unlabelled, batch_size: int) -> Iterator[tuple[list[int], int]]:
+        """`(numbers of the examples, length of the sequences)` of each batch."""
+        most = self.run.config.data.seq_len
+        lengths = self.kind.row_lengths(examples.lengths, self.run.tokenizer, most)
+        order = np.argsort(lengths, kind="stable").tolist()
+        for start in range(0, len(order), batch_size):
+            numbers = order[start : start + batch_size]
+            yield numbers, self.run.model.config.fixed_length() or width_for(int(lengths[numbers[-1]]), most)
+
+
+@contextlib.contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Silences warnings of orbax, which describe how it reads checkpoints."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def width_for(length: int, most: int) -> int:
+    """The length to which sequences are padded.
+
+    Args:
+      length: Tokens of the longest sequence.
+      most: Largest length.
+
+    Returns:
+      At least `length`, at most `most`.
+    """
+    width = next((width for width in WIDTHS if width >= length), -(-length // WIDTHS[-1]) * WIDTHS[-1])
+    return min(width, most)

@@ -1,0 +1,153 @@
+"""`hpnlp predict` and `hpnlp.load`: inputs, outputs and errors. Predictions of all tasks: tests/tasks/test_contracts.py."""
+
+import csv
+import io
+import json
+import random
+import re
+import types
+
+import numpy as np
+import pytest
+
+import hpnlp
+from hpnlp.training import config as configs
+from hpnlp.training import loop
+from hpnlp.types import InputError
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("classifier")
+    draw = random.Random(0)
+    lines = []
+    for number in range(60):
+        words = draw.choices(tiny.WORDS[number % 2 * 9 :][:9], k=draw.randrange(1, 9))
+        lines.append(json.dumps({"review": " ".join(words), "label": ("a,b", 'say "c"')[number % 2]}))
+    (directory / "examples.jsonl").write_text("\n".join(lines))
+    config = configs.default("classification")
+    config.data.update(path=str(directory / "examples.jsonl"), tokenizer="bytes", seq_len=40, batch_size=8)
+    config.data.text_field = "review"
+    config.model.update(layers=1, dim=16, heads=2, mlp_dim=32, unroll=1)
+    config.optimizer.update(warmup=0, learning_rate=3e-2)
+    config.train.update(steps=40, eval_every=40)
+    loop.train(configs.resolve(config), directory / "run")
+    return directory / "run"
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("lm") / "run"
+    loop.train(tiny.make(train__steps=1), workdir)
+    return workdir
+
+
+TEXTS = ["the quick fox", "old, copper\tkettles", 'a "dog"']
+
+
+def test_texts_come_from_arguments_lines_and_records(run, classifier, tmp_path, monkeypatch):
+    expected = hpnlp.load(classifier).predict(TEXTS)
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS) + "\n\n")
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"review": t, "stars": 3}) for t in TEXTS))
+    with (tmp_path / "others.csv").open("w") as file:
+        csv.writer(file).writerows([["n", "comment"], *enumerate(TEXTS)])
+    stdin = types.SimpleNamespace(buffer=io.BytesIO("\ufeff{}\r\n{}\r\n{}".format(*TEXTS).encode()))
+    monkeypatch.setattr("sys.stdin", stdin)
+    sources = {
+        "arguments": TEXTS,
+        "text": [f"--file={tmp_path / 'texts.txt'}"],
+        "records": [f"--file={tmp_path / 'texts.jsonl'}"],
+        "other names": [f"--file={tmp_path / 'others.csv'}", "--fields=comment"],
+        "stdin": ["--file=-"],
+    }
+    for name, arguments in sources.items():
+        outcome = run("predict", classifier, *arguments)
+        rows = list(csv.DictReader(io.StringIO(outcome.out)))
+        assert outcome.code == 0, (name, outcome)
+        field = "comment" if name == "other names" else "review"
+        assert [row[field] for row in rows] == TEXTS
+        assert [row["label"] for row in rows] == [prediction.label for prediction in expected]
+        probabilities = [float(row["probability"]) for row in rows]
+        np.testing.assert_allclose(probabilities, [p.probability for p in expected], atol=2e-6)
+
+
+def test_json_lines_have_all_probabilities(run, classifier, tmp_path):
+    outcome = run("predict", classifier, *TEXTS, f"--out={tmp_path / 'out.jsonl'}", "--top=0")
+    assert outcome.out == f"{tmp_path / 'out.jsonl'}: 3 predictions\n" and outcome.err == ""
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    for row, text in zip(rows, TEXTS, strict=True):
+        assert row["review"] == text and set(row["probabilities"]) == {"a,b", 'say "c"'}
+        assert sum(row["probabilities"].values()) == pytest.approx(1, abs=1e-5)
+        assert row["probabilities"][row["label"]] == row["probability"] == max(row["probabilities"].values())
+
+
+def test_predictions_do_not_depend_on_the_batch(classifier):
+    texts = [" ".join(tiny.WORDS[:n]) for n in (1, 18, 3, 2, 7)]
+    model = hpnlp.load(str(classifier))
+    together = [p.probabilities for p in model.predict(texts)]
+    for prediction, text in zip(together, texts, strict=True):
+        assert prediction == pytest.approx(model.predict([text], batch_size=1)[0].probabilities, abs=1e-6)
+    vectors = model.encode(texts)
+    assert vectors.shape == (5, 16) and vectors.dtype == np.float32
+    np.testing.assert_allclose(vectors[3:4], model.encode(texts[3:4]), atol=1e-5)
+    assert model.predict([]) == [] and len(model.encode([])) == 0
+
+
+def test_language_models_generate(language_model):
+    model = hpnlp.load(language_model)
+    texts = model.generate(["the", "a quick brown"], tokens=5, temperature=0)
+    assert len(texts) == 2 and texts == [
+        model.generate([p], tokens=5, temperature=0)[0] for p in ("the", "a quick brown")
+    ]
+    assert model.generate([]) == []
+
+
+ERRORS = {
+    "no run": ([], "expected a run: write hpnlp predict RUN"),
+    "nothing to predict": (["RUN"], "expected texts after the run, or --file=FILE"),
+    "texts and a file": (["RUN", "a", "--file=x"], "and not both"),
+    "an empty text": (["RUN", "a", ""], "text 2 field 'review' is empty: correct it"),
+    "no such file": (["RUN", "--file=DIR/absent.csv"], "there is no such file"),
+    "a directory": (["RUN", "--file=DIR"], "is a directory: name one file"),
+    "other columns": (["RUN", "--file=DIR/other.csv"], "no field 'review', the fields are 'text': pass --fields=NAME"),
+    "too many fields": (["RUN", "--file=DIR/other.csv", "--fields=a,b"], "expected 1, in place of review"),
+    "a bad record": (["RUN", "--file=DIR/bad.jsonl"], "bad.jsonl, line 2.*--skip_bad_lines"),
+    "UTF-16": (["RUN", "--file=DIR/wide.txt"], "is UTF-16"),
+    "not UTF-8": (["RUN", "--file=DIR/latin.txt"], "line 1: byte 0 is not UTF-8"),
+    "an unknown suffix": (["RUN", "a", "--out=DIR/x.txt"], "expected a file .csv or .jsonl"),
+    "formats that differ": (["RUN", "a", "--out=DIR/x.csv", "--format=jsonl"], "the suffix names another format"),
+    "no directory": (["RUN", "a", "--out=DIR/absent/x.csv"], "expected a file in a directory that exists"),
+    "a language model": (["LM", "a"], "task='lm' has no labels, targets or pairs to predict: use hpnlp generate"),
+    "no step": (["RUN", "a", "--step=3"], "no checkpoint 3 in .*there: 40"),
+}
+
+
+def test_invalid_input_is_refused(run, classifier, language_model, tmp_path):
+    (tmp_path / "other.csv").write_text("text\na\n")
+    (tmp_path / "bad.jsonl").write_text('{"review": "a"}\n{"review": 3}\n')
+    (tmp_path / "wide.txt").write_bytes("a".encode("utf-16"))
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    names = {"RUN": str(classifier), "LM": str(language_model)}
+    for name, (arguments, message) in ERRORS.items():
+        argv = [names.get(a, a).replace("DIR", str(tmp_path)) for a in arguments]
+        outcome = run("predict", *argv)
+        assert outcome.code == 2 and outcome.out == "", (name, outcome)
+        assert outcome.err.count("\n") == 1, (name, outcome)
+        assert re.search(message, outcome.err), (name, outcome.err)
+    outcome = run("predict", classifier, f"--file={tmp_path / 'bad.jsonl'}", "--skip_bad_lines")
+    assert outcome.code == 0 and "1 bad records left out" in outcome.err
+
+
+def test_invalid_arguments_raise(classifier, language_model):
+    model = hpnlp.load(classifier)
+    with pytest.raises(InputError, match="is one text: pass a list"):
+        model.predict("a text")
+    with pytest.raises(InputError, match="text 1 field 'review' is a int"):
+        model.predict(["a", 3])
+    with pytest.raises(InputError, match="batch_size=0"):
+        model.predict(["a"], batch_size=0)
+    with pytest.raises(InputError, match="generate continues prompts with runs of task='lm' or 'rnn_lm'"):
+        model.generate(["a"])
+    with pytest.raises(InputError, match="has no labels, targets or pairs"):
+        hpnlp.load(language_model).encode(["a"])
