@@ -167,9 +167,9 @@ def _to_run(source: Path, target: Path) -> None:
 
 def _to_checkpoint(source: Path, target: Path) -> None:
     """Writes a Hugging Face checkpoint with the model and the tokenizer of a run."""
+    from hpnlp import tasks
     from hpnlp.data import tokenizers
-    from hpnlp.data.export import export
-    from hpnlp.data.huggingface import HFTokenizer
+    from hpnlp.jobs import exported_tokenizer
     from hpnlp.models.huggingface import convert
     from hpnlp.ops.weight import dense_tree
     from hpnlp.training import run_directory as runs
@@ -178,15 +178,17 @@ def _to_checkpoint(source: Path, target: Path) -> None:
     runs.check_task(source, values, convert.TASKS, "convert")
     run, labels = runs.load(source, cli.FLAGS.step), runs.load_vocabulary(source, values).labels
     tokenizer, model = run.tokenizer, run.model.config
-    bos_id, eos_id = tokenizer.bos_id, tokenizer.eos_id
+    kind = tasks.find(run.config.task).input_kind(run.config.data)
     with tempfile.TemporaryDirectory() as scratch:
-        is_copied = isinstance(tokenizer, HFTokenizer) and not tokenizer.is_trained_here
-        if not is_copied:
-            export(tokenizer, scratch)  # raises before anything is written to the target
-        options = {"dtype": cli.FLAGS.dtype, "bos_id": bos_id, "eos_id": eos_id, "labels": labels}
-        convert.save(model, dense_tree(run.params), target, **options)
-        _copy(source if is_copied else Path(scratch), target, TOKENIZER)
+        # Raises before anything is written to the target.
+        is_copied = exported_tokenizer.write(run, kind, source, scratch)
+        ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
+        convert.save(model, dense_tree(run.params), target, dtype=cli.FLAGS.dtype, labels=labels, **ids)
+        _copy(Path(scratch), target, TOKENIZER)
     convert.check_readable(target)
+    if labels is not None:
+        assert kind is not None
+        _check_predictions(run, kind, target)
     tokenizers.load(str(target))
     _copy(source, target, COMPANIONS)
     if parse_one(model.output, "model.output").name != "full":
@@ -203,6 +205,38 @@ def _to_checkpoint(source: Path, target: Path) -> None:
             f"load this one with PreTrainedTokenizerFast.from_pretrained({str(target)!r}) instead"
         )
     print(f"{target}: a checkpoint. Next, in Python: {family.loader}.from_pretrained({str(target)!r})")
+
+
+def _check_predictions(run: Any, kind: Any, target: Path) -> None:
+    """Checks that a checkpoint gives the ids and the labels of the run for held-out texts, and prints how many."""
+    import jax.numpy as jnp
+
+    from hpnlp.data.examples.unlabelled import Unlabelled
+    from hpnlp.jobs import exported_tokenizer, held_out
+    from hpnlp.models import variables
+    from hpnlp.models.huggingface import convert
+
+    try:
+        texts = held_out.heldout_texts(run)
+    except InputError as error:
+        print(f"{target}: not compared with the run, whose held-out texts cannot be read ({error})")
+        return
+    exported_tokenizer.check(run, kind, target, texts)
+    config, params = convert.load(target)
+    examples = Unlabelled(kind, run.tokenizer, held_out.as_examples(kind, texts))
+    count, most = len(texts), run.config.data.seq_len
+    batch = kind.batch(examples, range(count), count, run.tokenizer, most)
+    predicted = [
+        jnp.argmax(model.apply(variables.collections(weights), batch, method="logits"), axis=-1)
+        for model, weights in ((run.model, run.params), (convert.family_in(target).model(config), params))
+    ]
+    differing = int(((predicted[0] != predicted[1]) & (batch["weights"] > 0)).sum())
+    if differing:
+        print(
+            f"{target}: {differing} labels of {count} held-out texts differ from the run's, by the rounding to --dtype"
+        )
+    else:
+        print(f"{target}: ids and labels of {count} held-out texts are those of the run")
 
 
 def _kinds_of_weights(params: Any) -> list[str]:

@@ -103,7 +103,7 @@ class HFTokenizer(Tokenizer):
         )
         if self.is_trained_here:  # older versions of hpnlp saved no post-processor
             bos = self.SPECIAL[1]
-            inner.post_processor = _import_tokenizers().processors.TemplateProcessing(
+            inner.post_processor = import_tokenizers().processors.TemplateProcessing(
                 single=f"{bos} $A", special_tokens=[(bos, inner.token_to_id(bos))]
             )
         self._inner = inner
@@ -144,7 +144,7 @@ class HFTokenizer(Tokenizer):
         References: Sennrich et al. 2016, "Neural machine translation of rare words with subword units".
         """
         split = specs.lookup(cls.SPLITS, by, "split of words by")
-        hf = _import_tokenizers()
+        hf = import_tokenizers()
         inner = hf.Tokenizer(hf.models.BPE())
         split(hf, inner)
         inner.decoder = hf.decoders.ByteLevel()
@@ -211,7 +211,7 @@ class HFTokenizer(Tokenizer):
         Raises:
           InputError: A file is damaged, or the files contradict each other.
         """
-        hf = _import_tokenizers()
+        hf = import_tokenizers()
         try:
             inner = hf.Tokenizer.from_str(text)
         except Exception as error:  # the package raises the class Exception itself
@@ -295,8 +295,15 @@ def _first(*values: int | None) -> Any:
     return next((value for value in values if value is not None), None)
 
 
-def _import_tokenizers() -> Any:
-    """The tokenizers package, which is imported late because it is an extra; raises InputError if it is missing."""
+def import_tokenizers() -> Any:
+    """Imports the tokenizers package, late because it is an extra.
+
+    Returns:
+      The package.
+
+    Raises:
+      InputError: It is missing.
+    """
     try:
         import tokenizers
     except ImportError as error:
@@ -320,7 +327,7 @@ def _add_tokens(inner: Any, config: Mapping[str, Any]) -> None:
     ordered = sorted(tokens.items(), key=lambda item: (len(item[0]), item[0])) if isinstance(tokens, dict) else []
     for number, form in ordered:
         try:
-            token = _import_tokenizers().AddedToken(**form)
+            token = import_tokenizers().AddedToken(**form)
             if token.content in listed:
                 continue
             inner.add_tokens([token])

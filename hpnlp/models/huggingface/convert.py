@@ -290,6 +290,7 @@ def save(
     dtype: str = "float32",
     bos_id: int | None = None,
     eos_id: int | None = None,
+    pad_id: int | None = None,
     labels: Sequence[str] | None = None,
     shard_bytes: int = 5 * 2**30,
 ) -> None:
@@ -302,6 +303,8 @@ def save(
       dtype: Entry of DTYPES in which the tensors are stored.
       bos_id: Id of bos in the tokenizer, for `generate` of transformers.
       eos_id: Id of eos in the tokenizer, for `generate` of transformers.
+      pad_id: Id of padding in the tokenizer, from which RoBERTa counts positions: the table of positions is written with as
+          many rows before the first position.
       labels: Names of the classes, for a model with classes.
       shard_bytes: A larger model is split into files of at most this size, or of one tensor.
 
@@ -313,10 +316,19 @@ def save(
     """
     import_safetensors("numpy")
     directory = Path(directory)
-    raw = config_json(config, labels) | {"dtype": dtype, "bos_token_id": bos_id, "eos_token_id": eos_id}
-    stored = np.dtype(lookup(DTYPES, dtype, "dtype"))
-    flat = _flatten(params)
+    raw, flat = config_json(config, labels), _flatten(params)
     family = family_of(raw, CONFIG)
+    if family.pads_before_positions and pad_id is not None:
+        if pad_id in (bos_id, eos_id):
+            raise InputError(
+                f"the tokenizer pads with the id {pad_id}, which is also that of bos or eos, and {family.model_type} gives "
+                "padding no position: add a pad_token of its own to the tokenizer"
+            )
+        config, flat = _with_rows_before_positions(config, flat, pad_id + 1)
+        raw = config_json(config, labels)
+    raw |= {"dtype": dtype, "bos_token_id": bos_id, "eos_token_id": eos_id}
+    raw |= {} if pad_id is None else {"pad_token_id": pad_id}
+    stored = np.dtype(lookup(DTYPES, dtype, "dtype"))
     shapes = _shapes(family, config)
     differing = dict(shapes.items() ^ {path: tuple(leaf.shape) for path, leaf in flat.items()}.items())
     if differing:
@@ -332,6 +344,16 @@ def save(
                 raise InputError(f"{path} exists: name an empty directory")
         _write_tensors(_split(tensors, stored.itemsize, shard_bytes), flat, stored, directory)
         write_json(directory / CONFIG, raw)  # last, so that a directory with config.json is complete
+
+
+def _with_rows_before_positions(
+    config: ModelConfig, params: Mapping[str, Any], rows: int
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """The same model with another number of rows of the table of positions that belong to no position, which are 0."""
+    path = "positions/table"
+    table = np.asarray(params[path])[config.position_offset :]
+    table = np.concatenate([np.zeros((rows, table.shape[1]), table.dtype), table])
+    return dataclasses.replace(config, position_offset=rows), {**params, path: table}
 
 
 def _write_tensors(shards: list[list[Tensor]], params: Mapping[str, Any], dtype: np.dtype, directory: Path) -> None:

@@ -50,6 +50,8 @@ class Family:
       copies: Tensor that a checkpoint may hold beside the parameter that it equals -> path of that parameter. Of tied models.
       ignored: Regular expression of tensors that the model does not compute with.
       renamed: Last part of a tensor's name in older checkpoints -> its name now.
+      pads_before_positions: True if the position of a token is counted from pad_token_id + 1, so that the rows of the table of
+          positions before that row belong to no position.
       has_labels: True if id2label names the classes of the model.
       model: The model.
       config: Dataclass of its config.
@@ -78,6 +80,7 @@ class Family:
     # Causal masks and rotary frequencies, which older checkpoints hold.
     ignored: str = r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$"
     renamed: dict[str, str] = dataclasses.field(default_factory=dict)
+    pads_before_positions: bool = False
     has_labels: bool = False
     model: Any = LM
     config: type[ModelConfig] = LMConfig

@@ -64,6 +64,7 @@ def _pair_remarks(raw: Mapping[str, Any]) -> list[str]:
 _MASKED = dataclasses.replace(
     MASKED,
     model_type="roberta",
+    pads_before_positions=True,
     architecture="RobertaForMaskedLM",
     fields={key: names for key, names in MASKED.fields.items() if key != "max_position_embeddings"},
     read=read_positions,

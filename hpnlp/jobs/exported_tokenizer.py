@@ -1,0 +1,111 @@
+"""The tokenizer that is written beside an exported model, with the special tokens of training around its texts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpnlp.data import export
+from hpnlp.data.examples.kind import Kind
+from hpnlp.data.examples.kinds import Classification
+from hpnlp.data.export import Framing
+from hpnlp.data.huggingface import HFTokenizer, import_tokenizers
+from hpnlp.data.masking import mask_id_of
+from hpnlp.jobs import held_out
+from hpnlp.models.encoder import Encoder
+from hpnlp.training.run_directory import Run
+from hpnlp.types import InputError
+
+FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+def framing_of(run: Run, kind: Kind | None) -> Framing | None:
+    """The special tokens around the texts of a run.
+
+    Args:
+      run: The run.
+      kind: Kind of its examples; None for a task without one.
+
+    Returns:
+      The framing of an encoder; None for other models, before whose prompts bos stands.
+    """
+    model: Any = run.model
+    if not isinstance(model, Encoder):
+        return None
+    return Framing(
+        max_len=run.config.data.seq_len,
+        pairs=isinstance(kind, Classification) and kind.parts == 2,
+        token_types=model.config.token_types,
+        mask_id=mask_id_of(run.tokenizer) if run.config.task == "masked_lm" else None,
+    )
+
+
+def write(run: Run, kind: Kind | None, source: Path, directory: str) -> bool:
+    """Writes the tokenizer of a run in the Hugging Face layout.
+
+    Args:
+      run: The run.
+      kind: Kind of its examples; None for a task without one.
+      source: Directory of the run, whose files are copied if a published tokenizer frames texts as the run does.
+      directory: An existing directory.
+
+    Returns:
+      Whether the files are those of the run, unchanged.
+
+    Raises:
+      InputError: The tokenizer has no Hugging Face form.
+    """
+    tokenizer = run.tokenizer
+    is_copied = isinstance(tokenizer, HFTokenizer) and not tokenizer.is_trained_here
+    if is_copied:
+        for name in FILES:
+            if (source / name).exists():
+                shutil.copyfile(source / name, os.path.join(directory, name))
+    else:
+        export.export(tokenizer, directory)
+    framing = framing_of(run, kind)
+    is_changed = framing is not None and export.frame(tokenizer, directory, framing)
+    return is_copied and not is_changed
+
+
+def encode(directory: str | Path, texts: Sequence[tuple[str, ...]], max_len: int) -> list[tuple[list[int], list[int]]]:
+    """Encodes texts with the tokenizer of a directory, as programs without hpnlp do.
+
+    Args:
+      directory: Directory of tokenizer.json.
+      texts: The text, or the texts of a pair, of each example.
+      max_len: Largest number of tokens, at which texts are cut.
+
+    Returns:
+      `(ids, types)` of each example.
+    """
+    inner = import_tokenizers().Tokenizer.from_file(os.path.join(directory, "tokenizer.json"))
+    inner.encode_special_tokens = True
+    inner.no_padding()
+    inner.enable_truncation(max_len)
+    return [(encoded.ids, encoded.type_ids) for encoded in (inner.encode(*parts) for parts in texts)]
+
+
+def check(run: Run, kind: Kind, directory: str | Path, texts: Sequence[tuple[str, ...]]) -> None:
+    """Checks that an exported tokenizer gives the ids of training.
+
+    Args:
+      run: The run.
+      kind: Kind of its examples.
+      directory: Directory of the exported tokenizer.
+      texts: Held-out texts.
+
+    Raises:
+      InputError: The ids or types of a text differ.
+    """
+    expected = held_out.framed_ids(run, kind, texts)
+    has_types = isinstance(run.model, Encoder) and run.model.config.token_types > 1
+    for parts, here, there in zip(texts, expected, encode(directory, texts, run.config.data.seq_len), strict=True):
+        if here[0] != there[0] or (has_types and here[1] != there[1]):
+            raise InputError(
+                f"{directory}: the exported tokenizer gives the ids {there[0][:8]}... for {parts[0]!r:.60}, and training has "
+                f"{here[0][:8]}...: use hpnlp.load, or a tokenizer whose words do not depend on the words around them"
+            )

@@ -1,0 +1,86 @@
+"""Held-out texts of a run, with which exported files are checked against the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hpnlp import tasks
+from hpnlp.data.examples import ExampleConfig, Examples
+from hpnlp.data.examples.dataset import HELDOUT
+from hpnlp.data.examples.kind import Kind
+from hpnlp.data.examples.kinds import Classification, Tagging
+from hpnlp.data.examples.unlabelled import Unlabelled
+from hpnlp.training.checkpoint import CONVERTED_STEP
+from hpnlp.training.run_directory import Run
+from hpnlp.types import InputError
+
+CHECKED = 64  # held-out texts that an exported file is checked with
+
+
+def heldout_texts(run: Run, limit: int = CHECKED) -> list[tuple[str, ...]]:
+    """Held-out texts, spread over all of them.
+
+    Args:
+      run: A run of a classifier or a tagger.
+      limit: Largest number of texts.
+
+    Returns:
+      The text, or the texts of a pair, of each example; the words of a tagger's text are joined by spaces.
+
+    Raises:
+      InputError: The run has no data, or they cannot be read.
+    """
+    data = run.config.data
+    if run.step == CONVERTED_STEP:
+        raise InputError("it was converted and not trained, and has no data")
+    if not isinstance(data, ExampleConfig):
+        raise InputError("it has no labelled data")
+    dataset = tasks.find(run.config.task).dataset(data, run.vocabulary)
+    assert isinstance(dataset, Examples)
+    stored = dataset.stored[HELDOUT]
+    return [tuple(text.decode() for text in texts) for texts in stored.texts(stored.spread(limit).tolist())]
+
+
+def as_examples(kind: Kind, texts: Sequence[tuple[str, ...]]) -> list[dict[str, Any]]:
+    """Values of the inputs of a kind.
+
+    Args:
+      kind: A `Classification` or a `Tagging`.
+      texts: Texts of each example.
+
+    Returns:
+      Config field -> value, for each example.
+
+    Raises:
+      InputError: Another kind.
+    """
+    if isinstance(kind, Tagging):
+        return [{"words_field": words} for (text,) in texts if (words := text.split())]
+    if isinstance(kind, Classification):
+        return [dict(zip(("text_field", "pair_field"), parts, strict=False)) for parts in texts]
+    raise InputError(f"{type(kind).__name__} examples have no single sequence of tokens")
+
+
+def framed_ids(run: Run, kind: Kind, texts: Sequence[tuple[str, ...]]) -> list[tuple[list[int], list[int]]]:
+    """Token ids and types of texts as the model was trained on them.
+
+    Args:
+      run: A run.
+      kind: Kind of its examples.
+      texts: Texts of each example.
+
+    Returns:
+      `(ids, types)` of each example, without padding; types are 0 for kinds without pairs.
+    """
+    examples = Unlabelled(kind, run.tokenizer, as_examples(kind, texts))
+    numbers = range(len(examples.values))
+    batch = kind.batch(examples, numbers, len(numbers), run.tokenizer, run.config.data.seq_len)
+    lengths = batch["segment_ids"].sum(axis=1)
+    types = batch.get("token_types", np.zeros_like(batch["tokens"]))
+    return [
+        (ids[:length].tolist(), of_ids[:length].tolist())
+        for ids, of_ids, length in zip(batch["tokens"], types, lengths, strict=True)
+    ]

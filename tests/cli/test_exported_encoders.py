@@ -1,0 +1,123 @@
+"""Encoders converted for transformers: its tokenizers and pipelines give the ids and predictions of `hpnlp predict`."""
+
+import json
+import random
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+import hpnlp
+from hpnlp.compress.files import WEIGHTS_FILE, write_weights
+from hpnlp.data import tokenizers
+from hpnlp.data.examples import save_labels
+from hpnlp.data.examples.unlabelled import Unlabelled
+from hpnlp.tasks.vocabulary import Vocabulary
+from hpnlp.training import config as configs
+from hpnlp.training.run_directory import make_model
+from tests import tiny
+from tests.models.huggingface.test_encoders import BERT, HEADS, MODELS
+
+WORDS = [*tiny.WORDS, "<bos>", "</s>", "<pad>", "x,y", "Don't", "naïve", "12.5", "(a)"]
+LABELS = ("noun", "other", "verb")
+
+
+def make_run(directory, name, task, tokenizer, pair):
+    """A run of an untrained encoder with random parameters."""
+    draw = random.Random(0)
+    records = []
+    for number in range(80):
+        words = draw.choices(WORDS, k=draw.choice([1, 2, 5, 9]))
+        text = " ".join(words)
+        record = {"text": text, "label": LABELS[number % 3], "pair": " ".join(draw.choices(WORDS, k=3))}
+        records.append(record | {"words": words, "labels": [LABELS[number % 3]] * len(words)})
+    (directory / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
+    fields, of_task = MODELS[name]
+    values = BERT | HEADS[task] | fields | of_task.get(task, {})
+    built = tokenizers.build(tokenizer, [json.dumps(record).encode() for record in records])
+    config = configs.default(task)
+    config.data.update(path=str(directory / "data.jsonl"), seq_len=32, heldout=0.9, tokenizer=tokenizer)
+    if pair:
+        config.data.pair_field = "pair"
+        values = values | {"token_types": max(2, values["token_types"]) if values["token_types"] > 1 else 0}
+        values = values | ({"token_types": 1} if name == "roberta" else {})
+    values.pop("max_len")
+    config.model.update(values | {"vocab": 0, "classes": 0})
+    resolved = configs.resolve(config)
+    labels = LABELS if task != "masked_lm" else None
+    vocabulary = Vocabulary(built, labels)
+    model = make_model(resolved, vocabulary)
+    shapes = jax.eval_shape(lambda: nn.meta.unbox(model.init(jax.random.key(0), model.example_batch(1, 2))["params"]))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes)
+    run = directory / "run"
+    run.mkdir()
+    write_weights(run / WEIGHTS_FILE, params, {"step": 1})
+    tokenizers.save_whole(built, str(run))
+    if labels:
+        save_labels(labels, str(run))
+    (run / "config.json").write_text(configs.to_json(resolved))
+    return run, records
+
+
+CASES = [
+    ("bert", "classification", "bytes", True),
+    ("bert", "tagging", "bpe(300)", False),
+    ("bert", "masked_lm", "words(400)", False),
+    ("roberta", "classification", "words(400, by=whitespace)", False),
+    ("roberta", "tagging", "bytes", False),
+    ("roberta", "masked_lm", "bpe(300)", False),
+    ("distilbert", "classification", "bpe(300)", True),
+    ("distilbert", "tagging", "words(400, by=whitespace)", False),
+    ("distilbert", "masked_lm", "bytes", False),
+    ("mobilebert", "classification", "bytes", True),
+    ("mobilebert", "tagging", "bytes", False),
+]
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(("name", "task", "tokenizer", "pair"), CASES)
+def test_transformers_gives_the_predictions_of_the_run(name, task, tokenizer, pair, run, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    directory, records = make_run(tmp_path, name, task, tokenizer, pair)
+    outcome = run("convert", f"--from={directory}", f"--to={tmp_path / 'hf'}")
+    assert outcome.code == 0, outcome
+    assert ("ids and labels of 64 held-out texts are those of the run" in outcome.out) == (task != "masked_lm"), outcome
+    there = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    family = {"classification": "SequenceClassification", "tagging": "TokenClassification", "masked_lm": "MaskedLM"}
+    torch_model = getattr(transformers, f"AutoModelFor{family[task]}").from_pretrained(tmp_path / "hf")
+    here = hpnlp.load(directory)
+    assert torch_model.config.pad_token_id == there.pad_token_id == here.run.tokenizer.pad_id
+    texts = [record["text"] for record in records[:64]]
+    pairs = [record["pair"] for record in records[:64]] if pair else None
+    inputs = there(texts, pairs, padding=True, truncation=True, return_tensors="pt")
+    assert inputs["input_ids"].shape[1] <= 32
+    with torch.no_grad():
+        logits = torch_model(**inputs).logits.numpy()
+    if task == "classification":
+        examples = list(zip(texts, pairs, strict=True)) if pair else texts
+        for row, prediction in zip(logits, here.predict(examples), strict=True):
+            expected = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+            actual = [prediction.probabilities[label] for label in LABELS]
+            np.testing.assert_allclose(actual, expected, atol=2e-4)
+            assert prediction.label == LABELS[row.argmax()]
+    elif task == "tagging":
+        tags = transformers.pipeline("token-classification", model=torch_model, tokenizer=there, ignore_labels=[])
+        for text, prediction in zip(texts[:16], here.predict([t.split() for t in texts[:16]]), strict=True):
+            batch = here.kind.batch(
+                Unlabelled(here.kind, here.run.tokenizer, [{"words_field": text.split()}]),
+                [0],
+                1,
+                here.run.tokenizer,
+                32,
+            )
+            by_token = {entity["index"]: entity["entity"] for entity in tags(text)}
+            expected = [by_token[token] for token in np.flatnonzero(batch["weights"][0])]
+            assert list(prediction.labels) == expected, text
+    else:
+        assert there.mask_token_id == here.run.vocabulary.sizes.masked_ids - 1
+        fill = transformers.pipeline("fill-mask", model=torch_model, tokenizer=there)
+        assert len(fill(f"the {there.mask_token} fox", top_k=2)) == 2
