@@ -272,6 +272,31 @@ def headline(lines: Mapping[str, Lines]) -> str:
     return "\n".join(["| measured on two CPU cores | |", "|---|---|", *rows])
 
 
+def percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def home(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The picture of the ladder and a measured compression, with a sentence each. results: result files by benchmark."""
+    ladder = [row for row in results["speed_tricks"]["rows"] if row["table"] == "ladder" and not row["is_peer"]]
+    first, last = (f"{speed_tables.time_text(row['seconds'])} ({row['form']})" for row in (ladder[0], ladder[-1]))
+    factor = speed_tables.factor_text(ladder[-1]["over_first"])
+    techniques = [row for row in results["compression"]["rows"] if row["task"] == "classification"]
+    original, small = (next(row for row in techniques if row["technique"] == name) for name in ("teacher", "stack"))
+    bytes_left = small["disk_bytes"] / small["original_disk_bytes"]
+    time_left = small["seconds"]["8"] / small["original_seconds"]["8"]
+    return "\n\n".join(
+        [
+            "![Time of each form of the ladder, and speed of products by size](images/speed_tricks-cpu.png)",
+            f"**Faster.** One training step of the same small model, one change at a time, goes from {first} to {last}: "
+            f"{factor} times as fast, with the same result ([Speed tricks](guide/speed_tricks.md)).",
+            f"**Smaller.** The recipe `{small['recipe']}`, with 300 further steps, leaves {percent(bytes_left)} of the bytes "
+            f"of a text classifier and {percent(time_left)} of its time: its accuracy is {percent(small['score'], 1)} in place "
+            f"of {percent(original['score'], 1)} ([Compression](guide/compression.md#all-techniques-on-one-model)).",
+        ]
+    )
+
+
 def replace_section(path: Path, name: str, text: str) -> None:
     """Replaces the text between `<!-- name -->` and `<!-- /name -->`. Raises ValueError if a marker is missing."""
     content, markers = path.read_text("utf-8"), (f"<!-- {name} -->\n", f"<!-- /{name} -->")
@@ -344,6 +369,8 @@ def main() -> None:
     if "rare_events" in by_bench:
         page = ROOT / "docs" / "guide" / "embedding_bags.md"
         replace_section(page, "questions", embedding_tables.memory_questions(by_bench["rare_events"]["rows"]))
+    if {"speed_tricks", "compression"} <= by_bench.keys():
+        replace_section(ROOT / "docs" / "index.md", "home", home(by_bench))
     replace_section(ROOT / "README.md", "headline", headline(lines))
 
 
