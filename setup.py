@@ -42,7 +42,14 @@ EXTRAS = {
     "sklearn": ["scikit-learn>=1.9"],
     "tensorboard": ["tensorboardX>=2.6.5"],
     "wandb": ["wandb>=0.31"],
-    "docs": ["mkdocs>=1.6", "mkdocs-jupyter>=0.26", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"],
+    # ruff wraps the signatures of the API reference.
+    "docs": [
+        "mkdocs>=1.6",
+        "mkdocs-jupyter>=0.26",
+        "mkdocs-material>=9.7",
+        "mkdocstrings[python]>=1.0",
+        "ruff>=0.17.5",
+    ],
     "notebooks": ["ipykernel>=7.4", "nbclient>=0.11", "nbformat>=5.11"],
     # Independent implementations to test against; pinned, so that a failing test means a change in hpnlp.
     # On Linux, PyPI's torch is a CUDA build with several GB of libraries that no test needs. If pip also has PyTorch's

@@ -1,4 +1,4 @@
-"""Shows the fields of configs and modules in the API reference with their defaults and help, wherever these are written.
+"""Completes the API reference: import lines of functions and classes, and the defaults and help of config fields and options.
 
 A config field is `name: type = option(default, "help")`; an option of a module has comments that begin with `#:` above it.
 """
@@ -19,8 +19,23 @@ def help_of(attr: griffe.Attribute) -> str:
     return owner.__dataclass_fields__[attr.name].metadata["help"]
 
 
+def add_import_lines(module: griffe.Module, packages: tuple[griffe.Module, ...] = ()) -> None:
+    """Gives each function and class its import from the package nearest to the root that exports it, else from its module."""
+    packages = (*packages, module)
+    for name, member in module.members.items():
+        if isinstance(member, griffe.Module):
+            add_import_lines(member, packages)
+        elif isinstance(member, (griffe.Function, griffe.Class)) and not name.startswith("_"):
+            home = next((package for package in packages if name in (package.exports or ())), module)
+            member.extra["hpnlp"]["import_line"] = f"from {home.path} import {name}"
+
+
 class Fields(griffe.Extension):
-    """Gives attributes the default and the docstring that mkdocstrings would otherwise not find."""
+    """Gives objects the import line, the default and the docstring that mkdocstrings would otherwise not find."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        if pkg.path == "hpnlp":
+            add_import_lines(pkg)
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
         value = attr.value

@@ -1,13 +1,19 @@
-"""Generated parts of the documentation: the flags of each command, and every config field with its default and help."""
+"""Generated parts of the documentation: the flags of each command, every config field with its default and help, and a list of
+the modules of the API reference."""
 
 from __future__ import annotations
 
+import ast
 import html
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
+from mkdocs.config.defaults import MkDocsConfig
+
+ROOT = Path(__file__).parents[1]
 COMMANDS = (
     "train",
     "generate",
@@ -24,12 +30,12 @@ COMMANDS = (
 )
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
+def on_page_markdown(markdown: str, *, config: MkDocsConfig, **_: object) -> str:
     """Replaces each `<!-- generated: NAME -->` by its text."""
-    return re.sub(r"<!-- generated: (\w+) -->", lambda match: GENERATED[match[1]](), markdown)
+    return re.sub(r"<!-- generated: (\w+) -->", lambda match: GENERATED[match[1]](config), markdown)
 
 
-def commands() -> str:
+def commands(_: MkDocsConfig) -> str:
     """`--help` of every command, without the list of config fields, which has a section of its own."""
     sections = []
     for name in COMMANDS:
@@ -56,7 +62,7 @@ def cell(text: str) -> str:
     return html.escape(text, quote=False).replace("|", "\\|")
 
 
-def fields() -> str:
+def fields(_: MkDocsConfig) -> str:
     """A table for each section of the config; of the sections model and data one for each task."""
     from hpnlp.cli.fields import described
     from hpnlp.tasks import TASKS
@@ -75,4 +81,21 @@ def fields() -> str:
     return "\n".join(sections + common)
 
 
-GENERATED: dict[str, Callable[[], str]] = {"commands": commands, "fields": fields}
+def modules(config: MkDocsConfig) -> str:
+    """For each group of pages of the API reference, a table of its modules with the first line of their docstrings."""
+    (groups,) = (entry["API reference"] for entry in config.nav or () if "API reference" in entry)
+    sections = []
+    for group, pages in (pair for entry in groups for pair in entry.items() if isinstance(pair[1], list)):
+        lines = [f"## {group}\n", "| page | module | content |", "|---|---|---|"]
+        for title, page in (pair for entry in pages for pair in entry.items()):
+            cells = [f"[{title}]({page.removeprefix('api/')})"]
+            for name in re.findall(r"^::: (\S+)", Path(config.docs_dir, page).read_text("utf-8"), re.MULTILINE):
+                path = ROOT / name.replace(".", "/")
+                source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+                summary = (ast.get_docstring(ast.parse(source.read_text("utf-8"))) or "").partition("\n")[0]
+                lines.append(f"| {cells.pop() if cells else ''} | [`{name}`][{name}] | {cell(summary)} |")
+        sections.append("\n".join(lines))
+    return "\n\n".join(sections) + "\n"
+
+
+GENERATED: dict[str, Callable[[MkDocsConfig], str]] = {"commands": commands, "fields": fields, "modules": modules}
