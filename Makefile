@@ -64,6 +64,7 @@ docs: $(MADE)-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
 
 notebooks: $(MADE)-dev
+	$(BIN)/python .ci/notebooks.py
 	$(BIN)/jupyter nbconvert --to notebook --inplace --execute --ExecutePreprocessor.timeout=3600 \
 		--ExecutePreprocessor.record_timing=False colabs/*.ipynb
 

@@ -10,6 +10,10 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'^__version__ = "([^"]+)"', (HERE / "hpnlp/version.py").read_text("utf-8"), re.MULTILINE)[1]
 README = HERE / "README.md"
 
+# Address of the repository, such as https://github.com/OWNER/NAME. After a change, `python .ci/notebooks.py` writes it to the
+# notebooks and the README.
+REPOSITORY = ""
+
 # Lower bounds are the oldest versions that the tests run against.
 REQUIRES = [
     "absl-py>=2.5",
@@ -95,6 +99,7 @@ setup(
     description="Techniques of high-performance NLP in JAX, side by side, correct, composable and measured",
     long_description=README.read_text("utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
+    url=REPOSITORY,
     author="The hpnlp authors",
     license="Apache-2.0",
     packages=find_packages(include=["hpnlp", "hpnlp.*"]),

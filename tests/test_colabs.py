@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import re
 from collections.abc import Iterator
@@ -74,6 +75,46 @@ def test_committed_notebook_has_outputs_without_local_paths(path: Path) -> None:
     outputs = outputs_of(path)
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert not re.search(r"/(home|root|tmp|Users)/", text_of(outputs))
+
+
+@pytest.fixture(scope="module")
+def beginnings() -> Any:
+    """The module that writes the beginnings of the notebooks."""
+    spec = importlib.util.spec_from_file_location("beginnings", NOTEBOOKS[0].parents[1] / ".ci" / "notebooks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_notebooks_and_readme_begin_with_the_address_of_setup(beginnings: Any) -> None:
+    changed = [path.name for path, content in beginnings.files().items() if path.read_text("utf-8") != content]
+    assert not changed, "run python .ci/notebooks.py"
+
+
+def test_notebooks_install_from_the_repository_and_open_in_colab(beginnings: Any) -> None:
+    notebook = json.loads(NOTEBOOKS[0].read_text("utf-8"))
+    address = "https://github.com/owner/name"
+    changed = beginnings.with_beginning(notebook, NOTEBOOKS[0].name, address)
+    title, _, install = ("".join(cell["source"]) for cell in changed["cells"][:3])
+    assert f"/github/owner/name/blob/main/colabs/{NOTEBOOKS[0].name})" in title.splitlines()[2]
+    assert f'REPOSITORY = "{address}"' in install and changed["cells"][3:] == notebook["cells"][3:]
+    assert beginnings.with_beginning(changed, NOTEBOOKS[0].name, "")["cells"][0] == notebook["cells"][0]
+
+
+def test_install_cell_never_asks_the_package_index(
+    beginnings: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("subprocess.run", lambda command, check: commands.append(command))
+    with pytest.raises(SystemExit, match="set REPOSITORY"):
+        exec(beginnings.INSTALL.format(repository=""), {})
+    exec(beginnings.INSTALL.format(repository="https://github.com/owner/name"), {})
+    (tmp_path / "setup.py").touch()
+    exec(beginnings.INSTALL.format(repository=""), {})
+    assert [command[-1] for command in commands] == ["git+https://github.com/owner/name", str(tmp_path)]
 
 
 def test_attention_notebook_shows_every_mask() -> None:
