@@ -10,8 +10,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mkdocs.config.defaults import MkDocsConfig
+if TYPE_CHECKING:  # The tests import this file where mkdocs is not installed.
+    from mkdocs.config.defaults import MkDocsConfig
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = (
@@ -59,7 +61,10 @@ def paragraph(text: str) -> str:
 
 def cell(text: str) -> str:
     """Text in a cell of a Markdown table."""
-    return html.escape(text, quote=False).replace("|", "\\|")
+    escaped = html.escape(text, quote=False).replace("|", "&#124;")
+    return re.sub(
+        r"`([^`]+)`", lambda match: f"<code>{match[1].replace('*', '&#42;').replace('_', '&#95;')}</code>", escaped
+    )
 
 
 def fields(_: MkDocsConfig) -> str:
