@@ -13,7 +13,7 @@ BENCH = Path(__file__).parents[1] / "experiments" / "bench"
 def modules():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCH))
-        names = ("compression_tables", "speed_tables")
+        names = ("compression_tables", "speed_tables", "features", "results")
         yield [importlib.import_module(name) for name in names]
     for name in names:
         del sys.modules[name]
@@ -29,6 +29,36 @@ def test_techniques_without_measured_sizes_have_empty_cells(modules, tmp_path):
 def test_near_points_share_a_label(modules):
     points = modules[0].labels([0.1, 1.0, 0.101, 0.1], [70.0, 80.0, 70.1, 75.0])
     assert points == [((0.1, 70.0), "1, 3"), ((1.0, 80.0), "2"), ((0.1, 75.0), "4")]
+
+
+def test_table_of_features_lists_refusals_only(modules):
+    features = modules[2]
+    everything = features.section(["bias", "decode"], [])
+    assert everything.startswith("The 18 patterns above work with each of these 2 features: bias, decode.")
+    assert "| `pallas` | `GlobalAt` |" in everything and "| `splash` | none |" in everything
+    assert "yes" not in everything and "refused with" not in everything
+    exceptions = features.section(["bias", "decode"], ["| `Full` | bias | reason |"])
+    assert "but for the pairs in the table" in exceptions and "| `Full` | bias | reason |" in exceptions
+
+
+def test_home_page_states_measured_figures(modules):
+    row = {"task": "classification", "score": 0.5}
+    sizes = {"disk_bytes": 1, "original_disk_bytes": 20, "seconds": {"8": 1.0}, "original_seconds": {"8": 8.0}}
+    ladder = {"table": "ladder", "is_peer": False}
+    results = {
+        "speed_tricks": {
+            "rows": [
+                {**ladder, "form": "pair by pair", "seconds": 0.5, "over_first": 1.0},
+                {**ladder, "form": "one call", "seconds": 0.001, "over_first": 500.0},
+            ]
+        },
+        "compression": {
+            "rows": [{**row, "technique": "teacher"}, {**row, **sizes, "technique": "stack", "recipe": "int8"}]
+        },
+    }
+    text = modules[3].home(results)
+    assert "from 500 ms (pair by pair) to 1 ms (one call): 500 times as fast" in text
+    assert "`int8`, with 300 further steps, leaves 5 % of the bytes of a text classifier and 12 % of its time" in text
 
 
 def test_speed_tricks_name_the_size_from_which_a_device_is_faster(modules, tmp_path):

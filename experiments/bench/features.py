@@ -1,16 +1,17 @@
-"""Runs each mask with each feature of attention, and writes the table of docs/guide/attention.md.
+"""Runs each mask with each feature of attention, and writes what is refused to docs/guide/attention.md.
 
     python experiments/bench/features.py
 
-Each cell is the result of a run: the block-sparse executor against `reference`, output and log-sum-exp; or decoding with a
-cache, token by token, against the full pass. "yes" means that they agree, "refused" that an InputError was raised; any other
-outcome ends the run. The columns of the kernels list what they accept, without a run; their tests cover the rest.
+Each pair is run: the block-sparse executor against `reference`, output and log-sum-exp; or decoding with a cache, token by
+token, against the full pass. An InputError is a refusal; any other difference or error ends the run. What the kernels of other
+devices refuse is read from their checks, without a run; their tests cover the rest.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,35 +101,63 @@ def features() -> dict[str, Callable[[Any], None]]:
     }
 
 
-def outcome(feature: Callable[[Any], None], mask: Mask | PerHead) -> str:
+def refusal(feature: Callable[[Any], None], mask: Mask | PerHead) -> str:
+    """The reason why a feature is refused for a mask; empty if the results agree."""
     try:
         feature(mask)
-    except InputError:
-        return "refused"
-    return "yes"
+    except InputError as error:
+        return str(error)
+    return ""
 
 
-def accepts(mask: Any) -> list[str]:
-    """Results of the checks of cuDNN, Pallas and Splash for bfloat16 arrays of head size 64."""
-    x = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
-    no_operands = Operands()
-    reasons = cudnn.limits(x, x, x, mask, no_operands), pallas_gpu.limits(x, x, x, mask, no_operands, interpret=True)
-    splash = splash_tpu.limits(jnp.zeros(x.shape, x.dtype), x, x, mask, no_operands) if mask.heads is None else []
-    return ["refused" if limits else "yes" for limits in (*reasons, splash)]
+# The reason why a kernel refuses masks.
+WHY = {
+    "cudnn": "its kernels compute all pairs, causal pairs and causal windows, `Causal() & Window(n)`",
+    "pallas": "the mask must be computed from the two positions by operations on elements, and indices are an array; the same "
+    "holds for functions of `Where`",
+    "splash": "",
+}
+
+
+def kernels() -> str:
+    """Markdown table of the masks and operands that each kernel refuses, for bfloat16 arrays of head size 64."""
+    x, none = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16), Operands()
+    array = jnp.zeros(x.shape, x.dtype)
+    limits = {
+        "cudnn": lambda mask: cudnn.limits(x, x, x, mask, none),
+        "pallas": lambda mask: pallas_gpu.limits(x, x, x, mask, none, interpret=True),
+        "splash": lambda mask: splash_tpu.limits(array, x, x, mask, none),
+    }
+    supports = {"cudnn": cudnn.SUPPORTS, "pallas": pallas_gpu.SUPPORTS, "splash": splash_tpu.SUPPORTS}
+    lines = ["| `impl` | refuses the masks | because | refuses the operands |", "|---|---|---|---|"]
+    for impl, accepts in limits.items():
+        refused = [f"`{name}`" for name, pattern in MASKS.items() if accepts(pattern.examples[0])]
+        accepted = [f"`{name}`" for name in MASKS if f"`{name}`" not in refused]
+        masks = f"all but {', '.join(accepted)}" if len(refused) > len(accepted) else ", ".join(refused) or "none"
+        operands = [field.name for field in dataclasses.fields(Operands) if field.name not in ("rng", "streams")]
+        missing = [f"`{name}`" for name in operands if name not in supports[impl]]
+        lines.append(f"| `{impl}` | {masks} | {WHY[impl]} | {', '.join(missing)} |")
+    return "\n".join(lines)
+
+
+def section(features: Sequence[str], refused: Sequence[str]) -> str:
+    """Markdown of the features that work together, and of what is refused. refused: rows of a table."""
+    together = f"The {len(MASKS)} patterns above work with each of these {len(features)} features"
+    table = ["| mask | refused with | because |", "|---|---|---|", *refused]
+    parts = [f"{together}{', but for the pairs in the table' if refused else ''}: {', '.join(features)}."]
+    parts += ["\n".join(table)] if refused else []
+    return "\n\n".join([*parts, "The kernels of other devices refuse:", kernels()])
 
 
 def main() -> None:
-    columns = features()
-    lines = [
-        "| mask | " + " | ".join((*columns, "cudnn", "pallas", "splash")) + " |",
-        "|---" * (len(columns) + 4) + "|",
-    ]
+    columns, refused = features(), []
     for name, pattern in MASKS.items():
         mask = pattern.examples[0]
-        cells = [outcome(feature, mask) for feature in columns.values()]
-        lines.append("| " + " | ".join((f"`{name}`", *cells, *accepts(mask))) + " |")
-        print(lines[-1], flush=True)
-    replace_section(ROOT / "docs" / "guide" / "attention.md", "features", "\n".join(lines))
+        reasons = {feature: refusal(run, mask) for feature, run in columns.items()}
+        rows = [f"| `{name}` | {feature} | {reason} |" for feature, reason in reasons.items() if reason]
+        print("\n".join(rows) or f"{name} works with all", flush=True)
+        refused += rows
+    replace_section(ROOT / "docs" / "guide" / "attention.md", "features", section(list(columns), refused))
 
 
 if __name__ == "__main__":
