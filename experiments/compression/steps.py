@@ -174,7 +174,7 @@ class Settings:
         Returns:
           The step.
         """
-        flags = [f"--from={self.workdir / source}", f"--to={self.workdir / name}", f"--recipe={recipe}"]
+        flags = [str(self.workdir / source), f"--to={self.workdir / name}", f"--recipe={recipe}"]
         steps = self.count("finetune") if finetune else 0
         flags += [f"--finetune={steps}"] if finetune else []
         flags += ["--batches=1", "--rounds=1", "--batch_sizes=1", "--calibration=1"] if self.trial else []
@@ -314,8 +314,8 @@ def exchange(settings: Settings) -> Iterator[Step]:
     w, task = settings.workdir / "huggingface", "classification, Hugging Face checkpoint"
     row = {"technique": "teacher", "task": task, "recipe": "", "like": "huggingface/int8", "is_original": True}
     yield settings.train("huggingface/classifier", "finetune.py:bert", "classification", {}, row)
-    to = ("convert", f"--from={w / 'classifier'}", f"--to={w / 'checkpoint'}")
-    back = ("convert", f"--from={w / 'checkpoint'}", f"--to={w / 'run'}")
+    to = ("convert", str(w / "classifier"), f"--to={w / 'checkpoint'}")
+    back = ("convert", str(w / "checkpoint"), f"--to={w / 'run'}")
     yield Step("huggingface/checkpoint", to, "config.json", ("huggingface/classifier",), 15)
     yield Step("huggingface/run", back, "config.json", ("huggingface/checkpoint",), 15)
     # The checkpoint holds no data and no settings of training.

@@ -130,9 +130,57 @@ def required(name: str, example: str) -> str:
     value = getattr(FLAGS, name)
     if not value:
         raise InputError(f"--{name} is required, for example --{name}={example}")
-    if name == "workdir" and Path(value).exists() and not Path(value).is_dir():
-        raise InputError(f"--workdir={value} is a file: use a directory, for example --workdir={example}")
-    return value
+    return check_no_file(value, example) if name == "workdir" else value
+
+
+def check_no_file(workdir: str, example: str) -> str:
+    """Checks that a directory to write is no file.
+
+    Args:
+      workdir: The directory, which need not exist.
+      example: A directory for the error message.
+
+    Returns:
+      `workdir`.
+
+    Raises:
+      InputError: It is a file.
+    """
+    if Path(workdir).exists() and not Path(workdir).is_dir():
+        raise InputError(f"{workdir} is a file: use a directory, for example --workdir={example}")
+    return workdir
+
+
+def named_runs(arguments: Sequence[str], usage: str, flag: str) -> list[str]:
+    """The runs that a command reads: its positional arguments, or the value of a flag that earlier versions took.
+
+    Args:
+      arguments: The positional arguments.
+      usage: The command with its run, for messages, as in "hpnlp compress RUN --to=RUN2".
+      flag: Name of the flag that also names the run.
+
+    Returns:
+      The names, at least one.
+
+    Raises:
+      InputError: No run is named, or the arguments and the flag name different runs.
+    """
+    value = FLAGS[flag].value
+    if value and arguments and value != ",".join(arguments):
+        raise InputError(f"{' '.join(arguments)} and --{flag}={value} name different runs: leave out one of them")
+    if arguments:
+        return list(arguments)
+    if not value:
+        raise InputError(f"no run: write {usage}, where RUN is its directory, such as runs/bytes")
+    return [value]
+
+
+def named_run(arguments: Sequence[str], usage: str, flag: str) -> str:
+    """The one run that a command reads; see `named_runs`."""
+    names = named_runs(arguments, usage, flag)
+    if len(names) > 1:
+        raise InputError(f"{' '.join(names)}: expected one run: write {usage}")
+    return names[0]
 
 
 def plot_path(out: str, name: str, flag: str = "out") -> Path:

@@ -15,7 +15,7 @@ from hpnlp.training import signals
 from hpnlp.types import InputError
 
 USAGE = """
-hpnlp compress --from=RUN --to=RUN2 --recipe="heads(0.5),mlp(0.5),int8" [--finetune=STEPS] [--rewind=RUN@STEP]
+hpnlp compress RUN --to=RUN2 --recipe="heads(0.5),mlp(0.5),int8" [--finetune=STEPS] [--rewind=RUN@STEP]
     [--config.section.field=value ...]
 
 Applies the stages of a recipe to the model of a run, one after the other, and writes the result to RUN2, which `hpnlp generate`
@@ -35,7 +35,7 @@ removed stay 0. It has the run's config, in which fields of data, optimizer, tra
 before this training: a lottery ticket. Its controls are --rewind=random, other first values, and magnitude(0.1, by=random).
 """
 
-flags.DEFINE_string("from", None, "Directory of the run.")
+flags.DEFINE_string("from", None, "The same as RUN.")
 flags.DEFINE_string("to", None, "Directory of the compressed model, which must not hold a run.")
 flags.DEFINE_string("recipe", None, "Stages, separated by commas.")
 flags.DEFINE_integer(
@@ -60,9 +60,8 @@ def run(argv: Sequence[str]) -> None:
     if (parent := os.environ.pop(signals.PARENT, "")).isdecimal():
         signals.follow(int(parent))
     argv, overrides = experiment.split(argv)
-    cli.parse(argv, USAGE)
-    f = cli.FLAGS
-    source, target, recipe = cli.required("from", "RUN"), cli.required("to", "RUN2"), cli.required("recipe", '"int8"')
+    source = cli.named_run(cli.parse(argv, USAGE, positional=True), "hpnlp compress RUN --to=RUN2", "from")
+    f, target, recipe = cli.FLAGS, cli.required("to", "RUN2"), cli.required("recipe", '"int8"')
     if not re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", f.batch_sizes):
         raise InputError(f"--batch_sizes={f.batch_sizes}: expected numbers of sequences, as 1,8,32")
     cli.prepare_jax()

@@ -14,22 +14,24 @@ from typing import Any
 from absl import flags
 
 from hpnlp import cli
+from hpnlp.cli import run_names
 from hpnlp.spec import parse_one
+from hpnlp.training.contents import LOCK, Contents, check_run, contents_of, locked
 from hpnlp.types import InputError
 
 USAGE = """
-hpnlp convert --from=DIR --to=runs/x [--dtype=bfloat16]
-hpnlp convert --from=runs/x --to=DIR [--dtype=bfloat16] [--step=N]
+hpnlp convert DIR --to=RUN [--dtype=bfloat16]
+hpnlp convert RUN --to=DIR [--dtype=bfloat16] [--step=N]
 
 Converts a directory with config.json, model.safetensors (or several files with an index) and tokenizer.json to a run at step 0,
 for `hpnlp generate` and `hpnlp train`. Converts a run to such a directory, for transformers; matrices of a compressed run are
-written as the numbers that they represent. Families:
+written as the numbers that they represent. RUN@STEP is the checkpoint of a step. Families:
 
   language models                                        llama, mistral, qwen2, qwen3, gemma, gemma2, gpt2
   masked words, labels of texts and labels of tokens     bert, roberta, distilbert, mobilebert
 """
 
-flags.DEFINE_string("from", None, "Directory of a Hugging Face checkpoint, or of a run.")
+flags.DEFINE_string("from", None, "The same as DIR or RUN, the directory that is read.")
 flags.DEFINE_string("to", None, "Directory to write: a run, or a Hugging Face checkpoint.")
 flags.DEFINE_string(
     "dtype", "float32", "Dtype of the run's computation, or of the checkpoint's tensors: float32, bfloat16 or float16."
@@ -57,46 +59,45 @@ def run(argv: Sequence[str]) -> None:
     Raises:
       InputError: A flag or the source is invalid, or the target cannot be written.
     """
-    cli.parse(argv, USAGE)
-    source, target = Path(cli.required("from", "DIR")), Path(cli.required("to", "runs/x"))
+    arguments = cli.parse(argv, USAGE, positional=True)
+    name = cli.named_run(arguments, "hpnlp convert RUN --to=DIR or hpnlp convert DIR --to=RUN", "from")
+    directory, step = run_names.expand_one(name, cli.FLAGS.step)
+    source = Path(directory)
+    target = Path(cli.required("to", "runs/x"))
     if cli.FLAGS.dtype not in DTYPES:
         raise InputError(f"--dtype={cli.FLAGS.dtype}: expected {', '.join(DTYPES)}")
-    _check_source(source)
+    is_checkpoint = contents_of(source) is Contents.CHECKPOINT
+    _check_source(source, is_checkpoint, step)
     _check_target(target)
     cli.prepare_jax()
+    if is_checkpoint:
+        from hpnlp.training.checkpoint import checked_directory
+
+        checked_directory(target, "--to")
     try:
-        if _is_run(source):
-            _to_checkpoint(source, target)
-        else:
-            _to_run(source, target)
+        with locked(target):
+            _check_target(target)  # again, since another process may have written to it
+            if is_checkpoint:
+                _to_run(source, target)
+            else:
+                _to_checkpoint(source, target, step)
+                (target / LOCK).unlink()  # a checkpoint is handed on with all of its files
     except OSError as error:
         if str(error.filename or "").startswith(str(source)):
             raise InputError(
-                f"cannot read {error.filename} ({error.strerror}): repair it, or use another --from"
+                f"cannot read {error.filename} ({error.strerror}): repair it, or use another directory"
             ) from error
         raise InputError(
             f"cannot write --to={target} ({error.strerror}): free some space, or use another directory"
         ) from error
 
 
-def _is_run(source: Path) -> bool:
-    """Whether a directory holds a run, which has metrics even before its first checkpoint, or a compressed model."""
-    from hpnlp.compress.files import WEIGHTS_FILE
-
-    return any((source / name).exists() for name in ("checkpoints", "metrics.jsonl", WEIGHTS_FILE))
-
-
-def _check_source(source: Path) -> None:
-    """Raises InputError where `source` is not a directory, or lacks what the flags name."""
-    if not source.is_dir():
-        problem = "is a file" if source.is_file() else "is not a directory"
-        raise InputError(
-            f"--from={source} {problem}: use the directory of a run, or of a checkpoint with its config.json"
-        )
-    if cli.FLAGS.step is not None and not _is_run(source):
-        raise InputError(
-            f"--step={cli.FLAGS.step}: {source} is a Hugging Face checkpoint, which has no steps: remove --step"
-        )
+def _check_source(source: Path, is_checkpoint: bool, step: int | None) -> None:
+    """Raises InputError where `source` holds neither a run nor a checkpoint, or a step is named of a checkpoint."""
+    if not is_checkpoint:
+        check_run(source, " and no Hugging Face checkpoint")
+    if step is not None and is_checkpoint:
+        raise InputError(f"--step={step}: {source} is a Hugging Face checkpoint, which has no steps: remove --step")
     for name in (*TOKENIZER, *COMPANIONS):
         path = source / name
         if os.path.lexists(path) and not path.is_file():
@@ -105,9 +106,8 @@ def _check_source(source: Path) -> None:
 
 def _check_target(target: Path) -> None:
     """Raises InputError where `target` cannot be made or holds a run or checkpoint, before any weights are read."""
-    for name in ("config.json", "checkpoints", "weights.hpnlp"):
-        if os.path.lexists(target / name):
-            raise InputError(f"--to={target} already holds {name}: use an empty directory")
+    if target.is_dir() and (held := contents_of(target)) not in (Contents.NOTHING, Contents.OTHER):
+        raise InputError(f"--to={target} already holds {held.value}: use an empty directory")
     parent = next(path for path in (target, *target.absolute().parents) if os.path.lexists(path))
     if not parent.is_dir():
         raise InputError(f"cannot write --to={target}: {parent} is not a directory: use another directory")
@@ -131,9 +131,8 @@ def _to_run(source: Path, target: Path) -> None:
     from hpnlp.tasks.vocabulary import Vocabulary
     from hpnlp.training import config
     from hpnlp.training import run_directory as runs
-    from hpnlp.training.checkpoint import Checkpointer, checked_directory
+    from hpnlp.training.checkpoint import Checkpointer
 
-    checked_directory(target, "--to")
     model, labels = convert.load_config(source, cli.FLAGS.dtype), convert.labels(source)
     task = TASKS[convert.family_in(source).task]
     convert.eos_ids(source)  # raises where they cannot be read
@@ -145,7 +144,6 @@ def _to_run(source: Path, target: Path) -> None:
         values, Vocabulary(tokenizers.load(str(source)), labels)
     )  # raises where the tokenizer does not fit the model
     _, params = convert.load(source, cli.FLAGS.dtype)
-    target.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpointer(target)
     checkpoints.save_params(params)
     checkpoints.check_saved(0, params)
@@ -159,13 +157,13 @@ def _to_run(source: Path, target: Path) -> None:
     (target / "config.json").write_text(config.to_json(values))
     for remark in [*convert.remarks(source), *convert.generation_remarks(source)]:
         print(f"{target}: {remark}")
-    following = f"hpnlp generate --workdir={target} --prompt=..."
+    following = f"hpnlp generate {target} --prompt=..."
     if task.name != "lm":
         following = f"hpnlp train --config.task={task.name} --config.train.init_from={target} ..."
     print(f"{target}: a run at step 0. Next: {following}")
 
 
-def _to_checkpoint(source: Path, target: Path) -> None:
+def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
     """Writes a Hugging Face checkpoint with the model and the tokenizer of a run."""
     from hpnlp import tasks
     from hpnlp.data import tokenizers
@@ -176,7 +174,7 @@ def _to_checkpoint(source: Path, target: Path) -> None:
 
     values = runs.load_config(source)
     runs.check_task(source, values, convert.TASKS, "convert")
-    run, labels = runs.load(source, cli.FLAGS.step), runs.load_vocabulary(source, values).labels
+    run, labels = runs.load(source, step), runs.load_vocabulary(source, values).labels
     tokenizer, model = run.tokenizer, run.model.config
     kind = tasks.find(run.config.task).input_kind(run.config.data)
     with tempfile.TemporaryDirectory() as scratch:

@@ -67,7 +67,7 @@ def run(argv: Sequence[str]) -> None:
     argv, overrides = experiment.split(argv)
     runs = cli.parse(argv, USAGE, positional=True)
     if not runs:
-        raise InputError("expected a run: write hpnlp evaluate RUN, the workdir of a run")
+        raise InputError("no run: write hpnlp evaluate RUN, where RUN is its directory, such as runs/bytes")
     cli.prepare_jax()
 
     from hpnlp import tasks

@@ -8,6 +8,7 @@ from pathlib import Path
 from absl import flags
 
 from hpnlp import cli
+from hpnlp.cli import run_names
 from hpnlp.types import InputError
 
 USAGE = """
@@ -26,6 +27,7 @@ StableHLO, for any number of sequences B, is called in Python with JAX alone:
 ONNX (pip install onnx) has a fixed number of sequences, and is run by onnxruntime and others.
 """
 
+flags.DEFINE_string("workdir", None, "The same as RUN.")
 flags.DEFINE_string("to", None, "File to write; an older one is replaced.")
 flags.DEFINE_enum("format", "stablehlo", ["stablehlo", "onnx"], "Format of the file.")
 flags.DEFINE_integer("length", 0, "Tokens of a sequence; 0 for data.seq_len of the run.", lower_bound=0)
@@ -47,9 +49,7 @@ def run(argv: Sequence[str]) -> None:
     Raises:
       InputError: A flag or the run is invalid, or the format does not have such a model.
     """
-    runs = cli.parse(argv, USAGE, positional=True)
-    if len(runs) != 1:
-        raise InputError("expected one run: write hpnlp export RUN --to=FILE")
+    workdir = cli.named_run(cli.parse(argv, USAGE, positional=True), "hpnlp export RUN --to=FILE", "workdir")
     f, target = cli.FLAGS, Path(cli.required("to", "model.stablehlo"))
     if target.is_dir() or not target.absolute().parent.is_dir():
         raise InputError(f"--to={target}: expected a file in a directory that exists")
@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> None:
     from hpnlp.models.export.functions import logits_function
     from hpnlp.training import run_directory
 
-    loaded = run_directory.load(runs[0], f.step)
+    loaded = run_directory.load(*run_names.expand_one(workdir, f.step))
     function = logits_function(loaded.model, loaded.params, f.length or loaded.config.data.seq_len)
     if f.format == "stablehlo":
         stablehlo.write(function, target, batch=f.batch, platforms=f.platforms)

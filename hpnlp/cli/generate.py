@@ -24,20 +24,21 @@ if TYPE_CHECKING:
     from hpnlp.training.run_directory import Run
 
 USAGE = """
-hpnlp generate --workdir=runs/bytes --prompt="def " --tokens=200 --temperature=0.8 --top_p=0.95 --seed=0
+hpnlp generate RUN [RUN ...] --prompt="def " --tokens=200 --temperature=0.8 --top_p=0.95 --seed=0
 
-Continues prompts with the model of a run. Several prompts of any lengths (--prompt given more than once) are one batch. The
-text of a single prompt is streamed to stdout, the texts of several are printed at the end; timings are printed to stderr.
---prompt_file=- reads prompts from stdin: printf "def \\nclass " | hpnlp generate --workdir=runs/bytes --prompt_file=-
+Continues prompts with the model of a run, such as runs/bytes. Several prompts of any lengths (--prompt given more than once)
+are one batch. The text of a single prompt is streamed to stdout, the texts of several are printed at the end; timings are
+printed to stderr.
+--prompt_file=- reads prompts from stdin: printf "def \\nclass " | hpnlp generate runs/bytes --prompt_file=-
 
---workdir=runs/a,runs/b averages the probabilities of several runs with one vocabulary; RUN@STEP is the checkpoint of a step,
-RUN@last3 the newest three checkpoints of a run, and SWEEP@best3 the three best finished runs of a directory.
+The probabilities of several runs with one vocabulary are averaged; RUN@STEP is the checkpoint of a step, RUN@last3 the newest
+three checkpoints of a run, and SWEEP@best3 the three best finished runs of a directory.
 """
 
 MAX_PROMPT_BYTES = 1 << 26  # limit of the total size of the prompts in a file
 LONG_PROMPT = 4096  # tokens from which on the prefill is announced
 
-flags.DEFINE_string("workdir", None, "Directory of the run; several, separated by commas, are an ensemble.")
+flags.DEFINE_string("workdir", None, "The same as RUN; several runs are separated by commas.")
 flags.DEFINE_multi_string(
     "prompt", [], "Text to continue; may be given more than once. Without a prompt, the model starts from nothing."
 )
@@ -59,14 +60,15 @@ def run(argv: Sequence[str]) -> None:
     Raises:
       InputError: A flag, a prompt or the run is invalid.
     """
-    cli.parse(argv, USAGE)
-    prompts, workdir = _prompts(), cli.required("workdir", "runs/bytes")
+    names = cli.named_runs(cli.parse(argv, USAGE, positional=True), "hpnlp generate RUN --prompt=TEXT", "workdir")
+    prompts = _prompts()
     cli.prepare_jax()
 
     from hpnlp.data.prompt import prompt_bytes
     from hpnlp.training import ensembles, run_directory
 
-    members = run_names.expand([workdir] if os.path.exists(workdir) else workdir.split(","), cli.FLAGS.step)
+    names = [part for name in names for part in ([name] if os.path.exists(name) else name.split(","))]
+    members = run_names.expand(names, cli.FLAGS.step)
     for directory, _ in members:
         run_directory.check_task(directory, run_directory.load_config(directory), ensembles.TASKS, "generate")
     loaded = ensembles.load_ensemble(members)

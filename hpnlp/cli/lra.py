@@ -196,23 +196,23 @@ def _train(names: Sequence[str], specs: Sequence[str], is_all: bool, overrides: 
     steps, minutes = _parse_budget(cli.FLAGS.budget, overrides)
     overrides = [*overrides, *([f"--config.train.steps={steps}"] if steps else [])]
     by_task = {name: _resolved(name, specs, is_all, overrides) for name in names}
-    members.make_directory(workdir)
-    if not minutes:
-        by_task = {name: members.in_old_directories(of_task, workdir / name) for name, of_task in by_task.items()}
-        for name, of_task in by_task.items():
-            members.check_directories(of_task, workdir / name)
     finished: dict[str, list[Path]] = {}
     failed: dict[str, int] = {}
-    for name, of_task in by_task.items():
-        directory = workdir / name
-        members.make_directory(directory)
-        if minutes:
-            of_task = members.in_old_directories(_with_steps(name, of_task, minutes, directory), directory)
-            members.check_directories(of_task, directory)
-        finished[name], codes = members.train(of_task, directory)
-        failed |= {f"{name}/{member}": code for member, code in codes.items()}
-    if any(finished.values()):
-        _write_scores(finished, workdir)
+    with members.written(workdir):
+        if not minutes:
+            by_task = {name: members.in_old_directories(of_task, workdir / name) for name, of_task in by_task.items()}
+            for name, of_task in by_task.items():
+                members.check_directories(of_task, workdir / name)
+        for name, of_task in by_task.items():
+            directory = workdir / name
+            with members.written(directory):
+                if minutes:
+                    of_task = members.in_old_directories(_with_steps(name, of_task, minutes, directory), directory)
+                    members.check_directories(of_task, directory)
+                finished[name], codes = members.train(of_task, directory)
+            failed |= {f"{name}/{member}": code for member, code in codes.items()}
+        if any(finished.values()):
+            _write_scores(finished, workdir)
     if failed:
         raise cli.InputError(members.failure_message(failed, sum(map(len, by_task.values()))))
 
@@ -270,12 +270,12 @@ def _measure(
     of_task: dict[str, Member] = {}
     for length in lengths:
         of_task |= _resolved(task, specs, is_all, overrides, length)
-    members.make_directory(workdir)
-    if rows := _measured(task, of_task, workdir / "efficiency.json"):
-        text = table.render_efficiency(rows)
-        replace_text(workdir / "efficiency.md", text)
-        plots.plot_efficiency(rows, workdir / "efficiency.png")
-        print(f"{text}\nwritten: {workdir}/efficiency.json, .md and .png", flush=True)
+    with members.written(workdir):
+        if rows := _measured(task, of_task, workdir / "efficiency.json"):
+            text = table.render_efficiency(rows)
+            replace_text(workdir / "efficiency.md", text)
+            plots.plot_efficiency(rows, workdir / "efficiency.png")
+            print(f"{text}\nwritten: {workdir}/efficiency.json, .md and .png", flush=True)
     if len(rows) < len(of_task):
         raise cli.InputError(f"{len(of_task) - len(rows)} of {len(of_task)} measurements failed, see the errors above")
 

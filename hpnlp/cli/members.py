@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -223,22 +223,30 @@ def is_finished(member: Member, directory: Path) -> bool:
     return (directory / "report.json").exists() and not differences(load_config(directory), member.config)
 
 
-def make_directory(workdir: Path) -> None:
-    """Makes the directory of members.
+@contextlib.contextmanager
+def written(workdir: Path) -> Iterator[None]:
+    """Makes the directory of members, and locks it against other processes.
 
     Args:
       workdir: The directory.
 
+    Yields:
+      None, while the directory is locked.
+
     Raises:
-      InputError: Checkpoints could not be written to it or read back.
+      InputError: The directory holds a run or a model itself, cannot be written, or another process has locked it; or
+        checkpoints in it could not be read back.
     """
     from hpnlp.training.checkpoint import checked_directory
+    from hpnlp.training.contents import Contents, contents_of, locked
 
     checked_directory(workdir)
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cli.InputError(f"cannot make --workdir={workdir} ({error.strerror}): use another directory") from error
+    if (held := contents_of(workdir)) not in (Contents.NOTHING, Contents.OTHER):
+        raise cli.InputError(
+            f"--workdir={workdir} holds {held.value}: choose another directory, which holds the directories of all runs"
+        )
+    with locked(workdir):
+        yield
 
 
 def failure_message(failed: Mapping[str, int], members: int) -> str:

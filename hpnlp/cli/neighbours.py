@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from hpnlp import cli
+from hpnlp.cli import run_names
 from hpnlp.types import InputError
 
 if TYPE_CHECKING:
     from hpnlp.retrieval.word_vectors import WordVectorTable
 
 USAGE = """
-hpnlp neighbours WORD ["A - B + C" ...] --workdir=runs/words | --vectors=FILE [--count=10] [--draw=words.png] [--save=FILE]
+hpnlp neighbours RUN WORD ["A - B + C" ...] [--count=10] [--draw=words.png] [--save=FILE]
+hpnlp neighbours --vectors=FILE WORD ["A - B + C" ...] [--count=10] [--draw=words.png] [--save=FILE]
 
 Lists the words whose vectors have the largest cosine with that of a word, or with a sum of unit vectors such as "king - man +
 woman", whose words are left out. The vectors are the embedding of a run of any task that embeds tokens, or a file in the
@@ -25,7 +27,7 @@ first two principal components. --save writes the vectors as a file of word2vec,
 
 FREQUENT = 60  # most frequent words that a picture shows beside the words of the command
 
-flags.DEFINE_string("workdir", None, "Directory of the run.")
+flags.DEFINE_string("workdir", None, "The same as RUN.")
 flags.DEFINE_string(
     "vectors", None, "File of word vectors in the text or binary format of word2vec, in place of a run."
 )
@@ -46,14 +48,12 @@ def run(argv: Sequence[str]) -> None:
     Raises:
       InputError: A word, a flag, the run or the file is invalid.
     """
-    expressions = cli.parse(argv, USAGE, positional=True)
+    workdir, expressions = _run_and_words(cli.parse(argv, USAGE, positional=True))
     f = cli.FLAGS
     if not expressions and not f.draw and not f.save:
-        raise InputError("no word: write hpnlp neighbours WORD --workdir=runs/words, or pass --draw or --save")
-    if bool(f.workdir) == bool(f.vectors):
-        raise InputError("pass one of --workdir=RUN and --vectors=FILE, which name the word vectors")
+        raise InputError("no word: write hpnlp neighbours RUN WORD, or pass --draw or --save")
     picture = None if f.draw is None else cli.plot_path(f.draw, "words.png", "draw")
-    table = _table()
+    table = _table(workdir)
     neighbours = {expression: table.evaluate(expression, f.count) for expression in expressions}
     for expression, near in neighbours.items():
         print(f"{expression}\n" + "\n".join(f"  {cosine:.3f}  {word}" for word, cosine in near))
@@ -68,10 +68,26 @@ def run(argv: Sequence[str]) -> None:
         print(f"{f.save}: {len(writable):,} words")
 
 
-def _table() -> WordVectorTable:
-    """The vectors that the flags name."""
+def _run_and_words(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """The run, "" for --vectors, and the words of the positional arguments, of which the first is the run unless a flag is."""
     f = cli.FLAGS
+    if f.vectors and f.workdir:
+        raise InputError(
+            f"--vectors={f.vectors} and --workdir={f.workdir} both name word vectors: leave out one of them"
+        )
     if f.vectors:
+        return "", list(arguments)
+    from hpnlp.training.contents import Contents, contents_of
+
+    is_run = [contents_of(name) in (Contents.RUN, Contents.COMPRESSED) for name in arguments[:1]]
+    count = 1 if any(is_run) or not f.workdir else 0
+    return cli.named_run(arguments[:count], "hpnlp neighbours RUN WORD", "workdir"), list(arguments[count:])
+
+
+def _table(workdir: str) -> WordVectorTable:
+    """The vectors of a run, or of --vectors."""
+    f = cli.FLAGS
+    if not workdir:
         from hpnlp.retrieval.word2vec_files import load_word2vec
 
         return load_word2vec(f.vectors)
@@ -79,7 +95,7 @@ def _table() -> WordVectorTable:
     from hpnlp.tasks.word_embeddings import vectors_of
     from hpnlp.training import run_directory
 
-    loaded = run_directory.load(cli.required("workdir", "runs/words"), f.step)
+    loaded = run_directory.load(*run_names.expand_one(workdir, f.step))
     return vectors_of(loaded.params, loaded.tokenizer)
 
 

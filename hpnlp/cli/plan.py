@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # these import JAX, whose platform is chosen by the flags
 USAGE = """
 hpnlp plan --config=experiments/lm/bytes.py --devices=512 --device=h200 [--config.plan.name=zero3 ...]
 hpnlp plan --config=experiments/lm/bytes.py --recipe="heads(0.5),int8" [--config.model.dim=512 ...]
-hpnlp plan --from=RUN [--recipe="heads(0.5),int8"]
+hpnlp plan RUN [--recipe="heads(0.5),int8"]
 
 Estimates the memory, work and communication of each device in a training step, a lower bound of its time by the device's data
 sheet, and, where the step does not fit, the smallest change that makes it fit. Nothing is trained; no accelerator is needed.
@@ -36,11 +36,11 @@ sizes of tensor, pipeline and sequence that are powers of two, with each stage o
 for these devices and this model, --depth and --out use the first plan of the ranking.
 
 --recipe prints the parameters, the bytes in memory and the bytes on disk of the model after each stage of `hpnlp compress`,
-without weights. Of a compressed run, --from alone prints those of its file.
+without weights. Of a compressed RUN, the bytes are those of its file.
 """
 
 flags.DEFINE_string("config", None, "Experiment file, which defines get_config().")
-flags.DEFINE_string("from", None, "Directory of a run, whose model --recipe compresses, or that is compressed.")
+flags.DEFINE_string("from", None, "The same as RUN, whose model --recipe compresses, or which is compressed.")
 flags.DEFINE_string("recipe", "", "Stages of a compression whose sizes are planned, see hpnlp compress.")
 flags.DEFINE_integer("devices", 8, "Number of devices.", lower_bound=1, upper_bound=2**31 - 1)
 flags.DEFINE_string("device", "h100", "Kind of device: a100, h100, h200, v5e, v5p, or cpu (this machine, measured).")
@@ -70,10 +70,13 @@ def run(argv: Sequence[str]) -> None:
 def _run(argv: Sequence[str]) -> None:
     """Plans a step with the settings of the flags, and prints and draws the result."""
     argv, overrides = experiment.split(argv)
-    cli.parse(argv, USAGE)
-    _check_no_sizes_of_steps()
-    if cli.FLAGS["from"].value is not None:
-        _print_sizes_of_run(cli.FLAGS["from"].value, overrides)
+    arguments = cli.parse(argv, USAGE, positional=True)
+    workdir = ""
+    if arguments or cli.FLAGS["from"].present:
+        workdir = cli.named_run(arguments, "hpnlp plan RUN --recipe=RECIPE", "from")
+    _check_no_sizes_of_steps(workdir)
+    if workdir:
+        _print_sizes_of_run(workdir, overrides)
         return
     values = experiment.read(cli.required("config", experiment.EXAMPLE), overrides)
     _simulate_devices()
@@ -113,12 +116,14 @@ def _run(argv: Sequence[str]) -> None:
         print(render.draw(costs, device, f.device, out))
 
 
-def _check_no_sizes_of_steps() -> None:
+def _check_no_sizes_of_steps(workdir: str) -> None:
     """Raises InputError for flags about training steps where the sizes of a model are asked for."""
-    asked = [name for name in ("from", "recipe") if cli.FLAGS[name].present]
+    asked = workdir or ("--recipe" if cli.FLAGS["recipe"].present else "")
     ignored = [name for name in ("devices", "device", "depth", "search", "out") if cli.FLAGS[name].present]
     if asked and ignored:
-        raise InputError(f"--{asked[0]} prints sizes of a model, not of a training step: leave out --{ignored[0]}")
+        raise InputError(
+            f"{asked}: the sizes of a model are printed, not those of a training step: leave out --{ignored[0]}"
+        )
 
 
 def _print_sizes(values: Any) -> None:
@@ -132,7 +137,7 @@ def _print_sizes(values: Any) -> None:
 def _print_sizes_of_run(workdir: str, overrides: Any) -> None:
     """Prints the sizes of a run's model after each stage of --recipe, or those of a compressed run."""
     if cli.FLAGS.config is not None or overrides:
-        raise InputError(f"--from={workdir} has a config of its own: leave out --config")
+        raise InputError(f"{workdir} has a config of its own: leave out --config")
     _simulate_devices()
     cli.prepare_jax()  # silences orbax
 

@@ -40,6 +40,25 @@ def expand(names: Sequence[str], step: int | None = None) -> list[tuple[str, int
     return members
 
 
+def expand_one(name: str, step: int | None = None) -> tuple[str, int | None]:
+    """The one checkpoint that a name stands for.
+
+    Args:
+      name: As for `expand`.
+      step: Step of the checkpoint for a name without one.
+
+    Returns:
+      `(workdir, step or None for the best checkpoint)`.
+
+    Raises:
+      InputError: As `expand`, or the name stands for several checkpoints.
+    """
+    members = expand([name], step)
+    if len(members) > 1:
+        raise InputError(f"{name} names {len(members)} checkpoints: name one, as RUN or RUN@STEP")
+    return members[0]
+
+
 def _newest(workdir: str, count: int) -> list[int]:
     """Steps of the newest checkpoints of a run, ascending."""
     steps = sorted(int(path.name) for path in (Path(workdir) / "checkpoints").glob("[0-9]*") if path.name.isdecimal())

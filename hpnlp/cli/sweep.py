@@ -40,14 +40,14 @@ def run(argv: Sequence[str]) -> None:
     cli.parse(argv, USAGE)
     path, workdir = cli.required("config", experiment.EXAMPLE), Path(cli.required("workdir", "runs/sweep"))
     in_sweep = _resolve_members(path, _load_sweep(path), overrides)
-    members.make_directory(workdir)
-    in_sweep = members.in_old_directories(in_sweep, workdir)
-    members.check_directories(in_sweep, workdir)
-    finished, failed = members.train(in_sweep, workdir)
-    if finished:
-        from hpnlp import report
+    with members.written(workdir):
+        in_sweep = members.in_old_directories(in_sweep, workdir)
+        members.check_directories(in_sweep, workdir)
+        finished, failed = members.train(in_sweep, workdir)
+        if finished:
+            from hpnlp import report
 
-        print(report.compare(finished, workdir / "compare.png"), flush=True)
+            print(report.compare(finished, workdir / "compare.png"), flush=True)
     if failed:
         raise cli.InputError(members.failure_message(failed, len(in_sweep)))
 

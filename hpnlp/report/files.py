@@ -12,6 +12,7 @@ from hpnlp.atomic_file import replace_bytes
 from hpnlp.data.files import is_special
 from hpnlp.spec import UnknownNameError
 from hpnlp.tasks import Task
+from hpnlp.training.contents import Contents, check_run, contents_of
 from hpnlp.types import InputError
 
 # Numbers and sections of report.json that a comparison of runs reads, beside those of the task.
@@ -95,8 +96,12 @@ def read_report(workdir: str | Path) -> dict[str, Any]:
             raise ValueError(fault)
         return report
     except (FileNotFoundError, NotADirectoryError):
-        if not Path(workdir).is_dir():
-            raise InputError(f"there is no directory {str(workdir)!r}: name the workdir of a run") from None
+        check_run(workdir)
+        if contents_of(workdir) is Contents.COMPRESSED:
+            raise InputError(
+                f"{workdir} holds a compressed model, which has no report.json: hpnlp evaluate {workdir} scores it, and its "
+                "compress.md compares it with its run"
+            ) from None
         raise InputError(
             f"{workdir} has no report.json: finish the run first, with the command that began it"
         ) from None

@@ -118,7 +118,7 @@ class LanguageModelReport(TaskReport):
     def commands(self, workdir: Path, config: Any) -> dict[str, list[str]]:
         if not config.model.decodes:
             return {}
-        return {"continue a text": ["generate", f"--workdir={workdir}", *_generation(workdir, config)]}
+        return {"continue a text": ["generate", str(workdir), *_generation(workdir, config)]}
 
     def rank(self, reports: Mapping[str, Report]) -> Ranking:
         """Ranks runs by held-out bits per byte.

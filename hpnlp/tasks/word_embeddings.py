@@ -101,7 +101,7 @@ class WordVectorsReport(TaskReport):
         return rank_on_same_examples(reports, "pair_accuracy", higher_is_better=True)
 
     def commands(self, workdir: Any, config: Any) -> dict[str, list[str]]:
-        return {"list the neighbours of a word": ["neighbours", "WORD", f"--workdir={workdir}"]}
+        return {"list the neighbours of a word": ["neighbours", str(workdir), "WORD"]}
 
 
 class WordEmbeddings(LanguageModel):

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hpnlp.compress.files import has_weights
+from hpnlp.data.files import is_special
 from hpnlp.types import InputError
 
 LOCK = ".lock"
 # Record of `hpnlp compress` in a directory that it has begun to write, removed when the model is finished.
 UNFINISHED_FILE = ".compression"
 _MODEL_TYPE = b'"model_type"'  # field of the config.json of a Hugging Face checkpoint
+_CHECKPOINT_FILES = (".safetensors", ".safetensors.index.json")  # of which a run has none
 
 
 class Contents(enum.Enum):
@@ -29,8 +31,11 @@ class Contents(enum.Enum):
     OTHER = "other files"
 
 
+_READABLE = (Contents.RUN, Contents.COMPRESSED)  # what commands that read a run take
+
+
 def contents_of(directory: str | os.PathLike[str]) -> Contents:
-    """Determines what a directory holds, by its config.json and by the records that commands leave.
+    """Determines what a directory holds, by its config.json, its weights and the records that commands leave.
 
     Args:
       directory: The directory, which need not exist.
@@ -40,22 +45,57 @@ def contents_of(directory: str | os.PathLike[str]) -> Contents:
     """
     path = Path(directory)
     try:
-        if not any(name != LOCK for name in os.listdir(path)):
-            return Contents.NOTHING
-    except OSError:
+        names = [name for name in os.listdir(path) if name != LOCK]
+    except (OSError, ValueError):  # ValueError: a null character in the path
         return Contents.OTHER if os.path.lexists(path) else Contents.NOTHING
+    if not names:
+        return Contents.NOTHING
     config = path / "config.json"
+    if any(name.endswith(_CHECKPOINT_FILES) for name in names) or _has_model_type(config):
+        return Contents.CHECKPOINT
     if config.is_file():
-        try:
-            is_checkpoint = _MODEL_TYPE in config.read_bytes()
-        except OSError:
-            is_checkpoint = False
-        if is_checkpoint:
-            return Contents.CHECKPOINT
         return Contents.COMPRESSED if has_weights(path) else Contents.RUN
     if (path / UNFINISHED_FILE).exists():
         return Contents.UNFINISHED
     return Contents.RUN if has_begun(path) else Contents.OTHER
+
+
+def _has_model_type(config: Path) -> bool:
+    """Whether a config.json is that of a Hugging Face checkpoint."""
+    try:
+        return config.is_file() and _MODEL_TYPE in config.read_bytes()
+    except OSError:
+        return False
+
+
+def check_run(directory: str | os.PathLike[str], alternative: str = "") -> None:
+    """Checks that a directory holds a run or a compressed model, before a command reads it.
+
+    Args:
+      directory: The directory, which need not exist.
+      alternative: Other contents that the command reads, for the message, as in " and no Hugging Face checkpoint".
+
+    Raises:
+      InputError: It holds something else; the message names the contents and the command that makes a run of them.
+    """
+    path, held = Path(directory), contents_of(directory)
+    if held in _READABLE:
+        return
+    if held is Contents.CHECKPOINT:
+        raise InputError(f"{path} holds {held.value} and no run: hpnlp convert {path} --to=runs/x makes one of it")
+    if held is Contents.UNFINISHED:
+        raise InputError(f"{path} holds {held.value}: run its `hpnlp compress` command again")
+    try:
+        os.listdir(path)
+        if is_special(path / "config.json"):
+            raise InputError(f"{path}/config.json is not a regular file: restore it, or name another directory")
+        reason = "it is empty" if held is Contents.NOTHING else "there is no config.json"
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+    fix = "train one first, or name another directory"
+    if runs := sorted(child.parent for child in path.glob("*/config.json") if contents_of(child.parent) in _READABLE):
+        fix = f"name one of the runs in it, such as {runs[0]}"
+    raise InputError(f"{path} holds no run{alternative} ({reason}): {fix}")
 
 
 def has_checkpoints(workdir: str | os.PathLike[str]) -> bool:

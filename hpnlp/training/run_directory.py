@@ -35,7 +35,7 @@ from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import config as configs
 from hpnlp.training.checkpoint import CONVERTED_STEP, Checkpointer, checked_directory
 from hpnlp.training.config import Config
-from hpnlp.training.contents import Contents, contents_of, has_begun, has_checkpoints, locked
+from hpnlp.training.contents import Contents, check_run, contents_of, has_begun, has_checkpoints, locked
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError, Model, Tokenizer
 
@@ -83,35 +83,23 @@ def load_config(workdir: str | Path) -> Config:
       The config.
 
     Raises:
-      InputError: The directory has no config.json, or one that cannot be read.
+      InputError: The directory holds no run, or a config.json that cannot be read.
     """
+    check_run(workdir)
     path = Path(workdir) / "config.json"
-    if is_special(path):
-        raise InputError(f"{path} is not a regular file: restore it, or name another workdir")
     try:
         text = path.read_text("utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        if has_checkpoints(workdir):
-            raise InputError(
-                f"{workdir} has checkpoints and no config.json: restore it, the checkpoints cannot be read without it"
-            ) from None
-        if contents_of(workdir) is Contents.UNFINISHED:
-            raise InputError(
-                f"{workdir} holds an unfinished compression: run its `hpnlp compress` command again"
-            ) from None
+    except FileNotFoundError:
+        kind = "checkpoints" if has_checkpoints(workdir) else "metrics.jsonl"
         raise InputError(
-            f"{workdir} holds no run (there is no config.json): train one first, or name another"
+            f"{workdir} has {kind} and no config.json: restore it, the run cannot be read without it"
         ) from None
-    except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8, or a null character in the path
+    except (OSError, ValueError) as error:  # ValueError: bytes that are not UTF-8
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise InputError(f"cannot read {path} ({reason}): restore it, or name another workdir") from error
     try:
         return configs.from_json(text)
     except InputError as error:
-        if contents_of(workdir) is Contents.CHECKPOINT:
-            raise InputError(
-                f"{workdir} holds a Hugging Face checkpoint and no run: hpnlp convert --from={workdir} --to=runs/x makes one"
-            ) from None
         raise InputError(f"{workdir}: {error}") from None
 
 

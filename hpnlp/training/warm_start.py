@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.spec import parse_period
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import run_directory as runs
+from hpnlp.training.contents import Contents, contents_of
 from hpnlp.training.state_shardings import place
 from hpnlp.training.step import Trainer
 from hpnlp.types import InputError, Tokenizer
@@ -86,13 +86,12 @@ def find(directory: str | Path) -> Source:
       InputError: The directory is neither, or a file of it is absent.
     """
     path = Path(directory)
-    source = path / "config.json"
     if not path.is_dir():
         raise InputError(
             f"train.init_from={directory} is not a directory: name a run's workdir, or a directory with config.json, "
             "model.safetensors and tokenizer.json"
         )
-    if "model_type" in _read_json(source):
+    if contents_of(path) is Contents.CHECKPOINT:
         return Source(
             path,
             convert.family_in(path).task,
@@ -105,17 +104,6 @@ def find(directory: str | Path) -> Source:
     vocabulary = runs.load_vocabulary(path, config)
     model: Any = runs.make_model(config, vocabulary)
     return Source(path, config.task, model.config, vocabulary, config.data.tokenizer, is_run=True)
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    """Object in a config.json; {} if there is none, since `run_directory.load_config` reports why it cannot be read."""
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def check_tokenizer(field: str, source: Source) -> None:

@@ -211,7 +211,10 @@ def test_invalid_experiment_files_raise(error_of, tmp_path, source, message):
         ),
         (("plan", "--register=/no/such.py"), "--register: there is no file '/no/such.py': use a Python file that adds"),
         (("compare",), "no run: write hpnlp compare RUN RUN"),
-        (("compare", "/no/such/run"), "there is no directory '/no/such/run': name the workdir of a run"),
+        (
+            ("compare", "/no/such/run"),
+            "/no/such/run holds no run (No such file or directory): train one first, or name another directory",
+        ),
     ],
 )
 def test_missing_arguments_raise(error_of, argv, message):
@@ -257,13 +260,20 @@ def files(tmp_path, trained):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("generate --workdir={blank}", "blank is a file: use a directory, for example --workdir=runs/bytes"),
         ("train --config={config} --workdir={blank}", "blank is a file: use a directory"),
         ("sweep --config={config} --workdir={blank}", "blank is a file: use a directory"),
         ("train --config={config} --workdir={loop}/run", "loop/run (Too many levels of symbolic links)"),
-        ("generate --workdir={loop}", "(Too many levels of symbolic links): restore it, or name another workdir"),
-        ("generate --workdir={run}/" + "x" * 300, "(File name too long)"),
-        ("generate --workdir={piped}", "config.json is not a regular file: restore it, or name another workdir"),
+        (
+            "generate --workdir={loop}",
+            "(Too many levels of symbolic links): train one first, or name another directory",
+        ),
+        ("generate {run}/" + "x" * 300, "(File name too long)"),
+        ("generate {piped}", "config.json is not a regular file: restore it, or name another directory"),
+        ("generate {run} --workdir={dir}", "name different runs: leave out one of them"),
+        ("generate", "no run: write hpnlp generate RUN --prompt=TEXT, where RUN is its directory, such as runs/bytes"),
+        ("export {run} {dir} --to=x", "expected one run: write hpnlp export RUN --to=FILE"),
+        ("export {run}@last2 --to=x", "run@last2 names 2 checkpoints: name one, as RUN or RUN@STEP"),
+        ("convert {run}@11 --to={dir}/new", "no checkpoint 11 in"),
         ("convert --from={piped} --to={dir}/new", "config.json is not a regular file"),
         ("train --config={config} --workdir={locked}", ".lock is not a regular file: move it away"),
         (
@@ -275,7 +285,6 @@ def files(tmp_path, trained):
             "foreign holds a Hugging Face checkpoint, which the run would overwrite",
         ),
         ("compare {piped}", "report.json is not a regular file: move it away"),
-        ("generate --workdir={exported}", "exported holds a Hugging Face checkpoint and no run: hpnlp convert --from="),
         ("convert --from={begun} --to={dir}/new", "no checkpoint in"),
         ("generate --workdir={run} --tokens=many", "flag --tokens=many: expected a whole number"),
         ("generate --workdir={run} --top_p=half", "flag --top_p=half: expected a number"),
@@ -283,7 +292,7 @@ def files(tmp_path, trained):
             "generate --workdir={run} --config.model.dim=3",
             "only train, sweep, lra, plan, compress and evaluate take config fields",
         ),
-        ("evaluate", "expected a run: write hpnlp evaluate RUN"),
+        ("evaluate", "no run: write hpnlp evaluate RUN"),
         (
             "evaluate {run} --config.data.heldout=0.5",
             "data.heldout=0.5 would not be the run that was trained: leave it out",
@@ -294,7 +303,10 @@ def files(tmp_path, trained):
         ("draw Window(1,right=2,right=3)", "more than once"),
         ("compare {blank}", "blank"),
         ("compare {loop}", "loop"),
-        ("convert --from={blank} --to={dir}/new", "blank is a file: use the directory"),
+        (
+            "convert --from={blank} --to={dir}/new",
+            "blank holds no run and no Hugging Face checkpoint (Not a directory)",
+        ),
         ("convert --from={run} --to={blank}/x", "blank/x"),
         ("plan --config={config} --out={blank}/x.png", "blank/x.png"),
         ("draw Causal() --out={blank}/x.png", "cannot draw"),

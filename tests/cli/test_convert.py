@@ -22,6 +22,7 @@ from hpnlp.models.huggingface import convert
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.ops.weights import dense_tree, quantize
 from hpnlp.training import config as configs
+from hpnlp.training import contents
 from hpnlp.training import run_directory as runs
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.types import InputError
@@ -172,7 +173,9 @@ def test_read_errors_name_the_source(checkpoint, tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error", str(checkpoint / "model.safetensors"))
 
     monkeypatch.setattr(convert, "load", fail)
-    with pytest.raises(InputError, match=r"cannot read .*model.safetensors \(Input/output error\): .* another --from"):
+    with pytest.raises(
+        InputError, match=r"cannot read .*model.safetensors \(Input/output error\): .* another directory"
+    ):
         run(from_=checkpoint, to=tmp_path / "run")
 
 
@@ -186,7 +189,7 @@ def test_compressed_models_are_written_as_the_numbers_that_they_represent(conver
     run(from_=source, to=tmp_path / "to")
     assert "matrices that were int8 are written as the float32 numbers" in capsys.readouterr().out
     jax.tree.map(np.testing.assert_array_equal, convert.load(tmp_path / "to")[1], dense_tree(small))
-    with pytest.raises(InputError, match=r"already holds config.json"):
+    with pytest.raises(InputError, match="already holds a compressed model"):
         run(from_=tmp_path / "to", to=source)
     with pytest.raises(InputError, match="compressed model and no checkpoints: leave out the step 1"):
         run(from_=source, to=tmp_path / "again", step=1)
@@ -237,10 +240,15 @@ def test_invalid_arguments_raise(checkpoint, converted, tmp_path):
             run(**options)
 
     new = tmp_path / "new"
-    check("--from is required", to=new)
-    check("--to=.* already holds config.json: use an empty directory", from_=checkpoint, to=converted)
-    check("--from=.*nowhere is not a directory: use the directory", from_=tmp_path / "nowhere", to=new)
-    check("--from=.*config.json is a file: use the directory", from_=checkpoint / "config.json", to=new)
+    check("no run: write hpnlp convert RUN --to=DIR or hpnlp convert DIR --to=RUN", to=new)
+    check("--to=.* already holds a run: use an empty directory", from_=checkpoint, to=converted)
+    check(
+        r"config.json holds no run and .* \(Not a directory\): .* name another",
+        from_=checkpoint / "config.json",
+        to=new,
+    )
+    with contents.locked(tmp_path / "locked"):
+        check("another process writes to .*locked", from_=checkpoint, to=tmp_path / "locked")
     check("--step=3: .* is a Hugging Face checkpoint, which has no steps: remove", from_=checkpoint, to=new, step=3)
     check(r"no checkpoint 7 in .* \(there: 0\)", from_=converted, to=new, step=7)
     check(r"--to '.*/\[proj\]/x': .* choose another one", from_=checkpoint, to=tmp_path / "[proj]" / "x")

@@ -83,4 +83,4 @@ def test_invalid_flags_raise(run, trained, tmp_path, flags, message):
 
 def test_commands_without_a_run_raise(run):
     outcome = run("export", "--to=x")
-    assert outcome.code == 2 and "expected one run: write hpnlp export RUN --to=FILE" in outcome.err
+    assert outcome.code == 2 and "no run: write hpnlp export RUN --to=FILE" in outcome.err

@@ -33,9 +33,10 @@ def test_neighbours_are_listed_drawn_and_saved(run, vectors, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ((), "no word: write hpnlp neighbours WORD --workdir=runs/words"),
-        (("king",), "pass one of --workdir=RUN and --vectors=FILE"),
-        (("king", "--vectors=a", "--workdir=b"), "pass one of --workdir=RUN and --vectors=FILE"),
+        ((), "no run: write hpnlp neighbours RUN WORD"),
+        (("runs/words",), "no word: write hpnlp neighbours RUN WORD, or pass --draw or --save"),
+        (("king", "queen"), "king holds no run (No such file or directory): train one first"),
+        (("king", "--vectors=a", "--workdir=b"), "--vectors=a and --workdir=b both name word vectors: leave out one"),
         (("king", "--vectors=/no/such/file"), "cannot read /no/such/file (No such file or directory)"),
         (("kong", "VECTORS"), "the word 'kong' has no vector: did you mean 'king'?"),
         (("king -  + man", "VECTORS"), "expected words with ' + ' or ' - ' between them"),
@@ -58,5 +59,7 @@ def test_words_of_a_run_have_neighbours(run, tmp_path):
         config.model.dim = 16
         config.train.update(steps=1)
         loop.train(configs.resolve(config), tmp_path / task)
-        outcome = run("neighbours", "the", f"--workdir={tmp_path / task}", "--count=3")
+        outcome = run("neighbours", tmp_path / task, "the", "--count=3")
         assert outcome.code == 0 and outcome.out.count("\n") == 4, outcome.err
+        for argv in (("the",), (tmp_path / task, "the")):
+            assert run("neighbours", *argv, f"--workdir={tmp_path / task}", "--count=3") == outcome

@@ -121,7 +121,7 @@ def test_search_continues_after_an_invalid_plan(plan, monkeypatch):
         (("--out=plan.gif",), "--out=plan.gif: unknown image format; use .png"),
         (
             ("--recipe=int8", "--devices=4"),
-            "--recipe prints sizes of a model, not of a training step: leave out --devices",
+            "--recipe: the sizes of a model are printed, not those of a training step: leave out --devices",
         ),
         (("--depth=tpu", "--device=h100"), "--depth=tpu compiles for --device=v5e or v5p, not for h100"),
     ],

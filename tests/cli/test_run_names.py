@@ -96,7 +96,7 @@ def test_ensembles_are_evaluated_and_continue_prompts(run, trained):
     for argv, message in (
         ((a, trained / "others" / "words"), "words has another tokenizer than .*name runs of one vocabulary"),
         ((a, b, "--cache=continuous(9)"), "a cache is for one run of task='lm' or 'rnn_lm'"),
-        ((), "expected a run: write hpnlp evaluate RUN"),
+        ((), "no run: write hpnlp evaluate RUN"),
     ):
         outcome = run("evaluate", *argv)
         assert outcome.code and message.split(".*")[-1] in outcome.err

@@ -163,7 +163,7 @@ def test_invalid_members_raise_before_the_first_one_trains(sweep, run, tmp_path,
     ("workdir", "message"),
     [
         ("[proj]/runs", "checkpoints under a path with '[' could not be read back"),
-        ("file/runs", "cannot make --workdir="),
+        ("file/runs", "cannot write to "),
     ],
 )
 def test_invalid_workdirs_raise_before_the_first_member_trains(sweep, run, tmp_path, workdir, message):

@@ -69,7 +69,7 @@ def test_training_finishes_and_reports(undisturbed):
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.startswith("starting: 0.01M parameters, 8 cpu devices (data 8), 30 steps of 8 x 16 tokens, in ")
     assert re.search(r"^step 30/30: loss \d\.\d{4}, [\d,]+ tokens/s, 0:00 left$", outcome.out, re.MULTILINE)
-    assert "gzip -9" in outcome.out and "xz -9e" in outcome.out and "hpnlp generate --workdir=" in outcome.out
+    assert "gzip -9" in outcome.out and "xz -9e" in outcome.out and "hpnlp generate " in outcome.out
 
     report = json.loads((workdir / "report.json").read_text())
     assert report["steps"] == STEPS

@@ -183,7 +183,7 @@ def test_incomplete_sources_raise(words, checkpoint, tmp_path):
         ("tokenizer.json", words, "has no tokenizer.json: put back"),
         ("config.json", words, "has checkpoints and no config.json"),
         ("tokenizer.json", checkpoint, "cannot read the tokenizer"),
-        ("config.json", checkpoint, "holds no run"),
+        ("config.json", checkpoint, "config.json does not exist: download it again"),
     ):
         copy = tmp_path / f"{source.name}-{name}"
         shutil.copytree(source, copy)
