@@ -38,7 +38,7 @@ help:
 	@echo 'On Linux, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu avoids the CUDA build of torch in test-all.'
 
 demo: $(MADE)-runtime
-	$(BIN)/hpnlp train --config=experiments/lm/bytes.py --workdir=$(WORKDIR) $(ARGS)
+	$(BIN)/hpnlp train --config=lm/bytes --workdir=$(WORKDIR) $(ARGS)
 
 test: $(MADE)-test
 	$(PYTEST) $(ARGS)

@@ -93,6 +93,14 @@ EXTRAS["dev"] = [
     *EXTRAS["wandb"],
 ]
 
+# Experiments that `--config=lm/bytes` names are read from the package, where there is no checkout. The other directories hold
+# scripts for a checkout.
+EXPERIMENTS = [
+    path.name
+    for path in sorted((HERE / "experiments").iterdir())
+    if path.is_dir() and path.name not in ("bench", "compression", "results")
+]
+
 setup(
     name="hpnlp",
     version=VERSION,
@@ -102,7 +110,12 @@ setup(
     url=REPOSITORY,
     author="The hpnlp authors",
     license="Apache-2.0",
-    packages=find_packages(include=["hpnlp", "hpnlp.*"]),
+    packages=[
+        *find_packages(include=["hpnlp", "hpnlp.*"]),
+        "hpnlp.experiments",
+        *(f"hpnlp.experiments.{name}" for name in EXPERIMENTS),
+    ],
+    package_dir={"hpnlp.experiments": "experiments"},
     package_data={"hpnlp": ["py.typed"]},
     python_requires=">=3.11",
     install_requires=REQUIRES,

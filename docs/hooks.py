@@ -29,6 +29,7 @@ COMMANDS = (
     "convert",
     "export",
     "neighbours",
+    "completion",
 )
 
 
@@ -71,10 +72,11 @@ def fields(_: MkDocsConfig) -> str:
     """A table for each section of the config; of the sections model and data one for each task."""
     from hpnlp.cli.fields import described
     from hpnlp.tasks import TASKS
+    from hpnlp.training.config import Config
 
     sections, common = [], []
     for task in TASKS:
-        for title, summary, rows in described(task):
+        for title, summary, rows in described(Config(task=task)):
             typed = title in ("model", "data")
             if not typed and task != "lm":
                 continue

@@ -24,6 +24,7 @@ COMMANDS = {
     "export": "write the model of a run as one file for JAX or ONNX runtimes",
     "neighbours": "list words that are similar to a word, and draw word vectors",
     "convert": "convert Hugging Face checkpoints to runs, and runs to checkpoints",
+    "completion": "print a script by which bash, zsh or fish completes commands and flags",
 }
 # Commands that react to signals as `hpnlp.training.signals` describes.
 HANDLES_SIGNALS = ("train", "sweep", "lra", "compress")

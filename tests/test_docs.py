@@ -100,13 +100,18 @@ def test_commands_parse(own):
     """Every config field in a command exists and holds the value, and every experiment file is there."""
     parsed = 0
     for name, *arguments in dict.fromkeys(tuple(words) for path in PAGES for words in commands(path) if words):
-        (config,) = flags(arguments, "config") or [None]
-        if name not in ("train", "plan", "sweep") or config is None or config.endswith((":DIR", ":runs/bytes")):
+        (config,) = flags(arguments, "config") or [""]
+        others, overrides = experiment.split([name, *arguments])
+        if (
+            name not in ("train", "plan", "sweep")
+            or config.endswith((":DIR", ":runs/bytes"))
+            or not (config or overrides)
+        ):
             continue
-        file = own / config if (own / config).exists() else ROOT / config
+        file = str(own / config) if config and (own / config).exists() else config
         with unchanged_tables():
-            cli.register(str(own / file) for file in flags(arguments, "register"))
-            resolve(experiment.read(str(file), [a for a in arguments if a.startswith("--config.")]))
+            cli.register(str(own / file) for file in flags(others, "register"))
+            resolve(experiment.read(experiment.start(file, overrides), overrides))
         parsed += 1
     assert parsed > 20
 

@@ -1,8 +1,8 @@
 """Images of the Long Range Arena, classified by a convolutional network with depthwise-separable blocks (MobileNet).
 
-    hpnlp train --config=experiments/classification/digits_convnet.py --workdir=runs/digits
-    hpnlp train --config=experiments/classification/digits_convnet.py:pathfinder --workdir=runs/pathfinder
-    hpnlp sweep --config=experiments/classification/digits_convnet.py --workdir=runs/digits_blocks
+    hpnlp train --config=classification/digits_convnet --workdir=runs/digits
+    hpnlp train --config=classification/digits_convnet:pathfinder --workdir=runs/pathfinder
+    hpnlp sweep --config=classification/digits_convnet --workdir=runs/digits_blocks
 
 The first command takes about a minute on two CPU cores, most of it for drawing 20,000 images, and predicts 99.8 % of the 2,000
 held-out digits with 36,298 parameters. The sweep's other members predict 100.0 % (standard convolutions, 278,890 parameters,

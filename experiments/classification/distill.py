@@ -1,8 +1,8 @@
 """The classifier of `stdlib.py` with 40 % fewer parameters, with and without that classifier as its teacher.
 
-    hpnlp train --config=experiments/classification/stdlib.py --workdir=runs/packages
-    hpnlp sweep --config=experiments/classification/distill.py:runs/packages --workdir=runs/packages_small
-    hpnlp train --config=experiments/classification/distill.py:runs/packages --workdir=runs/packages_student
+    hpnlp train --config=classification/stdlib --workdir=runs/packages
+    hpnlp sweep --config=classification/distill:runs/packages --workdir=runs/packages_small
+    hpnlp train --config=classification/distill:runs/packages --workdir=runs/packages_student
 
 The sweep trains the student three times by its labels alone, and three times with the logits of the teacher, with the same
 three seeds; its table has the held-out accuracy of each. The report of a run has the teacher's accuracy beside the student's.

@@ -1,8 +1,8 @@
 """The package of the Python standard library that a function comes from, by encoders of several kinds.
 
-    hpnlp train --config=experiments/classification/encoders.py:convolution --workdir=runs/convolution
-    hpnlp train --config=experiments/classification/encoders.py:attention --workdir=runs/attention
-    hpnlp train --config=experiments/classification/encoders.py:lstm --workdir=runs/lstm
+    hpnlp train --config=classification/encoders:convolution --workdir=runs/convolution
+    hpnlp train --config=classification/encoders:attention --workdir=runs/attention
+    hpnlp train --config=classification/encoders:lstm --workdir=runs/lstm
     hpnlp compare runs/convolution runs/attention runs/lstm --out=runs/encoders.png
 
 "convolution": dilated convolutions in both directions, whose dilation doubles from layer to layer (Kalchbrenner et al. 2016).

@@ -1,6 +1,6 @@
 """The body of a function of the Python standard library, from the function's docstring.
 
-    hpnlp train --config=experiments/dual_encoder/stdlib.py --workdir=runs/docstrings
+    hpnlp train --config=dual_encoder/stdlib --workdir=runs/docstrings
 
 The model has no layers: a text is a bag of parts of identifiers, whose weights depend on the token and on its position. On two
 CPU cores the run takes about 2 minutes. Of 1,000 held-out bodies, the right one is among the 10 most similar for 85 % of the

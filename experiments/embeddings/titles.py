@@ -1,6 +1,6 @@
 """Vectors of titles and modules of the Python standard library, from bags of four titles of a module.
 
-    hpnlp train --config=experiments/embeddings/titles.py --workdir=runs/titles
+    hpnlp train --config=embeddings/titles --workdir=runs/titles
 
 A title is the first paragraph of a docstring, as it is written. The vectors of the titles' words are trained so that each title
 is similar to the others of its module, and each module to its titles. The gradients of frequent words are scaled down.

@@ -1,8 +1,8 @@
 """Word vectors of the standard library's docstrings and comments, by skip-gram or CBOW with any output layer.
 
-    hpnlp train --config=experiments/embeddings/words.py --workdir=runs/words
+    hpnlp train --config=embeddings/words --workdir=runs/words
     hpnlp neighbours runs/words list "open - close + start" --draw=words.png
-    hpnlp sweep --config=experiments/embeddings/words.py:all --workdir=runs/word_outputs
+    hpnlp sweep --config=embeddings/words:all --workdir=runs/word_outputs
 
 The name after the colon is "skip_gram" (the default), "cbow", or "all", a sweep of both with the output layers of word2vec:
 negative sampling, hierarchical softmax over a Huffman tree, and binary codes. A step updates the rows of the words of its batch

@@ -1,8 +1,8 @@
 """The AWD-LSTM recipe on words of the standard library's documentation, and a sweep with one of its parts off at a time.
 
-hpnlp train --config=experiments/lm/awd_lstm.py --workdir=runs/awd_lstm
-hpnlp train --config=experiments/lm/awd_lstm.py:plain --workdir=runs/plain_lstm
-hpnlp sweep --config=experiments/lm/awd_lstm.py --workdir=runs/awd_lstm_parts
+hpnlp train --config=lm/awd_lstm --workdir=runs/awd_lstm
+hpnlp train --config=lm/awd_lstm:plain --workdir=runs/plain_lstm
+hpnlp sweep --config=lm/awd_lstm --workdir=runs/awd_lstm_parts
 hpnlp compare runs/awd_lstm_parts --out=runs/awd_lstm_parts.png
 
 Merity, Keskar and Socher 2018, "Regularizing and optimizing LSTM language models": weight drop, variational dropout, embedding
@@ -12,7 +12,7 @@ without the recipe overfits after a few epochs: `:plain` stops there.
 
 A second phase of the recipe averages from its first step on:
 
-hpnlp train --config=experiments/lm/awd_lstm.py:tuned --workdir=runs/awd_lstm_tuned --config.train.init_from=runs/awd_lstm
+hpnlp train --config=lm/awd_lstm:tuned --workdir=runs/awd_lstm_tuned --config.train.init_from=runs/awd_lstm
 
 A continuous cache of the recipe's states, and the mean of its last checkpoints:
 

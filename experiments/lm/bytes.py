@@ -1,6 +1,6 @@
 """A byte-level language model of the Python standard library's source.
 
-hpnlp train --config=experiments/lm/bytes.py --workdir=runs/bytes
+hpnlp train --config=lm/bytes --workdir=runs/bytes
 """
 
 from hpnlp.training.config import default

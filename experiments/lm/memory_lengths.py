@@ -1,6 +1,6 @@
 """A byte-level language model of short sequences with three kinds of memory, and without one.
 
-    hpnlp sweep --config=experiments/lm/memory_lengths.py --workdir=runs/lengths
+    hpnlp sweep --config=lm/memory_lengths --workdir=runs/lengths
     python experiments/lm/evaluate_memory.py --workdir=runs/lengths --memories=48,96,192
 
 The first command trains a segment memory with RoPE, Transformer-XL (Dai et al. 2019, arXiv 1901.02860), a Compressive

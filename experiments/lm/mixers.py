@@ -1,6 +1,6 @@
 """A sweep of the byte-level language model over the attention patterns, and one alternation of two.
 
-    hpnlp sweep --config=experiments/lm/mixers.py --workdir=runs/mixers
+    hpnlp sweep --config=lm/mixers --workdir=runs/mixers
     hpnlp compare runs/mixers --out=runs/mixers.png
 
 The model of `make demo`, 100 steps on sequences of 512 bytes, with patterns of corresponding sizes. Patterns save time on

@@ -1,6 +1,6 @@
 """A byte-level recurrent language model of the Python standard library's source, with the state carried from batch to batch.
 
-hpnlp train --config=experiments/lm/rnn.py --workdir=runs/rnn
+hpnlp train --config=lm/rnn --workdir=runs/rnn
 
 Zaremba et al. 2014, "Recurrent neural network regularization": dropout of the parts that are not recurrent.
 

@@ -1,6 +1,6 @@
 """A byte-level language model of short sequences, with a memory of 128 tokens of earlier batches and without.
 
-    hpnlp sweep --config=experiments/lm/segment_memory.py --workdir=runs/memory
+    hpnlp sweep --config=lm/segment_memory --workdir=runs/memory
     hpnlp compare runs/memory --out=runs/memory.png
 
 The memory is that of Transformer-XL (Dai et al. 2019, arXiv 1901.02860, sec. 3.2), without its relative positions. Sequences

@@ -1,6 +1,6 @@
 """A sweep of width and depth at a fixed number of tokens: quality against time and memory.
 
-    hpnlp sweep --config=experiments/lm/sizes.py --workdir=runs/sizes
+    hpnlp sweep --config=lm/sizes --workdir=runs/sizes
 
 Four sizes of the byte-level language model, 100 steps each.
 """

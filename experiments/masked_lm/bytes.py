@@ -1,6 +1,6 @@
 """A masked language model of the Python standard library's source: hidden bytes, from those on both sides.
 
-    hpnlp train --config=experiments/masked_lm/bytes.py --workdir=runs/masked
+    hpnlp train --config=masked_lm/bytes --workdir=runs/masked
 
 On two CPU cores the run takes three to seven minutes, and predicts 68 % of the hidden bytes of held-out files (the most
 frequent byte: 27 %).

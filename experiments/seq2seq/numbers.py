@@ -1,6 +1,6 @@
 """Whole numbers in digits to English words, and back.
 
-    hpnlp train --config=experiments/seq2seq/numbers.py --workdir=runs/numbers
+    hpnlp train --config=seq2seq/numbers --workdir=runs/numbers
 
 On two CPU cores the run takes 4 to 8 minutes, and produces 97 to 99 % of the targets of held-out numbers exactly. Of longer
 numbers, with 7 to 9 significant digits where those to train on have up to 6, it produces 2 to 7 %. A linear model of words

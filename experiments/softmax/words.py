@@ -1,6 +1,6 @@
 """A sweep of the output layers over large vocabularies: words of the Python standard library, one small model.
 
-    hpnlp sweep --config=experiments/softmax/words.py:docs --workdir=runs/docs
+    hpnlp sweep --config=softmax/words:docs --workdir=runs/docs
     hpnlp compare runs/docs --out=runs/docs.png
 
 The name after the colon is a corpus of `hpnlp.data.stdlib`: docs (12,000 words, the default), code (110,000), whitespace
@@ -18,7 +18,7 @@ Expected held-out perplexities relative to full, over docs: sampled 1.01, nce 1.
 measurements:
 
     python experiments/softmax/steps.py --only=docs
-    hpnlp sweep --config=experiments/softmax/words.py:docs-time --workdir=runs/docs-time
+    hpnlp sweep --config=softmax/words:docs-time --workdir=runs/docs-time
 """
 
 from __future__ import annotations

@@ -85,15 +85,15 @@ def register_flags() -> list[str]:
 
 def _unknown_flag_message(error: flags.UnrecognizedFlagError, command: str) -> str:
     """The message for an unknown flag, with the flag that was probably meant."""
-    section, dot, field = error.flagname.partition(".")
-    unknown = f"unknown flag --{error.flagname}"
-    if dot and "config" not in FLAGS and section == "config":
+    name = error.flagname
+    unknown = f"unknown flag --{name}"
+    if "." in name:
         return f"{unknown}: only train, sweep, lra, plan, compress and evaluate take config fields"
-    if dot and "config" in FLAGS and difflib.get_close_matches(section, ["config"]):
-        return f"{unknown}: did you mean --config.{field}?"
-    if "config" in FLAGS and (fields := _config_flags(error.flagname)):
+    if "config" in FLAGS and (fields := _config_flags(name)):
         return f"{unknown}: did you mean {' or '.join(fields)}?"
-    return str(error) if "Did you mean" in str(error) else f"{error}: {command} --help lists the flags"
+    names = [prefix + flag.name for flag in defined_flags() for prefix in ("", "no")[: 1 + flag.boolean]]
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"{unknown}: did you mean --{near[0]}?" if near else f"{unknown}: {command} --help lists the flags"
 
 
 def _config_flags(name: str) -> list[str]:
@@ -102,7 +102,7 @@ def _config_flags(name: str) -> list[str]:
     from hpnlp.tasks import TASKS
 
     fields = dict.fromkeys(field for task in TASKS for field in experiment.field_types(task))
-    return [f"--config.{field}" for field in fields if field.rpartition(".")[2] == name]
+    return [f"--{field}" for field in fields if field.rpartition(".")[2] == name]
 
 
 def _invalid_flag_message(message: str) -> str:
@@ -236,12 +236,16 @@ def _ignore_closed_loops() -> None:
     sys.unraisablehook = lambda it: None if is_known(it.exc_value) else show_unraisable(it)
 
 
-def _flag_help() -> str:
-    """The flags that modules of hpnlp have defined, with their defaults and help."""
+def defined_flags() -> list[flags.Flag]:
+    """The flags that modules of hpnlp have defined, without those of libraries."""
     by_module = FLAGS.flags_by_module_dict().items()
-    defined = [flag for module, module_flags in by_module if module.startswith("hpnlp") for flag in module_flags]
+    return [flag for module, of_module in by_module if module.startswith("hpnlp") for flag in of_module]
+
+
+def _flag_help() -> str:
+    """The flags of a command, with their defaults and help."""
     lines = []
-    for flag in defined:
+    for flag in defined_flags():
         value = "..." if flag.default in (None, "", []) else flag.default
         text = flag.help.partition(";\n")[0]  # without a line that absl adds for flags that may be repeated
         lines.append(f"  --{flag.name}{'' if flag.boolean else f'={value}'}\n      {text}")

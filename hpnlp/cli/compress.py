@@ -16,7 +16,7 @@ from hpnlp.types import InputError
 
 USAGE = """
 hpnlp compress RUN --to=RUN2 --recipe="heads(0.5),mlp(0.5),int8" [--finetune=STEPS] [--rewind=RUN@STEP]
-    [--config.section.field=value ...]
+    [--section.field=value ...]
 
 Applies the stages of a recipe to the model of a run, one after the other, and writes the result to RUN2, which `hpnlp generate`
 and `hpnlp evaluate` read like any run. Prints bytes, time and held-out scores before and after each stage, and writes them to
@@ -29,7 +29,7 @@ Stages that remove units or weights come first, then factorize, then the format.
 
 --finetune trains the model for some steps after the last stage that removes units or weights; weights that magnitude has
 removed stay 0. It has the run's config, in which fields of data, optimizer, train and distill may have other values, such as
---config.distill.teacher=RUN, a teacher for this training, or --config.data.path=PATH.
+--distill.teacher=RUN, a teacher for this training, or --data.path=PATH.
 
 --rewind gives the weights that magnitude keeps their values of a checkpoint, RUN@STEP, or those before the first step, initial,
 before this training: a lottery ticket. Its controls are --rewind=random, other first values, and magnitude(0.1, by=random).

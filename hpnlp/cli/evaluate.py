@@ -12,7 +12,7 @@ from hpnlp.cli import experiment, run_names
 from hpnlp.types import InputError
 
 USAGE = """
-hpnlp evaluate RUN [RUN ...] [--config.model.mixer="transformer_xl(512)" --config.data.batch_size=8 ...]
+hpnlp evaluate RUN [RUN ...] [--model.mixer="transformer_xl(512)" --data.batch_size=8 ...]
 
 Scores the parameters of a run, RUN, on all of its held-out examples, and prints the scores; the run is not changed. Some fields
 of its config may have other values, as far as the parameters stay as they are. All other fields are those of the training.
@@ -22,21 +22,21 @@ checkpoint of a step, RUN@last3 the newest three checkpoints of a run, and SWEEP
 directory.
 
 Fields:
-  --config.model.mixer=MIXERS
+  --model.mixer=MIXERS
       The same mixers with other sizes, such as a longer memory or window.
-  --config.data.seq_len=N
+  --data.seq_len=N
       Tokens per sequence.
-  --config.data.batch_size=N
+  --data.batch_size=N
       Sequences per batch.
-  --config.data.heldout_path=PATH
+  --data.heldout_path=PATH
       Other held-out examples.
-  --config.data.heldout_bytes=N
+  --data.heldout_bytes=N
       Number of bytes of held-out text, for language models.
-  --config.data.heldout_examples=N
+  --data.heldout_examples=N
       Number of held-out examples, for tasks with labelled examples.
-  --config.data.challenge_path=PATH
+  --data.challenge_path=PATH
       Examples that are scored apart, for tasks with labelled examples.
-  --config.train.eval_stride=N
+  --train.eval_stride=N
       Number of tokens at the end of each sequence that are scored.
 """
 

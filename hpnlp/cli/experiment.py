@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import importlib.util
 import os
@@ -19,13 +20,14 @@ from absl import flags
 from ml_collections import ConfigDict, FrozenConfigDict, config_flags
 
 import hpnlp
+from hpnlp.cli import named_experiments
 from hpnlp.spec import lookup
 from hpnlp.types import InputError
 
-EXAMPLE = "experiments/lm/bytes.py (in the repository of hpnlp)"
+EXAMPLE = "lm/bytes"
 # Flag -> the files that it takes, for error messages.
 _EXPECTED = {
-    "config": f"an experiment file, for example {EXAMPLE}",
+    "config": f"an experiment file, or an experiment of the package, for example {EXAMPLE}; hpnlp train --help lists them",
     "register": "a Python file that adds entries to tables such as MIXERS",
 }
 
@@ -37,10 +39,31 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
       argv: The program and its arguments.
 
     Returns:
-      (`argv` without the overrides, the overrides), which are written --config.section.field=value.
+      (`argv` without the overrides, the overrides as --config.section.field=value). In `argv`, "config." may be left out.
     """
-    overrides = [arg for arg in argv[1:] if re.match(r"--?config\.", arg)]
-    return [arg for arg in argv if arg not in overrides], overrides
+    overrides = [_override(argument) for argument in argv[1:]]
+    others = [argument for argument, override in zip(argv[1:], overrides, strict=True) if not override]
+    return [argv[0], *others], list(filter(None, overrides))
+
+
+def _override(argument: str) -> str:
+    """The override --config.FIELD=VALUE of an argument, "" for an argument that sets no field."""
+    name, equals, value = argument.lstrip("-").partition("=")
+    field = name.removeprefix("config.")
+    is_field = field != name or field == "task" or re.fullmatch(r"[^\W\d]\w*\..*", field)
+    return f"--config.{field}{equals}{value}" if argument.startswith("-") and is_field else ""
+
+
+def locate(path: str) -> str:
+    """The file of an experiment.
+
+    Args:
+      path: Path of a file, or the name of an experiment of the package, such as "lm/bytes".
+
+    Returns:
+      The path of the file; `path` itself where there is no such experiment.
+    """
+    return path if Path(path).is_file() else str(named_experiments.find().get(path, path))
 
 
 def load(path: str, flag: str = "config") -> ModuleType:
@@ -58,6 +81,12 @@ def load(path: str, flag: str = "config") -> ModuleType:
     """
     if not Path(path).is_file():
         problem = f"{path!r} is a directory" if Path(path).is_dir() else f"there is no file {path!r}"
+        names = list(named_experiments.find()) if flag == "config" else []
+        name = path.removeprefix("experiments/").removesuffix(".py")
+        if near := [name] if name in names else difflib.get_close_matches(name, names, n=3):
+            raise InputError(
+                f"--{flag}: {problem}: did you mean {' or '.join(near)}, of the experiments of the package?"
+            )
         raise InputError(f"--{flag}: {problem}: use {_EXPECTED[flag]}")
     # The path is a name that no other module has. Dataclasses and Flax modules look their module up by its name.
     name = os.path.abspath(path)
@@ -164,7 +193,8 @@ def read(path: str, overrides: Sequence[str] = ()) -> Any:
     """The config of an experiment file.
 
     Args:
-      path: Path of the file, or "FILE:ARGUMENT" with an argument of its get_config().
+      path: Path of the file or name of an experiment of the package, or "FILE:ARGUMENT" with an argument of its get_config();
+        "" for the defaults of the task that the overrides name.
       overrides: Flags that set fields of the config, from `split`.
 
     Returns:
@@ -173,13 +203,67 @@ def read(path: str, overrides: Sequence[str] = ()) -> Any:
     Raises:
       InputError: The file, its config or an override is invalid.
     """
+    if not path:
+        from hpnlp.training.config import default
+
+        return _with_columns(_overridden(default(task_of(overrides) or "lm"), overrides))
     path, *argument = path.split(":", 1)
+    path = locate(path)
     module = load(path)
     if not hasattr(module, "get_config"):
         raise InputError(f"--config={path} has no get_config(): define one that returns a config, as {EXAMPLE} does")
     config = call(path, module.get_config, *argument)
     _check_config(path, config)
-    return _overridden(_of_task(path, config, overrides), overrides)
+    return _with_columns(_overridden(_of_task(path, config, overrides), overrides))
+
+
+def _with_columns(values: ConfigDict) -> ConfigDict:
+    """The config with the columns of its table of labelled texts, where these have other names than the defaults."""
+    from hpnlp.data.examples import ClassificationConfig
+    from hpnlp.data.examples.guess import guessed_fields
+    from hpnlp.tasks import TASKS
+
+    data: Any = values.data
+    if TASKS[str(values.task)].data_config is not ClassificationConfig or data.pair_field:
+        return values
+    defaults = ClassificationConfig()
+    if (data.text_field, data.label_field) == (defaults.text_field, defaults.label_field):
+        fields = guessed_fields(ClassificationConfig(path=data.path)) if data.path else {}
+        data.update(fields)
+        if fields:
+            _note(f"{data.path}: {', '.join(f'data.{name}={value}' for name, value in fields.items())}")
+    return values
+
+
+@functools.cache
+def _note(line: str) -> None:
+    """Prints a line to stderr, once."""
+    print(f"hpnlp: {line}", file=sys.stderr)
+
+
+def start(config: str | None, overrides: Sequence[str]) -> str:
+    """The experiment that a run starts from.
+
+    Args:
+      config: Value of --config.
+      overrides: Flags that set fields of the config, from `split`.
+
+    Returns:
+      `config`; without it, the experiment that runs of the overrides' task start from, "" for the defaults of the task.
+
+    Raises:
+      InputError: There is neither --config nor a task.
+    """
+    if config:
+        return config
+    from hpnlp import tasks
+
+    if not (task := task_of(overrides)):
+        raise InputError(
+            f"--config is required, for example --config={EXAMPLE}, or --task=TASK --data.path=FILE, where TASK is "
+            f"{', '.join(tasks.TASKS)}"
+        )
+    return named_experiments.STARTS.get(tasks.find(task).name, "")
 
 
 def changes(config: ConfigDict, overrides: Sequence[str]) -> dict[str, Any]:

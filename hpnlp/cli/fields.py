@@ -6,7 +6,12 @@ import dataclasses
 import inspect
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
+
+    from hpnlp.training.config import Config
 
 
 def tables() -> dict[str, Iterable[str]]:
@@ -53,19 +58,17 @@ def tables() -> dict[str, Iterable[str]]:
 Rows = list[tuple[str, Any, str]]
 
 
-def described(task: str) -> Iterator[tuple[str, str, Rows]]:
-    """Sections of the config.
+def described(values: Config) -> Iterator[tuple[str, str, Rows]]:
+    """Sections of a config.
 
     Args:
-      task: Name of the task, which determines the fields of the sections model and data.
+      values: The config.
 
     Yields:
-      Name of a section, its summary, and (field, default, help) of each of its fields; the help lists the names that the field
+      Name of a section, its summary, and (field, value, help) of each of its fields; the help lists the names that the field
       may hold. The first section has no name, and holds the fields without a section.
     """
-    from hpnlp.training import config
-
-    values, names = config.Config(task=task), tables()
+    names = tables()
     sections = {title: section for title, section in vars(values).items() if dataclasses.is_dataclass(section)}
     yield (
         "",
@@ -90,19 +93,23 @@ def _rows(prefix: str, section: Any, fields: Iterable[Any], names: Mapping[str, 
     return rows
 
 
-def listed(task: str) -> str:
-    """Every config field with its default, its help and its names, for --help.
+def listed(values: ConfigDict, experiment: str) -> str:
+    """Every config field with its value, its help and its names, for --help.
 
     Args:
-      task: Name of the task, which determines the fields of the sections model and data.
+      values: Values of a config.
+      experiment: Name or file of its experiment; "" for the defaults of a task.
 
     Returns:
       The text.
     """
-    lines = ["", f"Config fields and their defaults with --config.task={task} (an experiment file sets its own):"]
-    for title, summary, rows in described(task):
+    from hpnlp.training import config
+
+    source = f"in --config={experiment}" if experiment else f"with --task={values.task} (an experiment sets its own)"
+    lines = ["", f"Config fields and their defaults {source}:"]
+    for title, summary, rows in described(config.resolve(values)):
         lines += ["", f"{title}: {summary}" if title else summary, ""]
         for name, default, text in rows:
-            lines.append(f"  --config.{title + '.' * bool(title)}{name}={default!r}")
+            lines.append(f"  --{title + '.' * bool(title)}{name}={default!r}")
             lines += textwrap.wrap(text, 110, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines) + "\n"

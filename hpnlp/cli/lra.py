@@ -17,7 +17,7 @@ from hpnlp.cli.members import Member
 from hpnlp.training import signals
 
 USAGE = """
-hpnlp lra --mixers=all --tasks=listops_short --budget=1000 --workdir=runs/lra [--config.section.field=value ...]
+hpnlp lra --mixers=all --tasks=listops_short --budget=1000 --workdir=runs/lra [--section.field=value ...]
 
 Trains each mixer on each task, with one model size, one optimizer setting and one budget, each run in its own process and
 directory WORKDIR/TASK/mixer=MIXER. Finished runs are skipped, interrupted ones are resumed, and a failed one does not stop the
@@ -82,7 +82,7 @@ def run(argv: Sequence[str]) -> None:
         print(f"{name}: left out: {reason}", flush=True)
     if not f.efficiency and any(task.is_causal for task in tasks):
         raise cli.InputError(
-            "task language_model is measured only: add --efficiency; hpnlp sweep --config=experiments/lm/mixers.py trains "
+            "task language_model is measured only: add --efficiency; hpnlp sweep --config=lm/mixers trains "
             "language models"
         )
     if f.efficiency and len(names) > 1:

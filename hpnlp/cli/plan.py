@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # these import JAX, whose platform is chosen by the flags
     from hpnlp.training.config import Config
 
 USAGE = """
-hpnlp plan --config=experiments/lm/bytes.py --devices=512 --device=h200 [--config.plan.name=zero3 ...]
-hpnlp plan --config=experiments/lm/bytes.py --recipe="heads(0.5),int8" [--config.model.dim=512 ...]
+hpnlp plan --config=lm/bytes --devices=512 --device=h200 [--plan.name=zero3 ...]
+hpnlp plan --config=lm/bytes --recipe="heads(0.5),int8" [--model.dim=512 ...]
 hpnlp plan RUN [--recipe="heads(0.5),int8"]
 
 Estimates the memory, work and communication of each device in a training step, a lower bound of its time by the device's data
@@ -78,7 +78,7 @@ def _run(argv: Sequence[str]) -> None:
     if workdir:
         _print_sizes_of_run(workdir, overrides)
         return
-    values = experiment.read(cli.required("config", experiment.EXAMPLE), overrides)
+    values = experiment.read(experiment.start(cli.FLAGS.config, overrides), overrides)
     _simulate_devices()
     if cli.FLAGS.recipe:
         _print_sizes(values)

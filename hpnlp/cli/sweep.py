@@ -14,7 +14,7 @@ from hpnlp.cli import experiment, members
 from hpnlp.cli.members import Member
 
 USAGE = """
-hpnlp sweep --config=FILE --workdir=DIR [--config.section.field=value ...]
+hpnlp sweep --config=FILE --workdir=DIR [--section.field=value ...]
 
 FILE defines get_sweep(), which returns a list of overrides such as {"model.dim": 128}, one for each member. All members are
 validated before the first one trains. Each member trains in its own process and directory under DIR. Finished members are
@@ -55,6 +55,7 @@ def run(argv: Sequence[str]) -> None:
 def _load_sweep(config: str) -> list[Mapping[str, Any]]:
     """The overrides of all members. Raises InputError where get_sweep() does not return a list of them."""
     path, *argument = config.split(":", 1)
+    path = experiment.locate(path)
     module = experiment.load(path)
     if not hasattr(module, "get_sweep"):
         raise cli.InputError(f"{path} has no get_sweep(): define one that returns a list of overrides")

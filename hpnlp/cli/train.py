@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -10,28 +11,33 @@ from collections.abc import Sequence
 from absl import flags
 
 from hpnlp import cli
-from hpnlp.cli import experiment, fields
+from hpnlp.cli import experiment, fields, named_experiments
 from hpnlp.training import signals
 from hpnlp.types import InputError
 
 USAGE = """
-hpnlp train --config=experiments/lm/bytes.py --workdir=runs/bytes [--config.section.field=value ...]
+hpnlp train --config=lm/bytes --workdir=runs/bytes [--section.field=value ...]
+hpnlp train --task=classification --data.path=FILE [--section.field=value ...]
 
-Trains for config.train.steps steps and writes a report. Run the same command again to resume from the newest checkpoint.
+Trains for train.steps steps and writes a report. Run the same command again to resume from the newest checkpoint.
+
+--config names an experiment of the package or a file of your own; without it, --task has an experiment to start from. Without
+--workdir, the run is written to runs/NAME, after the experiment or, with --task, after the file of data. Every field of the
+config is a flag, --section.field=value or --config.section.field=value.
 
 Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 save a checkpoint after the current step and exit with code 130; before the first
 step they exit at once. A second Ctrl-C, two seconds later or more, exits without saving.
 
 --seeds=0,1,2 trains a run for each seed in WORKDIR/seed_0 and so on, all of them as one program on one device, without
-evaluations; it resumes as one run does. The same command with --workdir=WORKDIR/seed_0 --config.train.seed=0 in place of
+evaluations; it resumes as one run does. The same command with --workdir=WORKDIR/seed_0 --train.seed=0 in place of
 --seeds then adds a report.
 
 On several hosts (srun, mpirun, TPU pods), run the same command in each process, with a workdir that all of them share. Without
 a launcher, add --coordinator=HOST:PORT --processes=N --process=I.
 """
 
-flags.DEFINE_string("config", None, "Experiment file, which defines get_config().")
-flags.DEFINE_string("workdir", None, "Directory for checkpoints, metrics and the report.")
+flags.DEFINE_string("config", None, "Experiment: a name such as lm/bytes, or a file that defines get_config().")
+flags.DEFINE_string("workdir", None, "Directory for checkpoints, metrics and the report; runs/NAME by default.")
 flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0, for several processes without a launcher.")
 flags.DEFINE_integer("processes", 0, "Number of processes; requires --coordinator.")
 flags.DEFINE_integer("process", -1, "Index of this process, from 0; requires --coordinator.")
@@ -65,9 +71,10 @@ def run(argv: Sequence[str]) -> None:
     if (parent := os.environ.pop(signals.PARENT, "")).isdecimal():
         signals.follow(int(parent))
     argv, overrides = experiment.split(argv)
-    cli.parse(argv, USAGE + (fields.listed(_task(argv, overrides)) if "--help" in argv else ""))
-    path, workdir = cli.required("config", experiment.EXAMPLE), cli.required("workdir", "runs/bytes")
+    arguments = cli.parse(argv, USAGE + (_help(argv, overrides) if "--help" in argv else ""), positional=True)
+    path = experiment.start(cli.FLAGS.config, overrides)
     values = experiment.read(path, overrides)
+    workdir = _workdir(arguments, path, overrides)
     cli.prepare_jax()
 
     from hpnlp import report
@@ -100,9 +107,24 @@ def _numbers(texts: Sequence[str]) -> list[int]:
     return [int(text) for text in texts]
 
 
-def _task(argv: Sequence[str], overrides: Sequence[str]) -> str:
-    """The task whose fields --help lists: that of --config.task, or else of the experiment file, or else "lm"."""
+def _workdir(arguments: Sequence[str], path: str, overrides: Sequence[str]) -> str:
+    """The directory of the run: that of the flag or the argument, or else runs/NAME, which is printed."""
+    if arguments or cli.FLAGS.workdir is not None:
+        workdir = cli.named_run(arguments, "hpnlp train --workdir=RUN", "workdir")
+    else:
+        data = [override.partition("=")[2] for override in overrides if override.startswith("--config.data.path=")]
+        source = path.partition(":")[0] if cli.FLAGS.config or not data else data[-1].rstrip("/")
+        workdir = os.path.join(
+            "runs", re.sub(r"\W+", "_", os.path.basename(source).partition(".")[0]).strip("_") or "run"
+        )
+        print(f"workdir: {workdir}", flush=True)
+    return cli.check_no_file(workdir, "runs/bytes")
+
+
+def _help(argv: Sequence[str], overrides: Sequence[str]) -> str:
+    """The experiments, and the config fields with the values that the other flags lead to, for --help."""
     paths = {name: [arg.partition("=")[2] for arg in argv if arg.startswith(f"--{name}=")] for name in FILES}
     cli.register(paths["register"])
-    in_file = experiment.read(paths["config"][-1]).task if paths["config"] else "lm"
-    return experiment.task_of(overrides) or in_file
+    config = next(reversed(paths["config"]), None)
+    path = experiment.start(config, overrides) if config or experiment.task_of(overrides) else ""
+    return named_experiments.listed() + fields.listed(experiment.read(path, overrides), path)

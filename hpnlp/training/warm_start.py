@@ -196,7 +196,7 @@ def check_model(model: Any, source: Source, accept_changes: bool = False, task: 
     if differences and not accept_changes:
         raise InputError(
             f"train.init_from={source.directory} has another model ({differences}): set {' '.join(flags)}, or copy the model "
-            f"from there, as experiments/lm/finetune.py:{source.directory} does; with --accept_changes, parameters of the same "
+            f"from there, as --config=lm/finetune:{source.directory} does; with --accept_changes, parameters of the same "
             "shapes are used in spite of the differences"
         )
     return differences

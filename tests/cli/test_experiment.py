@@ -1,14 +1,18 @@
-"""Imports of experiment files from their own directory."""
+"""Experiments: their names, imports of files from their own directory, and flags that set fields."""
 
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from hpnlp.cli import experiment
+from hpnlp.cli import experiment, named_experiments
 from hpnlp.nn import mixers
+from hpnlp.tasks import TASKS
 from hpnlp.types import InputError
 
+ROOT = Path(__file__).parents[2]
 IMPORTING = """
 from common import STEPS
 from parts.model import DIM
@@ -85,3 +89,67 @@ def test_errors_in_imported_modules_name_file_and_line(tmp_path, monkeypatch, so
         with pytest.raises(InputError) as raised:
             experiment.read(path)
         assert str(raised.value).startswith(os.path.join(os.path.dirname(path), message))
+
+
+def test_experiments_of_the_package_have_names():
+    found = named_experiments.find()
+    assert {"lm/bytes", "classification/texts", "seq2seq/numbers"} <= found.keys()
+    assert not [name for name in found if name.startswith(("bench/", "compression/"))] and "softmax/steps" not in found
+    assert experiment.read("lm/bytes") == experiment.read(str(found["lm/bytes"]))
+    assert experiment.read("classification/encoders:attention").data.path == "stdlib_functions"
+    listed = named_experiments.listed()
+    assert all(f"  {name}\n      " in listed for name in found)
+
+
+@pytest.mark.slow
+def test_experiments_are_built_into_the_package(tmp_path):
+    pytest.importorskip("setuptools")
+    command = [sys.executable, "setup.py", "-q", "egg_info", "-e", tmp_path, "build_py", "-d", tmp_path / "lib"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    built = tmp_path / "lib" / "hpnlp" / "experiments"
+    names = {path.relative_to(built).with_suffix("").as_posix() for path in built.rglob("*.py")}
+    assert named_experiments.find().keys() <= names and not {path.name for path in built.iterdir()} & {
+        "bench",
+        "results",
+    }
+
+
+def test_every_task_has_an_experiment_to_start_from(monkeypatch):
+    assert named_experiments.STARTS.keys() == TASKS.keys()
+    for task, name in named_experiments.STARTS.items():
+        assert name.partition(":")[0] in named_experiments.find()
+        assert experiment.start(None, [f"--config.task={task}"]) == name
+        if task != "word_embeddings":  # which writes its text
+            assert experiment.read(name).task == task
+    assert experiment.start("a.py", ["--config.task=lm"]) == "a.py"
+    monkeypatch.setitem(TASKS, "own", TASKS["lm"])
+    monkeypatch.delitem(named_experiments.STARTS, "lm")
+    assert experiment.start(None, ["--config.task=own"]) == ""
+    assert experiment.read("", ["--config.model.dim=8"]).model.dim == 8
+
+
+def test_the_section_config_may_be_left_out_of_flags():
+    argv = [
+        "hpnlp",
+        "--model.dim=8",
+        "-task=lm",
+        "--config.data.path=a=b",
+        "--workdir=a.b",
+        "x.y",
+        "--config=a.py",
+        "--a",
+    ]
+    others, overrides = experiment.split(argv)
+    assert others == ["hpnlp", "--workdir=a.b", "x.y", "--config=a.py", "--a"]
+    assert overrides == ["--config.model.dim=8", "--config.task=lm", "--config.data.path=a=b"]
+
+
+def test_columns_of_tables_are_guessed_unless_they_are_named(tmp_path, capsys):
+    (tmp_path / "a.csv").write_text("review,stars\ngood,5\nbad,1\n")
+    start = ["--config.task=classification", f"--config.data.path={tmp_path / 'a.csv'}"]
+    for _ in range(2):
+        data = experiment.read("classification/texts", start).data
+        assert (data.text_field, data.label_field) == ("review", "stars")
+    assert capsys.readouterr().err.endswith("a.csv: data.text_field=review, data.label_field=stars\n")
+    data = experiment.read("classification/texts", [*start, "--config.data.text_field=a"]).data
+    assert (data.text_field, data.label_field) == ("a", "label")

@@ -19,7 +19,9 @@ import hpnlp
 from hpnlp.__main__ import COMMANDS, main, spare_threads
 from hpnlp.cli import fields
 from hpnlp.tasks import TASKS
+from hpnlp.training import loop
 from hpnlp.training.config import Config, flat
+from hpnlp.types import InputError
 from tests import tiny
 from tests.cli.conftest import Outcome, run_here
 
@@ -254,20 +256,53 @@ def test_help_of_train_lists_fields_with_their_names(run):
     out = run("train", "--help").out
     assert "--accept_changes" in out
     for text in (
-        "--config.model.kv_heads=0\n      Number of key and value heads K,",
-        "--config.model.rope_theta=10000.0\n      The base",
+        "--model.kv_heads=0\n      Number of key and value heads K,",
+        "--model.rope_theta=10000.0\n      The base",
         "Names: adamw, adamw8bit,",
         "Names: constant, linear,",
-        "--config.train.keep=2\n      Number of newest checkpoints to keep",
+        "--train.keep=2\n      Number of newest checkpoints to keep",
     ):
         assert text in out
+
+
+def test_help_of_train_has_the_values_of_an_experiment(run, tmp_path):
+    out = run("train", "--help", "--config=lm/bytes", "--model.dim=48").out
+    assert "defaults in --config=lm/bytes:" in out and "--model.dim=48\n" in out and "--model.mlp='gelu'\n" in out
+    out = run("train", "--help", "--task=classification").out
+    assert "--task='classification'\n" in out and "--model.pooling='max'\n" in out
+
+
+def test_runs_without_a_workdir_are_named_after_their_experiment_or_data(run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    workdirs = []
+
+    def train(config, workdir, **options):
+        workdirs.append((str(workdir), config.task))
+        raise InputError("stop")
+
+    monkeypatch.setattr(loop, "train", train)
+    (tmp_path / "my reviews.v2.csv").write_text("text,label\na,b\n")
+    data = "--data.path=my reviews.v2.csv"
+    for argv, workdir, task in (
+        (["--config=classification/encoders:lstm"], "runs/encoders", "rnn_classification"),
+        (["--task=classification", data], "runs/my_reviews", "classification"),
+        (["--config=classification/texts", data], "runs/texts", "classification"),
+        (["--task=lm"], "runs/bytes", "lm"),
+        (["--task=lm", "--workdir=a"], "a", "lm"),
+        (["--task=lm", "b"], "b", "lm"),
+    ):
+        outcome = run("train", *argv)
+        assert outcome.err == "hpnlp: stop\n" and workdirs.pop() == (workdir, task), outcome
+        assert outcome.out == (f"workdir: {workdir}\n" if workdir.startswith("runs/") else "")
 
 
 def test_every_field_has_help_and_names_belong_to_fields():
     described = {}
     for task in TASKS:
         of_task = {
-            f"{title}.{name}".lstrip("."): text for title, _, rows in fields.described(task) for name, _, text in rows
+            f"{title}.{name}".lstrip("."): text
+            for title, _, rows in fields.described(Config(task=task))
+            for name, _, text in rows
         }
         assert of_task.keys() == flat(Config(task=task)).keys()
         described |= of_task

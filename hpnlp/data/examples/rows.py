@@ -142,6 +142,29 @@ class RowReader:
         return Row(values.pop("group_field", f"{name}#{number}"), where, values)
 
 
+def read_columns(path: str) -> Iterator[dict[str, Any]]:
+    """Reads the records of a file of text formats with all of their columns, unchecked.
+
+    Args:
+      path: Path of the file.
+
+    Yields:
+      The records; none of a file in another format.
+
+    Raises:
+      InputError: A record cannot be read.
+      OSError: The file cannot be read.
+    """
+
+    def refuse(where: str, error: InputError) -> None:
+        raise error
+
+    read = _BY_STREAM.get(os.path.splitext(files.uncompressed(path))[1].lower())
+    if read is not None:
+        with files.open_text(path) as stream:
+            yield from (record for _, _, record in read(stream, printable(path), (), refuse))
+
+
 def _json_lines(
     stream: io.BufferedReader, path: str, columns: Sequence[Column], report_bad: ReportBad
 ) -> Iterator[_Values]:

@@ -1,0 +1,63 @@
+"""The columns of a table of labelled texts, guessed from their names."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hpnlp.data import sources
+from hpnlp.data.examples import generated
+from hpnlp.data.examples.config import ClassificationConfig
+from hpnlp.data.examples.rows import FORMATS, read_columns
+from hpnlp.types import InputError
+
+TEXT_NAMES = ("text", "sentence", "review", "content", "body", "message", "comment", "document", "title", "question")
+LABEL_NAMES = ("label", "class", "category", "target", "sentiment", "intent", "topic", "tag", "stars", "rating")
+_RECORDS = 1000  # that are compared where the names of two columns are neither
+
+
+def guessed_fields(config: ClassificationConfig) -> dict[str, str]:
+    """Guesses which columns of a table hold the texts and the labels, where its columns are not those of the config.
+
+    Args:
+      config: The config, with the default names of both columns.
+
+    Returns:
+      The fields text_field and label_field of the config with the names of columns; empty where the columns of the config are
+      there, or others cannot be told apart.
+    """
+    records = _first_records(config.path)
+    names = list(records[0]) if records else []
+    if config.text_field in names and config.label_field in names:
+        return {}
+    text, label = _named(names, TEXT_NAMES), _named(names, LABEL_NAMES)
+    if len(names) == 2 and text is None and label is None:
+        label = _repeated(names, records)
+    if len(names) == 2 and (text is None) != (label is None):
+        other = names[1 - names.index(text or label)]
+        text, label = text or other, label or other
+    return {} if text is None or label is None else {"text_field": text, "label_field": label}
+
+
+def _named(names: Sequence[str], known: Sequence[str]) -> str | None:
+    """The one column with a known name; None if there is none, or there are several."""
+    matching = [name for name in names if name.strip().lower() in known]
+    return matching[0] if len(matching) == 1 else None
+
+
+def _repeated(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> str | None:
+    """The column of two with few different values; None if both have few or both have many."""
+    repeated = [name for name in names if 2 * len({str(record[name]) for record in records}) <= len(records)]
+    return repeated[0] if len(repeated) == 1 else None
+
+
+def _first_records(path: str) -> list[Mapping[str, Any]]:
+    """The first records of the first file of a path; none where they cannot be read, which the reader of the data reports."""
+    if generated.is_generated(path):
+        return []
+    try:
+        file = next((file.path for source in sources.find(path, "data.path", FORMATS) for file in source.files), "")
+        return list(itertools.islice(read_columns(file), _RECORDS))
+    except (InputError, OSError):
+        return []

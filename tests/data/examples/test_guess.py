@@ -1,0 +1,50 @@
+"""Columns of a table of labelled texts that are guessed from their names and values."""
+
+import json
+
+import pytest
+
+from hpnlp.data.examples import ClassificationConfig
+from hpnlp.data.examples.guess import guessed_fields
+
+TEXTS = ["a good film", "a bad film", "no film at all", "the best one"]
+
+
+def write(path, header, *columns):
+    rows = zip(*columns, strict=True)
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(dict(zip(header, row, strict=True))) + "\n" for row in rows))
+    else:
+        mark = "\t" if path.suffix == ".tsv" else ","
+        path.write_text("".join(mark.join(row) + "\n" for row in (header, *rows)))
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.jsonl"])
+@pytest.mark.parametrize(
+    ("header", "columns", "expected"),
+    [
+        (["text", "label"], (TEXTS, "yyny"), {}),
+        (["Review", "Sentiment"], (TEXTS, "yyny"), {"text_field": "Review", "label_field": "Sentiment"}),
+        (["kind", "sentence"], ("yyny", TEXTS), {"text_field": "sentence", "label_field": "kind"}),
+        (["a", "b"], ("yyny", TEXTS), {"text_field": "b", "label_field": "a"}),
+        (["a", "b"], (TEXTS, TEXTS), {}),
+        (["a", "b"], ("yyny", "yyny"), {}),
+        (["id", "Text", "Label"], ("1234", TEXTS, "yyny"), {"text_field": "Text", "label_field": "Label"}),
+        (["id", "a", "b"], ("1234", TEXTS, "yyny"), {}),
+        (["text", "title", "label"], (TEXTS, TEXTS, "yyny"), {}),
+        (["title", "body", "label"], (TEXTS, TEXTS, "yyny"), {}),
+        (["text"], (TEXTS,), {}),
+    ],
+)
+def test_columns_are_guessed_where_they_can_be_told_apart(tmp_path, name, header, columns, expected):
+    write(tmp_path / name, header, *columns)
+    for path in (tmp_path / name, tmp_path):
+        assert guessed_fields(ClassificationConfig(path=str(path))) == expected
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\n", b'"a,b\n', b"a,b\n1\n"])
+def test_nothing_is_guessed_from_files_that_cannot_be_read(tmp_path, content):
+    if content is not None:
+        (tmp_path / "a.csv").write_bytes(content)
+    assert guessed_fields(ClassificationConfig(path=str(tmp_path / "a.csv"))) == {}
+    assert guessed_fields(ClassificationConfig()) == {}
