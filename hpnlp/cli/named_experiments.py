@@ -50,7 +50,7 @@ def listed() -> str:
     Returns:
       The text.
     """
-    lines = ["", "Experiments of the package, for --config (further ones in files of your own):", ""]
+    lines = ["", "Experiments of the package:"]
     for name, path in find().items():
         summary = (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition("\n\n")[0]
         lines.append(f"  {name}\n      {' '.join(summary.split())}")

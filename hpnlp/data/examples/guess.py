@@ -34,9 +34,10 @@ def guessed_fields(config: ClassificationConfig) -> dict[str, str]:
     text, label = _named(names, TEXT_NAMES), _named(names, LABEL_NAMES)
     if len(names) == 2 and text is None and label is None:
         label = _repeated(names, records)
-    if len(names) == 2 and (text is None) != (label is None):
-        other = names[1 - names.index(text or label)]
-        text, label = text or other, label or other
+    if len(names) == 2 and text is None and label is not None:
+        text = names[1 - names.index(label)]
+    elif len(names) == 2 and text is not None and label is None:
+        label = names[1 - names.index(text)]
     return {} if text is None or label is None else {"text_field": text, "label_field": label}
 
 
