@@ -338,7 +338,7 @@ def test_compare_warns_of_different_heldout_text(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "has no report.json: finish the run first, with the command that began it"),
+        (None, r"holds no run \(it is empty\): train one first, or name another directory"),
         (b"{", "is not a report .*: run the training command again"),
         (b"\xff\xfe\0", "is not a report .*: run the training command again"),
         (b"[" * 100_000, "is not a report .*: run the training command again"),
@@ -373,7 +373,7 @@ def test_unreadable_report_raises(tmp_path):
     path.mkdir()
     with pytest.raises(InputError, match=r"cannot read .*report.json \(Is a directory\)"):
         report.read_report(tmp_path)
-    with pytest.raises(InputError, match=r"there is no directory .*none': name the workdir of a run"):
+    with pytest.raises(InputError, match=r"none holds no run \(No such file or directory\): train one first"):
         report.read_report(tmp_path / "none")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -70,17 +72,23 @@ def run(argv: Sequence[str]) -> None:
     print(shells[names[0]](_flags(), _values()))
 
 
+def _commands() -> dict[str, Path]:
+    """Command -> the file of its module, which has the text of its help."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return {path.stem: path for path in files if "\nUSAGE = " in path.read_text("utf-8")}
+
+
 def _flags() -> dict[str, list[str]]:
     """Command -> its flags, with = for those that take a value."""
-    from hpnlp.__main__ import COMMANDS
     from hpnlp.tasks import TASKS
 
     # The modules of commands define flags of equal names and cannot be imported together.
-    names = {path.stem: _FLAG.findall(path.read_text("utf-8")) for path in Path(__file__).parent.glob("*.py")}
+    shared = _FLAG.findall((Path(__file__).parent / "__init__.py").read_text("utf-8"))
     of_config = dict.fromkeys(f"--{field}=" for task in TASKS for field in experiment.field_types(task))
     result = {}
-    for command in COMMANDS:
-        defined = [f"--{name}{'' if kind == 'bool' else '='}" for kind, name in names["__init__"] + names[command]]
+    for command, path in _commands().items():
+        own = _FLAG.findall(path.read_text("utf-8"))
+        defined = [f"--{name}{'' if kind == 'bool' else '='}" for kind, name in shared + own]
         result[command] = ["--help", *defined, *(of_config if command in TAKE_FIELDS else ())]
     return result
 
@@ -106,11 +114,10 @@ def _zsh(flags: Mapping[str, Sequence[str]], values: Mapping[str, Sequence[str]]
 
 def _fish(flags: Mapping[str, Sequence[str]], values: Mapping[str, Sequence[str]]) -> str:
     """The script for fish."""
-    from hpnlp.__main__ import COMMANDS
-
-    lines = [
-        f"complete -c hpnlp -f -n __fish_use_subcommand -a {name} -d '{purpose}'" for name, purpose in COMMANDS.items()
-    ]
+    lines = []
+    for name, path in _commands().items():
+        purpose = (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition(": ")[2]
+        lines.append(f"complete -c hpnlp -f -n __fish_use_subcommand -a {name} -d {shlex.quote(purpose)}")
     commands: dict[str, list[str]] = {}
     for command, names in flags.items():
         for name in names:

@@ -87,8 +87,7 @@ def check_run(directory: str | os.PathLike[str], alternative: str = "") -> None:
         raise InputError(f"{path} holds {held.value}: run its `hpnlp compress` command again")
     try:
         os.listdir(path)
-        if is_special(path / "config.json"):
-            raise InputError(f"{path}/config.json is not a regular file: restore it, or name another directory")
+        _check_readable(path / "config.json")
         reason = "it is empty" if held is Contents.NOTHING else "there is no config.json"
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -96,6 +95,17 @@ def check_run(directory: str | os.PathLike[str], alternative: str = "") -> None:
     if runs := sorted(child.parent for child in path.glob("*/config.json") if contents_of(child.parent) in _READABLE):
         fix = f"name one of the runs in it, such as {runs[0]}"
     raise InputError(f"{path} holds no run{alternative} ({reason}): {fix}")
+
+
+def _check_readable(config: Path) -> None:
+    """Raises InputError if a config.json is there and no file that can be read."""
+    if is_special(config):
+        raise InputError(f"{config} is not a regular file: restore it, or name another workdir")
+    try:
+        if os.path.lexists(config):
+            config.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {config} ({error.strerror}): restore it, or name another workdir") from error
 
 
 def has_checkpoints(workdir: str | os.PathLike[str]) -> bool:

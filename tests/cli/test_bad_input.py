@@ -290,7 +290,7 @@ def files(tmp_path, trained):
             "(Too many levels of symbolic links): train one first, or name another directory",
         ),
         ("generate {run}/" + "x" * 300, "(File name too long)"),
-        ("generate {piped}", "config.json is not a regular file: restore it, or name another directory"),
+        ("generate {piped}", "config.json is not a regular file: restore it, or name another workdir"),
         ("generate {run} --workdir={dir}", "name different runs: leave out one of them"),
         ("generate", "no run: write hpnlp generate RUN --prompt=TEXT, where RUN is its directory, such as runs/bytes"),
         ("export {run} {dir} --to=x", "expected one run: write hpnlp export RUN --to=FILE"),
