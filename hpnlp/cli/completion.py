@@ -87,8 +87,8 @@ def _flags() -> dict[str, list[str]]:
     of_config = dict.fromkeys(f"--{field}=" for task in TASKS for field in experiment.field_types(task))
     result = {}
     for command, path in _commands().items():
-        own = _FLAG.findall(path.read_text("utf-8"))
-        defined = [f"--{name}{'' if kind == 'bool' else '='}" for kind, name in shared + own]
+        of_command = _FLAG.findall(path.read_text("utf-8"))
+        defined = [f"--{name}{'' if kind == 'bool' else '='}" for kind, name in shared + of_command]
         result[command] = ["--help", *defined, *(of_config if command in TAKE_FIELDS else ())]
     return result
 

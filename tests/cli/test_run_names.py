@@ -89,10 +89,10 @@ def test_ensembles_are_evaluated_and_continue_prompts(run, trained):
     assert loss(f"{a}@3", "--cache=continuous(20, 0.1, 0.0)")[1] == pytest.approx(singles[2], abs=1e-4)
     assert loss(f"{a}@3", "--cache=continuous(200, 0.1, 0.2)")[1] != pytest.approx(singles[2], abs=1e-4)
     texts = [
-        run("generate", f"--workdir={members}", "--prompt=the ", "--tokens=12", "--temperature=0").out
-        for members in (a, f"{a},{a}@3", f"{a},{b}")
+        run("generate", *members, "--prompt=the ", "--tokens=12", "--temperature=0").out
+        for members in ([a], [f"--workdir={a},{a}@3"], [a, f"{a}@3"], [f"--workdir={a},{b}"], [a, b])
     ]
-    assert texts[0] == texts[1] and all(text.startswith("the ") for text in texts)
+    assert texts[0] == texts[1] == texts[2] and texts[3] == texts[4] and all(text.startswith("the ") for text in texts)
     for argv, message in (
         ((a, trained / "others" / "words"), "words has another tokenizer than .*name runs of one vocabulary"),
         ((a, b, "--cache=continuous(9)"), "a cache is for one run of task='lm' or 'rnn_lm'"),
