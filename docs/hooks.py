@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # The tests import this file where mkdocs is not installed.
 ROOT = Path(__file__).parents[1]
 COMMANDS = (
     "train",
+    "check-data",
     "generate",
     "evaluate",
     "sweep",

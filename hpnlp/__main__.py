@@ -12,6 +12,7 @@ import sys
 
 COMMANDS = {
     "train": "train the model of an experiment file, or resume its training, and write a report",
+    "check-data": "list all faults of the data that an experiment names, with their places",
     "generate": "continue prompts with a trained model",
     "predict": "predict labels, tags, targets or similarities of texts with a trained model",
     "evaluate": "score a run on held-out data, also with another memory or other data",
@@ -126,7 +127,7 @@ def _run_command(name: str) -> None:
     from hpnlp.spec import lookup
 
     lookup(COMMANDS, name, "command")
-    importlib.import_module(f"hpnlp.cli.{name}").run(["hpnlp " + name, *sys.argv[2:]])
+    importlib.import_module(f"hpnlp.cli.{name.replace('-', '_')}").run(["hpnlp " + name, *sys.argv[2:]])
 
 
 if __name__ == "__main__":

@@ -206,7 +206,7 @@ def read(path: str, overrides: Sequence[str] = ()) -> Any:
     if not path:
         from hpnlp.training.config import default
 
-        return _with_columns(_overridden(default(task_of(overrides) or "lm"), overrides))
+        return _with_columns(overridden(default(task_of(overrides) or "lm"), overrides))
     path, *argument = path.split(":", 1)
     path = locate(path)
     module = load(path)
@@ -214,7 +214,7 @@ def read(path: str, overrides: Sequence[str] = ()) -> Any:
         raise InputError(f"--config={path} has no get_config(): define one that returns a config, as {EXAMPLE} does")
     config = call(path, module.get_config, *argument)
     _check_config(path, config)
-    return _with_columns(_overridden(_of_task(path, config, overrides), overrides))
+    return _with_columns(overridden(_of_task(path, config, overrides), overrides))
 
 
 def _with_columns(values: ConfigDict) -> ConfigDict:
@@ -279,7 +279,7 @@ def changes(config: ConfigDict, overrides: Sequence[str]) -> dict[str, Any]:
     Raises:
       InputError: An override is invalid.
     """
-    values = _overridden(config, overrides)
+    values = overridden(config, overrides)
     names = dict.fromkeys(_field(override) for override in overrides)
     return {name: functools.reduce(lambda section, key: section[key], name.split("."), values) for name in names}
 
@@ -345,8 +345,19 @@ def _check_override(override: str, types: Mapping[str, str]) -> None:
         raise InputError(f"{override} has no value: write {override}=VALUE ({types[name]})")
 
 
-def _overridden(config: ConfigDict, overrides: Sequence[str]) -> Any:
-    """The config with its overrides applied. Raises InputError where an override names no field, or has a wrong value."""
+def overridden(config: ConfigDict, overrides: Sequence[str]) -> Any:
+    """A config with its overrides applied.
+
+    Args:
+      config: Values that are overridden.
+      overrides: Flags that set fields of the config, from `split`.
+
+    Returns:
+      A `ConfigDict`.
+
+    Raises:
+      InputError: An override names no field, or has a wrong value.
+    """
     task: Any = config.task
     types = field_types(task)
     for override in overrides:

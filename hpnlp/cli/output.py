@@ -12,7 +12,7 @@ from typing import Any
 from hpnlp.types import InputError
 
 # Commands whose only result is their output stop where it cannot be written. All others finish the files that they write.
-PRINTS_ONLY = ("evaluate", "generate", "plan")
+PRINTS_ONLY = ("check-data", "evaluate", "generate", "plan")
 HELP = ("help", "--help", "-h", "-help", "--helpfull", "--version")
 
 

@@ -144,6 +144,18 @@ def _check_lengths(lengths: np.ndarray) -> None:
         raise InputError(f"text {number} has {lengths[number]} tokens: expected at least 1: leave it out")
 
 
+def width_multiple(longest: int) -> int:
+    """The divisor of the widths of `BucketOrder`.
+
+    Args:
+      longest: Largest width.
+
+    Returns:
+      8, or more where there would be over 256 different widths.
+    """
+    return max(8, -(-longest // 256))
+
+
 class BucketOrder:
     """An endless order of batches of texts of similar lengths, each padded to the width of its bucket.
 
@@ -170,7 +182,7 @@ class BucketOrder:
         Raises:
           InputError: As for `bucket_widths`.
         """
-        multiple = max(8, -(-longest // 256))
+        multiple = width_multiple(longest)
         self.widths = sorted({min(width, longest) for width in bucket_widths(lengths, count, multiple)})
         self._bucket = np.searchsorted(self.widths, lengths).astype(np.int32)
         self._batch_size, self._seed = batch_size, seed

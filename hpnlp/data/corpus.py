@@ -17,7 +17,7 @@ from hpnlp.data.batches import Batches, ordered_batches, ordered_streams, shuffl
 from hpnlp.data.config import DataConfig
 from hpnlp.data.files import printable
 from hpnlp.data.random_lengths import RandomLengths
-from hpnlp.data.sources import LeftOut
+from hpnlp.data.sources import LeftOut, LineCounts
 from hpnlp.types import InputError, Tokenizer
 
 # The summary warns if whole documents take this share of the text from training, or twice the configured fraction.
@@ -110,6 +110,8 @@ class Corpus:
             )
         if self.is_cached:
             yield f"tokens read from the cache, {printable(self.directory)}"
+        if record.get("lines", {}).get("files"):  # absent from caches of early versions
+            yield str(LineCounts(**record["lines"]))
         if record["left_out"]:
             yield f"left out: {LeftOut(record['left_out'])}"
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from hpnlp.data import files, records
 from hpnlp.data.files import printable
-from hpnlp.data.sources import File, LeftOut, Source
+from hpnlp.data.sources import File, LeftOut, LineCounts, Source
 from hpnlp.types import InputError
 
 # Longer text is cut at line ends, so that no document fills the memory.
@@ -92,6 +92,7 @@ class DocumentReader:
       eos_id: Token after which arrays of ids are split into documents; None for no splits.
       skip_bad_lines: Leave out and count lines of text that are not UTF-8, and records without valid text.
       cut_finely: Cut text files into pieces of 1 to 64 KiB, about 1 % of the source, as a source of one file always is.
+      line_counts: Numbers of records and lines, where they differ.
     """
 
     fields: records.Fields
@@ -99,6 +100,7 @@ class DocumentReader:
     eos_id: int | None = None
     skip_bad_lines: bool = False
     cut_finely: bool = False
+    line_counts: LineCounts = dataclasses.field(default_factory=LineCounts)
 
     def read(self, source: Source) -> Iterator[Document]:
         """Reads the documents of a source in the order of its files.
@@ -153,8 +155,7 @@ class DocumentReader:
             if encoding:
                 self.left_out.add(f"in {encoding}, to be converted by iconv -f {encoding} -t UTF-8,", file.name)
             elif not is_text:
-                read = records.json_lines if file.kind == "jsonl" else records.json_array
-                for record in read(stream, printable(file.path), self.fields, self._report_bad):
+                for record in self._read_records(stream, file):
                     yield _of_record(name, record)
             elif walked and b"\0" in head:
                 self.left_out.add("binary", file.name)
@@ -162,6 +163,18 @@ class DocumentReader:
                 self.left_out.add("empty", file.name)
             else:
                 yield from _read_text(stream, name, printable(file.path), max_bytes)
+
+    def _read_records(self, stream: io.BufferedReader, file: File) -> Iterator[records.Record]:
+        """Records of a JSON file; counts the records and lines of JSON lines."""
+        path = printable(file.path)
+        if file.kind == "json":
+            yield from records.json_array(stream, path, self.fields, self._report_bad)
+            return
+        counted, records_read = records.CountedLines(stream), 0
+        for record in records.json_lines(counted, path, self.fields, self._report_bad):
+            records_read += 1
+            yield record
+        self.line_counts.add(file.name, records_read, counted.count)
 
     def _without_bad_lines(self, document: Document) -> Document | None:
         """`document` without lines that are not UTF-8; a record is dropped as a whole. None if nothing remains."""

@@ -14,7 +14,7 @@ import numpy as np
 from hpnlp.data.documents import Document, DocumentReader, NotTextError, to_text
 from hpnlp.data.files import Progress
 from hpnlp.data.records import Fields
-from hpnlp.data.sources import LeftOut, Source
+from hpnlp.data.sources import LeftOut, LineCounts, Source
 from hpnlp.data.token_store import Tokens, TokenWriter
 from hpnlp.types import InputError, Tokenizer
 
@@ -128,13 +128,14 @@ class Ingest:
 
         Returns:
           A JSON-able record: "train" and "heldout" for `Tokens`, "aside" with the sizes of what is on neither side,
-          "bounds" with the number of training tokens before and after each source, and "left_out" with a `LeftOut`.
+          "bounds" with the number of training tokens before and after each source, "left_out" with a `LeftOut`, and "lines"
+          with a `LineCounts`.
 
         Raises:
           InputError: A file cannot be read or does not suit the tokenizer, or a source holds no text.
         """
         threshold, cut_finely = self._split(tokenizer.eos_id)
-        left_out = LeftOut()
+        left_out, line_counts = LeftOut(), LineCounts()
         bounds = [0]
         total = _total_bytes([*self.sources, *self.heldout_sources])
         done = 0
@@ -145,7 +146,7 @@ class Ingest:
             for index, source in enumerate([*self.sources, *self.heldout_sources]):
                 is_heldout = index >= len(self.sources)
                 left_out.merge(source.left_out)
-                reader = self._reader(left_out, tokenizer.eos_id, cut_finely and not is_heldout)
+                reader = self._reader(left_out, tokenizer.eos_id, cut_finely and not is_heldout, line_counts)
                 is_empty = True
                 for document, ids, skip in _encode_documents(reader, source, tokenizer):
                     is_empty = False
@@ -162,7 +163,14 @@ class Ingest:
         has_limit = self.heldout_bytes > 0 and not self.heldout_sources
         heldout = candidates.write_heldout(float(self.heldout_bytes) if has_limit else math.inf)
         aside = {name: candidates.record()[name] - heldout[name] for name in ("documents", "tokens", "raw_bytes")}
-        return {"train": train.record(), "heldout": heldout, "aside": aside, "bounds": bounds, "left_out": left_out}
+        return {
+            "train": train.record(),
+            "heldout": heldout,
+            "aside": aside,
+            "bounds": bounds,
+            "left_out": left_out,
+            "lines": dataclasses.asdict(line_counts),
+        }
 
     def _split(self, eos_id: int | None) -> tuple[float, bool]:
         """Chooses the hash below which a document is held out, and whether text files are cut finely.
@@ -212,9 +220,11 @@ class Ingest:
                 "data.heldout_path=PATH with other text to hold out"
             )
 
-    def _reader(self, left_out: LeftOut, eos_id: int | None, cut_finely: bool) -> DocumentReader:
+    def _reader(
+        self, left_out: LeftOut, eos_id: int | None, cut_finely: bool, line_counts: LineCounts | None = None
+    ) -> DocumentReader:
         fields = Fields(self.text_field, self.prompt_field)
-        return DocumentReader(fields, left_out, eos_id, self.skip_bad_lines, cut_finely)
+        return DocumentReader(fields, left_out, eos_id, self.skip_bad_lines, cut_finely, line_counts or LineCounts())
 
 
 class _Candidates:

@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from hpnlp.data.files import printable
 from hpnlp.types import InputError
@@ -52,11 +52,17 @@ class Record(NamedTuple):
     text: bytes
 
 
+class Lines(Protocol):
+    """A stream that is read line by line, such as a file."""
+
+    def readline(self, size: int = -1, /) -> bytes: ...
+
+
 class _FieldError(ValueError):
     """The value of a field is missing or invalid; the message lacks the place of the record."""
 
 
-def json_lines(stream: io.BufferedReader, path: str, fields: Fields, report_bad: ReportBad) -> Iterator[Record]:
+def json_lines(stream: Lines, path: str, fields: Fields, report_bad: ReportBad) -> Iterator[Record]:
     """Reads a file with one JSON object per line; empty lines are ignored.
 
     Args:
@@ -74,7 +80,7 @@ def json_lines(stream: io.BufferedReader, path: str, fields: Fields, report_bad:
 
 
 def line_objects(
-    stream: io.BufferedReader, path: str, expected: str, report_bad: ReportBad
+    stream: Lines, path: str, expected: str, report_bad: ReportBad
 ) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Reads a file with one JSON object per line; empty lines are ignored.
 
@@ -101,7 +107,7 @@ def line_objects(
             report_bad(where, InputError(f"{where}: expected {expected}: {SKIP}"))
 
 
-def lines(stream: io.BufferedReader, path: str, report_bad: ReportBad) -> Iterator[tuple[int, str, bytes]]:
+def lines(stream: Lines, path: str, report_bad: ReportBad) -> Iterator[tuple[int, str, bytes]]:
     """Reads lines; lines that are too long are reported as bad.
 
     Args:
@@ -123,6 +129,42 @@ def lines(stream: io.BufferedReader, path: str, report_bad: ReportBad) -> Iterat
                 line = stream.readline(_CHUNK)
             continue
         yield number, where, line
+
+
+class CountedLines:
+    """A stream that counts the lines that are read from it.
+
+    Attributes:
+      count: Number of lines so far.
+    """
+
+    def __init__(self, stream: io.BufferedReader):
+        """Begins to count.
+
+        Args:
+          stream: Content of a file.
+        """
+        self._stream = stream
+        self._within_line = False
+        self.count = 0
+
+    def readline(self, size: int = -1) -> bytes:
+        """Reads a line.
+
+        Args:
+          size: Largest number of bytes; -1 for no limit.
+
+        Returns:
+          The line, or a part of one that is longer than `size`; b"" at the end.
+        """
+        line = self._stream.readline(size)
+        self.count += bool(line) and not self._within_line
+        self._within_line = bool(line) and not line.endswith(b"\n")
+        return line
+
+    def peek(self) -> bytes:
+        """Returns the next bytes without reading them."""
+        return self._stream.peek()
 
 
 def json_array(stream: io.BufferedReader, path: str, fields: Fields, report_bad: ReportBad) -> Iterator[Record]:

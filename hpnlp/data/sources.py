@@ -26,6 +26,9 @@ _PACKAGES = frozenset({"site-packages", "dist-packages"})
 # Name of a corpus -> directories of the standard library that its walk does not enter.
 _STDLIB = {"stdlib": _PACKAGES | {"test", "tests", "idle_test"}, "stdlib+tests": _PACKAGES}
 _KINDS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".npy": "tokens"}
+# Largest number of documents, or of training examples, that others are compared with, at about 200 bytes each.
+MAX_COMPARED = 1 << 20
+NAMED = 3  # names that are kept for each reason of a `LeftOut`
 _EXPANSION = 4  # typical ratio of the size of text to its compressed size
 
 
@@ -72,16 +75,19 @@ class Source:
 
 
 class LeftOut(dict[str, list[Any]]):
-    """Counts of what is not read: reason -> [count, name of the first]. JSON-able."""
+    """Counts of what is not read: reason -> [count, names of the first ones]. JSON-able."""
 
     def add(self, reason: str, name: str) -> None:
         """Counts one file, document or line.
 
         Args:
           reason: The reason why it is not read.
-          name: Name of what is not read; kept for the first of each reason.
+          name: Name of what is not read; kept for the first NAMED of each reason.
         """
-        self.setdefault(reason, [0, name])[0] += 1
+        entry = self.setdefault(reason, [0])
+        entry[0] += 1
+        if len(entry) <= NAMED:
+            entry.append(name)
 
     def merge(self, other: LeftOut) -> None:
         """Adds further counts.
@@ -89,13 +95,15 @@ class LeftOut(dict[str, list[Any]]):
         Args:
           other: The counts to add.
         """
-        for reason, (count, first) in other.items():
-            self.setdefault(reason, [0, first])[0] += count
+        for reason, (count, *names) in other.items():
+            entry = self.setdefault(reason, [0])
+            entry[0] += count
+            entry += names[: NAMED + 1 - len(entry)]
 
     def __str__(self) -> str:
         return ", ".join(
             f"{count} {reason} ({printable(first)}{', ...' if count > 1 else ''})"
-            for reason, (count, first) in self.items()
+            for reason, (count, first, *_) in self.items()
         )
 
     def in_brackets(self) -> str:
@@ -105,6 +113,60 @@ class LeftOut(dict[str, list[Any]]):
           " (left out: ...)", or "" if nothing is left out.
         """
         return f" (left out: {self})" if self else ""
+
+
+def described(counts: LeftOut, noun: str = "", separator: str = " ") -> list[str]:
+    """Formats counts with the first places.
+
+    Args:
+      counts: The counts.
+      noun: Word for what is counted, in the singular; "" where the reasons need none.
+      separator: Text between the noun and the reason.
+
+    Returns:
+      A line for each reason.
+    """
+    lines = []
+    for reason, (count, *places) in counts.items():
+        plural = f"{noun}{'s' * (count != 1)}{separator}" if noun else ""
+        more = f"; and {count - len(places):,} more" if count > len(places) == NAMED else ""
+        lines.append(f"{count:,} {plural}{reason}: {'; '.join(map(printable, places))}{more}")
+    return lines
+
+
+@dataclasses.dataclass
+class LineCounts:
+    """Numbers of records and lines of the files in which they differ.
+
+    Lines are more than records where a quoted cell of CSV has several lines, and where lines are blank or hold bad records.
+
+    Attributes:
+      files: Number of these files.
+      records: Records of these files.
+      lines: Lines of these files, without the names of columns.
+      first: Name of the first of these files.
+    """
+
+    files: int = 0
+    records: int = 0
+    lines: int = 0
+    first: str = ""
+
+    def add(self, name: str, records: int, lines: int) -> None:
+        """Counts a file, unless each of its lines holds a record.
+
+        Args:
+          name: Name of the file.
+          records: Number of its records.
+          lines: Number of its lines.
+        """
+        if records != lines:
+            self.first = self.first or name
+            self.files, self.records, self.lines = self.files + 1, self.records + records, self.lines + lines
+
+    def __str__(self) -> str:
+        more = f" and {self.files - 1} more" if self.files > 1 else ""
+        return f"{self.records:,} records from {self.lines:,} lines of {printable(self.first)}{more}"
 
 
 def find(paths: str, argument: str, readable: tuple[str, ...] = ()) -> tuple[Source, ...]:
@@ -180,8 +242,10 @@ def _find_one(path: str, argument: str, readable: tuple[str, ...]) -> Source:
         fault = "" if is_readable else _compression_fault(name)
         if fault and not walked:
             raise InputError(f"{argument}: {file!r} {fault}: unpack it")
-        if fault or (walked and not is_readable and _is_unlikely_text(name)):
-            left_out.add("compressed", name)
+        if fault:
+            left_out.add("compressed in a form that is not read", name)
+        elif walked and not is_readable and _is_unlikely_text(name):
+            left_out.add(f"compressed, of other formats ({extension(name)})", name)
         else:
             size = files.check_regular(file).st_size
             found_files.append(File(os.path.abspath(file), name.replace(os.sep, "/"), size))
@@ -246,6 +310,20 @@ def _compression_fault(name: str) -> str:
     if files.compression(name) and files.uncompressed(name).lower().endswith((".parquet", ".npy")):
         return "is compressed, and this format is not read from its start to its end"
     return ""
+
+
+def extension(name: str) -> str:
+    """The extension of a file, with that of its compression.
+
+    Args:
+      name: File name or path.
+
+    Returns:
+      The extension in lower case, such as ".log.gz"; "no extension" for a name without any.
+    """
+    inner = files.uncompressed(name)
+    found = os.path.splitext(inner)[1] + name[len(inner) :]
+    return found.lower() or "no extension"
 
 
 def _is_unlikely_text(name: str) -> bool:

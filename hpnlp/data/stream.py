@@ -44,7 +44,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, progress: Pr
     Cost: one pass over the text, and one more if a vocabulary is made. Memory does not grow with the text.
     """
     progress = progress or ignore_progress
-    ingest = _find_sources(config)
+    ingest = find_sources(config)
     root = token_store.cache_root(config.cache)
     if tokenizer is None and not tokenizers.is_trained(config.tokenizer):
         tokenizer = tokenizers.build(config.tokenizer)  # before text is read, so that a wrong path fails early
@@ -67,8 +67,18 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, progress: Pr
     return Corpus(config, tokenizer, directory, record, is_cached)
 
 
-def _find_sources(config: DataConfig) -> Ingest:
-    """Lists the files of the config's paths."""
+def find_sources(config: DataConfig) -> Ingest:
+    """Lists the files of a config's paths.
+
+    Args:
+      config: The config.
+
+    Returns:
+      The sources, with the options that decide how they are read and split.
+
+    Raises:
+      InputError: A path does not exist, no file is left to read in it, or the weights do not fit.
+    """
     train = sources.find(config.path, "data.path")
     heldout = sources.find(config.heldout_path, "data.heldout_path") if config.heldout_path else ()
     if heldout:

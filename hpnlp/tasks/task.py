@@ -46,7 +46,7 @@ class Dataset(Protocol):
 
     Attributes:
       tokenizer: The tokenizer of its texts.
-      summary: A line on its sizes, and on what is not read.
+      summary: Lines on its sizes, and on what is not read.
       heldout_digest: Digest of the held-out examples: scores of runs with the same digest compare.
     """
 

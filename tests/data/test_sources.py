@@ -48,10 +48,10 @@ def test_walk_leaves_out_unlikely_text(tree):
         ("sub/c", b"\xff raw"),
     ]
     assert left_out["hidden"][0] == 3
-    assert left_out["links and devices"] == [2, "around"]
+    assert left_out["links and devices"] == [2, "around", "gone"]
     assert left_out["binary"] == [1, "image.png"]
-    assert left_out["compressed"] == [1, "more.gz"]
-    assert left_out["empty"] == [2, "empty.txt"]
+    assert left_out["compressed, of other formats (.gz)"] == [1, "more.gz"]
+    assert left_out["empty"][:2] == [2, "empty.txt"]
     assert "1 binary (image.png)" in str(left_out)
 
 
@@ -84,7 +84,7 @@ def test_duplicate_files_are_left_out(tree):
     assert [d.name for d in documents] == ["aa.txt", "b.txt"] and left_out["given twice"][0] > 3
     first, second = sources.find(f"{tree}/sub,{tree}", "data.path")
     assert [file.name for file in first.files] == ["c"] and "sub/c" not in [file.name for file in second.files]
-    assert second.left_out["given twice"] == [2, "aa.txt"]
+    assert second.left_out["given twice"][:2] == [2, "aa.txt"]
     with pytest.raises(InputError, match="data.path='.*/sub' adds no file .*1 given twice .c.*: leave it out"):
         sources.find(f"{tree},{tree}/sub", "data.path")
 

@@ -69,6 +69,11 @@ class ExampleConfig(abc.ABC):
         "Field with the name of an example's group, such as its source document. A group is held out as a whole, so that "
         'near duplicates are not on both sides; "" for no groups.',
     )
+    fold_labels: bool = option(
+        False,
+        "Labels that differ only in case and blanks are of one class, which is named in lower case. Otherwise labels of "
+        "another case are other classes, and a label that is written with and without blanks around it is an error.",
+    )
     cache: str = option(
         "",
         'Directory of tokenised examples; "" is $HPNLP_CACHE, or hpnlp under $XDG_CACHE_HOME or ~/.cache.',
@@ -86,6 +91,8 @@ class ExampleConfig(abc.ABC):
                 raise InputError(f'data.{name}="": expected the name of a field')
         if not self.path:
             raise InputError('data.path="": expected the path of labelled examples')
+        if self.fold_labels and not self.kind().has_labels:
+            raise InputError("data.fold_labels=True: these examples have no labels: set it to False")
 
     @abc.abstractmethod
     def kind(self) -> Kind:

@@ -8,17 +8,22 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data.batches import Batches, bucketed_batches, check_seed, ordered_batches, shuffled_batches
-from hpnlp.data.buckets import BucketOrder
+from hpnlp.data.buckets import BucketOrder, bucket_widths, width_multiple
 from hpnlp.data.examples.config import ExampleConfig
 from hpnlp.data.examples.store import StoredExamples
 from hpnlp.data.files import printable
 from hpnlp.data.packing import Batch
-from hpnlp.data.sources import LeftOut
+from hpnlp.data.sources import LeftOut, LineCounts
 from hpnlp.data.token_store import key_of
 from hpnlp.types import InputError, Tokenizer
 
 # Names of the sets of examples that are scored. A data set may have no examples in the second one.
 HELDOUT, CHALLENGE = "heldout", "challenge"
+_SHOWN_CLASSES = 10
+_UNLIMITED = 1 << 40  # tokens, more than a sequence has
+# Shares of padding from which the summary has a line on it, and settings with less of it.
+_LITTLE_PADDING, _MUCH_PADDING = 0.2, 0.5
+_BUCKETS = 4  # value of data.buckets that the summary proposes
 
 
 class Examples:
@@ -36,7 +41,8 @@ class Examples:
       class_counts: Number of training labels of each class, int64 [classes].
       heldout_digest: Digest of the held-out examples and the classes.
       stored: "train", "heldout" and "challenge" -> the examples, for reports and baselines.
-      summary: One line with the sizes of the sets, the classes, the number of cut examples, and counts of what is not read.
+      summary: A line with the sizes of the sets, the classes, the number of cut examples, and counts of what is not read; lines
+          on classes, lengths and `Examination.remarks` if the cache did not hold the examples already; and a line on padding.
     """
 
     def __init__(
@@ -80,7 +86,8 @@ class Examples:
         self.heldout_examples: int = record[HELDOUT]["examples"]
         self.heldout_digest: str = self._digest(HELDOUT, record)
         self._digests = {"data set": self._digest("train", record), "held-out examples": self.heldout_digest}
-        self.summary = "; ".join(self._summary_parts(record))
+        lines = [] if is_cached else [*self._class_lines(), *record.get("remarks", ())]
+        self.summary = "\n".join(["; ".join(self._summary_parts(record)), *lines, *self._length_lines()])
 
     def _digest(self, side: str, record: Mapping[str, Any]) -> str:
         """Digest of the examples of one set with their classes."""
@@ -123,8 +130,52 @@ class Examples:
             yield f"{_count(cut)} cut, at data.seq_len={config.seq_len}{self.kind.other_limits()}"
         if self.is_cached:
             yield f"tokens read from the cache, {printable(self.directory)}"
+        if record.get("lines", {}).get("files"):  # absent from caches of early versions
+            yield str(LineCounts(**record["lines"]))
         if record["left_out"]:
             yield f"left out: {LeftOut(record['left_out'])}"
+
+    def _class_lines(self) -> Iterator[str]:
+        """The sizes of the classes, largest first."""
+        order = np.argsort(-self.class_counts, kind="stable")
+        if len(order):
+            shown = ", ".join(f"{self.labels[i]} {self.class_counts[i]:,}" for i in order[:_SHOWN_CLASSES].tolist())
+            more = f" and {len(order) - _SHOWN_CLASSES:,} more" if len(order) > _SHOWN_CLASSES else ""
+            yield f"training labels of each class: {shown}{more}"
+
+    def _length_lines(self) -> Iterator[str]:
+        """The lengths of training sequences, unless they are cached, and their padding."""
+        config = self.config
+        lengths = self._lengths("train", longest=_UNLIMITED)
+        if not self.is_cached:
+            low, median, high, top = np.percentile(lengths, [0, 50, 95, 100], method="higher").tolist()
+            cut = 100 * float(np.mean(lengths > config.seq_len))
+            remark = f", of which data.seq_len={config.seq_len} cuts {cut:.2g} %" if cut else ""
+            yield f"tokens of training sequences: {low} to {top}, median {median}, 95th percentile {high}{remark}"
+        share = self._padding(config.seq_len, config.buckets)
+        if share >= _LITTLE_PADDING:
+            fix = f": {self._less_padding(lengths)}" if share > _MUCH_PADDING else ""
+            yield f"padding: {100 * share:.0f} % of the tokens of a batch{fix}"
+
+    def _padding(self, seq_len: int, buckets: int) -> float:
+        """Share of padding in training batches."""
+        lengths = self._lengths("train", seq_len)
+        widths = [seq_len] if buckets == 1 else bucket_widths(lengths, buckets, width_multiple(seq_len))
+        widths = np.minimum(widths, seq_len)
+        return 1 - float(lengths.sum() / widths[np.searchsorted(widths, lengths)].sum())
+
+    def _less_padding(self, lengths: np.ndarray) -> str:
+        """Settings with less padding, by the lengths of uncut sequences."""
+        config, fixes = self.config, []
+        length = _rounded_up(np.percentile(lengths, 99.9, method="higher"))
+        if length < config.seq_len:
+            held = 100 * float(np.mean(lengths <= length))
+            share = 100 * self._padding(length, config.buckets)
+            fixes.append(f"data.seq_len={length} holds {held:.5g} % of them with {share:.0f} %")
+        if config.buckets < _BUCKETS:
+            share = 100 * self._padding(config.seq_len, _BUCKETS)
+            fixes.append(f"data.buckets={_BUCKETS}, batches of similar lengths, has {share:.0f} %")
+        return "; ".join(fixes) or "shorter data.seq_len, or more data.buckets, have less"
 
     def train(self, *, seed: int, process_index: int = 0, process_count: int = 1) -> Batches:
         """Iterates endlessly over training batches, in a new order each epoch.
@@ -174,9 +225,9 @@ class Examples:
         config = self.config
         return BucketOrder(self._lengths("train"), config.buckets, config.seq_len, config.batch_size, seed)
 
-    def _lengths(self, side: str) -> np.ndarray:
-        """Tokens of the sequences of a set, integers [n]."""
-        kind, seq_len = self.kind, self.config.seq_len
+    def _lengths(self, side: str, longest: int | None = None) -> np.ndarray:
+        """Tokens of the sequences of a set, integers [n], cut at `longest`, by default at `data.seq_len`."""
+        kind, seq_len = self.kind, longest or self.config.seq_len
         return np.concatenate(
             [kind.row_lengths(lengths, self.tokenizer, seq_len) for lengths in self.stored[side].lengths()]
         )
@@ -234,6 +285,11 @@ class Examples:
         """The batch of the examples with these numbers, filled up with padding to `count` examples of `width` tokens."""
         width = self.config.seq_len if width is None else width
         return self.kind.batch(self.stored[side], numbers.tolist(), count, self.tokenizer, width)
+
+
+def _rounded_up(length: float) -> int:
+    """The next multiple of 8."""
+    return -(-int(length) // 8) * 8
 
 
 def _count(count: int) -> str:

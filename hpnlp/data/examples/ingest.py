@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hpnlp.data.examples.examination import Examination
 from hpnlp.data.examples.fields import FieldError
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.labels import ClassIndex, UnknownLabelError, in_order
@@ -20,7 +21,7 @@ from hpnlp.data.examples.store import NO_LABEL, ExampleWriter, StoredExamples
 from hpnlp.data.files import Progress
 from hpnlp.data.ingest import hash_fraction
 from hpnlp.data.records import SKIP
-from hpnlp.data.sources import LeftOut, Source
+from hpnlp.data.sources import LeftOut, LineCounts, Source
 from hpnlp.types import InputError, Tokenizer
 
 _FORMAT = 3  # version of the files that `ExampleIngest.write` writes; part of the cache key
@@ -61,6 +62,7 @@ class ExampleIngest:
       heldout_fraction: `ExampleConfig.heldout`.
       heldout_examples: See `ExampleConfig`.
       skip_bad_lines: See `ExampleConfig`.
+      fold_labels: See `ExampleConfig`.
       labels: Names of the only classes that labels may have; None to find them in the training examples.
     """
 
@@ -72,6 +74,7 @@ class ExampleIngest:
     heldout_fraction: float
     heldout_examples: int
     skip_bad_lines: bool
+    fold_labels: bool
     labels: tuple[str, ...] | None
 
     @property
@@ -91,6 +94,7 @@ class ExampleIngest:
         """
         options = [self.group_field, self.heldout_fraction, self.heldout_examples, self.skip_bad_lines]
         options += ["distinct"] if self.kind.distinct else []
+        options += ["fold_labels"] if self.fold_labels else []
         files = [
             [[source.walked, [[file.path, file.name] for file in source.files]] for source in group]
             for group in self._groups
@@ -121,7 +125,9 @@ class ExampleIngest:
                 if hash_fraction(row.group) >= threshold and hash_fraction(f"vocabulary/{row.group}") < share:
                     yield from texts
 
-    def write(self, directory: str, tokenizer: Tokenizer, progress: Progress) -> dict[str, Any]:
+    def write(
+        self, directory: str, tokenizer: Tokenizer, progress: Progress, examination: Examination | None = None
+    ) -> dict[str, Any]:
         """Tokenises all examples and writes them to the files `train.*`, `heldout.*` and `challenge.*`.
 
         As for text corpora, an example whose group has a hash below a threshold is a candidate. The candidates with the lowest
@@ -131,16 +137,18 @@ class ExampleIngest:
           directory: An empty directory.
           tokenizer: The tokenizer.
           progress: Called while examples are read.
+          examination: Counts what is found; None to make one.
 
         Returns:
           A JSON-able record: "train", "heldout" and "challenge" for `StoredExamples`; "aside", the number of candidates that
           are not held out; "names" and "counts" of the classes in the order of the ids that are stored; "labels", the names of
-          the classes in the order of their final ids; and "left_out", a `LeftOut`.
+          the classes in the order of their final ids; "left_out", a `LeftOut`; "lines", a `LineCounts`; and "remarks", the
+          lines of `Examination.remarks`.
 
         Raises:
           InputError: A file cannot be read or holds an invalid record, or the classes are not valid.
         """
-        writing = _Writing(self, directory, tokenizer, progress)
+        writing = _Writing(self, directory, tokenizer, progress, examination or Examination())
         threshold = self._threshold()
         with (
             ExampleWriter(directory, "train", tokenizer.vocab_size, writing.classes.names) as train,
@@ -175,19 +183,31 @@ class ExampleIngest:
             "counts": classes.counts,
             "labels": labels,
             "left_out": writing.left_out,
+            "lines": dataclasses.asdict(writing.examination.line_counts),
+            "remarks": writing.examination.remarks(limit),
         }
 
-    def reader(self, left_out: LeftOut, has_groups: bool = True) -> RowReader:
+    def class_index(self) -> ClassIndex:
+        """Makes the numbering of classes.
+
+        Returns:
+          The numbering, without classes unless `labels` has them.
+        """
+        return ClassIndex(self.labels, self.fold_labels)
+
+    def reader(self, left_out: LeftOut, has_groups: bool = True, line_counts: LineCounts | None = None) -> RowReader:
         """Makes a reader of the sources.
 
         Args:
           left_out: Counts what is not read.
           has_groups: False for sources that are not split, whose records need no group.
+          line_counts: Numbers of records and lines, where they differ; None to count in vain.
 
         Returns:
           The reader.
         """
-        return RowReader(self.kind, self.group_field if has_groups else "", left_out, self.skip_bad_lines)
+        group_field = self.group_field if has_groups else ""
+        return RowReader(self.kind, group_field, left_out, self.skip_bad_lines, line_counts or LineCounts())
 
     def _threshold(self) -> float:
         """The hash below which a group is held out: the fraction, or just above the lowest hash if one side would be empty."""
@@ -227,12 +247,20 @@ def _total_bytes(sources: Sequence[Source]) -> int:
 class _Writing:
     """State of `ExampleIngest.write`: the classes, the records that are left out, and the progress."""
 
-    def __init__(self, ingest: ExampleIngest, directory: str, tokenizer: Tokenizer, progress: Progress):
+    def __init__(
+        self,
+        ingest: ExampleIngest,
+        directory: str,
+        tokenizer: Tokenizer,
+        progress: Progress,
+        examination: Examination,
+    ):
         self.ingest = ingest
         self.directory = directory
         self.tokenizer = tokenizer
-        self.left_out = LeftOut()
-        self.classes = ClassIndex(ingest.labels)
+        self.examination = examination
+        self.left_out = examination.left_out
+        self.classes = ingest.class_index()
         self._progress = progress
         self._done = 0
         self._total = _total_bytes([source for group in ingest._groups for source in group])
@@ -246,15 +274,16 @@ class _Writing:
         """
         self.left_out.merge(source.left_out)
         kind, is_empty = self.ingest.kind, True
-        reader = self.ingest.reader(self.left_out, has_groups=train is not None)
+        reader = self.ingest.reader(self.left_out, train is not None, self.examination.line_counts)
         for rows in _groups(reader.read(source), kind):
             pieces = [[piece.encode() for piece in kind.pieces(row.values)] for row in rows]
             encoded = iter(self.tokenizer.encode_batch([piece for row in pieces for piece in row]))
             for row, texts in zip(rows, pieces, strict=True):
                 is_empty = False
                 ids = [next(encoded) for _ in texts]
+                names = kind.labels(row.values)
                 try:
-                    labels = np.array([self.classes.add(name, row.where) for name in kind.labels(row.values)], np.int32)
+                    labels = np.array([self.classes.add(name, row.where) for name in names], np.int32)
                     parts, stored = kind.join(ids, labels)
                 except FieldError as error:
                     fix = f"{SKIP}{_OTHER_CLASSES * isinstance(error, UnknownLabelError)}"
@@ -264,10 +293,12 @@ class _Writing:
                 self._done += sum(map(len, raw))
                 self._progress("tokenising", min(self._done, self._total), self._total)
                 if train is None or hash_fraction(row.group) < threshold:
-                    candidates.add(row, parts, raw, stored)
+                    fraction = candidates.add(row, parts, raw, stored)
+                    self.examination.add_scored(candidates.name, fraction, row.where, raw, names)
                 else:
                     train.add(parts, raw, stored)
                     self.classes.count(labels)
+                    self.examination.add_training(row.where, raw, names)
         if is_empty:
             raise InputError(
                 f"data: {source.path!r} holds no examples{self.left_out.in_brackets()}: pass one that does"
@@ -292,7 +323,7 @@ class _Candidates:
 
     def __init__(self, writing: _Writing, name: str):
         self._writing = writing
-        self._name = name
+        self.name = name
         self._writer = ExampleWriter(
             writing.directory, "candidates", writing.tokenizer.vocab_size, writing.classes.names
         )
@@ -305,10 +336,11 @@ class _Candidates:
     def __exit__(self, *error: object) -> None:
         self._writer.__exit__(*error)
 
-    def add(self, row: Row, parts: Sequence[np.ndarray], texts: Sequence[bytes], labels: np.ndarray) -> None:
-        """Appends an example; see `ExampleWriter.add`."""
+    def add(self, row: Row, parts: Sequence[np.ndarray], texts: Sequence[bytes], labels: np.ndarray) -> float:
+        """Appends an example, see `ExampleWriter.add`, and returns the hash of its group."""
         self._writer.add(parts, texts, labels)
         self._fractions.append(hash_fraction(row.group))
+        return self._fractions[-1]
 
     def write_selected(self, limit: int | None) -> dict[str, Any]:
         """Copies the examples with the lowest hashes, at most `limit`, to the files of `name`, and returns their record.
@@ -322,7 +354,7 @@ class _Candidates:
         known = np.array([number for number in range(stored.count) if self._is_known(stored.labels(number))], np.int64)
         order = known[np.argsort(np.array(self._fractions, np.float64)[known], kind="stable")[:limit]]
         self.aside = len(known) - len(order)
-        with ExampleWriter(directory, self._name, self._writing.tokenizer.vocab_size, names) as writer:
+        with ExampleWriter(directory, self.name, self._writing.tokenizer.vocab_size, names) as writer:
             for number in np.sort(order).tolist():
                 parts = range(kind.parts)
                 texts = [stored.text(number, part) for part in parts]

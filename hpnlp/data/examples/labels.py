@@ -27,20 +27,21 @@ class ClassIndex:
     """Numbers the classes of labels in the order of their first occurrence.
 
     Attributes:
-      names: Names of the classes, without whitespace around them.
+      names: Names of the classes, without whitespace around them; with `fold`, as `folded` returns them.
       counts: Number of occurrences of each class in training examples.
     """
 
-    def __init__(self, known: Sequence[str] | None = None):
+    def __init__(self, known: Sequence[str] | None = None, fold: bool = False):
         """Begins with known classes, or none.
 
         Args:
           known: Names of the only classes that labels may have; None to find them.
+          fold: Whether labels that differ only in case and blanks are of one class.
         """
-        self._is_fixed = known is not None
+        self._is_fixed, self._fold = known is not None, fold
         self.names: list[str] = list(known or ())
         self.counts = [0] * len(self.names)
-        self._ids = {name: i for i, name in enumerate(self.names)}
+        self._ids = {folded(name) if fold else name: i for i, name in enumerate(self.names)}
         self._written: dict[str, tuple[str, str]] = {}  # name -> (first label with the name, its place)
 
     def add(self, label: str, where: str) -> int:
@@ -57,13 +58,8 @@ class ClassIndex:
           UnknownLabelError: The label is of no known class.
           InputError: Two labels differ only in whitespace around them, or there are too many classes.
         """
-        name = label.strip()
-        written, place = self._written.setdefault(name, (label, where))
-        if written != label:
-            raise InputError(
-                f"{where}: label {label!r} and label {written!r} ({place}) name the class {name!r} twice: write it the same "
-                "way everywhere"
-            )
+        name = folded(label) if self._fold else label.strip()
+        self._check_written(name, label, where)
         if name not in self._ids:
             if self._is_fixed:
                 raise UnknownLabelError(
@@ -79,6 +75,15 @@ class ClassIndex:
             self.names.append(name)
             self.counts.append(0)
         return self._ids[name]
+
+    def _check_written(self, name: str, label: str, where: str) -> None:
+        """Raises InputError where a class was written with other blanks around it before."""
+        written, place = self._written.setdefault(name, (label, where))
+        if written != label and not self._fold:
+            raise InputError(
+                f"{where}: label {label!r} and label {written!r} ({place}) name the class {name!r} twice: write it the same "
+                "way everywhere, or pass data.fold_labels=True"
+            )
 
     def count(self, numbers: np.ndarray) -> None:
         """Counts the labels of a training example.
@@ -99,6 +104,18 @@ class ClassIndex:
           The place.
         """
         return self._written[self.names[number]][1]
+
+
+def folded(label: str) -> str:
+    """Removes the differences between labels that `data.fold_labels` ignores.
+
+    Args:
+      label: A label as it is written in the data.
+
+    Returns:
+      The label in lower case, without blanks around it, and with one space for all blanks within it.
+    """
+    return " ".join(label.casefold().split())
 
 
 def in_order(names: Sequence[str]) -> list[str]:

@@ -51,7 +51,7 @@ def prepare_examples(
     root = token_store.cache_root(config.cache)
     if tokenizer is None and not tokenizers.is_trained(config.tokenizer):
         tokenizer = tokenizers.build(config.tokenizer)  # before examples are read, so that a wrong path fails early
-    ingest = _find_sources(config, root, labels)
+    ingest = find_sources(config, root, labels)
     snapshot = Snapshot(ingest.paths)
     content = [ingest.fingerprint(), snapshot.digest(root, progress)]
     texts = ingest.training_texts(progress)
@@ -96,8 +96,20 @@ def _name(key: Any) -> str:
     return f"examples-{token_store.key_of(key)}"
 
 
-def _find_sources(config: ExampleConfig, root: str, labels: Sequence[str] | None) -> ExampleIngest:
-    """Lists the files of the config's paths; generated examples are written to the cache at `root`."""
+def find_sources(config: ExampleConfig, root: str, labels: Sequence[str] | None) -> ExampleIngest:
+    """Lists the files of a config's paths; generated examples are written to the cache.
+
+    Args:
+      config: The config.
+      root: Directory of the cache.
+      labels: As for `prepare_examples`.
+
+    Returns:
+      The sources, with the options that decide how they are read and split.
+
+    Raises:
+      InputError: A path does not exist, or no file is left to read in it.
+    """
     train, heldout, challenge, group_field = generated.find(config.path, root)
     if not train:
         train = sources.find(config.path, "data.path", FORMATS)
@@ -117,5 +129,6 @@ def _find_sources(config: ExampleConfig, root: str, labels: Sequence[str] | None
         heldout_fraction=config.heldout,
         heldout_examples=config.heldout_examples,
         skip_bad_lines=config.skip_bad_lines,
+        fold_labels=config.fold_labels,
         labels=None if labels is None else tuple(labels),
     )

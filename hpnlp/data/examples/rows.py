@@ -17,8 +17,8 @@ from hpnlp.data import files, records
 from hpnlp.data.examples.fields import TYPES, Column, FieldError
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.files import printable
-from hpnlp.data.records import SKIP, ReportBad
-from hpnlp.data.sources import File, LeftOut, Source
+from hpnlp.data.records import SKIP, CountedLines, ReportBad
+from hpnlp.data.sources import File, LeftOut, LineCounts, Source, extension
 from hpnlp.types import InputError
 
 # (index of a record in its file, place for error messages, name of a field -> value)
@@ -51,6 +51,7 @@ class RowReader:
       left_out: Counts what is not read.
       skip_bad_lines: Leave out and count bad records.
       has_labels: Read all fields of the kind; otherwise its `inputs` only.
+      line_counts: Numbers of records and lines, where they differ.
     """
 
     kind: Kind
@@ -58,6 +59,7 @@ class RowReader:
     left_out: LeftOut
     skip_bad_lines: bool
     has_labels: bool = True
+    line_counts: LineCounts = dataclasses.field(default_factory=LineCounts)
 
     @property
     def _columns(self) -> tuple[Column, ...]:
@@ -102,15 +104,15 @@ class RowReader:
 
     def _read_file(self, file: File, walked: bool) -> Iterator[_Values]:
         """Records of one file, before their fields are checked."""
-        extension = os.path.splitext(files.uncompressed(file.path))[1].lower()
-        if extension not in FORMATS:
+        suffix = os.path.splitext(files.uncompressed(file.path))[1].lower()
+        if suffix not in FORMATS:
             if not walked:
                 raise InputError(
                     f"{file.path!r} has another format: expected {', '.join(FORMATS)}: convert or rename it"
                 )
-            self.left_out.add("of other formats", file.name)
-        elif extension in _BY_PATH:
-            yield from _BY_PATH[extension](file.path, self._columns)
+            self.left_out.add(f"of other formats ({extension(file.name)})", file.name)
+        elif suffix in _BY_PATH:
+            yield from _BY_PATH[suffix](file.path, self._columns)
         else:
             with files.open_text(file.path) as stream:
                 head = stream.peek()[: files.SNIFF]
@@ -119,7 +121,19 @@ class RowReader:
                 if not head:
                     self.left_out.add("empty", file.name)
                 else:
-                    yield from _BY_STREAM[extension](stream, printable(file.path), self._columns, self.report_bad)
+                    yield from self._read_stream(stream, suffix, file)
+
+    def _read_stream(self, stream: io.BufferedReader, suffix: str, file: File) -> Iterator[_Values]:
+        """Records of one file that is read as a stream; counts its records and lines."""
+        read, path = _BY_STREAM[suffix], printable(file.path)
+        if suffix not in _BY_LINES:
+            yield from read(stream, path, self._columns, self.report_bad)
+            return
+        counted, records_read = CountedLines(stream), 0
+        for values in read(counted, path, self._columns, self.report_bad):
+            records_read += 1
+            yield values
+        self.line_counts.add(file.name, records_read, counted.count - _BY_LINES[suffix])
 
     def _convert(self, name: str, number: int, where: str, record: dict[str, Any]) -> Row | None:
         """The record with converted values; None if it is bad and skipped."""
@@ -159,15 +173,14 @@ def read_columns(path: str) -> Iterator[dict[str, Any]]:
     def refuse(where: str, error: InputError) -> None:
         raise error
 
-    read = _BY_STREAM.get(os.path.splitext(files.uncompressed(path))[1].lower())
-    if read is not None:
+    suffix = os.path.splitext(files.uncompressed(path))[1].lower()
+    if suffix in _BY_STREAM:
         with files.open_text(path) as stream:
-            yield from (record for _, _, record in read(stream, printable(path), (), refuse))
+            source = CountedLines(stream) if suffix in _BY_LINES else stream
+            yield from (record for _, _, record in _BY_STREAM[suffix](source, printable(path), (), refuse))
 
 
-def _json_lines(
-    stream: io.BufferedReader, path: str, columns: Sequence[Column], report_bad: ReportBad
-) -> Iterator[_Values]:
+def _json_lines(stream: CountedLines, path: str, columns: Sequence[Column], report_bad: ReportBad) -> Iterator[_Values]:
     expected = f"a JSON object with fields {_names(columns)}"
     return records.line_objects(stream, path, expected, report_bad)
 
@@ -188,7 +201,7 @@ def _names(columns: Sequence[Column]) -> str:
     return ", ".join(repr(column.name) for column in columns)
 
 
-def _csv(stream: io.BufferedReader, path: str, columns: Sequence[Column], report_bad: ReportBad) -> Iterator[_Values]:
+def _csv(stream: CountedLines, path: str, columns: Sequence[Column], report_bad: ReportBad) -> Iterator[_Values]:
     """Records of comma-separated values (RFC 4180); of tab-separated values where the first line has tabs and no comma."""
     first = stream.peek()[: files.SNIFF].partition(b"\n")[0]
     delimiter = "\t" if b"\t" in first and b"," not in first else ","
@@ -196,14 +209,14 @@ def _csv(stream: io.BufferedReader, path: str, columns: Sequence[Column], report
     yield from _cells(stream, path, columns, report_bad, hint, delimiter=delimiter)
 
 
-def _tsv(stream: io.BufferedReader, path: str, columns: Sequence[Column], report_bad: ReportBad) -> Iterator[_Values]:
+def _tsv(stream: CountedLines, path: str, columns: Sequence[Column], report_bad: ReportBad) -> Iterator[_Values]:
     """Records of tab-separated values in lines without quotes, as those of GLUE: a quotation mark is a character of a text."""
     hint = "cells have no tabs and no quotes; name a file with quoted cells .csv"
     yield from _cells(stream, path, columns, report_bad, hint, delimiter="\t", quoting=csv.QUOTE_NONE)
 
 
 def _cells(
-    stream: io.BufferedReader, path: str, columns: Sequence[Column], report_bad: ReportBad, hint: str, **form: Any
+    stream: CountedLines, path: str, columns: Sequence[Column], report_bad: ReportBad, hint: str, **form: Any
 ) -> Iterator[_Values]:
     """Records of separated values, whose first line names the columns. hint: the fix of a wrong number of cells."""
     csv.field_size_limit(_MAX_FIELD)  # of the process; Python's default refuses texts of more than 128 KiB
@@ -338,6 +351,8 @@ _BY_STREAM: dict[str, Callable[..., Iterator[_Values]]] = {
     ".csv": _csv,
     ".tsv": _tsv,
 }
+# Extension of formats that are read line by line -> number of lines with the names of columns.
+_BY_LINES = {".jsonl": 0, ".csv": 1, ".tsv": 1}
 # Extension -> function from (path, columns) to the records.
 _BY_PATH: dict[str, Callable[..., Iterator[_Values]]] = {".parquet": _parquet, ".npz": _arrays}
 FORMATS = (*_BY_STREAM, *_BY_PATH)

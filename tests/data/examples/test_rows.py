@@ -201,8 +201,8 @@ def test_bad_records_are_left_out_if_skipped(tmp_path):
         "a.jsonl, line 1", "a.jsonl, line 4", "b.csv, line 2", "b.csv, line 6", "c.json, record 1",
         "d.csv.gz, line 2",
     ]  # fmt: skip
-    counts = {reason: count for reason, (count, _) in left_out.items()}
-    assert counts == {"bad records": 6, "empty": 1, "of other formats": 1}
+    counts = {reason: count for reason, (count, *_) in left_out.items()}
+    assert counts == {"bad records": 6, "empty": 1, "of other formats (.txt)": 1}
 
 
 def test_quotes_of_tsv_are_characters_and_those_of_tabs_in_csv_are_not(tmp_path):

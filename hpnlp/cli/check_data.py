@@ -1,0 +1,78 @@
+"""`hpnlp check-data`: lists all faults of the data that an experiment names, with their places."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from hpnlp import cli
+from hpnlp.cli import experiment
+from hpnlp.types import InputError
+
+USAGE = """
+hpnlp check-data --config=experiments/lm/bytes.py [--config.section.field=value ...]
+hpnlp check-data --config.task=classification --config.data.path=reviews.csv [--config.section.field=value ...]
+
+Reads the data as `hpnlp train` with the same flags does, and lists all faults that would stop the training, with their numbers
+and first places: records that cannot be read, empty texts, labels that are written with and without blanks, labels that only
+held-out examples have. Also lists remarks (duplicates within the training examples and between them and the held-out ones,
+labels that differ only in case), what is left out and why, the sizes of the sets and of the classes, the lengths of texts in
+tokens, the share that data.seq_len cuts, and the share of padding.
+
+Exits with code 2 if a fault would stop the training, and with code 0 otherwise.
+"""
+
+_SHOWN = 20  # lines of each part that are printed
+
+flags.DEFINE_string("config", None, "Experiment file, which defines get_config(); by default the defaults of the task.")
+
+
+def run(argv: Sequence[str]) -> None:
+    """Runs `hpnlp check-data`.
+
+    Args:
+      argv: "hpnlp check-data" and the arguments of the command.
+
+    Raises:
+      InputError: A flag or the config is invalid.
+    """
+    argv, overrides = experiment.split(argv)
+    cli.parse(argv, USAGE)
+    path = cli.FLAGS.config
+    if not path and not overrides:
+        raise InputError(f"no data: pass --config={experiment.EXAMPLE}, or --config.task=TASK --config.data.path=FILE")
+
+    from hpnlp.data.check import Check, check_text
+    from hpnlp.data.config import DataConfig
+    from hpnlp.data.examples.check import check_examples
+    from hpnlp.data.examples.config import ExampleConfig
+    from hpnlp.training import config as configs
+    from hpnlp.training.metrics import reading_progress
+
+    if path:
+        values = experiment.read(path, overrides)
+    else:
+        values = experiment.overridden(configs.default(experiment.task_of(overrides) or "lm"), overrides)
+    data = configs.resolve(values).data
+    progress = reading_progress()
+    if isinstance(data, ExampleConfig):
+        check: Check = check_examples(data, progress)
+    elif isinstance(data, DataConfig):
+        check = check_text(data, progress)
+    else:
+        raise InputError(f"task={values.task!r} has data of its own, which cannot be checked: train on them")
+    parts = {
+        "Faults that stop the training:": check.faults,
+        "Remarks:": check.remarks,
+        "Left out:": check.left_out,
+        "Data:": check.figures,
+    }
+    for title, lines in parts.items():
+        if lines:
+            more = [f"and {len(lines) - _SHOWN:,} more"] if len(lines) > _SHOWN else []
+            print("\n  ".join([title, *lines[:_SHOWN], *more]))
+    if check.faults:
+        sys.exit(2)
+    print("No fault stops the training.")

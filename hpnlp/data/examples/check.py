@@ -1,0 +1,140 @@
+"""All faults of labelled examples at once, where `prepare_examples` raises the first one: `check_examples`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+
+from hpnlp.data import token_store, tokenizers
+from hpnlp.data.check import Check, reason
+from hpnlp.data.examples.config import ExampleConfig
+from hpnlp.data.examples.dataset import Examples
+from hpnlp.data.examples.examination import Examination
+from hpnlp.data.examples.ingest import ExampleIngest
+from hpnlp.data.examples.labels import ClassIndex
+from hpnlp.data.examples.prepare import find_sources
+from hpnlp.data.examples.rows import Row, RowReader
+from hpnlp.data.files import Progress, ignore_progress
+from hpnlp.data.sources import LeftOut, LineCounts, Source, described
+from hpnlp.types import InputError
+
+
+def check_examples(config: ExampleConfig, progress: Progress = ignore_progress) -> Check:
+    """Reads, splits and tokenises the examples of a config, and collects what is wrong with them.
+
+    Args:
+      config: The config.
+      progress: Called as `progress(step, bytes_done, bytes_total)` while examples are read.
+
+    Returns:
+      Faults, remarks and figures. Nothing is added to the cache.
+
+    Raises:
+      InputError: The temporary files cannot be written.
+
+    Cost: that of `prepare_examples`. Memory for the texts that are compared, see `sources.MAX_COMPARED`.
+    """
+    root = token_store.cache_root(config.cache)
+    try:
+        ingest = _CollectingIngest.of(find_sources(config, root, None))
+    except InputError as error:
+        return Check(faults=(str(error),))
+    faults: list[str] = []
+    summary, remarks = (), ()
+    try:
+        os.makedirs(root, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root) as directory:
+            try:
+                texts = ingest.training_texts(progress) if tokenizers.is_trained(config.tokenizer) else ()
+                tokenizer = tokenizers.build(config.tokenizer, texts)
+                record = ingest.write(directory, tokenizer, progress, ingest.examination)
+                remarks = tuple(record["remarks"])
+                # What is left out has a part of its own.
+                examples = Examples(config, tokenizer, directory, record | {"left_out": {}, "remarks": []})
+                summary = tuple(examples.summary.splitlines())
+            except InputError as error:
+                faults.append(re.sub(r" \(left out: .*\)", "", str(error)))
+                ingest.read_all()
+                remarks = tuple(ingest.examination.remarks(None))
+    except OSError as error:
+        raise InputError(f"cannot write temporary files under {root!r} ({error}): pass another data.cache") from error
+    of_records = described(ingest.faults_of_records, "record", ": ")
+    if not config.fold_labels:
+        fix = "write the label the same way everywhere, or pass data.fold_labels=True"
+        faults += [f"a label with and without blanks: {line}: {fix}" for line in ingest.examination.blank_variants()]
+    faults += ingest.faults_of_files
+    if not config.skip_bad_lines:
+        faults, of_records = [*of_records, *faults], []
+    left_out = ingest.examination.left_out
+    left_out.pop("bad records", None)  # counted with their reasons
+    return Check(
+        faults=tuple(faults),
+        remarks=remarks,
+        left_out=(*described(left_out), *of_records),
+        figures=summary,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _CollectingIngest(ExampleIngest):
+    """Collects faults of the examples that are written, and goes on."""
+
+    examination: Examination = dataclasses.field(default_factory=Examination)
+    faults_of_records: LeftOut = dataclasses.field(default_factory=LeftOut)
+    faults_of_files: list[str] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, ingest: ExampleIngest) -> _CollectingIngest:
+        """An ingest of the same sources, which leaves bad records out."""
+        fields = {field.name: getattr(ingest, field.name) for field in dataclasses.fields(ingest)}
+        return cls(**fields | {"skip_bad_lines": True})
+
+    def reader(self, left_out: LeftOut, has_groups: bool = True, line_counts: LineCounts | None = None) -> RowReader:
+        """A reader that collects faults if `left_out` is that of the examination: other passes read the same records."""
+        reader = super().reader(left_out, has_groups, line_counts)
+        is_counted = left_out is self.examination.left_out
+        faults = (self.faults_of_records, self.faults_of_files) if is_counted else (LeftOut(), [])
+        return _CollectingReader(*(getattr(reader, field.name) for field in dataclasses.fields(reader)), *faults)
+
+    def class_index(self) -> ClassIndex:
+        return _LenientClassIndex(self.labels, self.fold_labels)
+
+    def read_all(self) -> None:
+        """Collects the faults of all records, after `write` has stopped early."""
+        self.faults_of_records.clear()
+        self.faults_of_files.clear()
+        self.examination.left_out.clear()
+        for group in (self.train, self.heldout, self.challenge):
+            for source in group:
+                self.examination.left_out.merge(source.left_out)
+                for _ in self.reader(self.examination.left_out, has_groups=group is self.train).read(source):
+                    pass
+
+
+class _LenientClassIndex(ClassIndex):
+    """Accepts labels that differ in blanks around them, which an `Examination` lists."""
+
+    def _check_written(self, name: str, label: str, where: str) -> None:
+        self._written.setdefault(name, (label, where))
+
+
+@dataclasses.dataclass(frozen=True)
+class _CollectingReader(RowReader):
+    """Collects faults of records and of files, and reads on."""
+
+    faults_of_records: LeftOut = dataclasses.field(default_factory=LeftOut)
+    faults_of_files: list[str] = dataclasses.field(default_factory=list)
+
+    def read(self, source: Source) -> Iterator[Row]:
+        for file in source.files:
+            try:
+                yield from super().read(dataclasses.replace(source, files=(file,)))
+            except InputError as error:
+                self.faults_of_files.append(str(error))
+
+    def report_bad(self, where: str, error: InputError) -> None:
+        super().report_bad(where, error)
+        self.faults_of_records.add(reason(where, error), where)
