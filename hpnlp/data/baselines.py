@@ -2,8 +2,9 @@
 
 A compressor that has not read the training text cannot compete with a model that has. xz is therefore measured twice: on the
 held-out text alone, and on the held-out text after the training text, as the difference of two compressed sizes. The latter
-takes seconds to minutes of one core, so a large corpus is compressed once, by a process of low priority that runs beside the
-training, and the result is kept in the data cache.
+takes seconds to minutes of one core. A process of low priority therefore compresses ever longer ends of a large training text
+beside the training, and a run that ends earlier takes the longest one that is finished. The figure of the longest end of all is
+kept in the data cache.
 
 That process runs this file as a program, so the imports at the top are of the standard library alone.
 """
@@ -21,7 +22,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,25 +39,35 @@ NAMES = {
     "xz_trained_bits_per_byte": "xz -9e after the training text",
 }
 
-_VERSION = 1  # version of the record in the cache; part of its name
+_VERSION = 2  # version of the record in the cache; part of its name
 _SMALL_BYTES = 1 << 18  # text that is compressed in the time that it takes to start a process
 _CHUNK = 1 << 20
+_FIRST_BYTES = (
+    1 << 20
+)  # the shortest end of the training text that xz compresses; the next ones are 4 times as long each
+_PATIENCE = 5.0  # seconds that `Baselines.result` waits for the figures without training text
 
 
-def measure(training: bytes | None, heldout: bytes) -> dict[str, float | None]:
-    """Measures gzip and xz on the held-out text, and xz on the held-out text after the training text.
+def measure(training: bytes, heldout: bytes) -> Iterator[dict[str, Any]]:
+    """Measures gzip and xz on the held-out text, and xz on the held-out text after ends of the training text.
 
     Args:
-      training: Text that xz compresses first; None to leave out that figure.
+      training: Text that xz compresses first; b"" for none.
       heldout: Text to compress, at least one byte.
 
-    Returns:
-      Bits per byte of `heldout` for each name in NAMES; None for a figure that is left out.
+    Yields:
+      Bits per byte of `heldout` for each name in NAMES, None where there is no figure yet; and `xz_trained_bytes`, the size of
+      the end of `training` that xz compressed first. The last item is that of all of `training`.
     """
-    alone = _xz_bytes([heldout])
-    after = None if training is None else _xz_bytes([training, heldout]) - _xz_bytes([training])
-    sizes = {"gzip": len(gzip.compress(heldout, 9)), "xz": alone, "xz_trained": after}
-    return {f"{name}_bits_per_byte": size and 8 * size / len(heldout) for name, size in sizes.items()}
+    sizes = {"gzip": len(gzip.compress(heldout, 9)), "xz": _xz_bytes([heldout]), "xz_trained": None}
+    figures = {f"{name}_bits_per_byte": size and 8 * size / len(heldout) for name, size in sizes.items()}
+    yield {**figures, "xz_trained_bytes": 0}
+    length = min(_FIRST_BYTES, len(training))
+    while length:
+        end = training[-length:]
+        size = _xz_bytes([end, heldout]) - _xz_bytes([end])
+        yield {**figures, "xz_trained_bits_per_byte": 8 * size / len(heldout), "xz_trained_bytes": length}
+        length = 0 if length == len(training) else min(4 * length, len(training))
 
 
 def _xz_bytes(texts: Sequence[bytes]) -> int:
@@ -71,7 +82,7 @@ def _xz_bytes(texts: Sequence[bytes]) -> int:
 
 
 class Baselines:
-    """The measurement for one corpus. A process, where one is needed, starts with the object and is killed with it.
+    """The measurement for one corpus, which runs in a process beside the training and never holds up its result.
 
     If the tokenizer is not lossless, xz is not measured after the training text, which cannot be decoded exactly.
     """
@@ -85,20 +96,30 @@ class Baselines:
         from hpnlp.data import token_store
 
         self._corpus = corpus
-        self._share = 0.0
         self._process: subprocess.Popen[bytes] | None = None
+        self._training_bytes, self._share = 0, 0.0
         self._root, entry = os.path.split(corpus.directory)
         self._name = f"baselines-{_VERSION}-{entry}"
         self._cached = token_store.find(self._root, self._name)
-        large = corpus.train_tokens + corpus.heldout_bytes > _SMALL_BYTES
-        if self._cached is None and large and corpus.tokenizer.lossless:
-            with contextlib.suppress(OSError):  # a full disk or lack of memory: `result` then lacks this figure
-                self._start()
+        self._is_small = corpus.train_tokens + corpus.heldout_bytes <= _SMALL_BYTES
+        self._printed = b""
+        # Decoding the training text takes seconds, for which the training need not wait.
+        self._starting = threading.Thread(target=self._start, daemon=True)
+        if self._cached is None and not self._is_small:
+            self._starting.start()
+
+    def _training_text(self) -> bytes:
+        """The end of the training text; b"" if it cannot be decoded exactly."""
+        training, share = b"", 0.0
+        if self._corpus.tokenizer.lossless:
+            training, share = self._corpus.read_training_text(WINDOW)
+        self._training_bytes, self._share = len(training), share
+        return training
 
     def _start(self) -> None:
-        """Starts the process that compresses the training text."""
-        training, self._share = self._corpus.read_training_text(WINDOW)
-        with tempfile.TemporaryFile() as file:
+        """Starts the process that compresses the training text. Without room for it, `result` lacks all figures."""
+        with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:
+            training = self._training_text()
             file.write(training)
             file.write(self._corpus.read_heldout())
             file.seek(0)
@@ -111,43 +132,65 @@ class Baselines:
                 stderr=subprocess.DEVNULL,
                 process_group=0,
             )
-        weakref.finalize(self, _kill, self._process)
+            weakref.finalize(self, _kill, self._process)
+            assert self._process.stdout is not None
+            os.set_blocking(self._process.stdout.fileno(), False)
 
     def result(self, log: Callable[[str], None] | None = None) -> dict[str, Any]:
-        """Waits for the measurement.
+        """Takes the figures that are measured so far, and ends the measurement.
 
         Args:
-          log: Called with a message if the process is still running.
+          log: Called with a message if figures are missing.
 
         Returns:
-          The figures of `measure`, None for a figure that could not be measured, and `xz_trained_share`, the share of the
-          training text that xz compressed first: the last 64 MiB.
+          The last figures of `measure`, None for a figure that was not measured, and `xz_trained_share`, the share of the
+          training text that xz compressed first.
         """
+        if self._cached is not None:
+            return self._cached
+        if self._is_small:
+            *_, figures = measure(self._training_text(), self._corpus.read_heldout())
+            return {**figures, "xz_trained_share": self._share}
+        figures, end = self._figures(), time.monotonic() + _PATIENCE
+        while figures is None and self._is_running() and time.monotonic() < end:
+            time.sleep(0.05)
+            figures = self._figures()
+        if self._process is not None:
+            _kill(self._process)
+        if figures is None:
+            if log is not None:
+                log("the compressors were not measured in time: the report has no figures of them")
+            return {**dict.fromkeys(NAMES), "xz_trained_bytes": 0, "xz_trained_share": 0.0}
+        seen, total = figures["xz_trained_bytes"], self._training_bytes
+        record = {**figures, "xz_trained_share": self._share * seen / total if total else 0.0}
+        if seen == total:
+            self._keep(record)
+        elif log is not None:
+            log(
+                f"the report compares with xz after {seen / 2**20:,.0f} of {total / 2**20:,.0f} MiB of training text: more was "
+                "not compressed in time"
+            )
+        return record
+
+    def _keep(self, record: dict[str, Any]) -> None:
+        """Puts a complete result into the cache; if the cache cannot be written, the next run measures again."""
         from hpnlp.data import token_store
         from hpnlp.types import InputError
 
-        if self._cached is not None:
-            return self._cached
-        heldout = self._corpus.read_heldout()
-        if self._process is None:
-            training = None
-            if self._corpus.tokenizer.lossless and self._corpus.train_tokens + len(heldout) <= _SMALL_BYTES:
-                training, self._share = self._corpus.read_training_text(WINDOW)
-            return {**measure(training, heldout), "xz_trained_share": self._share}
-        if log is not None and self._process.poll() is None:
-            log("waiting for xz, which is still compressing the training text (once per corpus)")
-        # The training is over: on a machine with other work, the process would wait for it. Only root may raise a priority.
-        with contextlib.suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, os.getpriority(os.PRIO_PROCESS, 0))
-        try:
-            figures = json.loads(self._process.communicate()[0])
-        except ValueError:  # the process was killed, for example for lack of memory
-            return {**measure(None, heldout), "xz_trained_share": 0.0}
-        record = {**figures, "xz_trained_share": self._share}
-        self._cached = record
-        with contextlib.suppress(InputError):  # if the cache cannot be written, the next run measures again
+        with contextlib.suppress(InputError):
             token_store.cached(self._root, self._name, lambda directory: record)
-        return record
+        self._cached = record
+
+    def _is_running(self) -> bool:
+        """Whether the process is being started, or has not ended."""
+        return self._starting.is_alive() or (self._process is not None and self._process.poll() is None)
+
+    def _figures(self) -> dict[str, Any] | None:
+        """The last line that the process has written in full; None without any."""
+        if not self._starting.is_alive() and self._process is not None and self._process.stdout is not None:
+            self._printed += self._process.stdout.read() or b""
+        lines = self._printed[: self._printed.rfind(b"\n") + 1].splitlines()
+        return json.loads(lines[-1]) if lines else None
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -164,7 +207,7 @@ def _exit_after(parent: int) -> None:
 
 
 def main(length: int) -> None:
-    """Reads the training text and then the held-out text from stdin, and prints the figures of `measure` as JSON.
+    """Reads the training text and then the held-out text from stdin, and prints the items of `measure` as lines of JSON.
 
     Args:
       length: Size of the training text in bytes.
@@ -172,7 +215,8 @@ def main(length: int) -> None:
     os.nice(19)
     threading.Thread(target=_exit_after, args=(os.getppid(),), daemon=True).start()
     text = sys.stdin.buffer.read()
-    print(json.dumps(measure(text[:length], text[length:])))
+    for figures in measure(text[:length], text[length:]):
+        print(json.dumps(figures), flush=True)
 
 
 if __name__ == "__main__":

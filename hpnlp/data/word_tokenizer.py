@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -112,11 +113,11 @@ class WordTokenizer(Tokenizer):
 
     def _split(self, text: bytes) -> list[str]:
         """The words of a text that have tokens; raises InputError if the text is not UTF-8."""
-        return [word for word in self._pattern.findall(to_text(text)) if word]
+        return list(filter(None, self._pattern.findall(to_text(text))))
 
     def encode(self, text: bytes) -> np.ndarray:
         words = self._split(text)
-        return np.fromiter((self._ids.get(word, self.unk_id) for word in words), np.int32, len(words))
+        return np.fromiter(map(self._ids.get, words, itertools.repeat(self.unk_id)), np.int32, len(words))
 
     def encode_prompt(self, text: str) -> np.ndarray:
         data = prompt_bytes(text)
@@ -157,7 +158,7 @@ class _Sample:
 
     def __init__(self) -> None:
         self.documents: list[np.ndarray] = []
-        self.numbers: dict[str, int] = {}
+        self.numbers: dict[str, int] = collections.defaultdict(itertools.count().__next__)
         self._words = 0
         self._seen = 0
         self._interval = 1  # number of documents per sampled document
@@ -165,7 +166,7 @@ class _Sample:
     def add(self, words: Sequence[str]) -> None:
         """Reads the next document."""
         if self._seen % self._interval == 0:
-            numbers = (self.numbers.setdefault(word, len(self.numbers)) for word in words[:_COMPARED])
+            numbers = map(self.numbers.__getitem__, words[:_COMPARED])
             self.documents.append(np.fromiter(numbers, np.int32, min(len(words), _COMPARED)))
             self._words += len(self.documents[-1])
             while self._words > _COMPARED:  # every other document is dropped, so that the sample stays even

@@ -73,6 +73,8 @@ class LanguageModelReport(TaskReport):
         bits |= {name: value for name, value in _compressors(report) if value is not None}
         model = bits["the model"]
         figures = {name: f"{name} {value:.3f}" for name, value in bits.items() if name != "the model"}
+        if not figures:
+            return f"The model needs {model:.3f} bits per byte of held-out text; compressors were not measured."
         best, second, *_ = sorted(bits, key=lambda name: bits[name])
         if unfair := _unfairness(report, best):
             compressors = ", ".join(figures.values())
@@ -178,7 +180,8 @@ def _compressors(report: Report) -> list[tuple[str, float | None]]:
     """`(name, bits per byte)` of each compressor; xz names the share of the training text that its dictionary held."""
     names = dict(NAMES)
     if 0 < (share := report.get("xz_trained_share") or 0) < 1:
-        seen = f"the last {WINDOW >> 20} MiB ({100 * share:.2g} %) of the training text"
+        size = report.get("xz_trained_bytes", WINDOW) / 2**20  # absent from reports of early versions
+        seen = f"the last {size:.2g} MiB ({100 * share:.2g} %) of the training text"
         names["xz_trained_bits_per_byte"] = f"xz -9e after {seen}"
     return [(name, report.get(field)) for field, name in names.items()]
 

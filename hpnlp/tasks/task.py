@@ -64,10 +64,10 @@ class Baseline(Protocol):
     """A measurement of other methods on the same data, which may run beside the training."""
 
     def result(self, log: Callable[[str], None] | None = None) -> dict[str, Any]:
-        """Waits for the measurement.
+        """Ends the measurement.
 
         Args:
-          log: Called with a message if that takes long.
+          log: Called with a message if that takes long, or if figures are missing.
 
         Returns:
           Fields of report.json.

@@ -73,6 +73,11 @@ class TrainConfig:
         "",
         'Further metric writers, as in "tensorboard,wandb", where wandb(PROJECT) names the project.',
     )
+    baselines: bool = option(
+        True,
+        "Measure other methods on the same data for comparison: compressors beside the training of a language model, linear "
+        "models at the end of other tasks.",
+    )
     sample: int = option(200, "Bytes of generated text in the report of a language model, 0 for none.")
 
     def __post_init__(self) -> None:

@@ -169,7 +169,7 @@ class _Run:
         progress = reading_progress(console=None if self.is_lead else QUIET)
         known = self._known_vocabulary(begun)
         self.dataset = self.task.dataset(config.data, known, progress)
-        self.baseline = self.task.baseline(self.dataset) if self.is_lead else None
+        self.baseline = self.task.baseline(self.dataset) if self.is_lead and config.train.baselines else None
         vocabulary = self.task.vocabulary(self.dataset)
         self.model: Any = make_model(config, vocabulary)
         accepted = (
@@ -438,8 +438,7 @@ class _Run:
         self.stopping.end()
         interrupted = self.stopping.signal != ""
         heldout = Evaluation({}, {})
-        of_teacher: dict[str, float] = {}
-        baselines: dict[str, Any] = {}
+        of_teacher, baselines = dict[str, float](), dict[str, Any]()
         if interrupted:
             self.display.print(
                 f"{self.stopping.signal}: saved step {self.saved_step}; the same command goes on from there"
@@ -454,7 +453,8 @@ class _Run:
                 with self.clock("eval"):
                     of_teacher = teachers.scores(self.teacher, self.dataset, self.config)
             if self.baseline is not None:
-                baselines = self.baseline.result(self.display.print)
+                with self.clock("baselines"):
+                    baselines = self.baseline.result(self.display.print)
         return Result(
             step=self.step,
             interrupted=interrupted,

@@ -227,11 +227,12 @@ class Clock:
     """Seconds spent in each phase of a run, added up over its restarts: `with clock("step"): ...`.
 
     Attributes:
-      seconds: Phase -> seconds; the phases are setup, data, step, checkpoint and eval.
+      seconds: Phase -> seconds; the phases are setup, data, step, checkpoint, eval and baselines.
     """
 
     def __init__(self, seconds: Mapping[str, float] | None = None) -> None:
-        self.seconds = {"setup": 0.0, "data": 0.0, "step": 0.0, "checkpoint": 0.0, "eval": 0.0, **(seconds or {})}
+        self.seconds = {"setup": 0.0, "data": 0.0, "step": 0.0, "checkpoint": 0.0, "eval": 0.0, "baselines": 0.0}
+        self.seconds |= seconds or {}
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:

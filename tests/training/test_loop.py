@@ -107,7 +107,7 @@ def test_run_writes_a_line_per_step_and_the_newest_checkpoints(undisturbed):
     assert training[-1]["loss"] < training[0]["loss"] - 0.2
     assert saved_steps(workdir) == [8, 10, 12]  # 8 is the best
     assert configs.from_json(read(workdir, "config.json").decode()) == tiny.make(**CONFIG)
-    assert {"setup", "data", "step", "checkpoint", "eval"} == result.seconds.keys()
+    assert {"setup", "data", "step", "checkpoint", "eval", "baselines"} == result.seconds.keys()
 
 
 def test_learning_rates_follow_the_batch_size(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 from hpnlp.data import token_store, tokenizers
 from hpnlp.data.check import Check, reason
@@ -89,15 +90,20 @@ class _CollectingIngest(ExampleIngest):
     @classmethod
     def of(cls, ingest: ExampleIngest) -> _CollectingIngest:
         """An ingest of the same sources, which leaves bad records out."""
-        fields = {field.name: getattr(ingest, field.name) for field in dataclasses.fields(ingest)}
+        fields: dict[str, Any] = {field.name: getattr(ingest, field.name) for field in dataclasses.fields(ingest)}
         return cls(**fields | {"skip_bad_lines": True})
 
     def reader(self, left_out: LeftOut, has_groups: bool = True, line_counts: LineCounts | None = None) -> RowReader:
         """A reader that collects faults if `left_out` is that of the examination: other passes read the same records."""
         reader = super().reader(left_out, has_groups, line_counts)
-        is_counted = left_out is self.examination.left_out
-        faults = (self.faults_of_records, self.faults_of_files) if is_counted else (LeftOut(), [])
-        return _CollectingReader(*(getattr(reader, field.name) for field in dataclasses.fields(reader)), *faults)
+        collecting = _CollectingReader(
+            reader.kind, reader.group_field, left_out, reader.skip_bad_lines, reader.line_counts
+        )
+        if left_out is not self.examination.left_out:
+            return collecting
+        return dataclasses.replace(
+            collecting, faults_of_records=self.faults_of_records, faults_of_files=self.faults_of_files
+        )
 
     def class_index(self) -> ClassIndex:
         return _LenientClassIndex(self.labels, self.fold_labels)

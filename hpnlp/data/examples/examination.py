@@ -92,8 +92,7 @@ class Examination:
         """
         repeated = LeftOut()
         for name, scored in self._scored.items():
-            is_limited = name == "heldout" and limit is not None
-            for _, key, where in heapq.nsmallest(limit, scored) if is_limited else scored:
+            for _, key, where in scored if limit is None or name != "heldout" else heapq.nsmallest(limit, scored):
                 if key in self._training:
                     repeated.add(
                         f"of the {name} set with the texts of a training example", f"{where} = {self._training[key][0]}"
