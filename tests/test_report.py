@@ -84,6 +84,9 @@ def test_summary_holds_the_numbers_of_a_run():
     assert numbers["tokens_per_second"] == 0.9 * numbers["tokens"] / 5.0
     shorter = summary(tokens=1000, timed_tokens=800)  # of batches of similar lengths
     assert (shorter["tokens"], shorter["tokens_per_second"]) == (1000, 160.0)
+    padded = summary(padding=0.75)
+    assert padded["tokens"] == numbers["tokens"] / 4 and padded["tokens_per_second"] == numbers["tokens_per_second"] / 4
+    assert padded["flops_per_second"] == numbers["flops_per_second"] and padded["padding"] == 0.75
     assert numbers["flops_per_second"] == 9 * 10**9 / 5.0
     assert (numbers["heldout_bits_per_byte"], numbers["steps"], numbers["parameters"]) == (2.0, 10, 1234)
     json.dumps(numbers, allow_nan=False)

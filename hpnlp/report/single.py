@@ -94,13 +94,14 @@ def summarize(config: Config, result: Result) -> dict[str, Any]:
         **tasks.find(config.task).report.numbers(result.dataset, result.heldout, result.baselines),
         **{f"teacher_{name}": value for name, value in (result.teacher or {}).items()},
         "scored_weight": float(result.sums["loss"][1]),
-        "tokens_per_second": result.timed_tokens / busy if busy else 0.0,
+        "tokens_per_second": (1 - result.padding) * result.timed_tokens / busy if busy else 0.0,
         "flops_per_second": flops if flops is None else timed_steps * flops / busy if busy else 0.0,
         "flops_per_step": flops,
         "peak_memory_bytes": result.peak_memory_bytes,
         "devices": result.devices,
         "steps": result.step,
-        "tokens": result.tokens,
+        "tokens": round((1 - result.padding) * result.tokens),
+        "padding": result.padding,
         "parameters": result.parameters,
         "seconds": _process_seconds(),
         "phase_seconds": result.seconds,
@@ -206,14 +207,15 @@ def _teacher_rows(config: Config, report: Mapping[str, Any]) -> list[tuple[str, 
 
 def _rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """`(name, value)` of each row of the table in report.md that all tasks have."""
-    skipped = report.get("skipped_steps")
+    skipped, padding = report.get("skipped_steps"), report.get("padding", 0.0)  # absent from reports of early versions
     return [
         ("parameters", f"{report['parameters']:,}"),
         ("devices", report["devices"]),
         ("steps, tokens", f"{report['steps']:,}, {report['tokens']:,}"),
         *([("steps skipped, not finite", f"{skipped:.0f}")] if skipped else []),
         *_norm_rows(report),
-        ("tokens/s", f"{report['tokens_per_second']:,.0f}"),
+        *([("padding, share of computed tokens", f"{100 * padding:.0f} %")] if padding else []),
+        ("tokens/s, without padding" if padding else "tokens/s", f"{report['tokens_per_second']:,.0f}"),
         ("achieved GFLOP/s", _giga(report["flops_per_second"])),
         ("peak memory", f"{report['peak_memory_bytes'] / 2**20:,.0f} MiB"),
         ("wall time of the last process, s", f"{report['seconds']:.1f}"),

@@ -18,11 +18,15 @@ class BatchLengths:
       examples: Sequences of a batch.
       steps: Length T -> number of steps.
       untimed: Tokens of the batches of steps that were compiled, whose seconds are not those of training.
+      padding: Tokens of all batches that are padding.
+      untimed_padding: Those of them in the batches of steps that were compiled.
     """
 
     examples: int
     steps: dict[int, int] = dataclasses.field(default_factory=dict)
     untimed: int = 0
+    padding: int = 0
+    untimed_padding: int = 0
 
     @classmethod
     def restored(cls, progress: Mapping[str, Any], step: int, config: Any) -> BatchLengths:
@@ -38,7 +42,12 @@ class BatchLengths:
         """
         counts = progress.get("batch_lengths", {str(config.data.seq_len): step})
         steps = {int(length): count for length, count in counts.items() if count}
-        return cls(config.data.batch_size, steps, progress.get("untimed_tokens", 0))
+        names = (
+            "untimed_tokens",
+            "padding_tokens",
+            "untimed_padding_tokens",
+        )  # absent from checkpoints of early versions
+        return cls(config.data.batch_size, steps, *(progress.get(name, 0) for name in names))
 
     def record(self) -> dict[str, Any]:
         """The counts for a checkpoint.
@@ -47,17 +56,26 @@ class BatchLengths:
           A JSON-able dict.
         """
         counts = {str(length): count for length, count in self.steps.items()}
-        return {"batch_lengths": counts, "untimed_tokens": self.untimed}
+        return {
+            "batch_lengths": counts,
+            "untimed_tokens": self.untimed,
+            "padding_tokens": self.padding,
+            "untimed_padding_tokens": self.untimed_padding,
+        }
 
-    def add(self, length: int, is_timed: bool = True) -> None:
+    def add(self, length: int, is_timed: bool = True, padding: float = 0.0) -> None:
         """Counts a step.
 
         Args:
           length: Tokens of a sequence of its batch, T.
           is_timed: False if the step was compiled.
+          padding: Share of padding in its batch.
         """
         self.steps[length] = self.steps.get(length, 0) + 1
-        self.untimed += 0 if is_timed else self.examples * length
+        self.padding += round(padding * self.examples * length)
+        if not is_timed:
+            self.untimed += self.examples * length
+            self.untimed_padding += round(padding * self.examples * length)
 
     def tokens(self) -> int:
         """Tokens of all batches, padding included.
@@ -74,6 +92,22 @@ class BatchLengths:
           The number.
         """
         return self.tokens() - self.untimed
+
+    def real_timed_tokens(self) -> int:
+        """As `timed_tokens`, without padding.
+
+        Returns:
+          The number.
+        """
+        return self.timed_tokens() - self.padding + self.untimed_padding
+
+    def padding_share(self) -> float:
+        """Share of padding in the tokens of all batches.
+
+        Returns:
+          A fraction of 1.
+        """
+        return self.padding / max(1, self.tokens())
 
     def flops_per_step(self, trainer: Any, longest: int) -> int | None:
         """Mean number of floating-point operations of a step.
@@ -105,6 +139,18 @@ def length_of(batch: Mapping[str, Any], longest: int) -> int:
       T of the array "tokens" `[B, T]`; `longest` without such an array.
     """
     return batch["tokens"].shape[1] if "tokens" in batch else longest
+
+
+def padding_of(batch: Mapping[str, Any]) -> float:
+    """Share of padding in a batch.
+
+    Args:
+      batch: Arrays of the examples of a process.
+
+    Returns:
+      Share of zeros in the array "segment_ids" `[B, T]`; 0 without such an array.
+    """
+    return float((batch["segment_ids"] == 0).mean()) if "segment_ids" in batch else 0.0
 
 
 def check_buckets(config: Any, model: Any, layout: Layout) -> None:

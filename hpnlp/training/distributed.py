@@ -386,3 +386,18 @@ def batch_share(sharding: Any, batch_size: int) -> tuple[int, int]:
             "consecutive part of it: choose sizes of the plan so that each process holds consecutive examples"
         )
     return first // count, batch_size // count
+
+
+def describe_devices(mesh: Any) -> str:
+    """Describes the devices of a mesh.
+
+    Args:
+      mesh: The mesh.
+
+    Returns:
+      Text such as `8 cpu devices (data 4, tensor 2)`.
+    """
+    devices = jax.devices()
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+    used = f"{mesh.size} of {len(devices)}" if mesh.size < len(devices) else len(devices)
+    return f"{used} {devices[0].platform} device{'s' * (len(devices) > 1)}{f' ({axes})' * bool(axes)}"

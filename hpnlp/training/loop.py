@@ -23,7 +23,7 @@ from hpnlp.models import variables
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import averages, distributed, teacher_outputs, warm_start
 from hpnlp.training import teacher as teachers
-from hpnlp.training.batch_lengths import BatchLengths, check_buckets, length_of
+from hpnlp.training.batch_lengths import BatchLengths, check_buckets, length_of, padding_of
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
 from hpnlp.training.evaluation import Evaluation, batch_share, evaluate, further_scores, on_devices
@@ -56,6 +56,7 @@ class Result:
         their names; empty if the run was interrupted or not scored.
       sums: Loss, metrics and auxiliary losses over all held-out examples: name -> (sum, weight).
       teacher: Scores of the teacher on all held-out examples; None or empty for a run without one, or that was interrupted.
+      padding: Share of padding in `tokens`.
       baselines: Results of other methods on the same data, such as bits per byte of general compressors, see
         `data.baselines`; empty if the run was interrupted and in processes other than process 0.
       dataset: The data, with its tokenizer.
@@ -86,6 +87,7 @@ class Result:
     timed_tokens: int
     devices: str
     teacher: dict[str, float] | None = None
+    padding: float = 0.0
 
 
 def train(config: Config, workdir: str | Path, *, accept_changes: bool = False, score: bool = True) -> Result:
@@ -273,7 +275,8 @@ class _Run:
         """Prints the run's start, size, devices and data, and remarks on the config."""
         config, trainer, show = self.config, self.trainer, self.display.print
         show(
-            f"{self.start.phrase}: {self.parameters / 1e6:.2f}M parameters, {_devices(trainer.layout.mesh)}, "
+            f"{self.start.phrase}: {self.parameters / 1e6:.2f}M parameters, "
+            f"{distributed.describe_devices(trainer.layout.mesh)}, "
             f"{config.train.steps} steps of {config.data.batch_size} x {config.data.seq_len} tokens, in {self.workdir}"
         )
         for remark in self.source.remarks if self.source is not None else ():
@@ -307,7 +310,7 @@ class _Run:
                 jax.block_until_ready(metrics)
         self.pending.append((self.step, metrics))
         self.compiled.add(length)
-        self.lengths.add(length, is_timed=not is_new)
+        self.lengths.add(length, is_timed=not is_new, padding=padding_of(local))
         if self.step == self.first_step + 1:
             self.stopping.begin()  # before, a signal ends the process at once: there is nothing to save
         if self.step == trace_last:
@@ -414,7 +417,7 @@ class _Run:
                 f"step {last_step}: {skipped} of the last {len(values)} steps skipped: they were not finite"
             )
         busy = self.clock.seconds["data"] + self.clock.seconds["step"]
-        self.display.step(last_step, float(values[-1]["loss"]), busy, self.lengths.timed_tokens())
+        self.display.step(last_step, float(values[-1]["loss"]), busy, self.lengths.real_timed_tokens())
         self.pending.clear()
 
     def _check_finite(self, step: int, line: Mapping[str, float]) -> None:
@@ -471,7 +474,8 @@ class _Run:
             flops_per_step=self.lengths.flops_per_step(self.trainer, self.config.data.seq_len),
             tokens=self.lengths.tokens(),
             timed_tokens=self.lengths.timed_tokens(),
-            devices=_devices(self.trainer.layout.mesh),
+            padding=self.lengths.padding_share(),
+            devices=distributed.describe_devices(self.trainer.layout.mesh),
         )
 
     def _out_of_patience(self) -> bool:
@@ -480,14 +484,6 @@ class _Run:
 
     def _peak_memory_bytes(self) -> int:
         return max(self.start.peak_memory_bytes, measure.peak_memory_bytes())
-
-
-def _devices(mesh: Any) -> str:
-    """The devices of a mesh as text, such as `8 cpu devices (data 4, tensor 2)`."""
-    devices = jax.devices()
-    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
-    used = f"{mesh.size} of {len(devices)}" if mesh.size < len(devices) else len(devices)
-    return f"{used} {devices[0].platform} device{'s' * (len(devices) > 1)}{f' ({axes})' * bool(axes)}"
 
 
 def _warm_start_source(config: Config, workdir: Path) -> warm_start.Source | None:

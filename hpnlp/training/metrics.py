@@ -316,7 +316,7 @@ class Display:
           step: Number of steps done.
           loss: Loss of the last step.
           busy: Seconds spent on steps and their data so far.
-          tokens: Tokens of the batches that took these seconds.
+          tokens: Tokens of the batches that took these seconds, without padding.
         """
         text = f"loss {loss:.4f}"
         if self._first_report is None or step == self._first_report[0]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from hpnlp import tasks
 from hpnlp.training import averages, distributed
-from hpnlp.training.batch_lengths import BatchLengths
+from hpnlp.training.batch_lengths import BatchLengths, padding_of
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import LIMITS, Config
 from hpnlp.training.loop import MAX_NONFINITE_STEPS
@@ -122,7 +122,7 @@ class _Member:
 
     writer: JsonlWriter
     first: int  # step at which this process begins
-    lengths: BatchLengths  # until then
+    lengths: BatchLengths  # until then, but for padding
 
     def __init__(self, seed: int, seeds: Sequence[int], path: Path, config: Config, dataset: Any) -> None:
         self.seed, self.seeds, self.path, self.config = seed, list(seeds), path, config
@@ -145,6 +145,12 @@ class _Member:
         self.batches.set_state(position)
         self.lengths = BatchLengths.restored(progress, step, self.config)
         return state
+
+    def next_batch(self) -> dict[str, np.ndarray]:
+        """The next batch of training examples, whose padding is counted."""
+        batch = next(self.batches)
+        self.lengths.padding += round(padding_of(batch) * self.config.data.batch_size * self.config.data.seq_len)
+        return batch
 
     def of_seeds(self, step: int) -> dict[str, Any]:
         """Entry of the progress of checkpoints of these seeds. `loop.train` keeps it, with the step at which it began."""
@@ -233,22 +239,22 @@ def _train(
     if step >= options.steps:
         return step
     seeds, keys = [member.seed for member in members], _stacked([member.key for member in members])
-    tokens = len(members) * config.data.batch_size * config.data.seq_len
+    tokens, padding = len(members) * config.data.batch_size * config.data.seq_len, 0
     pending, failures, begun = [], np.zeros(len(members), int), 0.0
     state = _stacked([member.start(trainer, step) for member in members])
     with trainer.step.in_mesh():
         program = jax.jit(jax.vmap(trainer.step.jitted), donate_argnums=0)
         is_last = False
         while not is_last:
-            batches = [
-                {name: batch[name] for name in trainer.batch_sharding} for batch in (next(m.batches) for m in members)
-            ]
+            read = [member.next_batch() for member in members]
+            batches = [{name: batch[name] for name in trainer.batch_sharding} for batch in read]
             state, metrics = program(state, jax.tree.map(lambda *x: np.stack(x), *batches), keys)
             pending.append(metrics)
             step += 1
             if step == first + 1:
                 jax.block_until_ready(metrics)
                 begun = time.perf_counter()  # after the compilation
+                padding = sum(member.lengths.padding for member in members)
                 stopping.begin()  # before, a signal ends the process at once: there is nothing to save
             is_last = step == options.steps or bool(stopping.signal)
             is_due = is_last or bool(options.checkpoint_every) and step % options.checkpoint_every == 0
@@ -260,7 +266,8 @@ def _train(
                     failures = _count_failures(failures, line, seeds, config.optimizer.skip_nonfinite)
                 pending.clear()
                 busy, done = time.perf_counter() - begun, step - first - 1
-                display.step(step, float(lines[-1]["loss"].mean()), busy, tokens * done)
+                real = tokens * done + padding - sum(member.lengths.padding for member in members)
+                display.step(step, float(lines[-1]["loss"].mean()), busy, real)
             if is_due:
                 for member in members:  # so that the newest checkpoints are never further apart than the kept ones
                     member.checkpoints.wait()

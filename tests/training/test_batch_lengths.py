@@ -2,13 +2,14 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks import TASKS
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.training import config as configs
-from hpnlp.training.batch_lengths import BatchLengths, check_buckets
+from hpnlp.training.batch_lengths import BatchLengths, check_buckets, padding_of
 from hpnlp.types import InputError
 
 DATA = SimpleNamespace(data=SimpleNamespace(seq_len=64, batch_size=4))
@@ -21,10 +22,22 @@ def test_tokens_and_flops_count_real_lengths():
     again = BatchLengths.restored(lengths.record(), 5, DATA)
     assert again.steps == {64: 2, 16: 2, 32: 1} and again.tokens() == 4 * (128 + 32 + 32)
     assert again.timed_tokens() == 4 * (128 + 16)
+    assert again.real_timed_tokens() == again.timed_tokens() and again.padding_share() == 0
     trainer = SimpleNamespace(flops=lambda examples, length: examples * length**2)
     assert again.flops_per_step(trainer, 64) == round(4 * (2 * 64**2 + 2 * 16**2 + 32**2) / 5)
     assert again.flops_per_step(SimpleNamespace(flops=lambda examples, length: None), 64) is None
     assert BatchLengths.restored({}, 0, DATA).flops_per_step(trainer, 64) == 4 * 64**2
+
+
+def test_padding_is_counted():
+    batch = {"segment_ids": np.array([[1, 1, 0, 0], [1, 2, 2, 0]])}
+    assert padding_of(batch) == 0.375 and padding_of({}) == 0
+    lengths = BatchLengths.restored({}, 0, DATA)
+    for length, is_timed, padding in ((16, False, 0.5), (16, True, 0.25), (32, True, 0.75)):
+        lengths.add(length, is_timed, padding)
+    again = BatchLengths.restored(lengths.record(), 3, DATA)
+    assert again == lengths and again.real_timed_tokens() == 4 * (12 + 8)
+    assert again.tokens() == 4 * 64 and again.padding_share() == (8 + 4 + 24) / 64
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,8 @@ class _CollectingIngest(ExampleIngest):
     def of(cls, ingest: ExampleIngest) -> _CollectingIngest:
         """An ingest of the same sources, which leaves bad records out."""
         fields: dict[str, Any] = {field.name: getattr(ingest, field.name) for field in dataclasses.fields(ingest)}
-        return cls(**fields | {"skip_bad_lines": True})
+        fields["skip_bad_lines"] = True
+        return cls(**fields)
 
     def reader(self, left_out: LeftOut, has_groups: bool = True, line_counts: LineCounts | None = None) -> RowReader:
         """A reader that collects faults if `left_out` is that of the examination: other passes read the same records."""
