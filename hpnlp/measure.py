@@ -175,6 +175,7 @@ def timeit(
     warmup: int = 1,
     min_seconds: float = 0.01,
     enqueue: bool = False,
+    progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> dict[str, Timing]:
     """Times functions side by side, interleaved: A B A B, so that a slow period of the machine affects all of them.
 
@@ -186,6 +187,7 @@ def timeit(
       warmup: Number of calls before the first measurement, at least one. They compile, and fill caches.
       min_seconds: A measurement repeats the call for about this long, and is the mean.
       enqueue: Only the last call of a measurement waits, so that an accelerator is not idle between calls.
+      progress: Called with the number of measurements that are done, and of all, before each of them.
 
     Returns:
       Name -> Timing.
@@ -202,8 +204,9 @@ def timeit(
             _seconds(function, 1, enqueue)
         calls[name] = max(1, math.ceil(min_seconds / max(_seconds(function, 1, enqueue), 1e-9)))
     measured: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
+    for number in range(rounds):
+        for index, (name, function) in enumerate(functions.items()):
+            progress(number * len(functions) + index, rounds * len(functions))
             measured[name].append(_seconds(function, calls[name], enqueue))
     return {name: Timing(tuple(seconds)) for name, seconds in measured.items()}
 

@@ -252,6 +252,13 @@ def test_timeit_repeats_quick_functions(clock):
     assert times["quick"].all == (0.25,) * 3
 
 
+def test_timeit_reports_its_progress(clock):
+    calls = []
+    functions = {name: clock.spender(name, [1] * 9) for name in "ab"}
+    measure.timeit(functions, rounds=2, progress=lambda *call: calls.append(call))
+    assert calls == [(0, 4), (1, 4), (2, 4), (3, 4)]
+
+
 @pytest.mark.parametrize("argument", ["rounds", "warmup"])
 def test_timeit_without_rounds_or_warmup_raises(argument):
     with pytest.raises(InputError, match=f"{argument}=0"):

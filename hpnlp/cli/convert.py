@@ -132,6 +132,7 @@ def _to_run(source: Path, target: Path) -> None:
     from hpnlp.training import config
     from hpnlp.training import run_directory as runs
     from hpnlp.training.checkpoint import Checkpointer
+    from hpnlp.training.metrics import reading_progress
 
     model, labels = convert.load_config(source, cli.FLAGS.dtype), convert.labels(source)
     task = TASKS[convert.family_in(source).task]
@@ -143,7 +144,7 @@ def _to_run(source: Path, target: Path) -> None:
     runs.make_model(
         values, Vocabulary(tokenizers.load(str(source)), labels)
     )  # raises where the tokenizer does not fit the model
-    _, params = convert.load(source, cli.FLAGS.dtype)
+    _, params = convert.load(source, cli.FLAGS.dtype, reading_progress())
     checkpoints = Checkpointer(target)
     checkpoints.save_params(params)
     checkpoints.check_saved(0, params)
@@ -171,6 +172,7 @@ def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
     from hpnlp.models.huggingface import convert
     from hpnlp.ops.weight import dense_tree
     from hpnlp.training import run_directory as runs
+    from hpnlp.training.metrics import reading_progress
 
     values = runs.load_config(source)
     runs.check_task(source, values, convert.TASKS, "convert")
@@ -181,7 +183,8 @@ def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
         # Raises before anything is written to the target.
         is_copied = exported_tokenizer.write(run, kind, source, scratch)
         ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
-        convert.save(model, dense_tree(run.params), target, dtype=cli.FLAGS.dtype, labels=labels, **ids)
+        options: dict[str, Any] = {"dtype": cli.FLAGS.dtype, "labels": labels, "progress": reading_progress(), **ids}
+        convert.save(model, dense_tree(run.params), target, **options)
         _copy(Path(scratch), target, TOKENIZER)
     convert.check_readable(target)
     if labels is not None:

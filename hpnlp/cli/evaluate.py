@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 from absl import flags
 
 from hpnlp import cli
 from hpnlp.cli import experiment, run_names
+from hpnlp.data.files import Progress
 from hpnlp.types import InputError
 
 USAGE = """
@@ -79,7 +81,9 @@ def run(argv: Sequence[str]) -> None:
     members = run_names.expand(runs, cli.FLAGS.step)
     config = run_directory.load_config(members[0][0])
     changes = experiment.changes(configs.to_values(config), overrides)
-    evaluation = evaluate_run.evaluate_run(members, changes, cli.FLAGS.batches or None, cache=cli.FLAGS.cache)
+    evaluation = evaluate_run.evaluate_run(
+        members, changes, cli.FLAGS.batches or None, cache=cli.FLAGS.cache, progress=_progress
+    )
     changed = "".join(f", {name}={value}" for name, value in changes.items())
     print(f"{evaluation.members}{changed}{f', cache={cli.FLAGS.cache}' * bool(cli.FLAGS.cache)}")
     primary, scores = tasks.find(config.task).metric, evaluation.scores
@@ -90,3 +94,10 @@ def run(argv: Sequence[str]) -> None:
     width = max(map(len, texts))
     for name, text in texts.items():
         print(f"  {name:{width}}  {text}")
+
+
+def _progress(unit: str) -> Progress:
+    """Lines of progress on standard error, since standard output has the scores."""
+    from hpnlp.training.metrics import ProgressLines
+
+    return ProgressLines(lambda line: print(line, file=sys.stderr, flush=True), unit)

@@ -7,8 +7,8 @@ numbers. The state of an iterator is therefore the number of batches it has retu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from hpnlp.data import packing
 from hpnlp.data.buckets import BucketOrder
 from hpnlp.types import InputError
 
+T = TypeVar("T")
 _STATE_VERSION = 1
 # Number of rows in a training stream. grain's own endless repeat overflows, because grain converts lengths to floats.
 _ENDLESS = 1 << 52
@@ -227,6 +228,27 @@ def _read_ahead(batches: Any, made_from: Mapping[str, str]) -> Batches:
     return Batches(iter(batches.to_iter_dataset(ahead)), made_from)
 
 
+class FiniteBatches(Iterator[T]):
+    """An iterator whose length `operator.length_hint` returns, for displays of progress."""
+
+    def __init__(self, batches: Iterable[T], count: int) -> None:
+        """Begins to iterate.
+
+        Args:
+          batches: The batches.
+          count: Their number.
+        """
+        self._batches, self._count = iter(batches), count
+
+    def __next__(self) -> T:
+        batch = next(self._batches)
+        self._count -= 1
+        return batch
+
+    def __length_hint__(self) -> int:
+        return max(0, self._count)
+
+
 def ordered_batches(
     total: int, batch_size: int, limit: int | None, process_index: int, process_count: int
 ) -> Iterator[tuple[np.ndarray, int]]:
@@ -250,7 +272,7 @@ def ordered_batches(
     count = min(total, limit * batch_size) if limit else total
     numbers = np.arange(count) * total // count
     starts = range(process_index * per_process, -(-count // batch_size) * batch_size, batch_size)
-    return ((numbers[i : i + per_process], per_process) for i in starts)
+    return FiniteBatches(((numbers[i : i + per_process], per_process) for i in starts), len(starts))
 
 
 def ordered_streams(
@@ -276,8 +298,9 @@ def ordered_streams(
     length = -(-total // batch_size)
     starts = np.arange(batch_size, dtype=np.int64) * length
     own = slice(process_index * per_process, (process_index + 1) * per_process)
-    batches = (starts + i for i in range(min(length, limit) if limit else length))
-    return ((numbers[numbers < total][own], per_process) for numbers in batches)
+    count = min(length, limit) if limit else length
+    batches = (starts + i for i in range(count))
+    return FiniteBatches(((numbers[numbers < total][own], per_process) for numbers in batches), count)
 
 
 def check_seed(seed: int) -> None:

@@ -7,13 +7,21 @@ number of batches it has returned, for every packing, mixture and number of proc
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from hpnlp.data import packing, token_store
-from hpnlp.data.batches import Batches, ordered_batches, ordered_streams, shuffled_batches, streamed_batches
+from hpnlp.data.batches import (
+    Batches,
+    FiniteBatches,
+    ordered_batches,
+    ordered_streams,
+    shuffled_batches,
+    streamed_batches,
+)
 from hpnlp.data.config import DataConfig
 from hpnlp.data.files import printable
 from hpnlp.data.random_lengths import RandomLengths
@@ -225,7 +233,8 @@ class Corpus:
         rows = packing.ConcatRows(self._heldout, seq_len, [(0, self.heldout_tokens)], stride)
         divide = ordered_streams if self.config.order == "stream" else ordered_batches
         batches = divide(rows.ranges[0][1], batch_size, limit, process_index, process_count)
-        return (self._batch(self._heldout, rows, count, numbers) for numbers, count in batches)
+        made = (self._batch(self._heldout, rows, count, numbers) for numbers, count in batches)
+        return FiniteBatches(made, operator.length_hint(batches))
 
     @property
     def train_rows(self) -> int:

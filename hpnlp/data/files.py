@@ -15,7 +15,7 @@ from typing import Any
 
 from hpnlp.types import InputError
 
-# Called while files are read, as (name of the step, bytes read, bytes in total).
+# Called during work, as (name of the work, amount done, amount in total or 0 if it is unknown). Of files, amounts are bytes.
 Progress = Callable[[str, int, int], None]
 
 SNIFF = 8192  # bytes at the start of a file by which its kind is detected
@@ -35,9 +35,9 @@ def ignore_progress(step: str, done: int, total: int) -> None:
     """Does nothing; a `Progress`.
 
     Args:
-      step: Name of the step.
-      done: Bytes that were read.
-      total: Bytes to read.
+      step: Name of the work.
+      done: Amount that is done.
+      total: Amount in total.
     """
 
 

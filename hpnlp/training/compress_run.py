@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import filecmp
+import functools
 import itertools
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from hpnlp.atomic_file import replace_bytes
 from hpnlp.compress.distillation_terms import DistillConfig
 from hpnlp.compress.files import WEIGHTS_FILE, encoding_of, stored_bytes, write_weights
 from hpnlp.compress.recipe import STRUCTURE, Calibration, Stage, check_plain, parse_recipe
+from hpnlp.data.files import Progress
 from hpnlp.models import variables
 from hpnlp.ops.weight import parameter_count
 from hpnlp.parallel.plan import Plan
@@ -27,6 +29,7 @@ from hpnlp.training import gradients, loop, run_directory
 from hpnlp.training.config import Config, flat, to_json, with_changes
 from hpnlp.training.contents import UNFINISHED_FILE, Contents, contents_of, has_checkpoints, locked
 from hpnlp.training.evaluation import evaluate
+from hpnlp.training.metrics import ProgressLines
 from hpnlp.training.rewind import check_source, rewound
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
@@ -142,12 +145,12 @@ def compress_run(
     with locked(target):
         _check_target(target)
         task = tasks.find(run.config.task)
-        dataset = task.dataset(run.config.data, run.vocabulary)
+        dataset = task.dataset(run.config.data, run.vocabulary, ProgressLines(log))
         calibration = Calibration(_Gradients(run, dataset, calibration_batches))
         versions = [_Version(ORIGINAL, run.config, run.model, run.params)]
         for index, stage in enumerate(stages):
+            log(f"{stage.text}: stage {index + 1} of {len(stages)}")
             versions.append(_next(versions[-1], stage, calibration, run))
-            log(f"{stage.text}: done")
             is_last_structural = stage.changes == STRUCTURE and all(s.changes != STRUCTURE for s in stages[index + 1 :])
             if rewind and is_last_structural:
                 params = rewound(versions[-1].params, run, rewind)
@@ -162,7 +165,7 @@ def compress_run(
         _copy_companions(source, target)
         scores = [_scores(version, dataset, batches, task.metric, log) for version in versions]
         log(f"measuring times at {', '.join(map(str, batch_sizes))} sequences")
-        seconds = _seconds(versions, dataset, batch_sizes, rounds)
+        seconds = _seconds(versions, dataset, batch_sizes, rounds, ProgressLines(log, "measurements"))
         sizes = [_write(version, target / WEIGHTS_FILE, run.step) for version in versions]  # the last one stays
         _remove_checkpoints(target / FINETUNE)
         measurements = [
@@ -311,13 +314,13 @@ def _scores(
     config = version.config
     optimizer = config.optimizer.for_batch(config.data.batch_size)
     trainer = make_trainer(version.model, optimizer, Plan("single"), steps=1, batch_size=config.data.batch_size)
-    scores = evaluate(trainer, version.params, dataset, config, batches).scores
+    scores = evaluate(trainer, version.params, dataset, config, batches, ProgressLines(log, "batches")).scores
     log(f"{version.stage}: held-out {metric} {scores[metric]:.4f}")
     return scores
 
 
 def _seconds(
-    versions: Sequence[_Version], dataset: Any, batch_sizes: Sequence[int], rounds: int
+    versions: Sequence[_Version], dataset: Any, batch_sizes: Sequence[int], rounds: int, progress: Progress
 ) -> dict[int, list[float]]:
     """Fastest time of the loss of a batch, by batch size and version, interleaved over versions; the first is the last, too."""
     batch = next(iter(dataset.train(seed=0)))
@@ -329,7 +332,8 @@ def _seconds(
             rows = {name: jnp.asarray(np.resize(batch[name], (count, *batch[name].shape[1:]))) for name in names}
             forward = jax.jit(lambda params, rows, model=version.model: gradients.loss(model, params, rows, None).sum)
             functions[str(index)] = lambda f=forward, p=version.params, r=rows: f(p, r)
-        timings = measure.timeit(functions, rounds=rounds, min_seconds=0.05)
+        report = functools.partial(progress, f"measuring times at {count} sequences")
+        timings = measure.timeit(functions, rounds=rounds, min_seconds=0.05, progress=report)
         result[count] = [min(timings[str(index)].all) for index in range(len(functions))]
     return result
 

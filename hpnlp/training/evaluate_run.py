@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from hpnlp import tasks
+from hpnlp.data.files import Progress, ignore_progress
 from hpnlp.models import continuous_cache, variables
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
@@ -53,6 +54,7 @@ def evaluate_run(
     limit: int | None = None,
     step: int | None = None,
     cache: str = "",
+    progress: Callable[[str], Progress] = lambda unit: ignore_progress,
 ) -> RunEvaluation:
     """Scores the parameters of a run on held-out data, with changes of its config; or the mean probabilities of several runs.
 
@@ -63,6 +65,7 @@ def evaluate_run(
       limit: Largest number of batches; None for all, and for the scores of further sets (`Task.further_heldout`).
       step: Step of the checkpoint of the one run; None for the best, or the newest if none was evaluated.
       cache: A continuous cache, as in "continuous(500, 0.3, 0.1)"; "" for none.
+      progress: Function of a unit of amounts, "MiB" for bytes, that returns a function of progress.
 
     Returns:
       Scores, sums and the step.
@@ -85,11 +88,11 @@ def evaluate_run(
     trainer = make_trainer(model, optimizer, Plan("single"), steps=1, batch_size=config.data.batch_size)
     shapes = trainer.state_shapes
     _check_shapes(jax.eval_shape(dense_tree, params), variables.join(shapes.params, shapes.buffers), changes)
-    dataset = tasks.find(config.task).dataset(config.data, run.vocabulary)
-    result = evaluate(trainer, params, dataset, config, limit)
+    dataset = tasks.find(config.task).dataset(config.data, run.vocabulary, progress("MiB"))
+    result = evaluate(trainer, params, dataset, config, limit, progress("batches"))
     scores = dict(result.scores)
     if limit is None:
-        scores |= further_scores(trainer, params, dataset, config)
+        scores |= further_scores(trainer, params, dataset, config, progress("batches"))
     return RunEvaluation(scores, result.sums, run.step, ensembles.describe(members, runs))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 
 from hpnlp import tasks
+from hpnlp.data.files import Progress, ignore_progress
 from hpnlp.tasks.task import Dataset
 from hpnlp.training import distributed
 from hpnlp.training.config import Config
@@ -30,7 +32,14 @@ class Evaluation:
     sums: dict[str, tuple[Any, Any]]
 
 
-def evaluate(trainer: Trainer, params: Any, dataset: Dataset, config: Config, limit: int | None = None) -> Evaluation:
+def evaluate(
+    trainer: Trainer,
+    params: Any,
+    dataset: Dataset,
+    config: Config,
+    limit: int | None = None,
+    progress: Progress = ignore_progress,
+) -> Evaluation:
     """Scores held-out examples.
 
     Args:
@@ -39,6 +48,7 @@ def evaluate(trainer: Trainer, params: Any, dataset: Dataset, config: Config, li
       dataset: Data; its held-out part is read.
       config: Config of the run, which names the task and the batch size.
       limit: Largest number of batches, spread over the examples; None for all.
+      progress: Called with numbers of batches.
 
     Returns:
       Scores and sums.
@@ -49,11 +59,13 @@ def evaluate(trainer: Trainer, params: Any, dataset: Dataset, config: Config, li
     task = tasks.find(config.task)
     index, count = batch_share(trainer, config)
     batches = task.heldout(config, dataset, limit=limit, process_index=index, process_count=count)
-    sums = _sums(trainer, params, batches, config)
+    sums = _sums(trainer, params, batches, config, progress, "scoring held-out examples")
     return Evaluation(_scores(trainer, dataset, config, sums, limit is None), sums)
 
 
-def further_scores(trainer: Trainer, params: Any, dataset: Dataset, config: Config) -> dict[str, float]:
+def further_scores(
+    trainer: Trainer, params: Any, dataset: Dataset, config: Config, progress: Progress = ignore_progress
+) -> dict[str, float]:
     """Scores the task's further sets of examples (`Task.further_heldout`), such as those of `data.challenge_path`.
 
     Args:
@@ -61,6 +73,7 @@ def further_scores(trainer: Trainer, params: Any, dataset: Dataset, config: Conf
       params: As for `evaluate`.
       dataset: Data.
       config: Config of the run.
+      progress: As for `evaluate`.
 
     Returns:
       "SET_SCORE", such as "challenge_accuracy" -> score; empty if there are no such sets.
@@ -70,21 +83,29 @@ def further_scores(trainer: Trainer, params: Any, dataset: Dataset, config: Conf
     """
     index, count = batch_share(trainer, config)
     sets = tasks.find(config.task).further_heldout(config, dataset, process_index=index, process_count=count)
-    scores = {
-        name: _scores(trainer, dataset, config, _sums(trainer, params, batches, config), True)
+    sums = {
+        name: _sums(trainer, params, batches, config, progress, f"scoring {name} examples")
         for name, batches in sets.items()
     }
+    scores = {name: _scores(trainer, dataset, config, of_set, True) for name, of_set in sums.items()}
     return {f"{name}_{metric}": value for name, of_set in scores.items() for metric, value in of_set.items()}
 
 
 def _sums(
-    trainer: Trainer, params: Any, batches: Iterable[Mapping[str, np.ndarray]], config: Config
+    trainer: Trainer,
+    params: Any,
+    batches: Iterable[Mapping[str, np.ndarray]],
+    config: Config,
+    progress: Progress,
+    work: str,
 ) -> dict[str, tuple[Any, Any]]:
     """Sums over batches, in float64, of the loss and the metrics that the model reports."""
     total: Any = None
     last: Any = None  # sums on the devices: of one batch only, because a confusion matrix may take megabytes
     carry = trainer.initial_carry()
-    for batch in batches:
+    count = operator.length_hint(batches)  # 0 where it is unknown
+    for number, batch in enumerate(batches):
+        progress(work, number, count)
         arrays = on_devices(trainer, batch, config, omitted=trainer.training_arrays)
         # Waits for the last program: two programs on the simulated devices of one CPU can deadlock over its threads.
         jax.block_until_ready(last)

@@ -372,7 +372,8 @@ class _Run:
         self.flush()
         self.display.status("scoring held-out examples")
         with self.clock("eval"):
-            return evaluate(self.trainer, self.state.best_params, self.dataset, self.config, limit)
+            params, progress = self.state.best_params, self.display.progress("batches")
+            return evaluate(self.trainer, params, self.dataset, self.config, limit, progress)
 
     def checkpoint_is_due(self, improved: float | None) -> bool:
         """True after the last step, after the best evaluation so far, and every `train.checkpoint_every` steps."""
@@ -450,11 +451,12 @@ class _Run:
             self.display.print("scoring all held-out examples")
             heldout = self.evaluate(None)
             with self.clock("eval"):
-                heldout.scores.update(further_scores(self.trainer, self.state.best_params, self.dataset, self.config))
+                params, progress = self.state.best_params, self.display.progress("batches")
+                heldout.scores.update(further_scores(self.trainer, params, self.dataset, self.config, progress))
             if self.teacher is not None:
                 self.display.print(f"scoring the teacher {self.teacher.source}")
                 with self.clock("eval"):
-                    of_teacher = teachers.scores(self.teacher, self.dataset, self.config)
+                    of_teacher = teachers.scores(self.teacher, self.dataset, self.config, progress)
             if self.baseline is not None:
                 with self.clock("baselines"):
                     baselines = self.baseline.result(self.display.print)

@@ -263,7 +263,54 @@ def _stdout() -> Console:
     return _Console(file=sys.stdout, highlight=False, soft_wrap=True, force_interactive=live)
 
 
-def reading_progress(every: float = 5.0, console: Console | None = None) -> Callable[[str, int, int], None]:
+class ProgressLines:
+    """Prints lines on work in progress, such as "scoring held-out examples: 120 of 480 batches, 0:35 left".
+
+    Work that takes less time than passes between two lines prints none.
+    """
+
+    def __init__(self, show: Callable[[str], None], unit: str = "MiB", every: float = 10.0) -> None:
+        """Begins to count time.
+
+        Args:
+          show: Prints a line.
+          unit: Name of the unit of amounts, in the plural; "MiB" for amounts in bytes.
+          every: Seconds between lines.
+        """
+        self._show, self._unit, self._every = show, unit, every
+        self._work, self._done = "", 0
+        self._began = self._printed = time.perf_counter()
+
+    def __call__(self, work: str, done: int, total: int) -> None:
+        """Prints a line if one is due.
+
+        Args:
+          work: Name of the work.
+          done: Amount that is done.
+          total: Amount in total; 0 if it is unknown.
+        """
+        now = time.perf_counter()
+        if work != self._work or done < self._done:
+            self._work, self._began = work, now
+            self._first = done
+        self._done = done
+        if now - self._printed >= self._every:
+            self._printed = now
+            of_total = f" of {self._amount(total)}" if total else ""
+            self._show(f"{work}: {self._amount(done)}{of_total} {self._unit}{self._remaining(now, total)}")
+
+    def _amount(self, value: int) -> str:
+        return f"{value / 2**20:,.1f}" if self._unit == "MiB" else f"{value:,}"
+
+    def _remaining(self, now: float, total: int) -> str:
+        """Time that is left at the mean speed so far; "" where it is unknown."""
+        if not total or self._done <= self._first:
+            return ""
+        seconds = round((now - self._began) * max(0, total - self._done) / (self._done - self._first))
+        return f", {seconds // 60}:{seconds % 60:02d} left"
+
+
+def reading_progress(every: float = 5.0, console: Console | None = None) -> ProgressLines:
     """Makes the progress function of `data.stream.prepare`.
 
     Args:
@@ -273,15 +320,8 @@ def reading_progress(every: float = 5.0, console: Console | None = None) -> Call
     Returns:
       A function of the name of the work, the bytes done, and the bytes in total.
     """
-    console, printed_at = console or _stdout(), time.perf_counter()
-
-    def progress(task: str, done: int, total: int) -> None:
-        nonlocal printed_at
-        if time.perf_counter() - printed_at >= every:
-            printed_at = time.perf_counter()
-            console.print(f"{task}: {done / 2**20:,.1f} of {total / 2**20:,.1f} MiB", markup=False)
-
-    return progress
+    console = console or _stdout()
+    return ProgressLines(lambda line: console.print(line, markup=False), every=every)
 
 
 class Display:
@@ -345,6 +385,17 @@ class Display:
         """
         if self._bar is not None:
             self._bar.update(self._task, description=text)
+
+    def progress(self, unit: str) -> ProgressLines:
+        """Progress of work other than steps: on the live line if there is one, and otherwise in lines of their own.
+
+        Args:
+          unit: Name of the unit of amounts, in the plural.
+
+        Returns:
+          A function of the name of the work, the amount done, and the amount in total.
+        """
+        return ProgressLines(self.print, unit) if self._bar is None else ProgressLines(self.status, unit, every=0.5)
 
     def print(self, line: str) -> None:
         """Prints a line, above the live line if there is one.

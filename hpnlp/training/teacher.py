@@ -19,6 +19,7 @@ from hpnlp.compress.distillation_losses import check_terms, chosen_layers
 from hpnlp.compress.distillation_terms import parse_terms
 from hpnlp.compress.layers import join_layers, split_layers
 from hpnlp.compress.weight_training import with_own
+from hpnlp.data.files import Progress, ignore_progress
 from hpnlp.data.stream import tokenizer_digest
 from hpnlp.models import variables
 from hpnlp.models.encoder import Encoder
@@ -244,13 +245,14 @@ def first_weights(kind: str, student: Any, teacher: Teacher) -> dict[str, Any]:
     return weights
 
 
-def scores(teacher: Teacher, dataset: Any, config: Config) -> dict[str, float]:
+def scores(teacher: Teacher, dataset: Any, config: Config, progress: Progress = ignore_progress) -> dict[str, float]:
     """Scores of a teacher on all held-out examples of a run, on one device.
 
     Args:
       teacher: The teacher.
       dataset: Data of the run.
       config: Config of the run.
+      progress: As for `evaluation.evaluate`.
 
     Returns:
       Scores by name; empty in a run of several processes.
@@ -267,4 +269,4 @@ def scores(teacher: Teacher, dataset: Any, config: Config) -> dict[str, float]:
         batch_size=config.data.batch_size,
     )
     weights = jax.tree.map(lambda x: jax.device_put(x, jax.devices()[0]), teacher.weights)
-    return evaluate(trainer, weights, dataset, config).scores
+    return evaluate(trainer, weights, dataset, config, progress=progress).scores

@@ -311,7 +311,31 @@ def test_long_reading_prints_its_progress(monkeypatch):
     for second in range(12):
         now[0] = float(second)
         progress("tokenising", second << 20, 3 << 30)
-    assert out.getvalue() == "tokenising: 5.0 of 3,072.0 MiB\ntokenising: 10.0 of 3,072.0 MiB\n"
+    assert out.getvalue() == (
+        "tokenising: 5.0 of 3,072.0 MiB, 51:07 left\ntokenising: 10.0 of 3,072.0 MiB, 51:02 left\n"
+    )
+
+
+def test_lines_of_progress_have_amount_and_time_left(monkeypatch):
+    lines, now = [], [0.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    progress = metrics.ProgressLines(lines.append, "batches", every=10.0)
+    for second in range(0, 25, 5):
+        now[0] = float(second)
+        progress("scoring a", second // 5, 4)
+    for second in range(25, 50, 5):  # the time left is that of the new work
+        now[0] = float(second)
+        progress("scoring b", 2 * (second // 5 - 5), 100)
+    progress("scoring b", 1, 0)
+    assert lines == [
+        "scoring a: 2 of 4 batches, 0:10 left",
+        "scoring a: 4 of 4 batches, 0:00 left",
+        "scoring b: 2 of 100 batches, 4:05 left",
+        "scoring b: 6 of 100 batches, 3:55 left",
+    ]
+    now[0] = 60.0
+    progress("scoring c", 3, 0)
+    assert lines[-1] == "scoring c: 3 batches"
 
 
 PIPED = """

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from hpnlp.data.batches import Batches, bucketed_batches, check_seed, ordered_batches, shuffled_batches
+from hpnlp.data.batches import Batches, FiniteBatches, bucketed_batches, check_seed, ordered_batches, shuffled_batches
 from hpnlp.data.buckets import BucketOrder, bucket_widths, width_multiple
 from hpnlp.data.examples.config import ExampleConfig
 from hpnlp.data.examples.store import StoredExamples
@@ -264,9 +265,11 @@ class Examples:
             raise InputError(f"there are no examples {name!r}: expected {' or '.join(map(repr, self.heldout_sets))}")
         batches = ordered_batches(self.stored[name].count, batch_size, limit, process_index, process_count)
         if self.config.buckets == 1:
-            return (self._batch(name, numbers, count) for numbers, count in batches)
+            made = (self._batch(name, numbers, count) for numbers, count in batches)
+            return FiniteBatches(made, operator.length_hint(batches))
         batches = [numbers for numbers, _ in ordered_batches(self.stored[name].count, batch_size, limit, 0, 1)]
-        return self._bucketed_heldout(name, batches, process_index, batch_size // process_count)
+        made = self._bucketed_heldout(name, batches, process_index, batch_size // process_count)
+        return FiniteBatches(made, len(batches))
 
     def _bucketed_heldout(
         self, name: str, batches: list[np.ndarray], process_index: int, count: int

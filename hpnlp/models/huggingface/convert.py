@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from hpnlp.data.files import Progress, ignore_progress
 from hpnlp.models.backbone import DTYPES
 from hpnlp.models.huggingface.checkpoint_files import (
     INDEX,
@@ -139,12 +140,15 @@ def load_config(directory: str | Path, dtype: str = "float32") -> ModelConfig:
         raise InputError(f"{source}: {error}") from None
 
 
-def load(directory: str | Path, dtype: str = "float32") -> tuple[ModelConfig, dict[str, Any]]:
+def load(
+    directory: str | Path, dtype: str = "float32", progress: Progress = ignore_progress
+) -> tuple[ModelConfig, dict[str, Any]]:
     """Reads the model of a directory that `save_pretrained` of transformers has written.
 
     Args:
       directory: Directory with config.json and the safetensors files.
       dtype: Entry of DTYPES in which the model is to compute.
+      progress: Called with bytes of parameters in float32.
 
     Returns:
       The config, with `dtype`, and the parameters of the model's `init` as float32 numpy arrays.
@@ -163,8 +167,11 @@ def load(directory: str | Path, dtype: str = "float32") -> tuple[ModelConfig, di
         stored = _open(directory, family, stack)
         _check_headers(expected, stored, family, config.tied, directory)
         params = {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
+        done, total = 0, sum(array.nbytes for array in params.values())
         for name, tensor in expected.items():
+            progress("reading weights", done, total)
             value = stored[name].read()
+            done += value.nbytes
             _check_finite(value, f"{directory}: {name}", dtype, "download it again, or take another checkpoint")
             tensor.write_params(value, params)
         for name in family.copies.keys() & stored.keys() - expected.keys():
@@ -293,6 +300,7 @@ def save(
     pad_id: int | None = None,
     labels: Sequence[str] | None = None,
     shard_bytes: int = 5 * 2**30,
+    progress: Progress = ignore_progress,
 ) -> None:
     """Writes a directory that `from_pretrained` of transformers reads: config.json and model.safetensors.
 
@@ -307,6 +315,7 @@ def save(
           many rows before the first position.
       labels: Names of the classes, for a model with classes.
       shard_bytes: A larger model is split into files of at most this size, or of one tensor.
+      progress: Called with bytes of tensors.
 
     Raises:
       InputError: No family has such a model, `params` do not match `config` or are not finite in `dtype`, the directory holds
@@ -342,7 +351,7 @@ def save(
         for path in (directory / CONFIG, *directory.glob("*.safetensors")):
             if path.exists():
                 raise InputError(f"{path} exists: name an empty directory")
-        _write_tensors(_split(tensors, stored.itemsize, shard_bytes), flat, stored, directory)
+        _write_tensors(_split(tensors, stored.itemsize, shard_bytes), flat, stored, directory, progress)
         write_json(directory / CONFIG, raw)  # last, so that a directory with config.json is complete
 
 
@@ -356,18 +365,21 @@ def _with_rows_before_positions(
     return dataclasses.replace(config, position_offset=rows), {**params, path: table}
 
 
-def _write_tensors(shards: list[list[Tensor]], params: Mapping[str, Any], dtype: np.dtype, directory: Path) -> None:
+def _write_tensors(
+    shards: list[list[Tensor]], params: Mapping[str, Any], dtype: np.dtype, directory: Path, progress: Progress
+) -> None:
     """Writes one safetensors file per shard, and an index if there are several."""
     index: dict[str, str] = {}
+    sizes = [sum(math.prod(tensor.shape) for tensor in shard) * dtype.itemsize for shard in shards]
     for number, shard in enumerate(shards, start=1):
         name = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        progress("writing weights", sum(sizes[: number - 1]), sum(sizes))
         values = {tensor.name: tensor.read_params(params, dtype) for tensor in shard}
         import_safetensors("numpy").save_file(values, directory / name, metadata={"format": "pt"})
         (directory / name).chmod(_default_mode())  # safetensors makes files that only their owner can read
         index |= dict.fromkeys(values, name)
     if len(shards) > 1:
-        total = sum(math.prod(tensor.shape) for shard in shards for tensor in shard) * dtype.itemsize
-        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
+        write_json(directory / INDEX, {"metadata": {"total_size": sum(sizes)}, "weight_map": index})
 
 
 def _default_mode() -> int:

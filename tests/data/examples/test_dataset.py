@@ -1,6 +1,7 @@
 """Iterators over labelled examples: resume bit for bit, shards of several processes, and one pass over held-out examples."""
 
 import json
+import operator
 
 import numpy as np
 import pytest
@@ -72,6 +73,14 @@ def test_heldout_has_every_example_once(examples, process_count):
     for number, row in enumerate(rows):
         assert examples.tokenizer.decode(row).startswith(stored.text(number, 0)[:18])
     assert all((batch["segment_ids"][weights(batch) == 0] == 0).all() for batch in in_order)
+
+
+def test_iterators_over_heldout_examples_have_a_length(examples):
+    for options in ({"batch_size": 6}, {"batch_size": 2, "limit": 2}):
+        batches = examples.heldout(**options)
+        lengths = [operator.length_hint(batches)]
+        lengths += [operator.length_hint(batches) for _ in batches]
+        assert lengths == list(range(lengths[0], -1, -1)) and lengths[0] == len(list(examples.heldout(**options)))
 
 
 def test_heldout_limit_spreads_over_the_examples(examples):
