@@ -16,6 +16,7 @@ import pytest
 
 from hpnlp.models.decode import Generation, sample_text
 from hpnlp.report import render, summarize
+from hpnlp.tasks.lm import LanguageModel
 from hpnlp.training import config as configs
 from hpnlp.training import loop, metrics
 from hpnlp.training.checkpoint import Checkpointer
@@ -108,6 +109,16 @@ def test_run_writes_a_line_per_step_and_the_newest_checkpoints(undisturbed):
     assert saved_steps(workdir) == [8, 10, 12]  # 8 is the best
     assert configs.from_json(read(workdir, "config.json").decode()) == tiny.make(**CONFIG)
     assert {"setup", "data", "step", "checkpoint", "eval", "baselines"} == result.seconds.keys()
+
+
+def test_baselines_can_be_left_out(tmp_path, monkeypatch):
+    measured = []
+    monkeypatch.setattr(LanguageModel, "baseline", lambda task, dataset: measured.append(dataset))
+    catch_trainer(monkeypatch, crash)
+    for name, wanted in (("with", True), ("without", False)):
+        with pytest.raises(Crash):
+            train(tmp_path / name, train__baselines=wanted)
+        assert len(measured) == 1
 
 
 def test_learning_rates_follow_the_batch_size(tmp_path, monkeypatch):

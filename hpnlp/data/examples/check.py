@@ -20,7 +20,7 @@ from hpnlp.data.examples.prepare import find_sources
 from hpnlp.data.examples.rows import Row, RowReader
 from hpnlp.data.files import Progress, ignore_progress
 from hpnlp.data.sources import LeftOut, LineCounts, Source, described
-from hpnlp.types import InputError
+from hpnlp.types import InputError, Tokenizer
 
 
 def check_examples(config: ExampleConfig, progress: Progress = ignore_progress) -> Check:
@@ -44,7 +44,7 @@ def check_examples(config: ExampleConfig, progress: Progress = ignore_progress) 
     except InputError as error:
         return Check(faults=(str(error),))
     faults: list[str] = []
-    summary, remarks = (), ()
+    summary: tuple[str, ...] = ()
     try:
         os.makedirs(root, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root) as directory:
@@ -52,16 +52,14 @@ def check_examples(config: ExampleConfig, progress: Progress = ignore_progress) 
                 texts = ingest.training_texts(progress) if tokenizers.is_trained(config.tokenizer) else ()
                 tokenizer = tokenizers.build(config.tokenizer, texts)
                 record = ingest.write(directory, tokenizer, progress, ingest.examination)
-                remarks = tuple(record["remarks"])
-                # What is left out has a part of its own.
-                examples = Examples(config, tokenizer, directory, record | {"left_out": {}, "remarks": []})
-                summary = tuple(examples.summary.splitlines())
             except InputError as error:
-                faults.append(re.sub(r" \(left out: .*\)", "", str(error)))
+                faults.append(_without_counts(error))
                 ingest.read_all()
-                remarks = tuple(ingest.examination.remarks(None))
+            else:
+                summary = _summary(config, tokenizer, directory, record, faults)
     except OSError as error:
         raise InputError(f"cannot write temporary files under {root!r} ({error}): pass another data.cache") from error
+    remarks = ingest.examination.remarks(ingest.heldout_limit)
     of_records = described(ingest.faults_of_records, "record", ": ")
     if not config.fold_labels:
         fix = "write the label the same way everywhere, or pass data.fold_labels=True"
@@ -73,10 +71,27 @@ def check_examples(config: ExampleConfig, progress: Progress = ignore_progress) 
     left_out.pop("bad records", None)  # counted with their reasons
     return Check(
         faults=tuple(faults),
-        remarks=remarks,
+        remarks=tuple(remarks),
         left_out=(*described(left_out), *of_records),
         figures=summary,
     )
+
+
+def _without_counts(error: InputError) -> str:
+    """A message without the counts of what is left out, which have a part of their own."""
+    return re.sub(r" \(left out: .*\)", "", str(error))
+
+
+def _summary(
+    config: ExampleConfig, tokenizer: Tokenizer, directory: str, record: dict[str, Any], faults: list[str]
+) -> tuple[str, ...]:
+    """Lines with sizes, classes, lengths and padding; where the config does not fit the examples, a fault is added."""
+    try:
+        examples = Examples(config, tokenizer, directory, record | {"left_out": {}, "remarks": []})
+    except InputError as error:
+        faults.append(_without_counts(error))
+        return ()
+    return tuple(examples.summary.splitlines())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -83,6 +83,11 @@ class ExampleIngest:
         return [file.path for sources in self._groups for source in sources for file in source.files]
 
     @property
+    def heldout_limit(self) -> int | None:
+        """Largest number of held-out examples that are scored; None for all."""
+        return self.heldout_examples if self.heldout_examples and not self.heldout else None
+
+    @property
     def _groups(self) -> tuple[tuple[Source, ...], ...]:
         return self.train, self.heldout, self.challenge
 
@@ -167,8 +172,7 @@ class ExampleIngest:
             raise InputError(
                 f"the training examples have {found}: expected at least two classes: add examples of another class"
             )
-        limit = self.heldout_examples if self.heldout_examples and not self.heldout else None
-        heldout_record = heldout.write_selected(limit)
+        heldout_record = heldout.write_selected(self.heldout_limit)
         if not heldout_record["examples"]:
             raise InputError(f"no valid example is held out{writing.left_out.in_brackets()}: add examples")
         with _Candidates(writing, "challenge") as challenge:
@@ -184,7 +188,7 @@ class ExampleIngest:
             "labels": labels,
             "left_out": writing.left_out,
             "lines": dataclasses.asdict(writing.examination.line_counts),
-            "remarks": writing.examination.remarks(limit),
+            "remarks": writing.examination.remarks(self.heldout_limit),
         }
 
     def class_index(self) -> ClassIndex:
