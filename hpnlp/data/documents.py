@@ -133,7 +133,7 @@ class DocumentReader:
     def _report_bad(self, where: str, error: InputError) -> None:
         """Counts a bad line or record at `where`, or raises `error` if bad lines are not skipped."""
         if not self.skip_bad_lines:
-            raise error
+            raise InputError(f"{error}; {records.LIST_ALL}") from error
         self.left_out.add("bad lines", where)
 
     def _read_file(self, file: File, max_bytes: int, walked: bool) -> Iterator[Document]:

@@ -26,6 +26,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
 # If the text of an element is incomplete, the parser fails within this distance of the end of the text, or within a string.
 _INCOMPLETE_CHARACTERS = 16
+LIST_ALL = "hpnlp check-data lists all such faults"
 SKIP = "mend or remove the line, or pass data.skip_bad_lines=True to leave such lines out"
 
 

@@ -155,7 +155,7 @@ class Examples:
             yield f"tokens of training sequences: {low} to {top}, median {median}, 95th percentile {high}{remark}"
         share = self._padding(config.seq_len, config.buckets)
         if share >= _LITTLE_PADDING:
-            fix = f": {self._less_padding(lengths)}" if share > _MUCH_PADDING else ""
+            fix = "".join(f"; {remedy}" for remedy in self._less_padding(lengths)) if share > _MUCH_PADDING else ""
             yield f"padding: {100 * share:.0f} % of the tokens of a batch{fix}"
 
     def _padding(self, seq_len: int, buckets: int) -> float:
@@ -165,18 +165,17 @@ class Examples:
         widths = np.minimum(widths, seq_len)
         return 1 - float(lengths.sum() / widths[np.searchsorted(widths, lengths)].sum())
 
-    def _less_padding(self, lengths: np.ndarray) -> str:
+    def _less_padding(self, lengths: np.ndarray) -> Iterator[str]:
         """Settings with less padding, by the lengths of uncut sequences."""
-        config, fixes = self.config, []
+        config = self.config
         length = _rounded_up(np.percentile(lengths, 99.9, method="higher"))
         if length < config.seq_len:
             held = 100 * float(np.mean(lengths <= length))
             share = 100 * self._padding(length, config.buckets)
-            fixes.append(f"data.seq_len={length} holds {held:.5g} % of them with {share:.0f} %")
+            yield f"with data.seq_len={length}, which holds {held:.5g} % of the sequences, {share:.0f} %"
         if config.buckets < _BUCKETS:
             share = 100 * self._padding(config.seq_len, _BUCKETS)
-            fixes.append(f"data.buckets={_BUCKETS}, batches of similar lengths, has {share:.0f} %")
-        return "; ".join(fixes) or "shorter data.seq_len, or more data.buckets, have less"
+            yield f"with data.buckets={_BUCKETS}, batches of similar lengths, {share:.0f} %"
 
     def train(self, *, seed: int, process_index: int = 0, process_count: int = 1) -> Batches:
         """Iterates endlessly over training batches, in a new order each epoch.

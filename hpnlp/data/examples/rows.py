@@ -17,7 +17,7 @@ from hpnlp.data import files, records
 from hpnlp.data.examples.fields import TYPES, Column, FieldError
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.files import printable
-from hpnlp.data.records import SKIP, CountedLines, ReportBad
+from hpnlp.data.records import LIST_ALL, SKIP, CountedLines, ReportBad
 from hpnlp.data.sources import File, LeftOut, LineCounts, Source, extension
 from hpnlp.types import InputError
 
@@ -96,10 +96,10 @@ class RowReader:
           error: The error.
 
         Raises:
-          InputError: `error`.
+          InputError: The error, with the command that lists all of them.
         """
         if not self.skip_bad_lines:
-            raise error
+            raise InputError(f"{error}; {LIST_ALL}") from error
         self.left_out.add("bad records", where)
 
     def _read_file(self, file: File, walked: bool) -> Iterator[_Values]:
