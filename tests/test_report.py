@@ -46,6 +46,7 @@ def result(**changes):
     """Result of ten steps that took five seconds."""
     fields = {
         "step": 10,
+        "scored_step": 8,
         "interrupted": False,
         "heldout": {"loss": 1.5, "bits_per_byte": 2.0},
         "baselines": {

@@ -31,6 +31,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
+from hpnlp.training.best import ScoreOrder
 from hpnlp.training.checksum import checksum, type_of, verify
 from hpnlp.training.state_shardings import TrainState
 from hpnlp.types import InputError
@@ -102,17 +103,13 @@ class Checkpointer:
           InputError: The directory cannot be created or read.
         """
         self.directory = checked_directory(workdir) / "checkpoints"
-        self._metric = f"heldout_{metric}"
-        best = policies.BestN(
-            get_metric_fn=lambda metrics: metrics[self._metric],
-            reverse=not higher_is_better,
-            n=1,
-            keep_checkpoints_without_metrics=False,
-        )
+        self._order = ScoreOrder(metric, higher_is_better)
+        by_key: Any = self._order.key  # annotated as a number, and only compared
+        best = policies.BestN(get_metric_fn=by_key, n=1, keep_checkpoints_without_metrics=False)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best]),
-            best_fn=lambda metrics: metrics[self._metric],
-            best_mode="max" if higher_is_better else "min",
+            best_fn=by_key,
+            best_mode="max",
             cleanup_tmp_directories=not read_only,
             read_only=read_only,
             create=False,
@@ -152,7 +149,7 @@ class Checkpointer:
         self._manager.delete(step)
 
     def best(self) -> int | None:
-        """Step of the checkpoint with the best held-out score.
+        """Step of the checkpoint with the best held-out score, see `ScoreOrder`.
 
         Returns:
           The step; of the newest checkpoint if none was evaluated; None if there is no checkpoint.
@@ -160,14 +157,16 @@ class Checkpointer:
         best = self._manager.best_step()
         return self.latest() if best is None else best
 
-    def save(self, state: TrainState, data: Any, progress: Mapping[str, Any], score: float | None = None) -> None:
+    def save(
+        self, state: TrainState, data: Any, progress: Mapping[str, Any], scores: Mapping[str, float] | None = None
+    ) -> None:
         """Starts writing a checkpoint in the background.
 
         Args:
           state: The training state.
           data: State of the data iterator, as JSON values.
           progress: State of the training loop, as JSON values.
-          score: The held-out score, if the state was evaluated.
+          scores: Held-out scores by name, if the state was evaluated and may be the best.
 
         Raises:
           InputError: An earlier write has failed.
@@ -184,7 +183,7 @@ class Checkpointer:
             ),
         }
         with self._disk("save to"):
-            metrics = None if score is None else {self._metric: score}
+            metrics = None if scores is None else self._order.stored(scores)
             self._manager.save(int(state.step), args=ocp.args.Composite(**items), metrics=metrics, force=True)
 
     def save_params(self, params: Any) -> None:
@@ -493,7 +492,7 @@ def _first_line(text: str) -> str:
 def _checked_progress(progress: dict[str, Any]) -> dict[str, Any]:
     """The loop's progress, which has no checksum; raises ValueError if it holds other values than the loop's numbers."""
     numbers = [progress["bad_evals"], progress.get("peak_memory_bytes", 0), *progress["seconds"].values()]
-    numbers += [] if progress["best"] is None else [progress["best"]]
+    numbers += [progress[name] for name in ("best", "best_loss") if progress.get(name) is not None]
     numbers += progress.get("scores", [])  # absent from checkpoints of early versions
     if not all(isinstance(number, int | float) for number in numbers):
         raise ValueError(f"record['progress'] holds other than numbers: {progress!r:.100}")

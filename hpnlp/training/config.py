@@ -52,7 +52,9 @@ class TrainConfig:
         'binary, magnitude(0.1), movement(0.1), soft_movement(), masked, shared, low_rank(0.5), weight_drop(0.5); "" for none.',
     )
     log_every: int = option(20, "Steps between fetching and writing metrics.")
-    eval_every: int = option(0, "Steps between evaluations on held-out examples, 0 for one at the end only.")
+    eval_every: int = option(
+        0, "Steps between evaluations on held-out examples, the last step included; 0 for one at the end."
+    )
     eval_batches: int = option(16, "Batches of an evaluation, 0 for all; the one at the end takes all.")
     eval_stride: int = option(
         0,

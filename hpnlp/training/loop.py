@@ -24,6 +24,7 @@ from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import averages, distributed, teacher_outputs, warm_start
 from hpnlp.training import teacher as teachers
 from hpnlp.training.batch_lengths import BatchLengths, check_buckets, length_of, padding_of
+from hpnlp.training.best import ScoreOrder
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
 from hpnlp.training.evaluation import Evaluation, batch_share, evaluate, further_scores, on_devices
@@ -51,6 +52,7 @@ class Result:
 
     Attributes:
       step: Number of steps done.
+      scored_step: Step of `params`: of the best checkpoint, which commands load, or of the newest if none was evaluated.
       interrupted: True if a signal stopped the run early; the same command continues from `step`.
       heldout: Scores on all held-out examples by name, see `scores` of the task, and on further sets of examples, with
         their names; empty if the run was interrupted or not scored.
@@ -61,7 +63,7 @@ class Result:
         `data.baselines`; empty if the run was interrupted and in processes other than process 0.
       dataset: The data, with its tokenizer.
       model: The model.
-      params: Weights of the model: averaged parameters where the run keeps an average, and buffers.
+      params: Weights of the model after `scored_step`: averaged parameters where the run keeps an average, and buffers.
       seconds: Seconds by phase, over all restarts; "setup" holds all compilation.
       peak_memory_bytes: Largest peak memory of any restart.
       parameters: Number of parameters.
@@ -72,6 +74,7 @@ class Result:
     """
 
     step: int
+    scored_step: int
     interrupted: bool
     heldout: dict[str, float]
     sums: Mapping[str, Any]
@@ -143,6 +146,7 @@ class _Run:
         """Sets the run up; `stack` closes what it opens."""
         self.config, self.workdir, self.stack = config, workdir, stack
         self.task = tasks.find(config.task)
+        self.order = ScoreOrder(self.task.metric, self.task.higher_is_better)
         self.is_lead = distributed.is_lead()
         if self.is_lead:
             stack.enter_context(claimed(workdir, config, accept_changes))
@@ -167,7 +171,7 @@ class _Run:
         """Makes data, model and trainer, and finds the state to start from; then writes vocabulary and config."""
         config, workdir = self.config, self.workdir
         begun = distributed.lead_value(has_begun(workdir))
-        self.source = _warm_start_source(config, workdir)
+        self.source = warm_start.find_first(config, workdir)
         progress = reading_progress(console=None if self.is_lead else QUIET)
         known = self._known_vocabulary(begun)
         self.dataset = self.task.dataset(config.data, known, progress)
@@ -318,32 +322,33 @@ class _Run:
             self.trace.close()
         self.stopped = self.stopping(self.step)
 
-    def evaluate_if_due(self) -> float | None:
-        """Evaluates every `train.eval_every` steps, and sets `stopped` after `train.patience` evaluations without improvement.
+    def evaluate_if_due(self) -> Mapping[str, float] | None:
+        """Evaluates every `train.eval_every` steps and after the last one, which may be the best.
 
-        A signal does not prevent an evaluation that is due: the resumed run would not repeat it.
+        Sets `stopped` after `train.patience` evaluations without improvement. A signal does not prevent an evaluation that is
+        due: the resumed run would not repeat it.
 
         Returns:
-          The primary metric if it is the best so far; None otherwise, and if no evaluation is due.
+          The scores if they are the best so far; None otherwise, and if no evaluation is due.
         """
         options = self.config.train
-        if not options.eval_every or self.step % options.eval_every or self.step >= options.steps:
+        if not options.eval_every or (self.step % options.eval_every and self.step < options.steps):
             return None
         scores = self.evaluate(options.eval_batches or None).scores
         for writer in self.writers:
             writer.write(self.step, {f"heldout_{name}": value for name, value in scores.items()})
         self.display.print(f"step {self.step}: held-out " + ", ".join(f"{n} {v:.4f}" for n, v in scores.items()))
         score = scores[self.task.metric]
-        is_better = self._is_better(scores)
-        if is_better:
-            self.progress |= {"best": score, "bad_evals": 0}
-        else:
-            self.progress |= {"bad_evals": self.progress["bad_evals"] + 1}
-        self._start_average_if_due(score)
-        if self._out_of_patience():
-            self.display.print(f"no improvement in {options.patience} evaluations: stopping at step {self.step}")
-            self.stopped = True
-        return score if is_better else None
+        change = self.order.compare(self.order.stored(scores), self._best_scores(), options.min_delta)
+        if change >= 0:
+            self.progress |= {"best": score, "best_loss": scores["loss"]}
+        self.progress |= {"bad_evals": 0 if change > 0 else self.progress["bad_evals"] + 1}
+        if self.step < options.steps:
+            self._start_average_if_due(score)
+            if self._out_of_patience():
+                self.display.print(f"no improvement in {options.patience} evaluations: stopping at step {self.step}")
+                self.stopped = True
+        return scores if change >= 0 else None
 
     def _start_average_if_due(self, score: float) -> None:
         """Starts the average of parameters if `optimizer.average` begins it with this evaluation."""
@@ -356,41 +361,35 @@ class _Run:
             self.state = dataclasses.replace(self.state, averaged=first)
         self.progress |= {"scores": [*scores, score]}
 
-    def _is_better(self, scores: Mapping[str, float]) -> bool:
-        """True if the primary metric exceeds the best one by more than `train.min_delta`, in its direction.
+    def _best_scores(self) -> dict[str, float] | None:
+        """Result of `ScoreOrder.stored` of the best evaluation so far; None before the first."""
+        best, loss = self.progress["best"], self.progress.get("best_loss", math.inf)  # early versions kept no loss
+        return None if best is None else self.order.stored({"loss": loss, self.task.metric: best})
 
-        A model whose loss is not finite is never better: its accuracy is finite all the same.
-        """
-        score, best, least = scores[self.task.metric], self.progress["best"], self.config.train.min_delta
-        is_finite = math.isfinite(score) and math.isfinite(scores["loss"])
-        if not is_finite or best is None:
-            return is_finite
-        return score > best + least if self.task.higher_is_better else score < best - least
-
-    def evaluate(self, limit: int | None) -> Evaluation:
-        """Evaluation of the current parameters, over at most `limit` batches."""
+    def evaluate(self, limit: int | None, params: Any = None) -> Evaluation:
+        """Evaluation of `params`, or else of the current parameters, over at most `limit` batches."""
         self.flush()
         self.display.status("scoring held-out examples")
+        params = self.state.best_params if params is None else params
         with self.clock("eval"):
-            params, progress = self.state.best_params, self.display.progress("batches")
-            return evaluate(self.trainer, params, self.dataset, self.config, limit, progress)
+            return evaluate(self.trainer, params, self.dataset, self.config, limit, self.display.progress("batches"))
 
-    def checkpoint_is_due(self, improved: float | None) -> bool:
+    def checkpoint_is_due(self, improved: Mapping[str, float] | None) -> bool:
         """True after the last step, after the best evaluation so far, and every `train.checkpoint_every` steps."""
         options = self.config.train
         is_last = self.stopped or self.step == options.steps
         periodic = bool(options.checkpoint_every) and self.step % options.checkpoint_every == 0
         return is_last or improved is not None or periodic
 
-    def save(self, score: float | None = None) -> None:
-        """Starts a checkpoint, after the metrics of its steps have reached the disk. `score` ranks it among the best."""
+    def save(self, scores: Mapping[str, float] | None = None) -> None:
+        """Starts a checkpoint, after the metrics of its steps have reached the disk. `scores` rank it among the best."""
         self.flush()
         with self.clock("checkpoint"):
             if self.jsonl is not None:
                 self.jsonl.sync()
             progress = {**self.progress, "seconds": self.clock.seconds, "peak_memory_bytes": self._peak_memory_bytes()}
             progress |= {**self.lengths.record(), **frozen_record(self.frozen)}
-            self.checkpoints.save(self.state, self.batches.get_state(), progress, score)
+            self.checkpoints.save(self.state, self.batches.get_state(), progress, scores)
         self.saved_step = self.step
 
     def flush(self) -> None:
@@ -433,7 +432,10 @@ class _Run:
             )
 
     def finish(self, score: bool) -> Result:
-        """Reads the last checkpoint back, scores held-out examples if asked to and no signal arrived, returns the result."""
+        """Reads the last checkpoint back, and returns the result, with the weights and the scores of the best checkpoint.
+
+        Held-out examples are scored if `score` is True and no signal has arrived.
+        """
         with self.clock("checkpoint"):
             self.checkpoints.wait()
             shapes = self.trainer.state_shapes
@@ -441,6 +443,7 @@ class _Run:
         self.stopping.synchronize()
         self.stopping.end()
         interrupted = self.stopping.signal != ""
+        scored_step, params = (self.step, self.state.best_params) if interrupted else self._best()
         heldout = Evaluation({}, {})
         of_teacher, baselines = dict[str, float](), dict[str, Any]()
         if interrupted:
@@ -449,9 +452,9 @@ class _Run:
             )
         elif score:
             self.display.print("scoring all held-out examples")
-            heldout = self.evaluate(None)
+            heldout = self.evaluate(None, params)
             with self.clock("eval"):
-                params, progress = self.state.best_params, self.display.progress("batches")
+                progress = self.display.progress("batches")
                 heldout.scores.update(further_scores(self.trainer, params, self.dataset, self.config, progress))
             if self.teacher is not None:
                 self.display.print(f"scoring the teacher {self.teacher.source}")
@@ -462,6 +465,7 @@ class _Run:
                     baselines = self.baseline.result(self.display.print)
         return Result(
             step=self.step,
+            scored_step=scored_step,
             interrupted=interrupted,
             heldout=heldout.scores,
             sums=heldout.sums,
@@ -470,7 +474,7 @@ class _Run:
             peak_memory_bytes=self._peak_memory_bytes(),
             dataset=self.dataset,
             model=self.model,
-            params=self.state.best_params,
+            params=params,
             seconds=dict(self.clock.seconds),
             parameters=self.parameters,
             flops_per_step=self.lengths.flops_per_step(self.trainer, self.config.data.seq_len),
@@ -480,19 +484,19 @@ class _Run:
             devices=distributed.describe_devices(self.trainer.layout.mesh),
         )
 
+    def _best(self) -> tuple[int, Any]:
+        """Step and weights of the checkpoint that commands load, see `run_directory.load`."""
+        best = self.checkpoints.best()
+        if best is None or best == self.step:
+            return self.step, self.state.best_params
+        jax.tree.map(
+            lambda x: x.delete(), self.state
+        )  # it is saved, and its memory may be needed to restore another one
+        return best, self.checkpoints.restore_params(self.trainer.state_shapes, best)
+
     def _out_of_patience(self) -> bool:
         """True if `train.patience` evaluations in a row were no better than the best one."""
         return 0 < self.config.train.patience <= self.progress["bad_evals"]
 
     def _peak_memory_bytes(self) -> int:
         return max(self.start.peak_memory_bytes, measure.peak_memory_bytes())
-
-
-def _warm_start_source(config: Config, workdir: Path) -> warm_start.Source | None:
-    """The model that `train.init_from` names; None without one, or if the run continues from a checkpoint of its own."""
-    if not config.train.init_from or distributed.lead_value(Checkpointer.exist(workdir)):
-        return None
-    source = warm_start.find(config.train.init_from)
-    warm_start.check_task(config.task, source)
-    warm_start.check_tokenizer(config.data.tokenizer, source)
-    return source

@@ -25,7 +25,10 @@ from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
 from hpnlp.spec import parse_period
 from hpnlp.tasks.vocabulary import Vocabulary
+from hpnlp.training import distributed
 from hpnlp.training import run_directory as runs
+from hpnlp.training.checkpoint import Checkpointer
+from hpnlp.training.config import Config
 from hpnlp.training.contents import Contents, contents_of
 from hpnlp.training.state_shardings import place
 from hpnlp.training.step import Trainer
@@ -143,6 +146,27 @@ def check_converted(init_from: str, workdir: Path) -> None:
             f"{workdir} holds a converted model, which training begins with, and train.init_from={init_from} names another: "
             "leave train.init_from out, or choose another workdir"
         )
+
+
+def find_first(config: Config, workdir: Path) -> Source | None:
+    """The model that a run starts from: `find` of `train.init_from`, checked against the run's task and tokenizer.
+
+    Args:
+      config: Config of the run.
+      workdir: The run directory.
+
+    Returns:
+      The model; None without `train.init_from`, or if the run continues from a checkpoint of its own.
+
+    Raises:
+      InputError: As of `find`, or the model is of another task or tokenizer.
+    """
+    if not config.train.init_from or distributed.lead_value(Checkpointer.exist(workdir)):
+        return None
+    source = find(config.train.init_from)
+    check_task(config.task, source)
+    check_tokenizer(config.data.tokenizer, source)
+    return source
 
 
 def check_task(task: str, source: Source) -> None:

@@ -1,5 +1,6 @@
 """`hpnlp evaluate`: scores of a run as it was trained, and with other held-out text and another window."""
 
+import dataclasses
 import json
 import math
 
@@ -7,7 +8,9 @@ import pytest
 
 from hpnlp import report
 from hpnlp.training import loop
+from hpnlp.training.evaluation import evaluate
 from tests import tiny
+from tests.tasks.test_contracts import EXAMPLES
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +40,25 @@ def test_scores_are_those_of_the_report_or_of_the_changed_config(run, trained, t
     title, other = scores(*(f"--config.{name}={value}" for name, value in fields.items()), "--batches=2", "--step=1")
     assert title == f"{trained}, step 1" + "".join(f", {name}={value}" for name, value in fields.items())
     assert other["loss"] != own["loss"]
+
+
+def test_tied_metric_is_scored_at_the_step_that_commands_load(run, tmp_path, monkeypatch):
+    """All evaluations have the same accuracy, and the loss rises: the first checkpoint is the best."""
+    config = EXAMPLES["classification"](tmp_path)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=6, eval_every=2))
+    losses = iter([1.0, 2.0, 3.0])
+
+    def tied(*args):
+        evaluation = evaluate(*args)
+        if args[-1] is not None:
+            evaluation.scores.update(accuracy=0.5, loss=next(losses))
+        return evaluation
+
+    monkeypatch.setattr(loop, "evaluate", tied)
+    result = loop.train(config, tmp_path / "run")
+    written = report.write(tmp_path / "run", config, result)
+    assert (written["steps"], written["scored_step"]) == (6, 2)
+    assert "| scored checkpoint, which commands load | step 2 |" in (tmp_path / "run" / "report.md").read_text()
+    title, *lines = run("evaluate", tmp_path / "run").out.splitlines()
+    assert title == f"{tmp_path / 'run'}, step 2"
+    assert f"{written['heldout_loss']:.4f}" == dict(line.split() for line in lines)["loss"]

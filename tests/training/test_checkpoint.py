@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hpnlp.parallel.host_offload import on_host
 from hpnlp.parallel.plan import Plan
+from hpnlp.training.best import ScoreOrder
 from hpnlp.training.checkpoint import FORMAT, Checkpointer
 from hpnlp.training.loss_scale import LossScale
 from hpnlp.training.state_shardings import TrainState, shapes_with
@@ -71,7 +72,8 @@ def checkpointer(tmp_path):
 
 def save(checkpoints, *steps, losses=()):
     for step in steps:
-        checkpoints.save(state_at(step), DATA, PROGRESS, dict(losses).get(step))
+        scores = {"loss": dict(losses)[step]} if step in dict(losses) else None
+        checkpoints.save(state_at(step), DATA, PROGRESS, scores)
         checkpoints.wait()
 
 
@@ -151,6 +153,30 @@ def test_newest_and_best_are_kept(checkpointer):
     again = checkpointer(keep=2)
     assert (again.latest(), again.best()) == (7, 4)
     assert sorted(int(path.name) for path in again.directory.iterdir()) == [4, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("scores", "best"),
+    [
+        ([(0.5, 2.0), (0.5, 1.0), (0.5, 1.5)], 2),
+        ([(0.5, 1.0), (0.5, 1.0), (0.4, 0.5)], 2),
+        ([(0.6, 2.0), (0.5, 1.0)], 1),
+        ([(0.5, None), (0.5, 1.0)], 2),
+    ],
+    ids=["lower loss", "later step", "metric", "early versions kept no loss"],
+)
+def test_ties_of_the_metric_are_broken_by_the_loss_and_the_step(checkpointer, monkeypatch, scores, best):
+    options = {"keep": 1, "metric": "accuracy", "higher_is_better": True}
+    checkpoints = checkpointer(**options)
+    for step, (accuracy, loss) in enumerate(scores, 1):
+        with monkeypatch.context() as patch:
+            if loss is None:
+                patch.setattr(ScoreOrder, "stored", lambda self, scores: {"heldout_accuracy": scores["accuracy"]})
+            checkpoints.save(state_at(step), DATA, PROGRESS, {"accuracy": accuracy, "loss": loss})
+        checkpoints.wait()
+    again = checkpointer(**options)
+    assert again.best() == best
+    assert sorted(int(path.name) for path in again.directory.iterdir()) == sorted({best, len(scores)})
 
 
 def test_restoring_an_absent_step_raises(checkpointer):

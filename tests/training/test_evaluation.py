@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.tasks import TASKS
-from hpnlp.training import evaluation, loop
+from hpnlp.training import evaluation
+from hpnlp.training.best import ScoreOrder
 from hpnlp.training.config import Config
 from hpnlp.training.step import Trainer
+
+ACCURACY = ScoreOrder("accuracy", higher_is_better=True)
 
 
 def test_sums_of_earlier_batches_do_not_stay_on_the_devices(monkeypatch):
@@ -35,18 +37,26 @@ def test_sums_of_earlier_batches_do_not_stay_on_the_devices(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("task", "best", "scores", "expected"),
+    ("order", "best", "scores", "least", "expected"),
     [
-        ("classification", 0.5, {"accuracy": 0.6, "loss": 1.0}, True),
-        ("classification", 0.5, {"accuracy": 0.4, "loss": 0.1}, False),
-        ("classification", 0.5, {"accuracy": 0.6, "loss": math.inf}, False),
-        ("classification", None, {"accuracy": 0.6, "loss": math.nan}, False),
-        ("lm", 0.5, {"loss": 0.4}, True),
-        ("lm", 0.5, {"loss": 0.6}, False),
-        ("lm", None, {"loss": 0.6}, True),
+        (ACCURACY, (0.5, 1.0), (0.6, 2.0), 0.0, 1),
+        (ACCURACY, (0.5, 1.0), (0.4, 0.1), 0.0, -1),
+        (ACCURACY, (0.5, 1.0), (0.6, math.inf), 0.0, -1),
+        (ACCURACY, None, (0.6, math.nan), 0.0, -1),
+        (ACCURACY, (0.5, 1.0), (0.6, 1.0), 0.2, -1),
+        (ACCURACY, (0.5, 1.0), (0.5, 0.9), 0.0, 1),
+        (ACCURACY, (0.5, 1.0), (0.5, 0.9), 0.2, 0),
+        (ACCURACY, (0.5, 1.0), (0.5, 1.0), 0.0, 0),
+        (ACCURACY, (0.5, 1.0), (0.5, 1.1), 0.0, -1),
+        (ScoreOrder(), (0.5,), (0.4,), 0.0, 1),
+        (ScoreOrder(), (0.5,), (0.5,), 0.0, 0),
+        (ScoreOrder(), (0.5,), (0.6,), 0.0, -1),
+        (ScoreOrder(), None, (0.6,), 0.0, 1),
     ],
 )
-def test_scores_improve_in_the_direction_of_the_metric(task, best, scores, expected):
-    run = object.__new__(loop._Run)
-    run.task, run.config, run.progress = TASKS[task], Config(), {"best": best, "bad_evals": 0}
-    assert run._is_better(scores) == expected
+def test_scores_improve_in_the_direction_of_the_metric(order, best, scores, least, expected):
+    new, old = (
+        values and order.stored(dict(zip(("accuracy", "loss")[-len(values) :], values, strict=True)))
+        for values in (scores, best)
+    )
+    assert order.compare(new, old, least) == expected

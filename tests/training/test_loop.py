@@ -25,7 +25,7 @@ from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 from tests import tiny
 
-# All runs have the same programs, which are compiled once. Of twelve steps, 4 and 8 are evaluated, 5, 10, 12 and those with
+# All runs have the same programs, which are compiled once. Of twelve steps, 4, 8 and 12 are evaluated, 5, 10, 12 and those with
 # an improved evaluation are saved, and 3, 6, 9 and 12 are displayed.
 CONFIG = {"plan__name": "data", "plan__fsdp": 2, "train__eval_every": 4, "train__eval_batches": 1}
 
@@ -103,10 +103,11 @@ def test_run_writes_a_line_per_step_and_the_newest_checkpoints(undisturbed):
     lines = metrics_of(workdir)
     training, scores = [line for line in lines if "loss" in line], [line for line in lines if "loss" not in line]
     assert [line["step"] for line in training] == list(range(1, 13))
-    assert [(line["step"], line["heldout_loss"] > 0) for line in scores] == [(4, True), (8, True)]
+    assert [(line["step"], line["heldout_loss"] > 0) for line in scores] == [(4, True), (8, True), (12, True)]
     assert all({"loss", "grad_norm", "learning_rate", "target_tokens", "skipped"} <= line.keys() for line in training)
     assert training[-1]["loss"] < training[0]["loss"] - 0.2
-    assert saved_steps(workdir) == [8, 10, 12]  # 8 is the best
+    assert saved_steps(workdir) == [10, 12]
+    assert result.scored_step == 12  # the best
     assert configs.from_json(read(workdir, "config.json").decode()) == tiny.make(**CONFIG)
     assert {"setup", "data", "step", "checkpoint", "eval", "baselines"} == result.seconds.keys()
 
@@ -320,7 +321,7 @@ def test_early_stop_is_final(tmp_path, capsys):
     options = {"train__patience": 2, "train__min_delta": 100.0, "train__eval_every": 2, "train__checkpoint_every": 0}
     for attempt in range(2):
         result = train(tmp_path, **options)
-        assert (result.step, result.interrupted) == (6, False)
+        assert (result.step, result.scored_step, result.interrupted) == (6, 2, False)
         assert result.heldout["bits_per_byte"] > 0
         assert ("no improvement in 2 evaluations: stopping at step 6" in capsys.readouterr().out) == (attempt == 0)
         assert saved_steps(tmp_path) == [2, 6]  # the best, and the last
@@ -395,7 +396,7 @@ def test_first_nonfinite_step_stops_a_run_without_skipping(tmp_path, monkeypatch
 
 
 def test_nonfinite_evaluation_is_never_the_best(tmp_path, monkeypatch):
-    scores = iter([np.nan, 2.0, np.inf, 3.0, 4.0, 5.0])
+    scores = iter([np.nan, 2.0, np.inf, 3.0, 4.0, 5.0, 2.0])  # the last one of all held-out examples
     monkeypatch.setattr(loop, "evaluate", lambda *args: loop.Evaluation({"loss": next(scores)}, {}))
     train(tmp_path, train__eval_every=2, train__checkpoint_every=0)
     assert saved_steps(tmp_path) == [4, 12]
