@@ -155,7 +155,7 @@ def _to_run(source: Path, target: Path) -> None:
     if not (target / convert.GENERATION).exists() and (settings := convert.generation_settings(source)):
         # The config.json of a run does not hold the ids that end a text.
         (target / convert.GENERATION).write_text(json.dumps(settings) + "\n")
-    (target / "config.json").write_text(config.to_json(values))
+    runs.write_config(target, values)
     for remark in [*convert.remarks(source), *convert.generation_remarks(source)]:
         print(f"{target}: {remark}")
     following = f"hpnlp generate {target} --prompt=..."

@@ -1,10 +1,10 @@
 """A run's directory: who may train in it, whether a run resumes in it, and the model that it holds.
 
-The directory holds `config.json`, the vocabulary (`tokenizer.json`), `metrics.jsonl`, `checkpoints/` (see `checkpoint`) and,
-when the run is finished, its report. A run has begun when it has left a training step or a checkpoint. From then on, the same
-config resumes the run from its newest checkpoint, and another config is refused unless the user accepts the changes. Before,
-the directory may be reused with any config. This module checks that a run may resume (`claimed`); `loop._Run._resume` restores
-its state.
+The directory holds `config.json` with the record of the model's fields (see `architecture`), the vocabulary (`tokenizer.json`),
+`metrics.jsonl`, `checkpoints/` (see `checkpoint`) and, when the run is finished, its report. A run has begun when it has left a
+training step or a checkpoint. From then on, the same config resumes the run from its newest checkpoint, and another config is
+refused unless the user accepts the changes. Before, the directory may be reused with any config. This module checks that a run
+may resume (`claimed`); `loop._Run._resume` restores its state.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from hpnlp.models.huggingface import convert
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.task import Frozen
 from hpnlp.tasks.vocabulary import Vocabulary
+from hpnlp.training import architecture
 from hpnlp.training import config as configs
 from hpnlp.training.checkpoint import CONVERTED_STEP, Checkpointer, checked_directory
 from hpnlp.training.config import Config
@@ -73,17 +74,18 @@ def eos_ids(directory: Path, tokenizer: Tokenizer, vocab: int) -> tuple[int, ...
     return ids or (() if tokenizer.eos_id is None else (tokenizer.eos_id,))
 
 
-def load_config(workdir: str | Path) -> Config:
+def load_config(workdir: str | Path, is_checked: bool = True) -> Config:
     """Reads the config of a run.
 
     Args:
       workdir: The run directory.
+      is_checked: The fields of the model must be those that the run's parameters were trained with.
 
     Returns:
       The config.
 
     Raises:
-      InputError: The directory holds no run, or a config.json that cannot be read.
+      InputError: The directory holds no run, a config.json that cannot be read, or one with other fields of the model.
     """
     check_run(workdir)
     path = Path(workdir) / "config.json"
@@ -98,9 +100,12 @@ def load_config(workdir: str | Path) -> Config:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise InputError(f"cannot read {path} ({reason}): restore it, or name another workdir") from error
     try:
-        return configs.from_json(text)
+        config = configs.from_json(text)
     except InputError as error:
         raise InputError(f"{workdir}: {error}") from None
+    if is_checked:
+        architecture.check(Path(workdir), config.model)
+    return config
 
 
 @contextlib.contextmanager
@@ -197,7 +202,7 @@ def _check_changes(workdir: Path, config: Config, accept_changes: bool) -> None:
         return
     if not has_begun(workdir):
         return
-    saved = load_config(workdir)
+    saved = load_config(workdir, is_checked=not accept_changes)
     if saved.task != config.task:
         raise InputError(
             f"{workdir} holds a run of task={saved.task!r}, and this config has task={config.task!r}: choose another workdir"
@@ -254,12 +259,13 @@ def check_frozen(workdir: Path, frozen: Frozen | None, progress: Mapping[str, An
 
 
 def write_config(workdir: Path, config: Config) -> None:
-    """Writes config.json atomically.
+    """Writes config.json, and the record of the fields that decide what the parameters beside it compute, atomically.
 
     Args:
       workdir: The run directory.
       config: The config.
     """
+    architecture.write(workdir, config.model)
     replace_bytes(workdir / "config.json", configs.to_json(config).encode())
 
 

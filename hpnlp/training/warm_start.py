@@ -18,25 +18,19 @@ from hpnlp.compress.weight_training import with_own
 from hpnlp.data import tokenizers
 from hpnlp.data.stream import tokenizer_digest
 from hpnlp.models import variables
-from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.huggingface import convert
-from hpnlp.nn.attention import mixer_period
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
-from hpnlp.spec import parse_period
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import distributed
 from hpnlp.training import run_directory as runs
+from hpnlp.training.architecture import architecture
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
 from hpnlp.training.contents import Contents, contents_of
 from hpnlp.training.state_shardings import place
 from hpnlp.training.step import Trainer
 from hpnlp.types import InputError, Tokenizer
-
-# Fields of a model's config that may differ from the source's: they do not change what the parameters compute. The class of a
-# config may name others as `free_fields`.
-FREE = ("dtype", "dropout", "unroll")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +201,7 @@ def check_model(model: Any, source: Source, accept_changes: bool = False, task: 
     Raises:
       InputError: The models differ; the message names every field that does, and the flags that make them equal.
     """
-    ours, theirs = _architecture(model), _architecture(source.model)
+    ours, theirs = architecture(model), architecture(source.model)
     differing, flags = [], []
     free = model.head_fields if task not in ("", source.task) else ()
     for name in (field.name for field in dataclasses.fields(model) if field.name not in free):
@@ -224,19 +218,6 @@ def check_model(model: Any, source: Source, accept_changes: bool = False, task: 
             "shapes are used in spite of the differences"
         )
     return differences
-
-
-def _architecture(config: Any) -> dict[str, Any]:
-    """Fields that decide what a model computes; values that are written in several ways are resolved to one."""
-    free = (*FREE, *getattr(config, "free_fields", ()))
-    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
-    if not isinstance(config, BackboneConfig):
-        return values
-    values |= {"kv_heads": config.kv_head_count, "head_dim": config.head_size, "mlp_dim": config.mlp_size}
-    values |= {"mixer": mixer_period(config.mixer), "form": parse_period(config.form, "model.form")}
-    unused = [] if config.position == "learned" else ["max_len", "target_len"]
-    unused += [] if config.position == "rope" else ["rope_theta", "rope_scaling"]
-    return {name: value for name, value in values.items() if name not in unused}
 
 
 def load_params(

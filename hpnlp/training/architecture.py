@@ -1,0 +1,105 @@
+"""The fields of a model's config that decide what its parameters compute, and the record of them beside the parameters.
+
+Parameters fit any config that gives them the same shapes: with `model.heads` changed from 2 to 4, a model computes something
+else without an error. A run directory therefore holds the fields that its parameters belong to, in RECORD.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpnlp.atomic_file import replace_bytes
+from hpnlp.models.backbone import BackboneConfig
+from hpnlp.nn.attention import mixer_period
+from hpnlp.spec import parse_period
+from hpnlp.types import InputError
+
+RECORD = "model.json"
+# Fields of a model's config that may differ from the source's: they do not change what the parameters compute. The class of a
+# config may name others as `free_fields`.
+FREE = ("dtype", "dropout", "unroll")
+
+
+def architecture(config: Any) -> dict[str, Any]:
+    """Fields that decide what a model computes; values that are written in several ways are resolved to one.
+
+    Args:
+      config: Config of a model.
+
+    Returns:
+      Name of a field -> its value.
+    """
+    values = _decisive(config)
+    if not isinstance(config, BackboneConfig):
+        return values
+    values |= {"kv_heads": config.kv_head_count, "head_dim": config.head_size, "mlp_dim": config.mlp_size}
+    values |= {"mixer": mixer_period(config.mixer), "form": parse_period(config.form, "model.form")}
+    unused = [] if config.position == "learned" else ["max_len", "target_len"]
+    unused += [] if config.position == "rope" else ["rope_theta", "rope_scaling"]
+    return {name: value for name, value in values.items() if name not in unused}
+
+
+def write(workdir: Path, config: Any) -> None:
+    """Writes RECORD.
+
+    Args:
+      workdir: The directory of the parameters.
+      config: Config of their model.
+    """
+    replace_bytes(workdir / RECORD, (json.dumps(_decisive(config), indent=1) + "\n").encode())
+
+
+def check(workdir: Path, config: Any) -> None:
+    """Checks that parameters are used with the fields that they were trained with.
+
+    Args:
+      workdir: The directory of the parameters. Fields that its RECORD lacks are not checked: the version that wrote it did not
+        have them. Early versions wrote no RECORD.
+      config: Config of their model, as config.json has it.
+
+    Raises:
+      InputError: A field differs, or RECORD cannot be read.
+    """
+    path = workdir / RECORD
+    try:
+        saved = json.loads(path.read_text("utf-8"))
+        if not isinstance(saved, dict):
+            raise ValueError(f"it holds a {type(saved).__name__}")
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(
+            f"cannot read {path} ({getattr(error, 'strerror', None) or error}), the record of the model's fields: restore it, "
+            "or remove it to use config.json without a check"
+        ) from error
+    if differing := _differing(config, saved):
+        here, there = (
+            ", ".join(f"model.{name}={values[name]!r}" for name in differing) for values in (_decisive(config), saved)
+        )
+        raise InputError(
+            f"{workdir / 'config.json'} has {here}, and its parameters were trained with {there}: set that back, or remove "
+            f"{path} if they shall compute something else"
+        )
+
+
+def _decisive(config: Any) -> dict[str, Any]:
+    free = (*FREE, *getattr(config, "free_fields", ()))
+    return {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
+
+
+def _differing(config: Any, saved: Mapping[str, Any]) -> list[str]:
+    """Names of the fields in which `config` computes something else than the saved fields."""
+    values = _decisive(config)
+    differing = [name for name in values if name in saved and saved[name] != values[name]]
+    if not differing:
+        return []
+    try:
+        old = architecture(dataclasses.replace(config, **{name: saved[name] for name in differing}))
+    except (InputError, TypeError, ValueError):  # values that this version does not know
+        return differing
+    new = architecture(config)
+    return [name for name in differing if new.get(name) != old.get(name)]

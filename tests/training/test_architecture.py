@@ -1,0 +1,81 @@
+"""The record of a model's fields beside its parameters, and the changes of config.json that it refuses."""
+
+import dataclasses
+
+import pytest
+
+from hpnlp.atomic_file import replace_bytes
+from hpnlp.training import architecture, run_directory
+from hpnlp.training.config import resolve, to_json
+from hpnlp.types import InputError
+
+
+@pytest.fixture
+def run(tmp_path):
+    """`run(**fields)` writes config.json with these fields of the model, beside the record of a model with 2 heads."""
+    base = {"dim": 16, "heads": 2, "layers": 1, "mlp_dim": 32}
+    run_directory.write_config(tmp_path, resolve({"model": base}))
+
+    def write(**fields):
+        replace_bytes(tmp_path / "config.json", to_json(resolve({"model": base | fields})).encode())
+        return tmp_path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"heads": 4},
+            "config.json has model.heads=4, and its parameters were trained with model.heads=2: set that back",
+        ),
+        ({"mixer": "window(4,0)"}, "has model.mixer='window.4,0.', and .* trained with model.mixer='full'"),
+        ({"mlp": "geglu", "norm_eps": 0.1}, "model.norm_eps=0.1"),
+    ],
+)
+def test_changed_fields_of_the_model_raise(run, fields, message):
+    with pytest.raises(InputError, match=message):
+        run_directory.load_config(run(**fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dropout": 0.5, "dtype": "bfloat16", "unroll": 1},
+        {"kv_heads": 2, "head_dim": 8},
+        {"max_len": 64},
+        {"mixer": "full*2"},
+    ],
+    ids=["not of the result", "written out", "unused", "the same mixers"],
+)
+def test_changes_that_compute_the_same_are_read(run, fields):
+    config = run_directory.load_config(run(**fields))
+    assert all(getattr(config.model, name) == value for name, value in fields.items())
+
+
+def test_records_of_other_versions_are_read(run):
+    workdir = run()
+    record = workdir / architecture.RECORD
+    record.write_text(
+        record.read_text().replace('"heads": 2', '"heads": 2, "later": 3').replace('"norm_eps"', '"earlier"')
+    )
+    assert run_directory.load_config(run(norm_eps=0.1)).model.norm_eps == 0.1
+    with pytest.raises(InputError, match="model.heads=4"):
+        run_directory.load_config(run(heads=4))
+    record.write_text("[")
+    with pytest.raises(InputError, match="cannot read .*model.json .*restore it, or remove it"):
+        run_directory.load_config(workdir)
+    record.unlink()
+    assert run_directory.load_config(run(heads=4)).model.heads == 4
+
+
+def test_changes_are_accepted_by_the_run_itself_alone(run):
+    workdir = run(heads=4)
+    (workdir / "metrics.jsonl").write_text("{}\n")
+    config = run_directory.load_config(workdir, is_checked=False)
+    with pytest.raises(InputError, match="model.heads=4"), run_directory.claimed(workdir, config, False):
+        pass
+    with run_directory.claimed(workdir, config, True):
+        run_directory.write_config(workdir, config)
+    assert dataclasses.asdict(run_directory.load_config(workdir)) == dataclasses.asdict(config)
