@@ -15,6 +15,7 @@ from hpnlp.data.files import Progress, ignore_progress
 from hpnlp.tasks.task import Dataset
 from hpnlp.training import distributed
 from hpnlp.training.config import Config
+from hpnlp.training.example_scores import Collector, ExampleScores
 from hpnlp.training.step import Batch, Trainer
 from hpnlp.types import InputError
 
@@ -26,10 +27,12 @@ class Evaluation:
     Attributes:
       scores: Scores by name, see `tasks.task.Task.scores`.
       sums: Loss, metrics and auxiliary losses of the model by name: float64 `(sum, weight)` over all batches.
+      examples: Scores of each example; None if the model gives none, as under plans that divide sequences or layers.
     """
 
     scores: dict[str, float]
     sums: dict[str, tuple[Any, Any]]
+    examples: ExampleScores | None = dataclasses.field(default=None, kw_only=True)
 
 
 def evaluate(
@@ -59,8 +62,8 @@ def evaluate(
     task = tasks.find(config.task)
     index, count = batch_share(trainer, config)
     batches = task.heldout(config, dataset, limit=limit, process_index=index, process_count=count)
-    sums = _sums(trainer, params, batches, config, progress, "scoring held-out examples")
-    return Evaluation(_scores(trainer, dataset, config, sums, limit is None), sums)
+    sums, examples = _sums(trainer, params, batches, config, progress, "scoring held-out examples")
+    return Evaluation(_scores(trainer, dataset, config, sums, limit is None), sums, examples=examples)
 
 
 def further_scores(
@@ -84,7 +87,7 @@ def further_scores(
     index, count = batch_share(trainer, config)
     sets = tasks.find(config.task).further_heldout(config, dataset, process_index=index, process_count=count)
     sums = {
-        name: _sums(trainer, params, batches, config, progress, f"scoring {name} examples")
+        name: _sums(trainer, params, batches, config, progress, f"scoring {name} examples")[0]
         for name, batches in sets.items()
     }
     scores = {name: _scores(trainer, dataset, config, of_set, True) for name, of_set in sums.items()}
@@ -98,9 +101,10 @@ def _sums(
     config: Config,
     progress: Progress,
     work: str,
-) -> dict[str, tuple[Any, Any]]:
-    """Sums over batches, in float64, of the loss and the metrics that the model reports."""
+) -> tuple[dict[str, tuple[Any, Any]], ExampleScores | None]:
+    """Sums over batches, in float64, of the loss and the metrics that the model reports, and those of each example."""
     total: Any = None
+    collector = Collector()
     last: Any = None  # sums on the devices: of one batch only, because a confusion matrix may take megabytes
     carry = trainer.initial_carry()
     count = operator.length_hint(batches)  # 0 where it is unknown
@@ -110,15 +114,15 @@ def _sums(
         # Waits for the last program: two programs on the simulated devices of one CPU can deadlock over its threads.
         jax.block_until_ready(last)
         started, carry = trainer.evaluate_next(params, arrays, carry)
-        total, last = _add(total, last), started
-    return _add(total, last)
+        total, last = _add(total, last, collector), started
+    return _add(total, last, collector), collector.result()
 
 
-def _add(total: Any, sums: Any) -> Any:
-    """Adds sums on the devices to a total in float64; either may be None."""
+def _add(total: Any, sums: Any, collector: Collector) -> Any:
+    """Adds sums on the devices to a total in float64; either may be None. The collector keeps those of examples."""
     if sums is None:
         return total
-    values = jax.tree.map(lambda x: np.asarray(x, np.float64), jax.device_get(sums))
+    values = jax.tree.map(lambda x: np.asarray(x, np.float64), collector.add(jax.device_get(sums)))
     return values if total is None else jax.tree.map(np.add, total, values)
 
 

@@ -24,6 +24,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.training import averages, loss_scale, sparse_rows
 from hpnlp.training.apply_updates import Update, check_compatible, mean
 from hpnlp.training.checksum import first_difference
+from hpnlp.training.example_scores import with_examples
 from hpnlp.training.gradients import Batch, Gradients, loss
 from hpnlp.training.muon import ApplyToWhole
 from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
@@ -84,7 +85,8 @@ class Trainer:
       step: `step(state, batch, key) -> (state, metrics)`; the state is donated.
       initial_carry: `initial_carry()` returns the carry before the first batch, None for a model without one.
       evaluate_next: `evaluate_next(weights, batch, carry) -> (sums, carry)`: the (sum, weight) of "loss", in nats, and of each
-        metric and auxiliary loss by name, and the carry for the batch that continues this one.
+        metric and auxiliary loss by name, and the carry for the batch that continues this one. Where the devices hold whole
+        examples, `sums` has those of each example as well, see `example_scores.with_examples`.
       state_shapes: Shapes of the state, with their shardings.
       example_batch: `example_batch(batch_size, length)` returns a batch of zeros with the shapes and dtypes of a batch of data.
       batch_sharding: Sharding of each array of a batch, by name; the arrays are global.
@@ -416,9 +418,14 @@ class _StepFunctions:
         if self.batch_size:
             self._check_carry(batch)
         weights = jax.tree.map(resharded, self.weight_shardings, weights)
-        out = loss(self.gradients.model, variables.join(weights, None, frozen), batch, None, carry)
-        sums = {"loss": (out.sum, out.weight), **out.aux}
-        return self.gradients.with_auxiliary_losses(sums, out.statistics), out.carry
+        joined, model = variables.join(weights, None, frozen), self.gradients.model
+
+        def sums_of(batch: Batch) -> tuple[dict[str, Any], Any]:
+            out = loss(model, joined, batch, None, carry)
+            sums = {"loss": (out.sum, out.weight), **out.aux}
+            return self.gradients.with_auxiliary_losses(sums, out.statistics), out.carry
+
+        return sums_of(batch) if model.model_parallel is not None else with_examples(sums_of, batch)
 
     def rows_trained(self, examples: int, length: int) -> dict[sparse_rows.Path, int]:
         """`Trainer.rows_trained`."""

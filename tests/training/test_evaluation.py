@@ -29,7 +29,7 @@ def test_sums_of_earlier_batches_do_not_stay_on_the_devices(monkeypatch):
     object.__setattr__(trainer, "training_arrays", ())
     batches = [{"x": np.array([number])} for number in range(9)]
     calls = []
-    sums = evaluation._sums(trainer, None, batches, Config(), lambda *call: calls.append(call), "scoring")
+    sums, _ = evaluation._sums(trainer, None, batches, Config(), lambda *call: calls.append(call), "scoring")
     total, weight = sums["confusion"]
     assert calls == [("scoring", number, 9) for number in range(9)]
     assert (total == 36).all() and weight == 9 and total.dtype == "float64"
