@@ -1,6 +1,7 @@
 """Reports of one run and comparisons of several."""
 
 import json
+import math
 import os
 import time
 import warnings
@@ -18,7 +19,9 @@ from hpnlp.report import single
 from hpnlp.tasks import lm_report
 from hpnlp.training import next_commands
 from hpnlp.training.config import Config, flat
+from hpnlp.training.example_scores import ExampleScores
 from hpnlp.training.loop import Result
+from hpnlp.training.run_directory import write_config
 from hpnlp.types import InputError
 
 PROMISED = {
@@ -267,6 +270,76 @@ def test_compare_lists_the_best_run_first(tmp_path):
     assert first.startswith(f"| {tmp_path / 'wide'} | 1.5000 |") and first.endswith("| - |")
     assert second.startswith(f"| {tmp_path / 'deep'} | 2.5000 |") and second.endswith("| model.layers=8 |")
     assert matplotlib.image.imread(tmp_path / "compare.png").shape[1] > 800
+
+
+def with_examples(workdir, losses, identity=None):
+    """Writes the losses of single held-out examples of two tokens each beside a report."""
+    weights = np.full(len(losses), 2.0)
+    sums = {"loss": (np.array(losses) * weights, weights)}
+    ExampleScores(sums, np.arange(len(losses), dtype=np.uint32) if identity is None else identity).write(workdir)
+
+
+def test_compare_shows_standard_errors_paired_on_the_same_examples(tmp_path):
+    """The loss of the examples is 1.5 on average, which is 2 bits per byte, so that a nat is 4/3 bits per byte."""
+    base = np.array([0.5, 1.0, 2.0, 2.5])
+    made = {"a": {}, "b": {"heldout_bits_per_byte": 2.04}, "c": {"heldout_bits_per_byte": 2.05}, "d": {}}
+    made = {name: {"heldout_bits_per_byte": 2.0, "heldout_loss": 1.5} | changes for name, changes in made.items()}
+    directories = runs(tmp_path, **made)
+    losses = {"a": base, "b": base + [0.03, 0.031, 0.029, 0.03], "c": base + 0.0375}
+    with_examples(directories[0], losses["a"])
+    with_examples(directories[1], losses["b"])
+    with_examples(directories[2], losses["c"], identity=np.arange(9, 13, dtype=np.uint32))
+    rows, below = cells(report.compare(directories, tmp_path / "compare.png"))
+    slopes = {"a": 2.0 / 1.5, "b": 2.04 / 1.5, "c": 2.05 / 1.5}
+    errors = {name: slope * losses[name].std(ddof=1) / 2 for name, slope in slopes.items()}
+    score = "held-out bits/byte"
+    assert {name: rows[name][score] for name in slopes} == {
+        name: f"{made[name]['heldout_bits_per_byte']:.4f} ± {error:.4f}" for name, error in errors.items()
+    }
+    assert rows["d"][score] == "2.0000" and rows["d"]["difference"] == "+0.0000"
+    paired = (slopes["b"] * losses["b"] - slopes["a"] * base).std(ddof=1) / 2
+    assert rows["a"]["difference"] == "-" and rows["b"]["difference"] == f"+0.0400 ± {paired:.4f}"
+    apart = math.hypot(errors["a"], errors["c"])
+    assert rows["c"]["difference"] == f"no difference (+0.0500 ± {apart:.4f})"
+    assert "± is a standard error over the held-out examples" in below
+    (directories[1] / "scores.npz").write_bytes(b"PK damaged")
+    assert cells(report.compare(directories, tmp_path / "compare.png"))[0]["b"][score] == "2.0400"
+
+
+def test_compare_lists_models_without_a_training_of_their_own(tmp_path):
+    (run,) = runs(tmp_path, run={})
+    (run / "checkpoints" / "8" / "params").mkdir(parents=True)
+    (run / "checkpoints" / "8" / "params" / "data").write_bytes(bytes(3_000_000))
+    compressed, converted, export = tmp_path / "compressed", tmp_path / "converted", tmp_path / "export"
+    for directory in (compressed, converted):
+        directory.mkdir()
+        write_config(directory, Config())
+    (compressed / "weights.hpnlp").write_bytes(bytes(1_000_000))
+    (compressed / "compress.json").write_text(json.dumps({"rows": [{"seconds": {"1": 0.1, "32": 0.5}}]}))
+    scored = {
+        name: summary()[name] for name in ("heldout_loss", "heldout_bytes", "heldout_digest", "heldout_text_digest")
+    }
+    scored |= {"heldout_bits_per_byte": 2.5, "parameters": 600, "config": flat(Config()), "scored_step": 8}
+    (compressed / "evaluation.json").write_text(json.dumps(scored))
+    (converted / "checkpoints" / "0" / "params").mkdir(parents=True)
+    export.mkdir()
+    (export / "export.json").write_text("{}")
+    (export / "model.onnx").write_bytes(bytes(2_000_000))
+    assert report.members(tmp_path) == [compressed, converted, export, run]
+    assert report.by_task(report.members(tmp_path)) == {"lm": [compressed, converted, run, export]}
+    rows, below = cells(report.compare(report.members(tmp_path), tmp_path / "compare.png"))
+    assert list(rows) == ["run", "compressed", "converted", "export"]
+    columns = ("held-out bits/byte", "difference", "stored MB", "tokens/s", "sequences/s", "parameters")
+    assert [tuple(row[column] for column in columns) for row in rows.values()] == [
+        ("2.0000", "-", "3", "7,373", "-", "1,234"),
+        ("2.5000", "+0.5000", "1", "-", "64", "600"),
+        ("-", "-", "0", "-", "-", "-"),
+        ("-", "-", "2", "-", "-", "-"),
+    ]
+    assert f"- {converted}: not scored: run hpnlp evaluate {converted}." in below
+    (compressed / "evaluation.json").write_text("{}")
+    with pytest.raises(InputError, match=r"evaluation.json is not a report .*: run hpnlp evaluate .*compressed again"):
+        report.compare([compressed], tmp_path / "compare.png")
 
 
 LOSSY = {"heldout_bits_per_byte": None, "config_changes": {"data.tokenizer": "words(40)"}}

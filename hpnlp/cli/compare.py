@@ -15,6 +15,10 @@ hpnlp compare RUN RUN ... [--out=compare.png]
 Prints a table of finished runs, best first, and plots quality against time and memory. RUN is the workdir of a run, or a
 directory of runs and sweeps, which stands for all of them. Runs of several tasks have a table and a plot for each task, such as
 compare-classification.png.
+
+Scores have standard errors over the held-out examples, and so have the differences to the best run. Compressed, converted and
+exported models are listed beside the runs, with their size, and with a score if hpnlp compress or hpnlp evaluate has scored
+them.
 """
 
 flags.DEFINE_string(
@@ -34,19 +38,11 @@ def run(argv: Sequence[str]) -> None:
     runs = cli.parse(argv, USAGE, positional=True)
     from hpnlp import report
 
-    members = [member for name in runs for member in _members(Path(name))]
+    members = [member for name in runs for member in report.members(Path(name))]
     if not members:
         raise cli.InputError("no run: write hpnlp compare RUN RUN ..., each a workdir with a report.json")
     path, by_task = cli.plot_path(cli.FLAGS.out, "compare.png"), report.by_task(members)
     for task, of_task in by_task.items():
         out = path if len(by_task) == 1 else path.with_stem(f"{path.stem}-{task}")
         table = report.compare(of_task, out)
-        print(f"{table}\nwritten: {out}, {out.with_suffix('.md')}")
-
-
-def _members(path: Path) -> list[Path]:
-    """The run itself, or the finished runs in a directory and in the sweeps in it."""
-    if (path / "report.json").exists():
-        return [path]
-    reports = sorted(path.glob("*/report.json")) + sorted(path.glob("*/*/report.json"))
-    return [report.parent for report in reports] or [path]
+        print(f"{table}\nwritten: {', '.join(str(path) for path in (out, out.with_suffix('.md')) if path.exists())}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from absl import flags
 
@@ -16,8 +17,9 @@ from hpnlp.types import InputError
 USAGE = """
 hpnlp evaluate RUN [RUN ...] [--model.mixer="transformer_xl(512)" --data.batch_size=8 ...]
 
-Scores the parameters of a run, RUN, on all of its held-out examples, and prints the scores; the run is not changed. Some fields
-of its config may have other values, as far as the parameters stay as they are. All other fields are those of the training.
+Scores the parameters of a run, RUN, on all of its held-out examples, and prints the scores. Some fields of its config may have
+other values, as far as the parameters stay as they are. All other fields are those of the training. A run with a report is not
+changed; beside a compressed or converted model, the scores of all examples are kept in evaluation.json for `hpnlp compare`.
 
 Several runs of language models with one vocabulary are an ensemble, whose probabilities are averaged. RUN@STEP is the
 checkpoint of a step, RUN@last3 the newest three checkpoints of a run, and SWEEP@best3 the three best finished runs of a
@@ -76,7 +78,7 @@ def run(argv: Sequence[str]) -> None:
     from hpnlp.nn.output import is_normalized
     from hpnlp.tasks.lm_report import MAX_PERPLEXITY_LOSS
     from hpnlp.training import config as configs
-    from hpnlp.training import evaluate_run, run_directory
+    from hpnlp.training import evaluate_run, evaluation_record, run_directory
 
     members = run_names.expand(runs, cli.FLAGS.step)
     config = run_directory.load_config(members[0][0])
@@ -94,6 +96,14 @@ def run(argv: Sequence[str]) -> None:
     width = max(map(len, texts))
     for name, text in texts.items():
         print(f"  {name:{width}}  {text}")
+    workdir = Path(members[0][0])
+    is_plain = len(members) == 1 and members[0][1] is None and not cli.FLAGS.cache and not cli.FLAGS.batches
+    if is_plain and not (workdir / "report.json").exists():
+        try:
+            evaluation_record.write(workdir, evaluation.outcome, evaluation, evaluation.step)
+            print(f"written: {workdir / evaluation_record.FILE}, which hpnlp compare reads")
+        except (OSError, InputError) as error:  # such as a directory of another user
+            print(f"not kept for hpnlp compare: {error}")
 
 
 def _progress(unit: str) -> Progress:

@@ -1,7 +1,8 @@
 """Reports: the results of a run as text, numbers and a plot (`write`), and a table of several runs (`compare`)."""
 
 from hpnlp.report.comparison import by_task, compare
+from hpnlp.report.entries import members
 from hpnlp.report.files import read_metrics, read_report
 from hpnlp.report.single import render, summarize, verdict, write
 
-__all__ = ["by_task", "compare", "read_metrics", "read_report", "render", "summarize", "verdict", "write"]
+__all__ = ["by_task", "compare", "members", "read_metrics", "read_report", "render", "summarize", "verdict", "write"]

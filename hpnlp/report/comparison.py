@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -10,11 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from hpnlp import plots
-from hpnlp.report.files import read_report, replace_text, task_of
+from hpnlp.report.entries import Entry, read_entry
+from hpnlp.report.files import replace_text, task_of
 from hpnlp.tasks import Task
 from hpnlp.tasks.reporting import Ranking, Report, decimals
 from hpnlp.types import InputError
 
+ERRORS = (
+    "± is a standard error over the held-out examples; a difference to the first run is taken example by example where both "
+    "were scored on the same ones, and is called none up to two standard errors."
+)
 MAX_LABEL = 60  # characters of a run in the plot's legend
 # Names of the directories of members that set no field, and of all members (hpnlp.cli.members.name_members); earlier versions
 # began them with numbers.
@@ -40,20 +46,25 @@ def compare(workdirs: Sequence[str | Path], out: str | Path) -> str:
     """
     distinct = {os.path.realpath(workdir): str(workdir) for workdir in reversed(workdirs)}
     names = list(reversed(distinct.values()))
-    reports = {name: read_report(name) for name in names}
-    ranking = _task(reports).report.rank(reports)
+    entries = {name: read_entry(name) for name in names}
+    ranking = _ranked(entries)
     scores, sign = ranking.scores, -1 if ranking.higher_is_better else 1
-    order = sorted(reports, key=lambda name: sign * scores[name] if name in scores else math.inf)
-    lines = _table({name: reports[name] for name in order}, ranking)
+    order = sorted(entries, key=lambda name: sign * scores[name] if name in scores else math.inf)
+    entries = {name: entries[name] for name in order}
+    lines = _table(entries, ranking)
     notes = [f"- {name}: {ranking.unscored[name]}." for name in order if name in ranking.unscored]
     if len(names) < len(workdirs):
         notes.append("- A run that was named more than once is listed once.")
+    if any(_error(entries, ranking, name) is not None for name in order):
+        notes.append(ERRORS)
     if notes:
         lines += ["", *notes]
     if ranking.remark:
         lines += ["", ranking.remark]
     table = "\n".join(lines) + "\n"
-    scored = {name: (reports[name], scores[name]) for name in order if name in scores}
+    scored = {
+        name: (entry.report, scores[name]) for name, entry in entries.items() if name in scores and entry.is_trained
+    }
     _write(Path(out), table, ranking, scored)
     return table
 
@@ -72,28 +83,45 @@ def by_task(workdirs: Sequence[str | Path]) -> dict[str, list[str | Path]]:
     """
     groups: dict[str, list[str | Path]] = {}
     for workdir in workdirs:
-        groups.setdefault(_compared_as(read_report(workdir)), []).append(workdir)
+        groups.setdefault(_compared_as(read_entry(workdir).report), []).append(workdir)
+    if exports := groups.pop("", []):  # which do not name their task
+        groups.setdefault(next(iter(groups), ""), []).extend(exports)
     return groups
 
 
-def _table(reports: Mapping[str, Report], ranking: Ranking) -> list[str]:
-    """Lines of the Markdown table of `reports`, in their order; configs are compared with that of the first."""
-    has_skipped = any(report.get("skipped_steps") for report in reports.values())
-    header = ["run", ranking.label, "tokens/s", "peak MiB", "training s", "parameters"]
-    header += [*(["skipped steps"] if has_skipped else []), "differs in"]
-    first_config = next(iter(reports.values()))["config"]
+def _ranked(entries: Mapping[str, Entry]) -> Ranking:
+    """Scores of the entries that have some, and the reasons of all others."""
+    task = _task({name: entry.report for name, entry in entries.items()})
+    unscored = {name: entry.unscored for name, entry in entries.items() if entry.unscored}
+    reports = {name: entry.report for name, entry in entries.items() if name not in unscored}
+    if task is None:
+        return Ranking("score", {}, unscored)
+    ranking = task.report.rank(reports)
+    return dataclasses.replace(ranking, unscored={**ranking.unscored, **unscored})
+
+
+def _table(entries: Mapping[str, Entry], ranking: Ranking) -> list[str]:
+    """Lines of the Markdown table of `entries`, in their order; configs are compared with that of the first."""
+    has_skipped = any(entry.report.get("skipped_steps") for entry in entries.values())
+    has_speed = any(entry.sequences_per_second for entry in entries.values())
+    header = ["run", ranking.label, "difference", "stored MB", "tokens/s", *(["sequences/s"] if has_speed else [])]
+    header += ["peak MiB", "training s", "parameters", *(["skipped steps"] if has_skipped else []), "differs in"]
+    first_config = next(iter(entries.values())).report["config"]
     rows = [
         [
             name,
-            decimals(ranking.scores.get(name), ranking.digits),
-            f"{report['tokens_per_second']:,.0f}",
-            f"{report['peak_memory_bytes'] / 2**20:,.0f}",
-            f"{plots.training_seconds(report):.1f}",
-            f"{report['parameters']:,}",
-            *([decimals(report.get("skipped_steps"), ".0f")] if has_skipped else []),
-            _differences(report["config"], first_config),
+            _with_error(decimals(ranking.scores.get(name), ranking.digits), _error(entries, ranking, name), ranking),
+            _difference(entries, ranking, name),
+            decimals(None if entry.stored_bytes is None else entry.stored_bytes / 1e6, ".3g"),
+            decimals(entry.report.get("tokens_per_second"), ",.0f"),
+            *([decimals(entry.sequences_per_second, ",.4g")] if has_speed else []),
+            decimals(entry.report["peak_memory_bytes"] / 2**20 if entry.is_trained else None, ",.0f"),
+            decimals(plots.training_seconds(entry.report) if entry.is_trained else None, ".1f"),
+            decimals(entry.report.get("parameters"), ","),
+            *([decimals(entry.report.get("skipped_steps"), ".0f")] if has_skipped else []),
+            _differences(entry.report["config"], first_config),
         ]
-        for name, report in reports.items()
+        for name, entry in entries.items()
     ]
     return [
         "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
@@ -101,24 +129,61 @@ def _table(reports: Mapping[str, Report], ranking: Ranking) -> list[str]:
     ]
 
 
-def _task(reports: Mapping[str, Report]) -> Task:
-    """The task of all runs; raises InputError if there are several."""
-    names = {name: _compared_as(report) for name, report in reports.items()}
+def _error(entries: Mapping[str, Entry], ranking: Ranking, name: str) -> float | None:
+    """Standard error of the score of an entry; None if it has no score or its examples are unknown."""
+    examples = entries[name].examples
+    if name not in ranking.scores or examples is None:
+        return None
+    error = examples.standard_error(ranking.metric)
+    return None if error is None else abs(ranking.slopes.get(name, 1.0)) * error
+
+
+def _difference(entries: Mapping[str, Entry], ranking: Ranking, name: str) -> str:
+    """Difference of a score to that of the first entry, with its standard error."""
+    first, scores = next(iter(entries)), ranking.scores
+    if name == first or name not in scores or first not in scores:
+        return "-"
+    difference, error = scores[name] - scores[first], _error_of_difference(entries, ranking, name, first)
+    text = _with_error(f"{difference:+{ranking.digits}}", error, ranking)
+    return f"no difference ({text})" if error is not None and abs(difference) <= 2 * error else text
+
+
+def _error_of_difference(entries: Mapping[str, Entry], ranking: Ranking, name: str, first: str) -> float | None:
+    """Standard error of the difference of two scores: paired on the same examples, and else as of independent scores."""
+    examples, others = entries[name].examples, entries[first].examples
+    slopes = ranking.slopes.get(name, 1.0), ranking.slopes.get(first, 1.0)
+    if examples is not None and others is not None:
+        paired = examples.paired_error(others, ranking.metric, slopes)
+        if paired is not None:
+            return paired
+    errors = [_error(entries, ranking, each) for each in (name, first)]
+    return None if None in errors else math.hypot(*(error for error in errors if error is not None))
+
+
+def _with_error(text: str, error: float | None, ranking: Ranking) -> str:
+    return text if error is None else f"{text} ± {error:{ranking.digits}}"
+
+
+def _task(reports: Mapping[str, Report]) -> Task | None:
+    """The task of all runs, None if none names one; raises InputError if there are several."""
+    names = {name: task for name, report in reports.items() if (task := _compared_as(report))}
     if len(set(names.values())) > 1:
         tasks = ", ".join(f"{name}: {task}" for name, task in names.items())
         raise InputError(f"runs of different tasks have no common score ({tasks}): compare runs of one task")
-    return task_of(next(iter(reports.values())))
+    return task_of(reports[next(iter(names))]) if names else None
 
 
 def _compared_as(report: Report) -> str:
-    """Name of the task whose scores those of a run compare with."""
+    """Name of the task whose scores those of a run compare with; "" for an export, which has no config."""
+    if not report["config"]:
+        return ""
     task = task_of(report)
     return task.compares_as or task.name
 
 
 def _differences(config: Mapping[str, Any], first: Mapping[str, Any]) -> str:
     """Fields in which `config` differs from `first`, as text."""
-    changed = [f"{name}={config[name]}" for name in config if config.get(name) != first.get(name)]
+    changed = [f"{name}={config[name]}" for name in config if first and config.get(name) != first.get(name)]
     return ", ".join(changed) or "-"
 
 
@@ -129,7 +194,8 @@ def _write(path: Path, table: str, ranking: Ranking, scored: Mapping[str, tuple[
     try:
         if table_path.exists() and not table_path.read_bytes().startswith(b"| run |"):
             raise InputError(f"{table_path} is there and is no table of runs: name another plot than {path}")
-        plots.plot_tradeoff({labels[name]: scored[name] for name in scored}, ranking, path, title)
+        if scored or not ranking.scores:
+            plots.plot_tradeoff({labels[name]: scored[name] for name in scored}, ranking, path, title)
         replace_text(table_path, table)
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from hpnlp.atomic_file import replace_bytes
 from hpnlp.data.files import is_special
 from hpnlp.spec import UnknownNameError
 from hpnlp.tasks import Task
+from hpnlp.training import evaluation_record
 from hpnlp.training.contents import Contents, check_run, contents_of
 from hpnlp.types import InputError
 
@@ -88,11 +89,33 @@ def read_report(workdir: str | Path) -> dict[str, Any]:
       InputError: There is no report.json, it cannot be read, or it lacks a field that comparisons need.
     """
     path = Path(workdir) / "report.json"
+    return _read(path, _NUMBERS, _SECTIONS, "run the training command again")
+
+
+def read_evaluation(workdir: str | Path) -> dict[str, Any]:
+    """Reads evaluation.json, see `training.evaluation_record`.
+
+    Args:
+      workdir: The directory of a model without a training of its own.
+
+    Returns:
+      The content of the file.
+
+    Raises:
+      InputError: It cannot be read, or lacks a field that comparisons need.
+    """
+    path = Path(workdir) / evaluation_record.FILE
+    return _read(path, ("parameters",), {"config": ()}, f"run hpnlp evaluate {workdir} again")
+
+
+def _read(path: Path, numbers: Sequence[str], sections: Mapping[str, tuple[str, ...]], fix: str) -> dict[str, Any]:
+    """Reads a report with these numbers and sections, beside those of its task; `fix` is the command that writes it."""
+    workdir = path.parent
     if is_special(path):
-        raise InputError(f"{path} is not a regular file: move it away, and run the training command again")
+        raise InputError(f"{path} is not a regular file: move it away, and {fix}")
     try:
         report = json.loads(path.read_text("utf-8"), parse_constant=lambda word: None)
-        if fault := _fault(report):
+        if fault := _fault(report, numbers, sections):
             raise ValueError(fault)
         return report
     except (FileNotFoundError, NotADirectoryError):
@@ -110,29 +133,27 @@ def read_report(workdir: str | Path) -> dict[str, Any]:
     except UnknownNameError as error:
         raise InputError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"{path} is not a report ({error}): run the training command again to write it anew"
-        ) from error
+        raise InputError(f"{path} is not a report ({error}): {fix} to write it anew") from error
 
 
-def _fault(report: Any) -> str:
+def _fault(report: Any, numbers: Sequence[str], sections: Mapping[str, tuple[str, ...]]) -> str:
     """The first reason why a report cannot be compared, for example because another version wrote it; "" if it can."""
     if not isinstance(report, dict):
         return f"it holds a {type(report).__name__}"
     task = task_of(report) if isinstance(report.get("config"), dict) else tasks.TASKS["lm"]
-    compared = {**task.report.numbers_compared, **dict.fromkeys(_NUMBERS, False)}
-    absent = [name for name in (*compared, *_SECTIONS) if name not in report]
+    compared = {**task.report.numbers_compared, **dict.fromkeys(numbers, False)}
+    absent = [name for name in (*compared, *sections) if name not in report]
     absent = absent or [
         f"{section}[{name}]"
-        for section, names in _SECTIONS.items()
+        for section, names in sections.items()
         for name in names
         if not isinstance(report[section], dict) or name not in report[section]
     ]
     if absent:
         return f"it lacks {', '.join(absent)}"
-    numbers = {name: report[name] for name in compared}
-    numbers |= {f"phase_seconds[{name}]": report["phase_seconds"][name] for name in _SECTIONS["phase_seconds"]}
-    for name, value in numbers.items():
+    values = {name: report[name] for name in compared}
+    values |= {f"{section}[{name}]": report[section][name] for section, names in sections.items() for name in names}
+    for name, value in values.items():
         if not _is_number(value) and not (value is None and compared.get(name)):
             return f"{name} is {value!r:.40}"
     if report.get("skipped_steps") is not None and not _is_number(report["skipped_steps"]):

@@ -1,10 +1,9 @@
-"""Report of one run: report.json, report.md, loss.png and gradient_norms.png."""
+"""Report of one run: report.json, report.md, loss.png, gradient_norms.png and the scores of the held-out examples."""
 
 from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import statistics
 import time
@@ -19,6 +18,8 @@ from hpnlp.report.files import read_metrics, replace_text, task_of
 from hpnlp.tasks.reporting import Outcome
 from hpnlp.training import next_commands
 from hpnlp.training.config import Config, flat
+from hpnlp.training.evaluation import Evaluation
+from hpnlp.training.evaluation_record import finite, write_examples
 from hpnlp.training.loop import Result
 from hpnlp.types import InputError
 
@@ -47,7 +48,7 @@ def write(workdir: str | Path, config: Config, result: Result, flags: str = "--c
     while params is not None and hasattr(model, "plain"):  # a wrapper that only training needs
         model, params = model.plain(params)
     section = part.section(Outcome(config, result.dataset, model, params, result.sums))
-    report = summarize(config, result) | _finite(dict(section.numbers))
+    report = summarize(config, result) | finite(dict(section.numbers))
     report |= {"skipped_steps": sum(line.get("skipped") or 0 for line in curve)}
     norms = [line["grad_norm"] for line in curve if line.get("grad_norm") is not None]
     report |= norm_numbers(norms, config.optimizer.clip_norm)
@@ -58,6 +59,7 @@ def write(workdir: str | Path, config: Config, result: Result, flags: str = "--c
             plots.plot_norms(curve, workdir / "gradient_norms.png", config.optimizer.clip_norm)
         for name, picture in section.pictures.items():
             plots.plot_heatmap(picture, workdir / name)
+        write_examples(workdir, Evaluation({}, {}, examples=result.examples))
         replace_text(workdir / "report.md", text)
         # Written last, because its existence marks the run as finished.
         replace_text(workdir / "report.json", json.dumps(report, indent=1, allow_nan=False) + "\n")
@@ -109,16 +111,7 @@ def summarize(config: Config, result: Result) -> dict[str, Any]:
         "environment": measure.environment(),
         "config": flat(config),
     }
-    return _finite(numbers)
-
-
-def _finite(value: Any) -> Any:
-    """`value` with None in place of floats that are not finite, which JSON cannot represent, and lists for tuples."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return finite(numbers)
 
 
 def norm_numbers(norms: list[float], clip_norm: float) -> dict[str, float | None]:

@@ -132,7 +132,12 @@ class LanguageModelReport(TaskReport):
         scored = {name: report for name, report in reports.items() if name not in unscored}
         if all(report["heldout_bits_per_byte"] is not None for report in scored.values()):
             scores = {name: report["heldout_bits_per_byte"] for name, report in scored.items()}
-            return Ranking(BITS_PER_BYTE, scores, unscored, remark=_different_texts(scored, scores))
+            # Bits are proportional to the loss, by the number of tokens of a byte.
+            slopes = {
+                name: scores[name] / report["heldout_loss"] for name, report in scored.items() if report["heldout_loss"]
+            }
+            remark = _different_texts(scored, scores)
+            return Ranking(BITS_PER_BYTE, scores, unscored, remark=remark, metric="loss", slopes=slopes)
         # Perplexities compare on the same tokens only: those that most runs were scored on.
         digests = {name: report.get("heldout_digest") for name, report in scored.items()}
         most_common = max(filter(None, digests.values()), key=list(digests.values()).count, default="")
@@ -143,9 +148,9 @@ class LanguageModelReport(TaskReport):
         }
         scored = {name: scored[name] for name, digest in digests.items() if digest == most_common}
         scores = {name: math.exp(min(report["heldout_loss"], MAX_PERPLEXITY_LOSS)) for name, report in scored.items()}
-        return Ranking(
-            PERPLEXITY, scores, unscored, digits=".5g", is_ratio=True, remark=_different_texts(scored, scores)
-        )
+        remark = _different_texts(scored, scores)
+        options: dict[str, Any] = {"digits": ".5g", "is_ratio": True, "metric": "loss", "slopes": scores}  # exp' is exp
+        return Ranking(PERPLEXITY, scores, unscored, remark=remark, **options)
 
 
 def _obstacle(report: Report) -> str:

@@ -67,6 +67,8 @@ class Ranking:
       digits: Format of the score in the table.
       is_ratio: Whether equal ratios of scores are equal differences of quality, so that plots have a logarithmic axis.
       remark: Sentence on why scores do not compare; "" if they do.
+      metric: Name of the score of single examples whose mean decides the score, for standard errors; "" if there is none.
+      slopes: Run -> derivative of its score by that mean; 1 for runs that are absent.
     """
 
     label: str
@@ -76,6 +78,8 @@ class Ranking:
     digits: str = ".4f"
     is_ratio: bool = False
     remark: str = ""
+    metric: str = ""
+    slopes: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,4 +313,4 @@ def rank_on_same_examples(reports: Mapping[str, Report], metric: str, higher_is_
     elsewhere = "scored on other held-out examples, or on other labels of them, than the runs above"
     unscored |= {name: elsewhere for name, labels in scored.items() if labels != most_common}
     scores = {name: report[field] for name, report in reports.items() if name not in unscored}
-    return Ranking(f"held-out {metric}", scores, unscored, higher_is_better)
+    return Ranking(f"held-out {metric}", scores, unscored, higher_is_better, metric=metric)

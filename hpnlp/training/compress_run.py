@@ -25,10 +25,11 @@ from hpnlp.models import variables
 from hpnlp.ops.weight import parameter_count
 from hpnlp.parallel.plan import Plan
 from hpnlp.spec import did_you_mean, parse_one
-from hpnlp.training import gradients, loop, run_directory
+from hpnlp.tasks.reporting import Outcome
+from hpnlp.training import evaluation_record, gradients, loop, run_directory
 from hpnlp.training.config import Config, flat, to_json, with_changes
 from hpnlp.training.contents import UNFINISHED_FILE, Contents, contents_of, has_checkpoints, locked
-from hpnlp.training.evaluation import evaluate
+from hpnlp.training.evaluation import Evaluation, evaluate
 from hpnlp.training.metrics import ProgressLines
 from hpnlp.training.rewind import check_source, rewound
 from hpnlp.training.step import make_trainer
@@ -163,7 +164,7 @@ def compress_run(
         for left in target.glob(f".{WEIGHTS_FILE}.*.part"):  # of a compression that was killed
             left.unlink()
         _copy_companions(source, target)
-        scores = [_scores(version, dataset, batches, task.metric, log) for version in versions]
+        evaluations = [_evaluation(version, dataset, batches, task.metric, log) for version in versions]
         log(f"measuring times at {', '.join(map(str, batch_sizes))} sequences")
         seconds = _seconds(versions, dataset, batch_sizes, rounds, ProgressLines(log, "measurements"))
         sizes = [_write(version, target / WEIGHTS_FILE, run.step) for version in versions]  # the last one stays
@@ -175,16 +176,20 @@ def compress_run(
                 stored_bytes(version.params),
                 size,
                 {count: times[index] if index else min(times[0], times[-1]) for count, times in seconds.items()},
-                score,
+                evaluation.scores,
                 {} if index else {count: _ratio(times[0], times[-1]) for count, times in seconds.items()},
             )
-            for index, (version, size, score) in enumerate(zip(versions, sizes, scores, strict=True))
+            for index, (version, size, evaluation) in enumerate(zip(versions, sizes, evaluations, strict=True))
         ]
         if write_report is not None:
             write_report(measurements)
+        last, evaluation = versions[-1], evaluations[-1]
+        if batches is None:
+            outcome = Outcome(last.config, dataset, last.model, last.params, evaluation.sums)
+            evaluation_record.write(target, outcome, evaluation, run.step)
         # config.json comes last, because a directory without it is unfinished. The teacher of the further training is no part
         # of the model.
-        run_directory.write_config(target, dataclasses.replace(versions[-1].config, distill=DistillConfig()))
+        run_directory.write_config(target, dataclasses.replace(last.config, distill=DistillConfig()))
         (target / UNFINISHED_FILE).unlink()
         return measurements
 
@@ -286,7 +291,7 @@ def _finetuned(version: _Version, source: Path, step: int, steps: int, weights: 
     first.replace(start / WEIGHTS_FILE)
     run_directory.write_config(start, dataclasses.replace(version.config, distill=DistillConfig()))
     _copy_companions(source, start)
-    if loop.train(config, workdir, score=False).interrupted:  # `_scores` follows, for all versions
+    if loop.train(config, workdir, score=False).interrupted:  # `_evaluation` follows, for all versions
         raise KeyboardInterrupt
     trained = run_directory.load(workdir)
     return _Version(f"finetune({steps})", version.config, trained.model, trained.params)
@@ -307,16 +312,16 @@ def _remove_checkpoints(workdir: Path) -> None:
         shutil.rmtree(workdir / name, ignore_errors=True)
 
 
-def _scores(
+def _evaluation(
     version: _Version, dataset: Any, batches: int | None, metric: str, log: Callable[[str], None]
-) -> Mapping[str, float]:
+) -> Evaluation:
     """Held-out scores of a version, of which the one of the metric is logged."""
     config = version.config
     optimizer = config.optimizer.for_batch(config.data.batch_size)
     trainer = make_trainer(version.model, optimizer, Plan("single"), steps=1, batch_size=config.data.batch_size)
-    scores = evaluate(trainer, version.params, dataset, config, batches, ProgressLines(log, "batches")).scores
-    log(f"{version.stage}: held-out {metric} {scores[metric]:.4f}")
-    return scores
+    evaluation = evaluate(trainer, version.params, dataset, config, batches, ProgressLines(log, "batches"))
+    log(f"{version.stage}: held-out {metric} {evaluation.scores[metric]:.4f}")
+    return evaluation
 
 
 def _seconds(

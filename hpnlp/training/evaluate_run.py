@@ -15,6 +15,7 @@ from hpnlp.models import continuous_cache, variables
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
 from hpnlp.spec import did_you_mean
+from hpnlp.tasks.reporting import Outcome
 from hpnlp.training import ensembles
 from hpnlp.training.config import Config, flat, with_changes
 from hpnlp.training.evaluation import Evaluation, evaluate, further_scores
@@ -42,10 +43,12 @@ class RunEvaluation(Evaluation):
     Attributes:
       step: Step of the checkpoint that the parameters are from; of an ensemble, of its first member.
       members: Directories and steps of the checkpoints.
+      outcome: Config, data, model and weights of the evaluation.
     """
 
     step: int
     members: str
+    outcome: Outcome
 
 
 def evaluate_run(
@@ -93,7 +96,9 @@ def evaluate_run(
     scores = dict(result.scores)
     if limit is None:
         scores |= further_scores(trainer, params, dataset, config, progress("batches"))
-    return RunEvaluation(scores, result.sums, run.step, ensembles.describe(members, runs))
+    outcome = Outcome(config, dataset, model, params, result.sums)
+    description = ensembles.describe(members, runs)
+    return RunEvaluation(scores, result.sums, run.step, description, outcome, examples=result.examples)
 
 
 def _with_cache(model: Any, cache: str, config: Config) -> Any:

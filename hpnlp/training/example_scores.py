@@ -1,7 +1,7 @@
 """Scores of single held-out examples, from which comparisons of runs compute standard errors.
 
-The loss of a batch and its metrics are sums over examples of weight times value. The derivative of such a sum with respect to the
-weights is therefore the value of each token or example (`with_examples`), for any model whose devices hold whole examples.
+The loss of a batch and its metrics are sums over examples of weight times value. The derivative of such a sum with respect to
+the weights is therefore the value of each token or example (`with_examples`), for any model whose devices hold whole examples.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ _TOLERANCE = 1e-3  # relative difference between the sum over examples and that 
 Sums = dict[str, Any]
 
 
-def with_examples(function: Callable[[Mapping[str, Any]], tuple[Sums, Any]], batch: Mapping[str, Any]) -> tuple[Sums, Any]:
+def with_examples(
+    function: Callable[[Mapping[str, Any]], tuple[Sums, Any]], batch: Mapping[str, Any]
+) -> tuple[Sums, Any]:
     """Calls a function that sums over a batch, and adds the sums of each example.
 
     Args:
@@ -39,8 +41,8 @@ def with_examples(function: Callable[[Mapping[str, Any]], tuple[Sums, Any]], bat
       batch: Arrays whose first axis is that of the examples.
 
     Returns:
-      The results of the function. If the batch has weights, the sums have EXAMPLES more: (total, weight) of each example, `[B]`,
-      for the loss and each metric, and under IDENTITY a number `[B]` that depends on the labels.
+      The results of the function. If the batch has weights, the sums also have EXAMPLES: (total, weight) of each example,
+      `[B]`, for the loss and each metric, and under IDENTITY a number `[B]` that depends on the labels.
     """
     name = next((name for name in _WEIGHTS if name in batch), None)
     if name is None:
@@ -96,9 +98,11 @@ class ExampleScores:
         Args:
           workdir: The directory.
         """
-        arrays = {f"{name}_{part}": pair[i] for name, pair in self.sums.items() for i, part in enumerate(("sum", "weight"))}
+        arrays: dict[str, Any] = {IDENTITY: self.identity}
+        for name, pair in self.sums.items():
+            arrays |= {f"{name}_{part}": x.astype(np.float32) for part, x in zip(("sum", "weight"), pair, strict=True)}
         buffer = io.BytesIO()
-        np.savez_compressed(buffer, **{IDENTITY: self.identity}, **{k: v.astype(np.float32) for k, v in arrays.items()})
+        np.savez_compressed(buffer, **arrays)
         replace_bytes(workdir / FILE, buffer.getvalue())
 
     @classmethod
@@ -116,7 +120,10 @@ class ExampleScores:
                 arrays = {name: np.asarray(file[name]) for name in file.files}
             identity = arrays.pop(IDENTITY)
             names = sorted(name.removesuffix("_sum") for name in arrays if name.endswith("_sum"))
-            sums = {name: (np.float64(arrays[f"{name}_sum"]), np.float64(arrays[f"{name}_weight"])) for name in names}
+            sums = {
+                name: (arrays[f"{name}_sum"].astype(np.float64), arrays[f"{name}_weight"].astype(np.float64))
+                for name in names
+            }
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             return None
         is_whole = all(array.shape == identity.shape and identity.ndim == 1 for pair in sums.values() for array in pair)
@@ -133,12 +140,13 @@ class ExampleScores:
         """
         return None if name not in self.sums else _error(*self.sums[name])
 
-    def paired_error(self, other: ExampleScores, name: str) -> float | None:
+    def paired_error(self, other: ExampleScores, name: str, slopes: tuple[float, float] = (1.0, 1.0)) -> float | None:
         """Standard error of the difference to another run's score on the same examples.
 
         Args:
           other: Scores of the other run.
           name: Name of the score.
+          slopes: Factors of the score and of the other run's.
 
         Returns:
           The error; None if the examples differ, or do not have this score.
@@ -148,7 +156,7 @@ class ExampleScores:
         (total, weight), (other_total, other_weight) = self.sums[name], other.sums[name]
         if not np.array_equal(weight, other_weight):
             return None
-        return _error(total - other_total, weight)
+        return _error(slopes[0] * total - slopes[1] * other_total, weight)
 
 
 def _error(total: np.ndarray, weight: np.ndarray) -> float | None:
@@ -186,7 +194,9 @@ class Collector:
         for name, pair in examples.items():
             values = np.asarray(pair, np.float64)
             # Scores that are no such sums, such as the share of sequences without an error, differ.
-            if not np.allclose(values.sum(axis=1), np.asarray(sums[name], np.float64), rtol=_TOLERANCE, atol=_TOLERANCE):
+            if not np.allclose(
+                values.sum(axis=1), np.asarray(sums[name], np.float64), rtol=_TOLERANCE, atol=_TOLERANCE
+            ):
                 self._invalid.add(name)
             self._sums.setdefault(name, []).append(values[:, is_example])
         return others
@@ -208,4 +218,8 @@ class Collector:
 
 def _grouped(values: np.ndarray, size: int) -> np.ndarray:
     """`[k, n]` summed over groups of consecutive examples."""
-    return values if size <= 1 else np.add.reduceat(values, np.arange(0, values.shape[1], size), axis=1, dtype=values.dtype)
+    return (
+        values
+        if size <= 1
+        else np.add.reduceat(values, np.arange(0, values.shape[1], size), axis=1, dtype=values.dtype)
+    )

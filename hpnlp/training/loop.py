@@ -28,6 +28,7 @@ from hpnlp.training.best import ScoreOrder
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
 from hpnlp.training.evaluation import Evaluation, batch_share, evaluate, further_scores, on_devices
+from hpnlp.training.example_scores import ExampleScores
 from hpnlp.training.loss_scale import MINIMUM
 from hpnlp.training.metrics import QUIET, Clock, Display, JsonlWriter, Writer, find_writers, reading_progress
 from hpnlp.training.run_directory import (
@@ -71,6 +72,7 @@ class Result:
       tokens: Tokens of all batches, padding included.
       timed_tokens: Those of the steps that took the seconds of the phase "step": of all but the steps that were compiled.
       devices: Number of devices and the mesh axes that they are divided into, as text.
+      examples: Scores of each held-out example, see `Evaluation`.
     """
 
     step: int
@@ -91,6 +93,7 @@ class Result:
     devices: str
     teacher: dict[str, float] | None = None
     padding: float = 0.0
+    examples: ExampleScores | None = None
 
 
 def train(config: Config, workdir: str | Path, *, accept_changes: bool = False, score: bool = True) -> Result:
@@ -432,10 +435,7 @@ class _Run:
             )
 
     def finish(self, score: bool) -> Result:
-        """Reads the last checkpoint back, and returns the result, with the weights and the scores of the best checkpoint.
-
-        Held-out examples are scored if `score` is True and no signal has arrived.
-        """
+        """Reads the last checkpoint back, scores the best one if asked to and no signal arrived, and returns the result."""
         with self.clock("checkpoint"):
             self.checkpoints.wait()
             shapes = self.trainer.state_shapes
@@ -470,6 +470,7 @@ class _Run:
             heldout=heldout.scores,
             sums=heldout.sums,
             teacher=of_teacher,
+            examples=heldout.examples,
             baselines=baselines,
             peak_memory_bytes=self._peak_memory_bytes(),
             dataset=self.dataset,
