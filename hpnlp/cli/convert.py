@@ -144,7 +144,7 @@ def _to_run(source: Path, target: Path) -> None:
     runs.make_model(
         values, Vocabulary(tokenizers.load(str(source)), labels)
     )  # raises where the tokenizer does not fit the model
-    _, params = convert.load(source, cli.FLAGS.dtype, reading_progress())
+    _, params = convert.read(source, cli.FLAGS.dtype, reading_progress())
     checkpoints = Checkpointer(target)
     checkpoints.save_params(params)
     checkpoints.check_saved(0, params)

@@ -182,7 +182,7 @@ def _loaded(source: warm_start.Source) -> tuple[Any, Any]:
     if source.is_run:
         run = run_directory.load(source.directory)
         return run.model, run.params
-    return _model(source), convert.load(source.directory)[1]
+    return _model(source), convert.read(source.directory)[1]
 
 
 def _digest(weights: Any) -> str:

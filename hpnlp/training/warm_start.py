@@ -244,7 +244,7 @@ def load_params(
         run = runs.load(source.directory, plan=plan)
         params, origin = dense_tree(run.params), f"{source.directory}, step {run.step}"
     else:
-        params, origin = convert.load(source.directory)[1], f"{source.directory}, a Hugging Face checkpoint"
+        params, origin = convert.read(source.directory)[1], f"{source.directory}, a Hugging Face checkpoint"
     shapes = trainer.state_shapes
     expected = variables.join(shapes.params, shapes.buffers) if source.is_run else shapes.params
     extras = Extras.of_shapes(expected)

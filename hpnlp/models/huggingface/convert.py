@@ -17,6 +17,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -151,7 +152,26 @@ def load(
       progress: Called with bytes of parameters in float32.
 
     Returns:
-      The config, with `dtype`, and the parameters of the model's `init` as float32 numpy arrays.
+      The config, with `dtype`, and the parameters of the model's `init` as float32 arrays on the default device, which compiled
+      functions take as arguments or close over.
+
+    Raises:
+      InputError: See `read`.
+    """
+    config, params = read(directory, dtype)
+    return config, jax.tree.map(jnp.asarray, params)
+
+
+def read(directory: str | Path, dtype: str = "float32") -> tuple[ModelConfig, dict[str, Any]]:
+    """Reads a model as `load` does, into the host's memory, for parameters that are then divided among devices.
+
+    Args:
+      directory: As for `load`.
+      dtype: As for `load`.
+
+    Returns:
+      The config, and the parameters as float32 numpy arrays. Compiled functions cannot index these, and copy them to the device
+      in each call.
 
     Raises:
       InputError: A file is missing or damaged, tensors do not match config.json, a tensor is not finite in float32 or in

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from hpnlp.models.huggingface import convert
 from hpnlp.models.huggingface.families import FAMILIES
+from hpnlp.models.lm import LM, example_batch
 from tests.models.huggingface.checkpoints import GPT2, assert_raises, assert_same, edit, edit_tensors, make
 
 # name -> (fields of LMConfig, the family that has such a model)
@@ -92,6 +93,27 @@ def test_float16_and_bfloat16_are_widened(dtype, tmp_path):
     _, loaded = convert.load(tmp_path / "a")
     assert_same(jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)).astype(np.float32), params), loaded)
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded)} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("fields", [{}, GPT2 | {"mlp": "gelu"}], ids=["llama", "gpt2"])
+def test_loaded_parameters_are_read_by_compiled_functions(fields, dtype, tmp_path):
+    """Arguments are not copied to the device in each call, and a function that closes over them may index them."""
+    convert.save(*make(**fields), tmp_path / "a", dtype=dtype)
+    config, params = convert.load(tmp_path / "a", dtype)
+    assert all(isinstance(leaf, jax.Array) and leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
+    model, batch = LM(config), example_batch(2, 4)
+
+    def loss(params, batch):
+        return model.apply({"params": params}, batch, method="loss").sum
+
+    compiled = jax.jit(loss)
+    expected = loss(params, batch)
+    np.testing.assert_allclose(compiled(params, batch), expected, rtol=2e-2 if dtype != "float32" else 1e-5)
+    np.testing.assert_array_equal(jax.jit(lambda batch: loss(params, batch))(batch), compiled(params, batch))
+    with jax.transfer_guard_host_to_device("disallow"):
+        compiled(params, batch)
+    assert compiled._cache_size() == 1
 
 
 def test_large_models_are_split_into_shards(tmp_path):
