@@ -172,7 +172,7 @@ def test_read_errors_name_the_source(checkpoint, tmp_path, monkeypatch):
     def fail(*args):
         raise OSError(errno.EIO, "Input/output error", str(checkpoint / "model.safetensors"))
 
-    monkeypatch.setattr(convert, "load", fail)
+    monkeypatch.setattr(convert, "read", fail)
     with pytest.raises(
         InputError, match=r"cannot read .*model.safetensors \(Input/output error\): .* another directory"
     ):

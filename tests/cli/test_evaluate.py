@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import math
+import shutil
 
 import pytest
 
 from hpnlp import report
+from hpnlp.report.entries import read_entry
 from hpnlp.training import loop
 from hpnlp.training.evaluation import evaluate
 from tests import tiny
@@ -40,6 +42,25 @@ def test_scores_are_those_of_the_report_or_of_the_changed_config(run, trained, t
     title, other = scores(*(f"--config.{name}={value}" for name, value in fields.items()), "--batches=2", "--step=1")
     assert title == f"{trained}, step 1" + "".join(f", {name}={value}" for name, value in fields.items())
     assert other["loss"] != own["loss"]
+
+
+def test_evaluation_without_a_report_is_kept_for_comparisons(run, trained, tmp_path):
+    before = sorted(trained.rglob("*"))
+    assert "written" not in run("evaluate", trained, "--batches=1").out and sorted(trained.rglob("*")) == before
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    for name in ("report.json", "scores.npz"):
+        (copy / name).unlink()
+    assert run("evaluate", copy).out.endswith(f"written: {copy}/evaluation.json, which hpnlp compare reads\n")
+    written = json.loads((trained / "report.json").read_text())
+    kept = json.loads((copy / "evaluation.json").read_text())
+    assert kept["heldout_loss"] == pytest.approx(written["heldout_loss"], rel=1e-6)
+    names = ("config", "heldout_digest", "heldout_text_digest", "parameters", "scored_step", "scored_weight")
+    assert {name: kept[name] for name in names} == {name: written[name] for name in names}
+    first, second = read_entry(trained), read_entry(copy)
+    assert (second.unscored, second.stored_bytes) == ("", first.stored_bytes) and first.stored_bytes > 0
+    assert second.examples.paired_error(first.examples, "loss") == pytest.approx(0.0, abs=1e-6)
+    outcome = run("compare", trained, copy, f"--out={tmp_path}/c.png")
+    assert "no difference (+0.0000 ± 0.0000)" in outcome.out, outcome
 
 
 def test_tied_metric_is_scored_at_the_step_that_commands_load(run, tmp_path, monkeypatch):

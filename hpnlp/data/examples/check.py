@@ -113,7 +113,7 @@ class _CollectingIngest(ExampleIngest):
         """A reader that collects faults if `left_out` is that of the examination: other passes read the same records."""
         reader = super().reader(left_out, has_groups, line_counts)
         collecting = _CollectingReader(
-            reader.kind, reader.group_field, left_out, reader.skip_bad_lines, reader.line_counts
+            reader.kind, reader.group_field, left_out, reader.skip_bad_lines, line_counts=reader.line_counts
         )
         if left_out is not self.examination.left_out:
             return collecting

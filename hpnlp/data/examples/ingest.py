@@ -211,7 +211,7 @@ class ExampleIngest:
           The reader.
         """
         group_field = self.group_field if has_groups else ""
-        return RowReader(self.kind, group_field, left_out, self.skip_bad_lines, line_counts or LineCounts())
+        return RowReader(self.kind, group_field, left_out, self.skip_bad_lines, line_counts=line_counts or LineCounts())
 
     def _threshold(self) -> float:
         """The hash below which a group is held out: the fraction, or just above the lowest hash if one side would be empty."""

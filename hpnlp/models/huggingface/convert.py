@@ -158,16 +158,19 @@ def load(
     Raises:
       InputError: See `read`.
     """
-    config, params = read(directory, dtype)
+    config, params = read(directory, dtype, progress)
     return config, jax.tree.map(jnp.asarray, params)
 
 
-def read(directory: str | Path, dtype: str = "float32") -> tuple[ModelConfig, dict[str, Any]]:
+def read(
+    directory: str | Path, dtype: str = "float32", progress: Progress = ignore_progress
+) -> tuple[ModelConfig, dict[str, Any]]:
     """Reads a model as `load` does, into the host's memory, for parameters that are then divided among devices.
 
     Args:
       directory: As for `load`.
       dtype: As for `load`.
+      progress: As for `load`.
 
     Returns:
       The config, and the parameters as float32 numpy arrays. Compiled functions cannot index these, and copy them to the device
