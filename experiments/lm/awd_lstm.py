@@ -55,6 +55,7 @@ PARTS = {
         "model.input_dropout": 0.0,
         "model.layer_dropout": 0.0,
         "model.output_dropout": 0.0,
+        "model.variational": False,
     },
     "one mask for a sequence": {"model.variational": False},
     "embedding dropout": {"model.embedding_dropout": 0.0},

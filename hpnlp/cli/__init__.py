@@ -183,6 +183,21 @@ def named_run(arguments: Sequence[str], usage: str, flag: str) -> str:
     return names[0]
 
 
+def refuse(names: Iterable[str], reason: str) -> None:
+    """Checks that flags without an effect are not given.
+
+    Args:
+      names: Names of the flags.
+      reason: The reason why they have no effect, and the fix.
+
+    Raises:
+      InputError: One of them is given.
+    """
+    for name in names:
+        if FLAGS[name].present:
+            raise InputError(f"--{name}={FLAGS[name].value} has no effect {reason}")
+
+
 def plot_path(out: str, name: str, flag: str = "out") -> Path:
     """The file that a plot is written to.
 

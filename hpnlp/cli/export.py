@@ -53,6 +53,12 @@ def run(argv: Sequence[str]) -> None:
     f, target = cli.FLAGS, Path(cli.required("to", "model.stablehlo"))
     if target.is_dir() or not target.absolute().parent.is_dir():
         raise InputError(f"--to={target}: expected a file in a directory that exists")
+    named = {".onnx": "onnx", ".stablehlo": "stablehlo"}.get(target.suffix, f.format)
+    if named != f.format:
+        raise InputError(
+            f"--to={target} is named as a file of the format {named}, and --format={f.format}: pass --format={named}, or "
+            "name the file otherwise"
+        )
     if f.format == "onnx" and f.platforms:
         raise InputError("--platforms is for the format stablehlo: leave it out, ONNX files run on any device")
     cli.prepare_jax()

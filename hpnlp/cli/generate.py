@@ -61,6 +61,10 @@ def run(argv: Sequence[str]) -> None:
       InputError: A flag, a prompt or the run is invalid.
     """
     names = cli.named_runs(cli.parse(argv, USAGE, positional=True), "hpnlp generate RUN --prompt=TEXT", "workdir")
+    if not cli.FLAGS.temperature:
+        cli.refuse(
+            ["top_k", "top_p", "seed"], "with --temperature=0, which takes the most probable token: leave it out"
+        )
     prompts = _prompts()
     cli.prepare_jax()
 

@@ -90,8 +90,12 @@ def run(argv: Sequence[str]) -> None:
             f"--efficiency measures one task: use --tasks={names[0]}, and another command for each other task"
         )
     if f.efficiency:
+        cli.refuse(["budget"], "with --efficiency, which measures single steps: leave it out")
         _measure(names[0], specs, is_all, _parse_lengths(f.lengths), overrides, workdir)
     else:
+        cli.refuse(["lengths"], "without --efficiency: add it, or set --config.data.seq_len=N")
+        if not f.budget.endswith("min"):
+            cli.refuse(["rounds"], "without --efficiency or a --budget in minutes: leave it out")
         _train(names, specs, is_all, overrides, workdir)
 
 

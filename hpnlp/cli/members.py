@@ -152,20 +152,26 @@ def _check(config: Any) -> None:
 
 
 def check_directories(members: Mapping[str, Any], workdir: Path) -> None:
-    """Checks that no member's directory holds a run of another config, which could not be resumed.
+    """Checks that no member's directory holds a run of another config, which could not be resumed, and the config of new runs.
 
     Args:
       members: Name -> member; the name is that of its directory.
       workdir: Directory of the members' directories.
 
     Raises:
-      InputError: A directory holds such a run.
+      InputError: A directory holds such a run, or a field of a new run has no effect.
     """
+    from hpnlp.training import unused_fields
     from hpnlp.training.config import differences
     from hpnlp.training.run_directory import has_begun, load_config
 
     for name, member in members.items():
         directory = workdir / name
+        if not has_begun(directory):
+            try:
+                unused_fields.check(member.config)
+            except cli.InputError as error:
+                raise cli.InputError(f"member {name}: {error}; nothing was started") from error
         if has_begun(directory) and (changes := differences(load_config(directory), member.config)):
             raise cli.InputError(
                 f"{directory} holds a run of another config ({'; '.join(changes)}): use another --workdir, or remove that "

@@ -52,6 +52,10 @@ def run(argv: Sequence[str]) -> None:
     f = cli.FLAGS
     if not expressions and not f.draw and not f.save:
         raise InputError("no word: write hpnlp neighbours RUN WORD, or pass --draw or --save")
+    if f.vectors:
+        cli.refuse(["step"], "with --vectors, a file without checkpoints: leave it out")
+    if not expressions:
+        cli.refuse(["count"], "without a word: name one, or leave it out")
     picture = None if f.draw is None else cli.plot_path(f.draw, "words.png", "draw")
     table = _table(workdir)
     neighbours = {expression: table.evaluate(expression, f.count) for expression in expressions}

@@ -86,7 +86,7 @@ def _run(argv: Sequence[str]) -> None:
 
     from hpnlp import planner
     from hpnlp.planner import compiled, devices, render, search
-    from hpnlp.training import config
+    from hpnlp.training import config, unused_fields
 
     f = cli.FLAGS
     if f.depth == "compiled" and f.devices > compiled.MAX_SIMULATED:
@@ -101,6 +101,7 @@ def _run(argv: Sequence[str]) -> None:
     if f.depth == "tpu":
         compiled.tpu_devices(f.device, f.devices)  # raises now rather than after the plan
     resolved = config.resolve(values)
+    unused_fields.check(resolved)
     costs = _plan(resolved, device)
     gc.enable()  # the next steps may take long
     if costs and not costs.fits(device):

@@ -23,9 +23,11 @@ def expand(names: Sequence[str], step: int | None = None) -> list[tuple[str, int
       `(workdir, step or None for the best checkpoint)` of each.
 
     Raises:
-      InputError: There are fewer runs or checkpoints than a name asks for, or runs of `SWEEP@best3` have different held-out
-        examples.
+      InputError: A name is empty; `step` is given, and all names are of checkpoints; there are fewer runs or checkpoints than a
+        name asks for; or runs of `SWEEP@best3` have different held-out examples.
     """
+    if not all(names):
+        raise InputError("the name of a run is empty: remove the comma before or after it, or name a run there")
     members: list[tuple[str, int | None]] = []
     for name in names:
         match = None if Path(name).exists() else _SUFFIX.fullmatch(name)
@@ -37,6 +39,8 @@ def expand(names: Sequence[str], step: int | None = None) -> list[tuple[str, int
             members += [(match[1], number) for number in _newest(match[1], int(match[2].removeprefix("last")))]
         else:
             members += [(run, None) for run in _best(match[1], int(match[2].removeprefix("best")))]
+    if step is not None and names and all(name not in names for name, _ in members):
+        raise InputError(f"--step={step}: {', '.join(names)} name their checkpoints by themselves: leave out --step")
     return members
 
 

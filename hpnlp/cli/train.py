@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from absl import flags
 
@@ -79,11 +80,14 @@ def run(argv: Sequence[str]) -> None:
 
     from hpnlp import report
     from hpnlp.planner import out_of_memory
-    from hpnlp.training import config, distributed, loop, seeds
+    from hpnlp.training import config, distributed, loop, seeds, unused_fields
+    from hpnlp.training.contents import has_begun
 
     f = cli.FLAGS
     distributed.join(f.coordinator, f.processes, f.process, seconds=f.wait, heartbeat=f.heartbeat)
     resolved = config.resolve(values)
+    if not any(map(has_begun, [workdir, *Path(workdir).glob("seed_*")])):
+        unused_fields.check(resolved)
     if f["seeds"].present:
         with out_of_memory.advised(resolved):
             members = seeds.train_seeds(resolved, _numbers(f.seeds), workdir, accept_changes=f.accept_changes)

@@ -26,6 +26,7 @@ from hpnlp.compress.stages import (
     STRUCTURE,
     Calibration,
     Compressor,
+    check_keeps_units,
     check_known_widths,
     check_unit_arguments,
     gradients_of,
@@ -268,6 +269,7 @@ def _channel_compressor(
         else:
             slopes = None if by == "magnitude" else gradients_of(name, config, weights, calibration)
             scores = [channel_importance(group, weights, slopes) for group in groups]
+        check_keeps_units(name, share, [len(layer) for layer in scores])
         kept = choose_units(scores, share, across_layers=across_layers)
         return keep_channels(config, weights, list(zip(groups, kept, strict=True)))
 

@@ -23,6 +23,7 @@ from hpnlp.compress.stages import (
     STRUCTURE,
     Calibration,
     Compressor,
+    check_keeps_units,
     check_known_widths,
     check_share,
     check_unit_arguments,
@@ -221,7 +222,7 @@ def mixed(bits: int | float = 4.0, choices: str = "2 4 8") -> tuple[str, Compres
       What it changes, and the compressor.
 
     Raises:
-      InputError: `choices` is no such list, or `bits` is below the first.
+      InputError: `choices` is no such list, or `bits` is below the first or above the last.
     """
     parts = str(choices).split()
     if (
@@ -231,8 +232,10 @@ def mixed(bits: int | float = 4.0, choices: str = "2 4 8") -> tuple[str, Compres
     ):
         raise InputError(f"mixed(choices={choices!r}): expected ascending numbers of bits of 2 to 8, as '2 4 8'")
     allowed = list(map(int, parts))
-    if bits < allowed[0]:
-        raise InputError(f"mixed(bits={bits}): expected at least {allowed[0]}, the fewest of its choices")
+    if not allowed[0] <= bits <= allowed[-1]:
+        raise InputError(
+            f"mixed(bits={bits}): expected {allowed[0]} to {allowed[-1]}, the fewest and the most bits of its choices"
+        )
 
     def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
         if calibration is None:
@@ -313,9 +316,8 @@ def parse_recipe(text: str) -> list[Stage]:
     specs = parse(text, "--recipe", example="heads(0.5),mlp(0.5),int8") if text.strip() else ()
     if not specs:
         raise InputError(f"the recipe is empty: name stages, of {', '.join(COMPRESSORS)}, as in heads(0.5),int8")
-    stages = [
-        Stage(str(spec), *build(spec, COMPRESSORS, "stage of the recipe")) for spec in specs for _ in range(spec.repeat)
-    ]
+    by_stage = [spec for spec in specs for _ in range(spec.repeat)]
+    stages = [Stage(str(spec), *build(spec, COMPRESSORS, "stage of the recipe")) for spec in by_stage]
     for first, second in zip(stages, stages[1:], strict=False):
         if _ORDER.index(first.changes) > _ORDER.index(second.changes):
             raise InputError(
@@ -325,6 +327,12 @@ def parse_recipe(text: str) -> list[Stage]:
             raise InputError(
                 f"{second.text} after {first.text}: both represent the same matrices: leave out one of them"
             )
+    zeroing = [stage.text for stage, spec in zip(stages, by_stage, strict=True) if spec.name == "magnitude"]
+    if len(zeroing) > 1:
+        raise InputError(
+            f"{zeroing[1]} after {zeroing[0]}: both are shares of all weights, so that only the smaller one has an effect: "
+            "leave out one of them"
+        )
     return stages
 
 
@@ -380,6 +388,7 @@ def _unit_compressor(unit: str, share: int | float, by: str, across_layers: bool
         counts = [structure.unit_count(layer, unit) for layer in of_model]
         if not any(counts):
             raise InputError(f"{unit}({share}): the model's layers have no {unit}: leave the stage out")
+        check_keeps_units(unit, share, counts)
         check_known_widths(unit, calibration, across_layers)
         if calibration is not None and calibration.is_outline:
             scores = [np.ones(n) for n in counts if n]

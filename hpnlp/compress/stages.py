@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpnlp.types import InputError
@@ -58,6 +58,24 @@ def check_unit_arguments(name: str, share: int | float, by: str) -> None:
     check_share(name, share)
     if by not in ("gradient", "magnitude"):
         raise InputError(f"{name}(by={by!r}): expected gradient or magnitude")
+
+
+def check_keeps_units(name: str, share: int | float, counts: Sequence[int]) -> None:
+    """Checks that a share of the units of a layer is not less than half of a unit, of which one would stay all the same.
+
+    Args:
+      name: Name of the stage and of its units.
+      share: Share of the units that stays.
+      counts: Number of units of each layer.
+
+    Raises:
+      InputError: It is for all layers.
+    """
+    if share * (most := max(counts)) < 0.5:
+        raise InputError(
+            f"{name}({share}): {share * most:.2g} of {most} {name} would stay in a layer: expected a share of at least "
+            f"{1 / most:.2g}, with which one stays"
+        )
 
 
 def gradients_of(name: str, config: Any, weights: Any, calibration: Calibration | None) -> Any:

@@ -124,6 +124,11 @@ class DataConfig:
         if self.heldout_bytes < 0:
             raise InputError(f"data.heldout_bytes={self.heldout_bytes}: expected a number of bytes, or 0 for all")
         lookup(PACKINGS, self.packing, "data.packing")
+        if self.prompt_field and self.prompt_field == self.text_field:
+            raise InputError(
+                f"data.prompt_field={self.prompt_field!r} is data.text_field, too, so that each text would be its own prompt: "
+                "name the field with the prompt, or leave it out"
+            )
         if self.order not in ORDERS:
             raise InputError(f"data.order={self.order!r}: {did_you_mean(self.order, ORDERS)}")
         if self.order == "stream" and self.packing != "concat":

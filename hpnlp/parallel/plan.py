@@ -156,7 +156,7 @@ class Plan:
         Raises:
           InputError: The sizes do not multiply to `device_count`, or do not fit the other fields.
         """
-        sizes = self._requested_sizes()
+        sizes = self.requested_sizes()
         shown = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "one device"
         if any(size < 1 and size != FILL for size in sizes.values()) or list(sizes.values()).count(FILL) > 1:
             raise InputError(
@@ -174,8 +174,15 @@ class Plan:
         self._check_fields(sizes)
         return sizes
 
-    def _requested_sizes(self) -> Sizes:
-        """Sizes from the fields and, where these are None, from the named plan; FILL is not resolved."""
+    def requested_sizes(self) -> Sizes:
+        """Sizes from the fields and, where these are None, from the named plan.
+
+        Returns:
+          Mesh axis -> size, or -1 for all remaining devices.
+
+        Raises:
+          InputError: There is no such plan.
+        """
         named = {axis: lookup(PLANS, self.name, "plan.name").get(axis, 1) for axis in AXES}
         explicit = {axis: size for axis in AXES if (size := getattr(self, axis)) is not None}
         # An explicit -1 takes all remaining devices, so a -1 of the named plan counts as 1.

@@ -97,10 +97,12 @@ class WordVectorTable:
           `(word, cosine)` of each, the largest first.
 
         Raises:
-          InputError: `count` is under 1.
+          InputError: `count` is under 1, or the vector is zero.
         """
         if count < 1:
             raise InputError(f"count={count}: expected at least 1 neighbour")
+        if not np.any(vector):
+            raise InputError("a vector of zeros has no direction, and no cosine with others: choose other words")
         scores = self._unit @ _unit_norm(np.asarray(vector, np.float32))
         scores[list(without)] = -np.inf
         count = min(count, len(self) - len(set(without)))
@@ -122,6 +124,10 @@ class WordVectorTable:
           InputError: The word is not there, or `count` is under 1.
         """
         row = self.row(word)
+        if not np.any(self.vectors[row]):
+            raise InputError(
+                f"the vector of {shortened(word, 60)} is zero, so that it has no cosine with others: choose another word"
+            )
         return self.nearest(self.vectors[row], count, [row])
 
     def analogy(self, positive: Sequence[str], negative: Sequence[str], count: int = 10) -> list[tuple[str, float]]:

@@ -35,6 +35,7 @@ class LanguageModelReport(TaskReport):
         "heldout_bytes": False,
     }
     unit = "token"
+    samples_text = True
 
     def numbers(self, dataset: Any, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
         """Scores, identity of the held-out text, and bits per byte of compressors on the same text.

@@ -121,10 +121,12 @@ class TaskReport(abc.ABC):
     Attributes:
       numbers_compared: Numbers of report.json that `rank` reads -> whether they may be None, for scores that are not finite.
       unit: The objects that a loss is the mean over, as "token".
+      samples_text: Whether the report has generated text, of `train.sample` bytes.
     """
 
     numbers_compared: Mapping[str, bool]
     unit: str
+    samples_text: bool = False
 
     @abc.abstractmethod
     def numbers(self, dataset: Any, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:

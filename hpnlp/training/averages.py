@@ -39,6 +39,18 @@ class Uniform:
         """
         return step >= self.start
 
+    def may_begin(self, steps: int, evaluations: int) -> bool:
+        """Whether the average can begin in a run.
+
+        Args:
+          steps: Number of steps of the run.
+          evaluations: Number of evaluations before its end.
+
+        Returns:
+          True if the run has more than `start` steps.
+        """
+        return self.start < steps
+
     def is_triggered(self, scores: Sequence[float], score: float, higher_is_better: bool) -> bool:
         """False: no evaluation starts the average.
 
@@ -84,6 +96,18 @@ class NonMonotonic:
           A bool scalar.
         """
         return jnp.zeros((), bool)
+
+    def may_begin(self, steps: int, evaluations: int) -> bool:
+        """Whether the average can begin in a run.
+
+        Args:
+          steps: As of `Uniform`.
+          evaluations: As of `Uniform`.
+
+        Returns:
+          True if an evaluation has more than `evaluations` before it.
+        """
+        return evaluations > self.evaluations + 1
 
     def is_triggered(self, scores: Sequence[float], score: float, higher_is_better: bool) -> bool:
         """Whether an evaluation starts the average.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,13 @@ def load_members(members: Sequence[Member]) -> list[Run]:
       The runs.
 
     Raises:
-      InputError: A directory holds no run, or several runs are not of language models with the same tokenizer.
+      InputError: A directory holds no run, a checkpoint is named twice, or several runs are not of language models with the
+        same tokenizer.
     """
     runs = [load(workdir, step) for workdir, step in members]
     if len(runs) == 1:
         return runs
+    _check_distinct(members, runs)
     digest = tokenizer_digest(runs[0].tokenizer)
     for (workdir, _), run in zip(members, runs, strict=True):
         if run.config.task not in TASKS:
@@ -45,6 +48,19 @@ def load_members(members: Sequence[Member]) -> list[Run]:
                 "runs of one vocabulary"
             )
     return runs
+
+
+def _check_distinct(members: Sequence[Member], runs: Sequence[Run]) -> None:
+    """Raises InputError if two members are the same checkpoint, which would change weights of the mean, or nothing."""
+    seen: set[tuple[str, int]] = set()
+    for (workdir, _), run in zip(members, runs, strict=True):
+        checkpoint = (os.path.realpath(workdir), run.step)
+        if checkpoint in seen:
+            raise InputError(
+                f"{workdir}, step {run.step}, is named twice: an ensemble averages different runs or checkpoints: leave it out "
+                "once"
+            )
+        seen.add(checkpoint)
 
 
 def load_ensemble(members: Sequence[Member]) -> Run:

@@ -21,7 +21,7 @@ import numpy as np
 from hpnlp import measure, tasks
 from hpnlp.models import variables
 from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training import averages, distributed, teacher_outputs, warm_start
+from hpnlp.training import averages, distributed, teacher_outputs, unused_fields, warm_start
 from hpnlp.training import teacher as teachers
 from hpnlp.training.batch_lengths import BatchLengths, check_buckets, length_of, padding_of
 from hpnlp.training.best import ScoreOrder
@@ -33,6 +33,7 @@ from hpnlp.training.loss_scale import MINIMUM
 from hpnlp.training.metrics import QUIET, Clock, Display, JsonlWriter, Writer, find_writers, reading_progress
 from hpnlp.training.run_directory import (
     check_frozen,
+    check_steps,
     claimed,
     frozen_record,
     has_begun,
@@ -256,6 +257,7 @@ class _Run:
 
     def _resume(self) -> _Start:
         """Restores the newest checkpoint: training state, position in the data, progress, and seconds of each phase."""
+        check_steps(self.workdir, self.checkpoints.latest(), self.config.train.steps)
         state, data_state, progress = self.checkpoints.restore(self.trainer.state_shapes)
         check_frozen(self.workdir, self.frozen, progress)
         self.batches.set_state(data_state)
@@ -291,11 +293,8 @@ class _Run:
         if trainer.undivided:
             show(f"no axis of the plan divides {', '.join(trainer.undivided)}: replicated on every device")
         show(self.dataset.summary)  # it names the files that were left out
-        if config.optimizer.warmup >= config.train.steps:
-            show(
-                f"optimizer.warmup={config.optimizer.warmup} lasts to the end of train.steps={config.train.steps}: the "
-                "learning rate rises in every step; lower optimizer.warmup to change that"
-            )
+        for remark in unused_fields.remarks(config):
+            show(remark)
 
     def train_step(self) -> None:
         """Does one step, and sets `stopped` if a signal has arrived."""

@@ -226,6 +226,24 @@ def _check_changes(workdir: Path, config: Config, accept_changes: bool) -> None:
         )
 
 
+def check_steps(workdir: Path, newest: int | None, steps: int) -> None:
+    """Checks that a run has not passed its last step.
+
+    Args:
+      workdir: The run directory.
+      newest: Step of its newest checkpoint; None without one.
+      steps: `train.steps`.
+
+    Raises:
+      InputError: The checkpoint is of a later step.
+    """
+    if (newest or 0) > steps:
+        raise InputError(
+            f"train.steps={steps}: the run in {workdir} has reached step {newest}: set train.steps to at least that, or choose "
+            "another workdir"
+        )
+
+
 def frozen_record(frozen: Frozen | None) -> dict[str, Any]:
     """The entry of a checkpoint's progress for frozen variables.
 

@@ -24,7 +24,7 @@ from hpnlp.training.config import LIMITS, Config
 from hpnlp.training.loop import MAX_NONFINITE_STEPS
 from hpnlp.training.loss_scale import MINIMUM
 from hpnlp.training.metrics import Display, JsonlWriter, reading_progress
-from hpnlp.training.run_directory import claimed, has_begun, make_model, write_config
+from hpnlp.training.run_directory import check_steps, claimed, has_begun, make_model, write_config
 from hpnlp.training.state_shardings import TrainState
 from hpnlp.training.step import Trainer, check_batch, make_trainer
 from hpnlp.types import InputError
@@ -54,7 +54,7 @@ def train_seeds(config: Config, seeds: Sequence[int], directory: str | Path, *, 
     adds its report.
 
     Args:
-      config: Config of the runs; `train.seed` is not read.
+      config: Config of the runs, with `train.seed` 0.
       seeds: Different seeds, from 0 to 2^32 - 1.
       directory: Directory of the run directories, which are named "seed_0" and so on.
       accept_changes: Continue although the directories were made with another config, such as more steps.
@@ -91,6 +91,8 @@ def train_seeds(config: Config, seeds: Sequence[int], directory: str | Path, *, 
         members = [_Member(seed, seeds, path, config, dataset) for seed, path in zip(seeds, paths, strict=True)]
         for member in members:
             stack.callback(member.checkpoints.close)
+        for member in members:
+            check_steps(member.path, member.newest(), config.train.steps)
         step = _common_step(members, trainer)
         for member, of_member in zip(members, configs, strict=True):
             vocabulary.save(member.path)
@@ -208,6 +210,11 @@ def _check(config: Config, seeds: Sequence[int]) -> None:
     largest = LIMITS["train.seed"]
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0 or max(seeds) > largest:
         raise InputError(f"seeds={list(seeds)}: expected different numbers from 0 to {largest}, at least one")
+    if config.train.seed:
+        raise InputError(
+            f"train.seed={config.train.seed}, seeds={list(seeds)}: both set the seeds of the runs: leave out train.seed, or "
+            "train one run with it"
+        )
     unsupported = {
         "optimizer.average": isinstance(averages.find(config.optimizer.average), averages.NonMonotonic),
         "train.patience": config.train.patience,

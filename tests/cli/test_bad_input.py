@@ -90,6 +90,12 @@ def train_error(error_of, tmp_path):
         ("--config.plan.data=3", "does not divide 8 devices: 3 is the product of the given sizes"),
         ("--config.plan.pipeline=8", "does not divide into plan.pipeline=8 stages: make it a multiple of 8"),
         ("--config.plan.zero=5", "plan.zero=5: expected a stage of ZeRO, 0 to 3"),
+        (
+            "--config.optimizer.momentum=0.5",
+            "optimizer.momentum=0.5 has no effect, because optimizer.name='adamw' does",
+        ),
+        ("--config.plan.exchange=heads", "plan.exchange='heads' has no effect, because it is about sequences"),
+        ("--config.train.seed=3 --seeds=0,1", "train.seed=3, seeds=[0, 1]: both set the seeds of the runs"),
         ("--config.plan.exchange=rings", "plan.exchange='rings': did you mean 'ring'?"),
         ("--config.plan.name=dta", "unknown plan.name 'dta': did you mean 'data'?"),
         (
@@ -335,6 +341,17 @@ def files(tmp_path, trained):
         ("draw {nested}", "expected masks, such as Causal()"),
         ("draw Causal() --length=99999999999999999999", "length=99999999999999999999: expected at most 2147483647"),
         ("generate --workdir={run} --tokens=-1", "tokens=-1: expected at least 1"),
+        ("generate --workdir={run},", "the name of a run is empty: remove the comma before or after it, or name a run"),
+        (
+            "generate --workdir={run},{run}@12",
+            "run, step 12, is named twice: an ensemble averages different runs or checkpoints: leave it out once",
+        ),
+        ("evaluate {run} {run}", "run, step 12, is named twice"),
+        ("evaluate {run}@10 --step=12", "--step=12: {run}@10 name their checkpoints by themselves: leave out --step"),
+        (
+            "generate --workdir={run} --temperature=0 --top_p=0.5",
+            "--top_p=0.5 has no effect with --temperature=0, which takes the most probable token: leave it out",
+        ),
         ("generate --workdir={run} --tokens=0", "tokens=0: expected at least 1"),
         ("generate --workdir={run} --tokens=1000000000", "tokens=1000000000: the cache of 1 prompts"),
         ("generate --workdir={run} --tokens=1000000000000", "tokens=1000000000000: expected at most 1073741824"),
@@ -357,13 +374,14 @@ def files(tmp_path, trained):
             "does not split into 1000000000 devices",
         ),
         ("plan --config={config} --devices=-1", "--devices"),
+        ("plan --config={config} --config.train.min_delta=0.1", "train.min_delta=0.1 has no effect, because"),
         ("plan --config={config} --config.model.mixer={nested}", "is not a spec"),
     ],
 )
 def test_unusable_paths_and_numbers_raise(error_of, monkeypatch, files, argv, message):
     for variable in ("JAX_PLATFORMS", "XLA_FLAGS"):  # restored afterwards; plan sets them
         monkeypatch.setenv(variable, os.environ.get(variable, ""))
-    assert message in error_of(*(argument.format(**files) for argument in argv.split()))
+    assert message.format(**files) in error_of(*(argument.format(**files) for argument in argv.split()))
 
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."

@@ -72,6 +72,14 @@ def test_onnx_files_compute_the_logits_of_the_run(run, trained, tmp_path):
         ([], "--to is required"),
         (["--to=nowhere/x"], "--to=nowhere/x: expected a file in a directory that exists"),
         (["--to={dir}/x", "--platforms=gpu"], "platform 'gpu': expected one of cpu, cuda"),
+        (
+            ["--to={dir}/x.onnx"],
+            "x.onnx is named as a file of the format onnx, and --format=stablehlo: pass --format=onnx",
+        ),
+        (
+            ["--to={dir}/x.stablehlo", "--format=onnx"],
+            "of the format stablehlo, and --format=onnx: pass --format=stablehlo",
+        ),
         (["--to={dir}/x", "--format=onnx", "--platforms=cpu"], "--platforms is for the format stablehlo"),
     ],
 )

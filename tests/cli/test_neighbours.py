@@ -41,6 +41,8 @@ def test_neighbours_are_listed_drawn_and_saved(run, vectors, tmp_path):
         (("kong", "VECTORS"), "the word 'kong' has no vector: did you mean 'king'?"),
         (("king -  + man", "VECTORS"), "expected words with ' + ' or ' - ' between them"),
         (("king", "VECTORS", "--count=0"), "count=0: expected at least 1 neighbour"),
+        (("king", "VECTORS", "--step=3"), "--step=3 has no effect with --vectors, a file without checkpoints: leave"),
+        (("VECTORS", "--draw=x.png", "--count=3"), "--count=3 has no effect without a word: name one, or leave it out"),
         (("king", "VECTORS", "--draw="), "--draw is empty"),
         (("king", "VECTORS", "--save=/no/such/place/a.bin"), "/no/such/place"),
     ],

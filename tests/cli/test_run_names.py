@@ -80,7 +80,6 @@ def test_ensembles_are_evaluated_and_continue_prompts(run, trained):
     singles = [loss(f"{a}@{step}")[1] for step in (1, 2, 3)]
     title, together = loss(f"{a}@last3")
     assert title == "; ".join(f"{a}, step {step}" for step in (1, 2, 3)) and together < sum(singles) / 3
-    assert loss(f"{a}@2", f"{a}@2")[1] == pytest.approx(singles[1], abs=1e-4)
     title, best = loss(f"{trained}@best2")
     written = {name: json.loads((trained / name / "report.json").read_text())["heldout_loss"] for name in ("a", "b")}
     pair_title, pair = loss(a, b)
@@ -90,12 +89,13 @@ def test_ensembles_are_evaluated_and_continue_prompts(run, trained):
     assert loss(f"{a}@3", "--cache=continuous(200, 0.1, 0.2)")[1] != pytest.approx(singles[2], abs=1e-4)
     texts = [
         run("generate", *members, "--prompt=the ", "--tokens=12", "--temperature=0").out
-        for members in ([a], [f"--workdir={a},{a}@3"], [a, f"{a}@3"], [f"--workdir={a},{b}"], [a, b])
+        for members in ([a], [f"--workdir={a},{b}"], [a, b])
     ]
-    assert texts[0] == texts[1] == texts[2] and texts[3] == texts[4] and all(text.startswith("the ") for text in texts)
+    assert texts[1] == texts[2] and all(text.startswith("the ") for text in texts)
     for argv, message in (
         ((a, trained / "others" / "words"), "words has another tokenizer than .*name runs of one vocabulary"),
         ((a, b, "--cache=continuous(9)"), "a cache is for one run of task='lm' or 'rnn_lm'"),
+        ((a, f"{a}@3"), "a, step 3, is named twice: an ensemble averages different runs or checkpoints: leave it out"),
         ((), "no run: write hpnlp evaluate RUN"),
     ):
         outcome = run("evaluate", *argv)

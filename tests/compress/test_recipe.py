@@ -173,7 +173,16 @@ def test_least_important_units_go_first():
         ("layers(9)", "the model has 3 layers, 0 to 2"),
         ("int8,heads(0.5)", r"put it before int8"),
         ("int8,int4", "leave out one of them"),
-        ("mixed(1)", "at least 2"),
+        ("mixed(1)", r"mixed\(bits=1\): expected 2 to 8, the fewest and the most bits of its choices"),
+        ("mixed(9)", r"mixed\(bits=9\): expected 2 to 8, the fewest and the most"),
+        (
+            "mlp(0.001)",
+            r"mlp\(0.001\): 0.0\d+ of \d+ mlp would stay in a layer: expected a share of at least 0.\d+, with",
+        ),
+        (
+            "magnitude(0.5),layers(2),magnitude(0.2)",
+            "both are shares of all weights, so that only the smaller one has an",
+        ),
         ("mixed(choices='8 4')", "ascending numbers of bits"),
         ("factorize()", "factorize takes one of"),
         ("factorize(energy=2)", "at most 1"),

@@ -126,6 +126,10 @@ def test_integers_become_floats():
         ({"train": {"steps": 10**400}}, "0...: expected at most 1000000000"),
         ({"train": {"sample": 10**9}}, "train.sample=1000000000: expected at most 100000"),
         ({"data": {"weights": [1.0, float("inf")]}}, "data.weights=(1.0, inf): expected numbers over 0"),
+        (
+            {"data": {"prompt_field": "text"}},
+            "data.prompt_field='text' is data.text_field, too, so that each text would",
+        ),
         ({"data": {"seq_len": 10**9}}, "data.seq_len=1000000000: expected at most 268435456"),
         ({"data": {"batch_size": 10**8, "seq_len": 100}}, "are 10,000,000,000 tokens: expected at most 2,147,483,647"),
         ({"plan": {"microbatches": 10**10}}, "plan.microbatches=10000000000: expected at most 2147483647"),

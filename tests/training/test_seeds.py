@@ -127,7 +127,9 @@ def test_signals_at_any_time_save_the_last_step(tmp_path, monkeypatch):
     loop.train(tiny.make(train__steps=8, train__seed=1, **fields), tmp_path / "seed_1")
     more = tiny.make(train__steps=9, **fields)
     assert train_seeds(more, [3, 1], tmp_path, accept_changes=True).step == 9
-    assert train_seeds(config, [3, 1], tmp_path, accept_changes=True).step == 9
+    assert train_seeds(more, [3, 1], tmp_path).step == 9
+    with pytest.raises(InputError, match="train.steps=8: the run in .*seed_3 has reached step 9: set train.steps to"):
+        train_seeds(config, [3, 1], tmp_path, accept_changes=True)
 
 
 def _steps(path):
@@ -153,6 +155,11 @@ def _steps(path):
             "train.writers='tensorboard': seeds .* write metrics.jsonl only: leave it",
         ),
         ([0], {"train__debug_nans": True}, "train.debug_nans=True: seeds"),
+        (
+            [0, 1],
+            {"train__seed": 7},
+            r"train.seed=7, seeds=\[0, 1\]: both set the seeds of the runs: leave out train.seed",
+        ),
         ([0], {"optimizer__accumulate": 3}, "data.batch_size=8 does not split into 1 device's"),
     ],
 )

@@ -20,6 +20,9 @@ FILES = (
     "`.zst`."
 )
 
+LABEL_FIELDS = ("label_field", "labels_field")
+LABELLED_FIELDS = ("text_field", "pair_field", "texts_field", "words_field", "nodes_field", "parents_field")
+
 
 @dataclasses.dataclass(frozen=True)
 class ExampleConfig(abc.ABC):
@@ -89,6 +92,7 @@ class ExampleConfig(abc.ABC):
         for name in (field.name for field in dataclasses.fields(self) if field.name.endswith("_field")):
             if not getattr(self, name) and name not in ("group_field", "pair_field"):
                 raise InputError(f'data.{name}="": expected the name of a field')
+        check_label_field(self)
         if not self.path:
             raise InputError('data.path="": expected the path of labelled examples')
         if self.fold_labels and not self.kind().has_labels:
@@ -101,6 +105,25 @@ class ExampleConfig(abc.ABC):
         Returns:
           The kind, with the options of this config.
         """
+
+
+def check_label_field(config: ExampleConfig) -> None:
+    """Checks that labels come from another field than what is labelled.
+
+    Args:
+      config: Config of any kind of examples.
+
+    Raises:
+      InputError: They are the same field.
+    """
+    columns = {name: getattr(config, name, "") for name in (*LABEL_FIELDS, *LABELLED_FIELDS)}
+    for name in LABEL_FIELDS:
+        for other in LABELLED_FIELDS:
+            if columns[name] and columns[name] == columns[other]:
+                raise InputError(
+                    f"data.{name}={columns[name]!r} is data.{other}, too, so that the label is what it is predicted from: name "
+                    "the field with the label"
+                )
 
 
 def check_pair(text_field: str, pair_field: str) -> None:

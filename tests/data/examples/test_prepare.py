@@ -230,6 +230,11 @@ def test_invalid_configs_raise(tmp_path, kind, options, message):
         ("pairs", {"pair_field": ""}, 'data.pair_field="": expected the name of the field with the second text'),
         ("pairs", {"pair_field": "text"}, "data.pair_field='text' is data.text_field, too"),
         ("classification", {"pair_field": "text"}, "data.pair_field='text' is data.text_field, too"),
+        (
+            "classification",
+            {"label_field": "text"},
+            "data.label_field='text' is data.text_field, too, so that the label is what it is predicted from: name the field",
+        ),
         ("classification", {"label_field": ""}, 'data.label_field="": expected the name of a field'),
     ],
 )

@@ -1,0 +1,317 @@
+"""Config fields that are set and have no effect, because of other fields.
+
+Commands check the config of a new run, and not that of a run that is resumed or read, which earlier versions may have made.
+Values that say what happens anyway, such as `train.sample=0` in a task that generates no text, are valid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from hpnlp import tasks
+from hpnlp.data import sources
+from hpnlp.data.config import DataConfig
+from hpnlp.data.examples import ExampleConfig
+from hpnlp.data.examples.generated import GENERATED
+from hpnlp.models.backbone import BackboneConfig
+from hpnlp.models.dual_encoder import DualEncoderConfig
+from hpnlp.models.labelled_bags import LabelledBagsConfig
+from hpnlp.models.layer_forms import projections
+from hpnlp.models.seq2seq import Seq2SeqConfig
+from hpnlp.models.word_vectors import WordVectorsConfig
+from hpnlp.nn.block import BlockConfig
+from hpnlp.nn.rnn_stack import StackConfig
+from hpnlp.training import averages, loss_scale, optim
+from hpnlp.training.config import Config, flat
+from hpnlp.types import InputError
+
+# Values that agree with the absence of an effect.
+NEUTRAL: dict[str, Any] = {"train.eval_batches": 0, "train.sample": 0, "data.heldout": 0.0, "plan.zero": 0}
+SCHEDULE_STEPS = 10  # at the last of them, a schedule that reads `final` depends on it
+OPTIMIZER_ARGUMENTS = ("weight_decay", "b1", "b2", "eps", "momentum", "adam_learning_rate")
+ROPE_FIELDS = ("model.rope_theta", "model.rope_scaling")
+
+
+def check(config: Config) -> None:
+    """Checks that every field that differs from its default has an effect.
+
+    Args:
+      config: Config of a new run.
+
+    Raises:
+      InputError: A field has no effect, with the reason and the fix.
+    """
+    for line in _unused(config, RULES):
+        raise InputError(line)
+
+
+def remarks(config: Config) -> list[str]:
+    """Fields without an effect, and a warm-up that fills the run.
+
+    Args:
+      config: Config of a run, also of one that was begun before `check` knew a rule.
+
+    Returns:
+      A line for each of them.
+    """
+    lines = [*_unused(config, RULES), *_unused(config, COMMON)]
+    if config.optimizer.warmup >= config.train.steps:
+        lines.append(
+            f"optimizer.warmup={config.optimizer.warmup} lasts to the end of train.steps={config.train.steps}: the learning "
+            "rate rises in every step; lower optimizer.warmup to change that"
+        )
+    return lines
+
+
+def _unused(config: Config, rules: Any) -> Iterator[str]:
+    """A message for each field that is set without an effect, with the reason."""
+    values, defaults = flat(config), flat(Config(task=config.task))
+    for names, find_reason in rules:
+        is_set = [name for name in names if name in values and values[name] not in (defaults[name], NEUTRAL.get(name))]
+        if is_set and (reason := find_reason(config)):
+            yield from (f"{name}={values[name]!r} has no effect, because {reason}" for name in is_set)
+
+
+def _no_evaluations(config: Config) -> str:
+    if config.train.eval_every:
+        return ""
+    return "train.eval_every=0 evaluates at the end only, on all held-out examples: set train.eval_every as well"
+
+
+def _no_sample(config: Config) -> str:
+    if tasks.find(config.task).report.samples_text:
+        return ""
+    return f"task={config.task!r} generates no text: leave it out"
+
+
+def _no_teacher(config: Config) -> str:
+    return "" if config.distill.teacher else "there is no teacher: set distill.teacher as well"
+
+
+def _no_scaling(config: Config) -> str:
+    if config.optimizer.base_batch:
+        return ""
+    return "optimizer.base_batch=0 scales no learning rate: set optimizer.base_batch as well"
+
+
+def _no_average(config: Config) -> str:
+    average, steps, every = averages.find(config.optimizer.average), config.train.steps, config.train.eval_every
+    evaluations = (steps - 1) // every if every else 0
+    if average is None or average.may_begin(steps, evaluations):
+        return ""
+    return (
+        f"the average does not begin in train.steps={steps}, with {evaluations} evaluations before the end: begin it earlier, "
+        "or raise train.steps"
+    )
+
+
+def _skipped_anyway(config: Config) -> str:
+    if loss_scale.initial(config.optimizer.loss_scale, getattr(config.model, "dtype", "float32")) is None:
+        return ""
+    return "steps that are not finite lower the loss scale, and are always skipped: leave it out, or set loss_scale=0"
+
+
+def _other_optimizer(name: str) -> Callable[[Config], str]:
+    """The rule of a field that some optimizers do not read."""
+
+    def find_reason(config: Config) -> str:
+        if name in read_fields(config.optimizer):
+            return ""
+        readers = [other for other in optim.OPTIMIZERS if name in read_fields(_with_name(config.optimizer, other))]
+        return (
+            f"optimizer.name={config.optimizer.name!r} does not read it: leave it out, or choose {', '.join(readers)}"
+        )
+
+    return find_reason
+
+
+def _with_name(config: optim.OptimizerConfig, name: str) -> optim.OptimizerConfig:
+    return dataclasses.replace(config, name=name, rows=False)
+
+
+def read_fields(config: optim.OptimizerConfig) -> set[str]:
+    """Fields of a config that its optimizer reads.
+
+    Args:
+      config: The optimizer, an entry of OPTIMIZERS.
+
+    Returns:
+      Names of the fields.
+    """
+    read: set[str] = set()
+
+    class Recorded(optim.OptimizerConfig):
+        """The config, which records what is read."""
+
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    recorded = Recorded(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+    read.clear()
+    optim.OPTIMIZERS[config.name](recorded, lambda step: 1.0)
+    return read
+
+
+def _constant_end(config: Config) -> str:
+    peak = dataclasses.replace(config.optimizer, learning_rate=1.0, warmup=0, base_batch=0)
+    schedules = [optim.make_schedule(dataclasses.replace(peak, final=final), SCHEDULE_STEPS) for final in (0.0, 1.0)]
+    ends = [np.asarray(schedule(SCHEDULE_STEPS)).item() for schedule in schedules]
+    if ends[0] != ends[1]:
+        return ""
+    return f"optimizer.schedule={config.optimizer.schedule!r} has an end of its own: leave it out, or choose another schedule"
+
+
+def _heldout_path(config: Config) -> str:
+    data = config.data
+    if not isinstance(data, DataConfig | ExampleConfig):
+        return ""
+    if data.heldout_path:
+        return f"all of data.heldout_path={data.heldout_path!r} is held out: leave out one of the two"
+    name = data.path.partition(":")[0]
+    if isinstance(data, ExampleConfig) and name in GENERATED and GENERATED[name].heldout is not None:
+        return f"data.path={data.path!r} has held-out examples of its own: leave it out"
+    return ""
+
+
+def _no_records(config: Config) -> str:
+    data = config.data
+    if not isinstance(data, DataConfig):
+        return ""
+    paths = {"data.path": data.path, "data.heldout_path": data.heldout_path}
+    found = [source for field, path in paths.items() if path for source in sources.find(path, field)]
+    if any(file.kind not in ("text", "tokens") for source in found for file in source.files):
+        return ""
+    return (
+        f"data.path={data.path!r} has no files of records (JSONL, JSON, Parquet): leave it out, or name the files of records "
+        "with their extensions"
+    )
+
+
+def _one_source(config: Config) -> str:
+    if "," in config.data.path:
+        return ""
+    return f"data.path={config.data.path!r} is one source: leave it out, or name several sources, separated by commas"
+
+
+def _no_parts(config: Config) -> str:
+    if not isinstance(config.model, DualEncoderConfig) or config.optimizer.accumulate > 1:
+        return ""
+    return "optimizer.accumulate=1 leaves batches as they are: leave it out, or set optimizer.accumulate"
+
+
+def _forms(model: Any) -> list[BlockConfig]:
+    """The forms of all layers; empty for models that are not made of Blocks."""
+    if not isinstance(model, BackboneConfig):
+        return []
+    stacks = model.stacks().values() if isinstance(model, Seq2SeqConfig) else [model]
+    return [form for stack in stacks if stack.layers for form in stack.forms()]
+
+
+def _no_rope(config: Config) -> str:
+    if not isinstance(config.model, BackboneConfig) or any(form.position == "rope" for form in _forms(config.model)):
+        return ""
+    if not config.model.layers:
+        return "model.layers=0 leaves no layers: leave it out"
+    return f"model.position={config.model.position!r} has no RoPE: leave it out, or set model.position='rope'"
+
+
+def _no_rotated_heads(config: Config) -> str:
+    forms = _forms(config.model)
+    if not forms or any(p.rope for form in forms if form.position == "rope" for p in projections(form).values()):
+        return ""
+    return f"model.mixer={config.model.mixer!r} has no heads that RoPE rotates"
+
+
+def _no_projections(config: Config) -> str:
+    forms = _forms(config.model)
+    if not forms or any(projections(form) or form.memory_dim for form in forms):
+        return ""
+    return f"model.mixer={config.model.mixer!r} has no heads"
+
+
+def _no_length_limit(config: Config) -> str:
+    model, data = config.model, config.data
+    if not isinstance(model, BackboneConfig) or model.position == "learned" or model.max_len >= data.seq_len:
+        return ""
+    if model.fixed_length():
+        return ""
+    return (
+        f"model.position={model.position!r} has no longest sequence, and those of data.seq_len={data.seq_len} tokens are "
+        "longer: leave it out"
+    )
+
+
+def _no_dropout(config: Config) -> str:
+    model = config.model
+    if not isinstance(model, StackConfig) or model.input_dropout or model.layer_dropout or model.output_dropout:
+        return ""
+    return "it is of dropout of inputs, layers and outputs, all of which are 0: set one of the rates as well"
+
+
+def _one_recurrent_layer(config: Config) -> str:
+    if not isinstance(config.model, StackConfig) or len(config.model.widths()) > 1:
+        return ""
+    return f"model.cells={config.model.cells!r} has one layer: leave it out"
+
+
+def _other_loss(loss: str) -> Callable[[Config], str]:
+    """The rule of a field that one loss of labelled bags reads."""
+
+    def find_reason(config: Config) -> str:
+        if not isinstance(config.model, LabelledBagsConfig) or config.model.loss == loss:
+            return ""
+        return f"model.loss={config.model.loss!r} does not read it: leave it out, or set model.loss={loss!r}"
+
+    return find_reason
+
+
+def _no_subsampling(config: Config) -> str:
+    if not isinstance(config.model, WordVectorsConfig) or config.model.subsample:
+        return ""
+    return "model.subsample=0 drops no word: leave it out, or set model.subsample"
+
+
+def _no_axis(axis: str, work: str) -> Callable[[Config], str]:
+    """The rule of a field of the plan that a mesh axis needs."""
+
+    def find_reason(config: Config) -> str:
+        if config.plan.requested_sizes()[axis] != 1:
+            return ""
+        return f"it is about {work} over plan.{axis}, which is 1: leave it out, or set plan.{axis} (-1 for all devices)"
+
+    return find_reason
+
+
+# Names of fields, and a function of the config that returns the reason why they have no effect, with the fix; "" if they have.
+RULES: tuple[tuple[tuple[str, ...], Callable[[Config], str]], ...] = (
+    (("train.min_delta", "train.eval_batches"), _no_evaluations),
+    (("train.sample",), _no_sample),
+    (("optimizer.scaling",), _no_scaling),
+    (("optimizer.average",), _no_average),
+    (("optimizer.skip_nonfinite",), _skipped_anyway),
+    *(((f"optimizer.{name}",), _other_optimizer(name)) for name in OPTIMIZER_ARGUMENTS),
+    (("optimizer.final",), _constant_end),
+    (("data.heldout", "data.heldout_examples", "data.group_field"), _heldout_path),
+    (("data.text_field", "data.prompt_field"), _no_records),
+    (("data.weights",), _one_source),
+    (ROPE_FIELDS, _no_rope),
+    (("model.max_len",), _no_length_limit),
+    (("model.variational",), _no_dropout),
+    (("model.layer_dropout",), _one_recurrent_layer),
+    (("model.margin", "model.hard_negatives"), _other_loss("margin")),
+    (("model.subsample_form",), _no_subsampling),
+    (("model.negatives",), _no_parts),
+    (("plan.zero",), _no_axis("fsdp", "the training state that is divided")),
+    (("plan.exchange",), _no_axis("sequence", "sequences that are divided")),
+)
+# As RULES, for fields that members of a sweep have in common: they are printed only.
+COMMON: tuple[tuple[tuple[str, ...], Callable[[Config], str]], ...] = (
+    (("distill.losses",), _no_teacher),
+    (ROPE_FIELDS, _no_rotated_heads),
+    (("model.heads", "model.kv_heads", "model.head_dim"), _no_projections),
+)
