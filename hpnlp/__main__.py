@@ -125,8 +125,14 @@ def _run_command(name: str) -> None:
         return
 
     from hpnlp.spec import lookup
+    from hpnlp.types import InputError
 
     lookup(COMMANDS, name, "command")
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise InputError("the working directory does not exist any more: change to another one, as by cd") from error
+    os.environ["MPLBACKEND"] = "agg"  # commands draw to files; an unknown backend would fail
     importlib.import_module(f"hpnlp.cli.{name.replace('-', '_')}").run(["hpnlp " + name, *sys.argv[2:]])
 
 

@@ -141,9 +141,13 @@ def _to_run(source: Path, target: Path) -> None:
     seq_len = min(task.data_config.seq_len, model.max_len)
     data = task.data_config(seq_len=seq_len, tokenizer=str(target / "tokenizer.json"))
     values = config.Config(task.model_config(**dataclasses.asdict(model)), data, task=task.name)
-    runs.make_model(
-        values, Vocabulary(tokenizers.load(str(source)), labels)
-    )  # raises where the tokenizer does not fit the model
+    tokenizer = tokenizers.load(str(source))
+    if tokenizer.vocab_size > model.vocab:
+        raise InputError(
+            f"{source / 'config.json'}: vocab_size is {model.vocab}, and the tokenizer beside it has {tokenizer.vocab_size} "
+            "ids: put the tokenizer there that the checkpoint was trained with"
+        )
+    runs.make_model(values, Vocabulary(tokenizer, labels))  # raises where the tokenizer does not fit the model
     _, params = convert.read(source, cli.FLAGS.dtype, reading_progress())
     checkpoints = Checkpointer(target)
     checkpoints.save_params(params)

@@ -80,7 +80,8 @@ def load(path: str, flag: str = "config") -> ModuleType:
       InputError: There is no such file, or it raises an error.
     """
     if not Path(path).is_file():
-        problem = f"{path!r} is a directory" if Path(path).is_dir() else f"there is no file {path!r}"
+        problem = f"{path!r} is no regular file" if Path(path).exists() else f"there is no file {path!r}"
+        problem = f"{path!r} is a directory" if Path(path).is_dir() else problem
         names = list(named_experiments.find()) if flag == "config" else []
         name = path.removeprefix("experiments/").removesuffix(".py")
         if near := [name] if name in names else difflib.get_close_matches(name, names, n=3):

@@ -485,7 +485,7 @@ def _checksums(state: TrainState, data: Any) -> dict[str, Any]:
 
 
 def _first_line(text: str) -> str:
-    line = (text.strip().splitlines() or ["unknown error"])[0]
+    line = (text.partition(" See full TensorStore details")[0].strip().splitlines() or ["unknown error"])[0]
     return line if len(line) <= 300 else f"{line[:300]} ..."
 
 

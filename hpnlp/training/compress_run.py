@@ -27,6 +27,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.spec import did_you_mean, parse_one
 from hpnlp.tasks.reporting import Outcome
 from hpnlp.training import evaluation_record, gradients, loop, run_directory
+from hpnlp.training.checkpoint import CONVERTED_STEP
 from hpnlp.training.config import Config, flat, to_json, with_changes
 from hpnlp.training.contents import UNFINISHED_FILE, Contents, contents_of, has_checkpoints, locked
 from hpnlp.training.evaluation import Evaluation, evaluate
@@ -141,6 +142,11 @@ def compress_run(
         )
     if finetune and "train.steps" in (changes or {}):
         raise InputError(f"train.steps and --finetune={finetune} both set the steps: leave out train.steps")
+    if run.step == CONVERTED_STEP and run.vocabulary.labels is not None and "data.path" not in (changes or {}):
+        raise InputError(
+            f"{source} is a converted model, and has no data from which to score it: pass --config.data.path=PATH with "
+            "labelled examples"
+        )
     check_plain(run.params)
     check_source(run, rewind)
     with locked(target):

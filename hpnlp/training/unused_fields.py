@@ -33,6 +33,7 @@ from hpnlp.types import InputError
 NEUTRAL: dict[str, Any] = {"train.eval_batches": 0, "train.sample": 0, "data.heldout": 0.0, "plan.zero": 0}
 SCHEDULE_STEPS = 10  # at the last of them, a schedule that reads `final` depends on it
 OPTIMIZER_ARGUMENTS = ("weight_decay", "b1", "b2", "eps", "momentum", "adam_learning_rate")
+LAYER_FIELDS = ("heads", "kv_heads", "head_dim", "mixer", "block", "form", "mlp", "mlp_dim", "mlp_bias", "unroll")
 ROPE_FIELDS = ("model.rope_theta", "model.rope_scaling")
 
 
@@ -234,6 +235,14 @@ def _no_projections(config: Config) -> str:
     return f"model.mixer={config.model.mixer!r} has no heads"
 
 
+def _no_layers(config: Config) -> str:
+    return (
+        "model.layers=0 leaves no layers"
+        if isinstance(config.model, BackboneConfig) and not config.model.layers
+        else ""
+    )
+
+
 def _no_length_limit(config: Config) -> str:
     model, data = config.model, config.data
     if not isinstance(model, BackboneConfig) or model.position == "learned" or model.max_len >= data.seq_len:
@@ -314,4 +323,5 @@ COMMON: tuple[tuple[tuple[str, ...], Callable[[Config], str]], ...] = (
     (("distill.losses",), _no_teacher),
     (ROPE_FIELDS, _no_rotated_heads),
     (("model.heads", "model.kv_heads", "model.head_dim"), _no_projections),
+    (tuple(f"model.{name}" for name in LAYER_FIELDS), _no_layers),
 )

@@ -62,6 +62,7 @@ def train_error(error_of, tmp_path):
         ),
         ("--config.train.profile=10:15", "train.profile='10:15' goes beyond train.steps=12"),
         ("--config=tests", "--config: 'tests' is a directory: use an experiment file"),
+        ("--config=/dev/null", "--config: '/dev/null' is no regular file: use an experiment file"),
         (
             "--config.model.dim=wide",
             "--config.model.dim=wide: expected int\n",
@@ -247,6 +248,20 @@ def test_invalid_experiment_files_raise(error_of, tmp_path, source, message):
 )
 def test_missing_arguments_raise(error_of, argv, message):
     assert message in error_of(*argv)
+
+
+def test_deleted_working_directory_raises(error_of, monkeypatch, tmp_path):
+    (tmp_path / "deleted").mkdir()
+    monkeypatch.chdir(tmp_path / "deleted")
+    (tmp_path / "deleted").rmdir()
+    message = error_of("compare", "run")
+    assert message == "hpnlp: the working directory does not exist any more: change to another one, as by cd\n"
+
+
+def test_unknown_backends_of_matplotlib_are_not_read(start, finish, monkeypatch, tmp_path):
+    monkeypatch.setenv("MPLBACKEND", "nonsense")
+    outcome = finish(start("draw", "Causal()", "--length=16", f"--out={tmp_path / 'a.png'}"))
+    assert outcome.code == 0 and (tmp_path / "a.png").exists()
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from hpnlp.training import config as configs
 from hpnlp.training import contents
 from hpnlp.training import run_directory as runs
 from hpnlp.training.checkpoint import Checkpointer
+from hpnlp.training.compress_run import compress_run
 from hpnlp.types import InputError
 
 EOS = None  # stands for the tokenizer's eos_id
@@ -102,6 +103,10 @@ def test_classifiers_keep_the_names_of_their_classes(task, heads, checkpoint, tm
     values = runs.load_config(tmp_path / "run")
     assert values.task == task and values.data.seq_len == 32
     assert runs.load_vocabulary(tmp_path / "run", values).labels == ("no", "yes")
+    with pytest.raises(
+        InputError, match=r"is a converted model, and has no data .*: pass --config.data.path=PATH with lab"
+    ):
+        compress_run(tmp_path / "run", tmp_path / "small", "int8")
     run(from_=tmp_path / "run", to=tmp_path / "back")
     for name in ("config.json", "model.safetensors"):  # tokenizer.json frames texts as those of classifiers
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes(), name
@@ -354,7 +359,7 @@ def test_missing_or_foreign_tokenizers_raise(checkpoint, tmp_path):
     tokenizers.build("bpe(280)", [b"the quick brown fox jumps over a lazy dog, again and again\n" * 20]).save(
         str(source / "tokenizer.json")
     )
-    with pytest.raises(InputError, match=r"model.vocab=\d+ is less than the tokenizer's \d+"):
+    with pytest.raises(InputError, match=r"config.json: vocab_size is \d+, and the tokenizer beside it has \d+ ids"):
         run(from_=source, to=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

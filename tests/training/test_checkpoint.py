@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hpnlp.parallel.host_offload import on_host
 from hpnlp.parallel.plan import Plan
+from hpnlp.training import checkpoint
 from hpnlp.training.best import ScoreOrder
 from hpnlp.training.checkpoint import FORMAT, Checkpointer
 from hpnlp.training.loss_scale import LossScale
@@ -389,3 +390,8 @@ def test_records_with_other_values_are_damaged(damaged, checkpointer, record):
     path.write_text(json.dumps(json.loads(path.read_text()) | record if isinstance(record, dict) else record))
     with pytest.raises(InputError, match=r"checkpoint 9 cannot be read .*, and the run"):
         checkpointer().restore(shapes())
+
+
+def test_errors_of_reading_have_no_repr_of_a_method():
+    text = "Encountered error while reading an array: (slice(0, 2, 1)). See full TensorStore details: <bound method a.spec of {"
+    assert checkpoint._first_line(text) == "Encountered error while reading an array: (slice(0, 2, 1))."

@@ -183,6 +183,10 @@ def test_optimizers_of_users_read_their_fields(monkeypatch):
             "model.heads=8 has no effect, because model.mixer='fnet' has no heads",
         ),
         (
+            {"task": "classification", "model.layers": 0, "model.mlp": "gelu"},
+            "model.mlp='gelu' has no effect, because model.layers=0 leaves no layers",
+        ),
+        (
             {"distill.losses": "regression_only"},
             "distill.losses='regression_only' has no effect, because there is no teacher: set distill.teacher as well",
         ),

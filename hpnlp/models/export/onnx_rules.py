@@ -259,11 +259,26 @@ def _fill_value(eqn: Any) -> np.ndarray:
     return np.asarray(value, dtype)
 
 
+# Directory of the code that computes an operation -> the config field or the stage that chose it, and a choice without it.
+_ORIGINS = {
+    "hpnlp/nn/mixers/": ("model.mixer", "a run with another mixer, such as full"),
+    "hpnlp/nn/feed_forward/": ("model.mlp", "a run with another network, such as swiglu"),
+    "hpnlp/nn/output/": ("model.output", "a run with another output layer, such as full"),
+    "hpnlp/ops/weights/": ("the recipe of hpnlp compress", "a recipe without packed tables (packed=False)"),
+}
+
+
 def _unsupported(eqn: Any, detail: str = "") -> InputError:
     operation = " ".join(filter(None, (eqn.primitive.name, detail)))
+    origin, choice = "", "a model without it"
+    for frame in getattr(eqn.source_info.traceback, "frames", ()):
+        directory = next((part for part in _ORIGINS if part in frame.file_name), None)
+        if directory is not None:
+            field, choice = _ORIGINS[directory]
+            origin = f" for {field} ({frame.file_name[frame.file_name.rindex(directory) :]})"
+            break
     return InputError(
-        f"the model computes {operation}, which is not written as ONNX: use the format stablehlo, or a recipe without packed "
-        "tables (packed=False)"
+        f"the model computes {operation}{origin}, which is not written as ONNX: use the format stablehlo, or {choice}"
     )
 
 

@@ -52,6 +52,12 @@ def read_block(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     )
     if networks > MAX_NETWORKS:
         raise InputError(f"{source}: num_feedforward_networks is {networks}: expected at most {MAX_NETWORKS}")
+    heads = checked_value(raw, "num_attention_heads", int, source)
+    if width % heads or dim % heads:
+        raise InputError(
+            f"{source}: num_attention_heads is {heads} with intra_bottleneck_size={width} and hidden_size={dim}: expected a "
+            "divisor of both"
+        )
     if embed_dim >= dim:
         raise InputError(f"{source}: embedding_size is {embed_dim} with hidden_size={dim}: expected less than that")
     reads_bottleneck = checked_value(raw, "use_bottleneck_attention", bool, source)

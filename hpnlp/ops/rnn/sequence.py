@@ -37,19 +37,20 @@ def check_shapes(
     """
     features = kernels[0][0].shape[0]
     gates = sum(count for _, count in kernels)
-    if x.ndim != 3 or 0 in x.shape or tuple(w.shape) != (x.shape[-1], gates * features):
-        raise InputError(
-            f"{name} of x {x.shape} with w {tuple(w.shape)}: expected x [B, T, D], not empty, and w [D, {gates} H], H = "
-            f"{features}, the rows of the recurrent matrix"
-        )
-    if b is not None and b.shape != (gates * features,):
-        raise InputError(f"{name}: b {b.shape}: expected [{gates} H] = {(gates * features,)}")
     for kernel, count in kernels:
         if tuple(kernel.shape) != (features, count * features):
             raise InputError(
-                f"{name}: recurrent matrix {tuple(kernel.shape)}: expected {(features, count * features)}, {count} gates of "
-                f"{features} features"
+                f"{name}: recurrent matrix {tuple(kernel.shape)}: expected [H, {count} H], which is "
+                f"{(features, count * features)} for H = {features}"
             )
+    if x.ndim != 3 or 0 in x.shape or tuple(w.shape) != (x.shape[-1], gates * features):
+        recurrent = " and ".join(str(tuple(kernel.shape)) for kernel, _ in kernels)
+        raise InputError(
+            f"{name} of x {x.shape} with w {tuple(w.shape)} and the recurrent matrix {recurrent}: expected x [B, T, D], not "
+            f"empty, w [D, {gates} H], and the recurrent matrix [H, ...], whose rows are H = {features}"
+        )
+    if b is not None and b.shape != (gates * features,):
+        raise InputError(f"{name}: b {b.shape}: expected [{gates} H] = {(gates * features,)}")
     if reset is not None and reset.shape != x.shape[:2]:
         raise InputError(f"{name}: reset {reset.shape}: expected [B, T] = {x.shape[:2]}")
     if lengths is not None and lengths.shape != x.shape[:1]:

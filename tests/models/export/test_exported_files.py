@@ -13,7 +13,7 @@ from hpnlp.models.decoder import Decoder, DecoderConfig
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.export import onnx_file, stablehlo
 from hpnlp.models.export.functions import ExportedFunction, logits_function
-from hpnlp.models.lm import LM
+from hpnlp.models.lm import LM, LMConfig
 from hpnlp.types import InputError
 from tests.models.huggingface.test_compressed import BERT, GPT2, GROUPED, LLAMA, compressed
 
@@ -126,7 +126,21 @@ def test_operations_without_a_counterpart_in_onnx_raise(tmp_path):
     pytest.importorskip("onnx")
     function, _ = make(GPT2, "ternary")  # rows of the table are unpacked by shifts
     with pytest.raises(
-        InputError, match="the model computes shift_right_logical, which is not written as ONNX: .*packed=False"
+        InputError,
+        match="shift_right_logical for the recipe of hpnlp compress .hpnlp/ops/weights/.*, which is not written.*packed=False",
     ):
         onnx_file.write(function, tmp_path / "model.onnx")
     assert not (tmp_path / "model.onnx").exists()
+
+
+def test_operations_of_a_mixer_without_a_counterpart_in_onnx_name_it(tmp_path):
+    pytest.importorskip("onnx")
+    model = LM(LMConfig(dim=8, heads=2, layers=1, mlp_dim=8, vocab=16, max_len=8, mixer="moba(2,1)"))
+    shapes = jax.eval_shape(
+        lambda: model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32), method="logits")["params"]
+    )
+    weights = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    with pytest.raises(
+        InputError, match=r"computes top_k for model.mixer \(hpnlp/nn/mixers/selected_blocks.py\), which is"
+    ):
+        onnx_file.write(logits_function(model, weights, 8), tmp_path / "model.onnx")

@@ -150,7 +150,14 @@ def test_unsupported_settings_raise(changes, message, classifier):
         ({"embedding_size": 8}, "embedding_size is 8 with hidden_size=8: expected less"),
         ({"normalization_type": "rms_norm"}, 'normalization_type="rms_norm" is not supported'),
         ({"normalization_type": "layer_norm"}, "layer_norm_eps=1e-12 is not supported: .* layer_norm_eps=1e-05"),
-        ({"intra_bottleneck_size": 5}, "config.json: model.block='bottleneck.5, 3.*' its width 5|its width 5 is not"),
+        (
+            {"intra_bottleneck_size": 5},
+            "config.json: num_attention_heads is 2 with intra_bottleneck_size=5 and hidden_size=8: expected a divisor of both",
+        ),
+        (
+            {"num_attention_heads": 3},
+            "num_attention_heads is 3 with intra_bottleneck_size=.* expected a divisor of both",
+        ),
         ({"intra_bottleneck_size": 6}, r"shape .*, but config.json makes it"),
     ],
 )

@@ -160,7 +160,12 @@ X, W, U = np.zeros((B, T, D), np.float32), np.zeros((D, 4 * H), np.float32), np.
     ("call", "message"),
     [
         (lambda: lstm(X, W[:-1], U), "expected x"),
-        (lambda: lstm(X, W, U[:, :-1]), "recurrent matrix"),
+        (
+            lambda: lstm(X, W, U[:, :-1]),
+            r"recurrent matrix \(4, 15\): expected \[H, 4 H\], which is \(4, 16\) for H = 4",
+        ),
+        (lambda: lstm(X, W, U[:-1]), r"recurrent matrix \(3, 16\): expected \[H, 4 H\], which is \(3, 12\) for H = 3"),
+        (lambda: lstm(X, W, U[:-1, :-4]), r"with w \(.*, 16\) and the recurrent matrix \(3, 12\): expected x"),
         (lambda: lstm(X[:, :0], W, U), "not empty"),
         (lambda: lstm(X, W, U, np.zeros(1, np.float32)), r"lstm: b \(1,\): expected"),
         (
@@ -191,7 +196,7 @@ X, W, U = np.zeros((B, T, D), np.float32), np.zeros((D, 4 * H), np.float32), np.
             lambda: gru(X, W[:, : 3 * H], U[:, : 3 * H], masks=StepMasks(hold_c=X[..., :H])),
             "the cell has no cell state",
         ),
-        (lambda: minimal_gated_unit(X, W, U), "expected x"),
+        (lambda: minimal_gated_unit(X, W, U), r"recurrent matrix \(4, 16\): expected \[H, 2 H\]"),
     ],
 )
 def test_invalid_arguments_raise(call, message):
