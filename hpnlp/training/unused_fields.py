@@ -244,14 +244,23 @@ def _no_layers(config: Config) -> str:
 
 
 def _no_length_limit(config: Config) -> str:
-    model, data = config.model, config.data
-    if not isinstance(model, BackboneConfig) or model.position == "learned" or model.max_len >= data.seq_len:
+    return _below_length(config, "max_len", "seq_len")
+
+
+def _no_target_limit(config: Config) -> str:
+    return _below_length(config, "target_len", "target_len") if isinstance(config.model, Seq2SeqConfig) else ""
+
+
+def _below_length(config: Config, limit: str, length: str) -> str:
+    """The reason why a limit of positions that is less than the length of sequences has no effect."""
+    model, tokens = config.model, getattr(config.data, length)
+    if not isinstance(model, BackboneConfig) or model.position == "learned" or getattr(model, limit) >= tokens:
         return ""
     if model.fixed_length():
         return ""
     return (
-        f"model.position={model.position!r} has no longest sequence, and those of data.seq_len={data.seq_len} tokens are "
-        "longer: leave it out"
+        f"model.position={model.position!r} has no longest sequence, and those of data.{length}={tokens} tokens are longer: "
+        "leave it out"
     )
 
 
@@ -310,9 +319,11 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Config], str]], ...] = (
     (("data.weights",), _one_source),
     (ROPE_FIELDS, _no_rope),
     (("model.max_len",), _no_length_limit),
+    (("model.target_len",), _no_target_limit),
     (("model.variational",), _no_dropout),
     (("model.layer_dropout",), _one_recurrent_layer),
     (("model.margin", "model.hard_negatives"), _other_loss("margin")),
+    (("model.temperature",), _other_loss("softmax")),
     (("model.subsample_form",), _no_subsampling),
     (("model.negatives",), _no_parts),
     (("plan.zero",), _no_axis("fsdp", "the training state that is divided")),

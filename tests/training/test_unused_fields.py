@@ -106,6 +106,15 @@ def test_defaults_pass(task):
             "data.seq_len=256",
         ),
         (
+            {"task": "seq2seq", "model.target_len": 64},
+            "model.target_len=64 has no effect, because model.position='rope' has no longest sequence, and those of "
+            "data.target_len=128",
+        ),
+        (
+            {"task": "labelled_bags", "model.temperature": 0.2},
+            "model.temperature=0.2 has no effect, because model.loss=",
+        ),
+        (
             {"task": "rnn_lm", "model.variational": True},
             "model.variational=True has no effect, because it is of dropout",
         ),
