@@ -149,6 +149,11 @@ def test_failed_members_do_not_stop_the_others(sweep, run, members_here, tmp_pat
             [],
             "members of get_sweep() have different tasks (task=lm: lm, task=masked_lm: masked_lm), whose scores",
         ),
+        (
+            [{"optimizer.momentum": 0.5}],
+            [],
+            "member momentum=0.5: optimizer.momentum=0.5 has no effect, because optimizer.name='adamw'",
+        ),
         ([{"data.path": "a\0b"}], [], "member path=a_b of get_sweep(): a value has a NUL"),
         ([{1: 2}], [], 'return a list such as [{"model.dim": 64}, ...]'),
     ],
