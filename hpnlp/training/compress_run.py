@@ -122,26 +122,11 @@ def compress_run(
         started again.
     """
     stages = parse_recipe(recipe)
-    if finetune and all(stage.changes != STRUCTURE for stage in stages):
-        raise InputError(
-            f"--finetune={finetune} trains after the stages that remove units or weights, and the recipe {recipe!r} has none: "
-            "leave it out, or train with train.weights first, as low_rank(0.5) for factorize(parameters=0.5)"
-        )
-    if rewind and all(parse_one(stage.text, "--recipe").name != "magnitude" for stage in stages):
-        raise InputError(
-            f"--rewind={rewind} keeps the zeros of magnitude, which the recipe {recipe!r} does not have: add it"
-        )
+    _check_options(recipe, stages, finetune, rewind, changes or {})
     source, target = Path(source), Path(target)
     _check_target(target)
     run = run_directory.load(source)
     run = dataclasses.replace(run, config=_changed(run.config, changes or {}))
-    unused = [name for name in changes or {} if not finetune and not name.startswith("data.")]
-    if unused:
-        raise InputError(
-            f"{', '.join(unused)}: settings of further training, of which there is none: add --finetune=STEPS"
-        )
-    if finetune and "train.steps" in (changes or {}):
-        raise InputError(f"train.steps and --finetune={finetune} both set the steps: leave out train.steps")
     if run.step == CONVERTED_STEP and run.vocabulary.labels is not None and "data.path" not in (changes or {}):
         raise InputError(
             f"{source} is a converted model, and has no data from which to score it: pass --config.data.path=PATH with "
@@ -198,6 +183,28 @@ def compress_run(
         run_directory.write_config(target, dataclasses.replace(last.config, distill=DistillConfig()))
         (target / UNFINISHED_FILE).unlink()
         return measurements
+
+
+def _check_options(
+    recipe: str, stages: Sequence[Stage], finetune: int, rewind: str, changes: Mapping[str, Any]
+) -> None:
+    """Raises InputError if an argument of `compress_run` has no effect with the recipe."""
+    if finetune and all(stage.changes != STRUCTURE for stage in stages):
+        raise InputError(
+            f"--finetune={finetune} trains after the stages that remove units or weights, and the recipe {recipe!r} has none: "
+            "leave it out, or train with train.weights first, as low_rank(0.5) for factorize(parameters=0.5)"
+        )
+    if rewind and all(parse_one(stage.text, "--recipe").name != "magnitude" for stage in stages):
+        raise InputError(
+            f"--rewind={rewind} keeps the zeros of magnitude, which the recipe {recipe!r} does not have: add it"
+        )
+    unused = [name for name in changes if not finetune and not name.startswith("data.")]
+    if unused:
+        raise InputError(
+            f"{', '.join(unused)}: settings of further training, of which there is none: add --finetune=STEPS"
+        )
+    if finetune and "train.steps" in changes:
+        raise InputError(f"train.steps and --finetune={finetune} both set the steps: leave out train.steps")
 
 
 @dataclasses.dataclass(frozen=True)

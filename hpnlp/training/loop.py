@@ -489,9 +489,7 @@ class _Run:
         best = self.checkpoints.best()
         if best is None or best == self.step:
             return self.step, self.state.best_params
-        jax.tree.map(
-            lambda x: x.delete(), self.state
-        )  # it is saved, and its memory may be needed to restore another one
+        jax.tree.map(lambda x: x.delete(), self.state)  # saved; its memory may be needed for the other one
         return best, self.checkpoints.restore_params(self.trainer.state_shapes, best)
 
     def _out_of_patience(self) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from hpnlp.models import variables
@@ -16,6 +17,9 @@ from hpnlp.types import InputError
 
 # Arrays of a batch that are no inputs of the exported function: those of the loss, and positions, which count from 0.
 _NOT_EXPORTED = ("labels", "weights", "positions")
+BATCH, LENGTH = "batch", "length"  # names of the symbolic sizes of the inputs
+# Errors of a model that computes with the number or the length of sequences.
+SYMBOLIC_ERRORS = (TypeError, ValueError, NotImplementedError, jax.errors.InconclusiveDimensionOperation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +30,14 @@ class ExportedFunction:
       call: The function. Its arguments are int32 `[B, T]`; it returns float32 logits, `[B, T, V]`, or `[B, C]` of an encoder
         with pooling.
       inputs: Names of the arguments.
-      length: T.
+      length: T; 0 for any length.
+      longest: Largest T; 0 for no limit.
     """
 
     call: Callable[..., Any]
     inputs: tuple[str, ...]
     length: int
+    longest: int = 0
 
 
 def logits_function(model: Any, weights: Any, length: int) -> ExportedFunction:
@@ -40,8 +46,8 @@ def logits_function(model: Any, weights: Any, length: int) -> ExportedFunction:
     Args:
       model: An LM or an Encoder.
       weights: Weights of the model.
-      length: Tokens of a sequence. An LM takes "tokens"; shorter texts are padded at the end. An Encoder takes "tokens",
-        "segment_ids" (1 for text, 0 for padding), and "token_types" if pairs of texts have some.
+      length: Tokens of a sequence, 0 for any number. An LM takes "tokens"; shorter texts are padded at the end. An Encoder
+        takes "tokens", "segment_ids" (1 for text, 0 for padding), and "token_types" if pairs of texts have some.
 
     Returns:
       The function.
@@ -54,17 +60,97 @@ def logits_function(model: Any, weights: Any, length: int) -> ExportedFunction:
             f"a {type(model).__name__} has no logits of token ids: export a run of task lm, masked_lm, classification or "
             "tagging"
         )
-    max_len = model.config.max_len
-    if length < 1 or (model.config.position == "learned" and 0 < max_len < length):
-        raise InputError(f"length {length}: expected 1 to {max_len or 'the length of the model'}")
+    max_len, fixed = model.config.max_len, model.config.fixed_length()
+    if length < 0 or (model.config.position == "learned" and 0 < max_len < length):
+        raise InputError(f"length {length}: expected 1 to {max_len or 'the length of the model'}, or 0 for any length")
+    if fixed and length != fixed:
+        shown = "any length" if length == 0 else f"length {length}"
+        raise InputError(f"{shown}: the model takes sequences of {fixed} tokens only: pass length={fixed}")
+    longest = max_len if model.config.position == "learned" else 0
     collections = variables.collections(weights)
     if isinstance(model, LM):
-        return ExportedFunction(lambda tokens: model.apply(collections, tokens, method="logits"), ("tokens",), length)
+        return ExportedFunction(
+            lambda tokens: model.apply(collections, tokens, method="logits"), ("tokens",), length, longest
+        )
     inputs = tuple(name for name in model.batch_axes() if name not in _NOT_EXPORTED)
 
     def call(*arrays: jax.Array) -> Any:
         batch = dict(zip(inputs, arrays, strict=True))
-        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), batch["tokens"].shape)
+        tokens = batch["tokens"]
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         return model.apply(collections, {**batch, "positions": positions}, method="logits")
 
-    return ExportedFunction(call, inputs, length)
+    return ExportedFunction(call, inputs, length, longest)
+
+
+def input_shape(function: ExportedFunction, batch: int) -> tuple[Any, Any]:
+    """Shape of the inputs of a function.
+
+    Args:
+      function: The function.
+      batch: Sequences of a batch, 0 for any number.
+
+    Returns:
+      `(B, T)`, where sizes that may be any number are symbols of JAX.
+    """
+    names = [name for name, size in ((BATCH, batch), (LENGTH, function.length)) if size == 0]
+    constraints = [f"{name} >= 1" for name in names]
+    if LENGTH in names and function.longest:
+        constraints.append(f"{LENGTH} <= {function.longest}")
+    symbols = iter(jax.export.symbolic_shape(", ".join(names), constraints=constraints) if names else ())
+    return batch or next(symbols), function.length or next(symbols)
+
+
+def arguments(function: ExportedFunction, shape: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of the arguments of a function.
+
+    Args:
+      function: The function.
+      shape: Result of `input_shape`.
+
+    Returns:
+      One for each input.
+    """
+    return [jax.ShapeDtypeStruct(tuple(shape), jnp.int32) for _ in function.inputs]
+
+
+def unsized_error(function: ExportedFunction, batch: int, error: BaseException) -> InputError:
+    """The error of a model that cannot be traced with symbolic sizes.
+
+    Args:
+      function: The function.
+      batch: Sequences of a batch, 0 for any number.
+      error: The error of JAX.
+
+    Returns:
+      The error, which names the sizes to fix.
+    """
+    free = [name for name, size in (("number", batch), ("length", function.length)) if size == 0]
+    fixes = [f"{name}=N" for name, size in (("batch", batch), ("length", function.length)) if size == 0]
+    reason = str(error).partition("\n")[0]
+    return InputError(
+        f"the model cannot be exported for sequences of any {' and '.join(free)} ({reason:.200}): pass "
+        f"{' or '.join(fixes[::-1])}"
+    )
+
+
+def traced(function: ExportedFunction, batch: int) -> Any:
+    """The jaxpr of a function.
+
+    Args:
+      function: The function.
+      batch: Sequences of a batch, 0 for any number.
+
+    Returns:
+      A closed jaxpr.
+
+    Raises:
+      InputError: The model computes with a size that may be any number.
+    """
+    shape = input_shape(function, batch)
+    try:
+        return jax.make_jaxpr(function.call)(*arguments(function, shape))
+    except SYMBOLIC_ERRORS as error:
+        if isinstance(error, InputError) or (batch and function.length):
+            raise
+        raise unsized_error(function, batch, error) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from hpnlp.atomic_file import replaced
-from hpnlp.models.export.functions import ExportedFunction
+from hpnlp.models.export.functions import BATCH, LENGTH, ExportedFunction, traced
 from hpnlp.models.export.onnx_graph import IR_VERSION, OPSET, Graph, import_onnx
-from hpnlp.models.export.onnx_rules import rule_of
+from hpnlp.models.export.onnx_rules import CALLS, rule_of
+from hpnlp.models.export.onnx_shapes import is_number
 from hpnlp.types import InputError
 
 _MAX_BYTES = 2**31 - 2**20  # of a protocol buffer
@@ -23,7 +24,7 @@ _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of primitives that 
 _NOT_CALLS = ("pallas_call", "reduce", "reduce_window", "scan", "shard_map")
 
 
-def write(function: ExportedFunction, path: Path, *, batch: int = 1) -> None:
+def write(function: ExportedFunction, path: Path, *, batch: int = 0) -> None:
     """Writes a function and its weights.
 
     Everything that does not depend on the inputs is computed here: masks, positions, and matrices of weights whose products
@@ -33,16 +34,16 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 1) -> None:
     Args:
       function: The function.
       path: The file.
-      batch: Sequences of a batch, B.
+      batch: Sequences of a batch, B; 0 for any number.
 
     Raises:
       InputError: The package onnx is missing, the model has an operation that is not written or too many iterations of loops,
         or the file would have over 2 GB.
     """
     onnx = import_onnx()
-    graph = Graph()
-    shape = (batch, function.length)
-    closed = jax.make_jaxpr(function.call)(*(jax.ShapeDtypeStruct(shape, jnp.int32) for _ in function.inputs))
+    graph = Graph({name: _size_of_input(function.inputs[0], axis) for axis, name in enumerate((BATCH, LENGTH))})
+    closed = traced(function, batch)
+    shape = closed.in_avals[0].shape
     (result,) = _run(graph, closed.jaxpr, closed.consts, list(function.inputs))
     graph.nodes.append(onnx.helper.make_node("Identity", [_name(graph, result)], ["logits"], "logits"))
     nodes, constants = graph.reachable("logits")
@@ -52,8 +53,8 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 1) -> None:
             "length, because ONNX files hold every iteration of loops"
         )
     integer, real = onnx.TensorProto.INT32, onnx.TensorProto.FLOAT
-    inputs = [onnx.helper.make_tensor_value_info(name, integer, list(shape)) for name in function.inputs]
-    outputs = [onnx.helper.make_tensor_value_info("logits", real, list(closed.out_avals[0].shape))]
+    inputs = [onnx.helper.make_tensor_value_info(name, integer, _stated(shape)) for name in function.inputs]
+    outputs = [onnx.helper.make_tensor_value_info("logits", real, _stated(closed.out_avals[0].shape))]
     content = onnx.helper.make_model(
         onnx.helper.make_graph(nodes, "logits", inputs, outputs, constants),
         opset_imports=[onnx.helper.make_opsetid("", OPSET)],
@@ -62,6 +63,16 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 1) -> None:
     ).SerializeToString()
     with replaced(path) as file:
         file.write(content)
+
+
+def _size_of_input(name: str, axis: int) -> Callable[[Any], str]:
+    """A function of a graph that adds the node of a size of an input, an int64 scalar."""
+    return lambda graph: graph.node("Gather", graph.node("Shape", name), graph.constant(np.int64(axis)), axis=0)
+
+
+def _stated(shape: Sequence[Any]) -> list[Any]:
+    """A shape with the names of its symbolic sizes."""
+    return [int(size) if is_number(size) else str(size) for size in shape]
 
 
 def _run(graph: Graph, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -89,18 +100,26 @@ def _equation(graph: Graph, eqn: Any, inputs: list[Any]) -> list[Any]:
     """Results of an equation."""
     name = eqn.primitive.name
     body = next((eqn.params[key] for key in _BODIES if key in eqn.params), None)
+    if (rule := CALLS.get(str(eqn.params.get("name")))) is not None:
+        return [rule(graph, eqn, [_name(graph, value) for value in inputs])]
     if body is not None and name not in _NOT_CALLS:
         jaxpr = getattr(body, "jaxpr", body)
         return _run(graph, jaxpr, getattr(body, "consts", ()), inputs)
     if name == "optimization_barrier":
         return inputs
-    if not any(isinstance(value, str) for value in inputs):
+    if not any(isinstance(value, str) for value in inputs) and _has_known_shapes(eqn):
         return _known(eqn, inputs)
     if name == "scan":
         return _scan(graph, eqn, inputs)
     if name == "split":
         return _split(graph, eqn, _name(graph, inputs[0]))
     return [rule_of(eqn)(graph, eqn, [_name(graph, value) for value in inputs])]
+
+
+def _has_known_shapes(eqn: Any) -> bool:
+    """Whether no size of the results is a symbol."""
+    has_sizes = all(is_number(size) for atom in eqn.outvars for size in _aval(atom).shape)
+    return has_sizes and eqn.primitive.name != "dim_as_value"
 
 
 def _known(eqn: Any, inputs: list[Any]) -> list[Any]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from hpnlp.models.export.onnx_shapes import Sizes
 from hpnlp.types import InputError
 
 OPSET = 18  # Reduce* and Split with axes and sizes as inputs
@@ -36,8 +38,14 @@ def import_onnx() -> Any:
 class Graph:
     """Nodes and constants; a value is the name of a node's output or of a constant."""
 
-    def __init__(self) -> None:
+    def __init__(self, symbols: Mapping[str, Callable[[Graph], str]] = MappingProxyType({})) -> None:
+        """Makes an empty graph.
+
+        Args:
+          symbols: Name of a symbolic size -> function that adds the node of its value, an int64 scalar, to the graph.
+        """
         self.onnx = import_onnx()
+        self.sizes = Sizes(self, symbols)
         self.nodes: list[Any] = []
         self.constants: dict[str, Any] = {}
         self._names: dict[tuple[Any, ...], str] = {}
@@ -79,20 +87,53 @@ class Graph:
         Raises:
           InputError: The graph has MAX_NODES nodes.
         """
+        return self.node_outputs(kind, 1, *inputs, **attributes)[0]
+
+    def node_outputs(self, kind: str, outputs: int, *inputs: str, **attributes: Any) -> list[str]:
+        """Adds a node.
+
+        Args:
+          kind: The operator.
+          outputs: Number of its outputs.
+          *inputs: Names of its inputs.
+          **attributes: Its attributes.
+
+        Returns:
+          The names of the outputs.
+
+        Raises:
+          InputError: The graph has MAX_NODES nodes.
+        """
         if len(self.nodes) == MAX_NODES:
             raise InputError(
                 f"the model has over {MAX_NODES:,} operations, because ONNX files hold every iteration of its loops: export a "
                 "shorter length, or use the format stablehlo, which keeps loops"
             )
         name = f"n{len(self.nodes)}"
-        self.nodes.append(self.onnx.helper.make_node(kind, inputs, [name], name, **attributes))
-        return name
+        names = [name, *(f"{name}_{index}" for index in range(1, outputs))]
+        self.nodes.append(self.onnx.helper.make_node(kind, inputs, names, name, **attributes))
+        return names
 
-    def reshape(self, x: str, shape: Sequence[int]) -> str:
-        """Another shape with as many elements."""
-        if x in self._arrays:
+    def reshape(self, x: str, shape: Sequence[Any]) -> str:
+        """Another shape with as many elements; its sizes may be symbolic."""
+        symbolic = [axis for axis, size in enumerate(shape) if not isinstance(size, int | np.integer)]
+        if x in self._arrays and not symbolic:
             return self.constant(self._arrays[x].reshape(shape))
-        return self.node("Reshape", x, self.integers(*shape))
+        if len(symbolic) == 1:  # the runtime computes one size
+            shape = [-1 if axis == symbolic[0] else size for axis, size in enumerate(shape)]
+        return self.node("Reshape", x, self.sizes.vector(shape))
+
+    def unsqueeze(self, x: str, axes: Sequence[int]) -> str:
+        """Axes of size 1, at these places of the result."""
+        if not axes:
+            return x
+        if x in self._arrays:
+            return self.constant(np.expand_dims(self._arrays[x], tuple(axes)))
+        return self.node("Unsqueeze", x, self.integers(*axes))
+
+    def squeeze(self, x: str, axes: Sequence[int]) -> str:
+        """The array without these axes, which have size 1."""
+        return self.node("Squeeze", x, self.integers(*axes)) if axes else x
 
     def transpose(self, x: str, order: Sequence[int]) -> str:
         """Axes in another order."""
@@ -102,14 +143,14 @@ class Graph:
             return self.constant(self._arrays[x].transpose(order))
         return self.node("Transpose", x, perm=list(order))
 
-    def slice(self, x: str, starts: Sequence[int], ends: Sequence[int], steps: Sequence[int]) -> str:
+    def slice(self, x: str, starts: Sequence[Any], ends: Sequence[Any], steps: Sequence[int]) -> str:
         """A part of all axes."""
         axes = self.integers(*range(len(starts)))
-        return self.node("Slice", x, self.integers(*starts), self.integers(*ends), axes, self.integers(*steps))
+        return self.node("Slice", x, self.sizes.vector(starts), self.sizes.vector(ends), axes, self.integers(*steps))
 
-    def expand(self, x: str, shape: Sequence[int]) -> str:
+    def expand(self, x: str, shape: Sequence[Any]) -> str:
         """Axes of size 1 repeated to a shape. Operators that broadcast read x instead, see `broadcasting`."""
-        name = self.node("Expand", x, self.integers(*shape))
+        name = self.node("Expand", x, self.sizes.vector(shape))
         self._narrow[name] = x
         return name
 

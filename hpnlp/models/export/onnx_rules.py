@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -150,12 +151,26 @@ def _transpose(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
 
 
 def _broadcast(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
-    shape, old = eqn.params["shape"], eqn.invars[0].aval.shape
-    sizes = [1] * len(shape)
+    shape, old = eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape
+    sizes: list[Any] = [1] * len(shape)
     for axis, size in zip(eqn.params["broadcast_dimensions"], old, strict=True):
         sizes[axis] = size
-    narrow = graph.reshape(inputs[0], sizes)
+    new = [axis for axis in range(len(shape)) if axis not in eqn.params["broadcast_dimensions"]]
+    narrow = graph.unsqueeze(inputs[0], new)
     return narrow if tuple(sizes) == tuple(shape) else graph.expand(narrow, shape)
+
+
+def _iota(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    """Indices along an axis of symbolic size; indices of a known shape are constants."""
+    shape, axis = eqn.outvars[0].aval.shape, eqn.params["dimension"]
+    zero, one = graph.constant(np.int64(0)), graph.constant(np.int64(1))
+    indices = graph.cast(graph.node("Range", zero, graph.sizes.scalar(shape[axis]), one), eqn.params["dtype"])
+    narrow = graph.unsqueeze(indices, [i for i in range(len(shape)) if i != axis])
+    return narrow if len(shape) == 1 else graph.expand(narrow, shape)
+
+
+def _size(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    return graph.cast(graph.sizes.scalar(eqn.params["dim"]), eqn.outvars[0].aval.dtype)
 
 
 def _concatenate(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
@@ -207,24 +222,33 @@ def _dot_general(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
     free_a = [i for i in range(a.ndim) if i not in (*contracted_a, *batch_a)]
     free_b = [i for i in range(b.ndim) if i not in (*contracted_b, *batch_b)]
     batch = [a.shape[i] for i in batch_a]
-    rows, columns = (int(np.prod([v.shape[i] for i in free])) for v, free in ((a, free_a), (b, free_b)))
-    inner = int(np.prod([a.shape[i] for i in contracted_a]))
+    rows, columns = (math.prod(v.shape[i] for i in free) for v, free in ((a, free_a), (b, free_b)))
+    inner = math.prod(a.shape[i] for i in contracted_a)
     left = graph.transpose(inputs[0], (*batch_a, *free_a, *contracted_a))
     right = graph.transpose(inputs[1], (*batch_b, *contracted_b, *free_b))
-    left, right = graph.reshape(left, (*batch, rows, inner)), graph.reshape(right, (*batch, inner, columns))
+    if len(contracted_a) != 1 or len(free_a) != 1:
+        left = graph.reshape(left, (*batch, rows, inner))
+    if len(contracted_a) != 1 or len(free_b) != 1:
+        right = graph.reshape(right, (*batch, inner, columns))
+
+    def shaped(product: str) -> str:
+        return product if len(free_a) == len(free_b) == 1 else graph.reshape(product, out.shape)
+
     is_bool = np.bool_ in (a.dtype, b.dtype)
     if not is_bool and a.dtype.itemsize == b.dtype.itemsize == 1 and out.dtype == np.int32:
-        return graph.reshape(graph.node("MatMulInteger", left, right), out.shape)
+        return shaped(graph.node("MatMulInteger", left, right))
     if len({stored_dtype(v.dtype) for v in (a, b, out)}) > 1 or is_bool:
         dtype = np.int32 if out.dtype == np.bool_ else out.dtype
         left, right = graph.cast(left, dtype), graph.cast(right, dtype)
-    product = graph.reshape(graph.node("MatMul", left, right), out.shape)
+    product = shaped(graph.node("MatMul", left, right))
     return graph.cast(product, np.bool_) if out.dtype == np.bool_ else product
 
 
 def _gather(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
     numbers, operand, ids = eqn.params["dimension_numbers"], eqn.invars[0].aval, eqn.invars[1].aval
     axes = numbers.start_index_map
+    if ids.ndim == 1 and len(numbers.offset_dims) + len(numbers.collapsed_slice_dims) == operand.ndim:
+        return _dynamic_slice(graph, eqn, inputs)
     if len(axes) != 1 or numbers.collapsed_slice_dims != axes or getattr(numbers, "operand_batching_dims", ()):
         raise _unsupported(eqn, "of anything but rows")
     (axis,) = axes
@@ -234,7 +258,7 @@ def _gather(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
         raise _unsupported(eqn, "of parts of rows")
     last = np.array(operand.shape[axis] - 1, ids.dtype)
     rows, zero, end = (
-        graph.reshape(inputs[1], ids.shape[:-1]),
+        graph.squeeze(inputs[1], [ids.ndim - 1]),
         graph.constant(np.zeros_like(last)),
         graph.constant(last),
     )
@@ -242,8 +266,24 @@ def _gather(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
     result = graph.node("Gather", inputs[0], valid, axis=axis)
     if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
         return result
-    within = graph.reshape(graph.node("Equal", rows, valid), (*ids.shape[:-1], *(1,) * (operand.ndim - 1 - axis)))
+    ndim = ids.ndim - 1
+    within = graph.unsqueeze(graph.node("Equal", rows, valid), range(ndim, ndim + operand.ndim - 1 - axis))
     return _where(graph, within, result, graph.constant(_fill_value(eqn)), operand.dtype)
+
+
+def _dynamic_slice(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    """A gather of one part of an array, as JAX writes slices of arrays of symbolic sizes."""
+    numbers, operand = eqn.params["dimension_numbers"], eqn.invars[0].aval
+    axes, sizes = numbers.start_index_map, eqn.params["slice_sizes"]
+    if any(sizes[i] != operand.shape[i] for i in range(operand.ndim) if i not in axes):
+        raise _unsupported(eqn, "of parts of rows")
+    starts = graph.cast(inputs[1], np.int64)
+    if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
+        last = graph.sizes.vector([operand.shape[axis] - sizes[axis] for axis in axes])
+        starts = graph.node("Min", graph.node("Max", starts, graph.integers(*[0] * len(axes))), last)
+    ends = graph.node("Add", starts, graph.sizes.vector([sizes[axis] for axis in axes]))
+    part = graph.node("Slice", inputs[0], starts, ends, graph.integers(*axes))
+    return graph.squeeze(part, numbers.collapsed_slice_dims)
 
 
 def _fill_value(eqn: Any) -> np.ndarray:
@@ -303,6 +343,20 @@ def _same(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
     return inputs[0]
 
 
+def _softmax(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    return graph.node("Softmax", inputs[0], axis=-1)
+
+
+def _dynamic_integer_product(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    """The nodes that onnxruntime fuses into one kernel: DynamicQuantizeLinear, MatMulInteger, Cast and Mul."""
+    x, codes, scales = inputs
+    rounded, step, zero = graph.node_outputs("DynamicQuantizeLinear", 3, x)
+    sums = graph.cast(graph.node("MatMulInteger", rounded, codes, zero), np.float32)
+    return graph.node("Mul", sums, graph.node("Mul", step, scales))
+
+
+# Name of a compiled function that ONNX has an operator for -> its rule.
+CALLS: dict[str, Rule] = {"row_softmax": _softmax, "dynamic_integer_product": _dynamic_integer_product}
 RULES: dict[str, Rule] = {
     **dict.fromkeys(UNARY, _unary),
     **dict.fromkeys(BINARY, _binary),
@@ -320,7 +374,9 @@ RULES: dict[str, Rule] = {
     "dot_general": _dot_general,
     "erfc": _erfc,
     "gather": _gather,
+    "dim_as_value": _size,
     "integer_pow": _integer_pow,
+    "iota": _iota,
     "is_finite": _is_finite,
     "log1p": _log1p,
     "ne": _not_equal,

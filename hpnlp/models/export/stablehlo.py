@@ -7,17 +7,16 @@ logits = function.call(tokens)
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.export
-import jax.numpy as jnp
 
 from hpnlp.atomic_file import replaced
-from hpnlp.models.export.functions import ExportedFunction
+from hpnlp.models.export.functions import SYMBOLIC_ERRORS, ExportedFunction, arguments, input_shape, unsized_error
 from hpnlp.types import InputError
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -43,17 +42,14 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 0, platforms: 
     for platform in platforms:
         if platform not in PLATFORMS:
             raise InputError(f"platform {platform!r}: expected one of {', '.join(PLATFORMS)}")
-    (size,) = jax.export.symbolic_shape("batch") if batch == 0 else (batch,)
     try:
-        exported = _export(function, size, platforms)
-    except (TypeError, ValueError, NotImplementedError, jax.errors.InconclusiveDimensionOperation) as error:
-        if batch or isinstance(error, InputError):
+        exported = _export(function, batch, platforms)
+    except SYMBOLIC_ERRORS as error:
+        if isinstance(error, InputError) or (batch and function.length):
             raise
-        _export(function, 1, platforms)  # raises an error that does not come from the symbolic number of sequences
-        reason = str(error).partition("\n")[0]
-        raise InputError(
-            f"the model cannot be exported for any number of sequences ({reason}): name one, as batch=1"
-        ) from error
+        # Raises an error that does not come from the symbolic sizes.
+        _export(dataclasses.replace(function, length=function.length or function.longest or 16), batch or 1, platforms)
+        raise unsized_error(function, batch, error) from error
     if len(exported.mlir_module_serialized) > _MAX_BYTES:
         raise InputError("the model has over 2 GB, which is the limit of the format: compress it first")
     content = bytes(exported.serialize())
@@ -61,7 +57,7 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 0, platforms: 
         file.write(content)
 
 
-def _export(function: ExportedFunction, size: Any, platforms: Sequence[str]) -> jax.export.Exported:
-    """The exported function for `size` sequences, a number or a symbol."""
-    shapes = [jax.ShapeDtypeStruct((size, function.length), jnp.int32) for _ in function.inputs]
+def _export(function: ExportedFunction, batch: int, platforms: Sequence[str]) -> jax.export.Exported:
+    """The exported function for sequences of a number, or of any number for 0."""
+    shapes = arguments(function, input_shape(function, batch))
     return jax.export.export(jax.jit(function.call), platforms=list(platforms) or None)(*shapes)

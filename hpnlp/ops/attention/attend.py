@@ -18,6 +18,7 @@ from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.ops.attention.operands import Operands
 from hpnlp.ops.attention.pair_bias import PairBias
 from hpnlp.ops.attention.reference import dense_attention
+from hpnlp.ops.attention.symbolic_lengths import has_symbols, symbolic_attention
 from hpnlp.ops.attention.validate import validate
 from hpnlp.types import InputError
 
@@ -131,6 +132,8 @@ def attend(
         return_lse=return_lse,
     )
     validate(q, k, v, mask, operands)
+    if has_symbols(q, k):
+        return symbolic_attention(q, k, v, mask, operands)
     impl = resolve(impl, block_size, q, k, v, mask, operands)
     if impl == "xla":
         return flash(q, k, v, mask, operands, block_size=block_size)

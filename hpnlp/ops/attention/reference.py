@@ -67,7 +67,7 @@ def dense_attention(
     (b, t, n, h), s, kv_heads = q.shape, k.shape[1], k.shape[2]
     q_pos = jnp.broadcast_to(jnp.arange(t), (b, t)) if operands.positions is None else operands.positions
     k_pos = jnp.broadcast_to(jnp.arange(s), (b, s)) if operands.kv_positions is None else operands.kv_positions
-    visible = _visible(mask, operands, q_pos, k_pos, n)
+    visible = visible_pairs(mask, operands, q_pos, k_pos, n)
 
     # Keys that no query may see are zeroed before any product, because 0 * NaN is NaN.
     seen = visible.reshape(b, kv_heads, n // kv_heads * t, s).any(axis=2).transpose(0, 2, 1)[..., None]
@@ -102,15 +102,27 @@ def dense_attention(
     return out, jnp.where(sees_any, lse, -jnp.inf)[..., 0].transpose(0, 2, 1)
 
 
-def _visible(
+def visible_pairs(
     mask: Mask | PerHead, operands: Operands, q_pos: Int[Array, "B T"], k_pos: Int[Array, "B S"], heads: int
 ) -> Bool[Array, "B N T S"]:
-    """The pairs that the mask and the operands allow."""
+    """The pairs that the mask and the operands allow.
+
+    Args:
+      mask: A static pattern, or one for each head.
+      operands: Operands of `attend`.
+      q_pos: Positions of the queries [B, T].
+      k_pos: Positions of the keys [B, S].
+      heads: Number of heads, N.
+
+    Returns:
+      [B, N, T, S].
+    """
     (b, t), s = q_pos.shape, k_pos.shape[1]
+    masks = mask.by_head(heads)
     visible = jnp.zeros((b, heads, t, s), bool)
-    for head_mask, members in mask.by_head(heads).items():
+    for head_mask, members in masks.items():
         allowed = jnp.asarray(head_mask.at(q_pos[:, :, None], k_pos[:, None, :]))[:, None]
-        visible = visible.at[:, np.array(members)].set(allowed)
+        visible = visible.at[:, np.array(members)].set(allowed) if len(masks) > 1 else visible | allowed
     if operands.global_tokens is not None:
         is_global = as_flags(operands.global_tokens, t)
         visible |= is_global[:, None, :, None] | is_global[:, None, None, :]

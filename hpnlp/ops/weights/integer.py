@@ -120,7 +120,7 @@ def _integer_product(x: Array, codes: Array, scales: Array, x_scale: Array | Non
         steps = x_scale
         rounded = jnp.round(jnp.clip(jnp.nan_to_num(numbers / steps), -127.0, 127.0)).astype(jnp.int8)
     rows = rounded.shape[0]
-    if rows < MIN_ROWS:
+    if isinstance(rows, int) and rows < MIN_ROWS:  # the number of rows of an exported function may be a symbol
         rounded = jnp.pad(rounded, ((0, MIN_ROWS - rows), (0, 0)))
     sums = jax.lax.dot_general(rounded, codes, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.int32)
     return sums[:rows].astype(jnp.float32) * steps * scales[None]

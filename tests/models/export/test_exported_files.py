@@ -13,6 +13,7 @@ from hpnlp.models.decoder import Decoder, DecoderConfig
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.export import onnx_file, stablehlo
 from hpnlp.models.export.functions import ExportedFunction, logits_function
+from hpnlp.models.export.onnx_weights import for_runtimes
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.types import InputError
 from tests.models.huggingface.test_compressed import BERT, GPT2, GROUPED, LLAMA, compressed
@@ -28,11 +29,11 @@ assert "hpnlp" not in sys.modules
 """
 
 
-def make(config, recipe):
+def make(config, recipe, length=LENGTH):
     """(exported function, inputs) of a model with random weights after a recipe."""
     config, weights = compressed(config, recipe)
     model = Encoder(config) if isinstance(config, EncoderConfig) else LM(config)
-    function = logits_function(model, weights, LENGTH)
+    function = logits_function(model, weights, length)
     draw = np.random.default_rng(1)
     inputs = [jnp.asarray(draw.integers(0, config.vocab, (3, LENGTH)).astype(jnp.int32))]
     if "segment_ids" in function.inputs:
@@ -82,9 +83,7 @@ def test_only_errors_of_a_symbolic_batch_are_reported_as_such(tmp_path):
     def by_size(tokens):
         return tokens.astype(jnp.float32) * (1 if tokens.shape[0] > 3 else 2)
 
-    with pytest.raises(
-        InputError, match=r"cannot be exported for any number of sequences \(.*\): name one, as batch=1"
-    ):
+    with pytest.raises(InputError, match=r"cannot be exported for sequences of any number \(.*\): pass batch=N"):
         stablehlo.write(ExportedFunction(by_size, ("tokens",), 4), tmp_path / "x")
     stablehlo.write(ExportedFunction(by_size, ("tokens",), 4), tmp_path / "x", batch=2)
 
@@ -119,6 +118,51 @@ def test_onnxruntime_computes_the_same_logits(config, recipe, tolerance, tmp_pat
     (logits,) = session.run(["logits"], feeds)
     expected = np.asarray(jax.jit(function.call)(*inputs))
     np.testing.assert_allclose(logits, expected, atol=tolerance * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("config", "recipe", "tolerance"),
+    [
+        (BERT, "layers(2)", 1e-5),
+        (BERT, "int8", 2e-3),
+        (LLAMA, "layers(2)", 1e-5),
+        (dataclasses.replace(BERT, mixer="window(2,2),full", pooling="none", classes=3, tied=False), "layers(2)", 1e-5),
+        (GROUPED, "int8", 2e-3),
+    ],
+    ids=["encoder", "encoder_int8", "lm", "windows_of_a_tagger", "grouped_int8"],
+)
+def test_files_take_any_batch_and_length(config, recipe, tolerance, tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    config, weights = compressed(config, recipe)
+    model = Encoder(config) if isinstance(config, EncoderConfig) else LM(config)
+    function = logits_function(model, for_runtimes(weights), 0)
+    onnx_file.write(function, tmp_path / "model.onnx")
+    stablehlo.write(function, tmp_path / "model.stablehlo")
+    called = jax.export.deserialize(bytearray((tmp_path / "model.stablehlo").read_bytes())).call
+    session = runtime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    draw = np.random.default_rng(0)
+    for batch, length in ((1, 1), (2, 5), (3, 16)):
+        tokens = draw.integers(0, config.vocab, (batch, length)).astype(np.int32)
+        text = (np.arange(length) < draw.integers(1, length + 1, (batch, 1))).astype(np.int32)
+        types = text * (np.arange(length) > 2).astype(np.int32)
+        feeds = {"tokens": tokens, "segment_ids": text, "token_types": types}
+        feeds = {name: feeds[name] for name in function.inputs}
+        expected = np.asarray(function.call(*feeds.values()))
+        (logits,) = session.run(["logits"], feeds)
+        np.testing.assert_allclose(logits, expected, atol=tolerance * np.abs(expected).max(), rtol=0)
+        np.testing.assert_allclose(called(*feeds.values()), expected, atol=tolerance * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.oracle
+def test_products_of_integers_are_those_of_the_runtime(tmp_path):
+    """One node of each kind that onnxruntime fuses, for every matrix, and no other rounding."""
+    onnx = pytest.importorskip("onnx")
+    config, weights = compressed(BERT, "int8")
+    onnx_file.write(logits_function(Encoder(config), for_runtimes(weights), 0), tmp_path / "model.onnx")
+    kinds = [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node]
+    assert kinds.count("DynamicQuantizeLinear") == kinds.count("MatMulInteger") >= 6 * config.layers
+    assert "Round" not in kinds
 
 
 @pytest.mark.oracle
