@@ -12,28 +12,34 @@ from hpnlp.cli import run_names
 from hpnlp.types import InputError
 
 USAGE = """
+hpnlp export RUN --to=DIR [--format=onnx]
+hpnlp export RUN --to=model.onnx [--length=N] [--batch=N]
 hpnlp export RUN --to=model.stablehlo [--length=N] [--batch=N] [--platforms=cpu,cuda]
-hpnlp export RUN --to=model.onnx --format=onnx [--length=N] [--batch=N]
 
-Writes the function of token ids [B, T] to logits, with the weights inside. An encoder also takes segment_ids, 1 for text and 0
-for padding, and token_types where pairs of texts have types.
+A directory, of a classifier or a tagger, is served without hpnlp: it has the model, the tokenizer with the special tokens of
+training, the labels, predict.py, which runs on onnxruntime (or jax) and tokenizers alone, and a README.md. Its predictions are
+compared with those of the run for held-out texts.
 
-StableHLO, for any number of sequences B, is called in Python with JAX alone:
+A file holds the function of token ids [B, T] to logits, with the weights inside. An encoder also takes segment_ids, 1 for text
+and 0 for padding, and token_types where pairs of texts have types. ONNX (pip install onnx) is run by onnxruntime and others;
+StableHLO is called in Python with JAX alone:
 
   import jax
   function = jax.export.deserialize(open("model.stablehlo", "rb").read())
   logits = function.call(tokens)
 
-ONNX (pip install onnx) has a fixed number of sequences, and is run by onnxruntime and others.
+Both take any batch and any length up to that of learned positions, where the model can be exported so.
 """
 
+FORMATS = {".onnx": "onnx", ".stablehlo": "stablehlo"}
+
 flags.DEFINE_string("workdir", None, "The same as RUN.")
-flags.DEFINE_string("to", None, "File to write; an older one is replaced.")
-flags.DEFINE_enum("format", "stablehlo", ["stablehlo", "onnx"], "Format of the file.")
-flags.DEFINE_integer("length", 0, "Tokens of a sequence; 0 for data.seq_len of the run.", lower_bound=0)
+flags.DEFINE_string("to", None, "Directory or file (.onnx, .stablehlo) to write; an older export is replaced.")
+flags.DEFINE_enum("format", None, ["stablehlo", "onnx"], "Format; by default that of the file's suffix, or onnx.")
 flags.DEFINE_integer(
-    "batch", 0, "Sequences of a batch; 0 for any number, or for one in the format onnx.", lower_bound=0
+    "length", 0, "Tokens of a sequence; 0 for any number, up to the longest of the model.", lower_bound=0
 )
+flags.DEFINE_integer("batch", 0, "Sequences of a batch; 0 for any number.", lower_bound=0)
 flags.DEFINE_list(
     "platforms", [], "Devices that call a StableHLO file: cpu, cuda, rocm, tpu; by default that of this process."
 )
@@ -49,31 +55,40 @@ def run(argv: Sequence[str]) -> None:
     Raises:
       InputError: A flag or the run is invalid, or the format does not have such a model.
     """
-    workdir = cli.named_run(cli.parse(argv, USAGE, positional=True), "hpnlp export RUN --to=FILE", "workdir")
-    f, target = cli.FLAGS, Path(cli.required("to", "model.stablehlo"))
-    if target.is_dir() or not target.absolute().parent.is_dir():
+    workdir = cli.named_run(cli.parse(argv, USAGE, positional=True), "hpnlp export RUN --to=DIR", "workdir")
+    f, target = cli.FLAGS, Path(cli.required("to", "DIR"))
+    form = _form(target, f.format)
+    is_file = target.suffix in FORMATS
+    if is_file and (target.is_dir() or not target.absolute().parent.is_dir()):
         raise InputError(f"--to={target}: expected a file in a directory that exists")
-    named = {".onnx": "onnx", ".stablehlo": "stablehlo"}.get(target.suffix, f.format)
-    if named != f.format:
-        raise InputError(
-            f"--to={target} is named as a file of the format {named}, and --format={f.format}: pass --format={named}, or "
-            "name the file otherwise"
-        )
-    if f.format == "onnx" and f.platforms:
-        raise InputError("--platforms is for the format stablehlo: leave it out, ONNX files run on any device")
+    if f.platforms and (form == "onnx" or not is_file):
+        raise InputError("--platforms is for files of the format stablehlo: leave it out, or pass --to=model.stablehlo")
+    directory, step = run_names.expand_one(workdir, f.step)
     cli.prepare_jax()
 
-    from hpnlp.models.export import onnx_file, stablehlo
-    from hpnlp.models.export.functions import logits_function
+    from hpnlp.jobs import export_run
     from hpnlp.training import run_directory
 
-    loaded = run_directory.load(*run_names.expand_one(workdir, f.step))
-    function = logits_function(loaded.model, loaded.params, f.length or loaded.config.data.seq_len)
-    if f.format == "stablehlo":
-        stablehlo.write(function, target, batch=f.batch, platforms=f.platforms)
-    else:
-        onnx_file.write(function, target, batch=f.batch or 1)
-    size = target.stat().st_size
-    batch = f.batch or ("B" if f.format == "stablehlo" else 1)
-    inputs = " and ".join(function.inputs)
-    print(f"{target}: {size:,} bytes, a function of {inputs}, int32 [{batch}, {function.length}], to logits")
+    if not is_file:
+        export_run.check_target(target)
+    run = run_directory.load(directory, step)
+    if not is_file:
+        export_run.write_directory(run, Path(directory), target, form, length=f.length, batch=f.batch)
+        print(f"{target}: next: python {target / export_run.SCRIPT} TEXT")
+        return
+    written = export_run.write_model(run, target, form, length=f.length, batch=f.batch, platforms=f.platforms)
+    for remark in written.remarks:
+        print(f"{target}: {remark}")
+    inputs = " and ".join(written.function.inputs)
+    print(f"{target}: {target.stat().st_size:,} bytes, a function of {inputs}, int32 {written.shape}, to logits")
+
+
+def _form(target: Path, form: str | None) -> str:
+    """The format to write, by --format and the suffix of --to."""
+    named = FORMATS.get(target.suffix)
+    if form and named and form != named:
+        raise InputError(
+            f"--to={target} is named as a file of the format {named}, and --format={form}: pass --format={named}, or name the "
+            "file otherwise"
+        )
+    return form or named or "onnx"

@@ -16,6 +16,7 @@ from hpnlp.types import InputError
 LOCK = ".lock"
 # Record of `hpnlp compress` in a directory that it has begun to write, removed when the model is finished.
 UNFINISHED_FILE = ".compression"
+EXPORT_FILE = "export.json"  # record of `hpnlp export` in a directory that it has written
 _MODEL_TYPE = b'"model_type"'  # field of the config.json of a Hugging Face checkpoint
 _CHECKPOINT_FILES = (".safetensors", ".safetensors.index.json")  # of which a run has none
 
@@ -28,6 +29,7 @@ class Contents(enum.Enum):
     COMPRESSED = "a compressed model"
     UNFINISHED = "an unfinished compression"
     CHECKPOINT = "a Hugging Face checkpoint"
+    EXPORTED = "an exported model"
     OTHER = "other files"
 
 
@@ -50,6 +52,8 @@ def contents_of(directory: str | os.PathLike[str]) -> Contents:
         return Contents.OTHER if os.path.lexists(path) else Contents.NOTHING
     if not names:
         return Contents.NOTHING
+    if EXPORT_FILE in names:
+        return Contents.EXPORTED
     config = path / "config.json"
     if any(name.endswith(_CHECKPOINT_FILES) for name in names) or _has_model_type(config):
         return Contents.CHECKPOINT

@@ -70,17 +70,21 @@ def test_onnx_files_compute_the_logits_of_the_run(run, trained, tmp_path):
     ("flags", "message"),
     [
         ([], "--to is required"),
-        (["--to=nowhere/x"], "--to=nowhere/x: expected a file in a directory that exists"),
-        (["--to={dir}/x", "--platforms=gpu"], "platform 'gpu': expected one of cpu, cuda"),
+        (["--to=nowhere/x.onnx"], "--to=nowhere/x.onnx: expected a file in a directory that exists"),
+        (["--to={dir}/x.stablehlo", "--platforms=gpu"], "platform 'gpu': expected one of cpu, cuda"),
+        (["--to={dir}/x.stablehlo", "--length=-1"], "is not a non-negative integer"),
         (
-            ["--to={dir}/x.onnx"],
+            ["--to={dir}/x.onnx", "--format=stablehlo"],
             "x.onnx is named as a file of the format onnx, and --format=stablehlo: pass --format=onnx",
         ),
         (
             ["--to={dir}/x.stablehlo", "--format=onnx"],
             "of the format stablehlo, and --format=onnx: pass --format=stablehlo",
         ),
-        (["--to={dir}/x", "--format=onnx", "--platforms=cpu"], "--platforms is for the format stablehlo"),
+        (["--to={dir}/x.onnx", "--platforms=cpu"], "--platforms is for files of the format stablehlo"),
+        (["--to={dir}/x", "--platforms=cpu"], "--platforms is for files of the format stablehlo"),
+        (["--to={dir}/nowhere/x"], "does not exist: make it first"),
+        (["--to={dir}/x"], "is for classifiers and taggers, and the run is of task='lm': pass --to=model.onnx"),
     ],
 )
 def test_invalid_flags_raise(run, trained, tmp_path, flags, message):
@@ -91,4 +95,4 @@ def test_invalid_flags_raise(run, trained, tmp_path, flags, message):
 
 def test_commands_without_a_run_raise(run):
     outcome = run("export", "--to=x")
-    assert outcome.code == 2 and "no run: write hpnlp export RUN --to=FILE" in outcome.err
+    assert outcome.code == 2 and "no run: write hpnlp export RUN --to=DIR" in outcome.err

@@ -1,7 +1,9 @@
-"""Encoders converted for transformers: its tokenizers and pipelines give the ids and predictions of `hpnlp predict`."""
+"""Encoders for other programs: transformers and exported directories give the ids and predictions of `hpnlp predict`."""
 
 import json
 import random
+import subprocess
+import sys
 
 import flax.linen as nn
 import jax
@@ -9,13 +11,15 @@ import numpy as np
 import pytest
 
 import hpnlp
-from hpnlp.compress.files import WEIGHTS_FILE, write_weights
+from hpnlp.compress.files import WEIGHTS_FILE, read_weights, write_weights
+from hpnlp.compress.recipe import compress, parse_recipe
 from hpnlp.data import tokenizers
 from hpnlp.data.examples import save_labels
 from hpnlp.data.examples.unlabelled import Unlabelled
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import config as configs
-from hpnlp.training.run_directory import make_model
+from hpnlp.training.contents import Contents, contents_of
+from hpnlp.training.run_directory import load, make_model
 from tests import tiny
 from tests.models.huggingface.test_encoders import BERT, HEADS, MODELS
 
@@ -74,6 +78,54 @@ CASES = [
     ("mobilebert", "classification", "bytes", True),
     ("mobilebert", "tagging", "bytes", False),
 ]
+
+
+SERVED = [
+    ("bert", "classification", "bytes", True, "onnx", ""),
+    ("distilbert", "tagging", "bpe(300)", False, "onnx", ""),
+    ("bert", "classification", "words(400)", False, "stablehlo", ""),
+    ("bert", "tagging", "words(400, by=whitespace)", False, "onnx", "int8"),
+]
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(("name", "task", "tokenizer", "pair", "form", "recipe"), SERVED)
+def test_exported_directories_are_served_without_hpnlp(name, task, tokenizer, pair, form, recipe, run, tmp_path):
+    pytest.importorskip("onnxruntime")
+    directory, records = make_run(tmp_path, name, task, tokenizer, pair)
+    if recipe:
+        params, metadata = read_weights(directory / WEIGHTS_FILE)
+        model_config = load(directory).model.config
+        *_, (_, _, params) = compress(model_config, params, parse_recipe(recipe))
+        write_weights(directory / WEIGHTS_FILE, params, metadata)
+    target = tmp_path / "served"
+    for _ in range(2):  # an export replaces an earlier one
+        outcome = run("export", directory, f"--to={target}", f"--format={form}")
+        assert outcome.code == 0 and "held-out texts" in outcome.out and "int32 [B, T]" in outcome.out, outcome
+    assert contents_of(target) is Contents.EXPORTED
+    assert not [path.name for path in target.iterdir() if path.name.startswith(".")]
+    assert not recipe or (target / "model.onnx").stat().st_size < 60_000
+    texts = [record["text"] for record in records[:20]]
+    lines = [f"{record['text']}\t{record['pair']}" if pair else record["text"] for record in records[:20]]
+    check = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__'); assert 'hpnlp' not in sys.modules"
+    done = subprocess.run(
+        [sys.executable, "-c", check.replace("sys.argv[1]", repr(str(target / "predict.py")))],
+        input="\n".join(lines), capture_output=True, text=True, cwd=tmp_path, timeout=200, check=True,
+    )  # fmt: skip
+    actual = [json.loads(line)["prediction"] for line in done.stdout.splitlines()]
+    here = hpnlp.load(directory)
+    if task == "classification":
+        examples = [(r["text"], r["pair"]) for r in records[:20]] if pair else texts
+        for prediction, expected in zip(actual, here.predict(examples), strict=True):
+            assert prediction["label"] == expected.label
+            assert prediction["probability"] == pytest.approx(expected.probability, abs=1e-3)
+    else:
+        for prediction, expected in zip(actual, here.predict([text.split() for text in texts]), strict=True):
+            assert [tag["word"] for tag in prediction] == list(expected.words)
+            differing = sum(tag["label"] != label for tag, label in zip(prediction, expected.labels, strict=True))
+            assert differing <= (1 if recipe else 0)
+    outcome = run("export", directory, f"--to={directory}")
+    assert outcome.code == 2 and "holds a compressed model: name another directory" in outcome.err
 
 
 @pytest.mark.oracle

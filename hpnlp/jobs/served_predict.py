@@ -1,0 +1,96 @@
+"""Predicts the labels of texts: python predict.py "a text", or python predict.py < texts.txt (one text in each line).
+
+A tab, or a second argument, separates the texts of a pair. Needs numpy, tokenizers, and onnxruntime or jax; nothing else.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+HERE = Path(__file__).resolve().parent
+
+
+class Model:
+    """A classifier or a tagger, read from the directory of this file."""
+
+    def __init__(self, directory: Path = HERE) -> None:
+        self.record: dict[str, Any] = json.loads((directory / "export.json").read_text("utf-8"))
+        self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        self.tokenizer.encode_special_tokens = True  # names of special tokens in a text are text
+        self.tokenizer.no_padding()
+        self.tokenizer.enable_truncation(self.record["max_len"])
+        path = directory / self.record["model"]
+        if self.record["format"] == "onnx":
+            import onnxruntime
+
+            session: Any = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+            self.logits: Any = lambda feeds: session.run(["logits"], feeds)[0]
+        else:
+            import jax.export
+
+            call = jax.export.deserialize(bytearray(path.read_bytes())).call
+            self.logits = lambda feeds: np.asarray(call(*feeds.values()))
+
+    def predict(self, texts: Any, batch_size: int = 32) -> list[Any]:
+        """Predicts texts, or pairs of texts: a {"label", "probability"} for each, or for each word (with "word")."""
+        encode: Any = self.tokenizer.encode
+        encoded = [encode(text) if isinstance(text, str) else encode(*text) for text in texts]
+        batch_size = self.record["batch"] or batch_size
+        order = sorted(range(len(texts)), key=lambda number: len(encoded[number].ids))
+        results: list[Any] = [None] * len(texts)
+        for start in range(0, len(order), batch_size):
+            numbers = order[start : start + batch_size]
+            rows = self._probabilities([encoded[number] for number in numbers])
+            for number, row in zip(numbers, rows, strict=True):
+                is_tagger = row.ndim == 2
+                results[number] = self._tags(texts[number], encoded[number], row) if is_tagger else self._label(row)
+        return results
+
+    def _probabilities(self, encoded: Any) -> Any:
+        """Probabilities of the labels for one batch of texts."""
+        count = self.record["batch"] or len(encoded)
+        width = self.record["length"] or max(len(text.ids) for text in encoded)
+        feeds = {name: np.zeros((count, width), np.int32) for name in self.record["inputs"]}
+        feeds["tokens"] += self.record["pad_id"]
+        if "segment_ids" in feeds:
+            feeds["segment_ids"][len(encoded) :, 0] = 1  # rows after the texts are read as one token
+        for row, text in enumerate(encoded):
+            size = len(text.ids)
+            feeds["tokens"][row, :size] = text.ids
+            if "segment_ids" in feeds:
+                feeds["segment_ids"][row, :size] = 1
+            if "token_types" in feeds:
+                feeds["token_types"][row, :size] = text.type_ids
+        logits: Any = self.logits(feeds)[: len(encoded)]
+        exp = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        return exp / exp.sum(axis=-1, keepdims=True)
+
+    def _label(self, row: Any) -> dict[str, Any]:
+        """The most probable label."""
+        return {"label": self.record["labels"][row.argmax()], "probability": float(row.max())}
+
+    def _tags(self, text: str, encoded: Any, rows: Any) -> list[dict[str, Any]]:
+        """The most probable label of each word: that of the first token that holds a character of it."""
+        tags, place = [], 0
+        tokens = [(*span, index) for index, span in enumerate(encoded.offsets) if span[1] > span[0]]
+        for word in text.split():
+            start = text.index(word, place)
+            place = start + len(word)
+            index = next((index for first, last, index in tokens if first <= start < last), None)
+            if index is not None:  # else the word is after the last token that is read
+                tags.append({"word": word, **self._label(rows[index])})
+        return tags
+
+
+if __name__ == "__main__":
+    model = Model()
+    pairs = len(model.record["texts"]) == 2
+    lines = ["\t".join(sys.argv[1:])] if pairs and sys.argv[2:] else sys.argv[1:]
+    lines = lines or [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
+    texts = [tuple(line.split("\t", 1)) if pairs else line for line in lines]
+    for line, result in zip(lines, model.predict(texts), strict=True):
+        print(json.dumps({"text": line, "prediction": result}, ensure_ascii=False))
