@@ -41,6 +41,8 @@ EXTRAS = {
     "export": ["flatbuffers>=25.12"],
     # Writes the files of `hpnlp export --format=onnx`; needs numpy and protobuf only.
     "onnx": ["onnx>=1.23"],
+    # Checks the directories that `hpnlp export` writes, and serves them.
+    "serve": ["onnx>=1.23", "onnxruntime>=1.23", "tokenizers>=0.23"],
     "hf": ["safetensors>=0.8", "tokenizers>=0.23"],
     "parquet": ["pyarrow>=26"],
     "sklearn": ["scikit-learn>=1.9"],

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 COMMANDS = (
     "train",
     "check-data",
+    "predict",
     "generate",
     "evaluate",
     "sweep",

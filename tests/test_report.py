@@ -481,7 +481,7 @@ def test_smoothed_loss_does_not_lag():
 
 def test_proposed_commands_register_the_same_files(tmp_path):
     text = next_commands.render(tmp_path / "run", Config(), "--register=own.py --config=exp.py")
-    assert [line.count("--register=own.py") for line in text.splitlines()] == [1, 1, 1, 1]
+    assert [line.count("--register=own.py") for line in text.splitlines()] == [1, 1, 1, 1, 1]
 
 
 def test_command_for_other_data_drops_what_describes_the_old():
@@ -495,7 +495,7 @@ def test_command_for_other_data_drops_what_describes_the_old():
 
 def test_proposed_commands_register_an_experiment_that_adds_entries(tmp_path, monkeypatch):
     (tmp_path / "exp.py").write_text("def own(): ...\n")
-    for expected in ([0, 0, 0, 0], [1, 0, 0, 1]):
+    for expected in ([0, 0, 0, 0, 0], [1, 0, 0, 1, 1]):
         text = next_commands.render(tmp_path / "run", Config(), f"--config={tmp_path}/exp.py:argument")
         assert [line.count(f"--register={tmp_path}/exp.py") for line in text.splitlines()] == expected
         monkeypatch.setitem(MIXERS, "own", experiment.load(str(tmp_path / "exp.py")).own)

@@ -126,7 +126,7 @@ def _to_run(source: Path, target: Path) -> None:
     """Writes a run at step 0 with the model and the tokenizer of a Hugging Face checkpoint."""
     from hpnlp.data import tokenizers
     from hpnlp.data.examples import save_labels
-    from hpnlp.models.huggingface import convert
+    from hpnlp.models.huggingface import convert, generation
     from hpnlp.tasks import TASKS
     from hpnlp.tasks.vocabulary import Vocabulary
     from hpnlp.training import config
@@ -136,7 +136,7 @@ def _to_run(source: Path, target: Path) -> None:
 
     model, labels = convert.load_config(source, cli.FLAGS.dtype), convert.labels(source)
     task = TASKS[convert.family_in(source).task]
-    convert.eos_ids(source)  # raises where they cannot be read
+    generation.eos_ids(source)  # raises where they cannot be read
     # Sequences are at most as long as the model's learned positions.
     seq_len = min(task.data_config.seq_len, model.max_len)
     data = task.data_config(seq_len=seq_len, tokenizer=str(target / "tokenizer.json"))
@@ -156,11 +156,11 @@ def _to_run(source: Path, target: Path) -> None:
     _copy(source, target, (*TOKENIZER, *COMPANIONS))
     if labels is not None:
         save_labels(labels, str(target))
-    if not (target / convert.GENERATION).exists() and (settings := convert.generation_settings(source)):
+    if not (target / generation.GENERATION).exists() and (settings := generation.generation_settings(source)):
         # The config.json of a run does not hold the ids that end a text.
-        (target / convert.GENERATION).write_text(json.dumps(settings) + "\n")
+        (target / generation.GENERATION).write_text(json.dumps(settings) + "\n")
     runs.write_config(target, values)
-    for remark in [*convert.remarks(source), *convert.generation_remarks(source)]:
+    for remark in [*convert.remarks(source), *generation.generation_remarks(source)]:
         print(f"{target}: {remark}")
     following = f"hpnlp generate {target} --prompt=..."
     if task.name != "lm":

@@ -87,6 +87,8 @@ def check_run(directory: str | os.PathLike[str], alternative: str = "") -> None:
         return
     if held is Contents.CHECKPOINT:
         raise InputError(f"{path} holds {held.value} and no run: hpnlp convert {path} --to=runs/x makes one of it")
+    if held is Contents.EXPORTED:
+        raise InputError(f"{path} holds {held.value}: name the run that it was made of; its predict.py predicts texts")
     if held is Contents.UNFINISHED:
         raise InputError(f"{path} holds {held.value}: run its `hpnlp compress` command again")
     try:

@@ -20,6 +20,9 @@ from hpnlp.training.optim import OPTIMIZERS
 
 # Tables whose entries have the path of the file that adds them as the name of their module (`cli.experiment.load`).
 TABLES = (tasks.TASKS, MIXERS, FEED_FORWARDS, OUTPUTS, OPTIMIZERS)
+PREDICTING = ("classification", "rnn_classification", "tagging", "seq2seq", "dual_encoder")
+SERVED = ("classification", "tagging")  # tasks whose runs `hpnlp export` writes as directories
+COMPRESSED = ("lm", "classification", "tagging", "masked_lm", "seq2seq", "dual_encoder")
 OTHER_DATA = "YOUR_FILES"  # in place of the path of data that the run has not read
 # Fields that describe the run's data, and their values for other data.
 DATA_FIELDS = {"data.weights": "()", "data.heldout_path": "", "data.challenge_path": ""}
@@ -40,7 +43,10 @@ def render(workdir: Path, config: Config, flags: str) -> str:
     registered = _registering(train_flags)
     directory = workdir / ".." if workdir.name in ("", "..") else workdir.parent
     steps = min(2 * config.train.steps, LIMITS["train.steps"])
-    of_task = tasks.find(config.task).report.commands(workdir, config)
+    of_task = {
+        **tasks.find(config.task).report.commands(workdir, config),
+        **_uses(workdir, config, directory),
+    }
     if config.distill.teacher:
         kept = _without(train_flags, "distill.teacher", "distill.init", "distill.cache", "distill.cache_top_k")
         plain = ["train", *kept, f"--workdir={_unused(directory, workdir, 'alone')}", "--config.distill.teacher="]
@@ -65,9 +71,44 @@ def render(workdir: Path, config: Config, flags: str) -> str:
             f"--config.train.steps={steps}",
             "--accept_changes",
         ],
+        **_smaller(workdir, config, directory, registered),
         "compare it with the runs beside it": ["compare", str(directory), *registered],
     }
     return "\n".join(f"- {purpose}: {_code(shlex.join(['hpnlp', *argv]))}" for purpose, argv in commands.items())
+
+
+def _smaller(workdir: Path, config: Config, directory: Path, registered: Sequence[str]) -> dict[str, list[str]]:
+    """The command that stores the matrices of a run in 8 bits, unless its training has given them fewer already."""
+    if tasks.find(config.task).name not in COMPRESSED or config.train.weights:
+        return {}
+    target = f"--to={_unused(directory, workdir, 'int8')}"
+    return {
+        "make it smaller, and measure what that costs": [
+            "compress",
+            str(workdir),
+            target,
+            "--recipe=int8",
+            *registered,
+        ]
+    }
+
+
+def _uses(workdir: Path, config: Config, directory: Path) -> dict[str, list[str]]:
+    """Commands that predict texts with the run, and that export it to be served."""
+    task = tasks.find(config.task)
+    if task.name not in PREDICTING:
+        return {}
+    predict = {
+        f"predict with it, with the path of your texts in place of {OTHER_DATA}": [
+            "predict",
+            str(workdir),
+            f"--file={OTHER_DATA}",
+        ]
+    }
+    if task.name not in SERVED:
+        return predict
+    target = _unused(directory, workdir, "served")
+    return {**predict, "write a directory that is served without hpnlp": ["export", str(workdir), f"--to={target}"]}
 
 
 def _registering(train_flags: Sequence[str]) -> list[str]:

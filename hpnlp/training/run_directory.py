@@ -28,7 +28,7 @@ from hpnlp.compress.distillation import Distilled, Extras
 from hpnlp.compress.distillation_terms import DistillConfig
 from hpnlp.compress.files import WEIGHTS_FILE, has_weights, read_weights
 from hpnlp.data.files import is_special
-from hpnlp.models.huggingface import convert
+from hpnlp.models.huggingface import generation
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.task import Frozen
 from hpnlp.tasks.vocabulary import Vocabulary
@@ -70,7 +70,7 @@ def eos_ids(directory: Path, tokenizer: Tokenizer, vocab: int) -> tuple[int, ...
     Returns:
       The ids that generation_config.json names (converted models have one), or else the tokenizer's end-of-text id, if any.
     """
-    ids = tuple(i for i in convert.eos_ids(directory) if 0 <= i < vocab)
+    ids = tuple(i for i in generation.eos_ids(directory) if 0 <= i < vocab)
     return ids or (() if tokenizer.eos_id is None else (tokenizer.eos_id,))
 
 
@@ -186,7 +186,7 @@ def _stdout_fails() -> bool:
 def _check_changes(workdir: Path, config: Config, accept_changes: bool) -> None:
     """Raises InputError if the run in `workdir` was begun with another config, and may not resume with this one."""
     held = contents_of(workdir)
-    if held in (Contents.COMPRESSED, Contents.CHECKPOINT):
+    if held in (Contents.COMPRESSED, Contents.CHECKPOINT, Contents.EXPORTED):
         raise InputError(
             f"{workdir} holds {held.value}, which the run would overwrite: choose another workdir; train.init_from={workdir} "
             "begins with its parameters"

@@ -10,6 +10,7 @@ from hpnlp.training import contents
 from tests import tiny
 
 READERS = {
+    "predict": "predict {d} text",
     "generate": "generate {d} --prompt=a --tokens=2",
     "evaluate": "evaluate {d}",
     "compress": "compress {d} --to={new} --recipe=int8",
@@ -31,6 +32,7 @@ MESSAGES = {
     "unfinished": "unfinished holds an unfinished compression: run its `hpnlp compress` command again",
     "checkpoint": "holds a Hugging Face checkpoint and no run: hpnlp convert {d} --to=runs/x makes one of it",
     "unconfigured": "unconfigured has metrics.jsonl and no config.json: restore it, the run cannot be read without it",
+    "exported": "exported holds an exported model: name the run that it was made of",
     "begun": "begun has no tokenizer.json: put back the one that the run was trained with",
     "compressed": "compressed has no tokenizer.json: put back the one that the run was trained with",
 }
@@ -45,10 +47,6 @@ EXCEPTIONS = {
     ("convert", "unconfigured"): MESSAGES["unconfigured"],
     ("compare", "begun"): "begun has no report.json: finish the run first",
     ("compare", "unconfigured"): "unconfigured has no report.json: finish the run first",
-    (
-        "compare",
-        "compressed",
-    ): "which has no report.json: hpnlp evaluate {d} scores it, and its compress.md compares it",
     ("plan", "compressed"): "compressed is compressed already: plan the run that it was made of, with all stages",
     **{(name, "absent"): "is not a directory: name a run's workdir, or a" for name in ("warm start", "teacher")},
     **{(name, "file"): "is not a directory: name a run's workdir, or a" for name in ("warm start", "teacher")},
@@ -70,14 +68,25 @@ WRITERS = {
 def directories(tmp_path, monkeypatch):
     """Paths by name: a directory of each kind."""
     monkeypatch.setenv("JAX_PLATFORMS", os.environ.get("JAX_PLATFORMS", ""))  # restored afterwards; plan sets it
-    for name in ("nothing", "other", "sweep/a", "unfinished", "checkpoint", "unconfigured", "begun", "compressed"):
+    for name in (
+        "nothing",
+        "other",
+        "sweep/a",
+        "unfinished",
+        "checkpoint",
+        "unconfigured",
+        "begun",
+        "compressed",
+        "exported",
+    ):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "file").write_text("")
     (tmp_path / "other" / "notes.txt").write_text("")
     (tmp_path / "unfinished" / contents.UNFINISHED_FILE).write_text("")
     (tmp_path / "checkpoint" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "exported" / contents.EXPORT_FILE).write_text("{}")
     (tmp_path / "compressed" / WEIGHTS_FILE).write_text("")
-    for name in ("sweep/a", "begun", "compressed"):
+    for name in ("sweep/a", "begun", "compressed", "exported"):
         (tmp_path / name / "config.json").write_text(configs.to_json(tiny.make()))
     for name in ("unconfigured", "begun"):
         (tmp_path / name / "metrics.jsonl").write_text("{}\n")
@@ -90,6 +99,8 @@ def directories(tmp_path, monkeypatch):
 @pytest.mark.parametrize("command", READERS)
 def test_commands_that_read_a_run_name_the_contents(run, directories, command):
     for kind, message in MESSAGES.items():
+        if command == "compare" and kind in ("compressed", "exported"):
+            continue  # listed beside runs
         paths = directories | {"d": directories[kind]}
         outcome = run(*READERS[command].format(**paths).split())
         assert outcome.code == 2 and outcome.err.startswith("hpnlp: ") and outcome.err.count("\n") == 1, (kind, outcome)
@@ -100,7 +111,7 @@ def test_commands_that_read_a_run_name_the_contents(run, directories, command):
 @pytest.mark.parametrize("command", WRITERS)
 def test_commands_that_write_a_run_keep_other_contents(run, directories, command):
     argv, message = WRITERS[command]
-    for kind in ("compressed", "unfinished", "checkpoint", "begun"):
+    for kind in ("compressed", "unfinished", "checkpoint", "exported", "begun"):
         if (command, kind) in (("train", "begun"), ("compress", "unfinished")):
             continue  # the command goes on with it
         outcome = run(*argv.format(**directories, d=directories[kind]).split())
