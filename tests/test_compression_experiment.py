@@ -28,7 +28,9 @@ def modules():
 
 
 def flags(step):
-    return dict(argument.lstrip("-").split("=", 1) for argument in step.arguments[1:])
+    named = [argument for argument in step.arguments[1:] if argument.startswith("--")]
+    runs = [("from", argument) for argument in step.arguments[1:] if not argument.startswith("--")]
+    return dict(runs) | dict(argument.lstrip("-").split("=", 1) for argument in named)
 
 
 def test_commands_are_valid_and_follow_those_that_make_their_inputs(modules, tmp_path):

@@ -12,7 +12,7 @@ from hpnlp.cli import experiment
 from hpnlp.types import InputError
 
 USAGE = """
-hpnlp check-data --config=experiments/lm/bytes.py [--config.section.field=value ...]
+hpnlp check-data --config=lm/bytes [--section.field=value ...]
 hpnlp check-data --config.task=classification --config.data.path=reviews.csv [--config.section.field=value ...]
 
 Reads the data as `hpnlp train` with the same flags does, and lists all faults that would stop the training, with their numbers

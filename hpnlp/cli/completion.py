@@ -75,7 +75,7 @@ def run(argv: Sequence[str]) -> None:
 def _commands() -> dict[str, Path]:
     """Command -> the file of its module, which has the text of its help."""
     files = sorted(Path(__file__).parent.glob("*.py"))
-    return {path.stem: path for path in files if "\nUSAGE = " in path.read_text("utf-8")}
+    return {path.stem.replace("_", "-"): path for path in files if "\nUSAGE = " in path.read_text("utf-8")}
 
 
 def _flags() -> dict[str, list[str]]:

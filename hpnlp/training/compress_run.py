@@ -122,11 +122,12 @@ def compress_run(
         started again.
     """
     stages = parse_recipe(recipe)
-    _check_options(recipe, stages, finetune, rewind, changes or {})
+    _check_recipe(recipe, stages, finetune, rewind)
     source, target = Path(source), Path(target)
     _check_target(target)
     run = run_directory.load(source)
     run = dataclasses.replace(run, config=_changed(run.config, changes or {}))
+    _check_changes(finetune, changes or {})
     if run.step == CONVERTED_STEP and run.vocabulary.labels is not None and "data.path" not in (changes or {}):
         raise InputError(
             f"{source} is a converted model, and has no data from which to score it: pass --config.data.path=PATH with "
@@ -185,10 +186,8 @@ def compress_run(
         return measurements
 
 
-def _check_options(
-    recipe: str, stages: Sequence[Stage], finetune: int, rewind: str, changes: Mapping[str, Any]
-) -> None:
-    """Raises InputError if an argument of `compress_run` has no effect with the recipe."""
+def _check_recipe(recipe: str, stages: Sequence[Stage], finetune: int, rewind: str) -> None:
+    """Raises InputError if `finetune` or `rewind` has no effect with the recipe."""
     if finetune and all(stage.changes != STRUCTURE for stage in stages):
         raise InputError(
             f"--finetune={finetune} trains after the stages that remove units or weights, and the recipe {recipe!r} has none: "
@@ -198,6 +197,10 @@ def _check_options(
         raise InputError(
             f"--rewind={rewind} keeps the zeros of magnitude, which the recipe {recipe!r} does not have: add it"
         )
+
+
+def _check_changes(finetune: int, changes: Mapping[str, Any]) -> None:
+    """Raises InputError if a change of the config has no effect."""
     unused = [name for name in changes if not finetune and not name.startswith("data.")]
     if unused:
         raise InputError(

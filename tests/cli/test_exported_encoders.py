@@ -89,6 +89,7 @@ SERVED = [
 
 
 @pytest.mark.oracle
+@pytest.mark.usefixtures("symbolic_sizes")
 @pytest.mark.parametrize(("name", "task", "tokenizer", "pair", "form", "recipe"), SERVED)
 def test_exported_directories_are_served_without_hpnlp(name, task, tokenizer, pair, form, recipe, run, tmp_path):
     pytest.importorskip("onnxruntime")

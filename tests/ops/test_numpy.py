@@ -527,6 +527,8 @@ ON_HOST = {
     "checksum.word_sum",
     *("linear.prefers_transpose", "weights.ranges.steps"),
     *("attention.operands.scale_queries", "attention.reference.dense_attention"),
+    *("attention.reference.visible_pairs", "attention.symbolic_lengths.has_symbols"),
+    "attention.symbolic_lengths.symbolic_attention",
     *(f"attention.linear.random_attention.{name}" for name in ("rfa_quotient", "rfa_terms", "softmax_features")),
     *("attention.positions.rope.yarn", "attention.positions.rope.frequencies"),
     *("attention.positions.bias.alibi", "attention.positions.bias.alibi_slopes"),

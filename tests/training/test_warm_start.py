@@ -91,7 +91,7 @@ def test_starts_from_parameters_and_tokenizer_of_a_run(words, tmp_path, capsys, 
 
 @pytest.mark.slow
 def test_starts_from_a_hugging_face_directory(checkpoint, tmp_path, capsys):
-    config, params = convert.load(checkpoint)
+    config, params = convert.read(checkpoint)
     result = loop.train(finetuned(checkpoint, **STILL, plan__name="zero3"), tmp_path / "run")
     assert_same(result.params, params)
     assert dataclasses.replace(result.model.config, max_len=32) == config
@@ -198,7 +198,7 @@ def test_incomplete_sources_raise(words, checkpoint, tmp_path):
 @pytest.mark.slow
 def test_converted_run_trains_with_its_tokenizer(checkpoint, tmp_path, capsys):
     """The workdir holds the model as a checkpoint of step 0."""
-    config, params = convert.load(checkpoint)
+    config, params = convert.read(checkpoint)
     run = tmp_path / "run"
     checkpoints = Checkpointer(run)
     checkpoints.save_params(params)
@@ -216,7 +216,7 @@ def test_converted_run_trains_with_its_tokenizer(checkpoint, tmp_path, capsys):
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 def test_nonfinite_parameters_raise(checkpoint, tmp_path, value):
-    config, params = convert.load(checkpoint)
+    config, params = convert.read(checkpoint)
     params["layers"]["mix_norm"]["scale"][1, 3] = value
     checkpoints = Checkpointer(tmp_path / "run")
     checkpoints.save_params(params)

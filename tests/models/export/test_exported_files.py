@@ -121,6 +121,7 @@ def test_onnxruntime_computes_the_same_logits(config, recipe, tolerance, tmp_pat
 
 
 @pytest.mark.oracle
+@pytest.mark.usefixtures("symbolic_sizes")
 @pytest.mark.parametrize(
     ("config", "recipe", "tolerance"),
     [
@@ -155,6 +156,7 @@ def test_files_take_any_batch_and_length(config, recipe, tolerance, tmp_path):
 
 
 @pytest.mark.oracle
+@pytest.mark.usefixtures("symbolic_sizes")
 def test_products_of_integers_are_those_of_the_runtime(tmp_path):
     """One node of each kind that onnxruntime fuses, for every matrix, and no other rounding."""
     onnx = pytest.importorskip("onnx")
