@@ -6,13 +6,14 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from hpnlp import tasks
+from hpnlp import measure, tasks
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Classification, Tagging
 from hpnlp.data.examples.unlabelled import Unlabelled
@@ -20,6 +21,7 @@ from hpnlp.jobs import exported_tokenizer, held_out
 from hpnlp.models.export import onnx_file, stablehlo
 from hpnlp.models.export.functions import ExportedFunction, logits_function
 from hpnlp.models.export.onnx_weights import for_runtimes
+from hpnlp.ops.weight import dense_tree
 from hpnlp.tasks.predictions import LabelPrediction, TagPrediction, TrainedModel
 from hpnlp.training.contents import EXPORT_FILE, LOCK, Contents, contents_of, locked
 from hpnlp.training.run_directory import Run
@@ -29,6 +31,7 @@ SCRIPT = "predict.py"
 MODEL_FILES = {"onnx": "model.onnx", "stablehlo": "model.stablehlo"}
 FILES = (*MODEL_FILES.values(), EXPORT_FILE, SCRIPT, "README.md", *exported_tokenizer.FILES)
 RUNTIMES = {"onnx": "onnxruntime", "stablehlo": "jax"}
+TIMED = 8  # held-out texts whose time is measured
 TOLERANCE = 1e-3  # of probabilities of models whose products are not rounded
 # Probabilities of int8 models, whose inputs the runtime rounds by another range.
 INTEGER_TOLERANCE = 0.1
@@ -155,7 +158,8 @@ def write_directory(
         (directory / "README.md").write_text(_readme(record), "utf-8")
         for remark in written.remarks:
             log(f"{target}: {remark}")
-        log(check_directory(run, kind, directory, record))
+        for line in _compared(run, kind, directory, record):
+            log(line)
         for name in (name for name in FILES if name != EXPORT_FILE):
             (target / name).unlink(missing_ok=True)
         # The record comes last: a directory with it is complete.
@@ -200,34 +204,66 @@ In Python, from this directory: `from predict import Model`, and `Model().predic
 """
 
 
-def check_directory(run: Run, kind: Kind, directory: Path, record: Mapping[str, Any]) -> str:
-    """Compares the predictions of an exported directory with those of the run, for held-out texts.
+def _compared(run: Run, kind: Kind, directory: Path, record: Mapping[str, Any]) -> Iterator[str]:
+    """Compares an exported directory with the run on held-out texts, and measures it. Yields a line on each result."""
+    try:
+        texts = held_out.heldout_texts(run)
+    except InputError as error:
+        yield f"not compared with the run, whose held-out texts cannot be read: {error}"
+        return
+    exported_tokenizer.check(run, kind, directory, texts)
+    missing = [name for name in (RUNTIMES[record["format"]], "tokenizers") if importlib.util.find_spec(name) is None]
+    if missing:
+        yield (
+            f"ids of {len(texts)} held-out texts are those of the run; predictions were not compared: pip install "
+            f"{' '.join(missing)}, and export again"
+        )
+        return
+    yield check_predictions(run, kind, directory, record, texts)
+    yield _measured(run, directory, record, texts)
+
+
+def _measured(run: Run, directory: Path, record: Mapping[str, Any], texts: Sequence[tuple[str, ...]]) -> str:
+    """A line on the time of some texts; for a rounded model, beside that of the same model in float32."""
+    texts = (list(texts) * TIMED)[:TIMED]
+    functions = {"exported": _prediction(directory, texts)}
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".float32-") as scratch:
+        if _is_rounded(directory, record):
+            dense = dataclasses.replace(run, params=dense_tree(run.params))
+            for name in (EXPORT_FILE, SCRIPT, *exported_tokenizer.FILES):
+                shutil.copyfile(directory / name, Path(scratch, name))
+            length, batch = record["length"], record["batch"]
+            write_model(dense, Path(scratch, record["model"]), record["format"], length=length, batch=batch)
+            functions["float32"] = _prediction(Path(scratch), texts)
+        timings = measure.timeit(functions)
+    shown = f"{TIMED} held-out texts take {1e3 * timings['exported'].median:.2f} ms in {RUNTIMES[record['format']]}"
+    if "float32" not in functions:
+        return shown
+    shown += f", and {1e3 * timings['float32'].median:.2f} ms with matrices in float32"
+    is_slower = timings["exported"].over(timings["float32"]) > 1.05
+    return f"{shown}: the rounded model is smaller and not faster here" if is_slower else shown
+
+
+def check_predictions(
+    run: Run, kind: Kind, directory: Path, record: Mapping[str, Any], texts: Sequence[tuple[str, ...]]
+) -> str:
+    """Compares the predictions of an exported directory with those of the run.
 
     Args:
       run: The run.
       kind: Kind of its examples.
       directory: The exported directory.
       record: Its record.
+      texts: Held-out texts.
 
     Returns:
-      A line on the result, or on the reason why nothing was compared.
+      A line on the result.
 
     Raises:
-      InputError: Ids differ, or labels that are not within the rounding of the model.
+      InputError: Labels differ, or probabilities by more than the rounding of the model.
     """
-    try:
-        texts = held_out.heldout_texts(run)
-    except InputError as error:
-        return f"not compared with the run, whose held-out texts cannot be read: {error}"
-    exported_tokenizer.check(run, kind, directory, texts)
-    missing = [name for name in (RUNTIMES[record["format"]], "tokenizers") if importlib.util.find_spec(name) is None]
-    if missing:
-        return (
-            f"ids of {len(texts)} held-out texts are those of the run; predictions were not compared: pip install "
-            f"{' '.join(missing)}, and export again"
-        )
     expected = _of_run(run, kind, texts)
-    actual = _of_directory(directory, texts)
+    actual = _prediction(directory, texts)()
     differing, largest = 0, 0.0
     for here, there in zip(expected, actual, strict=True):
         labels, probabilities = (here[0], here[1]) if isinstance(kind, Tagging) else ([here[0]], [here[1]])
@@ -237,7 +273,7 @@ def check_directory(run: Run, kind: Kind, directory: Path, record: Mapping[str, 
             if label == item["label"]:
                 largest = max(largest, abs(probability - item["probability"]))
     total = sum(len(there) if isinstance(kind, Tagging) else 1 for there in actual)
-    is_rounded = "DynamicQuantizeLinear" in _operators(directory, record)
+    is_rounded = _is_rounded(directory, record)
     limit = INTEGER_TOLERANCE if is_rounded else TOLERANCE
     if largest > limit or (differing and not is_rounded):
         other = "stablehlo" if record["format"] == "onnx" else "onnx"
@@ -253,12 +289,12 @@ def check_directory(run: Run, kind: Kind, directory: Path, record: Mapping[str, 
     return f"{shown}; probabilities differ by at most {largest:.2g}"
 
 
-def _operators(directory: Path, record: Mapping[str, Any]) -> set[str]:
-    """Operators of an ONNX file."""
+def _is_rounded(directory: Path, record: Mapping[str, Any]) -> bool:
+    """Whether a file has products of 8-bit integers, whose inputs the runtime rounds."""
     if record["format"] != "onnx":
-        return set()
+        return False
     model = importlib.import_module("onnx").load(directory / record["model"])
-    return {node.op_type for node in model.graph.node}
+    return any(node.op_type == "DynamicQuantizeLinear" for node in model.graph.node)
 
 
 def _of_run(run: Run, kind: Kind, texts: Sequence[tuple[str, ...]]) -> list[tuple[Any, Any]]:
@@ -277,10 +313,11 @@ def _of_run(run: Run, kind: Kind, texts: Sequence[tuple[str, ...]]) -> list[tupl
     ]
 
 
-def _of_directory(directory: Path, texts: Sequence[tuple[str, ...]]) -> list[Any]:
-    """Predictions of the script in a directory."""
+def _prediction(directory: Path, texts: Sequence[tuple[str, ...]]) -> Callable[[], list[Any]]:
+    """A function without arguments that predicts texts by the script in a directory."""
     spec = importlib.util.spec_from_file_location("hpnlp_exported_predict", directory / SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.Model().predict([parts if len(parts) > 1 else "".join(parts) for parts in texts])
+    model, examples = module.Model(directory), [parts if len(parts) > 1 else "".join(parts) for parts in texts]
+    return lambda: model.predict(examples)
