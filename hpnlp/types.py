@@ -73,6 +73,7 @@ class MixerTraits:
       any_length: It mixes sequences of any length; otherwise only of `model.max_len` tokens, at which it is initialised.
       prefix_consistent: Under `Causal()`, the outputs of a prefix equal the first outputs of the whole sequence.
       isolates_segments: Tokens of one segment do not influence those of another.
+      any_padding: Outputs do not depend on the amount of padding after the text.
       excludes_padding: Padding, of segment id 0, influences no other token where all other tokens are one segment.
       decodes: It has a cache (`MixerOutput.cache`) and `extend`.
       draws: It reads `MixerInputs.draws`.
@@ -84,6 +85,7 @@ class MixerTraits:
     prefix_consistent: bool = True
     isolates_segments: bool = True
     excludes_padding: bool = True
+    any_padding: bool = True
     decodes: bool = True
     draws: bool = False
 

@@ -42,7 +42,7 @@ def run(argv: Sequence[str]) -> None:
     cli.parse(argv, USAGE)
     path = cli.FLAGS.config
     if not path and not overrides:
-        raise InputError(f"no data: pass --config={experiment.EXAMPLE}, or --config.task=TASK --config.data.path=FILE")
+        raise InputError(f"no data: pass --config={experiment.EXAMPLE}, or --task=TASK --data.path=FILE")
 
     from hpnlp.data.check import Check, check_text
     from hpnlp.data.config import DataConfig
@@ -51,10 +51,7 @@ def run(argv: Sequence[str]) -> None:
     from hpnlp.training import config as configs
     from hpnlp.training.metrics import reading_progress
 
-    if path:
-        values = experiment.read(path, overrides)
-    else:
-        values = experiment.overridden(configs.default(experiment.task_of(overrides) or "lm"), overrides)
+    values = experiment.read(experiment.start(path, overrides), overrides)
     data = configs.resolve(values).data
     progress = reading_progress()
     if isinstance(data, ExampleConfig):

@@ -267,6 +267,18 @@ def start(config: str | None, overrides: Sequence[str]) -> str:
     return named_experiments.STARTS.get(tasks.find(task).name, "")
 
 
+def fields_of(overrides: Sequence[str]) -> set[str]:
+    """Names of the fields that flags set.
+
+    Args:
+      overrides: Flags that set fields of the config, from `split`.
+
+    Returns:
+      Names such as "model.dim".
+    """
+    return {override.lstrip("-").removeprefix("config.").partition("=")[0] for override in overrides}
+
+
 def changes(config: ConfigDict, overrides: Sequence[str]) -> dict[str, Any]:
     """The fields that overrides set.
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from absl import flags
 
 from hpnlp import cli
+from hpnlp.cli import run_names
 from hpnlp.types import InputError
 
 if TYPE_CHECKING:
@@ -71,16 +72,17 @@ def run(argv: Sequence[str]) -> None:
     f = cli.FLAGS
     if not arguments:
         raise InputError('expected a run: write hpnlp predict RUN "a text", or hpnlp predict RUN --file=FILE')
-    directory, *texts = arguments
+    (directory, step), texts = run_names.expand_one(arguments[0], f.step), arguments[1:]
     if bool(texts) == bool(f.file):
         raise InputError("expected texts after the run, or --file=FILE (- for stdin), and not both")
+    _check_flags(texts)
     form = _form(f.out, f.format)
     cli.prepare_jax()
 
     from hpnlp.atomic_file import replaced
     from hpnlp.jobs.predictor import Predictor
 
-    predictor = Predictor(directory, f.step)
+    predictor = Predictor(directory, step)
     examples = _from_lines(texts, predictor.kind, "text") if texts else _from_file(f.file, predictor.kind)
     rows = _predicted(predictor, examples)
     if f.out is None:
@@ -91,6 +93,20 @@ def run(argv: Sequence[str]) -> None:
         count = _write(rows, form, text)
         text.detach()  # flushes it, and leaves the file open
     print(f"{f.out}: {count:,} predictions")
+
+
+def _check_flags(texts: Sequence[str]) -> None:
+    """Raises InputError for flags without an effect, and for an output that would replace the input."""
+    from hpnlp.data.files import uncompressed
+    from hpnlp.data.examples.rows import FORMATS
+
+    f = cli.FLAGS
+    if texts or os.path.splitext(uncompressed(f.file))[1].lower() not in FORMATS:
+        cli.refuse(["fields", "skip_bad_lines"], "without a file of records, such as .csv: leave it out")
+    if f.out and f.file and os.path.realpath(f.out) == os.path.realpath(f.file):
+        raise InputError(f"--out={f.out} is the file that is read: name another one")
+    if len(set(f.fields)) < len(f.fields):
+        raise InputError(f"--fields={','.join(f.fields)} names a field twice: name different ones")
 
 
 def _form(out: str | None, form: str | None) -> str:
@@ -154,8 +170,8 @@ def _from_file(name: str, kind: Kind) -> Iterator[_Placed]:
             "data.skip_bad_lines=True", "--skip_bad_lines"
         )
         raise InputError(message) from None
-    for reason, (count, first) in left_out.items():
-        print(f"hpnlp: {name}: {count:,} {reason} left out, the first is {first}", file=sys.stderr)
+    for line in sources.described(left_out):
+        print(f"hpnlp: {name}: left out: {line}", file=sys.stderr)
 
 
 def _with_fields(kind: Kind, names: Sequence[str]) -> Kind:
@@ -202,7 +218,9 @@ def _write(rows: Iterator[tuple[dict[str, Any], Any]], form: str, file: Any) -> 
     """Writes predictions. Returns their number."""
     count, writer = 0, csv.writer(file, lineterminator="\n")
     for count, (record, prediction) in enumerate(rows, 1):
-        fields = {**record, **_fields(prediction)}
+        fields = dict(record)
+        for name, value in _fields(prediction).items():
+            fields[name if name not in record else f"predicted_{name}"] = value
         if form == "jsonl":
             file.write(json.dumps(fields, ensure_ascii=False) + "\n")
             continue

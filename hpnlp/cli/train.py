@@ -87,7 +87,7 @@ def run(argv: Sequence[str]) -> None:
     distributed.join(f.coordinator, f.processes, f.process, seconds=f.wait, heartbeat=f.heartbeat)
     resolved = config.resolve(values)
     if not any(map(has_begun, [workdir, *Path(workdir).glob("seed_*")])):
-        unused_fields.check(resolved)
+        unused_fields.check(resolved, experiment.fields_of(overrides))
     if f["seeds"].present:
         with out_of_memory.advised(resolved):
             members = seeds.train_seeds(resolved, _numbers(f.seeds), workdir, accept_changes=f.accept_changes)

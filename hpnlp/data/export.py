@@ -144,7 +144,7 @@ def _frames_alike(form: Mapping[str, Any], post_processor: Mapping[str, Any], pa
     """Whether another post-processor adds the same special tokens."""
     texts = ("a", "b") if pairs else ("a",)
     framed = []
-    for section in (form["post_processor"], post_processor):
+    for section in (form.get("post_processor"), post_processor):
         inner = import_tokenizers().Tokenizer.from_str(json.dumps({**form, "post_processor": section}))
         inner.no_truncation()
         inner.no_padding()

@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from hpnlp.data.files import printable
 from hpnlp.types import InputError
@@ -53,6 +53,7 @@ class Record(NamedTuple):
     text: bytes
 
 
+@runtime_checkable
 class Lines(Protocol):
     """A stream that is read line by line, such as a file."""
 

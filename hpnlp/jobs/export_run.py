@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -23,7 +24,7 @@ from hpnlp.models.export.functions import ExportedFunction, logits_function
 from hpnlp.models.export.onnx_weights import for_runtimes
 from hpnlp.ops.weight import dense_tree
 from hpnlp.tasks.predictions import LabelPrediction, TagPrediction, TrainedModel
-from hpnlp.training.contents import EXPORT_FILE, LOCK, Contents, contents_of, locked
+from hpnlp.training.contents import EXPORT_FILE, EXPORT_SCRATCH, LOCK, Contents, contents_of, locked
 from hpnlp.training.run_directory import Run
 from hpnlp.types import InputError
 
@@ -78,7 +79,7 @@ def write_model(
     Raises:
       InputError: The model has no such file.
     """
-    fixed = run.model.config.fixed_length()
+    fixed = run.model.config.needed_length(run.config.data.seq_len)
     lengths = [length] if length else [fixed] if fixed else [0, run.config.data.seq_len]
     attempts = [(size, batch) for size in lengths] + ([] if batch else [(lengths[-1], 1)])
     weights = for_runtimes(run.params) if form == "onnx" else run.params
@@ -146,8 +147,15 @@ def write_directory(
             "a directory with tokenizer and labels is for classifiers and taggers, and the run is of "
             f"task={run.config.task!r}: pass --to=model.onnx or --to=model.stablehlo for a file with the logits"
         )
+    seq_len = run.config.data.seq_len
+    if length and length != seq_len:
+        raise InputError(
+            f"--length={length}: the run reads texts of up to data.seq_len={seq_len} tokens: leave it out for any length up to "
+            "that, or pass a file .onnx or .stablehlo"
+        )
     check_target(target)
-    with locked(target), tempfile.TemporaryDirectory(dir=target, prefix=".export-") as scratch:
+    with locked(target), _scratch(target) as scratch:
+        check_target(target)  # again, since another process may have written to it
         directory = Path(scratch)
         written = write_model(run, directory / MODEL_FILES[form], form, length=length, batch=batch)
         exported_tokenizer.write(run, kind, source, scratch)
@@ -160,14 +168,23 @@ def write_directory(
             log(f"{target}: {remark}")
         for line in _compared(run, kind, directory, record):
             log(line)
-        for name in (name for name in FILES if name != EXPORT_FILE):
+        # The record is removed first and comes last: a directory with it is complete.
+        for name in (EXPORT_FILE, *FILES):
             (target / name).unlink(missing_ok=True)
-        # The record comes last: a directory with it is complete.
         for path in sorted(directory.iterdir(), key=lambda path: path.name == EXPORT_FILE):
             path.replace(target / path.name)
-    (target / LOCK).unlink(missing_ok=True)  # the directory is handed on with all of its files
+        (target / LOCK).unlink(missing_ok=True)  # the directory is handed on with all of its files
     size = sum(path.stat().st_size for path in target.iterdir() if path.is_file())
     log(f"{target}: {size:,} bytes, a function of {' and '.join(written.function.inputs)}, int32 {written.shape}")
+
+
+@contextlib.contextmanager
+def _scratch(target: Path) -> Iterator[str]:
+    """A temporary directory in the target, whose name marks an unfinished export; those of killed ones are removed."""
+    for left in target.glob(f"{EXPORT_SCRATCH}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=target, prefix=EXPORT_SCRATCH) as scratch:
+        yield scratch
 
 
 def _record(run: Run, kind: Kind, written: Written, form: str) -> dict[str, Any]:

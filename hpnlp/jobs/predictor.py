@@ -108,7 +108,7 @@ class Predictor:
         Raises:
           InputError: As for `predict`; or models of the run's task have no vectors.
         """
-        if isinstance(self.kind, Pairs):
+        if isinstance(self.kind, Pairs) and not isinstance(texts, str | bytes):
             texts = [(text, text) if isinstance(text, str) else text for text in texts]
         vectors = self._by_length(
             self._values(texts),
@@ -208,7 +208,7 @@ class Predictor:
         order = np.argsort(lengths, kind="stable").tolist()
         for start in range(0, len(order), batch_size):
             numbers = order[start : start + batch_size]
-            yield numbers, self.run.model.config.fixed_length() or width_for(int(lengths[numbers[-1]]), most)
+            yield numbers, self.run.model.config.needed_length(most) or width_for(int(lengths[numbers[-1]]), most)
 
 
 @contextlib.contextmanager

@@ -37,6 +37,12 @@ class Model:
 
     def predict(self, texts: Any, batch_size: int = 32) -> list[Any]:
         """Predicts texts, or pairs of texts: a {"label", "probability"} for each, or for each word (with "word")."""
+        pairs = len(self.record["texts"]) == 2
+        for text in texts:
+            if not text or (not isinstance(text, str) and not all(text)):
+                raise ValueError("a text is empty: leave it out")
+            if pairs is isinstance(text, str) or (pairs and len(text) != 2):
+                raise ValueError(f"{text!r:.60}: expected {'two texts' if pairs else 'one text'}")
         encode: Any = self.tokenizer.encode
         encoded = [encode(text) if isinstance(text, str) else encode(*text) for text in texts]
         batch_size = self.record["batch"] or batch_size
@@ -80,7 +86,7 @@ class Model:
         for word in text.split():
             start = text.index(word, place)
             place = start + len(word)
-            index = next((index for first, last, index in tokens if first <= start < last), None)
+            index = next((index for first, last, index in tokens if first < place and start < last), None)
             if index is not None:  # else the word is after the last token that is read
                 tags.append({"word": word, **self._label(rows[index])})
         return tags
@@ -92,5 +98,9 @@ if __name__ == "__main__":
     lines = ["\t".join(sys.argv[1:])] if pairs and sys.argv[2:] else sys.argv[1:]
     lines = lines or [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
     texts = [tuple(line.split("\t", 1)) if pairs else line for line in lines]
-    for line, result in zip(lines, model.predict(texts), strict=True):
+    try:
+        results = model.predict(texts)
+    except ValueError as error:
+        sys.exit(str(error))
+    for line, result in zip(lines, results, strict=True):
         print(json.dumps({"text": line, "prediction": result}, ensure_ascii=False))

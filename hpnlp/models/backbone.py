@@ -190,6 +190,17 @@ class BackboneConfig(BlockConfig, PlannedLayers):
         """The length of all sequences if a mixer has a fixed one; see `layer_forms.fixed_length`."""
         return fixed_length(self.mixer, self.traits, self.max_len)
 
+    def needed_length(self, seq_len: int) -> int:
+        """Length to which sequences must be padded, so that outputs are those of training.
+
+        Args:
+          seq_len: Tokens per sequence in training.
+
+        Returns:
+          The length; 0 if the amount of padding makes no difference.
+        """
+        return self.fixed_length() or (0 if all(traits.any_padding for traits in self.traits) else seq_len)
+
     @property
     def mask(self) -> Any:
         """The static Mask of the model: the pairs of tokens that may influence each other."""

@@ -107,6 +107,10 @@ class Seq2SeqConfig(LMConfig):
         """The length of all sources if a mixer of the encoder has a fixed one."""
         return self.encoder().fixed_length()
 
+    def needed_length(self, seq_len: int) -> int:
+        """Length to which sources must be padded; see `BackboneConfig.needed_length`."""
+        return self.encoder().needed_length(seq_len)
+
     def sizes(self) -> dict[str, tuple[int, str]]:
         """Sizes of the logical axes that a mesh may divide: the greatest common divisors of both stacks' sizes."""
         encoder, decoder = self.encoder().sizes(), self.decoder().sizes()

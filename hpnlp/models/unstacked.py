@@ -35,6 +35,10 @@ class Unstacked:
         """Length of all sequences, 0 for any."""
         return 0
 
+    def needed_length(self, seq_len: int) -> int:
+        """Length to which sequences must be padded; see `BackboneConfig.needed_length`."""
+        return self.fixed_length()
+
     def masks(self) -> list[Any]:
         """Masks of the layers: none."""
         return []

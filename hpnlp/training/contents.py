@@ -17,6 +17,7 @@ LOCK = ".lock"
 # Record of `hpnlp compress` in a directory that it has begun to write, removed when the model is finished.
 UNFINISHED_FILE = ".compression"
 EXPORT_FILE = "export.json"  # record of `hpnlp export` in a directory that it has written
+EXPORT_SCRATCH = ".export-"  # prefix of the directory of an export that is being written
 _MODEL_TYPE = b'"model_type"'  # field of the config.json of a Hugging Face checkpoint
 _CHECKPOINT_FILES = (".safetensors", ".safetensors.index.json")  # of which a run has none
 
@@ -52,10 +53,11 @@ def contents_of(directory: str | os.PathLike[str]) -> Contents:
         return Contents.OTHER if os.path.lexists(path) else Contents.NOTHING
     if not names:
         return Contents.NOTHING
-    if EXPORT_FILE in names:
-        return Contents.EXPORTED
     config = path / "config.json"
-    if any(name.endswith(_CHECKPOINT_FILES) for name in names) or _has_model_type(config):
+    is_run = "checkpoints" in names and config.is_file()  # which may have files of the user beside its own
+    if not is_run and (EXPORT_FILE in names or any(name.startswith(EXPORT_SCRATCH) for name in names)):
+        return Contents.EXPORTED
+    if _has_model_type(config) or (not is_run and any(name.endswith(_CHECKPOINT_FILES) for name in names)):
         return Contents.CHECKPOINT
     if config.is_file():
         return Contents.COMPRESSED if has_weights(path) else Contents.RUN

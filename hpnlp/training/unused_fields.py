@@ -7,7 +7,7 @@ Values that say what happens anyway, such as `train.sample=0` in a task that gen
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import numpy as np
@@ -37,17 +37,20 @@ LAYER_FIELDS = ("heads", "kv_heads", "head_dim", "mixer", "block", "form", "mlp"
 ROPE_FIELDS = ("model.rope_theta", "model.rope_scaling")
 
 
-def check(config: Config) -> None:
-    """Checks that every field that differs from its default has an effect.
+def check(config: Config, names: Container[str] | None = None) -> None:
+    """Checks that fields that differ from their defaults have an effect.
 
     Args:
       config: Config of a new run.
+      names: The fields that the user has set, None for all; of others, such as those of an experiment of which the user changes some, `remarks`
+        returns lines.
 
     Raises:
       InputError: A field has no effect, with the reason and the fix.
     """
-    for line in _unused(config, RULES):
-        raise InputError(line)
+    for name, line in _unused(config, RULES):
+        if names is None or name in names:
+            raise InputError(line)
 
 
 def remarks(config: Config) -> list[str]:
@@ -59,7 +62,7 @@ def remarks(config: Config) -> list[str]:
     Returns:
       A line for each of them.
     """
-    lines = [*_unused(config, RULES), *_unused(config, COMMON)]
+    lines = [line for rules in (RULES, COMMON) for _, line in _unused(config, rules)]
     if config.optimizer.warmup >= config.train.steps:
         lines.append(
             f"optimizer.warmup={config.optimizer.warmup} lasts to the end of train.steps={config.train.steps}: the learning "
@@ -68,13 +71,13 @@ def remarks(config: Config) -> list[str]:
     return lines
 
 
-def _unused(config: Config, rules: Any) -> Iterator[str]:
-    """A message for each field that is set without an effect, with the reason."""
+def _unused(config: Config, rules: Any) -> Iterator[tuple[str, str]]:
+    """`(name, message)` of each field that is set without an effect, with the reason."""
     values, defaults = flat(config), flat(Config(task=config.task))
     for names, find_reason in rules:
         is_set = [name for name in names if name in values and values[name] not in (defaults[name], NEUTRAL.get(name))]
         if is_set and (reason := find_reason(config)):
-            yield from (f"{name}={values[name]!r} has no effect, because {reason}" for name in is_set)
+            yield from ((name, f"{name}={values[name]!r} has no effect, because {reason}") for name in is_set)
 
 
 def _no_evaluations(config: Config) -> str:

@@ -106,7 +106,7 @@ class _CollectingIngest(ExampleIngest):
     def of(cls, ingest: ExampleIngest) -> _CollectingIngest:
         """An ingest of the same sources, which leaves bad records out."""
         fields: dict[str, Any] = {field.name: getattr(ingest, field.name) for field in dataclasses.fields(ingest)}
-        fields["skip_bad_lines"] = True
+        fields |= {"skip_bad_lines": True, "examination": Examination(ingest.fold_labels)}
         return cls(**fields)
 
     def reader(self, left_out: LeftOut, has_groups: bool = True, line_counts: LineCounts | None = None) -> RowReader:

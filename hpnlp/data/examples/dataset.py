@@ -168,7 +168,7 @@ class Examples:
     def _less_padding(self, lengths: np.ndarray) -> Iterator[str]:
         """Settings with less padding, by the lengths of uncut sequences."""
         config = self.config
-        length = _rounded_up(np.percentile(lengths, 99.9, method="higher"))
+        length = _rounded_up(int(np.percentile(lengths, 99.9, method="higher")))
         if length < config.seq_len:
             held = 100 * float(np.mean(lengths <= length))
             share = 100 * self._padding(length, config.buckets)
@@ -289,9 +289,9 @@ class Examples:
         return self.kind.batch(self.stored[side], numbers.tolist(), count, self.tokenizer, width)
 
 
-def _rounded_up(length: float) -> int:
+def _rounded_up(length: int) -> int:
     """The next multiple of 8."""
-    return -(-int(length) // 8) * 8
+    return -(-length // 8) * 8
 
 
 def _count(count: int) -> str:

@@ -21,7 +21,13 @@ class Examination:
       line_counts: Numbers of records and lines, where they differ.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fold_labels: bool = False) -> None:
+        """Begins a comparison.
+
+        Args:
+          fold_labels: Whether labels that differ only in case and blanks are one label (`data.fold_labels`).
+        """
+        self._fold = fold_labels
         self.left_out = LeftOut()
         self.line_counts = LineCounts()
         self._remarks = LeftOut()
@@ -43,6 +49,7 @@ class Examination:
         Returns:
           A hash of the texts.
         """
+        labels = [folded(label) for label in labels] if self._fold else labels
         self._labels.update(labels)
         for label in labels:
             self._places.setdefault(label, where)
@@ -58,7 +65,7 @@ class Examination:
           texts: As for `add`.
           labels: As for `add`.
         """
-        key, own_labels = self.add(where, texts, labels), hash(tuple(labels))
+        key, own_labels = self.add(where, texts, labels), hash(tuple(map(folded, labels) if self._fold else labels))
         if first := self._training.get(key):
             place, first_labels = first
             other = " and another label" if first_labels != own_labels else ""

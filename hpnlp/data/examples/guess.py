@@ -49,7 +49,7 @@ def _named(names: Sequence[str], known: Sequence[str]) -> str | None:
 
 def _repeated(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> str | None:
     """The column of two with few different values; None if both have few or both have many."""
-    repeated = [name for name in names if 2 * len({str(record[name]) for record in records}) <= len(records)]
+    repeated = [name for name in names if 2 * len({str(record.get(name)) for record in records}) <= len(records)]
     return repeated[0] if len(repeated) == 1 else None
 
 

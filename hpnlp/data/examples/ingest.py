@@ -153,7 +153,7 @@ class ExampleIngest:
         Raises:
           InputError: A file cannot be read or holds an invalid record, or the classes are not valid.
         """
-        writing = _Writing(self, directory, tokenizer, progress, examination or Examination())
+        writing = _Writing(self, directory, tokenizer, progress, examination or Examination(self.fold_labels))
         threshold = self._threshold()
         with (
             ExampleWriter(directory, "train", tokenizer.vocab_size, writing.classes.names) as train,

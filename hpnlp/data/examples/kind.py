@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from hpnlp.data.packing import Batch
 from hpnlp.types import InputError, Tokenizer
 
 
+@runtime_checkable
 class TokenisedExamples(Protocol):
     """Examples of which `Kind.batch` makes batches: `StoredExamples`, or `Unlabelled` ones in memory."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -15,6 +15,7 @@ _BINARY = {ast.Add: "Add", ast.Sub: "Sub", ast.Mult: "Mul"}
 _CALLS = {"floordiv": "Div", "mod": "Mod", "max": "Max", "min": "Min"}
 
 
+@runtime_checkable
 class Nodes(Protocol):
     """The members of `onnx_graph.Graph` that compute sizes."""
 

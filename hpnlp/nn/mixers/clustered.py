@@ -46,7 +46,9 @@ class ClusteredMixer(nn.Module):
         "k": Projection("kv_heads", norm=True, rope=True),
         "v": Projection("kv_heads"),
     }
-    traits: ClassVar[MixerTraits] = MixerTraits(causal=False, prefix_consistent=False, decodes=False, draws=True)
+    traits: ClassVar[MixerTraits] = MixerTraits(
+        causal=False, prefix_consistent=False, any_padding=False, decodes=False, draws=True
+    )
 
     clusters: int = 100
     bits: int = 63

@@ -23,9 +23,7 @@ COMPRESSIONS = ("projection", "pool", "conv")
 SHARING = ("none", "heads", "key_value")
 MAX_WIDTH = 513  # of Nystromformer's convolution, whose products grow with it
 # Every output depends on all tokens of the sequence but padding.
-TRAITS = MixerTraits(
-    causal=False, prefix_consistent=False, isolates_segments=False, excludes_padding=True, decodes=False
-)
+TRAITS = MixerTraits(causal=False, prefix_consistent=False, isolates_segments=False, any_padding=False, decodes=False)
 NEEDS: Mapping[str, Projection] = {
     "q": Projection("heads", norm=True, rope=True),
     "k": Projection("kv_heads", norm=True, rope=True),
