@@ -11,7 +11,7 @@ import re
 import sys
 
 COMMANDS = {
-    "train": "train the model of an experiment file, or resume its training, and write a report",
+    "train": "train the model of an experiment or a task, or resume its training, and write a report",
     "check-data": "list all faults of the data that an experiment names, with their places",
     "generate": "continue prompts with a trained model",
     "predict": "predict labels, tags, targets or similarities of texts with a trained model",
@@ -22,7 +22,7 @@ COMMANDS = {
     "draw": "draw attention masks and print their cost relative to dense attention",
     "lra": "train mixers on tasks of the Long Range Arena, or measure their speed and memory by length",
     "compress": "make a smaller model of a run, and measure its size, time and quality",
-    "export": "write the model of a run as one file for JAX or ONNX runtimes",
+    "export": "write the model of a run as a directory to serve, or as one file for JAX or ONNX runtimes",
     "neighbours": "list words that are similar to a word, and draw word vectors",
     "convert": "convert Hugging Face checkpoints to runs, and runs to checkpoints",
     "completion": "print a script by which bash, zsh or fish completes commands and flags",

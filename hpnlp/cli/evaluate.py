@@ -76,7 +76,6 @@ def run(argv: Sequence[str]) -> None:
 
     from hpnlp import tasks
     from hpnlp.nn.output import is_normalized
-    from hpnlp.report.entries import is_untrained
     from hpnlp.tasks.lm_report import MAX_PERPLEXITY_LOSS
     from hpnlp.training import config as configs
     from hpnlp.training import evaluate_run, evaluation_record, run_directory
@@ -101,7 +100,7 @@ def run(argv: Sequence[str]) -> None:
     is_plain = (
         len(members) == 1 and members[0][1] is None and not cli.FLAGS.cache and not cli.FLAGS.batches and not changes
     )
-    if is_plain and is_untrained(workdir):
+    if is_plain and not (workdir / "report.json").exists():
         try:
             evaluation_record.write(workdir, evaluation.outcome, evaluation, evaluation.step)
             print(f"written: {workdir / evaluation_record.FILE}, which hpnlp compare reads")

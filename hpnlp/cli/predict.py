@@ -97,8 +97,8 @@ def run(argv: Sequence[str]) -> None:
 
 def _check_flags(texts: Sequence[str]) -> None:
     """Raises InputError for flags without an effect, and for an output that would replace the input."""
-    from hpnlp.data.files import uncompressed
     from hpnlp.data.examples.rows import FORMATS
+    from hpnlp.data.files import uncompressed
 
     f = cli.FLAGS
     if texts or os.path.splitext(uncompressed(f.file))[1].lower() not in FORMATS:

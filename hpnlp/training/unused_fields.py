@@ -42,8 +42,8 @@ def check(config: Config, names: Container[str] | None = None) -> None:
 
     Args:
       config: Config of a new run.
-      names: The fields that the user has set, None for all; of others, such as those of an experiment of which the user changes some, `remarks`
-        returns lines.
+      names: The fields that the user has set, None for all; of others, such as those of an experiment of which the user
+        changes some, `remarks` returns lines.
 
     Raises:
       InputError: A field has no effect, with the reason and the fix.

@@ -43,7 +43,11 @@ def test_data_of_an_experiment_file_are_checked(run, monkeypatch, tmp_path):
     ("argv", "message"),
     [
         ((), "no data: pass --config=lm/bytes"),
-        (("--config.data.pth=a",), "unknown config field 'data.pth': did you mean 'data.path'?"),
+        (("--task=lm", "--config.data.pth=a"), "unknown config field 'data.pth': did you mean 'data.path'?"),
+        (
+            ("--data.path=a.csv",),
+            "--config is required, for example --config=lm/bytes, or --task=TASK --data.path=FILE",
+        ),
         (("--config.task=clasification",), "did you mean 'classification'?"),
     ],
 )

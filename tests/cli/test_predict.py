@@ -119,13 +119,15 @@ ERRORS = {
     "formats that differ": (["RUN", "a", "--out=DIR/x.csv", "--format=jsonl"], "the suffix names another format"),
     "no directory": (["RUN", "a", "--out=DIR/absent/x.csv"], "expected a file in a directory that exists"),
     "a language model": (["LM", "a"], "task='lm' has no labels, targets or pairs to predict: use hpnlp generate"),
+    "fields of texts": (["RUN", "a", "--fields=b"], "--fields=.* has no effect without a file of records"),
+    "the input as output": (["RUN", "--file=DIR/other.csv", "--out=DIR/other.csv"], "is the file that is read"),
     "no step": (["RUN", "a", "--step=3"], "no checkpoint 3 in .*there: 40"),
 }
 
 
 def test_invalid_input_is_refused(run, classifier, language_model, tmp_path):
     (tmp_path / "other.csv").write_text("text\na\n")
-    (tmp_path / "bad.jsonl").write_text('{"review": "a"}\n{"review": 3}\n')
+    (tmp_path / "bad.jsonl").write_text('{"review": "a"}\n{"review": 3}\n{"review": ""}\n')
     (tmp_path / "wide.txt").write_bytes("a".encode("utf-16"))
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     names = {"RUN": str(classifier), "LM": str(language_model)}
@@ -136,7 +138,7 @@ def test_invalid_input_is_refused(run, classifier, language_model, tmp_path):
         assert outcome.err.count("\n") == 1, (name, outcome)
         assert re.search(message, outcome.err), (name, outcome.err)
     outcome = run("predict", classifier, f"--file={tmp_path / 'bad.jsonl'}", "--skip_bad_lines")
-    assert outcome.code == 0 and "1 bad records left out" in outcome.err
+    assert outcome.code == 0 and "left out: 2 bad records: " in outcome.err
 
 
 def test_invalid_arguments_raise(classifier, language_model):
