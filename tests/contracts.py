@@ -281,6 +281,12 @@ def claiming(trait):
     return [spec for spec, mixer in mixers_by_spec().items() if getattr(mixer.traits, trait)]
 
 
+def in_both_directions(trait):
+    """The specs of the mixers of any length that claim a trait, and mix with earlier and later tokens, as encoders do."""
+    traits = {spec: mixer.traits for spec, mixer in mixers_by_spec().items()}
+    return [spec for spec in claiming(trait) if traits[spec].bidirectional and traits[spec].any_length]
+
+
 def mixing_segments():
     """A spec of each class of mixers that keep padding out, and do not keep segments apart."""
     mixers = mixers_by_spec()

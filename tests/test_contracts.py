@@ -1,6 +1,7 @@
 """Tests that every mask, mixer and output layer must pass; the cases are in contracts.py."""
 
 import copy
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -17,7 +18,7 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.nn.output import OUTPUTS, OutputLayer
 from hpnlp.ops import attention
-from hpnlp.ops.attention import Causal
+from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.block_sparse.block_mask import density
 from hpnlp.ops.table_rows import TableRows
 from hpnlp.spec import parse_one
@@ -155,6 +156,21 @@ def test_mixer_excludes_padding(spec):
     o = mixing.output(mixing.arrays, ids)
     np.testing.assert_array_equal(mixing.output(contracts.with_large(mixing.arrays, ids == 0), ids), o)
     assert o[ids > 0].any() and not o[ids == 0].any()
+
+
+@pytest.mark.parametrize("spec", contracts.one_of_each_kind(contracts.in_both_directions("any_padding")))
+def test_mixer_gives_texts_the_same_output_with_any_padding(spec):
+    """Without a mask, a text alone and with padding after it."""
+    mixing, size = Mixing(spec), 20
+    ids = np.repeat(np.arange(mixing.length)[None] < size, 2, axis=0).astype(np.int32)
+
+    def run(arrays, ids):
+        inputs = dataclasses.replace(mixing.inputs(arrays), segment_ids=ids)
+        return mixing(inputs, mask=Full())
+
+    text = {name: array[:, :size] for name, array in mixing.arrays.items()}
+    outputs = [jax.jit(run, compiler_options=contracts.ONCE)(*x) for x in ((mixing.arrays, ids), (text, ids[:, :size]))]
+    assert_close(outputs[0][:, :size], outputs[1])
 
 
 @pytest.mark.parametrize("spec", contracts.one_of_each_kind(contracts.claiming("prefix_consistent")))

@@ -33,9 +33,8 @@ def find() -> dict[str, Path]:
       `experiments`; a checkout and an editable installation have that directory beside the package.
     """
     package = Path(hpnlp.__file__).parent
-    root = next(
-        (path / "experiments" for path in (package, package.parent) if (path / "experiments").is_dir()), package
-    )
+    is_checkout = (package.parent / "setup.py").is_file()  # otherwise the directory may be of another package
+    root = package.parent / "experiments" if is_checkout else package / "experiments"
     files = sorted(root.glob("*/*.py"))
     return {
         path.relative_to(root).with_suffix("").as_posix(): path

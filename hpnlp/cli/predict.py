@@ -203,7 +203,7 @@ def _predicted(predictor: Predictor, examples: Iterator[_Placed]) -> Iterator[tu
     """`(record, prediction)` of examples, with lines of progress on stderr."""
     start = shown = time.monotonic()
     done = 0
-    while chunk := list(itertools.islice(examples, CHUNK)):
+    while chunk := list(itertools.islice(examples, CHUNK)):  # memory does not grow with the number of examples
         fields = [record for _, record in chunk]
         texts = [tuple(record.values()) if len(record) > 1 else next(iter(record.values())) for record in fields]
         predictions = predictor.predict(texts, cli.FLAGS.batch_size, places=[place for place, _ in chunk])

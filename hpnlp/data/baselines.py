@@ -103,6 +103,7 @@ class Baselines:
         self._cached = token_store.find(self._root, self._name)
         self._is_small = corpus.train_tokens + corpus.heldout_bytes <= _SMALL_BYTES
         self._printed = b""
+        self._is_over = False  # the report is written, and a measurement that has not begun does not begin
         # Decoding the training text takes seconds, for which the training need not wait.
         self._starting = threading.Thread(target=self._start, daemon=True)
         if self._cached is None and not self._is_small:
@@ -123,6 +124,8 @@ class Baselines:
             file.write(training)
             file.write(self._corpus.read_heldout())
             file.seek(0)
+            if self._is_over:
+                return
             # A new process group, so that Ctrl-C does not reach the process; the same session, because Linux shares the
             # cores among sessions without regard to the priorities of their processes.
             self._process = subprocess.Popen(
@@ -155,6 +158,7 @@ class Baselines:
         while figures is None and self._is_running() and time.monotonic() < end:
             time.sleep(0.05)
             figures = self._figures()
+        self._is_over = True
         if self._process is not None:
             _kill(self._process)
         if figures is None:

@@ -106,6 +106,6 @@ def check(run: Run, kind: Kind, directory: str | Path, texts: Sequence[tuple[str
     for parts, here, there in zip(texts, expected, encode(directory, texts, run.config.data.seq_len), strict=True):
         if here[0] != there[0] or (has_types and here[1] != there[1]):
             raise InputError(
-                f"{directory}: the exported tokenizer gives the ids {there[0][:8]}... for {parts[0]!r:.60}, and training has "
+                f"the exported tokenizer gives the ids {there[0][:8]}... for {parts[0]!r:.60}, and training has "
                 f"{here[0][:8]}...: use hpnlp.load, or a tokenizer whose words do not depend on the words around them"
             )

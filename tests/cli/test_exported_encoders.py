@@ -100,7 +100,8 @@ def test_exported_directories_are_served_without_hpnlp(name, task, tokenizer, pa
         *_, (_, _, params) = compress(model_config, params, parse_recipe(recipe))
         write_weights(directory / WEIGHTS_FILE, params, metadata)
     target = tmp_path / "served"
-    for _ in range(2):  # an export replaces an earlier one
+    for _ in range(2):  # an export replaces an earlier one, and one that was killed
+        (target / ".export-killed").mkdir(parents=True)
         outcome = run("export", directory, f"--to={target}", f"--format={form}")
         assert outcome.code == 0 and "held-out texts" in outcome.out and "int32 [B, T]" in outcome.out, outcome
     assert contents_of(target) is Contents.EXPORTED
