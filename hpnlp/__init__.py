@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from hpnlp.version import __version__ as __version__
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     import hpnlp.jobs.predictor
 
 
-def load(run: str, step: int | None = None) -> hpnlp.jobs.predictor.Predictor:
+def load(run: str | os.PathLike[str], step: int | None = None) -> hpnlp.jobs.predictor.Predictor:
     """Loads a trained model, to predict, encode or generate texts.
 
     Args:

@@ -485,7 +485,7 @@ def test_proposed_commands_register_the_same_files(tmp_path):
 
 
 def test_command_for_other_data_drops_what_describes_the_old():
-    data = DataConfig(path="old.txt", weights=(1, 2), heldout_path="old_heldout.txt")
+    data = DataConfig(path="old.txt", weights=(1.0, 2.0), heldout_path="old_heldout.txt")
     flags = "--config=exp.py --config.data.path=old.txt --config.data.heldout_path=old_heldout.txt --config.model.dim=8"
     lines = next_commands.render(Path("runs/a"), Config(data=data), flags).splitlines()
     (line,) = [line for line in lines if "YOUR_FILES" in line]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ class Predictor:
       run: The run: config, vocabulary, model and parameters.
     """
 
-    def __init__(self, run: str | Path, step: int | None = None) -> None:
+    def __init__(self, run: str | os.PathLike[str], step: int | None = None) -> None:
         """Loads the model of a run.
 
         Args:
@@ -56,7 +57,7 @@ class Predictor:
           InputError: The directory holds no run, or one that cannot be read.
         """
         with _quiet_libraries():
-            self.run = run_directory.load(run, step)
+            self.run = run_directory.load(Path(run), step)
         self._task = tasks.find(self.run.config.task)
         params = jax.tree.map(jnp.asarray, self.run.params)
         labels = self.run.vocabulary.labels or ()
