@@ -141,7 +141,7 @@ class Trainer:
         step, evaluate = (dataclasses.replace(run, frozen=frozen) for run in (self.step, self.evaluate_next))
         return dataclasses.replace(self, step=step, evaluate_next=evaluate)
 
-    def evaluate(self, weights: Any, batch: Mapping[str, Any]) -> dict[str, tuple[jax.Array, jax.Array]]:
+    def evaluate(self, weights: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Sums over one batch.
 
         Args:
@@ -149,7 +149,7 @@ class Trainer:
           batch: Arrays of all sequences.
 
         Returns:
-          As `evaluate_next`, from the initial carry.
+          As `evaluate_next`, from the initial carry: name -> (sum, weight), and under "examples" those of single examples.
         """
         return self.evaluate_next(weights, batch, self.initial_carry())[0]
 
@@ -411,9 +411,7 @@ class _StepFunctions:
         rng = jax.random.fold_in(key, ADVANCE_STREAM)
         return self.gradients.model.advance(state.buffers, statistics, state.step, rng)
 
-    def evaluate(
-        self, weights: Any, batch: Batch, carry: Any, frozen: Any = None
-    ) -> tuple[dict[str, tuple[jax.Array, jax.Array]], Any]:
+    def evaluate(self, weights: Any, batch: Batch, carry: Any, frozen: Any = None) -> tuple[dict[str, Any], Any]:
         """`Trainer.evaluate_next`. Averaged parameters, which have the shardings of optimizer state, are resharded."""
         if self.batch_size:
             self._check_carry(batch)
