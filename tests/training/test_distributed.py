@@ -31,7 +31,6 @@ FIELDS = [
     "data.seq_len=32",
     "data.batch_size=16",
     "data.heldout_bytes=2000",
-    "train.eval_batches=1",
     "train.eval_stride=0",
     "train.eval_every=0",
     "train.log_every=1",
