@@ -18,7 +18,7 @@ from hpnlp.types import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """What is found in data, as lines with counts and the first places.
+    """Faults, remarks and figures of data, as lines with counts and the first places.
 
     Attributes:
       faults: Faults that stop a training.
