@@ -314,7 +314,7 @@ def files(tmp_path, trained):
         ("generate {piped}", "config.json is not a regular file: restore it, or name another workdir"),
         ("generate {run} --workdir={dir}", "name different runs: leave out one of them"),
         ("generate", "no run: write hpnlp generate RUN --prompt=TEXT, where RUN is its directory, such as runs/bytes"),
-        ("export {run} {dir} --to=x", "expected one run: write hpnlp export RUN --to=FILE"),
+        ("export {run} {dir} --to=x", "expected one run: write hpnlp export RUN --to=DIR"),
         ("export {run}@last2 --to=x", "run@last2 names 2 checkpoints: name one, as RUN or RUN@STEP"),
         ("convert {run}@11 --to={dir}/new", "no checkpoint 11 in"),
         ("convert --from={piped} --to={dir}/new", "config.json is not a regular file"),
@@ -333,7 +333,7 @@ def files(tmp_path, trained):
         ("generate --workdir={run} --top_p=half", "flag --top_p=half: expected a number"),
         (
             "generate --workdir={run} --config.model.dim=3",
-            "only train, sweep, lra, plan, compress and evaluate take config fields",
+            "only train, check-data, sweep, lra, plan, compress and evaluate take config fields",
         ),
         ("evaluate", "no run: write hpnlp evaluate RUN"),
         (
