@@ -24,7 +24,7 @@ VOID = {"br", "hr", "img", "input", "link", "meta", "source", "wbr"}
 ARXIV = re.compile(r"\barXiv[: ](\d{4}\.\d{4,5})(v\d+)?\b")
 # An exponent of a number, a name or a closing parenthesis: 2^20, N^0.74, H^(-1/4).
 EXPONENT = re.compile(r"(?<=[\w)])\^(-?[\w.]*\w|\([^()]{1,20}\))")
-# A flag in plain text, as in the help of commands: --config.data.path=PATH.
+# A flag in plain text, as in the help of commands: --data.path=PATH.
 FLAG = re.compile(r"(?<![\w`-])--[a-z][\w.]*(?:=[\w.@:/]*\w)?")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
 FORMULA_TEXT = re.compile(r"\\[(\[]")

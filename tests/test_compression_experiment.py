@@ -38,11 +38,11 @@ def test_commands_are_valid_and_follow_those_that_make_their_inputs(modules, tmp
     done = set()
     for step in steps:
         values = flags(step)
-        names = ("from", "config.train.init_from", "config.distill.teacher")
+        names = ("from", "train.init_from", "distill.teacher")
         paths = [Path(value) for name, value in values.items() if name in names]
         assert {path.relative_to(tmp_path).as_posix() for path in paths} <= set(step.inputs) <= done, step
         if step.arguments[0] == "train":
-            overrides = [argument for argument in step.arguments if argument.startswith("--config.")]
+            _, overrides = experiment.split(["hpnlp", *step.arguments])
             resolve(experiment.read(values["config"], overrides))
         elif step.arguments[0] == "compress":
             parse_recipe(values["recipe"])

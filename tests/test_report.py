@@ -169,13 +169,10 @@ def test_render_shows_numbers_sample_and_commands(tmp_path):
     assert "| held-out bytes | 1,760 |" in text and "| wall time of the last process, s |" in text
     assert "| xz -9e after the training text, the same bytes | 1.7500 |" in text
     assert "Where the time went, over all restarts: setup" in text
-    assert (
-        f"--config=FILE --workdir={tmp_path}-tuned --config.train.init_from={tmp_path} --config.data.path=YOUR_FILES"
-        in text
-    )
+    assert f"--config=FILE --workdir={tmp_path}-tuned --train.init_from={tmp_path} --data.path=YOUR_FILES" in text
     mine = report.render(tmp_path, Config(), summary(), "", "--config=mine.py --config.train.steps=5")
     assert f"`hpnlp train --config=mine.py --config.train.steps=5 --workdir={tmp_path}-tuned" in mine
-    assert f"`hpnlp train --config=mine.py --workdir={tmp_path} --config.train.steps=2000 --accept" in mine
+    assert f"`hpnlp train --config=mine.py --workdir={tmp_path} --train.steps=2000 --accept" in mine
     assert "| devices | 8 cpu devices (data 8) |" in text and "skipped" not in text
     assert "| steps skipped, not finite | 2 |" in report.render(
         tmp_path, Config(), summary() | {"skipped_steps": 2.0}, ""
@@ -490,7 +487,7 @@ def test_command_for_other_data_drops_what_describes_the_old():
     lines = next_commands.render(Path("runs/a"), Config(data=data), flags).splitlines()
     (line,) = [line for line in lines if "YOUR_FILES" in line]
     assert "old" not in line and "--config.model.dim=8" in line
-    assert line.endswith("--config.data.path=YOUR_FILES '--config.data.weights=()' --config.data.heldout_path=`")
+    assert line.endswith("--data.path=YOUR_FILES '--data.weights=()' --data.heldout_path=`")
 
 
 def test_proposed_commands_register_an_experiment_that_adds_entries(tmp_path, monkeypatch):

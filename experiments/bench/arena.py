@@ -2,8 +2,8 @@
 
     hpnlp lra --mixers=all --tasks=listops_short --budget=1min --workdir=runs/lra
     python experiments/bench/arena.py --runs=runs/lra
-    hpnlp lra --efficiency --mixers=all --tasks=text_stdlib --config.data.batch_size=1 --workdir=runs/efficiency
-    hpnlp lra --efficiency --mixers=all --tasks=language_model --config.data.batch_size=1 --workdir=runs/efficiency
+    hpnlp lra --efficiency --mixers=all --tasks=text_stdlib --data.batch_size=1 --workdir=runs/efficiency
+    hpnlp lra --efficiency --mixers=all --tasks=language_model --data.batch_size=1 --workdir=runs/efficiency
     python experiments/bench/arena.py --efficiency=runs/efficiency
 
 The first two write arena-cpu.json: accuracy, steps, speed and memory of each mixer. The others write

@@ -43,7 +43,7 @@ flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
 
 def planned(settings: str, depth: str, devices: int = 512) -> tuple[float, str]:
     """`(seconds, output)` of `hpnlp plan`."""
-    overrides = [f"--config.{setting}" for setting in settings.split()]
+    overrides = [f"--{setting}" for setting in settings.split()]
     config = ROOT / "experiments" / "lm" / "bytes.py"
     command = [sys.executable, "-m", "hpnlp", "plan", f"--config={config}", f"--devices={devices}", "--device=v5p"]
     start = time.perf_counter()

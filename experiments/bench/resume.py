@@ -60,7 +60,7 @@ class Runs:
         self.root = root
         overrides = {**MODELS[model], "train.steps": steps, "data.path": path, "data.cache": root / "data"}
         command = [sys.executable, "-m", "hpnlp", "train", "--config=experiments/bench/resume_config.py"]
-        self.command = command + [f"--config.{name}={value}" for name, value in overrides.items()]
+        self.command = command + [f"--{name}={value}" for name, value in overrides.items()]
         self.cache_numbers = itertools.count()
 
     def start(self, workdir: Path, cold: bool = False) -> subprocess.Popen[bytes]:

@@ -1,9 +1,9 @@
 """The encoder of `pretrain.py` with a classifier of texts, or of tokens.
 
     hpnlp train --config=experiments/compression/finetune.py --workdir=runs/bert/classification/teacher \
-        --config.train.init_from=runs/bert/pretrained
+        --train.init_from=runs/bert/pretrained
     hpnlp train --config=experiments/compression/finetune.py:tagging --workdir=runs/bert/tagging/teacher \
-        --config.train.init_from=runs/bert/pretrained
+        --train.init_from=runs/bert/pretrained
 
 `finetune.py:bert` is a classifier with the layers of BERT. Without `train.init_from`, a model is trained without pretraining.
 There is one evaluation, at the end, so that no checkpoint is chosen by the held-out examples.

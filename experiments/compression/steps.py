@@ -141,7 +141,7 @@ class Settings:
         values = {"train.steps": steps, **(TRIAL_DATA[config == "pretrain.py"] if self.trial else {}), **fields}
         if name != "pretrained":  # which makes the tokenizer
             values["data.tokenizer"] = self.workdir / "pretrained" / "tokenizer.json"
-        flags = [f"--config.{field}={value}" for field, value in values.items()]
+        flags = [f"--{field}={value}" for field, value in values.items()]
         arguments = ("train", f"--config={HERE / config}", f"--workdir={self.workdir / name}", *flags)
         inputs = self.names(fields.get("train.init_from"), fields.get("distill.teacher"))
         inputs = inputs or (() if name == "pretrained" else ("pretrained",))  # which makes the tokenizer
@@ -178,7 +178,7 @@ class Settings:
         steps = self.count("finetune") if finetune else 0
         flags += [f"--finetune={steps}"] if finetune else []
         flags += ["--batches=1", "--rounds=1", "--batch_sizes=1", "--calibration=1"] if self.trial else []
-        flags += [f"--config.{field}={value}" for field, value in (fields or {}).items()]
+        flags += [f"--{field}={value}" for field, value in (fields or {}).items()]
         inputs = (source, *self.names((fields or {}).get("distill.teacher")))
         return Step(name, ("compress", *flags), "compress.json", inputs, 20 + 0.15 * steps, row or {})
 

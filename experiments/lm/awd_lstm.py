@@ -12,7 +12,7 @@ without the recipe overfits after a few epochs: `:plain` stops there.
 
 A second phase of the recipe averages from its first step on:
 
-hpnlp train --config=lm/awd_lstm:tuned --workdir=runs/awd_lstm_tuned --config.train.init_from=runs/awd_lstm
+hpnlp train --config=lm/awd_lstm:tuned --workdir=runs/awd_lstm_tuned --train.init_from=runs/awd_lstm
 
 A continuous cache of the recipe's states, and the mean of its last checkpoints:
 

@@ -1,6 +1,6 @@
 """Fine-tunes the model of a run or of a Hugging Face directory, with its sizes and tokenizer, on other data.
 
-hpnlp train --config=lm/finetune:runs/a --workdir=runs/b --config.data.path=DIR_OR_GLOB
+hpnlp train --config=lm/finetune:runs/a --workdir=runs/b --data.path=DIR_OR_GLOB
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ hpnlp train --config=lm/rnn --workdir=runs/rnn
 Zaremba et al. 2014, "Recurrent neural network regularization": dropout of the parts that are not recurrent.
 
 Two CPU cores: five to six minutes, since the two layers alone take 0.32 s of a step (experiments/results/recurrent-cpu.json).
-`--config.model.cells="lstm(128)*2"` is a first try of a minute.
+`--model.cells="lstm(128)*2"` is a first try of a minute.
 """
 
 from hpnlp.training.config import default

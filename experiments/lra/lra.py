@@ -1,7 +1,7 @@
 """Long Range Arena: all bidirectional mixers on one task, under one setting of model, optimizer and budget.
 
     hpnlp lra --mixers=all --tasks=listops_short --budget=1000 --workdir=runs/lra
-    hpnlp train --config=lra/lra:listops_short --config.model.mixer=nystrom --workdir=runs/nystrom
+    hpnlp train --config=lra/lra:listops_short --model.mixer=nystrom --workdir=runs/nystrom
     hpnlp sweep --config=lra/lra:pathfinder --workdir=runs/pathfinder
 
 `hpnlp lra` needs no file: the setting is `hpnlp.lra.get_config`. Published figures (Tay et al. 2021, table 1) are of larger

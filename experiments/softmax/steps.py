@@ -40,9 +40,7 @@ Step = tuple[Callable[[], Any], measure.Memory, int]
 
 def step_of(corpus_name: str, overrides: Mapping[str, Any], corpus: Corpus) -> Step:
     """A call of the compiled step on a batch, its memory, and the number of parameters of the model."""
-    config = resolve(
-        experiment.read(f"{WORDS}:{corpus_name}", [f"--config.{name}={v}" for name, v in overrides.items()])
-    )
+    config = resolve(experiment.read(f"{WORDS}:{corpus_name}", [f"--{name}={v}" for name, v in overrides.items()]))
     model = make_model(config, Vocabulary(corpus.tokenizer))
     trainer = make_trainer(model, config.optimizer, config.plan, steps=config.train.steps)
     key = jax.random.key(0)

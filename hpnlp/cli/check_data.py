@@ -13,7 +13,7 @@ from hpnlp.types import InputError
 
 USAGE = """
 hpnlp check-data --config=lm/bytes [--section.field=value ...]
-hpnlp check-data --config.task=classification --config.data.path=reviews.csv [--config.section.field=value ...]
+hpnlp check-data --task=classification --data.path=reviews.csv [--section.field=value ...]
 
 Reads the data as `hpnlp train` with the same flags does, and lists all faults that would stop the training, with their numbers
 and first places: records that cannot be read, empty texts, labels that are written with and without blanks, labels that only

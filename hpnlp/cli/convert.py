@@ -164,7 +164,7 @@ def _to_run(source: Path, target: Path) -> None:
         print(f"{target}: {remark}")
     following = f"hpnlp generate {target} --prompt=..."
     if task.name != "lm":
-        following = f"hpnlp train --config.task={task.name} --config.train.init_from={target} ..."
+        following = f"hpnlp train --task={task.name} --train.init_from={target} ..."
     print(f"{target}: a run at step 0. Next: {following}")
 
 

@@ -39,7 +39,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
       argv: The program and its arguments.
 
     Returns:
-      (`argv` without the overrides, the overrides as --config.section.field=value). In `argv`, "config." may be left out.
+      (`argv` without the overrides, the overrides as --section.field=value). In `argv`, they may be --config.section.field=value.
     """
     overrides = [_override(argument) for argument in argv[1:]]
     others = [argument for argument, override in zip(argv[1:], overrides, strict=True) if not override]
@@ -47,11 +47,11 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _override(argument: str) -> str:
-    """The override --config.FIELD=VALUE of an argument, "" for an argument that sets no field."""
+    """The override --FIELD=VALUE of an argument, "" for an argument that sets no field."""
     name, equals, value = argument.lstrip("-").partition("=")
     field = name.removeprefix("config.")
     is_field = field != name or field == "task" or re.fullmatch(r"[^\W\d]\w*\..*", field)
-    return f"--config.{field}{equals}{value}" if argument.startswith("-") and is_field else ""
+    return f"--{field}{equals}{value}" if argument.startswith("-") and is_field else ""
 
 
 def locate(path: str) -> str:
@@ -276,7 +276,7 @@ def fields_of(overrides: Sequence[str]) -> set[str]:
     Returns:
       Names such as "model.dim".
     """
-    return {override.lstrip("-").removeprefix("config.").partition("=")[0] for override in overrides}
+    return set(map(overridden_field, overrides))
 
 
 def changes(config: ConfigDict, overrides: Sequence[str]) -> dict[str, Any]:
@@ -293,12 +293,19 @@ def changes(config: ConfigDict, overrides: Sequence[str]) -> dict[str, Any]:
       InputError: An override is invalid.
     """
     values = overridden(config, overrides)
-    names = dict.fromkeys(_field(override) for override in overrides)
+    names = dict.fromkeys(map(overridden_field, overrides))
     return {name: functools.reduce(lambda section, key: section[key], name.split("."), values) for name in names}
 
 
-def _field(override: str) -> str:
-    """The field that an override sets."""
+def overridden_field(override: str) -> str:
+    """The field that an override sets.
+
+    Args:
+      override: A flag, --section.field=value or --config.section.field=value.
+
+    Returns:
+      A name such as "model.dim".
+    """
     return override.lstrip("-").removeprefix("config.").partition("=")[0]
 
 
@@ -340,20 +347,31 @@ def task_of(overrides: Sequence[str]) -> str:
       overrides: Flags that set fields of a config, from `split`.
 
     Returns:
-      The value of the last --config.task=VALUE; "" without one.
+      The value of the last --task=VALUE; "" without one.
     """
-    names = [override.partition("=")[2] for override in overrides if re.match(r"--?config\.task=", override)]
-    return names[-1] if names else ""
+    return value_of("task", overrides)
+
+
+def value_of(field: str, overrides: Sequence[str]) -> str:
+    """The value that overrides give a field.
+
+    Args:
+      field: Name of the field.
+      overrides: Flags that set fields of a config, from `split`.
+
+    Returns:
+      The value of the last flag that sets the field; "" without one.
+    """
+    values = [override.partition("=")[2] for override in overrides if overridden_field(override) == field]
+    return values[-1] if values else ""
 
 
 def _check_override(override: str, types: Mapping[str, str]) -> None:
     """Raises InputError where an override names no field, or has no value."""
-    name, equals = _field(override), "=" in override
+    name, equals = overridden_field(override), "=" in override
     fields = [field for field in types if field.startswith(f"{name}.")]
     if fields:
-        raise InputError(
-            f"{override}: {name} is a section: set one of its fields, for example --config.{fields[0]}=VALUE"
-        )
+        raise InputError(f"{override}: {name} is a section: set one of its fields, for example --{fields[0]}=VALUE")
     if lookup(types, name, "config field") != "bool" and not equals:
         raise InputError(f"{override} has no value: write {override}=VALUE ({types[name]})")
 
@@ -375,13 +393,14 @@ def overridden(config: ConfigDict, overrides: Sequence[str]) -> Any:
     types = field_types(task)
     for override in overrides:
         _check_override(override, types)
-    values, argv = flags.FlagValues(), ["", *overrides]
+    values = flags.FlagValues()
+    argv = ["", *(f"--config.{override.lstrip('-').removeprefix('config.')}" for override in overrides)]
     config_flags.DEFINE_config_dict("config", config, lock_config=True, flag_values=values, sys_argv=argv)
     try:
         values(argv)
     except flags.Error as error:
         override = next(override for override in overrides if override.lstrip("-") in str(error))
-        expected = types[_field(override)]
+        expected = types[overridden_field(override)]
         shown = override if len(override) <= 200 else f"{override[:200]}..."
         raise InputError(
             f"{shown}: expected {'tuple, for example (1,3)' if expected == 'tuple' else expected}"

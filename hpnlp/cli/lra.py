@@ -93,7 +93,7 @@ def run(argv: Sequence[str]) -> None:
         cli.refuse(["budget"], "with --efficiency, which measures single steps: leave it out")
         _measure(names[0], specs, is_all, _parse_lengths(f.lengths), overrides, workdir)
     else:
-        cli.refuse(["lengths"], "without --efficiency: add it, or set --config.data.seq_len=N")
+        cli.refuse(["lengths"], "without --efficiency: add it, or set --data.seq_len=N")
         if not f.budget.endswith("min"):
             cli.refuse(["rounds"], "without --efficiency or a --budget in minutes: leave it out")
         _train(names, specs, is_all, overrides, workdir)
@@ -142,8 +142,8 @@ def _parse_lengths(text: str) -> list[int]:
 
 def _parse_budget(text: str, overrides: Sequence[str]) -> tuple[int, float]:
     """Steps and minutes of --budget, one of which is 0; both for none."""
-    if text and any("config.train.steps=" in override for override in overrides):
-        raise cli.InputError(f"--budget={text} and --config.train.steps both set the steps: remove one of them")
+    if text and experiment.value_of("train.steps", overrides):
+        raise cli.InputError(f"--budget={text} and --train.steps both set the steps: remove one of them")
     match = re.fullmatch(r"(\d{1,9})|(\d{1,6}(?:\.\d{1,6})?) ?min", text)
     if not text:
         return 0, 0.0
@@ -166,8 +166,7 @@ def _member_flags(task: str, spec: str, overrides: Sequence[str]) -> list[str] |
     members.check_overrides(
         fields, overrides, f"task {task}, mixer {spec}", lambda _: "or leave out the mixer in --mixers"
     )
-    own = [f"--config.{name}={value}" for name, value in fields.items()]
-    return [*data_flags(task, _directories()), *own]
+    return [*data_flags(task, _directories()), *(f"--{name}={value}" for name, value in fields.items())]
 
 
 def _resolved(
@@ -176,14 +175,14 @@ def _resolved(
     """Members of a task by the names of their directories. Of all mixers, those that are not valid here are left out."""
     result: dict[str, Member] = {}
     at_length = {"data.seq_len": length} if length else {}
-    overrides = [*overrides, *(f"--config.{field}={value}" for field, value in at_length.items())]
+    overrides = [*overrides, *(f"--{field}={value}" for field, value in at_length.items())]
     directories = members.name_members([{"model.mixer": spec, **at_length} for spec in specs])
     for spec, name in zip(specs, directories, strict=True):
-        own = _member_flags(task, spec, overrides)
-        if own is None:
+        member_flags = _member_flags(task, spec, overrides)
+        if member_flags is None:
             continue
         try:
-            member = members.resolve(_experiment(task), [*own, *overrides], f"task {task}, mixer {spec}")
+            member = members.resolve(_experiment(task), [*member_flags, *overrides], f"task {task}, mixer {spec}")
         except cli.InputError as error:
             if not is_all or "unknown config field" in str(error) or "model.mixer" not in str(error):
                 raise
@@ -198,7 +197,7 @@ def _resolved(
 def _train(names: Sequence[str], specs: Sequence[str], is_all: bool, overrides: Sequence[str], workdir: Path) -> None:
     """Trains all runs, and writes the table and the chart of those that are finished."""
     steps, minutes = _parse_budget(cli.FLAGS.budget, overrides)
-    overrides = [*overrides, *([f"--config.train.steps={steps}"] if steps else [])]
+    overrides = [*overrides, *([f"--train.steps={steps}"] if steps else [])]
     by_task = {name: _resolved(name, specs, is_all, overrides) for name in names}
     finished: dict[str, list[Path]] = {}
     failed: dict[str, int] = {}
@@ -258,7 +257,7 @@ def _with_steps(task: str, of_task: Mapping[str, Any], minutes: float, directory
         steps = max(MIN_STEPS, round(60 * minutes * speed))
         train = dataclasses.replace(member.config.train, steps=steps)
         config = dataclasses.replace(member.config, train=train)
-        result[name] = Member([*member.flags, f"--config.train.steps={steps}"], config)
+        result[name] = Member([*member.flags, f"--train.steps={steps}"], config)
         print(f"{task}/{name}: {steps} steps in {minutes:g} minutes", flush=True)
     return result
 
@@ -310,8 +309,9 @@ def _measure_in_process(task: str, name: str, member: Member, path: Path) -> dic
 
     part = path.with_suffix(".part.json")
     part.unlink(missing_ok=True)
-    own = [flag for flag in member.flags if not flag.startswith("--config=")]
-    code = members.run(["lra", f"--tasks={task}", f"--measure={part}", f"--rounds={cli.FLAGS.rounds}", *own], name)
+    overrides = [flag for flag in member.flags if not flag.startswith("--config=")]
+    command = ["lra", f"--tasks={task}", f"--measure={part}", f"--rounds={cli.FLAGS.rounds}", *overrides]
+    code = members.run(command, name)
     if code or not part.exists():
         print(f"{name}: not measured (exit code {code})", flush=True)
         return None

@@ -98,7 +98,7 @@ def check_overrides(
       InputError: A flag sets one of the fields to another value.
     """
     for override in overrides:
-        field = override.lstrip("-").removeprefix("config.").partition("=")[0]
+        field = experiment.overridden_field(override)
         if field in fields and str(fields[field]) != override.partition("=")[2]:
             raise cli.InputError(
                 f"{override}: {name} sets {field}={fields[field]}: remove the flag, {other_fix(field)}"

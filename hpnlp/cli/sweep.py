@@ -106,5 +106,5 @@ def _resolve_member(path: str, name: str, fields: Mapping[str, Any], overrides: 
     members.check_overrides(
         fields, overrides, f"member {name} of get_sweep()", lambda field: f"or remove {field} from get_sweep()"
     )
-    member_flags = [*overrides, *(f"--config.{field}={value}" for field, value in fields.items())]
+    member_flags = [*overrides, *(f"--{field}={value}" for field, value in fields.items())]
     return members.resolve(path, member_flags, f"member {name} of get_sweep()")

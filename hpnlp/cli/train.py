@@ -116,8 +116,8 @@ def _workdir(arguments: Sequence[str], path: str, overrides: Sequence[str]) -> s
     if arguments or cli.FLAGS.workdir is not None:
         workdir = cli.named_run(arguments, "hpnlp train --workdir=RUN", "workdir")
     else:
-        data = [override.partition("=")[2] for override in overrides if override.startswith("--config.data.path=")]
-        source = path.partition(":")[0] if cli.FLAGS.config or not data else data[-1].rstrip("/")
+        data = experiment.value_of("data.path", overrides)
+        source = path.partition(":")[0] if cli.FLAGS.config or not data else data.rstrip("/")
         workdir = os.path.join(
             "runs", re.sub(r"\W+", "_", os.path.basename(source).partition(".")[0]).strip("_") or "run"
         )

@@ -181,4 +181,4 @@ def data_flags(name: str, directories: dict[str, str]) -> list[str]:
             f"task {name} reads published data: add --data={task.path}:DIRECTORY, or use --tasks={task.stand_in}, which every "
             "machine has"
         )
-    return [f"--config.data.path={task.path}:{directories[task.path]}"]
+    return [f"--data.path={task.path}:{directories[task.path]}"]

@@ -92,7 +92,7 @@ def flags(change: Change) -> str:
     Returns:
       The flags, quoted for a shell.
     """
-    return " ".join(shlex.quote(f"--config.{name}={value}") for name, value in change.items())
+    return " ".join(shlex.quote(f"--{name}={value}") for name, value in change.items())
 
 
 def rank_plans(config: Config, devices: int, device: Device, progress: Progress) -> list[Costs]:

@@ -130,7 +130,7 @@ def compress_run(
     _check_changes(finetune, changes or {})
     if run.step == CONVERTED_STEP and run.vocabulary.labels is not None and "data.path" not in (changes or {}):
         raise InputError(
-            f"{source} is a converted model, and has no data from which to score it: pass --config.data.path=PATH with "
+            f"{source} is a converted model, and has no data from which to score it: pass --data.path=PATH with "
             "labelled examples"
         )
     check_plain(run.params)

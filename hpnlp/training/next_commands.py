@@ -49,10 +49,10 @@ def render(workdir: Path, config: Config, flags: str) -> str:
     }
     if config.distill.teacher:
         kept = _without(train_flags, "distill.teacher", "distill.init", "distill.cache", "distill.cache_top_k")
-        plain = ["train", *kept, f"--workdir={_unused(directory, workdir, 'alone')}", "--config.distill.teacher="]
+        plain = ["train", *kept, f"--workdir={_unused(directory, workdir, 'alone')}", "--distill.teacher="]
         fields = {"init": "none", "cache": "", "cache_top_k": 0}
         changed = [name for name, value in fields.items() if getattr(config.distill, name) != value]
-        plain += [f"--config.distill.{name}={fields[name]}" for name in changed]
+        plain += [f"--distill.{name}={fields[name]}" for name in changed]
         of_task = {"train the same student without its teacher, as the baseline": plain, **of_task}
     commands = {
         **{purpose: [*argv, *registered] for purpose, argv in of_task.items()},
@@ -60,15 +60,15 @@ def render(workdir: Path, config: Config, flags: str) -> str:
             "train",
             *_without(train_flags, "data.path", *DATA_FIELDS, "train.init_from"),
             f"--workdir={_unused(directory, workdir)}",
-            f"--config.train.init_from={workdir}",
-            f"--config.data.path={OTHER_DATA}",
-            *(f"--config.{field}={value}" for field, value in DATA_FIELDS.items() if flat(config).get(field)),
+            f"--train.init_from={workdir}",
+            f"--data.path={OTHER_DATA}",
+            *(f"--{field}={value}" for field, value in DATA_FIELDS.items() if flat(config).get(field)),
         ],
         "train longer": [
             "train",
             *_without(train_flags, "train.steps"),
             f"--workdir={workdir}",
-            f"--config.train.steps={steps}",
+            f"--train.steps={steps}",
             "--accept_changes",
         ],
         **_smaller(workdir, config, directory, registered),
@@ -122,7 +122,7 @@ def _registering(train_flags: Sequence[str]) -> list[str]:
 def _without(flags: Sequence[str], *fields: str) -> list[str]:
     """The flags that do not set one of the config fields."""
     names = "|".join(map(re.escape, fields))
-    return [flag for flag in flags if not re.match(rf"--?config\.({names})=", flag)]
+    return [flag for flag in flags if not re.match(rf"--?(config\.)?({names})=", flag)]
 
 
 def _unused(directory: Path, workdir: Path, suffix: str = "tuned") -> Path:

@@ -159,7 +159,7 @@ def _source(config: Config, vocabulary: Vocabulary | None) -> warm_start.Source:
     if tokenizer_digest(source.tokenizer) != tokenizer_digest(vocabulary.tokenizer):
         raise InputError(
             f"{FIELD}={name} has another tokenizer than data.tokenizer={config.data.tokenizer!r}: set "
-            f"--config.data.tokenizer={source.tokenizer_field}"
+            f"--data.tokenizer={source.tokenizer_field}"
         )
     if source.vocabulary.labels != vocabulary.labels:
         raise InputError(

@@ -121,7 +121,7 @@ def check_tokenizer(field: str, source: Source) -> None:
     if not is_same:
         raise InputError(
             f"data.tokenizer={field!r} is not the tokenizer that the parameters of {source.directory} were trained with: set "
-            f"--config.data.tokenizer={source.tokenizer_field}"
+            f"--data.tokenizer={source.tokenizer_field}"
         )
 
 
@@ -209,7 +209,7 @@ def check_model(model: Any, source: Source, accept_changes: bool = False, task: 
         # Fields that are 0 in both configs are derived from other fields, and these are named.
         if name in theirs and ours.get(name) != theirs[name] and here != there:
             differing.append(f"model.{name} is {here!r}, in the source {there!r}")
-            flags.append(shlex.quote(f"--config.model.{name}={there}"))
+            flags.append(shlex.quote(f"--model.{name}={there}"))
     differences = "; ".join(differing)
     if differences and not accept_changes:
         raise InputError(

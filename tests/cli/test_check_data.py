@@ -13,7 +13,7 @@ def reviews(tmp_path):
 
 
 def test_faults_give_exit_code_2(run, reviews):
-    flags = ("--config.task=classification", f"--config.data.path={reviews}")
+    flags = ("--task=classification", f"--data.path={reviews}")
     outcome = run("check-data", *flags)
     assert (outcome.code, outcome.err) == (0, "") and outcome.out.startswith("Data:\n  ")
     assert "2 classes" in outcome.out and "padding: " in outcome.out and "No fault stops the training." in outcome.out
@@ -23,13 +23,13 @@ def test_faults_give_exit_code_2(run, reviews):
     assert (outcome.code, outcome.err) == (2, "")
     assert outcome.out.startswith("Faults that stop the training:\n  25 records: field 'text' is empty: ")
     assert f"{reviews}, line 44; and 22 more\n" in outcome.out and "Remarks:\n" in outcome.out
-    assert run("check-data", *flags, "--config.data.skip_bad_lines=true").code == 0
+    assert run("check-data", *flags, "--data.skip_bad_lines=true").code == 0
 
 
 def test_long_lists_are_cut(run, reviews):
     with open(reviews, "a", encoding="utf-8") as file:
         file.writelines("," * i + "\n" for i in range(2, 40))
-    outcome = run("check-data", "--config.task=classification", f"--config.data.path={reviews}")
+    outcome = run("check-data", "--task=classification", f"--data.path={reviews}")
     assert outcome.code == 2 and "\n  and 18 more\n" in outcome.out
 
 
@@ -48,7 +48,7 @@ def test_data_of_an_experiment_file_are_checked(run, monkeypatch, tmp_path):
             ("--data.path=a.csv",),
             "--config is required, for example --config=lm/bytes, or --task=TASK --data.path=FILE",
         ),
-        (("--config.task=clasification",), "did you mean 'classification'?"),
+        (("--task=clasification",), "did you mean 'classification'?"),
     ],
 )
 def test_invalid_arguments_raise(run, argv, message):

@@ -103,9 +103,7 @@ def test_classifiers_keep_the_names_of_their_classes(task, heads, checkpoint, tm
     values = runs.load_config(tmp_path / "run")
     assert values.task == task and values.data.seq_len == 32
     assert runs.load_vocabulary(tmp_path / "run", values).labels == ("no", "yes")
-    with pytest.raises(
-        InputError, match=r"is a converted model, and has no data .*: pass --config.data.path=PATH with lab"
-    ):
+    with pytest.raises(InputError, match=r"is a converted model, and has no data .*: pass --data.path=PATH with lab"):
         compress_run(tmp_path / "run", tmp_path / "small", "int8")
     run(from_=tmp_path / "run", to=tmp_path / "back")
     for name in ("config.json", "model.safetensors"):  # tokenizer.json frames texts as those of classifiers

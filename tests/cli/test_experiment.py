@@ -141,7 +141,7 @@ def test_the_section_config_may_be_left_out_of_flags():
     ]
     others, overrides = experiment.split(argv)
     assert others == ["hpnlp", "--workdir=a.b", "x.y", "--config=a.py", "--a"]
-    assert overrides == ["--config.model.dim=8", "--config.task=lm", "--config.data.path=a=b"]
+    assert overrides == ["--model.dim=8", "--task=lm", "--data.path=a=b"]
 
 
 def test_columns_of_tables_are_guessed_unless_they_are_named(tmp_path, capsys):

@@ -107,11 +107,11 @@ def test_runs_of_a_task_differ_in_the_mixer_only():
         (["--budget=0"], "--budget=0: expected a number of steps"),
         (
             ["--budget=5", "--config.train.steps=5"],
-            "--budget=5 and --config.train.steps both set the steps: remove one",
+            "--budget=5 and --train.steps both set the steps: remove one",
         ),
         (["--tasks=language_model"], "task language_model is measured only: add --efficiency; hpnlp sweep"),
         (["--efficiency", "--lengths=1k"], "--lengths=1k: expected numbers of tokens, as --lengths=1024,2048"),
-        (["--lengths=64"], "--lengths=64 has no effect without --efficiency: add it, or set --config.data.seq_len=N"),
+        (["--lengths=64"], "--lengths=64 has no effect without --efficiency: add it, or set --data.seq_len=N"),
         (["--rounds=2", "--budget=5"], "--rounds=2 has no effect without --efficiency or a --budget in minutes: leave"),
         (["--efficiency", "--budget=5"], "--budget=5 has no effect with --efficiency, which measures single steps"),
         (["--efficiency", "--tasks=image, listops"], "--efficiency measures one task: use --tasks=image, and another"),
@@ -130,7 +130,7 @@ def test_runs_of_a_task_differ_in_the_mixer_only():
         (["--tasks=path_x", "--mixers=mixture"], "task path_x: no mixer is left: name others"),
         (
             ["--config.model.mixer=full"],
-            "--config.model.mixer=full: task listops_short, mixer fnet sets model.mixer=fnet: remove the flag, or leave out",
+            "--model.mixer=full: task listops_short, mixer fnet sets model.mixer=fnet: remove the flag, or leave out",
         ),
         (["--workdir="], "--workdir is required, for example --workdir=runs/lra"),
     ],

@@ -26,7 +26,7 @@ def check(run, *argv):
     for command in [commands[-1], *commands]:
         if command[0] == "compress" and "--config.train.sample=8" not in argv:
             continue  # compressed once, since it takes long
-        outcome = run(*(path if argument == "--config.data.path=YOUR_FILES" else argument for argument in command))
+        outcome = run(*(path if argument == "--data.path=YOUR_FILES" else argument for argument in command))
         assert outcome.code == 0, (command, outcome)
         yield command, outcome
 

@@ -48,7 +48,7 @@ def test_smallest_change_is_printed_if_the_step_does_not_fit(plan):
     large = ("--config.model.layers=32", "--config.model.dim=4096", "--config.model.heads=32")
     outcome = call(*large, "--devices=64", "--device=h100", "--config.plan.name=data")
     assert outcome.code == 0 and "IT DOES NOT FIT" in outcome.out
-    assert "It fits with --config.plan.data=1 --config.plan.fsdp=64 --config.plan.zero=" in outcome.out
+    assert "It fits with --plan.data=1 --plan.fsdp=64 --plan.zero=" in outcome.out
     assert all(line.endswith("changes tried") for line in outcome.err.splitlines())
 
 
@@ -84,7 +84,7 @@ def test_search_and_compiled_step_are_printed(plan):
     call, _ = plan
     outcome = call("--devices=2", "--search", "--depth=compiled")
     assert outcome.code == 0
-    assert re.search(r"the first: --config.plan.name=(data|zero\d|tensor|pipeline|sequence)\b", outcome.out)
+    assert re.search(r"the first: --plan.name=(data|zero\d|tensor|pipeline|sequence)\b", outcome.out)
     assert "False" not in outcome.out and "microbatches=0" not in outcome.out
     counted = [line.split() for line in outcome.err.splitlines() if line.endswith("plans tried")]
     assert counted[-1][0] == counted[-1][2] and outcome.err.endswith("compiling for 2 devices\n")
@@ -98,7 +98,7 @@ def test_search_continues_after_an_invalid_plan(plan, monkeypatch):
     assert outcome.code == 0
     first, ranking = outcome.out.split("\n", 1)
     assert first.startswith("The plan of the config is not valid: plan (data=3) does not divide 1 device")
-    assert "one device" in ranking and "the first: --config.plan.name=" in ranking
+    assert "one device" in ranking and "the first: --plan.name=" in ranking
     assert matplotlib.image.imread(out).size
 
 

@@ -86,7 +86,7 @@ def test_failed_members_do_not_stop_the_others(sweep, run, members_here, tmp_pat
         (
             [{"train.seed": 1}, {"train.seed": "one"}],
             [],
-            "member seed=one of get_sweep(): --config.train.seed=one: ",
+            "member seed=one of get_sweep(): --train.seed=one: ",
         ),
         ([{"train.seed": 1}, {"train.steps": 0}], [], "member steps=0 of get_sweep(): train.steps=0: expected at"),
         (
@@ -112,7 +112,7 @@ def test_failed_members_do_not_stop_the_others(sweep, run, members_here, tmp_pat
         (
             [{"train.seed": 1}],
             ["--config.train.seed=2"],
-            "--config.train.seed=2: member seed=1 of get_sweep() sets train.seed=1: remove the flag",
+            "--train.seed=2: member seed=1 of get_sweep() sets train.seed=1: remove the flag",
         ),
         (
             [{"train.seed": 1}, {"data.path": "/no/such"}],

@@ -63,7 +63,7 @@ def test_flags_of_a_ranking_select_its_first_plan(config_plan):
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, layers=1), plan=first)
     flags = render.ranking([costs(config, 2)], DEVICES["h100"], config_plan).partition("the first: ")[2]
     fields = dataclasses.asdict(config_plan).items()
-    config_flags = [f"--config.plan.{name}={value}" for name, value in fields if value is not None]
+    config_flags = [f"--plan.{name}={value}" for name, value in fields if value is not None]
     resolved = resolve(experiment.read("experiments/lm/bytes.py", [*config_flags, *shlex.split(flags)]))
     assert costs(resolved, 2).zero == 1 and resolved.plan.sizes(2) == first.sizes(2)
     assert dataclasses.replace(resolved.plan, **first.sizes(2), zero=1) == first
@@ -72,14 +72,14 @@ def test_flags_of_a_ranking_select_its_first_plan(config_plan):
 @pytest.mark.parametrize(
     ("sizes", "zero", "flags"),
     [
-        ({"fsdp": 8}, 2, "--config.plan.name=zero2"),
-        pytest.param({"data": 8}, 0, "--config.plan.name=data", marks=pytest.mark.slow),
-        ({"fsdp": 4, "tensor": 2}, 3, "--config.plan.name=zero3 --config.plan.tensor=2"),
-        pytest.param({"tensor": 8}, 0, "--config.plan.name=tensor", marks=pytest.mark.slow),
+        ({"fsdp": 8}, 2, "--plan.name=zero2"),
+        pytest.param({"data": 8}, 0, "--plan.name=data", marks=pytest.mark.slow),
+        ({"fsdp": 4, "tensor": 2}, 3, "--plan.name=zero3 --plan.tensor=2"),
+        pytest.param({"tensor": 8}, 0, "--plan.name=tensor", marks=pytest.mark.slow),
         pytest.param(
             {"pipeline": 2, "sequence": 4},
             0,
-            "--config.plan.name=pipeline --config.plan.sequence=4",
+            "--plan.name=pipeline --plan.sequence=4",
             marks=pytest.mark.slow,
         ),
     ],

@@ -25,7 +25,7 @@ def test_smallest_change_fits(monkeypatch):
     change = search.smallest_change(estimate, SMALL, no_progress)
     assert change is not None
     flags, fitting = change
-    assert fitting.fits(SMALL) and flags == "'--config.plan.remat=names(mixed)'"
+    assert fitting.fits(SMALL) and flags == "'--plan.remat=names(mixed)'"
     monkeypatch.setattr(search, "REMATS", ("none",))  # fewer changes, since all of them will be tried
     small, calls = planned(Plan("data"), devices=1), []
     tiny = dataclasses.replace(SMALL, memory=1e5)
@@ -44,7 +44,7 @@ def test_smallest_change_offloads_last():
     assert change is not None
     flags, fitting = change
     assert fitting.config.plan == offloaded and fitting.bytes == smallest.bytes
-    assert all(f"--config.plan.{name}" in flags for name in ("remat=full", "offload_optimizer", "offload_parameters"))
+    assert all(f"--plan.{name}" in flags for name in ("remat=full", "offload_optimizer", "offload_parameters"))
     layers = sum(x.size * 4 for x in jax.tree.leaves(trainer_of(config, 1).state_shapes.params["layers"]))
     assert estimate.host_bytes == 0
     assert smallest.host_bytes == pytest.approx(layers + estimate.memory["optimizer"], rel=0.01)

@@ -64,7 +64,7 @@ def test_runs_with_a_teacher_resume_bit_for_bit_and_load_as_plain_models(teacher
     assert text["teacher_loss"] == (result.teacher or {})["loss"] == pytest.approx(text["teacher_loss"])
     written = (tmp_path / "run" / "report.md").read_text()
     assert f"teacher {teacher}, held-out loss" in written and "student / teacher, loss" in written
-    assert "train the same student without its teacher" in written and "--config.distill.teacher=" in written
+    assert "train the same student without its teacher" in written and "--distill.teacher=" in written
     assert planner.costs(config, 1).memory["frozen"] > 0
 
     (tmp_path / "run" / "teacher.json").write_text("{")
@@ -141,7 +141,7 @@ def test_teachers_that_do_not_fit_raise(teacher, tmp_path):
     shutil.copytree(teacher, tmp_path / "untrained", ignore=shutil.ignore_patterns("checkpoints"))
     fails("distill.teacher=.*untrained: .*no checkpoint", teacher=tmp_path / "untrained")
     fails(
-        r"another tokenizer than data.tokenizer='words\(40\)': set --config.data.tokenizer=bytes",
+        r"another tokenizer than data.tokenizer='words\(40\)': set --data.tokenizer=bytes",
         data__tokenizer="words(40)",
     )
     fails("predicts 2.. classes, the student 300: set model.vocab=", model__vocab=300)

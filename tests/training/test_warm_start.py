@@ -140,14 +140,14 @@ def test_config_with_equal_fields_starts_from_a_run(words, tmp_path):
         ({"train__init_from": "no/such"}, "train.init_from=no/such is not a directory: name a run's workdir, or a"),
         (
             {"data__tokenizer": "bytes"},
-            "data.tokenizer='bytes' is not the tokenizer .*: set --config.data.tokenizer=.*json",
+            "data.tokenizer='bytes' is not the tokenizer .*: set --data.tokenizer=.*json",
         ),
         ({"data__tokenizer": "words(30)"}, r"data.tokenizer='words\(30\)' is not the tokenizer that the parameters of"),
         (
             {"model__layers": 1, "model__mlp": "gelu", "model__mixer": "window(4,0)", "model__dtype": "bfloat16"},
             r"has another model \(model.mixer is 'window\(4,0\)', in the source 'full'; model.mlp is 'gelu', in the source "
-            r"'swiglu'; model.layers is 1, in the source 2\): set --config.model.mixer=full --config.model.mlp=swiglu "
-            r"--config.model.layers=2,",
+            r"'swiglu'; model.layers is 1, in the source 2\): set --model.mixer=full --model.mlp=swiglu "
+            r"--model.layers=2,",
         ),
         ({"model__dim": 32}, r"\(model.dim is 32, in the source 16\)"),
         ({"model__rope_theta": 5e5}, r"\(model.rope_theta is 500000.0, in the source 10000.0\)"),

@@ -221,7 +221,7 @@ def config_json(config: ModelConfig, labels: Sequence[str] | None = None) -> dic
             "out of the recipe"
         )
     listed = ", ".join(f"{field} is {there!r}, not {here!r}" for field, (there, here) in differences[nearest].items())
-    flags = " ".join(f"--config.model.{field}={there}" for field, (there, _) in differences[nearest].items())
+    flags = " ".join(f"--model.{field}={there}" for field, (there, _) in differences[nearest].items())
     raise InputError(
         f"no family of transformers has such a model: in {nearest}, the nearest, {listed}: train one with {flags}"
     )
