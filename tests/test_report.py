@@ -14,9 +14,11 @@ import pytest
 from hpnlp import plots, report
 from hpnlp.cli import experiment
 from hpnlp.data import DataConfig
+from hpnlp.data.examples import ClassificationConfig
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.report import single
 from hpnlp.tasks import lm_report
+from hpnlp.tasks.classification import ClassifierConfig
 from hpnlp.training import next_commands
 from hpnlp.training.config import Config, flat
 from hpnlp.training.example_scores import ExampleScores
@@ -303,7 +305,9 @@ def test_compare_shows_standard_errors_paired_on_the_same_examples(tmp_path):
     assert cells(report.compare(directories, tmp_path / "compare.png"))[0]["b"][score] == "2.0400"
 
 
-def test_compare_lists_models_without_a_training_of_their_own(tmp_path):
+def test_compare_lists_models_without_a_training_of_their_own(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(plots, "plot_tradeoff", lambda scores, costs, *args: drawn.update(scores=scores, costs=costs))
     (run,) = runs(tmp_path, run={})
     (run / "checkpoints" / "8" / "params").mkdir(parents=True)
     (run / "checkpoints" / "8" / "params" / "data").write_bytes(bytes(3_000_000))
@@ -334,6 +338,9 @@ def test_compare_lists_models_without_a_training_of_their_own(tmp_path):
         ("-", "-", "2", "-", "-", "-"),
     ]
     assert f"- {converted}: not scored: run hpnlp evaluate {converted}." in below
+    assert drawn["scores"] == {"run": 2.0, "compressed": 2.5}
+    assert drawn["costs"]["stored MB"] == {"run": 3.0, "compressed": 1.0}
+    assert list(drawn["costs"]["training seconds"]) == list(drawn["costs"]["peak memory, MiB"]) == ["run"]
     (compressed / "evaluation.json").write_text("{}")
     with pytest.raises(InputError, match=r"evaluation.json is not a report .*: run hpnlp evaluate .*compressed again"):
         report.compare([compressed], tmp_path / "compare.png")
@@ -479,6 +486,12 @@ def test_smoothed_loss_does_not_lag():
 def test_proposed_commands_register_the_same_files(tmp_path):
     text = next_commands.render(tmp_path / "run", Config(), "--register=own.py --config=exp.py")
     assert [line.count("--register=own.py") for line in text.splitlines()] == [1, 1, 1, 1, 1]
+
+
+def test_int8_is_proposed_for_models_with_layers(tmp_path):
+    for layers in (0, 2):
+        config = Config(ClassifierConfig(layers=layers), ClassificationConfig(), task="classification")
+        assert ("--recipe=int8" in next_commands.render(tmp_path, config, "--config=a.py")) == (layers > 0)
 
 
 def test_command_for_other_data_drops_what_describes_the_old():

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -18,6 +18,10 @@ from hpnlp.cli import run_names
 from hpnlp.spec import parse_one
 from hpnlp.training.contents import LOCK, Contents, check_run, contents_of, locked
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from hpnlp.data.examples.kind import Kind
+    from hpnlp.training.run_directory import Run
 
 USAGE = """
 hpnlp convert DIR --to=RUN [--dtype=bfloat16]
@@ -212,14 +216,11 @@ def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
     print(f"{target}: a checkpoint. Next, in Python: {family.loader}.from_pretrained({str(target)!r})")
 
 
-def _check_predictions(run: Any, kind: Any, target: Path) -> None:
+def _check_predictions(run: Run, kind: Kind, target: Path) -> None:
     """Checks that a checkpoint gives the ids and the labels of the run for held-out texts, and prints how many."""
-    import jax.numpy as jnp
-
-    from hpnlp.data.examples.unlabelled import Unlabelled
     from hpnlp.jobs import exported_tokenizer, held_out
-    from hpnlp.models import variables
     from hpnlp.models.huggingface import convert
+    from hpnlp.tasks.predictions import TrainedModel
 
     try:
         texts = held_out.heldout_texts(run)
@@ -227,21 +228,13 @@ def _check_predictions(run: Any, kind: Any, target: Path) -> None:
         print(f"{target}: not compared with the run, whose held-out texts cannot be read ({error})")
         return
     exported_tokenizer.check(run, kind, target, texts)
-    config, params = convert.load(target)
-    examples = Unlabelled(kind, run.tokenizer, held_out.as_examples(kind, texts))
-    count, most = len(texts), run.config.data.seq_len
-    batch = kind.batch(examples, range(count), count, run.tokenizer, most)
-    predicted = [
-        jnp.argmax(model.apply(variables.collections(weights), batch, method="logits"), axis=-1)
-        for model, weights in ((run.model, run.params), (convert.family_in(target).model(config), params))
-    ]
-    differing = int(((predicted[0] != predicted[1]) & (batch["weights"] > 0)).sum())
-    if differing:
-        print(
-            f"{target}: {differing} labels of {count} held-out texts differ from the run's, by the rounding to --dtype"
-        )
-    else:
-        print(f"{target}: ids and labels of {count} held-out texts are those of the run")
+    model_config, params = convert.load(target)
+    of_run = TrainedModel(run.config, run.model, run.params, run.tokenizer, run.vocabulary.labels or ())
+    of_checkpoint = dataclasses.replace(of_run, model=convert.family_in(target).model(model_config), params=params)
+    expected, actual = (held_out.predicted_labels(trained, kind, texts) for trained in (of_run, of_checkpoint))
+    agreement = held_out.Agreement.of(expected, actual)
+    cause = ", by the rounding to --dtype" if agreement.differing else ""
+    print(f"{target}: {agreement.describe(len(texts))}{cause}")
 
 
 def _kinds_of_weights(params: Any) -> list[str]:

@@ -39,7 +39,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
       argv: The program and its arguments.
 
     Returns:
-      (`argv` without the overrides, the overrides as --section.field=value). In `argv`, they may be --config.section.field=value.
+      (`argv` without the overrides, the overrides as --section.field=value). In `argv`, "config." may be written before them.
     """
     overrides = [_override(argument) for argument in argv[1:]]
     others = [argument for argument, override in zip(argv[1:], overrides, strict=True) if not override]

@@ -9,6 +9,7 @@ from absl import flags
 
 from hpnlp import cli
 from hpnlp.cli import run_names
+from hpnlp.models.export.formats import FORMATS
 from hpnlp.types import InputError
 
 USAGE = """
@@ -31,11 +32,11 @@ StableHLO is called in Python with JAX alone:
 Both take any batch and any length up to that of learned positions, where the model can be exported so.
 """
 
-FORMATS = {".onnx": "onnx", ".stablehlo": "stablehlo"}
+BY_SUFFIX = {entry.suffix: name for name, entry in FORMATS.items()}
 
 flags.DEFINE_string("workdir", None, "The same as RUN.")
 flags.DEFINE_string("to", None, "Directory or file (.onnx, .stablehlo) to write; an older export is replaced.")
-flags.DEFINE_enum("format", None, ["stablehlo", "onnx"], "Format; by default that of the file's suffix, or onnx.")
+flags.DEFINE_enum("format", None, list(FORMATS), "Format; by default that of the file's suffix, or onnx.")
 flags.DEFINE_integer(
     "length", 0, "Tokens of a sequence; 0 for any number, up to the longest of the model.", lower_bound=0
 )
@@ -58,7 +59,7 @@ def run(argv: Sequence[str]) -> None:
     workdir = cli.named_run(cli.parse(argv, USAGE, positional=True), "hpnlp export RUN --to=DIR", "workdir")
     f, target = cli.FLAGS, Path(cli.required("to", "DIR"))
     form = _form(target, f.format)
-    is_file = target.suffix in FORMATS
+    is_file = target.suffix in BY_SUFFIX
     if is_file and (target.is_dir() or not target.absolute().parent.is_dir()):
         raise InputError(f"--to={target}: expected a file in a directory that exists")
     if f.platforms and (form == "onnx" or not is_file):
@@ -85,7 +86,7 @@ def run(argv: Sequence[str]) -> None:
 
 def _form(target: Path, form: str | None) -> str:
     """The format to write, by --format and the suffix of --to."""
-    named = FORMATS.get(target.suffix)
+    named = BY_SUFFIX.get(target.suffix)
     if form and named and form != named:
         raise InputError(
             f"--to={target} is named as a file of the format {named}, and --format={form}: pass --format={named}, or name the "

@@ -30,11 +30,11 @@ def rng_of(seed: int, number: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([seed, number], np.uint64)))
 
 
-def mask_id_of(tokenizer: Tokenizer) -> int:
+def find_mask_id(tokenizer: Tokenizer) -> int:
     """The id of the mask: that of the tokenizer's own mask, or else the first id after the vocabulary.
 
     The tokenizer does not change: a model for masked language modelling has an embedding table of at least
-    `mask_id_of(tokenizer) + 1` rows. Reserved ids of a vocabulary, such as those of `bytes`, are not used, because data of
+    `find_mask_id(tokenizer) + 1` rows. Reserved ids of a vocabulary, such as those of `bytes`, are not used, because data of
     token ids may contain them.
 
     Args:
@@ -43,8 +43,8 @@ def mask_id_of(tokenizer: Tokenizer) -> int:
     Returns:
       The id.
     """
-    own = getattr(tokenizer, "mask_id", None)  # published tokenizers may have one, as BERT's
-    return tokenizer.vocab_size if own is None else own
+    mask_id = getattr(tokenizer, "mask_id", None)  # published tokenizers may have one, as BERT's
+    return tokenizer.vocab_size if mask_id is None else mask_id
 
 
 def mask_tokens(
@@ -68,7 +68,7 @@ def mask_tokens(
       segment_ids: Segments, integers [T]; 0 on padding.
       rng: Generator of this sequence; see `rng_of`.
       tokenizer: The tokenizer of the sequence.
-      mask_id: Id of the mask; see `mask_id_of`.
+      mask_id: Id of the mask; see `find_mask_id`.
       rate: Probability that a token is selected, between 0 and 1.
       span: Mean length of runs, at least 1; 0 for single tokens, which are selected independently.
 
@@ -162,7 +162,7 @@ class MaskedCorpus:
         """
         check_mask(rate, span)
         self.corpus = corpus
-        self.mask_id = mask_id_of(corpus.tokenizer)
+        self.mask_id = find_mask_id(corpus.tokenizer)
         self._rate = rate
         self._span = span
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import importlib.util
 import json
 import shutil
@@ -16,26 +15,23 @@ from typing import Any
 
 from hpnlp import measure, tasks
 from hpnlp.data.examples.kind import Kind
-from hpnlp.data.examples.kinds import Classification, Tagging
-from hpnlp.data.examples.unlabelled import Unlabelled
 from hpnlp.jobs import exported_tokenizer, held_out
 from hpnlp.models.export import onnx_file, stablehlo
+from hpnlp.models.export.formats import FORMATS
 from hpnlp.models.export.functions import ExportedFunction, logits_function
 from hpnlp.models.export.onnx_weights import for_runtimes
 from hpnlp.ops.weight import dense_tree
-from hpnlp.tasks.predictions import LabelPrediction, TagPrediction, TrainedModel
+from hpnlp.tasks.predictions import TrainedModel
 from hpnlp.training.contents import EXPORT_FILE, EXPORT_SCRATCH, LOCK, Contents, contents_of, locked
 from hpnlp.training.run_directory import Run
 from hpnlp.types import InputError
 
 SCRIPT = "predict.py"
-MODEL_FILES = {"onnx": "model.onnx", "stablehlo": "model.stablehlo"}
-FILES = (*MODEL_FILES.values(), EXPORT_FILE, SCRIPT, "README.md", *exported_tokenizer.FILES)
-RUNTIMES = {"onnx": "onnxruntime", "stablehlo": "jax"}
+FILES = (*(entry.model_file for entry in FORMATS.values()), EXPORT_FILE, SCRIPT, "README.md", *exported_tokenizer.FILES)
+BATCH_SIZE = 32  # default of the script
 TIMED = 8  # held-out texts whose time is measured
 TOLERANCE = 1e-3  # of probabilities of models whose products are not rounded
-# Probabilities of int8 models, whose inputs the runtime rounds by another range.
-INTEGER_TOLERANCE = 0.1
+INTEGER_TOLERANCE = 0.1  # of those of int8 models, whose inputs the runtime rounds by another range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,16 +39,16 @@ class Written:
     """A written model file.
 
     Attributes:
-      path: The file.
-      function: The function that it holds.
+      function: The function that the file holds.
       batch: Sequences of a batch, 0 for any number.
       remarks: Sizes that are fixed because the model cannot be exported for any, one line each.
+      is_rounded: Whether inputs of products are rounded to 8 bits, over the range of the whole batch.
     """
 
-    path: Path
     function: ExportedFunction
     batch: int
     remarks: tuple[str, ...]
+    is_rounded: bool
 
     @property
     def shape(self) -> str:
@@ -68,7 +64,7 @@ def write_model(
     Args:
       run: A run of a language model or an encoder.
       path: The file.
-      form: An entry of MODEL_FILES.
+      form: An entry of FORMATS.
       length: Tokens of a sequence; 0 for any number, or else `data.seq_len`.
       batch: Sequences of a batch; 0 for any number, or else one.
       platforms: Platforms of a StableHLO file; () for that of this process.
@@ -87,11 +83,12 @@ def write_model(
     for tokens, sequences in attempts:
         try:
             function = logits_function(run.model, weights, tokens)
+            is_rounded = False
             if form == "onnx":
-                onnx_file.write(function, path, batch=sequences)
+                is_rounded = onnx_file.write(function, path, batch=sequences)
             else:
                 stablehlo.write(function, path, batch=sequences, platforms=platforms)
-            return Written(path, function, sequences, tuple(remarks))
+            return Written(function, sequences, tuple(remarks), is_rounded)
         except InputError as error:
             if (tokens, sequences) == attempts[-1]:
                 raise
@@ -132,7 +129,7 @@ def write_directory(
       run: The run.
       source: Directory of the run.
       target: The directory; an earlier export in it is replaced.
-      form: An entry of MODEL_FILES.
+      form: An entry of FORMATS.
       length: As for `write_model`.
       batch: As for `write_model`.
       log: Called with lines on the files and on the check.
@@ -141,8 +138,9 @@ def write_directory(
       InputError: The run is of another task, cannot be exported, or the exported model predicts other labels than the run for
         held-out texts.
     """
-    kind = tasks.find(run.config.task).input_kind(run.config.data)
-    if not isinstance(kind, Classification | Tagging) or run.vocabulary.labels is None:
+    task = tasks.find(run.config.task)
+    kind = task.input_kind(run.config.data)
+    if not task.is_served or kind is None:
         raise InputError(
             "a directory with tokenizer and labels is for classifiers and taggers, and the run is of "
             f"task={run.config.task!r}: pass --to=model.onnx or --to=model.stablehlo for a file with the logits"
@@ -157,7 +155,7 @@ def write_directory(
     with locked(target), _scratch(target) as scratch:
         check_target(target)  # again, since another process may have written to it
         directory = Path(scratch)
-        written = write_model(run, directory / MODEL_FILES[form], form, length=length, batch=batch)
+        written = write_model(run, directory / FORMATS[form].model_file, form, length=length, batch=batch)
         exported_tokenizer.write(run, kind, source, scratch)
         record = _record(run, kind, written, form)
         (directory / EXPORT_FILE).write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", "utf-8")
@@ -166,7 +164,7 @@ def write_directory(
         (directory / "README.md").write_text(_readme(record), "utf-8")
         for remark in written.remarks:
             log(f"{target}: {remark}")
-        for line in _compared(run, kind, directory, record):
+        for line in _compared(run, kind, directory, record, written.is_rounded):
             log(line)
         # The record is removed first and comes last: a directory with it is complete.
         for name in (EXPORT_FILE, *FILES):
@@ -191,7 +189,7 @@ def _record(run: Run, kind: Kind, written: Written, form: str) -> dict[str, Any]
     """The content of export.json, which the script reads."""
     return {
         "format": form,
-        "model": MODEL_FILES[form],
+        "model": FORMATS[form].model_file,
         "task": run.config.task,
         "labels": list(run.vocabulary.labels or ()),
         "inputs": list(written.function.inputs),
@@ -206,7 +204,7 @@ def _record(run: Run, kind: Kind, written: Written, form: str) -> dict[str, Any]
 
 def _readme(record: Mapping[str, Any]) -> str:
     """README.md of the directory."""
-    runtime = RUNTIMES[record["format"]]
+    runtime = FORMATS[record["format"]].runtime
     example = ' "a text"' + (' "the second text"' if len(record["texts"]) == 2 else "")
     return f"""# A {record["task"]} model
 
@@ -221,7 +219,7 @@ In Python, from this directory: `from predict import Model`, and `Model().predic
 """
 
 
-def _compared(run: Run, kind: Kind, directory: Path, record: Mapping[str, Any]) -> Iterator[str]:
+def _compared(run: Run, kind: Kind, directory: Path, record: Mapping[str, Any], is_rounded: bool) -> Iterator[str]:
     """Compares an exported directory with the run on held-out texts, and measures it. Yields a line on each result."""
     try:
         texts = held_out.heldout_texts(run)
@@ -229,23 +227,26 @@ def _compared(run: Run, kind: Kind, directory: Path, record: Mapping[str, Any]) 
         yield f"not compared with the run, whose held-out texts cannot be read: {error}"
         return
     exported_tokenizer.check(run, kind, directory, texts)
-    missing = [name for name in (RUNTIMES[record["format"]], "tokenizers") if importlib.util.find_spec(name) is None]
+    runtime = FORMATS[record["format"]].runtime
+    missing = [name for name in (runtime, "tokenizers") if importlib.util.find_spec(name) is None]
     if missing:
         yield (
             f"ids of {len(texts)} held-out texts are those of the run; predictions were not compared: pip install "
             f"{' '.join(missing)}, and export again"
         )
         return
-    yield check_predictions(run, kind, directory, record, texts)
-    yield _measured(run, directory, record, texts)
+    yield from _check_predictions(run, kind, directory, record, texts, is_rounded)
+    yield _measured(run, directory, record, texts, is_rounded)
 
 
-def _measured(run: Run, directory: Path, record: Mapping[str, Any], texts: Sequence[tuple[str, ...]]) -> str:
+def _measured(
+    run: Run, directory: Path, record: Mapping[str, Any], texts: Sequence[tuple[str, ...]], is_rounded: bool
+) -> str:
     """A line on the time of some texts; for a rounded model, beside that of the same model in float32."""
     texts = (list(texts) * TIMED)[:TIMED]
     functions = {"exported": _prediction(directory, texts)}
     with tempfile.TemporaryDirectory(dir=directory, prefix=".float32-") as scratch:
-        if _is_rounded(directory, record):
+        if is_rounded:
             dense = dataclasses.replace(run, params=dense_tree(run.params))
             for name in (EXPORT_FILE, SCRIPT, *exported_tokenizer.FILES):
                 shutil.copyfile(directory / name, Path(scratch, name))
@@ -253,88 +254,64 @@ def _measured(run: Run, directory: Path, record: Mapping[str, Any], texts: Seque
             write_model(dense, Path(scratch, record["model"]), record["format"], length=length, batch=batch)
             functions["float32"] = _prediction(Path(scratch), texts)
         timings = measure.timeit(functions)
-    shown = f"{TIMED} held-out texts take {1e3 * timings['exported'].median:.2f} ms in {RUNTIMES[record['format']]}"
-    if "float32" not in functions:
+    runtime, milliseconds = FORMATS[record["format"]].runtime, 1e3 * timings["exported"].median
+    shown = f"{TIMED} held-out texts take {milliseconds:.2f} ms in {runtime}"
+    if not is_rounded:
         return shown
     shown += f", and {1e3 * timings['float32'].median:.2f} ms with matrices in float32"
     is_slower = timings["exported"].over(timings["float32"]) > 1.05
     return f"{shown}: the rounded model is smaller and not faster here" if is_slower else shown
 
 
-def check_predictions(
-    run: Run, kind: Kind, directory: Path, record: Mapping[str, Any], texts: Sequence[tuple[str, ...]]
-) -> str:
-    """Compares the predictions of an exported directory with those of the run.
+def _check_predictions(
+    run: Run,
+    kind: Kind,
+    directory: Path,
+    record: Mapping[str, Any],
+    texts: Sequence[tuple[str, ...]],
+    is_rounded: bool,
+) -> Iterator[str]:
+    """Compares predictions with those of the run, and yields lines on the result.
 
-    Args:
-      run: The run.
-      kind: Kind of its examples.
-      directory: The exported directory.
-      record: Its record.
-      texts: Held-out texts.
+    A model whose inputs are rounded over the range of the batch is also compared with each text alone.
 
-    Returns:
-      A line on the result.
-
-    Raises:
-      InputError: Labels differ, or probabilities by more than the rounding of the model.
+    Raises InputError if labels differ, or probabilities by more than the rounding of the model.
     """
-    expected = _of_run(run, kind, texts)
-    actual = _prediction(directory, texts)()
-    differing, largest = 0, 0.0
-    for here, there in zip(expected, actual, strict=True):
-        labels, probabilities = (here[0], here[1]) if isinstance(kind, Tagging) else ([here[0]], [here[1]])
-        own = there if isinstance(kind, Tagging) else [there]
-        for label, probability, item in zip(labels, probabilities, own, strict=True):
-            differing += label != item["label"]
-            if label == item["label"]:
-                largest = max(largest, abs(probability - item["probability"]))
-    total = sum(len(there) if isinstance(kind, Tagging) else 1 for there in actual)
-    is_rounded = _is_rounded(directory, record)
-    limit = INTEGER_TOLERANCE if is_rounded else TOLERANCE
-    if largest > limit or (differing and not is_rounded):
-        other = "stablehlo" if record["format"] == "onnx" else "onnx"
-        raise InputError(
-            f"the exported model predicts {differing} of {total} labels of held-out texts otherwise than the run, and "
-            f"probabilities differ by {largest:.3g}: export with --format={other}"
-        )
-    shown = (
-        f"{differing} of {total} labels of {len(texts)} held-out texts differ from the run's"
-        if differing
-        else (f"ids and labels of {len(texts)} held-out texts are those of the run")
-    )
-    return f"{shown}; probabilities differ by at most {largest:.2g}"
-
-
-def _is_rounded(directory: Path, record: Mapping[str, Any]) -> bool:
-    """Whether a file has products of 8-bit integers, whose inputs the runtime rounds."""
-    if record["format"] != "onnx":
-        return False
-    model = importlib.import_module("onnx").load(directory / record["model"])
-    return any(node.op_type == "DynamicQuantizeLinear" for node in model.graph.node)
-
-
-def _of_run(run: Run, kind: Kind, texts: Sequence[tuple[str, ...]]) -> list[tuple[Any, Any]]:
-    """`(label, probability)`, or those of each word, that the run predicts for each text."""
     trained = TrainedModel(run.config, run.model, run.params, run.tokenizer, run.vocabulary.labels or ())
-    examples = Unlabelled(kind, run.tokenizer, held_out.as_examples(kind, texts))
-    count = len(texts)
-    batch = kind.batch(examples, range(count), count, run.tokenizer, run.config.data.seq_len)
-    predictions = tasks.find(run.config.task).predict(trained, batch, examples.values)
-    return [
-        (prediction.labels, prediction.probabilities)
-        if isinstance(prediction, TagPrediction)
-        else (prediction.label, prediction.probability)
-        for prediction in predictions
-        if isinstance(prediction, TagPrediction | LabelPrediction)
-    ]
+    expected = held_out.predicted_labels(trained, kind, texts)
+    depends_on_batch = is_rounded and not record["batch"]
+    names = (
+        {BATCH_SIZE: f"in batches of {BATCH_SIZE}: ", 1: "each text alone: "} if depends_on_batch else {BATCH_SIZE: ""}
+    )
+    labels = {size: _labels(_prediction(directory, texts, size)()) for size in names}
+    for size, name in names.items():
+        agreement = held_out.Agreement.of(expected, labels[size])
+        limit = INTEGER_TOLERANCE if is_rounded else TOLERANCE
+        if agreement.largest > limit or (agreement.differing and not is_rounded):
+            other = "stablehlo" if record["format"] == "onnx" else "onnx"
+            raise InputError(
+                f"{name}the exported model predicts {agreement.differing} of {agreement.count} labels of held-out texts "
+                f"otherwise than the run, and probabilities differ by {agreement.largest:.3g}: export with --format={other}"
+            )
+        yield name + agreement.describe(len(texts))
+    if depends_on_batch:
+        differing = held_out.Agreement.of(labels[BATCH_SIZE], labels[1]).differing
+        yield f"{differing} of {len(expected)} labels of a text depend on the other texts of its batch"
 
 
-def _prediction(directory: Path, texts: Sequence[tuple[str, ...]]) -> Callable[[], list[Any]]:
+def _labels(predictions: Sequence[Any]) -> held_out.Labels:
+    """Labels of the predictions of the script, one for each text or a list for its words."""
+    items = [item for entry in predictions for item in (entry if isinstance(entry, list) else [entry])]
+    return [(item["label"], item["probability"]) for item in items]
+
+
+def _prediction(
+    directory: Path, texts: Sequence[tuple[str, ...]], batch_size: int = BATCH_SIZE
+) -> Callable[[], list[Any]]:
     """A function without arguments that predicts texts by the script in a directory."""
     spec = importlib.util.spec_from_file_location("hpnlp_exported_predict", directory / SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     model, examples = module.Model(directory), [parts if len(parts) > 1 else "".join(parts) for parts in texts]
-    return lambda: model.predict(examples)
+    return lambda: model.predict(examples, batch_size)

@@ -13,7 +13,7 @@ from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Classification
 from hpnlp.data.export import Framing
 from hpnlp.data.huggingface import HFTokenizer, import_tokenizers
-from hpnlp.data.masking import mask_id_of
+from hpnlp.data.masking import find_mask_id
 from hpnlp.jobs import held_out
 from hpnlp.models.encoder import Encoder
 from hpnlp.training.run_directory import Run
@@ -22,16 +22,8 @@ from hpnlp.types import InputError
 FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
-def framing_of(run: Run, kind: Kind | None) -> Framing | None:
-    """The special tokens around the texts of a run.
-
-    Args:
-      run: The run.
-      kind: Kind of its examples; None for a task without one.
-
-    Returns:
-      The framing of an encoder; None for other models, before whose prompts bos stands.
-    """
+def _special_tokens(run: Run, kind: Kind | None) -> Framing | None:
+    """The special tokens around the texts of an encoder; None for other models, before whose prompts bos stands."""
     model: Any = run.model
     if not isinstance(model, Encoder):
         return None
@@ -39,7 +31,7 @@ def framing_of(run: Run, kind: Kind | None) -> Framing | None:
         max_len=run.config.data.seq_len,
         pairs=isinstance(kind, Classification) and kind.parts == 2,
         token_types=model.config.token_types,
-        mask_id=mask_id_of(run.tokenizer) if run.config.task == "masked_lm" else None,
+        mask_id=find_mask_id(run.tokenizer) if run.config.task == "masked_lm" else None,
     )
 
 
@@ -66,7 +58,7 @@ def write(run: Run, kind: Kind | None, source: Path, directory: str) -> bool:
                 shutil.copyfile(source / name, os.path.join(directory, name))
     else:
         export.export(tokenizer, directory)
-    framing = framing_of(run, kind)
+    framing = _special_tokens(run, kind)
     is_changed = framing is not None and export.frame(tokenizer, directory, framing)
     return is_copied and not is_changed
 
@@ -103,9 +95,10 @@ def check(run: Run, kind: Kind, directory: str | Path, texts: Sequence[tuple[str
     """
     expected = held_out.framed_ids(run, kind, texts)
     has_types = isinstance(run.model, Encoder) and run.model.config.token_types > 1
-    for parts, here, there in zip(texts, expected, encode(directory, texts, run.config.data.seq_len), strict=True):
-        if here[0] != there[0] or (has_types and here[1] != there[1]):
+    exported = encode(directory, texts, run.config.data.seq_len)
+    for parts, (ids, types), (exported_ids, exported_types) in zip(texts, expected, exported, strict=True):
+        if ids != exported_ids or (has_types and types != exported_types):
             raise InputError(
-                f"the exported tokenizer gives the ids {there[0][:8]}... for {parts[0]!r:.60}, and training has "
-                f"{here[0][:8]}...: use hpnlp.load, or a tokenizer whose words do not depend on the words around them"
+                f"the exported tokenizer gives the ids {exported_ids[:8]}... for {parts[0]!r:.60}, and training has "
+                f"{ids[:8]}...: use hpnlp.load, or a tokenizer whose words do not depend on the words around them"
             )

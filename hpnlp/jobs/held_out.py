@@ -1,7 +1,8 @@
-"""Held-out texts of a run, with which exported files are checked against the run."""
+"""Held-out texts of a run, and the comparison of the labels that the run and an exported model predict for them."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +14,43 @@ from hpnlp.data.examples.dataset import HELDOUT
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Classification, Tagging
 from hpnlp.data.examples.unlabelled import Unlabelled
+from hpnlp.tasks.predictions import LabelPrediction, TagPrediction, TrainedModel
 from hpnlp.training.checkpoint import CONVERTED_STEP
 from hpnlp.training.run_directory import Run
 from hpnlp.types import InputError
 
 CHECKED = 64  # held-out texts that an exported file is checked with
+
+Labels = Sequence[tuple[str, float]]  # label and probability of each text, or of each word of all texts
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """Labels of an exported model beside those of its run.
+
+    Attributes:
+      count: Number of labels.
+      differing: Number of labels that differ.
+      largest: Largest difference of the probabilities of equal labels.
+    """
+
+    count: int
+    differing: int
+    largest: float
+
+    @classmethod
+    def of(cls, expected: Labels, actual: Labels) -> Agreement:
+        """Compares labels of the same texts, or of the same words."""
+        pairs = list(zip(expected, actual, strict=True))
+        equal = [abs(first - second) for (label, first), (other, second) in pairs if label == other]
+        return cls(len(pairs), len(pairs) - len(equal), max(equal, default=0.0))
+
+    def describe(self, texts: int) -> str:
+        """A line on the labels of a number of texts."""
+        line = f"ids and labels of {texts} held-out texts are those of the run"
+        if self.differing:
+            line = f"{self.differing} of {self.count} labels of {texts} held-out texts differ from the run's"
+        return f"{line}; probabilities differ by at most {self.largest:.2g}"
 
 
 def heldout_texts(run: Run, limit: int = CHECKED) -> list[tuple[str, ...]]:
@@ -84,3 +117,26 @@ def framed_ids(run: Run, kind: Kind, texts: Sequence[tuple[str, ...]]) -> list[t
         (ids[:length].tolist(), of_ids[:length].tolist())
         for ids, of_ids, length in zip(batch["tokens"], types, lengths, strict=True)
     ]
+
+
+def predicted_labels(trained: TrainedModel, kind: Kind, texts: Sequence[tuple[str, ...]]) -> Labels:
+    """Labels that a model of hpnlp predicts.
+
+    Args:
+      trained: The model.
+      kind: Kind of its examples.
+      texts: Texts of each example.
+
+    Returns:
+      The labels.
+    """
+    examples = Unlabelled(kind, trained.tokenizer, as_examples(kind, texts))
+    count, data = len(examples.values), trained.config.data
+    batch = kind.batch(examples, range(count), count, trained.tokenizer, data.seq_len)
+    labels: list[tuple[str, float]] = []
+    for prediction in tasks.find(trained.config.task).predict(trained, batch, examples.values):
+        if isinstance(prediction, TagPrediction):
+            labels += zip(prediction.labels, prediction.probabilities, strict=True)
+        elif isinstance(prediction, LabelPrediction):
+            labels.append((prediction.label, prediction.probability))
+    return labels

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data.examples import Examples
-from hpnlp.models.encoder import Encoder
+from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.tasks import vocabulary as vocabularies
 from hpnlp.tasks.examples import ExampleTask
 from hpnlp.tasks.label_report import macro_f1
@@ -29,6 +29,10 @@ class LabelTask(ExampleTask):
     """
 
     metric, higher_is_better = "accuracy", True
+
+    @property
+    def is_served(self) -> bool:
+        return issubclass(self.model_config, EncoderConfig)
 
     def vocabulary(self, dataset: Examples) -> Vocabulary:
         return Vocabulary(dataset.tokenizer, dataset.labels)

@@ -274,6 +274,11 @@ class Task(abc.ABC):
           InputError: No example has a weight.
         """
 
+    @property
+    def is_served(self) -> bool:
+        """Whether `hpnlp export` writes runs as directories that are served without hpnlp."""
+        return False
+
     def input_kind(self, data: Any) -> Kind | None:
         """Form of the texts that a trained model reads to predict or encode them.
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from hpnlp.data import tokenizers
 from hpnlp.data.examples import load_labels, save_labels
-from hpnlp.data.masking import mask_id_of
+from hpnlp.data.masking import find_mask_id
 from hpnlp.spec import parse_one
 from hpnlp.types import InputError, Tokenizer, WordStats
 
@@ -25,7 +25,7 @@ class Sizes:
       ids: Number of ids of the tokenizer.
       stats: Counts of the ids in the training text, if they are known.
       classes: Number of labels, 0 for a task without labels.
-      masked_ids: Number of ids with that of the mask (`data.masking.mask_id_of`); 0 if that is not known.
+      masked_ids: Number of ids with that of the mask (`data.masking.find_mask_id`); 0 if that is not known.
     """
 
     ids: int
@@ -50,7 +50,7 @@ class Vocabulary:
     def sizes(self) -> Sizes:
         """The sizes of the vocabulary."""
         ids = self.tokenizer.vocab_size
-        return Sizes(ids, self.tokenizer.stats, len(self.labels or ()), max(ids, mask_id_of(self.tokenizer) + 1))
+        return Sizes(ids, self.tokenizer.stats, len(self.labels or ()), max(ids, find_mask_id(self.tokenizer) + 1))
 
     def save(self, workdir: Path) -> None:
         """Writes the vocabulary to a run directory; neither a kill nor a full disk leaves an incomplete file.

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpnlp import tasks
+from hpnlp.models.backbone import BackboneConfig
 from hpnlp.nn.feed_forward import FEED_FORWARDS
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS
@@ -21,8 +22,6 @@ from hpnlp.training.optim import OPTIMIZERS
 # Tables whose entries have the path of the file that adds them as the name of their module (`cli.experiment.load`).
 TABLES = (tasks.TASKS, MIXERS, FEED_FORWARDS, OUTPUTS, OPTIMIZERS)
 PREDICTING = ("classification", "rnn_classification", "tagging", "seq2seq", "dual_encoder")
-SERVED = ("classification", "tagging")  # tasks whose runs `hpnlp export` writes as directories
-COMPRESSED = ("lm", "classification", "tagging", "masked_lm", "seq2seq", "dual_encoder")
 OTHER_DATA = "YOUR_FILES"  # in place of the path of data that the run has not read
 # Fields that describe the run's data, and their values for other data.
 DATA_FIELDS = {"data.weights": "()", "data.heldout_path": "", "data.challenge_path": ""}
@@ -71,44 +70,31 @@ def render(workdir: Path, config: Config, flags: str) -> str:
             f"--train.steps={steps}",
             "--accept_changes",
         ],
-        **_smaller(workdir, config, directory, registered),
+        **{purpose: [*argv, *registered] for purpose, argv in _smaller(workdir, config, directory).items()},
         "compare it with the runs beside it": ["compare", str(directory), *registered],
     }
     return "\n".join(f"- {purpose}: {_code(shlex.join(['hpnlp', *argv]))}" for purpose, argv in commands.items())
 
 
-def _smaller(workdir: Path, config: Config, directory: Path, registered: Sequence[str]) -> dict[str, list[str]]:
-    """The command that stores the matrices of a run in 8 bits, unless its training has given them fewer already."""
-    if tasks.find(config.task).name not in COMPRESSED or config.train.weights:
+def _smaller(workdir: Path, config: Config, directory: Path) -> dict[str, list[str]]:
+    """The command that stores the matrices of layers in 8 bits, unless their training has given them fewer already."""
+    if not isinstance(config.model, BackboneConfig) or not config.model.layers or config.train.weights:
         return {}
     target = f"--to={_unused(directory, workdir, 'int8')}"
-    return {
-        "make it smaller, and measure what that costs": [
-            "compress",
-            str(workdir),
-            target,
-            "--recipe=int8",
-            *registered,
-        ]
-    }
+    return {"make it smaller, and measure what that costs": ["compress", str(workdir), target, "--recipe=int8"]}
 
 
 def _uses(workdir: Path, config: Config, directory: Path) -> dict[str, list[str]]:
     """Commands that predict texts with the run, and that export it to be served."""
     task = tasks.find(config.task)
-    if task.name not in PREDICTING:
-        return {}
-    predict = {
-        f"predict with it, with the path of your texts in place of {OTHER_DATA}": [
-            "predict",
-            str(workdir),
-            f"--file={OTHER_DATA}",
-        ]
-    }
-    if task.name not in SERVED:
-        return predict
-    target = _unused(directory, workdir, "served")
-    return {**predict, "write a directory that is served without hpnlp": ["export", str(workdir), f"--to={target}"]}
+    commands = {}
+    if task.name in PREDICTING:
+        purpose = f"predict with it, with the path of your texts in place of {OTHER_DATA}"
+        commands[purpose] = ["predict", str(workdir), f"--file={OTHER_DATA}"]
+    if task.is_served:
+        target = f"--to={_unused(directory, workdir, 'served')}"
+        commands["write a directory that is served without hpnlp"] = ["export", str(workdir), target]
+    return commands
 
 
 def _registering(train_flags: Sequence[str]) -> list[str]:

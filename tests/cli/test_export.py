@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.jobs.held_out import Agreement
 from hpnlp.training import config as configs
 from hpnlp.training import loop
 from hpnlp.training.run_directory import load
@@ -64,6 +65,17 @@ def test_onnx_files_compute_the_logits_of_the_run(run, trained, tmp_path):
     loaded = load(trained)
     expected = loaded.model.apply({"params": loaded.params}, jnp.asarray(tokens), method="logits")
     np.testing.assert_allclose(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_labels_of_an_export_are_compared_with_those_of_the_run():
+    run = [("a", 0.9), ("b", 0.6), ("a", 0.7)]
+    agreement = Agreement.of(run, [("a", 0.75), ("a", 0.51), ("a", 0.7)])
+    assert (agreement.count, agreement.differing, agreement.largest) == (3, 1, pytest.approx(0.15))
+    assert agreement.describe(2).startswith(
+        "1 of 3 labels of 2 held-out texts differ from the run's; probabilities differ"
+    )
+    same = Agreement.of(run, run).describe(2)
+    assert same == "ids and labels of 2 held-out texts are those of the run; probabilities differ by at most 0"
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,9 @@ def test_exported_directories_are_served_without_hpnlp(name, task, tokenizer, pa
         (target / ".export-killed").mkdir(parents=True)
         outcome = run("export", directory, f"--to={target}", f"--format={form}")
         assert outcome.code == 0 and "held-out texts" in outcome.out and "int32 [B, T]" in outcome.out, outcome
+        assert ("each text alone: " in outcome.out and "other texts of its batch" in outcome.out) == bool(recipe), (
+            outcome
+        )
     assert contents_of(target) is Contents.EXPORTED
     assert not [path.name for path in target.iterdir() if path.name.startswith(".")]
     assert not recipe or (target / "model.onnx").stat().st_size < 60_000

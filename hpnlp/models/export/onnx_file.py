@@ -24,7 +24,7 @@ _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of primitives that 
 _NOT_CALLS = ("pallas_call", "reduce", "reduce_window", "scan", "shard_map")
 
 
-def write(function: ExportedFunction, path: Path, *, batch: int = 0) -> None:
+def write(function: ExportedFunction, path: Path, *, batch: int = 0) -> bool:
     """Writes a function and its weights.
 
     Everything that does not depend on the inputs is computed here: masks, positions, and matrices of weights whose products
@@ -35,6 +35,9 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 0) -> None:
       function: The function.
       path: The file.
       batch: Sequences of a batch, B; 0 for any number.
+
+    Returns:
+      Whether inputs of products are rounded to 8 bits, over the range of the whole batch.
 
     Raises:
       InputError: The package onnx is missing, the model has an operation that is not written or too many iterations of loops,
@@ -63,6 +66,7 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 0) -> None:
     ).SerializeToString()
     with replaced(path) as file:
         file.write(content)
+    return any(node.op_type == "DynamicQuantizeLinear" for node in nodes)
 
 
 def _size_of_input(name: str, axis: int) -> Callable[[Any], str]:
