@@ -124,33 +124,39 @@ def smooth(values: Sequence[float]) -> np.ndarray:
 
 
 def plot_tradeoff(
-    scored: Mapping[str, tuple[Mapping[str, Any], float]], ranking: Ranking, path: Path, title: str = ""
+    scores: Mapping[str, float], costs: Mapping[str, Mapping[str, float]], ranking: Ranking, path: Path, title: str = ""
 ) -> None:
-    """Plots quality against training time and against peak memory.
+    """Plots quality against costs, in one panel each.
 
     Args:
-      scored: Label of a run -> its report and quality, best run first.
+      scores: Label of a run -> its quality, best run first.
+      costs: Name of a cost, which labels the axis -> label of a run -> cost. Runs without the cost are not in its panel.
       ranking: Name of the quality, and whether its axis is logarithmic.
       path: File to write; its extension decides the format.
       title: Title of the legend.
     """
     plt = _pyplot()
-    height = max(4.2, 0.24 * len(scored) + 0.6)
-    figure, panels = plt.subplots(1, 2, figsize=(11, height), layout="constrained", sharey=True)
-    costs = {"training seconds": training_seconds, "peak memory, MiB": _peak_mib}
-    for axes, (xlabel, cost) in zip(panels, costs.items(), strict=True):
-        for index, (name, (report, score)) in enumerate(scored.items()):
+    size = (4 + 3.5 * len(costs), max(4.2, 0.24 * len(scores) + 0.6))
+    figure, panels = plt.subplots(1, len(costs), figsize=size, layout="constrained", sharey=True, squeeze=False)
+    handles: dict[str, Any] = {}
+    for axes, (xlabel, of_runs) in zip(panels[0], costs.items(), strict=True):
+        for index, (name, score) in enumerate(scores.items()):
             marker = MARKERS[index // COLORS % len(MARKERS)]
-            axes.plot(cost(report), score, marker, color=f"C{index % COLORS}", label=drawable(name))
+            if name in of_runs:
+                (handles[name],) = axes.plot(of_runs[name], score, marker, color=f"C{index % COLORS}")
         axes.set(xlabel=xlabel)
         if ranking.is_ratio:
-            logarithmic(axes, [score for _, score in scored.values()])
+            logarithmic(axes, list(scores.values()))
         axes.grid(alpha=0.3)
-    panels[0].set(ylabel=ranking.label)
-    handles, labels = panels[1].get_legend_handles_labels()
-    if handles:
+    panels[0, 0].set(ylabel=ranking.label)
+    if labels := [name for name in scores if name in handles]:
         figure.legend(
-            handles, labels, loc="outside right upper", frameon=False, fontsize=8, title=drawable(title) or None
+            [handles[name] for name in labels],
+            list(map(drawable, labels)),
+            loc="outside right upper",
+            frameon=False,
+            fontsize=8,
+            title=drawable(title) or None,
         )
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -372,22 +378,6 @@ def logarithmic(axes: Any, values: Sequence[float]) -> None:
         axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0) if spread < 3 else (1.0,), numticks=12))
     axes.yaxis.set_major_formatter("{x:,.4g}")
     axes.yaxis.set_minor_locator(ticker.NullLocator())
-
-
-def training_seconds(report: Mapping[str, Any]) -> float:
-    """Seconds that a run spent on steps and their data.
-
-    Args:
-      report: Content of report.json.
-
-    Returns:
-      The seconds.
-    """
-    return report["phase_seconds"]["data"] + report["phase_seconds"]["step"]
-
-
-def _peak_mib(report: Mapping[str, Any]) -> float:
-    return report["peak_memory_bytes"] / 2**20
 
 
 def drawable(text: str) -> str:

@@ -12,7 +12,7 @@ from hpnlp import cli
 USAGE = """
 hpnlp compare RUN RUN ... [--out=compare.png]
 
-Prints a table of finished runs, best first, and plots quality against time and memory. RUN is the workdir of a run, or a
+Prints a table of finished runs, best first, and plots quality against time, memory and size. RUN is the workdir of a run, or a
 directory of runs and sweeps, which stands for all of them. Runs of several tasks have a table and a plot for each task, such as
 compare-classification.png.
 

@@ -18,7 +18,7 @@ USAGE = """
 hpnlp evaluate RUN [RUN ...] [--model.mixer="transformer_xl(512)" --data.batch_size=8 ...]
 
 Scores the parameters of a run, RUN, on all of its held-out examples, and prints the scores. Some fields of its config may have
-other values, as far as the parameters stay as they are. All other fields are those of the training. A run with a report is not
+other values, as far as the parameters stay as they are. All other fields are those of the training. A trained run is not
 changed; beside a compressed or converted model, the scores of all examples are kept in evaluation.json for `hpnlp compare`.
 
 Several runs of language models with one vocabulary are an ensemble, whose probabilities are averaged. RUN@STEP is the
@@ -76,6 +76,7 @@ def run(argv: Sequence[str]) -> None:
 
     from hpnlp import tasks
     from hpnlp.nn.output import is_normalized
+    from hpnlp.report.entries import is_untrained
     from hpnlp.tasks.lm_report import MAX_PERPLEXITY_LOSS
     from hpnlp.training import config as configs
     from hpnlp.training import evaluate_run, evaluation_record, run_directory
@@ -97,10 +98,8 @@ def run(argv: Sequence[str]) -> None:
     for name, text in texts.items():
         print(f"  {name:{width}}  {text}")
     workdir = Path(members[0][0])
-    is_plain = (
-        len(members) == 1 and members[0][1] is None and not cli.FLAGS.cache and not cli.FLAGS.batches and not changes
-    )
-    if is_plain and not (workdir / "report.json").exists():
+    is_changed = members[0][1] is not None or changes or cli.FLAGS.cache or cli.FLAGS.batches
+    if len(members) == 1 and not is_changed and is_untrained(workdir):
         try:
             evaluation_record.write(workdir, evaluation.outcome, evaluation, evaluation.step)
             print(f"written: {workdir / evaluation_record.FILE}, which hpnlp compare reads")

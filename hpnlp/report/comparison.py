@@ -1,4 +1,4 @@
-"""Comparison of several runs: a table, best run first, and a plot of quality against time and memory."""
+"""Comparison of several runs: a table, best run first, and a plot of quality against time, memory and size."""
 
 from __future__ import annotations
 
@@ -6,21 +6,29 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hpnlp import plots
+from hpnlp.report.differences import described_difference, with_error
 from hpnlp.report.entries import Entry, read_entry
 from hpnlp.report.files import replace_text, task_of
 from hpnlp.tasks import Task
 from hpnlp.tasks.reporting import Ranking, Report, decimals
+from hpnlp.training.example_scores import error_of_difference
 from hpnlp.types import InputError
 
 ERRORS = (
     "± is a standard error over the held-out examples; a difference to the first run is taken example by example where both "
     "were scored on the same ones, and is called none up to two standard errors."
 )
+# Axis of a panel of the plot -> cost of a model; None where the model does not have the figure.
+COSTS: Mapping[str, Callable[[Entry], float | None]] = {
+    "training seconds": lambda entry: entry.training_seconds,
+    "peak memory, MiB": lambda entry: entry.peak_mib,
+    "stored MB": lambda entry: entry.stored_mb,
+}
 MAX_LABEL = 60  # characters of a run in the plot's legend
 # Names of the directories of members that set no field, and of all members (hpnlp.cli.members.name_members); earlier versions
 # began them with numbers.
@@ -29,7 +37,7 @@ _MEMBER = re.compile(rf"(\d\d+-)?\w+=.*|{_BASE.pattern}")
 
 
 def compare(workdirs: Sequence[str | Path], out: str | Path) -> str:
-    """Writes a table of runs, best first, and a plot of quality against time and memory.
+    """Writes a table of runs, best first, and a plot of quality against time, memory and size.
 
     Quality is a score of the runs' task: see `rank` of its report, such as `tasks.lm_report.LanguageModelReport`. Runs without
     a score come last, and lines below the table give the reason.
@@ -62,10 +70,7 @@ def compare(workdirs: Sequence[str | Path], out: str | Path) -> str:
     if ranking.remark:
         lines += ["", ranking.remark]
     table = "\n".join(lines) + "\n"
-    scored = {
-        name: (entry.report, scores[name]) for name, entry in entries.items() if name in scores and entry.is_trained
-    }
-    _write(Path(out), table, ranking, scored)
+    _write(Path(out), table, ranking, {name: entry for name, entry in entries.items() if name in scores})
     return table
 
 
@@ -110,13 +115,15 @@ def _table(entries: Mapping[str, Entry], ranking: Ranking) -> list[str]:
     rows = [
         [
             name,
-            _with_error(decimals(ranking.scores.get(name), ranking.digits), _error(entries, ranking, name), ranking),
+            with_error(
+                decimals(ranking.scores.get(name), ranking.digits), _error(entries, ranking, name), ranking.digits
+            ),
             _difference(entries, ranking, name),
-            decimals(None if entry.stored_bytes is None else entry.stored_bytes / 1e6, ".3g"),
+            decimals(entry.stored_mb, ".3g"),
             decimals(entry.report.get("tokens_per_second"), ",.0f"),
             *([decimals(entry.sequences_per_second, ",.4g")] if has_speed else []),
-            decimals(entry.report["peak_memory_bytes"] / 2**20 if entry.is_trained else None, ",.0f"),
-            decimals(plots.training_seconds(entry.report) if entry.is_trained else None, ".1f"),
+            decimals(entry.peak_mib, ",.0f"),
+            decimals(entry.training_seconds, ".1f"),
             decimals(entry.report.get("parameters"), ","),
             *([decimals(entry.report.get("skipped_steps"), ".0f")] if has_skipped else []),
             _differences(entry.report["config"], first_config),
@@ -143,25 +150,9 @@ def _difference(entries: Mapping[str, Entry], ranking: Ranking, name: str) -> st
     first, scores = next(iter(entries)), ranking.scores
     if name == first or name not in scores or first not in scores:
         return "-"
-    difference, error = scores[name] - scores[first], _error_of_difference(entries, ranking, name, first)
-    text = _with_error(f"{difference:+{ranking.digits}}", error, ranking)
-    return f"no difference ({text})" if error is not None and abs(difference) <= 2 * error else text
-
-
-def _error_of_difference(entries: Mapping[str, Entry], ranking: Ranking, name: str, first: str) -> float | None:
-    """Standard error of the difference of two scores: paired on the same examples, and else as of independent scores."""
-    examples, others = entries[name].examples, entries[first].examples
     slopes = ranking.slopes.get(name, 1.0), ranking.slopes.get(first, 1.0)
-    if examples is not None and others is not None:
-        paired = examples.paired_error(others, ranking.metric, slopes)
-        if paired is not None:
-            return paired
-    errors = [_error(entries, ranking, each) for each in (name, first)]
-    return None if None in errors else math.hypot(*(error for error in errors if error is not None))
-
-
-def _with_error(text: str, error: float | None, ranking: Ranking) -> str:
-    return text if error is None else f"{text} ± {error:{ranking.digits}}"
+    error = error_of_difference(entries[name].examples, entries[first].examples, ranking.metric, slopes)
+    return described_difference(scores[name] - scores[first], error, ranking.digits)
 
 
 def _task(reports: Mapping[str, Report]) -> Task | None:
@@ -187,15 +178,19 @@ def _differences(config: Mapping[str, Any], first: Mapping[str, Any]) -> str:
     return ", ".join(changed) or "-"
 
 
-def _write(path: Path, table: str, ranking: Ranking, scored: Mapping[str, tuple[Report, float]]) -> None:
-    """Writes the plot, and the table beside it."""
+def _write(path: Path, table: str, ranking: Ranking, scored: Mapping[str, Entry]) -> None:
+    """Writes the plot of the entries with a score, and the table beside it."""
     table_path = path.with_suffix(".md")
-    labels, title = _labels({name: report for name, (report, _) in scored.items()})
+    labels, title = _labels({name: entry.report for name, entry in scored.items()})
+    costs = {
+        axis: {labels[name]: value for name, entry in scored.items() if (value := cost(entry)) is not None}
+        for axis, cost in COSTS.items()
+    }
+    costs = {axis: of_runs for axis, of_runs in costs.items() if of_runs} or costs
     try:
         if table_path.exists() and not table_path.read_bytes().startswith(b"| run |"):
             raise InputError(f"{table_path} is there and is no table of runs: name another plot than {path}")
-        if scored or not ranking.scores:
-            plots.plot_tradeoff({labels[name]: scored[name] for name in scored}, ranking, path, title)
+        plots.plot_tradeoff({labels[name]: ranking.scores[name] for name in scored}, costs, ranking, path, title)
         replace_text(table_path, table)
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hpnlp import measure
+from hpnlp.report.differences import described_difference, is_within_noise
 from hpnlp.tasks.reporting import three_digits
+from hpnlp.training.evaluation_record import finite
 
 # Times that differ by less, or by less than two measurements of the original, are called equal.
 NOISE = 1.05
@@ -61,12 +63,20 @@ def verdict(rows: Sequence[Any], metric: str, higher_is_better: bool) -> str:
         f"{_factor(first.seconds[n] / last.seconds[n], first.noise.get(n, 1.0))} at {n} sequence{'s' * (n > 1)}"
         for n in first.seconds
     ]
-    before, after = first.scores[metric], last.scores[metric]
-    is_worse = not math.isfinite(after) or (after < before if higher_is_better else after > before)
-    quality = f"{metric} {'falls' if after < before else 'rises'} from {before:.4f} to {after:.4f}"
-    quality = f"{metric} becomes {after}" if not math.isfinite(after) else quality
-    quality = f"{metric} stays at {after:.4f}" if f"{after:.4f}" == f"{before:.4f}" else quality + " (worse)" * is_worse
+    quality = _quality(first.scores[metric], last.scores[metric], last.error, metric, higher_is_better)
     return f"{_size(first.disk_bytes / last.disk_bytes)}; the loss of a batch is {', '.join(times)}; {quality}."
+
+
+def _quality(before: float, after: float, error: float | None, metric: str, higher_is_better: bool) -> str:
+    """The change of a score, with its standard error."""
+    if not math.isfinite(after):
+        return f"{metric} becomes {after} (worse)"
+    difference = "" if error is None else f": {described_difference(after - before, error, '.4f')}"
+    if f"{after:.4f}" == f"{before:.4f}":
+        return f"{metric} stays at {after:.4f}{difference}"
+    is_worse = (after < before) is higher_is_better and not is_within_noise(after - before, error)
+    change = f"{'falls' if after < before else 'rises'} from {before:.4f} to {after:.4f}"
+    return f"{metric} {change}{' (worse)' * is_worse}{difference}"
 
 
 def to_json(rows: Sequence[Any], metric: str, source: str | Path, recipe: str) -> str:
@@ -85,7 +95,7 @@ def to_json(rows: Sequence[Any], metric: str, source: str | Path, recipe: str) -
         "source": str(source),
         "recipe": recipe,
         "metric": metric,
-        "rows": [{**dataclasses.asdict(row), "scores": _finite(row.scores)} for row in rows],
+        "rows": [finite(dataclasses.asdict(row)) for row in rows],
         "environment": measure.environment(),
     }
     return json.dumps(content, indent=1, allow_nan=False) + "\n"
@@ -120,10 +130,6 @@ def _size(ratio: float) -> str:
     if "1" in shown:
         return "The file is as large as before"
     return f"The file is {shown[0]} times smaller" if ratio > 1 else f"The file is {shown[1]} times larger"
-
-
-def _finite(scores: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: score if math.isfinite(score) else None for name, score in scores.items()}
 
 
 def _factor(ratio: float, noise: float) -> str:

@@ -38,9 +38,21 @@ class Entry:
     sequences_per_second: float | None = None
 
     @property
-    def is_trained(self) -> bool:
-        """Whether the model has the report of a training, with its times and memory."""
-        return "phase_seconds" in self.report
+    def stored_mb(self) -> float | None:
+        """Megabytes of the stored weights; None if there are none."""
+        return None if self.stored_bytes is None else self.stored_bytes / 1e6
+
+    @property
+    def training_seconds(self) -> float | None:
+        """Seconds that the training spent on steps and their data; None without a training."""
+        seconds = self.report.get("phase_seconds")
+        return None if seconds is None else seconds["data"] + seconds["step"]
+
+    @property
+    def peak_mib(self) -> float | None:
+        """Peak memory of the training; None without a training."""
+        peak = self.report.get("peak_memory_bytes")
+        return None if peak is None else peak / 2**20
 
 
 def read_entry(workdir: str | Path) -> Entry:
@@ -60,7 +72,7 @@ def read_entry(workdir: str | Path) -> Entry:
         report = read_report(path)
         stored = _checkpoint_bytes(path, report.get("scored_step"))
         return Entry(report, "", ExampleScores.read(path), stored)
-    if (path / EXPORT_FILE).exists():
+    if contents_of(path) is Contents.EXPORTED:
         stored = sum(file.stat().st_size for file in path.rglob("*") if file.is_file() and file.name != EXPORT_FILE)
         return Entry({"config": {}}, "not scored: it is an export, score the run that it was made of", None, stored)
     is_compressed = contents_of(path) is Contents.COMPRESSED
@@ -80,13 +92,12 @@ def is_untrained(path: Path) -> bool:
       path: The directory.
 
     Returns:
-      True for a compressed model, a converted model before any training, an export, and what `hpnlp evaluate` has scored.
+      True for a compressed model, a converted model before any training, and an export.
     """
-    if any((path / name).exists() for name in (EXPORT_FILE, evaluation_record.FILE)):
-        return True
-    held = contents_of(path)
     steps = {checkpoint.name for checkpoint in (path / "checkpoints").glob("[0-9]*")}
-    return held is Contents.COMPRESSED or (held is Contents.RUN and steps == {str(CONVERTED_STEP)})
+    is_converted = steps == {str(CONVERTED_STEP)}
+    held = contents_of(path)
+    return held in (Contents.COMPRESSED, Contents.EXPORTED) or (held is Contents.RUN and is_converted)
 
 
 def members(path: Path) -> list[Path]:
@@ -104,9 +115,7 @@ def members(path: Path) -> list[Path]:
 
     if holds_model(path):
         return [path]
-    candidates = sorted(file.parent for file in path.glob("*/*.json")) + sorted(
-        f.parent for f in path.glob("*/*/*.json")
-    )
+    candidates = [file.parent for pattern in ("*/*.json", "*/*/*.json") for file in sorted(path.glob(pattern))]
     return [directory for directory in dict.fromkeys(candidates) if holds_model(directory)] or [path]
 
 

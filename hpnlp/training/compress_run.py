@@ -31,6 +31,7 @@ from hpnlp.training.checkpoint import CONVERTED_STEP
 from hpnlp.training.config import Config, flat, to_json, with_changes
 from hpnlp.training.contents import UNFINISHED_FILE, Contents, contents_of, has_checkpoints, locked
 from hpnlp.training.evaluation import Evaluation, evaluate
+from hpnlp.training.example_scores import error_of_difference
 from hpnlp.training.metrics import ProgressLines
 from hpnlp.training.rewind import check_source, rewound
 from hpnlp.training.step import make_trainer
@@ -56,6 +57,7 @@ class Measurement:
       disk_bytes: Bytes of the file.
       seconds: Time of the loss of a batch, by the number of sequences of the batch; the fastest of several measurements.
       scores: Held-out scores.
+      error: Standard error of the difference of the primary score to the original's, over examples; None if it is unknown.
       noise: Of the original: the larger over the smaller time of two measurements of it, by the number of sequences. Times that
         differ by less may be equal.
     """
@@ -66,6 +68,7 @@ class Measurement:
     disk_bytes: int
     seconds: Mapping[int, float]
     scores: Mapping[str, float]
+    error: float | None = None
     noise: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
 
@@ -169,6 +172,7 @@ def compress_run(
                 size,
                 {count: times[index] if index else min(times[0], times[-1]) for count, times in seconds.items()},
                 evaluation.scores,
+                error_of_difference(evaluation.examples, evaluations[0].examples, task.metric),
                 {} if index else {count: _ratio(times[0], times[-1]) for count, times in seconds.items()},
             )
             for index, (version, size, evaluation) in enumerate(zip(versions, sizes, evaluations, strict=True))

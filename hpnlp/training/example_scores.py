@@ -159,13 +159,38 @@ class ExampleScores:
         return _error(slopes[0] * total - slopes[1] * other_total, weight)
 
 
+def error_of_difference(
+    first: ExampleScores | None, second: ExampleScores | None, name: str, slopes: tuple[float, float] = (1.0, 1.0)
+) -> float | None:
+    """Standard error of the difference of two scores: paired on the same examples, and else as of independent scores.
+
+    Args:
+      first: Scores of the examples of one model; None if they are unknown.
+      second: Those of the other.
+      name: Name of the score.
+      slopes: Factors of the two scores.
+
+    Returns:
+      The error; None if it is unknown.
+    """
+    if first is None or second is None:
+        return None
+    paired = first.paired_error(second, name, slopes)
+    if paired is not None:
+        return paired
+    errors = first.standard_error(name), second.standard_error(name)
+    if errors[0] is None or errors[1] is None:
+        return None
+    return math.hypot(slopes[0] * errors[0], slopes[1] * errors[1])
+
+
 def _error(total: np.ndarray, weight: np.ndarray) -> float | None:
     """Standard error of sum(total) / sum(weight), a ratio estimator over examples, which are independent."""
-    count, whole = int((weight != 0).sum()), float(weight.sum())
-    if count < 2 or whole <= 0 or not np.isfinite(total).all():
+    count, total_weight = int((weight != 0).sum()), float(weight.sum())
+    if count < 2 or total_weight <= 0 or not np.isfinite(total).all():
         return None
-    residuals = total - total.sum() / whole * weight
-    return math.sqrt(count / (count - 1) * float((residuals**2).sum())) / whole
+    residuals = total - total.sum() / total_weight * weight
+    return math.sqrt(count / (count - 1) * float((residuals**2).sum())) / total_weight
 
 
 class Collector:

@@ -305,6 +305,10 @@ def test_the_verdict_says_what_became_worse(tmp_path):
         "The file is 4 times smaller; the loss of a batch is 2 times slower at 1 sequence, 4 times faster at 8 sequences; "
         "accuracy falls from 0.9000 to 0.8500 (worse)."
     )
+    uncertain = compression.verdict([rows[0], dataclasses.replace(rows[1], error=0.03)], "accuracy", True)
+    assert uncertain.endswith("accuracy falls from 0.9000 to 0.8500: no difference (-0.0500 ± 0.0300).")
+    certain = compression.verdict([rows[0], dataclasses.replace(rows[1], error=0.02)], "accuracy", True)
+    assert certain.endswith("accuracy falls from 0.9000 to 0.8500 (worse): -0.0500 ± 0.0200.")
     noisy = dataclasses.replace(rows[0], noise={1: 2.5, 8: 1.2})
     assert "as fast as before, within the noise of 150 %, at 1 sequence, 4 times faster at 8 sequences" in (
         compression.verdict([noisy, rows[1]], "accuracy", True)

@@ -8,9 +8,11 @@ import shutil
 import pytest
 
 from hpnlp import report
+from hpnlp.compress.files import WEIGHTS_FILE, write_weights
 from hpnlp.report.entries import read_entry
 from hpnlp.training import loop
 from hpnlp.training.evaluation import evaluate
+from hpnlp.training.run_directory import load
 from tests import tiny
 from tests.tasks.test_contracts import EXAMPLES
 
@@ -50,6 +52,9 @@ def test_evaluation_without_a_report_is_kept_for_comparisons(run, trained, tmp_p
     copy = shutil.copytree(trained, tmp_path / "copy")
     for name in ("report.json", "scores.npz"):
         (copy / name).unlink()
+    assert "written" not in run("evaluate", copy).out  # a training that has not finished
+    write_weights(copy / WEIGHTS_FILE, load(trained).params, {"step": 1})
+    shutil.rmtree(copy / "checkpoints")
     assert run("evaluate", copy).out.endswith(f"written: {copy}/evaluation.json, which hpnlp compare reads\n")
     written = json.loads((trained / "report.json").read_text())
     kept = json.loads((copy / "evaluation.json").read_text())
@@ -57,7 +62,8 @@ def test_evaluation_without_a_report_is_kept_for_comparisons(run, trained, tmp_p
     names = ("config", "heldout_digest", "heldout_text_digest", "parameters", "scored_step", "scored_weight")
     assert {name: kept[name] for name in names} == {name: written[name] for name in names}
     first, second = read_entry(trained), read_entry(copy)
-    assert (second.unscored, second.stored_bytes) == ("", first.stored_bytes) and first.stored_bytes > 0
+    assert (second.unscored, second.stored_bytes) == ("", (copy / WEIGHTS_FILE).stat().st_size)
+    assert first.stored_bytes > 0 and first.training_seconds is not None and second.training_seconds is None
     assert second.examples.paired_error(first.examples, "loss") == pytest.approx(0.0, abs=1e-6)
     outcome = run("compare", trained, copy, f"--out={tmp_path}/c.png")
     assert "no difference (+0.0000 ± 0.0000)" in outcome.out, outcome
