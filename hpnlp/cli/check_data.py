@@ -40,9 +40,7 @@ def run(argv: Sequence[str]) -> None:
     """
     argv, overrides = experiment.split(argv)
     cli.parse(argv, USAGE)
-    path = cli.FLAGS.config
-    if not path and not overrides:
-        raise InputError(f"no data: pass --config={experiment.EXAMPLE}, or --task=TASK --data.path=FILE")
+    path = experiment.start(cli.FLAGS.config, overrides)
 
     from hpnlp.data.check import Check, check_text
     from hpnlp.data.config import DataConfig
@@ -51,7 +49,7 @@ def run(argv: Sequence[str]) -> None:
     from hpnlp.training import config as configs
     from hpnlp.training.metrics import reading_progress
 
-    values = experiment.read(experiment.start(path, overrides), overrides)
+    values = experiment.read(path, overrides)
     data = configs.resolve(values).data
     progress = reading_progress()
     if isinstance(data, ExampleConfig):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from hpnlp.data import stream
 from hpnlp.data.config import DataConfig
@@ -14,6 +15,8 @@ from hpnlp.data.ingest import hash_fraction
 from hpnlp.data.records import SKIP, Fields
 from hpnlp.data.sources import MAX_COMPARED, LeftOut, Source, described
 from hpnlp.types import InputError
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,17 +36,55 @@ class Check:
     figures: tuple[str, ...] = ()
 
 
-def reason(where: str, error: InputError) -> str:
-    """The part of a message that records with the same fault share.
+@dataclasses.dataclass(frozen=True)
+class Faults:
+    """Faults that are collected while data are read.
 
-    Args:
-      where: Place of the record.
-      error: The error of the record.
-
-    Returns:
-      The message without the place, the fix, and remarks in brackets.
+    Attributes:
+      of_records: Reason -> number and places of records.
+      of_files: Messages on files.
     """
-    return re.sub(r" \(.*\)", "", str(error).removeprefix(f"{where}: ").partition(f": {SKIP}")[0])
+
+    of_records: LeftOut = dataclasses.field(default_factory=LeftOut)
+    of_files: list[str] = dataclasses.field(default_factory=list)
+
+    def add_record(self, where: str, error: InputError) -> None:
+        """Counts a record by its message without the place, the fix, and remarks in brackets."""
+        message = str(error).removeprefix(f"{where}: ").partition(f": {SKIP}")[0]
+        self.of_records.add(re.sub(r" \(.*\)", "", message), where)
+
+    def read(self, read: Callable[[Source], Iterator[T]], source: Source) -> Iterator[T]:
+        """Reads the files of a source, and goes on after a fault of a file."""
+        for file in source.files:
+            try:
+                yield from read(dataclasses.replace(source, files=(file,)))
+            except InputError as error:
+                self.of_files.append(str(error))
+
+    def check(
+        self,
+        left_out: LeftOut,
+        skips_records: bool,
+        faults: Sequence[str],
+        remarks: Sequence[str],
+        figures: Sequence[str],
+    ) -> Check:
+        """The result, in which records that are skipped are no faults.
+
+        Args:
+          left_out: What is not read.
+          skips_records: `data.skip_bad_lines`.
+          faults: More faults.
+          remarks: See `Check`.
+          figures: See `Check`.
+
+        Returns:
+          The result.
+        """
+        records = described(self.of_records, "record", ": ")
+        faults = [*([] if skips_records else records), *faults, *self.of_files]
+        skipped = records if skips_records else []
+        return Check(tuple(faults), tuple(remarks), (*described(left_out), *skipped), tuple(figures))
 
 
 def check_text(config: DataConfig, progress: Progress = ignore_progress) -> Check:
@@ -62,27 +103,23 @@ def check_text(config: DataConfig, progress: Progress = ignore_progress) -> Chec
         ingest = stream.find_sources(config)
     except InputError as error:
         return Check(faults=(str(error),))
-    needs_text = config.tokenizer != "bytes"
-    fields, left_out = Fields(config.text_field, config.prompt_field), LeftOut()
-    reader = _CollectingReader(fields, left_out, None, config.skip_bad_lines or needs_text)
-    repeated, first = LeftOut(), {}
-    for sources, is_heldout in ((ingest.sources, bool(ingest.heldout_sources)), (ingest.heldout_sources, False)):
-        for source in sources:
-            left_out.merge(source.left_out)
-            for document in reader.read(source):
-                side = hash_fraction(document.name) < config.heldout if not ingest.heldout_sources else not is_heldout
-                _compare(document, side, first, repeated)
-    records = described(reader.faults_of_records, "record", ": ")
-    faults = [*(records if not config.skip_bad_lines else ()), *reader.faults_of_files]
-    figures = ()
-    if not faults:
-        try:
-            figures = (stream.prepare(config, progress=progress).summary,)
-        except InputError as error:
-            faults.append(str(error))
-    left_out.pop("bad lines", None)  # counted with their reasons
-    skipped = records if config.skip_bad_lines else ()
-    return Check(tuple(faults), tuple(described(repeated, "document")), (*described(left_out), *skipped), figures)
+    left_out, collected, repeated, first = LeftOut(), Faults(), LeftOut(), {}
+    skips_lines = config.skip_bad_lines or config.tokenizer != "bytes"  # other tokenizers read UTF-8 only
+    fields = Fields(config.text_field, config.prompt_field)
+    reader = _CollectingReader(fields, left_out, skip_bad_lines=skips_lines, faults=collected)
+    threshold = 0.0 if ingest.heldout_sources else config.heldout
+    for index, source in enumerate([*ingest.sources, *ingest.heldout_sources]):
+        left_out.merge(source.left_out)
+        for document in reader.read(source):
+            is_heldout = index >= len(ingest.sources) or hash_fraction(document.name) < threshold
+            _compare(document, is_heldout, first, repeated)
+    check = collected.check(left_out, config.skip_bad_lines, (), described(repeated, "document"), ())
+    if check.faults:
+        return check
+    try:
+        return dataclasses.replace(check, figures=(stream.prepare(config, progress=progress).summary,))
+    except InputError as error:
+        return dataclasses.replace(check, faults=(str(error),))
 
 
 def _compare(document: Document, is_heldout: bool, first: dict[int, tuple[str, bool]], repeated: LeftOut) -> None:
@@ -103,15 +140,10 @@ def _compare(document: Document, is_heldout: bool, first: dict[int, tuple[str, b
 class _CollectingReader(DocumentReader):
     """Collects faults of records and of files, and reads on."""
 
-    faults_of_records: LeftOut = dataclasses.field(default_factory=LeftOut)
-    faults_of_files: list[str] = dataclasses.field(default_factory=list)
+    faults: Faults = dataclasses.field(default_factory=Faults)
 
     def read(self, source: Source) -> Iterator[Document]:
-        for file in source.files:
-            try:
-                yield from super().read(dataclasses.replace(source, files=(file,)))
-            except InputError as error:
-                self.faults_of_files.append(str(error))
+        return self.faults.read(super().read, source)
 
     def _report_bad(self, where: str, error: InputError) -> None:
-        self.faults_of_records.add(reason(where, error), where)
+        self.faults.add_record(where, error)

@@ -42,7 +42,7 @@ def test_data_of_an_experiment_file_are_checked(run, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ((), "no data: pass --config=lm/bytes"),
+        ((), "--config is required, for example --config=lm/bytes, or --task=TASK --data.path=FILE"),
         (("--task=lm", "--config.data.pth=a"), "unknown config field 'data.pth': did you mean 'data.path'?"),
         (
             ("--data.path=a.csv",),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hpnlp.data import token_store, tokenizers
-from hpnlp.data.check import Check, reason
+from hpnlp.data.check import Check, Faults
 from hpnlp.data.examples.config import ExampleConfig
 from hpnlp.data.examples.dataset import Examples
 from hpnlp.data.examples.examination import Examination
@@ -19,7 +19,7 @@ from hpnlp.data.examples.labels import ClassIndex
 from hpnlp.data.examples.prepare import find_sources
 from hpnlp.data.examples.rows import Row, RowReader
 from hpnlp.data.files import Progress, ignore_progress
-from hpnlp.data.sources import LeftOut, LineCounts, Source, described
+from hpnlp.data.sources import LeftOut, LineCounts, Source
 from hpnlp.types import InputError, Tokenizer
 
 
@@ -59,22 +59,12 @@ def check_examples(config: ExampleConfig, progress: Progress = ignore_progress) 
                 summary = _summary(config, tokenizer, directory, record, faults)
     except OSError as error:
         raise InputError(f"cannot write temporary files under {root!r} ({error}): pass another data.cache") from error
-    remarks = ingest.examination.remarks(ingest.heldout_limit)
-    of_records = described(ingest.faults_of_records, "record", ": ")
+    examination = ingest.examination
     if not config.fold_labels:
         fix = "write the label the same way everywhere, or pass data.fold_labels=True"
-        faults += [f"a label with and without blanks: {line}: {fix}" for line in ingest.examination.blank_variants()]
-    faults += ingest.faults_of_files
-    if not config.skip_bad_lines:
-        faults, of_records = [*of_records, *faults], []
-    left_out = ingest.examination.left_out
-    left_out.pop("bad records", None)  # counted with their reasons
-    return Check(
-        faults=tuple(faults),
-        remarks=tuple(remarks),
-        left_out=(*described(left_out), *of_records),
-        figures=summary,
-    )
+        faults += [f"a label with and without blanks: {line}: {fix}" for line in examination.blank_variants()]
+    remarks = examination.remarks(ingest.heldout_limit)
+    return ingest.faults.check(examination.left_out, config.skip_bad_lines, faults, remarks, summary)
 
 
 def _without_counts(error: InputError) -> str:
@@ -99,26 +89,18 @@ class _CollectingIngest(ExampleIngest):
     """Collects faults of the examples that are written, and goes on."""
 
     examination: Examination = dataclasses.field(default_factory=Examination)
-    faults_of_records: LeftOut = dataclasses.field(default_factory=LeftOut)
-    faults_of_files: list[str] = dataclasses.field(default_factory=list)
+    faults: Faults = dataclasses.field(default_factory=Faults)
 
     @classmethod
     def of(cls, ingest: ExampleIngest) -> _CollectingIngest:
-        """An ingest of the same sources, which leaves bad records out."""
-        fields: dict[str, Any] = {field.name: getattr(ingest, field.name) for field in dataclasses.fields(ingest)}
-        fields |= {"skip_bad_lines": True, "examination": Examination(ingest.fold_labels)}
-        return cls(**fields)
+        """An ingest of the same sources."""
+        return cls(**vars(ingest), examination=Examination(ingest.fold_labels))
 
     def reader(self, left_out: LeftOut, has_groups: bool = True, line_counts: LineCounts | None = None) -> RowReader:
         """A reader that collects faults if `left_out` is that of the examination: other passes read the same records."""
         reader = super().reader(left_out, has_groups, line_counts)
-        collecting = _CollectingReader(
-            reader.kind, reader.group_field, left_out, reader.skip_bad_lines, line_counts=reader.line_counts
-        )
-        if left_out is not self.examination.left_out:
-            return collecting
-        return dataclasses.replace(
-            collecting, faults_of_records=self.faults_of_records, faults_of_files=self.faults_of_files
+        return _CollectingReader(
+            **vars(reader), faults=self.faults if left_out is self.examination.left_out else Faults()
         )
 
     def class_index(self) -> ClassIndex:
@@ -126,13 +108,13 @@ class _CollectingIngest(ExampleIngest):
 
     def read_all(self) -> None:
         """Collects the faults of all records, after `write` has stopped early."""
-        self.faults_of_records.clear()
-        self.faults_of_files.clear()
-        self.examination.left_out.clear()
+        left_out = self.examination.left_out
+        for collected in (self.faults.of_records, self.faults.of_files, left_out):
+            collected.clear()
         for group in (self.train, self.heldout, self.challenge):
             for source in group:
-                self.examination.left_out.merge(source.left_out)
-                for _ in self.reader(self.examination.left_out, has_groups=group is self.train).read(source):
+                left_out.merge(source.left_out)
+                for _ in self.reader(left_out, has_groups=group is self.train).read(source):
                     pass
 
 
@@ -147,16 +129,10 @@ class _LenientClassIndex(ClassIndex):
 class _CollectingReader(RowReader):
     """Collects faults of records and of files, and reads on."""
 
-    faults_of_records: LeftOut = dataclasses.field(default_factory=LeftOut)
-    faults_of_files: list[str] = dataclasses.field(default_factory=list)
+    faults: Faults = dataclasses.field(default_factory=Faults)
 
     def read(self, source: Source) -> Iterator[Row]:
-        for file in source.files:
-            try:
-                yield from super().read(dataclasses.replace(source, files=(file,)))
-            except InputError as error:
-                self.faults_of_files.append(str(error))
+        return self.faults.read(super().read, source)
 
     def report_bad(self, where: str, error: InputError) -> None:
-        super().report_bad(where, error)
-        self.faults_of_records.add(reason(where, error), where)
+        self.faults.add_record(where, error)
