@@ -160,9 +160,8 @@ def _siblings(directory: Path) -> Iterator[None]:
     names = {file.stem for file in directory.glob("*.py")} | {
         file.parent.name for file in directory.glob("*/__init__.py")
     }
-    names -= sys.stdlib_module_names | {
-        "hpnlp"
-    }  # a checkout beside the file is not the package whose tables it adds to
+    # A checkout of hpnlp beside the file is not the package whose tables it adds to.
+    names -= sys.stdlib_module_names | {"hpnlp"}
     loaded_before = {name.partition(".")[0] for name in sys.modules}
     hidden = {
         name: sys.modules.pop(name)
@@ -207,7 +206,7 @@ def read(path: str, overrides: Sequence[str] = ()) -> Any:
     if not path:
         from hpnlp.training.config import default
 
-        return _with_columns(overridden(default(task_of(overrides) or "lm"), overrides))
+        return _with_columns(overridden(default(value_of("task", overrides) or "lm"), overrides))
     path, *argument = path.split(":", 1)
     path = locate(path)
     module = load(path)
@@ -259,7 +258,7 @@ def start(config: str | None, overrides: Sequence[str]) -> str:
         return config
     from hpnlp import tasks
 
-    if not (task := task_of(overrides)):
+    if not (task := value_of("task", overrides)):
         raise InputError(
             f"--config is required, for example --config={EXAMPLE}, or --task=TASK --data.path=FILE, where TASK is "
             f"{', '.join(tasks.TASKS)}"
@@ -331,25 +330,13 @@ def _of_task(path: str, config: Any, overrides: Sequence[str]) -> Any:
     """The config with the sections of the task that an override names."""
     from hpnlp.training import config as configs
 
-    task = task_of(overrides) or config.task
+    task = value_of("task", overrides) or config.task
     if task == config.task:
         return config
     try:
         return configs.for_task(config, task)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-
-
-def task_of(overrides: Sequence[str]) -> str:
-    """The task that overrides name.
-
-    Args:
-      overrides: Flags that set fields of a config, from `split`.
-
-    Returns:
-      The value of the last --task=VALUE; "" without one.
-    """
-    return value_of("task", overrides)
 
 
 def value_of(field: str, overrides: Sequence[str]) -> str:

@@ -130,5 +130,5 @@ def _help(argv: Sequence[str], overrides: Sequence[str]) -> str:
     paths = {name: [arg.partition("=")[2] for arg in argv if arg.startswith(f"--{name}=")] for name in FILES}
     cli.register(paths["register"])
     config = next(reversed(paths["config"]), None)
-    path = experiment.start(config, overrides) if config or experiment.task_of(overrides) else ""
+    path = experiment.start(config, overrides) if config or experiment.value_of("task", overrides) else ""
     return named_experiments.listed() + fields.listed(experiment.read(path, overrides), path)

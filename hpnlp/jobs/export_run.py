@@ -121,9 +121,10 @@ def write_directory(
     *,
     length: int = 0,
     batch: int = 0,
-    log: Callable[[str], None] = print,
 ) -> None:
     """Writes a classifier or a tagger as a directory that is served with onnxruntime or jax, and tokenizers, alone.
+
+    Prints lines on the files, and on the comparison with the run.
 
     Args:
       run: The run.
@@ -132,7 +133,6 @@ def write_directory(
       form: An entry of FORMATS.
       length: As for `write_model`.
       batch: As for `write_model`.
-      log: Called with lines on the files and on the check.
 
     Raises:
       InputError: The run is of another task, cannot be exported, or the exported model predicts other labels than the run for
@@ -163,9 +163,9 @@ def write_directory(
         (directory / SCRIPT).write_text(script, "utf-8")
         (directory / "README.md").write_text(_readme(record), "utf-8")
         for remark in written.remarks:
-            log(f"{target}: {remark}")
+            print(f"{target}: {remark}")
         for line in _compared(run, kind, directory, record, written.is_rounded):
-            log(line)
+            print(line)
         # The record is removed first and comes last: a directory with it is complete.
         for name in (EXPORT_FILE, *FILES):
             (target / name).unlink(missing_ok=True)
@@ -173,7 +173,7 @@ def write_directory(
             path.replace(target / path.name)
         (target / LOCK).unlink(missing_ok=True)  # the directory is handed on with all of its files
     size = sum(path.stat().st_size for path in target.iterdir() if path.is_file())
-    log(f"{target}: {size:,} bytes, a function of {' and '.join(written.function.inputs)}, int32 {written.shape}")
+    print(f"{target}: {size:,} bytes, a function of {' and '.join(written.function.inputs)}, int32 {written.shape}")
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from hpnlp.training.checkpoint import CONVERTED_STEP
 from hpnlp.training.run_directory import Run
 from hpnlp.types import InputError
 
-CHECKED = 64  # held-out texts that an exported file is checked with
+CHECKED = 64  # largest number of held-out texts that an exported file is checked with
 
 Labels = Sequence[tuple[str, float]]  # label and probability of each text, or of each word of all texts
 
@@ -53,12 +53,11 @@ class Agreement:
         return f"{line}; probabilities differ by at most {self.largest:.2g}"
 
 
-def heldout_texts(run: Run, limit: int = CHECKED) -> list[tuple[str, ...]]:
-    """Held-out texts, spread over all of them.
+def heldout_texts(run: Run) -> list[tuple[str, ...]]:
+    """At most CHECKED held-out texts, spread over all of them.
 
     Args:
       run: A run of a classifier or a tagger.
-      limit: Largest number of texts.
 
     Returns:
       The text, or the texts of a pair, of each example; the words of a tagger's text are joined by spaces.
@@ -74,7 +73,7 @@ def heldout_texts(run: Run, limit: int = CHECKED) -> list[tuple[str, ...]]:
     dataset = tasks.find(run.config.task).dataset(data, run.vocabulary)
     assert isinstance(dataset, Examples)
     stored = dataset.stored[HELDOUT]
-    return [tuple(text.decode() for text in texts) for texts in stored.texts(stored.spread(limit).tolist())]
+    return [tuple(text.decode() for text in texts) for texts in stored.texts(stored.spread(CHECKED).tolist())]
 
 
 def as_examples(kind: Kind, texts: Sequence[tuple[str, ...]]) -> list[dict[str, Any]]:

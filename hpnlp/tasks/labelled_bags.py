@@ -59,7 +59,7 @@ class BagReport(LabelReport):
 
 
 def text_ranks(
-    dataset: Examples, embed: Callable[[Mapping[str, np.ndarray]], Any], batch_size: int, name: str = HELDOUT
+    dataset: Examples, embed: Callable[[Mapping[str, np.ndarray]], Any], batch_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ranks each held-out text by its similarity to the others of its bag, among the held-out texts of other labels.
 
@@ -67,13 +67,12 @@ def text_ranks(
       dataset: The data.
       embed: The model's method `embed_bags`, of a batch.
       batch_size: Bags of a batch.
-      name: One of `Examples.heldout_sets`.
 
     Returns:
       `(ranks, places)` of at most MAX_TEXTS texts: int [n], 1 for the best, ties count against the text; and int [n, 2], number
       of the example and of the text from 0 on.
     """
-    stored, texts, contexts, labels, places = dataset.stored[name], [], [], [], []
+    stored, texts, contexts, labels, places = dataset.stored[HELDOUT], [], [], [], []
     for start in range(0, stored.count, batch_size):
         numbers = np.arange(start, min(start + batch_size, stored.count))
         batch = dataset.kind.batch(stored, numbers, batch_size, dataset.tokenizer, dataset.seq_len)
@@ -134,7 +133,7 @@ class LabelledBagsTask(LabelTask):
     def scores(
         self, config: RunConfig, dataset: Examples, sums: Any, *, is_complete: bool, gives_probabilities: bool
     ) -> dict[str, float]:
-        """As for classification, with the share of texts that are more similar to their bag than all others of a batch."""
+        """Scores of a classifier, and the share of texts that are more similar to their bag than all others of a batch."""
         options = {"is_complete": is_complete, "gives_probabilities": gives_probabilities}
         scores = super().scores(config, dataset, sums, **options)
         total, weight = sums["text_recall_at_1"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -24,6 +24,18 @@ def _word_sums(tree: Any) -> Any:
     return jax.tree.map(word_sum, tree)
 
 
+def shape_of(leaf: Any) -> str:
+    """Shape of an array as text, such as `[264, 16]`.
+
+    Args:
+      leaf: An array or its shape.
+
+    Returns:
+      The text.
+    """
+    return str(list(leaf.shape))
+
+
 def type_of(leaf: Any) -> str:
     """Dtype and shape of an array as text, such as `float32[264, 16]`.
 
@@ -36,23 +48,24 @@ def type_of(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
-def first_difference(expected: Any, actual: Any) -> tuple[str, str, str] | None:
+def first_difference(expected: Any, actual: Any, form: Callable[[Any], str] = type_of) -> tuple[str, str, str] | None:
     """Compares the names, dtypes and shapes of two trees.
 
     Args:
       expected: A tree of arrays or shapes.
       actual: Another one.
+      form: Text of a leaf: `type_of`, or `shape_of` to ignore dtypes.
 
     Returns:
       `(path, type in expected, type in actual)` of the first leaf that differs, with "nothing" for an absent one; None if the
       trees are alike.
     """
-    there, here = (
-        {jax.tree_util.keystr(path): type_of(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    first, second = (
+        {jax.tree_util.keystr(path): form(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
         for tree in (expected, actual)
     )
-    names = (name for name in [*there, *here] if there.get(name) != here.get(name))
-    return next(((name, there.get(name, "nothing"), here.get(name, "nothing")) for name in names), None)
+    names = (name for name in [*first, *second] if first.get(name) != second.get(name))
+    return next(((name, first.get(name, "nothing"), second.get(name, "nothing")) for name in names), None)
 
 
 def checksum(tree: Any) -> dict[str, str]:

@@ -17,6 +17,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.spec import did_you_mean
 from hpnlp.tasks.reporting import Outcome
 from hpnlp.training import ensembles
+from hpnlp.training.checksum import first_difference, shape_of
 from hpnlp.training.config import Config, flat, with_changes
 from hpnlp.training.evaluation import Evaluation, evaluate, further_scores
 from hpnlp.training.run_directory import load_config
@@ -55,7 +56,6 @@ def evaluate_run(
     workdir: str | Path | Sequence[ensembles.Member],
     changes: Mapping[str, Any],
     limit: int | None = None,
-    step: int | None = None,
     cache: str = "",
     progress: Callable[[str], Progress] = lambda unit: ignore_progress,
 ) -> RunEvaluation:
@@ -66,7 +66,6 @@ def evaluate_run(
       changes: Fields of the run's config and their values, such as {"model.mixer": "transformer_xl(512)"}. The changed model
         must have parameters of the same names and shapes.
       limit: Largest number of batches; None for all, and for the scores of further sets (`Task.further_heldout`).
-      step: Step of the checkpoint of the one run; None for the best, or the newest if none was evaluated.
       cache: A continuous cache, as in "continuous(500, 0.3, 0.1)"; "" for none.
       progress: Function of a unit of amounts, "MiB" for bytes, that returns a function of progress.
 
@@ -77,7 +76,7 @@ def evaluate_run(
       InputError: The directory holds no run, a field is unknown or not one of FIELDS, or the changed config is invalid or has
         other parameters; or members do not fit each other.
     """
-    members = [(workdir, step)] if isinstance(workdir, str | Path) else list(workdir)
+    members = [(workdir, None)] if isinstance(workdir, str | Path) else list(workdir)
     for directory, _ in members:  # before anything large is read
         _changed(load_config(directory), changes)
     runs = ensembles.load_members(members)
@@ -136,19 +135,10 @@ def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
 
 def _check_shapes(params: Any, expected: Any, changes: Mapping[str, Any]) -> None:
     """Raises InputError unless the changed model has the parameters of the run."""
-    here, there = (
-        {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-        for tree in (expected, params)
-    )
-    if differing := [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]:
-        name = differing[0]
+    if difference := first_difference(expected, params, shape_of):
+        name, of_model, of_run = difference
+        shapes = f"params{name} is {of_model} in the model and {of_run} in the run"
+        if not changes:
+            raise InputError(f"the parameters of the run do not fit its config.json: {shapes}")
         changed = ", ".join(f"{field}={value}" for field, value in changes.items())
-        if name in here and name in there:
-            difference = f"params{name} has shape {here[name]}, and {there[name]} in the run"
-        elif name in here:
-            difference = f"the model has params{name}, and the run does not"
-        else:
-            difference = f"the run has params{name}, and the model does not"
-        if not changed:
-            raise InputError(f"the parameters of the run do not fit its config.json: {difference}")
-        raise InputError(f"with {changed}, {difference}: change fields that leave the parameters as they are")
+        raise InputError(f"with {changed}, {shapes}: change fields that leave the parameters as they are")

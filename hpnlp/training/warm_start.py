@@ -26,6 +26,7 @@ from hpnlp.training import distributed
 from hpnlp.training import run_directory as runs
 from hpnlp.training.architecture import architecture
 from hpnlp.training.checkpoint import Checkpointer
+from hpnlp.training.checksum import first_difference, shape_of
 from hpnlp.training.config import Config
 from hpnlp.training.contents import Contents, contents_of
 from hpnlp.training.state_shardings import place
@@ -205,11 +206,11 @@ def check_model(model: Any, source: Source, accept_changes: bool = False, task: 
     differing, flags = [], []
     free = model.head_fields if task not in ("", source.task) else ()
     for name in (field.name for field in dataclasses.fields(model) if field.name not in free):
-        here, there = getattr(model, name), getattr(source.model, name)
+        value, of_source = getattr(model, name), getattr(source.model, name)
         # Fields that are 0 in both configs are derived from other fields, and these are named.
-        if name in theirs and ours.get(name) != theirs[name] and here != there:
-            differing.append(f"model.{name} is {here!r}, in the source {there!r}")
-            flags.append(shlex.quote(f"--model.{name}={there}"))
+        if name in theirs and ours.get(name) != theirs[name] and value != of_source:
+            differing.append(f"model.{name} is {value!r}, in the source {of_source!r}")
+            flags.append(shlex.quote(f"--model.{name}={of_source}"))
     differences = "; ".join(differing)
     if differences and not accept_changes:
         raise InputError(
@@ -262,21 +263,16 @@ def load_params(
 def _with_new_head(params: Any, trainer: Trainer, head: Sequence[str], key: jax.Array | None) -> Any:
     """Parameters of the source that the model has too, but for those of the head, and initial values of all others."""
     initial = trainer.init(key)
-    own = variables.join(initial.params, initial.buffers)
-    kept = {name: tree for name, tree in params.items() if name in own and name not in (*head, variables.BUFFERS)}
-    return {**own, **kept}
+    first = variables.join(initial.params, initial.buffers)
+    kept = {name: tree for name, tree in params.items() if name in first and name not in (*head, variables.BUFFERS)}
+    return {**first, **kept}
 
 
 def _check_shapes(params: Any, expected: Any, source: Source) -> None:
     """Raises InputError unless the parameters of the source have the expected names and shapes."""
-    here, there = (
-        {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-        for tree in (expected, params)
-    )
-    for name in [*here, *there]:
-        if here.get(name) != there.get(name):
-            raise InputError(
-                f"train.init_from={source.directory} does not fit this model: params{name} has the shape "
-                f"{there.get(name, 'none')} in the source, expected {here.get(name, 'none')}: set the model's fields to the "
-                "source's"
-            )
+    if difference := first_difference(expected, params, shape_of):
+        name, of_model, of_source = difference
+        raise InputError(
+            f"train.init_from={source.directory} does not fit this model: params{name} is {of_source} in the source, expected "
+            f"{of_model}: set the model's fields to the source's"
+        )

@@ -31,7 +31,7 @@ def test_a_run_is_evaluated_with_another_memory(tmp_path):
     for changes, message in (
         (
             {"model.mixer": "full"},
-            "with model.mixer=full, the run has .* and the model does not: change fields that leave the param",
+            "with model.mixer=full, params.* is nothing in the model and .* in the run: change fields that leave the param",
         ),
         ({"model.mixr": "full"}, "no field 'model.mixr': did you mean 'model.mixer'"),
         ({"modl.mixer": "full"}, "no field 'modl.mixer'"),
