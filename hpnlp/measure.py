@@ -371,10 +371,10 @@ def _cpu_model() -> str:
 
 def _commit() -> tuple[str | None, bool | None]:
     """`(commit, dirty)`: the commit of this file, and whether Python files differ from it; Nones outside of a checkout."""
-    here = Path(__file__).resolve()
-    git = ("git", "-C", str(here.parent))
+    file = Path(__file__).resolve()
+    git = ("git", "-C", str(file.parent))
     # An installed package may be inside another project's repository, which then does not track this file.
-    if _output(*git, "ls-files", "--error-unmatch", here.name) is None:
+    if _output(*git, "ls-files", "--error-unmatch", file.name) is None:
         return None, None
     commit = _output(*git, "rev-parse", "HEAD")
     changed = _output(*git, "status", "--porcelain", "--", ":(top)*.py")

@@ -206,7 +206,7 @@ class Distillation(Distilled):
     stored: int = 0
 
     def clone(self, **fields: Any) -> Distillation:
-        """As of every Flax module; the teacher is laid out over devices as the student.
+        """Clones the student with other values of its fields; the teacher is laid out over devices as the student.
 
         Args:
           **fields: Fields of the student with other values.

@@ -446,9 +446,9 @@ def _input_moments(config: Any, weights: Any, paths: Collection[str], calibratio
 
     observed = map_matrices(observe, weights)
     gradients = calibration.gradients(config, observed)
-    found = {path: node.moments for path, node in _matrices(gradients) if isinstance(node, ObservedWeight)}
+    moments = {path: node.moments for path, node in _matrices(gradients) if isinstance(node, ObservedWeight)}
 
     def with_moments(path: str, w: Any) -> Any:
-        return dataclasses.replace(w, moments=found[path]) if path in paths else w
+        return dataclasses.replace(w, moments=moments[path]) if path in paths else w
 
     return map_matrices(with_moments, observed, stacked=True)

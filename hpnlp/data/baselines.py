@@ -42,9 +42,7 @@ NAMES = {
 _VERSION = 2  # version of the record in the cache; part of its name
 _SMALL_BYTES = 1 << 18  # text that is compressed in the time that it takes to start a process
 _CHUNK = 1 << 20
-_FIRST_BYTES = (
-    1 << 20
-)  # the shortest end of the training text that xz compresses; the next ones are 4 times as long each
+_FIRST_BYTES = 1 << 20  # the shortest end of the training text that xz compresses; each next one is 4 times as long
 _PATIENCE = 5.0  # seconds that `Baselines.result` waits for the figures without training text
 
 

@@ -297,10 +297,10 @@ def ordered_streams(
     per_process = _rows_per_process(batch_size, "batch_size", process_index, process_count)
     length = -(-total // batch_size)
     starts = np.arange(batch_size, dtype=np.int64) * length
-    own = slice(process_index * per_process, (process_index + 1) * per_process)
+    of_process = slice(process_index * per_process, (process_index + 1) * per_process)
     count = min(length, limit) if limit else length
     batches = (starts + i for i in range(count))
-    return FiniteBatches(((numbers[numbers < total][own], per_process) for numbers in batches), count)
+    return FiniteBatches(((numbers[numbers < total][of_process], per_process) for numbers in batches), count)
 
 
 def check_seed(seed: int) -> None:

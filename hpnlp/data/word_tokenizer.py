@@ -138,9 +138,8 @@ class WordTokenizer(Tokenizer):
 
     def save(self, path: str) -> None:
         form = {"type": "words", "version": FORMAT, "words": self.words}
-        form |= (
-            {} if self.by == "letters" else {"by": self.by}
-        )  # the default is left out, as in files of older versions
+        # The default is left out, as in files of older versions.
+        form |= {} if self.by == "letters" else {"by": self.by}
         if self.stats is not None:
             form["counts"] = self.stats.counts.tolist()
             form |= {} if self.stats.order is None else {"order": self.stats.order.tolist()}

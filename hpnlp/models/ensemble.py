@@ -61,7 +61,7 @@ class EnsembleConfig:
         return "learned" if "learned" in kinds else kinds[0]
 
     def check_accumulation(self, parts: int) -> None:
-        """As of each member.
+        """Checks that batches of the members can be divided into parts.
 
         Args:
           parts: Number of parts of a batch.
@@ -124,7 +124,7 @@ class Ensemble:
         return [f"member_{number}" for number in range(len(self.members))]
 
     def clone(self, **fields: Any) -> Ensemble:
-        """As of every Flax module.
+        """Clones the members with other values of their fields.
 
         Args:
           **fields: Fields of the members with other values.
@@ -283,7 +283,7 @@ class Ensemble:
         return self.members[0].batch_axes()
 
     def loss(self, batch: Mapping[str, Array], deterministic: bool = True) -> LossOut:
-        """As of a Model; to be called by `apply`."""
+        """Raises TypeError: the loss is called by `apply`."""
         raise TypeError("call apply(variables, batch, method='loss')")
 
     def rows(self, batch: Mapping[str, Array]) -> Any:

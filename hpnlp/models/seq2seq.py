@@ -81,7 +81,7 @@ class Seq2SeqConfig(LMConfig):
           The config, with a memory of the encoder's hidden states.
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(DecoderConfig)}
-        fields |= {"memory_dim": self.dim} | {name: getattr(self, own) for name, own in DECODER_FIELDS.items()}
+        fields |= {"memory_dim": self.dim} | {name: getattr(self, field) for name, field in DECODER_FIELDS.items()}
         return _checked(DecoderConfig, fields, DECODER_FIELDS)
 
     def encoder(self) -> EncoderConfig:
@@ -91,7 +91,7 @@ class Seq2SeqConfig(LMConfig):
           The config.
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(BackboneConfig)}
-        fields |= {"memory_dim": 0} | {name: getattr(self, own) for name, own in ENCODER_FIELDS.items()}
+        fields |= {"memory_dim": 0} | {name: getattr(self, field) for name, field in ENCODER_FIELDS.items()}
         fields["layers"] = fields["layers"] or self.layers
         return _checked(EncoderConfig, fields, ENCODER_FIELDS)
 
@@ -99,7 +99,9 @@ class Seq2SeqConfig(LMConfig):
         """The fields by which layers differ, of the decoder and of the encoder."""
         fields = self.encoder().periodic_fields()
         renamed = {
-            f"model.{own}": fields[f"model.{name}"] for name, own in ENCODER_FIELDS.items() if f"model.{name}" in fields
+            f"model.{field}": fields[f"model.{name}"]
+            for name, field in ENCODER_FIELDS.items()
+            if f"model.{name}" in fields
         }
         return super().periodic_fields() | renamed
 

@@ -36,21 +36,21 @@ class ModelWrapper:
 
     @property
     def model_parallel(self) -> Any:
-        """As of the Model."""
+        """The Model's division over devices."""
         return self.inner.model_parallel
 
     @property
     def remat(self) -> str:
-        """As of the Model."""
+        """The Model's rematerialisation policy."""
         return self.inner.remat
 
     @property
     def is_normalized(self) -> bool:
-        """As of the Model."""
+        """Whether the Model's losses are those of normalised probabilities."""
         return self.inner.is_normalized
 
     def clone(self, **fields: Any) -> Any:
-        """As of every Flax module.
+        """Clones the Model with other values of its fields.
 
         Args:
           **fields: Fields of the Model with other values.
@@ -61,33 +61,33 @@ class ModelWrapper:
         return dataclasses.replace(self, inner=self.inner.clone(**fields))
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        """As of every Flax module."""
+        """Initialises the variables of the Model."""
         return self.inner.init(rngs, *args, **kwargs)
 
     def apply(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As of every Flax module."""
+        """Calls a method of the Model."""
         return self.inner.apply(variables, *args, **kwargs)
 
     def loss(self, batch: Mapping[str, Array], deterministic: bool = True) -> LossOut:
-        """As of the Model; to be called by `apply`."""
+        """Raises TypeError: the loss is called by `apply`."""
         raise TypeError("call apply(variables, batch, method='loss')")
 
     def example_batch(self, batch_size: int, length: int) -> dict[str, Array]:
-        """As of the Model."""
+        """An example batch of the Model."""
         return self.inner.example_batch(batch_size, length)
 
     def batch_axes(self) -> dict[str, tuple[str, ...]]:
-        """As of the Model."""
+        """Logical axes of the Model's batches."""
         return self.inner.batch_axes()
 
     def rows(self, batch: Mapping[str, Array]) -> Any:
-        """As of the Model."""
+        """Rows of tables that the Model reads."""
         return self.inner.rows(batch)
 
     def auxiliary_loss(self, statistics: Statistics) -> dict[str, Array]:
-        """As of the Model."""
+        """Auxiliary losses of the Model."""
         return self.inner.auxiliary_loss(statistics)
 
     def advance(self, buffers: Any, statistics: Statistics, step: Array, rng: Array) -> Any:
-        """As of the Model."""
+        """The next buffers of the Model."""
         return self.inner.advance(buffers, statistics, step, rng)

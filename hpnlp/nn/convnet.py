@@ -173,15 +173,15 @@ class Conv(Block):
 class Separable(Block):
     """A depthwise convolution and a product of the channels of each pixel, each with normalisation and ReLU6 (MobileNet)."""
 
-    #: As of Conv.
+    #: Parameters with the window, see `Conv.window`.
     window: ClassVar[tuple[str, ...]] = ("depthwise", "filters")
 
     def channel_axes(self, shape: BlockShape) -> dict[str, ArrayAxes]:
-        """As `Conv.channel_axes`."""
+        """Axes of the channels; see `Conv.channel_axes`."""
         return {"inputs": _depthwise_axes(self.window), "filters": (*_POINTWISE, *_norm_axes("norm"))}
 
     def multiply_adds(self, shape: BlockShape, positions: int, inner: int) -> int:
-        """As `Conv.multiply_adds`."""
+        """Multiplications of an image; see `Conv.multiply_adds`."""
         return positions * shape.inputs * (shape.tap_count + shape.filters)
 
 
@@ -199,7 +199,7 @@ class Inverted(Block):
     hidden: int = 0
     residual: bool | None = None
 
-    #: As of Conv.
+    #: Parameters with the window, see `Conv.window`.
     window: ClassVar[tuple[str, ...]] = ("depthwise", "filters")
 
     def __post_init__(self) -> None:
@@ -222,12 +222,12 @@ class Inverted(Block):
         return BlockShape(inputs, filters, self.kernel, self.stride, hidden, residual, self.tap_indices)
 
     def multiply_adds(self, shape: BlockShape, positions: int, inner: int) -> int:
-        """As `Conv.multiply_adds`."""
+        """Multiplications of an image; see `Conv.multiply_adds`."""
         expansion = inner * shape.inputs * shape.hidden if self.expands(shape) else 0
         return expansion + positions * shape.hidden * (shape.tap_count + shape.filters)
 
     def channel_axes(self, shape: BlockShape) -> dict[str, ArrayAxes]:
-        """As `Conv.channel_axes`."""
+        """Axes of the channels; see `Conv.channel_axes`."""
         inner, filters = _depthwise_axes(self.window), (*_POINTWISE, *_norm_axes("norm"))
         if not self.expands(shape):
             return {"inputs": inner, "filters": filters}
@@ -236,7 +236,7 @@ class Inverted(Block):
         return {"inputs": ((kernel, 0),), "hidden": hidden, "filters": filters}
 
     def resized(self, old: BlockShape, new: BlockShape) -> Inverted:
-        """As `Block.resized`; the new block has a first product and a residual connection if the old one has."""
+        """The block of other sizes (`Block.resized`), with the first product and the residual connection of the old one."""
         expands = self.expands(old)
         fits = new.stride == 1 and new.inputs == new.filters
         return dataclasses.replace(

@@ -77,12 +77,12 @@ def check(workdir: Path, config: Any) -> None:
             "or remove it to use config.json without a check"
         ) from error
     if differing := _differing(config, saved):
-        here, there = (
+        current, trained = (
             ", ".join(f"model.{name}={values[name]!r}" for name in differing) for values in (_decisive(config), saved)
         )
         raise InputError(
-            f"{workdir / 'config.json'} has {here}, and its parameters were trained with {there}: set that back, or remove "
-            f"{path} if they shall compute something else"
+            f"{workdir / 'config.json'} has {current}, and its parameters were trained with {trained}: set that back, or "
+            f"remove {path} if they shall compute something else"
         )
 
 

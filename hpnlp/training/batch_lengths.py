@@ -42,11 +42,8 @@ class BatchLengths:
         """
         counts = progress.get("batch_lengths", {str(config.data.seq_len): step})
         steps = {int(length): count for length, count in counts.items() if count}
-        names = (
-            "untimed_tokens",
-            "padding_tokens",
-            "untimed_padding_tokens",
-        )  # absent from checkpoints of early versions
+        # Checkpoints of early versions lack these.
+        names = ("untimed_tokens", "padding_tokens", "untimed_padding_tokens")
         return cls(config.data.batch_size, steps, *(progress.get(name, 0) for name in names))
 
     def record(self) -> dict[str, Any]:
@@ -94,7 +91,7 @@ class BatchLengths:
         return self.tokens() - self.untimed
 
     def real_timed_tokens(self) -> int:
-        """As `timed_tokens`, without padding.
+        """Tokens of the timed steps without padding.
 
         Returns:
           The number.

@@ -334,8 +334,8 @@ class Checkpointer:
         resolved = self.latest() if step is None else step
         if resolved is None or resolved not in self._manager.all_steps():
             steps = ", ".join(str(s) for s in self._manager.all_steps()) or "none"
-            there = f"no checkpoint {step or ''} in {self.directory} (there: {steps})"
-            raise InputError(f"{there}: train first, or name another")
+            problem = f"no checkpoint {step or ''} in {self.directory} (there: {steps})"
+            raise InputError(f"{problem}: train first, or name another")
         return resolved
 
     def _record(self, step: int) -> dict[str, Any]:

@@ -33,9 +33,7 @@ def write(workdir: Path, outcome: Outcome, evaluation: Evaluation, step: int) ->
     """
     report = tasks.find(outcome.config.task).report
     numbers = report.numbers(outcome.dataset, evaluation.scores, {})
-    if (
-        not report.numbers_compared.keys() <= numbers.keys()
-    ):  # some tasks compute their score for a section of the report
+    if not report.numbers_compared.keys() <= numbers.keys():  # the task computes its score for its section
         numbers |= report.section(outcome).numbers
     record = {
         **numbers,

@@ -360,12 +360,8 @@ class Display:
         """
         text = f"loss {loss:.4f}"
         if self._first_report is None or step == self._first_report[0]:
-            self._first_report = (
-                step,
-                busy,
-                time.perf_counter(),
-                tokens,
-            )  # speed is measured from here, after the compilation
+            # Speed is measured from here, after the compilation.
+            self._first_report = (step, busy, time.perf_counter(), tokens)
         else:
             first_step, first_busy, start, first_tokens = self._first_report
             steps = step - first_step

@@ -130,9 +130,9 @@ class _Member:
         self.seed, self.seeds, self.path, self.config = seed, list(seeds), path, config
         self.key, self.batches = jax.random.key(seed), dataset.train(seed=seed)
         task = tasks.find(config.task)
-        self.checkpoints = Checkpointer(
-            path, max(2, config.train.keep), metric=task.metric, higher_is_better=task.higher_is_better
-        )  # two, so that all members have one of the same step while they save one after another
+        # At least two, so that all members have one of the same step while they save one after another.
+        keep = max(2, config.train.keep)
+        self.checkpoints = Checkpointer(path, keep, metric=task.metric, higher_is_better=task.higher_is_better)
 
     def newest(self) -> int:
         """Step of the newest checkpoint, 0 without one."""

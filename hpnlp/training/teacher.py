@@ -237,10 +237,10 @@ def first_weights(kind: str, student: Any, teacher: Teacher) -> dict[str, Any]:
     weights = student.extras.added(with_own(weights, shapes))
     expected = {name: tree for name, tree in shapes.items() if name != variables.FROZEN}
     if difference := first_difference(expected, weights):
-        name, own, of_teacher = difference
+        name, of_student, of_teacher = difference
         raise InputError(
-            f"distill.init={kind!r}: params{name} of the student are {own}, and those of the teacher {of_teacher}: set the "
-            "model's fields to those of the teacher except model.layers, or set distill.init='none'"
+            f"distill.init={kind!r}: params{name} of the student are {of_student}, and those of the teacher {of_teacher}: set "
+            "the model's fields to those of the teacher except model.layers, or set distill.init='none'"
         )
     return weights
 

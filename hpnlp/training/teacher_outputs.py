@@ -164,14 +164,14 @@ class StoredBatches:
         return {**batch, **{name: np.stack([row[name] for row in rows]) for name in rows[0]}}
 
     def get_state(self) -> Any:
-        """As of the wrapped iterator."""
+        """State of the wrapped iterator."""
         return self._batches.get_state()
 
     def set_state(self, state: Any) -> None:
-        """As of the wrapped iterator.
+        """Sets the state of the wrapped iterator.
 
         Args:
-          state: As of the wrapped iterator.
+          state: Result of `get_state`.
         """
         self._batches.set_state(state)
 

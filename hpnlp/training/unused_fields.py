@@ -187,8 +187,8 @@ def _no_records(config: Config) -> str:
     if not isinstance(data, DataConfig):
         return ""
     paths = {"data.path": data.path, "data.heldout_path": data.heldout_path}
-    found = [source for field, path in paths.items() if path for source in sources.find(path, field)]
-    if any(file.kind not in ("text", "tokens") for source in found for file in source.files):
+    read = [source for field, path in paths.items() if path for source in sources.find(path, field)]
+    if any(file.kind not in ("text", "tokens") for source in read for file in source.files):
         return ""
     return (
         f"data.path={data.path!r} has no files of records (JSONL, JSON, Parquet): leave it out, or name the files of records "

@@ -32,9 +32,8 @@ class Examination:
         self.line_counts = LineCounts()
         self._remarks = LeftOut()
         self._training: dict[int, tuple[str, int]] = {}  # hash of the texts -> (place, hash of the labels)
-        self._scored: dict[
-            str, list[tuple[float, int, str]]
-        ] = {}  # set -> [(hash of the group, hash of the texts, place)]
+        # set -> [(hash of the group, hash of the texts, place)]
+        self._scored: dict[str, list[tuple[float, int, str]]] = {}
         self._labels: Counter[str] = Counter()
         self._places: dict[str, str] = {}  # label -> place of its first example
 
@@ -65,13 +64,13 @@ class Examination:
           texts: As for `add`.
           labels: As for `add`.
         """
-        key, own_labels = self.add(where, texts, labels), hash(tuple(map(folded, labels) if self._fold else labels))
+        key, labels_hash = self.add(where, texts, labels), hash(tuple(map(folded, labels) if self._fold else labels))
         if first := self._training.get(key):
             place, first_labels = first
-            other = " and another label" if first_labels != own_labels else ""
+            other = " and another label" if first_labels != labels_hash else ""
             self._remarks.add(f"with the texts{other} of an earlier training example", f"{where} = {place}")
         elif len(self._training) < MAX_COMPARED:
-            self._training[key] = where, own_labels
+            self._training[key] = where, labels_hash
 
     def add_scored(self, name: str, fraction: float, where: str, texts: Sequence[bytes], labels: Sequence[str]) -> None:
         """Counts an example that may be scored.

@@ -39,11 +39,11 @@ def _version(kind: Kind) -> list[str]:
     _FORMAT does not change with these files, and options that the package does not know may decide about texts and labels.
     """
     name = type(kind).__name__
-    own = [c for c in type(kind).__mro__ if issubclass(c, Kind) and not c.__module__.startswith("hpnlp.")]
-    if not own:
+    classes = [c for c in type(kind).__mro__ if issubclass(c, Kind) and not c.__module__.startswith("hpnlp.")]
+    if not classes:
         return [name]
     # Of each function, since the module of a class need not be in sys.modules, as of a file beside the one that is registered.
-    functions = [getattr(f, "fget", f) for c in own for f in vars(c).values()]
+    functions = [getattr(f, "fget", f) for c in classes for f in vars(c).values()]
     files = {f.__code__.co_filename for f in functions if hasattr(f, "__code__")}
     code = [Path(file).read_bytes() for file in sorted(files) if os.path.isfile(file)]  # none in an interactive session
     return [name, *(hashlib.sha256(content).hexdigest() for content in code), repr(vars(kind))]
@@ -168,9 +168,9 @@ class ExampleIngest:
         classes = writing.classes
         labels = list(self.labels) if self.labels is not None else _trained_classes(classes)
         if self.kind.has_labels and len(labels) < 2:
-            found = f"only the class {labels[0]!r}" if labels else "no class"
+            shown = f"only the class {labels[0]!r}" if labels else "no class"
             raise InputError(
-                f"the training examples have {found}: expected at least two classes: add examples of another class"
+                f"the training examples have {shown}: expected at least two classes: add examples of another class"
             )
         heldout_record = heldout.write_selected(self.heldout_limit)
         if not heldout_record["examples"]:

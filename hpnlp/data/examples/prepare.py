@@ -67,9 +67,9 @@ def prepare_examples(
 
     key = [content, tokenizer_digest(tokenizer)]
     if labels is not None:
-        found = token_store.find(root, _name(key)) or {}
+        cached = token_store.find(root, _name(key)) or {}
         # The classes of a run that is resumed are mostly those that its data have by themselves.
-        key = key if found.get("labels") == list(labels) else [*key, list(labels)]
+        key = key if cached.get("labels") == list(labels) else [*key, list(labels)]
     directory, record = token_store.cached(root, _name(key), write)
     return Examples(config, tokenizer, directory, record, is_cached)
 

@@ -220,8 +220,10 @@ def config_json(config: ModelConfig, labels: Sequence[str] | None = None) -> dic
             f"features, and those of this model {config.head_size}: set model.head_dim=0 before training, or leave heads(...) "
             "out of the recipe"
         )
-    listed = ", ".join(f"{field} is {there!r}, not {here!r}" for field, (there, here) in differences[nearest].items())
-    flags = " ".join(f"--model.{field}={there}" for field, (there, _) in differences[nearest].items())
+    listed = ", ".join(
+        f"{field} is {of_family!r}, not {value!r}" for field, (of_family, value) in differences[nearest].items()
+    )
+    flags = " ".join(f"--model.{field}={of_family}" for field, (of_family, _) in differences[nearest].items())
     raise InputError(
         f"no family of transformers has such a model: in {nearest}, the nearest, {listed}: train one with {flags}"
     )

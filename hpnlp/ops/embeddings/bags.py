@@ -114,7 +114,7 @@ def pool_segments(
     unit: bool = False,
     is_sorted: bool = False,
 ) -> Float[Array, "bags D"]:
-    """As `segment_embedding_bag`, for vectors that are looked up already.
+    """Pools vectors that are looked up already, as `segment_embedding_bag` pools rows of a table.
 
     Args:
       x: [N, D] vectors.

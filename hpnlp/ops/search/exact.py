@@ -135,7 +135,7 @@ def product(q: Array, w: Array) -> Float[Array, "Q V"]:
 
 
 def top_k(s: Float[Array, "Q c"], k: int) -> tuple[Float[Array, "Q k"], Int[Array, "Q k"]]:
-    """As `lax.top_k`, but faster for wide rows.
+    """The largest values of each row, as `lax.top_k` finds them, but faster for wide rows.
 
     Args:
       s: [Q, c] scores.

@@ -35,7 +35,7 @@ def train_bags(files: Sequence[File]) -> Iterator[dict[str, Any]]:
 
 
 def heldout_bags(files: Sequence[File]) -> Iterator[dict[str, Any]]:
-    """As `train_bags`, other bags of the same modules.
+    """Bags of the same modules that `train_bags` does not have.
 
     Args:
       files: Files of the library.
