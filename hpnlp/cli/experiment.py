@@ -297,14 +297,7 @@ def changes(config: ConfigDict, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def overridden_field(override: str) -> str:
-    """The field that an override sets.
-
-    Args:
-      override: A flag, --section.field=value or --config.section.field=value.
-
-    Returns:
-      A name such as "model.dim".
-    """
+    """The field that an override sets, as --section.field=value or --config.section.field=value."""
     return override.lstrip("-").removeprefix("config.").partition("=")[0]
 
 
@@ -340,15 +333,7 @@ def _of_task(path: str, config: Any, overrides: Sequence[str]) -> Any:
 
 
 def value_of(field: str, overrides: Sequence[str]) -> str:
-    """The value that overrides give a field.
-
-    Args:
-      field: Name of the field.
-      overrides: Flags that set fields of a config, from `split`.
-
-    Returns:
-      The value of the last flag that sets the field; "" without one.
-    """
+    """The value of the last override that sets a field; "" without one."""
     values = [override.partition("=")[2] for override in overrides if overridden_field(override) == field]
     return values[-1] if values else ""
 

@@ -69,18 +69,7 @@ class Faults:
         remarks: Sequence[str],
         figures: Sequence[str],
     ) -> Check:
-        """The result, in which records that are skipped are no faults.
-
-        Args:
-          left_out: What is not read.
-          skips_records: `data.skip_bad_lines`.
-          faults: More faults.
-          remarks: See `Check`.
-          figures: See `Check`.
-
-        Returns:
-          The result.
-        """
+        """The result with more faults, in which records that are skipped are no faults."""
         records = described(self.of_records, "record", ": ")
         faults = [*([] if skips_records else records), *faults, *self.of_files]
         skipped = records if skips_records else []

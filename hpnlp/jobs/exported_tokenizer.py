@@ -63,17 +63,8 @@ def write(run: Run, kind: Kind | None, source: Path, directory: str) -> bool:
     return is_copied and not is_changed
 
 
-def encode(directory: str | Path, texts: Sequence[tuple[str, ...]], max_len: int) -> list[tuple[list[int], list[int]]]:
-    """Encodes texts with the tokenizer of a directory, as programs without hpnlp do.
-
-    Args:
-      directory: Directory of tokenizer.json.
-      texts: The text, or the texts of a pair, of each example.
-      max_len: Largest number of tokens, at which texts are cut.
-
-    Returns:
-      `(ids, types)` of each example.
-    """
+def _encode(directory: str | Path, texts: Sequence[tuple[str, ...]], max_len: int) -> list[tuple[list[int], list[int]]]:
+    """`(ids, types)` of texts by the tokenizer of a directory, as programs without hpnlp encode them."""
     inner = import_tokenizers().Tokenizer.from_file(os.path.join(directory, "tokenizer.json"))
     inner.encode_special_tokens = True
     inner.no_padding()
@@ -95,7 +86,7 @@ def check(run: Run, kind: Kind, directory: str | Path, texts: Sequence[tuple[str
     """
     expected = held_out.framed_ids(run, kind, texts)
     has_types = isinstance(run.model, Encoder) and run.model.config.token_types > 1
-    exported = encode(directory, texts, run.config.data.seq_len)
+    exported = _encode(directory, texts, run.config.data.seq_len)
     for parts, (ids, types), (exported_ids, exported_types) in zip(texts, expected, exported, strict=True):
         if ids != exported_ids or (has_types and types != exported_types):
             raise InputError(

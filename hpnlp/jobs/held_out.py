@@ -76,19 +76,8 @@ def heldout_texts(run: Run) -> list[tuple[str, ...]]:
     return [tuple(text.decode() for text in texts) for texts in stored.texts(stored.spread(CHECKED).tolist())]
 
 
-def as_examples(kind: Kind, texts: Sequence[tuple[str, ...]]) -> list[dict[str, Any]]:
-    """Values of the inputs of a kind.
-
-    Args:
-      kind: A `Classification` or a `Tagging`.
-      texts: Texts of each example.
-
-    Returns:
-      Config field -> value, for each example.
-
-    Raises:
-      InputError: Another kind.
-    """
+def _as_examples(kind: Kind, texts: Sequence[tuple[str, ...]]) -> list[dict[str, Any]]:
+    """Config field -> value of the inputs of each example; raises InputError for other kinds than texts and taggings."""
     if isinstance(kind, Tagging):
         return [{"words_field": words} for (text,) in texts if (words := text.split())]
     if isinstance(kind, Classification):
@@ -107,7 +96,7 @@ def framed_ids(run: Run, kind: Kind, texts: Sequence[tuple[str, ...]]) -> list[t
     Returns:
       `(ids, types)` of each example, without padding; types are 0 for kinds without pairs.
     """
-    examples = Unlabelled(kind, run.tokenizer, as_examples(kind, texts))
+    examples = Unlabelled(kind, run.tokenizer, _as_examples(kind, texts))
     numbers = range(len(examples.values))
     batch = kind.batch(examples, numbers, len(numbers), run.tokenizer, run.config.data.seq_len)
     lengths = batch["segment_ids"].sum(axis=1)
@@ -129,7 +118,7 @@ def predicted_labels(trained: TrainedModel, kind: Kind, texts: Sequence[tuple[st
     Returns:
       The labels.
     """
-    examples = Unlabelled(kind, trained.tokenizer, as_examples(kind, texts))
+    examples = Unlabelled(kind, trained.tokenizer, _as_examples(kind, texts))
     count, data = len(examples.values), trained.config.data
     batch = kind.batch(examples, range(count), count, trained.tokenizer, data.seq_len)
     labels: list[tuple[str, float]] = []

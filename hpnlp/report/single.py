@@ -18,7 +18,6 @@ from hpnlp.report.files import read_metrics, replace_text, task_of
 from hpnlp.tasks.reporting import Outcome
 from hpnlp.training import next_commands
 from hpnlp.training.config import Config, flat
-from hpnlp.training.evaluation import Evaluation
 from hpnlp.training.evaluation_record import finite, write_examples
 from hpnlp.training.loop import Result
 from hpnlp.types import InputError
@@ -59,7 +58,7 @@ def write(workdir: str | Path, config: Config, result: Result, flags: str = "--c
             plots.plot_norms(curve, workdir / "gradient_norms.png", config.optimizer.clip_norm)
         for name, picture in section.pictures.items():
             plots.plot_heatmap(picture, workdir / name)
-        write_examples(workdir, Evaluation({}, {}, examples=result.examples))
+        write_examples(workdir, result.examples)
         replace_text(workdir / "report.md", text)
         # Written last, because its existence marks the run as finished.
         replace_text(workdir / "report.json", json.dumps(report, indent=1, allow_nan=False) + "\n")

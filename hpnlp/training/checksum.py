@@ -25,14 +25,7 @@ def _word_sums(tree: Any) -> Any:
 
 
 def shape_of(leaf: Any) -> str:
-    """Shape of an array as text, such as `[264, 16]`.
-
-    Args:
-      leaf: An array or its shape.
-
-    Returns:
-      The text.
-    """
+    """Shape of an array as text, such as `[264, 16]`."""
     return str(list(leaf.shape))
 
 

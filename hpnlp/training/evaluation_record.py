@@ -14,6 +14,7 @@ from hpnlp.tasks.reporting import Outcome
 from hpnlp.training.config import flat
 from hpnlp.training.evaluation import Evaluation
 from hpnlp.training.example_scores import FILE as EXAMPLES_FILE
+from hpnlp.training.example_scores import ExampleScores
 
 FILE = "evaluation.json"
 
@@ -42,24 +43,24 @@ def write(workdir: Path, outcome: Outcome, evaluation: Evaluation, step: int) ->
         "parameters": parameter_count(outcome.params),
         "config": flat(outcome.config),
     }
-    write_examples(workdir, evaluation)
+    write_examples(workdir, evaluation.examples)
     replace_bytes(workdir / FILE, (json.dumps(finite(record), indent=1, allow_nan=False) + "\n").encode())
 
 
-def write_examples(workdir: Path, evaluation: Evaluation) -> None:
+def write_examples(workdir: Path, examples: ExampleScores | None) -> None:
     """Writes the scores of the examples, or removes those of an earlier evaluation if there are none.
 
     Args:
       workdir: The directory.
-      evaluation: The evaluation.
+      examples: The scores, see `Evaluation`.
 
     Raises:
       OSError: The file cannot be written.
     """
-    if evaluation.examples is None:
+    if examples is None:
         (workdir / EXAMPLES_FILE).unlink(missing_ok=True)
     else:
-        evaluation.examples.write(workdir)
+        examples.write(workdir)
 
 
 def finite(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -168,7 +169,7 @@ class Examples:
     def _less_padding(self, lengths: np.ndarray) -> Iterator[str]:
         """Settings with less padding, by the lengths of uncut sequences."""
         config = self.config
-        length = _rounded_up(int(np.percentile(lengths, 99.9, method="higher")))
+        length = 8 * math.ceil(np.percentile(lengths, 99.9, method="higher") / 8)
         if length < config.seq_len:
             held = 100 * float(np.mean(lengths <= length))
             share = 100 * self._padding(length, config.buckets)
@@ -287,11 +288,6 @@ class Examples:
         """The batch of the examples with these numbers, filled up with padding to `count` examples of `width` tokens."""
         width = self.config.seq_len if width is None else width
         return self.kind.batch(self.stored[side], numbers.tolist(), count, self.tokenizer, width)
-
-
-def _rounded_up(length: int) -> int:
-    """The next multiple of 8."""
-    return -(-length // 8) * 8
 
 
 def _count(count: int) -> str:
