@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import runpy
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -309,9 +310,6 @@ def _prediction(
     directory: Path, texts: Sequence[tuple[str, ...]], batch_size: int = BATCH_SIZE
 ) -> Callable[[], list[Any]]:
     """A function without arguments that predicts texts by the script in a directory."""
-    spec = importlib.util.spec_from_file_location("hpnlp_exported_predict", directory / SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    model, examples = module.Model(directory), [parts if len(parts) > 1 else "".join(parts) for parts in texts]
+    script = runpy.run_path(str(directory / SCRIPT))  # an import would leave bytecode in the directory
+    model, examples = script["Model"](directory), [parts if len(parts) > 1 else "".join(parts) for parts in texts]
     return lambda: model.predict(examples, batch_size)

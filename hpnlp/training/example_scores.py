@@ -77,7 +77,7 @@ def _identity(batch: Mapping[str, Any], weights: jax.Array) -> jax.Array:
     if labels.shape == weights.shape:
         flat = jnp.where(weights.reshape(flat.shape) == 0, 0, flat)
     factors = (2 * jnp.arange(flat.shape[1], dtype=jnp.uint32) + 1) * jnp.uint32(2654435761)
-    return (flat * factors).sum(axis=1, dtype=jnp.uint32)
+    return (flat * factors[None]).sum(axis=1, dtype=jnp.uint32)
 
 
 @dataclasses.dataclass(frozen=True)

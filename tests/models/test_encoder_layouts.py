@@ -27,12 +27,13 @@ HEADS = {
     # Without norms, these parameters saturate the attention, and its gradients are differences of nearly equal numbers.
     "mobile": MOBILE | {"norm": "layer"},
     "attention": {"pooling": "attention", "classes": 3},
-    # Without centred norms, Nystrom's inverse multiplies rounding errors, which depend on the processor, to 1e-5.
+    # Without centred norms, also of keys, Nystrom's inverse multiplies rounding errors, which depend on the processor.
     "summaries": {
         "norm": "layer",
         "pooling": "mean",
         "classes": 3,
-        "mixer": "linformer(4,share=none),nystrom(8,5)",
+        "mixer": "nystrom(8,5),linformer(8,share=none)",
+        "qk_norm": True,
         "layers": 4,
         "heads": 4,
         "kv_heads": 2,
