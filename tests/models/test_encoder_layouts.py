@@ -32,10 +32,10 @@ HEADS = {
         "norm": "layer",
         "pooling": "mean",
         "classes": 3,
-        "mixer": "nystrom(8,5),linformer(8,share=none)",
+        "mixer": "linformer(8,share=none),nystrom(8,5)",
         "qk_norm": True,
         "layers": 4,
-        "heads": 4,
+        "heads": 2,
         "kv_heads": 2,
     },
     "synthesized": {
