@@ -111,7 +111,11 @@ class MixerInputs:
       draws: Key for random features and the like, if the mixer claims `MixerTraits.draws`; of the layer and the training step.
       streams: int32 `[B, N]`, a number for each sequence and head; attention dropout depends on it, so that every
           layout over devices drops the same entries.
+      ids: int32 `[B, T]`, a number for each token of the batch, on which random numbers depend; None in evaluation. Read by
+          feed-forward networks only.
+      tokens: int32 `[B, T]`, ids of the words, if a feed-forward network reads them.
       deterministic: True switches dropout off.
+      decoding: True where a prompt is read or continued. Read by feed-forward networks only.
       capacity: If given, the mixer also returns a cache of the tokens, with room for this number of tokens per sequence. The
           first tokens of a sequence have a positive segment id, and padding has 0.
     """
@@ -129,8 +133,11 @@ class MixerInputs:
     rng: Array | None = None
     draws: Array | None = None
     streams: Array | None = None
+    ids: Array | None = None
+    tokens: Array | None = None
     projections: Mapping[str, Array] = dataclasses.field(default_factory=dict)
     deterministic: bool = dataclasses.field(default=True, metadata={"static": True})
+    decoding: bool = dataclasses.field(default=False, metadata={"static": True})
     capacity: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     def lengths(self) -> Array:
@@ -425,7 +432,8 @@ class Model(Protocol):
           statistics: `LossOut.statistics`, summed over the whole batch.
 
         Returns:
-          Name -> float32 scalar, which training adds to the mean loss with its factor in `optimizer.aux`.
+          Name -> float32 scalar. Training adds those whose names end in `_loss` to the mean loss, with their factors in
+          `optimizer.aux`; others are metrics.
         """
         ...
 

@@ -7,24 +7,20 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
+from hpnlp.nn.feed_forward import FeedForward
 from hpnlp.nn.layers import Dense, buffer, dense_init
 from hpnlp.types import MixerInputs, MixerOutput
 
 DECAY = 0.9
 
 
-class CenteredColumns(nn.Module):
+class CenteredColumns(FeedForward):
     """An MLP whose columns have their running average subtracted before the activation.
 
     Statistics are sums of columns and the number of tokens. The metric is the mean square of the inputs.
     """
 
     statistic_axes: ClassVar = {"columns": ("mlp",), "tokens": ()}
-
-    hidden: int
-    use_bias: bool = False
-    down_init: Any = dense_init
-    tensor_parallel: TensorParallel = NO_TENSOR_PARALLEL
 
     @nn.compact
     def __call__(self, inputs: MixerInputs) -> MixerOutput:

@@ -367,8 +367,10 @@ class Backbone(nn.Module):
           InputError: More tokens than learned positions, or another number than a mixer has parameters for.
         """
         c, parallel = self.config, self.model_parallel
+        if c.reads_tokens:
+            context = dataclasses.replace(context, tokens=tokens)
         x = self._embed(tokens, context, added)
-        drops, draws = c.dropout > 0.0, any(traits.draws for traits in c.traits)
+        drops, draws = c.dropout > 0.0, any(traits.draws for traits in (*c.traits, *c.network_traits))
         rng = self.make_rng("dropout") if (drops or draws) and not context.deterministic else None
         rngs = layer_rngs(rng, c.layers, drops, draws)
         x = dropout(x, c.dropout, None if rng is None else jax.random.fold_in(rng, c.layers), context.ids)

@@ -35,6 +35,13 @@ class LMConfig(BackboneConfig):
                     "predicts: choose a causal mixer"
                 )
 
+        for form, traits in zip(self.forms(), self.network_traits, strict=True):
+            if not traits.causal:
+                raise InputError(
+                    f"model.mlp={form.mlp!r} lets tokens depend on later ones, which a language model predicts: choose a "
+                    "router that chooses experts token by token, as top_k"
+                )
+
     @property
     def mask(self) -> Any:
         """Tokens depend on earlier ones only."""
@@ -182,7 +189,7 @@ class LM(PredictionModel):
         """
         positions = _positions(tokens)
         segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
-        context = Context(positions, segment_ids, Causal(), capacity=capacity, memory=memory)
+        context = Context(positions, segment_ids, Causal(), capacity=capacity, memory=memory, decoding=True)
         h, caches, _ = self.hidden(tokens, context)
         return jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0], caches
 
@@ -199,7 +206,7 @@ class LM(PredictionModel):
         Returns:
           `(hidden states, the extended caches)`.
         """
-        h, caches, _ = self.hidden(tokens, Context(positions, None, Causal()), caches)
+        h, caches, _ = self.hidden(tokens, Context(positions, None, Causal(), decoding=True), caches)
         return h, caches
 
     def __call__(self, batch: Mapping[str, jax.Array]) -> LossOut:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import abc
+import functools
 from typing import Any
 
 from hpnlp import measure
 from hpnlp.models.layer_forms import carries
+from hpnlp.nn.block import BlockConfig
+from hpnlp.nn.feed_forward import FeedForward, described_network
 from hpnlp.parallel import context_parallel
 from hpnlp.parallel.layout import Layout
-from hpnlp.types import InputError
+from hpnlp.types import InputError, MixerTraits
 
 
 class PlannedLayers(abc.ABC):
@@ -20,6 +23,27 @@ class PlannedLayers(abc.ABC):
 
     @abc.abstractmethod
     def non_embedding_parameters(self) -> int: ...  # noqa: D102
+
+    @abc.abstractmethod
+    def forms(self) -> tuple[BlockConfig, ...]: ...  # noqa: D102
+
+    def networks(self) -> list[FeedForward]:
+        """The feed-forward networks of one period, for their properties.
+
+        Returns:
+          The network of each form, with one column.
+        """
+        return [described_network(form.mlp) for form in self.forms()]
+
+    @functools.cached_property
+    def network_traits(self) -> tuple[MixerTraits, ...]:
+        """Traits of `networks`. In the order of `networks`."""
+        return tuple(network.traits for network in self.networks())
+
+    @functools.cached_property
+    def reads_tokens(self) -> bool:
+        """Whether a feed-forward network reads the ids of the words."""
+        return any(network.reads_tokens for network in self.networks())
 
     def training_flops(self, batch_size: int, length: int) -> float:
         """FLOPs of a training step that count for its MFU (`measure.training_flops`).
@@ -53,6 +77,12 @@ class PlannedLayers(abc.ABC):
                 )
         heads = [c.sizes()[name][0] for name in ("heads", "kv_heads")]
         context_parallel.check_support(layout, c.all_mixers(), c.masks(), heads, c.dropout)
+        for form, traits in zip(c.forms(), c.network_traits, strict=True):
+            if layout.size("length") > 1 and not (traits.prefix_consistent and traits.causal):
+                raise InputError(
+                    f"plan.sequence={layout.size('length')} divides sequences, and model.mlp={form.mlp!r} counts the tokens of "
+                    "whole sequences: set plan.sequence=1, or choose a router without a capacity, as top_k(8,2)"
+                )
         if c.has_memory and layout.size("length") > 1:
             raise InputError(
                 f"plan.sequence={layout.size('length')} divides sequences, and the model's layers attend to a memory: the "

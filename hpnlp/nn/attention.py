@@ -49,7 +49,9 @@ class Context:
       mask: A static Mask, the query-key pairs that may attend.
       deterministic: True switches dropout off.
       capacity: If given, layers also return a cache with room for this number of tokens per sequence.
-      ids: int32 `[B, T]`, a number for each token of the batch; dropout depends on it. None without dropout.
+      ids: int32 `[B, T]`, a number for each token of the batch; dropout depends on it. None in evaluation.
+      tokens: int32 `[B, T]`, ids of the words, if a feed-forward network reads them.
+      decoding: True where a prompt is read or continued.
       order: The order of the tokens over the devices of a ring, from `ModelParallel.token_order`; None otherwise.
       memory: Memory of cross-attention; None for layers without, and where their caches hold its keys and values.
       carry: Carry of the layer's mixer, the only field in which layers differ; None for none.
@@ -63,6 +65,8 @@ class Context:
     deterministic: bool = dataclasses.field(default=True, metadata={"static": True})
     capacity: int | None = dataclasses.field(default=None, metadata={"static": True})
     ids: jax.Array | None = None
+    tokens: jax.Array | None = None
+    decoding: bool = dataclasses.field(default=False, metadata={"static": True})
     order: Any = dataclasses.field(default=None, metadata={"static": True})
     memory: Memory | None = None
     carry: Any = None

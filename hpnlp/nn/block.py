@@ -12,8 +12,7 @@ from jaxtyping import Array, Float
 from hpnlp.layer_report import LayerReport
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.attention import Attention, Context
-from hpnlp.nn.feed_forward import build_feed_forward
-from hpnlp.nn.feed_forward.mlp import is_gated
+from hpnlp.nn.feed_forward import build_feed_forward, described_network
 from hpnlp.nn.layers import NORMS, Initializer, dropout
 from hpnlp.spec import Spec, did_you_mean, lookup
 from hpnlp.types import InputError, MixerInputs, option
@@ -107,7 +106,7 @@ class BlockConfig:
         """Number of columns of the MLP."""
         if self.mlp_dim:
             return self.mlp_dim
-        return -(-8 * self.dim // (3 * 64)) * 64 if is_gated(self.mlp) else 4 * self.dim
+        return -(-8 * self.dim // (3 * 64)) * 64 if described_network(self.mlp).is_gated else 4 * self.dim
 
 
 class Block(nn.Module):
@@ -219,7 +218,11 @@ class Block(nn.Module):
                 x=self.tensor_parallel.gather_tokens(self._normed_input(self.feed_norm, x)),
                 positions=context.positions,
                 segment_ids=context.segment_ids,
+                draws=self.make_rng("draws") if self.mlp.traits.draws else None,
+                ids=context.ids,
+                tokens=context.tokens,
                 deterministic=context.deterministic,
+                decoding=context.decoding,
             )
         )
         y = self._drop(self._normed_result("feed", out.o), context)

@@ -12,7 +12,6 @@ from hpnlp.nn.block import Block, BlockConfig
 from hpnlp.nn.bottleneck_block import BottleneckBlock
 from hpnlp.nn.evolved import EvolvedBlock, EvolvedConv, EvolvedDecoderBlock, EvolvedEncoderBlock
 from hpnlp.nn.feed_forward import build_feed_forward
-from hpnlp.nn.feed_forward.mlp import is_gated
 from hpnlp.nn.layers import Initializer
 from hpnlp.nn.lite_block import LiteBlock
 from hpnlp.nn.mixers import MIXERS
@@ -92,7 +91,7 @@ class BlockKind:
         Returns:
           The number, without biases, norms and the mixer's own parameters.
         """
-        mlp = (3 if is_gated(config.mlp) else 2) * config.mlp_size * config.dim
+        mlp = build_feed_forward(config.mlp, hidden=config.mlp_size).matrix_size(config.dim)
         return self._mixing_size(config, needs) + mlp + _cross_size(config)
 
     def _mixing_size(self, config: BlockConfig, needs: Mapping[str, Projection]) -> int:
@@ -247,7 +246,7 @@ class BottleneckKind(BlockKind):
             )
 
     def matrix_size(self, config: BlockConfig, needs: Mapping[str, Projection]) -> int:
-        mlp = (3 if is_gated(config.mlp) else 2) * config.mlp_size * self.width
+        mlp = build_feed_forward(config.mlp, hidden=config.mlp_size).matrix_size(self.width)
         values = {name: need for name, need in needs.items() if name == "v" and self.shared}
         # Values are projected from D features in place of `width`.
         extra = _projection_columns(config, values) * (config.dim - self.width)

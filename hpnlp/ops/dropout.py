@@ -46,6 +46,25 @@ def seed_words(rng: Array) -> UInt32[Array, "words"]:
     return data.reshape(-1)
 
 
+def random_bits(seed: UInt32[Array, "words"], heads: Any, q: Any, k: Any) -> UInt32[Array, "..."]:
+    """Random bits as a function of a key and three numbers.
+
+    Args:
+      seed: `seed_words(rng)`.
+      heads: int array.
+      q: int array.
+      k: int array; heads, q and k broadcast to the shape of the result.
+
+    Returns:
+      uint32.
+    """
+    state = heads.astype(jnp.uint32)
+    for i in range(seed.shape[0]):
+        state = mix(state ^ seed[i])
+    state = mix(state + q.astype(jnp.uint32) * jnp.uint32(0x9E3779B1))
+    return mix(state + k.astype(jnp.uint32) * jnp.uint32(0x27D4EB2F))
+
+
 @array_op()
 def keep_mask(seed: UInt32[Array, "words"], heads: Any, q: Any, k: Any, rate: float) -> Bool[Array, "..."]:
     """Dropout pattern of attention weights.
@@ -63,9 +82,5 @@ def keep_mask(seed: UInt32[Array, "words"], heads: Any, q: Any, k: Any, rate: fl
     Cost:
       O(size of the result) integer operations.
     """
-    state = heads.astype(jnp.uint32)
-    for i in range(seed.shape[0]):
-        state = mix(state ^ seed[i])
-    state = mix(state + q.astype(jnp.uint32) * jnp.uint32(0x9E3779B1))
-    bits = mix(state + k.astype(jnp.uint32) * jnp.uint32(0x27D4EB2F))
+    bits = random_bits(seed, heads, q, k)
     return bits >= jnp.uint32(min(round(rate * 2**32), 2**32 - 1))

@@ -61,6 +61,8 @@ RULES: dict[str, tuple[str, ...]] = {
     "filters": (),  # outputs of a convolution of images
     "ranks": (),  # compressed tokens, inner dimensions of factors, and terms of a mixture
     "mlp": ("tensor",),
+    "experts": (),  # MLPs of a mixture of experts
+    "router": (),  # outputs of a router
     "gates": (),  # gates of a recurrent layer: divided ones would need a message for every token
     "vocab": ("pipeline", "tensor"),  # stages would otherwise wait for the last one's logits
     "labels": ("pipeline", "tensor"),  # the classes of a classifier, as words

@@ -4,6 +4,7 @@ Layers name the results that are expensive to compute (`jax.ad_checkpoint.checkp
     projected: queries, keys and values of attention.
     mixed: the output of attention, with its log-sum-exp.
     hidden: the products that enter the activation of an MLP.
+    routing: the experts and gates of each token, which every policy keeps: recomputed logits may have other ties.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from hpnlp.spec import build, did_you_mean, parse_one
 from hpnlp.types import InputError
 
 NAMES = ("projected", "mixed", "hidden")
+ROUTING = "routing"
 DEFAULT_NAMES = ("mixed",)
 
 
@@ -26,20 +28,21 @@ def _none() -> None:
 
 
 def _full() -> Any:
-    return jax.checkpoint_policies.nothing_saveable
+    return jax.checkpoint_policies.save_only_these_names(ROUTING)
 
 
 def _dots() -> Any:
-    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    policies = jax.checkpoint_policies
+    return policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, _full())
 
 
 def _names(*names: str) -> Any:
-    return jax.checkpoint_policies.save_only_these_names(*_checked_names(names))
+    return jax.checkpoint_policies.save_only_these_names(ROUTING, *_checked_names(names))
 
 
 def _offload(*names: str) -> Any:
     return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
+        names_which_can_be_saved=[ROUTING],
         names_which_can_be_offloaded=list(_checked_names(names)),
         offload_src="device",
         offload_dst=HOST,

@@ -138,7 +138,8 @@ class Gradients:
           A tree like the statistics; None if the model has no auxiliary losses.
         """
         weight_shape, _, statistics_shapes = shapes
-        if not jax.eval_shape(self.model.auxiliary_loss, statistics_shapes):
+        values = jax.eval_shape(self.model.auxiliary_loss, statistics_shapes)
+        if not any(name.endswith("_loss") for name in values):
             return None
         tables = sparse_rows.as_tables(self._with_shards(shards, params, ids), ids)
 
@@ -151,9 +152,10 @@ class Gradients:
         return jax.tree.map(lambda d: d * weight, jax.grad(self._auxiliary_loss)(statistics))
 
     def _auxiliary_loss(self, statistics: Statistics) -> jax.Array:
-        """The model's auxiliary losses with their factors."""
-        losses = self.model.auxiliary_loss(statistics)
-        return sum((self.aux_weights.get(name, 1.0) * value for name, value in losses.items()), jnp.zeros(()))
+        """The sum of the model's auxiliary losses with their factors."""
+        values = self.model.auxiliary_loss(statistics)
+        losses = (self.aux_weights.get(name, 1.0) * value for name, value in values.items() if name.endswith("_loss"))
+        return sum(losses, jnp.zeros(()))
 
     def looked_up(self, params: Any, batch: Batch, key: jax.Array) -> dict[sparse_rows.Path, jax.Array]:
         """Rows that a step looks up, by the path of their table; empty unless `optimizer.rows` is set.
@@ -198,7 +200,8 @@ class Gradients:
 
         aux, statistics = jax.eval_shape(reported, weights)
         losses = [name for name in aux if name.endswith("_loss")]
-        losses += jax.eval_shape(self.single_model.auxiliary_loss, statistics)
+        values = jax.eval_shape(self.single_model.auxiliary_loss, statistics)
+        losses += [name for name in values if name.endswith("_loss")]
         for name in self.aux_weights:
             if name not in losses:
                 known = f"the model has {', '.join(losses)}" if losses else "the model has none"

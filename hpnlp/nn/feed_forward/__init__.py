@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
+from hpnlp.nn.feed_forward import routers
 from hpnlp.nn.feed_forward.mlp import ACTIVATIONS, mlp
+from hpnlp.nn.feed_forward.network import FeedForward as FeedForward
 from hpnlp.nn.layers import Initializer, dense_init
-from hpnlp.spec import build, parse_one
-from hpnlp.types import MixerInputs, MixerOutput
+from hpnlp.spec import build, lookup, parse_one
 
-FEED_FORWARDS: dict[str, Callable[..., Any]] = {kind: mlp(kind) for kind in ACTIVATIONS}
-
-
-@runtime_checkable
-class FeedForward(Protocol):
-    """The position-wise branch of a Block: a Flax module, made by an entry of FEED_FORWARDS.
-
-    Entries are called with the keyword arguments `hidden`, the number of columns; `use_bias`; `down_init`, the initialiser of
-    the projection to the residual stream; `tensor_parallel`; and `name`. Other arguments of an entry are those of the spec
-    string.
-
-    A feed-forward network may return statistics and have buffers, with the same optional attributes and methods as a
-    `types.Mixer`: `statistic_axes`, `auxiliary_loss` and `advance`. A statistic with an axis "mlp" holds one sum per column.
-    """
-
-    def __call__(self, inputs: MixerInputs) -> MixerOutput:
-        """Transforms each token.
-
-        Args:
-          inputs: `x` `[B, T, D]`, the normalised hidden states of the tokens, with positions, segment_ids and deterministic; no
-            projections.
-
-        Returns:
-          `o` `[B, T, D]`; under tensor parallelism only the tokens that this device keeps. The last product of a network sums
-          and selects them by `tensor_parallel.reduce_output`, as `nn.layers.Dense` does; a network without such a product
-          selects them by `tensor_parallel.local_tokens`.
-        """
-        ...
+FEED_FORWARDS: dict[str, Callable[..., Any]] = {
+    **{kind: mlp(kind) for kind in ACTIVATIONS},
+    "base": routers.Base,
+    "bias_balanced": routers.BiasBalanced,
+    "expert_choice": routers.ExpertChoice,
+    "gshard": routers.GShard,
+    "hash": routers.Hash,
+    "noisy_top_k": routers.NoisyTopK,
+    "st_moe": routers.StMoE,
+    "switch": routers.Switch,
+    "top_k": routers.TopK,
+}
 
 
 def build_feed_forward(
@@ -66,3 +52,25 @@ def build_feed_forward(
     """
     arguments = {"hidden": hidden, "use_bias": use_bias, "down_init": down_init, "tensor_parallel": tensor_parallel}
     return build(parse_one(text, "model.mlp"), FEED_FORWARDS, "model.mlp", **arguments, name=None)
+
+
+def described_network(text: str) -> FeedForward:
+    """A network of one column, for its properties. It may be asked for inside the methods of modules.
+
+    Args:
+      text: The spec of an entry of FEED_FORWARDS.
+
+    Returns:
+      The network, without a parent. A network cannot be made inside the method of another module, so that it is made when a
+      config first asks for it, and kept.
+
+    Raises:
+      InputError: As `build_feed_forward`.
+    """
+    return _described(lookup(FEED_FORWARDS, parse_one(text, "model.mlp").name, "model.mlp"), text)
+
+
+@functools.cache
+def _described(entry: Any, text: str) -> FeedForward:
+    """The network; `entry` is the table entry that the text names, which tests replace."""
+    return build_feed_forward(text, hidden=1)

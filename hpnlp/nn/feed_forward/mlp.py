@@ -11,8 +11,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
+from hpnlp.nn.feed_forward.network import FeedForward
 from hpnlp.nn.layers import Dense, Initializer, dense_init
-from hpnlp.spec import parse_one
 from hpnlp.types import MixerInputs, MixerOutput
 
 
@@ -52,22 +52,18 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 GATED = ("swiglu", "geglu", "geglu_exact")
 
 
-class MLP(nn.Module):
+class MLP(FeedForward):
     """The feed-forward branch: `down(f(up(x)))`, or `down(f(gate(x)) * up(x))` for the kinds in GATED.
 
     Attributes:
-      hidden: Number of columns of up and gate.
       kind: Entry of ACTIVATIONS, the activation f.
-      use_bias: Biases on all projections.
-      down_init: Initialiser of the last projection.
-      tensor_parallel: Division of the columns over devices.
     """
 
-    hidden: int
     kind: str = "gelu"
-    use_bias: bool = False
-    down_init: Initializer = dense_init
-    tensor_parallel: TensorParallel = NO_TENSOR_PARALLEL
+
+    @property
+    def is_gated(self) -> bool:
+        return self.kind in GATED
 
     @nn.compact
     def __call__(self, inputs: MixerInputs) -> MixerOutput:
@@ -102,18 +98,6 @@ def mlp(kind: str) -> Callable[..., MLP]:
         tensor_parallel: TensorParallel = NO_TENSOR_PARALLEL,
         name: str | None = None,
     ) -> MLP:
-        return MLP(hidden, kind, use_bias, down_init, tensor_parallel, name=name)
+        return MLP(hidden, use_bias, down_init, tensor_parallel, kind, name=name)
 
     return make_mlp
-
-
-def is_gated(text: str) -> bool:
-    """Whether a feed-forward network is an MLP with a gate.
-
-    Args:
-      text: A spec string of FEED_FORWARDS.
-
-    Returns:
-      True for the kinds in GATED.
-    """
-    return parse_one(text, "model.mlp").name in GATED

@@ -1,0 +1,243 @@
+"""Mixture of experts: the layer that all routers share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from hpnlp.nn.feed_forward.mlp import ACTIVATIONS, GATED, MLP
+from hpnlp.nn.feed_forward.network import FeedForward
+from hpnlp.nn.layers import Initializer, dense_init, param
+from hpnlp.ops import moe
+from hpnlp.ops.dropout import random_bits, seed_words
+from hpnlp.ops.moe.experts import IMPLEMENTATIONS
+from hpnlp.spec import did_you_mean
+from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Statistics
+
+router_init: Initializer = nn.initializers.normal(0.02)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """The tokens that a router reads, flattened.
+
+    Attributes:
+      x: `[N, D]`, float32, 0 for padding.
+      real: bool `[N]`, False for padding.
+      inputs: Inputs of the layer, `[B, T]`.
+      groups: int32 `[N]`, a number for each document of each sequence, ascending.
+      counts: int32 `[N]`, tokens of the token's document.
+    """
+
+    x: jax.Array
+    real: jax.Array
+    inputs: MixerInputs
+    groups: jax.Array
+    counts: jax.Array
+
+
+class ExpertLayer(FeedForward):
+    """A feed-forward network of E MLPs, of which a router chooses a few for each token.
+
+    Entries of FEED_FORWARDS derive from it: a router is the method `route`.
+
+    Attributes:
+      hidden: Columns F of each expert, `model.mlp_dim`.
+      experts: Number of experts E.
+      k: Experts per token.
+      kind: Entry of ACTIVATIONS, the kind of MLP.
+      shared: Number of further experts that every token uses, as one MLP of `shared` x F columns.
+      shared_gate: Multiply the result of the shared experts by the sigmoid of a linear function of the token (Qwen2-MoE).
+      impl: Implementation of the experts' products, see `ops.moe.expert_mlp`.
+      balance: Factor of `ops.moe.balance_loss`, which is then in the training loss as `balance_loss`.
+      z: Factor of `ops.moe.z_loss`, which is then in the training loss as `router_z_loss`.
+
+    Raises:
+      InputError: A number that does not fit.
+
+    Cost: that of k + shared MLPs of F columns per token, and of an MLP of E columns for the router.
+    """
+
+    experts: int = 8
+    k: int = 2
+    kind: str = "swiglu"
+    shared: int = 0
+    shared_gate: bool = False
+    impl: str = "auto"
+    balance: float = 0.0
+    z: float = 0.0
+
+    @property
+    def is_gated(self) -> bool:
+        return self.kind in GATED
+
+    @property
+    def statistic_axes(self) -> Mapping[str, tuple[str | None, ...]]:
+        """Axes of the statistics of `ops.moe.routing_sums`."""
+        return {name: (None,) * (name in moe.VECTORS) for name in moe.SUMS}
+
+    @property
+    def traits(self) -> MixerTraits:
+        """Which tokens the choice of experts depends on."""
+        return MixerTraits()
+
+    def matrix_size(self, dim: int) -> int:
+        """Number of weights that a token is multiplied with: those of k experts, of the shared ones, and of the router."""
+        return (self.k + self.shared) * super().matrix_size(dim) + self.experts * dim
+
+    def __post_init__(self) -> None:
+        self.check()
+        super().__post_init__()
+
+    def check(self) -> None:
+        """Checks the arguments.
+
+        Raises:
+          InputError: A number that does not fit.
+        """
+        name = type(self).__name__
+        if self.use_bias:
+            raise InputError(f"model.mlp_bias=True: {name} has no biases: set model.mlp_bias=False")
+        if self.kind not in ACTIVATIONS:
+            raise InputError(f"kind={self.kind!r} of experts: {did_you_mean(self.kind, ACTIVATIONS)}")
+        if self.impl not in IMPLEMENTATIONS:
+            raise InputError(f"impl={self.impl!r} of experts: {did_you_mean(self.impl, IMPLEMENTATIONS)}")
+        if not 1 <= self.k <= self.experts:
+            raise InputError(
+                f"k={self.k} of {self.experts} experts: a token uses at least 1 and at most all experts: change k or experts"
+            )
+        if min(self.balance, self.z) < 0.0:
+            raise InputError(f"balance={self.balance}, z={self.z}: expected factors of losses of at least 0")
+        if self.shared < 0:
+            raise InputError(f"shared={self.shared}: expected a number of experts, 0 for none")
+        if self.shared_gate and not self.shared:
+            raise InputError("shared_gate=True has no effect without shared experts: set shared to at least 1")
+
+    def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
+        """Chooses experts.
+
+        Args:
+          tokens: The tokens.
+
+        Returns:
+          `(routing, statistics)`, the statistics with the names in `statistic_axes`.
+        """
+        raise NotImplementedError
+
+    def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
+        """Losses and metrics of a layer.
+
+        Args:
+          statistics: Sums over a batch.
+
+        Returns:
+          The losses whose factors are over 0, and the metrics of `ops.moe.load_metrics`.
+        """
+        losses = {}
+        if self.balance:
+            losses["balance_loss"] = self.balance * moe.balance_loss(statistics)
+        if self.z:
+            losses["router_z_loss"] = self.z * moe.z_loss(statistics)
+        return losses | moe.load_metrics(statistics)
+
+    @nn.compact
+    def __call__(self, inputs: MixerInputs) -> MixerOutput:
+        assert inputs.x is not None
+        x = inputs.x
+        tokens = self._tokens(inputs)
+        routing, statistics = self.route(tokens)
+        routing = dataclasses.replace(
+            routing,
+            experts=checkpoint_name(routing.experts, "routing"),
+            gates=checkpoint_name(routing.gates, "routing"),
+        )
+        size = self.tensor_parallel.local_size("mlp", self.hidden)
+        shapes = {"up": (x.shape[-1], size), "down": (size, x.shape[-1])}
+        if self.kind in GATED:
+            shapes["gate"] = shapes["up"]
+        weights = {name: self._stack(name, shape) for name, shape in shapes.items()}
+        flat = jnp.where(tokens.real[:, None], x.reshape(-1, x.shape[-1]), 0)
+        if self.is_initializing():  # parameters exist by now, and results are not used
+            y = jnp.zeros_like(x)
+        else:
+            y = moe.expert_mlp(flat, routing, weights, ACTIVATIONS[self.kind], self.impl).reshape(x.shape)
+        y = self.tensor_parallel.reduce_output(y, "mlp")
+        return MixerOutput(y + self._shared(inputs) if self.shared else y, statistics=statistics)
+
+    def _stack(self, name: str, shape: tuple[int, int]) -> Any:
+        """The matrices of one name of all experts, `[E, ...]`."""
+        init = self.down_init if name == "down" else dense_init
+        axes = ("mlp", "embed") if name == "down" else ("embed", "mlp")
+        count = self.tensor_parallel.local_size("experts", self.experts)
+        return param(self, name, _by_expert(init), (count, *shape), ("experts", *axes))
+
+    def _shared(self, inputs: MixerInputs) -> jax.Array:
+        """Result of the shared experts, for the device's tokens."""
+        columns = self.shared * self.hidden
+        y = MLP(columns, False, self.down_init, self.tensor_parallel, self.kind, name="shared_experts")(inputs).o
+        if not self.shared_gate:
+            return y
+        assert inputs.x is not None
+        gate = jax.nn.sigmoid(self.linear(inputs.x.astype(jnp.float32), "shared_gate_kernel", 1))
+        return y * self.tensor_parallel.local_tokens(gate, 1).astype(y.dtype)
+
+    def linear(
+        self, x: jax.Array, name: str = "router", features: int = 0, init: Initializer = router_init
+    ) -> jax.Array:
+        """A linear function of the tokens in float32, as of a router.
+
+        Args:
+          x: `[..., D]`, float32.
+          name: Name of the parameter.
+          features: Number of results, 0 for E.
+          init: Initialiser.
+
+        Returns:
+          `[..., features]`, float32.
+        """
+        kernel = param(self, name, init, (x.shape[-1], features or self.experts), ("embed", "router"))
+        return jnp.einsum("...d,de->...e", x, kernel, precision=jax.lax.Precision.HIGHEST)
+
+    def uniform(self, tokens: Tokens, stream: int, columns: int) -> jax.Array:
+        """Random numbers that depend on the key of the layer and step, the token and the column only.
+
+        Args:
+          tokens: The tokens.
+          stream: Number of the draw within a layer.
+          columns: Numbers per token.
+
+        Returns:
+          float32 `[N, columns]` in (0, 1).
+        """
+        assert tokens.inputs.draws is not None and tokens.inputs.ids is not None
+        ids = tokens.inputs.ids.reshape(-1, 1)
+        column = jnp.arange(columns, dtype=jnp.uint32) + jnp.uint32(stream << 16)
+        bits = random_bits(seed_words(tokens.inputs.draws), ids, column[None], jnp.zeros((1, 1), jnp.uint32))
+        return ((bits >> 8).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-24)
+
+    def _tokens(self, inputs: MixerInputs) -> Tokens:
+        assert inputs.x is not None
+        batch, length, dim = inputs.x.shape
+        segments = jnp.ones((batch, length), jnp.int32) if inputs.segment_ids is None else inputs.segment_ids
+        begins = jnp.concatenate([jnp.ones((batch, 1), bool), segments[:, 1:] != segments[:, :-1]], axis=1)
+        groups = jnp.cumsum(begins.reshape(-1), dtype=jnp.int32) - 1
+        real = (segments > 0).reshape(-1)
+        counts = jnp.zeros(batch * length, jnp.int32).at[groups].add(real)[groups]
+        x = jnp.where(real[:, None], inputs.x.reshape(-1, dim).astype(jnp.float32), 0.0)
+        return Tokens(x, real, inputs, groups, counts)
+
+
+def _by_expert(init: Initializer) -> Initializer:
+    """Initialises the matrix of each expert by itself, with a key of its own."""
+
+    def stacked(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(shape[0]))
+        return jax.vmap(lambda k: init(k, shape[1:], dtype))(keys)
+
+    return stacked

@@ -1,0 +1,376 @@
+"""Routers: the ways in which a mixture of experts chooses experts for tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from hpnlp.nn.feed_forward.experts import ExpertLayer, Tokens
+from hpnlp.nn.layers import buffer
+from hpnlp.ops import moe
+from hpnlp.types import InputError, MixerTraits, Statistics
+
+
+def check_k(layer: ExpertLayer, k: int) -> None:
+    """Raises InputError if a router of a fixed number of experts per token is given another."""
+    if layer.k != k:
+        raise InputError(f"k={layer.k}: the router {type(layer).__name__} uses {k} per token: leave k out")
+
+
+def check_capacity(value: float, least: float = 1.0, name: str = "capacity") -> None:
+    """Raises InputError for a capacity factor below 1; 0 stands for none where `least` is 0."""
+    if value < least or 0.0 < value < 1.0:
+        none = ", or 0 for none" if least == 0.0 else ""
+        raise InputError(f"{name}={value}: expected at least 1, places for all tokens at equal loads{none}")
+
+
+def limited(
+    layer: ExpertLayer, tokens: Tokens, routing: moe.Routing, capacity: float, first_choices_first: bool = False
+) -> moe.Routing:
+    """The routing without the assignments beyond the capacity; unchanged without a capacity, and in decoding."""
+    if not capacity or tokens.inputs.decoding:
+        return routing
+    assert tokens.inputs.x is not None
+    return moe.within_capacity(
+        routing, tokens.groups, tokens.counts, tokens.inputs.x.shape[1], layer.k, capacity, layer.experts, first_choices_first
+    )
+
+
+class TopK(ExpertLayer):
+    """The k experts with the largest logits, without a capacity unless one is given.
+
+    Attributes:
+      gates: "softmax_k", over the chosen experts (Mixtral); "softmax", over all experts (OLMoE, Qwen2-MoE; with `normalize`
+        Qwen3-MoE, which equals "softmax_k"); or "sigmoid".
+      normalize: Divide the gates of a token by their sum.
+      scale: Factor of the gates.
+      capacity: An expert takes `ceil(capacity k n / E)` assignments of a document of n tokens, and further ones are dropped;
+        0 for all. Decoding drops none.
+
+    References: Shazeer et al. 2017, arXiv 1701.06538; Jiang et al. 2024, "Mixtral of experts", arXiv 2401.04088; Muennighoff et
+    al. 2024, "OLMoE", arXiv 2409.02060.
+    """
+
+    balance: float = 0.01
+    gates: str = "softmax_k"
+    normalize: bool = False
+    scale: float = 1.0
+    capacity: float = 0.0
+
+    @property
+    def traits(self) -> MixerTraits:
+        return MixerTraits(prefix_consistent=not self.capacity)
+
+    def check(self) -> None:
+        super().check()
+        self.gate_rule().check(self.k)
+        check_capacity(self.capacity, least=0.0)
+
+    def gate_rule(self) -> moe.Gates:
+        """How gates are computed."""
+        return moe.Gates(self.gates, self.normalize, self.scale)
+
+    def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
+        logits = self.linear(tokens.x)
+        routing = moe.route(logits, self.k, self.gate_rule(), tokens.real)
+        scores = moe.token_scores(logits, self.gate_rule())
+        if self.gates == "sigmoid":
+            scores = scores / jnp.maximum(jnp.sum(scores, axis=1, keepdims=True), 1e-6)
+        kept = limited(self, tokens, routing, self.capacity)
+        return kept, moe.routing_sums(logits, scores, tokens.real, routing, kept)
+
+
+class Switch(TopK):
+    """One expert per token, with a capacity.
+
+    Attributes:
+      jitter: In training, the router reads the token times random numbers between 1 - jitter and 1 + jitter.
+
+    References: Fedus et al. 2021, "Switch Transformers", arXiv 2101.03961.
+    """
+
+    k: int = 1
+    kind: str = "relu"
+    gates: str = "softmax"
+    capacity: float = 1.25
+    jitter: float = 0.01
+
+    @property
+    def traits(self) -> MixerTraits:
+        return MixerTraits(prefix_consistent=not self.capacity, draws=self.jitter > 0.0)
+
+    def check(self) -> None:
+        super().check()
+        if not 0.0 <= self.jitter < 1.0:
+            raise InputError(f"jitter={self.jitter}: expected at least 0 and less than 1")
+
+    def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
+        if self.jitter and not tokens.inputs.deterministic:
+            factor = 1.0 + self.jitter * (2.0 * self.uniform(tokens, 0, tokens.x.shape[1]) - 1.0)
+            tokens = dataclasses.replace(tokens, x=tokens.x * factor)
+        return super().route(tokens)
+
+
+class GShard(ExpertLayer):
+    """Two experts per token, of which the second is kept at random in training, with a capacity.
+
+    The gates are the probabilities of the two experts divided by their sum, also where the second is dropped.
+
+    Attributes:
+      capacity: As of `TopK`, in training.
+      eval_capacity: The same in evaluation; 0 for that of training.
+      threshold: The second expert is kept with the probability gate / threshold, at most 1; in evaluation always.
+      first_choices_first: The first choices of all tokens of a document get places before any second choice, as in the paper.
+        Then tokens depend on later ones, and language models refuse the layer.
+
+    References: Lepikhin et al. 2020, "GShard", arXiv 2006.16668, algorithm 1.
+    """
+
+    balance: float = 0.01
+    capacity: float = 2.0
+    eval_capacity: float = 0.0
+    threshold: float = 0.5
+    first_choices_first: bool = False
+
+    @property
+    def traits(self) -> MixerTraits:
+        return MixerTraits(causal=not self.first_choices_first, prefix_consistent=False, draws=True)
+
+    def check(self) -> None:
+        super().check()
+        check_k(self, 2)
+        check_capacity(self.capacity)
+        check_capacity(self.eval_capacity, least=0.0, name="eval_capacity")
+        if not 0.0 < self.threshold <= 1.0:
+            raise InputError(f"threshold={self.threshold}: expected more than 0 and at most 1")
+
+    def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
+        logits = self.linear(tokens.x)
+        routing = moe.route(logits, 2, moe.Gates("softmax", normalize=True), tokens.real)
+        first = routing.experts.reshape(-1, 2)[:, 0]
+        training = not tokens.inputs.deterministic
+        if training:
+            uniform = self.uniform(tokens, 0, 1)[:, 0]
+            routing = moe.drop_second_choice(routing, uniform, self.threshold, self.experts)
+        capacity = self.capacity if training else self.eval_capacity or self.capacity
+        kept = limited(self, tokens, routing, capacity, self.first_choices_first)
+        scores = jax.nn.softmax(logits, axis=1)
+        # The published loss counts first choices; drops are counted over all.
+        return kept, moe.routing_sums(logits, scores, tokens.real, routing, kept, first)
+
+
+class StMoE(GShard):
+    """The router of ST-MoE: GShard with a lower threshold, less capacity and the z-loss.
+
+    References: Zoph et al. 2022, "ST-MoE", arXiv 2202.08906.
+    """
+
+    capacity: float = 1.25
+    eval_capacity: float = 2.0
+    threshold: float = 0.2
+    z: float = 0.001
+
+
+class NoisyTopK(ExpertLayer):
+    """The k experts with the largest logits after noise of a learned size, in training.
+
+    Attributes:
+      importance: Factor of `importance_loss`, the squared coefficient of variation of the experts' sums of gates.
+      load: Factor of `load_loss`, the same of the sums of the probabilities that a token chooses an expert.
+
+    References: Shazeer et al. 2017, "Outrageously large neural networks", arXiv 1701.06538, sec. 4 and appendix A.
+    """
+
+    importance: float = 0.1
+    load: float = 0.1
+
+    @property
+    def statistic_axes(self) -> Mapping[str, tuple[str | None, ...]]:
+        return {**super().statistic_axes, "gates": (None,), "probability": (None,)}
+
+    @property
+    def traits(self) -> MixerTraits:
+        return MixerTraits(draws=True)
+
+    def check(self) -> None:
+        super().check()
+        moe.Gates().check(self.k)
+        if self.k == self.experts:
+            raise InputError(f"k={self.k} of {self.experts} experts: the noise decides nothing: set k below experts")
+
+    def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
+        clean = self.linear(tokens.x, init=nn.initializers.zeros)
+        spread = self.linear(tokens.x, "noise", init=nn.initializers.zeros)
+        logits = clean
+        training = not tokens.inputs.deterministic
+        if training:
+            noise = jax.scipy.stats.norm.ppf(self.uniform(tokens, 0, self.experts))
+            logits, deviation = moe.noisy_logits(clean, spread, noise)
+            probability = moe.choice_probability(clean, logits, deviation, self.k)
+        routing = moe.route(logits, self.k, moe.Gates("softmax_k"), tokens.real)
+        gates = jnp.zeros(self.experts).at[routing.experts].add(routing.gates, mode="drop")
+        sums = moe.routing_sums(logits, jax.nn.softmax(logits, axis=1), tokens.real, routing, routing)
+        smooth = jnp.sum(jnp.where(tokens.real[:, None], probability, 0.0), axis=0) if training else sums["load"]
+        return routing, sums | {"gates": gates, "probability": smooth}
+
+    def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
+        losses = {
+            "importance_loss": self.importance * moe.squared_variation(statistics["gates"]),
+            "load_loss": self.load * moe.squared_variation(statistics["probability"]),
+        }
+        return losses | super().auxiliary_loss(statistics)
+
+
+class ExpertChoice(ExpertLayer):
+    """Each expert chooses the tokens of a sequence with the largest probabilities.
+
+    Attributes:
+      capacity: An expert takes `ceil(capacity k n / E)` of n tokens.
+
+    References: Zhou et al. 2022, "Mixture-of-experts with expert choice routing", arXiv 2202.09368.
+    """
+
+    capacity: float = 1.0
+
+    @property
+    def traits(self) -> MixerTraits:
+        return MixerTraits(causal=False, prefix_consistent=False, isolates_segments=False, decodes=False)
+
+    def check(self) -> None:
+        super().check()
+        check_capacity(self.capacity, least=0.0)
+
+    def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
+        logits = self.linear(tokens.x)
+        assert tokens.inputs.x is not None
+        shape = tokens.inputs.x.shape[:2]
+        routing = moe.route_by_expert(
+            logits.reshape(*shape, -1), self.k, self.capacity, tokens.real.reshape(shape)
+        )
+        scores = jax.nn.softmax(logits, axis=1)
+        return routing, moe.routing_sums(logits, scores, tokens.real, routing, routing)
+
+
+class BiasBalanced(ExpertLayer):
+    """The k experts with the largest sums of a sigmoid score and a bias, which is moved towards equal loads.
+
+    Attributes:
+      scale: Factor of the gates, which are the scores divided by their sum.
+      rate: Change of a bias in each step.
+      groups: Number of groups of experts, a divisor of E.
+      kept_groups: Groups that a token uses, see `ops.moe.route`.
+
+    References: DeepSeek-AI 2024, "DeepSeek-V3 technical report", arXiv 2412.19437, sec. 2.1.2; Wang et al. 2024,
+    arXiv 2408.15664.
+    """
+
+    scale: float = 1.0
+    rate: float = 0.001
+    groups: int = 1
+    kept_groups: int = 1
+
+    def check(self) -> None:
+        super().check()
+        moe.Gates("sigmoid", normalize=True).check(self.k)
+        if self.groups < 1 or self.experts % self.groups:
+            raise InputError(f"groups={self.groups} does not divide {self.experts} experts: choose a divisor")
+        if not 1 <= self.kept_groups <= self.groups:
+            raise InputError(f"kept_groups={self.kept_groups}: expected at least 1 and at most groups={self.groups}")
+        if self.k > self.kept_groups * (self.experts // self.groups):
+            raise InputError(
+                f"k={self.k}: {self.kept_groups} of {self.groups} groups have fewer experts: raise kept_groups, or lower k"
+            )
+        if self.rate < 0.0:
+            raise InputError(f"rate={self.rate}: expected at least 0")
+
+    def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
+        logits = self.linear(tokens.x)
+        bias = buffer(self, "bias", nn.initializers.zeros, (self.experts,), (None,))
+        gates = moe.Gates("sigmoid", normalize=True, scale=self.scale)
+        routing = moe.route(
+            logits, self.k, gates, tokens.real, bias=bias, groups=self.groups, kept_groups=self.kept_groups
+        )
+        scores = jax.nn.sigmoid(logits)
+        scores = scores / jnp.maximum(jnp.sum(scores, axis=1, keepdims=True), 1e-6)
+        return routing, moe.routing_sums(logits, scores, tokens.real, routing, routing)
+
+    def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
+        """The biases of the next step.
+
+        Args:
+          buffers: "bias" `[E]`.
+          statistics: Sums over the batch.
+          step: Unused.
+          rng: Unused.
+
+        Returns:
+          The new buffers.
+        """
+        return {"bias": moe.moved_bias(buffers["bias"], statistics["load"], self.rate)}
+
+
+class Hash(ExpertLayer):
+    """Experts by a fixed hash of the token's id; the gates are 1 / k.
+
+    Attributes:
+      seed: Number of the hash function.
+
+    References: Roller et al. 2021, "Hash layers for large sparse models", arXiv 2106.04426.
+    """
+
+    k: int = 1
+    seed: int = 0
+
+    reads_tokens: ClassVar[bool] = True
+
+    def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
+        ids = tokens.inputs.tokens
+        if ids is None:
+            raise InputError("the hash router reads token ids, which this layer does not get: choose another router")
+        count = tokens.real.shape[0]
+        chosen = moe.hashed_experts(ids.reshape(-1), self.k, self.experts, self.seed)
+        gates = jnp.full(count * self.k, 1.0 / self.k)
+        routing = moe.Routing(chosen.reshape(-1), gates, None, count * self.k, count)
+        routing = routing.kept(jnp.repeat(tokens.real, self.k), self.experts)
+        logits = jnp.zeros((count, self.experts))
+        scores = jnp.full_like(logits, 1.0 / self.experts)
+        return routing, moe.routing_sums(logits, scores, tokens.real, routing, routing)
+
+
+class Base(ExpertLayer):
+    """One expert per token, in training by an assignment that gives each expert equally many tokens of a sequence.
+
+    The score of a token and an expert is the product of the token and the expert's centroid, a column of the router; its
+    sigmoid is the gate. In evaluation each token uses the expert with the largest score.
+
+    References: Lewis et al. 2021, "BASE layers", arXiv 2103.16716.
+    """
+
+    k: int = 1
+
+    @property
+    def traits(self) -> MixerTraits:
+        return MixerTraits(causal=False, prefix_consistent=False, isolates_segments=False, decodes=False)
+
+    def check(self) -> None:
+        super().check()
+        check_k(self, 1)
+
+    def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
+        logits = self.linear(tokens.x)
+        routing = moe.route(logits, 1, moe.Gates("sigmoid"), tokens.real)
+        if not tokens.inputs.deterministic:
+            assert tokens.inputs.x is not None
+            shape = tokens.inputs.x.shape[:2]
+            assign = jax.vmap(moe.balanced_assignment)
+            chosen = assign(logits.reshape(*shape, -1), tokens.real.reshape(shape)).reshape(-1)
+            gates = jnp.take_along_axis(logits, jnp.minimum(chosen, self.experts - 1)[:, None], axis=1)[:, 0]
+            routing = moe.Routing(chosen, jax.nn.sigmoid(gates), None, routing.limit, routing.most)
+            routing = routing.kept(tokens.real, self.experts)
+        scores = jax.nn.softmax(logits, axis=1)
+        return routing, moe.routing_sums(logits, scores, tokens.real, routing, routing)
