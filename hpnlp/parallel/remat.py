@@ -4,7 +4,7 @@ Layers name the results that are expensive to compute (`jax.ad_checkpoint.checkp
     projected: queries, keys and values of attention.
     mixed: the output of attention, with its log-sum-exp.
     hidden: the products that enter the activation of an MLP.
-    routing: the experts and gates of each token, which every policy keeps: recomputed logits may have other ties.
+    routing: the choice of experts, which every policy keeps: recomputed logits might lead to another choice.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from hpnlp.nn.feed_forward.mlp import ACTIVATIONS, GATED, MLP
 from hpnlp.nn.feed_forward.network import FeedForward
@@ -152,11 +151,6 @@ class ExpertLayer(FeedForward):
         x = inputs.x
         tokens = self._tokens(inputs)
         routing, statistics = self.route(tokens)
-        routing = dataclasses.replace(
-            routing,
-            experts=checkpoint_name(routing.experts, "routing"),
-            gates=checkpoint_name(routing.gates, "routing"),
-        )
         size = self.tensor_parallel.local_size("mlp", self.hidden)
         shapes = {"up": (x.shape[-1], size), "down": (size, x.shape[-1])}
         if self.kind in GATED:
@@ -228,7 +222,7 @@ class ExpertLayer(FeedForward):
         begins = jnp.concatenate([jnp.ones((batch, 1), bool), segments[:, 1:] != segments[:, :-1]], axis=1)
         groups = jnp.cumsum(begins.reshape(-1), dtype=jnp.int32) - 1
         real = (segments > 0).reshape(-1)
-        counts = jnp.zeros(batch * length, jnp.int32).at[groups].add(real)[groups]
+        counts = jnp.zeros(batch * length, jnp.int32).at[groups].add(real.astype(jnp.int32))[groups]
         x = jnp.where(real[:, None], inputs.x.reshape(-1, dim).astype(jnp.float32), 0.0)
         return Tokens(x, real, inputs, groups, counts)
 

@@ -78,9 +78,7 @@ class TopK(ExpertLayer):
     def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         logits = self.linear(tokens.x)
         routing = moe.route(logits, self.k, self.gate_rule(), tokens.real)
-        scores = moe.token_scores(logits, self.gate_rule())
-        if self.gates == "sigmoid":
-            scores = scores / jnp.maximum(jnp.sum(scores, axis=1, keepdims=True), 1e-6)
+        scores = moe.normalized_scores(logits, self.gate_rule())
         kept = limited(self, tokens, routing, self.capacity)
         return kept, moe.routing_sums(logits, scores, tokens.real, routing, kept)
 
@@ -295,8 +293,7 @@ class BiasBalanced(ExpertLayer):
         routing = moe.route(
             logits, self.k, gates, tokens.real, bias=bias, groups=self.groups, kept_groups=self.kept_groups
         )
-        scores = jax.nn.sigmoid(logits)
-        scores = scores / jnp.maximum(jnp.sum(scores, axis=1, keepdims=True), 1e-6)
+        scores = moe.normalized_scores(logits, gates)
         return routing, moe.routing_sums(logits, scores, tokens.real, routing, routing)
 
     def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:

@@ -9,6 +9,7 @@ from hpnlp.ops.moe.routing import (
     choice_probability,
     drop_second_choice,
     noisy_logits,
+    normalized_scores,
     route,
     route_by_expert,
     token_scores,
@@ -17,6 +18,6 @@ from hpnlp.ops.moe.routing import (
 
 __all__ = [
     "SUMS", "VECTORS", "Gates", "Routing", "balance_loss", "balanced_assignment", "choice_probability", "drop_second_choice", "expert_mlp",
-    "hashed_experts", "load_metrics", "moved_bias", "noisy_logits", "reference_expert_mlp", "route", "route_by_expert",
+    "hashed_experts", "load_metrics", "moved_bias", "noisy_logits", "normalized_scores", "reference_expert_mlp", "route", "route_by_expert",
     "routing_sums", "squared_variation", "token_scores", "within_capacity", "z_loss",
 ]  # fmt: skip

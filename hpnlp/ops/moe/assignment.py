@@ -5,10 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from hpnlp.ops.counter_rng import mix
 from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.moe.routing import ROUTING
 
 
 def balanced_assignment(
@@ -48,16 +50,16 @@ def balanced_assignment(
 
     def bid(state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         expert, bids, prices = state
-        values = scores - prices
+        values = scores - prices[None]
         best, choice = lax.top_k(values, min(2, experts))
         second = best[:, -1] if experts > 1 else best[:, 0]
         bidding = real & (expert == experts)
         new_bid = prices[choice[:, 0]] + best[:, 0] - second + step
         expert = jnp.where(bidding, choice[:, 0], expert)
         bids = jnp.where(bidding, new_bid, bids)
-        of_expert = jnp.where(expert[:, None] == numbers, bids[:, None], -jnp.inf)  # [T, E]
+        of_expert = jnp.where(expert[:, None] == numbers[None], bids[:, None], -jnp.inf)  # [T, E]
         highest, holders = lax.top_k(of_expert.T, most)  # [E, most]
-        keeps = (jnp.arange(most) < places) & jnp.isfinite(highest)
+        keeps = (jnp.arange(most) < places)[None] & jnp.isfinite(highest)
         # A token holds one bid, so that it appears with one expert only.
         is_kept = jnp.zeros(count, bool).at[holders.reshape(-1)].max(keeps.reshape(-1))
         lowest = jnp.take_along_axis(highest, jnp.maximum(places - 1, 0)[None, None].repeat(experts, 0), 1)[:, 0]
@@ -67,7 +69,7 @@ def balanced_assignment(
     start = vary_alike(
         jnp.full(count, experts, jnp.int32), jnp.zeros(count), jnp.zeros(experts), scores[0, :1]
     )[:3]
-    return lax.while_loop(unassigned, bid, start)[0]
+    return checkpoint_name(lax.while_loop(unassigned, bid, start)[0], ROUTING)
 
 
 def hashed_experts(tokens: Int[Array, " N"], k: int, experts: int, seed: int = 0) -> Int[Array, "N k"]:
@@ -85,6 +87,6 @@ def hashed_experts(tokens: Int[Array, " N"], k: int, experts: int, seed: int = 0
     References: Roller et al. 2021, "Hash layers for large sparse models", arXiv 2106.04426.
     """
     key = mix(tokens.astype(jnp.uint32) + jnp.uint32(seed * 0x9E3779B1 & 0xFFFFFFFF))
-    order = mix(key[:, None] + jnp.arange(experts, dtype=jnp.uint32) * jnp.uint32(0x27D4EB2F))
+    order = mix(key[:, None] + jnp.arange(experts, dtype=jnp.uint32)[None] * jnp.uint32(0x27D4EB2F))
     # Bits of the expert's number make the keys distinct without an order among experts that all tokens share.
     return lax.top_k((order >> 1).astype(jnp.int32), k)[1].astype(jnp.int32)

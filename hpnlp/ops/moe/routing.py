@@ -7,10 +7,12 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from hpnlp.types import InputError
 
+ROUTING = "routing"  # name of the choice of experts for `jax.checkpoint` policies
 SCORES = ("softmax", "softmax_k", "sigmoid")
 
 
@@ -119,10 +121,11 @@ def route(
     scores = token_scores(logits, gates)
     biased = jax.lax.stop_gradient(logits if bias is None and groups == 1 else scores)
     if bias is not None:
-        biased = biased + bias
+        biased = biased + bias[None]
     if groups > 1:
         biased = _in_best_groups(biased, groups, kept_groups)
-    _, chosen = jax.lax.top_k(biased, k)
+    # Named for rematerialisation: a recomputed choice might differ where logits are nearly equal.
+    chosen = checkpoint_name(jax.lax.top_k(biased, k)[1], ROUTING)
     if gates.score == "softmax_k":
         values = jax.nn.softmax(jnp.take_along_axis(logits, chosen, 1), axis=1)
     else:
@@ -146,12 +149,27 @@ def token_scores(logits: Float[Array, "N E"], gates: Gates) -> Float[Array, "N E
     return jax.nn.sigmoid(logits) if gates.score == "sigmoid" else jax.nn.softmax(logits, axis=1)
 
 
+def normalized_scores(logits: Float[Array, "N E"], gates: Gates) -> Float[Array, "N E"]:
+    """Scores of all experts divided by their sum, for balance losses.
+
+    Computed from logarithms, so that a router cannot make the loss small by making all sigmoids small.
+
+    Args:
+      logits: Router logits.
+      gates: How gates are computed.
+
+    Returns:
+      Probabilities.
+    """
+    return jax.nn.softmax(jax.nn.log_sigmoid(logits) if gates.score == "sigmoid" else logits, axis=1)
+
+
 def _in_best_groups(scores: jax.Array, groups: int, kept: int) -> jax.Array:
     """The scores, -inf in all groups but the best ones."""
     by_group = scores.reshape(scores.shape[0], groups, -1)
     best_two = jax.lax.top_k(by_group, min(2, by_group.shape[2]))[0].sum(axis=2)
     _, best = jax.lax.top_k(best_two, kept)
-    is_best = jnp.any(best[:, :, None] == jnp.arange(groups), axis=1)
+    is_best = jnp.any(best[:, :, None] == jnp.arange(groups)[None, None], axis=1)
     return jnp.where(is_best[:, :, None], by_group, -jnp.inf).reshape(scores.shape)
 
 
@@ -240,12 +258,13 @@ def route_by_expert(
     most = min(math.ceil(k * length * factor / experts - 1e-4), length)
     probabilities = jax.nn.softmax(logits, axis=2)
     ranked = jnp.where(real, 0.0, -jnp.inf)[:, None] + jnp.swapaxes(probabilities, 1, 2)
-    gates, tokens = jax.lax.top_k(ranked, most)  # [B, E, C]
+    tokens = checkpoint_name(jax.lax.top_k(jax.lax.stop_gradient(ranked), most)[1], ROUTING)  # [B, E, C]
+    gates = jnp.take_along_axis(ranked, tokens, axis=2)
     counts = jnp.sum(real, axis=1)
     taken = jnp.minimum(capacities(counts, k, factor, experts), counts)
-    keep = jnp.broadcast_to(jnp.arange(most) < taken[:, None, None], gates.shape)
+    keep = jnp.broadcast_to(jnp.arange(most)[None, None] < taken[:, None, None], gates.shape)
     tokens = tokens + jnp.arange(batch, dtype=jnp.int32)[:, None, None] * length
-    chosen = jnp.broadcast_to(jnp.arange(experts, dtype=jnp.int32)[:, None], gates.shape)
+    chosen = jnp.broadcast_to(jnp.arange(experts, dtype=jnp.int32)[None, :, None], gates.shape)
     tokens = tokens.reshape(-1).astype(jnp.int32)
     routing = Routing(chosen.reshape(-1), gates.reshape(-1), tokens, chosen.size, batch * most)
     return routing.kept(keep.reshape(-1), experts)
@@ -304,10 +323,10 @@ def within_capacity(
     References: Lepikhin et al. 2020, "GShard", arXiv 2006.16668; Fedus et al. 2021, "Switch Transformers", arXiv 2101.03961.
     """
     count = groups.shape[0]
-    is_chosen = (routing.experts.reshape(-1, k)[:, :, None] == jnp.arange(experts)).astype(jnp.int32)  # [N, k, E]
+    is_chosen = (routing.experts.reshape(-1, k)[:, :, None] == jnp.arange(experts)[None, None]).astype(jnp.int32)  # [N, k, E]
     most = min(int(k * length * factor / experts) + ROUNDED_UP, length)
     in_document = _places(is_chosen, groups, first_choices_first) < capacities(counts, k, factor, experts)[:, None]
-    kept = is_chosen * in_document[:, :, None]
+    kept = jnp.where(in_document[:, :, None], is_chosen, 0)
     sequences = jnp.arange(count, dtype=jnp.int32) // length
     keep = in_document & (_places(kept, sequences, first_choices_first) < most)
     return dataclasses.replace(routing, most=count // length * most).kept(keep.reshape(-1), experts)
