@@ -37,7 +37,14 @@ def limited(
         return routing
     assert tokens.inputs.x is not None
     return moe.within_capacity(
-        routing, tokens.groups, tokens.counts, tokens.inputs.x.shape[1], layer.k, capacity, layer.experts, first_choices_first
+        routing,
+        tokens.groups,
+        tokens.counts,
+        tokens.inputs.x.shape[1],
+        layer.k,
+        capacity,
+        layer.experts,
+        first_choices_first,
     )
 
 
@@ -104,6 +111,8 @@ class Switch(TopK):
 
     def check(self) -> None:
         super().check()
+        check_k(self, 1)
+        check_capacity(self.capacity)
         if not 0.0 <= self.jitter < 1.0:
             raise InputError(f"jitter={self.jitter}: expected at least 0 and less than 1")
 
@@ -247,9 +256,7 @@ class ExpertChoice(ExpertLayer):
         logits = self.linear(tokens.x)
         assert tokens.inputs.x is not None
         shape = tokens.inputs.x.shape[:2]
-        routing = moe.route_by_expert(
-            logits.reshape(*shape, -1), self.k, self.capacity, tokens.real.reshape(shape)
-        )
+        routing = moe.route_by_expert(logits.reshape(*shape, -1), self.k, self.capacity, tokens.real.reshape(shape))
         scores = jax.nn.softmax(logits, axis=1)
         return routing, moe.routing_sums(logits, scores, tokens.real, routing, routing)
 

@@ -1,7 +1,16 @@
 """Mixture of experts: the choice of experts for tokens, balance statistics and losses, and the MLPs of the experts."""
 
 from hpnlp.ops.moe.assignment import balanced_assignment, hashed_experts
-from hpnlp.ops.moe.balance import SUMS, VECTORS, balance_loss, load_metrics, moved_bias, routing_sums, squared_variation, z_loss
+from hpnlp.ops.moe.balance import (
+    SUMS,
+    VECTORS,
+    balance_loss,
+    load_metrics,
+    moved_bias,
+    routing_sums,
+    squared_variation,
+    z_loss,
+)
 from hpnlp.ops.moe.experts import expert_mlp, reference_expert_mlp
 from hpnlp.ops.moe.routing import (
     Gates,
@@ -17,7 +26,8 @@ from hpnlp.ops.moe.routing import (
 )
 
 __all__ = [
-    "SUMS", "VECTORS", "Gates", "Routing", "balance_loss", "balanced_assignment", "choice_probability", "drop_second_choice", "expert_mlp",
-    "hashed_experts", "load_metrics", "moved_bias", "noisy_logits", "normalized_scores", "reference_expert_mlp", "route", "route_by_expert",
-    "routing_sums", "squared_variation", "token_scores", "within_capacity", "z_loss",
+    "SUMS", "VECTORS", "Gates", "Routing", "balance_loss", "balanced_assignment", "choice_probability",
+    "drop_second_choice", "expert_mlp", "hashed_experts", "load_metrics", "moved_bias", "noisy_logits",
+    "normalized_scores", "reference_expert_mlp", "route", "route_by_expert", "routing_sums", "squared_variation",
+    "token_scores", "within_capacity", "z_loss",
 ]  # fmt: skip

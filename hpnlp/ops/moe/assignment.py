@@ -66,9 +66,9 @@ def balanced_assignment(
         prices = jnp.where(jnp.isfinite(lowest), jnp.maximum(prices, lowest), prices)
         return jnp.where(is_kept, expert, experts), bids, prices
 
-    start = vary_alike(
-        jnp.full(count, experts, jnp.int32), jnp.zeros(count), jnp.zeros(experts), scores[0, :1]
-    )[:3]
+    zeros = jnp.full(count, experts, jnp.int32), jnp.zeros(count), jnp.zeros(experts)
+    expert, bids, prices, _ = vary_alike(*zeros, scores)
+    start = expert, bids, prices
     return checkpoint_name(lax.while_loop(unassigned, bid, start)[0], ROUTING)
 
 

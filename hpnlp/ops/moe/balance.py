@@ -132,9 +132,10 @@ def load_metrics(sums: Sums) -> dict[str, Array]:
       sums: Statistics of one layer.
 
     Returns:
-      "balance" and "router_z": the values of `balance_loss` and `z_loss`; "load_max": the largest load over the mean load; "load_min"; "load_entropy": entropy of the loads over log E;
-      "router_entropy": mean entropy of a token's scores, in nats; "router_lse": root mean square of the logsumexp of the logits;
-      "dropped": share of assignments without a place; "dead_experts": number of experts with less than 1 % of the mean load.
+      "balance" and "router_z": the values of `balance_loss` and `z_loss`; "load_max" and "load_min": the largest and the
+      smallest load over the mean load; "load_entropy": entropy of the loads over log E; "router_entropy": mean entropy of a
+      token's scores, in nats; "router_lse": root mean square of the logsumexp of the logits; "dropped": share of assignments
+      without a place; "dead_experts": number of experts with less than 1 % of the mean load.
     """
     load = sums["load"] / jnp.maximum(jnp.mean(sums["load"]), 1e-20)
     share = load / load.shape[0]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.ops.moe.routing import Routing
 
 

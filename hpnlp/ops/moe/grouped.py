@@ -66,9 +66,7 @@ def _forward(
         result = hidden_columns(activation, products) @ block.matrix(experts["down"]).astype(x.dtype)
         return block.write(y, result), kept
 
-    start = _zeros_like(x, x.shape, x.dtype), {
-        name: _zeros_like(x, (x.shape[0], width), x.dtype) for name in first
-    }
+    start = _zeros_like(x, x.shape, x.dtype), {name: _zeros_like(x, (x.shape[0], width), x.dtype) for name in first}
     y, kept = _loop(step, blocks, start)
     return y, (blocks, x, matrices, kept)
 
@@ -91,9 +89,10 @@ def _backward(activation: Activation, names: tuple[str, ...], residuals: Any, dy
             d_input = d_input + d_product @ block.matrix(experts[name]).astype(x.dtype).T
         return block.write(dx, d_input), gradients
 
-    start = _zeros_like(dy, x.shape, x.dtype), {
-        name: _zeros_like(dy, w.shape, jnp.float32) for name, w in experts.items()
-    }
+    start = (
+        _zeros_like(dy, x.shape, x.dtype),
+        {name: _zeros_like(dy, w.shape, jnp.float32) for name, w in experts.items()},
+    )
     dx, gradients = _loop(step, blocks, start)
     return None, dx, tuple(gradients[name].astype(w.dtype) for name, w in experts.items())
 

@@ -214,9 +214,7 @@ def choice_probability(
     return jax.scipy.stats.norm.cdf((clean - threshold) / deviation)
 
 
-def drop_second_choice(
-    routing: Routing, uniform: Float[Array, " N"], threshold: float, experts: int
-) -> Routing:
+def drop_second_choice(routing: Routing, uniform: Float[Array, " N"], threshold: float, experts: int) -> Routing:
     """Keeps the second of two experts with a probability that grows with its gate.
 
     Args:
@@ -235,9 +233,7 @@ def drop_second_choice(
     return routing.kept(keeps.reshape(-1), experts)
 
 
-def route_by_expert(
-    logits: Float[Array, "B T E"], k: int, factor: float, real: Bool[Array, "B T"]
-) -> Routing:
+def route_by_expert(logits: Float[Array, "B T E"], k: int, factor: float, real: Bool[Array, "B T"]) -> Routing:
     """Expert choice: each expert takes the tokens of a sequence with the largest probabilities.
 
     An expert takes `ceil(k n factor / E)` of the n tokens of a sequence without padding, and at most n. A token may have any
@@ -323,7 +319,9 @@ def within_capacity(
     References: Lepikhin et al. 2020, "GShard", arXiv 2006.16668; Fedus et al. 2021, "Switch Transformers", arXiv 2101.03961.
     """
     count = groups.shape[0]
-    is_chosen = (routing.experts.reshape(-1, k)[:, :, None] == jnp.arange(experts)[None, None]).astype(jnp.int32)  # [N, k, E]
+    is_chosen = (routing.experts.reshape(-1, k)[:, :, None] == jnp.arange(experts)[None, None]).astype(
+        jnp.int32
+    )  # [N, k, E]
     most = min(int(k * length * factor / experts) + ROUNDED_UP, length)
     in_document = _places(is_chosen, groups, first_choices_first) < capacities(counts, k, factor, experts)[:, None]
     kept = jnp.where(in_document[:, :, None], is_chosen, 0)

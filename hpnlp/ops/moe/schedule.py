@@ -66,9 +66,7 @@ def block_sizes(assignments: int, experts: int) -> tuple[int, ...]:
     return (8,) if assignments >= 8 else (1,)
 
 
-def make_schedule(
-    expert_of_assignment: Int[Array, " A"], experts: int, limit: int, sizes: tuple[int, ...]
-) -> Schedule:
+def make_schedule(expert_of_assignment: Int[Array, " A"], experts: int, limit: int, sizes: tuple[int, ...]) -> Schedule:
     """Sorts assignments by expert, and divides their rows into blocks.
 
     Args:

@@ -38,7 +38,12 @@ def outputs_and_gradients(torch, block, x):
     ("name", "fields", "gates", "k"),
     [
         ("mixtral", {"num_local_experts": E, "intermediate_size": F}, moe.Gates("softmax_k"), 2),
-        ("qwen3_moe", {"num_experts": E, "moe_intermediate_size": F, "norm_topk_prob": True}, moe.Gates("softmax", True), 3),
+        (
+            "qwen3_moe",
+            {"num_experts": E, "moe_intermediate_size": F, "norm_topk_prob": True},
+            moe.Gates("softmax", True),
+            3,
+        ),
         ("olmoe", {"num_experts": E, "intermediate_size": F, "norm_topk_prob": False}, moe.Gates("softmax"), 3),
     ],
 )

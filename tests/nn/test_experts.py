@@ -1,0 +1,194 @@
+"""Layers of experts: what they share with other layers of a model, for every router."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hpnlp.nn.feed_forward import FEED_FORWARDS, build_feed_forward
+from hpnlp.nn.feed_forward.experts import ExpertLayer
+from hpnlp.ops import moe
+from hpnlp.parallel.remat import policy
+from hpnlp.types import InputError, MixerInputs
+from tests.contracts import assert_close, once
+
+B, T, D, F = 2, 14, 8, 6
+ROUTERS = sorted(name for name, entry in FEED_FORWARDS.items() if isinstance(entry, type))
+SPECS = (
+    *(f"{name}(4)" for name in ROUTERS),
+    "top_k(4,2,shared=1,shared_gate=True,capacity=1.0)",
+    "top_k(4,3,gates=sigmoid,normalize=True,kind=gelu)",
+    "bias_balanced(8,3,groups=4,kept_groups=2)",
+    "gshard(4,first_choices_first=True)",
+    "hash(4,2)",
+)
+# Routers whose layers are tested in the first tier: with a capacity, with a buffer, and with the choice of the expert.
+FIRST_TIER = ("switch(4)", "bias_balanced(4)", "expert_choice(4)")
+BY_TIER = [pytest.param(spec, marks=() if spec in FIRST_TIER else pytest.mark.slow) for spec in SPECS]
+MODES = [pytest.param(False, id="evaluation", marks=pytest.mark.slow), pytest.param(True, id="training")]
+RNG = np.random.default_rng(0)
+
+
+def inputs_of(x, segments, training=False, decoding=False):
+    return MixerInputs(
+        x=jnp.asarray(x),
+        segment_ids=jnp.asarray(segments, jnp.int32),
+        draws=jax.random.key(3),
+        ids=jnp.arange(x.shape[0] * x.shape[1], dtype=jnp.int32).reshape(x.shape[:2]),
+        tokens=jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32) * 7 % 19, x.shape[:2]),
+        deterministic=not training,
+        decoding=decoding,
+    )
+
+
+class Case:
+    """A layer with parameters that spread its tokens over experts, and its compiled functions."""
+
+    def __init__(self, spec, training):
+        self.layer = build_feed_forward(spec, hidden=F)
+        self.training = training
+        self.x = RNG.normal(size=(B, T, D)).astype(np.float32)
+        self.segments = np.array([[1] * 6 + [2] * 5 + [0] * 3, [1] * 14])
+        self.variables = self.layer.init(jax.random.key(0), inputs_of(self.x, self.segments))
+        self.variables = jax.tree.map(
+            lambda v: jnp.asarray(np.random.default_rng(v.size).normal(size=v.shape).astype(np.float32) / 2),
+            jax.tree.map(lambda box: box.unbox(), self.variables, is_leaf=lambda box: hasattr(box, "unbox")),
+        )
+
+    def __call__(self, x, segments, decoding=False):
+        inputs = inputs_of(x, segments, self.training, decoding)
+        return self.layer.apply(self.variables, inputs)
+
+    def values_and_gradients(self, xs):
+        """Outputs, statistics, and gradients of a weighted sum with the losses, for each x."""
+        weights = np.sin(np.arange(B * T * D)).reshape(B, T, D).astype(np.float32)
+
+        def total(params, x):
+            out = self.layer.apply(self.variables | {"params": params}, inputs_of(x, self.segments, self.training))
+            losses = self.layer.auxiliary_loss(out.statistics)
+            added = sum((value for name, value in losses.items() if name.endswith("_loss")), jnp.zeros(()))
+            real = self.segments[..., None] > 0
+            return jnp.sum(jnp.where(real, out.o * weights, 0.0)) + added, (out.o, out.statistics)
+
+        gradient = jax.value_and_grad(total, (0, 1), has_aux=True)
+        return once(lambda xs: [gradient(self.variables["params"], x) for x in xs], xs)
+
+
+@pytest.mark.parametrize("training", MODES)
+@pytest.mark.parametrize("spec", BY_TIER)
+def test_padding_changes_nothing_and_gets_nothing(spec, training):
+    case = Case(spec, training)
+    padding = (case.segments == 0)[..., None]
+    # Shared experts are an MLP of all tokens, in which NaN times a gradient of 0 is NaN.
+    other = np.where(padding, np.float32(9.0 if case.layer.shared else np.nan), case.x)
+    ((value, (y, sums)), gradients), ((_, (_, sums_of_other)), gradients_of_other) = case.values_and_gradients(
+        [case.x, other]
+    )
+    assert np.isfinite(value)
+    jax.tree.map(np.testing.assert_array_equal, (sums, gradients), (sums_of_other, gradients_of_other))
+    assert int(sums["tokens"]) == np.sum(case.segments > 0)
+    if not case.layer.shared:
+        np.testing.assert_array_equal(np.where(padding, y, 0.0), 0.0)
+    if training or "noisy" not in spec:
+        assert all(np.any(np.asarray(leaf) != 0) for leaf in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize("spec", BY_TIER)
+def test_traits_hold(spec):
+    case = Case(spec, False)
+    traits = case.layer.traits
+    changed = case.x.copy()
+    changed[:, 9:] = RNG.normal(size=changed[:, 9:].shape)
+    other_document = case.x.copy()
+    other_document[0, :6] = RNG.normal(size=(6, D))
+    whole = np.ones((B, T), np.int32)
+
+    def outputs(x, changed, other_document):
+        full, later, other = (case(x, case.segments).o for x in (x, changed, other_document))
+        prefix = case(x[:, :9], case.segments[:, :9]).o
+        return full, later, other, prefix, case(x, whole, True).o, case(x[:, :1], whole[:, :1], True).o
+
+    full, later, other, prefix, decoded, step = once(outputs, case.x, changed, other_document)
+    if traits.causal:
+        assert_close(later[1, :9], full[1, :9])
+    if traits.isolates_segments:
+        assert_close(other[0, 6:11], full[0, 6:11])
+    if traits.prefix_consistent and traits.causal:
+        assert_close(prefix, full[:, :9])
+    if traits.decodes:  # without drops
+        assert_close(step, decoded[:, :1])
+
+
+@pytest.mark.parametrize("spec", ["top_k(4)", "st_moe(4)", "noisy_top_k(4)"])
+def test_router_has_a_gradient_from_its_losses_alone(spec):
+    """Trap: losses that are computed and not added (transformers#44243)."""
+    case = Case(spec, True)
+
+    def loss(params):
+        out = case.layer.apply({"params": params}, inputs_of(case.x, case.segments, training=True))
+        losses = case.layer.auxiliary_loss(out.statistics)
+        return sum(value for name, value in losses.items() if name.endswith("_loss"))
+
+    gradients = once(jax.grad(loss), case.variables["params"])
+    assert np.abs(gradients["router"]).max() > 1e-6
+    assert all(not np.any(np.asarray(gradients[name])) for name in ("up", "down"))
+
+
+def test_recomputed_layers_make_the_choice_once():
+    """Trap: a recomputed router chooses otherwise (Automodel#2635): the choice is kept under every policy."""
+    case = Case("top_k(4)", False)
+
+    def loss(params):
+        return jnp.sum(case.layer.apply({"params": params}, inputs_of(case.x, case.segments)).o ** 2)
+
+    for text in ("full", "dots", "names(mixed)"):
+        recomputed = jax.checkpoint(loss, policy=policy(text))
+        jaxpr = str(jax.make_jaxpr(jax.grad(recomputed))(case.variables["params"]))
+        assert jaxpr.count("= top_k[") == 1, text
+
+
+def test_bias_moves_by_the_load_of_all_tokens():
+    case = Case("bias_balanced(4)", True)
+    sums = case(case.x, case.segments).statistics
+    assert int(sums["load"].sum()) == 2 * np.sum(case.segments > 0)
+    new = case.layer.advance({"bias": jnp.zeros(4)}, sums, jnp.int32(0), jax.random.key(0))["bias"]
+    assert_close(new, moe.moved_bias(jnp.zeros(4), sums["load"], 0.001))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("top_k(2,3)", "k=3 of 2 experts"),
+        ("top_k(4,0)", "k=0 of 4 experts"),
+        ("top_k(4,1)", "no gradient"),
+        ("top_k(4,1,gates=softmax,normalize=True)", "no gradient"),
+        ("top_k(4,capacity=0.5)", "capacity=0.5: expected at least 1"),
+        ("switch(4,2)", "uses 1 per token"),
+        ("switch(4,capacity=0.0)", "at least 1"),
+        ("switch(4,jitter=1.0)", "jitter=1.0"),
+        ("gshard(4,3)", "uses 2 per token"),
+        ("gshard(4,threshold=0.0)", "threshold=0.0"),
+        ("noisy_top_k(2,2)", "the noise decides nothing"),
+        ("bias_balanced(8,2,groups=3)", "does not divide 8 experts"),
+        ("bias_balanced(8,4,groups=4,kept_groups=1)", "have fewer experts"),
+        ("bias_balanced(8,rate=-1.0)", "rate=-1.0"),
+        ("base(4,2)", "uses 1 per token"),
+        ("top_k(4,kind=tanh)", "kind='tanh'"),
+        ("top_k(4,impl=loop)", "impl='loop'"),
+        ("top_k(4,shared=-1)", "shared=-1"),
+        ("top_k(4,shared_gate=True)", "has no effect without shared experts"),
+        ("top_k(4,balance=-0.1)", "at least 0"),
+    ],
+)
+def test_invalid_arguments_raise(spec, message):
+    with pytest.raises(InputError, match=message):
+        build_feed_forward(spec, hidden=F)
+
+
+def test_biases_of_experts_raise():
+    with pytest.raises(InputError, match=r"model\.mlp_bias=True"):
+        build_feed_forward("top_k(4)", hidden=F, use_bias=True)
+
+
+def test_every_router_is_an_expert_layer():
+    assert all(issubclass(FEED_FORWARDS[name], ExpertLayer) for name in ROUTERS) and len(ROUTERS) == 9
