@@ -46,6 +46,7 @@ def seed_words(rng: Array) -> UInt32[Array, "words"]:
     return data.reshape(-1)
 
 
+@array_op()
 def random_bits(seed: UInt32[Array, "words"], heads: Any, q: Any, k: Any) -> UInt32[Array, "..."]:
     """Random bits as a function of a key and three numbers.
 

@@ -444,7 +444,7 @@ def test_non_embedding_parameters_counts_matrices(fields):
         ({"head_dim": 5}, "head dimension is 5: make it even"),
         ({"position": "rotary"}, "model.position='rotary': expected"),
         ({"dropout": 1.0}, r"model.dropout=1.0: expected a probability in \[0, 1\)"),
-        ({"mlp": "swish"}, "unknown model.mlp 'swish': did you mean 'swiglu'"),
+        ({"mlp": "swigl"}, "unknown model.mlp 'swigl': did you mean 'swiglu'"),
         ({"norm": "layernorm"}, "unknown model.norm 'layernorm': did you mean 'layer'"),
         ({"mixer": "ful"}, "unknown mixer 'ful': did you mean 'full'"),
         ({"mixer": "full(0.1)"}, r"mixer 'full' takes .*soft_cap=None, scale=None.: too many positional"),

@@ -57,6 +57,7 @@ from tests.ops import (
     bucketed_and_low_rank_calls,
     distillation_calls,
     embeddings_calls,
+    moe_calls,
     rnn_calls,
     trees_calls,
     weights_calls,
@@ -290,6 +291,7 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
     "dropout.keep_mask": (
         (lambda s, h, q, k: dropout.keep_mask(s, h, q, k, 0.5), (KEY, ids(3, 1, 1), ids(1, 4, 1), ids(1, 1, 4))),
     ),
+    "dropout.random_bits": ((dropout.random_bits, (KEY, ids(3, 1, 1), ids(1, 4, 1), ids(1, 1, 4))),),
     "dynamic_quantization.quantize": (
         (lambda a: dynamic_quantization.quantize(a, signed=True), (H,)),
         (lambda a: dynamic_quantization.quantize(a, signed=False), (H,)),
@@ -497,7 +499,7 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
     "softmax.vmf.vmf_loss": ((lambda h, w, m: vmf.vmf_loss(h, w, weights=m), (H, x(N, D), WEIGHTS)),),
 }
 CALLS |= weights_calls.CALLS | distillation_calls.CALLS | rnn_calls.CALLS | trees_calls.CALLS
-CALLS |= embeddings_calls.CALLS | bags_calls.CALLS
+CALLS |= embeddings_calls.CALLS | bags_calls.CALLS | moe_calls.CALLS
 
 # Modules without public ops: the executor and kernels of `attend`, masks, blocks of logits of the losses, helpers.
 INTERNAL = {
@@ -515,6 +517,7 @@ INTERNAL = {
         for name in ("operands", "permuted", "scan", "schedule", "steps", "tile", "unrolled")
     ),
     "attention.selected_blocks.row_tiles",
+    *(f"moe.{name}" for name in ("dispatch", "grouped", "schedule")),
     *bucketed_and_low_rank_calls.INTERNAL,
     *rnn_calls.INTERNAL,
     *("array_op", "arrays", "counter_rng", "custom_vjp", "stacks"),

@@ -8,11 +8,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.counter_rng import mix
 from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.ops.moe.routing import ROUTING
 
 
+@array_op()
 def balanced_assignment(
     scores: Float[Array, "T E"], real: Bool[Array, " T"], tolerance: float = 1e-3
 ) -> Int[Array, " T"]:
@@ -72,6 +74,7 @@ def balanced_assignment(
     return checkpoint_name(lax.while_loop(unassigned, bid, start)[0], ROUTING)
 
 
+@array_op("N k", tokens="N")
 def hashed_experts(tokens: Int[Array, " N"], k: int, experts: int, seed: int = 0) -> Int[Array, "N k"]:
     """Experts from token ids: fixed pseudo-random numbers, the same for every occurrence of a word.
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from hpnlp.ops.array_op import array_op
 from hpnlp.ops.moe.routing import Routing
 
 Sums = Mapping[str, Array]
@@ -20,6 +21,7 @@ VECTORS = ("load", "importance")
 SUMS = ("tokens", "chosen", "assigned", "kept", *VECTORS, "square_lse", "entropy")
 
 
+@array_op()
 def routing_sums(
     logits: Float[Array, "N E"],
     scores: Float[Array, "N E"],
@@ -62,6 +64,7 @@ def routing_sums(
     }
 
 
+@array_op()
 def balance_loss(sums: Sums) -> Float[Array, ""]:
     """The product of each expert's share of choices and its mean score, summed over experts and multiplied by E.
 
@@ -78,6 +81,7 @@ def balance_loss(sums: Sums) -> Float[Array, ""]:
     return experts * jnp.sum(share * sums["importance"]) / jnp.maximum(sums["tokens"], 1.0)
 
 
+@array_op()
 def z_loss(sums: Sums) -> Float[Array, ""]:
     """Mean square of the logsumexp of a token's router logits.
 
@@ -92,6 +96,7 @@ def z_loss(sums: Sums) -> Float[Array, ""]:
     return sums["square_lse"] / jnp.maximum(sums["tokens"], 1.0)
 
 
+@array_op()
 def squared_variation(values: Float[Array, " E"]) -> Float[Array, ""]:
     """The squared coefficient of variation: variance over squared mean.
 
@@ -106,6 +111,7 @@ def squared_variation(values: Float[Array, " E"]) -> Float[Array, ""]:
     return jnp.var(values) / (jnp.mean(values) ** 2 + 1e-10)
 
 
+@array_op()
 def moved_bias(bias: Float[Array, " E"], load: Float[Array, " E"], rate: float) -> Float[Array, " E"]:
     """Raises the bias of experts with less than the mean load, and lowers that of the others, by a fixed rate.
 
@@ -125,6 +131,7 @@ def moved_bias(bias: Float[Array, " E"], load: Float[Array, " E"], rate: float) 
     return bias + rate * (change - jnp.mean(change))
 
 
+@array_op()
 def load_metrics(sums: Sums) -> dict[str, Array]:
     """Metrics of the balance of one layer.
 

@@ -46,7 +46,7 @@ def expert_mlp(
     if impl not in IMPLEMENTATIONS:
         raise InputError(f"impl={impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
     count = experts["up"].shape[0]
-    impl = implementation(impl, routing, x.shape[0])
+    impl = _implementation(impl, routing, x.shape[0])
     if impl == "batched":
         schedule = equal_schedule(routing.experts, count, routing.most)
     else:
@@ -57,7 +57,7 @@ def expert_mlp(
     return tokens_of_rows(rows, routing, schedule.row, x.shape[0])
 
 
-def implementation(impl: str, routing: Routing, tokens: int) -> str:
+def _implementation(impl: str, routing: Routing, tokens: int) -> str:
     """The implementation that `impl="auto"` stands for.
 
     Args:
@@ -74,6 +74,7 @@ def implementation(impl: str, routing: Routing, tokens: int) -> str:
     return by_backend.get(jax.default_backend(), "batched" if routing.most < tokens else "ragged")
 
 
+@array_op("N D", x="N D")
 def reference_expert_mlp(
     x: Float[Array, "N D"], routing: Routing, experts: Experts, activation: Activation
 ) -> Float[Array, "N D"]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from hpnlp.ops.array_op import array_op
 from hpnlp.types import InputError
 
 ROUTING = "routing"  # name of the choice of experts for `jax.checkpoint` policies
@@ -87,6 +88,7 @@ class Routing:
         )
 
 
+@array_op()
 def route(
     logits: Float[Array, "N E"],
     k: int,
@@ -136,6 +138,7 @@ def route(
     return routing.kept(jnp.repeat(real, k), experts)
 
 
+@array_op("N E", logits="N E")
 def token_scores(logits: Float[Array, "N E"], gates: Gates) -> Float[Array, "N E"]:
     """Scores of all experts before the choice.
 
@@ -149,6 +152,7 @@ def token_scores(logits: Float[Array, "N E"], gates: Gates) -> Float[Array, "N E
     return jax.nn.sigmoid(logits) if gates.score == "sigmoid" else jax.nn.softmax(logits, axis=1)
 
 
+@array_op("N E", logits="N E")
 def normalized_scores(logits: Float[Array, "N E"], gates: Gates) -> Float[Array, "N E"]:
     """Scores of all experts divided by their sum, for balance losses.
 
@@ -173,6 +177,7 @@ def _in_best_groups(scores: jax.Array, groups: int, kept: int) -> jax.Array:
     return jnp.where(is_best[:, :, None], by_group, -jnp.inf).reshape(scores.shape)
 
 
+@array_op("N E", clean="N E")
 def noisy_logits(
     clean: Float[Array, "N E"], spread: Float[Array, "N E"], noise: Float[Array, "N E"]
 ) -> tuple[Float[Array, "N E"], Float[Array, "N E"]]:
@@ -192,6 +197,7 @@ def noisy_logits(
     return clean + noise * deviation, deviation
 
 
+@array_op("N E", clean="N E")
 def choice_probability(
     clean: Float[Array, "N E"], noisy: Float[Array, "N E"], deviation: Float[Array, "N E"], k: int
 ) -> Float[Array, "N E"]:
@@ -214,6 +220,7 @@ def choice_probability(
     return jax.scipy.stats.norm.cdf((clean - threshold) / deviation)
 
 
+@array_op()
 def drop_second_choice(routing: Routing, uniform: Float[Array, " N"], threshold: float, experts: int) -> Routing:
     """Keeps the second of two experts with a probability that grows with its gate.
 
@@ -233,6 +240,7 @@ def drop_second_choice(routing: Routing, uniform: Float[Array, " N"], threshold:
     return routing.kept(keeps.reshape(-1), experts)
 
 
+@array_op()
 def route_by_expert(logits: Float[Array, "B T E"], k: int, factor: float, real: Bool[Array, "B T"]) -> Routing:
     """Expert choice: each expert takes the tokens of a sequence with the largest probabilities.
 
@@ -257,7 +265,7 @@ def route_by_expert(logits: Float[Array, "B T E"], k: int, factor: float, real: 
     tokens = checkpoint_name(jax.lax.top_k(jax.lax.stop_gradient(ranked), most)[1], ROUTING)  # [B, E, C]
     gates = jnp.take_along_axis(ranked, tokens, axis=2)
     counts = jnp.sum(real, axis=1)
-    taken = jnp.minimum(capacities(counts, k, factor, experts), counts)
+    taken = jnp.minimum(_capacities(counts, k, factor, experts), counts)
     keep = jnp.broadcast_to(jnp.arange(most)[None, None] < taken[:, None, None], gates.shape)
     tokens = tokens + jnp.arange(batch, dtype=jnp.int32)[:, None, None] * length
     chosen = jnp.broadcast_to(jnp.arange(experts, dtype=jnp.int32)[None, :, None], gates.shape)
@@ -266,7 +274,7 @@ def route_by_expert(logits: Float[Array, "B T E"], k: int, factor: float, real: 
     return routing.kept(keep.reshape(-1), experts)
 
 
-def capacities(counts: Int[Array, " G"], k: int, factor: float, experts: int) -> Int[Array, " G"]:
+def _capacities(counts: Int[Array, " G"], k: int, factor: float, experts: int) -> Int[Array, " G"]:
     """Number of assignments that an expert takes in each group of tokens.
 
     Args:
@@ -285,6 +293,7 @@ def capacities(counts: Int[Array, " G"], k: int, factor: float, experts: int) ->
 ROUNDED_UP = 8
 
 
+@array_op()
 def within_capacity(
     routing: Routing,
     groups: Int[Array, " N"],
@@ -323,7 +332,7 @@ def within_capacity(
         jnp.int32
     )  # [N, k, E]
     most = min(int(k * length * factor / experts) + ROUNDED_UP, length)
-    in_document = _places(is_chosen, groups, first_choices_first) < capacities(counts, k, factor, experts)[:, None]
+    in_document = _places(is_chosen, groups, first_choices_first) < _capacities(counts, k, factor, experts)[:, None]
     kept = jnp.where(in_document[:, :, None], is_chosen, 0)
     sequences = jnp.arange(count, dtype=jnp.int32) // length
     keep = in_document & (_places(kept, sequences, first_choices_first) < most)

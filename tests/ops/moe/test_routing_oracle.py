@@ -8,6 +8,8 @@ import pytest
 from hpnlp.ops import moe
 from tests.contracts import assert_close, once
 
+pytestmark = pytest.mark.oracle
+
 N, D, F, E = 40, 16, 24, 8
 
 
@@ -33,7 +35,6 @@ def outputs_and_gradients(torch, block, x):
     return y.detach().numpy()[0], inputs.grad.numpy()[0], block.gate.weight.grad.numpy().T
 
 
-@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("name", "fields", "gates", "k"),
     [
@@ -70,7 +71,6 @@ def test_layers_with_weights_of_transformers_match(name, fields, gates, k):
         assert_close(actual, value)
 
 
-@pytest.mark.oracle
 def test_bias_balanced_groups_match_deepseek():
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     module = transformers.models.deepseek_v3.modeling_deepseek_v3
@@ -98,7 +98,6 @@ def test_bias_balanced_groups_match_deepseek():
     assert_close(d_router, router_gradient)
 
 
-@pytest.mark.oracle
 @pytest.mark.parametrize("capacity", [1, 2, 5, 64])
 def test_switch_with_capacity_matches_transformers(capacity):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
@@ -126,7 +125,6 @@ def test_switch_with_capacity_matches_transformers(capacity):
     assert_close(moe.expert_mlp(x, routing, stack, jax.nn.relu), expected)
 
 
-@pytest.mark.oracle
 def test_balance_loss_of_one_layer_matches_transformers():
     """transformers does not divide by k, so that its balanced loss is k; several layers are pooled there."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
