@@ -116,7 +116,7 @@ class TrainedModel:
         if method not in self._functions:
             self._functions[method] = jax.jit(functools.partial(self.model.apply, method=method))
         outputs = self._functions[method](self._weights, {name: batch[name] for name in self._inputs})
-        return jax.device_get(outputs)
+        return jax.tree.map(np.asarray, outputs)  # 0.3 ms faster than jax.device_get, on a CPU
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

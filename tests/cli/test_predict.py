@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import hpnlp
+from hpnlp.jobs import predictor
 from hpnlp.training import config as configs
 from hpnlp.training import loop
 from hpnlp.types import InputError
@@ -92,6 +93,13 @@ def test_predictions_do_not_depend_on_the_batch(classifier):
     assert vectors.shape == (5, 16) and vectors.dtype == np.float32
     np.testing.assert_allclose(vectors[3:4], model.encode(texts[3:4]), atol=1e-5)
     assert model.predict([]) == [] and len(model.encode([])) == 0
+
+
+def test_padding_is_at_most_a_quarter_of_a_text():
+    widths = [predictor.width_for(length, 2048) for length in range(1, 257)]
+    assert all(width >= length for length, width in enumerate(widths, 1)) and len(set(widths)) == 16
+    assert all(4 * (width - length) <= length for length, width in enumerate(widths, 1) if length > 28)
+    assert predictor.width_for(300, 2048) == 512 and predictor.width_for(33, 34) == 34
 
 
 def test_language_models_generate(language_model):
