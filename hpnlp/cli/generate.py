@@ -185,10 +185,12 @@ def _read_prompts(name: str) -> list[str]:
         raise _prompt_file_error(name, "it is UTF-16", "convert it, for example with iconv -f UTF-16 -t UTF-8")
     if 0 in data:
         raise _prompt_file_error(name, f"byte {data.index(0)} is zero, as in binary files and UTF-16")
+    from hpnlp.data.files import not_utf8_byte
+
     try:
         lines = data.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
-        raise _prompt_file_error(name, f"byte {error.start} is not UTF-8") from error
+        raise _prompt_file_error(name, not_utf8_byte(error)) from error
     prompts = [line for line in (line.removesuffix("\r") for line in lines) if line]
     if not prompts:
         raise _prompt_file_error(name, "it holds no prompt", "write one per line")

@@ -186,15 +186,15 @@ def _with_fields(kind: Kind, names: Sequence[str]) -> Kind:
 
 def _text_lines(stream: Any, name: str) -> Iterator[str]:
     """Lines of UTF-8 text without their ends, without empty ones."""
+    from hpnlp.data.files import not_utf8_byte
+
     for number, line in enumerate(stream, 1):
         if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             raise InputError(f"{name} is UTF-16: convert it, for example with iconv -f UTF-16 -t UTF-8")
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            raise InputError(
-                f"{name}, line {number}: byte {error.start} is not UTF-8: use a file of UTF-8 text"
-            ) from error
+            raise InputError(f"{name}, line {number}: {not_utf8_byte(error)}: use a file of UTF-8 text") from error
         if text:
             yield text
 

@@ -57,8 +57,8 @@ class NotTextError(InputError):
     def __init__(self, offset: int, byte: int, where: str = ""):
         skip = ", pass data.skip_bad_lines=True to leave such lines out," if where else ","
         super().__init__(
-            f"{where or 'the text'}: byte {offset} (0x{byte:02x}) is not UTF-8, which this tokenizer needs: convert it to "
-            f"UTF-8{skip} or pass data.tokenizer=bytes"
+            f"{where or 'the text'}: byte {offset} (0x{byte:02x}) is not UTF-8, which this tokenizer needs, {files.CONVERT}: "
+            f"convert it{skip} or pass data.tokenizer=bytes"
         )
         self.offset = offset
         self.byte = byte

@@ -27,6 +27,8 @@ _BOMS = (
     (codecs.BOM_UTF16_LE, "UTF-16"),
     (codecs.BOM_UTF16_BE, "UTF-16"),
 )
+# The fix of bytes that are not UTF-8. Most of them are of Western European text, in Latin-1 or Windows' superset of it.
+CONVERT = "to be converted by iconv -f CP1252 -t UTF-8 FILE > NEW_FILE, if it is Latin-1 or of Windows"
 # Share of two-byte pairs with a NUL on the same side from which a file counts as UTF-16: most characters are then Latin.
 _UTF16_NUL_SHARE = 0.8
 
@@ -200,6 +202,18 @@ def _is_text(head: bytes, encoding: str) -> bool:
     except UnicodeDecodeError:
         return False
     return not any(c < " " and not c.isspace() for c in text)
+
+
+def not_utf8_byte(error: UnicodeDecodeError) -> str:
+    """Describes the first byte of a text that is not UTF-8.
+
+    Args:
+      error: The error of decoding the text.
+
+    Returns:
+      Part of a message, with the byte, its place and the command that converts the file.
+    """
+    return f"not UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start}), {CONVERT}"
 
 
 def not_utf8(path: str, encoding: str) -> InputError:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from hpnlp.data.files import printable
+from hpnlp.data.files import CONVERT, not_utf8_byte, printable
 from hpnlp.types import InputError
 
 # Called with the place of a bad record and its error: raises the error, or counts the record and returns.
@@ -100,6 +100,9 @@ def line_objects(
             continue
         try:
             value = json.loads(line)
+        except UnicodeDecodeError as error:
+            report_bad(where, InputError(f"{where}: {not_utf8_byte(error)}: {SKIP}"))
+            continue
         except (ValueError, RecursionError) as error:
             report_bad(where, InputError(f"{where}: not JSON ({error}): {SKIP}"))
             continue
@@ -266,7 +269,8 @@ class ArrayReader:
         try:
             decoded = self._decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
-            raise self._error(f"{error.reason} near byte {self._bytes_read + error.start}, not UTF-8") from error
+            fault = f"{error.reason} near byte {self._bytes_read + error.start}, not UTF-8, {CONVERT}"
+            raise self._error(fault) from error
         self._text = self._text[self._position :] + decoded
         self._position = 0
         self._bytes_read += len(data)

@@ -379,7 +379,10 @@ def files(tmp_path, trained):
         ("generate --workdir={run} --prompt_file=/dev/zero", "/dev/zero: it holds more than 64 MiB"),
         ("generate --workdir={run} --prompt_file={utf16}", "utf16: it is UTF-16: convert it, for example with iconv"),
         ("generate --workdir={run} --prompt_file={wide}", "wide: byte 1 is zero, as in binary files and UTF-16"),
-        ("generate --workdir={run} --prompt_file={latin}", "latin: byte 3 is not UTF-8"),
+        (
+            "generate --workdir={run} --prompt_file={latin}",
+            "latin: not UTF-8 (byte 0xe9 at 3), to be converted by iconv",
+        ),
         (
             "plan --config={config} --devices=4096 --depth=compiled",
             "simulates at most 2048 devices on a CPU: use fewer",

@@ -122,7 +122,10 @@ ERRORS = {
     "too many fields": (["RUN", "--file=DIR/other.csv", "--fields=a,b"], "expected 1, in place of review"),
     "a bad record": (["RUN", "--file=DIR/bad.jsonl"], "bad.jsonl, line 2.*--skip_bad_lines"),
     "UTF-16": (["RUN", "--file=DIR/wide.txt"], "is UTF-16"),
-    "not UTF-8": (["RUN", "--file=DIR/latin.txt"], "line 1: byte 0 is not UTF-8"),
+    "not UTF-8": (
+        ["RUN", "--file=DIR/latin.txt"],
+        r"line 1: not UTF-8 \(byte 0xe9 at 0\), to be converted by iconv -f CP1252",
+    ),
     "an unknown suffix": (["RUN", "a", "--out=DIR/x.txt"], "expected a file .csv or .jsonl"),
     "formats that differ": (["RUN", "a", "--out=DIR/x.csv", "--format=jsonl"], "the suffix names another format"),
     "no directory": (["RUN", "a", "--out=DIR/absent/x.csv"], "expected a file in a directory that exists"),

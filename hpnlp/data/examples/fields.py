@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from hpnlp.data import files
+
 
 class FieldError(ValueError):
     """The value of a field is invalid; the message lacks the field and the place of the record."""
@@ -45,7 +47,11 @@ def text(value: Any) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, or a byte that `surrogateescape` has kept
-        raise FieldError(f"is not UTF-8 (at character {error.start})") from error
+        code = ord(value[error.start])
+        if not 0xDC80 <= code <= 0xDCFF:
+            raise FieldError(f"is not UTF-8 (half a surrogate pair at character {error.start})") from error
+        byte = f"byte 0x{code - 0xDC00:02x} at character {error.start}"
+        raise FieldError(f"is not UTF-8 ({byte}), {files.CONVERT}") from error
     return value
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from hpnlp.data import sources
 from hpnlp.data.examples import generated
 from hpnlp.data.examples.config import ClassificationConfig
-from hpnlp.data.examples.rows import FORMATS, read_columns
+from hpnlp.data.examples.rows import FORMATS, NO_HEADER, read_columns
 from hpnlp.types import InputError
 
 TEXT_NAMES = ("text", "sentence", "review", "content", "body", "message", "comment", "document", "title", "question")
@@ -26,6 +26,9 @@ def guessed_fields(config: ClassificationConfig) -> dict[str, str]:
     Returns:
       The fields text_field and label_field of the config with the names of columns; empty where the columns of the config are
       there, or others cannot be told apart.
+
+    Raises:
+      InputError: The column of the labels has the name of a label, so that the first line is a record.
     """
     records = _first_records(config.path)
     names = list(records[0]) if records else []
@@ -34,6 +37,11 @@ def guessed_fields(config: ClassificationConfig) -> dict[str, str]:
     text, label = _named(names, TEXT_NAMES), _named(names, LABEL_NAMES)
     if len(names) == 2 and text is None and label is None:
         label = _repeated(names, records)
+        if label is not None and any(str(record.get(label)) == label for record in records):
+            raise InputError(
+                f"data.path={config.path!r}: the first line has {label!r}, which is a label of other lines, in place of the "
+                f"name of a column: {NO_HEADER}"
+            )
     if len(names) == 2 and text is None and label is not None:
         text = names[1 - names.index(label)]
     elif len(names) == 2 and text is not None and label is None:

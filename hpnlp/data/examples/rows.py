@@ -24,7 +24,11 @@ from hpnlp.types import InputError
 # (index of a record in its file, place for error messages, name of a field -> value)
 _Values = tuple[int, str, dict[str, Any]]
 
+_SEPARATORS = ",\t;"  # of the cells of CSV, of which the first one in the first line is taken
 _MAX_FIELD = 1 << 28  # bytes of a field of CSV; longer fields are refused, as longer lines of JSON are
+
+
+NO_HEADER = "write a line with the names of the columns before the first record, such as text,label"
 
 
 class Row(NamedTuple):
@@ -202,9 +206,9 @@ def _names(columns: Sequence[Column]) -> str:
 
 
 def _csv(stream: CountedLines, path: str, columns: Sequence[Column], report_bad: ReportBad) -> Iterator[_Values]:
-    """Records of comma-separated values (RFC 4180); of tab-separated values where the first line has tabs and no comma."""
-    first = stream.peek()[: files.SNIFF].partition(b"\n")[0]
-    delimiter = "\t" if b"\t" in first and b"," not in first else ","
+    """Records of comma-separated values (RFC 4180); separated by tabs or semicolons where the first line has no comma."""
+    first = stream.peek()[: files.SNIFF].partition(b"\n")[0].decode("utf-8", "replace")
+    delimiter = next((mark for mark in _SEPARATORS if mark in first), ",")
     hint = f'quote cells with a {delimiter!r} or "'
     yield from _cells(stream, path, columns, report_bad, hint, delimiter=delimiter)
 
@@ -239,7 +243,10 @@ def _cells(
             continue
         if header is None:
             header = cells
-            _check_header(header, columns, where)
+            try:
+                _check_header(header, columns, where)
+            except InputError as error:
+                raise InputError(f"{error}; if this line is a record, {NO_HEADER}") from error
         elif cells:
             if len(cells) == len(header):
                 yield number, where, dict(zip(header, cells, strict=True))

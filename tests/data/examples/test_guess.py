@@ -6,6 +6,7 @@ import pytest
 
 from hpnlp.data.examples import ClassificationConfig
 from hpnlp.data.examples.guess import guessed_fields
+from hpnlp.types import InputError
 
 TEXTS = ["a good film", "a bad film", "no film at all", "the best one"]
 
@@ -40,6 +41,17 @@ def test_columns_are_guessed_where_they_can_be_told_apart(tmp_path, name, header
     write(tmp_path / name, header, *columns)
     for path in (tmp_path / name, tmp_path):
         assert guessed_fields(ClassificationConfig(path=str(path))) == expected
+
+
+def test_tables_without_a_line_of_names_raise(tmp_path):
+    for name, mark in (("a.csv", ","), ("a.tsv", "\t"), ("b.csv", ";")):
+        lines = [f"{text}{mark}{label}\n" for text, label in zip(TEXTS * 2, "yyny" * 2, strict=True)]
+        (tmp_path / name).write_text("".join(lines))
+        message = (
+            "the first line has 'y', which is a label of other lines, .*: write a line with the names of the columns"
+        )
+        with pytest.raises(InputError, match=message):
+            guessed_fields(ClassificationConfig(path=str(tmp_path / name)))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\n", b'"a,b\n', b"a,b\n1\n"])

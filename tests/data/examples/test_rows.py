@@ -87,11 +87,11 @@ BAD = {
     "not JSON": ("a.jsonl", GOOD + "{", {}, "a.jsonl, line 2: not JSON"),
     "not an object": ("a.jsonl", "[]", {}, "a.jsonl, line 1: expected a JSON object with fields 'text', 'label': mend"),
     "array of strings": ("a.json", '["t"]', {}, "a.json, record 1: a str, expected an object with fields 'text', 'label'"),
-    "JSON is not UTF-8": ("a.jsonl", GOOD.encode() + b'{"text": "\xff", "label": 1}', {}, "a.jsonl, line 2: not JSON ('utf-8' codec can't decode byte 0xff"),  # noqa: E501
-    "CSV is not UTF-8": ("a.csv", b"text,label\na,x\n\xe9,x\n", {}, "a.csv, line 3: field 'text' is not UTF-8 (at character 0): mend"),  # noqa: E501
-    "half a surrogate pair": ("a.jsonl", r'{"text": "ab\ud800", "label": 1}', {}, "a.jsonl, line 1: field 'text' is not UTF-8 (at character 2)"),  # noqa: E501
+    "JSON is not UTF-8": ("a.jsonl", GOOD.encode() + b'{"text": "\xff", "label": 1}', {}, "a.jsonl, line 2: not UTF-8 (byte 0xff at 10), to be converted by iconv -f CP1252"),  # noqa: E501
+    "CSV is not UTF-8": ("a.csv", b"text,label\na,x\n\xe9,x\n", {}, "a.csv, line 3: field 'text' is not UTF-8 (byte 0xe9 at character 0), to be converted by iconv -f CP1252 -t UTF-8 FILE"),  # noqa: E501
+    "half a surrogate pair": ("a.jsonl", r'{"text": "ab\ud800", "label": 1}', {}, "a.jsonl, line 1: field 'text' is not UTF-8 (half a surrogate pair at character 2): mend"),  # noqa: E501
     "UTF-16": ("a.csv", "text,label\nabc,x\n".encode("utf-16"), {}, "a.csv' is UTF-16, not UTF-8: convert it by: iconv"),
-    "CSV without the column": ("a.csv", "text,class\na,x\n", {}, "a.csv, line 1: no field 'label', the fields are 'text', 'class': pass data.label_field=NAME"),  # noqa: E501
+    "CSV without the column": ("a.csv", "text,class\na,x\n", {}, "a.csv, line 1: no field 'label', the fields are 'text', 'class': pass data.label_field=NAME with one of them; if this line is a record, write a line with the names"),  # noqa: E501
     "CSV with a column twice": ("a.csv", "text,label,label\na,x,x\n", {}, "a.csv, line 1: has more than one column 'label'"),
     "CSV with a missing cell": ("a.csv", 'text,label\n"a\nb",x\nc\n', {}, "a.csv, line 4: 1 cells, expected 2 as in the first line"),  # noqa: E501
     "CSV with an open quote": ("a.csv", 'text,label\na,x\n"b,x\n', {}, "a.csv, line 3: not CSV (unexpected end of data)"),
@@ -245,3 +245,16 @@ def test_damaged_files_raise_input_errors_only(tmp_path_factory, content):
             read(root / f"a{extension}")
         except InputError as error:
             assert len(str(error).splitlines()) == 1
+
+
+def test_cells_may_be_separated_by_semicolons(tmp_path):
+    for name, lines in (
+        ("a.csv", ["text;label", '"a; b";x', "c, d;y"]),
+        ("b.csv", ["text\tlabel", "a; b\tx", "c, d\ty"]),
+        ("c.csv", ["text,label;", "a; b,x", '"c, d",y']),
+    ):
+        (tmp_path / name).write_text("\n".join(lines))
+        options = {"label_field": "label;"} if name == "c.csv" else {}
+        rows, _ = read(tmp_path / name, **options)
+        assert [row.values["text_field"] for row in rows] == ["a; b", "c, d"]
+        assert [row.values["label_field"] for row in rows] == ["x", "y"]

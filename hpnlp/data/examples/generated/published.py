@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data import files as reading
-from hpnlp.data.files import printable, unreadable
+from hpnlp.data.files import not_utf8_byte, printable, unreadable
 from hpnlp.data.pixels import to_text
 from hpnlp.data.sources import File
 from hpnlp.types import InputError
@@ -181,4 +181,4 @@ def _decoded(content: bytes, where: str) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise InputError(f"{where}: not UTF-8 (at byte {error.start}): convert the file") from error
+        raise InputError(f"{where}: {not_utf8_byte(error)}: convert it") from error
