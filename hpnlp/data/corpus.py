@@ -116,6 +116,11 @@ class Corpus:
                 f"data.heldout={config.heldout} takes {100 * share:.0f} % from training, because documents are taken whole: "
                 "add text, or pass data.heldout_path=PATH with other text"
             )
+        if not config.heldout_path and self.heldout_documents == 1:
+            yield (
+                "scores on a single document may differ from those on others: raise data.heldout, or pass "
+                "data.heldout_path=PATH with other text"
+            )
         if self.is_cached:
             yield f"tokens read from the cache, {printable(self.directory)}"
         if record.get("lines", {}).get("files"):  # absent from caches of early versions

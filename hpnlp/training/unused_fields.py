@@ -267,6 +267,18 @@ def _below_length(config: Config, limit: str, length: str) -> str:
     )
 
 
+def _recorded_only(config: Config) -> str:
+    model, tokens = config.model, config.data.seq_len
+    if not isinstance(model, BackboneConfig) or model.position == "learned" or model.max_len <= tokens:
+        return ""
+    if model.fixed_length():
+        return ""
+    return (
+        f"model.position={model.position!r} has no longest sequence; a converted checkpoint records it: leave it out for "
+        f"data.seq_len={tokens}"
+    )
+
+
 def _no_dropout(config: Config) -> str:
     model = config.model
     if not isinstance(model, StackConfig) or model.input_dropout or model.layer_dropout or model.output_dropout:
@@ -335,6 +347,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Config], str]], ...] = (
 # As RULES, for fields that members of a sweep have in common: they are printed only.
 COMMON: tuple[tuple[tuple[str, ...], Callable[[Config], str]], ...] = (
     (("distill.losses",), _no_teacher),
+    (("model.max_len",), _recorded_only),
     (ROPE_FIELDS, _no_rotated_heads),
     (("model.heads", "model.kv_heads", "model.head_dim"), _no_projections),
     (tuple(f"model.{name}" for name in LAYER_FIELDS), _no_layers),

@@ -226,9 +226,10 @@ def test_summary_states_the_heldout_share(stories, tmp_path):
     (tmp_path / "a.jsonl").write_text(rows)
     summary = prepare(config(tmp_path / "a.jsonl", heldout=0.02)).summary
     assert "data.heldout=0.02 takes 25 % from training, because documents are taken whole" in summary
+    assert "scores on a single document may differ from those on others: raise data.heldout" in summary
     (tmp_path / "b.jsonl").write_text(rows)
     scored = prepare(config(tmp_path / "a.jsonl", heldout_path=str(tmp_path / "b.jsonl"))).summary
-    assert "% of all" not in scored and "takes" not in scored
+    assert "% of all" not in scored and "takes" not in scored and "single document" not in scored
 
 
 def streams(batches) -> dict[str, np.ndarray]:

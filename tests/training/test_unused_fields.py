@@ -192,6 +192,11 @@ def test_optimizers_of_users_read_their_fields(monkeypatch):
             "model.heads=8 has no effect, because model.mixer='fnet' has no heads",
         ),
         (
+            {"task": "classification", "model.max_len": 512},
+            "model.max_len=512 has no effect, because model.position='rope' has no longest sequence; a converted checkpoint "
+            "records it: leave it out for data.seq_len=256",
+        ),
+        (
             {"task": "classification", "model.layers": 0, "model.mlp": "gelu"},
             "model.mlp='gelu' has no effect, because model.layers=0 leaves no layers",
         ),
@@ -205,6 +210,9 @@ def test_common_fields_of_sweeps_are_printed(fields, line, paths):
     config = make(fields, paths)
     unused_fields.check(config)
     assert unused_fields.remarks(config) == [line]
+    if "model.max_len" in fields:
+        assert not unused_fields.remarks(make({**fields, "model.max_len": 256}, paths))
+        assert not unused_fields.remarks(make({**fields, "model.position": "learned"}, paths))
 
 
 def test_runs_do_not_go_back(tmp_path):
