@@ -49,7 +49,10 @@ def run(argv: Sequence[str]) -> None:
     from hpnlp.training import config as configs
     from hpnlp.training.metrics import reading_progress
 
-    values = experiment.read(path, overrides)
+    # Data with faults have no lengths; those of valid data are among the figures.
+    with_numbers = [override for override in overrides if override != experiment.AUTO]
+    values = experiment.read(path, with_numbers)
+    experiment.check_data_is_named(cli.FLAGS.config, overrides)
     data = configs.resolve(values).data
     progress = reading_progress()
     if isinstance(data, ExampleConfig):

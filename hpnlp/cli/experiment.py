@@ -25,6 +25,7 @@ from hpnlp.spec import lookup
 from hpnlp.types import InputError
 
 EXAMPLE = "lm/bytes"
+AUTO = "--config.data.seq_len=auto"  # the length of the training texts, which `read` replaces by a number
 # Flag -> the files that it takes, for error messages.
 _EXPECTED = {
     "config": f"an experiment file, or an experiment of the package, for example {EXAMPLE}; hpnlp train --help lists them",
@@ -195,7 +196,7 @@ def read(path: str, overrides: Sequence[str] = ()) -> Any:
     Args:
       path: Path of the file or name of an experiment of the package, or "FILE:ARGUMENT" with an argument of its get_config();
         "" for the defaults of the task that the overrides name.
-      overrides: Flags that set fields of the config, from `split`.
+      overrides: Flags that set fields of the config, from `split`. The last data.seq_len may be AUTO.
 
     Returns:
       A `ConfigDict`.
@@ -203,6 +204,13 @@ def read(path: str, overrides: Sequence[str] = ()) -> Any:
     Raises:
       InputError: The file, its config or an override is invalid.
     """
+    lengths = [override for override in overrides if _field(override) == "data.seq_len"]
+    values = _read(path, [override for override in overrides if override != AUTO])
+    return _with_length(values) if lengths[-1:] == [AUTO] else values
+
+
+def _read(path: str, overrides: Sequence[str]) -> Any:
+    """As `read`, with numbers for all fields that are numbers."""
     if not path:
         from hpnlp.training.config import default
 
@@ -235,6 +243,31 @@ def _with_columns(values: ConfigDict) -> ConfigDict:
     return values
 
 
+def _with_length(values: ConfigDict) -> ConfigDict:
+    """The config with the length of its training texts as data.seq_len, at most the one that it has."""
+    from hpnlp.data.examples import ExampleConfig, prepare_examples
+    from hpnlp.training import warm_start
+    from hpnlp.training.config import resolve
+    from hpnlp.training.metrics import reading_progress
+
+    config = resolve(values)
+    if not isinstance(config.data, ExampleConfig):
+        raise InputError(
+            f"data.seq_len=auto: sequences of task={config.task!r} are filled with text of any length: pass a number of tokens"
+        )
+    first = warm_start.find(config.train.init_from).vocabulary if config.train.init_from else None
+    known = (first.labels, first.tokenizer) if first else (None, None)
+    examples = prepare_examples(config.data, *known, reading_progress())
+    length, share = examples.fitting_length()
+    for line in examples.remarks:
+        _note(line)
+    limit = "; auto takes at most the number of the experiment" if length == config.data.seq_len else ""
+    _note(f"data.seq_len={length} holds {100 * share:.5g} % of the training sequences{limit}")
+    data: Any = values.data
+    data.seq_len = length
+    return values
+
+
 @functools.cache
 def _note(line: str) -> None:
     """Prints a line to stderr, once."""
@@ -264,6 +297,24 @@ def start(config: str | None, overrides: Sequence[str]) -> str:
             f"{', '.join(tasks.TASKS)}"
         )
     return named_experiments.STARTS.get(tasks.find(task).name, "")
+
+
+def check_data_is_named(config: str | None, overrides: Sequence[str]) -> None:
+    """Checks that the user has named the data, or an experiment with data.
+
+    Args:
+      config: As for `start`.
+      overrides: As for `start`.
+
+    Raises:
+      InputError: Only a task is named, whose experiment to start from has data of its own.
+    """
+    name = named_experiments.STARTS.get(task_of(overrides))
+    if not config and name and "data.path" not in fields_of(overrides):
+        raise InputError(
+            f"--task={task_of(overrides)} names no data: add --data.path=FILE, or pass --config={name} in its place, for the "
+            "data of that experiment"
+        )
 
 
 def fields_of(overrides: Sequence[str]) -> set[str]:

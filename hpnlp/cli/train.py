@@ -75,6 +75,7 @@ def run(argv: Sequence[str]) -> None:
     arguments = cli.parse(argv, USAGE + (_help(argv, overrides) if "--help" in argv else ""), positional=True)
     path = experiment.start(cli.FLAGS.config, overrides)
     values = experiment.read(path, overrides)
+    experiment.check_data_is_named(cli.FLAGS.config, overrides)
     workdir = _workdir(arguments, path, overrides)
     cli.prepare_jax()
 

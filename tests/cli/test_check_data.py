@@ -48,6 +48,10 @@ def test_data_of_an_experiment_file_are_checked(run, monkeypatch, tmp_path):
             ("--data.path=a.csv",),
             "--config is required, for example --config=lm/bytes, or --task=TASK --data.path=FILE",
         ),
+        (
+            ("--task=classification",),
+            "--task=classification names no data: add --data.path=FILE, or pass --config=class",
+        ),
         (("--task=clasification",), "did you mean 'classification'?"),
     ],
 )

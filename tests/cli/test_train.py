@@ -17,7 +17,7 @@ import pytest
 
 import hpnlp
 from hpnlp.__main__ import COMMANDS, main, spare_threads
-from hpnlp.cli import fields
+from hpnlp.cli import fields, named_experiments
 from hpnlp.tasks import TASKS
 from hpnlp.training import loop
 from hpnlp.training.config import Config, flat
@@ -287,13 +287,53 @@ def test_runs_without_a_workdir_are_named_after_their_experiment_or_data(run, mo
         (["--config=classification/encoders:lstm"], "runs/encoders", "rnn_classification"),
         (["--task=classification", data], "runs/my_reviews", "classification"),
         (["--config=classification/texts", data], "runs/texts", "classification"),
-        (["--task=lm"], "runs/bytes", "lm"),
-        (["--task=lm", "--workdir=a"], "a", "lm"),
-        (["--task=lm", "b"], "b", "lm"),
+        (["--config=lm/bytes"], "runs/bytes", "lm"),
+        (["--task=lm", "--data.path=stdlib", "--workdir=a"], "a", "lm"),
+        (["--task=lm", "--data.path=stdlib", "b"], "b", "lm"),
     ):
         outcome = run("train", *argv)
         assert outcome.err == "hpnlp: stop\n" and workdirs.pop() == (workdir, task), outcome
         assert outcome.out == (f"workdir: {workdir}\n" if workdir.startswith("runs/") else "")
+
+
+def test_tasks_without_data_raise(run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for task in ("classification", "lm"):
+        message = (
+            f"--task={task} names no data: add --data.path=FILE, or pass --config={named_experiments.STARTS[task]}"
+        )
+        outcome = run("train", f"--task={task}", "--workdir=a")
+        assert outcome.code == 2 and message in outcome.err and not list(tmp_path.iterdir())
+
+
+def test_length_of_the_training_texts_is_chosen(run, monkeypatch, tmp_path):
+    configs = []
+    monkeypatch.setattr(loop, "train", lambda config, *_, **__: configs.append(config) or stop())
+    monkeypatch.setenv("HPNLP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+    def stop():
+        raise InputError("stop")
+
+    rows = [f"{'word ' * (i % 5)}last,{'ab'[i % 2]}" for i in range(60)]  # of 4 to 24 bytes
+    (tmp_path / "a.csv").write_text("\n".join(["text,label", *rows]))
+    start = ["train", "--task=classification", "--data.path=a.csv", "--data.tokenizer=bytes"]
+    for argv, length, line in (
+        (["--data.seq_len=auto"], 32, "data.seq_len=32 holds 100 % of the training sequences\n"),
+        (
+            ["--data.seq_len=16", "--data.seq_len=auto"],
+            16,
+            " % of the training sequences; auto takes at most the number of the experiment\n",
+        ),
+        (["--data.seq_len=auto", "--data.seq_len=24"], 24, "hpnlp: stop\n"),
+    ):
+        outcome = run(*start, *argv)
+        assert configs.pop().data.seq_len == length and line in outcome.err, outcome
+        assert ("hpnlp: training labels of each class: " in outcome.err) == (length == 32)  # of new examples
+    outcome = run("train", "--config=lm/bytes", "--data.seq_len=auto")
+    assert "data.seq_len=auto: sequences of task='lm' are filled with text of any length: pass a number" in outcome.err
+    outcome = run("check-data", *start[1:], "--data.seq_len=auto")
+    assert outcome.code == 0 and "tokens of training sequences: " in outcome.out
 
 
 def test_every_field_has_help_and_names_belong_to_fields():

@@ -22,6 +22,7 @@ from hpnlp.types import InputError, Tokenizer
 # Names of the sets of examples that are scored. A data set may have no examples in the second one.
 HELDOUT, CHALLENGE = "heldout", "challenge"
 _SHOWN_CLASSES = 10
+_FEW_HELDOUT = 30  # held-out examples, below which the summary has a line on them
 _UNLIMITED = 1 << 40  # tokens, more than a sequence has
 # Shares of padding from which the summary has a line on it, and settings with less of it.
 _LITTLE_PADDING, _MUCH_PADDING = 0.2, 0.5
@@ -43,8 +44,10 @@ class Examples:
       class_counts: Number of training labels of each class, int64 [classes].
       heldout_digest: Digest of the held-out examples and the classes.
       stored: "train", "heldout" and "challenge" -> the examples, for reports and baselines.
+      remarks: Lines on the classes and of `Examination.remarks`; none if the cache held the examples already.
       summary: A line with the sizes of the sets, the classes, the number of cut examples, and counts of what is not read; lines
-          on classes, lengths and `Examination.remarks` if the cache did not hold the examples already; and a line on padding.
+          on few held-out examples; `remarks`; a line on lengths if the cache did not hold the examples already; and a line on
+          padding.
     """
 
     def __init__(
@@ -88,8 +91,9 @@ class Examples:
         self.heldout_examples: int = record[HELDOUT]["examples"]
         self.heldout_digest: str = self._digest(HELDOUT, record)
         self._digests = {"data set": self._digest("train", record), "held-out examples": self.heldout_digest}
-        lines = [] if is_cached else [*self._class_lines(), *record.get("remarks", ())]
-        self.summary = "\n".join(["; ".join(self._summary_parts(record)), *lines, *self._length_lines()])
+        self.remarks = () if is_cached else (*self._class_lines(), *record.get("remarks", ()))
+        lines = [*self._heldout_lines(), *self.remarks, *self._length_lines()]
+        self.summary = "\n".join(["; ".join(self._summary_parts(record)), *lines])
 
     def _digest(self, side: str, record: Mapping[str, Any]) -> str:
         """Digest of the examples of one set with their classes."""
@@ -137,6 +141,15 @@ class Examples:
         if record["left_out"]:
             yield f"left out: {LeftOut(record['left_out'])}"
 
+    def _heldout_lines(self) -> Iterator[str]:
+        """A remark on few held-out examples."""
+        count = self.heldout_examples
+        if count < _FEW_HELDOUT:
+            yield (
+                f"scores on {_count(count)} depend on chance (an accuracy has a standard error of up to "
+                f"{50 / count**0.5:.0f} %): add examples, raise data.heldout, or pass data.heldout_path=PATH with others"
+            )
+
     def _class_lines(self) -> Iterator[str]:
         """The sizes of the classes, largest first."""
         order = np.argsort(-self.class_counts, kind="stable")
@@ -148,15 +161,15 @@ class Examples:
     def _length_lines(self) -> Iterator[str]:
         """The lengths of training sequences, unless they are cached, and their padding."""
         config = self.config
-        lengths = self._lengths("train", longest=_UNLIMITED)
         if not self.is_cached:
+            lengths = self._lengths("train", longest=_UNLIMITED)
             low, median, high, top = np.percentile(lengths, [0, 50, 95, 100], method="higher").tolist()
             cut = 100 * float(np.mean(lengths > config.seq_len))
             remark = f", of which data.seq_len={config.seq_len} cuts {cut:.2g} %" if cut else ""
             yield f"tokens of training sequences: {low} to {top}, median {median}, 95th percentile {high}{remark}"
         share = self._padding(config.seq_len, config.buckets)
         if share >= _LITTLE_PADDING:
-            fix = "".join(f"; {remedy}" for remedy in self._less_padding(lengths)) if share > _MUCH_PADDING else ""
+            fix = "".join(f"; {remedy}" for remedy in self._less_padding()) if share > _MUCH_PADDING else ""
             yield f"padding: {100 * share:.0f} % of the tokens of a batch{fix}"
 
     def _padding(self, seq_len: int, buckets: int) -> float:
@@ -166,14 +179,25 @@ class Examples:
         widths = np.minimum(widths, seq_len)
         return 1 - float(lengths.sum() / widths[np.searchsorted(widths, lengths)].sum())
 
-    def _less_padding(self, lengths: np.ndarray) -> Iterator[str]:
+    def fitting_length(self) -> tuple[int, float]:
+        """The least value of `data.seq_len` that cuts hardly any training example.
+
+        Returns:
+          A length that holds 99.9 % of the training sequences, which is a multiple of 8 where they differ, at most the
+          `data.seq_len` of the config; and the share of the sequences that it holds.
+        """
+        lengths = self._lengths("train", longest=_UNLIMITED)
+        length = int(np.percentile(lengths, 99.9, method="higher"))
+        length = min(length if lengths.min() == length else _rounded_up(length), self.config.seq_len)
+        return length, float(np.mean(lengths <= length))
+
+    def _less_padding(self) -> Iterator[str]:
         """Settings with less padding, by the lengths of uncut sequences."""
         config = self.config
-        length = 8 * math.ceil(np.percentile(lengths, 99.9, method="higher") / 8)
+        length, held = self.fitting_length()
         if length < config.seq_len:
-            held = 100 * float(np.mean(lengths <= length))
             share = 100 * self._padding(length, config.buckets)
-            yield f"with data.seq_len={length}, which holds {held:.5g} % of the sequences, {share:.0f} %"
+            yield f"with data.seq_len={length}, which holds {100 * held:.5g} % of the sequences, {share:.0f} %"
         if config.buckets < _BUCKETS:
             share = 100 * self._padding(config.seq_len, _BUCKETS)
             yield f"with data.buckets={_BUCKETS}, batches of similar lengths, {share:.0f} %"

@@ -83,6 +83,8 @@ def test_heldout_examples_limits_their_number(path):
     lowest = sorted(range(60), key=lambda i: hash_fraction(f"a.jsonl#{i}"))[:7]
     assert heldout_texts(limited) == [classification()[i]["text"] for i in sorted(lowest)]
     assert "over data.heldout_examples=7 neither trained on nor evaluated" in limited.summary
+    remark = "scores on 7 examples depend on chance (an accuracy has a standard error of up to 19 %): add examples"
+    assert f"\n{remark}" in limited.summary
 
 
 @pytest.mark.parametrize("heldout", [1e-9, 1 - 1e-9])
