@@ -309,10 +309,10 @@ def check_data_is_named(config: str | None, overrides: Sequence[str]) -> None:
     Raises:
       InputError: Only a task is named, whose experiment to start from has data of its own.
     """
-    name = named_experiments.STARTS.get(task_of(overrides))
+    name = named_experiments.STARTS.get(value_of("task", overrides))
     if not config and name and "data.path" not in fields_of(overrides):
         raise InputError(
-            f"--task={task_of(overrides)} names no data: add --data.path=FILE, or pass --config={name} in its place, for the "
+            f"--task={value_of("task", overrides)} names no data: add --data.path=FILE, or pass --config={name} in its place, for the "
             "data of that experiment"
         )
 

@@ -12,9 +12,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from absl import flags
 
@@ -23,8 +23,11 @@ from hpnlp.cli import run_names
 from hpnlp.types import InputError
 
 if TYPE_CHECKING:
+    from hpnlp.data.examples.fields import FieldError
     from hpnlp.data.examples.kind import Kind
+    from hpnlp.data.sources import LeftOut
     from hpnlp.jobs.predictor import Predictor
+    from hpnlp.tasks.predictions import Prediction
 
 USAGE = """
 hpnlp predict RUN "a text" "another text"
@@ -38,9 +41,11 @@ Texts come from the command line, or from --file: text with one example in each 
 .tsv, .jsonl, .json, .parquet, .npz) with the fields of the run's data, or those of --fields; a label is not needed. On the
 command line and in lines of text, a tab stands between the two texts of a pair.
 
-Predictions are written as CSV or JSON lines, in the order of the examples, each with its texts.
+Predictions are written as CSV or JSON lines, in the order of the examples, each with its texts and the fields of --keep. Blank
+lines of text are left out; their number and the first ones are printed to stderr. CSV without predictions has its header.
 """
 
+_NO_TEXT = "without text"  # reason why lines are left out
 SUFFIXES = {".csv": "csv", ".jsonl": "jsonl"}
 CHUNK = 2048  # examples that are read, predicted and written at a time
 INTERVAL = 10.0  # seconds between two lines of progress
@@ -49,7 +54,10 @@ flags.DEFINE_string("file", None, "File of texts or records; - for lines of text
 flags.DEFINE_list(
     "fields", [], "Fields of the file's records that hold the texts; by default those of the run's data, such as text."
 )
-flags.DEFINE_bool("skip_bad_lines", False, "Leave out, and count, records without a text, or that cannot be read.")
+flags.DEFINE_list("keep", [], "Other fields of the file's records to write beside the predictions, such as an id.")
+flags.DEFINE_bool(
+    "skip_bad_lines", False, "Leave out, and count, records without a text or without tokens, or that cannot be read."
+)
 flags.DEFINE_string("out", None, "File to write, .csv or .jsonl; an older one is replaced. By default stdout.")
 flags.DEFINE_enum("format", None, ["csv", "jsonl"], "Format of the output: by default that of --out, or csv.")
 flags.DEFINE_integer(
@@ -80,19 +88,26 @@ def run(argv: Sequence[str]) -> None:
     cli.prepare_jax()
 
     from hpnlp.atomic_file import replaced
+    from hpnlp.data import sources
     from hpnlp.jobs.predictor import Predictor
 
-    predictor = Predictor(directory, step)
-    examples = _from_lines(texts, predictor.kind, "text") if texts else _from_file(f.file, predictor.kind)
-    rows = _predicted(predictor, examples)
+    predictor, left_out = Predictor(directory, step), sources.LeftOut()
+    kind, prediction = _with_fields(predictor.kind, f.fields), predictor.prediction_type
+    examples = _from_lines(enumerate(texts, 1), kind, "text") if texts else _from_file(f.file, kind, left_out)
+    header = _with_prediction(dict.fromkeys([*f.keep, *(column.name for column in kind.inputs)]), _names(prediction))
+    rows = _predicted(predictor, examples, left_out)
     if f.out is None:
-        _write(rows, form, sys.stdout)
-        return
-    with replaced(Path(f.out)) as file:
-        text = io.TextIOWrapper(file, "utf-8", newline="")
-        count = _write(rows, form, text)
-        text.detach()  # flushes it, and leaves the file open
-    print(f"{f.out}: {count:,} predictions")
+        count = _write(rows, form, header, sys.stdout)
+    else:
+        with replaced(Path(f.out)) as file:
+            text = io.TextIOWrapper(file, "utf-8", newline="")
+            count = _write(rows, form, header, text)
+            text.detach()  # flushes it, and leaves the file open
+        print(f"{f.out}: {count:,} predictions")
+    for line in sources.described(left_out):
+        print(f"hpnlp: {f.file}: left out: {line}", file=sys.stderr)
+    if not count:
+        print(f"hpnlp: {f.file}: no texts to predict from", file=sys.stderr)
 
 
 def _check_flags(texts: Sequence[str]) -> None:
@@ -102,7 +117,9 @@ def _check_flags(texts: Sequence[str]) -> None:
 
     f = cli.FLAGS
     if texts or os.path.splitext(uncompressed(f.file))[1].lower() not in FORMATS:
-        cli.refuse(["fields", "skip_bad_lines"], "without a file of records, such as .csv: leave it out")
+        cli.refuse(["fields", "keep"], "without a file of records, such as .csv: leave it out")
+    if texts:
+        cli.refuse(["skip_bad_lines"], "without --file: leave it out")
     if f.out and f.file and os.path.realpath(f.out) == os.path.realpath(f.file):
         raise InputError(f"--out={f.out} is the file that is read: name another one")
     if len(set(f.fields)) < len(f.fields):
@@ -123,32 +140,35 @@ def _form(out: str | None, form: str | None) -> str:
     return form or SUFFIXES[suffix]
 
 
-# (place for messages, field -> value, as it is written beside the prediction)
-_Placed = tuple[str, dict[str, Any]]
+class _Example(NamedTuple):
+    """An example to predict from: its place for messages, its inputs, and all fields that are written beside the prediction."""
+
+    place: str
+    inputs: list[Any]
+    fields: dict[str, Any]
 
 
-def _from_lines(lines: Iterable[str], kind: Kind, place: str) -> Iterator[_Placed]:
-    """Examples from lines, in which tabs separate the texts of a pair."""
+def _from_lines(lines: Iterable[tuple[int, str]], kind: Kind, place: str) -> Iterator[_Example]:
+    """Examples from numbered lines, in which tabs separate the texts of a pair."""
     names = [column.name for column in kind.inputs]
-    for number, line in enumerate(lines, 1):
+    for number, line in lines:
         parts = line.split("\t", len(names) - 1) if len(names) > 1 else [line]
         if len(parts) < len(names):
             raise InputError(
                 f"{place} {number}: {line!r:.60} is one text, and the run predicts from {len(names)} ({', '.join(names)}): "
                 "put a tab between them, or use a file of records"
             )
-        yield f"{place} {number}", dict(zip(names, parts, strict=True))
+        yield _Example(f"{place} {number}", parts, dict(zip(names, parts, strict=True)))
 
 
-def _from_file(name: str, kind: Kind) -> Iterator[_Placed]:
-    """Examples of a file."""
+def _from_file(name: str, kind: Kind, left_out: LeftOut) -> Iterator[_Example]:
+    """Examples of a file; counts what is left out of it."""
     from hpnlp.data import files, sources
     from hpnlp.data.examples import rows
 
     if name == "-":
-        yield from _from_lines(
-            _text_lines(sys.stdin.buffer if sys.stdin else io.BytesIO(), "stdin"), kind, "stdin, line"
-        )
+        stream = sys.stdin.buffer if sys.stdin else io.BytesIO()
+        yield from _from_lines(_text_lines(stream, "stdin", left_out), kind, "stdin, line")
         return
     if not os.path.exists(name):
         raise InputError(f"--file={name}: there is no such file: name one, or - for stdin")
@@ -156,22 +176,24 @@ def _from_file(name: str, kind: Kind) -> Iterator[_Placed]:
         raise InputError(f"--file={name} is a directory: name one file, or - for stdin")
     if os.path.splitext(files.uncompressed(name))[1].lower() not in rows.FORMATS:
         with files.open_text(name) as stream:
-            yield from _from_lines(_text_lines(stream, name), kind, f"{name}, line")
+            yield from _from_lines(_text_lines(stream, name, left_out), kind, f"{name}, line")
         return
-    kind, left_out = _with_fields(kind, cli.FLAGS.fields), sources.LeftOut()
-    reader = rows.RowReader(kind, "", left_out, cli.FLAGS.skip_bad_lines, has_labels=False)
+    columns = kind.inputs
+    keep = tuple(field for field in cli.FLAGS.keep if field not in [column.name for column in columns])
+    reader = rows.RowReader(kind, "", left_out, cli.FLAGS.skip_bad_lines, has_labels=False, keep=keep)
     file = sources.File(os.path.abspath(name), os.path.basename(name), os.path.getsize(name))
     try:
         for row in reader.read(sources.Source(name, (file,), False, left_out)):
-            yield row.where, {column.name: row.values[column.argument] for column in kind.inputs}
+            inputs = [row.values[column.argument] for column in columns]
+            fields = row.kept | {column.name: value for column, value in zip(columns, inputs, strict=True)}
+            yield _Example(
+                row.where, inputs, {field: fields[field] for field in dict.fromkeys([*cli.FLAGS.keep, *fields])}
+            )
     except InputError as error:
         # The reader names the fields of configs, in whose place this command has flags.
-        message = re.sub(r"data\.\w+_field=", "--fields=", str(error)).replace(
-            "data.skip_bad_lines=True", "--skip_bad_lines"
-        )
+        message = re.sub(r"data\.\w+_field=", "--fields=", str(error)).replace("data.keep=", "--keep=")
+        message = message.replace("data.skip_bad_lines=True", "--skip_bad_lines").removesuffix(f"; {rows.LIST_ALL}")
         raise InputError(message) from None
-    for line in sources.described(left_out):
-        print(f"hpnlp: {name}: left out: {line}", file=sys.stderr)
 
 
 def _with_fields(kind: Kind, names: Sequence[str]) -> Kind:
@@ -184,8 +206,8 @@ def _with_fields(kind: Kind, names: Sequence[str]) -> Kind:
     return dataclasses.replace(cast(Any, kind), **changes) if names else kind
 
 
-def _text_lines(stream: Any, name: str) -> Iterator[str]:
-    """Lines of UTF-8 text without their ends, without empty ones."""
+def _text_lines(stream: Any, name: str, left_out: LeftOut) -> Iterator[tuple[int, str]]:
+    """Numbered lines of UTF-8 text without their ends; blank ones are left out, and counted."""
     from hpnlp.data.files import not_utf8_byte
 
     for number, line in enumerate(stream, 1):
@@ -195,53 +217,73 @@ def _text_lines(stream: Any, name: str) -> Iterator[str]:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise InputError(f"{name}, line {number}: {not_utf8_byte(error)}: use a file of UTF-8 text") from error
-        if text:
-            yield text
+        if text.strip():
+            yield number, text
+        else:
+            left_out.add(_NO_TEXT, f"line {number}")
 
 
-def _predicted(predictor: Predictor, examples: Iterator[_Placed]) -> Iterator[tuple[dict[str, Any], Any]]:
-    """`(record, prediction)` of examples, with lines of progress on stderr."""
+def _predicted(
+    predictor: Predictor, examples: Iterator[_Example], left_out: LeftOut
+) -> Iterator[tuple[dict[str, Any], Prediction]]:
+    """`(fields, prediction)` of examples, with lines of progress on stderr; counts texts without tokens."""
     start = shown = time.monotonic()
     done = 0
     while chunk := list(itertools.islice(examples, CHUNK)):  # memory does not grow with the number of examples
-        fields = [record for _, record in chunk]
-        texts = [tuple(record.values()) if len(record) > 1 else next(iter(record.values())) for record in fields]
-        predictions = predictor.predict(texts, cli.FLAGS.batch_size, places=[place for place, _ in chunk])
-        yield from zip(fields, predictions, strict=True)
+        texts = [example.inputs if len(example.inputs) > 1 else example.inputs[0] for example in chunk]
+
+        def report_bad(number: int, error: FieldError, chunk: Sequence[_Example] = chunk) -> None:
+            place = chunk[number].place
+            if not cli.FLAGS.skip_bad_lines:
+                fix = "correct it, or leave it out" + " by --skip_bad_lines" * bool(cli.FLAGS.file)
+                raise InputError(f"{place} {error}: {fix}") from error
+            left_out.add("bad records", place)
+
+        predictions = predictor.predict_valid(texts, cli.FLAGS.batch_size, report_bad)
+        yield from ((chunk[number].fields, prediction) for number, prediction in predictions.items())
         done += len(chunk)
         if (now := time.monotonic()) - shown > INTERVAL:
             shown = now
             print(f"hpnlp: {done:,} predictions, {done / (now - start):,.0f} per second", file=sys.stderr)
 
 
-def _write(rows: Iterator[tuple[dict[str, Any], Any]], form: str, file: Any) -> int:
-    """Writes predictions. Returns their number."""
+def _write(rows: Iterator[tuple[dict[str, Any], Prediction]], form: str, header: Iterable[str], file: Any) -> int:
+    """Writes predictions, of which CSV has the header also if there are none. Returns their number."""
     count, writer = 0, csv.writer(file, lineterminator="\n")
     for count, (record, prediction) in enumerate(rows, 1):
-        fields = dict(record)
-        for name, value in _fields(prediction).items():
-            fields[name if name not in record else f"predicted_{name}"] = value
+        fields = _with_prediction(record, _fields(prediction))
         if form == "jsonl":
-            file.write(json.dumps(fields, ensure_ascii=False) + "\n")
+            file.write(json.dumps(fields, ensure_ascii=False, default=str) + "\n")
             continue
-        flat = {name: _cell(value) for name, value in fields.items()}
         if count == 1:
-            writer.writerow(flat)
-        writer.writerow(flat.values())
+            writer.writerow(header)
+        writer.writerow(map(_cell, fields.values()))
+    if form == "csv" and not count:
+        writer.writerow(header)
     return count
 
 
-def _fields(prediction: Any) -> dict[str, Any]:
-    """The fields of a prediction, with --top labels."""
+def _with_prediction(record: Mapping[str, Any], prediction: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a record and of its prediction, whose names are other ones."""
+    return {**record, **{f"predicted_{name}" if name in record else name: prediction[name] for name in prediction}}
+
+
+def _names(prediction: type[Prediction]) -> dict[str, None]:
+    """Names of the fields of predictions that are written."""
     from hpnlp.tasks.predictions import LabelPrediction
 
-    if not isinstance(prediction, LabelPrediction):
-        return {name: _rounded(value) for name, value in dataclasses.asdict(prediction).items() if name != "words"}
-    fields = {"label": prediction.label, "probability": _rounded(prediction.probability)}
-    if (top := cli.FLAGS.top) == 1:
-        return fields
-    shown = list(prediction.probabilities.items())[: top or None]
-    return {**fields, "probabilities": {label: _rounded(value) for label, value in shown}}
+    names = [field.name for field in dataclasses.fields(prediction) if field.name != "words"]
+    is_single = prediction is LabelPrediction and cli.FLAGS.top == 1
+    return dict.fromkeys(names[:-1] if is_single else names)
+
+
+def _fields(prediction: Prediction) -> dict[str, Any]:
+    """The fields of a prediction, with --top labels."""
+    values = {name: getattr(prediction, name) for name in _names(type(prediction))}
+    if isinstance(probabilities := values.get("probabilities"), dict):
+        shown = list(probabilities.items())[: cli.FLAGS.top or None]
+        values["probabilities"] = {label: _rounded(value) for label, value in shown}
+    return {name: _rounded(value) for name, value in values.items()}
 
 
 def _rounded(value: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +77,25 @@ class Predictor:
         assert self._kind is not None
         return self._kind
 
-    def predict(
-        self, texts: Sequence[Example], batch_size: int = BATCH_SIZE, places: Sequence[str] | None = None
-    ) -> list[Prediction]:
+    @property
+    def prediction_type(self) -> type[Prediction]:
+        """Class of the results of `predict`.
+
+        Raises:
+          InputError: The run is of a task that predicts nothing from texts.
+        """
+        if self._task.prediction is None:
+            self._task.predict(self._trained, {}, ())  # raises
+        assert self._task.prediction is not None
+        return self._task.prediction
+
+    def predict(self, texts: Sequence[Example], batch_size: int = BATCH_SIZE) -> list[Prediction]:
         """Predicts the labels, targets or similarities of texts.
 
         Args:
           texts: Texts; sequences of two texts for a task on pairs; or records with the fields of the run's data (without
             labels), such as {"text": "a fine film"}. Texts longer than `data.seq_len` tokens are cut, as in training.
           batch_size: Largest number of examples of a batch.
-          places: Names of the texts for messages of errors; by default "text 0" and so on.
 
         Returns:
           For each text: a LabelPrediction of a classifier, a TagPrediction of a tagger, a TextPrediction of a
@@ -95,7 +104,26 @@ class Predictor:
         Raises:
           InputError: A text is empty or has the wrong form, or the run is of a task that predicts nothing from texts.
         """
-        return self._by_length(self._values(texts, places), batch_size, self._task.predict)
+        return list(self.predict_valid(texts, batch_size, _refuse).values())
+
+    def predict_valid(
+        self, texts: Sequence[Example], batch_size: int, report_bad: Callable[[int, FieldError], None]
+    ) -> dict[int, Prediction]:
+        """As `predict`, for texts of which some may be bad.
+
+        Args:
+          texts: As for `predict`.
+          batch_size: As for `predict`.
+          report_bad: Called with the number of a text without tokens or of the wrong form, and its error: raises an error, or
+            leaves the text out.
+
+        Returns:
+          Number of a text -> its prediction, in the order of the texts.
+
+        Raises:
+          InputError: As for `predict`.
+        """
+        return self._by_length(texts, batch_size, self._task.predict, report_bad)
 
     def encode(self, texts: Sequence[Example], batch_size: int = BATCH_SIZE) -> np.ndarray:
         """Computes a vector of each text.
@@ -113,11 +141,12 @@ class Predictor:
         if isinstance(self.kind, Pairs) and not isinstance(texts, str | bytes):
             texts = [(text, text) if isinstance(text, str) else text for text in texts]
         vectors = self._by_length(
-            self._values(texts),
+            texts,
             batch_size,
             lambda trained, batch, values: list(self._task.encode(trained, batch)[: len(values)]),
+            _refuse,
         )
-        return np.stack(vectors).astype(np.float32) if vectors else np.zeros((0, 0), np.float32)
+        return np.stack([*vectors.values()]).astype(np.float32) if vectors else np.zeros((0, 0), np.float32)
 
     def generate(
         self,
@@ -172,45 +201,51 @@ class Predictor:
         streams = [decode.TextStream(run.tokenizer, prompt) for prompt in ids]
         return [stream.push(row, final=True) for stream, row in zip(streams, kept, strict=True)]
 
-    def _values(self, texts: Sequence[Example], places: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Values of the fields of examples; raises InputError with the place of an invalid one."""
+    def _by_length(
+        self,
+        texts: Sequence[Example],
+        batch_size: int,
+        function: Callable[..., Sequence[Any]],
+        report_bad: Callable[[int, FieldError], None],
+    ) -> dict[int, Any]:
+        """Results of a function of batches of similar lengths, in the order of the texts, of which bad ones are left out."""
         if isinstance(texts, str | bytes):
             raise InputError(f"{texts!r:.40} is one text: pass a list of texts, [{texts!r:.40}]")
-        values = []
+        if batch_size < 1:
+            raise InputError(f"batch_size={batch_size}: expected at least 1")
+        values, numbers, bad = [], [], set[int]()
         for number, text in enumerate(texts):
             try:
                 values.append(converted(self.kind, as_record(self.kind, text)))
+                numbers.append(number)
             except FieldError as error:
-                place = f"text {number}" if places is None else places[number]
-                raise InputError(f"{place} {error}: correct it, or leave it out") from error
-        return values
+                report_bad(number, error)
 
-    def _by_length(
-        self, values: Sequence[Mapping[str, Any]], batch_size: int, function: Callable[..., Sequence[Any]]
-    ) -> list[Any]:
-        """Results of a function of batches of similar lengths, in the order of the examples."""
-        if batch_size < 1:
-            raise InputError(f"batch_size={batch_size}: expected at least 1")
-        try:
-            examples = Unlabelled(self.kind, self.run.tokenizer, values)
-        except FieldError as error:
-            raise InputError(f"a text {error}: leave it out") from error
+        def leave_out(index: int, error: FieldError) -> None:
+            report_bad(numbers[index], error)
+            bad.add(index)
+
+        examples = Unlabelled(self.kind, self.run.tokenizer, values, leave_out)
         results: dict[int, Any] = {}
-        for numbers, width in self._batches(examples, batch_size):
-            count = min(batch_size, 1 << (len(numbers) - 1).bit_length())
-            batch = self.kind.batch(examples, numbers, count, self.run.tokenizer, width)
-            outputs = function(self._trained, batch, [values[number] for number in numbers])
-            results.update(zip(numbers, outputs, strict=True))
-        return [results[number] for number in range(len(values))]
+        for indices, width in self._batches(examples, batch_size, bad):
+            count = min(batch_size, 1 << (len(indices) - 1).bit_length())
+            batch = self.kind.batch(examples, indices, count, self.run.tokenizer, width)
+            outputs = function(self._trained, batch, [values[index] for index in indices])
+            results.update(zip(indices, outputs, strict=True))
+        return {number: results[index] for index, number in enumerate(numbers) if index not in bad}
 
-    def _batches(self, examples: Unlabelled, batch_size: int) -> Iterator[tuple[list[int], int]]:
-        """`(numbers of the examples, length of the sequences)` of each batch."""
+    def _batches(self, examples: Unlabelled, batch_size: int, bad: Container[int]) -> Iterator[tuple[list[int], int]]:
+        """`(numbers of the examples, length of the sequences)` of each batch, without bad examples."""
         most = self.run.config.data.seq_len
         lengths = self.kind.row_lengths(examples.lengths, self.run.tokenizer, most)
-        order = np.argsort(lengths, kind="stable").tolist()
+        order = [number for number in np.argsort(lengths, kind="stable").tolist() if number not in bad]
         for start in range(0, len(order), batch_size):
             numbers = order[start : start + batch_size]
             yield numbers, self.run.model.config.needed_length(most) or width_for(int(lengths[numbers[-1]]), most)
+
+
+def _refuse(number: int, error: FieldError) -> None:
+    raise InputError(f"text {number} {error}: correct it, or leave it out") from error
 
 
 @contextlib.contextmanager

@@ -1,8 +1,10 @@
 """Predicts the labels of texts: python predict.py "a text", or python predict.py < texts.txt (one text in each line).
 
-A tab, or a second argument, separates the texts of a pair. Needs numpy, tokenizers, and onnxruntime or jax; nothing else.
+A tab, or a second argument, separates the texts of a pair. Blank lines are left out, and -- stands before texts that begin with
+a hyphen. Prints a line of JSON with each text and its prediction. Needs numpy, tokenizers, and onnxruntime or jax; nothing else.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -93,9 +95,12 @@ class Model:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("texts", nargs="*", help="texts; without any, the lines of stdin")
+    arguments = parser.parse_args().texts
     model = Model()
     pairs = len(model.record["texts"]) == 2
-    lines = ["\t".join(sys.argv[1:])] if pairs and sys.argv[2:] else sys.argv[1:]
+    lines = ["\t".join(arguments)] if pairs and arguments[1:] else arguments
     lines = lines or [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
     texts = [tuple(line.split("\t", 1)) if pairs else line for line in lines]
     try:

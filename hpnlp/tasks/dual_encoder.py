@@ -39,6 +39,7 @@ class DualEncoding(ExampleTask):
     name = "dual_encoder"
     model_config = DualEncoderConfig
     data_config = PairsConfig
+    prediction = SimilarityPrediction
     metric, higher_is_better = "accuracy", True
     report = RetrievalReport()
 

@@ -14,7 +14,7 @@ from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.tasks import vocabulary as vocabularies
 from hpnlp.tasks.examples import ExampleTask
 from hpnlp.tasks.label_report import macro_f1
-from hpnlp.tasks.predictions import Prediction, TrainedModel, label_predictions
+from hpnlp.tasks.predictions import LabelPrediction, Prediction, TrainedModel, label_predictions
 from hpnlp.tasks.task import Batch, RunConfig, Sums
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary
 from hpnlp.types import InputError
@@ -29,6 +29,7 @@ class LabelTask(ExampleTask):
     """
 
     metric, higher_is_better = "accuracy", True
+    prediction = LabelPrediction
 
     @property
     def is_served(self) -> bool:

@@ -26,6 +26,7 @@ class SequenceToSequence(ExampleTask):
     name = "seq2seq"
     model_config = Seq2SeqConfig
     data_config = Seq2SeqDataConfig
+    prediction = TextPrediction
     metric, higher_is_better = "exact_match", True
     report = Seq2SeqReport()
 

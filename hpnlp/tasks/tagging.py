@@ -31,6 +31,7 @@ class Tagging(LabelTask):
     name = "tagging"
     model_config = EncoderConfig
     data_config = TaggingConfig
+    prediction = TagPrediction
     report = LabelReport("label", BASELINES, text_around, f" ({MARK} stands before the labelled word)")
 
     def model(self, config: RunConfig, sizes: Sizes) -> Encoder:

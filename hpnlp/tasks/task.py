@@ -105,6 +105,7 @@ class Task(abc.ABC):
       report: The task's part of reports and comparisons.
       compares_as: Name of the task whose runs have scores of the same meaning, so that `hpnlp compare` ranks the runs of both;
         "" for the task itself.
+      prediction: Class of the results of `predict`; None for a task whose models predict nothing from texts.
     """
 
     name: ClassVar[str]
@@ -114,6 +115,7 @@ class Task(abc.ABC):
     higher_is_better: ClassVar[bool] = False
     report: ClassVar[TaskReport]
     compares_as: ClassVar[str] = ""
+    prediction: ClassVar[type[Prediction] | None] = None
 
     @abc.abstractmethod
     def check_data(self, data: Any) -> None:

@@ -1,10 +1,13 @@
 """`hpnlp export`: files of a run that other programs call, and errors."""
 
+import runpy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.jobs import served_predict
 from hpnlp.jobs.held_out import Agreement
 from hpnlp.training import config as configs
 from hpnlp.training import loop
@@ -108,3 +111,10 @@ def test_invalid_flags_raise(run, trained, tmp_path, flags, message):
 def test_commands_without_a_run_raise(run):
     outcome = run("export", "--to=x")
     assert outcome.code == 2 and "no run: write hpnlp export RUN --to=DIR" in outcome.err
+
+
+def test_script_of_exported_directories_has_help(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["predict.py", "--help"])
+    with pytest.raises(SystemExit) as stop:  # before the model is read, which is not beside the script here
+        runpy.run_path(served_predict.__file__, run_name="__main__")
+    assert not stop.value.code and "one text in each line" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """`hpnlp predict` and `hpnlp.load`: inputs, outputs and errors. Predictions of all tasks: tests/tasks/test_contracts.py."""
 
 import csv
+import datetime
 import io
 import json
 import random
@@ -8,9 +9,13 @@ import re
 import types
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import hpnlp
+from hpnlp.data.examples.fields import FieldError
+from hpnlp.data.examples.kind import Kind
 from hpnlp.jobs import predictor
 from hpnlp.training import config as configs
 from hpnlp.training import loop
@@ -71,6 +76,66 @@ def test_texts_come_from_arguments_lines_and_records(run, classifier, tmp_path, 
         assert [row["label"] for row in rows] == [prediction.label for prediction in expected]
         probabilities = [float(row["probability"]) for row in rows]
         np.testing.assert_allclose(probabilities, [p.probability for p in expected], atol=2e-6)
+
+
+def test_rows_are_attributable_to_records(run, classifier, tmp_path, monkeypatch):
+    rows = [
+        ["id", "review", "label", "n"],
+        ["x1", "a fox", "good", "1"],
+        ["x2", "", "bad", "2"],
+        ["x3", "a dog", "", ""],
+    ]
+    with (tmp_path / "a.csv").open("w") as file:
+        csv.writer(file, delimiter=";").writerows(rows)
+    command = ("predict", classifier, f"--file={tmp_path / 'a.csv'}")
+    outcome = run(*command, "--keep=id,label", "--skip_bad_lines")
+    read = list(csv.DictReader(io.StringIO(outcome.out)))
+    assert [(row["id"], row["label"], row["review"]) for row in read] == [("x1", "good", "a fox"), ("x3", "", "a dog")]
+    assert list(read[0]) == ["id", "label", "review", "predicted_label", "probability"]
+    assert "left out: 1 bad records: " in outcome.err and "a.csv, line 3\n" in outcome.err
+    outcome = run(*command, "--keep=name")
+    assert outcome.code == 2 and "no field 'name', the fields are 'id', 'review', " in outcome.err
+    assert "pass --keep=NAME with one of them" in outcome.err and "check-data" not in outcome.err
+    pq.write_table(pa.table({"review": ["a"], "day": [datetime.date(2020, 1, 2)]}), tmp_path / "b.parquet")
+    outcome = run(*command[:2], f"--file={tmp_path / 'b.parquet'}", "--keep=day", "--format=jsonl")
+    assert json.loads(outcome.out)["day"] == "2020-01-02"
+    monkeypatch.setattr("sys.stdin", types.SimpleNamespace(buffer=io.BytesIO(b"a\n\nb\n \n")))
+    outcome = run(*command[:2], "--file=-")
+    assert outcome.out.count("\n") == 3
+    assert outcome.err == "hpnlp: -: left out: 2 without text: line 2; line 4\n"
+
+
+def test_texts_without_tokens_are_left_out_with_their_places(run, classifier, tmp_path, monkeypatch):
+    def join(self, ids, labels):
+        if len(ids[0]) == 3:
+            raise FieldError("has a text without tokens")
+        return ids, labels
+
+    monkeypatch.setattr(Kind, "join", join)
+    (tmp_path / "a.txt").write_text("\none\ntwo\nthree\nfour\n")
+    command = ("predict", classifier, f"--file={tmp_path / 'a.txt'}")
+    outcome = run(*command)
+    assert outcome.code == 2
+    assert outcome.err.endswith(
+        "a.txt, line 2 has a text without tokens: correct it, or leave it out by --skip_bad_lines\n"
+    )
+    outcome = run(*command, "--skip_bad_lines")
+    assert [row["review"] for row in csv.DictReader(io.StringIO(outcome.out))] == ["three", "four"]
+    for line in (
+        "1 without text: line 1\n",
+        f"2 bad records: {tmp_path / 'a.txt'}, line 2; {tmp_path}/a.txt, line 3\n",
+    ):
+        assert f"left out: {line}" in outcome.err
+    with pytest.raises(InputError, match="text 1 has a text without tokens: correct it"):
+        hpnlp.load(classifier).predict(["four", "one"])
+
+
+def test_files_without_texts_give_a_header(run, classifier, tmp_path):
+    for name, content in (("a.csv", ""), ("b.csv", "review\n"), ("c.txt", ""), ("d.jsonl", "")):
+        (tmp_path / name).write_text(content)
+        outcome = run("predict", classifier, f"--file={tmp_path / name}", "--top=2")
+        assert (outcome.code, outcome.out) == (0, "review,label,probability,probabilities\n")
+        assert outcome.err.endswith(f"hpnlp: {tmp_path / name}: no texts to predict from\n")
 
 
 def test_json_lines_have_all_probabilities(run, classifier, tmp_path):

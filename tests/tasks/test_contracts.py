@@ -360,6 +360,7 @@ def test_predictions_are_those_of_the_stored_examples(config, finished):
     expected = task.predict(trained, batch, [converted(kind, record) for record in chosen])
     unlabelled = [{column.name: record[column.name] for column in kind.inputs} for record in chosen]
     actual = predictor.predict(unlabelled, batch_size=4)
+    assert {type(prediction) for prediction in actual} == {task.prediction}
     assert len(actual) == stored.count > 4
     for here, there in zip(actual, expected, strict=True):
         here, there = dataclasses.asdict(here), dataclasses.asdict(there)

@@ -42,7 +42,11 @@ class ExampleConfig(abc.ABC):
         "Leave out, and count in the summary, records that are damaged, lack a field, or are held out with a label that "
         "no training example has. Otherwise these are errors.",
     )
-    seq_len: int = option(256, "Tokens per sequence; longer texts are cut, and counted in the summary.")
+    seq_len: int = option(
+        256,
+        "Tokens per sequence; longer texts are cut, and counted in the summary. As a flag, auto is the length that holds "
+        "99.9 % of the training sequences, at most the number that the experiment has.",
+    )
     batch_size: int = option(16, "Examples per optimizer step, over all processes.")
     buckets: int = option(
         1,

@@ -38,12 +38,30 @@ def text(value: Any) -> str:
     Raises:
       FieldError: The value is no string, empty, or not UTF-8.
     """
-    if isinstance(value, bytes):
-        value = value.decode("utf-8", "surrogateescape")
+    value = anything(value)
     if value is None or value == "":
         raise FieldError("is empty")
     if not isinstance(value, str):
         raise FieldError(f"is a {type(value).__name__}, expected a string")
+    return value
+
+
+def anything(value: Any) -> Any:
+    """Checks a value of any type.
+
+    Args:
+      value: The value; strings may be bytes in UTF-8 (Parquet).
+
+    Returns:
+      The value, a string for bytes.
+
+    Raises:
+      FieldError: The value is a string that is not UTF-8.
+    """
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "surrogateescape")
+    if not isinstance(value, str):
+        return value
     try:
         value.encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, or a byte that `surrogateescape` has kept
@@ -144,9 +162,10 @@ def texts(value: Any) -> list[str]:
 
 
 # Name of a type -> (conversion of a value, types of Parquet columns that hold such values: "string", "integer", "bool",
-# "list of string", ...).
+# "list of string", ...; none for columns of any type).
 TYPES: dict[str, tuple[Callable[[Any], Any], frozenset[str]]] = {
     "text": (text, frozenset({"string"})),
+    "anything": (anything, frozenset()),
     "label": (label, frozenset({"string", "integer", "boolean"})),
     "words": (words, frozenset({"string", "list of string"})),
     "texts": (texts, frozenset({"string", "list of string"})),

@@ -38,11 +38,13 @@ class Row(NamedTuple):
       group: Name by which the example is held out or not: the value of the group's field, or else file and number.
       where: Place of the record, for error messages.
       values: Config field -> converted value of the field that it names.
+      kept: Name of each field of `RowReader.keep` -> its value.
     """
 
     group: str
     where: str
     values: dict[str, Any]
+    kept: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,7 @@ class RowReader:
       left_out: Counts what is not read.
       skip_bad_lines: Leave out and count bad records.
       has_labels: Read all fields of the kind; otherwise its `inputs` only.
+      keep: Names of other fields to read as they are.
       line_counts: Numbers of records and lines, where they differ.
     """
 
@@ -63,13 +66,15 @@ class RowReader:
     left_out: LeftOut
     skip_bad_lines: bool
     has_labels: bool = True
+    keep: tuple[str, ...] = ()
     line_counts: LineCounts = dataclasses.field(default_factory=LineCounts)
 
     @property
     def _columns(self) -> tuple[Column, ...]:
         """Fields to read."""
         group = [Column(self.group_field, "group_field", "label")] if self.group_field else []
-        return (*(self.kind.columns if self.has_labels else self.kind.inputs), *group)
+        kept = [Column(name, "keep", "anything") for name in self.keep]
+        return (*(self.kind.columns if self.has_labels else self.kind.inputs), *group, *kept)
 
     def read(self, source: Source) -> Iterator[Row]:
         """Reads the records of a source in the order of its files.
@@ -141,7 +146,7 @@ class RowReader:
 
     def _convert(self, name: str, number: int, where: str, record: dict[str, Any]) -> Row | None:
         """The record with converted values; None if it is bad and skipped."""
-        values, known = {}, list(record)
+        values, kept, known = {}, {}, list(record)
         for column in self._columns:
             if column.name not in record:
                 fault = records.missing_in_record(column.name, column.argument, known)
@@ -150,14 +155,18 @@ class RowReader:
         try:
             for column in self._columns:
                 try:
-                    values[column.argument] = TYPES[column.type][0](record[column.name])
+                    value = TYPES[column.type][0](record[column.name])
                 except FieldError as error:
                     raise FieldError(f"field {column.name!r} {error}") from error
+                if column.argument == "keep":
+                    kept[column.name] = value
+                else:
+                    values[column.argument] = value
             self.kind.check({**self.kind.placeholders(values), **values})
         except FieldError as error:
             self.report_bad(where, InputError(f"{where}: {error}: {SKIP}"))
             return None
-        return Row(values.pop("group_field", f"{name}#{number}"), where, values)
+        return Row(values.pop("group_field", f"{name}#{number}"), where, values, kept)
 
 
 def read_columns(path: str) -> Iterator[dict[str, Any]]:
@@ -276,7 +285,7 @@ def _parquet(path: str, columns: Sequence[Column]) -> Iterator[_Values]:
         for column in columns:
             accepted = TYPES[column.type][1]
             found = _arrow_type(schema.field(column.name).type)
-            if found not in accepted:
+            if accepted and found not in accepted:
                 raise InputError(
                     f"{name}: column {column.name!r} holds {found}, expected {' or '.join(sorted(accepted))}: convert it, or "
                     f"pass another data.{column.argument}"
@@ -305,7 +314,7 @@ def _arrays(path: str, columns: Sequence[Column]) -> Iterator[_Values]:
     for column, array in zip(columns, read, strict=True):
         found = f"{_DTYPES.get(array.dtype.kind, array.dtype)} in {array.ndim} dimensions"
         accepted = [f"{kind} in 1 dimensions" for kind in sorted(TYPES[column.type][1]) if not kind.startswith("list")]
-        if found not in accepted:
+        if accepted and found not in accepted:
             raise InputError(
                 f"{name}: array {column.name!r} holds {found}, expected {' or '.join(accepted)}: convert it, or pass another "
                 f"data.{column.argument}"

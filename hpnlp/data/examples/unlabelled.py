@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,10 @@ import numpy as np
 from hpnlp.data.examples.fields import TYPES, Column, FieldError
 from hpnlp.data.examples.kind import Kind
 from hpnlp.types import InputError, Tokenizer
+
+
+def _refuse(number: int, error: FieldError) -> None:
+    raise error
 
 
 class Unlabelled:
@@ -20,13 +24,20 @@ class Unlabelled:
       lengths: Tokens of each text, int64 [n, parts].
     """
 
-    def __init__(self, kind: Kind, tokenizer: Tokenizer, values: Sequence[Mapping[str, Any]]):
+    def __init__(
+        self,
+        kind: Kind,
+        tokenizer: Tokenizer,
+        values: Sequence[Mapping[str, Any]],
+        report_bad: Callable[[int, FieldError], None] = _refuse,
+    ):
         """Tokenises examples.
 
         Args:
           kind: Kind of the examples.
           tokenizer: The tokenizer.
           values: For each example, the values of `kind.inputs` by their arguments, as `converted` returns them.
+          report_bad: Called with the number of an example and its error, which it raises, or else the example is empty.
 
         Raises:
           FieldError: A text has no tokens, or has fields that do not fit together.
@@ -36,12 +47,17 @@ class Unlabelled:
         complete = [{**kind.placeholders(example), **example} for example in values]
         pieces = [[piece.encode() for piece in kind.pieces(example)] for example in complete]
         encoded = iter(tokenizer.encode_batch([piece for example in pieces for piece in example]))
-        joined = [
-            kind.join([next(encoded) for _ in texts], np.zeros(len(kind.labels(example)), np.int32))
-            for texts, example in zip(pieces, complete, strict=True)
-        ]
-        self._parts = [parts for parts, _ in joined]
-        self._labels = [labels for _, labels in joined]
+        self._parts: list[Sequence[np.ndarray]] = []
+        self._labels: list[np.ndarray] = []
+        for number, (texts, example) in enumerate(zip(pieces, complete, strict=True)):
+            ids, labels = [next(encoded) for _ in texts], np.zeros(len(kind.labels(example)), np.int32)
+            try:
+                parts, labels = kind.join(ids, labels)
+            except FieldError as error:
+                report_bad(number, error)
+                parts = [np.zeros(0, np.int32)] * kind.parts
+            self._parts.append(parts)
+            self._labels.append(labels)
         self.lengths = np.array([[len(part) for part in parts] for parts in self._parts], np.int64)
         self.lengths = self.lengths.reshape(-1, kind.parts)
 
