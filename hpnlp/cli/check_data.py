@@ -57,6 +57,8 @@ def run(argv: Sequence[str]) -> None:
     progress = reading_progress()
     if isinstance(data, ExampleConfig):
         check: Check = check_examples(data, progress)
+    elif experiment.AUTO in overrides:
+        raise InputError(experiment.no_length(values.task))
     elif isinstance(data, DataConfig):
         check = check_text(data, progress)
     else:

@@ -252,9 +252,7 @@ def _with_length(values: ConfigDict) -> ConfigDict:
 
     config = resolve(values)
     if not isinstance(config.data, ExampleConfig):
-        raise InputError(
-            f"data.seq_len=auto: sequences of task={config.task!r} are filled with text of any length: pass a number of tokens"
-        )
+        raise InputError(no_length(config.task))
     first = warm_start.find(config.train.init_from).vocabulary if config.train.init_from else None
     known = (first.labels, first.tokenizer) if first else (None, None)
     examples = prepare_examples(config.data, *known, reading_progress())
@@ -266,6 +264,11 @@ def _with_length(values: ConfigDict) -> ConfigDict:
     data: Any = values.data
     data.seq_len = length
     return values
+
+
+def no_length(task: str) -> str:
+    """The message for AUTO in a task whose examples have no lengths of their own."""
+    return f"data.seq_len=auto: sequences of task={task!r} are filled with text of any length: pass a number of tokens"
 
 
 @functools.cache

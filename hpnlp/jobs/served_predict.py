@@ -1,7 +1,7 @@
 """Predicts the labels of texts: python predict.py "a text", or python predict.py < texts.txt (one text in each line).
 
-A tab, or a second argument, separates the texts of a pair. Blank lines are left out, and -- stands before texts that begin with
-a hyphen. Prints a line of JSON with each text and its prediction. Needs numpy, tokenizers, and onnxruntime or jax; nothing else.
+A tab, or a second argument, separates the texts of a pair. Blank lines are left out; -- stands before texts that begin with a
+hyphen. Prints a line of JSON with each text and its prediction. Needs numpy, tokenizers, and onnxruntime or jax; nothing else.
 """
 
 import argparse

@@ -74,7 +74,7 @@ def test_jsonl_records_give_prompts_and_texts(tmp_path):
     [
         ('{"text": "a"', "line 2: not JSON"),
         ("[" * 100_000, "line 2: not JSON"),
-        ("\udcff", "line 2: not JSON"),
+        ("\udcff", "line 2: not UTF-8 (byte 0xff at 0), to be converted by iconv"),
         ('["a"]', "line 2: expected a JSON object with a field 'text'"),
         ('{"body": "a", "id": 1}', "line 2: no field 'text', the fields are 'body', 'id': pass data.text_field=NAME"),
         ('{"text": 3}', "line 2: field 'text' is a int, expected a string"),
