@@ -204,7 +204,7 @@ def read(path: str, overrides: Sequence[str] = ()) -> Any:
     Raises:
       InputError: The file, its config or an override is invalid.
     """
-    lengths = [override for override in overrides if _field(override) == "data.seq_len"]
+    lengths = [override for override in overrides if overridden_field(override) == "data.seq_len"]
     values = _read(path, [override for override in overrides if override != AUTO])
     return _with_length(values) if lengths[-1:] == [AUTO] else values
 
@@ -312,11 +312,12 @@ def check_data_is_named(config: str | None, overrides: Sequence[str]) -> None:
     Raises:
       InputError: Only a task is named, whose experiment to start from has data of its own.
     """
-    name = named_experiments.STARTS.get(value_of("task", overrides))
+    task = value_of("task", overrides)
+    name = named_experiments.STARTS.get(task)
     if not config and name and "data.path" not in fields_of(overrides):
         raise InputError(
-            f"--task={value_of("task", overrides)} names no data: add --data.path=FILE, or pass --config={name} in its place, for the "
-            "data of that experiment"
+            f"--task={task} names no data: add --data.path=FILE, or pass --config={name} in its place, for the data of that "
+            "experiment"
         )
 
 

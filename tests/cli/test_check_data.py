@@ -52,6 +52,7 @@ def test_data_of_an_experiment_file_are_checked(run, monkeypatch, tmp_path):
             ("--task=classification",),
             "--task=classification names no data: add --data.path=FILE, or pass --config=class",
         ),
+        (("--config=lm/bytes", "--data.seq_len=auto"), "sequences of task='lm' are filled with text of any length"),
         (("--task=clasification",), "did you mean 'classification'?"),
     ],
 )
