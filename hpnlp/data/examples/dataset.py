@@ -188,7 +188,7 @@ class Examples:
         """
         lengths = self._lengths("train", longest=_UNLIMITED)
         length = int(np.percentile(lengths, 99.9, method="higher"))
-        length = min(length if lengths.min() == length else _rounded_up(length), self.config.seq_len)
+        length = min(length if lengths.min() == length else 8 * math.ceil(length / 8), self.config.seq_len)
         return length, float(np.mean(lengths <= length))
 
     def _less_padding(self) -> Iterator[str]:
