@@ -27,6 +27,7 @@ REQUIRES = [
     "optax>=0.2.8",
     "orbax-checkpoint>=0.12.8",
     "rich>=15.0",
+    "scipy>=1.17",  # quantiles of Student's distribution; jax needs scipy too
 ]
 
 # No extra may install TensorFlow, on which hpnlp does not depend.

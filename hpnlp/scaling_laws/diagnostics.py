@@ -1,0 +1,124 @@
+"""Weaknesses of a fit: constants that the points do not identify, and the bias of isoFLOP parabolas."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from hpnlp.scaling_laws.fit import Fit, fit
+from hpnlp.scaling_laws.forms import LOSS_FORMS
+from hpnlp.scaling_laws.frontier import isoflop_minima, power_law
+from hpnlp.scaling_laws.points import Points
+from hpnlp.types import InputError
+
+FLOOR_SHARE = 0.05  # E below this share of its estimate, or of the least loss, counts as 0
+OFF_CENTRE = 0.1  # distance of a minimum from the middle of its sizes, relative to half their range
+FEW = 3  # numbers of tokens for each size, and of sizes, below which exponents are not identified
+EXTRAPOLATED = 1000.0  # multiple of the largest budget at which the bias of N* is stated
+
+
+@dataclasses.dataclass(frozen=True)
+class Bias:
+    """Bias of isoFLOP parabolas on a grid of points, without noise.
+
+    Attributes:
+      exponent: Error of a.
+      size: Relative error of N* at EXTRAPOLATED times the largest budget.
+      largest_offset: Largest `Minimum.offset`, with its sign.
+    """
+
+    exponent: float
+    size: float
+    largest_offset: float
+
+
+def isoflop_bias(points: Points) -> Bias:
+    """Computes the bias of the form isoflop: its error on noise-free losses of the form additive at the same points.
+
+    Args:
+      points: Points with at least two budgets of three sizes.
+
+    Returns:
+      The bias.
+
+    Raises:
+      InputError: The points do not determine the form additive or isoflop.
+
+    References:
+      Czech et al. 2026, "Problems with Chinchilla Approach 2: Systematic Biases in IsoFLOP Parabola Fits", arXiv:2603.22339.
+    """
+    law, smooth = LOSS_FORMS["additive"], fit(points, "additive", bootstrap=2)
+    clean = np.exp(law.log_loss(law.to_parameters(smooth.values), *law.logs(points))[0])
+    minima = isoflop_minima(dataclasses.replace(points, loss=clean))
+    scale, exponent = power_law(minima)
+    # FLOPs of a token at the sizes of the points, between which the budget's optimum lies.
+    order = np.argsort(points.n)
+    log_n, log_flops = np.log(points.n[order]), np.log(points.c[order] / points.d[order])
+    slope, intercept = np.polyfit(log_n, log_flops, 1) if len(np.unique(log_n)) > 1 else (1.0, np.log(6.0))
+    budgets = np.array([m.c for m in minima])
+    true = np.log([_best(smooth, c, slope, intercept) for c in budgets])
+    true_exponent = np.polyfit(np.log(budgets), true, 1)[0]
+    far = EXTRAPOLATED * budgets.max()
+    size = scale * far**exponent / _best(smooth, far, slope, intercept) - 1
+    largest = max(minima, key=lambda minimum: abs(minimum.offset))
+    return Bias(float(exponent - true_exponent), float(size), largest.offset)
+
+
+def _best(smooth: Fit, budget: float, slope: float, intercept: float) -> float:
+    return smooth.optimum(budget, lambda n: np.exp(intercept + slope * np.log(n))).n.value
+
+
+def warnings(law: Fit, level: float = 0.9) -> list[str]:
+    """Reasons to doubt a fit.
+
+    Args:
+      law: The fit.
+      level: Probability of the intervals that are looked at.
+
+    Returns:
+      Sentences; empty where there is none.
+    """
+    found = []
+    points = law.points
+    if "E" in law.constants:
+        floor = law.interval("E", level)
+        if floor.low < FLOOR_SHARE * max(floor.value, points.loss.min()):
+            found.append(
+                f"E is not identified: its {level:.0%} interval is {floor.low:.3g} to {floor.high:.3g}; train larger models on "
+                "more tokens, and judge the law by held-out losses"
+            )
+    if law.form in ("additive", "kaplan"):
+        tokens = [len(np.unique(points.d[points.n == n])) for n in np.unique(points.n)]
+        if max(tokens) < FEW and len(np.unique(points.d)) < 2 * FEW:
+            found.append(
+                f"each size was trained on at most {max(tokens)} numbers of tokens: the exponent of D is not identified below "
+                f"{FEW}"
+            )
+        if len(tokens) < FEW:
+            found.append(f"there are {len(tokens)} sizes: the exponent of N is not identified below {FEW}")
+        if law.agreeing < 2:
+            found.append(
+                f"only 1 of {law.starts} starting points leads to the best minimum: the constants may be those of a local one"
+            )
+    if law.form == "isoflop" and (text := _isoflop_warning(points)):
+        found.append(text)
+    return found
+
+
+def _isoflop_warning(points: Points) -> str:
+    """A sentence on minima off the middle of their sizes, with the bias; "" if there is none."""
+    offsets = [minimum.offset for minimum in isoflop_minima(points)]
+    largest = max(offsets, key=abs)
+    if abs(largest) <= OFF_CENTRE:
+        return ""
+    share = f"{abs(largest):.0%}"
+    text = f"parabolas are biased where minima are off the middle of the sizes, here by up to {share} of half the range"
+    try:
+        bias = isoflop_bias(points)
+    except InputError:
+        return f"{text}; too few points to estimate the bias"
+    return (
+        f"{text}: without noise, a would be off by {bias.exponent:+.4f}, and N* at {EXTRAPOLATED:g} times the largest budget "
+        f"by {bias.size:+.1%}; use the form additive"
+    )

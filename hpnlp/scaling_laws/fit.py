@@ -1,0 +1,293 @@
+"""Fits of scaling laws to points, with bootstrap intervals of constants, predictions and the optimum for a budget."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from scipy import special
+
+from hpnlp.scaling_laws.forms import LOSS_FORMS, LossForm
+from hpnlp.scaling_laws.frontier import FRONTIER_FORMS, FrontierForm, power_law
+from hpnlp.scaling_laws.minimize import minimize
+from hpnlp.scaling_laws.points import Points
+from hpnlp.spec import lookup
+from hpnlp.types import InputError
+
+# form -> how the loss, or the best size, depends on N, D and C.
+FORMS: Mapping[str, LossForm | FrontierForm] = {**LOSS_FORMS, **FRONTIER_FORMS}
+
+DELTA = 1e-3  # border of the Huber loss of log losses (Hoffmann et al. 2022)
+AGREEING = 1e-4  # relative excess of the objective up to which a start has reached the minimum
+REFIT_ITERATIONS = 60  # of a bootstrap sample, which starts at the minimum of all points
+
+FlopsPerToken = Callable[[np.ndarray], np.ndarray]
+
+
+def six_n(n: np.ndarray) -> np.ndarray:
+    """Training FLOPs of a token, 6 N.
+
+    Args:
+      n: Numbers of parameters.
+
+    Returns:
+      FLOPs.
+    """
+    return 6.0 * n
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A number with its interval."""
+
+    value: float  #: the estimate
+    low: float  #: lower end of the interval
+    high: float  #: upper end of the interval
+
+    def __contains__(self, number: float) -> bool:
+        return self.low <= number <= self.high
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimum:
+    """The best division of a budget of FLOPs between parameters and tokens."""
+
+    budget: float  #: training FLOPs C
+    n: Estimate  #: parameters N*
+    d: Estimate  #: tokens D*
+    ratio: Estimate  #: D*/N*
+    loss: Estimate | None  #: loss of the model; None for forms that do not predict losses
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """A scaling law that was fitted to points.
+
+    Attributes:
+      form: Name of the form, an entry of FORMS.
+      points: The points.
+      constants: Name -> value, in full precision: rounding them to three digits may change D*/N* by a quarter.
+      samples: `[B, P]` constants of bootstrap samples.
+      residuals: `[P]` log losses less their predictions; empty for forms that do not predict losses.
+      objective: Sum of the Huber losses.
+      starts: Number of starting points.
+      agreeing: Number of starting points that lead to this minimum.
+    """
+
+    form: str
+    points: Points
+    constants: Mapping[str, float]
+    samples: np.ndarray
+    residuals: np.ndarray
+    objective: float = 0.0
+    starts: int = 1
+    agreeing: int = 1
+
+    @property
+    def covariance(self) -> np.ndarray:
+        """`[P, P]` covariance of the constants over the bootstrap samples."""
+        return np.cov(self.samples, rowvar=False)
+
+    @property
+    def values(self) -> np.ndarray:
+        """`[P]` constants."""
+        return np.array(list(self.constants.values()))
+
+    def interval(self, name: str, level: float = 0.9) -> Estimate:
+        """A constant, or the exponent "a" of N* = G C^a for C = 6 N D, with its interval.
+
+        Args:
+          name: Name of the constant, or "a".
+          level: Probability that the interval holds the true value.
+
+        Returns:
+          The estimate.
+
+        Raises:
+          InputError: The form has no such constant.
+        """
+        if name in self.constants:
+            index = list(self.constants).index(name)
+            return self._estimate(self.values[index], self.samples[:, index], level)
+        exponent = getattr(FORMS[self.form], "exponent", None)
+        if name != "a" or exponent is None:
+            raise InputError(
+                f"form {self.form} has no constant {name!r}: its constants are {', '.join(self.constants)}"
+            )
+        return self._estimate(float(exponent(self.values)), exponent(self.samples), level)
+
+    def predict(self, n: float, d: float, c: float | None = None, level: float = 0.9) -> Estimate:
+        """Loss of a model that is trained once, with an interval that includes the noise of a single run.
+
+        Args:
+          n: Parameters.
+          d: Tokens.
+          c: FLOPs; None for 6 N D.
+          level: Probability that the loss lies in the interval.
+
+        Returns:
+          The loss.
+
+        Raises:
+          InputError: The form does not predict losses.
+        """
+        form = self._loss_form()
+        variables = form.logs(Points(np.array([n]), np.array([d]), np.ones(1), np.array([] if c is None else [c])))
+        value = form.log_loss(form.to_parameters(self.values), *variables)[0][0]
+        spread = form.log_loss(form.to_parameters(self.samples), *variables)[0][:, 0]
+        # Residuals are too small by the share of the points that the constants take.
+        noise = self.residuals * np.sqrt(len(self.points) / max(1, len(self.points) - len(self.constants)))
+        drawn = np.random.default_rng(0).choice(noise, len(spread))
+        return self._estimate(float(np.exp(value)), np.exp(spread + drawn), level)
+
+    def optimum(self, budget: float, flops_per_token: FlopsPerToken = six_n, level: float = 0.9) -> Optimum:
+        """Parameters and tokens with the least loss for a budget.
+
+        Args:
+          budget: Training FLOPs C.
+          flops_per_token: Function of N that returns the training FLOPs of a token; 6 N by default.
+          level: Probability that each interval holds the true value.
+
+        Returns:
+          N*, D*, their ratio and the loss.
+
+        Raises:
+          InputError: The budget is not a number over 0, or the form has no optimum.
+        """
+        if not 0 < budget < np.inf:
+            raise InputError(f"budget={budget}: expected a number of FLOPs over 0")
+        form = FORMS[self.form]
+        rows = np.concatenate([self.values[None], self.samples])
+        loss = None
+        if isinstance(form, FrontierForm):
+            n = rows[:, 0] * budget ** rows[:, 1]
+        else:
+            n, losses = _best_size(form, form.to_parameters(rows), budget, flops_per_token)
+            loss = self._estimate(losses[0], losses[1:], level)
+        d = budget / flops_per_token(n)
+        size, tokens, ratio = (self._estimate(x[0], x[1:], level) for x in (n, d, d / n))
+        return Optimum(budget, size, tokens, ratio, loss)
+
+    def _loss_form(self) -> LossForm:
+        form = FORMS[self.form]
+        if not isinstance(form, LossForm):
+            raise InputError(f"form {self.form} gives the best size and no loss: use the form additive or kaplan")
+        return form
+
+    def _estimate(self, value: float, samples: np.ndarray, level: float) -> Estimate:
+        """Percentiles of bootstrap samples, wider for few points as Student's distribution is than the normal one."""
+        if not 0 < level < 1:
+            raise InputError(f"level={level}: expected a probability between 0 and 1")
+        freedom = max(1, len(self.points) - len(self.constants))
+        tail = special.ndtr(special.stdtrit(freedom, (1 - level) / 2))
+        low, high = np.quantile(samples, [tail, 1 - tail])
+        return Estimate(float(value), float(low), float(high))
+
+
+def fit(points: Points, form: str = "additive", *, delta: float = DELTA, bootstrap: int = 200, seed: int = 0) -> Fit:
+    """Fits a scaling law.
+
+    Forms of the loss minimise the sum of Huber losses of log losses from many starting points (Hoffmann et al. 2022, approach
+    3, with the sum in place of the mean, which lets optimizers stop too early: Besiroglu et al. 2024).
+
+    Args:
+      points: Trained models.
+      form: An entry of FORMS.
+      delta: Log losses that are further from their prediction count linearly; infinity for least squares.
+      bootstrap: Number of samples of the points for intervals.
+      seed: Seed of the samples.
+
+    Returns:
+      The fit. `warnings` lists its weaknesses.
+
+    Raises:
+      InputError: The points cannot determine the constants, or an argument is invalid.
+    """
+    law = lookup(FORMS, form, "form")
+    if not delta > 0:
+        raise InputError(f"delta={delta}: expected a number over 0, infinity for least squares")
+    if bootstrap < 2:
+        raise InputError(f"bootstrap={bootstrap}: expected at least 2 samples")
+    if isinstance(law, FrontierForm):
+        return _fit_frontier(points, form, law, delta, bootstrap, seed)
+    _check_determined(points, form, law)
+    variables, targets = law.logs(points), np.log(points.loss)
+    found, objectives = minimize(law.log_loss, law.starts(points), variables, targets, delta)
+    best = found[objectives.argmin()]
+    agreeing = objectives <= objectives.min() * (1 + AGREEING) + 1e-20
+    index = np.random.default_rng(seed).integers(len(points), size=(bootstrap, len(points)))
+    repeated = np.repeat(best[None], bootstrap, 0)
+    samples, _ = minimize(
+        law.log_loss, repeated, [x[index] for x in variables], targets[index], delta, REFIT_ITERATIONS
+    )
+    return Fit(
+        form,
+        points,
+        dict(zip(law.constants, law.to_constants(best).tolist(), strict=True)),
+        law.to_constants(samples),
+        targets - law.log_loss(best, *variables)[0],
+        float(objectives.min()),
+        len(objectives),
+        int(agreeing.sum()),
+    )
+
+
+def _check_determined(points: Points, form: str, law: LossForm) -> None:
+    """Raises InputError if there are too few points or values of a variable for the constants."""
+    for name in law.variables:
+        values = getattr(points, name)
+        if len(np.unique(values)) < 2:
+            label = {"n": "size", "d": "number of tokens", "c": "number of FLOPs"}[name]
+            others = "" if name == "c" else "; the form floor needs FLOPs only"
+            raise InputError(
+                f"form {form}: all {len(points)} points have one {label}, {values[0]:,.0f}: train models of at least two, "
+                f"better four{others}"
+            )
+    if len(points) <= len(law.constants):
+        raise InputError(
+            f"form {form} has {len(law.constants)} constants, and there are {len(points)} points: train at least "
+            f"{len(law.constants) + 1} models"
+        )
+
+
+def _fit_frontier(points: Points, form: str, law: FrontierForm, delta: float, bootstrap: int, seed: int) -> Fit:
+    """Fits N* = G C^a; samples have the noise of the residuals of the form additive."""
+    best, smooth = power_law(law.minima(points)), fit(points, "additive", delta=delta, bootstrap=2)
+    scale = np.sqrt(len(points) / (len(points) - len(smooth.constants)))
+    random, samples = np.random.default_rng(seed), []
+    for _ in range(bootstrap):
+        noise = np.exp(scale * random.choice(smooth.residuals, len(points)))
+        with contextlib.suppress(InputError):  # too few minima in this sample
+            samples.append(power_law(law.minima(dataclasses.replace(points, loss=points.loss * noise))))
+    if len(samples) <= bootstrap // 2:
+        raise InputError(
+            f"form {form}: with the noise of the losses, {bootstrap - len(samples)} of {bootstrap} samples have fewer than two "
+            "minima: train more sizes for each number of FLOPs, or use the form additive"
+        )
+    constants = dict(zip(law.constants, best.tolist(), strict=True))
+    return Fit(form, points, constants, np.array(samples), np.empty(0))
+
+
+def _best_size(
+    form: LossForm, parameters: np.ndarray, budget: float, flops_per_token: FlopsPerToken
+) -> tuple[np.ndarray, np.ndarray]:
+    """`[B]` sizes N with the least loss for a budget and that loss, by golden-section search over log N."""
+    if form.exponent is None:
+        raise InputError(
+            f"the form {form.formula} does not divide a budget between parameters and tokens: use additive"
+        )
+
+    def log_loss(log_n: np.ndarray) -> np.ndarray:
+        log_d = np.log(budget / flops_per_token(np.exp(log_n)))
+        return form.log_loss(parameters, log_n[:, None], log_d[:, None])[0][:, 0]
+
+    ratio = (np.sqrt(5) - 1) / 2
+    low, high = np.zeros(len(parameters)), np.full(len(parameters), np.log(budget))
+    for _ in range(100):
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        is_left = log_loss(left) < log_loss(right)
+        low, high = np.where(is_left, low, left), np.where(is_left, right, high)
+    middle = (low + high) / 2
+    return np.exp(middle), np.exp(log_loss(middle))
