@@ -27,6 +27,7 @@ COMMANDS = (
     "compress",
     "compare",
     "plan",
+    "scaling",
     "draw",
     "convert",
     "export",

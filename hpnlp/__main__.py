@@ -19,6 +19,7 @@ COMMANDS = {
     "sweep": "train all variants of an experiment that have not finished",
     "compare": "compare runs in a table and a plot",
     "plan": "estimate memory and time of an experiment on devices that need not exist, and find layouts that fit",
+    "scaling": "plan a study of scaling laws, and fit its runs",
     "draw": "draw attention masks and print their cost relative to dense attention",
     "lra": "train mixers on tasks of the Long Range Arena, or measure their speed and memory by length",
     "compress": "make a smaller model of a run, and measure its size, time and quality",

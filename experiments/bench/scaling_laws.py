@@ -44,7 +44,8 @@ flags.DEFINE_string("out", str(ROOT / "experiments" / "results"), "Where the res
 
 def main(_: Any) -> None:
     rows: list[dict[str, Any]] = []
-    for row in (*refit(FLAGS.points), *noise_free(), *peer(FLAGS.peer, FLAGS.points), *coverage(FLAGS.studies)):
+    parts = (refit(FLAGS.points), noise_free(), peer(FLAGS.peer, FLAGS.points), coverage(FLAGS.studies))
+    for row in itertools.chain.from_iterable(parts):
         rows.append(row)
         print(row, flush=True)
     print(measure.write_result("scaling_laws", rows, FLAGS.out))

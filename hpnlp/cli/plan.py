@@ -25,6 +25,7 @@ USAGE = """
 hpnlp plan --config=lm/bytes --devices=512 --device=h200 [--plan.name=zero3 ...]
 hpnlp plan --config=lm/bytes --recipe="heads(0.5),int8" [--model.dim=512 ...]
 hpnlp plan RUN [--recipe="heads(0.5),int8"]
+hpnlp plan --budget=1e18 [--config=lm/bytes --law=runs/scaling --devices=8 --device=h100]
 
 Estimates the memory, work and communication of each device in a training step, a lower bound of its time by the device's data
 sheet, and, where the step does not fit, the smallest change that makes it fit. Nothing is trained; no accelerator is needed.
@@ -37,11 +38,19 @@ for these devices and this model, --depth and --out use the first plan of the ra
 
 --recipe prints the parameters, the bytes in memory and the bytes on disk of the model after each stage of `hpnlp compress`,
 without weights. Of a compressed RUN, the bytes are those of its file.
+
+--budget prints the size, tokens, steps, batch, learning rate and time of the best run for a budget, by a scaling law: that of a
+study (--law, see hpnlp scaling), or the law of Hoffmann et al. 2022. The model has the head size and the ratio of width and
+depth of the config, lm/bytes by default.
 """
 
 flags.DEFINE_string("config", None, "Experiment file, which defines get_config().")
 flags.DEFINE_string("from", None, "The same as RUN, whose model --recipe compresses, or which is compressed.")
 flags.DEFINE_string("recipe", "", "Stages of a compression whose sizes are planned, see hpnlp compress.")
+flags.DEFINE_string(
+    "budget", "", 'Training FLOPs of a run, as "1e18", or its time on all devices, as "2h", "30min" or "90s".'
+)
+flags.DEFINE_string("law", "", "scaling.json of a study or its directory; the default is a published law.")
 flags.DEFINE_integer("devices", 8, "Number of devices.", lower_bound=1, upper_bound=2**31 - 1)
 flags.DEFINE_string("device", "h100", "Kind of device: a100, h100, h200, v5e, v5p, or cpu (this machine, measured).")
 flags.DEFINE_enum(
@@ -75,6 +84,11 @@ def _run(argv: Sequence[str]) -> None:
     if arguments or cli.FLAGS["from"].present:
         workdir = cli.named_run(arguments, "hpnlp plan RUN --recipe=RECIPE", "from")
     _check_no_sizes_of_steps(workdir)
+    if cli.FLAGS.budget:
+        cli.refuse(["depth", "search", "out"], "with --budget, which plans a whole run: leave it out")
+        _plan_budget(cli.FLAGS.config or experiment.EXAMPLE, overrides)
+        return
+    cli.refuse(["law"], "without --budget: add it, as --budget=1e18")
     if workdir:
         _print_sizes_of_run(workdir, overrides)
         return
@@ -120,11 +134,28 @@ def _run(argv: Sequence[str]) -> None:
 def _check_no_sizes_of_steps(workdir: str) -> None:
     """Raises InputError for flags about training steps where the sizes of a model are asked for."""
     asked = workdir or ("--recipe" if cli.FLAGS["recipe"].present else "")
-    ignored = [name for name in ("devices", "device", "depth", "search", "out") if cli.FLAGS[name].present]
+    ignored = [n for n in ("budget", "devices", "device", "depth", "search", "out") if cli.FLAGS[n].present]
     if asked and ignored:
         raise InputError(
             f"{asked}: the sizes of a model are printed, not those of a training step: leave out --{ignored[0]}"
         )
+
+
+def _plan_budget(config: str, overrides: Sequence[str]) -> None:
+    """Prints the run for --budget."""
+    f = cli.FLAGS
+    _simulate_devices()
+    from hpnlp import planner
+    from hpnlp.planner import devices
+    from hpnlp.scaling_laws import budget, recipe
+    from hpnlp.training.config import resolve
+
+    parsed = recipe.parse_budget(f.budget, "--budget")
+    law = budget.read_law(f.law) if f.law else budget.published_law()
+    device = lookup({**planner.DEVICES, "cpu": None}, f.device, "--device") or devices.this_cpu(f.devices)
+    run = budget.plan_run(parsed, resolve(experiment.read(config, overrides)), law, device, f.devices)
+    command = " ".join(["hpnlp train", f"--config={config}", *overrides])
+    print(budget.render(run, law, device, f.device, command))
 
 
 def _print_sizes(values: Any) -> None:

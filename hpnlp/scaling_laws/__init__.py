@@ -9,3 +9,4 @@ from hpnlp.scaling_laws.fit import Fit as Fit
 from hpnlp.scaling_laws.fit import Optimum as Optimum
 from hpnlp.scaling_laws.fit import fit as fit
 from hpnlp.scaling_laws.points import Points as Points
+from hpnlp.scaling_laws.study import Study as Study

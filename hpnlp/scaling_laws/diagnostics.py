@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from hpnlp.scaling_laws.fit import Fit, fit
+from hpnlp.scaling_laws.fit import Fit, fit, interpolated_flops
 from hpnlp.scaling_laws.forms import LOSS_FORMS
 from hpnlp.scaling_laws.frontier import isoflop_minima, power_law
 from hpnlp.scaling_laws.points import Points
@@ -52,21 +52,14 @@ def isoflop_bias(points: Points) -> Bias:
     clean = np.exp(law.log_loss(law.to_parameters(smooth.values), *law.logs(points))[0])
     minima = isoflop_minima(dataclasses.replace(points, loss=clean))
     scale, exponent = power_law(minima)
-    # FLOPs of a token at the sizes of the points, between which the budget's optimum lies.
-    order = np.argsort(points.n)
-    log_n, log_flops = np.log(points.n[order]), np.log(points.c[order] / points.d[order])
-    slope, intercept = np.polyfit(log_n, log_flops, 1) if len(np.unique(log_n)) > 1 else (1.0, np.log(6.0))
     budgets = np.array([m.c for m in minima])
-    true = np.log([_best(smooth, c, slope, intercept) for c in budgets])
+    flops = interpolated_flops(points)
+    true = np.log([smooth.optimum(c, flops).n.value for c in budgets.tolist()])
     true_exponent = np.polyfit(np.log(budgets), true, 1)[0]
-    far = EXTRAPOLATED * budgets.max()
-    size = scale * far**exponent / _best(smooth, far, slope, intercept) - 1
+    far = EXTRAPOLATED * float(budgets.max())
+    size = scale * far**exponent / smooth.optimum(far, flops).n.value - 1
     largest = max(minima, key=lambda minimum: abs(minimum.offset))
     return Bias(float(exponent - true_exponent), float(size), largest.offset)
-
-
-def _best(smooth: Fit, budget: float, slope: float, intercept: float) -> float:
-    return smooth.optimum(budget, lambda n: np.exp(intercept + slope * np.log(n))).n.value
 
 
 def warnings(law: Fit, level: float = 0.9) -> list[str]:
@@ -87,6 +80,12 @@ def warnings(law: Fit, level: float = 0.9) -> list[str]:
             found.append(
                 f"E is not identified: its {level:.0%} interval is {floor.low:.3g} to {floor.high:.3g}; train larger models on "
                 "more tokens, and judge the law by held-out losses"
+            )
+    for name in ("alpha", "beta", "alphaN", "alphaD"):
+        if name in law.constants and (exponent := law.interval(name, level)).high - exponent.low > abs(exponent.value):
+            found.append(
+                f"{name} of the form {law.form} is not identified: its {level:.0%} interval is {exponent.low:.3g} to "
+                f"{exponent.high:.3g}; train more runs, further apart"
             )
     if law.form in ("additive", "kaplan"):
         tokens = [len(np.unique(points.d[points.n == n])) for n in np.unique(points.n)]

@@ -38,6 +38,21 @@ def six_n(n: np.ndarray) -> np.ndarray:
     return 6.0 * n
 
 
+def interpolated_flops(points: Points) -> FlopsPerToken:
+    """Training FLOPs of a token as a function of N, through those of points.
+
+    Args:
+      points: Points whose FLOPs were counted.
+
+    Returns:
+      A function that is linear between sizes in the logarithms, and proportional to N beyond them, where attention takes an
+      ever smaller share.
+    """
+    sizes = np.unique(points.n)
+    ratios = np.log([float((points.c / points.d)[points.n == n].mean()) for n in sizes]) - np.log(sizes)
+    return lambda n: n * np.exp(np.interp(np.log(n), np.log(sizes), ratios))
+
+
 @dataclasses.dataclass(frozen=True)
 class Estimate:
     """A number with its interval."""
@@ -67,10 +82,11 @@ class Fit:
 
     Attributes:
       form: Name of the form, an entry of FORMS.
-      points: The points.
+      points: The points; none for a published law.
       constants: Name -> value, in full precision: rounding them to three digits may change D*/N* by a quarter.
       samples: `[B, P]` constants of bootstrap samples.
-      residuals: `[P]` log losses less their predictions; empty for forms that do not predict losses.
+      residuals: Log losses of the points less their predictions; empty without points and for forms without a loss.
+      freedom: Points less constants, by which intervals are wider.
       objective: Sum of the Huber losses.
       starts: Number of starting points.
       agreeing: Number of starting points that lead to this minimum.
@@ -81,6 +97,7 @@ class Fit:
     constants: Mapping[str, float]
     samples: np.ndarray
     residuals: np.ndarray
+    freedom: int
     objective: float = 0.0
     starts: int = 1
     agreeing: int = 1
@@ -138,8 +155,8 @@ class Fit:
         value = form.log_loss(form.to_parameters(self.values), *variables)[0][0]
         spread = form.log_loss(form.to_parameters(self.samples), *variables)[0][:, 0]
         # Residuals are too small by the share of the points that the constants take.
-        noise = self.residuals * np.sqrt(len(self.points) / max(1, len(self.points) - len(self.constants)))
-        drawn = np.random.default_rng(0).choice(noise, len(spread))
+        noise = self.residuals * np.sqrt(len(self.points) / self.freedom)
+        drawn = np.random.default_rng(0).choice(noise, len(spread)) if len(noise) else 0.0
         return self._estimate(float(np.exp(value)), np.exp(spread + drawn), level)
 
     def optimum(self, budget: float, flops_per_token: FlopsPerToken = six_n, level: float = 0.9) -> Optimum:
@@ -180,8 +197,7 @@ class Fit:
         """Percentiles of bootstrap samples, wider for few points as Student's distribution is than the normal one."""
         if not 0 < level < 1:
             raise InputError(f"level={level}: expected a probability between 0 and 1")
-        freedom = max(1, len(self.points) - len(self.constants))
-        tail = special.ndtr(special.stdtrit(freedom, (1 - level) / 2))
+        tail = special.ndtr(special.stdtrit(self.freedom, (1 - level) / 2))
         low, high = np.quantile(samples, [tail, 1 - tail])
         return Estimate(float(value), float(low), float(high))
 
@@ -228,6 +244,7 @@ def fit(points: Points, form: str = "additive", *, delta: float = DELTA, bootstr
         dict(zip(law.constants, law.to_constants(best).tolist(), strict=True)),
         law.to_constants(samples),
         targets - law.log_loss(best, *variables)[0],
+        len(points) - len(law.constants),
         float(objectives.min()),
         len(objectives),
         int(agreeing.sum()),
@@ -267,7 +284,7 @@ def _fit_frontier(points: Points, form: str, law: FrontierForm, delta: float, bo
             "minima: train more sizes for each number of FLOPs, or use the form additive"
         )
     constants = dict(zip(law.constants, best.tolist(), strict=True))
-    return Fit(form, points, constants, np.array(samples), np.empty(0))
+    return Fit(form, points, constants, np.array(samples), np.empty(0), len(points) - len(smooth.constants))
 
 
 def _best_size(

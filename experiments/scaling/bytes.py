@@ -1,0 +1,81 @@
+"""A study of scaling laws on two CPU cores: byte-level language models of 68 thousand to 2.3 million parameters.
+
+    hpnlp scaling plan --config=scaling/bytes
+    hpnlp sweep --config=scaling/bytes --workdir=runs/scaling
+    hpnlp scaling fit runs/scaling
+
+Five sizes on 2, 4, 8 and 16 million bytes of the Python standard library and its tests, each less than one epoch; three runs
+with a second seed, for the noise; and one larger model that is predicted. Rates fall linearly to 0 over the last fifth of each
+run, so that no point is taken from the middle of a schedule. About an hour and a half on two cores.
+
+`scaling/bytes:rates` tries three learning rates at the two smallest sizes, from which Study(learning_rate=...) is chosen.
+`scaling/bytes:tiny` takes a few minutes, proves nothing, and shows what the commands write.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from hpnlp.scaling_laws import Study
+from hpnlp.training.config import default
+
+MILLION = 10**6
+
+
+def size(dim: int, layers: int) -> dict[str, Any]:
+    return {"model.dim": dim, "model.layers": layers, "model.heads": dim // 16}
+
+
+STUDIES = {
+    "full": Study(
+        budget="1e15",
+        sizes=[size(48, 2), size(64, 3), size(96, 3), size(128, 4), size(160, 5)],
+        tokens=[2 * MILLION, 4 * MILLION, 8 * MILLION, 16 * MILLION],
+        held_out=[(size(192, 5), 16 * MILLION)],
+        repeats=[(0, 4 * MILLION), (1, 8 * MILLION), (2, 4 * MILLION)],
+        learning_rate=0.01,
+    ),
+    "tiny": Study(
+        budget="5min",
+        sizes=[size(16, 1), size(32, 1), size(48, 1)],
+        tokens=[20_000, 40_000, 80_000],
+        held_out=[(size(64, 1), 80_000)],
+        repeats=[(0, 20_000)],
+        learning_rate=0.01,
+    ),
+}
+STUDIES["rates"] = STUDIES["full"]
+
+
+def get_config(name: str = "full") -> ConfigDict:
+    config = default()
+    config.data.path = "stdlib" if name == "tiny" else "stdlib+tests"
+    config.data.seq_len = 64 if name == "tiny" else 256
+    config.data.heldout_bytes = 20_000 if name == "tiny" else 300_000
+    config.model.mlp = "gelu"
+    config.optimizer.name = "adamw"
+    config.optimizer.schedule = "wsd(0.2)"
+    config.optimizer.final = 0.0
+    config.train.baselines = False
+    config.train.sample = 0
+    config.train.checkpoint_every = 0
+    return config
+
+
+def get_study(name: str = "full") -> Study:
+    return STUDIES[name]
+
+
+def get_sweep(name: str = "full") -> list[dict[str, Any]]:
+    members = get_study(name).sweep(get_config(name))
+    if name != "rates":
+        return members
+    steps = members[1]["train.steps"]  # of the runs on 4 million bytes
+    tried = [m for m in members if m["model.dim"] <= 64 and m["train.steps"] == steps and "train.seed" not in m]
+    return [
+        {**member, "optimizer.learning_rate": factor * member["optimizer.learning_rate"]}
+        for member in tried
+        for factor in (0.5, 1.0, 2.0)
+    ]

@@ -1,0 +1,138 @@
+"""Finished runs of a study, read from the directory of its sweep."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpnlp import report
+from hpnlp.scaling_laws.flops import CONVENTIONS, Size, size_of
+from hpnlp.scaling_laws.points import Points
+from hpnlp.training.contents import Contents, contents_of
+from hpnlp.training.example_scores import ExampleScores
+from hpnlp.training.run_directory import load_config
+from hpnlp.types import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedMember:
+    """A finished run.
+
+    Attributes:
+      name: Name of its directory.
+      size: Size of its model.
+      tokens: Training tokens D.
+      loss: Held-out loss in nats per token.
+      error: Standard error of the loss over the held-out examples; None if it is unknown.
+      seconds: Seconds of training steps and their data.
+      seed: Seed of the run.
+    """
+
+    name: str
+    size: Size
+    tokens: int
+    loss: float
+    error: float | None
+    seconds: float
+    seed: int
+
+
+def read_members(directory: str | Path) -> tuple[list[TrainedMember], list[str]]:
+    """Reads the finished runs in a directory.
+
+    Args:
+      directory: Directory of the runs' directories.
+
+    Returns:
+      The runs, in order of names; and the names of runs that are not finished, which are left out.
+
+    Raises:
+      InputError: There is no finished run, a run stopped before the end of its schedule, or runs have different held-out texts.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise InputError(f"there is no directory {directory}: name the --workdir of hpnlp sweep")
+    found, unfinished, texts = [], [], {}
+    sizes: dict[tuple[Any, ...], Size] = {}  # each is traced once
+    for run in sorted(child for child in path.iterdir() if child.is_dir()):
+        if not (run / "report.json").exists():
+            unfinished += [run.name] * (contents_of(run) is Contents.RUN)
+            continue
+        numbers, config = report.read_report(run), load_config(run)
+        if numbers["steps"] < config.train.steps:
+            raise InputError(
+                f"{run} stopped at step {numbers['steps']} of {config.train.steps}: its learning rate did not reach the end of "
+                "its schedule, so that its loss does not compare: train it again with train.patience=0, or move it away"
+            )
+        if numbers["heldout_loss"] is None:
+            raise InputError(f"{run} has no finite held-out loss: train it with a lower learning rate, or move it away")
+        texts.setdefault(numbers.get("heldout_digest"), run.name)
+        examples = ExampleScores.read(run)
+        model = (config.task, config.model, config.data.tokenizer, config.data.seq_len)
+        if model not in sizes:
+            sizes[model] = size_of(config)
+        found.append(
+            TrainedMember(
+                run.name,
+                sizes[model],
+                numbers["tokens"],
+                numbers["heldout_loss"],
+                None if examples is None else examples.standard_error("loss"),
+                numbers["phase_seconds"]["data"] + numbers["phase_seconds"]["step"],
+                config.train.seed,
+            )
+        )
+    if not found:
+        others = f" and {len(unfinished)} unfinished ones" if unfinished else ""
+        raise InputError(
+            f"{directory} holds no finished run{others}: finish them with hpnlp sweep --config=FILE --workdir=DIR first"
+        )
+    if len(texts) > 1:
+        raise InputError(
+            f"{' and '.join(list(texts.values())[:2])} in {directory} have different held-out texts, whose losses do not "
+            "compare: fit runs of one study"
+        )
+    return found, unfinished
+
+
+def to_points(members: Sequence[TrainedMember], convention: str) -> Points:
+    """The points of runs.
+
+    Args:
+      members: The runs.
+      convention: An entry of CONVENTIONS.
+
+    Returns:
+      Their N, D, C and losses.
+    """
+    law = CONVENTIONS[convention]
+    tokens = np.array([float(m.tokens) for m in members])
+    return Points(
+        np.array([float(law.parameters(m.size)) for m in members]),
+        tokens,
+        np.array([m.loss for m in members]),
+        tokens * np.array([law.flops_per_token(m.size) for m in members]),
+    )
+
+
+def split(members: Sequence[TrainedMember], held_out: int) -> tuple[list[TrainedMember], list[TrainedMember]]:
+    """Separates the runs with the most FLOPs, which are predicted.
+
+    Args:
+      members: The runs.
+      held_out: Number of runs that are not fitted.
+
+    Returns:
+      `(fitted, held out)`.
+
+    Raises:
+      InputError: No run would be left.
+    """
+    if not 0 <= held_out < len(members):
+        raise InputError(f"--held_out={held_out}: expected at least 0 and less than the {len(members)} finished runs")
+    order = sorted(members, key=lambda m: m.tokens * CONVENTIONS["porian"].flops_per_token(m.size))
+    return order[: len(order) - held_out], order[len(order) - held_out :]

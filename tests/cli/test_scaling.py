@@ -1,0 +1,167 @@
+"""`hpnlp scaling` plans studies and fits finished members; `hpnlp plan --budget` plans a run by their law."""
+
+import functools
+import itertools
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from hpnlp.scaling_laws.flops import CONVENTIONS, size_of
+from hpnlp.training.config import flat
+from hpnlp.training.run_directory import write_config
+from tests import tiny
+
+STUDY = """
+from hpnlp.scaling_laws import Study
+from tests.tiny import get_config
+
+def get_study():
+    return Study(budget={budget!r}, sizes=[{{"model.dim": 8}}, {{"model.dim": 16}}], tokens=[320, 640])
+
+def get_sweep():
+    return get_study().sweep(get_config())
+"""
+DIMS, TOKENS = (8, 16, 32, 64), (10_240, 20_480, 40_960, 81_920)
+
+
+@functools.cache
+def parameters(dim):
+    return CONVENTIONS["porian"].parameters(size_of(tiny.make(model__dim=dim)))
+
+
+def write_member(directory, dim, tokens, finished=True, **numbers):
+    """A run whose loss follows a law with 0.1 % noise, without its training."""
+    config = tiny.make(model__dim=dim, train__steps=tokens // 128)
+    directory.mkdir(parents=True)
+    write_config(directory, config)
+    (directory / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 3.0}) + "\n")
+    n = parameters(dim)
+    loss = (1.2 + 20 * n**-0.3 + 30 * tokens**-0.35) * np.exp(0.001 * np.sin(dim * tokens))
+    report = {
+        "config": flat(config), "steps": tokens // 128, "tokens": tokens, "heldout_loss": float(loss), "heldout_bytes": 1,
+        "heldout_bits_per_byte": 1.0, "heldout_digest": "a", "phase_seconds": {"data": 0.0, "step": 1.0},
+        "tokens_per_second": 1.0, "peak_memory_bytes": 1, "seconds": 1.0, "parameters": n,
+    }  # fmt: skip
+    if finished:
+        (directory / "report.json").write_text(json.dumps(report | numbers))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("study")
+    for dim, tokens in itertools.product(DIMS, TOKENS):
+        write_member(directory / f"dim={dim},tokens={tokens}", dim, tokens)
+    return directory
+
+
+@pytest.fixture
+def study(written, tmp_path):
+    return shutil.copytree(written, tmp_path / "runs")
+
+
+def test_finished_members_are_fitted_and_the_largest_is_predicted(run, study):
+    write_member(study / "unfinished", 8, 1280, finished=False)
+    outcome = run("scaling", "fit", study)
+    assert outcome.code == 0, outcome.err
+    record = json.loads((study / "scaling.json").read_text())
+    assert len(record["points"]) == 16 and record["unfinished"] == ["unfinished"]
+    (held_out,) = [point for point in record["points"] if point["held_out"]]
+    assert held_out["run"] == "dim=64,tokens=81920"
+    (prediction,) = record["predictions"]
+    assert abs(prediction["error"]) < 0.01 and prediction["low"] < prediction["loss"] < prediction["high"]
+    assert set(record["fits"]) == set(CONVENTIONS)
+    page = (study / "scaling.md").read_text()
+    assert page in outcome.out and "left out: unfinished" in page and all(name in page for name in CONVENTIONS)
+    assert "inside the interval" in page
+    assert (study / "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+    # The law plans a run, by the same constants.
+    outcome = run(
+        "plan", "--budget=1e11", f"--law={study}", f"--config={tiny.EXPERIMENT}", "--devices=1", "--device=h100"
+    )
+    assert outcome.code == 0, outcome.err
+    optimum = record["optima"][0]
+    assert "Convention porian" in outcome.out and "hpnlp train --config=" in outcome.out
+    assert optimum["n"]["low"] < optimum["n"]["value"] < optimum["n"]["high"]
+
+
+def test_budgets_are_planned_by_the_published_law(run):
+    arguments = (f"--config={tiny.EXPERIMENT}", "--devices=1", "--device=h100")
+    outcome = run("plan", "--budget=1e15", *arguments)
+    assert outcome.code == 0, outcome.err
+    words = " ".join(outcome.out.split())
+    assert "Hoffmann et al. 2022" in words and "steps of warm-up" in words and "at least" in words
+    timed = run("plan", "--budget=20s", *arguments)
+    assert timed.code == 0 and "at least 20.0 s on 1 x h100" in timed.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--budget=1e3"], "are less than one step of"),
+        (["--budget=-1"], 'expected FLOPs over 0, as in "1e18"'),
+        (["--budget=1e9", "--search"], "with --budget, which plans a whole run"),
+        (["--budget=1e9", "--law=nowhere"], "--law: cannot read nowhere"),
+        (["--law=nowhere"], "without --budget: add it"),
+    ],
+)
+def test_invalid_budgets_raise(run, argv, message):
+    outcome = run("plan", f"--config={tiny.EXPERIMENT}", *argv)
+    assert outcome.code == 2 and message in outcome.err
+
+
+def test_studies_are_planned(run, tmp_path):
+    (tmp_path / "study.py").write_text(STUDY.format(budget="1e12"))
+    outcome = run("scaling", "plan", f"--config={tmp_path}/study.py", "--device=h100")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("dim=") == 4 and "the budget is 1e12" in outcome.out
+    (tmp_path / "study.py").write_text(STUDY.format(budget="1e3"))
+    outcome = run("scaling", "plan", f"--config={tmp_path}/study.py", "--device=h100")
+    assert outcome.code == 2 and "more than Study.budget='1e3'" in outcome.err and outcome.out.count("dim=") == 4
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "expected plan or fit"),
+        (["fits"], "expected plan or fit"),
+        (["plan"], "--config is required"),
+        (["plan", f"--config={tiny.EXPERIMENT}"], "has no get_study()"),
+        (["plan", "--config=lm/bytes", "--held_out=2"], "--held_out=2 has no effect with hpnlp scaling plan"),
+        (["fit"], "expected one directory"),
+        (["fit", "nowhere"], "there is no directory nowhere"),
+        (["fit", "x", "--config=lm/bytes"], "--config=lm/bytes has no effect with hpnlp scaling fit"),
+        (["fit", "x", "--model.dim=3"], "configs of their own"),
+    ],
+)
+def test_invalid_arguments_raise(run, argv, message):
+    outcome = run("scaling", *argv)
+    assert outcome.code == 2 and message in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 3}, "stopped at step 3 of 80"),
+        ({"heldout_loss": None}, "no finite held-out loss"),
+        ({"heldout_digest": "b"}, "have different held-out texts"),
+    ],
+)
+def test_members_that_do_not_compare_raise(run, study, change, message):
+    write_member(study / "z", 8, 10_240, **change)
+    outcome = run("scaling", "fit", study)
+    assert outcome.code == 2 and message in outcome.err
+
+
+def test_studies_without_finished_members_or_with_one_size_raise(run, tmp_path):
+    write_member(tmp_path / "a" / "x", 8, 1280, finished=False)
+    outcome = run("scaling", "fit", tmp_path / "a")
+    assert outcome.code == 2 and "holds no finished run and 1 unfinished ones" in outcome.err
+    for tokens in TOKENS:
+        write_member(tmp_path / "b" / str(tokens), 8, tokens)
+    outcome = run("scaling", "fit", tmp_path / "b", "--held_out=0")
+    assert outcome.code == 2 and "all 4 points have one size" in outcome.err
+    outcome = run("scaling", "fit", tmp_path / "b", "--held_out=4")
+    assert outcome.code == 2 and "less than the 4 finished runs" in outcome.err
