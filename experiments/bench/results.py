@@ -13,6 +13,7 @@ from typing import Any
 
 import compression_tables
 import embedding_tables
+import scaling_tables
 import speed_tables
 from gpu_tables import gpu_section
 from result_plots import CAPTIONS, CORPORA, PLOTS, plot_tradeoff
@@ -23,9 +24,19 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.plots import plot_bubbles, plot_efficiency
 from hpnlp.spec import build, parse_one
 
-# Files whose results are in docs/guide/output_layers.md, efficient_attention.md, lra.md, compression.md and speed_tricks.md.
+# Files whose results are in docs/guide/output_layers.md, efficient_attention.md, lra.md, compression.md, speed_tricks.md and
+# scaling_laws.md.
 # GPUs have a section of their own.
-IN_OTHER_PAGES = ("softmax_steps_", "softmax_quality_", "mixers-", "arena", "compression-", "speed_tricks-", "gpu-")
+IN_OTHER_PAGES = (
+    "softmax_steps_",
+    "softmax_quality_",
+    "mixers-",
+    "arena",
+    "compression-",
+    "speed_tricks-",
+    "scaling_",
+    "gpu-",
+)
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
 IMAGES = ROOT / "docs" / "images"
@@ -363,6 +374,10 @@ def main() -> None:
             replace_section(ROOT / "docs" / "guide" / "lra.md", name, render(by_bench[name]))
     if "speed_tricks" in by_bench:
         replace_section(ROOT / "docs" / "guide" / "speed_tricks.md", "tricks", speed_tricks(by_bench["speed_tricks"]))
+    for name, render in {"laws": scaling_tables.checks, "study": scaling_tables.study}.items():
+        if measured := by_bench.get(f"scaling_{name}"):
+            text = f"Measured on {machine(measured['environment'])}.\n\n{render(measured['rows'])}"
+            replace_section(ROOT / "docs" / "guide" / "scaling_laws.md", "fits" if name == "laws" else name, text)
     if "compression" in by_bench:
         page = ROOT / "docs" / "guide" / "compression.md"
         replace_section(page, "techniques", compression(by_bench["compression"]))

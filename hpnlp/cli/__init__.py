@@ -88,7 +88,7 @@ def _unknown_flag_message(error: flags.UnrecognizedFlagError, command: str) -> s
     name = error.flagname
     unknown = f"unknown flag --{name}"
     if "." in name:
-        return f"{unknown}: only train, check-data, sweep, lra, plan, compress and evaluate take config fields"
+        return f"{unknown}: only train, check-data, sweep, lra, plan, scaling, compress and evaluate take config fields"
     if "config" in FLAGS and (fields := _config_flags(name)):
         return f"{unknown}: did you mean {' or '.join(fields)}?"
     names = [prefix + flag.name for flag in defined_flags() for prefix in ("", "no")[: 1 + flag.boolean]]

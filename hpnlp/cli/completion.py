@@ -21,7 +21,7 @@ Prints a script for a shell, which then completes commands, flags, config fields
 tables, such as --model.mixer=. Entries that --register adds are not among them.
 """
 
-TAKE_FIELDS = ("train", "check-data", "sweep", "lra", "plan")  # commands that take all config fields
+TAKE_FIELDS = ("train", "check-data", "sweep", "lra", "plan", "scaling")  # commands that take all config fields
 _FLAG = re.compile(r'flags\.DEFINE_(\w+)\(\s*"(\w+)"')
 
 BASH = """

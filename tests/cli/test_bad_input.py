@@ -333,7 +333,7 @@ def files(tmp_path, trained):
         ("generate --workdir={run} --top_p=half", "flag --top_p=half: expected a number"),
         (
             "generate --workdir={run} --config.model.dim=3",
-            "only train, check-data, sweep, lra, plan, compress and evaluate take config fields",
+            "only train, check-data, sweep, lra, plan, scaling, compress and evaluate take config fields",
         ),
         ("evaluate", "no run: write hpnlp evaluate RUN"),
         (
