@@ -25,7 +25,7 @@ def checks(rows: Rows) -> str:
         [
             f"1/{row['drift']:g} to {row['drift']:g}" if row["drift"] > 1 else "at the optimum",
             f"{row['approach_3_error']:.1g}",
-            f"{row['approach_2_error']:+.4f}",
+            f"{round(row['approach_2_error'], 4) + 0.0:+.4f}",
             f"{row['approach_2_size_error']:+.1%}",
             f"{row['estimated_bias']:+.4f}, {row['estimated_size_bias']:+.1%}",
             "yes" if row["warned"] else "no",
@@ -42,25 +42,25 @@ def checks(rows: Rows) -> str:
     ]
     first = parts["refit"][0]
     notebook, projection = parts["peer"]
+    projected = [abs(difference) for difference in projection["differences_in_sd"]]
     studies = parts["coverage"][0]["studies"]
     return "\n\n".join(
         [
             "**The 240 points of Hoffmann et al. 2022** that Besiroglu et al. 2024 read off the figure:",
             _table(("points", *CONSTANTS, "starts that agree", "N* and D*/N* at 5.76e23"), refit),
-            f"The fit takes {first['cpu_seconds']:.1f} s of CPU time. The objective, written as in the notebook of the data and minimised "
-            f"from 20 points around the fit by another method, is {notebook['peer_objective']:.9g} at its least, and "
+            f"The fit takes {first['cpu_seconds']:.1f} s of CPU time. The objective, written as in the notebook of the data and "
+            f"minimised from 20 points around the fit by another method, is {notebook['peer_objective']:.9g} at its least, and "
             f"{notebook['objective']:.9g} here.",
-            "**Losses without noise**, five budgets with nine sizes up to 4 times to each side of centres that drift off the optimum; N* at "
-            "1000 times the largest budget:",
+            "**Losses without noise**, five budgets with nine sizes up to 4 times to each side of centres that drift off the "
+            "optimum; N* at 1000 times the largest budget:",
             _table(
                 ("centres", "additive: error of a", "isoFLOP: error of a", "of N*", "bias as the warning states it", "warned"),
                 grids,
             ),
             f"Variable projection by the package vpnls, which minimises squares of losses, differs on a noisy grid by "
-            f"{abs(projection['differences_in_sd'][0]):.2f} and {abs(projection['differences_in_sd'][1]):.2f} standard deviations of "
-            "alpha and beta.",
-            f"**Coverage**: share of {studies} synthetic studies whose 90 % interval holds the true value, with noise of 0.5 %; N* at ten "
-            "times the largest budget; loss of a single further run:",
+            f"{projected[0]:.2f} and {projected[1]:.2f} standard deviations of alpha and beta.",
+            f"**Coverage**: share of {studies} synthetic studies whose 90 % interval holds the true value, with noise of "
+            "0.5 %; N* at ten times the largest budget; loss of a single further run:",
             _table(("design", "border of the Huber loss", *CONSTANTS, "N*", "loss"), coverage),
         ]
     )  # fmt: skip
@@ -83,11 +83,8 @@ def study(rows: Rows) -> str:
         for row in parts["optimum"]
     ]
     seconds = sum(row["seconds"] for row in parts["point"])
-    noise = (
-        ""
-        if summary["noise"] is None
-        else f" Runs that differ in the seed only differ by {summary['noise']:.2%} of the loss."
-    )
+    share = summary["noise"]
+    noise = "" if share is None else f" Runs that differ in the seed only differ by {share:.2%} of the loss."
     predictions = [
         f"The largest run, which was not fitted, has the loss {row['loss']:.4f}. Predicted was {row['value']:.4f} "
         f"({row['low']:.4f} to {row['high']:.4f}), {row['error']:+.2%}."
