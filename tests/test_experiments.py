@@ -69,6 +69,21 @@ def test_members_of_sweeps_resolve(path):
         config_of(str(ROOT / path), member)
 
 
+def test_studies_of_scaling_laws_resolve(monkeypatch):
+    path = str(ROOT / "scaling" / "bytes.py")
+    module = experiment.load(path)
+    monkeypatch.setattr(type(module.get_study()), "_check_text", lambda self, values, runs: None)  # reads all texts
+    counts = {"full": 24, "rates": 6, "tiny": 11}
+    for name, count in counts.items():
+        members = module.get_sweep(name)
+        assert len(members) == count
+        config = config_of(f"{path}:{name}", members[-1])
+        assert config.optimizer.warmup <= 0.02 * config.train.steps and config.optimizer.schedule == "wsd(0.2)"
+    rates = [member["optimizer.learning_rate"] for member in module.get_sweep("rates")]
+    assert rates[:3] == [factor * rates[1] for factor in (0.5, 1.0, 2.0)]
+    assert sum(run.flops for run in module.get_study().runs(module.get_config())) < 1e15
+
+
 def test_forms_of_the_awd_lstm_resolve(library):
     path = str(ROOT / "lm" / "awd_lstm.py")
     module = experiment.load(path)

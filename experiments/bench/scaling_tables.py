@@ -48,9 +48,9 @@ def checks(rows: Rows) -> str:
         [
             "**The 240 points of Hoffmann et al. 2022** that Besiroglu et al. 2024 read off the figure:",
             _table(("points", *CONSTANTS, "starts that agree", "N* and D*/N* at 5.76e23"), refit),
-            f"The fit takes {first['cpu_seconds']:.1f} s of CPU time. The objective, written as in the notebook of the data and "
-            f"minimised from 20 points around the fit by another method, is {notebook['peer_objective']:.9g} at its least, and "
-            f"{notebook['objective']:.9g} here.",
+            f"The fit takes {first['cpu_seconds']:.1f} s of CPU time. The objective, written as in the notebook of the data "
+            f"and minimised from 20 points around the fit by another method, is {notebook['peer_objective']:.9g} at its least, "
+            f"and {notebook['objective']:.9g} here.",
             "**Losses without noise**, five budgets with nine sizes up to 4 times to each side of centres that drift off the "
             "optimum; N* at 1000 times the largest budget:",
             _table(

@@ -72,8 +72,12 @@ def get_sweep(name: str = "full") -> list[dict[str, Any]]:
     members = get_study(name).sweep(get_config(name))
     if name != "rates":
         return members
-    steps = members[1]["train.steps"]  # of the runs on 4 million bytes
-    tried = [m for m in members if m["model.dim"] <= 64 and m["train.steps"] == steps and "train.seed" not in m]
+    sequences = [member["train.steps"] * member["data.batch_size"] for member in members]
+    tried = [
+        member
+        for member, count in zip(members, sequences, strict=True)
+        if count == sequences[1] and member["model.dim"] <= 64 and "train.seed" not in member  # 4 million bytes
+    ]
     return [
         {**member, "optimizer.learning_rate": factor * member["optimizer.learning_rate"]}
         for member in tried
