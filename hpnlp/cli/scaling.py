@@ -101,12 +101,13 @@ def _fit(directory: Path) -> None:
     from hpnlp.scaling_laws import analysis, members, page, plots
     from hpnlp.scaling_laws.flops import CONVENTIONS
     from hpnlp.spec import lookup
+    from hpnlp.training.evaluation_record import finite
 
     f = cli.FLAGS
     lookup(CONVENTIONS, f.convention, "--convention")
     found, unfinished = members.read_members(directory)
     result = analysis.analyse(found, f.convention, f.held_out, f.delta)
-    record = analysis.to_json(result) | {"unfinished": unfinished, "environment": measure.environment()}
+    record = finite(analysis.to_json(result)) | {"unfinished": unfinished, "environment": measure.environment()}
     text = page.render(result, unfinished, "scaling.png")
     plots.draw(result, directory / "scaling.png")
     try:

@@ -12,7 +12,7 @@ from hpnlp.scaling_laws.frontier import isoflop_minima, power_law
 from hpnlp.scaling_laws.points import Points
 from hpnlp.types import InputError
 
-FLOOR_SHARE = 0.05  # E below this share of its estimate, or of the least loss, counts as 0
+FLOOR_SHARE = 0.05  # E below this share of the least loss counts as 0
 OFF_CENTRE = 0.1  # distance of a minimum from the middle of its sizes, relative to half their range
 FEW = 3  # numbers of tokens for each size, and of sizes, below which exponents are not identified
 EXTRAPOLATED = 1000.0  # multiple of the largest budget at which the bias of N* is stated
@@ -76,7 +76,7 @@ def warnings(law: Fit, level: float = 0.9) -> list[str]:
     points = law.points
     if "E" in law.constants:
         floor = law.interval("E", level)
-        if floor.low < FLOOR_SHARE * max(floor.value, points.loss.min()):
+        if floor.low < FLOOR_SHARE * points.loss.min() or floor.high - floor.low > floor.value:
             found.append(
                 f"E is not identified: its {level:.0%} interval is {floor.low:.3g} to {floor.high:.3g}; train larger models on "
                 "more tokens, and judge the law by held-out losses"
@@ -91,8 +91,8 @@ def warnings(law: Fit, level: float = 0.9) -> list[str]:
         tokens = [len(np.unique(points.d[points.n == n])) for n in np.unique(points.n)]
         if max(tokens) < FEW and len(np.unique(points.d)) < 2 * FEW:
             found.append(
-                f"each size was trained on at most {max(tokens)} numbers of tokens: the exponent of D is not identified below "
-                f"{FEW}"
+                f"each size was trained on at most {max(tokens)} numbers of tokens: below {FEW}, neither the exponent of D nor E "
+                "is identified, whatever their intervals"
             )
         if len(tokens) < FEW:
             found.append(f"there are {len(tokens)} sizes: the exponent of N is not identified below {FEW}")

@@ -14,6 +14,8 @@ import numpy as np
 
 from hpnlp.scaling_laws.points import Points
 
+LARGEST_LOG = 300.0  # of a constant, whose square is still finite
+
 LogLoss = Callable[..., tuple[np.ndarray, np.ndarray]]
 
 
@@ -63,7 +65,7 @@ class LossForm:
         result = np.array(parameters, np.float64)
         for index, name in enumerate(self.constants):
             if name in self.positive:
-                result[..., index] = np.exp(result[..., index])
+                result[..., index] = np.exp(np.clip(result[..., index], -LARGEST_LOG, LARGEST_LOG))
         return result
 
     def to_parameters(self, constants: np.ndarray) -> np.ndarray:

@@ -106,8 +106,8 @@ def envelope_minima(points: Points) -> list[Minimum]:
     minima = []
     for log_c in np.linspace(np.log(points.c.min()), np.log(points.c.max()), GRID):
         at = [(float(np.interp(log_c, c, loss)), float(n)) for n, c, loss in curves if c[0] <= log_c <= c[-1]]
-        loss, n = min(at)
-        if at[0][1] < n < at[-1][1]:
+        loss, n = min(at, default=(np.nan, np.nan))
+        if at and at[0][1] < n < at[-1][1]:
             minima.append(Minimum(float(np.exp(log_c)), n, float(np.exp(loss))))
     if len({minimum.n for minimum in minima}) < 2:
         raise InputError(

@@ -9,6 +9,7 @@ import numpy as np
 from hpnlp.scaling_laws.forms import LogLoss
 
 LARGEST_STEP = 5.0  # of a parameter in one iteration
+TINY = 1e-12  # added to the diagonal, since a constant whose term has vanished has the derivative 0
 
 
 def huber(residuals: np.ndarray, delta: float) -> np.ndarray:
@@ -59,8 +60,8 @@ def minimize(
         weights = np.minimum(1.0, delta / np.maximum(np.abs(residuals), 1e-300))
         gradient = np.einsum("smp,sm->sp", slopes, weights * residuals)
         hessian = np.einsum("smp,sm,smq->spq", slopes, weights, slopes)
-        diagonal = np.einsum("spp->sp", hessian) + 1e-12
-        damped = hessian + (damping[:, None] * diagonal)[..., None] * eye
+        diagonal = np.einsum("spp->sp", hessian)
+        damped = hessian + (damping[:, None] * diagonal + TINY)[..., None] * eye
         step = np.linalg.solve(damped, gradient[..., None])[..., 0]
         tried = parameters - np.clip(step, -LARGEST_STEP, LARGEST_STEP)
         with np.errstate(over="ignore", invalid="ignore"):  # a step too far is refused below

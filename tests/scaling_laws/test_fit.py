@@ -112,12 +112,22 @@ def test_envelope_recovers_the_exponent_of_dense_curves():
 def test_warnings_name_what_the_points_do_not_identify():
     n, d = (x.ravel() for x in np.meshgrid([7e4, 1.6e5, 3.6e5, 8e5, 1.6e6], [2e6, 8e6]))
     noise = np.exp(0.005 * np.random.default_rng(0).standard_normal(n.size))
-    texts = warnings(fit(Points(n, d, (loss_of(n, d) - TRUE["E"]) * noise)))
-    assert any("E is not identified" in text for text in texts)
+    texts = warnings(fit(Points(n, d, loss_of(n, d) * noise)))
     assert any("at most 2 numbers of tokens" in text for text in texts)
+    points = grid_points(noise=0.005, seed=2)
+    texts = warnings(fit(dataclasses.replace(points, loss=points.loss - 1.68)))
+    assert any("E is not identified" in text for text in texts)
     pairs = list(itertools.product([1e7, 1e8], [1e9, 1e10, 1e11, 1e12]))
     n, d = np.array(pairs).T
     assert any("2 sizes" in text for text in warnings(fit(Points(n, d, loss_of(n, d)), bootstrap=2)))
+
+
+def test_losses_without_an_effect_of_tokens_are_fitted_with_a_warning():
+    points = grid_points()
+    noise = np.exp(0.01 * np.random.default_rng(1).standard_normal(len(points)))
+    law = fit(dataclasses.replace(points, loss=(2 + 100 * points.n**-0.3) * noise))
+    assert np.isfinite(law.covariance).all() and all(np.isfinite(value) for value in law.constants.values())
+    assert any("is not identified" in text for text in warnings(law))
 
 
 def test_noise_is_the_deviation_between_seeds():
