@@ -6,7 +6,7 @@
 
 Five sizes on 2, 4, 8 and 16 million bytes of the Python standard library and its tests, each less than one epoch; three runs
 with a second seed, for the noise; and one larger model that is predicted. Rates fall linearly to 0 over the last fifth of each
-run, so that no point is taken from the middle of a schedule. About an hour and a half on two cores.
+run, so that no point is taken from the middle of a schedule. About two hours on two cores.
 
 `scaling/bytes:rates` tries three learning rates at the two smallest sizes, from which Study(learning_rate=...) is chosen.
 `scaling/bytes:tiny` takes a few minutes, proves nothing, and shows what the commands write.
@@ -25,7 +25,7 @@ MILLION = 10**6
 
 
 def size(dim: int, layers: int) -> dict[str, Any]:
-    return {"model.dim": dim, "model.layers": layers, "model.heads": dim // 16}
+    return {"model.dim": dim, "model.layers": layers, "model.heads": max(2, dim // 32)}
 
 
 STUDIES = {

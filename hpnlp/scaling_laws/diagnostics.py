@@ -91,8 +91,8 @@ def warnings(law: Fit, level: float = 0.9) -> list[str]:
         tokens = [len(np.unique(points.d[points.n == n])) for n in np.unique(points.n)]
         if max(tokens) < FEW and len(np.unique(points.d)) < 2 * FEW:
             found.append(
-                f"each size was trained on at most {max(tokens)} numbers of tokens: below {FEW}, neither the exponent of D nor E "
-                "is identified, whatever their intervals"
+                f"each size was trained on at most {max(tokens)} numbers of tokens: below {FEW}, neither the exponent of D "
+                "nor E is identified, whatever their intervals"
             )
         if len(tokens) < FEW:
             found.append(f"there are {len(tokens)} sizes: the exponent of N is not identified below {FEW}")
