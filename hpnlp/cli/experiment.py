@@ -25,7 +25,7 @@ from hpnlp.spec import lookup
 from hpnlp.types import InputError
 
 EXAMPLE = "lm/bytes"
-AUTO = "--config.data.seq_len=auto"  # the length of the training texts, which `read` replaces by a number
+AUTO = "--data.seq_len=auto"  # the length of the training texts, which `read` replaces by a number
 # Flag -> the files that it takes, for error messages.
 _EXPECTED = {
     "config": f"an experiment file, or an experiment of the package, for example {EXAMPLE}; hpnlp train --help lists them",

@@ -90,6 +90,9 @@ class BlockConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise InputError(f"model.dropout={self.dropout}: expected a probability in [0, 1)")
+        described_network(
+            self.mlp
+        )  # raises InputError for unknown entries; kept for calls inside the methods of modules
 
     @property
     def kv_head_count(self) -> int:
