@@ -198,7 +198,7 @@ def test_optimizers_treat_each_stack_like_one_device(optimizer):
             "model.form 'block(heads=3)': model.dim=16 is not a multiple of model.heads=3",
         ),
         ({"form": "block,block(mlp_dim=-1)"}, "model.form: mlp_dim=-1: expected at least 0"),
-        ({"form": "block,block(mlp=swish)"}, "unknown model.mlp 'swish': did you mean 'swiglu'"),
+        ({"form": "block,block(mlp=swigl)"}, "unknown model.mlp 'swigl': did you mean 'swiglu'"),
         (
             {"form": "block,block(position=learned)"},
             "model.position='rope': learned positions are added to the embedding",
