@@ -39,6 +39,8 @@ def main() -> None:
         0: success.
         1: a defect of hpnlp, with a traceback; or, without a message, a closed output pipe of a command that only prints.
         2: invalid input or an error of the machine, with one line on stderr; or all files were written, but not stdout.
+        75: a condition that may pass, with one line on stderr: a lost process, processes that did not find each other, a port
+            in use, a directory that another process writes, a full disk, a stale file handle. Try again later.
         130: Ctrl-C, with one line on stderr; for HANDLES_SIGNALS also the other signals of `hpnlp.training.signals`.
     """
     atexit.register(gc.freeze)  # skips the garbage collection of all objects when the process ends

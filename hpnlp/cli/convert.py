@@ -16,7 +16,7 @@ from absl import flags
 from hpnlp import cli
 from hpnlp.cli import run_names
 from hpnlp.spec import parse_one
-from hpnlp.training.contents import LOCK, Contents, check_run, contents_of, locked
+from hpnlp.training.contents import LOCK, Contents, check_run, checked_directory, contents_of, locked
 from hpnlp.types import InputError
 
 if TYPE_CHECKING:
@@ -75,8 +75,6 @@ def run(argv: Sequence[str]) -> None:
     _check_target(target)
     cli.prepare_jax()
     if is_checkpoint:
-        from hpnlp.training.checkpoint import checked_directory
-
         checked_directory(target, "--to")
     try:
         with locked(target):

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 # Errors of file systems and descriptors, which may not name a file.
-_WITHOUT_FILE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)
+_WITHOUT_FILE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ESTALE)
 
 
 def exit_with_message(error: Exception) -> NoReturn:
-    """Prints one line and exits with 2 for errors of the input and the machine; raises all other errors again.
+    """Prints one line and exits with 2 or 75 for errors of the input and the machine; raises all other errors again.
 
     Args:
       error: The error that a command raised.
     """
-    from hpnlp.types import InputError
+    from hpnlp.errors import TRY_AGAIN, InputError, is_temporary
 
     message = str(error) if isinstance(error, InputError) else machine_error_message(error)
     if not message:
@@ -28,7 +28,9 @@ def exit_with_message(error: Exception) -> NoReturn:
     if "--debug" in sys.argv:
         traceback.print_exception(error)
     print(f"hpnlp: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(2)
+    if isinstance(error, InputError):
+        sys.exit(error.exit_code)
+    sys.exit(TRY_AGAIN if isinstance(error, OSError) and is_temporary(error) else InputError.exit_code)
 
 
 def run_script(main: Callable[[list[str]], Any]) -> NoReturn:
@@ -77,6 +79,8 @@ def machine_error_message(error: Exception) -> str:
         file = error.filename or "a file"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return f"cannot write {file} ({error.strerror}): free some space"
+        if error.errno == errno.ESTALE:
+            return f"cannot use {file} ({error.strerror}): run the same command again"
         return f"cannot read or write {file} ({error.strerror}): use another file, or repair this one"
     return ""
 

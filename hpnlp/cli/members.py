@@ -243,8 +243,7 @@ def written(workdir: Path) -> Iterator[None]:
       InputError: The directory holds a run or a model itself, cannot be written, or another process has locked it; or
         checkpoints in it could not be read back.
     """
-    from hpnlp.training.checkpoint import checked_directory
-    from hpnlp.training.contents import Contents, contents_of, locked
+    from hpnlp.training.contents import Contents, checked_directory, contents_of, locked
 
     checked_directory(workdir)
     if (held := contents_of(workdir)) not in (Contents.NOTHING, Contents.OTHER):

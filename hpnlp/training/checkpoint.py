@@ -18,7 +18,6 @@ import gc
 import json
 import logging
 import math
-import re
 import sys
 import time
 import zlib
@@ -31,47 +30,16 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
+from hpnlp.errors import TemporaryError, is_full_disk, is_temporary
 from hpnlp.training.best import ScoreOrder
 from hpnlp.training.checksum import checksum, type_of, verify
+from hpnlp.training.contents import checked_directory
 from hpnlp.training.state_shardings import TrainState
 from hpnlp.types import InputError
 
 FORMAT = 1  # version of the composite; checkpoints of other versions are refused
 CONVERTED_STEP = 0  # step of a checkpoint that holds a converted model: its parameters, and no other state
 LARGE_BYTES = 2**20  # replicated shards from this size on are read from all devices at once
-
-# Parts of a path that orbax and tensorstore do not take literally. Orbax globs the whole path to merge the files of all
-# processes, tensorstore reads a backslash as a slash, and etils turns the directory `gs:` into an address.
-_NOT_LITERAL = re.compile(r"[*?\[\\]|(?<=/)gs:(?=/)")
-
-
-def checked_directory(workdir: str | Path, argument: str = "workdir") -> Path:
-    """Absolute path of a run directory whose checkpoints can be read back.
-
-    Args:
-      workdir: The directory, which need not exist.
-      argument: Name of the argument in error messages.
-
-    Returns:
-      The absolute path.
-
-    Raises:
-      InputError: The absolute path is not UTF-8, or has a character that the checkpoint libraries do not take literally.
-    """
-    directory = Path(workdir).absolute()
-    try:
-        str(directory).encode()
-    except UnicodeEncodeError:
-        raise InputError(
-            f"{argument} {str(workdir)!r}: the path {str(directory)!r} is not UTF-8, and checkpoints in it could not be "
-            "written: rename that directory, or choose another one"
-        ) from None
-    if match := _NOT_LITERAL.search(f"{directory}/"):
-        raise InputError(
-            f"{argument} {str(workdir)!r}: checkpoints under a path with {match[0]!r} could not be read back ({directory}): "
-            "rename that directory, or choose another one"
-        )
-    return directory
 
 
 class Checkpointer:
@@ -375,12 +343,12 @@ class Checkpointer:
             yield
         except (OSError, ValueError) as error:
             text = str(error)
-            is_full = "No space left" in text or "RESOURCE_EXHAUSTED" in text or "Disk quota" in text
+            is_full = is_full_disk(error)
             reason = "the disk is full" if is_full else _first_line(text)
             fix = "free some space" if is_full else "check the path and its permissions"
             intact = "; earlier checkpoints are intact" if _has_complete(self.directory) else ""
             message = f"cannot {verb} {self.directory}: {reason}{intact}: {fix} and run the same command again"
-            raise InputError(message) from error
+            raise (TemporaryError if is_temporary(error) else InputError)(message) from error
 
     @contextlib.contextmanager
     def _read_back(self, step: int) -> Iterator[None]:

@@ -6,11 +6,13 @@ import contextlib
 import enum
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from hpnlp.compress.files import has_weights
 from hpnlp.data.files import is_special
+from hpnlp.errors import TemporaryError
 from hpnlp.types import InputError
 
 LOCK = ".lock"
@@ -18,6 +20,9 @@ LOCK = ".lock"
 UNFINISHED_FILE = ".compression"
 EXPORT_FILE = "export.json"  # record of `hpnlp export` in a directory that it has written
 EXPORT_SCRATCH = ".export-"  # prefix of the directory of an export that is being written
+# Parts of a path that orbax and tensorstore do not take literally. Orbax globs the whole path to merge the files of all
+# processes, tensorstore reads a backslash as a slash, and etils turns the directory `gs:` into an address.
+_NOT_LITERAL = re.compile(r"[*?\[\\]|(?<=/)gs:(?=/)")
 _MODEL_TYPE = b'"model_type"'  # field of the config.json of a Hugging Face checkpoint
 _CHECKPOINT_FILES = (".safetensors", ".safetensors.index.json")  # of which a run has none
 
@@ -35,6 +40,35 @@ class Contents(enum.Enum):
 
 
 _READABLE = (Contents.RUN, Contents.COMPRESSED)  # what commands that read a run take
+
+
+def checked_directory(workdir: str | Path, argument: str = "workdir") -> Path:
+    """Absolute path of a run directory whose checkpoints can be read back.
+
+    Args:
+      workdir: The directory, which need not exist.
+      argument: Name of the argument in error messages.
+
+    Returns:
+      The absolute path.
+
+    Raises:
+      InputError: The absolute path is not UTF-8, or has a character that the checkpoint libraries do not take literally.
+    """
+    directory = Path(workdir).absolute()
+    try:
+        str(directory).encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            f"{argument} {str(workdir)!r}: the path {str(directory)!r} is not UTF-8, and checkpoints in it could not be "
+            "written: rename that directory, or choose another one"
+        ) from None
+    if match := _NOT_LITERAL.search(f"{directory}/"):
+        raise InputError(
+            f"{argument} {str(workdir)!r}: checkpoints under a path with {match[0]!r} could not be read back ({directory}): "
+            "rename that directory, or choose another one"
+        )
+    return directory
 
 
 def contents_of(directory: str | os.PathLike[str]) -> Contents:
@@ -152,7 +186,8 @@ def locked(directory: Path) -> Iterator[None]:
       None, while the directory is locked.
 
     Raises:
-      InputError: The directory cannot be written, or another process has locked it.
+      InputError: The directory cannot be written.
+      TemporaryError: Another process has locked it.
     """
     is_new = not os.path.lexists(directory)
     try:
@@ -164,7 +199,7 @@ def locked(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError(
+            raise TemporaryError(
                 f"another process writes to {directory}: wait for it, or choose another directory"
             ) from None
         try:

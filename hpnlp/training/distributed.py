@@ -26,6 +26,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from hpnlp.errors import TRY_AGAIN, TemporaryError
 from hpnlp.training import signals
 from hpnlp.types import InputError
 
@@ -125,7 +126,8 @@ def join(
       heartbeat: Seconds without a sign of life after which a process counts as dead.
 
     Raises:
-      InputError: The arguments do not fit together, or the other processes did not connect in time.
+      InputError: The arguments do not fit together.
+      TemporaryError: The other processes did not connect in time, or the port is in use.
     """
     timeouts = {"heartbeat_timeout_seconds": heartbeat, "initialization_timeout": seconds}
     if not coordinator:
@@ -177,7 +179,7 @@ def _report_to_coordinator(host: str, port: int, process: int, seconds: int) -> 
         except OSError as error:
             reason = error.strerror or str(error)
             time.sleep(0.2)
-    raise InputError(
+    raise TemporaryError(
         f"no coordinator at {host}:{port} in {seconds} s ({reason}): start process 0 there, or correct --coordinator"
     )
 
@@ -189,7 +191,7 @@ def _wait_for_processes(coordinator: str, port: int, processes: int, seconds: in
     try:
         server = socket.create_server(("", port), **options)
     except OSError as error:
-        raise InputError(
+        raise TemporaryError(
             f"--coordinator={coordinator}: port {port} cannot be opened ({error.strerror}): choose another port"
         ) from error
     with server:
@@ -205,7 +207,7 @@ def _wait_for_processes(coordinator: str, port: int, processes: int, seconds: in
                 if time.monotonic() >= deadline:
                     names = ", ".join(map(str, sorted(missing)[:20]))
                     names += f" and {len(missing) - 20} more" * (len(missing) > 20)
-                    raise InputError(
+                    raise TemporaryError(
                         f"of {processes} processes, {names} did not connect to {coordinator} in {seconds} s: start each with "
                         "the same --coordinator and another --process, or correct --processes"
                     ) from None
@@ -217,7 +219,8 @@ def _initialize(*args: Any, **options: Any) -> None:
     try:
         jax.distributed.initialize(*args, **options)
     except (RuntimeError, ValueError) as error:
-        raise InputError(
+        kind = InputError if isinstance(error, ValueError) else TemporaryError  # ValueError: arguments that do not fit
+        raise kind(
             f"the processes did not find each other ({error}): start each of them once; without a launcher that JAX knows, "
             "pass --coordinator, --processes and --process"
         ) from error
@@ -231,7 +234,7 @@ def _initialize(*args: Any, **options: Any) -> None:
 
 @contextlib.contextmanager
 def exit_on_lost_process() -> Iterator[None]:
-    """Ends this process with exit code 1 and one line when an operation fails because another process has died.
+    """Ends this process with exit code 75 and one line when an operation fails because another process has died.
 
     JAX would wait for the other process, and abort after the heartbeat timeout.
 
@@ -253,7 +256,7 @@ def exit_on_lost_process() -> Iterator[None]:
         )
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(TRY_AGAIN)
 
 
 def is_lead() -> bool:

@@ -28,15 +28,24 @@ from hpnlp.compress.distillation import Distilled, Extras
 from hpnlp.compress.distillation_terms import DistillConfig
 from hpnlp.compress.files import WEIGHTS_FILE, has_weights, read_weights
 from hpnlp.data.files import is_special
+from hpnlp.errors import TemporaryError, is_full_disk, is_temporary
 from hpnlp.models.huggingface import generation
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.task import Frozen
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import architecture
 from hpnlp.training import config as configs
-from hpnlp.training.checkpoint import CONVERTED_STEP, Checkpointer, checked_directory
+from hpnlp.training.checkpoint import CONVERTED_STEP, Checkpointer
 from hpnlp.training.config import Config
-from hpnlp.training.contents import Contents, check_run, contents_of, has_begun, has_checkpoints, locked
+from hpnlp.training.contents import (
+    Contents,
+    check_run,
+    checked_directory,
+    contents_of,
+    has_begun,
+    has_checkpoints,
+    locked,
+)
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError, Model, Tokenizer
 
@@ -138,7 +147,7 @@ def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[Non
             message = "" if _stdout_fails() else _disk_error(workdir, error)
             if not message:
                 raise
-            raise InputError(message) from error
+            raise (TemporaryError if is_temporary(error) else InputError)(message) from error
 
 
 def _check_outside_data(workdir: Path, config: Config) -> None:
@@ -159,8 +168,10 @@ def _check_outside_data(workdir: Path, config: Config) -> None:
 
 def _disk_error(workdir: Path, error: OSError) -> str:
     """Error message for an OSError in a run; "" if it has nothing to do with the directory."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_full_disk(error):
         return f"cannot write to {workdir}: the disk is full: free some space and run the same command again"
+    if error.errno == errno.ESTALE:
+        return f"cannot use {error.filename or workdir} ({error.strerror}): run the same command again"
     if error.errno in (errno.EPERM, errno.EACCES, errno.EROFS):
         return (
             f"cannot write to {error.filename or workdir} ({error.strerror}): correct its permissions and run the same "

@@ -1,5 +1,6 @@
 """Scripts of experiments/ report invalid input in one line, as commands do."""
 
+import errno
 import importlib.util
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from absl import app, flags
 
 from hpnlp import cli
 from hpnlp.cli.errors import run_script
+from hpnlp.errors import TemporaryError
 from hpnlp.types import InputError
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -26,6 +28,17 @@ def fail(error):
         (InputError("--out=x:\nmake it"), 2, "hpnlp: --out=x: make it\n"),
         (FileNotFoundError(2, "No such file", "a.txt"), 2, "hpnlp: cannot read or write a.txt (No such file)"),
         (KeyboardInterrupt(), 130, "hpnlp: interrupted\n"),
+        (TemporaryError("port 1 cannot be opened"), 75, "hpnlp: port 1 cannot be opened\n"),
+        (
+            OSError(errno.ENOSPC, "No space left", "a.npy"),
+            75,
+            "hpnlp: cannot write a.npy (No space left): free some space",
+        ),
+        (
+            OSError(errno.ESTALE, "Stale file handle", "a"),
+            75,
+            "hpnlp: cannot use a (Stale file handle): run the same command",
+        ),
     ],
 )
 def test_errors_of_scripts_are_one_line(monkeypatch, capsys, error, code, message):

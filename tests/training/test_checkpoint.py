@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from hpnlp.errors import TemporaryError
 from hpnlp.parallel.host_offload import on_host
 from hpnlp.parallel.plan import Plan
 from hpnlp.training import checkpoint
@@ -368,7 +369,7 @@ def test_uncreatable_directory_raises(tmp_path):
 def test_disk_errors_mention_earlier_checkpoints_if_there_are_any(checkpointer):
     checkpoints = checkpointer()
     for intact in (False, True):
-        with pytest.raises(InputError) as caught, checkpoints._disk("save to"):
+        with pytest.raises(TemporaryError) as caught, checkpoints._disk("save to"):
             raise OSError("No space left on device")
         assert ("; earlier checkpoints are intact: free some space" in str(caught.value)) == intact
         save(checkpoints, 3 + intact)

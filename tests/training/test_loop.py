@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.errors import TemporaryError
 from hpnlp.models.decode import Generation, sample_text
 from hpnlp.report import render, summarize
 from hpnlp.tasks.lm import LanguageModel
@@ -423,6 +424,7 @@ def test_debug_nans_stops_at_the_operation(tmp_path):
 @pytest.mark.parametrize(
     ("code", "message"),
     [
+        (errno.ESTALE, r"cannot use x.json \(Stale file handle\): run the same command again"),
         (errno.ENOSPC, "cannot write to .*: the disk is full: free some space and run the same command again"),
         (
             errno.EACCES,
@@ -432,8 +434,9 @@ def test_debug_nans_stops_at_the_operation(tmp_path):
     ],
 )
 def test_disk_errors_name_the_fix(tmp_path, code, message):
-    with pytest.raises(InputError, match=message), claimed(tmp_path, tiny.make(), False):
+    with pytest.raises(InputError, match=message) as caught, claimed(tmp_path, tiny.make(), False):
         raise OSError(code, os.strerror(code), "x.json")
+    assert isinstance(caught.value, TemporaryError) == (code in (errno.ENOSPC, errno.ESTALE))
 
 
 def test_errors_of_standard_output_are_raised_unchanged(tmp_path, monkeypatch):
