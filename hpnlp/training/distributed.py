@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,7 +27,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from hpnlp.errors import TRY_AGAIN, TemporaryError
-from hpnlp.training import signals
+from hpnlp.training import attempts, signals
 from hpnlp.types import InputError
 
 # Environment variables with the number of processes, set by launchers: Open MPI's mpirun and SLURM's srun.
@@ -35,6 +35,8 @@ LAUNCHERS = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 # Metadata of a VM of Google's Compute Engine, among them attributes of the TPU that its chips are a part of.
 METADATA = "http://{}/computeMetadata/v1/instance/attributes/{}"
 MAX_PROCESSES = 1 << 20
+NO_ATTEMPT = "-"  # in a report to process 0
+ACCEPTED, REFUSED = "accepted", "refused"  # answers of process 0 to a report
 METADATA_ATTEMPTS = 4  # the metadata server may be busy
 # Messages of errors that are raised when another process has died.
 LOST = re.compile(
@@ -168,17 +170,23 @@ def _parse_coordinator(coordinator: str) -> tuple[str, int]:
 
 
 def _report_to_coordinator(host: str, port: int, process: int, seconds: int) -> None:
-    """Sends the index of this process to process 0, for which it waits."""
+    """Sends the attempt, index and name of this process to process 0, for which it waits, and reads the answer."""
     deadline, reason = time.monotonic() + seconds, ""
+    report = f"{attempts.current() or NO_ATTEMPT} {process} {socket.gethostname()}:{os.getpid()}\n".encode()
     while time.monotonic() < deadline:
         try:
             # An IPv6 address has brackets before a port, and none by itself.
             with socket.create_connection((host.strip("[]"), port), timeout=5) as connection:
-                connection.sendall(f"{process}\n".encode())
-            return
+                connection.sendall(report)
+                verdict, _, refusal = connection.recv(1024).decode("utf-8", "replace").partition(" ")
+            if verdict.strip() == ACCEPTED:
+                return
+            if verdict == REFUSED:
+                raise TemporaryError(f"process 0 refused process {process}: {refusal.strip()}")
+            reason = "it accepts no processes at present"
         except OSError as error:
             reason = error.strerror or str(error)
-            time.sleep(0.2)
+        time.sleep(0.2)
     raise TemporaryError(
         f"no coordinator at {host}:{port} in {seconds} s ({reason}): start process 0 there, or correct --coordinator"
     )
@@ -186,7 +194,7 @@ def _report_to_coordinator(host: str, port: int, process: int, seconds: int) -> 
 
 def _wait_for_processes(coordinator: str, port: int, processes: int, seconds: int) -> None:
     """Waits until all other processes have reported to the port that JAX will listen at afterwards."""
-    deadline, missing = time.monotonic() + seconds, set(range(1, processes))
+    deadline, present = time.monotonic() + seconds, dict[int, str]()
     options = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
     try:
         server = socket.create_server(("", port), **options)
@@ -194,23 +202,53 @@ def _wait_for_processes(coordinator: str, port: int, processes: int, seconds: in
         raise TemporaryError(
             f"--coordinator={coordinator}: port {port} cannot be opened ({error.strerror}): choose another port"
         ) from error
+    refusals = list[str]()
     with server:
-        while missing:
+        while missing := sorted(set(range(1, processes)) - set(present)):
             server.settimeout(max(deadline - time.monotonic(), 0.01))
             try:
                 connection = server.accept()[0]
-                with connection:
+                with connection, connection.makefile("rw", encoding="utf-8", errors="replace") as stream:
                     connection.settimeout(5)
-                    index = connection.recv(16).decode("ascii", "replace").strip()
-                    missing -= {int(index)} if index.isdecimal() else set()
+                    refusal = _admit(stream.readline(1024).split(), processes, present)
+                    if refusal is None:  # not a process of hpnlp
+                        continue
+                    stream.write(f"{REFUSED} {refusal}\n" if refusal else f"{ACCEPTED}\n")
             except OSError:  # nobody connected in time, or a connection that sends nothing
                 if time.monotonic() >= deadline:
-                    names = ", ".join(map(str, sorted(missing)[:20]))
-                    names += f" and {len(missing) - 20} more" * (len(missing) > 20)
+                    names = ", ".join(map(str, missing[:20])) + f" and {len(missing) - 20} more" * (len(missing) > 20)
+                    refused = f" (refused: {'; '.join(refusals)})" if refusals else ""
                     raise TemporaryError(
-                        f"of {processes} processes, {names} did not connect to {coordinator} in {seconds} s: start each with "
-                        "the same --coordinator and another --process, or correct --processes"
+                        f"of {processes} processes, {names} did not connect to {coordinator} in {seconds} s{refused}: start "
+                        "each with the same --coordinator and another --process, or correct --processes"
                     ) from None
+            else:
+                if refusal and refusal not in refusals:
+                    refusals.append(refusal)
+                    print(f"refused: {refusal}", file=sys.stderr, flush=True)
+
+
+def _admit(report: Sequence[str], processes: int, present: dict[int, str]) -> str | None:
+    """Adds a process to those that are present, index -> name.
+
+    Args:
+      report: Words of the process's report: attempt, index, name.
+      processes: Number of processes.
+      present: The processes that were admitted before.
+
+    Returns:
+      "", or the reason why the process is refused; None if the report is not one of hpnlp.
+    """
+    if len(report) != 3 or not (report[1].isascii() and report[1].isdigit()):
+        return None
+    attempt, index, name = report[0], int(report[1]), report[2]
+    if attempt != (own := str(attempts.current() or NO_ATTEMPT)):
+        return f"process {index}, {name}, belongs to attempt {attempt}, and this is attempt {own}"
+    if not 0 < index < processes:
+        return f"process {index}, {name}, of {processes} processes, whose other indices are 1 to {processes - 1}"
+    if present.setdefault(index, name) != name:
+        return f"process {index} has joined twice, as {present[index]} and as {name}: start each index once"
+    return ""
 
 
 def _initialize(*args: Any, **options: Any) -> None:

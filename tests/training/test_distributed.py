@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hpnlp.errors import TemporaryError
 from hpnlp.parallel.plan import Plan
-from hpnlp.training import distributed
+from hpnlp.training import attempts, distributed
 from hpnlp.types import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -172,11 +172,12 @@ def test_absent_coordinator_raises():
 def test_brackets_of_ipv6_addresses_are_removed(monkeypatch):
     """Whether the machine supports IPv6 does not matter."""
     here, there = socket.socketpair()
+    there.sendall(b"accepted\n")
     asked = []
     monkeypatch.setattr(socket, "create_connection", lambda address, timeout: asked.append(address) or here)
     distributed._report_to_coordinator("[::1]", 1234, 1, 20)
     with there:
-        assert asked == [("::1", 1234)] and there.recv(16) == b"1\n"
+        assert asked == [("::1", 1234)] and there.recv(99) == f"- 1 {socket.gethostname()}:{os.getpid()}\n".encode()
 
 
 def test_absent_processes_raise():
@@ -185,11 +186,59 @@ def test_absent_processes_raise():
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         first = pool.submit(distributed.join, f"127.0.0.1:{port}", 3, 0, seconds=3)
         distributed._report_to_coordinator("127.0.0.1", port, 1, 3)
+        distributed._report_to_coordinator("127.0.0.1", port, 1, 3)  # again, since the answer may have been lost
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(b"GET / HTTP/1.1")
         with pytest.raises(
             TemporaryError, match=rf"of 3 processes, 2 did not connect to 127.0.0.1:{port} in 3 s: start each"
         ):
+            first.result(timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("report", "refusal"),
+    [
+        ("2:new 1 there:7", ""),
+        ("2:new 2 here:9", ""),  # sent again
+        ("2:new 2 there:8", "process 2 has joined twice, as here:9 and as there:8: start each index once"),
+        ("1:old 1 there:7", "process 1, there:7, belongs to attempt 1:old, and this is attempt 2:new"),
+        ("- 1 there:7", "process 1, there:7, belongs to attempt -, and this is attempt 2:new"),
+        ("2:new 3 there:7", "process 3, there:7, of 3 processes, whose other indices are 1 to 2"),
+        ("2:new 0 there:7", "process 0, there:7, of 3 processes, whose other indices are 1 to 2"),
+        ("GET / HTTP/1.1", None),
+        ("", None),
+    ],
+)
+def test_strangers_and_stale_processes_are_refused_by_name(monkeypatch, report, refusal):
+    monkeypatch.setenv(attempts.VARIABLE, "2:new")
+    present = {2: "here:9"}
+    assert distributed._admit(report.split(), 3, present) == refusal
+    assert present == {2: "here:9"} | ({1: "there:7"} if report == "2:new 1 there:7" else {})
+
+
+def connected(port):
+    """A connection to a server that may not have started yet."""
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection(("127.0.0.1", port))
+
+
+def test_process_of_an_earlier_attempt_ends_with_the_reason(monkeypatch):
+    """Process 0 names it too."""
+    port = free_port()
+    monkeypatch.setenv(attempts.VARIABLE, "2:new")
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with socket.create_server(("127.0.0.1", port)) as server:
+            report = pool.submit(distributed._report_to_coordinator, "127.0.0.1", port, 1, 3)
+            with server.accept()[0] as connection:
+                connection.sendall(b"refused process 1, here:1, belongs to attempt 2:new, and this is attempt 3:x\n")
+            with pytest.raises(TemporaryError, match="process 0 refused process 1: .* and this is attempt 3:x"):
+                report.result(timeout=30)
+        first = pool.submit(distributed._wait_for_processes, "127.0.0.1", port, 2, 1)
+        with connected(port) as stale:
+            stale.sendall(b"1:old 1 there:7\n")
+            assert stale.recv(99).startswith(b"refused process 1, there:7, belongs to attempt 1:old")
+        with pytest.raises(TemporaryError, match="1 did not connect .* in 1 s .refused: process 1, there:7, belongs"):
             first.result(timeout=30)
 
 
