@@ -22,7 +22,7 @@ from hpnlp.tasks.classification import ClassifierConfig
 from hpnlp.training import next_commands
 from hpnlp.training.config import Config, flat
 from hpnlp.training.example_scores import ExampleScores
-from hpnlp.training.loop import Result
+from hpnlp.training.result import Result
 from hpnlp.training.run_directory import write_config
 from hpnlp.types import InputError
 

@@ -19,7 +19,7 @@ from hpnlp.tasks.reporting import Outcome
 from hpnlp.training import next_commands
 from hpnlp.training.config import Config, flat
 from hpnlp.training.evaluation_record import finite, write_examples
-from hpnlp.training.loop import Result
+from hpnlp.training.result import Result
 from hpnlp.types import InputError
 
 _LOADED = time.time()

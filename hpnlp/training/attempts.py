@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import secrets
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from hpnlp.errors import InputError, TemporaryError
 VARIABLE = "HPNLP_ATTEMPT"
 FILE = "attempt"
 SUPERVISOR_LOCK = "launch.lock"  # locked by `hpnlp launch` while it runs; its content names the process
+EVENTS, LOGS = "events.jsonl", "logs"  # what `hpnlp launch` writes
+FILES = (FILE, SUPERVISOR_LOCK, EVENTS, LOGS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +122,15 @@ def supervisor(workdir: Path) -> str:
     except OSError:
         pass
     return ""
+
+
+def process_name() -> str:
+    """Name of this process, for messages of others.
+
+    Returns:
+      Text such as "process 12 on HOST".
+    """
+    return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 class Fence:

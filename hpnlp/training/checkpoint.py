@@ -31,6 +31,7 @@ from jax.sharding import Mesh, NamedSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
 from hpnlp.errors import TemporaryError, is_full_disk, is_temporary
+from hpnlp.training.attempts import Fence
 from hpnlp.training.best import ScoreOrder
 from hpnlp.training.checksum import checksum, type_of, verify
 from hpnlp.training.contents import checked_directory
@@ -57,6 +58,7 @@ class Checkpointer:
         read_only: bool = False,
         metric: str = "loss",
         higher_is_better: bool = False,
+        fence: Fence | None = None,
     ) -> None:
         """Opens the directory `checkpoints` of a run.
 
@@ -66,6 +68,7 @@ class Checkpointer:
           read_only: Create and delete nothing; for a run that another process may be training.
           metric: Name of the held-out score.
           higher_is_better: Direction of the held-out score.
+          fence: Checked before a checkpoint is committed.
 
         Raises:
           InputError: The directory cannot be created or read.
@@ -82,6 +85,7 @@ class Checkpointer:
             read_only=read_only,
             create=False,
             step_prefix=None,
+            temporary_path_class=None if fence is None else _fenced_path(fence),
         )
         with self._disk("open"):
             if not read_only:
@@ -341,6 +345,8 @@ class Checkpointer:
         """Turns errors of the disk into InputErrors: `cannot {verb} DIRECTORY: reason: fix`."""
         try:
             yield
+        except InputError:
+            raise
         except (OSError, ValueError) as error:
             text = str(error)
             is_full = is_full_disk(error)
@@ -374,6 +380,17 @@ class Checkpointer:
                 f"checkpoint {step} cannot be read ({_first_line(str(error))}): if it is damaged, delete "
                 f"{self.directory / str(step)}, and {effect}"
             ) from error
+
+
+def _fenced_path(fence: Fence) -> type[ocp.path.atomicity.AtomicRenameTemporaryPath]:
+    """Orbax's directory of a checkpoint that is being written, which checks the fence before it is renamed to its step."""
+
+    class FencedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
+        async def finalize(self) -> None:
+            fence.check()
+            await super().finalize()
+
+    return FencedPath
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 from hpnlp.compress.files import has_weights
 from hpnlp.data.files import is_special
 from hpnlp.errors import TemporaryError
+from hpnlp.training import attempts
 from hpnlp.types import InputError
 
 LOCK = ".lock"
@@ -78,11 +79,11 @@ def contents_of(directory: str | os.PathLike[str]) -> Contents:
       directory: The directory, which need not exist.
 
     Returns:
-      Its contents; NOTHING for an absent directory, and for one with nothing but a lock.
+      Its contents; NOTHING for an absent directory, and for one with nothing but locks and files of a supervisor.
     """
     path = Path(directory)
     try:
-        names = [name for name in os.listdir(path) if name != LOCK]
+        names = [name for name in os.listdir(path) if name not in (LOCK, *attempts.FILES)]
     except (OSError, ValueError):  # ValueError: a null character in the path
         return Contents.OTHER if os.path.lexists(path) else Contents.NOTHING
     if not names:
@@ -192,16 +193,22 @@ def locked(directory: Path) -> Iterator[None]:
     is_new = not os.path.lexists(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = open(directory / LOCK, "w")  # noqa: SIM115  (held until the end of the block)
+        lock = open(directory / LOCK, "a+", encoding="utf-8")  # noqa: SIM115  (held until the end of the block)
     except OSError as error:
         raise InputError(f"cannot write to {directory} ({error.strerror}): choose another directory") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            lock.seek(0)
+            name = f" ({holder})" if (holder := lock.read(100).strip()) else ""
             raise TemporaryError(
-                f"another process writes to {directory}: wait for it, or choose another directory"
+                f"another process writes to {directory}{name}: wait for it, or choose another directory"
             ) from None
+        with contextlib.suppress(OSError):  # a full disk: the name is for messages only
+            lock.truncate(0)
+            lock.write(f"{attempts.process_name()}\n")
+            lock.flush()
         try:
             yield
         except BaseException:

@@ -28,9 +28,9 @@ from hpnlp.training.best import ScoreOrder
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
 from hpnlp.training.evaluation import Evaluation, batch_share, evaluate, further_scores, on_devices
-from hpnlp.training.example_scores import ExampleScores
 from hpnlp.training.loss_scale import MINIMUM
 from hpnlp.training.metrics import QUIET, Clock, Display, JsonlWriter, Writer, find_writers, reading_progress
+from hpnlp.training.result import Result
 from hpnlp.training.run_directory import (
     check_frozen,
     check_steps,
@@ -46,55 +46,6 @@ from hpnlp.training.step import TrainState, check_batch, make_trainer
 from hpnlp.types import InputError
 
 MAX_NONFINITE_STEPS = 20  # a run stops after this number of consecutive steps without a finite gradient
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """Result of a run.
-
-    Attributes:
-      step: Number of steps done.
-      scored_step: Step of `params`: of the best checkpoint, which commands load, or of the newest if none was evaluated.
-      interrupted: True if a signal stopped the run early; the same command continues from `step`.
-      heldout: Scores on all held-out examples by name, see `scores` of the task, and on further sets of examples, with
-        their names; empty if the run was interrupted or not scored.
-      sums: Loss, metrics and auxiliary losses over all held-out examples: name -> (sum, weight).
-      teacher: Scores of the teacher on all held-out examples; None or empty for a run without one, or that was interrupted.
-      padding: Share of padding in `tokens`.
-      baselines: Results of other methods on the same data, such as bits per byte of general compressors, see
-        `data.baselines`; empty if the run was interrupted and in processes other than process 0.
-      dataset: The data, with its tokenizer.
-      model: The model.
-      params: Weights of the model after `scored_step`: averaged parameters where the run keeps an average, and buffers.
-      seconds: Seconds by phase, over all restarts; "setup" holds all compilation.
-      peak_memory_bytes: Largest peak memory of any restart.
-      parameters: Number of parameters.
-      flops_per_step: Mean number of floating-point operations of the matrix products of a step; None if batches decide it.
-      tokens: Tokens of all batches, padding included.
-      timed_tokens: Those of the steps that took the seconds of the phase "step": of all but the steps that were compiled.
-      devices: Number of devices and the mesh axes that they are divided into, as text.
-      examples: Scores of each held-out example, see `Evaluation`.
-    """
-
-    step: int
-    scored_step: int
-    interrupted: bool
-    heldout: dict[str, float]
-    sums: Mapping[str, Any]
-    baselines: dict[str, Any]
-    dataset: Any
-    model: Any
-    params: Any
-    seconds: dict[str, float]
-    peak_memory_bytes: int
-    parameters: int
-    flops_per_step: int | None
-    tokens: int
-    timed_tokens: int
-    devices: str
-    teacher: dict[str, float] | None = None
-    padding: float = 0.0
-    examples: ExampleScores | None = None
 
 
 def train(config: Config, workdir: str | Path, *, accept_changes: bool = False, score: bool = True) -> Result:
@@ -152,8 +103,7 @@ class _Run:
         self.task = tasks.find(config.task)
         self.order = ScoreOrder(self.task.metric, self.task.higher_is_better)
         self.is_lead = distributed.is_lead()
-        if self.is_lead:
-            stack.enter_context(claimed(workdir, config, accept_changes))
+        self.fence = stack.enter_context(claimed(workdir, config, accept_changes)) if self.is_lead else None
         self.stopping = distributed.Stopping()
         stack.callback(self.stopping.end)
         self.clock = Clock()
@@ -205,7 +155,11 @@ class _Run:
         if self.teacher is not None and self.model.stored:
             self.batches = teacher_outputs.StoredBatches(self.batches, config.distill.cache, self.model, self.teacher)
         self.checkpoints = Checkpointer(
-            workdir, config.train.keep, metric=self.task.metric, higher_is_better=self.task.higher_is_better
+            workdir,
+            config.train.keep,
+            metric=self.task.metric,
+            higher_is_better=self.task.higher_is_better,
+            fence=self.fence,
         )
         self.stack.callback(self.checkpoints.close)
         self.start = self._find_start(accepted)
@@ -400,12 +354,15 @@ class _Run:
         Waits for a checkpoint in progress first: metrics that were shown are at most one interval ahead of the disk.
 
         Raises:
+          TemporaryError: A newer attempt of the run has begun.
           InputError: The gradients were not finite for MAX_NONFINITE_STEPS steps, or once without `optimizer.skip_nonfinite`.
         """
         with self.clock("checkpoint"):
             self.checkpoints.wait()
         if not self.pending:
             return
+        if self.fence is not None:
+            self.fence.check()
         with self.clock("step"):
             values = jax.device_get([metrics for _, metrics in self.pending])
         for (step, _), metrics in zip(self.pending, values, strict=True):

@@ -33,8 +33,9 @@ from hpnlp.models.huggingface import generation
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.task import Frozen
 from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training import architecture
+from hpnlp.training import architecture, attempts
 from hpnlp.training import config as configs
+from hpnlp.training.attempts import Fence
 from hpnlp.training.checkpoint import CONVERTED_STEP, Checkpointer
 from hpnlp.training.config import Config
 from hpnlp.training.contents import (
@@ -118,7 +119,7 @@ def load_config(workdir: str | Path, is_checked: bool = True) -> Config:
 
 
 @contextlib.contextmanager
-def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[None]:
+def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[Fence | None]:
     """Locks a run directory against other processes, and checks that a run in it may resume with this config.
 
     Args:
@@ -128,10 +129,12 @@ def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[Non
       accept_changes: Allow a config that differs from the saved one, except in the tokenizer.
 
     Yields:
-      None, while the directory is locked. Errors of the disk in the block become InputErrors.
+      The fence against processes of earlier attempts, or None without attempts. Errors of the disk in the block become
+      InputErrors.
 
     Raises:
-      InputError: The directory cannot be written, another process trains in it, or its run has another config.
+      InputError: The directory cannot be written, or its run has another config.
+      TemporaryError: Another process trains in it, a supervisor starts others, or a later attempt has begun.
     """
     checked_directory(workdir)
     _check_outside_data(workdir, config)
@@ -142,7 +145,7 @@ def claimed(workdir: Path, config: Config, accept_changes: bool) -> Iterator[Non
     with locked(workdir):
         _check_changes(workdir, config, accept_changes)
         try:
-            yield
+            yield attempts.claim(workdir, attempts.current())
         except OSError as error:
             message = "" if _stdout_fails() else _disk_error(workdir, error)
             if not message:

@@ -125,4 +125,7 @@ def test_directories_that_another_process_writes_are_refused(run, directories, c
     argv, _ = WRITERS[command]
     with contents.locked(directories["new"]):
         outcome = run(*argv.format(**directories, d=directories["new"]).split())
-    assert outcome.code == 75 and f"another process writes to {directories['new']}: wait for it" in outcome.err, outcome
+    assert (
+        outcome.code == 75
+        and f"another process writes to {directories['new']} (process {os.getpid()} on " in outcome.err
+    ), outcome

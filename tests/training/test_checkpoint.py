@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from hpnlp.errors import TemporaryError
 from hpnlp.parallel.host_offload import on_host
 from hpnlp.parallel.plan import Plan
-from hpnlp.training import checkpoint
+from hpnlp.training import attempts, checkpoint
+from hpnlp.training.attempts import Attempt
 from hpnlp.training.best import ScoreOrder
 from hpnlp.training.checkpoint import FORMAT, Checkpointer
 from hpnlp.training.loss_scale import LossScale
@@ -96,6 +97,16 @@ def test_restored_state_can_be_saved_again(checkpointer):
     state, data, _ = checkpointer().restore(shapes())
     assert_same_bits(state, state_at(8))
     assert data["batches"] == 3
+
+
+def test_checkpoint_of_an_earlier_attempt_is_not_committed(checkpointer, tmp_path):
+    fence = attempts.claim(tmp_path, Attempt(1, "a"))
+    checkpoints = checkpointer(fence=fence)
+    save(checkpoints, 7)
+    attempts.record(tmp_path, Attempt(2, "b"))
+    with pytest.raises(TemporaryError, match="this process belongs to attempt 1:a of .* and the newest is 2:b"):
+        save(checkpoints, 8)
+    assert checkpointer().latest() == 7
 
 
 @pytest.mark.parametrize("plan", [Plan(fsdp=2, tensor=4), Plan()])

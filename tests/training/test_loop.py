@@ -18,8 +18,9 @@ from hpnlp.errors import TemporaryError
 from hpnlp.models.decode import Generation, sample_text
 from hpnlp.report import render, summarize
 from hpnlp.tasks.lm import LanguageModel
+from hpnlp.training import attempts, loop, metrics
 from hpnlp.training import config as configs
-from hpnlp.training import loop, metrics
+from hpnlp.training.attempts import Attempt
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.run_directory import claimed, load, load_config
 from hpnlp.training.step import make_trainer
@@ -111,6 +112,19 @@ def test_run_writes_a_line_per_step_and_the_newest_checkpoints(undisturbed):
     assert result.scored_step == 12  # the best
     assert configs.from_json(read(workdir, "config.json").decode()) == tiny.make(**CONFIG)
     assert {"setup", "data", "step", "checkpoint", "eval", "baselines"} == result.seconds.keys()
+
+
+def test_process_of_an_earlier_attempt_commits_nothing(tmp_path, monkeypatch):
+    """The newer attempt begins after the line of step 5 is written, when its checkpoint is about to be."""
+    monkeypatch.setenv(attempts.VARIABLE, "1:a")
+    call_at(monkeypatch, 5, lambda: attempts.record(tmp_path, Attempt(2, "b")))
+    with pytest.raises(TemporaryError, match="belongs to attempt 1:a of .*, and the newest is 2:b"):
+        train(tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("[0-9]*") if path.name.isdecimal()] == ["4"]
+    assert metrics_of(tmp_path)[-1]["step"] == 5
+    with pytest.raises(TemporaryError, match="attempt 1:b of .* is over: attempt 2:b has begun"):
+        monkeypatch.setenv(attempts.VARIABLE, "1:b")
+        train(tmp_path)
 
 
 def test_baselines_can_be_left_out(tmp_path, monkeypatch):
@@ -270,7 +284,10 @@ def test_other_config_raises_unless_accepted(undisturbed):
 def test_locked_workdir_raises(tmp_path):
     with open(tmp_path / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(InputError, match="another process writes to .*: wait for it, or choose another directory"):
+        with pytest.raises(
+            TemporaryError,
+            match="another process writes to .*: wait for it, or choose another directory",
+        ):
             train(tmp_path)
 
 
