@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import shlex
@@ -69,6 +70,7 @@ def run(argv: Sequence[str]) -> None:
     Raises:
       InputError: A flag, the config, the data or the workdir is invalid.
     """
+    faulthandler.enable(file=2)  # an abort, by XLA or by a supervisor, writes the stacks of all threads
     if (parent := os.environ.pop(signals.PARENT, "")).isdecimal():
         signals.follow(int(parent))
     argv, overrides = experiment.split(argv)
@@ -83,8 +85,11 @@ def run(argv: Sequence[str]) -> None:
     from hpnlp.planner import out_of_memory
     from hpnlp.training import config, distributed, loop, seeds, unused_fields
     from hpnlp.training.contents import has_begun
+    from hpnlp.training.progress_pipe import PIPE
 
     f = cli.FLAGS
+    PIPE.open()
+    PIPE.report("join", 0)
     distributed.join(f.coordinator, f.processes, f.process, seconds=f.wait, heartbeat=f.heartbeat)
     resolved = config.resolve(values)
     if not any(map(has_begun, [workdir, *Path(workdir).glob("seed_*")])):
@@ -101,6 +106,7 @@ def run(argv: Sequence[str]) -> None:
         result = loop.train(resolved, workdir, accept_changes=cli.FLAGS.accept_changes)
     if result.interrupted:
         sys.exit(signals.INTERRUPTED)
+    PIPE.report("report")
     if distributed.is_lead():
         report.write(workdir, resolved, result, shlex.join([*cli.register_flags(), f"--config={path}", *overrides]))
 

@@ -30,6 +30,7 @@ from hpnlp.training.config import Config
 from hpnlp.training.evaluation import Evaluation, batch_share, evaluate, further_scores, on_devices
 from hpnlp.training.loss_scale import MINIMUM
 from hpnlp.training.metrics import QUIET, Clock, Display, JsonlWriter, Writer, find_writers, reading_progress
+from hpnlp.training.progress_pipe import PIPE
 from hpnlp.training.result import Result
 from hpnlp.training.run_directory import (
     check_frozen,
@@ -253,6 +254,7 @@ class _Run:
     def train_step(self) -> None:
         """Does one step, and sets `stopped` if a signal has arrived."""
         self.step += 1
+        PIPE.report("data", self.step)
         trace_first, trace_last = self.config.train.profile_range()
         if self.step == trace_first:
             self.trace.enter_context(jax.profiler.trace(str(self.workdir / "profile")))
@@ -269,6 +271,7 @@ class _Run:
             if is_new:
                 jax.block_until_ready(metrics)
         self.pending.append((self.step, metrics))
+        PIPE.pace(self.pending)
         self.compiled.add(length)
         self.lengths.add(length, is_timed=not is_new, padding=padding_of(local))
         if self.step == self.first_step + 1:

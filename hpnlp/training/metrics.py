@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from hpnlp.atomic_file import replace_bytes
 from hpnlp.spec import build, checked, parse
+from hpnlp.training.progress_pipe import PIPE
 from hpnlp.types import InputError
 
 
@@ -236,6 +237,7 @@ class Clock:
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        PIPE.report(phase)
         start = time.perf_counter()
         try:
             yield
@@ -289,6 +291,7 @@ class ProgressLines:
           done: Amount that is done.
           total: Amount in total; 0 if it is unknown.
         """
+        PIPE.report()
         now = time.perf_counter()
         if work != self._work or done < self._done:
             self._work, self._began = work, now
