@@ -69,7 +69,7 @@ def _open_standard_descriptors() -> None:
 
 def _run_guarded(argv: list[str]) -> None:
     """Runs a command. Prints errors in one line, and exits with the codes of `main`."""
-    from hpnlp.cli import output  # after the signal handlers are set, since it imports JAX, which takes a second
+    from hpnlp.cli import output  # after the signal handlers are set
 
     with output.guarded(argv) as stdout:
         code: object = 0
@@ -127,8 +127,8 @@ def _run_command(name: str) -> None:
         print(__version__)
         return
 
+    from hpnlp.errors import InputError
     from hpnlp.spec import lookup
-    from hpnlp.types import InputError
 
     lookup(COMMANDS, name, "command")
     try:

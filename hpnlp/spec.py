@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
-from hpnlp.types import InputError
+from hpnlp.errors import InputError
 
 T = TypeVar("T")
 

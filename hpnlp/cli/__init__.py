@@ -11,7 +11,7 @@ from pathlib import Path
 
 from absl import flags
 
-from hpnlp.types import InputError
+from hpnlp.errors import InputError
 
 FLAGS = flags.FLAGS
 flags.DEFINE_bool("debug", False, "Print the traceback of errors that invalid input causes.")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from hpnlp.types import InputError
+from hpnlp.errors import InputError
 
 # Commands whose only result is their output stop where it cannot be written. All others finish the files that they write.
 PRINTS_ONLY = ("check-data", "evaluate", "generate", "plan")

@@ -1,8 +1,8 @@
 """Progress of this process, written to a pipe for the supervisor that started the process.
 
 Lines are "PHASE STEP": the phase of work that begins (one of `metrics.Clock`, or join or report), and the number of the step
-that it is a part of. A line is repeated while a phase makes progress. A process that is stopped or stuck writes none, although its
-threads may still answer the heartbeats of JAX. Nothing is written without a supervisor.
+that it is a part of. A line is repeated while a phase makes progress. A process that is stopped or stuck writes none, although
+its threads may still answer the heartbeats of JAX. Nothing is written without a supervisor.
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 REPEAT_SECONDS = 2.0
 
 INTERRUPTED = 130  # exit code
+ORPHAN_SECONDS = 600.0  # for the last checkpoint of a process whose supervisor has ended
+_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 PARENT = "HPNLP_SWEEP"  # environment variable by which a sweep gives a member its process id, for `follow`
 
 Reaction = Callable[[int], None]
@@ -200,6 +202,9 @@ def _detach() -> None:
 def follow(parent: int) -> None:
     """Makes this process react as to SIGTERM when its parent has ended, so that a killed sweep stops its running member.
 
+    A process with a session of its own, as `hpnlp launch` starts it, ends with its process group if it has not done so after
+    ORPHAN_SECONDS, for example because it is stuck.
+
     Args:
       parent: Process id of the parent.
     """
@@ -208,5 +213,11 @@ def follow(parent: int) -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
         _react(signal.SIGTERM)
+        if os.getsid(0) == os.getpid():
+            time.sleep(ORPHAN_SECONDS)
+            os.killpg(os.getpid(), signal.SIGKILL)
 
+    if os.getsid(0) == os.getpid() and sys.platform == "linux":
+        # The kernel wakes this process up if the parent ends while this process is stopped.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     threading.Thread(target=watch, daemon=True).start()
