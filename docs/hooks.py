@@ -23,6 +23,7 @@ COMMANDS = (
     "generate",
     "evaluate",
     "sweep",
+    "launch",
     "lra",
     "compress",
     "compare",

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import importlib
 import os
-import re
 import sys
 
 COMMANDS = {
@@ -17,6 +16,7 @@ COMMANDS = {
     "predict": "predict labels, tags, targets or similarities of texts with a trained model",
     "evaluate": "score a run on held-out data, also with another memory or other data",
     "sweep": "train all variants of an experiment that have not finished",
+    "launch": "train with several processes and restart them, or write a manifest for SLURM, JobSet or xpk",
     "compare": "compare runs in a table and a plot",
     "plan": "estimate memory and time of an experiment on devices that need not exist, and find layouts that fit",
     "scaling": "plan a study of scaling laws, and fit its runs",
@@ -29,7 +29,7 @@ COMMANDS = {
     "completion": "print a script by which bash, zsh or fish completes commands and flags",
 }
 # Commands that react to signals as `hpnlp.training.signals` describes.
-HANDLES_SIGNALS = ("train", "sweep", "lra", "compress")
+HANDLES_SIGNALS = ("train", "sweep", "lra", "compress", "launch")
 
 
 def main() -> None:
@@ -106,12 +106,12 @@ def spare_threads() -> None:
     XLA starts one thread for each device, and a collective occupies a thread until all devices have reached it. Devices may
     reach two independent collectives in different orders. With no thread left for the second one, no device ever reaches it.
     """
-    devices = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))[-1:]
-    devices += re.findall(r"^\d+$", os.environ.get("JAX_NUM_CPU_DEVICES", ""))
-    if devices:
+    from hpnlp.jobs.launch.devices import simulated
+
+    if devices := simulated(os.environ):
         # Cores that this process may use, as XLA counts them.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        os.environ.setdefault("NPROC", str(max(4 * max(map(int, devices)), cores)))
+        os.environ.setdefault("NPROC", str(max(4 * devices, cores)))
 
 
 def _run_command(name: str) -> None:

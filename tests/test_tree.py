@@ -37,6 +37,7 @@ HEAVY = "flax optax orbax grain ml_collections rich matplotlib"
         ("hpnlp, hpnlp.__main__", f"jax numpy {HEAVY}"),
         ("hpnlp.spec, hpnlp.types, hpnlp.measure, hpnlp.ops.attention", HEAVY),
         ("hpnlp.compress.container", f"jax {HEAVY}"),
+        ("hpnlp.cli.launch, hpnlp.cli.output", f"jax numpy {HEAVY}"),
         ("hpnlp.cli.train", "tensorflow torch transformers"),
     ],
 )

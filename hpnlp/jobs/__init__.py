@@ -1,1 +1,1 @@
-"""Uses of trained models: predictions and served exports."""
+"""What is neither a loop nor a command: uses of trained models, served exports, and the supervisor of processes."""

@@ -21,9 +21,10 @@ from hpnlp.errors import InputError, TemporaryError
 
 VARIABLE = "HPNLP_ATTEMPT"
 FILE = "attempt"
+LOCK = ".lock"  # locked by the process that writes to the directory; its content names the process
 SUPERVISOR_LOCK = "launch.lock"  # locked by `hpnlp launch` while it runs; its content names the process
 EVENTS, LOGS = "events.jsonl", "logs"  # what `hpnlp launch` writes
-FILES = (FILE, SUPERVISOR_LOCK, EVENTS, LOGS)
+FILES = (FILE, LOCK, SUPERVISOR_LOCK, EVENTS, LOGS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,21 +105,21 @@ def record(workdir: Path, attempt: Attempt) -> None:
     replace_bytes(workdir / FILE, f"{attempt}\n".encode())
 
 
-def supervisor(workdir: Path) -> str:
-    """Names the supervisor of a run directory.
+def holder(lock: Path) -> str:
+    """Names the process that holds a lock.
 
     Args:
-      workdir: The run directory.
+      lock: The file that is locked.
 
     Returns:
-      Its process, as "process 12 on HOST"; "" without a supervisor that runs.
+      Its process, as "process 12 on HOST"; "" if no process of this host, or of a file system with locks, holds it.
     """
     try:
-        with open(workdir / SUPERVISOR_LOCK, encoding="utf-8") as lock:
+        with open(lock, encoding="utf-8") as file:
             try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                return lock.read().strip() or "another process"
+                return file.read(100).strip() or "another process"
     except OSError:
         pass
     return ""
@@ -168,7 +169,7 @@ def claim(workdir: Path, own: Attempt | None) -> Fence | None:
     last = newest(workdir)
     if own is None and last is None:
         return None
-    if own != last and (process := supervisor(workdir)):
+    if own != last and (process := holder(workdir / SUPERVISOR_LOCK)):
         raise TemporaryError(
             f"{workdir} is supervised by hpnlp launch, {process}, whose attempt is {last or 'none'}: this process is of "
             f"{f'attempt {own}' if own else 'no attempt'}: wait for the supervisor, stop it, or choose another workdir"

@@ -14,9 +14,9 @@ from hpnlp.compress.files import has_weights
 from hpnlp.data.files import is_special
 from hpnlp.errors import TemporaryError
 from hpnlp.training import attempts
+from hpnlp.training.attempts import LOCK as LOCK  # part of this module's interface
 from hpnlp.types import InputError
 
-LOCK = ".lock"
 # Record of `hpnlp compress` in a directory that it has begun to write, removed when the model is finished.
 UNFINISHED_FILE = ".compression"
 EXPORT_FILE = "export.json"  # record of `hpnlp export` in a directory that it has written
@@ -83,7 +83,7 @@ def contents_of(directory: str | os.PathLike[str]) -> Contents:
     """
     path = Path(directory)
     try:
-        names = [name for name in os.listdir(path) if name not in (LOCK, *attempts.FILES)]
+        names = [name for name in os.listdir(path) if name not in attempts.FILES]
     except (OSError, ValueError):  # ValueError: a null character in the path
         return Contents.OTHER if os.path.lexists(path) else Contents.NOTHING
     if not names:

@@ -13,8 +13,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 VARIABLE = "HPNLP_PROGRESS"  # environment variable with the descriptor of the pipe
 LOOKAHEAD = 2  # steps that may run on the devices behind the one that is reported
 REPEAT_SECONDS = 0.1  # least time between equal lines
@@ -61,6 +59,8 @@ class ProgressPipe:
           results: `(step, arrays)` of the last steps.
         """
         if self._descriptor >= 0 and len(results) > LOOKAHEAD:
+            import jax  # only here, since the supervisor imports this module
+
             jax.block_until_ready(results[-1 - LOOKAHEAD][1])
 
 

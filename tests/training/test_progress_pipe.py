@@ -3,6 +3,7 @@
 import os
 import time
 
+import jax
 import pytest
 
 from hpnlp.training import loop, metrics, progress_pipe
@@ -54,7 +55,7 @@ def test_full_and_closed_pipes_are_ignored(piped):
 def test_pace_waits_for_the_step_before_the_last_two(piped, monkeypatch):
     pipe, _ = piped
     waited = []
-    monkeypatch.setattr(progress_pipe.jax, "block_until_ready", waited.append)
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
     results = [(1, "a"), (2, "b"), (3, "c")]
     pipe.pace(results[:2])
     assert waited == []
