@@ -179,7 +179,7 @@ def check_directories(members: Mapping[str, Any], workdir: Path) -> None:
             )
 
 
-def train(members: Mapping[str, Any], workdir: Path) -> tuple[list[Path], dict[str, int]]:
+def train(members: Mapping[str, Any], workdir: Path, launch: Sequence[str] = ()) -> tuple[list[Path], dict[str, int]]:
     """Trains members one after another. Finished ones are skipped, and interrupted ones are resumed.
 
     Exits with the code of interrupted commands if a signal stopped a member.
@@ -187,6 +187,7 @@ def train(members: Mapping[str, Any], workdir: Path) -> tuple[list[Path], dict[s
     Args:
       members: Name -> member; the name is that of its directory.
       workdir: Directory of the members' directories.
+      launch: Flags of `hpnlp launch`, which then supervises each member; empty to train it in one process.
 
     Returns:
       Directories of the finished members; and the exit codes of the others by name.
@@ -194,7 +195,7 @@ def train(members: Mapping[str, Any], workdir: Path) -> tuple[list[Path], dict[s
     finished, failed = [], {}
     for index, (name, member) in enumerate(members.items()):
         directory, label = workdir / name, f"[{index + 1}/{len(members)}] {name}"
-        code = _train_unfinished(member, directory, label)
+        code = _train_unfinished(member, directory, label, launch)
         if code is None:
             finished.append(directory)
         else:
@@ -203,13 +204,14 @@ def train(members: Mapping[str, Any], workdir: Path) -> tuple[list[Path], dict[s
     return finished, failed
 
 
-def _train_unfinished(member: Member, directory: Path, label: str) -> int | None:
+def _train_unfinished(member: Member, directory: Path, label: str, launch: Sequence[str]) -> int | None:
     """Trains a member that has not finished: None when it is finished, else its exit code. Exits if a signal stopped it."""
     already_finished = is_finished(member, directory)
     print(f"{label}: finished before" if already_finished else label, flush=True)
     if already_finished:
         return None
-    code = run(["train", *member.flags, f"--workdir={directory}"], directory.name)
+    supervised = ["launch", *launch, "--"] if launch else []
+    code = run([*supervised, "train", *member.flags, f"--workdir={directory}"], directory.name)
     return code if code or not (directory / "report.json").exists() else None
 
 

@@ -21,10 +21,16 @@ validated before the first one trains. Each member trains in its own process and
 skipped, interrupted ones are resumed, and a failed one does not stop the others. At the end, a table (compare.md) and a plot
 (compare.png) are written to DIR. Ctrl-C and the other signals that stop `hpnlp train` save the current member, skip the
 remaining ones, and exit with code 130.
+
+With --processes=N, `hpnlp launch` trains each member in N processes of this machine, and restarts them.
 """
 
 flags.DEFINE_string("config", None, "Experiment file, which defines get_config() and get_sweep().")
 flags.DEFINE_string("workdir", None, "Directory of the members' directories.")
+LAUNCH = ("processes", "min_processes", "max_restarts")
+flags.DEFINE_integer("processes", None, "Processes of each member, which hpnlp launch supervises.", lower_bound=1)
+flags.DEFINE_integer("min_processes", None, "As of hpnlp launch; needs --processes.", lower_bound=1)
+flags.DEFINE_integer("max_restarts", None, "As of hpnlp launch; needs --processes.", lower_bound=0)
 
 
 def run(argv: Sequence[str]) -> None:
@@ -40,10 +46,13 @@ def run(argv: Sequence[str]) -> None:
     cli.parse(argv, USAGE)
     path, workdir = cli.required("config", experiment.EXAMPLE), Path(cli.required("workdir", "runs/sweep"))
     in_sweep = _resolve_members(path, _load_sweep(path), overrides)
+    if cli.FLAGS.processes is None:
+        cli.refuse(LAUNCH, "without --processes: add it, and hpnlp launch supervises each member")
+    launch = [f"--{name}={cli.FLAGS[name].value}" for name in LAUNCH if cli.FLAGS[name].present]
     with members.written(workdir):
         in_sweep = members.in_old_directories(in_sweep, workdir)
         members.check_directories(in_sweep, workdir)
-        finished, failed = members.train(in_sweep, workdir)
+        finished, failed = members.train(in_sweep, workdir, launch)
         if finished:
             from hpnlp import report
 
