@@ -1,6 +1,11 @@
 """`hpnlp launch`: invalid flags, manifests, and real processes that are killed."""
 
+import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -63,3 +68,42 @@ def test_flags_of_launch_in_a_sweep_need_processes(run, tmp_path):
     (tmp_path / "sweep.py").write_text("from tests.tiny import get_config\ndef get_sweep():\n  return [{}]\n")
     outcome = run("sweep", f"--config={tmp_path}/sweep.py", f"--workdir={tmp_path}/x", "--max_restarts=2")
     assert outcome.code == 2 and "--max_restarts=2 has no effect without --processes: add it" in outcome.err
+
+
+def lines_of(workdir):
+    path = workdir / "metrics.jsonl"
+    return path.read_bytes().splitlines() if path.exists() else []
+
+
+def events_of(workdir):
+    return [json.loads(line) for line in (workdir / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_killed_process_is_restarted_without_a_change_of_losses(tmp_path):
+    """The undisturbed run is the member of a sweep, which trains it under launch too."""
+    flags = "--xla_force_host_platform_device_count=2"
+    environment = os.environ | {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {flags}", "NPROC": "8", "JAX_PLATFORMS": "cpu"}
+    hpnlp = [sys.executable, "-m", "hpnlp"]
+    (tmp_path / "one.py").write_text("from tests.tiny import get_config\ndef get_sweep():\n    return [{}]\n")
+    fields = ["--train.log_every=1", "--plan.name=data", "--train.steps=30"]
+    sweep = ["sweep", f"--config={tmp_path / 'one.py'}", f"--workdir={tmp_path / 'sweep'}", "--processes=2", *fields]
+    subprocess.run([*hpnlp, *sweep], cwd=ROOT, env=environment, check=True, capture_output=True, timeout=400)
+
+    workdir = tmp_path / "run"
+    train = [*TRAIN, f"--workdir={workdir}", *fields]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen([*hpnlp, "launch", "--processes=2", *train], cwd=ROOT, env=environment, **output)
+    deadline = time.monotonic() + 300
+    while len(lines_of(workdir)) < 8:
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    pids = events_of(workdir)[0]["pids"]
+    os.kill(pids[1], signal.SIGKILL)
+    shown, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, shown
+    assert lines_of(workdir) == lines_of(tmp_path / "sweep" / "base")
+    restart = next(event for event in events_of(workdir) if event["event"] == "restart")
+    assert (restart["code"], restart["process"]) == (137, 1) and restart["steps_lost"] <= 5 + 1
+    assert "launch: process 1 ended with SIGKILL at step" in shown and "going on from step" in shown
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

@@ -168,14 +168,14 @@ def straggler(watches: Sequence[Watch]) -> int | None:
       watches: Progress of all processes.
 
     Returns:
-      The process whose time before the dispatch of a step exceeds 1.5 times the median of the others, and by more than 5 % of a
-      step, over the last KEPT steps; None if there is none.
+      The process whose median time before the dispatch of a step, over the last KEPT steps, exceeds 1.5 times that of the
+      others, and by more than 5 % of a step; None if there is none.
     """
     if len(watches) < 2 or any(len(watch.host_seconds) < KEPT for watch in watches):
         return None
-    means = [statistics.fmean(watch.host_seconds) for watch in watches]
-    worst = max(range(len(means)), key=means.__getitem__)
-    others = statistics.median(mean for index, mean in enumerate(means) if index != worst)
-    steps = watches[worst].typical_step()
-    is_straggler = means[worst] > STRAGGLER_RATIO * others and means[worst] - others > STRAGGLER_SHARE * steps
+    typical = [statistics.median(watch.host_seconds) for watch in watches]
+    worst = max(range(len(typical)), key=typical.__getitem__)
+    others = statistics.median(seconds for index, seconds in enumerate(typical) if index != worst)
+    least = max(STRAGGLER_RATIO * others, others + STRAGGLER_SHARE * watches[worst].typical_step())
+    is_straggler = typical[worst] > least
     return worst if is_straggler else None
