@@ -278,6 +278,7 @@ class _Run:
             self.stopping.begin()  # before, a signal ends the process at once: there is nothing to save
         if self.step == trace_last:
             jax.block_until_ready(metrics)
+            PIPE.report("report")  # writing a trace may take minutes
             self.trace.close()
         self.stopped = self.stopping(self.step)
 

@@ -221,30 +221,32 @@ class Supervisor:
         self._port, self._shown = _free_port(), 0
         logs = self.workdir / attempts.LOGS / f"attempt_{self._attempt.number}"
         begun = time.monotonic()
-        for process in range(count):
-            environment = {
-                **self._environment,
-                **devices.share(self._gpus, process, count),
-                attempts.VARIABLE: str(self._attempt),
-                "PYTHONUNBUFFERED": "1",
-            }
-            command = self._start(process, count, self._port)
-            watch = Watch(self._pace, begun)
-            self._children.append(
-                processes.start(process, command, environment, logs / f"process_{process}.log", watch)
-            )
-        pids = [child.popen.pid for child in self._children]
-        self.event("attempt", processes=count, port=self._port, pids=pids, checkpoint=newest_checkpoint(self.workdir))
-        self._show(f"launch: attempt {self._attempt.number} of {self.workdir}, logs in {logs}")
-        if self._received:  # before there were processes to pass the signal on to
-            self.stop(signal.SIGTERM)
         children = self._children
         try:
+            for process in range(count):
+                self._start_process(process, count, logs, begun)
+            pids = [child.popen.pid for child in children]
+            saved = newest_checkpoint(self.workdir)
+            self.event("attempt", processes=count, port=self._port, pids=pids, checkpoint=saved)
+            self._show(f"launch: attempt {self._attempt.number} of {self.workdir}, logs in {logs}")
+            if self._received:  # before there were processes to pass the signal on to
+                self.stop(signal.SIGTERM)
             outcome = self._watch(begun)
         finally:
             self._end()
         last_step = max(child.watch.step for child in children)
         return dataclasses.replace(outcome, last_step=last_step, checkpoint=newest_checkpoint(self.workdir))
+
+    def _start_process(self, process: int, count: int, logs: Path, begun: float) -> None:
+        """Starts one of `count` processes."""
+        environment = {
+            **self._environment,
+            **devices.share(self._gpus, process, count),
+            attempts.VARIABLE: str(self._attempt),
+            "PYTHONUNBUFFERED": "1",
+        }
+        command, log = self._start(process, count, self._port), logs / f"process_{process}.log"
+        self._children.append(processes.start(process, command, environment, log, Watch(self._pace, begun)))
 
     def _watch(self, begun: float) -> Outcome:
         """Watches the processes until all have succeeded, one has ended otherwise, or one is stuck."""
