@@ -336,13 +336,11 @@ def main(_: Any) -> None:
         for kind in chosen:
             if kind in ("kill", "stop", "sleep", "save"):
                 rows += moments(runs, undisturbed, kind, FLAGS.moments, draw)
-            elif kind == "half":
-                rows.append(half(runs, undisturbed))
-            elif kind == "forced":
-                rows.append(forced(runs, FLAGS.forced, draw))
+            elif kind in ("half", "forced"):
+                rows.append(half(runs, undisturbed) if kind == "half" else forced(runs, FLAGS.forced, draw))
+                print(rows[-1], flush=True)
             else:
                 rows += incurable(runs) if kind == "incurable" else refused(runs)
-            print(rows[-1], flush=True)
     rows.insert(0, summary(rows))
     print(rows[0])
     print(measure.write_result("launch", rows, FLAGS.out))

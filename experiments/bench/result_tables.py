@@ -312,6 +312,37 @@ def resume(rows: Rows) -> Lines:
     ]
 
 
+def launch(rows: Rows) -> Lines:
+    """Lines of what was measured; kinds that --only left out are absent."""
+    total, of_kind = rows[0], {row["kind"]: row for row in rows[1:]}
+    lines = []
+    if total["moments"]:
+        title = (
+            f"{total['processes']} processes under `hpnlp launch`, of which one was disturbed {total['moments']} times"
+        )
+        lines += [
+            (f"{title}: steps lost beyond one checkpoint interval", str(total["steps_lost_beyond_interval"])),
+            (f"{title}: lines of metrics that differ in any bit", str(total["lines_that_differ"])),
+        ]
+    for name, text in (
+        ("seconds_to_notice_a_death", "until a death is noticed"),
+        ("seconds_to_notice_a_hang", "until a process that stopped or sleeps is noticed"),
+        ("seconds_to_next_step", "from the notice to the next step"),
+    ):
+        if total[name] is not None:
+            lines.append((f"`hpnlp launch`: seconds {text}, at most", f"{total[name]:.1f}"))
+    if half := of_kind.get("half"):
+        title = "`hpnlp launch`: largest relative difference of a loss after half the processes went on"
+        lines.append((title, f"{half['worst_relative_difference']:.1e}"))
+    if forced := of_kind.get("forced"):
+        left = f"{forced['orphans']}; {forced['open_ports']}"
+        lines.append((f"`hpnlp launch`: processes and ports left after {forced['ends']} forced ends", left))
+    for kind in ("poison step", "config error"):
+        if kind in of_kind:
+            lines.append((f"`hpnlp launch`: attempts before a {kind} is given up", str(of_kind[kind]["attempts"])))
+    return lines
+
+
 # The stacks of reversible.py -> their description.
 STACKS = {"plain": "plain", "remat": "rematerialised", "reversible": "reversible"}
 
@@ -444,6 +475,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "plan": plan,
     "plan_tpu": plan_tpu,
     **dict.fromkeys(("resume", "resume-memory"), resume),
+    "launch": launch,
     "adamw": adamw,
     "large_batch": large_batch,
     "suite": suite,

@@ -26,7 +26,7 @@ LIMITS = {
     "baselines": 1800.0,
     "report": 1800.0,
 }
-FLOORS = {"eval": 120.0, "checkpoint": 60.0}  # least limits of phases; of the others `hang_seconds`
+EVALUATION_SECONDS = 120.0  # least limit of a batch of an evaluation; of a step, `hang_seconds`
 
 
 @dataclasses.dataclass
@@ -42,7 +42,7 @@ class Pace:
     wait: float
     hang_seconds: float
     seconds: dict[str, collections.deque[float]] = dataclasses.field(
-        default_factory=lambda: {phase: collections.deque(maxlen=KEPT) for phase in ("step", "eval", "checkpoint")}
+        default_factory=lambda: {phase: collections.deque(maxlen=KEPT) for phase in ("step", "eval")}
     )
 
     def limit(self, phase: str) -> float:
@@ -61,7 +61,7 @@ class Pace:
         default = LIMITS.get(phase, LIMITS["setup"])
         if len(known) < KNOWN:
             return default
-        floor = max(FLOORS.get(kind, 0.0), self.hang_seconds)
+        floor = max(EVALUATION_SECONDS, self.hang_seconds) if kind == "eval" else self.hang_seconds
         return min(max(floor, TIMES_MEDIAN * statistics.median(known)), max(default, floor))
 
 
@@ -79,8 +79,7 @@ class Watch:
     def __init__(self, pace: Pace, now: float) -> None:
         self.phase, self.step, self.time = "start", 0, now
         self._pace = pace
-        self._step_time: float | None = None  # when the current step began
-        self._phase_time = now
+        self._step_seconds, self._is_timed = 0.0, False  # of the current step
         self.has_stepped = False
         self.host_seconds: collections.deque[float] = collections.deque(
             maxlen=KEPT
@@ -96,25 +95,21 @@ class Watch:
         phase, _, number = text.partition(" ")
         if not phase or not number.isdecimal():
             return
-        step = int(number)
+        step, elapsed = int(number), now - self.time
+        if self.phase in ("data", "step"):
+            self._step_seconds += elapsed
         if phase == "data" and step != self.step:
-            if self._step_time is not None and step == self.step + 1:
-                self._pace.seconds["step"].append(now - self._step_time)
-            self._step_time = now
+            if step == self.step + 1 and self._is_timed:
+                self._pace.seconds["step"].append(self._step_seconds)
+            self._step_seconds, self._is_timed = 0.0, True
+        self._is_timed &= phase != "setup"  # a step that compiles is not typical
         if phase == "step" and self.phase == "data":
-            self.host_seconds.append(now - self.time)
-        if phase == "eval":
-            if self.phase == "eval":
-                self._pace.seconds["eval"].append(now - self.time)
-            else:
-                self._pace.seconds["eval"].clear()  # an evaluation may compile first
-        if self.phase == "checkpoint" and phase != "checkpoint":
-            self._pace.seconds["checkpoint"].append(now - self._phase_time)
-        if phase in ("setup", "eval", "checkpoint"):
-            self._step_time = None  # the duration of this step is not typical
+            self.host_seconds.append(elapsed)
+        if phase == "eval" and self.phase == "eval":
+            self._pace.seconds["eval"].append(elapsed)
+        elif phase == "eval":
+            self._pace.seconds["eval"].clear()  # an evaluation may compile first
         self.has_stepped |= phase == "step"
-        if phase != self.phase:
-            self._phase_time = now
         self.phase, self.step, self.time = phase, step, now
 
     def silent(self, now: float) -> float:

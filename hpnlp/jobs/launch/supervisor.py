@@ -280,8 +280,8 @@ class Supervisor:
                 running = [child for child in self._children if child.code is None]
                 if not running or (deadline is not None and now > deadline):
                     return self._outcome(ends, begun)
-                if any(child.watch.is_overdue(now) for child in running):
-                    return self._stuck(running, now)
+                if child := self._find_stuck(running, now):
+                    return self._stuck(child, running, now)
                 if straggler is None and (straggler := self._find_straggler()) is not None:
                     self.event("straggler", process=straggler)
 
@@ -320,10 +320,16 @@ class Supervisor:
         )
         return self._after(Outcome(code, process, watch.phase, watch.step, port_failed=port_failed))
 
-    def _stuck(self, running: Sequence[Child], now: float) -> Outcome:
+    def _find_stuck(self, running: Sequence[Child], now: float) -> Child | None:
+        """A process that was stopped, or the one that holds up the others if it is overdue; they may be silent for longer."""
+        for child in running:
+            if child.watch.silent(now) > self.options.hang_seconds and processes.is_stopped(child.popen.pid):
+                return child
+        child = running[liveness.culprit([child.watch for child in running])]
+        return child if child.watch.is_overdue(now) else None
+
+    def _stuck(self, child: Child, running: Sequence[Child], now: float) -> Outcome:
         """Outcome of an attempt with a stuck process. All are aborted, so that they write their stacks to their logs."""
-        stopped = [child for child in running if processes.is_stopped(child.popen.pid)]
-        child = (stopped or running)[liveness.culprit([child.watch for child in stopped or running])]
         silent = max(child.watch.silent(now) for child in running)
         self.event(
             "stuck", process=child.index, phase=child.watch.phase, step=child.watch.step, seconds_to_notice=silent

@@ -38,31 +38,35 @@ def test_silent_process_is_overdue():
     assert not watch.is_overdue(now + 600.0)
 
 
-def test_saves_and_evaluations_are_no_durations_of_steps():
-    pace = Pace(wait=100.0, hang_seconds=30.0)
-    watch = Watch(pace, 0.0)
-    now = train(watch, 1, 6)
-    for phase in ("checkpoint", "eval", "setup"):
-        watch.line(f"{phase} {watch.step}", now)
-        now = train(watch, watch.step + 1, watch.step + 2, now + 500.0)
-    assert max(pace.seconds["step"]) == pytest.approx(1.0)
-    assert list(pace.seconds["checkpoint"]) == [500.0]
-
-
-def test_checkpoints_have_limits_after_several_and_evaluations_by_batch():
+def test_saves_evaluations_and_compilations_are_no_durations_of_steps():
+    """The training loop waits for checkpoints after every step, mostly for no time."""
     pace = Pace(wait=100.0, hang_seconds=30.0)
     watch, now = Watch(pace, 0.0), 0.0
-    for step in range(5):
+    for step in range(1, 40):
+        watch.line(f"data {step}", now)
+        watch.line(f"{'setup' if step in (1, 9) else 'step'} {step}", now + 0.5)
+        now += 500.0 if step in (1, 9) else 2.5
         watch.line(f"checkpoint {step}", now)
-        watch.line(f"data {step + 1}", now + 20.0)
-        now += 30.0
-    assert pace.limit("checkpoint") == 200.0
+        now += 500.0 if step % 10 == 0 else 0.0
+        watch.line(f"step {step}", now)
+        if step == 25:
+            watch.line("eval 25", now)
+            now += 500.0
+    assert set(pace.seconds["step"]) == {2.5} and len(pace.seconds["step"]) == 36
+
+
+def test_evaluations_have_limits_by_batch():
+    pace = Pace(wait=100.0, hang_seconds=30.0)
+    watch = Watch(pace, 0.0)
     for batch in range(7):
-        watch.line("eval 5", now + batch)
-    assert pace.limit("eval") == 120.0
-    watch.line("data 6", now + 10.0)
-    watch.line("eval 6", now + 20.0)  # the next evaluation may compile
+        watch.line("eval 5", 20.0 * batch)
+    assert pace.limit("eval") == 200.0
+    watch.line("data 6", 200.0)
+    watch.line("eval 6", 210.0)  # the next evaluation may compile
     assert pace.limit("eval") == 1800.0
+    for batch in range(7):
+        watch.line("eval 6", 210.0 + batch)
+    assert pace.limit("eval") == 120.0
 
 
 def test_malformed_lines_are_ignored():

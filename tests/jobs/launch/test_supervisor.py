@@ -138,8 +138,17 @@ def test_stuck_process_is_named_and_aborted(supervise, tmp_path):
     )
 
 
+def test_processes_that_wait_for_one_that_compiles_are_not_stuck(supervise):
+    script = """
+    steps 1 10
+    if [ $I = 1 ]; then line "data 11"; line "setup 11"; sleep 1; exit 0; fi
+    line "data 11"; line "step 11"; sleep 1"""
+    code, _, events = supervise(script, hang_seconds=0.2)
+    assert code == 0 and "stuck" not in kinds(events)
+
+
 def test_stopped_process_is_stuck(supervise):
-    script = "[ $A = 2 ] && exit 0; steps 1 10; [ $I = 1 ] && kill -STOP $$; sleep 60"
+    script = "[ $A = 2 ] && exit 0; line 'setup 0'; [ $I = 1 ] && kill -STOP $$; sleep 60"
     code, _, events = supervise(script, hang_seconds=0.2)
     assert code == 0 and next(event["process"] for event in events if event["event"] == "stuck") == 1
 
