@@ -91,6 +91,7 @@ def run(argv: Sequence[str]) -> None:
     PIPE.open()
     PIPE.report("join", 0)
     distributed.join(f.coordinator, f.processes, f.process, seconds=f.wait, heartbeat=f.heartbeat)
+    PIPE.report("setup")
     resolved = config.resolve(values)
     if not any(map(has_begun, [workdir, *Path(workdir).glob("seed_*")])):
         unused_fields.check(resolved, experiment.fields_of(overrides))

@@ -254,6 +254,7 @@ class _Run:
     def train_step(self) -> None:
         """Does one step, and sets `stopped` if a signal has arrived."""
         self.step += 1
+        PIPE.base = "step"
         PIPE.report("data", self.step)
         trace_first, trace_last = self.config.train.profile_range()
         if self.step == trace_first:
@@ -396,6 +397,7 @@ class _Run:
 
     def finish(self, score: bool) -> Result:
         """Reads the last checkpoint back, scores the best one if asked to and no signal arrived, and returns the result."""
+        PIPE.base = "report"
         with self.clock("checkpoint"):
             self.checkpoints.wait()
             shapes = self.trainer.state_shapes

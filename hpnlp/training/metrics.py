@@ -243,6 +243,7 @@ class Clock:
             yield
         finally:
             self.seconds[phase] += time.perf_counter() - start
+            PIPE.report(PIPE.base)
 
 
 class _Console(Console):

@@ -19,9 +19,14 @@ REPEAT_SECONDS = 0.1  # least time between equal lines
 
 
 class ProgressPipe:
-    """The pipe of this process, if it has one."""
+    """The pipe of this process, if it has one.
+
+    Attributes:
+      base: Phase of work outside of `metrics.Clock`: "setup", then "step", and after the last step "report".
+    """
 
     def __init__(self) -> None:
+        self.base = "setup"
         self._descriptor = -1
         self._line, self._time = ("", 0), 0.0
 

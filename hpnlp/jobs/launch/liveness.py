@@ -72,7 +72,7 @@ class Watch:
       phase: Phase of its last line; "start" before the first.
       step: Step of its last line, which it has begun.
       time: Time of its last line.
-      has_stepped: True if it has begun a step whose program was compiled before.
+      has_stepped: True if it has begun a second step, so that it has done one.
       host_seconds: Seconds of the last steps before their dispatch, such as those for data.
     """
 
@@ -80,7 +80,7 @@ class Watch:
         self.phase, self.step, self.time = "start", 0, now
         self._pace = pace
         self._step_seconds, self._is_timed = 0.0, False  # of the current step
-        self.has_stepped = False
+        self.has_stepped = self._has_begun = False
         self.host_seconds: collections.deque[float] = collections.deque(
             maxlen=KEPT
         )  # of each step, before its dispatch
@@ -101,7 +101,8 @@ class Watch:
         if phase == "data" and step != self.step:
             if step == self.step + 1 and self._is_timed:
                 self._pace.seconds["step"].append(self._step_seconds)
-            self._step_seconds, self._is_timed = 0.0, True
+            self.has_stepped |= step == self.step + 1 and self._has_begun
+            self._step_seconds, self._is_timed, self._has_begun = 0.0, True, True
         self._is_timed &= phase != "setup"  # a step that compiles is not typical
         if phase == "step" and self.phase == "data":
             self.host_seconds.append(elapsed)
@@ -109,7 +110,6 @@ class Watch:
             self._pace.seconds["eval"].append(elapsed)
         elif phase == "eval":
             self._pace.seconds["eval"].clear()  # an evaluation may compile first
-        self.has_stepped |= phase == "step"
         self.phase, self.step, self.time = phase, step, now
 
     def silent(self, now: float) -> float:
