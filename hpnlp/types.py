@@ -50,7 +50,7 @@ class Projection:
     Attributes:
       axis: Logical name of the axis of heads: "heads" for the N query heads, "kv_heads" for the K key heads.
       width: Features per head; 0 for the head size H.
-      norm: True if `model.qk_norm` normalises the heads, as those of queries and keys.
+      norm: True if `model.qk_norm` or `model.joint_qk_norm` normalises the heads, as those of queries and keys.
       rope: True if `model.position="rope"` rotates the heads, as those of queries and keys.
       source: "x" for a projection of the hidden states; "memory" for one of `Context.memory`; "carry" for one of the states
         in the mixer's carry, a `SegmentMemory`, and after them the hidden states. See `Mixer` for states that follow these.

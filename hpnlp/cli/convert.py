@@ -32,6 +32,7 @@ for `hpnlp generate` and `hpnlp train`. Converts a run to such a directory, for 
 written as the numbers that they represent. RUN@STEP is the checkpoint of a step. Families:
 
   language models                                        llama, mistral, qwen2, qwen3, gemma, gemma2, gpt2
+  language models with experts                           mixtral, qwen2_moe, qwen3_moe, olmoe, dots1
   masked words, labels of texts and labels of tokens     bert, roberta, distilbert, mobilebert
 """
 

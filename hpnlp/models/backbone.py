@@ -91,11 +91,11 @@ class BackboneConfig(BlockConfig, PlannedLayers):
         self._check_periods()
         for form in set(self.forms()):
             check_ranges(form, "model.form: ")
-            modules = branch_modules(form)  # raises InputError for unknown entries
-            block_kind(form.block).check_mixer(form, modules["attention"])
+            block_kind(form.block).check_mixer(form, branch_modules(form)["attention"])  # or InputError: unknown entry
+        self.networks()  # made and kept now, because the methods of modules cannot make other modules
         check_effects(self.form, self._block())
         projects = self.memory_dim > 0 or any(mixer.needs for mixer in self.mixers())
-        for name in ("qk_norm", "qkv_bias", "out_bias"):
+        for name in ("qk_norm", "joint_qk_norm", "qkv_bias", "out_bias"):
             if getattr(self, name) and not projects:
                 raise InputError(
                     f"model.{name}=True has no effect, because model.mixer={self.mixer!r} has no projections: set it to False"

@@ -26,7 +26,8 @@ SHARED: Mapping[str, str] = {
 }
 # Block fields that have an effect on projections only.
 PROJECTION_FIELDS = frozenset(
-    ["heads", "kv_heads", "head_dim", "position", "rope_theta", "rope_scaling", "qk_norm", "qkv_bias", "out_bias"]
+    ["heads", "kv_heads", "head_dim", "position", "rope_theta", "rope_scaling", "qk_norm", "joint_qk_norm"]
+    + ["qkv_bias", "out_bias"]
 )
 
 

@@ -83,6 +83,11 @@ class PlannedLayers(abc.ABC):
                     f"plan.sequence={layout.size('length')} divides sequences, and model.mlp={form.mlp!r} counts the tokens of "
                     "whole sequences: set plan.sequence=1, or choose a router without a capacity, as top_k(8,2)"
                 )
+        if layout.size("heads") > 1 and any(form.joint_qk_norm for form in c.forms()):
+            raise InputError(
+                f"plan.tensor={layout.size('heads')} divides the heads, and model.joint_qk_norm=True normalises all of them "
+                "together: set plan.tensor=1, and divide with plan.fsdp"
+            )
         if c.has_memory and layout.size("length") > 1:
             raise InputError(
                 f"plan.sequence={layout.size('length')} divides sequences, and the model's layers attend to a memory: the "

@@ -118,7 +118,8 @@ class Attention(nn.Module):
       rope_scaling: Spec of ROPE_SCALINGS.
       qk_norm: Normalise each head's queries and keys before RoPE (Henry et al. 2020, with a learned scale in place of the
           vector length).
-      norm: Entry of NORMS, for qk_norm.
+      joint_qk_norm: Normalise the queries of all heads together, and the keys, before RoPE (Muennighoff et al. 2024, "OLMoE").
+      norm: Entry of NORMS, for these norms.
       norm_eps: Added to the variance in norms.
       use_bias: Biases on queries, keys and values.
       out_bias: Bias on the output projection.
@@ -135,6 +136,7 @@ class Attention(nn.Module):
     rope_theta: float | None = None
     rope_scaling: str = "none"
     qk_norm: bool = False
+    joint_qk_norm: bool = False
     norm: str = "rms"
     norm_eps: float = 1e-6
     use_bias: bool = False
@@ -276,6 +278,9 @@ class Attention(nn.Module):
         width = projection.width or self.head_dim
         dense = functools.partial(Dense, heads * width, ("embed", projection.axis), self.use_bias)
         y = self._layer(dense, name, constant)(x)
+        if projection.norm and self.joint_qk_norm:
+            norm = functools.partial(NORMS[self.norm], self.norm_eps, projection.axis)
+            y = self._layer(norm, f"{name}_norm", constant)(y)
         y = y.reshape(*x.shape[:-1], heads, width)
         if projection.norm and self.qk_norm:
             norm = functools.partial(NORMS[self.norm], self.norm_eps, "head_dim")

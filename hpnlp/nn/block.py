@@ -58,6 +58,10 @@ class BlockConfig:
         "original_length).",
     )
     qk_norm: bool = option(False, "Norms of each head's queries and keys, before RoPE.")
+    joint_qk_norm: bool = option(
+        False,
+        "Norms of the queries of all heads together, and of their keys, before RoPE (OLMoE); in place of qk_norm.",
+    )
     qkv_bias: bool = option(False, "Biases on queries, keys and values.")
     out_bias: bool = option(False, "A bias on attention's output.")
     mlp_bias: bool = option(False, "Biases in MLPs.")
@@ -81,6 +85,10 @@ class BlockConfig:
         if self.position == "rope" and self.head_size % 2:
             raise InputError(
                 f"RoPE rotates pairs of dimensions, but the head dimension is {self.head_size}: make it even"
+            )
+        if self.qk_norm and self.joint_qk_norm:
+            raise InputError(
+                "model.qk_norm=True, model.joint_qk_norm=True: queries and keys have one norm: set one to False"
             )
         if self.position not in ("rope", "learned", "none"):
             raise InputError(f"model.position={self.position!r}: expected 'rope', 'learned' or 'none'")
@@ -169,6 +177,7 @@ class Block(nn.Module):
             "rope_theta": c.rope_theta if c.position == "rope" else None,
             "rope_scaling": c.rope_scaling,
             "qk_norm": c.qk_norm,
+            "joint_qk_norm": c.joint_qk_norm,
             "norm": c.norm,
             "norm_eps": c.norm_eps,
             "use_bias": c.qkv_bias,

@@ -57,9 +57,20 @@ class StackOrder:
         Returns:
           The arrays of the layer.
         """
-        name, periods = self.names[index % self.period], index // self.period
-        place = periods * self.names.count(name) + self._place(index % self.period)
+        name, place = self.place(index)
         return jax.tree.map(lambda leaf: leaf[place], stacks[name])
+
+    def place(self, index: int) -> tuple[str, int]:
+        """Finds a layer of the model in the stacks.
+
+        Args:
+          index: Index of the layer.
+
+        Returns:
+          `(name of the stack, index of the layer on its first axis)`.
+        """
+        name, periods = self.names[index % self.period], index // self.period
+        return name, periods * self.names.count(name) + self._place(index % self.period)
 
     def by_period(self, stacks: Mapping[str, Any], periods: int) -> dict[str, Any]:
         """Reshapes stacks for a loop over periods.

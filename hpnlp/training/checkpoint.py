@@ -31,6 +31,7 @@ from jax.sharding import Mesh, NamedSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
 from hpnlp.errors import TemporaryError, is_full_disk, is_temporary
+from hpnlp.models import variables
 from hpnlp.training.attempts import Fence
 from hpnlp.training.best import ScoreOrder
 from hpnlp.training.checksum import checksum, type_of, verify
@@ -274,7 +275,7 @@ class Checkpointer:
           step: Step of the checkpoint; None for the newest.
 
         Returns:
-          The weights; of a converted model, its parameters.
+          The weights.
 
         Raises:
           InputError: There is no such checkpoint, it is damaged, or it is of another model.
@@ -283,10 +284,10 @@ class Checkpointer:
         is_split = shapes.ema is not None or shapes.buffers is not None
         if is_split and step != CONVERTED_STEP:
             return self.restore(dataclasses.replace(shapes, carry=None), step)[0].best_params
-        record = self._record(step)
-        self._check_fits(step, record, {"params": shapes.params})
+        record, weights = self._record(step), variables.join(shapes.params, shapes.buffers)
+        self._check_fits(step, record, {"params": weights})
         with self._readable(step):
-            args = ocp.args.Composite(params=ocp.args.StandardRestore(shapes.params))
+            args = ocp.args.Composite(params=ocp.args.StandardRestore(weights))
             params = self._manager.restore(step, args=args)["params"]
             verify(record["checksums"], {"params": checksum(params)})
         return params

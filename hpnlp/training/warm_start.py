@@ -247,7 +247,9 @@ def load_params(
     else:
         params, origin = convert.read(source.directory)[1], f"{source.directory}, a Hugging Face checkpoint"
     shapes = trainer.state_shapes
-    expected = variables.join(shapes.params, shapes.buffers) if source.is_run else shapes.params
+    expected = shapes.params
+    if source.is_run or variables.BUFFERS in params:
+        expected = variables.join(shapes.params, shapes.buffers)
     extras = Extras.of_shapes(expected)
     if has_new_head := task not in ("", source.task):
         params = _with_new_head(params, trainer, source.model.head_params, key)

@@ -93,8 +93,9 @@ def numpy_logits(config, params, tokens, patterns=(Full(),), output_cap=None):  
 
     def attention(p, x, pattern):
         q, k, v = (dense(p[name], x).reshape(length, -1, size) for name in "qkv")
-        if config.qk_norm:
-            q, k = norm(p["q_norm"], q), norm(p["k_norm"], k)
+        if config.qk_norm or config.joint_qk_norm:
+            shape = (length, -1) if config.joint_qk_norm else (length, -1, size)
+            q, k = (norm(p[f"{n}_norm"], x.reshape(shape)).reshape(x.shape) for n, x in (("q", q), ("k", k)))
         outs = []
         for head in range(heads):
             group = head * kv_heads // heads
@@ -147,7 +148,15 @@ def numpy_pre_norm(config, layers, x, norm, attention, mlp, patterns):
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, RICH, GPT, {"position": "none", "mlp": "gelu", "kv_heads": 1}, REVERSIBLE | RICH, BERT, GEMMA],
+    [
+        {},
+        RICH,
+        GPT,
+        {"position": "none", "mlp": "gelu", "kv_heads": 1, "joint_qk_norm": True},
+        REVERSIBLE | RICH,
+        BERT,
+        GEMMA,
+    ],
     ids=["llama", "rich", "gpt", "nope", "reversible", "bert", "gemma"],
 )
 def test_logits_match_reference(fields):
@@ -444,6 +453,7 @@ def test_non_embedding_parameters_counts_matrices(fields):
         ({"head_dim": 5}, "head dimension is 5: make it even"),
         ({"position": "rotary"}, "model.position='rotary': expected"),
         ({"dropout": 1.0}, r"model.dropout=1.0: expected a probability in \[0, 1\)"),
+        ({"qk_norm": True, "joint_qk_norm": True}, "queries and keys have one norm: set one to False"),
         ({"mlp": "swigl"}, "unknown model.mlp 'swigl': did you mean 'swiglu'"),
         ({"norm": "layernorm"}, "unknown model.norm 'layernorm': did you mean 'layer'"),
         ({"mixer": "ful"}, "unknown mixer 'ful': did you mean 'full'"),

@@ -100,7 +100,7 @@ def test_rates_of_dropout_outside_of_the_unit_interval_raise():
         LMConfig(mixer="window(4,0),full(dropout=0.1)", **SIZES)
 
 
-@pytest.mark.parametrize("name", ["qk_norm", "qkv_bias", "out_bias"])
+@pytest.mark.parametrize("name", ["qk_norm", "joint_qk_norm", "qkv_bias", "out_bias"])
 def test_options_of_projections_raise_without_projections(name):
     with pytest.raises(InputError, match=f"model.{name}=True has no effect, because model.mixer='conv'"):
         LMConfig(mixer="conv", **SIZES, **{name: True})

@@ -22,6 +22,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from hpnlp.data.files import Progress, ignore_progress
+from hpnlp.models import variables
 from hpnlp.models.backbone import DTYPES
 from hpnlp.models.huggingface.checkpoint_files import (
     INDEX,
@@ -36,13 +37,14 @@ from hpnlp.models.huggingface.checkpoint_files import (
 from hpnlp.models.huggingface.families import FAMILIES, config_json, family_of, fields_of, labels_of
 from hpnlp.models.huggingface.family import Family, ModelConfig
 from hpnlp.models.huggingface.rope_scaling import rope_remarks
+from hpnlp.models.variables import BUFFERS
 from hpnlp.spec import lookup
 from hpnlp.types import InputError
 
 CONFIG = "config.json"
 
-# Last part of a parameter's path -> last part of the tensor's name. The head is a parameter without a module.
-LEAVES = {"/kernel": "weight", "/scale": "weight", "/table": "weight", "": "weight", "/bias": "bias"}
+# Last part of a parameter's path -> last part of the tensor's name.
+LEAVES = {"/kernel": "weight", "/scale": "weight", "/table": "weight", "/bias": "bias"}
 
 # The tasks of the models that are converted.
 TASKS = tuple(dict.fromkeys(family.task for family in FAMILIES.values()))
@@ -58,14 +60,14 @@ class Tensor:
       name: Name in the checkpoint.
       shape: Shape in the checkpoint.
       paths: Paths of the parameters.
-      layer: Index of the layer in the stacked parameters; None for parameters outside the layers.
+      index: Index in the stacked parameters: of the layer, and of the expert; () for parameters outside the layers.
       transposed: True if the checkpoint stores the transpose.
     """
 
     name: str
     shape: tuple[int, ...]
     paths: tuple[str, ...]
-    layer: int | None
+    index: tuple[int, ...]
     transposed: bool
 
     def write_params(self, value: np.ndarray, params: Mapping[str, np.ndarray]) -> None:
@@ -78,24 +80,25 @@ class Tensor:
         value = value.T if self.transposed else value
         start = 0
         for path in self.paths:
-            target = params[path] if self.layer is None else params[path][self.layer]
+            target = params[path][self.index]
             stop = start + target.shape[-1]
             target[...] = value[..., start:stop]
             start = stop
 
-    def read_params(self, params: Mapping[str, Any], dtype: Any) -> np.ndarray:
+    def read_params(self, params: Mapping[str, np.ndarray], dtype: Any) -> np.ndarray:
         """Makes the value of the tensor from the parameters.
 
         Args:
           params: Path -> array.
-          dtype: Dtype of the result.
+          dtype: Dtype of the result of a parameter; buffers stay float32.
 
         Returns:
           The checkpoint's value, contiguous, because safetensors writes buffers in the order of memory.
         """
-        arrays = [np.asarray(params[path] if self.layer is None else params[path][self.layer]) for path in self.paths]
+        arrays = [params[path][self.index] for path in self.paths]
         value = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
-        return np.ascontiguousarray(value.T if self.transposed else value, dtype)
+        is_buffer = self.paths[0].startswith(f"{BUFFERS}/")
+        return np.ascontiguousarray(value.T if self.transposed else value, np.float32 if is_buffer else dtype)
 
 
 def load_config(directory: str | Path, dtype: str = "float32") -> ModelConfig:
@@ -135,8 +138,8 @@ def load(
       progress: Called with bytes of parameters in float32.
 
     Returns:
-      The config, with `dtype`, and the parameters of the model's `init` as float32 arrays on the default device, which compiled
-      functions take as arguments or close over.
+      The config, with `dtype`, and the weights (`models.variables`) of the model as float32 arrays on the default device, which
+      compiled functions take as arguments or close over. Of models without buffers, these are the parameters.
 
     Raises:
       InputError: See `read`.
@@ -156,7 +159,7 @@ def read(
       progress: As for `load`.
 
     Returns:
-      The config, and the parameters as float32 numpy arrays. Compiled functions cannot index these, and copy them to the device
+      The config, and the weights as float32 numpy arrays. Compiled functions cannot index these, and copy them to the device
       in each call.
 
     Raises:
@@ -168,13 +171,13 @@ def read(
     directory, config = Path(directory), load_config(directory, dtype)
     family = family_in(directory)
     shapes = _shapes(family, config)
-    expected = {tensor.name: tensor for tensor in _tensors(family, shapes)}
+    expected = {tensor.name: tensor for tensor in _tensors(family, config, shapes)}
     with contextlib.ExitStack() as stack:
         stored = _open(directory, family, stack)
         _check_headers(expected, stored, family, config.tied, directory)
         params = {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
         done, total = 0, sum(array.nbytes for array in params.values())
-        for name, tensor in expected.items():
+        for name, tensor in ((name, expected[name]) for name in stored if name in expected):  # file by file
             progress("reading weights", done, total)
             value = stored[name].read()
             done += value.nbytes
@@ -250,7 +253,7 @@ def save(
 
     Args:
       config: The model.
-      params: Parameters of the model's `init`, numpy or jax arrays.
+      params: Weights of the model, numpy or jax arrays.
       directory: Created if it is missing; must not hold a checkpoint.
       dtype: Entry of DTYPES in which the tensors are stored.
       bos_id: Id of bos in the tokenizer, for `generate` of transformers.
@@ -269,7 +272,7 @@ def save(
     """
     import_safetensors("numpy")
     directory = Path(directory)
-    raw, flat = config_json(config, labels), _flatten(params)
+    raw, flat = config_json(config, labels), {path: np.asarray(leaf) for path, leaf in _flatten(params).items()}
     family = family_of(raw, CONFIG)
     if family.pads_before_positions and pad_id is not None:
         if pad_id in (bos_id, eos_id):
@@ -288,7 +291,7 @@ def save(
         raise InputError(
             f"params are not of config: {', '.join(sorted(differing))} differ; pass the config that made them"
         )
-    tensors = list(_tensors(family, shapes))
+    tensors = list(_tensors(family, config, shapes))
     _check_all_finite(tensors, flat, dtype)
     with raises_input_errors(directory, "free some space, or name a directory that can be written"):
         directory.mkdir(parents=True, exist_ok=True)
@@ -357,11 +360,12 @@ def _open(directory: Path, family: Family, stack: contextlib.ExitStack) -> dict[
 
 
 def _shapes(family: Family, config: ModelConfig) -> Shapes:
-    """Path -> shape of the parameters of a model; allocates nothing."""
+    """Path -> shape of the weights of a model; allocates nothing."""
 
     def init() -> Any:
         model = family.model(config)
-        return model.init(jax.random.key(0), model.example_batch(1, 1))["params"]
+        initial = model.init(jax.random.key(0), model.example_batch(1, 1))
+        return variables.join(initial["params"], initial.get(BUFFERS))
 
     return {path: tuple(leaf.shape) for path, leaf in _flatten(jax.eval_shape(init)).items()}
 
@@ -371,23 +375,45 @@ def _flatten(params: Mapping[str, Any]) -> dict[str, Any]:
     return flatten_dict(nn.meta.unbox(dict(params)), sep="/")
 
 
-def _tensors(family: Family, shapes: Shapes) -> Iterator[Tensor]:
+def _tensors(family: Family, config: ModelConfig, shapes: Shapes) -> Iterator[Tensor]:
     """The tensors of a checkpoint that hold parameters of these shapes."""
     for stored_module, modules in family.modules.items():
         for leaf, suffix in LEAVES.items():
             paths = tuple(module + leaf for module in modules)
-            if paths[0] not in shapes:
-                continue
-            stacked = "{}" in stored_module
-            layer_shapes = [shapes[path][stacked:] for path in paths]
-            shape = (*layer_shapes[0][:-1], sum(layer_shape[-1] for layer_shape in layer_shapes))
             transposed = family.transposed and leaf == "/kernel"
-            for layer in range(shapes[paths[0]][0]) if stacked else [None]:
-                name = f"{stored_module.format(layer)}.{suffix}"
-                yield Tensor(name, shape[::-1] if transposed else shape, paths, layer, transposed)
+            yield from _stored(f"{stored_module}.{suffix}", paths, transposed, config, shapes)
     for name, path in family.tensors.items():
-        is_flipped = name in family.flipped
-        yield Tensor(name, shapes[path][::-1] if is_flipped else shapes[path], (path,), None, is_flipped)
+        yield from _stored(name, (path,), name in family.flipped, config, shapes)
+
+
+def _stored(
+    name: str, paths: tuple[str, ...], transposed: bool, config: ModelConfig, shapes: Shapes
+) -> Iterator[Tensor]:
+    """The tensors of a name, which has `{}` for the layer and for the expert, of layers that have the parameters."""
+    for layer_name, layer_paths, index in _layers(name, paths, config):
+        if layer_paths[0] not in shapes:
+            continue
+        places = {layer_name: index}
+        if "{}" in layer_name:
+            places = {layer_name.format(e): (*index, e) for e in range(shapes[layer_paths[0]][1])}
+        sizes = [shapes[path][len(next(iter(places.values()))) :] for path in layer_paths]
+        shape = (*sizes[0][:-1], sum(size[-1] for size in sizes))
+        for full_name, place in places.items():
+            yield Tensor(full_name, shape[::-1] if transposed else shape, layer_paths, place, transposed)
+
+
+def _layers(
+    name: str, paths: tuple[str, ...], config: ModelConfig
+) -> Iterator[tuple[str, tuple[str, ...], tuple[int, ...]]]:
+    """`(name, paths, index on the first axis)` in each layer, or once for a name without `{}`."""
+    if "{}" not in name:
+        yield name, paths, ()
+        return
+    order = config.stack_order()
+    for layer in range(config.layers):
+        stack, place = order.place(layer)
+        folder = "layers/" if len(order.stack_names) == 1 else f"layers/{stack}/"
+        yield name.replace("{}", str(layer), 1), tuple(path.replace("layers/", folder, 1) for path in paths), (place,)
 
 
 def _check_headers(

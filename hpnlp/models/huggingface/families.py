@@ -13,9 +13,11 @@ from typing import Any
 from hpnlp.models.huggingface.bert import BERT_FAMILIES
 from hpnlp.models.huggingface.config_values import checked_value, unsupported
 from hpnlp.models.huggingface.distilbert import DISTILBERT_FAMILIES
+from hpnlp.models.huggingface.experts import EXPERT_FAMILIES
 from hpnlp.models.huggingface.family import Family, ModelConfig
 from hpnlp.models.huggingface.llama import LLAMA_FAMILIES
 from hpnlp.models.huggingface.mobilebert import MOBILEBERT_FAMILIES, canonical_block
+from hpnlp.models.huggingface.networks import canonical_mlp, network_fields, networks_of
 from hpnlp.models.huggingface.roberta import ROBERTA_FAMILIES
 from hpnlp.models.huggingface.rope_scaling import parse_scaling, read_rope, rope_json
 from hpnlp.models.huggingface.sliding_windows import (
@@ -33,6 +35,7 @@ from hpnlp.types import InputError
 # Name -> family. A model that several families can express is written as the first of them.
 FAMILIES: dict[str, Family] = {
     **LLAMA_FAMILIES,
+    **EXPERT_FAMILIES,
     "gpt2": Family(
         model_type="gpt2",
         architecture="GPT2LMHeadModel",
@@ -73,8 +76,8 @@ FAMILIES: dict[str, Family] = {
             "transformer.h.{}.mlp.c_fc": ("layers/mlp/up",),
             "transformer.h.{}.mlp.c_proj": ("layers/mlp/down",),
             "transformer.ln_f": ("final_norm",),
-            "lm_head": ("head",),
         },
+        tensors={"lm_head.weight": "head"},
         base="transformer.",
         transposed=False,
     ),
@@ -82,6 +85,12 @@ FAMILIES: dict[str, Family] = {
     **ROBERTA_FAMILIES,
     **DISTILBERT_FAMILIES,
     **MOBILEBERT_FAMILIES,
+}
+
+# Model types without a family -> why their models cannot be converted.
+REFUSED_TYPES = {
+    "deepseek_v3": "its attention projects keys and values through latent vectors (MLA), as no mixer here does; dots1 has the "
+    "same experts",
 }
 
 # Keys that change the meaning of the weights in any family -> what the user can do about it.
@@ -154,8 +163,9 @@ def family_of(raw: Mapping[str, Any], source: str) -> Family:
         raise InputError(f"{source}: model_type is missing or not a string: expected one of {known}")
     families = [family for family in FAMILIES.values() if family.model_type == raw["model_type"]]
     if not families:
+        reason = f" ({REFUSED_TYPES[raw['model_type']]})" if raw["model_type"] in REFUSED_TYPES else ""
         raise InputError(
-            f"{source}: model_type={raw['model_type']!r} is not supported: choose a model of one of {known}"
+            f"{source}: model_type={raw['model_type']!r} is not supported{reason}: choose a model of one of {known}"
         )
     if len(families) == 1:
         return families[0]
@@ -196,7 +206,7 @@ def config_json(config: ModelConfig, labels: Sequence[str] | None = None) -> dic
             f"no family of transformers has a model of {type(config).__name__}: convert an LM or an Encoder"
         )
     _check_widths(config)
-    config = _with_full_softmax(config)
+    config = dataclasses.replace(_with_full_softmax(config), **network_fields(networks_of(config), config.form))
     differences: dict[str, dict[str, tuple[Any, Any]]] = {}
     candidates = [config]
     if config.mask == Causal():
@@ -213,7 +223,7 @@ def config_json(config: ModelConfig, labels: Sequence[str] | None = None) -> dic
             }
             if not differences[name]:
                 return raw
-    nearest = min(differences, key=lambda name: len(differences[name]))
+    nearest = min(differences, key=lambda name: (len(differences[name]), _differs_in_network(differences[name])))
     if set(differences[nearest]) == {"head_dim"}:
         raise InputError(
             f"no family of transformers has such a model: heads of {nearest} have dim / heads = {config.dim} / {config.heads} "
@@ -229,6 +239,11 @@ def config_json(config: ModelConfig, labels: Sequence[str] | None = None) -> dic
     )
 
 
+def _differs_in_network(differences: Mapping[str, tuple[str, str]]) -> bool:
+    """Whether the feed-forward networks have different names."""
+    return len({parse_one(mlp, "model.mlp").name for mlp in differences.get("mlp", ())}) > 1
+
+
 def _check_widths(config: ModelConfig) -> None:
     """Raises InputError if layers differ in the sizes that pruning changes, with the layers of each size."""
     forms = config.forms()
@@ -241,7 +256,9 @@ def _check_widths(config: ModelConfig) -> None:
         by_size: dict[int, list[int]] = {}
         for layer in range(config.layers):
             by_size.setdefault(sizes[layer % len(sizes)], []).append(layer)
-        if len(by_size) > 1:
+        # Families have one width for layers with experts, and one for others.
+        has_other_networks = name == "mlp_dim" and len({form.mlp for form in forms}) >= len(by_size)
+        if len(by_size) > 1 and not has_other_networks:
             listed = ", ".join(f"{size} in layers {' '.join(map(str, layers))}" for size, layers in by_size.items())
             differing.append(f"{name} is {listed}")
     if differing:
@@ -330,6 +347,7 @@ def _function_fields(fields: dict[str, Any], mask: Any) -> dict[str, Any]:
     fields["mixer"] = ",".join(map(str, parse_period(fields["mixer"], "model.mixer")))
     if mask == Causal():  # without which windows also differ in the tokens that follow
         fields["mixer"] = canonical_mixer(fields["mixer"], fields["layers"])
+    fields["mlp"] = canonical_mlp(fields["mlp"])
     fields["block"] = canonical_block(fields["block"])
     fields["form"] = ",".join(map(str, parse_period(fields["form"], "model.form")))
     fields["kv_heads"] = fields["kv_heads"] or fields["heads"]

@@ -18,7 +18,7 @@ from hpnlp.models.huggingface.sliding_windows import (
 from hpnlp.nn.output import OUTPUTS
 from hpnlp.spec import build, parse_one
 
-_LLAMA = Family(
+LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     fields={
@@ -72,21 +72,21 @@ _LLAMA = Family(
         "model.layers.{}.mlp.up_proj": ("layers/mlp/up",),
         "model.layers.{}.mlp.down_proj": ("layers/mlp/down",),
         "model.norm": ("final_norm",),
-        "lm_head": ("head",),
     },
+    tensors={"lm_head.weight": "head"},
     base="model.",
     transposed=True,
 )
 
 
-def _like_llama(
+def like_llama(
     model_type: str, architecture: str, *absent: str, windows: WindowLayers, **additions: dict[str, Any]
 ) -> Family:
     """A family with the tensors of Llama, without the keys `absent` of config.json, and with `additions` to its tables."""
-    fields = {key: names for key, names in _LLAMA.fields.items() if key not in absent}
-    tables: dict[str, Any] = {name: {**getattr(_LLAMA, name), **addition} for name, addition in additions.items()}
+    tables: dict[str, Any] = {name: {**getattr(LLAMA, name), **addition} for name, addition in additions.items()}
+    fields = {key: names for key, names in tables.get("fields", LLAMA.fields).items() if key not in absent}
     tables |= {"model_type": model_type, "architecture": architecture, "fields": fields, "windows": windows}
-    return dataclasses.replace(_LLAMA, **tables)
+    return dataclasses.replace(LLAMA, **tables)
 
 
 # Norms multiply by 1 + weight, and embeddings by the square root of hidden_size.
@@ -137,7 +137,7 @@ def _caps_json(config: ModelConfig) -> dict[str, Any]:
 
 
 _GEMMA2 = dataclasses.replace(
-    _like_llama(
+    like_llama(
         "gemma2",
         "Gemma2ForCausalLM",
         "mlp_bias",
@@ -167,8 +167,8 @@ _GEMMA2 = dataclasses.replace(
 
 # Name -> family.
 LLAMA_FAMILIES = {
-    "llama": _LLAMA,
-    "mistral": _like_llama(
+    "llama": LLAMA,
+    "mistral": like_llama(
         "mistral",
         "MistralForCausalLM",
         "attention_bias",
@@ -176,7 +176,7 @@ LLAMA_FAMILIES = {
         windows=WindowLayers.ALL,
         defaults={"num_key_value_heads": 8, "sliding_window": 4096, "layer_types": None},
     ),
-    "qwen2": _like_llama(
+    "qwen2": like_llama(
         "qwen2",
         "Qwen2ForCausalLM",
         "attention_bias",
@@ -185,7 +185,7 @@ LLAMA_FAMILIES = {
         fixed={"qkv_bias": True},
         defaults={"num_key_value_heads": 32, **_QWEN_WINDOWS},
     ),
-    "qwen3": _like_llama(
+    "qwen3": like_llama(
         "qwen3",
         "Qwen3ForCausalLM",
         "mlp_bias",
@@ -193,7 +193,7 @@ LLAMA_FAMILIES = {
         fixed={"qk_norm": True},
         defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOWS},
     ),
-    "gemma": _like_llama(
+    "gemma": like_llama(
         "gemma",
         "GemmaForCausalLM",
         "mlp_bias",

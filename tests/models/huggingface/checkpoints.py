@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from hpnlp.models import variables
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.types import InputError
 
@@ -16,9 +17,10 @@ GPT2 = {"norm": "layer", "position": "learned", "qkv_bias": True, "out_bias": Tr
 
 
 def make(**fields):
-    """(config, random parameters)."""
+    """(config, random weights)."""
     config = LMConfig(**SMALL | fields)
-    shapes = jax.eval_shape(lambda: nn.meta.unbox(LM(config).init(jax.random.key(0), example_batch(1, 2))["params"]))
+    initial = jax.eval_shape(lambda: nn.meta.unbox(LM(config).init(jax.random.key(0), example_batch(1, 2))))
+    shapes = variables.join(initial["params"], initial.get("buffers"))
     rng = np.random.default_rng(0)
     return config, jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes)
 
