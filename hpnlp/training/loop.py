@@ -133,11 +133,9 @@ class _Run:
         self.baseline = self.task.baseline(self.dataset) if self.is_lead and config.train.baselines else None
         vocabulary = self.task.vocabulary(self.dataset)
         self.model: Any = make_model(config, vocabulary)
-        accepted = (
-            ""
-            if self.source is None
-            else warm_start.check_model(self.model.config, self.source, accept_changes, config.task)
-        )
+        accepted = ""
+        if self.source is not None:
+            accepted = warm_start.check_model(self.model.config, self.source, accept_changes, config.task)
         optimizer = config.optimizer.for_batch(config.data.batch_size)
         self.frozen = self.task.frozen(config)
         self.teacher = teachers.find_teacher(config, vocabulary)
@@ -184,7 +182,9 @@ class _Run:
         """
         config, trainer, checkpoints = self.config, self.trainer, self.checkpoints
         if self.source is not None:
-            params, phrase = warm_start.load_params(self.source, trainer, config.plan, config.task, self.key)
+            params, phrase = warm_start.load_params(
+                self.source, trainer, config.plan, config.task, self.key, self.model.config
+            )
             return _Start(trainer.init(self.key, params), f"starting from {phrase}{f' ({accepted})' * bool(accepted)}")
         if checkpoints.latest() is None:
             if config.train.init_from:

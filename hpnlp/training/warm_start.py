@@ -22,7 +22,7 @@ from hpnlp.models.huggingface import convert
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training import distributed
+from hpnlp.training import distributed, upcycling
 from hpnlp.training import run_directory as runs
 from hpnlp.training.architecture import architecture
 from hpnlp.training.checkpoint import Checkpointer
@@ -205,6 +205,10 @@ def check_model(model: Any, source: Source, accept_changes: bool = False, task: 
     ours, theirs = architecture(model), architecture(source.model)
     differing, flags = [], []
     free = model.head_fields if task not in ("", source.task) else ()
+    scaled = ""
+    if layers := upcycling.upcycled_layers(model, source.model):
+        scaled = upcycling.check(model, source.model, layers, accept_changes)
+        free = (*free, *upcycling.FIELDS)
     for name in (field.name for field in dataclasses.fields(model) if field.name not in free):
         value, of_source = getattr(model, name), getattr(source.model, name)
         # Fields that are 0 in both configs are derived from other fields, and these are named.
@@ -218,11 +222,11 @@ def check_model(model: Any, source: Source, accept_changes: bool = False, task: 
             f"from there, as --config=lm/finetune:{source.directory} does; with --accept_changes, parameters of the same "
             "shapes are used in spite of the differences"
         )
-    return differences
+    return "; ".join(filter(None, (differences, scaled)))
 
 
 def load_params(
-    source: Source, trainer: Trainer, plan: Plan, task: str = "", key: jax.Array | None = None
+    source: Source, trainer: Trainer, plan: Plan, task: str = "", key: jax.Array | None = None, model: Any = None
 ) -> tuple[Any, str]:
     """Reads the parameters of a source.
 
@@ -232,6 +236,7 @@ def load_params(
       plan: The trainer's plan.
       task: Name of the run's task, if it may differ from the source's: parameters of the head are then initialised.
       key: Key of the initialisation.
+      model: Config of the trainer's model, if its experts may start from MLPs of the source: the routers are then initialised.
 
     Returns:
       The weights, for `Trainer.init`, and a phrase on their origin.
@@ -247,6 +252,11 @@ def load_params(
     else:
         params, origin = convert.read(source.directory)[1], f"{source.directory}, a Hugging Face checkpoint"
     shapes = trainer.state_shapes
+    if layers := upcycling.upcycled_layers(model, source.model):
+        initial = trainer.init(key)
+        first = variables.join(initial.params, initial.buffers)
+        params = upcycling.upcycled(params, first, model, source.model, layers)
+        origin += f", whose MLPs became experts in {len(layers)} layers"
     expected = shapes.params
     if source.is_run or variables.BUFFERS in params:
         expected = variables.join(shapes.params, shapes.buffers)
@@ -257,7 +267,7 @@ def load_params(
     params = extras.added(with_own(params, expected))
     _check_shapes(params, expected, source)
     is_file = not source.is_run or has_weights(source.directory)  # whose arrays are on one device
-    if is_file or "weights" in expected or has_new_head or extras != Extras():
+    if is_file or "weights" in expected or has_new_head or layers or extras != Extras():
         params = jax.tree.map(place, expected, params)
     return params, f"{origin}, with its tokenizer"
 

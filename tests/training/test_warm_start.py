@@ -89,6 +89,17 @@ def test_starts_from_parameters_and_tokenizer_of_a_run(words, tmp_path, capsys, 
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])["step"] == 1
 
 
+def test_experts_start_as_copies_of_the_mlps_of_a_run(words, tmp_path, capsys):
+    mlp = load(words).params["layers"]["mlp"]
+    result = loop.train(finetuned(words, **STILL, model__mlp="top_k(4,2)"), tmp_path / "run")
+    experts = result.params["layers"]["mlp"]
+    for name in ("gate", "up", "down"):
+        copies = np.broadcast_to(mlp[name]["kernel"][:, None], experts[name].shape)
+        np.testing.assert_array_equal(experts[name], copies)
+    assert np.unique(experts["router"]).size > 16
+    assert "with its tokenizer" in capsys.readouterr().out.splitlines()[0]
+
+
 @pytest.mark.slow
 def test_starts_from_a_hugging_face_directory(checkpoint, tmp_path, capsys):
     config, params = convert.read(checkpoint)

@@ -86,6 +86,11 @@ class ExpertLayer(FeedForward):
         """Which tokens the choice of experts depends on."""
         return MixerTraits()
 
+    @property
+    def keeps_scale(self) -> bool:
+        """Whether the gates of a token sum to 1 and no assignment is dropped, so that equal experts act as one of them."""
+        return False
+
     def matrix_size(self, dim: int) -> int:
         """Number of weights that a token is multiplied with: those of k experts, of the shared ones, and of the router."""
         return (self.k + self.shared) * super().matrix_size(dim) + self.experts * dim

@@ -73,6 +73,10 @@ class TopK(ExpertLayer):
     def traits(self) -> MixerTraits:
         return MixerTraits(prefix_consistent=not self.capacity)
 
+    @property
+    def keeps_scale(self) -> bool:
+        return (self.gates == "softmax_k" or self.normalize) and self.scale == 1.0 and not self.capacity
+
     def check(self) -> None:
         super().check()
         self.gate_rule().check(self.k)
@@ -201,6 +205,10 @@ class NoisyTopK(ExpertLayer):
         return {**super().statistic_axes, "gates": (None,), "probability": (None,)}
 
     @property
+    def keeps_scale(self) -> bool:
+        return True
+
+    @property
     def traits(self) -> MixerTraits:
         return MixerTraits(draws=True)
 
@@ -279,6 +287,10 @@ class BiasBalanced(ExpertLayer):
     groups: int = 1
     kept_groups: int = 1
 
+    @property
+    def keeps_scale(self) -> bool:
+        return self.scale == 1.0
+
     def check(self) -> None:
         super().check()
         moe.Gates("sigmoid", normalize=True).check(self.k)
@@ -331,6 +343,10 @@ class Hash(ExpertLayer):
     seed: int = 0
 
     reads_tokens: ClassVar[bool] = True
+
+    @property
+    def keeps_scale(self) -> bool:
+        return True
 
     def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         ids = tokens.inputs.tokens
