@@ -201,11 +201,11 @@ def moments(runs: Runs, undisturbed: Launched, kind: str, count: int, draw: rand
 
 
 def half(runs: Runs, undisturbed: Launched) -> dict[str, Any]:
-    """Two kills without a checkpoint between them, after which one process goes on."""
+    """A kill after a checkpoint and two before the next one, after which one process goes on."""
     run = runs.launch("half", options=("--min_processes=1",))
-    for attempt in (1, 2):
+    for attempt in (1, 2, 3):
         run.wait_for(lambda: sum(event["event"] == "attempt" for event in run.events()) == attempt)  # noqa: B023
-        run.wait_for(lambda: len(run.pids()) == 2 and (run.saved() >= INTERVAL or attempt == 2))  # noqa: B023
+        run.wait_for(lambda: len(run.pids()) == 2 and (run.saved() >= INTERVAL or attempt > 1))  # noqa: B023
         os.kill(run.pids()[1], signal.SIGKILL)
     code, _ = run.finish()
     losses, others = (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +33,40 @@ def exit_with_message(error: Exception) -> NoReturn:
     if isinstance(error, InputError):
         sys.exit(error.exit_code)
     sys.exit(TRY_AGAIN if isinstance(error, OSError) and is_temporary(error) else InputError.exit_code)
+
+
+# Process 0 ends last: JAX aborts the others when it ends, and they may be about to report the same error.
+LEAD_SECONDS = 2.0
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    """Ends this process at an error in the block at once, with the codes of `exit_with_message` or 1, if it is one of several.
+
+    JAX would let it wait for the others before it ends, and they wait for it.
+
+    Yields:
+      None.
+    """
+    try:
+        yield
+    except Exception as error:
+        import jax
+
+        if jax.process_count() == 1:
+            raise
+        code = 1
+        try:
+            exit_with_message(error)
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        except Exception:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if jax.process_index() == 0:
+            time.sleep(LEAD_SECONDS)
+        os._exit(code)
 
 
 def run_script(main: Callable[[list[str]], Any]) -> NoReturn:

@@ -9,11 +9,13 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
 from hpnlp import cli
 from hpnlp.cli import experiment, fields, named_experiments
+from hpnlp.cli.errors import at_once
 from hpnlp.training import signals
 from hpnlp.types import InputError
 
@@ -81,17 +83,27 @@ def run(argv: Sequence[str]) -> None:
     workdir = _workdir(arguments, path, overrides)
     cli.prepare_jax()
 
-    from hpnlp import report
-    from hpnlp.planner import out_of_memory
-    from hpnlp.training import config, distributed, loop, seeds, unused_fields
-    from hpnlp.training.contents import has_begun
+    from hpnlp.training import distributed
     from hpnlp.training.progress_pipe import PIPE
 
     f = cli.FLAGS
     PIPE.open()
     PIPE.report("join", 0)
     distributed.join(f.coordinator, f.processes, f.process, seconds=f.wait, heartbeat=f.heartbeat)
+    with at_once():
+        _train(values, workdir, shlex.join([*cli.register_flags(), f"--config={path}", *overrides]), overrides)
+
+
+def _train(values: Any, workdir: str, command: str, overrides: Sequence[str]) -> None:
+    """Trains the run of a config, or those of several seeds; `command` has the flags of the config, for the report."""
+    from hpnlp import report
+    from hpnlp.planner import out_of_memory
+    from hpnlp.training import config, distributed, loop, seeds, unused_fields
+    from hpnlp.training.contents import has_begun
+    from hpnlp.training.progress_pipe import PIPE
+
     PIPE.report("setup")
+    f = cli.FLAGS
     resolved = config.resolve(values)
     if not any(map(has_begun, [workdir, *Path(workdir).glob("seed_*")])):
         unused_fields.check(resolved, experiment.fields_of(overrides))
@@ -104,12 +116,12 @@ def run(argv: Sequence[str]) -> None:
         return
     distributed.check_same_config(config.to_json(resolved))
     with distributed.exit_on_lost_process(), out_of_memory.advised(resolved):
-        result = loop.train(resolved, workdir, accept_changes=cli.FLAGS.accept_changes)
+        result = loop.train(resolved, workdir, accept_changes=f.accept_changes)
     if result.interrupted:
         sys.exit(signals.INTERRUPTED)
     PIPE.report("report")
     if distributed.is_lead():
-        report.write(workdir, resolved, result, shlex.join([*cli.register_flags(), f"--config={path}", *overrides]))
+        report.write(workdir, resolved, result, command)
 
 
 def _numbers(texts: Sequence[str]) -> list[int]:

@@ -2,13 +2,16 @@
 
 import errno
 import importlib.util
+import os
+import time
 from pathlib import Path
 
+import jax
 import pytest
 from absl import app, flags
 
 from hpnlp import cli
-from hpnlp.cli.errors import run_script
+from hpnlp.cli.errors import at_once, run_script
 from hpnlp.errors import TemporaryError
 from hpnlp.types import InputError
 
@@ -47,6 +50,30 @@ def test_errors_of_scripts_are_one_line(monkeypatch, capsys, error, code, messag
         run_script(fail(error))
     out = capsys.readouterr()
     assert (stopped.value.code, out.out, out.err.count("\n")) == (code, "", 1) and out.err.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (InputError("--out=x: make it"), 2, "hpnlp: --out=x: make it\n"),
+        (TemporaryError("the disk is full"), 75, "hpnlp: the disk is full\n"),
+        (ZeroDivisionError("a defect"), 1, "ZeroDivisionError: a defect\n"),
+    ],
+)
+def test_one_of_several_processes_ends_at_once(monkeypatch, capsys, error, code, message):
+    """The exit code of a process that waits for the others, as JAX has it do, would come minutes later."""
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with pytest.raises(type(error)), at_once():
+        raise error
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(time, "sleep", lambda seconds: ended.append(f"after {seconds} s"))
+    with at_once():
+        raise error
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with at_once():
+        raise error
+    assert ended == ["after 2.0 s", code, code] and capsys.readouterr().err.endswith(message)
 
 
 def test_defects_keep_their_traceback(monkeypatch):
