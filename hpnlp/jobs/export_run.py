@@ -20,6 +20,7 @@ from hpnlp.jobs import exported_tokenizer, held_out
 from hpnlp.models.export import onnx_file, stablehlo
 from hpnlp.models.export.formats import FORMATS
 from hpnlp.models.export.functions import ExportedFunction, logits_function
+from hpnlp.models.export.onnx_experts import with_dense_experts
 from hpnlp.models.export.onnx_weights import for_runtimes
 from hpnlp.ops.weight import dense_tree
 from hpnlp.tasks.predictions import TrainedModel
@@ -79,11 +80,13 @@ def write_model(
     fixed = run.model.config.needed_length(run.config.data.seq_len)
     lengths = [length] if length else [fixed] if fixed else [0, run.config.data.seq_len]
     attempts = [(size, batch) for size in lengths] + ([] if batch else [(lengths[-1], 1)])
-    weights = for_runtimes(run.params) if form == "onnx" else run.params
+    model, weights = run.model, run.params
+    if form == "onnx":
+        model, weights = with_dense_experts(model), for_runtimes(weights)
     remarks = []
     for tokens, sequences in attempts:
         try:
-            function = logits_function(run.model, weights, tokens)
+            function = logits_function(model, weights, tokens)
             is_rounded = False
             if form == "onnx":
                 is_rounded = onnx_file.write(function, path, batch=sequences)

@@ -10,6 +10,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import partial_eval
 
 from hpnlp.atomic_file import replaced
 from hpnlp.models.export.functions import BATCH, LENGTH, ExportedFunction, traced
@@ -47,7 +48,9 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 0) -> bool:
     graph = Graph({name: _size_of_input(function.inputs[0], axis) for axis, name in enumerate((BATCH, LENGTH))})
     closed = traced(function, batch)
     shape = closed.in_avals[0].shape
-    (result,) = _run(graph, closed.jaxpr, closed.consts, list(function.inputs))
+    # Statistics of the layers, which the logits do not depend on, have operations that are not written.
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)
+    (result,) = _run(graph, jaxpr, closed.consts, list(function.inputs))
     graph.nodes.append(onnx.helper.make_node("Identity", [_name(graph, result)], ["logits"], "logits"))
     nodes, constants = graph.reachable("logits")
     if sum(len(constant.raw_data) for constant in constants) + sum(node.ByteSize() for node in nodes) > _MAX_BYTES:
@@ -115,6 +118,8 @@ def _equation(graph: Graph, eqn: Any, inputs: list[Any]) -> list[Any]:
         return _known(eqn, inputs)
     if name == "scan":
         return _scan(graph, eqn, inputs)
+    if name == "top_k":
+        return _top_k(graph, eqn, _name(graph, inputs[0]))
     if name == "split":
         return _split(graph, eqn, _name(graph, inputs[0]))
     return [rule_of(eqn)(graph, eqn, [_name(graph, value) for value in inputs])]
@@ -178,6 +183,13 @@ def _split(graph: Graph, eqn: Any, x: str) -> list[str]:
         starts[axis], stops[axis] = int(end) - size, int(end)
         results.append(graph.slice(x, starts, stops, [1] * len(shape)))
     return results
+
+
+def _top_k(graph: Graph, eqn: Any, x: str) -> list[str]:
+    """The k largest values and their places; of equal ones, the first."""
+    count = graph.integers(eqn.params["k"])
+    values, places = graph.node_outputs("TopK", 2, x, count, axis=eqn.params["axis"], largest=1, sorted=1)
+    return [values, graph.cast(places, np.int32)]
 
 
 def _name(graph: Graph, value: Any) -> str:

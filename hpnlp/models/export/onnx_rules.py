@@ -247,6 +247,8 @@ def _dot_general(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
 def _gather(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
     numbers, operand, ids = eqn.params["dimension_numbers"], eqn.invars[0].aval, eqn.invars[1].aval
     axes = numbers.start_index_map
+    if numbers.operand_batching_dims and ids.ndim == operand.ndim + 1:
+        return _gather_elements(graph, eqn, inputs)
     if ids.ndim == 1 and len(numbers.offset_dims) + len(numbers.collapsed_slice_dims) == operand.ndim:
         return _dynamic_slice(graph, eqn, inputs)
     if len(axes) != 1 or numbers.collapsed_slice_dims != axes or getattr(numbers, "operand_batching_dims", ()):
@@ -256,19 +258,36 @@ def _gather(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
     offsets = (*range(axis), *range(axis + ids.ndim - 1, operand.ndim + ids.ndim - 2))
     if numbers.offset_dims != offsets or any(eqn.params["slice_sizes"][i] != operand.shape[i] for i in others):
         raise _unsupported(eqn, "of parts of rows")
-    last = np.array(operand.shape[axis] - 1, ids.dtype)
-    rows, zero, end = (
-        graph.squeeze(inputs[1], [ids.ndim - 1]),
-        graph.constant(np.zeros_like(last)),
-        graph.constant(last),
-    )
-    valid = graph.node("Min", graph.node("Max", rows, zero), end)
+    rows, valid = _valid_ids(graph, eqn, inputs[1], axis)
     result = graph.node("Gather", inputs[0], valid, axis=axis)
     if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
         return result
     ndim = ids.ndim - 1
     within = graph.unsqueeze(graph.node("Equal", rows, valid), range(ndim, ndim + operand.ndim - 1 - axis))
     return _where(graph, within, result, graph.constant(_fill_value(eqn)), operand.dtype)
+
+
+def _gather_elements(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    """A gather along one axis, as of `take_along_axis`."""
+    numbers, operand, ids = eqn.params["dimension_numbers"], eqn.invars[0].aval, eqn.invars[1].aval
+    axis = numbers.start_index_map[0]
+    others = tuple(i for i in range(operand.ndim) if i != axis)
+    if (numbers.operand_batching_dims, numbers.start_indices_batching_dims, ids.shape[-1]) != (others, others, 1):
+        raise _unsupported(eqn, "of parts of rows")
+    columns, valid = _valid_ids(graph, eqn, inputs[1], axis)
+    result = graph.node("GatherElements", inputs[0], valid, axis=axis)
+    if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
+        return result
+    within = graph.node("Equal", columns, valid)
+    return _where(graph, within, result, graph.constant(_fill_value(eqn)), operand.dtype)
+
+
+def _valid_ids(graph: Graph, eqn: Any, ids: str, axis: int) -> tuple[str, str]:
+    """`(ids without their last axis, which has size 1; the nearest ids within the axis of the operand)`."""
+    last = np.array(eqn.invars[0].aval.shape[axis] - 1, eqn.invars[1].aval.dtype)
+    rows = graph.squeeze(ids, [eqn.invars[1].aval.ndim - 1])
+    lower = graph.node("Max", rows, graph.constant(np.zeros_like(last)))
+    return rows, graph.node("Min", lower, graph.constant(last))
 
 
 def _dynamic_slice(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:

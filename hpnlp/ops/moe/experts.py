@@ -14,7 +14,7 @@ from hpnlp.ops.moe.routing import Routing
 from hpnlp.ops.moe.schedule import Schedule, block_sizes, equal_schedule, make_schedule
 from hpnlp.types import InputError
 
-IMPLEMENTATIONS = ("auto", "loops", "ragged", "batched")
+IMPLEMENTATIONS = ("auto", "loops", "ragged", "batched", "dense")
 
 
 @array_op("N D", x="N D")
@@ -30,6 +30,7 @@ def expert_mlp(
       activation: Elementwise function, of "gate" where there is one, else of "up".
       impl: "loops" over blocks of rows of one expert, for CPUs; "ragged", `jax.lax.ragged_dot` over sorted rows, for TPUs;
         "batched", a product over `[E, C, D]` with C the largest number of assignments of one expert that the routing allows;
+        "dense", `reference_expert_mlp`, for runtimes that have neither sorts nor loops, as those of ONNX files;
         "auto": "loops" on a CPU, "ragged" on a TPU, and on a GPU "batched" for routings with a capacity, else "ragged".
 
     Returns:
@@ -38,13 +39,15 @@ def expert_mlp(
     Raises:
       InputError: Unknown `impl`.
 
-    Cost: 6 A D F FLOPs for A assignments (4 without a gate); "batched" computes E C rows. "ragged" is a dense product of
+    Cost: 6 A D F FLOPs for A assignments (4 without a gate); "batched" computes E C rows, "dense" E N. "ragged" is a product of
     all rows with all experts where XLA has no kernel for it: on CPUs, and on GPUs with jaxlib 0.10.
 
     References: Shazeer et al. 2017, arXiv 1701.06538; Gale et al. 2022, "MegaBlocks", arXiv 2211.15841.
     """
     if impl not in IMPLEMENTATIONS:
         raise InputError(f"impl={impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
+    if impl == "dense":
+        return reference_expert_mlp(x, routing, experts, activation)
     count = experts["up"].shape[0]
     impl = _implementation(impl, routing, x.shape[0])
     if impl == "batched":
@@ -89,10 +92,7 @@ def reference_expert_mlp(
     Returns:
       The sums in the dtype of x.
     """
-    count = x.shape[0]
-    width = routing.experts.shape[0] // count
-    tokens = jnp.arange(count).repeat(width) if routing.tokens is None else routing.tokens
-    weights = jnp.zeros((count, experts["up"].shape[0])).at[tokens, routing.experts].add(routing.gates, mode="drop")
+    weights = _weights(routing, x.shape[0], experts["up"].shape[0])
     up = jnp.einsum("nd,edf->nef", x, experts["up"].astype(x.dtype))
     if "gate" in experts:
         hidden = activation(jnp.einsum("nd,edf->nef", x, experts["gate"].astype(x.dtype))) * up
@@ -100,6 +100,14 @@ def reference_expert_mlp(
         hidden = activation(up)
     results = jnp.einsum("nef,efd->ned", hidden, experts["down"].astype(x.dtype))
     return jnp.einsum("ne,ned->nd", weights, results.astype(jnp.float32)).astype(x.dtype)
+
+
+def _weights(routing: Routing, count: int, experts: int) -> jax.Array:
+    """`[N, E]`, the gate of each token and expert; 0 for experts that the token does not use."""
+    if routing.tokens is not None:
+        return jnp.zeros((count, experts)).at[routing.tokens, routing.experts].add(routing.gates, mode="drop")
+    is_chosen = routing.experts.reshape(count, -1)[:, :, None] == jnp.arange(experts, dtype=jnp.int32)[None, None]
+    return jnp.sum(jnp.where(is_chosen, routing.gates.reshape(count, -1)[:, :, None], 0.0), axis=1)
 
 
 def _loops(experts: Experts, activation: Activation, rows: jax.Array, schedule: Schedule) -> jax.Array:

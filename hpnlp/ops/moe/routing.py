@@ -7,6 +7,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
@@ -331,7 +332,9 @@ def within_capacity(
     is_chosen = (routing.experts.reshape(-1, k)[:, :, None] == jnp.arange(experts)[None, None]).astype(
         jnp.int32
     )  # [N, k, E]
-    most = min(int(k * length * factor / experts) + ROUNDED_UP, length)
+    most = length
+    if isinstance(length, int):  # an exported program may take any length
+        most = min(int(k * length * factor / experts) + ROUNDED_UP, length)
     in_document = _places(is_chosen, groups, first_choices_first) < _capacities(counts, k, factor, experts)[:, None]
     kept = jnp.where(in_document[:, :, None], is_chosen, 0)
     sequences = jnp.arange(count, dtype=jnp.int32) // length
@@ -341,11 +344,14 @@ def within_capacity(
 
 def _places(is_chosen: Int[Array, "N k E"], groups: jax.Array, first_choices_first: bool) -> Int[Array, "N k"]:
     """Number of assignments to the same expert before each assignment, among those of its group."""
-    first = jnp.searchsorted(groups, groups).astype(jnp.int32)  # of the token's group
+    index = jnp.arange(groups.shape[0], dtype=jnp.int32)
+    changes, edge = groups[1:] != groups[:-1], jnp.ones(1, bool)
+    first = jax.lax.cummax(jnp.where(jnp.concatenate([edge, changes]), index, 0))  # of the token's group
     if first_choices_first:
         before = jnp.cumsum(is_chosen, axis=0) - is_chosen
         before = before - before[first]
-        last = jnp.searchsorted(groups, groups, side="right") - 1
+        ends = jnp.where(jnp.concatenate([changes, edge]), index, np.iinfo(np.int32).max)
+        last = jax.lax.cummin(ends, reverse=True)
         in_group = (before + is_chosen)[last]
         places = before + jnp.cumsum(in_group, axis=1) - in_group
     else:

@@ -52,12 +52,14 @@ def block_sizes(assignments: int, experts: int) -> tuple[int, ...]:
     Measured on two cores with experts of 256 x 512; see `experiments/bench/experts.py`.
 
     Args:
-      assignments: Assignments of tokens to experts.
+      assignments: Assignments of tokens to experts; a symbol in an exported program that takes any number.
       experts: Number of experts E.
 
     Returns:
       Sizes in falling order, of which each divides the one before.
     """
+    if not isinstance(assignments, int):
+        return 128, 32, 8
     mean = assignments // experts
     if mean >= 256:
         return 256, 32
@@ -81,7 +83,8 @@ def make_schedule(expert_of_assignment: Int[Array, " A"], experts: int, limit: i
     Cost: a sort of A numbers.
     """
     smallest = sizes[-1]
-    rows = -(-(limit + min(experts, limit) * (smallest - 1)) // sizes[0]) * sizes[0]
+    used = min(experts, limit) if isinstance(limit, int) else experts
+    rows = -(-(limit + used * (smallest - 1)) // sizes[0]) * sizes[0]
     sorted_experts, order = _sorted(expert_of_assignment, experts)
     bounds, counts = _bounds(sorted_experts, experts)
     left = -(-counts // smallest) * smallest
@@ -114,7 +117,11 @@ def equal_schedule(expert_of_assignment: Int[Array, " A"], experts: int, most: i
 
 def _bounds(sorted_experts: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     """`(index of the first assignment of each expert in sorted order [E], number of its assignments [E])`."""
-    bounds = jnp.searchsorted(sorted_experts, jnp.arange(experts + 1, dtype=jnp.int32)).astype(jnp.int32)
+    numbers = jnp.arange(experts + 1, dtype=jnp.int32)
+    if isinstance(sorted_experts.shape[0], int):
+        bounds = jnp.searchsorted(sorted_experts, numbers).astype(jnp.int32)
+    else:  # the number of steps of a search depends on the number of assignments
+        bounds = jnp.sum(sorted_experts[:, None] < numbers[None], axis=0, dtype=jnp.int32)
     return bounds[:-1], bounds[1:] - bounds[:-1]
 
 
@@ -134,7 +141,7 @@ def _rows(
 def _sorted(expert_of_assignment: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     """`(experts in ascending order, assignments in that order)`; assignments of one expert keep their order."""
     (count,) = expert_of_assignment.shape
-    bits = max(count - 1, 1).bit_length()
+    bits = max(count - 1, 1).bit_length() if isinstance(count, int) else 32
     if (experts + 1) << bits > np.iinfo(np.int32).max:
         order = jnp.argsort(expert_of_assignment, stable=True).astype(jnp.int32)
         return expert_of_assignment[order], order

@@ -13,6 +13,7 @@ from hpnlp.models.decoder import Decoder, DecoderConfig
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.export import onnx_file, stablehlo
 from hpnlp.models.export.functions import ExportedFunction, logits_function
+from hpnlp.models.export.onnx_experts import with_dense_experts
 from hpnlp.models.export.onnx_weights import for_runtimes
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.types import InputError
@@ -130,15 +131,17 @@ def test_onnxruntime_computes_the_same_logits(config, recipe, tolerance, tmp_pat
         (LLAMA, "layers(2)", 1e-5),
         (dataclasses.replace(BERT, mixer="window(2,2),full", pooling="none", classes=3, tied=False), "layers(2)", 1e-5),
         (GROUPED, "int8", 2e-3),
+        (dataclasses.replace(LLAMA, mlp="top_k(4,2,gates='softmax',shared=1)"), "layers(2)", 1e-5),
+        (dataclasses.replace(LLAMA, mlp="top_k(4,2)", form="block,block(mlp='swiglu'),block"), "bf16", 2e-3),
     ],
-    ids=["encoder", "encoder_int8", "lm", "windows_of_a_tagger", "grouped_int8"],
+    ids=["encoder", "encoder_int8", "lm", "windows_of_a_tagger", "grouped_int8", "experts", "some_experts"],
 )
 def test_files_take_any_batch_and_length(config, recipe, tolerance, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     config, weights = compressed(config, recipe)
     model = Encoder(config) if isinstance(config, EncoderConfig) else LM(config)
     function = logits_function(model, for_runtimes(weights), 0)
-    onnx_file.write(function, tmp_path / "model.onnx")
+    onnx_file.write(logits_function(with_dense_experts(model), for_runtimes(weights), 0), tmp_path / "model.onnx")
     stablehlo.write(function, tmp_path / "model.stablehlo")
     called = jax.export.deserialize(bytearray((tmp_path / "model.stablehlo").read_bytes())).call
     session = runtime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
@@ -153,6 +156,17 @@ def test_files_take_any_batch_and_length(config, recipe, tolerance, tmp_path):
         (logits,) = session.run(["logits"], feeds)
         np.testing.assert_allclose(logits, expected, atol=tolerance * np.abs(expected).max(), rtol=0)
         np.testing.assert_allclose(called(*feeds.values()), expected, atol=tolerance * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.usefixtures("symbolic_sizes")
+@pytest.mark.parametrize("mlp", ["top_k(4,2)", pytest.param("switch(4)", marks=pytest.mark.slow)])
+def test_stablehlo_files_with_experts_take_any_batch_and_length(mlp, tmp_path):
+    function, _ = make(dataclasses.replace(LLAMA, layers=1, mlp=mlp), "bf16", length=0)
+    stablehlo.write(function, tmp_path / "model.stablehlo")
+    called = jax.export.deserialize(bytearray((tmp_path / "model.stablehlo").read_bytes())).call
+    for batch, length in ((1, 1), (2, 5), (4, 60)):
+        tokens = np.random.default_rng(0).integers(0, LLAMA.vocab, (batch, length)).astype(np.int32)
+        np.testing.assert_allclose(called(tokens), function.call(tokens), atol=1e-5)
 
 
 @pytest.mark.oracle
@@ -181,12 +195,12 @@ def test_operations_without_a_counterpart_in_onnx_raise(tmp_path):
 
 def test_operations_of_a_mixer_without_a_counterpart_in_onnx_name_it(tmp_path):
     pytest.importorskip("onnx")
-    model = LM(LMConfig(dim=8, heads=2, layers=1, mlp_dim=8, vocab=16, max_len=8, mixer="moba(2,1)"))
+    model = LM(LMConfig(dim=8, heads=2, layers=1, mlp_dim=8, vocab=16, max_len=8, mixer="sinkhorn(4)"))
     shapes = jax.eval_shape(
         lambda: model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32), method="logits")["params"]
     )
     weights = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     with pytest.raises(
-        InputError, match=r"computes top_k for model.mixer \(hpnlp/nn/mixers/selected_blocks.py\), which is"
+        InputError, match=r"computes cumlogsumexp for model.mixer \(hpnlp/nn/mixers/sinkhorn.py\), which is"
     ):
-        onnx_file.write(logits_function(model, weights, 8), tmp_path / "model.onnx")
+        onnx_file.write(logits_function(model, weights, 8), tmp_path / "model.onnx", batch=1)

@@ -50,6 +50,9 @@ CASES = {
     "gather, fill of integers": gathered(TABLE.astype(np.int32), "fill"),
     "gather, fill of bools": gathered(TABLE > 3, "fill"),
     "gather, fill of the second axis": second_axis,
+    "top_k, equal values": lambda tokens: jnp.concatenate(lax.top_k(tokens // 3, 3), axis=1),
+    "take_along_axis": lambda tokens: jnp.take_along_axis(jnp.asarray(TABLE.T)[:2], tokens % 8, axis=1),
+    "take_along_axis of integers": lambda tokens: jnp.take_along_axis(tokens, tokens, axis=0),
 }
 
 
