@@ -12,6 +12,8 @@ from hpnlp.ops.weight import is_stacked, is_weight
 # Names of the parameters that are multiplied by `hpnlp.ops.linear`, and of those whose rows are also looked up by id.
 KERNELS = ("kernel",)
 TABLES = ("table", "head")
+# Names of the parameters of `nn.feed_forward.experts` that hold a matrix for each expert.
+EXPERTS = ("gate", "up", "down")
 
 
 def map_matrices(function: Callable[[str, Any], Any], params: Any, *, stacked: bool = False) -> Any:
@@ -36,6 +38,20 @@ def map_matrices(function: Callable[[str, Any], Any], params: Any, *, stacked: b
         return jax.vmap(lambda w: function(name, w))(leaf) if one_by_one else function(name, leaf)
 
     return jax.tree_util.tree_map_with_path(convert, params, is_leaf=is_weight)
+
+
+def expert_numbers(params: Any) -> int:
+    """Numbers in the matrices of experts, which are stacks without a module, and which stages do not change.
+
+    Args:
+      params: Weights of a model.
+
+    Returns:
+      The number.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)
+    stacks = [leaf for path, leaf in leaves if getattr(path[-1], "key", None) in EXPERTS and not is_weight(leaf)]
+    return sum(stack.size for stack in stacks if stack.ndim > 2)
 
 
 def is_table(path: str) -> bool:

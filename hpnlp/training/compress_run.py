@@ -19,6 +19,7 @@ from hpnlp import measure, tasks
 from hpnlp.atomic_file import replace_bytes
 from hpnlp.compress.distillation_terms import DistillConfig
 from hpnlp.compress.files import WEIGHTS_FILE, encoding_of, stored_bytes, write_weights
+from hpnlp.compress.matrices import expert_numbers
 from hpnlp.compress.recipe import STRUCTURE, Calibration, Stage, check_plain, parse_recipe
 from hpnlp.data.files import Progress
 from hpnlp.models import variables
@@ -144,6 +145,8 @@ def compress_run(
         dataset = task.dataset(run.config.data, run.vocabulary, ProgressLines(log))
         calibration = Calibration(_Gradients(run, dataset, calibration_batches))
         versions = [_Version(ORIGINAL, run.config, run.model, run.params)]
+        if (count := expert_numbers(run.params)) and any(stage.changes != STRUCTURE for stage in stages):
+            log(f"the {count:,} numbers of the experts stay float32: only stages that remove units change them")
         for index, stage in enumerate(stages):
             log(f"{stage.text}: stage {index + 1} of {len(stages)}")
             versions.append(_next(versions[-1], stage, calibration, run))
