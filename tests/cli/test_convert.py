@@ -27,6 +27,7 @@ from hpnlp.training import run_directory as runs
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.compress_run import compress_run
 from hpnlp.types import InputError
+from tests.models.huggingface.checkpoints import make
 
 EOS = None  # stands for the tokenizer's eos_id
 
@@ -62,6 +63,20 @@ def converted(checkpoint, tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs") / "new" / "x"
     run(from_=checkpoint, to=directory)
     return directory
+
+
+def test_buffers_are_converted_both_ways(checkpoint, tmp_path):
+    """Those of routers, which choose experts by a bias."""
+    fields = {"mlp": "bias_balanced(4,2,shared=1)", "qk_norm": True, "form": "block(mlp='swiglu'),block", "tied": False}
+    config, weights = make(dim=8, vocab=272, max_len=32, **fields)
+    convert.save(config, weights, tmp_path / "a", eos_id=5)
+    for name in ("tokenizer.json", "generation_config.json"):
+        shutil.copy(checkpoint / name, tmp_path / "a")
+    run(from_=tmp_path / "a", to=tmp_path / "run")
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(runs.load(tmp_path / "run").params), weights)
+    run(from_=tmp_path / "run", to=tmp_path / "b")
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in "ab"]
+    assert files[0] == files[1]
 
 
 def test_converted_run_can_be_read(checkpoint, converted):
