@@ -33,7 +33,7 @@ class Zero2Parameter:
 class TensorParallel:
     """Division of a Block's branches over the devices of a mesh: a device's heads and columns, and the collectives.
 
-    Heads and columns have the logical axis names "heads" and "mlp". This class is the identity, for one device;
+    Heads, columns and experts have the logical axis names "heads", "mlp" and "experts". This class is the identity, for one device;
     `hpnlp.parallel.tensor_parallel` overrides it for a mesh.
     """
 
@@ -46,11 +46,11 @@ class TensorParallel:
         return False
 
     def local_size(self, name: str, size: int) -> int:
-        """Number of the device's heads or columns.
+        """Number of the device's heads, columns or experts.
 
         Args:
-          name: "heads" or "mlp".
-          size: Number of heads or columns on all devices together.
+          name: "heads", "mlp" or "experts".
+          size: Their number on all devices together.
 
         Returns:
           The device's share of `size`.
@@ -91,6 +91,18 @@ class TensorParallel:
           `[B, t, D]`, the sum for the device's tokens.
         """
         return y
+
+    def exchange(self, x: Array, name: str) -> Array:
+        """Sends block i of an array to the i-th of the devices that divide a logical axis: an all-to-all.
+
+        Args:
+          x: `[S, ...]` for S devices.
+          name: "experts".
+
+        Returns:
+          `[S, ...]`, the blocks that the devices have sent to this one.
+        """
+        return x
 
     def local_tokens(self, x: Array, axis: int) -> Array:
         """Selects the device's tokens.

@@ -266,7 +266,7 @@ class BackboneConfig(BlockConfig, PlannedLayers):
                 self.layers // period if self.layers % period == 0 else 1,
                 " and ".join(periodic) or "model.mixer",
             ),
-        }
+        } | self.expert_sizes()
 
     def attention_width(self) -> int:
         """Width of the attention of all layers together.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import math
 from typing import Any
 
 from hpnlp import measure
@@ -39,6 +40,14 @@ class PlannedLayers(abc.ABC):
     def network_traits(self) -> tuple[MixerTraits, ...]:
         """Traits of `networks`. In the order of `networks`."""
         return tuple(network.traits for network in self.networks())
+
+    def expert_sizes(self) -> dict[str, tuple[int, str]]:
+        """The size of the logical axis "experts", as in `BackboneConfig.sizes`; empty for layers without experts."""
+        counts = {form.mlp: network.expert_count for form, network in zip(self.forms(), self.networks(), strict=True)}
+        counts = {mlp: count for mlp, count in counts.items() if count}
+        if not counts:
+            return {}
+        return {"experts": (math.gcd(*counts.values()), " and ".join(f"model.mlp={mlp!r}" for mlp in counts))}
 
     @functools.cached_property
     def reads_tokens(self) -> bool:

@@ -116,7 +116,8 @@ class Seq2SeqConfig(LMConfig):
     def sizes(self) -> dict[str, tuple[int, str]]:
         """Sizes of the logical axes that a mesh may divide: the greatest common divisors of both stacks' sizes."""
         encoder, decoder = self.encoder().sizes(), self.decoder().sizes()
-        return {name: _common(name, size, encoder.get(name, size)) for name, size in decoder.items()}
+        sizes = encoder | decoder  # experts may be in one of the stacks only
+        return {name: _common(name, size, encoder.get(name, size)) for name, size in sizes.items()}
 
     def attention_width(self) -> int:
         """Width of the attention of all layers of both stacks together."""

@@ -35,6 +35,7 @@ PLANS: dict[str, dict[str, int]] = {
     "tensor": {"tensor": -1},
     "pipeline": {"pipeline": -1},
     "sequence": {"sequence": -1},
+    "expert": {"expert": -1},
     "3d": {"data": -1, "tensor": 2, "pipeline": 2},
 }
 DEFAULT_ZERO = 3  # the stage of the axis `fsdp` where neither the Plan nor the named plan gives one
@@ -43,7 +44,7 @@ FILL = -1  # an axis size: all remaining devices
 # Logical axis -> the mesh axes that divide it, as far as they divide its size. Layers give their arrays' axes the names on the
 # left; no other code names a mesh axis for an array. ZeRO's axis `fsdp` is added by `parallel.zero`.
 RULES: dict[str, tuple[str, ...]] = {
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "length": ("sequence",),
     "memory": (),  # the vectors that a sequence of a decoder attends to
     "positions": (),  # rows of a table of learned positions
@@ -61,7 +62,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "filters": (),  # outputs of a convolution of images
     "ranks": (),  # compressed tokens, inner dimensions of factors, and terms of a mixture
     "mlp": ("tensor",),
-    "experts": (),  # MLPs of a mixture of experts
+    "experts": ("expert",),  # MLPs of a mixture of experts
     "router": (),  # outputs of a router
     "gates": (),  # gates of a recurrent layer: divided ones would need a message for every token
     "vocab": ("pipeline", "tensor"),  # stages would otherwise wait for the last one's logits
@@ -86,7 +87,11 @@ class Plan:
         None,
         "Number of devices, each with its own part of the batch, that divide the training state as zero says.",
     )
-    expert: int | None = option(None, "Reserved for mixtures of experts, 1.")
+    expert: int | None = option(
+        None,
+        "Number of devices, each with its own part of the batch, that divide the experts of each layer; tokens are sent to "
+        'their experts and back (Lepikhin et al. 2020, "GShard").',
+    )
     sequence: int | None = option(None, "Number of devices that divide each sequence, by exchange.")
     tensor: int | None = option(
         None,
@@ -194,8 +199,6 @@ class Plan:
 
     def _check_fields(self, sizes: Sizes) -> None:
         """Raises InputError where other fields do not fit the sizes of the mesh axes."""
-        if sizes["expert"] > 1:
-            raise InputError(f"plan.expert={sizes['expert']}: no model has experts to divide: leave it 1")
         for field, unset in (("microbatches", 0), ("rounds", 1), ("recompute_stages", False)):
             if sizes["pipeline"] == 1 and (value := getattr(self, field)) != unset:
                 raise InputError(
@@ -251,6 +254,7 @@ class Plan:
             if name in ("layers", "periods"):
                 self._check_stages(size, f"periods of {field}" if name == "periods" else field, mesh.shape["pipeline"])
             rules[name] = _dividing_axes(size, rules[name], mesh.shape)
+        self._check_experts(sizes.get("experts"), mesh.shape["expert"])
         # Attention is divided by complete groups of query heads and their key head, or not at all.
         if rules["heads"] != rules["kv_heads"]:
             rules["heads"] = rules["kv_heads"] = ()
@@ -276,6 +280,22 @@ class Plan:
             self.offload_parameters,
         )
 
+    def _check_experts(self, experts: tuple[int, str] | None, devices: int) -> None:
+        """Raises InputError unless the mesh axis `expert` divides the experts of all layers that have any."""
+        if devices == 1:
+            return
+        if experts is None:
+            raise InputError(
+                f"plan.expert={devices} divides the experts of layers, and the model has none: set plan.expert=1 and divide the "
+                "batch (plan.data, plan.fsdp), or choose a network with experts, as model.mlp='top_k(8,2)'"
+            )
+        size, field = experts
+        if size % devices:
+            raise InputError(
+                f"plan.expert={devices} does not divide {size} experts ({field}): choose a multiple of {devices} experts, or "
+                f"set plan.expert to a divisor of {size}"
+            )
+
     def _check_stages(self, size: int, field: str, stages: int) -> None:
         """Raises InputError unless the layers, or periods of layers, divide into stages and rounds."""
         if size % (stages * self.rounds) or (not size and stages > 1):
@@ -299,6 +319,7 @@ def _fix_of_sizes(sizes: Sizes, fixed: int, device_count: int, fills: bool) -> s
     """Advice where the product `fixed` of the given sizes does not fit the devices; fills: whether a size was -1."""
     if fills:
         return f"choose sizes whose product divides {device_count}"
-    free = [f"plan.{axis}" for axis in AXES if axis != "expert" and device_count % (fixed // sizes[axis]) == 0]
+    axes = [axis for axis in AXES if axis != "expert" or sizes[axis] > 1]  # few models have experts
+    free = [f"plan.{axis}" for axis in axes if device_count % (fixed // sizes[axis]) == 0]
     alternative = f", or set {'one of ' * (len(free) > 1)}{', '.join(free)} to -1" if free else ""
     return f"choose sizes whose product is {device_count}{alternative}"

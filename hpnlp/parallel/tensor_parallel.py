@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from hpnlp.model_parallel import TensorParallel
-from hpnlp.parallel.varying import of_all_shards, of_first_device
+from hpnlp.parallel.varying import of_all_shards, of_first_device, vary
 from hpnlp.types import InputError, MixerInputs, MixerOutput
 
 # Primitives that take parameters from a stack, from the host or from other devices. If a policy saved their results, the
@@ -42,7 +42,7 @@ class MeshTensorParallel(TensorParallel):
     Methods are called inside `jax.shard_map`.
 
     Attributes:
-      mesh_axes: "heads", "mlp" and "vocab" -> the mesh axes that divide them.
+      mesh_axes: "heads", "mlp", "vocab" and "experts" -> the mesh axes that divide them.
       shards_tokens: True where, between branches, each device of the axis `tensor` holds a slice of the tokens of each
           sequence (sequence parallelism); False where it holds all of them.
       run_mixer: `(mixer, inputs, mask) -> MixerOutput` for the device's tokens.
@@ -82,6 +82,10 @@ class MeshTensorParallel(TensorParallel):
         if "tensor" in axes:
             return lax.psum_scatter(y, "tensor", scatter_dimension=1, tiled=True)
         return self.local_tokens(y, 1)
+
+    def exchange(self, x: jax.Array, name: str) -> jax.Array:
+        axes = self.mesh_axes[name]
+        return lax.all_to_all(vary(x, axes), axes, split_axis=0, concat_axis=0, tiled=True) if axes else x
 
     def mix(self, mixer: Any, inputs: MixerInputs, mask: Any) -> MixerOutput:
         if self.mesh_axes["heads"] and mixer.within(mask).heads is not None:

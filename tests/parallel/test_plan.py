@@ -20,6 +20,8 @@ from hpnlp.types import InputError
         (Plan(), 1, {}),
         (Plan("single"), 8, {}),
         (Plan("zero3"), 8, {"fsdp": 8}),
+        (Plan("expert"), 8, {"expert": 8}),
+        (Plan("expert", expert=4, data=-1), 8, {"expert": 4, "data": 2}),
         (Plan("tensor"), 8, {"tensor": 8}),
         (Plan("pipeline"), 4, {"pipeline": 4}),
         (Plan("3d"), 8, {"data": 2, "tensor": 2, "pipeline": 2}),
@@ -57,7 +59,7 @@ def test_sizes_multiply_to_the_devices(plan, devices, sizes):
         (Plan(data=-1, fsdp=-1), "sizes are at least 1, and one of them may be -1, for all"),
         (Plan(data=0), "sizes are at least 1"),
         (Plan(tensor=-2), "sizes are at least 1"),
-        (Plan(expert=2), "plan.expert=2: no model has experts to divide"),
+        (Plan("single", expert=3), "3 is the product of the given sizes; choose sizes whose product is 8, or set plan.expert to -1"),
         (
             Plan(rounds=2),
             "plan.rounds=2 needs a pipeline, and plan.pipeline is 1: set plan.rounds=1, or plan.pipeline to",
@@ -138,6 +140,21 @@ def test_specs_of_arrays():
             LMConfig(layers=12, vocab=264),
             "model.layers=12 does not divide into plan.pipeline=8 stages: make it a multiple of 8",
         ),
+        (
+            Plan("expert"),
+            LMConfig(vocab=264),
+            "plan.expert=8 divides the experts of layers, and the model has none: set plan.expert=1 and divide the batch",
+        ),
+        (
+            Plan("data", expert=4),
+            LMConfig(vocab=264, mlp="top_k(6,2)"),
+            "plan.expert=4 does not divide 6 experts (model.mlp='top_k(6,2)'): choose a multiple of 4 experts, or set",
+        ),
+        (
+            Plan("expert"),
+            LMConfig(vocab=264, mlp="top_k(16,2)", form="block(mlp='switch(12)'),block"),
+            "plan.expert=8 does not divide 4 experts (model.mlp='switch(12)' and model.mlp='top_k(16,2)')",
+        ),
     ],
 )
 def test_indivisible_models_raise(plan, config, message):
@@ -150,6 +167,14 @@ def test_attention_is_divided_by_complete_groups_of_heads():
     sizes = LMConfig(dim=32, heads=4, kv_heads=1, vocab=64).sizes()
     assert Plan(tensor=2).layout(sizes).size("heads") == 1
     assert Plan(tensor=2).layout(sizes).size("mlp") == 2
+
+
+def test_experts_are_divided_and_their_router_is_not():
+    layout = Plan("zero3", expert=2).layout(LMConfig(vocab=64, mlp="top_k(6,2)").sizes())
+    assert layout.spec("batch", "length") == PartitionSpec(("fsdp", "expert"), None)
+    names, shape = ("layers", "experts", "embed", "mlp"), (2, 6, 16, 32)
+    assert layout.state_spec(names, shape, divided=True) == PartitionSpec(None, "expert", "fsdp", None)
+    assert layout.state_spec(("layers", "embed", "router"), (2, 16, 6), divided=False) == PartitionSpec(None, None, None)
 
 
 def shapes_of(config):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from hpnlp.nn.feed_forward.network import FeedForward
 from hpnlp.nn.layers import Initializer, dense_init, param
 from hpnlp.ops import moe
 from hpnlp.ops.dropout import random_bits, seed_words
+from hpnlp.ops.moe import exchange
 from hpnlp.ops.moe.experts import IMPLEMENTATIONS
 from hpnlp.spec import did_you_mean
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Statistics
@@ -54,6 +56,9 @@ class ExpertLayer(FeedForward):
       shared: Number of further experts that every token uses, as one MLP of `shared` x F columns.
       shared_gate: Multiply the result of the shared experts by the sigmoid of a linear function of the token (Qwen2-MoE).
       impl: Implementation of the experts' products, see `ops.moe.expert_mlp`.
+      exchange_capacity: Over several devices (`plan.expert`), a device sends at most this factor of the mean number of assignments
+        to each device in training; further ones are dropped and counted as `dropped`. 0 for buffers that hold all assignments,
+        even if all tokens choose the experts of one device.
       balance: Factor of `ops.moe.balance_loss`, which is then in the training loss as `balance_loss`.
       z: Factor of `ops.moe.z_loss`, which is then in the training loss as `router_z_loss`.
 
@@ -69,12 +74,17 @@ class ExpertLayer(FeedForward):
     shared: int = 0
     shared_gate: bool = False
     impl: str = "auto"
+    exchange_capacity: float = 0.0
     balance: float = 0.0
     z: float = 0.0
 
     @property
     def is_gated(self) -> bool:
         return self.kind in GATED
+
+    @property
+    def expert_count(self) -> int:
+        return self.experts
 
     @property
     def statistic_axes(self) -> Mapping[str, tuple[str | None, ...]]:
@@ -115,6 +125,10 @@ class ExpertLayer(FeedForward):
         if not 1 <= self.k <= self.experts:
             raise InputError(
                 f"k={self.k} of {self.experts} experts: a token uses at least 1 and at most all experts: change k or experts"
+            )
+        if self.exchange_capacity < 0.0 or 0.0 < self.exchange_capacity < 1.0:
+            raise InputError(
+                f"exchange_capacity={self.exchange_capacity}: expected at least 1, the mean number of assignments, or 0 for all"
             )
         if min(self.balance, self.z) < 0.0:
             raise InputError(f"balance={self.balance}, z={self.z}: expected factors of losses of at least 0")
@@ -165,9 +179,29 @@ class ExpertLayer(FeedForward):
         if self.is_initializing():  # parameters exist by now, and results are not used
             y = jnp.zeros_like(x)
         else:
-            y = moe.expert_mlp(flat, routing, weights, ACTIVATIONS[self.kind], self.impl).reshape(x.shape)
+            y, kept = self._mlps(flat, routing, weights, inputs.deterministic)
+            y, statistics = y.reshape(x.shape), statistics | kept
         y = self.tensor_parallel.reduce_output(y, "mlp")
         return MixerOutput(y + self._shared(inputs) if self.shared else y, statistics=statistics)
+
+    def _mlps(
+        self, x: jax.Array, routing: moe.Routing, weights: Any, deterministic: bool
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """`(sums of the experts' results [N, D], statistics that the exchange between devices changes)`."""
+        parallel, activation = self.tensor_parallel, ACTIVATIONS[self.kind]
+        shards = self.experts // parallel.local_size("experts", self.experts)
+        if shards == 1:
+            return moe.expert_mlp(x, routing, weights, activation, self.impl), {}
+        factor, statistics = 0.0 if deterministic else self.exchange_capacity, {}
+        rows = exchange.exchanged_rows(routing, x.shape[0], self.experts, shards, factor)
+        if factor:
+            routing = exchange.within_exchange(routing, self.experts, shards, rows)
+            statistics["kept"] = jnp.sum(routing.experts < self.experts, dtype=jnp.float32)
+        swap = functools.partial(parallel.exchange, name="experts")
+        y = exchange.exchanged_expert_mlp(
+            x, routing, weights, activation, self.impl, shards=shards, rows=rows, swap=swap
+        )
+        return y, statistics
 
     def _stack(self, name: str, shape: tuple[int, int]) -> Any:
         """The matrices of one name of all experts, `[E, ...]`."""

@@ -39,6 +39,11 @@ class FeedForward(nn.Module):
         return False
 
     @property
+    def expert_count(self) -> int:
+        """Number of experts, which a mesh may divide; 0 for a network without a router."""
+        return 0
+
+    @property
     def statistic_axes(self) -> Mapping[str, tuple[str | None, ...]]:
         """Logical axes of each statistic that the network returns, by name."""
         return {}

@@ -89,7 +89,7 @@ def make_schedule(expert_of_assignment: Int[Array, " A"], experts: int, limit: i
     bounds, counts = _bounds(sorted_experts, experts)
     left = -(-counts // smallest) * smallest
     first = jnp.cumsum(left) - left
-    row, source = _rows(sorted_experts, order, bounds, first, rows)
+    row, source = _rows(sorted_experts, order, bounds, first, rows, rows)
     blocks = []
     for size in sizes:
         number = left // size
@@ -104,7 +104,7 @@ def equal_schedule(expert_of_assignment: Int[Array, " A"], experts: int, most: i
     Args:
       expert_of_assignment: Expert of each assignment; `experts` for none.
       experts: Number of experts E.
-      most: Rows of an expert, at least as many as it has assignments.
+      most: Rows of an expert. Assignments beyond them, in the order of assignments, get no row.
 
     Returns:
       The schedule, of E x `most` rows, without blocks.
@@ -112,7 +112,7 @@ def equal_schedule(expert_of_assignment: Int[Array, " A"], experts: int, most: i
     sorted_experts, order = _sorted(expert_of_assignment, experts)
     bounds, counts = _bounds(sorted_experts, experts)
     first = jnp.arange(experts, dtype=jnp.int32) * most
-    return Schedule(*_rows(sorted_experts, order, bounds, first, experts * most), counts, ())
+    return Schedule(*_rows(sorted_experts, order, bounds, first, experts * most, most), counts, ())
 
 
 def _bounds(sorted_experts: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
@@ -126,13 +126,14 @@ def _bounds(sorted_experts: jax.Array, experts: int) -> tuple[jax.Array, jax.Arr
 
 
 def _rows(
-    sorted_experts: jax.Array, order: jax.Array, bounds: jax.Array, first: jax.Array, rows: int
+    sorted_experts: jax.Array, order: jax.Array, bounds: jax.Array, first: jax.Array, rows: int, most: int
 ) -> tuple[jax.Array, jax.Array]:
-    """`(row of each assignment [A], assignment of each row [R])`, for the first row of each expert."""
+    """`(row of each assignment [A], assignment of each row [R])`, for the first row of each expert and its `most` rows."""
     count, experts = sorted_experts.shape[0], bounds.shape[0]
-    shift = jnp.append(first - bounds, 0)
-    sorted_rows = jnp.arange(count, dtype=jnp.int32) + shift[sorted_experts]
-    sorted_rows = jnp.where((sorted_experts < experts) & (sorted_rows < rows), sorted_rows, rows)
+    place = jnp.arange(count, dtype=jnp.int32) - jnp.append(bounds, 0)[sorted_experts]
+    sorted_rows = place + jnp.append(first, 0)[sorted_experts]
+    has_row = (sorted_experts < experts) & (place < most) & (sorted_rows < rows)
+    sorted_rows = jnp.where(has_row, sorted_rows, rows)
     row = jnp.zeros(count, jnp.int32).at[order].set(sorted_rows, unique_indices=True)
     source = jnp.full(rows, count, jnp.int32).at[sorted_rows].set(order, mode="drop")
     return row, source
