@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,14 +14,43 @@ from jax.extend import core
 
 from hpnlp.types import InputError
 
+# Name of a scope that states how often the `while` loops in it run; the jaxpr of a loop does not.
+_ITERATIONS = "iterations_expected_"
+
+
+def expected_iterations(count: int) -> contextlib.AbstractContextManager[Any]:
+    """A scope for a loop whose length depends on data, which states the length that counts of FLOPs and plans assume.
+
+    Args:
+      count: Number of iterations.
+
+    Returns:
+      A context manager, under which the loop is traced.
+    """
+    return jax.named_scope(f"{_ITERATIONS}{count}")
+
+
+def iterations_of(equation: Any) -> int | None:
+    """Number of iterations of a `while` loop by its scope.
+
+    Args:
+      equation: Equation of a jaxpr.
+
+    Returns:
+      The number that `expected_iterations` stated; None without one.
+    """
+    stated = re.findall(rf"{_ITERATIONS}(\d+)", str(equation.source_info.name_stack))
+    return int(stated[-1]) if stated else None
+
 
 def count_flops(fn: Callable[..., Any], *args: Any, while_trips: int | None = None, **kwargs: Any) -> int:
     """Counts the FLOPs of the matrix products and convolutions of a function, two per multiply-add.
 
-    A loop counts once per iteration, a `cond` by its most expensive branch, a `shard_map` by the work of all its devices, and a
-    Pallas kernel by its cost estimate, or else by its body times its grid. Products of a convolution with padding, or with the
-    zeros of dilation, do not count. The function is counted as traced, so products whose result is not used are included.
-    Elementwise operations, reductions, factorizations and calls into libraries (cuDNN attention) are not included.
+    A loop counts once per iteration (as `expected_iterations` states, where data decide), a `cond` by its most expensive
+    branch, a `shard_map` by the work of all its devices, and a Pallas kernel by its cost estimate, or else by its body times
+    its grid. Products of a convolution with padding, or with the zeros of dilation, do not count. The function is counted as
+    traced, so products whose result is not used are included. Elementwise operations, reductions, factorizations and
+    calls into libraries (cuDNN attention) are not included.
 
     Args:
       fn: A function, jitted or not.
@@ -65,12 +96,14 @@ def _equation_flops(equation: Any, while_trips: int | None) -> int:
     if inner == 0:
         return 0
     if name == "while":
-        if while_trips is None:
+        trips = iterations_of(equation)
+        trips = while_trips if trips is None else trips
+        if trips is None:
             raise InputError(
                 "count_flops: a while loop of unknown length contains matrix products: pass while_trips=, or give "
                 "lax.fori_loop Python ints as bounds"
             )
-        return inner * while_trips
+        return inner * trips
     return inner * _repeats(name, params)
 
 

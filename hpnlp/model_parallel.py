@@ -33,8 +33,8 @@ class Zero2Parameter:
 class TensorParallel:
     """Division of a Block's branches over the devices of a mesh: a device's heads and columns, and the collectives.
 
-    Heads, columns and experts have the logical axis names "heads", "mlp" and "experts". This class is the identity, for one device;
-    `hpnlp.parallel.tensor_parallel` overrides it for a mesh.
+    Heads, columns and experts have the logical axis names "heads", "mlp" and "experts". This class is the identity, for one
+    device; `hpnlp.parallel.tensor_parallel` overrides it for a mesh.
     """
 
     # True if no method changes its argument.

@@ -13,6 +13,8 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, PartitionSpec
 
 from hpnlp import measure
+from hpnlp.flop_count import expected_iterations
+from hpnlp.planner.jaxpr_cost import program_cost
 from hpnlp.types import InputError
 
 X = jnp.ones((8, 8))
@@ -124,6 +126,16 @@ def test_loop_of_unknown_length_needs_while_trips():
     with pytest.raises(InputError, match="while_trips="):
         measure.count_flops(fn, X, 3)
     assert measure.count_flops(fn, X, 3, while_trips=11) == 11 * PRODUCT
+
+
+def test_loop_of_a_stated_length_counts_as_often():
+    def fn(x, n):
+        with expected_iterations(5):
+            return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, square(c[1])), (0, x))[1]
+
+    assert measure.count_flops(jax.checkpoint(fn), X, 3) == 5 * PRODUCT
+    cost = program_cost(jax.jit(fn).trace(X, 3).jaxpr)
+    assert cost.flops == 5 * PRODUCT
 
 
 def test_linear_solve_counts_its_solve_only():

@@ -127,7 +127,9 @@ class Layout:
         """
         devices = self.mesh.shape["tensor"]
         shards_tokens = devices > 1 and length % (devices * self.size("length")) == 0
-        return MeshTensorParallel({name: self.rules[name] for name in ("heads", "mlp", "vocab", "experts")}, shards_tokens)
+        return MeshTensorParallel(
+            {name: self.rules[name] for name in ("heads", "mlp", "vocab", "experts")}, shards_tokens
+        )
 
     def activations(self, length: int) -> PartitionSpec:
         """PartitionSpec of hidden states `[B, T, D]` between Blocks.

@@ -286,8 +286,8 @@ class Plan:
             return
         if experts is None:
             raise InputError(
-                f"plan.expert={devices} divides the experts of layers, and the model has none: set plan.expert=1 and divide the "
-                "batch (plan.data, plan.fsdp), or choose a network with experts, as model.mlp='top_k(8,2)'"
+                f"plan.expert={devices} divides the experts of layers, and the model has none: set plan.expert=1 and divide "
+                "the batch (plan.data, plan.fsdp), or choose a network with experts, as model.mlp='top_k(8,2)'"
             )
         size, field = experts
         if size % devices:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpnlp.flop_count import PRODUCTS
+from hpnlp.flop_count import PRODUCTS, iterations_of
 from hpnlp.planner.jaxprs import (
     LoopBody,
     called_jaxpr,
@@ -37,7 +37,8 @@ SCALAR_BYTES = 8
 def program_cost(jaxpr: Any, shards: Mapping[int, int] | None = None, *, donated: bool = False) -> ProgramCost:
     """Peak memory and operations of a program on one device.
 
-    A `cond` counts as its most expensive branch, a `while` loop as one iteration.
+    A `cond` counts as its most expensive branch, a `while` loop as one iteration, or as many as
+    `flop_count.expected_iterations` states.
 
     Args:
       jaxpr: As `jax.jit(f).trace(...).jaxpr` returns it.
@@ -200,8 +201,9 @@ def _scan(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Valu
 
 
 def _while(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
-    """Counts one iteration, since the number of iterations is not known."""
-    return _record_loop(walker, equation, operands, while_body(equation), runs=1)
+    """Counts as many iterations as the loop's scope states, and one without such a scope."""
+    runs = iterations_of(equation)
+    return _record_loop(walker, equation, operands, while_body(equation), 1 if runs is None else runs)
 
 
 HANDLERS: dict[str, Handler] = {

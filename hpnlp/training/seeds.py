@@ -234,6 +234,11 @@ def _check(config: Config, seeds: Sequence[int]) -> None:
                 "have the same steps, on batches of one length, and write metrics.jsonl only: leave it out, or train them one "
                 "after another"
             )
+    if experts := config.model.sizes().get("experts"):
+        raise InputError(
+            f"{experts[1]}: the loops over the tokens of each expert are not alike for all seeds: train the "
+            "seeds one after another"
+        )
     if tasks.find(config.task).frozen(config) is not None:
         raise InputError(f"task={config.task!r} has frozen variables: train the seeds one after another")
 

@@ -517,7 +517,7 @@ INTERNAL = {
         for name in ("operands", "permuted", "scan", "schedule", "steps", "tile", "unrolled")
     ),
     "attention.selected_blocks.row_tiles",
-    *(f"moe.{name}" for name in ("dispatch", "grouped", "schedule")),
+    *(f"moe.{name}" for name in ("dispatch", "exchange", "grouped", "schedule")),
     *bucketed_and_low_rank_calls.INTERNAL,
     *rnn_calls.INTERNAL,
     *("array_op", "arrays", "counter_rng", "custom_vjp", "stacks"),

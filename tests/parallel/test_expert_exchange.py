@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from hpnlp.ops.moe import Gates, Routing, expert_mlp, exchange, route, route_by_expert
+from hpnlp.ops.moe import Gates, Routing, exchange, expert_mlp, route, route_by_expert
 from tests.contracts import assert_close
 
 S, N, D, F, K = 8, 24, 6, 5, 2  # devices, tokens of each

@@ -59,7 +59,10 @@ def test_sizes_multiply_to_the_devices(plan, devices, sizes):
         (Plan(data=-1, fsdp=-1), "sizes are at least 1, and one of them may be -1, for all"),
         (Plan(data=0), "sizes are at least 1"),
         (Plan(tensor=-2), "sizes are at least 1"),
-        (Plan("single", expert=3), "3 is the product of the given sizes; choose sizes whose product is 8, or set plan.expert to -1"),
+        (
+            Plan("single", expert=3),
+            "3 is the product of the given sizes; choose sizes whose product is 8, or set plan.expert to -1",
+        ),
         (
             Plan(rounds=2),
             "plan.rounds=2 needs a pipeline, and plan.pipeline is 1: set plan.rounds=1, or plan.pipeline to",
@@ -174,7 +177,9 @@ def test_experts_are_divided_and_their_router_is_not():
     assert layout.spec("batch", "length") == PartitionSpec(("fsdp", "expert"), None)
     names, shape = ("layers", "experts", "embed", "mlp"), (2, 6, 16, 32)
     assert layout.state_spec(names, shape, divided=True) == PartitionSpec(None, "expert", "fsdp", None)
-    assert layout.state_spec(("layers", "embed", "router"), (2, 16, 6), divided=False) == PartitionSpec(None, None, None)
+    assert layout.state_spec(("layers", "embed", "router"), (2, 16, 6), divided=False) == PartitionSpec(
+        None, None, None
+    )
 
 
 def shapes_of(config):

@@ -154,6 +154,11 @@ def _steps(path):
             {"train__writers": "tensorboard"},
             "train.writers='tensorboard': seeds .* write metrics.jsonl only: leave it",
         ),
+        (
+            [0],
+            {"model__mlp": "top_k(4,2)"},
+            r"model.mlp='top_k\(4,2\)': the loops .*: train the seeds one after another",
+        ),
         ([0], {"train__debug_nans": True}, "train.debug_nans=True: seeds"),
         (
             [0, 1],

@@ -56,9 +56,9 @@ class ExpertLayer(FeedForward):
       shared: Number of further experts that every token uses, as one MLP of `shared` x F columns.
       shared_gate: Multiply the result of the shared experts by the sigmoid of a linear function of the token (Qwen2-MoE).
       impl: Implementation of the experts' products, see `ops.moe.expert_mlp`.
-      exchange_capacity: Over several devices (`plan.expert`), a device sends at most this factor of the mean number of assignments
-        to each device in training; further ones are dropped and counted as `dropped`. 0 for buffers that hold all assignments,
-        even if all tokens choose the experts of one device.
+      exchange_capacity: Where `plan.expert` divides the experts, a device sends each device at most this factor of the mean
+        number of assignments in training, and drops further ones, which count as `dropped`. 0 for buffers that hold all
+        assignments, even if all tokens choose the experts of one device.
       balance: Factor of `ops.moe.balance_loss`, which is then in the training loss as `balance_loss`.
       z: Factor of `ops.moe.z_loss`, which is then in the training loss as `router_z_loss`.
 

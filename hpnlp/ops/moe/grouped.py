@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from hpnlp.flop_count import expected_iterations
 from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.ops.moe.schedule import Blocks
 
@@ -130,7 +131,8 @@ def _loop(step: Callable[[Block, Any], Any], blocks: tuple[Blocks, ...], carry: 
         def body(index: jax.Array, carry: Any, group: Blocks = group) -> Any:
             return step(Block(group.experts[index], group.starts[index], group.size), carry)
 
-        carry = lax.fori_loop(jnp.int32(0), group.used, body, carry)
+        with expected_iterations(group.expected):
+            carry = lax.fori_loop(jnp.int32(0), group.used, body, carry)
     return carry
 
 

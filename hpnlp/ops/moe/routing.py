@@ -66,6 +66,7 @@ class Routing:
       tokens: int32 `[A]`, the token of each assignment; None where token i has the assignments from i k to i k + k - 1.
       limit: Largest number of assignments to experts.
       most: Largest number of assignments to one expert.
+      expected: Number of assignments to experts that sizes of blocks and estimates of cost assume; 0 for `limit`.
     """
 
     experts: Int[Array, " A"]
@@ -73,6 +74,7 @@ class Routing:
     tokens: Int[Array, " A"] | None
     limit: int = dataclasses.field(metadata={"static": True})
     most: int = dataclasses.field(metadata={"static": True})
+    expected: int = dataclasses.field(default=0, metadata={"static": True})
 
     def kept(self, keep: Bool[Array, " A"], experts: int) -> Routing:
         """Removes assignments.

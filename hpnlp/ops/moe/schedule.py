@@ -17,12 +17,14 @@ class Blocks:
 
     Attributes:
       size: Rows of a block.
+      expected: Value of `used` at equal loads, for estimates of cost.
       used: int32 scalar, number of blocks.
       experts: int32 `[n]`, the expert of each block.
       starts: int32 `[n]`, the first row of each block.
     """
 
     size: int = dataclasses.field(metadata={"static": True})
+    expected: int = dataclasses.field(metadata={"static": True})
     used: Array
     experts: Array
     starts: Array
@@ -68,7 +70,9 @@ def block_sizes(assignments: int, experts: int) -> tuple[int, ...]:
     return (8,) if assignments >= 8 else (1,)
 
 
-def make_schedule(expert_of_assignment: Int[Array, " A"], experts: int, limit: int, sizes: tuple[int, ...]) -> Schedule:
+def make_schedule(
+    expert_of_assignment: Int[Array, " A"], experts: int, limit: int, sizes: tuple[int, ...], expected: int
+) -> Schedule:
     """Sorts assignments by expert, and divides their rows into blocks.
 
     Args:
@@ -76,6 +80,7 @@ def make_schedule(expert_of_assignment: Int[Array, " A"], experts: int, limit: i
       experts: Number of experts E.
       limit: Largest number of assignments to experts, at most A. Assignments beyond it, in the order of experts, get no row.
       sizes: Sizes of blocks in falling order, of which each divides the one before.
+      expected: Number of assignments for estimates of cost, which assume equal loads.
 
     Returns:
       The schedule, with R = limit + min(E, limit) x (smallest size - 1) rows, rounded up to the largest size.
@@ -90,11 +95,12 @@ def make_schedule(expert_of_assignment: Int[Array, " A"], experts: int, limit: i
     left = -(-counts // smallest) * smallest
     first = jnp.cumsum(left) - left
     row, source = _rows(sorted_experts, order, bounds, first, rows, rows)
+    mean = -(-expected // (experts * smallest)) * smallest
     blocks = []
     for size in sizes:
         number = left // size
-        blocks.append(_blocks(number, first, size, rows // size))
-        first, left = first + number * size, left - number * size
+        blocks.append(_blocks(number, first, size, rows // size, mean // size * experts))
+        first, left, mean = first + number * size, left - number * size, mean % size
     return Schedule(row, source, counts, tuple(blocks))
 
 
@@ -151,10 +157,10 @@ def _sorted(expert_of_assignment: jax.Array, experts: int) -> tuple[jax.Array, j
     return keys >> bits, keys & ((1 << bits) - 1)
 
 
-def _blocks(number: jax.Array, first: jax.Array, size: int, most: int) -> Blocks:
+def _blocks(number: jax.Array, first: jax.Array, size: int, most: int, expected: int) -> Blocks:
     """The blocks of one size. number: `[E]`, of each expert; first: `[E]`, their first row; most: a static bound of all."""
     ends = jnp.cumsum(number)
     index = jnp.arange(max(most, 1), dtype=jnp.int32)
     expert = jnp.minimum(jnp.searchsorted(ends, index, side="right"), number.shape[0] - 1).astype(jnp.int32)
     starts = first[expert] + (index - (ends - number)[expert]) * size
-    return Blocks(size, ends[-1].astype(jnp.int32), expert, starts.astype(jnp.int32))
+    return Blocks(size, expected, ends[-1].astype(jnp.int32), expert, starts.astype(jnp.int32))
