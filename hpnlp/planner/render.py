@@ -85,6 +85,8 @@ def _time_rows(costs: Costs, device: Device, tokens: int) -> Iterator[str]:
         yield f"  {uncounted}"
     if costs.microbatches > 1:
         yield f"  the pipeline is idle for {100 * costs.bubble:.1f} % of its time, with {costs.microbatches} microbatches"
+    if costs.sizes["expert"] > 1:
+        yield "  experts count with equal loads: a step waits for the device whose experts have the most tokens (load_max)"
     mfu = f"MFU {100 * costs.mfu(device):.1f} % (of the bfloat16 peak)"
     yield f"  {'total':28}{1e3 * step:12.3f} ms, {tokens / step:,.0f} tokens/s, {mfu}"
     working = seconds["compute"] + seconds.get("bubble", 0.0)

@@ -22,7 +22,7 @@ Progress = Callable[[int, int], None]  # called with (done, total)
 
 # Sizes and policies that are tried, the ones that cost the least time first.
 REMATS = ("none", "names(mixed)", "full")
-TENSOR, PIPELINE, SEQUENCE = (1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 8)
+TENSOR, PIPELINE, SEQUENCE, EXPERT = (1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 8), (1, 2, 4, 8, 16, 32)
 ACCUMULATE = (2, 4, 8)
 
 
@@ -157,13 +157,16 @@ def _attempt(
 def _plans(config: Config, devices: int) -> Iterator[Plan]:
     """Plans to rank, for a batch that they divide.
 
-    The sizes of tensor, pipeline and sequence are powers of two; the other devices are replicas, over the data axis or, with
-    each stage of ZeRO, over fsdp. Pipelines have one round. Other fields are those of the config's plan.
+    The sizes of tensor, pipeline and sequence, and of expert for models with experts, are powers of two; the other devices are
+    replicas, over the data axis or, with each stage of ZeRO, over fsdp. Pipelines have one round. Other fields are those of the
+    config's plan.
     """
     examples = config.data.batch_size // config.optimizer.accumulate
-    for tensor, pipeline, sequence in itertools.product(TENSOR, PIPELINE, SEQUENCE):
-        replicas, remainder = divmod(devices, tensor * pipeline * sequence)
-        if remainder or not replicas or examples % replicas:
+    experts, _ = config.model.sizes().get("experts", (1, ""))
+    divisors = [size for size in EXPERT if experts % size == 0]
+    for tensor, pipeline, sequence, expert in itertools.product(TENSOR, PIPELINE, SEQUENCE, divisors):
+        replicas, remainder = divmod(devices, tensor * pipeline * sequence * expert)
+        if remainder or not replicas or examples % (replicas * expert):
             continue
         for zero in (0, 1, 2, 3) if replicas > 1 else (0,):
             sizes = {
@@ -172,10 +175,10 @@ def _plans(config: Config, devices: int) -> Iterator[Plan]:
                 "tensor": tensor,
                 "pipeline": pipeline,
                 "sequence": sequence,
-                "expert": 1,
+                "expert": expert,
             }
             # The name of an axis that has devices leaves few flags to add.
-            divided = (axis for axis in ("data", "tensor", "pipeline", "sequence") if sizes[axis] > 1)
+            divided = (axis for axis in ("data", "expert", "tensor", "pipeline", "sequence") if sizes[axis] > 1)
             name = f"zero{zero}" if zero else next(divided, "single")
             stages: dict[str, Any] = {"microbatches": 0, "rounds": 1, "recompute_stages": False}
             yield dataclasses.replace(config.plan, name=name, zero=zero, **sizes, **stages)

@@ -109,6 +109,35 @@ def test_second_gather_of_a_table_is_not_counted(fields):
     assert fewest[0] == -1 and fewest[1] > 0
 
 
+def exchanged_bytes(collectives):
+    return total(collective for collective in collectives if collective.kind == "all-to-all")
+
+
+def exchanging_trainer(plan, mlp):
+    return trainer_of(plan, None, dataclasses.replace(CONFIG, mlp=mlp, layers=2, mlp_dim=16))
+
+
+def test_exchange_of_experts_matches_formula():
+    """Assignments travel to their experts and back, forward and backward. Buffers for all are min(S, E / k) times as large."""
+    mean, most = (exchanging_trainer(Plan("expert"), mlp) for mlp in ("top_k(8,2,exchange_capacity=1.0)", "top_k(8,2)"))
+    limited, unlimited = (exchanged_bytes(step_traffic(t, trace(t, B, T).jaxpr)) for t in (mean, most))
+    layers, assignments, item_bytes = 2, 2 * B * T // 8, 4
+    assert limited == pytest.approx(layers * 4 * assignments * CONFIG.dim * item_bytes * 7 / 8, rel=0.01)
+    assert unlimited == pytest.approx(4 * limited)
+    experts = {name: x for name, x in mean.state_shapes.params["layers"]["mlp"].items() if name != "router"}
+    assert held_bytes(experts) == item_bytes * sum(x.size for x in jax.tree.leaves(experts)) // 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan", [Plan("expert"), Plan("zero3", expert=4), Plan("zero3", expert=2, tensor=2, remat="full")]
+)
+def test_exchange_of_experts_matches_the_compiled_program(plan):
+    planned, compiled = planned_and_compiled(exchanging_trainer(plan, "top_k(8,2)"))
+    assert exchanged_bytes(planned) == pytest.approx(exchanged_bytes(compiled), rel=0.001)
+    assert total(planned) == pytest.approx(total(compiled), rel=0.02)
+
+
 def test_pipeline_sums_gradients_once():
     trainers = [trainer_of(Plan(pipeline=2, microbatches=count)) for count in (1, 4)]
     steps = [step_traffic(trainer, trace(trainer, 16, T).jaxpr) for trainer in trainers]

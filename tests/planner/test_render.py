@@ -25,6 +25,15 @@ def test_ranking_names_what_it_leaves_out():
     ]
 
 
+def test_uneven_loads_of_divided_experts_are_named():
+    estimate = planned(Plan("data"))
+    divided = dataclasses.replace(estimate, sizes={**estimate.sizes, "expert": 2})
+    lines = [
+        render.table(costs, SMALL, "small").count("experts count with equal loads") for costs in (estimate, divided)
+    ]
+    assert lines == [0, 1]
+
+
 def test_tight_fits_are_marked():
     estimate = planned(Plan("data"))
     temporaries = estimate.bytes - sum(estimate.memory[name] for name in ("parameters", "optimizer"))

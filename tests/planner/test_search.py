@@ -1,6 +1,7 @@
 """The smallest change that fits, and the ranking of plans."""
 
 import dataclasses
+import math
 
 import jax
 import pytest
@@ -87,6 +88,15 @@ def test_errors_that_all_plans_share_raise():
     with pytest.raises(InputError) as of_search:
         search.rank_plans(invalid, 2, DEVICES["h100"], no_progress)
     assert str(of_search.value) == str(of_costs.value)
+
+
+def test_experts_are_divided_where_a_layer_has_them():
+    """Each size divides the experts, and with the replicas the batch."""
+    model = dataclasses.replace(MODEL, mlp="top_k(12,2)")
+    plans = list(search._plans(dataclasses.replace(CONFIG, model=model), 8))
+    assert {plan.expert for plan in plans} == {1, 2, 4}
+    assert all(math.prod(plan.requested_sizes().values()) == 8 for plan in plans)
+    assert {plan.expert for plan in search._plans(CONFIG, 8)} == {1}
 
 
 def test_batch_that_no_plan_divides_raises():
