@@ -136,6 +136,7 @@ def test_loop_of_a_stated_length_counts_as_often():
     assert measure.count_flops(jax.checkpoint(fn), X, 3) == 5 * PRODUCT
     cost = program_cost(jax.jit(fn).trace(X, 3).jaxpr)
     assert cost.flops == 5 * PRODUCT
+    assert cost.bytes < 5 * X.nbytes  # slices of its operands, which all iterations together read once
 
 
 def test_linear_solve_counts_its_solve_only():

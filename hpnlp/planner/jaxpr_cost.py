@@ -201,9 +201,17 @@ def _scan(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Valu
 
 
 def _while(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
-    """Counts as many iterations as the loop's scope states, and one without such a scope."""
-    runs = iterations_of(equation)
-    return _record_loop(walker, equation, operands, while_body(equation), 1 if runs is None else runs)
+    """Counts as many iterations as the loop's scope states, and one without such a scope.
+
+    Loops with a scope work on one slice of their operands after another, so that all iterations together read them once.
+    """
+    stated, reads = iterations_of(equation), walker.materialize_operands(equation, operands)
+    runs, first = 1 if stated is None else stated, len(walker.operations)
+    results = _record_loop(walker, equation, reads, while_body(equation), runs)
+    walker.operations[first:] = [
+        dataclasses.replace(operation, bytes=operation.bytes / max(runs, 1)) for operation in walker.operations[first:]
+    ]
+    return results
 
 
 HANDLERS: dict[str, Handler] = {
