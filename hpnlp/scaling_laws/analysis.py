@@ -46,7 +46,7 @@ class Analysis:
     """
 
     fitted: Sequence[TrainedMember]
-    delta: float
+    delta: float | int
     convention: str
     law: Fit
     conventions: Mapping[str, Fit]
@@ -57,7 +57,11 @@ class Analysis:
 
 
 def analyse(
-    members: Sequence[TrainedMember], convention: str, held_out: int, delta: float = DELTA, level: float = 0.9
+    members: Sequence[TrainedMember],
+    convention: str,
+    held_out: int,
+    delta: float | int = DELTA,
+    level: float | int = 0.9,
 ) -> Analysis:
     """Fits the runs of a study.
 
@@ -92,7 +96,7 @@ def analyse(
     return Analysis(fitted, delta, convention, law, laws, others, optima, predictions, list(dict.fromkeys(found)))
 
 
-def to_json(analysis: Analysis, level: float = 0.9) -> dict[str, Any]:
+def to_json(analysis: Analysis, level: float | int = 0.9) -> dict[str, Any]:
     """Content of scaling.json, in full precision.
 
     Args:
@@ -140,7 +144,7 @@ def _point(run: TrainedMember, is_held_out: bool) -> dict[str, Any]:
     }
 
 
-def _fit(law: Fit, level: float) -> dict[str, Any]:
+def _fit(law: Fit, level: float | int) -> dict[str, Any]:
     names = [*law.constants, *(["a"] if "a" not in law.constants else [])]
     return {
         "form": law.form,

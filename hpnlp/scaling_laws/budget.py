@@ -52,7 +52,7 @@ class Law:
     convention: str
     flops: FlopsPerToken
     source: str
-    largest: float
+    largest: float | int
 
 
 def published_law() -> Law:
@@ -123,7 +123,7 @@ class BudgetedRun:
     changes: dict[str, Any]
     n: int
     costs: Costs
-    seconds: float
+    seconds: float | int
 
 
 def plan_run(budget: recipe.Budget, config: Config, law: Law, device: Device, devices: int) -> BudgetedRun:
@@ -152,7 +152,7 @@ def plan_run(budget: recipe.Budget, config: Config, law: Law, device: Device, de
     return run
 
 
-def _plan(flops: float, config: Config, law: Law, device: Device, devices: int) -> BudgetedRun:
+def _plan(flops: float | int, config: Config, law: Law, device: Device, devices: int) -> BudgetedRun:
     convention, length = CONVENTIONS[law.convention], config.data.seq_len
     optimum = law.fit.optimum(flops, law.flops)
     shape = _shape(config, optimum.n.value, law.convention)
@@ -176,7 +176,7 @@ def _plan(flops: float, config: Config, law: Law, device: Device, devices: int) 
     return BudgetedRun(optimum, changed, changes, convention.parameters(size), step, steps * step.total_seconds(device))
 
 
-def _shape(config: Config, n: float, convention: str) -> dict[str, int]:
+def _shape(config: Config, n: float | int, convention: str) -> dict[str, int]:
     """Width, depth and heads with about N parameters, at the head size and the ratio of width and depth of a config."""
     model = config.model
     given = size_of(config)

@@ -28,9 +28,9 @@ class Bias:
       largest_offset: Largest `Minimum.offset`, with its sign.
     """
 
-    exponent: float
-    size: float
-    largest_offset: float
+    exponent: float | int
+    size: float | int
+    largest_offset: float | int
 
 
 def isoflop_bias(points: Points) -> Bias:
@@ -62,7 +62,7 @@ def isoflop_bias(points: Points) -> Bias:
     return Bias(float(exponent - true_exponent), float(size), largest.offset)
 
 
-def warnings(law: Fit, level: float = 0.9) -> list[str]:
+def warnings(law: Fit, level: float | int = 0.9) -> list[str]:
     """Reasons to doubt a fit.
 
     Args:

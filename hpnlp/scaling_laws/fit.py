@@ -57,11 +57,11 @@ def interpolated_flops(points: Points) -> FlopsPerToken:
 class Estimate:
     """A number with its interval."""
 
-    value: float  #: the estimate
-    low: float  #: lower end of the interval
-    high: float  #: upper end of the interval
+    value: float | int  #: the estimate
+    low: float | int  #: lower end of the interval
+    high: float | int  #: upper end of the interval
 
-    def __contains__(self, number: float) -> bool:
+    def __contains__(self, number: float | int) -> bool:
         return self.low <= number <= self.high
 
 
@@ -69,7 +69,7 @@ class Estimate:
 class Optimum:
     """The best division of a budget of FLOPs between parameters and tokens."""
 
-    budget: float  #: training FLOPs C
+    budget: float | int  #: training FLOPs C
     n: Estimate  #: parameters N*
     d: Estimate  #: tokens D*
     ratio: Estimate  #: D*/N*
@@ -98,7 +98,7 @@ class Fit:
     samples: np.ndarray
     residuals: np.ndarray
     freedom: int
-    objective: float = 0.0
+    objective: float | int = 0.0
     starts: int = 1
     agreeing: int = 1
 
@@ -112,7 +112,7 @@ class Fit:
         """`[P]` constants."""
         return np.array(list(self.constants.values()))
 
-    def interval(self, name: str, level: float = 0.9) -> Estimate:
+    def interval(self, name: str, level: float | int = 0.9) -> Estimate:
         """A constant, or the exponent "a" of N* = G C^a for C = 6 N D, with its interval.
 
         Args:
@@ -135,7 +135,7 @@ class Fit:
             )
         return self._estimate(float(exponent(self.values)), exponent(self.samples), level)
 
-    def predict(self, n: float, d: float, c: float | None = None, level: float = 0.9) -> Estimate:
+    def predict(self, n: float | int, d: float | int, c: float | None = None, level: float | int = 0.9) -> Estimate:
         """Loss of a model that is trained once, with an interval that includes the noise of a single run.
 
         Args:
@@ -159,7 +159,7 @@ class Fit:
         drawn = np.random.default_rng(0).choice(noise, len(spread)) if len(noise) else 0.0
         return self._estimate(float(np.exp(value)), np.exp(spread + drawn), level)
 
-    def optimum(self, budget: float, flops_per_token: FlopsPerToken = six_n, level: float = 0.9) -> Optimum:
+    def optimum(self, budget: float | int, flops_per_token: FlopsPerToken = six_n, level: float | int = 0.9) -> Optimum:
         """Parameters and tokens with the least loss for a budget.
 
         Args:
@@ -193,7 +193,7 @@ class Fit:
             raise InputError(f"form {self.form} gives the best size and no loss: use the form additive or kaplan")
         return form
 
-    def _estimate(self, value: float, samples: np.ndarray, level: float) -> Estimate:
+    def _estimate(self, value: float | int, samples: np.ndarray, level: float | int) -> Estimate:
         """Percentiles of bootstrap samples, wider for few points as Student's distribution is than the normal one."""
         if not 0 < level < 1:
             raise InputError(f"level={level}: expected a probability between 0 and 1")
@@ -202,7 +202,9 @@ class Fit:
         return Estimate(float(value), float(low), float(high))
 
 
-def fit(points: Points, form: str = "additive", *, delta: float = DELTA, bootstrap: int = 200, seed: int = 0) -> Fit:
+def fit(
+    points: Points, form: str = "additive", *, delta: float | int = DELTA, bootstrap: int = 200, seed: int = 0
+) -> Fit:
     """Fits a scaling law.
 
     Forms of the loss minimise the sum of Huber losses of log losses from many starting points (Hoffmann et al. 2022, approach
@@ -269,7 +271,7 @@ def _check_determined(points: Points, form: str, law: LossForm) -> None:
         )
 
 
-def _fit_frontier(points: Points, form: str, law: FrontierForm, delta: float, bootstrap: int, seed: int) -> Fit:
+def _fit_frontier(points: Points, form: str, law: FrontierForm, delta: float | int, bootstrap: int, seed: int) -> Fit:
     """Fits N* = G C^a; samples have the noise of the residuals of the form additive."""
     best, smooth = power_law(law.minima(points)), fit(points, "additive", delta=delta, bootstrap=2)
     scale = np.sqrt(len(points) / (len(points) - len(smooth.constants)))
@@ -288,7 +290,7 @@ def _fit_frontier(points: Points, form: str, law: FrontierForm, delta: float, bo
 
 
 def _best_size(
-    form: LossForm, parameters: np.ndarray, budget: float, flops_per_token: FlopsPerToken
+    form: LossForm, parameters: np.ndarray, budget: float | int, flops_per_token: FlopsPerToken
 ) -> tuple[np.ndarray, np.ndarray]:
     """`[B]` sizes N with the least loss for a budget and that loss, by golden-section search over log N."""
     if form.exponent is None:

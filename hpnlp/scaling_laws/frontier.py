@@ -28,10 +28,10 @@ class Minimum:
       offset: Distance of log n from the middle of the sizes, relative to half their range; 0 is the middle, 1 the border.
     """
 
-    c: float
-    n: float
-    loss: float
-    offset: float = 0.0
+    c: float | int
+    n: float | int
+    loss: float | int
+    offset: float | int = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,9 +35,9 @@ class TrainedMember:
     name: str
     size: Size
     tokens: int
-    loss: float
+    loss: float | int
     error: float | None
-    seconds: float
+    seconds: float | int
     seed: int
 
 

@@ -12,7 +12,7 @@ LARGEST_STEP = 5.0  # of a parameter in one iteration
 TINY = 1e-12  # added to the diagonal, since a constant whose term has vanished has the derivative 0
 
 
-def huber(residuals: np.ndarray, delta: float) -> np.ndarray:
+def huber(residuals: np.ndarray, delta: float | int) -> np.ndarray:
     """Sum of the Huber losses of residuals.
 
     Args:
@@ -31,7 +31,7 @@ def minimize(
     starts: np.ndarray,
     variables: Sequence[np.ndarray],
     targets: np.ndarray,
-    delta: float,
+    delta: float | int,
     iterations: int = 200,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Minimises the sum of the Huber losses of log_loss - targets from each start, or for each of S data sets.

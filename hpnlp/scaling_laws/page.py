@@ -9,7 +9,7 @@ from hpnlp.scaling_laws.fit import Estimate, Fit
 from hpnlp.scaling_laws.flops import CONVENTIONS
 
 
-def render(analysis: Analysis, unfinished: Sequence[str], picture: str, level: float = 0.9) -> str:
+def render(analysis: Analysis, unfinished: Sequence[str], picture: str, level: float | int = 0.9) -> str:
     """The page.
 
     Args:
@@ -95,7 +95,7 @@ def _n(analysis: Analysis, prediction: Prediction) -> int:
     return CONVENTIONS[analysis.convention].parameters(prediction.member.size)
 
 
-def _other(name: str, each: Fit | str, level: float) -> tuple[str, str, str]:
+def _other(name: str, each: Fit | str, level: float | int) -> tuple[str, str, str]:
     if isinstance(each, str):
         return name, each, "-"
     constants = ", ".join(f"{key} {value:.4g}" for key, value in each.constants.items())

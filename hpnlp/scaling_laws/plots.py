@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +87,7 @@ def _decimal_ticks(axes: Any, values: np.ndarray) -> None:
     axes.xaxis.set_minor_locator(ticker.NullLocator())
 
 
-def _colors(values: np.ndarray, among: np.ndarray) -> Sequence[Any]:
+def _colors(values: np.ndarray, among: np.ndarray) -> Any:
     from matplotlib import colormaps
 
     low, high = np.log(among.min()), np.log(among.max())

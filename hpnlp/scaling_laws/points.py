@@ -56,7 +56,7 @@ class Points:
         """
         return {name: getattr(self, name) for name in ("n", "d", "loss", "c")}
 
-    def budgets(self, factor: float = EQUAL) -> list[np.ndarray]:
+    def budgets(self, factor: float | int = EQUAL) -> list[np.ndarray]:
         """Groups of points whose FLOPs are equal.
 
         Args:

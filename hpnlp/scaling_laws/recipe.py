@@ -17,8 +17,8 @@ _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 class Budget:
     """What a run or a study may cost: training FLOPs, or time on a device. The other one is 0."""
 
-    flops: float = 0.0  #: training FLOPs
-    seconds: float = 0.0  #: seconds on the devices
+    flops: float | int = 0.0  #: training FLOPs
+    seconds: float | int = 0.0  #: seconds on the devices
 
 
 def parse_budget(text: str, name: str) -> Budget:
@@ -46,7 +46,7 @@ def parse_budget(text: str, name: str) -> Budget:
     return Budget(seconds=number * _UNITS[match[2]]) if match[2] else Budget(flops=number)
 
 
-def batch_size(tokens: float, length: int) -> int:
+def batch_size(tokens: float | int, length: int) -> int:
     """Sequences of a batch for a number of training tokens.
 
     Args:
@@ -62,7 +62,7 @@ def batch_size(tokens: float, length: int) -> int:
     return max(SMALLEST_BATCH, 2 ** round(math.log2(max(1.0, 0.58 * tokens**0.571 / length))))
 
 
-def steps(tokens: float, batch: int, length: int, flops_per_token: float, name: str) -> int:
+def steps(tokens: float | int, batch: int, length: int, flops_per_token: float | int, name: str) -> int:
     """Steps of a run.
 
     Args:
@@ -87,7 +87,7 @@ def steps(tokens: float, batch: int, length: int, flops_per_token: float, name: 
     return count
 
 
-def learning_rate(n: float, d: float) -> float:
+def learning_rate(n: float | int, d: float | int) -> float:
     """Peak learning rate of AdamW for a model.
 
     Args:
@@ -103,7 +103,7 @@ def learning_rate(n: float, d: float) -> float:
     return 1.79 * n**-0.713 * d**0.307
 
 
-def warmup(n: float, tokens_per_step: int, steps: int) -> int:
+def warmup(n: float | int, tokens_per_step: int, steps: int) -> int:
     """Steps of warm-up: at most LARGEST_WARMUP of all, and at most N tokens.
 
     Args:

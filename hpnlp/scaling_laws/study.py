@@ -35,14 +35,14 @@ class PlannedRun:
     config: Config
     size: Size
     tokens: int
-    flops: float
+    flops: float | int
 
 
 @dataclasses.dataclass(frozen=True)
 class RunCosts:
     """Estimated costs of a run on one device."""
 
-    seconds: float  #: lower bound of the time of all steps
+    seconds: float | int  #: lower bound of the time of all steps
     bytes: int  #: device memory
     fits: bool  #: whether the memory suffices
 
@@ -73,8 +73,8 @@ class Study:
     flops: Sequence[float] = ()
     held_out: Sequence[tuple[Fields, int]] = ()
     repeats: Sequence[tuple[int, int]] = ()
-    learning_rate: float = 0.0
-    epochs: float = 1.0
+    learning_rate: float | int = 0.0
+    epochs: float | int = 1.0
     convention: str = DEFAULT
 
     def __post_init__(self) -> None:
@@ -136,7 +136,9 @@ class Study:
     def _size(self, values: ConfigDict, fields: Fields) -> Size:
         return size_of(_with_fields(values, fields))
 
-    def _run(self, values: ConfigDict, fields: Fields, size: Size, tokens: float, factor: float) -> PlannedRun:
+    def _run(
+        self, values: ConfigDict, fields: Fields, size: Size, tokens: float | int, factor: float | int
+    ) -> PlannedRun:
         length = resolve(values).data.seq_len
         batch = recipe.batch_size(tokens, length)
         per_token = CONVENTIONS[self.convention].flops_per_token(size)
@@ -243,7 +245,7 @@ def render(study: Study, runs: Sequence[PlannedRun], estimated: Sequence[RunCost
     return "\n".join(lines)
 
 
-def duration(seconds: float) -> str:
+def duration(seconds: float | int) -> str:
     """A time as text.
 
     Args:

@@ -23,7 +23,7 @@ def source(config=DENSE):
 
 
 def logits(config, weights):
-    run = jax.jit(lambda w: LM(config).apply(variables.collections(w), TOKENS, method="logits"), compiler_options=ONCE)
+    run = jax.jit(lambda w: LM(config).apply(variables.collections(w), jnp.asarray(TOKENS), method="logits"), compiler_options=ONCE)
     return run(weights)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,9 +70,9 @@ class Routing:
       expected: Number of assignments to experts that sizes of blocks and estimates of cost assume; 0 for `limit`.
     """
 
-    experts: Int[Array, " A"]
-    gates: Float[Array, " A"]
-    tokens: Int[Array, " A"] | None
+    experts: Any  # arrays; placeholders where JAX rebuilds the record
+    gates: Any
+    tokens: Any
     limit: int = dataclasses.field(metadata={"static": True})
     most: int = dataclasses.field(metadata={"static": True})
     expected: int = dataclasses.field(default=0, metadata={"static": True})

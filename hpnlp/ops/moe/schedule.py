@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,9 @@ class Blocks:
 
     size: int = dataclasses.field(metadata={"static": True})
     expected: int = dataclasses.field(metadata={"static": True})
-    used: Array
-    experts: Array
-    starts: Array
+    used: Any
+    experts: Any
+    starts: Any
 
 
 @jax.tree_util.register_dataclass
@@ -42,9 +43,9 @@ class Schedule:
       blocks: The blocks of each size, largest first, which together cover the rows of all experts once.
     """
 
-    row: Array
-    source: Array
-    counts: Array
+    row: Any
+    source: Any
+    counts: Any
     blocks: tuple[Blocks, ...]
 
 
