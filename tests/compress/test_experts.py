@@ -1,6 +1,7 @@
 """Stages of recipes on models with experts."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hpnlp.compress.matrices import expert_numbers
@@ -25,5 +26,7 @@ def test_experts_lose_columns_and_keep_their_numbers():
     assert second["mlp"]["up"].shape == (1, 4, 16, 16)
     assert is_weight(first["mlp"]["up"]["kernel"]) and is_weight(second["attention"]["q"]["kernel"])
     tokens = np.arange(8, dtype=np.int32)[None]
-    run = jax.jit(lambda w: LM(config).apply({"params": w}, jnp.asarray(tokens), method="logits"), compiler_options=ONCE)
+    run = jax.jit(
+        lambda w: LM(config).apply({"params": w}, jnp.asarray(tokens), method="logits"), compiler_options=ONCE
+    )
     assert np.isfinite(run(smaller)).all()

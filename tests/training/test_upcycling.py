@@ -1,9 +1,11 @@
 """Experts that start as copies of the MLPs of a dense model."""
 
 import dataclasses
+from pathlib import Path
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,11 +21,14 @@ TOKENS = np.random.default_rng(0).integers(0, 24, (2, 12)).astype(np.int32)
 
 
 def source(config=DENSE):
-    return warm_start.Source(None, "lm", config, None, "bytes", is_run=True)
+    return warm_start.Source(Path("source"), "lm", config, None, "bytes", is_run=True)
 
 
 def logits(config, weights):
-    run = jax.jit(lambda w: LM(config).apply(variables.collections(w), jnp.asarray(TOKENS), method="logits"), compiler_options=ONCE)
+    run = jax.jit(
+        lambda w: LM(config).apply(variables.collections(w), jnp.asarray(TOKENS), method="logits"),
+        compiler_options=ONCE,
+    )
     return run(weights)
 
 

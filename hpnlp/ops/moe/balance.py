@@ -49,8 +49,9 @@ def routing_sums(
     weight = real.astype(jnp.float32)
     # Padding may hold NaN, whose product with the weight 0 would be NaN.
     scores, logits = (jnp.where(real[:, None], x, 1.0 / experts) for x in (scores, logits))
-    counted = routing.experts if counted is None else counted
-    load = jnp.bincount(counted, length=experts + 1)[:experts].astype(jnp.float32)
+    load = jnp.bincount(routing.experts if counted is None else counted, length=experts + 1)[:experts].astype(
+        jnp.float32
+    )
     entropy = -jnp.sum(scores * jnp.log(jnp.maximum(scores, 1e-20)), axis=1)
     return {
         "tokens": jnp.sum(weight),
