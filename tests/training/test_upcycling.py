@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.data.tokenizers import ByteTokenizer
 from hpnlp.models import variables
 from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import upcycling, warm_start
 from hpnlp.types import InputError
 from tests.contracts import ONCE
@@ -21,7 +23,7 @@ TOKENS = np.random.default_rng(0).integers(0, 24, (2, 12)).astype(np.int32)
 
 
 def source(config=DENSE):
-    return warm_start.Source(Path("source"), "lm", config, None, "bytes", is_run=True)
+    return warm_start.Source(Path("source"), "lm", config, Vocabulary(ByteTokenizer()), "bytes", is_run=True)
 
 
 def logits(config, weights):
