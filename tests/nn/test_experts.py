@@ -172,6 +172,7 @@ def test_bias_moves_by_the_load_of_all_tokens():
         ("bias_balanced(8,2,groups=3)", "does not divide 8 experts"),
         ("bias_balanced(8,4,groups=4,kept_groups=1)", "have fewer experts"),
         ("bias_balanced(8,rate=-1.0)", "rate=-1.0"),
+        ("expert_choice(4,capacity=0.0)", "at least 1"),
         ("base(4,2)", "uses 1 per token"),
         ("top_k(4,kind=tanh)", "kind='tanh'"),
         ("top_k(4,impl=loop)", "impl='loop'"),

@@ -252,7 +252,8 @@ class ExpertLayer(FeedForward):
         ids = tokens.inputs.ids.reshape(-1, 1)
         column = jnp.arange(columns, dtype=jnp.uint32) + jnp.uint32(stream << 16)
         bits = random_bits(seed_words(tokens.inputs.draws), ids, column[None], jnp.zeros((1, 1), jnp.uint32))
-        return ((bits >> 8).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-24)
+        # 23 bits and a half are exact in float32; more would round to 1, whose normal quantile is infinite.
+        return ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
 
     def _tokens(self, inputs: MixerInputs) -> Tokens:
         assert inputs.x is not None

@@ -258,7 +258,7 @@ class ExpertChoice(ExpertLayer):
 
     def check(self) -> None:
         super().check()
-        check_capacity(self.capacity, least=0.0)
+        check_capacity(self.capacity)
 
     def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         logits = self.linear(tokens.x)
