@@ -588,7 +588,7 @@ def test_run_resumes_after_a_full_disk(mounts, start, finish, tmp_path):
     command = ["train", f"--config={tiny.EXPERIMENT}", "--config.train.checkpoint_every=1", "--config.train.keep=100"]
     wrapper = mounts(script, tmp_path / "disk", kept)
     outcome = finish(start(*command, f"--workdir={tmp_path / 'disk' / 'run'}", wrapper=wrapper))
-    assert outcome.out == "code 2\n", outcome
+    assert outcome.out == "code 75\n", outcome
     assert "Traceback" not in outcome.err
     (message,) = [line for line in outcome.err.splitlines() if line.startswith("hpnlp: ")]
     assert "the disk is full" in message and "free some space" in message and "run the same command again" in message
