@@ -167,6 +167,22 @@ class Timing:
         """
         return tuple(a / b for a, b in zip(self.all, other.all, strict=True))
 
+    def interval(self, other: Timing) -> tuple[float, float]:
+        """Interval of at least 95 % of `over`, by order statistics of the ratios of each round.
+
+        Args:
+          other: Timing of a function that was timed in the same rounds.
+
+        Returns:
+          `(low, high)`; the least and the largest ratio of fewer than nine rounds.
+        """
+        ratios = sorted(self.ratios(other))
+        # The median lies outside of the interval if at most `rank` of n ratios are on one side of it: a binomial tail.
+        tail, rank = 0.5 ** len(ratios), 0
+        while (tail := tail + math.comb(len(ratios), rank + 1) * 0.5 ** len(ratios)) <= 0.025:
+            rank += 1
+        return ratios[rank], ratios[-1 - rank]
+
 
 def timeit(
     functions: Mapping[str, Callable[[], Any]],

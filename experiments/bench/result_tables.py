@@ -441,6 +441,18 @@ def commits(rows: Rows) -> Lines:
     return lines
 
 
+def serving(rows: Rows) -> Lines:
+    """Ratios with their intervals, and seconds."""
+    lines = []
+    for row in rows:
+        if "ratio" in row:
+            figure = f"{row['ratio']:.2f} ({row['interval'][0]:.2f} to {row['interval'][1]:.2f})"
+        else:
+            figure = f"{row['total_seconds']:.1f} s"
+        lines.append((row["what"], figure))
+    return lines
+
+
 TABLE: dict[str, Callable[[Rows], Lines]] = {
     "demo": demo,
     "train_step": train_step,
@@ -480,5 +492,6 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "large_batch": large_batch,
     "suite": suite,
     "faults": faults,
+    "serving": serving,
     **dict.fromkeys(("commits", "commits-quiet"), commits),
 }
