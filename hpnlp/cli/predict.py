@@ -237,7 +237,7 @@ def _predicted(
             if not cli.FLAGS.skip_bad_lines:
                 fix = "correct it, or leave it out" + " by --skip_bad_lines" * bool(cli.FLAGS.file)
                 raise InputError(f"{place} {error}: {fix}") from error
-            left_out.add("bad records", place)
+            left_out.add("invalid", place)
 
         predictions = predictor.predict_valid(texts, cli.FLAGS.batch_size, report_bad)
         yield from ((chunk[number].fields, prediction) for number, prediction in predictions.items())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -29,6 +30,8 @@ TOKENIZER_CONFIG: Mapping[str, Any] = {
 # The ends of words within an identifier such as readHTTPHeader, and words.
 _CASE = r"(?<=[\p{Ll}\p{N}])(?=\p{Lu})|(?<=\p{Lu})(?=\p{Lu}\p{Ll})"
 _WORD = r"[^\W_]+"
+# Characters of a word, or of blanks in a row, that BPE is trained on: its time grows with the square of them.
+_LONGEST_RUN = 1024
 
 
 def _split_by_spaces(hf: Any, inner: Any) -> None:
@@ -154,7 +157,7 @@ class HFTokenizer(Tokenizer):
             show_progress=False,
             initial_alphabet=sorted(hf.pre_tokenizers.ByteLevel.alphabet()),
         )
-        inner.train_from_iterator(map(to_text, texts), trainer)
+        inner.train_from_iterator((_without_long_runs(to_text(text)) for text in texts), trainer)
         # The special tokens are plain entries that no merge produces, not added tokens: "<eos>" in a text stays text.
         form = json.loads(inner.to_str())
         vocab = form["model"]["vocab"]
@@ -288,6 +291,15 @@ def byte_of_character() -> dict[str, int]:
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [value for value in range(256) if value not in set(visible)]
     return {chr(value): value for value in visible} | {chr(256 + i): value for i, value in enumerate(hidden)}
+
+
+def _without_long_runs(text: str) -> str:
+    """The text with spaces within words, and without blanks in runs of blanks, of more than _LONGEST_RUN characters."""
+    if max(map(len, text.split()), default=0) > _LONGEST_RUN:
+        text = re.sub(rf"\S{{{_LONGEST_RUN}}}(?=\S)", r"\g<0> ", text)
+    if any(blank * _LONGEST_RUN in text for blank in " \t\n"):
+        text = re.sub(rf"(\s{{{_LONGEST_RUN}}})\s+", r"\1", text)
+    return text
 
 
 def _first(*values: int | None) -> Any:

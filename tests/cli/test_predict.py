@@ -92,7 +92,7 @@ def test_rows_are_attributable_to_records(run, classifier, tmp_path, monkeypatch
     read = list(csv.DictReader(io.StringIO(outcome.out)))
     assert [(row["id"], row["label"], row["review"]) for row in read] == [("x1", "good", "a fox"), ("x3", "", "a dog")]
     assert list(read[0]) == ["id", "label", "review", "predicted_label", "probability"]
-    assert "left out: 1 bad records: " in outcome.err and "a.csv, line 3\n" in outcome.err
+    assert "left out: 1 invalid: " in outcome.err and "a.csv, line 3\n" in outcome.err
     outcome = run(*command, "--keep=name")
     assert outcome.code == 2 and "no field 'name', the fields are 'id', 'review', " in outcome.err
     assert "pass --keep=NAME with one of them" in outcome.err and "check-data" not in outcome.err
@@ -123,7 +123,7 @@ def test_texts_without_tokens_are_left_out_with_their_places(run, classifier, tm
     assert [row["review"] for row in csv.DictReader(io.StringIO(outcome.out))] == ["three", "four"]
     for line in (
         "1 without text: line 1\n",
-        f"2 bad records: {tmp_path / 'a.txt'}, line 2; {tmp_path}/a.txt, line 3\n",
+        f"2 invalid: {tmp_path / 'a.txt'}, line 2; {tmp_path}/a.txt, line 3\n",
     ):
         assert f"left out: {line}" in outcome.err
     with pytest.raises(InputError, match="text 1 has a text without tokens: correct it"):
@@ -214,7 +214,7 @@ def test_invalid_input_is_refused(run, classifier, language_model, tmp_path):
         assert outcome.err.count("\n") == 1, (name, outcome)
         assert re.search(message, outcome.err), (name, outcome.err)
     outcome = run("predict", classifier, f"--file={tmp_path / 'bad.jsonl'}", "--skip_bad_lines")
-    assert outcome.code == 0 and "left out: 2 bad records: " in outcome.err
+    assert outcome.code == 0 and "left out: 2 invalid: " in outcome.err
 
 
 def test_invalid_arguments_raise(classifier, language_model):

@@ -199,6 +199,15 @@ def test_bpe_training_is_deterministic(tmp_path):
     assert len(forms) == 1
 
 
+def test_bpe_reads_long_runs_in_pieces():
+    """The package trains on a word of n equal characters in O(n^2): 200,000 of them took a minute."""
+    text = b"x" * 200_000 + b" a word " + b"\n" * 200_000 + b"another"
+    tokenizer = build("bpe(300)", [text])
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text and len(ids) < 1000
+    assert tokenizer.vocab_size < 300  # 10 merges of each: the longest pieces have 1,024 characters
+
+
 def test_bpe_special_tokens_in_text_stay_text(trained):
     tokenizer = trained["bpe(320)"]
     ids = tokenizer.encode(b"<bos><eos><pad>")

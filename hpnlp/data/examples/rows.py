@@ -29,6 +29,10 @@ _MAX_FIELD = 1 << 28  # bytes of a field of CSV; longer fields are refused, as l
 
 
 NO_HEADER = "write a line with the names of the columns before the first record, such as text,label"
+CARRIAGE_RETURN = (
+    "a carriage return outside of quotes: if all lines end so, convert the file by tr '\\r' '\\n' < FILE > NEW_FILE, "
+    "or else quote the cell"
+)
 
 
 class Row(NamedTuple):
@@ -109,7 +113,7 @@ class RowReader:
         """
         if not self.skip_bad_lines:
             raise InputError(f"{error}; {LIST_ALL}") from error
-        self.left_out.add("bad records", where)
+        self.left_out.add("invalid", where)
 
     def _read_file(self, file: File, walked: bool) -> Iterator[_Values]:
         """Records of one file, before their fields are checked."""
@@ -248,7 +252,8 @@ def _cells(
         except StopIteration:
             return
         except csv.Error as error:
-            report_bad(where, InputError(f"{where}: not CSV ({error}): {SKIP}"))
+            fault = CARRIAGE_RETURN if "new-line character" in str(error) else f"not CSV ({error}): {SKIP}"
+            report_bad(where, InputError(f"{where}: {fault}"))
             continue
         if header is None:
             header = cells

@@ -52,7 +52,7 @@ def test_all_faults_of_examples_are_listed(faulty, tmp_path):
     left_out = "\n".join(found.left_out)
     for message in ("1 of other formats (.log): notes.log", "1 of other formats (.txt)", "other formats (.log.gz)"):
         assert message in left_out
-    assert "bad records" not in left_out
+    assert "invalid" not in left_out
     remarks = "\n".join(found.remarks)
     assert "of blanks only" in remarks and "'Pos' (1: " in remarks
     assert found.figures[0].endswith("14 records from 18 lines of a.csv and 1 more")

@@ -256,7 +256,7 @@ BAD = {
     "one class": ([row("a"), row("a")], [row("a")], {}, "the training examples have only the class 'a': expected at least two"),
     "empty file": ([], [row("a")], {}, "train.jsonl' holds no examples (left out: 1 empty ("),
     "empty held-out file": ([row("a"), row("b")], [], {}, "test.jsonl' holds no examples (left out: 1 empty ("),
-    "all held out are bad": ([row("a"), row("b")], [row("c")], {"skip_bad_lines": True}, "no valid example is held out (left out: 1 bad records ("),  # noqa: E501
+    "all held out are bad": ([row("a"), row("b")], [row("c")], {"skip_bad_lines": True}, "no valid example is held out (left out: 1 invalid ("),  # noqa: E501
     "text without tokens": ([row("a"), row("b", " ")], [row("a")], {"tokenizer": "words(9, by=whitespace)"}, "train.jsonl, line 2: has a text without tokens: mend"),  # noqa: E501
 }  # fmt: skip
 
@@ -287,7 +287,7 @@ def test_heldout_examples_without_a_class_are_left_out_if_skipped(tmp_path):
     paths = {"heldout_path": str(tmp_path / "test.jsonl"), "skip_bad_lines": True}
     examples = prepare_examples(config("classification", tmp_path / "train.jsonl", **paths))
     assert examples.heldout_examples == 2 and examples.labels == ("a", "b")
-    assert re.search("left out: 1 bad records .*test.jsonl, line 2", examples.summary)
+    assert re.search("left out: 1 invalid .*test.jsonl, line 2", examples.summary)
 
 
 def test_paths_are_checked_without_reading_files(tmp_path):

@@ -94,6 +94,7 @@ BAD = {
     "CSV without the column": ("a.csv", "text,class\na,x\n", {}, "a.csv, line 1: no field 'label', the fields are 'text', 'class': pass data.label_field=NAME with one of them; if this line is a record, write a line with the names"),  # noqa: E501
     "CSV with a column twice": ("a.csv", "text,label,label\na,x,x\n", {}, "a.csv, line 1: has more than one column 'label'"),
     "CSV with a missing cell": ("a.csv", 'text,label\n"a\nb",x\nc\n', {}, "a.csv, line 4: 1 cells, expected 2 as in the first line"),  # noqa: E501
+    "CSV with line ends of old Macs": ("a.csv", "text,label\ra,x\rb,y\r", {}, r"a.csv, line 1: a carriage return outside of quotes: if all lines end so, convert the file by tr '\r' '\n' < FILE > NEW_FILE"),  # noqa: E501
     "CSV with an open quote": ("a.csv", 'text,label\na,x\n"b,x\n', {}, "a.csv, line 3: not CSV (unexpected end of data)"),
     "another format": ("a.txt", "text", {}, "a.txt' has another format: expected .jsonl, .json, .csv, .tsv, .parquet, .npz: convert"),  # noqa: E501
     "damaged Parquet": ("a.parquet", "PAR1", {}, "a.parquet: not a Parquet file that can be read"),
@@ -202,7 +203,7 @@ def test_bad_records_are_left_out_if_skipped(tmp_path):
         "d.csv.gz, line 2",
     ]  # fmt: skip
     counts = {reason: count for reason, (count, *_) in left_out.items()}
-    assert counts == {"bad records": 6, "empty": 1, "of other formats (.txt)": 1}
+    assert counts == {"invalid": 6, "empty": 1, "of other formats (.txt)": 1}
 
 
 def test_quotes_of_tsv_are_characters_and_those_of_tabs_in_csv_are_not(tmp_path):
