@@ -71,7 +71,8 @@ class Faults:
     ) -> Check:
         """The result with more faults, in which records that are skipped are no faults."""
         records = described(self.of_records, "record", ": ")
-        faults = [*([] if skips_records else records), *faults, *self.of_files]
+        # Faults of the examples may be consequences of those of files and records, which come first.
+        faults = [*self.of_files, *([] if skips_records else records), *faults]
         skipped = records if skips_records else []
         return Check(tuple(faults), tuple(remarks), (*described(left_out), *skipped), tuple(figures))
 

@@ -76,6 +76,12 @@ def test_duplicates_are_counted_within_and_between_the_sets(tmp_path):
     assert "training labels of each class: x 3, y 1" in first.summary and remarks[0] not in again.summary
 
 
+def test_faults_of_the_header_come_first(tmp_path):
+    (tmp_path / "a.csv").write_text("id,a film,good\n1,a play,bad\n", "utf-8")
+    header, examples = check_examples(config("classification", tmp_path / "a.csv")).faults
+    assert "a.csv, line 1: no field 'text'" in header and "holds no examples" in examples
+
+
 def test_long_lists_of_places_are_cut(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"text": "t", "label": "x"}] * 9 + [{"text": "", "label": "x"}] * 15)
     found = check_examples(config("classification", path))
