@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from hpnlp.data.stream import Corpus, DataConfig
 from hpnlp.models.word_vectors import WordVectors, WordVectorsConfig
+from hpnlp.ops.weight import dense
 from hpnlp.retrieval.word_vectors import WordVectorTable, of_tokenizer
 from hpnlp.tasks.lm import LanguageModel
 from hpnlp.tasks.reporting import (
@@ -144,7 +144,7 @@ def vectors_of(params: Any, tokenizer: Any) -> WordVectorTable:
     """The word vectors of a run.
 
     Args:
-      params: Parameters of a model with an embedding.
+      params: Parameters of a model with an embedding, also a compressed one.
       tokenizer: Its tokenizer.
 
     Returns:
@@ -156,4 +156,4 @@ def vectors_of(params: Any, tokenizer: Any) -> WordVectorTable:
     table = params.get("embed", {}).get("table") if isinstance(params, Mapping) else None
     if table is None:
         raise InputError("the model has no embedding of tokens: name a run of another task, or --vectors=FILE")
-    return of_tokenizer(np.asarray(jax.device_get(table), np.float32), tokenizer)
+    return of_tokenizer(np.asarray(dense(table), np.float32), tokenizer)
