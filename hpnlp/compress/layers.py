@@ -17,7 +17,7 @@ from hpnlp.nn.block import BlockConfig
 from hpnlp.types import InputError
 
 # Fields of a Block that pruning changes. Everything else is the same in all layers of a form.
-WIDTHS = ("heads", "kv_heads", "mlp_dim")
+WIDTHS = ("heads", "kv_heads", "mlp_dim", "mlp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ def join_layers(config: Any, weights: Any, layers: Sequence[Layer]) -> tuple[Any
     Args:
       config: Config of the model that the layers were taken from.
       weights: Weights of that model; all but the layers are kept.
-      layers: The layers, whose forms may differ in heads, kv_heads, head_dim and mlp_dim.
+      layers: The layers, whose forms may differ in heads, kv_heads, head_dim, mlp_dim and the number of experts.
 
     Returns:
       `(config, weights)` of the model with these layers.

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hpnlp.compress import convolutions, structure
-from hpnlp.compress.layers import join_layers, split_layers
+from hpnlp.compress.experts import merged
+from hpnlp.compress.layers import Layer, join_layers, split_layers
 from hpnlp.compress.matrices import is_table, map_matrices
 from hpnlp.compress.numbers import CONVERSIONS, Conversion
 from hpnlp.compress.sensitivity import choose_bits, mean_curvature
@@ -113,6 +114,26 @@ def mlp(share: int | float, by: str = "gradient", across_layers: bool = False) -
       InputError: `share` or `by` is invalid.
     """
     return STRUCTURE, _unit_compressor("mlp", share, by, across_layers)
+
+
+def experts(
+    share: int | float, by: str = "gradient", across_layers: bool = False, merge: bool = False
+) -> tuple[str, Compressor]:
+    """Removes experts of mixtures of experts, with their columns of the router.
+
+    Args:
+      share: As in `heads`.
+      by: As in `heads`. Experts that no token of the calibration data uses have no gradient.
+      across_layers: As in `heads`.
+      merge: Experts are not removed but averaged with the ones that stay, see `experts.merged`.
+
+    Returns:
+      What it changes, and the compressor.
+
+    Raises:
+      InputError: `share` or `by` is invalid.
+    """
+    return STRUCTURE, _unit_compressor("experts", share, by, across_layers, merged if merge else None)
 
 
 def magnitude(share: int | float, by: str = "magnitude") -> tuple[str, Compressor]:
@@ -290,6 +311,7 @@ COMPRESSORS: dict[str, Callable[..., tuple[str, Compressor]]] = {
     "layers": layers,
     "heads": heads,
     "mlp": mlp,
+    "experts": experts,
     "filters": convolutions.filters,
     "channels": convolutions.channels,
     "hidden": convolutions.hidden,
@@ -379,7 +401,13 @@ def compress(
         yield stage, config, weights
 
 
-def _unit_compressor(unit: str, share: int | float, by: str, across_layers: bool) -> Compressor:
+# (layer, units that stay, importance of all units) -> the layer before the other units are removed.
+_Prepare = Callable[[Layer, np.ndarray, np.ndarray], Layer]
+
+
+def _unit_compressor(
+    unit: str, share: int | float, by: str, across_layers: bool, prepare: _Prepare | None = None
+) -> Compressor:
     """Compressor that keeps a share of the units of each layer."""
     check_unit_arguments(unit, share, by)
 
@@ -390,18 +418,23 @@ def _unit_compressor(unit: str, share: int | float, by: str, across_layers: bool
             raise InputError(f"{unit}({share}): the model's layers have no {unit}: leave the stage out")
         check_keeps_units(unit, share, counts)
         check_known_widths(unit, calibration, across_layers)
-        if calibration is not None and calibration.is_outline:
+        is_outline = calibration is not None and calibration.is_outline
+        if is_outline:
             scores = [np.ones(n) for n in counts if n]
         else:
             slopes = [None] * len(of_model) if by == "magnitude" else _slopes(config, weights, unit, calibration)
             scores = [
                 structure.importance(layer, unit, g) for layer, g, n in zip(of_model, slopes, counts, strict=True) if n
             ]
-        kept = iter(structure.choose_units(scores, share, across_layers=across_layers))
-        smaller = [
-            structure.keep_units(layer, unit, next(kept)) if n else layer
-            for layer, n in zip(of_model, counts, strict=True)
-        ]
+        kept = structure.choose_units(scores, share, across_layers=across_layers)
+        chosen = iter(zip(kept, scores, strict=True))
+
+        def reduced(layer: Layer) -> Layer:
+            indices, values = next(chosen)
+            prepared = layer if prepare is None or is_outline else prepare(layer, indices, values)
+            return structure.keep_units(prepared, unit, indices)
+
+        smaller = [reduced(layer) if n else layer for layer, n in zip(of_model, counts, strict=True)]
         return join_layers(config, weights, smaller)
 
     return compress

@@ -1,4 +1,4 @@
-"""Structured pruning: heads, columns of feed-forward networks and layers are removed from the arrays.
+"""Structured pruning: heads, columns of feed-forward networks, experts and layers are removed from the arrays.
 
 References:
   Michel et al. 2019, "Are sixteen heads really better than one?", eq. 2: importance |weight x gradient|.
@@ -15,11 +15,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hpnlp.compress.experts import with_fewer_experts
 from hpnlp.compress.layers import Layer
+from hpnlp.nn.block import BlockConfig
 from hpnlp.types import InputError
 
 # Logical axes of the units of a kind, with the field of a Block that counts each.
-UNITS = {"heads": {"kv_heads": "kv_head_count", "heads": "heads"}, "mlp": {"mlp": "mlp_size"}}
+UNITS = {
+    "heads": {"kv_heads": "kv_head_count", "heads": "heads"},
+    "mlp": {"mlp": "mlp_size"},
+    "experts": {"experts": "expert_count", "router": "expert_count"},
+}
 
 
 def importance(layer: Layer, unit: str, gradients: Any = None) -> np.ndarray:
@@ -27,7 +33,7 @@ def importance(layer: Layer, unit: str, gradients: Any = None) -> np.ndarray:
 
     Args:
       layer: The layer.
-      unit: "heads" (groups of heads that share a key head), or "mlp" (columns of the feed-forward network).
+      unit: "heads" (groups of heads that share a key head), "mlp" (columns of the feed-forward network), or "experts".
       gradients: Gradients of the loss, a tree like the layer's parameters; None for the magnitude of the weights.
 
     Returns:
@@ -56,7 +62,7 @@ def unit_count(layer: Layer, unit: str) -> int:
       unit: As for `importance`.
 
     Returns:
-      The number: of key heads, or of columns; 0 for a layer without such units.
+      The number: of key heads, columns or experts; 0 for a layer without such units.
     """
     first = next(iter(UNITS[unit]))
     has_units = any(set(names) & set(UNITS[unit]) for names in _axes_of(layer.axes["params"]))
@@ -81,7 +87,7 @@ def keep_units(layer: Layer, unit: str, kept: Sequence[int] | np.ndarray) -> Lay
         raise InputError(
             f"all {unit} of a layer would be removed: keep at least one, or remove the layer with layers(...)"
         )
-    count, form = unit_count(layer, unit), layer.form
+    count = unit_count(layer, unit)
 
     def select(names: tuple[str | None, ...], leaf: Any) -> Any:
         for axis, name in enumerate(names):
@@ -99,12 +105,18 @@ def keep_units(layer: Layer, unit: str, kept: Sequence[int] | np.ndarray) -> Lay
         )
         for name, tree in layer.variables.items()
     }
+    return Layer(_with_units(layer.form, unit, len(kept)), variables, layer.axes)
+
+
+def _with_units(form: BlockConfig, unit: str, count: int) -> BlockConfig:
+    """The form with another number of units."""
+    if unit == "experts":
+        return with_fewer_experts(form, count)
     if unit == "mlp":
-        changes = {"mlp_dim": len(kept)}
-    else:
-        groups = form.heads // form.kv_head_count
-        changes = {"heads": groups * len(kept), "kv_heads": len(kept) if groups > 1 else 0, "head_dim": form.head_size}
-    return Layer(dataclasses.replace(form, **changes), variables, layer.axes)
+        return dataclasses.replace(form, mlp_dim=count)
+    groups = form.heads // form.kv_head_count
+    key_heads = count if groups > 1 else 0
+    return dataclasses.replace(form, heads=groups * count, kv_heads=key_heads, head_dim=form.head_size)
 
 
 def choose_units(scores: Sequence[np.ndarray], fraction: int | float, *, across_layers: bool) -> list[np.ndarray]:

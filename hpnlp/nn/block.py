@@ -113,6 +113,11 @@ class BlockConfig:
         return self.head_dim or self.dim // self.heads
 
     @property
+    def expert_count(self) -> int:
+        """Number of experts of the feed-forward network, 0 for an MLP."""
+        return described_network(self.mlp).expert_count
+
+    @property
     def mlp_size(self) -> int:
         """Number of columns of the MLP."""
         if self.mlp_dim:

@@ -64,7 +64,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "mlp": ("tensor",),
     "experts": ("expert",),  # MLPs of a mixture of experts
     "router": (),  # outputs of a router
-    "gates": (),  # gates of a recurrent layer: divided ones would need a message for every token
+    "gates": (),  # gates of a recurrent layer, which need all of them for every token, and of shared experts
     "vocab": ("pipeline", "tensor"),  # stages would otherwise wait for the last one's logits
     "labels": ("pipeline", "tensor"),  # the classes of a classifier, as words
     "classes": (),  # outputs that are not words: clusters, classes and bits of an output layer

@@ -1,13 +1,22 @@
 """Stages of recipes on models with experts."""
 
+import dataclasses
+import re
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from hpnlp.compress.matrices import expert_numbers
 from hpnlp.compress.recipe import compress, parse_recipe
+from hpnlp.compress.sizes import planned_sizes
+from hpnlp.compress.stages import Calibration
 from hpnlp.models.lm import LM, LMConfig
-from hpnlp.ops.weight import is_weight
+from hpnlp.models.variables import BUFFERS, collections, join, split
+from hpnlp.ops.weight import is_weight, parameter_count
+from hpnlp.types import InputError
 from tests.contracts import ONCE
 from tests.drawn import drawn_params
 
@@ -30,3 +39,90 @@ def test_experts_lose_columns_and_keep_their_numbers():
         lambda w: LM(config).apply({"params": w}, jnp.asarray(tokens), method="logits"), compiler_options=ONCE
     )
     assert np.isfinite(run(smaller)).all()
+
+
+def model_of(mlp: str, form: str = "block"):
+    """Config, weights and a function of weights to logits, of one layer with experts."""
+    config = LMConfig(dim=16, heads=2, layers=1, vocab=24, max_len=16, mlp_dim=32, mlp=mlp, form=form)
+    tokens = jnp.asarray(np.arange(8, dtype=np.int32)[None])
+    weights = drawn_params(LM(config), 0.3)
+
+    def logits(config, weights) -> Any:
+        return LM(config).apply(collections(weights), tokens, method="logits")
+
+    return config, weights, logits
+
+
+def test_removing_experts_that_no_token_uses_changes_nothing():
+    config, weights, logits = model_of("bias_balanced(6, 2)")
+    bias = jnp.asarray([[0.0, -1e3, 0.0, -1e3, -1e3, 0.0]])
+    weights[BUFFERS] = {"layers": {"mlp": {"bias": bias}}}
+
+    def gradients(config, weights):
+        params, buffers = split(weights)
+        return jax.grad(lambda p: jnp.sum(logits(config, join(p, buffers)) ** 2))(params)
+
+    *_, (_, smaller, pruned) = compress(config, weights, parse_recipe("experts(0.5)"), Calibration(gradients))
+    assert smaller.mlp == "bias_balanced(experts=3, k=2)" and pruned["layers"]["mlp"]["up"].shape == (1, 3, 16, 32)
+    assert pruned[BUFFERS]["layers"]["mlp"]["bias"].shape == (1, 3)
+    np.testing.assert_allclose(logits(smaller, pruned), logits(config, weights), atol=1e-6)
+
+
+def test_planned_sizes_are_those_of_the_arrays():
+    config, weights, _ = model_of("top_k(4, 2)")
+    recipe = parse_recipe("experts(0.5, merge=True)")
+    planned = [size.parameters for size in planned_sizes(config, jax.eval_shape(lambda: weights), recipe)]
+    slopes = Calibration(lambda config, weights: jax.tree.map(jnp.ones_like, weights))
+    *_, (_, _, smaller) = compress(config, weights, recipe, slopes)
+    assert planned == [parameter_count(tree) for tree in (weights, smaller)]
+
+
+def test_merged_copies_are_the_expert():
+    """Experts 2 and 3 are experts 0 and 1 with permuted columns, and join them."""
+    config, weights, _ = model_of("top_k(4, 1, gates='softmax')")
+    mlp = weights["layers"]["mlp"]
+    order = np.random.default_rng(0).permutation(32)
+    for name in ("up", "gate"):
+        mlp[name] = mlp[name].at[:, 2:].set(mlp[name][:, :2][..., order])
+    mlp["down"] = mlp["down"].at[:, 2:].set(mlp["down"][:, :2][:, :, order] * 0.5)  # so that 0 and 1 stay
+    mlp["router"] = mlp["router"].at[..., 2:].set(2.0 * mlp["router"][..., :2])
+    recipe = parse_recipe("experts(0.5, by=magnitude, merge=True)")
+    *_, (_, smaller, merged) = compress(config, weights, recipe)
+    assert smaller.mlp == "top_k(experts=2, k=1, gates='softmax')"
+    for name in ("up", "gate"):
+        np.testing.assert_allclose(merged["layers"]["mlp"][name], mlp[name][:, :2], rtol=1e-5)
+    kept = merged["layers"]["mlp"]["down"] / mlp["down"][:, :2]
+    assert ((kept > 0.5) & (kept < 1.0)).all() and np.ptp(kept, axis=(0, 2, 3)).max() < 1e-5
+
+
+def test_layers_may_keep_different_numbers_of_experts():
+    config, weights, logits = model_of("top_k(4, 2)", form="block*2")
+    config = dataclasses.replace(config, layers=2)
+    weights = drawn_params(LM(config), 0.3)
+    weights["layers"]["mlp"]["up"] = weights["layers"]["mlp"]["up"].at[1, 1:].multiply(1e-3)
+    recipe = parse_recipe("experts(0.75, by=magnitude, across_layers=True)")
+    *_, (_, smaller, pruned) = compress(config, weights, recipe)
+    counts = [form.expert_count for form in smaller.forms()]
+    assert sum(counts) == 6 and counts[0] == 4
+    assert np.isfinite(logits(smaller, pruned)).all()
+
+
+@pytest.mark.parametrize(
+    ("mlp", "recipe", "message"),
+    [
+        ("swiglu", "experts(0.5)", "the model's layers have no experts: leave the stage out"),
+        ("hash(4)", "experts(0.5, by=magnitude)", "a hash of another number of experts gives all words other experts"),
+        (
+            "bias_balanced(4, 2, groups=2)",
+            "experts(0.5, by=magnitude)",
+            "the 2 groups are of equal size: leave the stage",
+        ),
+        ("top_k(4, 2)", "experts(0.25, by=magnitude)", "k=2 of 1 experts"),
+        ("top_k(4, 2)", "experts(0.01, by=magnitude)", "experts would stay in a layer"),
+        ("top_k(4, 2)", "experts(0.5, by=load)", "expected gradient or magnitude"),
+    ],
+)
+def test_experts_that_cannot_be_removed_raise(mlp, recipe, message):
+    config, weights, _ = model_of(mlp)
+    with pytest.raises(InputError, match=re.escape(message)):
+        list(compress(config, weights, parse_recipe(recipe)))

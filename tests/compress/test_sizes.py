@@ -79,7 +79,7 @@ def test_bounds_hold_for_codes_of_maximal_entropy(tmp_path):
 
 def test_recipes_cover_all_stages():
     stages = {stage.text.split("(")[0] for recipe in RECIPES for stage in parse_recipe(recipe)}
-    assert stages | {"filters", "channels", "hidden", "shapes"} == set(COMPRESSORS)  # those in test_convolutions
+    assert stages | {"filters", "channels", "hidden", "shapes", "experts"} == set(COMPRESSORS)  # in tests of their own
 
 
 @pytest.mark.parametrize(

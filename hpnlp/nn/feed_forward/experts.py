@@ -92,6 +92,11 @@ class ExpertLayer(FeedForward):
         return {name: (None,) * (name in moe.VECTORS) for name in moe.SUMS}
 
     @property
+    def needs_all_experts(self) -> str:
+        """The reason why experts cannot be removed from a trained layer; "" where they can."""
+        return ""
+
+    @property
     def traits(self) -> MixerTraits:
         """Which tokens the choice of experts depends on."""
         return MixerTraits()
@@ -234,7 +239,8 @@ class ExpertLayer(FeedForward):
         Returns:
           `[..., features]`, float32.
         """
-        kernel = param(self, name, init, (x.shape[-1], features or self.experts), ("embed", "router"))
+        axes = ("embed", "gates" if features else "router")
+        kernel = param(self, name, init, (x.shape[-1], features or self.experts), axes)
         return jnp.einsum("...d,de->...e", x, kernel, precision=jax.lax.Precision.HIGHEST)
 
     def uniform(self, tokens: Tokens, stream: int, columns: int) -> jax.Array:

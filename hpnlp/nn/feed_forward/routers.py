@@ -288,6 +288,10 @@ class BiasBalanced(ExpertLayer):
     kept_groups: int = 1
 
     @property
+    def needs_all_experts(self) -> str:
+        return f"the {self.groups} groups are of equal size" if self.groups > 1 else ""
+
+    @property
     def keeps_scale(self) -> bool:
         return self.scale == 1.0
 
@@ -307,7 +311,7 @@ class BiasBalanced(ExpertLayer):
 
     def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         logits = self.linear(tokens.x)
-        bias = buffer(self, "bias", nn.initializers.zeros, (self.experts,), (None,))
+        bias = buffer(self, "bias", nn.initializers.zeros, (self.experts,), ("router",))
         gates = moe.Gates("sigmoid", normalize=True, scale=self.scale)
         routing = moe.route(
             logits, self.k, gates, tokens.real, bias=bias, groups=self.groups, kept_groups=self.kept_groups
@@ -343,6 +347,10 @@ class Hash(ExpertLayer):
     seed: int = 0
 
     reads_tokens: ClassVar[bool] = True
+
+    @property
+    def needs_all_experts(self) -> str:
+        return "a hash of another number of experts gives all words other experts"
 
     @property
     def keeps_scale(self) -> bool:
