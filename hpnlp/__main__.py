@@ -88,11 +88,9 @@ def _run_guarded(argv: list[str]) -> None:
             exit_with_message(error)
         finally:
             if stdout.escaped:
-                print(
-                    f"hpnlp: the encoding of stdout is {stdout.encoding}, and other characters were written as \\uXXXX: set "
-                    "PYTHONIOENCODING=utf-8",
-                    file=sys.stderr,
-                )
+                fix = "" if stdout.encoding.lower() == "utf-8" else ": set PYTHONIOENCODING=utf-8"
+                line = f"the encoding of stdout is {stdout.encoding}, and other characters were written as \\uXXXX{fix}"
+                print(f"hpnlp: {line}", file=sys.stderr)
         if stdout.failure and code in (0, 130):
             print(f"hpnlp: {stdout.message}", file=sys.stderr)
             code = code or 2

@@ -152,11 +152,12 @@ def _from_lines(lines: Iterable[tuple[int, str]], kind: Kind, place: str) -> Ite
     """Examples from numbered lines, in which tabs separate the texts of a pair."""
     names = [column.name for column in kind.inputs]
     for number, line in lines:
-        parts = line.split("\t", len(names) - 1) if len(names) > 1 else [line]
-        if len(parts) < len(names):
+        parts = line.split("\t") if len(names) > 1 else [line]
+        if len(parts) != len(names):
+            count = "one text" if len(parts) == 1 else f"{len(parts)} texts"
             raise InputError(
-                f"{place} {number}: {line!r:.60} is one text, and the run predicts from {len(names)} ({', '.join(names)}): "
-                "put a tab between them, or use a file of records"
+                f"{place} {number}: {line!r:.60} is {count}, and the run predicts from {len(names)} ({', '.join(names)}): "
+                "put one tab between them, or use a file of records"
             )
         yield _Example(f"{place} {number}", parts, dict(zip(names, parts, strict=True)))
 
@@ -175,6 +176,8 @@ def _from_file(name: str, kind: Kind, left_out: LeftOut) -> Iterator[_Example]:
     if os.path.isdir(name):
         raise InputError(f"--file={name} is a directory: name one file, or - for stdin")
     if os.path.splitext(files.uncompressed(name))[1].lower() not in rows.FORMATS:
+        if fault := sources.compression_fault(name):
+            raise InputError(f"--file={name} {fault}: unpack it first")
         with files.open_text(name) as stream:
             yield from _from_lines(_text_lines(stream, name, left_out), kind, f"{name}, line")
         return

@@ -239,7 +239,7 @@ def _find_one(path: str, argument: str, readable: tuple[str, ...]) -> Source:
     for name in sorted(names):
         file = os.path.join(base, name)
         is_readable = files.uncompressed(name).lower().endswith(readable)
-        fault = "" if is_readable else _compression_fault(name)
+        fault = "" if is_readable else compression_fault(name)
         if fault and not walked:
             raise InputError(f"{argument}: {file!r} {fault}: unpack it")
         if fault:
@@ -303,8 +303,15 @@ def _path_fault(path: str) -> str:
     return "is not a regular file"
 
 
-def _compression_fault(name: str) -> str:
-    """The reason why a compressed file cannot be read as a stream, or "" if it can, or is not compressed."""
+def compression_fault(name: str) -> str:
+    """Checks the compression of a file by its name.
+
+    Args:
+      name: File name or path.
+
+    Returns:
+      The reason why a compressed file cannot be read as a stream, or "" if it can, or is not compressed.
+    """
     if name.lower().endswith(_ARCHIVES):
         return "is compressed in a form that is not read"
     if files.compression(name) and files.uncompressed(name).lower().endswith((".parquet", ".npy")):

@@ -14,8 +14,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import hpnlp
+from hpnlp.cli.predict import _from_lines
 from hpnlp.data.examples.fields import FieldError
 from hpnlp.data.examples.kind import Kind
+from hpnlp.data.examples.kinds import Pairs
 from hpnlp.jobs import predictor
 from hpnlp.training import config as configs
 from hpnlp.training import loop
@@ -197,6 +199,10 @@ ERRORS = {
     "a language model": (["LM", "a"], "task='lm' has no labels, targets or pairs to predict: use hpnlp generate"),
     "fields of texts": (["RUN", "a", "--fields=b"], "--fields=.* has no effect without a file of records"),
     "the input as output": (["RUN", "--file=DIR/other.csv", "--out=DIR/other.csv"], "is the file that is read"),
+    "archive": (
+        ["RUN", "--file=DIR/packed.zip"],
+        "packed.zip is compressed in a form that is not read: unpack it first",
+    ),
     "no step": (["RUN", "a", "--step=3"], "no checkpoint 3 in .*there: 40"),
 }
 
@@ -206,6 +212,7 @@ def test_invalid_input_is_refused(run, classifier, language_model, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"review": "a"}\n{"review": 3}\n{"review": ""}\n')
     (tmp_path / "wide.txt").write_bytes("a".encode("utf-16"))
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    (tmp_path / "packed.zip").write_bytes(b"PK")
     names = {"RUN": str(classifier), "LM": str(language_model)}
     for name, (arguments, message) in ERRORS.items():
         argv = [names.get(a, a).replace("DIR", str(tmp_path)) for a in arguments]
@@ -215,6 +222,13 @@ def test_invalid_input_is_refused(run, classifier, language_model, tmp_path):
         assert re.search(message, outcome.err), (name, outcome.err)
     outcome = run("predict", classifier, f"--file={tmp_path / 'bad.jsonl'}", "--skip_bad_lines")
     assert outcome.code == 0 and "left out: 2 invalid: " in outcome.err
+
+
+def test_lines_with_too_few_or_too_many_texts_raise():
+    kind = Pairs("question", "answer")
+    for line, count in (("a", "one text"), ("a\tb\tc", "3 texts")):
+        with pytest.raises(InputError, match=f"{count}, and the run predicts from 2 .question, answer.: put one tab"):
+            list(_from_lines([(1, line)], kind, "text"))
 
 
 def test_invalid_arguments_raise(classifier, language_model):
