@@ -62,22 +62,7 @@ class EncoderConfig(BackboneConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for spec, traits in zip(mixer_period(self.mixer), self.traits, strict=True):
-            if not traits.bidirectional:
-                raise InputError(
-                    f"model.mixer={self.mixer!r}: {spec.name} mixes with earlier tokens only, and an encoder needs both "
-                    "directions: choose a bidirectional mixer"
-                )
-            if not traits.excludes_padding:
-                raise InputError(
-                    f"model.mixer={self.mixer!r}: {spec.name} mixes padding with the text: choose a mixer that isolates "
-                    "segments"
-                )
-            if self.pooling == "none" and not traits.isolates_segments:
-                raise InputError(
-                    f"model.mixer={self.mixer!r}: {spec.name} mixes documents that share a sequence, as they may "
-                    "where tokens have labels: choose a mixer that isolates segments"
-                )
+        self._check_traits()
         for name, known in (("pooling", ("none", *POOLINGS)), ("transform", ("none", *TRANSFORMS))):
             if (value := getattr(self, name)) not in known:
                 raise InputError(f"model.{name}={value!r}: {did_you_mean(value, known)}")
@@ -93,6 +78,26 @@ class EncoderConfig(BackboneConfig):
             )
 
         self._check_embeddings()
+
+    def _check_traits(self) -> None:
+        """Raises InputError for mixers and feed-forward networks that mix what an encoder keeps apart."""
+        mixers = zip(mixer_period(self.mixer), self.traits, strict=True)
+        branches = [(f"model.mixer={self.mixer!r}: {spec.name}", "mixer", traits) for spec, traits in mixers]
+        networks = zip(self.forms(), self.network_traits, strict=True)
+        branches += [(f"model.mlp={form.mlp!r}", "feed-forward network", traits) for form, traits in networks]
+        for subject, branch, traits in branches:
+            if not traits.bidirectional:
+                raise InputError(
+                    f"{subject} mixes with earlier tokens only, and an encoder needs both directions: choose a "
+                    f"bidirectional {branch}"
+                )
+            if not traits.excludes_padding:
+                raise InputError(f"{subject} mixes padding with the text: choose a {branch} that isolates segments")
+            if self.pooling == "none" and not traits.isolates_segments:
+                raise InputError(
+                    f"{subject} mixes documents that share a sequence, as they may where tokens have labels: choose a {branch} "
+                    "that isolates segments"
+                )
 
     def _check_embeddings(self) -> None:
         """Raises InputError for sizes of the embeddings that do not fit the model."""

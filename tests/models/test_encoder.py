@@ -166,6 +166,11 @@ def test_rows_of_tables():
     [
         ({"mixer": "conv"}, "model.mixer='conv': conv mixes with earlier tokens only"),
         ({"mixer": "full,leaks", "layers": 2}, "leaks mixes padding with the text"),
+        ({"mlp": "expert_choice(4)"}, "model.mlp='expert_choice.4.' mixes documents that share a sequence"),
+        (
+            {"form": "block,block(mlp='base(4)')", "layers": 2},
+            "model.mlp='base.4.' mixes documents .*: choose a feed-forward network that isolates segments",
+        ),
         ({"pooling": "avg", "classes": 2}, "model.pooling='avg': "),
         ({"transform": "pooler"}, "model.transform='pooler': "),
         ({"classes": 1}, "model.classes=1: expected at least 2"),
@@ -193,6 +198,10 @@ def test_invalid_configs_raise(fields, message, monkeypatch):
     monkeypatch.setitem(MIXERS, "leaks", lambda **extra: Leaks(Full(), **extra))
     with pytest.raises(InputError, match=message):
         make(**fields)
+
+
+def test_experts_that_choose_among_the_tokens_of_a_sequence_serve_encoders_of_one_text_per_sequence():
+    assert EncoderConfig(**SIZES, mlp="expert_choice(4)", pooling="mean", classes=3).networks()[0].expert_count == 4
 
 
 def test_tokens_have_type_0_where_batches_have_no_token_types():
