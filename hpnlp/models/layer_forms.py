@@ -11,7 +11,7 @@ from typing import Any
 from hpnlp.nn.attention import mixer_period
 from hpnlp.nn.block import BlockConfig
 from hpnlp.nn.blocks import block_kind
-from hpnlp.nn.feed_forward import FeedForward, build_feed_forward
+from hpnlp.nn.feed_forward import FeedForward, build_feed_forward, described_network
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.spec import Spec, build, parse_period
 from hpnlp.types import InputError, Mixer, MixerTraits, Projection
@@ -134,7 +134,7 @@ def check_reversible(config: BlockConfig, forms: Sequence[BlockConfig]) -> None:
       forms: The forms of the layers.
 
     Raises:
-      InputError: A layer has other branches than a mixer and a feed-forward network, or norms of the residual stream.
+      InputError: A layer has other branches than a mixer and a feed-forward network, norms of the residual stream, or experts.
     """
     if config.memory_dim:
         raise InputError(
@@ -146,6 +146,12 @@ def check_reversible(config: BlockConfig, forms: Sequence[BlockConfig]) -> None:
             raise InputError(
                 f"model.residual='reversible', model.block={form.block!r}: reversible layers have two branches: set "
                 "model.residual='plain', or choose another block"
+            )
+        if described_network(form.mlp).expert_count:
+            # Recomputed inputs differ by rounding, and a token with two nearly equal logits may then choose another expert.
+            raise InputError(
+                f"model.residual='reversible', model.mlp={form.mlp!r}: the backward pass recomputes the inputs of routers, "
+                "which may then choose other experts: set model.residual='plain' and plan.remat=full"
             )
     if config.norm_placement == "post":
         raise InputError(

@@ -78,6 +78,14 @@ def test_rematerialisation_raises():
         make_trainer(model, OptimizerConfig(), Plan("single", remat="full"), steps=10)
 
 
+@pytest.mark.parametrize("fields", [{"mlp": "top_k(4)"}, {"form": "block,block(mlp='hash(4)')", "layers": 2}])
+def test_experts_raise(fields):
+    with pytest.raises(
+        InputError, match=r"model.mlp='.*\(4\)': the backward pass .*: set model.residual='plain' and plan"
+    ):
+        make(**REVERSIBLE | fields)
+
+
 @pytest.mark.slow  # tests/ops/test_reversible.py has the memory of one stack
 @pytest.mark.parametrize("mixer", ["full", "window(8,0),full"])
 def test_memory_does_not_grow_with_depth(mixer):
