@@ -54,6 +54,29 @@ def test_changes_that_compute_the_same_are_read(run, fields):
     assert all(getattr(config.model, name) == value for name, value in fields.items())
 
 
+@pytest.mark.parametrize(
+    ("mlp", "form"),
+    [
+        ("top_k(4,2,balance=0.1,z=0.2,impl=dense,exchange_capacity=2.0)", "block"),
+        ("top_k(4,2)", "block(mlp='gshard(4)'),block(mlp='top_k(4,2)')"),
+    ],
+    ids=["model.mlp", "model.form"],
+)
+def test_arguments_of_routers_for_training_only_may_change(tmp_path, mlp, form):
+    def config(mlp, form):
+        return resolve({"model": {"dim": 16, "heads": 2, "layers": 2, "mlp_dim": 8, "mlp": mlp, "form": form}})
+
+    free = "exchange_capacity=1.5"
+    trained = config("top_k(4,2)", form.replace("gshard(4)", f"gshard(4,threshold=0.1,{free})"))
+    run_directory.write_config(tmp_path, trained)
+    changed = config(mlp, form)
+    replace_bytes(tmp_path / "config.json", to_json(changed).encode())
+    assert run_directory.load_config(tmp_path).model == changed.model
+    replace_bytes(tmp_path / "config.json", to_json(config("top_k(4,2,gates=softmax)", form)).encode())
+    with pytest.raises(InputError, match="model.mlp='top_k.4,2,gates=softmax.'"):
+        run_directory.load_config(tmp_path)
+
+
 def test_records_of_other_versions_are_read(run):
     workdir = run()
     record = workdir / architecture.RECORD

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 from hpnlp.models.huggingface.config_values import checked_value
 from hpnlp.models.huggingface.family import Family, ModelConfig
 from hpnlp.models.huggingface.llama import LLAMA, like_llama
-from hpnlp.models.huggingface.networks import Network, experts_text, network_fields, networks_of
+from hpnlp.models.huggingface.networks import Network, network_fields, networks_of
 from hpnlp.models.huggingface.sliding_windows import WindowLayers
+from hpnlp.nn.feed_forward.canonical import experts_text
 from hpnlp.nn.feed_forward.experts import ExpertLayer
 from hpnlp.nn.feed_forward.routers import BiasBalanced, TopK
 from hpnlp.types import InputError
@@ -47,7 +48,7 @@ class _TopK:
       experts: Key of the number of experts.
       columns: Key of the columns of an expert.
       shared: Key of the columns of the shared experts, which have a gate; "" for none.
-      normalizes: Whether the gates of a token sum to 1; None where norm_topk_prob tells.
+      normalizes: Whether the gates of a token sum to 1; None for families whose config.json has norm_topk_prob.
       has_dense_layers: Whether mlp_only_layers and decoder_sparse_step name layers with an MLP.
     """
 

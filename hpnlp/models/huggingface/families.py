@@ -17,7 +17,7 @@ from hpnlp.models.huggingface.experts import EXPERT_FAMILIES
 from hpnlp.models.huggingface.family import Family, ModelConfig
 from hpnlp.models.huggingface.llama import LLAMA_FAMILIES
 from hpnlp.models.huggingface.mobilebert import MOBILEBERT_FAMILIES, canonical_block
-from hpnlp.models.huggingface.networks import canonical_mlp, network_fields, networks_of
+from hpnlp.models.huggingface.networks import network_fields, networks_of
 from hpnlp.models.huggingface.roberta import ROBERTA_FAMILIES
 from hpnlp.models.huggingface.rope_scaling import parse_scaling, read_rope, rope_json
 from hpnlp.models.huggingface.sliding_windows import (
@@ -27,6 +27,7 @@ from hpnlp.models.huggingface.sliding_windows import (
     read_windows,
     windows_json,
 )
+from hpnlp.nn.feed_forward.canonical import canonical_mlp
 from hpnlp.nn.output import OUTPUTS
 from hpnlp.ops.attention import Causal
 from hpnlp.spec import build, parse_one, parse_period

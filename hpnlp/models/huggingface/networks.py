@@ -8,11 +8,9 @@ from typing import Any
 
 from hpnlp.models.huggingface.family import ModelConfig
 from hpnlp.nn.feed_forward import FeedForward, described_network
+from hpnlp.nn.feed_forward.canonical import canonical_mlp
 from hpnlp.nn.feed_forward.experts import ExpertLayer
-from hpnlp.spec import Spec, parse_one, parse_period
-
-# Arguments of routers that change how a model is trained or run, and not the function that it computes afterwards.
-FREE = ("balance", "z", "impl", "rate", "importance", "load", "jitter")
+from hpnlp.spec import Spec, parse_period
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,43 +83,3 @@ def _entry(entry: Spec, network: Network, base: Network) -> Spec:
     if network.columns != base.columns:
         kwargs["mlp_dim"] = network.columns
     return dataclasses.replace(entry, kwargs=tuple(kwargs.items()))
-
-
-def canonical_mlp(text: str) -> str:
-    """Rewrites a feed-forward network so that networks of the same function have equal spec strings.
-
-    Args:
-      text: `model.mlp`.
-
-    Returns:
-      The spec string, without arguments that are used in training only.
-    """
-    network, spec = described_network(text), parse_one(text, "model.mlp")
-    if not isinstance(network, ExpertLayer):
-        return text
-    names = [field.name for field in dataclasses.fields(network) if field.name not in _common_fields()]
-    values = {name: getattr(network, name) for name in names if name not in FREE}
-    if values.get("gates") == "softmax" and values.get("normalize"):
-        values |= {"gates": "softmax_k", "normalize": False}
-    return experts_text(spec.name, values)
-
-
-def experts_text(name: str, values: dict[str, Any]) -> str:
-    """Writes a mixture of experts as a spec string.
-
-    Args:
-      name: Entry of FEED_FORWARDS.
-      values: Its arguments, with experts and k.
-
-    Returns:
-      The spec string, without arguments that have their defaults.
-    """
-    module = described_network(name)
-    further = {field: value for field, value in values.items() if value != getattr(module, field)}
-    positional = tuple(values[field] for field in ("experts", "k"))
-    return str(Spec(name, positional, tuple((k, v) for k, v in further.items() if k not in ("experts", "k"))))
-
-
-def _common_fields() -> set[str]:
-    """Fields of all feed-forward networks, which a spec string does not set."""
-    return {field.name for field in dataclasses.fields(FeedForward)}

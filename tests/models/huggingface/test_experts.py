@@ -97,6 +97,15 @@ def test_layers_without_experts_become_forms(changes, form):
     assert LMConfig(**fields).forms()[0].mlp_size == (40 if form.startswith(DENSE) else 16)
 
 
+def test_arguments_for_training_only_do_not_hinder_the_export(tmp_path):
+    sizes = {"dim": 8, "heads": 2, "layers": 1, "vocab": 12, "max_len": 16}
+    written = [
+        families.config_json(LMConfig(**sizes, mlp=f"top_k(4, 2{extra})"))
+        for extra in ("", ", exchange_capacity=2.0, impl=dense")
+    ]
+    assert written[0] == written[1]
+
+
 def test_coefficient_of_the_balance_loss_is_divided_by_k():
     assert "balance=0.003" in families.fields_of(QWEN_JSON | {"router_aux_loss_coef": 0.001}, "config.json")["mlp"]
     config = LMConfig(dim=8, heads=2, layers=1, vocab=12, max_len=16, mlp="top_k(4, 2, balance=0.03)")
