@@ -38,7 +38,7 @@ class PlannedLayers(abc.ABC):
 
     @functools.cached_property
     def network_traits(self) -> tuple[MixerTraits, ...]:
-        """Traits of `networks`. In the order of `networks`."""
+        """Traits of the feed-forward networks of one period."""
         return tuple(network.traits for network in self.networks())
 
     def expert_sizes(self) -> dict[str, tuple[int, str]]:
@@ -75,7 +75,7 @@ class PlannedLayers(abc.ABC):
           layout: The plan on its devices.
 
         Raises:
-          InputError: The layout divides what the layers need undivided.
+          InputError: The layers do not work with an axis that the layout divides.
         """
         c: Any = self
         for field, axis in (("pipeline", "layers"), ("sequence", "length")):
@@ -89,8 +89,9 @@ class PlannedLayers(abc.ABC):
         for form, traits in zip(c.forms(), c.network_traits, strict=True):
             if layout.size("length") > 1 and not (traits.prefix_consistent and traits.causal):
                 raise InputError(
-                    f"plan.sequence={layout.size('length')} divides sequences, and model.mlp={form.mlp!r} counts the tokens of "
-                    "whole sequences: set plan.sequence=1, or choose a router without a capacity, as top_k(8,2)"
+                    f"plan.sequence={layout.size('length')} divides sequences, and model.mlp={form.mlp!r} needs all tokens of "
+                    "a sequence, to count them or to choose among them: set plan.sequence=1, or choose a router without a "
+                    "capacity, as top_k(8,2)"
                 )
         if layout.size("heads") > 1 and any(form.joint_qk_norm for form in c.forms()):
             raise InputError(

@@ -51,6 +51,8 @@ def _offload(*names: str) -> Any:
 
 def _checked_names(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
+        if name == ROUTING:
+            raise InputError(f"plan.remat: every policy keeps {ROUTING!r}, the choice of experts: leave it out")
         if name not in NAMES:
             raise InputError(f"plan.remat: no layer names {name!r}: {did_you_mean(str(name), NAMES)}")
     return names or DEFAULT_NAMES

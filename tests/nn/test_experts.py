@@ -191,5 +191,12 @@ def test_biases_of_experts_raise():
         build_feed_forward("top_k(4)", hidden=F, use_bias=True)
 
 
+def test_policies_that_name_the_choice_of_experts_raise():
+    with pytest.raises(
+        InputError, match="plan.remat: every policy keeps 'routing', the choice of experts: leave it out"
+    ):
+        policy("names(mixed,routing)")
+
+
 def test_every_router_is_an_expert_layer():
     assert all(issubclass(FEED_FORWARDS[name], ExpertLayer) for name in ROUTERS) and len(ROUTERS) == 9
