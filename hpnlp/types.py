@@ -116,6 +116,7 @@ class MixerInputs:
       tokens: int32 `[B, T]`, ids of the words, if a feed-forward network reads them.
       deterministic: True switches dropout off.
       decoding: True where a prompt is read or continued. Read by feed-forward networks only.
+      taps: Names of arrays for `MixerOutput.taps`. Read by feed-forward networks only.
       capacity: If given, the mixer also returns a cache of the tokens, with room for this number of tokens per sequence. The
           first tokens of a sequence have a positive segment id, and padding has 0.
     """
@@ -138,6 +139,7 @@ class MixerInputs:
     projections: Mapping[str, Array] = dataclasses.field(default_factory=dict)
     deterministic: bool = dataclasses.field(default=True, metadata={"static": True})
     decoding: bool = dataclasses.field(default=False, metadata={"static": True})
+    taps: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
     capacity: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     def lengths(self) -> Array:
@@ -165,6 +167,8 @@ class MixerOutput:
       statistics: Sums over the tokens, float32, by name; see `statistic_axes`.
       cache: State of the tokens that `extend` reads; None unless `MixerInputs.capacity` is given.
       carry: The carry for the tokens that follow; None unless `MixerInputs.carry` is given.
+      taps: Arrays `[B, T, ...]` by name: "gates" `[B, T, E]` of experts, 0 for experts that a token does not use, if
+          `MixerInputs.taps` has "routing".
     """
 
     o: Array
@@ -172,6 +176,7 @@ class MixerOutput:
     statistics: Statistics = dataclasses.field(default_factory=dict)
     cache: Any = None
     carry: Any = None
+    taps: Mapping[str, Array] = dataclasses.field(default_factory=dict)
 
 
 @runtime_checkable

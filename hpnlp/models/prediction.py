@@ -108,7 +108,7 @@ class PredictionModel(Backbone):
             ids=ids,
             order=order,
             memory=self.memory_of(batch),
-            taps=tuple(name for name in taps if name in ("embedding", "hidden", "attention")),
+            taps=tuple(name for name in taps if name in ("embedding", "hidden", "attention", "routing")),
         )
         h, _, report = self.hidden(batch["tokens"], context, added=self.added_embeddings(batch))
         return h, batch, indices, report
@@ -161,15 +161,15 @@ class PredictionModel(Backbone):
 
         Args:
           taps: Names of "logits" (of every token or sequence, float32 `[B, T, C]` or `[B, C]`), "last" (hidden states after
-            the final norm), "embedding" (the input of the first layer), "hidden" (the output of every layer) and "attention"
-            (queries and keys of every layer).
+            the final norm), "embedding" (the input of the first layer), "hidden" (the output of every layer), "attention"
+            (queries and keys of every layer) and "routing" (gates of the experts of every layer that has experts).
           h: Hidden states `[B, T, D]`.
           head: Hidden states that the output layer reads, `[B, T, D]` or `[B, D]`.
           report: Report of the layers.
 
         Returns:
           Name -> array. Those of layers are under "layers", by the name of their stack, stacked in the order of the layers:
-          "hidden" `[n, B, T, D]`, "queries" `[n, B, T, N, H]` and "keys" `[n, B, T, K, H]`.
+          "hidden" `[n, B, T, D]`, "queries" `[n, B, T, N, H]`, "keys" `[n, B, T, K, H]` and "gates" `[n, B, T, E]`.
         """
         result = dict(report.taps)
         if "last" in taps:

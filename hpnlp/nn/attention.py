@@ -56,7 +56,7 @@ class Context:
       memory: Memory of cross-attention; None for layers without, and where their caches hold its keys and values.
       carry: Carry of the layer's mixer, the only field in which layers differ; None for none.
       taps: Arrays that layers report: "hidden" for the hidden states that a layer returns, "attention" for the queries and keys
-        of its mixer.
+        of its mixer, "routing" for the gates of its experts.
     """
 
     positions: jax.Array

@@ -240,10 +240,12 @@ class Block(nn.Module):
                 tokens=context.tokens,
                 deterministic=context.deterministic,
                 decoding=context.decoding,
+                taps=context.taps,
             )
         )
         y = self._drop(self._normed_result("feed", out.o), context)
-        return y, self.tensor_parallel.report(self.mlp, out).of_branch("mlp")
+        report = dataclasses.replace(self.tensor_parallel.report(self.mlp, out), taps=dict(out.taps))
+        return y, report.of_branch("mlp")
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: Any = None

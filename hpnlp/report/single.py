@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from hpnlp import measure, plots, tasks
+from hpnlp.report import experts
 from hpnlp.report.files import read_metrics, replace_text, task_of
 from hpnlp.tasks.reporting import Outcome
 from hpnlp.training import next_commands
@@ -46,18 +47,26 @@ def write(workdir: str | Path, config: Config, result: Result, flags: str = "--c
     model, params = result.model, _local(result.params)
     while params is not None and hasattr(model, "plain"):  # a wrapper that only training needs
         model, params = model.plain(params)
-    section = part.section(Outcome(config, result.dataset, model, params, result.sums))
-    report = summarize(config, result) | finite(dict(section.numbers))
+    outcome = Outcome(config, result.dataset, model, params, result.sums)
+    sections = [part.section(outcome)]
+    uses = experts.measure_use(outcome) if experts.has_section(outcome) else {}
+    if uses:
+        sections.append(experts.section(uses, result.dataset.tokenizer))
+    report = summarize(config, result)
+    for section in sections:
+        report |= finite(dict(section.numbers))
     report |= {"skipped_steps": sum(line.get("skipped") or 0 for line in curve)}
     norms = [line["grad_norm"] for line in curve if line.get("grad_norm") is not None]
     report |= norm_numbers(norms, config.optimizer.clip_norm)
-    text = render(workdir, config, report, section.text, flags, fault)
+    text = render(workdir, config, report, "\n\n".join(s.text for s in sections if s.text), flags, fault)
     try:
         plots.plot_curves({workdir.name: curve}, workdir / "loss.png", report, part.levels(report), part.unit)
         if norms:
             plots.plot_norms(curve, workdir / "gradient_norms.png", config.optimizer.clip_norm)
-        for name, picture in section.pictures.items():
+        for name, picture in (item for section in sections for item in section.pictures.items()):
             plots.plot_heatmap(picture, workdir / name)
+        if uses:
+            experts.plot(uses, curve, workdir)
         write_examples(workdir, result.examples)
         replace_text(workdir / "report.md", text)
         # Written last, because its existence marks the run as finished.

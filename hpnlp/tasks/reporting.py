@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,18 +99,19 @@ class Outcome:
     params: Any
     sums: Mapping[str, Any]
 
-    def compiled(self, method: str) -> Callable[[Mapping[str, np.ndarray]], Any]:
+    def compiled(self, method: str, *arguments: Any) -> Callable[[Mapping[str, np.ndarray]], Any]:
         """Compiles a method of the model.
 
         Args:
           method: Name of a method that takes a batch.
+          *arguments: Further arguments of the method.
 
         Returns:
           The method with the run's parameters, as a function of the arrays of a batch; those that the model does not read are
           left out.
         """
         weights = collections(host_offload.to_device(self.params))
-        apply = jax.jit(functools.partial(self.model.apply, method=method))
+        apply = jax.jit(lambda weights, batch: self.model.apply(weights, batch, *arguments, method=method))
         return lambda batch: apply(weights, {name: batch[name] for name in self.model.batch_axes()})
 
 

@@ -17,7 +17,7 @@ from hpnlp.nn.layers import Initializer, dense_init, param
 from hpnlp.ops import moe
 from hpnlp.ops.dropout import random_bits, seed_words
 from hpnlp.ops.moe import exchange
-from hpnlp.ops.moe.experts import IMPLEMENTATIONS
+from hpnlp.ops.moe.experts import IMPLEMENTATIONS, token_gates
 from hpnlp.spec import did_you_mean
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Statistics
 
@@ -187,7 +187,10 @@ class ExpertLayer(FeedForward):
             y, kept = self._mlps(flat, routing, weights, inputs.deterministic)
             y, statistics = y.reshape(x.shape), statistics | kept
         y = self.tensor_parallel.reduce_output(y, "mlp")
-        return MixerOutput(y + self._shared(inputs) if self.shared else y, statistics=statistics)
+        taps = {}
+        if "routing" in inputs.taps:
+            taps["gates"] = token_gates(routing, flat.shape[0], self.experts).reshape(*x.shape[:-1], -1)
+        return MixerOutput(y + self._shared(inputs) if self.shared else y, statistics=statistics, taps=taps)
 
     def _mlps(
         self, x: jax.Array, routing: moe.Routing, weights: Any, deterministic: bool

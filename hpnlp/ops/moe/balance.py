@@ -141,9 +141,10 @@ def load_metrics(sums: Sums) -> dict[str, Array]:
 
     Returns:
       "balance" and "router_z": the values of `balance_loss` and `z_loss`; "load_max" and "load_min": the largest and the
-      smallest load over the mean load; "load_entropy": entropy of the loads over log E; "router_entropy": mean entropy of a
-      token's scores, in nats; "router_lse": root mean square of the logsumexp of the logits; "dropped": share of assignments
-      without a place; "dead_experts": number of experts with less than 1 % of the mean load.
+      smallest load over the mean load; "load_variation": standard deviation of the loads over their mean; "load_entropy":
+      entropy of the loads over log E; "router_entropy": mean entropy of a token's scores, in nats; "router_lse": root mean
+      square of the logsumexp of the logits; "dropped": share of assignments without a place; "dead_experts": number of
+      experts with less than 1 % of the mean load.
     """
     load = sums["load"] / jnp.maximum(jnp.mean(sums["load"]), 1e-20)
     share = load / load.shape[0]
@@ -154,6 +155,7 @@ def load_metrics(sums: Sums) -> dict[str, Array]:
         "router_z": z_loss(sums),
         "load_max": jnp.max(load),
         "load_min": jnp.min(load),
+        "load_variation": jnp.sqrt(squared_variation(load)),
         "load_entropy": entropy / jnp.log(jnp.float32(max(load.shape[0], 2))),
         "router_entropy": sums["entropy"] / tokens,
         "router_lse": jnp.sqrt(sums["square_lse"] / tokens),

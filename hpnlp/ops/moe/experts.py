@@ -93,7 +93,7 @@ def reference_expert_mlp(
     Returns:
       The sums in the dtype of x.
     """
-    weights = _weights(routing, x.shape[0], experts["up"].shape[0])
+    weights = token_gates(routing, x.shape[0], experts["up"].shape[0])
     up = jnp.einsum("nd,edf->nef", x, experts["up"].astype(x.dtype))
     if "gate" in experts:
         hidden = activation(jnp.einsum("nd,edf->nef", x, experts["gate"].astype(x.dtype))) * up
@@ -103,7 +103,7 @@ def reference_expert_mlp(
     return jnp.einsum("ne,ned->nd", weights, results.astype(jnp.float32)).astype(x.dtype)
 
 
-def _weights(routing: Routing, count: int, experts: int) -> jax.Array:
+def token_gates(routing: Routing, count: int, experts: int) -> jax.Array:
     """`[N, E]`, the gate of each token and expert; 0 for experts that the token does not use."""
     if routing.tokens is not None:
         return jnp.zeros((count, experts)).at[routing.tokens, routing.experts].add(routing.gates, mode="drop")

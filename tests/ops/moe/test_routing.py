@@ -177,6 +177,7 @@ def test_load_counts_choices_before_drops():
     metrics = moe.load_metrics(sums)
     assert_close(metrics["dropped"], np.float32(6 / 9))
     assert metrics["dead_experts"] == 2 and metrics["load_max"] == 3
+    np.testing.assert_allclose(metrics["load_variation"], np.sqrt(2.0), rtol=1e-6)
 
 
 def test_z_loss_is_the_mean_square_of_the_logsumexp():
