@@ -453,6 +453,30 @@ def serving(rows: Rows) -> Lines:
     return lines
 
 
+EXPERT_PEERS = {
+    "dense": "layer of experts, time of a training step relative to a dense MLP of equal active FLOPs",
+    "trainer": "model with experts, time of a training step relative to a dense model of equal active FLOPs",
+    "torch": "layer of experts, time of a training step relative to torch with grouped products",
+    "skew": "layer of experts, time of a training step relative to even loads",
+    "implementations": "layer of experts by `impl`, time of a training step relative to a dense MLP of equal active FLOPs",
+    "decode": "layer of experts, time of decoding relative to a dense MLP of equal active FLOPs",
+}
+
+
+def experts(rows: Rows) -> Lines:
+    lines = []
+    for row in rows:
+        wall, cpu = row["wall"], row["cpu"]
+        figure = (
+            f"{wall['ratio']:.2f} ({wall['interval'][0]:.2f} to {wall['interval'][1]:.2f}; CPU time {cpu['ratio']:.2f}"
+        )
+        if "temporary_mib" in row and row["compared"] == "dense":
+            first, second = row["temporary_mib"]
+            figure += f"; temporary memory {first / second:.2f}"
+        lines.append((f"{EXPERT_PEERS[row['compared']]}, {row['row']}", f"{figure})"))
+    return lines
+
+
 TABLE: dict[str, Callable[[Rows], Lines]] = {
     "demo": demo,
     "train_step": train_step,
@@ -490,6 +514,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "launch": launch,
     "adamw": adamw,
     "large_batch": large_batch,
+    "experts": experts,
     "suite": suite,
     "faults": faults,
     "serving": serving,

@@ -65,6 +65,7 @@ SECTIONS = {
     "Recurrent layers": ("recurrent", "awd_lstm"),
     "Decoding": ("decode", "beam"),
     "Output layers and losses": ("softmax", "softmax_layers", "estimates"),
+    "Mixture of experts": ("experts",),
     "Search": ("search",),
     "Trees and lengths": ("trees", "encoders"),
     "Embeddings and memory": ("word_embeddings", "rare_events", "labelled_bags"),
