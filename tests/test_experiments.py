@@ -58,6 +58,7 @@ def config_of(path, overrides):
     [
         "lm/mixers.py",
         "lm/sizes.py",
+        "moe/bytes.py",
         "lm/segment_memory.py",
         "lm/memory_lengths.py",
         "lra/lra.py",

@@ -3,7 +3,7 @@
     python experiments/bench/experts.py [--only=dense,torch,...] [--rounds=9] [--tiny]
 
 D 256, SwiGLU experts of 512 columns, float32. A row of a layer is its complete training step: router, choice, dispatch,
-experts, combination, statistics, balance loss and metrics, forward and backward, with an update in place of parameters and input.
+experts, combination, statistics, balance loss and metrics, forward and backward, and updates of parameters and input in place.
 Its dense peer has k x 512 columns. The rows "trainer" are steps of `make_trainer` of a model of two layers, with AdamW.
 
 The ratio of a row is the median of the ratios of neighbouring measurements, with an interval of at least 95 % of that median.
@@ -191,7 +191,7 @@ def decode_rows(rounds: int, tiny: bool) -> Iterator[tuple[str, Row]]:
     """One, four and sixteen tokens, forward, over a dense MLP of equal active FLOPs; a measurement is 50 calls."""
     for experts, count in ((8, 1), (64, 1), (64, 4), (64, 16)):
         x = tokens(count)
-        pair = [decode_step(f"top_k({experts},{K})", COLUMNS, x), decode_step("swiglu", K * COLUMNS, x)]
+        pair = decode_step(f"top_k({experts},{K})", COLUMNS, x), decode_step("swiglu", K * COLUMNS, x)
         yield f"E {experts}, tokens: {count}", paired(*pair, rounds)
 
 
