@@ -156,7 +156,7 @@ def section(uses: Mapping[int, Use], tokenizer: Any) -> Section:
     has_pairs = any(use.has_pairs for use in uses.values())
     rows = [_row(layer, use) for layer, use in uses.items()]
     lines = [
-        f"Experts, over {tokens:,} tokens of held-out text (loads over the mean load of the layer):",
+        f"Experts, over {tokens:,} tokens of held-out text (loads are over the mean load, without dropped assignments):",
         "",
         "| layer | experts | experts per token | largest load | smallest load | below 1 % | mean of the largest gate |",
         "|---|---|---|---|---|---|---|",
