@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.optimize import linear_sum_assignment
 
 from hpnlp.ops import moe
 from hpnlp.types import InputError
@@ -212,20 +211,6 @@ def test_second_choices_are_kept_with_the_published_probability():
         share = np.mean(np.asarray(kept.experts).reshape(-1, 2)[:, 1] < 4)
         assert abs(share - min(1, second[0] / threshold)) < 4 * 0.5 / np.sqrt(20000)
         np.testing.assert_array_equal(np.asarray(kept.gates).reshape(-1, 2)[:, 0], 1 - second)
-
-
-@pytest.mark.parametrize(("count", "experts"), [(16, 4), (37, 5), (5, 8)])
-def test_balanced_assignment_is_nearly_optimal(count, experts):
-    scores = RNG.normal(size=(count, experts)).astype(np.float32)
-    real = RNG.random(count) < 0.8
-    chosen = np.asarray(once(moe.balanced_assignment, scores, real))
-    assert np.all(chosen[~real] == experts) and np.all(chosen[real] < experts)
-    places = -(-real.sum() // experts)
-    assert np.bincount(chosen[real], minlength=experts).max() <= places
-    total = scores[real, chosen[real]].sum()
-    best = np.repeat(scores[real], places, axis=1)
-    best = best[linear_sum_assignment(-best)].sum()
-    assert best - total < 1e-3 * np.ptp(scores) * real.sum() + 1e-5
 
 
 def test_hashed_experts_are_distinct_spread_and_fixed():
