@@ -1,5 +1,7 @@
 """Layers of experts: what they share with other layers of a model, for every router."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,6 +119,51 @@ def test_traits_hold(spec):
         assert_close(prefix, full[:, :9])
     if traits.decodes:  # without drops
         assert_close(step, decoded[:, :1])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "top_k(8,2,capacity=1.0)",
+        pytest.param("gshard(8,capacity=1.0,first_choices_first=True)", marks=pytest.mark.slow),
+    ],
+)
+def test_capacity_of_a_document_ignores_any_number_of_others(spec):
+    """12 documents in one sequence, whose tokens all choose the same experts: the drops of each are those of it alone."""
+    layer = build_feed_forward(spec, hidden=F)
+    x = np.tile(RNG.normal(size=D).astype(np.float32), (1, 60, 1))
+    x += 0.01 * RNG.normal(size=x.shape).astype(np.float32)
+    segments = np.repeat(np.arange(1, 13), 5)[None]
+    variables = jax.tree.map(lambda v: v * 8, layer.init(jax.random.key(0), inputs_of(x, segments)))
+
+    def run(x, segments):
+        packed = layer.apply(variables, inputs_of(x, segments)).o[0]
+        alone = inputs_of(x.reshape(12, 5, D), np.ones((12, 5)))
+        unpacked = layer.apply(variables, dataclasses.replace(alone, segment_ids=None))
+        return packed, layer.apply(variables, alone).o.reshape(60, D), unpacked.o.reshape(60, D)
+
+    packed, alone, unpacked = once(run, x, segments)
+    assert_close(alone, packed)
+    assert_close(unpacked, packed)
+    assert 0 < np.sum(np.any(np.asarray(packed) != 0, axis=1)) < 60  # some tokens are dropped
+
+
+def test_bounds_of_the_assignments_of_an_expert(monkeypatch):
+    """`Routing.most` without slack: sequences of one document, sequences of several, and equal loads."""
+    bounds = {}
+    inputs = inputs_of(np.zeros((3, 20, D), np.float32), np.ones((3, 20)), training=True)
+    for spec in ("switch(4)", "base(4)"):
+        layer = build_feed_forward(spec, hidden=F)
+        variables = layer.init(jax.random.key(0), inputs)
+        for segment_ids in (None, inputs.segment_ids):
+
+            def expert_mlp(x, routing, *args, case=(spec, segment_ids is not None)):
+                bounds[case] = routing.most
+                return x
+
+            monkeypatch.setattr(moe, "expert_mlp", expert_mlp)
+            jax.eval_shape(layer.apply, variables, dataclasses.replace(inputs, segment_ids=segment_ids))
+    assert bounds == {("switch(4)", False): 21, ("switch(4)", True): 60, ("base(4)", False): 15, ("base(4)", True): 15}
 
 
 @pytest.mark.parametrize("spec", ["top_k(4)", "st_moe(4)", "noisy_top_k(4)"])

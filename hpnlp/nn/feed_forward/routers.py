@@ -38,7 +38,7 @@ def limited(
     assert tokens.inputs.x is not None
     return moe.within_capacity(
         routing,
-        tokens.groups,
+        None if tokens.inputs.segment_ids is None else tokens.groups,
         tokens.counts,
         tokens.inputs.x.shape[1],
         layer.k,
@@ -400,7 +400,8 @@ class Base(ExpertLayer):
             assign = jax.vmap(moe.balanced_assignment)
             chosen = assign(logits.reshape(*shape, -1), tokens.real.reshape(shape)).reshape(-1)
             gates = jnp.take_along_axis(logits, jnp.minimum(chosen, self.experts - 1)[:, None], axis=1)[:, 0]
-            routing = moe.Routing(chosen, jax.nn.sigmoid(gates), None, routing.limit, routing.most)
+            most = shape[0] * -(-shape[1] // self.experts)
+            routing = moe.Routing(chosen, jax.nn.sigmoid(gates), None, routing.limit, most)
             routing = routing.kept(tokens.real, self.experts)
         scores = jax.nn.softmax(logits, axis=1)
         return routing, moe.routing_sums(logits, scores, tokens.real, routing, routing)

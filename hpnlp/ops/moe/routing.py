@@ -293,14 +293,10 @@ def _capacities(counts: Int[Array, " G"], k: int, factor: float, experts: int) -
     return jnp.ceil(counts.astype(jnp.float32) * (k * factor / experts) - 1e-4).astype(jnp.int32)
 
 
-# Documents of a sequence whose capacities may all be rounded up.
-ROUNDED_UP = 8
-
-
 @array_op()
 def within_capacity(
     routing: Routing,
-    groups: Int[Array, " N"],
+    groups: Int[Array, " N"] | None,
     counts: Int[Array, " N"],
     length: int,
     k: int,
@@ -315,12 +311,12 @@ def within_capacity(
 
     Args:
       routing: k assignments per token.
-      groups: Number of the document of each token, ascending; documents lie within sequences.
+      groups: Number of the document of each token, ascending; documents lie within sequences. None where each sequence is one
+        document, which limits `Routing.most`: many short documents may assign all tokens of a sequence to one expert.
       counts: Number of tokens of the token's document, without padding.
       length: Tokens of a sequence T, a divisor of N.
       k: Experts per token.
-      factor: Capacity factor: an expert takes `ceil(k n factor / E)` assignments of a document of n tokens, and at most
-        `k T factor / E + 8` of a sequence, which matters for sequences of more than 8 documents.
+      factor: Capacity factor: an expert takes `ceil(k n factor / E)` assignments of a document of n tokens.
       experts: Number of experts E.
       first_choices_first: Order of places.
 
@@ -331,17 +327,17 @@ def within_capacity(
 
     References: Lepikhin et al. 2020, "GShard", arXiv 2006.16668; Fedus et al. 2021, "Switch Transformers", arXiv 2101.03961.
     """
-    count = groups.shape[0]
+    count = counts.shape[0]
     is_chosen = (routing.experts.reshape(-1, k)[:, :, None] == jnp.arange(experts)[None, None]).astype(
         jnp.int32
     )  # [N, k, E]
-    most = length
-    if isinstance(length, int):  # an exported program may take any length
-        most = min(int(k * length * factor / experts) + ROUNDED_UP, length)
-    in_document = _places(is_chosen, groups, first_choices_first) < _capacities(counts, k, factor, experts)[:, None]
-    kept = jnp.where(in_document[:, :, None], is_chosen, 0)
-    sequences = jnp.arange(count, dtype=jnp.int32) // length
-    keep = in_document & (_places(kept, sequences, first_choices_first) < most)
+    most, capacities = length, _capacities(counts, k, factor, experts)
+    if groups is None:
+        groups = jnp.arange(count, dtype=jnp.int32) // length
+        if isinstance(length, int):  # an exported program may take any length
+            most = min(math.ceil(k * length * factor / experts - 1e-4), length)
+            capacities = jnp.minimum(capacities, most)  # float32 may round them up
+    keep = _places(is_chosen, groups, first_choices_first) < capacities[:, None]
     return dataclasses.replace(routing, most=count // length * most).kept(keep.reshape(-1), experts)
 
 
