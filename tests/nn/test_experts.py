@@ -166,6 +166,46 @@ def test_bounds_of_the_assignments_of_an_expert(monkeypatch):
     assert bounds == {("switch(4)", False): 21, ("switch(4)", True): 60, ("base(4)", False): 15, ("base(4)", True): 15}
 
 
+def test_loads_count_all_choices_and_the_loss_of_gshard_counts_the_first():
+    """Trap: counts of first choices alone (DeepSpeed#2551)."""
+    layer, statistics = build_feed_forward("gshard(4)", hidden=F), {}
+    values = {"tokens": 8.0, "assigned": 16.0, "kept": 12.0, "square_lse": 1.0, "entropy": 1.0}
+    vectors = {"load": [8, 8, 0, 0], "first": [8, 0, 0, 0], "importance": [4, 2, 1, 1]}
+    statistics = {name: jnp.asarray(value, jnp.float32) for name, value in (values | vectors).items()}
+    assert set(statistics) == set(layer.statistic_axes)
+    losses = layer.auxiliary_loss(statistics)
+    assert losses["balance"] == 4 * 4 / 8 and losses["balance_loss"] == np.float32(0.01) * losses["balance"]
+    assert losses["load_max"] == 2 and losses["dead_experts"] == 2 and losses["dropped"] == 0.25
+
+    case = Case("st_moe(4,threshold=0.01)", True)  # which keeps the second choice of nearly all tokens
+    sums = case(case.x, case.segments).statistics
+    count = int(np.sum(case.segments > 0))
+    assert int(sums["first"].sum()) == count
+    assert int(sums["load"].sum()) == int(sums["assigned"]) > 1.8 * count
+
+
+def test_hash_reports_no_constants():
+    case = Case("hash(4)", True)
+    statistics = case(case.x, case.segments).statistics
+    assert set(statistics) == set(case.layer.statistic_axes) == set(moe.LOAD_SUMS)
+    assert set(case.layer.auxiliary_loss(statistics)) == {
+        "load_max", "load_min", "load_entropy", "dropped", "dead_experts"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("spec", "experts", "others"),
+    [
+        ("top_k(4,2)", 2, 4 * D),
+        ("hash(4,2)", 2, 0),
+        ("noisy_top_k(4,2)", 2, 8 * D),
+        ("top_k(4,2,shared=1,shared_gate=True)", 3, 5 * D),
+    ],
+)
+def test_number_of_weights_of_a_token(spec, experts, others):
+    assert build_feed_forward(spec, hidden=F).matrix_size(D) == experts * 3 * F * D + others
+
+
 @pytest.mark.parametrize("spec", ["top_k(4)", "st_moe(4)", "noisy_top_k(4)"])
 def test_router_has_a_gradient_from_its_losses_alone(spec):
     """Trap: losses that are computed and not added (transformers#44243)."""
@@ -226,6 +266,14 @@ def test_bias_moves_by_the_load_of_all_tokens():
         ("top_k(4,shared=-1)", "shared=-1"),
         ("top_k(4,shared_gate=True)", "has no effect without shared experts"),
         ("top_k(4,balance=-0.1)", "at least 0"),
+        ("top_k(4,scale=0.0)", "scale=0.0 of gates"),
+        ("bias_balanced(4,scale=-1.0)", "scale=-1.0 of gates"),
+        ("noisy_top_k(4,importance=-1.0)", "importance=-1.0"),
+        ("noisy_top_k(4,load=-1.0)", "load=-1.0"),
+        ("hash(4,balance=0.1)", "balance=0.1 has no effect"),
+        ("hash(4,z=0.1)", "z=0.1 has no effect"),
+        ("expert_choice(4,balance=0.1)", "balance=0.1 has no effect"),
+        ("base(4,balance=0.1)", "balance=0.1 has no effect"),
     ],
 )
 def test_invalid_arguments_raise(spec, message):

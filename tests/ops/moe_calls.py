@@ -40,6 +40,8 @@ CALLS = {
     "moe.routing.within_capacity": (
         (lambda x, groups, counts: moe.within_capacity(route(x), groups, counts, 6, 2, 1.0, 4), (LOGITS, *PLACES)),
     ),
+    "moe.balance.expert_counts": ((lambda e: moe.expert_counts(e, 4), (np.arange(6) % 5,)),),
+    "moe.balance.load_sums": ((lambda x: moe.load_sums(REAL, route(x), route(x), 4), (LOGITS,)),),
     "moe.balance.routing_sums": (
         (lambda x, scores: moe.routing_sums(x, scores, REAL, route(x), route(x)), (LOGITS, np.full((6, 4), 0.25))),
     ),
@@ -47,7 +49,7 @@ CALLS = {
     "moe.balance.squared_variation": ((moe.squared_variation, (SUMS["load"],)),),
     **{
         f"moe.balance.{function.__name__}": ((function, (SUMS,)),)
-        for function in (moe.balance_loss, moe.z_loss, moe.load_metrics)
+        for function in (moe.balance_loss, moe.z_loss, moe.load_metrics, moe.router_metrics)
     },
     **{
         f"moe.experts.{function.__name__}": ((mlp(function), (RNG.standard_normal((6, 3)), LOGITS, STACKS)),)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -22,6 +22,11 @@ from hpnlp.spec import did_you_mean
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Statistics
 
 router_init: Initializer = nn.initializers.normal(0.02)
+
+
+def statistic_axes(names: Sequence[str]) -> dict[str, tuple[str | None, ...]]:
+    """Logical axes of statistics of `ops.moe`, by name: one axis, of the experts, for those in VECTORS."""
+    return {name: (None,) * (name in moe.VECTORS) for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +83,9 @@ class ExpertLayer(FeedForward):
     balance: float = 0.0
     z: float = 0.0
 
+    # Linear functions of a token with a result for each expert.
+    router_matrices: ClassVar[int] = 1
+
     @property
     def is_gated(self) -> bool:
         return self.kind in GATED
@@ -89,7 +97,7 @@ class ExpertLayer(FeedForward):
     @property
     def statistic_axes(self) -> Mapping[str, tuple[str | None, ...]]:
         """Axes of the statistics of `ops.moe.routing_sums`."""
-        return {name: (None,) * (name in moe.VECTORS) for name in moe.SUMS}
+        return statistic_axes(moe.SUMS)
 
     @property
     def needs_all_experts(self) -> str:
@@ -107,8 +115,9 @@ class ExpertLayer(FeedForward):
         return False
 
     def matrix_size(self, dim: int) -> int:
-        """Number of weights that a token is multiplied with: those of k experts, of the shared ones, and of the router."""
-        return (self.k + self.shared) * super().matrix_size(dim) + self.experts * dim
+        """Number of weights that a token is multiplied with: of experts, router, and gate of shared experts."""
+        used = (self.k + self.shared) * super().matrix_size(dim)
+        return used + self.router_matrices * self.experts * dim + self.shared_gate * dim
 
     def __post_init__(self) -> None:
         self.check()
@@ -160,14 +169,15 @@ class ExpertLayer(FeedForward):
           statistics: Sums over a batch.
 
         Returns:
-          The losses whose factors are over 0, and the metrics of `ops.moe.load_metrics`.
+          The losses whose factors are over 0, and the metrics of `ops.moe.load_metrics` and `ops.moe.router_metrics`.
         """
+        metrics = moe.load_metrics(statistics) | moe.router_metrics(statistics)
         losses = {}
         if self.balance:
-            losses["balance_loss"] = self.balance * moe.balance_loss(statistics)
+            losses["balance_loss"] = self.balance * metrics["balance"]
         if self.z:
-            losses["router_z_loss"] = self.z * moe.z_loss(statistics)
-        return losses | moe.load_metrics(statistics)
+            losses["router_z_loss"] = self.z * metrics["router_z"]
+        return losses | metrics
 
     @nn.compact
     def __call__(self, inputs: MixerInputs) -> MixerOutput:

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from hpnlp.nn.feed_forward.experts import ExpertLayer, Tokens
+from hpnlp.nn.feed_forward.experts import ExpertLayer, Tokens, statistic_axes
 from hpnlp.nn.layers import buffer
 from hpnlp.ops import moe
 from hpnlp.types import InputError, MixerTraits, Statistics
@@ -27,6 +27,13 @@ def check_capacity(value: float, least: float = 1.0, name: str = "capacity") -> 
     if value < least or 0.0 < value < 1.0:
         none = ", or 0 for none" if least == 0.0 else ""
         raise InputError(f"{name}={value}: expected at least 1, places for all tokens at equal loads{none}")
+
+
+def check_without_effect(reason: str, **values: float) -> None:
+    """Raises InputError for a factor of a loss that is a constant."""
+    for name, value in values.items():
+        if value:
+            raise InputError(f"{name}={value} has no effect: {reason}: leave {name} out")
 
 
 def limited(
@@ -83,7 +90,7 @@ class TopK(ExpertLayer):
         check_capacity(self.capacity, least=0.0)
 
     def gate_rule(self) -> moe.Gates:
-        """How gates are computed."""
+        """The definition of the gates."""
         return moe.Gates(self.gates, self.normalize, self.scale)
 
     def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
@@ -149,6 +156,10 @@ class GShard(ExpertLayer):
     first_choices_first: bool = False
 
     @property
+    def statistic_axes(self) -> Mapping[str, tuple[str | None, ...]]:
+        return {**super().statistic_axes, "first": (None,)}
+
+    @property
     def traits(self) -> MixerTraits:
         return MixerTraits(causal=not self.first_choices_first, prefix_consistent=False, draws=True)
 
@@ -171,8 +182,13 @@ class GShard(ExpertLayer):
         capacity = self.capacity if training else self.eval_capacity or self.capacity
         kept = limited(self, tokens, routing, capacity, self.first_choices_first)
         scores = jax.nn.softmax(logits, axis=1)
-        # The published loss counts first choices; drops are counted over all.
-        return kept, moe.routing_sums(logits, scores, tokens.real, routing, kept, first)
+        sums = moe.routing_sums(logits, scores, tokens.real, routing, kept)
+        return kept, sums | {"first": moe.expert_counts(first, self.experts)}
+
+    def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
+        # The published loss counts first choices, and the metrics of the load count all.
+        values = super().auxiliary_loss({**statistics, "load": statistics["first"]})
+        return values | moe.load_metrics(statistics)
 
 
 class StMoE(GShard):
@@ -200,6 +216,8 @@ class NoisyTopK(ExpertLayer):
     importance: float = 0.1
     load: float = 0.1
 
+    router_matrices: ClassVar[int] = 2
+
     @property
     def statistic_axes(self) -> Mapping[str, tuple[str | None, ...]]:
         return {**super().statistic_axes, "gates": (None,), "probability": (None,)}
@@ -217,6 +235,10 @@ class NoisyTopK(ExpertLayer):
         moe.Gates().check(self.k)
         if self.k == self.experts:
             raise InputError(f"k={self.k} of {self.experts} experts: the noise decides nothing: set k below experts")
+        if min(self.importance, self.load) < 0.0:
+            raise InputError(
+                f"importance={self.importance}, load={self.load}: expected factors of losses of at least 0"
+            )
 
     def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         clean = self.linear(tokens.x, init=nn.initializers.zeros)
@@ -259,6 +281,7 @@ class ExpertChoice(ExpertLayer):
     def check(self) -> None:
         super().check()
         check_capacity(self.capacity)
+        check_without_effect("all experts choose equally many tokens", balance=self.balance)
 
     def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         logits = self.linear(tokens.x)
@@ -297,7 +320,7 @@ class BiasBalanced(ExpertLayer):
 
     def check(self) -> None:
         super().check()
-        moe.Gates("sigmoid", normalize=True).check(self.k)
+        self.gate_rule().check(self.k)
         if self.groups < 1 or self.experts % self.groups:
             raise InputError(f"groups={self.groups} does not divide {self.experts} experts: choose a divisor")
         if not 1 <= self.kept_groups <= self.groups:
@@ -309,10 +332,14 @@ class BiasBalanced(ExpertLayer):
         if self.rate < 0.0:
             raise InputError(f"rate={self.rate}: expected at least 0")
 
+    def gate_rule(self) -> moe.Gates:
+        """The definition of the gates."""
+        return moe.Gates("sigmoid", normalize=True, scale=self.scale)
+
     def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         logits = self.linear(tokens.x)
         bias = buffer(self, "bias", nn.initializers.zeros, (self.experts,), ("router",))
-        gates = moe.Gates("sigmoid", normalize=True, scale=self.scale)
+        gates = self.gate_rule()
         routing = moe.route(
             logits, self.k, gates, tokens.real, bias=bias, groups=self.groups, kept_groups=self.kept_groups
         )
@@ -347,6 +374,11 @@ class Hash(ExpertLayer):
     seed: int = 0
 
     reads_tokens: ClassVar[bool] = True
+    router_matrices: ClassVar[int] = 0
+
+    @property
+    def statistic_axes(self) -> Mapping[str, tuple[str | None, ...]]:
+        return statistic_axes(moe.LOAD_SUMS)
 
     @property
     def needs_all_experts(self) -> str:
@@ -355,6 +387,10 @@ class Hash(ExpertLayer):
     @property
     def keeps_scale(self) -> bool:
         return True
+
+    def check(self) -> None:
+        super().check()
+        check_without_effect("the choice does not depend on parameters", balance=self.balance, z=self.z)
 
     def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         ids = tokens.inputs.tokens
@@ -367,9 +403,10 @@ class Hash(ExpertLayer):
         gates = jnp.full(count * self.k, 1.0 / self.k)
         routing = moe.Routing(chosen.reshape(-1), gates, None, count * self.k, count)
         routing = routing.kept(jnp.repeat(tokens.real, self.k), self.experts)
-        logits = jnp.zeros((count, self.experts))
-        scores = jnp.full_like(logits, 1.0 / self.experts)
-        return routing, moe.routing_sums(logits, scores, tokens.real, routing, routing)
+        return routing, moe.load_sums(tokens.real, routing, routing, self.experts)
+
+    def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
+        return moe.load_metrics(statistics)
 
 
 class Base(ExpertLayer):
@@ -390,6 +427,7 @@ class Base(ExpertLayer):
     def check(self) -> None:
         super().check()
         check_k(self, 1)
+        check_without_effect("the assignment gives all experts equally many tokens", balance=self.balance)
 
     def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         logits = self.linear(tokens.x)

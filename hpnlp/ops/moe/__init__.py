@@ -2,11 +2,15 @@
 
 from hpnlp.ops.moe.assignment import balanced_assignment, hashed_experts
 from hpnlp.ops.moe.balance import (
+    LOAD_SUMS,
     SUMS,
     VECTORS,
     balance_loss,
+    expert_counts,
     load_metrics,
+    load_sums,
     moved_bias,
+    router_metrics,
     routing_sums,
     squared_variation,
     z_loss,
@@ -26,8 +30,8 @@ from hpnlp.ops.moe.routing import (
 )
 
 __all__ = [
-    "SUMS", "VECTORS", "Gates", "Routing", "balance_loss", "balanced_assignment", "choice_probability",
-    "drop_second_choice", "expert_mlp", "hashed_experts", "load_metrics", "moved_bias", "noisy_logits",
-    "normalized_scores", "reference_expert_mlp", "route", "route_by_expert", "routing_sums", "squared_variation",
-    "token_scores", "within_capacity", "z_loss",
+    "LOAD_SUMS", "SUMS", "VECTORS", "Gates", "Routing", "balance_loss", "balanced_assignment", "choice_probability",
+    "drop_second_choice", "expert_counts", "expert_mlp", "hashed_experts", "load_metrics", "load_sums", "moved_bias",
+    "noisy_logits", "normalized_scores", "reference_expert_mlp", "route", "route_by_expert", "router_metrics",
+    "routing_sums", "squared_variation", "token_scores", "within_capacity", "z_loss",
 ]  # fmt: skip

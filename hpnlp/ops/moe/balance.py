@@ -16,9 +16,47 @@ from hpnlp.ops.array_op import array_op
 from hpnlp.ops.moe.routing import Routing
 
 Sums = Mapping[str, Array]
-# Names of the statistics of `routing_sums`; those of VECTORS hold one number for each expert.
+# Names of the statistics of `load_sums` and `routing_sums`; those of VECTORS hold one number for each expert.
+LOAD_SUMS = ("tokens", "assigned", "kept", "load")
+SUMS = (*LOAD_SUMS, "importance", "square_lse", "entropy")
 VECTORS = ("load", "importance")
-SUMS = ("tokens", "chosen", "assigned", "kept", *VECTORS, "square_lse", "entropy")
+
+
+@array_op()
+def expert_counts(experts: Int[Array, " A"], count: int) -> Float[Array, " E"]:
+    """Number of assignments of each expert.
+
+    Args:
+      experts: The expert of each assignment; E for none.
+      count: Number of experts E.
+
+    Returns:
+      The numbers, float32.
+    """
+    return jnp.bincount(experts, length=count + 1)[:count].astype(jnp.float32)
+
+
+@array_op()
+def load_sums(real: Bool[Array, " N"], routing: Routing, kept: Routing, experts: int) -> dict[str, Array]:
+    """Statistics of the loads of one layer.
+
+    Args:
+      real: False for padding.
+      routing: The routing before the drops by a capacity.
+      kept: The routing after these drops.
+      experts: Number of experts E.
+
+    Returns:
+      "tokens", "assigned" and "kept": numbers of tokens, and of assignments before and after the drops; "load" `[E]`:
+      assignments of each expert before the drops.
+    """
+    load = expert_counts(routing.experts, experts)
+    return {
+        "tokens": jnp.sum(real, dtype=jnp.float32),
+        "assigned": jnp.sum(load),
+        "kept": jnp.sum(kept.experts < experts, dtype=jnp.float32),
+        "load": load,
+    }
 
 
 @array_op()
@@ -28,7 +66,6 @@ def routing_sums(
     real: Bool[Array, " N"],
     routing: Routing,
     kept: Routing,
-    counted: Int[Array, " c"] | None = None,
 ) -> dict[str, Array]:
     """Statistics of one layer.
 
@@ -36,29 +73,19 @@ def routing_sums(
       logits: Router logits, float32.
       scores: Scores that sum to 1 over the experts.
       real: False for padding.
-      routing: The routing before drops for want of capacity.
-      kept: The routing after them.
-      counted: Experts that count as the load, E for none; by default those of `routing`.
+      routing: The routing before the drops by a capacity.
+      kept: The routing after these drops.
 
     Returns:
-      "tokens", "chosen", "assigned" and "kept": numbers of tokens, of counted choices, and of assignments before and after
-      drops; "load" `[E]`: counted choices of each expert; "importance" `[E]`: sums of scores, through which losses have their
-      gradient; "square_lse": sum of the squares of logsumexp(logits); "entropy": sum of the entropies of the scores.
+      The statistics of `load_sums`; "importance" `[E]`: sums of scores, through which losses have their gradient;
+      "square_lse": sum of the squares of logsumexp(logits); "entropy": sum of the entropies of the scores.
     """
     experts = logits.shape[1]
     weight = real.astype(jnp.float32)
     # Padding may hold NaN, whose product with the weight 0 would be NaN.
     scores, logits = (jnp.where(real[:, None], x, 1.0 / experts) for x in (scores, logits))
-    load = jnp.bincount(routing.experts if counted is None else counted, length=experts + 1)[:experts].astype(
-        jnp.float32
-    )
     entropy = -jnp.sum(scores * jnp.log(jnp.maximum(scores, 1e-20)), axis=1)
-    return {
-        "tokens": jnp.sum(weight),
-        "chosen": jnp.sum(load),
-        "assigned": jnp.sum(routing.experts < experts, dtype=jnp.float32),
-        "kept": jnp.sum(kept.experts < experts, dtype=jnp.float32),
-        "load": load,
+    return load_sums(real, routing, kept, experts) | {
         "importance": jnp.sum(scores * weight[:, None], axis=0),
         "square_lse": jnp.sum(weight * jax.nn.logsumexp(logits, axis=1) ** 2),
         "entropy": jax.lax.stop_gradient(jnp.sum(weight * entropy)),
@@ -78,7 +105,8 @@ def balance_loss(sums: Sums) -> Float[Array, ""]:
     References: Fedus et al. 2021, "Switch Transformers", arXiv 2101.03961, eq. 4 to 6, with shares of all k choices.
     """
     experts = sums["load"].shape[0]
-    share = jax.lax.stop_gradient(sums["load"]) / jnp.maximum(sums["chosen"], 1.0)
+    load = jax.lax.stop_gradient(sums["load"])
+    share = load / jnp.maximum(jnp.sum(load), 1.0)
     return experts * jnp.sum(share * sums["importance"]) / jnp.maximum(sums["tokens"], 1.0)
 
 
@@ -134,31 +162,43 @@ def moved_bias(bias: Float[Array, " E"], load: Float[Array, " E"], rate: float) 
 
 @array_op()
 def load_metrics(sums: Sums) -> dict[str, Array]:
-    """Metrics of the balance of one layer.
+    """Metrics of the loads of one layer.
 
     Args:
-      sums: Statistics of one layer.
+      sums: Statistics of one layer, as `load_sums` returns them.
 
     Returns:
-      "balance" and "router_z": the values of `balance_loss` and `z_loss`; "load_max" and "load_min": the largest and the
-      smallest load over the mean load; "load_variation": standard deviation of the loads over their mean; "load_entropy":
-      entropy of the loads over log E; "router_entropy": mean entropy of a token's scores, in nats; "router_lse": root mean
-      square of the logsumexp of the logits; "dropped": share of assignments without a place; "dead_experts": number of
-      experts with less than 1 % of the mean load.
+      "load_max" and "load_min": the largest and the smallest load over the mean load; "load_variation": standard deviation of
+      the loads over their mean; "load_entropy": entropy of the loads over log E; "dropped": share of assignments without a
+      place; "dead_experts": number of experts with less than 1 % of the mean load.
     """
     load = sums["load"] / jnp.maximum(jnp.mean(sums["load"]), 1e-20)
     share = load / load.shape[0]
-    tokens = jnp.maximum(sums["tokens"], 1.0)
     entropy = -jnp.sum(share * jnp.log(jnp.maximum(share, 1e-20)))
     return {
-        "balance": balance_loss(sums),
-        "router_z": z_loss(sums),
         "load_max": jnp.max(load),
         "load_min": jnp.min(load),
         "load_variation": jnp.sqrt(squared_variation(load)),
         "load_entropy": entropy / jnp.log(jnp.float32(max(load.shape[0], 2))),
-        "router_entropy": sums["entropy"] / tokens,
-        "router_lse": jnp.sqrt(sums["square_lse"] / tokens),
         "dropped": (sums["assigned"] - sums["kept"]) / jnp.maximum(sums["assigned"], 1.0),
         "dead_experts": jnp.sum(load < 0.01, dtype=jnp.float32),
+    }
+
+
+@array_op()
+def router_metrics(sums: Sums) -> dict[str, Array]:
+    """Metrics of the router of one layer.
+
+    Args:
+      sums: Statistics of one layer, as `routing_sums` returns them.
+
+    Returns:
+      "balance" and "router_z": the values of `balance_loss` and `z_loss`; "router_entropy": mean entropy of a token's scores,
+      in nats; "router_lse": root mean square of the logsumexp of the logits.
+    """
+    return {
+        "balance": balance_loss(sums),
+        "router_z": z_loss(sums),
+        "router_entropy": sums["entropy"] / jnp.maximum(sums["tokens"], 1.0),
+        "router_lse": jnp.sqrt(z_loss(sums)),
     }

@@ -38,6 +38,8 @@ class Gates:
             raise InputError(f"gates={self.score!r}: expected one of {', '.join(SCORES)}")
         if self.normalize and self.score == "softmax_k":
             raise InputError("gates='softmax_k' with normalize=True: these gates sum to 1 already: leave normalize out")
+        if not self.scale > 0.0:
+            raise InputError(f"scale={self.scale} of gates: expected a factor of more than 0")
 
     def check(self, k: int) -> None:
         """Checks that the router receives a gradient.
