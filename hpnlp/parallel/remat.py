@@ -14,12 +14,12 @@ from typing import Any
 
 import jax
 
+from hpnlp.ops.moe.routing import ROUTING
 from hpnlp.parallel.host_offload import HOST
 from hpnlp.spec import build, did_you_mean, parse_one
 from hpnlp.types import InputError
 
 NAMES = ("projected", "mixed", "hidden")
-ROUTING = "routing"
 DEFAULT_NAMES = ("mixed",)
 
 

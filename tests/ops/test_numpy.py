@@ -543,7 +543,7 @@ ON_HOST = {
         "softmax.binary_codes.convolutional_code",
     ),
     *(f"softmax.class_based.{name}" for name in ("classes_from", "equal_size_classes", "equal_mass_classes")),
-    *("softmax.grouped_softmax.check_k", "softmax.proposals.unigram"),
+    *("moe.routing.check_groups", "softmax.grouped_softmax.check_k", "softmax.proposals.unigram"),
     *bucketed_and_low_rank_calls.BY_OPS,
     *weights_calls.ON_HOST,
     *trees_calls.ON_HOST,

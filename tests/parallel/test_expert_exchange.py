@@ -47,9 +47,7 @@ def experts_of(count):
 
 
 def local_routing(chosen, gates, tokens, experts):
-    return Routing(chosen.reshape(-1), gates.reshape(-1), None, chosen.size, tokens).kept(
-        chosen.reshape(-1) < experts, experts
-    )
+    return Routing(chosen.reshape(-1), gates.reshape(-1), None, tokens).kept(chosen.reshape(-1) < experts, experts)
 
 
 def on_devices(body):
@@ -136,4 +134,4 @@ def test_buffers_are_as_large_as_the_routing_allows():
     assert exchange.exchanged_rows(all_of_device, N, 16, S) == 2 * N  # only 2 of the 4 are on one device
     assert exchange.exchanged_rows(by_token, N, 16, S, 1.5) == 2 * N * 1.5 / S
     by_expert = route_by_expert(logits.reshape(2, N // 2, 16), 2, 1.0, real.reshape(2, -1))
-    assert exchange.exchanged_rows(by_expert, N, 16, S) == by_expert.limit // S
+    assert exchange.exchanged_rows(by_expert, N, 16, S) == by_expert.experts.size // S

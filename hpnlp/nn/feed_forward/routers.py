@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from hpnlp.nn.feed_forward.experts import ExpertLayer, Tokens, statistic_axes
 from hpnlp.nn.layers import buffer
 from hpnlp.ops import moe
+from hpnlp.ops.moe.routing import check_groups
 from hpnlp.types import InputError, MixerTraits, Statistics
 
 
@@ -300,6 +301,7 @@ class BiasBalanced(ExpertLayer):
       rate: Change of a bias in each step.
       groups: Number of groups of experts, a divisor of E.
       kept_groups: Groups that a token uses, see `ops.moe.route`.
+      group_score: Score of a group, "best_two" (DeepSeek-V3) or "best" (DeepSeek-V2).
 
     References: DeepSeek-AI 2024, "DeepSeek-V3 technical report", arXiv 2412.19437, sec. 2.1.2; Wang et al. 2024,
     arXiv 2408.15664.
@@ -309,6 +311,7 @@ class BiasBalanced(ExpertLayer):
     rate: float = 0.001
     groups: int = 1
     kept_groups: int = 1
+    group_score: str = "best_two"
 
     @property
     def needs_all_experts(self) -> str:
@@ -321,14 +324,7 @@ class BiasBalanced(ExpertLayer):
     def check(self) -> None:
         super().check()
         self.gate_rule().check(self.k)
-        if self.groups < 1 or self.experts % self.groups:
-            raise InputError(f"groups={self.groups} does not divide {self.experts} experts: choose a divisor")
-        if not 1 <= self.kept_groups <= self.groups:
-            raise InputError(f"kept_groups={self.kept_groups}: expected at least 1 and at most groups={self.groups}")
-        if self.k > self.kept_groups * (self.experts // self.groups):
-            raise InputError(
-                f"k={self.k}: {self.kept_groups} of {self.groups} groups have fewer experts: raise kept_groups, or lower k"
-            )
+        check_groups(self.k, self.experts, self.groups, self.kept_groups, self.group_score)
         if self.rate < 0.0:
             raise InputError(f"rate={self.rate}: expected at least 0")
 
@@ -341,7 +337,14 @@ class BiasBalanced(ExpertLayer):
         bias = buffer(self, "bias", nn.initializers.zeros, (self.experts,), ("router",))
         gates = self.gate_rule()
         routing = moe.route(
-            logits, self.k, gates, tokens.real, bias=bias, groups=self.groups, kept_groups=self.kept_groups
+            logits,
+            self.k,
+            gates,
+            tokens.real,
+            bias=bias,
+            groups=self.groups,
+            kept_groups=self.kept_groups,
+            group_score=self.group_score,
         )
         scores = moe.normalized_scores(logits, gates)
         return routing, moe.routing_sums(logits, scores, tokens.real, routing, routing)
@@ -401,7 +404,7 @@ class Hash(ExpertLayer):
         count = tokens.real.shape[0]
         chosen = moe.hashed_experts(ids.reshape(-1), self.k, self.experts, self.seed)
         gates = jnp.full(count * self.k, 1.0 / self.k)
-        routing = moe.Routing(chosen.reshape(-1), gates, None, count * self.k, count)
+        routing = moe.Routing(chosen.reshape(-1), gates, None, count)
         routing = routing.kept(jnp.repeat(tokens.real, self.k), self.experts)
         return routing, moe.load_sums(tokens.real, routing, routing, self.experts)
 
@@ -431,15 +434,15 @@ class Base(ExpertLayer):
 
     def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         logits = self.linear(tokens.x)
-        routing = moe.route(logits, 1, moe.Gates("sigmoid"), tokens.real)
-        if not tokens.inputs.deterministic:
+        if tokens.inputs.deterministic:
+            routing = moe.route(logits, 1, moe.Gates("sigmoid"), tokens.real)
+        else:
             assert tokens.inputs.x is not None
             shape = tokens.inputs.x.shape[:2]
             assign = jax.vmap(moe.balanced_assignment)
             chosen = assign(logits.reshape(*shape, -1), tokens.real.reshape(shape)).reshape(-1)
             gates = jnp.take_along_axis(logits, jnp.minimum(chosen, self.experts - 1)[:, None], axis=1)[:, 0]
             most = shape[0] * -(-shape[1] // self.experts)
-            routing = moe.Routing(chosen, jax.nn.sigmoid(gates), None, routing.limit, most)
-            routing = routing.kept(tokens.real, self.experts)
+            routing = moe.Routing(chosen, jax.nn.sigmoid(gates), None, most).kept(tokens.real, self.experts)
         scores = jax.nn.softmax(logits, axis=1)
         return routing, moe.routing_sums(logits, scores, tokens.real, routing, routing)

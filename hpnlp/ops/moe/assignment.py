@@ -113,4 +113,4 @@ def hashed_experts(tokens: Int[Array, " N"], k: int, experts: int, seed: int = 0
     key = mix(tokens.astype(jnp.uint32) + jnp.uint32(seed * 0x9E3779B1 & 0xFFFFFFFF))
     order = mix(key[:, None] + jnp.arange(experts, dtype=jnp.uint32)[None] * jnp.uint32(0x27D4EB2F))
     # Bits of the expert's number make the keys distinct without an order among experts that all tokens share.
-    return lax.top_k((order >> 1).astype(jnp.int32), k)[1].astype(jnp.int32)
+    return checkpoint_name(lax.top_k((order >> 1).astype(jnp.int32), k)[1].astype(jnp.int32), ROUTING)

@@ -31,11 +31,12 @@ def exchanged_rows(routing: Routing, tokens: int, experts: int, shards: int, fac
     Returns:
       The number, at least 1.
     """
-    most = min(routing.limit, routing.most * (experts // shards))
+    assignments = routing.experts.shape[0]
+    most = min(assignments, routing.most * (experts // shards))
     if routing.tokens is None:  # the experts of a token are different
-        most = min(most, tokens * min(routing.experts.shape[0] // max(tokens, 1), experts // shards))
+        most = min(most, tokens * min(assignments // max(tokens, 1), experts // shards))
     if factor:
-        most = min(most, math.ceil(factor * routing.limit / shards))
+        most = min(most, math.ceil(factor * assignments / shards))
     return max(most, 1)
 
 
@@ -95,7 +96,7 @@ def exchanged_expert_mlp(
     experts = swap(sent_experts.reshape(shards, rows)).reshape(-1)
     gates = jnp.ones_like(experts, jnp.float32)
     most = shards * min(rows, routing.most)
-    arrived = Routing(experts, gates, None, limit=shards * rows, most=most, expected=min(routing.limit, shards * rows))
+    arrived = Routing(experts, gates, None, most, expected=min(routing.experts.shape[0], shards * rows))
     results = expert_mlp(received, arrived, local_experts, activation, impl)
     returned = swap(results.reshape(shards, rows, -1)).reshape(shards * rows, -1)
     return tokens_of_rows(returned, routing, schedule.row, x.shape[0])

@@ -53,9 +53,9 @@ def expert_mlp(
     if impl == "batched":
         schedule = equal_schedule(routing.experts, count, routing.most)
     else:
-        expected = routing.expected or routing.limit
+        expected = routing.expected or routing.experts.shape[0]
         sizes = (1,) if impl == "ragged" else block_sizes(expected, count)
-        schedule = make_schedule(routing.experts, count, routing.limit, sizes, expected)
+        schedule = make_schedule(routing.experts, count, sizes, expected)
     compute = {"batched": _batched, "ragged": _ragged, "loops": _loops}[impl]
     rows = compute(experts, activation, rows_of_tokens(x, routing, schedule.source), schedule)
     return tokens_of_rows(rows, routing, schedule.row, x.shape[0])

@@ -17,6 +17,8 @@ from hpnlp.types import InputError
 
 ROUTING = "routing"  # name of the choice of experts for `jax.checkpoint` policies
 SCORES = ("softmax", "softmax_k", "sigmoid")
+# Number of the largest scores of a group whose sum is the score of the group.
+GROUP_SCORES = {"best": 1, "best_two": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +69,13 @@ class Routing:
       experts: int32 `[A]`, the expert of each assignment; the number of experts E for none.
       gates: float32 `[A]`, 0 for assignments to none.
       tokens: int32 `[A]`, the token of each assignment; None where token i has the assignments from i k to i k + k - 1.
-      limit: Largest number of assignments to experts.
       most: Largest number of assignments to one expert.
-      expected: Number of assignments to experts that sizes of blocks and estimates of cost assume; 0 for `limit`.
+      expected: Number of assignments to experts that sizes of blocks and estimates of cost assume; 0 for A.
     """
 
     experts: Any  # arrays; placeholders where JAX rebuilds the record
     gates: Any
     tokens: Any
-    limit: int = dataclasses.field(metadata={"static": True})
     most: int = dataclasses.field(metadata={"static": True})
     expected: int = dataclasses.field(default=0, metadata={"static": True})
 
@@ -104,6 +104,7 @@ def route(
     bias: Float[Array, " E"] | None = None,
     groups: int = 1,
     kept_groups: int = 1,
+    group_score: str = "best_two",
 ) -> Routing:
     """Assigns each token to the k experts with the largest scores. Of equal scores, the expert with the lower number wins.
 
@@ -113,25 +114,32 @@ def route(
       gates: How gates are computed from the logits.
       real: False for padding, which gets no expert.
       bias: Added to the scores for the choice alone, not for the gates (DeepSeek-V3).
-      groups: Number of groups of consecutive experts. A token uses experts of `kept_groups` groups only: those with the
-        largest sums of their two largest biased scores.
+      groups: Number of groups of consecutive experts. A token uses experts of the `kept_groups` groups with the largest
+        scores only.
       kept_groups: Number of groups that a token uses.
+      group_score: Score of a group: "best_two", the sum of its two largest biased scores (DeepSeek-V3), or "best", the largest
+        one (DeepSeek-V2).
 
     Returns:
       The routing, `[N k]`.
 
+    Raises:
+      InputError: Groups that do not divide the experts, or have fewer than k experts; unknown `group_score`.
+
     Cost: O(N E) time.
 
     References: Shazeer et al. 2017, arXiv 1701.06538; DeepSeek-AI 2024, "DeepSeek-V3 technical report", arXiv 2412.19437,
-    sec. 2.1.2.
+    sec. 2.1.2; DeepSeek-AI 2024, "DeepSeek-V2", arXiv 2405.04434, sec. 2.2.2.
     """
     count, experts = logits.shape
+    check_groups(k, experts, groups, kept_groups, group_score)
+    logits = jnp.where(real[:, None], logits, 0.0)  # the gradient of padding of NaN would be NaN
     scores = token_scores(logits, gates)
     biased = jax.lax.stop_gradient(logits if bias is None and groups == 1 else scores)
     if bias is not None:
         biased = biased + bias[None]
     if groups > 1:
-        biased = _in_best_groups(biased, groups, kept_groups)
+        biased = _in_best_groups(biased, groups, kept_groups, GROUP_SCORES[group_score])
     # Named for rematerialisation: a recomputed choice might differ where logits are nearly equal.
     chosen = checkpoint_name(jax.lax.top_k(biased, k)[1], ROUTING)
     if gates.score == "softmax_k":
@@ -140,7 +148,7 @@ def route(
         values = jnp.take_along_axis(scores, chosen, 1)
     if gates.normalize:
         values = values / (jnp.sum(values, axis=1, keepdims=True) + 1e-20)
-    routing = Routing(chosen.reshape(-1).astype(jnp.int32), (values * gates.scale).reshape(-1), None, count * k, count)
+    routing = Routing(chosen.reshape(-1).astype(jnp.int32), (values * gates.scale).reshape(-1), None, count)
     return routing.kept(jnp.repeat(real, k), experts)
 
 
@@ -174,11 +182,38 @@ def normalized_scores(logits: Float[Array, "N E"], gates: Gates) -> Float[Array,
     return jax.nn.softmax(jax.nn.log_sigmoid(logits) if gates.score == "sigmoid" else logits, axis=1)
 
 
-def _in_best_groups(scores: jax.Array, groups: int, kept: int) -> jax.Array:
-    """The scores, -inf in all groups but the best ones."""
+def check_groups(k: int, experts: int, groups: int, kept_groups: int, group_score: str) -> None:
+    """Checks a limit of the choice to groups of experts.
+
+    Args:
+      k: Experts per token.
+      experts: Number of experts E.
+      groups: Number of groups.
+      kept_groups: Number of groups that a token uses.
+      group_score: Entry of GROUP_SCORES.
+
+    Raises:
+      InputError: Arguments that do not fit.
+    """
+    if groups < 1 or experts % groups:
+        raise InputError(f"groups={groups} does not divide {experts} experts: choose a divisor")
+    if not 1 <= kept_groups <= groups:
+        raise InputError(f"kept_groups={kept_groups}: expected at least 1 and at most groups={groups}")
+    if k > kept_groups * (experts // groups):
+        raise InputError(f"k={k}: {kept_groups} of {groups} groups have fewer experts: raise kept_groups, or lower k")
+    if group_score not in GROUP_SCORES:
+        raise InputError(f"group_score={group_score!r}: expected one of {', '.join(GROUP_SCORES)}")
+    if groups == 1 and group_score != "best_two":
+        raise InputError(
+            f"group_score={group_score!r} has no effect with one group: set groups, or leave group_score out"
+        )
+
+
+def _in_best_groups(scores: jax.Array, groups: int, kept: int, summed: int) -> jax.Array:
+    """The scores, -inf in all groups but those with the largest sums of their `summed` largest scores."""
     by_group = scores.reshape(scores.shape[0], groups, -1)
-    best_two = jax.lax.top_k(by_group, min(2, by_group.shape[2]))[0].sum(axis=2)
-    _, best = jax.lax.top_k(best_two, kept)
+    group_scores = jax.lax.top_k(by_group, min(summed, by_group.shape[2]))[0].sum(axis=2)
+    _, best = jax.lax.top_k(group_scores, kept)
     is_best = jnp.any(best[:, :, None] == jnp.arange(groups)[None, None], axis=1)
     return jnp.where(is_best[:, :, None], by_group, -jnp.inf).reshape(scores.shape)
 
@@ -220,9 +255,10 @@ def choice_probability(
 
     References: Shazeer et al. 2017, appendix A, eq. 8 to 10.
     """
-    best = jax.lax.top_k(noisy, k + 1)[0]
-    is_chosen = noisy >= best[:, k - 1 : k]
-    threshold = jnp.where(is_chosen, best[:, k:], best[:, k - 1 : k])  # the k-th largest of the other noisy logits
+    order = checkpoint_name(jax.lax.top_k(jax.lax.stop_gradient(noisy), k + 1)[1], ROUTING)
+    last, next_one = jnp.split(jnp.take_along_axis(noisy, order[:, k - 1 :], axis=1), 2, axis=1)
+    is_chosen = jnp.any(order[:, :k, None] == jnp.arange(noisy.shape[1])[None, None], axis=1)
+    threshold = jnp.where(is_chosen, next_one, last)  # the k-th largest of the other noisy logits
     return jax.scipy.stats.norm.cdf((clean - threshold) / deviation)
 
 
@@ -242,7 +278,8 @@ def drop_second_choice(routing: Routing, uniform: Float[Array, " N"], threshold:
     References: Lepikhin et al. 2020, "GShard", arXiv 2006.16668, algorithm 1; Zoph et al. 2022, "ST-MoE", arXiv 2202.08906.
     """
     second = routing.gates.reshape(-1, 2)[:, 1]
-    keeps = jnp.stack([jnp.ones_like(uniform, bool), uniform * threshold < second], axis=1)
+    keeps_second = checkpoint_name(uniform * threshold < second, ROUTING)
+    keeps = jnp.stack([jnp.ones_like(keeps_second), keeps_second], axis=1)
     return routing.kept(keeps.reshape(-1), experts)
 
 
@@ -266,17 +303,18 @@ def route_by_expert(logits: Float[Array, "B T E"], k: int, factor: float, real: 
     """
     batch, length, experts = logits.shape
     most = min(math.ceil(k * length * factor / experts - 1e-4), length)
-    probabilities = jax.nn.softmax(logits, axis=2)
-    ranked = jnp.where(real, 0.0, -jnp.inf)[:, None] + jnp.swapaxes(probabilities, 1, 2)
-    tokens = checkpoint_name(jax.lax.top_k(jax.lax.stop_gradient(ranked), most)[1], ROUTING)  # [B, E, C]
-    gates = jnp.take_along_axis(ranked, tokens, axis=2)
+    probabilities = jax.nn.softmax(jnp.where(real[..., None], logits, 0.0), axis=2)
+    probabilities = jnp.swapaxes(probabilities, 1, 2)
+    ranked = jnp.where(real[:, None], jax.lax.stop_gradient(probabilities), -jnp.inf)
+    tokens = checkpoint_name(jax.lax.top_k(ranked, most)[1], ROUTING)  # [B, E, C]
+    gates = jnp.take_along_axis(probabilities, tokens, axis=2)
     counts = jnp.sum(real, axis=1)
     taken = jnp.minimum(_capacities(counts, k, factor, experts), counts)
     keep = jnp.broadcast_to(jnp.arange(most)[None, None] < taken[:, None, None], gates.shape)
     tokens = tokens + jnp.arange(batch, dtype=jnp.int32)[:, None, None] * length
     chosen = jnp.broadcast_to(jnp.arange(experts, dtype=jnp.int32)[None, :, None], gates.shape)
     tokens = tokens.reshape(-1).astype(jnp.int32)
-    routing = Routing(chosen.reshape(-1), gates.reshape(-1), tokens, chosen.size, batch * most)
+    routing = Routing(chosen.reshape(-1), gates.reshape(-1), tokens, batch * most)
     return routing.kept(keep.reshape(-1), experts)
 
 
@@ -339,7 +377,7 @@ def within_capacity(
         if isinstance(length, int):  # an exported program may take any length
             most = min(math.ceil(k * length * factor / experts - 1e-4), length)
             capacities = jnp.minimum(capacities, most)  # float32 may round them up
-    keep = _places(is_chosen, groups, first_choices_first) < capacities[:, None]
+    keep = checkpoint_name(_places(is_chosen, groups, first_choices_first) < capacities[:, None], ROUTING)
     return dataclasses.replace(routing, most=count // length * most).kept(keep.reshape(-1), experts)
 
 
@@ -356,7 +394,7 @@ def _places(is_chosen: Int[Array, "N k E"], groups: jax.Array, first_choices_fir
         in_group = (before + is_chosen)[last]
         places = before + jnp.cumsum(in_group, axis=1) - in_group
     else:
-        of_token = jnp.sum(is_chosen, axis=1)
-        before = jnp.cumsum(of_token, axis=0) - of_token
+        by_token = jnp.sum(is_chosen, axis=1)
+        before = jnp.cumsum(by_token, axis=0) - by_token
         places = (before - before[first])[:, None] + jnp.cumsum(is_chosen, axis=1) - is_chosen
     return jnp.sum(places * is_chosen, axis=2)

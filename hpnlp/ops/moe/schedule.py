@@ -72,25 +72,25 @@ def block_sizes(assignments: int, experts: int) -> tuple[int, ...]:
 
 
 def make_schedule(
-    expert_of_assignment: Int[Array, " A"], experts: int, limit: int, sizes: tuple[int, ...], expected: int
+    expert_of_assignment: Int[Array, " A"], experts: int, sizes: tuple[int, ...], expected: int
 ) -> Schedule:
     """Sorts assignments by expert, and divides their rows into blocks.
 
     Args:
       expert_of_assignment: Expert of each assignment; `experts` for none.
       experts: Number of experts E.
-      limit: Largest number of assignments to experts, at most A. Assignments beyond it, in the order of experts, get no row.
       sizes: Sizes of blocks in falling order, of which each divides the one before.
       expected: Number of assignments for estimates of cost, which assume equal loads.
 
     Returns:
-      The schedule, with R = limit + min(E, limit) x (smallest size - 1) rows, rounded up to the largest size.
+      The schedule, with R = A + min(E, A) x (smallest size - 1) rows, rounded up to the largest size.
 
     Cost: a sort of A numbers.
     """
     smallest = sizes[-1]
-    used = min(experts, limit) if isinstance(limit, int) else experts
-    rows = -(-(limit + used * (smallest - 1)) // sizes[0]) * sizes[0]
+    (count,) = expert_of_assignment.shape
+    used = min(experts, count) if isinstance(count, int) else experts
+    rows = -(-(count + used * (smallest - 1)) // sizes[0]) * sizes[0]
     sorted_experts, order = _sorted(expert_of_assignment, experts)
     bounds, counts = _bounds(sorted_experts, experts)
     left = -(-counts // smallest) * smallest

@@ -293,6 +293,38 @@ def test_padding_of_nan_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, gradients, with_nan)
 
 
+@pytest.mark.parametrize("name", ["route", "route_by_expert"])
+def test_padding_with_logits_of_nan_changes_nothing(name):
+    logits, real = RNG.normal(size=(2, 6, 3)).astype(np.float32), np.arange(12).reshape(2, 6) % 6 < 4
+
+    def run(logits):
+        if name == "route":
+            routing = moe.route(logits.reshape(12, 3), 2, moe.Gates("softmax"), real.reshape(12))
+        else:
+            routing = moe.route_by_expert(logits, 2, 1.0, real)
+        return jnp.sum(jnp.sin(routing.gates)), (routing.experts, routing.gates)
+
+    run_with_gradient = jax.jit(jax.value_and_grad(run, has_aux=True))
+    expected, actual = run_with_gradient(logits), run_with_gradient(np.where(real[..., None], logits, np.nan))
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    assert np.all(np.isfinite(actual[1])) and np.any(actual[1])
+
+
+@pytest.mark.parametrize(
+    ("k", "options", "message"),
+    [
+        (4, {"groups": 4, "kept_groups": 1}, "have fewer experts"),
+        (2, {"groups": 3}, "does not divide 8 experts"),
+        (2, {"groups": 4, "kept_groups": 5}, "at most groups=4"),
+        (2, {"groups": 4, "kept_groups": 2, "group_score": "worst"}, "group_score='worst'"),
+    ],
+)
+def test_groups_that_do_not_fit_raise(k, options, message):
+    logits = np.zeros((2, 8), np.float32)
+    with pytest.raises(InputError, match=message):
+        moe.route(logits, k, moe.Gates("sigmoid", normalize=True), real_tokens(2), **options)
+
+
 def test_unknown_implementation_raises():
     routing = moe.route(np.zeros((2, 2), np.float32), 1, moe.Gates("softmax"), real_tokens(2))
     with pytest.raises(InputError, match="impl='loop'"):

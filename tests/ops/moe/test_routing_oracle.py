@@ -98,6 +98,31 @@ def test_bias_balanced_groups_match_deepseek():
     assert_close(d_router, router_gradient)
 
 
+def test_groups_by_their_best_expert_match_deepseek_v2():
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    module = transformers.models.deepseek_v2.modeling_deepseek_v2
+    config = transformers.AutoConfig.for_model(
+        "deepseek_v2", hidden_size=D, n_routed_experts=E, num_experts_per_tok=3, n_group=4, topk_group=2,
+        topk_method="group_limited_greedy", routed_scaling_factor=16.0, num_attention_heads=1, num_key_value_heads=1,
+    )  # fmt: skip
+    router = module.DeepseekV2TopkRouter(config)
+    weight = np.random.default_rng(7).normal(size=(E, D)).astype(np.float32)
+    x = np.random.default_rng(8).normal(size=(N, D)).astype(np.float32)
+    router.weight.data.copy_(torch.tensor(weight))
+    _, gates, chosen = (value.detach().numpy() for value in router(torch.tensor(x)))
+    logits, rule = x @ weight.T, moe.Gates("softmax", scale=16.0)
+
+    def by_expert(experts, gates):
+        table = np.zeros((N, E))
+        np.put_along_axis(table, experts, gates, axis=1)
+        return table
+
+    for score, matches in (("best", True), ("best_two", False)):
+        routing = moe.route(logits, 3, rule, np.ones(N, bool), groups=4, kept_groups=2, group_score=score)
+        actual = by_expert(*(np.asarray(value).reshape(N, 3) for value in (routing.experts, routing.gates)))
+        assert np.allclose(actual, by_expert(chosen, gates), atol=1e-5) == matches
+
+
 @pytest.mark.parametrize("capacity", [1, 2, 5, 64])
 def test_switch_with_capacity_matches_transformers(capacity):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
