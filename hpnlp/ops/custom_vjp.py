@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
@@ -27,6 +28,22 @@ def vary_alike(*arrays: Array) -> tuple[Array, ...]:
         lax.pcast(x, tuple(sorted(union - axes)), to="varying") if union - axes else x
         for x, axes in zip(arrays, varying, strict=True)
     )
+
+
+def zeros_alike(x: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Zeros that vary over the same manual mesh axes as an array.
+
+    Args:
+      x: The array.
+      shape: Shape of the zeros.
+      dtype: Their dtype.
+
+    Returns:
+      The zeros.
+    """
+    zeros = jnp.zeros(shape, dtype)
+    axes = tuple(sorted(jax.typeof(x).manual_axis_type.varying))
+    return lax.pcast(zeros, axes, to="varying") if axes else zeros
 
 
 def tied(tree: Any, x: Array) -> Any:

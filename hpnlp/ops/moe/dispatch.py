@@ -2,25 +2,64 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from hpnlp.ops.custom_vjp import vary_alike, zeros_alike
 from hpnlp.ops.moe.routing import Routing
 
 
-def rows_of_tokens(x: Float[Array, "N D"], routing: Routing, source: Int[Array, " R"]) -> Float[Array, "R D"]:
+def rows_of_tokens(
+    x: Float[Array, "N D"], routing: Routing, source: Int[Array, " R"], row: Int[Array, " A"]
+) -> Float[Array, "R D"]:
     """Copies the token of each row.
 
     Args:
       x: Tokens.
       routing: Their assignments.
       source: The assignment of each row; A for a row of padding.
+      row: The row of each assignment; R for none.
 
     Returns:
-      The rows; 0 in rows of padding.
+      The rows; 0 in rows of padding. The derivative adds up the rows of a token in float32.
     """
-    return x.at[_token(routing, source, x.shape[0])].get(mode="fill", fill_value=0)
+    count = x.shape[0]
+    token = _token(routing, source, count)
+    if routing.tokens is None:
+        x, token, row = vary_alike(x, token, row.reshape(count, -1))
+    else:
+        x, token = vary_alike(x, token)
+    return _copied(count, x, token, row if routing.tokens is None else None)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _copied(count: int, x: jax.Array, token: jax.Array, rows: jax.Array | None) -> jax.Array:
+    """The tokens `[R]` of x `[N, D]`. rows: `[N, k]`, the rows of each token; None if a token may have any number."""
+    return x.at[token].get(mode="fill", fill_value=0)
+
+
+def _copied_forward(
+    count: int, x: jax.Array, token: jax.Array, rows: jax.Array | None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+    return _copied(count, x, token, rows), (token, rows)
+
+
+def _copied_backward(
+    count: int, residuals: tuple[jax.Array, jax.Array | None], dy: jax.Array
+) -> tuple[jax.Array, None, None]:
+    token, rows = residuals
+    if rows is None:
+        sums = zeros_alike(dy, (count, dy.shape[1]), jnp.float32).at[token].add(dy.astype(jnp.float32), mode="drop")
+    else:  # gathers have a fixed order, and are faster than a scatter
+        terms = (_float32_rows(dy, rows[:, j]) for j in range(rows.shape[1]))
+        sums = sum(terms, jnp.zeros((), jnp.float32))
+    return sums.astype(dy.dtype), None, None
+
+
+_copied.defvjp(_copied_forward, _copied_backward)
 
 
 def tokens_of_rows(
@@ -40,13 +79,15 @@ def tokens_of_rows(
     """
     if routing.tokens is None:
         row, gates = row.reshape(count, -1), routing.gates.reshape(count, -1)
-        terms = (
-            gates[:, j, None] * rows.at[row[:, j]].get(mode="fill", fill_value=0).astype(jnp.float32)
-            for j in range(row.shape[1])
-        )
+        terms = (gates[:, j, None] * _float32_rows(rows, row[:, j]) for j in range(row.shape[1]))
         return sum(terms, jnp.zeros((), jnp.float32)).astype(rows.dtype)
-    values = rows.at[row].get(mode="fill", fill_value=0).astype(jnp.float32) * routing.gates[:, None]
+    values = _float32_rows(rows, row) * routing.gates[:, None]
     return jnp.zeros((count, rows.shape[1]), jnp.float32).at[routing.tokens].add(values).astype(rows.dtype)
+
+
+def _float32_rows(rows: jax.Array, index: jax.Array) -> jax.Array:
+    """The rows at the indices, 0 at those beyond the last row, in float32."""
+    return rows.at[index].get(mode="fill", fill_value=0).astype(jnp.float32)
 
 
 def _token(routing: Routing, source: jax.Array, count: int) -> jax.Array:

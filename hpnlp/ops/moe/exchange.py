@@ -91,7 +91,7 @@ def exchanged_expert_mlp(
     schedule = equal_schedule(routing.experts // count, shards, rows)
     local = jnp.where(routing.experts < shards * count, routing.experts % count, count)
     sent_experts = local.at[schedule.source].get(mode="fill", fill_value=count)
-    sent = rows_of_tokens(x, routing, schedule.source)
+    sent = rows_of_tokens(x, routing, schedule.source, schedule.row)
     received = swap(sent.reshape(shards, rows, -1)).reshape(shards * rows, -1)
     experts = swap(sent_experts.reshape(shards, rows)).reshape(-1)
     gates = jnp.ones_like(experts, jnp.float32)

@@ -57,7 +57,7 @@ def expert_mlp(
         sizes = (1,) if impl == "ragged" else block_sizes(expected, count)
         schedule = make_schedule(routing.experts, count, sizes, expected)
     compute = {"batched": _batched, "ragged": _ragged, "loops": _loops}[impl]
-    rows = compute(experts, activation, rows_of_tokens(x, routing, schedule.source), schedule)
+    rows = compute(experts, activation, rows_of_tokens(x, routing, schedule.source, schedule.row), schedule)
     return tokens_of_rows(rows, routing, schedule.row, x.shape[0])
 
 

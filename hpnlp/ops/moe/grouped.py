@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from hpnlp.flop_count import expected_iterations
-from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.custom_vjp import vary_alike, zeros_alike
 from hpnlp.ops.moe.schedule import Blocks
 
 Activation = Callable[[Array], Array]
@@ -67,7 +67,7 @@ def _forward(
         result = hidden_columns(activation, products) @ block.matrix(experts["down"]).astype(x.dtype)
         return block.write(y, result), kept
 
-    start = _zeros_like(x, x.shape, x.dtype), {name: _zeros_like(x, (x.shape[0], width), x.dtype) for name in first}
+    start = zeros_alike(x, x.shape, x.dtype), {name: zeros_alike(x, (x.shape[0], width), x.dtype) for name in first}
     y, kept = _loop(step, blocks, start)
     return y, (blocks, x, matrices, kept)
 
@@ -91,8 +91,8 @@ def _backward(activation: Activation, names: tuple[str, ...], residuals: Any, dy
         return block.write(dx, d_input), gradients
 
     start = (
-        _zeros_like(dy, x.shape, x.dtype),
-        {name: _zeros_like(dy, w.shape, jnp.float32) for name, w in experts.items()},
+        zeros_alike(dy, x.shape, x.dtype),
+        {name: zeros_alike(dy, w.shape, jnp.float32) for name, w in experts.items()},
     )
     dx, gradients = _loop(step, blocks, start)
     return None, dx, tuple(gradients[name].astype(w.dtype) for name, w in experts.items())
@@ -152,10 +152,3 @@ def hidden_columns(activation: Activation, products: dict[str, jax.Array]) -> ja
 def _outer(x: jax.Array, y: jax.Array) -> jax.Array:
     """`x^T y` in float32."""
     return lax.dot_general(x, y, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def _zeros_like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Zeros that vary over the same mesh axes as x."""
-    zeros = jnp.zeros(shape, dtype)
-    axes = tuple(sorted(jax.typeof(x).manual_axis_type.varying))
-    return lax.pcast(zeros, axes, to="varying") if axes else zeros

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from hpnlp.ops import moe
+from hpnlp.ops.moe.dispatch import rows_of_tokens
+from hpnlp.ops.moe.schedule import equal_schedule
 from hpnlp.types import InputError
 from tests.contracts import assert_close, once
 
@@ -291,6 +293,40 @@ def test_padding_of_nan_changes_nothing():
     gradients = once(jax.grad(run, (0, 1)), x, stacks)
     with_nan = once(jax.grad(run, (0, 1)), np.where(real[:, None], x, np.nan).astype(np.float32), stacks)
     jax.tree.map(np.testing.assert_array_equal, gradients, with_nan)
+
+
+@pytest.mark.parametrize("has_tokens", [False, True])
+def test_gradient_of_copied_tokens_is_summed_in_float32(has_tokens):
+    """256 and eight times 1: sums in bfloat16 would end at 256."""
+    x, count = jnp.ones((3, 2), jnp.bfloat16), 9
+    experts, tokens = jnp.tile(jnp.arange(count, dtype=jnp.int32), 3), jnp.arange(3, dtype=jnp.int32).repeat(count)
+    routing = moe.Routing(experts, jnp.ones(3 * count), tokens if has_tokens else None, 3)
+    schedule = equal_schedule(routing.experts, count, 2)  # the third token has no row
+
+    def run(x):
+        rows = rows_of_tokens(x, routing, schedule.source, schedule.row).astype(jnp.float32)
+        return jnp.sum(rows * jnp.where(jnp.arange(2 * count) < 2, 256.0, 1.0)[:, None])
+
+    assert jax.grad(run)(x).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(once(jax.grad(run), x).astype(np.float32), [[264, 264], [264, 264], [0, 0]])
+
+
+@pytest.mark.parametrize("impl", ["loops", "ragged", "batched"])
+def test_gradients_of_bfloat16_match_float32(impl):
+    x, stacks = RNG.normal(size=(40, 6)).astype(np.float32), make_stacks(4, 6, 5, gated=True)
+    x, stacks = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (x, stacks))
+    routing = moe.route(RNG.normal(size=(40, 4)).astype(np.float32), 3, moe.Gates(), real_tokens(40))
+
+    def gradients(x, stacks, impl):
+        return jax.grad(lambda *a: jnp.sum(jnp.sin(moe.expert_mlp(a[0], routing, a[1], jax.nn.silu, impl))), (0, 1))(
+            x, stacks
+        )
+
+    expected = once(lambda *a: gradients(*jax.tree.map(lambda v: v.astype(jnp.float32), a), "dense"), x, stacks)
+    actual = once(lambda *a: gradients(*a, impl), x, stacks)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == jnp.bfloat16
+        assert np.linalg.norm(a.astype(np.float32) - b) < 0.02 * np.linalg.norm(b)
 
 
 @pytest.mark.parametrize("name", ["route", "route_by_expert"])
