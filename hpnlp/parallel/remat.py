@@ -3,7 +3,7 @@
 Layers name the results that are expensive to compute (`jax.ad_checkpoint.checkpoint_name`):
     projected: queries, keys and values of attention.
     mixed: the output of attention, with its log-sum-exp.
-    hidden: the products that enter the activation of an MLP.
+    hidden: the products that enter the activation of an MLP; all products of experts.
     routing: the choice of experts, which every policy keeps: recomputed logits might lead to another choice.
 """
 

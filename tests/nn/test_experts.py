@@ -263,6 +263,24 @@ def test_recomputed_layers_make_the_choice_once(router):
         assert count(policy(text)) == expected, text
 
 
+@pytest.mark.parametrize(
+    ("impl", "product"), [("loops", "while"), ("ragged", "ragged_dot_general"), ("batched", "dot_general")]
+)
+def test_policy_that_keeps_hidden_activations_runs_the_products_of_experts_once(impl, product):
+    layer = build_feed_forward(f"top_k(4,impl={impl})", hidden=F)
+    inputs = inputs_of(np.ones((B, T, D), np.float32), np.ones((B, T)))
+    variables = jax.eval_shape(layer.init, jax.random.key(0), inputs)
+
+    def count(saved):
+        loss = jax.checkpoint(lambda *args: jnp.sum(layer.apply(*args).o ** 2), policy=saved)
+        return list(primitives(jax.make_jaxpr(jax.grad(loss))(variables, inputs).jaxpr)).count(product)
+
+    once_each = count(jax.checkpoint_policies.everything_saveable)
+    router = impl == "batched"  # its product is recomputed, as it has no name
+    assert count(policy("names(hidden)")) == once_each + router
+    assert count(policy("full")) > once_each + router
+
+
 def test_bias_moves_by_the_load_of_all_tokens():
     case = Case("bias_balanced(4)", True)
     sums = case(case.x, case.segments).statistics

@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from hpnlp.flop_count import expected_iterations
 from hpnlp.ops.custom_vjp import vary_alike, zeros_alike
 from hpnlp.ops.moe.schedule import Blocks
 
+HIDDEN = "hidden"  # name of the products of experts for `jax.checkpoint` policies
 Activation = Callable[[Array], Array]
 # Stacks of an expert's matrices: "up" [E, D, F], "down" [E, F, D], and "gate" [E, D, F] of a gated MLP.
 Experts = dict[str, Any]
@@ -68,7 +70,8 @@ def _forward(
         return block.write(y, result), kept
 
     start = zeros_alike(x, x.shape, x.dtype), {name: zeros_alike(x, (x.shape[0], width), x.dtype) for name in first}
-    y, kept = _loop(step, blocks, start)
+    # The gates' derivative needs the results, so that the loops run again unless these are kept with the products.
+    y, kept = checkpoint_name(_loop(step, blocks, start), HIDDEN)
     return y, (blocks, x, matrices, kept)
 
 

@@ -1,5 +1,6 @@
 """Routers, capacity, statistics and losses: definitions in loops, and the faults of published implementations."""
 
+import functools
 import itertools
 
 import jax
@@ -359,6 +360,38 @@ def test_groups_that_do_not_fit_raise(k, options, message):
     logits = np.zeros((2, 8), np.float32)
     with pytest.raises(InputError, match=message):
         moe.route(logits, k, moe.Gates("sigmoid", normalize=True), real_tokens(2), **options)
+
+
+@pytest.mark.parametrize(
+    ("backend", "count", "experts", "factor", "impl"),
+    [
+        ("cpu", 64, 4, 0.0, "loops"),
+        ("tpu", 64, 4, 0.0, "ragged"),
+        ("gpu", 64, 8, 0.0, "batched"),
+        ("gpu", 64, 64, 1.0, "batched"),
+        ("gpu", 64, 64, 0.0, "loops"),
+        ("gpu", 1, 64, 0.0, "loops"),
+    ],
+)
+def test_implementation_of_a_device_is_the_one_with_the_least_rows(monkeypatch, backend, count, experts, factor, impl):
+    used = []
+
+    def run(x, logits, stacks):
+        routing = moe.route(logits, 2, moe.Gates(), jnp.ones(count, bool))
+        if factor:
+            routing = moe.within_capacity(routing, None, jnp.full(count, count), count, 2, factor, experts)
+        return moe.expert_mlp(x, routing, stacks, jax.nn.relu)
+
+    def compute(weights, activation, rows, schedule, name):
+        used.append((name, len(schedule.blocks)))
+        return rows
+
+    for name in ("loops", "ragged", "batched"):
+        monkeypatch.setattr(f"hpnlp.ops.moe.experts._{name}", functools.partial(compute, name=name))
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    jax.eval_shape(run, jnp.zeros((count, 2)), jnp.zeros((count, experts)), make_stacks(experts, 2, 3))
+    blocks = {"batched": 0, "ragged": 1, "loops": 2 if backend == "cpu" else 1}[impl]
+    assert used == [(impl, blocks)]
 
 
 def test_unknown_implementation_raises():
