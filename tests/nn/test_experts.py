@@ -195,7 +195,7 @@ def test_hash_reports_no_constants():
     statistics = once(lambda x: case(x, case.segments).statistics, case.x)
     assert set(statistics) == set(case.layer.statistic_axes) == set(moe.LOAD_SUMS)
     assert set(case.layer.auxiliary_loss(statistics)) == {
-        "load_max", "load_min", "load_entropy", "dropped", "dead_experts"
+        "load_max", "load_min", "load_variation", "load_entropy", "dropped", "dead_experts"
     }  # fmt: skip
 
 
