@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from hpnlp.ops import moe
+from hpnlp.ops.moe.experts import token_gates
 
 RNG = np.random.default_rng(0)
 LOGITS = RNG.standard_normal((6, 4))
@@ -55,4 +56,5 @@ CALLS = {
         f"moe.experts.{function.__name__}": ((mlp(function), (RNG.standard_normal((6, 3)), LOGITS, STACKS)),)
         for function in (moe.expert_mlp, moe.reference_expert_mlp)
     },
+    "moe.experts.token_gates": ((lambda x: token_gates(route(x), 6, 4), (LOGITS,)),),
 }

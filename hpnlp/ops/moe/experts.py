@@ -111,7 +111,16 @@ def reference_expert_mlp(
 
 
 def token_gates(routing: Routing, count: int, experts: int) -> jax.Array:
-    """`[N, E]`, the gate of each token and expert; 0 for experts that the token does not use."""
+    """The gate of each token and expert.
+
+    Args:
+      routing: Assignments of tokens to experts.
+      count: Number of tokens N.
+      experts: Number of experts E.
+
+    Returns:
+      `[N, E]`, float32; 0 for experts that the token does not use.
+    """
     if routing.tokens is not None:
         return jnp.zeros((count, experts)).at[routing.tokens, routing.experts].add(routing.gates, mode="drop")
     is_chosen = routing.experts.reshape(count, -1)[:, :, None] == jnp.arange(experts, dtype=jnp.int32)[None, None]
