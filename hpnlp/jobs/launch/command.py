@@ -97,7 +97,7 @@ def parse(arguments: Sequence[str]) -> Command:
 def _value(arguments: Sequence[str], flag: str) -> str | None:
     """The last value of a flag, written --flag=value or --flag value; None if it is absent."""
     value = None
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):  # without arguments, one is longer
         name, equals, text = argument.partition("=")
         if name in (f"--{flag}", f"-{flag}"):
             value = text if equals else following

@@ -38,6 +38,7 @@ def test_command_of_each_process_has_its_place():
     [
         ([], "was given 'nothing': write hpnlp launch --processes=2 -- train"),
         (["sweep"], "launch starts hpnlp train, and was given 'sweep'"),
+        (["train"], "launch needs the directory of the run: add --workdir=DIR after --"),
         (["train", "--config=lm/bytes"], "launch needs the directory of the run: add --workdir=DIR after --"),
         (["train", "--workdir=x", "--processes=2"], "--processes after --: it is a flag of launch: write it before --"),
         (["train", "--workdir=x", "--process=2"], "--process after --: launch numbers the processes"),
