@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from hpnlp.ops.weight import is_stacked, is_weight
+from hpnlp.ops.weight import is_weight, leading_axes
 
 # Names of the parameters that are multiplied by `hpnlp.ops.linear`, and of those whose rows are also looked up by id.
 KERNELS = ("kernel",)
@@ -16,7 +17,9 @@ TABLES = ("table", "head")
 EXPERTS = ("gate", "up", "down")
 
 
-def map_matrices(function: Callable[[str, Any], Any], params: Any, *, stacked: bool = False) -> Any:
+def map_matrices(
+    function: Callable[[str, Any], Any], params: Any, *, stacked: bool = False, experts: bool = False
+) -> Any:
     """Parameters with another representation of their matrices.
 
     Args:
@@ -24,24 +27,27 @@ def map_matrices(function: Callable[[str, Any], Any], params: Any, *, stacked: b
         returns an array or a Weight. Matrices of stacked layers are passed one by one to `jax.vmap` of the function.
       params: Weights of a model.
       stacked: Matrices of stacked layers are passed together, [L, D, F].
+      experts: The matrices of experts are passed, too, one by one.
 
     Returns:
       The weights, with the results in place of kernels and tables.
     """
 
-    def convert(path: Any, leaf: Any) -> Any:
+    def converted(path: Any, leaf: Any) -> Any:
         names = [str(getattr(key, "key", getattr(key, "idx", key))) for key in path]
-        if names[-1] not in (*KERNELS, *TABLES):
+        is_expert_stack = experts and names[-1] in EXPERTS and leading_axes(leaf) > 0
+        if names[-1] not in (*KERNELS, *TABLES) and not is_expert_stack:
             return leaf
-        name = "/".join(names)
-        one_by_one = is_stacked(leaf) and not stacked
-        return jax.vmap(lambda w: function(name, w))(leaf) if one_by_one else function(name, leaf)
+        convert: Callable[[Any], Any] = functools.partial(function, "/".join(names))
+        for _ in range(0 if stacked else leading_axes(leaf)):
+            convert = jax.vmap(convert)
+        return convert(leaf)
 
-    return jax.tree_util.tree_map_with_path(convert, params, is_leaf=is_weight)
+    return jax.tree_util.tree_map_with_path(converted, params, is_leaf=is_weight)
 
 
 def expert_numbers(params: Any) -> int:
-    """Numbers in the matrices of experts, which are stacks without a module, and which stages do not change.
+    """Numbers in the matrices of experts that are arrays, and no Weights.
 
     Args:
       params: Weights of a model.

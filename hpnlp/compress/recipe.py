@@ -301,7 +301,7 @@ def _stage_of(conversion: Callable[..., Conversion]) -> Callable[..., tuple[str,
 
     @functools.wraps(conversion)
     def stage(*args: Any, **kwargs: Any) -> tuple[str, Compressor]:
-        return NUMBERS, _matrix_compressor(conversion(*args, **kwargs))
+        return NUMBERS, _matrix_compressor(conversion(*args, **kwargs), experts=True)
 
     return stage
 
@@ -446,7 +446,7 @@ def _slopes(config: Any, weights: Any, unit: str, calibration: Calibration | Non
     return [layer.variables["params"] for layer in split_layers(config, {**weights, **slopes})]
 
 
-def _matrix_compressor(function: Callable[[str, Any], Any], stacked: bool = False) -> Compressor:
+def _matrix_compressor(function: Callable[[str, Any], Any], stacked: bool = False, experts: bool = False) -> Compressor:
     """Compressor that changes each matrix by itself; both factors of a low-rank matrix are matrices."""
 
     def convert(path: str, w: Any) -> Any:
@@ -454,7 +454,10 @@ def _matrix_compressor(function: Callable[[str, Any], Any], stacked: bool = Fals
             return function(path, w)
         return dataclasses.replace(w, **{f.name: function(path, getattr(w, f.name)) for f in dataclasses.fields(w)})
 
-    return lambda config, weights, calibration: (config, map_matrices(convert, weights, stacked=stacked))
+    return lambda config, weights, calibration: (
+        config,
+        map_matrices(convert, weights, stacked=stacked, experts=experts),
+    )
 
 
 def _matrices(weights: Any) -> list[tuple[str, Any]]:

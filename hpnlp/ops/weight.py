@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -168,9 +169,14 @@ def dense(w: Any) -> Any:
       w: An array or a Weight.
 
     Returns:
-      The array, or the float32 [D, F] of `Weight.dense`.
+      The array, or the float32 [..., D, F] of `Weight.dense`, with the leading axes of a Weight of several matrices.
     """
-    return w.dense() if isinstance(w, Weight) else w
+    if not isinstance(w, Weight):
+        return w
+    function: Callable[[Any], Any] = lambda one: one.dense()  # noqa: E731
+    for _ in range(leading_axes(w)):
+        function = jax.vmap(function)
+    return function(w)
 
 
 @array_op()
@@ -178,18 +184,12 @@ def dense_tree(params: Any) -> Any:
     """Parameters in which all Weights are arrays, for functions that read arrays only.
 
     Args:
-      params: A tree of arrays and Weights; leaves of Weights may have a first axis of layers.
+      params: A tree of arrays and Weights; leaves of Weights may have leading axes of layers and experts.
 
     Returns:
       The tree of arrays.
     """
-
-    def convert(node: Any) -> Any:
-        if not isinstance(node, Weight):
-            return node
-        return jax.vmap(lambda w: w.dense())(node) if is_stacked(node) else node.dense()
-
-    return jax.tree.map(convert, params, is_leaf=is_weight)
+    return jax.tree.map(dense, params, is_leaf=is_weight)
 
 
 def is_stacked(w: Any) -> bool:
@@ -201,7 +201,19 @@ def is_stacked(w: Any) -> bool:
     Returns:
       True if its arrays have a first axis of layers.
     """
+    return leading_axes(w) > 0
+
+
+def leading_axes(w: Any) -> int:
+    """Number of axes before those of the matrix.
+
+    Args:
+      w: An array or a Weight.
+
+    Returns:
+      The number, of axes of layers and experts.
+    """
     if not isinstance(w, Weight):
-        return w.ndim > 2
+        return w.ndim - 2
     axes = jax.tree.leaves(w.axes(("a", "b")), is_leaf=lambda x: isinstance(x, tuple))
-    return jax.tree.leaves(w)[0].ndim > len(axes[0])
+    return jax.tree.leaves(w)[0].ndim - len(axes[0])

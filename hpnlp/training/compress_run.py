@@ -145,8 +145,6 @@ def compress_run(
         dataset = task.dataset(run.config.data, run.vocabulary, ProgressLines(log))
         calibration = Calibration(_Gradients(run, dataset, calibration_batches))
         versions = [_Version(ORIGINAL, run.config, run.model, run.params)]
-        if (count := expert_numbers(run.params)) and any(stage.changes != STRUCTURE for stage in stages):
-            log(f"the {count:,} numbers of the experts stay float32: only stages that remove units change them")
         for index, stage in enumerate(stages):
             log(f"{stage.text}: stage {index + 1} of {len(stages)}")
             versions.append(_next(versions[-1], stage, calibration, run))
@@ -158,6 +156,8 @@ def compress_run(
                 weights = "masked" if any(parse_one(s.text, "--recipe").name == "magnitude" for s in stages) else ""
                 _begin(target)
                 versions.append(_finetuned(versions[-1], source, run.step, finetune, weights, target))
+        if (count := expert_numbers(versions[-1].params)) and any(stage.changes != STRUCTURE for stage in stages):
+            log(f"the {count:,} numbers of the experts stay float32: factorize and mixed do not change them")
         _begin(target)
         for left in target.glob(f".{WEIGHTS_FILE}.*.part"):  # of a compression that was killed
             left.unlink()

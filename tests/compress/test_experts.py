@@ -15,7 +15,7 @@ from hpnlp.compress.sizes import planned_sizes
 from hpnlp.compress.stages import Calibration
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.variables import BUFFERS, collections, join, split
-from hpnlp.ops.weight import is_weight, parameter_count
+from hpnlp.ops.weight import dense, dense_tree, is_weight, parameter_count
 from hpnlp.types import InputError
 from tests.contracts import ONCE
 from tests.drawn import drawn_params
@@ -25,14 +25,14 @@ CONFIG = LMConfig(
 )
 
 
-def test_experts_lose_columns_and_keep_their_numbers():
+def test_experts_lose_columns():
     weights = drawn_params(LM(CONFIG), 0.1)
     assert expert_numbers(weights) == 3 * 4 * 16 * 32
     recipe = parse_recipe("heads(0.5,by=magnitude),mlp(0.5,by=magnitude),int8")
     *_, (_, config, smaller) = compress(CONFIG, weights, recipe)
     (first, second) = smaller["layers"].values()
     assert {form.mlp_size for form in config.forms()} == {16}
-    assert second["mlp"]["up"].shape == (1, 4, 16, 16)
+    assert dense(second["mlp"]["up"]).shape == (1, 4, 16, 16)
     assert is_weight(first["mlp"]["up"]["kernel"]) and is_weight(second["attention"]["q"]["kernel"])
     tokens = np.arange(8, dtype=np.int32)[None]
     run = jax.jit(
@@ -51,6 +51,31 @@ def model_of(mlp: str, form: str = "block"):
         return LM(config).apply(collections(weights), tokens, method="logits")
 
     return config, weights, logits
+
+
+@pytest.mark.parametrize(
+    "recipe", ["int8", "int8(integer_products=False)", "int4(group=8)", "bf16", "ternary", "blocks(0.5,block=8)"]
+)
+def test_experts_of_fewer_bits_compute_as_their_dense_matrices(recipe):
+    """Matrices are converted expert by expert; the file has no arrays of floats of their size."""
+    config, weights, logits = model_of("top_k(4, 2, shared=1)")
+    *_, (_, _, small) = compress(config, weights, parse_recipe(recipe))
+    assert expert_numbers(small) == 0
+    for name in ("up", "gate", "down"):
+        stack, matrices = small["layers"]["mlp"][name], weights["layers"]["mlp"][name]
+        _, _, one = compress(config, {"kernel": matrices[0, 1]}, parse_recipe(recipe)).__next__()
+        np.testing.assert_array_equal(dense(stack)[0, 1], dense(one["kernel"]))
+    expected = logits(config, dense_tree(small))
+    tolerance = 0.05 if recipe in ("int8", "int4(group=8)", "ternary", "bf16") else 1e-5  # these round inputs as well
+    assert np.linalg.norm(logits(config, small) - expected) < tolerance * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("impl", ["loops", "batched", "ragged", "dense"])
+def test_implementations_read_quantized_experts(impl):
+    config, weights, logits = model_of(f"top_k(4, 2, impl={impl!r})")
+    *_, (_, _, small) = compress(config, weights, parse_recipe("int8(integer_products=False)"))
+    expected = logits(config, dense_tree(small))
+    np.testing.assert_allclose(logits(config, small), expected, atol=1e-5)
 
 
 def test_removing_experts_that_no_token_uses_changes_nothing():

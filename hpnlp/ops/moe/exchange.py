@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from hpnlp.ops.moe.dispatch import rows_of_tokens, tokens_of_rows
-from hpnlp.ops.moe.experts import expert_mlp
+from hpnlp.ops.moe.experts import expert_count, expert_mlp
 from hpnlp.ops.moe.grouped import Activation, Experts
 from hpnlp.ops.moe.routing import Routing
 from hpnlp.ops.moe.schedule import equal_schedule
@@ -87,7 +87,7 @@ def exchanged_expert_mlp(
 
     References: Lepikhin et al. 2020, "GShard", arXiv 2006.16668.
     """
-    count = local_experts["up"].shape[0]
+    count = expert_count(local_experts)
     schedule = equal_schedule(routing.experts // count, shards, rows)
     local = jnp.where(routing.experts < shards * count, routing.experts % count, count)
     sent_experts = local.at[schedule.source].get(mode="fill", fill_value=count)

@@ -13,6 +13,7 @@ from hpnlp.ops.moe.dispatch import rows_of_tokens, tokens_of_rows
 from hpnlp.ops.moe.grouped import HIDDEN, Activation, Experts, grouped_mlp, hidden_columns
 from hpnlp.ops.moe.routing import Routing
 from hpnlp.ops.moe.schedule import Schedule, block_sizes, equal_schedule, make_schedule
+from hpnlp.ops.weight import dense
 from hpnlp.types import InputError
 
 IMPLEMENTATIONS = ("auto", "loops", "ragged", "batched", "dense")
@@ -49,8 +50,10 @@ def expert_mlp(
         raise InputError(f"impl={impl!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
     if impl == "dense":
         return reference_expert_mlp(x, routing, experts, activation)
-    count = experts["up"].shape[0]
+    count = expert_count(experts)
     impl = _implementation(impl, routing, count)
+    if impl != "loops":
+        experts = {name: dense(stack) for name, stack in experts.items()}
     if impl == "batched":
         schedule = equal_schedule(routing.experts, count, routing.most)
     else:
@@ -100,6 +103,7 @@ def reference_expert_mlp(
     Returns:
       The sums in the dtype of x.
     """
+    experts = {name: dense(stack) for name, stack in experts.items()}
     weights = token_gates(routing, x.shape[0], experts["up"].shape[0])
     up = jnp.einsum("nd,edf->nef", x, experts["up"].astype(x.dtype))
     if "gate" in experts:
@@ -108,6 +112,18 @@ def reference_expert_mlp(
         hidden = activation(up)
     results = jnp.einsum("nef,efd->ned", hidden, experts["down"].astype(x.dtype))
     return jnp.einsum("ne,ned->nd", weights, results.astype(jnp.float32)).astype(x.dtype)
+
+
+def expert_count(experts: Experts) -> int:
+    """Number of experts.
+
+    Args:
+      experts: As for `expert_mlp`.
+
+    Returns:
+      E.
+    """
+    return jax.tree.leaves(experts["up"])[0].shape[0]
 
 
 def token_gates(routing: Routing, count: int, experts: int) -> jax.Array:

@@ -14,11 +14,14 @@ from jaxtyping import Array, Float
 
 from hpnlp.flop_count import expected_iterations
 from hpnlp.ops.custom_vjp import vary_alike, zeros_alike
+from hpnlp.ops.linear import product
 from hpnlp.ops.moe.schedule import Blocks
+from hpnlp.ops.weight import is_weight
 
 HIDDEN = "hidden"  # name of the products of experts for `jax.checkpoint` policies
 Activation = Callable[[Array], Array]
-# Stacks of an expert's matrices: "up" [E, D, F], "down" [E, F, D], and "gate" [E, D, F] of a gated MLP.
+# Stacks of an expert's matrices: "up" [E, D, F], "down" [E, F, D], and "gate" [E, D, F] of a gated MLP; arrays, or Weights
+# with a leading axis.
 Experts = dict[str, Any]
 
 
@@ -39,9 +42,13 @@ def grouped_mlp(
     Returns:
       The results; 0 in rows outside of the blocks in use.
 
+    Weights have no derivative here.
+
     Cost: forward, 2 R D F FLOPs for each matrix; keeps R x F numbers for each of "up" and "gate".
     """
     names = tuple(sorted(experts))
+    if any(map(is_weight, experts.values())):
+        return _forward(activation, names, blocks, x, tuple(experts[name] for name in names))[0]
     leaves = [blocks, x, *(experts[name] for name in names)]
     arrays, structure = jax.tree.flatten(leaves)
     blocks, x, *matrices = jax.tree.unflatten(structure, vary_alike(*arrays))
@@ -59,14 +66,14 @@ def _forward(
     """`(results, residuals)`: the first products of each row are kept for the derivative."""
     experts = dict(zip(names, matrices, strict=True))
     first = [name for name in names if name != "down"]
-    width = experts["up"].shape[2]
+    width = experts["up"].shape[-1]
 
     def step(block: Block, carry: Any) -> Any:
         y, kept = carry
         rows = block.rows(x)
-        products = {name: rows @ block.matrix(experts[name]).astype(x.dtype) for name in first}
+        products = {name: block.product(rows, experts[name]) for name in first}
         kept = {name: block.write(kept[name], products[name]) for name in first}
-        result = hidden_columns(activation, products) @ block.matrix(experts["down"]).astype(x.dtype)
+        result = block.product(hidden_columns(activation, products), experts["down"])
         return block.write(y, result), kept
 
     start = zeros_alike(x, x.shape, x.dtype), {name: zeros_alike(x, (x.shape[0], width), x.dtype) for name in first}
@@ -118,9 +125,14 @@ class Block:
         """Replaces the rows of the block."""
         return lax.dynamic_update_slice_in_dim(target, rows, self.start, 0)
 
-    def matrix(self, stack: jax.Array) -> jax.Array:
-        """The matrix of the block's expert."""
-        return lax.dynamic_index_in_dim(stack, self.expert, keepdims=False)
+    def matrix(self, stack: Any) -> Any:
+        """The matrix of the block's expert, an array or a Weight."""
+        return jax.tree.map(lambda array: lax.dynamic_index_in_dim(array, self.expert, keepdims=False), stack)
+
+    def product(self, rows: jax.Array, stack: Any) -> jax.Array:
+        """Rows times the matrix of the block's expert, in the dtype of the rows."""
+        matrix = self.matrix(stack)
+        return product(rows, matrix).astype(rows.dtype) if is_weight(matrix) else rows @ matrix.astype(rows.dtype)
 
     def add(self, stack: jax.Array, change: jax.Array) -> jax.Array:
         """Adds to the matrix of the block's expert."""
