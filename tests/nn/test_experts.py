@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 
+from hpnlp.models.lm import LM, LMConfig
 from hpnlp.nn.feed_forward import FEED_FORWARDS, build_feed_forward
 from hpnlp.nn.feed_forward.experts import ExpertLayer
 from hpnlp.ops import moe
@@ -32,7 +33,7 @@ MODES = [pytest.param(False, id="evaluation", marks=pytest.mark.slow), pytest.pa
 RNG = np.random.default_rng(0)
 
 
-def inputs_of(x, segments, training=False, decoding=False):
+def make_inputs(x, segments, training=False, decoding=False):
     return MixerInputs(
         x=jnp.asarray(x),
         segment_ids=jnp.asarray(segments, jnp.int32),
@@ -61,10 +62,10 @@ class Case:
         self.training = training
         self.x = RNG.normal(size=(B, T, D)).astype(np.float32)
         self.segments = np.array([[1] * 6 + [2] * 5 + [0] * 3, [1] * 14])
-        self.variables = drawn_variables(self.layer, inputs_of(self.x, self.segments))
+        self.variables = drawn_variables(self.layer, make_inputs(self.x, self.segments))
 
     def __call__(self, x, segments, decoding=False):
-        inputs = inputs_of(x, segments, self.training, decoding)
+        inputs = make_inputs(x, segments, self.training, decoding)
         return self.layer.apply(self.variables, inputs)
 
     def values_and_gradients(self, xs):
@@ -72,7 +73,7 @@ class Case:
         weights = np.sin(np.arange(B * T * D)).reshape(B, T, D).astype(np.float32)
 
         def total(params, x):
-            out = self.layer.apply(self.variables | {"params": params}, inputs_of(x, self.segments, self.training))
+            out = self.layer.apply(self.variables | {"params": params}, make_inputs(x, self.segments, self.training))
             losses = self.layer.auxiliary_loss(out.statistics)
             added = sum((value for name, value in losses.items() if name.endswith("_loss")), jnp.zeros(()))
             real = self.segments[..., None] > 0
@@ -121,10 +122,22 @@ def test_traits_hold(spec):
         assert_close(later[1, :9], full[1, :9])
     if traits.isolates_segments:
         assert_close(other[0, 6:11], full[0, 6:11])
+    assert_close(other[1], full[1])
     if traits.prefix_consistent and traits.causal:
         assert_close(prefix, full[:, :9])
     if traits.decodes:  # without drops
         assert_close(step, decoded[:, :1])
+
+
+@pytest.mark.parametrize("spec", ["gshard(4,capacity=1.0)", "switch(4,capacity=1.0)", "base(4)"])
+def test_examples_of_a_batch_are_independent_in_training(spec):
+    """Trap: groups of tokens that span sequences (flaxformer, Mesh TensorFlow)."""
+    case = Case(spec, True)
+    changed = case.x.copy()
+    changed[0] = RNG.normal(size=changed[0].shape)
+    full, other = once(lambda *xs: [case(x, case.segments).o for x in xs], case.x, changed)
+    assert_close(other[1], full[1])
+    assert not np.allclose(other[0], full[0])
 
 
 @pytest.mark.parametrize(
@@ -140,11 +153,11 @@ def test_capacity_of_a_document_ignores_any_number_of_others(spec):
     x = np.tile(RNG.normal(size=D).astype(np.float32), (1, 60, 1))
     x += 0.01 * RNG.normal(size=x.shape).astype(np.float32)
     segments = np.repeat(np.arange(1, 13), 5)[None]
-    variables = drawn_variables(layer, inputs_of(x, segments))
+    variables = drawn_variables(layer, make_inputs(x, segments))
 
     def run(x, segments):
-        packed = layer.apply(variables, inputs_of(x, segments)).o[0]
-        alone = inputs_of(x.reshape(12, 5, D), np.ones((12, 5)))
+        packed = layer.apply(variables, make_inputs(x, segments)).o[0]
+        alone = make_inputs(x.reshape(12, 5, D), np.ones((12, 5)))
         unpacked = layer.apply(variables, dataclasses.replace(alone, segment_ids=None))
         return packed, layer.apply(variables, alone).o.reshape(60, D), unpacked.o.reshape(60, D)
 
@@ -157,7 +170,7 @@ def test_capacity_of_a_document_ignores_any_number_of_others(spec):
 def test_bounds_of_the_assignments_of_an_expert(monkeypatch):
     """`Routing.most` without slack: sequences of one document, sequences of several, and equal loads."""
     bounds = {}
-    inputs = inputs_of(np.zeros((3, 20, D), np.float32), np.ones((3, 20)), training=True)
+    inputs = make_inputs(np.zeros((3, 20, D), np.float32), np.ones((3, 20)), training=True)
     for spec in ("switch(4)", "base(4)"):
         layer = build_feed_forward(spec, hidden=F)
         variables = drawn_variables(layer, inputs)
@@ -190,6 +203,15 @@ def test_loads_count_all_choices_and_the_loss_of_gshard_counts_the_first():
     assert int(sums["load"].sum()) == int(sums["assigned"]) > 1.8 * count
 
 
+def test_balance_losses_of_layers_are_not_pooled():
+    """Trap: one layer's skew cancels that of another (transformers#28255): the pooled loss would be 2."""
+    model = LM(LMConfig(layers=2, dim=8, heads=1, vocab=8, mlp_dim=4, mlp="top_k(4)"))
+    skew = 8.0 * jnp.eye(2, 4)  # all tokens of each layer use one expert, another one in each layer
+    sums = dict.fromkeys(moe.SUMS, jnp.full(2, 8.0)) | {"load": skew, "importance": skew}
+    losses = model.auxiliary_loss({"layers": {"mlp": sums}})
+    assert losses["balance"] == 4 and losses["load_max"] == 4 and losses["dead_experts"] == 3
+
+
 def test_hash_reports_no_constants():
     case = Case("hash(4)", True)
     statistics = once(lambda x: case(x, case.segments).statistics, case.x)
@@ -218,7 +240,7 @@ def test_router_has_a_gradient_from_its_losses_alone(spec):
     case = Case(spec, True)
 
     def loss(params):
-        out = case.layer.apply({"params": params}, inputs_of(case.x, case.segments, training=True))
+        out = case.layer.apply({"params": params}, make_inputs(case.x, case.segments, training=True))
         losses = case.layer.auxiliary_loss(out.statistics)
         return sum(value for name, value in losses.items() if name.endswith("_loss"))
 
@@ -240,7 +262,7 @@ def test_recomputed_layers_make_the_choice_once(router):
     """Trap: a recomputed router chooses otherwise (Automodel#2635): the choice is kept under every policy."""
     spec = {"switch": "switch(4,jitter=0.0)", "noisy_top_k": "noisy_top_k(4)"}.get(router, f"{router}(4)")
     layer = build_feed_forward(spec.replace(")", ",impl=dense)"), hidden=F)
-    inputs = inputs_of(np.ones((B, T, D), np.float32), np.ones((B, T)), training=True)
+    inputs = make_inputs(np.ones((B, T, D), np.float32), np.ones((B, T)), training=True)
     variables = jax.eval_shape(layer.init, jax.random.key(0), inputs)
 
     def loss(params, inputs):
@@ -268,7 +290,7 @@ def test_recomputed_layers_make_the_choice_once(router):
 )
 def test_policy_that_keeps_hidden_activations_runs_the_products_of_experts_once(impl, product):
     layer = build_feed_forward(f"top_k(4,impl={impl})", hidden=F)
-    inputs = inputs_of(np.ones((B, T, D), np.float32), np.ones((B, T)))
+    inputs = make_inputs(np.ones((B, T, D), np.float32), np.ones((B, T)))
     variables = jax.eval_shape(layer.init, jax.random.key(0), inputs)
 
     def count(saved):
@@ -283,7 +305,7 @@ def test_policy_that_keeps_hidden_activations_runs_the_products_of_experts_once(
 
 def test_bias_moves_by_the_load_of_all_tokens():
     case = Case("bias_balanced(4)", True)
-    sums = case(case.x, case.segments).statistics
+    sums = once(lambda x: case(x, case.segments).statistics, case.x)
     assert int(sums["load"].sum()) == 2 * np.sum(case.segments > 0)
     new = case.layer.advance({"bias": jnp.zeros(4)}, sums, jnp.int32(0), jax.random.key(0))["bias"]
     assert_close(new, moe.moved_bias(jnp.zeros(4), sums["load"], 0.001))
@@ -302,7 +324,7 @@ def test_bias_moves_by_the_load_of_all_tokens():
         ("switch(4,jitter=1.0)", "jitter=1.0"),
         ("gshard(4,3)", "uses 2 per token"),
         ("gshard(4,threshold=0.0)", "threshold=0.0"),
-        ("noisy_top_k(2,2)", "the noise decides nothing"),
+        ("noisy_top_k(2,2)", "noise does not change the choice"),
         ("bias_balanced(8,2,groups=3)", "does not divide 8 experts"),
         ("bias_balanced(8,4,groups=4,kept_groups=1)", "have fewer experts"),
         ("bias_balanced(8,rate=-1.0)", "rate=-1.0"),

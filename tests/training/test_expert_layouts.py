@@ -22,6 +22,7 @@ ROUTERS = {
     "expert_choice(8)": EncoderConfig,
     "base(8)": EncoderConfig,
 }
+DRAWING = ("switch(8)", "gshard(8)", "st_moe(8)", "noisy_top_k(8)")
 BIASED = "bias_balanced(8,2,shared=1,shared_gate=True)"
 # Plan, devices, and changes of the model's and of the optimizer's fields.
 LAYOUTS = {
@@ -90,6 +91,8 @@ def test_layouts_match_one_device(router, layout):
     plan, devices, fields, options = (LAYOUTS | FURTHER)[layout]
     fields, options = tuple(fields.items()), tuple(options.items())
     metrics, gradients, buffers = run(router, plan, devices, fields, options)
+    if router not in DRAWING:  # the reference computes the batch in one part; each part draws other random numbers
+        options = tuple((name, value) for name, value in options if name != "accumulate")
     expected, expected_gradients, expected_buffers = run(router, Plan("single"), 1, fields, options)
     for step, (values, references) in enumerate(zip(metrics, expected, strict=True)):
         # Adam amplifies the rounding of small gradients, which the norm of later gradients shows first.

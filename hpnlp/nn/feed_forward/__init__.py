@@ -55,14 +55,16 @@ def build_feed_forward(
 
 
 def described_network(text: str) -> FeedForward:
-    """A network of one column, for its properties. It may be asked for inside the methods of modules.
+    """Returns a network of one column, for its properties.
+
+    Inside a method of a module, Flax would make the network a submodule. It is therefore cached: configs construct it, and
+    methods of modules read the cached one.
 
     Args:
       text: The spec of an entry of FEED_FORWARDS.
 
     Returns:
-      The network, without a parent. A network cannot be made inside the method of another module, so that it is made when a
-      config first asks for it, and kept.
+      The network, without a parent.
 
     Raises:
       InputError: As `build_feed_forward`.

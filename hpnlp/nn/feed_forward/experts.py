@@ -58,11 +58,11 @@ class ExpertLayer(FeedForward):
       experts: Number of experts E.
       k: Experts per token.
       kind: Entry of ACTIVATIONS, the kind of MLP.
-      shared: Number of further experts that every token uses, as one MLP of `shared` x F columns.
+      shared: Number of experts that every token uses in addition to the k chosen ones, as one MLP of `shared` x F columns.
       shared_gate: Multiply the result of the shared experts by the sigmoid of a linear function of the token (Qwen2-MoE).
       impl: Implementation of the experts' products, see `ops.moe.expert_mlp`.
       exchange_capacity: Where `plan.expert` divides the experts, a device sends each device at most this factor of the mean
-        number of assignments in training, and drops further ones, which count as `dropped`. 0 for buffers that hold all
+        number of assignments in training, and drops all others, which count as `dropped`. 0 for buffers that hold all
         assignments, even if all tokens choose the experts of one device.
       balance: Factor of `ops.moe.balance_loss`, which is then in the training loss as `balance_loss`.
       z: Factor of `ops.moe.z_loss`, which is then in the training loss as `router_z_loss`.
@@ -106,7 +106,7 @@ class ExpertLayer(FeedForward):
 
     @property
     def traits(self) -> MixerTraits:
-        """Which tokens the choice of experts depends on."""
+        """Dependence of the choice of experts on other tokens and on random numbers."""
         return MixerTraits()
 
     @property
@@ -241,7 +241,7 @@ class ExpertLayer(FeedForward):
     def linear(
         self, x: jax.Array, name: str = "router", features: int = 0, init: Initializer = router_init
     ) -> jax.Array:
-        """A linear function of the tokens in float32, as of a router.
+        """A linear function of the tokens in float32, such as the logits of a router.
 
         Args:
           x: `[..., D]`, float32.

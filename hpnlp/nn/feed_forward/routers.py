@@ -1,4 +1,4 @@
-"""Routers: the ways in which a mixture of experts chooses experts for tokens."""
+"""Routers: the choice of experts for tokens, with gates and statistics."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class TopK(ExpertLayer):
         Qwen3-MoE, which equals "softmax_k"); or "sigmoid".
       normalize: Divide the gates of a token by their sum.
       scale: Factor of the gates.
-      capacity: An expert takes `ceil(capacity k n / E)` assignments of a document of n tokens, and further ones are dropped;
-        0 for all. Decoding drops none.
+      capacity: An expert takes `ceil(capacity k n / E)` assignments of a document of n tokens, and drops the others; 0
+        for no limit. Decoding drops none.
 
     References: Shazeer et al. 2017, arXiv 1701.06538; Jiang et al. 2024, "Mixtral of experts", arXiv 2401.04088; Muennighoff et
     al. 2024, "OLMoE", arXiv 2409.02060.
@@ -141,8 +141,8 @@ class GShard(ExpertLayer):
     The gates are the probabilities of the two experts divided by their sum, also where the second is dropped.
 
     Attributes:
-      capacity: As of `TopK`, in training.
-      eval_capacity: The same in evaluation; 0 for that of training.
+      capacity: In training, an expert takes `ceil(capacity k n / E)` assignments of a document of n tokens.
+      eval_capacity: Capacity in evaluation; 0 for the value of `capacity`.
       threshold: The second expert is kept with the probability gate / threshold, at most 1; in evaluation always.
       first_choices_first: The first choices of all tokens of a document get places before any second choice, as in the paper.
         Then tokens depend on later ones, and language models refuse the layer.
@@ -235,7 +235,9 @@ class NoisyTopK(ExpertLayer):
         super().check()
         moe.Gates().check(self.k)
         if self.k == self.experts:
-            raise InputError(f"k={self.k} of {self.experts} experts: the noise decides nothing: set k below experts")
+            raise InputError(
+                f"k={self.k} of {self.experts} experts: noise does not change the choice: set k below experts"
+            )
         if min(self.importance, self.load) < 0.0:
             raise InputError(
                 f"importance={self.importance}, load={self.load}: expected factors of losses of at least 0"

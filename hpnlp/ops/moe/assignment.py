@@ -41,11 +41,11 @@ def balanced_assignment(
     problems".
     """
     count, experts = scores.shape
-    # Scores relative to the best expert of each token lead to the same assignment, and are exact where all are large.
+    # A constant for all scores of a token does not change the best assignment.
     scores = _finite(lax.stop_gradient(scores.astype(jnp.float32)))
     scores = scores - jnp.max(scores, axis=1, keepdims=True)
     places = -(-jnp.sum(real, dtype=jnp.int32) // experts)
-    # Prices stay below the range and one step, so that a step of 1e-3 of the range is never lost in rounding.
+    # Scores relative to each token's best one keep prices near the range, where float32 resolves a step.
     step = tolerance * jnp.maximum(-jnp.min(scores, initial=0.0, where=real[:, None]), 1e-30)
     most = -(-count // experts)
     numbers = jnp.arange(experts, dtype=jnp.int32)

@@ -73,8 +73,8 @@ def exchanged_expert_mlp(
       x: The device's tokens.
       routing: Their assignments to the experts of all devices.
       local_experts: The device's experts, with stacks of E / S matrices.
-      activation: As for `expert_mlp`.
-      impl: As for `expert_mlp`.
+      activation: Elementwise function, see `expert_mlp`.
+      impl: Entry of IMPLEMENTATIONS.
       shards: Number of devices S.
       rows: Assignments that a device can send to each device, at least as many as there are.
       swap: The all-to-all over the S devices.

@@ -32,7 +32,7 @@ def expert_mlp(
       activation: Elementwise function, of "gate" where there is one, else of "up".
       impl: "loops" over blocks of rows of one expert, for CPUs; "ragged", `jax.lax.ragged_dot` over sorted rows, for TPUs;
         "batched", a product over `[E, C, D]` with C the largest number of assignments of one expert that the routing allows;
-        "dense", `reference_expert_mlp`, for runtimes that have neither sorts nor loops, as those of ONNX files;
+        "dense", `reference_expert_mlp`, for runtimes without sorts and loops, such as runtimes of ONNX files;
         "auto": "loops" on a CPU, "ragged" on a TPU, and on a GPU "batched" where E C <= 4 A, else "loops".
 
     Returns:
@@ -97,8 +97,8 @@ def reference_expert_mlp(
     Args:
       x: Tokens.
       routing: Assignments of tokens to experts.
-      experts: As for `expert_mlp`.
-      activation: As for `expert_mlp`.
+      experts: Stacks of matrices, see `expert_mlp`.
+      activation: Elementwise function, see `expert_mlp`.
 
     Returns:
       The sums in the dtype of x.

@@ -182,6 +182,28 @@ def test_load_counts_choices_before_drops():
     np.testing.assert_allclose(metrics["load_variation"], np.sqrt(2.0), rtol=1e-6)
 
 
+def test_losses_of_summed_statistics_match_those_of_the_batch_in_one_part():
+    """Trap: means of losses of microbatches (megablocks#85), whose numbers of tokens differ."""
+    logits = RNG.normal(size=(48, 4)).astype(np.float32) * np.linspace(0.1, 3, 48)[:, None].astype(np.float32)
+    real, gates = RNG.random(48) < np.repeat([1.0, 0.3, 0.7, 0.0], 12), moe.Gates("sigmoid", normalize=True)
+
+    def losses(logits, parts):
+        size, total = 48 // parts, None
+        for i in range(parts):
+            part, real_part = logits[i * size : (i + 1) * size], jnp.asarray(real[i * size : (i + 1) * size])
+            routing = moe.route(part, 2, gates, real_part)
+            sums = moe.routing_sums(part, moe.normalized_scores(part, gates), real_part, routing, routing)
+            total = sums if total is None else jax.tree.map(jnp.add, total, sums)
+        metrics = moe.load_metrics(total) | moe.router_metrics(total)
+        return moe.balance_loss(total) + moe.z_loss(total), metrics
+
+    def both(logits):
+        return [jax.value_and_grad(lambda x, n=n: losses(x, n), has_aux=True)(logits) for n in (4, 1)]
+
+    actual, expected = once(both, logits)
+    assert_close(actual, expected)
+
+
 def test_z_loss_is_the_mean_square_of_the_logsumexp():
     logits = RNG.normal(size=(20, 5)).astype(np.float32) * 4
     routing = moe.route(logits, 2, moe.Gates(), real_tokens(20))
@@ -262,8 +284,8 @@ LOADS = {
 @pytest.mark.parametrize("name", LOADS)
 @pytest.mark.parametrize("impl", ["loops", "ragged", "batched"])
 def test_expert_mlp_loses_no_token(name, impl):
-    count, experts, k, logits_of = LOADS[name]
-    logits = np.stack([logits_of(t) for t in range(count)]).astype(np.float32)
+    count, experts, k, token_logits = LOADS[name]
+    logits = np.stack([token_logits(t) for t in range(count)]).astype(np.float32)
     x, stacks = RNG.normal(size=(count, 6)).astype(np.float32), make_stacks(experts, 6, 5, gated=True)
     real = np.arange(count) % 7 != 3
 
@@ -319,9 +341,11 @@ def test_gradients_of_bfloat16_match_float32(impl):
     routing = moe.route(RNG.normal(size=(40, 4)).astype(np.float32), 3, moe.Gates(), real_tokens(40))
 
     def gradients(x, stacks, impl):
-        return jax.grad(lambda *a: jnp.sum(jnp.sin(moe.expert_mlp(a[0], routing, a[1], jax.nn.silu, impl))), (0, 1))(
-            x, stacks
-        )
+        def score(x, stacks):
+            signs = jnp.sin(jnp.arange(x.size)).reshape(x.shape)
+            return jnp.sum(signs * moe.expert_mlp(x, routing, stacks, jax.nn.silu, impl).astype(jnp.float32))
+
+        return jax.grad(score, (0, 1))(x, stacks)
 
     expected = once(lambda *a: gradients(*jax.tree.map(lambda v: v.astype(jnp.float32), a), "dense"), x, stacks)
     actual = once(lambda *a: gradients(*a, impl), x, stacks)
@@ -331,7 +355,7 @@ def test_gradients_of_bfloat16_match_float32(impl):
 
 
 @pytest.mark.parametrize("name", ["route", "route_by_expert"])
-def test_padding_with_logits_of_nan_changes_nothing(name):
+def test_padding_with_token_logits_nan_changes_nothing(name):
     logits, real = RNG.normal(size=(2, 6, 3)).astype(np.float32), np.arange(12).reshape(2, 6) % 6 < 4
 
     def run(logits):

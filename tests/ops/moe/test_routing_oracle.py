@@ -13,7 +13,7 @@ pytestmark = pytest.mark.oracle
 N, D, F, E = 40, 16, 24, 8
 
 
-def weights_of(experts):
+def expert_stacks(experts):
     gate_up, down = (np.asarray(x.detach()) for x in (experts.gate_up_proj, experts.down_proj))
     width = gate_up.shape[1] // 2
     return {
@@ -58,7 +58,7 @@ def test_layers_with_weights_of_transformers_match(name, fields, gates, k):
     }[name](config)
     x = np.random.default_rng(1).normal(size=(N, D)).astype(np.float32)
     expected = outputs_and_gradients(torch, block, x)
-    experts, router = weights_of(block.experts), block.gate.weight.detach().numpy().T
+    experts, router = expert_stacks(block.experts), block.gate.weight.detach().numpy().T
     weights = np.sin(np.arange(N * D)).reshape(N, D).astype(np.float32)
 
     def run(x, router):
@@ -84,7 +84,7 @@ def test_bias_balanced_groups_match_deepseek():
     block.gate.e_score_correction_bias.copy_(torch.tensor(bias))
     expected, gradient, router_gradient = outputs_and_gradients(torch, block, x)
     shared = block.shared_experts(torch.tensor(x)).detach().numpy()
-    experts, router = weights_of(block.experts), block.gate.weight.detach().numpy().T
+    experts, router = expert_stacks(block.experts), block.gate.weight.detach().numpy().T
 
     def run(x, router):
         logits = jnp.dot(x, router, precision="highest")
