@@ -44,7 +44,8 @@ def _copied(count: int, x: jax.Array, token: jax.Array, rows: jax.Array | None) 
 def _copied_forward(
     count: int, x: jax.Array, token: jax.Array, rows: jax.Array | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
-    return _copied(count, x, token, rows), (token, rows)
+    # Not _copied itself: products of the Hessian differentiate this function in forward mode.
+    return x.at[token].get(mode="fill", fill_value=0), (token, rows)
 
 
 def _copied_backward(

@@ -418,6 +418,22 @@ def test_implementation_of_a_device_is_the_one_with_the_least_rows(monkeypatch, 
     assert used == [(impl, blocks)]
 
 
+def test_hessian_products_match_the_reference():
+    """Forward mode over reverse mode, by which the curvature of a loss is measured."""
+    draw = np.random.default_rng(0)
+    x, logits = draw.normal(size=(6, 4)).astype(np.float32), draw.normal(size=(6, 3)).astype(np.float32)
+    stacks, real = make_stacks(3, 4, 5), np.ones(6, bool)
+
+    def products(expert_mlp, x, logits):
+        def loss(x, logits):
+            return jnp.sum(expert_mlp(x, moe.route(logits, 2, moe.Gates(), real), stacks, jax.nn.silu) ** 2)
+
+        return jax.jvp(jax.grad(loss, (0, 1)), (x, logits), (jnp.ones_like(x), jnp.cos(logits)))[1]
+
+    both = (once(lambda *a, f=f: products(f, *a), x, logits) for f in (moe.expert_mlp, moe.reference_expert_mlp))
+    assert_close(*both)
+
+
 def test_unknown_implementation_raises():
     routing = moe.route(np.zeros((2, 2), np.float32), 1, moe.Gates("softmax"), real_tokens(2))
     with pytest.raises(InputError, match="impl='loop'"):
