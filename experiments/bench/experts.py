@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -132,18 +131,13 @@ def paired(first: Step, second: Step, rounds: int) -> Row:
 
 
 def _ratio(pairs: list[tuple[float, float]]) -> Row:
-    """Median times in milliseconds, and the median ratio with its interval by order statistics."""
-    ratios = sorted(a / b for a, b in pairs)
-    # The median is outside of the interval if at most `rank` ratios lie on one side of it: a binomial tail.
-    tail, rank = 0.5 ** len(ratios), 0
-    while (tail := tail + math.comb(len(ratios), rank + 1) * 0.5 ** len(ratios)) <= 0.025:
-        rank += 1
-    first, second = np.median(np.array(pairs), axis=0) * 1e3
+    """Median times in milliseconds, and the median ratio with its interval."""
+    first, second = (measure.Timing(seconds) for seconds in zip(*pairs, strict=True))
     return {
-        "ms": round(float(first), 3),
-        "other_ms": round(float(second), 3),
-        "ratio": round(float(np.median(ratios)), 3),
-        "interval": [round(ratios[rank], 3), round(ratios[-1 - rank], 3)],
+        "ms": round(first.median * 1e3, 3),
+        "other_ms": round(second.median * 1e3, 3),
+        "ratio": round(first.over(second), 3),
+        "interval": [round(bound, 3) for bound in first.interval(second)],
     }
 
 
