@@ -46,6 +46,8 @@ def main() -> None:
     atexit.register(gc.freeze)  # skips the garbage collection of all objects when the process ends
     _open_standard_descriptors()
     argv = sys.argv[1:] or ["--help"]
+    if argv[0] == "help" and argv[1:]:
+        argv = sys.argv[1:] = [argv[1], "--help"]
     try:
         with contextlib.ExitStack() as stack:
             if argv[0] in HANDLES_SIGNALS:

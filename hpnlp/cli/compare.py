@@ -44,5 +44,5 @@ def run(argv: Sequence[str]) -> None:
     path, by_task = cli.plot_path(cli.FLAGS.out, "compare.png"), report.by_task(members)
     for task, of_task in by_task.items():
         out = path if len(by_task) == 1 else path.with_stem(f"{path.stem}-{task}")
-        table = report.compare(of_task, out)
-        print(f"{table}\nwritten: {', '.join(str(path) for path in (out, out.with_suffix('.md')) if path.exists())}")
+        report.compare(of_task, out, print)
+        print(f"written: {', '.join(str(path) for path in (out, out.with_suffix('.md')) if path.exists())}")

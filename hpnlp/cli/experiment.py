@@ -234,12 +234,10 @@ def _with_columns(values: ConfigDict) -> ConfigDict:
     data: Any = values.data
     if TASKS[str(values.task)].data_config is not ClassificationConfig or data.pair_field:
         return values
-    defaults = ClassificationConfig()
-    if (data.text_field, data.label_field) == (defaults.text_field, defaults.label_field):
-        fields = guessed_fields(ClassificationConfig(path=data.path)) if data.path else {}
+    config = ClassificationConfig(path=data.path, text_field=data.text_field, label_field=data.label_field)
+    if data.path and (fields := guessed_fields(config)):
         data.update(fields)
-        if fields:
-            _note(f"{data.path}: {', '.join(f'data.{name}={value}' for name, value in fields.items())}")
+        _note(f"{data.path}: {', '.join(f'data.{name}={value}' for name, value in fields.items())}")
     return values
 
 

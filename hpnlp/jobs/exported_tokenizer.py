@@ -91,5 +91,6 @@ def check(run: Run, kind: Kind, directory: str | Path, texts: Sequence[tuple[str
         if ids != exported_ids or (has_types and types != exported_types):
             raise InputError(
                 f"the exported tokenizer gives the ids {exported_ids[:8]}... for {parts[0]!r:.60}, and training has "
-                f"{ids[:8]}...: use hpnlp.load, or a tokenizer whose words do not depend on the words around them"
+                f"{ids[:8]}...: use hpnlp.load, or train with a tokenizer that encodes a word alone as in a text, such as "
+                "--data.tokenizer='bpe(4000)' or --data.tokenizer='words(8000, by=whitespace)'"
             )

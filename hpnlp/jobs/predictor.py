@@ -179,6 +179,8 @@ class Predictor:
                 f"generate continues prompts with runs of task={' or '.join(map(repr, ensembles.TASKS))}, and this run is of "
                 f"task={run.config.task!r}: use predict"
             )
+        if isinstance(prompts, str | bytes):
+            raise InputError(f"{prompts!r:.40} is one prompt: pass a list of prompts, [{prompts!r:.40}]")
         if not prompts:
             return []
         ids = [run.tokenizer.encode_prompt(prompt) for prompt in prompts]

@@ -36,7 +36,7 @@ _BASE = re.compile(r"base|\d\d+-")
 _MEMBER = re.compile(rf"(\d\d+-)?\w+=.*|{_BASE.pattern}")
 
 
-def compare(workdirs: Sequence[str | Path], out: str | Path) -> str:
+def compare(workdirs: Sequence[str | Path], out: str | Path, show: Callable[[str], object] = lambda table: None) -> str:
     """Writes a table of runs, best first, and a plot of quality against time, memory and size.
 
     Quality is a score of the runs' task: see `rank` of its report, such as `tasks.lm_report.LanguageModelReport`. Runs without
@@ -45,6 +45,7 @@ def compare(workdirs: Sequence[str | Path], out: str | Path) -> str:
     Args:
       workdirs: Directories of finished runs; a run that is named twice is listed once.
       out: File of the plot. The table is written beside it, with the extension .md.
+      show: Called with the table before anything is written, so that a directory without write access costs no result.
 
     Returns:
       The table, as Markdown.
@@ -70,6 +71,7 @@ def compare(workdirs: Sequence[str | Path], out: str | Path) -> str:
     if ranking.remark:
         lines += ["", ranking.remark]
     table = "\n".join(lines) + "\n"
+    show(table)
     _write(Path(out), table, ranking, {name: entry for name, entry in entries.items() if name in scores})
     return table
 

@@ -342,6 +342,7 @@ def files(tmp_path, trained):
             "data.heldout=0.5 would not be the run that was trained: leave it out",
         ),
         ("evaluate {run} --config.task=tagging", "task='tagging' would not be the run that was trained"),
+        ("generate {run} import", "'import' holds no run: name one, or write a prompt as --prompt='import'"),
         ("compare {run} --out=", "--out is empty: use a file, for example compare.png, or a directory"),
         ("draw Causal() --block=99999999999999999999", "block=99999999999999999999: expected at most 2147483647"),
         ("draw Window(1,right=2,right=3)", "more than once"),

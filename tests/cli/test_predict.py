@@ -241,5 +241,7 @@ def test_invalid_arguments_raise(classifier, language_model):
         model.predict(["a"], batch_size=0)
     with pytest.raises(InputError, match="generate continues prompts with runs of task='lm' or 'rnn_lm'"):
         model.generate(["a"])
+    with pytest.raises(InputError, match="is one prompt: pass a list of prompts"):
+        hpnlp.load(language_model).generate("a")
     with pytest.raises(InputError, match="has no labels, targets or pairs"):
         hpnlp.load(language_model).encode(["a"])

@@ -380,6 +380,7 @@ def test_threads_are_at_least_the_usable_cores(monkeypatch, linux, cores):
 
 def test_version(run):
     assert run("--version").out == f"{hpnlp.__version__}\n"
+    assert run("help", "compare").out == run("compare", "--help").out != run("help").out
 
 
 def test_defects_exit_with_a_traceback_and_1():

@@ -21,11 +21,11 @@ def guessed_fields(config: ClassificationConfig) -> dict[str, str]:
     """Guesses which columns of a table hold the texts and the labels, where its columns are not those of the config.
 
     Args:
-      config: The config, with the default names of both columns.
+      config: The config. A name other than the default was given by the user, and stays.
 
     Returns:
-      The fields text_field and label_field of the config with the names of columns; empty where the columns of the config are
-      there, or others cannot be told apart.
+      Those of the fields text_field and label_field of the config that have another column; empty where the columns of the
+      config are there, or others cannot be told apart.
 
     Raises:
       InputError: The column of the labels has the name of a label, so that the first line is a record.
@@ -34,7 +34,12 @@ def guessed_fields(config: ClassificationConfig) -> dict[str, str]:
     names = list(records[0]) if records else []
     if config.text_field in names and config.label_field in names:
         return {}
-    text, label = _named(names, TEXT_NAMES), _named(names, LABEL_NAMES)
+    defaults = ClassificationConfig()
+    is_given = config.text_field != defaults.text_field, config.label_field != defaults.label_field
+    text = config.text_field if is_given[0] else _named(names, TEXT_NAMES)
+    label = config.label_field if is_given[1] else _named(names, LABEL_NAMES)
+    if any(name is not None and name not in names for name in (text, label)):
+        return {}
     if len(names) == 2 and text is None and label is None:
         label = _repeated(names, records)
         if label is not None and any(str(record.get(label)) == label for record in records):
@@ -46,7 +51,10 @@ def guessed_fields(config: ClassificationConfig) -> dict[str, str]:
         text = names[1 - names.index(label)]
     elif len(names) == 2 and text is not None and label is None:
         label = names[1 - names.index(text)]
-    return {} if text is None or label is None else {"text_field": text, "label_field": label}
+    if text is None or label is None:
+        return {}
+    guessed = {"text_field": text, "label_field": label}
+    return {field: name for field, name in guessed.items() if getattr(config, field) != name}
 
 
 def _named(names: Sequence[str], known: Sequence[str]) -> str | None:

@@ -174,7 +174,7 @@ class RowReader:
 
 
 def read_columns(path: str) -> Iterator[dict[str, Any]]:
-    """Reads the records of a file of text formats with all of their columns, unchecked.
+    """Reads the records of a file of text formats with all of their columns, unchecked, and leaves out invalid ones.
 
     Args:
       path: Path of the file.
@@ -183,18 +183,18 @@ def read_columns(path: str) -> Iterator[dict[str, Any]]:
       The records; none of a file in another format.
 
     Raises:
-      InputError: A record cannot be read.
+      InputError: The file cannot be read as its format.
       OSError: The file cannot be read.
     """
 
-    def refuse(where: str, error: InputError) -> None:
-        raise error
+    def leave_out(where: str, error: InputError) -> None:
+        pass
 
     suffix = os.path.splitext(files.uncompressed(path))[1].lower()
     if suffix in _BY_STREAM:
         with files.open_text(path) as stream:
             source = CountedLines(stream) if suffix in _BY_LINES else stream
-            yield from (record for _, _, record in _BY_STREAM[suffix](source, printable(path), (), refuse))
+            yield from (record for _, _, record in _BY_STREAM[suffix](source, printable(path), (), leave_out))
 
 
 def _json_lines(stream: CountedLines, path: str, columns: Sequence[Column], report_bad: ReportBad) -> Iterator[_Values]:

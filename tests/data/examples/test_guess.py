@@ -43,6 +43,27 @@ def test_columns_are_guessed_where_they_can_be_told_apart(tmp_path, name, header
         assert guessed_fields(ClassificationConfig(path=str(path))) == expected
 
 
+def test_invalid_records_do_not_hide_the_names(tmp_path):
+    (tmp_path / "a.csv").write_text("review,sentiment,id\na,b,1,2,3\nc,d,2\n", "utf-8")
+    assert guessed_fields(ClassificationConfig(path=str(tmp_path / "a.csv"))) == {
+        "text_field": "review",
+        "label_field": "sentiment",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"label_field": "score"}, {"text_field": "review"}),
+        ({"text_field": "summary"}, {"label_field": "sentiment"}),
+        ({"text_field": "absent"}, {}),
+    ],
+)
+def test_names_that_the_user_gives_stay(tmp_path, given, expected):
+    (tmp_path / "a.csv").write_text("review,sentiment,score,summary\na,b,1,c\n", "utf-8")
+    assert guessed_fields(ClassificationConfig(path=str(tmp_path / "a.csv"), **given)) == expected
+
+
 def test_tables_without_a_line_of_names_raise(tmp_path):
     for name, mark in (("a.csv", ","), ("a.tsv", "\t"), ("b.csv", ";")):
         lines = [f"{text}{mark}{label}\n" for text, label in zip(TEXTS * 2, "yyny" * 2, strict=True)]
