@@ -15,7 +15,7 @@ STARTS = {
     "rnn_classification": "classification/encoders:lstm",
     "image_classification": "classification/digits_convnet",
     "tree_classification": "classification/stdlib_trees",
-    "tagging": "tagging/stdlib",
+    "tagging": "tagging/words",
     "masked_lm": "masked_lm/bytes",
     "seq2seq": "seq2seq/numbers",
     "dual_encoder": "dual_encoder/stdlib",
