@@ -2,9 +2,9 @@
 
     hpnlp train --task=tagging --data.path=tags.jsonl
 
-The run starts from this experiment where --config is left out. It is that of stdlib.py with a tokenizer that encodes a word in a
-text as it does alone, so that `hpnlp export` writes a directory that tags whole texts: byte-pair encoding predicts 99.0 % of the
-kinds of stdlib.py, which are 99.6 % with its words.
+The run starts from this experiment where --config is left out. It is that of stdlib.py with a tokenizer that encodes a word in
+a text as it does alone, so that `hpnlp export` writes a directory that tags whole texts. Byte-pair encoding of 8,000 tokens
+predicts 99.0 % of the kinds of stdlib.py, which are 99.6 % with its words.
 """
 
 from __future__ import annotations
