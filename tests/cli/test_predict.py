@@ -14,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 
 import hpnlp
-from hpnlp.cli.predict import _from_lines
 from hpnlp.data.examples.fields import FieldError
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Pairs
@@ -224,11 +223,12 @@ def test_invalid_input_is_refused(run, classifier, language_model, tmp_path):
     assert outcome.code == 0 and "left out: 2 invalid: " in outcome.err
 
 
-def test_lines_with_too_few_or_too_many_texts_raise():
-    kind = Pairs("question", "answer")
+def test_lines_with_too_few_or_too_many_texts_raise(run, monkeypatch, classifier):
+    monkeypatch.setattr(predictor.Predictor, "kind", Pairs("question", "answer"))
     for line, count in (("a", "one text"), ("a\tb\tc", "3 texts")):
-        with pytest.raises(InputError, match=f"{count}, and the run predicts from 2 .question, answer.: put one tab"):
-            list(_from_lines([(1, line)], kind, "text"))
+        outcome = run("predict", classifier, line)
+        assert outcome.code == 2
+        assert f"{count}, and the run predicts from 2 (question, answer): put one tab" in outcome.err
 
 
 def test_invalid_arguments_raise(classifier, language_model):

@@ -543,6 +543,7 @@ ON_HOST = {
         "softmax.binary_codes.convolutional_code",
     ),
     *(f"softmax.class_based.{name}" for name in ("classes_from", "equal_size_classes", "equal_mass_classes")),
+    *("moe.experts.expert_count", "weight.leading_axes"),
     *("moe.routing.check_groups", "softmax.grouped_softmax.check_k", "softmax.proposals.unigram"),
     *bucketed_and_low_rank_calls.BY_OPS,
     *weights_calls.ON_HOST,

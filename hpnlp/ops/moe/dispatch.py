@@ -45,7 +45,7 @@ def _copied_forward(
     count: int, x: jax.Array, token: jax.Array, rows: jax.Array | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
     # Not _copied itself: products of the Hessian differentiate this function in forward mode.
-    return x.at[token].get(mode="fill", fill_value=0), (token, rows)
+    return jnp.asarray(x).at[token].get(mode="fill", fill_value=0), (token, rows)
 
 
 def _copied_backward(
