@@ -80,7 +80,7 @@ class Watch:
         self.phase, self.step, self.time = "start", 0, now
         self._pace = pace
         self._step_seconds, self._is_timed = 0.0, False  # of the current step
-        self.has_stepped = self._has_begun = False
+        self.has_stepped = self._has_begun = self._is_late = False
         self.host_seconds: collections.deque[float] = collections.deque(
             maxlen=KEPT
         )  # of each step, before its dispatch
@@ -102,15 +102,24 @@ class Watch:
             if step == self.step + 1 and self._is_timed:
                 self._pace.seconds["step"].append(self._step_seconds)
             self.has_stepped |= step == self.step + 1 and self._has_begun
-            self._step_seconds, self._is_timed, self._has_begun = 0.0, True, True
+            self._step_seconds, self._is_timed, self._has_begun = 0.0, not self._is_late, True
         self._is_timed &= phase != "setup"  # a step that compiles is not typical
-        if phase == "step" and self.phase == "data":
+        if phase == "step" and self.phase == "data" and not self._is_late:
             self.host_seconds.append(elapsed)
-        if phase == "eval" and self.phase == "eval":
+        if phase == "eval" and self.phase == "eval" and not self._is_late:
             self._pace.seconds["eval"].append(elapsed)
         elif phase == "eval":
             self._pace.seconds["eval"].clear()  # an evaluation may compile first
         self.phase, self.step, self.time = phase, step, now
+
+    def set_late(self, is_late: bool) -> None:
+        """Leaves steps and batches out of the known durations while lines are read later than they were written.
+
+        Args:
+          is_late: Whether they are.
+        """
+        self._is_late = is_late
+        self._is_timed &= not is_late
 
     def silent(self, now: float) -> float:
         """Seconds since the last line.

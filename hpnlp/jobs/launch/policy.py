@@ -147,8 +147,13 @@ class Policy:
         return True
 
     def _repeats(self, outcome: Outcome) -> bool:
-        """True if the last attempt failed in the same way at the same step. A kill from outside has no step."""
+        """True if the last attempt failed in the same way at the same step. A kill from outside has no step.
+
+        A step before the newest checkpoint has been passed, whatever the next one does.
+        """
         last = self._last
+        if last is not None and (outcome.checkpoint or 0) >= last.step:
+            return False
         is_cause = outcome.code not in (TRY_AGAIN, KILLED) and outcome.step > 0
         return (
             last is not None

@@ -30,6 +30,9 @@ from hpnlp.training import attempts, signals
 from hpnlp.training.attempts import Attempt
 
 SHOWN_LINES = 20  # of the log of a process that has failed
+CHECK_SECONDS = 1.0  # between two looks at the file `attempt`
+PAUSE_SECONDS = 2.0  # without a look at the pipes, after which the times of lines show no durations
+COPIED_BYTES = 1 << 20  # of the log of process 0 that are printed at a time
 
 
 @runtime_checkable
@@ -49,7 +52,7 @@ class Options:
       wait: Time that processes wait for each other.
       hang_seconds: Least time without progress in a step after which a process counts as stuck.
       settle: Time for the other processes to end after one has failed.
-      save: Time for the other processes to end after one was interrupted or has finished.
+      save: Time for the other processes to end after one was interrupted.
       abort: Time for a stuck process to write its stacks.
       busy: Time for GPUs to be released.
       tick: Longest time between two looks at the processes.
@@ -156,7 +159,7 @@ class Supervisor:
         self._pace = Pace(options.wait, options.hang_seconds)
         self._policy = Policy(options.max_restarts, options.counts, newest_checkpoint(workdir))
         self._gpus = devices.visible_gpus(environment)
-        self._attempt = attempts.newest(workdir) or Attempt(0, "none")
+        self._attempt = attempts.newest(workdir) or Attempt(_last_logged(workdir), "none")
         self._children: list[Child] = []
         self._received: list[int] = []  # signals
         self._woken = threading.Event()
@@ -181,10 +184,20 @@ class Supervisor:
                 if decision.action is not Action.RESTART:
                     return decision.code
                 if self._woken.wait(decision.delay * self.options.backoff):
-                    return signals.INTERRUPTED
+                    return self._stop_between(outcome)
                 if decision.processes != count:
                     count, self._pace = decision.processes, Pace(self.options.wait, self.options.hang_seconds)
                 self._check_supervises()
+
+    def _stop_between(self, outcome: Outcome) -> int:
+        """Records a signal that was received between two attempts. Returns the exit code."""
+        name = signal.Signals(self._received[0]).name
+        reason = f"{name}: stopped before the restart"
+        self.event(
+            Action.STOP.value, code=signals.INTERRUPTED, checkpoint=outcome.checkpoint, stopped=name, reason=reason
+        )
+        self._show(f"launch: {reason}, {_saved(outcome.checkpoint)}")
+        return signals.INTERRUPTED
 
     def stop(self, number: int) -> None:
         """Passes a signal on: the processes save a checkpoint at the first one, and end at once at a later Ctrl-C.
@@ -206,12 +219,21 @@ class Supervisor:
           **values: Further values.
         """
         line = {"time": time.time(), "monotonic": time.monotonic(), "attempt": self._attempt.number, "event": kind}
-        with contextlib.suppress(OSError), open(self.workdir / attempts.EVENTS, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line | values) + "\n")
+        with contextlib.suppress(OSError), open(self.workdir / attempts.EVENTS, "ab+") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            is_cut = file.read() not in (b"", b"\n")  # a line that did not fit on a full disk
+            file.write(b"\n" * is_cut + json.dumps(line | values).encode() + b"\n")
 
     def _check_supervises(self) -> None:
-        """Raises TemporaryError if another supervisor has begun an attempt."""
-        if (other := attempts.newest(self.workdir)) != self._attempt:
+        """Raises TemporaryError if another supervisor has begun an attempt, or the directory was deleted."""
+        other = attempts.newest(self.workdir)
+        if other is None:
+            raise TemporaryError(
+                f"{self.workdir / attempts.FILE} is gone or damaged, as after {self.workdir} was deleted, moved or unmounted: "
+                "this supervisor ends its processes; see to the directory, and run the same command again"
+            )
+        if other != self._attempt:
             raise TemporaryError(f"another supervisor has begun attempt {other} of {self.workdir}: this one ends")
 
     def _run_attempt(self, count: int) -> Outcome:
@@ -253,25 +275,27 @@ class Supervisor:
         ends: list[tuple[int, int]] = []  # process and exit code
         deadline: float | None = None  # for the other processes, after an end
         straggler: int | None = None
+        checked = now = begun
         with selectors.DefaultSelector() as selector:
             for child in self._children:
                 selector.register(child.pipe, selectors.EVENT_READ, child)
             while True:
-                for key, _ in selector.select(self.options.tick):
-                    if not key.data.read(time.monotonic()):
-                        selector.unregister(key.fileobj)
-                        time.sleep(0.01)  # the process closes its pipe a little before it can be collected
-                if not selector.get_map():
-                    time.sleep(self.options.tick / 10)
+                self._read_pipes(selector, now)
                 self._copy_log()
                 now = time.monotonic()
+                if now > checked + CHECK_SECONDS:
+                    with contextlib.suppress(OSError):  # of a network file system
+                        self._check_supervises()
+                    checked = now
                 for child in processes.reap(self._children):
                     child.read(now)
                     ends.append((child.index, child.code or 0))
                     self.event(
                         "end", process=child.index, code=child.code, phase=child.watch.phase, step=child.watch.step
                     )
-                    is_early = ends[-1][1] not in (0, signals.INTERRUPTED)
+                    if not child.code:
+                        continue  # the others may still write a report; limits of phases hold for them
+                    is_early = child.code != signals.INTERRUPTED
                     if is_early and self._noticed is None:
                         self._noticed = now
                     limit = now + (self.options.settle if is_early else self.options.save)
@@ -284,6 +308,19 @@ class Supervisor:
                     return self._stuck(child, running, now)
                 if straggler is None and (straggler := self._find_straggler()) is not None:
                     self.event("straggler", process=straggler)
+
+    def _read_pipes(self, selector: selectors.BaseSelector, before: float) -> None:
+        """Waits for lines of progress, at most a tick, and reads them. The pipes were last read at the time `before`."""
+        ready = selector.select(self.options.tick)
+        is_late = time.monotonic() > before + PAUSE_SECONDS + self.options.tick  # as after Ctrl-Z and fg
+        for child in self._children:
+            child.watch.set_late(is_late)
+        for key, _ in ready:
+            if not key.data.read(time.monotonic()):
+                selector.unregister(key.fileobj)
+                time.sleep(0.01)  # the process closes its pipe a little before it can be collected
+        if not selector.get_map():
+            time.sleep(self.options.tick / 10)
 
     def _note_first_step(self, begun: float, now: float) -> None:
         """Records the time from the notice of a failure until all processes have begun another step."""
@@ -308,7 +345,9 @@ class Supervisor:
         """Outcome of an attempt in which processes have ended."""
         failures = [end for end in ends if end[1]]
         if not failures:
-            return self._after(Outcome(0))
+            process, _ = ends[-1]
+            watch = self._children[process].watch
+            return self._after(Outcome(0, process, watch.phase, watch.step))
         process, code = cause(failures)
         stopped = [child for child in self._children if child.code is None and processes.is_stopped(child.popen.pid)]
         if stopped and code in (TRY_AGAIN, ABORTED):  # JAX has missed the heartbeats of the stopped process
@@ -378,11 +417,13 @@ class Supervisor:
             return
         with contextlib.suppress(OSError), open(self._children[0].log, "rb") as file:
             file.seek(self._shown)
-            data = file.read()
-            complete = data[: data.rfind(b"\n") + 1]
-            self._shown += len(complete)
-            for line in complete.decode("utf-8", "replace").splitlines():
-                self._show(line)
+            while data := file.read(COPIED_BYTES):
+                complete = data[: data.rfind(b"\n") + 1] or (data if len(data) == COPIED_BYTES else b"")
+                self._shown = file.seek(self._shown + len(complete))
+                for line in complete.decode("utf-8", "replace").splitlines():
+                    self._show(line)
+                if len(data) < COPIED_BYTES:
+                    break
 
     def _report(self, outcome: Outcome, decision: Decision) -> None:
         """Prints and records the end of an attempt, and what follows."""
@@ -396,10 +437,9 @@ class Supervisor:
             self._show(f"launch: last lines of {log}:")
             for line in processes.tail(log, SHOWN_LINES):
                 self._show(f"  {line}")
-        saved = "no checkpoint" if outcome.checkpoint is None else f"newest checkpoint {outcome.checkpoint}"
         self._show(
             f"launch: process {outcome.process} ended with {_describe(outcome.code)} at step {outcome.step} ({outcome.phase}), "
-            f"{saved}: {decision.reason}{self._batch(outcome, decision)}"
+            f"{_saved(outcome.checkpoint)}: {decision.reason}{self._batch(outcome, decision)}"
         )
 
     def _batch(self, outcome: Outcome, decision: Decision) -> str:
@@ -412,6 +452,17 @@ class Supervisor:
             return ""
         first = (outcome.step - 1) * size
         return f": it reads examples {first} to {first + size - 1} of the training order, numbered from 0"
+
+
+def _last_logged(workdir: Path) -> int:
+    """Number of the last attempt that has logs; 0 without one."""
+    names = (path.name.removeprefix("attempt_") for path in (workdir / attempts.LOGS).glob("attempt_[0-9]*"))
+    return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
+def _saved(checkpoint: int | None) -> str:
+    """The newest checkpoint in words."""
+    return "no checkpoint" if checkpoint is None else f"newest checkpoint {checkpoint}"
 
 
 def _describe(code: int) -> str:

@@ -55,6 +55,18 @@ def test_saves_evaluations_and_compilations_are_no_durations_of_steps():
     assert set(pace.seconds["step"]) == {2.5} and len(pace.seconds["step"]) == 36
 
 
+def test_lines_that_are_read_late_show_no_durations():
+    """After a pause of the supervisor, the lines of many steps arrive at once."""
+    pace = Pace(wait=100.0, hang_seconds=30.0)
+    watch = Watch(pace, 0.0)
+    now = train(watch, 1, 10, step=7.0) + 7.0
+    watch.set_late(True)
+    now = train(watch, 11, 100, now + 600.0, step=0.0, data=0.0)
+    watch.set_late(False)
+    train(watch, 101, 110, now, step=7.0)
+    assert set(pace.seconds["step"]) == {7.0} and pace.limit("step") == 70.0
+
+
 def test_evaluations_have_limits_by_batch():
     pace = Pace(wait=100.0, hang_seconds=30.0)
     watch = Watch(pace, 0.0)

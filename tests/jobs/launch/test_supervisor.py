@@ -204,8 +204,49 @@ def test_signal_between_attempts_stops(supervise):
         wait_for(lambda: "restart 1 of 2" in lines.text())
         made.stop(signal.SIGINT)
 
-    code, _, events = supervise("exit 1", wake=stop, backoff=60.0)
+    code, lines, events = supervise("exit 1", wake=stop, backoff=60.0)
     assert code == 130 and kinds(events).count("attempt") == 1
+    assert (events[-1]["event"], events[-1]["code"], events[-1]["stopped"]) == ("stop", 130, "SIGINT")
+    assert lines[-1] == "launch: SIGINT: stopped before the restart, no checkpoint"
+
+
+def test_finished_process_sets_no_limit_for_the_others(supervise, tmp_path):
+    """Process 0 writes the report after the others have finished."""
+    script = '[ $I = 1 ] && exit 0; line "report 3"; sleep 0.5; touch $W/written'
+    code, _, events = supervise(script, save=0.05)
+    assert code == 0 and (tmp_path / "written").exists() and kinds(events).count("end") == 2
+    assert (events[-1]["process"], events[-1]["phase"], events[-1]["step"]) == (0, "report", 3)
+
+
+def test_deleted_directory_ends_the_supervisor(supervise, tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "CHECK_SECONDS", 0.01)
+    pids = tmp_path.parent / f"{tmp_path.name}-pids"
+    with pytest.raises(TemporaryError, match="attempt is gone or damaged, as after .* was deleted, moved or unmounted"):
+        supervise(f"echo $$ >> {pids}; [ $I = 1 ] && rm -r $W; sleep 60")
+    assert not any(is_alive(int(pid)) for pid in pids.read_text().split())
+
+
+def test_event_after_a_cut_line_has_a_line_of_its_own(tmp_path):
+    (tmp_path / "events.jsonl").write_text('{"event": "x"}\n{"time": 12')
+    made = Supervisor(tmp_path, lambda *_: [], Options(counts=(1,)), environment={})
+    made.event("a")
+    made.event("b")
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert lines[1] == '{"time": 12' and [json.loads(lines[i])["event"] for i in (0, 2, 3)] == ["x", "a", "b"]
+
+
+def test_output_without_line_ends_is_read_once(supervise, monkeypatch):
+    monkeypatch.setattr(supervisor, "COPIED_BYTES", 1000)
+    code, lines, _ = supervise("[ $I = 0 ] && head -c 2500 /dev/zero | tr '\\0' x; sleep 0.1; echo; echo end")
+    shown = [line for line in lines if not line.startswith("launch")]
+    assert code == 0 and [len(line) for line in shown] == [1000, 1000, 500, 3]
+
+
+def test_attempts_with_a_damaged_record_follow_the_last_logs(supervise, tmp_path):
+    (tmp_path / "attempt").write_bytes(b"\xff rubbish")
+    (tmp_path / "logs" / "attempt_12").mkdir(parents=True)
+    _, _, events = supervise("exit 0")
+    assert events[0]["attempt"] == 13
 
 
 def test_port_in_use_does_not_use_up_a_restart(supervise):
