@@ -31,6 +31,7 @@ process that failed: see the page "Supervise a run".
 machines. Nothing is started.
 """
 
+PROCESSES_PER_CORE = 4  # most processes without GPUs, whose number is otherwise the limit
 RESTARTS, RESTARTS_OF_ENGINES = 2, 10  # engines count all restarts, also those after which the run went on
 
 flags.DEFINE_integer("processes", None, "Number of processes, among which GPUs are divided.", lower_bound=1)
@@ -60,6 +61,8 @@ def run(argv: Sequence[str]) -> None:
     if (parent := os.environ.pop(signals.PARENT, "")).isdecimal():
         signals.follow(int(parent))
     argv, separator, inner = _split(argv)
+    if not separator and "train" in argv[1:]:
+        raise InputError(f"write -- before train, as in {command.EXAMPLE}")
     cli.parse(argv, USAGE)
     if not separator:
         raise InputError(f"no command to start: write it after --, as in {command.EXAMPLE}")
@@ -103,6 +106,11 @@ def _counts(parsed: Command, most: int, least: int) -> tuple[int, ...]:
     if least > most:
         raise InputError(f"--min_processes={least} is more than --processes={most}: lower it")
     gpus = devices.visible_gpus(os.environ)
+    largest = PROCESSES_PER_CORE * (os.cpu_count() or 1)
+    if not gpus and most > largest:
+        raise InputError(
+            f"--processes={most} are too many for this machine: expected at most {largest}, {PROCESSES_PER_CORE} for each core"
+        )
     counts = [most]
     for count in range(most - 1, least - 1, -1):
         if len(gpus) % count:

@@ -24,6 +24,11 @@ TRAIN = ["--", "train", f"--config={tiny.EXPERIMENT}"]
         (["--processes=2", "--", "sweep"], "launch starts hpnlp train, and was given 'sweep'"),
         ([*TRAIN, "--workdir={d}/x"], "--processes is required, for example --processes=2"),
         (["--processes=0", *TRAIN, "--workdir={d}/x"], "flag --processes=0: "),
+        (
+            ["--processes=1000", *TRAIN, "--workdir={d}/x"],
+            "--processes=1000 are too many for this machine: expected at most ",
+        ),
+        (["--processes=2", "train", "--workdir={d}/x"], "write -- before train, as in hpnlp launch --processes=2 -- "),
         (["--processes=2", *TRAIN], "launch needs the directory of the run: add --workdir=DIR after --"),
         (
             ["--processes=2", "--min_processes=3", *TRAIN, "--workdir={d}/x"],

@@ -59,12 +59,12 @@ class Command:
         Returns:
           --config, --register, --task and all fields.
         """
-        names = [argument.lstrip("-").partition("=")[0] for argument in self.arguments]
-        return [
-            argument
-            for argument, name in zip(self.arguments, names, strict=True)
-            if name in ("config", "register", "task") or "." in name
-        ]
+        kept = []
+        for argument, following in zip(self.arguments, [*self.arguments[1:], ""], strict=True):
+            name, equals, _ = argument.lstrip("-").partition("=")
+            if argument.startswith("-") and (name in ("config", "register", "task") or "." in name):
+                kept.append(argument if equals or following.startswith("-") else f"--{name}={following}")
+        return kept
 
 
 def parse(arguments: Sequence[str]) -> Command:

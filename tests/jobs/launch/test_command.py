@@ -30,7 +30,8 @@ def test_command_of_each_process_has_its_place():
     own = command.parse([*ARGUMENTS, "--heartbeat=50"]).of_process(0, 2, 1234)
     assert [argument for argument in own if "heartbeat" in argument] == ["--heartbeat=50"]
     assert parsed.config_arguments() == ["--config=lm/bytes", "--data.path=a b's.txt", "--train.steps=9"]
-    assert command.parse(["train", "--workdir", "x"]).workdir == Path("x")
+    apart = command.parse(["train", "--config", "lm/bytes", "--workdir", "x", "--train.steps=9"])
+    assert apart.workdir == Path("x") and apart.config_arguments() == ["--config=lm/bytes", "--train.steps=9"]
 
 
 @pytest.mark.parametrize(
