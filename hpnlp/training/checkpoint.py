@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping
@@ -29,6 +30,7 @@ import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 from orbax.checkpoint import checkpoint_managers as policies
+from orbax.checkpoint import multihost
 
 from hpnlp.errors import TemporaryError, is_full_disk, is_temporary
 from hpnlp.models import variables
@@ -42,6 +44,14 @@ from hpnlp.types import InputError
 FORMAT = 1  # version of the composite; checkpoints of other versions are refused
 CONVERTED_STEP = 0  # step of a checkpoint that holds a converted model: its parameters, and no other state
 LARGE_BYTES = 2**20  # replicated shards from this size on are read from all devices at once
+
+
+def _barrier(key: str, timeout_ms: int) -> None:
+    """Waits for the other processes, unless a background thread handles an error: they wait elsewhere, for 20 minutes."""
+    error = sys.exception()
+    if error is not None and threading.current_thread() is not threading.main_thread():
+        raise error
+    multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
 
 class Checkpointer:
@@ -86,6 +96,7 @@ class Checkpointer:
             read_only=read_only,
             create=False,
             step_prefix=None,
+            async_options=ocp.AsyncOptions(barrier_sync_fn=_barrier) if jax.process_count() > 1 else None,
             temporary_path_class=None if fence is None else _fenced_path(fence),
         )
         with self._disk("open"):

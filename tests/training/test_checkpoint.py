@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,31 @@ def test_checkpoint_of_an_earlier_attempt_is_not_committed(checkpointer, tmp_pat
     with pytest.raises(TemporaryError, match="this process belongs to attempt 1:a of .* and the newest is 2:b"):
         save(checkpoints, 8)
     assert checkpointer().latest() == 7
+
+
+def test_failed_write_does_not_wait_for_other_processes(monkeypatch):
+    """Orbax waits for the other processes in a `finally` block of its thread, which they never reach."""
+    waited, raised = [], []
+    monkeypatch.setattr(
+        checkpoint.multihost, "get_barrier_sync_fn", lambda: lambda **names: waited.append(names["key"])
+    )
+
+    def write(error):
+        try:
+            try:
+                if error:
+                    raise error
+            finally:
+                checkpoint._barrier("end", 1000)
+        except OSError as caught:
+            raised.append(caught)
+
+    full = OSError("No space left on device")
+    for error in (None, full):
+        thread = threading.Thread(target=write, args=(error,))
+        thread.start()
+        thread.join()
+    assert waited == ["end"] and raised == [full]
 
 
 @pytest.mark.parametrize("plan", [Plan(fsdp=2, tensor=4), Plan()])
