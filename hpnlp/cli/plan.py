@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -154,7 +155,7 @@ def _plan_budget(config: str, overrides: Sequence[str]) -> None:
     law = budget.read_law(f.law) if f.law else budget.published_law()
     device = lookup({**planner.DEVICES, "cpu": None}, f.device, "--device") or devices.this_cpu(f.devices)
     run = budget.plan_run(parsed, resolve(experiment.read(config, overrides)), law, device, f.devices)
-    command = " ".join(["hpnlp train", f"--config={config}", *overrides])
+    command = shlex.join(["hpnlp", "train", f"--config={config}", *overrides])
     print(budget.render(run, law, device, f.device, command))
 
 

@@ -46,6 +46,7 @@ class Law:
       flops: Training FLOPs of a token as a function of N.
       source: Description.
       largest: FLOPs of the largest run, beyond which it is extrapolated.
+      is_subword: Whether its tokens are known to be subwords.
     """
 
     fit: Fit
@@ -53,6 +54,7 @@ class Law:
     flops: FlopsPerToken
     source: str
     largest: float | int
+    is_subword: bool = False
 
 
 def published_law() -> Law:
@@ -67,7 +69,7 @@ def published_law() -> Law:
     none = Points(np.empty(0), np.empty(0), np.empty(0))
     law = Fit("additive", none, constants, form.to_constants(samples), np.empty(0), 240 - len(constants))
     source = "Hoffmann et al. 2022, refitted by Besiroglu et al. 2024: subword tokens of web text"
-    return Law(law, "chinchilla", six_n, source, 1.3e22)
+    return Law(law, "chinchilla", six_n, source, 1.3e22, is_subword=True)
 
 
 def read_law(path: str | Path) -> Law:
@@ -102,7 +104,11 @@ def read_law(path: str | Path) -> Law:
             f"--law: {file} is not the result of a study ({error!r}): write it by hpnlp scaling fit DIR"
         ) from error
     lookup(CONVENTIONS, convention, f"convention of {file}")
-    return Law(fit(points, delta=delta), convention, interpolated_flops(points), str(file), float(points.c.max()))
+    try:
+        law = fit(points, delta=delta)
+    except InputError as error:
+        raise InputError(f"--law={path}: {error}") from error
+    return Law(law, convention, interpolated_flops(points), str(file), float(points.c.max()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +224,8 @@ def render(run: BudgetedRun, law: Law, device: Device, kind: str, command: str) 
     """
     o, c = run.optimum, run.config
     tokens = c.train.steps * c.data.batch_size * c.data.seq_len
-    excess = "" if run.costs.fits(device) else ", more than there is: set plan.name=zero3 or optimizer.accumulate"
+    fix = "plan.name=zero3 or optimizer.accumulate" if run.costs.devices > 1 else "optimizer.accumulate or plan.remat"
+    excess = "" if run.costs.fits(device) else f", more than there is: set {fix}"
     rows = {
         "N*, parameters": _interval(o.n),
         "D*, tokens": _interval(o.d),
@@ -239,6 +246,11 @@ def render(run: BudgetedRun, law: Law, device: Device, kind: str, command: str) 
         "",
         f"{command} {' '.join(f'--{name}={value}' for name, value in run.changes.items())}",
     ]
+    if law.is_subword and c.data.tokenizer == "bytes":
+        lines.insert(
+            2,
+            "The config reads bytes, to which losses and tokens of this law do not apply: fit a study of your own, --law=DIR.",
+        )
     if o.budget > law.largest:
         lines.insert(
             2, f"The budget is {o.budget / law.largest:,.3g} times that of the largest run of the law: extrapolated."

@@ -15,6 +15,7 @@ from hpnlp.types import InputError
 FLOOR_SHARE = 0.05  # E below this share of the least loss counts as 0
 OFF_CENTRE = 0.1  # distance of a minimum from the middle of its sizes, relative to half their range
 FEW = 3  # numbers of tokens for each size, and of sizes, below which exponents are not identified
+LINE = 0.1  # standard deviation across the main direction of (log N, log D), below which the points lie on a line
 EXTRAPOLATED = 1000.0  # multiple of the largest budget at which the bias of N* is stated
 
 
@@ -94,6 +95,8 @@ def warnings(law: Fit, level: float | int = 0.9) -> list[str]:
                 f"each size was trained on at most {max(tokens)} numbers of tokens: below {FEW}, neither the exponent of D "
                 "nor E is identified, whatever their intervals"
             )
+        if text := _line_warning(points):
+            found.append(text)
         if len(tokens) < FEW:
             found.append(f"there are {len(tokens)} sizes: the exponent of N is not identified below {FEW}")
         if law.agreeing < 2:
@@ -103,6 +106,18 @@ def warnings(law: Fit, level: float | int = 0.9) -> list[str]:
     if law.form == "isoflop" and (text := _isoflop_warning(points)):
         found.append(text)
     return found
+
+
+def _line_warning(points: Points) -> str:
+    """A sentence on points whose log D is a linear function of log N; "" for others."""
+    x = np.stack([np.log(points.n), np.log(points.d)])
+    if np.sqrt(max(0.0, np.linalg.eigvalsh(np.cov(x))[0])) > LINE:
+        return ""
+    return (
+        "the tokens are nearly a power of the size in all points, as for one ratio D/N or one number of FLOPs: the terms of N "
+        "and D are not told apart, and the constants and the optimum mean nothing, whatever their intervals; train each size "
+        f"on at least {FEW} numbers of tokens"
+    )
 
 
 def _isoflop_warning(points: Points) -> str:

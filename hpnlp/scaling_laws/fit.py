@@ -255,6 +255,7 @@ def fit(
 
 def _check_determined(points: Points, form: str, law: LossForm) -> None:
     """Raises InputError if there are too few points or values of a variable for the constants."""
+    _check_any(points, form)
     for name in law.variables:
         values = getattr(points, name)
         if len(np.unique(values)) < 2:
@@ -269,10 +270,23 @@ def _check_determined(points: Points, form: str, law: LossForm) -> None:
             f"form {form} has {len(law.constants)} constants, and there are {len(points)} points: train at least "
             f"{len(law.constants) + 1} models"
         )
+    distinct = len(np.unique(np.stack([getattr(points, name) for name in law.variables]), axis=1).T)
+    if distinct < len(law.constants):
+        raise InputError(
+            f"form {form} has {len(law.constants)} constants, and the {len(points)} points have {distinct} different values of "
+            f"{' and '.join(name.upper() for name in law.variables)}: train other sizes or tokens in place of repeated ones"
+        )
+
+
+def _check_any(points: Points, form: str) -> None:
+    """Raises InputError if there are no points."""
+    if not len(points):
+        raise InputError(f"form {form}: there are no points: give the sizes, tokens and losses of trained models")
 
 
 def _fit_frontier(points: Points, form: str, law: FrontierForm, delta: float | int, bootstrap: int, seed: int) -> Fit:
     """Fits N* = G C^a; samples have the noise of the residuals of the form additive."""
+    _check_any(points, form)
     best, smooth = power_law(law.minima(points)), fit(points, "additive", delta=delta, bootstrap=2)
     scale = np.sqrt(len(points) / (len(points) - len(smooth.constants)))
     random, samples = np.random.default_rng(seed), []

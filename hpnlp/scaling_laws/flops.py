@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from hpnlp import measure
+from hpnlp.models.planned_layers import PlannedLayers
 from hpnlp.models.variables import axes_and_shapes
 from hpnlp.planner.estimate import model_of
 from hpnlp.training.config import Config
@@ -21,11 +22,12 @@ class Size:
     """Size of a language model.
 
     Attributes:
-      layers: Parameters of the layers and the final norm.
+      layers: Parameters of the layers and the final norm; of experts, those that a token uses.
       head: Numbers V x D of the matrix of the logits, also where it is the embedding table (model.tied).
       tables: Parameters of the embedding and position tables, and of the head where it has a matrix of its own.
       attention_width: Heads x head size, summed over the layers with attention.
       length: Tokens of a sequence.
+      idle: Parameters of experts that a token does not use, which count neither for N nor for C.
     """
 
     layers: int
@@ -33,6 +35,7 @@ class Size:
     tables: int
     attention_width: int
     length: int
+    idle: int = 0
 
     def _flops(self, parameters: int, causal: bool) -> float:
         return measure.training_flops(
@@ -97,10 +100,22 @@ def size_of(config: Config) -> Size:
     model = model_of(config)
     axes, shapes = axes_and_shapes(model)
     is_names = {"is_leaf": lambda node: node is None or isinstance(node, tuple)}
-    tables = total = 0
+    shares = _used_shares(model.config)
+    tables = total = idle = 0
     for names, leaf in zip(jax.tree.leaves(axes, **is_names), jax.tree.leaves(shapes), strict=True):
         size = math.prod(leaf.shape)
         total += size
         tables += size if names and {"vocab", "positions"} & set(names) else 0
+        if names and "experts" in names:
+            idle += round(size * (1 - shares[leaf.shape[names.index("experts")]]))
     c: Any = model.config
-    return Size(total - tables, c.vocab * c.dim, tables, c.attention_width(), config.data.seq_len)
+    return Size(total - tables - idle, c.vocab * c.dim, tables, c.attention_width(), config.data.seq_len, idle)
+
+
+def _used_shares(config: PlannedLayers) -> dict[int, float]:
+    """Number of experts of a layer -> share of them that a token uses, as a mean over such layers."""
+    shares: dict[int, list[float]] = {}
+    for network in config.networks():
+        if network.expert_count:
+            shares.setdefault(network.expert_count, []).append(network.experts_per_token / network.expert_count)
+    return {count: sum(values) / len(values) for count, values in shares.items()}

@@ -96,6 +96,12 @@ def read_members(directory: str | Path) -> tuple[list[TrainedMember], list[str]]
             f"{' and '.join(list(texts.values())[:2])} in {directory} have different held-out texts, whose losses do not "
             "compare: fit runs of one study"
         )
+    experts = {bool(member.size.idle): member.name for member in found}
+    if len(experts) > 1:
+        raise InputError(
+            f"{experts[True]} in {directory} has experts and {experts[False]} has none: one law of active parameters does not "
+            "hold for both: move one kind away, and fit each by itself"
+        )
     return found, unfinished
 
 

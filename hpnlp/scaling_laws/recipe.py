@@ -10,6 +10,7 @@ from hpnlp.types import InputError
 
 LARGEST_WARMUP = 0.02  # share of the steps
 SMALLEST_BATCH = 1  # sequences
+LARGEST_BUDGET = 1e28  # FLOPs, above those of all models that were trained
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -43,7 +44,11 @@ def parse_budget(text: str, name: str) -> Budget:
         raise InputError(
             f'{name}={text!r}: expected FLOPs over 0, as in "1e18", or a time, as in "2h", "30min" or "90s"'
         )
-    return Budget(seconds=number * _UNITS[match[2]]) if match[2] else Budget(flops=number)
+    if match[2]:
+        return Budget(seconds=number * _UNITS[match[2]])
+    if number > LARGEST_BUDGET:
+        raise InputError(f"{name}={text!r}: expected at most {LARGEST_BUDGET:g} FLOPs")
+    return Budget(flops=number)
 
 
 def batch_size(tokens: float | int, length: int) -> int:

@@ -31,9 +31,9 @@ def parameters(dim):
     return CONVENTIONS["porian"].parameters(size_of(tiny.make(model__dim=dim)))
 
 
-def write_member(directory, dim, tokens, finished=True, **numbers):
+def write_member(directory, dim, tokens, finished=True, mlp="swiglu", **numbers):
     """A run whose loss follows a law with 0.1 % noise, without its training."""
-    config = tiny.make(model__dim=dim, train__steps=tokens // 128)
+    config = tiny.make(model__dim=dim, model__mlp=mlp, train__steps=tokens // 128)
     directory.mkdir(parents=True)
     write_config(directory, config)
     (directory / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 3.0}) + "\n")
@@ -92,7 +92,14 @@ def test_budgets_are_planned_by_the_published_law(run):
     outcome = run("plan", "--budget=1e15", *arguments)
     assert outcome.code == 0, outcome.err
     words = " ".join(outcome.out.split())
-    assert "Hoffmann et al. 2022" in words and "steps of warm-up" in words and "at least" in words
+    assert (
+        "Hoffmann et al. 2022" in words
+        and "The config reads bytes" in words
+        and "steps of warm-up" in words
+        and "at least" in words
+    )
+    experts = run("plan", "--budget=1e15", "--model.mlp=top_k(4,2)", *arguments)
+    assert experts.code == 0 and "'--model.mlp=top_k(4,2)' --model.dim=" in experts.out
     timed = run("plan", "--budget=20s", *arguments)
     assert timed.code == 0 and "at least 20.0 s on 1 x h100" in timed.out
 
@@ -101,6 +108,7 @@ def test_budgets_are_planned_by_the_published_law(run):
     ("argv", "message"),
     [
         (["--budget=1e3"], "are less than one step of"),
+        (["--budget=1e300"], "expected at most 1e+28 FLOPs"),
         (["--budget=-1"], 'expected FLOPs over 0, as in "1e18"'),
         (["--budget=1e9", "--search"], "with --budget, which plans a whole run"),
         (["--budget=1e9", "--law=nowhere"], "--law: cannot read nowhere"),
@@ -110,6 +118,12 @@ def test_budgets_are_planned_by_the_published_law(run):
 def test_invalid_budgets_raise(run, argv, message):
     outcome = run("plan", f"--config={tiny.EXPERIMENT}", *argv)
     assert outcome.code == 2 and message in outcome.err
+
+
+def test_studies_without_points_are_named(run, tmp_path):
+    (tmp_path / "scaling.json").write_text('{"convention": "porian", "delta": 0.001, "points": []}')
+    outcome = run("plan", "--budget=1e9", f"--law={tmp_path}", f"--config={tiny.EXPERIMENT}")
+    assert outcome.code == 2 and f"--law={tmp_path}: form additive: there are no points" in outcome.err
 
 
 def test_studies_are_planned(run, tmp_path):
@@ -147,6 +161,7 @@ def test_invalid_arguments_raise(run, argv, message):
         ({"steps": 3}, "stopped at step 3 of 80"),
         ({"heldout_loss": None}, "no finite held-out loss"),
         ({"heldout_digest": "b"}, "have different held-out texts"),
+        ({"mlp": "top_k(4)"}, "has experts and"),
     ],
 )
 def test_members_that_do_not_compare_raise(run, study, change, message):

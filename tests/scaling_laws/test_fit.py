@@ -122,6 +122,15 @@ def test_warnings_name_what_the_points_do_not_identify():
     assert any("2 sizes" in text for text in warnings(fit(Points(n, d, loss_of(n, d)), bootstrap=2)))
 
 
+@pytest.mark.parametrize("tokens", [lambda n: 20 * n, lambda n: 1e21 / (6 * n)])
+def test_points_on_a_line_have_a_warning(tokens):
+    """All points have one ratio D/N, or one number of FLOPs; the interval of a holds 0.45 in neither case."""
+    n = np.geomspace(1e7, 1e10, 12)
+    noise = np.exp(0.005 * np.random.default_rng(0).standard_normal(n.size))
+    law = fit(Points(n, tokens(n), loss_of(n, tokens(n)) * noise), bootstrap=50)
+    assert any("the terms of N and D are not told apart" in text for text in warnings(law))
+
+
 def test_losses_without_an_effect_of_tokens_are_fitted_with_a_warning():
     points = grid_points()
     noise = np.exp(0.01 * np.random.default_rng(1).standard_normal(len(points)))
@@ -145,6 +154,12 @@ ONE_SIZE = Points(np.full(8, 1e6), np.geomspace(1e7, 1e9, 8), np.linspace(4, 3, 
         (lambda: fit(ONE_SIZE), "all 8 points have one size, 1,000,000: train models of at least two"),
         (lambda: fit(grid_points()[np.arange(4)]), "one number of tokens"),
         (lambda: fit(grid_points()[np.array([0, 1, 6, 7, 8])]), "5 constants, and there are 5 points"),
+        (
+            lambda: fit(grid_points()[np.array([0, 0, 1, 6, 7, 7, 7])]),
+            "7 points have 4 different values of N and D: train",
+        ),
+        (lambda: fit(grid_points()[np.arange(0)]), "there are no points: give the sizes"),
+        (lambda: fit(grid_points()[np.arange(0)], "envelope"), "there are no points"),
         (lambda: fit(ONE_SIZE, "isoflop"), "0 of the 8 numbers of FLOPs"),
         (lambda: fit(grid_points(), "chinchila"), "form"),
         (lambda: fit(grid_points(), delta=0.0), "delta=0.0"),

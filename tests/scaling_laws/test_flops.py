@@ -46,6 +46,14 @@ def test_products_of_the_program_lie_between_causal_and_dense_attention():
     assert 0.95 * causal < counted / 128 < 1.05 * dense  # the backward pass of attention computes the scores again
 
 
+def test_experts_count_by_the_share_that_a_token_uses():
+    used, total = (size_of(config(mlp=f"top_k({arguments})")) for arguments in ("experts=8,k=2", "experts=8,k=8"))
+    assert used.idle == 2 * 6 * 3 * 32 * 64 and total.idle == 0
+    assert used.layers + used.idle == total.layers
+    flops = [CONVENTIONS["porian"].flops_per_token(size) for size in (used, total)]
+    assert flops[1] - flops[0] == 6 * used.idle
+
+
 def test_models_without_logits_of_all_words_raise():
     with pytest.raises(InputError, match=r"model\.output='full'"):
         size_of(config(output="sampled(64)", tied=False))

@@ -95,6 +95,10 @@ class ExpertLayer(FeedForward):
         return self.experts
 
     @property
+    def experts_per_token(self) -> int:
+        return self.k
+
+    @property
     def statistic_axes(self) -> Mapping[str, tuple[str | None, ...]]:
         """Axes of the statistics of `ops.moe.routing_sums`."""
         return statistic_axes(moe.SUMS)

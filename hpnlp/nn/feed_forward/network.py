@@ -44,6 +44,11 @@ class FeedForward(nn.Module):
         return 0
 
     @property
+    def experts_per_token(self) -> int:
+        """Number of experts that a token is multiplied with, on average; 0 for a network without a router."""
+        return 0
+
+    @property
     def statistic_axes(self) -> Mapping[str, tuple[str | None, ...]]:
         """Logical axes of each statistic that the network returns, by name."""
         return {}
