@@ -187,10 +187,16 @@ def text_row(root: Path, tokenizer: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "hpnlp", "train", "--config=lm/bytes", f"--workdir={workdir}", *fields]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
-        seconds = next((time.perf_counter() - start for line in process.stdout if line.startswith("step ")), None)
+        lines = []
+        seconds = None
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("step "):
+                seconds = time.perf_counter() - start
+                break
         process.send_signal(signal.SIGKILL)
     if seconds is None:
-        sys.exit("hpnlp train ended before its first step")
+        sys.exit(f"hpnlp train ended before its first step:\n{''.join(lines[-5:])}")
     print(f"first step on {TEXT_BYTES / 1e6:.0f} MB with {tokenizer}: {seconds:.1f} s", flush=True)
     return {"what": f"first step on {TEXT_BYTES / 1e6:.0f} MB of new text, {tokenizer}", "total_seconds": seconds}
 
@@ -199,7 +205,7 @@ def text_of_library() -> Iterator[bytes]:
     """Sources of the standard library, its tests included."""
     for source in sources.find("stdlib+tests", "data.path"):
         for file in source.files:
-            yield Path(file.path).read_bytes()
+            yield Path(file.path).read_bytes().decode("utf-8", "replace").encode()
 
 
 def main(_: Any) -> None:
