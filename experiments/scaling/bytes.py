@@ -35,7 +35,7 @@ STUDIES = {
         tokens=[2 * MILLION, 4 * MILLION, 8 * MILLION, 16 * MILLION],
         held_out=[(size(192, 5), 16 * MILLION)],
         repeats=[(0, 4 * MILLION), (1, 8 * MILLION), (2, 4 * MILLION)],
-        learning_rate=0.003,
+        learning_rate=0.005,
     ),
     "tiny": Study(
         budget="5min",
