@@ -261,7 +261,7 @@ def test_timeit_interleaves_and_pairs(clock):
 
 @pytest.mark.parametrize(("rounds", "interval"), [(1, (1, 1)), (5, (1, 5)), (9, (2, 8)), (15, (4, 12))])
 def test_interval_of_a_ratio_is_of_order_statistics(rounds, interval):
-    """Of 9 and 15 rounds, the second and the fourth ratio of each end bound the median with 96.1 and 96.5 %."""
+    """The second ratio of each end of 9 rounds, and the fourth of 15, bound the median with 96.1 and 96.5 %."""
     first, second = measure.Timing(tuple(range(1, rounds + 1))), measure.Timing((1,) * rounds)
     assert first.interval(second) == interval
 

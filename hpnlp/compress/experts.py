@@ -43,9 +43,10 @@ def with_fewer_experts(form: BlockConfig, count: int) -> BlockConfig:
     assert isinstance(network, ExpertLayer)
     if reason := network.needs_all_experts:
         raise InputError(f"experts: model.mlp={form.mlp!r}: {reason}: leave the stage out")
-    # `experts` may be the first positional argument.
-    arguments = {"experts": count} | dict(zip(("experts", "k"), spec.args, strict=False)) | dict(spec.kwargs)
-    smaller = dataclasses.replace(spec, args=(), kwargs=tuple((arguments | {"experts": count}).items()))
+    if spec.args:  # the first of which is `experts`
+        smaller = dataclasses.replace(spec, args=(count, *spec.args[1:]))
+    else:
+        smaller = dataclasses.replace(spec, kwargs=tuple((dict(spec.kwargs) | {"experts": count}).items()))
     return dataclasses.replace(form, mlp=str(smaller))
 
 

@@ -1,4 +1,4 @@
-"""What a study gives: fits in three conventions and by four approaches, optima, and predictions of held-out runs."""
+"""Analysis of a study: fits in three conventions and by four approaches, optima, and predictions of held-out runs."""
 
 from __future__ import annotations
 

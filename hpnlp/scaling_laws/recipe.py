@@ -16,7 +16,7 @@ _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What a run or a study may cost: training FLOPs, or time on a device. The other one is 0."""
+    """Budget of a run or a study: training FLOPs, or time on a device. The other one is 0."""
 
     flops: float | int = 0.0  #: training FLOPs
     seconds: float | int = 0.0  #: seconds on the devices

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.compress.experts import with_fewer_experts
 from hpnlp.compress.matrices import expert_numbers
 from hpnlp.compress.recipe import compress, parse_recipe
 from hpnlp.compress.sizes import planned_sizes
@@ -88,7 +89,7 @@ def test_removing_experts_that_no_token_uses_changes_nothing():
         return jax.grad(lambda p: jnp.sum(logits(config, join(p, buffers)) ** 2))(params)
 
     *_, (_, smaller, pruned) = compress(config, weights, parse_recipe("experts(0.5)"), Calibration(gradients))
-    assert smaller.mlp == "bias_balanced(experts=3, k=2)" and pruned["layers"]["mlp"]["up"].shape == (1, 3, 16, 32)
+    assert smaller.mlp == "bias_balanced(3, 2)" and pruned["layers"]["mlp"]["up"].shape == (1, 3, 16, 32)
     assert pruned[BUFFERS]["layers"]["mlp"]["bias"].shape == (1, 3)
     np.testing.assert_allclose(logits(smaller, pruned), logits(config, weights), atol=1e-6)
 
@@ -113,7 +114,7 @@ def test_merged_copies_are_the_expert():
     mlp["router"] = mlp["router"].at[..., 2:].set(2.0 * mlp["router"][..., :2])
     recipe = parse_recipe("experts(0.5, by=magnitude, merge=True)")
     *_, (_, smaller, merged) = compress(config, weights, recipe)
-    assert smaller.mlp == "top_k(experts=2, k=1, gates='softmax')"
+    assert smaller.mlp == "top_k(2, 1, gates='softmax')"
     for name in ("up", "gate"):
         np.testing.assert_allclose(merged["layers"]["mlp"][name], mlp[name][:, :2], rtol=1e-5)
     kept = merged["layers"]["mlp"]["down"] / mlp["down"][:, :2]
@@ -130,6 +131,18 @@ def test_layers_may_keep_different_numbers_of_experts():
     counts = [form.expert_count for form in smaller.forms()]
     assert sum(counts) == 6 and counts[0] == 4
     assert np.isfinite(logits(smaller, pruned)).all()
+
+
+@pytest.mark.parametrize(
+    ("mlp", "expected"),
+    [
+        ("top_k(8, 2, 'gelu')", "top_k(3, 2, 'gelu')"),
+        ("top_k(k=1, gates='softmax')", "top_k(k=1, gates='softmax', experts=3)"),
+    ],
+)
+def test_arguments_of_the_router_are_kept(mlp, expected):
+    form = LMConfig(dim=16, heads=2, layers=1, mlp=mlp).forms()[0]
+    assert with_fewer_experts(form, 3).mlp == expected
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ SAME_STEP = 2  # steps between two failures that count as failures of one step: 
 
 
 class Action(enum.Enum):
-    """What follows an attempt."""
+    """The step of the supervisor after an attempt."""
 
     DONE = "done"
     STOP = "stop"

@@ -55,7 +55,7 @@ class FeedForward(nn.Module):
 
     @property
     def traits(self) -> MixerTraits:
-        """Which tokens influence each other, and whether the network reads `MixerInputs.draws`."""
+        """Traits: the tokens that influence each other, and whether the network reads `MixerInputs.draws`."""
         return MixerTraits()
 
     def matrix_size(self, dim: int) -> int:

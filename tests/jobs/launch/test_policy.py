@@ -1,4 +1,4 @@
-"""What follows an attempt: by exit code, by progress, and by repetition at a step."""
+"""Actions after an attempt: by exit code, by progress, and by repetition at a step."""
 
 import pytest
 
