@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import compression_tables
 import embedding_tables
+import model_use_tables
 from awd_lstm_tables import awd_lstm
 from model_tables import bucketed, convnets, linear_attention, memory_evaluation, random_features, recurrent, trees
 from result_plots import Rows
@@ -441,42 +442,6 @@ def commits(rows: Rows) -> Lines:
     return lines
 
 
-def serving(rows: Rows) -> Lines:
-    """Ratios with their intervals, and seconds."""
-    lines = []
-    for row in rows:
-        if "ratio" in row:
-            figure = f"{row['ratio']:.2f} ({row['interval'][0]:.2f} to {row['interval'][1]:.2f})"
-        else:
-            figure = f"{row['total_seconds']:.1f} s"
-        lines.append((row["what"], figure))
-    return lines
-
-
-EXPERT_PEERS = {
-    "dense": "layer of experts, time of a training step relative to a dense MLP of equal active FLOPs",
-    "trainer": "model with experts, time of a training step relative to a dense model of equal active FLOPs",
-    "torch": "layer of experts, time of a training step relative to torch with grouped products",
-    "skew": "layer of experts, time of a training step relative to even loads",
-    "implementations": "layer of experts by `impl`, time of a training step relative to a dense MLP of equal active FLOPs",
-    "decode": "layer of experts, time of decoding relative to a dense MLP of equal active FLOPs",
-}
-
-
-def experts(rows: Rows) -> Lines:
-    lines = []
-    for row in rows:
-        wall, cpu = row["wall"], row["cpu"]
-        figure = (
-            f"{wall['ratio']:.2f} ({wall['interval'][0]:.2f} to {wall['interval'][1]:.2f}; CPU time {cpu['ratio']:.2f}"
-        )
-        if "temporary_mib" in row and row["compared"] == "dense":
-            first, second = row["temporary_mib"]
-            figure += f"; temporary memory {first / second:.2f}"
-        lines.append((f"{EXPERT_PEERS[row['compared']]}, {row['row']}", f"{figure})"))
-    return lines
-
-
 TABLE: dict[str, Callable[[Rows], Lines]] = {
     "demo": demo,
     "train_step": train_step,
@@ -514,9 +479,9 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "launch": launch,
     "adamw": adamw,
     "large_batch": large_batch,
-    "experts": experts,
+    "experts": model_use_tables.experts,
     "suite": suite,
     "faults": faults,
-    "serving": serving,
+    "serving": model_use_tables.serving,
     **dict.fromkeys(("commits", "commits-quiet"), commits),
 }
