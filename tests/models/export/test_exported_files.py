@@ -132,7 +132,11 @@ def test_onnxruntime_computes_the_same_logits(config, recipe, tolerance, tmp_pat
         (dataclasses.replace(BERT, mixer="window(2,2),full", pooling="none", classes=3, tied=False), "layers(2)", 1e-5),
         (GROUPED, "int8", 2e-3),
         (dataclasses.replace(LLAMA, mlp="top_k(4,2,gates='softmax',shared=1)"), "layers(2)", 1e-5),
-        (dataclasses.replace(LLAMA, mlp="top_k(4,2)", form="block,block(mlp='swiglu'),block"), "bf16", 2e-3),
+        (
+            dataclasses.replace(LLAMA, mlp="top_k(6,2)", form="block,block(mlp='swiglu'),block"),
+            "experts(0.5,by=magnitude)",
+            1e-5,
+        ),
     ],
     ids=["encoder", "encoder_int8", "lm", "windows_of_a_tagger", "grouped_int8", "experts", "some_experts"],
 )
