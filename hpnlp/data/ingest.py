@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hpnlp.data import tokenizers
 from hpnlp.data.documents import Document, DocumentReader, NotTextError, to_text
 from hpnlp.data.files import Progress
 from hpnlp.data.records import Fields
@@ -22,9 +23,6 @@ _FORMAT = 3  # version of the files that `Ingest.write` writes; part of the cach
 # Sizes from which a group of documents is tokenised at once, on all cores if the tokenizer supports it.
 _GROUP_BYTES = 1 << 20
 _GROUP_DOCUMENTS = 512
-# Approximate limit of the text from which a vocabulary is made. More text changes the vocabulary little, and the counts are
-# kept in memory.
-_VOCABULARY_BYTES = 1 << 28
 # From this number of documents on, text files are not cut, however small the fraction to hold out.
 _MIN_WHOLE_DOCUMENTS = 50
 
@@ -82,10 +80,11 @@ class Ingest:
         ]
         return [_FORMAT, options, files]
 
-    def training_texts(self, progress: Progress) -> Iterator[bytes]:
-        """Reads the text from which a vocabulary is made: the training documents, or an even sample of a large corpus.
+    def training_texts(self, spec: str, progress: Progress) -> Iterator[bytes]:
+        """Reads the text from which a vocabulary is made: the training documents, or an even sample of a larger corpus.
 
         Args:
+          spec: The tokenizer that is trained; see `tokenizers.training_bytes`.
           progress: Called while text is read.
 
         Yields:
@@ -102,7 +101,7 @@ class Ingest:
                 )
         threshold, cut_finely = self._split(None)
         total = _total_bytes(self.sources)
-        share = min(1.0, _VOCABULARY_BYTES / total)
+        share = min(1.0, tokenizers.training_bytes(spec) / total)
         done = 0
         reader = self._reader(LeftOut(), None, cut_finely)
         for source in self.sources:

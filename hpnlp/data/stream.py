@@ -50,7 +50,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, progress: Pr
         tokenizer = tokenizers.build(config.tokenizer)  # before text is read, so that a wrong path fails early
     snapshot = Snapshot(ingest.paths)
     content = [ingest.fingerprint(), snapshot.digest(root, progress)]
-    texts = ingest.training_texts(progress)
+    texts = ingest.training_texts(config.tokenizer, progress)
     tokenizer = tokenizer or trained_tokenizer(config.tokenizer, texts, root, content, snapshot)
     is_cached = True
 

@@ -24,9 +24,11 @@ from hpnlp.data.word_tokenizer import WordTokenizer
 from hpnlp.types import InputError, Tokenizer, WordStats
 
 _BYTES_FORMAT = 1  # version of the JSON of ByteTokenizer
-TRAINING_VERSION = 3  # version of how vocabularies are made; part of the cache key of a trained tokenizer
+TRAINING_VERSION = 4  # version of how vocabularies are made; part of the cache key of a trained tokenizer
 # Maximum number of ids: 16 times the largest published vocabulary, and few enough for a model's table to be allocated.
 _LARGEST = 1 << 24
+# Bytes of training text for each id of a vocabulary, and their bounds: more text changes rare entries only, and takes longer.
+_BYTES_PER_ID, _LEAST_TEXT, _MOST_TEXT = 1 << 12, 1 << 25, 1 << 28
 
 
 class ByteTokenizer(Tokenizer):
@@ -124,6 +126,18 @@ def sizes(spec: str) -> tuple[int, int]:
         return specs.build(specs.parse_one(spec, "data.tokenizer"), _TRAINED_SIZES, "tokenizer")
     size = build(spec).vocab_size
     return size, size
+
+
+def training_bytes(spec: str) -> int:
+    """Computes how much text a vocabulary is made from: 4 KiB for each id, at least 32 MiB and at most 256 MiB.
+
+    Args:
+      spec: Spec of a tokenizer that is trained; see `build`.
+
+    Returns:
+      A number of bytes. An even sample of larger texts suffices.
+    """
+    return min(max(_LEAST_TEXT, _BYTES_PER_ID * sizes(spec)[1]), _MOST_TEXT)
 
 
 def build(spec: str, texts: Iterable[bytes] = ()) -> Tokenizer:

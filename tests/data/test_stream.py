@@ -10,6 +10,7 @@ import pytest
 
 from hpnlp.data import prepare, tokenizers
 from hpnlp.data.ingest import hash_fraction
+from hpnlp.data.stream import find_sources
 from hpnlp.types import InputError
 from tests.data.batches import assert_equal, config, predicted, take
 
@@ -30,6 +31,13 @@ def test_heldout_bytes_limits_the_heldout_text(stories):
     assert limited.train_tokens == everything.train_tokens  # documents over the limit are not trained on
     assert predicted(limited.heldout(batch_size=4), limited.tokenizer) == limited.read_heldout()
     assert prepare(config(stories, heldout=0.5, heldout_bytes=1)).heldout_documents == 1
+
+
+def test_vocabulary_of_a_large_corpus_is_made_from_a_sample(stories, monkeypatch):
+    sizes = [len(text) for text in find_sources(config(stories)).training_texts("bpe(300)", lambda *_: None)]
+    monkeypatch.setattr(tokenizers, "training_bytes", lambda spec: sum(sizes) // 3)
+    sample = [len(text) for text in find_sources(config(stories)).training_texts("bpe(300)", lambda *_: None)]
+    assert 0.1 < len(sample) / len(sizes) < 0.6
 
 
 @pytest.mark.parametrize("heldout", [1e-9, 1 - 1e-9])

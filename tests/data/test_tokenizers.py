@@ -50,6 +50,11 @@ def trained() -> dict[str, Tokenizer]:
     return {spec: build(spec, TEXTS) for spec in SPECS}
 
 
+def test_text_of_a_vocabulary_grows_with_it_within_bounds():
+    sizes = {"bpe(300)": 32, "bpe(8192)": 32, "words(30000)": 30_000 / 256, "bpe(100000)": 256}
+    assert {spec: tokenizers.training_bytes(spec) / (1 << 20) for spec in sizes} == pytest.approx(sizes, rel=1e-3)
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_saved_tokenizer_loads_as_the_same(trained, spec, tmp_path):
     before = trained[spec]

@@ -49,7 +49,9 @@ def check_examples(config: ExampleConfig, progress: Progress = ignore_progress) 
         os.makedirs(root, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root) as directory:
             try:
-                texts = ingest.training_texts(progress) if tokenizers.is_trained(config.tokenizer) else ()
+                texts = (
+                    ingest.training_texts(config.tokenizer, progress) if tokenizers.is_trained(config.tokenizer) else ()
+                )
                 tokenizer = tokenizers.build(config.tokenizer, texts)
                 record = ingest.write(directory, tokenizer, progress, ingest.examination)
             except InputError as error:

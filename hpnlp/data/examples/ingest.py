@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from hpnlp.data import tokenizers
 from hpnlp.data.examples.examination import Examination
 from hpnlp.data.examples.fields import FieldError
 from hpnlp.data.examples.kind import Kind
@@ -28,8 +29,6 @@ _FORMAT = 3  # version of the files that `ExampleIngest.write` writes; part of t
 # Sizes from which a group of examples is tokenised at once, on all cores if the tokenizer supports it.
 _GROUP_BYTES = 1 << 20
 _GROUP_EXAMPLES = 512
-# Approximate limit of the text from which a vocabulary is made, as for text corpora.
-_VOCABULARY_BYTES = 1 << 28
 _OTHER_CLASSES = "; a model of other classes needs a run in another workdir, without train.init_from"
 
 
@@ -106,10 +105,11 @@ class ExampleIngest:
         ]
         return ["examples", _FORMAT, *_version(self.kind), self.kind.columns, options, files]
 
-    def training_texts(self, progress: Progress) -> Iterator[bytes]:
-        """Reads the text from which a vocabulary is made: the training examples, or a sample if they are large.
+    def training_texts(self, spec: str, progress: Progress) -> Iterator[bytes]:
+        """Reads the text from which a vocabulary is made: the training examples, or a sample if they are larger.
 
         Args:
+          spec: The tokenizer that is trained; see `tokenizers.training_bytes`.
           progress: Called while text is read.
 
         Yields:
@@ -120,7 +120,7 @@ class ExampleIngest:
         """
         threshold = self._threshold()
         total = _total_bytes(self.train)
-        share, done = min(1.0, _VOCABULARY_BYTES / total), 0
+        share, done = min(1.0, tokenizers.training_bytes(spec) / total), 0
         reader = self.reader(LeftOut())
         for source in self.train:
             for row in reader.read(source):

@@ -54,7 +54,7 @@ def prepare_examples(
     ingest = find_sources(config, root, labels)
     snapshot = Snapshot(ingest.paths)
     content = [ingest.fingerprint(), snapshot.digest(root, progress)]
-    texts = ingest.training_texts(progress)
+    texts = ingest.training_texts(config.tokenizer, progress)
     tokenizer = tokenizer or trained_tokenizer(config.tokenizer, texts, root, content, snapshot)
     is_cached = True
 
