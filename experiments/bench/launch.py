@@ -135,6 +135,11 @@ class Runs:
 
 def disturb(run: Launched, kind: str, draw: random.Random) -> dict[str, Any] | None:
     """Disturbs one process at a random moment. Returns what follows, or None if the run finished before."""
+    restarts = [event["checkpoint"] or 0 for event in run.events() if event["event"] == "restart"]
+    if not run.wait_for(
+        lambda: run.saved() > max(restarts, default=-1)
+    ):  # three in a row without a checkpoint end a run
+        return None
     first = run.saved()
     wanted = first + draw.randrange(6, 2 * INTERVAL)  # a hang is noticed after five steps
 

@@ -86,6 +86,17 @@ def _no_evaluations(config: Config) -> str:
     return "train.eval_every=0 evaluates at the end only, on all held-out examples: set train.eval_every as well"
 
 
+def _too_few_evaluations(config: Config) -> str:
+    steps, every, patience = config.train.steps, config.train.eval_every, config.train.patience
+    evaluations = (steps - 1) // every if every else 0
+    if evaluations > patience:  # the first one is the best so far
+        return ""
+    return (
+        f"a run is stopped after {patience + 1} evaluations at the earliest, and train.eval_every={every} makes {evaluations} "
+        f"before the end, train.steps={steps}: lower one of the two, or raise train.steps"
+    )
+
+
 def _no_sample(config: Config) -> str:
     if tasks.find(config.task).report.samples_text:
         return ""
@@ -323,6 +334,7 @@ def _no_axis(axis: str, work: str) -> Callable[[Config], str]:
 # Names of fields, and a function of the config that returns the reason why they have no effect, with the fix; "" if they have.
 RULES: tuple[tuple[tuple[str, ...], Callable[[Config], str]], ...] = (
     (("train.min_delta", "train.eval_batches"), _no_evaluations),
+    (("train.patience",), _too_few_evaluations),
     (("train.sample",), _no_sample),
     (("optimizer.scaling",), _no_scaling),
     (("optimizer.average",), _no_average),

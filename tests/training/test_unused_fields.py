@@ -44,6 +44,11 @@ def test_defaults_pass(task):
         ),
         ({"train.eval_batches": 3}, "train.eval_batches=3 has no effect, because train.eval_every=0"),
         (
+            {"train.patience": 3, "train.eval_every": 20, "train.steps": 80},
+            "train.patience=3 has no effect, because a run is stopped after 4 evaluations at the earliest, and "
+            "train.eval_every=20 makes 3 before the end, train.steps=80",
+        ),
+        (
             {"task": "classification", "train.sample": 100},
             "train.sample=100 has no effect, because task='classification' generates no text: leave it out",
         ),
@@ -157,6 +162,7 @@ def test_fields_without_effect_raise(fields, message, paths):
     "fields",
     [
         {"train.min_delta": 0.1, "train.eval_every": 10},
+        {"train.patience": 3, "train.eval_every": 20, "train.steps": 81},
         {"train.eval_batches": 0},
         {"task": "classification", "train.sample": 0},
         {"optimizer.average": "uniform(start=999)"},

@@ -149,7 +149,8 @@ class Policy:
     def _repeats(self, outcome: Outcome) -> bool:
         """True if the last attempt failed in the same way at the same step. A kill from outside has no step.
 
-        A step before the newest checkpoint has been passed, whatever the next one does.
+        A step before the newest checkpoint has been passed, whatever the next one does. Processes that are stuck wait for the
+        same result every time, so that hangs at neighbouring steps have different causes.
         """
         last = self._last
         if last is not None and (outcome.checkpoint or 0) >= last.step:
@@ -159,7 +160,7 @@ class Policy:
             last is not None
             and is_cause
             and (last.code, last.is_stuck) == (outcome.code, outcome.is_stuck)
-            and abs(last.step - outcome.step) <= SAME_STEP
+            and abs(last.step - outcome.step) <= (0 if outcome.is_stuck else SAME_STEP)
         )
 
 

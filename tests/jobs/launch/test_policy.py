@@ -62,6 +62,7 @@ def test_delays_double_up_to_a_minute():
         (Outcome(1, step=1234), Outcome(1, step=1237), False),
         (Outcome(1, step=1234), Outcome(139, step=1234), False),
         (Outcome(ABORTED, step=7, is_stuck=True), Outcome(ABORTED, step=7, is_stuck=True), True),
+        (Outcome(ABORTED, step=7, is_stuck=True), Outcome(ABORTED, step=8, is_stuck=True), False),
         (Outcome(1, step=7, checkpoint=6), Outcome(1, step=9, checkpoint=8), False),  # step 7 was passed
         (Outcome(KILLED, step=7), Outcome(KILLED, step=7), False),  # from outside
         (Outcome(75, step=7), Outcome(75, step=7), False),
