@@ -188,7 +188,7 @@ def test_bounds_of_the_assignments_of_an_expert(monkeypatch):
 def test_loads_count_all_choices_and_the_loss_of_gshard_counts_the_first():
     """Trap: counts of first choices alone (DeepSpeed#2551)."""
     layer, statistics = build_feed_forward("gshard(4)", hidden=F), {}
-    values = {"tokens": 8.0, "assigned": 16.0, "kept": 12.0, "square_lse": 1.0, "entropy": 1.0}
+    values = {"tokens": 8.0, "assigned": 16.0, "kept": 12.0, "square_lse": 1.0, "entropy": 1.0, "largest": 1.0}
     vectors = {"load": [8, 8, 0, 0], "first": [8, 0, 0, 0], "importance": [4, 2, 1, 1]}
     statistics = {name: jnp.asarray(value, jnp.float32) for name, value in (values | vectors).items()}
     assert set(statistics) == set(layer.statistic_axes)

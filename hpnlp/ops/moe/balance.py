@@ -18,7 +18,7 @@ from hpnlp.ops.moe.routing import Routing
 Sums = Mapping[str, Array]
 # Names of the statistics of `load_sums` and `routing_sums`; those of VECTORS hold one number for each expert.
 LOAD_SUMS = ("tokens", "assigned", "kept", "load")
-SUMS = (*LOAD_SUMS, "importance", "square_lse", "entropy")
+SUMS = (*LOAD_SUMS, "importance", "square_lse", "entropy", "largest")
 VECTORS = ("load", "importance")
 
 
@@ -78,7 +78,8 @@ def routing_sums(
 
     Returns:
       The statistics of `load_sums`; "importance" `[E]`: sums of scores, through which losses have their gradient;
-      "square_lse": sum of the squares of logsumexp(logits); "entropy": sum of the entropies of the scores.
+      "square_lse": sum of the squares of logsumexp(logits); "entropy": sum of the entropies of the scores; "largest": sum of the
+      largest scores.
     """
     experts = logits.shape[1]
     weight = real.astype(jnp.float32)
@@ -89,6 +90,7 @@ def routing_sums(
         "importance": jnp.sum(scores * weight[:, None], axis=0),
         "square_lse": jnp.sum(weight * jax.nn.logsumexp(logits, axis=1) ** 2),
         "entropy": jax.lax.stop_gradient(jnp.sum(weight * entropy)),
+        "largest": jax.lax.stop_gradient(jnp.sum(weight * jnp.max(scores, axis=1))),
     }
 
 
@@ -194,11 +196,12 @@ def router_metrics(sums: Sums) -> dict[str, Array]:
 
     Returns:
       "balance" and "router_z": the values of `balance_loss` and `z_loss`; "router_entropy": mean entropy of a token's scores,
-      in nats; "router_lse": root mean square of the logsumexp of the logits.
+      in nats; "router_lse": root mean square of the logsumexp of the logits; "router_largest": mean of a token's largest score.
     """
     return {
         "balance": balance_loss(sums),
         "router_z": z_loss(sums),
         "router_entropy": sums["entropy"] / jnp.maximum(sums["tokens"], 1.0),
         "router_lse": jnp.sqrt(z_loss(sums)),
+        "router_largest": sums["largest"] / jnp.maximum(sums["tokens"], 1.0),
     }

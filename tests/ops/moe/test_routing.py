@@ -180,6 +180,8 @@ def test_load_counts_choices_before_drops():
     assert_close(metrics["dropped"], np.float32(6 / 9))
     assert metrics["dead_experts"] == 2 and metrics["load_max"] == 3
     np.testing.assert_allclose(metrics["load_variation"], np.sqrt(2.0), rtol=1e-6)
+    largest = moe.router_metrics(sums)["router_largest"]
+    np.testing.assert_allclose(largest, 1.0 / (1.0 + np.exp(-3.0) + np.exp(-4.0)), rtol=1e-6)
 
 
 def test_losses_of_summed_statistics_match_those_of_the_batch_in_one_part():
