@@ -51,7 +51,8 @@ def read_members(directory: str | Path) -> tuple[list[TrainedMember], list[str]]
       The runs, in order of names; and the names of runs that are not finished, which are left out.
 
     Raises:
-      InputError: There is no finished run, a run stopped before the end of its schedule, or runs have different held-out texts.
+      InputError: There is no finished run; a run stopped before the end of its schedule, or began from another run; or runs
+        have different held-out texts.
     """
     path = Path(directory)
     if not path.is_dir():
@@ -67,6 +68,11 @@ def read_members(directory: str | Path) -> tuple[list[TrainedMember], list[str]]
             raise InputError(
                 f"{run} stopped at step {numbers['steps']} of {config.train.steps}: its learning rate did not reach the end of "
                 "its schedule, so that its loss does not compare: train it again with train.patience=0, or move it away"
+            )
+        if config.train.init_from:
+            raise InputError(
+                f"{run} began from train.init_from={config.train.init_from!r}, whose training its tokens leave out: move it "
+                "away"
             )
         if numbers["heldout_loss"] is None:
             raise InputError(f"{run} has no finite held-out loss: train it with a lower learning rate, or move it away")

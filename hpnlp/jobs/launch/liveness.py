@@ -13,7 +13,7 @@ from collections.abc import Sequence
 KNOWN = 5  # durations of a phase from which its limit follows
 KEPT = 50  # durations that are kept
 TIMES_MEDIAN = 10.0
-STRAGGLER_RATIO, STRAGGLER_SHARE = 1.5, 0.05
+STRAGGLER_RATIO, STRAGGLER_SHARE, STRAGGLER_SECONDS = 1.5, 0.05, 0.01
 
 # Phase -> seconds without a line after which a process counts as stuck, as long as fewer than KNOWN durations are known. Setup
 # holds the reading of data and all compilation.
@@ -173,13 +173,14 @@ def straggler(watches: Sequence[Watch]) -> int | None:
 
     Returns:
       The process whose median time before the dispatch of a step, over the last KEPT steps, exceeds 1.5 times that of the
-      others, and by more than 5 % of a step; None if there is none.
+      others, and by more than 5 % of a step and 10 ms, which processes that share a core differ by; None if there is none.
     """
     if len(watches) < 2 or any(len(watch.host_seconds) < KEPT for watch in watches):
         return None
     typical = [statistics.median(watch.host_seconds) for watch in watches]
     worst = max(range(len(typical)), key=typical.__getitem__)
     others = statistics.median(seconds for index, seconds in enumerate(typical) if index != worst)
-    least = max(STRAGGLER_RATIO * others, others + STRAGGLER_SHARE * watches[worst].typical_step())
+    delay = max(STRAGGLER_SECONDS, STRAGGLER_SHARE * watches[worst].typical_step())
+    least = max(STRAGGLER_RATIO * others, others + delay)
     is_straggler = typical[worst] > least
     return worst if is_straggler else None

@@ -78,8 +78,8 @@ def routing_sums(
 
     Returns:
       The statistics of `load_sums`; "importance" `[E]`: sums of scores, through which losses have their gradient;
-      "square_lse": sum of the squares of logsumexp(logits); "entropy": sum of the entropies of the scores; "largest": sum of the
-      largest scores.
+      "square_lse": sum of the squares of logsumexp(logits); "entropy" and "largest": sums of the entropies of the scores of a
+      token, and of the largest score.
     """
     experts = logits.shape[1]
     weight = real.astype(jnp.float32)

@@ -116,8 +116,9 @@ def test_slow_host_is_found(data, expected):
     assert liveness.straggler(watches[:1]) is None
 
 
-def test_short_host_times_are_no_stragglers():
+@pytest.mark.parametrize(("step", "data"), [(1.0, 0.01), (0.02, 0.009)])
+def test_short_host_times_are_no_stragglers(step, data):
     watches = [Watch(Pace(1.0, 30.0), 0.0) for _ in range(2)]
-    train(watches[0], 1, 60, data=0.001)
-    train(watches[1], 1, 60, data=0.01)
+    train(watches[0], 1, 60, data=0.001, step=step)
+    train(watches[1], 1, 60, data=data, step=step)
     assert liveness.straggler(watches) is None
