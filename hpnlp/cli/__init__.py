@@ -86,6 +86,8 @@ def register_flags() -> list[str]:
 def _unknown_flag_message(error: flags.UnrecognizedFlagError, command: str) -> str:
     """The message for an unknown flag, with the flag that was probably meant."""
     name = error.flagname
+    if name[:1].isdigit():
+        return f"-{name} is read as a flag: a negative value is written --name=-{name}"
     unknown = f"unknown flag --{name}"
     if "." in name:
         return f"{unknown}: only train, check-data, sweep, lra, plan, scaling, compress and evaluate take config fields"

@@ -133,6 +133,7 @@ def train_error(error_of, tmp_path):
         ("--config.train.writers=tensorboard*3", "train.writers='tensorboard*3': writers take no repeats"),
         ("--wait=-1", "flag --wait=-1"),
         ("--debug=maybe", "flag --debug=maybe: expected true or false"),
+        ("--config.train.steps -5", "-5 is read as a flag: a negative value is written --name=-5"),
         ("--bogus", "unknown flag --bogus: hpnlp train --help lists the flags"),
         (
             "--coordinator=localhost:1 --processes=50000000 --process=0",
