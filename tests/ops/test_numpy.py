@@ -41,6 +41,7 @@ from hpnlp.ops.search import build_ivf, build_lsh, exact_search, ivf_search, lsh
 from hpnlp.ops.softmax import (
     adaptive,
     binary_codes,
+    bit_paths,
     class_based,
     continuous_cache,
     cross_entropy,
@@ -415,6 +416,11 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
     "softmax.class_based.class_sample": (
         (lambda h, c, w, k: class_based.class_sample(h, c, w, CLASSES, k), (H, x(3, D), TABLE, KEY)),
     ),
+    "softmax.bit_paths.path_bits": ((lambda y: bit_paths.path_bits(y, 3), (LABELS,)),),
+    "softmax.bit_paths.is_decided": ((lambda y: bit_paths.is_decided(y, V), (LABELS,)),),
+    "softmax.bit_paths.path_log_odds": ((bit_paths.path_log_odds, (x(N, V), LABELS)),),
+    "softmax.bit_paths.path_log_prob": ((lambda z, y: bit_paths.path_log_prob(z, y, V), (x(N, 3), LABELS)),),
+    "softmax.bit_paths.vote_counts": ((lambda f, y: bit_paths.vote_counts(f, y, 0.5, 3), (ids(N, 4), LABELS)),),
     "softmax.binary_codes.code_nll": tuple(
         (lambda z, y, loss=loss: binary_codes.code_nll(z, y, CODE, loss=loss), (x(N, 3), LABELS))
         for loss in binary_codes.LOSSES
@@ -536,7 +542,7 @@ ON_HOST = {
     *("attention.positions.rope.yarn", "attention.positions.rope.frequencies"),
     *("attention.positions.bias.alibi", "attention.positions.bias.alibi_slopes"),
     *(f"search.exact.{name}" for name in ("recall", "check_search", "check_bias", "product", "top_k", "best_of")),
-    *("search.ivf.build_ivf", "search.lsh.build_lsh", "search.lsh.probe_sets"),
+    *("search.ivf.build_ivf", "search.lsh.build_lsh", "search.lsh.probe_sets", "softmax.bit_paths.path_length"),
     *(
         "softmax.adaptive.adaptive_shapes",
         "softmax.binary_codes.binary_code",
