@@ -267,6 +267,27 @@ def plot_compression(panels: Mapping[str, Mapping[str, float]], path: Path) -> N
     plt.close(figure)
 
 
+def plot_ladder(bits: Mapping[str, float], path: Path) -> None:
+    """Draws bits per byte as bars, from top to bottom.
+
+    Args:
+      bits: Name -> bits per byte.
+      path: File to write; its extension decides the format.
+    """
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(6.5, 0.8 + 0.32 * len(bits)), layout="constrained")
+    colours = ["C0" if "static" in name or "adaptive" in name else "0.6" for name in bits]
+    bars = axes.barh([drawable(name) for name in bits], list(bits.values()), color=colours, alpha=0.8)
+    axes.bar_label(bars, fmt="%.3f", padding=3, fontsize=8)
+    axes.set_xlabel("bits per held-out byte")
+    axes.margins(x=0.12)
+    axes.tick_params(labelsize=8)
+    axes.grid(axis="x", alpha=0.3)
+    axes.invert_yaxis()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def plot_heatmap(heatmap: Heatmap, path: Path) -> None:
     """Plots a matrix of counts, coloured by the share of each count in its row.
 

@@ -128,6 +128,11 @@ class Corpus:
         if record["left_out"]:
             yield f"left out: {LeftOut(record['left_out'])}"
 
+    @property
+    def documents(self) -> tuple[token_store.Tokens, token_store.Tokens]:
+        """The tokens of the documents for training, and of those that are held out."""
+        return self._train, self._heldout
+
     def read_heldout(self) -> bytes:
         """Reads the original bytes of the held-out text.
 

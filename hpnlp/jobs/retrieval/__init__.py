@@ -1,0 +1,1 @@
+"""Language models with neighbours from their training text."""

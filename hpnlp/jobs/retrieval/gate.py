@@ -1,0 +1,283 @@
+"""A trained language model with neighbours from its training text: the gate that mixes them, and scores of held-out text.
+
+Documents stand in one sequence: training text in a random order, then the held-out text. The gate is trained on the last
+training documents, which see the documents before them and what they have of themselves: the position in which held-out
+documents are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from hpnlp.data.files import Progress, ignore_progress
+from hpnlp.data.token_store import Tokens
+from hpnlp.models.bit_gate import BitGate
+from hpnlp.ops.softmax.bit_paths import path_log_odds, path_log_prob
+from hpnlp.retrieval.suffix import Neighbours
+from hpnlp.types import InputError
+
+ROWS = 512  # positions of a step of the gate, and of a call that scores
+WINDOWS = 8  # windows of a call of the language model
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """All documents in the order in which they are read.
+
+    Attributes:
+      tokens: int32 `[N]`.
+      ends: int64 `[documents]`, the index after each document.
+      gate: Index of the first document that the gate is trained on.
+      heldout: Index of the first held-out document.
+    """
+
+    tokens: np.ndarray
+    ends: np.ndarray
+    gate: int
+    heldout: int
+
+    @classmethod
+    def of(cls, train: Tokens, heldout: Tokens, gate_tokens: int, seed: int) -> Documents:
+        """Orders documents.
+
+        Args:
+          train: Training text.
+          heldout: Held-out text, which keeps its order.
+          gate_tokens: Least number of tokens that the gate is trained on; a fifth of the training text if that is less.
+          seed: Seed of the order of the training text.
+
+        Returns:
+          The documents.
+
+        Raises:
+          InputError: There are less than three training documents, or the last ones are more than half of the text.
+        """
+        order = np.random.default_rng(seed).permutation(len(train.ends))
+        documents = [train.document(i) for i in order]
+        behind = np.cumsum([len(d) for d in reversed(documents)])  # tokens of the last documents, by their number
+        count = 1 + int(np.searchsorted(behind, min(gate_tokens, behind[-1] // 5)))
+        if len(order) < 3 or 2 * behind[count - 1] > behind[-1]:
+            raise InputError(
+                f"{len(order)} training documents, of which the last {count} would be more than half of the text: the gate is "
+                "trained on them and finds its neighbours in the others; divide the text into more documents"
+            )
+        gate = len(order) - count
+        documents += [heldout.document(i) for i in range(len(heldout.ends))]
+        ends = np.cumsum([len(d) for d in documents])
+        return cls(np.concatenate(documents).astype(np.int32), ends, gate, len(order))
+
+    def start(self, document: int) -> int:
+        """Index of the first token of a document."""
+        return int(self.ends[document - 1]) if document else 0
+
+    def positions(self, first: int, last: int) -> np.ndarray:
+        """Positions of the tokens of documents that are predicted: all but the first of each."""
+        return np.concatenate([np.arange(self.start(i) + 1, self.ends[i]) for i in range(first, last)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A part of a document that the model reads at once.
+
+    Attributes:
+      start: Position of the first token that is read.
+      first: First position that is predicted.
+      end: Position after the last one that is predicted.
+    """
+
+    start: int
+    first: int
+    end: int
+
+
+def windows(documents: Documents, first: int, last: int, context: int, stride: int) -> Iterator[Window]:
+    """Windows that predict every position of documents once, in their order.
+
+    Args:
+      documents: The documents.
+      first: The first document.
+      last: The document after the last.
+      context: Tokens that the model reads.
+      stride: Positions that a window predicts.
+
+    Yields:
+      The windows.
+    """
+    for document in range(first, last):
+        begin, end = documents.start(document), int(documents.ends[document])
+        for position in range(begin + 1, end, stride):
+            stop = min(position + stride, end)
+            yield Window(max(begin, stop - 1 - context), position, stop)
+
+
+def _batch(documents: Documents, parts: list[Window], count: int, context: int) -> dict[str, np.ndarray]:
+    """The batch of windows, padded to `count` sequences of `context` tokens; weights mark what is predicted."""
+    names = ("tokens", "labels", "segment_ids", "positions", "weights")
+    batch = {name: np.zeros((count, context), np.float32 if name == "weights" else np.int32) for name in names}
+    for row, window in enumerate(parts):
+        length = window.end - 1 - window.start
+        batch["tokens"][row, :length] = documents.tokens[window.start : window.end - 1]
+        batch["labels"][row, :length] = documents.tokens[window.start + 1 : window.end]
+        batch["segment_ids"][row, :length] = 1
+        batch["positions"][row, :length] = np.arange(length)
+        batch["weights"][row, window.first - 1 - window.start : length] = 1
+    return batch
+
+
+def _log_odds(model: Any, params: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """Mean -log p of the predicted labels, and the log-odds of the decisions of all labels, `[B, T, L]`."""
+    h, _ = model.apply(params, batch, True, method="token_states")
+    log_probs = jax.nn.log_softmax(model.apply(params, h.reshape(-1, h.shape[-1]), method="next_logits"))
+    labels, weights = jnp.asarray(batch["labels"]).reshape(-1), jnp.asarray(batch["weights"]).reshape(-1)
+    losses = -jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0]
+    odds = path_log_odds(log_probs, labels).reshape(*h.shape[:2], -1)
+    return jnp.sum(weights * losses) / jnp.maximum(jnp.sum(weights), 1.0), odds
+
+
+def model_log_odds(
+    model: Any,
+    params: Any,
+    documents: Documents,
+    parts: list[Window],
+    context: int,
+    progress: Progress = ignore_progress,
+) -> np.ndarray:
+    """Log-odds of the decisions of the tokens that windows predict, under the model.
+
+    Args:
+      model: A language model with `token_states` and `next_logits`.
+      params: Its variables.
+      documents: The documents.
+      parts: The windows.
+      context: Tokens that the model reads at most.
+      progress: Called as `progress(step, done, total)`.
+
+    Returns:
+      float32 `[Q, L]`, in the order of the windows.
+    """
+    call = jax.jit(lambda params, batch: _log_odds(model, params, batch)[1])
+    results = []
+    for i in range(0, len(parts), WINDOWS):
+        batch = _batch(documents, parts[i : i + WINDOWS], WINDOWS, context)
+        results.append(np.asarray(call(params, batch))[batch["weights"] > 0])
+        progress("probabilities of the model", min(i + WINDOWS, len(parts)), len(parts))
+    return np.concatenate(results)
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicEvaluation:
+    """Training of the model on what it has predicted.
+
+    Attributes:
+      learning_rate: Of Adam.
+      b1: Of Adam.
+      clip: Largest norm of a gradient.
+      decay: Share of the way back to the trained parameters, in each step.
+
+    References: Krause et al. 2018, "Dynamic evaluation of neural sequence models", arXiv 1709.07432.
+    """
+
+    learning_rate: float = 5e-4
+    b1: float = 0.5
+    clip: float = 1.0
+    decay: float = 0.002
+
+    def log_odds(
+        self, model: Any, params: Any, documents: Documents, parts: list[Window], context: int, progress: Progress
+    ) -> np.ndarray:
+        """As `model_log_odds`, with a step of the optimizer on each window after it was predicted."""
+        optimizer = optax.chain(optax.clip_by_global_norm(self.clip), optax.adam(self.learning_rate, b1=self.b1))
+
+        @jax.jit
+        def step(current: Any, state: Any, batch: Any) -> Any:
+            loss = lambda variables: _log_odds(model, variables, batch)  # noqa: E731
+            gradient, odds = jax.grad(loss, has_aux=True)(current)
+            updates, state = optimizer.update(gradient, state)
+            moved = optax.apply_updates(current, updates)
+            return odds, jax.tree.map(lambda new, old: new + self.decay * (old - new), moved, params), state
+
+        current, state, results = params, optimizer.init(params), []
+        for i, window in enumerate(parts, 1):
+            batch = _batch(documents, [window], 1, context)
+            odds, current, state = step(current, state, batch)
+            results.append(np.asarray(odds)[batch["weights"] > 0])
+            progress("dynamic evaluation", i, len(parts))
+        return np.concatenate(results)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """What the gate reads of Q positions: the model's log-odds `[Q, L]`, neighbours, and the tokens int32 `[Q]`."""
+
+    log_odds: np.ndarray
+    neighbours: Neighbours
+    ids: np.ndarray
+
+    def rows(self, chosen: Any) -> tuple[np.ndarray, ...]:
+        """The arguments of BitGate for some positions."""
+        near = self.neighbours
+        return self.log_odds[chosen], near.tokens[chosen], near.count[chosen], self.ids[chosen]
+
+
+def fit_gate(gate: BitGate, inputs: Inputs, epochs: int, seed: int, progress: Progress = ignore_progress) -> Any:
+    """Trains a gate.
+
+    Args:
+      gate: The gate.
+      inputs: Positions to train on.
+      epochs: Number of passes.
+      seed: Seed of parameters and order.
+      progress: Called as `progress(step, done, total)`.
+
+    Returns:
+      The parameters.
+    """
+    size = min(ROWS, len(inputs.ids))
+    steps = epochs * (len(inputs.ids) // size)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 5e-3, min(50, steps // 10), steps)
+    optimizer = optax.adamw(schedule, weight_decay=1e-3)
+    params = gate.init(jax.random.key(seed), *inputs.rows(slice(0, 1)))
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params: Any, state: Any, *rows: Any) -> Any:
+        loss = lambda p: jnp.mean(jnp.asarray(gate.apply(p, *rows, method="nll")))  # noqa: E731
+        gradient = jax.grad(loss)(params)
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state
+
+    draw, done = np.random.default_rng(seed), 0
+    for _ in range(epochs):
+        order = draw.permutation(len(inputs.ids))
+        for i in range(0, len(order) - size + 1, size):
+            params, state = step(params, state, *inputs.rows(np.sort(order[i : i + size])))
+            done += 1
+            progress("training the gate", done, steps)
+    return params
+
+
+def gate_nll(gate: BitGate, params: Any, inputs: Inputs) -> np.ndarray:
+    """-log p of each position under the mixture, in nats, float32 `[Q]`."""
+    call = jax.jit(lambda params, *rows: gate.apply(params, *rows, method="nll"))
+    results = []
+    for i in range(0, len(inputs.ids), ROWS):
+        chosen = np.arange(i, i + ROWS).clip(max=len(inputs.ids) - 1)  # one shape for all calls
+        results.append(np.asarray(call(params, *inputs.rows(chosen))))
+    return np.concatenate(results)[: len(inputs.ids)]
+
+
+def no_model(inputs: Inputs) -> Inputs:
+    """Inputs whose model says nothing: log-odds of 0."""
+    return dataclasses.replace(inputs, log_odds=np.zeros_like(inputs.log_odds))
+
+
+def model_nll(log_odds: np.ndarray, ids: np.ndarray, vocab: int) -> np.ndarray:
+    """-log p of each position under the model alone, in nats."""
+    return -np.asarray(path_log_prob(jnp.asarray(log_odds), jnp.asarray(ids), vocab))

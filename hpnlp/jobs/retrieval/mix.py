@@ -1,0 +1,222 @@
+"""Mixes a trained language model with neighbours from its training text, and scores held-out text with and without them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpnlp import tasks
+from hpnlp.data.corpus import Corpus
+from hpnlp.data.files import Progress, ignore_progress
+from hpnlp.jobs.retrieval import gate as gates
+from hpnlp.jobs.retrieval.gate import Documents, DynamicEvaluation, Inputs
+from hpnlp.models.bit_gate import BitGate
+from hpnlp.models.variables import collections
+from hpnlp.retrieval import suffix
+from hpnlp.training import run_directory
+from hpnlp.training.run_directory import Run
+from hpnlp.types import InputError
+
+DYNAMIC_STRIDE = 128  # positions between two steps of dynamic evaluation
+STATIC = "static"  # training text only
+ADAPTIVE = "adaptive"  # and held-out text before the position
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of `mix`.
+
+    Attributes:
+      store: Spec of the contexts, see `retrieval.suffix.find`.
+      gate_tokens: Tokens at the end of the training text that the gate is trained on.
+      epochs: Passes over them.
+      seed: Seed of the order of the training documents, and of the gate.
+    """
+
+    store: str = "suffix"
+    gate_tokens: int = 320_000
+    epochs: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.gate_tokens < 1 or self.epochs < 1:
+            raise InputError(f"gate_tokens={self.gate_tokens}, epochs={self.epochs}: expected at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Bits per byte of held-out text.
+
+    Attributes:
+      name: What predicts.
+      text: STATIC or ADAPTIVE: the text that it has read.
+      bits: Bits per byte of all held-out text.
+      median: Median over documents of their bits per byte.
+    """
+
+    name: str
+    text: str
+    bits: float
+    median: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Result of `mix`.
+
+    Attributes:
+      rows: Scores.
+      params: Parameters of the adaptive gate.
+      step: Step of the model's checkpoint.
+      heldout_bytes: Bytes of the held-out text.
+      documents: Number of held-out documents.
+      seconds: Name of a phase -> its seconds.
+    """
+
+    rows: list[Row]
+    params: Any
+    step: int
+    heldout_bytes: int
+    documents: int
+    seconds: Mapping[str, float]
+
+
+class Phases:
+    """Times of phases."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._begun = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        """Ends a phase, which began when the one before ended."""
+        now = time.perf_counter()
+        self.seconds[name], self._begun = now - self._begun, now
+
+
+def mix(
+    workdir: str | Path,
+    options: Options = Options(),  # noqa: B008  (frozen)
+    progress: Progress = ignore_progress,
+    log: Callable[[Row], None] = lambda row: None,
+) -> Mixture:
+    """Trains the gate of a run, and scores its held-out text.
+
+    Args:
+      workdir: Directory of a run of task "lm" whose tokenizer keeps every byte.
+      options: Options.
+      progress: Called as `progress(step, done, total)`.
+      log: Called with each row.
+
+    Returns:
+      The gate and the scores.
+
+    Raises:
+      InputError: The run does not fit, or its text is too short.
+    """
+    phases = Phases()
+    run, corpus = load_run(workdir, progress)
+    train, heldout = corpus.documents
+    documents = Documents.of(train, heldout, options.gate_tokens, options.seed)
+    phases.end("load")
+    config, variables, vocab = run.config, collections(run.params), run.model.config.vocab
+    context = config.data.seq_len
+    gate_positions = documents.positions(documents.gate, documents.heldout)
+    positions = documents.positions(documents.heldout, len(documents.ends))
+
+    is_word = np.zeros(vocab, bool)
+    words = suffix.word_tokens(run.tokenizer)
+    is_word[: len(words)] = words
+    starts = documents.start(documents.gate), documents.start(documents.heldout)
+    queries = [(gate_positions, gate_positions), (positions, positions)]
+    queries += [
+        (p, np.full_like(p, start)) for p, start in zip((gate_positions, positions), starts, strict=True)
+    ]  # as if later text was unknown
+    near = suffix.neighbours(suffix.find(options.store), documents.tokens, is_word, queries, progress)
+    phases.end("index")
+
+    def model(first: int, last: int, stride: int) -> np.ndarray:
+        parts = list(gates.windows(documents, first, last, context, stride))
+        return gates.model_log_odds(run.model, variables, documents, parts, context, progress)
+
+    gate_odds = model(documents.gate, documents.heldout, max(1, 3 * context // 4))
+    odds = model(documents.heldout, len(documents.ends), config.train.eval_stride or context)
+    phases.end("model")
+
+    score = _Score(documents, corpus, positions)
+    rows: list[Row] = []
+
+    def add(name: str, text: str, nll: np.ndarray) -> None:
+        rows.append(score.row(name, text, nll))
+        log(rows[-1])
+
+    ids, gate_ids = documents.tokens[positions], documents.tokens[gate_positions]
+    add("model", STATIC, gates.model_nll(odds, ids, vocab))
+    network = BitGate(vocab)
+
+    def fit(inputs: Inputs) -> Any:
+        return gates.fit_gate(network, inputs, options.epochs, options.seed, progress)
+
+    training, heldout_inputs = Inputs(gate_odds, near[0], gate_ids), Inputs(odds, near[1], ids)
+    params = fit(Inputs(gate_odds, near[2], gate_ids))
+    add("model and index", STATIC, gates.gate_nll(network, params, Inputs(odds, near[3], ids)))
+    params = fit(gates.no_model(training))
+    add("index", ADAPTIVE, gates.gate_nll(network, params, gates.no_model(heldout_inputs)))
+    params = fit(training)
+    add("model and index", ADAPTIVE, gates.gate_nll(network, params, heldout_inputs))
+    phases.end("gates")
+
+    parts = list(gates.windows(documents, documents.heldout, len(documents.ends), context, DYNAMIC_STRIDE))
+    odds = DynamicEvaluation().log_odds(run.model, variables, documents, parts, context, progress)
+    add("model, dynamic", ADAPTIVE, gates.model_nll(odds, ids, vocab))
+    nll = gates.gate_nll(network, params, dataclasses.replace(heldout_inputs, log_odds=odds))
+    add("model, dynamic, and index", ADAPTIVE, nll)
+    phases.end("dynamic evaluation")
+    return Mixture(rows, params, run.step, corpus.heldout_bytes, score.documents, phases.seconds)
+
+
+def load_run(workdir: str | Path, progress: Progress = ignore_progress) -> tuple[Run, Corpus]:
+    """Loads a run and its text.
+
+    Args:
+      workdir: The run directory.
+      progress: Called while text is read.
+
+    Returns:
+      The run and its corpus.
+
+    Raises:
+      InputError: The run is not a language model that gives probabilities of every byte.
+    """
+    config = run_directory.load_config(workdir)
+    run_directory.check_task(workdir, config, ["lm"], "hpnlp mix")
+    run = run_directory.load(workdir)
+    if not run.model.is_normalized:
+        raise InputError(f"{workdir}: model.output={run.model.config.output!r} gives no probabilities to mix with")
+    corpus = tasks.find(config.task).dataset(run.config.data, run.vocabulary, progress)
+    assert isinstance(corpus, Corpus)
+    if not corpus.tokenizer.lossless:
+        raise InputError(f"{workdir}: the tokenizer {config.data.tokenizer!r} does not keep every byte")
+    return run, corpus
+
+
+class _Score:
+    """Bits per byte of held-out documents."""
+
+    def __init__(self, documents: Documents, corpus: Corpus, positions: np.ndarray) -> None:
+        ends = documents.ends[documents.heldout :]
+        self.documents = len(ends)
+        self._document = np.searchsorted(ends, positions, "right")
+        store = corpus.documents[1]
+        sizes = [len(store.raw(i)) for i in range(self.documents)]
+        self._sizes = np.maximum(np.array(sizes), 1)
+
+    def row(self, name: str, text: str, nll: np.ndarray) -> Row:
+        """The row of -log p in nats of each position."""
+        bits = np.bincount(self._document, nll.astype(np.float64), self.documents) / np.log(2.0)
+        return Row(name, text, float(bits.sum() / self._sizes.sum()), float(np.median(bits / self._sizes)))

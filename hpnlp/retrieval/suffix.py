@@ -1,0 +1,152 @@
+"""Neighbours of positions of a corpus: the tokens after earlier occurrences of the same last tokens or words.
+
+The corpus is one sequence, in which position i sees the positions before i only. For the documents to be scored, which come
+last, that is what a compressor sees.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hpnlp.data.files import Progress, ignore_progress
+from hpnlp.ops.search.contexts import ContextHashes, ContextIndex
+from hpnlp.spec import build, parse_one
+from hpnlp.types import InputError, Tokenizer
+
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96)
+WORKERS = 2  # contexts that are sorted at the same time, each with about 30 bytes per token
+
+
+@dataclasses.dataclass(frozen=True)
+class Suffix:
+    """Which contexts are looked up.
+
+    Attributes:
+      shortest: Number of tokens of the shortest context.
+      longest: Number of tokens of the longest context; those between are the ones of LENGTHS.
+      words: Contexts of the beginning of the present word with 1 to `words` words before it; 0 for none.
+      k: Number of most recent occurrences of each context that are returned.
+    """
+
+    shortest: int = 2
+    longest: int = 48
+    words: int = 3
+    k: int = 32
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.shortest <= self.longest:
+            raise InputError(
+                f"suffix: shortest={self.shortest}, longest={self.longest}: expected 1 <= shortest <= longest"
+            )
+        if self.words < 0 or not 1 <= self.k <= 1024:
+            raise InputError(
+                f"suffix: words={self.words}, k={self.k}: expected words of at least 0, and k from 1 to 1024"
+            )
+
+    @property
+    def lengths(self) -> list[int]:
+        """Numbers of tokens of the contexts."""
+        return [n for n in LENGTHS if self.shortest <= n <= self.longest]
+
+    @property
+    def contexts(self) -> int:
+        """Number of contexts of a position."""
+        return len(self.lengths) + self.words
+
+
+@dataclasses.dataclass(frozen=True)
+class Neighbours:
+    """Neighbours of Q positions.
+
+    Attributes:
+      tokens: Integers `[Q, n, k]`: for each of n contexts, the tokens after its most recent occurrences; negative for none.
+      count: int32 `[Q, n]`: number of all earlier occurrences.
+    """
+
+    tokens: np.ndarray
+    count: np.ndarray
+
+
+def find(spec: str) -> Suffix:
+    """The contexts of a spec.
+
+    Args:
+      spec: As in "suffix(longest=48, words=3, k=32)".
+
+    Returns:
+      The contexts.
+
+    Raises:
+      InputError: The spec is not valid.
+    """
+    return build(parse_one(spec, "store"), {"suffix": Suffix}, "store")
+
+
+def word_tokens(tokenizer: Tokenizer) -> np.ndarray:
+    """Which tokens consist of letters, digits and underscores, and of bytes of characters beyond ASCII.
+
+    Args:
+      tokenizer: The tokenizer.
+
+    Returns:
+      bool `[V]`.
+    """
+    texts = [tokenizer.decode([i]) for i in range(tokenizer.vocab_size)]
+    return np.array([bool(t) and all(b >= 128 or chr(b).isalnum() or b == ord("_") for b in t) for t in texts])
+
+
+def neighbours(
+    suffix: Suffix,
+    corpus: np.ndarray,
+    is_word: np.ndarray,
+    queries: Sequence[tuple[np.ndarray, np.ndarray]],
+    progress: Progress = ignore_progress,
+) -> list[Neighbours]:
+    """Finds the neighbours of positions.
+
+    Args:
+      suffix: The contexts.
+      corpus: Integers `[N]`, all tokens in their order.
+      is_word: bool `[V]`, see `word_tokens`.
+      queries: Pairs of positions `[Q]` and limits `[Q]`: neighbours of a position come from before its limit, which is at most
+        the position.
+      progress: Called as `progress(step, done, total)`.
+
+    Returns:
+      The neighbours of each pair.
+
+    Raises:
+      InputError: A limit is behind its position.
+
+    Cost: a sort of N numbers for each context, two of them at a time with about 30 bytes per token.
+    """
+    for positions, limits in queries:
+        if np.any(limits > positions):
+            raise InputError("a position would see itself or a later one: expected limits of at most the positions")
+    hashes = ContextHashes(corpus)
+    contexts: list[Callable[[], np.ndarray]] = [lambda n=n: hashes.last_tokens(n) for n in suffix.lengths]
+    contexts += [lambda n=n: hashes.last_words(is_word, n) for n in range(1, suffix.words + 1)]
+    dtype = np.int16 if len(is_word) <= np.iinfo(np.int16).max else np.int32
+    results = [
+        Neighbours(
+            np.empty((len(positions), len(contexts), suffix.k), dtype),
+            np.empty((len(positions), len(contexts)), np.int32),
+        )
+        for positions, _ in queries
+    ]
+
+    def search(column: int) -> None:
+        context = contexts[column]()
+        index = ContextIndex.build(context[:-1], corpus)
+        for (positions, limits), result in zip(queries, results, strict=True):
+            recent = index.recent(context[positions], limits, suffix.k)
+            result.tokens[:, column], result.count[:, column] = recent.tokens, recent.count
+
+    with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
+        for done, _ in enumerate(pool.map(search, range(len(contexts))), 1):
+            progress("indexing", done, len(contexts))
+    return results

@@ -1,0 +1,94 @@
+"""Language models with neighbours from their training text: order, causality, and scores that agree with those of the run."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from hpnlp.jobs.retrieval import gate as gates
+from hpnlp.jobs.retrieval.gate import Documents, DynamicEvaluation
+from hpnlp.models.lm import LM, LMConfig
+from hpnlp.types import InputError
+
+VOCAB = 20
+
+
+@pytest.fixture(scope="module")
+def documents():
+    draw = np.random.default_rng(0)
+    sizes = [30, 1, 50, 2, 40, 33]
+    return Documents(draw.integers(0, VOCAB, sum(sizes)).astype(np.int32), np.cumsum(sizes), 3, 4)
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = LM(LMConfig(layers=1, dim=16, heads=2, vocab=VOCAB, mlp_dim=16, position="rope"))
+    return model, {"params": model.init(jax.random.key(0), model.example_batch(1, 8))["params"]}
+
+
+@pytest.mark.parametrize(("context", "stride"), [(8, 8), (8, 3), (16, 1), (64, 64)])
+def test_windows_predict_every_position_once(documents, context, stride):
+    parts = list(gates.windows(documents, 0, 6, context, stride))
+    predicted = np.concatenate([np.arange(w.first, w.end) for w in parts])
+    np.testing.assert_array_equal(predicted, documents.positions(0, 6))
+    begins = np.array([documents.start(i) for i in range(6)])
+    for window in parts:
+        begin = begins[begins <= window.first - 1].max()
+        assert begin <= window.start < window.first and window.end - 1 - window.start <= context
+        assert window.start == begin or window.end - 1 - window.start == context
+
+
+def test_log_odds_are_those_of_whole_documents(documents, model):
+    module, variables = model
+    odds = gates.model_log_odds(module, variables, documents, list(gates.windows(documents, 4, 6, 64, 64)), 64)
+    nll = gates.model_nll(odds, documents.tokens[documents.positions(4, 6)], VOCAB)
+    expected = []
+    for first, end in zip(documents.ends[3:5], documents.ends[4:6], strict=True):
+        text = documents.tokens[first:end]
+        log_probs = jax.nn.log_softmax(module.apply(variables, text[None, :-1], method="logits")[0])
+        expected.append(-np.take_along_axis(np.asarray(log_probs), text[1:, None], 1)[:, 0])
+    np.testing.assert_allclose(nll, np.concatenate(expected), rtol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["model", "dynamic"])
+def test_later_text_changes_no_earlier_log_odds(documents, model, kind):
+    module, variables = model
+    positions = documents.positions(4, 6)
+
+    def log_odds(text):
+        parts = list(gates.windows(text, 4, 6, 16, 8))
+        if kind == "model":
+            return gates.model_log_odds(module, variables, text, parts, 16)
+        return DynamicEvaluation(learning_rate=0.1).log_odds(module, variables, text, parts, 16, lambda *_: None)
+
+    before = log_odds(documents)
+    for cut in np.random.default_rng(1).choice(positions, 12, replace=False):
+        tokens = documents.tokens.copy()
+        tokens[cut:] = (tokens[cut:] + 1 + np.arange(len(tokens) - cut) % 7) % VOCAB
+        after = log_odds(dataclasses.replace(documents, tokens=tokens))
+        earlier = positions < cut
+        np.testing.assert_array_equal(after[earlier], before[earlier])
+        assert (after[~earlier] != before[~earlier]).any()
+
+
+class Stored:
+    """Documents like `token_store.Tokens`."""
+
+    def __init__(self, texts):
+        self.texts, self.ends = texts, np.cumsum([len(text) for text in texts])
+
+    def document(self, index):
+        return self.texts[index]
+
+
+def test_the_gate_is_trained_on_the_last_training_documents():
+    draw = np.random.default_rng(0)
+    texts = [draw.integers(0, 9, 10 + i).astype(np.uint16) for i in range(20)]
+    held = [np.full(3, 7, np.uint16)]
+    ordered = Documents.of(Stored(texts), Stored(held), 40, 0)
+    assert (ordered.heldout, len(ordered.ends), len(ordered.tokens)) == (20, 21, sum(map(len, texts)) + 3)
+    assert ordered.ends[19] - ordered.start(ordered.gate) >= 40 > ordered.ends[19] - ordered.start(ordered.gate + 1)
+    assert ordered.tokens[-3:].tolist() == [7, 7, 7]
+    with pytest.raises(InputError, match="2 training documents, of which the last 1 would be more than half"):
+        Documents.of(Stored(texts[:2]), Stored(held), 40, 0)
