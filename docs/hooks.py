@@ -33,6 +33,7 @@ COMMANDS = (
     "convert",
     "export",
     "neighbours",
+    "mix",
     "completion",
 )
 

@@ -61,6 +61,7 @@ def run(argv: Sequence[str]) -> None:
     from hpnlp.report.files import replace_text
     from hpnlp.training.contents import locked
     from hpnlp.training.metrics import ProgressLines
+    from hpnlp.training.run_directory import load_config
 
     def print_line(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -68,6 +69,7 @@ def run(argv: Sequence[str]) -> None:
     def show(row: Row) -> None:
         print(f"{row.name}, {row.text}: {row.bits:.4f} bits per byte", flush=True)
 
+    load_config(workdir)  # before the directory is locked, which would make it
     with locked(workdir):
         result = mix(
             workdir, Options(f.store, f.gate_tokens, f.epochs, f.seed), ProgressLines(print_line, "steps"), show

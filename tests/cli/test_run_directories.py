@@ -17,6 +17,7 @@ READERS = {
     "convert": "convert {d} --to={new}",
     "export": "export {d} --to={new}",
     "neighbours": "neighbours {d} word",
+    "mix": "mix {d}",
     "compare": "compare {d}",
     "plan": "plan {d} --recipe=int8",
     "one step": "evaluate {d}@3",

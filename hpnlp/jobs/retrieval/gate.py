@@ -105,11 +105,12 @@ def windows(documents: Documents, first: int, last: int, context: int, stride: i
       first: The first document.
       last: The document after the last.
       context: Tokens that the model reads.
-      stride: Positions that a window predicts.
+      stride: Positions that a window predicts, at most `context`.
 
     Yields:
       The windows.
     """
+    assert 1 <= stride <= context
     for document in range(first, last):
         begin, end = documents.start(document), int(documents.ends[document])
         for position in range(begin + 1, end, stride):

@@ -22,7 +22,7 @@ from hpnlp.training import run_directory
 from hpnlp.training.run_directory import Run
 from hpnlp.types import InputError
 
-DYNAMIC_STRIDE = 128  # positions between two steps of dynamic evaluation
+DYNAMIC_STRIDE = 128  # positions between two steps of dynamic evaluation; half of a shorter context
 STATIC = "static"  # training text only
 ADAPTIVE = "adaptive"  # and held-out text before the position
 
@@ -171,7 +171,8 @@ def mix(
     add("model and index", ADAPTIVE, gates.gate_nll(network, params, heldout_inputs))
     phases.end("gates")
 
-    parts = list(gates.windows(documents, documents.heldout, len(documents.ends), context, DYNAMIC_STRIDE))
+    stride = min(DYNAMIC_STRIDE, max(1, context // 2))
+    parts = list(gates.windows(documents, documents.heldout, len(documents.ends), context, stride))
     odds = DynamicEvaluation().log_odds(run.model, variables, documents, parts, context, progress)
     add("model, dynamic", ADAPTIVE, gates.model_nll(odds, ids, vocab))
     nll = gates.gate_nll(network, params, dataclasses.replace(heldout_inputs, log_odds=odds))
