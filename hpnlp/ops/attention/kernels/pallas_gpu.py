@@ -18,6 +18,7 @@ from hpnlp.ops.attention.kernels.hopper import LOG2E, TILE, KernelOptions
 from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.ops.attention.operands import Operands, scale_queries
+from hpnlp.ops.device import hopper_limits
 
 SUPPORTS = frozenset({"segment_ids", "kv_segment_ids", "kv_lengths", "scale", "soft_cap", "return_lse"})
 DTYPES = ("bfloat16", "float16")
@@ -52,7 +53,7 @@ def limits(
       Short descriptions, empty where there are none.
     """
     del operands
-    reasons = [] if interpret else _device_limits()
+    reasons = [] if interpret else hopper_limits()
     reasons += [] if str(q.dtype) in DTYPES else [f"dtype {q.dtype}"]
     reasons += [f"head size {size}" for size in sorted({q.shape[3], v.shape[3]}) if size > max(HEAD_SIZES)]
     reasons += [] if q.shape[0] and q.shape[1] and k.shape[1] else [f"q {q.shape} and k {k.shape} without elements"]
@@ -60,15 +61,6 @@ def limits(
     if mask.heads not in (None, q.shape[2]):
         reasons += [f"{mask.heads} masks for {q.shape[2]} heads"]
     return reasons
-
-
-def _device_limits() -> list[str]:
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        return [f"platform {device.platform}"]
-    capability = getattr(device, "compute_capability", "")
-    # Only Hopper has wgmma, which computes the products: neither older nor newer chips do.
-    return [] if capability.startswith("9.") else [f"compute capability {capability or 'unknown'}"]
 
 
 @functools.lru_cache(maxsize=256)

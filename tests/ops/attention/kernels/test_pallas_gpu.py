@@ -1,9 +1,5 @@
 """The GPU kernels in Pallas' interpreter on the CPU, their schedules, and their programs lowered for a GPU."""
 
-import pathlib
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,20 +12,13 @@ from hpnlp.ops.attention.kernels import hopper, pallas_gpu
 from hpnlp.ops.attention.kernels.pallas_gpu import SUPPORTS, limits, pallas
 from hpnlp.types import InputError
 from tests.contracts import PATTERNS
+from tests.ops.interpreted import run_interpreted
 
 pytestmark = pytest.mark.slow
-INTERPRETED = pathlib.Path(__file__).with_name("interpreted_kernels.py")
 
 
 def test_interpreted_kernels_match_the_reference():
-    """In a process of its own, which threads of JAX's interpreter end by a segmentation fault once in hundreds of runs."""
-    pytest.importorskip("jax._src.pallas.mosaic.interpret.thread_map")  # without it, the process would run no test
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "slow", "-p", "no:cacheprovider", str(INTERPRETED)]
-    for _ in range(3):
-        outcome = subprocess.run(command, capture_output=True, text=True)
-        if outcome.returncode >= 0:  # not ended by a signal
-            break
-    assert outcome.returncode == 0, f"{outcome.returncode}\n{outcome.stdout}\n{outcome.stderr}"
+    run_interpreted(__file__)
 
 
 @pytest.mark.parametrize("mask", PATTERNS, ids=str)
@@ -60,7 +49,7 @@ def test_schedule_has_every_allowed_pair_once_and_tests_partial_tiles(mask, tran
 
 
 def test_patterns_lower_for_a_gpu_or_are_refused(monkeypatch):
-    monkeypatch.setattr(pallas_gpu, "_device_limits", list)
+    monkeypatch.setattr(pallas_gpu, "hopper_limits", list)
     q = jax.ShapeDtypeStruct((1, 256, 2, 128), jnp.bfloat16)
     for mask in (Full(), attention.bigbird(16, causal=True), attention.longformer(8, 3), attention.Dilated(3, 4)):
         lowered = jax.jit(lambda q, mask=mask: pallas(q, q, q, mask)).trace(q).lower(lowering_platforms=("cuda",))
@@ -72,7 +61,7 @@ def test_patterns_lower_for_a_gpu_or_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"soft_cap": 3.0}], ids=str)
 def test_backward_pass_lowers_for_a_gpu(monkeypatch, options):
-    monkeypatch.setattr(pallas_gpu, "_device_limits", list)
+    monkeypatch.setattr(pallas_gpu, "hopper_limits", list)
     q, k = (jax.ShapeDtypeStruct((2, 256, heads, 128), jnp.bfloat16) for heads in (4, 2))
     ids = jax.ShapeDtypeStruct((2, 256), jnp.int32)
 
