@@ -16,6 +16,8 @@ from hpnlp.types import InputError
 
 # Name of a scope that states how often the `while` loops in it run; the jaxpr of a loop does not.
 _ITERATIONS = "iterations_expected_"
+# Name of a scope that states the FLOPs of the kernel in it.
+_KERNEL = "kernel_flops_"
 
 
 def expected_iterations(count: int) -> contextlib.AbstractContextManager[Any]:
@@ -30,6 +32,18 @@ def expected_iterations(count: int) -> contextlib.AbstractContextManager[Any]:
     return jax.named_scope(f"{_ITERATIONS}{count}")
 
 
+def kernel_flops(count: int) -> contextlib.AbstractContextManager[Any]:
+    """A scope for the call of a Pallas kernel for GPUs, whose jaxpr does not show its FLOPs.
+
+    Args:
+      count: FLOPs that counts assume.
+
+    Returns:
+      A context manager, under which the kernel is traced.
+    """
+    return jax.named_scope(f"{_KERNEL}{count}")
+
+
 def iterations_of(equation: Any) -> int | None:
     """Number of iterations of a `while` loop by its scope.
 
@@ -39,18 +53,23 @@ def iterations_of(equation: Any) -> int | None:
     Returns:
       The number that `expected_iterations` stated; None without one.
     """
-    stated = re.findall(rf"{_ITERATIONS}(\d+)", str(equation.source_info.name_stack))
-    return int(stated[-1]) if stated else None
+    return _stated(_ITERATIONS, equation)
+
+
+def _stated(scope: str, equation: Any) -> int | None:
+    """The number in the name of an equation's innermost scope of a kind; None without one."""
+    numbers = re.findall(rf"{scope}(\d+)", str(equation.source_info.name_stack))
+    return int(numbers[-1]) if numbers else None
 
 
 def count_flops(fn: Callable[..., Any], *args: Any, while_trips: int | None = None, **kwargs: Any) -> int:
     """Counts the FLOPs of the matrix products and convolutions of a function, two per multiply-add.
 
     A loop counts once per iteration (as `expected_iterations` states, where data decide), a `cond` by its most expensive
-    branch, a `shard_map` by the work of all its devices, and a Pallas kernel by its cost estimate, or else by its body times
-    its grid. Products of a convolution with padding, or with the zeros of dilation, do not count. The function is counted as
-    traced, so products whose result is not used are included. Elementwise operations, reductions, factorizations and
-    calls into libraries (cuDNN attention) are not included.
+    branch, a `shard_map` by the work of all its devices, and a Pallas kernel by its cost estimate or `kernel_flops`, or
+    else by its body times its grid. Products of a convolution with padding, or with the zeros of dilation, do not count.
+    The function is counted as traced, so products whose result is not used are included. Elementwise operations,
+    reductions, factorizations and calls into libraries (cuDNN attention) are not included.
 
     Args:
       fn: A function, jitted or not.
@@ -87,6 +106,9 @@ def _equation_flops(equation: Any, while_trips: int | None) -> int:
         return PRODUCTS[name](equation)
     if name == "pallas_call" and params["cost_estimate"] is not None:
         return int(params["cost_estimate"].flops)
+    # plgpu.kernel calls its kernel by this primitive, and has no cost estimate.
+    if name == "custom_vmap_call" and (flops := _stated(_KERNEL, equation)) is not None:
+        return flops
     if name == "cond":
         return max(jaxpr_flops(branch, while_trips) for branch in params["branches"])
     if name == "custom_linear_solve":  # its other jaxprs are for derivatives only

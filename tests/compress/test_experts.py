@@ -20,6 +20,7 @@ from hpnlp.ops.weight import dense, dense_tree, is_weight, parameter_count
 from hpnlp.types import InputError
 from tests.contracts import ONCE
 from tests.drawn import drawn_params
+from tests.ops.moe_kernels import replace_kernels
 
 CONFIG = LMConfig(
     dim=16, heads=2, layers=2, vocab=24, max_len=16, mlp_dim=32, mlp="top_k(4,2)", form="block(mlp='swiglu'),block"
@@ -71,8 +72,10 @@ def test_experts_of_fewer_bits_compute_as_their_dense_matrices(recipe):
     assert np.linalg.norm(logits(config, small) - expected) < tolerance * np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize("impl", ["loops", "batched", "ragged", "dense"])
-def test_implementations_read_quantized_experts(impl):
+@pytest.mark.parametrize("impl", ["loops", "batched", "ragged", "pallas", "dense"])
+def test_implementations_read_quantized_experts(monkeypatch, impl):
+    if impl == "pallas":
+        replace_kernels(monkeypatch)
     config, weights, logits = model_of(f"top_k(4, 2, impl={impl!r})")
     *_, (_, _, small) = compress(config, weights, parse_recipe("int8(integer_products=False)"))
     expected = logits(config, dense_tree(small))

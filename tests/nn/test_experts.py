@@ -15,6 +15,7 @@ from hpnlp.ops import moe
 from hpnlp.parallel.remat import policy
 from hpnlp.types import InputError, MixerInputs
 from tests.contracts import assert_close, once
+from tests.ops.moe_kernels import replace_kernels
 
 B, T, D, F = 2, 14, 8, 6
 ROUTERS = sorted(name for name, entry in FEED_FORWARDS.items() if isinstance(entry, type))
@@ -286,9 +287,17 @@ def test_recomputed_layers_make_the_choice_once(router):
 
 
 @pytest.mark.parametrize(
-    ("impl", "product"), [("loops", "while"), ("ragged", "ragged_dot_general"), ("batched", "dot_general")]
+    ("impl", "product"),
+    [
+        ("loops", "while"),
+        ("ragged", "ragged_dot_general"),
+        ("pallas", "ragged_dot_general"),
+        ("batched", "dot_general"),
+    ],
 )
-def test_policy_that_keeps_hidden_activations_runs_the_products_of_experts_once(impl, product):
+def test_policy_that_keeps_hidden_activations_runs_the_products_of_experts_once(monkeypatch, impl, product):
+    if impl == "pallas":
+        replace_kernels(monkeypatch)
     layer = build_feed_forward(f"top_k(4,impl={impl})", hidden=F)
     inputs = make_inputs(np.ones((B, T, D), np.float32), np.ones((B, T)))
     variables = jax.eval_shape(layer.init, jax.random.key(0), inputs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from hpnlp.ops.array_op import array_op
+from hpnlp.ops.moe import pallas_gpu
 from hpnlp.ops.moe.dispatch import rows_of_tokens, tokens_of_rows
 from hpnlp.ops.moe.grouped import HIDDEN, Activation, Experts, grouped_mlp, hidden_columns
 from hpnlp.ops.moe.routing import Routing
@@ -16,7 +19,7 @@ from hpnlp.ops.moe.schedule import Schedule, block_sizes, equal_schedule, make_s
 from hpnlp.ops.weight import dense
 from hpnlp.types import InputError
 
-IMPLEMENTATIONS = ("auto", "loops", "ragged", "batched", "dense")
+IMPLEMENTATIONS = ("auto", "loops", "ragged", "pallas", "batched", "dense")
 
 
 @array_op("N D", x="N D")
@@ -31,15 +34,17 @@ def expert_mlp(
       experts: "up" `[E, D, F]` and "down" `[E, F, D]`; "gate" `[E, D, F]` of gated MLPs.
       activation: Elementwise function, of "gate" where there is one, else of "up".
       impl: "loops" over blocks of rows of one expert, for CPUs; "ragged", `jax.lax.ragged_dot` over sorted rows, for TPUs;
-        "batched", a product over `[E, C, D]` with C the largest number of assignments of one expert that the routing allows;
-        "dense", `reference_expert_mlp`, for runtimes without sorts and loops, such as runtimes of ONNX files;
-        "auto": "loops" on a CPU, "ragged" on a TPU, and on a GPU "batched" where E C <= 4 A, else "loops".
+        "pallas", kernels of JAX over sorted rows, for Hopper GPUs, bfloat16 or float16, D and F multiples of 64 and at most
+        128 experts; "batched", a product over `[E, C, D]` with C the largest number of assignments of one expert that the
+        routing allows; "dense", `reference_expert_mlp`, for runtimes without sorts and loops, such as runtimes of ONNX files;
+        "auto": "loops" on a CPU, "ragged" on a TPU; on a GPU "pallas" where it can compute the call and E C > A, else
+        "batched" where E C <= 4 A, else "loops".
 
     Returns:
       The sums in the dtype of x; 0 for tokens without an expert.
 
     Raises:
-      InputError: Unknown `impl`.
+      InputError: Unknown `impl`, or "pallas" cannot compute the call.
 
     Cost: 6 A D F FLOPs for A assignments (4 without a gate); "batched" computes E C rows, "dense" E N. "ragged" is a product of
     all rows with all experts where XLA has no kernel for it: on CPUs, and on GPUs with jaxlib 0.10.
@@ -51,41 +56,42 @@ def expert_mlp(
     if impl == "dense":
         return reference_expert_mlp(x, routing, experts, activation)
     count = expert_count(experts)
-    impl = _implementation(impl, routing, count)
+    impl = _implementation(impl, x, routing, experts)
     if impl != "loops":
         experts = {name: dense(stack) for name, stack in experts.items()}
     if impl == "batched":
         schedule = equal_schedule(routing.experts, count, routing.most)
     else:
         expected = routing.expected or routing.experts.shape[0]
-        sizes = (1,) if impl == "ragged" else block_sizes(expected, count)
-        if jax.default_backend() == "gpu":  # a block costs the launches of its kernels, however few rows it has
+        sizes = {"ragged": (1,), "pallas": (pallas_gpu.ROWS, 1)}.get(impl) or block_sizes(expected, count)
+        if impl == "loops" and jax.default_backend() == "gpu":  # a block costs the launches of its kernels
             sizes = sizes[:1]
         schedule = make_schedule(routing.experts, count, sizes, expected)
-    compute = {"batched": _batched, "ragged": _ragged, "loops": _loops}[impl]
+    compute = {"batched": _batched, "ragged": _ragged, "pallas": _pallas, "loops": _loops}[impl]
     rows = compute(experts, activation, rows_of_tokens(x, routing, schedule.source, schedule.row), schedule)
     return tokens_of_rows(rows, routing, schedule.row, x.shape[0])
 
 
-def _implementation(impl: str, routing: Routing, experts: int) -> str:
-    """The implementation that `impl="auto"` stands for.
-
-    Args:
-      impl: An entry of IMPLEMENTATIONS.
-      routing: Assignments of tokens to experts.
-      experts: Number of experts E.
-
-    Returns:
-      Another entry than "auto".
-    """
+def _implementation(impl: str, x: jax.Array, routing: Routing, experts: Experts) -> str:
+    """The implementation that "auto" stands for; another `impl` itself. Raises where "pallas" cannot compute the call."""
     backend = jax.default_backend()
-    if impl != "auto" or backend == "cpu":
-        return "loops" if impl == "auto" else impl
-    if backend == "tpu":
-        return "ragged"
-    # On GPUs, "ragged" computes E A rows, never fewer than the E C of "batched". "loops" computes A rows in blocks that run one
-    # after another and fill a part of the GPU: an estimate, not a measurement, is 1/4 of the rate of a large product.
-    return "batched" if experts * routing.most <= 4 * routing.experts.shape[0] else "loops"
+    if impl == "auto" and backend != "gpu":
+        return "ragged" if backend == "tpu" else "loops"
+    if impl not in ("auto", "pallas"):
+        return impl
+    assignments, (count, *sizes) = routing.experts.shape[0], jax.eval_shape(dense, experts["up"]).shape
+    reasons = pallas_gpu.limits(assignments, count, tuple(sizes), x.dtype)
+    if impl == "pallas":
+        if reasons:
+            raise InputError(f"impl='pallas' of experts does not support {', '.join(reasons)}: pass impl='auto'")
+        return impl
+    # Estimates, not measurements: one product of A rows, "batched", is faster than "pallas", which computes more; "loops"
+    # computes A rows in blocks that run one after another and fill a part of the GPU, at 1/4 of the rate of a large product.
+    # "ragged" computes E A rows, never fewer than the E C of "batched".
+    rows = count * routing.most
+    if not reasons and rows > assignments:
+        return "pallas"
+    return "batched" if rows <= 4 * assignments else "loops"
 
 
 @array_op("N D", x="N D")
@@ -148,17 +154,25 @@ def _loops(experts: Experts, activation: Activation, rows: jax.Array, schedule: 
 
 
 def _ragged(experts: Experts, activation: Activation, rows: jax.Array, schedule: Schedule) -> jax.Array:
-    def product(x: jax.Array, stack: jax.Array) -> jax.Array:
-        return checkpoint_name(lax.ragged_dot(x, stack.astype(x.dtype), schedule.counts), HIDDEN)
+    return _mlp(experts, activation, rows, lambda x, stack: lax.ragged_dot(x, stack, schedule.counts))
 
-    products = {name: product(rows, stack) for name, stack in experts.items() if name != "down"}
-    return product(hidden_columns(activation, products), experts["down"])
+
+def _pallas(experts: Experts, activation: Activation, rows: jax.Array, schedule: Schedule) -> jax.Array:
+    return _mlp(experts, activation, rows, lambda x, stack: pallas_gpu.grouped_product(x, stack, schedule.counts))
 
 
 def _batched(experts: Experts, activation: Activation, rows: jax.Array, schedule: Schedule) -> jax.Array:
-    def product(x: jax.Array, stack: jax.Array) -> jax.Array:
-        return checkpoint_name(jnp.einsum("erk,ekn->ern", x, stack.astype(x.dtype)), HIDDEN)
-
     x = rows.reshape(experts["up"].shape[0], -1, rows.shape[1])
-    products = {name: product(x, stack) for name, stack in experts.items() if name != "down"}
-    return product(hidden_columns(activation, products), experts["down"]).reshape(rows.shape)
+    return _mlp(experts, activation, x, lambda x, stack: jnp.einsum("erk,ekn->ern", x, stack)).reshape(rows.shape)
+
+
+def _mlp(
+    experts: Experts, activation: Activation, x: jax.Array, product: Callable[[jax.Array, jax.Array], jax.Array]
+) -> jax.Array:
+    """The MLPs by a product of rows with a stack of matrices of all experts."""
+
+    def named(name: str, x: jax.Array) -> jax.Array:
+        return checkpoint_name(product(x, experts[name].astype(x.dtype)), HIDDEN)
+
+    products = {name: named(name, x) for name in experts if name != "down"}
+    return named("down", hidden_columns(activation, products))

@@ -13,6 +13,7 @@ from hpnlp.ops.moe.dispatch import rows_of_tokens
 from hpnlp.ops.moe.schedule import equal_schedule
 from hpnlp.types import InputError
 from tests.contracts import assert_close, once
+from tests.ops.moe_kernels import replace_kernels
 
 RNG = np.random.default_rng(0)
 
@@ -284,8 +285,10 @@ LOADS = {
 
 
 @pytest.mark.parametrize("name", LOADS)
-@pytest.mark.parametrize("impl", ["loops", "ragged", "batched"])
-def test_expert_mlp_loses_no_token(name, impl):
+@pytest.mark.parametrize("impl", ["loops", "ragged", "pallas", "batched"])
+def test_expert_mlp_loses_no_token(monkeypatch, name, impl):
+    if impl == "pallas":
+        replace_kernels(monkeypatch)
     count, experts, k, token_logits = LOADS[name]
     logits = np.stack([token_logits(t) for t in range(count)]).astype(np.float32)
     x, stacks = RNG.normal(size=(count, 6)).astype(np.float32), make_stacks(experts, 6, 5, gated=True)
@@ -336,8 +339,10 @@ def test_gradient_of_copied_tokens_is_summed_in_float32(has_tokens):
     np.testing.assert_array_equal(once(jax.grad(run), x).astype(np.float32), [[264, 264], [264, 264], [0, 0]])
 
 
-@pytest.mark.parametrize("impl", ["loops", "ragged", "batched"])
-def test_gradients_of_bfloat16_match_float32(impl):
+@pytest.mark.parametrize("impl", ["loops", "ragged", "pallas", "batched"])
+def test_gradients_of_bfloat16_match_float32(monkeypatch, impl):
+    if impl == "pallas":
+        replace_kernels(monkeypatch)
     x, stacks = RNG.normal(size=(40, 6)).astype(np.float32), make_stacks(4, 6, 5, gated=True)
     x, stacks = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (x, stacks))
     routing = moe.route(RNG.normal(size=(40, 4)).astype(np.float32), 3, moe.Gates(), real_tokens(40))
@@ -397,6 +402,9 @@ def test_groups_that_do_not_fit_raise(k, options, message):
         ("gpu", 64, 64, 1.0, "batched"),
         ("gpu", 64, 64, 0.0, "loops"),
         ("gpu", 1, 64, 0.0, "loops"),
+        ("hopper", 64, 8, 0.0, "pallas"),
+        ("hopper", 64, 8, 1.0, "batched"),
+        ("hopper", 64, 8, 1.5, "pallas"),
     ],
 )
 def test_implementation_of_a_device_is_the_one_with_the_least_rows(monkeypatch, backend, count, experts, factor, impl):
@@ -412,11 +420,13 @@ def test_implementation_of_a_device_is_the_one_with_the_least_rows(monkeypatch, 
         used.append((name, len(schedule.blocks)))
         return rows
 
-    for name in ("loops", "ragged", "batched"):
+    for name in ("loops", "ragged", "pallas", "batched"):
         monkeypatch.setattr(f"hpnlp.ops.moe.experts._{name}", functools.partial(compute, name=name))
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu" if backend == "hopper" else backend)
+    if backend == "hopper":
+        replace_kernels(monkeypatch)
     jax.eval_shape(run, jnp.zeros((count, 2)), jnp.zeros((count, experts)), make_stacks(experts, 2, 3))
-    blocks = {"batched": 0, "ragged": 1, "loops": 2 if backend == "cpu" else 1}[impl]
+    blocks = {"batched": 0, "ragged": 1, "pallas": 2, "loops": 2 if backend == "cpu" else 1}[impl]
     assert used == [(impl, blocks)]
 
 
