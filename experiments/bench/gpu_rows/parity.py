@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gpu_rows.experts import IMPLS, expert_sums
 from gpu_rows.rows import TOLERANCES, Case, Context, Record, Row, difference, reason
 from gpu_rows.step import SIZES, packed_batch
 from hpnlp.models.decode import Generation
@@ -228,6 +229,38 @@ def product_checks() -> Iterator[Check]:
         yield Check(f"products, {name}", "48 x 128 x 256", ROUNDED_TOLERANCES[name], run)
 
 
+def expert_checks(rehearse: bool) -> Iterator[Check]:
+    """Checks of experts against loops in float32 on the CPU: an expert without tokens, and more experts than tokens."""
+    dim, columns = 128, 192
+    for name, count, experts in (("an idle expert", 300, 8), ("more experts than tokens", 5, 64)):
+        logits = normal(0, count, experts)
+        logits[:, 1] = -1e9
+        shapes = {"up": (dim, columns), "gate": (dim, columns), "down": (columns, dim)}
+        stacks = {key: normal(1, experts, *shape) / 8 for key, shape in shapes.items()}
+        x, dy = normal(2, count, dim), normal(3, count, dim)
+
+        def call(impl: str, dtype: str, logits: Any = logits, arrays: Any = (x, stacks), dy: Any = dy) -> Any:
+            x, stacks = jax.tree.map(lambda array: jnp.asarray(array, dtype), arrays)
+
+            def sums(x: jax.Array, logits: jax.Array, *matrices: jax.Array) -> jax.Array:
+                return expert_sums(x, logits, dict(zip(stacks, matrices, strict=True)), impl)
+
+            return with_gradients(sums, (x, logits, *stacks.values()), dy)
+
+        def expected(call: Any = call) -> Any:
+            with on_cpu():
+                return call("loops", "float32")
+
+        expected = functools.cache(expected)
+        for impl in ("auto",) if rehearse else ("auto", *IMPLS):
+            for dtype in ("bfloat16", "float16"):
+
+                def run(impl: str = impl, dtype: str = dtype, call: Any = call, expected: Any = expected) -> Any:
+                    return call(impl, dtype), expected()
+
+                yield Check(f"experts, {impl}", f"{name}, {dtype}", TOLERANCES[dtype], run)
+
+
 def decoding_check() -> Check:
     """Greedy tokens of a cache: the logit of each in one pass over prompt and tokens, beside the largest logit."""
 
@@ -283,6 +316,7 @@ CASES: dict[str, tuple[float, Callable[[bool], Iterable[Check]]]] = {
     "exact loss": (8, loss_checks),
     "LSTM": (8, lstm_checks),
     "products": (8, lambda rehearse: product_checks()),
+    "experts": (20, expert_checks),
     "decoding": (12, lambda rehearse: [decoding_check()]),
     "training step": (15, lambda rehearse: [step_check()]),
 }

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from gpu_rows.attention import DENSE, SPARSE
 from gpu_rows.decoding import DECODING
 from gpu_rows.encoder import ENCODER
+from gpu_rows.experts import EXPERTS
 from gpu_rows.loss import EXACT, LAYERS
 from gpu_rows.mixing import CONTENT, EFFICIENCY, LINEAR
 from gpu_rows.parity import PARITY
@@ -17,7 +18,7 @@ from gpu_rows.step import SETTINGS, STEP
 ROWS: dict[str, Row] = {
     row.name: row
     for row in (
-        PARITY, STEP, DENSE, SPARSE, EXACT, LINEAR, DECODING, LSTM, ENCODER, CONTENT, EFFICIENCY, LAYERS, SETTINGS,
+        PARITY, STEP, DENSE, SPARSE, EXACT, LINEAR, DECODING, LSTM, ENCODER, EXPERTS, CONTENT, EFFICIENCY, LAYERS, SETTINGS,
     )
 }  # fmt: skip
 
