@@ -23,7 +23,7 @@ WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=worksteal
 
 help:
-	@echo 'make demo       set up, and train a byte-level language model for some minutes, to $$WORKDIR ($(WORKDIR))'
+	@echo 'make demo       set up, train a byte-level language model for some minutes, to $$WORKDIR ($(WORKDIR)), and add an index'
 	@echo 'make test       set up, and run the tests'
 	@echo 'make test-all   run the tests that `make test` excludes: oracles (torch, transformers), slow tests, notebooks'
 	@echo 'make lint       check format and style      make format     format, and fix style errors'
@@ -34,11 +34,12 @@ help:
 	@echo 'make constraints  update constraints.txt, the versions that the tests run with (needs python3.11 and python3.12)'
 	@echo 'make clean      remove environments and caches, but no runs'
 	@echo
-	@echo 'PYTHON=python3.12 uses that interpreter and .venv-3.12. ARGS="..." is passed to the command.'
+	@echo 'PYTHON=python3.12 uses that interpreter and .venv-3.12. ARGS="..." is passed to the command, MIX="..." to the second of demo.'
 	@echo 'On Linux, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu avoids the CUDA build of torch in test-all.'
 
 demo: $(MADE)-runtime
 	$(BIN)/hpnlp train --config=lm/bytes --workdir=$(WORKDIR) $(ARGS)
+	$(BIN)/hpnlp mix $(WORKDIR) $(MIX)
 
 test: $(MADE)-test
 	$(PYTEST) $(ARGS)

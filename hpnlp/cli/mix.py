@@ -15,7 +15,7 @@ from absl import flags
 from hpnlp import cli
 
 USAGE = """
-hpnlp mix RUN [--store="suffix(longest=48,words=3,k=32)"] [--gate_tokens=320000] [--epochs=2]
+hpnlp mix RUN [--store="suffix(longest=48,words=3,k=32)"] [--gate_tokens=320000] [--epochs=2] [--nodynamic]
 
 Looks up, at each position, what followed the same last tokens and words before, in the training text and in the held-out text
 up to there, and mixes it with the probabilities of the run's language model. A small network, the gate, is trained on the last
@@ -36,6 +36,7 @@ flags.DEFINE_integer(
     lower_bound=1,
 )
 flags.DEFINE_integer("epochs", 2, "Passes over these tokens.", lower_bound=1)
+flags.DEFINE_boolean("dynamic", True, "Score the model with dynamic evaluation as well.")
 flags.DEFINE_integer("seed", 0, "Seed of the order of training documents and of the gate.", lower_bound=0)
 
 
@@ -72,7 +73,10 @@ def run(argv: Sequence[str]) -> None:
     load_config(workdir)  # before the directory is locked, which would make it
     with locked(workdir):
         result = mix(
-            workdir, Options(f.store, f.gate_tokens, f.epochs, f.seed), ProgressLines(print_line, "steps"), show
+            workdir,
+            Options(f.store, f.gate_tokens, f.epochs, f.seed, f.dynamic),
+            ProgressLines(print_line, "steps"),
+            show,
         )
         compressors = report.compressors(workdir)
         text = report.render(result.rows, compressors, result.heldout_bytes, result.documents)

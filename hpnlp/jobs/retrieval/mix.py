@@ -36,12 +36,14 @@ class Options:
       gate_tokens: Tokens at the end of the training text that the gate is trained on.
       epochs: Passes over them.
       seed: Seed of the order of the training documents, and of the gate.
+      dynamic: Whether the model is also scored with dynamic evaluation.
     """
 
     store: str = "suffix"
     gate_tokens: int = 320_000
     epochs: int = 2
     seed: int = 0
+    dynamic: bool = True
 
     def __post_init__(self) -> None:
         if self.gate_tokens < 1 or self.epochs < 1:
@@ -171,13 +173,14 @@ def mix(
     add("model and index", ADAPTIVE, gates.gate_nll(network, params, heldout_inputs))
     phases.end("gates")
 
-    stride = min(DYNAMIC_STRIDE, max(1, context // 2))
-    parts = list(gates.windows(documents, documents.heldout, len(documents.ends), context, stride))
-    odds = DynamicEvaluation().log_odds(run.model, variables, documents, parts, context, progress)
-    add("model, dynamic", ADAPTIVE, gates.model_nll(odds, ids, vocab))
-    nll = gates.gate_nll(network, params, dataclasses.replace(heldout_inputs, log_odds=odds))
-    add("model, dynamic, and index", ADAPTIVE, nll)
-    phases.end("dynamic evaluation")
+    if options.dynamic:
+        stride = min(DYNAMIC_STRIDE, max(1, context // 2))
+        parts = list(gates.windows(documents, documents.heldout, len(documents.ends), context, stride))
+        odds = DynamicEvaluation().log_odds(run.model, variables, documents, parts, context, progress)
+        add("model, dynamic", ADAPTIVE, gates.model_nll(odds, ids, vocab))
+        nll = gates.gate_nll(network, params, dataclasses.replace(heldout_inputs, log_odds=odds))
+        add("model, dynamic, and index", ADAPTIVE, nll)
+        phases.end("dynamic evaluation")
     return Mixture(rows, params, run.step, corpus.heldout_bytes, score.documents, phases.seconds)
 
 
