@@ -25,7 +25,6 @@ REPEAT_SECONDS = 2.0
 
 INTERRUPTED = 130  # exit code
 ORPHAN_SECONDS = 600.0  # for the last checkpoint of a process whose supervisor has ended
-_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 PARENT = "HPNLP_SWEEP"  # environment variable by which a sweep gives a member its process id, for `follow`
 
 Reaction = Callable[[int], None]
@@ -217,7 +216,4 @@ def follow(parent: int) -> None:
             time.sleep(ORPHAN_SECONDS)
             os.killpg(os.getpid(), signal.SIGKILL)
 
-    if os.getsid(0) == os.getpid() and sys.platform == "linux":
-        # The kernel wakes this process up if the parent ends while this process is stopped.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     threading.Thread(target=watch, daemon=True).start()

@@ -17,7 +17,8 @@ from hpnlp.jobs.launch.liveness import Watch
 from hpnlp.training import signals
 from hpnlp.training.progress_pipe import VARIABLE
 
-_PR_SET_CHILD_SUBREAPER = 36  # from <linux/prctl.h>
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # from <linux/prctl.h>
+_LIBC = ctypes.CDLL(None)
 _CHUNK = 1 << 16
 REAP_SECONDS = 10.0  # until killed processes have ended
 
@@ -110,6 +111,7 @@ def start(index: int, command: Sequence[str], environment: Mapping[str, str], lo
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=[writer],
+                preexec_fn=_wake_at_end_of_parent if sys.platform == "linux" else None,
             )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -117,11 +119,19 @@ def start(index: int, command: Sequence[str], environment: Mapping[str, str], lo
     return Child(index, popen, reader, log, watch)
 
 
+def _wake_at_end_of_parent() -> None:
+    """Lets the kernel continue this process if its parent ends while it is stopped, so that `signals.follow` ends it.
+
+    Called between fork and exec: a process may be stopped before it has imported anything.
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
 def become_subreaper() -> None:
     """Makes orphans of the started processes children of this process, on Linux, so that it can end them."""
     global _adopts
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         _adopts = True
 
 

@@ -1,0 +1,47 @@
+"""Processes that a supervisor starts do not outlive it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+# A supervisor that starts a process which has imported nothing of hpnlp yet.
+SUPERVISOR = """
+import os, sys, time
+from pathlib import Path
+from hpnlp.jobs.launch import processes
+from hpnlp.jobs.launch.liveness import Pace, Watch
+command = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
+child = processes.start(0, command, os.environ, Path(sys.argv[1]) / "log", Watch(Pace(1.0, 1.0), 0.0))
+print(child.popen.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def is_in_state(pid, letters):
+    """Whether a process is in one of some states, within 10 s."""
+    for _ in range(1000):
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in letters:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_process_that_is_stopped_before_its_first_import_goes_on_when_the_supervisor_is_killed(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, tmp_path], stdout=subprocess.PIPE, text=True
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        child = int(supervisor.stdout.readline())
+        try:
+            os.kill(child, signal.SIGSTOP)
+            assert is_in_state(child, "T")
+            supervisor.kill()
+            assert is_in_state(child, "RS")
+        finally:
+            os.kill(child, signal.SIGKILL)
