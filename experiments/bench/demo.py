@@ -1,4 +1,4 @@
-"""Runs `hpnlp train` on the configuration of `make demo` and stores its report.
+"""Runs the two commands of `make demo`, and stores the report of the run and the scores with an index of its text.
 
 python experiments/bench/demo.py
 python experiments/bench/demo.py --compressors  # measures only the compressors again, on the same text, in half a minute
@@ -61,10 +61,16 @@ def main(_: Any) -> None:
             f"--workdir={directory}/run",
         ]
         environment = os.environ | ({"XDG_CACHE_HOME": f"{directory}/cache"} if FLAGS.cold else {})
+        begun = time.perf_counter()
         subprocess.run(command, check=True, cwd=ROOT, env=environment)
+        mix = [sys.executable, "-m", "hpnlp", "mix", f"{directory}/run"]
+        subprocess.run(mix, check=True, cwd=ROOT, env=environment)
+        wall_seconds = time.perf_counter() - begun
+        mixture = json.loads(Path(directory, "run", "mixture.json").read_text())
         report = json.loads(Path(directory, "run", "report.json").read_text())
         lines = [json.loads(line) for line in Path(directory, "run", "metrics.jsonl").read_text().splitlines()]
     row = {name: value for name, value in report.items() if name != "environment"}
+    row |= {"mixture": mixture, "wall_seconds": wall_seconds}
     row["curve"] = [
         [line["step"], line["loss"]] for line in lines if "loss" in line
     ]  # nats per token, and a token is a byte

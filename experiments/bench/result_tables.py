@@ -37,10 +37,15 @@ def describe_ratio(name: str) -> str:
 def demo(rows: Rows) -> Lines:
     row = rows[0]
     compressors = [f"{name} {row[field]:.3f}" for field, name in NAMES.items() if row.get(field) is not None]
-    return [
+    lines = [
         ("held-out bits per byte after `make demo`", f"{row['heldout_bits_per_byte']:.3f} ({', '.join(compressors)})"),
         ("`make demo`: wall time from process start to report", f"{row['seconds']:.0f} s"),
     ]
+    if mixture := row.get("mixture"):
+        scores = ", ".join(f"{r['name']} {r['bits']:.3f} ({r['text']})" for r in mixture["rows"][1:])
+        lines.append(("`make demo`: held-out bits per byte with an index of the training text", scores))
+        lines.append(("`make demo`: wall time of both commands", f"{row['wall_seconds']:.0f} s"))
+    return lines
 
 
 def train_step(rows: Rows) -> Lines:
