@@ -28,9 +28,11 @@ from hpnlp import measure
 
 ROOT = Path(__file__).parents[2]
 INTERVAL = 10  # of the checkpoints of resume_config.py
-# Name in --model -> further fields. "memory" carries hidden states from batch to batch, over text in stream order.
+# Name in --model -> further fields. "memory" carries hidden states from batch to batch, over text in stream order; the routers
+# of "experts" have a bias that moves after each step.
 MODELS = {
     "buffers": {},
+    "experts": {"model.mlp": "bias_balanced(8,2,balance=0.001)"},
     "memory": {"model.mixer": "segment_memory(100),centered", "data.order": "stream", "train.eval_stride": 0},
 }
 
