@@ -308,7 +308,9 @@ def plan_tpu(rows: Rows) -> Lines:
 def resume(rows: Rows) -> Lines:
     row = rows[0]
     lost, lines = row["steps_lost_beyond_interval"], f"of {row['lines_of_each']} in each of {row['runs_compared']} runs"
-    training = {"memory": "training with buffers and carry"}.get(row.get("model", ""), "training")
+    training = {"memory": "training with buffers and carry", "experts": "training with experts"}.get(
+        row.get("model", ""), "training"
+    )
     return [
         (f"{training}, killed {row['kills']} times by `kill -9`: steps lost beyond one checkpoint interval", str(lost)),
         (
@@ -480,7 +482,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "remat": remat,
     "plan": plan,
     "plan_tpu": plan_tpu,
-    **dict.fromkeys(("resume", "resume-memory"), resume),
+    **dict.fromkeys(("resume", "resume-memory", "resume-experts"), resume),
     "launch": launch,
     "adamw": adamw,
     "large_batch": large_batch,

@@ -51,6 +51,7 @@ SECTIONS = {
         "loop",
         "resume",
         "resume-memory",
+        "resume-experts",
         "large_batch",
         "adamw",
     ),
