@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,11 @@ from hpnlp.training import signals
 from hpnlp.training.progress_pipe import VARIABLE
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # from <linux/prctl.h>
-_LIBC = ctypes.CDLL(None)
+# Becomes the program of its arguments, which the kernel continues if the parent ends while it is stopped: `signals.follow` then
+# ends it. A process may be stopped long before it has imported that.
+_PRCTL = f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGCONT)})"
+_WAKE = f"import ctypes, os, sys; {_PRCTL}; os.execvp(sys.argv[1], sys.argv[1:])"
+_AWAKENED = (sys.executable, "-I", "-S", "-c", _WAKE)
 _CHUNK = 1 << 16
 REAP_SECONDS = 10.0  # until killed processes have ended
 
@@ -95,7 +100,12 @@ def start(index: int, command: Sequence[str], environment: Mapping[str, str], lo
 
     Returns:
       The process.
+
+    Raises:
+      FileNotFoundError: There is no such program.
     """
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(f"there is no program {command[0]}")
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -104,14 +114,13 @@ def start(index: int, command: Sequence[str], environment: Mapping[str, str], lo
     try:
         with open(log, "ab") as output:
             popen = subprocess.Popen(
-                command,
+                [*_AWAKENED, *command] if sys.platform == "linux" else command,
                 env={**environment, VARIABLE: str(writer), signals.PARENT: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=[writer],
-                preexec_fn=_wake_at_end_of_parent if sys.platform == "linux" else None,
             )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -119,19 +128,11 @@ def start(index: int, command: Sequence[str], environment: Mapping[str, str], lo
     return Child(index, popen, reader, log, watch)
 
 
-def _wake_at_end_of_parent() -> None:
-    """Lets the kernel continue this process if its parent ends while it is stopped, so that `signals.follow` ends it.
-
-    Called between fork and exec: a process may be stopped before it has imported anything.
-    """
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
-
-
 def become_subreaper() -> None:
     """Makes orphans of the started processes children of this process, on Linux, so that it can end them."""
     global _adopts
     if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         _adopts = True
 
 

@@ -22,13 +22,17 @@ time.sleep(60)
 """
 
 
-def is_in_state(pid, letters):
-    """Whether a process is in one of some states, within 10 s."""
+def becomes(check):
+    """Whether a condition holds within 10 s."""
     for _ in range(1000):
-        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in letters:
+        if check():
             return True
         time.sleep(0.01)
     return False
+
+
+def is_in_state(pid, letters):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in letters
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -39,9 +43,11 @@ def test_a_process_that_is_stopped_before_its_first_import_goes_on_when_the_supe
         assert supervisor.stdout is not None
         child = int(supervisor.stdout.readline())
         try:
+            command = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
+            assert becomes(lambda: Path(f"/proc/{child}/cmdline").read_text().split("\0")[:-1] == command)
             os.kill(child, signal.SIGSTOP)
-            assert is_in_state(child, "T")
+            assert becomes(lambda: is_in_state(child, "T"))
             supervisor.kill()
-            assert is_in_state(child, "RS")
+            assert becomes(lambda: is_in_state(child, "RS"))
         finally:
             os.kill(child, signal.SIGKILL)
