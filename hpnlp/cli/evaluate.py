@@ -17,7 +17,8 @@ from hpnlp.types import InputError
 USAGE = """
 hpnlp evaluate RUN [RUN ...] [--model.mixer="transformer_xl(512)" --data.batch_size=8 ...]
 
-Scores the parameters of a run, RUN, on all of its held-out examples, and prints the scores. Some fields of its config may have
+Scores the parameters of a run, RUN, on all of its held-out examples, and prints the scores, the number of examples (of bytes,
+for language models) and what is left out. Some fields of its config may have
 other values, as far as the parameters stay as they are. All other fields are those of the training. A trained run is not
 changed; beside a compressed or converted model, the scores of all examples are kept in evaluation.json for `hpnlp compare`.
 
@@ -40,6 +41,8 @@ Fields:
       Number of held-out examples, for tasks with labelled examples.
   --data.challenge_path=PATH
       Examples that are scored apart, for tasks with labelled examples.
+  --data.skip_bad_lines=True
+      Leave out, and count, records that cannot be read, or whose label the run does not have.
   --train.eval_stride=N
       Number of tokens at the end of each sequence that are scored.
 """
@@ -89,19 +92,26 @@ def run(argv: Sequence[str]) -> None:
     )
     changed = "".join(f", {name}={value}" for name, value in changes.items())
     print(f"{evaluation.members}{changed}{f', cache={cli.FLAGS.cache}' * bool(cli.FLAGS.cache)}")
-    primary, scores = tasks.find(config.task).metric, evaluation.scores
+    task, outcome = tasks.find(config.task), evaluation.outcome
+    primary, scores = task.metric, evaluation.scores
     texts = {name: f"{scores[name]:.4f}" for name in sorted(scores, key=lambda name: name != primary)}
     is_language_model = config.task in ("lm", "rnn_lm") and is_normalized(config.model.output)
     if is_language_model and scores["loss"] < MAX_PERPLEXITY_LOSS:
         texts["perplexity"] = f"{math.exp(scores['loss']):.5g}"
+    amounts = task.scored_amounts(outcome.config, outcome.dataset, cli.FLAGS.batches or None)
+    texts |= {name: str(amount) for name, amount in amounts.items()}
     width = max(map(len, texts))
     for name, text in texts.items():
         print(f"  {name:{width}}  {text}")
+    for line in task.unknown_labels(outcome.dataset):
+        print(f"not scored: {line}")
+    for line in task.left_out(outcome.dataset):
+        print(line)
     workdir = Path(members[0][0])
     is_changed = members[0][1] is not None or changes or cli.FLAGS.cache or cli.FLAGS.batches
     if len(members) == 1 and not is_changed and is_untrained(workdir):
         try:
-            evaluation_record.write(workdir, evaluation.outcome, evaluation, evaluation.step)
+            evaluation_record.write(workdir, outcome, evaluation, evaluation.step)
             print(f"written: {workdir / evaluation_record.FILE}, which hpnlp compare reads")
         except (OSError, InputError) as error:  # such as a directory of another user
             print(f"not kept for hpnlp compare: {error}")

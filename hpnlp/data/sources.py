@@ -100,10 +100,26 @@ class LeftOut(dict[str, list[Any]]):
             entry[0] += count
             entry += names[: NAMED + 1 - len(entry)]
 
+    def since(self, earlier: LeftOut) -> LeftOut:
+        """What was added since an earlier state.
+
+        Args:
+          earlier: A copy of that state.
+
+        Returns:
+          The counts of what was added, with those of its names that are kept.
+        """
+        added = LeftOut()
+        for reason, (count, *names) in self.items():
+            before, *known = earlier.get(reason, [0])
+            if count > before:
+                added[reason] = [count - before, *names[len(known) :]]
+        return added
+
     def __str__(self) -> str:
         return ", ".join(
-            f"{count} {reason} ({printable(first)}{', ...' if count > 1 else ''})"
-            for reason, (count, first, *_) in self.items()
+            f"{count} {reason}" + (f" ({printable(names[0])}{', ...' * (count > 1)})" if names else "")
+            for reason, (count, *names) in self.items()
         )
 
     def in_brackets(self) -> str:

@@ -42,3 +42,15 @@ class ExampleTask(Task):
             "process_count": process_count,
         }
         return {name: dataset.heldout(name=name, **options) for name in dataset.heldout_sets[1:]}
+
+    def scored_amounts(self, config: RunConfig, dataset: Examples, limit: int | None) -> dict[str, int]:
+        count = dataset.heldout_examples
+        amounts = {"examples": count if limit is None else min(count, limit * config.data.batch_size)}
+        further = dataset.heldout_sets[1:] if limit is None else ()
+        return amounts | {f"{name}_examples": dataset.stored[name].count for name in further}
+
+    def unknown_labels(self, dataset: Examples) -> list[str]:
+        return dataset.unknown_labels()
+
+    def left_out(self, dataset: Examples) -> list[str]:
+        return dataset.left_out()

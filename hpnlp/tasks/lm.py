@@ -80,6 +80,9 @@ class LanguageModel(Task):
             scores["bits_per_byte"] = float(total) / math.log(2) / dataset.heldout_bytes
         return scores
 
+    def scored_amounts(self, config: RunConfig, dataset: Corpus, limit: int | None) -> dict[str, int]:
+        return {"bytes": dataset.heldout_bytes} if limit is None else {}
+
     def baseline(self, dataset: Corpus) -> Baselines:
         return Baselines(dataset)
 

@@ -177,6 +177,41 @@ class Task(abc.ABC):
         """
         return {}
 
+    def scored_amounts(self, config: RunConfig, dataset: Any, limit: int | None) -> dict[str, int]:
+        """Amounts of held-out data that an evaluation scores.
+
+        Args:
+          config: Config of the run.
+          dataset: Result of `dataset`.
+          limit: As for `heldout`.
+
+        Returns:
+          Name of a unit, such as "examples" or "bytes" -> the number of them; empty where it is not known.
+        """
+        return {}
+
+    def unknown_labels(self, dataset: Any) -> list[str]:
+        """Numbers of held-out examples that are not scored because the run has no class of their label.
+
+        Args:
+          dataset: Result of `dataset`.
+
+        Returns:
+          Lines with the number, the share and a place; none for data without labels.
+        """
+        return []
+
+    def left_out(self, dataset: Any) -> list[str]:
+        """Counts of what else is not scored, such as records that cannot be read.
+
+        Args:
+          dataset: Result of `dataset`.
+
+        Returns:
+          Lines with the counts.
+        """
+        return []
+
     def vocabulary(self, dataset: Any) -> Vocabulary:
         """The vocabulary of a dataset, which the run directory keeps.
 

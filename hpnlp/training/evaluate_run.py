@@ -33,6 +33,7 @@ FIELDS = (
     "data.heldout_bytes",
     "data.heldout_examples",
     "data.challenge_path",
+    "data.skip_bad_lines",
     "train.eval_stride",
 )
 
@@ -74,7 +75,7 @@ def evaluate_run(
 
     Raises:
       InputError: The directory holds no run, a field is unknown or not one of FIELDS, or the changed config is invalid or has
-        other parameters; or members do not fit each other.
+        other parameters; other held-out examples have labels that the run does not have; or members do not fit each other.
     """
     members = [(workdir, None)] if isinstance(workdir, str | Path) else list(workdir)
     for directory, _ in members:  # before anything large is read
@@ -90,7 +91,9 @@ def evaluate_run(
     trainer = make_trainer(model, optimizer, Plan("single"), steps=1, batch_size=config.data.batch_size)
     shapes = trainer.state_shapes
     _check_shapes(jax.eval_shape(dense_tree, params), variables.join(shapes.params, shapes.buffers), changes)
-    dataset = tasks.find(config.task).dataset(config.data, run.vocabulary, progress("MiB"))
+    task = tasks.find(config.task)
+    dataset = task.dataset(config.data, run.vocabulary, progress("MiB"))
+    _check_labels(task.unknown_labels(dataset), changes)
     result = evaluate(trainer, params, dataset, config, limit, progress("batches"))
     scores = dict(result.scores)
     if limit is None:
@@ -98,6 +101,19 @@ def evaluate_run(
     outcome = Outcome(config, dataset, model, params, result.sums)
     description = ensembles.describe(members, runs)
     return RunEvaluation(scores, result.sums, run.step, description, outcome, examples=result.examples)
+
+
+def _check_labels(unknown: Sequence[str], changes: Mapping[str, Any]) -> None:
+    """Raises InputError if other examples than the run's would be scored without those of no class of the run.
+
+    The run's data.skip_bad_lines is for its own data. A model is wrong on each example of another class.
+    """
+    fields = [name for name in ("data.heldout_path", "data.challenge_path") if name in changes]
+    if unknown and fields and "data.skip_bad_lines" not in changes:
+        raise InputError(
+            f"{', '.join(f'{name}={changes[name]!r}' for name in fields)}: {'; '.join(unknown)}: correct the labels, "
+            "remove these examples, or pass --data.skip_bad_lines=True to score the others alone"
+        )
 
 
 def _with_cache(model: Any, cache: str, config: Config) -> Any:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import shutil
 
 import pytest
@@ -69,10 +70,16 @@ def test_evaluation_without_a_report_is_kept_for_comparisons(run, trained, tmp_p
     assert "no difference (+0.0000 ± 0.0000)" in outcome.out, outcome
 
 
-def test_tied_metric_is_scored_at_the_step_that_commands_load(run, tmp_path, monkeypatch):
-    """All evaluations have the same accuracy, and the loss rises: the first checkpoint is the best."""
-    config = EXAMPLES["classification"](tmp_path)
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    """`(directory, report)` of a run of classes red, green and blue that leaves out bad lines.
+
+    All evaluations have the same accuracy, and the loss rises: the first checkpoint is the best.
+    """
+    directory = tmp_path_factory.mktemp("classifier")
+    config = EXAMPLES["classification"](directory)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=6, eval_every=2))
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, skip_bad_lines=True))
     losses = iter([1.0, 2.0, 3.0])
 
     def tied(*args):
@@ -81,11 +88,61 @@ def test_tied_metric_is_scored_at_the_step_that_commands_load(run, tmp_path, mon
             evaluation.scores.update(accuracy=0.5, loss=next(losses))
         return evaluation
 
-    monkeypatch.setattr(loop, "evaluate", tied)
-    result = loop.train(config, tmp_path / "run")
-    written = report.write(tmp_path / "run", config, result)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "evaluate", tied)
+        result = loop.train(config, directory / "run")
+    return directory, report.write(directory / "run", config, result)
+
+
+def test_tied_metric_is_scored_at_the_step_that_commands_load(run, classifier):
+    directory, written = classifier
     assert (written["steps"], written["scored_step"]) == (6, 2)
-    assert "| scored checkpoint, which commands load | step 2 |" in (tmp_path / "run" / "report.md").read_text()
-    title, *lines = run("evaluate", tmp_path / "run").out.splitlines()
-    assert title == f"{tmp_path / 'run'}, step 2"
-    assert f"{written['heldout_loss']:.4f}" == dict(line.split() for line in lines)["loss"]
+    assert "| scored checkpoint, which commands load | step 2 |" in (directory / "run" / "report.md").read_text()
+    title, *lines = run("evaluate", directory / "run").out.splitlines()
+    assert title == f"{directory / 'run'}, step 2"
+    scores = dict(line.split() for line in lines)
+    assert f"{written['heldout_loss']:.4f}" == scores["loss"]
+    assert (scores["examples"], scores["challenge_examples"]) == (str(written["heldout_examples"]), "9")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            [],
+            "others.jsonl': 3 of 5 held-out examples (60 %) have a label that is no class of the run ('mixed', .*others.jsonl, "
+            "line 2, ...): correct the labels, remove these examples, or pass --data.skip_bad_lines=True to score the others",
+        ),
+        (
+            ["--data.skip_bad_lines=False"],
+            "others.jsonl, line 2: has label 'mixed', of which there is no class: .*, or pass data.skip_bad_lines=True .*"
+            "init_from\n$",
+        ),
+    ],
+)
+def test_labels_that_the_run_does_not_have_raise(run, classifier, tmp_path, flags, message):
+    argv = ["evaluate", classifier[0] / "run", f"--data.heldout_path={labelled(tmp_path)}", *flags]
+    outcome = run(*argv)
+    assert outcome.code == 2 and not outcome.out
+    assert re.search(message.replace("(", "\\(").replace(")", "\\)"), outcome.err), outcome.err
+
+
+def test_examples_that_are_not_scored_are_counted(run, classifier, tmp_path):
+    path = labelled(tmp_path, {"text": "", "label": "red"})
+    argv = [f"--data.heldout_path={path}", "--data.skip_bad_lines=True"]
+    outcome = run("evaluate", classifier[0] / "run", *argv)
+    *scores, unknown, left_out = outcome.out.splitlines()
+    assert ["examples", "2"] in [line.split() for line in scores]
+    assert unknown.startswith(
+        "not scored: 3 of 5 held-out examples (60 %) have a label that is no class of the run ('mixed'"
+    )
+    assert left_out.startswith("left out of held-out examples: 1 invalid (")
+
+
+def labelled(directory, *more):
+    """A file with two examples of the classes of `classifier`, three of another one, and more records."""
+    path = directory / "others.jsonl"
+    labels = ["red", "mixed", "mixed", "mixed", "blue"]
+    rows = [*({"text": "a word", "label": label} for label in labels), *more]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -136,5 +136,5 @@ class _CollectingReader(RowReader):
     def read(self, source: Source) -> Iterator[Row]:
         return self.faults.read(super().read, source)
 
-    def report_bad(self, where: str, error: InputError) -> None:
+    def report_bad(self, where: str, error: InputError, reason: str = "invalid") -> None:
         self.faults.add_record(where, error)

@@ -12,6 +12,7 @@ import numpy as np
 from hpnlp.data.batches import Batches, FiniteBatches, bucketed_batches, check_seed, ordered_batches, shuffled_batches
 from hpnlp.data.buckets import BucketOrder, bucket_widths, width_multiple
 from hpnlp.data.examples.config import ExampleConfig
+from hpnlp.data.examples.labels import UNKNOWN_HELDOUT
 from hpnlp.data.examples.store import StoredExamples
 from hpnlp.data.files import printable
 from hpnlp.data.packing import Batch
@@ -21,6 +22,7 @@ from hpnlp.types import InputError, Tokenizer
 
 # Names of the sets of examples that are scored. A data set may have no examples in the second one.
 HELDOUT, CHALLENGE = "heldout", "challenge"
+_SET_NAMES = {HELDOUT: "held-out examples", CHALLENGE: "challenge examples"}
 _SHOWN_CLASSES = 10
 _FEW_HELDOUT = 30  # held-out examples, below which the summary has a line on them
 _UNLIMITED = 1 << 40  # tokens, more than a sequence has
@@ -92,6 +94,8 @@ class Examples:
         self.heldout_digest: str = self._digest(HELDOUT, record)
         self._digests = {"data set": self._digest("train", record), "held-out examples": self.heldout_digest}
         self.remarks = () if is_cached else (*self._class_lines(), *record.get("remarks", ()))
+        self._left_out = {name: LeftOut(counts) for name, counts in record["scored_left_out"].items()}
+        self._aside: int = record["aside"]
         lines = [*self._heldout_lines(), *self.remarks, *self._length_lines()]
         self.summary = "\n".join(["; ".join(self._summary_parts(record)), *lines])
 
@@ -108,6 +112,36 @@ class Examples:
     def heldout_sets(self) -> tuple[str, ...]:
         """Names of the sets that have examples to score, HELDOUT first."""
         return (HELDOUT, CHALLENGE) if self.stored[CHALLENGE].count else (HELDOUT,)
+
+    def unknown_labels(self) -> list[str]:
+        """Numbers of the scored sets' examples that are left out because their label is of no class.
+
+        Returns:
+          A line for each set with such examples.
+        """
+        lines = []
+        for name, noun in _SET_NAMES.items():
+            left_out = self._left_out[name]
+            if UNKNOWN_HELDOUT in left_out:
+                count, *places = left_out[UNKNOWN_HELDOUT]
+                total = count + self.stored[name].count + (self._aside if name == HELDOUT else 0)
+                place = f" ({printable(places[0])}{', ...' * (count > 1)})" if places else ""
+                share = f"{count:,} of {total:,} {noun} ({100 * count / total:.2g} %)"
+                lines.append(f"{share} have a label that is no class of the run{place}")
+        return lines
+
+    def left_out(self) -> list[str]:
+        """Counts of what is not read of the files that the scored sets come from, besides `unknown_labels`.
+
+        Returns:
+          A line for each set of which something is left out.
+        """
+        lines = []
+        for name, noun in _SET_NAMES.items():
+            counts = LeftOut({r: entry for r, entry in self._left_out[name].items() if r != UNKNOWN_HELDOUT})
+            source = noun if name != HELDOUT or self.config.heldout_path else "all examples"
+            lines += [f"left out of {source}: {counts}"] if counts else []
+        return lines
 
     def _summary_parts(self, record: Mapping[str, Any]) -> Iterator[str]:
         """The parts of the summary."""
@@ -142,7 +176,9 @@ class Examples:
             yield f"left out: {LeftOut(record['left_out'])}"
 
     def _heldout_lines(self) -> Iterator[str]:
-        """A remark on few held-out examples."""
+        """Remarks on held-out examples of no class, and on few held-out examples."""
+        for line in self.unknown_labels():
+            yield f"{line}, and are not scored"
         count = self.heldout_examples
         if count < _FEW_HELDOUT:
             yield (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import math
@@ -16,7 +17,7 @@ from hpnlp.data import tokenizers
 from hpnlp.data.examples.examination import Examination
 from hpnlp.data.examples.fields import FieldError
 from hpnlp.data.examples.kind import Kind
-from hpnlp.data.examples.labels import ClassIndex, UnknownLabelError, in_order
+from hpnlp.data.examples.labels import UNKNOWN_HELDOUT, UNKNOWN_TRAINING, ClassIndex, UnknownLabelError, in_order
 from hpnlp.data.examples.rows import Row, RowReader
 from hpnlp.data.examples.store import NO_LABEL, ExampleWriter, StoredExamples
 from hpnlp.data.files import Progress
@@ -25,7 +26,7 @@ from hpnlp.data.records import SKIP
 from hpnlp.data.sources import LeftOut, LineCounts, Source
 from hpnlp.types import InputError, Tokenizer
 
-_FORMAT = 3  # version of the files that `ExampleIngest.write` writes; part of the cache key
+_FORMAT = 4  # version of the files that `ExampleIngest.write` writes; part of the cache key
 # Sizes from which a group of examples is tokenised at once, on all cores if the tokenizer supports it.
 _GROUP_BYTES = 1 << 20
 _GROUP_EXAMPLES = 512
@@ -147,8 +148,9 @@ class ExampleIngest:
         Returns:
           A JSON-able record: "train", "heldout" and "challenge" for `StoredExamples`; "aside", the number of candidates that
           are not held out; "names" and "counts" of the classes in the order of the ids that are stored; "labels", the names of
-          the classes in the order of their final ids; "left_out", a `LeftOut`; "lines", a `LineCounts`; and "remarks", the
-          lines of `Examination.remarks`.
+          the classes in the order of their final ids; "left_out", a `LeftOut`, and "scored_left_out", that of the sources
+          which "heldout" and "challenge" come from; "lines", a `LineCounts`; and "remarks", the lines of
+          `Examination.remarks`.
 
         Raises:
           InputError: A file cannot be read or holds an invalid record, or the classes are not valid.
@@ -161,6 +163,7 @@ class ExampleIngest:
         ):
             for source in self.train:
                 writing.read(source, heldout, train, threshold)
+            before = copy.deepcopy(writing.left_out) if self.heldout else LeftOut()
             for source in self.heldout:
                 writing.read(source, heldout)
         if not train.examples:
@@ -175,18 +178,23 @@ class ExampleIngest:
         heldout_record = heldout.write_selected(self.heldout_limit)
         if not heldout_record["examples"]:
             raise InputError(f"no valid example is held out{writing.left_out.in_brackets()}: add examples")
+        scored_left_out = {"heldout": writing.left_out.since(before)}
+        before = copy.deepcopy(writing.left_out)
         with _Candidates(writing, "challenge") as challenge:
             for source in self.challenge:
                 writing.read(source, challenge)
+        challenge_record = challenge.write_selected(None)
+        scored_left_out["challenge"] = writing.left_out.since(before)
         return {
             "train": train.record(),
             "heldout": heldout_record,
-            "challenge": challenge.write_selected(None),
+            "challenge": challenge_record,
             "aside": heldout.aside,
             "names": classes.names,
             "counts": classes.counts,
             "labels": labels,
             "left_out": writing.left_out,
+            "scored_left_out": scored_left_out,
             "lines": dataclasses.asdict(writing.examination.line_counts),
             "remarks": writing.examination.remarks(self.heldout_limit),
         }
@@ -284,19 +292,22 @@ class _Writing:
             encoded = iter(self.tokenizer.encode_batch([piece for row in pieces for piece in row]))
             for row, texts in zip(rows, pieces, strict=True):
                 is_empty = False
+                is_scored = train is None or hash_fraction(row.group) < threshold
                 ids = [next(encoded) for _ in texts]
                 names = kind.labels(row.values)
                 try:
                     labels = np.array([self.classes.add(name, row.where) for name in names], np.int32)
                     parts, stored = kind.join(ids, labels)
+                except UnknownLabelError as error:
+                    self._report_unknown(row.where, error, is_scored)
+                    continue
                 except FieldError as error:
-                    fix = f"{SKIP}{_OTHER_CLASSES * isinstance(error, UnknownLabelError)}"
-                    reader.report_bad(row.where, InputError(f"{row.where}: {error}: {fix}"))
+                    reader.report_bad(row.where, InputError(f"{row.where}: {error}: {SKIP}"))
                     continue
                 raw = [text.encode() for text in kind.texts(row.values)]
                 self._done += sum(map(len, raw))
                 self._progress("tokenising", min(self._done, self._total), self._total)
-                if train is None or hash_fraction(row.group) < threshold:
+                if train is None or is_scored:
                     fraction = candidates.add(row, parts, raw, stored)
                     self.examination.add_scored(candidates.name, fraction, row.where, raw, names)
                 else:
@@ -307,6 +318,13 @@ class _Writing:
             raise InputError(
                 f"data: {source.path!r} holds no examples{self.left_out.in_brackets()}: pass one that does"
             )
+
+    def _report_unknown(self, where: str, error: UnknownLabelError, is_scored: bool) -> None:
+        """Counts an example of no class of the run, or raises InputError."""
+        if not self.ingest.skip_bad_lines:
+            # Without LIST_ALL: `hpnlp check-data` does not read the classes of a run.
+            raise InputError(f"{where}: {error}: {SKIP}{_OTHER_CLASSES}") from error
+        self.left_out.add(UNKNOWN_HELDOUT if is_scored else UNKNOWN_TRAINING, f"{error.label!r}, {where}")
 
 
 def _groups(rows: Iterator[Row], kind: Kind) -> Iterator[list[Row]]:
@@ -376,8 +394,7 @@ class _Candidates:
                 where = classes.place(label)
                 fault = f"the label {classes.names[label]!r} is held out, and no training example has it"
                 fix = "mend it, add training examples with it, or pass data.skip_bad_lines=True to leave such examples out"
-                self._writing.ingest.reader(self._writing.left_out).report_bad(
-                    where, InputError(f"{where}: {fault}: {fix}")
-                )
+                reader = self._writing.ingest.reader(self._writing.left_out)
+                reader.report_bad(where, InputError(f"{where}: {fault}: {fix}"), UNKNOWN_HELDOUT)
                 return False
         return True

@@ -19,8 +19,20 @@ _VERSION = 1
 _MAX_CLASSES = 10_000  # more classes mean that another field was meant
 
 
+# Reasons under which examples are left out whose label is no class of the run.
+UNKNOWN_HELDOUT, UNKNOWN_TRAINING = "held out with a label of no class", "with a label of no class"
+
+
 class UnknownLabelError(FieldError):
-    """A label is of none of the classes of a model that exists already."""
+    """A label is of none of the classes of a model that exists already.
+
+    Attributes:
+      label: The label.
+    """
+
+    def __init__(self, message: str, label: str):
+        super().__init__(message)
+        self.label = label
 
 
 class ClassIndex:
@@ -64,7 +76,8 @@ class ClassIndex:
             if self._is_fixed:
                 raise UnknownLabelError(
                     f"has label {specs.shortened(name, 60)}, of which there is no class: "
-                    f"{specs.did_you_mean(name, self.names)}"
+                    f"{specs.did_you_mean(name, self.names)}",
+                    name,
                 )
             if len(self.names) == _MAX_CLASSES:
                 raise InputError(

@@ -101,19 +101,20 @@ class RowReader:
             except OSError as error:
                 raise files.unreadable(file.path, error) from error
 
-    def report_bad(self, where: str, error: InputError) -> None:
+    def report_bad(self, where: str, error: InputError, reason: str = "invalid") -> None:
         """Counts a bad record, or raises the error unless bad records are skipped.
 
         Args:
           where: Place of the record.
           error: The error.
+          reason: Reason under which the record is counted.
 
         Raises:
           InputError: The error, with the command that lists all of them.
         """
         if not self.skip_bad_lines:
             raise InputError(f"{error}; {LIST_ALL}") from error
-        self.left_out.add("invalid", where)
+        self.left_out.add(reason, where)
 
     def _read_file(self, file: File, walked: bool) -> Iterator[_Values]:
         """Records of one file, before their fields are checked."""

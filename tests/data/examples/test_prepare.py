@@ -130,7 +130,7 @@ def test_given_classes_keep_their_order(path):
         assert names[label] == f"class {number % 3}"
     with pytest.raises(
         InputError,
-        match="a.jsonl, line 3: has label 'class 2', of which there is no class: did you mean .*train.init_from",
+        match="a.jsonl, line 3: has label 'class 2', of which there is no class: did you mean .*train.init_from$",
     ):
         prepare_examples(config("classification", path), labels=names[1:])
 
@@ -256,7 +256,7 @@ BAD = {
     "one class": ([row("a"), row("a")], [row("a")], {}, "the training examples have only the class 'a': expected at least two"),
     "empty file": ([], [row("a")], {}, "train.jsonl' holds no examples (left out: 1 empty ("),
     "empty held-out file": ([row("a"), row("b")], [], {}, "test.jsonl' holds no examples (left out: 1 empty ("),
-    "all held out are bad": ([row("a"), row("b")], [row("c")], {"skip_bad_lines": True}, "no valid example is held out (left out: 1 invalid ("),  # noqa: E501
+    "all held out are bad": ([row("a"), row("b")], [row("c")], {"skip_bad_lines": True}, "no valid example is held out (left out: 1 held out with a label of no class ("),  # noqa: E501
     "text without tokens": ([row("a"), row("b", " ")], [row("a")], {"tokenizer": "words(9, by=whitespace)"}, "train.jsonl, line 2: has a text without tokens: mend"),  # noqa: E501
 }  # fmt: skip
 
@@ -287,7 +287,24 @@ def test_heldout_examples_without_a_class_are_left_out_if_skipped(tmp_path):
     paths = {"heldout_path": str(tmp_path / "test.jsonl"), "skip_bad_lines": True}
     examples = prepare_examples(config("classification", tmp_path / "train.jsonl", **paths))
     assert examples.heldout_examples == 2 and examples.labels == ("a", "b")
-    assert re.search("left out: 1 invalid .*test.jsonl, line 2", examples.summary)
+    assert re.search("left out: 1 held out with a label of no class .*test.jsonl, line 2", examples.summary)
+
+
+@pytest.mark.parametrize("labels", [None, ("a", "b")])
+@pytest.mark.parametrize("field", ["heldout_path", "challenge_path"])
+def test_scored_examples_without_a_class_are_counted_apart(tmp_path, labels, field):
+    write(tmp_path / "train.jsonl", [row("a"), row("b"), row("a", ""), row("b")])
+    write(tmp_path / "test.jsonl", [row("a"), *[row("c")] * 3, row("b", "")])
+    write(tmp_path / "held.jsonl", [row("a")])
+    paths = {"heldout_path": str(tmp_path / "held.jsonl")} | {field: str(tmp_path / "test.jsonl")}
+    made = config("classification", tmp_path / "train.jsonl", skip_bad_lines=True, **paths)
+    for _ in range(2):  # the second time from the cache
+        examples = prepare_examples(made, labels)
+        noun = "held-out" if field == "heldout_path" else "challenge"
+        (unknown,) = examples.unknown_labels()
+        assert f"3 of 4 {noun} examples (75 %) have a label that is no class of the run (" in unknown
+        assert "test.jsonl, line 2, ...)" in unknown and f"{unknown}, and are not scored" in examples.summary
+        assert [line.partition(" (")[0] for line in examples.left_out()] == [f"left out of {noun} examples: 1 invalid"]
 
 
 def test_paths_are_checked_without_reading_files(tmp_path):
