@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import codecs
+import difflib
 import io
 import itertools
 import json
@@ -410,7 +411,8 @@ def missing(field: str, argument: str, known: list[str]) -> str:
       The message, without the place of the record.
     """
     names = ", ".join(map(repr, known[:20])) + (", ..." if len(known) > 20 else "") or "none"
-    return f"no field {field!r}, the fields are {names}: pass data.{argument}=NAME with one of them"
+    near = "".join(f" (did you mean {name!r}?)" for name in difflib.get_close_matches(field, known, n=1))
+    return f"no field {field!r}{near}, the fields are {names}: pass data.{argument}=NAME with one of them"
 
 
 def missing_in_record(field: str, argument: str, known: list[str]) -> str:

@@ -10,6 +10,7 @@ from hpnlp.data import sources
 from hpnlp.data.examples import generated
 from hpnlp.data.examples.config import ClassificationConfig
 from hpnlp.data.examples.rows import FORMATS, NO_HEADER, read_columns
+from hpnlp.data.records import missing
 from hpnlp.types import InputError
 
 TEXT_NAMES = ("text", "sentence", "review", "content", "body", "message", "comment", "document", "title", "question")
@@ -28,7 +29,8 @@ def guessed_fields(config: ClassificationConfig) -> dict[str, str]:
       config are there, or others cannot be told apart.
 
     Raises:
-      InputError: The column of the labels has the name of a label, so that the first line is a record.
+      InputError: There is no column of a name that the user gave; or the column of the labels has the name of a label, so that
+        the first line is a record.
     """
     records = _first_records(config.path)
     names = list(records[0]) if records else []
@@ -36,6 +38,9 @@ def guessed_fields(config: ClassificationConfig) -> dict[str, str]:
         return {}
     defaults = ClassificationConfig()
     is_given = config.text_field != defaults.text_field, config.label_field != defaults.label_field
+    for field, given in zip(("text_field", "label_field"), is_given, strict=True):
+        if records and given and not any(getattr(config, field) in record for record in records):
+            raise InputError(f"data.path={config.path!r}: {missing(getattr(config, field), field, names)}")
     text = config.text_field if is_given[0] else _named(names, TEXT_NAMES)
     label = config.label_field if is_given[1] else _named(names, LABEL_NAMES)
     if any(name is not None and name not in names for name in (text, label)):

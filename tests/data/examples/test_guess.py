@@ -56,12 +56,24 @@ def test_invalid_records_do_not_hide_the_names(tmp_path):
     [
         ({"label_field": "score"}, {"text_field": "review"}),
         ({"text_field": "summary"}, {"label_field": "sentiment"}),
-        ({"text_field": "absent"}, {}),
     ],
 )
 def test_names_that_the_user_gives_stay(tmp_path, given, expected):
     (tmp_path / "a.csv").write_text("review,sentiment,score,summary\na,b,1,c\n", "utf-8")
     assert guessed_fields(ClassificationConfig(path=str(tmp_path / "a.csv"), **given)) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"label_field": "sentimnt"}, "no field 'sentimnt' .did you mean 'sentiment'..*: pass data.label_field=NAME"),
+        ({"text_field": "absent"}, "no field 'absent', the fields are 'review', .*: pass data.text_field=NAME"),
+    ],
+)
+def test_names_of_no_column_raise(tmp_path, given, message):
+    (tmp_path / "a.csv").write_text("review,sentiment\na,b\n", "utf-8")
+    with pytest.raises(InputError, match=f"data.path='.*a.csv': {message}"):
+        guessed_fields(ClassificationConfig(path=str(tmp_path / "a.csv"), **given))
 
 
 def test_tables_without_a_line_of_names_raise(tmp_path):
