@@ -21,6 +21,8 @@ flags.DEFINE_multi_string(
     "Python file to run first, which adds entries of its own to tables such as MIXERS and TASKS; may be given more than once.",
 )
 
+# Commands that take flags of config fields, as `experiment.split` separates them.
+TAKES_FIELDS = ("train", "check-data", "sweep", "lra", "plan", "scaling", "compress", "evaluate")
 # Beginning of Python's error message for a value -> the expected type, in words.
 EXPECTED = {
     "invalid literal for int()": "a whole number",
@@ -90,8 +92,8 @@ def _unknown_flag_message(error: flags.UnrecognizedFlagError, command: str) -> s
         return f"-{name} is read as a flag: a negative value is written --name=-{name}"
     unknown = f"unknown flag --{name}"
     if "." in name:
-        return f"{unknown}: only train, check-data, sweep, lra, plan, scaling, compress and evaluate take config fields"
-    if "config" in FLAGS and (fields := _config_flags(name)):
+        return f"{unknown}: only {', '.join(TAKES_FIELDS[:-1])} and {TAKES_FIELDS[-1]} take config fields"
+    if command.rpartition(" ")[2] in TAKES_FIELDS and (fields := _config_flags(name)):
         return f"{unknown}: did you mean {' or '.join(fields)}?"
     names = [prefix + flag.name for flag in defined_flags() for prefix in ("", "no")[: 1 + flag.boolean]]
     near = difflib.get_close_matches(name, names, n=1)

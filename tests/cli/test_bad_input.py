@@ -11,7 +11,7 @@ import sys
 import jax
 import pytest
 
-from hpnlp import report
+from hpnlp import cli, report
 from hpnlp.models import decode
 from hpnlp.training import loop
 from hpnlp.types import InputError
@@ -224,6 +224,11 @@ def test_invalid_experiment_files_raise(error_of, tmp_path, source, message):
             "--config is required, for example --config=lm/bytes, or --task=TASK --data.path=FILE",
         ),
         (("train", "--data.path=x"), "where TASK is lm, rnn_lm, classification"),
+        *(
+            ((command, "x", "--heldout_path=y"), "unknown flag --heldout_path: did you mean --data.heldout_path?")
+            for command in cli.TAKES_FIELDS
+        ),
+        (("predict", "x", "--heldout_path=y"), "unknown flag --heldout_path: hpnlp predict --help lists the flags"),
         (("train", "--task=clasification"), "unknown task 'clasification': did you mean 'classification'?"),
         (("train", "--config=lm/byte"), "--config: there is no file 'lm/byte': did you mean lm/bytes or"),
         (
