@@ -242,6 +242,33 @@ def distinct(sources: Sequence[Source], argument: str, known: Iterable[str], rea
     return tuple(result)
 
 
+def without_scored(train: Sequence[Source], scored: Sequence[Source], argument: str) -> tuple[Source, ...]:
+    """Removes files that are scored from training sources; see `distinct`.
+
+    Args:
+      train: Sources of `data.path`.
+      scored: Sources of files that are scored; none to remove nothing.
+      argument: Name of the config field that holds their paths, such as "data.heldout_path".
+
+    Returns:
+      The training sources with the remaining files.
+
+    Raises:
+      InputError: No file of a training source remains.
+    """
+    if not scored:
+        return tuple(train)
+    paths = [file.path for source in scored for file in source.files]
+    real = set(map(os.path.realpath, paths))
+    for source in train:
+        if all(os.path.realpath(file.path) in real for file in source.files):
+            raise InputError(
+                f"{argument}={','.join(of_scored.path for of_scored in scored)!r} holds all files of the training data, "
+                f"data.path={source.path!r}: pass other files as {argument}"
+            )
+    return distinct(train, "data.path", paths, f"held out by {argument}")
+
+
 def _depth_and_name(file: File) -> tuple[int, str]:
     """Sort key of files: number of directories in the name, then the name."""
     return file.name.count("/"), file.name

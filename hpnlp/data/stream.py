@@ -81,9 +81,7 @@ def find_sources(config: DataConfig) -> Ingest:
     """
     train = sources.find(config.path, "data.path")
     heldout = sources.find(config.heldout_path, "data.heldout_path") if config.heldout_path else ()
-    if heldout:
-        heldout_files = [file.path for source in heldout for file in source.files]
-        train = sources.distinct(train, "data.path", heldout_files, "held out by data.heldout_path")
+    train = sources.without_scored(train, heldout, "data.heldout_path")
     if config.weights and len(config.weights) != len(train):
         raise InputError(
             f"data.weights has {len(config.weights)} weights and data.path {len(train)} sources: pass one per source, or none"

@@ -118,8 +118,7 @@ def find_sources(config: ExampleConfig, root: str, labels: Sequence[str] | None)
     if config.challenge_path:
         challenge = sources.find(config.challenge_path, "data.challenge_path", FORMATS)
     for argument, others in (("heldout_path", heldout), ("challenge_path", challenge)):
-        scored = [file.path for source in others for file in source.files]
-        train = sources.distinct(train, "data.path", scored, f"held out by data.{argument}") if scored else train
+        train = sources.without_scored(train, others, f"data.{argument}")
     return ExampleIngest(
         kind=config.kind(),
         train=train,

@@ -105,6 +105,11 @@ def test_other_paths_are_held_out_and_scored_apart(tmp_path, path):
     assert (
         "1 held out by data.heldout_path (test.csv), 1 held out by data.challenge_path (hard.json)" in examples.summary
     )
+    for name in ("heldout_path", "challenge_path"):
+        with pytest.raises(
+            InputError, match=f"^data.{name}='{path}' holds all files of the training data, data.path='{path}'"
+        ):
+            prepare_examples(config("classification", path, **{name: str(path)}))
 
 
 def test_classes_are_sorted_names_of_training_labels(tmp_path):
