@@ -33,7 +33,7 @@ from hpnlp.models.huggingface import generation
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.task import Frozen
 from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training import architecture, attempts
+from hpnlp.training import architecture, attempts, changed_config
 from hpnlp.training import config as configs
 from hpnlp.training.attempts import Fence
 from hpnlp.training.checkpoint import CONVERTED_STEP, Checkpointer
@@ -234,9 +234,12 @@ def _check_changes(workdir: Path, config: Config, accept_changes: bool) -> None:
                 f"a run that has begun keeps its tokenizer ({change}): choose another workdir, or give it its old one"
             )
     if changes and not accept_changes:
+        fields = [change.partition(":")[0] for change in changes]
+        reason = changed_config.reason_against(workdir, saved, config, fields)
+        fix = "" if reason else ", or pass --accept_changes to resume with the new config"
         raise InputError(
-            f"{workdir} was made by another config ({'; '.join(changes)}): choose another workdir, or pass "
-            "--accept_changes to resume with the new config"
+            f"{workdir} was made by another config ({'; '.join(changes)}){', and ' * bool(reason)}{reason}: choose another "
+            f"workdir{fix}"
         )
 
 

@@ -196,7 +196,10 @@ def test_changed_config_raises_with_the_changes(undisturbed, run):
     before = metrics_of(workdir)
     outcome = run(*COMMAND, f"--workdir={workdir}", "--config.model.dim=32", "--config.train.seed=5")
     assert outcome.code == 2 and outcome.err.count("\n") == 1
-    assert "(model.dim: 16 -> 32; train.seed: 0 -> 5)" in outcome.err and "--accept_changes" in outcome.err
+    assert "(model.dim: 16 -> 32; train.seed: 0 -> 5), and its checkpoints do not fit this config (" in outcome.err
+    assert outcome.err.endswith("): choose another workdir\n")
+    outcome = run(*COMMAND, f"--workdir={workdir}", "--config.data.tokenizer=words(90)")
+    assert outcome.err.endswith(", and a run that has begun keeps its tokenizer: choose another workdir\n"), outcome
     # Accepted changes that the checkpoint does not fit raise too, and leave the run unchanged.
     outcome = run(*COMMAND, f"--workdir={workdir}", "--config.model.dim=32", "--accept_changes")
     assert outcome.code == 2 and outcome.err.count("\n") == 1

@@ -167,7 +167,9 @@ class ExampleIngest:
             for source in self.heldout:
                 writing.read(source, heldout)
         if not train.examples:
-            raise InputError(f"no valid example is left to train on{writing.left_out.in_brackets()}: add examples")
+            fix = _OTHER_CLASSES if UNKNOWN_TRAINING in writing.left_out else ""
+            left_out = writing.left_out.in_brackets()
+            raise InputError(f"no valid example is left to train on{left_out}: add examples{fix}")
         classes = writing.classes
         labels = list(self.labels) if self.labels is not None else _trained_classes(classes)
         if self.kind.has_labels and len(labels) < 2:
