@@ -133,6 +133,9 @@ class MaskedLanguageModel(Task):
             )
         return {name: float(sums[name][0] / sums[name][1]) for name in ("loss", "accuracy")}
 
+    def scored_amounts(self, config: RunConfig, dataset: MaskedText, limit: int | None) -> dict[str, int]:
+        return {"bytes": dataset.corpus.heldout_bytes} if limit is None else {}
+
     def baseline(self, dataset: MaskedText) -> MostFrequentToken:
         return MostFrequentToken(dataset)
 

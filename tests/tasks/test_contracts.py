@@ -278,6 +278,10 @@ def test_run_reports_its_primary_metric(config, finished):
     task = tasks.find(config.task)
     assert np.isfinite(result.heldout[task.metric]) and np.isfinite(result.heldout["loss"])
     assert all(written[f"heldout_{name}"] == value for name, value in result.heldout.items())
+    amounts = task.scored_amounts(config, result.dataset, None)
+    assert amounts and all(
+        written[f"heldout_{unit}"] == amounts[unit] for unit in amounts.keys() & {"bytes", "examples"}
+    )
     assert all(f"{name}_{task.metric}" in result.heldout for name in task.further_heldout(config, result.dataset))
     assert written["config"]["task"] == config.task
     computed = 4 * config.data.batch_size * config.data.seq_len
