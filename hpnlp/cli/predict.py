@@ -42,7 +42,8 @@ Texts come from the command line, or from --file: text with one example in each 
 command line and in lines of text, a tab stands between the two texts of a pair.
 
 Predictions are written as CSV or JSON lines, in the order of the examples, each with its texts and the fields of --keep. Blank
-lines of text are left out; their number and the first ones are printed to stderr. CSV without predictions has its header.
+lines of text are left out; their number and the first ones are printed to stderr, and so is the number of texts that were cut
+to data.seq_len tokens. CSV without predictions has its header.
 """
 
 _NO_TEXT = "without text"  # reason why lines are left out
@@ -95,7 +96,8 @@ def run(argv: Sequence[str]) -> None:
     kind, prediction = _with_fields(predictor.kind, f.fields), predictor.prediction_type
     examples = _from_lines(enumerate(texts, 1), kind, "text") if texts else _from_file(f.file, kind, left_out)
     header = _with_prediction(dict.fromkeys([*f.keep, *(column.name for column in kind.inputs)]), _names(prediction))
-    rows = _predicted(predictor, examples, left_out)
+    cut: list[int] = []
+    rows = _predicted(predictor, examples, left_out, cut)
     if f.out is None:
         count = _write(rows, form, header, sys.stdout)
     else:
@@ -106,6 +108,8 @@ def run(argv: Sequence[str]) -> None:
         print(f"{f.out}: {count:,} predictions")
     for line in sources.described(left_out):
         print(f"hpnlp: {f.file}: left out: {line}", file=sys.stderr)
+    if sum(cut):
+        print(f"hpnlp: {predictor.cut_message(sum(cut), count)}", file=sys.stderr)
     if not count:
         print(f"hpnlp: {f.file}: no texts to predict from", file=sys.stderr)
 
@@ -227,9 +231,9 @@ def _text_lines(stream: Any, name: str, left_out: LeftOut) -> Iterator[tuple[int
 
 
 def _predicted(
-    predictor: Predictor, examples: Iterator[_Example], left_out: LeftOut
+    predictor: Predictor, examples: Iterator[_Example], left_out: LeftOut, cut: list[int]
 ) -> Iterator[tuple[dict[str, Any], Prediction]]:
-    """`(fields, prediction)` of examples, with lines of progress on stderr; counts texts without tokens."""
+    """`(fields, prediction)` of examples, with lines of progress on stderr; counts texts without tokens and cut ones."""
     start = shown = time.monotonic()
     done = 0
     while chunk := list(itertools.islice(examples, CHUNK)):  # memory does not grow with the number of examples
@@ -242,7 +246,8 @@ def _predicted(
                 raise InputError(f"{place} {error}: {fix}") from error
             left_out.add("invalid", place)
 
-        predictions = predictor.predict_valid(texts, cli.FLAGS.batch_size, report_bad)
+        predictions, cut_here = predictor.predict_valid(texts, cli.FLAGS.batch_size, report_bad)
+        cut.append(cut_here)
         yield from ((chunk[number].fields, prediction) for number, prediction in predictions.items())
         done += len(chunk)
         if (now := time.monotonic()) - shown > INTERVAL:

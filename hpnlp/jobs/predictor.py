@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
+import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,7 +96,8 @@ class Predictor:
 
         Args:
           texts: Texts; sequences of two texts for a task on pairs; or records with the fields of the run's data (without
-            labels), such as {"text": "a fine film"}. Texts longer than `data.seq_len` tokens are cut, as in training.
+            labels), such as {"text": "a fine film"}. Texts longer than `data.seq_len` tokens are cut, as in training, with
+            a warning.
           batch_size: Largest number of examples of a batch.
 
         Returns:
@@ -104,11 +107,13 @@ class Predictor:
         Raises:
           InputError: A text is empty or has the wrong form, or the run is of a task that predicts nothing from texts.
         """
-        return list(self.predict_valid(texts, batch_size, _refuse).values())
+        results, cut = self.predict_valid(texts, batch_size, _refuse)
+        self._warn_of_cut(cut, len(results))
+        return list(results.values())
 
     def predict_valid(
         self, texts: Sequence[Example], batch_size: int, report_bad: Callable[[int, FieldError], None]
-    ) -> dict[int, Prediction]:
+    ) -> tuple[dict[int, Prediction], int]:
         """As `predict`, for texts of which some may be bad.
 
         Args:
@@ -118,7 +123,7 @@ class Predictor:
             leaves the text out.
 
         Returns:
-          Number of a text -> its prediction, in the order of the texts.
+          Number of a text -> its prediction, in the order of the texts; and the number of texts that were cut.
 
         Raises:
           InputError: As for `predict`.
@@ -140,12 +145,13 @@ class Predictor:
         """
         if isinstance(self.kind, Pairs) and not isinstance(texts, str | bytes):
             texts = [(text, text) if isinstance(text, str) else text for text in texts]
-        vectors = self._by_length(
+        vectors, cut = self._by_length(
             texts,
             batch_size,
             lambda trained, batch, values: list(self._task.encode(trained, batch)[: len(values)]),
             _refuse,
         )
+        self._warn_of_cut(cut, len(vectors))
         return np.stack([*vectors.values()]).astype(np.float32) if vectors else np.zeros((0, 0), np.float32)
 
     def generate(
@@ -203,14 +209,34 @@ class Predictor:
         streams = [decode.TextStream(run.tokenizer, prompt) for prompt in ids]
         return [stream.push(row, final=True) for stream, row in zip(streams, kept, strict=True)]
 
+    def cut_message(self, cut: int, count: int) -> str:
+        """A sentence on texts that are longer than the model reads.
+
+        Args:
+          cut: Number of texts that are cut.
+          count: Number of texts.
+
+        Returns:
+          The sentence, with the length at which they are cut.
+        """
+        return f"{cut:,} of {count:,} texts were cut to data.seq_len={self.run.config.data.seq_len} tokens"
+
+    def _warn_of_cut(self, cut: int, count: int) -> None:
+        """Warns of texts that were cut, at the line that called `predict` or `encode`."""
+        if cut:
+            warnings.warn(self.cut_message(cut, count), stacklevel=3)
+
     def _by_length(
         self,
         texts: Sequence[Example],
         batch_size: int,
         function: Callable[..., Sequence[Any]],
         report_bad: Callable[[int, FieldError], None],
-    ) -> dict[int, Any]:
-        """Results of a function of batches of similar lengths, in the order of the texts, of which bad ones are left out."""
+    ) -> tuple[dict[int, Any], int]:
+        """Results of a function of batches of similar lengths, in the order of the texts, and the number of texts that are cut.
+
+        Bad texts are left out.
+        """
         if isinstance(texts, str | bytes):
             raise InputError(f"{texts!r:.40} is one text: pass a list of texts, [{texts!r:.40}]")
         if batch_size < 1:
@@ -228,13 +254,15 @@ class Predictor:
             bad.add(index)
 
         examples = Unlabelled(self.kind, self.run.tokenizer, values, leave_out)
+        uncut = self.kind.row_lengths(examples.lengths, self.run.tokenizer, sys.maxsize)
+        cut = int((uncut > self.run.config.data.seq_len).sum())
         results: dict[int, Any] = {}
         for indices, width in self._batches(examples, batch_size, bad):
             count = min(batch_size, 1 << (len(indices) - 1).bit_length())
             batch = self.kind.batch(examples, indices, count, self.run.tokenizer, width)
             outputs = function(self._trained, batch, [values[index] for index in indices])
             results.update(zip(indices, outputs, strict=True))
-        return {number: results[index] for index, number in enumerate(numbers) if index not in bad}
+        return {number: results[index] for index, number in enumerate(numbers) if index not in bad}, cut
 
     def _batches(self, examples: Unlabelled, batch_size: int, bad: Container[int]) -> Iterator[tuple[list[int], int]]:
         """`(numbers of the examples, length of the sequences)` of each batch, without bad examples."""

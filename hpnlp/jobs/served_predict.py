@@ -1,7 +1,8 @@
 """Predicts the labels of texts: python predict.py "a text", or python predict.py < texts.txt (one text in each line).
 
 A tab, or a second argument, separates the texts of a pair. Blank lines are left out; -- stands before texts that begin with a
-hyphen. Prints a line of JSON with each text and its prediction. Needs numpy, tokenizers, and onnxruntime or jax; nothing else.
+hyphen. Prints a line of JSON with each text and its prediction, and to stderr the number of texts that were cut. Needs numpy,
+tokenizers, and onnxruntime or jax; nothing else.
 """
 
 import argparse
@@ -40,13 +41,14 @@ class Model:
     def predict(self, texts: Any, batch_size: int = 32) -> list[Any]:
         """Predicts texts, or pairs of texts: a {"label", "probability"} for each, or for each word (with "word")."""
         pairs = len(self.record["texts"]) == 2
+        if isinstance(texts, str | bytes):
+            raise ValueError(f"{texts!r:.40} is one text: pass a list of texts, [{texts!r:.40}]")
         for text in texts:
             if not text or (not isinstance(text, str) and not all(text)):
                 raise ValueError("a text is empty: leave it out")
             if pairs is isinstance(text, str) or (pairs and len(text) != 2):
                 raise ValueError(f"{text!r:.60}: expected {'two texts' if pairs else 'one text'}")
-        encode: Any = self.tokenizer.encode
-        encoded = [encode(text) if isinstance(text, str) else encode(*text) for text in texts]
+        encoded = [self._encode(text) for text in texts]
         batch_size = self.record["batch"] or batch_size
         order = sorted(range(len(texts)), key=lambda number: len(encoded[number].ids))
         results: list[Any] = [None] * len(texts)
@@ -57,6 +59,14 @@ class Model:
                 is_tagger = row.ndim == 2
                 results[number] = self._tags(texts[number], encoded[number], row) if is_tagger else self._label(row)
         return results
+
+    def count_cut(self, texts: Any) -> int:
+        """Number of texts that are longer than the model reads, and are cut."""
+        return sum(bool(self._encode(text).overflowing) for text in texts)
+
+    def _encode(self, text: Any) -> Any:
+        """Token ids of a text or a pair."""
+        return self.tokenizer.encode(text) if isinstance(text, str) else self.tokenizer.encode(*text)
 
     def _probabilities(self, encoded: Any) -> Any:
         """Probabilities of the labels for one batch of texts."""
@@ -109,3 +119,5 @@ if __name__ == "__main__":
         sys.exit(str(error))
     for line, result in zip(lines, results, strict=True):
         print(json.dumps({"text": line, "prediction": result}, ensure_ascii=False))
+    if cut := model.count_cut(texts):
+        print(f"{cut} of {len(texts)} texts were cut after {model.record['max_len']} tokens", file=sys.stderr)

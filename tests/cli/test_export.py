@@ -1,11 +1,16 @@
 """`hpnlp export`: files of a run that other programs call, and errors."""
 
+import json
 import runpy
+import shutil
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
 from hpnlp.jobs import served_predict
 from hpnlp.jobs.held_out import Agreement
@@ -118,3 +123,38 @@ def test_script_of_exported_directories_has_help(monkeypatch, capsys):
     with pytest.raises(SystemExit) as stop:  # before the model is read, which is not beside the script here
         runpy.run_path(served_predict.__file__, run_name="__main__")
     assert not stop.value.code and "one text in each line" in capsys.readouterr().out
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """Script of a directory whose model reads two tokens, and gives the first label 1/2."""
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"": 0, "a": 1}, ""))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    record = {
+        "format": "onnx",
+        "model": "x",
+        "labels": ["x", "y"],
+        "inputs": ["tokens"],
+        "texts": ["text"],
+        "pad_id": 0,
+    }
+    (tmp_path / "export.json").write_text(json.dumps(record | {"max_len": 2, "length": 0, "batch": 0}))
+    session = types.SimpleNamespace(run=lambda names, feeds: [np.zeros((len(feeds["tokens"]), 2))])
+    runtime = types.SimpleNamespace(InferenceSession=lambda *args, **options: session)
+    monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
+    return shutil.copy(served_predict.__file__, tmp_path / "predict.py")
+
+
+def test_script_of_exported_directories_counts_texts_that_are_cut(served, monkeypatch, capsys):
+    for texts, message in ((["a a", "a a a"], "1 of 2 texts were cut after 2 tokens\n"), (["a a"], "")):
+        monkeypatch.setattr("sys.argv", ["predict.py", *texts])
+        runpy.run_path(str(served), run_name="__main__")
+        out, err = capsys.readouterr()
+        assert [json.loads(line)["text"] for line in out.splitlines()] == texts and err == message
+
+
+def test_script_of_exported_directories_refuses_one_text_in_place_of_a_list(served):
+    model = runpy.run_path(str(served))["Model"](served.parent)
+    with pytest.raises(ValueError, match=r"'a a' is one text: pass a list of texts, \['a a'\]"):
+        model.predict("a a")
