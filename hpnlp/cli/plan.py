@@ -189,11 +189,10 @@ def _simulate_devices() -> None:
 
 def _plan(config: Config, device: Device) -> Costs | None:
     """Prints and returns the costs of the config's own plan; with --search, None where that plan is not valid."""
-    from hpnlp import planner
     from hpnlp.planner import render
 
     try:
-        costs = planner.costs(config, cli.FLAGS.devices)
+        costs = _costs(config)
     except InputError as error:
         if not cli.FLAGS.search:
             raise
@@ -201,6 +200,25 @@ def _plan(config: Config, device: Device) -> Costs | None:
         return None
     print(render.table(costs, device, cli.FLAGS.device))
     return costs
+
+
+def _costs(config: Config) -> Costs:
+    """Costs of a step on --devices. An error that one device does not have names the default, where it is taken."""
+    from hpnlp import planner
+
+    try:
+        return planner.costs(config, cli.FLAGS.devices)
+    except InputError as error:
+        if cli.FLAGS["devices"].present:
+            raise
+        try:
+            planner.costs(config, 1)
+        except InputError:
+            raise error from None
+        default = f"{cli.FLAGS.devices} x {cli.FLAGS.device}"
+        raise InputError(
+            f"{error}, or plan another number of devices than the default, {default}: pass --devices=1"
+        ) from error
 
 
 def _print_smallest_change(costs: Costs, device: Device) -> None:
