@@ -154,7 +154,8 @@ def _plan_budget(config: str, overrides: Sequence[str]) -> None:
     parsed = recipe.parse_budget(f.budget, "--budget")
     law = budget.read_law(f.law) if f.law else budget.published_law()
     device = lookup({**planner.DEVICES, "cpu": None}, f.device, "--device") or devices.this_cpu(f.devices)
-    run = budget.plan_run(parsed, resolve(experiment.read(config, overrides)), law, device, f.devices)
+    values = resolve(experiment.read(config, overrides))
+    run = budget.plan_run(parsed, values, law, device, f.devices, _Progress("changes tried"))
     command = shlex.join(["hpnlp", "train", f"--config={config}", *overrides])
     print(budget.render(run, law, device, f.device, command))
 

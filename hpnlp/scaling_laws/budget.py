@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.planner import Costs, Device, costs
-from hpnlp.scaling_laws import recipe
+from hpnlp.planner import Costs, Device, costs, search
+from hpnlp.scaling_laws import diagnostics, recipe
 from hpnlp.scaling_laws.fit import Estimate, Fit, FlopsPerToken, Optimum, fit, interpolated_flops, six_n
 from hpnlp.scaling_laws.flops import CONVENTIONS, Size, size_of
 from hpnlp.scaling_laws.forms import LOSS_FORMS
@@ -47,6 +47,7 @@ class Law:
       source: Description.
       largest: FLOPs of the largest run, beyond which it is extrapolated.
       is_subword: Whether its tokens are known to be subwords.
+      warnings: Reasons to doubt the fit.
     """
 
     fit: Fit
@@ -55,6 +56,7 @@ class Law:
     source: str
     largest: float | int
     is_subword: bool = False
+    warnings: tuple[str, ...] = ()
 
 
 def published_law() -> Law:
@@ -108,7 +110,8 @@ def read_law(path: str | Path) -> Law:
         law = fit(points, delta=delta)
     except InputError as error:
         raise InputError(f"--law={path}: {error}") from error
-    return Law(law, convention, interpolated_flops(points), str(file), float(points.c.max()))
+    doubts = tuple(diagnostics.warnings(law))
+    return Law(law, convention, interpolated_flops(points), str(file), float(points.c.max()), warnings=doubts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +125,7 @@ class BudgetedRun:
       n: Parameters of the model, in the convention of the law.
       costs: Costs of a step.
       seconds: Lower bound of the time of all steps.
+      fix: Flags of the layout without which a step does not fit; "" where it fits with that of the given config.
     """
 
     optimum: Optimum
@@ -130,10 +134,13 @@ class BudgetedRun:
     n: int
     costs: Costs
     seconds: float | int
+    fix: str = ""
 
 
-def plan_run(budget: recipe.Budget, config: Config, law: Law, device: Device, devices: int) -> BudgetedRun:
-    """Plans the run for a budget.
+def plan_run(
+    budget: recipe.Budget, config: Config, law: Law, device: Device, devices: int, progress: search.Progress
+) -> BudgetedRun:
+    """Plans the run for a budget, with the smallest change of the layout that makes its step fit, if there is one.
 
     Args:
       budget: FLOPs, or a time on all devices.
@@ -141,6 +148,7 @@ def plan_run(budget: recipe.Budget, config: Config, law: Law, device: Device, de
       law: The scaling law.
       device: The accelerator.
       devices: Number of accelerators.
+      progress: Called with (changes tried, all changes) where the step does not fit.
 
     Returns:
       The run.
@@ -148,6 +156,18 @@ def plan_run(budget: recipe.Budget, config: Config, law: Law, device: Device, de
     Raises:
       InputError: The budget is less than one step, or the config is not valid for these devices.
     """
+    run = _within(budget, config, law, device, devices)
+    if run.costs.fits(device) or (change := search.smallest_change(run.costs, device, progress)) is None:
+        return run
+    fix, fitting = change
+    # A time is planned again, since the change costs some.
+    accumulate = {"optimizer.accumulate": fitting.config.optimizer.accumulate}
+    config = with_changes(dataclasses.replace(config, plan=fitting.config.plan), accumulate)
+    return dataclasses.replace(_within(budget, config, law, device, devices), fix=fix)
+
+
+def _within(budget: recipe.Budget, config: Config, law: Law, device: Device, devices: int) -> BudgetedRun:
+    """The run for a budget, in the layout of the config."""
     if budget.flops:
         return _plan(budget.flops, config, law, device, devices)
     flops = budget.seconds * devices * device.flops["float32"] * ASSUMED_MFU
@@ -224,8 +244,8 @@ def render(run: BudgetedRun, law: Law, device: Device, kind: str, command: str) 
     """
     o, c = run.optimum, run.config
     tokens = c.train.steps * c.data.batch_size * c.data.seq_len
-    fix = "plan.name=zero3 or optimizer.accumulate" if run.costs.devices > 1 else "optimizer.accumulate or plan.remat"
-    excess = "" if run.costs.fits(device) else f", more than there is: set {fix}"
+    fits = run.costs.fits(device)
+    memory = f", with {run.fix}" * bool(run.fix) if fits else ", more than there is"
     rows = {
         "N*, parameters": _interval(o.n),
         "D*, tokens": _interval(o.d),
@@ -236,7 +256,7 @@ def render(run: BudgetedRun, law: Law, device: Device, kind: str, command: str) 
         "tokens": f"{tokens:,} in {c.train.steps:,} steps of {c.data.batch_size} x {c.data.seq_len}",
         "learning rate": f"{c.optimizer.learning_rate:.3g} ({c.optimizer.name}), {c.optimizer.warmup:,} steps of warm-up",
         "time": f"at least {duration(run.seconds)} on {run.costs.devices} x {kind}",
-        "memory": f"{run.costs.bytes / 1e9:.3g} GB per device{excess}",
+        "memory": f"{run.costs.bytes / 1e9:.3g} GB per device{memory}",
     }
     lines = [
         f"{o.budget:.3g} FLOPs by the law of {law.source}",
@@ -244,13 +264,18 @@ def render(run: BudgetedRun, law: Law, device: Device, kind: str, command: str) 
         "",
         *(f"  {name:22}{text}" for name, text in rows.items()),
         "",
-        f"{command} {' '.join(f'--{name}={value}' for name, value in run.changes.items())}",
+        " ".join(
+            [command, *(f"--{name}={value}" for name, value in run.changes.items()), *([run.fix] if run.fix else [])]
+        )
+        if fits
+        else "None of the changes tried makes a step fit: plan more devices, or a smaller budget.",
     ]
     if law.is_subword and c.data.tokenizer == "bytes":
         lines.insert(
             2,
             "The config reads bytes, to which losses and tokens of this law do not apply: fit a study of your own, --law=DIR.",
         )
+    lines[2:2] = [f"Warning: {text}." for text in law.warnings]
     if o.budget > law.largest:
         lines.insert(
             2, f"The budget is {o.budget / law.largest:,.3g} times that of the largest run of the law: extrapolated."

@@ -1,5 +1,6 @@
 """`hpnlp scaling` plans studies and fits finished members; `hpnlp plan --budget` plans a run by their law."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -8,7 +9,10 @@ import shutil
 import numpy as np
 import pytest
 
+from hpnlp.planner import DEVICES, search
+from hpnlp.scaling_laws import budget
 from hpnlp.scaling_laws.flops import CONVENTIONS, size_of
+from hpnlp.scaling_laws.recipe import Budget
 from hpnlp.training.config import flat
 from hpnlp.training.run_directory import write_config
 from tests import tiny
@@ -78,13 +82,16 @@ def test_finished_members_are_fitted_and_the_largest_is_predicted(run, study):
     assert (study / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
     # The law plans a run, by the same constants.
-    outcome = run(
-        "plan", "--budget=1e11", f"--law={study}", f"--config={tiny.EXPERIMENT}", "--devices=1", "--device=h100"
-    )
+    command = ("plan", "--budget=1e11", f"--law={study}", f"--config={tiny.EXPERIMENT}", "--devices=1", "--device=h100")
+    outcome = run(*command)
     assert outcome.code == 0, outcome.err
     optimum = record["optima"][0]
     assert "Convention porian" in outcome.out and "hpnlp train --config=" in outcome.out
     assert optimum["n"]["low"] < optimum["n"]["value"] < optimum["n"]["high"]
+    assert "Warning: " not in outcome.out
+    record["points"] = [point for point in record["points"] if point["d"] in TOKENS[:2]]
+    (study / "scaling.json").write_text(json.dumps(record))
+    assert "Warning: each size was trained on at most 2 numbers of tokens" in run(*command).out
 
 
 def test_budgets_are_planned_by_the_published_law(run):
@@ -102,6 +109,24 @@ def test_budgets_are_planned_by_the_published_law(run):
     assert experts.code == 0 and "'--model.mlp=top_k(4,2)' --model.dim=" in experts.out
     timed = run("plan", "--budget=20s", *arguments)
     assert timed.code == 0 and "at least 20.0 s on 1 x h100" in timed.out
+
+
+def test_planned_runs_fit(monkeypatch):
+    config, law, calls = tiny.make(), budget.published_law(), []
+
+    def plan(memory):
+        device = dataclasses.replace(DEVICES["h100"], memory=memory)
+        planned = budget.plan_run(Budget(flops=1e13), config, law, device, 1, lambda *counts: calls.append(counts))
+        return planned, budget.render(planned, law, device, "h100", "hpnlp train")
+
+    large, text = plan(80e9)
+    assert not calls and large.fix == "" and text.endswith(f"--optimizer.warmup={large.config.optimizer.warmup}")
+    small, text = plan(0.9 * large.costs.bytes)
+    assert small.costs.bytes < 0.9 * large.costs.bytes and small.fix and f", with {small.fix}" in text
+    assert text.endswith(f" {small.fix}") and small.seconds > large.seconds
+    monkeypatch.setattr(search, "_changes", lambda estimate: [])
+    text = plan(0.9 * large.costs.bytes)[1]
+    assert "hpnlp train" not in text and text.endswith("plan more devices, or a smaller budget.")
 
 
 @pytest.mark.parametrize(
