@@ -102,7 +102,8 @@ class Corpus:
         total = self.train_tokens + self.heldout_tokens + aside["tokens"]
         percentage = "" if config.heldout_path else f" ({100 * self.heldout_tokens / total:.2g} % of all)"
         yield f"{printable(config.path)}: {_documents(self.train_documents)}, {self.train_tokens:,} tokens to train on"
-        yield f"{_documents(self.heldout_documents)}, {self.heldout_bytes:,} bytes{percentage} held out"
+        sizes = f"{self.heldout_bytes:,} bytes, {self.heldout_tokens:,} tokens"
+        yield f"{_documents(self.heldout_documents)}, {sizes}{percentage} held out"
         if aside["documents"]:
             yield (
                 f"{_documents(aside['documents'])}, {aside['raw_bytes']:,} bytes over data.heldout_bytes="

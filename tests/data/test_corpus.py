@@ -218,7 +218,9 @@ def test_weighted_source_without_training_text_raises(tmp_path, stories):
 
 
 def test_summary_states_the_heldout_share(stories, tmp_path):
-    assert re.search(r"11 documents, 4,396 bytes \(25 % of all\) held out", prepare(config(stories)).summary)
+    assert re.search(
+        r"11 documents, 4,396 bytes, 4,4\d\d tokens \(25 % of all\) held out", prepare(config(stories)).summary
+    )
     capped = prepare(config(stories, heldout=0.5, heldout_bytes=2000)).summary
     assert re.search(r"bytes over data.heldout_bytes=2000 neither trained on nor evaluated", capped)
     assert "data.heldout_bytes=1 is less than this one document" in prepare(config(stories, heldout_bytes=1)).summary
