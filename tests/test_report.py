@@ -170,6 +170,9 @@ def test_render_shows_numbers_sample_and_commands(tmp_path):
     assert "| held-out bits per byte | 2.0000 |" in text and "| achieved GFLOP/s | 1.8 |" in text
     assert "| held-out bytes | 1,760 |" in text and "| wall time of the last process, s |" in text
     assert "| xz -9e after the training text, the same bytes | 1.7500 |" in text
+    lossy = summary(heldout={"loss": 1.5}) | {"xz_trained_bits_per_byte": None}
+    cells = "xz -9e after the training text, the same bytes | - (the tokenizer does not keep every byte) |"
+    assert f"| {cells}" in report.render(tmp_path, Config(), lossy, "")
     assert "Where the time went, over all restarts: setup" in text
     assert f"--config=FILE --workdir={tmp_path}-tuned --train.init_from={tmp_path} --data.path=YOUR_FILES" in text
     mine = report.render(tmp_path, Config(), summary(), "", "--config=mine.py --config.train.steps=5")

@@ -96,10 +96,13 @@ class LanguageModelReport(TaskReport):
         perplexity = None  # given only where bits per byte, which compare across tokenizers, are unknown
         if gives_probabilities and report["heldout_bits_per_byte"] is None and loss is not None:
             perplexity = f"{math.exp(loss):.5g}" if loss < MAX_PERPLEXITY_LOSS else None
+        compressors = {f"{name}, the same bytes": decimals(bits) for name, bits in _compressors(report)}
+        if perplexity and report.get("xz_bits_per_byte") and report.get("xz_trained_bits_per_byte") is None:
+            compressors[list(compressors)[-1]] = "- (the tokenizer does not keep every byte)"
         return [
             ("held-out bytes", f"{report['heldout_bytes']:,}"),
             ("held-out bits per byte", decimals(report["heldout_bits_per_byte"])),
-            *((f"{name}, the same bytes", decimals(bits)) for name, bits in _compressors(report)),
+            *compressors.items(),
             ("held-out loss, nats per token" if gives_probabilities else "held-out loss", decimals(loss)),
             *([(PERPLEXITY, perplexity)] if perplexity else []),
         ]
