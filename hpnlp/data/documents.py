@@ -170,11 +170,9 @@ class DocumentReader:
         if file.kind == "json":
             yield from records.json_array(stream, path, self.fields, self._report_bad)
             return
-        counted, records_read = records.CountedLines(stream), 0
-        for record in records.json_lines(counted, path, self.fields, self._report_bad):
-            records_read += 1
-            yield record
-        self.line_counts.add(file.name, records_read, counted.count)
+        counted, records_read = records.CountedLines(stream), records.CountedRecords(self._report_bad)
+        yield from records_read.count_each(records.json_lines(counted, path, self.fields, records_read.report_bad))
+        self.line_counts.add(file.name, records_read.count, counted.count)
 
     def _without_bad_lines(self, document: Document) -> Document | None:
         """`document` without lines that are not UTF-8; a record is dropped as a whole. None if nothing remains."""

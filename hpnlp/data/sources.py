@@ -154,11 +154,11 @@ def described(counts: LeftOut, noun: str = "", separator: str = " ") -> list[str
 class LineCounts:
     """Numbers of records and lines of the files in which they differ.
 
-    Lines are more than records where a quoted cell of CSV has several lines, and where lines are blank or hold bad records.
+    Lines are more than records where a quoted cell of CSV has several lines, and where lines are blank.
 
     Attributes:
       files: Number of these files.
-      records: Records of these files.
+      records: Records of these files, bad ones included.
       lines: Lines of these files, without the names of columns.
       first: Name of the first of these files.
     """

@@ -17,7 +17,7 @@ from hpnlp.data import files, records
 from hpnlp.data.examples.fields import TYPES, Column, FieldError
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.files import printable
-from hpnlp.data.records import LIST_ALL, SKIP, CountedLines, ReportBad
+from hpnlp.data.records import LIST_ALL, SKIP, CountedLines, CountedRecords, ReportBad
 from hpnlp.data.sources import File, LeftOut, LineCounts, Source, extension
 from hpnlp.types import InputError
 
@@ -143,11 +143,9 @@ class RowReader:
         if suffix not in _BY_LINES:
             yield from read(stream, path, self._columns, self.report_bad)
             return
-        counted, records_read = CountedLines(stream), 0
-        for values in read(counted, path, self._columns, self.report_bad):
-            records_read += 1
-            yield values
-        self.line_counts.add(file.name, records_read, counted.count - _BY_LINES[suffix])
+        counted, records_read = CountedLines(stream), CountedRecords(self.report_bad)
+        yield from records_read.count_each(read(counted, path, self._columns, records_read.report_bad))
+        self.line_counts.add(file.name, records_read.count, counted.count - _BY_LINES[suffix])
 
     def _convert(self, name: str, number: int, where: str, record: dict[str, Any]) -> Row | None:
         """The record with converted values; None if it is bad and skipped."""
@@ -236,7 +234,7 @@ def _tsv(stream: CountedLines, path: str, columns: Sequence[Column], report_bad:
 def _cells(
     stream: CountedLines, path: str, columns: Sequence[Column], report_bad: ReportBad, hint: str, **form: Any
 ) -> Iterator[_Values]:
-    """Records of separated values, whose first line names the columns. hint: the fix of a wrong number of cells."""
+    """Records of separated values, whose first line names the columns. hint: the fix of too many cells."""
     csv.field_size_limit(_MAX_FIELD)  # of the process; Python's default refuses texts of more than 128 KiB
     # Bytes that are not UTF-8 are kept, so that the error names the record and not the file alone.
     text = (
@@ -267,7 +265,8 @@ def _cells(
                 yield number, where, dict(zip(header, cells, strict=True))
             else:
                 fault = f"{len(cells)} cells, expected {len(header)} as in the first line"
-                report_bad(where, InputError(f"{where}: {fault}; {hint}: {SKIP}"))
+                fix = hint if len(cells) > len(header) else "cells are missing, or one has a line break without quotes"
+                report_bad(where, InputError(f"{where}: {fault}; {fix}: {SKIP}"))
             number += 1
 
 

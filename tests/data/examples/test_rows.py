@@ -93,7 +93,7 @@ BAD = {
     "UTF-16": ("a.csv", "text,label\nabc,x\n".encode("utf-16"), {}, "a.csv' is UTF-16, not UTF-8: convert it by: iconv"),
     "CSV without the column": ("a.csv", "text,class\na,x\n", {}, "a.csv, line 1: no field 'label', the fields are 'text', 'class': pass data.label_field=NAME with one of them; if this line is a record, write a line with the names"),  # noqa: E501
     "CSV with a column twice": ("a.csv", "text,label,label\na,x,x\n", {}, "a.csv, line 1: has more than one column 'label'"),
-    "CSV with a missing cell": ("a.csv", 'text,label\n"a\nb",x\nc\n', {}, "a.csv, line 4: 1 cells, expected 2 as in the first line"),  # noqa: E501
+    "CSV with a missing cell": ("a.csv", 'text,label\n"a\nb",x\nc\n', {}, "a.csv, line 4: 1 cells, expected 2 as in the first line; cells are missing"),  # noqa: E501
     "CSV with line ends of old Macs": ("a.csv", "text,label\ra,x\rb,y\r", {}, r"a.csv, line 1: a carriage return outside of quotes: if all lines end so, convert the file by tr '\r' '\n' < FILE > NEW_FILE"),  # noqa: E501
     "CSV with an open quote": ("a.csv", 'text,label\na,x\n"b,x\n', {}, "a.csv, line 3: not CSV (unexpected end of data)"),
     "another format": ("a.txt", "text", {}, "a.txt' has another format: expected .jsonl, .json, .csv, .tsv, .parquet, .npz: convert"),  # noqa: E501
