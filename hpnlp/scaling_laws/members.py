@@ -12,6 +12,8 @@ import numpy as np
 from hpnlp import report
 from hpnlp.scaling_laws.flops import CONVENTIONS, Size, size_of
 from hpnlp.scaling_laws.points import Points
+from hpnlp.tasks.reporting import Report
+from hpnlp.training.config import Config
 from hpnlp.training.contents import Contents, contents_of
 from hpnlp.training.example_scores import ExampleScores
 from hpnlp.training.run_directory import load_config
@@ -51,8 +53,8 @@ def read_members(directory: str | Path) -> tuple[list[TrainedMember], list[str]]
       The runs, in order of names; and the names of runs that are not finished, which are left out.
 
     Raises:
-      InputError: There is no finished run; a run stopped before the end of its schedule, or began from another run; or runs
-        have different held-out texts.
+      InputError: There is no finished run; a run is not of a language model with logits of all words, stopped before the end of
+        its schedule, or began from another run; or runs have different held-out texts.
     """
     path = Path(directory)
     if not path.is_dir():
@@ -63,24 +65,16 @@ def read_members(directory: str | Path) -> tuple[list[TrainedMember], list[str]]
         if not (run / "report.json").exists():
             unfinished += [run.name] * (contents_of(run) is Contents.RUN)
             continue
-        numbers, config = report.read_report(run), load_config(run)
-        if numbers["steps"] < config.train.steps:
-            raise InputError(
-                f"{run} stopped at step {numbers['steps']} of {config.train.steps}: its learning rate did not reach the end of "
-                "its schedule, so that its loss does not compare: train it again with train.patience=0, or move it away"
-            )
-        if config.train.init_from:
-            raise InputError(
-                f"{run} began from train.init_from={config.train.init_from!r}, whose training its tokens leave out: move it "
-                "away"
-            )
-        if numbers["heldout_loss"] is None:
-            raise InputError(f"{run} has no finite held-out loss: train it with a lower learning rate, or move it away")
+        config = load_config(run)
+        if config.task != "lm":
+            raise InputError(f"{run} is of task={config.task!r}, and scaling laws are of task='lm': move it away")
+        numbers = report.read_report(run)
+        _check_run(run, config, numbers)
         texts.setdefault(numbers.get("heldout_digest"), run.name)
         examples = ExampleScores.read(run)
         model = (config.task, config.model, config.data.tokenizer, config.data.seq_len)
         if model not in sizes:
-            sizes[model] = size_of(config)
+            sizes[model] = _size(run, config)
         found.append(
             TrainedMember(
                 run.name,
@@ -109,6 +103,29 @@ def read_members(directory: str | Path) -> tuple[list[TrainedMember], list[str]]
             "hold for both: move one kind away, and fit each by itself"
         )
     return found, unfinished
+
+
+def _check_run(run: Path, config: Config, numbers: Report) -> None:
+    """Raises InputError for a run whose loss does not belong to its tokens."""
+    if numbers["steps"] < config.train.steps:
+        raise InputError(
+            f"{run} stopped at step {numbers['steps']} of {config.train.steps}: its learning rate did not reach the end of "
+            "its schedule, so that its loss does not compare: train it again with train.patience=0, or move it away"
+        )
+    if config.train.init_from:
+        raise InputError(
+            f"{run} began from train.init_from={config.train.init_from!r}, whose training its tokens leave out: move it away"
+        )
+    if numbers["heldout_loss"] is None:
+        raise InputError(f"{run} has no finite held-out loss: train it with a lower learning rate, or move it away")
+
+
+def _size(run: Path, config: Config) -> Size:
+    """Size of the model of a run."""
+    try:
+        return size_of(config)
+    except InputError as error:
+        raise InputError(f"{run}: {error}, or move it away") from error
 
 
 def to_points(members: Sequence[TrainedMember], convention: str) -> Points:

@@ -35,9 +35,9 @@ def parameters(dim):
     return CONVENTIONS["porian"].parameters(size_of(tiny.make(model__dim=dim)))
 
 
-def write_member(directory, dim, tokens, finished=True, mlp="swiglu", init_from="", **numbers):
+def write_member(directory, dim, tokens, finished=True, fields=None, **numbers):
     """A run whose loss follows a law with 0.1 % noise, without its training."""
-    config = tiny.make(model__dim=dim, model__mlp=mlp, train__steps=tokens // 128, train__init_from=init_from)
+    config = tiny.make(**{"model__dim": dim, "train__steps": tokens // 128, **(fields or {})})
     directory.mkdir(parents=True)
     write_config(directory, config)
     (directory / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 3.0}) + "\n")
@@ -186,8 +186,13 @@ def test_invalid_arguments_raise(run, argv, message):
         ({"steps": 3}, "stopped at step 3 of 80"),
         ({"heldout_loss": None}, "no finite held-out loss"),
         ({"heldout_digest": "b"}, "have different held-out texts"),
-        ({"mlp": "top_k(4)"}, "has experts and"),
-        ({"init_from": "runs/other"}, "began from train.init_from='runs/other'"),
+        ({"fields": {"model__mlp": "top_k(4)"}}, "has experts and"),
+        (
+            {"fields": {"task": "masked_lm"}},
+            "z is of task='masked_lm', and scaling laws are of task='lm': move it away",
+        ),
+        ({"fields": {"model__output": "adaptive"}}, "z: task='lm' with model.output='adaptive'"),
+        ({"fields": {"train__init_from": "runs/other"}}, "began from train.init_from='runs/other'"),
     ],
 )
 def test_members_that_do_not_compare_raise(run, study, change, message):
