@@ -227,7 +227,9 @@ def _word_table(layer: int, use: Use, tokenizer: Any) -> list[str]:
 
 
 def _text(word: int, tokenizer: Any) -> str:
-    """Text of a token; the number of an id that the tokenizer lacks, as that of a mask."""
-    if word >= tokenizer.vocab_size:
-        return f"id {word}"
-    return repr(tokenizer.decode(np.array([word])).decode("utf-8", "replace"))
+    """Text of a token; the name of a special token, and the number of another id without text, as that of a mask."""
+    text = tokenizer.decode(np.array([word])) if word < tokenizer.vocab_size else b""
+    if text:
+        return repr(text.decode("utf-8", "replace"))
+    names = {tokenizer.pad_id: "<pad>", tokenizer.bos_id: "<bos>", tokenizer.eos_id: "<eos>"}
+    return names.get(word, f"id {word}")
