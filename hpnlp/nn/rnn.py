@@ -343,8 +343,10 @@ class QRNN(RecurrentLayer):
                 f"model.cells: width={self.width}, pooling={self.pooling!r}: expected a width of at least 1 and one of "
                 f"{', '.join(ops.POOLINGS)}"
             )
-        if self.reverse or self.initial != "zeros":
-            raise InputError("model.cells: qrnn reads forwards from a state of zeros only: choose another cell")
+        if self.initial != "zeros":
+            raise InputError(
+                "model.cells: qrnn begins with a state of zeros only: set model.initial='zeros', or choose another cell"
+            )
 
     def matrix_size(self, dim: int) -> int:
         return self.width * dim * ops.POOLINGS[self.pooling] * self.features
@@ -362,7 +364,7 @@ class QRNN(RecurrentLayer):
             w = drop_weights(w, self.make_rng("dropout"), self.regularization.weight_drop)
         b = param(self, "bias", self.bias_init, (columns,), ("gates",))
         hold = self.step_masks(inputs).hold_c
-        options = {"hold": hold, "reset": inputs.reset, "lengths": inputs.lengths}
+        options = {"hold": hold, "reset": inputs.reset, "lengths": inputs.lengths, "reverse": self.reverse}
         before = None if state is None else (state[0], state[1])
         return ops.qrnn(x, w, b, before, width=self.width, pooling=self.pooling, **options)
 

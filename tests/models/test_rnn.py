@@ -221,10 +221,9 @@ def test_bidirectional_stack_reads_backwards_within_segments():
     assert_close(packed, jnp.concatenate(parts, axis=1))
 
 
-@pytest.mark.parametrize("cell", ["qrnn", "sru"])
-def test_cells_that_read_forwards_only_have_no_second_direction(cell):
-    stack = RecurrentStack(RNNConfig(cells=f"{cell}(4)", vocab=V), bidirectional=True)
-    with pytest.raises(InputError, match=f"model.cells: {cell} reads forwards"):
+def test_a_cell_that_reads_forwards_only_has_no_second_direction():
+    stack = RecurrentStack(RNNConfig(cells="sru(4)", vocab=V), bidirectional=True)
+    with pytest.raises(InputError, match="model.cells: sru reads forwards"):
         jax.eval_shape(stack.init, jax.random.key(0), jnp.zeros((1, 2, 4)), RecurrentInputs())
 
 

@@ -113,6 +113,7 @@ def qrnn(
     hold: Float[Array, "B T H"] | None = None,
     reset: Bool[Array, "B T"] | None = None,
     lengths: Int[Array, " B"] | None = None,
+    reverse: bool = False,
     impl: str = "parallel",
 ) -> tuple[Float[Array, "B T H"], tuple[Array, Array]]:
     """Quasi-recurrent network: gates from a causal convolution, and pooling by an elementwise recurrence.
@@ -131,6 +132,7 @@ def qrnn(
       hold: Share of c that a step leaves as it was, as for zoneout: `f` becomes `hold + (1 - hold) f`, and z counts 1 - hold.
       reset: True for tokens before which c and the tokens before them count as zeros.
       lengths: Tokens of each sequence, as for `lstm`; None for T.
+      reverse: Whether the last token comes first: "before" and "after" change places in all of the above.
       impl: As for `linear_recurrence`.
 
     Returns:
@@ -154,6 +156,8 @@ def qrnn(
             "width at least 1"
         )
     x = _zero_padding(x, lengths)
+    if reverse:
+        x, hold, reset = (None if a is None else a[:, ::-1] for a in (x, hold, reset))
     features = w.shape[1] // count
     c, before = _qrnn_state(state, x, width, features)
     tokens = jnp.concatenate([before, x], axis=1)
@@ -164,11 +168,12 @@ def qrnn(
     added = further[1] * z if pooling == "ifo" else (1.0 - f) * z
     if hold is not None:
         added, f = (1.0 - hold) * added, hold + (1.0 - hold) * f
-    states = _pool(f, added, c, reset, lengths, impl)
+    states = _pool(f, added, c, reset, lengths, impl, reverse)
     y = states if pooling == "f" else further[0] * states
-    end = jnp.full((len(x),), x.shape[1], jnp.int32) if lengths is None else lengths
+    is_full = lengths is None or reverse  # padding comes before the tokens if these are reversed
+    end = jnp.full((len(x),), x.shape[1], jnp.int32) if is_full else lengths
     new_state = states[:, -1], last_tokens(tokens, end + (width - 1), width - 1)
-    return _zero_padding(y.astype(x.dtype), lengths), new_state
+    return _zero_padding((y[:, ::-1] if reverse else y).astype(x.dtype), lengths), new_state
 
 
 @array_op("B", x="B")
@@ -237,12 +242,21 @@ def _gates(x: Array, w: Any, b: Array | None, count: int) -> list[Array]:
     return jnp.split(gates, count, axis=-1)
 
 
-def _pool(f: Array, added: Array, c: Array, reset: Array | None, lengths: Array | None, impl: str) -> Array:
+def _pool(
+    f: Array,
+    added: Array,
+    c: Array,
+    reset: Array | None,
+    lengths: Array | None,
+    impl: str,
+    reverse: bool = False,
+) -> Array:
     """The recurrence, which begins again at resets and ends with the sequences."""
     if reset is not None:
         f = jnp.where(reset[..., None], 0.0, f)
     if lengths is not None:
         valid = (jnp.arange(f.shape[1], dtype=lengths.dtype)[None] < lengths[:, None])[..., None]
+        valid = valid[:, ::-1] if reverse else valid
         f, added = jnp.where(valid, f, 1.0), jnp.where(valid, added, 0.0)
     return linear_recurrence(f, added, c, impl=impl)
 

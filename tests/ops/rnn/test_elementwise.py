@@ -90,6 +90,30 @@ def test_lengths_end_the_recurrence():
         assert not np.asarray(y[:, 5:]).any()
 
 
+def test_a_reversed_network_reads_each_text_from_its_last_token():
+    x, w, b = draw(B, T, D), draw(3 * D, 3 * H), draw(3 * H)
+    lengths = jnp.int32([5, T])
+    padded = x.at[0, 5:].set(jnp.nan)
+
+    def run(padded, x):
+        y, state = qrnn(padded, w, b, width=3, hold=HOLD, reset=RESET, lengths=lengths, reverse=True)
+        flipped = [a[:, ::-1] for a in (x, HOLD, RESET)]
+        first, _ = qrnn(
+            flipped[0][:1, T - 5 :], w, b, width=3, hold=flipped[1][:1, T - 5 :], reset=flipped[2][:1, T - 5 :]
+        )
+        second, end = qrnn(flipped[0][1:], w, b, width=3, hold=flipped[1][1:], reset=flipped[2][1:])
+        return (y[0, :5], y[1], y[0, 5:], state[0][1], state[1][1]), (
+            first[0, ::-1],
+            second[0, ::-1],
+            end[0][0],
+            end[1][0],
+        )
+
+    (first, second, padding, *state), expected = once(run, padded, x)
+    assert_close((first, second, *state), expected)
+    assert not np.asarray(padding).any()
+
+
 def test_resets_keep_nan_out_of_later_segments():
     x, w, v = draw(B, T, D), draw(2 * D, 3 * H), draw(D, 4 * H)
     reset = jnp.zeros((B, T), bool).at[:, 5].set(True)
