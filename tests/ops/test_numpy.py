@@ -59,6 +59,7 @@ from tests.ops import (
     distillation_calls,
     embeddings_calls,
     moe_calls,
+    projection_calls,
     rnn_calls,
     trees_calls,
     weights_calls,
@@ -505,7 +506,7 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
     "softmax.vmf.vmf_loss": ((lambda h, w, m: vmf.vmf_loss(h, w, weights=m), (H, x(N, D), WEIGHTS)),),
 }
 CALLS |= weights_calls.CALLS | distillation_calls.CALLS | rnn_calls.CALLS | trees_calls.CALLS
-CALLS |= embeddings_calls.CALLS | bags_calls.CALLS | moe_calls.CALLS
+CALLS |= embeddings_calls.CALLS | bags_calls.CALLS | moe_calls.CALLS | projection_calls.CALLS
 
 # Modules without public ops: the executor and kernels of `attend`, masks, blocks of logits of the losses, helpers.
 INTERNAL = {
@@ -556,6 +557,7 @@ ON_HOST = {
     *trees_calls.ON_HOST,
     *embeddings_calls.ON_HOST,
     *bags_calls.ON_HOST,
+    *projection_calls.ON_HOST,
 }
 
 
