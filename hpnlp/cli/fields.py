@@ -24,7 +24,19 @@ def tables() -> dict[str, Iterable[str]]:
     from hpnlp.compress import distillation_terms
     from hpnlp.data import tokenizers
     from hpnlp.models import backbone
-    from hpnlp.nn import attention, block, blocks, convnet, feed_forward, image_norms, layers, mixers, output, pooling
+    from hpnlp.nn import (
+        attention,
+        block,
+        blocks,
+        convnet,
+        feed_forward,
+        image_norms,
+        layers,
+        mixers,
+        output,
+        pooling,
+        text_encoders,
+    )
     from hpnlp.parallel import plan, remat
     from hpnlp.training import metrics, optim
 
@@ -41,6 +53,7 @@ def tables() -> dict[str, Iterable[str]]:
         "model.blocks": convnet.BLOCKS,
         "model.image_norm": image_norms.IMAGE_NORMS,
         "model.residual": backbone.RESIDUALS,
+        "model.encoder": text_encoders.ENCODERS,
         "model.dtype": backbone.DTYPES,
         "data.tokenizer": [*tokenizers.TOKENIZERS, "a path"],
         "optimizer.name": optim.OPTIMIZERS,

@@ -13,6 +13,7 @@ STARTS = {
     "rnn_lm": "lm/rnn",
     "classification": "classification/texts",
     "rnn_classification": "classification/encoders:lstm",
+    "hashed_classification": "classification/prado",
     "image_classification": "classification/digits_convnet",
     "tree_classification": "classification/stdlib_trees",
     "tagging": "tagging/words",

@@ -1,7 +1,7 @@
-"""Tokenizers from spec strings and files: bytes, pixels, words, and byte-pair encoding (extra `hf`).
+"""Tokenizers from spec strings and files: bytes, pixels, words, byte-pair encoding (extra `hf`), and hashes.
 
-`build` makes a tokenizer from a spec string, and `load` reads one from a file; both return a `hpnlp.types.Tokenizer`. Byte and
-word tokenizers are saved as a small JSON object, all others in the format of Hugging Face's `tokenizer.json`: see
+`build` makes a tokenizer from a spec string, and `load` reads one from a file; both return a `hpnlp.types.Tokenizer`. Byte,
+word and hashing tokenizers are saved as a small JSON object, all others in the format of Hugging Face's `tokenizer.json`: see
 `huggingface`.
 """
 
@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from hpnlp import spec as specs
-from hpnlp.data import pixels, word_tokenizer
+from hpnlp.data import hashing_tokenizers, pixels, word_tokenizer
+from hpnlp.data.hashing_tokenizers import HashedNgramTokenizer, HashedWordTokenizer
 from hpnlp.data.huggingface import HFTokenizer
 from hpnlp.data.pixels import PixelTokenizer
 from hpnlp.data.prompt import prompt_bytes, with_bos
@@ -72,7 +73,24 @@ def _build_bpe(size: Any, by: Any = "spaces", *, texts: Iterable[bytes]) -> Toke
     return HFTokenizer.train(_bpe_sizes(size, by)[1], texts, str(by))
 
 
-TOKENIZERS = {"bytes": _build_bytes, "pixels": _build_pixels, "words": _build_words, "bpe": _build_bpe}
+def _build_hashed_words(by: Any = "whitespace", *, texts: Iterable[bytes]) -> Tokenizer:
+    return HashedWordTokenizer(str(by))
+
+
+def _build_hashed_ngrams(
+    size: int, words: int = 2, least: int = 3, most: int = 6, by: Any = "whitespace", *, texts: Iterable[bytes]
+) -> Tokenizer:
+    return HashedNgramTokenizer(size, words, least, most, str(by))
+
+
+TOKENIZERS = {
+    "bytes": _build_bytes,
+    "pixels": _build_pixels,
+    "words": _build_words,
+    "bpe": _build_bpe,
+    "hashed_words": _build_hashed_words,
+    "hashed_ngrams": _build_hashed_ngrams,
+}
 
 
 def _word_sizes(cap: Any, by: Any = "letters") -> tuple[int, int]:
@@ -145,7 +163,8 @@ def build(spec: str, texts: Iterable[bytes] = ()) -> Tokenizer:
 
     Args:
       spec: "bytes", "pixels" (of images, see `pixels`), "words(30000)", "words(30000, by=whitespace)", "bpe(8192)",
-        "bpe(2000, by=identifiers)", or the path of a tokenizer.json.
+        "bpe(2000, by=identifiers)", "hashed_words" or "hashed_ngrams(65536)" (see `hashing_tokenizers`), or the path of a
+        tokenizer.json.
       texts: Documents from which a vocabulary is made; read once, and only if `is_trained(spec)`.
 
     Returns:
@@ -184,6 +203,7 @@ def load(path: str) -> Tokenizer:
         return HFTokenizer.parse(text, path)
     kind = form.get("type") if isinstance(form, dict) else None
     versions = {"bytes": _BYTES_FORMAT, "pixels": pixels.FORMAT, "words": word_tokenizer.FORMAT}
+    versions |= dict.fromkeys(("hashed_words", "hashed_ngrams"), hashing_tokenizers.FORMAT)
     if kind not in tuple(versions):
         raise InputError(f"{path!r} is no tokenizer.json: it has neither a model nor a known type: pass another path")
     if form.get("version") != versions[kind]:
@@ -192,6 +212,8 @@ def load(path: str) -> Tokenizer:
         )
     if kind == "words":
         return _parse_words(form, path)
+    if kind in ("hashed_words", "hashed_ngrams"):
+        return _parse_hashing(kind, form, path)
     return ByteTokenizer() if kind == "bytes" else PixelTokenizer()
 
 
@@ -220,6 +242,15 @@ def _parse_words(form: dict[str, Any], path: str) -> WordTokenizer:
         order = None if form.get("order") is None else _parse_integers(form["order"], "order", path)
         stats = WordStats(_parse_integers(form["counts"], "counts", path), order)
     return WordTokenizer(words, stats, str(form.get("by", "letters")))
+
+
+def _parse_hashing(kind: str, form: dict[str, Any], path: str) -> Tokenizer:
+    """The hashing tokenizer of a JSON object."""
+    arguments = {name: value for name, value in form.items() if name not in ("type", "version")}
+    try:
+        return specs.build(specs.Spec(kind, (), tuple(arguments.items())), TOKENIZERS, "tokenizer", texts=())
+    except InputError as error:
+        raise InputError(f"{path!r} is damaged: {error}: save it again") from error
 
 
 def _parse_integers(value: Any, name: str, path: str) -> np.ndarray:

@@ -18,8 +18,11 @@ BLOCK = 16  # bytes that the hash reads at once
 SPLITS = {
     "whitespace": re.compile(r"\S+"),
     "letters": re.compile(r"\w+|[^\w\s]"),
+    "identifiers": re.compile(r"[^\W_]+|[^\w\s]"),
     "characters": re.compile(r"(?s:.)"),
 }
+# Borders of words within a name such as readHTTPHeader, for the split at identifiers.
+_CASE = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 _FACTORS = tuple(np.uint32(c) for c in (0x239B961B, 0xAB0E9789, 0x38B34AE5, 0xA1E38B93))
 _ADDED = tuple(np.uint32(c) for c in (0x561CCD1B, 0x0BCAA747, 0x96CD1C35, 0x32AC3B17))
@@ -36,7 +39,9 @@ def split(text: str, by: str) -> list[str]:
     Returns:
       The words; none for a text of blanks, unless words are characters.
     """
-    return SPLITS[by].findall(text.lower())
+    if by == "identifiers":
+        text = _CASE.sub(" ", text)
+    return [word.lower() for word in SPLITS[by].findall(text)]
 
 
 def encode(text: str, by: str) -> np.ndarray:

@@ -44,8 +44,16 @@ class PooledClassifier(UnstackedModel, nn.Module):
         Args:
           features: Features of a state.
         """
+        self.pool = Pooling(self.config.pooling)
+        self.setup_output(features)
+
+    def setup_output(self, features: int) -> None:
+        """Makes the output layer.
+
+        Args:
+          features: Features of the vector of a sequence.
+        """
         c = self.config
-        self.pool = Pooling(c.pooling)
         self.table = param(self, "head", embed_init, (c.classes, features), ("labels", "embed"))
         self.output = FullOutput(vocab=c.classes, dim=features, axis="labels", use_bias=True)
 

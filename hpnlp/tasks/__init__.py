@@ -11,6 +11,7 @@ from hpnlp.compress.weight_training import with_weight_training
 from hpnlp.spec import lookup
 from hpnlp.tasks.classification import Classification
 from hpnlp.tasks.dual_encoder import DualEncoding
+from hpnlp.tasks.hashed_classification import HashedClassification
 from hpnlp.tasks.image_classification import ImageClassification
 from hpnlp.tasks.labelled_bags import LabelledBagsTask
 from hpnlp.tasks.lm import LanguageModel
@@ -30,6 +31,7 @@ TASKS: dict[str, Task] = {
     "rnn_lm": RecurrentLanguageModel(),
     "classification": Classification(),
     "rnn_classification": RecurrentClassification(),
+    "hashed_classification": HashedClassification(),
     "image_classification": ImageClassification(),
     "tree_classification": TreeClassification(),
     "tagging": Tagging(),

@@ -21,7 +21,7 @@ from hpnlp.training.optim import OPTIMIZERS
 
 # Tables whose entries have the path of the file that adds them as the name of their module (`cli.experiment.load`).
 TABLES = (tasks.TASKS, MIXERS, FEED_FORWARDS, OUTPUTS, OPTIMIZERS)
-PREDICTING = ("classification", "rnn_classification", "tagging", "seq2seq", "dual_encoder")
+PREDICTING = ("classification", "hashed_classification", "rnn_classification", "tagging", "seq2seq", "dual_encoder")
 OTHER_DATA = "YOUR_FILES"  # in place of the path of data that the run has not read
 # Fields that describe the run's data, and their values for other data.
 DATA_FIELDS = {"data.weights": "()", "data.heldout_path": "", "data.challenge_path": ""}

@@ -37,6 +37,15 @@ def test_hashes_equal_a_loop_over_the_bytes_of_1000_words():
 def test_words_are_in_lower_case_and_split_as_stated():
     assert word_hashes.split("Über  f(x)\n", "whitespace") == ["über", "f(x)"]
     assert word_hashes.split("Über  f(x)\n", "letters") == ["über", "f", "(", "x", ")"]
+    assert word_hashes.split("readHTTPHeader_2(Éclair)", "identifiers") == [
+        "read",
+        "http",
+        "header",
+        "2",
+        "(",
+        "éclair",
+        ")",
+    ]
     assert word_hashes.split("A b", "characters") == ["a", " ", "b"]
 
 

@@ -94,6 +94,22 @@ def recurrent_classification(directory):
     return configs.resolve(config)
 
 
+def hashed_classification(directory):
+    """Texts of 1 to 30 words of one of three vocabularies, in batches of two lengths."""
+    draw = random.Random(0)
+    lines = []
+    for number in range(120):
+        words = draw.choices(tiny.WORDS[number % 3 * 4 :][:8], k=draw.randint(1, 30))
+        lines.append(json.dumps({"text": " ".join(words), "label": ("red", "green", "blue")[number % 3]}))
+    (directory / "examples.jsonl").write_text("\n".join(lines))
+    config = configs.default("hashed_classification")
+    config.data.update(path=str(directory / "examples.jsonl"), seq_len=24, batch_size=8, buckets=2, heldout=0.2)
+    config.model.update(encoder="prado(bigram=8, skip1bigram=4)", projection=64, bottleneck=8, dropout=0.1)
+    config.optimizer.update(warmup=0, learning_rate=1e-2)
+    config.train.update(steps=4, weights="quantized(8)")
+    return configs.resolve(config)
+
+
 def tagging(directory):
     """Words of one vocabulary; the label is the length of the word before."""
     draw = random.Random(0)
@@ -222,6 +238,7 @@ EXAMPLES = {
     "lm": language_model,
     "classification": classification,
     "dual_encoder": dual_encoder,
+    "hashed_classification": hashed_classification,
     "image_classification": image_classification,
     "labelled_bags": labelled_bags,
     "masked_lm": masked_language_model,
@@ -239,6 +256,7 @@ REFUSED = {
     ("tree_classification", "zero3_sequence"): "trees are not divided: set plan.sequence=1",
     ("rnn_lm", "zero3_sequence"): "reads tokens one after another: set plan.sequence=1",
     ("rnn_classification", "zero3_sequence"): "reads tokens one after another: set plan.sequence=1",
+    ("hashed_classification", "zero3_sequence"): "texts are not divided: set plan.sequence=1",
     ("rnn_lm", "3d"): "layers are not stacked: set plan.pipeline=1",
     ("word_embeddings", "zero3_sequence"): "whose windows are not divided: set plan.sequence=1",
     ("labelled_bags", "zero3_sequence"): "texts are not divided: set plan.sequence=1",
@@ -246,7 +264,13 @@ REFUSED = {
 }
 REFUSED |= {
     (task, name): "the model has none of them: set plan.tensor=1"
-    for task in ("image_classification", "labelled_bags", "rnn_classification", "tree_classification")
+    for task in (
+        "hashed_classification",
+        "image_classification",
+        "labelled_bags",
+        "rnn_classification",
+        "tree_classification",
+    )
     for name in ("tensor", "3d")
 }
 

@@ -7,6 +7,7 @@ import dataclasses
 
 from hpnlp.data.config import check_heldout, check_sizes
 from hpnlp.data.examples.bags import LabelledBags
+from hpnlp.data.examples.hashed import HashedTexts
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Classification, Pairs, Seq2Seq, Tagging
 from hpnlp.data.examples.trees import Trees
@@ -170,6 +171,32 @@ class ClassificationConfig(ExampleConfig):
 
     def kind(self) -> Kind:
         return Classification(self.text_field, self.pair_field, self.label_field)
+
+
+@dataclasses.dataclass(frozen=True)
+class HashedTextsConfig(ClassificationConfig):
+    """Texts with one label each, whose words are hashes."""
+
+    tokenizer: str = option(
+        "hashed_words",
+        '"hashed_words" (split at whitespace), "hashed_words(by=letters)", with runs of letters and digits and single '
+        'punctuation marks, or "hashed_words(by=characters)"; all in lower case.',
+    )
+    seq_len: int = option(
+        128, "Words of a text that are read, the first ones; longer texts are counted in the summary."
+    )
+    pair_field: str = option("", "Not supported: texts are single.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pair_field:
+            raise InputError(
+                f"data.pair_field={self.pair_field!r}: projection networks read single texts: set it to '', or choose "
+                "task='classification'"
+            )
+
+    def kind(self) -> Kind:
+        return HashedTexts(self.text_field, "", self.label_field)
 
 
 @dataclasses.dataclass(frozen=True)

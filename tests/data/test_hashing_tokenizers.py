@@ -1,0 +1,75 @@
+"""Tokenizers without a vocabulary: hashes of words and of n-grams, files, and errors."""
+
+import json
+
+import numpy as np
+import pytest
+
+from hpnlp.data import word_hashes
+from hpnlp.data.tokenizers import build, load
+from hpnlp.types import InputError, Tokenizer
+from tests import projection_reference as reference
+
+TEXT = "Über straße, straße\nNAÏVE 日本語".encode()
+
+
+@pytest.mark.parametrize("spec", ["hashed_words(by=letters)", "hashed_ngrams(1000, words=3, least=2, most=4)"])
+def test_tokenizers_follow_the_protocol_and_load_as_the_same(spec, tmp_path):
+    tokenizer = build(spec)
+    assert isinstance(tokenizer, Tokenizer) and not tokenizer.lossless and tokenizer.bos_id is None
+    ids = tokenizer.encode(TEXT)
+    assert ids.dtype == np.int32 and tokenizer.decode(ids) == b"" and not len(tokenizer.encode(b" \n"))
+    np.testing.assert_array_equal(tokenizer.encode_prompt(TEXT.decode()), ids)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    np.testing.assert_array_equal(load(str(tmp_path)).encode(TEXT), ids)
+
+
+def test_ids_of_words_are_the_bits_of_their_hashes():
+    ids = build("hashed_words").encode(TEXT).reshape(-1, 4).view(np.uint32)
+    expected = [reference.murmur(word.encode()) for word in TEXT.decode().lower().split()]
+    np.testing.assert_array_equal(ids, expected)
+
+
+def test_ids_of_ngrams_are_those_of_words_and_characters():
+    """Each distinct n-gram alone: characters of <ab> and <c>, the words, and the pair of words."""
+    ids = build("hashed_ngrams(65536, words=2, least=3, most=4)").encode(b"AB c")
+    ngrams = [b"<ab", b"ab>", b"<ab>", b"<c>", b"\1ab", b"\1c", b"\1ab c"]
+    assert ids.tolist() == [1 + reference.murmur(ngram)[0] % 65535 for ngram in ngrams]
+    words = build("hashed_ngrams(65536, words=1, most=0)").encode(b"AB c ab")
+    assert words.tolist() == [ids[4], ids[5], ids[4]]
+    assert set(build("hashed_ngrams(2)").encode(b"a b c")) == {1}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("hashed_words(by=sounds)", "unknown split of words by 'sounds'"),
+        ("hashed_words(8)", "unknown split of words by '8'"),
+        ("hashed_ngrams(1)", r"expected a number of ids, 2 to 16777216, as in hashed_ngrams\(65536\)"),
+        ("hashed_ngrams(100, words=0)", "words=0, least=3, most=6"),
+        ("hashed_ngrams(100, least=5, most=4)", "or most=0"),
+        ("hashed_ngrams", "size"),
+    ],
+)
+def test_invalid_arguments_raise(spec, message):
+    with pytest.raises(InputError, match=message):
+        build(spec)
+
+
+def test_damaged_files_raise(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    for form, message in (
+        ({"type": "hashed_words", "version": 1, "by": "sounds"}, "is damaged: .*save it again"),
+        ({"type": "hashed_ngrams", "version": 1, "size": "many"}, "is damaged"),
+        ({"type": "hashed_words", "version": 99}, "format version 99, expected 1"),
+    ):
+        path.write_text(json.dumps(form))
+        with pytest.raises(InputError, match=message):
+            load(str(path))
+
+
+def test_every_split_keeps_all_words_of_a_long_text():
+    text = "x y " * 5000
+    for by in word_hashes.SPLITS:
+        words = word_hashes.split(text, by)
+        assert len(build(f"hashed_words(by={by})").encode(text.encode())) == 4 * len(words)
