@@ -72,7 +72,7 @@ def prado_vector(params, words):
     for name in ("unigram", "bigram", "skip1bigram"):
         p = params[name]
         kernels = (p["values"]["kernel"], p["bias"], p["logits"]["kernel"], np.zeros(len(p["bias"])))
-        pooled.append(reference.ngram_attention(*words, len(words[0]), NGRAMS[name], *kernels))
+        pooled.append(reference.ngram_attention(words[0], words[1], len(words[0]), NGRAMS[name], *kernels))
     return np.concatenate(pooled)
 
 
