@@ -16,6 +16,7 @@ from typing import Any
 
 from hpnlp import measure, tasks
 from hpnlp.data.examples.kind import Kind
+from hpnlp.data.hashing_tokenizers import HashedWordTokenizer
 from hpnlp.jobs import exported_tokenizer, held_out
 from hpnlp.models.export import onnx_file, stablehlo
 from hpnlp.models.export.formats import FORMATS
@@ -198,6 +199,7 @@ def _record(run: Run, kind: Kind, written: Written, form: str) -> dict[str, Any]
         "labels": list(run.vocabulary.labels or ()),
         "inputs": list(written.function.inputs),
         "texts": [column.name for column in kind.inputs],
+        "tokenizer": "hashes" if isinstance(run.tokenizer, HashedWordTokenizer) else "tokenizers",
         "pad_id": run.tokenizer.pad_id,
         "max_len": written.function.length or run.config.data.seq_len,
         "length": written.function.length,
@@ -209,17 +211,25 @@ def _record(run: Run, kind: Kind, written: Written, form: str) -> dict[str, Any]
 def _readme(record: Mapping[str, Any]) -> str:
     """README.md of the directory."""
     runtime = FORMATS[record["format"]].runtime
+    is_hashed = record["tokenizer"] == "hashes"
+    unit = "words" if is_hashed else "tokens"
+    packages = f"{runtime} numpy" if is_hashed else f"{runtime} tokenizers numpy"
+    ids = (
+        f"`tokens` has four numbers for each word, the bits of its hash by `{exported_tokenizer.HASHES}`, int32 [B, T, 4]"
+        if is_hashed
+        else "`tokenizer.json` adds the special tokens of training"
+    )
     example = ' "a text"' + (' "the second text"' if len(record["texts"]) == 2 else "")
     return f"""# A {record["task"]} model
 
 `{record["model"]}` maps {", ".join(record["inputs"])} (int32 [B, T]) to logits of the labels in `{EXPORT_FILE}`;
-`tokenizer.json` adds the special tokens of training. It is served without the program that trained it:
+{ids}. It is served without the program that trained it:
 
-    pip install {runtime} tokenizers numpy
+    pip install {packages}
     python {SCRIPT}{example}
 
 In Python, from this directory: `from predict import Model`, and `Model().predict(["a text"])` returns one
-`{{"label": ..., "probability": ...}}` for each text. Texts are cut after {record["max_len"]} tokens.
+`{{"label": ..., "probability": ...}}` for each text. Texts are cut after {record["max_len"]} {unit}.
 """
 
 
@@ -232,7 +242,8 @@ def _compared(run: Run, kind: Kind, directory: Path, record: Mapping[str, Any], 
         return
     exported_tokenizer.check(run, kind, directory, texts)
     runtime = FORMATS[record["format"]].runtime
-    missing = [name for name in (runtime, "tokenizers") if importlib.util.find_spec(name) is None]
+    packages = (runtime,) if record["tokenizer"] == "hashes" else (runtime, "tokenizers")
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         yield (
             f"ids of {len(texts)} held-out texts are those of the run; predictions were not compared: pip install "
@@ -253,7 +264,8 @@ def _measured(
         if is_rounded:
             dense = dataclasses.replace(run, params=dense_tree(run.params))
             for name in (EXPORT_FILE, SCRIPT, *exported_tokenizer.FILES):
-                shutil.copyfile(directory / name, Path(scratch, name))
+                if (directory / name).exists():
+                    shutil.copyfile(directory / name, Path(scratch, name))
             length, batch = record["length"], record["batch"]
             write_model(dense, Path(scratch, record["model"]), record["format"], length=length, batch=batch)
             functions["float32"] = _prediction(Path(scratch), texts)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import runpy
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpnlp.data import export
+import numpy as np
+
+from hpnlp.data import export, word_hashes
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Classification
 from hpnlp.data.export import Framing
+from hpnlp.data.hashing_tokenizers import HashedWordTokenizer
 from hpnlp.data.huggingface import HFTokenizer, import_tokenizers
 from hpnlp.data.masking import find_mask_id
 from hpnlp.jobs import held_out
@@ -19,7 +24,8 @@ from hpnlp.models.encoder import Encoder
 from hpnlp.training.run_directory import Run
 from hpnlp.types import InputError
 
-FILES = ("tokenizer.json", "tokenizer_config.json")
+HASHES = "word_hashes.py"  # file of the hash of words, which the script in the directory reads
+FILES = ("tokenizer.json", "tokenizer_config.json", HASHES)
 
 
 def _special_tokens(run: Run, kind: Kind | None) -> Framing | None:
@@ -36,7 +42,7 @@ def _special_tokens(run: Run, kind: Kind | None) -> Framing | None:
 
 
 def write(run: Run, kind: Kind | None, source: Path, directory: str) -> bool:
-    """Writes the tokenizer of a run in the Hugging Face layout.
+    """Writes the tokenizer of a run in the Hugging Face layout; or that of hashes of words, with the code of the hash.
 
     Args:
       run: The run.
@@ -51,6 +57,10 @@ def write(run: Run, kind: Kind | None, source: Path, directory: str) -> bool:
       InputError: The tokenizer has no Hugging Face form.
     """
     tokenizer = run.tokenizer
+    if isinstance(tokenizer, HashedWordTokenizer):
+        tokenizer.save(os.path.join(directory, "tokenizer.json"))
+        shutil.copyfile(word_hashes.__file__, os.path.join(directory, HASHES))
+        return True
     is_copied = isinstance(tokenizer, HFTokenizer) and not tokenizer.is_trained_here
     if is_copied:
         for name in FILES:
@@ -72,6 +82,19 @@ def _encode(directory: str | Path, texts: Sequence[tuple[str, ...]], max_len: in
     return [(encoded.ids, encoded.type_ids) for encoded in (inner.encode(*parts) for parts in texts)]
 
 
+def _check_hashes(run: Run, directory: str | Path, texts: Sequence[tuple[str, ...]]) -> None:
+    """Raises InputError if the exported code gives other hashes than those of training."""
+    split = json.loads(Path(directory, "tokenizer.json").read_text("utf-8"))["by"]
+    encode = runpy.run_path(os.path.join(directory, HASHES))[
+        "encode"
+    ]  # an import would leave bytecode in the directory
+    for (text,) in texts:
+        if encode(text, split).reshape(-1).view(np.int32).tolist() != run.tokenizer.encode(text.encode()).tolist():
+            raise InputError(
+                f"{HASHES} gives other hashes than training for {text!r:.60}: install numpy 2, and export again"
+            )
+
+
 def check(run: Run, kind: Kind, directory: str | Path, texts: Sequence[tuple[str, ...]]) -> None:
     """Checks that an exported tokenizer gives the ids of training.
 
@@ -84,6 +107,9 @@ def check(run: Run, kind: Kind, directory: str | Path, texts: Sequence[tuple[str
     Raises:
       InputError: The ids or types of a text differ.
     """
+    if isinstance(run.tokenizer, HashedWordTokenizer):
+        _check_hashes(run, directory, texts)
+        return
     expected = held_out.framed_ids(run, kind, texts)
     has_types = isinstance(run.model, Encoder) and run.model.config.token_types > 1
     exported = _encode(directory, texts, run.config.data.seq_len)

@@ -2,19 +2,51 @@
 
 A tab, or a second argument, separates the texts of a pair. Blank lines are left out; -- stands before texts that begin with a
 hyphen. Prints a line of JSON with each text and its prediction, and to stderr the number of texts that were cut. Needs numpy,
-tokenizers, and onnxruntime or jax; nothing else.
+onnxruntime or jax, and tokenizers where words are not hashed by word_hashes.py; nothing else.
 """
 
 import argparse
 import json
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 HERE = Path(__file__).resolve().parent
+
+
+class Words:
+    """The hashes of the words of a text, in place of the ids of its tokens."""
+
+    def __init__(self, ids: Any, max_len: int) -> None:
+        self.ids, self.overflowing = ids[:max_len], ids[max_len:]
+
+
+class Hashes:
+    """The hash of words, in place of a tokenizer."""
+
+    def __init__(self, directory: Path, max_len: int) -> None:
+        self.by, self.max_len = json.loads((directory / "tokenizer.json").read_text("utf-8"))["by"], max_len
+        self.hash: Any = runpy.run_path(str(directory / "word_hashes.py"))["encode"]
+
+    def encode(self, text: str) -> Words:
+        ids = self.hash(text, self.by).view(np.int32)
+        if not len(ids):
+            raise ValueError(f"{text!r:.60} has no words: leave it out")
+        return Words(ids, self.max_len)
+
+
+def hugging_face(directory: Path, max_len: int) -> Any:
+    """The tokenizer of a directory."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True  # names of special tokens in a text are text
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(max_len)
+    return tokenizer
 
 
 class Model:
@@ -22,10 +54,8 @@ class Model:
 
     def __init__(self, directory: Path = HERE) -> None:
         self.record: dict[str, Any] = json.loads((directory / "export.json").read_text("utf-8"))
-        self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-        self.tokenizer.encode_special_tokens = True  # names of special tokens in a text are text
-        self.tokenizer.no_padding()
-        self.tokenizer.enable_truncation(self.record["max_len"])
+        has_hashes = self.record["tokenizer"] == "hashes"
+        self.tokenizer: Any = (Hashes if has_hashes else hugging_face)(directory, self.record["max_len"])
         path = directory / self.record["model"]
         if self.record["format"] == "onnx":
             import onnxruntime
@@ -62,7 +92,7 @@ class Model:
 
     def count_cut(self, texts: Any) -> int:
         """Number of texts that are longer than the model reads, and are cut."""
-        return sum(bool(self._encode(text).overflowing) for text in texts)
+        return sum(len(self._encode(text).overflowing) > 0 for text in texts)
 
     def _encode(self, text: Any) -> Any:
         """Token ids of a text or a pair."""
@@ -73,7 +103,7 @@ class Model:
         count = self.record["batch"] or len(encoded)
         width = self.record["length"] or max(len(text.ids) for text in encoded)
         feeds = {name: np.zeros((count, width), np.int32) for name in self.record["inputs"]}
-        feeds["tokens"] += self.record["pad_id"]
+        feeds["tokens"] = np.full((count, width, *np.shape(encoded[0].ids)[1:]), self.record["pad_id"], np.int32)
         if "segment_ids" in feeds:
             feeds["segment_ids"][len(encoded) :, 0] = 1  # rows after the texts are read as one token
         for row, text in enumerate(encoded):

@@ -107,7 +107,8 @@ def _bits(hashes: Array, features: int) -> Array:
     numbers = (np.arange(1, HASH_WORDS * blocks + 1, dtype=np.uint64) * _STEP).astype(np.uint32).view(np.int32)
     numbers = numbers.reshape(blocks, HASH_WORDS)
     state = [hashes[..., i, None].astype(jnp.int32) ^ jnp.asarray(numbers[None, None, :, i]) for i in range(HASH_WORDS)]
-    words = jnp.stack(_summed([_mixed(word) for word in _summed(state)]), axis=-1)
+    mixed = _summed([_mixed(word) for word in _summed(state)])
+    words = jnp.concatenate([word[..., None] for word in mixed], axis=-1)
     return words.reshape(*hashes.shape[:2], blocks * HASH_WORDS)
 
 

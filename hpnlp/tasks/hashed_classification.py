@@ -20,6 +20,10 @@ class HashedClassification(Classification):
     data_config = HashedTextsConfig
     compares_as = "classification"
 
+    @property
+    def is_served(self) -> bool:
+        return True
+
     def planned_sizes(self, config: RunConfig) -> Sizes:
         return Sizes(0, classes=config.model.classes or PLANNED_CLASSES)
 

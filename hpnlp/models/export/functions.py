@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,9 @@ import jax.numpy as jnp
 
 from hpnlp.models import variables
 from hpnlp.models.encoder import Encoder
+from hpnlp.models.hashed_classifier import HashedClassifier
 from hpnlp.models.lm import LM
+from hpnlp.ops.word_projection import HASH_WORDS
 from hpnlp.types import InputError
 
 # Arrays of a batch that are no inputs of the exported function: those of the loss, and positions, which count from 0.
@@ -32,22 +34,25 @@ class ExportedFunction:
       inputs: Names of the arguments.
       length: T; 0 for any length.
       longest: Largest T; 0 for no limit.
+      token_shapes: Name of an argument -> shape of the part of one token, of arguments with further axes.
     """
 
     call: Callable[..., Any]
     inputs: tuple[str, ...]
     length: int
     longest: int = 0
+    token_shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
 def logits_function(model: Any, weights: Any, length: int) -> ExportedFunction:
     """The logits of a model as a function of its inputs.
 
     Args:
-      model: An LM or an Encoder.
+      model: An LM, an Encoder or a HashedClassifier.
       weights: Weights of the model.
       length: Tokens of a sequence, 0 for any number. An LM takes "tokens"; shorter texts are padded at the end. An Encoder
-        takes "tokens", "segment_ids" (1 for text, 0 for padding), and "token_types" if pairs of texts have some.
+        takes "tokens", "segment_ids" (1 for text, 0 for padding), and "token_types" if pairs of texts have some; a
+        HashedClassifier takes "tokens", the hashes of words `[B, T, 4]`, and "segment_ids".
 
     Returns:
       The function.
@@ -55,10 +60,14 @@ def logits_function(model: Any, weights: Any, length: int) -> ExportedFunction:
     Raises:
       InputError: Another class of models, or a length that the model does not have.
     """
+    if isinstance(model, HashedClassifier):
+        inputs = _exported_inputs(model)
+        call = _of_batch(model, weights, inputs)
+        return ExportedFunction(call, inputs, length, token_shapes={"tokens": (HASH_WORDS,)})
     if not isinstance(model, LM | Encoder) or model.config.memory_dim:
         raise InputError(
-            f"a {type(model).__name__} has no logits of token ids: export a run of task lm, masked_lm, classification or "
-            "tagging"
+            f"a {type(model).__name__} has no logits of token ids: export a run of task lm, masked_lm, classification, "
+            "hashed_classification or tagging"
         )
     max_len, fixed = model.config.max_len, model.config.fixed_length()
     if length < 0 or (model.config.position == "learned" and 0 < max_len < length):
@@ -72,15 +81,26 @@ def logits_function(model: Any, weights: Any, length: int) -> ExportedFunction:
         return ExportedFunction(
             lambda tokens: model.apply(collections, tokens, method="logits"), ("tokens",), length, longest
         )
-    inputs = tuple(name for name in model.batch_axes() if name not in _NOT_EXPORTED)
+    inputs = _exported_inputs(model)
+    return ExportedFunction(_of_batch(model, weights, inputs), inputs, length, longest)
+
+
+def _exported_inputs(model: Any) -> tuple[str, ...]:
+    """Names of the arrays of a batch that the logits depend on."""
+    return tuple(name for name in model.batch_axes() if name not in _NOT_EXPORTED)
+
+
+def _of_batch(model: Any, weights: Any, inputs: Sequence[str]) -> Callable[..., Any]:
+    """The logits as a function of the arrays of a batch."""
+    collections = variables.collections(weights)
 
     def call(*arrays: jax.Array) -> Any:
         batch = dict(zip(inputs, arrays, strict=True))
-        tokens = batch["tokens"]
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        shape = batch["tokens"].shape[:2]
+        positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
         return model.apply(collections, {**batch, "positions": positions}, method="logits")
 
-    return ExportedFunction(call, inputs, length, longest)
+    return call
 
 
 def input_shape(function: ExportedFunction, batch: int) -> tuple[Any, Any]:
@@ -111,7 +131,8 @@ def arguments(function: ExportedFunction, shape: Sequence[Any]) -> list[jax.Shap
     Returns:
       One for each input.
     """
-    return [jax.ShapeDtypeStruct(tuple(shape), jnp.int32) for _ in function.inputs]
+    further = function.token_shapes
+    return [jax.ShapeDtypeStruct((*shape, *further.get(name, ())), jnp.int32) for name in function.inputs]
 
 
 def unsized_error(function: ExportedFunction, batch: int, error: BaseException) -> InputError:

@@ -47,7 +47,6 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 0) -> bool:
     onnx = import_onnx()
     graph = Graph({name: _size_of_input(function.inputs[0], axis) for axis, name in enumerate((BATCH, LENGTH))})
     closed = traced(function, batch)
-    shape = closed.in_avals[0].shape
     # Statistics of the layers, which the logits do not depend on, have operations that are not written.
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)
     (result,) = _run(graph, jaxpr, closed.consts, list(function.inputs))
@@ -59,7 +58,8 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 0) -> bool:
             "length, because ONNX files hold every iteration of loops"
         )
     integer, real = onnx.TensorProto.INT32, onnx.TensorProto.FLOAT
-    inputs = [onnx.helper.make_tensor_value_info(name, integer, _stated(shape)) for name in function.inputs]
+    named = zip(function.inputs, closed.in_avals, strict=True)
+    inputs = [onnx.helper.make_tensor_value_info(name, integer, _stated(aval.shape)) for name, aval in named]
     outputs = [onnx.helper.make_tensor_value_info("logits", real, _stated(closed.out_avals[0].shape))]
     content = onnx.helper.make_model(
         onnx.helper.make_graph(nodes, "logits", inputs, outputs, constants),

@@ -65,9 +65,18 @@ def _binary(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
 
 
 def _logical(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
-    if eqn.outvars[0].aval.dtype != np.bool_:
-        raise _unsupported(eqn, "of integers")
-    return graph.node(LOGICAL[eqn.primitive.name], *graph.broadcasting(inputs, eqn))
+    kind = LOGICAL[eqn.primitive.name]
+    is_bool = eqn.outvars[0].aval.dtype == np.bool_
+    return graph.node(kind if is_bool else f"Bitwise{kind}", *graph.broadcasting(inputs, eqn))
+
+
+def _shift_right(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+    """A shift of the bits of integers; runtimes shift unsigned ones."""
+    dtype = eqn.outvars[0].aval.dtype
+    unsigned = [
+        graph.cast(x, np.dtype(f"u{np.dtype(dtype).name.removeprefix('u')}")) for x in graph.broadcasting(inputs, eqn)
+    ]
+    return graph.cast(graph.node("BitShift", *unsigned, direction="RIGHT"), dtype)
 
 
 def _not_equal(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
@@ -406,6 +415,7 @@ RULES: dict[str, Rule] = {
     "round": _round,
     "rsqrt": _rsqrt,
     "select_n": _select,
+    "shift_right_logical": _shift_right,
     "slice": _slice,
     "square": _square,
     "transpose": _transpose,

@@ -34,7 +34,14 @@ def booleans(dtype):
     return lambda tokens: lax.dot(tokens > 2, (tokens > 3).T, preferred_element_type=dtype)
 
 
+def mixed_bits(tokens):
+    """A wrapping product, shifts and logic of integers, of which some are negative."""
+    x = (tokens * jnp.int32(-1640531527)) ^ lax.shift_right_logical(tokens, jnp.full_like(tokens, 3))
+    return ((x & 0xFFFF) | 5) - (lax.shift_right_logical(x, jnp.full_like(x, 16)) & 0xFF)
+
+
 CASES = {
+    "bits of integers": mixed_bits,
     "scan of length 0": lambda tokens: scanned(tokens, 0),
     "scan": lambda tokens: scanned(tokens, 3),
     "reversed scan": lambda tokens: scanned(tokens, 3, reverse=True),
