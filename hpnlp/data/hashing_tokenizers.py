@@ -83,7 +83,7 @@ class HashedWordTokenizer(HashingTokenizer):
 
 
 class HashedNgramTokenizer(HashingTokenizer):
-    """Hashes of the words of a text, of its n-grams of words, and of the n-grams of characters of each word (fastText).
+    """Hashes of the words of a text, of its n-grams of words, and then of the n-grams of characters of each word (fastText).
 
     The mean of their vectors is the text's vector in the classifier of Joulin et al. 2016, "Bag of tricks for efficient text
     classification"; n-grams of characters are those of Bojanowski et al. 2017, with < before and > after a word. Id 0 is
@@ -125,15 +125,15 @@ class HashedNgramTokenizer(HashingTokenizer):
     def encode(self, text: bytes) -> np.ndarray:
         words = word_hashes.split(to_text(text), self.by)
         ids = [np.zeros(0, np.int32)]
-        for word in words:
+        for count in range(1, self.words + 1):
+            ngrams = (" ".join(words[start : start + count]) for start in range(len(words) - count + 1))
+            ids.append(self._ids([_MARK + ngram.encode("utf-8", "surrogateescape") for ngram in ngrams]))
+        for word in words:  # last, so that long texts lose n-grams of characters first
             if word not in self._of_words:
                 if len(self._of_words) >= _CACHED:
                     self._of_words.clear()
                 self._of_words[word] = self._ids(self._characters(word))
             ids.append(self._of_words[word])
-        for count in range(1, self.words + 1):
-            ngrams = (" ".join(words[start : start + count]) for start in range(len(words) - count + 1))
-            ids.append(self._ids([_MARK + ngram.encode("utf-8", "surrogateescape") for ngram in ngrams]))
         return np.concatenate(ids)
 
     def _characters(self, word: str) -> list[bytes]:

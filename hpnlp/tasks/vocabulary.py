@@ -11,6 +11,7 @@ import numpy as np
 from hpnlp.data import tokenizers
 from hpnlp.data.examples import load_labels, save_labels
 from hpnlp.data.masking import find_mask_id
+from hpnlp.models.ranges import LIMITS
 from hpnlp.spec import parse_one
 from hpnlp.types import InputError, Tokenizer, WordStats
 
@@ -119,6 +120,11 @@ def fill_sizes(model: Config, sizes: Sizes, seq_len: int) -> Config:
           another length than a mixer has parameters for.
     """
     c: Any = model
+    if sizes.ids > LIMITS["vocab"]:
+        raise InputError(
+            f"the tokenizer has {sizes.ids} ids, too many for a table of words: choose task='hashed_classification', or "
+            "another data.tokenizer, such as 'hashed_ngrams(65536)'"
+        )
     if c.vocab and c.vocab < sizes.ids:
         raise InputError(
             f"model.vocab={c.vocab} is less than the tokenizer's {sizes.ids}: set it to 0, or to at least {sizes.ids}"

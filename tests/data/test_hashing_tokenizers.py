@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 
 from hpnlp.data import word_hashes
+from hpnlp.data.config import DataConfig
+from hpnlp.data.stream import prepare
 from hpnlp.data.tokenizers import build, load
+from hpnlp.tasks.classification import ClassifierConfig
+from hpnlp.tasks.vocabulary import Sizes, fill_sizes
 from hpnlp.types import InputError, Tokenizer
 from tests import projection_reference as reference
 
@@ -31,12 +35,12 @@ def test_ids_of_words_are_the_bits_of_their_hashes():
 
 
 def test_ids_of_ngrams_are_those_of_words_and_characters():
-    """Each distinct n-gram alone: characters of <ab> and <c>, the words, and the pair of words."""
+    """The words, the pair of words, and n-grams of the characters of <ab> and <c>."""
     ids = build("hashed_ngrams(65536, words=2, least=3, most=4)").encode(b"AB c")
-    ngrams = [b"<ab", b"ab>", b"<ab>", b"<c>", b"\1ab", b"\1c", b"\1ab c"]
+    ngrams = [b"\1ab", b"\1c", b"\1ab c", b"<ab", b"ab>", b"<ab>", b"<c>"]
     assert ids.tolist() == [1 + reference.murmur(ngram)[0] % 65535 for ngram in ngrams]
     words = build("hashed_ngrams(65536, words=1, most=0)").encode(b"AB c ab")
-    assert words.tolist() == [ids[4], ids[5], ids[4]]
+    assert words.tolist() == [ids[0], ids[1], ids[0]]
     assert set(build("hashed_ngrams(2)").encode(b"a b c")) == {1}
 
 
@@ -54,6 +58,19 @@ def test_ids_of_ngrams_are_those_of_words_and_characters():
 def test_invalid_arguments_raise(spec, message):
     with pytest.raises(InputError, match=message):
         build(spec)
+
+
+@pytest.mark.parametrize("spec", ["hashed_words", "hashed_ngrams(100)"])
+def test_corpora_of_text_raise(spec, tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    with pytest.raises(InputError, match="hashes cannot be decoded to text: set it to 'bytes'"):
+        prepare(DataConfig(path=str(tmp_path / "a.txt"), tokenizer=spec))
+
+
+def test_encoders_with_a_table_raise():
+    sizes = Sizes(build("hashed_words").vocab_size, classes=2)
+    with pytest.raises(InputError, match="choose task='hashed_classification'"):
+        fill_sizes(ClassifierConfig(), sizes, 16)
 
 
 def test_damaged_files_raise(tmp_path):
