@@ -361,6 +361,7 @@ def test_run_is_read_back(config, finished):
     assert run.vocabulary.sizes == tasks.find(config.task).vocabulary(result.dataset).sizes
 
 
+@pytest.mark.filterwarnings("ignore:.* texts were cut")  # as in training
 def test_predictions_are_those_of_the_stored_examples(config, finished):
     """Records without labels, in batches of their own lengths, against the model's outputs for the batches of training."""
     workdir, result, _ = finished
