@@ -157,7 +157,8 @@ def qrnn(
         )
     x = _zero_padding(x, lengths)
     if reverse:
-        x, hold, reset = (None if a is None else a[:, ::-1] for a in (x, hold, reset))
+        x = x[:, ::-1]
+        hold, reset = (None if a is None else a[:, ::-1] for a in (hold, reset))
     features = w.shape[1] // count
     c, before = _qrnn_state(state, x, width, features)
     tokens = jnp.concatenate([before, x], axis=1)
@@ -170,8 +171,9 @@ def qrnn(
         added, f = (1.0 - hold) * added, hold + (1.0 - hold) * f
     states = _pool(f, added, c, reset, lengths, impl, reverse)
     y = states if pooling == "f" else further[0] * states
-    is_full = lengths is None or reverse  # padding comes before the tokens if these are reversed
-    end = jnp.full((len(x),), x.shape[1], jnp.int32) if is_full else lengths
+    end = jnp.full((len(x),), x.shape[1], jnp.int32)
+    if lengths is not None and not reverse:  # padding comes before the tokens if these are reversed
+        end = lengths
     new_state = states[:, -1], last_tokens(tokens, end + (width - 1), width - 1)
     return _zero_padding((y[:, ::-1] if reverse else y).astype(x.dtype), lengths), new_state
 
