@@ -527,7 +527,7 @@ INTERNAL = {
     *(f"moe.{name}" for name in ("dispatch", "exchange", "grouped", "schedule")),
     *bucketed_and_low_rank_calls.INTERNAL,
     *rnn_calls.INTERNAL,
-    *("array_op", "arrays", "counter_rng", "custom_vjp", "stacks"),
+    *("array_op", "arrays", "counter_rng", "custom_vjp", "device", "moe.pallas_gpu", "stacks"),
     *(f"softmax.{name}" for name in ("chunked_cross_entropy", "word_order", "trees")),
 }
 # Functions that compute on the host, from numbers and numpy arrays, and functions that only other ops call.
