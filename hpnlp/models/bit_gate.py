@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -78,6 +80,6 @@ class BitGate(nn.Module):
         return -path_log_prob(self(model_log_odds, tokens, count, ids), ids, self.vocab)
 
 
-def _equal_weights(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
+def _equal_weights(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
     """Initial biases: equal weights of all log-odds, and no correction."""
     return jnp.full(shape, 2.0 / shape[0], dtype).at[-1].set(0.0)

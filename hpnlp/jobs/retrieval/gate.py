@@ -60,7 +60,7 @@ class Documents:
           InputError: There are less than three training documents, or the last ones are more than half of the text.
         """
         order = np.random.default_rng(seed).permutation(len(train.ends))
-        documents = [train.document(i) for i in order]
+        documents = [train.document(i) for i in order.tolist()]
         behind = np.cumsum([len(d) for d in reversed(documents)])  # tokens of the last documents, by their number
         count = 1 + int(np.searchsorted(behind, min(gate_tokens, behind[-1] // 5)))
         if len(order) < 3 or 2 * behind[count - 1] > behind[-1]:
@@ -244,7 +244,7 @@ def fit_gate(gate: BitGate, inputs: Inputs, epochs: int, seed: int, progress: Pr
     steps = epochs * (len(inputs.ids) // size)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 5e-3, min(50, steps // 10), steps)
     optimizer = optax.adamw(schedule, weight_decay=1e-3)
-    params = gate.init(jax.random.key(seed), *inputs.rows(slice(0, 1)))
+    params = gate.init(jax.random.key(seed), *map(jnp.asarray, inputs.rows(slice(0, 1))))
     state = optimizer.init(params)
 
     @jax.jit

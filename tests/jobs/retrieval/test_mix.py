@@ -3,9 +3,11 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.data.token_store import Tokens
 from hpnlp.jobs.retrieval import gate as gates
 from hpnlp.jobs.retrieval.gate import Documents, DynamicEvaluation
 from hpnlp.models.lm import LM, LMConfig
@@ -46,7 +48,7 @@ def test_log_odds_are_those_of_whole_documents(documents, model):
     expected = []
     for first, end in zip(documents.ends[3:5], documents.ends[4:6], strict=True):
         text = documents.tokens[first:end]
-        log_probs = jax.nn.log_softmax(module.apply(variables, text[None, :-1], method="logits")[0])
+        log_probs = jax.nn.log_softmax(module.apply(variables, jnp.asarray(text[None, :-1]), method="logits")[0])
         expected.append(-np.take_along_axis(np.asarray(log_probs), text[1:, None], 1)[:, 0])
     np.testing.assert_allclose(nll, np.concatenate(expected), rtol=2e-5)
 
@@ -72,8 +74,8 @@ def test_later_text_changes_no_earlier_log_odds(documents, model, kind):
         assert (after[~earlier] != before[~earlier]).any()
 
 
-class Stored:
-    """Documents like `token_store.Tokens`."""
+class Stored(Tokens):
+    """Documents in memory."""
 
     def __init__(self, texts):
         self.texts, self.ends = texts, np.cumsum([len(text) for text in texts])
