@@ -54,7 +54,7 @@ class Model:
 
     def __init__(self, directory: Path = HERE) -> None:
         self.record: dict[str, Any] = json.loads((directory / "export.json").read_text("utf-8"))
-        has_hashes = self.record["tokenizer"] == "hashes"
+        has_hashes = self.record.get("tokenizer") == "hashes"
         self.tokenizer: Any = (Hashes if has_hashes else hugging_face)(directory, self.record["max_len"])
         path = directory / self.record["model"]
         if self.record["format"] == "onnx":

@@ -201,7 +201,7 @@ class RecurrentEncoder(TextEncoder):
     features: int = 64
     layers: int = 2
     width: int = 3
-    zoneout: float = 0.1
+    zoneout: float | int = 0.1
 
     def check(self) -> None:
         ranges = {"features": (1, MAX_WIDTH), "layers": (1, 64), "width": (1, 64)}

@@ -20,7 +20,7 @@ _STEP = 0x9E3779B9
 
 
 @array_op("B T", hashes="B T")
-def ternary_features(hashes: Int[Array, "B T 4"], features: int) -> Int[Array, "B T F"]:
+def ternary_features(hashes: Int[Array, "..."], features: int) -> Int[Array, "B T F"]:
     """Features of words: -1, 0 and 1 with the probabilities 1/4, 1/2 and 1/4, of which two bits of a hash decide each.
 
     The bits 00, 01, 10 and 11 stand for 0, 1, -1 and 0. 64 features have 128 bits, which are a bijection of the hash, another
@@ -65,7 +65,7 @@ def check_features(features: int) -> None:
 
 
 @array_op("B T", hashes="B T")
-def projected_product(hashes: Int[Array, "B T 4"], w: Any) -> Float[Array, "B T D"]:
+def projected_product(hashes: Int[Array, "..."], w: Any) -> Float[Array, "B T D"]:
     """Product of the ternary features of words with a matrix, which holds the features of a part of the words at a time.
 
     Args:

@@ -151,5 +151,5 @@ def test_columns_of_tables_are_guessed_unless_they_are_named(tmp_path, capsys):
         data = experiment.read("classification/texts", start).data
         assert (data.text_field, data.label_field) == ("review", "stars")
     assert capsys.readouterr().err.endswith("a.csv: data.text_field=review, data.label_field=stars\n")
-    data = experiment.read("classification/texts", [*start, "--config.data.text_field=a"]).data
-    assert (data.text_field, data.label_field) == ("a", "label")
+    with pytest.raises(InputError, match="no field 'a', the fields are 'review', 'stars': pass data.text_field=NAME"):
+        experiment.read("classification/texts", [*start, "--config.data.text_field=a"])

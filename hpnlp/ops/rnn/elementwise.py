@@ -110,7 +110,7 @@ def qrnn(
     *,
     width: int = 1,
     pooling: str = "fo",
-    hold: Float[Array, "B T H"] | None = None,
+    hold: Float[Array, "#B #T H"] | None = None,
     reset: Bool[Array, "B T"] | None = None,
     lengths: Int[Array, " B"] | None = None,
     reverse: bool = False,
