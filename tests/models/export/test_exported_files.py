@@ -187,6 +187,18 @@ def test_products_of_integers_are_those_of_the_runtime(tmp_path):
 
 
 @pytest.mark.oracle
+@pytest.mark.oracle
+def test_operations_without_a_counterpart_in_onnx_raise(tmp_path):
+    pytest.importorskip("onnx")
+    function, _ = make(GPT2, "pow2")  # rows of the table are unpacked by shifts to the left
+    with pytest.raises(
+        InputError,
+        match="shift_left for the recipe of hpnlp compress .hpnlp/ops/weights/.*, which is not written.*packed=False",
+    ):
+        onnx_file.write(function, tmp_path / "model.onnx")
+    assert not (tmp_path / "model.onnx").exists()
+
+
 def test_operations_of_a_mixer_without_a_counterpart_in_onnx_name_it(tmp_path):
     pytest.importorskip("onnx")
     model = LM(LMConfig(dim=8, heads=2, layers=1, mlp_dim=8, vocab=16, max_len=8, mixer="sinkhorn(4)"))
