@@ -187,7 +187,6 @@ def test_products_of_integers_are_those_of_the_runtime(tmp_path):
 
 
 @pytest.mark.oracle
-@pytest.mark.oracle
 def test_operations_without_a_counterpart_in_onnx_raise(tmp_path):
     pytest.importorskip("onnx")
     function, _ = make(GPT2, "pow2")  # rows of the table are unpacked by shifts to the left
