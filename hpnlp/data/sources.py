@@ -101,7 +101,7 @@ class LeftOut(dict[str, list[Any]]):
             entry += names[: NAMED + 1 - len(entry)]
 
     def since(self, earlier: LeftOut) -> LeftOut:
-        """What was added since an earlier state.
+        """Counts what was added since an earlier state.
 
         Args:
           earlier: A copy of that state.

@@ -23,7 +23,7 @@ WORKERS = 2  # contexts that are sorted at the same time, each with about 30 byt
 
 @dataclasses.dataclass(frozen=True)
 class Suffix:
-    """Which contexts are looked up.
+    """Kinds of contexts that are looked up.
 
     Attributes:
       shortest: Number of tokens of the shortest context.
@@ -87,7 +87,7 @@ def find(spec: str) -> Suffix:
 
 
 def word_tokens(tokenizer: Tokenizer) -> np.ndarray:
-    """Which tokens consist of letters, digits and underscores, and of bytes of characters beyond ASCII.
+    """Finds the tokens that consist of letters, digits and underscores, and of bytes of characters beyond ASCII.
 
     Args:
       tokenizer: The tokenizer.

@@ -215,7 +215,7 @@ class DynamicEvaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What the gate reads of Q positions: the model's log-odds `[Q, L]`, neighbours, and the tokens int32 `[Q]`."""
+    """Inputs of the gate for Q positions: the model's log-odds `[Q, L]`, neighbours, and the tokens int32 `[Q]`."""
 
     log_odds: np.ndarray
     neighbours: Neighbours

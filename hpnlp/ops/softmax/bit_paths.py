@@ -99,14 +99,14 @@ def path_log_prob(log_odds: Float[Array, "*N L"], ids: Int[Array, "*N"], vocab: 
     return jnp.sum(jnp.where(is_decided(ids, vocab), jnp.float32(0.0), steps), axis=-1)
 
 
-@array_op("...", found="...")
+@array_op("...", voters="...")
 def vote_counts(
-    found: Int[Array, "*N K"], ids: Int[Array, "*N"], decay: float, length: int
+    voters: Int[Array, "*N K"], ids: Int[Array, "*N"], decay: float, length: int
 ) -> tuple[Float[Array, "*N L 2"], Float[Array, "*N L 2"]]:
     """Votes of tokens for the decisions of another token: those with the same bits before a decision vote on it.
 
     Args:
-      found: Tokens that vote; negative for none.
+      voters: Tokens that vote; negative for none.
       ids: The token whose decisions they vote on.
       decay: Factor of the weight of each vote relative to the one before it, in (0, 1].
       length: Number of decisions L.
@@ -115,9 +115,9 @@ def vote_counts(
       `(numbers of votes, sums of weights)` for 0 and for 1, float32.
     """
     prefixes = _prefixes(ids, length)[0][..., None]  # [*N, L, 1]
-    of_found = jnp.swapaxes(_prefixes(found, length)[0], -1, -2)  # [*N, L, K]
-    agrees = (found[..., None, :] >= 0) & (of_found >> 1 == prefixes >> 1)
-    votes = jnp.stack([agrees & (of_found & 1 == value) for value in (0, 1)], axis=-2).astype(jnp.float32)
+    of_voters = jnp.swapaxes(_prefixes(voters, length)[0], -1, -2)  # [*N, L, K]
+    agrees = (voters[..., None, :] >= 0) & (of_voters >> 1 == prefixes >> 1)
+    votes = jnp.stack([agrees & (of_voters & 1 == value) for value in (0, 1)], axis=-2).astype(jnp.float32)
     weights = decay ** jnp.arange(found.shape[-1], dtype=jnp.float32)
     return votes.sum(axis=-1), jnp.einsum("...k,k->...", votes, weights)
 
