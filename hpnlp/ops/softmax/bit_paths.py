@@ -118,7 +118,7 @@ def vote_counts(
     of_voters = jnp.swapaxes(_prefixes(voters, length)[0], -1, -2)  # [*N, L, K]
     agrees = (voters[..., None, :] >= 0) & (of_voters >> 1 == prefixes >> 1)
     votes = jnp.stack([agrees & (of_voters & 1 == value) for value in (0, 1)], axis=-2).astype(jnp.float32)
-    weights = decay ** jnp.arange(found.shape[-1], dtype=jnp.float32)
+    weights = decay ** jnp.arange(voters.shape[-1], dtype=jnp.float32)
     return votes.sum(axis=-1), jnp.einsum("...k,k->...", votes, weights)
 
 
