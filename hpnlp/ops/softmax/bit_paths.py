@@ -99,7 +99,7 @@ def path_log_prob(log_odds: Float[Array, "*N L"], ids: Int[Array, "*N"], vocab: 
     return jnp.sum(jnp.where(is_decided(ids, vocab), jnp.float32(0.0), steps), axis=-1)
 
 
-@array_op("...", voters="...")
+@array_op("...", voters="... K")
 def vote_counts(
     voters: Int[Array, "*N K"], ids: Int[Array, "*N"], decay: float, length: int
 ) -> tuple[Float[Array, "*N L 2"], Float[Array, "*N L 2"]]:
