@@ -17,6 +17,7 @@ import numpy as np
 from hpnlp import spec as specs
 from hpnlp.data.documents import to_text
 from hpnlp.data.prompt import prompt_bytes, unknown_parts, with_bos
+from hpnlp.data.tokenizer_process import TokenizerProcess
 from hpnlp.types import InputError, Tokenizer, WordStats
 
 # tokenizer_config.json of hpnlp's tokenizers: `transformers` follows tokenizer.json, and text never encodes to special tokens.
@@ -32,6 +33,9 @@ _CASE = r"(?<=[\p{Ll}\p{N}])(?=\p{Lu})|(?<=\p{Lu})(?=\p{Lu}\p{Ll})"
 _WORD = r"[^\W_]+"
 # Characters of a word, or of blanks in a row, that BPE is trained on: its time grows with the square of them.
 _LONGEST_RUN = 1024
+# Batches of at least so many texts or characters are encoded in a process of their own.
+_MANY_TEXTS = 256
+_MUCH_TEXT = 1 << 18
 
 
 def _split_by_spaces(hf: Any, inner: Any) -> None:
@@ -110,6 +114,7 @@ class HFTokenizer(Tokenizer):
                 single=f"{bos} $A", special_tokens=[(bos, inner.token_to_id(bos))]
             )
         self._inner = inner
+        self._process: TokenizerProcess | None = None
         self._form = form
         self._config = {**config, **(TOKENIZER_CONFIG if self.is_trained_here else {})}
         self._roles = {
@@ -151,25 +156,45 @@ class HFTokenizer(Tokenizer):
         inner = hf.Tokenizer(hf.models.BPE())
         split(hf, inner)
         inner.decoder = hf.decoders.ByteLevel()
-        trainer = hf.trainers.BpeTrainer(
-            vocab_size=size - len(cls.SPECIAL),
-            min_frequency=2,
-            show_progress=False,
-            initial_alphabet=sorted(hf.pre_tokenizers.ByteLevel.alphabet()),
-        )
-        inner.train_from_iterator((_without_long_runs(to_text(text)) for text in texts), trainer)
+        trainer = {
+            "vocab_size": size - len(cls.SPECIAL),
+            "min_frequency": 2,
+            "show_progress": False,
+            "initial_alphabet": sorted(hf.pre_tokenizers.ByteLevel.alphabet()),
+        }
+        process = _start_process(inner, bpe=trainer)
+        try:
+            trained = process.train(_without_long_runs(to_text(text)) for text in texts)
+        except ChildProcessError as error:
+            raise InputError(f"cannot make the vocabulary: {error}: free some memory") from error
         # The special tokens are plain entries that no merge produces, not added tokens: "<eos>" in a text stays text.
-        form = json.loads(inner.to_str())
+        form = json.loads(trained)
         vocab = form["model"]["vocab"]
         vocab.update({name: len(vocab) + i for i, name in enumerate(cls.SPECIAL)})
         return cls(hf.Tokenizer.from_str(json.dumps(form)), {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_process": None}
 
     def encode(self, text: bytes) -> np.ndarray:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        encoded = self._inner.encode_batch_fast([to_text(text) for text in texts], add_special_tokens=False)
+        strings = [to_text(text) for text in texts]
+        if len(strings) >= _MANY_TEXTS or sum(map(len, strings)) >= _MUCH_TEXT:
+            return self._encode_in_process(strings)
+        encoded = self._inner.encode_batch_fast(strings, add_special_tokens=False)
         return [np.array(e.ids, np.int32) for e in encoded]
+
+    def _encode_in_process(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encodes texts in a process of their own, which is kept for further calls."""
+        if self._process is None or self._process.parent != os.getpid():
+            self._process = _start_process(self._inner, self._inner.encode_special_tokens)
+        try:
+            return self._process.encode(texts)
+        except ChildProcessError as error:
+            self._process = None
+            raise InputError(f"cannot encode the text: {error}: free some memory") from error
 
     def encode_prompt(self, text: str) -> np.ndarray:
         text = to_text(prompt_bytes(text))
@@ -324,6 +349,16 @@ def import_tokenizers() -> Any:
             "data.tokenizer='bytes'"
         ) from error
     return tokenizers
+
+
+def _start_process(
+    inner: Any, encode_special_tokens: bool = False, bpe: Mapping[str, Any] | None = None
+) -> TokenizerProcess:
+    """Starts a process for a tokenizer of the package, or raises an InputError."""
+    try:
+        return TokenizerProcess(inner.to_str(), encode_special_tokens, bpe)
+    except OSError as error:
+        raise InputError(f"cannot start a process for the tokenizer: {error}: free some memory") from error
 
 
 def _sibling(path: str, name: str) -> str:

@@ -1,0 +1,102 @@
+"""Large batches of the package tokenizers are encoded in a process of their own."""
+
+import copy
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpnlp.data.huggingface import HFTokenizer
+from hpnlp.types import InputError
+
+TEXTS = [f"text {i} of many: naïve <eos> words, 世界\n".encode() for i in range(300)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return HFTokenizer.train(300, TEXTS)
+
+
+def process_of(tokenizer):
+    tokenizer.encode_batch(TEXTS)
+    return tokenizer._process._process
+
+
+def has_ended(pid):
+    """Whether a process that is no child of this one has ended; its new parent may not have asked for its code yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_large_batch_is_encoded_as_its_texts_one_by_one(tokenizer):
+    assert tokenizer._process is None
+    expected = [tokenizer.encode(text) for text in TEXTS]
+    assert tokenizer._process is None
+    encoded = tokenizer.encode_batch(TEXTS)
+    assert tokenizer._process is not None
+    for ids, wanted in zip(encoded, expected, strict=True):
+        assert ids.dtype == np.int32
+        np.testing.assert_array_equal(ids, wanted)
+    long = b"".join(TEXTS) * 40
+    assert tokenizer.decode(tokenizer.encode(long)) == long
+
+
+def test_names_of_special_tokens_are_read_as_in_this_process(tokenizer):
+    inner = copy.deepcopy(tokenizer._inner)
+    inner.add_special_tokens(["[X]"])
+    for split in (False, True):
+        other = HFTokenizer(inner, {"split_special_tokens": split})
+        texts = [b"a [X] b"] * 300
+        np.testing.assert_array_equal(other.encode_batch(texts)[299], other.encode(texts[0]))
+
+
+def test_a_process_that_is_killed_is_an_error_and_is_replaced(tokenizer):
+    process = process_of(tokenizer)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    with pytest.raises(InputError, match=r"ended with code -9: free some memory"):
+        tokenizer.encode_batch(TEXTS)
+    assert len(tokenizer.encode_batch(TEXTS)) == 300
+
+
+def test_the_process_ends_with_its_tokenizer(tokenizer):
+    other = copy.deepcopy(tokenizer)
+    process = process_of(other)
+    assert process.poll() is None
+    del other
+    gc.collect()
+    assert process.poll() == 0
+
+
+def test_the_process_ends_with_a_parent_that_is_killed():
+    code = (
+        "import os, signal; from hpnlp.data.huggingface import HFTokenizer; texts = [b'some words'] * 300; "
+        "t = HFTokenizer.train(300, texts); t.encode_batch(texts); print(t._process._process.pid, flush=True); "
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    parent = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert parent.returncode == -signal.SIGKILL
+    pid = int(parent.stdout)
+    deadline = time.monotonic() + 20
+    while not has_ended(pid):
+        assert time.monotonic() < deadline, f"process {pid} still runs"
+        time.sleep(0.05)
+
+
+def test_a_fork_has_a_process_of_its_own(tokenizer):
+    tokenizer.encode_batch(TEXTS)
+    expected = tokenizer.encode_batch(TEXTS)
+    child = os.fork()
+    if child == 0:
+        same = all(map(np.array_equal, tokenizer.encode_batch(TEXTS), expected))
+        os._exit(0 if same else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert all(map(np.array_equal, tokenizer.encode_batch(TEXTS), expected))
