@@ -27,7 +27,7 @@ def rows_of_tokens(
       The rows; 0 in rows of padding. The derivative adds up the rows of a token in float32.
     """
     count = x.shape[0]
-    token = _token(routing, source, count)
+    token = token_of_rows(routing, source, count)
     if routing.tokens is None:
         x, token, row = vary_alike(x, token, row.reshape(count, -1))
     else:
@@ -52,12 +52,7 @@ def _copied_backward(
     count: int, residuals: tuple[jax.Array, jax.Array | None], dy: jax.Array
 ) -> tuple[jax.Array, None, None]:
     token, rows = residuals
-    if rows is None:
-        sums = zeros_alike(dy, (count, dy.shape[1]), jnp.float32).at[token].add(dy.astype(jnp.float32), mode="drop")
-    else:  # gathers have a fixed order, and are faster than a scatter
-        terms = (_float32_rows(dy, rows[:, j]) for j in range(rows.shape[1]))
-        sums = sum(terms, jnp.zeros((), jnp.float32))
-    return sums.astype(dy.dtype), None, None
+    return sums_of_tokens(dy, rows, token, count).astype(dy.dtype), None, None
 
 
 _copied.defvjp(_copied_forward, _copied_backward)
@@ -86,12 +81,29 @@ def tokens_of_rows(
     return jnp.zeros((count, rows.shape[1]), jnp.float32).at[routing.tokens].add(values).astype(rows.dtype)
 
 
+def sums_of_tokens(values: jax.Array, rows: jax.Array | None, token: jax.Array, count: int) -> jax.Array:
+    """The float32 sums `[N, D]` of the values `[R, D]` of each token's rows.
+
+    Args:
+      values: A value for each row.
+      rows: `[N, k]`, the rows of each token, R for none; None if a token may have any number.
+      token: `[R]`, the token of each row; N for none.
+      count: Number of tokens N.
+    """
+    if rows is None:
+        sums = zeros_alike(values, (count, values.shape[1]), jnp.float32)
+        return sums.at[token].add(values.astype(jnp.float32), mode="drop")
+    # Gathers have a fixed order, and are faster than a scatter.
+    terms = (_float32_rows(values, rows[:, j]) for j in range(rows.shape[1]))
+    return sum(terms, jnp.zeros((), jnp.float32))
+
+
 def _float32_rows(rows: jax.Array, index: jax.Array) -> jax.Array:
     """The rows at the indices, 0 at those beyond the last row, in float32."""
     return rows.at[index].get(mode="fill", fill_value=0).astype(jnp.float32)
 
 
-def _token(routing: Routing, source: jax.Array, count: int) -> jax.Array:
+def token_of_rows(routing: Routing, source: jax.Array, count: int) -> jax.Array:
     """The token of each row; `count` for a row of padding."""
     if routing.tokens is not None:
         return routing.tokens.at[source].get(mode="fill", fill_value=count)

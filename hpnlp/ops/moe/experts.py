@@ -63,11 +63,13 @@ def expert_mlp(
         schedule = equal_schedule(routing.experts, count, routing.most)
     else:
         expected = routing.expected or routing.experts.shape[0]
-        sizes = {"ragged": (1,), "pallas": (pallas_gpu.ROWS, 1)}.get(impl) or block_sizes(expected, count)
-        if impl == "loops" and jax.default_backend() == "gpu":  # a block costs the launches of its kernels
+        sizes = block_sizes(expected, count) if impl == "loops" else ()
+        if jax.default_backend() == "gpu":  # a block costs the launches of its kernels, however few rows it has
             sizes = sizes[:1]
         schedule = make_schedule(routing.experts, count, sizes, expected)
-    compute = {"batched": _batched, "ragged": _ragged, "pallas": _pallas, "loops": _loops}[impl]
+    if impl == "loops":
+        return grouped_mlp(x, routing, experts, schedule, activation)
+    compute = {"batched": _batched, "ragged": _ragged, "pallas": _pallas}[impl]
     rows = compute(experts, activation, rows_of_tokens(x, routing, schedule.source, schedule.row), schedule)
     return tokens_of_rows(rows, routing, schedule.row, x.shape[0])
 
@@ -149,16 +151,14 @@ def token_gates(routing: Routing, count: int, experts: int) -> jax.Array:
     return jnp.sum(jnp.where(is_chosen, routing.gates.reshape(count, -1)[:, :, None], 0.0), axis=1)
 
 
-def _loops(experts: Experts, activation: Activation, rows: jax.Array, schedule: Schedule) -> jax.Array:
-    return grouped_mlp(rows, experts, schedule.blocks, activation)
-
-
 def _ragged(experts: Experts, activation: Activation, rows: jax.Array, schedule: Schedule) -> jax.Array:
     return _mlp(experts, activation, rows, lambda x, stack: lax.ragged_dot(x, stack, schedule.counts))
 
 
 def _pallas(experts: Experts, activation: Activation, rows: jax.Array, schedule: Schedule) -> jax.Array:
-    return _mlp(experts, activation, rows, lambda x, stack: pallas_gpu.grouped_product(x, stack, schedule.counts))
+    padded = jnp.pad(rows, ((0, -len(rows) % pallas_gpu.ROWS), (0, 0)))
+    products = _mlp(experts, activation, padded, lambda x, stack: pallas_gpu.grouped_product(x, stack, schedule.counts))
+    return products[: len(rows)]
 
 
 def _batched(experts: Experts, activation: Activation, rows: jax.Array, schedule: Schedule) -> jax.Array:

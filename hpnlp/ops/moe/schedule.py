@@ -17,30 +17,34 @@ class Blocks:
     """Blocks of equal size, of which the first `used` hold rows.
 
     Attributes:
-      size: Rows of a block.
+      size: Largest number of rows of a block.
       expected: Value of `used` at equal loads, for estimates of cost.
+      is_first: No expert has two of these blocks, or a block of an earlier group.
       used: int32 scalar, number of blocks.
       experts: int32 `[n]`, the expert of each block.
       starts: int32 `[n]`, the first row of each block.
+      rows: int32 `[n]`, number of rows of each block.
     """
 
     size: int = dataclasses.field(metadata={"static": True})
     expected: int = dataclasses.field(metadata={"static": True})
+    is_first: bool = dataclasses.field(metadata={"static": True})
     used: Any
     experts: Any
     starts: Any
+    rows: Any
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Rows of a grouped product: assignments sorted by expert, each expert's padded to a multiple of the smallest block.
+    """Rows of a grouped product: assignments sorted by expert.
 
     Attributes:
       row: int32 `[A]`, the row of each assignment; the number of rows for an assignment to no expert.
-      source: int32 `[R]`, the assignment of each row; A for a row of padding.
+      source: int32 `[R]`, the assignment of each row; A for a row without one.
       counts: int32 `[E]`, assignments of each expert.
-      blocks: The blocks of each size, largest first, which together cover the rows of all experts once.
+      blocks: The blocks of each size, smallest first, which together cover the rows of all experts once.
     """
 
     row: Any
@@ -50,7 +54,7 @@ class Schedule:
 
 
 def block_sizes(assignments: int, experts: int) -> tuple[int, ...]:
-    """Sizes of blocks for a number of assignments: large ones for most rows, small ones for the rest of each expert.
+    """Sizes of blocks for a number of assignments: few steps between them, since each block reads the matrices of its expert.
 
     Measured on two cores with experts of 256 x 512; see `experiments/bench/experts.py`.
 
@@ -59,50 +63,57 @@ def block_sizes(assignments: int, experts: int) -> tuple[int, ...]:
       experts: Number of experts E.
 
     Returns:
-      Sizes in falling order, of which each divides the one before.
+      Sizes in falling order.
     """
     if not isinstance(assignments, int):
         return 128, 32, 8
     mean = assignments // experts
     if mean >= 256:
-        return 256, 32
+        return 256, 192, 128, 64
     if mean >= 16:
-        return 128, 32
-    return (8,) if assignments >= 8 else (1,)
+        unit = 2 ** (mean.bit_length() - 3) if mean >= 64 else 8
+        return 5 * unit, 4 * unit, 3 * unit, 2 * unit
+    return (8,) if mean >= 2 else (1,)
 
 
 def make_schedule(
     expert_of_assignment: Int[Array, " A"], experts: int, sizes: tuple[int, ...], expected: int
 ) -> Schedule:
-    """Sorts assignments by expert, and divides their rows into blocks.
+    """Sorts assignments by expert, and divides the rows of each expert into blocks.
+
+    An expert has as many blocks of the largest size as it fills, and one block of the smallest size that holds the rest.
 
     Args:
       expert_of_assignment: Expert of each assignment; `experts` for none.
       experts: Number of experts E.
-      sizes: Sizes of blocks in falling order, of which each divides the one before.
+      sizes: Sizes of blocks in falling order; () for none.
       expected: Number of assignments for estimates of cost, which assume equal loads.
 
     Returns:
-      The schedule, with R = A + min(E, A) x (smallest size - 1) rows, rounded up to the largest size.
+      The schedule, with R = A rows.
 
     Cost: a sort of A numbers.
     """
-    smallest = sizes[-1]
     (count,) = expert_of_assignment.shape
-    used = min(experts, count) if isinstance(count, int) else experts
-    rows = -(-(count + used * (smallest - 1)) // sizes[0]) * sizes[0]
     sorted_experts, order = _sorted(expert_of_assignment, experts)
-    bounds, counts = _bounds(sorted_experts, experts)
-    left = -(-counts // smallest) * smallest
-    first = jnp.cumsum(left) - left
-    row, source = _rows(sorted_experts, order, bounds, first, rows, rows)
-    mean = -(-expected // (experts * smallest)) * smallest
+    first, counts = _bounds(sorted_experts, experts)
+    row, source = _rows(sorted_experts, order, first, first, count, count)
+    if not sizes:
+        return Schedule(row, source, counts, ())
+    full, left = counts // sizes[0], counts % sizes[0]
+    usual_full, usual_left = divmod(expected // experts, sizes[0])
+    if not isinstance(expected, int):  # a symbol cannot be compared with sizes
+        usual_left = sizes[-1]
+    used = min(experts, count) if isinstance(count, int) else experts
     blocks = []
-    for size in sizes:
-        number = left // size
-        blocks.append(_blocks(number, first, size, rows // size, mean // size * experts))
-        first, left, mean = first + number * size, left - number * size, mean % size
-    return Schedule(row, source, counts, tuple(blocks))
+    for size, smaller in zip(sizes, (*sizes[1:], 0), strict=True):
+        number = ((left > smaller) & (left <= size)).astype(jnp.int32)
+        usual, most, start = int(smaller < usual_left <= size), used, first + full * sizes[0]
+        if size == sizes[0]:
+            number, usual, most, start = number + full, usual + usual_full, most + count // size, first
+        is_first = size != sizes[0]
+        blocks.append(_blocks(number, start, first + counts, size, most, usual * experts, is_first))
+    return Schedule(row, source, counts, tuple(blocks[::-1]))
 
 
 def equal_schedule(expert_of_assignment: Int[Array, " A"], experts: int, most: int) -> Schedule:
@@ -125,9 +136,10 @@ def equal_schedule(expert_of_assignment: Int[Array, " A"], experts: int, most: i
 def _bounds(sorted_experts: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     """`(index of the first assignment of each expert in sorted order [E], number of its assignments [E])`."""
     numbers = jnp.arange(experts + 1, dtype=jnp.int32)
-    if isinstance(sorted_experts.shape[0], int):
+    count = sorted_experts.shape[0]
+    if isinstance(count, int) and count > 256:
         bounds = jnp.searchsorted(sorted_experts, numbers).astype(jnp.int32)
-    else:  # the number of steps of a search depends on the number of assignments
+    else:  # faster for a few; the number of steps of a search would depend on a symbolic number of assignments
         bounds = jnp.sum(sorted_experts[:, None] < numbers[None], axis=0, dtype=jnp.int32)
     return bounds[:-1], bounds[1:] - bounds[:-1]
 
@@ -158,10 +170,23 @@ def _sorted(expert_of_assignment: jax.Array, experts: int) -> tuple[jax.Array, j
     return keys >> bits, keys & ((1 << bits) - 1)
 
 
-def _blocks(number: jax.Array, first: jax.Array, size: int, most: int, expected: int) -> Blocks:
-    """The blocks of one size. number: `[E]`, of each expert; first: `[E]`, their first row; most: a static bound of all."""
+def _blocks(
+    number: jax.Array, first: jax.Array, last: jax.Array, size: int, most: int, expected: int, is_first: bool
+) -> Blocks:
+    """The blocks of one size.
+
+    Args:
+      number: `[E]`, blocks of each expert.
+      first: `[E]`, the first row of these blocks.
+      last: `[E]`, the row behind the expert's last one.
+      size: Largest number of rows of a block.
+      most: A static bound of the number of blocks.
+      expected: Number of blocks for estimates of cost.
+      is_first: See `Blocks`.
+    """
     ends = jnp.cumsum(number)
-    index = jnp.arange(max(most, 1), dtype=jnp.int32)
-    expert = jnp.minimum(jnp.searchsorted(ends, index, side="right"), number.shape[0] - 1).astype(jnp.int32)
-    starts = first[expert] + (index - (ends - number)[expert]) * size
-    return Blocks(size, expected, ends[-1].astype(jnp.int32), expert, starts.astype(jnp.int32))
+    index = jnp.arange(most, dtype=jnp.int32)
+    expert = jnp.sum(ends[:-1][None] <= index[:, None], axis=1, dtype=jnp.int32)
+    starts = (first[expert] + (index - (ends - number)[expert]) * size).astype(jnp.int32)
+    rows = jnp.minimum(last[expert] - starts, size)
+    return Blocks(size, expected, is_first, ends[-1].astype(jnp.int32), expert, starts, rows)

@@ -10,7 +10,7 @@ import pytest
 
 from hpnlp.ops import moe
 from hpnlp.ops.moe.dispatch import rows_of_tokens
-from hpnlp.ops.moe.schedule import equal_schedule
+from hpnlp.ops.moe.schedule import equal_schedule, make_schedule
 from hpnlp.types import InputError
 from tests.contracts import assert_close, once
 from tests.ops.moe_kernels import replace_kernels
@@ -420,13 +420,18 @@ def test_implementation_of_a_device_is_the_one_with_the_least_rows(monkeypatch, 
         used.append((name, len(schedule.blocks)))
         return rows
 
-    for name in ("loops", "ragged", "pallas", "batched"):
+    def grouped_mlp(x, routing, weights, schedule, activation):
+        used.append(("loops", len(schedule.blocks)))
+        return x
+
+    for name in ("ragged", "pallas", "batched"):
         monkeypatch.setattr(f"hpnlp.ops.moe.experts._{name}", functools.partial(compute, name=name))
+    monkeypatch.setattr("hpnlp.ops.moe.experts.grouped_mlp", grouped_mlp)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu" if backend == "hopper" else backend)
     if backend == "hopper":
         replace_kernels(monkeypatch)
     jax.eval_shape(run, jnp.zeros((count, 2)), jnp.zeros((count, experts)), make_stacks(experts, 2, 3))
-    blocks = {"batched": 0, "ragged": 1, "pallas": 2, "loops": 2 if backend == "cpu" else 1}[impl]
+    blocks = {"loops": 4 if backend == "cpu" else 1}.get(impl, 0)
     assert used == [(impl, blocks)]
 
 
@@ -444,6 +449,25 @@ def test_hessian_products_match_the_reference():
 
     both = (once(lambda *a, f=f: products(f, *a), x, logits) for f in (moe.expert_mlp, moe.reference_expert_mlp))
     assert_close(*both)
+
+
+def test_blocks_cover_each_row_once_with_one_block_for_the_rest_of_an_expert():
+    counts = np.array([0, 5, 23, 8, 16, 12, 40])
+    experts = np.random.default_rng(0).permutation(np.repeat(np.arange(8), [*counts, 3])).astype(np.int32)  # 7: none
+    schedule = once(lambda experts: make_schedule(experts, 7, (16, 12, 8), 104), experts)
+    rows_of_expert, blocks_of_expert = [[] for _ in counts], np.zeros(7, int)
+    for group in schedule.blocks:
+        for expert, start, rows in zip(
+            *(np.asarray(a)[: group.used] for a in (group.experts, group.starts, group.rows)), strict=True
+        ):
+            assert 0 < rows <= group.size
+            rows_of_expert[expert].extend(range(start, start + rows))
+            blocks_of_expert[expert] += 1
+    ends = np.cumsum(counts)
+    assert [sorted(rows) for rows in rows_of_expert] == [
+        list(range(end - n, end)) for n, end in zip(counts, ends, strict=True)
+    ]
+    np.testing.assert_array_equal(blocks_of_expert, -(-counts // 16))
 
 
 def test_unknown_implementation_raises():
