@@ -126,62 +126,77 @@ def mix(
     train, heldout = corpus.documents
     documents = Documents.of(train, heldout, options.gate_tokens, options.seed)
     phases.end("load")
-    config, variables, vocab = run.config, collections(run.params), run.model.config.vocab
-    context = config.data.seq_len
-    gate_positions = documents.positions(documents.gate, documents.heldout)
-    positions = documents.positions(documents.heldout, len(documents.ends))
-
-    is_word = np.zeros(vocab, bool)
-    words = suffix.word_tokens(run.tokenizer)
-    is_word[: len(words)] = words
-    starts = documents.start(documents.gate), documents.start(documents.heldout)
-    queries = [(gate_positions, gate_positions), (positions, positions)]
-    queries += [
-        (p, np.full_like(p, start)) for p, start in zip((gate_positions, positions), starts, strict=True)
-    ]  # as if later text was unknown
-    near = suffix.neighbours(suffix.find(options.store), documents.tokens, is_word, queries, progress)
+    near = _neighbours(run, documents, options.store, progress)
     phases.end("index")
-
-    def model(first: int, last: int, stride: int) -> np.ndarray:
-        parts = list(gates.windows(documents, first, last, context, stride))
-        return gates.model_log_odds(run.model, variables, documents, parts, context, progress)
-
-    gate_odds = model(documents.gate, documents.heldout, max(1, 3 * context // 4))
-    odds = model(documents.heldout, len(documents.ends), config.train.eval_stride or context)
+    log_odds = _model_log_odds(run, documents, progress)
     phases.end("model")
 
-    score = _Score(documents, corpus, positions)
-    rows: list[Row] = []
+    ids = [documents.tokens[positions] for positions in _positions(documents)]
+    inputs = {text: [*map(Inputs, log_odds, near[text], ids)] for text in (STATIC, ADAPTIVE)}
+    network = BitGate(run.model.config.vocab)
 
-    def add(name: str, text: str, nll: np.ndarray) -> None:
-        rows.append(score.row(name, text, nll))
-        log(rows[-1])
+    def fit(training: Inputs, scored: Inputs) -> tuple[Any, np.ndarray]:
+        params = gates.fit_gate(network, training, options.epochs, options.seed, progress)
+        return params, gates.gate_nll(network, params, scored)
 
-    ids, gate_ids = documents.tokens[positions], documents.tokens[gate_positions]
-    add("model", STATIC, gates.model_nll(odds, ids, vocab))
-    network = BitGate(vocab)
-
-    def fit(inputs: Inputs) -> Any:
-        return gates.fit_gate(network, inputs, options.epochs, options.seed, progress)
-
-    training, heldout_inputs = Inputs(gate_odds, near[0], gate_ids), Inputs(odds, near[1], ids)
-    params = fit(Inputs(gate_odds, near[2], gate_ids))
-    add("model and index", STATIC, gates.gate_nll(network, params, Inputs(odds, near[3], ids)))
-    params = fit(gates.no_model(training))
-    add("index", ADAPTIVE, gates.gate_nll(network, params, gates.no_model(heldout_inputs)))
-    params = fit(training)
-    add("model and index", ADAPTIVE, gates.gate_nll(network, params, heldout_inputs))
+    scores = _Scores(documents, corpus, log)
+    scores.add("model", STATIC, gates.model_nll(log_odds[1], ids[1], network.vocab))
+    scores.add("model and index", STATIC, fit(*inputs[STATIC])[1])
+    scores.add("index", ADAPTIVE, fit(*map(gates.no_model, inputs[ADAPTIVE]))[1])
+    params, nll = fit(*inputs[ADAPTIVE])
+    scores.add("model and index", ADAPTIVE, nll)
     phases.end("gates")
 
     if options.dynamic:
-        stride = min(DYNAMIC_STRIDE, max(1, context // 2))
-        parts = list(gates.windows(documents, documents.heldout, len(documents.ends), context, stride))
-        odds = DynamicEvaluation().log_odds(run.model, variables, documents, parts, context, progress)
-        add("model, dynamic", ADAPTIVE, gates.model_nll(odds, ids, vocab))
-        nll = gates.gate_nll(network, params, dataclasses.replace(heldout_inputs, log_odds=odds))
-        add("model, dynamic, and index", ADAPTIVE, nll)
+        odds = _dynamic_log_odds(run, documents, progress)
+        scores.add("model, dynamic", ADAPTIVE, gates.model_nll(odds, ids[1], network.vocab))
+        scored = dataclasses.replace(inputs[ADAPTIVE][1], log_odds=odds)
+        scores.add("model, dynamic, and index", ADAPTIVE, gates.gate_nll(network, params, scored))
         phases.end("dynamic evaluation")
-    return Mixture(rows, params, run.step, corpus.heldout_bytes, score.documents, phases.seconds)
+    return Mixture(scores.rows, params, run.step, corpus.heldout_bytes, scores.documents, phases.seconds)
+
+
+def _positions(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
+    """`(positions that the gate is trained on, held-out positions)`."""
+    return (
+        documents.positions(documents.gate, documents.heldout),
+        documents.positions(documents.heldout, len(documents.ends)),
+    )
+
+
+def _neighbours(run: Run, documents: Documents, store: str, progress: Progress) -> dict[str, list[suffix.Neighbours]]:
+    """Neighbours of the positions of the gate and of the held-out ones, for STATIC and ADAPTIVE."""
+    is_word = np.zeros(run.model.config.vocab, bool)
+    words = suffix.word_tokens(run.tokenizer)
+    is_word[: len(words)] = words
+    positions = _positions(documents)
+    starts = documents.start(documents.gate), documents.start(documents.heldout)
+    known = [np.full_like(p, start) for p, start in zip(positions, starts, strict=True)]  # as if later text was unknown
+    queries = [*zip(positions, known, strict=True), *zip(positions, positions, strict=True)]
+    near = suffix.neighbours(suffix.find(store), documents.tokens, is_word, queries, progress)
+    return {STATIC: near[:2], ADAPTIVE: near[2:]}
+
+
+def _model_log_odds(run: Run, documents: Documents, progress: Progress) -> tuple[np.ndarray, np.ndarray]:
+    """The model's log-odds of decisions at the positions of the gate, and at the held-out ones."""
+    variables, context = collections(run.params), run.config.data.seq_len
+
+    def log_odds(first: int, last: int, stride: int) -> np.ndarray:
+        parts = list(gates.windows(documents, first, last, context, stride))
+        return gates.model_log_odds(run.model, variables, documents, parts, context, progress)
+
+    return (
+        log_odds(documents.gate, documents.heldout, max(1, 3 * context // 4)),
+        log_odds(documents.heldout, len(documents.ends), run.config.train.eval_stride or context),
+    )
+
+
+def _dynamic_log_odds(run: Run, documents: Documents, progress: Progress) -> np.ndarray:
+    """The log-odds at the held-out positions of a model that is trained on each stretch of text after it was predicted."""
+    context = run.config.data.seq_len
+    stride = min(DYNAMIC_STRIDE, max(1, context // 2))
+    parts = list(gates.windows(documents, documents.heldout, len(documents.ends), context, stride))
+    return DynamicEvaluation().log_odds(run.model, collections(run.params), documents, parts, context, progress)
 
 
 def load_run(workdir: str | Path, progress: Progress = ignore_progress) -> tuple[Run, Corpus]:
@@ -209,18 +224,22 @@ def load_run(workdir: str | Path, progress: Progress = ignore_progress) -> tuple
     return run, corpus
 
 
-class _Score:
+class _Scores:
     """Bits per byte of held-out documents."""
 
-    def __init__(self, documents: Documents, corpus: Corpus, positions: np.ndarray) -> None:
+    def __init__(self, documents: Documents, corpus: Corpus, log: Callable[[Row], None]) -> None:
         ends = documents.ends[documents.heldout :]
+        self.rows: list[Row] = []
         self.documents = len(ends)
-        self._document = np.searchsorted(ends, positions, "right")
+        self._log = log
+        self._document = np.searchsorted(ends, _positions(documents)[1], "right")
         store = corpus.documents[1]
         sizes = [len(store.raw(i)) for i in range(self.documents)]
         self._sizes = np.maximum(np.array(sizes), 1)
 
-    def row(self, name: str, text: str, nll: np.ndarray) -> Row:
-        """The row of -log p in nats of each position."""
+    def add(self, name: str, text: str, nll: np.ndarray) -> None:
+        """Adds the row of -log p in nats of each position."""
         bits = np.bincount(self._document, nll.astype(np.float64), self.documents) / np.log(2.0)
-        return Row(name, text, float(bits.sum() / self._sizes.sum()), float(np.median(bits / self._sizes)))
+        row = Row(name, text, float(bits.sum() / self._sizes.sum()), float(np.median(bits / self._sizes)))
+        self.rows.append(row)
+        self._log(row)
