@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from hpnlp.layer_report import LayerReport
 from hpnlp.model_parallel import ModelParallel
@@ -22,12 +22,14 @@ from hpnlp.models.prediction import Batch
 from hpnlp.nn.attention import Context
 from hpnlp.nn.layers import param
 from hpnlp.nn.pooling import POOLINGS, Pooling
+from hpnlp.ops.counter_rng import mix
 from hpnlp.spec import did_you_mean
 from hpnlp.types import InputError, LossOut, WordStats, option
 
 NEGATIVES = ("batch", "part")
 INPUTS = ("tokens", "segment_ids", "positions")
 PAIR = "pair_"  # beginning of the names of the second texts' arrays
+HASH_SEEDS = (0x243F6A88, 0x85A308D3)  # of the two hashes of a text
 LOWEST_TEMPERATURE = 0.01  # a learned temperature does not fall below it (Radford et al. 2021, section 2.5)
 
 
@@ -145,7 +147,8 @@ class DualEncoder(OfSeveralStacks, nn.Module):
     0 is padding as well, and no negative.
 
     The loss is the cross-entropy of a text's partner among the partners of all texts of the batch, on whatever devices they
-    are. A partner that occurs twice is a negative of the other text.
+    are. The partner of another pair is no negative if the two texts, or the two partners, have the same tokens. (Equal texts
+    are recognised by 64-bit hashes of their tokens.)
 
     The parameters are those of "tower", and of "pair_tower" if the towers are not shared; and "log_scale", the logarithm of 1 /
     temperature, if that is learned.
@@ -192,22 +195,22 @@ class DualEncoder(OfSeveralStacks, nn.Module):
         Returns:
           The loss summed over pairs, in nats, with the statistics, auxiliary losses and metrics of the layers (the names of
           losses and metrics of a separate second tower begin with "pair_"), "accuracy", the share of texts whose partner is
-          the most similar one of the batch (of weight 0 if there is no other), and "temperature" if it is learned.
+          more similar than all negatives (texts without negatives do not count), and "temperature" if it is learned.
         """
         texts, partners, reports = self._vectors(batch, deterministic)
         weights = batch["weights"].astype(jnp.float32)
         scale = self._scale()
         # The vectors of all devices: [B, D], small beside the towers' activations.
         scores = jnp.einsum("id,jd->ij", texts, partners, precision=jax.lax.Precision.HIGHEST) * scale
-        lowest, is_pair = np.float32(np.finfo(np.float32).min), weights != 0
-        scores = jnp.where(is_pair[:, None] & is_pair[None, :], scores, lowest)
+        lowest, is_pair, is_own = np.float32(np.finfo(np.float32).min), weights != 0, jnp.eye(len(weights), dtype=bool)
+        is_negative = is_pair[:, None] & is_pair[None, :] & ~is_own & ~_duplicates(batch)
+        scores = jnp.where(is_negative | is_own, scores, lowest)
         own = jnp.diagonal(scores)
         nll = jax.nn.logsumexp(scores, axis=1) - own
         if self.config.symmetric:
             nll = (nll + jax.nn.logsumexp(scores, axis=0) - own) / 2
-        others = jnp.where(jnp.eye(len(own), dtype=bool), lowest, scores).max(axis=1)
-        hits = own > others  # a tie with another partner is no hit
-        compared = jnp.where(is_pair.sum() > 1, weights, 0.0)  # a single pair has no other partner to tell apart
+        hits = own > jnp.where(is_negative, scores, lowest).max(axis=1)  # a tie with another partner is no hit
+        compared = jnp.where(is_negative.any(axis=1), weights, 0.0)
         aux, statistics = self.join_reports(reports)
         aux = {**aux, "accuracy": (jnp.where(hits, compared, 0.0).sum(), compared.sum())}
         if self.config.learn_temperature:
@@ -282,3 +285,25 @@ class DualEncoder(OfSeveralStacks, nn.Module):
 
     def __call__(self, batch: Batch) -> LossOut:
         return self.loss(batch)
+
+
+def text_hashes(tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"]) -> UInt32[Array, "B 2"]:
+    """Hashes of texts, which do not depend on padding.
+
+    Args:
+      tokens: Token ids.
+      segment_ids: 0 for padding, which follows the text.
+
+    Returns:
+      Two hashes of the tokens and their order.
+    """
+    steps = jnp.arange(tokens.shape[1], dtype=jnp.uint32)[None] * np.uint32(0x9E3779B1)
+    mixed = [mix(mix(tokens.astype(jnp.uint32) ^ np.uint32(seed)) + steps) for seed in HASH_SEEDS]
+    return jnp.stack([jnp.where(segment_ids > 0, x, 0).sum(axis=1, dtype=jnp.uint32) for x in mixed], axis=1)
+
+
+def _duplicates(batch: Batch) -> Bool[Array, "B B"]:
+    """Whether two pairs have equal first texts, or equal partners."""
+    hashes = [text_hashes(batch[f"{prefix}tokens"], batch[f"{prefix}segment_ids"]) for prefix in ("", PAIR)]
+    first, second = ((x[:, None] == x[None]).all(axis=-1) for x in hashes)
+    return first | second

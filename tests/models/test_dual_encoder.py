@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from hpnlp.models.dual_encoder import DualEncoder, DualEncoderConfig
+from hpnlp.models.dual_encoder import DualEncoder, DualEncoderConfig, text_hashes
 from hpnlp.models.variables import axes_and_shapes
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
@@ -105,6 +105,51 @@ def test_loss_and_gradients_match_torch(name):
         np.testing.assert_allclose(metrics["temperature"][0], np.exp(-start), rtol=1e-5)
         expected = expected | {"log_scale": gradients["log_scale"]}
     assert_leaves_close(gradients, jax.device_get(expected), 1e-5)
+
+
+def looped_loss(texts, partners, batch, scale, symmetric=True):
+    """`(loss, hits, compared texts)` by loops over the pairs of weight 1. Equal tokens are no negatives."""
+
+    def text(prefix, i):
+        return tuple(batch[f"{prefix}tokens"][i][batch[f"{prefix}segment_ids"][i] > 0])
+
+    def entropy(own, others):
+        return np.log(np.sum(np.exp([score - own for score in (own, *others)])))
+
+    pairs = [i for i in range(len(texts)) if batch["weights"][i]]
+    total, hits, compared = 0.0, 0, 0
+    for i in pairs:
+        others = [j for j in pairs if text("", i) != text("", j) and text("pair_", i) != text("pair_", j)]
+        own, scores = scale * texts[i] @ partners[i], [scale * texts[i] @ partners[j] for j in others]
+        reverse = [scale * texts[j] @ partners[i] for j in others]
+        total += (entropy(own, scores) + entropy(own, reverse)) / 2 if symmetric else entropy(own, scores)
+        hits, compared = hits + bool(scores and own > max(scores)), compared + bool(scores)
+    return total, hits, compared
+
+
+def test_duplicates_are_no_negatives():
+    model, params = make()
+    batch = make_batch()
+    for prefix, i, j in (("", 0, 3), ("pair_", 1, 4), ("pair_", 3, 7)):  # 7 is padding
+        for name in ("tokens", "segment_ids"):
+            batch[f"{prefix}{name}"][j] = batch[f"{prefix}{name}"][i]
+    batch["tokens"][3, batch["segment_ids"][3] == 0] = 7  # padding is not compared
+    apply = functools.partial(model.apply, {"params": params})
+    out, vectors = once(lambda batch: (apply(batch, method="loss"), apply(batch, method="embed")), batch)
+    loss, *hits = looped_loss(*np.asarray(vectors, np.float64), batch, 1 / model.config.temperature)
+    np.testing.assert_allclose(out.sum, loss, rtol=1e-5)
+    assert [float(x) for x in out.aux["accuracy"]] == hits
+    equal = jax.tree.map(lambda x: np.repeat(x[:1], B, axis=0), batch)
+    out = once(lambda batch: apply(batch, method="loss"), equal)
+    assert [float(x) for x in (out.sum, out.weight, *out.aux["accuracy"])] == [0, B, 0, 0]
+
+
+def test_hashes_distinguish_the_order_of_tokens():
+    tokens = np.array([[1, 2, 0], [2, 1, 0], [1, 2, 5], [1, 1, 0], [1, 2, 2]], np.int32)
+    segments = np.array([[1, 1, 0], [1, 1, 0], [1, 1, 0], [1, 1, 0], [1, 1, 1]], np.int32)
+    hashes = np.asarray(text_hashes(jnp.asarray(tokens), jnp.asarray(segments)))
+    np.testing.assert_array_equal(hashes[0], hashes[2])
+    assert all(len(set(column[[0, 1, 3, 4]].tolist())) == 4 for column in hashes.T)
 
 
 def test_a_batch_with_one_pair_has_no_accuracy():
