@@ -226,17 +226,6 @@ class BackboneConfig(BlockConfig, PlannedLayers):
         """Whether the model is one Backbone with at least one layer, so that all layers' parameters are under "layers"."""
         return self.layers > 0
 
-    def check_accumulation(self, parts: int) -> None:
-        """Checks that the loss of a batch is the sum of the losses of its parts.
-
-        Args:
-          parts: Number of parts that gradients are accumulated from.
-
-        Raises:
-          InputError: The loss compares the examples of a batch, and there are several parts.
-        """
-        return None  # most losses are sums over examples
-
     def masks(self) -> list[Any]:
         """Masks of the layers of one period.
 

@@ -17,6 +17,7 @@ from hpnlp.layer_report import LayerReport
 from hpnlp.model_parallel import ModelParallel
 from hpnlp.models.backbone import Backbone, BackboneConfig
 from hpnlp.models.encoder import EncoderConfig
+from hpnlp.models.grad_cache import Encoded
 from hpnlp.models.layer_statistics import OfSeveralStacks
 from hpnlp.models.prediction import Batch
 from hpnlp.nn.attention import Context
@@ -49,8 +50,8 @@ class DualEncoderConfig(BackboneConfig):
     )
     negatives: str = option(
         "batch",
-        'Partners that a text is compared with: "batch", those of all texts of a step; or "part", those of the same part of '
-        "the batch where optimizer.accumulate has several, so that there are fewer.",
+        'Partners that a text is compared with: "batch", those of all texts of a step, also where optimizer.accumulate divides '
+        'the batch, at the cost of one more forward pass; or "part", those of the same part, so that there are fewer.',
     )
 
     def __post_init__(self) -> None:
@@ -86,14 +87,10 @@ class DualEncoderConfig(BackboneConfig):
         """The layers are those of the towers."""
         return False
 
-    def check_accumulation(self, parts: int) -> None:
-        """Refuses parts of a batch, in which a text would have fewer negatives, unless the config asks for them."""
-        if parts > 1 and self.negatives == "batch":
-            raise InputError(
-                f"optimizer.accumulate={parts} computes the loss of one part of the batch at a time, and "
-                "model.negatives='batch' compares the texts of the whole batch: set optimizer.accumulate=1, or "
-                "model.negatives='part' for negatives from the same part only"
-            )
+    @property
+    def compares_examples(self) -> bool:
+        """Whether the loss compares the texts of all parts of a batch."""
+        return self.negatives == "batch"
 
     def attention_width(self) -> int:
         """Width of the attention of all layers that a pair passes: those of both texts."""
@@ -115,20 +112,24 @@ class Tower(Backbone):
         super().setup()
         self.pool = Pooling(self.config.pooling)
 
-    def vectors(self, batch: Batch, deterministic: bool) -> tuple[Float[Array, "B D"], LayerReport]:
+    def vectors(
+        self, batch: Batch, numbers: Int[Array, " B"], deterministic: bool
+    ) -> tuple[Float[Array, "B D"], LayerReport]:
         """Vectors of texts.
 
         Args:
           batch: Tokens, segment_ids and positions, int32 `[B, T]`.
+          numbers: Numbers of the texts, on which dropout depends.
           deterministic: No dropout; otherwise the rng "dropout" is used.
 
         Returns:
           `(vectors, report of the layers)`: float32 vectors of length 1, or of 0 for texts without tokens.
         """
-        ids = jnp.arange(batch["tokens"].size, dtype=jnp.int32).reshape(batch["tokens"].shape)
+        length = batch["tokens"].shape[1]
+        ids = numbers[:, None] * length + jnp.arange(length, dtype=jnp.int32)[None]
         operands, order = [batch[name] for name in INPUTS] + [ids], None
         if self.model_parallel is not None:
-            order, indices = self.model_parallel.token_order(ids.shape[1])
+            order, indices = self.model_parallel.token_order(length)
             operands = operands if indices is None else [x[:, indices] for x in operands]
         tokens, segment_ids, positions, ids = operands
         drawn = None if deterministic else ids
@@ -197,7 +198,29 @@ class DualEncoder(OfSeveralStacks, nn.Module):
           losses and metrics of a separate second tower begin with "pair_"), "accuracy", the share of texts whose partner is
           more similar than all negatives (texts without negatives do not count), and "temperature" if it is learned.
         """
-        texts, partners, reports = self._vectors(batch, deterministic)
+        numbers = jnp.arange(len(batch["weights"]), dtype=jnp.int32)
+        return self.compare(self.encode(batch, numbers, deterministic), batch)
+
+    def encode(self, batch: Batch, numbers: Int[Array, " B"], deterministic: bool) -> Encoded:
+        """Vectors of texts and of their partners, see `grad_cache.ComparingModel`."""
+        if not self.config.shared:
+            texts, report = self.tower.vectors(_texts_of(batch, ""), numbers, deterministic)
+            partners, pair_report = self.pair_tower.vectors(_texts_of(batch, PAIR), numbers, deterministic)
+            return Encoded((texts, partners), *self.join_reports({"tower": report, "pair_tower": pair_report}))
+        # Interleaved, so that every device keeps its pairs.
+        sides = [_texts_of(batch, prefix) for prefix in ("", PAIR)]
+        both = {
+            name: jnp.stack([side[name] for side in sides], axis=1).reshape(-1, sides[0][name].shape[1])
+            for name in INPUTS
+        }
+        text_numbers = (2 * numbers[:, None] + jnp.arange(2, dtype=jnp.int32)[None]).reshape(-1)
+        vectors, report = self.tower.vectors(both, text_numbers, deterministic)
+        pairs = vectors.reshape(-1, 2, vectors.shape[-1])
+        return Encoded((pairs[:, 0], pairs[:, 1]), *self.join_reports({"tower": report}))
+
+    def compare(self, encoded: Encoded, batch: Batch) -> LossOut:
+        """Loss of vectors of texts and partners, see `grad_cache.ComparingModel`."""
+        texts, partners = encoded.vectors
         weights = batch["weights"].astype(jnp.float32)
         scale = self._scale()
         # The vectors of all devices: [B, D], small beside the towers' activations.
@@ -211,11 +234,10 @@ class DualEncoder(OfSeveralStacks, nn.Module):
             nll = (nll + jax.nn.logsumexp(scores, axis=0) - own) / 2
         hits = own > jnp.where(is_negative, scores, lowest).max(axis=1)  # a tie with another partner is no hit
         compared = jnp.where(is_negative.any(axis=1), weights, 0.0)
-        aux, statistics = self.join_reports(reports)
-        aux = {**aux, "accuracy": (jnp.where(hits, compared, 0.0).sum(), compared.sum())}
+        aux = {**encoded.aux, "accuracy": (jnp.where(hits, compared, 0.0).sum(), compared.sum())}
         if self.config.learn_temperature:
             aux["temperature"] = (1 / scale, jnp.float32(1))
-        return LossOut(jnp.where(is_pair, nll * weights, 0.0).sum(), weights.sum(), aux, statistics)
+        return LossOut(jnp.where(is_pair, nll * weights, 0.0).sum(), weights.sum(), aux, encoded.statistics)
 
     def embed(self, batch: Batch) -> tuple[Float[Array, "B D"], Float[Array, "B D"]]:
         """Vectors of the texts of a batch.
@@ -226,22 +248,8 @@ class DualEncoder(OfSeveralStacks, nn.Module):
         Returns:
           `(vectors of the first texts, vectors of their partners)`, float32, of length 1.
         """
-        texts, partners, _ = self._vectors(batch, deterministic=True)
-        return texts, partners
-
-    def _vectors(self, batch: Batch, deterministic: bool) -> tuple[jax.Array, jax.Array, dict[str, LayerReport]]:
-        """Vectors of the first texts and of their partners, and the report of each tower."""
-        first, second = ({name: batch[prefix + name] for name in INPUTS} for prefix in ("", PAIR))
-        if not self.config.shared:
-            texts, report = self.tower.vectors(first, deterministic)
-            partners, pair_report = self.pair_tower.vectors(second, deterministic)
-            return texts, partners, {"tower": report, "pair_tower": pair_report}
-        # Interleaved, so that every device keeps its pairs.
-        both = {name: jnp.stack([first[name], second[name]], axis=1) for name in INPUTS}
-        interleaved = {name: x.reshape(-1, x.shape[-1]) for name, x in both.items()}
-        vectors, report = self.tower.vectors(interleaved, deterministic)
-        pairs = vectors.reshape(-1, 2, vectors.shape[-1])
-        return pairs[:, 0], pairs[:, 1], {"tower": report}
+        numbers = jnp.arange(len(batch["tokens"]), dtype=jnp.int32)
+        return self.encode(batch, numbers, deterministic=True).vectors
 
     def _scale(self) -> jax.Array:
         """1 / temperature, a float32 scalar."""
@@ -300,6 +308,11 @@ def text_hashes(tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"]) -> UI
     steps = jnp.arange(tokens.shape[1], dtype=jnp.uint32)[None] * np.uint32(0x9E3779B1)
     mixed = [mix(mix(tokens.astype(jnp.uint32) ^ np.uint32(seed)) + steps) for seed in HASH_SEEDS]
     return jnp.stack([jnp.where(segment_ids > 0, x, 0).sum(axis=1, dtype=jnp.uint32) for x in mixed], axis=1)
+
+
+def _texts_of(batch: Batch, prefix: str) -> dict[str, jax.Array]:
+    """Inputs of a tower."""
+    return {name: batch[prefix + name] for name in INPUTS}
 
 
 def _duplicates(batch: Batch) -> Bool[Array, "B B"]:

@@ -47,6 +47,11 @@ class Unstacked:
         """Sizes of the logical axes that a mesh may divide: none but the batch."""
         return {}
 
+    @property
+    def compares_examples(self) -> bool:
+        """False: the loss is a sum over examples, or over tokens."""
+        return False
+
     def check_accumulation(self, parts: int) -> None:
         """Accepts all: the loss is a sum over examples, or over tokens."""
 

@@ -52,7 +52,8 @@ class DualEncoding(ExampleTask):
 
     def model(self, config: RunConfig, sizes: Sizes) -> DualEncoder:
         self.check_no_stride(config)
-        batch_size, parts = config.data.batch_size, config.optimizer.accumulate
+        batch_size = config.data.batch_size
+        parts = 1 if config.model.compares_examples else config.optimizer.accumulate
         if batch_size < 2 * parts:
             accumulated = f", optimizer.accumulate={parts}" if parts > 1 else ""
             raise InputError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hpnlp.model_parallel import Zero2Parameter
 from hpnlp.models import variables
+from hpnlp.models.grad_cache import Encoded, encode_in_parts, split_examples
 from hpnlp.parallel import host_offload, vocab_parallel
 from hpnlp.parallel.layout import Layout
 from hpnlp.training import sparse_rows
@@ -70,11 +72,12 @@ class Gradients:
           `(gradients, (weight, sums, statistics), carry)`. `sums` has the `(total, weight)` of "loss", of each metric and of
           each auxiliary loss; these and the layers' `statistics` are summed over the batch. `carry` is that for the next batch.
 
-        Cost: with accumulation, a model with `auxiliary_loss` runs one more forward pass.
+        Cost: with accumulation, a model with `auxiliary_loss`, or one that compares the examples of a batch, runs one more
+        forward pass.
         """
         constants = self._shards(params, ids), params, buffers, ids, scale
         gradient = jax.grad(self._sum, has_aux=True)
-        if self.update.config.accumulate == 1:
+        if self._is_single_sum:
             grads, ((weight, sums, statistics), carry) = gradient(*constants, None, batch, key, carry)
             return grads, (weight, self.with_auxiliary_losses(sums, statistics), statistics), carry
         inputs = (*self._split_for_accumulation(batch, key), self._split(carry, 1))
@@ -90,6 +93,11 @@ class Gradients:
         (grads, (weight, sums, statistics)), carries = jax.lax.scan(accumulate, start, inputs)
         carry = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(x.shape[1], -1, *x.shape[3:]), carries)
         return grads, (weight, self.with_auxiliary_losses(sums, statistics), statistics), carry
+
+    @property
+    def _is_single_sum(self) -> bool:
+        """Whether gradients are those of one loss of the whole batch, not the sum of those of several parts."""
+        return self.update.config.accumulate == 1 or self.model.config.compares_examples
 
     def with_auxiliary_losses(self, sums: Mapping[str, Any], statistics: Statistics) -> dict[str, Any]:
         """Adds the model's auxiliary losses to its metrics.
@@ -175,7 +183,7 @@ class Gradients:
             batch, key = inputs
             return self.single_model.apply({"params": params}, batch, rngs=_rngs(key), method="rows")
 
-        if self.update.config.accumulate == 1:
+        if self._is_single_sum:
             ids_by_path = rows_of((batch, key))
         else:
             ids_by_path = jax.lax.map(rows_of, self._split_for_accumulation(batch, key))
@@ -263,14 +271,7 @@ class Gradients:
 
     def _split(self, tree: Any, axis: int) -> Any:
         """Arrays with a first axis of parts, from arrays with the examples on `axis`."""
-        count = self.update.config.accumulate
-
-        def split(x: jax.Array) -> jax.Array:
-            # Parts are interleaved, so that every device keeps its sequences in every part.
-            shape = (*x.shape[:axis], -1, count, *x.shape[axis + 1 :])
-            return jnp.moveaxis(x.reshape(shape), axis + 1, 0)
-
-        return jax.tree.map(split, tree)
+        return jax.tree.map(lambda x: split_examples(x, self.update.config.accumulate, axis), tree)
 
     def _shards(self, params: Any, ids: Any) -> Any:
         """The arrays that gradients are taken with respect to: parameters, each sharded as its gradient will be."""
@@ -316,7 +317,8 @@ class Gradients:
         gradient (`_shards`). `cotangent` is the result of `_statistics_cotangent` for a part of a batch; None for a whole one.
         """
         tables = sparse_rows.as_tables(self._with_shards(shards, params, ids), ids)
-        out = loss(self.model, variables.join(tables, buffers, self.frozen), batch, key, carry)
+        parts = self.update.config.accumulate if self._is_single_sum else 1
+        out = loss(self.model, variables.join(tables, buffers, self.frozen), batch, key, carry, parts)
         total = out.sum
         for name, (value, weight) in out.aux.items():
             if name.endswith("_loss"):
@@ -331,7 +333,7 @@ class Gradients:
         return total, ((out.weight, {"loss": (out.sum, out.weight), **out.aux}, out.statistics), out.carry)
 
 
-def loss(model: Model, weights: Any, batch: Batch, key: jax.Array | None, carry: Any = None) -> LossOut:
+def loss(model: Model, weights: Any, batch: Batch, key: jax.Array | None, carry: Any = None, parts: int = 1) -> LossOut:
     """Loss of a batch.
 
     Args:
@@ -340,6 +342,7 @@ def loss(model: Model, weights: Any, batch: Batch, key: jax.Array | None, carry:
       batch: Arrays whose first axis is that of the examples.
       key: Key for dropout and sampled losses in training; None for evaluation, which draws nothing.
       carry: Carry of the batch before, or None.
+      parts: Number of parts of the batch that are encoded one after another; 1 unless the model is a `ComparingModel`.
 
     Returns:
       The sum of the losses, its weight, the layers' metrics and statistics, and the carry for the next batch.
@@ -347,8 +350,14 @@ def loss(model: Model, weights: Any, batch: Batch, key: jax.Array | None, carry:
     if model.model_parallel is None:
         weights = host_offload.to_device(weights)
     rngs = {} if key is None else _rngs(key)
-    out: Any = model.apply(variables.collections(weights, carry), batch, key is None, rngs=rngs, method="loss")
-    return out
+    apply: Any = functools.partial(model.apply, variables.collections(weights, carry), rngs=rngs)
+    if parts == 1:
+        return apply(batch, key is None, method="loss")
+
+    def encode(part: Batch, numbers: jax.Array) -> Encoded:
+        return apply(part, numbers, key is None, method="encode")
+
+    return apply(encode_in_parts(encode, batch, parts), batch, method="compare")
 
 
 def _add(totals: Any, new: Any) -> Any:

@@ -1,17 +1,19 @@
 """The dual encoder: loss and gradients against torch, layouts, accumulation, rows and errors."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 
 from hpnlp.models.dual_encoder import DualEncoder, DualEncoderConfig, text_hashes
+from hpnlp.models.grad_cache import ComparingModel
 from hpnlp.models.variables import axes_and_shapes
 from hpnlp.parallel.plan import Plan
+from hpnlp.training.gradients import loss
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import _model_parallel, make_trainer
 from hpnlp.types import InputError, Model
@@ -37,9 +39,9 @@ def make(**fields):
     return model, drawn_params(model, 0.4, means={"scale": 1.0, "log_scale": 1.5})
 
 
-def make_batch(padding=2):
+def make_batch(padding=2, seed=1):
     """Pairs of texts of several lengths, of which the last ones are padding."""
-    rng, batch = np.random.default_rng(1), {}
+    rng, batch = np.random.default_rng(seed), {}
     for prefix in ("", "pair_"):
         is_token = np.arange(T)[None] < rng.integers(2, T + 1, (B, 1))
         batch |= {
@@ -136,8 +138,8 @@ def test_duplicates_are_no_negatives():
     batch["tokens"][3, batch["segment_ids"][3] == 0] = 7  # padding is not compared
     apply = functools.partial(model.apply, {"params": params})
     out, vectors = once(lambda batch: (apply(batch, method="loss"), apply(batch, method="embed")), batch)
-    loss, *hits = looped_loss(*np.asarray(vectors, np.float64), batch, 1 / model.config.temperature)
-    np.testing.assert_allclose(out.sum, loss, rtol=1e-5)
+    expected, *hits = looped_loss(*np.asarray(vectors, np.float64), batch, 1 / model.config.temperature)
+    np.testing.assert_allclose(out.sum, expected, rtol=1e-5)
     assert [float(x) for x in out.aux["accuracy"]] == hits
     equal = jax.tree.map(lambda x: np.repeat(x[:1], B, axis=0), batch)
     out = once(lambda batch: apply(batch, method="loss"), equal)
@@ -199,11 +201,68 @@ def test_parts_of_a_batch_are_sets_of_negatives_if_asked_for():
     )
     _, metrics = trainer.step(trainer.init(jax.random.key(0), params), batch, jax.random.key(1))
     np.testing.assert_allclose(metrics["loss"], sum(float(half.sum) for half in halves) / B, rtol=1e-5)
-    other = DualEncoder(dataclasses.replace(model.config, negatives="batch"))
-    with pytest.raises(
-        InputError, match=r"optimizer.accumulate=2 .* set optimizer.accumulate=1, or model.negatives='part'"
-    ):
-        make_trainer(other, OptimizerConfig(accumulate=2), Plan("single"), steps=2, devices=jax.devices()[:1])
+
+
+def distance(actual, expected):
+    """Norm of the difference of two trees, relative to that of `expected`."""
+    squares = [np.sum(np.square(x)) for x in jax.tree.leaves(jax.tree.map(np.subtract, actual, expected))]
+    return np.sqrt(sum(squares) / sum(np.sum(np.square(x)) for x in jax.tree.leaves(expected)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIELDS)
+def test_encoding_in_parts_has_the_gradients_of_the_whole_batch(name):
+    """Whatever the number of parts, with dropout, which differs with another key."""
+    model, params = make(dropout=0.3, **FIELDS[name])
+    batch = jax.tree.map(jnp.asarray, make_batch())
+
+    def gradients(params, parts, key):
+        def total(params):
+            out = loss(model, params, batch, key, parts=parts)
+            return out.sum, out
+
+        return jax.grad(total, has_aux=True)(params)
+
+    key, other = jax.random.split(jax.random.key(3))
+    cases = [(1, key), (2, key), (4, key), (B, key), (2, other)]
+    (expected, expected_out), *in_parts, (other, _) = once(lambda p: [gradients(p, *case) for case in cases], params)
+    for actual, out in in_parts:
+        assert distance(actual, expected) < 1e-6
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), out, expected_out)
+    assert distance(other, expected) > 0.1
+
+
+def first_gradients(model, params, plan, devices, parts, batch):
+    """`(gradients, metrics)` of the first step of a trainer."""
+    optimizer = OptimizerConfig("sgd", momentum=0.9, weight_decay=0.0, clip_norm=0.0, warmup=0, accumulate=parts)
+    trainer = make_trainer(model, optimizer, plan, steps=2, devices=jax.devices()[:devices])
+    state = trainer.init(jax.random.key(0), params)
+    state, metrics = trainer.step(state, jax.device_put(batch, trainer.batch_sharding), jax.random.key(1))
+    return jax.device_get(optax.tree.get(state.opt_state, "trace")), jax.device_get(metrics)
+
+
+def test_accumulation_compares_all_texts_of_a_batch():
+    model, params = make(layers=1, dropout=0.3)
+    assert isinstance(model, ComparingModel)
+    gradients, metrics = first_gradients(model, params, Plan("single"), 1, 4, make_batch())
+    key = jax.random.fold_in(jax.random.key(1), 0)
+    out, expected = once(jax.value_and_grad(lambda p: loss(model, p, make_batch(), key).sum), params)
+    count = make_batch()["weights"].sum()
+    np.testing.assert_allclose(metrics["loss"], out / count, rtol=1e-6)
+    assert distance(jax.tree.map(lambda x: x * count, gradients), expected) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FIELDS)
+def test_accumulation_on_devices_has_the_gradients_of_the_whole_batch(name):
+    model, params = make(dropout=0.2, **FIELDS[name])
+    batch = jax.tree.map(lambda *x: np.concatenate(x), *(make_batch(seed=seed) for seed in range(4)))
+    expected, expected_metrics = first_gradients(model, params, Plan("single"), 1, 1, batch)
+    by_heads = Plan(sequence=4, exchange="heads")
+    for plan, parts in ((Plan("zero2"), 4), (Plan("zero3", tensor=2), 2), (by_heads, 4), (Plan("3d"), 2)):
+        gradients, metrics = first_gradients(model, params, plan, 8, parts, batch)
+        assert distance(gradients, expected) < 2e-6
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), metrics, expected_metrics)
 
 
 @pytest.mark.slow

@@ -42,9 +42,12 @@ def test_ties_and_numbers_that_are_not_finite_count_against_the_partner():
 )
 def test_a_batch_or_part_of_one_pair_is_refused(batch_size, parts, message):
     config = configs.default("dual_encoder")
-    config.data.batch_size, config.optimizer.accumulate = batch_size, parts
+    config.data.batch_size, config.optimizer.accumulate, config.model.negatives = batch_size, parts, "part"
     with pytest.raises(InputError, match=message):
         TASKS["dual_encoder"].model(configs.resolve(config), Sizes(ids=30))
+    if parts > 1:
+        config.model.negatives = "batch"
+        assert TASKS["dual_encoder"].model(configs.resolve(config), Sizes(ids=30)).config.compares_examples
 
 
 def test_sets_of_one_pair_raise_before_training(tmp_path):
