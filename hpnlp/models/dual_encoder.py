@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import flax.linen as nn
@@ -29,6 +29,7 @@ from hpnlp.types import InputError, LossOut, WordStats, option
 
 NEGATIVES = ("batch", "part")
 INPUTS = ("tokens", "segment_ids", "positions")
+MAX_NEGATIVE_TEXTS = 64
 PAIR = "pair_"  # beginning of the names of the second texts' arrays
 HASH_SEEDS = (0x243F6A88, 0x85A308D3)  # of the two hashes of a text
 LOWEST_TEMPERATURE = 0.01  # a learned temperature does not fall below it (Radford et al. 2021, section 2.5)
@@ -43,6 +44,10 @@ class DualEncoderConfig(BackboneConfig):
     pooling: str = option("mean", "An entry of POOLINGS: how the hidden states of a text become one vector.")
     shared: bool = option(True, "Both texts of a pair pass the same tower; otherwise each has a tower of its own.")
     temperature: float = option(0.05, "Divisor of the cosine similarities; its initial value if it is learned.")
+    negative_texts: int = option(
+        0,
+        "Hard negatives of each text, which only texts and not partners are compared with; 0 for the number in the data.",
+    )
     learn_temperature: bool = option(False, "Train the temperature, which stays at 0.01 or above.")
     symmetric: bool = option(
         True,
@@ -59,6 +64,8 @@ class DualEncoderConfig(BackboneConfig):
             raise InputError(f"model.pooling={self.pooling!r}: {did_you_mean(self.pooling, POOLINGS)}")
         if self.negatives not in NEGATIVES:
             raise InputError(f"model.negatives={self.negatives!r}: {did_you_mean(self.negatives, NEGATIVES)}")
+        if not 0 <= self.negative_texts <= MAX_NEGATIVE_TEXTS:
+            raise InputError(f"model.negative_texts={self.negative_texts}: expected 0 to {MAX_NEGATIVE_TEXTS}")
         if not LOWEST_TEMPERATURE <= self.temperature <= 100:
             raise InputError(
                 f"model.temperature={self.temperature}: expected {LOWEST_TEMPERATURE} to 100, such as 0.05"
@@ -82,6 +89,14 @@ class DualEncoderConfig(BackboneConfig):
         """
         return dict.fromkeys(["tower"] if self.shared else ["tower", "pair_tower"], self.tower())
 
+    def text_prefixes(self) -> tuple[str, ...]:
+        """Beginnings of the names of the arrays of each text of an example.
+
+        Returns:
+          Those of the first text, of its partner, and of its hard negatives.
+        """
+        return "", PAIR, *(f"negative_{i}_" for i in range(1, self.negative_texts + 1))
+
     @property
     def is_single_stack(self) -> bool:
         """The layers are those of the towers."""
@@ -93,12 +108,12 @@ class DualEncoderConfig(BackboneConfig):
         return self.negatives == "batch"
 
     def attention_width(self) -> int:
-        """Width of the attention of all layers that a pair passes: those of both texts."""
-        return 2 * super().attention_width()
+        """Width of the attention of all layers that an example passes: those of all of its texts."""
+        return len(self.text_prefixes()) * super().attention_width()
 
     def non_embedding_parameters(self) -> int:
-        """Number of weights in the matrices of the layers that a pair passes: those of both texts."""
-        return 2 * super().non_embedding_parameters()
+        """Number of weights in the matrices of the layers that an example passes: those of all of its texts."""
+        return len(self.text_prefixes()) * super().non_embedding_parameters()
 
 
 class Tower(Backbone):
@@ -145,11 +160,12 @@ class DualEncoder(OfSeveralStacks, nn.Module):
 
     A batch is a mapping with tokens, segment_ids and positions of the first texts, pair_tokens, pair_segment_ids and
     pair_positions of their partners, int32 `[B, T]`, and weights, float32 `[B]`. Segment id 0 marks padding. A pair of weight
-    0 is padding as well, and no negative.
+    0 is padding as well, and no negative. Names of the arrays of hard negatives begin with negative_1_, negative_2_, ...
 
-    The loss is the cross-entropy of a text's partner among the partners of all texts of the batch, on whatever devices they
-    are. The partner of another pair is no negative if the two texts, or the two partners, have the same tokens. (Equal texts
-    are recognised by 64-bit hashes of their tokens.)
+    The loss is the cross-entropy of a text's partner among the partners and hard negatives of all texts of the batch, on
+    whatever devices they are. If the loss is symmetric, a partner is compared with the first texts. The partner of another pair
+    is no negative if the two texts, or the two partners, have the same tokens; a hard negative is none of texts whose partner
+    has the same tokens. (Equal texts are recognised by 64-bit hashes of their tokens.)
 
     The parameters are those of "tower", and of "pair_tower" if the towers are not shared; and "log_scale", the logarithm of 1 /
     temperature, if that is learned.
@@ -203,37 +219,47 @@ class DualEncoder(OfSeveralStacks, nn.Module):
 
     def encode(self, batch: Batch, numbers: Int[Array, " B"], deterministic: bool) -> Encoded:
         """Vectors of texts and of their partners, see `grad_cache.ComparingModel`."""
-        if not self.config.shared:
-            texts, report = self.tower.vectors(_texts_of(batch, ""), numbers, deterministic)
-            partners, pair_report = self.pair_tower.vectors(_texts_of(batch, PAIR), numbers, deterministic)
-            return Encoded((texts, partners), *self.join_reports({"tower": report, "pair_tower": pair_report}))
-        # Interleaved, so that every device keeps its pairs.
-        sides = [_texts_of(batch, prefix) for prefix in ("", PAIR)]
-        both = {
-            name: jnp.stack([side[name] for side in sides], axis=1).reshape(-1, sides[0][name].shape[1])
-            for name in INPUTS
-        }
-        text_numbers = (2 * numbers[:, None] + jnp.arange(2, dtype=jnp.int32)[None]).reshape(-1)
-        vectors, report = self.tower.vectors(both, text_numbers, deterministic)
-        pairs = vectors.reshape(-1, 2, vectors.shape[-1])
-        return Encoded((pairs[:, 0], pairs[:, 1]), *self.join_reports({"tower": report}))
+        texts, candidates, reports = self._vectors(batch, self.config.text_prefixes(), numbers, deterministic)
+        return Encoded((texts, candidates), *self.join_reports(reports))
+
+    def _vectors(
+        self, batch: Batch, prefixes: Sequence[str], numbers: jax.Array, deterministic: bool
+    ) -> tuple[jax.Array, jax.Array, dict[str, LayerReport]]:
+        """Vectors of the first texts `[B, D]` and of the others `[B, n, D]`, and the report of each tower."""
+        if self.config.shared:
+            vectors, report = self._side(self.tower, batch, prefixes, numbers, deterministic)
+            return vectors[:, 0], vectors[:, 1:], {"tower": report}
+        texts, report = self._side(self.tower, batch, prefixes[:1], numbers, deterministic)
+        others, pair_report = self._side(self.pair_tower, batch, prefixes[1:], numbers, deterministic)
+        return texts[:, 0], others, {"tower": report, "pair_tower": pair_report}
+
+    def _side(
+        self, tower: Tower, batch: Batch, prefixes: Sequence[str], numbers: jax.Array, deterministic: bool
+    ) -> tuple[jax.Array, LayerReport]:
+        """Vectors `[B, n, D]` of n texts of each example, by one tower."""
+        count = len(prefixes)
+        # Interleaved, so that every device keeps its examples.
+        texts = {name: jnp.stack([batch[prefix + name] for prefix in prefixes], axis=1) for name in INPUTS}
+        texts = {name: x.reshape(-1, x.shape[-1]) for name, x in texts.items()}
+        text_numbers = count * numbers[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+        vectors, report = tower.vectors(texts, text_numbers.reshape(-1), deterministic)
+        return vectors.reshape(-1, count, vectors.shape[-1]), report
 
     def compare(self, encoded: Encoded, batch: Batch) -> LossOut:
         """Loss of vectors of texts and partners, see `grad_cache.ComparingModel`."""
-        texts, partners = encoded.vectors
+        texts, candidates = encoded.vectors
         weights = batch["weights"].astype(jnp.float32)
         scale = self._scale()
-        # The vectors of all devices: [B, D], small beside the towers' activations.
-        scores = jnp.einsum("id,jd->ij", texts, partners, precision=jax.lax.Precision.HIGHEST) * scale
-        lowest, is_pair, is_own = np.float32(np.finfo(np.float32).min), weights != 0, jnp.eye(len(weights), dtype=bool)
-        is_negative = is_pair[:, None] & is_pair[None, :] & ~is_own & ~_duplicates(batch)
-        scores = jnp.where(is_negative | is_own, scores, lowest)
-        own = jnp.diagonal(scores)
-        nll = jax.nn.logsumexp(scores, axis=1) - own
+        # The vectors of all devices are small beside the towers' activations. Scores [B, n, B] of text, candidate and example.
+        scores = jnp.einsum("id,jkd->ikj", texts, candidates, precision=jax.lax.Precision.HIGHEST) * scale
+        lowest, is_pair = np.float32(np.finfo(np.float32).min), weights != 0
+        is_negative = is_pair[:, None, None] & is_pair[None, None, :] & ~self._positives(batch)
+        own, negatives = jnp.diagonal(scores[:, 0]), jnp.where(is_negative, scores, lowest)
+        nll = jnp.logaddexp(own, jax.nn.logsumexp(negatives, axis=(1, 2))) - own
         if self.config.symmetric:
-            nll = (nll + jax.nn.logsumexp(scores, axis=0) - own) / 2
-        hits = own > jnp.where(is_negative, scores, lowest).max(axis=1)  # a tie with another partner is no hit
-        compared = jnp.where(is_negative.any(axis=1), weights, 0.0)
+            nll = (nll + jnp.logaddexp(own, jax.nn.logsumexp(negatives[:, 0], axis=0)) - own) / 2
+        hits = own > negatives.max(axis=(1, 2))  # a tie with a negative is no hit
+        compared = jnp.where(is_negative.any(axis=(1, 2)), weights, 0.0)
         aux = {**encoded.aux, "accuracy": (jnp.where(hits, compared, 0.0).sum(), compared.sum())}
         if self.config.learn_temperature:
             aux["temperature"] = (1 / scale, jnp.float32(1))
@@ -249,7 +275,16 @@ class DualEncoder(OfSeveralStacks, nn.Module):
           `(vectors of the first texts, vectors of their partners)`, float32, of length 1.
         """
         numbers = jnp.arange(len(batch["tokens"]), dtype=jnp.int32)
-        return self.encode(batch, numbers, deterministic=True).vectors
+        texts, others, _ = self._vectors(batch, ("", PAIR), numbers, deterministic=True)
+        return texts, others[:, 0]
+
+    def _positives(self, batch: Batch) -> Bool[Array, "B n B"]:
+        """Whether a candidate, the partner or a hard negative of an example, belongs to a text: [text, candidate, example]."""
+        hashes = [text_hashes(batch[f"{p}tokens"], batch[f"{p}segment_ids"]) for p in self.config.text_prefixes()]
+        first, partner, candidates = hashes[0], hashes[1], jnp.stack(hashes[1:])
+        is_own_text = (partner[:, None, None] == candidates[None]).all(axis=-1)
+        is_own_pair = (first[:, None] == first[None]).all(axis=-1)
+        return is_own_text | (is_own_pair[:, None] & (jnp.arange(len(candidates)) == 0)[None, :, None])
 
     def _scale(self) -> jax.Array:
         """1 / temperature, a float32 scalar."""
@@ -266,10 +301,10 @@ class DualEncoder(OfSeveralStacks, nn.Module):
         Returns:
           Path of a table among the parameters -> ids, with repetitions.
         """
-        first, second = (batch[f"{prefix}tokens"].reshape(-1) for prefix in ("", PAIR))
+        first, *others = (batch[f"{prefix}tokens"].reshape(-1) for prefix in self.config.text_prefixes())
         if self.config.shared:
-            return {("tower", "embed", "table"): jnp.concatenate([first, second])}
-        return {("tower", "embed", "table"): first, ("pair_tower", "embed", "table"): second}
+            return {("tower", "embed", "table"): jnp.concatenate([first, *others])}
+        return {("tower", "embed", "table"): first, ("pair_tower", "embed", "table"): jnp.concatenate(others)}
 
     def example_batch(self, batch_size: int, length: int) -> dict[str, jax.Array]:
         """A batch of zeros with the shapes and dtypes of a batch of data.
@@ -287,7 +322,7 @@ class DualEncoder(OfSeveralStacks, nn.Module):
 
     def batch_axes(self) -> dict[str, tuple[str, ...]]:
         """Logical axes of the arrays of a batch: ("batch",) for weights, otherwise ("batch", "length")."""
-        names = [prefix + name for prefix in ("", PAIR) for name in INPUTS]
+        names = [prefix + name for prefix in self.config.text_prefixes() for name in INPUTS]
         axes: dict[str, tuple[str, ...]] = dict.fromkeys(names, ("batch", "length"))
         return axes | {"weights": ("batch",)}
 
@@ -308,15 +343,3 @@ def text_hashes(tokens: Int[Array, "B T"], segment_ids: Int[Array, "B T"]) -> UI
     steps = jnp.arange(tokens.shape[1], dtype=jnp.uint32)[None] * np.uint32(0x9E3779B1)
     mixed = [mix(mix(tokens.astype(jnp.uint32) ^ np.uint32(seed)) + steps) for seed in HASH_SEEDS]
     return jnp.stack([jnp.where(segment_ids > 0, x, 0).sum(axis=1, dtype=jnp.uint32) for x in mixed], axis=1)
-
-
-def _texts_of(batch: Batch, prefix: str) -> dict[str, jax.Array]:
-    """Inputs of a tower."""
-    return {name: batch[prefix + name] for name in INPUTS}
-
-
-def _duplicates(batch: Batch) -> Bool[Array, "B B"]:
-    """Whether two pairs have equal first texts, or equal partners."""
-    hashes = [text_hashes(batch[f"{prefix}tokens"], batch[f"{prefix}segment_ids"]) for prefix in ("", PAIR)]
-    first, second = ((x[:, None] == x[None]).all(axis=-1) for x in hashes)
-    return first | second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -60,8 +61,13 @@ class DualEncoding(ExampleTask):
                 f"data.batch_size={batch_size}{accumulated}: a pair has no negatives: set data.batch_size to at least "
                 f"{2 * parts}, better to {32 * parts} or more"
             )
-        filled = vocabularies.fill_sizes(config.model, sizes, config.data.seq_len)
-        return DualEncoder(filled)
+        filled, count = vocabularies.fill_sizes(config.model, sizes, config.data.seq_len), len(config.data.negatives())
+        if filled.negative_texts not in (0, count):
+            raise InputError(
+                f"model.negative_texts={filled.negative_texts}, and data.negative_fields={config.data.negative_fields!r} has "
+                f"{count}: set it to 0"
+            )
+        return DualEncoder(dataclasses.replace(filled, negative_texts=count))
 
     def predict(
         self, trained: TrainedModel, batch: Batch, values: Sequence[Mapping[str, Any]]

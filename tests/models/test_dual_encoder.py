@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from hpnlp.models.dual_encoder import DualEncoder, DualEncoderConfig, text_hashes
-from hpnlp.models.grad_cache import ComparingModel
+from hpnlp.models.grad_cache import ComparingModel, Encoded
 from hpnlp.models.variables import axes_and_shapes
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.gradients import loss
@@ -26,11 +26,13 @@ SIZES = {"dim": 16, "heads": 4, "layers": 2, "vocab": 24, "max_len": T, "mlp_dim
 SEPARATE = {"shared": False, "learn_temperature": True, "temperature": 0.2, "pooling": "attention"}
 LAYOUTS = {
     "zero3 8": Plan("zero3"),
+    "zero3 4": Plan("zero3"),
     "data 4 x tensor 2": Plan(tensor=2),
     "data 2 x sequence 4": Plan(sequence=4),
     "3d": Plan("3d"),
 }
 FIELDS = {"shared": {"symmetric": False}, "separate": SEPARATE}
+HARD_FIELDS = {f"{name}, hard": {**fields, "negative_texts": 2} for name, fields in FIELDS.items()}
 
 
 def make(**fields):
@@ -39,10 +41,10 @@ def make(**fields):
     return model, drawn_params(model, 0.4, means={"scale": 1.0, "log_scale": 1.5})
 
 
-def make_batch(padding=2, seed=1):
-    """Pairs of texts of several lengths, of which the last ones are padding."""
+def make_batch(padding=2, seed=1, negatives=0):
+    """Pairs of texts of several lengths, of which the last ones are padding, with hard negatives."""
     rng, batch = np.random.default_rng(seed), {}
-    for prefix in ("", "pair_"):
+    for prefix in ("", "pair_", *(f"negative_{number}_" for number in range(1, negatives + 1))):
         is_token = np.arange(T)[None] < rng.integers(2, T + 1, (B, 1))
         batch |= {
             f"{prefix}tokens": rng.integers(0, 24, (B, T)).astype(np.int32),
@@ -55,14 +57,17 @@ def make_batch(padding=2, seed=1):
 @functools.cache
 def results(name, plan, devices):
     """`(gradients, metrics)` of a batch whose last pairs are padding."""
-    model, params = make(**FIELDS[name])
+    model, params = make(**(FIELDS | HARD_FIELDS)[name])
     layout = plan.layout(model.config.sizes(), jax.devices()[:devices])
     axes, shapes = axes_and_shapes(model)
     if devices > 1:
         model = model.clone(model_parallel=_model_parallel(layout, model.config, None))
     specs = layout.state_specs(axes, shapes, divided=layout.zero == 3)
     params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(layout.mesh, spec)), params, specs)
-    batch = {key: jax.device_put(x, layout.sharding(*model.batch_axes()[key])) for key, x in make_batch().items()}
+    batch = {
+        key: jax.device_put(x, layout.sharding(*model.batch_axes()[key]))
+        for key, x in make_batch(negatives=model.config.negative_texts).items()
+    }
 
     def loss(params, batch):
         out = model.apply({"params": params}, batch, method="loss")
@@ -109,8 +114,10 @@ def test_loss_and_gradients_match_torch(name):
     assert_leaves_close(gradients, jax.device_get(expected), 1e-5)
 
 
-def looped_loss(texts, partners, batch, scale, symmetric=True):
-    """`(loss, hits, compared texts)` by loops over the pairs of weight 1. Equal tokens are no negatives."""
+def looped_loss(texts, partners, batch, scale, symmetric=True, hard=()):
+    """`(loss, hits, compared texts)` by loops over the pairs of weight 1. Equal tokens are no negatives.
+
+    hard: vectors of the hard negatives, an array for each of them."""
 
     def text(prefix, i):
         return tuple(batch[f"{prefix}tokens"][i][batch[f"{prefix}segment_ids"][i] > 0])
@@ -124,6 +131,12 @@ def looped_loss(texts, partners, batch, scale, symmetric=True):
         others = [j for j in pairs if text("", i) != text("", j) and text("pair_", i) != text("pair_", j)]
         own, scores = scale * texts[i] @ partners[i], [scale * texts[i] @ partners[j] for j in others]
         reverse = [scale * texts[j] @ partners[i] for j in others]
+        scores += [
+            scale * texts[i] @ vectors[j]
+            for number, vectors in enumerate(hard, 1)
+            for j in pairs
+            if text(f"negative_{number}_", j) != text("pair_", i)
+        ]
         total += (entropy(own, scores) + entropy(own, reverse)) / 2 if symmetric else entropy(own, scores)
         hits, compared = hits + bool(scores and own > max(scores)), compared + bool(scores)
     return total, hits, compared
@@ -144,6 +157,47 @@ def test_duplicates_are_no_negatives():
     equal = jax.tree.map(lambda x: np.repeat(x[:1], B, axis=0), batch)
     out = once(lambda batch: apply(batch, method="loss"), equal)
     assert [float(x) for x in (out.sum, out.weight, *out.aux["accuracy"])] == [0, B, 0, 0]
+
+
+HARD = {"negative_texts": 2, "symmetric": False}
+
+
+@pytest.mark.parametrize("fields", [HARD, {"negative_texts": 2}], ids=["one direction", "both directions"])
+def test_hard_negatives_of_all_examples_are_negatives(fields):
+    """Against loops. A hard negative with the tokens of a text's partner is none of that text."""
+    model = DualEncoder(DualEncoderConfig(**SIZES | fields))
+    batch, draw = make_batch(negatives=2), np.random.default_rng(5)
+    for i, j in ((0, 3), (1, 1), (2, 6)):  # pairs 6 and 7 are padding
+        for name in ("tokens", "segment_ids"):
+            batch[f"negative_2_{name}"][j] = batch[f"pair_{name}"][i]
+    texts, candidates = (draw.normal(size=(B, *shape)).astype(np.float32) for shape in ((16,), (3, 16)))
+    texts, candidates = (0.5 * x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (texts, candidates))
+    out = once(lambda vectors: model.apply({}, Encoded(vectors), batch, method="compare"), (texts, candidates))
+    partners, *hard = np.moveaxis(candidates.astype(np.float64), 1, 0)
+    expected, *hits = looped_loss(texts.astype(np.float64), partners, batch, 20, model.config.symmetric, hard)
+    np.testing.assert_allclose(out.sum, expected, rtol=1e-5)
+    assert [float(x) for x in out.aux["accuracy"]] == hits
+
+
+@pytest.mark.oracle
+def test_hard_negatives_match_torch():
+    """The scores of MultipleNegativesRankingLoss of sentence-transformers: partners, first negatives, second negatives."""
+    torch = pytest.importorskip("torch")
+    model = DualEncoder(DualEncoderConfig(**SIZES | HARD))
+    batch, draw = make_batch(padding=0, negatives=2), np.random.default_rng(5)
+    vectors = tuple(draw.normal(size=shape).astype(np.float32) for shape in ((B, 16), (B, 3, 16)))
+    vectors = tuple(x / np.linalg.norm(x, axis=-1, keepdims=True) for x in vectors)
+
+    def loss(vectors):
+        return model.apply({}, Encoded(vectors), batch, method="compare").sum
+
+    total, gradients = once(jax.value_and_grad(loss), vectors)
+    texts, candidates = (torch.tensor(x, requires_grad=True) for x in vectors)
+    scores = 20 * texts @ torch.cat(list(candidates.unbind(1))).T
+    expected = torch.nn.functional.cross_entropy(scores, torch.arange(B), reduction="sum")
+    expected.backward()
+    np.testing.assert_allclose(total, expected.item(), rtol=1e-6)
+    assert_leaves_close(gradients, [texts.grad.numpy(), candidates.grad.numpy()], 1e-6)
 
 
 def test_hashes_distinguish_the_order_of_tokens():
@@ -167,11 +221,16 @@ def test_a_batch_with_one_pair_has_no_accuracy():
 @pytest.mark.slow  # `tests/tasks/test_contracts.py` trains under a plan
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [*(("separate", layout) for layout in ("zero3 8", "data 2 x sequence 4", "3d")), ("shared", "data 4 x tensor 2")],
+    [
+        *(("separate", layout) for layout in ("zero3 8", "data 2 x sequence 4", "3d")),
+        ("shared", "data 4 x tensor 2"),
+        ("shared, hard", "zero3 4"),
+        ("separate, hard", "3d"),
+    ],
 )
 def test_layouts_match_one_device(name, layout):
     """Negatives come from the texts of all devices, and gradients reach them there."""
-    gradients, metrics = results(name, LAYOUTS[layout], 8)
+    gradients, metrics = results(name, LAYOUTS[layout], 4 if layout == "zero3 4" else 8)
     expected_gradients, expected = results(name, Plan(), 1)
     assert metrics.keys() == expected.keys()
     for key, pair in expected.items():
@@ -210,11 +269,11 @@ def distance(actual, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("name", [*FIELDS, "shared, hard"])
 def test_encoding_in_parts_has_the_gradients_of_the_whole_batch(name):
     """Whatever the number of parts, with dropout, which differs with another key."""
-    model, params = make(dropout=0.3, **FIELDS[name])
-    batch = jax.tree.map(jnp.asarray, make_batch())
+    model, params = make(dropout=0.3, **(FIELDS | HARD_FIELDS)[name])
+    batch = jax.tree.map(jnp.asarray, make_batch(negatives=model.config.negative_texts))
 
     def gradients(params, parts, key):
         def total(params):
@@ -266,10 +325,10 @@ def test_accumulation_on_devices_has_the_gradients_of_the_whole_batch(name):
 
 
 @pytest.mark.slow
-def test_rows_are_those_of_both_texts():
-    batch = jax.tree.map(jnp.asarray, make_batch())
-    for name, fields in FIELDS.items():
+def test_rows_are_those_of_all_texts():
+    for name, fields in (FIELDS | HARD_FIELDS).items():
         model, params = make(**fields)
+        batch = jax.tree.map(jnp.asarray, make_batch(negatives=model.config.negative_texts))
         assert isinstance(model, Model)
         rows = model.apply({"params": params}, batch, method="rows")
         gradients, _ = results(name, Plan(), 1)
@@ -283,6 +342,7 @@ def test_rows_are_those_of_both_texts():
     [
         ({"pooling": "none"}, "model.pooling='none'"),
         ({"negatives": "all"}, "model.negatives='all'"),
+        ({"negative_texts": -1}, "model.negative_texts=-1: expected 0 to 64"),
         ({"temperature": 0.0}, "model.temperature=0.0: expected 0.01 to 100"),
         ({"temperature": float("nan")}, "model.temperature=nan"),
         ({"mixer": "conv"}, "choose a bidirectional mixer"),

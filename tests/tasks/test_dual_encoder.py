@@ -50,6 +50,16 @@ def test_a_batch_or_part_of_one_pair_is_refused(batch_size, parts, message):
         assert TASKS["dual_encoder"].model(configs.resolve(config), Sizes(ids=30)).config.compares_examples
 
 
+def test_models_have_as_many_hard_negatives_as_the_data():
+    config = configs.default("dual_encoder")
+    config.data.negative_fields = "worse,worst"
+    task = TASKS["dual_encoder"]
+    assert task.model(configs.resolve(config), Sizes(ids=30)).config.negative_texts == 2
+    config.model.negative_texts = 1
+    with pytest.raises(InputError, match="model.negative_texts=1, and data.negative_fields='worse,worst' has 2"):
+        task.model(configs.resolve(config), Sizes(ids=30))
+
+
 def test_sets_of_one_pair_raise_before_training(tmp_path):
     for name, count in (("pairs", 20), ("one", 1)):
         lines = [json.dumps({"text": f"text {i}", "pair": f"partner {i}"}) for i in range(count)]

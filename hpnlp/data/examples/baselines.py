@@ -100,7 +100,7 @@ def tfidf_recall(
     split = {"words": _words, "tokens": lambda text: examples.tokenizer.encode(text).tolist()}[by]
     vectorizer = text.TfidfVectorizer(sublinear_tf=True, analyzer=list, dtype=np.float32)
     try:
-        vectorizer.fit(split(part) for texts in train.texts(train.spread(MAX_TRAINED)) for part in texts)
+        vectorizer.fit(split(part) for texts in train.texts(train.spread(MAX_TRAINED)) for part in texts[:2])
     except ValueError:  # no word
         return dict.fromkeys(top)
     texts = list(scored.texts(range(min(limit, scored.count))))

@@ -326,6 +326,11 @@ class PairsConfig(ExampleConfig):
     )
     text_field: str = option("text", "Field of records that holds the first text, such as a query.")
     pair_field: str = option("pair", "Field that holds the second text, which belongs to the first.")
+    negative_fields: str = option(
+        "",
+        "Fields, separated by commas, that hold further texts, which do not belong to the first (hard negatives), as in "
+        "negative_1,negative_2; '' for none.",
+    )
     distinct: bool = option(
         False,
         "Keep each token of a text once, at its first occurrence, so that frequent tokens do not dominate: for models without "
@@ -337,6 +342,20 @@ class PairsConfig(ExampleConfig):
         if not self.pair_field:
             raise InputError('data.pair_field="": expected the name of the field with the second text of a pair')
         check_pair(self.text_field, self.pair_field)
+        names = [self.text_field, self.pair_field, *self.negatives()]
+        if not all(names) or len(set(names)) < len(names):
+            raise InputError(
+                f"data.negative_fields={self.negative_fields!r}: expected names of different fields, separated by commas, and "
+                "none of data.text_field and data.pair_field"
+            )
+
+    def negatives(self) -> tuple[str, ...]:
+        """Names of the fields of hard negatives.
+
+        Returns:
+          The names in `negative_fields`.
+        """
+        return tuple(name.strip() for name in self.negative_fields.split(",")) if self.negative_fields else ()
 
     def kind(self) -> Kind:
-        return Pairs(self.text_field, self.pair_field, self.distinct)
+        return Pairs(self.text_field, self.pair_field, self.distinct, self.negatives())

@@ -17,13 +17,18 @@ class Column(NamedTuple):
 
     Attributes:
       name: Name of the field in the records.
-      argument: Config field that holds the name.
+      argument: Config field that holds the name, or the names of several fields if it ends in "_fields".
       type: Entry of TYPES.
     """
 
     name: str
     argument: str
     type: str
+
+    @property
+    def key(self) -> str:
+        """Key of the converted value among those of a record."""
+        return f"{self.argument}:{self.name}" if self.argument.endswith("_fields") else self.argument
 
 
 def text(value: Any) -> str:

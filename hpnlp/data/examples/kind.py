@@ -69,7 +69,7 @@ class Kind(abc.ABC):
           values: Config field -> converted value, of the fields of `inputs`.
 
         Returns:
-          Config field -> value, without an effect on the arrays that a model reads to predict.
+          `Column.key` -> value, without an effect on the arrays that a model reads to predict.
         """
         return {"label_field": ""} if self.has_labels else {}
 
@@ -78,7 +78,7 @@ class Kind(abc.ABC):
         """Texts of an example.
 
         Args:
-          values: Config field, such as "text_field" -> converted value of the record's field that it names.
+          values: `Column.key`, such as "text_field" -> converted value of the record's field.
 
         Returns:
           One text per part, as it is shown in reports and read by baselines.

@@ -270,29 +270,40 @@ class Pairs(Kind):
     """Two texts that belong together, each in a sequence of its own.
 
     A batch has "tokens" (bos text eos), "segment_ids" (1; 0 on padding) and "positions" of the first texts, "pair_tokens",
-    "pair_segment_ids" and "pair_positions" of the second, int32 [B, T], and "weights", float32 [B].
+    "pair_segment_ids" and "pair_positions" of the second, int32 [B, T], and "weights", float32 [B]. Names of the arrays of
+    further texts, which do not belong to the first, begin with "negative_1_", "negative_2_", ...
 
     Attributes:
       text_field: Field of the first text.
       pair_field: Field of the second text.
       distinct: Keep each token of a text once, at its first occurrence.
+      negative_fields: Fields of further texts that do not belong to the first.
     """
 
     text_field: str
     pair_field: str
     distinct: bool = False
+    negative_fields: tuple[str, ...] = ()
     compares_examples = True
 
     @property
     def parts(self) -> int:
-        return 2
+        return 2 + len(self.negative_fields)
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        return Column(self.text_field, "text_field", "text"), Column(self.pair_field, "pair_field", "text")
+        negatives = (Column(name, "negative_fields", "text") for name in self.negative_fields)
+        return Column(self.text_field, "text_field", "text"), Column(self.pair_field, "pair_field", "text"), *negatives
+
+    @property
+    def inputs(self) -> tuple[Column, ...]:
+        return self.columns[:2]
+
+    def placeholders(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {column.key: values["pair_field"] for column in self.columns[2:]}
 
     def texts(self, values: Mapping[str, Any]) -> list[str]:
-        return [values["text_field"], values["pair_field"]]
+        return [values[column.key] for column in self.columns]
 
     def join(self, ids: Sequence[np.ndarray], labels: np.ndarray) -> tuple[Sequence[np.ndarray], np.ndarray]:
         ids, labels = super().join(ids, labels)
@@ -308,11 +319,8 @@ class Pairs(Kind):
         tokenizer: Tokenizer,
         seq_len: int,
     ) -> Batch:
-        first, second = (
-            [framed(examples.part(number, part), tokenizer, seq_len) for number in numbers] for part in range(2)
-        )
-        return {
-            **sequences(first, count, seq_len, tokenizer.pad_id),
-            **sequences(second, count, seq_len, tokenizer.pad_id, "pair_"),
-            "weights": example_weights(len(numbers), count),
-        }
+        batch: Batch = {"weights": example_weights(len(numbers), count)}
+        for part, prefix in enumerate(("", "pair_", *(f"negative_{i}_" for i in range(1, self.parts - 1)))):
+            texts = [framed(examples.part(number, part), tokenizer, seq_len) for number in numbers]
+            batch = {**batch, **sequences(texts, count, seq_len, tokenizer.pad_id, prefix)}
+        return batch

@@ -41,7 +41,7 @@ class Row(NamedTuple):
     Attributes:
       group: Name by which the example is held out or not: the value of the group's field, or else file and number.
       where: Place of the record, for error messages.
-      values: Config field -> converted value of the field that it names.
+      values: `Column.key` -> converted value of the field.
       kept: Name of each field of `RowReader.keep` -> its value.
     """
 
@@ -164,7 +164,7 @@ class RowReader:
                 if column.argument == "keep":
                     kept[column.name] = value
                 else:
-                    values[column.argument] = value
+                    values[column.key] = value
             self.kind.check({**self.kind.placeholders(values), **values})
         except FieldError as error:
             self.report_bad(where, InputError(f"{where}: {error}: {SKIP}"))

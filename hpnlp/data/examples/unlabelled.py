@@ -78,7 +78,7 @@ def converted(kind: Kind, record: Mapping[str, Any]) -> dict[str, Any]:
       record: Name of a field -> value; other fields are ignored.
 
     Returns:
-      Config field, such as "text_field" -> converted value.
+      `Column.key`, such as "text_field" -> converted value.
 
     Raises:
       FieldError: A field is absent or invalid, or the fields do not fit together.
@@ -88,7 +88,7 @@ def converted(kind: Kind, record: Mapping[str, Any]) -> dict[str, Any]:
         if column.name not in record:
             raise FieldError(f"has no field {column.name!r}, only {', '.join(map(repr, record)) or 'none'}")
         try:
-            values[column.argument] = TYPES[column.type][0](record[column.name])
+            values[column.key] = TYPES[column.type][0](record[column.name])
         except FieldError as error:
             raise FieldError(f"field {column.name!r} {error}") from error
     kind.check({**kind.placeholders(values), **values})

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from hpnlp.data.examples import prepare_examples
+from hpnlp.data.examples.unlabelled import Unlabelled, converted
 from hpnlp.types import InputError
 from tests.data.examples.records import KINDS, config, write
 
@@ -137,6 +138,24 @@ def test_pairs_have_a_sequence_each(tmp_path):
         np.testing.assert_array_equal(batch[f"{prefix}segment_ids"], [segments])
         np.testing.assert_array_equal(batch[f"{prefix}positions"], [np.arange(40)] * len(batch[f"{prefix}positions"]))
     assert batch["weights"].tolist() == [1]
+
+
+def test_hard_negatives_have_sequences_of_their_own(tmp_path):
+    records = [{"text": "ask", "pair": "told you", "worse": "no", "worst": "none of it"}]
+    path = write(tmp_path / "a.jsonl", [{**record, "worse": "no", "worst": "none"} for record in KINDS["pairs"][0]()])
+    options = {"heldout_path": str(write(tmp_path / "b.jsonl", records)), "negative_fields": "worse, worst"}
+    examples = prepare_examples(config("pairs", path, **options))
+    batch = next(examples.heldout(batch_size=1))
+    for prefix, text in (("", "ask"), ("pair_", "told you"), ("negative_1_", "no"), ("negative_2_", "none of it")):
+        tokens, segments, _ = framed(text)
+        np.testing.assert_array_equal(batch[f"{prefix}tokens"], [tokens])
+        np.testing.assert_array_equal(batch[f"{prefix}segment_ids"], [segments])
+    assert batch["weights"].tolist() == [1] and len(batch) == 4 * 3 + 1
+    values = converted(examples.kind, {"text": "ask", "pair": "told you"})  # predictions need no negatives
+    unlabelled = Unlabelled(examples.kind, examples.tokenizer, [values])
+    of_pair = examples.kind.batch(unlabelled, [0], 1, examples.tokenizer, 40)
+    assert of_pair.keys() == batch.keys()
+    np.testing.assert_array_equal(of_pair["pair_tokens"], batch["pair_tokens"])
 
 
 def test_distinct_tokens_stand_at_their_first_occurrences(tmp_path):

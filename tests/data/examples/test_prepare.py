@@ -236,6 +236,8 @@ def test_invalid_configs_raise(tmp_path, kind, options, message):
         ("seq2seq", {"target_field": ""}, 'data.target_field="": expected the name of a field'),
         ("pairs", {"pair_field": ""}, 'data.pair_field="": expected the name of the field with the second text'),
         ("pairs", {"pair_field": "text"}, "data.pair_field='text' is data.text_field, too"),
+        ("pairs", {"negative_fields": "pair"}, "data.negative_fields='pair': expected names of different fields"),
+        ("pairs", {"negative_fields": "a,,b"}, "data.negative_fields='a,,b': expected names of different fields"),
         ("classification", {"pair_field": "text"}, "data.pair_field='text' is data.text_field, too"),
         (
             "classification",
