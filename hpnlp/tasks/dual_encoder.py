@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from hpnlp.data import sources
 from hpnlp.data.examples import Examples, PairsConfig
 from hpnlp.data.examples.baselines import tfidf_recall
 from hpnlp.data.examples.dataset import CHALLENGE, HELDOUT
+from hpnlp.data.examples.graded import read_graded
+from hpnlp.data.examples.rows import FORMATS
 from hpnlp.data.files import Progress
 from hpnlp.models.dual_encoder import DualEncoder, DualEncoderConfig
 from hpnlp.tasks import vocabulary as vocabularies
@@ -49,7 +52,14 @@ class DualEncoding(ExampleTask):
         for name, fault in SINGLE_PAIR.items():
             if examples.stored[name].count == 1:
                 raise InputError(fault)
+        if data.graded_path:
+            read_graded(data, examples.tokenizer)  # raises errors before training
         return examples
+
+    def check_data(self, data: Any) -> None:
+        super().check_data(data)
+        if data.graded_path:
+            sources.find(data.graded_path, "data.graded_path", FORMATS)
 
     def model(self, config: RunConfig, sizes: Sizes) -> DualEncoder:
         self.check_no_stride(config)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from hpnlp.data.examples.dataset import HELDOUT
+from hpnlp.data.examples.graded import read_graded
+from hpnlp.data.examples.kind import TokenisedExamples
 from hpnlp.tasks.reporting import (
     NOT_FINITE,
     Outcome,
@@ -25,6 +28,7 @@ TOP = (1, 10)  # numbers of retrieved texts whose recall is reported
 # Beginning of fields of report.json -> objects that TF-IDF counts.
 TFIDF = {"tfidf": "words", "token_tfidf": "tokens"}
 APART = "heldout_challenge_accuracy"  # field of report.json with a score of the pairs of data.challenge_path
+SPEARMAN, GRADED = "graded_spearman", "graded_pairs"  # fields of report.json, of the pairs of data.graded_path
 MAX_PAIRS = 10_000  # held-out pairs that are ranked, the first ones: their similarities take 400 MB
 EXAMPLES = 4  # shown of each kind, hits and misses
 MAX_TEXT = 80  # characters of a text
@@ -51,6 +55,7 @@ class RetrievalReport(TaskReport):
             **{f"heldout_{name}": None for name in (*(f"recall_at_{k}" for k in TOP), "mrr")},
             "heldout_examples": dataset.heldout_examples,
             "heldout_digest": dataset.heldout_digest,
+            **(dict.fromkeys((SPEARMAN, GRADED)) if dataset.config.graded_path else {}),
             **baselines,
         }
 
@@ -84,6 +89,11 @@ class RetrievalReport(TaskReport):
                 for k in TOP
             ),
             ("mean reciprocal rank", decimals(report["heldout_mrr"])),
+            *(
+                [(f"Spearman's correlation with the grades of {report[GRADED]:,} pairs", decimals(report[SPEARMAN]))]
+                if report.get(GRADED)
+                else []
+            ),
             ("held-out accuracy within batches", decimals(report["heldout_accuracy"])),
             *([("challenge pairs, accuracy within batches", decimals(report[APART]))] if APART in report else []),
             (f"held-out loss within batches, nats per {self.unit}", decimals(report["heldout_loss"])),
@@ -96,6 +106,10 @@ class RetrievalReport(TaskReport):
         scores = similarities(outcome)
         ranks = partner_ranks(scores)
         numbers = {f"heldout_{name}": value for name, value in retrieval_scores(ranks).items()}
+        if outcome.dataset.config.graded_path:
+            pairs, grades = read_graded(outcome.dataset.config, outcome.dataset.tokenizer)
+            texts, partners = vectors(outcome, pairs, len(grades))
+            numbers |= {SPEARMAN: spearman((texts * partners).sum(axis=1), grades), GRADED: len(grades)}
         return Section("\n".join(_examples(outcome, scores, ranks)), numbers=numbers)
 
     def rank(self, reports: Mapping[str, Report]) -> Ranking:
@@ -112,16 +126,48 @@ def similarities(outcome: Outcome) -> np.ndarray:
     Returns:
       float32 `[N, N]`: of the first text of each pair with the second text of each pair.
     """
-    dataset, embed = outcome.dataset, outcome.compiled("embed")
-    stored, rows = dataset.stored[HELDOUT], outcome.config.data.batch_size
-    count = min(stored.count, MAX_PAIRS)
-    vectors = []
+    stored = outcome.dataset.stored[HELDOUT]
+    texts, partners = vectors(outcome, stored, min(stored.count, MAX_PAIRS))
+    return texts @ partners.T
+
+
+def vectors(outcome: Outcome, pairs: TokenisedExamples, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Vectors of pairs of texts.
+
+    Args:
+      outcome: Result of a run.
+      pairs: Pairs of texts.
+      count: Number of pairs, the first ones.
+
+    Returns:
+      Vectors of the first texts, and of their partners, float32 `[count, D]`.
+    """
+    dataset, embed, rows = outcome.dataset, outcome.compiled("embed"), outcome.config.data.batch_size
+    parts = []
     for start in range(0, count, rows):
         numbers = range(start, min(start + rows, count))
-        batch = dataset.kind.batch(stored, numbers, rows, dataset.tokenizer, dataset.seq_len)
-        vectors.append([np.asarray(x)[: len(numbers)] for x in embed(batch)])
-    texts, partners = map(np.concatenate, zip(*vectors, strict=True))
-    return texts @ partners.T
+        batch = dataset.kind.batch(pairs, numbers, rows, dataset.tokenizer, dataset.seq_len)
+        parts.append([np.asarray(x)[: len(numbers)] for x in embed(batch)])
+    texts, partners = map(np.concatenate, zip(*parts, strict=True))
+    return texts, partners
+
+
+def spearman(similarities: np.ndarray, grades: np.ndarray) -> float:
+    """Spearman's rank correlation; equal values have the mean of their ranks.
+
+    Args:
+      similarities: `[n]`.
+      grades: `[n]`, not all equal.
+
+    Returns:
+      The correlation; NaN if similarities are not finite, or all are equal.
+    """
+    from scipy import stats
+
+    ranks = [stats.rankdata(x, method="average", nan_policy="propagate") for x in (similarities, grades)]
+    x, y = (rank - rank.mean() for rank in ranks)
+    norm = np.sqrt(np.dot(x, x) * np.dot(y, y))
+    return float(np.dot(x, y) / norm) if norm > 0 else math.nan
 
 
 def partner_ranks(scores: np.ndarray) -> np.ndarray:

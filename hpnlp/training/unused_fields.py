@@ -15,7 +15,7 @@ import numpy as np
 from hpnlp import tasks
 from hpnlp.data import sources
 from hpnlp.data.config import DataConfig
-from hpnlp.data.examples import ExampleConfig
+from hpnlp.data.examples import ExampleConfig, PairsConfig
 from hpnlp.data.examples.generated import GENERATED
 from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.dual_encoder import DualEncoderConfig
@@ -207,6 +207,12 @@ def _no_records(config: Config) -> str:
     )
 
 
+def _no_grades(config: Config) -> str:
+    if not isinstance(config.data, PairsConfig) or config.data.graded_path:
+        return ""
+    return "data.graded_path='' names no pairs with grades: leave it out, or set data.graded_path"
+
+
 def _one_source(config: Config) -> str:
     if "," in config.data.path:
         return ""
@@ -344,6 +350,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Config], str]], ...] = (
     (("data.heldout", "data.heldout_examples", "data.group_field"), _heldout_path),
     (("data.text_field", "data.prompt_field"), _no_records),
     (("data.weights",), _one_source),
+    (("data.grade_field",), _no_grades),
     (ROPE_FIELDS, _no_rope),
     (("model.max_len",), _no_length_limit),
     (("model.target_len",), _no_target_limit),

@@ -5,13 +5,17 @@ import json
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from hpnlp.data.examples import PairsConfig
+from hpnlp.data.examples.graded import read_graded
 from hpnlp.tasks import TASKS
-from hpnlp.tasks.dual_encoder_report import partner_ranks, retrieval_scores
+from hpnlp.tasks.dual_encoder_report import partner_ranks, retrieval_scores, spearman
+from hpnlp.tasks.reporting import Outcome
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.training import config as configs
 from hpnlp.types import InputError
+from tests.drawn import drawn_params
 
 
 @pytest.mark.oracle
@@ -58,6 +62,58 @@ def test_models_have_as_many_hard_negatives_as_the_data():
     config.model.negative_texts = 1
     with pytest.raises(InputError, match="model.negative_texts=1, and data.negative_fields='worse,worst' has 2"):
         task.model(configs.resolve(config), Sizes(ids=30))
+
+
+def test_spearman_gives_ties_their_mean_rank():
+    draw = np.random.default_rng(0)
+    grades, similarities = draw.integers(0, 5, 50), np.round(draw.normal(size=50), 1)
+    assert spearman(similarities, grades) == pytest.approx(stats.spearmanr(similarities, grades).statistic, abs=1e-12)
+    assert spearman(np.exp(grades), grades) == pytest.approx(1) and spearman(-grades, grades) == pytest.approx(-1)
+    for similarities in (np.ones(50), np.where(np.arange(50) == 3, np.nan, grades)):
+        assert np.isnan(spearman(similarities, grades))
+
+
+def graded_config(directory, **options):
+    """A config whose pairs with grades, in a table, are texts with letters in common, and others."""
+    records = [{"text": f"text {i}", "pair": f"partner {i}", "worse": "other"} for i in range(20)]
+    (directory / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)))
+    rows = ["text,pair,grade", "ab,ab,5", "ab,ac,3.5", "ab,xy,0", "cd,cde,4", "cd,xz,1e-1"]
+    (directory / "graded.csv").write_text("\n".join(rows))
+    config = configs.default("dual_encoder")
+    config.data.update(path=str(directory / "pairs.jsonl"), graded_path=str(directory / "graded.csv"), seq_len=16)
+    config.data.update(cache=str(directory / "cache"), grade_field="grade", negative_fields="worse", **options)
+    config.model.update(layers=0, dim=16, position="none")
+    return configs.resolve(config)
+
+
+def test_report_correlates_similarities_with_grades(tmp_path):
+    config, task = graded_config(tmp_path, batch_size=2), TASKS["dual_encoder"]
+    dataset = task.dataset(config.data, None)
+    model = task.model(config, Sizes(ids=dataset.tokenizer.vocab_size))
+    outcome = Outcome(config, dataset, model, drawn_params(model, 1.0), {})
+    assert {"graded_spearman", "graded_pairs"} <= task.report.numbers(dataset, {}, {}).keys()
+    numbers = task.report.section(outcome).numbers
+    pairs, grades = read_graded(config.data, dataset.tokenizer)
+    assert grades.tolist() == [5, 3.5, 0, 4, 0.1] and numbers["graded_pairs"] == 5
+    batch = dataset.kind.batch(pairs, range(5), 5, dataset.tokenizer, 16)
+    first, second = outcome.compiled("embed")(batch)
+    expected = stats.spearmanr((first * second).sum(axis=1), grades).statistic
+    assert numbers["graded_spearman"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        ("ab,ac,high", "graded.csv, line 2: field 'grade' is 'high', expected a number"),
+        ("ab,ac,3\nab,ad,3.0", "graded.csv' holds 2 pairs, which have no different grades"),
+        ("ab,,3", "graded.csv, line 2: field 'pair' is empty"),
+    ],
+)
+def test_bad_grades_raise_before_training(tmp_path, cells, message):
+    config = graded_config(tmp_path)
+    (tmp_path / "graded.csv").write_text(f"text,pair,grade\n{cells}\n")
+    with pytest.raises(InputError, match=message):
+        TASKS["dual_encoder"].dataset(config.data, None)
 
 
 def test_sets_of_one_pair_raise_before_training(tmp_path):

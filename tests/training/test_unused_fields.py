@@ -137,6 +137,10 @@ def test_defaults_pass(task):
             "model.subsample_form='paper' has no effect, because model.subsample=0 drops no word",
         ),
         (
+            {"task": "dual_encoder", "data.grade_field": "grade"},
+            "data.grade_field='grade' has no effect, because data.graded_path='' names no pairs with grades",
+        ),
+        (
             {"task": "dual_encoder", "model.negatives": "part"},
             "model.negatives='part' has no effect, because optimizer.accumulate=1 leaves batches as they are",
         ),

@@ -331,6 +331,12 @@ class PairsConfig(ExampleConfig):
         "Fields, separated by commas, that hold further texts, which do not belong to the first (hard negatives), as in "
         "negative_1,negative_2; '' for none.",
     )
+    graded_path: str = option(
+        "",
+        "Records of pairs with grades of their similarity, in the fields text_field, pair_field and grade_field: the report "
+        f"has Spearman's correlation of grades and similarities. '' for none. {FILES[0].upper()}{FILES[1:]}",
+    )
+    grade_field: str = option("score", "Field of the records of graded_path that holds the grade, a number.")
     distinct: bool = option(
         False,
         "Keep each token of a text once, at its first occurrence, so that frequent tokens do not dominate: for models without "

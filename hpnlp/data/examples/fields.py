@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -102,6 +103,27 @@ def label(value: Any) -> str:
     return name
 
 
+def number(value: Any) -> float:
+    """Converts a number.
+
+    Args:
+      value: A whole or decimal number, or a string of one.
+
+    Returns:
+      The number.
+
+    Raises:
+      FieldError: The value has another type, or is not finite.
+    """
+    try:
+        converted = math.nan if isinstance(value, bool) or value is None else float(value)
+    except (TypeError, ValueError):
+        converted = math.nan
+    if not math.isfinite(converted):
+        raise FieldError(f"is {value!r:.40}, expected a number")
+    return converted
+
+
 def _items(value: Any, convert: Callable[[Any], str]) -> list[str]:
     """The items of a list, or of a string that is split at whitespace."""
     if isinstance(value, str | bytes):
@@ -171,6 +193,7 @@ def texts(value: Any) -> list[str]:
 TYPES: dict[str, tuple[Callable[[Any], Any], frozenset[str]]] = {
     "text": (text, frozenset({"string"})),
     "anything": (anything, frozenset()),
+    "number": (number, frozenset({"float", "double", "halffloat", "integer", "string"})),
     "label": (label, frozenset({"string", "integer", "boolean"})),
     "words": (words, frozenset({"string", "list of string"})),
     "texts": (texts, frozenset({"string", "list of string"})),
