@@ -27,6 +27,7 @@ from hpnlp.ops.counter_rng import mix
 from hpnlp.spec import did_you_mean
 from hpnlp.types import InputError, LossOut, WordStats, option
 
+LOSSES = ("contrastive", "triplet")
 NEGATIVES = ("batch", "part")
 INPUTS = ("tokens", "segment_ids", "positions")
 MAX_NEGATIVE_TEXTS = 64
@@ -43,6 +44,12 @@ class DualEncoderConfig(BackboneConfig):
 
     pooling: str = option("mean", "An entry of POOLINGS: how the hidden states of a text become one vector.")
     shared: bool = option(True, "Both texts of a pair pass the same tower; otherwise each has a tower of its own.")
+    loss: str = option(
+        "contrastive",
+        '"contrastive", the cross-entropy of the partner among the partners and hard negatives of the batch; or "triplet", by '
+        "how much the distance to the partner plus the margin exceeds that to each hard negative of the same text.",
+    )
+    margin: float = option(1.0, "Margin of the triplet loss: Euclidean distances of the vectors are 0 to 2.")
     temperature: float = option(0.05, "Divisor of the cosine similarities; its initial value if it is learned.")
     negative_texts: int = option(
         0,
@@ -64,6 +71,14 @@ class DualEncoderConfig(BackboneConfig):
             raise InputError(f"model.pooling={self.pooling!r}: {did_you_mean(self.pooling, POOLINGS)}")
         if self.negatives not in NEGATIVES:
             raise InputError(f"model.negatives={self.negatives!r}: {did_you_mean(self.negatives, NEGATIVES)}")
+        if self.loss not in LOSSES:
+            raise InputError(f"model.loss={self.loss!r}: {did_you_mean(self.loss, LOSSES)}")
+        if not 0 < self.margin <= 2:
+            raise InputError(f"model.margin={self.margin}: expected more than 0, and at most 2")
+        if self.loss == "triplet" and self.learn_temperature:
+            raise InputError(
+                "model.learn_temperature=True, and model.loss='triplet' has no temperature: set one to its default"
+            )
         if not 0 <= self.negative_texts <= MAX_NEGATIVE_TEXTS:
             raise InputError(f"model.negative_texts={self.negative_texts}: expected 0 to {MAX_NEGATIVE_TEXTS}")
         if not LOWEST_TEMPERATURE <= self.temperature <= 100:
@@ -105,7 +120,7 @@ class DualEncoderConfig(BackboneConfig):
     @property
     def compares_examples(self) -> bool:
         """Whether the loss compares the texts of all parts of a batch."""
-        return self.negatives == "batch"
+        return self.negatives == "batch" and self.loss == "contrastive"
 
     def attention_width(self) -> int:
         """Width of the attention of all layers that an example passes: those of all of its texts."""
@@ -165,7 +180,8 @@ class DualEncoder(OfSeveralStacks, nn.Module):
     The loss is the cross-entropy of a text's partner among the partners and hard negatives of all texts of the batch, on
     whatever devices they are. If the loss is symmetric, a partner is compared with the first texts. The partner of another pair
     is no negative if the two texts, or the two partners, have the same tokens; a hard negative is none of texts whose partner
-    has the same tokens. (Equal texts are recognised by 64-bit hashes of their tokens.)
+    has the same tokens. (Equal texts are recognised by 64-bit hashes of their tokens.) The triplet loss is the mean over the
+    hard negatives of the same example.
 
     The parameters are those of "tower", and of "pair_tower" if the towers are not shared; and "log_scale", the logarithm of 1 /
     temperature, if that is learned.
@@ -179,6 +195,7 @@ class DualEncoder(OfSeveralStacks, nn.Module):
     References:
       Henderson et al. 2017, "Efficient natural language response suggestion for Smart Reply", section 4.
       Radford et al. 2021, "Learning transferable visual models from natural language supervision", for both directions.
+      Reimers and Gurevych 2019, "Sentence-BERT: sentence embeddings using Siamese BERT-networks", for triplets.
     """
 
     prefixes: ClassVar[Mapping[str, str]] = {"tower": "", "pair_tower": PAIR}
@@ -190,10 +207,14 @@ class DualEncoder(OfSeveralStacks, nn.Module):
 
     @property
     def is_normalized(self) -> bool:
-        """The loss is -log p(partner) over the partners of a batch."""
-        return True
+        """Whether the loss is -log p(partner) over the candidates of a batch."""
+        return self.config.loss == "contrastive"
 
     def setup(self) -> None:
+        if self.config.loss == "triplet" and not self.config.negative_texts:
+            raise InputError(
+                "model.loss='triplet' needs hard negatives: set data.negative_fields, or without data model.negative_texts"
+            )
         c, shared = self.config, {"model_parallel": self.model_parallel, "remat": self.remat}
         self.tower = Tower(c.tower(), **shared)
         if not c.shared:
@@ -210,9 +231,10 @@ class DualEncoder(OfSeveralStacks, nn.Module):
           deterministic: No dropout; otherwise the rng "dropout" is used.
 
         Returns:
-          The loss summed over pairs, in nats, with the statistics, auxiliary losses and metrics of the layers (the names of
-          losses and metrics of a separate second tower begin with "pair_"), "accuracy", the share of texts whose partner is
-          more similar than all negatives (texts without negatives do not count), and "temperature" if it is learned.
+          The loss summed over pairs, in nats if it is contrastive, with the statistics, auxiliary losses and metrics of the
+          layers (the names of losses and metrics of a separate second tower begin with "pair_"), "accuracy", the share of texts
+          whose partner is more similar than all negatives (texts without negatives do not count), and "temperature" if it is
+          learned.
         """
         numbers = jnp.arange(len(batch["weights"]), dtype=jnp.int32)
         return self.compare(self.encode(batch, numbers, deterministic), batch)
@@ -255,15 +277,27 @@ class DualEncoder(OfSeveralStacks, nn.Module):
         lowest, is_pair = np.float32(np.finfo(np.float32).min), weights != 0
         is_negative = is_pair[:, None, None] & is_pair[None, None, :] & ~self._positives(batch)
         own, negatives = jnp.diagonal(scores[:, 0]), jnp.where(is_negative, scores, lowest)
-        nll = jnp.logaddexp(own, jax.nn.logsumexp(negatives, axis=(1, 2))) - own
-        if self.config.symmetric:
-            nll = (nll + jnp.logaddexp(own, jax.nn.logsumexp(negatives[:, 0], axis=0)) - own) / 2
+        if self.config.loss == "triplet":
+            losses = self._triplets(texts, candidates, jnp.diagonal(is_negative, axis1=0, axis2=2).T)
+        else:
+            losses = jnp.logaddexp(own, jax.nn.logsumexp(negatives, axis=(1, 2))) - own
+            if self.config.symmetric:
+                losses = (losses + jnp.logaddexp(own, jax.nn.logsumexp(negatives[:, 0], axis=0)) - own) / 2
         hits = own > negatives.max(axis=(1, 2))  # a tie with a negative is no hit
         compared = jnp.where(is_negative.any(axis=(1, 2)), weights, 0.0)
         aux = {**encoded.aux, "accuracy": (jnp.where(hits, compared, 0.0).sum(), compared.sum())}
         if self.config.learn_temperature:
             aux["temperature"] = (1 / scale, jnp.float32(1))
-        return LossOut(jnp.where(is_pair, nll * weights, 0.0).sum(), weights.sum(), aux, encoded.statistics)
+        return LossOut(jnp.where(is_pair, losses * weights, 0.0).sum(), weights.sum(), aux, encoded.statistics)
+
+    def _triplets(self, texts: jax.Array, candidates: jax.Array, is_negative: jax.Array) -> jax.Array:
+        """Triplet losses `[B]` of vectors `[B, D]` and `[B, n, D]`; is_negative: bool `[B, n]`."""
+        squares = jnp.square(texts[:, None] - candidates).sum(axis=-1)
+        # The root of 0 has no gradient.
+        distances = jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1.0)), 0.0)
+        excess = jax.nn.relu(distances[:, :1] - distances + self.config.margin)
+        counts = jnp.maximum(is_negative.sum(axis=1, dtype=jnp.float32), 1.0)
+        return jnp.where(is_negative, excess, 0.0).sum(axis=1) / counts
 
     def embed(self, batch: Batch) -> tuple[Float[Array, "B D"], Float[Array, "B D"]]:
         """Vectors of the texts of a batch.

@@ -50,7 +50,7 @@ class DualEncoding(ExampleTask):
     def dataset(self, data: Any, vocabulary: Vocabulary | None, progress: Progress | None = None) -> Examples:
         examples = super().dataset(data, vocabulary, progress)
         for name, fault in SINGLE_PAIR.items():
-            if examples.stored[name].count == 1:
+            if examples.stored[name].count == 1 and not data.negative_fields:
                 raise InputError(fault)
         if data.graded_path:
             read_graded(data, examples.tokenizer)  # raises errors before training
@@ -65,7 +65,7 @@ class DualEncoding(ExampleTask):
         self.check_no_stride(config)
         batch_size = config.data.batch_size
         parts = 1 if config.model.compares_examples else config.optimizer.accumulate
-        if batch_size < 2 * parts:
+        if batch_size < 2 * parts and not config.data.negative_fields:
             accumulated = f", optimizer.accumulate={parts}" if parts > 1 else ""
             raise InputError(
                 f"data.batch_size={batch_size}{accumulated}: a pair has no negatives: set data.batch_size to at least "

@@ -96,7 +96,12 @@ class RetrievalReport(TaskReport):
             ),
             ("held-out accuracy within batches", decimals(report["heldout_accuracy"])),
             *([("challenge pairs, accuracy within batches", decimals(report[APART]))] if APART in report else []),
-            (f"held-out loss within batches, nats per {self.unit}", decimals(report["heldout_loss"])),
+            (
+                f"held-out triplet loss per {self.unit}"
+                if report.get("config", {}).get("model.loss") == "triplet"
+                else f"held-out loss within batches, nats per {self.unit}",
+                decimals(report["heldout_loss"]),
+            ),
         ]
 
     def section(self, outcome: Outcome) -> Section:

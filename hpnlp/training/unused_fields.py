@@ -309,11 +309,11 @@ def _one_recurrent_layer(config: Config) -> str:
     return f"model.cells={config.model.cells!r} has one layer: leave it out"
 
 
-def _other_loss(loss: str) -> Callable[[Config], str]:
-    """The rule of a field that one loss of labelled bags reads."""
+def _other_loss(kind: type[LabelledBagsConfig | DualEncoderConfig], loss: str) -> Callable[[Config], str]:
+    """The rule of a field that one loss of a kind of model reads."""
 
     def find_reason(config: Config) -> str:
-        if not isinstance(config.model, LabelledBagsConfig) or config.model.loss == loss:
+        if not isinstance(config.model, kind) or config.model.loss == loss:
             return ""
         return f"model.loss={config.model.loss!r} does not read it: leave it out, or set model.loss={loss!r}"
 
@@ -356,8 +356,10 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Config], str]], ...] = (
     (("model.target_len",), _no_target_limit),
     (("model.variational",), _no_dropout),
     (("model.layer_dropout",), _one_recurrent_layer),
-    (("model.margin", "model.hard_negatives"), _other_loss("margin")),
-    (("model.temperature",), _other_loss("softmax")),
+    (("model.margin", "model.hard_negatives"), _other_loss(LabelledBagsConfig, "margin")),
+    (("model.temperature",), _other_loss(LabelledBagsConfig, "softmax")),
+    (("model.margin",), _other_loss(DualEncoderConfig, "triplet")),
+    (("model.temperature", "model.symmetric", "model.negatives"), _other_loss(DualEncoderConfig, "contrastive")),
     (("model.subsample_form",), _no_subsampling),
     (("model.negatives",), _no_parts),
     (("plan.zero",), _no_axis("fsdp", "the training state that is divided")),

@@ -179,6 +179,51 @@ def test_hard_negatives_of_all_examples_are_negatives(fields):
     assert [float(x) for x in out.aux["accuracy"]] == hits
 
 
+def test_triplets_are_those_of_an_example():
+    """Against loops; a hard negative with the tokens of the partner does not count, and equal vectors have a gradient."""
+    model = DualEncoder(DualEncoderConfig(**SIZES, negative_texts=2, loss="triplet", margin=0.5))
+    batch, draw = make_batch(negatives=2), np.random.default_rng(5)
+    for name in ("tokens", "segment_ids"):
+        batch[f"negative_2_{name}"][1] = batch[f"pair_{name}"][1]
+    texts, candidates = (draw.normal(size=shape).astype(np.float32) for shape in ((B, 16), (B, 3, 16)))
+    texts, candidates = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (texts, candidates))
+    candidates[2, 0] = texts[2]
+    expected = 0.0
+    for i in range(B - 2):  # the last two are padding
+        near, *far = np.linalg.norm(texts[i].astype(np.float64) - candidates[i], axis=1)
+        expected += np.mean([max(0, near - x + 0.5) for x in (far[:1] if i == 1 else far)])
+
+    def loss(vectors):
+        return model.apply({}, Encoded(vectors), batch, method="compare").sum
+
+    total, gradients = once(jax.value_and_grad(loss), (texts, candidates))
+    np.testing.assert_allclose(total, expected, rtol=1e-5)
+    assert all(np.isfinite(x).all() and np.abs(x).max() > 0 for x in gradients)
+    assert not model.config.compares_examples and not model.is_normalized
+    with pytest.raises(InputError, match="model.loss='triplet' needs hard negatives: set data.negative_fields"):
+        jax.eval_shape(lambda: make(loss="triplet"))
+
+
+@pytest.mark.oracle
+def test_triplets_match_torch():
+    """TripletMarginLoss, which the triplet loss of sentence-transformers computes from the same distances."""
+    torch = pytest.importorskip("torch")
+    model = DualEncoder(DualEncoderConfig(**SIZES, negative_texts=1, loss="triplet"))
+    batch, draw = make_batch(padding=0, negatives=1), np.random.default_rng(5)
+    vectors = tuple(draw.normal(size=shape).astype(np.float32) for shape in ((B, 16), (B, 2, 16)))
+    vectors = tuple(x / np.linalg.norm(x, axis=-1, keepdims=True) for x in vectors)
+
+    def loss(vectors):
+        return model.apply({}, Encoded(vectors), batch, method="compare").sum
+
+    total, gradients = once(jax.value_and_grad(loss), vectors)
+    texts, candidates = (torch.tensor(x, requires_grad=True) for x in vectors)
+    expected = torch.nn.TripletMarginLoss(1.0, eps=0.0, reduction="sum")(texts, candidates[:, 0], candidates[:, 1])
+    expected.backward()
+    np.testing.assert_allclose(total, expected.item(), rtol=1e-6)
+    assert_leaves_close(gradients, [texts.grad.numpy(), candidates.grad.numpy()], 1e-6)
+
+
 @pytest.mark.oracle
 def test_hard_negatives_match_torch():
     """The scores of MultipleNegativesRankingLoss of sentence-transformers: partners, first negatives, second negatives."""
@@ -343,6 +388,9 @@ def test_rows_are_those_of_all_texts():
         ({"pooling": "none"}, "model.pooling='none'"),
         ({"negatives": "all"}, "model.negatives='all'"),
         ({"negative_texts": -1}, "model.negative_texts=-1: expected 0 to 64"),
+        ({"loss": "triplets"}, "model.loss='triplets'"),
+        ({"margin": 0.0}, "model.margin=0.0: expected more than 0, and at most 2"),
+        ({"loss": "triplet", "learn_temperature": True}, "model.loss='triplet' has no temperature"),
         ({"temperature": 0.0}, "model.temperature=0.0: expected 0.01 to 100"),
         ({"temperature": float("nan")}, "model.temperature=nan"),
         ({"mixer": "conv"}, "choose a bidirectional mixer"),

@@ -56,7 +56,7 @@ def test_a_batch_or_part_of_one_pair_is_refused(batch_size, parts, message):
 
 def test_models_have_as_many_hard_negatives_as_the_data():
     config = configs.default("dual_encoder")
-    config.data.negative_fields = "worse,worst"
+    config.data.negative_fields, config.data.batch_size = "worse,worst", 1
     task = TASKS["dual_encoder"]
     assert task.model(configs.resolve(config), Sizes(ids=30)).config.negative_texts == 2
     config.model.negative_texts = 1

@@ -128,6 +128,15 @@ def test_defaults_pass(task):
             "model.layer_dropout=0.2 has no effect, because model.cells='gru(16)' has one layer: leave it out",
         ),
         (
+            {"task": "dual_encoder", "model.loss": "triplet", "model.symmetric": False},
+            "model.symmetric=False has no effect, because model.loss='triplet' does not read it: leave it out, or set "
+            "model.loss='contrastive'",
+        ),
+        (
+            {"task": "dual_encoder", "model.margin": 0.3},
+            "model.margin=0.3 has no effect, because model.loss='contrastive'",
+        ),
+        (
             {"task": "labelled_bags", "model.loss": "softmax", "model.margin": 0.3},
             "model.margin=0.3 has no effect, because model.loss='softmax' does not read it: leave it out, or set "
             "model.loss='margin'",
