@@ -382,6 +382,26 @@ def reversible(rows: Rows) -> Lines:
     return [*lines, (label, error)]
 
 
+def grad_cache(rows: Rows) -> Lines:
+    """Memory and time of a step whose batch is encoded in parts, and memory of a step of one part."""
+    by_step = {row["step"]: row for row in rows}
+    at_once, in_parts, one_part = (by_step[name] for name in ("at once", "in parts", "one part"))
+    size = f"{at_once['layers']} layers, D {at_once['dim']}, T {at_once['length']}"
+    memory = [f"{row['temp_bytes'] / 2**20:,.0f} MiB" for row in (in_parts, at_once, one_part)]
+    return [
+        (
+            f"step of a dual encoder, {size}, {at_once['pairs']:,} pairs in {in_parts['parts']} parts (GradCache): temporary "
+            f"memory; of the batch at once; of a batch of {one_part['pairs']}",
+            "; ".join(memory),
+        ),
+        (
+            "the same step: time relative to the batch at once; floating-point operations",
+            f"{in_parts['time_over_at_once']:.2f} ({in_parts['ms']:.0f} ms); "
+            f"{in_parts['matmul_gflops'] / at_once['matmul_gflops']:.2f}",
+        ),
+    ]
+
+
 # The forms of adamw.py -> their description.
 ADAMW_FORMS = {
     "stacks": "stacked layers",
@@ -470,6 +490,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "quantized_products": compression_tables.quantized_products,
     "estimates": estimates,
     "reversible": reversible,
+    "grad_cache": grad_cache,
     "decode": decode,
     "loop": loop,
     "parity": parity,

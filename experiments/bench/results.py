@@ -73,7 +73,7 @@ SECTIONS = {
     "Predictions": ("serving",),
     "Compression": ("containers", "quantized_products"),
     "Parallelism": ("parity", "tasks", "auxiliary", "bubble", "ring"),
-    "Rematerialisation and reversible layers": ("remat", "reversible"),
+    "Rematerialisation and reversible layers": ("remat", "reversible", "grad_cache"),
     "Planner": ("plan", "plan_tpu"),
     "Tests": ("suite", "faults"),
     "Changes": ("commits",),
