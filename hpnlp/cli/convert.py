@@ -34,6 +34,7 @@ written as the numbers that they represent. RUN@STEP is the checkpoint of a step
   language models                                        llama, mistral, qwen2, qwen3, gemma, gemma2, gpt2
   language models with experts                           mixtral, qwen2_moe, qwen3_moe, olmoe, dots1
   masked words, labels of texts and labels of tokens     bert, roberta, distilbert, mobilebert
+  vectors of texts, also of sentence-transformers        bert, roberta, distilbert
 """
 
 flags.DEFINE_string("from", None, "The same as DIR or RUN, the directory that is read.")
@@ -129,7 +130,7 @@ def _to_run(source: Path, target: Path) -> None:
     """Writes a run at step 0 with the model and the tokenizer of a Hugging Face checkpoint."""
     from hpnlp.data import tokenizers
     from hpnlp.data.examples import save_labels
-    from hpnlp.models.huggingface import convert, generation
+    from hpnlp.models.huggingface import convert, generation, sentence_files
     from hpnlp.tasks import TASKS
     from hpnlp.tasks.vocabulary import Vocabulary
     from hpnlp.training import config
@@ -142,6 +143,8 @@ def _to_run(source: Path, target: Path) -> None:
     generation.eos_ids(source)  # raises where they cannot be read
     # Sequences are at most as long as the model's learned positions.
     seq_len = min(task.data_config.seq_len, model.max_len)
+    if task.name == "dual_encoder":
+        seq_len = sentence_files.max_length(source, model.max_len)
     data = task.data_config(seq_len=seq_len, tokenizer=str(target / "tokenizer.json"))
     values = config.Config(task.model_config(**dataclasses.asdict(model)), data, task=task.name)
     tokenizer = tokenizers.load(str(source))
@@ -165,9 +168,11 @@ def _to_run(source: Path, target: Path) -> None:
     runs.write_config(target, values)
     for remark in [*convert.remarks(source), *generation.generation_remarks(source)]:
         print(f"{target}: {remark}")
-    following = f"hpnlp generate {target} --prompt=..."
-    if task.name != "lm":
-        following = f"hpnlp train --task={task.name} --train.init_from={target} ..."
+    following = f"hpnlp train --task={task.name} --train.init_from={target} ..."
+    if task.name == "lm":
+        following = f"hpnlp generate {target} --prompt=..."
+    elif task.name == "dual_encoder":
+        following = f"hpnlp encode {target} texts.txt --to=vectors.npy"
     print(f"{target}: a run at step 0. Next: {following}")
 
 
@@ -176,6 +181,7 @@ def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
     from hpnlp import tasks
     from hpnlp.data import tokenizers
     from hpnlp.jobs import exported_tokenizer
+    from hpnlp.models.dual_encoder import DualEncoderConfig
     from hpnlp.models.huggingface import convert
     from hpnlp.ops.weight import dense_tree
     from hpnlp.training import run_directory as runs
@@ -185,12 +191,17 @@ def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
     runs.check_task(source, values, convert.TASKS, "convert")
     run, labels = runs.load(source, step), runs.load_vocabulary(source, values).labels
     tokenizer, model = run.tokenizer, run.model.config
+    if isinstance(model, DualEncoderConfig) and run.config.data.distinct:
+        raise InputError(
+            f"{source}: data.distinct=True keeps each token of a text once, as no tokenizer of transformers does"
+        )
     kind = tasks.find(run.config.task).input_kind(run.config.data)
     with tempfile.TemporaryDirectory() as scratch:
         # Raises before anything is written to the target.
         is_copied = exported_tokenizer.write(run, kind, source, scratch)
         ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
         options: dict[str, Any] = {"dtype": cli.FLAGS.dtype, "labels": labels, "progress": reading_progress(), **ids}
+        options["seq_len"] = run.config.data.seq_len
         convert.save(model, dense_tree(run.params), target, **options)
         _copy(Path(scratch), target, TOKENIZER)
     convert.check_readable(target)
@@ -199,7 +210,7 @@ def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
         _check_predictions(run, kind, target)
     tokenizers.load(str(target))
     _copy(source, target, COMPANIONS)
-    if parse_one(model.output, "model.output").name != "full":
+    if not isinstance(model, DualEncoderConfig) and parse_one(model.output, "model.output").name != "full":
         print(f"{target}: model.output={model.output!r} estimates a full softmax, which the checkpoint has")
     if kinds := _kinds_of_weights(run.params):
         print(

@@ -20,6 +20,7 @@ from hpnlp.data.hashing_tokenizers import HashedWordTokenizer
 from hpnlp.data.huggingface import HFTokenizer, import_tokenizers
 from hpnlp.data.masking import find_mask_id
 from hpnlp.jobs import held_out
+from hpnlp.models.dual_encoder import DualEncoder
 from hpnlp.models.encoder import Encoder
 from hpnlp.training.run_directory import Run
 from hpnlp.types import InputError
@@ -29,9 +30,9 @@ FILES = ("tokenizer.json", "tokenizer_config.json", HASHES)
 
 
 def _special_tokens(run: Run, kind: Kind | None) -> Framing | None:
-    """The special tokens around the texts of an encoder; None for other models, before whose prompts bos stands."""
+    """The special tokens around the texts of encoders; None for other models, before whose prompts bos stands."""
     model: Any = run.model
-    if not isinstance(model, Encoder):
+    if not isinstance(model, Encoder | DualEncoder):
         return None
     return Framing(
         max_len=run.config.data.seq_len,

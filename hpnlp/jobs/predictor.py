@@ -24,7 +24,7 @@ import numpy as np
 from hpnlp import tasks
 from hpnlp.data.examples.fields import FieldError
 from hpnlp.data.examples.kind import Kind
-from hpnlp.data.examples.kinds import Pairs
+from hpnlp.data.examples.kinds import Texts
 from hpnlp.data.examples.unlabelled import Unlabelled, as_record, converted
 from hpnlp.models import decode
 from hpnlp.tasks.predictions import Prediction, TrainedModel
@@ -66,10 +66,11 @@ class Predictor:
         labels = self.run.vocabulary.labels or ()
         self._trained = TrainedModel(self.run.config, self.run.model, params, self.run.tokenizer, labels)
         self._kind = self._task.input_kind(self.run.config.data)
+        self._text_kind = self._task.text_kind(self.run.config.data)
 
     @property
     def kind(self) -> Kind:
-        """Form of the examples that `predict` and `encode` read; `kind.inputs` are the fields of their records.
+        """Form of the examples that `predict` reads; `kind.inputs` are the fields of their records.
 
         Raises:
           InputError: The run is of a task whose models predict nothing from texts.
@@ -78,6 +79,15 @@ class Predictor:
             self._task.predict(self._trained, {}, ())  # raises
         assert self._kind is not None
         return self._kind
+
+    @property
+    def text_kind(self) -> Kind:
+        """Form of the examples that `encode` reads, as `kind`.
+
+        Raises:
+          InputError: The run is of a task whose models have no vectors of texts.
+        """
+        return self._text_kind or self.kind
 
     @property
     def prediction_type(self) -> type[Prediction]:
@@ -128,13 +138,14 @@ class Predictor:
         Raises:
           InputError: As for `predict`.
         """
-        return self._by_length(texts, batch_size, self._task.predict, report_bad)
+        return self._by_length(self.kind, texts, batch_size, self._task.predict, report_bad)
 
     def encode(self, texts: Sequence[Example], batch_size: int = BATCH_SIZE) -> np.ndarray:
         """Computes a vector of each text.
 
         Args:
-          texts: As for `predict`; single texts for a dual encoder, which are encoded as first texts of pairs.
+          texts: As for `predict`; single texts for a dual encoder, which are encoded as first texts of pairs, or pairs, of
+            which the first texts are.
           batch_size: As for `predict`.
 
         Returns:
@@ -143,16 +154,33 @@ class Predictor:
         Raises:
           InputError: As for `predict`; or models of the run's task have no vectors.
         """
-        if isinstance(self.kind, Pairs) and not isinstance(texts, str | bytes):
-            texts = [(text, text) if isinstance(text, str) else text for text in texts]
-        vectors, cut = self._by_length(
-            texts,
-            batch_size,
-            lambda trained, batch, values: list(self._task.encode(trained, batch)[: len(values)]),
-            _refuse,
-        )
+        vectors, cut = self.encode_valid(texts, batch_size, _refuse)
         self._warn_of_cut(cut, len(vectors))
         return np.stack([*vectors.values()]).astype(np.float32) if vectors else np.zeros((0, 0), np.float32)
+
+    def encode_valid(
+        self, texts: Sequence[Example], batch_size: int, report_bad: Callable[[int, FieldError], None]
+    ) -> tuple[dict[int, np.ndarray], int]:
+        """As `encode`, for texts of which some may be bad.
+
+        Args:
+          texts: As for `encode`.
+          batch_size: As for `encode`.
+          report_bad: As for `predict_valid`.
+
+        Returns:
+          Number of a text -> its vector, in the order of the texts; and the number of texts that were cut.
+
+        Raises:
+          InputError: As for `encode`.
+        """
+        if isinstance(self.text_kind, Texts) and not isinstance(texts, str | bytes):
+            texts = [text if isinstance(text, str | Mapping) else text[0] for text in texts]
+
+        def encode(trained: TrainedModel, batch: Mapping[str, np.ndarray], values: Sequence[Any]) -> list[np.ndarray]:
+            return list(self._task.encode(trained, batch)[: len(values)])
+
+        return self._by_length(self.text_kind, texts, batch_size, encode, report_bad)
 
     def generate(
         self,
@@ -228,12 +256,13 @@ class Predictor:
 
     def _by_length(
         self,
+        kind: Kind,
         texts: Sequence[Example],
         batch_size: int,
         function: Callable[..., Sequence[Any]],
         report_bad: Callable[[int, FieldError], None],
     ) -> tuple[dict[int, Any], int]:
-        """Results of a function of batches of similar lengths, in the order of the texts, and the number of texts that are cut.
+        """Results of a function of batches of a kind and of similar lengths, by the texts' numbers, and how many are cut.
 
         Bad texts are left out.
         """
@@ -244,7 +273,7 @@ class Predictor:
         values, numbers, bad = [], [], set[int]()
         for number, text in enumerate(texts):
             try:
-                values.append(converted(self.kind, as_record(self.kind, text)))
+                values.append(converted(kind, as_record(kind, text)))
                 numbers.append(number)
             except FieldError as error:
                 report_bad(number, error)
@@ -253,21 +282,23 @@ class Predictor:
             report_bad(numbers[index], error)
             bad.add(index)
 
-        examples = Unlabelled(self.kind, self.run.tokenizer, values, leave_out)
-        uncut = self.kind.row_lengths(examples.lengths, self.run.tokenizer, sys.maxsize)
+        examples = Unlabelled(kind, self.run.tokenizer, values, leave_out)
+        uncut = kind.row_lengths(examples.lengths, self.run.tokenizer, sys.maxsize)
         cut = int((uncut > self.run.config.data.seq_len).sum())
         results: dict[int, Any] = {}
-        for indices, width in self._batches(examples, batch_size, bad):
+        for indices, width in self._batches(kind, examples, batch_size, bad):
             count = min(batch_size, 1 << (len(indices) - 1).bit_length())
-            batch = self.kind.batch(examples, indices, count, self.run.tokenizer, width)
+            batch = kind.batch(examples, indices, count, self.run.tokenizer, width)
             outputs = function(self._trained, batch, [values[index] for index in indices])
             results.update(zip(indices, outputs, strict=True))
         return {number: results[index] for index, number in enumerate(numbers) if index not in bad}, cut
 
-    def _batches(self, examples: Unlabelled, batch_size: int, bad: Container[int]) -> Iterator[tuple[list[int], int]]:
+    def _batches(
+        self, kind: Kind, examples: Unlabelled, batch_size: int, bad: Container[int]
+    ) -> Iterator[tuple[list[int], int]]:
         """`(numbers of the examples, length of the sequences)` of each batch, without bad examples."""
         most = self.run.config.data.seq_len
-        lengths = self.kind.row_lengths(examples.lengths, self.run.tokenizer, most)
+        lengths = kind.row_lengths(examples.lengths, self.run.tokenizer, most)
         order = [number for number in np.argsort(lengths, kind="stable").tolist() if number not in bad]
         for start in range(0, len(order), batch_size):
             numbers = order[start : start + batch_size]

@@ -21,7 +21,7 @@ from hpnlp.models.grad_cache import Encoded
 from hpnlp.models.layer_statistics import OfSeveralStacks
 from hpnlp.models.prediction import Batch
 from hpnlp.nn.attention import Context
-from hpnlp.nn.layers import param
+from hpnlp.nn.layers import Embed, param
 from hpnlp.nn.pooling import POOLINGS, Pooling
 from hpnlp.ops.counter_rng import mix
 from hpnlp.spec import did_you_mean
@@ -43,6 +43,11 @@ class DualEncoderConfig(BackboneConfig):
     least_layers: ClassVar[int] = 0
 
     pooling: str = option("mean", "An entry of POOLINGS: how the hidden states of a text become one vector.")
+    token_types: int = option(
+        0,
+        "Rows of the table of token types, of which every token has the first (BERT: 2, of which the second is never read); 0 "
+        "for no table.",
+    )
     shared: bool = option(True, "Both texts of a pair pass the same tower; otherwise each has a tower of its own.")
     loss: str = option(
         "contrastive",
@@ -94,7 +99,7 @@ class DualEncoderConfig(BackboneConfig):
           The config.
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(BackboneConfig)}
-        return EncoderConfig(**fields, pooling=self.pooling)
+        return EncoderConfig(**fields, pooling=self.pooling, token_types=self.token_types)
 
     def stacks(self) -> dict[str, BackboneConfig]:
         """Configs of the towers, by the names of their modules.
@@ -141,6 +146,8 @@ class Tower(Backbone):
     def setup(self) -> None:
         super().setup()
         self.pool = Pooling(self.config.pooling)
+        if self.config.token_types:
+            self.token_types = Embed(self.config.token_types, self.config.dim, axis="token_types")
 
     def vectors(
         self, batch: Batch, numbers: Int[Array, " B"], deterministic: bool
@@ -164,7 +171,8 @@ class Tower(Backbone):
         tokens, segment_ids, positions, ids = operands
         drawn = None if deterministic else ids
         context = Context(positions, segment_ids, self.config.mask, deterministic, ids=drawn, order=order)
-        h, _, report = self.hidden(tokens, context)
+        types = self.token_types(jnp.zeros((1, 1), jnp.int32)) if self.config.token_types else None
+        h, _, report = self.hidden(tokens, context, added=types)
         pooled = self.pool(h, segment_ids, ids).astype(jnp.float32)
         squares = jnp.square(pooled).sum(axis=-1, keepdims=True)
         return pooled * jax.lax.rsqrt(jnp.maximum(squares, np.float32(1e-24))), report
@@ -311,6 +319,18 @@ class DualEncoder(OfSeveralStacks, nn.Module):
         numbers = jnp.arange(len(batch["tokens"]), dtype=jnp.int32)
         texts, others, _ = self._vectors(batch, ("", PAIR), numbers, deterministic=True)
         return texts, others[:, 0]
+
+    def vectors(self, batch: Batch) -> Float[Array, "B D"]:
+        """Vectors of the first texts of a batch, without the work for their partners.
+
+        Args:
+          batch: Tokens, segment_ids and positions.
+
+        Returns:
+          float32, of length 1.
+        """
+        numbers = jnp.arange(len(batch["tokens"]), dtype=jnp.int32)
+        return self.tower.vectors(batch, numbers, deterministic=True)[0]
 
     def _positives(self, batch: Batch) -> Bool[Array, "B n B"]:
         """Whether a candidate, the partner or a hard negative of an example, belongs to a text: [text, candidate, example]."""

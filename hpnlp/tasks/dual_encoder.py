@@ -14,6 +14,7 @@ from hpnlp.data.examples import Examples, PairsConfig
 from hpnlp.data.examples.baselines import tfidf_recall
 from hpnlp.data.examples.dataset import CHALLENGE, HELDOUT
 from hpnlp.data.examples.graded import read_graded
+from hpnlp.data.examples.kinds import Texts
 from hpnlp.data.examples.rows import FORMATS
 from hpnlp.data.files import Progress
 from hpnlp.models.dual_encoder import DualEncoder, DualEncoderConfig
@@ -79,13 +80,16 @@ class DualEncoding(ExampleTask):
             )
         return DualEncoder(dataclasses.replace(filled, negative_texts=count))
 
+    def text_kind(self, data: PairsConfig) -> Texts:
+        return Texts(data.text_field, data.distinct)
+
     def predict(
         self, trained: TrainedModel, batch: Batch, values: Sequence[Mapping[str, Any]]
     ) -> list[SimilarityPrediction]:
         return similarity_predictions(trained, batch, len(values))
 
     def encode(self, trained: TrainedModel, batch: Batch) -> np.ndarray:
-        return trained.call("embed", batch)[0]
+        return trained.call("vectors", batch)
 
     def scores(
         self, config: RunConfig, dataset: Examples, sums: Sums, *, is_complete: bool, gives_probabilities: bool

@@ -327,6 +327,17 @@ class Task(abc.ABC):
         """
         return None
 
+    def text_kind(self, data: Any) -> Kind | None:
+        """Form of the texts that `encode` reads: by default that of `input_kind`.
+
+        Args:
+          data: The section `data` of a config.
+
+        Returns:
+          The kind; None for a task whose models have no vectors.
+        """
+        return self.input_kind(data)
+
     def predict(self, trained: TrainedModel, batch: Batch, values: Sequence[Mapping[str, Any]]) -> Sequence[Prediction]:
         """Predictions for a batch of examples without labels.
 
@@ -351,7 +362,7 @@ class Task(abc.ABC):
 
         Args:
           trained: The model of a run.
-          batch: As for `predict`.
+          batch: A batch of `text_kind`, filled with padding after the examples.
 
         Returns:
           float32 [B, D].

@@ -23,7 +23,7 @@ from tests.training.test_step import assert_leaves_close
 
 B, T = 8, 8
 SIZES = {"dim": 16, "heads": 4, "layers": 2, "vocab": 24, "max_len": T, "mlp_dim": 24}
-SEPARATE = {"shared": False, "learn_temperature": True, "temperature": 0.2, "pooling": "attention"}
+SEPARATE = {"shared": False, "learn_temperature": True, "temperature": 0.2, "pooling": "attention", "token_types": 2}
 LAYOUTS = {
     "zero3 8": Plan("zero3"),
     "zero3 4": Plan("zero3"),
@@ -292,6 +292,19 @@ def test_padding_has_no_effect():
         other[f"{prefix}tokens"][other[f"{prefix}segment_ids"] == 0] = 5
     loss = jax.jit(functools.partial(model.apply, method="loss"), compiler_options=ONCE)
     assert_leaves_close(loss({"params": params}, batch), loss({"params": params}, other), 1e-6)
+
+
+def test_every_token_has_the_first_token_type():
+    model, params = make(position="learned", token_types=2)
+    plain = DualEncoder(dataclasses.replace(model.config, token_types=0))
+    tower = {name: leaf for name, leaf in params["tower"].items() if name != "token_types"}
+    table = params["tower"]["positions"]["table"] + params["tower"]["token_types"]["table"][:1]
+    expected = plain.apply(
+        {"params": {"tower": {**tower, "positions": {"table": table}}}}, make_batch(), method="embed"
+    )
+    np.testing.assert_allclose(model.apply({"params": params}, make_batch(), method="embed"), expected, atol=1e-6)
+    first = {name: make_batch()[name] for name in ("tokens", "segment_ids", "positions")}
+    np.testing.assert_allclose(model.apply({"params": params}, first, method="vectors"), expected[0], atol=1e-6)
 
 
 def test_parts_of_a_batch_are_sets_of_negatives_if_asked_for():

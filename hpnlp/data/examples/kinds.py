@@ -265,6 +265,55 @@ class Seq2Seq(Kind):
         }
 
 
+def distinct(text: np.ndarray) -> np.ndarray:
+    """Keeps each token of a text once, at its first occurrence.
+
+    Args:
+      text: Token ids, integers [n].
+
+    Returns:
+      Token ids, integers [at most n].
+    """
+    return text[np.sort(np.unique(text, return_index=True)[1])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts(Kind):
+    """A text without a label, as dual encoders read it to make its vector.
+
+    A batch has "tokens" (bos text eos), "segment_ids" (1; 0 on padding) and "positions", int32 [B, T].
+
+    Attributes:
+      text_field: Field of the text.
+      distinct: As for `Pairs`.
+    """
+
+    text_field: str
+    distinct: bool = False
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return (Column(self.text_field, "text_field", "text"),)
+
+    def texts(self, values: Mapping[str, Any]) -> list[str]:
+        return [values["text_field"]]
+
+    def join(self, ids: Sequence[np.ndarray], labels: np.ndarray) -> tuple[Sequence[np.ndarray], np.ndarray]:
+        ids, labels = super().join(ids, labels)
+        return [distinct(text) for text in ids] if self.distinct else ids, labels
+
+    def batch(
+        self,
+        examples: TokenisedExamples,
+        numbers: Sequence[int] | np.ndarray,
+        count: int,
+        tokenizer: Tokenizer,
+        seq_len: int,
+    ) -> Batch:
+        rows = [framed(examples.part(number, 0), tokenizer, seq_len) for number in numbers]
+        return sequences(rows, count, seq_len, tokenizer.pad_id)
+
+
 @dataclasses.dataclass(frozen=True)
 class Pairs(Kind):
     """Two texts that belong together, each in a sequence of its own.
@@ -307,9 +356,7 @@ class Pairs(Kind):
 
     def join(self, ids: Sequence[np.ndarray], labels: np.ndarray) -> tuple[Sequence[np.ndarray], np.ndarray]:
         ids, labels = super().join(ids, labels)
-        if self.distinct:
-            ids = [text[np.sort(np.unique(text, return_index=True)[1])] for text in ids]
-        return ids, labels
+        return [distinct(text) for text in ids] if self.distinct else ids, labels
 
     def batch(
         self,

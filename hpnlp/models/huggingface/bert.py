@@ -1,9 +1,12 @@
-"""BERT (Devlin et al. 2019): an Encoder that predicts masked words, labels of sequences, or labels of tokens."""
+"""BERT (Devlin et al. 2019): an Encoder that predicts masked words or labels of texts or tokens, or a DualEncoder."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 
+from hpnlp.models.backbone import BackboneConfig
+from hpnlp.models.dual_encoder import DualEncoder, DualEncoderConfig
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.huggingface.family import Family
 
@@ -119,6 +122,40 @@ def with_classes(
     )
 
 
+# Fields of a dual encoder that decide its function and are stated by config.json.
+_OF_TOWERS = {"shared", "token_types", *(field.name for field in dataclasses.fields(BackboneConfig))}
+
+
+def without_head(masked: Family, architecture: str) -> Family:
+    """A family with the layers of another one and no head, whose models make a vector of a text.
+
+    Args:
+      masked: The family that predicts masked words.
+      architecture: Class in transformers.
+
+    Returns:
+      The family.
+    """
+    of_heads = ("pooling", "transform", "tied")
+    modules = {name: paths for name, paths in masked.modules.items() if name.startswith(masked.base)}
+    return dataclasses.replace(
+        masked,
+        architecture=architecture,
+        activations=ACTIVATIONS,
+        fixed={name: value for name, value in masked.fixed.items() if name not in of_heads} | {"shared": True},
+        modules={name: tuple(f"tower/{path}" for path in paths) for name, paths in modules.items()},
+        omits_base=True,
+        free=tuple(field.name for field in dataclasses.fields(DualEncoderConfig) if field.name not in _OF_TOWERS),
+        tensors={},
+        copies={},
+        ignored=rf"\.position_ids$|^{re.escape(masked.base)}pooler\.|^(cls|lm_head|vocab_[a-z_]+)\.",
+        model=DualEncoder,
+        config=DualEncoderConfig,
+        task="dual_encoder",
+        loader="AutoModel",
+    )
+
+
 # Name -> family.
 BERT_FAMILIES = {
     "bert": MASKED,
@@ -128,4 +165,5 @@ BERT_FAMILIES = {
     "bert_tagger": with_classes(
         MASKED, "BertForTokenClassification", "tagging", ignored=r"\.position_ids$|^bert\.pooler\."
     ),
+    "bert_tower": without_head(MASKED, "BertModel"),
 }

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,21 +107,44 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
       InputError: The file is missing, damaged, or holds another value.
     """
-    if path.is_fifo():  # which may have no end
-        raise InputError(f"{path} is not a regular file: download it again")
-    with raises_input_errors(path, "download it again", ValueError, RecursionError):
-        value = json.loads(path.read_text("utf-8"))
+    value = _json_value(path)
     if not isinstance(value, dict):
         raise InputError(f"{path} holds a JSON {type(value).__name__}: expected an object; download it again")
     return value
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Writes a JSON object.
+def read_json_list(path: Path) -> list[Any]:
+    """Reads a JSON array.
 
     Args:
       path: Path of the file.
-      value: The object.
+
+    Returns:
+      The array.
+
+    Raises:
+      InputError: The file is missing, damaged, or holds another value.
+    """
+    value = _json_value(path)
+    if not isinstance(value, list):
+        raise InputError(f"{path} holds a JSON {type(value).__name__}: expected an array; download it again")
+    return value
+
+
+def _json_value(path: Path) -> Any:
+    """The value of a JSON file."""
+    if path.is_fifo():  # which may have no end
+        raise InputError(f"{path} is not a regular file: download it again")
+    with raises_input_errors(path, "download it again", ValueError, RecursionError):
+        return json.loads(path.read_text("utf-8"))
+
+
+def write_json(path: Path, value: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Writes a JSON object or array.
+
+    Args:
+      path: Path of the file.
+      value: The object or array.
     """
     path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
 

@@ -24,6 +24,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from hpnlp.data.files import Progress, ignore_progress
 from hpnlp.models import variables
 from hpnlp.models.backbone import DTYPES
+from hpnlp.models.dual_encoder import DualEncoderConfig
+from hpnlp.models.huggingface import sentence_files
 from hpnlp.models.huggingface.checkpoint_files import (
     INDEX,
     WEIGHTS,
@@ -109,7 +111,7 @@ def load_config(directory: str | Path, dtype: str = "float32") -> ModelConfig:
       dtype: Entry of DTYPES in which the model is to compute.
 
     Returns:
-      The config of an LM or an Encoder.
+      The config of an LM, an Encoder or a DualEncoder.
 
     Raises:
       InputError: The file is missing or damaged, or describes a model that these do not compute.
@@ -119,10 +121,12 @@ def load_config(directory: str | Path, dtype: str = "float32") -> ModelConfig:
     if not directory.is_dir():
         raise InputError(f"{directory} is not a directory: download the checkpoint, and name the directory it is in")
     source = str(directory / CONFIG)
-    raw = read_json(directory / CONFIG)
-    fields = fields_of(raw, source)
+    raw = sentence_files.read_config(directory)
+    family, fields = family_of(raw, source), fields_of(raw, source)
+    if family.config is DualEncoderConfig:
+        fields["pooling"] = sentence_files.pooling(directory)
     try:
-        return family_of(raw, source).config(**fields, dtype=dtype)
+        return family.config(**fields, dtype=dtype)
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
 
@@ -164,7 +168,7 @@ def read(
 
     Raises:
       InputError: A file is missing or damaged, tensors do not match config.json, a tensor is not finite in float32 or in
-          `dtype`, or config.json describes a model that neither LM nor Encoder computes.
+          `dtype`, or config.json describes a model that neither LM, Encoder nor DualEncoder computes.
 
     Cost: memory for the parameters in float32 and one tensor of the checkpoint.
     """
@@ -172,9 +176,10 @@ def read(
     family = family_in(directory)
     shapes = _shapes(family, config)
     expected = {tensor.name: tensor for tensor in _tensors(family, config, shapes)}
+    is_tied = not isinstance(config, DualEncoderConfig) and config.tied
     with contextlib.ExitStack() as stack:
         stored = _open(directory, family, stack)
-        _check_headers(expected, stored, family, config.tied, directory)
+        _check_headers(expected, stored, family, is_tied, directory)
         params = {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
         done, total = 0, sum(array.nbytes for array in params.values())
         for name, tensor in ((name, expected[name]) for name in stored if name in expected):  # file by file
@@ -204,8 +209,7 @@ def family_in(directory: str | Path) -> Family:
     Raises:
       InputError: config.json is missing or damaged, or of no known family.
     """
-    path = Path(directory) / CONFIG
-    return family_of(read_json(path), str(path))
+    return family_of(sentence_files.read_config(Path(directory)), str(Path(directory) / CONFIG))
 
 
 def labels(directory: str | Path) -> tuple[str, ...] | None:
@@ -233,7 +237,9 @@ def remarks(directory: str | Path) -> list[str]:
     Returns:
       One line per difference.
     """
-    return [*rope_remarks(raw := read_json(Path(directory) / CONFIG)), *family_in(directory).remarks(raw)]
+    family, raw = family_in(directory), read_json(Path(directory) / CONFIG)
+    of_sentences = sentence_files.remarks(Path(directory)) if family.omits_base else []
+    return [*rope_remarks(raw), *family.remarks(raw), *of_sentences]
 
 
 def save(
@@ -246,10 +252,13 @@ def save(
     eos_id: int | None = None,
     pad_id: int | None = None,
     labels: Sequence[str] | None = None,
+    seq_len: int = 0,
     shard_bytes: int = 5 * 2**30,
     progress: Progress = ignore_progress,
 ) -> None:
     """Writes a directory that `from_pretrained` of transformers reads: config.json and model.safetensors.
+
+    A dual encoder also gets the files that sentence-transformers reads.
 
     Args:
       config: The model.
@@ -261,6 +270,7 @@ def save(
       pad_id: Id of padding in the tokenizer, from which RoBERTa counts positions: the table of positions is written with as
           many rows before the first position.
       labels: Names of the classes, for a model with classes.
+      seq_len: Largest number of tokens of a text of a dual encoder; 0 for max_len.
       shard_bytes: A larger model is split into files of at most this size, or of one tensor.
       progress: Called with bytes of tensors.
 
@@ -280,7 +290,7 @@ def save(
                 f"the tokenizer pads with the id {pad_id}, which is also that of bos or eos, and {family.model_type} gives "
                 "padding no position: add a pad_token of its own to the tokenizer"
             )
-        config, flat = _with_rows_before_positions(config, flat, pad_id + 1)
+        config, flat = _with_rows_before_positions(family, config, flat, pad_id + 1)
         raw = config_json(config, labels)
     raw |= {"dtype": dtype, "bos_token_id": bos_id, "eos_token_id": eos_id}
     raw |= {} if pad_id is None else {"pad_token_id": pad_id}
@@ -292,6 +302,9 @@ def save(
             f"params are not of config: {', '.join(sorted(differing))} differ; pass the config that made them"
         )
     tensors = list(_tensors(family, config, shapes))
+    if isinstance(config, DualEncoderConfig):
+        sentence_files.check(config)
+        tensors = [dataclasses.replace(tensor, name=tensor.name.removeprefix(family.base)) for tensor in tensors]
     _check_all_finite(tensors, flat, dtype)
     with raises_input_errors(directory, "free some space, or name a directory that can be written"):
         directory.mkdir(parents=True, exist_ok=True)
@@ -299,14 +312,16 @@ def save(
             if path.exists():
                 raise InputError(f"{path} exists: name an empty directory")
         _write_tensors(_split(tensors, stored.itemsize, shard_bytes), flat, stored, directory, progress)
+        if isinstance(config, DualEncoderConfig):
+            sentence_files.write(directory, config, seq_len or config.max_len)
         write_json(directory / CONFIG, raw)  # last, so that a directory with config.json is complete
 
 
 def _with_rows_before_positions(
-    config: ModelConfig, params: Mapping[str, Any], rows: int
+    family: Family, config: ModelConfig, params: Mapping[str, Any], rows: int
 ) -> tuple[ModelConfig, dict[str, Any]]:
     """The same model with another number of rows of the table of positions that belong to no position, which are 0."""
-    path = "positions/table"
+    path = next(f"{paths[0]}/table" for paths in family.modules.values() if paths[0].endswith("positions"))
     table = np.asarray(params[path])[config.position_offset :]
     table = np.concatenate([np.zeros((rows, table.shape[1]), table.dtype), table])
     return dataclasses.replace(config, position_offset=rows), {**params, path: table}

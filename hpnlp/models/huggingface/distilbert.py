@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hpnlp.models.huggingface.bert import MASKED, with_classes
+from hpnlp.models.huggingface.bert import MASKED, with_classes, without_head
 from hpnlp.models.huggingface.family import Family
 
 _MASKED = dataclasses.replace(
@@ -53,4 +53,5 @@ DISTILBERT_FAMILIES: dict[str, Family] = {
         _MASKED, "DistilBertForSequenceClassification", "classification", "relu", "pre_classifier"
     ),
     "distilbert_tagger": with_classes(_MASKED, "DistilBertForTokenClassification", "tagging"),
+    "distilbert_tower": without_head(_MASKED, "DistilBertModel"),
 }

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hpnlp.models.dual_encoder import DualEncoderConfig
 from hpnlp.models.huggingface.bert import BERT_FAMILIES
 from hpnlp.models.huggingface.config_values import checked_value, unsupported
 from hpnlp.models.huggingface.distilbert import DISTILBERT_FAMILIES
@@ -204,7 +205,7 @@ def config_json(config: ModelConfig, labels: Sequence[str] | None = None) -> dic
     }
     if not families:
         raise InputError(
-            f"no family of transformers has a model of {type(config).__name__}: convert an LM or an Encoder"
+            f"no family of transformers has a model of {type(config).__name__}: convert an LM, an Encoder or a DualEncoder"
         )
     _check_widths(config)
     config = dataclasses.replace(_with_full_softmax(config), **network_fields(networks_of(config), config.form))
@@ -214,11 +215,12 @@ def config_json(config: ModelConfig, labels: Sequence[str] | None = None) -> dic
         short = canonical_mixer(config.mixer, config.layers, config.max_len)
         candidates.append(dataclasses.replace(config, mixer=short))
     for candidate in candidates:
-        fields = _function_fields({**dataclasses.asdict(candidate), "mlp_dim": candidate.mlp_size}, config.mask)
+        of_candidate = {**dataclasses.asdict(candidate), "mlp_dim": candidate.mlp_size}
         for name, family in families.items():
+            fields = _function_fields(of_candidate, config.mask, family.free)
             raw = _express(candidate, family, labels)
             values = {**dataclasses.asdict(family.config()), **fields_of(raw, name)}
-            expressed = _function_fields(values, config.mask)
+            expressed = _function_fields(values, config.mask, family.free)
             differences[name] = {
                 field: (expressed.get(field), value) for field, value in fields.items() if value != expressed.get(field)
             }
@@ -296,6 +298,8 @@ def labels_of(raw: Mapping[str, Any], source: str) -> list[str]:
 
 def _with_full_softmax(config: Any) -> Any:
     """The config, with the full softmax in place of an output layer that estimates it."""
+    if isinstance(config, DualEncoderConfig):
+        return config  # which has no output layer
     layer = parse_one(config.output, "model.output")
     if layer.name not in FULL_SOFTMAX:
         return config
@@ -339,9 +343,9 @@ def _size_of_one(value: Any) -> Any:
     return 1 if type(value) is int and value == 0 else value
 
 
-def _function_fields(fields: dict[str, Any], mask: Any) -> dict[str, Any]:
-    """The fields that decide the function of a model under its mask, with one spelling for equal values."""
-    fields = {name: value for name, value in fields.items() if name not in FREE}
+def _function_fields(fields: dict[str, Any], mask: Any, free: Sequence[str]) -> dict[str, Any]:
+    """The fields that decide the function of a model under its mask, without `free`, with one spelling for equal values."""
+    fields = {name: value for name, value in fields.items() if name not in (*FREE, *free)}
     theta, scaling = fields.pop("rope_theta"), fields.pop("rope_scaling")
     if fields["position"] == "rope":
         fields |= {"rope_theta": theta, "rope_scaling": parse_scaling(scaling)}

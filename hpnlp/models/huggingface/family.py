@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hpnlp.models.dual_encoder import DualEncoderConfig
 from hpnlp.models.encoder import EncoderConfig
 from hpnlp.models.huggingface.sliding_windows import WindowLayers
 from hpnlp.models.lm import LM, LMConfig
 
-ModelConfig = LMConfig | EncoderConfig
+ModelConfig = LMConfig | EncoderConfig | DualEncoderConfig
 
 
 def _read_nothing(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -40,6 +41,8 @@ class Family:
       accepted: Key -> values under which the family computes the same as the model.
       modules: Module of the checkpoint, with `{}` for the layer -> modules of the model that it concatenates on the last axis.
       base: First part of all names but the head's, which a checkpoint of the model without a head leaves out.
+      omits_base: True if checkpoints are written without `base`, as those of the model without a head.
+      free: Fields of `config` that neither config.json nor the tensors decide.
       transposed: True if matrices are stored as [out, in].
       read: Reads fields of `config` that depend on several keys from config.json, with `defaults`, and the name of the file.
       write: Writes these keys from a config.
@@ -80,6 +83,8 @@ class Family:
     # Causal masks and rotary frequencies, which older checkpoints hold.
     ignored: str = r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$"
     renamed: dict[str, str] = dataclasses.field(default_factory=dict)
+    omits_base: bool = False
+    free: tuple[str, ...] = ()
     pads_before_positions: bool = False
     has_labels: bool = False
     model: Any = LM

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from hpnlp.models.huggingface.bert import ACTIVATIONS, MASKED, with_classes
+from hpnlp.models.huggingface.bert import ACTIVATIONS, MASKED, with_classes, without_head
 from hpnlp.models.huggingface.config_values import checked_value
 from hpnlp.models.huggingface.family import Family, ModelConfig
 from hpnlp.types import InputError
@@ -93,4 +93,5 @@ ROBERTA_FAMILIES: dict[str, Family] = {
         _MASKED.ignored,
     ),
     "roberta_tagger": with_classes(_MASKED, "RobertaForTokenClassification", "tagging", ignored=_MASKED.ignored),
+    "roberta_tower": without_head(_MASKED, "RobertaModel"),
 }
