@@ -20,6 +20,7 @@ COMMANDS = (
     "train",
     "check-data",
     "predict",
+    "encode",
     "generate",
     "evaluate",
     "sweep",

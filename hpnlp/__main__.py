@@ -14,6 +14,7 @@ COMMANDS = {
     "check-data": "list all faults of the data that an experiment names, with their places",
     "generate": "continue prompts with a trained model",
     "predict": "predict labels, tags, targets or similarities of texts with a trained model",
+    "encode": "write a file of vectors of texts by an encoder or a dual encoder",
     "evaluate": "score a run on held-out data, also with another memory or other data",
     "sweep": "train all variants of an experiment that have not finished",
     "launch": "train with several processes and restart them, or write a manifest for SLURM, JobSet or xpk",

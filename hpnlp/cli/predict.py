@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import codecs
 import csv
 import dataclasses
 import io
 import itertools
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
 from hpnlp import cli
-from hpnlp.cli import run_names
+from hpnlp.cli import run_names, text_inputs
+from hpnlp.cli.text_inputs import Example
 from hpnlp.types import InputError
 
 if TYPE_CHECKING:
     from hpnlp.data.examples.fields import FieldError
-    from hpnlp.data.examples.kind import Kind
     from hpnlp.data.sources import LeftOut
     from hpnlp.jobs.predictor import Predictor
     from hpnlp.tasks.predictions import Prediction
@@ -46,7 +44,6 @@ lines of text are left out; their number and the first ones are printed to stder
 to data.seq_len tokens. CSV without predictions has its header.
 """
 
-_NO_TEXT = "without text"  # reason why lines are left out
 SUFFIXES = {".csv": "csv", ".jsonl": "jsonl"}
 CHUNK = 2048  # examples that are read, predicted and written at a time
 INTERVAL = 10.0  # seconds between two lines of progress
@@ -93,8 +90,9 @@ def run(argv: Sequence[str]) -> None:
     from hpnlp.jobs.predictor import Predictor
 
     predictor, left_out = Predictor(directory, step), sources.LeftOut()
-    kind, prediction = _with_fields(predictor.kind, f.fields), predictor.prediction_type
-    examples = _from_lines(enumerate(texts, 1), kind, "text") if texts else _from_file(f.file, kind, left_out)
+    kind, prediction = text_inputs.with_fields(predictor.kind, f.fields), predictor.prediction_type
+    inputs = text_inputs.TextInputs(kind, left_out, "--file=", f.keep, f.skip_bad_lines)
+    examples = inputs.from_lines(enumerate(texts, 1), "text") if texts else inputs.from_file(f.file)
     header = _with_prediction(dict.fromkeys([*f.keep, *(column.name for column in kind.inputs)]), _names(prediction))
     cut: list[int] = []
     rows = _predicted(predictor, examples, left_out, cut)
@@ -116,18 +114,13 @@ def run(argv: Sequence[str]) -> None:
 
 def _check_flags(texts: Sequence[str]) -> None:
     """Raises InputError for flags without an effect, and for an output that would replace the input."""
-    from hpnlp.data.examples.rows import FORMATS
-    from hpnlp.data.files import uncompressed
-
     f = cli.FLAGS
-    if texts or os.path.splitext(uncompressed(f.file))[1].lower() not in FORMATS:
+    if texts or not text_inputs.has_records(f.file):
         cli.refuse(["fields", "keep"], "without a file of records, such as .csv: leave it out")
     if texts:
         cli.refuse(["skip_bad_lines"], "without --file: leave it out")
     if f.out and f.file and os.path.realpath(f.out) == os.path.realpath(f.file):
         raise InputError(f"--out={f.out} is the file that is read: name another one")
-    if len(set(f.fields)) < len(f.fields):
-        raise InputError(f"--fields={','.join(f.fields)} names a field twice: name different ones")
 
 
 def _form(out: str | None, form: str | None) -> str:
@@ -144,102 +137,16 @@ def _form(out: str | None, form: str | None) -> str:
     return form or SUFFIXES[suffix]
 
 
-class _Example(NamedTuple):
-    """An example to predict from: its place for messages, its inputs, and all fields that are written beside the prediction."""
-
-    place: str
-    inputs: list[Any]
-    fields: dict[str, Any]
-
-
-def _from_lines(lines: Iterable[tuple[int, str]], kind: Kind, place: str) -> Iterator[_Example]:
-    """Examples from numbered lines, in which tabs separate the texts of a pair."""
-    names = [column.name for column in kind.inputs]
-    for number, line in lines:
-        parts = line.split("\t") if len(names) > 1 else [line]
-        if len(parts) != len(names):
-            count = "one text" if len(parts) == 1 else f"{len(parts)} texts"
-            raise InputError(
-                f"{place} {number}: {line!r:.60} is {count}, and the run predicts from {len(names)} ({', '.join(names)}): "
-                "put one tab between them, or use a file of records"
-            )
-        yield _Example(f"{place} {number}", parts, dict(zip(names, parts, strict=True)))
-
-
-def _from_file(name: str, kind: Kind, left_out: LeftOut) -> Iterator[_Example]:
-    """Examples of a file; counts what is left out of it."""
-    from hpnlp.data import files, sources
-    from hpnlp.data.examples import rows
-
-    if name == "-":
-        stream = sys.stdin.buffer if sys.stdin else io.BytesIO()
-        yield from _from_lines(_text_lines(stream, "stdin", left_out), kind, "stdin, line")
-        return
-    if not os.path.exists(name):
-        raise InputError(f"--file={name}: there is no such file: name one, or - for stdin")
-    if os.path.isdir(name):
-        raise InputError(f"--file={name} is a directory: name one file, or - for stdin")
-    if os.path.splitext(files.uncompressed(name))[1].lower() not in rows.FORMATS:
-        if fault := sources.compression_fault(name):
-            raise InputError(f"--file={name} {fault}: unpack it first")
-        with files.open_text(name) as stream:
-            yield from _from_lines(_text_lines(stream, name, left_out), kind, f"{name}, line")
-        return
-    columns = kind.inputs
-    keep = tuple(field for field in cli.FLAGS.keep if field not in [column.name for column in columns])
-    reader = rows.RowReader(kind, "", left_out, cli.FLAGS.skip_bad_lines, has_labels=False, keep=keep)
-    file = sources.File(os.path.abspath(name), os.path.basename(name), os.path.getsize(name))
-    try:
-        for row in reader.read(sources.Source(name, (file,), False, left_out)):
-            inputs = [row.values[column.argument] for column in columns]
-            fields = row.kept | {column.name: value for column, value in zip(columns, inputs, strict=True)}
-            yield _Example(
-                row.where, inputs, {field: fields[field] for field in dict.fromkeys([*cli.FLAGS.keep, *fields])}
-            )
-    except InputError as error:
-        # The reader names the fields of configs, in whose place this command has flags.
-        message = re.sub(r"data\.\w+_field=", "--fields=", str(error)).replace("data.keep=", "--keep=")
-        message = message.replace("data.skip_bad_lines=True", "--skip_bad_lines").removesuffix(f"; {rows.LIST_ALL}")
-        raise InputError(message) from None
-
-
-def _with_fields(kind: Kind, names: Sequence[str]) -> Kind:
-    """The kind with other names of its inputs."""
-    columns = kind.inputs
-    if names and len(names) != len(columns):
-        expected = ", ".join(column.name for column in columns)
-        raise InputError(f"--fields={','.join(names)}: expected {len(columns)}, in place of {expected}")
-    changes: Any = {column.argument: name for column, name in zip(columns, names, strict=False)}
-    return dataclasses.replace(cast(Any, kind), **changes) if names else kind
-
-
-def _text_lines(stream: Any, name: str, left_out: LeftOut) -> Iterator[tuple[int, str]]:
-    """Numbered lines of UTF-8 text without their ends; blank ones are left out, and counted."""
-    from hpnlp.data.files import not_utf8_byte
-
-    for number, line in enumerate(stream, 1):
-        if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise InputError(f"{name} is UTF-16: convert it, for example with iconv -f UTF-16 -t UTF-8")
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise InputError(f"{name}, line {number}: {not_utf8_byte(error)}: use a file of UTF-8 text") from error
-        if text.strip():
-            yield number, text
-        else:
-            left_out.add(_NO_TEXT, f"line {number}")
-
-
 def _predicted(
-    predictor: Predictor, examples: Iterator[_Example], left_out: LeftOut, cut: list[int]
+    predictor: Predictor, examples: Iterator[Example], left_out: LeftOut, cut: list[int]
 ) -> Iterator[tuple[dict[str, Any], Prediction]]:
     """`(fields, prediction)` of examples, with lines of progress on stderr; counts texts without tokens and cut ones."""
     start = shown = time.monotonic()
     done = 0
     while chunk := list(itertools.islice(examples, CHUNK)):  # memory does not grow with the number of examples
-        texts = [example.inputs if len(example.inputs) > 1 else example.inputs[0] for example in chunk]
+        texts = [example.text for example in chunk]
 
-        def report_bad(number: int, error: FieldError, chunk: Sequence[_Example] = chunk) -> None:
+        def report_bad(number: int, error: FieldError, chunk: Sequence[Example] = chunk) -> None:
             place = chunk[number].place
             if not cli.FLAGS.skip_bad_lines:
                 fix = "correct it, or leave it out" + " by --skip_bad_lines" * bool(cli.FLAGS.file)

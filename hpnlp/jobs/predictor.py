@@ -87,7 +87,10 @@ class Predictor:
         Raises:
           InputError: The run is of a task whose models have no vectors of texts.
         """
-        return self._text_kind or self.kind
+        if self._text_kind is None:
+            self._task.encode(self._trained, {})  # raises
+        assert self._text_kind is not None
+        return self._text_kind
 
     @property
     def prediction_type(self) -> type[Prediction]:

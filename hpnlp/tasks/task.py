@@ -354,7 +354,7 @@ class Task(abc.ABC):
         """
         raise InputError(
             f"a run of task={self.name!r} has no labels, targets or pairs to predict: use hpnlp generate for language models, "
-            "hpnlp neighbours for word embeddings, and hpnlp.load(RUN).encode(texts) for vectors of encoders"
+            "hpnlp neighbours for word embeddings, and hpnlp encode for vectors of encoders"
         )
 
     def encode(self, trained: TrainedModel, batch: Batch) -> np.ndarray:

@@ -238,7 +238,7 @@ def test_lines_with_too_few_or_too_many_texts_raise(run, monkeypatch, classifier
     for line, count in (("a", "one text"), ("a\tb\tc", "3 texts")):
         outcome = run("predict", classifier, line)
         assert outcome.code == 2
-        assert f"{count}, and the run predicts from 2 (question, answer): put one tab" in outcome.err
+        assert f"{count}, and the run reads 2 (question, answer): put one tab" in outcome.err
 
 
 def test_invalid_arguments_raise(classifier, language_model):
@@ -253,5 +253,5 @@ def test_invalid_arguments_raise(classifier, language_model):
         model.generate(["a"])
     with pytest.raises(InputError, match="is one prompt: pass a list of prompts"):
         hpnlp.load(language_model).generate("a")
-    with pytest.raises(InputError, match="has no labels, targets or pairs"):
+    with pytest.raises(InputError, match="task='lm' has no vectors of texts: use a run of classification"):
         hpnlp.load(language_model).encode(["a"])
