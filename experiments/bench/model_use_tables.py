@@ -1,4 +1,4 @@
-"""Rows of the results of serving and of experts as lines of the documentation's tables."""
+"""Rows of the results of serving, of vectors of texts and of experts as lines of the documentation's tables."""
 
 from __future__ import annotations
 
@@ -18,6 +18,18 @@ def serving(rows: Rows) -> Lines:
         else:
             figure = f"{row['total_seconds']:.1f} s"
         lines.append((row["what"], figure))
+    return lines
+
+
+def sentence_vectors(rows: Rows) -> Lines:
+    """Texts per second, and the time relative to torch."""
+    lines = []
+    for row in rows:
+        tokens = (
+            f"{row['mean_tokens']:.0f} tokens" if row["lengths"] == "equal" else f"{row['most_tokens']} tokens or fewer"
+        )
+        label = f"vectors of texts of {tokens}, batch {row['batch']}: time relative to BertModel of transformers"
+        lines.append((label, f"{row['ours_over_torch']:.2f} ({row['ours_per_second']:.0f} texts per second)"))
     return lines
 
 

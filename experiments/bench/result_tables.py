@@ -511,5 +511,6 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "suite": suite,
     "faults": faults,
     "serving": model_use_tables.serving,
+    "sentence_vectors": model_use_tables.sentence_vectors,
     **dict.fromkeys(("commits", "commits-quiet"), commits),
 }

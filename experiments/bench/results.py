@@ -70,7 +70,7 @@ SECTIONS = {
     "Search": ("search",),
     "Trees and lengths": ("trees", "encoders"),
     "Embeddings and memory": ("word_embeddings", "rare_events", "labelled_bags"),
-    "Predictions": ("serving",),
+    "Predictions": ("serving", "sentence_vectors"),
     "Compression": ("containers", "quantized_products"),
     "Parallelism": ("parity", "tasks", "auxiliary", "bubble", "ring"),
     "Rematerialisation and reversible layers": ("remat", "reversible", "grad_cache"),
