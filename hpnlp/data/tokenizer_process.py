@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -60,7 +60,9 @@ class TokenizerProcess:
         """
         with self._lock:
             self._send(list(texts))
-            return self._receive()
+            lengths = self._receive()
+            ids = self._read(4 * sum(lengths))
+        return np.split(np.frombuffer(bytearray(ids), np.int32), np.cumsum(lengths[:-1])) if lengths else []
 
     def train(self, texts: Iterable[str]) -> str:
         """Makes the vocabulary.
@@ -88,19 +90,26 @@ class TokenizerProcess:
     def _send(self, message: Any) -> None:
         assert self._process.stdin is not None  # a pipe
         try:
-            pickle.dump(message, self._process.stdin, protocol=5)
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             self._fail()
 
     def _receive(self) -> Any:
         assert self._process.stdout is not None  # a pipe
-        try:
-            return pickle.load(self._process.stdout)
-        except EOFError:
+        line = self._process.stdout.readline()
+        if not line.endswith(b"\n"):
             self._fail()
+        return json.loads(line)
 
-    def _fail(self) -> None:
+    def _read(self, size: int) -> bytes:
+        assert self._process.stdout is not None  # a pipe
+        content = self._process.stdout.read(size)
+        if len(content) < size:
+            self._fail()
+        return content
+
+    def _fail(self) -> NoReturn:
         code = self._process.wait()
         raise ChildProcessError(f"the process of the package tokenizers ended with code {code}")
 
@@ -117,12 +126,9 @@ def _end(process: subprocess.Popen[bytes], parent: int) -> None:
 
 
 def _messages() -> Iterator[Any]:
-    """The messages of the parent, until None or until it closes the pipe."""
-    while True:
-        try:
-            message = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
+    """The messages of the parent, lines of JSON, until null or until it closes the pipe."""
+    for line in sys.stdin.buffer:
+        message = json.loads(line)
         if message is None:
             return
         yield message
@@ -141,12 +147,14 @@ def _serve() -> None:
     if bpe is not None:
         texts = (text for batch in messages for text in batch)
         inner.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(**bpe))
-        pickle.dump(inner.to_str(), replies)
+        replies.write(json.dumps(inner.to_str()).encode() + b"\n")
         replies.flush()
         return
     for texts in messages:
-        encoded = inner.encode_batch_fast(texts, add_special_tokens=False)
-        pickle.dump([np.array(e.ids, np.int32) for e in encoded], replies, protocol=5)
+        encoded = [e.ids for e in inner.encode_batch_fast(texts, add_special_tokens=False)]
+        replies.write(json.dumps([*map(len, encoded)]).encode() + b"\n")
+        for ids in encoded:
+            replies.write(np.array(ids, np.int32).tobytes())
         replies.flush()
 
 

@@ -1,5 +1,6 @@
 """The dual encoder: loss and gradients against torch, layouts, accumulation, rows and errors."""
 
+import dataclasses
 import functools
 
 import jax
