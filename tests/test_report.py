@@ -14,7 +14,8 @@ import pytest
 from hpnlp import plots, report
 from hpnlp.cli import experiment
 from hpnlp.data import DataConfig
-from hpnlp.data.examples import ClassificationConfig
+from hpnlp.data.examples import ClassificationConfig, PairsConfig
+from hpnlp.models.dual_encoder import DualEncoderConfig
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.report import single
 from hpnlp.tasks import lm_report
@@ -495,6 +496,11 @@ def test_int8_is_proposed_for_models_with_layers(tmp_path):
     for layers in (0, 2):
         config = Config(ClassifierConfig(layers=layers), ClassificationConfig(), task="classification")
         assert ("--recipe=int8" in next_commands.render(tmp_path, config, "--config=a.py")) == (layers > 0)
+
+
+def test_vectors_are_proposed_for_dual_encoders(tmp_path):
+    config = Config(DualEncoderConfig(), PairsConfig(), task="dual_encoder")
+    assert "`hpnlp encode runs/a YOUR_FILES --to=vectors.npy`" in next_commands.render(Path("runs/a"), config, "")
 
 
 def test_command_for_other_data_drops_what_describes_the_old():

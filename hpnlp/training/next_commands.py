@@ -85,12 +85,15 @@ def _smaller(workdir: Path, config: Config, directory: Path) -> dict[str, list[s
 
 
 def _uses(workdir: Path, config: Config, directory: Path) -> dict[str, list[str]]:
-    """Commands that predict texts with the run, and that export it to be served."""
+    """Commands that predict or encode texts with the run, and that export it to be served."""
     task = tasks.find(config.task)
     commands = {}
     if task.name in PREDICTING:
         purpose = f"predict with it, with the path of your texts in place of {OTHER_DATA}"
         commands[purpose] = ["predict", str(workdir), f"--file={OTHER_DATA}"]
+    if task.name == "dual_encoder":
+        purpose = f"write the vectors of texts to a file, with the path of your texts in place of {OTHER_DATA}"
+        commands[purpose] = ["encode", str(workdir), OTHER_DATA, "--to=vectors.npy"]
     if task.is_served:
         target = f"--to={_unused(directory, workdir, 'served')}"
         commands["write a directory that is served without hpnlp"] = ["export", str(workdir), target]

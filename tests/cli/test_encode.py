@@ -1,5 +1,6 @@
 """`hpnlp encode`: vectors of lines and records, their files, and errors."""
 
+import functools
 import io
 import json
 import os
@@ -16,6 +17,7 @@ from hpnlp.data import tokenizers
 from hpnlp.jobs.vector_files import DTYPES, VectorFile
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import config as configs
+from hpnlp.training import metrics
 from hpnlp.training import run_directory as runs
 from hpnlp.training.checkpoint import Checkpointer
 from tests import tiny
@@ -88,19 +90,18 @@ def test_smaller_dtypes_are_near(run, dual_encoder, expected, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_files_of_any_number_of_vectors_are_read_by_numpy(dtype):
+def test_files_of_any_number_of_vectors_are_read_by_numpy(dtype, tmp_path):
     """The header has the same length for one row and for a million."""
-    file = io.BytesIO()
-    vectors = VectorFile(file, dtype, 1)
-    for _ in range(11):
-        vectors.append(np.ones((100_003, 1), np.float32))
-    vectors.finish()
-    file.seek(0)
-    assert len(np.load(file)) == 11 * 100_003
+    with (tmp_path / "a.npy").open("wb") as file:
+        vectors = VectorFile(file, dtype, 1)
+        for _ in range(11):
+            vectors.append(np.ones((100_003, 1), np.float32))
+        vectors.finish()
+    assert len(np.load(tmp_path / "a.npy")) == 11 * 100_003
 
 
 def test_lines_of_progress_have_the_time_that_is_left(run, dual_encoder, tmp_path, monkeypatch):
-    monkeypatch.setattr("hpnlp.training.metrics.ProgressLines.__init__.__defaults__", ("MiB", 0.0))
+    monkeypatch.setattr(metrics, "ProgressLines", functools.partial(metrics.ProgressLines, every=0.0))
     (tmp_path / "a.txt").write_text("a\n" * 4)
     monkeypatch.setattr("hpnlp.jobs.vector_files.CHUNK", 2)
     outcome = run("encode", dual_encoder, tmp_path / "a.txt", f"--to={tmp_path}/a.npy")

@@ -297,14 +297,13 @@ def test_padding_has_no_effect():
 
 def test_every_token_has_the_first_token_type():
     model, params = make(position="learned", token_types=2)
+    batch = jax.tree.map(jnp.asarray, make_batch())
     plain = DualEncoder(dataclasses.replace(model.config, token_types=0))
     tower = {name: leaf for name, leaf in params["tower"].items() if name != "token_types"}
     table = params["tower"]["positions"]["table"] + params["tower"]["token_types"]["table"][:1]
-    expected = plain.apply(
-        {"params": {"tower": {**tower, "positions": {"table": table}}}}, make_batch(), method="embed"
-    )
-    np.testing.assert_allclose(model.apply({"params": params}, make_batch(), method="embed"), expected, atol=1e-6)
-    first = {name: make_batch()[name] for name in ("tokens", "segment_ids", "positions")}
+    expected = plain.apply({"params": {"tower": {**tower, "positions": {"table": table}}}}, batch, method="embed")
+    np.testing.assert_allclose(model.apply({"params": params}, batch, method="embed"), expected, atol=1e-6)
+    first = {name: batch[name] for name in ("tokens", "segment_ids", "positions")}
     np.testing.assert_allclose(model.apply({"params": params}, first, method="vectors"), expected[0], atol=1e-6)
 
 

@@ -242,7 +242,7 @@ def config_json(config: ModelConfig, labels: Sequence[str] | None = None) -> dic
     )
 
 
-def _differs_in_network(differences: Mapping[str, tuple[str, str]]) -> bool:
+def _differs_in_network(differences: Mapping[str, tuple[Any, Any]]) -> bool:
     """Whether the feed-forward networks have different names."""
     return len({parse_one(mlp, "model.mlp").name for mlp in differences.get("mlp", ())}) > 1
 
