@@ -36,10 +36,10 @@ FIELDS = {"shared": {"symmetric": False}, "separate": SEPARATE}
 HARD_FIELDS = {f"{name}, hard": {**fields, "negative_texts": 2} for name, fields in FIELDS.items()}
 
 
-def make(**fields):
+def make(deviation=0.4, **fields):
     """A small model with random parameters."""
     model = DualEncoder(DualEncoderConfig(**SIZES | fields))
-    return model, drawn_params(model, 0.4, means={"scale": 1.0, "log_scale": 1.5})
+    return model, drawn_params(model, deviation, means={"scale": 1.0, "log_scale": 1.5})
 
 
 def make_batch(padding=2, seed=1, negatives=0):
@@ -330,7 +330,8 @@ def distance(actual, expected):
 @pytest.mark.parametrize("name", [*FIELDS, "shared, hard"])
 def test_encoding_in_parts_has_the_gradients_of_the_whole_batch(name):
     """Whatever the number of parts, with dropout, which differs with another key."""
-    model, params = make(dropout=0.3, **(FIELDS | HARD_FIELDS)[name])
+    # With a deviation of 0.4, gradients of two compilations of the same function differ by 1.1e-6.
+    model, params = make(0.2, dropout=0.3, **(FIELDS | HARD_FIELDS)[name])
     batch = jax.tree.map(jnp.asarray, make_batch(negatives=model.config.negative_texts))
 
     def gradients(params, parts, key):
