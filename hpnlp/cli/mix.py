@@ -72,15 +72,21 @@ def run(argv: Sequence[str]) -> None:
 
     load_config(workdir)  # before the directory is locked, which would make it
     with locked(workdir):
+        options = Options(f.store, f.gate_tokens, f.epochs, f.seed, f.dynamic)
         result = mix(
             workdir,
-            Options(f.store, f.gate_tokens, f.epochs, f.seed, f.dynamic),
+            options,
             ProgressLines(print_line, "steps"),
             show,
         )
-        compressors = report.compressors(workdir)
+        compressors = report.compressors(workdir, result.heldout_digest)
         text = report.render(result.rows, compressors, result.heldout_bytes, result.documents)
-        record = {"step": result.step, "store": f.store, "seconds": dict(result.seconds)}
+        record = {
+            "step": result.step,
+            "heldout_digest": result.heldout_digest,
+            "options": dataclasses.asdict(options),
+            "seconds": dict(result.seconds),
+        }
         record["rows"] = [dataclasses.asdict(row) for row in result.rows]
         arrays: Any = flatten_dict(result.params, sep="/")
         with replaced(workdir / "gate.npz") as file:

@@ -189,9 +189,9 @@ class Predictor:
         self,
         prompts: Sequence[str],
         tokens: int = 200,
-        temperature: float = 0.8,
+        temperature: float | int = 0.8,
         top_k: int = 0,
-        top_p: float = 0.95,
+        top_p: float | int = 0.95,
         seed: int = 0,
     ) -> list[str]:
         """Continues prompts with a language model.

@@ -10,18 +10,21 @@ from hpnlp.data.baselines import NAMES
 from hpnlp.report.files import read_report
 
 
-def compressors(workdir: Path) -> dict[str, float]:
+def compressors(workdir: Path, heldout_digest: str) -> dict[str, float]:
     """Bits per byte of the compressors in the report of a run.
 
     Args:
       workdir: The run directory.
+      heldout_digest: Digest of the held-out text.
 
     Returns:
-      Name -> bits per byte; empty without a report.
+      Name -> bits per byte; empty without a report of this text.
     """
     if not (workdir / "report.json").exists():
         return {}
     report = read_report(workdir)
+    if report.get("heldout_digest") != heldout_digest:
+        return {}
     return {name: report[field] for field, name in NAMES.items() if report.get(field) is not None}
 
 

@@ -18,6 +18,7 @@ from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError, Tokenizer
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96)
+MOST_WORDS = 8
 WORKERS = 2  # contexts that are sorted at the same time, each with about 30 bytes per token
 
 
@@ -38,13 +39,18 @@ class Suffix:
     k: int = 32
 
     def __post_init__(self) -> None:
-        if not 1 <= self.shortest <= self.longest:
+        if not 1 <= self.shortest <= self.longest <= LENGTHS[-1]:
             raise InputError(
-                f"suffix: shortest={self.shortest}, longest={self.longest}: expected 1 <= shortest <= longest"
+                f"suffix: shortest={self.shortest}, longest={self.longest}: expected 1 <= shortest <= longest <= {LENGTHS[-1]}"
             )
-        if self.words < 0 or not 1 <= self.k <= 1024:
+        if not 0 <= self.words <= MOST_WORDS or not 1 <= self.k <= 1024:
             raise InputError(
-                f"suffix: words={self.words}, k={self.k}: expected words of at least 0, and k from 1 to 1024"
+                f"suffix: words={self.words}, k={self.k}: expected words from 0 to {MOST_WORDS}, and k from 1 to 1024"
+            )
+        if not self.contexts:
+            raise InputError(
+                f"suffix: shortest={self.shortest}, longest={self.longest}, words=0: no context has such a length, which are "
+                f"{', '.join(map(str, LENGTHS))} tokens"
             )
 
     @property

@@ -1,6 +1,9 @@
 """`hpnlp mix`: scores of a run with neighbours from its training text, and runs that do not fit."""
 
 import json
+import os
+import random
+import shutil
 
 import numpy as np
 import pytest
@@ -39,6 +42,8 @@ def test_model_index_and_both_are_scored(run, trained):
     ("flag", "message"),
     [
         ("--store=suffix(k=0)", "k from 1 to 1024"),
+        ("--store=suffix(longest=97)", "shortest <= longest <= 96"),
+        ("--store=suffix(shortest=9,longest=9,words=0)", "no context has such a length"),
         ("--store=knn", "unknown store 'knn'"),
         ("--gate_tokens=0", "flag --gate_tokens=0"),
         ("--epochs=0", "flag --epochs=0"),
@@ -47,3 +52,40 @@ def test_model_index_and_both_are_scored(run, trained):
 def test_invalid_flags_raise(run, trained, flag, message):
     outcome = run("mix", trained, flag)
     assert outcome.code == 2 and message in outcome.err, outcome.err
+
+
+FEW = ("--store=suffix(longest=3,words=0,k=2)", "--gate_tokens=500", "--epochs=1", "--nodynamic")
+
+
+def test_prompts_are_read_and_not_scored(run, tmp_path):
+    draw = random.Random(0)
+    records = [{name: " ".join(draw.choices(tiny.WORDS, k=30)) for name in ("prompt", "text")} for _ in range(40)]
+    (tmp_path / "records.jsonl").write_text("\n".join(map(json.dumps, records)))
+    data = {"data__path": str(tmp_path / "records.jsonl"), "data__prompt_field": "prompt", "data__heldout": 0.1}
+    config, workdir = tiny.make(train__steps=1, data__seq_len=512, model__max_len=512, **data), tmp_path / "run"
+    report.write(workdir, config, loop.train(config, workdir), "--config=tests/tiny.py")
+    outcome = run("mix", workdir, *FEW)
+    assert outcome.code == 0, outcome.err
+    rows = json.loads((workdir / "mixture.json").read_text())["rows"]
+    written = json.loads((workdir / "report.json").read_text())
+    assert rows[0]["bits"] == pytest.approx(written["heldout_bits_per_byte"], rel=1e-4)
+
+
+def test_compressors_of_other_text_are_left_out(run, tmp_path):
+    shutil.copytree(os.environ["HPNLP_TEST_TEXT"], tmp_path / "text")
+    config, workdir = tiny.make(train__steps=1, data__path=str(tmp_path / "text")), tmp_path / "run"
+    report.write(workdir, config, loop.train(config, workdir), "--config=tests/tiny.py")
+    for path in (tmp_path / "text").iterdir():
+        path.write_bytes(path.read_bytes()[::-1])
+    outcome = run("mix", workdir, *FEW)
+    assert outcome.code == 0, outcome.err
+    assert "xz" not in (workdir / "mixture.md").read_text()
+
+
+def test_runs_that_cannot_be_mixed_are_refused(run, trained, tmp_path):
+    assert run("compress", trained, f"--to={tmp_path / 'int8'}", "--recipe=int8").code == 0
+    outcome = run("mix", tmp_path / "int8")
+    assert outcome.code == 2 and "has quantized weights: add --nodynamic" in outcome.err, outcome.err
+    loop.train(tiny.make(train__steps=1, model__mixer="transformer_xl(16)", data__order="stream"), tmp_path / "memory")
+    outcome = run("mix", tmp_path / "memory")
+    assert outcome.code == 2 and "carries states from batch to batch" in outcome.err, outcome.err

@@ -173,7 +173,10 @@ def test_hard_negatives_of_all_examples_are_negatives(fields):
             batch[f"negative_2_{name}"][j] = batch[f"pair_{name}"][i]
     texts, candidates = (draw.normal(size=(B, *shape)).astype(np.float32) for shape in ((16,), (3, 16)))
     texts, candidates = (0.5 * x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (texts, candidates))
-    out = once(lambda vectors: model.apply({}, Encoded(vectors), batch, method="compare"), (texts, candidates))
+    out = once(
+        lambda vectors: model.apply({}, Encoded(vectors), jax.tree.map(jnp.asarray, batch), method="compare"),
+        (texts, candidates),
+    )
     partners, *hard = np.moveaxis(candidates.astype(np.float64), 1, 0)
     expected, *hits = looped_loss(texts.astype(np.float64), partners, batch, 20, model.config.symmetric, hard)
     np.testing.assert_allclose(out.sum, expected, rtol=1e-5)
@@ -195,7 +198,7 @@ def test_triplets_are_those_of_an_example():
         expected += np.mean([max(0, near - x + 0.5) for x in (far[:1] if i == 1 else far)])
 
     def loss(vectors):
-        return model.apply({}, Encoded(vectors), batch, method="compare").sum
+        return model.apply({}, Encoded(vectors), jax.tree.map(jnp.asarray, batch), method="compare").sum
 
     total, gradients = once(jax.value_and_grad(loss), (texts, candidates))
     np.testing.assert_allclose(total, expected, rtol=1e-5)
@@ -215,7 +218,7 @@ def test_triplets_match_torch():
     vectors = tuple(x / np.linalg.norm(x, axis=-1, keepdims=True) for x in vectors)
 
     def loss(vectors):
-        return model.apply({}, Encoded(vectors), batch, method="compare").sum
+        return model.apply({}, Encoded(vectors), jax.tree.map(jnp.asarray, batch), method="compare").sum
 
     total, gradients = once(jax.value_and_grad(loss), vectors)
     texts, candidates = (torch.tensor(x, requires_grad=True) for x in vectors)
@@ -235,7 +238,7 @@ def test_hard_negatives_match_torch():
     vectors = tuple(x / np.linalg.norm(x, axis=-1, keepdims=True) for x in vectors)
 
     def loss(vectors):
-        return model.apply({}, Encoded(vectors), batch, method="compare").sum
+        return model.apply({}, Encoded(vectors), jax.tree.map(jnp.asarray, batch), method="compare").sum
 
     total, gradients = once(jax.value_and_grad(loss), vectors)
     texts, candidates = (torch.tensor(x, requires_grad=True) for x in vectors)
@@ -364,7 +367,9 @@ def test_accumulation_compares_all_texts_of_a_batch():
     assert isinstance(model, ComparingModel)
     gradients, metrics = first_gradients(model, params, Plan("single"), 1, 4, make_batch())
     key = jax.random.fold_in(jax.random.key(1), 0)
-    out, expected = once(jax.value_and_grad(lambda p: loss(model, p, make_batch(), key).sum), params)
+    out, expected = once(
+        jax.value_and_grad(lambda p: loss(model, p, jax.tree.map(jnp.asarray, make_batch()), key).sum), params
+    )
     count = make_batch()["weights"].sum()
     np.testing.assert_allclose(metrics["loss"], out / count, rtol=1e-6)
     assert distance(jax.tree.map(lambda x: x * count, gradients), expected) < 1e-6

@@ -38,7 +38,7 @@ def test_words_of_any_tokenizer():
     ("spec", "message"),
     [
         ("suffix(longest=1)", "shortest=2, longest=1: expected 1 <= shortest <= longest"),
-        ("suffix(words=-1)", "words=-1, k=32: expected words of at least 0"),
+        ("suffix(words=-1)", "words=-1, k=32: expected words from 0 to 8"),
         ("suffix(k=0)", "k from 1 to 1024"),
         ("sufix", "did you mean 'suffix'?"),
     ],

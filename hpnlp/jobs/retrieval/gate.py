@@ -34,12 +34,14 @@ class Documents:
     Attributes:
       tokens: int32 `[N]`.
       ends: int64 `[documents]`, the index after each document.
+      skips: Integers `[documents]`, the number of initial tokens of each document that are not predicted, at least one.
       gate: Index of the first document that the gate is trained on.
       heldout: Index of the first held-out document.
     """
 
     tokens: np.ndarray
     ends: np.ndarray
+    skips: np.ndarray
     gate: int
     heldout: int
 
@@ -57,13 +59,14 @@ class Documents:
           The documents.
 
         Raises:
-          InputError: There are less than three training documents, or the last ones are more than half of the text.
+          InputError: There are fewer than three training documents, the last ones are more than half of the text, or no token
+            of the last ones or of the held-out text is predicted.
         """
         order = np.random.default_rng(seed).permutation(len(train.ends))
         documents = [train.document(i) for i in order.tolist()]
-        behind = np.cumsum([len(d) for d in reversed(documents)])  # tokens of the last documents, by their number
-        count = 1 + int(np.searchsorted(behind, min(gate_tokens, behind[-1] // 5)))
-        if len(order) < 3 or 2 * behind[count - 1] > behind[-1]:
+        last = np.cumsum([len(d) for d in reversed(documents)])  # tokens of the last documents, by their number
+        count = 1 + int(np.searchsorted(last, min(gate_tokens, last[-1] // 5))) if documents else 0
+        if len(order) < 3 or 2 * last[count - 1] > last[-1]:
             raise InputError(
                 f"{len(order)} training documents, of which the last {count} would be more than half of the text: the gate is "
                 "trained on them and finds its neighbours in the others; divide the text into more documents"
@@ -71,15 +74,23 @@ class Documents:
         gate = len(order) - count
         documents += [heldout.document(i) for i in range(len(heldout.ends))]
         ends = np.cumsum([len(d) for d in documents])
-        return cls(np.concatenate(documents).astype(np.int32), ends, gate, len(order))
+        skips = np.concatenate([train.skips[order], heldout.skips])
+        result = cls(np.concatenate(documents).astype(np.int32), ends, skips, gate, len(order))
+        for name, first, end in (("training", gate, len(order)), ("held-out", len(order), len(ends))):
+            if not len(result.positions(first, end)):
+                raise InputError(
+                    f"no token of the last {end - first} {name} documents is predicted: pass longer documents"
+                )
+        return result
 
     def start(self, document: int) -> int:
         """Index of the first token of a document."""
         return int(self.ends[document - 1]) if document else 0
 
     def positions(self, first: int, last: int) -> np.ndarray:
-        """Positions of the tokens of documents that are predicted: all but the first of each."""
-        return np.concatenate([np.arange(self.start(i) + 1, self.ends[i]) for i in range(first, last)])
+        """Positions of the tokens of documents that are predicted: all but the first of each and those of prompts."""
+        parts = [np.arange(self.start(i) + int(self.skips[i]), self.ends[i]) for i in range(first, last)]
+        return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +124,7 @@ def windows(documents: Documents, first: int, last: int, context: int, stride: i
     assert 1 <= stride <= context
     for document in range(first, last):
         begin, end = documents.start(document), int(documents.ends[document])
-        for position in range(begin + 1, end, stride):
+        for position in range(begin + int(documents.skips[document]), end, stride):
             stop = min(position + stride, end)
             yield Window(max(begin, stop - 1 - context), position, stop)
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hpnlp import tasks
@@ -16,6 +18,7 @@ from hpnlp.data.files import Progress, ignore_progress
 from hpnlp.jobs.retrieval import gate as gates
 from hpnlp.jobs.retrieval.gate import Documents, DynamicEvaluation, Inputs
 from hpnlp.models.bit_gate import BitGate
+from hpnlp.models.layer_forms import carries
 from hpnlp.models.variables import collections
 from hpnlp.retrieval import suffix
 from hpnlp.training import run_directory
@@ -76,6 +79,7 @@ class Mixture:
       params: Parameters of the adaptive gate.
       step: Step of the model's checkpoint.
       heldout_bytes: Bytes of the held-out text.
+      heldout_digest: Digest of the held-out text.
       documents: Number of held-out documents.
       seconds: Name of a phase -> its seconds.
     """
@@ -84,6 +88,7 @@ class Mixture:
     params: Any
     step: int
     heldout_bytes: int
+    heldout_digest: str
     documents: int
     seconds: Mapping[str, float]
 
@@ -123,6 +128,10 @@ def mix(
     """
     phases = Phases()
     run, corpus = load_run(workdir, progress)
+    if options.dynamic and not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(run.params)):
+        raise InputError(
+            f"{workdir}: dynamic evaluation trains the model, which has quantized weights: add --nodynamic"
+        )
     train, heldout = corpus.documents
     documents = Documents.of(train, heldout, options.gate_tokens, options.seed)
     phases.end("load")
@@ -153,7 +162,9 @@ def mix(
         scored = dataclasses.replace(inputs[ADAPTIVE][1], log_odds=odds)
         scores.add("model, dynamic, and index", ADAPTIVE, gates.gate_nll(network, params, scored))
         phases.end("dynamic evaluation")
-    return Mixture(scores.rows, params, run.step, corpus.heldout_bytes, scores.documents, phases.seconds)
+    return Mixture(
+        scores.rows, params, run.step, corpus.heldout_bytes, corpus.heldout_digest, scores.documents, phases.seconds
+    )
 
 
 def _positions(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
@@ -217,6 +228,10 @@ def load_run(workdir: str | Path, progress: Progress = ignore_progress) -> tuple
     run = run_directory.load(workdir)
     if not run.model.is_normalized:
         raise InputError(f"{workdir}: model.output={run.model.config.output!r} gives no probabilities to mix with")
+    if carries(run.config.model.mixer):
+        raise InputError(
+            f"{workdir}: model.mixer={run.config.model.mixer!r} carries states from batch to batch, which `hpnlp mix` does not"
+        )
     corpus = tasks.find(config.task).dataset(run.config.data, run.vocabulary, progress)
     assert isinstance(corpus, Corpus)
     if not corpus.tokenizer.lossless:
@@ -234,12 +249,13 @@ class _Scores:
         self._log = log
         self._document = np.searchsorted(ends, _positions(documents)[1], "right")
         store = corpus.documents[1]
-        sizes = [len(store.raw(i)) for i in range(self.documents)]
-        self._sizes = np.maximum(np.array(sizes), 1)
+        self._sizes = np.array([len(store.raw(i)) for i in range(self.documents)])
 
     def add(self, name: str, text: str, nll: np.ndarray) -> None:
         """Adds the row of -log p in nats of each position."""
         bits = np.bincount(self._document, nll.astype(np.float64), self.documents) / np.log(2.0)
-        row = Row(name, text, float(bits.sum() / self._sizes.sum()), float(np.median(bits / self._sizes)))
+        row = Row(
+            name, text, float(bits.sum() / self._sizes.sum()), float(np.median(bits / np.maximum(self._sizes, 1)))
+        )
         self.rows.append(row)
         self._log(row)

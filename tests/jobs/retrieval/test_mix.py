@@ -20,7 +20,9 @@ VOCAB = 20
 def documents():
     draw = np.random.default_rng(0)
     sizes = [30, 1, 50, 2, 40, 33]
-    return Documents(draw.integers(0, VOCAB, sum(sizes)).astype(np.int32), np.cumsum(sizes), 3, 4)
+    return Documents(
+        draw.integers(0, VOCAB, sum(sizes)).astype(np.int32), np.cumsum(sizes), np.array([1, 1, 1, 2, 1, 5]), 3, 4
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +48,10 @@ def test_log_odds_are_those_of_whole_documents(documents, model):
     odds = gates.model_log_odds(module, variables, documents, list(gates.windows(documents, 4, 6, 64, 64)), 64)
     nll = gates.model_nll(odds, documents.tokens[documents.positions(4, 6)], VOCAB)
     expected = []
-    for first, end in zip(documents.ends[3:5], documents.ends[4:6], strict=True):
+    for first, end, skip in zip(documents.ends[3:5], documents.ends[4:6], documents.skips[4:6], strict=True):
         text = documents.tokens[first:end]
         log_probs = jax.nn.log_softmax(module.apply(variables, jnp.asarray(text[None, :-1]), method="logits")[0])
-        expected.append(-np.take_along_axis(np.asarray(log_probs), text[1:, None], 1)[:, 0])
+        expected.append(-np.take_along_axis(np.asarray(log_probs), text[1:, None], 1)[skip - 1 :, 0])
     np.testing.assert_allclose(nll, np.concatenate(expected), rtol=2e-5)
 
 
@@ -79,6 +81,7 @@ class Stored(Tokens):
 
     def __init__(self, texts):
         self.texts, self.ends = texts, np.cumsum([len(text) for text in texts])
+        self.skips = np.ones(len(texts), np.int32)
 
     def document(self, index):
         return self.texts[index]
@@ -94,3 +97,7 @@ def test_the_gate_is_trained_on_the_last_training_documents():
     assert ordered.tokens[-3:].tolist() == [7, 7, 7]
     with pytest.raises(InputError, match="2 training documents, of which the last 1 would be more than half"):
         Documents.of(Stored(texts[:2]), Stored(held), 40, 0)
+    with pytest.raises(InputError, match="0 training documents"):
+        Documents.of(Stored([]), Stored(held), 40, 0)
+    with pytest.raises(InputError, match="no token of the last 1 held-out documents is predicted"):
+        Documents.of(Stored(texts), Stored([np.zeros(1, np.uint16)]), 40, 0)
