@@ -18,6 +18,7 @@ STARTS = {
     "tree_classification": "classification/stdlib_trees",
     "tagging": "tagging/words",
     "masked_lm": "masked_lm/bytes",
+    "realm": "realm/keys",
     "seq2seq": "seq2seq/numbers",
     "dual_encoder": "dual_encoder/stdlib",
     "word_embeddings": "embeddings/words",

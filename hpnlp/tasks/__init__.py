@@ -16,6 +16,7 @@ from hpnlp.tasks.image_classification import ImageClassification
 from hpnlp.tasks.labelled_bags import LabelledBagsTask
 from hpnlp.tasks.lm import LanguageModel
 from hpnlp.tasks.masked_lm import MaskedLanguageModel
+from hpnlp.tasks.realm import RetrievalLanguageModel
 from hpnlp.tasks.rnn_classification import RecurrentClassification
 from hpnlp.tasks.rnn_lm import RecurrentLanguageModel
 from hpnlp.tasks.seq2seq import SequenceToSequence
@@ -36,6 +37,7 @@ TASKS: dict[str, Task] = {
     "tree_classification": TreeClassification(),
     "tagging": Tagging(),
     "masked_lm": MaskedLanguageModel(),
+    "realm": RetrievalLanguageModel(),
     "seq2seq": SequenceToSequence(),
     "dual_encoder": DualEncoding(),
     "word_embeddings": WordEmbeddings(),

@@ -6,6 +6,7 @@ A new task needs an entry in EXAMPLES.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import random
@@ -233,6 +234,24 @@ def labelled_bags(directory):
     return configs.resolve(config)
 
 
+def realm(directory):
+    """Documents with a key of two words and a value, and texts with the key."""
+    draw, lines = random.Random(0), []
+    for first, second in itertools.combinations(tiny.WORDS[:8], 2):
+        value = draw.choice(tiny.WORDS[8:12])
+        record = {"text": f"{first} {second} {value}", "answer": value, "document": f"{second} {first} {value}"}
+        lines += [json.dumps(record)] * 3
+    (directory / "examples.jsonl").write_text("\n".join(lines))
+    config = configs.default("realm")
+    config.data.update(path=str(directory / "examples.jsonl"), tokenizer="words(30)", seq_len=8, document_len=8)
+    config.data.update(batch_size=8, answer_len=2, heldout=0.2)
+    config.model.update(layers=2, dim=16, heads=2, mlp_dim=32, unroll=1, candidates=3, documents_per_step=8)
+    config.model.learn_temperature = True
+    config.optimizer.update(warmup=0, learning_rate=1e-2)
+    config.train.steps = 4
+    return configs.resolve(config)
+
+
 # Name of a task -> its tiny config, made from a directory for its data.
 EXAMPLES = {
     "lm": language_model,
@@ -242,6 +261,7 @@ EXAMPLES = {
     "image_classification": image_classification,
     "labelled_bags": labelled_bags,
     "masked_lm": masked_language_model,
+    "realm": realm,
     "rnn_classification": recurrent_classification,
     "rnn_lm": recurrent_language_model,
     "seq2seq": sequence_to_sequence,
@@ -252,6 +272,8 @@ EXAMPLES = {
 # Plans that a task's model does not fit -> the message.
 REFUSED = {
     ("seq2seq", "zero3_sequence"): "the memory is not divided: set plan.sequence=1",
+    ("realm", "zero3_sequence"): "are not divided: set plan.sequence=1",
+    ("realm", "3d"): "are not divided: set plan.pipeline=1",
     ("image_classification", "zero3_sequence"): "images are not divided: set plan.sequence=1",
     ("tree_classification", "zero3_sequence"): "trees are not divided: set plan.sequence=1",
     ("rnn_lm", "zero3_sequence"): "reads tokens one after another: set plan.sequence=1",

@@ -9,8 +9,8 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from hpnlp.data import sources, token_store, tokenizers
 from hpnlp.data.digest import Snapshot
@@ -23,13 +23,16 @@ from hpnlp.data.files import Progress, ignore_progress
 from hpnlp.data.stream import tokenizer_digest, trained_tokenizer
 from hpnlp.types import Tokenizer
 
+Made = TypeVar("Made", bound=Examples)
+
 
 def prepare_examples(
     config: ExampleConfig,
     labels: Sequence[str] | None = None,
     tokenizer: Tokenizer | None = None,
     progress: Progress | None = None,
-) -> Examples:
+    opened_as: Callable[..., Made] = Examples,
+) -> Made:
     """Reads, splits and tokenises the examples of a config, or finds the result in the cache.
 
     Args:
@@ -38,6 +41,7 @@ def prepare_examples(
           resumed; None for the classes of the training examples.
       tokenizer: Used in place of `config.tokenizer`, for example the saved tokenizer of a run that is resumed.
       progress: Called as `progress(step, bytes_done, bytes_total)` while examples are read.
+      opened_as: `Examples`, or a class that derives from it.
 
     Returns:
       The examples.
@@ -71,7 +75,7 @@ def prepare_examples(
         # The classes of a run that is resumed are mostly those that its data have by themselves.
         key = key if cached.get("labels") == list(labels) else [*key, list(labels)]
     directory, record = token_store.cached(root, _name(key), write)
-    return Examples(config, tokenizer, directory, record, is_cached)
+    return opened_as(config, tokenizer, directory, record, is_cached)
 
 
 def check_paths(config: ExampleConfig) -> None:

@@ -20,6 +20,7 @@ depend on the version of Python; 3.11.7 has:
 | imdb:DIRECTORY | review -> pos or neg | 25,000 | 25,000 | |
 | aan:DIRECTORY | texts of two papers -> whether one cites the other | 147,086 | 17,437 | |
 | cifar10:DIRECTORY | image of 32 x 32 pixels in grey -> one of 10 classes | 50,000 | 10,000 | |
+| key_values | text with two words of a key and a hidden value, and the document with both | 2,700 | 300 | |
 | number_words | number in digits -> in words, and back | 35,964 | 2,000 | 2,000 with more significant digits |
 
 `baselines` reach an accuracy of 0.71 (words) and 0.77 (characters) on functions, where the largest class has a share of 0.15,
@@ -40,6 +41,7 @@ from hpnlp.data import sources, token_store
 from hpnlp.data.digest import Snapshot
 from hpnlp.data.examples.generated import (
     drawn_digits,
+    key_values,
     library,
     list_ops,
     number_words,
@@ -82,6 +84,7 @@ GENERATED: dict[str, Generated] = {
     "stdlib_passages": Generated(library.passages, "stdlib"),
     "stdlib_same_file": Generated(library.same_file, "stdlib"),
     "stdlib_titles": Generated(titles.train_bags, "stdlib", heldout=titles.heldout_bags),
+    "key_values": Generated(key_values.examples),
     "number_words": Generated(number_words.examples, challenge=number_words.longer),
     "list_ops": Generated(list_ops.examples),
     "list_ops_short": Generated(list_ops.short_examples),
