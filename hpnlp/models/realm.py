@@ -227,10 +227,11 @@ class Realm(OfSeveralStacks, nn.Module):
           it is learned.
         """
         c, weights = self.config, batch["weights"].astype(jnp.float32)
-        queries, query_report = self.tower.vectors({name: batch[name] for name in INPUTS}, deterministic)
+        queries, query_report = _vectors(self.tower, batch, deterministic)
         vectors, age, statistics = self._index()
         ids = self._search(jax.lax.stop_gradient(queries), vectors, batch["own"])
-        candidates, candidate_report = self._document_tower().vectors(self._texts(ids.reshape(-1)), deterministic)
+        documents = self._texts(ids.reshape(-1))
+        candidates, candidate_report = _vectors(self._document_tower(), documents, deterministic)
         candidates = candidates.reshape(*ids.shape, -1)
         scores = jnp.einsum("bd,bkd->bk", queries, candidates, precision=HIGHEST) * self._scale()
         scores = jnp.pad(scores, ((0, 0), (1, 0)))  # the empty document comes first
@@ -272,7 +273,7 @@ class Realm(OfSeveralStacks, nn.Module):
         Returns:
           Numbers of the documents, the most similar first.
         """
-        queries, _ = self.tower.vectors({name: batch[name] for name in INPUTS}, True)
+        queries, _ = _vectors(self.tower, batch, True)
         return self._search(queries, self._index()[0], batch["own"])
 
     def _search(self, queries: jax.Array, vectors: jax.Array, own: Int[Array, " B"]) -> Int[Array, "B k"]:
@@ -346,7 +347,12 @@ class Realm(OfSeveralStacks, nn.Module):
         bound = self._document_tower()
         variables = jax.lax.stop_gradient(bound.variables)
         tower = bound.clone(parent=None)
-        return lambda ids: tower.apply(variables, self._texts(ids), True, method="vectors")[0]
+
+        def encode(ids: jax.Array) -> Any:
+            numbers = jnp.arange(len(ids), dtype=jnp.int32)
+            return tower.apply(variables, self._texts(ids), numbers, True, method="vectors")[0]
+
+        return encode
 
     def _document_tower(self) -> Tower:
         return self.tower if self.config.shared else self.document_tower
@@ -432,3 +438,9 @@ class Realm(OfSeveralStacks, nn.Module):
 
     def __call__(self, batch: Batch) -> LossOut:
         return self.loss(batch)
+
+
+def _vectors(tower: Tower, batch: Batch, deterministic: bool) -> tuple[Float[Array, "B D"], LayerReport]:
+    """Vectors of the texts of a batch."""
+    texts = {name: batch[name] for name in INPUTS}
+    return tower.vectors(texts, jnp.arange(len(batch["tokens"]), dtype=jnp.int32), deterministic)

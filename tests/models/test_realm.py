@@ -74,7 +74,9 @@ def inputs(batch):
 
 @functools.partial(jax.jit, static_argnums=0)
 def vectors(config, params, batch):
-    return Tower(config.tower()).apply({"params": params["tower"]}, batch, True, method="vectors")[0]
+    return Tower(config.tower()).apply(
+        {"params": params["tower"]}, batch, jnp.arange(len(batch["tokens"])), True, method="vectors"
+    )[0]
 
 
 def by_enumeration(config, params, numbers):
