@@ -10,8 +10,9 @@ trained with the weights of 8 bits that `hpnlp compress --recipe=int8` writes. "
 vectors of hashed n-grams of words and characters, which has 20 times the parameters. "lstm": two layers in both directions over
 pieces of words, with 10 times the parameters. Words are parts of names, in lower case, and single punctuation marks.
 
-The best checkpoint of prado predicts the package, of 14, of 73.3 % of the 681 held-out functions (Python 3.11; one seed; a
-standard error of 1.7 points), with 157,838 parameters that take 151,480 bytes as int8; a linear model of words 71.4 %.
+The best of ten checkpoints of prado, chosen by the held-out functions themselves, predicts the package, of 14, of 73.3 % of
+these 681 functions (Python 3.11; one seed; a standard error of 1.7 points), with 157,838 parameters that take 151,480 bytes as
+int8. A linear model of words predicts 71.4 %, one of characters 76.7 %, and the encoder of classification/stdlib 74.3 %.
 """
 
 from __future__ import annotations
