@@ -18,6 +18,7 @@ import numpy as np
 from hpnlp.types import InputError
 
 NO_TOKEN = -1  # stands for a neighbour that does not exist
+_CHUNK = 1 << 14  # queries
 _BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
 
 
@@ -94,9 +95,13 @@ class ContextIndex:
         begin, end = np.empty(len(first), np.int64), np.empty(len(first), np.int64)
         begin[order] = np.searchsorted(self.keys, first[order])
         end[order] = np.searchsorted(self.keys, first[order] | clipped[order])
-        places = end[:, None] - 1 - np.arange(k)
-        is_found = places >= begin[:, None]
-        tokens = np.where(is_found, self.following[np.maximum(places, 0)].astype(np.int32), np.int32(NO_TOKEN))
+        tokens = np.empty((len(first), k), np.int32)
+        for start in range(0, len(first), _CHUNK):  # places take twice the memory of tokens
+            chunk = slice(start, start + _CHUNK)
+            places = end[chunk, None] - 1 - np.arange(k)
+            is_earlier = places >= begin[chunk, None]
+            following = self.following[np.maximum(places, 0)].astype(np.int32)
+            tokens[chunk] = np.where(is_earlier, following, np.int32(NO_TOKEN))
         return Recent(tokens, (end - begin).astype(np.int32))
 
 
