@@ -7,11 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.models.marginal import MARGINALS, log_marginal
+from hpnlp.models import marginal as marginals
+from hpnlp.models.marginal import MARGINALS
 from hpnlp.types import InputError
 
 B, K, M = 3, 4, 2
 WEIGHTS = np.array([[1, 1], [1, 0], [0, 0]], np.float32)
+
+
+def log_marginal(scores, log_probs, weights, marginal):
+    return marginals.log_marginal(jnp.asarray(scores), jnp.asarray(log_probs), jnp.asarray(weights), marginal)
 
 
 def drawn():
@@ -47,7 +52,7 @@ def test_values_and_gradients_match_enumeration(marginal):
         values, weights = log_marginal(scores, np.log(probabilities), WEIGHTS, marginal)
         return (values * weights).sum()
 
-    prior = np.asarray(jax.nn.softmax(scores, axis=1))
+    prior = np.asarray(jax.nn.softmax(jnp.asarray(scores), axis=1))
     likelihood = probabilities if marginal == "token" else np.prod(probabilities ** WEIGHTS[:, None], 2, keepdims=True)
     posterior = prior[:, :, None] * likelihood
     posterior /= posterior.sum(axis=1, keepdims=True)

@@ -52,7 +52,11 @@ def run(model, params, buffers, batch):
         return out.sum, out
 
     (value, out), gradient = jax.value_and_grad(loss, has_aux=True)(params)
-    return (value, gradient), out, model.advance(buffers, out.statistics, 0, jax.random.key(0)) if buffers else None
+    return (
+        (value, gradient),
+        out,
+        model.advance(buffers, out.statistics, jnp.int32(0), jax.random.key(0)) if buffers else None,
+    )
 
 
 def first_buffers(**fields):
@@ -88,10 +92,12 @@ def by_enumeration(config, params, numbers):
     pairs = {name: np.concatenate([repeated[name], x], 1) for name, x in texts(numbers.reshape(-1)).items()}
     pairs["positions"] = np.tile(np.arange(T + U, dtype=np.int32), (B * count, 1))
     pairs["token_types"] = (pairs["positions"] >= T).astype(np.int32)
-    logits = Encoder(config.reader()).apply({"params": params["reader"]}, pairs, method="logits")
+    logits = Encoder(config.reader()).apply(
+        {"params": params["reader"]}, jax.tree.map(jnp.asarray, pairs), method="logits"
+    )
     rows = np.arange(B * count)[:, None]
     log_probs = jax.nn.log_softmax(logits)[rows, repeated["targets"], repeated["labels"]].reshape(B, count, M)
-    values, weights = log_marginal(scores, log_probs, BATCH["weights"], config.marginal)
+    values, weights = log_marginal(scores, log_probs, jnp.asarray(BATCH["weights"]), config.marginal)
     return -(values * weights).sum(), (log_probs[:, 0] * BATCH["weights"]).sum()
 
 
@@ -116,7 +122,8 @@ def test_loss_and_gradients_match_enumeration_over_the_corpus(marginal):
 def test_candidates_are_the_most_similar_documents_without_the_own_one():
     model = make(refresh="every", candidates=4)
     queries, documents = (vectors(model.config, params(), batch) for batch in (inputs(BATCH), texts(np.arange(N))))
-    ids = np.asarray(jax.jit(lambda p: model.apply({"params": p}, BATCH, method="retrieve"))(params()))
+    retrieve = jax.jit(lambda p, batch: model.apply({"params": p}, batch, method="retrieve"))
+    ids = np.asarray(retrieve(params(), BATCH))
     for text, scores in enumerate(np.array(queries @ documents.T)):
         scores[BATCH["own"][text]] = -np.inf if BATCH["own"][text] >= 0 else scores[BATCH["own"][text]]
         assert ids[text].tolist() == np.argsort(-scores)[:4].tolist()
