@@ -102,10 +102,14 @@ def reference(experts):
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_exchange_matches_one_device_and_loses_no_token(name):
     chosen = ROUTINGS[name].astype(np.int32)
-    gates = np.random.default_rng(0).uniform(0.1, 1.0, chosen.shape).astype(np.float32)  # whatever ran before
+    gates = RNG.uniform(0.1, 1.0, chosen.shape).astype(np.float32)
     y, kept, gradients = program(16)(X, chosen, gates, experts_of(16), SIGNS)
     assert kept.sum() == (chosen < 16).sum()
-    assert_close((y, gradients), reference(16)(X, chosen, gates, experts_of(16), SIGNS))
+    expected_y, expected = reference(16)(X, chosen, gates, experts_of(16), SIGNS)
+    # Sums of many rows, whose terms of up to 70 cancel, are rounded as the largest element, not as the sum.
+    largest = jax.tree.map(lambda x: np.abs(x).max(), expected)
+    scaled, expected = (jax.tree.map(np.divide, tree, largest) for tree in (gradients, expected))
+    assert_close((y, scaled), (expected_y, expected))
 
 
 def test_more_experts_than_tokens():
