@@ -187,14 +187,16 @@ class HFTokenizer(Tokenizer):
         return [np.array(e.ids, np.int32) for e in encoded]
 
     def _encode_in_process(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encodes texts in a process of their own, which is kept for further calls."""
-        if self._process is None or self._process.parent != os.getpid():
-            self._process = _start_process(self._inner, self._inner.encode_special_tokens)
+        """Encodes texts in a process of their own, which is kept for further calls unless this one is interrupted."""
+        process, self._process = self._process, None  # after an interrupt, its next reply would be that to this call
+        if process is None or process.parent != os.getpid():
+            process = _start_process(self._inner, self._inner.encode_special_tokens)
         try:
-            return self._process.encode(texts)
+            ids = process.encode(texts)
         except ChildProcessError as error:
-            self._process = None
             raise InputError(f"cannot encode the text: {error}: free some memory") from error
+        self._process = process
+        return ids
 
     def encode_prompt(self, text: str) -> np.ndarray:
         text = to_text(prompt_bytes(text))

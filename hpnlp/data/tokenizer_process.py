@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -25,7 +24,7 @@ _BATCH = 1 << 20  # characters of a message
 
 
 class TokenizerProcess:
-    """The process of one tokenizer. It ends with this object, or with the process that made it."""
+    """The process of one tokenizer, for one thread at a time. It ends with this object, or with the process that made it."""
 
     def __init__(self, form: str, encode_special_tokens: bool = False, bpe: Mapping[str, Any] | None = None):
         """Starts the process.
@@ -39,7 +38,6 @@ class TokenizerProcess:
           OSError: The process cannot be started.
         """
         self.parent = os.getpid()
-        self._lock = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-P", os.path.abspath(__file__)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -58,10 +56,9 @@ class TokenizerProcess:
         Raises:
           ChildProcessError: The process has ended.
         """
-        with self._lock:
-            self._send(list(texts))
-            lengths = self._receive()
-            ids = self._read(4 * sum(lengths))
+        self._send(list(texts))
+        lengths = self._receive()
+        ids = self._read(4 * sum(lengths))
         return np.split(np.frombuffer(bytearray(ids), np.int32), np.cumsum(lengths[:-1])) if lengths else []
 
     def train(self, texts: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from hpnlp.data.huggingface import HFTokenizer
+from hpnlp.data.tokenizer_process import TokenizerProcess
 from hpnlp.types import InputError
 
 TEXTS = [f"text {i} of many: naïve <eos> words, 世界\n".encode() for i in range(300)]
@@ -64,6 +65,16 @@ def test_a_process_that_is_killed_is_an_error_and_is_replaced(tokenizer):
     with pytest.raises(InputError, match=r"ended with code -9: free some memory"):
         tokenizer.encode_batch(TEXTS)
     assert len(tokenizer.encode_batch(TEXTS)) == 300
+
+
+def test_an_interrupted_call_leaves_no_reply_for_the_next_one(tokenizer, monkeypatch):
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TokenizerProcess, "_receive", interrupt)
+        tokenizer.encode_batch([b"other text"] * 300)
+    np.testing.assert_array_equal(tokenizer.encode_batch(TEXTS)[7], tokenizer.encode(TEXTS[7]))
 
 
 def test_the_process_ends_with_its_tokenizer(tokenizer):

@@ -121,7 +121,7 @@ def test_more_experts_than_tokens():
 
 
 def test_assignments_beyond_the_exchange_capacity_are_counted_and_have_no_result():
-    """Of 2 N assignments of a device to the experts of one, the first 2 N / S are sent: those of the first N / S tokens."""
+    """The first 2 N / S of 2 N assignments of a device to the experts of one are sent: those of the first N / S tokens."""
     chosen = ROUTINGS["one device"].astype(np.int32)
     y, kept, _ = program(16, 1.0)(X, chosen, np.ones(chosen.shape, np.float32), experts_of(16), SIGNS)
     np.testing.assert_array_equal(kept, K * N // S)
