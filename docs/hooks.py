@@ -34,6 +34,7 @@ COMMANDS = (
     "convert",
     "export",
     "neighbours",
+    "index",
     "mix",
     "completion",
 )

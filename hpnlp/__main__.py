@@ -26,6 +26,7 @@ COMMANDS = {
     "compress": "make a smaller model of a run, and measure its size, time and quality",
     "export": "write the model of a run as a directory to serve, or as one file for JAX or ONNX runtimes",
     "neighbours": "list words that are similar to a word, and draw word vectors",
+    "index": "build, merge and search an index of texts, or of the hidden states of a language model (kNN-LM)",
     "mix": "mix a language model with neighbours from its training text, and score it beside compressors",
     "convert": "convert Hugging Face checkpoints to runs, and runs to checkpoints",
     "completion": "print a script by which bash, zsh or fish completes commands and flags",

@@ -10,7 +10,7 @@ from pathlib import Path
 from absl import flags
 
 from hpnlp import cli
-from hpnlp.cli import experiment, run_names
+from hpnlp.cli import datastore_flags, experiment, run_names
 from hpnlp.data.files import Progress
 from hpnlp.types import InputError
 
@@ -61,6 +61,8 @@ flags.DEFINE_string(
     'Continuous cache of a language model with data.order=stream, as in "continuous(size=500, theta=0.3, weight=0.1)".',
 )
 
+datastore_flags.define()
+
 
 def run(argv: Sequence[str]) -> None:
     """Runs `hpnlp evaluate`.
@@ -88,10 +90,20 @@ def run(argv: Sequence[str]) -> None:
     config = run_directory.load_config(members[0][0])
     changes = experiment.changes(configs.to_values(config), overrides)
     evaluation = evaluate_run.evaluate_run(
-        members, changes, cli.FLAGS.batches or None, cache=cli.FLAGS.cache, progress=_progress
+        members,
+        changes,
+        cli.FLAGS.batches or None,
+        cache=cli.FLAGS.cache,
+        neighbours=datastore_flags.neighbours(),
+        progress=_progress,
     )
     changed = "".join(f", {name}={value}" for name, value in changes.items())
-    print(f"{evaluation.members}{changed}{f', cache={cli.FLAGS.cache}' * bool(cli.FLAGS.cache)}")
+    named = [
+        f", {name}={cli.FLAGS[name].value}"
+        for name in ("cache", "datastore", "mixture", "k")
+        if cli.FLAGS[name].present
+    ]
+    print(f"{evaluation.members}{changed}{''.join(named)}")
     task, outcome = tasks.find(config.task), evaluation.outcome
     primary, scores = task.metric, evaluation.scores
     texts = {name: f"{scores[name]:.4f}" for name in sorted(scores, key=lambda name: name != primary)}
@@ -108,7 +120,7 @@ def run(argv: Sequence[str]) -> None:
     for line in task.left_out(outcome.dataset):
         print(line)
     workdir = Path(members[0][0])
-    is_changed = members[0][1] is not None or changes or cli.FLAGS.cache or cli.FLAGS.batches
+    is_changed = members[0][1] is not None or changes or named or cli.FLAGS.batches
     if len(members) == 1 and not is_changed and is_untrained(workdir):
         try:
             evaluation_record.write(workdir, outcome, evaluation, evaluation.step)

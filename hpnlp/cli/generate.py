@@ -16,7 +16,7 @@ import numpy as np
 from absl import flags
 
 from hpnlp import cli
-from hpnlp.cli import run_names
+from hpnlp.cli import datastore_flags, run_names
 from hpnlp.types import InputError
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ flags.DEFINE_float("top_p", 0.95, "Sample among the most probable tokens whose p
 flags.DEFINE_integer("seed", 0, "Seed of sampling, 0 to 2**32 - 1. Equal seeds give equal text.")
 flags.DEFINE_integer("step", None, "Step of the checkpoint; by default the best, or the newest if none was evaluated.")
 
+datastore_flags.define()
+
 
 def run(argv: Sequence[str]) -> None:
     """Runs `hpnlp generate`.
@@ -78,7 +80,7 @@ def run(argv: Sequence[str]) -> None:
     members = run_names.expand(names, cli.FLAGS.step)
     for directory, _ in members:
         run_directory.check_task(directory, run_directory.load_config(directory), ensembles.TASKS, "generate")
-    loaded = ensembles.load_ensemble(members)
+    loaded = datastore_flags.mixed(ensembles.load_ensemble(members), members)
     prompt_ids = [loaded.tokenizer.encode_prompt(prompt) for prompt in prompts]
     length = max(len(ids) for ids in prompt_ids)
     if length >= LONG_PROMPT:

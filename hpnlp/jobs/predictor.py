@@ -46,6 +46,7 @@ class Predictor:
     Programs are compiled at the first batch of each shape. A batch has up to `batch_size` sequences of similar lengths.
 
     Attributes:
+      directory: Its directory.
       run: The run: config, vocabulary, model and parameters.
     """
 
@@ -59,6 +60,7 @@ class Predictor:
         Raises:
           InputError: The directory holds no run, or one that cannot be read.
         """
+        self.directory = os.fspath(run)
         with _quiet_libraries():
             self.run = run_directory.load(Path(run), step)
         self._task = tasks.find(self.run.config.task)

@@ -14,7 +14,8 @@ from jaxtyping import Array
 from hpnlp.layer_report import CARRY
 from hpnlp.models.variables import initial_carry
 from hpnlp.models.wrapper import ModelWrapper
-from hpnlp.ops.softmax.continuous_cache import cache_distribution, cache_log_prob, interpolate
+from hpnlp.ops.softmax.continuous_cache import cache_distribution, cache_log_prob
+from hpnlp.ops.softmax.scored_words import interpolate
 from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError, LossOut
 
@@ -102,7 +103,7 @@ class CachedModel(ModelWrapper):
             return self._log_probs(of_inner, h, keys, words, visible)
         losses = self.inner.apply(of_inner, h, batch["labels"], method="label_losses")
         cached = cache_log_prob(h, keys, words, visible, batch["labels"], self.cache.theta)
-        losses = -interpolate(-losses, cached, visible.any(axis=-1), self.cache.weight)
+        losses = -interpolate(-losses, cached, self._weight(visible))
         weights = batch["weights"].astype(jnp.float32)
         total = jnp.where(weights == 0, 0.0, weights * losses).sum()
         new_carry = None
@@ -138,8 +139,11 @@ class CachedModel(ModelWrapper):
         log_prob = jax.nn.log_softmax(logits, axis=-1)
         shares = cache_distribution(h, keys, words, visible, logits.shape[-1], self.cache.theta)
         cached = jnp.where(shares > 0, jnp.log(jnp.where(shares > 0, shares, 1.0)), -jnp.inf)
-        has_entries = jnp.broadcast_to(visible.any(axis=-1, keepdims=True), cached.shape)
-        return interpolate(log_prob, cached, has_entries, self.cache.weight)
+        return interpolate(log_prob, cached, jnp.broadcast_to(self._weight(visible)[..., None], cached.shape))
+
+    def _weight(self, visible: Array) -> Array:
+        """Share of the cache in the probabilities of each token, `[B, T]`: none for a token that sees no entry."""
+        return jnp.where(visible.any(axis=-1), self.cache.weight, 0.0)
 
     def initial_carry(self, batch_size: int) -> Any:
         """The carry before the first batch: that of the model, and an empty cache.

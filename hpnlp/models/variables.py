@@ -10,11 +10,13 @@ carry is not part of the weights.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
+import numpy as np
 
 from hpnlp.layer_report import CARRY
 from hpnlp.types import InputError, Model
@@ -63,6 +65,22 @@ def collections(weights: Mapping[str, Any], carry: Any = None) -> dict[str, Any]
     """
     trees = {BUFFERS: weights.get(BUFFERS), FROZEN: weights.get(FROZEN), CARRY: carry}
     return {"params": split(weights)[0], **{name: tree for name, tree in trees.items() if tree is not None}}
+
+
+def weights_digest(weights: Any) -> str:
+    """Hashes weights.
+
+    Args:
+      weights: Weights of a model.
+
+    Returns:
+      32 hexadecimal digits, equal for arrays of equal names, dtypes and values.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape};".encode())
+        digest.update(np.ascontiguousarray(leaf).tobytes())
+    return digest.hexdigest()
 
 
 def initial_carry(model: Model, batch_size: int) -> Any:

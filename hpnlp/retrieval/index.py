@@ -27,6 +27,24 @@ FORMAT = 1  # version of the file format; files of other versions are not read
 DTYPES = ("float32", "float16", "bfloat16")
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class HostSearch:
+    """The search of a kind without `on_devices`, which a compiled program calls on the host.
+
+    Attributes:
+      kind: The kind.
+      state: Its state.
+    """
+
+    kind: Kind
+    state: Any
+
+    def search(self, state: Any, q: Array, k: int) -> tuple[Array, Array]:
+        """Searches the index; `state` is not read."""
+        shapes = tuple(jax.ShapeDtypeStruct((q.shape[0], k), dtype) for dtype in (jnp.float32, jnp.int32))
+        return jax.pure_callback(lambda q: self.kind.search_host(self.state, np.asarray(q), k), shapes, q)
+
+
 class Index:
     """An index of vectors that returns those with the largest inner products with a query. Ids are positions, from 0.
 
@@ -124,12 +142,27 @@ class Index:
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or not 1 <= k <= len(self):
             raise InputError(f"k is {k!r}: expected an integer, 1 to {len(self)}, the number of vectors")
         if not self.kind.on_devices:
-            return self.kind.search(self._state, queries, int(k))
+            scores, ids = self.kind.search_host(self._state, queries, int(k))
+            return jnp.asarray(scores), jnp.asarray(ids)
         if self._part_count == 1:
             return _search(self._state, jnp.asarray(queries), self.kind, int(k))
         assert self.mesh is not None
         with jax.set_mesh(self.mesh):  # the caller may have set another mesh
             return _search_parts(self._state, queries, self.kind, int(k), self._sizes, self.mesh, self.axis)
+
+    def as_search(self) -> tuple[Kind | HostSearch, Any]:
+        """The search as a function of arrays, for use in compiled programs.
+
+        Returns:
+          `(search, state)`, such that `search.search(state, q, k)` searches for float32 queries on one device.
+
+        Raises:
+          InputError: Nothing was built, or the vectors are divided over devices.
+        """
+        self._check_built()
+        if self._part_count > 1:
+            raise InputError("an index that is divided over a mesh is searched by `search`: load it without a mesh")
+        return (self.kind, self._state) if self.kind.on_devices else (HostSearch(self.kind, self._state), {})
 
     def probing(self, probes: int) -> Index:
         """An index of the same vectors with another number of probes; nothing is built or copied.

@@ -71,6 +71,10 @@ class Kind:
         """
         raise NotImplementedError
 
+    def search_host(self, state: Any, q: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `search`, with numpy arrays. Only kinds without `on_devices` define it, in place of `search`."""
+        raise NotImplementedError
+
     def check(self, state: Any, dim: int) -> None:
         """Checks that the settings of searches fit the state.
 
@@ -246,10 +250,10 @@ class Faiss(Kind):
     def check(self, state: Any, dim: int) -> None:
         self._set_probes(state)
 
-    def search(self, state: Any, q: np.ndarray, k: int) -> tuple[Array, Array]:
+    def search_host(self, state: Any, q: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         self._set_probes(state)
         scores, ids = state.search(np.ascontiguousarray(q, np.float32), k)
-        return jnp.asarray(np.where(ids < 0, -np.inf, scores), jnp.float32), jnp.asarray(ids, jnp.int32)
+        return np.where(ids < 0, -np.inf, scores).astype(np.float32), ids.astype(np.int32)
 
     def add(self, state: Any, vectors: np.ndarray) -> Any:
         grown = _faiss().clone_index(state)

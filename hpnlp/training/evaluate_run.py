@@ -10,10 +10,12 @@ from typing import Any
 import jax
 
 from hpnlp import tasks
+from hpnlp.data.corpus import Corpus
 from hpnlp.data.files import Progress, ignore_progress
 from hpnlp.models import continuous_cache, variables
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
+from hpnlp.retrieval.knn import Neighbours
 from hpnlp.spec import did_you_mean
 from hpnlp.tasks.reporting import Outcome
 from hpnlp.training import ensembles
@@ -58,6 +60,7 @@ def evaluate_run(
     changes: Mapping[str, Any],
     limit: int | None = None,
     cache: str = "",
+    neighbours: Neighbours | None = None,
     progress: Callable[[str], Progress] = lambda unit: ignore_progress,
 ) -> RunEvaluation:
     """Scores the parameters of a run on held-out data, with changes of its config; or the mean probabilities of several runs.
@@ -68,6 +71,7 @@ def evaluate_run(
         must have parameters of the same names and shapes.
       limit: Largest number of batches; None for all, and for the scores of further sets (`Task.further_heldout`).
       cache: A continuous cache, as in "continuous(500, 0.3, 0.1)"; "" for none.
+      neighbours: A datastore of the run's hidden states; None for none.
       progress: Function of a unit of amounts, "MiB" for bytes, that returns a function of progress.
 
     Returns:
@@ -87,12 +91,23 @@ def evaluate_run(
     model, params = ensembles.model_for(configs, runs)
     if cache:
         model = _with_cache(model, cache, config)
+    store = frozen = None
+    if neighbours is not None:
+        if len(runs) > 1 or cache:
+            raise InputError(
+                f"datastore={neighbours.directory}: a datastore is for one run without a cache: name one run, or leave it out"
+            )
+        store, model, frozen = neighbours.load(model, params, run.tokenizer, members[0][0])
     optimizer = config.optimizer.for_batch(config.data.batch_size)
     trainer = make_trainer(model, optimizer, Plan("single"), steps=1, batch_size=config.data.batch_size)
     shapes = trainer.state_shapes
     _check_shapes(jax.eval_shape(dense_tree, params), variables.join(shapes.params, shapes.buffers), changes)
     task = tasks.find(config.task)
     dataset = task.dataset(config.data, run.vocabulary, progress("MiB"))
+    if store is not None:
+        assert isinstance(dataset, Corpus)
+        trainer, heldout = trainer.with_frozen(frozen), dataset.documents[1]
+        store.check_scored([heldout.document(i) for i in range(dataset.heldout_documents)])
     _check_labels(task.unknown_labels(dataset), changes)
     result = evaluate(trainer, params, dataset, config, limit, progress("batches"))
     scores = dict(result.scores)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -95,7 +94,7 @@ def find_teacher(config: Config, vocabulary: Vocabulary) -> Teacher | None:
     except InputError as error:
         raise InputError(f"{FIELD}={config.distill.teacher}: {error}") from None
     weights = jax.tree.map(np.asarray, jax.device_get(dense_tree(weights)))
-    return Teacher(str(source.directory), model, weights, _digest(weights))
+    return Teacher(str(source.directory), model, weights, variables.weights_digest(weights))
 
 
 def planned(config: Config) -> Distillation:
@@ -183,14 +182,6 @@ def _loaded(source: warm_start.Source) -> tuple[Any, Any]:
         run = run_directory.load(source.directory)
         return run.model, run.params
     return _model(source), convert.read(source.directory)[1]
-
-
-def _digest(weights: Any) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
-        digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape};".encode())
-        digest.update(np.ascontiguousarray(leaf).tobytes())
-    return digest.hexdigest()
 
 
 def _check_models(config: Config, student: Any, teacher: Any) -> None:

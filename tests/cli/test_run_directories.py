@@ -18,6 +18,7 @@ READERS = {
     "convert": "convert {d} --to={new}",
     "export": "export {d} --to={new}",
     "neighbours": "neighbours {d} word",
+    "index": "index build {d} --out={new}",
     "mix": "mix {d}",
     "compare": "compare {d}",
     "plan": "plan {d} --recipe=int8",

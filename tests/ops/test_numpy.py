@@ -49,6 +49,7 @@ from hpnlp.ops.softmax import (
     hierarchical,
     margin,
     sampled_losses,
+    scored_words,
     vmf,
 )
 from hpnlp.ops.softmax import proposals as proposals
@@ -445,11 +446,12 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
     "softmax.continuous_cache.cache_distribution": (
         (lambda *a: continuous_cache.cache_distribution(*a, V, 0.3), CACHED),
     ),
-    "softmax.continuous_cache.interpolate": (
-        (
-            lambda *a: continuous_cache.interpolate(*a, 0.3),
-            (-(x(2, 3) ** 2), -(x(2, 3) ** 2), RNG.random((2, 3)) < 0.5),
-        ),
+    "softmax.scored_words.label_log_prob": ((scored_words.label_log_prob, (x(N, 5), ids(N, 5), LABELS)),),
+    "softmax.scored_words.word_distribution": (
+        (lambda s, y: scored_words.word_distribution(s, y, V), (x(N, 5), ids(N, 5))),
+    ),
+    "softmax.scored_words.interpolate": (
+        (scored_words.interpolate, (-(x(2, 3) ** 2), -(x(2, 3) ** 2), RNG.random((2, 3)).astype(np.float32))),
     ),
     "softmax.margin.hardest": ((lambda s, i, y: margin.hardest(s, i, y, 2), (x(N, 5), ids(5), LABELS)),),
     "softmax.margin.margin_loss": ((margin.margin_loss, (x(N), x(N, 3))),),

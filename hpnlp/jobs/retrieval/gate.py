@@ -129,7 +129,7 @@ def windows(documents: Documents, first: int, last: int, context: int, stride: i
             yield Window(max(begin, stop - 1 - context), position, stop)
 
 
-def _batch(documents: Documents, parts: list[Window], count: int, context: int) -> dict[str, np.ndarray]:
+def window_batch(documents: Documents, parts: list[Window], count: int, context: int) -> dict[str, np.ndarray]:
     """The batch of windows, padded to `count` sequences of `context` tokens; weights mark what is predicted."""
     names = ("tokens", "labels", "segment_ids", "positions", "weights")
     batch = {name: np.zeros((count, context), np.float32 if name == "weights" else np.int32) for name in names}
@@ -177,7 +177,7 @@ def model_log_odds(
     call = jax.jit(lambda params, batch: _log_odds(model, params, batch)[1])
     results = []
     for i in range(0, len(parts), WINDOWS):
-        batch = _batch(documents, parts[i : i + WINDOWS], WINDOWS, context)
+        batch = window_batch(documents, parts[i : i + WINDOWS], WINDOWS, context)
         results.append(np.asarray(call(params, batch))[batch["weights"] > 0])
         progress("probabilities of the model", min(i + WINDOWS, len(parts)), len(parts))
     return np.concatenate(results)
@@ -217,7 +217,7 @@ class DynamicEvaluation:
 
         current, state, results = params, optimizer.init(params), []
         for i, window in enumerate(parts, 1):
-            batch = _batch(documents, [window], 1, context)
+            batch = window_batch(documents, [window], 1, context)
             odds, current, state = step(current, state, batch)
             results.append(np.asarray(odds)[batch["weights"] > 0])
             progress("dynamic evaluation", i, len(parts))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from hpnlp.ops.array_op import array_op
+from hpnlp.ops.softmax.scored_words import label_log_prob, word_distribution
 
 
 @array_op("B T", h="B T")
@@ -37,9 +38,7 @@ def cache_log_prob(
     Cost: 2 B T S D operations, and B T S numbers.
     """
     scores = _scores(h, keys, visible, theta)
-    same = visible & (words[:, None, :] == labels[:, :, None])
-    hits = _log_sum(jnp.where(same, scores, -jnp.inf))
-    return jnp.where(jnp.isneginf(hits), -jnp.inf, hits - _log_sum(scores))
+    return label_log_prob(scores, jnp.broadcast_to(jnp.asarray(words)[:, None], scores.shape), labels)
 
 
 @array_op("B T", h="B T")
@@ -67,43 +66,10 @@ def cache_distribution(
     Cost: as `cache_log_prob`, and B T (S + V) numbers.
     """
     scores = _scores(h, keys, visible, theta)
-    total = _log_sum(scores)
-    shares = jnp.where(visible, jnp.exp(scores - jnp.where(jnp.isneginf(total), 0.0, total)[..., None]), 0.0)
-    rows, columns = jnp.arange(h.shape[0])[:, None, None], jnp.arange(h.shape[1])[None, :, None]
-    found = jnp.where(visible, jnp.asarray(words)[:, None, :], vocab)  # entries without a word are dropped
-    empty = jnp.zeros((h.shape[0], h.shape[1], vocab), jnp.float32)
-    return empty.at[rows, columns, found].add(shares, mode="drop")
-
-
-@array_op("...", log_prob="...")
-def interpolate(
-    log_prob: Float[Array, "*N"], cached: Float[Array, "*N"], has_entries: Bool[Array, "*N"], weight: float
-) -> Float[Array, "*N"]:
-    """Log of (1 - weight) p + weight p_cache.
-
-    Args:
-      log_prob: Log-probabilities log p of the model.
-      cached: Log-probabilities log p_cache, which may be -inf.
-      has_entries: Whether the token sees an entry; otherwise the result is log p.
-      weight: Weight of the cache, 0 to 1.
-
-    Returns:
-      Log-probabilities.
-    """
-    if weight == 0:
-        return jnp.asarray(log_prob)
-    mixed = jnp.logaddexp(log_prob + jnp.log1p(-weight), cached + jnp.log(weight))
-    return jnp.where(has_entries, mixed, log_prob)
+    return word_distribution(scores, jnp.broadcast_to(jnp.asarray(words)[:, None], scores.shape), vocab)
 
 
 def _scores(h: jax.Array, keys: jax.Array, visible: jax.Array, theta: float) -> jax.Array:
     """Similarities `[B, T, S]` in float32, -inf where an entry is not visible."""
     products = jnp.einsum("btd,bsd->bts", h, keys, preferred_element_type=jnp.float32)
     return jnp.where(visible, theta * products, -jnp.inf)
-
-
-def _log_sum(scores: jax.Array) -> jax.Array:
-    """Log of the sum of exponentials over the last axis; -inf for none, without NaN."""
-    largest = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
-    largest = jnp.where(jnp.isneginf(largest), 0.0, largest)
-    return jnp.log(jnp.sum(jnp.exp(scores - largest), axis=-1)) + largest[..., 0]

@@ -1,0 +1,258 @@
+"""`hpnlp index`: datastores of texts, or of the hidden states of a language model; built in shards, merged and searched."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from hpnlp import cli
+from hpnlp.cli import run_names, text_inputs
+from hpnlp.cli.text_inputs import Example, TextInputs
+from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from hpnlp.data.examples.kind import Kind
+    from hpnlp.jobs.retrieval.next_words import Options
+    from hpnlp.training.metrics import ProgressLines
+
+USAGE = """
+hpnlp index build RUN texts.txt --out=DIR [--fields=body] [--index="ivf(cells=1024,probes=32)"]
+hpnlp index search DIR "a question" ["another one" ...] [--count=5]
+
+hpnlp index build RUN --out=DIR [--keys=1000000] [--k=32]
+hpnlp evaluate RUN --datastore=DIR
+hpnlp generate RUN --datastore=DIR --prompt="def "
+
+hpnlp index build RUN ... --out=DIR/0 --shard=0/8        (and so on, each in a process or on a machine of its own)
+hpnlp index merge DIR/0 DIR/1 ... --out=DIR/all
+
+With files, build encodes their texts by the run's model, as hpnlp encode does, and search prints the texts whose vectors have
+the largest products with that of a query: of a dual encoder, cosines.
+
+Without files, RUN is of a language model. build stores its hidden state at each position of training text, with the token that
+followed (kNN-LM). The last training documents are not stored: on them, the weight and the temperature of the neighbours are
+fitted, once for all tokens ("tuned"), and as a function of distances ("learned"). search prints what followed the states that
+are nearest to that of a prompt.
+
+A shard holds a part of the texts, or of the documents; merge joins all of them, and gives the same datastore as one build.
+--index is exact, ivf(cells,probes), lsh(bits,tables,probes) or faiss(factory); by default exact up to 20,000 vectors, then ivf.
+"""
+
+flags.DEFINE_string("out", None, "Directory to write; that of an older datastore is replaced.")
+flags.DEFINE_string("shard", "0/1", "Number of the shard, from 0, and number of shards.")
+flags.DEFINE_string("index", "", "Kind of index.")
+flags.DEFINE_integer("keys", 1_000_000, "Largest number of positions that are stored.", lower_bound=1)
+flags.DEFINE_integer("tuning_tokens", 40_000, "Tokens of training text to fit the mixtures on.", lower_bound=1)
+flags.DEFINE_integer("k", 32, "Number of neighbours of a position.", lower_bound=1)
+flags.DEFINE_integer("seed", 0, "Seed of the order of documents.", lower_bound=0)
+flags.DEFINE_list(
+    "fields", [], "Fields of records that hold the texts; by default those of the run's data, such as text."
+)
+flags.DEFINE_integer("batch_size", 64, "Largest number of texts of a batch.", lower_bound=1, upper_bound=2**16)
+flags.DEFINE_integer("count", 5, "Number of texts or tokens to print.", lower_bound=1)
+flags.DEFINE_integer("step", None, "Step of the checkpoint; by default the best, or the newest if none was evaluated.")
+
+OF_STATES = ("keys", "tuning_tokens", "k", "seed")
+OF_TEXTS = ("fields", "batch_size")
+OF_BUILD = ("shard", *OF_STATES, *OF_TEXTS, "step")
+
+
+def run(argv: Sequence[str]) -> None:
+    """Runs `hpnlp index`.
+
+    Args:
+      argv: "hpnlp index" and the arguments of the command.
+
+    Raises:
+      InputError: A flag, a file, a datastore or the run is invalid, or the datastore cannot be written.
+    """
+    action, *arguments = [*cli.parse(argv, USAGE, positional=True)] or [""]
+    actions = {"build": _build, "merge": _merge, "search": _search}
+    if action not in actions:
+        raise InputError(
+            f"hpnlp index {action or '...'}: expected build, merge or search, as in hpnlp index build RUN --out=DIR"
+        )
+    actions[action](arguments)
+
+
+def _build(arguments: Sequence[str]) -> None:
+    f = cli.FLAGS
+    cli.refuse(["count"], "which hpnlp index search takes: leave it out")
+    if not arguments:
+        raise InputError("expected a run: write hpnlp index build RUN --out=DIR, or RUN texts.txt --out=DIR")
+    (directory, step), names = run_names.expand_one(arguments[0], f.step), arguments[1:]
+    out, shard = Path(cli.required("out", "runs/index")), _shard()
+    cli.refuse(OF_STATES if names else OF_TEXTS, f"{'with' if names else 'without'} files of texts: leave it out")
+    if shard[1] > 1:
+        cli.refuse(["index", "k"], "for a shard: pass it to hpnlp index merge")
+    cli.prepare_jax()
+    if names:
+        _build_texts(directory, step, names, out, shard)
+    else:
+        _build_states(directory, step, out, shard)
+
+
+def _shard() -> tuple[int, int]:
+    """`(shard, shards)` of the flag."""
+    match = re.fullmatch(r"(\d+)/(\d+)", cli.FLAGS.shard)
+    shard, shards = map(int, match.groups()) if match else (0, 0)
+    if not shard < shards:
+        raise InputError(
+            f"--shard={cli.FLAGS.shard}: expected the shard and their number, as in --shard=0/8 to --shard=7/8"
+        )
+    return shard, shards
+
+
+def _build_texts(
+    directory: str | Path, step: int | None, names: Sequence[str], out: Path, shard: tuple[int, int]
+) -> None:
+    from hpnlp.data import sources
+    from hpnlp.jobs.predictor import Predictor
+    from hpnlp.jobs.retrieval import texts
+
+    predictor, without_text = Predictor(directory, step), sources.LeftOut()
+    kind = text_inputs.with_fields(predictor.text_kind, cli.FLAGS.fields)
+    source = texts.texts_digest(example.text for example in _examples(names, kind))
+    progress = _progress("texts")
+    record, cut = texts.build_shard(
+        predictor,
+        ((example.place, example.text) for example in _examples(names, kind)),
+        source,
+        out,
+        *shard,
+        batch_size=cli.FLAGS.batch_size,
+        report_bad=lambda place: without_text.add(text_inputs.WITHOUT_TEXT, place),
+        report_done=lambda done, total: progress("encoding", done, total),
+    )
+    for line in sources.described(without_text):
+        _note(f"vectors of zeros: {line}")
+    if cut:
+        _note(predictor.cut_message(cut, record.count))
+    _finish(out, [out], record.shards)
+
+
+def _examples(names: Sequence[str], kind: Kind) -> Iterator[Example]:
+    """The examples of all files, which are read more than once."""
+    from hpnlp.data import sources
+
+    inputs = TextInputs(kind, sources.LeftOut(), keeps_blank=True)
+    for name in names:
+        if name == text_inputs.STDIN:
+            raise InputError("texts of stdin can be read once, and an index reads them twice: write them to a file")
+        yield from inputs.from_file(name)
+
+
+def _build_states(directory: str | Path, step: int | None, out: Path, shard: tuple[int, int]) -> None:
+    from hpnlp.jobs.retrieval import next_words
+
+    source = next_words.load_source(directory, _options(), step, _progress("MiB"))
+    record = next_words.build_shard(source, out, *shard, progress=_progress("windows"))
+    _finish(out, [out], record.shards)
+    if record.shards == 1:
+        _fit(source, out)
+
+
+def _options() -> Options:
+    from hpnlp.jobs.retrieval.next_words import Options
+
+    f = cli.FLAGS
+    return Options(f.keys, f.tuning_tokens, f.seed)
+
+
+def _finish(out: Path, shards: Sequence[Path | str], count: int) -> None:
+    """Joins shards if these are all of them, and prints what was written."""
+    from hpnlp.retrieval import datastore
+
+    if len(shards) == count:
+        record = datastore.complete(out, shards, cli.FLAGS.index)
+        print(f"{out}: {record.count:,} vectors of {record.dim} numbers, {record.index}", flush=True)
+        return
+    record = datastore.read_record(out)
+    print(
+        f"{out}: shard {record.shard} of {record.shards}, {record.count:,} vectors of {record.dim} numbers", flush=True
+    )
+
+
+def _fit(source: Any, out: Path) -> None:
+    from hpnlp.jobs.retrieval import next_words
+
+    values = next_words.fit_mixtures(source, out, cli.FLAGS.k, _progress("steps"))
+    for name, value in values.items():
+        print(f"  {name:12}  {value:.4f} nats per token of the text that the mixtures are fitted on")
+
+
+def _merge(arguments: Sequence[str]) -> None:
+    cli.refuse([name for name in OF_BUILD if name not in OF_STATES], "which hpnlp index build takes: leave it out")
+    cli.refuse(["count"], "which hpnlp index search takes: leave it out")
+    out = Path(cli.required("out", "runs/index"))
+    if not arguments:
+        raise InputError("expected shards: write hpnlp index merge DIR/0 DIR/1 --out=DIR/all")
+    if any(out.resolve() == Path(name).resolve() for name in arguments):
+        raise InputError(f"--out={out} is a shard: name another directory")
+    cli.prepare_jax()
+
+    from hpnlp.retrieval import datastore
+
+    record = datastore.read_record(arguments[0])
+    if record.content == "texts":
+        cli.refuse(OF_STATES, "with a datastore of texts: leave it out")
+        _finish(out, arguments, len(arguments))
+        return
+    from hpnlp.jobs.retrieval import next_words
+
+    source = next_words.load_source(record.run, _options(), record.step, _progress("MiB"))
+    if source.digest() != record.source:
+        raise InputError(
+            f"{arguments[0]} was built with other --keys, --tuning_tokens or --seed, or text: pass the same flags"
+        )
+    _finish(out, arguments, len(arguments))
+    _fit(source, out)
+
+
+def _search(arguments: Sequence[str]) -> None:
+    f = cli.FLAGS
+    cli.refuse(
+        ["out", "index", *(name for name in OF_BUILD if name != "k")], "which hpnlp index build takes: leave it out"
+    )
+    if len(arguments) < 2:
+        raise InputError('expected a datastore and a text: write hpnlp index search DIR "a question"')
+    directory, *queries = arguments
+    cli.prepare_jax()
+
+    from hpnlp.retrieval.datastore import Datastore, read_record
+
+    record = read_record(directory)
+    store = Datastore.load(directory, record.content)
+    if record.content == "words":
+        from hpnlp.jobs.retrieval.next_words import following
+
+        for query, rows in zip(queries, following(store, queries, f.k), strict=True):
+            print(query)
+            for share, distance, word in rows[: f.count]:
+                print(f"  {share:.3f}  distance {distance:.4g}  {word!r}")
+        return
+    cli.refuse(["k"], "with a datastore of texts: pass --count")
+    from hpnlp.jobs.predictor import Predictor
+    from hpnlp.jobs.retrieval import texts
+
+    for query, found in zip(
+        queries, texts.search(store, Predictor(record.run, record.step), list(queries), f.count), strict=True
+    ):
+        print(query)
+        for score, number, text in found:
+            print(f"  {score:.3f}  {number + 1}  {text}")
+
+
+def _progress(unit: str) -> ProgressLines:
+    from hpnlp.training.metrics import ProgressLines
+
+    return ProgressLines(_note, unit)
+
+
+def _note(line: str) -> None:
+    print(f"hpnlp: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,334 @@
+"""Datastores on disk: vectors of the positions of a text or of texts, in shards that are joined to one searchable index.
+
+A datastore is a directory with record.json, vectors.npy, and for each vector a word in words.npy (a language model's hidden
+states, and the tokens that followed) or a line of texts.jsonl. One with all shards has index.npz in place of vectors.npy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hpnlp.atomic_file import replaced
+from hpnlp.retrieval.index import Index
+from hpnlp.types import InputError
+
+FORMAT = 1
+RECORD, VECTORS, WORDS, TEXTS, INDEX = "record.json", "vectors.npy", "words.npy", "texts.jsonl", "index.npz"
+FILES = (RECORD, VECTORS, WORDS, TEXTS, INDEX, "mixture.npz", "mixture.json")
+EXACT_VECTORS = 20_000  # the largest number of vectors that are searched exactly by default
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What a datastore holds.
+
+    Attributes:
+      content: "words" or "texts".
+      run: Directory of the run whose model made the vectors.
+      step: Step of its checkpoint.
+      weights: Digest of the model's weights.
+      tokenizer: Digest of its tokenizer.
+      source: Digest of what the shards were divided from: of options and texts.
+      shard: Number of the shard, from 0.
+      shards: Number of shards; 1 for a complete datastore.
+      count: Number of vectors.
+      dim: Numbers of a vector.
+      documents: Digests of the documents that are stored, for "words".
+      centre: Number that the index adds to scores, see `index_vectors`; 0 for "texts" and shards.
+      index: Spec of the index; "" for a shard.
+    """
+
+    content: str
+    run: str
+    step: int
+    weights: str
+    tokenizer: str
+    source: str
+    shard: int
+    shards: int
+    count: int
+    dim: int
+    documents: tuple[str, ...] = ()
+    centre: float = 0.0
+    index: str = ""
+
+
+def document_digest(tokens: np.ndarray) -> str:
+    """Digest of the tokens of a document, 16 hexadecimal digits."""
+    return hashlib.blake2b(np.ascontiguousarray(tokens, np.int32).tobytes(), digest_size=8).hexdigest()
+
+
+def read_record(directory: str | Path) -> Record:
+    """Reads the record of a datastore.
+
+    Args:
+      directory: The datastore.
+
+    Returns:
+      The record.
+
+    Raises:
+      InputError: The directory is no datastore of this version.
+    """
+    path = Path(directory) / RECORD
+    try:
+        values = json.loads(path.read_text("utf-8"))
+        version = values.pop("format")
+        record = Record(**{**values, "documents": tuple(values["documents"])})
+    except FileNotFoundError as error:
+        raise InputError(f"{directory} is no datastore: make one with hpnlp index build") from error
+    except OSError as error:
+        raise InputError(f"cannot read {path} ({error.strerror or error})") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(f"{path} is damaged, or not of a datastore: build it again") from error
+    if version != FORMAT:
+        raise InputError(f"{directory} has format {version}, and this version reads {FORMAT}: build it again")
+    return record
+
+
+def prepare_directory(directory: str | Path) -> Path:
+    """Makes the directory of a new datastore, without the files of an older one.
+
+    Args:
+      directory: A directory that does not exist, is empty, or holds a datastore.
+
+    Returns:
+      The directory.
+
+    Raises:
+      InputError: It holds other files, or cannot be made.
+    """
+    path = Path(directory)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        others = sorted(file.name for file in path.iterdir() if file.name not in FILES)
+        if others:
+            raise InputError(f"{path} holds {others[0]!r}, which is not of a datastore: name another directory")
+        for name in FILES:  # the record first: what is left after a kill is no datastore
+            (path / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write {path} ({error.strerror or error}): name another directory") from error
+    return path
+
+
+def write_record(directory: Path, record: Record) -> None:
+    """Writes the record, the last file of a datastore."""
+    content = json.dumps({"format": FORMAT, **dataclasses.asdict(record)}, indent=1) + "\n"
+    with replaced(directory / RECORD) as file:
+        file.write(content.encode())
+
+
+def default_index(count: int) -> str:
+    """The index of a number of vectors.
+
+    Args:
+      count: Number of vectors.
+
+    Returns:
+      A spec of `hpnlp.retrieval.index.Index`: exact search of few vectors, and of more an inverted file of about sqrt(count)
+      cells, of which a search reads a 32nd, at least 8.
+    """
+    if count <= EXACT_VECTORS:
+        return "exact"
+    cells = 1 << round(math.log2(math.sqrt(count)))
+    return f"ivf(cells={cells},probes={max(8, cells // 32)})"
+
+
+def index_vectors(keys: np.ndarray) -> tuple[np.ndarray, float]:
+    """Vectors whose products with (q, 1) are in the order of the distances of q and the keys.
+
+    Args:
+      keys: float16 `[n, D]`.
+
+    Returns:
+      float16 `[n, D + 1]`, keys with centre - |key|^2 / 2; and centre, the mean of |key|^2 / 2, which keeps the numbers
+      small: |q - key|^2 = |q|^2 + 2 (centre - product).
+    """
+    halves = np.concatenate(
+        [
+            np.square(part.astype(np.float32)).sum(axis=1) / 2
+            for part in np.array_split(keys, max(1, len(keys) // (1 << 16)))
+        ]
+    )
+    centre = float(halves.mean(dtype=np.float64))
+    return np.concatenate([keys, (centre - halves)[:, None].astype(np.float16)], axis=1), centre
+
+
+def complete(directory: str | Path, shards: Sequence[str | Path], index: str = "") -> Record:
+    """Joins all shards to a searchable datastore.
+
+    Args:
+      directory: The new datastore, see `prepare_directory`; it may be the only shard.
+      shards: Directories of the shards, in any order.
+      index: Spec of the index; "" for `default_index`.
+
+    Returns:
+      The record of the new datastore.
+
+    Raises:
+      InputError: A shard is absent or named twice, is of another model, tokenizer or text, or is complete; vectors are not
+        finite; or the disk is full.
+    """
+    records = [read_record(shard) for shard in shards]
+    _check_shards(shards, records)
+    order = sorted(range(len(records)), key=lambda i: records[i].shard)
+    paths = [Path(shards[i]) for i in order]
+    first, target = records[order[0]], Path(directory)
+    vectors = np.concatenate([_load(path / VECTORS) for path in paths])
+    if len(vectors) != sum(record.count for record in records):
+        raise InputError(f"{', '.join(map(str, paths))}: vectors are missing: build the shards again")
+    spec, centre = index or default_index(len(vectors)), 0.0
+    if first.content == "words":
+        vectors, centre = index_vectors(vectors)
+    built = Index(spec).build(vectors)
+    if paths != [target]:
+        target = prepare_directory(target)
+        _join_values(target, paths, first.content)
+    built.save(target / INDEX)
+    documents = tuple(digest for i in order for digest in records[i].documents)
+    record = dataclasses.replace(
+        first, shard=0, shards=1, count=len(vectors), documents=documents, centre=centre, index=spec
+    )
+    write_record(target, record)
+    (target / VECTORS).unlink(missing_ok=True)
+    return record
+
+
+def _check_shards(shards: Sequence[str | Path], records: Sequence[Record]) -> None:
+    """Raises InputError unless records are those of all shards of one source."""
+    first = records[0]
+    for shard, record in zip(shards, records, strict=True):
+        if record.index:
+            raise InputError(f"{shard} is a complete datastore: only shards are merged; leave it out")
+        for name in ("content", "weights", "tokenizer", "source", "shards"):
+            ours, other = getattr(first, name), getattr(record, name)
+            if ours != other:
+                raise InputError(
+                    f"{shards[0]} and {shard} are not of one datastore: {name} is {ours} and {other}: build all shards from "
+                    "one run with the same texts and flags"
+                )
+    numbers = [record.shard for record in records]
+    if doubled := sorted({n for n in numbers if numbers.count(n) > 1}):
+        named = [str(shard) for shard, record in zip(shards, records, strict=True) if record.shard == doubled[0]]
+        raise InputError(f"{' and '.join(named)} are both shard {doubled[0]}: name each shard once")
+    if missing := sorted(set(range(first.shards)) - set(numbers)):
+        raise InputError(
+            f"shard {missing[0]} of {first.shards} is missing: build it with --shard={missing[0]}/{first.shards}"
+        )
+
+
+def _load(path: Path) -> np.ndarray:
+    """An array of a shard, memory-mapped."""
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path} ({error}): build the shard again") from error
+
+
+def _join_values(target: Path, paths: Sequence[Path], content: str) -> None:
+    """Writes the words or texts of all shards to the target."""
+    if content == "words":
+        with replaced(target / WORDS) as file:
+            np.save(file, np.concatenate([_load(path / WORDS) for path in paths]))
+        return
+    with replaced(target / TEXTS) as file:
+        for path in paths:
+            with open(path / TEXTS, "rb") as part:
+                shutil.copyfileobj(part, file)
+
+
+@dataclasses.dataclass(frozen=True)
+class Datastore:
+    """A complete datastore.
+
+    Attributes:
+      directory: Its directory.
+      record: Its record.
+      index: The index of its vectors.
+    """
+
+    directory: Path
+    record: Record
+    index: Index
+
+    @classmethod
+    def load(cls, directory: str | Path, content: str) -> Datastore:
+        """Reads a datastore.
+
+        Args:
+          directory: The datastore.
+          content: What it must hold, "words" or "texts".
+
+        Returns:
+          The datastore.
+
+        Raises:
+          InputError: The directory is no complete datastore with this content.
+        """
+        record = read_record(directory)
+        if not record.index:
+            raise InputError(
+                f"{directory} is shard {record.shard} of {record.shards}: join all with hpnlp index merge, and name the result"
+            )
+        if record.content != content:
+            kind = (
+                "of texts, which no language model predicts from"
+                if content == "words"
+                else "of a language model's text"
+            )
+            raise InputError(f"{directory} is a datastore {kind}: name another one")
+        return cls(Path(directory), record, Index.load(Path(directory) / INDEX))
+
+    def check_run(self, directory: str | os.PathLike[str], weights: str, tokenizer: str) -> None:
+        """Raises InputError unless the vectors are of a run.
+
+        Args:
+          directory: The run's directory.
+          weights: Digest of its weights.
+          tokenizer: Digest of its tokenizer.
+        """
+        for name, ours, its in (
+            ("weights", self.record.weights, weights),
+            ("tokenizer", self.record.tokenizer, tokenizer),
+        ):
+            if ours != its:
+                raise InputError(
+                    f"{self.directory} was built with the {name} of {self.record.run}, and {os.fspath(directory)} has others: "
+                    f"build a datastore with hpnlp index build {os.fspath(directory)}"
+                )
+
+    def check_scored(self, documents: Sequence[np.ndarray]) -> None:
+        """Raises InputError if a document that is scored is in the datastore."""
+        stored = set(self.record.documents)
+        count = sum(document_digest(document) in stored for document in documents)
+        if count:
+            raise InputError(
+                f"{self.directory} holds {count} of the {len(documents)} documents that are scored, which would "
+                "find themselves: build a datastore of other text"
+            )
+
+    def words(self) -> np.ndarray:
+        """The token after each position, int32 `[n]`."""
+        return np.asarray(_load(self.directory / WORDS), np.int32)
+
+    def texts(self, numbers: Sequence[int]) -> Mapping[int, str]:
+        """Texts by their numbers.
+
+        Args:
+          numbers: Numbers of texts.
+
+        Returns:
+          Number -> text.
+        """
+        wanted = set(numbers)
+        with open(self.directory / TEXTS, encoding="utf-8") as file:
+            return {number: json.loads(line) for number, line in enumerate(file) if number in wanted}
