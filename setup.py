@@ -44,6 +44,8 @@ EXTRAS = {
     "onnx": ["onnx>=1.23"],
     # Checks the directories that `hpnlp export` writes, and serves them.
     "serve": ["onnx>=1.23", "onnxruntime>=1.23", "tokenizers>=0.23"],
+    # PPMd, which reports of byte-level models name beside gzip and xz.
+    "compressors": ["pyppmd>=1.3"],
     "hf": ["safetensors>=0.8", "tokenizers>=0.23"],
     "parquet": ["pyarrow>=26"],
     "sklearn": ["scikit-learn>=1.9"],
@@ -79,6 +81,7 @@ EXTRAS["test"] = [
     "hypothesis>=6.170",
     "pytest>=9.2",
     "pytest-xdist>=3.8",
+    *EXTRAS["compressors"],
     *EXTRAS["export"],
     *EXTRAS["hf"],
     *EXTRAS["parquet"],

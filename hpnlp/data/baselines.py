@@ -3,8 +3,8 @@
 A compressor that has not read the training text cannot compete with a model that has. xz is therefore measured twice: on the
 held-out text alone, and on the held-out text after the training text, as the difference of two compressed sizes. The latter
 takes seconds to minutes of one core. A process of low priority therefore compresses ever longer ends of a large training text
-beside the training, and a run that ends earlier takes the longest one that is finished. The figure of the longest end of all is
-kept in the data cache.
+beside the training, and a run that ends earlier takes the longest one that is finished. After all of it, PPMd and zpaq follow,
+as far as they are installed. Complete figures are kept in the data cache.
 
 That process runs this file as a program, so the imports at the top are of the standard library alone.
 """
@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import importlib
+import importlib.util
 import json
 import lzma
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,14 +35,17 @@ if TYPE_CHECKING:
 # times the text or the dictionary, whichever is smaller.
 WINDOW = 1 << 26
 
-# Field of report.json -> name of the compressor. The last one compresses the training text first.
+# Field of report.json -> name of the compressor. The last ones compress the training text first; PPMd and zpaq only if they
+# are installed.
 NAMES = {
     "gzip_bits_per_byte": "gzip -9 alone",
     "xz_bits_per_byte": "xz -9e alone",
     "xz_trained_bits_per_byte": "xz -9e after the training text",
+    "ppmd_trained_bits_per_byte": "PPMd (order 32) after the training text",
+    "zpaq_trained_bits_per_byte": "zpaq -m5 after the training text",
 }
 
-_VERSION = 2  # version of the record in the cache; part of its name
+_VERSION = 3  # version of the record in the cache; part of its name
 _SMALL_BYTES = 1 << 18  # text that is compressed in the time that it takes to start a process
 _CHUNK = 1 << 20
 _FIRST_BYTES = 1 << 20  # the shortest end of the training text that xz compresses; each next one is 4 times as long
@@ -47,25 +53,61 @@ _PATIENCE = 5.0  # seconds that `Baselines.result` waits for the figures without
 
 
 def measure(training: bytes, heldout: bytes) -> Iterator[dict[str, Any]]:
-    """Measures gzip and xz on the held-out text, and xz on the held-out text after ends of the training text.
+    """Measures compressors on the held-out text: gzip and xz alone, xz after ends of the training text, others after all of it.
 
     Args:
-      training: Text that xz compresses first; b"" for none.
+      training: Text that is compressed first; b"" for none.
       heldout: Text to compress, at least one byte.
 
     Yields:
-      Bits per byte of `heldout` for each name in NAMES, None where there is no figure yet; and `xz_trained_bytes`, the size of
-      the end of `training` that xz compressed first. The last item is that of all of `training`.
+      Bits per byte of `heldout` for each name in NAMES, None where there is no figure (yet); `xz_trained_bytes`, the size of the
+      end of `training` that xz compressed first; and `is_complete`, true for the last item.
     """
-    sizes = {"gzip": len(gzip.compress(heldout, 9)), "xz": _xz_bytes([heldout]), "xz_trained": None}
-    figures = {f"{name}_bits_per_byte": size and 8 * size / len(heldout) for name, size in sizes.items()}
-    yield {**figures, "xz_trained_bytes": 0}
+    sizes = {"gzip": len(gzip.compress(heldout, 9)), "xz": _xz_bytes([heldout])}
+    figures: dict[str, Any] = dict.fromkeys(NAMES)
+    figures |= {f"{name}_bits_per_byte": 8 * size / len(heldout) for name, size in sizes.items()}
+    others = [name for name, is_installed in _OTHERS.items() if training and is_installed()]
+    yield {**figures, "xz_trained_bytes": 0, "is_complete": not training}
     length = min(_FIRST_BYTES, len(training))
     while length:
         end = training[-length:]
-        size = _xz_bytes([end, heldout]) - _xz_bytes([end])
-        yield {**figures, "xz_trained_bits_per_byte": 8 * size / len(heldout), "xz_trained_bytes": length}
-        length = 0 if length == len(training) else min(4 * length, len(training))
+        size, is_last = _xz_bytes([end, heldout]) - _xz_bytes([end]), length == len(training)
+        figures |= {"xz_trained_bits_per_byte": 8 * size / len(heldout), "xz_trained_bytes": length}
+        yield {**figures, "is_complete": is_last and not others}
+        length = 0 if is_last else min(4 * length, len(training))
+    for name in others:
+        size = {"ppmd": _ppmd_bytes, "zpaq": _zpaq_bytes}[name](training, heldout)
+        figures[f"{name}_trained_bits_per_byte"] = 8 * size / len(heldout)
+        yield {**figures, "is_complete": name == others[-1]}
+
+
+_OTHERS = {
+    "ppmd": lambda: importlib.util.find_spec("pyppmd") is not None,
+    "zpaq": lambda: shutil.which("zpaq") is not None,
+}
+
+
+def _ppmd_bytes(training: bytes, heldout: bytes) -> int:
+    """Compressed size of the held-out text by PPMd variant H, whose model has read the training text."""
+    ppmd: Any = importlib.import_module("pyppmd")  # Any, as an optional package
+    memory = min(1 << 30, max(1 << 24, 96 * (len(training) + len(heldout))))  # of less, the model would be restarted
+    encoder = ppmd.Ppmd7Encoder(32, memory)
+    encoder.encode(training)
+    return len(encoder.encode(heldout)) + len(encoder.flush())
+
+
+def _zpaq_bytes(training: bytes, heldout: bytes) -> int:
+    """Size of the held-out text by zpaq -m5: the difference of two archives."""
+    sizes = []
+    with tempfile.TemporaryDirectory() as directory:
+        for text in (training, training + heldout):
+            path, archive = os.path.join(directory, "text"), os.path.join(directory, f"{len(text)}.zpaq")
+            with open(path, "wb") as file:
+                file.write(text)
+            command = ["zpaq", "add", archive, path, "-m5", "-t1"]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            sizes.append(os.path.getsize(archive))
+    return sizes[1] - sizes[0]
 
 
 def _xz_bytes(texts: Sequence[bytes]) -> int:
@@ -151,6 +193,7 @@ class Baselines:
             return self._cached
         if self._is_small:
             *_, figures = measure(self._training_text(), self._corpus.read_heldout())
+            del figures["is_complete"]
             return {**figures, "xz_trained_share": self._share}
         figures, end = self._figures(), time.monotonic() + _PATIENCE
         while figures is None and self._is_running() and time.monotonic() < end:
@@ -163,11 +206,11 @@ class Baselines:
             if log is not None:
                 log("the compressors were not measured in time: the report has no figures of them")
             return {**dict.fromkeys(NAMES), "xz_trained_bytes": 0, "xz_trained_share": 0.0}
-        seen, total = figures["xz_trained_bytes"], self._training_bytes
+        seen, total, is_complete = figures["xz_trained_bytes"], self._training_bytes, figures.pop("is_complete")
         record = {**figures, "xz_trained_share": self._share * seen / total if total else 0.0}
-        if seen == total:
+        if is_complete:
             self._keep(record)
-        elif log is not None:
+        elif seen < total and log is not None:
             log(
                 f"the report compares with xz after {seen / 2**20:,.0f} of {total / 2**20:,.0f} MiB of training text: more was "
                 "not compressed in time"

@@ -119,7 +119,7 @@ class LanguageModelReport(TaskReport):
         """Losses of compressors, if tokens are bytes."""
         if report["config"]["data.tokenizer"] != "bytes":
             return {}
-        return {f"held-out: {name}": (report.get(field) or math.inf) * math.log(2) for field, name in NAMES.items()}
+        return {f"held-out: {name}": bits * math.log(2) for name, bits in _compressors(report) if bits}
 
     def commands(self, workdir: Path, config: Any) -> dict[str, list[str]]:
         if not config.model.decodes:
@@ -192,7 +192,9 @@ def _compressors(report: Report) -> list[tuple[str, float | None]]:
         size = report.get("xz_trained_bytes", WINDOW) / 2**20  # absent from reports of early versions
         seen = f"the last {size:.2g} MiB ({100 * share:.2g} %) of the training text"
         names["xz_trained_bits_per_byte"] = f"xz -9e after {seen}"
-    return [(name, report.get(field)) for field, name in names.items()]
+    optional = ("ppmd_trained_bits_per_byte", "zpaq_trained_bits_per_byte")  # a row only where they are installed
+    figures = {field: report.get(field) for field in names}
+    return [(names[field], bits) for field, bits in figures.items() if bits is not None or field not in optional]
 
 
 def _reason_unscored(report: Report) -> str:

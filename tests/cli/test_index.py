@@ -113,7 +113,9 @@ def test_shards_merge_to_the_datastore_of_one_build(run, trained, store, tmp_pat
     assert outcome.code == 2 and "is shard 2 of 3: join all with hpnlp index merge" in outcome.err
 
 
-@pytest.mark.parametrize("index", ["ivf(cells=8,probes=8)", "lsh(bits=2,tables=1,probes=4)", "faiss"])
+@pytest.mark.parametrize(
+    "index", ["ivf(cells=8,probes=8)", "lsh(bits=2,tables=1,probes=4)", pytest.param("faiss", marks=pytest.mark.oracle)]
+)
 def test_kinds_of_index_that_read_all_vectors_are_exact(run, trained, store, tmp_path, index):
     assert run("index", "build", trained, f"--out={tmp_path}/store", f"--index={index}", *FLAGS).code == 0
     fixed = "--mixture=linear(weight=0.3,temperature=2.0)"

@@ -35,11 +35,26 @@ def test_xz_after_the_training_text_is_the_difference_of_two_sizes():
 
 def test_ever_longer_ends_of_the_training_text_are_measured(monkeypatch):
     monkeypatch.setattr(baselines, "_FIRST_BYTES", 1000)
+    monkeypatch.setattr(baselines, "_OTHERS", {})
     training = text(0, 2000)
     figures = list(baselines.measure(training, text(1, 300)))
     assert [item["xz_trained_bytes"] for item in figures] == [0, 1000, 4000, len(training)] and len(training) < 16000
     assert figures[1]["xz_trained_bits_per_byte"] > figures[3]["xz_trained_bits_per_byte"]
-    assert figures[2] == list(baselines.measure(training[-4000:], text(1, 300)))[2]
+    assert [item["is_complete"] for item in figures] == [False, False, False, True]
+    last = list(baselines.measure(training[-4000:], text(1, 300)))[2]
+    assert figures[2] == {**last, "is_complete": False}
+
+
+def test_ppmd_reads_the_training_text_first():
+    training, heldout = text(0, 5000), text(1, 500)
+    *_, figures = baselines.measure(training, heldout)
+    assert figures["is_complete"]
+    alone = 8 * baselines._ppmd_bytes(b"", heldout) / len(heldout)
+    assert figures["ppmd_trained_bits_per_byte"] < 0.8 * alone
+    both, first = (baselines._ppmd_bytes(b"", x) for x in (training + heldout, training))
+    assert figures["ppmd_trained_bits_per_byte"] == pytest.approx(8 * (both - first) / len(heldout), abs=0.05)
+    (alone,) = baselines.measure(b"", heldout)
+    assert alone["is_complete"] and alone["ppmd_trained_bits_per_byte"] is None
 
 
 @pytest.fixture
@@ -93,7 +108,7 @@ def test_unfinished_measurements_are_cut(corpus, monkeypatch, lines):
     monkeypatch.setattr(baselines, "_PATIENCE", 0.1)
     made, messages = corpus(), []
     everything, _ = made.read_training_text(1 << 30)
-    figures = {**dict.fromkeys(baselines.NAMES, 3.0), "xz_trained_bytes": 0}
+    figures = {**dict.fromkeys(baselines.NAMES, 3.0), "xz_trained_bytes": 0, "is_complete": False}
     written = [figures, {**figures, "xz_trained_bytes": len(everything) // 4}][:lines]
     code = "import json, sys, time\nfor line in json.loads(sys.argv[1]): print(json.dumps(line), flush=True)\n"
     popen = subprocess.Popen
