@@ -60,8 +60,8 @@ def measure(training: bytes, heldout: bytes) -> Iterator[dict[str, Any]]:
       heldout: Text to compress, at least one byte.
 
     Yields:
-      Bits per byte of `heldout` for each name in NAMES, None where there is no figure (yet); `xz_trained_bytes`, the size of the
-      end of `training` that xz compressed first; and `is_complete`, true for the last item.
+      Bits per byte of `heldout` for each name in NAMES, None where there is no figure (yet); `xz_trained_bytes`, the size of
+      the end of `training` that xz compressed first; and `is_complete`, true for the last item.
     """
     sizes = {"gzip": len(gzip.compress(heldout, 9)), "xz": _xz_bytes([heldout])}
     figures: dict[str, Any] = dict.fromkeys(NAMES)
