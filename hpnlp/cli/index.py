@@ -182,8 +182,9 @@ def _fit(source: Any, out: Path) -> None:
     from hpnlp.jobs.retrieval import next_words
 
     values = next_words.fit_mixtures(source, out, cli.FLAGS.k, _progress("steps"))
-    for name, value in values.items():
-        print(f"  {name:12}  {value:.4f} nats per token of the text that the mixtures are fitted on")
+    print(f"nats per token of the training text that the mixtures are fitted on ({cli.FLAGS.k} neighbours):")
+    for name in ("model", "linear(0.25)", "tuned", "learned"):
+        print(f"  {name:12}  {values[name]:.4f}")
 
 
 def _merge(arguments: Sequence[str]) -> None:

@@ -210,7 +210,8 @@ def fit_mixtures(
       progress: Called as `progress(step, done, total)`.
 
     Returns:
-      -log p in nats per token of the text that they are fitted on: of "model", "linear(0.25)", "tuned" and "learned".
+      -log p in nats per token of the text that they are fitted on: of "model", "linear(0.25)", "tuned" and "learned"; and
+      the "log_temperature" of linear(0.25), whose temperature is the mean distance to the nearest neighbour.
 
     Raises:
       InputError: k is larger than the datastore, or the datastore is of another run.
@@ -249,6 +250,7 @@ def fit_mixtures(
     learned = fit({"network": network, "log_temperature": tuned["log_temperature"]}, 0.02, knn.LEARNED)
     knn.save_mixtures(Path(directory), k, {knn.TUNED: tuned, knn.LEARNED: learned})
     return {
+        "log_temperature": float(start["log_temperature"]),
         "model": -float(log_prob.mean()),
         "linear(0.25)": float(nll(start)),
         knn.TUNED: float(nll(tuned)),
