@@ -46,7 +46,9 @@ A shard holds a part of the texts, or of the documents; merge joins all of them,
 flags.DEFINE_string("out", None, "Directory to write; that of an older datastore is replaced.")
 flags.DEFINE_string("shard", "0/1", "Number of the shard, from 0, and number of shards.")
 flags.DEFINE_string("index", "", "Kind of index.")
-flags.DEFINE_integer("keys", 1_000_000, "Largest number of positions that are stored.", lower_bound=1)
+flags.DEFINE_integer(
+    "keys", 1_000_000, "Number of positions to store; the last document is stored whole.", lower_bound=1
+)
 flags.DEFINE_integer("tuning_tokens", 40_000, "Tokens of training text to fit the mixtures on.", lower_bound=1)
 flags.DEFINE_integer("k", 32, "Number of neighbours of a position.", lower_bound=1)
 flags.DEFINE_integer("seed", 0, "Seed of the order of documents.", lower_bound=0)

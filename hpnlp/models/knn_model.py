@@ -22,6 +22,7 @@ from hpnlp.ops.softmax.scored_words import interpolate, label_log_prob, word_dis
 from hpnlp.types import LossOut
 
 FEATURES = 5  # inputs of WeightNetwork
+ROWS = 512  # hidden states of a search, of which some count in the loss
 
 
 @runtime_checkable
@@ -153,10 +154,10 @@ class KnnModel(ModelWrapper):
         if method == "log_probs":
             return self._log_probs(of_inner, store, flat).reshape(*h.shape[:2], -1)
         losses = self.inner.apply(of_inner, h, batch["labels"], method="label_losses")
-        distances, words = self.neighbours(store, flat)
+        weights = batch["weights"].astype(jnp.float32).reshape(-1)
+        distances, words = self._neighbours_where(store, flat, weights != 0)
         labels = jnp.asarray(batch["labels"]).reshape(-1)
         log_prob = mixed_log_prob(store["mixture"], -losses.reshape(-1), distances, words, labels)
-        weights = batch["weights"].astype(jnp.float32).reshape(-1)
         return LossOut(jnp.where(weights == 0, 0.0, -weights * log_prob).sum(), weights.sum(), {}, {}, carry)
 
     def neighbours(self, store: Any, h: Float[Array, "N D"]) -> tuple[Float[Array, "N K"], Int[Array, "N K"]]:
@@ -174,6 +175,23 @@ class KnnModel(ModelWrapper):
         squares = jnp.sum(jnp.square(q), axis=1, keepdims=True)
         distances = jnp.maximum(squares + 2.0 * (store["centre"] - scores), 0.0)
         return jnp.where(ids >= 0, distances, jnp.inf), store["words"][jnp.maximum(ids, 0)].astype(jnp.int32)
+
+    def _neighbours_where(self, store: Any, h: Array, is_wanted: Array) -> tuple[Array, Array]:
+        """`neighbours` of some hidden states; of the others, a search is left out where ROWS of them come together."""
+        count = len(h)
+        order = jnp.argsort(~is_wanted, stable=True)
+        rows = jnp.pad(h[order], ((0, -count % ROWS), (0, 0))).reshape(-1, ROWS, h.shape[1])
+
+        def none(rows: Array) -> tuple[Array, Array]:
+            return jnp.full((ROWS, self.k), jnp.inf), jnp.zeros((ROWS, self.k), jnp.int32)
+
+        def part(number: Array) -> tuple[Array, Array]:
+            is_read = number * ROWS < is_wanted.sum()
+            return jax.lax.cond(is_read, lambda x: self.neighbours(store, x), none, rows[number])
+
+        found = jax.lax.map(part, jnp.arange(len(rows)))
+        distances, words = (x.reshape(-1, self.k)[jnp.argsort(order)] for x in found)
+        return distances, words
 
     def _log_probs(self, variables: Any, store: Any, h: Float[Array, "N D"]) -> Float[Array, "N V"]:
         """Log-probabilities of all words."""

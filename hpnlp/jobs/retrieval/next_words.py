@@ -40,7 +40,7 @@ class Options:
     """Which positions are stored.
 
     Attributes:
-      keys: Largest number of positions, of documents in a random order.
+      keys: Number of positions, of documents in a random order; the last one is stored whole.
       tuning_tokens: Tokens of the last training documents, which are not stored and on which mixtures are fitted.
       seed: Seed of the order.
     """
