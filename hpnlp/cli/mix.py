@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import numpy as np
 from absl import flags
 
 from hpnlp import cli
+from hpnlp.types import InputError
 
 USAGE = """
 hpnlp mix RUN [--store="suffix(longest=48,words=3,k=32)"] [--gate_tokens=320000] [--epochs=2] [--nodynamic]
+hpnlp mix RUN --prompt="def " [--tokens=200] [--temperature=0.8] [--top_p=0.95]
 
 Looks up, at each position, what followed the same last tokens and words before, in the training text and in the held-out text
 up to there, and mixes it with the probabilities of the run's language model. A small network, the gate, is trained on the last
@@ -24,7 +27,8 @@ training documents to weigh them. Prints bits per byte of the held-out text for 
 "static" rows have read the training text only, "adaptive" ones also the held-out text before the position, as a compressor has.
 "dynamic" trains the model on each stretch of text after it was predicted. No figure uses later text.
 
-Writes mixture.json, mixture.md, mixture.png and gate.npz, the parameters of the gate, to RUN.
+Writes mixture.json, mixture.md, mixture.png and gate.npz, the parameters of the gate, to RUN. With --prompt, a text is
+continued with the mixture of an earlier call; the index of the training text is made first.
 """
 
 flags.DEFINE_string("workdir", None, "The same as RUN.")
@@ -38,6 +42,22 @@ flags.DEFINE_integer(
 flags.DEFINE_integer("epochs", 2, "Passes over these tokens.", lower_bound=1)
 flags.DEFINE_boolean("dynamic", True, "Score the model with dynamic evaluation as well.")
 flags.DEFINE_integer("seed", 0, "Seed of the order of training documents and of the gate.", lower_bound=0)
+flags.DEFINE_string("prompt", None, "Text to continue, in place of scores.")
+flags.DEFINE_integer("tokens", 200, "Largest number of new tokens.", lower_bound=1)
+flags.DEFINE_float(
+    "temperature", 0.8, "Temperature of sampling; 0 takes the most probable token each time.", lower_bound=0.0
+)
+flags.DEFINE_integer("top_k", 0, "Sample among the K most probable tokens; 0 for all.", lower_bound=0)
+flags.DEFINE_float(
+    "top_p",
+    0.95,
+    "Sample among the most probable tokens whose probabilities sum to P.",
+    lower_bound=0.0,
+    upper_bound=1.0,
+)
+
+OF_SCORES = ("store", "gate_tokens", "epochs", "dynamic")
+OF_TEXT = ("tokens", "temperature", "top_k", "top_p")
 
 
 def run(argv: Sequence[str]) -> None:
@@ -51,6 +71,11 @@ def run(argv: Sequence[str]) -> None:
     """
     workdir = Path(cli.named_run(cli.parse(argv, USAGE, positional=True), "hpnlp mix RUN", "workdir"))
     f = cli.FLAGS
+    if f.prompt is not None:
+        cli.refuse(OF_SCORES, "with --prompt, which reads the gate of an earlier call: leave it out")
+        _continue(workdir)
+        return
+    cli.refuse(OF_TEXT, "without --prompt: leave it out")
     cli.prepare_jax()
 
     from flax.traverse_util import flatten_dict
@@ -95,3 +120,34 @@ def run(argv: Sequence[str]) -> None:
         replace_text(workdir / "mixture.json", json.dumps(record, indent=1) + "\n")
         plots.plot_ladder(report.ladder(result.rows, compressors), workdir / "mixture.png")
     print(f"\n{text}\nwritten: {workdir}, with mixture.md, mixture.json, mixture.png and gate.npz", flush=True)
+
+
+def _continue(workdir: Path) -> None:
+    """Prints a continuation of the prompt."""
+    f = cli.FLAGS
+    if not f.temperature:
+        cli.refuse(
+            ["top_k", "top_p", "seed"], "with --temperature=0, which takes the most probable token: leave it out"
+        )
+    cli.prepare_jax()
+
+    from hpnlp.jobs.retrieval.mixed_text import MixedModel
+    from hpnlp.models.decode import TextStream
+    from hpnlp.training.metrics import ProgressLines
+
+    def note(line: str) -> None:
+        print(f"hpnlp: {line}", file=sys.stderr, flush=True)
+
+    model = MixedModel.load(workdir, ProgressLines(note, "contexts"))
+    tokenizer = model.run.tokenizer
+    ids = tokenizer.encode_prompt(f.prompt)
+    if not len(ids):
+        raise InputError("--prompt is empty, and the tokenizer has no token at the beginning of a text: pass some text")
+    stream, begun, count = TextStream(tokenizer, ids), 0.0, 0
+    print(f.prompt, end="", flush=True)
+    for token in model.continued(ids, f.tokens, f.temperature, f.top_k, f.top_p, f.seed):
+        begun, count = begun or time.perf_counter(), count + 1  # the first token includes compilation
+        print(stream.push([token]), end="", flush=True)
+    print(stream.push([], final=True), flush=True)
+    if count > 1:
+        note(f"{(count - 1) / (time.perf_counter() - begun):,.0f} tokens/s")

@@ -133,9 +133,7 @@ def neighbours(
     for positions, limits in queries:
         if np.any(limits > positions):
             raise InputError("a position would see itself or a later one: expected limits of at most the positions")
-    hashes = ContextHashes(corpus)
-    contexts: list[Callable[[], np.ndarray]] = [lambda n=n: hashes.last_tokens(n) for n in suffix.lengths]
-    contexts += [lambda n=n: hashes.last_words(is_word, n) for n in range(1, suffix.words + 1)]
+    contexts = _contexts(suffix, corpus, is_word)
     dtype = np.int16 if len(is_word) <= np.iinfo(np.int16).max else np.int32
     results = [
         Neighbours(
@@ -156,3 +154,65 @@ def neighbours(
         for done, _ in enumerate(pool.map(search, range(len(contexts))), 1):
             progress("indexing", done, len(contexts))
     return results
+
+
+def _contexts(suffix: Suffix, tokens: np.ndarray, is_word: np.ndarray) -> list[Callable[[], np.ndarray]]:
+    """Functions that hash the contexts of all positions 0 to N of N tokens, uint64 `[N + 1]`."""
+    hashes = ContextHashes(tokens)
+    contexts: list[Callable[[], np.ndarray]] = [lambda n=n: hashes.last_tokens(n) for n in suffix.lengths]
+    return contexts + [lambda n=n: hashes.last_words(is_word, n) for n in range(1, suffix.words + 1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class SuffixIndex:
+    """The contexts of a text, which the contexts of other texts are looked up in.
+
+    Attributes:
+      suffix: The contexts.
+      is_word: bool `[V]`, see `word_tokens`.
+      indexes: The positions of the text by each context.
+    """
+
+    suffix: Suffix
+    is_word: np.ndarray
+    indexes: tuple[ContextIndex, ...]
+
+    @classmethod
+    def build(
+        cls, suffix: Suffix, corpus: np.ndarray, is_word: np.ndarray, progress: Progress = ignore_progress
+    ) -> SuffixIndex:
+        """Sorts the positions of a text by each of their contexts.
+
+        Args:
+          suffix: The contexts.
+          corpus: Integers `[N]`, the tokens of the text.
+          is_word: bool `[V]`.
+          progress: Called as `progress(step, done, total)`.
+
+        Returns:
+          The index.
+
+        Cost: as `neighbours`, and 10 bytes (12 with more than 65,536 ids) per token and context are kept.
+        """
+        tokens = corpus.astype(np.uint16 if len(is_word) <= 1 << 16 else np.int32)
+        contexts = _contexts(suffix, corpus, is_word)
+        with concurrent.futures.ThreadPoolExecutor(WORKERS) as pool:
+            indexes = []
+            for index in pool.map(lambda context: ContextIndex.build(context()[:-1], tokens), contexts):
+                indexes.append(index)
+                progress("indexing", len(indexes), len(contexts))
+        return cls(suffix, is_word, tuple(indexes))
+
+    def neighbours(self, history: np.ndarray) -> Neighbours:
+        """The neighbours of the position after a text.
+
+        Args:
+          history: Integers `[n]`, the tokens of the text, of which a few hundred suffice.
+
+        Returns:
+          The neighbours, of Q = 1 position.
+        """
+        found = []
+        for context, index in zip(_contexts(self.suffix, history, self.is_word), self.indexes, strict=True):
+            found.append(index.recent(context()[-1:], np.array([len(index.keys)]), self.suffix.k))
+        return Neighbours(np.stack([r.tokens for r in found], axis=1), np.stack([r.count for r in found], axis=1))

@@ -5,11 +5,16 @@ import os
 import random
 import shutil
 
+import jax
 import numpy as np
 import pytest
 
 from hpnlp import report
-from hpnlp.training import loop
+from hpnlp.jobs.retrieval.mixed_text import MixedModel
+from hpnlp.models.bit_gate import BitGate
+from hpnlp.models.variables import collections
+from hpnlp.ops.softmax.bit_paths import path_log_odds
+from hpnlp.training import loop, run_directory
 from tests import tiny
 
 
@@ -36,6 +41,45 @@ def test_model_index_and_both_are_scored(run, trained):
     assert (trained / "mixture.png").read_bytes()[:4] == b"\x89PNG"
     with np.load(trained / "gate.npz") as gate:
         assert "params/Dense_0/kernel" in gate.files
+
+
+def test_text_is_continued_with_the_mixture(run, trained):
+    """In the order of the tests: the run has a gate. Words of the text follow, which a model of two steps does not know."""
+    outcome = run("mix", trained, "--prompt=the ", "--tokens=60", "--temperature=0")
+    assert outcome.code == 0, outcome.err
+    words = outcome.out.split()[1:-1]
+    assert outcome.out.startswith("the ") and sum(word in tiny.WORDS for word in words) > 0.7 * len(words) > 2
+    sampled = [run("mix", trained, "--prompt=the ", "--tokens=9", f"--seed={seed}").out for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+def test_distributions_of_the_mixture_are_normalised_and_those_that_are_scored(trained):
+    model = MixedModel.load(trained)
+    ids, network = np.arange(97, 113).astype(np.int32), BitGate(model.run.model.config.vocab)
+    for end in (1, 5, 16):
+        log_probs = model.log_probs(ids[:end])
+        assert np.exp(log_probs.astype(np.float64)).sum() == pytest.approx(1.0, abs=1e-5)
+    alone = run_directory.load(trained)
+    near, batch = model.index.neighbours(ids.astype(np.int64)), alone.model.example_batch(1, 16)
+    batch = {**batch, "tokens": ids[None], "segment_ids": np.ones((1, 16), np.int32), "positions": np.arange(16)[None]}
+    h, _ = alone.model.apply(collections(alone.params), batch, True, method="token_states")
+    logits = alone.model.apply(collections(alone.params), h[:, -1], method="next_logits")
+    for token in (101, 32, 0, 257):
+        odds = path_log_odds(jax.nn.log_softmax(logits), np.array([token]))
+        nll = network.apply(model.gate, odds, near.tokens, near.count, np.array([token]), method="nll")
+        assert -float(nll[0]) == pytest.approx(float(log_probs[token]), rel=1e-4)
+
+
+def test_mixtures_that_are_not_there_are_named(run, trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    outcome = run("mix", tmp_path / "run", "--prompt=a", "--epochs=1")
+    assert outcome.code == 2 and "--epochs=1 has no effect with --prompt" in outcome.err
+    outcome = run("mix", tmp_path / "run", "--tokens=3")
+    assert outcome.code == 2 and "--tokens=3 has no effect without --prompt" in outcome.err
+    (tmp_path / "run" / "gate.npz").write_bytes(b"?")
+    assert "is damaged: run hpnlp mix" in run("mix", tmp_path / "run", "--prompt=a").err
+    (tmp_path / "run" / "gate.npz").unlink()
+    assert "has no gate to mix with: run hpnlp mix" in run("mix", tmp_path / "run", "--prompt=a").err
 
 
 @pytest.mark.parametrize(
