@@ -25,6 +25,7 @@ from hpnlp.types import InputError
 
 ROWS = 512  # positions of a step of the gate, and of a call that scores
 WINDOWS = 8  # windows of a call of the language model
+LOGITS = 256  # positions whose logits are computed at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,11 +147,19 @@ def window_batch(documents: Documents, parts: list[Window], count: int, context:
 def _log_odds(model: Any, params: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
     """Mean -log p of the predicted labels, and the log-odds of the decisions of all labels, `[B, T, L]`."""
     h, _ = model.apply(params, batch, True, method="token_states")
-    log_probs = jax.nn.log_softmax(model.apply(params, h.reshape(-1, h.shape[-1]), method="next_logits"))
     labels, weights = jnp.asarray(batch["labels"]).reshape(-1), jnp.asarray(batch["weights"]).reshape(-1)
-    losses = -jnp.take_along_axis(log_probs, labels[:, None], axis=1)[:, 0]
-    odds = path_log_odds(log_probs, labels).reshape(*h.shape[:2], -1)
-    return jnp.sum(weights * losses) / jnp.maximum(jnp.sum(weights), 1.0), odds
+
+    def of_rows(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        states, ids = part
+        log_probs = jax.nn.log_softmax(model.apply(params, states, method="next_logits"))
+        return -jnp.take_along_axis(log_probs, ids[:, None], axis=1)[:, 0], path_log_odds(log_probs, ids)
+
+    # All logits of a batch would take gigabytes of large vocabularies.
+    padding = -len(labels) % LOGITS
+    states = jnp.pad(h.reshape(len(labels), -1), ((0, padding), (0, 0))).reshape(-1, LOGITS, h.shape[-1])
+    losses, odds = jax.lax.map(of_rows, (states, jnp.pad(labels, (0, padding)).reshape(-1, LOGITS)))
+    losses, odds = losses.reshape(-1)[: len(labels)], odds.reshape(-1, odds.shape[-1])[: len(labels)]
+    return jnp.sum(weights * losses) / jnp.maximum(jnp.sum(weights), 1.0), odds.reshape(*h.shape[:2], -1)
 
 
 def model_log_odds(
