@@ -119,6 +119,11 @@ def run(argv: Sequence[str]) -> None:
         replace_text(workdir / "mixture.md", text)
         replace_text(workdir / "mixture.json", json.dumps(record, indent=1) + "\n")
         plots.plot_ladder(report.ladder(result.rows, compressors), workdir / "mixture.png")
+    if result.epochs > 1:
+        print_line(
+            f"hpnlp: the model has read its training text {result.epochs:.1f} times, so that the gate, which is trained on the "
+            "end of it, relies on the model too much: a gain is smaller than it could be"
+        )
     print(f"\n{text}\nwritten: {workdir}, with mixture.md, mixture.json, mixture.png and gate.npz", flush=True)
 
 

@@ -96,9 +96,10 @@ def save_mixtures(directory: Path, k: int, mixtures: Mapping[str, Any]) -> None:
       k: Number of neighbours that they were fitted with.
       mixtures: TUNED and LEARNED.
     """
-    arrays: Any = flatten_dict(dict(mixtures), sep="/")
+    numbers = flatten_dict(dict(mixtures), sep="/")
+    arrays: Any = {"k": np.int64(k), **{name: np.asarray(x, np.float32) for name, x in numbers.items()}}
     with replaced(directory / MIXTURES) as file:
-        np.savez(file, k=np.int64(k), **{name: np.asarray(x, np.float32) for name, x in arrays.items()})
+        np.savez(file, **arrays)
 
 
 def find_mixture(datastore: Datastore, spec: str, k: int | None) -> tuple[int, dict[str, Any]]:

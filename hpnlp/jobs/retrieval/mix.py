@@ -81,6 +81,7 @@ class Mixture:
       heldout_bytes: Bytes of the held-out text.
       heldout_digest: Digest of the held-out text.
       documents: Number of held-out documents.
+      epochs: How often the model has read its training text.
       seconds: Name of a phase -> its seconds.
     """
 
@@ -90,6 +91,7 @@ class Mixture:
     heldout_bytes: int
     heldout_digest: str
     documents: int
+    epochs: float
     seconds: Mapping[str, float]
 
 
@@ -162,8 +164,17 @@ def mix(
         scored = dataclasses.replace(inputs[ADAPTIVE][1], log_odds=odds)
         scores.add("model, dynamic, and index", ADAPTIVE, gates.gate_nll(network, params, scored))
         phases.end("dynamic evaluation")
+    data = run.config.data
+    epochs = run.step * data.batch_size * data.seq_len / corpus.train_tokens
     return Mixture(
-        scores.rows, params, run.step, corpus.heldout_bytes, corpus.heldout_digest, scores.documents, phases.seconds
+        scores.rows,
+        params,
+        run.step,
+        corpus.heldout_bytes,
+        corpus.heldout_digest,
+        scores.documents,
+        epochs,
+        phases.seconds,
     )
 
 

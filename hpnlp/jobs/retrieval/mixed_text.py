@@ -149,7 +149,7 @@ def _log_probs(
     def rows(ids: jax.Array) -> jax.Array:
         odds = path_log_odds(jnp.broadcast_to(of_model, (len(ids), vocab)), ids)
         neighbours = (jnp.broadcast_to(x, (len(ids), *x.shape[1:])) for x in (near, count))
-        return -network.apply(gate, odds, *neighbours, ids, method="nll")
+        return -jnp.asarray(network.apply(gate, odds, *neighbours, ids, method="nll"))
 
     ids = jnp.arange(-(-vocab // ROWS) * ROWS, dtype=jnp.int32).reshape(-1, ROWS)
     return jax.lax.map(rows, jnp.minimum(ids, vocab - 1)).reshape(-1)[:vocab]

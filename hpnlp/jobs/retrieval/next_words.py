@@ -187,7 +187,7 @@ def _documents_of(source: Source, shard: int, shards: int) -> tuple[int, int]:
     return cuts[shard], source.stored if shard == shards - 1 else cuts[shard + 1]
 
 
-def _states(source: Source, parts: Sequence[Window]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+def _states(source: Source, parts: list[Window]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """`(windows so far, hidden states [n, D], tokens that follow [n])` of the positions that windows predict."""
     model, variables = source.run.model, collections(source.run.params)
     call = jax.jit(lambda variables, batch: model.apply(variables, batch, True, method="token_states")[0])
