@@ -9,9 +9,7 @@ Example::
 
 from __future__ import annotations
 
-import hashlib
 import os
-import tempfile
 from collections.abc import Iterable
 from typing import Any
 
@@ -129,27 +127,3 @@ def trained_tokenizer(spec: str, texts: Iterable[bytes], root: str, content: Any
     key = token_store.key_of([tokenizers.TRAINING_VERSION, spec, content])
     directory, _ = token_store.cached(root, f"tokenizer-{key}", write)
     return tokenizers.load(directory)
-
-
-def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """Hashes the files that a tokenizer saves, in a temporary directory.
-
-    Args:
-      tokenizer: The tokenizer.
-
-    Returns:
-      A digest in hexadecimal that is equal for tokenizers whose files are equal.
-
-    Raises:
-      InputError: The temporary directory cannot be written.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    try:
-        with tempfile.TemporaryDirectory() as directory:
-            tokenizer.save(os.path.join(directory, "tokenizer.json"))
-            for name in sorted(os.listdir(directory)):
-                with open(os.path.join(directory, name), "rb") as file:
-                    digest.update(file.read())
-    except OSError as error:
-        raise InputError(f"cannot write temporary files: {error}: free some space, or set TMPDIR elsewhere") from error
-    return digest.hexdigest()

@@ -7,9 +7,11 @@ word and hashing tokenizers are saved as a small JSON object, all others in the 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -277,3 +279,27 @@ def save_whole(tokenizer: Tokenizer, directory: str) -> None:
             os.replace(os.path.join(fresh, name), os.path.join(directory, name))
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """Hashes the files that a tokenizer saves, in a temporary directory.
+
+    Args:
+      tokenizer: The tokenizer.
+
+    Returns:
+      A digest in hexadecimal that is equal for tokenizers whose files are equal.
+
+    Raises:
+      InputError: The temporary directory cannot be written.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            tokenizer.save(os.path.join(directory, "tokenizer.json"))
+            for name in sorted(os.listdir(directory)):
+                with open(os.path.join(directory, name), "rb") as file:
+                    digest.update(file.read())
+    except OSError as error:
+        raise InputError(f"cannot write temporary files: {error}: free some space, or set TMPDIR elsewhere") from error
+    return digest.hexdigest()

@@ -14,7 +14,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from hpnlp.atomic_file import replaced
-from hpnlp.data.stream import tokenizer_digest
+from hpnlp.data.tokenizers import tokenizer_digest
 from hpnlp.models.knn_model import KnnModel
 from hpnlp.models.variables import weights_digest
 from hpnlp.retrieval.datastore import Datastore

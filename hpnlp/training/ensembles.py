@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpnlp.data.stream import tokenizer_digest
+from hpnlp.data.tokenizers import tokenizer_digest
 from hpnlp.models.ensemble import Ensemble, joined
 from hpnlp.training.run_directory import Run, load, make_model
 from hpnlp.types import InputError

@@ -19,7 +19,7 @@ from hpnlp.compress.distillation_terms import parse_terms
 from hpnlp.compress.layers import join_layers, split_layers
 from hpnlp.compress.weight_training import with_own
 from hpnlp.data.files import Progress, ignore_progress
-from hpnlp.data.stream import tokenizer_digest
+from hpnlp.data.tokenizers import tokenizer_digest
 from hpnlp.models import variables
 from hpnlp.models.encoder import Encoder
 from hpnlp.models.huggingface import convert

@@ -16,7 +16,7 @@ from hpnlp.compress.distillation import Extras
 from hpnlp.compress.files import has_weights
 from hpnlp.compress.weight_training import with_own
 from hpnlp.data import tokenizers
-from hpnlp.data.stream import tokenizer_digest
+from hpnlp.data.tokenizers import tokenizer_digest
 from hpnlp.models import variables
 from hpnlp.models.huggingface import convert
 from hpnlp.ops.weight import dense_tree

@@ -20,7 +20,8 @@ from hpnlp.data.examples.dataset import Examples
 from hpnlp.data.examples.ingest import ExampleIngest
 from hpnlp.data.examples.rows import FORMATS
 from hpnlp.data.files import Progress, ignore_progress
-from hpnlp.data.stream import tokenizer_digest, trained_tokenizer
+from hpnlp.data.stream import trained_tokenizer
+from hpnlp.data.tokenizers import tokenizer_digest
 from hpnlp.types import Tokenizer
 
 Made = TypeVar("Made", bound=Examples)

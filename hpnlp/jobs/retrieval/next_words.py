@@ -19,7 +19,7 @@ from hpnlp import tasks
 from hpnlp.atomic_file import replaced
 from hpnlp.data.corpus import Corpus
 from hpnlp.data.files import Progress, ignore_progress
-from hpnlp.data.stream import tokenizer_digest
+from hpnlp.data.tokenizers import tokenizer_digest
 from hpnlp.jobs.retrieval import gate as gates
 from hpnlp.jobs.retrieval.gate import Documents, Window
 from hpnlp.jobs.vector_files import VectorFile

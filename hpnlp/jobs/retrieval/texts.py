@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from hpnlp.atomic_file import replaced
-from hpnlp.data.stream import tokenizer_digest
+from hpnlp.data.tokenizers import tokenizer_digest
 from hpnlp.jobs.predictor import Example, Predictor
 from hpnlp.jobs.vector_files import write_vectors
 from hpnlp.models.variables import weights_digest
