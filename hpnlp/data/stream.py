@@ -23,7 +23,7 @@ from hpnlp.data.hashing_tokenizers import HashingTokenizer
 from hpnlp.data.ingest import Ingest
 from hpnlp.types import InputError, Tokenizer
 
-__all__ = ["Batches", "Corpus", "DataConfig", "prepare", "tokenizer_digest"]
+__all__ = ["Batches", "Corpus", "DataConfig", "prepare"]
 
 
 def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, progress: Progress | None = None) -> Corpus:
@@ -66,7 +66,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, progress: Pr
         return record
 
     directory, record = token_store.cached(
-        root, f"tokens-{token_store.key_of([content, tokenizer_digest(tokenizer)])}", write
+        root, f"tokens-{token_store.key_of([content, tokenizers.tokenizer_digest(tokenizer)])}", write
     )
     return Corpus(config, tokenizer, directory, record, is_cached)
 
