@@ -35,6 +35,13 @@ to stderr, and so is the number of texts that were cut to data.seq_len tokens.
 
 flags.DEFINE_string("to", None, "File to write, .npy; an older one is replaced.")
 flags.DEFINE_enum("dtype", "float32", ["float32", "float16", "int8"], "Dtype of the numbers in the file.")
+flags.DEFINE_enum(
+    "compute_dtype",
+    None,
+    ["float32", "bfloat16"],
+    "Dtype of the model's products; by default that of the training. Products of bfloat16 take half the time on CPUs with "
+    "instructions for them.",
+)
 flags.DEFINE_list(
     "fields", [], "Fields of records that hold the texts; by default those of the run's data, such as text."
 )
@@ -66,7 +73,7 @@ def run(argv: Sequence[str]) -> None:
     from hpnlp.jobs.vector_files import write_vectors
     from hpnlp.training.metrics import ProgressLines
 
-    predictor, without_text = Predictor(directory, step), sources.LeftOut()
+    predictor, without_text = Predictor(directory, step, f.compute_dtype), sources.LeftOut()
     kind = text_inputs.with_fields(predictor.text_kind, f.fields)
     inputs = TextInputs(kind, sources.LeftOut(), keeps_blank=True)
     total = sum(1 for _ in _examples(names, inputs)) if all(map(_is_regular, names)) else 0

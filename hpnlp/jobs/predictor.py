@@ -9,6 +9,7 @@ Example::
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -32,9 +33,10 @@ from hpnlp.training import ensembles, run_directory
 from hpnlp.types import InputError
 
 BATCH_SIZE = 32
+DTYPES = ("float32", "bfloat16")
 # Sequences are padded to one of these lengths, or to a multiple of the last one, so that few programs are compiled. Padding
-# costs as much time as tokens do: sequences of 13 to 256 tokens get at most a quarter of their tokens as padding.
-WIDTHS = (*range(4, 32, 4), *range(32, 64, 8), *range(64, 257, 16))
+# costs as much time as tokens do: sequences of 13 to 256 tokens get less than a quarter of their tokens as padding.
+WIDTHS = (*range(4, 64, 4), *range(64, 257, 16))
 
 # A text, the texts of a pair, or a record with the fields of the run's data.
 Example = str | Sequence[Any] | Mapping[str, Any]
@@ -50,19 +52,22 @@ class Predictor:
       run: The run: config, vocabulary, model and parameters.
     """
 
-    def __init__(self, run: str | os.PathLike[str], step: int | None = None) -> None:
+    def __init__(self, run: str | os.PathLike[str], step: int | None = None, dtype: str | None = None) -> None:
         """Loads the model of a run.
 
         Args:
           run: Directory of a run, or of a compressed or converted model.
           step: Step of the checkpoint; None for the best, or the newest if none was evaluated.
+          dtype: As for `hpnlp.load`.
 
         Raises:
-          InputError: The directory holds no run, or one that cannot be read.
+          InputError: As for `hpnlp.load`.
         """
         self.directory = os.fspath(run)
         with _quiet_libraries():
             self.run = run_directory.load(Path(run), step)
+        if dtype is not None:
+            self.run = dataclasses.replace(self.run, model=_with_dtype(self.run.model, dtype))
         self._task = tasks.find(self.run.config.task)
         params = jax.tree.map(jnp.asarray, self.run.params)
         labels = self.run.vocabulary.labels or ()
@@ -308,6 +313,15 @@ class Predictor:
         for start in range(0, len(order), batch_size):
             numbers = order[start : start + batch_size]
             yield numbers, self.run.model.config.needed_length(most) or width_for(int(lengths[numbers[-1]]), most)
+
+
+def _with_dtype(model: Any, dtype: str) -> Any:
+    """A model with another dtype of activations and products."""
+    if dtype not in DTYPES:
+        raise InputError(f"dtype={dtype!r}: expected {' or '.join(DTYPES)}")
+    if "dtype" not in (field.name for field in dataclasses.fields(model.config)):
+        raise InputError(f"dtype={dtype!r}: the model has no model.dtype that could change: leave it out")
+    return model.clone(config=dataclasses.replace(model.config, dtype=dtype))
 
 
 def _refuse(number: int, error: FieldError) -> None:

@@ -133,6 +133,16 @@ ERRORS = {
 }
 
 
+def test_products_of_bfloat16_change_vectors_by_their_rounding(run, dual_encoder, expected, tmp_path):
+    (tmp_path / "a.txt").write_text("\n".join(TEXTS) + "\n")
+    outcome = run("encode", dual_encoder, tmp_path / "a.txt", f"--to={tmp_path}/a.npy", "--compute_dtype=bfloat16")
+    assert outcome.code == 0, outcome.err
+    difference = np.abs(np.load(tmp_path / "a.npy") - expected).max()
+    assert 1e-5 < difference < 0.05
+    with pytest.raises(InputError, match="expected float32 or bfloat16"):
+        hpnlp.load(dual_encoder, dtype="float64")
+
+
 def test_invalid_input_is_refused_and_leaves_the_older_file(run, dual_encoder, tmp_path):
     save_run(tmp_path / "lm", "lm")
     (tmp_path / "a.txt").write_text("a\n")
