@@ -20,6 +20,7 @@ from hpnlp.training import config as configs
 from hpnlp.training import metrics
 from hpnlp.training import run_directory as runs
 from hpnlp.training.checkpoint import Checkpointer
+from hpnlp.types import InputError
 from tests import tiny
 
 TEXTS = ["the quick fox", "", "old, copper\tkettles" * 3, *(" ".join(tiny.WORDS[:n]) for n in (8, 2, 7, 3, 6))]
