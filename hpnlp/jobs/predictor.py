@@ -36,7 +36,7 @@ BATCH_SIZE = 32
 DTYPES = ("float32", "bfloat16")
 # Sequences are padded to one of these lengths, or to a multiple of the last one, so that few programs are compiled. Padding
 # costs as much time as tokens do: sequences of 13 to 256 tokens get less than a quarter of their tokens as padding.
-WIDTHS = (*range(4, 64, 4), *range(64, 257, 16))
+WIDTHS = (*range(4, 32, 4), *range(32, 64, 8), *range(64, 257, 16))
 
 # A text, the texts of a pair, or a record with the fields of the run's data.
 Example = str | Sequence[Any] | Mapping[str, Any]
