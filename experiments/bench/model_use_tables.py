@@ -22,14 +22,30 @@ def serving(rows: Rows) -> Lines:
 
 
 def sentence_vectors(rows: Rows) -> Lines:
-    """Texts per second, and the time relative to torch."""
+    """Speed over torch with its interval, and texts per second."""
     lines = []
     for row in rows:
         tokens = (
             f"{row['mean_tokens']:.0f} tokens" if row["lengths"] == "equal" else f"{row['most_tokens']} tokens or fewer"
         )
-        label = f"vectors of texts of {tokens}, batch {row['batch']}: time relative to BertModel of transformers"
-        lines.append((label, f"{row['ours_over_torch']:.2f} ({row['ours_per_second']:.0f} texts per second)"))
+        label = f"vectors of texts of {tokens}, batch {row['batch']}, {row['dtype']}: speed over BertModel of transformers"
+        low, high = row["interval"]
+        rates = f"{row['ours_per_second']:.0f} texts per second, {row['least_cosine_to_float32']:.4f} least cosine to float32"
+        lines.append((label, f"{row['speed_over_torch']:.2f} ({low:.2f} to {high:.2f}; {rates})"))
+    return lines
+
+
+def knn_lm(rows: Rows) -> Lines:
+    """Loss of held-out text with neighbours, and its difference to the model alone."""
+    lines = []
+    for row in rows:
+        about = f"{row['tokenizer']}, {row['layers']}, {row['keys']:,} keys"
+        bits = row["bits_per_byte"]
+        score = f"perplexity {row['perplexity']:.2f}" if bits is None else f"{bits:.3f} bits per byte"
+        change = ""
+        if row["half_interval"] is not None:
+            change = f"; {row['loss_difference']:+.4f} +- {row['half_interval']:.4f} nats per token"
+        lines.append((f"held-out text with nearest states, {about}: {row['what']}", score + change))
     return lines
 
 

@@ -20,6 +20,8 @@ from hpnlp.data.baselines import NAMES
 from hpnlp.plots import smooth
 
 Rows = Sequence[Mapping[str, Any]]
+# Lines of the compressors.
+STYLES: Any = (":", "-.", "--", (0, (1, 4)), (0, (5, 1)))
 # Vocabulary sizes of the corpora of experiments/softmax/.
 CORPORA = {"docs": "12,000", "code": "110,000", "whitespace": "400,000"}
 
@@ -32,10 +34,10 @@ def plot_demo(rows: Rows, path: Path) -> None:
     axes.plot(steps, bits, color="C0", alpha=0.25, linewidth=0.8)
     axes.plot(steps, smooth(bits.tolist()), color="C0", label="training, centred mean of 1/20 of the steps")
     axes.plot(steps[-1], row["heldout_bits_per_byte"], "o", color="C3", label="held-out")
-    for (field, name), style in zip(NAMES.items(), (":", "-.", "--"), strict=True):
+    for (field, name), style in zip(NAMES.items(), STYLES, strict=True):
         if row.get(field) is not None:
             axes.axhline(row[field], color="gray", linestyle=style, label=f"held-out: {name}")
-    axes.set(xlabel=f"step of {row['tokens'] // row['steps']:,} bytes", ylabel="bits per byte", ylim=(1, 5))
+    axes.set(xlabel=f"step of {row['tokens'] // row['steps']:,} bytes", ylabel="bits per byte", ylim=(0.9, 5))
     axes.legend(frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)

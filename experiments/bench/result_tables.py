@@ -36,15 +36,17 @@ def describe_ratio(name: str) -> str:
 
 def demo(rows: Rows) -> Lines:
     row = rows[0]
-    compressors = [f"{name} {row[field]:.3f}" for field, name in NAMES.items() if row.get(field) is not None]
+    path = row["config"]["data.path"]
+    name = "`make demo`" if path == "stdlib" else f"`make demo` of {path}"
+    compressors = [f"{label} {row[field]:.3f}" for field, label in NAMES.items() if row.get(field) is not None]
     lines = [
-        ("held-out bits per byte after `make demo`", f"{row['heldout_bits_per_byte']:.3f} ({', '.join(compressors)})"),
-        ("`make demo`: wall time from process start to report", f"{row['seconds']:.0f} s"),
+        (f"held-out bits per byte after {name}", f"{row['heldout_bits_per_byte']:.3f} ({', '.join(compressors)})"),
+        (f"{name}: wall time from process start to report", f"{row['seconds']:.0f} s"),
     ]
     if mixture := row.get("mixture"):
         scores = ", ".join(f"{r['name']} {r['bits']:.3f} ({r['text']})" for r in mixture["rows"][1:])
-        lines.append(("`make demo`: held-out bits per byte with an index of the training text", scores))
-        lines.append(("`make demo`: wall time of both commands", f"{row['wall_seconds']:.0f} s"))
+        lines.append((f"{name}: held-out bits per byte with an index of the training text", scores))
+        lines.append((f"{name}: wall time of both commands", f"{row['wall_seconds']:.0f} s"))
     return lines
 
 
@@ -512,5 +514,8 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "faults": faults,
     "serving": model_use_tables.serving,
     "sentence_vectors": model_use_tables.sentence_vectors,
+    "knn_lm": model_use_tables.knn_lm,
+    "demo_perl": demo,
+    "demo_documentation": demo,
     **dict.fromkeys(("commits", "commits-quiet"), commits),
 }
