@@ -28,7 +28,9 @@ def sentence_vectors(rows: Rows) -> Lines:
         tokens = (
             f"{row['mean_tokens']:.0f} tokens" if row["lengths"] == "equal" else f"{row['most_tokens']} tokens or fewer"
         )
-        label = f"vectors of texts of {tokens}, batch {row['batch']}, {row['dtype']}: speed over BertModel of transformers"
+        label = (
+            f"vectors of texts of {tokens}, batch {row['batch']}, {row['dtype']}: speed over BertModel of transformers"
+        )
         low, high = row["interval"]
         rates = f"{row['ours_per_second']:.0f} texts per second, {row['least_cosine_to_float32']:.4f} least cosine to float32"
         lines.append((label, f"{row['speed_over_torch']:.2f} ({low:.2f} to {high:.2f}; {rates})"))
