@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -93,6 +94,12 @@ class Gradients:
         (grads, (weight, sums, statistics)), carries = jax.lax.scan(accumulate, start, inputs)
         carry = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2).reshape(x.shape[1], -1, *x.shape[3:]), carries)
         return grads, (weight, self.with_auxiliary_losses(sums, statistics), statistics), carry
+
+    def parts_of_loss(self, batch: Batch) -> int:
+        """Number of parts of a batch that one loss encodes in turn: 1 unless it compares the examples of all parts."""
+        if not self.model.config.compares_examples:
+            return 1
+        return math.gcd(self.update.config.accumulate, len(jax.tree.leaves(batch)[0]))
 
     @property
     def _is_single_sum(self) -> bool:
@@ -317,8 +324,9 @@ class Gradients:
         gradient (`_shards`). `cotangent` is the result of `_statistics_cotangent` for a part of a batch; None for a whole one.
         """
         tables = sparse_rows.as_tables(self._with_shards(shards, params, ids), ids)
-        parts = self.update.config.accumulate if self._is_single_sum else 1
-        out = loss(self.model, variables.join(tables, buffers, self.frozen), batch, key, carry, parts)
+        out = loss(
+            self.model, variables.join(tables, buffers, self.frozen), batch, key, carry, self.parts_of_loss(batch)
+        )
         total = out.sum
         for name, (value, weight) in out.aux.items():
             if name.endswith("_loss"):

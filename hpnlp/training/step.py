@@ -419,7 +419,7 @@ class _StepFunctions:
         joined, model = variables.join(weights, None, frozen), self.gradients.model
 
         def sums_of(batch: Batch) -> tuple[dict[str, Any], Any]:
-            out = loss(model, joined, batch, None, carry)
+            out = loss(model, joined, batch, None, carry, self.gradients.parts_of_loss(batch))
             sums = {"loss": (out.sum, out.weight), **out.aux}
             return self.gradients.with_auxiliary_losses(sums, out.statistics), out.carry
 

@@ -375,6 +375,23 @@ def test_accumulation_compares_all_texts_of_a_batch():
     assert distance(jax.tree.map(lambda x: x * count, gradients), expected) < 1e-6
 
 
+def test_evaluation_encodes_the_parts_of_a_batch_in_turn():
+    """Otherwise the first evaluation of a run would need the memory that `optimizer.accumulate` saves."""
+    model, params = make(layers=1)
+    batch = jax.tree.map(lambda *x: np.concatenate(x), *(make_batch(seed=seed) for seed in range(8)))
+    results, sizes = [], []
+    for parts in (1, 8):
+        optimizer = OptimizerConfig("sgd", clip_norm=0.0, warmup=0, accumulate=parts)
+        trainer = make_trainer(model, optimizer, Plan("single"), steps=2, devices=jax.devices()[:1])
+        sums, _ = trainer.evaluate_next(params, batch, None)
+        results.append(jax.device_get(sums))
+        with trainer.evaluate_next.in_mesh():
+            program = trainer.evaluate_next.jitted.lower(params, batch, None).compile()
+        sizes.append(program.memory_analysis().temp_size_in_bytes)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), *results)
+    assert sizes[1] < 0.5 * sizes[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIELDS)
 def test_accumulation_on_devices_has_the_gradients_of_the_whole_batch(name):
