@@ -125,6 +125,8 @@ def _end(process: subprocess.Popen[bytes], parent: int) -> None:
 def _messages() -> Iterator[Any]:
     """The messages of the parent, lines of JSON, until null or until it closes the pipe."""
     for line in sys.stdin.buffer:
+        if not line.endswith(b"\n"):  # the parent was interrupted
+            return
         message = json.loads(line)
         if message is None:
             return
@@ -138,7 +140,10 @@ def _serve() -> None:
     os.dup2(2, 1)  # nothing else may write into the pipe
     tokenizers: Any = importlib.import_module("tokenizers")  # Any, as pyright does not find its classes
     messages = _messages()
-    form, encode_special_tokens, bpe = next(messages)
+    first = next(messages, None)
+    if first is None:
+        return
+    form, encode_special_tokens, bpe = first
     inner = tokenizers.Tokenizer.from_str(form)
     inner.encode_special_tokens = encode_special_tokens
     if bpe is not None:
@@ -156,4 +161,7 @@ def _serve() -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    try:
+        _serve()
+    except BrokenPipeError:  # the parent has ended, or was interrupted
+        os._exit(0)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpnlp.data import tokenizer_process
 from hpnlp.data.huggingface import HFTokenizer
 from hpnlp.data.tokenizer_process import TokenizerProcess
 from hpnlp.types import InputError
@@ -109,3 +111,20 @@ def test_a_fork_has_a_process_of_its_own():
         "code = os.waitpid(child, 0)[1] if child else 0; assert code == 0"
     )
     subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+
+
+@pytest.mark.parametrize("sent", [b"", b'["a", "b', None], ids=["nothing", "half a message", "closed replies"])
+def test_the_process_of_an_interrupted_parent_ends_without_a_traceback(tokenizer, sent):
+    form = json.dumps((tokenizer._inner.to_str(), False, None)).encode() + b"\n"
+    messages = (
+        form + json.dumps([text.decode() for text in TEXTS * 40]).encode() + b"\n"
+        if sent is None
+        else form * bool(sent)
+    )
+    command = [sys.executable, "-P", tokenizer_process.__file__]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, stderr=-1) as process:
+        if sent is None:
+            process.stdout.close()
+        process.stdin.write(messages + (sent or b""))
+        process.stdin.close()
+        assert process.stderr.read() == b"" and process.wait() == 0
