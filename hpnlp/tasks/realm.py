@@ -50,6 +50,9 @@ class DocumentVocabulary(Vocabulary):
         sizes = super().sizes
         return DocumentSizes(sizes.ids, sizes.stats, sizes.classes, sizes.masked_ids, self.documents)
 
+    def for_other_data(self) -> DocumentVocabulary:
+        return dataclasses.replace(self, documents=None)
+
     def save(self, workdir: Path) -> None:
         assert self.documents is not None
         self.documents.save(workdir)
@@ -74,7 +77,12 @@ class RetrievalLanguageModel(ExampleTask):
         self, data: HiddenSpansConfig, vocabulary: Vocabulary | None, progress: Progress | None = None
     ) -> ExamplesWithDocuments:
         tokenizer = None if vocabulary is None else vocabulary.tokenizer
-        return prepare_examples(data, None, tokenizer, progress, ExamplesWithDocuments)
+        examples = prepare_examples(data, None, tokenizer, progress, ExamplesWithDocuments)
+        documents = vocabulary.documents if isinstance(vocabulary, DocumentVocabulary) else None
+        if documents is not None:
+            texts = zip(documents.tokens, documents.lengths, strict=True)
+            examples.number_as([tokens[:length] for tokens, length in texts])
+        return examples
 
     def vocabulary(self, dataset: ExamplesWithDocuments) -> DocumentVocabulary:
         texts = dataset.documents

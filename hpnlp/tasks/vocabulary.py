@@ -53,6 +53,10 @@ class Vocabulary:
         ids = self.tokenizer.vocab_size
         return Sizes(ids, self.tokenizer.stats, len(self.labels or ()), max(ids, find_mask_id(self.tokenizer) + 1))
 
+    def for_other_data(self) -> Vocabulary:
+        """The vocabulary of a run that starts from this one's parameters, without what belongs to its data."""
+        return self
+
     def save(self, workdir: Path) -> None:
         """Writes the vocabulary to a run directory; neither a kill nor a full disk leaves an incomplete file.
 

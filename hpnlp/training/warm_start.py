@@ -260,6 +260,8 @@ def load_params(
     expected = shapes.params
     if source.is_run or variables.BUFFERS in params:
         expected = variables.join(shapes.params, shapes.buffers)
+    if of_data := getattr(model, "data_buffers", ()):
+        params = _with_buffers_of_data(params, trainer, of_data, key)
     extras = Extras.of_shapes(expected)
     if has_new_head := task not in ("", source.task):
         params = _with_new_head(params, trainer, source.model.head_params, key)
@@ -270,6 +272,14 @@ def load_params(
     if is_file or "weights" in expected or has_new_head or layers or extras != Extras():
         params = jax.tree.map(place, expected, params)
     return params, f"{origin}, with its tokenizer"
+
+
+def _with_buffers_of_data(params: Any, trainer: Trainer, names: Sequence[str], key: jax.Array | None) -> Any:
+    """Weights of the source, with initial values of the buffers that belong to its data."""
+    of_source, buffers = variables.split(params)
+    kept = {name: tree for name, tree in (buffers or {}).items() if name not in names}
+    initial = trainer.init(key).buffers or {}
+    return variables.join(of_source, {**kept, **{name: initial[name] for name in names if name in initial}})
 
 
 def _with_new_head(params: Any, trainer: Trainer, head: Sequence[str], key: jax.Array | None) -> Any:

@@ -126,7 +126,9 @@ class HiddenSpansConfig(ExampleConfig):
     text_field: str = option("text", "Field of records that holds the text.")
     answer_field: str = option("answer", "Field that holds the span of the text that is hidden.")
     document_field: str = option(
-        "document", "Field that holds a document. The different documents of all records are searched."
+        "document",
+        "Field that holds a document. The different documents of all records are searched, but for records that "
+        "heldout_examples sets aside.",
     )
     document_role: str = option(
         "gold",
@@ -188,6 +190,28 @@ class ExamplesWithDocuments(Examples):
             if number == len(self.documents):
                 self.documents.append(framed(document, self.tokenizer, 1 << 40))
             yield number
+
+    def number_as(self, documents: Sequence[np.ndarray]) -> None:
+        """Numbers documents as a run does, whose model searches them by their numbers.
+
+        Args:
+          documents: Token ids of the documents of the run, in their order.
+
+        Raises:
+          InputError: The data have a document that the run lacks.
+        """
+        known = {document.astype(np.int32).tobytes(): number for number, document in enumerate(documents)}
+        numbers = np.array(
+            [known.get(document.astype(np.int32).tobytes(), -1) for document in self.documents], np.int32
+        )
+        if (unknown := np.flatnonzero(numbers < 0)).size:
+            example = self.tokenizer.decode(self.documents[unknown[0]]).decode("utf-8", "replace")
+            raise InputError(
+                f"{unknown.size} of {len(numbers)} documents of the data are none of the {len(known)} that the run searches, "
+                f"such as {example!r:.60}: pass records with documents of its training data"
+            )
+        self._numbers = {side: numbers[own] for side, own in self._numbers.items()}
+        self.documents = list(documents)
 
     def _batch(self, side: str, numbers: np.ndarray, count: int, width: int | None = None) -> Batch:
         none = np.full(count, -1, np.int32)
