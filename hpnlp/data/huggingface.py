@@ -115,6 +115,7 @@ class HFTokenizer(Tokenizer):
             )
         self._inner = inner
         self._process: TokenizerProcess | None = None
+        self._characters = 0  # that were encoded so far
         self._form = form
         self._config = {**config, **(TOKENIZER_CONFIG if self.is_trained_here else {})}
         self._roles = {
@@ -165,8 +166,8 @@ class HFTokenizer(Tokenizer):
         process = _start_process(inner, bpe=trainer)
         try:
             trained = process.train(_without_long_runs(to_text(text)) for text in texts)
-        except ChildProcessError as error:
-            raise InputError(f"cannot make the vocabulary: {error}: free some memory") from error
+        except (ChildProcessError, ValueError) as error:
+            raise InputError(f"cannot make the vocabulary: {error}") from error
         # The special tokens are plain entries that no merge produces, not added tokens: "<eos>" in a text stays text.
         form = json.loads(trained)
         vocab = form["model"]["vocab"]
@@ -181,20 +182,26 @@ class HFTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         strings = [to_text(text) for text in texts]
-        if len(strings) >= _MANY_TEXTS or sum(map(len, strings)) >= _MUCH_TEXT:
+        size = sum(map(len, strings))
+        self._characters += size
+        # Not for some words alone, which are encoded before a process has started.
+        if size >= _MUCH_TEXT or (len(strings) >= _MANY_TEXTS and self._characters >= _MUCH_TEXT):
             return self._encode_in_process(strings)
         encoded = self._inner.encode_batch_fast(strings, add_special_tokens=False)
         return [np.array(e.ids, np.int32) for e in encoded]
 
     def _encode_in_process(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encodes texts in a process of their own, which is kept for further calls unless this one is interrupted."""
-        process, self._process = self._process, None  # after an interrupt, its next reply would be that to this call
+        process, self._process = (
+            self._process,
+            None,
+        )  # an interrupted call leaves its reply in the pipe, so that its process is not used again
         if process is None or process.parent != os.getpid():
             process = _start_process(self._inner, self._inner.encode_special_tokens)
         try:
             ids = process.encode(texts)
-        except ChildProcessError as error:
-            raise InputError(f"cannot encode the text: {error}: free some memory") from error
+        except (ChildProcessError, ValueError) as error:
+            raise InputError(f"cannot encode the text: {error}") from error
         self._process = process
         return ids
 
@@ -360,7 +367,7 @@ def _start_process(
     try:
         return TokenizerProcess(inner.to_str(), encode_special_tokens, bpe)
     except OSError as error:
-        raise InputError(f"cannot start a process for the tokenizer: {error}: free some memory") from error
+        raise InputError(f"cannot start a process for the tokenizer: {error}") from error
 
 
 def _sibling(path: str, name: str) -> str:

@@ -11,9 +11,10 @@ import contextlib
 import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -38,8 +39,15 @@ class TokenizerProcess:
           OSError: The process cannot be started.
         """
         self.parent = os.getpid()
+        if not sys.executable:
+            raise OSError("the interpreter that runs is not known (sys.executable is empty)")
+        # With -P, the modules beside this file do not hide others of their names, such as the package. In a group of its own,
+        # the process gets no Ctrl-C.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", os.path.abspath(__file__)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-P", os.path.abspath(__file__)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            process_group=0,
         )
         weakref.finalize(self, _end, self._process, self.parent)
         self._send((form, encode_special_tokens, bpe))
@@ -51,15 +59,17 @@ class TokenizerProcess:
           texts: The texts.
 
         Returns:
-          int32 ids of each text.
+          int32 ids of each text, parts of one array.
 
         Raises:
           ChildProcessError: The process has ended.
+          ValueError: The tokenizer cannot encode a text.
         """
-        self._send(list(texts))
+        self._send(texts)
         lengths = self._receive()
-        ids = self._read(4 * sum(lengths))
-        return np.split(np.frombuffer(bytearray(ids), np.int32), np.cumsum(lengths[:-1])) if lengths else []
+        ids = np.empty(sum(lengths), np.int32)
+        self._read(ids)
+        return np.split(ids, np.cumsum(lengths[:-1])) if lengths else []
 
     def train(self, texts: Iterable[str]) -> str:
         """Makes the vocabulary.
@@ -72,6 +82,7 @@ class TokenizerProcess:
 
         Raises:
           ChildProcessError: The process has ended.
+          ValueError: The package cannot make the vocabulary.
         """
         batch, size = [], 0
         for text in texts:
@@ -87,7 +98,8 @@ class TokenizerProcess:
     def _send(self, message: Any) -> None:
         assert self._process.stdin is not None  # a pipe
         try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.write(json.dumps(message, ensure_ascii=False).encode())
+            self._process.stdin.write(b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             self._fail()
@@ -97,24 +109,31 @@ class TokenizerProcess:
         line = self._process.stdout.readline()
         if not line.endswith(b"\n"):
             self._fail()
-        return json.loads(line)
+        reply = json.loads(line)
+        if isinstance(reply, dict):
+            raise ValueError(reply["error"])
+        return reply
 
-    def _read(self, size: int) -> bytes:
+    def _read(self, ids: np.ndarray) -> None:
+        """Fills an array."""
         assert self._process.stdout is not None  # a pipe
-        content = self._process.stdout.read(size)
-        if len(content) < size:
-            self._fail()
-        return content
+        view, done = memoryview(ids).cast("B") if len(ids) else memoryview(b""), 0
+        while done < len(view):
+            if not (count := self._process.stdout.readinto(view[done:])):
+                self._fail()
+            done += count
 
     def _fail(self) -> NoReturn:
         code = self._process.wait()
-        raise ChildProcessError(f"the process of the package tokenizers ended with code {code}")
+        fix = ": free some memory" if code < 0 else ""  # such as the code of a kill for want of memory
+        raise ChildProcessError(f"the process of the package tokenizers ended with code {code}{fix}")
 
 
 def _end(process: subprocess.Popen[bytes], parent: int) -> None:
-    """Closes the pipes, which ends the process."""
+    """Kills the process, which may be at work that nobody needs, or kept open by a fork of this one."""
     if os.getpid() != parent:  # a fork of the process that started it
         return
+    process.kill()
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         with contextlib.suppress(BrokenPipeError):
@@ -123,45 +142,55 @@ def _end(process: subprocess.Popen[bytes], parent: int) -> None:
 
 
 def _messages() -> Iterator[Any]:
-    """The messages of the parent, lines of JSON, until null or until it closes the pipe."""
+    """The messages of the parent, lines of JSON, until null. The process ends where the parent closes the pipe."""
     for line in sys.stdin.buffer:
         if not line.endswith(b"\n"):  # the parent was interrupted
-            return
+            break
         message = json.loads(line)
         if message is None:
             return
         yield message
+    os._exit(0)
+
+
+def _exit_after(parent: int) -> None:
+    """Exits within 0.5 s after the parent has ended, whose pipe a fork may keep open."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(0)
 
 
 def _serve() -> None:
     """Answers the messages of the parent, in the process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent decides
+    threading.Thread(target=_exit_after, args=(os.getppid(),), daemon=True).start()
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing else may write into the pipe
-    tokenizers: Any = importlib.import_module("tokenizers")  # Any, as pyright does not find its classes
     messages = _messages()
-    first = next(messages, None)
-    if first is None:
-        return
-    form, encode_special_tokens, bpe = first
-    inner = tokenizers.Tokenizer.from_str(form)
-    inner.encode_special_tokens = encode_special_tokens
-    if bpe is not None:
-        texts = (text for batch in messages for text in batch)
-        inner.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(**bpe))
-        replies.write(json.dumps(inner.to_str()).encode() + b"\n")
+    form, encode_special_tokens, bpe = next(messages)
+
+    def reply(message: Any, *arrays: np.ndarray) -> None:
+        replies.write(json.dumps(message).encode() + b"\n")
+        for array in arrays:
+            replies.write(array.tobytes())
         replies.flush()
-        return
-    for texts in messages:
-        encoded = [e.ids for e in inner.encode_batch_fast(texts, add_special_tokens=False)]
-        replies.write(json.dumps([*map(len, encoded)]).encode() + b"\n")
-        for ids in encoded:
-            replies.write(np.array(ids, np.int32).tobytes())
-        replies.flush()
+
+    try:
+        tokenizers: Any = importlib.import_module("tokenizers")  # Any, as pyright does not find its classes
+        inner = tokenizers.Tokenizer.from_str(form)
+        inner.encode_special_tokens = encode_special_tokens
+        if bpe is not None:
+            texts = (text for batch in messages for text in batch)
+            inner.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(**bpe))
+            reply(inner.to_str())
+            return
+        for texts in messages:
+            encoded = [np.array(e.ids, np.int32) for e in inner.encode_batch_fast(texts, add_special_tokens=False)]
+            reply([*map(len, encoded)], *encoded)
+    except BrokenPipeError:  # the parent has ended, or was interrupted
+        os._exit(0)
+    except Exception as error:  # of the package, which the parent raises
+        reply({"error": f"{type(error).__name__}: {error}"})
 
 
 if __name__ == "__main__":
-    try:
-        _serve()
-    except BrokenPipeError:  # the parent has ended, or was interrupted
-        os._exit(0)
+    _serve()

@@ -34,10 +34,6 @@ from hpnlp.types import InputError
 
 BATCH_SIZE = 32
 DTYPES = ("float32", "bfloat16")
-# Sequences are padded to one of these lengths, or to a multiple of the last one, so that few programs are compiled. Padding
-# costs as much time as tokens do: sequences of 13 to 256 tokens get less than a quarter of their tokens as padding.
-WIDTHS = (*range(4, 32, 4), *range(32, 64, 8), *range(64, 257, 16))
-
 # A text, the texts of a pair, or a record with the fields of the run's data.
 Example = str | Sequence[Any] | Mapping[str, Any]
 
@@ -166,7 +162,11 @@ class Predictor:
         """
         vectors, cut = self.encode_valid(texts, batch_size, _refuse)
         self._warn_of_cut(cut, len(vectors))
-        return np.stack([*vectors.values()]).astype(np.float32) if vectors else np.zeros((0, 0), np.float32)
+        return (
+            np.stack([*vectors.values()]).astype(np.float32)
+            if vectors
+            else np.zeros((0, self.run.model.config.dim), np.float32)
+        )
 
     def encode_valid(
         self, texts: Sequence[Example], batch_size: int, report_bad: Callable[[int, FieldError], None]
@@ -185,7 +185,7 @@ class Predictor:
           InputError: As for `encode`.
         """
         if isinstance(self.text_kind, Texts) and not isinstance(texts, str | bytes):
-            texts = [text if isinstance(text, str | Mapping) else text[0] for text in texts]
+            texts = [text[0] if isinstance(text, list | tuple) and text else text for text in texts]
 
         def encode(trained: TrainedModel, batch: Mapping[str, np.ndarray], values: Sequence[Any]) -> list[np.ndarray]:
             return list(self._task.encode(trained, batch)[: len(values)])
@@ -341,7 +341,10 @@ def _quiet_libraries() -> Iterator[None]:
 
 
 def width_for(length: int, most: int) -> int:
-    """The length to which sequences are padded.
+    """The length to which sequences are padded, so that few programs are compiled.
+
+    Padding costs as much time as tokens do: longer sequences than 12 tokens get less than a quarter of their tokens as padding,
+    and longer ones than 128 less than an eighth.
 
     Args:
       length: Tokens of the longest sequence.
@@ -350,5 +353,6 @@ def width_for(length: int, most: int) -> int:
     Returns:
       At least `length`, at most `most`.
     """
-    width = next((width for width in WIDTHS if width >= length), -(-length // WIDTHS[-1]) * WIDTHS[-1])
-    return min(width, most)
+    steps_of_octave = 4 if length <= 128 else 8
+    step = max(4, (1 << (length - 1).bit_length()) // (2 * steps_of_octave))
+    return min(-(-length // step) * step, most)

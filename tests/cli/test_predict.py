@@ -172,10 +172,11 @@ def test_predictions_do_not_depend_on_the_batch(classifier):
 
 
 def test_padding_is_at_most_a_quarter_of_a_text():
-    widths = [predictor.width_for(length, 2048) for length in range(1, 257)]
-    assert all(width >= length for length, width in enumerate(widths, 1)) and len(set(widths)) == 16
-    assert all(4 * (width - length) <= length for length, width in enumerate(widths, 1) if length > 28)
-    assert predictor.width_for(300, 2048) == 512 and predictor.width_for(33, 34) == 34
+    widths = [predictor.width_for(length, 2048) for length in range(1, 2000)]
+    assert all(width >= length for length, width in enumerate(widths, 1)) and len(set(widths[:256])) == 24
+    assert all(4 * (width - length) < length for length, width in enumerate(widths, 1) if length > 12)
+    assert all(8 * (width - length) < length for length, width in enumerate(widths, 1) if length > 128)
+    assert widths[18] == 20 and widths[129] == 144 and widths[256] == 288 and predictor.width_for(33, 34) == 34
 
 
 def test_language_models_generate(language_model):
@@ -247,6 +248,12 @@ def test_invalid_arguments_raise(classifier, language_model):
         model.predict("a text")
     with pytest.raises(InputError, match="text 1 field 'review' is a int"):
         model.predict(["a", 3])
+    for text in ([], None, [[]]):
+        with pytest.raises(InputError, match="text 0 "):
+            model.encode([text])
+        with pytest.raises(InputError, match="text 0 "):
+            model.predict([text])
+    assert model.encode([]).shape == (0, 16)
     with pytest.raises(InputError, match="batch_size=0"):
         model.predict(["a"], batch_size=0)
     with pytest.raises(InputError, match="generate continues prompts with runs of task='lm' or 'rnn_lm'"):

@@ -12,12 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpnlp.data import tokenizer_process
+from hpnlp.data import huggingface, tokenizer_process
 from hpnlp.data.huggingface import HFTokenizer
 from hpnlp.data.tokenizer_process import TokenizerProcess
 from hpnlp.types import InputError
 
 TEXTS = [f"text {i} of many: naïve <eos> words, 世界\n".encode() for i in range(300)]
+
+
+@pytest.fixture(autouse=True)
+def little_is_much(monkeypatch):
+    monkeypatch.setattr(huggingface, "_MUCH_TEXT", 4000)
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +90,12 @@ def test_the_process_ends_with_its_tokenizer(tokenizer):
     assert process.poll() is None
     del other
     gc.collect()
-    assert process.poll() == 0
+    assert process.poll() == -signal.SIGKILL
 
 
 def test_the_process_ends_with_a_parent_that_is_killed():
     code = (
-        "import os, signal; from hpnlp.data.huggingface import HFTokenizer; texts = [b'some words'] * 300; "
+        "import os, signal; from hpnlp.data.huggingface import HFTokenizer; texts = [b'some words ' * 99] * 300; "
         "t = HFTokenizer.train(300, texts); t.encode_batch(texts); print(t._process._process.pid, flush=True); "
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -105,12 +110,42 @@ def test_the_process_ends_with_a_parent_that_is_killed():
 
 def test_a_fork_has_a_process_of_its_own():
     code = (
-        "import os; import numpy as np; from hpnlp.data.huggingface import HFTokenizer; texts = [b'some words'] * 300; "
+        "import os; import numpy as np; from hpnlp.data.huggingface import HFTokenizer; texts = [b'some words ' * 99] * 300; "
         "t = HFTokenizer.train(300, texts); expected = t.encode_batch(texts); child = os.fork(); "
         "assert all(map(np.array_equal, t.encode_batch(texts), expected)); "
         "code = os.waitpid(child, 0)[1] if child else 0; assert code == 0"
     )
     subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+
+
+def test_a_fork_that_lives_does_not_hold_up_the_end_of_the_process():
+    code = (
+        "import os, time; from hpnlp.data.huggingface import HFTokenizer; texts = [b'some words ' * 99] * 300; "
+        "t = HFTokenizer.train(300, texts); t.encode_batch(texts); child = os.fork(); "
+        "child or (time.sleep(60), os._exit(0)); begun = time.monotonic(); del t; print(time.monotonic() - begun); "
+        "os.kill(child, 9); os.waitpid(child, 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=120, check=True)
+    assert float(done.stdout) < 10
+
+
+def test_texts_that_cannot_be_read_end_the_making_of_a_vocabulary():
+    def texts():
+        yield from TEXTS * 40
+        raise InputError("no text")
+
+    begun = time.monotonic()
+    with pytest.raises(InputError, match="no text"):
+        HFTokenizer.train(30_000, texts())
+    assert time.monotonic() - begun < 20
+
+
+def test_errors_of_the_package_are_named(tokenizer):
+    form = json.loads(tokenizer._inner.to_str())
+    form["model"] = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
+    form["pre_tokenizer"], form["post_processor"], form["decoder"] = {"type": "Whitespace"}, None, None
+    with pytest.raises(InputError, match=r"cannot encode the text: .*Missing \[UNK\] token"):
+        HFTokenizer(type(tokenizer._inner).from_str(json.dumps(form)), {}).encode_batch(TEXTS)
 
 
 @pytest.mark.parametrize("sent", [b"", b'["a", "b', None], ids=["nothing", "half a message", "closed replies"])

@@ -9,7 +9,7 @@ import numpy as np
 
 from hpnlp.data.examples.fields import TYPES, Column, FieldError
 from hpnlp.data.examples.kind import Kind
-from hpnlp.types import InputError, Tokenizer
+from hpnlp.types import Tokenizer
 
 
 def _refuse(number: int, error: FieldError) -> None:
@@ -106,13 +106,15 @@ def as_record(kind: Kind, text: Any) -> Mapping[str, Any]:
       Name of a field -> value.
 
     Raises:
-      InputError: Another number of texts than examples of this kind have.
+      FieldError: Another number of texts than examples of this kind have.
     """
     if isinstance(text, Mapping):
         return text
     columns: Sequence[Column] = kind.inputs
     fields = [text] if len(columns) == 1 else text
-    if len(columns) > 1 and (isinstance(text, str | bytes) or len(fields) != len(columns)):
+    if len(columns) > 1 and (
+        isinstance(text, str | bytes) or not isinstance(text, Sequence) or len(text) != len(columns)
+    ):
         names = ", ".join(column.name for column in columns)
-        raise InputError(f"{text!r:.80}: expected {len(columns)} texts ({names}): pass ({names})")
+        raise FieldError(f"is {text!r:.80}: expected {len(columns)} texts ({names}): pass ({names})")
     return {column.name: field for column, field in zip(columns, fields, strict=True)}
