@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
+from typing import ClassVar
 
 from hpnlp.data.config import check_heldout, check_sizes
 from hpnlp.data.examples.bags import LabelledBags
 from hpnlp.data.examples.hashed import HashedTexts
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Classification, Pairs, Seq2Seq, Tagging
+from hpnlp.data.examples.labelled_pairs import GradedPairs, LabelledPairs
 from hpnlp.data.examples.trees import Trees
 from hpnlp.types import InputError, option
 
@@ -28,6 +31,8 @@ LABELLED_FIELDS = ("text_field", "pair_field", "texts_field", "words_field", "no
 @dataclasses.dataclass(frozen=True)
 class ExampleConfig(abc.ABC):
     """Examples to read, and how they are split, tokenised and cut into batches: the fields that all kinds share."""
+
+    optional_fields: ClassVar[tuple[str, ...]] = ("group_field", "pair_field")  # names of fields that may be ""
 
     path: str = option(
         "",
@@ -95,7 +100,7 @@ class ExampleConfig(abc.ABC):
                 f"data.heldout_examples={self.heldout_examples}: expected a number of examples, or 0 for all"
             )
         for name in (field.name for field in dataclasses.fields(self) if field.name.endswith("_field")):
-            if not getattr(self, name) and name not in ("group_field", "pair_field"):
+            if not getattr(self, name) and name not in self.optional_fields:
                 raise InputError(f'data.{name}="": expected the name of a field')
         check_label_field(self)
         if not self.path:
@@ -307,7 +312,9 @@ class Seq2SeqConfig(ExampleConfig):
 
 @dataclasses.dataclass(frozen=True)
 class PairsConfig(ExampleConfig):
-    """Pairs of texts that belong together."""
+    """Pairs of texts that belong together, or have a label or a grade."""
+
+    optional_fields: ClassVar[tuple[str, ...]] = ("group_field", "pair_field", "label_field")
 
     path: str = option(
         "stdlib_docstrings",
@@ -330,6 +337,16 @@ class PairsConfig(ExampleConfig):
         "",
         "Fields, separated by commas, that hold further texts, which do not belong to the first (hard negatives), as in "
         "negative_1,negative_2; '' for none.",
+    )
+    label_field: str = option(
+        "",
+        "Field of a label of the pair (a string, a whole number or a boolean), for model.loss=softmax; or, with label_range, "
+        "of a number, for model.loss=cosine. '' for the other losses.",
+    )
+    label_range: str = option(
+        "",
+        "The lowest and the highest number in label_field, separated by a comma, as 0,5: similarities of 0 and 1, and numbers "
+        "between them in proportion. '' for labels.",
     )
     graded_path: str = option(
         "",
@@ -354,6 +371,17 @@ class PairsConfig(ExampleConfig):
                 f"data.negative_fields={self.negative_fields!r}: expected names of different fields, separated by commas, and "
                 "none of data.text_field and data.pair_field"
             )
+        if self.label_range and not self.label_field:
+            raise InputError(
+                f"data.label_range={self.label_range!r}, and data.label_field='' names no field with numbers: set it, or leave "
+                "out data.label_range"
+            )
+        if self.label_field and self.negative_fields:
+            raise InputError(
+                f"data.negative_fields={self.negative_fields!r}, data.label_field={self.label_field!r}: pairs with labels or "
+                "grades have no hard negatives: leave out one of the two"
+            )
+        self.grade_range()
 
     def negatives(self) -> tuple[str, ...]:
         """Names of the fields of hard negatives.
@@ -363,5 +391,29 @@ class PairsConfig(ExampleConfig):
         """
         return tuple(name.strip() for name in self.negative_fields.split(",")) if self.negative_fields else ()
 
+    def grade_range(self) -> tuple[float, float] | None:
+        """The numbers that are similarities of 0 and 1.
+
+        Returns:
+          Those of `label_range`; None if it is "".
+
+        Raises:
+          InputError: They are no two ascending numbers.
+        """
+        if not self.label_range:
+            return None
+        try:
+            least, most = map(float, self.label_range.split(","))
+        except ValueError:
+            least = most = math.nan
+        if not -math.inf < least < most < math.inf:
+            raise InputError(f"data.label_range={self.label_range!r}: expected two ascending numbers, as 0,5")
+        return least, most
+
     def kind(self) -> Kind:
-        return Pairs(self.text_field, self.pair_field, self.distinct, self.negatives())
+        if not self.label_field:
+            return Pairs(self.text_field, self.pair_field, self.distinct, self.negatives())
+        if (grades := self.grade_range()) is not None:
+            texts = (self.text_field, self.pair_field, self.distinct)
+            return GradedPairs(*texts, grade_field=self.label_field, grade_range=grades)
+        return LabelledPairs(self.text_field, self.pair_field, self.distinct, label_field=self.label_field)

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 from hpnlp.data import sources
 from hpnlp.data.examples.config import PairsConfig
-from hpnlp.data.examples.fields import Column, FieldError
-from hpnlp.data.examples.kinds import Pairs
+from hpnlp.data.examples.fields import FieldError
+from hpnlp.data.examples.labelled_pairs import GradedPairs
 from hpnlp.data.examples.rows import FORMATS, RowReader
 from hpnlp.data.examples.unlabelled import Unlabelled
 from hpnlp.data.sources import LeftOut
 from hpnlp.types import InputError, Tokenizer
-
-
-@dataclasses.dataclass(frozen=True)
-class _GradedPairs(Pairs):
-    """Two texts and a number. Records have no hard negatives."""
-
-    grade_field: str = "score"
-
-    @property
-    def columns(self) -> tuple[Column, ...]:
-        return *super().columns[:2], Column(self.grade_field, "grade_field", "number")
-
-    def placeholders(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {}
 
 
 def read_graded(config: PairsConfig, tokenizer: Tokenizer) -> tuple[Unlabelled, np.ndarray]:
@@ -45,7 +27,7 @@ def read_graded(config: PairsConfig, tokenizer: Tokenizer) -> tuple[Unlabelled, 
     Raises:
       InputError: A file cannot be read or holds an invalid record, or all grades are equal.
     """
-    kind = _GradedPairs(config.text_field, config.pair_field, grade_field=config.grade_field)
+    kind = GradedPairs(config.text_field, config.pair_field, grade_field=config.grade_field, argument="grade_field")
     reader = RowReader(kind, "", LeftOut(), config.skip_bad_lines)
     found = sources.find(config.graded_path, "data.graded_path", FORMATS)
     rows = [row for source in found for row in reader.read(source)]

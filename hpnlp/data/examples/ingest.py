@@ -98,7 +98,7 @@ class ExampleIngest:
           A JSON-able value.
         """
         options = [self.group_field, self.heldout_fraction, self.heldout_examples, self.skip_bad_lines]
-        options += ["distinct"] if self.kind.distinct else []
+        options += self.kind.stored_options()
         options += ["fold_labels"] if self.fold_labels else []
         files = [
             [[source.walked, [[file.path, file.name] for file in source.files]] for source in group]
@@ -310,10 +310,10 @@ class _Writing:
                 self._done += sum(map(len, raw))
                 self._progress("tokenising", min(self._done, self._total), self._total)
                 if train is None or is_scored:
-                    fraction = candidates.add(row, parts, raw, stored)
+                    fraction = candidates.add(row, parts, raw, stored, kind.grade(row.values))
                     self.examination.add_scored(candidates.name, fraction, row.where, raw, names)
                 else:
-                    train.add(parts, raw, stored)
+                    train.add(parts, raw, stored, kind.grade(row.values))
                     self.classes.count(labels)
                     self.examination.add_training(row.where, raw, names)
         if is_empty:
@@ -360,9 +360,16 @@ class _Candidates:
     def __exit__(self, *error: object) -> None:
         self._writer.__exit__(*error)
 
-    def add(self, row: Row, parts: Sequence[np.ndarray], texts: Sequence[bytes], labels: np.ndarray) -> float:
+    def add(
+        self,
+        row: Row,
+        parts: Sequence[np.ndarray],
+        texts: Sequence[bytes],
+        labels: np.ndarray,
+        grade: float | None,
+    ) -> float:
         """Appends an example, see `ExampleWriter.add`, and returns the hash of its group."""
-        self._writer.add(parts, texts, labels)
+        self._writer.add(parts, texts, labels, grade)
         self._fractions.append(hash_fraction(row.group))
         return self._fractions[-1]
 
@@ -382,7 +389,8 @@ class _Candidates:
             for number in np.sort(order).tolist():
                 parts = range(kind.parts)
                 texts = [stored.text(number, part) for part in parts]
-                writer.add([stored.part(number, part) for part in parts], texts, stored.labels(number))
+                grade = stored.grade(number) if stored.has_grades else None
+                writer.add([stored.part(number, part) for part in parts], texts, stored.labels(number), grade)
         for file in os.listdir(directory):
             if file.startswith("candidates."):
                 os.remove(os.path.join(directory, file))

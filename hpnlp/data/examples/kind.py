@@ -25,6 +25,10 @@ class TokenisedExamples(Protocol):
         """Labels of one example; see `StoredExamples.labels`."""
         ...
 
+    def grade(self, number: int) -> float:
+        """Grade of one example; see `StoredExamples.grade`."""
+        ...
+
 
 class Kind(abc.ABC):
     """The form of the examples of one kind of task.
@@ -105,6 +109,25 @@ class Kind(abc.ABC):
           Names of classes.
         """
         return []
+
+    def grade(self, values: Mapping[str, Any]) -> float | None:
+        """Number to store with an example.
+
+        Args:
+          values: As for `texts`.
+
+        Returns:
+          The number; None for kinds without one.
+        """
+        return None
+
+    def stored_options(self) -> list[Any]:
+        """Options on which stored examples depend, besides the names of the fields.
+
+        Returns:
+          JSON-able values.
+        """
+        return ["distinct"] if self.distinct else []
 
     def pieces(self, values: Mapping[str, Any]) -> list[str]:
         """Texts to tokenise.

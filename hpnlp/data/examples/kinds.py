@@ -352,7 +352,7 @@ class Pairs(Kind):
         return {column.key: values["pair_field"] for column in self.columns[2:]}
 
     def texts(self, values: Mapping[str, Any]) -> list[str]:
-        return [values[column.key] for column in self.columns]
+        return [values[column.key] for column in self.columns if column.type == "text"]
 
     def join(self, ids: Sequence[np.ndarray], labels: np.ndarray) -> tuple[Sequence[np.ndarray], np.ndarray]:
         ids, labels = super().join(ids, labels)

@@ -32,25 +32,29 @@ class ExampleWriter:
         """
         self.examples = 0
         self._classes = classes
-        self._label_count = 0
+        self._label_count = self._grade_count = 0
         self._hash = hashlib.blake2b(digest_size=16)
         self._tokens = TokenWriter(directory, name, vocab_size, keep_raw=True)
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(self._tokens)
         self._files = {
-            array: self._create(os.path.join(directory, f"{name}.{array}")) for array in ("labels", "label_ends")
+            array: self._create(os.path.join(directory, f"{name}.{array}"))
+            for array in ("labels", "label_ends", "grades")
         }
 
     def _create(self, path: str) -> BinaryIO:
         return self._stack.enter_context(open(path, "wb"))
 
-    def add(self, parts: Sequence[np.ndarray], texts: Sequence[bytes], labels: np.ndarray) -> None:
+    def add(
+        self, parts: Sequence[np.ndarray], texts: Sequence[bytes], labels: np.ndarray, grade: float | None = None
+    ) -> None:
         """Appends one example.
 
         Args:
           parts: Token ids of each text.
           texts: The original bytes of each text.
           labels: Class ids, integers.
+          grade: A number, of all examples or of none.
         """
         for ids, text in zip(parts, texts, strict=True):
             self._tokens.add(ids, 1, text)
@@ -59,7 +63,12 @@ class ExampleWriter:
         self._files["label_ends"].write(np.array([self._label_count], np.int64).tobytes())
         has_label = labels != NO_LABEL
         names = [self._classes[label] for label in labels[has_label].tolist()]
-        self._hash.update(json.dumps([len(labels), np.flatnonzero(has_label).tolist(), names]).encode())
+        content = [len(labels), np.flatnonzero(has_label).tolist(), names]
+        if grade is not None:
+            self._files["grades"].write(np.float32(grade).tobytes())
+            self._grade_count += 1
+            content.append(float(np.float32(grade)))
+        self._hash.update(json.dumps(content).encode())
         self.examples += 1
 
     def record(self) -> dict[str, Any]:
@@ -72,6 +81,7 @@ class ExampleWriter:
         return {
             "examples": self.examples,
             "labels": self._label_count,
+            "grades": self._grade_count,
             "tokens": tokens,
             "digest": key_of([tokens["digest"], self._hash.hexdigest()]),
         }
@@ -89,6 +99,7 @@ class StoredExamples:
     Attributes:
       count: Number of examples.
       parts: Number of texts per example.
+      has_grades: Whether each example has a number.
       digest: Digest of token ids and labels.
     """
 
@@ -109,6 +120,9 @@ class StoredExamples:
         prefix = os.path.join(directory, name)
         self._labels = map_array(f"{prefix}.labels", np.int32, record["labels"])
         self._label_ends = map_array(f"{prefix}.label_ends", np.int64, self.count)
+        # Caches of early versions have no grades.
+        self._grades = map_array(f"{prefix}.grades", np.float32, record.get("grades", 0))
+        self.has_grades = len(self._grades) > 0
         self._classes = np.append(classes, NO_LABEL).astype(np.int32)  # index -1 is NO_LABEL
 
     def part(self, number: int, part: int) -> np.ndarray:
@@ -178,6 +192,25 @@ class StoredExamples:
           Class ids, int32.
         """
         return self._classes[self._labels]
+
+    def grade(self, number: int) -> float:
+        """Number of one example.
+
+        Args:
+          number: Number of the example, of a kind with grades.
+
+        Returns:
+          The grade.
+        """
+        return float(self._grades[number])
+
+    def all_grades(self) -> np.ndarray:
+        """Numbers of all examples.
+
+        Returns:
+          float32 `[n]`; `[0]` for kinds without grades.
+        """
+        return self._grades
 
     def lengths(self) -> Iterator[np.ndarray]:
         """Numbers of tokens of the texts, for some thousands of examples at a time.

@@ -69,6 +69,10 @@ class Unlabelled:
         """Class 0 in the place of each label; see `StoredExamples.labels`."""
         return self._labels[number]
 
+    def grade(self, number: int) -> float:
+        """0 in the place of a grade; see `StoredExamples.grade`."""
+        return 0.0
+
 
 def converted(kind: Kind, record: Mapping[str, Any]) -> dict[str, Any]:
     """Checks and converts the fields of a record that a prediction reads.
