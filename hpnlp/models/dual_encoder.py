@@ -1,4 +1,4 @@
-"""Dual encoder: two towers whose vectors of texts that belong together are similar, trained with in-batch negatives."""
+"""Dual encoder: two towers whose vectors of similar texts are similar, trained with negatives, labels or grades of pairs."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from hpnlp.layer_report import LayerReport
 from hpnlp.model_parallel import ModelParallel
-from hpnlp.models.backbone import Backbone, BackboneConfig
+from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.encoder import EncoderConfig
 from hpnlp.models.grad_cache import Encoded
 from hpnlp.models.layer_statistics import OfSeveralStacks
-from hpnlp.models.prediction import Batch
-from hpnlp.nn.attention import Context
-from hpnlp.nn.layers import Embed, param
-from hpnlp.nn.pooling import POOLINGS, Pooling
+from hpnlp.models.pair_losses import cosine_losses, pair_features, softmax_losses
+from hpnlp.models.prediction import Batch, classification_metrics
+from hpnlp.models.ranges import LIMITS
+from hpnlp.models.tower import INPUTS, Tower
+from hpnlp.nn.layers import Dense, param
+from hpnlp.nn.pooling import POOLINGS
 from hpnlp.ops.counter_rng import mix
-from hpnlp.spec import did_you_mean
+from hpnlp.spec import did_you_mean, shortened
 from hpnlp.types import InputError, LossOut, WordStats, option
 
-LOSSES = ("contrastive", "triplet")
+LOSSES = ("contrastive", "triplet", "softmax", "cosine")
+LOSSES_OF_NEGATIVES = ("contrastive", "triplet")  # the other losses are of single pairs, with a label or a grade
 NEGATIVES = ("batch", "part")
-INPUTS = ("tokens", "segment_ids", "positions")
 MAX_NEGATIVE_TEXTS = 64
 PAIR = "pair_"  # beginning of the names of the second texts' arrays
 HASH_SEEDS = (0x243F6A88, 0x85A308D3)  # of the two hashes of a text
@@ -41,6 +43,19 @@ class DualEncoderConfig(BackboneConfig):
     """Two bidirectional towers of one form, each of which makes a vector of a text."""
 
     least_layers: ClassVar[int] = 0
+    # Training may go on from a run with another loss (`train.init_from`): its fields do not change the vectors, and its own
+    # parameters begin anew.
+    free_fields: ClassVar[tuple[str, ...]] = (
+        "loss",
+        "classes",
+        "margin",
+        "temperature",
+        "negative_texts",
+        "learn_temperature",
+        "symmetric",
+        "negatives",
+    )
+    loss_params: ClassVar[tuple[str, ...]] = ("classifier", "log_scale")
 
     pooling: str = option("mean", "An entry of POOLINGS: how the hidden states of a text become one vector.")
     token_types: int = option(
@@ -51,9 +66,12 @@ class DualEncoderConfig(BackboneConfig):
     shared: bool = option(True, "Both texts of a pair pass the same tower; otherwise each has a tower of its own.")
     loss: str = option(
         "contrastive",
-        '"contrastive", the cross-entropy of the partner among the partners and hard negatives of the batch; or "triplet", by '
-        "how much the distance to the partner plus the margin exceeds that to each hard negative of the same text.",
+        '"contrastive", the cross-entropy of the partner among the partners and hard negatives of the batch; "triplet", by '
+        "how much the distance to the partner plus the margin exceeds that to each hard negative of the same text; "
+        '"softmax", the cross-entropy of a label of the pair by a dense layer over both vectors and their absolute difference; '
+        'or "cosine", the squared difference of the cosine of both vectors and a grade from 0 to 1.',
     )
+    classes: int = option(0, "Number of labels of the loss softmax; 0 for the number of labels in the data.")
     margin: float = option(1.0, "Margin of the triplet loss: Euclidean distances of the vectors are 0 to 2.")
     temperature: float = option(0.05, "Divisor of the cosine similarities; its initial value if it is learned.")
     negative_texts: int = option(
@@ -80,9 +98,19 @@ class DualEncoderConfig(BackboneConfig):
             raise InputError(f"model.loss={self.loss!r}: {did_you_mean(self.loss, LOSSES)}")
         if not 0 < self.margin <= 2:
             raise InputError(f"model.margin={self.margin}: expected more than 0, and at most 2")
-        if self.loss == "triplet" and self.learn_temperature:
+        if self.loss != "contrastive" and self.learn_temperature:
             raise InputError(
-                "model.learn_temperature=True, and model.loss='triplet' has no temperature: set one to its default"
+                f"model.learn_temperature=True, and model.loss={self.loss!r} has no temperature: set one to its default"
+            )
+        if not 0 <= self.classes <= LIMITS["vocab"] or self.classes == 1:
+            raise InputError(
+                f"model.classes={shortened(self.classes, 40)}: expected 2 to {LIMITS['vocab']}, or 0 for the labels in the data"
+            )
+        if self.classes and self.loss != "softmax":
+            raise InputError(f"model.classes={self.classes}, and model.loss={self.loss!r} has no labels: set it to 0")
+        if self.negative_texts and self.loss not in LOSSES_OF_NEGATIVES:
+            raise InputError(
+                f"model.negative_texts={self.negative_texts}, and model.loss={self.loss!r} has no negatives: set it to 0"
             )
         if not 0 <= self.negative_texts <= MAX_NEGATIVE_TEXTS:
             raise InputError(f"model.negative_texts={self.negative_texts}: expected 0 to {MAX_NEGATIVE_TEXTS}")
@@ -118,6 +146,11 @@ class DualEncoderConfig(BackboneConfig):
         return "", PAIR, *(f"negative_{i}_" for i in range(1, self.negative_texts + 1))
 
     @property
+    def has_unit_vectors(self) -> bool:
+        """Whether the loss reads vectors of length 1: that of labels reads the pooled states as they are."""
+        return self.loss != "softmax"
+
+    @property
     def is_single_stack(self) -> bool:
         """The layers are those of the towers."""
         return False
@@ -136,48 +169,6 @@ class DualEncoderConfig(BackboneConfig):
         return len(self.text_prefixes()) * super().non_embedding_parameters()
 
 
-class Tower(Backbone):
-    """A Backbone with pooling: a normalised vector of each text.
-
-    Attributes:
-      config: An EncoderConfig with pooling.
-    """
-
-    def setup(self) -> None:
-        super().setup()
-        self.pool = Pooling(self.config.pooling)
-        if self.config.token_types:
-            self.token_types = Embed(self.config.token_types, self.config.dim, axis="token_types")
-
-    def vectors(
-        self, batch: Batch, numbers: Int[Array, " B"], deterministic: bool
-    ) -> tuple[Float[Array, "B D"], LayerReport]:
-        """Vectors of texts.
-
-        Args:
-          batch: Tokens, segment_ids and positions, int32 `[B, T]`.
-          numbers: Numbers of the texts, on which dropout depends.
-          deterministic: No dropout; otherwise the rng "dropout" is used.
-
-        Returns:
-          `(vectors, report of the layers)`: float32 vectors of length 1, or of 0 for texts without tokens.
-        """
-        length = batch["tokens"].shape[1]
-        ids = numbers[:, None] * length + jnp.arange(length, dtype=jnp.int32)[None]
-        operands, order = [batch[name] for name in INPUTS] + [ids], None
-        if self.model_parallel is not None:
-            order, indices = self.model_parallel.token_order(length)
-            operands = operands if indices is None else [x[:, indices] for x in operands]
-        tokens, segment_ids, positions, ids = operands
-        drawn = None if deterministic else ids
-        context = Context(positions, segment_ids, self.config.mask, deterministic, ids=drawn, order=order)
-        types = self.token_types(jnp.zeros((1, 1), jnp.int32)) if self.config.token_types else None
-        h, _, report = self.hidden(tokens, context, added=types)
-        pooled = self.pool(h, segment_ids, ids).astype(jnp.float32)
-        squares = jnp.square(pooled).sum(axis=-1, keepdims=True)
-        return pooled * jax.lax.rsqrt(jnp.maximum(squares, np.float32(1e-24))), report
-
-
 class DualEncoder(OfSeveralStacks, nn.Module):
     """Two towers, whose similarity is the cosine of their vectors.
 
@@ -191,8 +182,12 @@ class DualEncoder(OfSeveralStacks, nn.Module):
     has the same tokens. (Equal texts are recognised by 64-bit hashes of their tokens.) The triplet loss is the mean over the
     hard negatives of the same example.
 
-    The parameters are those of "tower", and of "pair_tower" if the towers are not shared; and "log_scale", the logarithm of 1 /
-    temperature, if that is learned.
+    The softmax loss is the cross-entropy of "labels", int32 `[B]`, from a dense layer over [u; v; |u - v|], where u and v are
+    the pooled hidden states before they are divided by their length, as in Sentence-BERT. The cosine loss is the squared
+    difference of the cosine and "grades", float32 `[B]`. These two are of single pairs, whatever else is in the batch.
+
+    The parameters are those of "tower", and of "pair_tower" if the towers are not shared; "log_scale", the logarithm of 1 /
+    temperature, if that is learned; and "classifier", the dense layer of the softmax loss.
 
     Attributes:
       config: Sizes and parts of the model.
@@ -203,7 +198,8 @@ class DualEncoder(OfSeveralStacks, nn.Module):
     References:
       Henderson et al. 2017, "Efficient natural language response suggestion for Smart Reply", section 4.
       Radford et al. 2021, "Learning transferable visual models from natural language supervision", for both directions.
-      Reimers and Gurevych 2019, "Sentence-BERT: sentence embeddings using Siamese BERT-networks", for triplets.
+      Reimers and Gurevych 2019, "Sentence-BERT: sentence embeddings using Siamese BERT-networks", section 3, for the losses of
+        triplets, labels and grades.
     """
 
     prefixes: ClassVar[Mapping[str, str]] = {"tower": "", "pair_tower": PAIR}
@@ -215,13 +211,17 @@ class DualEncoder(OfSeveralStacks, nn.Module):
 
     @property
     def is_normalized(self) -> bool:
-        """Whether the loss is -log p(partner) over the candidates of a batch."""
-        return self.config.loss == "contrastive"
+        """Whether the loss is -log p(partner) over the candidates of a batch, or -log p(label)."""
+        return self.config.loss in ("contrastive", "softmax")
 
     def setup(self) -> None:
         if self.config.loss == "triplet" and not self.config.negative_texts:
             raise InputError(
                 "model.loss='triplet' needs hard negatives: set data.negative_fields, or without data model.negative_texts"
+            )
+        if self.config.loss == "softmax" and not self.config.classes:
+            raise InputError(
+                "model.loss='softmax' needs labels: set data.label_field, or without data model.classes to their number"
             )
         c, shared = self.config, {"model_parallel": self.model_parallel, "remat": self.remat}
         self.tower = Tower(c.tower(), **shared)
@@ -230,6 +230,8 @@ class DualEncoder(OfSeveralStacks, nn.Module):
         if c.learn_temperature:
             start = nn.initializers.constant(-math.log(c.temperature))
             self.log_scale = param(self, "log_scale", start, (1,), ("hidden",))
+        if c.loss == "softmax":
+            self.classifier = Dense(c.classes, ("embed", "classes"), use_bias=True)
 
     def loss(self, batch: Batch, deterministic: bool = True) -> LossOut:
         """The loss of a batch.
@@ -239,32 +241,42 @@ class DualEncoder(OfSeveralStacks, nn.Module):
           deterministic: No dropout; otherwise the rng "dropout" is used.
 
         Returns:
-          The loss summed over pairs, in nats if it is contrastive, with the statistics, auxiliary losses and metrics of the
-          layers (the names of losses and metrics of a separate second tower begin with "pair_"), "accuracy", the share of texts
-          whose partner is more similar than all negatives (texts without negatives do not count), and "temperature" if it is
-          learned.
+          The loss summed over pairs, in nats if it is contrastive or softmax, with the statistics, auxiliary losses and metrics
+          of the layers (the names of losses and metrics of a separate second tower begin with "pair_"), "accuracy" and
+          "temperature" if it is learned. The accuracy is the share of texts whose partner is more similar than all negatives
+          (texts without negatives do not count). That of the softmax loss is of the predicted labels, with their "confusion" in
+          evaluations, and the cosine loss has none.
         """
         numbers = jnp.arange(len(batch["weights"]), dtype=jnp.int32)
-        return self.compare(self.encode(batch, numbers, deterministic), batch)
+        return self._compare(self.encode(batch, numbers, deterministic), batch, is_evaluation=deterministic)
 
     def encode(self, batch: Batch, numbers: Int[Array, " B"], deterministic: bool) -> Encoded:
         """Vectors of texts and of their partners, see `grad_cache.ComparingModel`."""
-        texts, candidates, reports = self._vectors(batch, self.config.text_prefixes(), numbers, deterministic)
+        options = {"deterministic": deterministic, "is_unit": self.config.has_unit_vectors}
+        texts, candidates, reports = self._vectors(batch, self.config.text_prefixes(), numbers, **options)
         return Encoded((texts, candidates), *self.join_reports(reports))
 
     def _vectors(
-        self, batch: Batch, prefixes: Sequence[str], numbers: jax.Array, deterministic: bool
+        self, batch: Batch, prefixes: Sequence[str], numbers: jax.Array, *, deterministic: bool, is_unit: bool = True
     ) -> tuple[jax.Array, jax.Array, dict[str, LayerReport]]:
         """Vectors of the first texts `[B, D]` and of the others `[B, n, D]`, and the report of each tower."""
+        options = {"deterministic": deterministic, "is_unit": is_unit}
         if self.config.shared:
-            vectors, report = self._side(self.tower, batch, prefixes, numbers, deterministic)
+            vectors, report = self._side(self.tower, batch, prefixes, numbers, **options)
             return vectors[:, 0], vectors[:, 1:], {"tower": report}
-        texts, report = self._side(self.tower, batch, prefixes[:1], numbers, deterministic)
-        others, pair_report = self._side(self.pair_tower, batch, prefixes[1:], numbers, deterministic)
+        texts, report = self._side(self.tower, batch, prefixes[:1], numbers, **options)
+        others, pair_report = self._side(self.pair_tower, batch, prefixes[1:], numbers, **options)
         return texts[:, 0], others, {"tower": report, "pair_tower": pair_report}
 
     def _side(
-        self, tower: Tower, batch: Batch, prefixes: Sequence[str], numbers: jax.Array, deterministic: bool
+        self,
+        tower: Tower,
+        batch: Batch,
+        prefixes: Sequence[str],
+        numbers: jax.Array,
+        *,
+        deterministic: bool,
+        is_unit: bool,
     ) -> tuple[jax.Array, LayerReport]:
         """Vectors `[B, n, D]` of n texts of each example, by one tower."""
         count = len(prefixes)
@@ -272,11 +284,21 @@ class DualEncoder(OfSeveralStacks, nn.Module):
         texts = {name: jnp.stack([batch[prefix + name] for prefix in prefixes], axis=1) for name in INPUTS}
         texts = {name: x.reshape(-1, x.shape[-1]) for name, x in texts.items()}
         text_numbers = count * numbers[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-        vectors, report = tower.vectors(texts, text_numbers.reshape(-1), deterministic)
+        encode = tower.vectors if is_unit else tower.pooled
+        vectors, report = encode(texts, text_numbers.reshape(-1), deterministic)
         return vectors.reshape(-1, count, vectors.shape[-1]), report
 
     def compare(self, encoded: Encoded, batch: Batch) -> LossOut:
         """Loss of vectors of texts and partners, see `grad_cache.ComparingModel`."""
+        return self._compare(encoded, batch, is_evaluation=False)
+
+    def _compare(self, encoded: Encoded, batch: Batch, is_evaluation: bool) -> LossOut:
+        if self.config.loss in LOSSES_OF_NEGATIVES:
+            return self._of_negatives(encoded, batch)
+        return self._of_pairs(encoded, batch, is_evaluation)
+
+    def _of_negatives(self, encoded: Encoded, batch: Batch) -> LossOut:
+        """Loss of vectors by comparisons with negatives."""
         texts, candidates = encoded.vectors
         weights = batch["weights"].astype(jnp.float32)
         scale = self._scale()
@@ -297,6 +319,31 @@ class DualEncoder(OfSeveralStacks, nn.Module):
         if self.config.learn_temperature:
             aux["temperature"] = (1 / scale, jnp.float32(1))
         return LossOut(jnp.where(is_pair, losses * weights, 0.0).sum(), weights.sum(), aux, encoded.statistics)
+
+    def _of_pairs(self, encoded: Encoded, batch: Batch, is_evaluation: bool) -> LossOut:
+        """Loss of vectors by the labels or grades of the pairs."""
+        texts, candidates = encoded.vectors
+        partners, weights, aux = candidates[:, 0], batch["weights"].astype(jnp.float32), dict(encoded.aux)
+        if self.config.loss == "cosine":
+            losses = cosine_losses(texts, partners, batch["grades"])
+        else:
+            logits = self.classifier(pair_features(texts, partners))
+            losses = softmax_losses(logits, batch["labels"])
+            aux |= classification_metrics(batch, logits.argmax(axis=-1), self.config.classes, is_evaluation)
+        return LossOut(jnp.where(weights != 0, losses * weights, 0.0).sum(), weights.sum(), aux, encoded.statistics)
+
+    def logits(self, batch: Batch) -> Float[Array, "B C"]:
+        """Logits of the labels of pairs, of a model with the softmax loss.
+
+        Args:
+          batch: Pairs; labels and weights are not read.
+
+        Returns:
+          float32.
+        """
+        numbers = jnp.arange(len(batch["tokens"]), dtype=jnp.int32)
+        texts, candidates = self.encode(batch, numbers, deterministic=True).vectors
+        return self.classifier(pair_features(texts, candidates[:, 0]))
 
     def _triplets(self, texts: jax.Array, candidates: jax.Array, is_negative: jax.Array) -> jax.Array:
         """Triplet losses `[B]` of vectors `[B, D]` and `[B, n, D]`; is_negative: bool `[B, n]`."""
@@ -370,15 +417,21 @@ class DualEncoder(OfSeveralStacks, nn.Module):
         Returns:
           The batch, all of whose tokens have segment id 1, and whose weights are 1.
         """
-        batch = {name: jnp.zeros((batch_size, length), jnp.int32) for name in self.batch_axes() if name != "weights"}
-        ones = {name: jnp.ones_like(x) for name, x in batch.items() if name.endswith("segment_ids")}
-        return batch | ones | {"weights": jnp.ones((batch_size,), jnp.float32)}
+        sizes = {"batch": batch_size, "length": length}
+        shapes = {name: tuple(sizes[axis] for axis in axes) for name, axes in self.batch_axes().items()}
+        batch = {
+            name: jnp.zeros(shape, jnp.float32 if name in ("weights", "grades") else jnp.int32)
+            for name, shape in shapes.items()
+        }
+        ones = {name: jnp.ones_like(x) for name, x in batch.items() if name.endswith(("segment_ids", "weights"))}
+        return batch | ones
 
     def batch_axes(self) -> dict[str, tuple[str, ...]]:
-        """Logical axes of the arrays of a batch: ("batch",) for weights, otherwise ("batch", "length")."""
+        """Logical axes of the arrays of a batch: ("batch",) for weights, labels and grades, otherwise ("batch", "length")."""
         names = [prefix + name for prefix in self.config.text_prefixes() for name in INPUTS]
         axes: dict[str, tuple[str, ...]] = dict.fromkeys(names, ("batch", "length"))
-        return axes | {"weights": ("batch",)}
+        answers = {"softmax": ("labels",), "cosine": ("grades",)}.get(self.config.loss, ())
+        return axes | dict.fromkeys((*answers, "weights"), ("batch",))
 
     def __call__(self, batch: Batch) -> LossOut:
         return self.loss(batch)

@@ -17,11 +17,12 @@ from hpnlp.layer_report import LayerReport
 from hpnlp.model_parallel import ModelParallel
 from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.documents import Documents
-from hpnlp.models.dual_encoder import INPUTS, LOWEST_TEMPERATURE, Tower
+from hpnlp.models.dual_encoder import LOWEST_TEMPERATURE
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.layer_statistics import OfSeveralStacks
 from hpnlp.models.marginal import check_marginal, log_marginal, text_weights
 from hpnlp.models.prediction import Batch, label_losses
+from hpnlp.models.tower import INPUTS, Tower
 from hpnlp.nn.layers import buffer, param
 from hpnlp.nn.pooling import POOLINGS
 from hpnlp.spec import did_you_mean

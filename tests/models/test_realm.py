@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from hpnlp.models.documents import Documents
-from hpnlp.models.dual_encoder import Tower
 from hpnlp.models.encoder import Encoder
 from hpnlp.models.marginal import log_marginal
 from hpnlp.models.realm import Realm, RealmConfig
+from hpnlp.models.tower import Tower
 from hpnlp.parallel.plan import Plan
 from hpnlp.types import InputError, Model
 from tests.drawn import drawn_params

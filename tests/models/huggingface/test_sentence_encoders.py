@@ -52,9 +52,13 @@ def test_saved_dual_encoder_loads_as_the_same(name, tmp_path):
 
 
 def test_fields_of_training_are_not_part_of_a_checkpoint(tmp_path):
-    config, params = make(temperature=0.5, learn_temperature=True, symmetric=False, negatives="part")
-    convert.save(config, params, tmp_path / "a")
-    assert convert.load(tmp_path / "a")[0] == make()[0]
+    of_losses = {"temperature": 0.5, "learn_temperature": True, "symmetric": False, "negatives": "part"}
+    for name, fields in (("a", of_losses), ("b", {"loss": "softmax", "classes": 3}), ("c", {"loss": "cosine"})):
+        config, params = make(**fields)
+        convert.save(config, params, tmp_path / name)
+        loaded, loaded_params = convert.load(tmp_path / name)
+        assert loaded == make()[0]
+        assert_same({"tower": params["tower"]}, loaded_params)
 
 
 def test_names_and_heads_of_models_with_a_head_are_read(bert):
