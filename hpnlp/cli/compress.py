@@ -74,13 +74,13 @@ def run(argv: Sequence[str]) -> None:
 
     config = run_directory.load_config(source)
     changes = experiment.changes(configs.to_values(config), overrides) if overrides else {}
-    task, texts = tasks.find(config.task), []
+    (metric, higher_is_better), texts = tasks.find(config.task).primary_metric(configs.flat(config)), []
 
     def write_report(rows: list[compress_run.Measurement]) -> None:
-        texts.append(compression.render(rows, task.metric, task.higher_is_better))
+        texts.append(compression.render(rows, metric, higher_is_better))
         replace_text(Path(target) / "compress.md", texts[0])
-        replace_text(Path(target) / "compress.json", compression.to_json(rows, task.metric, source, recipe))
-        plots.plot_compression(compression.panels(rows, task.metric), Path(target) / "compress.png")
+        replace_text(Path(target) / "compress.json", compression.to_json(rows, metric, source, recipe))
+        plots.plot_compression(compression.panels(rows, metric), Path(target) / "compress.png")
 
     compress_run.compress_run(
         source,

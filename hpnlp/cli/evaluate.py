@@ -105,7 +105,7 @@ def run(argv: Sequence[str]) -> None:
     ]
     print(f"{evaluation.members}{changed}{''.join(named)}")
     task, outcome = tasks.find(config.task), evaluation.outcome
-    primary, scores = task.metric, evaluation.scores
+    (primary, _), scores = task.primary_metric(configs.flat(config)), evaluation.scores
     texts = {name: f"{scores[name]:.4f}" for name in sorted(scores, key=lambda name: name != primary)}
     is_language_model = config.task in ("lm", "rnn_lm") and is_normalized(config.model.output)
     if is_language_model and scores["loss"] < MAX_PERPLEXITY_LOSS:

@@ -81,10 +81,11 @@ def _best(directory: str, count: int) -> list[str]:
     scored, digests = [], {}
     for path in sorted(Path(directory).glob("*/report.json")):
         content = report.read_report(path.parent)
-        task = tasks.find(str(content["config"].get("task", "lm")))
-        score = content.get(f"heldout_{task.metric}")
+        fields = content["config"]
+        metric, higher_is_better = tasks.find(str(fields.get("task", "lm"))).primary_metric(fields)
+        score = content.get(f"heldout_{metric}")
         if score is not None:
-            scored.append((-score if task.higher_is_better else score, str(path.parent)))
+            scored.append((-score if higher_is_better else score, str(path.parent)))
             digests.setdefault(content.get("heldout_digest"), path.parent)
     if not 1 <= count <= len(scored):
         raise InputError(

@@ -17,7 +17,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.training import run_directory
 from hpnlp.training.checkpoint import Checkpointer
-from hpnlp.training.config import Config
+from hpnlp.training.config import Config, flat
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 
@@ -99,8 +99,8 @@ def _saved_step(workdir: Path, config: Config) -> int:
     """Step of the checkpoint that a compression of the run would read; the last step of a run without one."""
     if not Checkpointer.exist(workdir):
         return config.train.steps
-    task = tasks.find(config.task)
-    checkpoints = Checkpointer(workdir, read_only=True, metric=task.metric, higher_is_better=task.higher_is_better)
+    metric, higher_is_better = tasks.find(config.task).primary_metric(flat(config))
+    checkpoints = Checkpointer(workdir, read_only=True, metric=metric, higher_is_better=higher_is_better)
     try:
         return checkpoints.step_of(checkpoints.best())
     finally:

@@ -140,8 +140,9 @@ def _fault(report: Any, numbers: Sequence[str], sections: Mapping[str, tuple[str
     """The first reason why a report cannot be compared, for example because another version wrote it; "" if it can."""
     if not isinstance(report, dict):
         return f"it holds a {type(report).__name__}"
-    task = task_of(report) if isinstance(report.get("config"), dict) else tasks.TASKS["lm"]
-    compared = {**task.report.numbers_compared, **dict.fromkeys(numbers, False)}
+    config = report.get("config")
+    task = task_of(report) if isinstance(config, dict) else tasks.TASKS["lm"]
+    compared = {**task.report.compared(config if isinstance(config, dict) else {}), **dict.fromkeys(numbers, False)}
     absent = [name for name in (*compared, *sections) if name not in report]
     absent = absent or [
         f"{section}[{name}]"

@@ -197,13 +197,13 @@ Next:
 
 def _teacher_rows(config: Config, report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Rows on the teacher of a run: its primary metric, and the student's in relation to it."""
-    task = task_of(report)
-    teacher, student = (report.get(f"{who}_{task.metric}") for who in ("teacher", "heldout"))
+    metric, _ = task_of(report).primary_metric(flat(config))
+    teacher, student = (report.get(f"{who}_{metric}") for who in ("teacher", "heldout"))
     if not config.distill.teacher or teacher is None:
         return []
-    rows = [(f"teacher {config.distill.teacher}, held-out {task.metric}", f"{teacher:.4f}")]
+    rows = [(f"teacher {config.distill.teacher}, held-out {metric}", f"{teacher:.4f}")]
     if student is not None and teacher:
-        rows.append((f"student / teacher, {task.metric}", f"{student / teacher:.4f}"))
+        rows.append((f"student / teacher, {metric}", f"{student / teacher:.4f}"))
     return [*rows, ("the same student without a teacher", "not measured by this run: see the command below")]
 
 

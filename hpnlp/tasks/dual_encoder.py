@@ -1,10 +1,11 @@
-"""Dual encoder: finding the text that belongs to another text by the similarity of their vectors."""
+"""Dual encoder: vectors of texts, similar for texts that belong together, that have a label of a pair or a high grade."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,15 @@ from hpnlp.data.examples.graded import read_graded
 from hpnlp.data.examples.kinds import Texts
 from hpnlp.data.examples.rows import FORMATS
 from hpnlp.data.files import Progress
-from hpnlp.models.dual_encoder import DualEncoder, DualEncoderConfig
+from hpnlp.models.dual_encoder import LOSSES_OF_NEGATIVES, DualEncoder, DualEncoderConfig
 from hpnlp.tasks import vocabulary as vocabularies
-from hpnlp.tasks.dual_encoder_report import MAX_PAIRS, TFIDF, TOP, RetrievalReport
+from hpnlp.tasks.dual_encoder_report import MAX_PAIRS, TFIDF, TOP
 from hpnlp.tasks.examples import ExampleTask
+from hpnlp.tasks.label_report import macro_f1
+from hpnlp.tasks.labels import PLANNED_CLASSES
+from hpnlp.tasks.pair_report import MeanBaseline, PairReport
 from hpnlp.tasks.predictions import SimilarityPrediction, TrainedModel, similarity_predictions
-from hpnlp.tasks.task import Batch, RunConfig, Sums
+from hpnlp.tasks.task import Baseline, Batch, RunConfig, Sums
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary
 from hpnlp.types import InputError
 
@@ -37,8 +41,9 @@ SINGLE_PAIR = {
 class DualEncoding(ExampleTask):
     """Dual encoder: finding the text that belongs to another text by the similarity of their vectors.
 
-    Evaluations during training score a text's partner among those of its batch. The report ranks each held-out partner among
-    all of them.
+    Evaluations during training score a text's partner among those of its batch, or the predicted label of each pair, or the
+    similarity by its grade. The report ranks each held-out partner among all of them, shows the confusion of the labels, or
+    correlates similarities with grades.
     """
 
     name = "dual_encoder"
@@ -46,12 +51,27 @@ class DualEncoding(ExampleTask):
     data_config = PairsConfig
     prediction = SimilarityPrediction
     metric, higher_is_better = "accuracy", True
-    report = RetrievalReport()
+    report = PairReport()
+
+    def primary_metric(self, fields: Mapping[str, Any]) -> tuple[str, bool]:
+        return ("loss", False) if fields.get("model.loss") == "cosine" else (self.metric, self.higher_is_better)
+
+    def vocabulary(self, dataset: Examples) -> Vocabulary:
+        return Vocabulary(dataset.tokenizer, dataset.labels if dataset.kind.has_labels else None)
+
+    def load_vocabulary(self, workdir: Path) -> Vocabulary | None:
+        return vocabularies.load(workdir, has_labels=(workdir / "labels.json").exists())
+
+    def planned_sizes(self, config: RunConfig) -> Sizes:
+        sizes = super().planned_sizes(config)
+        return dataclasses.replace(sizes, classes=config.model.classes or PLANNED_CLASSES)
 
     def dataset(self, data: Any, vocabulary: Vocabulary | None, progress: Progress | None = None) -> Examples:
+        if vocabulary is not None and not data.kind().has_labels:  # training goes on from a run with labels
+            vocabulary = dataclasses.replace(vocabulary, labels=None)
         examples = super().dataset(data, vocabulary, progress)
         for name, fault in SINGLE_PAIR.items():
-            if examples.stored[name].count == 1 and not data.negative_fields:
+            if examples.stored[name].count == 1 and examples.kind.compares_examples and not data.negative_fields:
                 raise InputError(fault)
         if data.graded_path:
             read_graded(data, examples.tokenizer)  # raises errors before training
@@ -64,6 +84,13 @@ class DualEncoding(ExampleTask):
 
     def model(self, config: RunConfig, sizes: Sizes) -> DualEncoder:
         self.check_no_stride(config)
+        if config.model.loss not in LOSSES_OF_NEGATIVES:
+            return self._model_of_pairs(config, sizes)
+        if config.data.label_field:
+            raise InputError(
+                f"data.label_field={config.data.label_field!r} has no effect, because model.loss={config.model.loss!r} reads "
+                "pairs without labels: leave it out, or set model.loss=softmax, or with data.label_range model.loss=cosine"
+            )
         batch_size = config.data.batch_size
         parts = 1 if config.model.compares_examples else config.optimizer.accumulate
         if batch_size < 2 * parts and not config.data.negative_fields:
@@ -80,6 +107,33 @@ class DualEncoding(ExampleTask):
             )
         return DualEncoder(dataclasses.replace(filled, negative_texts=count))
 
+    def _model_of_pairs(self, config: RunConfig, sizes: Sizes) -> DualEncoder:
+        """The model with a loss of single pairs, which have a label or a grade."""
+        loss, data = config.model.loss, config.data
+        if data.negative_fields:
+            raise InputError(
+                f"data.negative_fields={data.negative_fields!r} has no effect, because model.loss={loss!r} has no negatives: "
+                "leave it out, or set model.loss=contrastive or triplet"
+            )
+        if loss == "softmax" and (data.label_range or not data.label_field):
+            fix = "leave out data.label_range" if data.label_range else "set data.label_field"
+            raise InputError(f"model.loss='softmax' needs pairs with labels: {fix}")
+        if loss == "cosine" and not data.label_range:
+            raise InputError(
+                "model.loss='cosine' needs pairs with grades: set data.label_field to the field of the grade, and "
+                "data.label_range to the lowest and the highest one, as 0,5"
+            )
+        filled = vocabularies.fill_sizes(config.model, sizes, data.seq_len)
+        if loss == "cosine":
+            return DualEncoder(filled)
+        if not sizes.classes:
+            raise InputError(
+                "the run has no labels.json, which model.loss='softmax' needs: put back the one that the run was trained with"
+            )
+        if filled.classes not in (0, sizes.classes):
+            raise InputError(f"model.classes={filled.classes}, but the data have {sizes.classes} labels: set it to 0")
+        return DualEncoder(dataclasses.replace(filled, classes=sizes.classes))
+
     def text_kind(self, data: PairsConfig) -> Texts:
         return Texts(data.text_field, data.distinct)
 
@@ -94,11 +148,14 @@ class DualEncoding(ExampleTask):
     def scores(
         self, config: RunConfig, dataset: Examples, sums: Sums, *, is_complete: bool, gives_probabilities: bool
     ) -> dict[str, float]:
-        """Mean loss in nats per pair, and the share of texts whose partner is the most similar of its batch."""
-        return {name: float(sums[name][0] / sums[name][1]) for name in ("loss", "accuracy")}
+        """Mean loss per pair; the share of texts whose partner is the most similar of its batch, or of predicted labels."""
+        scores = {name: float(sums[name][0] / sums[name][1]) for name in ("loss", "accuracy") if name in sums}
+        if "confusion" in sums:
+            scores["macro_f1"] = macro_f1(sums["confusion"][0])
+        return scores
 
-    def baseline(self, dataset: Examples) -> TfidfBaseline:
-        return TfidfBaseline(dataset)
+    def baseline(self, dataset: Examples) -> Baseline:
+        return TfidfBaseline(dataset) if dataset.kind.compares_examples else MeanBaseline(dataset)
 
 
 class TfidfBaseline:

@@ -1,4 +1,4 @@
-"""The part of reports of dual encoders: recall and mean reciprocal rank over all held-out pairs, and examples."""
+"""The part of reports of dual encoders that learn from negatives: recall and mean reciprocal rank, and examples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data.examples.dataset import HELDOUT
-from hpnlp.data.examples.graded import read_graded
 from hpnlp.data.examples.kind import TokenisedExamples
 from hpnlp.tasks.reporting import (
     NOT_FINITE,
@@ -28,14 +27,13 @@ TOP = (1, 10)  # numbers of retrieved texts whose recall is reported
 # Beginning of fields of report.json -> objects that TF-IDF counts.
 TFIDF = {"tfidf": "words", "token_tfidf": "tokens"}
 APART = "heldout_challenge_accuracy"  # field of report.json with a score of the pairs of data.challenge_path
-SPEARMAN, GRADED = "graded_spearman", "graded_pairs"  # fields of report.json, of the pairs of data.graded_path
 MAX_PAIRS = 10_000  # held-out pairs that are ranked, the first ones: their similarities take 400 MB
 EXAMPLES = 4  # shown of each kind, hits and misses
 MAX_TEXT = 80  # characters of a text
 
 
 class RetrievalReport(TaskReport):
-    """The part of reports and comparisons of dual encoders."""
+    """The part of reports and comparisons of dual encoders whose loss compares with negatives."""
 
     numbers_compared: Mapping[str, bool] = {
         "heldout_accuracy": True,
@@ -55,7 +53,6 @@ class RetrievalReport(TaskReport):
             **{f"heldout_{name}": None for name in (*(f"recall_at_{k}" for k in TOP), "mrr")},
             "heldout_examples": dataset.heldout_examples,
             "heldout_digest": dataset.heldout_digest,
-            **(dict.fromkeys((SPEARMAN, GRADED)) if dataset.config.graded_path else {}),
             **baselines,
         }
 
@@ -89,11 +86,6 @@ class RetrievalReport(TaskReport):
                 for k in TOP
             ),
             ("mean reciprocal rank", decimals(report["heldout_mrr"])),
-            *(
-                [(f"Spearman's correlation with the grades of {report[GRADED]:,} pairs", decimals(report[SPEARMAN]))]
-                if report.get(GRADED)
-                else []
-            ),
             ("held-out accuracy within batches", decimals(report["heldout_accuracy"])),
             *([("challenge pairs, accuracy within batches", decimals(report[APART]))] if APART in report else []),
             (
@@ -111,10 +103,6 @@ class RetrievalReport(TaskReport):
         scores = similarities(outcome)
         ranks = partner_ranks(scores)
         numbers = {f"heldout_{name}": value for name, value in retrieval_scores(ranks).items()}
-        if outcome.dataset.config.graded_path:
-            pairs, grades = read_graded(outcome.dataset.config, outcome.dataset.tokenizer)
-            texts, partners = vectors(outcome, pairs, len(grades))
-            numbers |= {SPEARMAN: spearman((texts * partners).sum(axis=1), grades), GRADED: len(grades)}
         return Section("\n".join(_examples(outcome, scores, ranks)), numbers=numbers)
 
     def rank(self, reports: Mapping[str, Report]) -> Ranking:
@@ -169,8 +157,20 @@ def spearman(similarities: np.ndarray, grades: np.ndarray) -> float:
     """
     from scipy import stats
 
-    ranks = [stats.rankdata(x, method="average", nan_policy="propagate") for x in (similarities, grades)]
-    x, y = (rank - rank.mean() for rank in ranks)
+    return pearson(*(stats.rankdata(x, method="average", nan_policy="propagate") for x in (similarities, grades)))
+
+
+def pearson(similarities: np.ndarray, grades: np.ndarray) -> float:
+    """Pearson's correlation.
+
+    Args:
+      similarities: `[n]`.
+      grades: `[n]`.
+
+    Returns:
+      The correlation; NaN if values are not finite, or all values of an argument are equal.
+    """
+    x, y = (x.astype(np.float64) - x.mean(dtype=np.float64) for x in (similarities, grades))
     norm = np.sqrt(np.dot(x, x) * np.dot(y, y))
     return float(np.dot(x, y) / norm) if norm > 0 else math.nan
 

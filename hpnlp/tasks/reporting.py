@@ -141,6 +141,17 @@ class TaskReport(abc.ABC):
           Name -> JSON value; numbers that are not finite become None.
         """
 
+    def compared(self, config: Mapping[str, Any]) -> Mapping[str, bool]:
+        """Numbers of report.json that `rank` reads of a run.
+
+        Args:
+          config: Config of the run, "section.field" -> value.
+
+        Returns:
+          By default `numbers_compared`.
+        """
+        return self.numbers_compared
+
     def fault(self, report: Report) -> str:
         """The first reason why a report cannot be compared, beside missing `numbers_compared`; "" if it can.
 

@@ -100,7 +100,8 @@ class Task(abc.ABC):
       model_config: Dataclass of the config section `model`.
       data_config: Dataclass of the config section `data`. It has at least the fields path, heldout_path, tokenizer, seq_len
         and batch_size.
-      metric: The primary metric, a name of `scores`: for early stopping, the best checkpoint, and the ranking of runs.
+      metric: The primary metric, a name of `scores`: for early stopping, the best checkpoint, and the ranking of runs; of runs
+        that have it, see `primary_metric`.
       higher_is_better: Direction of the primary metric.
       report: The task's part of reports and comparisons.
       compares_as: Name of the task whose runs have scores of the same meaning, so that `hpnlp compare` ranks the runs of both;
@@ -310,6 +311,17 @@ class Task(abc.ABC):
         Raises:
           InputError: No example has a weight.
         """
+
+    def primary_metric(self, fields: Mapping[str, Any]) -> tuple[str, bool]:
+        """The primary metric of a run.
+
+        Args:
+          fields: Fields of its config, "section.field" -> value, as in report.json.
+
+        Returns:
+          Its name and whether higher is better: by default `metric` and `higher_is_better`.
+        """
+        return self.metric, self.higher_is_better
 
     @property
     def is_served(self) -> bool:

@@ -142,6 +142,7 @@ def compress_run(
     with locked(target):
         _check_target(target)
         task = tasks.find(run.config.task)
+        metric, _ = task.primary_metric(flat(run.config))
         dataset = task.dataset(run.config.data, run.vocabulary, ProgressLines(log))
         calibration = Calibration(_Gradients(run, dataset, calibration_batches))
         versions = [_Version(ORIGINAL, run.config, run.model, run.params)]
@@ -162,7 +163,7 @@ def compress_run(
         for left in target.glob(f".{WEIGHTS_FILE}.*.part"):  # of a compression that was killed
             left.unlink()
         _copy_companions(source, target)
-        evaluations = [_evaluation(version, dataset, batches, task.metric, log) for version in versions]
+        evaluations = [_evaluation(version, dataset, batches, metric, log) for version in versions]
         log(f"measuring times at {', '.join(map(str, batch_sizes))} sequences")
         seconds = _seconds(versions, dataset, batch_sizes, rounds, ProgressLines(log, "measurements"))
         sizes = [_write(version, target / WEIGHTS_FILE, run.step) for version in versions]  # the last one stays
@@ -175,7 +176,7 @@ def compress_run(
                 size,
                 {count: times[index] if index else min(times[0], times[-1]) for count, times in seconds.items()},
                 evaluation.scores,
-                error_of_difference(evaluation.examples, evaluations[0].examples, task.metric),
+                error_of_difference(evaluation.examples, evaluations[0].examples, metric),
                 {} if index else {count: _ratio(times[0], times[-1]) for count, times in seconds.items()},
             )
             for index, (version, size, evaluation) in enumerate(zip(versions, sizes, evaluations, strict=True))

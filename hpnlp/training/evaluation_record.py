@@ -34,7 +34,8 @@ def write(workdir: Path, outcome: Outcome, evaluation: Evaluation, step: int) ->
     """
     report = tasks.find(outcome.config.task).report
     numbers = report.numbers(outcome.dataset, evaluation.scores, {})
-    if not report.numbers_compared.keys() <= numbers.keys():  # the task computes its score for its section
+    is_partial = any(numbers.get(name) is None for name in report.compared(flat(outcome.config)))
+    if is_partial and not report.samples_text:  # the task computes its score for its section
         numbers |= report.section(outcome).numbers
     record = {
         **numbers,

@@ -26,7 +26,7 @@ from hpnlp.training import teacher as teachers
 from hpnlp.training.batch_lengths import BatchLengths, check_buckets, length_of, padding_of
 from hpnlp.training.best import ScoreOrder
 from hpnlp.training.checkpoint import Checkpointer
-from hpnlp.training.config import Config
+from hpnlp.training.config import Config, flat
 from hpnlp.training.evaluation import Evaluation, batch_share, evaluate, further_scores, on_devices
 from hpnlp.training.loss_scale import MINIMUM
 from hpnlp.training.metrics import QUIET, Clock, Display, JsonlWriter, Writer, find_writers, reading_progress
@@ -102,7 +102,7 @@ class _Run:
         """Sets the run up; `stack` closes what it opens."""
         self.config, self.workdir, self.stack = config, workdir, stack
         self.task = tasks.find(config.task)
-        self.order = ScoreOrder(self.task.metric, self.task.higher_is_better)
+        self.order = ScoreOrder(*self.task.primary_metric(flat(config)))
         self.is_lead = distributed.is_lead()
         self.fence = stack.enter_context(claimed(workdir, config, accept_changes)) if self.is_lead else None
         self.stopping = distributed.Stopping()
@@ -156,8 +156,8 @@ class _Run:
         self.checkpoints = Checkpointer(
             workdir,
             config.train.keep,
-            metric=self.task.metric,
-            higher_is_better=self.task.higher_is_better,
+            metric=self.order.metric,
+            higher_is_better=self.order.higher_is_better,
             fence=self.fence,
         )
         self.stack.callback(self.checkpoints.close)
@@ -299,7 +299,7 @@ class _Run:
         for writer in self.writers:
             writer.write(self.step, {f"heldout_{name}": value for name, value in scores.items()})
         self.display.print(f"step {self.step}: held-out " + ", ".join(f"{n} {v:.4f}" for n, v in scores.items()))
-        score = scores[self.task.metric]
+        score = scores[self.order.metric]
         change = self.order.compare(self.order.stored(scores), self._best_scores(), options.min_delta)
         if change >= 0:
             self.progress |= {"best": score, "best_loss": scores["loss"]}
@@ -316,7 +316,7 @@ class _Run:
         average, scores = averages.find(self.config.optimizer.average), self.progress.get("scores", [])
         if average is None or int(self.state.averaged):
             return
-        if average.is_triggered(scores, score, self.task.higher_is_better):
+        if average.is_triggered(scores, score, self.order.higher_is_better):
             self.display.print(f"step {self.step}: the average of the parameters begins")
             first = place(self.trainer.state_shapes.averaged, np.ones((), np.int32))
             self.state = dataclasses.replace(self.state, averaged=first)
@@ -325,7 +325,7 @@ class _Run:
     def _best_scores(self) -> dict[str, float] | None:
         """Result of `ScoreOrder.stored` of the best evaluation so far; None before the first."""
         best, loss = self.progress["best"], self.progress.get("best_loss", math.inf)  # early versions kept no loss
-        return None if best is None else self.order.stored({"loss": loss, self.task.metric: best})
+        return None if best is None else self.order.stored({"loss": loss, self.order.metric: best})
 
     def evaluate(self, limit: int | None, params: Any = None) -> Evaluation:
         """Evaluation of `params`, or else of the current parameters, over at most `limit` batches."""

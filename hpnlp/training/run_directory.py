@@ -396,8 +396,8 @@ def load(
     optimizer = config.optimizer.for_batch(config.data.batch_size)
     student: Any = Distilled(model, _read_extras(workdir)) if config.distill.teacher else None
     shapes = make_trainer(student or model, optimizer, plan, steps=config.train.steps).state_shapes
-    task = tasks.find(config.task)
-    checkpoints = Checkpointer(workdir, read_only=True, metric=task.metric, higher_is_better=task.higher_is_better)
+    metric, higher_is_better = tasks.find(config.task).primary_metric(configs.flat(config))
+    checkpoints = Checkpointer(workdir, read_only=True, metric=metric, higher_is_better=higher_is_better)
     try:
         step = checkpoints.best() if step is None else step
         params = checkpoints.restore_params(shapes, step)

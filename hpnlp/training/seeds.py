@@ -20,7 +20,7 @@ from hpnlp import tasks
 from hpnlp.training import averages, distributed
 from hpnlp.training.batch_lengths import BatchLengths, padding_of
 from hpnlp.training.checkpoint import Checkpointer
-from hpnlp.training.config import LIMITS, Config
+from hpnlp.training.config import LIMITS, Config, flat
 from hpnlp.training.loop import MAX_NONFINITE_STEPS
 from hpnlp.training.loss_scale import MINIMUM
 from hpnlp.training.metrics import Display, JsonlWriter, reading_progress
@@ -129,10 +129,10 @@ class _Member:
     def __init__(self, seed: int, seeds: Sequence[int], path: Path, config: Config, dataset: Any) -> None:
         self.seed, self.seeds, self.path, self.config = seed, list(seeds), path, config
         self.key, self.batches = jax.random.key(seed), dataset.train(seed=seed)
-        task = tasks.find(config.task)
+        metric, higher_is_better = tasks.find(config.task).primary_metric(flat(config))
         # At least two, so that all members have one of the same step while they save one after another.
         keep = max(2, config.train.keep)
-        self.checkpoints = Checkpointer(path, keep, metric=task.metric, higher_is_better=task.higher_is_better)
+        self.checkpoints = Checkpointer(path, keep, metric=metric, higher_is_better=higher_is_better)
 
     def newest(self) -> int:
         """Step of the newest checkpoint, 0 without one."""

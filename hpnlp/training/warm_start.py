@@ -234,7 +234,8 @@ def load_params(
       source: A run, of which the best checkpoint is read, or a Hugging Face directory.
       trainer: Trainer of a model that `check_model` has passed; gives shapes and shardings.
       plan: The trainer's plan.
-      task: Name of the run's task, if it may differ from the source's: parameters of the head are then initialised.
+      task: Name of the run's task, if it may differ from the source's: parameters of the head are then initialised. Those of
+        a loss that the source lacks, see `DualEncoderConfig.loss_params`, are initialised in any case.
       key: Key of the initialisation.
       model: Config of the trainer's model, if its experts may start from MLPs of the source: the routers are then initialised.
 
@@ -263,8 +264,13 @@ def load_params(
     if of_data := getattr(model, "data_buffers", ()):
         params = _with_buffers_of_data(params, trainer, of_data, key)
     extras = Extras.of_shapes(expected)
-    if has_new_head := task not in ("", source.task):
-        params = _with_new_head(params, trainer, source.model.head_params, key)
+    if task not in ("", source.task):
+        replaced = [*source.model.head_params, variables.BUFFERS]
+    else:
+        of_loss = getattr(source.model, "loss_params", ())
+        replaced = [name for name in of_loss if (name in params) != (name in expected)]
+    if has_new_head := bool(replaced):
+        params = _with_new_head(params, trainer, replaced, key)
         origin += ", with a new head"
     params = extras.added(with_own(params, expected))
     _check_shapes(params, expected, source)
@@ -282,11 +288,11 @@ def _with_buffers_of_data(params: Any, trainer: Trainer, names: Sequence[str], k
     return variables.join(of_source, {**kept, **{name: initial[name] for name in names if name in initial}})
 
 
-def _with_new_head(params: Any, trainer: Trainer, head: Sequence[str], key: jax.Array | None) -> Any:
-    """Parameters of the source that the model has too, but for those of the head, and initial values of all others."""
+def _with_new_head(params: Any, trainer: Trainer, replaced: Sequence[str], key: jax.Array | None) -> Any:
+    """Weights of the source that the model has too, without those that are replaced, and initial values of all others."""
     initial = trainer.init(key)
     first = variables.join(initial.params, initial.buffers)
-    kept = {name: tree for name, tree in params.items() if name in first and name not in (*head, variables.BUFFERS)}
+    kept = {name: tree for name, tree in params.items() if name in first and name not in replaced}
     return {**first, **kept}
 
 
