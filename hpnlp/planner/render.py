@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpnlp.models.dual_encoder import LOSSES_OF_NEGATIVES
 from hpnlp.parallel.plan import AXES, PLANS, Plan
 from hpnlp.planner.collectives import total
 from hpnlp.planner.devices import USABLE, Device
@@ -126,7 +127,8 @@ def _uncounted(costs: Costs) -> str:
     output = fields.get("model.output", "full")  # a dual encoder has no output layer
     uncounted = ["optimizer.rows"] if costs.config.optimizer.rows else []
     uncounted += [f"the loss of {output}"] if parse_one(output, "model.output").name != "full" else []
-    uncounted += ["the similarities of pairs"] if "model.negatives" in fields else []
+    compares = "model.negatives" in fields and fields["model.loss"] in LOSSES_OF_NEGATIVES
+    uncounted += ["the similarities of pairs"] if compares else []
     if not uncounted or costs.devices == 1:
         return ""
     return f"not counted: communication that the compiler adds for {', '.join(uncounted)}"

@@ -271,7 +271,8 @@ def load_params(
         replaced = [name for name in of_loss if (name in params) != (name in expected)]
     if has_new_head := bool(replaced):
         params = _with_new_head(params, trainer, replaced, key)
-        origin += ", with a new head"
+        has_head = task not in ("", source.task) or any(name in expected for name in replaced)
+        origin += ", with a new head" if has_head else ", without its head"
     params = extras.added(with_own(params, expected))
     _check_shapes(params, expected, source)
     is_file = not source.is_run or has_weights(source.directory)  # whose arrays are on one device

@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from hpnlp import planner
+from hpnlp.cli import experiment
+from hpnlp.parallel.plan import Plan
+from hpnlp.planner import render
 from hpnlp.tasks import TASKS
 from hpnlp.tasks.pair_report import PairReport
 from hpnlp.tasks.predictions import TrainedModel
@@ -78,17 +82,21 @@ def test_labels_are_learned_and_kept(directory, trained):
     other.write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(InputError, match="other.jsonl, line 2: has label 'unknown', of which there is no class"):
         evaluate_run.evaluate_run(workdir, {"data.heldout_path": str(other)})
+    finetune = experiment.read(f"experiments/lm/finetune.py:{workdir}", [])
+    finetune.update_from_flattened_dict(COSINE)
+    assert configs.resolve(finetune).model.classes == 0  # of the data, whatever the loss
     (workdir / "labels.json").rename(directory / "labels.json")
     with pytest.raises(InputError, match="the run has no labels.json, which model.loss='softmax' needs: put back"):
         run_directory.load(workdir)
     (directory / "labels.json").rename(workdir / "labels.json")
 
 
-def test_grades_are_learned_from_vectors_that_were_trained_with_labels(directory, trained):
+def test_grades_are_learned_from_vectors_that_were_trained_with_labels(directory, trained, capsys):
     """As in the paper: first inference, then similarity. The classifier stays behind."""
     workdir = directory / "grades"
     source = {"train.init_from": str(trained[0]), "data.tokenizer": str(trained[0] / "tokenizer.json")}
     result = loop.train(make(directory, COSINE | source | {"train.eval_every": 20}), workdir)
+    assert "labels, step 40, without its head, with its tokenizer" in capsys.readouterr().out
     first, last = losses(workdir)
     assert last < 0.7 * first and set(result.heldout) == {"loss"} and "classifier" not in result.params
     assert not (workdir / "labels.json").exists() and result.baselines["mean_grade_loss"] > result.heldout["loss"]
@@ -140,6 +148,11 @@ def test_single_pairs_and_batches_of_one_pair_are_enough(directory):
         config = make(directory, changes | {"data.batch_size": 1, "data.heldout_examples": 1})
         assert TASK.dataset(config.data, None).heldout_examples == 1
         assert not TASK.model(config, Sizes(ids=30, classes=2)).config.compares_examples
+
+
+def test_plans_of_single_pairs_have_no_uncounted_communication(directory):
+    costs = planner.costs(dataclasses.replace(make(directory, SOFTMAX), plan=Plan("data")), 8)
+    assert costs.parameters > 0 and "not counted" not in render.table(costs, planner.DEVICES["h100"], "h100")
 
 
 def test_reports_are_those_of_the_loss(directory):

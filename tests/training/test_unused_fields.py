@@ -128,6 +128,10 @@ def test_defaults_pass(task):
             "model.layer_dropout=0.2 has no effect, because model.cells='gru(16)' has one layer: leave it out",
         ),
         (
+            {"task": "dual_encoder", "model.loss": "cosine", "model.temperature": 0.1},
+            "model.temperature=0.1 has no effect, because model.loss='cosine' does not read it",
+        ),
+        (
             {"task": "dual_encoder", "model.loss": "triplet", "model.symmetric": False},
             "model.symmetric=False has no effect, because model.loss='triplet' does not read it: leave it out, or set "
             "model.loss='contrastive'",
