@@ -35,6 +35,12 @@ to stderr, and so is the number of texts that were cut to data.seq_len tokens.
 
 flags.DEFINE_string("to", None, "File to write, .npy; an older one is replaced.")
 flags.DEFINE_enum("dtype", "float32", ["float32", "float16", "int8"], "Dtype of the numbers in the file.")
+flags.DEFINE_boolean(
+    "partners",
+    False,
+    "Encode texts as second texts of pairs, as documents beside queries: by the second tower of a dual encoder with "
+    "model.shared=False.",
+)
 flags.DEFINE_enum(
     "compute_dtype",
     None,
@@ -87,6 +93,7 @@ def run(argv: Sequence[str]) -> None:
             f.batch_size,
             lambda place: without_text.add(text_inputs.WITHOUT_TEXT, place),
             lambda done: progress("encoding", done, total),
+            f.partners,
         )
     print(f"{target}: {vectors.count:,} vectors of {vectors.dim} numbers, {f.dtype}")
     for line in sources.described(without_text):

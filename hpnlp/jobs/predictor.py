@@ -146,13 +146,15 @@ class Predictor:
         """
         return self._by_length(self.kind, texts, batch_size, self._task.predict, report_bad)
 
-    def encode(self, texts: Sequence[Example], batch_size: int = BATCH_SIZE) -> np.ndarray:
+    def encode(self, texts: Sequence[Example], batch_size: int = BATCH_SIZE, partners: bool = False) -> np.ndarray:
         """Computes a vector of each text.
 
         Args:
           texts: As for `predict`; single texts for a dual encoder, which are encoded as first texts of pairs, or pairs, of
             which the first texts are.
           batch_size: As for `predict`.
+          partners: Encode the texts as second texts of pairs, as documents beside queries: a dual encoder with
+            model.shared=False does so by its second tower.
 
         Returns:
           float32 [n, D]: the pooled last hidden states of an encoder, or vectors of length 1 of a dual encoder.
@@ -160,7 +162,7 @@ class Predictor:
         Raises:
           InputError: As for `predict`; or models of the run's task have no vectors.
         """
-        vectors, cut = self.encode_valid(texts, batch_size, _refuse)
+        vectors, cut = self.encode_valid(texts, batch_size, _refuse, partners)
         self._warn_of_cut(cut, len(vectors))
         return (
             np.stack([*vectors.values()]).astype(np.float32)
@@ -169,7 +171,11 @@ class Predictor:
         )
 
     def encode_valid(
-        self, texts: Sequence[Example], batch_size: int, report_bad: Callable[[int, FieldError], None]
+        self,
+        texts: Sequence[Example],
+        batch_size: int,
+        report_bad: Callable[[int, FieldError], None],
+        partners: bool = False,
     ) -> tuple[dict[int, np.ndarray], int]:
         """As `encode`, for texts of which some may be bad.
 
@@ -177,6 +183,7 @@ class Predictor:
           texts: As for `encode`.
           batch_size: As for `encode`.
           report_bad: As for `predict_valid`.
+          partners: As for `encode`.
 
         Returns:
           Number of a text -> its vector, in the order of the texts; and the number of texts that were cut.
@@ -188,7 +195,8 @@ class Predictor:
             texts = [text[0] if isinstance(text, list | tuple) and text else text for text in texts]
 
         def encode(trained: TrainedModel, batch: Mapping[str, np.ndarray], values: Sequence[Any]) -> list[np.ndarray]:
-            return list(self._task.encode(trained, batch)[: len(values)])
+            vectors = self._task.encode_partners(trained, batch) if partners else self._task.encode(trained, batch)
+            return list(vectors[: len(values)])
 
         return self._by_length(self.text_kind, texts, batch_size, encode, report_bad)
 

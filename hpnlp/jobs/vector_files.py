@@ -81,6 +81,7 @@ def write_vectors(
     batch_size: int,
     report_bad: Callable[[str], None],
     report_done: Callable[[int], None],
+    partners: bool = False,
 ) -> tuple[VectorFile, int]:
     """Writes a row for each text, in memory that does not grow with their number.
 
@@ -92,6 +93,7 @@ def write_vectors(
       batch_size: Largest number of texts of a batch.
       report_bad: Called with the place of a text that is empty, has no tokens or is invalid, whose row is zeros.
       report_done: Called with the number of texts that are written.
+      partners: As for `Predictor.encode`.
 
     Returns:
       The file, and the number of texts that were cut.
@@ -106,7 +108,7 @@ def write_vectors(
         def report(number: int, error: FieldError, chunk: Sequence[tuple[str, Example]] = chunk) -> None:
             report_bad(chunk[number][0])
 
-        vectors, cut_here = predictor.encode_valid([text for _, text in chunk], batch_size, report)
+        vectors, cut_here = predictor.encode_valid([text for _, text in chunk], batch_size, report, partners)
         cut += cut_here
         rows = np.zeros((len(chunk), predictor.run.model.config.dim), np.float32)
         for number, vector in vectors.items():

@@ -379,6 +379,19 @@ class DualEncoder(OfSeveralStacks, nn.Module):
         numbers = jnp.arange(len(batch["tokens"]), dtype=jnp.int32)
         return self.tower.vectors(batch, numbers, deterministic=True)[0]
 
+    def partner_vectors(self, batch: Batch) -> Float[Array, "B D"]:
+        """Vectors of texts as partners of others, by the second tower if there are two.
+
+        Args:
+          batch: As for `vectors`.
+
+        Returns:
+          float32, of length 1.
+        """
+        numbers = jnp.arange(len(batch["tokens"]), dtype=jnp.int32)
+        tower = self.tower if self.config.shared else self.pair_tower
+        return tower.vectors(batch, numbers, deterministic=True)[0]
+
     def _positives(self, batch: Batch) -> Bool[Array, "B n B"]:
         """Whether a candidate, the partner or a hard negative of an example, belongs to a text: [text, candidate, example]."""
         hashes = [text_hashes(batch[f"{p}tokens"], batch[f"{p}segment_ids"]) for p in self.config.text_prefixes()]

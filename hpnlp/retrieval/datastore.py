@@ -135,12 +135,12 @@ def default_index(count: int) -> str:
 
     Returns:
       A spec of `hpnlp.retrieval.index.Index`: exact search of few vectors, and of more an inverted file of about sqrt(count)
-      cells, of which a search reads a 32nd, at least 8.
+      cells, of which a search reads a 128th, at least 8.
     """
     if count <= EXACT_VECTORS:
         return "exact"
     cells = 1 << round(math.log2(math.sqrt(count)))
-    return f"ivf(cells={cells},probes={max(8, cells // 32)})"
+    return f"ivf(cells={cells},probes={max(8, cells // 128)})"
 
 
 def index_vectors(keys: np.ndarray) -> tuple[np.ndarray, float]:

@@ -145,6 +145,9 @@ class DualEncoding(ExampleTask):
     def encode(self, trained: TrainedModel, batch: Batch) -> np.ndarray:
         return trained.call("vectors", batch)
 
+    def encode_partners(self, trained: TrainedModel, batch: Batch) -> np.ndarray:
+        return trained.call("partner_vectors", batch)
+
     def scores(
         self, config: RunConfig, dataset: Examples, sums: Sums, *, is_complete: bool, gives_probabilities: bool
     ) -> dict[str, float]:

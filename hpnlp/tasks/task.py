@@ -387,6 +387,16 @@ class Task(abc.ABC):
             "dual_encoder"
         )
 
+    def encode_partners(self, trained: TrainedModel, batch: Batch) -> np.ndarray:
+        """Vectors of texts as the second ones of pairs; arguments and result as of `encode`.
+
+        Raises:
+          InputError: Models of this task have no pairs.
+        """
+        raise InputError(
+            f"a run of task={self.name!r} has no partners of texts, as a dual encoder has: leave partners out"
+        )
+
     def baseline(self, dataset: Any) -> Baseline | None:
         """Starts the measurement of other methods on the same data.
 

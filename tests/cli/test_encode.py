@@ -134,6 +134,26 @@ ERRORS = {
 }
 
 
+def test_partners_pass_the_second_tower(run, dual_encoder, tmp_path):
+    directory = save_run(tmp_path / "run", "dual_encoder", shared=False)
+    loaded, texts = hpnlp.load(directory), ["the quick fox", "old copper"]
+    ids = [np.pad(x := loaded.run.tokenizer.encode(text.encode()), (0, 16 - len(x))) for text in texts]
+    batch = loaded.run.model.example_batch(2, 20)
+    framed = np.array(
+        [[256, *x[: len(text)], 257, *[258] * (18 - len(text))] for x, text in zip(ids, texts, strict=True)]
+    )
+    batch |= {f"{side}tokens": framed for side in ("", "pair_")}
+    batch |= {f"{side}segment_ids": (framed != 258).astype(np.int32) for side in ("", "pair_")}
+    batch |= {f"{side}positions": np.tile(np.arange(20), (2, 1)) for side in ("", "pair_")}
+    expected = loaded.run.model.apply({"params": loaded.run.params}, batch, method="embed")
+    (tmp_path / "a.txt").write_text("\n".join(texts))
+    for flag, vectors in zip(([], ["--partners"]), expected, strict=True):
+        assert run("encode", directory, tmp_path / "a.txt", f"--to={tmp_path}/a.npy", *flag).code == 0
+        np.testing.assert_allclose(np.load(tmp_path / "a.npy"), vectors, atol=1e-5)
+    shared = hpnlp.load(dual_encoder)
+    np.testing.assert_array_equal(shared.encode(texts), shared.encode(texts, partners=True))
+
+
 def test_products_of_bfloat16_change_vectors_by_their_rounding(run, dual_encoder, expected, tmp_path):
     (tmp_path / "a.txt").write_text("\n".join(TEXTS) + "\n")
     outcome = run("encode", dual_encoder, tmp_path / "a.txt", f"--to={tmp_path}/a.npy", "--compute_dtype=bfloat16")
