@@ -47,7 +47,9 @@ def test_an_evaluation_on_unknown_documents_raises(trained, tmp_path):
     run, _ = trained
     record = {"text": "a new text", "answer": "new", "document": "a document that nobody knows"}
     (tmp_path / "new.jsonl").write_text(json.dumps(record))
-    with pytest.raises(run_directory.InputError, match="1 of .* documents of the data are none of the 28 that the run"):
+    with pytest.raises(
+        run_directory.InputError, match="1 of 1 documents of held-out records are none of the 28 that the run"
+    ):
         evaluate_run.evaluate_run(run, {"data.heldout_path": str(tmp_path / "new.jsonl")})
 
 

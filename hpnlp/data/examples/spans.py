@@ -192,25 +192,25 @@ class ExamplesWithDocuments(Examples):
             yield number
 
     def number_as(self, documents: Sequence[np.ndarray]) -> None:
-        """Numbers documents as a run does, whose model searches them by their numbers.
+        """Numbers documents as a run does, whose model searches them by their numbers; others have the number -1.
 
         Args:
           documents: Token ids of the documents of the run, in their order.
 
         Raises:
-          InputError: The data have a document that the run lacks.
+          InputError: The run lacks the document with the answer of a held-out record.
         """
         known = {document.astype(np.int32).tobytes(): number for number, document in enumerate(documents)}
-        numbers = np.array(
-            [known.get(document.astype(np.int32).tobytes(), -1) for document in self.documents], np.int32
-        )
-        if (unknown := np.flatnonzero(numbers < 0)).size:
+        numbers = np.array([known.get(document.tobytes(), -1) for document in self.documents], np.int32)
+        scored = np.unique(np.concatenate([self._numbers[side] for side in self.heldout_sets]))
+        unknown = scored[numbers[scored] < 0]
+        if unknown.size and self.config.document_role == "gold":
             example = self.tokenizer.decode(self.documents[unknown[0]]).decode("utf-8", "replace")
             raise InputError(
-                f"{unknown.size} of {len(numbers)} documents of the data are none of the {len(known)} that the run searches, "
-                f"such as {example!r:.60}: pass records with documents of its training data"
+                f"{unknown.size} of {scored.size} documents of held-out records are none of the {len(known)} that the run "
+                f"searches, such as {example!r:.60}: leave these records out"
             )
-        self._numbers = {side: numbers[own] for side, own in self._numbers.items()}
+        self._numbers = {side: numbers[old] for side, old in self._numbers.items()}
         self.documents = list(documents)
 
     def _batch(self, side: str, numbers: np.ndarray, count: int, width: int | None = None) -> Batch:

@@ -69,6 +69,26 @@ def test_own_documents_take_the_place_of_gold_ones(open_records):
     assert (batch["own"][:count] >= 0).all() and (batch["own"][count:] == -1).all() and (batch["gold"] == -1).all()
 
 
+@pytest.mark.parametrize("role", ["gold", "own"])
+def test_documents_of_scored_records_are_numbered_as_those_of_a_run(open_records, tmp_path, role):
+    """An evaluation does not read the training records, whose documents the run may lack."""
+    (tmp_path / "heldout.jsonl").write_text(json.dumps(RECORDS[1]))
+
+    def numbers(*documents):
+        examples = open_records(document_role=role, heldout_path=str(tmp_path / "heldout.jsonl"))
+        examples.number_as([examples.documents[0][:2], *(examples.documents[number] for number in documents)])
+        return next(examples.heldout(batch_size=2))[role].tolist()
+
+    first = open_records(document_role=role, heldout_path=str(tmp_path / "heldout.jsonl"))
+    document = next(first.heldout(batch_size=2))[role][0]
+    assert numbers(document) == [1, -1]
+    if role == "own":  # a document that is not searched need not be left out of the search
+        assert numbers() == [-1, -1]
+        return
+    with pytest.raises(InputError, match="1 of 1 documents of held-out records .* the 1 that the run searches"):
+        numbers()
+
+
 @pytest.mark.parametrize(
     ("record", "fields", "message"),
     [
