@@ -26,7 +26,7 @@ from hpnlp.data.records import SKIP
 from hpnlp.data.sources import LeftOut, LineCounts, Source
 from hpnlp.types import InputError, Tokenizer
 
-_FORMAT = 4  # version of the files that `ExampleIngest.write` writes; part of the cache key
+_FORMAT = 5  # version of the files that `ExampleIngest.write` writes; part of the cache key
 # Sizes from which a group of examples is tokenised at once, on all cores if the tokenizer supports it.
 _GROUP_BYTES = 1 << 20
 _GROUP_EXAMPLES = 512

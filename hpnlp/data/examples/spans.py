@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,9 @@ TEXT, HEAD, ANSWER, DOCUMENT = range(4)  # the texts of an example
 
 @dataclasses.dataclass(frozen=True)
 class HiddenSpans(Kind):
-    """A text whose answer is hidden, with a document. The answer is hidden where the text has it first.
+    """A text whose answer is hidden, with a document.
+
+    The answer is hidden where the text first has it as whole words ("Iran", not the beginning of "Iranian"), or else first.
 
     An example is stored as four texts: the text, its part up to the end of the answer, the answer, and the document.
 
@@ -64,7 +67,11 @@ class HiddenSpans(Kind):
         return [values["text_field"], before + answer, answer, document]
 
     def pieces(self, values: Mapping[str, Any]) -> list[str]:
-        return [*values["text_field"].partition(values["answer_field"]), values["document_field"]]
+        text, answer = values["text_field"], values["answer_field"]
+        start = text.find(answer)
+        if match := re.search(rf"(?!\B\w){re.escape(answer)}(?<!\w\B)", text):  # words do not go on at either end
+            start = match.start()
+        return [text[:start], answer, text[start + len(answer) :], values["document_field"]]
 
     def join(self, ids: Sequence[np.ndarray], labels: np.ndarray) -> tuple[Sequence[np.ndarray], np.ndarray]:
         before, answer, after, document = ids
@@ -124,7 +131,9 @@ class HiddenSpansConfig(ExampleConfig):
     )
     seq_len: int = option(64, "Tokens of a text, at most.")
     text_field: str = option("text", "Field of records that holds the text.")
-    answer_field: str = option("answer", "Field that holds the span of the text that is hidden.")
+    answer_field: str = option(
+        "answer", "Field that holds the span of the text that is hidden, where it first stands as whole words."
+    )
     document_field: str = option(
         "document",
         "Field that holds a document. The different documents of all records are searched, but for records that "
