@@ -76,10 +76,10 @@ def inputs(batch):
     return {name: batch[name] for name in ("tokens", "segment_ids", "positions")}
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def vectors(config, params, batch):
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def vectors(config, params, batch, tower="tower"):
     return Tower(config.tower()).apply(
-        {"params": params["tower"]}, batch, jnp.arange(len(batch["tokens"])), True, method="vectors"
+        {"params": params[tower]}, batch, jnp.arange(len(batch["tokens"])), True, method="vectors"
     )[0]
 
 
@@ -127,8 +127,9 @@ def test_candidates_are_the_most_similar_documents_without_the_own_one():
     for text, scores in enumerate(np.array(queries @ documents.T)):
         scores[BATCH["own"][text]] = -np.inf if BATCH["own"][text] >= 0 else scores[BATCH["own"][text]]
         assert ids[text].tolist() == np.argsort(-scores)[:4].tolist()
-    hits, weight = run(model, params(), None, BATCH)[1].aux["retrieval_at_1"]
-    assert (hits, weight) == (float(ids[1, 0] == 2), 1)  # the last text has no hidden token
+    golds = [(ids[:, 0], 3, 3), (ids[:, 1], 0, 3), (np.where(np.arange(B) == 2, -1, ids[:, 0]), 2, 2)]
+    for gold, hits, count in golds:  # the last text has no hidden token
+        assert run(model, params(), None, BATCH | {"gold": gold})[1].aux["retrieval_at_1"] == (hits, count)
 
 
 def test_order_of_the_documents_changes_nothing():
@@ -189,10 +190,12 @@ def test_index_that_is_never_refreshed_stays_that_of_the_first_step():
     assert out.aux["staleness"][0] == 1 and second["age"] == 2
 
 
-def test_towers_that_are_not_shared_train_both():
-    model = make(refresh="every", candidates=3, shared=False, learn_temperature=True)
+def test_towers_that_are_not_shared_train_both_and_the_document_tower_makes_the_index():
+    model = make(refresh="never", candidates=3, shared=False, learn_temperature=True)
     variables = drawn_params(model, 0.4)
-    (_, gradient), out, _ = run(model, variables, None, BATCH)
+    (_, gradient), out, new = run(model, variables, first_buffers(refresh="never"), BATCH)
+    expected = vectors(model.config, variables, texts(np.arange(N)), "document_tower")
+    np.testing.assert_allclose(new["index"], expected, atol=1e-5)
     assert {"tower", "document_tower", "reader", "log_scale"} == set(gradient)
     assert all(any(np.any(leaf) for leaf in jax.tree.leaves(gradient[name])) for name in gradient)
     assert "temperature" in out.aux
