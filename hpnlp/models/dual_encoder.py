@@ -22,6 +22,7 @@ from hpnlp.models.layer_statistics import OfSeveralStacks
 from hpnlp.models.pair_losses import cosine_losses, pair_features, softmax_losses
 from hpnlp.models.prediction import Batch, classification_metrics
 from hpnlp.models.ranges import LIMITS
+from hpnlp.models.temperature import inverse_temperature
 from hpnlp.models.tower import INPUTS, Tower
 from hpnlp.nn.layers import Dense, param
 from hpnlp.nn.pooling import POOLINGS
@@ -404,7 +405,7 @@ class DualEncoder(OfSeveralStacks, nn.Module):
         """1 / temperature, a float32 scalar."""
         if not self.config.learn_temperature:
             return jnp.float32(1 / self.config.temperature)
-        return jnp.exp(jnp.minimum(self.log_scale[0], np.float32(-math.log(LOWEST_TEMPERATURE))))
+        return inverse_temperature(self.log_scale[0], LOWEST_TEMPERATURE)
 
     def rows(self, batch: Batch) -> dict[tuple[str, ...], Int[Array, " R"]]:
         """Rows of tables that `loss` of this batch looks up.

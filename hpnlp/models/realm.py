@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hpnlp.layer_report import LayerReport
@@ -22,6 +21,7 @@ from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.layer_statistics import OfSeveralStacks
 from hpnlp.models.marginal import check_marginal, log_marginal, text_weights
 from hpnlp.models.prediction import Batch, label_losses
+from hpnlp.models.temperature import inverse_temperature
 from hpnlp.models.tower import INPUTS, Tower
 from hpnlp.nn.layers import buffer, param
 from hpnlp.nn.pooling import POOLINGS
@@ -367,7 +367,7 @@ class Realm(OfSeveralStacks, nn.Module):
         """1 / temperature, a float32 scalar."""
         if not self.config.learn_temperature:
             return jnp.float32(1 / self.config.temperature)
-        return jnp.exp(jnp.minimum(self.log_scale[0], np.float32(-math.log(LOWEST_TEMPERATURE))))
+        return inverse_temperature(self.log_scale[0], LOWEST_TEMPERATURE)
 
     @nn.nowrap
     def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
