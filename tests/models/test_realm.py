@@ -2,18 +2,24 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.data.tokenizers import ByteTokenizer
 from hpnlp.models.documents import Documents
 from hpnlp.models.encoder import Encoder
 from hpnlp.models.marginal import log_marginal
 from hpnlp.models.realm import Realm, RealmConfig
 from hpnlp.models.tower import Tower
 from hpnlp.parallel.plan import Plan
+from hpnlp.tasks.vocabulary import Vocabulary
+from hpnlp.training import warm_start
+from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError, Model
 from tests.drawn import drawn_params
 
@@ -170,6 +176,9 @@ def test_index_is_refreshed_by_parts_and_replaced_when_complete():
     made_at = np.zeros(N, int)
     for step in range(8):
         _, out, new = run(model, params_of(step), buffers, BATCH)
+        of_two_parts = jax.tree.map(lambda x: 2 * x, out.statistics)  # of an accumulated batch
+        for name, x in model.advance(buffers, of_two_parts, jnp.int32(step), jax.random.key(0)).items():
+            np.testing.assert_allclose(x, new[name], rtol=1e-6)
         assert out.aux["staleness"][0] == (step if step < 3 else 3 + step % 3)
         if step and step % 3 == 0:
             made_at = np.array([step - 3] * 4 + [step - 2] * 2 + [step - 1] * 4)
@@ -199,6 +208,37 @@ def test_towers_that_are_not_shared_train_both_and_the_document_tower_makes_the_
     assert {"tower", "document_tower", "reader", "log_scale"} == set(gradient)
     assert all(any(np.any(leaf) for leaf in jax.tree.leaves(gradient[name])) for name in gradient)
     assert "temperature" in out.aux
+    expected = vectors(model.config, {"tower": variables["document_tower"]}, texts(np.arange(N)))
+    np.testing.assert_allclose(new["index"], expected, atol=1e-5)
+
+
+def test_fields_of_the_search_are_free_in_warm_starts():
+    source = warm_start.Source(Path("runs/source"), "realm", make().config, Vocabulary(ByteTokenizer()), "bytes", True)
+    tuned = make(candidates=3, marginal="sequence", refresh="never", documents_per_step=2).config
+    assert warm_start.check_model(tuned, source) == ""
+    with pytest.raises(InputError, match="model.temperature is 1.0"):
+        warm_start.check_model(make(temperature=1.0).config, source)
+
+
+@pytest.mark.slow
+def test_layouts_and_accumulation_match_one_device():
+    """From the first step, which encodes all documents, to the one that searches the replaced index."""
+
+    def trained(plan, devices, accumulate):
+        config = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup=0, accumulate=accumulate)
+        model = make(candidates=4)
+        trainer = make_trainer(model, config, plan, steps=4, devices=jax.devices()[:devices])
+        state, losses = trainer.init(jax.random.key(0), params() | {"buffers": first_buffers()}), []
+        for _ in range(4):
+            batch = jax.device_put(BATCH, trainer.batch_sharding)
+            state, metrics = trainer.step(state, batch, jax.random.key(1))
+            losses.append(metrics["loss"])
+        return jax.device_get((losses, state.buffers))
+
+    expected = trained(Plan(), 1, 1)
+    assert expected[1]["age"] == 4 and not np.array_equal(expected[1]["index"], expected[1]["back"])
+    for actual in (trained(Plan(), 1, 2), trained(Plan("zero3", tensor=2), 4, 2)):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), actual, expected)
 
 
 @pytest.mark.parametrize(

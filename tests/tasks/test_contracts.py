@@ -22,6 +22,7 @@ from hpnlp import planner, report, tasks
 from hpnlp.data.examples.unlabelled import converted
 from hpnlp.data.pixels import to_text
 from hpnlp.jobs.predictor import Predictor
+from hpnlp.models import variables
 from hpnlp.parallel.plan import Plan
 from hpnlp.planner import render
 from hpnlp.tasks import TASKS
@@ -245,7 +246,7 @@ def realm(directory):
     config = configs.default("realm")
     config.data.update(path=str(directory / "examples.jsonl"), tokenizer="words(30)", seq_len=8, document_len=8)
     config.data.update(batch_size=8, answer_len=2, heldout=0.2)
-    config.model.update(layers=2, dim=16, heads=2, mlp_dim=32, unroll=1, candidates=3, documents_per_step=8)
+    config.model.update(layers=2, dim=16, heads=2, mlp_dim=32, unroll=1, candidates=3, documents_per_step=16)
     config.model.learn_temperature = True
     config.optimizer.update(warmup=0, learning_rate=1e-2)
     config.train.steps = 4
@@ -456,8 +457,8 @@ def test_models_that_lack_members_of_the_protocol_raise(monkeypatch):
         tasks.make_model(configs.Config(task="own"), Sizes(8))
 
 
-def last_losses(config, workdir, dataset, plan):
-    """Losses of steps 3 and 4 under another plan, from the checkpoint of step 2."""
+def last_steps(config, workdir, dataset, plan):
+    """Losses of steps 3 and 4 under another plan, from the checkpoint of step 2, and the buffers after them."""
     vocabulary = tasks.find(config.task).vocabulary(dataset)
     size, steps = config.data.batch_size, config.train.steps
     trainer = make_trainer(
@@ -472,14 +473,14 @@ def last_losses(config, workdir, dataset, plan):
         batch = on_devices(trainer, next(batches), config)
         state, metrics = trainer.step(state, batch, jax.random.key(config.train.seed))
         losses.append(float(metrics["loss"]))
-    return losses
+    return losses, jax.device_get(state.buffers)
 
 
 @pytest.mark.parametrize("plan", [*PLANS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PLANS)])
 def test_plans_match_one_device(config, finished, plan):
     """Models whose sequences are not divided refuse a plan that divides them, and train under zero3 alone."""
     workdir, result, _ = finished
-    actual = functools.partial(last_losses, config, workdir, result.dataset)
+    actual = functools.partial(last_steps, config, workdir, result.dataset)
     chosen = (PLANS | SLOW_PLANS)[plan]
     if message := REFUSED.get((config.task, plan)):
         with pytest.raises(InputError, match=message):
@@ -487,7 +488,10 @@ def test_plans_match_one_device(config, finished, plan):
         if plan != "zero3_sequence":
             return
         chosen = Plan("zero3")
-    np.testing.assert_allclose(actual(chosen), losses_of(workdir)[2:], rtol=1e-5)
+    losses, buffers = actual(chosen)
+    np.testing.assert_allclose(losses, losses_of(workdir)[2:], rtol=1e-5)
+    _, expected = variables.split(load(workdir, step=4).params)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), buffers, expected)
 
 
 def test_step_is_planned(config):
