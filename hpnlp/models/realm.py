@@ -49,7 +49,11 @@ class RealmConfig(BackboneConfig):
     shared: bool = option(True, "Texts and documents pass the same tower; otherwise each has a tower of its own.")
     temperature: float = option(0.05, "Divisor of the cosine similarities; its initial value if it is learned.")
     learn_temperature: bool = option(False, "Train the temperature, which stays at 0.01 or above.")
-    candidates: int = option(7, "Documents that are retrieved for a text and read with it, beside the empty document.")
+    candidates: int = option(
+        7,
+        "Documents that are retrieved for a text and read with it, beside the empty document, whose similarity to all texts is "
+        "trained, 0 at first.",
+    )
     marginal: str = option(
         "token",
         '"token", a document for each hidden token; or "sequence", one document for all hidden tokens of a text.',
@@ -170,12 +174,12 @@ class Realm(OfSeveralStacks, nn.Module):
     text, their labels, int32, and weights, float32, `[B, M]`; and, int32 `[B]`, own, the document that may not be retrieved
     for a text, and gold, the document that a text should retrieve, which "retrieval_at_1" counts; -1 for none.
 
-    Each text is read with the empty document, whose score is 0, and with the `candidates` documents whose vectors in the index
-    are the most similar to that of the text. The index decides about the candidates only: scores are those of the towers as
-    they are, cosine similarities divided by the temperature. The index is encoded in the first step. It lies in the buffers
-    "index" `[N, D]` and "age", the number of steps since its oldest vector was encoded, -1 for an index that is not encoded
-    yet; with refresh=rolling also "back" `[N, D]`, the next index, of which "position" documents are encoded. With
-    refresh=every there are no buffers.
+    Each text is read with the empty document, and with the `candidates` documents whose vectors in the index are the most
+    similar to that of the text. The index decides about the candidates only: scores are those of the towers as they are, cosine
+    similarities divided by the temperature. The similarity of the empty document to all texts is a parameter, 0 at first. The
+    index is encoded in the first step. It lies in the buffers "index" `[N, D]` and "age", the number of steps since its oldest
+    vector was encoded, -1 for an index that is not encoded yet; with refresh=rolling also "back" `[N, D]`, the next index, of
+    which "position" documents are encoded. With refresh=every there are no buffers.
 
     Attributes:
       config: Sizes and parts of the model.
@@ -211,6 +215,7 @@ class Realm(OfSeveralStacks, nn.Module):
             start = nn.initializers.constant(-math.log(c.temperature))
             self.log_scale = param(self, "log_scale", start, (1,), ("hidden",))
         shape, zeros = (len(self.documents), c.dim), nn.initializers.zeros
+        self.empty_similarity = param(self, "empty_similarity", zeros, (1,), ("hidden",))
         if c.refresh != "every":
             self.index = buffer(self, INDEX, zeros, shape, (None, None))
             self.age = buffer(self, "age", nn.initializers.constant(-1.0), (1,), (None,))
@@ -239,8 +244,9 @@ class Realm(OfSeveralStacks, nn.Module):
         documents = self._texts(ids.reshape(-1))
         candidates, candidate_report = _vectors(self._document_tower(), documents, deterministic)
         candidates = candidates.reshape(*ids.shape, -1)
-        scores = jnp.einsum("bd,bkd->bk", queries, candidates, precision=HIGHEST) * self._scale()
-        scores = jnp.pad(scores, ((0, 0), (1, 0)))  # the empty document comes first
+        similarities = jnp.einsum("bd,bkd->bk", queries, candidates, precision=HIGHEST)
+        empty = jnp.broadcast_to(self.empty_similarity, (len(ids), 1))  # the empty document comes first
+        scores = jnp.concatenate([empty, similarities], axis=1) * self._scale()
         log_probs, reader_report = self._read(batch, ids, deterministic)
         values, value_weights = log_marginal(scores, log_probs, weights, c.marginal)
         reports = {"tower": query_report, "reader": reader_report}
