@@ -171,8 +171,9 @@ class Realm(OfSeveralStacks, nn.Module):
     """A reader of texts with retrieved documents; log p(y | x) is summed over the documents.
 
     A batch has tokens, segment_ids and positions of the texts, int32 `[B, T]`; targets, the places of M hidden tokens in each
-    text, their labels, int32, and weights, float32, `[B, M]`; and, int32 `[B]`, own, the document that may not be retrieved
-    for a text, and gold, the document that a text should retrieve, which "retrieval_at_1" counts; -1 for none.
+    text, their labels, int32, and weights, float32, `[B, M]`; and, int32 `[B]`, source, the document that a text was taken
+    from, which is not retrieved for it, and gold, the document that a text should retrieve, which "retrieval_at_1" counts; -1
+    for none.
 
     Each text is read with the empty document, and with the `candidates` documents whose vectors in the index are the most
     similar to that of the text. The index decides about the candidates only: scores are those of the towers as they are, cosine
@@ -240,7 +241,7 @@ class Realm(OfSeveralStacks, nn.Module):
         c, weights = self.config, batch["weights"].astype(jnp.float32)
         queries, query_report = _vectors(self.tower, batch, deterministic)
         vectors, age, statistics = self._index()
-        ids = self._search(jax.lax.stop_gradient(queries), vectors, batch["own"])
+        ids = self._search(jax.lax.stop_gradient(queries), vectors, batch["source"])
         documents = self._texts(ids.reshape(-1))
         candidates, candidate_report = _vectors(self._document_tower(), documents, deterministic)
         candidates = candidates.reshape(*ids.shape, -1)
@@ -286,13 +287,13 @@ class Realm(OfSeveralStacks, nn.Module):
           Numbers of the documents, the most similar first.
         """
         queries, _ = _vectors(self.tower, batch, True)
-        return self._search(queries, self._index()[0], batch["own"])
+        return self._search(queries, self._index()[0], batch["source"])
 
-    def _search(self, queries: jax.Array, vectors: jax.Array, own: Int[Array, " B"]) -> Int[Array, "B k"]:
-        """The documents with the most similar vectors, without that of the text itself."""
+    def _search(self, queries: jax.Array, vectors: jax.Array, sources: Int[Array, " B"]) -> Int[Array, "B k"]:
+        """The documents with the most similar vectors, without the source of the text."""
         scores = jnp.einsum("bd,nd->bn", queries, vectors, precision=HIGHEST)
-        is_own = jnp.arange(len(self.documents), dtype=jnp.int32)[None] == own[:, None]
-        return jax.lax.top_k(jnp.where(is_own, -jnp.inf, scores), self.config.candidates)[1]
+        is_source = jnp.arange(len(self.documents), dtype=jnp.int32)[None] == sources[:, None]
+        return jax.lax.top_k(jnp.where(is_source, -jnp.inf, scores), self.config.candidates)[1]
 
     def _read(
         self, batch: Batch, ids: Int[Array, "B k"], deterministic: bool
@@ -438,7 +439,7 @@ class Realm(OfSeveralStacks, nn.Module):
             "targets": hidden,
             "labels": hidden,
             "weights": jnp.ones(hidden.shape, jnp.float32),
-            "own": none,
+            "source": none,
             "gold": none,
         }
 
@@ -446,7 +447,7 @@ class Realm(OfSeveralStacks, nn.Module):
     def batch_axes(self) -> dict[str, tuple[str, ...]]:
         """Logical axes of the arrays of a batch: ("batch", "length") for those of all tokens, otherwise ("batch",)."""
         axes: dict[str, tuple[str, ...]] = dict.fromkeys(INPUTS, ("batch", "length"))
-        return axes | dict.fromkeys(("targets", "labels", "weights", "own", "gold"), ("batch",))
+        return axes | dict.fromkeys(("targets", "labels", "weights", "source", "gold"), ("batch",))
 
     def __call__(self, batch: Batch) -> LossOut:
         return self.loss(batch)

@@ -108,9 +108,9 @@ class RetrievalLanguageModel(ExampleTask):
             raise InputError(
                 f"task={self.name!r} needs documents, and the vocabulary has none: train in another directory"
             )
-        candidates, is_own = config.model.candidates, config.data.document_role == "own"
-        if len(documents) < candidates + is_own:
-            besides = ", beside the text's own one" if is_own else ""
+        candidates, has_source = config.model.candidates, config.data.document_role == "source"
+        if len(documents) < candidates + has_source:
+            besides = ", beside the source of the text" if has_source else ""
             raise InputError(
                 f"model.candidates={candidates}: the data have {len(documents)} documents, expected at least as many as "
                 f"candidates{besides}: lower it, or add documents"

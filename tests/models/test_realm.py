@@ -34,7 +34,7 @@ BATCH = {
     "targets": np.array([[1, 2], [0, 0], [3, 1], [0, 0]], np.int32),
     "labels": RNG.integers(0, 24, (B, M)).astype(np.int32),
     "weights": np.array([[1, 1], [1, 0], [1, 1], [0, 0]], np.float32),
-    "own": np.array([3, -1, 0, -1], np.int32),
+    "source": np.array([3, -1, 0, -1], np.int32),
     "gold": np.array([-1, 2, -1, 4], np.int32),
 }
 
@@ -110,11 +110,11 @@ def by_enumeration(config, params, numbers):
 
 @pytest.mark.parametrize("marginal", ["token", "sequence"])
 def test_loss_and_gradients_match_enumeration_over_the_corpus(marginal):
-    """All documents but the text's own one are candidates."""
+    """All documents but the source of the text are candidates."""
     model = make(refresh="every", candidates=N - 1, marginal=marginal)
     assert isinstance(model, Model)
-    batch = BATCH | {"own": np.array([3, 1, 0, 9], np.int32)}
-    numbers = np.array([[-1, *(n for n in range(N) if n != own)] for own in batch["own"]])
+    batch = BATCH | {"source": np.array([3, 1, 0, 9], np.int32)}
+    numbers = np.array([[-1, *(n for n in range(N) if n != source)] for source in batch["source"]])
     (loss, gradient), out, _ = run(model, params(), None, batch)
     expect = functools.partial(by_enumeration, model.config, numbers=numbers)
     (expected, null), expected_gradient = jax.jit(jax.value_and_grad(expect, has_aux=True))(params())
@@ -126,13 +126,13 @@ def test_loss_and_gradients_match_enumeration_over_the_corpus(marginal):
     assert count == BATCH["weights"].sum() and out.weight == (count if marginal == "token" else 3)
 
 
-def test_candidates_are_the_most_similar_documents_without_the_own_one():
+def test_candidates_are_the_most_similar_documents_without_the_source():
     model = make(refresh="every", candidates=4)
     queries, documents = (vectors(model.config, params(), batch) for batch in (inputs(BATCH), texts(np.arange(N))))
     retrieve = jax.jit(lambda p, batch: model.apply({"params": p}, batch, method="retrieve"))
     ids = np.asarray(retrieve(params(), BATCH))
     for text, scores in enumerate(np.array(queries @ documents.T)):
-        scores[BATCH["own"][text]] = -np.inf if BATCH["own"][text] >= 0 else scores[BATCH["own"][text]]
+        scores[BATCH["source"][text]] = -np.inf if BATCH["source"][text] >= 0 else scores[BATCH["source"][text]]
         assert ids[text].tolist() == np.argsort(-scores)[:4].tolist()
     golds = [(ids[:, 0], 3, 3), (ids[:, 1], 0, 3), (np.where(np.arange(B) == 2, -1, ids[:, 0]), 2, 2)]
     for gold, hits, count in golds:  # the last text has no hidden token
@@ -143,7 +143,7 @@ def test_order_of_the_documents_changes_nothing():
     order = np.random.default_rng(1).permutation(N)
     place = np.argsort(order)
     moved = BATCH | {
-        name: np.where(BATCH[name] < 0, -1, place[BATCH[name]]).astype(np.int32) for name in ("own", "gold")
+        name: np.where(BATCH[name] < 0, -1, place[BATCH[name]]).astype(np.int32) for name in ("source", "gold")
     }
     permuted = Documents(DOCUMENTS.tokens[order], DOCUMENTS.lengths[order])
     (loss, gradient), *_ = run(make(refresh="every", candidates=4), params(), None, BATCH)

@@ -142,7 +142,7 @@ class HiddenSpansConfig(ExampleConfig):
     document_role: str = option(
         "gold",
         'Document of a record: "gold", that with the answer, which is counted if it is retrieved first, and not used '
-        'otherwise; or "own", that which the text is taken from, and which is never retrieved for it.',
+        'otherwise; or "source", that which the text is taken from, and which is never retrieved for it.',
     )
     answer_len: int = option(10, "Largest number of tokens of an answer.")
     document_len: int = option(64, "Tokens of a document, at most.")
@@ -153,8 +153,8 @@ class HiddenSpansConfig(ExampleConfig):
         for name in ("answer_len", "document_len"):
             if getattr(self, name) < 1:
                 raise InputError(f"data.{name}={getattr(self, name)}: expected at least 1")
-        if self.document_role not in ("gold", "own"):
-            raise InputError(f"data.document_role={self.document_role!r}: expected 'gold' or 'own'")
+        if self.document_role not in ("gold", "source"):
+            raise InputError(f"data.document_role={self.document_role!r}: expected 'gold' or 'source'")
         if self.buckets != 1:
             raise InputError(f"data.buckets={self.buckets}: texts are joined with documents of one length: set it to 1")
 
@@ -165,7 +165,7 @@ class HiddenSpansConfig(ExampleConfig):
 class ExamplesWithDocuments(Examples):
     """Texts with hidden spans, whose batches also have the number of each text's document.
 
-    A batch has the arrays of `HiddenSpans`, and "gold" and "own", int32 [B], the number of the document or -1.
+    A batch has the arrays of `HiddenSpans`, and "gold" and "source", int32 [B], the number of the document or -1.
 
     Attributes:
       documents: Token ids of each document (bos document eos).
@@ -227,5 +227,5 @@ class ExamplesWithDocuments(Examples):
         documents = none.copy()
         documents[: len(numbers)] = self._numbers[side][numbers]
         is_gold = self.config.document_role == "gold"
-        roles = {"gold": documents if is_gold else none, "own": none if is_gold else documents}
+        roles = {"gold": documents if is_gold else none, "source": none if is_gold else documents}
         return super()._batch(side, numbers, count, width) | roles

@@ -60,16 +60,18 @@ def test_batches_hide_the_first_occurrence_of_the_answer_and_name_the_document(o
         assert targets[0] == first
         assert tokenizer.decode(examples.documents[batch["gold"][row]]).decode() == record["document"]
         seen.add(text)
-    assert len(seen) == 4 and (batch["own"] == -1).all()
+    assert len(seen) == 4 and (batch["source"] == -1).all()
 
 
-def test_own_documents_take_the_place_of_gold_ones(open_records):
-    batch = next(open_records(document_role="own").heldout(batch_size=24))
+def test_sources_take_the_place_of_gold_ones(open_records):
+    batch = next(open_records(document_role="source").heldout(batch_size=24))
     count = int(batch["weights"].any(axis=1).sum())
-    assert (batch["own"][:count] >= 0).all() and (batch["own"][count:] == -1).all() and (batch["gold"] == -1).all()
+    assert (
+        (batch["source"][:count] >= 0).all() and (batch["source"][count:] == -1).all() and (batch["gold"] == -1).all()
+    )
 
 
-@pytest.mark.parametrize("role", ["gold", "own"])
+@pytest.mark.parametrize("role", ["gold", "source"])
 def test_documents_of_scored_records_are_numbered_as_those_of_a_run(open_records, tmp_path, role):
     """An evaluation does not read the training records, whose documents the run may lack."""
     (tmp_path / "heldout.jsonl").write_text(json.dumps(RECORDS[1]))
@@ -82,7 +84,7 @@ def test_documents_of_scored_records_are_numbered_as_those_of_a_run(open_records
     first = open_records(document_role=role, heldout_path=str(tmp_path / "heldout.jsonl"))
     document = next(first.heldout(batch_size=2))[role][0]
     assert numbers(document) == [1, -1]
-    if role == "own":  # a document that is not searched need not be left out of the search
+    if role == "source":  # a document that is not searched need not be left out of the search
         assert numbers() == [-1, -1]
         return
     with pytest.raises(InputError, match="1 of 1 documents of held-out records .* the 1 that the run searches"):
@@ -115,7 +117,7 @@ def test_answers_are_hidden_at_borders_of_words(text, answer, before):
         ({"answer": "Rome lies in"}, {}, "field 'answer' has 3 tokens, more than data.answer_len=2: raise it"),
         ({}, {"seq_len": 4}, "data.seq_len=4: the longest text has .* tokens: raise it"),
         ({}, {"document_len": 3}, "data.document_len=3: the longest document has .* tokens: raise it"),
-        ({}, {"document_role": "other"}, "data.document_role='other': expected 'gold' or 'own'"),
+        ({}, {"document_role": "other"}, "data.document_role='other': expected 'gold' or 'source'"),
         ({}, {"answer_len": 0}, "data.answer_len=0: expected at least 1"),
         ({}, {"buckets": 2}, "data.buckets=2: .*set it to 1"),
     ],
@@ -125,7 +127,7 @@ def test_invalid_data_raise(open_records, record, fields, message):
         open_records([RECORDS[0], RECORDS[1] | record], **fields)
 
 
-@pytest.mark.parametrize(("role", "enough"), [("gold", 3), ("own", 2)])
+@pytest.mark.parametrize(("role", "enough"), [("gold", 3), ("source", 2)])
 def test_fewer_documents_than_candidates_raise(open_records, role, enough):
     task, examples = RetrievalLanguageModel(), open_records(document_role=role)
     values = configs.default("realm")
