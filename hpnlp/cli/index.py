@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +20,7 @@ from hpnlp.types import InputError
 
 if TYPE_CHECKING:
     from hpnlp.data.examples.kind import Kind
+    from hpnlp.data.sources import LeftOut
     from hpnlp.jobs.retrieval.next_words import Options
     from hpnlp.training.metrics import ProgressLines
 
@@ -38,6 +42,8 @@ Without files, RUN is of a language model. build stores its hidden state at each
 followed (kNN-LM). The last training documents are not stored: on them, the weight and the temperature of the neighbours are
 fitted, once for all tokens ("tuned"), and as a function of distances ("learned"). search prints what followed the states that
 are nearest to that of a prompt.
+
+Texts of files are numbered from 1 over all files; blank lines are left out, and not counted.
 
 A shard holds a part of the texts, or of the documents; merge joins all of them, and gives the same datastore as one build.
 --index is exact, ivf(cells,probes), lsh(bits,tables,probes) or faiss(factory); by default exact up to 20,000 vectors, then ivf.
@@ -90,9 +96,15 @@ def _build(arguments: Sequence[str]) -> None:
     (directory, step), names = run_names.expand_one(arguments[0], f.step), arguments[1:]
     out, shard = Path(cli.required("out", "runs/index")), _shard()
     cli.refuse(OF_STATES if names else OF_TEXTS, f"{'with' if names else 'without'} files of texts: leave it out")
+    if names:
+        _check_files(names)
     if shard[1] > 1:
         cli.refuse(["index", "k"], "for a shard: pass it to hpnlp index merge")
     cli.prepare_jax()
+    if f.index:
+        from hpnlp.retrieval.index import Index
+
+        Index(f.index)  # raises errors before the work
     if names:
         _build_texts(directory, step, names, out, shard)
     else:
@@ -110,6 +122,16 @@ def _shard() -> tuple[int, int]:
     return shard, shards
 
 
+def _check_files(names: Sequence[str]) -> None:
+    """Raises InputError for files that cannot be read twice, and for --fields without records."""
+    for name in names:
+        if name == text_inputs.STDIN or (os.path.exists(name) and stat.S_ISFIFO(os.stat(name).st_mode)):
+            source = "stdin" if name == text_inputs.STDIN else name
+            raise InputError(f"texts of {source} can be read once, and an index reads them twice: write them to a file")
+    if not any(map(text_inputs.has_records, names)):
+        cli.refuse(["fields"], "without a file of records, such as .jsonl: leave it out")
+
+
 def _build_texts(
     directory: str | Path, step: int | None, names: Sequence[str], out: Path, shard: tuple[int, int]
 ) -> None:
@@ -117,36 +139,40 @@ def _build_texts(
     from hpnlp.jobs.predictor import Predictor
     from hpnlp.jobs.retrieval import texts
 
-    predictor, without_text = Predictor(directory, step), sources.LeftOut()
+    predictor, blank, without_tokens = Predictor(directory, step), sources.LeftOut(), sources.LeftOut()
     kind = text_inputs.with_fields(predictor.text_kind, cli.FLAGS.fields)
-    source = texts.texts_digest(example.text for example in _examples(names, kind))
+    source = texts.texts_digest(example.text for example in _examples(names, kind, blank))
     progress = _progress("texts")
     record, cut = texts.build_shard(
         predictor,
-        ((example.place, example.text) for example in _examples(names, kind)),
+        ((example.place, example.text) for example in _examples(names, kind, sources.LeftOut())),
         source,
         out,
         *shard,
         batch_size=cli.FLAGS.batch_size,
-        report_bad=lambda place: without_text.add(text_inputs.WITHOUT_TEXT, place),
+        report_bad=lambda place: without_tokens.add("without tokens", place),
         report_done=lambda done, total: progress("encoding", done, total),
     )
-    for line in sources.described(without_text):
+    for line in sources.described(blank):
+        _note(f"left out: {line}")
+    for line in sources.described(without_tokens):
         _note(f"vectors of zeros: {line}")
     if cut:
         _note(predictor.cut_message(cut, record.count))
     _finish(out, [out], record.shards)
 
 
-def _examples(names: Sequence[str], kind: Kind) -> Iterator[Example]:
-    """The examples of all files, which are read more than once."""
+def _examples(names: Sequence[str], kind: Kind, blank: LeftOut) -> Iterator[Example]:
+    """The examples of all files, without blank lines, which are counted."""
     from hpnlp.data import sources
 
     inputs = TextInputs(kind, sources.LeftOut(), keeps_blank=True)
     for name in names:
-        if name == text_inputs.STDIN:
-            raise InputError("texts of stdin can be read once, and an index reads them twice: write them to a file")
-        yield from inputs.from_file(name)
+        for example in inputs.from_file(name):
+            if any(example.inputs):
+                yield example
+            else:
+                blank.add(text_inputs.WITHOUT_TEXT, example.place)
 
 
 def _build_states(directory: str | Path, step: int | None, out: Path, shard: tuple[int, int]) -> None:
@@ -240,15 +266,28 @@ def _search(arguments: Sequence[str]) -> None:
                 print(f"  {share:.3f}  distance {distance:.4g}  {word!r}")
         return
     cli.refuse(["k"], "with a datastore of texts: pass --count")
+    from hpnlp.data import sources
     from hpnlp.jobs.predictor import Predictor
     from hpnlp.jobs.retrieval import texts
 
-    for query, found in zip(
-        queries, texts.search(store, Predictor(record.run, record.step), list(queries), f.count), strict=True
-    ):
+    predictor = Predictor(record.run, record.step)
+    examples = TextInputs(predictor.text_kind, sources.LeftOut(), keeps_blank=True).from_lines(
+        enumerate(queries, 1), "text"
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rows = texts.search(store, predictor, [example.text for example in examples], f.count)
+    for warning in caught:
+        _note(str(warning.message))
+    for query, found in zip(queries, rows, strict=True):
         print(query)
         for score, number, text in found:
-            print(f"  {score:.3f}  {number + 1}  {text}")
+            print(f"  {score:.3f}  {number + 1}  {_one_line(text)}")
+
+
+def _one_line(text: Any) -> str:
+    """A text, or the texts of a pair, without line breaks."""
+    return "\t".join(" ".join(part.split()) for part in ([text] if isinstance(text, str) else text))
 
 
 def _progress(unit: str) -> ProgressLines:

@@ -328,7 +328,16 @@ class Datastore:
 
         Returns:
           Number -> text.
+
+        Raises:
+          InputError: The file of texts is missing or damaged.
         """
-        wanted = set(numbers)
-        with open(self.directory / TEXTS, encoding="utf-8") as file:
-            return {number: json.loads(line) for number, line in enumerate(file) if number in wanted}
+        wanted, path = set(numbers), self.directory / TEXTS
+        try:
+            with open(path, encoding="utf-8") as file:
+                texts = {number: json.loads(line) for number, line in enumerate(file) if number in wanted}
+        except (OSError, ValueError) as error:
+            raise InputError(f"cannot read {path} ({error}): build the datastore again") from error
+        if len(texts) < len(wanted):
+            raise InputError(f"{path} has fewer texts than there are vectors: build the datastore again")
+        return texts

@@ -26,18 +26,19 @@ from tests import tiny
 TEXTS = ["the quick fox", "", "old, copper\tkettles" * 3, *(" ".join(tiny.WORDS[:n]) for n in (8, 2, 7, 3, 6))]
 
 
-def save_run(directory, task, **fields):
+def save_run(directory, task, labels=None, data=(), seed=0, **fields):
     """Writes a run of random parameters."""
     config = configs.default(task)
-    config.data.update(tokenizer="bytes", seq_len=40)
+    config.data.update(tokenizer="bytes", seq_len=40, **dict(data))
     config.model.update(layers=1, dim=16, heads=2, mlp_dim=32, vocab=264, **fields)
     values, tokenizer = configs.resolve(config), tokenizers.build("bytes")
-    model = runs.make_model(values, Vocabulary(tokenizer))
-    params = nn.meta.unbox(model.init(jax.random.key(0), model.example_batch(1, 2))["params"])
+    vocabulary = Vocabulary(tokenizer, labels)
+    model = runs.make_model(values, vocabulary)
+    params = nn.meta.unbox(model.init(jax.random.key(seed), model.example_batch(1, 2))["params"])
     checkpoints = Checkpointer(directory)
     checkpoints.save_params(jax.tree.map(np.asarray, params))
     checkpoints.close()
-    tokenizer.save(str(directory / "tokenizer.json"))
+    vocabulary.save(directory)
     runs.write_config(directory, values)
     return directory
 

@@ -56,9 +56,11 @@ def build_shard(
       The record, and the number of texts that were cut.
 
     Raises:
-      InputError: There are fewer texts than shards, the model has no vectors, or the directory cannot be written.
+      InputError: There are no texts, or fewer than shards, the model has no vectors, or the directory cannot be written.
     """
     total, digest = source
+    if not total:
+        raise InputError("there are no texts to encode: name a file with texts")
     if shards > total:
         raise InputError(f"shards={shards}: expected at most {total}, the number of texts")
     first, last = (-(-total * i // shards) for i in (shard, shard + 1))

@@ -1,0 +1,194 @@
+"""`hpnlp index` of texts: search finds them, shards merge to the same datastore, and what does not fit."""
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+import hpnlp
+from hpnlp.jobs.retrieval import texts
+from hpnlp.retrieval import datastore
+from hpnlp.types import InputError
+from tests import tiny
+from tests.cli.test_encode import save_run
+
+TEXTS = ["the quick fox", "seven wizards\tbrew", *(" ".join(tiny.WORDS[n : n + 4]) for n in (3, 7, 5, 9, 12))]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    return save_run(tmp_path_factory.mktemp("encoder") / "run", "dual_encoder")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A directory with texts as lines and as records: all.txt has those of half.txt and half.jsonl."""
+    directory = tmp_path_factory.mktemp("texts")
+    (directory / "all.txt").write_text("".join(f"{text}\n" for text in TEXTS))
+    (directory / "half.txt").write_text("\n".join(["", TEXTS[0], " \t", *TEXTS[1:3]]))
+    (directory / "half.jsonl").write_text("".join(json.dumps({"id": 1, "body": text}) + "\n" for text in TEXTS[3:]))
+    (directory / "blank.txt").write_text("\n\n")
+    return directory
+
+
+def build(run, *arguments):
+    outcome = run("index", "build", *arguments)
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def store(encoder, tmp_path_factory):
+    """The datastore of TEXTS."""
+    directory = tmp_path_factory.mktemp("store") / "all"
+    examples = [(f"text {number}", text) for number, text in enumerate(TEXTS)]
+    record, cut = texts.build_shard(hpnlp.load(encoder), examples, texts.texts_digest(TEXTS), directory)
+    datastore.complete(directory, [directory])
+    assert (record.count, record.dim, cut) == (7, 16, 0)
+    return directory
+
+
+def assert_same(directory, expected):
+    ours, theirs = (datastore.Datastore.load(path, "texts") for path in (directory, expected))
+    assert (directory / datastore.TEXTS).read_bytes() == (expected / datastore.TEXTS).read_bytes()
+    np.testing.assert_array_equal(ours.index._vectors(), theirs.index._vectors())
+
+
+def test_search_finds_the_text_itself_first(run, encoder, store):
+    vectors = hpnlp.load(encoder).encode(TEXTS)
+    for number in (1, 4):
+        outcome = run("index", "search", store, TEXTS[number], "--count=3")
+        query, *lines = outcome.out.splitlines()
+        assert outcome.code == 0 and query == TEXTS[number] and outcome.err == ""
+        order = np.argsort(-(vectors @ vectors[number]))[:3]
+        scores, numbers, found = zip(*(line.strip().split("  ") for line in lines), strict=True)
+        assert order[0] == number and [int(n) - 1 for n in numbers] == order.tolist()
+        assert found == tuple(" ".join(TEXTS[n].split()) for n in order)  # a text takes one line
+        np.testing.assert_allclose(np.array(scores, float), (vectors @ vectors[number])[order], atol=2e-3)
+    outcome = run("index", "search", store, "a", "b", "--count=99")
+    assert [line.startswith(" ") for line in outcome.out.splitlines()] == 2 * [False, *7 * [True]]
+
+
+def test_lines_and_records_have_the_same_vectors_without_blank_lines(run, encoder, files, store, tmp_path):
+    arguments = [files / "half.txt", files / "half.jsonl", "--fields=body", "--batch_size=2"]
+    outcome = build(run, encoder, *arguments, f"--out={tmp_path}/new")
+    name = files / "half.txt"
+    assert outcome.out == f"{tmp_path}/new: 7 vectors of 16 numbers, exact\n"
+    assert outcome.err == f"hpnlp: left out: 2 without text: {name}, line 1; {name}, line 3\n"
+    ours, theirs = (datastore.Datastore.load(path, "texts") for path in (tmp_path / "new", store))
+    assert ours.texts(range(7)) == theirs.texts(range(7)) == dict(enumerate(TEXTS))
+    np.testing.assert_allclose(ours.index._vectors(), theirs.index._vectors(), atol=1e-3)
+    outcome = run("index", "search", tmp_path / "new", TEXTS[5], "--count=99")
+    assert len(outcome.out.splitlines()) == 8 and f"  6  {TEXTS[5]}" in outcome.out.splitlines()[1]
+
+
+def test_shards_merge_to_the_datastore_of_one_build(run, encoder, files, store, tmp_path):
+    for shard in range(3):
+        out = tmp_path / str(shard)
+        outcome = build(run, encoder, files / "all.txt", f"--out={out}", f"--shard={shard}/3")
+        assert f"{out}: shard {shard} of 3, {(3, 2, 2)[shard]} vectors of 16 numbers\n" == outcome.out
+    shards = [tmp_path / name for name in "201"]
+    outcome = run("index", "merge", *shards, f"--out={tmp_path}/all", "--index=ivf(cells=2,probes=2)")
+    assert outcome.out == f"{tmp_path}/all: 7 vectors of 16 numbers, ivf(cells=2,probes=2)\n", outcome.err
+    assert_same(tmp_path / "all", store)
+    expected = run("index", "search", store, TEXTS[2]).out
+    assert run("index", "search", tmp_path / "all", TEXTS[2]).out == expected
+    build(run, encoder, files / "half.txt", f"--out={tmp_path}/other", "--shard=0/3")
+    for arguments, message in (
+        ([*shards[:2], "--keys=4"], "--keys=4 has no effect with a datastore of texts"),
+        ([*shards[:2], "--k=4"], "--k=4 has no effect with a datastore of texts"),
+        ([*shards[:2], "--fields=a"], "which hpnlp index build takes"),
+        (shards[:2], "shard 1 of 3 is missing: build it with --shard=1/3"),
+        ([*shards[:2], tmp_path / "other"], "are not of one datastore: source is"),
+        ([store], "is a complete datastore"),
+    ):
+        outcome = run("index", "merge", *arguments, f"--out={tmp_path}/bad")
+        assert outcome.code == 2 and message in outcome.err, outcome.err
+    outcome = run("index", "search", shards[0], "a")
+    assert outcome.code == 2 and "is shard 2 of 3: join all with hpnlp index merge" in outcome.err
+
+
+def test_pairs_of_an_encoder_are_found_by_tabs(run, files, tmp_path):
+    encoder = save_run(tmp_path / "run", "classification", ("no", "yes"), {"pair_field": "other"}, token_types=2)
+    (tmp_path / "pairs.txt").write_text("the fox\ta dog\nold\tcopper kettles\n")
+    build(run, encoder, tmp_path / "pairs.txt", f"--out={tmp_path}/store")
+    outcome = run("index", "search", tmp_path / "store", "old\tcopper kettles", "--count=1")
+    assert outcome.code == 0 and outcome.out.endswith("  2  old\tcopper kettles\n"), outcome
+    outcome = run("index", "search", tmp_path / "store", "old")
+    assert outcome.code == 2 and "is one text, and the run reads 2 (text, other): put one tab" in outcome.err
+
+
+def test_queries_that_are_cut_are_noted(run, store):
+    outcome = run("index", "search", store, "fox " * 20)
+    assert outcome.code == 0 and outcome.err == "hpnlp: 1 of 1 texts were cut to data.seq_len=40 tokens\n"
+
+
+def test_datastores_of_other_models_and_damaged_ones_raise(run, files, tmp_path):
+    run_directory = save_run(tmp_path / "run", "dual_encoder")
+    build(run, run_directory, files / "all.txt", f"--out={tmp_path}/store")
+    store = datastore.Datastore.load(tmp_path / "store", "texts")
+    shutil.rmtree(run_directory)
+    outcome = run("index", "search", tmp_path / "store", "a")
+    assert outcome.code == 2 and f"{run_directory} holds no run" in outcome.err
+    save_run(run_directory, "dual_encoder", seed=1)
+    outcome = run("index", "search", tmp_path / "store", "a")
+    assert outcome.code == 2 and f"was built with the weights of {run_directory}, and" in outcome.err
+    outcome = run("evaluate", run_directory, f"--datastore={tmp_path}/store")
+    assert outcome.code == 2 and outcome.err.count("\n") == 1
+    lines = (tmp_path / "store" / datastore.TEXTS).read_text().splitlines(keepends=True)
+    for content, message in (("".join(lines[:3]), "has fewer texts than there are vectors"), ("{\n", "cannot read")):
+        (tmp_path / "store" / datastore.TEXTS).write_text(content)
+        with pytest.raises(InputError, match=message):
+            store.texts([0, 5])
+    (tmp_path / "store" / datastore.TEXTS).unlink()
+    with pytest.raises(InputError, match="cannot read .* build the datastore again"):
+        store.texts([0])
+
+
+def test_search_returns_texts_with_scores_and_numbers(encoder, store):
+    loaded, model = datastore.Datastore.load(store, "texts"), hpnlp.load(encoder)
+    ((score, number, text), *others), second = texts.search(loaded, model, [TEXTS[2], "a"], 9)
+    assert (number, text) == (2, TEXTS[2]) and abs(score - 1) < 2e-3 and len(others) == 6 and len(second) == 7
+    with pytest.raises(InputError, match="of a language model's text|of texts, which no language model"):
+        datastore.Datastore.load(store, "words")
+
+
+ERRORS = {
+    "stdin": ("build RUN -", "texts of stdin can be read once, and an index reads them twice"),
+    "a pipe": ("build RUN DIR/all.txt DIR/fifo", "fifo can be read once, and an index reads them twice"),
+    "no such file": ("build RUN DIR/absent.txt", "absent.txt: there is no such file"),
+    "no texts": ("build RUN DIR/blank.txt", "there are no texts to encode: name a file with texts"),
+    "fields of lines": ("build RUN DIR/all.txt --fields=a", "--fields=['a'] has no effect without a file of records"),
+    "another field": ("build RUN DIR/half.jsonl", "'text'"),
+    "too many fields": ("build RUN DIR/half.jsonl --fields=a,b", "expected 1, in place of text"),
+    "keys": ("build RUN DIR/all.txt --keys=4", "--keys=4 has no effect with files of texts: leave it out"),
+    "k": ("build RUN DIR/all.txt --k=4", "--k=4 has no effect with files of texts: leave it out"),
+    "seed": ("build RUN DIR/all.txt --seed=4", "--seed=4 has no effect with files of texts"),
+    "tuning tokens": ("build RUN DIR/all.txt --tuning_tokens=4", "has no effect with files of texts"),
+    "count": ("build RUN DIR/all.txt --count=4", "--count=4 has no effect which hpnlp index search takes"),
+    "index of a shard": (
+        "build RUN DIR/all.txt --shard=0/2 --index=exact",
+        "for a shard: pass it to hpnlp index merge",
+    ),
+    "many shards": ("build RUN DIR/all.txt --shard=0/8", "shards=8: expected at most 7, the number of texts"),
+    "unknown index": ("build RUN DIR/all.txt --index=tree", "tree"),
+    "k of a search": ("search STORE a --k=3", "--k=3 has no effect with a datastore of texts: pass --count"),
+    "batch size of a search": ("search STORE a --batch_size=3", "which hpnlp index build takes"),
+    "step of a search": ("search STORE a --step=3", "which hpnlp index build takes"),
+    "a blank query": ("search STORE ", "is empty"),
+    "a language model": ("build LM DIR/all.txt", "task='lm' has no vectors of texts"),
+}
+
+
+def test_invalid_commands_raise_and_write_nothing(run, encoder, files, store, tmp_path):
+    os.mkfifo(files / "fifo")
+    names = {"RUN": encoder, "DIR": files, "STORE": store, "LM": save_run(tmp_path / "lm", "lm")}
+    for case, (command, message) in ERRORS.items():
+        arguments = command.split(" ")
+        for name, path in names.items():
+            arguments = [argument.replace(name, str(path)) for argument in arguments]
+        outcome = run("index", *arguments, *[f"--out={tmp_path}/new"] * (arguments[0] == "build"))
+        assert outcome.code == 2 and message in outcome.err and outcome.err.count("\n") == 1, (case, outcome)
+        assert not (tmp_path / "new").exists(), case
