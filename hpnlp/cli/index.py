@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from hpnlp.data.examples.kind import Kind
     from hpnlp.data.sources import LeftOut
     from hpnlp.jobs.retrieval.next_words import Options
+    from hpnlp.retrieval.datastore import Datastore
     from hpnlp.training.metrics import ProgressLines
 
 USAGE = """
 hpnlp index build RUN texts.txt --out=DIR [--fields=body] [--index="ivf(cells=1024,probes=32)"]
 hpnlp index search DIR "a question" ["another one" ...] [--count=5]
+hpnlp index search DIR "a question" --rerank=RUN [--candidates=50] [--label=yes]
 
 hpnlp index build RUN --out=DIR [--keys=1000000] [--k=32]
 hpnlp evaluate RUN --datastore=DIR
@@ -37,6 +39,9 @@ hpnlp index merge DIR/0 DIR/1 ... --out=DIR/all
 
 With files, build encodes their texts by the run's model, as hpnlp encode does, and search prints the texts whose vectors have
 the largest products with that of a query: of a dual encoder, cosines.
+
+With --rerank, a cross-encoder, which is a run of task classification on pairs of texts, reads the query with each of the best
+candidates, and search prints the candidates by its probability that the two belong together: that of the label --label.
 
 Without files, RUN is of a language model. build stores its hidden state at each position of training text, with the token that
 followed (kNN-LM). The last training documents are not stored: on them, the weight and the temperature of the neighbours are
@@ -63,10 +68,21 @@ flags.DEFINE_list(
 )
 flags.DEFINE_integer("batch_size", 64, "Largest number of texts of a batch.", lower_bound=1, upper_bound=2**16)
 flags.DEFINE_integer("count", 5, "Number of texts or tokens to print.", lower_bound=1)
+flags.DEFINE_string(
+    "rerank", None, "Run of task classification on pairs of texts that ranks the best texts of a search again."
+)
+flags.DEFINE_integer("candidates", 50, "Number of texts of each query that --rerank ranks again.", lower_bound=1)
+flags.DEFINE_string(
+    "label",
+    None,
+    "Label of --rerank that says that two texts belong together; by default the one that is named 1, yes, true or similar.",
+)
 flags.DEFINE_integer("step", None, "Step of the checkpoint; by default the best, or the newest if none was evaluated.")
 
 OF_STATES = ("keys", "tuning_tokens", "k", "seed")
 OF_TEXTS = ("fields", "batch_size")
+OF_RERANKING = ("candidates", "label")
+OF_SEARCH = ("count", "rerank", *OF_RERANKING)
 OF_BUILD = ("shard", *OF_STATES, *OF_TEXTS, "step")
 
 
@@ -90,7 +106,7 @@ def run(argv: Sequence[str]) -> None:
 
 def _build(arguments: Sequence[str]) -> None:
     f = cli.FLAGS
-    cli.refuse(["count"], "which hpnlp index search takes: leave it out")
+    cli.refuse(OF_SEARCH, "which hpnlp index search takes: leave it out")
     if not arguments:
         raise InputError("expected a run: write hpnlp index build RUN --out=DIR, or RUN texts.txt --out=DIR")
     (directory, step), names = run_names.expand_one(arguments[0], f.step), arguments[1:]
@@ -217,7 +233,7 @@ def _fit(source: Any, out: Path) -> None:
 
 def _merge(arguments: Sequence[str]) -> None:
     cli.refuse([name for name in OF_BUILD if name not in OF_STATES], "which hpnlp index build takes: leave it out")
-    cli.refuse(["count"], "which hpnlp index search takes: leave it out")
+    cli.refuse(OF_SEARCH, "which hpnlp index search takes: leave it out")
     out = Path(cli.required("out", "runs/index"))
     if not arguments:
         raise InputError("expected shards: write hpnlp index merge DIR/0 DIR/1 --out=DIR/all")
@@ -250,6 +266,10 @@ def _search(arguments: Sequence[str]) -> None:
     )
     if len(arguments) < 2:
         raise InputError('expected a datastore and a text: write hpnlp index search DIR "a question"')
+    if f.rerank is None:
+        cli.refuse(OF_RERANKING, "without --rerank=RUN: leave it out")
+    elif f.candidates < f.count:
+        raise InputError(f"--candidates={f.candidates} are fewer than --count={f.count}: pass at least as many")
     directory, *queries = arguments
     cli.prepare_jax()
 
@@ -258,6 +278,7 @@ def _search(arguments: Sequence[str]) -> None:
     record = read_record(directory)
     store = Datastore.load(directory, record.content)
     if record.content == "words":
+        cli.refuse(["rerank"], "with a datastore of a language model's text: leave it out")
         from hpnlp.jobs.retrieval.next_words import following
 
         for query, rows in zip(queries, following(store, queries, f.k), strict=True):
@@ -266,23 +287,35 @@ def _search(arguments: Sequence[str]) -> None:
                 print(f"  {share:.3f}  distance {distance:.4g}  {word!r}")
         return
     cli.refuse(["k"], "with a datastore of texts: pass --count")
-    from hpnlp.data import sources
-    from hpnlp.jobs.predictor import Predictor
-    from hpnlp.jobs.retrieval import texts
-
-    predictor = Predictor(record.run, record.step)
-    examples = TextInputs(predictor.text_kind, sources.LeftOut(), keeps_blank=True).from_lines(
-        enumerate(queries, 1), "text"
-    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        rows = texts.search(store, predictor, [example.text for example in examples], f.count)
+        rows = _search_texts(store, queries)
     for warning in caught:
         _note(str(warning.message))
     for query, found in zip(queries, rows, strict=True):
         print(query)
         for score, number, text in found:
             print(f"  {score:.3f}  {number + 1}  {_one_line(text)}")
+
+
+def _search_texts(store: Datastore, queries: Sequence[str]) -> list[list[tuple[float, int, Any]]]:
+    """The best texts of each query, by the datastore's model or by that of --rerank."""
+    from hpnlp.data import sources
+    from hpnlp.jobs.predictor import Predictor
+    from hpnlp.jobs.retrieval import texts
+    from hpnlp.jobs.retrieval.rerank import find_label, rerank
+
+    f, cross_encoder, label = cli.FLAGS, None, ""
+    if f.rerank is not None:
+        cross_encoder = Predictor(*run_names.expand_one(f.rerank))
+        label = find_label(cross_encoder, f.label or "")
+    predictor = Predictor(store.record.run, store.record.step)
+    inputs = TextInputs(predictor.text_kind, sources.LeftOut(), keeps_blank=True)
+    examples = [example.text for example in inputs.from_lines(enumerate(queries, 1), "text")]
+    if cross_encoder is None:
+        return texts.search(store, predictor, examples, f.count)
+    found = texts.search(store, predictor, examples, f.candidates)
+    return [ranked[: f.count] for ranked in rerank(cross_encoder, examples, found, label)]
 
 
 def _one_line(text: Any) -> str:

@@ -164,6 +164,7 @@ def test_datastores_of_other_runs_and_scored_text_are_refused(run, trained, stor
         ("build RUN --out=NEW --keys=20 --k=5000", "expected 1 to"),
         ("search NEW text", "is no datastore"),
         ("search STORE", "expected a datastore and a text"),
+        ("search STORE text --rerank=RUN", "has no effect with a datastore of a language model's text"),
         ("merge STORE --out=STORE", "is a shard: name another directory"),
     ],
 )

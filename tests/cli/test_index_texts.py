@@ -1,5 +1,6 @@
 """`hpnlp index` of texts: search finds them, shards merge to the same datastore, and what does not fit."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import pytest
 
 import hpnlp
 from hpnlp.jobs.retrieval import texts
+from hpnlp.jobs.retrieval.rerank import find_label, rerank
 from hpnlp.retrieval import datastore
 from hpnlp.types import InputError
 from tests import tiny
@@ -20,6 +22,13 @@ TEXTS = ["the quick fox", "seven wizards\tbrew", *(" ".join(tiny.WORDS[n : n + 4
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
     return save_run(tmp_path_factory.mktemp("encoder") / "run", "dual_encoder")
+
+
+@pytest.fixture(scope="module")
+def cross_encoder(tmp_path_factory):
+    """A classifier of pairs."""
+    directory = tmp_path_factory.mktemp("cross_encoder") / "run"
+    return save_run(directory, "classification", ("no", "Yes"), {"pair_field": "other"}, token_types=2)
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +119,9 @@ def test_shards_merge_to_the_datastore_of_one_build(run, encoder, files, store, 
     assert outcome.code == 2 and "is shard 2 of 3: join all with hpnlp index merge" in outcome.err
 
 
-def test_pairs_of_an_encoder_are_found_by_tabs(run, files, tmp_path):
-    encoder = save_run(tmp_path / "run", "classification", ("no", "yes"), {"pair_field": "other"}, token_types=2)
+def test_pairs_of_an_encoder_are_found_by_tabs(run, cross_encoder, tmp_path):
     (tmp_path / "pairs.txt").write_text("the fox\ta dog\nold\tcopper kettles\n")
-    build(run, encoder, tmp_path / "pairs.txt", f"--out={tmp_path}/store")
+    build(run, cross_encoder, tmp_path / "pairs.txt", f"--out={tmp_path}/store")
     outcome = run("index", "search", tmp_path / "store", "old\tcopper kettles", "--count=1")
     assert outcome.code == 0 and outcome.out.endswith("  2  old\tcopper kettles\n"), outcome
     outcome = run("index", "search", tmp_path / "store", "old")
@@ -155,6 +163,56 @@ def test_search_returns_texts_with_scores_and_numbers(encoder, store):
         datastore.Datastore.load(store, "words")
 
 
+def test_candidates_are_ranked_by_the_probability_of_the_label(run, encoder, cross_encoder, store):
+    predictions = hpnlp.load(cross_encoder).predict([("fox", text) for text in TEXTS])
+    probabilities = np.array([prediction.probabilities["Yes"] for prediction in predictions])
+    found = texts.search(datastore.Datastore.load(store, "texts"), hpnlp.load(encoder), ["fox"], 4)
+    best = sorted((number for _, number, _ in found[0]), key=lambda number: -probabilities[number])
+    (ranked,) = rerank(hpnlp.load(cross_encoder), ["fox"], found)
+    assert [row[1:] for row in ranked] == [(number, TEXTS[number]) for number in best]
+    np.testing.assert_allclose([row[0] for row in ranked], probabilities[best], rtol=1e-5)
+    (reverse,) = rerank(hpnlp.load(cross_encoder), ["fox"], found, "no", batch_size=2)
+    assert [number for _, number, _ in reverse] == best[::-1]
+    flags = (f"--rerank={cross_encoder}", "--candidates=4", "--count=3")
+    for label, order in (("Yes", best), ("no", best[::-1])):
+        outcome = run("index", "search", store, "fox", *flags, f"--label={label}")
+        numbers = [line.split("  ")[2] for line in outcome.out.splitlines()[1:]]
+        assert outcome.code == 0 and numbers == [str(number + 1) for number in order[:3]], outcome
+    outcome = run("index", "search", store, "fox", "the fox " * 5, *flags)
+    assert f"  {probabilities[best[0]]:.3f}  {best[0] + 1}  " in outcome.out and outcome.out.count("\n") == 8
+    assert outcome.err.splitlines()[0] == "hpnlp: 1 of 2 texts were cut to data.seq_len=40 tokens"
+    assert "of 8 texts were cut to data.seq_len=40 tokens" in outcome.err
+
+
+def test_pairs_without_tokens_are_left_out_and_pairs_of_texts_raise(cross_encoder):
+    model = hpnlp.load(cross_encoder)
+    assert rerank(model, ["a", "b"], [[(0.5, 3, ""), (0.4, 1, "c")], []])[0][0][1:] == (1, "c")
+    with pytest.raises(InputError, match="is not a single text"):
+        rerank(model, ["a"], [[(0.5, 3, ["a", "b"])]])
+
+
+@pytest.mark.parametrize(
+    ("labels", "name", "expected"),
+    [
+        (("0", "1"), "", "1"),
+        (("FALSE", "TRUE"), "", "TRUE"),
+        (("near", "far"), "near", "near"),
+        (("near", "far"), "", "has the labels near, far: none of them are named .*: name the label"),
+        (("yes", "match", "no"), "", "several of them are named"),
+        (("no", "yes"), "Yes", "has no label 'Yes': expected one of no, yes"),
+        (("yes",), "", "has one label"),
+    ],
+)
+def test_the_label_is_named_or_found(cross_encoder, labels, name, expected):
+    model = hpnlp.load(cross_encoder)
+    model.run = dataclasses.replace(model.run, vocabulary=dataclasses.replace(model.run.vocabulary, labels=labels))
+    if expected in labels:
+        assert find_label(model, name) == expected
+    else:
+        with pytest.raises(InputError, match=expected):
+            find_label(model, name)
+
+
 ERRORS = {
     "stdin": ("build RUN -", "texts of stdin can be read once, and an index reads them twice"),
     "a pipe": ("build RUN DIR/all.txt DIR/fifo", "fifo can be read once, and an index reads them twice"),
@@ -178,13 +236,26 @@ ERRORS = {
     "batch size of a search": ("search STORE a --batch_size=3", "which hpnlp index build takes"),
     "step of a search": ("search STORE a --step=3", "which hpnlp index build takes"),
     "a blank query": ("search STORE ", "is empty"),
+    "candidates alone": ("search STORE a --candidates=9", "--candidates=9 has no effect without --rerank=RUN"),
+    "a label alone": ("search STORE a --label=b", "--label=b has no effect without --rerank=RUN"),
+    "few candidates": ("search STORE a --rerank=RUN --candidates=3", "--candidates=3 are fewer than --count=5"),
+    "a dual encoder ranks": (
+        "search STORE a --rerank=RUN",
+        "is of task='dual_encoder': a cross-encoder is a run of task",
+    ),
+    "single texts": ("search STORE a --rerank=SINGLE", "reads single texts (text): a cross-encoder reads pairs"),
+    "another label": ("search STORE a --rerank=PAIRS --label=b", "has no label 'b': expected one of no, Yes"),
+    "no run": ("search STORE a --rerank=DIR", "holds no run"),
+    "rerank of a build": ("build RUN DIR/all.txt --rerank=PAIRS", "which hpnlp index search takes"),
     "a language model": ("build LM DIR/all.txt", "task='lm' has no vectors of texts"),
 }
 
 
-def test_invalid_commands_raise_and_write_nothing(run, encoder, files, store, tmp_path):
+def test_invalid_commands_raise_and_write_nothing(run, encoder, cross_encoder, files, store, tmp_path):
     os.mkfifo(files / "fifo")
-    names = {"RUN": encoder, "DIR": files, "STORE": store, "LM": save_run(tmp_path / "lm", "lm")}
+    single = save_run(tmp_path / "single", "classification", ("no", "yes"))
+    names = {"RUN": encoder, "DIR": files, "STORE": store, "PAIRS": cross_encoder, "SINGLE": single}
+    names["LM"] = save_run(tmp_path / "lm", "lm")
     for case, (command, message) in ERRORS.items():
         arguments = command.split(" ")
         for name, path in names.items():
