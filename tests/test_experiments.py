@@ -158,6 +158,18 @@ def test_large_batch_benchmark_writes_all_rules(library, tmp_path):
     assert all(row["steps"] * row["batch"] == small["steps"] * small["batch"] for row in large)
 
 
+@pytest.mark.slow
+def test_nearest_pair_benchmark_extrapolates_the_cross_encoder(tmp_path):
+    sizes = ["--sentences=70", "--pairs=50", "--layers=1", "--dim=32", "--rounds=1"]
+    bench = [sys.executable, str(ROOT / "bench" / "nearest_pair.py"), *sizes, f"--out={tmp_path}"]
+    subprocess.run(bench, cwd=ROOT.parent, check=True, capture_output=True)
+    (path,) = tmp_path.glob("nearest_pair-*.json")
+    dual, cross = json.loads(path.read_text())["rows"]
+    assert dual["pairs"] == dual["measured_pairs"] == cross["pairs"] == 70 * 69 // 2 and cross["measured_pairs"] == 50
+    assert dual["seconds"] == pytest.approx(dual["encode_seconds"] + dual["search_seconds"])
+    assert cross["seconds"] == pytest.approx(cross["measured_seconds"][0] * 2415 / 50)
+
+
 def test_unknown_corpus_raises():
     with pytest.raises(InputError, match="unknown corpus 'dogs': did you mean 'docs'?"):
         experiment.read(f"{WORDS}:dogs")

@@ -37,6 +37,24 @@ def sentence_vectors(rows: Rows) -> Lines:
     return lines
 
 
+def nearest_pair(rows: Rows) -> Lines:
+    """Time of the dual encoder, and time of the cross-encoder with the number of pairs that it is extrapolated from."""
+    lines = []
+    for row in rows:
+        about = f"{row['layers']} layers, D {row['dim']}, random weights"
+        label = f"most similar pair of {row['sentences']:,} sentences by a {row['encoder']}, {about}"
+        if row["extrapolated"]:
+            figure = (
+                f"{row['seconds'] / 3600:.2g} hours, extrapolated to {row['pairs']:,} pairs from {row['measured_pairs']:,} "
+                f"({row['over_dual_encoder']:,.0f} times that of the dual encoder)"
+            )
+        else:
+            parts = f"vectors {row['encode_seconds']:.2g} s, search {row['search_seconds']:.2g} s"
+            figure = f"{row['seconds']:.2g} s ({parts})"
+        lines.append((label, figure))
+    return lines
+
+
 def knn_lm(rows: Rows) -> Lines:
     """Loss of held-out text with neighbours, and its difference to the model alone."""
     lines = []

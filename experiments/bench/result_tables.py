@@ -518,6 +518,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "faults": faults,
     "serving": model_use_tables.serving,
     "sentence_vectors": model_use_tables.sentence_vectors,
+    "nearest_pair": model_use_tables.nearest_pair,
     "knn_lm": model_use_tables.knn_lm,
     "demo_perl": demo,
     "demo_documentation": demo,

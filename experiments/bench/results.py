@@ -72,7 +72,7 @@ SECTIONS = {
     "Text from the training text": ("demo_perl", "demo_documentation", "knn_lm"),
     "Trees and lengths": ("trees", "encoders"),
     "Embeddings and memory": ("word_embeddings", "rare_events", "labelled_bags"),
-    "Predictions": ("serving", "sentence_vectors"),
+    "Predictions": ("serving", "sentence_vectors", "nearest_pair"),
     "Compression": ("containers", "quantized_products"),
     "Parallelism": ("parity", "tasks", "auxiliary", "bubble", "ring"),
     "Rematerialisation and reversible layers": ("remat", "reversible", "grad_cache"),
