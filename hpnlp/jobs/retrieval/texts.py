@@ -74,7 +74,10 @@ def build_shard(
                     yield place, text
 
         done: Callable[[int], None] = lambda count: report_done(count, last - first)  # noqa: E731
-        vectors, cut = write_vectors(predictor, of_shard(), file, "float16", batch_size, report_bad, done)
+        is_of_pairs = (
+            predictor.run.config.task == "dual_encoder"
+        )  # queries are first texts, and what they find second ones
+        vectors, cut = write_vectors(predictor, of_shard(), file, "float16", batch_size, report_bad, done, is_of_pairs)
     record = Record(
         "texts",
         os.path.abspath(predictor.directory),
