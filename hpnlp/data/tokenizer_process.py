@@ -67,8 +67,7 @@ class TokenizerProcess:
         """
         self._send(texts)
         lengths = self._receive()
-        ids = np.empty(sum(lengths), np.int32)
-        self._read(ids)
+        ids = np.frombuffer(bytearray(self._read(4 * sum(lengths))), np.int32)
         return np.split(ids, np.cumsum(lengths[:-1])) if lengths else []
 
     def train(self, texts: Iterable[str]) -> str:
@@ -114,14 +113,12 @@ class TokenizerProcess:
             raise ValueError(reply["error"])
         return reply
 
-    def _read(self, ids: np.ndarray) -> None:
-        """Fills an array."""
+    def _read(self, size: int) -> bytes:
         assert self._process.stdout is not None  # a pipe
-        view, done = memoryview(ids).cast("B") if len(ids) else memoryview(b""), 0
-        while done < len(view):
-            if not (count := self._process.stdout.readinto(view[done:])):
-                self._fail()
-            done += count
+        content = self._process.stdout.read(size)
+        if len(content) < size:
+            self._fail()
+        return content
 
     def _fail(self) -> NoReturn:
         code = self._process.wait()
