@@ -82,10 +82,10 @@ def inputs(batch):
     return {name: batch[name] for name in ("tokens", "segment_ids", "positions")}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def vectors(config, params, batch, tower="tower"):
+@functools.partial(jax.jit, static_argnums=0)
+def vectors(config, params, batch):
     return Tower(config.tower()).apply(
-        {"params": params[tower]}, batch, jnp.arange(len(batch["tokens"])), True, method="vectors"
+        {"params": params["tower"]}, batch, jnp.arange(len(batch["tokens"])), True, method="vectors"
     )[0]
 
 
