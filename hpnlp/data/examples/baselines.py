@@ -95,6 +95,19 @@ def tfidf_recall(
 
     Cost: one pass over the training texts that are read; memory for `limit`^2 similarities.
     """
+    ranks = tfidf_ranks(examples, name, limit, by)
+    return {k: None if ranks is None else float(np.mean(ranks <= k)) for k in top}
+
+
+def tfidf_ranks(examples: Examples, name: str = "heldout", limit: int = 1000, by: str = "words") -> np.ndarray | None:
+    """Rank of the second text of each pair by the cosine similarity of TF-IDF, among the second texts of all pairs.
+
+    Arguments, errors and cost: see `tfidf_recall`.
+
+    Returns:
+      int64 `[n]`, 1 for the most similar; equally similar texts count as more similar. None if the training pairs have no
+      words.
+    """
     text = _import("feature_extraction.text")
     train, scored = examples.stored["train"], examples.stored[name]
     split = {"words": _words, "tokens": lambda text: examples.tokenizer.encode(text).tolist()}[by]
@@ -102,12 +115,11 @@ def tfidf_recall(
     try:
         vectorizer.fit(split(part) for texts in train.texts(train.spread(MAX_TRAINED)) for part in texts[:2])
     except ValueError:  # no word
-        return dict.fromkeys(top)
+        return None
     texts = list(scored.texts(range(min(limit, scored.count))))
     queries, keys = (vectorizer.transform([split(row[part]) for row in texts]) for part in range(2))
     scores = (queries @ keys.T).toarray()
-    rank = np.sum(scores >= np.diag(scores)[:, None], axis=1)  # 1 for the best; ties count against the pair
-    return {k: float(np.mean(rank <= k)) for k in top}
+    return np.sum(scores >= np.diag(scores)[:, None], axis=1)
 
 
 def tfidf_bag_accuracy(examples: Examples, name: str = "heldout") -> float | None:
