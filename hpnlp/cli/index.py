@@ -113,7 +113,7 @@ def _build(arguments: Sequence[str]) -> None:
     out, shard = Path(cli.required("out", "runs/index")), _shard()
     cli.refuse(OF_STATES if names else OF_TEXTS, f"{'with' if names else 'without'} files of texts: leave it out")
     if names:
-        _check_files(names)
+        _check_files(names, out)
     if shard[1] > 1:
         cli.refuse(["index", "k"], "for a shard: pass it to hpnlp index merge")
     cli.prepare_jax()
@@ -138,12 +138,14 @@ def _shard() -> tuple[int, int]:
     return shard, shards
 
 
-def _check_files(names: Sequence[str]) -> None:
-    """Raises InputError for files that cannot be read twice, and for --fields without records."""
+def _check_files(names: Sequence[str], out: Path) -> None:
+    """Raises InputError for files that cannot be read twice or may be removed, and for --fields without records."""
     for name in names:
         if name == text_inputs.STDIN or (os.path.exists(name) and stat.S_ISFIFO(os.stat(name).st_mode)):
             source = "stdin" if name == text_inputs.STDIN else name
             raise InputError(f"texts of {source} can be read once, and an index reads them twice: write them to a file")
+        if Path(name).resolve().parent == out.resolve():
+            raise InputError(f"--out={out} holds {name}, which is read: name another directory")
     if not any(map(text_inputs.has_records, names)):
         cli.refuse(["fields"], "without a file of records, such as .jsonl: leave it out")
 

@@ -190,6 +190,9 @@ def complete(directory: str | Path, shards: Sequence[str | Path], index: str = "
     if first.content == "words":
         vectors, centre = index_vectors(vectors)
     built = Index(spec).build(vectors)
+    values = WORDS if first.content == "words" else TEXTS
+    if missing := [path / values for path in paths if not (path / values).is_file()]:
+        raise InputError(f"{missing[0]} is missing: build the shard again")
     if paths != [target]:
         target = prepare_directory(target)
         _join_values(target, paths, first.content)

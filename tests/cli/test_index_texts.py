@@ -119,6 +119,24 @@ def test_shards_merge_to_the_datastore_of_one_build(run, encoder, files, store, 
     assert outcome.code == 2 and "is shard 2 of 3: join all with hpnlp index merge" in outcome.err
 
 
+def test_files_that_are_read_are_not_removed(run, encoder, tmp_path):
+    (tmp_path / datastore.TEXTS).write_text('{"text": "a fox"}\n')
+    outcome = run("index", "build", encoder, tmp_path / datastore.TEXTS, f"--out={tmp_path}/")
+    assert outcome.code == 2 and f"holds {tmp_path}/texts.jsonl, which is read: name another" in outcome.err
+    assert (tmp_path / datastore.TEXTS).read_text() == '{"text": "a fox"}\n'
+
+
+def test_shards_without_texts_leave_the_older_datastore(store, tmp_path):
+    shutil.copytree(store, tmp_path / "all")
+    (tmp_path / "shard").mkdir()
+    record = dataclasses.replace(datastore.read_record(store), index="")
+    datastore.write_record(tmp_path / "shard", record)
+    np.save(tmp_path / "shard" / datastore.VECTORS, np.zeros((record.count, record.dim), np.float16))
+    with pytest.raises(InputError, match="texts.jsonl is missing: build the shard again"):
+        datastore.complete(tmp_path / "all", [tmp_path / "shard"])
+    assert_same(tmp_path / "all", store)
+
+
 def test_pairs_of_an_encoder_are_found_by_tabs(run, cross_encoder, tmp_path):
     (tmp_path / "pairs.txt").write_text("the fox\ta dog\nold\tcopper kettles\n")
     build(run, cross_encoder, tmp_path / "pairs.txt", f"--out={tmp_path}/store")
