@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -56,6 +57,10 @@ class BackboneConfig(BlockConfig, PlannedLayers):
     """
 
     least_layers: ClassVar[int] = 1  # smallest value of `layers`
+    # Buffers that are functions of the data, such as an index of documents; `train.init_from` does not copy them.
+    data_buffers: ClassVar[tuple[str, ...]] = ()
+    # Name of another task -> stacks that go on from those of its runs (`train.init_from`), by names, and their names there.
+    first_stacks: ClassVar[Mapping[str, Mapping[str, str]]] = {}
 
     layers: int = option(4, "Number of Blocks L; 0, for encoders and dual encoders, leaves the embeddings as they are.")
     form: str = option(

@@ -37,8 +37,10 @@ HIGHEST = jax.lax.Precision.HIGHEST
 class RealmConfig(BackboneConfig):
     """Towers that make vectors of texts and of documents, and a reader of a text with a document; all have the same Blocks."""
 
-    # Buffers that belong to the documents: a run that starts from another one makes its own.
     data_buffers: ClassVar[tuple[str, ...]] = ("index", "age", "back", "position")
+    first_stacks: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "dual_encoder": {"tower": "tower", "document_tower": "pair_tower"}
+    }
     # Fields that a run that starts from another one may change.
     free_fields: ClassVar[tuple[str, ...]] = ("candidates", "marginal", "refresh", "documents_per_step")
 

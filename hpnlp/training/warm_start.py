@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from hpnlp.compress.weight_training import with_own
 from hpnlp.data import tokenizers
 from hpnlp.data.tokenizers import tokenizer_digest
 from hpnlp.models import variables
+from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.huggingface import convert
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
@@ -165,7 +166,7 @@ def find_first(config: Config, workdir: Path) -> Source | None:
 
 
 def check_task(task: str, source: Source) -> None:
-    """Checks that a run is of the task of its source, or that both tasks have encoders, of which only the heads differ.
+    """Checks that a run is of the task of its source, or that the models of both share an encoder or towers.
 
     Args:
       task: Name of the run's task.
@@ -174,7 +175,7 @@ def check_task(task: str, source: Source) -> None:
     Raises:
       InputError: The tasks differ, and their models are not of one kind.
     """
-    if task != source.task and not _shares_backbone(task, source):
+    if task != source.task and not _shares_backbone(task, source) and not _shares_stacks(task, source):
         raise InputError(
             f"train.init_from={source.directory} holds a model of task={source.task!r}, and this config has task={task!r}: "
             "name a run of the same task"
@@ -185,6 +186,29 @@ def _shares_backbone(task: str, source: Source) -> bool:
     """Whether the model of a task is the source's but for the head."""
     fields = [getattr(tasks.find(name).model_config, "head_fields", ()) for name in (task, source.task)]
     return bool(fields[0]) and fields[0] == fields[1]
+
+
+def _shares_stacks(task: str, source: Source) -> bool:
+    """Whether stacks of the model of a task go on from those of the source's."""
+    config = tasks.find(task).model_config
+    return issubclass(config, BackboneConfig) and source.task in config.first_stacks
+
+
+def _copied_stacks(model: Any, source: Source) -> dict[str, str]:
+    """Names of the stacks of a model that go on from those of a source of another task, and their names there; mostly none.
+
+    Raises InputError unless the model has all stacks of the source.
+    """
+    if not isinstance(model, BackboneConfig) or source.task not in model.first_stacks:
+        return {}
+    ours: Any = model
+    names = {name: theirs for name, theirs in model.first_stacks[source.task].items() if name in ours.stacks()}
+    if set(names.values()) != set(source.model.stacks()):
+        raise InputError(
+            f"train.init_from={source.directory} has model.shared={source.model.shared}, and this model "
+            f"model.shared={ours.shared}: set --model.shared={source.model.shared}"
+        )
+    return names
 
 
 def check_model(model: Any, source: Source, accept_changes: bool = False, task: str = "") -> str:
@@ -202,6 +226,10 @@ def check_model(model: Any, source: Source, accept_changes: bool = False, task: 
     Raises:
       InputError: The models differ; the message names every field that does, and the flags that make them equal.
     """
+    if stacks := _copied_stacks(model, source):
+        pairs = [(model.stacks()[name], source.model.stacks()[theirs]) for name, theirs in stacks.items()]
+        checked = [check_model(a, dataclasses.replace(source, model=b), accept_changes) for a, b in pairs]
+        return "; ".join(dict.fromkeys(filter(None, checked)))
     ours, theirs = architecture(model), architecture(source.model)
     differing, flags = [], []
     free = model.head_fields if task not in ("", source.task) else ()
@@ -261,10 +289,15 @@ def load_params(
     expected = shapes.params
     if source.is_run or variables.BUFFERS in params:
         expected = variables.join(shapes.params, shapes.buffers)
-    if of_data := getattr(model, "data_buffers", ()):
-        params = _with_buffers_of_data(params, trainer, of_data, key)
+    if isinstance(source.model, BackboneConfig) and source.model.data_buffers:
+        params = _with_buffers_of_data(params, trainer, source.model.data_buffers, key)
     extras = Extras.of_shapes(expected)
-    if task not in ("", source.task):
+    stacks = _copied_stacks(model, source)
+    if stacks:
+        replaced = []
+        params = _with_stacks(params, trainer, stacks, key)
+        origin += f", of which {' and '.join(stacks.values())} go on"
+    elif task not in ("", source.task):
         replaced = [*source.model.head_params, variables.BUFFERS]
     else:
         of_loss = getattr(source.model, "loss_params", ())
@@ -276,7 +309,7 @@ def load_params(
     params = extras.added(with_own(params, expected))
     _check_shapes(params, expected, source)
     is_file = not source.is_run or has_weights(source.directory)  # whose arrays are on one device
-    if is_file or "weights" in expected or has_new_head or layers or extras != Extras():
+    if is_file or "weights" in expected or has_new_head or stacks or layers or extras != Extras():
         params = jax.tree.map(place, expected, params)
     return params, f"{origin}, with its tokenizer"
 
@@ -295,6 +328,13 @@ def _with_new_head(params: Any, trainer: Trainer, replaced: Sequence[str], key: 
     first = variables.join(initial.params, initial.buffers)
     kept = {name: tree for name, tree in params.items() if name in first and name not in replaced}
     return {**first, **kept}
+
+
+def _with_stacks(params: Any, trainer: Trainer, stacks: Mapping[str, str], key: jax.Array | None) -> Any:
+    """Initial weights, with the parameters of the source in the stacks that go on from it."""
+    initial = trainer.init(key)
+    first = variables.join(initial.params, initial.buffers)
+    return {**first, **{name: params[theirs] for name, theirs in stacks.items()}}
 
 
 def _check_shapes(params: Any, expected: Any, source: Source) -> None:

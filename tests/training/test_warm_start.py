@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import types
 
 import jax
 import numpy as np
@@ -10,15 +11,22 @@ import pytest
 
 from hpnlp.cli import experiment
 from hpnlp.data import tokenizers
+from hpnlp.models import variables
+from hpnlp.models.documents import blank_documents
+from hpnlp.models.dual_encoder import DualEncoderConfig
 from hpnlp.models.huggingface import convert
 from hpnlp.models.lm import LM, LMConfig
+from hpnlp.models.realm import Realm, RealmConfig
 from hpnlp.models.seq2seq import Seq2SeqConfig
+from hpnlp.parallel.plan import Plan
 from hpnlp.planner import costs
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import loop, warm_start
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import flat, resolve, to_json
+from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.run_directory import load
+from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 from tests import tiny
 from tests.drawn import drawn_params
@@ -243,6 +251,61 @@ def test_planner_accepts_configs_with_a_source(words):
     config = finetuned(words, plan__name="zero3")
     assert flat(config)["train.init_from"] == str(words)
     assert costs(config, 8).parameters == sum(leaf.size for leaf in jax.tree.leaves(load(words).params))
+
+
+@pytest.mark.parametrize("fields", [{}, pytest.param({"refresh": "every"}, marks=pytest.mark.slow)])
+def test_index_of_the_documents_of_a_run_is_not_copied(tmp_path, monkeypatch, fields):
+    sizes = {"dim": 8, "heads": 2, "layers": 1, "tower_layers": 0, "vocab": 20, "candidates": 2}
+    model = Realm(RealmConfig(**sizes | fields), blank_documents(3, 4))
+    trainer, key = make_trainer(model, OptimizerConfig(), Plan("single"), steps=1), jax.random.key(1)
+    expected = jax.tree.map(lambda leaf: np.full(leaf.shape, 2, np.float32), trainer.state_shapes.params)
+    encoded = {name: np.ones(shape) for name, shape in {"index": (3, 8), "age": (1,), "position": (1,)}.items()}
+    run = types.SimpleNamespace(params=variables.join(expected, encoded), step=7)
+    monkeypatch.setattr(warm_start.runs, "load", lambda directory, plan: run)
+    source = warm_start.Source(tmp_path, "realm", RealmConfig(**sizes), Vocabulary(tokenizers.build("bytes")), "", True)
+    params, buffers = variables.split(warm_start.load_params(source, trainer, Plan("single"), "realm", key)[0])
+    assert_same(params, expected)
+    assert_same(buffers, trainer.init(key).buffers)
+
+
+@pytest.mark.slow
+def test_towers_of_a_search_go_on_from_those_of_a_dual_encoder(tmp_path, monkeypatch):
+    sizes = {"dim": 8, "heads": 2, "layers": 1, "vocab": 20, "shared": False}
+    model = Realm(RealmConfig(**sizes), blank_documents(8, 4))
+    trainer, key = make_trainer(model, OptimizerConfig(), Plan("single"), steps=1), jax.random.key(1)
+    shapes = trainer.state_shapes.params
+    towers = {"tower": shapes["tower"], "pair_tower": shapes["document_tower"]}
+    towers = jax.tree.map(lambda leaf: np.full(leaf.shape, 2, np.float32), towers)
+    run = types.SimpleNamespace(params=towers | {"log_scale": np.ones(1)}, step=7)
+    monkeypatch.setattr(warm_start.runs, "load", lambda directory, plan: run)
+    params, origin = warm_start.load_params(
+        dual_encoder(tmp_path, **sizes), trainer, Plan("single"), "realm", key, model.config
+    )
+    assert origin == f"{tmp_path}, step 7, of which tower and pair_tower go on, with its tokenizer"
+    towers = {"tower": towers["tower"], "document_tower": towers["pair_tower"]}
+    initial = trainer.init(key)
+    assert_same(params, {**initial.params, **towers, "buffers": initial.buffers})
+
+
+def dual_encoder(directory, **fields):
+    config = DualEncoderConfig(**fields, learn_temperature=True)
+    return warm_start.Source(directory, "dual_encoder", config, Vocabulary(tokenizers.build("bytes")), "", True)
+
+
+def test_other_towers_than_those_of_a_dual_encoder_raise(tmp_path):
+    sizes = {"dim": 8, "heads": 2, "layers": 1, "vocab": 20}
+    source = dual_encoder(tmp_path, **sizes, shared=False)
+    warm_start.check_task("realm", source)
+    assert warm_start.check_model(RealmConfig(**sizes, shared=False), source, task="realm") == ""
+    for fields, message in (
+        ({"shared": True}, "model.shared=False, and this model model.shared=True: set --model.shared=False"),
+        ({"shared": False, "pooling": "max"}, "model.pooling is 'max', in the source 'mean'"),
+        ({"shared": False, "vocab": 21}, "model.vocab is 21, in the source 20"),
+    ):
+        with pytest.raises(InputError, match=message):
+            warm_start.check_model(RealmConfig(**sizes | fields), source, task="realm")
+    with pytest.raises(InputError, match="holds a model of task='dual_encoder'"):
+        warm_start.check_task("classification", source)
 
 
 def test_target_length_matters_to_learned_positions_only(tmp_path):
