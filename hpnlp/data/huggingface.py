@@ -166,6 +166,8 @@ class HFTokenizer(Tokenizer):
         process = _start_process(inner, bpe=trainer)
         try:
             trained = process.train(_without_long_runs(to_text(text)) for text in texts)
+        except InputError:  # of the texts
+            raise
         except (ChildProcessError, ValueError) as error:
             raise InputError(f"cannot make the vocabulary: {error}") from error
         # The special tokens are plain entries that no merge produces, not added tokens: "<eos>" in a text stays text.

@@ -135,7 +135,7 @@ def test_texts_that_cannot_be_read_end_the_making_of_a_vocabulary():
         raise InputError("no text")
 
     begun = time.monotonic()
-    with pytest.raises(InputError, match="no text"):
+    with pytest.raises(InputError, match="^no text$"):
         HFTokenizer.train(30_000, texts())
     assert time.monotonic() - begun < 20
 
