@@ -1,5 +1,6 @@
 """The training step: equal results on all layouts and with accumulation, skipped nonfinite steps, and its errors."""
 
+import collections
 import dataclasses
 import functools
 import re
@@ -107,17 +108,24 @@ def initialised_state(model=MODEL):
     return jax.device_get(trainer_of(model=model, loss_scale=0.0).init(jax.random.key(0)))
 
 
-PROGRAMS = {}  # (plan, devices) -> number of programs that the steps of a reference run compiled; JAX may drop them later
+TRACES = collections.Counter()  # name of a function -> how often JAX traced it
+PROGRAMS = {}  # (plan, devices) -> how often the step of a reference run was traced
+
+
+@jax.monitoring.register_event_duration_secs_listener
+def count_traces(event, duration, *, fun_name="", **_):
+    """Counts traces and not programs of a cache, from which JAX may drop one at any time."""
+    TRACES[fun_name] += event == "/jax/core/compile/jaxpr_trace_duration"
 
 
 @functools.cache
 def reference_run(plan, devices):
     """`(losses of STEPS steps, or of 6 on several devices, first gradients, state)` of a layout."""
-    run = Run(trainer_of(plan, devices))
+    run, before = Run(trainer_of(plan, devices)), TRACES["step"]
     losses = [run.step(batch_of(0))["loss"]]
     gradients = run.gradients()
     losses += [run.step(batch_of(seed))["loss"] for seed in range(1, STEPS if devices == 1 else 6)]
-    PROGRAMS[plan, devices] = run.trainer.step.jitted._cache_size()
+    PROGRAMS[plan, devices] = TRACES["step"] - before
     return np.array(losses), gradients, run.state
 
 
