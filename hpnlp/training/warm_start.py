@@ -289,8 +289,8 @@ def load_params(
     expected = shapes.params
     if source.is_run or variables.BUFFERS in params:
         expected = variables.join(shapes.params, shapes.buffers)
-    if isinstance(source.model, BackboneConfig) and source.model.data_buffers:
-        params = _with_buffers_of_data(params, trainer, source.model.data_buffers, key)
+    if of_data := _data_buffers(source.model):
+        params = _with_buffers_of_data(params, trainer, of_data, key)
     extras = Extras.of_shapes(expected)
     stacks = _copied_stacks(model, source)
     if stacks:
@@ -312,6 +312,11 @@ def load_params(
     if is_file or "weights" in expected or has_new_head or stacks or layers or extras != Extras():
         params = jax.tree.map(place, expected, params)
     return params, f"{origin}, with its tokenizer"
+
+
+def _data_buffers(model: Any) -> Sequence[str]:
+    """Names of the buffers that belong to the data of a run."""
+    return model.data_buffers if isinstance(model, BackboneConfig) else ()
 
 
 def _with_buffers_of_data(params: Any, trainer: Trainer, names: Sequence[str], key: jax.Array | None) -> Any:
