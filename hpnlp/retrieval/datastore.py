@@ -29,7 +29,7 @@ EXACT_VECTORS = 20_000  # the largest number of vectors that are searched exactl
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """What a datastore holds.
+    """Description of what a datastore holds.
 
     Attributes:
       content: "words" or "texts".
@@ -113,6 +113,11 @@ def prepare_directory(directory: str | Path) -> Path:
         others = sorted(file.name for file in path.iterdir() if file.name not in FILES)
         if others:
             raise InputError(f"{path} holds {others[0]!r}, which is not of a datastore: name another directory")
+        own = [name for name in FILES if (path / name).exists()]
+        if own and RECORD not in own:  # of the user, or of a command that was killed
+            raise InputError(f"{path} holds {own[0]!r} and no {RECORD}: remove it, or name another directory")
+        if own:
+            read_record(path)  # raises for a file of this name that another program made
         for name in FILES:  # the record first: what is left after a kill is no datastore
             (path / name).unlink(missing_ok=True)
     except OSError as error:

@@ -188,3 +188,13 @@ def test_fitted_mixtures_and_damage(store, tmp_path):
     (tmp_path / "copy" / datastore.RECORD).write_text(json.dumps({**record, "format": 0}))
     with pytest.raises(knn.InputError, match="has format 0"):
         datastore.read_record(tmp_path / "copy")
+
+
+def test_files_of_the_user_are_not_removed(tmp_path):
+    (tmp_path / "texts.jsonl").write_text("mine")
+    with pytest.raises(knn.InputError, match="holds 'texts.jsonl' and no record.json: remove it, or name another"):
+        datastore.prepare_directory(tmp_path)
+    (tmp_path / "record.json").write_text("{}")
+    with pytest.raises(knn.InputError, match="is damaged, or not of a datastore"):
+        datastore.prepare_directory(tmp_path)
+    assert (tmp_path / "texts.jsonl").read_text() == "mine"

@@ -37,7 +37,7 @@ FIT_STEPS = 300
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Which positions are stored.
+    """Options of the positions that are stored.
 
     Attributes:
       keys: Number of positions, of documents in a random order; the last one is stored whole.
@@ -281,7 +281,7 @@ def _tuning_arrays(source: Source, model: KnnModel, frozen: Any, progress: Progr
 
 
 def following(store: Datastore, prompts: Sequence[str], k: int) -> list[list[tuple[float, float, str]]]:
-    """What followed the hidden states that are nearest to those of prompts.
+    """Finds the tokens that followed the hidden states that are nearest to those of prompts.
 
     Args:
       store: A datastore of hidden states.
