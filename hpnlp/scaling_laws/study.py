@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -17,6 +17,21 @@ from hpnlp.training.config import Config, resolve
 from hpnlp.types import InputError
 
 Fields = Mapping[str, Any]
+Rates = Callable[[Size, float | int], float]  # learning rate of a size at a number of tokens
+
+
+def _step_law(start: float | int, first: Size, tokens: float | int) -> Rates:
+    """Learning rates by parameters and tokens, as in the Step law."""
+    factor = start / recipe.learning_rate(first.layers, tokens)
+    return lambda size, tokens: factor * recipe.learning_rate(size.layers, tokens)
+
+
+def _width(start: float | int, first: Size, tokens: float | int) -> Rates:
+    """Learning rates inversely proportional to the width, as of hidden matrices under muP (Yang et al. 2022, 2203.03466)."""
+    return lambda size, tokens: start * first.head / size.head  # V x D, with the same V
+
+
+TRANSFERS: dict[str, Callable[[float | int, Size, float | int], Rates]] = {"step_law": _step_law, "width": _width}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +66,8 @@ class RunCosts:
 class Study:
     """A sweep over sizes and numbers of training tokens.
 
-    The batch is the nearest power of two of the Step law, the warm-up at most 2 % of the steps and N tokens, and the learning
-    rate grows with tokens and falls with the size as in the Step law (`recipe`), from `learning_rate` at the first size and the
-    first number of tokens.
+    The batch is the nearest power of two of the Step law, and the warm-up at most 2 % of the steps and N tokens (`recipe`).
+    Learning rates follow from `learning_rate`, that of the first size at the first number of tokens, by `transfer`.
 
     Attributes:
       budget: The most that all runs together may cost, as FLOPs ("1e15") or as a time on one device ("2h").
@@ -63,6 +77,7 @@ class Study:
       held_out: (fields of a size, tokens) of runs with the most FLOPs, which are predicted and not fitted.
       repeats: (index of a size, tokens) of runs that are trained with a second seed too, from which the noise is measured.
       learning_rate: Learning rate of the first size at the first number of tokens; 0 for that of the Step law.
+      transfer: An entry of TRANSFERS: "step_law", by parameters and tokens, or "width", inversely to the width.
       epochs: Most passes over the training text.
       convention: An entry of CONVENTIONS, in which C is counted.
     """
@@ -74,12 +89,14 @@ class Study:
     held_out: Sequence[tuple[Fields, int]] = ()
     repeats: Sequence[tuple[int, int]] = ()
     learning_rate: float | int = 0.0
+    transfer: str = "step_law"
     epochs: float | int = 1.0
     convention: str = DEFAULT
 
     def __post_init__(self) -> None:
         recipe.parse_budget(self.budget, "Study.budget")
         lookup(CONVENTIONS, self.convention, "Study.convention")
+        lookup(TRANSFERS, self.transfer, "Study.transfer")
         if len(self.sizes) < 2:
             raise InputError(f"Study.sizes has {len(self.sizes)} entries: a law needs at least two sizes, better four")
         if bool(self.tokens) == bool(self.flops):
@@ -107,14 +124,14 @@ class Study:
             for tokens in (*self.tokens, *(c / law.flops_per_token(size) for c in self.flops))
         ]
         wanted += [(fields, self._size(values, fields), tokens) for fields, tokens in self.held_out]
-        factor = 1.0
-        if self.learning_rate:
-            factor = self.learning_rate / recipe.learning_rate(wanted[0][1].layers, wanted[0][2])
-        runs = [self._run(values, fields, size, tokens, factor) for fields, size, tokens in wanted]
+        _, first_size, first_tokens = wanted[0]
+        start = self.learning_rate or recipe.learning_rate(first_size.layers, first_tokens)
+        rates = TRANSFERS[self.transfer](start, first_size, first_tokens)
+        runs = [self._run(values, fields, size, tokens, rates) for fields, size, tokens in wanted]
         for index, tokens in self.repeats:
             fields, size = measured[index]
             runs.append(
-                self._run(values, {**fields, "train.seed": resolve(values).train.seed + 1}, size, tokens, factor)
+                self._run(values, {**fields, "train.seed": resolve(values).train.seed + 1}, size, tokens, rates)
             )
         self._check_text(values, runs)
         return runs
@@ -136,20 +153,16 @@ class Study:
     def _size(self, values: ConfigDict, fields: Fields) -> Size:
         return size_of(_with_fields(values, fields))
 
-    def _run(
-        self, values: ConfigDict, fields: Fields, size: Size, tokens: float | int, factor: float | int
-    ) -> PlannedRun:
+    def _run(self, values: ConfigDict, fields: Fields, size: Size, tokens: float | int, rates: Rates) -> PlannedRun:
         length = resolve(values).data.seq_len
         batch = recipe.batch_size(tokens, length)
         per_token = CONVENTIONS[self.convention].flops_per_token(size)
         steps = recipe.steps(tokens, batch, length, per_token, _name(fields))
-        rate = factor * recipe.learning_rate(size.layers, tokens)
-        rounded = float(f"{rate:.3g}")
         changed = {
             **fields,
             "data.batch_size": batch,
             "train.steps": steps,
-            "optimizer.learning_rate": rounded,
+            "optimizer.learning_rate": float(f"{rates(size, tokens):.3g}"),
             "optimizer.warmup": recipe.warmup(size.layers, batch * length, steps),
         }
         total = steps * batch * length
