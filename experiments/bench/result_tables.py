@@ -492,7 +492,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "awd_lstm": awd_lstm,
     "rare_events": embedding_tables.rare_events,
     "labelled_bags": embedding_tables.labelled_bags,
-    **dict.fromkeys(("softmax", "softmax_layers", "search", "containers"), softmax),
+    **dict.fromkeys(("softmax", "softmax_layers", "search", "search_keys", "containers"), softmax),
     "quantized_products": compression_tables.quantized_products,
     "estimates": estimates,
     "reversible": reversible,

@@ -68,7 +68,7 @@ SECTIONS = {
     "Decoding": ("decode", "beam"),
     "Output layers and losses": ("softmax", "softmax_layers", "estimates"),
     "Mixture of experts": ("experts",),
-    "Search": ("search",),
+    "Search": ("search", "search_keys"),
     "Text from the training text": ("demo_perl", "demo_documentation", "knn_lm"),
     "Trees and lengths": ("trees", "encoders"),
     "Embeddings and memory": ("word_embeddings", "rare_events", "labelled_bags"),

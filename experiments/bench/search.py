@@ -2,9 +2,12 @@
 
     python experiments/bench/search.py --run=WORKDIR
     python experiments/bench/search.py --table=TABLE.npy --queries=QUERIES.npy
+    python experiments/bench/search.py --run=WORKDIR --keys=1000000 --k=32 --name=search_keys
 
-A run provides the table of its output layer and, as queries, hidden states of held-out tokens. For each method, the fastest
-setting whose recall@10 reaches a target is chosen on separate queries; recall and time are measured on the others by the public
+A run provides the table of its output layer and, as queries, hidden states of held-out tokens. With --keys, the hidden states
+of that many training tokens are searched in place of the table, as by a nearest-neighbour language model: one more column makes
+the order of products that of distances, and faiss searches the same vectors. For each method, the fastest setting whose
+recall@k reaches a target is chosen on separate queries; recall and time are measured on the others by the public
 interface. Indexes that search everything are first compared with sorting all scores in float64.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,15 +27,15 @@ from absl import app, flags
 
 from hpnlp import cli, measure
 from hpnlp.data import prepare
+from hpnlp.jobs.retrieval import next_words
 from hpnlp.nn.attention import Context
 from hpnlp.ops.attention import Causal
 from hpnlp.ops.search import recall
-from hpnlp.retrieval import Index
+from hpnlp.retrieval import Index, datastore
 from hpnlp.training.run_directory import load
 from hpnlp.types import InputError
 
 RESULTS = Path(__file__).parents[1] / "results"
-K = 10
 TARGETS = 0.95, 0.99
 COUNTS = 64, 500, 4096
 TUNING = 500
@@ -42,6 +46,11 @@ flags.DEFINE_string("run", "", "A finished run, which provides the table and hel
 flags.DEFINE_string("table", "", "Instead of a run: a .npy file, [V, D].")
 flags.DEFINE_string("queries", "", "With --table: a .npy file, [Q, D].")
 flags.DEFINE_list("methods", ["ivf", "lsh", "faiss"], "Methods to measure, of ivf, lsh, faiss.")
+flags.DEFINE_integer(
+    "keys", 0, "With --run: number of hidden states of the training text to search, in place of the table."
+)
+flags.DEFINE_integer("k", 10, "Number of vectors that a search returns.")
+flags.DEFINE_string("name", "search", "Name of the result.")
 flags.DEFINE_integer("rounds", 5, "Measurements of each index; the median is reported.")
 flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
 
@@ -66,14 +75,26 @@ def load_run(workdir: str) -> tuple[np.ndarray, np.ndarray]:
     return table, queries
 
 
+def load_states(workdir: str, keys: int) -> tuple[np.ndarray, np.ndarray]:
+    """Hidden states of a run's training text, as `hpnlp index build` stores them, and those of its last documents."""
+    source = next_words.load_source(workdir, next_words.Options(keys=keys), None)
+    with tempfile.TemporaryDirectory() as directory:
+        next_words.build_shard(source, directory)
+        vectors, _ = datastore.index_vectors(np.load(Path(directory) / datastore.VECTORS)[:keys])
+    tuning = source.windows(source.documents.gate, source.documents.heldout)
+    queries = np.concatenate([states for _, states, _ in next_words.hidden_states(source, tuning)])
+    queries = queries[np.random.default_rng(0).permutation(len(queries))[: TUNING + COUNTS[-1]]]
+    return vectors.astype(np.float32), np.pad(queries, ((0, 0), (0, 1)), constant_values=1.0)
+
+
 def check(table: np.ndarray, queries: np.ndarray) -> None:
     """Exits unless indexes that search all of 20,000 rows find the same rows as sorting."""
     w, q = table[:20_000], queries[:50]
     scores = q.astype(np.float64) @ w.T.astype(np.float64)
-    true = -np.sort(-scores, axis=1)[:, :K]
+    true = -np.sort(-scores, axis=1)[:, : FLAGS.k]
     exhaustive = f"ivf(cells=16,probes=16), exact, lsh(bits=2,tables=1,probes=4,candidates={len(w)}), faiss"
     for kind in exhaustive.split(", "):
-        values, ids = Index(kind).build(w).search(q, K)
+        values, ids = Index(kind).build(w).search(q, FLAGS.k)
         error = max(np.abs(x - true).max() for x in (values, np.take_along_axis(scores, np.asarray(ids), axis=1)))
         if not error < 1e-4 * np.abs(true).max():
             sys.exit(f"{kind} differs from sorting all scores by {error:.1e}: nothing is reported")
@@ -99,12 +120,12 @@ def fastest(method: str, table: np.ndarray, q: np.ndarray, true: Any) -> dict[fl
         for probes in PROBES:
             try:
                 candidate = index.probing(probes)
-                achieved = recall(candidate.search(q, K)[1], true)
+                achieved = recall(candidate.search(q, FLAGS.k)[1], true)
             except InputError:  # the index has fewer cells or buckets
                 break
             if achieved < targets[0]:
                 continue
-            seconds = measure.timeit({"": lambda index=candidate: index.search(q, K)}, rounds=3)[""].min
+            seconds = measure.timeit({"": lambda index=candidate: index.search(q, FLAGS.k)}, rounds=3)[""].min
             print(f"  {candidate.kind}: recall {achieved:.3f}, {seconds * 1e3:.1f} ms for {len(q)} queries", flush=True)
             while targets and achieved >= targets[0]:
                 target = targets.pop(0)
@@ -115,10 +136,10 @@ def fastest(method: str, table: np.ndarray, q: np.ndarray, true: Any) -> dict[fl
 
 
 def compare(setting: str, target: float, indexes: dict[str, Index], q: np.ndarray, true: np.ndarray) -> dict[str, Any]:
-    recalls = {name: recall(index.search(q, K)[1], true[: len(q)]) for name, index in indexes.items()}
-    times = measure.timeit({n: lambda i=i: i.search(q, K) for n, i in indexes.items()}, rounds=FLAGS.rounds)
+    recalls = {name: recall(index.search(q, FLAGS.k)[1], true[: len(q)]) for name, index in indexes.items()}
+    times = measure.timeit({n: lambda i=i: i.search(q, FLAGS.k) for n, i in indexes.items()}, rounds=FLAGS.rounds)
     ratios = {f"time of {name} over exact": x.over(times["exact"]) for name, x in times.items() if name != "exact"}
-    label = f"search, {setting}, recall@{K} of {target}"
+    label = f"search, {setting}, recall@{FLAGS.k} of {target}"
     print(f"{label}: {', '.join(f'{name} {x:.3g}' for name, x in ratios.items())}", flush=True)
     kinds = {name: str(index.kind) for name, index in indexes.items()}
     seconds = {name: list(x.all) for name, x in times.items()}
@@ -130,14 +151,19 @@ def main(_: Any) -> None:
     cli.prepare_jax()
     if not FLAGS.run and not (FLAGS.table and FLAGS.queries):
         sys.exit("--run=WORKDIR, or --table=FILE.npy and --queries=FILE.npy, are required")
-    table, queries = load_run(FLAGS.run) if FLAGS.run else (np.load(FLAGS.table), np.load(FLAGS.queries))
+    if FLAGS.keys:
+        table, queries = load_states(FLAGS.run, FLAGS.keys)
+    else:
+        table, queries = load_run(FLAGS.run) if FLAGS.run else (np.load(FLAGS.table), np.load(FLAGS.queries))
     if len(queries) < TUNING + COUNTS[-1]:
         sys.exit(f"got {len(queries)} queries, expected at least {TUNING + COUNTS[-1]}")
     faiss.omp_set_num_threads(measure.environment()["cores"])
     check(table, queries)
     tuning, queries = queries[:TUNING], queries[TUNING:]
     references = {"exact": Index("exact").build(table), "faiss flat": Index("faiss").build(table)}
-    true_tuning, true_ids = (np.asarray(references["exact"].search(q, K)[1]) for q in (tuning, queries[: COUNTS[-1]]))
+    true_tuning, true_ids = (
+        np.asarray(references["exact"].search(q, FLAGS.k)[1]) for q in (tuning, queries[: COUNTS[-1]])
+    )
     tuned = {method: fastest(method, table, tuning, true_tuning) for method in FLAGS.methods}
     tuned["faiss ivf"] = tuned.pop("faiss", {})
     rows = []
@@ -148,7 +174,7 @@ def main(_: Any) -> None:
                 f"V {len(table):,}, D {table.shape[1]}, {count} queries", target, indexes, queries[:count], true_ids
             )
         )
-    print(measure.write_result("search", rows, FLAGS.out))
+    print(measure.write_result(FLAGS.name, rows, FLAGS.out))
 
 
 if __name__ == "__main__":

@@ -42,6 +42,11 @@ def test_runs_are_whole_steps_with_recipes_and_held_out_and_repeated_ones_last(r
     assert STUDY.sweep(tiny.get_config()) == [run.fields for run in runs]
 
 
+def test_learning_rates_fall_inversely_to_the_width():
+    runs = dataclasses.replace(STUDY, transfer="width").runs(tiny.get_config())
+    assert [run.config.optimizer.learning_rate for run in runs] == [0.01, 0.01, 0.005, 0.005, 0.0025, 0.01]
+
+
 def test_flops_give_every_size_the_same_budget():
     study = dataclasses.replace(STUDY, tokens=(), flops=[3e7], held_out=(), repeats=())
     runs = study.runs(tiny.get_config())

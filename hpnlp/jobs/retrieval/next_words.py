@@ -148,7 +148,7 @@ def build_shard(
     parts, words = source.windows(first, last), []
     with replaced(directory / stores.VECTORS) as file:
         vectors = VectorFile(file, "float16", run.model.config.dim)
-        for done, states, labels in _states(source, parts):
+        for done, states, labels in hidden_states(source, parts):
             if not np.abs(states).max(initial=0.0) < np.finfo(np.float16).max:
                 raise InputError(
                     f"{source.directory}: hidden states are not finite, or too large for float16: "
@@ -187,7 +187,7 @@ def _documents_of(source: Source, shard: int, shards: int) -> tuple[int, int]:
     return cuts[shard], source.stored if shard == shards - 1 else cuts[shard + 1]
 
 
-def _states(source: Source, parts: list[Window]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+def hidden_states(source: Source, parts: list[Window]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """`(windows so far, hidden states [n, D], tokens that follow [n])` of the positions that windows predict."""
     model, variables = source.run.model, collections(source.run.params)
     call = jax.jit(lambda variables, batch: model.apply(variables, batch, True, method="token_states")[0])
@@ -272,7 +272,7 @@ def _tuning_arrays(source: Source, model: KnnModel, frozen: Any, progress: Progr
     parts = source.windows(documents.gate, documents.heldout)
     rows: list[list[np.ndarray]] = []
     size = gates.WINDOWS * source.context
-    for done, states, labels in _states(source, parts):
+    for done, states, labels in hidden_states(source, parts):
         padding = size - len(labels)
         arrays = call(weights, np.pad(states, ((0, padding), (0, 0))), np.pad(labels, (0, padding)))
         rows.append([np.asarray(x)[: len(labels)] for x in arrays])
