@@ -69,6 +69,23 @@ def knn_lm(rows: Rows) -> Lines:
     return lines
 
 
+def projections(rows: Rows) -> Lines:
+    """Accuracy over seeds, the paired difference to the first model, parameters, bytes and the time of an epoch."""
+    lines = []
+    for row in rows:
+        figure = f"{row['accuracy']:.1%}"
+        if "seeds" in row:
+            if row["deviation"] is not None:
+                figure += f" (sd {row['deviation']:.1%} of {row['seeds']} seeds)"
+            if row["half_interval"] is not None:
+                figure += f"; {row['difference']:+.1%} +- {row['half_interval']:.1%} to {rows[0]['what']}"
+            figure += f"; {row['parameters']:,} parameters, {row['epoch_seconds']:.1f} s per epoch"
+        if row.get("int8_bytes"):
+            figure += f", {row['int8_bytes']:,} bytes as int8"
+        lines.append((f"package of a function: accuracy of {row['what']}", figure))
+    return lines
+
+
 EXPERT_PEERS = {
     "dense": "layer of experts, time of a training step relative to a dense MLP of equal active FLOPs",
     "trainer": "model with experts, time of a training step relative to a dense model of equal active FLOPs",

@@ -1,27 +1,32 @@
 """Trains projection networks beside fastText's classifier, an LSTM of 10 times the parameters and the Encoder, on one task.
 
-    python experiments/bench/projections.py [--models=prado,pqrnn,ngrams,lstm,encoder] [--seeds=1] [--steps=0]
+    python experiments/bench/projections.py --workdir=runs/projections [--models=prado,pqrnn,ngrams,lstm,encoder] [--seeds=3]
 
-The models are those of experiments/classification/prado.py, and self-attention of encoders.py. First, steps of all of them are
-timed side by side, on the same number of texts of similar lengths; seconds of an epoch are those of its steps. Then each is
-trained with every seed. The accuracy is that of the best checkpoint, with the standard error over the held-out examples. Bytes
-are those of the weights as int8, of models that have been trained with them. Linear models are those of the report.
+The models are those of experiments/classification/prado.py, and self-attention of encoders.py. Each is trained with every seed;
+finished runs of the directory are not trained again. Then steps of all of them are timed side by side, on the same number of
+texts of similar lengths; seconds of an epoch are those of its steps. The accuracy is that of the best checkpoint. Differences
+to the first model are paired: over the held-out functions, of the runs with the same seed. Bytes are those of the weights as
+int8, of models that have been trained with them. Linear models are those of the report, which have no interval.
+
+Kozareva and Ravi 2019, "PRADO: projection attention networks for document classification on-device", report that a model of
+under 200 kB is better than convolutional and recurrent classifiers of many times its size.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from absl import app, flags
 
-from hpnlp import cli, measure, tasks
+from hpnlp import cli, measure, report, tasks
 from hpnlp.cli import experiment
 from hpnlp.compress.files import write_weights
 from hpnlp.compress.recipe import compress, parse_recipe
@@ -29,6 +34,7 @@ from hpnlp.data.examples.baselines import linear_accuracy
 from hpnlp.training import loop, run_directory
 from hpnlp.training.config import Config, resolve
 from hpnlp.training.evaluation import on_devices
+from hpnlp.training.example_scores import ExampleScores
 from hpnlp.training.step import make_trainer
 
 DIRECTORY = Path(__file__).parents[1] / "classification"
@@ -38,7 +44,8 @@ TIMED = 8  # batches of a measurement
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("models", MODELS, "Models to train.")
-flags.DEFINE_integer("seeds", 1, "Runs of each model, with the seeds 0, 1, ...")
+flags.DEFINE_string("workdir", "runs/projections", "Directory of the runs.")
+flags.DEFINE_integer("seeds", 3, "Runs of each model, with the seeds 0, 1, ...", lower_bound=1)
 flags.DEFINE_integer("steps", 0, "Steps of each run; 0 for those of the experiment.")
 flags.DEFINE_integer("rounds", 5, "Measurements of each model's steps.")
 flags.DEFINE_string("out", str(Path(__file__).parents[1] / "results"), "Directory of the result.")
@@ -74,47 +81,68 @@ def timed(config: Config) -> tuple[Callable[[], Any], Any]:
     return run, dataset
 
 
-def trained(config: Config, seed: int) -> dict[str, Any]:
-    """Figures of one run."""
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
-    with tempfile.TemporaryDirectory() as directory:
-        result = loop.train(config, Path(directory, "run"))
-        figures = {"parameters": result.parameters, "accuracy": result.heldout["accuracy"]}
-        if config.train.weights:
-            run = run_directory.load(Path(directory, "run"))
-            *_, (_, _, weights) = compress(run.model.config, run.params, parse_recipe("int8"))
-            file = Path(directory, "weights")
-            write_weights(file, weights, {"step": run.step})
-            figures["int8_bytes"] = file.stat().st_size
-    return figures
+def trained(model: str, seed: int) -> Path:
+    """The directory of a finished run."""
+    workdir = Path(FLAGS.workdir, f"{model}-{seed}")
+    if not (workdir / "report.json").exists():
+        config = config_of(model)
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
+        loop.train(config, workdir)
+    return workdir
+
+
+def int8_bytes(directory: Path) -> int:
+    """Bytes of a run's weights as int8."""
+    run = run_directory.load(directory)
+    *_, (_, _, weights) = compress(run.model.config, run.params, parse_recipe("int8"))
+    with tempfile.NamedTemporaryFile() as file:
+        write_weights(Path(file.name), weights, {"step": run.step})
+        return Path(file.name).stat().st_size
+
+
+def row_of(model: str, runs: list[Path], first_runs: list[Path]) -> dict[str, Any]:
+    """A row of the result: accuracies, and their paired differences to the first model."""
+    reports = [report.read_report(run) for run in runs]
+    accuracies = [content["heldout_accuracy"] for content in reports]
+    differences, errors = [], []
+    for run, other, accuracy in zip(runs, first_runs, accuracies, strict=True):
+        scores, others = ExampleScores.read(run), ExampleScores.read(other)
+        if scores is None or others is None:
+            sys.exit(f"{run} or {other} has no scores of single examples: train them again")
+        differences.append(accuracy - report.read_report(other)["heldout_accuracy"])
+        errors.append(scores.paired_error(others, "accuracy"))
+    known = [error for error in errors if error is not None]
+    return {
+        "what": model,
+        "seeds": len(runs),
+        "steps": reports[0]["steps"],
+        "parameters": reports[0]["parameters"],
+        "accuracy": statistics.mean(accuracies),
+        "deviation": statistics.stdev(accuracies) if len(accuracies) > 1 else None,
+        "accuracies": accuracies,
+        "difference": statistics.mean(differences),
+        # All seeds have the same held-out functions, so that more seeds do not make this error smaller.
+        "half_interval": 1.96 * math.sqrt(statistics.mean(e * e for e in known))
+        if known and runs != first_runs
+        else None,
+        "heldout_examples": reports[0]["heldout_examples"],
+        "int8_bytes": int8_bytes(runs[0]) if config_of(model).train.weights else None,
+    }
 
 
 def main(_: list[str]) -> None:
     cli.prepare_jax()
-    configs = {name: config_of(name) for name in FLAGS.models}
-    prepared = {name: timed(config) for name, config in configs.items()}
-    times = measure.timeit({name: run for name, (run, _) in prepared.items()}, rounds=FLAGS.rounds)
-    rows = []
-    for name, config in configs.items():
-        dataset = prepared[name][1]
-        runs = [trained(config, seed) for seed in range(FLAGS.seeds)]
-        accuracy = float(np.mean([run["accuracy"] for run in runs]))
-        epoch = times[name].median / TIMED * dataset.train_examples / config.data.batch_size
-        rows.append(
-            {
-                "model": name,
-                **runs[0],
-                "accuracy": accuracy,
-                "accuracies": [run["accuracy"] for run in runs],
-                "standard_error": math.sqrt(accuracy * (1 - accuracy) / dataset.heldout_examples),
-                "steps": config.train.steps,
-                "epoch_seconds": epoch,
-            }
-        )
-        print(rows[-1], flush=True)
+    runs = {model: [trained(model, seed) for seed in range(FLAGS.seeds)] for model in FLAGS.models}
+    prepared = {model: timed(config_of(model)) for model in FLAGS.models}
+    times = measure.timeit({model: run for model, (run, _) in prepared.items()}, rounds=FLAGS.rounds)
+    rows = [row_of(model, paths, runs[FLAGS.models[0]]) for model, paths in runs.items()]
+    for row in rows:
+        dataset, config = prepared[row["what"]][1], config_of(row["what"])
+        row["epoch_seconds"] = times[row["what"]].median / TIMED * dataset.train_examples / config.data.batch_size
     linear = linear_accuracy(next(iter(prepared.values()))[1])
-    rows += [{"model": f"linear model of {features}", "accuracy": value} for features, value in linear.items()]
-    print(rows[-2:], flush=True)
+    rows += [{"what": f"linear model of {features}", "accuracy": value} for features, value in linear.items()]
+    for row in rows:
+        print(row)
     print(measure.write_result("projections", rows, FLAGS.out))
 
 

@@ -520,6 +520,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "sentence_vectors": model_use_tables.sentence_vectors,
     "nearest_pair": model_use_tables.nearest_pair,
     "knn_lm": model_use_tables.knn_lm,
+    "projections": model_use_tables.projections,
     "demo_perl": demo,
     "demo_documentation": demo,
     **dict.fromkeys(("commits", "commits-quiet"), commits),

@@ -70,7 +70,7 @@ SECTIONS = {
     "Mixture of experts": ("experts",),
     "Search": ("search", "search_keys"),
     "Text from the training text": ("demo_perl", "demo_documentation", "knn_lm"),
-    "Trees and lengths": ("trees", "encoders"),
+    "Trees, lengths and projections": ("trees", "encoders", "projections"),
     "Embeddings and memory": ("word_embeddings", "rare_events", "labelled_bags"),
     "Predictions": ("serving", "sentence_vectors", "nearest_pair"),
     "Compression": ("containers", "quantized_products"),
