@@ -14,9 +14,9 @@ under 200 kB is better than convolutional and recurrent classifiers of many time
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from hpnlp.cli import experiment
 from hpnlp.compress.files import write_weights
 from hpnlp.compress.recipe import compress, parse_recipe
 from hpnlp.data.examples.baselines import linear_accuracy
-from hpnlp.training import loop, run_directory
+from hpnlp.training import run_directory
 from hpnlp.training.config import Config, resolve
 from hpnlp.training.evaluation import on_devices
 from hpnlp.training.example_scores import ExampleScores
@@ -81,13 +81,24 @@ def timed(config: Config) -> tuple[Callable[[], Any], Any]:
     return run, dataset
 
 
+def changed_flags(model: str) -> list[str]:
+    """Flags of `hpnlp train` that make the config of an experiment that of `config_of`."""
+    config = config_of(model)
+    return [
+        f"--train.steps={config.train.steps}",
+        f"--data.batch_size={config.data.batch_size}",
+        "--train.baselines=False",
+        "--plan.name=single",
+    ]
+
+
 def trained(model: str, seed: int) -> Path:
     """The directory of a finished run."""
     workdir = Path(FLAGS.workdir, f"{model}-{seed}")
     if not (workdir / "report.json").exists():
-        config = config_of(model)
-        config = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
-        loop.train(config, workdir)
+        name = "encoders.py:attention" if model == "encoder" else f"prado.py:{model}"
+        command = [sys.executable, "-m", "hpnlp", "train", f"--config={DIRECTORY / name}", f"--workdir={workdir}"]
+        subprocess.run([*command, f"--train.seed={seed}", *changed_flags(model)], check=True)
     return workdir
 
 
