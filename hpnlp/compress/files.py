@@ -38,6 +38,8 @@ def stages_of(node: Any) -> set[str]:
         return set()
     if isinstance(node, kinds.LowRankWeight):
         return {"factorize"} | stages_of(node.left) | stages_of(node.right)
+    if isinstance(node, kinds.RowScaledWeight):
+        return stages_of(node.inner)
     if isinstance(node, kinds.PackedWeight):
         return {"pow2" if node.levels == "powers" else node.levels}
     if isinstance(node, kinds.IntegerWeight | kinds.FloatWeight):

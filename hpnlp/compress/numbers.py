@@ -1,10 +1,12 @@
 """Stages of recipes that represent matrices by fewer or simpler numbers.
 
-Each function returns one of a matrix's path and its array, which returns the matrix as a `Weight`, or as it is.
+Each function returns a `Conversion`, whose function of a matrix's path, its array, and the second moments of its inputs returns
+the matrix as a `Weight`, or as it is.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,53 +15,90 @@ from hpnlp.ops import weights
 from hpnlp.ops.weights.ranges import METHODS
 from hpnlp.types import InputError
 
-Conversion = Callable[[str, Any], Any]
+BY = "nearest", "inputs"
 
 
-def int8(integer_products: bool = True, limits: str = "max") -> Conversion:
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """A conversion of each matrix by itself.
+
+    Attributes:
+      convert: Function of a path, an array `[D, F]`, and float32 `[D, D]`, see `ops.weights.quantize_by_moments`, or None: for
+        tables, for experts, and if `reads_inputs` is False. It returns an array or a Weight.
+      reads_inputs: Whether it needs moments.
+    """
+
+    convert: Callable[[str, Any, Any], Any]
+    reads_inputs: bool = False
+
+
+def int8(
+    integer_products: bool = True, limits: str = "max", by: str = "nearest", smooth: int | float = 0.0
+) -> Conversion:
     """Kernels and tables of 8-bit integers, with a scale for each column of a kernel and each row of a table.
 
     Args:
       integer_products: Products round their inputs to 8 bits as well.
       limits: Magnitudes that become the largest integer: "max", "percentile" or "mse", see `hpnlp.ops.weights.ranges`.
+      by: "nearest" rounds each number by itself; "inputs" so that products with inputs of calibration data change little, see
+        `hpnlp.ops.weights.quantize_by_moments`. Tables and experts are rounded to the nearest.
+      smooth: Strength of `hpnlp.ops.weights.smoothing_factors`, in [0, 1]; 0 for none, 0.5 in the paper. For inputs of which
+        some are much larger than others; products take one more pass over their inputs.
 
     Returns:
       The conversion.
 
     Raises:
-      InputError: `limits` is unknown.
+      InputError: `limits` or `by` is unknown, or `smooth` is out of range.
     """
-    _check_limits("int8", limits)
-    return lambda path, w: weights.quantize(
-        w, 8, by_row=is_table(path), limits=limits, integer_products=integer_products
-    )
+    _check_rounding("int8", limits, by)
+    if not 0 <= smooth <= 1:
+        raise InputError(f"int8(smooth={smooth}): expected 0, or a strength up to 1")
+
+    def convert(path: str, w: Any, moments: Any) -> Any:
+        if moments is None:
+            return weights.quantize(w, 8, by_row=is_table(path), limits=limits, integer_products=integer_products)
+        factors = weights.smoothing_factors(w, moments, smooth) if smooth else None
+        return _rounded(w, moments, factors, 8, 0, limits, by, integer_products)
+
+    return Conversion(convert, by == "inputs" or smooth > 0)
 
 
-def int4(group: int = 32, limits: str = "max") -> Conversion:
+def int4(group: int = 32, limits: str = "max", by: str = "nearest", scaled: bool = False) -> Conversion:
     """Kernels of 4-bit integers with a scale for each group of rows of a column, two to a byte; tables of 8-bit integers.
 
     Args:
       group: Rows of a group; it must divide the rows of every kernel.
       limits: As in `int8`.
+      by: As in `int8`.
+      scaled: Rows are scaled before they are rounded, by a power of their inputs' root mean square that is searched, see
+        `hpnlp.ops.weights.search_row_factors`; products take one more pass over their inputs.
 
     Returns:
       The conversion.
 
     Raises:
-      InputError: `group` is below 1, or `limits` is unknown.
+      InputError: `group` is below 1, or `limits` or `by` is unknown.
     """
     if group < 1:
         raise InputError(f"int4(group={group}): expected at least 1")
-    _check_limits("int4", limits)
+    _check_rounding("int4", limits, by)
 
-    def convert(path: str, w: Any) -> Any:
+    def convert(path: str, w: Any, moments: Any) -> Any:
         if is_table(path):
             return weights.quantize(w, 8, by_row=True, limits=limits)
         if w.shape[0] % group:
             raise InputError(f"int4(group={group}) does not divide the {w.shape[0]} rows of {path}: choose a divisor")
-        return weights.pack(weights.quantize(w, 4, group=group, limits=limits), "int4")
+        if moments is None:
+            return weights.pack(weights.quantize(w, 4, group=group, limits=limits), "int4")
+        factors = None
+        if scaled:
+            factors = weights.search_row_factors(
+                w, moments, lambda w: weights.quantize(w, 4, group=group, limits=limits).dense()
+            )
+        return _rounded(w, moments, factors, 4, group, limits, by, True)
 
-    return convert
+    return Conversion(convert, by == "inputs" or scaled)
 
 
 def fp8(dtype: str = "e4m3", round_inputs: bool = False) -> Conversion:
@@ -78,11 +117,11 @@ def fp8(dtype: str = "e4m3", round_inputs: bool = False) -> Conversion:
     if dtype not in ("e4m3", "e5m2"):
         raise InputError(f"fp8({dtype!r}): expected e4m3 or e5m2")
 
-    def convert(path: str, w: Any) -> Any:
+    def convert(path: str, w: Any, moments: Any) -> Any:
         table = is_table(path)
         return weights.to_floats(w, dtype, by_row=table, round_inputs=round_inputs and not table)
 
-    return convert
+    return Conversion(convert)
 
 
 def bf16() -> Conversion:
@@ -91,7 +130,7 @@ def bf16() -> Conversion:
     Returns:
       The conversion.
     """
-    return lambda path, w: weights.to_floats(w, "bfloat16")
+    return Conversion(lambda path, w, moments: weights.to_floats(w, "bfloat16"))
 
 
 def ternary(packed: bool = True) -> Conversion:
@@ -103,7 +142,9 @@ def ternary(packed: bool = True) -> Conversion:
     Returns:
       The conversion.
     """
-    return lambda path, w: weights.ternarize(w, "row" if is_table(path) else "matrix", packed=packed)
+    return Conversion(
+        lambda path, w, moments: weights.ternarize(w, "row" if is_table(path) else "matrix", packed=packed)
+    )
 
 
 def binary(packed: bool = True) -> Conversion:
@@ -116,10 +157,10 @@ def binary(packed: bool = True) -> Conversion:
       The conversion.
     """
 
-    def convert(path: str, w: Any) -> Any:
+    def convert(path: str, w: Any, moments: Any) -> Any:
         return weights.quantize(w, by_row=True) if is_table(path) else weights.binarize(w, packed=packed)
 
-    return convert
+    return Conversion(convert)
 
 
 def pow2(packed: bool = True) -> Conversion:
@@ -131,7 +172,9 @@ def pow2(packed: bool = True) -> Conversion:
     Returns:
       The conversion.
     """
-    return lambda path, w: weights.round_to_powers(w, "row" if is_table(path) else "matrix", packed=packed)
+    return Conversion(
+        lambda path, w, moments: weights.round_to_powers(w, "row" if is_table(path) else "matrix", packed=packed)
+    )
 
 
 def codebook(bits: int = 4, table_bits: int = 8) -> Conversion:
@@ -150,24 +193,35 @@ def codebook(bits: int = 4, table_bits: int = 8) -> Conversion:
     for name, value in (("bits", bits), ("table_bits", table_bits)):
         if not 1 <= value <= 8:
             raise InputError(f"codebook({name}={value}): expected 1 to 8")
-    return lambda path, w: weights.cluster(w, 2 ** (table_bits if is_table(path) else bits), keep_zeros=True)
+    return Conversion(
+        lambda path, w, moments: weights.cluster(w, 2 ** (table_bits if is_table(path) else bits), keep_zeros=True)
+    )
 
 
-def two_four() -> Conversion:
-    """Kernels with the two largest numbers of each four rows of a column; tables stay.
+def two_four(by: str = "magnitude") -> Conversion:
+    """Kernels with two numbers of each four rows of a column; tables stay.
+
+    Args:
+      by: "magnitude" keeps the two largest; "inputs" those with which products with inputs of calibration data change little,
+        and changes them, see `hpnlp.ops.weights.two_of_four_by_moments`.
 
     Returns:
       The conversion; it raises InputError for kernels whose rows are no multiple of 4.
-    """
 
-    def convert(path: str, w: Any) -> Any:
+    Raises:
+      InputError: `by` is unknown.
+    """
+    if by not in ("magnitude", "inputs"):
+        raise InputError(f"two_four(by={by!r}): expected magnitude or inputs")
+
+    def convert(path: str, w: Any, moments: Any) -> Any:
         if is_table(path):
             return w
         if w.shape[0] % 4:
             raise InputError(f"two_four: {path} has {w.shape[0]} rows: expected a multiple of 4")
-        return weights.keep_two_of_four(w)
+        return weights.keep_two_of_four(w) if moments is None else weights.two_of_four_by_moments(w, moments)
 
-    return convert
+    return Conversion(convert, by == "inputs")
 
 
 def blocks(share: int | float, block: int = 64) -> Conversion:
@@ -188,7 +242,7 @@ def blocks(share: int | float, block: int = 64) -> Conversion:
     if block < 1:
         raise InputError(f"blocks(block={block}): expected at least 1")
 
-    def convert(path: str, w: Any) -> Any:
+    def convert(path: str, w: Any, moments: Any) -> Any:
         if is_table(path):
             return w
         if w.shape[0] % block or w.shape[1] % block:
@@ -197,7 +251,7 @@ def blocks(share: int | float, block: int = 64) -> Conversion:
             )
         return weights.keep_blocks(w, share, block)
 
-    return convert
+    return Conversion(convert)
 
 
 # Conversions by the name of their stage.
@@ -215,6 +269,24 @@ CONVERSIONS: dict[str, Callable[..., Conversion]] = {
 }
 
 
-def _check_limits(name: str, limits: str) -> None:
+def _check_rounding(name: str, limits: str, by: str) -> None:
     if limits not in METHODS:
         raise InputError(f"{name}(limits={limits!r}): expected {', '.join(METHODS)}")
+    if by not in BY:
+        raise InputError(f"{name}(by={by!r}): expected {' or '.join(BY)}")
+
+
+def _rounded(
+    w: Any, moments: Any, factors: Any, bits: int, group: int, limits: str, by: str, integer_products: bool
+) -> Any:
+    """A matrix of integers, the rows of which are scaled if there are factors."""
+    if factors is not None:
+        w, moments = w / factors[:, None], moments * factors[:, None] * factors[None]
+    if by == "inputs":
+        rounded = weights.quantize_by_moments(
+            w, moments, bits, group=group, limits=limits, integer_products=integer_products
+        )
+    else:
+        rounded = weights.quantize(w, bits, group=group, limits=limits, integer_products=integer_products)
+    rounded = weights.pack(rounded, "int4") if bits == 4 else rounded
+    return rounded if factors is None else weights.RowScaledWeight(rounded, factors)

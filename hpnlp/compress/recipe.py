@@ -16,6 +16,7 @@ from hpnlp.compress import convolutions, structure
 from hpnlp.compress.experts import merged
 from hpnlp.compress.layers import Layer, join_layers, split_layers
 from hpnlp.compress.matrices import is_table, map_matrices
+from hpnlp.compress.moments import listed_matrices, map_arrays, with_input_moments
 from hpnlp.compress.numbers import CONVERSIONS, Conversion
 from hpnlp.compress.sensitivity import choose_bits, mean_curvature
 from hpnlp.compress.stages import (
@@ -29,10 +30,11 @@ from hpnlp.compress.stages import (
     check_share,
     check_unit_arguments,
     gradients_of,
+    squared_gradients,
 )
 from hpnlp.models.variables import BUFFERS, FROZEN
 from hpnlp.ops.weight import is_weight
-from hpnlp.ops.weights import ObservedWeight, quantize
+from hpnlp.ops.weights import ObservedWeight, prune_by_moments, quantize
 from hpnlp.ops.weights import factorize as factorize_matrix
 from hpnlp.ops.weights.low_rank import rank_by_energy, rank_of
 from hpnlp.ops.weights.sparse import largest
@@ -143,7 +145,10 @@ def magnitude(share: int | float, by: str = "magnitude") -> tuple[str, Compresso
 
     Args:
       share: Share of the weights that stays, in (0, 1].
-      by: "magnitude"; or "random" for weights drawn at random, with which results are compared.
+      by: "magnitude"; "inputs", by the error of products with inputs of calibration data, of each 128 rows, and the other
+        weights are changed, see `hpnlp.ops.weights.prune_by_moments`; "fisher", by weight^2 x mean squared gradient on
+        calibration data (LeCun et al. 1989, "Optimal brain damage", with the Fisher information in place of the Hessian); or
+        "random" for weights drawn at random, with which results are compared.
 
     Returns:
       What it changes, and the compressor.
@@ -152,18 +157,41 @@ def magnitude(share: int | float, by: str = "magnitude") -> tuple[str, Compresso
       InputError: `share` is out of range, or `by` is unknown.
     """
     check_share("magnitude", share)
-    if by not in ("magnitude", "random"):
-        raise InputError(f"magnitude(by={by!r}): expected magnitude or random")
+    if by not in ("magnitude", "inputs", "fisher", "random"):
+        raise InputError(f"magnitude(by={by!r}): expected magnitude, inputs, fisher or random")
 
-    def prune(path: str, w: Any) -> Any:
+    def keep_largest(path: str, w: Any, rank: Any) -> Any:
         if is_table(path):
             return w
-        key = jax.random.key(zlib.crc32(path.encode()))
-        rank = jnp.abs(w) if by == "magnitude" else jax.random.uniform(key, w.shape)
         mask = largest(rank, share) if w.ndim == 2 else jax.vmap(lambda one: largest(one, share))(rank)
         return jnp.where(mask, w, jnp.zeros_like(w))
 
-    return STRUCTURE, _matrix_compressor(prune, stacked=True)
+    def by_magnitude(path: str, w: Any) -> Any:
+        return keep_largest(path, w, jnp.abs(w))
+
+    def at_random(path: str, w: Any) -> Any:
+        return keep_largest(path, w, jax.random.uniform(jax.random.key(zlib.crc32(path.encode())), w.shape))
+
+    def by_inputs(path: str, w: Any) -> Any:
+        return prune_by_moments(w.matrix, w.moments, share) if isinstance(w, ObservedWeight) else w
+
+    def compress_by_inputs(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
+        observed = with_input_moments("magnitude(by='inputs')", config, weights, calibration)
+        return config, map_matrices(by_inputs, observed)
+
+    def compress_by_fisher(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
+        squares = dict(listed_matrices(squared_gradients("magnitude(by='fisher')", config, weights, calibration)))
+
+        def by_fisher(path: str, w: Any) -> Any:
+            return keep_largest(path, w, w**2 * squares[path]) if path in squares else w
+
+        return config, map_matrices(by_fisher, weights, stacked=True)
+
+    if by == "inputs":
+        return STRUCTURE, compress_by_inputs
+    if by == "fisher":
+        return STRUCTURE, compress_by_fisher
+    return STRUCTURE, _matrix_compressor(by_magnitude if by == "magnitude" else at_random, stacked=True)
 
 
 def factorize(
@@ -198,7 +226,7 @@ def factorize(
             )
         chosen = {
             path: (_rank(w, parameters, energy, rank), w.shape[-2:])
-            for path, w in _matrices(weights)
+            for path, w in listed_matrices(weights)
             if not is_table(path)
         }
         saves = {path: r for path, (r, (d, f)) in chosen.items() if r * (d + f) < d * f}
@@ -206,17 +234,18 @@ def factorize(
             raise InputError(
                 "factorize: the factors would have as many parameters as the kernels: lower the share or rank"
             )
-        by_weights = by == "weights" or is_outline
-        moments = weights if by_weights else _input_moments(config, weights, saves, calibration)
+        if by == "inputs":
+            name = "factorize(by='inputs')"
+            weights = with_input_moments(name, config, weights, calibration, lambda path: path in saves)
 
         def convert(path: str, w: Any) -> Any:
             if path not in saves:
                 return w
-            if by_weights:
-                return factorize_matrix(w, saves[path])
-            return factorize_matrix(w.matrix, saves[path], covariance=w.moments)
+            if isinstance(w, ObservedWeight):
+                return factorize_matrix(w.matrix, saves[path], covariance=w.moments)
+            return factorize_matrix(w, saves[path])
 
-        return config, map_matrices(convert, moments)
+        return config, map_matrices(convert, weights)
 
     return FACTORS, compress
 
@@ -261,7 +290,7 @@ def mixed(bits: int | float = 4.0, choices: str = "2 4 8") -> tuple[str, Compres
     def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
         if calibration is None:
             raise InputError("mixed needs calibration data: use int4 or int8, or pass some")
-        kernels = {path: w for path, w in _matrices(weights) if not is_table(path)}
+        kernels = {path: w for path, w in listed_matrices(weights) if not is_table(path)}
         if any(map(is_weight, kernels.values())):
             raise InputError("mixed after factorize: choose int8 or int4 for the factors")
         layers = {f"{path}:{i}": w for path, stacked in kernels.items() for i, w in enumerate(_one_by_one(stacked))}
@@ -287,7 +316,7 @@ def _curvatures(config: Any, weights: Any, paths: Collection[str], calibration: 
     params = {name: tree for name, tree in weights.items() if name not in (BUFFERS, FROZEN)}
     further = {name: tree for name, tree in weights.items() if name in (BUFFERS, FROZEN)}
     curvature = mean_curvature(lambda p: calibration.gradients(config, {**p, **further}), params)
-    curved = dict(_matrices(curvature))
+    curved = dict(listed_matrices(curvature))
     return {f"{path}:{i}": c for path in paths for i, c in enumerate(np.atleast_1d(curved[path]))}
 
 
@@ -301,7 +330,19 @@ def _stage_of(conversion: Callable[..., Conversion]) -> Callable[..., tuple[str,
 
     @functools.wraps(conversion)
     def stage(*args: Any, **kwargs: Any) -> tuple[str, Compressor]:
-        return NUMBERS, _matrix_compressor(conversion(*args, **kwargs), experts=True)
+        chosen = conversion(*args, **kwargs)
+
+        def convert(path: str, w: Any) -> Any:
+            if isinstance(w, ObservedWeight):
+                return chosen.convert(path, w.matrix, w.moments)
+            return chosen.convert(path, w, None)
+
+        def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
+            if chosen.reads_inputs:
+                weights = with_input_moments(conversion.__name__, config, weights, calibration)
+            return config, map_matrices(functools.partial(map_arrays, convert), weights, experts=True)
+
+        return NUMBERS, compress
 
     return stage
 
@@ -446,45 +487,9 @@ def _slopes(config: Any, weights: Any, unit: str, calibration: Calibration | Non
     return [layer.variables["params"] for layer in split_layers(config, {**weights, **slopes})]
 
 
-def _matrix_compressor(function: Callable[[str, Any], Any], stacked: bool = False, experts: bool = False) -> Compressor:
+def _matrix_compressor(function: Callable[[str, Any], Any], stacked: bool = False) -> Compressor:
     """Compressor that changes each matrix by itself; both factors of a low-rank matrix are matrices."""
-
-    def convert(path: str, w: Any) -> Any:
-        if not is_weight(w):
-            return function(path, w)
-        return dataclasses.replace(w, **{f.name: function(path, getattr(w, f.name)) for f in dataclasses.fields(w)})
-
     return lambda config, weights, calibration: (
         config,
-        map_matrices(convert, weights, stacked=stacked, experts=experts),
+        map_matrices(functools.partial(map_arrays, function), weights, stacked=stacked),
     )
-
-
-def _matrices(weights: Any) -> list[tuple[str, Any]]:
-    """(path, array) of all matrices, stacked ones as they are."""
-    found: list[tuple[str, Any]] = []
-
-    def note(path: str, w: Any) -> Any:
-        found.append((path, w))
-        return w
-
-    map_matrices(note, weights, stacked=True)
-    return [(path, w) for path, w in found if path.split("/")[0] not in (BUFFERS, FROZEN)]
-
-
-def _input_moments(config: Any, weights: Any, paths: Collection[str], calibration: Calibration | None) -> Any:
-    """The weights with an ObservedWeight at each path, whose moments are those of its inputs on calibration data."""
-    if calibration is None:
-        raise InputError("factorize(by='inputs') needs calibration data: use by=weights, or pass some")
-
-    def observe(path: str, w: Any) -> Any:
-        return ObservedWeight(w, jnp.zeros((w.shape[0], w.shape[0]))) if path in paths else w
-
-    observed = map_matrices(observe, weights)
-    gradients = calibration.gradients(config, observed)
-    moments = {path: node.moments for path, node in _matrices(gradients) if isinstance(node, ObservedWeight)}
-
-    def with_moments(path: str, w: Any) -> Any:
-        return dataclasses.replace(w, moments=moments[path]) if path in paths else w
-
-    return map_matrices(with_moments, observed, stacked=True)

@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from hpnlp.types import InputError
 
 # What a stage changes.
@@ -19,11 +22,14 @@ class Calibration:
     Attributes:
       gradients: A function of (config, weights) that returns the gradient of the mean loss over some batches, a tree like the
         parameters.
+      squares: A function of (config, weights) that returns the sum of the squared gradients of the mean losses of single
+        sequences or texts, a tree like the parameters; None if the data have no single ones.
       is_outline: Weights are tracers, and only the shapes of the result are of interest: stages choose any units, bits or
         factors where weights would decide which ones, and raise InputError where weights would decide how many.
     """
 
     gradients: Callable[[Any, Any], Any]
+    squares: Callable[[Any, Any], Any] | None = None
     is_outline: bool = False
 
 
@@ -96,6 +102,33 @@ def gradients_of(name: str, config: Any, weights: Any, calibration: Calibration 
     if calibration is None:
         raise InputError(f"{name}(by='gradient') needs calibration data: use by=magnitude, or pass some")
     return calibration.gradients(config, weights)
+
+
+def squared_gradients(name: str, config: Any, weights: Any, calibration: Calibration | None) -> Any:
+    """Sums of squared gradients of single sequences or texts: the diagonal of the empirical Fisher information.
+
+    Args:
+      name: Name of the stage that needs them.
+      config: Config of the model.
+      weights: Weights of the model.
+      calibration: The data.
+
+    Returns:
+      A tree like the parameters; ones where only shapes are of interest.
+
+    Raises:
+      InputError: There are no data, or they have no single sequences or texts.
+    """
+    if calibration is None or (calibration.squares is None and not calibration.is_outline):
+        raise InputError(f"{name} needs calibration data of single sequences or texts: use by=magnitude, or pass some")
+    if calibration.squares is None:
+        return jax.tree.map(jnp.ones_like, weights)
+    squares = calibration.squares(config, weights)
+    if not any(bool(jnp.any(leaf > 0)) for leaf in jax.tree.leaves(squares)):
+        raise InputError(
+            f"{name}: the loss of a single text of this model has no gradient, as of contrastive losses: use by=magnitude"
+        )
+    return squares
 
 
 def check_known_widths(name: str, calibration: Calibration | None, across_layers: bool) -> None:

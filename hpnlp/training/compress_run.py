@@ -144,7 +144,8 @@ def compress_run(
         task = tasks.find(run.config.task)
         metric, _ = task.primary_metric(flat(run.config))
         dataset = task.dataset(run.config.data, run.vocabulary, ProgressLines(log))
-        calibration = Calibration(_Gradients(run, dataset, calibration_batches))
+        data = _CalibrationData(run, dataset, calibration_batches)
+        calibration = Calibration(data.gradients, data.squares)
         versions = [_Version(ORIGINAL, run.config, run.model, run.params)]
         for index, stage in enumerate(stages):
             log(f"{stage.text}: stage {index + 1} of {len(stages)}")
@@ -219,28 +220,43 @@ def _check_changes(finetune: int, changes: Mapping[str, Any]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Gradients:
-    """Function of (config, weights) that returns the gradient of the mean loss over the first training batches."""
+class _CalibrationData:
+    """The first training batches of a run, and gradients of a model's loss on them."""
 
     run: run_directory.Run
     dataset: Any
     batches: int
 
-    def __call__(self, config: Any, weights: Any) -> Any:
+    def gradients(self, config: Any, weights: Any) -> Any:
+        """The sum over batches of the gradients of the mean loss."""
+        return self._sum(config, weights, lambda mean, params, batch: jax.grad(mean)(params, batch))
+
+    def squares(self, config: Any, weights: Any) -> Any:
+        """The sum over sequences or texts of the squared gradients of the mean loss of each."""
+
+        def of_batch(mean: Any, params: Any, batch: Any) -> Any:
+            def add(total: Any, example: Any) -> tuple[Any, None]:
+                gradient = jax.grad(mean)(params, example)
+                return jax.tree.map(lambda sums, g: sums + jnp.square(g), total, gradient), None
+
+            examples = {name: array[:, None] for name, array in batch.items()}
+            return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), examples)[0]
+
+        return self._sum(config, weights, of_batch)
+
+    def _sum(self, config: Any, weights: Any, of_batch: Callable[[Any, Any, Any], Any]) -> Any:
+        """The sum over batches of a function of the mean loss of a batch, parameters and the batch."""
         model = self.run.model.clone(config=config)
         params, buffers = variables.split(weights)
 
-        @jax.jit
-        def gradient(params: Any, batch: Any) -> Any:
-            def mean(params: Any) -> Any:
-                out = gradients.loss(model, variables.join(params, buffers), batch, None)
-                return out.sum / jnp.maximum(out.weight, 1.0)
+        def mean(params: Any, batch: Any) -> Any:
+            out = gradients.loss(model, variables.join(params, buffers), batch, None)
+            return out.sum / jnp.maximum(out.weight, 1.0)
 
-            return jax.grad(mean)(params)
-
+        summed = jax.jit(lambda params, batch: of_batch(mean, params, batch))
         total = None
         for batch in itertools.islice(self.dataset.train(seed=0), self.batches):
-            new = gradient(params, {name: jnp.asarray(batch[name]) for name in model.batch_axes()})
+            new = summed(params, {name: jnp.asarray(batch[name]) for name in model.batch_axes()})
             total = new if total is None else jax.tree.map(jnp.add, total, new)
         return total
 

@@ -125,7 +125,7 @@ def test_random_masks_differ_by_layer_and_have_the_share():
     _, weights = result("magnitude(0.25, by=random)")
     kept = np.asarray(weights["layers"]["mlp"]["up"]["kernel"]) != 0
     assert (kept.mean((1, 2)) == 0.25).all() and (kept[0] != kept[1]).any()
-    with pytest.raises(InputError, match="by='size'.: expected magnitude or random"):
+    with pytest.raises(InputError, match="by='size'.: expected magnitude, inputs, fisher or random"):
         parse_recipe("magnitude(0.25, by=size)")
 
 

@@ -26,6 +26,8 @@ RECIPES = {
     "pow2": "pow2",
     "codebook(bits=4)": "codebook",
     "two_four": "two_four",
+    "factorize(rank=3),int4(group=1,by=inputs,scaled=True)": "factorize int4 int8",
+    "int8(smooth=0.5,by=inputs)": "int8",
     "blocks(0.5,block=8)": "blocks",
 }
 

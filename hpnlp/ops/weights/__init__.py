@@ -8,6 +8,14 @@ from hpnlp.ops.weights.low_rank import LowRankWeight, factorize
 from hpnlp.ops.weights.observed import ObservedWeight
 from hpnlp.ops.weights.packed import PackedWeight, pack
 from hpnlp.ops.weights.rounded_inputs import RoundedInputsWeight
+from hpnlp.ops.weights.row_scaled import RowScaledWeight, search_row_factors, smoothing_factors
+from hpnlp.ops.weights.second_order import (
+    inverse_factor,
+    output_error,
+    prune_by_moments,
+    quantize_by_moments,
+    two_of_four_by_moments,
+)
 from hpnlp.ops.weights.sparse import (
     BlockSparseWeight,
     MaskedWeight,
@@ -28,6 +36,7 @@ __all__ = [
     "ObservedWeight",
     "PackedWeight",
     "RoundedInputsWeight",
+    "RowScaledWeight",
     "TwoFourWeight",
     "Weight",
     "binarize",
@@ -35,13 +44,20 @@ __all__ = [
     "dense",
     "dense_tree",
     "factorize",
+    "inverse_factor",
     "is_weight",
     "keep_blocks",
     "keep_two_of_four",
     "masked",
+    "output_error",
     "pack",
+    "prune_by_moments",
     "quantize",
+    "quantize_by_moments",
     "round_to_powers",
+    "search_row_factors",
+    "smoothing_factors",
     "ternarize",
     "to_floats",
+    "two_of_four_by_moments",
 ]

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from hpnlp.ops.linear import linear
-from hpnlp.ops.weights import keep_two_of_four, masked, quantize, to_floats
+from hpnlp.ops.weights import (
+    keep_two_of_four,
+    masked,
+    output_error,
+    quantize,
+    quantize_by_moments,
+    to_floats,
+)
 from hpnlp.ops.weights import straight_through as through
 
 pytestmark = pytest.mark.oracle
@@ -99,3 +106,18 @@ def test_masks_equal_torch(share):
     module.weight.data = torch.tensor(W)
     prune.l1_unstructured(module, "weight", amount=W.size - round(share * W.size))
     np.testing.assert_array_equal(masked(W, share).dense(), module.weight.detach().numpy())
+
+
+def test_rounding_by_moments_is_at_least_as_good_as_gptq_of_qwix(qwix):
+    from qwix._src.core import qarray
+    from qwix.contrib import gptq_core
+
+    rng = np.random.default_rng(2)
+    x = (rng.normal(size=(300, 48)) @ rng.normal(size=(48, 48))).astype(np.float32)
+    w, moments = rng.normal(size=(48, 20)).astype(np.float32), x.T @ x
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        how = qarray.HowToQuantize(qtype=jnp.int4, channelwise_axes=[0], tiled_axes={1: 16})
+        theirs, _ = gptq_core.quantize_weight(jnp.asarray(w.T), jnp.asarray(moments), how)
+        expected = np.asarray(qarray.dequantize(theirs)).T
+    ours = quantize_by_moments(w, moments, 4, group=16)
+    assert output_error(ours.dense() - w, moments) < 1.02 * output_error(expected - w, moments)
