@@ -144,7 +144,7 @@ def compress_run(
         task = tasks.find(run.config.task)
         metric, _ = task.primary_metric(flat(run.config))
         dataset = task.dataset(run.config.data, run.vocabulary, ProgressLines(log))
-        data = _CalibrationData(run, dataset, calibration_batches)
+        data = CalibrationData(run, dataset, calibration_batches)
         calibration = Calibration(data.gradients, data.squares)
         versions = [_Version(ORIGINAL, run.config, run.model, run.params)]
         for index, stage in enumerate(stages):
@@ -220,7 +220,7 @@ def _check_changes(finetune: int, changes: Mapping[str, Any]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _CalibrationData:
+class CalibrationData:
     """The first training batches of a run, and gradients of a model's loss on them."""
 
     run: run_directory.Run
