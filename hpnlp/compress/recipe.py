@@ -21,6 +21,7 @@ from hpnlp.compress.numbers import CONVERSIONS, Conversion
 from hpnlp.compress.sensitivity import choose_bits, mean_curvature
 from hpnlp.compress.stages import (
     FACTORS,
+    NONZERO,
     NUMBERS,
     STRUCTURE,
     Calibration,
@@ -64,7 +65,8 @@ def layers(keep: int | str) -> tuple[str, Compressor]:
     """Keeps some layers.
 
     Args:
-      keep: The number of layers, evenly spaced and with the first and the last one; or their indices, as "0 2 4".
+      keep: The number of layers, evenly spaced and with the first and the last one; or their indices, as "0 2 4"; or "nonzero"
+        for those whose kernels have numbers other than 0.
 
     Returns:
       What it changes, and the compressor.
@@ -72,10 +74,14 @@ def layers(keep: int | str) -> tuple[str, Compressor]:
     Raises:
       InputError: `keep` is no number over 0 and no list of indices.
     """
-    chosen = structure.layer_indices(keep)
+    chosen = [] if keep == NONZERO else structure.layer_indices(keep)
 
     def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
         of_model = split_layers(config, weights)
+        if keep == NONZERO:
+            check_known_widths("layers", calibration, False, keep)
+            (used,) = structure.nonzero_units([np.array([structure.has_weights(layer) for layer in of_model])])
+            return join_layers(config, weights, [of_model[i] for i in used])
         kept = np.round(np.linspace(0, len(of_model) - 1, keep)).astype(int) if isinstance(keep, int) else chosen
         if len(kept) > len(of_model) or max(kept, default=0) >= len(of_model):
             raise InputError(f"layers({keep}): the model has {len(of_model)} layers, 0 to {len(of_model) - 1}")
@@ -84,11 +90,12 @@ def layers(keep: int | str) -> tuple[str, Compressor]:
     return STRUCTURE, compress
 
 
-def heads(share: int | float, by: str = "gradient", across_layers: bool = False) -> tuple[str, Compressor]:
+def heads(share: int | float | str, by: str = "gradient", across_layers: bool = False) -> tuple[str, Compressor]:
     """Removes attention heads; with grouped heads, key heads with their query heads.
 
     Args:
-      share: Share of the heads that stays, in (0, 1].
+      share: Share of the heads that stays, in (0, 1]; or "nonzero" for those that have weights other than 0, as trained with
+        train.weights=group_lasso.
       by: "gradient", |weight x gradient| on calibration data; or "magnitude".
       across_layers: The most important heads of all layers stay, at least one of each; otherwise the same share of each layer.
 
@@ -101,7 +108,7 @@ def heads(share: int | float, by: str = "gradient", across_layers: bool = False)
     return STRUCTURE, _unit_compressor("heads", share, by, across_layers)
 
 
-def mlp(share: int | float, by: str = "gradient", across_layers: bool = False) -> tuple[str, Compressor]:
+def mlp(share: int | float | str, by: str = "gradient", across_layers: bool = False) -> tuple[str, Compressor]:
     """Removes columns of the feed-forward networks.
 
     Args:
@@ -447,7 +454,7 @@ _Prepare = Callable[[Layer, np.ndarray, np.ndarray], Layer]
 
 
 def _unit_compressor(
-    unit: str, share: int | float, by: str, across_layers: bool, prepare: _Prepare | None = None
+    unit: str, share: int | float | str, by: str, across_layers: bool, prepare: _Prepare | None = None
 ) -> Compressor:
     """Compressor that keeps a share of the units of each layer."""
     check_unit_arguments(unit, share, by)
@@ -458,16 +465,23 @@ def _unit_compressor(
         if not any(counts):
             raise InputError(f"{unit}({share}): the model's layers have no {unit}: leave the stage out")
         check_keeps_units(unit, share, counts)
-        check_known_widths(unit, calibration, across_layers)
+        check_known_widths(unit, calibration, across_layers, share)
         is_outline = calibration is not None and calibration.is_outline
         if is_outline:
             scores = [np.ones(n) for n in counts if n]
         else:
-            slopes = [None] * len(of_model) if by == "magnitude" else _slopes(config, weights, unit, calibration)
+            slopes = (
+                [None] * len(of_model)
+                if by == "magnitude" or share == NONZERO
+                else _slopes(config, weights, unit, calibration)
+            )
             scores = [
                 structure.importance(layer, unit, g) for layer, g, n in zip(of_model, slopes, counts, strict=True) if n
             ]
-        kept = structure.choose_units(scores, share, across_layers=across_layers)
+        if isinstance(share, str):
+            kept = structure.nonzero_units(scores)
+        else:
+            kept = structure.choose_units(scores, share, across_layers=across_layers)
         chosen = iter(zip(kept, scores, strict=True))
 
         def reduced(layer: Layer) -> Layer:

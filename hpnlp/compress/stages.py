@@ -36,6 +36,9 @@ class Calibration:
 Compressor = Callable[[Any, Any, Calibration | None], tuple[Any, Any]]
 
 
+NONZERO = "nonzero"  # in place of a share: the units that have weights other than 0 stay
+
+
 def check_share(name: str, share: int | float) -> None:
     """Checks the share of the units or weights that stay.
 
@@ -50,33 +53,38 @@ def check_share(name: str, share: int | float) -> None:
         raise InputError(f"{name}({share}): expected the share that stays, over 0 and at most 1")
 
 
-def check_unit_arguments(name: str, share: int | float, by: str) -> None:
+def check_unit_arguments(name: str, share: int | float | str, by: str) -> None:
     """Checks arguments of a stage that removes units.
 
     Args:
       name: Name of the stage.
-      share: Share of the units that stays.
+      share: Share of the units that stays, or NONZERO.
       by: Measure of their importance.
 
     Raises:
       InputError: `share` is out of range, or `by` is unknown.
     """
-    check_share(name, share)
+    if isinstance(share, str) and share != NONZERO:
+        raise InputError(f"{name}({share!r}): expected the share that stays, over 0 and at most 1, or {NONZERO}")
+    if not isinstance(share, str):
+        check_share(name, share)
     if by not in ("gradient", "magnitude"):
         raise InputError(f"{name}(by={by!r}): expected gradient or magnitude")
 
 
-def check_keeps_units(name: str, share: int | float, counts: Sequence[int]) -> None:
+def check_keeps_units(name: str, share: int | float | str, counts: Sequence[int]) -> None:
     """Checks that a share of the units of a layer is not less than half of a unit, of which one would stay all the same.
 
     Args:
       name: Name of the stage and of its units.
-      share: Share of the units that stays.
+      share: Share of the units that stays, or NONZERO.
       counts: Number of units of each layer.
 
     Raises:
       InputError: It is for all layers.
     """
+    if isinstance(share, str):
+        return
     if share * (most := max(counts)) < 0.5:
         raise InputError(
             f"{name}({share}): {share * most:.2g} of {most} {name} would stay in a layer: expected a share of at least "
@@ -131,16 +139,21 @@ def squared_gradients(name: str, config: Any, weights: Any, calibration: Calibra
     return squares
 
 
-def check_known_widths(name: str, calibration: Calibration | None, across_layers: bool) -> None:
+def check_known_widths(
+    name: str, calibration: Calibration | None, across_layers: bool, share: int | float | str = 1.0
+) -> None:
     """Checks that the widths of a result do not depend on weights, where only shapes are known.
 
     Args:
       name: Name of the stage.
       calibration: Calibration data, or the mark that weights are unknown.
       across_layers: The units of all layers are compared.
+      share: Share of the units that stays, or NONZERO.
 
     Raises:
       InputError: Weights are unknown, and the widths depend on them.
     """
     if calibration is not None and calibration.is_outline and across_layers:
         raise InputError(f"{name}(across_layers=True): the weights decide on the widths: plan without across_layers")
+    if calibration is not None and calibration.is_outline and share == NONZERO:
+        raise InputError(f"{name}({NONZERO}): the weights decide how many units stay: plan with a number")

@@ -17,6 +17,7 @@ import numpy as np
 
 from hpnlp.compress.experts import with_fewer_experts
 from hpnlp.compress.layers import Layer
+from hpnlp.compress.matrices import KERNELS
 from hpnlp.nn.block import BlockConfig
 from hpnlp.types import InputError
 
@@ -140,6 +141,31 @@ def choose_units(scores: Sequence[np.ndarray], fraction: int | float, *, across_
     total = max(len(scores), round(fraction * sum(map(len, scores))))
     chosen = sorted(rest, reverse=True)[: total - len(scores)]
     return [np.sort([*first[i], *(j for _, layer, j in chosen if layer == i)]).astype(int) for i in range(len(scores))]
+
+
+def has_weights(layer: Layer) -> bool:
+    """Whether a kernel of a layer has a number other than 0.
+
+    Args:
+      layer: The layer.
+
+    Returns:
+      False for a layer that passes its input on, up to biases.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(layer.variables["params"])
+    return any(bool(jnp.any(leaf != 0)) for path, leaf in leaves if path[-1].key in KERNELS)
+
+
+def nonzero_units(squares: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The units that have weights other than 0, and the first unit of a layer without any.
+
+    Args:
+      squares: Sums of squared weights of the units of each layer.
+
+    Returns:
+      Ascending indices of each layer's units.
+    """
+    return [np.flatnonzero(layer) if layer.any() else np.zeros(1, int) for layer in squares]
 
 
 def layer_indices(keep: int | str) -> list[int]:

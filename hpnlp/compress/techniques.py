@@ -10,78 +10,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from hpnlp.compress.penalties import group_lasso, lasso
+from hpnlp.compress.training_technique import Technique
 from hpnlp.ops.weights import dense, quantize
 from hpnlp.ops.weights.sparse import largest
 from hpnlp.types import InputError
 
 # Share of the weights of a matrix that soft movement pruning keeps at least.
 FLOOR = 0.005
-
-
-@dataclasses.dataclass(frozen=True)
-class Technique:
-    """Training of the matrices of a model; methods take one matrix [D, F], or [L, D, F] of stacked layers.
-
-    Attributes:
-      steps: Steps of the run, for schedules.
-    """
-
-    steps: int = 0
-
-    @property
-    def rounds_inputs(self) -> bool:
-        """Whether products with the matrices round their inputs to 8 bits."""
-        return False
-
-    @property
-    def has_scores(self) -> bool:
-        """Whether each matrix has scores of its shape, which are trained beside it and begin as 0."""
-        return False
-
-    @property
-    def parameters(self) -> int | float:
-        """Share of the parameters of each matrix that two factors have, which are trained in its place; 0 without factors."""
-        return 0
-
-    @property
-    def share(self) -> Any:
-        """Function of the step, float32 [], to the share of the weights that stays; None without a schedule."""
-        return None
-
-    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
-        """The matrix that layers read.
-
-        Args:
-          w: The parameter.
-          scores: Its scores, if `has_scores`; its factors, a `LowRankWeight`, where `parameters` gives it some.
-          threshold: float32 [] or [L], the threshold for the present share, if there is a schedule.
-          rng: Key in training; None in evaluation.
-
-        Returns:
-          A matrix of the same shape, through which gradients reach w and scores.
-        """
-        raise NotImplementedError
-
-    def allowed(self, w: Any, update: Any) -> Any:
-        """The update that the optimizer may make.
-
-        Args:
-          w: The parameter before the update.
-          update: What the optimizer adds to it. Optimizers such as muon compute it from whole matrices, so that it need not be
-            0 where the gradient is.
-
-        Returns:
-          An update of the same shape.
-        """
-        return update
-
-    def ranked(self, w: Any, scores: Any) -> Any:
-        """Numbers of which the largest stay, in the shape of w; for techniques with a schedule."""
-        return jnp.abs(w)
-
-    def penalty(self, scores: Any) -> Array | None:
-        """Loss of the scores of one matrix, float32 []; None for none."""
-        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -426,6 +362,8 @@ WEIGHT_TRAININGS: dict[str, Callable[..., Technique]] = {
     "magnitude": magnitude,
     "movement": movement,
     "soft_movement": soft_movement,
+    "l1": lasso,
+    "group_lasso": group_lasso,
     "masked": masked,
     "shared": shared,
     "low_rank": low_rank,

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from hpnlp.compress.matrices import KERNELS, is_table
-from hpnlp.compress.techniques import WEIGHT_TRAININGS, Technique
+from hpnlp.compress.techniques import WEIGHT_TRAININGS
+from hpnlp.compress.training_technique import Technique
 from hpnlp.models.variables import BUFFERS
 from hpnlp.models.wrapper import ModelWrapper
 from hpnlp.ops.weights import LowRankWeight, RoundedInputsWeight, dense_tree, factorize
@@ -171,18 +172,18 @@ class WeightTraining(ModelWrapper):
         share = self.technique.share(following.astype(jnp.float32))
         return {**result, OWN: {"share": share, "due": due.astype(jnp.float32), "thresholds": kept}}
 
-    def allowed_updates(self, params: Any, updates: Any) -> Any:
-        """Updates of the parameters without those that the technique excludes.
+    def allowed_updates(self, params: Any, updates: Any, rate: Array) -> Any:
+        """Updates of the parameters as the technique changes them.
 
         Args:
           params: Parameters of this model, before the update.
           updates: A tree like `params`.
+          rate: Learning rate of the step, float32 [].
 
         Returns:
-          The updates, see `Technique.allowed`.
+          The updates, see `Technique.updates`.
         """
-        new = _kernels(updates)
-        return _replaced(updates, {path: self.technique.allowed(w, new[path]) for path, w in _kernels(params).items()})
+        return _replaced(updates, self.technique.updates(self.config, _kernels(params), _kernels(updates), rate))
 
     def finished(self, weights: Mapping[str, Any]) -> Any:
         """The Model's own weights after the training.

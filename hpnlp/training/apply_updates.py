@@ -27,15 +27,17 @@ class Update:
       optimizer: The optax transformation.
       by_layer: True if layers rest in the host's memory, and are fetched, updated and stored one after another.
       layers: Number of layers.
-      allowed: `allowed(parameters, updates) -> updates`, which replaces updates that the model excludes by 0; None if it
-        excludes none.
+      schedule: Learning rate as a function of the step.
+      allowed: `allowed(parameters, updates, learning rate) -> updates`, which changes updates as the model requires; None if it
+        does not.
     """
 
     config: OptimizerConfig
     optimizer: optax.GradientTransformationExtraArgs
     by_layer: bool
     layers: int
-    allowed: Callable[[Any, Any], Any] | None = None
+    schedule: optax.Schedule
+    allowed: Callable[[Any, Any, Any], Any] | None = None
 
     def each(self, function: Callable[..., Any], state: Any, *trees: Any) -> Any:
         """`function(state, *trees)` of trees like the parameters, layer by layer where layers rest on the host.
@@ -105,7 +107,7 @@ class Update:
             if factor != 1.0:
                 updates = jax.tree.map(lambda change: factor * change, updates)
             if self.allowed is not None:
-                updates = self.allowed(params, updates)
+                updates = self.allowed(params, updates, factor * jnp.asarray(self.schedule(step), jnp.float32))
             params = optax.apply_updates(params, updates)
             if ema is not None and averaged is not None:
                 ema = averages.updated(ema, params, averaged)

@@ -216,7 +216,8 @@ def make_trainer(
     shardings = state_shardings(layout, plan, weight_axes, carry_axes, statistic_specs, shapes)
     tables = {sparse_rows.keys(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(shapes.params)}
     allowed = getattr(model, "allowed_updates", None)  # of models that are trained with other weights
-    update = Update(config, optimizer, plan.offload_parameters, model.config.layers, allowed)
+    schedule = make_schedule(config, steps)
+    update = Update(config, optimizer, plan.offload_parameters, model.config.layers, schedule, allowed)
     gradients = Gradients(
         model=model.clone(
             model_parallel=None if single else _model_parallel(layout, model.config, carry_axes), remat=plan.remat
@@ -236,7 +237,7 @@ def make_trainer(
     functions = _StepFunctions(
         gradients=gradients,
         update=update,
-        schedule=make_schedule(config, steps),
+        schedule=schedule,
         tables=tables,
         fetches_optimizer=plan.offload_optimizer and not plan.offload_parameters,
         param_shapes=param_shapes,

@@ -9,7 +9,7 @@ import pytest
 
 from hpnlp.parallel.host_offload import HOST, by_layer
 from hpnlp.training.apply_updates import Update
-from hpnlp.training.optim import OPTIMIZERS, OptimizerConfig, make_optimizer
+from hpnlp.training.optim import OPTIMIZERS, OptimizerConfig, make_optimizer, make_schedule
 
 LAYERS = 3
 SHAPES = {"embed": {"table": (5, 8)}, "layers": {"mlp": {"kernel": (LAYERS, 64, 64)}, "norm": {"scale": (LAYERS, 8)}}}
@@ -45,7 +45,7 @@ def test_layerwise_update_matches_full_update(name, is_finite):
     optimizer = make_optimizer(config, 10)
     results = {}
     for by_layers in (False, True):
-        update = Update(config, optimizer, by_layers, LAYERS)
+        update = Update(config, optimizer, by_layers, LAYERS, make_schedule(config, 1))
 
         @jax.jit
         def step(old, grads, at, update=update):

@@ -15,7 +15,7 @@ from hpnlp.training import averages, loop
 from hpnlp.training.apply_updates import Update
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import default, resolve
-from hpnlp.training.optim import OptimizerConfig, make_optimizer
+from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
 from hpnlp.training.run_directory import load, make_model
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
@@ -26,7 +26,7 @@ STEPS, STEPS_OF_RUN = 9, 10
 def paths_of(spec, trigger=None, finite=()):
     """`(parameters after each step, averages after each step)` of SGD; step `trigger` follows the evaluation that starts."""
     config = OptimizerConfig("sgd", average=spec, learning_rate=0.1, schedule="constant", warmup=0, clip_norm=0.0)
-    update = Update(config, make_optimizer(config, STEPS), False, 1)
+    update = Update(config, make_optimizer(config, STEPS), False, 1, make_schedule(config, STEPS))
     params = {"kernel": jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)), jnp.float32)}
     state, count = (params, update.optimizer.init(params), params), jnp.zeros((), jnp.int32)
 
@@ -86,7 +86,7 @@ def test_averages_match_optax():
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_updates_are_scaled_with_the_length_of_the_batch(name):
     config = OptimizerConfig(name, base_length=8, learning_rate=0.1, schedule="constant", warmup=0, weight_decay=0.5)
-    update = Update(config, make_optimizer(config, STEPS), False, 1)
+    update = Update(config, make_optimizer(config, STEPS), False, 1, make_schedule(config, STEPS))
     params, grads = ({"kernel": jnp.asarray(np.random.default_rng(i).normal(size=(3, 4)), jnp.float32)} for i in (0, 1))
     changes = []
     for length in (8, 6):

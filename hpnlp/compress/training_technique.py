@@ -1,0 +1,90 @@
+"""`Technique`: what the layers read in place of a kernel in training, and which updates the kernel gets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Technique:
+    """Training of the matrices of a model; methods take one matrix [D, F], or [L, D, F] of stacked layers.
+
+    Attributes:
+      steps: Steps of the run, for schedules.
+    """
+
+    steps: int = 0
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether products with the matrices round their inputs to 8 bits."""
+        return False
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether each matrix has scores of its shape, which are trained beside it and begin as 0."""
+        return False
+
+    @property
+    def parameters(self) -> int | float:
+        """Share of the parameters of each matrix that two factors have, which are trained in its place; 0 without factors."""
+        return 0
+
+    @property
+    def share(self) -> Any:
+        """Function of the step, float32 [], to the share of the weights that stays; None without a schedule."""
+        return None
+
+    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
+        """The matrix that layers read.
+
+        Args:
+          w: The parameter.
+          scores: Its scores, if `has_scores`; its factors, a `LowRankWeight`, where `parameters` gives it some.
+          threshold: float32 [] or [L], the threshold for the present share, if there is a schedule.
+          rng: Key in training; None in evaluation.
+
+        Returns:
+          A matrix of the same shape, through which gradients reach w and scores.
+        """
+        raise NotImplementedError
+
+    def allowed(self, w: Any, update: Any) -> Any:
+        """The update that the optimizer may make.
+
+        Args:
+          w: The parameter before the update.
+          update: What the optimizer adds to it. Optimizers such as muon compute it from whole matrices, so that it need not be
+            0 where the gradient is.
+
+        Returns:
+          An update of the same shape.
+        """
+        return update
+
+    def updates(self, config: Any, kernels: Mapping[str, Any], updates: Mapping[str, Any], rate: Any) -> dict[str, Any]:
+        """The updates that the optimizer may make of all kernels.
+
+        Args:
+          config: Config of the model.
+          kernels: Kernels by path, before the update.
+          updates: What the optimizer adds to each.
+          rate: Learning rate of the step, float32 [].
+
+        Returns:
+          Updates by path; by default, `allowed` of each.
+        """
+        return {path: self.allowed(w, updates[path]) for path, w in kernels.items()}
+
+    def ranked(self, w: Any, scores: Any) -> Any:
+        """Numbers of which the largest stay, in the shape of w; for techniques with a schedule."""
+        return jnp.abs(w)
+
+    def penalty(self, scores: Any) -> Array | None:
+        """Loss of the scores of one matrix, float32 []; None for none."""
+        return None
