@@ -19,8 +19,9 @@ def load(
     Args:
       run: Directory of a run, or of a compressed or converted model.
       step: Step of the checkpoint; None for the best, or the newest if none was evaluated.
-      dtype: Dtype of activations and products, "float32" or "bfloat16"; None for that of the training. Products of bfloat16
-        take half the time on CPUs with instructions for them (avx512_bf16, amx), and less on accelerators.
+      dtype: Dtype of activations and products, "float32", "bfloat16" or "float16"; None for that of the training. Products of
+        bfloat16 take half the time on CPUs with instructions for them (avx512_bf16, amx), and less on accelerators. float16 is
+        for GPUs without bfloat16: CPUs convert it, and its largest number is 65,504.
 
     Returns:
       The model, whose methods `predict`, `encode` and `generate` take texts.

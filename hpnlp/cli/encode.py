@@ -44,7 +44,7 @@ flags.DEFINE_boolean(
 flags.DEFINE_enum(
     "compute_dtype",
     None,
-    ["float32", "bfloat16"],
+    ["float32", "bfloat16", "float16"],
     "Dtype of the model's products; by default that of the training. Products of bfloat16 take half the time on CPUs with "
     "instructions for them.",
 )

@@ -49,6 +49,9 @@ flags.DEFINE_integer("top_k", 0, "Sample among the K most probable tokens; 0 for
 flags.DEFINE_float("top_p", 0.95, "Sample among the most probable tokens whose probabilities sum to P.")
 flags.DEFINE_integer("seed", 0, "Seed of sampling, 0 to 2**32 - 1. Equal seeds give equal text.")
 flags.DEFINE_integer("step", None, "Step of the checkpoint; by default the best, or the newest if none was evaluated.")
+flags.DEFINE_enum(
+    "dtype", None, ["float32", "bfloat16", "float16"], "Dtype of the model's products; by default that of the training."
+)
 
 datastore_flags.define()
 
@@ -74,13 +77,17 @@ def run(argv: Sequence[str]) -> None:
     cli.prepare_jax()
 
     from hpnlp.data.prompt import prompt_bytes
+    from hpnlp.jobs.dtypes import with_dtype
     from hpnlp.training import ensembles, run_directory
 
     names = [part for name in names for part in ([name] if os.path.exists(name) else name.split(","))]
     members = run_names.expand(names, cli.FLAGS.step)
     for directory, _ in members:
         run_directory.check_task(directory, run_directory.load_config(directory), ensembles.TASKS, "generate")
-    loaded = datastore_flags.mixed(ensembles.load_ensemble(members), members)
+    loaded = ensembles.load_ensemble(members)
+    if cli.FLAGS.dtype:
+        loaded = with_dtype(loaded, cli.FLAGS.dtype)
+    loaded = datastore_flags.mixed(loaded, members)
     prompt_ids = [loaded.tokenizer.encode_prompt(prompt) for prompt in prompts]
     length = max(len(ids) for ids in prompt_ids)
     if length >= LONG_PROMPT:

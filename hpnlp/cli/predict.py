@@ -63,6 +63,9 @@ flags.DEFINE_integer(
 )
 flags.DEFINE_integer("batch_size", 32, "Largest number of examples of a batch.", lower_bound=1, upper_bound=2**16)
 flags.DEFINE_integer("step", None, "Step of the checkpoint; by default the best, or the newest if none was evaluated.")
+flags.DEFINE_enum(
+    "dtype", None, ["float32", "bfloat16", "float16"], "Dtype of the model's products; by default that of the training."
+)
 
 
 def run(argv: Sequence[str]) -> None:
@@ -89,7 +92,7 @@ def run(argv: Sequence[str]) -> None:
     from hpnlp.data import sources
     from hpnlp.jobs.predictor import Predictor
 
-    predictor, left_out = Predictor(directory, step), sources.LeftOut()
+    predictor, left_out = Predictor(directory, step, f.dtype), sources.LeftOut()
     kind, prediction = text_inputs.with_fields(predictor.kind, f.fields), predictor.prediction_type
     inputs = text_inputs.TextInputs(kind, left_out, "--file=", f.keep, f.skip_bad_lines)
     examples = inputs.from_lines(enumerate(texts, 1), "text") if texts else inputs.from_file(f.file)

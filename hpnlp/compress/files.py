@@ -44,7 +44,7 @@ def stages_of(node: Any) -> set[str]:
         return {"pow2" if node.levels == "powers" else node.levels}
     if isinstance(node, kinds.IntegerWeight | kinds.FloatWeight):
         name = jnp.dtype(node.codes.dtype).name
-        return {"fp8" if name.startswith("float8") else {"bfloat16": "bf16"}.get(name, name)}
+        return {"fp8" if name.startswith("float8") else {"bfloat16": "bf16", "float16": "fp16"}.get(name, name)}
     return {_STAGES.get(type(node).__name__, type(node).__name__)}
 
 

@@ -133,6 +133,15 @@ def bf16() -> Conversion:
     return Conversion(lambda path, w, moments: weights.to_floats(w, "bfloat16"))
 
 
+def fp16() -> Conversion:
+    """Kernels and tables of float16, whose largest number is 65,504; products have the dtype of their inputs.
+
+    Returns:
+      The conversion. The stage raises InputError for a matrix with larger numbers.
+    """
+    return Conversion(lambda path, w, moments: weights.to_floats(w, "float16"))
+
+
 def ternary(packed: bool = True) -> Conversion:
     """Kernels of the values -a, 0 and a, and tables with an a for each row.
 
@@ -260,6 +269,7 @@ CONVERSIONS: dict[str, Callable[..., Conversion]] = {
     "int4": int4,
     "fp8": fp8,
     "bf16": bf16,
+    "fp16": fp16,
     "ternary": ternary,
     "binary": binary,
     "pow2": pow2,

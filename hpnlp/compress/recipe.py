@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hpnlp.compress import convolutions, structure
+from hpnlp.compress import convolutions, structure, zeros
 from hpnlp.compress.experts import merged
 from hpnlp.compress.layers import Layer, join_layers, split_layers
 from hpnlp.compress.matrices import is_table, map_matrices
@@ -28,17 +27,14 @@ from hpnlp.compress.stages import (
     Compressor,
     check_keeps_units,
     check_known_widths,
-    check_share,
     check_unit_arguments,
     gradients_of,
-    squared_gradients,
 )
 from hpnlp.models.variables import BUFFERS, FROZEN
 from hpnlp.ops.weight import is_weight
-from hpnlp.ops.weights import ObservedWeight, prune_by_moments, quantize
+from hpnlp.ops.weights import FloatWeight, ObservedWeight, quantize
 from hpnlp.ops.weights import factorize as factorize_matrix
 from hpnlp.ops.weights.low_rank import rank_by_energy, rank_of
-from hpnlp.ops.weights.sparse import largest
 from hpnlp.spec import build, parse
 from hpnlp.types import InputError
 
@@ -143,62 +139,6 @@ def experts(
       InputError: `share` or `by` is invalid.
     """
     return STRUCTURE, _unit_compressor("experts", share, by, across_layers, merged if merge else None)
-
-
-def magnitude(share: int | float, by: str = "magnitude") -> tuple[str, Compressor]:
-    """Sets the smallest weights of each kernel of each layer to 0. Files become smaller, products do not become faster.
-
-    Of equal magnitudes, the first stay.
-
-    Args:
-      share: Share of the weights that stays, in (0, 1].
-      by: "magnitude"; "inputs", by the error of products with inputs of calibration data, of each 128 rows, and the other
-        weights are changed, see `hpnlp.ops.weights.prune_by_moments`; "fisher", by weight^2 x mean squared gradient on
-        calibration data (LeCun et al. 1989, "Optimal brain damage", with the Fisher information in place of the Hessian); or
-        "random" for weights drawn at random, with which results are compared.
-
-    Returns:
-      What it changes, and the compressor.
-
-    Raises:
-      InputError: `share` is out of range, or `by` is unknown.
-    """
-    check_share("magnitude", share)
-    if by not in ("magnitude", "inputs", "fisher", "random"):
-        raise InputError(f"magnitude(by={by!r}): expected magnitude, inputs, fisher or random")
-
-    def keep_largest(path: str, w: Any, rank: Any) -> Any:
-        if is_table(path):
-            return w
-        mask = largest(rank, share) if w.ndim == 2 else jax.vmap(lambda one: largest(one, share))(rank)
-        return jnp.where(mask, w, jnp.zeros_like(w))
-
-    def by_magnitude(path: str, w: Any) -> Any:
-        return keep_largest(path, w, jnp.abs(w))
-
-    def at_random(path: str, w: Any) -> Any:
-        return keep_largest(path, w, jax.random.uniform(jax.random.key(zlib.crc32(path.encode())), w.shape))
-
-    def by_inputs(path: str, w: Any) -> Any:
-        return prune_by_moments(w.matrix, w.moments, share) if isinstance(w, ObservedWeight) else w
-
-    def compress_by_inputs(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
-        observed = with_input_moments("magnitude(by='inputs')", config, weights, calibration)
-        return config, map_matrices(by_inputs, observed)
-
-    def compress_by_fisher(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
-        squares = dict(listed_matrices(squared_gradients("magnitude(by='fisher')", config, weights, calibration)))
-
-        def by_fisher(path: str, w: Any) -> Any:
-            return keep_largest(path, w, w**2 * squares[path]) if path in squares else w
-
-        return config, map_matrices(by_fisher, weights, stacked=True)
-
-    if by == "inputs":
-        return STRUCTURE, compress_by_inputs
-    if by == "fisher":
-        return STRUCTURE, compress_by_fisher
-    return STRUCTURE, _matrix_compressor(by_magnitude if by == "magnitude" else at_random, stacked=True)
 
 
 def factorize(
@@ -347,11 +287,21 @@ def _stage_of(conversion: Callable[..., Conversion]) -> Callable[..., tuple[str,
         def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
             if chosen.reads_inputs:
                 weights = with_input_moments(conversion.__name__, config, weights, calibration)
-            return config, map_matrices(functools.partial(map_arrays, convert), weights, experts=True)
+            result = map_matrices(functools.partial(map_arrays, convert), weights, experts=True)
+            if calibration is None or not calibration.is_outline:
+                _check_range(conversion.__name__, result)
+            return config, result
 
         return NUMBERS, compress
 
     return stage
+
+
+def _check_range(name: str, weights: Any) -> None:
+    """Raises InputError for a matrix whose numbers are beyond the range of a format without scales."""
+    for path, w in listed_matrices(weights):
+        if isinstance(w, FloatWeight) and w.scales is None and not bool(jnp.isfinite(w.codes).all()):
+            raise InputError(f"{name}: {path} has numbers beyond the range of {w.codes.dtype}: use bf16")
 
 
 # Compressors by name.
@@ -364,7 +314,7 @@ COMPRESSORS: dict[str, Callable[..., tuple[str, Compressor]]] = {
     "channels": convolutions.channels,
     "hidden": convolutions.hidden,
     "shapes": convolutions.shapes,
-    "magnitude": magnitude,
+    "magnitude": zeros.magnitude,
     "factorize": factorize,
     "mixed": mixed,
     **{name: _stage_of(conversion) for name, conversion in CONVERSIONS.items()},
@@ -499,11 +449,3 @@ def _slopes(config: Any, weights: Any, unit: str, calibration: Calibration | Non
     """Gradients of the parameters of each layer."""
     slopes = gradients_of(unit, config, weights, calibration)
     return [layer.variables["params"] for layer in split_layers(config, {**weights, **slopes})]
-
-
-def _matrix_compressor(function: Callable[[str, Any], Any], stacked: bool = False) -> Compressor:
-    """Compressor that changes each matrix by itself; both factors of a low-rank matrix are matrices."""
-    return lambda config, weights, calibration: (
-        config,
-        map_matrices(functools.partial(map_arrays, function), weights, stacked=stacked),
-    )

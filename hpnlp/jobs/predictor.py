@@ -9,7 +9,6 @@ Example::
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import sys
@@ -27,13 +26,13 @@ from hpnlp.data.examples.fields import FieldError
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Texts
 from hpnlp.data.examples.unlabelled import Unlabelled, as_record, converted
+from hpnlp.jobs.dtypes import overflow_checked, with_dtype
 from hpnlp.models import decode
 from hpnlp.tasks.predictions import Prediction, TrainedModel
 from hpnlp.training import ensembles, run_directory
 from hpnlp.types import InputError
 
 BATCH_SIZE = 32
-DTYPES = ("float32", "bfloat16")
 # A text, the texts of a pair, or a record with the fields of the run's data.
 Example = str | Sequence[Any] | Mapping[str, Any]
 
@@ -63,7 +62,7 @@ class Predictor:
         with _quiet_libraries():
             self.run = run_directory.load(Path(run), step)
         if dtype is not None:
-            self.run = dataclasses.replace(self.run, model=_with_dtype(self.run.model, dtype))
+            self.run = with_dtype(self.run, dtype)
         self._task = tasks.find(self.run.config.task)
         params = jax.tree.map(jnp.asarray, self.run.params)
         labels = self.run.vocabulary.labels or ()
@@ -307,7 +306,8 @@ class Predictor:
         for indices, width in self._batches(kind, examples, batch_size, bad):
             count = min(batch_size, 1 << (len(indices) - 1).bit_length())
             batch = kind.batch(examples, indices, count, self.run.tokenizer, width)
-            outputs = function(self._trained, batch, [values[index] for index in indices])
+            with overflow_checked(self.run):
+                outputs = function(self._trained, batch, [values[index] for index in indices])
             results.update(zip(indices, outputs, strict=True))
         return {number: results[index] for index, number in enumerate(numbers) if index not in bad}, cut
 
@@ -321,15 +321,6 @@ class Predictor:
         for start in range(0, len(order), batch_size):
             numbers = order[start : start + batch_size]
             yield numbers, self.run.model.config.needed_length(most) or width_for(int(lengths[numbers[-1]]), most)
-
-
-def _with_dtype(model: Any, dtype: str) -> Any:
-    """A model with another dtype of activations and products."""
-    if dtype not in DTYPES:
-        raise InputError(f"dtype={dtype!r}: expected {' or '.join(DTYPES)}")
-    if "dtype" not in (field.name for field in dataclasses.fields(model.config)):
-        raise InputError(f"dtype={dtype!r}: the model has no model.dtype that could change: leave it out")
-    return model.clone(config=dataclasses.replace(model.config, dtype=dtype))
 
 
 def _refuse(number: int, error: FieldError) -> None:

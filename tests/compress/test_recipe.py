@@ -256,3 +256,44 @@ def test_bits_are_spent_by_gain():
     assert choose_bits(matrices, {"a": 1.0, "b": 100.0}, 3.0, [2, 4, 8]) == {"a": 2, "b": 4}
     assert choose_bits(matrices, {"a": 1.0, "b": 1.0}, 8.0, [2, 4, 8]) == {"a": 8, "b": 8}
     assert choose_bits(matrices, {"a": 1.0, "b": 1.0}, 2.0, [2, 4, 8]) == {"a": 2, "b": 2}
+
+
+def test_numbers_beyond_float16_raise():
+    mlp = WEIGHTS["layers"]["mlp"]
+    large = {**mlp, "up": {"kernel": mlp["up"]["kernel"].at[1, 0, 0].set(1e5)}}
+    weights = {**WEIGHTS, "layers": {**WEIGHTS["layers"], "mlp": large}}
+    with pytest.raises(
+        InputError, match="fp16: layers/mlp/up/kernel has numbers beyond the range of float16: use bf16"
+    ):
+        list(compress(CONFIG, weights, parse_recipe("fp16")))
+
+
+def test_stages_that_read_inputs_need_data():
+    for recipe in ("int4(by=inputs)", "int8(smooth=0.5)", "magnitude(0.5,by=inputs)", "magnitude(0.5,by=fisher)"):
+        with pytest.raises(InputError, match="needs calibration data"):
+            list(compress(CONFIG, WEIGHTS, parse_recipe(recipe)))
+
+
+def test_zeros_by_fisher_are_the_weights_of_the_smallest_squares():
+    squares = jax.tree.map(lambda w: jnp.abs(w) + 0.1, WEIGHTS)
+    *_, (_, _, weights) = compress(
+        CONFIG,
+        WEIGHTS,
+        parse_recipe("magnitude(0.5, by=fisher)"),
+        Calibration(gradients, lambda config, weights: squares),
+    )
+    w, pruned = (np.asarray(tree["layers"]["mlp"]["down"]["kernel"][2]) for tree in (WEIGHTS, weights))
+    rank = w**2 * (np.abs(w) + np.float32(0.1))
+    np.testing.assert_array_equal(pruned, np.where(rank >= np.sort(rank.ravel())[rank.size // 2], w, 0))
+    nothing = Calibration(gradients, lambda config, weights: jax.tree.map(jnp.zeros_like, weights))
+    with pytest.raises(InputError, match="as of contrastive losses"):
+        list(compress(CONFIG, WEIGHTS, parse_recipe("magnitude(0.5, by=fisher)"), nothing))
+
+
+def test_smoothed_kernels_are_the_kernels_up_to_rounding():
+    _, plain = result("int8")
+    _, smoothed = result("int8(smooth=0.5)")
+    for tree in (plain, smoothed):
+        kernel = dense_tree(tree)["layers"]["mlp"]["up"]["kernel"]
+        np.testing.assert_allclose(kernel, WEIGHTS["layers"]["mlp"]["up"]["kernel"], atol=0.02)
+    assert abs(loss(CONFIG, smoothed) - loss(CONFIG, WEIGHTS)) < 0.02 * loss(CONFIG, WEIGHTS)

@@ -20,6 +20,7 @@ RECIPES = {
     "mixed(4)": "int8",
     "fp8": "fp8",
     "bf16": "bf16",
+    "fp16": "fp16",
     "ternary": "ternary",
     "ternary(packed=False)": "int8",
     "binary": "binary int8",
