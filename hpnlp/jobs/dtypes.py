@@ -41,7 +41,7 @@ def with_dtype(run: Run, dtype: str) -> Run:
 
 @contextlib.contextmanager
 def overflow_checked(run: Run) -> Iterator[None]:
-    """Raises InputError where a program of a model of float16 returns a NaN, as after an overflow.
+    """Raises InputError where a program of a model of float16 returns numbers that are not finite.
 
     Args:
       run: The run.
@@ -56,7 +56,7 @@ def overflow_checked(run: Run) -> Iterator[None]:
         yield
         return
     try:
-        with jax.debug_nans(True):
+        with jax.debug_nans(True), jax.debug_infs(True):
             yield
     except FloatingPointError as error:
         raise InputError(

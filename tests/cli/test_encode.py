@@ -161,7 +161,7 @@ def test_products_of_bfloat16_change_vectors_by_their_rounding(run, dual_encoder
     assert outcome.code == 0, outcome.err
     difference = np.abs(np.load(tmp_path / "a.npy") - expected).max()
     assert 1e-5 < difference < 0.05
-    with pytest.raises(InputError, match="expected float32 or bfloat16"):
+    with pytest.raises(InputError, match="expected float32, bfloat16, float16"):
         hpnlp.load(dual_encoder, dtype="float64")
 
 

@@ -262,3 +262,17 @@ def test_invalid_arguments_raise(classifier, language_model):
         hpnlp.load(language_model).generate("a")
     with pytest.raises(InputError, match="task='lm' has no vectors of texts: use a run of classification"):
         hpnlp.load(language_model).encode(["a"])
+
+
+def test_float16_rounds_and_names_what_overflows(run, classifier, language_model):
+    expected = hpnlp.load(classifier).predict(TEXTS)
+    half = hpnlp.load(classifier, dtype="float16")
+    for one, other in zip(half.predict(TEXTS), expected, strict=True):
+        assert one != other and abs(one.probability - other.probability) < 5e-3
+    large = hpnlp.load(classifier, dtype="float16")
+    scale = large._trained.params["final_norm"]["scale"]
+    large._trained.params["final_norm"]["scale"] = scale * 0 + 6e4  # in range, and its products are not
+    with pytest.raises(InputError, match="float16 overflows at 65,504.*use bfloat16 or float32"):
+        large.predict(TEXTS)
+    outcome = run("generate", language_model, "--prompt=the ", "--tokens=3", "--dtype=float16", "--temperature=0")
+    assert outcome.code == 0
