@@ -23,9 +23,9 @@ and `hpnlp evaluate` read like any run. Prints bytes, time and held-out scores b
 compress.md, compress.json and compress.png.
 
 Stages: layers(3) or layers("0 2 4"), heads(0.5), mlp(0.5), magnitude(0.1); filters(0.5), channels(0.5), hidden(0.5) and
-shapes(0.5) of convolutions; factorize(parameters=0.5); and the formats int8, int4(group=32), mixed(4), fp8, bf16, ternary,
-binary, pow2, codebook(bits=4), two_four, blocks(0.25), of which a recipe has at most one. Fractions are those that are kept.
-Stages that remove units or weights come first, then factorize, then the format.
+shapes(0.5) of convolutions; factorize(parameters=0.5); and the formats int8, int4(group=32), mixed(4), fp8, bf16, fp16,
+ternary, binary, pow2, codebook(bits=4), two_four, blocks(0.25), of which a recipe has at most one. Fractions are those that are
+kept. Stages that remove units or weights come first, then factorize, then the format.
 
 --finetune trains the model for some steps after the last stage that removes units or weights; weights that magnitude has
 removed stay 0. It has the run's config, in which fields of data, optimizer, train and distill may have other values, such as
@@ -33,6 +33,9 @@ removed stay 0. It has the run's config, in which fields of data, optimizer, tra
 
 --rewind gives the weights that magnitude keeps their values of a checkpoint, RUN@STEP, or those before the first step, initial,
 before this training: a lottery ticket. Its controls are --rewind=random, other first values, and magnitude(0.1, by=random).
+
+--iterations=5 removes a part of the units or weights in each of five iterations, the same share of what is left, and trains for
+--finetune steps after each (iterative pruning); an interrupted command goes on where it stopped.
 """
 
 flags.DEFINE_string("from", None, "The same as RUN.")
@@ -42,6 +45,9 @@ flags.DEFINE_integer(
     "finetune", 0, "Steps of training after the last stage that removes units or weights, 0 for none.", lower_bound=0
 )
 flags.DEFINE_string("rewind", "", "Values of the weights before this training: RUN@STEP, initial or random.")
+flags.DEFINE_integer(
+    "iterations", 1, "Times that units or weights are removed, each followed by --rewind and --finetune.", lower_bound=1
+)
 flags.DEFINE_string("batch_sizes", "1,8,32", "Numbers of sequences at which the time is measured, separated by commas.")
 flags.DEFINE_integer("calibration", 8, "Training batches for the importance of units.", lower_bound=1)
 flags.DEFINE_integer("batches", 0, "Largest number of held-out batches of a score; 0 for all.", lower_bound=0)
@@ -88,6 +94,7 @@ def run(argv: Sequence[str]) -> None:
         recipe,
         finetune=f.finetune,
         rewind=f.rewind,
+        iterations=f.iterations,
         calibration_batches=f.calibration,
         batch_sizes=list(map(int, f.batch_sizes.split(","))),
         batches=f.batches or None,

@@ -25,7 +25,7 @@ from hpnlp.data.files import Progress
 from hpnlp.models import variables
 from hpnlp.ops.weight import parameter_count
 from hpnlp.parallel.plan import Plan
-from hpnlp.spec import did_you_mean, parse_one
+from hpnlp.spec import Spec, did_you_mean, parse_one
 from hpnlp.tasks.reporting import Outcome
 from hpnlp.training import evaluation_record, gradients, loop, run_directory
 from hpnlp.training.checkpoint import CONVERTED_STEP
@@ -41,7 +41,8 @@ from hpnlp.types import InputError
 # Files of a run that the compressed model keeps.
 COMPANIONS = ("tokenizer.json", "labels.json", "generation_config.json")
 ORIGINAL = "original"
-FINETUNE = "finetune"  # directory of the further training
+FINETUNE = "finetune"  # directory of the further training, or of one for each iteration
+ITERATED = ("magnitude", "heads", "mlp", "experts", "filters", "channels", "hidden")  # stages with a share that stays
 # Sections of a run's config that a compression can change: they leave the parameters as they are.
 SECTIONS = ("data", "optimizer", "train", "distill")
 FIXED = ("data.tokenizer", "train.init_from", "train.weights", "distill.init")
@@ -90,6 +91,7 @@ def compress_run(
     *,
     finetune: int = 0,
     rewind: str = "",
+    iterations: int = 1,
     calibration_batches: int = 8,
     batch_sizes: Sequence[int] = (1, 8, 32),
     batches: int | None = None,
@@ -106,6 +108,8 @@ def compress_run(
       recipe: Stages, see `hpnlp.compress.recipe`.
       finetune: Steps of training after the last stage that removes units, before numbers get fewer bits.
       rewind: Values that the weights get before this training, see `rewind.rewound`; "" to keep them.
+      iterations: Number of times that the last stage that removes units or weights removes a part of them, the same share of
+        what is left, each time followed by `rewind` and `finetune`.
       calibration_batches: Training batches from which stages compute gradients.
       batch_sizes: Numbers of sequences at which the time is measured.
       batches: Largest number of held-out batches of a score; None for all.
@@ -127,6 +131,7 @@ def compress_run(
     """
     stages = parse_recipe(recipe)
     _check_recipe(recipe, stages, finetune, rewind)
+    _check_iterations(recipe, stages, finetune, iterations)
     source, target = Path(source), Path(target)
     _check_target(target)
     run = run_directory.load(source)
@@ -147,17 +152,14 @@ def compress_run(
         data = CalibrationData(run, dataset, calibration_batches)
         calibration = Calibration(data.gradients, data.squares)
         versions = [_Version(ORIGINAL, run.config, run.model, run.params)]
+        last = max((i for i, stage in enumerate(stages) if stage.changes == STRUCTURE), default=-1)
         for index, stage in enumerate(stages):
             log(f"{stage.text}: stage {index + 1} of {len(stages)}")
-            versions.append(_next(versions[-1], stage, calibration, run))
-            is_last_structural = stage.changes == STRUCTURE and all(s.changes != STRUCTURE for s in stages[index + 1 :])
-            if rewind and is_last_structural:
-                params = rewound(versions[-1].params, run, rewind)
-                versions.append(dataclasses.replace(versions[-1], stage=f"rewind({rewind})", params=params))
-            if finetune and is_last_structural:
-                weights = "masked" if any(parse_one(s.text, "--recipe").name == "magnitude" for s in stages) else ""
-                _begin(target)
-                versions.append(_finetuned(versions[-1], source, run.step, finetune, weights, target))
+            trainings = _Trainings(source, run, target, finetune, rewind, _is_masked(stages)) if index == last else None
+            for number, part in enumerate(_rounds(stage, iterations) if trainings else [stage], 1):
+                versions.append(_next(versions[-1], part, calibration, run))
+                if trainings:
+                    versions += trainings.after(versions[-1], number if iterations > 1 else 0)
         if (count := expert_numbers(versions[-1].params)) and any(stage.changes != STRUCTURE for stage in stages):
             log(f"the {count:,} numbers of the experts stay float32: factorize and mixed do not change them")
         _begin(target)
@@ -168,7 +170,8 @@ def compress_run(
         log(f"measuring times at {', '.join(map(str, batch_sizes))} sequences")
         seconds = _seconds(versions, dataset, batch_sizes, rounds, ProgressLines(log, "measurements"))
         sizes = [_write(version, target / WEIGHTS_FILE, run.step) for version in versions]  # the last one stays
-        _remove_checkpoints(target / FINETUNE)
+        for workdir in (target / FINETUNE, *(target / FINETUNE).glob("iteration-*")):
+            _remove_checkpoints(workdir)
         measurements = [
             Measurement(
                 version.stage,
@@ -202,10 +205,51 @@ def _check_recipe(recipe: str, stages: Sequence[Stage], finetune: int, rewind: s
             f"--finetune={finetune} trains after the stages that remove units or weights, and the recipe {recipe!r} has none: "
             "leave it out, or train with train.weights first, as low_rank(0.5) for factorize(parameters=0.5)"
         )
-    if rewind and all(parse_one(stage.text, "--recipe").name != "magnitude" for stage in stages):
+    if rewind and not _is_masked(stages):
         raise InputError(
             f"--rewind={rewind} keeps the zeros of magnitude, which the recipe {recipe!r} does not have: add it"
         )
+
+
+def _is_masked(stages: Sequence[Stage]) -> bool:
+    """Whether a recipe sets single weights to 0."""
+    return any(parse_one(stage.text, "--recipe").name == "magnitude" for stage in stages)
+
+
+def _check_iterations(recipe: str, stages: Sequence[Stage], finetune: int, iterations: int) -> None:
+    """Raises InputError unless the last stage that removes units or weights can do so in several iterations."""
+    if iterations == 1:
+        return
+    if iterations < 1:
+        raise InputError(f"--iterations={iterations}: expected at least 1")
+    if not finetune:
+        raise InputError(f"--iterations={iterations} trains after each one: add --finetune=STEPS")
+    removing = [stage for stage in stages if stage.changes == STRUCTURE]
+    spec = parse_one(removing[-1].text, "--recipe")
+    if spec.name not in ITERATED or not isinstance(_share(spec), float):
+        raise InputError(
+            f"--iterations={iterations}: the last stage of {recipe!r} that removes units or weights is {spec}: expected one of "
+            f"{', '.join(ITERATED)} with the share that stays"
+        )
+
+
+def _share(spec: Spec) -> Any:
+    """The share that stays after a stage, a float if it is one below 1."""
+    return dict(spec.kwargs).get("share", *spec.args[:1])
+
+
+def _rounds(stage: Stage, iterations: int) -> list[Stage]:
+    """The stage in several iterations, each of which removes the same share of what is left."""
+    if iterations == 1:
+        return [stage]
+    spec, result = parse_one(stage.text, "--recipe"), []
+    for number in range(1, iterations + 1):
+        # The share of magnitude is that of all weights, those of other stages that of the units that there are.
+        exponent = number if spec.name == "magnitude" else 1
+        share = float(f"{_share(spec) ** (exponent / iterations):.6g}")
+        kwargs = tuple((name, value) for name, value in spec.kwargs if name != "share")
+        result += parse_recipe(str(dataclasses.replace(spec, args=(share, *spec.args[1:]), kwargs=kwargs)))
+    return result
 
 
 def _check_changes(finetune: int, changes: Mapping[str, Any]) -> None:
@@ -307,34 +351,66 @@ def _copy_companions(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
-def _finetuned(version: _Version, source: Path, step: int, steps: int, weights: str, target: Path) -> _Version:
-    """The version after further training, in a directory of the target; `weights` is a value of `train.weights`."""
-    workdir = target / FINETUNE
-    start = workdir / "start"
-    train = dataclasses.replace(version.config.train, steps=steps, init_from=str(start), weights=weights)
-    config = dataclasses.replace(version.config, train=train)
-    start.mkdir(parents=True, exist_ok=True)
-    first = start / f"new-{WEIGHTS_FILE}"
-    write_weights(first, version.params, {"step": step})
-    if not _can_resume(workdir, config, first, start / WEIGHTS_FILE):
-        if has_checkpoints(workdir):
-            first.unlink()
-            raise InputError(
-                f"{workdir} holds checkpoints of an unfinished training with another recipe, run or setting: start the command "
-                "that began it again to finish it, or remove that directory"
-            )
-        _remove_checkpoints(workdir)
-        for name in ("config.json", "metrics.jsonl"):
-            (workdir / name).unlink(missing_ok=True)
-        start.mkdir()
-        write_weights(first, version.params, {"step": step})
-    first.replace(start / WEIGHTS_FILE)
-    run_directory.write_config(start, dataclasses.replace(version.config, distill=DistillConfig()))
-    _copy_companions(source, start)
-    if loop.train(config, workdir, score=False).interrupted:  # `_evaluation` follows, for all versions
-        raise KeyboardInterrupt
-    trained = run_directory.load(workdir)
-    return _Version(f"finetune({steps})", version.config, trained.model, trained.params)
+@dataclasses.dataclass(frozen=True)
+class _Trainings:
+    """Rewinding and further training after a stage that removes units or weights.
+
+    Attributes:
+      source: Directory of the run.
+      run: The run.
+      target: Directory of the compressed model.
+      finetune: Steps of the further training; 0 for none.
+      rewind: Source of the weights before it; "" for none.
+      is_masked: Whether weights that are 0 stay 0.
+    """
+
+    source: Path
+    run: run_directory.Run
+    target: Path
+    finetune: int
+    rewind: str
+    is_masked: bool
+
+    def after(self, version: _Version, number: int) -> list[_Version]:
+        """The versions after rewinding and after training; `number` is that of the iteration, 0 for the only one."""
+        versions = []
+        if self.rewind:
+            params = rewound(version.params, self.run, self.rewind)
+            version = dataclasses.replace(version, stage=f"rewind({self.rewind})", params=params)
+            versions.append(version)
+        if self.finetune:
+            _begin(self.target)
+            workdir = self.target / FINETUNE / (f"iteration-{number}" if number else "")
+            versions.append(self._trained(version, workdir))
+        return versions
+
+    def _trained(self, version: _Version, workdir: Path) -> _Version:
+        """The version after further training, which goes on if it was interrupted and is not repeated if it is finished."""
+        start, weights = workdir / "start", "masked" if self.is_masked else ""
+        train = dataclasses.replace(version.config.train, steps=self.finetune, init_from=str(start), weights=weights)
+        config = dataclasses.replace(version.config, train=train)
+        start.mkdir(parents=True, exist_ok=True)
+        first = start / f"new-{WEIGHTS_FILE}"
+        write_weights(first, version.params, {"step": self.run.step})
+        if not _can_resume(workdir, config, first, start / WEIGHTS_FILE):
+            if has_checkpoints(workdir):
+                first.unlink()
+                raise InputError(
+                    f"{workdir} holds checkpoints of an unfinished training with another recipe, run or setting: start the "
+                    "command that began it again to finish it, or remove that directory"
+                )
+            _remove_checkpoints(workdir)
+            for name in ("config.json", "metrics.jsonl"):
+                (workdir / name).unlink(missing_ok=True)
+            start.mkdir()
+            write_weights(first, version.params, {"step": self.run.step})
+        first.replace(start / WEIGHTS_FILE)
+        run_directory.write_config(start, dataclasses.replace(version.config, distill=DistillConfig()))
+        _copy_companions(self.source, start)
+        if loop.train(config, workdir, score=False).interrupted:  # `_evaluation` follows, for all versions
+            raise KeyboardInterrupt
+        trained = run_directory.load(workdir)
+        return _Version(f"finetune({self.finetune})", version.config, trained.model, trained.params)
 
 
 def _can_resume(workdir: Path, config: Config, new: Path, old: Path) -> bool:

@@ -143,6 +143,36 @@ def test_lottery_tickets_have_earlier_values_and_the_zeros_of_later_ones(run, tr
 
 
 @pytest.mark.slow
+def test_iterations_remove_equal_shares_and_go_on_where_they_stopped(run, trained, tmp_path, monkeypatch):
+    target, started, train = tmp_path / "iterated", [], loop.train
+
+    def training(config, workdir, score):
+        started.append(workdir.name)
+        outcome = train(config, workdir, score=score)
+        if started == ["iteration-1", "iteration-2"]:
+            raise KeyboardInterrupt
+        return outcome
+
+    def compress():
+        return compress_run.compress_run(
+            trained, target, "magnitude(0.25),int8", finetune=2, iterations=2, rewind="initial", batches=1, batch_sizes=[1],
+            rounds=1, log=str,
+        )  # fmt: skip
+
+    monkeypatch.setattr(loop, "train", training)
+    with pytest.raises(KeyboardInterrupt):
+        compress()
+    rows = compress()
+    stages = [f"magnitude({share})" for share in (0.5, 0.25)]
+    after = ["rewind(initial)", "finetune(2)"]
+    assert [row.stage for row in rows] == ["original", stages[0], *after, stages[1], *after, "int8"]
+    assert started == ["iteration-1", "iteration-2", "iteration-1", "iteration-2"]
+    kernel = np.asarray(dense_tree(load(target).params)["layers"]["mlp"]["up"]["kernel"])
+    np.testing.assert_allclose((kernel != 0).mean((1, 2)), 0.25, atol=0.01)
+    assert not [*(target / "finetune").glob("*/checkpoints")]
+
+
+@pytest.mark.slow
 def test_an_interrupted_compression_starts_again_in_its_directory(trained, tmp_path, monkeypatch):
     def compress(recipe, finetune=0):
         compress_run.compress_run(
@@ -226,6 +256,11 @@ def test_a_compressed_model_is_converted_and_trained_further(run, trained, tmp_p
         (
             ["--recipe=int8", "--rewind=random"],
             "--rewind=random keeps the zeros of magnitude, which the recipe 'int8' does",
+        ),
+        (["--recipe=mlp(0.5)", "--iterations=3"], "--iterations=3 trains after each one: add --finetune=STEPS"),
+        (
+            ["--recipe=layers(1)", "--iterations=2", "--finetune=1"],
+            "is layers(1): expected one of magnitude, heads, mlp, experts, filters, channels, hidden with the share that stays",
         ),
         (["--recipe=magnitude(0.5)", "--rewind=3"], "--rewind=3: expected initial, random, or RUN@STEP"),
         (["--recipe=magnitude(0.5)", "--rewind=/no/run@3"], "/no/run holds no run"),
