@@ -24,6 +24,7 @@ from hpnlp.spec import build, lookup, parse_one
 from hpnlp.types import InputError
 
 FORMAT = 1  # version of the file format; files of other versions are not read
+BLOCK = 1 << 16  # vectors that are checked at a time
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -321,7 +322,12 @@ def _checked(x: Any, name: str, dim: int | None = None, least: int = 1) -> np.nd
     if str(x.dtype) not in DTYPES:
         raise InputError(f"{name} is {x.dtype}: expected {', '.join(DTYPES)}; cast it with .astype")
     x = np.asarray(x)
-    invalid = np.flatnonzero(~np.isfinite(x).all(axis=1))
+    blocks = (
+        x[i : i + BLOCK] for i in range(0, len(x), BLOCK)
+    )  # a mask of all numbers takes half of the memory of float16
+    invalid = np.flatnonzero(
+        ~np.concatenate([np.isfinite(block).all(axis=1) for block in blocks] or [np.ones(0, bool)])
+    )
     if invalid.size:
         raise InputError(
             f"{name} has NaN or infinity in {invalid.size} of {len(x)} rows, first in row {invalid[0]}: remove such rows"

@@ -105,7 +105,8 @@ def build_ivf(
         under V.
 
     Cost:
-      2 C D (64 C iterations + V) operations; memory beside the index for the table in float32 and 4096 x C scores.
+      2 C D (64 C iterations + V) operations; memory beside the index for 4096 x C scores, the rows of a cell in float32, and
+      the table in float32 if there is a bias.
 
     References:
       Sivic and Zisserman 2003, "Video Google: a text retrieval approach to object matching in videos".
@@ -124,16 +125,19 @@ def build_ivf(
             f"capacity is {size}: expected at least {-(-vocab // cells)}, so that {cells} cells hold {vocab} rows"
         )
     check_bias(bias, vocab)
-    table = np.asarray(w)
-    x = table.astype(np.float32)
+    x = table = np.asarray(w)
     if bias is not None:
-        x = np.concatenate([x, np.asarray(bias, np.float32)[:, None]], axis=1)
+        x = np.concatenate([table.astype(np.float32), np.asarray(bias, np.float32)[:, None]], axis=1)
     cell, spilled = _assign_cells(x, _centroids(x, cells, seed, iterations), size)
 
     order = np.argsort(cell, kind="stable")
     counts = np.bincount(cell, minlength=cells)
     means = _means(x, cell, counts)
-    square_sums = np.bincount(cell, ((x - means[cell]) ** 2).sum(axis=1), minlength=cells)
+    squares = np.empty(vocab, np.float32)
+    for i in range(0, vocab, ROWS):
+        rows = slice(i, i + ROWS)
+        squares[rows] = ((x[rows].astype(np.float32) - means[cell[rows]]) ** 2).sum(axis=1)
+    square_sums = np.bincount(cell, squares, minlength=cells)
     # The expected maximum of n normal numbers is at most sigma sqrt(2 log n): Boucheron, Lugosi and Massart 2013, thm. 2.5.
     sigma = np.sqrt(square_sums / np.maximum(counts, 1) / x.shape[1])
     spread = sigma * np.sqrt(2 * np.log(np.maximum(counts, 1)))
@@ -298,10 +302,10 @@ def _reordered(x: np.ndarray, order: np.ndarray, padding: int) -> np.ndarray:
 def _centroids(x: np.ndarray, cells: int, seed: int, iterations: int) -> np.ndarray:
     """Centroids [C, D] of k-means on a sample of the rows x [V, D]."""
     rng = np.random.default_rng(seed)
-    sample = x[rng.choice(x.shape[0], min(x.shape[0], SAMPLE * cells), replace=False)]
+    sample = x[rng.choice(x.shape[0], min(x.shape[0], SAMPLE * cells), replace=False)].astype(np.float32)
     centroids = sample[:cells]
     for _ in range(iterations):
-        cell, distance = _nearest(sample, centroids)
+        cell, distance = _nearest(sample, centroids, np.arange(len(sample)))
         counts = np.bincount(cell, minlength=cells)
         empty = np.flatnonzero(counts == 0)
         centroids = _means(sample, cell, counts)
@@ -310,25 +314,35 @@ def _centroids(x: np.ndarray, cells: int, seed: int, iterations: int) -> np.ndar
 
 
 def _means(x: np.ndarray, cell: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Mean [C, D] of the rows x of each cell; 0 for an empty cell."""
+    """Mean [C, D] of the rows x of each cell; 0 for an empty cell. Rows are converted to float32 a few cells at a time."""
     means = np.zeros((counts.size, x.shape[1]), np.float32)
-    nonempty = counts > 0
-    starts = (np.cumsum(counts) - counts)[nonempty]
-    sums = np.add.reduceat(x[np.argsort(cell, kind="stable")], starts)
-    means[nonempty] = sums / counts[nonempty, None].astype(np.float32)
+    order, ends = np.argsort(cell, kind="stable"), np.cumsum(counts)
+    first = 0
+    while first < counts.size:
+        begin = ends[first] - counts[first]
+        last = max(int(np.searchsorted(ends, begin + ROWS, side="right")), first + 1)
+        nonempty = first + np.flatnonzero(counts[first:last])
+        if nonempty.size:
+            rows = x[order[begin : ends[last - 1]]].astype(np.float32)
+            sums = np.add.reduceat(rows, ends[nonempty] - counts[nonempty] - begin)
+            means[nonempty] = sums / counts[nonempty, None].astype(np.float32)
+        first = last
     return means
 
 
-def _nearest(x: np.ndarray, centroids: np.ndarray, full: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """(nearest centroid of each row among those that are not full, squared distance to it)."""
+def _nearest(
+    x: np.ndarray, centroids: np.ndarray, rows: np.ndarray, full: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(nearest centroid of each of some rows of x among those that are not full, squared distance to it)."""
     offset = -0.5 * (centroids**2).sum(axis=1)
     offset = offset if full is None else np.where(full, np.float32(-np.inf), offset)
-    cell, best = np.empty(x.shape[0], np.int64), np.empty(x.shape[0], np.float32)
-    for i in range(0, x.shape[0], ROWS):
-        s = x[i : i + ROWS] @ centroids.T + offset
+    cell, distance = np.empty(rows.size, np.int64), np.empty(rows.size, np.float32)
+    for i in range(0, rows.size, ROWS):
+        block = x[rows[i : i + ROWS]].astype(np.float32)
+        s = block @ centroids.T + offset
         cell[i : i + ROWS] = s.argmax(axis=1)
-        best[i : i + ROWS] = s.max(axis=1)
-    return cell, (x**2).sum(axis=1) - 2 * best
+        distance[i : i + ROWS] = (block**2).sum(axis=1) - 2 * s.max(axis=1)
+    return cell, distance
 
 
 def _assign_cells(x: np.ndarray, centroids: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
@@ -338,7 +352,7 @@ def _assign_cells(x: np.ndarray, centroids: np.ndarray, capacity: int) -> tuple[
     remaining = np.arange(x.shape[0])
     spilled = 0
     for _ in range(ROUNDS):
-        cell, distance = _nearest(x[remaining], centroids, room == 0)
+        cell, distance = _nearest(x, centroids, remaining, room == 0)
         order = np.lexsort((distance, cell))
         cell, rows = cell[order], remaining[order]
         rank = np.arange(cell.size) - np.searchsorted(cell, cell)
