@@ -22,6 +22,7 @@ from hpnlp.ops.softmax.scored_words import interpolate, label_log_prob, word_dis
 from hpnlp.types import LossOut
 
 FEATURES = 5  # inputs of WeightNetwork
+MAX_WEIGHT = 1.0 - 2.0**-20  # a weight of 1 gives words that no neighbour has probability 0, and a loss without bound
 ROWS = 512  # hidden states of a search, of which some count in the loss
 
 
@@ -71,7 +72,7 @@ def neighbour_weight(mixture: Mapping[str, Any], distances: Float[Array, "N K"],
       words: As for `WeightNetwork`.
 
     Returns:
-      float32 `[N]`, 0 for a token without neighbours.
+      float32 `[N]`, 0 for a token without neighbours, and at most MAX_WEIGHT.
     """
     if "network" in mixture:
         logits = WeightNetwork().apply(
@@ -79,7 +80,8 @@ def neighbour_weight(mixture: Mapping[str, Any], distances: Float[Array, "N K"],
         )
     else:
         logits = jnp.broadcast_to(mixture["weight"], distances.shape[:1])
-    return jnp.where(jnp.isfinite(distances[:, 0]), jax.nn.sigmoid(jnp.asarray(logits)), 0.0)
+    weight = jnp.minimum(jax.nn.sigmoid(jnp.asarray(logits)), MAX_WEIGHT)
+    return jnp.where(jnp.isfinite(distances[:, 0]), weight, 0.0)
 
 
 def mixed_log_prob(
@@ -109,9 +111,10 @@ def mixed_log_prob(
 class KnnModel(ModelWrapper):
     """A language model whose probabilities are mixed with the words of its k nearest neighbours.
 
-    The datastore is the collection "frozen" of the variables: "index", the state of the search; "words" int32 `[n]`; "centre",
-    a number; and "mixture", see `neighbour_weight`. The vectors of the index are keys with one more number, so that
-    |q|^2 + 2 (centre - score) is the squared distance of a hidden state q and a key, see `retrieval.datastore.index_vectors`.
+    The datastore is the collection "frozen" of the variables: "index", the state of the search; "words" int32 `[n]`; "centre"
+    and "scale", numbers; and "mixture", see `neighbour_weight`. The vectors of the index are keys with two more numbers, so
+    that |q|^2 + 2 (centre - score) is the squared distance of a hidden state q and a key, where score is the product with
+    (q, scale, scale); see `retrieval.datastore.index_vectors`.
 
     Attributes:
       inner: A Model with `token_states`, `label_losses` and `next_logits`, such as LM or RNN.
@@ -171,7 +174,9 @@ class KnnModel(ModelWrapper):
           `(squared distances in increasing order, infinite for none; words)`.
         """
         q = h.astype(jnp.float32)
-        scores, ids = self.kind.search(store["index"], jnp.pad(q, ((0, 0), (0, 1)), constant_values=1.0), self.k)
+        norms = jnp.broadcast_to(store["scale"], (len(q), 2))
+        with jax.default_matmul_precision("highest"):  # distances are small differences of large products
+            scores, ids = self.kind.search(store["index"], jnp.concatenate([q, norms], axis=1), self.k)
         squares = jnp.sum(jnp.square(q), axis=1, keepdims=True)
         distances = jnp.maximum(squares + 2.0 * (store["centre"] - scores), 0.0)
         return jnp.where(ids >= 0, distances, jnp.inf), store["words"][jnp.maximum(ids, 0)].astype(jnp.int32)

@@ -163,6 +163,7 @@ def with_datastore(
         "index": dict(state),
         "words": jnp.asarray(datastore.words()),
         "centre": jnp.float32(datastore.record.centre),
+        "scale": jnp.float32(datastore.record.scale),
         "mixture": {name: _arrays(value) for name, value in mixture.items()},
     }
     return KnnModel(model, search, k, frozen), frozen

@@ -68,7 +68,7 @@ def test_mixed_probabilities_match_a_loop(trained, store):
     alone = jax.nn.log_softmax(
         loaded.model.apply(collections(loaded.params), q.astype(np.float32), method="next_logits")
     )
-    keys, words = found.index._vectors()[:, :-1].astype(np.float64), found.words()
+    keys, words = found.index._vectors()[:, :-2].astype(np.float64), found.words()
     np.testing.assert_allclose(np.exp(log_probs).sum(axis=1), 1.0, rtol=1e-5)
     for row in range(32):
         distances = ((q[row] - keys) ** 2).sum(axis=1)
