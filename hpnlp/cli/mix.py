@@ -8,16 +8,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from absl import flags
 
 from hpnlp import cli
+from hpnlp.cli import datastore_flags
 from hpnlp.types import InputError
 
 USAGE = """
 hpnlp mix RUN [--store="suffix(longest=48,words=3,k=32)"] [--gate_tokens=320000] [--epochs=2] [--nodynamic]
+hpnlp mix RUN --nodynamic --datastore=DIR [--mixture=tuned] [--k=32]
 hpnlp mix RUN --prompt="def " [--tokens=200] [--temperature=0.8] [--top_p=0.95]
 
 Looks up, at each position, what followed the same last tokens and words before, in the training text and in the held-out text
@@ -26,6 +26,8 @@ training documents to weigh them. Prints bits per byte of the held-out text for 
 
 "static" rows have read the training text only, "adaptive" ones also the held-out text before the position, as a compressor has.
 "dynamic" trains the model on each stretch of text after it was predicted. No figure uses later text.
+
+With --datastore, the model's probabilities are those with the neighbours of its hidden states, see hpnlp index build.
 
 Writes mixture.json, mixture.md, mixture.png and gate.npz, the parameters of the gate, to RUN. With --prompt, a text is
 continued with the mixture of an earlier call; the index of the training text is made first.
@@ -56,7 +58,9 @@ flags.DEFINE_float(
     upper_bound=1.0,
 )
 
-OF_SCORES = ("store", "gate_tokens", "epochs", "dynamic")
+datastore_flags.define()
+
+OF_SCORES = ("store", "gate_tokens", "epochs", "dynamic", "datastore", "mixture", "k")
 OF_TEXT = ("tokens", "temperature", "top_k", "top_p")
 
 
@@ -78,11 +82,8 @@ def run(argv: Sequence[str]) -> None:
     cli.refuse(OF_TEXT, "without --prompt: leave it out")
     cli.prepare_jax()
 
-    from flax.traverse_util import flatten_dict
-
     from hpnlp import plots
-    from hpnlp.atomic_file import replaced
-    from hpnlp.jobs.retrieval.mix import Options, Row, mix
+    from hpnlp.jobs.retrieval.mix import Options, Row, mix, save_gate
     from hpnlp.report import mixture as report
     from hpnlp.report.files import replace_text
     from hpnlp.training.contents import locked
@@ -97,7 +98,7 @@ def run(argv: Sequence[str]) -> None:
 
     load_config(workdir)  # before the directory is locked, which would make it
     with locked(workdir):
-        options = Options(f.store, f.gate_tokens, f.epochs, f.seed, f.dynamic)
+        options = Options(f.store, f.gate_tokens, f.epochs, f.seed, f.dynamic, datastore_flags.neighbours())
         result = mix(
             workdir,
             options,
@@ -113,9 +114,7 @@ def run(argv: Sequence[str]) -> None:
             "seconds": dict(result.seconds),
         }
         record["rows"] = [dataclasses.asdict(row) for row in result.rows]
-        arrays: Any = flatten_dict(result.params, sep="/")
-        with replaced(workdir / "gate.npz") as file:
-            np.savez(file, **arrays)
+        save_gate(workdir, result, options)
         replace_text(workdir / "mixture.md", text)
         replace_text(workdir / "mixture.json", json.dumps(record, indent=1) + "\n")
         plots.plot_ladder(report.ladder(result.rows, compressors), workdir / "mixture.png")

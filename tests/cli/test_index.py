@@ -1,6 +1,9 @@
 """`hpnlp index`: datastores of hidden states and of texts; shards; the mixture with a language model; what does not fit."""
 
+import dataclasses
+import functools
 import json
+import pickle
 import shutil
 
 import jax
@@ -8,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp import report
+from hpnlp import report, tasks
 from hpnlp.jobs.retrieval import next_words
+from hpnlp.jobs.retrieval.gate import Documents
 from hpnlp.models.variables import FROZEN, collections
 from hpnlp.retrieval import datastore, knn
 from hpnlp.retrieval.knn import Neighbours
@@ -87,7 +91,38 @@ def test_next_tokens_are_those_of_the_text(trained, store):
     documents = source.documents
     positions = documents.positions(0, source.stored)
     np.testing.assert_array_equal(datastore.Datastore.load(store, "words").words(), documents.tokens[positions])
-    assert source.stored < documents.gate < documents.heldout
+    assert source.stored == documents.gate < documents.heldout == len(documents.ends)
+
+
+def test_copies_of_stored_documents_are_scored(run, trained, store, tmp_path):
+    """A text may have copies on both sides of its split, of a licence for example."""
+    shutil.copytree(store, tmp_path / "store")
+    loaded = run_directory.load(trained)
+    held = tasks.find("lm").dataset(loaded.config.data, loaded.vocabulary, lambda *_: None).documents[1].document(0)
+    record = json.loads((tmp_path / "store" / datastore.RECORD).read_text())
+    record["documents"][0] = datastore.document_digest(held)
+    (tmp_path / "store" / datastore.RECORD).write_text(json.dumps(record))
+    score(run, trained, f"--datastore={tmp_path}/store", "--batches=1")
+
+
+def test_functions_of_shards_can_be_pickled(trained, store, tmp_path):
+    """As Beam and SLURM's launchers send them to processes; each document is a shard at most."""
+    options = next_words.Options(3000, 400)
+    call = functools.partial(next_words.build_run_shard, trained, shards=2, options=options)
+    records = [pickle.loads(pickle.dumps(call))(tmp_path / str(i), shard=i) for i in range(2)]
+    assert pickle.loads(pickle.dumps(records)) == records
+    joined = datastore.complete(tmp_path / "all", [tmp_path / "0", tmp_path / "1"])
+    assert joined == datastore.read_record(store)
+
+
+def test_documents_without_positions_are_shards(trained, tmp_path):
+    source = next_words.load_source(trained, next_words.Options(3000, 400), None)
+    sizes = np.array([5, 1, 9, 30])
+    documents = Documents(source.documents.tokens[:45], np.cumsum(sizes), np.ones(4, int), 3, 4)
+    source = dataclasses.replace(source, documents=documents)
+    counts = [next_words.build_shard(source, tmp_path / str(i), i, 3).count for i in range(3)]
+    assert counts == [4, 0, 8]
+    assert datastore.complete(tmp_path / "all", [tmp_path / str(i) for i in range(3)]).count == 12
 
 
 def test_shards_merge_to_the_datastore_of_one_build(run, trained, store, tmp_path):

@@ -70,6 +70,30 @@ def test_distributions_of_the_mixture_are_normalised_and_those_that_are_scored(t
         assert -float(nll[0]) == pytest.approx(float(log_probs[token]), rel=1e-4)
 
 
+def test_neighbours_of_hidden_states_are_mixed_in(run, trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    build = ("index", "build", trained, f"--out={tmp_path}/store", "--keys=3000", "--tuning_tokens=400", "--k=8")
+    assert run(*build).code == 0
+    flags = ("--store=suffix(longest=3,words=0,k=2)", "--gate_tokens=600", f"--datastore={tmp_path}/store")
+    outcome = run("mix", tmp_path / "run", *flags)
+    assert outcome.code == 2 and "changes the hidden states that it holds: add --nodynamic" in outcome.err, outcome.err
+    outcome = run("mix", tmp_path / "run", "--nodynamic", "--epochs=1", *flags)
+    assert outcome.code == 0, outcome.err
+    rows = {
+        (row["name"], row["text"]): row["bits"]
+        for row in json.loads((tmp_path / "run" / "mixture.json").read_text())["rows"]
+    }
+    alone = json.loads((trained / "mixture.json").read_text())["rows"][0]
+    assert rows["model", "static"] < 0.9 * alone["bits"]
+    model = MixedModel.load(tmp_path / "run")
+    assert np.exp(model.log_probs(np.arange(97, 102)).astype(np.float64)).sum() == pytest.approx(1.0, abs=1e-5)
+    (tmp_path / "run" / "mixture.json").unlink()  # a command that was killed there: the gate names all that it needs
+    text = run("mix", tmp_path / "run", "--prompt=the ", "--tokens=9", "--temperature=0")
+    assert text.code == 0 and text.out.startswith("the "), text.err
+    outcome = run("mix", tmp_path / "run", "--nodynamic", "--seed=1", *flags)
+    assert outcome.code == 2 and "which would find themselves: build it with the same --seed" in outcome.err
+
+
 def test_mixtures_that_are_not_there_are_named(run, trained, tmp_path):
     shutil.copytree(trained, tmp_path / "run")
     outcome = run("mix", tmp_path / "run", "--prompt=a", "--epochs=1")
@@ -77,7 +101,7 @@ def test_mixtures_that_are_not_there_are_named(run, trained, tmp_path):
     outcome = run("mix", tmp_path / "run", "--tokens=3")
     assert outcome.code == 2 and "--tokens=3 has no effect without --prompt" in outcome.err
     (tmp_path / "run" / "gate.npz").write_bytes(b"?")
-    assert "is damaged: run hpnlp mix" in run("mix", tmp_path / "run", "--prompt=a").err
+    assert "is damaged, or of an earlier version: run hpnlp mix" in run("mix", tmp_path / "run", "--prompt=a").err
     (tmp_path / "run" / "gate.npz").unlink()
     assert "has no gate to mix with: run hpnlp mix" in run("mix", tmp_path / "run", "--prompt=a").err
 

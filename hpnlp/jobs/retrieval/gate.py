@@ -8,7 +8,9 @@ documents are.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,15 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from hpnlp import measure
 from hpnlp.data.files import Progress, ignore_progress
 from hpnlp.data.token_store import Tokens
 from hpnlp.models.bit_gate import BitGate
 from hpnlp.ops.softmax.bit_paths import path_log_odds, path_log_prob
+from hpnlp.retrieval.datastore import document_digest
 from hpnlp.retrieval.suffix import Neighbours
 from hpnlp.types import InputError
 
 ROWS = 512  # positions of a step of the gate, and of a call that scores
 WINDOWS = 8  # windows of a call of the language model
+MOST_TOKENS = 2**31 - 1  # numbers of occurrences are int32
 LOGITS = 256  # positions whose logits are computed at a time
 
 
@@ -47,46 +52,86 @@ class Documents:
     heldout: int
 
     @classmethod
-    def of(cls, train: Tokens, heldout: Tokens, gate_tokens: int, seed: int) -> Documents:
+    def of(
+        cls, train: Tokens, heldout: Tokens | None, gate_tokens: int, seed: int, keys: int | None = None
+    ) -> Documents:
         """Orders documents.
 
         Args:
           train: Training text.
-          heldout: Held-out text, which keeps its order.
+          heldout: Held-out text, which keeps its order; None for none.
           gate_tokens: Least number of tokens that the gate is trained on; a fifth of the training text if that is less.
           seed: Seed of the order of the training text.
+          keys: Number of predicted positions of the documents before those of the gate that are kept, of which the last one is
+            whole; None for all.
 
         Returns:
           The documents.
 
         Raises:
-          InputError: There are fewer than three training documents, the last ones are more than half of the text, or no token
-            of the last ones or of the held-out text is predicted.
+          InputError: There are fewer than three training documents, the last ones are more than half of the text, no token of
+            the first ones, the last ones or the held-out text is predicted, or the text is larger than the memory.
+
+        Cost: 4 bytes for each token that is kept.
         """
         order = np.random.default_rng(seed).permutation(len(train.ends))
-        documents = [train.document(i) for i in order.tolist()]
-        last = np.cumsum([len(d) for d in reversed(documents)])  # tokens of the last documents, by their number
-        count = 1 + int(np.searchsorted(last, min(gate_tokens, last[-1] // 5))) if documents else 0
+        sizes = np.diff(np.asarray(train.ends), prepend=0)[order]
+        last = np.cumsum(sizes[::-1])  # tokens of the last documents, by their number
+        count = 1 + int(np.searchsorted(last, min(gate_tokens, last[-1] // 5))) if len(order) else 0
         if len(order) < 3 or 2 * last[count - 1] > last[-1]:
             raise InputError(
                 f"{len(order)} training documents, of which the last {count} would be more than half of the text: the gate is "
                 "trained on them and finds its neighbours in the others; divide the text into more documents"
             )
-        gate = len(order) - count
-        documents += [heldout.document(i) for i in range(len(heldout.ends))]
-        ends = np.cumsum([len(d) for d in documents])
-        skips = np.concatenate([train.skips[order], heldout.skips])
-        result = cls(np.concatenate(documents).astype(np.int32), ends, skips, gate, len(order))
-        for name, first, end in (("training", gate, len(order)), ("held-out", len(order), len(ends))):
-            if not len(result.positions(first, end)):
+        first = len(order) - count
+        if keys is not None:
+            predicted = np.cumsum(np.maximum(sizes[:first] - train.skips[order[:first]], 0))
+            first = 1 + int(np.searchsorted(predicted[:-1], keys))
+            order = np.concatenate([order[:first], order[-count:]])
+        stores = [(train, order)] if heldout is None else [(train, order), (heldout, np.arange(len(heldout.ends)))]
+        result = cls._joined(stores, first, len(order))
+        ranges = [("first", "training", 0, first), ("last", "training", first, len(order))]
+        ranges += [] if heldout is None else [("last", "held-out", len(order), len(result.ends))]
+        for place, name, start, end in ranges:
+            if not result.has_positions(start, end):
                 raise InputError(
-                    f"no token of the last {end - first} {name} documents is predicted: pass longer documents"
+                    f"no token of the {place} {end - start} {name} documents is predicted: pass longer documents"
                 )
         return result
+
+    @classmethod
+    def _joined(cls, stores: Sequence[tuple[Tokens, np.ndarray]], gate: int, heldout: int) -> Documents:
+        """Reads documents by their numbers."""
+        sizes = [np.diff(np.asarray(store.ends), prepend=0)[numbers] for store, numbers in stores]
+        ends = np.cumsum(np.concatenate(sizes), dtype=np.int64)
+        needed, limit = 4 * int(ends[-1]), measure.machine_bytes()
+        if ends[-1] > MOST_TOKENS or needed > limit:
+            raise InputError(
+                f"{ends[-1]:,} tokens of text: expected at most {min(MOST_TOKENS, limit // 4):,}, which are kept in memory: "
+                "train on less text, or store fewer keys"
+            )
+        tokens, start = np.empty(ends[-1], np.int32), 0
+        for store, numbers in stores:
+            for number in numbers.tolist():
+                document = store.document(number)
+                tokens[start : start + len(document)] = document
+                start += len(document)
+        skips = np.concatenate([store.skips[numbers] for store, numbers in stores])
+        return cls(tokens, ends, skips, gate, heldout)
 
     def start(self, document: int) -> int:
         """Index of the first token of a document."""
         return int(self.ends[document - 1]) if document else 0
+
+    def digests(self, first: int, last: int) -> tuple[str, ...]:
+        """Digests of documents."""
+        starts = [self.start(i) for i in range(first, last + 1)]
+        return tuple(document_digest(self.tokens[start:end]) for start, end in itertools.pairwise(starts))
+
+    def has_positions(self, first: int, last: int) -> bool:
+        """Whether a token of documents is predicted."""
+        sizes = np.diff(self.ends, prepend=0)
+        return bool((sizes > self.skips)[first:last].any())
 
     def positions(self, first: int, last: int) -> np.ndarray:
         """Positions of the tokens of documents that are predicted: all but the first of each and those of prompts."""
@@ -162,6 +207,9 @@ def _log_odds(model: Any, params: Any, batch: Mapping[str, Any]) -> tuple[jax.Ar
     return jnp.sum(weights * losses) / jnp.maximum(jnp.sum(weights), 1.0), odds.reshape(*h.shape[:2], -1)
 
 
+_compiled_log_odds = jax.jit(_log_odds, static_argnums=0)
+
+
 def model_log_odds(
     model: Any,
     params: Any,
@@ -183,11 +231,10 @@ def model_log_odds(
     Returns:
       float32 `[Q, L]`, in the order of the windows.
     """
-    call = jax.jit(lambda params, batch: _log_odds(model, params, batch)[1])
     results = []
     for i in range(0, len(parts), WINDOWS):
         batch = window_batch(documents, parts[i : i + WINDOWS], WINDOWS, context)
-        results.append(np.asarray(call(params, batch))[batch["weights"] > 0])
+        results.append(np.asarray(_compiled_log_odds(model, params, batch)[1])[batch["weights"] > 0])
         progress("probabilities of the model", min(i + WINDOWS, len(parts)), len(parts))
     return np.concatenate(results)
 
@@ -213,21 +260,22 @@ class DynamicEvaluation:
     def log_odds(
         self, model: Any, params: Any, documents: Documents, parts: list[Window], context: int, progress: Progress
     ) -> np.ndarray:
-        """As `model_log_odds`, with a step of the optimizer on each window after it was predicted."""
+        """As `model_log_odds`, with a step of the optimizer on the parameters after each window was predicted."""
         optimizer = optax.chain(optax.clip_by_global_norm(self.clip), optax.adam(self.learning_rate, b1=self.b1))
 
         @jax.jit
-        def step(current: Any, state: Any, batch: Any) -> Any:
-            loss = lambda variables: _log_odds(model, variables, batch)  # noqa: E731
+        def step(current: Any, state: Any, others: Any, batch: Any) -> Any:
+            loss = lambda trained: _log_odds(model, {**others, "params": trained}, batch)  # noqa: E731
             gradient, odds = jax.grad(loss, has_aux=True)(current)
             updates, state = optimizer.update(gradient, state)
             moved = optax.apply_updates(current, updates)
-            return odds, jax.tree.map(lambda new, old: new + self.decay * (old - new), moved, params), state
+            return odds, jax.tree.map(lambda new, old: new + self.decay * (old - new), moved, start), state
 
-        current, state, results = params, optimizer.init(params), []
+        start, others = params["params"], {name: tree for name, tree in params.items() if name != "params"}
+        current, state, results = start, optimizer.init(start), []
         for i, window in enumerate(parts, 1):
             batch = window_batch(documents, [window], 1, context)
-            odds, current, state = step(current, state, batch)
+            odds, current, state = step(current, state, others, batch)
             results.append(np.asarray(odds)[batch["weights"] > 0])
             progress("dynamic evaluation", i, len(parts))
         return np.concatenate(results)
@@ -247,6 +295,25 @@ class Inputs:
         return self.log_odds[chosen], near.tokens[chosen], near.count[chosen], self.ids[chosen]
 
 
+def _gate_optimizer(steps: int) -> optax.GradientTransformation:
+    """The optimizer of a gate that is trained for a number of steps."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 5e-3, min(50, steps // 10), steps)
+    return optax.adamw(schedule, weight_decay=1e-3)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _gate_step(gate: BitGate, steps: int, params: Any, state: Any, *rows: Any) -> Any:
+    """`(parameters, state of the optimizer)` after one of `steps` steps."""
+    loss = lambda p: jnp.mean(jnp.asarray(gate.apply(p, *rows, method="nll")))  # noqa: E731
+    updates, state = _gate_optimizer(steps).update(jax.grad(loss)(params), state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _gate_nll(gate: BitGate, params: Any, *rows: Any) -> jax.Array:
+    return jnp.asarray(gate.apply(params, *rows, method="nll"))
+
+
 def fit_gate(gate: BitGate, inputs: Inputs, epochs: int, seed: int, progress: Progress = ignore_progress) -> Any:
     """Trains a gate.
 
@@ -262,23 +329,13 @@ def fit_gate(gate: BitGate, inputs: Inputs, epochs: int, seed: int, progress: Pr
     """
     size = min(ROWS, len(inputs.ids))
     steps = epochs * (len(inputs.ids) // size)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, 5e-3, min(50, steps // 10), steps)
-    optimizer = optax.adamw(schedule, weight_decay=1e-3)
     params = gate.init(jax.random.key(seed), *map(jnp.asarray, inputs.rows(slice(0, 1))))
-    state = optimizer.init(params)
-
-    @jax.jit
-    def step(params: Any, state: Any, *rows: Any) -> Any:
-        loss = lambda p: jnp.mean(jnp.asarray(gate.apply(p, *rows, method="nll")))  # noqa: E731
-        gradient = jax.grad(loss)(params)
-        updates, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state
-
+    state = _gate_optimizer(steps).init(params)
     draw, done = np.random.default_rng(seed), 0
     for _ in range(epochs):
         order = draw.permutation(len(inputs.ids))
         for i in range(0, len(order) - size + 1, size):
-            params, state = step(params, state, *inputs.rows(np.sort(order[i : i + size])))
+            params, state = _gate_step(gate, steps, params, state, *inputs.rows(np.sort(order[i : i + size])))
             done += 1
             progress("training the gate", done, steps)
     return params
@@ -286,11 +343,10 @@ def fit_gate(gate: BitGate, inputs: Inputs, epochs: int, seed: int, progress: Pr
 
 def gate_nll(gate: BitGate, params: Any, inputs: Inputs) -> np.ndarray:
     """-log p of each position under the mixture, in nats, float32 `[Q]`."""
-    call = jax.jit(lambda params, *rows: gate.apply(params, *rows, method="nll"))
     results = []
     for i in range(0, len(inputs.ids), ROWS):
         chosen = np.arange(i, i + ROWS).clip(max=len(inputs.ids) - 1)  # one shape for all calls
-        results.append(np.asarray(call(params, *inputs.rows(chosen))))
+        results.append(np.asarray(_gate_nll(gate, params, *inputs.rows(chosen))))
     return np.concatenate(results)[: len(inputs.ids)]
 
 

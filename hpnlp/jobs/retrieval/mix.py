@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,21 +12,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from hpnlp import tasks
+from hpnlp.atomic_file import replaced
 from hpnlp.data.corpus import Corpus
 from hpnlp.data.files import Progress, ignore_progress
 from hpnlp.jobs.retrieval import gate as gates
 from hpnlp.jobs.retrieval.gate import Documents, DynamicEvaluation, Inputs
 from hpnlp.models.bit_gate import BitGate
 from hpnlp.models.layer_forms import carries
-from hpnlp.models.variables import collections
+from hpnlp.models.variables import FROZEN, collections
 from hpnlp.retrieval import suffix
+from hpnlp.retrieval.datastore import Datastore
+from hpnlp.retrieval.knn import Neighbours
 from hpnlp.training import run_directory
 from hpnlp.training.run_directory import Run
 from hpnlp.types import InputError
 
 DYNAMIC_STRIDE = 128  # positions between two steps of dynamic evaluation; half of a shorter context
+GATE = "gate.npz"
 STATIC = "static"  # training text only
 ADAPTIVE = "adaptive"  # and held-out text before the position
 
@@ -40,6 +46,7 @@ class Options:
       epochs: Passes over them.
       seed: Seed of the order of the training documents, and of the gate.
       dynamic: Whether the model is also scored with dynamic evaluation.
+      datastore: A datastore of the run's hidden states that is mixed with the model before; None for none.
     """
 
     store: str = "suffix"
@@ -47,10 +54,16 @@ class Options:
     epochs: int = 2
     seed: int = 0
     dynamic: bool = True
+    datastore: Neighbours | None = None
 
     def __post_init__(self) -> None:
         if self.gate_tokens < 1 or self.epochs < 1:
             raise InputError(f"gate_tokens={self.gate_tokens}, epochs={self.epochs}: expected at least 1")
+        if self.datastore is not None and self.dynamic:
+            raise InputError(
+                f"datastore={self.datastore.directory}: dynamic evaluation changes the hidden states that it holds: add "
+                "--nodynamic"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +116,10 @@ class Phases:
         self._begun = time.perf_counter()
 
     def end(self, name: str) -> None:
-        """Ends a phase, which began when the one before ended."""
+        """Ends a phase, or a further part of it, which began when the one before ended."""
         now = time.perf_counter()
-        self.seconds[name], self._begun = now - self._begun, now
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._begun
+        self._begun = now
 
 
 def mix(
@@ -136,32 +150,39 @@ def mix(
         )
     train, heldout = corpus.documents
     documents = Documents.of(train, heldout, options.gate_tokens, options.seed)
+    if options.datastore is not None:
+        run, store = with_datastore(run, options.datastore, workdir)
+        _check_stored(store, documents)
     phases.end("load")
-    near = _neighbours(run, documents, options.store, progress)
-    phases.end("index")
     log_odds = _model_log_odds(run, documents, progress)
     phases.end("model")
 
     ids = [documents.tokens[positions] for positions in _positions(documents)]
-    inputs = {text: [*map(Inputs, log_odds, near[text], ids)] for text in (STATIC, ADAPTIVE)}
     network = BitGate(run.model.config.vocab)
+
+    def inputs(text: str) -> list[Inputs]:  # of one text at a time, since neighbours take most of the memory
+        near = _neighbours(run, documents, options.store, text, progress)
+        phases.end("index")
+        return [*map(Inputs, log_odds, near, ids)]
 
     def fit(training: Inputs, scored: Inputs) -> tuple[Any, np.ndarray]:
         params = gates.fit_gate(network, training, options.epochs, options.seed, progress)
-        return params, gates.gate_nll(network, params, scored)
+        nll = gates.gate_nll(network, params, scored)
+        phases.end("gates")
+        return params, nll
 
     scores = _Scores(documents, corpus, log)
     scores.add("model", STATIC, gates.model_nll(log_odds[1], ids[1], network.vocab))
-    scores.add("model and index", STATIC, fit(*inputs[STATIC])[1])
-    scores.add("index", ADAPTIVE, fit(*map(gates.no_model, inputs[ADAPTIVE]))[1])
-    params, nll = fit(*inputs[ADAPTIVE])
+    scores.add("model and index", STATIC, fit(*inputs(STATIC))[1])
+    adaptive = inputs(ADAPTIVE)
+    scores.add("index", ADAPTIVE, fit(*map(gates.no_model, adaptive))[1])
+    params, nll = fit(*adaptive)
     scores.add("model and index", ADAPTIVE, nll)
-    phases.end("gates")
 
     if options.dynamic:
         odds = _dynamic_log_odds(run, documents, progress)
         scores.add("model, dynamic", ADAPTIVE, gates.model_nll(odds, ids[1], network.vocab))
-        scored = dataclasses.replace(inputs[ADAPTIVE][1], log_odds=odds)
+        scored = dataclasses.replace(adaptive[1], log_odds=odds)
         scores.add("model, dynamic, and index", ADAPTIVE, gates.gate_nll(network, params, scored))
         phases.end("dynamic evaluation")
     data = run.config.data
@@ -186,17 +207,28 @@ def _positions(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def _neighbours(run: Run, documents: Documents, store: str, progress: Progress) -> dict[str, list[suffix.Neighbours]]:
-    """Neighbours of the positions of the gate and of the held-out ones, for STATIC and ADAPTIVE."""
+def _check_stored(store: Datastore, documents: Documents) -> None:
+    """Raises InputError unless the datastore holds the first documents, and none that the gate is trained on."""
+    stored = store.record.documents
+    if len(stored) > documents.gate or stored != documents.digests(0, len(stored)):
+        raise InputError(
+            f"{store.directory} holds other documents than the first ones of the order of --seed, or some of those that train "
+            "the gate, which would find themselves: build it with the same --seed, and with fewer --keys"
+        )
+
+
+def _neighbours(run: Run, documents: Documents, store: str, text: str, progress: Progress) -> list[suffix.Neighbours]:
+    """Neighbours of the positions of the gate and of the held-out ones, for STATIC or ADAPTIVE."""
     is_word = np.zeros(run.model.config.vocab, bool)
     words = suffix.word_tokens(run.tokenizer)
     is_word[: len(words)] = words
     positions = _positions(documents)
-    starts = documents.start(documents.gate), documents.start(documents.heldout)
-    known = [np.full_like(p, start) for p, start in zip(positions, starts, strict=True)]  # as if later text was unknown
-    queries = [*zip(positions, known, strict=True), *zip(positions, positions, strict=True)]
-    near = suffix.neighbours(suffix.find(store), documents.tokens, is_word, queries, progress)
-    return {STATIC: near[:2], ADAPTIVE: near[2:]}
+    limits = positions
+    if text == STATIC:  # as if the text from the first of these documents on was unknown
+        starts = documents.start(documents.gate), documents.start(documents.heldout)
+        limits = tuple(np.full_like(p, start) for p, start in zip(positions, starts, strict=True))
+    queries = [*zip(positions, limits, strict=True)]
+    return suffix.neighbours(suffix.find(store), documents.tokens, is_word, queries, progress)
 
 
 def _model_log_odds(run: Run, documents: Documents, progress: Progress) -> tuple[np.ndarray, np.ndarray]:
@@ -248,6 +280,45 @@ def load_run(workdir: str | Path, progress: Progress = ignore_progress) -> tuple
     if not corpus.tokenizer.lossless:
         raise InputError(f"{workdir}: the tokenizer {config.data.tokenizer!r} does not keep every byte")
     return run, corpus
+
+
+def with_datastore(run: Run, neighbours: Neighbours, workdir: str | Path) -> tuple[Run, Datastore]:
+    """Mixes a datastore with a run.
+
+    Args:
+      run: The run.
+      neighbours: The datastore.
+      workdir: The run directory, for messages.
+
+    Returns:
+      The run, whose model mixes the neighbours in, and the datastore.
+
+    Raises:
+      InputError: The datastore is of another run.
+    """
+    store, model, frozen = neighbours.load(run.model, run.params, run.tokenizer, workdir)
+    return dataclasses.replace(run, model=model, params={**run.params, FROZEN: frozen}), store
+
+
+def save_gate(workdir: Path, result: Mixture, options: Options) -> None:
+    """Writes the parameters of a gate with what it was trained on, in one file, so that no kill mixes two of them.
+
+    Args:
+      workdir: The run directory.
+      result: The gate.
+      options: Its options.
+    """
+    record = {
+        "step": result.step,
+        "store": options.store,
+        "datastore": None if options.datastore is None else dataclasses.asdict(options.datastore),
+    }
+    arrays: Any = {
+        "record": np.frombuffer(json.dumps(record).encode(), np.uint8),
+        **flatten_dict(result.params, sep="/"),
+    }
+    with replaced(workdir / GATE) as file:
+        np.savez(file, **arrays)
 
 
 class _Scores:

@@ -15,13 +15,14 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 
 from hpnlp.data.files import Progress, ignore_progress
-from hpnlp.jobs.retrieval.mix import load_run
+from hpnlp.jobs.retrieval.mix import GATE, load_run, with_datastore
 from hpnlp.models import decode
 from hpnlp.models.bit_gate import BitGate
 from hpnlp.models.variables import collections
 from hpnlp.ops.sampling import pick
 from hpnlp.ops.softmax.bit_paths import path_log_odds
 from hpnlp.retrieval import suffix
+from hpnlp.retrieval.knn import Neighbours
 from hpnlp.retrieval.suffix import SuffixIndex
 from hpnlp.training.run_directory import Run
 from hpnlp.types import InputError
@@ -58,13 +59,16 @@ class MixedModel:
         Raises:
           InputError: There is no gate, or it is of another checkpoint.
         """
-        store, step, gate = _read_gate(Path(workdir))
+        record, gate = _read_gate(Path(workdir))
+        store, step, datastore = (record[name] for name in ("store", "step", "datastore"))
         run, corpus = load_run(workdir, progress)
         if run.step != step:
             raise InputError(
                 f"{workdir}: the gate is of step {step}, and the scored checkpoint is of step {run.step}: run hpnlp mix "
                 f"{workdir} again"
             )
+        if datastore is not None:
+            run, _ = with_datastore(run, Neighbours(**datastore), workdir)
         is_word = np.zeros(run.model.config.vocab, bool)
         words = suffix.word_tokens(run.tokenizer)
         is_word[: len(words)] = words
@@ -121,17 +125,18 @@ class MixedModel:
             ids = np.append(ids, token)
 
 
-def _read_gate(workdir: Path) -> tuple[str, int, Any]:
-    """`(spec of the contexts, step of the run's checkpoint, parameters)` that `hpnlp mix` wrote."""
+def _read_gate(workdir: Path) -> tuple[dict[str, Any], Any]:
+    """`(spec of the contexts, step of the run's checkpoint and datastore by name, parameters)` of `save_gate`."""
     try:
-        record = json.loads((workdir / "mixture.json").read_text("utf-8"))
-        with np.load(workdir / "gate.npz", allow_pickle=False) as archive:
+        with np.load(workdir / GATE, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-        return record["options"]["store"], record["step"], unflatten_dict(arrays, sep="/")
+        return json.loads(arrays.pop("record").tobytes()), unflatten_dict(arrays, sep="/")
     except FileNotFoundError as error:
         raise InputError(f"{workdir} has no gate to mix with: run hpnlp mix {workdir} first") from error
     except Exception as error:  # damaged files raise all kinds of errors in json, zipfile and numpy
-        raise InputError(f"{workdir}: mixture.json or gate.npz is damaged: run hpnlp mix {workdir} again") from error
+        raise InputError(
+            f"{workdir}: gate.npz is damaged, or of an earlier version: run hpnlp mix {workdir} again"
+        ) from error
 
 
 @functools.partial(jax.jit, static_argnames="model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -56,7 +57,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A run and its text."""
+    """A run and its text: the documents that are stored, and those that mixtures are fitted on."""
 
     directory: str
     run: Run
@@ -66,10 +67,7 @@ class Source:
     @property
     def stored(self) -> int:
         """Number of documents that are stored, the first ones."""
-        sizes = (
-            np.diff(self.documents.ends, prepend=0)[: self.documents.gate] - self.documents.skips[: self.documents.gate]
-        )
-        return 1 + int(np.searchsorted(np.cumsum(sizes)[:-1], self.options.keys))
+        return self.documents.gate
 
     @property
     def context(self) -> int:
@@ -82,16 +80,8 @@ class Source:
 
     def digest(self) -> str:
         """Digest of the stored documents and of the options."""
-        parts = [dataclasses.asdict(self.options), self.context, self.document_digests(0, self.stored)]
+        parts = [dataclasses.asdict(self.options), self.context, self.documents.digests(0, self.stored)]
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
-
-    def document_digests(self, first: int, last: int) -> tuple[str, ...]:
-        """Digests of documents."""
-        starts = [self.documents.start(i) for i in range(first, last + 1)]
-        return tuple(
-            stores.document_digest(self.documents.tokens[start:end])
-            for start, end in zip(starts, starts[1:], strict=False)
-        )
 
 
 def load_source(
@@ -118,7 +108,7 @@ def load_source(
         raise InputError(f"{directory}: model.output={run.model.config.output!r} gives no probabilities to mix with")
     corpus = tasks.find(config.task).dataset(run.config.data, run.vocabulary, progress)
     assert isinstance(corpus, Corpus)
-    documents = Documents.of(*corpus.documents, options.tuning_tokens, options.seed)
+    documents = Documents.of(corpus.documents[0], None, options.tuning_tokens, options.seed, options.keys)
     return Source(os.path.abspath(directory), run, documents, options)
 
 
@@ -146,6 +136,7 @@ def build_shard(
     run, (first, last) = source.run, _documents_of(source, shard, shards)
     directory = stores.prepare_directory(out)
     parts, words = source.windows(first, last), []
+    dtype = np.uint16 if run.model.config.vocab <= 1 << 16 else np.int32
     with replaced(directory / stores.VECTORS) as file:
         vectors = VectorFile(file, "float16", run.model.config.dim)
         for done, states, labels in hidden_states(source, parts):
@@ -155,12 +146,11 @@ def build_shard(
                     "train a model with a final norm"
                 )
             vectors.append(states)
-            words.append(labels)
+            words.append(labels.astype(dtype))
             progress("hidden states", done, len(parts))
         vectors.finish()
-    dtype = np.uint16 if run.model.config.vocab <= 1 << 16 else np.int32
     with replaced(directory / stores.WORDS) as file:
-        np.save(file, np.concatenate(words).astype(dtype))
+        np.save(file, np.concatenate([np.zeros(0, dtype), *words]))  # a shard may have no positions
     record = Record(
         "words",
         source.directory,
@@ -172,10 +162,37 @@ def build_shard(
         shards,
         vectors.count,
         vectors.dim,
-        source.document_digests(first, last),
+        source.documents.digests(first, last),
     )
     stores.write_record(directory, record)
     return record
+
+
+def build_run_shard(
+    directory: str | Path,
+    out: str | Path,
+    shard: int = 0,
+    shards: int = 1,
+    options: Options = Options(),  # noqa: B008  (frozen)
+    step: int | None = None,
+) -> Record:
+    """Writes a shard of a run, in any process: the function, its arguments and its result can be pickled.
+
+    Args:
+      directory: Directory of a run of a language model.
+      out: As for `build_shard`. A call that was interrupted is repeated with the same directory.
+      shard: Number of the shard, from 0.
+      shards: Number of shards.
+      options: Options, the same for all shards.
+      step: Step of the checkpoint; None for the best.
+
+    Returns:
+      The record.
+
+    Raises:
+      InputError: As `load_source` and `build_shard`.
+    """
+    return build_shard(load_source(directory, options, step), out, shard, shards)
 
 
 def _documents_of(source: Source, shard: int, shards: int) -> tuple[int, int]:
@@ -221,27 +238,18 @@ def fit_mixtures(
     start = knn.linear(0.25, 1.0)
     k, _ = knn.find_mixture(store, "linear(weight=0.25)", k)
     model, frozen = knn.with_datastore(source.run.model, store, k, start)
-    log_prob, distances, words, labels = _tuning_arrays(source, model, frozen, progress)
+    arrays = _tuning_arrays(source, model, frozen, progress)
+    log_prob, distances, words, _ = arrays
     nearest = distances[:, 0][jnp.isfinite(distances[:, 0])]
-    start["log_temperature"] = np.float32(np.log(max(float(nearest.mean()), 1e-6)))
+    start["log_temperature"] = np.float32(np.log(max(float(nearest.mean()), 1e-6)) if nearest.size else 0.0)
     network = WeightNetwork().init(jax.random.key(source.options.seed), distances[:1], words[:1], jnp.float32(1.0))[
         "params"
     ]
 
-    def nll(mixture: Any) -> jax.Array:
-        return -jnp.mean(mixed_log_prob(mixture, log_prob, distances, words, labels))
-
     def fit(mixture: Any, rate: float, name: str) -> Any:
-        optimizer = optax.adam(optax.cosine_decay_schedule(rate, FIT_STEPS))
-
-        @jax.jit
-        def step(mixture: Any, state: Any) -> Any:
-            updates, state = optimizer.update(jax.grad(nll)(mixture), state)
-            return optax.apply_updates(mixture, updates), state
-
-        state = optimizer.init(mixture)
+        state = _optimizer(rate).init(mixture)
         for done in range(FIT_STEPS):
-            mixture, state = step(mixture, state)
+            mixture, state = _fit_step(mixture, state, arrays, rate)
             progress(f"fitting the {name} mixture", done + 1, FIT_STEPS)
         return mixture
 
@@ -252,10 +260,26 @@ def fit_mixtures(
     return {
         "log_temperature": float(start["log_temperature"]),
         "model": -float(log_prob.mean()),
-        "linear(0.25)": float(nll(start)),
-        knn.TUNED: float(nll(tuned)),
-        knn.LEARNED: float(nll(learned)),
+        "linear(0.25)": float(_mean_nll(start, arrays)),
+        knn.TUNED: float(_mean_nll(tuned, arrays)),
+        knn.LEARNED: float(_mean_nll(learned, arrays)),
     }
+
+
+def _mean_nll(mixture: Any, arrays: tuple[jax.Array, ...]) -> jax.Array:
+    """Mean -log p of the text of `_tuning_arrays`, in nats."""
+    return -jnp.mean(mixed_log_prob(mixture, *arrays))
+
+
+def _optimizer(rate: float) -> optax.GradientTransformation:
+    return optax.adam(optax.cosine_decay_schedule(rate, FIT_STEPS))
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _fit_step(mixture: Any, state: Any, arrays: tuple[jax.Array, ...], rate: float) -> tuple[Any, Any]:
+    """`(mixture, state of the optimizer)` after one step of FIT_STEPS."""
+    updates, state = _optimizer(rate).update(jax.grad(_mean_nll)(mixture, arrays), state)
+    return optax.apply_updates(mixture, updates), state
 
 
 def _tuning_arrays(source: Source, model: KnnModel, frozen: Any, progress: Progress) -> tuple[jax.Array, ...]:
@@ -300,7 +324,9 @@ def following(store: Datastore, prompts: Sequence[str], k: int) -> list[list[tup
     model, frozen = knn.with_datastore(run.model, store, k, mixture)
     results = []
     for prompt in prompts:
-        ids = np.asarray(run.tokenizer.encode_prompt(prompt))[-run.config.data.seq_len :]
+        ids = np.asarray(run.tokenizer.encode_prompt(prompt), np.int32)[-run.config.data.seq_len :]
+        if not len(ids):
+            raise InputError(f"prompt {prompt!r} has no tokens: search for some text")
         batch = {name: np.zeros((1, len(ids)), np.int32) for name in ("labels", "positions")}
         batch |= {"tokens": ids[None], "segment_ids": np.ones((1, len(ids)), np.int32)}
         batch |= {"weights": np.ones((1, len(ids)), np.float32), "positions": np.arange(len(ids), dtype=np.int32)[None]}

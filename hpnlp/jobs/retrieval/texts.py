@@ -78,6 +78,8 @@ def build_shard(
             predictor.run.config.task == "dual_encoder"
         )  # queries are first texts, and what they find second ones
         vectors, cut = write_vectors(predictor, of_shard(), file, "float16", batch_size, report_bad, done, is_of_pairs)
+    if vectors.count != last - first:
+        raise InputError("the files of texts changed while they were read: build the shard again")
     record = Record(
         "texts",
         os.path.abspath(predictor.directory),

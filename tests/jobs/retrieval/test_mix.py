@@ -1,6 +1,7 @@
 """Language models with neighbours from their training text: order, causality, and scores that agree with those of the run."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,13 @@ import pytest
 
 from hpnlp.data.token_store import Tokens
 from hpnlp.jobs.retrieval import gate as gates
+from hpnlp.jobs.retrieval import mix as mixes
 from hpnlp.jobs.retrieval.gate import Documents, DynamicEvaluation
+from hpnlp.models.bit_gate import BitGate
 from hpnlp.models.lm import LM, LMConfig
+from hpnlp.retrieval.datastore import Datastore, Record
+from hpnlp.retrieval.index import Index
+from hpnlp.retrieval.suffix import Neighbours
 from hpnlp.types import InputError
 
 VOCAB = 20
@@ -101,3 +107,60 @@ def test_the_gate_is_trained_on_the_last_training_documents():
         Documents.of(Stored([]), Stored(held), 40, 0)
     with pytest.raises(InputError, match="no token of the last 1 held-out documents is predicted"):
         Documents.of(Stored(texts), Stored([np.zeros(1, np.uint16)]), 40, 0)
+    with pytest.raises(InputError, match="no token of the first 18 training documents is predicted"):
+        Documents.of(Stored([np.zeros(1, np.uint16)] * 20), Stored(held), 2, 0)
+
+
+def test_a_number_of_positions_leaves_out_the_documents_between(monkeypatch):
+    draw = np.random.default_rng(0)
+    texts = [draw.integers(0, 9, 10 + i).astype(np.uint16) for i in range(20)]
+    every, some = (Documents.of(Stored(texts), None, 40, 0, keys) for keys in (None, 50))
+    assert len(every.positions(0, some.gate - 1)) < 50 <= len(every.positions(0, some.gate))
+    np.testing.assert_array_equal(some.tokens[: some.ends[some.gate - 1]], every.tokens[: every.ends[some.gate - 1]])
+    np.testing.assert_array_equal(some.tokens[some.start(some.gate) :], every.tokens[every.start(every.gate) :])
+    assert (some.heldout - some.gate, len(some.ends)) == (every.heldout - every.gate, some.heldout)
+    monkeypatch.setattr(gates, "MOST_TOKENS", 200)
+    assert len(Documents.of(Stored(texts), None, 40, 0, 50).tokens) == len(some.tokens) <= 200
+    with pytest.raises(InputError, match="390 tokens of text: expected at most 200, which are kept in memory"):
+        Documents.of(Stored(texts), None, 40, 0)
+
+
+def test_datastores_of_documents_of_the_gate_are_refused(documents):
+    def check(digests):
+        record = Record("words", "run", 1, "w", "t", "s", 0, 1, 9, 4, digests, index="exact")
+        mixes._check_stored(Datastore(Path("store"), record, Index()), documents)
+
+    check(documents.digests(0, 2))
+    check(documents.digests(0, documents.gate))
+    for digests in (documents.digests(0, documents.gate + 1), documents.digests(1, 3)):
+        with pytest.raises(InputError, match="which would find themselves: build it with the same --seed"):
+            check(digests)
+
+
+def test_gates_are_compiled_once():
+    draw = np.random.default_rng(0)
+    ids = draw.integers(0, 5, 40).astype(np.int32)
+    near = Neighbours(draw.integers(-1, 5, (40, 2, 3)).astype(np.int16), draw.integers(0, 9, (40, 2)).astype(np.int32))
+    inputs, gate = gates.Inputs(draw.normal(size=(40, 3)).astype(np.float32), near, ids), BitGate(5)
+    programs = [gates._gate_step, gates._gate_nll]
+    sizes = [program._cache_size() for program in programs]
+    results = [gates.gate_nll(gate, gates.fit_gate(gate, inputs, 2, 0), inputs) for _ in range(2)]
+    np.testing.assert_array_equal(*results)
+    assert [program._cache_size() for program in programs] == [size + 1 for size in sizes]
+
+
+class Scaled:
+    """A model whose losses depend on a buffer alone."""
+
+    def apply(self, variables, argument, deterministic=True, *, method):
+        if method == "token_states":
+            return jax.nn.one_hot(argument["tokens"], VOCAB) + 0.0 * variables["params"]["w"], None
+        return argument * variables["buffers"]["factor"]
+
+
+def test_dynamic_evaluation_changes_no_buffers(documents):
+    model, parts = Scaled(), list(gates.windows(documents, 4, 6, 16, 8))
+    variables = {"params": {"w": jnp.float32(1.0)}, "buffers": {"factor": jnp.float32(3.0)}}
+    static = gates.model_log_odds(model, variables, documents, parts, 16)
+    dynamic = DynamicEvaluation(learning_rate=0.1).log_odds(model, variables, documents, parts, 16, lambda *_: None)
+    np.testing.assert_allclose(dynamic, static, rtol=1e-6)
