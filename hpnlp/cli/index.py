@@ -84,6 +84,8 @@ OF_TEXTS = ("fields", "batch_size")
 OF_RERANKING = ("candidates", "label")
 OF_SEARCH = ("count", "rerank", *OF_RERANKING)
 OF_BUILD = ("shard", *OF_STATES, *OF_TEXTS, "step")
+FOR_BUILD = "here, only in hpnlp index build: leave it out"
+FOR_SEARCH = "here, only in hpnlp index search: leave it out"
 
 
 def run(argv: Sequence[str]) -> None:
@@ -106,7 +108,7 @@ def run(argv: Sequence[str]) -> None:
 
 def _build(arguments: Sequence[str]) -> None:
     f = cli.FLAGS
-    cli.refuse(OF_SEARCH, "which hpnlp index search takes: leave it out")
+    cli.refuse(OF_SEARCH, FOR_SEARCH)
     if not arguments:
         raise InputError("expected a run: write hpnlp index build RUN --out=DIR, or RUN texts.txt --out=DIR")
     (directory, step), names = run_names.expand_one(arguments[0], f.step), arguments[1:]
@@ -196,7 +198,14 @@ def _examples(names: Sequence[str], kind: Kind, blank: LeftOut) -> Iterator[Exam
 def _build_states(directory: str | Path, step: int | None, out: Path, shard: tuple[int, int]) -> None:
     from hpnlp.jobs.retrieval import next_words
 
-    source = next_words.load_source(directory, _options(), step, _progress("MiB"))
+    source, f = next_words.load_source(directory, _options(), step, _progress("MiB")), cli.FLAGS
+    if f.k > source.positions:
+        raise InputError(f"--k={f.k}: expected 1 to {source.positions:,}, the number of positions that are stored")
+    if source.positions < f.keys:
+        _note(
+            f"the training text has {source.positions:,} positions to store, fewer than --keys={f.keys:,}: all are stored, but "
+            f"for those of the last documents, on which mixtures are fitted (--tuning_tokens={f.tuning_tokens:,})"
+        )
     record = next_words.build_shard(source, out, *shard, progress=_progress("windows"))
     _finish(out, [out], record.shards)
     if record.shards == 1:
@@ -234,8 +243,8 @@ def _fit(source: Any, out: Path) -> None:
 
 
 def _merge(arguments: Sequence[str]) -> None:
-    cli.refuse([name for name in OF_BUILD if name not in OF_STATES], "which hpnlp index build takes: leave it out")
-    cli.refuse(OF_SEARCH, "which hpnlp index search takes: leave it out")
+    cli.refuse([name for name in OF_BUILD if name not in OF_STATES], FOR_BUILD)
+    cli.refuse(OF_SEARCH, FOR_SEARCH)
     out = Path(cli.required("out", "runs/index"))
     if not arguments:
         raise InputError("expected shards: write hpnlp index merge DIR/0 DIR/1 --out=DIR/all")
@@ -252,6 +261,7 @@ def _merge(arguments: Sequence[str]) -> None:
         return
     from hpnlp.jobs.retrieval import next_words
 
+    record.check_run_exists(arguments[0])
     source = next_words.load_source(record.run, _options(), record.step, _progress("MiB"))
     if source.digest() != record.source:
         raise InputError(
@@ -263,9 +273,7 @@ def _merge(arguments: Sequence[str]) -> None:
 
 def _search(arguments: Sequence[str]) -> None:
     f = cli.FLAGS
-    cli.refuse(
-        ["out", "index", *(name for name in OF_BUILD if name != "k")], "which hpnlp index build takes: leave it out"
-    )
+    cli.refuse(["out", "index", *(name for name in OF_BUILD if name != "k")], FOR_BUILD)
     if len(arguments) < 2:
         raise InputError('expected a datastore and a text: write hpnlp index search DIR "a question"')
     if f.rerank is None:
@@ -279,6 +287,7 @@ def _search(arguments: Sequence[str]) -> None:
 
     record = read_record(directory)
     store = Datastore.load(directory, record.content)
+    record.check_run_exists(directory)
     if record.content == "words":
         cli.refuse(["rerank"], "with a datastore of a language model's text: leave it out")
         from hpnlp.jobs.retrieval.next_words import following

@@ -129,8 +129,8 @@ class TextInputs:
         except InputError as error:
             # The reader names the fields of configs, in whose place commands have flags.
             message = re.sub(r"data\.\w+_field=", "--fields=", str(error)).replace("data.keep=", "--keep=")
-            skip = "" if self.keeps_blank else ", or pass --skip_bad_lines to leave such lines out"
-            message = message.replace(", or pass data.skip_bad_lines=True to leave such lines out", skip)
+            skip = "" if self.keeps_blank else r", or pass --skip_bad_lines to leave such \1 out"
+            message = re.sub(r", or (?:pass )?data\.skip_bad_lines=True to leave such (\w+) out", skip, message)
             raise InputError(message.removesuffix(f"; {rows.LIST_ALL}")) from None
 
     def _text_lines(self, stream: Any, name: str) -> Iterator[tuple[int, str]]:

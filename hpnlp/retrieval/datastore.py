@@ -69,6 +69,14 @@ class Record:
     scale: float = 1.0
     index: str = ""
 
+    def check_run_exists(self, directory: str | Path) -> None:
+        """Raises InputError if there is no directory of the run whose model reads the queries of the datastore `directory`."""
+        if not os.path.isdir(self.run):
+            raise InputError(
+                f"{directory} was built with the model of {self.run}, which is not there: "
+                "put the run back there, or build the datastore again"
+            )
+
 
 def document_digest(tokens: np.ndarray) -> str:
     """Digest of the tokens of a document, 16 hexadecimal digits."""

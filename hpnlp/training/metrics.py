@@ -294,7 +294,7 @@ class ProgressLines:
         """
         PIPE.report()
         now = time.perf_counter()
-        if work != self._work or done < self._done:
+        if work != self._work or done < self._done or not self._done:  # the first amount may take a compilation
             self._work, self._began = work, now
             self._first = done
         self._done = done
@@ -307,7 +307,7 @@ class ProgressLines:
         return f"{value / 2**20:,.1f}" if self._unit == "MiB" else f"{value:,}"
 
     def _remaining(self, now: float, total: int) -> str:
-        """Time that is left at the mean speed so far; "" where it is unknown."""
+        """Time that is left at the mean speed after the first amount; "" where it is unknown."""
         if not total or self._done <= self._first:
             return ""
         seconds = round((now - self._began) * max(0, total - self._done) / (self._done - self._first))

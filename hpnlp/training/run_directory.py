@@ -350,7 +350,7 @@ def load_vocabulary(workdir: str | Path, config: Config) -> Vocabulary:
     return vocabulary
 
 
-def check_task(workdir: str | Path, config: Config, allowed: Sequence[str], command: str) -> None:
+def check_task(workdir: str | Path, config: Config, allowed: Sequence[str], command: str, fix: str = "") -> None:
     """Checks that a run is of a task that a command works on.
 
     Args:
@@ -358,6 +358,7 @@ def check_task(workdir: str | Path, config: Config, allowed: Sequence[str], comm
       config: Config of the run.
       allowed: The tasks that the command works on.
       command: Name of the command, for the message.
+      fix: Another fix than to name such a run, for the message.
 
     Raises:
       InputError: The run is of another task.
@@ -365,7 +366,8 @@ def check_task(workdir: str | Path, config: Config, allowed: Sequence[str], comm
     if config.task not in allowed:
         names = " or ".join(map(repr, allowed))
         raise InputError(
-            f"{workdir} holds a run of task={config.task!r}, and {command} works on runs of task={names}: name one of these"
+            f"{workdir} holds a run of task={config.task!r}, and {command} works on runs of task={names}: name one of "
+            f"these{fix}"
         )
 
 

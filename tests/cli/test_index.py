@@ -196,7 +196,7 @@ def test_datastores_of_other_runs_and_scored_text_are_refused(run, trained, stor
         ("build RUN --out=NEW --fields=a", "--fields=['a'] has no effect without files"),
         ("build RUN --out=RUN", "which is not of a datastore: name another directory"),
         ("build RUN --out=NEW --index=tree", "tree"),
-        ("build RUN --out=NEW --keys=20 --k=5000", "expected 1 to"),
+        ("build RUN --out=NEW --keys=20 --k=5000", "the number of positions that are stored"),
         ("search NEW text", "is no datastore"),
         ("search STORE", "expected a datastore and a text"),
         ("search STORE text --rerank=RUN", "has no effect with a datastore of a language model's text"),

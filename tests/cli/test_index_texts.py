@@ -108,7 +108,7 @@ def test_shards_merge_to_the_datastore_of_one_build(run, encoder, files, store, 
     for arguments, message in (
         ([*shards[:2], "--keys=4"], "--keys=4 has no effect with a datastore of texts"),
         ([*shards[:2], "--k=4"], "--k=4 has no effect with a datastore of texts"),
-        ([*shards[:2], "--fields=a"], "which hpnlp index build takes"),
+        ([*shards[:2], "--fields=a"], "only in hpnlp index build: leave it out"),
         (shards[:2], "shard 1 of 3 is missing: build it with --shard=1/3"),
         ([*shards[:2], tmp_path / "other"], "are not of one datastore: source is"),
         ([store], "is a complete datastore"),
@@ -157,7 +157,7 @@ def test_datastores_of_other_models_and_damaged_ones_raise(run, files, tmp_path)
     store = datastore.Datastore.load(tmp_path / "store", "texts")
     shutil.rmtree(run_directory)
     outcome = run("index", "search", tmp_path / "store", "a")
-    assert outcome.code == 2 and f"{run_directory} holds no run" in outcome.err
+    assert outcome.code == 2 and f"{run_directory}, which is not there: put the run back there" in outcome.err
     save_run(run_directory, "dual_encoder", seed=1)
     outcome = run("index", "search", tmp_path / "store", "a")
     assert outcome.code == 2 and f"was built with the weights of {run_directory}, and" in outcome.err
@@ -237,13 +237,17 @@ ERRORS = {
     "no such file": ("build RUN DIR/absent.txt", "absent.txt: there is no such file"),
     "no texts": ("build RUN DIR/blank.txt", "there are no texts to encode: name a file with texts"),
     "fields of lines": ("build RUN DIR/all.txt --fields=a", "--fields=['a'] has no effect without a file of records"),
-    "another field": ("build RUN DIR/half.jsonl", "'text'"),
+    "another field": ("build RUN DIR/half.jsonl", "the fields are 'id', 'body': pass --fields=NAME with one of them\n"),
+    "no files": ("build RUN", "runs of task='lm' or 'rnn_lm': name one of these, or files of texts after the run"),
     "too many fields": ("build RUN DIR/half.jsonl --fields=a,b", "expected 1, in place of text"),
     "keys": ("build RUN DIR/all.txt --keys=4", "--keys=4 has no effect with files of texts: leave it out"),
     "k": ("build RUN DIR/all.txt --k=4", "--k=4 has no effect with files of texts: leave it out"),
     "seed": ("build RUN DIR/all.txt --seed=4", "--seed=4 has no effect with files of texts"),
     "tuning tokens": ("build RUN DIR/all.txt --tuning_tokens=4", "has no effect with files of texts"),
-    "count": ("build RUN DIR/all.txt --count=4", "--count=4 has no effect which hpnlp index search takes"),
+    "count": (
+        "build RUN DIR/all.txt --count=4",
+        "--count=4 has no effect here, only in hpnlp index search: leave it out",
+    ),
     "index of a shard": (
         "build RUN DIR/all.txt --shard=0/2 --index=exact",
         "for a shard: pass it to hpnlp index merge",
@@ -251,8 +255,8 @@ ERRORS = {
     "many shards": ("build RUN DIR/all.txt --shard=0/8", "shards=8: expected at most 7, the number of texts"),
     "unknown index": ("build RUN DIR/all.txt --index=tree", "tree"),
     "k of a search": ("search STORE a --k=3", "--k=3 has no effect with a datastore of texts: pass --count"),
-    "batch size of a search": ("search STORE a --batch_size=3", "which hpnlp index build takes"),
-    "step of a search": ("search STORE a --step=3", "which hpnlp index build takes"),
+    "batch size of a search": ("search STORE a --batch_size=3", "only in hpnlp index build: leave it out"),
+    "step of a search": ("search STORE a --step=3", "only in hpnlp index build: leave it out"),
     "a blank query": ("search STORE ", "is empty"),
     "candidates alone": ("search STORE a --candidates=9", "--candidates=9 has no effect without --rerank=RUN"),
     "a label alone": ("search STORE a --label=b", "--label=b has no effect without --rerank=RUN"),
@@ -264,7 +268,7 @@ ERRORS = {
     "single texts": ("search STORE a --rerank=SINGLE", "reads single texts (text): a cross-encoder reads pairs"),
     "another label": ("search STORE a --rerank=PAIRS --label=b", "has no label 'b': expected one of no, Yes"),
     "no run": ("search STORE a --rerank=DIR", "holds no run"),
-    "rerank of a build": ("build RUN DIR/all.txt --rerank=PAIRS", "which hpnlp index search takes"),
+    "rerank of a build": ("build RUN DIR/all.txt --rerank=PAIRS", "only in hpnlp index search: leave it out"),
     "a language model": ("build LM DIR/all.txt", "task='lm' has no vectors of texts"),
 }
 

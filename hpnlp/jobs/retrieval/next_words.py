@@ -70,6 +70,12 @@ class Source:
         return self.documents.gate
 
     @property
+    def positions(self) -> int:
+        """Number of positions of the documents that are stored: less than `options.keys` only if that is all there is."""
+        gate = self.documents.gate
+        return int((np.diff(self.documents.ends, prepend=0)[:gate] - self.documents.skips[:gate]).sum())
+
+    @property
     def context(self) -> int:
         """Tokens that the model reads at most."""
         return self.run.config.data.seq_len
@@ -102,7 +108,8 @@ def load_source(
       InputError: The run gives no probabilities of tokens, or its text is too short.
     """
     config = run_directory.load_config(directory)
-    run_directory.check_task(directory, config, ensembles.TASKS, "hpnlp index build without files")
+    fix = ", or files of texts after the run"
+    run_directory.check_task(directory, config, ensembles.TASKS, "hpnlp index build without files", fix)
     run = run_directory.load(directory, step)
     if not run.model.is_normalized:
         raise InputError(f"{directory}: model.output={run.model.config.output!r} gives no probabilities to mix with")
