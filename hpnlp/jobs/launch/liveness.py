@@ -112,17 +112,20 @@ class Watch:
             self._pace.seconds["eval"].clear()  # an evaluation may compile first
         self.phase, self.step, self.time = phase, step, now
 
-    def set_late(self, is_late: bool) -> None:
-        """Leaves steps and batches out of the known durations while lines are read later than they were written.
+    def set_late(self, seconds: float) -> None:
+        """Leaves a pause of the supervisor out of the silence, since its processes may have been paused with it.
+
+        While lines are read later than they were written, steps and batches are left out of the known durations.
 
         Args:
-          is_late: Whether they are.
+          seconds: Length of the pause; 0 if there was none.
         """
-        self._is_late = is_late
-        self._is_timed &= not is_late
+        self._is_late = seconds > 0
+        self._is_timed &= not self._is_late
+        self.time += seconds
 
     def silent(self, now: float) -> float:
-        """Seconds since the last line.
+        """Seconds since the last line, without pauses of the supervisor.
 
         Args:
           now: The time.

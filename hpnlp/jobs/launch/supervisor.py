@@ -31,7 +31,7 @@ from hpnlp.training.attempts import Attempt
 
 SHOWN_LINES = 20  # of the log of a process that has failed
 CHECK_SECONDS = 1.0  # between two looks at the file `attempt`
-PAUSE_SECONDS = 2.0  # without a look at the pipes, after which the times of lines show no durations
+PAUSE_SECONDS = 2.0  # without reading the pipes, after which the times of lines show no durations and no silence
 COPIED_BYTES = 1 << 20  # of the log of process 0 that are printed at a time
 
 
@@ -312,9 +312,11 @@ class Supervisor:
     def _read_pipes(self, selector: selectors.BaseSelector, before: float) -> None:
         """Waits for lines of progress, at most a tick, and reads them. The pipes were last read at the time `before`."""
         ready = selector.select(self.options.tick)
-        is_late = time.monotonic() > before + PAUSE_SECONDS + self.options.tick  # as after Ctrl-Z and fg
+        late = (
+            time.monotonic() - before - self.options.tick
+        )  # long after Ctrl-Z and fg, or after a pause of the container
         for child in self._children:
-            child.watch.set_late(is_late)
+            child.watch.set_late(late if late > PAUSE_SECONDS else 0.0)
         for key, _ in ready:
             if not key.data.read(time.monotonic()):
                 selector.unregister(key.fileobj)

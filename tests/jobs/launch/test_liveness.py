@@ -60,11 +60,20 @@ def test_lines_that_are_read_late_show_no_durations():
     pace = Pace(wait=100.0, hang_seconds=30.0)
     watch = Watch(pace, 0.0)
     now = train(watch, 1, 10, step=7.0) + 7.0
-    watch.set_late(True)
+    watch.set_late(600.0)
     now = train(watch, 11, 100, now + 600.0, step=0.0, data=0.0)
-    watch.set_late(False)
+    watch.set_late(0.0)
     train(watch, 101, 110, now, step=7.0)
     assert set(pace.seconds["step"]) == {7.0} and pace.limit("step") == 70.0
+
+
+def test_pauses_of_the_supervisor_are_no_silence():
+    """A paused container pauses the processes too; the time before and after the pause counts."""
+    watch = Watch(Pace(wait=100.0, hang_seconds=30.0), 0.0)
+    now = train(watch, 1, 10) + 20.0
+    watch.set_late(500.0)
+    now += 500.0
+    assert watch.silent(now) == pytest.approx(20.0) and not watch.is_overdue(now + 9.0) and watch.is_overdue(now + 11.0)
 
 
 def test_evaluations_have_limits_by_batch():
