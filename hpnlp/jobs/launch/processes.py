@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ _PRCTL = f"ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGCONT)})"
 _WAKE = f"import ctypes, os, sys; {_PRCTL}; os.execvp(sys.argv[1], sys.argv[1:])"
 _AWAKENED = (sys.executable, "-I", "-S", "-c", _WAKE)
 _CHUNK = 1 << 16
+_FATAL = re.compile(r"F\d{4} \d\d:\d\d:\d\d")  # a fatal error of the C++ log of JAX
 REAP_SECONDS = 10.0  # until killed processes have ended
 
 _adopts = False  # whether all children of this process are those of the supervisor and their orphans
@@ -221,7 +223,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def tail(log: Path, lines: int = 20) -> list[str]:
-    """Last lines of a log.
+    """Last lines of a log, after the line with the cause of an abort, which the stack of the abort may follow by 70 lines.
 
     Args:
       log: The file.
@@ -233,6 +235,8 @@ def tail(log: Path, lines: int = 20) -> list[str]:
     try:
         with open(log, "rb") as file:
             file.seek(max(0, os.path.getsize(log) - _CHUNK))
-            return file.read().decode("utf-8", "replace").splitlines()[-lines:]
+            content = file.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return []
+    cause = [line for line in content[:-lines] if _FATAL.match(line)][-1:]
+    return [*cause, *content[-lines:]]

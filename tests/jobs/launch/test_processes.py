@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hpnlp.jobs.launch import processes
+
 # A supervisor that starts a process which has imported nothing of hpnlp yet.
 SUPERVISOR = """
 import os, sys, time
@@ -51,3 +53,12 @@ def test_a_process_that_is_stopped_before_its_first_import_goes_on_when_the_supe
             assert becomes(lambda: is_in_state(child, "RS"))
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+def test_tail_of_a_log_has_the_cause_of_an_abort(tmp_path):
+    log, cause = tmp_path / "process_0.log", "F1129 01:03:13.793373   29868 client.h:80] Terminating process"
+    frames = [f"  File {number}" for number in range(70)]
+    log.write_text("\n".join(["step 3", cause, *frames]))
+    assert processes.tail(log, 20) == [cause, *frames[-20:]]
+    log.write_text("\n".join([cause, "a"]))
+    assert processes.tail(log, 20) == [cause, "a"] and processes.tail(tmp_path / "absent") == []
