@@ -75,7 +75,8 @@ def test_processes_finish_with_logs_of_their_own(supervise, tmp_path):
 def test_death_of_a_process_restarts_all_with_another_token_and_port(supervise, tmp_path):
     script = """
     echo "$HPNLP_ATTEMPT $P" >> $W/$I.txt
-    if [ $A = 1 ]; then steps 1 3; save 2; [ $I = 1 ] && kill -9 $$; sleep 60; fi
+    if [ $A = 1 ]; then steps 1 3; save 2
+        if [ $I = 1 ]; then until [ -s $W/0.txt ]; do sleep 0.01; done; kill -9 $$; fi; sleep 60; fi
     steps 3 4"""
     begun = time.monotonic()
     code, lines, events = supervise(script)
@@ -141,8 +142,8 @@ def test_stuck_process_is_named_and_aborted(supervise, tmp_path):
 def test_processes_that_wait_for_one_that_compiles_are_not_stuck(supervise):
     script = """
     steps 1 10
-    if [ $I = 1 ]; then line "data 11"; line "setup 11"; sleep 2; exit 0; fi
-    line "data 11"; line "step 11"; sleep 2"""
+    if [ $I = 1 ]; then line "data 11"; line "setup 11"; sleep 2; touch $W/compiled; exit 0; fi
+    line "data 11"; line "step 11"; until [ -e $W/compiled ]; do sleep 0.01; done"""
     code, _, events = supervise(script, hang_seconds=1.0)  # more than a busy machine takes from one line to the next
     assert code == 0 and "stuck" not in kinds(events)
 
