@@ -1,6 +1,6 @@
 """Measures the share of a training step of `task=realm` that the search and the refresh of the index take.
 
-    python experiments/bench/realm.py [--documents=100000] [--rounds=9]
+    python experiments/bench/realm.py [--documents=100000] [--rounds=7]
 
 The step is the trainer's, on random texts and documents, with an index that is encoded already. Three steps with the same
 texts are timed, interleaved: with a rolling refresh, without refresh, and without refresh among 256 documents, whose search
@@ -34,8 +34,8 @@ FEW = 256  # documents of the step without a search
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("documents", 100_000, "Documents of the index.")
-flags.DEFINE_list("texts", ["16", "64"], "Texts of a step, of each measurement.")
-flags.DEFINE_integer("rounds", 9, "Measurements of each step; medians are reported.")
+flags.DEFINE_list("texts", ["16", "32"], "Texts of a step, of each measurement.")
+flags.DEFINE_integer("rounds", 7, "Measurements of each step; medians are reported.")
 flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
 
 

@@ -40,7 +40,8 @@ class RealmConfig(BackboneConfig):
 
     data_buffers: ClassVar[tuple[str, ...]] = ("index", "age", "back", "position")
     first_stacks: ClassVar[Mapping[str, Mapping[str, str]]] = {
-        "dual_encoder": {"tower": "tower", "document_tower": "pair_tower"}
+        "dual_encoder": {"tower": "tower", "document_tower": "pair_tower"},
+        "masked_lm": {"reader": ""},
     }
     # Fields that a run that starts from another one may change.
     free_fields: ClassVar[tuple[str, ...]] = ("candidates", "marginal", "refresh", "documents_per_step")
@@ -55,7 +56,7 @@ class RealmConfig(BackboneConfig):
     candidates: int = option(
         7,
         "Documents that are retrieved for a text and read with it, beside the empty document, whose similarity to all texts is "
-        "trained, 0 at first.",
+        "trained, 0 at first. 0 reads texts with the empty document alone, for comparisons; towers are not trained.",
     )
     marginal: str = option(
         "token",
@@ -87,8 +88,8 @@ class RealmConfig(BackboneConfig):
             raise InputError(
                 f"model.temperature={self.temperature}: expected {LOWEST_TEMPERATURE} to 100, such as 0.05"
             )
-        if self.candidates < 1:
-            raise InputError(f"model.candidates={self.candidates}: expected at least one document")
+        if self.candidates < 0:
+            raise InputError(f"model.candidates={self.candidates}: expected a number of documents, or 0 to read none")
         if self.documents_per_step < 1:
             raise InputError(
                 f"model.documents_per_step={self.documents_per_step}: expected at least one document; for an index that is not "
@@ -158,6 +159,11 @@ class RealmConfig(BackboneConfig):
                 f"plan.fsdp): make it a multiple of {size}"
             )
         super().check_layout(layout)
+
+    @property
+    def retrieved(self) -> int:
+        """Number of documents that are retrieved for a text: the candidates, or one that is counted if there are none."""
+        return max(1, self.candidates)
 
     def attention_width(self) -> int:
         """Width of the attention of all layers that a text and its candidates pass."""
@@ -250,8 +256,8 @@ class Realm(OfSeveralStacks, nn.Module):
         candidates = candidates.reshape(*ids.shape, -1)
         similarities = jnp.einsum("bd,bkd->bk", queries, candidates, precision=HIGHEST)
         empty = jnp.broadcast_to(self.empty_similarity, (len(ids), 1))  # the empty document comes first
-        scores = jnp.concatenate([empty, similarities], axis=1) * self._scale()
-        log_probs, reader_report = self._read(batch, ids, deterministic)
+        scores = jnp.concatenate([empty, similarities[:, : c.candidates]], axis=1) * self._scale()
+        log_probs, reader_report = self._read(batch, ids[:, : c.candidates], deterministic)
         values, value_weights = log_marginal(scores, log_probs, weights, c.marginal)
         reports = {"tower": query_report, "reader": reader_report}
         if c.shared:
@@ -293,8 +299,8 @@ class Realm(OfSeveralStacks, nn.Module):
         return self._search(queries, self._index()[0], batch["source"])
 
     def _search(self, queries: jax.Array, vectors: jax.Array, sources: Int[Array, " B"]) -> Int[Array, "B k"]:
-        """The documents with the most similar vectors, without the source of the text; of equal ones, the lower number first."""
-        scores, k = jnp.einsum("bd,nd->bn", queries, vectors, precision=HIGHEST), self.config.candidates
+        """The documents with the most similar vectors, without the source of the text; the lower of equal ones first."""
+        scores, k = jnp.einsum("bd,nd->bn", queries, vectors, precision=HIGHEST), self.config.retrieved
         # Within the step, XLA:CPU compiles lax.top_k of all scores to a sort, which takes 10 times as long as their product.
         ids = top_k(scores, min(k + 1, len(self.documents)))[1]
         # Columns from the source on move up by one.
@@ -307,7 +313,7 @@ class Realm(OfSeveralStacks, nn.Module):
         """Computes log p(y | x, z) of the hidden tokens for the empty document and the candidates."""
         count, length = batch["tokens"].shape
         read_with = 1 + ids.shape[1]
-        documents = {name: x.reshape(count, -1, x.shape[-1]) for name, x in self._texts(ids.reshape(-1)).items()}
+        documents = {name: x.reshape(*ids.shape, x.shape[-1]) for name, x in self._texts(ids.reshape(-1)).items()}
         empty = {"tokens": 0, "segment_ids": 0, "positions": 0}
         documents = {
             name: jnp.pad(x, ((0, 0), (1, 0), (0, 0)), constant_values=empty[name]) for name, x in documents.items()

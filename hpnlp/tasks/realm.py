@@ -98,7 +98,7 @@ class RetrievalLanguageModel(ExampleTask):
     def planned_sizes(self, config: RunConfig) -> DocumentSizes:
         limit = config.model.vocab - 1 if config.model.vocab else 0
         sizes = vocabularies.planned_sizes(config.data.tokenizer, limit)
-        documents = blank_documents(max(PLANNED_DOCUMENTS, config.model.candidates), config.data.document_len)
+        documents = blank_documents(max(PLANNED_DOCUMENTS, config.model.retrieved), config.data.document_len)
         return DocumentSizes(sizes.ids, documents=documents)
 
     def model(self, config: RunConfig, sizes: Sizes) -> Realm:
@@ -108,12 +108,12 @@ class RetrievalLanguageModel(ExampleTask):
             raise InputError(
                 f"task={self.name!r} needs documents, and the vocabulary has none: train in another directory"
             )
-        candidates, has_source = config.model.candidates, config.data.document_role == "source"
+        candidates, has_source = config.model.retrieved, config.data.document_role == "source"
         if len(documents) < candidates + has_source:
             besides = ", beside the source of the text" if has_source else ""
             raise InputError(
-                f"model.candidates={candidates}: the data have {len(documents)} documents, expected at least as many as "
-                f"candidates{besides}: lower it, or add documents"
+                f"model.candidates={config.model.candidates}: the data have {len(documents)} documents, expected at "
+                f"least as many as candidates{besides}: lower it, or add documents"
             )
         ids = sizes.masked_ids or sizes.ids + 1
         length = config.data.seq_len + config.data.document_len

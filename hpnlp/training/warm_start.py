@@ -203,12 +203,17 @@ def _copied_stacks(model: Any, source: Source) -> dict[str, str]:
         return {}
     ours: Any = model
     names = {name: theirs for name, theirs in model.first_stacks[source.task].items() if name in ours.stacks()}
-    if set(names.values()) != set(source.model.stacks()):
+    if set(names.values()) != set(_stacks(source.model)):
         raise InputError(
             f"train.init_from={source.directory} has model.shared={source.model.shared}, and this model "
             f"model.shared={ours.shared}: set --model.shared={source.model.shared}"
         )
     return names
+
+
+def _stacks(model: Any) -> dict[str, Any]:
+    """Configs of the stacks of a model by their names; "" for a model that is one stack."""
+    return {"": model} if model.is_single_stack else model.stacks()
 
 
 def check_model(model: Any, source: Source, accept_changes: bool = False, task: str = "") -> str:
@@ -227,8 +232,17 @@ def check_model(model: Any, source: Source, accept_changes: bool = False, task: 
       InputError: The models differ; the message names every field that does, and the flags that make them equal.
     """
     if stacks := _copied_stacks(model, source):
-        pairs = [(model.stacks()[name], source.model.stacks()[theirs]) for name, theirs in stacks.items()]
-        checked = [check_model(a, dataclasses.replace(source, model=b), accept_changes) for a, b in pairs]
+        of_model, of_source = model.stacks(), _stacks(source.model)
+        checked = [
+            # The head of a whole model is no part of its layers.
+            check_model(
+                of_model[name],
+                dataclasses.replace(source, model=of_source[theirs]),
+                accept_changes,
+                "" if theirs else task,
+            )
+            for name, theirs in stacks.items()
+        ]
         return "; ".join(dict.fromkeys(filter(None, checked)))
     ours, theirs = architecture(model), architecture(source.model)
     differing, flags = [], []
@@ -287,16 +301,16 @@ def load_params(
         params = upcycling.upcycled(params, first, model, source.model, layers)
         origin += f", whose MLPs became experts in {len(layers)} layers"
     expected = shapes.params
-    if source.is_run or variables.BUFFERS in params:
+    stacks = _copied_stacks(model, source)
+    if source.is_run or stacks or variables.BUFFERS in params:
         expected = variables.join(shapes.params, shapes.buffers)
     if of_data := _data_buffers(source.model):
         params = _with_buffers_of_data(params, trainer, of_data, key)
     extras = Extras.of_shapes(expected)
-    stacks = _copied_stacks(model, source)
     if stacks:
         replaced = []
-        params = _with_stacks(params, trainer, stacks, key)
-        origin += f", of which {' and '.join(stacks.values())} go on"
+        params, phrase = _with_stacks(params, trainer, stacks, key, model, source.model)
+        origin += phrase
     elif task not in ("", source.task):
         replaced = [*source.model.head_params, variables.BUFFERS]
     else:
@@ -335,11 +349,32 @@ def _with_new_head(params: Any, trainer: Trainer, replaced: Sequence[str], key: 
     return {**first, **kept}
 
 
-def _with_stacks(params: Any, trainer: Trainer, stacks: Mapping[str, str], key: jax.Array | None) -> Any:
-    """Initial weights, with the parameters of the source in the stacks that go on from it."""
+def _with_stacks(
+    params: Any, trainer: Trainer, stacks: Mapping[str, str], key: jax.Array | None, model: Any, of_source: Any
+) -> tuple[Any, str]:
+    """Initial weights, with the parameters of the source in the stacks that go on from it; and a phrase on these stacks."""
     initial = trainer.init(key)
-    first = variables.join(initial.params, initial.buffers)
-    return {**first, **{name: params[theirs] for name, theirs in stacks.items()}}
+    weights = variables.join(initial.params, initial.buffers)
+    if set(stacks.values()) != {""}:
+        copied = {name: params[theirs] for name, theirs in stacks.items()}
+        return {**weights, **copied}, f", of which {' and '.join(stacks.values())} go on"
+    (name,) = stacks
+    keeps_head = all(
+        getattr(model.stacks()[name], field) == getattr(of_source, field) for field in ("transform", "output", "tied")
+    )
+    weights[name] = _with_whole_model(weights[name], params, () if keeps_head else of_source.head_params)
+    return weights, f", as the {name}" + ("" if keeps_head else " with a new output layer")
+
+
+def _with_whole_model(initial: Any, params: Any, replaced: Sequence[str]) -> Any:
+    """Parameters of a stack: those of another model that it has too, and initial values of those that are replaced.
+
+    The first token type is 0 if the other model has none, so that a text alone is read as before.
+    """
+    merged = {**initial, **{name: x for name, x in params.items() if name in initial and name not in replaced}}
+    if "token_types" in initial and "token_types" not in params:
+        merged["token_types"] = {"table": initial["token_types"]["table"].at[0].set(0.0)}
+    return merged
 
 
 def _check_shapes(params: Any, expected: Any, source: Source) -> None:

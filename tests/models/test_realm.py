@@ -126,6 +126,14 @@ def test_loss_and_gradients_match_enumeration_over_the_corpus(marginal):
     assert count == BATCH["weights"].sum() and out.weight == (count if marginal == "token" else 3)
 
 
+def test_model_without_candidates_has_the_loss_of_the_empty_document():
+    numbers = np.full((B, 1), -1)
+    (loss, gradient), out, _ = run(make(refresh="every", candidates=0), params(), None, BATCH)
+    expected, null = by_enumeration(make(candidates=0).config, params(), numbers)
+    np.testing.assert_allclose([loss, loss], [expected, -null], rtol=1e-5)
+    assert out.aux["utility"][0] == 0 and not any(np.any(leaf) for leaf in jax.tree.leaves(gradient["tower"]))
+
+
 def test_candidates_are_the_most_similar_documents_without_the_source():
     model = make(refresh="every", candidates=4)
     queries, documents = (vectors(model.config, params(), batch) for batch in (inputs(BATCH), texts(np.arange(N))))
@@ -246,7 +254,7 @@ def test_layouts_and_accumulation_match_one_device():
         ({"documents_per_step": 0}, "model.documents_per_step=0: .*set model.refresh='never'"),
         ({"refresh": "always"}, "model.refresh='always'"),
         ({"marginal": "tokens"}, "model.marginal='tokens'"),
-        ({"candidates": 0}, "model.candidates=0: expected at least one"),
+        ({"candidates": -1}, "model.candidates=-1: expected a number of documents, or 0"),
         ({"pooling": "mena"}, "model.pooling='mena'"),
         ({"temperature": 0.0}, "model.temperature=0.0"),
     ],

@@ -40,6 +40,7 @@ from hpnlp import spec as specs
 from hpnlp.data import sources, token_store
 from hpnlp.data.digest import Snapshot
 from hpnlp.data.examples.generated import (
+    documentation,
     drawn_digits,
     key_values,
     library,
@@ -83,6 +84,8 @@ GENERATED: dict[str, Generated] = {
     "stdlib_docstrings": Generated(library.docstrings, "stdlib"),
     "stdlib_passages": Generated(library.passages, "stdlib"),
     "stdlib_same_file": Generated(library.same_file, "stdlib"),
+    "stdlib_names": Generated(documentation.hidden_names, "stdlib"),
+    "stdlib_sentences": Generated(documentation.inverse_cloze, "stdlib"),
     "stdlib_titles": Generated(titles.train_bags, "stdlib", heldout=titles.heldout_bags),
     "key_values": Generated(key_values.examples),
     "number_words": Generated(number_words.examples, challenge=number_words.longer),
