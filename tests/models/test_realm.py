@@ -244,7 +244,8 @@ def test_layouts_and_accumulation_match_one_device():
 
     expected = trained(Plan(), 1, 1)
     assert expected[1]["age"] == 4 and not np.array_equal(expected[1]["index"], expected[1]["back"])
-    for actual in (trained(Plan(), 1, 2), trained(Plan("zero3", tensor=2), 4, 2)):
+    layouts = trained(Plan(), 1, 2), trained(Plan("zero3", tensor=2), 4, 2), trained(Plan("zero3", tensor=2), 8, 1)
+    for actual in layouts:
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), actual, expected)
 
 

@@ -14,6 +14,7 @@ from hpnlp.data import tokenizers
 from hpnlp.models import variables
 from hpnlp.models.documents import blank_documents
 from hpnlp.models.dual_encoder import DualEncoderConfig
+from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.huggingface import convert
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.realm import Realm, RealmConfig
@@ -285,6 +286,33 @@ def test_towers_of_a_search_go_on_from_those_of_a_dual_encoder(tmp_path, monkeyp
     towers = {"tower": towers["tower"], "document_tower": towers["pair_tower"]}
     initial = trainer.init(key)
     assert_same(params, {**initial.params, **towers, "buffers": initial.buffers})
+
+
+@pytest.mark.parametrize("fields", [{}, {"tied": True}])
+def test_reader_of_a_search_goes_on_from_a_masked_language_model(tmp_path, monkeypatch, fields):
+    """The first forward pass of a text alone equals the source's, unless the output layer is another one."""
+    sizes = {"dim": 8, "heads": 2, "layers": 1, "vocab": 20}
+    encoder, model = Encoder(EncoderConfig(**sizes)), Realm(RealmConfig(**sizes | fields), blank_documents(8, 4))
+    trainer, key = make_trainer(model, OptimizerConfig(), Plan("single"), steps=1), jax.random.key(1)
+    of_source = drawn_params(encoder, 0.3)
+    run = types.SimpleNamespace(params=of_source, step=7)
+    monkeypatch.setattr(warm_start.runs, "load", lambda directory, plan: run)
+    source = warm_start.Source(tmp_path, "masked_lm", encoder.config, Vocabulary(tokenizers.build("bytes")), "", True)
+    warm_start.check_task("realm", source)
+    assert warm_start.check_model(model.config, source, task="realm") == ""
+    params, origin = warm_start.load_params(source, trainer, Plan("single"), "realm", key, model.config)
+    assert origin == f"{tmp_path}, step 7, as the reader{' with a new output layer' * bool(fields)}, with its tokenizer"
+    ones = np.ones((2, 6), np.int32)
+    batch = {"tokens": np.arange(12, dtype=np.int32).reshape(2, 6), "segment_ids": ones, "positions": ones.cumsum(1) - 1}
+    method = "vectors" if fields else "logits"  # hidden states, or those after the output layer
+    expected = encoder.apply({"params": of_source}, batch, method=method)
+    reader = Encoder(model.config.reader()).apply({"params": params["reader"]}, batch, method=method)
+    np.testing.assert_allclose(reader, expected, rtol=1e-6)
+    initial = trainer.init(key)
+    assert_same(params["tower"], initial.params["tower"])
+    assert np.any(params["reader"]["token_types"]["table"][1])
+    with pytest.raises(InputError, match="model.layers is 2, in the source 1"):
+        warm_start.check_model(dataclasses.replace(model.config, layers=2), source, task="realm")
 
 
 def dual_encoder(directory, **fields):
