@@ -108,3 +108,20 @@ def experts(rows: Rows) -> Lines:
             figure += f"; temporary memory {first / second:.2f}"
         lines.append((f"{EXPERT_PEERS[row['compared']]}, {row['row']}", f"{figure})"))
     return lines
+
+
+def realm(rows: Rows) -> Lines:
+    """Shares of a training step that search and refresh of the index take, with their intervals."""
+    lines = []
+    for row in rows:
+        label = (
+            f"step of `task=realm`, {row['texts']} texts, {row['candidates']} of {row['documents']:,} documents each, "
+            f"{row['layers']} layers, D {row['dim']}, T {row['length']}: share of search and refresh "
+            f"({row['documents_per_step']} documents per step); of the refresh (95 % interval)"
+        )
+        figures = []
+        for share in ("search_and_refresh", "refresh"):
+            low, high = row[f"{share}_interval"]
+            figures.append(f"{100 * row[f'{share}_share']:.0f} % ({100 * low:.0f} to {100 * high:.0f} %)")
+        lines.append((label, "; ".join(figures)))
+    return lines

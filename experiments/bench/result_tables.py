@@ -521,6 +521,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "nearest_pair": model_use_tables.nearest_pair,
     "knn_lm": model_use_tables.knn_lm,
     "projections": model_use_tables.projections,
+    "realm": model_use_tables.realm,
     "demo_perl": demo,
     "demo_documentation": demo,
     **dict.fromkeys(("commits", "commits-quiet"), commits),

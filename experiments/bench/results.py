@@ -69,7 +69,7 @@ SECTIONS = {
     "Output layers and losses": ("softmax", "softmax_layers", "estimates"),
     "Mixture of experts": ("experts",),
     "Search": ("search", "search_keys"),
-    "Text from the training text": ("demo_perl", "demo_documentation", "knn_lm"),
+    "Text from the training text": ("demo_perl", "demo_documentation", "knn_lm", "realm"),
     "Trees, lengths and projections": ("trees", "encoders", "projections"),
     "Embeddings and memory": ("word_embeddings", "rare_events", "labelled_bags"),
     "Predictions": ("serving", "sentence_vectors", "nearest_pair"),

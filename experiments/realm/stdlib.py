@@ -41,6 +41,7 @@ def get_config(stage: str = "") -> ConfigDict:
     config.train.eval_every = 50
     if is_cloze:
         return config
+    config.data.heldout_examples = 0  # all documents are searched
     config.data.document_role = "source"
     config.data.document_len = 56
     config.data.answer_len = 8

@@ -303,7 +303,11 @@ def test_reader_of_a_search_goes_on_from_a_masked_language_model(tmp_path, monke
     params, origin = warm_start.load_params(source, trainer, Plan("single"), "realm", key, model.config)
     assert origin == f"{tmp_path}, step 7, as the reader{' with a new output layer' * bool(fields)}, with its tokenizer"
     ones = np.ones((2, 6), np.int32)
-    batch = {"tokens": np.arange(12, dtype=np.int32).reshape(2, 6), "segment_ids": ones, "positions": ones.cumsum(1) - 1}
+    batch = {
+        "tokens": np.arange(12, dtype=np.int32).reshape(2, 6),
+        "segment_ids": ones,
+        "positions": ones.cumsum(1) - 1,
+    }
     method = "vectors" if fields else "logits"  # hidden states, or those after the output layer
     expected = encoder.apply({"params": of_source}, batch, method=method)
     reader = Encoder(model.config.reader()).apply({"params": params["reader"]}, batch, method=method)

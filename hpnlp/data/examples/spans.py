@@ -122,8 +122,9 @@ class HiddenSpansConfig(ExampleConfig):
 
     path: str = option(
         "key_values",
-        '"key_values" (generated documents with a key and a value, and texts with a part of the key), or records: as for other '
-        "tasks, files of JSONL, `.json`, CSV, `.tsv`, Parquet or `.npz`.",
+        '"key_values" (generated documents with a key and a value, and texts with a part of the key), "stdlib_names" (passages '
+        "of docstrings of the running Python's standard library, with a hidden name), or records: as for other tasks, "
+        "files of JSONL, `.json`, CSV, `.tsv`, Parquet or `.npz`.",
     )
     tokenizer: str = option(
         "words(8192)",

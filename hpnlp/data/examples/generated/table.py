@@ -10,6 +10,8 @@ depend on the version of Python; 3.11.7 has:
 | stdlib_tokens | tokens of a line of code -> one of 11 kinds each | 20,252 | 2,000 | |
 | stdlib_titles | four titles of docstrings of a module -> one of 212 modules | 1,125 | 213 | |
 | stdlib_docstrings | docstring of a function, and its code | 4,088 | 1,000 | |
+| stdlib_names | passage of a docstring with a hidden name, and the document that it is from | about 7,100 in all | | |
+| stdlib_sentences | sentence of a docstring, and the rest of its passage | about 3,800 in all | | |
 | stdlib_passages | code of consecutive functions of a file -> one of 14 packages | about 1,000 in all | | |
 | stdlib_same_file | two passages of code -> whether they are of one file | about 5,000 in all | | |
 | list_ops | nested operations on digits, 501 to 1999 tokens -> result | 98,000 in all | | |
