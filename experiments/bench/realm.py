@@ -6,8 +6,8 @@ The step is the trainer's, on random texts and documents, with an index that is 
 texts are timed, interleaved: with a rolling refresh, without refresh, and without refresh among 256 documents, whose search
 takes nothing. The share of the refresh is 1 minus the second time over the first, that of search and refresh 1 minus the
 third over the first, in each round; the medians and their intervals of at least 95 % are reported. To encode queries and
-candidates with the trained tower is no part of the shares: their gradients need it. Takes two
-minutes on two cores, and the result is written after each number of texts.
+candidates with the trained tower is no part of the shares: their gradients need it. Takes two minutes on two cores;
+the result is written after each number of texts.
 """
 
 from __future__ import annotations

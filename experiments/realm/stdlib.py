@@ -4,8 +4,8 @@
     hpnlp train --config=realm/stdlib --train.init_from=runs/cloze --workdir=runs/names
 
 The first run trains the towers by inverse cloze: a sentence finds the rest of its passage. For comparison, train the second one
-with --model.candidates=0, which reads no documents, and with --model.refresh=never. Of the names, 82 % stand in another passage
-of the same file. The result has not been measured yet.
+with --model.candidates=0, which reads no documents, and with --model.refresh=never. The
+result has not been measured yet.
 """
 
 from __future__ import annotations
