@@ -46,7 +46,7 @@ def get_config(stage: str = "") -> ConfigDict:
         return config
     config.data.heldout_examples = 0  # all documents are searched
     config.data.document_role = "source"
-    config.data.document_len = 56
+    config.data.document_len = 72
     config.data.answer_len = 8
     config.model.tower_layers = 0
     config.model.candidates = 3
