@@ -5,7 +5,7 @@
     python experiments/bench/search.py --run=WORKDIR --keys=1000000 --k=32 --name=search_keys
 
 A run provides the table of its output layer and, as queries, hidden states of held-out tokens. With --keys, the hidden states
-of that many training tokens are searched in place of the table, as by a nearest-neighbour language model: one more column makes
+of that many training tokens are searched in place of the table, as by a nearest-neighbour language model: two more columns make
 the order of products that of distances, and faiss searches the same vectors. For each method, the fastest setting whose
 recall@k reaches a target is chosen on separate queries; recall and time are measured on the others by the public
 interface. Indexes that search everything are first compared with sorting all scores in float64.
@@ -80,11 +80,11 @@ def load_states(workdir: str, keys: int) -> tuple[np.ndarray, np.ndarray]:
     source = next_words.load_source(workdir, next_words.Options(keys=keys), None)
     with tempfile.TemporaryDirectory() as directory:
         next_words.build_shard(source, directory)
-        vectors, _ = datastore.index_vectors(np.load(Path(directory) / datastore.VECTORS)[:keys])
+        vectors, _, scale = datastore.index_vectors([np.load(Path(directory) / datastore.VECTORS)[:keys]])
     tuning = source.windows(source.documents.gate, source.documents.heldout)
     queries = np.concatenate([states for _, states, _ in next_words.hidden_states(source, tuning)])
     queries = queries[np.random.default_rng(0).permutation(len(queries))[: TUNING + COUNTS[-1]]]
-    return vectors.astype(np.float32), np.pad(queries, ((0, 0), (0, 1)), constant_values=1.0)
+    return vectors.astype(np.float32), np.pad(queries, ((0, 0), (0, 2)), constant_values=scale)
 
 
 def check(table: np.ndarray, queries: np.ndarray) -> None:

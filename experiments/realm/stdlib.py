@@ -11,6 +11,8 @@ over words and 46 % over the model's tokens, Python 3.11). The runs that read do
 
 from __future__ import annotations
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from hpnlp.training.config import default
@@ -26,7 +28,7 @@ def get_config(stage: str = "") -> ConfigDict:
       The config.
     """
     is_cloze = stage == "cloze"
-    config = default("dual_encoder" if is_cloze else "realm")
+    config: Any = default("dual_encoder" if is_cloze else "realm")
     config.data.path = "stdlib_sentences" if is_cloze else "stdlib_names"
     config.data.tokenizer = "bpe(4000, by=identifiers)"
     config.data.seq_len = 56
