@@ -123,7 +123,6 @@ class Study:
             for fields, size in measured
             for tokens in (*self.tokens, *(c / law.flops_per_token(size) for c in self.flops))
         ]
-        wanted += [(fields, self._size(values, fields), tokens) for fields, tokens in self.held_out]
         _, first_size, first_tokens = wanted[0]
         start = self.learning_rate or recipe.learning_rate(first_size.layers, first_tokens)
         rates = TRANSFERS[self.transfer](start, first_size, first_tokens)
@@ -133,6 +132,8 @@ class Study:
             runs.append(
                 self._run(values, {**fields, "train.seed": resolve(values).train.seed + 1}, size, tokens, rates)
             )
+        for fields, tokens in self.held_out:
+            runs.append(self._run(values, fields, self._size(values, fields), tokens, rates))
         self._check_text(values, runs)
         return runs
 
