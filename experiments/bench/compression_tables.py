@@ -44,6 +44,25 @@ def quantized_products(rows: Rows) -> list[tuple[str, str]]:
     ]
 
 
+def second_order(rows: Rows) -> list[tuple[str, str]]:
+    """Increase of the loss by each stage, relative to rounding to the nearest or to the largest weights.
+
+    Args:
+      rows: Rows of the result file.
+
+    Returns:
+      Label and value of each line.
+    """
+    lines = []
+    for row in rows:
+        figure = f"{row['increase']:+.4f} nats per token"
+        if "ratio" in row:
+            low, high = row["interval"]
+            figure += f"; {row['ratio']:.2f} ({low:.2f} to {high:.2f}) times that of `{row['compared_with']}`"
+        lines.append((f"increase of the held-out loss by `{row['what']}`, without training", figure))
+    return lines
+
+
 def render(rows: Rows) -> str:
     """A table for each task: sizes, time relative to the original, and the held-out score of each technique.
 

@@ -494,6 +494,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "labelled_bags": embedding_tables.labelled_bags,
     **dict.fromkeys(("softmax", "softmax_layers", "search", "search_keys", "containers"), softmax),
     "quantized_products": compression_tables.quantized_products,
+    "second_order": compression_tables.second_order,
     "estimates": estimates,
     "reversible": reversible,
     "grad_cache": grad_cache,
