@@ -30,13 +30,16 @@ class BatchNorm(nn.Module):
     Attributes:
       decay: Share of the moving averages that a step keeps.
       eps: Added to the variance.
+      powers: Factors of channels are rounded to powers of two, in training as well: see `normalize_channels`.
 
     References:
       Ioffe and Szegedy 2015, "Batch normalization", algorithms 1 and 2.
+      Courbariaux et al. 2016, "Binarized neural networks", shift-based batch normalization.
     """
 
     decay: int | float = 0.9
     eps: float = 1e-5
+    powers: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
@@ -61,13 +64,13 @@ class BatchNorm(nn.Module):
         moving_mean = buffer(self, "mean", nn.initializers.zeros, *channels)
         moving_variance = buffer(self, "variance", nn.initializers.ones, *channels)
         if deterministic:
-            return normalize_channels(x, moving_mean, moving_variance, scale, bias, self.eps), {}
+            return normalize_channels(x, moving_mean, moving_variance, scale, bias, self.eps, self.powers), {}
         assert weights is not None
         mean, variance, count = channel_moments(x, weights)
         # Deviations from the moving mean, so that little is lost where the mean is large beside the deviation.
         shift = mean - moving_mean
         sums = {"count": count, "sum": count * shift, "squares": count * (variance + jnp.square(shift))}
-        y = normalize_channels(x, mean, variance, scale, bias, self.eps)
+        y = normalize_channels(x, mean, variance, scale, bias, self.eps, self.powers)
         return y, jax.tree.map(jax.lax.stop_gradient, sums)
 
     @nn.nowrap

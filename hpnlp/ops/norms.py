@@ -184,6 +184,7 @@ def normalize_channels(
     scale: Float[Array, " C"],
     bias: Float[Array, " C"],
     eps: float,
+    powers: bool = False,
 ) -> Float[Array, "*positions C"]:
     """Batch normalisation with given moments, (x - mean) / sqrt(variance + eps) * scale + bias.
 
@@ -194,14 +195,26 @@ def normalize_channels(
       scale: [C].
       bias: [C].
       eps: Added to the variance.
+      powers: The factors scale / sqrt(variance + eps) are rounded to powers of two with signs, by their logarithms, so that
+        hardware without floats may shift. Gradients pass the rounding.
 
     Returns:
       [..., C].
 
     References:
       Ioffe and Szegedy 2015, "Batch normalization", algorithms 1 and 2.
+      Courbariaux et al. 2016, "Binarized neural networks", shift-based batch normalization, which rounds each factor by itself;
+        `powers` rounds their product.
     """
-    mean, factor, bias = (
-        v.reshape((1,) * (x.ndim - 1) + v.shape) for v in (mean, lax.rsqrt(variance + eps) * scale, bias)
-    )
+    factor = lax.rsqrt(variance + eps) * scale
+    if powers:
+        factor = _nearest_powers(lax.stop_gradient(factor)) + (factor - lax.stop_gradient(factor))
+    mean, factor, bias = (v.reshape((1,) * (x.ndim - 1) + v.shape) for v in (mean, factor, bias))
     return ((x.astype(jnp.float32) - mean) * factor + bias).astype(x.dtype)
+
+
+def _nearest_powers(x: Float[Array, " C"]) -> Float[Array, " C"]:
+    """Numbers rounded to powers of two with signs; 0 and numbers that are not finite stay."""
+    is_power = jnp.isfinite(x) & (x != 0)
+    exponents = jnp.round(jnp.log2(jnp.abs(jnp.where(is_power, x, 1.0)))).astype(jnp.int32)
+    return jnp.where(is_power, jnp.sign(x) * jnp.ldexp(jnp.ones_like(x), exponents), x)

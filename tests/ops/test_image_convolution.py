@@ -168,6 +168,23 @@ def test_moments_leave_out_examples_of_weight_0():
     np.testing.assert_array_equal(np.concatenate(jax.tree.leaves(jax.tree.map(jnp.ravel, empty))), 0)
 
 
+def test_factors_of_channels_may_be_powers_of_two():
+    rng = np.random.default_rng(2)
+    x, mean, bias = (jnp.float32(rng.normal(size=shape)) for shape in ((3, 4, 6), 6, 6))
+    variance, scale = jnp.float32(rng.uniform(0.1, 9, 6)), jnp.float32(rng.normal(size=6)).at[2].set(0.0)
+
+    def program(scale):
+        _, plain = jax.vjp(lambda s: normalize_channels(x, mean, variance, s, bias, 1e-5), scale)
+        rounded = jax.vjp(lambda s: normalize_channels(x, mean, variance, s, bias, 1e-5, powers=True), scale)
+        return plain(x), rounded[0], rounded[1](x)
+
+    plain_gradient, found, gradient = jax.jit(program)(scale)
+    factor = np.asarray(scale) / np.sqrt(np.asarray(variance) + 1e-5)
+    powers = np.sign(factor) * 2.0 ** np.round(np.log2(np.where(factor == 0, 1, np.abs(factor))))
+    assert_close(found, jnp.float32((np.asarray(x) - np.asarray(mean)) * powers + np.asarray(bias)))
+    assert_close(gradient, plain_gradient)
+
+
 @pytest.mark.oracle
 def test_normalisations_match_torch():
     rng = np.random.default_rng(1)
