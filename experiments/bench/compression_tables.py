@@ -34,13 +34,21 @@ def quantized_products(rows: Rows) -> list[tuple[str, str]]:
         for name, ratio in row["ratios"].items()
     ]
     products = [row["ratios"] for count in ROWS for row in rows if row["what"] == f"x [{count}, 384] {PRODUCT}"]
-    counts = ", ".join(map(str, ROWS))
-    return lines + [
+    lines += _by_rows(f"x [{', '.join(map(str, ROWS))}; 384] {PRODUCT}", products)
+    bits = [row for row in rows if row["what"].startswith("bits: ")]
+    counts = [row["what"].removeprefix("bits: x [").split(",")[0] for row in bits]
+    return lines + _by_rows(f"x [{', '.join(counts)}; 1024] times w [1024, 1024]", [row["ratios"] for row in bits])
+
+
+def _by_rows(what: str, products: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
+    """A line for each kind of weight, with its ratios for all numbers of rows of x; shifts have some of them."""
+    names = dict.fromkeys(name for ratios in products for name in ratios)
+    return [
         (
-            f"x [{counts}; 384] {PRODUCT}: {name.replace(' over ', ' relative to ')}",
-            "; ".join(f"{ratios[name]:.2f}" for ratios in products),
+            f"{what}: {name.replace(' over ', ' relative to ')}",
+            "; ".join(f"{ratios[name]:.2f}" for ratios in products if name in ratios),
         )
-        for name in products[0]
+        for name in names
     ]
 
 

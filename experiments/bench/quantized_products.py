@@ -1,11 +1,12 @@
 """Measures products with all kinds of weights, and compressed encoders, against float32 and onnxruntime, interleaved.
 
-    python experiments/bench/quantized_products.py [--rows=1,8,16,128,1024] [--parts=encoders,decoding,products]
+    python experiments/bench/quantized_products.py [--rows=1,8,16,128,1024] [--parts=encoders,decoding,products,bits]
 
 Products are those of the matrices of an encoder of width 384, through `linear` within jit. The encoder has BERT's layers, six
 of width 384; its outputs are first compared with those of onnxruntime in float32. Ratios with onnxruntime are reported where
 onnx and onnxruntime are installed. "decoding" is the generation of tokens by a language model of the same width, one sequence
-at a time. A time is the minimum of the rounds. About five minutes on two quiet cores.
+at a time. "bits" are products of a square matrix of width 1024 whose weights and inputs have one bit, beside those of int8, and
+of powers of two by shifts. A time is the minimum of the rounds. About five minutes on two quiet cores.
 """
 
 from __future__ import annotations
@@ -50,6 +51,14 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "a quarter of the blocks": lambda w: weights.keep_blocks(w, 0.25, 64),
     "low rank, half of the parameters": lambda w: weights.factorize(w, w.size // (2 * sum(w.shape))),
 }
+ONE_BIT = {
+    **{name: KINDS[name] for name in ("float32", "int8", "binary packed")},
+    "binary": lambda w: weights.binarize(w, packed=False),
+    "binary of both": weights.binarize_products,
+    "powers": lambda w: weights.round_to_powers(w, packed=False),
+}
+ONE_BIT_WIDTH, ONE_BIT_ROWS = 1024, (1, 16, 256, 1024)
+SHIFTED_ROWS = 16  # most rows for which shifts are measured: more take seconds
 ENCODERS = {
     "int8": "int8",
     "bfloat16": "bf16",
@@ -61,7 +70,12 @@ ENCODERS = {
 DECODERS = {"int8": "int8", "int8 weights only": "int8(integer_products=False)", "bfloat16": "bf16"}
 VOCAB, CLASSES, HEADS, EPSILON = 8192, 32, 6, 1e-5
 PROMPT, NEW_TOKENS = 4, 64
-PARTS = {"encoders": "encoder of", "decoding": "decoding by", "products": "x ["}  # part -> beginning of its rows' names
+PARTS = {
+    "encoders": "encoder of",
+    "decoding": "decoding by",
+    "products": "x [",
+    "bits": "bits: ",
+}  # part -> beginning of its rows' names
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("parts", list(PARTS), "Parts to measure; rows of the others are kept.")
@@ -103,22 +117,37 @@ def timed(what: str, calls: Mapping[str, Callable[[], Any]], errors: Mapping[str
     }
 
 
-def product_row(d: int, f: int, rows: int) -> dict[str, Any]:
+def product_row(d: int, f: int, rows: int, kinds: Mapping[str, Callable[[Any], Any]], begin: str) -> dict[str, Any]:
     """Times of x w for x [rows, D] and w [D, F]."""
     draw = np.random.default_rng(0)
     w = draw.normal(0, d**-0.5, (d, f)).astype(np.float32)
     x = draw.normal(size=(rows, d)).astype(np.float32)
     calls: dict[str, Callable[[], Any]] = {}
     errors, product = {}, jax.jit(linear)
-    for name, make in KINDS.items():
+    for name, make in kinds.items():
         weight, inputs = jax.device_put(jax.jit(make)(w)), jnp.asarray(x)
         calls[name] = lambda weight=weight, inputs=inputs: product(inputs, weight)
         errors[name] = relative_error(calls[name](), x @ w)
-    if graphs := graphs_of_onnxruntime():
+    if "powers" in kinds and rows <= SHIFTED_ROWS:
+        weight = weights.round_to_powers(w, packed=False)
+        calls["powers by shifts"] = lambda: shifted_product(x, weight)
+        errors["powers by shifts"] = relative_error(calls["powers by shifts"](), x @ w)
+    if kinds is KINDS and (graphs := graphs_of_onnxruntime()):
         for name, call in graphs.products(w, x).items():
             calls[f"onnxruntime {name}"] = call
             errors[f"onnxruntime {name}"] = relative_error(call(), x @ w)
-    return timed(f"x [{rows}, {d}] times w [{d}, {f}]", calls, errors)
+    return timed(f"{begin}x [{rows}, {d}] times w [{d}, {f}]", calls, errors)
+
+
+@jax.jit
+def shifted_product(x: Any, w: weights.IntegerWeight) -> Any:
+    """x w for powers of two: integers of x are shifted by the exponents of the codes, and added."""
+    steps = jnp.abs(x).max(axis=1, keepdims=True) / 127
+    rounded = jnp.round(x / steps).astype(jnp.int32)
+    codes = w.codes.astype(jnp.int32)
+    exponents = jax.lax.population_count(jnp.maximum(jnp.abs(codes), 1) - 1)
+    shifted = jnp.sign(codes)[None] * (rounded[:, :, None] << exponents[None])
+    return shifted.sum(axis=1).astype(jnp.float32) * steps * w.scales
 
 
 def encoder_row(batch: int) -> dict[str, Any]:
@@ -206,7 +235,9 @@ def main(_: Any) -> None:
     if "decoding" in FLAGS.parts:
         rows.append(decoding_row())
     if "products" in FLAGS.parts:
-        rows += [product_row(d, f, int(count)) for d, f in SHAPES for count in FLAGS.rows]
+        rows += [product_row(d, f, int(count), KINDS, "") for d, f in SHAPES for count in FLAGS.rows]
+    if "bits" in FLAGS.parts:
+        rows += [product_row(ONE_BIT_WIDTH, ONE_BIT_WIDTH, m, ONE_BIT, PARTS["bits"]) for m in ONE_BIT_ROWS]
     rows.sort(key=lambda row: next(i for i, start in enumerate(PARTS.values()) if row["what"].startswith(start)))
     print(measure.write_result("quantized_products", rows, FLAGS.out))
 

@@ -179,6 +179,7 @@ def _to_run(source: Path, target: Path) -> None:
 def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
     """Writes a Hugging Face checkpoint with the model and the tokenizer of a run."""
     from hpnlp import tasks
+    from hpnlp.compress import files
     from hpnlp.data import tokenizers
     from hpnlp.jobs import exported_tokenizer
     from hpnlp.models.dual_encoder import DualEncoderConfig
@@ -194,6 +195,11 @@ def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
     if isinstance(model, DualEncoderConfig) and run.config.data.distinct:
         raise InputError(
             f"{source}: data.distinct=True keeps each token of a text once, as no tokenizer of transformers does"
+        )
+    if files.takes_signs(run.params):
+        raise InputError(
+            f"{source}: products of binary(inputs=True) take the signs of their inputs, as no layer of transformers does: "
+            "convert a run without it, or write a file with hpnlp export"
         )
     kind = tasks.find(run.config.task).input_kind(run.config.data)
     with tempfile.TemporaryDirectory() as scratch:

@@ -48,7 +48,20 @@ def stages_of(node: Any) -> set[str]:
     return {_STAGES.get(type(node).__name__, type(node).__name__)}
 
 
+def takes_signs(params: Any) -> bool:
+    """Whether products with some weights of a model take the signs of their inputs, so that the matrices alone are no model.
+
+    Args:
+      params: A tree of arrays and Weights.
+
+    Returns:
+      True where a weight is a BinaryProductWeight.
+    """
+    return any(isinstance(x, kinds.BinaryProductWeight) for x in jax.tree.leaves(params, is_leaf=is_weight))
+
+
 _STAGES = {
+    "BinaryProductWeight": "binary",
     "BlockSparseWeight": "blocks",
     "CodebookWeight": "codebook",
     "MaskedWeight": "magnitude",

@@ -156,18 +156,30 @@ def ternary(packed: bool = True) -> Conversion:
     )
 
 
-def binary(packed: bool = True) -> Conversion:
+def binary(packed: bool = True, inputs: bool = False) -> Conversion:
     """Kernels of the values -a and a, with an a for each column; tables of 8-bit integers.
 
     Args:
       packed: Eight numbers to a byte; otherwise one, for faster products.
+      inputs: Products round their inputs to the mean magnitude of each row with a sign as well, and compare bits in place of
+        multiplications (Rastegari et al. 2016, "XNOR-Net"). It is for models that are trained with
+        `train.weights=binary(inputs=True)`.
 
     Returns:
       The conversion.
+
+    Raises:
+      InputError: `inputs` without `packed`.
     """
+    if inputs and not packed:
+        raise InputError(
+            "binary(packed=False, inputs=True): products of bits need packed bits: leave out packed=False or inputs=True"
+        )
 
     def convert(path: str, w: Any, moments: Any) -> Any:
-        return weights.quantize(w, by_row=True) if is_table(path) else weights.binarize(w, packed=packed)
+        if is_table(path):
+            return weights.quantize(w, by_row=True)
+        return weights.binarize_products(w) if inputs else weights.binarize(w, packed=packed)
 
     return Conversion(convert)
 

@@ -30,8 +30,8 @@ class QuantizedTechnique(Technique):
     inputs: bool = False
 
     @property
-    def rounds_inputs(self) -> bool:
-        return self.inputs
+    def input_bits(self) -> int:
+        return (1 if self.kind == "binary" else 8) if self.inputs else 0
 
     def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
         if self.kind == "binary":  # BinaryConnect: no gradient where latent weights are beyond 1
@@ -213,19 +213,22 @@ def ternary(inputs: bool = False, *, steps: int) -> Technique:
     return QuantizedTechnique(steps, "ternary", inputs=inputs)
 
 
-def binary(*, steps: int) -> Technique:
+def binary(inputs: bool = False, *, steps: int) -> Technique:
     """Matrices of -a and a, a the mean magnitude of each column; latent weights beyond 1 have no gradient.
 
     Args:
+      inputs: Products round their inputs to -b and b as well, b the mean magnitude of each row, as those of the stage
+        `binary(inputs=True)` do; inputs beyond 1 have no gradient.
       steps: Steps of the run.
 
     Returns:
       The technique.
 
     References:
-      Rastegari et al. 2016, "XNOR-Net", eq. 6. Courbariaux et al. 2015, "BinaryConnect", section 2.4.
+      Rastegari et al. 2016, "XNOR-Net", eq. 6. Courbariaux et al. 2015, "BinaryConnect", section 2.4, and 2016,
+      "Binarized neural networks".
     """
-    return QuantizedTechnique(steps, "binary")
+    return QuantizedTechnique(steps, "binary", inputs=inputs)
 
 
 def magnitude(keep: int | float, begin: int | float = 0.1, end: int | float = 0.7, *, steps: int) -> Technique:

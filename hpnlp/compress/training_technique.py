@@ -21,9 +21,9 @@ class Technique:
     steps: int = 0
 
     @property
-    def rounds_inputs(self) -> bool:
-        """Whether products with the matrices round their inputs to 8 bits."""
-        return False
+    def input_bits(self) -> int:
+        """Bits to which products with the matrices round their inputs: 8 or 1; 0 for inputs as they are."""
+        return 0
 
     @property
     def has_scores(self) -> bool:

@@ -120,8 +120,8 @@ class WeightTraining(ModelWrapper):
             )
             for index, (path, w) in enumerate(matrices.items())
         }
-        if self.technique.rounds_inputs:
-            bound = {path: RoundedInputsWeight(w) for path, w in bound.items()}
+        if bits := self.technique.input_bits:
+            bound = {path: RoundedInputsWeight(w, bits) for path, w in bound.items()}
         inner = {**variables, "params": _replaced(params, bound)}
         if BUFFERS in inner:
             inner[BUFFERS] = {name: tree for name, tree in inner[BUFFERS].items() if name != OWN}

@@ -20,7 +20,7 @@ from hpnlp.data import tokenizers
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.huggingface import convert
 from hpnlp.models.lm import LM, LMConfig, example_batch
-from hpnlp.ops.weights import dense_tree, quantize
+from hpnlp.ops.weights import binarize_products, dense_tree, quantize
 from hpnlp.training import config as configs
 from hpnlp.training import contents
 from hpnlp.training import run_directory as runs
@@ -211,6 +211,10 @@ def test_compressed_models_are_written_as_the_numbers_that_they_represent(conver
         run(from_=tmp_path / "to", to=source)
     with pytest.raises(InputError, match="compressed model and no checkpoints: leave out the step 1"):
         run(from_=source, to=tmp_path / "again", step=1)
+    signs = map_matrices(lambda path, w: w if is_table(path) else binarize_products(w), runs.load(converted).params)
+    write_weights(source / WEIGHTS_FILE, signs, {"step": 3})
+    with pytest.raises(InputError, match=r"products of binary\(inputs=True\) take the signs of their inputs"):
+        run(from_=source, to=tmp_path / "again")
 
 
 @pytest.mark.parametrize("qkv_bias", [False, True])

@@ -12,6 +12,7 @@ from hpnlp.compress.recipe import Calibration, compress, parse_recipe
 from hpnlp.compress.sensitivity import choose_bits, mean_curvature
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.ops.weights import (
+    BinaryProductWeight,
     BlockSparseWeight,
     CodebookWeight,
     FloatWeight,
@@ -91,6 +92,7 @@ def test_mild_stages_change_little(recipe):
         ("ternary", PackedWeight, 2),
         ("ternary(packed=False)", IntegerWeight, 8),
         ("binary", PackedWeight, 1),
+        ("binary(inputs=True)", BinaryProductWeight, 2),  # 16 rows fill half of each word
         pytest.param("pow2", PackedWeight, 4, marks=pytest.mark.slow),
         ("codebook(bits=3)", CodebookWeight, 8),
         ("two_four", TwoFourWeight, 17),
@@ -192,6 +194,7 @@ def test_least_important_units_go_first():
         ("fp8(e3m4)", "expected e4m3 or e5m2"),
         ("codebook(bits=9)", "bits=9.: expected 1 to 8"),
         ("codebook(table_bits=0)", "table_bits=0.: expected 1 to 8"),
+        ("binary(packed=False,inputs=True)", "need packed bits: leave out packed=False or inputs=True"),
         ("blocks(0)", "over 0 and at most 1"),
         ("blocks(0.5,block=0)", "expected at least 1"),
         ("blocks(0.5,block=5)", "does not divide layers/.* of 16 x 16"),

@@ -14,7 +14,7 @@ from hpnlp.compress.weight_training import WeightTraining, quantile, with_own, w
 from hpnlp.models import variables
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.ops.linear import linear
-from hpnlp.ops.weights import RoundedInputsWeight, dense_tree, quantize
+from hpnlp.ops.weights import RoundedInputsWeight, binarize_products, dense_tree, quantize
 from hpnlp.ops.weights.low_rank import rank_of
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig, is_matrix
@@ -62,7 +62,7 @@ def test_rounded_matrices_have_straight_through_gradients():
 def test_rounded_inputs_are_those_of_integer_products():
     x, w = jnp.asarray(RNG.normal(size=(5, 6)), jnp.float32), W[0]
     technique = with_weight_training(MODEL, "quantized(8, inputs=True)", 1).technique
-    assert technique.rounds_inputs and not with_weight_training(MODEL, "quantized(8)", 1).technique.rounds_inputs
+    assert technique.input_bits == 8 and with_weight_training(MODEL, "quantized(8)", 1).technique.input_bits == 0
     weight = RoundedInputsWeight(technique.bind(w, None, None, None))
     np.testing.assert_allclose(linear(x, weight), linear(x, quantize(w, 8)), rtol=1e-4, atol=1e-5)
     assert np.abs(linear(x, weight) - x @ weight.matrix).max() > 1e-4
@@ -71,6 +71,15 @@ def test_rounded_inputs_are_those_of_integer_products():
     np.testing.assert_allclose(dx, np.tile(np.asarray(w).sum(1), (5, 1)), rtol=1e-4, atol=1e-5)
     rounded = np.round(x / limits * 127) * limits / 127
     np.testing.assert_allclose(dw, np.tile(rounded.sum(0)[:, None], 4), rtol=1e-4, atol=1e-5)
+
+
+def test_binary_inputs_are_those_of_products_of_bits():
+    x, w = jnp.asarray(RNG.normal(size=(5, 6)), jnp.float32), jnp.clip(W[0], -1, 1)
+    technique = with_weight_training(MODEL, "binary(inputs=True)", 1).technique
+    weight = RoundedInputsWeight(technique.bind(w, None, None, None), technique.input_bits)
+    trained, stored = ((lambda x, w=w: linear(x, w).sum()) for w in (weight, binarize_products(w)))
+    np.testing.assert_allclose(linear(x, weight), linear(x, binarize_products(w)), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(jax.grad(trained)(x), jax.grad(stored)(x), rtol=1e-5, atol=1e-5)
 
 
 def test_pruned_matrices_have_gradients_of_their_definition():

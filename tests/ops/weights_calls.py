@@ -18,6 +18,7 @@ from hpnlp.ops.weights import (
     sparse,
     ternarize,
     to_floats,
+    xnor,
 )
 from hpnlp.ops.weights import integer as integers
 from hpnlp.ops.weights import packed as packing
@@ -64,6 +65,10 @@ CALLS = {
     "weights.ternary.ternarize": ((lambda w: ternarize(w).dense(), (W,)),),
     "weights.ternary.binarize": ((lambda w: binarize(w).dense(), (W,)),),
     "weights.ternary.round_to_powers": ((lambda w: round_to_powers(w).dense(), (W,)),),
+    "weights.xnor.binarize_products": ((lambda w, x: linear.product(x, xnor.binarize_products(w)), (W, W.T)),),
+    "weights.xnor.pack_signs": ((lambda x: xnor.pack_signs(x), (W,)),),
+    "weights.xnor.row_scales": ((xnor.row_scales, (W,)),),
+    "weights.xnor.binary_product_reference": ((xnor.binary_product_reference, (W.T, W)),),
     "weights.codebook.cluster": ((lambda w: jax.lax.stop_gradient(cluster(w, 4).dense()), (W,)),),
     "weights.sparse.masked": ((lambda w: masked(w, 0.5).dense(), (W,)),),
     "weights.sparse.largest": ((sparse.largest, (W, np.array(0.5, np.float32))),),

@@ -1,4 +1,4 @@
-"""Products of 8-bit integers in the form that ONNX runtimes have kernels for."""
+"""Products of 8-bit integers and of signs in the form that ONNX runtimes have kernels for."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.weight import is_weight
+from hpnlp.ops.linear import product
+from hpnlp.ops.weight import Weight, dense, is_weight
 from hpnlp.ops.weights.integer import IntegerWeight
+from hpnlp.ops.weights.xnor import BinaryProductWeight, row_scales
 
 
 @jax.tree_util.register_dataclass
@@ -53,21 +55,52 @@ def dynamic_integer_product(
     return sums.astype(jnp.float32) * step * scales[None]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RuntimeBinaryWeight(Weight):
+    """A BinaryProductWeight with a sign in each byte: ONNX has no operation that counts bits.
+
+    Attributes:
+      codes: int8 [D, F], -1 and 1.
+      scales: float32 [1, F].
+    """
+
+    codes: Any
+    scales: Any
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[-2:]
+
+    def dense(self) -> Float[Array, "D F"]:
+        return self.codes.astype(jnp.float32) * self.scales
+
+    def matmul(self, x: Float[Array, "M D"]) -> Float[Array, "M F"]:
+        signs = jnp.where(x < 0, -1.0, 1.0).astype(jnp.float32)
+        return product(signs, self.codes.astype(jnp.float32)) * row_scales(x) * self.scales
+
+    def axes(self, names: tuple[str | None, ...]) -> Any:
+        return RuntimeBinaryWeight(names, (*names[:-2], None, names[-1]))
+
+
 def for_runtimes(weights: Any) -> Any:
-    """Weights with the products of integers that ONNX runtimes have kernels for.
+    """Weights with the products of integers and signs that ONNX runtimes have kernels for.
 
     Args:
       weights: Weights of a model.
 
     Returns:
       The tree, with a RuntimeIntegerWeight in place of each IntegerWeight that multiplies integers and rounds each input by
-      its own range.
+      its own range, and a RuntimeBinaryWeight in place of each BinaryProductWeight.
     """
     return jax.tree.map(_converted, weights, is_leaf=is_weight)
 
 
 def _converted(leaf: Any) -> Any:
-    """A RuntimeIntegerWeight of an IntegerWeight, where runtimes have its product."""
+    """The weight of a leaf whose product runtimes have."""
+    if isinstance(leaf, BinaryProductWeight):
+        signs = dataclasses.replace(leaf, scales=jnp.ones_like(leaf.scales))
+        return RuntimeBinaryWeight(dense(signs).astype(jnp.int8), leaf.scales)
     if type(leaf) is not IntegerWeight or not leaf.integer_products or leaf.x_scale is not None:
         return leaf
     if leaf.codes.dtype != jnp.int8 or 1 not in leaf.scales.shape[-2:]:

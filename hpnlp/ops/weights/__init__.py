@@ -25,8 +25,10 @@ from hpnlp.ops.weights.sparse import (
     masked,
 )
 from hpnlp.ops.weights.ternary import binarize, round_to_powers, ternarize
+from hpnlp.ops.weights.xnor import BinaryProductWeight, binarize_products
 
 __all__ = [
+    "BinaryProductWeight",
     "BlockSparseWeight",
     "CodebookWeight",
     "FloatWeight",
@@ -40,6 +42,7 @@ __all__ = [
     "TwoFourWeight",
     "Weight",
     "binarize",
+    "binarize_products",
     "cluster",
     "dense",
     "dense_tree",

@@ -129,6 +129,7 @@ def test_onnxruntime_computes_the_same_logits(config, recipe, tolerance, tmp_pat
     [
         (BERT, "layers(2)", 1e-5),
         (BERT, "int8", 2e-3),
+        (BERT, "binary(inputs=True)", 1e-4),
         (LLAMA, "layers(2)", 1e-5),
         (dataclasses.replace(BERT, mixer="window(2,2),full", pooling="none", classes=3, tied=False), "layers(2)", 1e-5),
         (GROUPED, "int8", 2e-3),
@@ -139,7 +140,16 @@ def test_onnxruntime_computes_the_same_logits(config, recipe, tolerance, tmp_pat
             1e-5,
         ),
     ],
-    ids=["encoder", "encoder_int8", "lm", "windows_of_a_tagger", "grouped_int8", "experts", "some_experts"],
+    ids=[
+        "encoder",
+        "encoder_int8",
+        "encoder_binary",
+        "lm",
+        "windows_of_a_tagger",
+        "grouped_int8",
+        "experts",
+        "some_experts",
+    ],
 )
 def test_files_take_any_batch_and_length(config, recipe, tolerance, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
