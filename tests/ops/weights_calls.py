@@ -15,6 +15,8 @@ from hpnlp.ops.weights import (
     quantize,
     ranges,
     round_to_powers,
+    row_scaled,
+    second_order,
     sparse,
     ternarize,
     to_floats,
@@ -26,6 +28,7 @@ from hpnlp.ops.weights import straight_through as through
 
 W = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
 CODES = np.round(W * 40).astype(np.int8)
+MOMENTS = W @ W.T + np.eye(8, dtype=np.float32)
 INTEGERS = IntegerWeight(CODES, np.ones((1, 6), np.float32), integer_products=False)
 
 CALLS = {
@@ -69,6 +72,21 @@ CALLS = {
     "weights.xnor.pack_signs": ((lambda x: xnor.pack_signs(x), (W,)),),
     "weights.xnor.row_scales": ((xnor.row_scales, (W,)),),
     "weights.xnor.binary_product_reference": ((xnor.binary_product_reference, (W.T, W)),),
+    "weights.second_order.inverse_factor": ((second_order.inverse_factor, (MOMENTS,)),),
+    "weights.second_order.output_error": ((second_order.output_error, (W, MOMENTS)),),
+    "weights.second_order.quantize_by_moments": (
+        (lambda w, h: second_order.quantize_by_moments(w, h, 4, group=4).dense(), (W, MOMENTS)),
+    ),
+    "weights.second_order.prune_by_moments": (
+        (lambda w, h: second_order.prune_by_moments(w, h, 0.5), (W, MOMENTS)),
+    ),
+    "weights.second_order.two_of_four_by_moments": (
+        (lambda w, h: second_order.two_of_four_by_moments(w, h).dense(), (W, MOMENTS)),
+    ),
+    "weights.row_scaled.smoothing_factors": ((row_scaled.smoothing_factors, (W, MOMENTS)),),
+    "weights.row_scaled.search_row_factors": (
+        (lambda w, h: row_scaled.search_row_factors(w, h, lambda w: quantize(w, 4).dense()), (W, MOMENTS)),
+    ),
     "weights.codebook.cluster": ((lambda w: jax.lax.stop_gradient(cluster(w, 4).dense()), (W,)),),
     "weights.sparse.masked": ((lambda w: masked(w, 0.5).dense(), (W,)),),
     "weights.sparse.largest": ((sparse.largest, (W, np.array(0.5, np.float32))),),
