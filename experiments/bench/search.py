@@ -3,17 +3,21 @@
     python experiments/bench/search.py --run=WORKDIR
     python experiments/bench/search.py --table=TABLE.npy --queries=QUERIES.npy
     python experiments/bench/search.py --run=WORKDIR --keys=1000000 --k=32 --name=search_keys
+    python experiments/bench/search.py --synthetic=200000 --methods=pq,faiss_pq,faiss_pq4 --name=search_pq
 
 A run provides the table of its output layer and, as queries, hidden states of held-out tokens. With --keys, the hidden states
 of that many training tokens are searched in place of the table, as by a nearest-neighbour language model: two more columns make
 the order of products that of distances, and faiss searches the same vectors. For each method, the fastest setting whose
 recall@k reaches a target is chosen on separate queries; recall and time are measured on the others by the public
-interface. Indexes that search everything are first compared with sorting all scores in float64.
+interface. For pq and faiss's product quantization, with 4-bit and 8-bit codes of 16 bytes, the number of vectors that are
+ranked again varies too; faiss searches vectors in the rotation of pq, which takes seconds, in place of OPQ's many minutes.
+--synthetic draws unit vectors in clusters, of low intrinsic dimension. Indexes that search everything are first compared with sorting all scores in float64.
 """
 
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -30,22 +34,36 @@ from hpnlp.data import prepare
 from hpnlp.jobs.retrieval import next_words
 from hpnlp.nn.attention import Context
 from hpnlp.ops.attention import Causal
-from hpnlp.ops.search import recall
+from hpnlp.ops.search import build_pq, recall
 from hpnlp.retrieval import Index, datastore
 from hpnlp.training.run_directory import load
 from hpnlp.types import InputError
 
 RESULTS = Path(__file__).parents[1] / "results"
-TARGETS = 0.95, 0.99
 COUNTS = 64, 500, 4096
 TUNING = 500
 PROBES = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128
+# Vectors that are ranked again, over k.
+RERANKS = 4, 8, 16, 32
+# Bytes of a product-quantized vector, without its id.
+CODE = 16
+NAMES = {"faiss": "faiss ivf", "faiss_pq": "faiss pq", "faiss_pq4": "faiss pq, 4 bits"}
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("run", "", "A finished run, which provides the table and held-out tokens.")
 flags.DEFINE_string("table", "", "Instead of a run: a .npy file, [V, D].")
 flags.DEFINE_string("queries", "", "With --table: a .npy file, [Q, D].")
-flags.DEFINE_list("methods", ["ivf", "lsh", "faiss"], "Methods to measure, of ivf, lsh, faiss.")
+flags.DEFINE_integer("synthetic", 0, "Instead of a run: number of synthetic vectors of 128 numbers.")
+flags.DEFINE_list(
+    "methods",
+    ["ivf", "lsh", "faiss"],
+    "Methods to measure, of ivf, lsh, pq, faiss, faiss_pq (8 bits) and faiss_pq4 (4 bits).",
+)
+flags.DEFINE_list("targets", ["0.95", "0.99"], "Recalls to reach.")
+flags.DEFINE_string(
+    "indexes", "", "Directory that keeps built indexes between runs of the same vectors; empty for none."
+)
+flags.DEFINE_bool("build_only", False, "With --indexes: build the indexes and measure nothing.")
 flags.DEFINE_integer(
     "keys", 0, "With --run: number of hidden states of the training text to search, in place of the table."
 )
@@ -87,6 +105,24 @@ def load_states(workdir: str, keys: int) -> tuple[np.ndarray, np.ndarray]:
     return vectors.astype(np.float32), np.pad(queries, ((0, 0), (0, 2)), constant_values=scale)
 
 
+def synthetic(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Unit vectors [count, 128] of 2000 clusters in 16 dimensions of falling variance, with noise in all; and queries."""
+    rng = np.random.default_rng(seed)
+    scale = (1 / np.sqrt(np.arange(1, 17))).astype(np.float32)
+    basis = np.linalg.qr(rng.standard_normal((128, 16)))[0].T.astype(np.float32)
+    centres = rng.standard_normal((2000, 16), np.float32) * scale
+    share = 1 / np.arange(10, 2010)
+
+    def draw(n: int) -> np.ndarray:
+        x = centres[rng.choice(2000, n, p=share / share.sum())] + 0.35 * scale * rng.standard_normal(
+            (n, 16), np.float32
+        )
+        x = x @ basis + 0.02 * rng.standard_normal((n, 128), np.float32)
+        return x / np.linalg.norm(x, axis=1, keepdims=True)
+
+    return draw(count), draw(TUNING + COUNTS[-1])
+
+
 def check(table: np.ndarray, queries: np.ndarray) -> None:
     """Exits unless indexes that search all of 20,000 rows find the same rows as sorting."""
     w, q = table[:20_000], queries[:50]
@@ -101,73 +137,148 @@ def check(table: np.ndarray, queries: np.ndarray) -> None:
 
 
 def settings(method: str, vocab: int) -> Iterator[str]:
-    """Spec strings of indexes to build; `fastest` varies the number of probes."""
+    """Spec strings of indexes to build; `fastest` varies their settings of searches."""
     root = vocab.bit_length() // 2
     cells = [1 << i for i in range(root - 1, root + 4) if (1 << i) * 8 <= vocab]
     if method == "lsh":
         bits = [b for b in range(root, root + 8, 2) if 1 << b <= vocab]
         yield from (f"lsh(bits={b},tables={tables},probes=1)" for b, tables in itertools.product(bits, (4, 8, 16)))
-    else:
+    elif method in ("ivf", "faiss"):
         yield from (f"ivf(cells={c},probes=1)" if method == "ivf" else f'faiss("IVF{c},Flat",1)' for c in cells)
+    elif method == "pq":
+        yield f"pq(parts={CODE},cells={cells[1]},probes=1,keep=float16)"
+    else:
+        code = f"PQ{CODE}" if method == "faiss_pq" else f"PQ{2 * CODE}x4fs"
+        yield f'faiss("IVF{cells[1]},{code},RFlat",1)'
 
 
-def fastest(method: str, table: np.ndarray, q: np.ndarray, true: Any) -> dict[float, Index]:
-    """Target recall -> the fastest index that reaches it, by preliminary measurements."""
-    best: dict[float, tuple[float, Index]] = {}
-    for spec in settings(method, len(table)):
+class Rotated:
+    """A faiss index of vectors that were rotated as pq rotates its own, so that parts get equal shares of the variance.
+
+    Attributes:
+      index: Index of the rotated vectors.
+      rotation: [D, D].
+    """
+
+    def __init__(self, index: Index, rotation: np.ndarray) -> None:
+        self.index, self.rotation = index, rotation
+        self.kind, self.bytes_per_vector = index.kind, index.bytes_per_vector
+
+    def search(self, q: np.ndarray, k: int) -> tuple[Any, Any]:
+        return self.index.search(q @ self.rotation, k)
+
+    def searching(self, **settings: int) -> Rotated:
+        return Rotated(self.index.searching(**settings), self.rotation)
+
+
+def built(spec: str, table: np.ndarray) -> Index | Rotated:
+    """An index from --indexes, which is built there first if it does not exist."""
+    rotation = None
+    if "PQ" in spec:
+        parts = int(re.findall(r"PQ(\d+)", spec)[0])
+        sample = table[:: max(len(table) // 50_000, 1)]
+        index = build_pq(sample, cells=128, parts=parts, centroids=16, keep="none", iterations=3)
+        rotation = np.asarray(index.rotation, np.float64)
+        rotation = np.linalg.qr(rotation)[0].astype(np.float32)  # rounded to float16 in the index
+        table = table @ rotation
+    path = Path(FLAGS.indexes) / (re.sub(r"\W+", "_", spec) + ".npz")
+    if FLAGS.indexes and path.exists():
+        index = Index.load(path)
+    else:
         index = Index(spec).build(table)
-        targets = list(TARGETS)
-        for probes in PROBES:
-            try:
-                candidate = index.probing(probes)
-                achieved = recall(candidate.search(q, FLAGS.k)[1], true)
-            except InputError:  # the index has fewer cells or buckets
-                break
-            if achieved < targets[0]:
-                continue
-            seconds = measure.timeit({"": lambda index=candidate: index.search(q, FLAGS.k)}, rounds=3)[""].min
-            print(f"  {candidate.kind}: recall {achieved:.3f}, {seconds * 1e3:.1f} ms for {len(q)} queries", flush=True)
-            while targets and achieved >= targets[0]:
-                target = targets.pop(0)
-                best[target] = min(best.get(target, (np.inf, candidate)), (seconds, candidate), key=lambda x: x[0])
-            if not targets:
-                break
+        print(f"built {spec}", flush=True)
+    if FLAGS.indexes and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        index.save(path)
+    return index if rotation is None else Rotated(index, rotation)
+
+
+def candidates(index: Index | Rotated, method: str) -> Iterator[Iterator[Index | Rotated]]:
+    """For each number of vectors that are ranked again, the index with rising numbers of probes."""
+    reranks: list[dict[str, int]] = [{}]
+    if method == "pq":
+        reranks = [{"rerank": n * FLAGS.k} for n in RERANKS]
+    elif method.startswith("faiss_pq"):
+        reranks = [{"refine": n} for n in RERANKS]
+    for rerank in reranks:
+        yield (index.searching(probes=probes, **rerank) for probes in PROBES)
+
+
+def fastest(method: str, table: np.ndarray, q: np.ndarray, true: Any) -> dict[float, Index | Rotated]:
+    """Target recall -> the fastest index that reaches it, by preliminary measurements."""
+    best: dict[float, tuple[float, Index | Rotated]] = {}
+    for spec in settings(method, len(table)):
+        for indexes in candidates(built(spec, table), method):
+            _tune(indexes, q, true, best)
     return {target: index for target, (_, index) in best.items()}
 
 
-def compare(setting: str, target: float, indexes: dict[str, Index], q: np.ndarray, true: np.ndarray) -> dict[str, Any]:
+def _tune(indexes: Iterator[Index | Rotated], q: np.ndarray, true: Any, best: dict[float, tuple[float, Index | Rotated]]) -> None:
+    """Measures indexes of rising recall until all targets are reached, and enters the faster ones in `best`."""
+    targets, before = sorted(map(float, FLAGS.targets)), 0.0
+    while targets:
+        try:
+            candidate = next(indexes)
+            achieved = recall(candidate.search(q, FLAGS.k)[1], true)
+        except (InputError, StopIteration):  # the index has fewer cells or buckets
+            return
+        if achieved - before < 1e-4 and achieved > 0.5:  # more probes add nothing
+            return
+        before = achieved
+        if achieved < targets[0]:
+            continue
+        seconds = measure.timeit({"": lambda index=candidate: index.search(q, FLAGS.k)}, rounds=3)[""].min
+        print(f"  {candidate.kind}: recall {achieved:.3f}, {seconds * 1e3:.1f} ms for {len(q)} queries", flush=True)
+        while targets and achieved >= targets[0]:
+            target = targets.pop(0)
+            best[target] = min(best.get(target, (np.inf, candidate)), (seconds, candidate), key=lambda x: x[0])
+
+
+def compare(setting: str, target: float, indexes: dict[str, Index | Rotated], q: np.ndarray, true: np.ndarray) -> dict[str, Any]:
     recalls = {name: recall(index.search(q, FLAGS.k)[1], true[: len(q)]) for name, index in indexes.items()}
     times = measure.timeit({n: lambda i=i: i.search(q, FLAGS.k) for n, i in indexes.items()}, rounds=FLAGS.rounds)
     ratios = {f"time of {name} over exact": x.over(times["exact"]) for name, x in times.items() if name != "exact"}
+    if "pq" in times:
+        ratios |= {f"time of {n} over pq": x.over(times["pq"]) for n, x in times.items() if n.startswith("faiss pq")}
     label = f"search, {setting}, recall@{FLAGS.k} of {target}"
     print(f"{label}: {', '.join(f'{name} {x:.3g}' for name, x in ratios.items())}", flush=True)
     kinds = {name: str(index.kind) for name, index in indexes.items()}
     seconds = {name: list(x.all) for name, x in times.items()}
     medians = {name: x.median for name, x in times.items()}
-    return {"what": label, "ratios": ratios, "recall": recalls, "kinds": kinds, "s": medians, "all_s": seconds}
+    sizes = {n: {str(r): i.bytes_per_vector(reranking=r) for r in (True, False)} for n, i in indexes.items()}
+    sizes = {n: {"with vectors to rank again": x["True"], "searched": x["False"]} for n, x in sizes.items()}
+    return {
+        "what": label, "ratios": ratios, "recall": recalls, "kinds": kinds, "s": medians, "all_s": seconds, "bytes": sizes
+    }  # fmt: skip
 
 
 def main(_: Any) -> None:
     cli.prepare_jax()
-    if not FLAGS.run and not (FLAGS.table and FLAGS.queries):
-        sys.exit("--run=WORKDIR, or --table=FILE.npy and --queries=FILE.npy, are required")
-    if FLAGS.keys:
+    if not FLAGS.run and not (FLAGS.table and FLAGS.queries) and not FLAGS.synthetic:
+        sys.exit("--run=WORKDIR, --table=FILE.npy and --queries=FILE.npy, or --synthetic=COUNT are required")
+    if FLAGS.synthetic:
+        table, queries = synthetic(FLAGS.synthetic)
+    elif FLAGS.keys:
         table, queries = load_states(FLAGS.run, FLAGS.keys)
     else:
         table, queries = load_run(FLAGS.run) if FLAGS.run else (np.load(FLAGS.table), np.load(FLAGS.queries))
     if len(queries) < TUNING + COUNTS[-1]:
         sys.exit(f"got {len(queries)} queries, expected at least {TUNING + COUNTS[-1]}")
     faiss.omp_set_num_threads(measure.environment()["cores"])
+    if FLAGS.build_only:
+        for method in FLAGS.methods:
+            for spec in settings(method, len(table)):
+                built(spec, table)
+        return
     check(table, queries)
     tuning, queries = queries[:TUNING], queries[TUNING:]
     references = {"exact": Index("exact").build(table), "faiss flat": Index("faiss").build(table)}
     true_tuning, true_ids = (
         np.asarray(references["exact"].search(q, FLAGS.k)[1]) for q in (tuning, queries[: COUNTS[-1]])
     )
-    tuned = {method: fastest(method, table, tuning, true_tuning) for method in FLAGS.methods}
-    tuned["faiss ivf"] = tuned.pop("faiss", {})
+    tuned = {NAMES.get(method, method): fastest(method, table, tuning, true_tuning) for method in FLAGS.methods}
     rows = []
-    for target, count in itertools.product(TARGETS, COUNTS):
+    for target, count in itertools.product(map(float, FLAGS.targets), COUNTS):
         indexes = references | {method: best[target] for method, best in tuned.items() if target in best}
         rows.append(
             compare(

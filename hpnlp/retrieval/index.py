@@ -56,8 +56,8 @@ class Index:
     probes and buckets are then those of each device.
 
     Args:
-      kind: Spec string of an entry of KINDS: "exact", "ivf(cells,probes)", "lsh(bits,tables,probes)" or "faiss(factory)", with
-        the arguments of that class.
+      kind: Spec string of an entry of KINDS: "exact", "ivf(cells,probes)", "lsh(bits,tables,probes)",
+        "pq(parts,cells,probes)" or "faiss(factory)", with the arguments of that class.
       mesh: Devices over which the vectors are divided; None for one device.
       axis: Axis of the mesh.
 
@@ -100,7 +100,7 @@ class Index:
     def add(self, vectors: Array | np.ndarray) -> Index:
         """Adds vectors, with the ids that follow. On failure the index does not change.
 
-        All kinds but faiss are built again from all vectors.
+        All kinds but faiss are built again from all vectors, so that pq must keep them (keep="same").
 
         Args:
           vectors: [n, D], of the dtype of those in the index, finite.
@@ -109,7 +109,8 @@ class Index:
           The index itself.
 
         Raises:
-          InputError: As `build`, or nothing was built, or the vectors have another dimension or dtype than those in the index.
+          InputError: As `build`, or nothing was built, the vectors have another dimension or dtype than those in the index, or
+            the index does not have its vectors.
         """
         self._check_built()
         added = _checked(vectors, "vectors", self._dim)
@@ -177,15 +178,48 @@ class Index:
         Raises:
           InputError: Nothing was built, the kind has no probes, or there are fewer cells or buckets.
         """
-        self._check_built()
-        if not hasattr(self.kind, "probes"):
+        if "probes" not in self.kind.search_settings:
             raise InputError(
-                f"an index of kind {str(self.kind)!r} has no probes, because it reads all vectors: expected ivf, lsh or faiss"
+                f"an index of kind {str(self.kind)!r} has no probes, because it reads all vectors: expected ivf, lsh, pq or faiss"
             )
+        return self.searching(probes=probes)
+
+    def searching(self, **settings: int | None) -> Index:
+        """An index of the same vectors with other settings of searches; nothing is built or copied.
+
+        Args:
+          **settings: Arguments of the kind that only searches read: `probes`, `rerank` of pq, `refine` of faiss, `candidates` of
+            lsh, `block_size` of exact.
+
+        Returns:
+          The new index.
+
+        Raises:
+          InputError: Nothing was built, the kind has no such setting, or the value is out of range.
+        """
+        self._check_built()
+        for name in settings:
+            lookup({setting: None for setting in self.kind.search_settings}, name, "setting of searches")
         other = copy.copy(self)
-        other.kind = dataclasses.replace(self.kind, probes=probes)
+        other.kind = dataclasses.replace(self.kind, **settings)
         other.kind.check(self._shapes(self._state), self._dim)
         return other
+
+    def bytes_per_vector(self, *, reranking: bool = True) -> float:
+        """Size of the index over the number of vectors, with ids, centroids and padding.
+
+        Args:
+          reranking: Whether to count what is read only to rank the best vectors again: the vectors or fine codes that pq keeps
+            beside its codes, and those of a faiss index with refinement.
+
+        Returns:
+          Bytes.
+
+        Raises:
+          InputError: Nothing was built.
+        """
+        self._check_built()
+        return self.kind.nbytes(self._state, reranking) / len(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the index to a file, atomically: a file of that name is replaced once the new one is complete.

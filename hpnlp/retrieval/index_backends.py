@@ -12,7 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from hpnlp.ops.search import IvfIndex, LshIndex, build_ivf, build_lsh, exact_search, ivf_search, lsh_search
+from hpnlp.ops.search import (
+    IvfIndex,
+    LshIndex,
+    PqIndex,
+    build_ivf,
+    build_lsh,
+    build_pq,
+    exact_search,
+    ivf_search,
+    lsh_search,
+    pq_search,
+)
 from hpnlp.types import InputError
 
 Arrays = Mapping[str, Any]
@@ -28,6 +39,10 @@ class Kind:
 
     # Whether the state can be divided over the devices of a mesh.
     on_devices: ClassVar[bool] = True
+    # Settings that `search` reads and `build` does not.
+    search_settings: ClassVar[tuple[str, ...]] = ()
+    # Arrays of the state that are read only to rank the best vectors again.
+    rerank_arrays: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         types = {"int": int, "int | None": int | None, "str": str}
@@ -100,6 +115,18 @@ class Kind:
         """
         raise NotImplementedError
 
+    def nbytes(self, state: Any, reranking: bool) -> int:
+        """Size of a state.
+
+        Args:
+          state: The state.
+          reranking: Whether to count what is read only to rank the best vectors again.
+
+        Returns:
+          Bytes.
+        """
+        return sum(x.nbytes for name, x in state.items() if reranking or name not in self.rerank_arrays)
+
     def add(self, state: Any, vectors: np.ndarray) -> Any:
         """Adds vectors. Only kinds without `on_devices` define it; an index of another kind is built again from all vectors.
 
@@ -141,6 +168,7 @@ class Exact(Kind):
 
     #: Vectors of a block; None for a default.
     block_size: int | None = None
+    search_settings = ("block_size",)
 
     def build(self, vectors: np.ndarray) -> Arrays:
         return {"w": vectors}
@@ -166,6 +194,7 @@ class Ivf(Kind):
     capacity: int | None = None
     #: Seed of the sample for k-means.
     seed: int = 0
+    search_settings = ("probes",)
 
     def build(self, vectors: np.ndarray) -> Arrays:
         options = {"iterations": self.iterations, "capacity": self.capacity, "seed": self.seed}
@@ -195,6 +224,7 @@ class Lsh(Kind):
     candidates: int | None = None
     #: Seed of the random projections.
     seed: int = 0
+    search_settings = ("probes", "candidates")
 
     def build(self, vectors: np.ndarray) -> Arrays:
         index = build_lsh(vectors, bits=self.bits, tables=self.tables, seed=self.seed)
@@ -208,6 +238,53 @@ class Lsh(Kind):
 
 
 @dataclasses.dataclass(frozen=True)
+class Pq(Kind):
+    """Search of product-quantized vectors in the nearest cells of k-means: `hpnlp.ops.search.build_pq`, `pq_search`."""
+
+    #: Number of parts of a vector, each with a code.
+    parts: int
+    #: Number of cells.
+    cells: int
+    #: Number of cells that a query reads.
+    probes: int
+    #: Number of vectors that are scored again, by the vectors or fine codes that are kept; at least 8 times the number asked for.
+    rerank: int = 128
+    #: Centroids of a part: 256 for codes of 8 bits, 16 for 4.
+    centroids: int = 256
+    #: Vectors that are kept to score the best again: same, float16, int8 or none.
+    keep: str = "same"
+    #: Parts of a second code of what the first leaves, which stands in for the vectors with keep="none".
+    fine: int = 0
+    #: Iterations of each k-means.
+    iterations: int = 10
+    #: Bound on the vectors of a cell; None is twice the mean.
+    capacity: int | None = None
+    #: Seed of the samples for k-means.
+    seed: int = 0
+    search_settings = ("probes", "rerank")
+    rerank_arrays = ("vectors", "scales", "fine_codes", "fine_books")
+
+    def build(self, vectors: np.ndarray) -> Arrays:
+        names = ("cells", "parts", "centroids", "keep", "fine", "seed", "iterations", "capacity")
+        index = build_pq(vectors, **{name: getattr(self, name) for name in names})
+        state = {f.name: getattr(index, f.name) for f in dataclasses.fields(index) if f.name != "capacity"}
+        return {name: x for name, x in state.items() if x is not None}
+
+    def search(self, state: Arrays, q: Array, k: int) -> tuple[Array, Array]:
+        # The codes end with padding of the size of the widest window, which has at least the capacity.
+        capacity = state["codes"].shape[0] - state["ids"].shape[0]
+        return pq_search(PqIndex(**state, capacity=capacity), q, k, probes=self.probes, rerank=self.rerank)
+
+    def vectors(self, state: Arrays, count: int) -> np.ndarray:
+        if self.keep == "none" or "scales" in state:
+            raise InputError(
+                f"an index of kind pq with keep={self.keep!r} has its vectors only approximately: build it again from all "
+                "vectors, or with keep='same'"
+            )
+        return np.asarray(state["vectors"])[:count][np.argsort(np.asarray(state["ids"])[:count])]
+
+
+@dataclasses.dataclass(frozen=True)
 class Faiss(Kind):
     """An index of faiss, on the CPU and in float32. `add` adds vectors without training the index again."""
 
@@ -215,7 +292,10 @@ class Faiss(Kind):
     factory: str = "Flat"
     #: Number of cells that a query reads, for an IVF index; None is faiss's default of 1.
     probes: int | None = None
+    #: Vectors that an index with refinement ranks again, over the number asked for; None is faiss's default of 1.
+    refine: int | None = None
     on_devices = False
+    search_settings = ("probes", "refine")
 
     def build(self, vectors: np.ndarray) -> Any:
         faiss = _faiss()
@@ -233,7 +313,14 @@ class Faiss(Kind):
         return state
 
     def _set_probes(self, state: Any) -> None:
-        """Sets the probes in the faiss index, before every search, because indexes of different probes share a state."""
+        """Sets the probes and the refinement before every search, because indexes of different settings share a state."""
+        refined = self._refined(state)
+        if refined is not None:
+            refined.k_factor = 1 if self.refine is None else self.refine
+        elif self.refine is not None:
+            raise InputError(
+                f"refine={self.refine}: the faiss index {self.factory!r} ranks nothing again; leave refine out"
+            )
         try:
             cells = _faiss().extract_index_ivf(state)
         except RuntimeError as error:
@@ -246,6 +333,15 @@ class Faiss(Kind):
         if not 1 <= probes <= cells.nlist:
             raise InputError(f"probes is {probes}: expected 1 to {cells.nlist}, the number of cells")
         cells.nprobe = probes
+
+    def _refined(self, state: Any) -> Any:
+        """The faiss index that ranks vectors again; None if there is none."""
+        index = _faiss().downcast_index(state)
+        return index if isinstance(index, _faiss().IndexRefine) else None
+
+    def nbytes(self, state: Any, reranking: bool) -> int:
+        refined = None if reranking else self._refined(state)
+        return len(_faiss().serialize_index(state if refined is None else refined.base_index))
 
     def check(self, state: Any, dim: int) -> None:
         self._set_probes(state)
@@ -267,7 +363,7 @@ class Faiss(Kind):
         return _faiss().deserialize_index(arrays["faiss"])
 
 
-KINDS: dict[str, Callable[..., Kind]] = {"exact": Exact, "ivf": Ivf, "lsh": Lsh, "faiss": Faiss}
+KINDS: dict[str, Callable[..., Kind]] = {"exact": Exact, "ivf": Ivf, "lsh": Lsh, "pq": Pq, "faiss": Faiss}
 
 
 def _faiss() -> Any:

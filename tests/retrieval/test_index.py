@@ -20,7 +20,13 @@ from tests.ops.search.tables import by_sorting, clustered
 
 V = 331
 # Settings with which every kind reads all vectors, and is therefore exact; also when divided, as cells are per device.
-ALL = ("exact", "exact(block_size=16)", "ivf(cells=3,probes=3)", "lsh(bits=2,tables=1,probes=4,candidates=400)")
+ALL = (
+    "exact",
+    "exact(block_size=16)",
+    "ivf(cells=3,probes=3)",
+    "lsh(bits=2,tables=1,probes=4,candidates=400)",
+    "pq(parts=4,cells=3,probes=3,rerank=400,centroids=16,iterations=2)",
+)
 FAISS = ("faiss", 'faiss("IVF3,Flat",probes=3)')
 
 

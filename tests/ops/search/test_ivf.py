@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.search import ivf
+from hpnlp.ops.search import cells
 from hpnlp.ops.search.exact import recall
 from hpnlp.ops.search.ivf import build_ivf, ivf_search
 from hpnlp.types import InputError
@@ -90,8 +90,8 @@ def test_blocks_of_queries_match_one_block(monkeypatch):
     index = build_ivf(w, cells=7, iterations=2, capacity=64, bias=bias)
     run = lambda: once(lambda index, q: ivf_search(index, q, 5, probes=4), index, q)  # noqa: E731
     one_block = run()
-    monkeypatch.setattr(ivf, "MAXIMA", 4 * 4 * 8)
-    monkeypatch.setattr(ivf, "LANES", (2, 2))
+    monkeypatch.setattr(cells, "MAXIMA", 4 * 4 * 8)
+    monkeypatch.setattr(cells, "LANES", (2, 2))
     for a, b in zip(run(), one_block, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
