@@ -7,11 +7,11 @@
 
 A run provides the table of its output layer and, as queries, hidden states of held-out tokens. With --keys, the hidden states
 of that many training tokens are searched in place of the table, as by a nearest-neighbour language model: two more columns make
-the order of products that of distances, and faiss searches the same vectors. For each method, the fastest setting whose
-recall@k reaches a target is chosen on separate queries; recall and time are measured on the others by the public
-interface. For pq and faiss's product quantization, with 4-bit and 8-bit codes of 16 bytes, the number of vectors that are
-ranked again varies too; faiss searches vectors in the rotation of pq, which takes seconds, in place of OPQ's many minutes.
---synthetic draws unit vectors in clusters, of low intrinsic dimension. Indexes that search everything are first compared with sorting all scores in float64.
+the order of products that of distances, and faiss searches the same vectors. --synthetic draws unit vectors in clusters, of low
+intrinsic dimension. For each method, the fastest setting whose recall@k reaches a target is chosen on separate queries; recall
+and time are measured on the others by the public interface. For product quantization, with codes of 16 bytes, the number of
+vectors that are ranked again varies too; faiss searches vectors in the rotation of pq, which takes seconds, in place of OPQ.
+Indexes that search everything are first compared with sorting all scores in float64.
 """
 
 from __future__ import annotations
@@ -213,7 +213,9 @@ def fastest(method: str, table: np.ndarray, q: np.ndarray, true: Any) -> dict[fl
     return {target: index for target, (_, index) in best.items()}
 
 
-def _tune(indexes: Iterator[Index | Rotated], q: np.ndarray, true: Any, best: dict[float, tuple[float, Index | Rotated]]) -> None:
+def _tune(
+    indexes: Iterator[Index | Rotated], q: np.ndarray, true: Any, best: dict[float, tuple[float, Index | Rotated]]
+) -> None:
     """Measures indexes of rising recall until all targets are reached, and enters the faster ones in `best`."""
     targets, before = sorted(map(float, FLAGS.targets)), 0.0
     while targets:
@@ -234,7 +236,9 @@ def _tune(indexes: Iterator[Index | Rotated], q: np.ndarray, true: Any, best: di
             best[target] = min(best.get(target, (np.inf, candidate)), (seconds, candidate), key=lambda x: x[0])
 
 
-def compare(setting: str, target: float, indexes: dict[str, Index | Rotated], q: np.ndarray, true: np.ndarray) -> dict[str, Any]:
+def compare(
+    setting: str, target: float, indexes: dict[str, Index | Rotated], q: np.ndarray, true: np.ndarray
+) -> dict[str, Any]:
     recalls = {name: recall(index.search(q, FLAGS.k)[1], true[: len(q)]) for name, index in indexes.items()}
     # Queries are rotated beforehand: threads of numpy's product would slow faiss down.
     calls = {n: (i.index, q @ i.rotation) if isinstance(i, Rotated) else (i, q) for n, i in indexes.items()}

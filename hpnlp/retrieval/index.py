@@ -180,7 +180,8 @@ class Index:
         """
         if "probes" not in self.kind.search_settings:
             raise InputError(
-                f"an index of kind {str(self.kind)!r} has no probes, because it reads all vectors: expected ivf, lsh, pq or faiss"
+                f"an index of kind {str(self.kind)!r} has no probes, because it reads all vectors: expected "
+                "ivf, lsh, pq or faiss"
             )
         return self.searching(probes=probes)
 
@@ -188,8 +189,8 @@ class Index:
         """An index of the same vectors with other settings of searches; nothing is built or copied.
 
         Args:
-          **settings: Arguments of the kind that only searches read: `probes`, `rerank` of pq, `refine` of faiss, `candidates` of
-            lsh, `block_size` of exact.
+          **settings: Arguments of the kind that only searches read: `probes`, `rerank` of pq, `refine` of faiss,
+            `candidates` of lsh, `block_size` of exact.
 
         Returns:
           The new index.

@@ -247,7 +247,7 @@ class Pq(Kind):
     cells: int
     #: Number of cells that a query reads.
     probes: int
-    #: Number of vectors that are scored again, by the vectors or fine codes that are kept; at least 8 times the number asked for.
+    #: Number of vectors that are scored again by what is kept of them; at least 8 times the number asked for.
     rerank: int = 128
     #: Centroids of a part: 256 for codes of 8 bits, 16 for 4.
     centroids: int = 256

@@ -149,7 +149,13 @@ def test_shards_merge_to_the_datastore_of_one_build(run, trained, store, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "index", ["ivf(cells=8,probes=8)", "lsh(bits=2,tables=1,probes=4)", pytest.param("faiss", marks=pytest.mark.oracle)]
+    "index",
+    [
+        "ivf(cells=8,probes=8)",
+        "lsh(bits=2,tables=1,probes=4)",
+        "pq(parts=4,cells=8,probes=8,rerank=4000,centroids=16)",
+        pytest.param("faiss", marks=pytest.mark.oracle),
+    ],
 )
 def test_kinds_of_index_that_read_all_vectors_are_exact(run, trained, store, tmp_path, index):
     assert run("index", "build", trained, f"--out={tmp_path}/store", f"--index={index}", *FLAGS).code == 0

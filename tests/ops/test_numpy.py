@@ -37,7 +37,16 @@ from hpnlp.ops.attention.positions import bias, rope
 from hpnlp.ops.attention.selected_blocks import attend_blocks, attend_blocks_reference
 from hpnlp.ops.attention.selected_blocks import blocks as key_blocks
 from hpnlp.ops.attention.selected_blocks import decode as block_cache
-from hpnlp.ops.search import build_ivf, build_lsh, exact_search, ivf_search, lsh_candidates, lsh_search
+from hpnlp.ops.search import (
+    build_ivf,
+    build_lsh,
+    build_pq,
+    exact_search,
+    ivf_search,
+    lsh_candidates,
+    lsh_search,
+    pq_search,
+)  # fmt: skip
 from hpnlp.ops.softmax import (
     adaptive,
     binary_codes,
@@ -90,6 +99,7 @@ TREE = hierarchical.balanced_tree(V)
 CLASSES = class_based.equal_size_classes(V, 3)
 CODE = binary_codes.binary_code(V)
 IVF, LSH = build_ivf(x(64, D), cells=4), build_lsh(x(64, D), bits=2, tables=2)
+PQ = build_pq(x(64, D), cells=4, parts=2, centroids=16)
 HEAD, TAILS = x(5, D), ((x(2, D), x(2, 2)), (x(1, D), x(3, 1)))
 SAMPLES = proposals.Samples(ids(5), x(5), x(N))
 STATE = LinearState(x(2, 2, 8, 8), x(2, 2, 8))
@@ -355,6 +365,7 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
         (lambda q, w: exact_search(q, w, 2, block_size=3), (H, TABLE)),
     ),
     "search.ivf.ivf_search": ((lambda q: ivf_search(IVF, q, 2, probes=2), (H,)),),
+    "search.pq.pq_search": ((lambda q: pq_search(PQ, q, 2, probes=2), (H,)),),
     "search.lsh.lsh_search": ((lambda q: lsh_search(LSH, q, 2, probes=2), (H,)),),
     "search.lsh.lsh_candidates": ((lambda q: lsh_candidates(LSH, q, probes=2), (H,)),),
     "softmax.cross_entropy.logits": ((lambda h, w, b: cross_entropy.logits(h, w, bias=b), (H, TABLE, BIAS)),),
@@ -531,6 +542,7 @@ INTERNAL = {
     *rnn_calls.INTERNAL,
     *("array_op", "arrays", "counter_rng", "custom_vjp", "device", "moe.pallas_gpu", "stacks"),
     *(f"softmax.{name}" for name in ("chunked_cross_entropy", "word_order", "trees")),
+    "search.cells",
 }
 # Functions that compute on the host, from numbers and numpy arrays, and functions that only other ops call.
 ON_HOST = {
@@ -545,6 +557,7 @@ ON_HOST = {
     *("attention.positions.rope.yarn", "attention.positions.rope.frequencies"),
     *("attention.positions.bias.alibi", "attention.positions.bias.alibi_slopes"),
     *(f"search.exact.{name}" for name in ("recall", "check_search", "check_bias", "product", "top_k", "best_of")),
+    *("search.pq.build_pq", "search.pq.decode"),
     *("search.ivf.build_ivf", "search.lsh.build_lsh", "search.lsh.probe_sets", "softmax.bit_paths.path_length"),
     *(
         "softmax.adaptive.adaptive_shapes",
