@@ -1,7 +1,8 @@
 """Cells of k-means, and the search of the rows of the cells near each query: what `ivf` and `pq` share.
 
 Rows are stored cell after cell. A search reads the cells that its queries probe in blocks, each of one cell and several
-queries, keeps the best score of each fold (FOLD neighbouring rows), and computes the scores of the rows of the best folds again.
+queries, keeps the best score of each fold (FOLD neighbouring rows), and computes the scores of the rows of the best folds
+again.
 """
 
 from __future__ import annotations

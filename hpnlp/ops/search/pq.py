@@ -150,8 +150,8 @@ def build_pq(
         or cells, centroids, keep, iterations or capacity are out of range.
 
     Cost:
-      2 C D (64 C iterations + V) operations for the cells and 2 K D (64 K iterations + V) for the codes; memory beside the index
-      for four tables in float32.
+      2 C D (64 C iterations + V) operations for the cells and 2 K D (64 K iterations + V) for the codes; memory for
+      four tables in float32 beside the index.
 
     References:
       Jegou, Douze and Schmid 2011, "Product quantization for nearest neighbor search".
@@ -211,12 +211,12 @@ def pq_search(
       q: [Q, D] queries.
       k: Number of rows, 1 to V.
       probes: Number of cells that each query reads, 1 to C.
-      rerank: Number of rows that are scored again, rounded up to a multiple of 8; at least 8 k are. These are the rows of folds,
-        8 neighbours of a cell, with the best of their scores.
+      rerank: Number of rows that are scored again, rounded up to a multiple of 8; at least 8 k are. These are the rows of
+        the folds, 8 neighbours of a cell, with the best scores.
 
     Returns:
-      (scores [Q, k] float32, ids [Q, k] int32), best first; -inf and -1 where the cells have fewer than k rows. Scores are those
-      of the vectors that are kept; without them, estimates from the codes.
+      (scores [Q, k] float32, ids [Q, k] int32), best first; -inf and -1 where the cells have fewer than k rows. Scores are
+      those of the vectors that are kept; without them, estimates from the codes.
 
     Raises:
       InputError: q is not [Q, D], k or probes are out of range, or rerank is negative.
