@@ -77,9 +77,7 @@ CALLS = {
     "weights.second_order.quantize_by_moments": (
         (lambda w, h: second_order.quantize_by_moments(w, h, 4, group=4).dense(), (W, MOMENTS)),
     ),
-    "weights.second_order.prune_by_moments": (
-        (lambda w, h: second_order.prune_by_moments(w, h, 0.5), (W, MOMENTS)),
-    ),
+    "weights.second_order.prune_by_moments": ((lambda w, h: second_order.prune_by_moments(w, h, 0.5), (W, MOMENTS)),),
     "weights.second_order.two_of_four_by_moments": (
         (lambda w, h: second_order.two_of_four_by_moments(w, h).dense(), (W, MOMENTS)),
     ),
