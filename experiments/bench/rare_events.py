@@ -34,7 +34,7 @@ from absl import app, flags
 
 from hpnlp import cli, measure
 from hpnlp.data import sources
-from hpnlp.data.ingest import hash_fraction
+from hpnlp.data.split import hash_fraction
 from hpnlp.ops import embeddings
 from hpnlp.ops.embeddings.memory import EMPTY, KeyValueMemory
 

@@ -11,9 +11,10 @@ from hpnlp.data import stream
 from hpnlp.data.config import DataConfig
 from hpnlp.data.documents import Document, DocumentReader
 from hpnlp.data.files import Progress, ignore_progress
-from hpnlp.data.ingest import hash_fraction
 from hpnlp.data.records import SKIP, Fields
+from hpnlp.data.ingest import Ingest
 from hpnlp.data.sources import MAX_COMPARED, LeftOut, Source, described
+from hpnlp.data.split import NOTHING, HeldOutHashes
 from hpnlp.types import InputError
 
 T = TypeVar("T")
@@ -97,11 +98,11 @@ def check_text(config: DataConfig, progress: Progress = ignore_progress) -> Chec
     skips_lines = config.skip_bad_lines or config.tokenizer != "bytes"  # other tokenizers read UTF-8 only
     fields = Fields(config.text_field, config.prompt_field)
     reader = _CollectingReader(fields, left_out, skip_bad_lines=skips_lines, faults=collected)
-    threshold = 0.0 if ingest.heldout_sources else config.heldout
+    held_out = _held_out(ingest)
     for index, source in enumerate([*ingest.sources, *ingest.heldout_sources]):
         left_out.merge(source.left_out)
         for document in reader.read(source):
-            is_heldout = index >= len(ingest.sources) or hash_fraction(document.name) < threshold
+            is_heldout = index >= len(ingest.sources) or held_out.includes(document.name)
             _compare(document, is_heldout, first, repeated)
     check = collected.check(left_out, config.skip_bad_lines, (), described(repeated, "document"), ())
     if check.faults:
@@ -110,6 +111,16 @@ def check_text(config: DataConfig, progress: Progress = ignore_progress) -> Chec
         return dataclasses.replace(check, figures=(stream.prepare(config, progress=progress).summary,))
     except InputError as error:
         return dataclasses.replace(check, faults=(str(error),))
+
+
+def _held_out(ingest: Ingest) -> HeldOutHashes:
+    """Hashes of held-out documents, as far as they are known before faults are corrected."""
+    if not ingest.folds:
+        return NOTHING if ingest.heldout_sources else HeldOutHashes(ingest.heldout)
+    try:
+        return ingest.split(None)[0]
+    except InputError:  # the fault is reported by the pass over all documents
+        return NOTHING
 
 
 def _compare(document: Document, is_heldout: bool, first: dict[int, tuple[str, bool]], repeated: LeftOut) -> None:

@@ -44,6 +44,40 @@ def check_heldout(config: Any) -> None:
         )
 
 
+def check_folds(config: Any, limit: str) -> None:
+    """Checks the fields `folds` and `fold`, and that no other field decides what is held out.
+
+    Args:
+      config: Config with the fields.
+      limit: Name of the field with the largest amount that is held out, whose default value does not apply to parts.
+
+    Raises:
+      InputError: There is no such part, or another field contradicts.
+    """
+    folds, fold = config.folds, config.fold
+    if not folds and not fold:
+        return
+    if folds < 2:
+        fix = "" if folds else ": set data.folds to the number of parts, or leave out data.fold"
+        raise InputError(f"data.folds={folds}, data.fold={fold}: expected at least 2 parts, or 0 for none{fix}")
+    if not 1 <= fold <= folds:
+        raise InputError(
+            f"data.fold={fold}, data.folds={folds}: expected the part to hold out, 1 to {folds}; hpnlp sweep --folds={folds} "
+            "trains on all parts"
+        )
+    if config.heldout_path:
+        raise InputError(
+            f"data.heldout_path={config.heldout_path!r}, data.folds={folds}: both decide what is held out: set "
+            "data.heldout_path='' or data.folds=0"
+        )
+    default = next(field.default for field in dataclasses.fields(config) if field.name == limit)
+    if (value := getattr(config, limit)) not in (0, default):
+        raise InputError(
+            f"data.{limit}={value}, data.folds={folds}: all of a part is held out, so that the parts cover the data: set "
+            f"data.{limit}=0 or data.folds=0"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     """Text to read, and how it is split, tokenised and cut into batches."""
@@ -93,6 +127,12 @@ class DataConfig:
         "Evaluate on a fixed sample of the held-out documents of at most this many bytes, but at least one "
         "document; 0 takes all. Documents over the limit are not trained on.",
     )
+    folds: int = option(
+        0,
+        "Number of equal parts of the documents for cross-validation, chosen by the same hash, of which one is held out in place "
+        "of `heldout` and without the limit `heldout_bytes`; 0 for none. hpnlp sweep --folds=K trains a run for each.",
+    )
+    fold: int = option(0, "The part that is held out, from 1 to `folds`; 0 without parts.")
     packing: str = option(
         "concat",
         '"concat" lays documents one after another and cuts sequences when they are full; "fit" keeps documents whole, '
@@ -121,6 +161,7 @@ class DataConfig:
                 "give it no weight"
             )
         check_heldout(self)
+        check_folds(self, "heldout_bytes")
         if self.heldout_bytes < 0:
             raise InputError(f"data.heldout_bytes={self.heldout_bytes}: expected a number of bytes, or 0 for all")
         lookup(PACKINGS, self.packing, "data.packing")

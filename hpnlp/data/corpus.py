@@ -93,7 +93,7 @@ class Corpus:
             )
         if self.heldout_tokens < 2:
             raise InputError(
-                "the held-out text is under two tokens: raise data.heldout, or pass data.heldout_path=PATH"
+                f"the held-out text is under two tokens: {self._more_heldout()}, or pass data.heldout_path=PATH"
             )
 
     def _summary_parts(self, record: Mapping[str, Any]) -> Iterator[str]:
@@ -102,24 +102,26 @@ class Corpus:
         total = self.train_tokens + self.heldout_tokens + aside["tokens"]
         percentage = "" if config.heldout_path else f" ({100 * self.heldout_tokens / total:.2g} % of all)"
         yield f"{printable(config.path)}: {_documents(self.train_documents)}, {self.train_tokens:,} tokens to train on"
+        part = f", part {config.fold} of {config.folds}" if config.folds else ""
         sizes = f"{self.heldout_bytes:,} bytes, {self.heldout_tokens:,} tokens"
-        yield f"{_documents(self.heldout_documents)}, {sizes}{percentage} held out"
+        yield f"{_documents(self.heldout_documents)}, {sizes}{percentage} held out{part}"
         if aside["documents"]:
             yield (
                 f"{_documents(aside['documents'])}, {aside['raw_bytes']:,} bytes over data.heldout_bytes="
                 f"{config.heldout_bytes} neither trained on nor evaluated"
             )
-        if not config.heldout_path and 0 < config.heldout_bytes < self.heldout_bytes:
+        has_fraction = not config.heldout_path and not config.folds
+        if has_fraction and 0 < config.heldout_bytes < self.heldout_bytes:
             yield f"data.heldout_bytes={config.heldout_bytes} is less than this one document"
         share = 1 - self.train_tokens / total
-        if not config.heldout_path and share > max(2 * config.heldout, _LARGE_HELDOUT_SHARE):
+        if has_fraction and share > max(2 * config.heldout, _LARGE_HELDOUT_SHARE):
             yield (
                 f"data.heldout={config.heldout} takes {100 * share:.0f} % from training, because documents are taken whole: "
                 "add text, or pass data.heldout_path=PATH with other text"
             )
         if not config.heldout_path and self.heldout_documents == 1:
             yield (
-                "scores on a single document may differ from those on others: raise data.heldout, or pass "
+                f"scores on a single document may differ from those on others: {self._more_heldout()}, or pass "
                 "data.heldout_path=PATH with other text"
             )
         if self.is_cached:
@@ -128,6 +130,10 @@ class Corpus:
             yield str(LineCounts(**record["lines"]))
         if record["left_out"]:
             yield f"left out: {LeftOut(record['left_out'])}"
+
+    def _more_heldout(self) -> str:
+        """The change of the config that holds out more text."""
+        return "lower data.folds" if self.config.folds else "raise data.heldout"
 
     @property
     def documents(self) -> tuple[token_store.Tokens, token_store.Tokens]:

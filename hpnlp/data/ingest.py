@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from hpnlp.data.documents import Document, DocumentReader, NotTextError, to_text
 from hpnlp.data.files import Progress
 from hpnlp.data.records import Fields
 from hpnlp.data.sources import LeftOut, LineCounts, Source
+from hpnlp.data.split import NOTHING, Folds, HeldOutHashes, hash_fraction
 from hpnlp.data.token_store import Tokens, TokenWriter
 from hpnlp.types import InputError, Tokenizer
 
@@ -25,19 +25,6 @@ _GROUP_BYTES = 1 << 20
 _GROUP_DOCUMENTS = 512
 # From this number of documents on, text files are not cut, however small the fraction to hold out.
 _MIN_WHOLE_DOCUMENTS = 50
-
-
-def hash_fraction(name: str) -> float:
-    """Hashes a name to a number in [0, 1), which decides alone whether the document of that name is held out.
-
-    Args:
-      name: Name of a document.
-
-    Returns:
-      A multiple of 2^-48.
-    """
-    digest = hashlib.blake2s(name.encode("utf-8", "surrogateescape")).digest()
-    return int.from_bytes(digest[:6], "big") / 2**48
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +39,7 @@ class Ingest:
       heldout: See `DataConfig`.
       heldout_bytes: See `DataConfig`.
       skip_bad_lines: See `DataConfig`.
+      folds: Parts of the text, of which one is held out in place of a fraction.
     """
 
     sources: tuple[Source, ...]
@@ -61,6 +49,7 @@ class Ingest:
     heldout: float
     heldout_bytes: int
     skip_bad_lines: bool
+    folds: Folds = Folds()
 
     @property
     def paths(self) -> list[str]:
@@ -74,6 +63,7 @@ class Ingest:
           A JSON-able value.
         """
         options = [self.text_field, self.prompt_field, self.heldout, self.heldout_bytes, self.skip_bad_lines]
+        options += self.folds.fingerprint()
         files = [
             [[source.walked, [[file.path, file.name] for file in source.files]] for source in group]
             for group in (self.sources, self.heldout_sources)
@@ -99,7 +89,7 @@ class Ingest:
                     f"{file.path} holds token ids, from which no vocabulary can be made: pass data.tokenizer=PATH of "
                     "the tokenizer.json that made them"
                 )
-        threshold, cut_finely = self._split(None)
+        held_out, cut_finely = self.split(None)
         total = _total_bytes(self.sources)
         share = min(1.0, tokenizers.training_bytes(spec) / total)
         done = 0
@@ -109,15 +99,15 @@ class Ingest:
                 done += len(document.text)
                 progress("counting words", min(done, total), total)
                 is_sampled = hash_fraction(f"vocabulary/{document.name}") < share
-                if hash_fraction(document.name) >= threshold and is_sampled:
+                if is_sampled and not held_out.includes(document.name):
                     _check_text(document)
                     yield from (text for text in (document.prompt, document.text) if isinstance(text, bytes) and text)
 
     def write(self, directory: str, tokenizer: Tokenizer, progress: Progress) -> dict[str, Any]:
         """Tokenises all documents and writes them to the files `train.*` and `heldout.*`.
 
-        Documents of `heldout_sources` are all held out. Without such sources, a document whose `hash_fraction` is below the
-        threshold is a candidate, and candidates with the lowest hashes are held out until `heldout_bytes` is reached. Other
+        Documents of `heldout_sources` are all held out, and so is a part of `folds`. Otherwise a document whose `hash_fraction`
+        is below the threshold is a candidate, and candidates with the lowest hashes are held out until `heldout_bytes` is reached. Other
         candidates are neither evaluated nor trained on, so that no document changes sides when data is added.
 
         Args:
@@ -133,7 +123,7 @@ class Ingest:
         Raises:
           InputError: A file cannot be read or does not suit the tokenizer, or a source holds no text.
         """
-        threshold, cut_finely = self._split(tokenizer.eos_id)
+        held_out, cut_finely = self.split(tokenizer.eos_id)
         left_out, line_counts = LeftOut(), LineCounts()
         bounds = [0]
         total = _total_bytes([*self.sources, *self.heldout_sources])
@@ -149,7 +139,7 @@ class Ingest:
                 is_empty = True
                 for document, ids, skip in _encode_documents(reader, source, tokenizer):
                     is_empty = False
-                    if is_heldout or hash_fraction(document.name) < threshold:
+                    if is_heldout or held_out.includes(document.name):
                         candidates.add(document, ids, skip)
                     else:
                         train.add(ids, skip)
@@ -159,7 +149,7 @@ class Ingest:
                     raise InputError(f"data: {source.path!r} holds no text{left_out.in_brackets()}: pass one that does")
                 if not is_heldout:
                     bounds.append(train.tokens)
-        has_limit = self.heldout_bytes > 0 and not self.heldout_sources
+        has_limit = self.heldout_bytes > 0 and not self.heldout_sources and not self.folds
         heldout = candidates.write_heldout(float(self.heldout_bytes) if has_limit else math.inf)
         aside = {name: candidates.record()[name] - heldout[name] for name in ("documents", "tokens", "raw_bytes")}
         return {
@@ -171,18 +161,30 @@ class Ingest:
             "lines": dataclasses.asdict(line_counts),
         }
 
-    def _split(self, eos_id: int | None) -> tuple[float, bool]:
-        """Chooses the hash below which a document is held out, and whether text files are cut finely.
+    def split(self, eos_id: int | None) -> tuple[HeldOutHashes, bool]:
+        """Chooses the hashes of held-out documents, and whether text files are cut finely.
 
         Documents are kept whole if there are many, or if `heldout` of their number is at least one document. Otherwise text
         files are cut into small pieces that count as documents. The threshold is `heldout` if that leaves text on both sides;
-        otherwise it is just above the lowest hash, so that one document is held out.
+        otherwise it is just above the lowest hash, so that one document is held out. With `folds`, text files are cut if there
+        are fewer documents than parts.
+
+        Args:
+          eos_id: Token between the documents of files of token ids; None if there are no such files.
+
+        Returns:
+          The hashes of the held-out documents of `sources`, and whether text files are cut finely.
+
+        Raises:
+          InputError: A file cannot be read, or there are not enough documents.
         """
         if self.heldout_sources:
-            return 0.0, False
+            return NOTHING, False
         left_out = LeftOut()
         for source in self.sources:
             left_out.merge(source.left_out)
+        if self.folds:
+            return self._split_in_folds(left_out, eos_id)
         enough = math.ceil(min(_MIN_WHOLE_DOCUMENTS, 1 / self.heldout))
         cut_finely = False
         has_both, count, lowest = self._scan(self._reader(left_out, eos_id, cut_finely), enough)
@@ -190,9 +192,20 @@ class Ingest:
             cut_finely = True
             has_both, count, lowest = self._scan(self._reader(LeftOut(), eos_id, cut_finely), 1)
         if has_both:
-            return self.heldout, cut_finely
+            return HeldOutHashes(self.heldout), cut_finely
         self._check_count(count, left_out)
-        return math.nextafter(lowest, 1.0), cut_finely
+        return HeldOutHashes(math.nextafter(lowest, 1.0)), cut_finely
+
+    def _split_in_folds(self, left_out: LeftOut, eos_id: int | None) -> tuple[HeldOutHashes, bool]:
+        """As `split`, for a part of `folds`."""
+        for cut_finely in (False, True):
+            reader = self._reader(LeftOut() if cut_finely else left_out, eos_id, cut_finely)
+            names = (document.name for source in self.sources for document in reader.read(source))
+            if held_out := self.folds.held_out(names):
+                return held_out, cut_finely
+        raise self.folds.too_few(
+            ",".join(source.path for source in self.sources), "documents", left_out.in_brackets()
+        )
 
     def _scan(self, reader: DocumentReader, enough: int) -> tuple[bool, int, float]:
         """Reads names until both sides of the split have a document and there are `enough` documents, or until the end.

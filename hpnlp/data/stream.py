@@ -21,6 +21,7 @@ from hpnlp.data.digest import Snapshot
 from hpnlp.data.files import Progress, ignore_progress
 from hpnlp.data.hashing_tokenizers import HashingTokenizer
 from hpnlp.data.ingest import Ingest
+from hpnlp.data.split import Folds
 from hpnlp.types import InputError, Tokenizer
 
 __all__ = ["Batches", "Corpus", "DataConfig", "prepare"]
@@ -98,6 +99,7 @@ def find_sources(config: DataConfig) -> Ingest:
         heldout=config.heldout,
         heldout_bytes=config.heldout_bytes,
         skip_bad_lines=config.skip_bad_lines,
+        folds=Folds(config.folds, config.fold),
     )
 
 

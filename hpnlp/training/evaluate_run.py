@@ -18,7 +18,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.retrieval.knn import Neighbours
 from hpnlp.spec import did_you_mean
 from hpnlp.tasks.reporting import Outcome
-from hpnlp.training import ensembles
+from hpnlp.training import ensembles, fold_leakage
 from hpnlp.training.checksum import first_difference, shape_of
 from hpnlp.training.config import Config, flat, with_changes
 from hpnlp.training.evaluation import Evaluation, evaluate, further_scores
@@ -79,11 +79,14 @@ def evaluate_run(
 
     Raises:
       InputError: The directory holds no run, a field is unknown or not one of FIELDS, or the changed config is invalid or has
-        other parameters; other held-out examples have labels that the run does not have; or members do not fit each other.
+        other parameters; other held-out examples have labels that the run does not have; members do not fit each other; or a
+        fold of the data is scored that a member was trained on.
     """
     members = [(workdir, None)] if isinstance(workdir, str | Path) else list(workdir)
-    for directory, _ in members:  # before anything large is read
-        _changed(load_config(directory), changes)
+    stored = [load_config(directory) for directory, _ in members]
+    for config in stored:  # before anything large is read
+        _changed(config, changes)
+    fold_leakage.check([(str(directory), config) for (directory, _), config in zip(members, stored, strict=True)], changes)
     runs = ensembles.load_members(members)
     # The config of a loaded run has no train.weights: its parameters are the matrices that layers read.
     configs = [_changed(run.config, changes) for run in runs]
@@ -165,6 +168,8 @@ def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
             raise InputError(
                 f"{name}={value!r} would not be the run that was trained: leave it out, an evaluation can change {fields}"
             )
+    if changes.get("data.heldout_path"):  # in place of a part
+        changes = {**changes, **{name: 0 for name in fold_leakage.FIELDS if name in known}}
     return with_changes(config, changes)
 
 

@@ -16,7 +16,7 @@ from hpnlp import tasks
 from hpnlp.data import sources
 from hpnlp.data.config import DataConfig
 from hpnlp.data.examples import ExampleConfig, PairsConfig
-from hpnlp.data.examples.generated import GENERATED
+from hpnlp.data.examples import generated
 from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.dual_encoder import DualEncoderConfig
 from hpnlp.models.labelled_bags import LabelledBagsConfig
@@ -187,10 +187,16 @@ def _heldout_path(config: Config) -> str:
         return ""
     if data.heldout_path:
         return f"all of data.heldout_path={data.heldout_path!r} is held out: leave out one of the two"
-    name = data.path.partition(":")[0]
-    if isinstance(data, ExampleConfig) and name in GENERATED and GENERATED[name].heldout is not None:
+    if isinstance(data, ExampleConfig) and generated.has_heldout(data.path):
         return f"data.path={data.path!r} has held-out examples of its own: leave it out"
     return ""
+
+
+def _folds(config: Config) -> str:
+    data = config.data
+    if not isinstance(data, DataConfig | ExampleConfig) or not data.folds:
+        return ""
+    return f"one of data.folds={data.folds} equal parts is held out: leave it out"
 
 
 def _no_records(config: Config) -> str:
@@ -348,6 +354,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Config], str]], ...] = (
     *(((f"optimizer.{name}",), _other_optimizer(name)) for name in OPTIMIZER_ARGUMENTS),
     (("optimizer.final",), _constant_end),
     (("data.heldout", "data.heldout_examples", "data.group_field"), _heldout_path),
+    (("data.heldout",), _folds),
     (("data.text_field", "data.prompt_field"), _no_records),
     (("data.weights",), _one_source),
     (("data.grade_field",), _no_grades),

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from typing import ClassVar
 
-from hpnlp.data.config import check_heldout, check_sizes
+from hpnlp.data.config import check_folds, check_heldout, check_sizes
 from hpnlp.data.examples.bags import LabelledBags
 from hpnlp.data.examples.hashed import HashedTexts
 from hpnlp.data.examples.kind import Kind
@@ -72,6 +72,13 @@ class ExampleConfig(abc.ABC):
         "Evaluate on a fixed sample of at most this many held-out examples; 0 takes all. Held-out examples over the limit are "
         "not trained on. Does not apply to `heldout_path`.",
     )
+    folds: int = option(
+        0,
+        "Number of equal parts of the examples for cross-validation, chosen by the same hash (of groups, where there are any), of "
+        "which one is held out in place of `heldout` and without the limit `heldout_examples`; 0 for none. hpnlp sweep --folds=K "
+        "trains a run for each of them.",
+    )
+    fold: int = option(0, "The part that is held out, from 1 to `folds`; 0 without parts.")
     challenge_path: str = option(
         "",
         'Examples that are scored apart from the held-out ones, such as longer ones, and never trained on; "" for none, or '
@@ -95,6 +102,7 @@ class ExampleConfig(abc.ABC):
     def __post_init__(self) -> None:
         check_sizes(self, ("seq_len", "batch_size", "buckets"))
         check_heldout(self)
+        check_folds(self, "heldout_examples")
         if self.heldout_examples < 0:
             raise InputError(
                 f"data.heldout_examples={self.heldout_examples}: expected a number of examples, or 0 for all"

@@ -149,7 +149,8 @@ class Examples:
         total = self.train_examples + self.heldout_examples + record["aside"]
         percentage = "" if config.heldout_path else f" ({100 * self.heldout_examples / total:.2g} % of all)"
         yield f"{printable(config.path)}: {_count(self.train_examples)} to train on"
-        yield f"{_count(self.heldout_examples)}{percentage} held out"
+        part = f", part {config.fold} of {config.folds}" if config.folds else ""
+        yield f"{_count(self.heldout_examples)}{percentage} held out{part}"
         if challenge:
             yield f"{_count(challenge)} scored apart"
         if self.labels:
@@ -180,7 +181,7 @@ class Examples:
         for line in self.unknown_labels():
             yield f"{line}, and are not scored"
         count = self.heldout_examples
-        if count < _FEW_HELDOUT:
+        if count < _FEW_HELDOUT and not self.config.folds:  # all parts together have more
             yield (
                 f"scores on {_count(count)} depend on chance (an accuracy has a standard error of up to "
                 f"{50 / count**0.5:.0f} %): add examples, raise data.heldout, or pass data.heldout_path=PATH with others"

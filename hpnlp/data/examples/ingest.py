@@ -21,7 +21,7 @@ from hpnlp.data.examples.labels import UNKNOWN_HELDOUT, UNKNOWN_TRAINING, ClassI
 from hpnlp.data.examples.rows import Row, RowReader
 from hpnlp.data.examples.store import NO_LABEL, ExampleWriter, StoredExamples
 from hpnlp.data.files import Progress
-from hpnlp.data.ingest import hash_fraction
+from hpnlp.data.split import NOTHING, Folds, HeldOutHashes, hash_fraction
 from hpnlp.data.records import SKIP
 from hpnlp.data.sources import LeftOut, LineCounts, Source
 from hpnlp.types import InputError, Tokenizer
@@ -64,6 +64,7 @@ class ExampleIngest:
       skip_bad_lines: See `ExampleConfig`.
       fold_labels: See `ExampleConfig`.
       labels: Names of the only classes that labels may have; None to find them in the training examples.
+      folds: Parts of the examples, of which one is held out in place of a fraction.
     """
 
     kind: Kind
@@ -76,6 +77,7 @@ class ExampleIngest:
     skip_bad_lines: bool
     fold_labels: bool
     labels: tuple[str, ...] | None
+    folds: Folds = Folds()
 
     @property
     def paths(self) -> list[str]:
@@ -85,7 +87,7 @@ class ExampleIngest:
     @property
     def heldout_limit(self) -> int | None:
         """Largest number of held-out examples that are scored; None for all."""
-        return self.heldout_examples if self.heldout_examples and not self.heldout else None
+        return self.heldout_examples if self.heldout_examples and not self.heldout and not self.folds else None
 
     @property
     def _groups(self) -> tuple[tuple[Source, ...], ...]:
@@ -100,6 +102,7 @@ class ExampleIngest:
         options = [self.group_field, self.heldout_fraction, self.heldout_examples, self.skip_bad_lines]
         options += self.kind.stored_options()
         options += ["fold_labels"] if self.fold_labels else []
+        options += self.folds.fingerprint()
         files = [
             [[source.walked, [[file.path, file.name] for file in source.files]] for source in group]
             for group in self._groups
@@ -119,7 +122,7 @@ class ExampleIngest:
         Raises:
           InputError: A file cannot be read or holds an invalid record.
         """
-        threshold = self._threshold()
+        held_out = self._held_out()
         total = _total_bytes(self.train)
         share, done = min(1.0, tokenizers.training_bytes(spec) / total), 0
         reader = self.reader(LeftOut())
@@ -128,7 +131,7 @@ class ExampleIngest:
                 texts = [text.encode() for text in self.kind.texts(row.values)]
                 done += sum(map(len, texts))
                 progress("counting words", min(done, total), total)
-                if hash_fraction(row.group) >= threshold and hash_fraction(f"vocabulary/{row.group}") < share:
+                if not held_out.includes(row.group) and hash_fraction(f"vocabulary/{row.group}") < share:
                     yield from texts
 
     def write(
@@ -137,7 +140,8 @@ class ExampleIngest:
         """Tokenises all examples and writes them to the files `train.*`, `heldout.*` and `challenge.*`.
 
         As for text corpora, an example whose group has a hash below a threshold is a candidate. The candidates with the lowest
-        hashes are held out, at most `heldout_examples`; the other candidates are neither evaluated nor trained on.
+        hashes are held out, at most `heldout_examples`; the other candidates are neither evaluated nor trained on. With `folds`,
+        all examples of a part are held out.
 
         Args:
           directory: An empty directory.
@@ -156,13 +160,13 @@ class ExampleIngest:
           InputError: A file cannot be read or holds an invalid record, or the classes are not valid.
         """
         writing = _Writing(self, directory, tokenizer, progress, examination or Examination(self.fold_labels))
-        threshold = self._threshold()
+        held_out = self._held_out()
         with (
             ExampleWriter(directory, "train", tokenizer.vocab_size, writing.classes.names) as train,
             _Candidates(writing, "heldout") as heldout,
         ):
             for source in self.train:
-                writing.read(source, heldout, train, threshold)
+                writing.read(source, heldout, train, held_out)
             before = copy.deepcopy(writing.left_out) if self.heldout else LeftOut()
             for source in self.heldout:
                 writing.read(source, heldout)
@@ -223,17 +227,19 @@ class ExampleIngest:
         group_field = self.group_field if has_groups else ""
         return RowReader(self.kind, group_field, left_out, self.skip_bad_lines, line_counts=line_counts or LineCounts())
 
-    def _threshold(self) -> float:
-        """The hash below which a group is held out: the fraction, or just above the lowest hash if one side would be empty."""
+    def _held_out(self) -> HeldOutHashes:
+        """Hashes of held-out groups: those below the fraction, or the lowest one if one side would be empty; or a part."""
         if self.heldout:
-            return 0.0
+            return NOTHING
+        if self.folds:
+            return self._held_out_fold()
         lowest, highest, left_out = 1.0, 0.0, LeftOut()
         for source in self.train:
             for row in self.reader(left_out).read(source):
                 fraction = hash_fraction(row.group)
                 lowest, highest = min(lowest, fraction), max(highest, fraction)
                 if lowest < self.heldout_fraction <= highest:
-                    return self.heldout_fraction
+                    return HeldOutHashes(self.heldout_fraction)
         if lowest >= highest:
             kind = f"group ({self.group_field!r})" if self.group_field else "example"
             count = (
@@ -246,7 +252,16 @@ class ExampleIngest:
                 f"data.path={paths!r} {count}{left_out.in_brackets()}: add examples, or pass data.heldout_path=PATH with "
                 "others to hold out"
             )
-        return math.nextafter(lowest, 1.0)
+        return HeldOutHashes(math.nextafter(lowest, 1.0))
+
+    def _held_out_fold(self) -> HeldOutHashes:
+        """Hashes of the part of `folds` that is held out."""
+        left_out = LeftOut()
+        names = (row.group for source in self.train for row in self.reader(left_out).read(source))
+        if held_out := self.folds.held_out(names):
+            return held_out
+        noun = f"groups ({self.group_field!r})" if self.group_field else "examples"
+        raise self.folds.too_few(",".join(source.path for source in self.train), noun, left_out.in_brackets())
 
 
 def _trained_classes(classes: ClassIndex) -> list[str]:
@@ -280,9 +295,13 @@ class _Writing:
         self._total = _total_bytes([source for group in ingest._groups for source in group])
 
     def read(
-        self, source: Source, candidates: _Candidates, train: ExampleWriter | None = None, threshold: float = 0.0
+        self,
+        source: Source,
+        candidates: _Candidates,
+        train: ExampleWriter | None = None,
+        held_out: HeldOutHashes = NOTHING,
     ) -> None:
-        """Appends the examples of a source to `train` if their hash is at least `threshold`, otherwise to `candidates`.
+        """Appends the examples of a source to `candidates` if their group is held out, otherwise to `train`.
 
         Without `train`, all are candidates.
         """
@@ -294,7 +313,7 @@ class _Writing:
             encoded = iter(self.tokenizer.encode_batch([piece for row in pieces for piece in row]))
             for row, texts in zip(rows, pieces, strict=True):
                 is_empty = False
-                is_scored = train is None or hash_fraction(row.group) < threshold
+                is_scored = train is None or held_out.includes(row.group)
                 ids = [next(encoded) for _ in texts]
                 names = kind.labels(row.values)
                 try:

@@ -20,9 +20,10 @@ from hpnlp.data.examples.dataset import Examples
 from hpnlp.data.examples.ingest import ExampleIngest
 from hpnlp.data.examples.rows import FORMATS
 from hpnlp.data.files import Progress, ignore_progress
+from hpnlp.data.split import Folds
 from hpnlp.data.stream import trained_tokenizer
 from hpnlp.data.tokenizers import tokenizer_digest
-from hpnlp.types import Tokenizer
+from hpnlp.types import InputError, Tokenizer
 
 Made = TypeVar("Made", bound=Examples)
 
@@ -88,12 +89,22 @@ def check_paths(config: ExampleConfig) -> None:
     Raises:
       InputError: A path does not exist, or no file is left to read in it.
     """
+    _check_parts(config)
     for field in ("path", "heldout_path", "challenge_path"):
         paths = getattr(config, field)
         if field == "path" and generated.is_generated(paths):
             generated.check_published(paths)
         elif paths:
             sources.find(paths, f"data.{field}", FORMATS)
+
+
+def _check_parts(config: ExampleConfig) -> None:
+    """Raises InputError if a part would be held out of examples that have held-out examples of their own."""
+    if config.folds and generated.has_heldout(config.path):
+        raise InputError(
+            f"data.folds={config.folds}: data.path={config.path!r} has held-out examples of its own, which no part replaces: "
+            "set data.folds=0 (no --folds), or pass records of your own"
+        )
 
 
 def _name(key: Any) -> str:
@@ -115,6 +126,7 @@ def find_sources(config: ExampleConfig, root: str, labels: Sequence[str] | None)
     Raises:
       InputError: A path does not exist, or no file is left to read in it.
     """
+    _check_parts(config)
     train, heldout, challenge, group_field = generated.find(config.path, root)
     if not train:
         train = sources.find(config.path, "data.path", FORMATS)
@@ -135,4 +147,5 @@ def find_sources(config: ExampleConfig, root: str, labels: Sequence[str] | None)
         skip_bad_lines=config.skip_bad_lines,
         fold_labels=config.fold_labels,
         labels=None if labels is None else tuple(labels),
+        folds=Folds(config.folds, config.fold),
     )

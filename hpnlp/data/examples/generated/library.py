@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from hpnlp.data.files import unreadable
-from hpnlp.data.ingest import hash_fraction
+from hpnlp.data.split import hash_fraction
 from hpnlp.data.sources import File
 
 _MIN_FUNCTIONS, _MIN_FILES = 100, 5  # of a package that is a class

@@ -148,6 +148,19 @@ def is_generated(path: str) -> bool:
     return True
 
 
+def has_heldout(path: str) -> bool:
+    """Whether a path names generated examples with held-out examples of their own.
+
+    Args:
+      path: Value of `ExampleConfig.path`.
+
+    Returns:
+      False for paths of records as well.
+    """
+    entry = GENERATED.get(path.partition(":")[0])
+    return entry is not None and entry.heldout is not None
+
+
 def check_published(path: str) -> None:
     """Reads the first example of published data, so that a wrong directory is noticed before anything is started.
 

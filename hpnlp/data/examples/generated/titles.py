@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hpnlp.data.files import unreadable
-from hpnlp.data.ingest import hash_fraction
+from hpnlp.data.split import hash_fraction
 from hpnlp.data.sources import File
 
 BAG = 4  # titles of a bag
