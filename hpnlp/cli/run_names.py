@@ -16,7 +16,8 @@ def expand(names: Sequence[str], step: int | None = None) -> list[tuple[str, int
 
     Args:
       names: Each a workdir `RUN` (its best checkpoint), `RUN@STEP` (the checkpoint of a step), `RUN@last3` (the newest three
-        checkpoints) or `SWEEP@best3` (the three finished runs of a directory with the best held-out scores).
+        checkpoints) or `SWEEP@best3` (the three finished runs of a directory with the best held-out scores; in a directory of
+        `hpnlp sweep --folds`, the runs of all folds of the three members with the best mean scores).
       step: Step of the checkpoint for names without one.
 
     Returns:
@@ -75,26 +76,29 @@ def _newest(workdir: str, count: int) -> list[int]:
 
 
 def _best(directory: str, count: int) -> list[str]:
-    """The finished runs of a directory with the best primary scores, best first."""
+    """The finished runs of a directory with the best primary scores, best first; with folds, the runs of the best members."""
     from hpnlp import report, tasks
+    from hpnlp.report import folds
 
-    scored, digests = [], {}
+    scores, digests, configs = {}, {}, {}
     for path in sorted(Path(directory).glob("*/report.json")):
         content = report.read_report(path.parent)
         fields = content["config"]
         metric, higher_is_better = tasks.find(str(fields.get("task", "lm"))).primary_metric(fields)
         score = content.get(f"heldout_{metric}")
         if score is not None:
-            scored.append((-score if higher_is_better else score, str(path.parent)))
-            digests.setdefault(content.get("heldout_digest"), path.parent)
-    if not 1 <= count <= len(scored):
+            name = str(path.parent)
+            configs[name], scores[name] = fields, -score if higher_is_better else score
+            digests.setdefault(fields.get(folds.FOLD, 0), {}).setdefault(content.get("heldout_digest"), path.parent)
+    folds_of_all = folds.fold_count(configs.values())
+    groups = [list(group.values()) for group in folds.by_member(configs) if len(group) == max(1, folds_of_all)]
+    if not 1 <= count <= len(groups):
+        held = f"members with a score of each of {folds_of_all} folds" if folds_of_all else "finished runs with a score"
+        raise InputError(f"{directory}@best{count}: the directory holds {len(groups)} {held}: name at most these")
+    if different := next((list(of_fold.values()) for of_fold in digests.values() if len(of_fold) > 1), None):
         raise InputError(
-            f"{directory}@best{count}: the directory holds {len(scored)} finished runs with a score: name at most these"
+            f"{directory}@best{count}: {different[0]} and {different[1]} have different held-out examples, so that their scores "
+            "do not compare: name the runs themselves"
         )
-    if len(digests) > 1:
-        first, other = list(digests.values())[:2]
-        raise InputError(
-            f"{directory}@best{count}: {first} and {other} have different held-out examples, so that their scores do not "
-            "compare: name the runs themselves"
-        )
-    return [run for _, run in sorted(scored)[:count]]
+    means = [(sum(scores[run] for run in runs) / len(runs), runs) for runs in groups]
+    return [run for _, runs in sorted(means)[:count] for run in runs]

@@ -10,11 +10,11 @@ from typing import Any
 from absl import flags
 
 from hpnlp import cli
-from hpnlp.cli import experiment, members
+from hpnlp.cli import experiment, folds, members
 from hpnlp.cli.members import Member
 
 USAGE = """
-hpnlp sweep --config=FILE --workdir=DIR [--section.field=value ...]
+hpnlp sweep --config=FILE --workdir=DIR [--folds=K] [--section.field=value ...]
 
 FILE defines get_sweep(), which returns a list of overrides such as {"model.dim": 128}, one for each member. All members are
 validated before the first one trains. Each member trains in its own process and directory under DIR. Finished members are
@@ -22,11 +22,17 @@ skipped, interrupted ones are resumed, and a failed one does not stop the others
 (compare.png) are written to DIR. Ctrl-C and the other signals that stop `hpnlp train` save the current member, skip the
 remaining ones, and exit with code 130.
 
+With --folds=K, each member is trained K times (cross-validation): fold k holds out the k-th of K equal parts of the documents
+or examples, in place of the fraction data.heldout. Parts are chosen by the same hash, so that groups stay together. The table
+has one row for a member, with the mean over folds, the standard deviation and a 95 % interval. Without get_sweep(), the config
+of FILE is the only member.
+
 With --processes=N, `hpnlp launch` trains each member in N processes of this machine, and restarts them.
 """
 
 flags.DEFINE_string("config", None, "Experiment file, which defines get_config() and get_sweep().")
 flags.DEFINE_string("workdir", None, "Directory of the members' directories.")
+flags.DEFINE_integer("folds", None, "Number of folds of a cross-validation of each member.", lower_bound=2)
 LAUNCH = ("processes", "min_processes", "max_restarts")
 flags.DEFINE_integer("processes", None, "Processes of each member, which hpnlp launch supervises.", lower_bound=1)
 flags.DEFINE_integer("min_processes", None, "As of hpnlp launch; needs --processes.", lower_bound=1)
@@ -45,7 +51,8 @@ def run(argv: Sequence[str]) -> None:
     argv, overrides = experiment.split(argv)
     cli.parse(argv, USAGE)
     path, workdir = cli.required("config", experiment.EXAMPLE), Path(cli.required("workdir", "runs/sweep"))
-    in_sweep = _resolve_members(path, _load_sweep(path), overrides)
+    count: int | None = cli.FLAGS.folds
+    in_sweep = _resolve_members(path, _load_sweep(path, has_folds=count is not None), overrides, count)
     if cli.FLAGS.processes is None:
         cli.refuse(LAUNCH, "without --processes: add it, and hpnlp launch supervises each member")
     launch = [f"--{name}={cli.FLAGS[name].value}" for name in LAUNCH if cli.FLAGS[name].present]
@@ -61,11 +68,16 @@ def run(argv: Sequence[str]) -> None:
         raise cli.InputError(members.failure_message(failed, len(in_sweep)))
 
 
-def _load_sweep(config: str) -> list[Mapping[str, Any]]:
-    """The overrides of all members. Raises InputError where get_sweep() does not return a list of them."""
+def _load_sweep(config: str, has_folds: bool) -> list[Mapping[str, Any]]:
+    """The overrides of all members; with folds, one member without any is enough.
+
+    Raises InputError where get_sweep() does not return a list of them.
+    """
     path, *argument = config.split(":", 1)
     path = experiment.locate(path)
     module = experiment.load(path)
+    if has_folds and not hasattr(module, "get_sweep"):
+        return [{}]
     if not hasattr(module, "get_sweep"):
         raise cli.InputError(f"{path} has no get_sweep(): define one that returns a list of overrides")
     if not callable(module.get_sweep):
@@ -87,15 +99,17 @@ def _call_get_sweep(get_sweep: Callable[..., Any], argument: Sequence[str]) -> A
     return get_sweep(*(argument if signature(get_sweep).parameters else ()))
 
 
-def _resolve_members(path: str, sweep: Sequence[Mapping[str, Any]], overrides: Sequence[str]) -> Mapping[str, Any]:
-    """All members by name, validated as far as is possible without reading their data.
+def _resolve_members(
+    path: str, sweep: Sequence[Mapping[str, Any]], overrides: Sequence[str], count: int | None
+) -> Mapping[str, Any]:
+    """All members by name, or the runs of all their folds, validated as far as is possible without reading their data.
 
     Raises InputError where a member is invalid, two are equal or of different tasks, or a member sets a field that an override
     sets to another value.
     """
     resolved: dict[str, Member] = {}
     for name, fields in zip(members.name_members(sweep), sweep, strict=True):
-        member = _resolve_member(path, name, fields, overrides)
+        member = _resolve_member(path, name, fields, overrides, count)
         if equal := [other for other, of_other in resolved.items() if of_other.config == member.config]:
             raise cli.InputError(
                 f"members {equal[0]} and {name} of get_sweep() have the same config: remove one of them"
@@ -107,13 +121,17 @@ def _resolve_members(path: str, sweep: Sequence[Mapping[str, Any]], overrides: S
         raise cli.InputError(
             f"members of get_sweep() have different tasks ({tasks}), whose scores do not compare: write a sweep for each task"
         )
-    return resolved
+    return resolved if count is None else folds.divided(resolved, count)
 
 
-def _resolve_member(path: str, name: str, fields: Mapping[str, Any], overrides: Sequence[str]) -> Member:
-    """The member with these fields. Raises InputError where it is invalid."""
+def _resolve_member(
+    path: str, name: str, fields: Mapping[str, Any], overrides: Sequence[str], count: int | None
+) -> Member:
+    """The member with these fields, which holds out the first fold if there are folds. Raises InputError if it is invalid."""
     members.check_overrides(
         fields, overrides, f"member {name} of get_sweep()", lambda field: f"or remove {field} from get_sweep()"
     )
     member_flags = [*overrides, *(f"--{field}={value}" for field, value in fields.items())]
+    if count is not None:
+        member_flags = folds.first_fold(member_flags, count)
     return members.resolve(path, member_flags, f"member {name} of get_sweep()")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpnlp import plots
+from hpnlp.report import folds
 from hpnlp.report.differences import described_difference, with_error
 from hpnlp.report.entries import Entry, read_entry
 from hpnlp.report.files import replace_text, task_of
@@ -36,61 +37,76 @@ _BASE = re.compile(r"base|\d\d+-")
 _MEMBER = re.compile(rf"(\d\d+-)?\w+=.*|{_BASE.pattern}")
 
 
-def compare(workdirs: Sequence[str | Path], out: str | Path, show: Callable[[str], object] = lambda table: None) -> str:
+def compare(
+    workdirs: Sequence[str | Path],
+    out: str | Path,
+    show: Callable[[str], object] = lambda table: None,
+    each_fold: bool = False,
+) -> str:
     """Writes a table of runs, best first, and a plot of quality against time, memory and size.
 
     Quality is a score of the runs' task: see `rank` of its report, such as `tasks.lm_report.LanguageModelReport`. Runs without
-    a score come last, and lines below the table give the reason.
+    a score come last, and lines below the table give the reason. Runs that differ only in `data.fold` are one row; see
+    `report.folds`.
 
     Args:
       workdirs: Directories of finished runs; a run that is named twice is listed once.
       out: File of the plot. The table is written beside it, with the extension .md.
       show: Called with the table before anything is written, so that a directory without write access costs no result.
+      each_fold: Whether the table has a row for each run of a fold as well, below the row of all folds.
 
     Returns:
       The table, as Markdown.
 
     Raises:
-      InputError: A run has no valid report, the runs are of several tasks, or `out` cannot be written.
+      InputError: A run has no valid report, the runs are of several tasks or numbers of folds, or `out` cannot be written.
     """
     distinct = {os.path.realpath(workdir): str(workdir) for workdir in reversed(workdirs)}
     names = list(reversed(distinct.values()))
     entries = {name: read_entry(name) for name in names}
     ranking = _ranked(entries)
-    scores, sign = ranking.scores, -1 if ranking.higher_is_better else 1
-    order = sorted(entries, key=lambda name: sign * scores[name] if name in scores else math.inf)
-    entries = {name: entries[name] for name in order}
-    lines = _table(entries, ranking)
-    notes = [f"- {name}: {ranking.unscored[name]}." for name in order if name in ranking.unscored]
+    if folds.fold_count(entry.report["config"] for entry in entries.values()):
+        rows = folds.joined(entries, ranking)
+        lines, notes, explanation = _fold_table(rows, entries, ranking, each_fold), [*rows.notes], folds.NOTE
+        entries, ranking = rows.entries, rows.ranking
+    else:
+        scores, sign = ranking.scores, -1 if ranking.higher_is_better else 1
+        order = sorted(entries, key=lambda name: sign * scores[name] if name in scores else math.inf)
+        entries = {name: entries[name] for name in order}
+        lines = _table(entries, ranking)
+        notes = [f"- {name}: {ranking.unscored[name]}." for name in order if name in ranking.unscored]
+        explanation = ERRORS if any(_error(entries, ranking, name) is not None for name in order) else ""
     if len(names) < len(workdirs):
         notes.append("- A run that was named more than once is listed once.")
-    if any(_error(entries, ranking, name) is not None for name in order):
-        notes.append(ERRORS)
+    if explanation:
+        notes.append(explanation)
     if notes:
         lines += ["", *notes]
     if ranking.remark:
         lines += ["", ranking.remark]
     table = "\n".join(lines) + "\n"
     show(table)
-    _write(Path(out), table, ranking, {name: entry for name, entry in entries.items() if name in scores})
+    _write(Path(out), table, ranking, {name: entry for name, entry in entries.items() if name in ranking.scores})
     return table
 
 
 def by_task(workdirs: Sequence[str | Path]) -> dict[str, list[str | Path]]:
-    """Groups runs by their task, or by `Task.compares_as`, since scores of other tasks do not compare.
+    """Groups runs by their task, or by `Task.compares_as`, and their number of folds, since scores of others do not compare.
 
     Args:
       workdirs: Directories of finished runs.
 
     Returns:
-      Name of a task -> its runs, in their order.
+      Name of a task, with "-5-folds" after it for runs with folds -> its runs, in their order.
 
     Raises:
       InputError: A run has no valid report.
     """
     groups: dict[str, list[str | Path]] = {}
     for workdir in workdirs:
-        groups.setdefault(_compared_as(read_entry(workdir).report), []).append(workdir)
+        report = read_entry(workdir).report
+        count = folds.fold_count([report["config"]])
+        groups.setdefault(_compared_as(report) + (f"-{count}-folds" if count else ""), []).append(workdir)
     if exports := groups.pop("", []):  # which do not name their task
         groups.setdefault(next(iter(groups), ""), []).extend(exports)
     return groups
@@ -103,24 +119,55 @@ def _ranked(entries: Mapping[str, Entry]) -> Ranking:
     reports = {name: entry.report for name, entry in entries.items() if name not in unscored}
     if task is None:
         return Ranking("score", {}, unscored)
-    ranking = task.report.rank(reports)
+    ranking = folds.rank(task.report, reports)
     return dataclasses.replace(ranking, unscored={**ranking.unscored, **unscored})
 
 
 def _table(entries: Mapping[str, Entry], ranking: Ranking) -> list[str]:
     """Lines of the Markdown table of `entries`, in their order; configs are compared with that of the first."""
+    first = next(iter(entries))
+    quality = {
+        name: [_score(entries, ranking, name), _difference(entries, ranking, name, first)] for name in entries
+    }
+    return _lines(entries, [ranking.label, "difference"], quality)
+
+
+def _fold_table(
+    rows: folds.Rows, runs: Mapping[str, Entry], ranking: Ranking, each_fold: bool
+) -> list[str]:
+    """Lines of the Markdown table of rows of several folds, also with the runs of each row.
+
+    The difference of a run is that to the run of the same fold in the first row.
+    """
+    entries: dict[str, Entry] = {}
+    quality: dict[str, list[str]] = {}
+    first = next(iter(rows.scores.values()), None)
+    for name, entry in rows.entries.items():
+        entries[name] = entry
+        if first is None or name not in rows.scores:  # an export
+            quality[name] = ["-"] * 5
+            continue
+        row = rows.scores[name]
+        score = decimals(rows.ranking.scores.get(name), ranking.digits)
+        quality[name] = [score, *row.cells(ranking.digits), row.difference(first, ranking.digits)]
+        for fold, run in row.runs.items() if each_fold and len(row.runs) > 1 else ():
+            entries[run] = runs[run]
+            difference = _difference(runs, ranking, run, first.runs.get(fold, run))
+            quality[run] = [_score(runs, ranking, run), "-", "-", f"fold {fold}", difference]
+    return _lines(entries, [ranking.label, *folds.HEADER, "difference"], quality)
+
+
+def _lines(entries: Mapping[str, Entry], columns: Sequence[str], quality: Mapping[str, Sequence[str]]) -> list[str]:
+    """Lines of the Markdown table of `entries`, with cells of their quality; configs are compared with that of the first."""
     has_skipped = any(entry.report.get("skipped_steps") for entry in entries.values())
     has_speed = any(entry.sequences_per_second for entry in entries.values())
-    header = ["run", ranking.label, "difference", "stored MB", "tokens/s", *(["sequences/s"] if has_speed else [])]
+    header = ["run", *columns, "stored MB", "tokens/s", *(["sequences/s"] if has_speed else [])]
     header += ["peak MiB", "training s", "parameters", *(["skipped steps"] if has_skipped else []), "differs in"]
     first_config = next(iter(entries.values())).report["config"]
     rows = [
         [
             name,
-            with_error(
-                decimals(ranking.scores.get(name), ranking.digits), _error(entries, ranking, name), ranking.digits
-            ),
-            _difference(entries, ranking, name),
+            *quality[name],
             decimals(entry.stored_mb, ".3g"),
             decimals(entry.report.get("tokens_per_second"), ",.0f"),
             *([decimals(entry.sequences_per_second, ",.4g")] if has_speed else []),
@@ -138,6 +185,12 @@ def _table(entries: Mapping[str, Entry], ranking: Ranking) -> list[str]:
     ]
 
 
+def _score(entries: Mapping[str, Entry], ranking: Ranking, name: str) -> str:
+    """Score of an entry with its standard error."""
+    score = decimals(ranking.scores.get(name), ranking.digits)
+    return with_error(score, _error(entries, ranking, name), ranking.digits)
+
+
 def _error(entries: Mapping[str, Entry], ranking: Ranking, name: str) -> float | None:
     """Standard error of the score of an entry; None if it has no score or its examples are unknown."""
     examples = entries[name].examples
@@ -147,9 +200,9 @@ def _error(entries: Mapping[str, Entry], ranking: Ranking, name: str) -> float |
     return None if error is None else abs(ranking.slopes.get(name, 1.0)) * error
 
 
-def _difference(entries: Mapping[str, Entry], ranking: Ranking, name: str) -> str:
-    """Difference of a score to that of the first entry, with its standard error."""
-    first, scores = next(iter(entries)), ranking.scores
+def _difference(entries: Mapping[str, Entry], ranking: Ranking, name: str, first: str) -> str:
+    """Difference of a score to that of another entry, with its standard error."""
+    scores = ranking.scores
     if name == first or name not in scores or first not in scores:
         return "-"
     slopes = ranking.slopes.get(name, 1.0), ranking.slopes.get(first, 1.0)
