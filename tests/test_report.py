@@ -309,6 +309,70 @@ def test_compare_shows_standard_errors_paired_on_the_same_examples(tmp_path):
     assert cells(report.compare(directories, tmp_path / "compare.png"))[0]["b"][score] == "2.0400"
 
 
+def fold_runs(tmp_path, scores, count=3, **changes):
+    """Runs "NAME,fold=K" with bits per byte `scores[NAME][K - 1]`, a loss of 3/4 of them, and a digest for each fold."""
+    made = {}
+    for name, of_name in scores.items():
+        for fold, score in enumerate(of_name, 1):
+            fields = {"data.folds": count, "data.fold": fold, "model.dim": 64 + 8 * len(name)}
+            numbers = {"heldout_bits_per_byte": score, "heldout_loss": score and 0.75 * score, "heldout_digest": str(fold)}
+            made[f"{name},fold={fold}"] = {**numbers, "heldout_text_digest": str(fold), "config_changes": fields, **changes}
+    return runs(tmp_path, **made)
+
+
+def test_folds_of_a_member_are_one_row(tmp_path):
+    directories = fold_runs(tmp_path, {"a": [2.0, 2.2, 2.4], "bb": [2.2, 2.4, 2.5], "c": [1.0, None]})
+    table = report.compare(directories, tmp_path / "compare.png")
+    rows, below = cells(table)
+    assert list(rows) == ["a", "bb", "c"]
+    score = "held-out bits/byte"
+    assert [rows[name][score] for name in rows] == ["2.2000", "2.3667", "1.0000"]  # c lacks folds
+    assert rows["a"]["sd"] == "0.2000" and [rows[name]["folds"] for name in rows] == ["3 of 3", "3 of 3", "1 of 3"]
+    half = 4.302653 * 0.2 / math.sqrt(3)  # the t distribution with 2 degrees of freedom
+    assert rows["a"]["95 % interval"] == f"{2.2 - half:.4f} to {2.2 + half:.4f}"
+    assert (rows["c"]["sd"], rows["c"]["95 % interval"], rows["a"]["difference"]) == ("-", "-", "-")
+    error = np.std([0.2, 0.2, 0.1], ddof=1) / math.sqrt(3)  # paired by fold
+    assert rows["bb"]["difference"] == f"+0.1667 ± {error:.4f}" and rows["bb"]["differs in"] == "model.dim=80"
+    assert f"- {tmp_path}/c: without a score of fold 2, 3; {tmp_path}/c,fold=2: its held-out loss is not finite.\n" in below
+    assert "sd the standard deviation over folds" in below and rows["a"]["peak MiB"] == "7"
+
+    rows, _ = cells(report.compare(directories, tmp_path / "compare.png", each_fold=True))
+    assert list(rows)[:5] == ["a", "a,fold=1", "a,fold=2", "a,fold=3", "bb"]
+    assert [rows["bb,fold=3"][column] for column in (score, "folds", "difference")] == ["2.5000", "fold 3", "+0.1000"]
+
+
+def test_examples_of_all_folds_are_pooled(tmp_path):
+    directories = fold_runs(tmp_path, {"a": [2.0, 2.4], "bb": [2.04, 2.44]}, count=2)
+    losses = {"a,fold=1": np.array([1.0, 2.0]), "a,fold=2": np.array([1.7, 1.9, 1.8])}
+    losses |= {name.replace("a", "bb"): of_name + 0.03 for name, of_name in list(losses.items())}
+    for path in directories:
+        with_examples(path, losses[path.name])
+    rows, _ = cells(report.compare(directories, tmp_path / "compare.png"))
+    bits = np.concatenate([losses["a,fold=1"], losses["a,fold=2"]]) / 0.75
+    mean, half = bits.mean(), 2.776445 * bits.std(ddof=1) / math.sqrt(5)  # 4 degrees of freedom
+    assert rows["a"]["95 % interval"] == f"{mean - half:.4f} to {mean + half:.4f}"
+    assert rows["bb"]["difference"] == "+0.0400 ± 0.0000"  # paired on the same examples
+    (directories[0] / "scores.npz").unlink()
+    rows, _ = cells(report.compare(directories, tmp_path / "compare.png"))
+    assert rows["a"]["95 % interval"] == f"{2.2 - 12.7062 * 0.2:.4f} to {2.2 + 12.7062 * 0.2:.4f}"
+
+
+def test_rows_of_folds_are_named_by_their_sweep(tmp_path):
+    directories = fold_runs(tmp_path, {"": [2.0, 2.2, 2.4]})
+    named = [path.rename(tmp_path / path.name.lstrip(",")) for path in directories]
+    assert list(cells(report.compare(named, tmp_path / "c.png"))[0]) == [tmp_path.name]
+    named[0] = named[0].rename(tmp_path / "first")
+    assert list(cells(report.compare(named, tmp_path / "c.png"))[0]) == ["first and 2 more"]
+
+
+def test_runs_with_other_folds_are_not_compared(tmp_path):
+    (single,) = runs(tmp_path, single={})
+    directories = fold_runs(tmp_path, {"a": [2.0, 2.2]}, count=2)
+    with pytest.raises(InputError, match="runs with data.folds of 0, 2 were scored on different examples"):
+        report.compare([single, *directories], tmp_path / "compare.png")
+    assert report.by_task([single, *directories]) == {"lm": [single], "lm-2-folds": directories}
+
+
 def test_compare_lists_models_without_a_training_of_their_own(tmp_path, monkeypatch):
     drawn = {}
     monkeypatch.setattr(plots, "plot_tradeoff", lambda scores, costs, *args: drawn.update(scores=scores, costs=costs))

@@ -143,9 +143,11 @@ def _check(config: Any) -> None:
     from hpnlp.parallel.plan import PLANS, Plan
     from hpnlp.planner.estimate import trainer_of
     from hpnlp.spec import lookup
+    from hpnlp.training import fold_leakage
     from hpnlp.training.metrics import find_writers
 
     tasks.find(config.task).check_data(config.data)
+    fold_leakage.check_start(config)
     find_writers(config.train.writers)
     lookup(PLANS, config.plan.name, "plan.name")
     trainer_of(dataclasses.replace(config, plan=Plan("single", remat=config.plan.remat)), 1)

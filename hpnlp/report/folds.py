@@ -20,6 +20,7 @@ from hpnlp.training.example_scores import ExampleScores, error_of_difference
 from hpnlp.types import InputError
 
 FOLDS, FOLD = "data.folds", "data.fold"
+BASE = "base"  # name of a member that changes no field, as in hpnlp.cli.members
 CONFIDENCE = 0.95
 NOTE = (
     "The score of a row is the mean over folds, each of which was held out from one training, and sd the standard deviation over "
@@ -246,8 +247,9 @@ def joined(entries: Mapping[str, Entry], ranking: Ranking) -> Rows:
     count = fold_count(configs.values())
     untrained = [name for name in configs if "phase_seconds" not in entries[name].report]
     rows, unscored = {}, {}
-    for group in by_member(configs, untrained):
-        name = _name(group, rows)
+    groups = by_member(configs, untrained)
+    for group in groups:
+        name = _name(group, rows, is_alone=len(groups) == 1)
         rows[name] = _fold_scores(group, count, entries, ranking)
         if missing := [fold for fold in range(1, count + 1) if fold not in rows[name].scores]:
             absent = f"without a score of fold {', '.join(map(str, missing))}"
@@ -268,14 +270,18 @@ def joined(entries: Mapping[str, Entry], ranking: Ranking) -> Rows:
     )
 
 
-def _name(runs: Mapping[int, str], taken: Iterable[str]) -> str:
-    """Name of a row: the directories of its runs without their fold, or the first of them."""
+def _name(runs: Mapping[int, str], taken: Iterable[str], is_alone: bool) -> str:
+    """Name of a row: the directories of its runs without their fold, or the first of them.
+
+    Runs that are named by their fold alone have the name of their sweep if there are no others.
+    """
     if len(runs) == 1:
         return next(iter(runs.values()))
     shortened = {re.sub(r"(^|,)fold=\d+$", "", Path(run).name) for run in runs.values()}
     first = Path(next(iter(runs.values())))
     is_named_by_fold = len(shortened) == 1 and shortened != {first.name}
-    name = str(first.parent / next(iter(shortened))) if is_named_by_fold else f"{first} and {len(runs) - 1} more"
+    member = next(iter(shortened)) or ("" if is_alone else BASE)
+    name = str(first.parent / member) if is_named_by_fold else f"{first} and {len(runs) - 1} more"
     taken = set(taken)
     return name if name not in taken else f"{first} and {len(runs) - 1} more"
 

@@ -1,9 +1,10 @@
-"""Checks that folds of cross-validation are scored on data that no member of an ensemble was trained on."""
+"""Checks that folds of cross-validation are scored on data that no model behind the scores was trained on."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hpnlp.data import sources
@@ -11,6 +12,8 @@ from hpnlp.data.config import DataConfig
 from hpnlp.data.examples import ExampleConfig, generated
 from hpnlp.data.examples.rows import FORMATS
 from hpnlp.training.config import Config
+from hpnlp.training.contents import Contents, contents_of
+from hpnlp.training.run_directory import load_config
 from hpnlp.types import InputError
 
 FIELDS = ("data.folds", "data.fold")
@@ -36,12 +39,42 @@ def check(members: Sequence[tuple[str, Config]], changes: Mapping[str, Any]) -> 
         return
     first, of_first = in_parts[0]
     for name, data in in_parts[1:]:
-        if data.path == of_first.path and (data.folds, data.fold) != (of_first.folds, of_first.fold):
+        if _is_other_part(data, of_first):
             raise InputError(
                 f"{first} holds out {_part(of_first)} of data.path={data.path!r} and {name} {_part(data)}: each was trained on "
                 "what the other holds out, so that their scores together would be too good: score each by itself, or pass "
                 "--data.heldout_path=PATH with other data, which neither was trained on"
             )
+
+
+def check_start(config: Config) -> None:
+    """Checks that a run does not start or learn from a model that was trained on what the run holds out.
+
+    Args:
+      config: Config of the run.
+
+    Raises:
+      InputError: `train.init_from` or `distill.teacher` is a run on the same data that holds out another part.
+    """
+    if not isinstance(config.data, DataConfig | ExampleConfig):
+        return
+    for field, name in (("train.init_from", config.train.init_from), ("distill.teacher", config.distill.teacher)):
+        if not name or contents_of(Path(name)) not in (Contents.RUN, Contents.COMPRESSED):
+            continue
+        try:
+            other = load_config(Path(name)).data
+        except InputError:  # reported where the model is read
+            continue
+        if isinstance(other, DataConfig | ExampleConfig) and _is_other_part(other, config.data):
+            raise InputError(
+                f"{field}={name} holds out {_part(other)} of data.path={other.path!r} and this run {_part(config.data)}, so that "
+                "it would be scored on what that model was trained on: name a model of the same part, or of other data"
+            )
+
+
+def _is_other_part(data: DataConfig | ExampleConfig, other: DataConfig | ExampleConfig) -> bool:
+    """Whether two configs of the same data hold out different parts."""
+    return data.path == other.path and (data.folds, data.fold) != (other.folds, other.fold)
 
 
 def _part(data: DataConfig | ExampleConfig) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 from hpnlp import measure, tasks
 from hpnlp.models import variables
 from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training import averages, distributed, teacher_outputs, unused_fields, warm_start
+from hpnlp.training import averages, distributed, fold_leakage, teacher_outputs, unused_fields, warm_start
 from hpnlp.training import teacher as teachers
 from hpnlp.training.batch_lengths import BatchLengths, check_buckets, length_of, padding_of
 from hpnlp.training.best import ScoreOrder
@@ -126,6 +126,7 @@ class _Run:
         """Makes data, model and trainer, and finds the state to start from; then writes vocabulary and config."""
         config, workdir = self.config, self.workdir
         begun = distributed.lead_value(has_begun(workdir))
+        fold_leakage.check_start(config)
         self.source = warm_start.find_first(config, workdir)
         progress = reading_progress(console=None if self.is_lead else QUIET)
         known = self._known_vocabulary(begun)
