@@ -315,8 +315,17 @@ def fold_runs(tmp_path, scores, count=3, **changes):
     for name, of_name in scores.items():
         for fold, score in enumerate(of_name, 1):
             fields = {"data.folds": count, "data.fold": fold, "model.dim": 64 + 8 * len(name)}
-            numbers = {"heldout_bits_per_byte": score, "heldout_loss": score and 0.75 * score, "heldout_digest": str(fold)}
-            made[f"{name},fold={fold}"] = {**numbers, "heldout_text_digest": str(fold), "config_changes": fields, **changes}
+            numbers = {
+                "heldout_bits_per_byte": score,
+                "heldout_loss": score and 0.75 * score,
+                "heldout_digest": str(fold),
+            }
+            made[f"{name},fold={fold}"] = {
+                **numbers,
+                "heldout_text_digest": str(fold),
+                "config_changes": fields,
+                **changes,
+            }
     return runs(tmp_path, **made)
 
 
@@ -333,7 +342,10 @@ def test_folds_of_a_member_are_one_row(tmp_path):
     assert (rows["c"]["sd"], rows["c"]["95 % interval"], rows["a"]["difference"]) == ("-", "-", "-")
     error = np.std([0.2, 0.2, 0.1], ddof=1) / math.sqrt(3)  # paired by fold
     assert rows["bb"]["difference"] == f"+0.1667 ± {error:.4f}" and rows["bb"]["differs in"] == "model.dim=80"
-    assert f"- {tmp_path}/c: without a score of fold 2, 3; {tmp_path}/c,fold=2: its held-out loss is not finite.\n" in below
+    assert (
+        f"- {tmp_path}/c: without a score of fold 2, 3; {tmp_path}/c,fold=2: its held-out loss is not finite.\n"
+        in below
+    )
     assert "sd the standard deviation over folds" in below and rows["a"]["peak MiB"] == "7"
 
     rows, _ = cells(report.compare(directories, tmp_path / "compare.png", each_fold=True))

@@ -97,8 +97,8 @@ def _best(directory: str, count: int) -> list[str]:
         raise InputError(f"{directory}@best{count}: the directory holds {len(groups)} {held}: name at most these")
     if different := next((list(of_fold.values()) for of_fold in digests.values() if len(of_fold) > 1), None):
         raise InputError(
-            f"{directory}@best{count}: {different[0]} and {different[1]} have different held-out examples, so that their scores "
-            "do not compare: name the runs themselves"
+            f"{directory}@best{count}: {different[0]} and {different[1]} have different held-out examples, so that their "
+            "scores do not compare: name the runs themselves"
         )
     means = [(sum(scores[run] for run in runs) / len(runs), runs) for runs in groups]
     return [run for _, runs in sorted(means)[:count] for run in runs]

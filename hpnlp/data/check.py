@@ -11,8 +11,8 @@ from hpnlp.data import stream
 from hpnlp.data.config import DataConfig
 from hpnlp.data.documents import Document, DocumentReader
 from hpnlp.data.files import Progress, ignore_progress
-from hpnlp.data.records import SKIP, Fields
 from hpnlp.data.ingest import Ingest
+from hpnlp.data.records import SKIP, Fields
 from hpnlp.data.sources import MAX_COMPARED, LeftOut, Source, described
 from hpnlp.data.split import NOTHING, HeldOutHashes
 from hpnlp.types import InputError

@@ -129,8 +129,8 @@ class DataConfig:
     )
     folds: int = option(
         0,
-        "Number of equal parts of the documents for cross-validation, chosen by the same hash, of which one is held out in place "
-        "of `heldout` and without the limit `heldout_bytes`; 0 for none. hpnlp sweep --folds=K trains a run for each.",
+        "Number of equal parts of the documents for cross-validation, chosen by the same hash, of which one is held out in "
+        "place of `heldout` and without the limit `heldout_bytes`; 0 for none. hpnlp sweep --folds=K trains a run for each.",
     )
     fold: int = option(0, "The part that is held out, from 1 to `folds`; 0 without parts.")
     packing: str = option(

@@ -107,8 +107,8 @@ class Ingest:
         """Tokenises all documents and writes them to the files `train.*` and `heldout.*`.
 
         Documents of `heldout_sources` are all held out, and so is a part of `folds`. Otherwise a document whose `hash_fraction`
-        is below the threshold is a candidate, and candidates with the lowest hashes are held out until `heldout_bytes` is reached. Other
-        candidates are neither evaluated nor trained on, so that no document changes sides when data is added.
+        is below the threshold is a candidate, and candidates with the lowest hashes are held out until `heldout_bytes` is
+        reached. Other candidates are neither evaluated nor trained on, so that no document changes sides when data is added.
 
         Args:
           directory: An empty directory.
@@ -203,9 +203,7 @@ class Ingest:
             names = (document.name for source in self.sources for document in reader.read(source))
             if held_out := self.folds.held_out(names):
                 return held_out, cut_finely
-        raise self.folds.too_few(
-            ",".join(source.path for source in self.sources), "documents", left_out.in_brackets()
-        )
+        raise self.folds.too_few(",".join(source.path for source in self.sources), "documents", left_out.in_brackets())
 
     def _scan(self, reader: DocumentReader, enough: int) -> tuple[bool, int, float]:
         """Reads names until both sides of the split have a document and there are `enough` documents, or until the end.

@@ -126,15 +126,11 @@ def _ranked(entries: Mapping[str, Entry]) -> Ranking:
 def _table(entries: Mapping[str, Entry], ranking: Ranking) -> list[str]:
     """Lines of the Markdown table of `entries`, in their order; configs are compared with that of the first."""
     first = next(iter(entries))
-    quality = {
-        name: [_score(entries, ranking, name), _difference(entries, ranking, name, first)] for name in entries
-    }
+    quality = {name: [_score(entries, ranking, name), _difference(entries, ranking, name, first)] for name in entries}
     return _lines(entries, [ranking.label, "difference"], quality)
 
 
-def _fold_table(
-    rows: folds.Rows, runs: Mapping[str, Entry], ranking: Ranking, each_fold: bool
-) -> list[str]:
+def _fold_table(rows: folds.Rows, runs: Mapping[str, Entry], ranking: Ranking, each_fold: bool) -> list[str]:
     """Lines of the Markdown table of rows of several folds, also with the runs of each row.
 
     The difference of a run is that to the run of the same fold in the first row.

@@ -23,9 +23,9 @@ FOLDS, FOLD = "data.folds", "data.fold"
 BASE = "base"  # name of a member that changes no field, as in hpnlp.cli.members
 CONFIDENCE = 0.95
 NOTE = (
-    "The score of a row is the mean over folds, each of which was held out from one training, and sd the standard deviation over "
-    "folds. The interval is of the t distribution: of the scores of all examples of all folds where these are stored, else of the "
-    "scores of the folds. Folds share training data, so that intervals are approximate. ± is a standard error."
+    "The score of a row is the mean over folds, each of which was held out from one training, and sd the standard deviation "
+    "over folds. The interval is of the t distribution: over the examples of all folds where their scores are stored, else "
+    "over the folds. Folds share training data, so that intervals are approximate. ± is a standard error."
 )
 _TOLERANCE = 1e-3  # relative difference of a score to the mean over examples from which it is another function of them
 
@@ -167,8 +167,10 @@ class FoldScores:
             return "-"
         differences = np.array([self.scores[fold] - first.scores[fold] for fold in common])
         if all(fold in self.examples and fold in first.examples for fold in common):
-            pooled = [_pooled([row.examples[fold] for fold in common], self.metric) for row in (self, first)]
-            error = error_of_difference(*pooled, self.metric)
+            compared, reference = (
+                _pooled([row.examples[fold] for fold in common], self.metric) for row in (self, first)
+            )
+            error = error_of_difference(compared, reference, self.metric)
             return described_difference(float(differences.mean()), error, digits)
         if len(common) < 2:
             return described_difference(float(differences.mean()), None, digits)

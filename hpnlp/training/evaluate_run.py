@@ -86,7 +86,9 @@ def evaluate_run(
     stored = [load_config(directory) for directory, _ in members]
     for config in stored:  # before anything large is read
         _changed(config, changes)
-    fold_leakage.check([(str(directory), config) for (directory, _), config in zip(members, stored, strict=True)], changes)
+    fold_leakage.check(
+        [(str(directory), config) for (directory, _), config in zip(members, stored, strict=True)], changes
+    )
     runs = ensembles.load_members(members)
     # The config of a loaded run has no train.weights: its parameters are the matrices that layers read.
     configs = [_changed(run.config, changes) for run in runs]

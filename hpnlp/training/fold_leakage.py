@@ -67,8 +67,8 @@ def check_start(config: Config) -> None:
             continue
         if isinstance(other, DataConfig | ExampleConfig) and _is_other_part(other, config.data):
             raise InputError(
-                f"{field}={name} holds out {_part(other)} of data.path={other.path!r} and this run {_part(config.data)}, so that "
-                "it would be scored on what that model was trained on: name a model of the same part, or of other data"
+                f"{field}={name} holds out {_part(other)} of data.path={other.path!r} and this run {_part(config.data)}, so "
+                "that it would be scored on what that model was trained on: name a model of the same part, or of other data"
             )
 
 
@@ -93,6 +93,6 @@ def _check_files(name: str, data: DataConfig | ExampleConfig, path: str) -> None
     )
     if both := sorted(trained & scored):
         raise InputError(
-            f"data.heldout_path={path!r}: {both[0]} is one of the files of data.path={data.path!r}, on parts of which {name} was "
-            "trained: name other files"
+            f"data.heldout_path={path!r}: {both[0]} is one of the files of data.path={data.path!r}, on parts of which {name} "
+            "was trained: name other files"
         )

@@ -15,8 +15,7 @@ import numpy as np
 from hpnlp import tasks
 from hpnlp.data import sources
 from hpnlp.data.config import DataConfig
-from hpnlp.data.examples import ExampleConfig, PairsConfig
-from hpnlp.data.examples import generated
+from hpnlp.data.examples import ExampleConfig, PairsConfig, generated
 from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.dual_encoder import DualEncoderConfig
 from hpnlp.models.labelled_bags import LabelledBagsConfig

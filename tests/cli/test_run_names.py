@@ -46,6 +46,30 @@ def test_names_stand_for_checkpoints(tmp_path, monkeypatch):
         run_names.expand(["sweep@best2"])
 
 
+def test_best_members_of_a_cross_validation_are_runs_of_all_folds(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scores = {"a,fold=1": 1.0, "a,fold=2": 4.0, "b,fold=1": 2.0, "b,fold=2": 2.0, "c,fold=1": 0.5}
+    for name in scores:
+        os.makedirs(f"sweep/{name}")
+        with open(f"sweep/{name}/report.json", "w") as file:
+            file.write("{}")
+
+    def read_report(path):
+        member, fold = path.name[0], int(path.name[-1])
+        config = {"task": "lm", "model.mixer": member, "data.folds": 2, "data.fold": fold}
+        return {"config": config, "heldout_loss": scores[path.name], "heldout_digest": digests.get(path.name, fold)}
+
+    digests = {}
+    monkeypatch.setattr(report, "read_report", read_report)
+    assert run_names.expand(["sweep@best1"]) == [("sweep/b,fold=1", None), ("sweep/b,fold=2", None)]
+    assert [name for name, _ in run_names.expand(["sweep@best2"])][2:] == ["sweep/a,fold=1", "sweep/a,fold=2"]
+    with pytest.raises(InputError, match="sweep@best3: the directory holds 2 members with a score of each of 2 folds"):
+        run_names.expand(["sweep@best3"])
+    digests["b,fold=2"] = "other"
+    with pytest.raises(InputError, match="sweep/a,fold=2 and sweep/b,fold=2 have different held-out examples"):
+        run_names.expand(["sweep@best1"])
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Two runs with one tokenizer, and one with another."""

@@ -75,9 +75,54 @@ def test_failed_members_do_not_stop_the_others(sweep, run, members_here, tmp_pat
     assert (tmp_path / "runs" / "seed=1" / "report.json").read_text() == finished
 
 
+def test_folds_train_resume_and_are_one_row(sweep, run, members_here, tmp_path):
+    command = [*sweep([{"train.seed": 1}], argument=":1"), "--folds=2"]
+    (tmp_path / "sweep.py").write_text((tmp_path / "sweep.py").read_text().partition("def get_sweep")[0])
+    workdir = tmp_path / "runs"
+    outcome = run(*command)
+    assert outcome.code == 0, outcome.err
+    assert sorted(path.parent.name for path in workdir.glob("*/report.json")) == ["fold=1", "fold=2"]
+    (line,) = [line for line in outcome.out.splitlines() if line.startswith(f"| {workdir} |")]
+    assert "| 2 of 2 |" in line and (workdir / "compare.md").read_text() in outcome.out
+    (workdir / "fold=2" / "report.json").unlink()
+    outcome = run(*command)
+    assert outcome.code == 0 and "[1/2] fold=1: finished before" in outcome.out and "[2/2] fold=2\n" in outcome.out
+    outcome = run("compare", workdir, "--each_fold", f"--out={tmp_path}/all.png")
+    assert outcome.code == 0 and "fold=2 |" in outcome.out and "| fold 2 |" in outcome.out
+
+    # What one fold holds out is training text of the other.
+    outcome = run("evaluate", f"{workdir}@best1")
+    assert outcome.code == 2 and "fold=1 holds out part 1 of 2 of data.path=" in outcome.err
+    assert "fold=2 part 2 of 2: each was trained on what the other holds out" in outcome.err
+    trained = os.environ["HPNLP_TEST_TEXT"]
+    outcome = run("evaluate", f"{workdir}@best1", f"--data.heldout_path={trained}/00.txt")
+    assert outcome.code == 2 and "00.txt is one of the files of data.path=" in outcome.err
+    (tmp_path / "other.txt").write_text("the quick brown fox\n" * 20)
+    outcome = run("evaluate", f"{workdir}@best1", f"--data.heldout_path={tmp_path}/other.txt")
+    assert outcome.code == 0 and "fold=1, step 1; " in outcome.out and "bytes" in outcome.out, outcome.err
+    outcome = run(*command, f"--train.init_from={workdir}/fold=2")
+    assert outcome.code == 2 and "fold=2 holds out part 2 of 2 of data.path=" in outcome.err
+    assert "and this run part 1 of 2, so that it would be scored on what that model was trained on" in outcome.err
+
+
 @pytest.mark.parametrize(
     ("members", "argv", "message"),
     [
+        (
+            [{"train.seed": 1}, {"data.fold": 3}],
+            ["--folds=3"],
+            "--folds=3, --data.fold=3: --folds sets data.folds and data.fold of each run: leave out data.fold, or --folds",
+        ),
+        (
+            [{"train.seed": 1}],
+            ["--folds=3", "--data.heldout_bytes=5"],
+            "data.heldout_bytes=5, data.folds=3: all of a part is held out, so that the parts cover the data: set",
+        ),
+        (
+            [{"train.seed": 1}],
+            ["--folds=3", "--data.heldout=0.5"],
+            "data.heldout=0.5 has no effect, because one of data.folds=3 equal parts is held out: leave it out",
+        ),
         (
             [{"train.seed": 1}, {"model.dims": 3}],
             [],

@@ -74,9 +74,9 @@ class ExampleConfig(abc.ABC):
     )
     folds: int = option(
         0,
-        "Number of equal parts of the examples for cross-validation, chosen by the same hash (of groups, where there are any), of "
-        "which one is held out in place of `heldout` and without the limit `heldout_examples`; 0 for none. hpnlp sweep --folds=K "
-        "trains a run for each of them.",
+        "Number of equal parts of the examples, or of their groups, for cross-validation, chosen by the same hash, of which "
+        "one is held out in place of `heldout` and without the limit `heldout_examples`; 0 for none. hpnlp sweep --folds=K "
+        "trains a run for each.",
     )
     fold: int = option(0, "The part that is held out, from 1 to `folds`; 0 without parts.")
     challenge_path: str = option(

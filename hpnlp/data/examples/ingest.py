@@ -21,9 +21,9 @@ from hpnlp.data.examples.labels import UNKNOWN_HELDOUT, UNKNOWN_TRAINING, ClassI
 from hpnlp.data.examples.rows import Row, RowReader
 from hpnlp.data.examples.store import NO_LABEL, ExampleWriter, StoredExamples
 from hpnlp.data.files import Progress
-from hpnlp.data.split import NOTHING, Folds, HeldOutHashes, hash_fraction
 from hpnlp.data.records import SKIP
 from hpnlp.data.sources import LeftOut, LineCounts, Source
+from hpnlp.data.split import NOTHING, Folds, HeldOutHashes, hash_fraction
 from hpnlp.types import InputError, Tokenizer
 
 _FORMAT = 5  # version of the files that `ExampleIngest.write` writes; part of the cache key
@@ -140,8 +140,8 @@ class ExampleIngest:
         """Tokenises all examples and writes them to the files `train.*`, `heldout.*` and `challenge.*`.
 
         As for text corpora, an example whose group has a hash below a threshold is a candidate. The candidates with the lowest
-        hashes are held out, at most `heldout_examples`; the other candidates are neither evaluated nor trained on. With `folds`,
-        all examples of a part are held out.
+        hashes are held out, at most `heldout_examples`; the other candidates are neither evaluated nor trained on. With
+        `folds`, all examples of a part are held out.
 
         Args:
           directory: An empty directory.

@@ -20,8 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from hpnlp.data.files import unreadable
-from hpnlp.data.split import hash_fraction
 from hpnlp.data.sources import File
+from hpnlp.data.split import hash_fraction
 
 _MIN_FUNCTIONS, _MIN_FILES = 100, 5  # of a package that is a class
 _MIN_CODE = 60  # characters of a function; shorter functions are the same in many packages

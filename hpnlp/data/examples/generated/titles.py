@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hpnlp.data.files import unreadable
-from hpnlp.data.split import hash_fraction
 from hpnlp.data.sources import File
+from hpnlp.data.split import hash_fraction
 
 BAG = 4  # titles of a bag
 _MIN_TITLES, _MAX_TITLES = 8, 128  # of a module; further titles of a larger one are left out
