@@ -24,7 +24,8 @@ changed; beside a compressed or converted model, the scores of all examples are 
 
 Several runs of language models with one vocabulary are an ensemble, whose probabilities are averaged. RUN@STEP is the
 checkpoint of a step, RUN@last3 the newest three checkpoints of a run, and SWEEP@best3 the three best finished runs of a
-directory.
+directory. After hpnlp sweep --folds=K, SWEEP@best1 is the K runs of the member with the best mean score. Each of them was
+trained on what the others hold out, so that they are scored together on other text only, --data.heldout_path.
 
 Fields:
   --model.mixer=MIXERS
