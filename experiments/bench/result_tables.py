@@ -492,7 +492,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "awd_lstm": awd_lstm,
     "rare_events": embedding_tables.rare_events,
     "labelled_bags": embedding_tables.labelled_bags,
-    **dict.fromkeys(("softmax", "softmax_layers", "search", "search_keys", "containers"), softmax),
+    **dict.fromkeys(("softmax", "softmax_layers", "search", "search_keys", "search_pq", "containers"), softmax),
     "quantized_products": compression_tables.quantized_products,
     "second_order": compression_tables.second_order,
     "estimates": estimates,

@@ -68,7 +68,7 @@ SECTIONS = {
     "Decoding": ("decode", "beam"),
     "Output layers and losses": ("softmax", "softmax_layers", "estimates"),
     "Mixture of experts": ("experts",),
-    "Search": ("search", "search_keys"),
+    "Search": ("search", "search_keys", "search_pq"),
     "Text from the training text": ("demo_perl", "demo_documentation", "knn_lm", "realm"),
     "Trees, lengths and projections": ("trees", "encoders", "projections"),
     "Embeddings and memory": ("word_embeddings", "rare_events", "labelled_bags"),
