@@ -11,6 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import claims
+import claims_attention
+import claims_compression
+import claims_language
+import claims_quantization
+import claims_training
 import compression_tables
 import embedding_tables
 import scaling_tables
@@ -79,6 +85,21 @@ SECTIONS = {
     "Planner": ("plan", "plan_tpu"),
     "Tests": ("suite", "faults"),
     "Changes": ("commits",),
+}
+
+# Sections of docs/claims.md.
+CLAIMS = {
+    "Quantization": claims_quantization.CLAIMS,
+    "Pruning, distillation and convolutions": claims_compression.CLAIMS,
+    "Attention": claims_attention.ATTENTION,
+    "Recurrent layers": claims_attention.RECURRENT,
+    "Losses over a vocabulary": claims_language.LOSSES,
+    "Embeddings and language models": claims_language.EMBEDDINGS,
+    "Retrieval": claims_language.RETRIEVAL,
+    "Memory and parallelism": claims_training.MEMORY,
+    "Mixture of experts": claims_training.EXPERTS,
+    "Scaling laws": claims_training.SCALING,
+    "Speed tricks": claims_training.TRICKS,
 }
 
 # The figures of the README: (label, benchmark, beginning of the figure's label in the table of that benchmark).
@@ -279,6 +300,12 @@ def machine(environment: Mapping[str, Any]) -> str:
     return (cpu if environment["backend"] == "cpu" else environment["device"]) + f", jax {environment['jax']}"
 
 
+def claims_page(results: claims.Results) -> str:
+    """The tables of docs/claims.md. results: result files by benchmark."""
+    machines = {name: machine(result["environment"]) for name, result in results.items()}
+    return claims.render(results, machines, CLAIMS)
+
+
 def headline(lines: Mapping[str, Lines]) -> str:
     """The table of HEADLINE. lines: the lines of each benchmark's table."""
     rows = []
@@ -391,6 +418,7 @@ def main() -> None:
         replace_section(page, "questions", embedding_tables.memory_questions(by_bench["rare_events"]["rows"]))
     if {"speed_tricks", "compression"} <= by_bench.keys():
         replace_section(ROOT / "docs" / "index.md", "home", home(by_bench))
+    replace_section(ROOT / "docs" / "claims.md", "claims", claims_page(by_bench))
     replace_section(ROOT / "README.md", "headline", headline(lines))
 
 

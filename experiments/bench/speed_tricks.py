@@ -37,7 +37,6 @@ PAIRS, DIM, RATE = 10, 100, np.float32(1e-3)  # of the ladder
 STEPS = 100  # of the form of the ladder that does many steps in one call
 # Factors that the literature claims for a trick: table, form -> (factor, source).
 CLAIMED = {
-    ("dots", "together"): 1.4,
     ("bags", "padded"): 1.79,
 }
 

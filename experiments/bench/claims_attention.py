@@ -1,0 +1,285 @@
+"""Published claims on attention and recurrent layers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from claims import Claim, Figure
+
+
+def step(mixer: str, length: int, text: str, reproduced: float | None = None, partly: float | None = None) -> Figure:
+    """How many times the training steps per second of exact attention a mixer makes, in a classifier of bytes."""
+    same = {"task": "text_stdlib", "length": length}
+    return Figure(
+        "arena_efficiency",
+        {**same, "mixer": mixer},
+        ("steps_per_second",),
+        text,
+        over=("steps_per_second",),
+        over_row={**same, "mixer": "full"},
+        reproduced=reproduced,
+        partly=partly,
+    )
+
+
+def growth(mixer: str) -> Figure:
+    """Time of a training step at 4 times the length. 5 is near linear; a step of exact attention has its own row."""
+    same = {"task": "text_stdlib", "mixer": mixer}
+    return Figure(
+        "arena_efficiency",
+        {**same, "length": 1024},
+        ("steps_per_second",),
+        "training step at 4 times the length: {:.1f} times",
+        over=("steps_per_second",),
+        over_row={**same, "length": 4096},
+        reproduced=5,
+        lower_is_better=True,
+    )
+
+
+def exact_growth() -> Figure:
+    return dataclasses.replace(growth("full"), text="of exact attention: {:.1f} times", reproduced=None)
+
+
+def accuracy(mixer: str) -> Figure:
+    return Figure("arena", {"mixer": mixer}, ("accuracy",), f"`{mixer}` {{:.1%}}")
+
+
+def cell(function: str, batch: int, text: str, reproduced: float | None = None, partly: float | None = None) -> Figure:
+    """How many times as fast as the LSTM of hpnlp a layer is in training."""
+    row = {"part": "training", "batch": batch, "function": function}
+    return Figure("recurrent", row, ("over_ours",), text, inverse=True, reproduced=reproduced, partly=partly)
+
+
+ATTENTION = (
+    Claim(
+        "15 % faster training of BERT-large",
+        "Dao et al. 2022 (FlashAttention)",
+        "https://arxiv.org/abs/2205.14135",
+        "one kernel that keeps no scores; GPUs",
+        (
+            Figure(
+                "attention",
+                {"what": "dense, T 4096"},
+                ("ratios", "over jax.nn"),
+                "attention alone, T 4096: {:.1f} times as fast as jax.nn",
+                inverse=True,
+            ),
+            Figure(
+                "attention",
+                {"what": "temporary memory, dense"},
+                ("ratios", "T 4096 over jax.nn"),
+                "temporary memory 1/{:.0f}",
+                inverse=True,
+            ),
+        ),
+        "the same algorithm in XLA on a CPU; the kernels for GPUs have no result file",
+        is_comparable=False,
+    ),
+    Claim(
+        "sequences up to 8 times longer on similar hardware",
+        "Zaheer et al. 2020 (BigBird)",
+        "https://arxiv.org/abs/2007.14062",
+        "beside attention that stores all scores",
+        (
+            Figure(
+                "mixers",
+                {"mixer": "bigbird", "mask": "full"},
+                ("temp_over_jax_nn",),
+                "memory of attention at T 4096: 1/{:.0f} of that of jax.nn",
+                inverse=True,
+                partly=8,
+            ),
+            Figure(
+                "mixers",
+                {"mixer": "full", "mask": "full"},
+                ("temp_over_jax_nn",),
+                "of exact attention by tiles: 1/{:.0f}",
+                inverse=True,
+            ),
+            step("bigbird(32, 3, 1, 1)", 4096, "training steps at T 4096: {:.1f} times those of exact attention"),
+        ),
+        "exact attention needs no less memory by the pattern; time is what it saves",
+    ),
+    Claim(
+        "cost linear in the length (no factor in the abstract)",
+        "Beltagy et al. 2020 (Longformer)",
+        "https://arxiv.org/abs/2004.05150",
+        "sliding windows and global tokens",
+        (
+            Figure(
+                "attention",
+                {"what": "longformer, window +-256, 16 global, T 16384"},
+                ("ratios", "over our dense by its square law"),
+                "T 16,384: {:.0f} times as fast as dense attention",
+                inverse=True,
+                reproduced=4,
+            ),
+            step("longformer(128, 16)", 4096, "training steps at T 4096: {:.1f} times"),
+        ),
+    ),
+    Claim(
+        "cost of the order of T log T in place of T^2",
+        "Kitaev et al. 2020 (Reformer)",
+        "https://arxiv.org/abs/2001.04451",
+        "hashed buckets of queries and keys",
+        (
+            growth("reformer(16, 2, window=64)"),
+            exact_growth(),
+            step("reformer(16, 2, window=64)", 4096, "T 4096: {:.1f} times the training steps per second"),
+        ),
+    ),
+    Claim(
+        "linear cost",
+        "Wang et al. 2020 (Linformer)",
+        "https://arxiv.org/abs/2006.04768",
+        "keys and values compressed along the sequence",
+        (
+            growth("linformer(128)"),
+            exact_growth(),
+            step("linformer(128)", 4096, "T 4096: {:.1f} times the training steps per second"),
+        ),
+    ),
+    Claim(
+        "linear cost",
+        "Choromanski et al. 2021 (Performer)",
+        "https://arxiv.org/abs/2009.14794",
+        "random features of the softmax",
+        (
+            growth("performer"),
+            exact_growth(),
+            step("performer", 4096, "T 4096: {:.1f} times the training steps per second"),
+        ),
+    ),
+    Claim(
+        "linear cost; up to 4,000 times as fast in autoregressive prediction of very long sequences",
+        "Katharopoulos et al. 2020 (linear attention)",
+        "https://arxiv.org/abs/2006.16236",
+        "beside softmax attention",
+        (
+            Figure(
+                "linear_attention",
+                {"what": "linear, causal, T 16384"},
+                ("ratios", "over T 4096"),
+                "4 times the length: {:.2f} times the time",
+                reproduced=4.4,
+                lower_is_better=True,
+            ),
+            Figure(
+                "linear_attention",
+                {"what": "linear, causal, decoding after 32768 tokens"},
+                ("ratios", "pass over step"),
+                "a step after 32,768 tokens: 1/{:,.0f} of a pass",
+                reproduced=4000,
+                partly=100,
+            ),
+        ),
+        "a pass of linear attention, and not of a softmax without a cache",
+    ),
+    Claim(
+        "ListOps: dense 36.4 %, BigBird 36.1, Longformer 35.6, Reformer 37.3, Linformer 35.7, Performer 18.0, linear 16.1",
+        "Tay et al. 2021 (Long Range Arena)",
+        "https://arxiv.org/abs/2011.04006",
+        "about 2,000 tokens, 5,000 steps",
+        tuple(
+            accuracy(name)
+            for name in ("full", "bigbird(32, 3, 1, 1)", "longformer(128, 16)", "linformer(128)", "performer", "linear")
+        ),
+        "up to 256 tokens, equal time on two cores",
+        is_comparable=False,
+    ),
+    Claim(
+        "training 80 % faster on GPUs (70 % on TPUs) at 92 to 97 % of the accuracy of BERT",
+        "Lee-Thorp et al. 2021 (FNet)",
+        "https://arxiv.org/abs/2105.03824",
+        "512 tokens; GLUE",
+        (
+            step("fnet", 1024, "T 1024: {:.1f} times the training steps per second", partly=1.8),
+            Figure(
+                "arena",
+                {"mixer": "fnet"},
+                ("accuracy",),
+                "accuracy on ListOps {:.3f} times that of attention",
+                over=("accuracy",),
+                over_row={"mixer": "full"},
+            ),
+        ),
+        "small models, in which attention takes a larger share; ListOps does not tell mixers apart here",
+    ),
+    Claim(
+        "random synthesizers 60 % faster than dynamic convolutions, perplexity 3.5 % lower",
+        "Tay et al. 2020 (Synthesizer)",
+        "https://arxiv.org/abs/2005.00743",
+        "the lengths of language modelling and translation",
+        (
+            Figure(
+                "mixers",
+                {"mixer": "dynamicconv", "mask": "full"},
+                ("time_over_exact",),
+                "T 4096: {:.2f} times as fast as dynamic convolutions",
+                over=("time_over_exact",),
+                over_row={"mixer": "synthesizer_random", "mask": "full"},
+                reproduced=1.6,
+                partly=1.05,
+            ),
+        ),
+        "the cost of a synthesizer grows by the square of the length, that of a convolution linearly",
+    ),
+    Claim(
+        "2.5 times less computation for 0.3 BLEU",
+        "Wu et al. 2020 (Lite Transformer)",
+        "https://arxiv.org/abs/2004.11886",
+        "beside the base Transformer; WMT'14",
+        note="the block is there (`lite`); no translation was measured",
+    ),
+    Claim(
+        "BLEU 29.7",
+        "Wu et al. 2019 (dynamic convolutions)",
+        "https://arxiv.org/abs/1901.10430",
+        "WMT'14 English-German",
+        note="the mixer is there (`dynamicconv`); no translation was measured",
+    ),
+    Claim(
+        "evaluation up to 1,874 times as fast",
+        "Dai et al. 2019 (Transformer-XL)",
+        "https://arxiv.org/abs/1901.02860",
+        "a context of 3,800 tokens, beside a window for each token; GPU",
+        (
+            Figure(
+                "memory_evaluation",
+                {"context": 512},
+                ("speedup",),
+                "context 512: {:.0f} times",
+                reproduced=1874,
+                partly=100,
+            ),
+            Figure("memory_evaluation", {"context": 256}, ("speedup",), "256: {:.0f} times", partly=100),
+        ),
+        "the factor grows with the context",
+    ),
+)
+
+RECURRENT = (
+    Claim(
+        "up to 16 times as fast as an LSTM",
+        "Bradbury et al. 2017 (QRNN)",
+        "https://arxiv.org/abs/1611.01576",
+        "stacked LSTMs of the same hidden size; training and test",
+        (
+            cell("qrnn", 32, "training, B 32, 512 features: {:.2f} times", 16, 1.05),
+            cell("qrnn", 8, "B 8, 128 features: {:.2f}", 16, 1.05),
+        ),
+        "two cores gain less from parallel tokens than a GPU",
+    ),
+    Claim(
+        "5 to 9 times as fast as an LSTM of cuDNN",
+        "Lei et al. 2017 (SRU)",
+        "https://arxiv.org/abs/1709.02755",
+        "classification and question answering; GPU",
+        (
+            cell("sru", 32, "training, B 32, 512 features: {:.2f} times", 5, 1.05),
+            cell("sru", 8, "B 8, 128 features: {:.2f}", 5, 1.05),
+        ),
+        "two cores gain less from parallel tokens than a GPU",
+    ),
+)

@@ -1,0 +1,239 @@
+"""Published claims on pruning, distillation and convolutional networks."""
+
+from __future__ import annotations
+
+from claims import Claim, Figure, Path
+
+FILE, FILE_BEFORE = ("disk_bytes",), ("original_disk_bytes",)
+TIME, TIME_BEFORE = ("seconds", "8"), ("original_seconds", "8")
+
+
+def technique(
+    name: str,
+    field: Path,
+    over: Path,
+    text: str,
+    reproduced: float | None = None,
+    partly: float | None = None,
+    task: str = "classification",
+) -> Figure:
+    """A ratio within the row of a technique of compression."""
+    row = {"task": task, "technique": name}
+    return Figure("compression", row, field, text, over=over, reproduced=reproduced, partly=partly)
+
+
+def smaller(name: str, reproduced: float | None = None, partly: float | None = None) -> Figure:
+    return technique(name, FILE_BEFORE, FILE, "file 1/{:.1f}", reproduced, partly)
+
+
+def faster(name: str, reproduced: float | None = None, partly: float | None = None) -> Figure:
+    return technique(name, TIME_BEFORE, TIME, "{:.2f} times as fast at B 8", reproduced, partly)
+
+
+def score(name: str, reproduced: float | None = None, partly: float | None = None) -> Figure:
+    return technique(name, ("score",), ("teacher_score",), "{:.1%} of the accuracy", reproduced, partly)
+
+
+def second_order(recipe: str, reproduced: float | None = None) -> Figure:
+    """Increase of the loss over that of rounding to the nearest, or of pruning by magnitude."""
+    text = "increase of the loss {:.2f} times that of the simple form"
+    row = {"what": recipe}
+    return Figure("second_order", row, ("ratio",), text, reproduced=reproduced, partly=1.0, lower_is_better=True)
+
+
+def network(name: str, field: str, text: str, reproduced: float | None = None, partly: float | None = None) -> Figure:
+    """A gain of a convolutional network of width 64."""
+    row = {"table": "networks", "network": name, "width": 64}
+    return Figure("convnets", row, (field,), text, inverse=True, reproduced=reproduced, partly=partly)
+
+
+SMALL = "a classifier of 4 layers, 3.8M parameters"
+
+CLAIMS = (
+    Claim(
+        "files 1/35 (AlexNet, 240 to 6.9 MB) and 1/49 (VGG-16, 552 to 11.3 MB) without loss of accuracy",
+        "Han et al. 2016 (Deep Compression)",
+        "https://arxiv.org/abs/1510.00149",
+        "pruning, shared values of 5 bits, Huffman codes, all trained; ImageNet",
+        (smaller("Deep Compression, values trained", 35, 10), score("Deep Compression, values trained", 1.0)),
+        f"10 % of the weights and 31 values of {SMALL}",
+    ),
+    Claim(
+        "Deep Compression: layers 3 to 4 times as fast",
+        "Han et al. 2016 (Deep Compression)",
+        "https://arxiv.org/abs/1510.00149",
+        "pruned layers; CPU, GPU and mobile GPU",
+        (faster("Deep Compression, values trained", 3, 1.05),),
+        "products restore the dense matrix; `blocks` is the sparse format that is faster",
+    ),
+    Claim(
+        "1/9 to 1/13 of the connections without loss of accuracy",
+        "Han et al. 2016 (Deep Compression)",
+        "https://arxiv.org/abs/1510.00149",
+        "magnitude pruning and retraining of AlexNet and VGG-16",
+        (score("magnitude", 0.99, 0.95),),
+        f"1/10 of the weights of {SMALL}, fine-tuned",
+    ),
+    Claim(
+        "winning tickets of less than 10 to 20 % of the network reach its accuracy",
+        "Frankle and Carbin 2019",
+        "https://arxiv.org/abs/1803.03635",
+        "fully connected and convolutional networks; MNIST and CIFAR-10",
+        note="not measured; `train.weights=masked` rewinds and trains a ticket",
+    ),
+    Claim(
+        "F1 with 10 % of the weights: 84.3 by movement, 80.1 by magnitude (dense: 88.1)",
+        "Sanh et al. 2020 (movement pruning)",
+        "https://arxiv.org/abs/2005.07683",
+        "BERT-base pruned while fine-tuned; SQuAD",
+        (
+            Figure(
+                "compression",
+                {"task": "classification", "technique": "movement while learning, 10 %"},
+                ("score",),
+                "10 % of the weights: movement over magnitude {:.3f}",
+                over=("score",),
+                over_row={"task": "classification", "technique": "magnitude while learning, 10 %"},
+                reproduced=1.0,
+            ),
+            Figure(
+                "compression",
+                {"task": "classification", "technique": "movement while learning, 3 %"},
+                ("score",),
+                "3 %: {:.3f}",
+                over=("score",),
+                over_row={"task": "classification", "technique": "magnitude while learning, 3 %"},
+                reproduced=1.0,
+            ),
+        ),
+        "a model without pretraining is as good here, so that no weights are well placed before",
+    ),
+    Claim(
+        "2.4 times as fast, 74 % smaller, F1 1 % lower",
+        "Lagunas et al. 2021 (block pruning)",
+        "https://arxiv.org/abs/2109.04838",
+        "BERT-base, blocks pruned by movement, empty heads and columns removed; SQuAD",
+        (
+            faster("blocks, fine-tuned", 2.4, 1.2),
+            technique(
+                "blocks, fine-tuned", ("original_parameters",), ("parameters",), "1/{:.1f} of the parameters", 3.8, 1.5
+            ),
+            score("blocks, fine-tuned", 0.99, 0.95),
+            faster("heads and columns"),
+        ),
+        "the last figure removes half of the heads and columns, without blocks",
+    ),
+    Claim(
+        "convolutional layers 5.1 times as fast on a CPU, 3.1 on a GPU",
+        "Wen et al. 2016",
+        "https://arxiv.org/abs/1608.03665",
+        "structures removed by group lasso; AlexNet",
+        (
+            network(
+                "standard, half the filters",
+                "logits_over_original",
+                "half of the filters: {:.1f} times as fast",
+                5.1,
+                1.5,
+            ),
+            network(
+                "standard, two thirds of the positions", "logits_over_original", "a third of the positions: {:.1f}"
+            ),
+        ),
+        "structures chosen by size, and fewer of them removed",
+    ),
+    Claim(
+        "a pruned architecture, trained from random weights, is as good as the pruned network",
+        "Liu et al. 2019",
+        "https://arxiv.org/abs/1810.05270",
+        "convolutional networks",
+        (
+            Figure(
+                "compression",
+                {"task": "classification", "technique": "heads and columns, from scratch"},
+                ("score",),
+                "accuracy from scratch over that of the pruned teacher: {:.3f}",
+                over=("score",),
+                over_row={"task": "classification", "technique": "heads and columns"},
+                reproduced=0.98,
+            ),
+        ),
+    ),
+    Claim(
+        "40 % fewer parameters, 97 % of BERT, 60 % faster",
+        "Sanh et al. 2019 (DistilBERT)",
+        "https://arxiv.org/abs/1910.01108",
+        "6 of 12 layers of BERT-base, distilled in pretraining; GLUE",
+        (
+            technique(
+                "distilled student",
+                ("original_parameters",),
+                ("parameters",),
+                "1/{:.2f} of the parameters",
+                1 / 0.6,
+                task="masked words",
+            ),
+            technique(
+                "distilled student", ("score",), ("teacher_score",), "{:.1%} of the accuracy", 0.97, task="masked words"
+            ),
+            technique(
+                "distilled student", TIME_BEFORE, TIME, "{:.2f} times as fast at B 8", 1.6, 1.05, task="masked words"
+            ),
+            technique(
+                "student without a teacher",
+                ("score",),
+                ("teacher_score",),
+                "{:.1%} without a teacher",
+                task="masked words",
+            ),
+        ),
+        "2 of 4 layers, masked words; the vocabulary takes a larger share of the time, and the teacher adds little",
+    ),
+    Claim(
+        "7.5 times smaller, 9.4 times as fast, 96.8 % of BERT",
+        "Jiao et al. 2020 (TinyBERT)",
+        "https://arxiv.org/abs/1909.10351",
+        "4 layers of width 312 beside BERT-base; GLUE",
+        note="its losses are there (`distill.losses`); no student of a pretrained BERT on GLUE was measured",
+    ),
+    Claim(
+        "4.3 times smaller, 5.5 times as fast as BERT-base; GLUE 77.7, 62 ms",
+        "Sun et al. 2020 (MobileBERT)",
+        "https://arxiv.org/abs/2004.02984",
+        "24 bottleneck layers, distilled from BERT-large; Pixel 4",
+        note="the block is there (`bottleneck`); other scale and device",
+    ),
+    Claim(
+        "perplexity 8.21 with half of the weights (dense: 8.35; by magnitude: above 1,000)",
+        "Frantar and Alistarh 2023 (SparseGPT)",
+        "https://arxiv.org/abs/2301.00774",
+        "OPT-175B; nothing is trained",
+        (second_order("magnitude(0.5,by=inputs)", 0.0),),
+    ),
+    Claim(
+        "perplexity 8.74 with two of each four weights",
+        "Frantar and Alistarh 2023 (SparseGPT)",
+        "https://arxiv.org/abs/2301.00774",
+        "OPT-175B; nothing is trained",
+        (second_order("two_four(by=inputs)"),),
+    ),
+    Claim(
+        "two of four weights: 1.1 times as fast",
+        "torchao",
+        "https://github.com/pytorch/ao",
+        "inference of SAM on a GPU with sparse tensor cores",
+        (faster("2:4, fine-tuned", 1.1, 1.05),),
+        "products restore the dense matrix",
+    ),
+    Claim(
+        "8 to 9 times fewer multiplications",
+        "Howard et al. 2017 (MobileNets)",
+        "https://arxiv.org/abs/1704.04861",
+        "depthwise separable in place of standard 3 x 3 convolutions",
+        (
+            network("separable", "multiply_adds_over_standard", "whole network of width 64: 1/{:.1f}", 8),
+            network("separable", "step_over_standard", "training step {:.1f} times as fast"),
+            network("separable", "logits_over_standard", "logits {:.1f} times as fast"),
+        ),
+    ),
+)
