@@ -17,7 +17,8 @@ hpnlp check-data --task=classification --data.path=reviews.csv [--section.field=
 
 Reads the data as `hpnlp train` with the same flags does, and lists all faults that would stop the training, with their numbers
 and first places: records that cannot be read, empty texts, labels that are written with and without blanks, labels that only
-held-out examples have. Also lists remarks (duplicates within the training examples and between them and the held-out ones,
+held-out examples have. With data.unlabelled=True, counts the records without a label, which need a teacher (distill.teacher).
+Also lists remarks (duplicates within the training examples and between them and the held-out ones,
 labels that differ only in case), what is left out and why, the sizes of the sets and of the classes, the lengths of texts in
 tokens, the share that data.seq_len cuts, and the share of padding.
 
@@ -47,16 +48,19 @@ def run(argv: Sequence[str]) -> None:
     from hpnlp.data.examples.check import check_examples
     from hpnlp.data.examples.config import ExampleConfig
     from hpnlp.training import config as configs
+    from hpnlp.training import teacher
     from hpnlp.training.metrics import reading_progress
 
     # Data with faults have no lengths; those of valid data are among the figures.
     with_numbers = [override for override in overrides if override != experiment.AUTO]
     values = experiment.read(path, with_numbers)
     experiment.check_data_is_named(cli.FLAGS.config, overrides)
-    data = configs.resolve(values).data
+    config = configs.resolve(values)
+    data = config.data
     progress = reading_progress()
     if isinstance(data, ExampleConfig):
-        check: Check = check_examples(data, progress)
+        vocabulary = teacher.first_vocabulary(config) if config.distill.teacher else None
+        check: Check = check_examples(data, progress, vocabulary and vocabulary.labels)
     elif experiment.AUTO in overrides:
         raise InputError(experiment.no_length(values.task))
     elif isinstance(data, DataConfig):

@@ -234,7 +234,8 @@ def _with_columns(values: ConfigDict) -> ConfigDict:
     data: Any = values.data
     if TASKS[str(values.task)].data_config is not ClassificationConfig or data.pair_field:
         return values
-    config = ClassificationConfig(path=data.path, text_field=data.text_field, label_field=data.label_field)
+    names = ("path", "text_field", "label_field", "unlabelled")
+    config = ClassificationConfig(**{name: data[name] for name in names})
     if data.path and (fields := guessed_fields(config)):
         data.update(fields)
         _note(f"{data.path}: {', '.join(f'data.{name}={value}' for name, value in fields.items())}")
@@ -244,14 +245,15 @@ def _with_columns(values: ConfigDict) -> ConfigDict:
 def _with_length(values: ConfigDict) -> ConfigDict:
     """The config with the length of its training texts as data.seq_len, at most the one that it has."""
     from hpnlp.data.examples import ExampleConfig, prepare_examples
-    from hpnlp.training import warm_start
+    from hpnlp.training import teacher, warm_start
     from hpnlp.training.config import resolve
     from hpnlp.training.metrics import reading_progress
 
     config = resolve(values)
     if not isinstance(config.data, ExampleConfig):
         raise InputError(no_length(config.task))
-    first = warm_start.find(config.train.init_from).vocabulary if config.train.init_from else None
+    is_warm = config.train.init_from
+    first = warm_start.find(is_warm).vocabulary if is_warm else teacher.first_vocabulary(config)
     known = (first.labels, first.tokenizer) if first else (None, None)
     examples = prepare_examples(config.data, *known, reading_progress())
     length, share = examples.fitting_length()

@@ -1,9 +1,10 @@
 """Distillation: a Model that is trained by the outputs of a frozen teacher.
 
 A `Distillation` wraps the student, a Model of any task that reports what `PredictionModel.tapped` lists. Its teacher is a
-frozen variable, or the batch holds the teacher's logits. Evaluations are those of the student alone. Matrices that lead states
-of the student to the teacher's width lie under the key "distillation" of the parameters; the share of the steps that are done,
-by which losses are scheduled, lies under the same key of the buffers.
+frozen variable, or the batch holds the teacher's logits. Examples without a label count as any other for all terms but that of
+the labels, in which their loss is 0. Evaluations are those of the student alone. Matrices that lead states of the student to
+the teacher's width lie under the key "distillation" of the parameters; the share of the steps that are done, by which losses
+are scheduled, lies under the same key of the buffers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from jaxtyping import Array
 
 from hpnlp.compress.distillation_losses import IDS, VALUES, Comparison, term_names
 from hpnlp.compress.distillation_terms import FIELD, Term
+from hpnlp.data.examples.kind import TEACHER_WEIGHTS
 from hpnlp.models.variables import BUFFERS, FROZEN
 from hpnlp.models.wrapper import ModelWrapper
 from hpnlp.types import InputError, LossOut, Statistics
@@ -198,12 +200,14 @@ class Distillation(Distilled):
       terms: The losses.
       steps: Steps of the run.
       stored: Number of logits of a label in a batch; 0 to run the teacher.
+      unlabelled: Whether examples of a batch may lack labels, so that it has TEACHER_WEIGHTS.
     """
 
     teacher: Any = None
     terms: tuple[Term, ...] = ()
     steps: int = 1
     stored: int = 0
+    unlabelled: bool = False
 
     def clone(self, **fields: Any) -> Distillation:
         """Clones the student with other values of its fields; the teacher is laid out over devices as the student.
@@ -244,6 +248,8 @@ class Distillation(Distilled):
           The batch of both models, with stored logits if there are some.
         """
         batch = self.inner.example_batch(batch_size, length)
+        if self.unlabelled:
+            batch = {**batch, TEACHER_WEIGHTS: batch["weights"]}
         if not self.stored:
             return {**self.teacher.example_batch(batch_size, length), **batch}
         shape = (*batch["weights"].shape, self.stored)
@@ -253,9 +259,11 @@ class Distillation(Distilled):
     def batch_axes(self) -> dict[str, tuple[str | None, ...]]:
         """Logical axes of the arrays of a batch, by their names."""
         axes = self.inner.batch_axes()
+        if self.unlabelled:
+            axes = {**axes, TEACHER_WEIGHTS: axes["weights"]}
         if not self.stored:
             return {**self.teacher.batch_axes(), **axes}
-        return {**axes, **dict.fromkeys(self.training_arrays, (*axes["weights"], None))}
+        return {**axes, **dict.fromkeys(self._stored_arrays, (*axes["weights"], None))}
 
     @property
     def taps(self) -> tuple[str, ...]:
@@ -286,6 +294,11 @@ class Distillation(Distilled):
     @property
     def training_arrays(self) -> tuple[str, ...]:
         """Arrays of a batch that only training reads."""
+        return (*self._stored_arrays, *((TEACHER_WEIGHTS,) if self.unlabelled else ()))
+
+    @property
+    def _stored_arrays(self) -> tuple[str, ...]:
+        """Arrays of a batch with outputs of the teacher."""
         return (VALUES, *((IDS,) if self._stores_some else ())) if self.stored else ()
 
     @property
@@ -307,7 +320,8 @@ class Distillation(Distilled):
 
         Returns:
           The result of the student. In training, `LossOut.sum` is the weighted sum of the terms, each a mean, times the weight
-          of the labels, and `aux` has each term as "distill_NAME".
+          of the labels, and `aux` has each term as "distill_NAME". With `unlabelled`, the weight is that of all examples, and
+          `aux` lacks the accuracy, which a batch without labels does not have.
         """
         if method == "rows":
             raise InputError(
@@ -329,6 +343,11 @@ class Distillation(Distilled):
         out = self.inner.apply(_without_own(variables), own_batch, False, taps, rngs=rngs, method="loss")
         target = self._target(variables, batch, taps)
         done = variables[BUFFERS][OWN]["done"] if self.extras.is_scheduled else None
+        if self.unlabelled:
+            weights = batch[TEACHER_WEIGHTS]
+            own_batch["weights"] = weights
+            others = {name: value for name, value in out.aux.items() if name != "accuracy"}
+            out = dataclasses.replace(out, weight=weights.sum(), aux=others)
         compare = Comparison(
             self.inner.config, self.teacher.config, out.taps, target, own_batch, variables["params"].get(OWN, {}), done
         )
@@ -347,7 +366,7 @@ class Distillation(Distilled):
     def _target(self, variables: Mapping[str, Any], batch: Mapping[str, Array], taps: tuple[str, ...]) -> Any:
         """Outputs of the teacher for a batch, computed or stored."""
         if self.stored:
-            return {name: batch[name] for name in self.training_arrays}
+            return {name: batch[name] for name in self._stored_arrays}
         batch = {name: batch[name] for name in self.teacher.batch_axes()}
         out = self.teacher.apply(variables[FROZEN][TEACHER], batch, True, taps, method="loss")
         return jax.lax.stop_gradient(out.taps)

@@ -68,12 +68,13 @@ class ClassificationBaselines:
           log: Called with a message before a measurement that takes long.
 
         Returns:
-          `majority_accuracy`, of the most frequent training class; and `words_accuracy` and `characters_accuracy`, of linear
-          models of bags of words and of characters, which are None if scikit-learn is not installed, there is nothing to
-          fit, or data.linear_baselines is False.
+          `majority_accuracy`, of the most frequent training class, which is None if no training example has a label; and
+          `words_accuracy` and `characters_accuracy`, of linear models of bags of words and of characters, which are None if
+          scikit-learn is not installed, there is nothing to fit, or data.linear_baselines is False.
         """
-        labels = self._dataset.stored[HELDOUT].all_labels()
-        figures: dict[str, Any] = {"majority_accuracy": float(np.mean(labels == self._dataset.class_counts.argmax()))}
+        labels, counts = self._dataset.stored[HELDOUT].all_labels(), self._dataset.class_counts
+        majority = float(np.mean(labels == counts.argmax())) if counts.any() else None
+        figures: dict[str, Any] = {"majority_accuracy": majority}
         linear: dict[str, Any] = {"words": None, "characters": None}
         wanted = getattr(self._dataset.config, "linear_baselines", True)  # tasks of users have other configs
         if wanted and importlib.util.find_spec("sklearn") is not None:

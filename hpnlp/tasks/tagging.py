@@ -10,7 +10,7 @@ import numpy as np
 from hpnlp.data.examples import Examples, TaggingConfig
 from hpnlp.data.examples.baselines import MAX_TRAINED
 from hpnlp.data.examples.dataset import HELDOUT
-from hpnlp.data.examples.store import NO_LABEL, StoredExamples
+from hpnlp.data.examples.store import StoredExamples
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.tasks.label_report import MARK, LabelReport, text_around
 from hpnlp.tasks.labels import LabelTask
@@ -61,10 +61,12 @@ class TaggingBaselines:
         Returns:
           `majority_accuracy`, of the most frequent training label; `token_accuracy`, of the label that the first token of a
           word has most often, or else the most frequent one. At most MAX_TRAINED training examples are counted. Of equally
-          frequent labels, the first one counts.
+          frequent labels, the first one counts. Both are None if no training example has labels.
         """
         dataset, train = self._dataset, self._dataset.stored["train"]
         classes = len(dataset.labels)
+        if not dataset.class_counts.any():
+            return {"majority_accuracy": None, "token_accuracy": None}
         tokens, labels = _labelled(train, train.spread(MAX_TRAINED).tolist())
         majority = int(np.bincount(labels, minlength=classes).argmax())
         # Only pairs that occur are counted: all tokens times all labels may be many.
@@ -83,7 +85,7 @@ class TaggingBaselines:
 
 
 def _labelled(stored: StoredExamples, numbers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """First tokens of all words of examples, and their labels."""
+    """First tokens of all words with labels, and these labels."""
     tokens = np.concatenate([stored.part(number, 0) for number in numbers])
     labels = np.concatenate([stored.labels(number) for number in numbers])
-    return tokens[labels != NO_LABEL], labels[labels != NO_LABEL]
+    return tokens[labels >= 0], labels[labels >= 0]  # others are NO_LABEL or UNLABELLED

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from hpnlp import tasks
-from hpnlp.data.examples.config import LABEL_FIELDS
+from hpnlp.data.examples.fields import LABEL_FIELDS
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training.checksum import first_difference

@@ -130,7 +130,8 @@ class _Run:
         self.source = warm_start.find_first(config, workdir)
         progress = reading_progress(console=None if self.is_lead else QUIET)
         known = self._known_vocabulary(begun)
-        self.dataset = self.task.dataset(config.data, known, progress)
+        of_teacher = teachers.first_vocabulary(config)
+        self.dataset = self.task.dataset(config.data, known or of_teacher, progress)
         self.baseline = self.task.baseline(self.dataset) if self.is_lead and config.train.baselines else None
         vocabulary = self.task.vocabulary(self.dataset)
         self.model: Any = make_model(config, vocabulary)

@@ -16,6 +16,7 @@ from hpnlp.models.backbone import BackboneConfig
 from hpnlp.nn.feed_forward import FEED_FORWARDS
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS
+from hpnlp.training import teacher as teachers
 from hpnlp.training.config import LIMITS, Config, flat
 from hpnlp.training.optim import OPTIMIZERS
 
@@ -47,9 +48,16 @@ def render(workdir: Path, config: Config, flags: str) -> str:
         **_uses(workdir, config, directory),
     }
     if config.distill.teacher:
-        kept = _without(train_flags, "distill.teacher", "distill.init", "distill.cache", "distill.cache_top_k")
+        # Without a teacher, records without a label are left out.
+        labelled = (
+            {"data.unlabelled": False, "data.skip_bad_lines": True} if teachers.may_lack_labels(config.data) else {}
+        )
+        kept = _without(
+            train_flags, *labelled, "distill.teacher", "distill.init", "distill.cache", "distill.cache_top_k"
+        )
         plain = ["train", *kept, f"--workdir={_unused(directory, workdir, 'alone')}", "--distill.teacher="]
         fields = {"init": "none", "cache": "", "cache_top_k": 0}
+        plain += [f"--{name}={value}" for name, value in labelled.items()]
         changed = [name for name, value in fields.items() if getattr(config.distill, name) != value]
         plain += [f"--distill.{name}={fields[name]}" for name in changed]
         of_task = {"train the same student without its teacher, as the baseline": plain, **of_task}

@@ -18,6 +18,7 @@ import numpy as np
 
 from hpnlp import tasks
 from hpnlp.training import averages, distributed
+from hpnlp.training import teacher as teachers
 from hpnlp.training.batch_lengths import BatchLengths, padding_of
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import LIMITS, Config, flat
@@ -78,7 +79,8 @@ def train_seeds(config: Config, seeds: Sequence[int], directory: str | Path, *, 
         stopping = distributed.Stopping()
         stack.callback(stopping.end)
         known = task.load_vocabulary(paths[0]) if has_begun(paths[0]) else None
-        dataset = task.dataset(config.data, known, reading_progress())
+        first = teachers.first_vocabulary(config)
+        dataset = task.dataset(config.data, known or first, reading_progress())
         vocabulary = task.vocabulary(dataset)
         optimizer = config.optimizer.for_batch(config.data.batch_size)
         model, batch_size = make_model(config, vocabulary), config.data.batch_size

@@ -18,6 +18,7 @@ from hpnlp.compress.distillation_losses import check_terms, chosen_layers
 from hpnlp.compress.distillation_terms import parse_terms
 from hpnlp.compress.layers import join_layers, split_layers
 from hpnlp.compress.weight_training import with_own
+from hpnlp.data.examples import ExampleConfig
 from hpnlp.data.files import Progress, ignore_progress
 from hpnlp.data.tokenizers import tokenizer_digest
 from hpnlp.models import variables
@@ -138,7 +139,44 @@ def distilled(config: Config, model: Any, teacher: Any) -> Distillation:
     extras = extras_of(terms, model.config, teacher.config)
     classes = teacher.config.outputs()[0]
     stored = min(config.distill.cache_top_k or classes, classes) if config.distill.cache else 0
-    return Distillation(model, extras, teacher, terms, config.train.steps, stored)
+    unlabelled = may_lack_labels(config.data)
+    return Distillation(model, extras, teacher, terms, config.train.steps, stored, unlabelled)
+
+
+def may_lack_labels(data: Any) -> bool:
+    """Whether examples may lack labels.
+
+    Args:
+      data: Config of the data.
+
+    Returns:
+      `data.unlabelled`; False for data without this field.
+    """
+    return isinstance(data, ExampleConfig) and data.kind().unlabelled
+
+
+def first_vocabulary(config: Config) -> Vocabulary | None:
+    """The vocabulary of the teacher, with which data whose examples may lack labels are read.
+
+    Args:
+      config: Config of a run.
+
+    Returns:
+      The vocabulary; None for other data, which have a vocabulary of their own.
+
+    Raises:
+      InputError: There is no teacher, or one of another task or tokenizer.
+    """
+    if not may_lack_labels(config.data):
+        return None
+    if not config.distill.teacher:
+        raise InputError(
+            "data.unlabelled=True, and no teacher that could label the texts: set distill.teacher=RUN, or "
+            "data.unlabelled=False (and data.skip_bad_lines=True, to leave out the records without a label)"
+        )
+    source = _source(config, None)
+    warm_start.check_tokenizer(config.data.tokenizer, source)
+    return source.vocabulary
 
 
 def _source(config: Config, vocabulary: Vocabulary | None) -> warm_start.Source:

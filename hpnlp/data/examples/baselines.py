@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data.examples.dataset import Examples
-from hpnlp.data.examples.store import StoredExamples
+from hpnlp.data.examples.store import UNLABELLED, StoredExamples, spread
 from hpnlp.types import InputError
 
 # Largest number of training examples that baselines read, spread evenly: features of more examples take gigabytes.
@@ -40,8 +40,10 @@ def linear_accuracy(examples: Examples, name: str = "heldout", seed: int = 0) ->
     """
     text, linear = _import("feature_extraction.text"), _import("linear_model")
     train, scored = examples.stored["train"], examples.stored[name]
-    numbers = train.spread(MAX_TRAINED)
-    texts, targets = list(train.texts(numbers)), train.all_labels()[numbers]
+    labels = train.all_labels()
+    numbers = np.flatnonzero(labels != UNLABELLED)
+    numbers = numbers[spread(len(numbers), MAX_TRAINED)]
+    texts, targets = list(train.texts(numbers)), labels[numbers]
     result: dict[str, float | None] = dict.fromkeys(_FEATURES)
     for features, options in _FEATURES.items():
         vectorizers = [text.TfidfVectorizer(sublinear_tf=True, **options) for _ in range(train.parts)]

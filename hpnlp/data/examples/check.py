@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hpnlp.data import token_store, tokenizers
@@ -23,12 +23,15 @@ from hpnlp.data.sources import LeftOut, LineCounts, Source
 from hpnlp.types import InputError, Tokenizer
 
 
-def check_examples(config: ExampleConfig, progress: Progress = ignore_progress) -> Check:
+def check_examples(
+    config: ExampleConfig, progress: Progress = ignore_progress, labels: Sequence[str] | None = None
+) -> Check:
     """Reads, splits and tokenises the examples of a config, and collects what is wrong with them.
 
     Args:
       config: The config.
       progress: Called as `progress(step, bytes_done, bytes_total)` while examples are read.
+      labels: As for `prepare_examples`.
 
     Returns:
       Faults, remarks and figures. Nothing is added to the cache.
@@ -40,11 +43,12 @@ def check_examples(config: ExampleConfig, progress: Progress = ignore_progress) 
     """
     root = token_store.cache_root(config.cache)
     try:
-        ingest = _CollectingIngest.of(find_sources(config, root, None))
+        ingest = _CollectingIngest.of(find_sources(config, root, labels))
     except InputError as error:
         return Check(faults=(str(error),))
     faults: list[str] = []
     summary: tuple[str, ...] = ()
+    unlabelled = 0
     try:
         os.makedirs(root, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=root) as directory:
@@ -58,6 +62,7 @@ def check_examples(config: ExampleConfig, progress: Progress = ignore_progress) 
                 faults.append(_without_counts(error))
                 ingest.read_all()
             else:
+                unlabelled = record["unlabelled"]
                 summary = _summary(config, tokenizer, directory, record, faults)
     except OSError as error:
         raise InputError(f"cannot write temporary files under {root!r} ({error}): pass another data.cache") from error
@@ -66,6 +71,8 @@ def check_examples(config: ExampleConfig, progress: Progress = ignore_progress) 
         fix = "write the label the same way everywhere, or pass data.fold_labels=True"
         faults += [f"a label with and without blanks: {line}: {fix}" for line in examination.blank_variants()]
     remarks = examination.remarks(ingest.heldout_limit)
+    if unlabelled:
+        remarks.append(f"{unlabelled:,} training examples have no label: they need a teacher, distill.teacher=RUN")
     return ingest.faults.check(examination.left_out, config.skip_bad_lines, faults, remarks, summary)
 
 

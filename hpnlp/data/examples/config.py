@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from hpnlp.data.config import check_folds, check_heldout, check_sizes
 from hpnlp.data.examples.bags import LabelledBags
+from hpnlp.data.examples.fields import LABEL_FIELDS
 from hpnlp.data.examples.hashed import HashedTexts
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Classification, Pairs, Seq2Seq, Tagging
@@ -24,7 +25,6 @@ FILES = (
     "`.zst`."
 )
 
-LABEL_FIELDS = ("label_field", "labels_field")
 LABELLED_FIELDS = ("text_field", "pair_field", "texts_field", "words_field", "nodes_field", "parents_field")
 
 
@@ -177,13 +177,18 @@ class ClassificationConfig(ExampleConfig):
         True,
         "Fit linear models of words and of characters at the end of a run, for comparison; takes long on long texts.",
     )
+    unlabelled: bool = option(
+        False,
+        "Read records without a label too (no field, null or empty): they are trained on by distill.teacher alone, are never "
+        "scored, and all classes are those of the teacher.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_pair(self.text_field, self.pair_field)
 
     def kind(self) -> Kind:
-        return Classification(self.text_field, self.pair_field, self.label_field)
+        return Classification(self.text_field, self.pair_field, self.label_field, unlabelled=self.unlabelled)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,9 +204,15 @@ class HashedTextsConfig(ClassificationConfig):
         128, "Words of a text that are read, the first ones; longer texts are counted in the summary."
     )
     pair_field: str = option("", "Not supported: texts are single.")
+    unlabelled: bool = option(False, "Not supported: projection networks have no teacher.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.unlabelled:
+            raise InputError(
+                "data.unlabelled=True: projection networks have no teacher that could label texts: set it to False, or choose "
+                "task='classification'"
+            )
         if self.pair_field:
             raise InputError(
                 f"data.pair_field={self.pair_field!r}: projection networks read single texts: set it to '', or choose "
@@ -292,9 +303,14 @@ class TaggingConfig(ExampleConfig):
     labels_field: str = option(
         "labels", "Field that holds as many labels: a list, or a string that is split at whitespace."
     )
+    unlabelled: bool = option(
+        False,
+        "Read records without labels too (no field, null or empty): they are trained on by distill.teacher alone, are never "
+        "scored, and all classes are those of the teacher.",
+    )
 
     def kind(self) -> Kind:
-        return Tagging(self.words_field, self.labels_field)
+        return Tagging(self.words_field, self.labels_field, unlabelled=self.unlabelled)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,6 +42,7 @@ class Examples:
       directory: The cache entry.
       is_cached: True if the cache held the examples already.
       train_examples: Number of training examples.
+      unlabelled: Number of training examples without a label.
       heldout_examples: Number of held-out examples.
       class_counts: Number of training labels of each class, int64 [classes].
       heldout_digest: Digest of the held-out examples and the classes.
@@ -90,6 +91,7 @@ class Examples:
             for name in ("train", HELDOUT, CHALLENGE)
         }
         self.train_examples: int = record["train"]["examples"]
+        self.unlabelled: int = record.get("unlabelled", 0)  # absent from caches of early versions
         self.heldout_examples: int = record[HELDOUT]["examples"]
         self.heldout_digest: str = self._digest(HELDOUT, record)
         self._digests = {"data set": self._digest("train", record), "held-out examples": self.heldout_digest}
@@ -148,7 +150,8 @@ class Examples:
         config, challenge = self.config, self.stored[CHALLENGE].count
         total = self.train_examples + self.heldout_examples + record["aside"]
         percentage = "" if config.heldout_path else f" ({100 * self.heldout_examples / total:.2g} % of all)"
-        yield f"{printable(config.path)}: {_count(self.train_examples)} to train on"
+        without = f" ({self.unlabelled:,} without a label)" if self.unlabelled else ""
+        yield f"{printable(config.path)}: {_count(self.train_examples)} to train on{without}"
         part = f", part {config.fold} of {config.folds}" if config.folds else ""
         yield f"{_count(self.heldout_examples)}{percentage} held out{part}"
         if challenge:
@@ -156,7 +159,8 @@ class Examples:
         if self.labels:
             yield f"{len(self.labels):,} classes"
         if absent := [name for name, count in zip(self.labels, self.class_counts, strict=True) if not count]:
-            yield f"no training example of {', '.join(absent[:5])}{', ...' if len(absent) > 5 else ''}"
+            labelled = "labelled " * bool(self.unlabelled)
+            yield f"no {labelled}training example of {', '.join(absent[:5])}{', ...' if len(absent) > 5 else ''}"
         if record["aside"]:
             yield (
                 f"{_count(record['aside'])} over data.heldout_examples={config.heldout_examples} neither trained "

@@ -67,7 +67,7 @@ class Examination:
         key, labels_hash = self.add(where, texts, labels), hash(tuple(map(folded, labels) if self._fold else labels))
         if first := self._training.get(key):
             place, first_labels = first
-            other = " and another label" if first_labels != labels_hash else ""
+            other = " and another label" if first_labels != labels_hash and labels and first_labels != hash(()) else ""
             self._remarks.add(f"with the texts{other} of an earlier training example", f"{where} = {place}")
         elif len(self._training) < MAX_COMPARED:
             self._training[key] = where, labels_hash

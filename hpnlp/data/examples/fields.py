@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from hpnlp.data import files
 
+LABEL_FIELDS = ("label_field", "labels_field")  # config fields that name the field of the labels
+
 
 class FieldError(ValueError):
     """The value of a field is invalid; the message lacks the field and the place of the record."""
@@ -30,6 +32,11 @@ class Column(NamedTuple):
     def key(self) -> str:
         """Key of the converted value among those of a record."""
         return f"{self.argument}:{self.name}" if self.argument.endswith("_fields") else self.argument
+
+    @property
+    def is_optional(self) -> bool:
+        """Whether records may lack the field."""
+        return self.type.startswith("optional ")
 
 
 def text(value: Any) -> str:
@@ -171,6 +178,48 @@ def labels(value: Any) -> list[str]:
     return _items(value, label)
 
 
+def is_missing(value: Any) -> bool:
+    """Whether a value stands for none.
+
+    Args:
+      value: The value of a field; None for a field that a record lacks.
+
+    Returns:
+      True for None, an empty list, and strings of blanks.
+    """
+    return value is None or value == [] or (isinstance(value, str | bytes) and not value.strip())
+
+
+def optional_label(value: Any) -> str:
+    """Converts a label, or none.
+
+    Args:
+      value: A value that `label` converts, or one that `is_missing`.
+
+    Returns:
+      The name of the class; "" for none.
+
+    Raises:
+      FieldError: As of `label`.
+    """
+    return "" if is_missing(value) else label(value)
+
+
+def optional_labels(value: Any) -> list[str]:
+    """Converts a list of labels, or none.
+
+    Args:
+      value: A value that `labels` converts, or one that `is_missing`.
+
+    Returns:
+      The names of the classes; [] for none.
+
+    Raises:
+      FieldError: As of `labels`.
+    """
+    return [] if is_missing(value) else labels(value)
+
+
 def texts(value: Any) -> list[str]:
     """Converts a list of texts.
 
@@ -188,6 +237,7 @@ def texts(value: Any) -> list[str]:
     return _items(value, text)
 
 
+_LABELS = frozenset({"string", "list of string", "list of integer", "list of boolean"})
 # Name of a type -> (conversion of a value, types of Parquet columns that hold such values: "string", "integer", "bool",
 # "list of string", ...; none for columns of any type).
 TYPES: dict[str, tuple[Callable[[Any], Any], frozenset[str]]] = {
@@ -195,7 +245,9 @@ TYPES: dict[str, tuple[Callable[[Any], Any], frozenset[str]]] = {
     "anything": (anything, frozenset()),
     "number": (number, frozenset({"float", "double", "halffloat", "integer", "string"})),
     "label": (label, frozenset({"string", "integer", "boolean"})),
+    "optional label": (optional_label, frozenset({"string", "integer", "boolean", "null"})),
     "words": (words, frozenset({"string", "list of string"})),
     "texts": (texts, frozenset({"string", "list of string"})),
-    "labels": (labels, frozenset({"string", "list of string", "list of integer", "list of boolean"})),
+    "labels": (labels, _LABELS),
+    "optional labels": (optional_labels, _LABELS | {"null", "list of null"}),
 }

@@ -24,6 +24,8 @@ class HashedTexts(Classification):
     The fields are those of `Classification`, without a second text.
     """
 
+    label_fix = ""
+
     def special_tokens(self, tokenizer: Tokenizer) -> int:
         return 0
 

@@ -17,9 +17,16 @@ from hpnlp.data import tokenizers
 from hpnlp.data.examples.examination import Examination
 from hpnlp.data.examples.fields import FieldError
 from hpnlp.data.examples.kind import Kind
-from hpnlp.data.examples.labels import UNKNOWN_HELDOUT, UNKNOWN_TRAINING, ClassIndex, UnknownLabelError, in_order
+from hpnlp.data.examples.labels import (
+    UNKNOWN_HELDOUT,
+    UNKNOWN_TRAINING,
+    UNLABELLED_HELDOUT,
+    ClassIndex,
+    UnknownLabelError,
+    in_order,
+)
 from hpnlp.data.examples.rows import Row, RowReader
-from hpnlp.data.examples.store import NO_LABEL, ExampleWriter, StoredExamples
+from hpnlp.data.examples.store import NO_LABEL, UNLABELLED, ExampleWriter, StoredExamples
 from hpnlp.data.files import Progress
 from hpnlp.data.records import SKIP
 from hpnlp.data.sources import LeftOut, LineCounts, Source
@@ -150,7 +157,8 @@ class ExampleIngest:
           examination: Counts what is found; None to make one.
 
         Returns:
-          A JSON-able record: "train", "heldout" and "challenge" for `StoredExamples`; "aside", the number of candidates that
+          A JSON-able record: "train", "heldout" and "challenge" for `StoredExamples`; "unlabelled", the number of training
+          examples without a label; "aside", the number of candidates that
           are not held out; "names" and "counts" of the classes in the order of the ids that are stored; "labels", the names of
           the classes in the order of their final ids; "left_out", a `LeftOut`, and "scored_left_out", that of the sources
           which "heldout" and "challenge" come from; "lines", a `LineCounts`; and "remarks", the lines of
@@ -177,13 +185,20 @@ class ExampleIngest:
         classes = writing.classes
         labels = list(self.labels) if self.labels is not None else _trained_classes(classes)
         if self.kind.has_labels and len(labels) < 2:
+            if writing.unlabelled and not labels:
+                raise InputError(
+                    f"none of the {writing.unlabelled:,} training examples has a label: pass distill.teacher=RUN, whose "
+                    "classes are taken"
+                )
             shown = f"only the class {labels[0]!r}" if labels else "no class"
             raise InputError(
                 f"the training examples have {shown}: expected at least two classes: add examples of another class"
             )
         heldout_record = heldout.write_selected(self.heldout_limit)
         if not heldout_record["examples"]:
-            raise InputError(f"no valid example is held out{writing.left_out.in_brackets()}: add examples")
+            with_labels = " with labels, or pass data.heldout_path=PATH with such" if self.kind.unlabelled else ""
+            left_out = writing.left_out.in_brackets()
+            raise InputError(f"no valid example is held out{left_out}: add examples{with_labels}")
         scored_left_out = {"heldout": writing.left_out.since(before)}
         before = copy.deepcopy(writing.left_out)
         with _Candidates(writing, "challenge") as challenge:
@@ -195,6 +210,7 @@ class ExampleIngest:
             "train": train.record(),
             "heldout": heldout_record,
             "challenge": challenge_record,
+            "unlabelled": writing.unlabelled,
             "aside": heldout.aside,
             "names": classes.names,
             "counts": classes.counts,
@@ -237,10 +253,17 @@ class ExampleIngest:
         for source in self.train:
             for row in self.reader(left_out).read(source):
                 fraction = hash_fraction(row.group)
-                lowest, highest = min(lowest, fraction), max(highest, fraction)
+                highest = max(highest, fraction)
+                if not self.lacks_labels(row):  # which are not held out
+                    lowest = min(lowest, fraction)
                 if lowest < self.heldout_fraction <= highest:
                     return HeldOutHashes(self.heldout_fraction)
-        if lowest >= highest:
+        if lowest == 1.0 and highest:
+            raise InputError(
+                "no example has a label, so that none can be held out and scored: pass data.heldout_path=PATH with labelled "
+                "ones"
+            )
+        if lowest >= highest and not (self.kind.unlabelled and highest):
             kind = f"group ({self.group_field!r})" if self.group_field else "example"
             count = (
                 f"holds only one {kind}, which cannot be both trained on and held out"
@@ -262,6 +285,17 @@ class ExampleIngest:
             return held_out
         noun = f"groups ({self.group_field!r})" if self.group_field else "examples"
         raise self.folds.too_few(",".join(source.path for source in self.train), noun, left_out.in_brackets())
+
+    def lacks_labels(self, row: Row) -> bool:
+        """Whether an example has no label, although others of its kind have one.
+
+        Args:
+          row: The record.
+
+        Returns:
+          False for kinds whose records may not lack labels.
+        """
+        return self.kind.unlabelled and "" in self.kind.labels(row.values)
 
 
 def _trained_classes(classes: ClassIndex) -> list[str]:
@@ -289,6 +323,7 @@ class _Writing:
         self.tokenizer = tokenizer
         self.examination = examination
         self.left_out = examination.left_out
+        self.unlabelled = 0  # training examples without a label
         self.classes = ingest.class_index()
         self._progress = progress
         self._done = 0
@@ -303,7 +338,8 @@ class _Writing:
     ) -> None:
         """Appends the examples of a source to `candidates` if their group is held out, otherwise to `train`.
 
-        Without `train`, all are candidates.
+        Without `train`, all are candidates. Examples without a label are no candidates: they are trained on, unless their group
+        is held out.
         """
         self.left_out.merge(source.left_out)
         kind, is_empty = self.ingest.kind, True
@@ -315,9 +351,15 @@ class _Writing:
                 is_empty = False
                 is_scored = train is None or held_out.includes(row.group)
                 ids = [next(encoded) for _ in texts]
+                lacks_labels = self.ingest.lacks_labels(row)
+                if lacks_labels and (train is None or (is_scored and self.ingest.group_field)):
+                    self.left_out.add(UNLABELLED_HELDOUT, row.where)
+                    continue
+                is_scored &= not lacks_labels
                 names = kind.labels(row.values)
                 try:
-                    labels = np.array([self.classes.add(name, row.where) for name in names], np.int32)
+                    labels = [self.classes.add(name, row.where) if name else UNLABELLED for name in names]
+                    labels = np.array(labels, np.int32)
                     parts, stored = kind.join(ids, labels)
                 except UnknownLabelError as error:
                     self._report_unknown(row.where, error, is_scored)
@@ -334,7 +376,8 @@ class _Writing:
                 else:
                     train.add(parts, raw, stored, kind.grade(row.values))
                     self.classes.count(labels)
-                    self.examination.add_training(row.where, raw, names)
+                    self.unlabelled += lacks_labels
+                    self.examination.add_training(row.where, raw, [name for name in names if name])
         if is_empty:
             raise InputError(
                 f"data: {source.path!r} holds no examples{self.left_out.in_brackets()}: pass one that does"
@@ -344,7 +387,14 @@ class _Writing:
         """Counts an example of no class of the run, or raises InputError."""
         if not self.ingest.skip_bad_lines:
             # Without LIST_ALL: `hpnlp check-data` does not read the classes of a run.
-            raise InputError(f"{where}: {error}: {SKIP}{_OTHER_CLASSES}") from error
+            labels = self.ingest.labels or ()
+            teacher = f"; the classes are those of the teacher, {', '.join(labels[:10])}{', ...' * (len(labels) > 10)}"
+            fix = (
+                f"{teacher}: name one that was trained on such labels"
+                if self.ingest.kind.unlabelled
+                else _OTHER_CLASSES
+            )
+            raise InputError(f"{where}: {error}: {SKIP}{fix}") from error
         self.left_out.add(UNKNOWN_HELDOUT if is_scored else UNKNOWN_TRAINING, f"{error.label!r}, {where}")
 
 

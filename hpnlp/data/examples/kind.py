@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
-from hpnlp.data.examples.fields import Column, FieldError
+from hpnlp.data.examples.fields import LABEL_FIELDS, Column, FieldError
 from hpnlp.data.packing import Batch
 from hpnlp.types import InputError, Tokenizer
+
+# Array of the batches of kinds whose records may lack labels: weights of all examples, with a label or without, for losses by
+# a teacher. The array of weights of other losses and of metrics is 0 where there is no label.
+TEACHER_WEIGHTS = "teacher_weights"
 
 
 @runtime_checkable
@@ -38,11 +42,15 @@ class Kind(abc.ABC):
 
     Attributes:
       has_labels: Whether examples have labels.
+      unlabelled: Whether records may lack their labels, for training by a teacher.
+      label_fix: Fix of a record without a label, for error messages, besides that of the record; "" for none.
       distinct: Whether each token of a text is stored once, at its first occurrence.
       compares_examples: Whether scores depend on which examples are in one batch, as with in-batch negatives.
     """
 
     has_labels: bool = False
+    unlabelled: bool = False
+    label_fix: ClassVar[str] = ""
     distinct: bool = False
     compares_examples: bool = False
 
@@ -64,7 +72,7 @@ class Kind(abc.ABC):
     @property
     def inputs(self) -> tuple[Column, ...]:
         """Fields of the records that a prediction reads: by default all without those of the labels."""
-        return tuple(column for column in self.columns if column.argument not in ("label_field", "labels_field"))
+        return tuple(column for column in self.columns if column.argument not in LABEL_FIELDS)
 
     def placeholders(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Values of the fields that are not among the `inputs`, for examples without labels.
@@ -106,7 +114,7 @@ class Kind(abc.ABC):
           values: As for `texts`.
 
         Returns:
-          Names of classes.
+          Names of classes; "" for a label that is missing.
         """
         return []
 

@@ -12,10 +12,21 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data.examples.fields import Column, FieldError
-from hpnlp.data.examples.kind import Kind, TokenisedExamples, example_weights, framed, padded, sequences, special_token
+from hpnlp.data.examples.kind import (
+    TEACHER_WEIGHTS,
+    Kind,
+    TokenisedExamples,
+    example_weights,
+    framed,
+    padded,
+    sequences,
+    special_token,
+)
 from hpnlp.data.examples.store import NO_LABEL
 from hpnlp.data.packing import Batch
 from hpnlp.types import InputError, Tokenizer
+
+_LABEL_FIX = "; or let a teacher label it: pass data.unlabelled=True and distill.teacher=RUN"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,18 +35,21 @@ class Classification(Kind):
 
     A batch has "tokens" (bos text eos, or bos text eos second eos), "segment_ids" (1; 0 on padding), "positions" and
     "token_types" (1 on the second text and its eos, otherwise 0), int32 [B, T]; "labels", int32 [B]; "weights", float32 [B].
-    If a pair is too long, the longer text is cut first.
+    If a pair is too long, the longer text is cut first. With `unlabelled`, it also has TEACHER_WEIGHTS, float32 [B].
 
     Attributes:
       text_field: Field of the text.
       pair_field: Field of the second text; "" for single texts.
       label_field: Field of the label.
+      unlabelled: Whether records may lack the label.
     """
 
     text_field: str
     pair_field: str
     label_field: str
+    unlabelled: bool = dataclasses.field(default=False, kw_only=True)
     has_labels = True
+    label_fix = _LABEL_FIX
 
     @property
     def parts(self) -> int:
@@ -48,7 +62,8 @@ class Classification(Kind):
     @property
     def columns(self) -> tuple[Column, ...]:
         pair = [Column(self.pair_field, "pair_field", "text")] if self.pair_field else []
-        return Column(self.text_field, "text_field", "text"), *pair, Column(self.label_field, "label_field", "label")
+        label = "optional label" if self.unlabelled else "label"
+        return Column(self.text_field, "text_field", "text"), *pair, Column(self.label_field, "label_field", label)
 
     def texts(self, values: Mapping[str, Any]) -> list[str]:
         return [values[name] for name in ("text_field", "pair_field")[: self.parts]]
@@ -87,9 +102,16 @@ class Classification(Kind):
         return {
             **sequences(rows, count, seq_len, tokenizer.pad_id),
             "token_types": padded(types, count, seq_len, 0),
-            "labels": labels,
-            "weights": example_weights(len(numbers), count),
+            **_labelled(labels, example_weights(len(numbers), count), self.unlabelled),
         }
+
+
+def _labelled(labels: np.ndarray, weights: np.ndarray, unlabelled: bool) -> Batch:
+    """Labels and weights of a batch, and with `unlabelled` TEACHER_WEIGHTS, where labels below 0 are missing."""
+    if not unlabelled:
+        return {"labels": labels, "weights": weights}
+    is_known = labels >= 0
+    return {"labels": labels * is_known, "weights": weights * is_known, TEACHER_WEIGHTS: weights}
 
 
 def _cut_lengths(texts: Sequence[np.ndarray], room: int) -> list[int]:
@@ -117,26 +139,30 @@ class Tagging(Kind):
     A batch has "tokens" (bos words eos), "segment_ids" (1; 0 on padding), "positions" and "labels", int32 [B, T], and
     "weights", float32 [B, T]. The first token of a word, apart from a token of the space before it, carries the label and has
     weight 1; all other tokens have weight 0. Words are tokenised one by one, each but the first with a space before it, unless
-    the tokenizer has no tokens for spaces between words.
+    the tokenizer has no tokens for spaces between words. With `unlabelled`, a batch also has TEACHER_WEIGHTS, float32 [B, T].
 
     Attributes:
       words_field: Field of the words.
       labels_field: Field of the labels.
+      unlabelled: Whether records may lack the labels, all of them.
     """
 
     words_field: str
     labels_field: str
+    unlabelled: bool = dataclasses.field(default=False, kw_only=True)
     has_labels = True
+    label_fix = _LABEL_FIX
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        return Column(self.words_field, "words_field", "words"), Column(self.labels_field, "labels_field", "labels")
+        labels = "optional labels" if self.unlabelled else "labels"
+        return Column(self.words_field, "words_field", "words"), Column(self.labels_field, "labels_field", labels)
 
     def placeholders(self, values: Mapping[str, Any]) -> dict[str, Any]:
         return {"labels_field": [""] * len(values["words_field"])}
 
     def check(self, values: Mapping[str, Any]) -> None:
-        words, labels = len(values["words_field"]), len(values["labels_field"])
+        words, labels = len(values["words_field"]), len(self.labels(values))
         if words != labels:
             raise FieldError(
                 f"field {self.words_field!r} has {words} words and field {self.labels_field!r} {labels} labels, expected as "
@@ -147,7 +173,7 @@ class Tagging(Kind):
         return [" ".join(values["words_field"])]
 
     def labels(self, values: Mapping[str, Any]) -> list[str]:
-        return values["labels_field"]
+        return values["labels_field"] or [""] * len(values["words_field"])
 
     def pieces(self, values: Mapping[str, Any]) -> list[str]:
         first, *others = values["words_field"]
@@ -183,10 +209,10 @@ class Tagging(Kind):
         before = np.full(len(special_token(tokenizer.bos_id)), NO_LABEL, np.int32)
         stored = [np.concatenate([before, examples.labels(number)[:room]]) for number in numbers]
         labels = padded(stored, count, seq_len, NO_LABEL)
+        is_first = labels != NO_LABEL
         return {
             **sequences(rows, count, seq_len, tokenizer.pad_id),
-            "labels": np.where(labels == NO_LABEL, 0, labels),
-            "weights": (labels != NO_LABEL).astype(np.float32),
+            **_labelled(np.where(is_first, labels, 0), is_first.astype(np.float32), self.unlabelled),
         }
 
 

@@ -21,6 +21,8 @@ _MAX_CLASSES = 10_000  # more classes mean that another field was meant
 
 # Reasons under which examples are left out whose label is no class of the run.
 UNKNOWN_HELDOUT, UNKNOWN_TRAINING = "held out with a label of no class", "with a label of no class"
+# Reason under which examples are left out that would be scored if they had a label.
+UNLABELLED_HELDOUT = "held out without a label"
 
 
 class UnknownLabelError(FieldError):
@@ -102,9 +104,9 @@ class ClassIndex:
         """Counts the labels of a training example.
 
         Args:
-          numbers: Numbers of the classes, integers.
+          numbers: Numbers of the classes, integers; less than 0 for labels that are missing.
         """
-        for number in numbers.tolist():
+        for number in numbers[numbers >= 0].tolist():
             self.counts[number] += 1
 
     def place(self, number: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpnlp.data import files, records
-from hpnlp.data.examples.fields import TYPES, Column, FieldError
+from hpnlp.data.examples.fields import LABEL_FIELDS, TYPES, Column, FieldError, is_missing
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.files import printable
 from hpnlp.data.records import LIST_ALL, SKIP, CountedLines, CountedRecords, ReportBad
@@ -101,6 +101,10 @@ class RowReader:
             except OSError as error:
                 raise files.unreadable(file.path, error) from error
 
+    def _fix(self, column: Column) -> str:
+        """A further fix of a record that lacks a field."""
+        return self.kind.label_fix if column.argument in LABEL_FIELDS else ""
+
     def report_bad(self, where: str, error: InputError, reason: str = "invalid") -> None:
         """Counts a bad record, or raises the error unless bad records are skipped.
 
@@ -151,15 +155,18 @@ class RowReader:
         """The record with converted values; None if it is bad and skipped."""
         values, kept, known = {}, {}, list(record)
         for column in self._columns:
-            if column.name not in record:
+            if column.name not in record and not column.is_optional:
                 fault = records.missing_in_record(column.name, column.argument, known)
-                self.report_bad(where, InputError(f"{where}: {fault}"))
+                self.report_bad(where, InputError(f"{where}: {fault}{self._fix(column)}"))
                 return None
+        fix = SKIP
         try:
             for column in self._columns:
+                field = record.get(column.name)
                 try:
-                    value = TYPES[column.type][0](record[column.name])
+                    value = TYPES[column.type][0](field)
                 except FieldError as error:
+                    fix += self._fix(column) if is_missing(field) else ""
                     raise FieldError(f"field {column.name!r} {error}") from error
                 if column.argument == "keep":
                     kept[column.name] = value
@@ -167,7 +174,7 @@ class RowReader:
                     values[column.key] = value
             self.kind.check({**self.kind.placeholders(values), **values})
         except FieldError as error:
-            self.report_bad(where, InputError(f"{where}: {error}: {SKIP}"))
+            self.report_bad(where, InputError(f"{where}: {error}: {fix}"))
             return None
         return Row(values.pop("group_field", f"{name}#{number}"), where, values, kept)
 
@@ -271,9 +278,9 @@ def _cells(
 
 
 def _check_header(header: Sequence[str], columns: Sequence[Column], where: str) -> None:
-    """Raises InputError unless the columns are there once each."""
+    """Raises InputError unless the columns are there once each, but for optional ones."""
     for column in columns:
-        if column.name not in header:
+        if column.name not in header and not column.is_optional:
             raise InputError(f"{where}: {records.missing(column.name, column.argument, list(header))}")
         if header.count(column.name) > 1:
             raise InputError(
@@ -288,6 +295,8 @@ def _parquet(path: str, columns: Sequence[Column]) -> Iterator[_Values]:
     def check(schema: Any) -> None:
         _check_header(schema.names, columns, name)
         for column in columns:
+            if column.name not in schema.names:
+                continue
             accepted = TYPES[column.type][1]
             found = _arrow_type(schema.field(column.name).type)
             if accepted and found not in accepted:
@@ -298,9 +307,10 @@ def _parquet(path: str, columns: Sequence[Column]) -> Iterator[_Values]:
 
     names = [column.name for column in columns]
     for batch in records.parquet_batches(path, names, check):
-        values = [_python_values(batch.column(column)) for column in names]
+        present = [column for column in names if column in batch.schema.names]  # optional columns may be absent
+        values = [_python_values(batch.column(column)) for column in present]
         for row in zip(*values, strict=True):
-            yield number, f"{name}, row {number}", dict(zip(names, row, strict=True))
+            yield number, f"{name}, row {number}", dict(zip(present, row, strict=True))
             number += 1
 
 
@@ -315,6 +325,7 @@ def _arrays(path: str, columns: Sequence[Column]) -> Iterator[_Values]:
             f"{name}: no arrays that can be read ({error}): save them by numpy.savez, strings as dtype=str"
         ) from error
     _check_header(list(arrays), columns, name)
+    columns = [column for column in columns if column.name in arrays]
     read = [arrays[column.name] for column in columns]
     for column, array in zip(columns, read, strict=True):
         found = f"{_DTYPES.get(array.dtype.kind, array.dtype)} in {array.ndim} dimensions"

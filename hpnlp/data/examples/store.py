@@ -14,6 +14,7 @@ import numpy as np
 from hpnlp.data.token_store import Tokens, TokenWriter, key_of, map_array
 
 NO_LABEL = -1  # stored on tokens that carry no label
+UNLABELLED = -2  # stored in the place of a label that is missing
 _CHUNK = 1 << 16  # examples whose lengths are read at once
 
 
@@ -62,7 +63,7 @@ class ExampleWriter:
         self._files["labels"].write(labels.astype(np.int32).tobytes())
         self._files["label_ends"].write(np.array([self._label_count], np.int64).tobytes())
         has_label = labels != NO_LABEL
-        names = [self._classes[label] for label in labels[has_label].tolist()]
+        names = [None if label == UNLABELLED else self._classes[label] for label in labels[has_label].tolist()]
         content = [len(labels), np.flatnonzero(has_label).tolist(), names]
         if grade is not None:
             self._files["grades"].write(np.float32(grade).tobytes())
@@ -91,6 +92,20 @@ class ExampleWriter:
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+
+
+def spread(count: int, limit: int) -> np.ndarray:
+    """Numbers that are spread evenly.
+
+    Args:
+      count: The numbers are those below `count`.
+      limit: Maximum number of them.
+
+    Returns:
+      int64 [n], ascending; all numbers if there are at most `limit`.
+    """
+    chosen = min(limit, count)
+    return np.arange(chosen) * count // max(1, chosen)
 
 
 class StoredExamples:
@@ -123,7 +138,7 @@ class StoredExamples:
         # Caches of early versions have no grades.
         self._grades = map_array(f"{prefix}.grades", np.float32, record.get("grades", 0))
         self.has_grades = len(self._grades) > 0
-        self._classes = np.append(classes, NO_LABEL).astype(np.int32)  # index -1 is NO_LABEL
+        self._classes = np.append(classes, [UNLABELLED, NO_LABEL]).astype(np.int32)  # at the indices -2 and -1
 
     def part(self, number: int, part: int) -> np.ndarray:
         """Token ids of one text.
@@ -158,8 +173,7 @@ class StoredExamples:
         Returns:
           int64 [n], ascending; all numbers if there are at most `limit` examples.
         """
-        count = min(limit, self.count)
-        return np.arange(count) * self.count // max(1, count)
+        return spread(self.count, limit)
 
     def texts(self, numbers: Iterable[int] | None = None) -> Iterator[tuple[bytes, ...]]:
         """Reads the original bytes of examples.
@@ -175,6 +189,8 @@ class StoredExamples:
 
     def labels(self, number: int) -> np.ndarray:
         """Labels of one example: one, none, or one per token with NO_LABEL for tokens that have none.
+
+        Labels that are missing are UNLABELLED.
 
         Args:
           number: Number of the example.
