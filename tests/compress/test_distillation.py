@@ -19,6 +19,7 @@ from hpnlp.compress.distillation import (
 from hpnlp.compress.distillation_losses import check_terms, chosen_layers, largest, term_names
 from hpnlp.compress.distillation_terms import RECIPES, DistillConfig, layer_pairs, parse_terms
 from hpnlp.compress.weight_training import with_weight_training
+from hpnlp.data.examples.kind import TEACHER_WEIGHTS
 from hpnlp.models import variables
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.lm import LM, LMConfig
@@ -257,6 +258,62 @@ def test_encoders_report_what_recipes_compare(name):
     weights = variables.axes_and_shapes(model)[1]
     out = jax.eval_shape(lambda w, b: loss_of(model, w, b), weights, model.example_batch(2, T))
     assert {f"distill_{name}" for name in term_names(terms)} <= out.aux.keys() and out.sum.shape == ()
+
+
+def classifier(unlabelled, text="hinton"):
+    config = ENCODERS["classification"]
+    terms = parse_terms(text)
+    return Distillation(Encoder(config), Extras(), Encoder(config), terms, unlabelled=unlabelled)
+
+
+def labelled_batch(weights):
+    batch = {name: batch_of(0)[name] for name in ("tokens", "segment_ids", "positions")}
+    batch |= {"segment_ids": np.minimum(batch["segment_ids"], 1), "labels": np.arange(B, dtype=np.int32) % 3}
+    return batch | {"weights": np.array(weights, np.float32), TEACHER_WEIGHTS: np.ones(B, np.float32)}
+
+
+@pytest.mark.parametrize("known", [[1, 0, 1, 0], [0, 0, 0, 0]], ids=["mixed", "none"])
+def test_examples_without_labels_count_for_all_terms_but_the_labels(known):
+    """The gradient of the output layer's bias, by hand: T (softmax(s / T) - softmax(t / T)) / 2 and (softmax(s) - label) / 2."""
+    weights_of_labels = np.resize(known, B)
+    model, batch = classifier(True), labelled_batch(weights_of_labels)
+    weights = values_of(model)
+
+    def results(weights):
+        params = {name: tree for name, tree in weights.items() if name != "frozen"}
+
+        def total(params):
+            out = loss_of(model, {**weights, **params}, batch)
+            return out.sum, out
+
+        gradient, out = jax.grad(total, has_aux=True)(params)
+        taps = [
+            m.apply({"params": w}, {n: batch[n] for n in m.batch_axes()}, True, ("logits",), method="loss").taps["logits"]
+            for m, w in ((model.inner, params), (model.teacher, weights["frozen"][TEACHER]["params"]))
+        ]
+        return gradient["output"], out, taps
+
+    gradient, out, (s, t) = once(results, weights)
+    softmax = lambda x: np.exp(x) / np.exp(x).sum(-1, keepdims=True)  # noqa: E731
+    soft = softmax(s / 2) - softmax(t / 2)  # T^2 weight / T, of T = 2 and a weight of 0.5
+    hard = 0.5 * (softmax(s) - np.eye(3)[batch["labels"]]) * weights_of_labels[:, None]
+    (bias,) = jax.tree.leaves(gradient)
+    np.testing.assert_allclose(bias, (soft + hard).sum(0), rtol=1e-4, atol=1e-6)
+    p, q = np.log(softmax(t / 2)), np.log(softmax(s / 2))
+    losses = 2 * (np.exp(p) * (p - q)).sum(-1)
+    losses -= 0.5 * weights_of_labels * np.log(softmax(s))[np.arange(B), batch["labels"]]
+    np.testing.assert_allclose(out.sum, losses.sum(), rtol=1e-4)
+    assert float(out.weight) == B and "accuracy" not in out.aux
+    assert model.training_arrays == (TEACHER_WEIGHTS,) and model.example_batch(2, T)[TEACHER_WEIGHTS].shape == (2,)
+
+
+def test_batches_with_all_labels_have_the_same_loss_bit_for_bit():
+    batch, text = labelled_batch(np.ones(B)), "hinton,cosine()"
+    models = classifier(False, text), classifier(True, text)
+    weights = values_of(models[0])
+    plain, other = once(lambda w: [loss_of(model, w, batch) for model in models], weights)
+    assert plain.sum == other.sum and plain.weight == other.weight
+    jax.tree.map(np.testing.assert_array_equal, {**other.aux, "accuracy": plain.aux["accuracy"]}, plain.aux)
 
 
 def test_stored_logits_replace_the_teacher():
