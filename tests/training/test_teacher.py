@@ -15,6 +15,7 @@ from hpnlp.compress.distillation import OWN
 from hpnlp.compress.distillation_terms import DistillConfig
 from hpnlp.training import config as configs
 from hpnlp.training import loop
+from hpnlp.training.evaluate_run import evaluate_run
 from hpnlp.training.run_directory import load
 from hpnlp.training.teacher_outputs import Store, sequence_keys
 from hpnlp.types import InputError
@@ -182,3 +183,52 @@ def test_classifiers_are_distilled_by_teachers_with_the_same_labels(tmp_path):
     other.distill.teacher = str(tmp_path / "teacher")
     with pytest.raises(InputError, match="trained on the same labels"):
         loop.train(configs.resolve(other), tmp_path / "other")
+
+
+def without_labels(config, count, directory):
+    """The config with the records from `count` on without labels, and the first ones, with labels, held out."""
+    lines = [json.loads(line) for line in open(config.data.path, encoding="utf-8")]
+    path, heldout = directory / f"{count}.jsonl", directory / "heldout.jsonl"
+    path.write_text("\n".join(json.dumps(line if i < count else {"text": line["text"]}) for i, line in enumerate(lines)))
+    heldout.write_text("\n".join(json.dumps(line) for line in lines[:20]))
+    config.data.update(path=str(path), heldout_path=str(heldout), unlabelled=True)
+    return config
+
+
+@pytest.mark.slow
+def test_classifiers_learn_from_a_teacher_without_labels(tmp_path, capsys):
+    names = ["green", "red"]
+    loop.train(configs.resolve(labelled(tmp_path, names)), tmp_path / "teacher")
+    for count in (0, 30):
+        student = without_labels(labelled(tmp_path, names), count, tmp_path)
+        student.distill.teacher = str(tmp_path / "teacher")
+        config = configs.resolve(student)
+        result = loop.train(config, tmp_path / f"run{count}")
+        assert f"60 examples to train on ({60 - count} without a label)" in capsys.readouterr().out
+        run = load(tmp_path / f"run{count}")
+        assert run.vocabulary.labels == ("green", "red") and run.config.data.unlabelled
+        lines = metrics(tmp_path / f"run{count}")
+        assert not any("accuracy" in line for line in lines if "heldout_accuracy" not in line)
+        written = report.write(tmp_path / f"run{count}", config, result)
+        assert written["heldout_examples"] == 20 and (written["majority_accuracy"] is None) == (count == 0)
+        text = (tmp_path / f"run{count}" / "report.md").read_text()
+        assert "--distill.teacher= --data.unlabelled=False --data.skip_bad_lines=True" in text
+        assert evaluate_run(tmp_path / f"run{count}", {}).scores["accuracy"] == written["heldout_accuracy"]
+    stored = dataclasses.replace(config.distill, cache=str(tmp_path / "cache"))
+    loop.train(dataclasses.replace(config, distill=stored), tmp_path / "stored")
+    for line, expected in zip(metrics(tmp_path / "stored"), lines, strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_teachers_of_data_without_labels_must_have_their_labels(tmp_path):
+    loop.train(configs.resolve(labelled(tmp_path, ["green", "red"])), tmp_path / "teacher")
+    student = without_labels(labelled(tmp_path, ["blue", "red"]), 30, tmp_path)
+    with pytest.raises(InputError, match="data.unlabelled=True, and no teacher .*: set distill.teacher=RUN, or"):
+        loop.train(configs.resolve(student), tmp_path / "run")
+    student.distill.teacher = str(tmp_path / "teacher")
+    with pytest.raises(InputError, match="has label 'blue', .* the classes are those of the teacher, green, red"):
+        loop.train(configs.resolve(student), tmp_path / "run")
+    student.data.tokenizer = "words(40)"
+    with pytest.raises(InputError, match=r"data.tokenizer='words\(40\)' is not the tokenizer"):
+        loop.train(configs.resolve(student), tmp_path / "run")
