@@ -63,6 +63,7 @@ def config_of(path, overrides):
         "lm/memory_lengths.py",
         "lra/lra.py",
         "classification/distill.py",
+        "classification/unlabelled.py",
     ],
 )
 def test_members_of_sweeps_resolve(path):

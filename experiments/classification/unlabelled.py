@@ -60,7 +60,9 @@ def write(directory: Path) -> None:
 
     lines: dict[str, list[Any]] = {"all": [], "some": [], "others": [], "heldout": []}
     (source,) = generated.find("stdlib_functions", cache_root("")).train
-    for number, line in enumerate(line for file in source.files for line in Path(file.path).read_text("utf-8").splitlines()):
+    for number, line in enumerate(
+        line for file in source.files for line in Path(file.path).read_text("utf-8").splitlines()
+    ):
         record = json.loads(line)
         if hash_fraction(record["group"]) < HELDOUT:
             lines["heldout"].append(record)

@@ -288,7 +288,9 @@ def test_examples_without_labels_count_for_all_terms_but_the_labels(known):
 
         gradient, out = jax.grad(total, has_aux=True)(params)
         taps = [
-            m.apply({"params": w}, {n: batch[n] for n in m.batch_axes()}, True, ("logits",), method="loss").taps["logits"]
+            m.apply({"params": w}, {n: batch[n] for n in m.batch_axes()}, True, ("logits",), method="loss").taps[
+                "logits"
+            ]
             for m, w in ((model.inner, params), (model.teacher, weights["frozen"][TEACHER]["params"]))
         ]
         return gradient["output"], out, taps

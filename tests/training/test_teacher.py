@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -187,9 +188,11 @@ def test_classifiers_are_distilled_by_teachers_with_the_same_labels(tmp_path):
 
 def without_labels(config, count, directory):
     """The config with the records from `count` on without labels, and the first ones, with labels, held out."""
-    lines = [json.loads(line) for line in open(config.data.path, encoding="utf-8")]
+    lines = [json.loads(line) for line in Path(config.data.path).read_text("utf-8").splitlines()]
     path, heldout = directory / f"{count}.jsonl", directory / "heldout.jsonl"
-    path.write_text("\n".join(json.dumps(line if i < count else {"text": line["text"]}) for i, line in enumerate(lines)))
+    path.write_text(
+        "\n".join(json.dumps(line if i < count else {"text": line["text"]}) for i, line in enumerate(lines))
+    )
     heldout.write_text("\n".join(json.dumps(line) for line in lines[:20]))
     config.data.update(path=str(path), heldout_path=str(heldout), unlabelled=True)
     return config
