@@ -1,12 +1,12 @@
-"""A small classifier of `stdlib.py`'s functions with 10 % of the labels: alone, with a teacher, and with the texts of the others.
+"""A classifier of `stdlib.py`'s functions by 10 % of the labels: alone, with a teacher, and with the texts of the others.
 
     python experiments/classification/unlabelled.py runs/functions
     hpnlp train --config=classification/unlabelled:runs/functions --workdir=runs/functions/teacher \\
         --data.path=runs/functions/all.jsonl --data.tokenizer='words(4096)' --model.layers=2 --train.steps=800
     hpnlp sweep --config=classification/unlabelled:runs/functions --workdir=runs/functions/students
 
-The first command writes the functions of the standard library, of which those of one file are either trained on or held out, and
-the same functions without 90 % of the labels. The teacher has seen all labels, as one whose training data are kept elsewhere.
+The first command writes the functions of the standard library, those of one file either to train on or held out, and the
+same functions without 90 % of the labels. The teacher has seen all labels, as one whose training data are kept elsewhere.
 """
 
 from __future__ import annotations

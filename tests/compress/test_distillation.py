@@ -274,7 +274,7 @@ def labelled_batch(weights):
 
 @pytest.mark.parametrize("known", [[1, 0, 1, 0], [0, 0, 0, 0]], ids=["mixed", "none"])
 def test_examples_without_labels_count_for_all_terms_but_the_labels(known):
-    """The gradient of the output layer's bias, by hand: T (softmax(s / T) - softmax(t / T)) / 2 and (softmax(s) - label) / 2."""
+    """The gradient of a bias by hand: T (softmax(s / T) - softmax(t / T)) / 2 and (softmax(s) - label) / 2."""
     weights_of_labels = np.resize(known, B)
     model, batch = classifier(True), labelled_batch(weights_of_labels)
     weights = values_of(model)
