@@ -26,6 +26,7 @@ from hpnlp.training.sparse_rows import distinct
 from hpnlp.types import InputError, LossOut
 from tests import contracts
 from tests.contracts import MIXER_SPECS, OUTPUT_SPECS, PATTERNS, Mixing, Output, assert_close, once
+from tests.traces import TRACES
 
 mixers = pytest.mark.parametrize("spec", contracts.by_tier(MIXER_SPECS))
 FIRST = {spec.partition("(")[0]: spec for spec in reversed(OUTPUT_SPECS)}.values()
@@ -204,8 +205,9 @@ def test_parameters_of_mixers_of_any_length_do_not_depend_on_the_length(spec):
 def test_mixer_is_traced_once(spec):
     mixing, key = Mixing(spec), jax.random.key(4)
     negative = jax.tree.map(jnp.negative, mixing.arrays)
-    assert np.any(mixing.plain(mixing.arrays, key)[0] != mixing.plain(negative, key)[0])
-    assert mixing.plain._cache_size() == 1
+    first, traces = mixing.plain(mixing.arrays, key)[0], TRACES.total()
+    second = mixing.plain(negative, key)[0]
+    assert TRACES.total() == traces and np.any(first != second)
 
 
 @pytest.mark.parametrize("spec", contracts.by_tier(contracts.claiming("decodes")))
@@ -432,13 +434,13 @@ def test_output_loss_equals_merged_partials(spec):
 
 @outputs
 def test_output_is_traced_once(spec):
-    case = Output(spec)
-    results = (
-        case.gradients(case.trained, h, case.labels, case.weights, jax.random.key(k))[1][0]
-        for k, h in ((3, case.h), (4, -case.h))
-    )
-    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, results), strict=True))
-    assert case.gradients._cache_size() == 1
+    case, keys = Output(spec), [jax.random.key(number) for number in (3, 4)]
+    negative = -case.h
+    first = case.gradients(case.trained, case.h, case.labels, case.weights, keys[0])[1][0]
+    traces = TRACES.total()
+    second = case.gradients(case.trained, negative, case.labels, case.weights, keys[1])[1][0]
+    assert TRACES.total() == traces
+    assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (first, second)), strict=True))
 
 
 @outputs

@@ -75,7 +75,7 @@ def test_studies_of_scaling_laws_resolve(monkeypatch):
     path = str(ROOT / "scaling" / "bytes.py")
     module = experiment.load(path)
     monkeypatch.setattr(type(module.get_study()), "_check_text", lambda self, values, runs: None)  # reads all texts
-    counts = {"full": 24, "rates": 6, "tiny": 11}
+    counts = {"full": 20, "rates": 6, "tiny": 11}
     for name, count in counts.items():
         members = module.get_sweep(name)
         assert len(members) == count

@@ -31,6 +31,7 @@ from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits
 from tests import tiny
 from tests.drawn import drawn
+from tests.traces import TRACES
 
 B, T, STEPS, M = 8, 8, 3, 5
 SIZES = {"dim": 16, "heads": 4, "kv_heads": 2, "mlp_dim": 32, "vocab": 24, "layers": 6}
@@ -79,13 +80,13 @@ def run(plan=Plan(), devices=1, **changes):  # noqa: B008  (frozen)
     """`(losses, last state)`."""
     trainer, losses = trainer_of(plan, devices, **changes), []
     shardings = jax.tree.map(lambda leaf: leaf.sharding, trainer.state_shapes)
-    state = jax.device_put(initial_state(changes.get("mixer", MODEL.mixer)), shardings)
+    state, traces = jax.device_put(initial_state(changes.get("mixer", MODEL.mixer)), shardings), TRACES["step"]
     for number in range(STEPS):
         state, metrics = trainer.step(
             state, jax.device_put(batch_of(number), trainer.batch_sharding), jax.random.key(1)
         )
         losses.append(float(metrics["loss"]))
-    assert trainer.step.jitted._cache_size() == 1  # one trace over all steps
+    assert TRACES["step"] == traces + 1
     return losses, jax.device_get(state)
 
 

@@ -1,6 +1,5 @@
 """The training step: equal results on all layouts and with accumulation, skipped nonfinite steps, and its errors."""
 
-import collections
 import dataclasses
 import functools
 import re
@@ -22,6 +21,7 @@ from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.step import check_batch, make_trainer
 from hpnlp.types import InputError, LossOut, WordStats
 from tests.drawn import drawn_state
+from tests.traces import TRACES
 
 B, T = 8, 16
 KEY = jax.random.key(7)
@@ -108,14 +108,7 @@ def initialised_state(model=MODEL):
     return jax.device_get(trainer_of(model=model, loss_scale=0.0).init(jax.random.key(0)))
 
 
-TRACES = collections.Counter()  # name of a function -> how often JAX traced it
 PROGRAMS = {}  # (plan, devices) -> how often the step of a reference run was traced
-
-
-@jax.monitoring.register_event_duration_secs_listener
-def count_traces(event, duration, *, fun_name="", **_):
-    """Counts traces and not programs of a cache, from which JAX may drop one at any time."""
-    TRACES[fun_name] += event == "/jax/core/compile/jaxpr_trace_duration"
 
 
 @functools.cache
