@@ -153,7 +153,7 @@ def test_shards_merge_to_the_datastore_of_one_build(run, trained, store, tmp_pat
     [
         "ivf(cells=8,probes=8)",
         "lsh(bits=2,tables=1,probes=4)",
-        "pq(parts=3,cells=8,probes=8,rerank=4000,centroids=16)",
+        "pq(parts=2,cells=8,probes=8,rerank=4000,centroids=16)",
         pytest.param("faiss", marks=pytest.mark.oracle),
     ],
 )
