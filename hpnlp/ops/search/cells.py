@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ LANES = 4, 64
 GATHERED = 1 << 18
 
 
+@runtime_checkable
 class Cells(Protocol):
     """An index whose rows are stored cell after cell. Queries are a tree of arrays [Q, ...], of a form that it defines.
 
