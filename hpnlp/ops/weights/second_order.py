@@ -72,7 +72,7 @@ def output_error(change: Float[Array, "D F"], moments: Float[Array, "D D"]) -> F
 @array_op()
 def quantize_by_moments(
     w: Float[Array, "D F"],
-    moments: Float[Array, "D D"],
+    moments: Float[Array, "_ _"],
     bits: int = 4,
     *,
     group: int = 0,
@@ -120,7 +120,7 @@ def quantize_by_moments(
 
 @array_op()
 def prune_by_moments(
-    w: Float[Array, "D F"], moments: Float[Array, "D D"], share: int | float, *, damping: float | int = DAMPING
+    w: Float[Array, "D F"], moments: Float[Array, "_ _"], share: int | float, *, damping: float | int = DAMPING
 ) -> Float[Array, "D F"]:
     """Zeroes weights so that products with inputs of given moments change little, and changes the others (SparseGPT).
 
@@ -158,7 +158,7 @@ def prune_by_moments(
 
 @array_op()
 def two_of_four_by_moments(
-    w: Float[Array, "D F"], moments: Float[Array, "D D"], *, damping: float | int = DAMPING
+    w: Float[Array, "D F"], moments: Float[Array, "_ _"], *, damping: float | int = DAMPING
 ) -> TwoFourWeight:
     """Keeps two of each four rows of a column, as `keep_two_of_four`, so that products change little (SparseGPT).
 
