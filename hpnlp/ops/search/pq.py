@@ -58,7 +58,7 @@ class PqIndex:
       fine_books: [F, 256, D / F] float16 centroids of `fine_codes`.
     """
 
-    codes: UInt8[Array, "R M"]
+    codes: UInt8[Array, "R _"]
     books: Float[Array, "M K d"]
     rotation: Float[Array, "D D"]
     unit: Float[Array, ""]
@@ -70,8 +70,8 @@ class PqIndex:
     capacity: int = dataclasses.field(metadata={"static": True})
     vectors: Num[Array, "V D"] | None = None
     scales: Float[Array, " n"] | None = None
-    fine_codes: UInt8[Array, "V F"] | None = None
-    fine_books: Float[Array, "F K f"] | None = None
+    fine_codes: UInt8[Array, "V _"] | None = None
+    fine_books: Float[Array, "F K2 f"] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -98,7 +98,7 @@ class PqIndex:
         return product(rotated[None], x)[0]
 
 
-def decode(codes: UInt8[Array, "n M"], books: Float[Array, "M K d"]) -> Float[Array, "n D"]:
+def decode(codes: UInt8[Array, "n _"], books: Float[Array, "M K d"]) -> Float[Array, "n D"]:
     """Centroids of codes.
 
     Args:
