@@ -8,7 +8,7 @@ from claims import Claim, Figure
 
 
 def step(mixer: str, length: int, text: str, reproduced: float | None = None, partly: float | None = None) -> Figure:
-    """How many times the training steps per second of exact attention a mixer makes, in a classifier of bytes."""
+    """Training steps per second of a mixer relative to exact attention, in a classifier of bytes."""
     same = {"task": "text_stdlib", "length": length}
     return Figure(
         "arena_efficiency",
@@ -46,7 +46,7 @@ def accuracy(mixer: str) -> Figure:
 
 
 def cell(function: str, batch: int, text: str, reproduced: float | None = None, partly: float | None = None) -> Figure:
-    """How many times as fast as the LSTM of hpnlp a layer is in training."""
+    """Training speed of a layer relative to the LSTM of hpnlp."""
     row = {"part": "training", "batch": batch, "function": function}
     return Figure("recurrent", row, ("over_ours",), text, inverse=True, reproduced=reproduced, partly=partly)
 

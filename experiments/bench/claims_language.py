@@ -11,7 +11,7 @@ LARGE = "V 262,144"
 def layer(
     name: str, vocabulary: str, text: str, reproduced: float | None = None, partly: float | None = None
 ) -> Figure:
-    """How many times as fast as `full` a training step of an output layer is."""
+    """Speed of a training step of an output layer relative to `full`."""
     row, field = {"what": f"step of {name}, {vocabulary}"}, ("ratios", "time over full")
     return Figure("softmax_layers", row, field, text, inverse=True, reproduced=reproduced, partly=partly)
 

@@ -426,7 +426,9 @@ def _unit_compressor(
                 else _slopes(config, weights, unit, calibration)
             )
             scores = [
-                structure.importance(layer, unit, g) for layer, g, n in zip(of_model, slopes, counts, strict=True) if n
+                structure.importance(structure.kernels_only(layer) if share == NONZERO else layer, unit, g)
+                for layer, g, n in zip(of_model, slopes, counts, strict=True)
+                if n
             ]
         if isinstance(share, str):
             kept = structure.nonzero_units(scores)

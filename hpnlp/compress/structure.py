@@ -143,6 +143,23 @@ def choose_units(scores: Sequence[np.ndarray], fraction: int | float, *, across_
     return [np.sort([*first[i], *(j for _, layer, j in chosen if layer == i)]).astype(int) for i in range(len(scores))]
 
 
+def kernels_only(layer: Layer) -> Layer:
+    """A layer whose other parameters, such as biases, are 0. A unit without kernels has no effect, whatever its biases are.
+
+    Args:
+      layer: The layer.
+
+    Returns:
+      The layer.
+    """
+
+    def kept(path: Any, leaf: Any) -> Any:
+        return leaf if path[-1].key in KERNELS else jnp.zeros_like(leaf)
+
+    params = jax.tree_util.tree_map_with_path(kept, layer.variables["params"])
+    return dataclasses.replace(layer, variables={**layer.variables, "params": params})
+
+
 def has_weights(layer: Layer) -> bool:
     """Whether a kernel of a layer has a number other than 0.
 

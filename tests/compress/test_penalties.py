@@ -163,3 +163,15 @@ def test_layers_without_weights_are_removed():
         smaller["layers"]["mlp"]["up"]["kernel"][0], params["layers"]["mlp"]["up"]["kernel"][1]
     )
     assert BATCH["tokens"].shape == (8, 8)
+
+
+def test_units_without_kernels_are_removed_with_their_biases():
+    model = LM(LMConfig(dim=16, heads=2, layers=2, vocab=40, max_len=16, mlp_dim=24, mlp="gelu", mlp_bias=True))
+    params = drawn(model)[0]
+    mlp, kept = params["layers"]["mlp"], np.arange(24) % 3 == 0
+    up = {**mlp["up"], "kernel": mlp["up"]["kernel"] * kept}
+    down = {**mlp["down"], "kernel": mlp["down"]["kernel"] * kept[:, None]}
+    sparse = {**params, "layers": {**params["layers"], "mlp": {"up": up, "down": down}}}
+    *_, (_, config, smaller) = compress(model.config, sparse, parse_recipe("mlp(nonzero)"))
+    assert config.mlp_dim == 8
+    np.testing.assert_allclose(loss_of(LM(config))(smaller), loss_of(model)(sparse), rtol=1e-5)
