@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,6 @@ SAMPLE = 1 << 16
 CENTROIDS = 16, 256
 # Vectors that an index can keep beside the codes, to score the best rows again.
 KEEP = "same", "float16", "int8", "none"
-
-Keep = Literal["same", "float16", "int8", "none"]
 
 
 @jax.tree_util.register_dataclass
@@ -121,7 +119,7 @@ def build_pq(
     cells: int,
     parts: int,
     centroids: int = 256,
-    keep: Keep = "same",
+    keep: str = "same",
     fine: int = 0,
     seed: int = 0,
     iterations: int = 10,
