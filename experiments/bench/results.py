@@ -80,7 +80,7 @@ SECTIONS = {
     "Embeddings and memory": ("word_embeddings", "rare_events", "labelled_bags"),
     "Predictions": ("serving", "sentence_vectors", "nearest_pair"),
     "Compression": ("containers", "quantized_products", "second_order"),
-    "Parallelism": ("parity", "tasks", "auxiliary", "bubble", "ring"),
+    "Parallelism": ("parity", "tasks", "auxiliary", "bubble", "ring", "operations"),
     "Rematerialisation and reversible layers": ("remat", "reversible", "grad_cache"),
     "Planner": ("plan", "plan_tpu"),
     "Tests": ("suite", "faults"),
