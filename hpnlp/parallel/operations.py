@@ -22,10 +22,9 @@ from hpnlp.flop_count import count_flops
 from hpnlp.parallel.varying import vary
 from hpnlp.types import InputError
 
-PyTree = Any  # a tree of arrays
 
-# A function of (weights, inputs), where all functions have the same inputs.
-Function = Callable[[Any, Any], PyTree]
+# A function of (weights, inputs), both trees of arrays, that returns a tree of arrays. All functions have the same inputs.
+Function = Callable[[Any, Any], Any]
 # Arrays of several functions as one array `[devices, size]` per dtype.
 Packed = Mapping[str, jax.Array]
 
@@ -51,8 +50,8 @@ class OperationParallel:
     functions: tuple[Function, ...]
     mesh: Mesh
     device_functions: tuple[tuple[int, ...], ...]
-    weights: tuple[PyTree, ...]
-    outputs: tuple[PyTree, ...]
+    weights: tuple[Any, ...]
+    outputs: tuple[Any, ...]
 
     @property
     def sent_bytes(self) -> int:
@@ -60,7 +59,7 @@ class OperationParallel:
         packed = jax.eval_shape(lambda: _pack(_zeros(self.outputs), self.device_functions))
         return sum(x.size // len(x) * (len(x) - 1) * x.dtype.itemsize for x in packed.values())
 
-    def pack(self, weights: Sequence[PyTree]) -> Packed:
+    def pack(self, weights: Sequence[Any]) -> Packed:
         """Places each function's weights on its device.
 
         Args:
@@ -80,7 +79,7 @@ class OperationParallel:
         sharding = NamedSharding(self.mesh, P(AXIS))
         return {name: jax.device_put(x, sharding) for name, x in _pack(weights, self.device_functions).items()}
 
-    def unpack(self, packed: Packed) -> list[PyTree]:
+    def unpack(self, packed: Packed) -> list[Any]:
         """Weights, or gradients, of each function from those of all devices.
 
         Args:
@@ -91,7 +90,7 @@ class OperationParallel:
         """
         return _unpack(packed, self.weights, self.device_functions)
 
-    def __call__(self, packed: Packed, inputs: PyTree) -> list[PyTree]:
+    def __call__(self, packed: Packed, inputs: Any) -> list[Any]:
         """Runs all functions.
 
         Args:
@@ -102,7 +101,7 @@ class OperationParallel:
           The result of each function, in the order of `functions`, on all devices.
         """
 
-        def run(local: Packed, inputs: PyTree) -> Packed:
+        def run(local: Packed, inputs: Any) -> Packed:
             local, inputs = jax.tree.map(lambda x: vary(x, (AXIS,)), (local, inputs))
             return lax.switch(lax.axis_index(AXIS), branches, local, inputs)
 
@@ -112,10 +111,10 @@ class OperationParallel:
         on_all = lax.with_sharding_constraint(gathered, NamedSharding(self.mesh, P()))
         return _unpack(on_all, self.outputs, self.device_functions)
 
-    def _branch(self, indices: tuple[int, ...], sizes: Mapping[str, int]) -> Callable[[Packed, PyTree], Packed]:
+    def _branch(self, indices: tuple[int, ...], sizes: Mapping[str, int]) -> Callable[[Packed, Any], Packed]:
         """The functions of one device, from and to packed arrays `[1, size]`."""
 
-        def run(local: Packed, inputs: PyTree) -> Packed:
+        def run(local: Packed, inputs: Any) -> Packed:
             weights = _unpack(local, [self.weights[i] for i in indices], [range(len(indices))])
             outputs = [self.functions[i](w, inputs) for i, w in zip(indices, weights, strict=True)]
             packed = _pack(outputs, [range(len(outputs))], sizes)
@@ -126,9 +125,9 @@ class OperationParallel:
 
 def divide_operations(
     functions: Sequence[Function],
-    weights: Sequence[PyTree],
-    inputs: PyTree,
-    devices: Sequence[jax.Device] | None = None,
+    weights: Sequence[Any],
+    inputs: Any,
+    devices: Sequence[Any] | None = None,
 ) -> OperationParallel:
     """Divides independent functions of the same inputs over devices.
 
@@ -185,11 +184,11 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
 
 
-def _zeros(shapes: PyTree) -> PyTree:
+def _zeros(shapes: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 
-def _sizes(trees: Sequence[PyTree], groups: Sequence[Sequence[int]]) -> dict[str, int]:
+def _sizes(trees: Sequence[Any], groups: Sequence[Sequence[int]]) -> dict[str, int]:
     """Number of elements of each dtype in the group of trees that has the most."""
     sizes: dict[str, int] = {}
     for group in groups:
@@ -201,7 +200,7 @@ def _sizes(trees: Sequence[PyTree], groups: Sequence[Sequence[int]]) -> dict[str
 
 
 def _pack(
-    trees: Sequence[PyTree], groups: Sequence[Sequence[int]], sizes: Mapping[str, int] | None = None
+    trees: Sequence[Any], groups: Sequence[Sequence[int]], sizes: Mapping[str, int] | None = None
 ) -> dict[str, jax.Array]:
     """The arrays of each group of trees in one row, `[groups, size]` per dtype, with zeros up to the largest group."""
     trees, packed = jax.tree.map(jnp.asarray, list(trees)), {}
@@ -215,9 +214,9 @@ def _pack(
     return packed
 
 
-def _unpack(packed: Packed, shapes: Sequence[PyTree], groups: Sequence[Sequence[int]]) -> list[PyTree]:
+def _unpack(packed: Packed, shapes: Sequence[Any], groups: Sequence[Sequence[int]]) -> list[Any]:
     """Trees of arrays from their packed form."""
-    trees: list[PyTree] = [None] * len(shapes)
+    trees: list[Any] = [None] * len(shapes)
     for row, group in enumerate(groups):
         start = dict.fromkeys(packed, 0)
         for i in group:
