@@ -22,7 +22,6 @@ from hpnlp.flop_count import count_flops
 from hpnlp.parallel.varying import vary
 from hpnlp.types import InputError
 
-
 # A function of (weights, inputs), both trees of arrays, that returns a tree of arrays. All functions have the same inputs.
 Function = Callable[[Any, Any], Any]
 # Arrays of several functions as one array `[devices, size]` per dtype.
