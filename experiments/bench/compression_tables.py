@@ -71,6 +71,25 @@ def second_order(rows: Rows) -> list[tuple[str, str]]:
     return lines
 
 
+def sparse_products(rows: Rows) -> list[tuple[str, str]]:
+    """Time of each product with a sparse matrix relative to the dense one, over the shapes of the matrix.
+
+    Args:
+      rows: Rows of the result file.
+
+    Returns:
+      Label and value of each line.
+    """
+    lines = []
+    for share in dict.fromkeys(row["share"] for row in rows):
+        for count in dict.fromkeys(row["rows"] for row in rows):
+            group = [row["over_dense"] for row in rows if (row["share"], row["rows"]) == (share, count)]
+            figures = [f"{n} {min(g[n] for g in group):.2f} to {max(g[n] for g in group):.2f}" for n in group[0]]
+            label = f"{count:,} rows times a matrix with {1 - share:.0%} zeros, three shapes: time relative to dense"
+            lines.append((label, "; ".join(figures)))
+    return lines
+
+
 def render(rows: Rows) -> str:
     """A table for each task: sizes, time relative to the original, and the held-out score of each technique.
 

@@ -452,6 +452,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     **dict.fromkeys(("softmax", "softmax_layers", "search", "search_keys", "search_pq", "containers"), softmax),
     "quantized_products": compression_tables.quantized_products,
     "second_order": compression_tables.second_order,
+    "sparse_products": compression_tables.sparse_products,
     "estimates": estimates,
     "reversible": reversible,
     "grad_cache": grad_cache,

@@ -79,7 +79,7 @@ SECTIONS = {
     "Trees, lengths and projections": ("trees", "encoders", "projections"),
     "Embeddings and memory": ("word_embeddings", "rare_events", "labelled_bags"),
     "Predictions": ("serving", "sentence_vectors", "nearest_pair"),
-    "Compression": ("containers", "quantized_products", "second_order"),
+    "Compression": ("containers", "quantized_products", "sparse_products", "second_order"),
     "Parallelism": ("parity", "tasks", "auxiliary", "bubble", "ring", "operations"),
     "Rematerialisation and reversible layers": ("remat", "reversible", "grad_cache"),
     "Planner": ("plan", "plan_tpu"),

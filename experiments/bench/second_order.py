@@ -3,7 +3,7 @@
     python experiments/bench/second_order.py --run=runs/bytes [--calibration=8]
 
 Each group of rows is one format of the weights: 8 bits with rounded inputs, 4 bits in groups of 32, 50 % and 30 % of the
-weights, 2:4 sparsity. The first row of a group rounds to the nearest number, or keeps the largest weights; the others read the
+weights, 20 % also as products can skip the zeros, 2:4 sparsity. The first row of a group rounds to the nearest number, or keeps the largest weights; the others read the
 inputs of the matrices, or gradients, on training batches. Nothing is trained. The ratio is that of the increases of the
 held-out loss, with a 95 % interval by drawing the held-out sequences again with replacement, the same ones for both rows.
 
@@ -39,6 +39,7 @@ GROUPS = (
     ),
     ("magnitude(0.5)", "magnitude(0.5,by=fisher)", "magnitude(0.5,by=inputs)"),
     ("magnitude(0.3)", "magnitude(0.3,by=fisher)", "magnitude(0.3,by=inputs)"),
+    ("magnitude(0.2)", "balanced(0.2)", "balanced(0.2,by=inputs)", "blocks(0.2,block=16)"),
     ("two_four", "two_four(by=inputs)"),
 )
 DRAWS = 1000

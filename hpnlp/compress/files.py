@@ -61,6 +61,7 @@ def takes_signs(params: Any) -> bool:
 
 
 _STAGES = {
+    "BalancedWeight": "balanced",
     "BinaryProductWeight": "binary",
     "BlockSparseWeight": "blocks",
     "CodebookWeight": "codebook",

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpnlp.compress.matrices import is_table
+from hpnlp.compress.stages import check_share
 from hpnlp.ops import weights
 from hpnlp.ops.weights.ranges import METHODS
 from hpnlp.types import InputError
@@ -258,8 +259,7 @@ def blocks(share: int | float, block: int = 64) -> Conversion:
     Raises:
       InputError: `share` or `block` is out of range.
     """
-    if not 0 < share <= 1:
-        raise InputError(f"blocks({share}): expected the share that stays, over 0 and at most 1")
+    check_share("blocks", share)
     if block < 1:
         raise InputError(f"blocks(block={block}): expected at least 1")
 
@@ -275,6 +275,32 @@ def blocks(share: int | float, block: int = 64) -> Conversion:
     return Conversion(convert)
 
 
+def balanced(share: int | float, by: str = "magnitude") -> Conversion:
+    """Kernels with equally many weights in each column, whose products skip the zeros; tables stay.
+
+    Args:
+      share: Share of the weights that stays, in (0, 1].
+      by: "magnitude" keeps the largest of each column; "inputs" those with which products with inputs of calibration data
+        change little, of each 128 rows, and changes them, see `hpnlp.ops.weights.balanced_by_moments`.
+
+    Returns:
+      The conversion.
+
+    Raises:
+      InputError: `share` is out of range, or `by` is unknown.
+    """
+    if by not in ("magnitude", "inputs"):
+        raise InputError(f"balanced(by={by!r}): expected magnitude or inputs")
+    check_share("balanced", share)
+
+    def convert(path: str, w: Any, moments: Any) -> Any:
+        if is_table(path):
+            return w
+        return weights.keep_balanced(w, share) if moments is None else weights.balanced_by_moments(w, moments, share)
+
+    return Conversion(convert, by == "inputs")
+
+
 # Conversions by the name of their stage.
 CONVERSIONS: dict[str, Callable[..., Conversion]] = {
     "int8": int8,
@@ -288,6 +314,7 @@ CONVERSIONS: dict[str, Callable[..., Conversion]] = {
     "codebook": codebook,
     "two_four": two_four,
     "blocks": blocks,
+    "balanced": balanced,
 }
 
 

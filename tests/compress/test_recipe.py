@@ -12,6 +12,7 @@ from hpnlp.compress.recipe import Calibration, compress, parse_recipe
 from hpnlp.compress.sensitivity import choose_bits, mean_curvature
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.ops.weights import (
+    BalancedWeight,
     BinaryProductWeight,
     BlockSparseWeight,
     CodebookWeight,
@@ -97,6 +98,7 @@ def test_mild_stages_change_little(recipe):
         ("codebook(bits=3)", CodebookWeight, 8),
         ("two_four", TwoFourWeight, 17),
         ("blocks(0.5,block=8)", BlockSparseWeight, 16),
+        ("balanced(0.25)", BalancedWeight, 8),
         ("int4(group=8,limits=mse)", PackedWeight, 4),
         ("int8(limits=percentile)", IntegerWeight, 8),
     ],

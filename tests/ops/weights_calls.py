@@ -9,6 +9,7 @@ from hpnlp.ops.weights import (
     binarize,
     cluster,
     factorize,
+    keep_balanced,
     keep_blocks,
     keep_two_of_four,
     masked,
@@ -81,6 +82,9 @@ CALLS = {
     "weights.second_order.two_of_four_by_moments": (
         (lambda w, h: second_order.two_of_four_by_moments(w, h).dense(), (W, MOMENTS)),
     ),
+    "weights.second_order.balanced_by_moments": (
+        (lambda w, h: second_order.balanced_by_moments(w, h, 0.5).dense(), (W, MOMENTS)),
+    ),
     "weights.row_scaled.smoothing_factors": ((row_scaled.smoothing_factors, (W, MOMENTS)),),
     "weights.row_scaled.search_row_factors": (
         (lambda w, h: row_scaled.search_row_factors(w, h, lambda w: quantize(w, 4).dense()), (W, MOMENTS)),
@@ -89,6 +93,7 @@ CALLS = {
     "weights.sparse.masked": ((lambda w: masked(w, 0.5).dense(), (W,)),),
     "weights.sparse.largest": ((sparse.largest, (W, np.array(0.5, np.float32))),),
     "weights.sparse.keep_blocks": ((lambda w, x: linear.product(x, keep_blocks(w, 0.5, 2)), (W, W.T)),),
+    "weights.balanced.keep_balanced": ((lambda w, x: linear.product(x, keep_balanced(w, 0.5)), (W, W.T)),),
     "weights.sparse.keep_two_of_four": ((lambda w, x: linear.product(x, keep_two_of_four(w)), (W, W.T)),),
     "weights.straight_through.round_through": ((through.round_through, (W, np.array(0.5, np.float32))),),
     "weights.straight_through.quantize_through": ((through.quantize_through, (W,)),),

@@ -1,6 +1,7 @@
 """Kinds of `Weight`: representations of a matrix of parameters that take less memory or less time than an array."""
 
 from hpnlp.ops.weight import Weight, dense, dense_tree, is_weight
+from hpnlp.ops.weights.balanced import BalancedWeight, keep_balanced
 from hpnlp.ops.weights.codebook import CodebookWeight, cluster
 from hpnlp.ops.weights.floats import FloatWeight, to_floats
 from hpnlp.ops.weights.integer import IntegerWeight, quantize
@@ -10,6 +11,7 @@ from hpnlp.ops.weights.packed import PackedWeight, pack
 from hpnlp.ops.weights.rounded_inputs import RoundedInputsWeight
 from hpnlp.ops.weights.row_scaled import RowScaledWeight, search_row_factors, smoothing_factors
 from hpnlp.ops.weights.second_order import (
+    balanced_by_moments,
     inverse_factor,
     output_error,
     prune_by_moments,
@@ -28,6 +30,7 @@ from hpnlp.ops.weights.ternary import binarize, round_to_powers, ternarize
 from hpnlp.ops.weights.xnor import BinaryProductWeight, binarize_products
 
 __all__ = [
+    "BalancedWeight",
     "BinaryProductWeight",
     "BlockSparseWeight",
     "CodebookWeight",
@@ -41,6 +44,7 @@ __all__ = [
     "RowScaledWeight",
     "TwoFourWeight",
     "Weight",
+    "balanced_by_moments",
     "binarize",
     "binarize_products",
     "cluster",
@@ -49,6 +53,7 @@ __all__ = [
     "factorize",
     "inverse_factor",
     "is_weight",
+    "keep_balanced",
     "keep_blocks",
     "keep_two_of_four",
     "masked",

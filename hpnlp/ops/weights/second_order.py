@@ -11,6 +11,7 @@ References:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -19,8 +20,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.weights import ranges
+from hpnlp.ops.weights.balanced import BalancedWeight, keep_balanced
 from hpnlp.ops.weights.integer import IntegerWeight
-from hpnlp.ops.weights.sparse import TwoFourWeight, keep_two_of_four, largest
+from hpnlp.ops.weights.sparse import TwoFourWeight, check_share, keep_two_of_four, largest
 from hpnlp.types import InputError
 
 DAMPING = 0.01  # share of the mean moment that is added to the diagonal, as in the published code
@@ -141,8 +143,7 @@ def prune_by_moments(
     Cost:
       As of `quantize_by_moments`, and a sort.
     """
-    if not 0 < share <= 1:
-        raise InputError(f"share={share}: expected the share that is kept, over 0 and at most 1")
+    check_share(share)
     _check_moments(w, moments)
     rows = w.shape[0]
 
@@ -185,6 +186,41 @@ def two_of_four_by_moments(
     # Masks are chosen for each four rows, after all earlier rows are compensated.
     kept = _by_rows(w.astype(jnp.float32), inverse_factor(moments, damping), choose, _masked_row, block=4)
     return keep_two_of_four(kept)
+
+
+@array_op()
+def balanced_by_moments(
+    w: Float[Array, "D F"], moments: Float[Array, "_ _"], share: int | float, *, damping: float | int = DAMPING
+) -> BalancedWeight:
+    """Keeps equally many weights of each column, as `keep_balanced`, so that products change little (SparseGPT).
+
+    Of each `BLOCK` rows of a column, the weights with the largest increase of the error stay.
+
+    Args:
+      w: [D, F].
+      moments: As in `quantize_by_moments`.
+      share: As in `keep_balanced`.
+      damping: As in `inverse_factor`.
+
+    Returns:
+      The sparse matrix.
+
+    Raises:
+      InputError: `share` is out of range, or `moments` is not [D, D].
+    """
+    check_share(share)
+    _check_moments(w, moments)
+    rows = w.shape[0]
+    ends = [round(share * min(row, rows)) for row in range(0, rows + BLOCK, BLOCK)]
+    counts = [end - start for start, end in itertools.pairwise(ends)]
+
+    def choose(first: Array, block: Array, diagonal: Array) -> Array:
+        is_row = (first + jnp.arange(len(block)) < rows)[:, None]
+        increase = jnp.where(is_row, jnp.square(block / diagonal[:, None]), -1.0)
+        rank = jnp.argsort(jnp.argsort(-increase, axis=0, stable=True), axis=0)
+        return rank < jnp.asarray(counts, jnp.int32)[first // BLOCK]
+
+    return keep_balanced(_by_rows(w.astype(jnp.float32), inverse_factor(moments, damping), choose, _masked_row), share)
 
 
 def _masked_row(number: Array, row: Array, mask: Bool[Array, "B F"], place: Array) -> Array:

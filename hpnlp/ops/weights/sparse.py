@@ -142,7 +142,7 @@ def masked(w: Float[Array, "D F"], share: int | float) -> MaskedWeight:
     Raises:
       InputError: `share` is out of range.
     """
-    _check_share(share)
+    check_share(share)
     return MaskedWeight(w, largest(jnp.abs(w), share))
 
 
@@ -184,7 +184,7 @@ def keep_blocks(w: Float[Array, "D F"], share: int | float, block: int = 64) -> 
     References:
       Gray et al. 2017, "GPU kernels for block-sparse weights".
     """
-    _check_share(share)
+    check_share(share)
     d, f = w.shape
     if block < 1 or d % block or f % block:
         raise InputError(f"block={block}: expected a common divisor of the {d} rows and {f} columns")
@@ -224,6 +224,7 @@ def keep_two_of_four(w: Float[Array, "D F"]) -> TwoFourWeight:
     return TwoFourWeight(values, both[:half] | (both[half:] << 4))
 
 
-def _check_share(share: int | float) -> None:
+def check_share(share: int | float) -> None:
+    """Raises InputError unless `share` is a share of numbers that is kept."""
     if not 0 < share <= 1:
         raise InputError(f"share={share}: expected the share that is kept, over 0 and at most 1")

@@ -13,6 +13,7 @@ from hpnlp.ops.weights import (
     binarize,
     cluster,
     factorize,
+    keep_balanced,
     keep_blocks,
     keep_two_of_four,
     masked,
@@ -57,6 +58,7 @@ CASES = {
     ),
     "masked": (lambda w: masked(w, 0.5), EXACT, True),
     "blocks": (lambda w: keep_blocks(w, 0.5, 4), EXACT, False),
+    "balanced": (lambda w: keep_balanced(w, 0.4), EXACT, True),
     "two of four": (keep_two_of_four, EXACT, False),
     "codebook": (lambda w: cluster(w, 4), EXACT, True),
     "codebook with zeros": (lambda w: cluster(jnp.where(w > 1, 0.0, w), 4, keep_zeros=True), EXACT, True),
@@ -125,7 +127,7 @@ def test_methods_agree_with_the_matrix(name):
     for row, product in zip(one_row, (scanned["matmul"][0], scanned["transposed"][0]), strict=True):
         np.testing.assert_allclose(row, product[:1], rtol=1e-5, atol=1e-5)
     assert not np.asarray(zero).any()
-    is_partial = "blocks" in name or "fixed" in name
+    is_partial = any(word in name for word in ("balanced", "blocks", "fixed"))
     assert np.isfinite(dirty[1]).all() and np.isnan(dirty[0]).all() == (not is_partial)  # NaN stays in its row
     assert half.dtype == jnp.bfloat16
     limit = 0.05 * np.abs(scanned["matmul"][0]).max()

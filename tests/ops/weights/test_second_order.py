@@ -8,7 +8,9 @@ from hpnlp.ops.linear import linear
 from hpnlp.ops.softmax import logits
 from hpnlp.ops.weights import (
     RowScaledWeight,
+    balanced_by_moments,
     inverse_factor,
+    keep_balanced,
     output_error,
     prune_by_moments,
     quantize,
@@ -75,6 +77,31 @@ def test_pruning_equals_the_surgeon_with_a_mask_for_each_block():
     assert (np.asarray(pruned) != 0).sum() == 150
     by_magnitude = np.where(np.abs(w) >= np.sort(np.abs(w).ravel())[-150], w, 0)
     assert output_error(pruned - w, moments) < 0.7 * output_error(by_magnitude - w, moments)
+
+
+@pytest.mark.parametrize("rows", [60, 300])
+def test_balanced_pruning_equals_the_surgeon(rows):
+    w, moments = drawn(rows, 5)
+    h = damped(moments)
+    ends = [0, *range(128, rows, 128), rows]
+    counts = [round(0.3 * last) - round(0.3 * first) for first, last in zip(ends, ends[1:], strict=False)]
+    scales = np.array([np.linalg.inv(h[i:, i:])[0, 0] for i in range(rows)])
+    masks = {}
+
+    def changed(i, w, inverse):
+        if i in ends:
+            number = ends.index(i)
+            increase = w[i : ends[number + 1]] ** 2 / scales[i : ends[number + 1], None]
+            rank = np.argsort(np.argsort(-increase, axis=0, kind="stable"), axis=0)
+            masks.update({i + j: rank[j] < counts[number] for j in range(len(increase))})
+        return np.where(masks[i], w[i], 0)
+
+    expected = surgeon(w, h, changed)
+    weight = balanced_by_moments(w, moments, 0.3)
+    assert ((np.asarray(weight.dense()) != 0).sum(0) == round(0.3 * rows)).all()
+    different = np.abs(np.asarray(weight.dense()) - expected) > 5e-3 * np.abs(expected).max()
+    assert different.mean() < 0.01  # numbers of nearly equal rank
+    assert output_error(weight.dense() - w, moments) < 0.8 * output_error(keep_balanced(w, 0.3).dense() - w, moments)
 
 
 def test_each_block_keeps_its_share():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpnlp.ops.linear import linear
-from hpnlp.ops.weights import MaskedWeight, cluster, keep_blocks, keep_two_of_four, masked
+from hpnlp.ops.weights import MaskedWeight, cluster, keep_balanced, keep_blocks, keep_two_of_four, masked
 from hpnlp.ops.weights.sparse import largest
 from hpnlp.types import InputError
 
@@ -44,6 +44,18 @@ def test_blocks_of_the_largest_norm_are_kept(block):
     outer = np.tile(X.sum(0)[:, None], 12).reshape(20 // block, block, 12 // block, block).transpose(2, 0, 1, 3)
     taken = np.take_along_axis(outer, np.asarray(weight.indices)[:, :, None, None], axis=1)
     np.testing.assert_allclose(gradient, taken, rtol=1e-5, atol=1e-5)
+
+
+def test_equally_many_numbers_of_each_column_are_kept():
+    w = np.where(np.arange(12) == 3, 0.0, W).astype(np.float32)  # a column of zeros has its numbers, too
+    weight = keep_balanced(w, 0.33)
+    rank = np.argsort(np.argsort(-np.abs(w), axis=0, kind="stable"), axis=0)
+    expected = np.where(rank < 7, w, 0)
+    np.testing.assert_array_equal(weight.dense(), expected)
+    assert weight.values.shape == (7, 12) and (np.diff(weight.indices.astype(int), axis=0) > 0).all()
+    np.testing.assert_allclose(linear(X, weight), X @ expected, atol=1e-5)
+    gradient = jax.grad(lambda weight: linear(X, weight).sum(), allow_int=True)(weight).values
+    np.testing.assert_allclose(gradient, X.sum(0)[np.asarray(weight.indices)], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [12, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (4, 20))])
@@ -119,6 +131,7 @@ def test_nan_makes_shared_values_nan():
     ("call", "message"),
     [
         (lambda: masked(W, 0.0), "over 0 and at most 1"),
+        (lambda: keep_balanced(W, 0), "over 0 and at most 1"),
         (lambda: keep_blocks(W, 1.5), "over 0 and at most 1"),
         (lambda: keep_blocks(W, 0.5, 8), "common divisor of the 20 rows and 12 columns"),
         (lambda: keep_two_of_four(W[:6]), "a multiple of 4 rows, not 6"),
