@@ -40,7 +40,7 @@ def torch_product(matrix: np.ndarray, x: np.ndarray) -> Callable[[], Any]:
     return lambda: left @ right
 
 
-def programs(w: np.ndarray, share: float, x: np.ndarray) -> dict[str, Callable[[], Any]]:
+def programs(w: jax.Array, share: float, x: np.ndarray) -> dict[str, Callable[[], Any]]:
     """Name -> product of x, checked against numpy."""
     balanced = weights.keep_balanced(w, share)
     matrix = np.asarray(balanced.dense())
@@ -66,7 +66,7 @@ def programs(w: np.ndarray, share: float, x: np.ndarray) -> dict[str, Callable[[
 def main(_: Any) -> None:
     rng, rows = np.random.default_rng(0), []
     for d, f in SHAPES:
-        w = rng.normal(size=(d, f)).astype(np.float32)
+        w = jnp.asarray(rng.normal(size=(d, f)), jnp.float32)
         for count in map(int, FLAGS.rows):
             x = rng.normal(size=(count, d)).astype(np.float32)
             for share in SHARES:
