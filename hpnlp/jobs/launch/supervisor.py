@@ -210,6 +210,9 @@ class Supervisor:
         self._woken.set()
         for child in list(self._children):
             child.send_to_process(signal.SIGINT if is_repeated and number == signal.SIGINT else signal.SIGTERM)
+        if not is_repeated and self._children:
+            name = signal.Signals(number).name
+            self._show(f"launch: {name}: the processes save a checkpoint and end; Ctrl-C again ends them without one")
 
     def event(self, kind: str, **values: Any) -> None:
         """Appends a line to events.jsonl.

@@ -198,6 +198,7 @@ def test_signal_saves_and_stops_without_a_restart(supervise, tmp_path):
     code, lines, events = supervise(script, wake=stop)
     assert code == 130 and kinds(events) == ["attempt", "end", "end", "stop"] and events[-1]["checkpoint"] == 5
     assert lines[-1].endswith("newest checkpoint 5: SIGTERM: stopped")
+    assert any(line.startswith("launch: SIGTERM: the processes save a checkpoint") for line in lines)
 
 
 def test_signal_between_attempts_stops(supervise):
