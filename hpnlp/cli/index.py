@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import stat
 import sys
 import warnings
@@ -227,6 +228,8 @@ def _finish(out: Path, shards: Sequence[Path | str], count: int) -> None:
     if len(shards) == count:
         record = datastore.complete(out, shards, cli.FLAGS.index)
         print(f"{out}: {record.count:,} vectors of {record.dim} numbers, {record.index}", flush=True)
+        if record.content == "texts":
+            _note(f"search it: hpnlp index search {shlex.quote(str(out))} 'a question'")
         return
     record = datastore.read_record(out)
     print(
@@ -236,11 +239,15 @@ def _finish(out: Path, shards: Sequence[Path | str], count: int) -> None:
 
 def _fit(source: Any, out: Path) -> None:
     from hpnlp.jobs.retrieval import next_words
+    from hpnlp.retrieval import datastore
 
     values = next_words.fit_mixtures(source, out, cli.FLAGS.k, _progress("steps"))
     print(f"nats per token of the training text that the mixtures are fitted on ({cli.FLAGS.k} neighbours):")
     for name in ("model", "linear(0.25)", "tuned", "learned"):
         print(f"  {name:12}  {values[name]:.4f}")
+    run, store = (shlex.quote(str(path)) for path in (datastore.read_record(out).run, out))
+    _note(f"score held-out text with it: hpnlp evaluate {run} --datastore={store}")
+    _note(f"search it: hpnlp index search {store} 'def '")
 
 
 def _merge(arguments: Sequence[str]) -> None:

@@ -85,7 +85,8 @@ def test_lines_and_records_have_the_same_vectors_without_blank_lines(run, encode
     outcome = build(run, encoder, *arguments, f"--out={tmp_path}/new")
     name = files / "half.txt"
     assert outcome.out == f"{tmp_path}/new: 7 vectors of 16 numbers, exact\n"
-    assert outcome.err == f"hpnlp: left out: 2 without text: {name}, line 1; {name}, line 3\n"
+    left_out = f"hpnlp: left out: 2 without text: {name}, line 1; {name}, line 3\n"
+    assert outcome.err == f"{left_out}hpnlp: search it: hpnlp index search {tmp_path}/new 'a question'\n"
     ours, theirs = (datastore.Datastore.load(path, "texts") for path in (tmp_path / "new", store))
     assert ours.texts(range(7)) == theirs.texts(range(7)) == dict(enumerate(TEXTS))
     np.testing.assert_allclose(ours.index._vectors(), theirs.index._vectors(), atol=1e-3)
