@@ -190,13 +190,16 @@ def _lies_in(directory: Path, module: ModuleType | None) -> bool:
     return any(os.path.dirname(os.path.abspath(path)) == str(directory) for path in paths if path)
 
 
-def read(path: str, overrides: Sequence[str] = ()) -> Any:
+def read(path: str, overrides: Sequence[str] = (), workdir: str = "") -> Any:
     """The config of an experiment file.
+
+    Fields that no flag sets are those of the model that the run starts from (`training.inherited`).
 
     Args:
       path: Path of the file or name of an experiment of the package, or "FILE:ARGUMENT" with an argument of its get_config();
         "" for the defaults of the task that the overrides name.
       overrides: Flags that set fields of the config, from `split`. The last data.seq_len may be AUTO.
+      workdir: Directory of the run, if there is one.
 
     Returns:
       A `ConfigDict`.
@@ -206,6 +209,12 @@ def read(path: str, overrides: Sequence[str] = ()) -> Any:
     """
     lengths = [override for override in overrides if overridden_field(override) == "data.seq_len"]
     values = _read(path, [override for override in overrides if override != AUTO])
+    if values.train.init_from:
+        from hpnlp.training.inherited import inherited_fields
+
+        if inherited := inherited_fields(values, fields_of(overrides), workdir):
+            values.update_from_flattened_dict(inherited)
+            _note(f"{values.train.init_from}: {', '.join(f'{name}={value}' for name, value in inherited.items())}")
     return _with_length(values) if lengths[-1:] == [AUTO] else values
 
 
@@ -253,7 +262,7 @@ def _with_length(values: ConfigDict) -> ConfigDict:
     if not isinstance(config.data, ExampleConfig):
         raise InputError(no_length(config.task))
     is_warm = config.train.init_from
-    first = warm_start.find(is_warm).vocabulary if is_warm else teacher.first_vocabulary(config)
+    first = warm_start.find(is_warm).vocabulary_for(config.task) if is_warm else teacher.first_vocabulary(config)
     known = (first.labels, first.tokenizer) if first else (None, None)
     examples = prepare_examples(config.data, *known, reading_progress())
     length, share = examples.fitting_length()

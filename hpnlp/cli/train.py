@@ -78,9 +78,9 @@ def run(argv: Sequence[str]) -> None:
     argv, overrides = experiment.split(argv)
     arguments = cli.parse(argv, USAGE + (_help(argv, overrides) if "--help" in argv else ""), positional=True)
     path = experiment.start(cli.FLAGS.config, overrides)
-    values = experiment.read(path, overrides)
     experiment.check_data_is_named(cli.FLAGS.config, overrides)
     workdir = _workdir(arguments, path, overrides)
+    values = experiment.read(path, overrides, workdir)
     cli.prepare_jax()
 
     from hpnlp.training import distributed

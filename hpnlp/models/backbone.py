@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -17,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp.layer_report import CARRY, LayerReport
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, ModelParallel, TensorParallel
 from hpnlp.models import layer_statistics
+from hpnlp.models.body import ConfigOfStacks
 from hpnlp.models.layer_forms import (
     branch_modules,
     build_mixers,
@@ -50,7 +50,7 @@ RESIDUALS = ("plain", "reversible")
 
 
 @dataclasses.dataclass(frozen=True)
-class BackboneConfig(BlockConfig, PlannedLayers):
+class BackboneConfig(BlockConfig, PlannedLayers, ConfigOfStacks):
     """Embeddings, positions and a stack of Blocks.
 
     Sizes have upper limits, `ranges.LIMITS`.
@@ -59,8 +59,6 @@ class BackboneConfig(BlockConfig, PlannedLayers):
     least_layers: ClassVar[int] = 1  # smallest value of `layers`
     # Buffers that are functions of the data, such as an index of documents; `train.init_from` does not copy them.
     data_buffers: ClassVar[tuple[str, ...]] = ()
-    # Name of another task -> stacks that go on from those of its runs (`train.init_from`), by names, and their names there.
-    first_stacks: ClassVar[Mapping[str, Mapping[str, str]]] = {}
 
     layers: int = option(4, "Number of Blocks L; 0, for encoders and dual encoders, leaves the embeddings as they are.")
     form: str = option(

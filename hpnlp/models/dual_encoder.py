@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from hpnlp.layer_report import LayerReport
 from hpnlp.model_parallel import ModelParallel
 from hpnlp.models.backbone import BackboneConfig
+from hpnlp.models.body import Start
 from hpnlp.models.encoder import EncoderConfig
 from hpnlp.models.grad_cache import Encoded
 from hpnlp.models.layer_statistics import OfSeveralStacks
@@ -44,6 +45,8 @@ class DualEncoderConfig(BackboneConfig):
     """Two bidirectional towers of one form, each of which makes a vector of a text."""
 
     least_layers: ClassVar[int] = 0
+    body: ClassVar[str] = "towers"
+    starts: ClassVar[Mapping[str, tuple[Start, ...]]] = {"encoder": (Start("tower"), Start("pair_tower"))}
     # Training may go on from a run with another loss (`train.init_from`): its fields do not change the vectors, and its own
     # parameters begin anew.
     free_fields: ClassVar[tuple[str, ...]] = (

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from hpnlp.models.backbone import BackboneConfig
+from hpnlp.models.body import Start
 from hpnlp.models.prediction import Batch, PredictionModel, classification_metrics
 from hpnlp.models.ranges import LIMITS
 from hpnlp.nn.attention import Context, mixer_period
@@ -27,7 +28,9 @@ class EncoderConfig(BackboneConfig):
     """A bidirectional encoder, with a label for each token or for each sequence."""
 
     least_layers: ClassVar[int] = 0
-    # Fields and parameters of the head. The rest may go on from a run of another task with encoders (`train.init_from`).
+    body: ClassVar[str] = "encoder"
+    starts: ClassVar[Mapping[str, tuple[Start, ...]]] = {"encoder": (Start(),), "towers": (Start(source="tower"),)}
+    body_params: ClassVar[tuple[str, ...]] = (*BackboneConfig.body_params, "embed_projection", "token_types")
     head_fields: ClassVar[tuple[str, ...]] = (
         "pooling",
         "classes",
@@ -37,7 +40,6 @@ class EncoderConfig(BackboneConfig):
         "tied",
         "dropout",
     )
-    head_params: ClassVar[tuple[str, ...]] = ("pool", "transform", "head", "output")
 
     pooling: str = option(
         "none",

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp.layer_report import LayerReport
 from hpnlp.model_parallel import ModelParallel
 from hpnlp.models.backbone import BackboneConfig
+from hpnlp.models.body import Start
 from hpnlp.models.documents import Documents
 from hpnlp.models.dual_encoder import LOWEST_TEMPERATURE
 from hpnlp.models.encoder import Encoder, EncoderConfig
@@ -32,6 +33,7 @@ from hpnlp.types import InputError, LossOut, Statistics, WordStats, option
 REFRESHES = ("rolling", "every", "never")
 INDEX = "index"  # name of the statistics of the index, and of the buffer of its vectors
 HIGHEST = jax.lax.Precision.HIGHEST
+_TOWER_FIELDS = {"layers": "tower_layers"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +41,12 @@ class RealmConfig(BackboneConfig):
     """Towers that make vectors of texts and of documents, and a reader of a text with a document; all have the same Blocks."""
 
     data_buffers: ClassVar[tuple[str, ...]] = ("index", "age", "back", "position")
-    first_stacks: ClassVar[Mapping[str, Mapping[str, str]]] = {
-        "dual_encoder": {"tower": "tower", "document_tower": "pair_tower"},
-        "masked_lm": {"reader": ""},
+    starts: ClassVar[Mapping[str, tuple[Start, ...]]] = {
+        "encoder": (Start("reader", output=True),),
+        "towers": (
+            Start("tower", "tower", _TOWER_FIELDS, pooling=True),
+            Start("document_tower", "pair_tower", _TOWER_FIELDS, pooling=True),
+        ),
     }
     # Fields that a run that starts from another one may change.
     free_fields: ClassVar[tuple[str, ...]] = ("candidates", "marginal", "refresh", "documents_per_step")

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp.layer_report import LayerReport
 from hpnlp.model_parallel import ModelParallel
 from hpnlp.models.backbone import Backbone, BackboneConfig
+from hpnlp.models.body import Start
 from hpnlp.models.decoder import Decoder, DecoderConfig
 from hpnlp.models.encoder import EncoderConfig
 from hpnlp.models.layer_statistics import OfSeveralStacks
@@ -39,6 +40,12 @@ class Seq2SeqConfig(LMConfig):
     `layers`, `mixer` and `form` are those of the decoder, `encoder_layers`, `encoder_mixer` and `encoder_form` those of the
     encoder. The other fields of a Backbone hold for both.
     """
+
+    # With a shared embedding, the decoder reads and predicts with that of the source too, as in Rothe et al. 2020.
+    starts: ClassVar[Mapping[str, tuple[Start, ...]]] = {
+        "encoder": (Start("encoder", fields=ENCODER_FIELDS, embed="embed"),),
+        "towers": (Start("encoder", "tower", ENCODER_FIELDS, embed="embed"),),
+    }
 
     encoder_layers: int = option(0, "Number of Blocks of the encoder; 0 for as many as model.layers.")
     encoder_mixer: str = option("full", "Mixers of the encoder's layers, as model.mixer; all must be bidirectional.")

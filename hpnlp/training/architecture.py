@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,26 @@ def architecture(config: Any) -> dict[str, Any]:
     unused = [] if config.position == "learned" else ["max_len", "target_len"]
     unused += [] if config.position == "rope" else ["rope_theta", "rope_scaling"]
     return {name: value for name, value in values.items() if name not in unused}
+
+
+def differing_fields(config: Any, source: Any, names: Iterable[str]) -> list[str]:
+    """Compares the fields of two configs that decide what a model computes.
+
+    Args:
+      config: Config of a model.
+      source: Config of another one of its class.
+      names: The fields to compare.
+
+    Returns:
+      Names of those in which `config` computes something else than `source`.
+    """
+    ours, theirs = architecture(config), architecture(source)
+    # Fields that are 0 in both configs are derived from other fields, and these are named.
+    return [
+        name
+        for name in names
+        if name in theirs and ours.get(name) != theirs[name] and getattr(config, name) != getattr(source, name)
+    ]
 
 
 def write(workdir: Path, config: Any) -> None:

@@ -174,7 +174,7 @@ class _Run:
     def _known_vocabulary(self, begun: bool) -> Vocabulary | None:
         """Vocabulary of the warm start or of the resumed run; None to make one from the data."""
         if self.source is not None:  # even if an earlier attempt in the same directory has saved another one
-            return self.source.vocabulary.for_other_data()
+            return self.source.vocabulary_for(self.config.task)
         return self.task.load_vocabulary(self.workdir) if begun else None
 
     def _find_start(self, accepted: str) -> _Start:

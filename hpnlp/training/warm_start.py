@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,14 @@ from hpnlp.data import tokenizers
 from hpnlp.data.tokenizers import tokenizer_digest
 from hpnlp.models import variables
 from hpnlp.models.backbone import BackboneConfig
+from hpnlp.models.body import ConfigOfStacks
 from hpnlp.models.huggingface import convert
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training import distributed, upcycling
+from hpnlp.training import bodies, distributed, upcycling
 from hpnlp.training import run_directory as runs
-from hpnlp.training.architecture import architecture
+from hpnlp.training.architecture import differing_fields
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.checksum import first_difference, shape_of
 from hpnlp.training.config import Config
@@ -59,6 +60,17 @@ class Source:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the parameters were trained with."""
         return self.vocabulary.tokenizer
+
+    def vocabulary_for(self, task: str) -> Vocabulary:
+        """The vocabulary of a run that starts from this model.
+
+        Args:
+          task: Name of the run's task.
+
+        Returns:
+          The tokenizer, and the labels if the run is of the same task.
+        """
+        return self.vocabulary.for_other_data() if task == self.task else Vocabulary(self.tokenizer)
 
     @property
     def remarks(self) -> list[str]:
@@ -155,65 +167,64 @@ def find_first(config: Config, workdir: Path) -> Source | None:
       The model; None without `train.init_from`, or if the run continues from a checkpoint of its own.
 
     Raises:
-      InputError: As of `find`, or the model is of another task or tokenizer.
+      InputError: As of `find`, or the run cannot start from a model of this task, tokenizer or length.
     """
     if not config.train.init_from or distributed.lead_value(Checkpointer.exist(workdir)):
         return None
     source = find(config.train.init_from)
     check_task(config.task, source)
     check_tokenizer(config.data.tokenizer, source)
+    check_length(config, source)
     return source
 
 
 def check_task(task: str, source: Source) -> None:
-    """Checks that a run is of the task of its source, or that the models of both share an encoder or towers.
+    """Checks that a run is of the task of its source, or that its model may start from the source's body.
 
     Args:
       task: Name of the run's task.
       source: The model that training starts from.
 
     Raises:
-      InputError: The tasks differ, and their models are not of one kind.
+      InputError: Neither is the case.
     """
-    if task != source.task and not _shares_backbone(task, source) and not _shares_stacks(task, source):
-        raise InputError(
-            f"train.init_from={source.directory} holds a model of task={source.task!r}, and this config has task={task!r}: "
-            "name a run of the same task"
-        )
-
-
-def _shares_backbone(task: str, source: Source) -> bool:
-    """Whether the model of a task is the source's but for the head."""
-    fields = [getattr(tasks.find(name).model_config, "head_fields", ()) for name in (task, source.task)]
-    return bool(fields[0]) and fields[0] == fields[1]
-
-
-def _shares_stacks(task: str, source: Source) -> bool:
-    """Whether stacks of the model of a task go on from those of the source's."""
     config = tasks.find(task).model_config
-    return issubclass(config, BackboneConfig) and source.task in config.first_stacks
+    if task == source.task or bodies.find_starts(config, source.model):
+        return
+    starts = config.starts if issubclass(config, ConfigOfStacks) else {}
+    configs = {name: other.model_config for name, other in tasks.TASKS.items()}
+    fitting = [name for name, c in configs.items() if issubclass(c, ConfigOfStacks) and c.body in starts]
+    others = f", or a body of task={' or '.join(map(repr, fitting))}" if fitting else ""
+    raise InputError(
+        f"train.init_from={source.directory} holds a model of task={source.task!r}, and this config has task={task!r}, whose "
+        f"model has no stack that could start from such layers: name a run of the same task{others}"
+    )
 
 
-def _copied_stacks(model: Any, source: Source) -> dict[str, str]:
-    """Names of the stacks of a model that go on from those of a source of another task, and their names there; mostly none.
+def check_length(config: Config, source: Source) -> None:
+    """Checks that the sequences of a run are not longer than the positions of its source.
 
-    Raises InputError unless the model has all stacks of the source.
+    Args:
+      config: Config of the run.
+      source: The model that training starts from.
+
+    Raises:
+      InputError: Positions are learned, and sequences are longer; or a mixer of the source mixes sequences of another length.
     """
-    if not isinstance(model, BackboneConfig) or source.task not in model.first_stacks:
-        return {}
-    ours: Any = model
-    names = {name: theirs for name, theirs in model.first_stacks[source.task].items() if name in ours.stacks()}
-    if set(names.values()) != set(_stacks(source.model)):
+    model, length = source.model, config.data.seq_len
+    if not isinstance(model, BackboneConfig):
+        return
+    if fixed := model.fixed_length():
+        if length != fixed:
+            raise InputError(
+                f"train.init_from={source.directory} mixes sequences of {fixed} tokens, and data.seq_len={length}: set "
+                f"--data.seq_len={fixed}"
+            )
+    elif model.position == "learned" and length > model.max_len:
         raise InputError(
-            f"train.init_from={source.directory} has model.shared={source.model.shared}, and this model "
-            f"model.shared={ours.shared}: set --model.shared={source.model.shared}"
+            f"train.init_from={source.directory} has {model.max_len} learned positions, and data.seq_len={length}: set "
+            f"--data.seq_len={model.max_len} or less, or name a source of that length, or one with model.position='rope'"
         )
-    return names
-
-
-def _stacks(model: Any) -> dict[str, Any]:
-    """Configs of the stacks of a model by their names; "" for a model that is one stack."""
-    return {"": model} if model.is_single_stack else model.stacks()
 
 
 def check_model(model: Any, source: Source, accept_changes: bool = False, task: str = "") -> str:
@@ -223,7 +234,7 @@ def check_model(model: Any, source: Source, accept_changes: bool = False, task: 
       model: The model's config, with the sizes that depend on the data filled in.
       source: The model that training starts from.
       accept_changes: Allow differences; `load_params` still refuses parameters of other shapes.
-      task: Name of the run's task, if it may differ from the source's: fields of the head may then differ.
+      task: Name of the run's task, if it may differ from the source's: only the fields of bodies are then compared.
 
     Returns:
       The differences that were accepted, as text; "" for none.
@@ -231,33 +242,19 @@ def check_model(model: Any, source: Source, accept_changes: bool = False, task: 
     Raises:
       InputError: The models differ; the message names every field that does, and the flags that make them equal.
     """
-    if stacks := _copied_stacks(model, source):
-        of_model, of_source = model.stacks(), _stacks(source.model)
-        checked = [
-            # The head of a whole model is no part of its layers.
-            check_model(
-                of_model[name],
-                dataclasses.replace(source, model=of_source[theirs]),
-                accept_changes,
-                "" if theirs else task,
-            )
-            for name, theirs in stacks.items()
-        ]
-        return "; ".join(dict.fromkeys(filter(None, checked)))
-    ours, theirs = architecture(model), architecture(source.model)
-    differing, flags = [], []
-    free = model.head_fields if task not in ("", source.task) else ()
-    scaled = ""
+    if task not in ("", source.task):
+        pairs = bodies.find_pairs(model, source.model, source.directory)
+        return bodies.check(pairs, model, source.directory, accept_changes)
+    names, scaled = [field.name for field in dataclasses.fields(model)], ""
     if layers := upcycling.upcycled_layers(model, source.model):
         scaled = upcycling.check(model, source.model, layers, accept_changes)
-        free = (*free, *upcycling.FIELDS)
-    for name in (field.name for field in dataclasses.fields(model) if field.name not in free):
-        value, of_source = getattr(model, name), getattr(source.model, name)
-        # Fields that are 0 in both configs are derived from other fields, and these are named.
-        if name in theirs and ours.get(name) != theirs[name] and value != of_source:
-            differing.append(f"model.{name} is {value!r}, in the source {of_source!r}")
-            flags.append(shlex.quote(f"--model.{name}={of_source}"))
-    differences = "; ".join(differing)
+        names = [name for name in names if name not in upcycling.FIELDS]
+    differing = differing_fields(model, source.model, names)
+    values = {name: (getattr(model, name), getattr(source.model, name)) for name in differing}
+    differences = "; ".join(
+        f"model.{name} is {ours!r}, in the source {theirs!r}" for name, (ours, theirs) in values.items()
+    )
+    flags = [shlex.quote(f"--model.{name}={theirs}") for name, (_, theirs) in values.items()]
     if differences and not accept_changes:
         raise InputError(
             f"train.init_from={source.directory} has another model ({differences}): set {' '.join(flags)}, or copy the model "
@@ -276,10 +273,10 @@ def load_params(
       source: A run, of which the best checkpoint is read, or a Hugging Face directory.
       trainer: Trainer of a model that `check_model` has passed; gives shapes and shardings.
       plan: The trainer's plan.
-      task: Name of the run's task, if it may differ from the source's: parameters of the head are then initialised. Those of
-        a loss that the source lacks, see `DualEncoderConfig.loss_params`, are initialised in any case.
+      task: Name of the run's task, if it may differ from the source's: only bodies are then copied (`models.body`). Parameters
+        of a loss that the source lacks, see `DualEncoderConfig.loss_params`, are initialised in any case.
       key: Key of the initialisation.
-      model: Config of the trainer's model, if its experts may start from MLPs of the source: the routers are then initialised.
+      model: Config of the trainer's model, for a source of another task, or of MLPs that experts may start from.
 
     Returns:
       The weights, for `Trainer.init`, and a phrase on their origin.
@@ -295,37 +292,38 @@ def load_params(
     else:
         params, origin = convert.read(source.directory)[1], f"{source.directory}, a Hugging Face checkpoint"
     shapes = trainer.state_shapes
-    if layers := upcycling.upcycled_layers(model, source.model):
-        initial = trainer.init(key)
-        first = variables.join(initial.params, initial.buffers)
-        params = upcycling.upcycled(params, first, model, source.model, layers)
-        origin += f", whose MLPs became experts in {len(layers)} layers"
+    pairs = [] if task in ("", source.task) else bodies.find_pairs(model, source.model, source.directory)
+    layers = [] if pairs else upcycling.upcycled_layers(model, source.model)
     expected = shapes.params
-    stacks = _copied_stacks(model, source)
-    if source.is_run or stacks or variables.BUFFERS in params:
+    if source.is_run or pairs or layers or variables.BUFFERS in params:
         expected = variables.join(shapes.params, shapes.buffers)
     if of_data := _data_buffers(source.model):
         params = _with_buffers_of_data(params, trainer, of_data, key)
-    extras = Extras.of_shapes(expected)
-    if stacks:
-        replaced = []
-        params, phrase = _with_stacks(params, trainer, stacks, key, model, source.model)
-        origin += phrase
-    elif task not in ("", source.task):
-        replaced = [*source.model.head_params, variables.BUFFERS]
+    replaced = []
+    if pairs:
+        params, phrase = bodies.with_bodies(_initial(trainer, key), params, pairs)
+        origin += f" ({phrase})"
+    elif layers:
+        params = upcycling.upcycled(params, _initial(trainer, key), model, source.model, layers)
+        origin += f", whose MLPs became experts in {len(layers)} layers"
     else:
         of_loss = getattr(source.model, "loss_params", ())
-        replaced = [name for name in of_loss if (name in params) != (name in expected)]
-    if has_new_head := bool(replaced):
-        params = _with_new_head(params, trainer, replaced, key)
-        has_head = task not in ("", source.task) or any(name in expected for name in replaced)
-        origin += ", with a new head" if has_head else ", without its head"
+        if replaced := [name for name in of_loss if (name in params) != (name in expected)]:
+            params = _with_new_head(params, trainer, replaced, key)
+            origin += ", with a new head" if any(name in expected for name in replaced) else ", without its head"
+    extras = Extras.of_shapes(expected)
     params = extras.added(with_own(params, expected))
     _check_shapes(params, expected, source)
     is_file = not source.is_run or has_weights(source.directory)  # whose arrays are on one device
-    if is_file or "weights" in expected or has_new_head or stacks or layers or extras != Extras():
+    if is_file or "weights" in expected or replaced or pairs or layers or extras != Extras():
         params = jax.tree.map(place, expected, params)
     return params, f"{origin}, with its tokenizer"
+
+
+def _initial(trainer: Trainer, key: jax.Array | None) -> Any:
+    """Initial weights."""
+    initial = trainer.init(key)
+    return variables.join(initial.params, initial.buffers)
 
 
 def _data_buffers(model: Any) -> Sequence[str]:
@@ -343,38 +341,9 @@ def _with_buffers_of_data(params: Any, trainer: Trainer, names: Sequence[str], k
 
 def _with_new_head(params: Any, trainer: Trainer, replaced: Sequence[str], key: jax.Array | None) -> Any:
     """Weights of the source that the model has too, without those that are replaced, and initial values of all others."""
-    initial = trainer.init(key)
-    first = variables.join(initial.params, initial.buffers)
+    first = _initial(trainer, key)
     kept = {name: tree for name, tree in params.items() if name in first and name not in replaced}
     return {**first, **kept}
-
-
-def _with_stacks(
-    params: Any, trainer: Trainer, stacks: Mapping[str, str], key: jax.Array | None, model: Any, of_source: Any
-) -> tuple[Any, str]:
-    """Initial weights, with the parameters of the source in the stacks that go on from it; and a phrase on these stacks."""
-    initial = trainer.init(key)
-    weights = variables.join(initial.params, initial.buffers)
-    if set(stacks.values()) != {""}:
-        copied = {name: params[theirs] for name, theirs in stacks.items()}
-        return {**weights, **copied}, f", of which {' and '.join(stacks.values())} go on"
-    (name,) = stacks
-    keeps_head = all(
-        getattr(model.stacks()[name], field) == getattr(of_source, field) for field in ("transform", "output", "tied")
-    )
-    weights[name] = _with_whole_model(weights[name], params, () if keeps_head else of_source.head_params)
-    return weights, f", as the {name}" + ("" if keeps_head else " with a new output layer")
-
-
-def _with_whole_model(initial: Any, params: Any, replaced: Sequence[str]) -> Any:
-    """Parameters of a stack: those of another model that it has too, and initial values of those that are replaced.
-
-    The first token type is 0 if the other model has none, so that a text alone is read as before.
-    """
-    merged = {**initial, **{name: x for name, x in params.items() if name in initial and name not in replaced}}
-    if "token_types" in initial and "token_types" not in params:
-        merged["token_types"] = {"table": initial["token_types"]["table"].at[0].set(0.0)}
-    return merged
 
 
 def _check_shapes(params: Any, expected: Any, source: Source) -> None:

@@ -282,7 +282,9 @@ def test_towers_of_a_search_go_on_from_those_of_a_dual_encoder(tmp_path, monkeyp
     params, origin = warm_start.load_params(
         dual_encoder(tmp_path, **sizes), trainer, Plan("single"), "realm", key, model.config
     )
-    assert origin == f"{tmp_path}, step 7, of which tower and pair_tower go on, with its tokenizer"
+    assert origin == (
+        f"{tmp_path}, step 7 (copied: document_tower, tower; initialised: empty_similarity, reader), with its tokenizer"
+    )
     towers = {"tower": towers["tower"], "document_tower": towers["pair_tower"]}
     initial = trainer.init(key)
     assert_same(params, {**initial.params, **towers, "buffers": initial.buffers})
@@ -301,7 +303,12 @@ def test_reader_of_a_search_goes_on_from_a_masked_language_model(tmp_path, monke
     warm_start.check_task("realm", source)
     assert warm_start.check_model(model.config, source, task="realm") == ""
     params, origin = warm_start.load_params(source, trainer, Plan("single"), "realm", key, model.config)
-    assert origin == f"{tmp_path}, step 7, as the reader{' with a new output layer' * bool(fields)}, with its tokenizer"
+    of_output = ["reader.head, ", "reader.output, "] if not fields else ["", ""]
+    copied = "reader.embed, reader.final_norm, {}reader.layers, {}".format(*of_output).rstrip(", ")
+    new = "reader.output, reader.token_types" if fields else "reader.token_types"
+    assert origin == (
+        f"{tmp_path}, step 7 (copied: {copied}; initialised: empty_similarity, {new}, tower), with its tokenizer"
+    )
     ones = np.ones((2, 6), np.int32)
     batch = {
         "tokens": np.arange(12, dtype=np.int32).reshape(2, 6),
@@ -337,7 +344,7 @@ def test_other_towers_than_those_of_a_dual_encoder_raise(tmp_path):
         with pytest.raises(InputError, match=message):
             warm_start.check_model(RealmConfig(**sizes | fields), source, task="realm")
     with pytest.raises(InputError, match="holds a model of task='dual_encoder'"):
-        warm_start.check_task("classification", source)
+        warm_start.check_task("lm", source)
 
 
 def test_target_length_matters_to_learned_positions_only(tmp_path):
