@@ -86,6 +86,19 @@ def projections(rows: Rows) -> Lines:
     return lines
 
 
+def pretrained_body(rows: Rows) -> Lines:
+    """Accuracy over seeds, and the paired difference to the classifier from scratch."""
+    lines = []
+    for row in rows:
+        figure = f"{row['accuracy']:.1%}"
+        if row.get("half_interval") is not None:
+            figure += f"; {row['difference']:+.1%} +- {row['half_interval']:.1%} to the same classifier from scratch"
+        about = f", {row['steps']} steps, {row['seeds']} seeds" if "seeds" in row else ""
+        subject = "hidden bytes" if row["what"] == "masked language model" else "package of a function from few labels"
+        lines.append((f"{subject}: accuracy of {row['what']}{about}", figure))
+    return lines
+
+
 EXPERT_PEERS = {
     "dense": "layer of experts, time of a training step relative to a dense MLP of equal active FLOPs",
     "trainer": "model with experts, time of a training step relative to a dense model of equal active FLOPs",

@@ -38,7 +38,8 @@ HELDOUT = 0.1  # share of the files, by a hash of their names, in all runs
 PER_CLASS = 30
 MODEL = {"layers": 4, "dim": 128, "heads": 4}
 TINY_MODEL = {"layers": 1, "dim": 16, "heads": 2}
-ARMS = {"from the masked language model": "body", "from scratch": "scratch"}
+SCRATCH = "a classifier from scratch"
+ARMS = {"a classifier from the masked language model": "body", SCRATCH: "scratch"}
 LINEAR = {"linear model of words": "words_accuracy", "linear model of characters": "characters_accuracy"}
 
 FLAGS = flags.FLAGS
@@ -152,8 +153,8 @@ def main(_: list[str]) -> None:
         sys.exit(
             f"the classifiers have {first['parameters']} and {second['parameters']} parameters: expected equal models"
         )
-    rows = [row_of(name, of_arm, runs["from scratch"]) for name, of_arm in runs.items()]
-    of_scratch = [report.read_report(run) for run in runs["from scratch"]]
+    rows = [row_of(name, of_arm, runs[SCRATCH]) for name, of_arm in runs.items()]
+    of_scratch = [report.read_report(run) for run in runs[SCRATCH]]
     for name, field in LINEAR.items():
         values = [content[field] for content in of_scratch if content.get(field) is not None]
         rows += [{"what": name, "accuracy": statistics.mean(values), "accuracies": values}] if values else []

@@ -482,6 +482,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "knn_lm": model_use_tables.knn_lm,
     "projections": model_use_tables.projections,
     "realm": model_use_tables.realm,
+    "pretrained_body": model_use_tables.pretrained_body,
     "demo_perl": demo,
     "demo_documentation": demo,
     **dict.fromkeys(("commits", "commits-quiet"), commits),

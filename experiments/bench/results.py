@@ -62,7 +62,7 @@ SECTIONS = {
         "large_batch",
         "adamw",
     ),
-    "Tasks": ("task_runs",),
+    "Tasks": ("task_runs", "pretrained_body"),
     "Attention": ("attention",),
     "Linear, bucketed and recurrent attention": (
         "linear_attention",

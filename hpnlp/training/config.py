@@ -43,8 +43,8 @@ class TrainConfig:
     init_from: str = option(
         "",
         "A run's workdir (its best checkpoint is used) or a directory in the Hugging Face layout, whose "
-        'parameters and tokenizer training starts from, "" for none; the optimizer and the data start anew, and a '
-        "run that has saved a checkpoint resumes from that.",
+        'parameters and tokenizer training starts from, "" for none; of another task, those of its body. The optimizer and the '
+        "data start anew, and a run that has saved a checkpoint resumes from that.",
     )
     weights: str = option(
         "",

@@ -32,31 +32,33 @@ def inherited_fields(values: ConfigDict, is_set: Container[str], workdir: str | 
       workdir: Directory of the run; "" for none.
 
     Returns:
-      "section.field" -> value, of the fields that change.
+      "section.field" -> value, of the fields that change; none if the source does not exist.
 
     Raises:
-      InputError: The source cannot be read.
+      InputError: The source cannot be read, and the run has not begun.
     """
     current: Any = values
     directory = Path(current.train.init_from)
     config = tasks.find(str(values.task)).model_config
     if not issubclass(config, ConfigOfStacks):
         return {}
-    if directory.is_dir():
-        source = warm_start.find(directory)
-        fields = dict(_of_source(config, current, source))
-        if current.data.tokenizer != source.spec:
-            fields["data.tokenizer"] = source.tokenizer_field
-    else:
+    try:
+        fields = dict(_of_source(config, current, warm_start.find(directory)))
+    except InputError:
         fields = _of_begun(config, current, workdir)
+        if not fields and directory.is_dir():
+            raise
     before = {name: current[section][field] for name in fields for section, field in [name.split(".")]}
     return {name: value for name, value in fields.items() if name not in is_set and value != before[name]}
 
 
 def _of_source(config: Any, values: Any, source: warm_start.Source) -> Iterator[tuple[str, Any]]:
-    """`(field, value)` of the model of a source."""
+    """`(field, value)` of the tokenizer and of the model of a source."""
     is_same = values.task == source.task
     starts = (Start(),) if is_same else bodies.find_starts(config, source.model)
+    if not starts:  # an error of `warm_start.check_task`
+        return
+    yield "data.tokenizer", source.spec if values.data.tokenizer == source.spec else source.tokenizer_field
     stacks = {"": source.model} if is_same else source.model.stacks()
     known = {field.name for field in dataclasses.fields(config)}
     for start in starts:
@@ -66,7 +68,7 @@ def _of_source(config: Any, values: Any, source: warm_start.Source) -> Iterator[
         for name in _names(stack, start, is_same):
             field = start.fields.get(name, name)
             if field in known and name not in kept:
-                yield f"model.{field}", _value(stack, name, source)
+                yield f"model.{field}", _value(stack, name, source, values.model[field])
 
 
 def _names(stack: Any, start: Start, is_same: bool) -> list[str]:
@@ -78,10 +80,10 @@ def _names(stack: Any, start: Start, is_same: bool) -> list[str]:
     return names + ["max_len"] * bool(stack.fixed_length() and "max_len" not in names)
 
 
-def _value(stack: Any, name: str, source: warm_start.Source) -> Any:
-    """The value of a field; 0 for a table of as many rows as the tokenizer has ids, which hidden tokens may exceed."""
+def _value(stack: Any, name: str, source: warm_start.Source, current: Any) -> Any:
+    """The value of a field; 0 for a table of as many rows as the tokenizer has ids, unless the current value is that number."""
     value = getattr(stack, name)
-    return 0 if name == "vocab" and value == source.tokenizer.vocab_size else value
+    return 0 if name == "vocab" and value == source.tokenizer.vocab_size != current else value
 
 
 def _keeps_experts(values: Any, start: Start, stack: Any) -> bool:
