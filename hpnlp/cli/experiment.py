@@ -261,8 +261,9 @@ def _with_length(values: ConfigDict) -> ConfigDict:
     config = resolve(values)
     if not isinstance(config.data, ExampleConfig):
         raise InputError(no_length(config.task))
-    is_warm = config.train.init_from
-    first = warm_start.find(is_warm).vocabulary_for(config.task) if is_warm else teacher.first_vocabulary(config)
+    first = teacher.first_vocabulary(config)
+    if first is None and config.train.init_from:
+        first = warm_start.find(config.train.init_from).vocabulary_for(config.task)
     known = (first.labels, first.tokenizer) if first else (None, None)
     examples = prepare_examples(config.data, *known, reading_progress())
     length, share = examples.fitting_length()

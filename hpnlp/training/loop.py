@@ -131,7 +131,8 @@ class _Run:
         progress = reading_progress(console=None if self.is_lead else QUIET)
         known = self._known_vocabulary(begun)
         of_teacher = teachers.first_vocabulary(config)
-        self.dataset = self.task.dataset(config.data, known or of_teacher, progress)
+        has_labels = known is not None and (of_teacher is None or known.labels is not None)
+        self.dataset = self.task.dataset(config.data, known if has_labels else of_teacher, progress)
         self.baseline = self.task.baseline(self.dataset) if self.is_lead and config.train.baselines else None
         vocabulary = self.task.vocabulary(self.dataset)
         self.model: Any = make_model(config, vocabulary)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from hpnlp.cli import experiment
+from hpnlp.compress.files import WEIGHTS_FILE, write_weights
+from hpnlp.compress.matrices import is_table, map_matrices
 from hpnlp.data import tokenizers
 from hpnlp.data.examples import save_labels
 from hpnlp.models import variables
@@ -19,6 +21,7 @@ from hpnlp.models.lm import LMConfig
 from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from hpnlp.models.tower import Tower
 from hpnlp.nn.pooling import Pooling
+from hpnlp.ops.weights import dense_tree, quantize
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.classification import ClassifierConfig
 from hpnlp.tasks.vocabulary import Vocabulary
@@ -315,3 +318,28 @@ def test_layers_go_on_and_the_head_is_new(pretrained, tmp_path, capsys):
 def test_other_layers_raise(pretrained, tmp_path):
     with pytest.raises(InputError, match=r"model\.dim is 8, in the source 16"):
         loop.train(classifier(tmp_path, pretrained, "--model.dim=8"), tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_student_starts_from_a_compressed_body_and_resumes_without_it(pretrained, tmp_path, capsys):
+    """The teacher has the labels, and some texts have none."""
+    run, small = load(pretrained), tmp_path / "small"
+    small.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(pretrained / name, small / name)
+    quantized = map_matrices(lambda path, w: quantize(w, by_row=is_table(path)), run.params)
+    write_weights(small / WEIGHTS_FILE, quantized, {"step": run.step})
+    loop.train(classifier(tmp_path, pretrained), tmp_path / "teacher")
+    capsys.readouterr()
+    flags = ["--data.unlabelled=True", f"--distill.teacher={tmp_path / 'teacher'}", "--distill.losses=hinton"]
+    config = classifier(tmp_path, small, *flags)
+    with (tmp_path / "examples.jsonl").open("a") as file:
+        file.write("\n" + json.dumps({"text": "abba", "label": None}))
+    loop.train(config, tmp_path / "run")
+    assert f"starting from {small}, step 2 (copied: embed, final_norm, layers, positions;" in capsys.readouterr().out
+    student = load(tmp_path / "run")
+    assert_same(student.params["layers"], dense_tree(quantized)["layers"])
+    assert student.vocabulary.labels == load(tmp_path / "teacher").vocabulary.labels
+    shutil.rmtree(small)
+    loop.train(config, tmp_path / "run")
+    assert capsys.readouterr().out.startswith("going on from step 1: ")

@@ -35,9 +35,11 @@ def test_hidden_states_of_a_classifier_are_those_of_bert(architecture, tmp_path)
     tokenizer = transformers.BertTokenizerFast(str(tmp_path / "vocab.txt"), model_max_length=16)
     tokenizer.save_pretrained(source)
 
-    path = tmp_path / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text, "label": text[:1]}) + "\n" for text in TEXTS))
-    fields = {"train.init_from": source, "data.path": path, "data.heldout_path": path, "data.seq_len": 12}
+    fields = {"train.init_from": source, "data.seq_len": 12}
+    for field, end in (("data.path", " and"), ("data.heldout_path", "")):
+        fields[field] = tmp_path / f"{field}.jsonl"
+        lines = [json.dumps({"text": text + end, "label": text[:1]}) for text in TEXTS]
+        fields[field].write_text("\n".join(lines))
     fields |= {"data.batch_size": len(TEXTS), "plan.name": "single"}
     overrides = [f"--{name}={value}" for name, value in fields.items()]
     config = configs.resolve(experiment.read("classification/texts", overrides))
