@@ -77,7 +77,14 @@ def assert_same(actual, expected):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-@pytest.mark.parametrize("fields", [{}, BERT, {"mixer": "performer(6),full"}], ids=["rope", "bert", "buffers"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        BERT,
+        pytest.param({}, id="rope", marks=pytest.mark.slow),
+        pytest.param({"mixer": "performer(6),full"}, id="buffers", marks=pytest.mark.slow),
+    ],
+)
 def test_hidden_states_of_a_classifier_are_those_of_the_source(tmp_path, monkeypatch, fields):
     source, model = Encoder(EncoderConfig(**SIZES, **fields)), Encoder(ClassifierConfig(**SIZES, **fields, classes=3))
     of_source = weights_of(source)
@@ -89,6 +96,7 @@ def test_hidden_states_of_a_classifier_are_those_of_the_source(tmp_path, monkeyp
     assert np.abs(weights["head"]).max() < 0.2 and np.any(weights["head"])  # an initial one
 
 
+@pytest.mark.slow
 def test_both_towers_of_a_dual_encoder_start_from_a_masked_language_model(tmp_path, monkeypatch):
     source = Encoder(EncoderConfig(**SIZES, **BERT))
     model = DualEncoder(DualEncoderConfig(**SIZES, **BERT, shared=False, learn_temperature=True))
@@ -103,8 +111,14 @@ def test_both_towers_of_a_dual_encoder_start_from_a_masked_language_model(tmp_pa
     assert origin == f"{tmp_path}, step 7 (copied: pair_tower, tower; initialised: log_scale), with its tokenizer"
 
 
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("fields", [{}, BERT], ids=["rope", "bert"])
+@pytest.mark.parametrize(
+    ("fields", "share"),
+    [
+        (BERT, True),
+        pytest.param({}, True, marks=pytest.mark.slow),
+        pytest.param(BERT, False, marks=pytest.mark.slow),
+    ],
+)
 def test_encoder_of_seq2seq_starts_from_a_masked_language_model(tmp_path, monkeypatch, fields, share):
     """The decoder is new, but for an embedding that it shares. The first token type becomes part of the positions."""
     source = Encoder(EncoderConfig(**SIZES, **fields))
@@ -122,6 +136,7 @@ def test_encoder_of_seq2seq_starts_from_a_masked_language_model(tmp_path, monkey
     assert origin == f"{tmp_path}, step 7 (copied: {copied}; initialised: decoder), with its tokenizer"
 
 
+@pytest.mark.slow
 def test_classifier_starts_from_the_tower_of_a_dual_encoder(tmp_path, monkeypatch):
     source = DualEncoder(DualEncoderConfig(**SIZES, shared=False))
     model = Encoder(ClassifierConfig(**SIZES, classes=3, token_types=2))
@@ -135,6 +150,7 @@ def test_classifier_starts_from_the_tower_of_a_dual_encoder(tmp_path, monkeypatc
     assert not np.any(types_table[0]) and np.any(types_table[1])  # single texts are read as before
 
 
+@pytest.mark.slow
 def test_experts_of_a_classifier_start_as_copies_of_mlps(tmp_path, monkeypatch):
     source = Encoder(EncoderConfig(**SIZES))
     model = Encoder(ClassifierConfig(**SIZES | {"mlp": "top_k(4,2)"}, classes=3))
@@ -244,13 +260,15 @@ def begun_run(directory, task, tokenizer="bytes", **model):
     return directory
 
 
-def test_fields_that_no_flag_sets_are_those_of_the_source(tmp_path):
+def test_fields_that_no_flag_sets_are_those_of_the_source(tmp_path, capsys):
     source = begun_run(tmp_path / "source", "masked_lm", **MASKED, dropout=0.1)
     flag = f"--train.init_from={source}"
     values = experiment.read("classification/texts", [flag, "--model.heads=4"])
     model = {name: values.model[name] for name in (*MASKED, "vocab", "max_len")}
     assert model == MASKED | {"heads": 4, "vocab": 265, "max_len": 16}  # of 264 ids and a mask; learned positions
     assert (values.data.tokenizer, values.model.pooling, values.model.dropout) == ("bytes", "max", 0.3)
+    printed = capsys.readouterr().err
+    assert f"hpnlp: {source}: data.tokenizer=bytes, " in printed and "model.layers=1" in printed
     target = experiment.read("seq2seq/numbers", [flag])
     plain = experiment.read("seq2seq/numbers")
     assert (target.model.encoder_layers, target.model.dim) == (1, 16)
