@@ -221,20 +221,22 @@ class RecurrentLayer(nn.Module):
 
 
 class LSTM(RecurrentLayer):
-    """Long short-term memory with the gates i, f, g, o; see `ops.rnn.lstm`. Forget gates begin with a bias of 1.
+    """Long short-term memory with the gates i, f, g, o; see `ops.rnn.lstm`.
 
     Attributes:
       norm: Layer normalisation of each product and of the cell state (Ba et al. 2016).
+      forget_bias: Initial bias of the forget gates (Gers et al. 2000; 1 in Jozefowicz et al. 2015).
     """
 
     norm: bool = False
+    forget_bias: int | float = 1.0
 
     supports: ClassVar[frozenset[str]] = frozenset(field.name for field in dataclasses.fields(Regularization))
     states: ClassVar[int] = 2
     gates: ClassVar[int] = 4
 
     def bias_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        return jnp.zeros(shape, dtype).at[self.features : 2 * self.features].set(1.0)
+        return jnp.zeros(shape, dtype).at[self.features : 2 * self.features].set(self.forget_bias)
 
     @nn.compact
     def __call__(
@@ -264,13 +266,15 @@ class LSTM(RecurrentLayer):
 
 
 class GRU(RecurrentLayer):
-    """Gated recurrent unit with the gates r, z, n; see `ops.rnn.gru`. Reset gates begin with a bias of -1.
+    """Gated recurrent unit with the gates r, z, n; see `ops.rnn.gru`.
 
     Attributes:
       form: "cudnn" or "original".
+      reset_bias: Initial bias of the reset gates.
     """
 
     form: str = "cudnn"
+    reset_bias: int | float = -1.0
 
     supports: ClassVar[frozenset[str]] = frozenset(("hidden_dropout", "candidate_dropout", "zoneout", "weight_drop"))
     gates: ClassVar[int] = 3
@@ -281,7 +285,7 @@ class GRU(RecurrentLayer):
             raise InputError(f"model.cells: form={self.form!r}: expected 'cudnn' or 'original'")
 
     def bias_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        return jnp.zeros(shape, dtype).at[: self.features].set(-1.0)
+        return jnp.zeros(shape, dtype).at[: self.features].set(self.reset_bias)
 
     @nn.compact
     def __call__(
@@ -312,7 +316,8 @@ class GRU(RecurrentLayer):
 class MinimalGatedUnit(GRU):
     """Minimal gated unit with the gates f, n; see `ops.rnn.minimal_gated_unit`.
 
-    A gate f of 0 keeps the state; its bias begins with -1, so that 0.73 of the state is kept, as by a forget bias of 1.
+    A gate f of 0 keeps the state; its bias begins with `reset_bias`, by default so that 0.73 of the state is kept, as by a
+    forget bias of 1.
     """
 
     form: str = "original"
@@ -324,15 +329,17 @@ class MinimalGatedUnit(GRU):
 
 
 class QRNN(RecurrentLayer):
-    """Quasi-recurrent network; see `ops.rnn.qrnn`. Forget gates begin with a bias of 1.
+    """Quasi-recurrent network; see `ops.rnn.qrnn`.
 
     Attributes:
       width: Tokens W that a gate reads.
       pooling: "f", "fo" or "ifo".
+      forget_bias: Initial bias of the forget gates.
     """
 
     width: int = 2
     pooling: str = "fo"
+    forget_bias: int | float = 1.0
 
     supports: ClassVar[frozenset[str]] = frozenset(("zoneout_cell", "weight_drop"))
 
@@ -369,7 +376,7 @@ class QRNN(RecurrentLayer):
         return ops.qrnn(x, w, b, before, width=self.width, pooling=self.pooling, **options)
 
     def bias_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-        return jnp.zeros(shape, dtype).at[self.features : 2 * self.features].set(1.0)
+        return jnp.zeros(shape, dtype).at[self.features : 2 * self.features].set(self.forget_bias)
 
 
 class SRU(RecurrentLayer):

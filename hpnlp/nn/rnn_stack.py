@@ -25,7 +25,8 @@ class StackConfig(Regularization):
     cells: str = option(
         "lstm(256)*2",
         'Layers from the inputs to the outputs, entries of nn.rnn.CELLS with their widths, as in "lstm(512)*2,lstm(400)": '
-        '"lstm(width, norm=True)", "gru(width, form=original)", "mgu(...)", "qrnn(width, width=2, pooling=fo)", "sru(width)".',
+        '"lstm(width, norm=True)", "gru(width, form=original)", "mgu(...)", "qrnn(width, width=2, pooling=fo)", "sru(width)"; '
+        "forget_bias of lstm and qrnn, reset_bias of gru and mgu: the initial bias of these gates.",
     )
     initial: str = option("zeros", 'State before the first token of a document: "zeros" or "learned".')
     outputs: str = option("last", '"last" layer, or the "sum" of the outputs of all layers, which then have one width.')

@@ -275,6 +275,7 @@ def test_losses_are_equal_on_several_devices(plan):
         ({"cells": "gru(8)", "zoneout_cell": 0.1}, "GRU does not support it"),
         ({"cells": "qrnn(8)", "initial": "learned"}, "choose another cell"),
         ({"cells": "gru(8, form=torch)"}, "expected 'cudnn' or 'original'"),
+        ({"cells": "gru(8, reset_bias=low)"}, "reset_bias='low': expected int | float"),
         ({"cells": "gru(8)", "impl": "cudnn", "resets": False}, "no such implementation"),
         ({"impl": "cudnn"}, "model.resets=False"),
         ({"initial": "random"}, "zeros, learned"),
@@ -308,6 +309,14 @@ def test_gates_begin_with_the_biases_of_the_papers():
         if of_gates is not None:
             bias = CELLS[name](features=3).bias_init(jax.random.key(0), (3 * len(of_gates),), jnp.float32)
             np.testing.assert_array_equal(bias, np.repeat(of_gates, 3))
+
+
+def test_initial_biases_of_gates_are_options():
+    cells = "lstm(2, forget_bias=0),lstm(2, forget_bias=2.5),gru(2, reset_bias=0.5),mgu(2, reset_bias=3),qrnn(2, forget_bias=-1)"
+    params = nn.meta.unbox(jax.jit(make(cells).init)(jax.random.key(0), make_batch()))["params"]["stack"]
+    expected = [(0, 0, 0, 0), (0, 2.5, 0, 0), (0.5, 0, 0), (3, 0), (0, -1, 0)]
+    for i, of_gates in enumerate(expected):
+        np.testing.assert_array_equal(params[f"layer_{i}"]["bias"], np.repeat(np.float32(of_gates), 2))
 
 
 def test_every_cell_is_in_the_tested_stack():
