@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import compression_tables
 import embedding_tables
+import form_tables
 import layout_tables
 import model_use_tables
 from awd_lstm_tables import awd_lstm
@@ -447,9 +448,14 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "recurrent": recurrent,
     "word_embeddings": embedding_tables.word_embeddings,
     "awd_lstm": awd_lstm,
+    **dict.fromkeys(("recurrent_tricks", "evolved_lite"), form_tables.forms),
+    "recurrent_sizes": form_tables.recurrent_sizes,
+    "word_codes": form_tables.word_codes,
     "rare_events": embedding_tables.rare_events,
     "labelled_bags": embedding_tables.labelled_bags,
-    **dict.fromkeys(("softmax", "softmax_layers", "search", "search_keys", "search_pq", "containers"), softmax),
+    **dict.fromkeys(
+        ("softmax", "softmax_layers", "search", "search_keys", "search_lsh", "search_pq", "containers"), softmax
+    ),
     "quantized_products": compression_tables.quantized_products,
     "second_order": compression_tables.second_order,
     "sparse_products": compression_tables.sparse_products,

@@ -16,6 +16,7 @@ import claims_attention
 import claims_compression
 import claims_language
 import claims_quantization
+import claims_recurrent
 import claims_training
 import compression_tables
 import embedding_tables
@@ -70,14 +71,15 @@ SECTIONS = {
         "bucketed",
         "memory_evaluation",
     ),
-    "Recurrent layers": ("recurrent", "awd_lstm"),
+    "Recurrent layers": ("recurrent", "recurrent_tricks", "recurrent_sizes", "awd_lstm"),
+    "Blocks": ("evolved_lite",),
     "Decoding": ("decode", "beam"),
     "Output layers and losses": ("softmax", "softmax_layers", "estimates"),
     "Mixture of experts": ("experts",),
-    "Search": ("search", "search_keys", "search_pq"),
+    "Search": ("search", "search_keys", "search_lsh", "search_pq"),
     "Text from the training text": ("demo_perl", "demo_documentation", "knn_lm", "realm"),
     "Trees, lengths and projections": ("trees", "encoders", "projections"),
-    "Embeddings and memory": ("word_embeddings", "rare_events", "labelled_bags"),
+    "Embeddings and memory": ("word_embeddings", "word_codes", "rare_events", "labelled_bags"),
     "Predictions": ("serving", "sentence_vectors", "nearest_pair"),
     "Compression": ("containers", "quantized_products", "sparse_products", "second_order"),
     "Parallelism": ("parity", "tasks", "auxiliary", "bubble", "ring", "operations"),
@@ -92,7 +94,7 @@ CLAIMS = {
     "Quantization": claims_quantization.CLAIMS,
     "Pruning, distillation and convolutions": claims_compression.CLAIMS,
     "Attention": claims_attention.ATTENTION,
-    "Recurrent layers": claims_attention.RECURRENT,
+    "Recurrent layers": claims_recurrent.RECURRENT,
     "Losses over a vocabulary": claims_language.LOSSES,
     "Embeddings and language models": claims_language.EMBEDDINGS,
     "Retrieval": claims_language.RETRIEVAL,

@@ -4,12 +4,14 @@
     python experiments/bench/search.py --table=TABLE.npy --queries=QUERIES.npy
     python experiments/bench/search.py --run=WORKDIR --keys=1000000 --k=32 --name=search_keys
     python experiments/bench/search.py --synthetic=200000 --methods=pq,faiss_pq,faiss_pq4 --name=search_pq
+    python experiments/bench/search.py --synthetic=200000 --methods=lsh,ivf --targets=0.5,0.8,0.95 --name=search_lsh
 
 A run provides the table of its output layer and, as queries, hidden states of held-out tokens. With --keys, the hidden states
 of that many training tokens are searched in place of the table, as by a nearest-neighbour language model: two more columns make
 the order of products that of distances, and faiss searches the same vectors. --synthetic draws unit vectors in clusters, of low
-intrinsic dimension. For each method, the fastest setting whose recall@k reaches a target is chosen on separate queries; recall
-and time are measured on the others by the public interface. For product quantization, with codes of 16 bytes, the number of
+intrinsic dimension. For each method, the fastest setting whose recall@k reaches a target is chosen on separate queries. Rows of
+a method that reaches no target are those of its setting with the largest recall, which is their target. Recall and time are
+measured on the other queries by the public interface. For product quantization, with codes of 16 bytes, the number of
 vectors that are ranked again varies too; faiss searches vectors in the rotation of pq, which takes seconds, in place of OPQ.
 Indexes that search everything are first compared with sorting all scores in float64.
 """
@@ -205,28 +207,37 @@ def candidates(index: Index | Rotated, method: str) -> Iterator[Iterator[Index |
 
 
 def fastest(method: str, table: np.ndarray, q: np.ndarray, true: Any) -> dict[float, Index | Rotated]:
-    """Target recall -> the fastest index that reaches it, by preliminary measurements."""
+    """Target recall -> the fastest index that reaches it, by preliminary measurements.
+
+    Where no setting reaches the least target, the index with the largest recall, under that recall.
+    """
     best: dict[float, tuple[float, Index | Rotated]] = {}
+    nearest: tuple[float, Index | Rotated | None] = (0.0, None)
     for spec in settings(method, len(table)):
         for indexes in candidates(built(spec, table), method):
-            _tune(indexes, q, true, best)
+            nearest = max(nearest, _tune(indexes, q, true, best), key=lambda x: x[0])
+    if not best and nearest[1] is not None:
+        return {nearest[0]: nearest[1]}
     return {target: index for target, (_, index) in best.items()}
 
 
 def _tune(
     indexes: Iterator[Index | Rotated], q: np.ndarray, true: Any, best: dict[float, tuple[float, Index | Rotated]]
-) -> None:
-    """Measures indexes of rising recall until all targets are reached, and enters the faster ones in `best`."""
-    targets, before = sorted(map(float, FLAGS.targets)), 0.0
+) -> tuple[float, Index | Rotated | None]:
+    """Measures indexes of rising recall until all targets are reached, and enters the faster ones in `best`.
+
+    Returns the largest recall with its index.
+    """
+    targets, nearest = sorted(map(float, FLAGS.targets)), (0.0, None)
     while targets:
         try:
             candidate = next(indexes)
             achieved = recall(candidate.search(q, FLAGS.k)[1], true)
         except (InputError, StopIteration):  # the index has fewer cells or buckets
-            return
-        if achieved - before < 2e-3:  # more probes add little
-            return
-        before = achieved
+            return nearest
+        if achieved - nearest[0] < 2e-3:  # more probes add little
+            return nearest
+        nearest = achieved, candidate
         if achieved < targets[0]:
             continue
         seconds = measure.timeit({"": lambda index=candidate: index.search(q, FLAGS.k)}, rounds=3)[""].min
@@ -234,6 +245,7 @@ def _tune(
         while targets and achieved >= targets[0]:
             target = targets.pop(0)
             best[target] = min(best.get(target, (np.inf, candidate)), (seconds, candidate), key=lambda x: x[0])
+    return nearest
 
 
 def compare(
@@ -248,7 +260,7 @@ def compare(
     ratios = {f"time of {name} over exact": x.over(times["exact"]) for name, x in times.items() if name != "exact"}
     if "pq" in times:
         ratios |= {f"time of {n} over pq": x.over(times["pq"]) for n, x in times.items() if n.startswith("faiss pq")}
-    label = f"search, {setting}, recall@{FLAGS.k} of {target}"
+    label = f"search, {setting}, recall@{FLAGS.k} of {target:.3g}"
     print(f"{label}: {', '.join(f'{name} {x:.3g}' for name, x in ratios.items())}", flush=True)
     kinds = {name: str(index.kind) for name, index in indexes.items()}
     seconds = {name: list(x.all) for name, x in times.items()}
@@ -286,7 +298,8 @@ def main(_: Any) -> None:
     )
     tuned = {NAMES.get(method, method): fastest(method, table, tuning, true_tuning) for method in FLAGS.methods}
     rows = []
-    for target, count in itertools.product(map(float, FLAGS.targets), COUNTS):
+    below = {reached for found in tuned.values() for reached in found} - set(map(float, FLAGS.targets))
+    for target, count in itertools.product([*map(float, FLAGS.targets), *sorted(below)], COUNTS):
         indexes = references | {method: best[target] for method, best in tuned.items() if target in best}
         rows.append(
             compare(

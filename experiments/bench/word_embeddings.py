@@ -27,19 +27,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy.stats
 from absl import app, flags
 from gensim.models import Word2Vec
+from word_pairs import WINDOW, heldout_pairs, quality, read_sentences
 
 from hpnlp import cli, measure
-from hpnlp.data.stdlib import write_corpus
 from hpnlp.training.allocator import keep_freed_memory
 from hpnlp.training.word2vec import Word2VecConfig, sentence_ids, train_word_vectors
 
-DIM, WINDOW, NEGATIVES, SAMPLE = 128, 5, 5, 1e-3
+DIM, NEGATIVES, SAMPLE = 128, 5, 1e-3
 # Exact gradients of CBOW divide by the number of context words, which those of the C program and gensim do not.
 RATES = {"skip_gram": 0.025, "cbow": 0.1}
-LEAST = 3  # occurrences of a held-out pair whose mutual information is compared
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("objectives", ["skip_gram", "cbow"], "Objectives to measure.")
@@ -48,40 +46,6 @@ flags.DEFINE_integer("rounds", 3, "Measurements of each function.")
 flags.DEFINE_integer("seeds", 3, "Seeds of the quality.")
 flags.DEFINE_integer("limit", 0, "Sentences to read, 0 for all.")
 flags.DEFINE_string("out", str(Path(__file__).parents[1] / "results"), "Directory of the result.")
-
-
-def read_sentences() -> list[list[str]]:
-    """Words of each line of the corpus."""
-    import glob
-
-    lines = []
-    for name in sorted(glob.glob(write_corpus("docs").path)):
-        lines += [line.split() for line in Path(name).read_text("utf-8").splitlines()]
-    return lines[: FLAGS.limit or None]
-
-
-def heldout_pairs(ids: np.ndarray, vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`(first words, second words, occurrences)` of pairs of different words within windows."""
-    sentences, keys = np.cumsum(ids < 0), []
-    for distance in range(1, WINDOW + 1):
-        a, b = ids[:-distance], ids[distance:]
-        is_pair = (a >= 0) & (b >= 0) & (sentences[:-distance] == sentences[distance:]) & (a != b)
-        keys.append(np.minimum(a, b)[is_pair].astype(np.int64) * vocab + np.maximum(a, b)[is_pair])
-    pairs, counts = np.unique(np.concatenate(keys), return_counts=True)
-    return pairs // vocab, pairs % vocab, counts
-
-
-def quality(vectors: np.ndarray, pairs: tuple[np.ndarray, np.ndarray, np.ndarray]) -> dict[str, float]:
-    """Similarity of held-out pairs."""
-    first, second, counts = pairs
-    unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-30)
-    cosines = (unit[first] * unit[second]).sum(axis=1)
-    others = (unit[first] * unit[np.random.default_rng(0).permutation(second)]).sum(axis=1)
-    words = np.bincount(first, counts, len(vectors)) + np.bincount(second, counts, len(vectors))
-    often = counts >= LEAST
-    information = np.log(counts / (words[first] * words[second]))  # up to a constant
-    correlation = scipy.stats.spearmanr(cosines[often], information[often])[0]
-    return {"spearman": float(correlation), "pair_accuracy": float((cosines > others).mean()), "pairs": len(first)}
 
 
 class Gensim:
@@ -169,7 +133,7 @@ def main(_: list[str]) -> None:
     cli.prepare_jax()
     keep_freed_memory()
     logging.getLogger("gensim").setLevel(logging.WARNING)
-    sentences = read_sentences()
+    sentences = read_sentences(FLAGS.limit)
     training = [words for number, words in enumerate(sentences) if number % 10]
     ids, words, counts = sentence_ids(training)
     known = {word: row for row, word in enumerate(words)}

@@ -312,7 +312,8 @@ def test_gates_begin_with_the_biases_of_the_papers():
 
 
 def test_initial_biases_of_gates_are_options():
-    cells = "lstm(2, forget_bias=0),lstm(2, forget_bias=2.5),gru(2, reset_bias=0.5),mgu(2, reset_bias=3),qrnn(2, forget_bias=-1)"
+    lstms = "lstm(2, forget_bias=0),lstm(2, forget_bias=2.5)"
+    cells = f"{lstms},gru(2, reset_bias=0.5),mgu(2, reset_bias=3),qrnn(2, forget_bias=-1)"
     params = nn.meta.unbox(jax.jit(make(cells).init)(jax.random.key(0), make_batch()))["params"]["stack"]
     expected = [(0, 0, 0, 0), (0, 2.5, 0, 0), (0.5, 0, 0), (3, 0), (0, -1, 0)]
     for i, of_gates in enumerate(expected):
