@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import scipy.stats
 
 BENCH = Path(__file__).parents[1] / "experiments" / "bench"
 
@@ -13,7 +14,15 @@ BENCH = Path(__file__).parents[1] / "experiments" / "bench"
 def modules():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCH))
-        names = ("compression_tables", "speed_tables", "features", "results")
+        names = (
+            "compression_tables",
+            "speed_tables",
+            "features",
+            "results",
+            "form_scores",
+            "form_tables",
+            "result_plots",
+        )
         yield [importlib.import_module(name) for name in names]
     for name in names:
         del sys.modules[name]
@@ -81,3 +90,53 @@ def test_speed_tricks_name_the_size_from_which_a_device_is_faster(modules, tmp_p
     assert "`gpu, operands there` is faster than `cpu, operands there` from n = 64 on." in text
     modules[1].plot_speed_tricks(rows, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+def test_differences_to_the_plain_form_are_paired_by_seed(modules):
+    scores = modules[4]
+    plain, form = [1.5, 1.7, 1.6], [1.4, 1.65, 1.45]
+    result = scores.compared(form, plain)
+    interval = scipy.stats.ttest_rel(form, plain).confidence_interval(0.95)
+    assert result["difference"] - result["half_interval"] == pytest.approx(interval.low)
+    assert result["difference"] + result["half_interval"] == pytest.approx(interval.high)
+    assert result["over_plain"] == pytest.approx(4.5 / 4.8)
+    assert scores.compared([1.0], [1.0])["half_interval"] is None
+    curve = [[10, 2.0], [20, 1.5], [30, 1.8]]
+    assert [scores.best_score(curve, steps, "loss") for steps in (10, 25, 30)] == [2.0, 1.5, 1.5]
+    assert scores.best_score(curve, 30, "pair_accuracy") == 2.0
+
+
+def test_tables_of_forms_have_both_budgets_and_the_published_claim(modules, tmp_path):
+    scores, tables = modules[4:6]
+
+    def row(group, form, plain, by_seed, claim=""):
+        budgets = {name: {"steps": 100, **scores.compared(by_seed, [2.0, 2.2])} for name in ("steps", "time")}
+        figures = {"parameters": 1000, "step_seconds": 0.1, "step_time_over_plain": 1.5, "flops_over_plain": 1.0}
+        curves = {str(seed): [[50, 3.0], [100, score]] for seed, score in enumerate(by_seed)}
+        names = {"group": group, "form": form, "plain": plain, "metric": "loss", "paper": "Author 2000", "claim": claim}
+        return {**names, **figures, **budgets, "scores": curves}
+
+    rows = [
+        row("gates", "a", "a", [2.0, 2.2]),
+        row("gates", "b", "a", [1.9, 2.1], "better"),
+    ]
+    (plain, loss), (label, figure) = tables.forms(rows)
+    assert plain.endswith("held-out loss after 100 steps") and loss == "2.1000"
+    assert label.startswith("byte-level recurrent language model, two layers, b (1,000 parameters), over a")
+    assert "(95 % intervals of 2 seeds)" in label
+    assert figure.startswith("-0.1000 +- 0.0000; -0.1000") and figure.endswith(
+        "time of a step 1.50; Author 2000: better"
+    )
+    sizes = [row("size1", form, "transformer", [2.0, 2.2]) for form in ("transformer", "LSTM")]
+    assert len(tables.recurrent_sizes(sizes)) == 1
+    modules[6].plot_sizes(sizes, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 1000
+    stored = {
+        "group": "storage",
+        "form": "1 bit",
+        "words": 9,
+        "bytes_per_word": 16.0,
+        "recall": 0.5,
+        "pair_accuracy": 0.7,
+    }
+    assert tables.word_codes([{**stored, "time_over_float32": 0.25}])[0][1] == "16; 0.500; 0.700; 0.25"

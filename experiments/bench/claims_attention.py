@@ -1,4 +1,4 @@
-"""Published claims on attention and recurrent layers."""
+"""Published claims on attention."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def accuracy(mixer: str) -> Figure:
 def block(form: str, text: str, reproduced: float | None = None, partly: float | None = None) -> Figure:
     """Held-out loss of a language model with other blocks over that of the standard block, after equal steps."""
     fields = {"group": "language_model", "form": form}
-    bounds = {"reproduced": reproduced, "partly": partly}
-    return Figure("evolved_lite", fields, ("steps", "over_plain"), text, **bounds, lower_is_better=True)
+    field = ("steps", "over_plain")
+    return Figure("evolved_lite", fields, field, text, reproduced=reproduced, partly=partly, lower_is_better=True)
 
 
 ATTENTION = (

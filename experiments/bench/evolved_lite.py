@@ -54,7 +54,7 @@ FORMS: dict[str, tuple[dict[str, Any], float, str, str]] = {
 
 def language_model() -> Any:
     """The standard language model."""
-    values = default("lm")
+    values: Any = default("lm")
     values.data.update(path="stdlib", seq_len=LENGTH, batch_size=BATCH, heldout_bytes=60_000)
     values.model.update(layers=4, dim=128, heads=4)
     values.optimizer.learning_rate = 2e-3

@@ -1,12 +1,10 @@
-"""Rows of the result files of `forms.py` as lines of the documentation's tables, and their plot."""
+"""Rows of the result files of `forms.py` as lines of the documentation's tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 from result_plots import Rows
 
 Lines = Sequence[tuple[str, str]]  # (label, figure)
@@ -17,7 +15,7 @@ GROUPS = {
     "outputs": "byte-level LSTM, three layers",
     "initial": "byte-level LSTM, sequences of 32 bytes",
     "layers": "byte-level LSTM",
-    "dropout": "byte-level LSTM on 200 kB",
+    "dropout": "byte-level LSTM on 140 kB",
     "language_model": "byte-level language model",
     "numbers": "numbers to words, sequence to sequence",
 }
@@ -80,25 +78,3 @@ def word_codes(rows: Rows) -> Lines:
         elif row["form"] != row["plain"]:
             lines.append(line(dict(row), "skip-gram"))
     return lines
-
-
-def plot_sizes(rows: Rows, path: Path) -> None:
-    """Held-out loss of LSTMs and transformers by parameters, and by seconds of training."""
-    figure, (by_size, by_time) = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained", sharey=True)
-    for number, form in enumerate(("LSTM", "transformer")):
-        of_form = [row for row in rows if row["form"] == form]
-        sizes, losses = [row["parameters"] for row in of_form], [row["steps"]["score"] for row in of_form]
-        by_size.plot(sizes, losses, "o-", color=f"C{number}", label=f"{form}, equal steps")
-        by_size.plot(
-            sizes, [row["time"]["score"] for row in of_form], "o:", color=f"C{number}", label=f"{form}, equal time"
-        )
-        for row in of_form:
-            steps = [step for step, _ in row["scores"]["0"]]
-            curves = [[score for _, score in curve] for curve in row["scores"].values()]
-            means = [sum(scores) / len(scores) for scores in zip(*curves, strict=True)]
-            by_time.plot([step * row["step_seconds"] for step in steps], means, color=f"C{number}", linewidth=0.9)
-    by_size.set(xscale="log", xlabel="parameters", ylabel="held-out loss, nats per byte")
-    by_size.legend(frameon=False, fontsize=8)
-    by_time.set(xscale="log", xlabel="seconds of training steps, a line for each size")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)

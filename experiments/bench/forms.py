@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import scipy.stats
 from absl import flags
+from form_scores import best_score, compared, over
 
 from hpnlp import cli, measure, tasks
 from hpnlp.training.allocator import keep_freed_memory
@@ -235,33 +235,6 @@ class Progress:
             f"{form.metric} {score:.4f}; {elapsed / 60:.1f} min, about {left / 60:.0f} min left",
             flush=True,
         )
-
-
-def over(seconds: Sequence[float], plain: Sequence[float]) -> float:
-    """Ratio of two times, the median over the rounds."""
-    return statistics.median(a / b for a, b in zip(seconds, plain, strict=True))
-
-
-def best_score(scores: Sequence[tuple[int, float]], steps: int, metric: str) -> float:
-    """The best held-out score up to a number of steps."""
-    choose = min if metric == "loss" else max
-    return choose(score for step, score in scores if step <= steps)
-
-
-def compared(scores: Sequence[float], plain: Sequence[float]) -> dict[str, Any]:
-    """Scores of the seeds, and the mean of their differences to the plain form with its interval."""
-    differences = [a - b for a, b in zip(scores, plain, strict=True)]
-    half = None
-    if len(differences) > 1:
-        quantile = float(scipy.stats.t.ppf(0.975, len(differences) - 1))
-        half = quantile * statistics.stdev(differences) / math.sqrt(len(differences))
-    return {
-        "by_seed": list(scores),
-        "score": statistics.mean(scores),
-        "over_plain": statistics.mean(scores) / statistics.mean(plain),
-        "difference": statistics.mean(differences),
-        "half_interval": half,
-    }
 
 
 def digest(content: Any) -> str:

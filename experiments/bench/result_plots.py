@@ -146,11 +146,34 @@ def plot_tradeoff(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
+def plot_sizes(rows: Rows, path: Path) -> None:
+    """Held-out loss of LSTMs and transformers by parameters, and by seconds of training."""
+    figure, (by_size, by_time) = plt.subplots(1, 2, figsize=(8, 3.4), layout="constrained", sharey=True)
+    for number, form in enumerate(("LSTM", "transformer")):
+        of_form = [row for row in rows if row["form"] == form]
+        sizes, losses = [row["parameters"] for row in of_form], [row["steps"]["score"] for row in of_form]
+        by_size.plot(sizes, losses, "o-", color=f"C{number}", label=f"{form}, equal steps")
+        by_size.plot(
+            sizes, [row["time"]["score"] for row in of_form], "o:", color=f"C{number}", label=f"{form}, equal time"
+        )
+        for row in of_form:
+            steps = [step for step, _ in row["scores"]["0"]]
+            curves = [[score for _, score in curve] for curve in row["scores"].values()]
+            means = [sum(scores) / len(scores) for scores in zip(*curves, strict=True)]
+            by_time.plot([step * row["step_seconds"] for step in steps], means, color=f"C{number}", linewidth=0.9)
+    by_size.set(xscale="log", xlabel="parameters", ylabel="held-out loss, nats per byte")
+    by_size.legend(frameon=False, fontsize=8)
+    by_time.set(xscale="log", xlabel="seconds of training steps, a line for each size")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 PLOTS: dict[str, Callable[[Rows, Path], None]] = {
     "demo": plot_demo,
     "train_step": plot_train_step,
     "attention": plot_attention,
     "softmax_layers": plot_softmax,
+    "recurrent_sizes": plot_sizes,
 }
 # Descriptions of the plots, by the name of the benchmark.
 CAPTIONS = {
@@ -158,4 +181,5 @@ CAPTIONS = {
     "train_step": "Time of a training step of hpnlp, torch and plain Flax",
     "attention": "Time of attention patterns relative to dense attention",
     "softmax_layers": "Time of a training step of output layers relative to the full softmax",
+    "recurrent_sizes": "Held-out loss of LSTMs and transformers by parameters and by seconds of training",
 }
