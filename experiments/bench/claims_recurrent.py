@@ -66,7 +66,7 @@ RECURRENT = (
         "https://arxiv.org/abs/1606.01305",
         "Penn Treebank, LSTM of 1000 units",
         (trick("dropout", "zoneout", "loss {:.4f} times that without", 0.94, 0.995),),
-        "140 kB of docstrings, LSTM of 256 units",
+        "140 kB of docstrings, LSTM of 192 units",
     ),
     Claim(
         "up to 16 times as fast as an LSTM",

@@ -11,7 +11,7 @@ feed-forward networks make the weights of the layers' matrices those of the stan
 Lite model of equal size is wider, since its feed-forward networks are flat. Rows have the FLOPs of a training step
 ("flops_over_plain") and all parameters, tables included.
 
-About 25 minutes of one core for each group.
+A run is planned for one to two minutes of one core.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hpnlp.cli import experiment
 from hpnlp.training.config import default, resolve
 
 FLAGS = flags.FLAGS
-LENGTH, BATCH = 128, 16
+LENGTH, BATCH, DIM = 128, 16, 96
 NUMBERS = str(Path(__file__).parents[1] / "seq2seq" / "numbers.py")
 
 EVOLVED, EVOLVED_CLAIM = "So et al. 2019", "quality of the big Transformer with 37.6 % fewer parameters (translation)"
@@ -42,12 +42,12 @@ FORMS: dict[str, tuple[dict[str, Any], float, str, str]] = {
         "0.7 BLEU more at 7M parameters (translation)",
     ),
     "evolved, 62 % of the parameters": (
-        {"block": "evolved_decoder", "depth": 0.5, "width": 0.875},
+        {"block": "evolved_decoder", "depth": 0.5, "dim": 80},
         0.624,
         EVOLVED,
         EVOLVED_CLAIM,
     ),  # fmt: skip
-    "lite": ({"block": "lite(31)", "width": 1.75}, 1.0, LITE, "1.2 BLEU more under 500M multiplications (translation)"),
+    "lite": ({"block": "lite(31)", "dim": 176}, 1.0, LITE, "1.2 BLEU more under 500M multiplications (translation)"),
     "lite, 40 % of the parameters": ({"block": "lite(31)"}, 0.4, LITE, LITE_CLAIM),
 }
 
@@ -56,7 +56,7 @@ def language_model() -> Any:
     """The standard language model."""
     values: Any = default("lm")
     values.data.update(path="stdlib", seq_len=LENGTH, batch_size=BATCH, heldout_bytes=60_000)
-    values.model.update(layers=4, dim=128, heads=4)
+    values.model.update(layers=4, dim=DIM, heads=4)
     values.optimizer.learning_rate = 2e-3
     values.train.eval_stride = LENGTH // 2
     if FLAGS.tiny:
@@ -69,7 +69,7 @@ def numbers() -> Any:
     """The standard sequence-to-sequence model, which is trained on fewer targets at a time than the experiment's."""
     values = experiment.load(NUMBERS).get_config()
     values.data.batch_size = 8 if FLAGS.tiny else 32
-    values.model.update(layers=4, dim=128, heads=4)
+    values.model.update(layers=4, dim=DIM, heads=4)
     return values
 
 
@@ -77,7 +77,7 @@ def standard(make: Callable[[], Any]) -> Any:
     """The config of the standard model, small with --tiny."""
     values = make()
     if FLAGS.tiny:
-        values.model.update(layers=2, dim=64, heads=2)
+        values.model.update(layers=2, dim=DIM // 2, heads=2)
     values.model.update(mlp="relu", mlp_dim=4 * values.model.dim)
     return values
 
@@ -87,7 +87,7 @@ def sized(values: Any, fields: dict[str, Any], parameters: float) -> Any:
 
     Args:
       values: The config of the standard model, which is changed.
-      fields: `block`; `depth` and `width`, factors of the layers and the model size, 1 by default.
+      fields: `block`; `depth`, a factor of the layers; `dim`, the model size.
       parameters: Number of weights in the matrices of the layers; 0 to leave the columns as they are.
 
     Returns:
@@ -95,7 +95,7 @@ def sized(values: Any, fields: dict[str, Any], parameters: float) -> Any:
     """
     model = values.model
     model.layers = max(1, round(model.layers * fields.get("depth", 1)))
-    model.dim = round(model.dim * fields.get("width", 1))
+    model.dim = fields.get("dim", DIM) // (2 if FLAGS.tiny else 1)
     model.block = fields.get("block", "transformer")
     if model.block == "evolved_decoder" and values.task == "seq2seq":
         model.encoder_form = "block(block=evolved_encoder)"

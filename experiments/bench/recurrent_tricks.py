@@ -157,7 +157,7 @@ def layers() -> list[Form]:
 def dropout() -> list[Form]:
     """Regularisation on little text."""
     text = write_corpus("docs").path.replace("*.txt", SMALL)
-    cells = f"lstm({scaled(256)})"
+    cells = f"lstm({scaled(192)})"
     forms = []
     for name, (fields, paper, claim) in DROPOUT.items():
         config = recurrent(cells, text, 0.12, **fields)

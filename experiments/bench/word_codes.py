@@ -32,7 +32,7 @@ from hpnlp import measure
 from hpnlp.cli import experiment
 from hpnlp.ops.linear import linear
 from hpnlp.ops.search import recall
-from hpnlp.ops.weights import binarize, binarize_products, dense, quantize, ternarize, to_floats
+from hpnlp.ops.weights import binarize, binarize_products, dense, pack, quantize, ternarize, to_floats
 from hpnlp.training.config import resolve
 from hpnlp.training.word2vec import Word2VecConfig, sentence_ids, train_word_vectors
 
@@ -52,7 +52,7 @@ CODES: dict[str, Callable[[jax.Array], Any]] = {
     "float32": lambda w: w,
     "bfloat16": lambda w: to_floats(w, "bfloat16"),
     "8 bits": lambda w: quantize(w, 8),
-    "4 bits": lambda w: quantize(w, 4),
+    "4 bits": lambda w: pack(quantize(w, 4), "int4"),
     "three values": lambda w: ternarize(w, "column"),
     "1 bit": lambda w: binarize(w, "column"),
     "1 bit, and of the query": binarize_products,
