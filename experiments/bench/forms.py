@@ -191,6 +191,7 @@ class Comparison:
 
     def _row(self, group: str, form: Form, runs: Mapping[str, Any]) -> dict[str, Any]:
         plain, seconds = self.groups[group][0].name, self.seconds(group)
+        flops, plain_flops = (runs[name][0]["flops"] for name in (form.name, plain))
         row: dict[str, Any] = {
             "group": group,
             "form": form.name,
@@ -199,8 +200,8 @@ class Comparison:
             "paper": form.paper,
             "claim": form.claim,
             "parameters": runs[form.name][0]["parameters"],
-            "flops": runs[form.name][0]["flops"],
-            "flops_over_plain": runs[form.name][0]["flops"] / runs[plain][0]["flops"],
+            "flops": flops,  # None where they depend on the batch
+            "flops_over_plain": flops / plain_flops if flops and plain_flops else None,
             "step_seconds": statistics.median(seconds[form.name]),
             "step_time_over_plain": over(seconds[form.name], seconds[plain]),
             "tokens_per_step": form.config.data.batch_size * form.config.data.seq_len,
