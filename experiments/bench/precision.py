@@ -56,8 +56,7 @@ DTYPES: dict[str, dict[str, Any]] = {
 }
 FORMATS = {"float32": "", "bfloat16": "bf16", "int8": "int8", "int4": "int4(group=32)"}
 STEP = 8  # batches are multiples of it
-SIZES = {"layers": 6, "dim": 384, "heads": 6}
-TINY_SIZES = {"layers": 1, "dim": 32, "heads": 2}
+SIZES, TINY_SIZES = (6, 384, 6), (1, 32, 2)  # layers, D, heads of the encoder
 LENGTH, VOCAB = 128, 8192
 
 FLAGS = flags.FLAGS
@@ -76,7 +75,7 @@ flags.DEFINE_string("out", str(Path(__file__).parents[1] / "results"), "Director
 
 def config_of(dtype: str, seed: int) -> Config:
     """The config of a training."""
-    values = default()
+    values: Any = default()
     values.data.update(path="stdlib", tokenizer="bytes", seq_len=128, batch_size=16, heldout_bytes=400_000)
     values.model.update(layers=4, dim=128, heads=4, mlp="gelu")
     values.optimizer.update(learning_rate=2e-3, warmup=50, final=0.0)
@@ -217,8 +216,10 @@ class Forward:
 
 def batch_rows() -> list[dict[str, Any]]:
     """Largest batches and the sequences per second there, of each format; and the largest batches of training steps."""
-    sizes, limit = TINY_SIZES if FLAGS.tiny else SIZES, (8 if FLAGS.tiny else FLAGS.megabytes) << 20
-    config = EncoderConfig(**sizes, vocab=VOCAB, max_len=LENGTH, mlp="gelu", pooling="mean", classes=2)
+    (layers, dim, heads), limit = TINY_SIZES if FLAGS.tiny else SIZES, (8 if FLAGS.tiny else FLAGS.megabytes) << 20
+    config = EncoderConfig(
+        layers=layers, dim=dim, heads=heads, vocab=VOCAB, max_len=LENGTH, mlp="gelu", pooling="mean", classes=2
+    )
     params = nn.meta.unbox(Encoder(config).init(jax.random.key(0), inputs_of(Encoder(config), 1))["params"])
     rows, calls = [], {}
     for name, recipe in FORMATS.items():

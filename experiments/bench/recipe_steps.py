@@ -183,7 +183,7 @@ def write_tiny_data(directory: Path) -> None:
 
 
 def seeds_of(tiny: bool) -> tuple[int, ...]:
-    return (0, 1) if tiny else (0, 1, 2)
+    return (0,) if tiny else (0, 1, 2)
 
 
 class Catalogue:
@@ -464,7 +464,7 @@ def entries(groups: list[str], tiny: bool) -> tuple[list[Step], dict[str, list[C
 
     Args:
       groups: Keys of GROUPS.
-      tiny: Whether each training has a few steps, and two seeds in place of three.
+      tiny: Whether each training has a few steps, and one seed in place of three.
 
     Returns:
       `(steps, comparisons by group)`; steps that groups share occur once.

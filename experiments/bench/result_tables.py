@@ -9,6 +9,7 @@ import embedding_tables
 import form_tables
 import layout_tables
 import model_use_tables
+import recipe_tables
 from awd_lstm_tables import awd_lstm
 from model_tables import bucketed, convnets, linear_attention, memory_evaluation, random_features, recurrent, trees
 from result_plots import Rows
@@ -459,6 +460,9 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "quantized_products": compression_tables.quantized_products,
     "second_order": compression_tables.second_order,
     "sparse_products": compression_tables.sparse_products,
+    "recipes": recipe_tables.recipes,
+    "precision": recipe_tables.precision,
+    "pair_encoders": recipe_tables.pair_encoders,
     "estimates": estimates,
     "reversible": reversible,
     "grad_cache": grad_cache,
