@@ -1,11 +1,10 @@
 """Measures the quality and the cost of a cross-encoder and of a dual encoder on the same candidates.
 
-    python experiments/bench/pair_encoders.py --workdir=runs/pairs [--start=runs/recipes/words/teacher] [--tiny]
+    python experiments/bench/pair_encoders.py --workdir=runs/pairs [--tiny]
 
 The texts are docstrings of the standard library, and the bodies of their functions. Both models have the same layers, steps and
 examples of a batch: the dual encoder contrasts the bodies of a batch; the cross-encoder classifies docstring and body in one
-sequence, half of them with a body of another function. With --start, both begin with a model of masked words, such as that of
-recipes.py, which has not seen the files that are held out here.
+sequence, half of them with a body of another function. Both begin with random parameters.
 
 Each held-out docstring has --candidates bodies: its own, and others drawn at random. The score is the share of docstrings whose
 own body comes first, and differences are paired over docstrings. The cost is the time from text to order for each docstring:
@@ -45,7 +44,6 @@ TRAIN, HELD = "train", "heldout"
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("workdir", None, "Directory of the runs.", required=True)
-flags.DEFINE_string("start", "", "A run of masked words that both models start from; its tokenizer is used.")
 flags.DEFINE_integer("steps", 600, "Steps of each training.", lower_bound=1)
 flags.DEFINE_integer("queries", 500, "Held-out docstrings.", lower_bound=2)
 flags.DEFINE_integer("candidates", 20, "Bodies that are ordered for each docstring.", lower_bound=2)
@@ -95,16 +93,14 @@ def config_of(form: str, seed: int, workdir: Path) -> Config:
     values: Any = default(task)
     values.data.update(path=str(workdir / f"{task}-{TRAIN}.jsonl"), heldout_path=str(workdir / f"{task}-{HELD}.jsonl"))
     values.data.update(tokenizer="bytes" if FLAGS.tiny else "bpe(2400)", batch_size=BATCH)
-    values.data.seq_len = 96 if task == "dual_encoder" else 192  # of one text, and of both
-    values.model.update(layers=4, dim=128, heads=4, mlp="gelu", vocab=2408, dropout=0.1, pooling="mean")
+    values.data.seq_len = 64 if task == "dual_encoder" else 128  # of one text, and of both
+    values.model.update(layers=2, dim=128, heads=4, mlp="gelu", vocab=2408, dropout=0.1, pooling="mean")
     values.optimizer.update(learning_rate=1e-3, warmup=50, final=0.0)
-    values.train.update(steps=FLAGS.steps, seed=seed, checkpoint_every=0, baselines=False, init_from=FLAGS.start)
+    values.train.update(steps=FLAGS.steps, seed=seed, checkpoint_every=0, baselines=False)
     values.plan.name = "single"
     if task == "classification":
         values.data.pair_field = "pair"
         values.model.token_types = 2
-    if FLAGS.start:
-        values.data.tokenizer = str(Path(FLAGS.start).absolute() / "tokenizer.json")
     if FLAGS.tiny:
         values.model.update(layers=1, dim=32, heads=2)
         values.data.update(batch_size=4, seq_len=32)

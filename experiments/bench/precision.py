@@ -55,7 +55,6 @@ DTYPES: dict[str, dict[str, Any]] = {
     "float16, no loss scaling": {"model.dtype": "float16", "optimizer.loss_scale": 0.0},
 }
 FORMATS = {"float32": "", "bfloat16": "bf16", "int8": "int8", "int4": "int4(group=32)"}
-STEP = 8  # batches are multiples of it
 SIZES, TINY_SIZES = (6, 384, 6), (1, 32, 2)  # layers, D, heads of the encoder
 LENGTH, VOCAB = 128, 8192
 
@@ -138,7 +137,8 @@ class TrainingStep:
         self._key = jax.random.key(0)
         batch = example_batch(config.data.batch_size, config.data.seq_len)
         self._batch = jax.device_put(batch, trainer.batch_sharding)
-        self._program = measure.compile(trainer.step.jitted, trainer.state_shapes, self._batch, self._key)
+        with jax.set_mesh(trainer.layout.mesh):
+            self._program = measure.compile(trainer.step.jitted, trainer.state_shapes, self._batch, self._key)
         self._state = trainer.init(self._key)
         self.memory = self._program.memory
         self.state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._state) if isinstance(leaf, jax.Array))
@@ -165,26 +165,6 @@ def step_rows() -> list[dict[str, Any]]:
         }
         for dtype, step in steps.items()
     ]
-
-
-def largest_batch(peak: Callable[[int], int], limit: int) -> tuple[int, int]:
-    """The largest multiple of STEP whose program fits into a memory.
-
-    Args:
-      peak: Bytes of the program for a number of sequences.
-      limit: Bytes.
-
-    Returns:
-      `(sequences, bytes)`; 0 sequences where STEP do not fit. The search assumes that the bytes grow with the batch.
-    """
-    low, of_low, high = 0, 0, STEP
-    while (size := peak(high)) <= limit:
-        low, of_low, high = high, size, 2 * high
-    while high - low > STEP:
-        middle = (low + high) // (2 * STEP) * STEP
-        size = peak(middle)
-        low, of_low, high = (middle, size, high) if size <= limit else (low, of_low, middle)
-    return low, of_low
 
 
 def inputs_of(model: Encoder, batch: int) -> dict[str, Any]:
@@ -226,7 +206,7 @@ def batch_rows() -> list[dict[str, Any]]:
         stages = compress(config, params, parse_recipe(recipe)) if recipe else ((None, config, params),)
         *_, (_, small, weights) = stages
         forward = Forward(small, weights)
-        batch, size = largest_batch(forward.peak, limit)
+        batch, size = small_runs.largest_batch(forward.peak, limit)
         rows.append({"table": "batches", "what": name, "limit_bytes": limit, "batch": batch, "bytes": size})
         print(rows[-1], flush=True)
         if batch:
@@ -245,9 +225,10 @@ def training_batch_row(config: EncoderConfig, dtype: str, limit: int) -> dict[st
 
     def peak(batch: int) -> int:
         shapes = jax.eval_shape(lambda: (model.example_batch(batch, LENGTH), jax.random.key(0)))
-        return measure.compile(trainer.step.jitted, trainer.state_shapes, *shapes).memory.peak
+        with jax.set_mesh(trainer.layout.mesh):
+            return measure.compile(trainer.step.jitted, trainer.state_shapes, *shapes).memory.peak
 
-    batch, size = largest_batch(peak, 4 * limit)
+    batch, size = small_runs.largest_batch(peak, 4 * limit)
     row = {"table": "training batches", "what": dtype, "limit_bytes": 4 * limit, "batch": batch, "bytes": size}
     print(row, flush=True)
     return row

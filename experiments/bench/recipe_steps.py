@@ -114,7 +114,13 @@ class Task:
 
 _FEW = {"data.tokenizer": "bytes", "data.seq_len": 32, "data.batch_size": 4, "model.dim": 32}
 TINY_DATA = "data"  # directory in the workdir
-_EVERY = {"train.eval_every": 0, "train.checkpoint_every": 0, "train.log_every": 50, "plan.name": "single"}
+_EVERY = {
+    "train.eval_every": 0,
+    "train.checkpoint_every": 0,
+    "train.log_every": 50,
+    "train.baselines": False,
+    "plan.name": "single",
+}
 TASKS = {
     "words": Task(
         "compression/pretrain.py",
@@ -131,19 +137,18 @@ TASKS = {
             "data.heldout_examples": 0,
             "model.dim": 128,
             "optimizer.learning_rate": 1e-3,
-            "train.baselines": False,
         },
         {**_FEW, "data.path": "functions.jsonl"},
         0.2,
     ),
     "digits": Task(
         "classification/digits_convnet.py",
-        {**_EVERY, "data.heldout": 0.25, "data.heldout_examples": 0, "train.baselines": False},
+        {**_EVERY, "data.heldout": 0.25, "data.heldout_examples": 0},
         {"data.path": "digits.jsonl", "data.batch_size": 8},
         0.03,
     ),
 }
-STEPS = {"teacher": 1200, "words": 300, "functions": 300, "digits": 400, "selected": 200, "further": 100}
+STEPS = {"teacher": 1000, "words": 250, "functions": 250, "digits": 300, "selected": 200, "further": 100}
 TINY = dict.fromkeys(STEPS, 4)
 
 
@@ -330,17 +335,19 @@ class Catalogue:
         yield self.teacher()
         yield from self.classifiers()
         for seed in self.seeds:
-            soft = f"movement/soft-{seed}"
-            weights: dict[str, Any] = {"soft": "soft_movement(penalty=4.0, rate=20.0)"}
-            weights |= {name: OfRun(soft, f"{name}({{share:.4f}})") for name in ("magnitude", "movement")}
-            for arm, value in weights.items():
-                yield self.functions(f"movement/{arm}-{seed}", seed, TEACHER, {"train.weights": value})
-        for arm, control, text in (
-            ("soft", "movement/magnitude", "soft movement pruning; magnitude, as many weights"),
-            ("movement", "movement/magnitude", "movement pruning; magnitude, as many weights"),
-            ("soft", "functions/dense", "soft movement pruning; all weights"),
-        ):
-            yield Comparison(f"movement/{arm}", control, text, CLASSIFIER)
+            for soft, penalty in PENALTIES.items():
+                weights: dict[str, Any] = {soft: f"soft_movement(penalty={penalty}, rate=60.0)"}
+                run = f"movement/{soft}-{seed}"
+                weights |= {f"{soft}_{n}": OfRun(run, f"{n}({{share:.4f}})") for n in ("magnitude", "movement")}
+                for arm, value in weights.items():
+                    yield self.functions(f"movement/{arm}-{seed}", seed, TEACHER, {"train.weights": value})
+        for soft, penalty in PENALTIES.items():
+            name, magnitude = f"soft movement pruning, penalty {penalty:g}", f"movement/{soft}_magnitude"
+            text = f"{name}; magnitude, as many weights"
+            yield Comparison(f"movement/{soft}", magnitude, text, CLASSIFIER)
+            text = f"movement pruning, as many weights as {name}; magnitude"
+            yield Comparison(f"movement/{soft}_movement", magnitude, text, CLASSIFIER)
+            yield Comparison(f"movement/{soft}", "functions/dense", f"{name}; all weights", CLASSIFIER)
 
     def _selected(self, group: str, arms: Mapping[str, tuple[str, str]]) -> Iterator[Step]:
         """Trainings of the teacher with and without a penalty, and what is selected of them, trained further.
@@ -362,7 +369,7 @@ class Catalogue:
     def group_lasso(self) -> Iterator[Entry]:
         """Half of the columns of the feed-forward networks: by a penalty in training, or selected afterwards."""
         arms = {
-            "penalty": ("group_lasso(0.5)", "mlp(0.5, by=magnitude)"),
+            "penalty": ("group_lasso(1.0)", "mlp(0.5, by=magnitude)"),
             "gradient": ("", "mlp(0.5)"),
             "magnitude": ("", "mlp(0.5, by=magnitude)"),
         }
@@ -373,7 +380,7 @@ class Catalogue:
 
     def lasso(self) -> Iterator[Entry]:
         """A tenth of the weights: by a penalty in training, or the largest ones after it."""
-        arms = {"penalty": ("l1(0.1)", "magnitude(0.1)"), "after": ("", "magnitude(0.1)")}
+        arms = {"penalty": ("l1(0.5)", "magnitude(0.1)"), "after": ("", "magnitude(0.1)")}
         yield from self._selected("lasso", arms)
         text = "a tenth of the weights, lasso in training; the largest after it"
         yield Comparison("lasso/penalty", "lasso/after", text, TEACHER)
@@ -422,7 +429,7 @@ class Catalogue:
                     yield Step(f"convnets/{network}_{arm}-{seed}", "digits", {}, further, recipe, dense)
                 factors, low_rank = f"convnets/{network}_factors-{seed}", {**start, "train.weights": "low_rank(0.5)"}
                 yield self.digits(factors, seed, blocks, low_rank, further)
-                recipe = "factorize(parameters=0.5)"
+                recipe = "factorize(parameters=0.5, by=weights)"  # finds the trained factors
                 yield Step(f"convnets/{network}_low_rank-{seed}", "digits", {}, 0, recipe, factors)
                 half = {"model.width": 0.5}
                 yield self.digits(f"convnets/{network}_narrow-{seed}", seed, blocks, half, steps + further)
@@ -439,6 +446,8 @@ NETWORKS = {
     kind: f"conv(8),{kind}(16,stride=2),{kind}(16),{kind}(32,stride=2),{kind}(32)" for kind in ("conv", "separable")
 }
 NETWORKS = {"standard": NETWORKS["conv"], "separable": NETWORKS["separable"]}
+# Penalties of soft movement pruning, on which the share of the weights that stays depends.
+PENALTIES = {"soft": 6.0, "stronger": 20.0}
 # Recipes for convolutional networks: name -> (recipe, description).
 PRUNED = {
     "filters": ("filters(0.5)", "half of the filters"),

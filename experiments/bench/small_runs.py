@@ -10,7 +10,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from hpnlp.training.example_scores import ExampleScores
 from hpnlp.training.result import Result
 
 RESULT = "result.json"
+STEP = 8  # batches of `largest_batch` are multiples of it
 
 
 def is_finished(directory: Path) -> bool:
@@ -39,7 +40,7 @@ def write(directory: Path, content: Mapping[str, Any]) -> None:
 
 
 def train(config: Config, directory: Path) -> Result:
-    """Trains, or goes on, and writes the scores of the held-out examples. Exits if a signal stops the training.
+    """Trains, or goes on, and writes the scores of the held-out examples if there are some. Exits if a signal stops it.
 
     Args:
       config: The config.
@@ -51,9 +52,8 @@ def train(config: Config, directory: Path) -> Result:
     result = loop.train(config, directory)
     if result.interrupted:
         sys.exit(signals.INTERRUPTED)
-    if result.examples is None:
-        sys.exit(f"{directory} has no scores of single examples, by which runs are compared")
-    result.examples.write(directory)
+    if result.examples is not None:
+        result.examples.write(directory)
     return result
 
 
@@ -113,3 +113,23 @@ def paired(ours: Sequence[ExampleScores], theirs: Sequence[ExampleScores], name:
     of_seeds = statistics.variance(differences) / len(differences) if len(differences) > 1 else 0.0
     half = 1.96 * math.sqrt(of_examples**2 + of_seeds)
     return {"difference": statistics.mean(differences), "differences": differences, "half_interval": half}
+
+
+def largest_batch(peak: Callable[[int], int], limit: int) -> tuple[int, int]:
+    """The largest multiple of STEP whose program fits into a memory.
+
+    Args:
+      peak: Bytes of the program for a number of sequences.
+      limit: Bytes.
+
+    Returns:
+      `(sequences, bytes)`; 0 sequences where STEP do not fit. The search assumes that the bytes grow with the batch.
+    """
+    low, of_low, high = 0, 0, STEP
+    while (size := peak(high)) <= limit:
+        low, of_low, high = high, size, 2 * high
+    while high - low > STEP:
+        middle = (low + high) // (2 * STEP) * STEP
+        size = peak(middle)
+        low, of_low, high = (middle, size, high) if size <= limit else (low, of_low, middle)
+    return low, of_low
