@@ -1,10 +1,12 @@
 """Measures the quality and the cost of a cross-encoder and of a dual encoder on the same candidates.
 
-    python experiments/bench/pair_encoders.py --workdir=runs/pairs [--tiny]
+    python experiments/bench/pair_encoders.py --workdir=runs/pairs --start=runs/recipes/words/teacher [--tiny]
 
 The texts are docstrings of the standard library, and the bodies of their functions. Both models have the same layers, steps and
 examples of a batch: the dual encoder contrasts the bodies of a batch; the cross-encoder classifies docstring and body in one
-sequence, half of them with a body of another function. Both begin with random parameters.
+sequence, half of them with a body of another function. Both begin with the encoder of --start, a model of masked words, such as
+the teacher of recipes.py, which has not seen the files that are held out here. Without it, both begin with random parameters,
+from which a cross-encoder learns nothing in so few steps.
 
 Each held-out docstring has --candidates bodies: its own, and others drawn at random. The score is the share of docstrings whose
 own body comes first, and differences are paired over docstrings. The cost is the time from text to order for each docstring:
@@ -16,6 +18,7 @@ Reimers and Gurevych 2019, "Sentence-BERT", compare both forms; the cost of all 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import statistics
@@ -23,6 +26,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
+import jax
 import numpy as np
 import small_runs
 from absl import flags
@@ -30,10 +35,13 @@ from absl import flags
 import hpnlp
 from hpnlp import cli, measure
 from hpnlp.cli.errors import run_script
+from hpnlp.compress.files import WEIGHTS_FILE, write_weights
 from hpnlp.data import sources
 from hpnlp.data.examples.generated.library import docstrings
 from hpnlp.data.split import hash_fraction
 from hpnlp.jobs.predictor import Predictor
+from hpnlp.models.backbone import BackboneConfig
+from hpnlp.training import run_directory
 from hpnlp.training.config import Config, default, resolve
 
 SEEDS = (0, 1, 2)
@@ -41,9 +49,11 @@ HELDOUT = 0.35  # share of the files, by the hash of their names that all tasks 
 FORMS = {"dual encoder": "dual_encoder", "cross-encoder": "classification"}  # form -> task
 BATCH = 32
 TRAIN, HELD = "train", "heldout"
+DUAL_START = "dual_start"  # directory in the workdir
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("workdir", None, "Directory of the runs.", required=True)
+flags.DEFINE_string("start", "", "A run of masked words that both models start from, with its tokenizer.")
 flags.DEFINE_integer("steps", 600, "Steps of each training.", lower_bound=1)
 flags.DEFINE_integer("queries", 500, "Held-out docstrings.", lower_bound=2)
 flags.DEFINE_integer("candidates", 20, "Bodies that are ordered for each docstring.", lower_bound=2)
@@ -94,7 +104,7 @@ def config_of(form: str, seed: int, workdir: Path) -> Config:
     values.data.update(path=str(workdir / f"{task}-{TRAIN}.jsonl"), heldout_path=str(workdir / f"{task}-{HELD}.jsonl"))
     values.data.update(tokenizer="bytes" if FLAGS.tiny else "bpe(2400)", batch_size=BATCH)
     values.data.seq_len = 64 if task == "dual_encoder" else 128  # of one text, and of both
-    values.model.update(layers=2, dim=128, heads=4, mlp="gelu", vocab=2408, dropout=0.1, pooling="mean")
+    values.model.update(layers=2, dim=128, heads=4, mlp="gelu", vocab=2408)
     values.optimizer.update(learning_rate=1e-3, warmup=50, final=0.0)
     values.train.update(steps=FLAGS.steps, seed=seed, checkpoint_every=0, baselines=False)
     values.plan.name = "single"
@@ -105,7 +115,27 @@ def config_of(form: str, seed: int, workdir: Path) -> Config:
         values.model.update(layers=1, dim=32, heads=2)
         values.data.update(batch_size=4, seq_len=32)
         values.train.steps = 4
+    if FLAGS.start:
+        source = run_directory.load_config(FLAGS.start).model
+        values.model.update({f.name: getattr(source, f.name) for f in dataclasses.fields(BackboneConfig)})
+        values.data.tokenizer = str(Path(FLAGS.start).absolute() / "tokenizer.json")
+        values.train.init_from = str(workdir / DUAL_START if task == "dual_encoder" else Path(FLAGS.start).absolute())
+    values.model.update(dropout=0.1, pooling="mean")
     return resolve(values)
+
+
+def write_dual_start(workdir: Path) -> None:
+    """Writes a dual encoder whose tower is the encoder of --start."""
+    source, target = run_directory.load(FLAGS.start), workdir / DUAL_START
+    config = config_of("dual encoder", 0, workdir)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=""))
+    model: Any = run_directory.make_model(config, source.vocabulary)
+    tower = nn.meta.unbox(model.init(jax.random.key(0), model.example_batch(1, 8))["params"])["tower"]
+    target.mkdir(parents=True, exist_ok=True)
+    weights = {"tower": {name: source.params.get(name, first) for name, first in tower.items()}}
+    write_weights(target / WEIGHTS_FILE, weights, {"step": source.step})
+    source.vocabulary.save(target)
+    run_directory.write_config(target, config)
 
 
 def directory(form: str, seed: int, workdir: Path) -> Path:
@@ -208,6 +238,8 @@ def main(_: list[str]) -> None:
     if len(pairs[HELD]) < max(queries, count):
         sys.exit(f"--queries={queries}, --candidates={count}: {len(pairs[HELD])} docstrings are held out")
     write_data(workdir, pairs)
+    if FLAGS.start:
+        write_dual_start(workdir)
     train_all(workdir)
     texts, bodies = candidates_of(pairs[HELD], queries, count)
     correct: dict[str, list[np.ndarray]] = {form: [] for form in FORMS}
