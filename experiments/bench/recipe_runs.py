@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import small_runs
-from recipe_steps import TEACHER, TINY_DATA, Comparison, OfRun, Step, config_of, seeds_of
+from recipe_steps import TEACHER, Comparison, OfRun, Step, seeds_of
+from recipe_tasks import TINY_DATA, config_of
 
 from hpnlp import measure, tasks
 from hpnlp.compress.matrices import is_table

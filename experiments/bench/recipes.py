@@ -37,7 +37,8 @@ from typing import Any
 
 from absl import flags
 from recipe_runs import row_of, run_all, time_rows
-from recipe_steps import CLASSIFIER, GROUPS, TINY_DATA, entries, write_tiny_data
+from recipe_steps import CLASSIFIER, GROUPS, entries
+from recipe_tasks import TINY_DATA, write_tiny_data
 from small_runs import is_finished
 
 from hpnlp import cli, measure
