@@ -46,7 +46,6 @@ from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.run_directory import make_model
 from hpnlp.training.step import make_trainer
 
-SEEDS = (0, 1, 2)
 # Name -> fields of the config.
 DTYPES: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -88,13 +87,17 @@ def config_of(dtype: str, seed: int) -> Config:
     return resolve(values)
 
 
+def seeds() -> tuple[int, ...]:
+    return (0,) if FLAGS.tiny else (0, 1, 2)
+
+
 def directory(dtype: str, seed: int) -> Path:
     return Path(FLAGS.workdir).absolute() / f"{dtype.replace(', ', '_').replace(' ', '_')}-{seed}"
 
 
 def train_all() -> None:
     """Trains what is not finished."""
-    missing = [(d, s) for d in DTYPES for s in SEEDS if not small_runs.is_finished(directory(d, s))]
+    missing = [(d, s) for d in DTYPES for s in seeds() if not small_runs.is_finished(directory(d, s))]
     progress = small_runs.Progress(len(missing) * (20 + 0.25 * config_of("float32", 0).train.steps))
     each = progress.remaining / max(1, len(missing))
     for dtype, seed in missing:
@@ -110,10 +113,10 @@ def train_all() -> None:
 def training_rows() -> list[dict[str, Any]]:
     """Losses of each dtype, and their differences to float32."""
     train_all()
-    scores = {dtype: [small_runs.scores(directory(dtype, seed)) for seed in SEEDS] for dtype in DTYPES}
+    scores = {dtype: [small_runs.scores(directory(dtype, seed)) for seed in seeds()] for dtype in DTYPES}
     rows = []
     for dtype, of_seeds in scores.items():
-        results = [small_runs.read(directory(dtype, seed)) for seed in SEEDS]
+        results = [small_runs.read(directory(dtype, seed)) for seed in seeds()]
         losses = [result["loss"] for result in results]
         row = {"table": "training", "what": dtype, "steps": config_of(dtype, 0).train.steps, "losses": losses}
         row |= {"loss": statistics.mean(losses), "skipped_steps": [result["skipped_steps"] for result in results]}
