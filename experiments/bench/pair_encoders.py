@@ -218,13 +218,13 @@ def time_rows(models: dict[str, Predictor], texts: list[str], bodies: list[list[
     ]
 
 
-def quality_rows(correct: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+def quality_rows(correct: dict[str, np.ndarray], candidates: int) -> list[dict[str, Any]]:
     """Scores of both forms, [seeds, docstrings], and their paired difference."""
     rows: list[dict[str, Any]] = []
     for form, values in correct.items():
         scores = values.mean(axis=1).tolist()
         rows.append({"table": "quality", "what": form, "score": statistics.mean(scores), "scores": scores})
-        rows[-1] |= {"queries": values.shape[1], "candidates": FLAGS.candidates, "steps": FLAGS.steps}
+        rows[-1] |= {"queries": values.shape[1], "candidates": candidates, "steps": FLAGS.steps}
     change = correct["cross-encoder"] - correct["dual encoder"]
     of_texts = float(change.mean(axis=0).var(ddof=1)) / change.shape[1]
     of_seeds = float(change.mean(axis=1).var(ddof=1)) / len(change) if len(change) > 1 else 0.0
@@ -251,7 +251,7 @@ def main(_: list[str]) -> None:
             model = hpnlp.load(directory(form, seed, workdir))
             of_form.append(is_first(similarities(model, form, texts, bodies)))
             print(f"{form}, seed {seed}: {of_form[-1].mean():.4f}", flush=True)
-    rows = quality_rows({form: np.stack(values) for form, values in correct.items()})
+    rows = quality_rows({form: np.stack(values) for form, values in correct.items()}, count)
     models = {form: hpnlp.load(directory(form, 0, workdir)) for form in FORMS}
     rows += time_rows(models, texts[: FLAGS.timed], bodies[: FLAGS.timed])
     for row in rows:
