@@ -38,6 +38,8 @@ EXTRAS = {
     # libtpu compiles without a TPU, for `hpnlp plan --depth=tpu`; jax pins the version of libtpu.
     "tpu-aot": ["jax[tpu]>=0.10.2"],
     "faiss": ["faiss-cpu>=1.15"],
+    # Needs numpy and protobuf; its own extra for TensorFlow is left out.
+    "scann": ["scann>=1.4.2"],
     # `jax.export` writes and reads files with flatbuffers, which jax does not install.
     "export": ["flatbuffers>=25.12"],
     # Writes the files of `hpnlp export --format=onnx`; needs numpy and protobuf only.

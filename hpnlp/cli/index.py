@@ -52,8 +52,8 @@ are nearest to that of a prompt.
 Texts of files are numbered from 1 over all files; blank lines are left out, and not counted.
 
 A shard holds a part of the texts, or of the documents; merge joins all of them, and gives the same datastore as one build.
---index is exact, ivf(cells,probes), lsh(bits,tables,probes), pq(parts,cells,probes) or faiss(factory); by default exact up to
-20,000 vectors, then ivf.
+--index is exact, ivf(cells,probes), lsh(bits,tables,probes), pq(parts,cells,probes), faiss(factory) or scann(cells,probes); by
+default exact up to 20,000 vectors, then ivf.
 """
 
 flags.DEFINE_string("out", None, "Directory to write; that of an older datastore is replaced.")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -18,11 +19,15 @@ if TYPE_CHECKING:
 USAGE = """
 hpnlp neighbours RUN WORD ["A - B + C" ...] [--count=10] [--draw=words.png] [--save=FILE]
 hpnlp neighbours --vectors=FILE WORD ["A - B + C" ...] [--count=10] [--draw=words.png] [--save=FILE]
+hpnlp neighbours RUN "several words" ... --without_each [--expected=WORD] [--format=jsonl]
 
 Lists the words whose vectors have the largest cosine with that of a word, or with a sum of unit vectors such as "king - man +
 woman", whose words are left out. The vectors are the embedding of a run of any task that embeds tokens, or a file in the
 text or binary format of word2vec. --draw draws the words, their neighbours and the most frequent words in the plane of their
 first two principal components. --save writes the vectors as a file of word2vec, binary if its name ends with .bin.
+
+--without_each takes texts of several words, whose vectors are added, and leaves out each word in turn: it prints how the cosine
+and the rank of the nearest neighbour, or of --expected, change without the word. A word helps if the cosine falls without it.
 """
 
 FREQUENT = 60  # most frequent words that a picture shows beside the words of the command
@@ -34,6 +39,11 @@ flags.DEFINE_string(
 flags.DEFINE_integer("count", 10, "Number of neighbours.")
 flags.DEFINE_string("draw", None, "File of a picture of the words and their neighbours.")
 flags.DEFINE_string("save", None, "File of word2vec to write the vectors to.")
+flags.DEFINE_bool("without_each", False, "Rank again without each word of a text.")
+flags.DEFINE_string(
+    "expected", "", "With --without_each: the neighbour to follow, by default the nearest one of the whole text."
+)
+flags.DEFINE_enum("format", "text", ["text", "jsonl"], "Form of the output; jsonl has a record for each text.")
 flags.DEFINE_integer(
     "step", None, "Step of the run's checkpoint; by default the best, or the newest if none was evaluated."
 )
@@ -55,12 +65,24 @@ def run(argv: Sequence[str]) -> None:
     if f.vectors:
         cli.refuse(["step"], "with --vectors, a file without checkpoints: leave it out")
     if not expressions:
-        cli.refuse(["count"], "without a word: name one, or leave it out")
+        cli.refuse(["count", "without_each", "format"], "without a word: name one, or leave it out")
+    if not f.without_each:
+        cli.refuse(["expected"], "without --without_each: set that as well, or leave it out")
+    else:
+        cli.refuse(["count", "draw"], "with --without_each, which follows one neighbour: leave it out")
     picture = None if f.draw is None else cli.plot_path(f.draw, "words.png", "draw")
     table = _table(workdir)
-    neighbours = {expression: table.evaluate(expression, f.count) for expression in expressions}
+    neighbours: dict[str, list[tuple[str, float]]] = {}
+    if f.without_each:
+        for text in expressions:
+            _print_without_each(table, text)
+    else:
+        neighbours = {expression: table.evaluate(expression, f.count) for expression in expressions}
     for expression, near in neighbours.items():
-        print(f"{expression}\n" + "\n".join(f"  {cosine:.3f}  {word}" for word, cosine in near))
+        if f.format == "jsonl":
+            _print_record({"text": expression, "neighbours": [{"word": word, "cosine": x} for word, x in near]})
+        else:
+            print(f"{expression}\n" + "\n".join(f"  {cosine:.3f}  {word}" for word, cosine in near))
     if picture is not None:
         _draw(table, neighbours, picture)
         print(picture)
@@ -70,6 +92,31 @@ def run(argv: Sequence[str]) -> None:
         writable = without_spaces(table)
         save_word2vec(writable, f.save, binary=f.save.endswith(".bin"))
         print(f"{f.save}: {len(writable):,} words")
+
+
+def _print_without_each(table: WordVectorTable, text: str) -> None:
+    """Prints the changes of a text's neighbour without each word of the text."""
+    followed, whole, without = table.without_each(text, cli.FLAGS.expected)
+    changes = [(x, x.cosine - whole.cosine, x.rank - whole.rank) for x in without]
+    if cli.FLAGS.format == "jsonl":
+        _print_record({
+            "text": text, "neighbour": followed, "cosine": whole.cosine, "rank": whole.rank, "nearest": whole.nearest,
+            "without": [
+                {
+                    "word": x.word, "cosine": x.cosine, "rank": x.rank, "nearest": x.nearest,
+                    "cosine_change": cosine, "rank_change": rank,
+                }
+                for x, cosine, rank in changes
+            ],
+        })  # fmt: skip
+        return
+    print(f"{text}\n  {whole.cosine:.3f}          rank {whole.rank:,}  {followed}")
+    for x, change, _ in changes:
+        print(f"  {x.cosine:.3f}  {change:+.3f}  rank {x.rank:,}  without {x.word}, nearest {x.nearest}")
+
+
+def _print_record(record: dict[str, Any]) -> None:
+    print(json.dumps(record, ensure_ascii=False))
 
 
 def _run_and_words(arguments: Sequence[str]) -> tuple[str, list[str]]:

@@ -19,7 +19,8 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.atomic_file import replaced
 from hpnlp.ops.array_op import array_op
-from hpnlp.retrieval.index_backends import KINDS, Kind
+from hpnlp.retrieval.index_backends import KINDS
+from hpnlp.retrieval.index_kind import Kind
 from hpnlp.spec import build, lookup, parse_one
 from hpnlp.types import InputError
 
@@ -57,7 +58,7 @@ class Index:
 
     Args:
       kind: Spec string of an entry of KINDS: "exact", "ivf(cells,probes)", "lsh(bits,tables,probes)",
-        "pq(parts,cells,probes)" or "faiss(factory)", with the arguments of that class.
+        "pq(parts,cells,probes)", "faiss(factory)" or "scann(cells,probes)", with the arguments of that class.
       mesh: Devices over which the vectors are divided; None for one device.
       axis: Axis of the mesh.
 
@@ -100,7 +101,7 @@ class Index:
     def add(self, vectors: Array | np.ndarray) -> Index:
         """Adds vectors, with the ids that follow. On failure the index does not change.
 
-        All kinds but faiss are built again from all vectors, so that pq must keep them (keep="same").
+        All kinds but faiss and scann are built again from all vectors, so that pq must keep them (keep="same").
 
         Args:
           vectors: [n, D], of the dtype of those in the index, finite.
@@ -181,7 +182,7 @@ class Index:
         if "probes" not in self.kind.search_settings:
             raise InputError(
                 f"an index of kind {str(self.kind)!r} has no probes, because it reads all vectors: expected "
-                "ivf, lsh, pq or faiss"
+                "ivf, lsh, pq, faiss or scann"
             )
         return self.searching(probes=probes)
 
@@ -189,7 +190,7 @@ class Index:
         """An index of the same vectors with other settings of searches; nothing is built or copied.
 
         Args:
-          **settings: Arguments of the kind that only searches read: `probes`, `rerank` of pq, `refine` of faiss,
+          **settings: Arguments of the kind that only searches read: `probes`, `rerank` of pq and scann, `refine` of faiss,
             `candidates` of lsh, `block_size` of exact.
 
         Returns:
@@ -211,7 +212,7 @@ class Index:
 
         Args:
           reranking: Whether to count what is read only to rank the best vectors again: the vectors or fine codes that pq keeps
-            beside its codes, and those of a faiss index with refinement.
+            beside its codes, and those of scann, and of a faiss index with refinement.
 
         Returns:
           Bytes.

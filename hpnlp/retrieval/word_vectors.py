@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,23 @@ def _unit_norm(x: np.ndarray) -> np.ndarray:
     x = x / np.where(largest > 0, largest, 1)
     norms = np.linalg.norm(x, axis=-1, keepdims=True)
     return x / np.where(norms > 0, norms, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeftOut:
+    """A text without one of its words, or the whole text.
+
+    Attributes:
+      word: The word that is left out; "" for the whole text.
+      cosine: Cosine of the text and the neighbour that is followed.
+      rank: Rank of that neighbour among the words that are not in the text, 1 for the nearest.
+      nearest: The nearest neighbour.
+    """
+
+    word: str
+    cosine: float
+    rank: int
+    nearest: str
 
 
 class WordVectorTable:
@@ -170,10 +188,50 @@ class WordVectorTable:
         words = words_of(expression)
         if len(words) == 1:
             return self.neighbours(words[0], count)
-        signs = ["+", *_SIGNS.split(expression.strip())[1::2]]
-        signed = list(zip(signs, words, strict=True))
-        added, subtracted = ([word for s, word in signed if s == sign] for sign in "+-")
+        signed = list(zip(*signed_words(expression), strict=True))
+        added, subtracted = ([word for word, s in signed if s == sign] for sign in (1, -1))
         return self.analogy(added, subtracted, count)
+
+    def without_each(self, text: str, expected: str = "") -> tuple[str, LeftOut, list[LeftOut]]:
+        """Leaves out each word of a text in turn, and ranks its neighbours again.
+
+        The vector of a text is the sum of the unit vectors of its words, as of `analogy`. The neighbours are always words that
+        are not in the whole text, so that ranks compare.
+
+        Args:
+          text: Words separated by blanks, or with ` + ` and ` - ` between them, at least two.
+          expected: The neighbour to follow; by default the nearest one of the whole text.
+
+        Returns:
+          `(neighbour that is followed, the whole text, the text without each of its words)`.
+
+        Raises:
+          InputError: A word is not there, the text has one word, `expected` is in the text, or no word is outside of it.
+
+        Cost:
+          One product of the N + 1 texts with the V vectors.
+        """
+        words, signs = signed_words(text)
+        if len(words) < 2:
+            raise InputError(f"{shortened(text, 60)} has one word, without which nothing is left: expected at least 2")
+        rows = np.array([self.row(word) for word in words])
+        if expected and self.row(expected) in rows:
+            raise InputError(f"the word {shortened(expected, 60)} is in the text: expected a neighbour of it")
+        signed = self._unit[rows] * np.array(signs, np.float32)[:, None]
+        # Sums of the other words, and not the total less a word, which leaves rounding errors where the others cancel.
+        is_kept = np.concatenate([np.ones((1, len(words))), 1 - np.eye(len(words))]).astype(np.float32)
+        scores = _unit_norm(is_kept @ signed) @ self._unit.T
+        scores[:, rows] = -np.inf
+        if len(set(rows.tolist())) == len(self):
+            raise InputError("all words are in the text, so that it has no neighbours: choose fewer words")
+        followed = self.row(expected) if expected else int(scores[0].argmax())
+        cosines = scores[:, followed]
+        ranks, nearest = 1 + (scores > cosines[:, None]).sum(axis=1), scores.argmax(axis=1)
+        whole, *without = (
+            LeftOut(word, float(cosine), int(rank), self.words[best])
+            for word, cosine, rank, best in zip(["", *words], cosines, ranks, nearest, strict=True)
+        )
+        return self.words[followed], whole, without
 
     def plane(self, words: Sequence[str], further_words: Sequence[str] = ()) -> np.ndarray:
         """Projection of the unit vectors of words to their first two principal components.
@@ -219,6 +277,24 @@ def words_of(expression: str) -> list[str]:
             f"{shortened(expression, 80)}: expected words with ' + ' or ' - ' between them, as 'a - b + c'"
         )
     return words
+
+
+def signed_words(text: str) -> tuple[list[str], list[int]]:
+    """Words of a text and their signs.
+
+    Args:
+      text: Words separated by blanks, or with ` + ` and ` - ` between them.
+
+    Returns:
+      `(words, 1 or -1 for each)`.
+
+    Raises:
+      InputError: A word is missing.
+    """
+    if not _SIGNS.search(text):
+        return text.split(), [1] * len(text.split())
+    words = words_of(text)
+    return words, [1, *(1 if sign == "+" else -1 for sign in _SIGNS.split(text.strip())[1::2])]
 
 
 def of_tokenizer(vectors: np.ndarray, tokenizer: Tokenizer) -> WordVectorTable:

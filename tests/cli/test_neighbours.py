@@ -1,5 +1,6 @@
 """`hpnlp neighbours`; searches and files are tested in tests/retrieval/test_word_vectors.py."""
 
+import json
 import os
 
 import matplotlib.image
@@ -30,6 +31,23 @@ def test_neighbours_are_listed_drawn_and_saved(run, vectors, tmp_path):
     assert load_word2vec(tmp_path / "vectors.txt").words == WORDS
 
 
+def test_neighbour_without_each_word_is_printed(run, vectors):
+    outcome = run("neighbours", "king woman", vectors, "--without_each")
+    lines = outcome.out.splitlines()
+    assert outcome.code == 0 and outcome.err == "" and lines[0] == "king woman" and len(lines) == 4
+    assert lines[1] == "  0.928          rank 1  queen"
+    assert lines[2].startswith("  0.702  -0.226  rank 1  without king, nearest queen")
+    outcome = run("neighbours", "king woman", vectors, "--without_each", "--expected=man", "--format=jsonl")
+    record = json.loads(outcome.out)
+    assert (record["text"], record["neighbour"], record["nearest"]) == ("king woman", "man", "queen")
+    for row in record["without"]:
+        assert row["cosine_change"] == pytest.approx(row["cosine"] - record["cosine"])
+        assert row["rank_change"] == row["rank"] - record["rank"]
+    assert [row["word"] for row in record["without"]] == ["king", "woman"]
+    record = json.loads(run("neighbours", "king", vectors, "--count=1", "--format=jsonl").out)
+    assert record == {"text": "king", "neighbours": [{"word": "man", "cosine": pytest.approx(0.702, abs=1e-3)}]}
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -44,6 +62,9 @@ def test_neighbours_are_listed_drawn_and_saved(run, vectors, tmp_path):
         (("king", "VECTORS", "--step=3"), "--step=3 has no effect with --vectors, a file without checkpoints: leave"),
         (("VECTORS", "--draw=x.png", "--count=3"), "--count=3 has no effect without a word: name one, or leave it out"),
         (("king", "VECTORS", "--draw="), "--draw is empty"),
+        (("king", "VECTORS", "--expected=man"), "--expected=man has no effect without --without_each: set that as well"),
+        (("king man", "VECTORS", "--without_each", "--count=3"), "--count=3 has no effect with --without_each"),
+        (("VECTORS", "--save=x", "--without_each"), "--without_each=True has no effect without a word"),
         (("king", "VECTORS", "--save=/no/such/place/a.bin"), "/no/such/place"),
     ],
 )

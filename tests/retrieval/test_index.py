@@ -28,6 +28,7 @@ ALL = (
     "pq(parts=4,cells=3,probes=3,rerank=400,centroids=16,iterations=2)",
 )
 FAISS = ("faiss", 'faiss("IVF3,Flat",probes=3)')
+SCANN = ("scann(rerank=400)", "scann(cells=3,probes=3,rerank=400)")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,17 @@ def same(first, second, q, k=10):
 
 @pytest.mark.parametrize("kind", [*ALL, *(pytest.param(kind, marks=pytest.mark.oracle) for kind in FAISS)])
 def test_build_add_save_and_load_match_sorting(kind, data, tmp_path):
-    q, w = data
+    assert_built_added_and_saved_as_sorted(kind, *data, tmp_path)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", SCANN)
+def test_scann_matches_sorting_where_it_ranks_all_vectors_again(kind, data, tmp_path):
+    pytest.importorskip("scann")
+    assert_built_added_and_saved_as_sorted(kind, *data, tmp_path)
+
+
+def assert_built_added_and_saved_as_sorted(kind, q, w, tmp_path):
     index = Index(kind).build(w[:200])
     assert_exact(index, q, w[:200], 10)
     assert index.add(w[200:]) is index
@@ -348,10 +359,13 @@ def test_invalid_meshes_raise(mesh):
         Index("faiss", mesh=mesh)
 
 
-def test_missing_faiss_raises(monkeypatch):
-    monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(InputError, match="pip install faiss-cpu"):
-        Index("faiss").build(np.ones((5, 4), np.float32))
+@pytest.mark.parametrize(
+    ("kind", "module", "package"), [("faiss", "faiss", "faiss-cpu"), ("scann", "scann.scann_ops.py", "scann")]
+)
+def test_missing_packages_raise(monkeypatch, kind, module, package):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(InputError, match=f"an index of kind '{kind}' needs the package {kind}: pip install {package}"):
+        Index(kind).build(np.ones((5, 4), np.float32))
 
 
 @pytest.mark.oracle
@@ -365,6 +379,37 @@ def test_invalid_faiss_settings_raise():
     ):
         with pytest.raises(InputError, match=message):
             Index(kind).build(w)
+
+
+@pytest.mark.oracle
+def test_recall_of_scann_rises_to_that_of_exact_search(data):
+    pytest.importorskip("scann")
+    q, w = data
+    true, recalls = np.asarray(Index().build(w).search(q, 10)[1]), []
+    index = Index("scann(cells=10,probes=1,rerank=10)").build(w)
+    for probes, rerank in ((1, 10), (10, 10), (10, V)):
+        scores, ids = map(np.asarray, index.searching(probes=probes, rerank=rerank).search(q, 10))
+        recalls.append(recall(ids, true))
+        # Scores are products of the vectors themselves, whichever vectors are found.
+        assert ((ids == -1) == np.isneginf(scores)).all()
+        products = np.take_along_axis(q @ w.T, np.maximum(ids, 0), axis=1)
+        np.testing.assert_allclose(np.where(ids < 0, 0, scores), np.where(ids < 0, 0, products), rtol=1e-4, atol=1e-5)
+    assert recalls == sorted(recalls) and recalls[-1] == 1
+    missing = np.asarray(index.search(q, V)[1]) == -1
+    assert missing.any() and not missing[:, 0].any()
+
+
+@pytest.mark.oracle
+def test_invalid_scann_settings_raise():
+    pytest.importorskip("scann")
+    for kind, message in (
+        ("scann(cells=2)", "cells=2 and probes=None: set both, or none"),
+        ("scann(cells=2,probes=3)", "probes is 3: expected 1 to 2, the number of cells"),
+        ("scann(cells=9,probes=3)", "scann cannot build .* from vectors .* less than the number of clusters"),
+        ("scann(rerank=0)", "scann with rerank=0: expected at least 1"),
+    ):
+        with pytest.raises(InputError, match=message):
+            Index(kind).build(np.ones((5, 4), np.float32))
 
 
 @pytest.mark.oracle

@@ -37,6 +37,46 @@ def test_analogies_leave_out_their_words(table):
     assert best == table.analogy(["king", "woman"], ["man"], 3)
 
 
+def test_without_each_word_ranks_are_those_of_the_other_words(table):
+    unit = VECTORS / np.linalg.norm(VECTORS, axis=1, keepdims=True)
+    rows = {word: row for row, word in enumerate(WORDS)}
+    outside = [rows[word] for word in ("queen", "man", "ñandú")]
+    for text, signed in (
+        ("king woman apple", {"king": 1, "woman": 1, "apple": 1}),
+        ("king - woman + apple", {"king": 1, "woman": -1, "apple": 1}),
+    ):
+        expected = []
+        for left_out in ("", *signed):
+            x = sum(sign * unit[rows[word]] for word, sign in signed.items() if word != left_out)
+            expected.append(unit[outside] @ x / np.linalg.norm(x))
+        for name in ("", "queen"):
+            followed, whole, without = table.without_each(text, name)
+            assert followed == (name or WORDS[outside[int(np.argmax(expected[0]))]])
+            at = outside.index(rows[followed])
+            assert [x.word for x in (whole, *without)] == ["", *signed]
+            assert [x.cosine for x in (whole, *without)] == pytest.approx([x[at] for x in expected], abs=1e-6)
+            assert [x.rank for x in (whole, *without)] == [1 + np.sum(x > x[at]) for x in expected]
+            assert [x.nearest for x in (whole, *without)] == [WORDS[outside[int(x.argmax())]] for x in expected]
+    # A word that is there twice is left out once.
+    assert table.without_each("king king woman", "queen")[2][1].cosine == pytest.approx(
+        table.without_each("king woman", "queen")[1].cosine, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "message"),
+    [
+        ("king", "", "'king' has one word, without which nothing is left: expected at least 2"),
+        ("king kong", "", "the word 'kong' has no vector: did you mean 'king'"),
+        ("king man", "man", "the word 'man' is in the text: expected a neighbour of it"),
+        (" ".join(WORDS), "", "all words are in the text, so that it has no neighbours"),
+    ],
+)
+def test_texts_without_words_to_leave_out_raise(table, text, expected, message):
+    with pytest.raises(InputError, match=message):
+        table.without_each(text, expected)
+
+
 def test_plane_keeps_the_distances_of_points_in_a_plane():
     points = np.array([[1, 0, 0], [0, 1, 0], [-1, 0, 0], [0.6, 0.8, 0]])
     plane = WordVectorTable(list("abcd"), points).plane(list("abcd"))
