@@ -72,17 +72,12 @@ def run(argv: Sequence[str]) -> None:
         cli.refuse(["count", "draw"], "with --without_each, which follows one neighbour: leave it out")
     picture = None if f.draw is None else cli.plot_path(f.draw, "words.png", "draw")
     table = _table(workdir)
-    neighbours: dict[str, list[tuple[str, float]]] = {}
-    if f.without_each:
-        for text in expressions:
+    neighbours = {} if f.without_each else {text: table.evaluate(text, f.count) for text in expressions}
+    for text in expressions:
+        if f.without_each:
             _print_without_each(table, text)
-    else:
-        neighbours = {expression: table.evaluate(expression, f.count) for expression in expressions}
-    for expression, near in neighbours.items():
-        if f.format == "jsonl":
-            _print_record({"text": expression, "neighbours": [{"word": word, "cosine": x} for word, x in near]})
         else:
-            print(f"{expression}\n" + "\n".join(f"  {cosine:.3f}  {word}" for word, cosine in near))
+            _print_neighbours(text, neighbours[text])
     if picture is not None:
         _draw(table, neighbours, picture)
         print(picture)
@@ -92,6 +87,13 @@ def run(argv: Sequence[str]) -> None:
         writable = without_spaces(table)
         save_word2vec(writable, f.save, binary=f.save.endswith(".bin"))
         print(f"{f.save}: {len(writable):,} words")
+
+
+def _print_neighbours(text: str, near: Sequence[tuple[str, float]]) -> None:
+    if cli.FLAGS.format == "jsonl":
+        _print_record({"text": text, "neighbours": [{"word": word, "cosine": cosine} for word, cosine in near]})
+    else:
+        print(f"{text}\n" + "\n".join(f"  {cosine:.3f}  {word}" for word, cosine in near))
 
 
 def _print_without_each(table: WordVectorTable, text: str) -> None:

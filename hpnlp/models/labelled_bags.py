@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -12,18 +12,20 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from hpnlp.model_parallel import ModelParallel
+from hpnlp.models.bag_memory import BagMemory, parse_memory
 from hpnlp.models.prediction import Batch, classification_metrics
 from hpnlp.models.ranges import LIMITS
 from hpnlp.models.unstacked import Unstacked, UnstackedModel
-from hpnlp.nn.layers import Embed, dropout, embed_init, param
-from hpnlp.ops.embeddings import frequency_factors, pool_segments, scale_gradient, unit_norm
+from hpnlp.nn.layers import Embed, buffer, dropout, embed_init, param
+from hpnlp.ops.embeddings import concat_nearest, frequency_factors, pool_segments, scale_gradient, unit_norm
 from hpnlp.ops.embeddings.bags import MODES
 from hpnlp.ops.softmax.margin import hardest, margin_loss
 from hpnlp.spec import did_you_mean, shortened
-from hpnlp.types import InputError, LossOut, WordStats, option
+from hpnlp.types import InputError, LossOut, Statistics, WordStats, option
 
 LOSSES = ("margin", "softmax")
 SIMILARITIES = ("cosine", "dot")
+MEMORY = "memory"  # name of the statistics of the memory, and of its entries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,12 @@ class LabelledBagsConfig(Unstacked):
         0.0,
         "Gradients of a word's vector are scaled by (number of occurrences)^-power: 0 for no scaling, 1 for the inverse "
         "frequency. Needs optimizer.name=sgd, as Adam divides the factor out, and a tokenizer of words.",
+    )
+    memory: str = option(
+        "",
+        "An entry of MEMORIES, whose nearest entries follow the vector of a bag where it is compared with the labels: "
+        '"bags(4096)", the vectors of training bags as of the latest steps that read them, or "table(256)", a trained table; '
+        'bags(4096,k=4,temperature=0.1) for the mean of 4 entries, weighted by exp(cosine / temperature). "" for none.',
     )
     vocab: int = option(0, "Number of ids of tokens; 0 for the tokenizer's.")
     classes: int = option(0, "Number of labels; 0 for the number of labels in the data.")
@@ -75,6 +83,7 @@ class LabelledBagsConfig(Unstacked):
         for name, (low, high) in ranges.items():
             if not low <= getattr(self, name) <= high:
                 raise InputError(f"model.{name}={shortened(getattr(self, name), 40)}: expected {low} to {high}")
+        parse_memory(self.memory)
         if self.classes == 1:
             raise InputError(
                 "model.classes=1: a single label has no negatives: expected at least 2, or 0 for the data's"
@@ -103,8 +112,9 @@ class LabelledBagsConfig(Unstacked):
         Returns:
           The number of FLOPs.
         """
-        texts = batch_size * self.max_texts
-        return 6.0 * self.dim * (texts * texts + batch_size * self.classes)
+        texts, memory = batch_size * self.max_texts, parse_memory(self.memory)
+        compared = self.classes if memory is None else 2 * self.classes + memory.entries
+        return 6.0 * self.dim * (texts * texts + batch_size * compared)
 
 
 class LabelledBags(UnstackedModel, nn.Module):
@@ -115,6 +125,11 @@ class LabelledBags(UnstackedModel, nn.Module):
     with another label in the batch, or than the other labels. All sums are the total less the vector that is left out, so that
     a vector is computed once. The parameters are the tables "embed" of the words and "labels".
 
+    With a memory, the sum h of the texts of a bag is followed by its nearest entries, h || nn(mem, h), and compared with labels
+    of twice as many features, of which the first half belongs to the sums of bags without a text. The entries are the buffer
+    "memory" [N, D], in which the sum of each bag of a training step is written, and in which a training bag never finds its own
+    entry; or the parameter "memory".
+
     Attributes:
       config: Sizes and parts of the model.
       stats: Counts of the words, for `frequency_power`.
@@ -122,7 +137,8 @@ class LabelledBags(UnstackedModel, nn.Module):
       remat: Not used.
 
     References:
-      Wu et al. 2018, "StarSpace: embed all the things!", with "trainMode 1", which draws the text or label to leave out.
+      Wu et al. 2018, "StarSpace: embed all the things!", with "trainMode 1", which draws the text or label to leave out;
+      Kaiser et al. 2017, "Learning to remember rare events", for memories that any layer may read by nearest neighbours.
     """
 
     config: LabelledBagsConfig
@@ -138,7 +154,13 @@ class LabelledBags(UnstackedModel, nn.Module):
     def setup(self) -> None:
         c = self.config
         self.embed = Embed(c.vocab, c.dim)
-        self.labels = param(self, "labels", embed_init, (c.classes, c.dim), ("labels", "embed"))
+        self.memory = parse_memory(c.memory)
+        width = c.dim if self.memory is None else 2 * c.dim
+        self.labels = param(self, "labels", embed_init, (c.classes, width), ("labels", "embed"))
+        if isinstance(self.memory, BagMemory):
+            self.entries = buffer(self, MEMORY, nn.initializers.zeros, (self.memory.entries, c.dim), (None, None))
+        elif self.memory is not None:
+            self.entries = param(self, MEMORY, embed_init, (self.memory.entries, c.dim), ("entries", "embed"))
 
     def _length_1(self, x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
         """The vectors divided by their norms, for cosines."""
@@ -171,7 +193,8 @@ class LabelledBags(UnstackedModel, nn.Module):
             is_token.reshape(-1).astype(jnp.int32), jnp.where(number < 0, bags * texts, number), bags * texts + 1
         )
         exists = counts[:-1].reshape(bags, texts) > 0
-        return self._length_1(pooled).reshape(bags, texts, -1), exists, self._length_1(self.labels[batch["labels"]])
+        label_vectors = self._length_1(self.labels[batch["labels"]][:, : c.dim])
+        return self._length_1(pooled).reshape(bags, texts, -1), exists, label_vectors
 
     def loss(self, batch: Batch, deterministic: bool = True) -> LossOut:
         """The loss of a batch.
@@ -195,7 +218,7 @@ class LabelledBags(UnstackedModel, nn.Module):
         target = jnp.diagonal(scores)
         text_losses, best = self._losses(target, scores, jnp.where(flat, of_text, -1), of_text)
         text_weights = jnp.where(exists, weights[:, None], 0.0).reshape(-1)
-        label_scores = _product(sums, self._length_1(self.labels))
+        label_scores = self._label_scores(sums, batch)
         target_label = jnp.take_along_axis(label_scores, labels[:, None], axis=1)[:, 0]
         classes = jnp.arange(self.config.classes, dtype=labels.dtype)
         label_losses, _ = self._losses(target_label, label_scores, classes, labels)
@@ -206,9 +229,37 @@ class LabelledBags(UnstackedModel, nn.Module):
             batch, label_scores.argmax(axis=1).astype(labels.dtype), self.config.classes, deterministic
         )
         hits = jnp.where(target > best, compared, 0.0).sum()
-        return LossOut(
-            total, text_weights.sum() + weights.sum(), {**metrics, "text_recall_at_1": (hits, compared.sum())}
-        )
+        statistics: Statistics = {}
+        if isinstance(self.memory, BagMemory) and not deterministic:
+            statistics = {MEMORY: self.memory.written(sums, batch["bag"], weights != 0)}
+        metrics["text_recall_at_1"] = hits, compared.sum()
+        return LossOut(total, text_weights.sum() + weights.sum(), metrics, statistics)
+
+    def _label_scores(self, sums: Float[Array, "B D"], batch: Batch) -> Float[Array, "B C"]:
+        """Similarities of the sums of bags, with what they find in the memory, to all labels."""
+        if self.memory is None:
+            return _product(sums, self._length_1(self.labels))
+        memory = self.memory
+        is_hidden = memory.own_entries(batch["bag"]) if isinstance(memory, BagMemory) else None
+        h = concat_nearest(sums, self.entries, memory.k, temperature=memory.temperature, is_hidden=is_hidden)
+        return _product(self._length_1(h), self._length_1(self.labels))
+
+    @nn.nowrap
+    def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
+        """Buffers for the next step: the memory with the bags of this one, of which several with one entry have their mean.
+
+        Args:
+          buffers: The model's buffers.
+          statistics: Those of `loss`, summed over the whole batch.
+          step: Not read.
+          rng: Not read.
+
+        Returns:
+          A tree like `buffers`.
+        """
+        if MEMORY not in statistics:
+            return buffers
+        return {**buffers, MEMORY: BagMemory.advanced(buffers[MEMORY], statistics[MEMORY])}
 
     def _contexts(self, texts: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Sums of the vectors of a bag without each text `[B, M, D]`, and without the label `[B, D]`."""
@@ -250,7 +301,7 @@ class LabelledBags(UnstackedModel, nn.Module):
           Float32 logits of each bag.
         """
         texts, _, label_vectors = self.vectors(batch)
-        return _product(self._contexts(texts, label_vectors)[1], self._length_1(self.labels)) / self.config.temperature
+        return self._label_scores(self._contexts(texts, label_vectors)[1], batch) / self.config.temperature
 
     @nn.nowrap
     def example_batch(self, batch_size: int, length: int) -> dict[str, jax.Array]:
@@ -269,14 +320,15 @@ class LabelledBags(UnstackedModel, nn.Module):
             "segment_ids": jnp.minimum(positions % max(self.config.max_texts, 1) + 1, length),
             "positions": positions,
             "labels": jnp.arange(batch_size, dtype=jnp.int32) % max(self.config.classes, 1),
+            "bag": jnp.arange(batch_size, dtype=jnp.int32),
             "weights": jnp.ones((batch_size,), jnp.float32),
         }
 
     @nn.nowrap
     def batch_axes(self) -> dict[str, tuple[str, ...]]:
-        """Logical axes of the arrays of a batch: ("batch",) for labels and weights, otherwise ("batch", "length")."""
+        """Logical axes of the arrays of a batch: ("batch", "length") for those of tokens, otherwise ("batch",)."""
         axes: dict[str, tuple[str, ...]] = dict.fromkeys(("tokens", "segment_ids", "positions"), ("batch", "length"))
-        return {**axes, "labels": ("batch",), "weights": ("batch",)}
+        return axes | dict.fromkeys(("labels", "bag", "weights"), ("batch",))
 
     def __call__(self, batch: Batch) -> LossOut:
         return self.loss(batch)

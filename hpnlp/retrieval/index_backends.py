@@ -147,4 +147,11 @@ class Pq(Kind):
         return np.asarray(state["vectors"])[:count][np.argsort(np.asarray(state["ids"])[:count])]
 
 
-KINDS: dict[str, Callable[..., Kind]] = {"exact": Exact, "ivf": Ivf, "lsh": Lsh, "pq": Pq, "faiss": Faiss, "scann": Scann}
+KINDS: dict[str, Callable[..., Kind]] = {
+    "exact": Exact,
+    "ivf": Ivf,
+    "lsh": Lsh,
+    "pq": Pq,
+    "faiss": Faiss,
+    "scann": Scann,
+}

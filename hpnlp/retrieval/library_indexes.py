@@ -177,7 +177,9 @@ class Scann(Kind):
 
 
 SCANN_SAMPLE = 100_000  # vectors that train the cells
-SCANN_THRESHOLD = 0.2  # share of a vector's length, from which its inner products count in the error of a code: ScaNN's advice
+SCANN_THRESHOLD = (
+    0.2  # share of a vector's length, from which its inner products count in the error of a code: ScaNN's advice
+)
 SCANN_QUERIES = 32  # queries of one thread at a time
 
 

@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.data.examples import BagsConfig, Examples
+from hpnlp.data.examples import BagExamples, BagsConfig, Examples, prepare_examples
 from hpnlp.data.examples.baselines import tfidf_bag_accuracy
 from hpnlp.data.examples.dataset import HELDOUT
+from hpnlp.data.files import Progress
 from hpnlp.models.labelled_bags import LabelledBags, LabelledBagsConfig
 from hpnlp.tasks.label_report import LabelReport, whole_text
 from hpnlp.tasks.labels import LabelTask
 from hpnlp.tasks.reporting import Outcome, Report, Section, decimals
 from hpnlp.tasks.task import RunConfig
-from hpnlp.tasks.vocabulary import Sizes
+from hpnlp.tasks.vocabulary import Sizes, Vocabulary
 from hpnlp.types import InputError
 
 BASELINES = {
@@ -100,6 +101,19 @@ class LabelledBagsTask(LabelTask):
     data_config = BagsConfig
     compares_as = "classification"
     report = BagReport("text or label", BASELINES, whole_text)
+
+    def dataset(self, data: BagsConfig, vocabulary: Vocabulary | None, progress: Progress | None = None) -> BagExamples:
+        has_labels, labels, tokenizer = data.kind().has_labels, None, None
+        if vocabulary is not None:
+            labels, tokenizer = vocabulary.labels, vocabulary.tokenizer
+        examples = prepare_examples(data, labels if has_labels else None, tokenizer, progress, BagExamples)
+        if labels is not None and labels != examples.labels:
+            raise InputError(
+                f"data.positives={data.positives!r}: the topics of these training bags are {', '.join(examples.labels[:3])}, "
+                f"..., and those of the run {', '.join(labels[:3])}, ...: keep the run's data.path and data.positives, and "
+                "name other bags to score by data.heldout_path"
+            )
+        return examples
 
     def model(self, config: RunConfig, sizes: Sizes) -> LabelledBags:
         self.check_no_stride(config)

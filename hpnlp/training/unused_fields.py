@@ -15,7 +15,7 @@ import numpy as np
 from hpnlp import tasks
 from hpnlp.data import sources
 from hpnlp.data.config import DataConfig
-from hpnlp.data.examples import ExampleConfig, PairsConfig, generated
+from hpnlp.data.examples import BagsConfig, ExampleConfig, PairsConfig, generated
 from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.dual_encoder import DualEncoderConfig
 from hpnlp.models.labelled_bags import LabelledBagsConfig
@@ -325,6 +325,13 @@ def _other_loss(kind: type[LabelledBagsConfig | DualEncoderConfig], loss: str) -
     return find_reason
 
 
+def _topics(config: Config) -> str:
+    data = config.data
+    if not isinstance(data, BagsConfig) or data.kind().has_labels:
+        return ""
+    return f"data.positives={data.positives!r} takes topics in place of labels: leave it out, or set data.positives='labels'"
+
+
 def _no_subsampling(config: Config) -> str:
     if not isinstance(config.model, WordVectorsConfig) or config.model.subsample:
         return ""
@@ -357,6 +364,7 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Config], str]], ...] = (
     (("data.text_field", "data.prompt_field"), _no_records),
     (("data.weights",), _one_source),
     (("data.grade_field",), _no_grades),
+    (("data.label_field",), _topics),
     (ROPE_FIELDS, _no_rope),
     (("model.max_len",), _no_length_limit),
     (("model.target_len",), _no_target_limit),

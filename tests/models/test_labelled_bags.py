@@ -1,4 +1,4 @@
-"""Labelled bags: equality with a loop over left-out texts, independence of padding, scaled gradients, and errors."""
+"""Labelled bags: equality with a loop over left-out texts, independence of padding, scaled gradients, memory, and errors."""
 
 import functools
 
@@ -155,9 +155,115 @@ def test_accuracies_are_those_of_the_similarities():
     assert (float(hits), float(count)) == (np.sum(np.diag(scores) > others), exists.sum())
 
 
+MEMORY = {
+    **PARAMS,
+    "labels": np.random.default_rng(4).standard_normal((CLASSES, 2 * D)).astype(np.float32),
+}
+BAGS = {**make_batch(), "bag": jnp.array([0, 7, 3, -1, 11, 5], jnp.int32)}
+
+
+def memory_loss(model, entries):
+    """`(LossOut, gradients, logits)` of a training step with these entries, and the entries after it."""
+    trains = isinstance(model.config.memory, str) and model.config.memory.startswith("table")
+
+    def step(params, entries):
+        def loss(params):
+            weights = {**params, "memory": entries} if trains else params | {"buffers": {"memory": entries}}
+            out = model.apply(variables.collections(weights), BAGS, deterministic=False, rngs={"dropout": KEY})
+            return out.sum, (out, model.apply(variables.collections(weights), BAGS, method="logits"))
+
+        (_, (out, logits)), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+        advanced = model.advance({"memory": entries}, out.statistics, jnp.int32(0), KEY)["memory"]
+        return out, gradients, logits, advanced
+
+    return jax.jit(step, compiler_options=ONCE)(MEMORY, entries)
+
+
+KEY = jax.random.key(0)
+
+
+def unit(x):
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def test_label_scores_are_those_of_the_sum_followed_by_its_nearest_entry():
+    """The label loss of each bag, in numpy; a bag of the training data does not find its own entry, also if it is nearest."""
+    model = make(memory="bags(8)", loss="softmax")
+    plain = make(loss="softmax")
+    texts, _, exists = compiled_vectors(plain)
+    h = unit((texts * exists[..., None]).sum(axis=1))
+    entries = np.random.default_rng(5).standard_normal((8, D)).astype(np.float32)
+    entries[3], entries[7], entries[2] = 2 * h[2], h[1], 0  # own entries of bags 3 and 7, and an empty one
+    found = []
+    for row, bag in enumerate(np.asarray(BAGS["bag"])):
+        known = [n for n in range(8) if n != 2 and (bag < 0 or n != bag % 8)]
+        found.append(entries[max(known, key=lambda n: unit(entries[n]) @ h[row])])
+    joined = unit(np.concatenate([h, np.array(found)], axis=1))
+    labels = np.asarray(BAGS["labels"])
+    scores = joined @ unit(MEMORY["labels"]).T
+    out, _, logits, advanced = memory_loss(model, entries)
+    assert_close(logits, scores / model.config.temperature)
+    # The texts' losses are those without a memory, with the first half of the labels.
+    halves = {**PARAMS, "labels": MEMORY["labels"][:, :D]}
+    without = plain.apply({"params": halves}, BAGS)
+    nll = np.log(np.exp(scores / 0.1).sum(axis=1)) - scores[np.arange(B), labels] / 0.1
+    plain_scores = h @ unit(halves["labels"]).T / 0.1
+    plain_nll = np.log(np.exp(plain_scores).sum(axis=1)) - plain_scores[np.arange(B), labels]
+    weights = np.asarray(BAGS["weights"])
+    assert_close(out.sum, np.float32(without.sum + ((nll - plain_nll) * weights).sum()))
+    # Bags 3 and 11 share an entry; the bag without a number, and the padding, are not written.
+    expected = entries.copy()
+    expected[0], expected[7], expected[3] = h[0], h[1], (h[2] + h[4]) / 2
+    assert_close(advanced, expected)
+
+
+def compiled_vectors(model):
+    texts, contexts, exists = model.apply({"params": PARAMS}, BAGS, method="embed_bags")
+    every = {**BAGS, "weights": jnp.ones(B)}
+    exists = model.apply({"params": PARAMS}, every, method="embed_bags")[2]
+    return np.asarray(texts), np.asarray(contexts), np.asarray(exists)
+
+
+def test_bags_never_find_themselves():
+    """Gradients and loss do not depend on the own entry of a bag, whatever it holds."""
+    model = make(memory="bags(12,k=2)")
+    entries = np.random.default_rng(6).standard_normal((12, D)).astype(np.float32)
+    other = entries.copy()
+    one = {**BAGS, "weights": jnp.zeros(B).at[2].set(1.0), "bag": jnp.full(B, 3, jnp.int32)}
+    other[3] = 100.0
+
+    def loss(params, entries):
+        weights = params | {"buffers": {"memory": entries}}
+        return model.apply(variables.collections(weights), one, deterministic=False, rngs={"dropout": KEY}).sum
+
+    first, second = (jax.value_and_grad(loss)(MEMORY, x) for x in (entries, other))
+    assert_close(first, second)
+    scored = {**one, "bag": jnp.full(B, -1, jnp.int32)}
+    weights = [variables.collections(MEMORY | {"buffers": {"memory": x}}) for x in (entries, other)]
+    first, second = (model.apply(x, scored, method="logits") for x in weights)
+    assert not np.allclose(first, second)
+
+
+def test_a_trained_table_has_gradients_and_an_empty_memory_none():
+    entries = np.random.default_rng(7).standard_normal((5, D)).astype(np.float32)
+    model = make(memory="table(5,k=3)", loss="softmax")
+
+    def loss(entries):
+        return model.apply({"params": {**MEMORY, "memory": entries}}, BAGS).sum
+
+    gradient = jax.grad(loss)(entries)
+    assert np.all(np.isfinite(gradient)) and np.count_nonzero(np.abs(gradient).sum(axis=1)) >= 3
+    out, gradients, _, _ = memory_loss(make(memory="bags(8)"), np.zeros((8, D), np.float32))
+    assert np.isfinite(out.sum) and all(np.all(np.isfinite(x)) for x in jax.tree.leaves(gradients))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"memory": "bag(9)"}, "model.memory .*'bag'.*did you mean 'bags'"),
+        ({"memory": "bags(0)"}, "model.memory: entries=0: expected 1 to"),
+        ({"memory": "bags(9,k=10)"}, "model.memory: k=10: expected 1 to entries=9"),
+        ({"memory": "table(9,temperature=0.0)"}, "model.memory: temperature=0.0: expected 0.001 to 100"),
         ({"mode": "max"}, "model.mode='max'"),
         ({"loss": "hinge"}, "model.loss='hinge'"),
         ({"similarity": "cos"}, "model.similarity='cos': did you mean 'cosine'"),

@@ -33,6 +33,9 @@ CALLS = {
     ),
     "embeddings.metric_losses.large_margin_loss": ((embeddings.large_margin_loss, (X, LABELS)),),
     "embeddings.neighbors.find_neighbors": ((lambda *a: embeddings.find_neighbors(*a, 2), (X, TABLE)),),
+    "embeddings.neighbors.concat_nearest": (
+        (lambda *a: embeddings.concat_nearest(*a[:2], 2, is_hidden=a[2]), (X, TABLE, np.eye(B, V, dtype=bool))),
+    ),
     "embeddings.neighbors.neighbor_probabilities": (
         (lambda *a: embeddings.neighbor_probabilities(*a, V, temperature=0.1), (IDS * 0.1, IDS)),
     ),

@@ -116,6 +116,10 @@ def test_defaults_pass(task):
             "data.target_len=128",
         ),
         (
+            {"task": "labelled_bags", "data.positives": "topics(5)", "data.label_field": "module"},
+            "data.label_field='module' has no effect, because data.positives='topics(5)' takes topics in place of labels",
+        ),
+        (
             {"task": "labelled_bags", "model.temperature": 0.2},
             "model.temperature=0.2 has no effect, because model.loss=",
         ),

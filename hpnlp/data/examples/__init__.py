@@ -1,5 +1,6 @@
 """Labelled examples on disk to batches: `prepare_examples(ClassificationConfig(...))` returns `Examples`."""
 
+from hpnlp.data.examples.bag_examples import BagExamples
 from hpnlp.data.examples.config import (
     BagsConfig,
     ClassificationConfig,
@@ -15,6 +16,7 @@ from hpnlp.data.examples.labels import load_labels, save_labels
 from hpnlp.data.examples.prepare import check_paths, prepare_examples
 
 __all__ = [
+    "BagExamples",
     "BagsConfig",
     "ClassificationConfig",
     "ExampleConfig",

@@ -10,7 +10,7 @@ import numpy as np
 
 from hpnlp.data.examples.fields import Column, FieldError
 from hpnlp.data.examples.kind import Kind, TokenisedExamples, example_weights, padded
-from hpnlp.data.examples.store import NO_LABEL
+from hpnlp.data.examples.store import NO_LABEL, UNLABELLED
 from hpnlp.data.packing import Batch
 from hpnlp.types import InputError, Tokenizer
 
@@ -20,26 +20,29 @@ class LabelledBags(Kind):
     """Texts that belong together, such as titles of the documentation of one module, with one label of all.
 
     A batch has "tokens" (the texts one after another, without special tokens), "segment_ids" (number of the text from 1 on;
-    0 on padding) and "positions", int32 [B, T]; "labels", int32 [B]; "weights", float32 [B]. If the texts have more than
-    `seq_len` tokens, each keeps at most `seq_len` / number of texts.
+    0 on padding) and "positions", int32 [B, T]; "labels", int32 [B]; "bag", -1, int32 [B], in place of which
+    `bag_examples.BagExamples` puts the number of a training bag; "weights", float32 [B]. If the texts have more than `seq_len`
+    tokens, each keeps at most `seq_len` / number of texts.
 
     Attributes:
       texts_field: Field of the texts.
-      label_field: Field of the label.
+      label_field: Field of the label; not read without `has_labels`.
       max_texts: Largest number of texts.
       distinct: Keep each token of a text once, at its first occurrence.
+      has_labels: Whether records have labels; otherwise topics take their place.
     """
 
     texts_field: str
     label_field: str
     max_texts: int
     distinct: bool = False
-    has_labels = True
+    has_labels: bool = True
     compares_examples = True
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        return Column(self.texts_field, "texts_field", "texts"), Column(self.label_field, "label_field", "label")
+        label = [Column(self.label_field, "label_field", "label")] if self.has_labels else []
+        return Column(self.texts_field, "texts_field", "texts"), *label
 
     def check(self, values: Mapping[str, Any]) -> None:
         count = len(values["texts_field"])
@@ -60,7 +63,7 @@ class LabelledBags(Kind):
         return values["texts_field"]
 
     def labels(self, values: Mapping[str, Any]) -> list[str]:
-        return [values["label_field"]]
+        return [values["label_field"]] if self.has_labels else []
 
     def join(self, ids: Sequence[np.ndarray], labels: np.ndarray) -> tuple[Sequence[np.ndarray], np.ndarray]:
         if empty := [number for number, text in enumerate(ids, 1) if not len(text)]:
@@ -68,7 +71,8 @@ class LabelledBags(Kind):
         if self.distinct:
             ids = [text[np.sort(np.unique(text, return_index=True)[1])] for text in ids]
         # The first token of each text carries the label, by which `batch` finds the texts.
-        stored = [np.where(np.arange(len(text)) == 0, labels[0], NO_LABEL).astype(np.int32) for text in ids]
+        label = labels[0] if len(labels) else UNLABELLED
+        stored = [np.where(np.arange(len(text)) == 0, label, NO_LABEL).astype(np.int32) for text in ids]
         return [np.concatenate(ids)], np.concatenate(stored)
 
     def special_tokens(self, tokenizer: Tokenizer) -> int:
@@ -92,7 +96,7 @@ class LabelledBags(Kind):
         for row, number in enumerate(numbers):
             ids, of_tokens = examples.part(number, 0), examples.labels(number)
             starts = of_tokens != NO_LABEL
-            labels[row] = of_tokens[starts][0]
+            labels[row] = max(of_tokens[starts][0], 0)  # texts to predict the topic of have none
             segment = np.cumsum(starts)
             if len(ids) > seq_len:
                 first = np.flatnonzero(starts)
@@ -105,5 +109,6 @@ class LabelledBags(Kind):
             "segment_ids": padded(segments, count, seq_len, 0),
             "positions": np.tile(np.arange(seq_len, dtype=np.int32), (count, 1)),
             "labels": labels,
+            "bag": np.full(count, -1, np.int32),
             "weights": example_weights(len(numbers), count),
         }

@@ -14,6 +14,7 @@ from hpnlp.data.examples.hashed import HashedTexts
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Classification, Pairs, Seq2Seq, Tagging
 from hpnlp.data.examples.labelled_pairs import GradedPairs, LabelledPairs
+from hpnlp.data.examples.topics import Labels, parse_positives
 from hpnlp.data.examples.trees import Trees
 from hpnlp.types import InputError, option
 
@@ -277,6 +278,12 @@ class BagsConfig(ExampleConfig):
     label_field: str = option("label", "Field that holds the label: a string, a whole number or a boolean.")
     max_texts: int = option(16, "Largest number of texts of a bag.")
     distinct: bool = option(True, "Keep each token of a text once, so that frequent tokens do not dominate.")
+    positives: str = option(
+        "labels",
+        '"labels": the texts of a bag belong together, and to the label of the record. "topics(20)": records have no labels, '
+        "and each bag belongs to one of 20 topics, which are found by non-negative matrix factorisation of the training bags "
+        "(extra sklearn); topics(20,seed=1) for another start.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -285,7 +292,8 @@ class BagsConfig(ExampleConfig):
             raise InputError(f"data.max_texts={self.max_texts}: expected at least 2, of which one is left out")
 
     def kind(self) -> Kind:
-        return LabelledBags(self.texts_field, self.label_field, self.max_texts, self.distinct)
+        has_labels = isinstance(parse_positives(self.positives), Labels)
+        return LabelledBags(self.texts_field, self.label_field, self.max_texts, self.distinct, has_labels)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from hpnlp.data.examples.labels import (
     in_order,
 )
 from hpnlp.data.examples.rows import Row, RowReader
-from hpnlp.data.examples.store import NO_LABEL, UNLABELLED, ExampleWriter, StoredExamples
+from hpnlp.data.examples.store import UNLABELLED, ExampleWriter, StoredExamples
 from hpnlp.data.files import Progress
 from hpnlp.data.records import SKIP
 from hpnlp.data.sources import LeftOut, LineCounts, Source
@@ -468,7 +468,7 @@ class _Candidates:
     def _is_known(self, labels: np.ndarray) -> bool:
         """Whether training examples have all labels of an example; raises InputError, or counts the example, if not."""
         classes = self._writing.classes
-        for label in np.unique(labels[labels != NO_LABEL]).tolist():
+        for label in np.unique(labels[labels >= 0]).tolist():
             if not classes.counts[label] and self._writing.ingest.labels is None:
                 where = classes.place(label)
                 fault = f"the label {classes.names[label]!r} is held out, and no training example has it"

@@ -1,5 +1,6 @@
 """Nearest neighbours and their votes, against numpy and scikit-learn."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -73,6 +74,50 @@ def test_predictions_match_scikit_learn(k):
 def test_invalid_arguments_raise(arguments, message):
     with pytest.raises(InputError, match=message):
         embeddings.neighbor_probabilities(*arguments[:3], temperature=arguments[3] if len(arguments) > 3 else None)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_hidden_vectors_are_followed_by_the_mean_of_the_nearest_entries(k):
+    entries, is_hidden = np.where(np.arange(40)[:, None] % 5 == 0, 0, X).astype(np.float32), RNG.random((7, 40)) < 0.3
+    is_hidden[6] = True
+    out = once(lambda h, x, b: embeddings.concat_nearest(h, x, k, temperature=0.5, is_hidden=b), Q, entries, is_hidden)
+    assert out.shape == (7, 8)
+    np.testing.assert_array_equal(out[:, :4], Q)
+    for query, row, hidden in zip(Q[:6], out[:, 4:], is_hidden, strict=False):
+        known = entries[(np.arange(40) % 5 != 0) & ~hidden]
+        cosines = known @ query / np.linalg.norm(known, axis=1) / np.linalg.norm(query)
+        best = np.argsort(-cosines)[:k]
+        weights = np.exp(cosines[best] / 0.5)
+        assert_close(row, (weights / weights.sum() @ known[best]).astype(np.float32))
+    np.testing.assert_array_equal(out[6, 4:], np.zeros(4))
+
+
+def test_gradients_of_all_entries_are_those_of_a_softmax():
+    def by_softmax(h, x):
+        cosines = embeddings.unit_norm(h) @ embeddings.unit_norm(x).T
+        return jnp.concatenate([h, jax.nn.softmax(cosines / 0.5, axis=1) @ x], axis=1)
+
+    def gradients(h, x, cotangent):
+        forms = (lambda h, x: embeddings.concat_nearest(h, x, 40, temperature=0.5), by_softmax)
+        return [jax.vjp(form, h, x)[1](cotangent) for form in forms]
+
+    ours, expected = once(gradients, Q, X, RNG.standard_normal((7, 8)).astype(np.float32))
+    assert_close(ours, expected)
+
+
+@pytest.mark.usefixtures("symbolic_sizes")  # beartype would raise first
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((Q, X[:, :3]), {}, r"h \(7, 4\), entries \(40, 3\): expected \[Q, D\] and \[N, D\]"),
+        ((Q, X, 41), {}, "k is 41: expected 1 to 40, the number of entries"),
+        ((Q, X), {"temperature": 0.0}, "temperature 0.0: expected a number over 0"),
+        ((Q, X), {"is_hidden": np.zeros((7, 7), bool)}, r"is_hidden \(7, 7\): expected \(7, 40\)"),
+    ],
+)
+def test_invalid_arguments_of_a_memory_raise(arguments, options, message):
+    with pytest.raises(InputError, match=message):
+        embeddings.concat_nearest(*arguments, **options)
 
 
 def test_more_neighbors_than_examples_raise():
