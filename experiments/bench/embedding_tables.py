@@ -94,6 +94,20 @@ def memory_questions(rows: Rows) -> str:
     return "\n".join(lines)
 
 
+def bag_variants(rows: Rows) -> Lines:
+    """Scores of held-out bags for each variant, and the differences to the first one."""
+    score = "accuracy of labels" if rows[0]["variant"] == "none" else "mean reciprocal rank of titles"
+    lines = []
+    for row in rows:
+        figure = f"{row['mean']:.3f}"
+        if interval := row.get("interval"):
+            figure += f"; {row['difference']:+.3f} ({interval[0]:+.3f} to {interval[1]:+.3f})"
+        label = f"titles, {row['variant']}: {score}, {len(row['scores'])} seeds"
+        versus = f"; difference to {rows[0]['variant']}, 95 % interval" * ("interval" in row)
+        lines.append((f"{label}{versus}", figure))
+    return lines
+
+
 def labelled_bags(rows: Rows) -> Lines:
     """Mean reciprocal rank of titles with and without rare words, by the power of the frequency."""
     return [

@@ -454,8 +454,10 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "word_codes": form_tables.word_codes,
     "rare_events": embedding_tables.rare_events,
     "labelled_bags": embedding_tables.labelled_bags,
+    **dict.fromkeys(("bag_memory", "bag_positives"), embedding_tables.bag_variants),
     **dict.fromkeys(
-        ("softmax", "softmax_layers", "search", "search_keys", "search_lsh", "search_pq", "containers"), softmax
+        ("softmax", "softmax_layers", "search", "search_keys", "search_lsh", "search_pq", "search_scann", "containers"),
+        softmax,
     ),
     "quantized_products": compression_tables.quantized_products,
     "second_order": compression_tables.second_order,

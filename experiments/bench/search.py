@@ -1,10 +1,11 @@
-"""Measures approximate maximum inner product search against exact search and faiss, on trained embeddings.
+"""Measures approximate maximum inner product search against exact search, faiss and ScaNN, on trained embeddings.
 
     python experiments/bench/search.py --run=WORKDIR
     python experiments/bench/search.py --table=TABLE.npy --queries=QUERIES.npy
     python experiments/bench/search.py --run=WORKDIR --keys=1000000 --k=32 --name=search_keys
     python experiments/bench/search.py --synthetic=200000 --methods=pq,faiss_pq,faiss_pq4 --name=search_pq
     python experiments/bench/search.py --synthetic=200000 --methods=lsh,ivf --targets=0.5,0.8,0.95 --name=search_lsh
+    python experiments/bench/search.py --synthetic=200000 --methods=ivf,faiss,scann --name=search_scann
 
 A run provides the table of its output layer and, as queries, hidden states of held-out tokens. With --keys, the hidden states
 of that many training tokens are searched in place of the table, as by a nearest-neighbour language model: two more columns make
@@ -13,6 +14,7 @@ intrinsic dimension. For each method, the fastest setting whose recall@k reaches
 a method that reaches no target are those of its setting with the largest recall, which is their target. Recall and time are
 measured on the other queries by the public interface. For product quantization, with codes of 16 bytes, the number of
 vectors that are ranked again varies too; faiss searches vectors in the rotation of pq, which takes seconds, in place of OPQ.
+The method scann needs the package scann.
 Indexes that search everything are first compared with sorting all scores in float64.
 """
 
@@ -57,7 +59,7 @@ flags.DEFINE_integer("synthetic", 0, "Instead of a run: number of synthetic vect
 flags.DEFINE_list(
     "methods",
     ["ivf", "lsh", "faiss"],
-    "Methods to measure, of ivf, lsh, pq, faiss, faiss_pq (8 bits) and faiss_pq4 (4 bits).",
+    "Methods to measure, of ivf, lsh, pq, faiss, faiss_pq (8 bits), faiss_pq4 (4 bits) and scann.",
 )
 flags.DEFINE_list("targets", ["0.95", "0.99"], "Recalls to reach.")
 flags.DEFINE_string(
@@ -131,7 +133,8 @@ def check(table: np.ndarray, queries: np.ndarray) -> None:
     scores = q.astype(np.float64) @ w.T.astype(np.float64)
     true = -np.sort(-scores, axis=1)[:, : FLAGS.k]
     exhaustive = f"ivf(cells=16,probes=16), exact, lsh(bits=2,tables=1,probes=4,candidates={len(w)}), faiss"
-    for kind in exhaustive.split(", "):
+    further = [f"scann(rerank={len(w)})"] if "scann" in FLAGS.methods else []
+    for kind in [*exhaustive.split(", "), *further]:
         values, ids = Index(kind).build(w).search(q, FLAGS.k)
         error = max(np.abs(x - true).max() for x in (values, np.take_along_axis(scores, np.asarray(ids), axis=1)))
         if not error < 1e-4 * np.abs(true).max():
@@ -147,6 +150,8 @@ def settings(method: str, vocab: int) -> Iterator[str]:
         yield from (f"lsh(bits={b},tables={tables},probes=1)" for b, tables in itertools.product(bits, (4, 8, 16)))
     elif method in ("ivf", "faiss"):
         yield from (f"ivf(cells={c},probes=1)" if method == "ivf" else f'faiss("IVF{c},Flat",1)' for c in cells)
+    elif method == "scann":
+        yield from (f"scann(cells={c},probes=1)" for c in cells)
     elif method == "pq":
         yield f"pq(parts={CODE},cells={cells[1]},probes=1,keep=float16)"
     else:
@@ -200,6 +205,8 @@ def candidates(index: Index | Rotated, method: str) -> Iterator[Iterator[Index |
     reranks: list[dict[str, int]] = [{}]
     if method == "pq":
         reranks = [{"rerank": n * FLAGS.k} for n in map(int, FLAGS.reranks) if n >= 8]  # pq ranks at least 8 k again
+    elif method == "scann":
+        reranks = [{"rerank": n * FLAGS.k} for n in map(int, FLAGS.reranks)]
     elif method.startswith("faiss_pq"):
         reranks = [{"refine": n} for n in map(int, FLAGS.reranks)]
     for rerank in reranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,7 @@ class Scann(Kind):
             return _scann().load_searcher(directory)
 
 
+SCANN_MODULE = "scann.scann_ops.py.scann_ops_pybind"  # without the operations for TensorFlow
 SCANN_SAMPLE = 100_000  # vectors that train the cells
 SCANN_THRESHOLD = (
     0.2  # share of a vector's length, from which its inner products count in the error of a code: ScaNN's advice
@@ -185,7 +187,6 @@ SCANN_QUERIES = 32  # queries of one thread at a time
 
 def _scann() -> Any:
     try:
-        from scann.scann_ops.py import scann_ops_pybind  # without the operations for TensorFlow
+        return importlib.import_module(SCANN_MODULE)
     except ImportError as error:
         raise InputError("an index of kind 'scann' needs the package scann: pip install scann") from error
-    return scann_ops_pybind

@@ -164,13 +164,12 @@ BAGS = {**make_batch(), "bag": jnp.array([0, 7, 3, -1, 11, 5], jnp.int32)}
 
 def memory_loss(model, entries):
     """`(LossOut, gradients, logits)` of a training step with these entries, and the entries after it."""
-    trains = isinstance(model.config.memory, str) and model.config.memory.startswith("table")
 
     def step(params, entries):
         def loss(params):
-            weights = {**params, "memory": entries} if trains else params | {"buffers": {"memory": entries}}
-            out = model.apply(variables.collections(weights), BAGS, deterministic=False, rngs={"dropout": KEY})
-            return out.sum, (out, model.apply(variables.collections(weights), BAGS, method="logits"))
+            weights = variables.collections(params | {"buffers": {"memory": entries}})
+            out = model.apply(weights, BAGS, deterministic=False, rngs={"dropout": KEY}, method="loss")
+            return out.sum, (out, model.apply(weights, BAGS, method="logits"))
 
         (_, (out, logits)), gradients = jax.value_and_grad(loss, has_aux=True)(params)
         advanced = model.advance({"memory": entries}, out.statistics, jnp.int32(0), KEY)["memory"]
@@ -234,7 +233,9 @@ def test_bags_never_find_themselves():
 
     def loss(params, entries):
         weights = params | {"buffers": {"memory": entries}}
-        return model.apply(variables.collections(weights), one, deterministic=False, rngs={"dropout": KEY}).sum
+        return model.apply(
+            variables.collections(weights), one, deterministic=False, rngs={"dropout": KEY}, method="loss"
+        ).sum
 
     first, second = (jax.value_and_grad(loss)(MEMORY, x) for x in (entries, other))
     assert_close(first, second)

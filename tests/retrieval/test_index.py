@@ -14,6 +14,7 @@ import pytest
 from hpnlp.ops.search import build_ivf, build_lsh, ivf_search, lsh_search, recall
 from hpnlp.retrieval import Index
 from hpnlp.retrieval.index import _checked
+from hpnlp.retrieval.library_indexes import SCANN_MODULE
 from hpnlp.types import InputError
 from tests.contracts import once
 from tests.ops.search.tables import by_sorting, clustered
@@ -360,7 +361,7 @@ def test_invalid_meshes_raise(mesh):
 
 
 @pytest.mark.parametrize(
-    ("kind", "module", "package"), [("faiss", "faiss", "faiss-cpu"), ("scann", "scann.scann_ops.py", "scann")]
+    ("kind", "module", "package"), [("faiss", "faiss", "faiss-cpu"), ("scann", SCANN_MODULE, "scann")]
 )
 def test_missing_packages_raise(monkeypatch, kind, module, package):
     monkeypatch.setitem(sys.modules, module, None)

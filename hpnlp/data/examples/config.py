@@ -288,6 +288,7 @@ class BagsConfig(ExampleConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_sizes(self, ("max_texts",))
+        parse_positives(self.positives)
         if self.max_texts < 2:
             raise InputError(f"data.max_texts={self.max_texts}: expected at least 2, of which one is left out")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import warnings
 from collections.abc import Mapping
@@ -18,7 +19,6 @@ from hpnlp.types import InputError, Tokenizer
 
 FITTED = 50_000  # largest number of training bags that topics are fitted to, spread evenly
 SHOWN = 3  # words in the name of a topic
-_FILE = "topics.npz"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,21 +90,21 @@ def topics_of(
 
     def write(directory: str) -> dict[str, Any]:
         names, numbers = _fit(topics, stored, tokenizer)
-        np.savez(os.path.join(directory, _FILE), **numbers)
+        for name, of_bags in numbers.items():
+            np.save(os.path.join(directory, f"{name}.npy"), of_bags)
         return {"names": names}
 
     directory, record = token_store.cached(root, f"topics-{key}", write)
-    with np.load(os.path.join(directory, _FILE), allow_pickle=False) as archive:
-        return tuple(record["names"]), {name: archive[name] for name in stored}
+    return tuple(record["names"]), {name: np.load(os.path.join(directory, f"{name}.npy")) for name in stored}
 
 
 def _fit(
     topics: Topics, stored: Mapping[str, StoredExamples], tokenizer: Tokenizer
 ) -> tuple[list[str], dict[str, np.ndarray]]:
     try:
-        from sklearn.decomposition import NMF
-        from sklearn.exceptions import ConvergenceWarning
-        from sklearn.feature_extraction.text import TfidfTransformer
+        decomposition: Any = importlib.import_module("sklearn.decomposition")
+        text: Any = importlib.import_module("sklearn.feature_extraction.text")
+        exceptions: Any = importlib.import_module("sklearn.exceptions")
     except ImportError as error:
         raise InputError(
             f"data.positives='topics({topics.count})' needs the package scikit-learn: pip install scikit-learn, or set "
@@ -118,10 +118,12 @@ def _fit(
             raise InputError(
                 f"data.positives='topics({topics.count})': there are {number} {noun}: expected at most as many topics"
             )
-    weighting = TfidfTransformer(sublinear_tf=True).fit(train)
-    model = NMF(topics.count, init="nndsvda", random_state=topics.seed)
+    weighting = text.TfidfTransformer(sublinear_tf=True).fit(train)
+    model = decomposition.NMF(topics.count, init="nndsvda", random_state=topics.seed)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # the order of a bag's topics is settled long before
+        warnings.simplefilter(
+            "ignore", exceptions.ConvergenceWarning
+        )  # the order of a bag's topics is settled long before
         model.fit(weighting.transform(train))
         sizes = np.linalg.norm(model.components_, axis=1)
         numbers = {
