@@ -229,7 +229,7 @@ def labelled_bags(directory):
     config = configs.default("labelled_bags")
     config.data.update(path=str(directory / "examples.jsonl"), tokenizer="words(30)", seq_len=16, batch_size=8)
     config.data.update(heldout=0.2, max_texts=3)
-    config.model.update(dim=16, dropout=0.1, frequency_power=0.5)
+    config.model.update(dim=16, dropout=0.1, frequency_power=0.5, memory="bags(64,k=2)")
     config.optimizer.update(name="sgd", momentum=0.0, warmup=0, learning_rate=0.3)
     config.train.steps = 4
     return configs.resolve(config)
