@@ -121,9 +121,8 @@ def _fit(
     weighting = text.TfidfTransformer(sublinear_tf=True).fit(train)
     model = decomposition.NMF(topics.count, init="nndsvda", random_state=topics.seed)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", exceptions.ConvergenceWarning
-        )  # the order of a bag's topics is settled long before
+        # Also a factorisation that has not converged gives each bag a topic.
+        warnings.simplefilter("ignore", exceptions.ConvergenceWarning)
         model.fit(weighting.transform(train))
         sizes = np.linalg.norm(model.components_, axis=1)
         numbers = {
