@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from hpnlp.parts import part_of
 from hpnlp.types import InputError
 
 # Name of a scope that states how often the `while` loops in it run; the jaxpr of a loop does not.
@@ -93,40 +94,68 @@ def jitted(fn: Callable[..., Any], **options: Any) -> Any:
     return fn if hasattr(fn, "trace") else jax.jit(fn, **options)
 
 
+def flops_by_part(fn: Callable[..., Any], *args: Any, while_trips: int | None = None, **kwargs: Any) -> dict[str, int]:
+    """Counts the FLOPs of each part of a function; see `count_flops`, and `parts.shares` for shares.
+
+    Args:
+      fn: As for `count_flops`.
+      *args: As for `count_flops`.
+      while_trips: As for `count_flops`.
+      **kwargs: As for `count_flops`.
+
+    Returns:
+      FLOPs by entry of `parts.PARTS`, and by "" outside of all parts. Their sum is the result of `count_flops`.
+    """
+    return _flops_by_part(jitted(fn).trace(*args, **kwargs).jaxpr, while_trips)
+
+
 def jaxpr_flops(jaxpr: Any, while_trips: int | None) -> int:
     """FLOPs of a jaxpr."""
+    return sum(_flops_by_part(jaxpr, while_trips).values())
+
+
+def _flops_by_part(jaxpr: Any, while_trips: int | None) -> dict[str, int]:
+    """FLOPs of a jaxpr by part; those outside of the jaxpr's own scopes belong to "", until the part of its call is known."""
+    result: dict[str, int] = {}
     # A ClosedJaxpr holds the Jaxpr that has the equations; from jax 0.12 on the two are one.
-    return sum(_equation_flops(equation, while_trips) for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        flops = _equation_flops(equation, while_trips)
+        outer = part_of(equation.source_info.name_stack) if "" in flops else ""
+        for name, count in flops.items():
+            result[name or outer] = result.get(name or outer, 0) + count
+    return result
 
 
-def _equation_flops(equation: Any, while_trips: int | None) -> int:
-    """FLOPs of an equation, those of the jaxprs among its parameters included."""
+def _equation_flops(equation: Any, while_trips: int | None) -> dict[str, int]:
+    """FLOPs of an equation, and of the jaxprs among its parameters, by the parts inside of it."""
     name, params = equation.primitive.name, equation.params
     if name in PRODUCTS:
-        return PRODUCTS[name](equation)
+        return {"": PRODUCTS[name](equation)}
     if name == "pallas_call" and params["cost_estimate"] is not None:
-        return int(params["cost_estimate"].flops)
+        return {"": int(params["cost_estimate"].flops)}
     # plgpu.kernel calls its kernel by this primitive, and has no cost estimate.
     if name == "custom_vmap_call" and (flops := _stated(_KERNEL, equation)) is not None:
-        return flops
+        return {"": flops}
     if name == "cond":
-        return max(jaxpr_flops(branch, while_trips) for branch in params["branches"])
+        branches = [_flops_by_part(branch, while_trips) for branch in params["branches"]]
+        return max(branches, key=lambda flops: sum(flops.values()))
     if name == "custom_linear_solve":  # its other jaxprs are for derivatives only
-        return jaxpr_flops(params["jaxprs"].solve, while_trips)
+        return _flops_by_part(params["jaxprs"].solve, while_trips)
 
-    inner = sum(jaxpr_flops(jaxpr, while_trips) for jaxpr in core.jaxprs_in_params(params))
-    if inner == 0:
-        return 0
+    bodies = [_flops_by_part(jaxpr, while_trips) for jaxpr in core.jaxprs_in_params(params)]
+    inner = {part: sum(body.get(part, 0) for body in bodies) for body in bodies for part in body}
+    if not any(inner.values()):
+        return {}
+    times = _repeats(name, params)
     if name == "while":
         trips = iterations_of(equation)
-        trips = while_trips if trips is None else trips
-        if trips is None:
+        times = while_trips if trips is None else trips
+        if times is None:
             raise InputError(
                 "count_flops: a while loop of unknown length contains matrix products: pass while_trips=, or give "
                 "lax.fori_loop Python ints as bounds"
             )
-        return inner * trips
-    return inner * _repeats(name, params)
+    return {part: times * count for part, count in inner.items()}
 
 
 def _repeats(name: str, params: Mapping[str, Any]) -> int:

@@ -40,6 +40,7 @@ from hpnlp.nn.blocks import block_kind
 from hpnlp.nn.layers import NORMS, Embed, dropout
 from hpnlp.ops.attention import Full
 from hpnlp.ops.stacks import StackOrder
+from hpnlp.parts import part
 from hpnlp.spec import did_you_mean, lookup, parse, parse_period, shortened
 from hpnlp.types import InputError, Mixer, MixerTraits, Statistics, WordStats, option
 
@@ -426,6 +427,7 @@ class Backbone(nn.Module):
         """
         return layer_statistics.advance(self.config, buffers, statistics, step, rng)
 
+    @part("embedding")
     def _embed(self, tokens: jax.Array, context: Context, added: jax.Array | None) -> jax.Array:
         """Embeddings of tokens, with learned positions and `added` added, and normalised if the config says so."""
         c, parallel = self.config, self.model_parallel

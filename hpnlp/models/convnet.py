@@ -25,6 +25,7 @@ from hpnlp.nn.image_norms import make_norm
 from hpnlp.nn.layers import embed_init, param
 from hpnlp.nn.output import FullOutput
 from hpnlp.parallel import remat
+from hpnlp.parts import part
 from hpnlp.spec import build, lookup, parse, shortened
 from hpnlp.types import InputError, LossOut, Statistics, option
 
@@ -233,11 +234,12 @@ class ConvNet(nn.Module):
             keep = jax.random.bernoulli(self.make_rng("dropout"), 1 - self.config.dropout, h.shape)
             h = jnp.where(keep, h / np.float32(1 - self.config.dropout), jnp.zeros((), h.dtype)).astype(h.dtype)
         operands = self.table, h, batch["labels"], batch["weights"]
-        if self.model_parallel is None:
-            out, best = self.output.loss(*operands), self.output.best(self.table, h)[1]
-        else:
-            out = self.model_parallel.loss(self.output, *operands, None)
-            best = self.model_parallel.best(self.output, self.table, h)
+        with part("output"):
+            if self.model_parallel is None:
+                out, best = self.output.loss(*operands), self.output.best(self.table, h)[1]
+            else:
+                out = self.model_parallel.loss(self.output, *operands, None)
+                best = self.model_parallel.best(self.output, self.table, h)
         metrics = classification_metrics(batch, best, self.config.classes, deterministic)
         return LossOut(out.sum, out.weight, {**out.aux, **metrics}, statistics)
 

@@ -19,6 +19,7 @@ from hpnlp.nn.layers import Dense, Embed, dropout
 from hpnlp.nn.pooling import POOLINGS, TRANSFORMS, HeadTransform, Pooling
 from hpnlp.ops.convolution import token_windows
 from hpnlp.ops.table_rows import TableRows
+from hpnlp.parts import part
 from hpnlp.spec import did_you_mean, shortened
 from hpnlp.types import InputError, LossOut, option
 
@@ -241,6 +242,7 @@ class Encoder(PredictionModel):
         types = batch.get("token_types")
         return self.token_types(jnp.zeros_like(batch["tokens"]) if types is None else types)
 
+    @part("output")
     def _head_states(self, h: jax.Array, batch: Batch, deterministic: bool) -> jax.Array:
         """Pooled and transformed hidden states, with dropout before a classifier."""
         c, ids = self.config, batch["ids"]

@@ -15,6 +15,7 @@ from hpnlp.models.unstacked import UnstackedModel
 from hpnlp.nn.layers import dropout, embed_init, param
 from hpnlp.nn.output import FullOutput
 from hpnlp.nn.pooling import Pooling
+from hpnlp.parts import part
 from hpnlp.types import LossOut
 
 
@@ -101,11 +102,12 @@ class PooledClassifier(UnstackedModel, nn.Module):
           (`prediction.classification_metrics`).
         """
         operands = self.table, self.features(batch, deterministic), batch["labels"], batch["weights"]
-        if self.model_parallel is None:
-            out, best = self.output.loss(*operands), self.output.best(*operands[:2])[1]
-        else:
-            out = self.model_parallel.loss(self.output, *operands, None)
-            best = self.model_parallel.best(self.output, *operands[:2])
+        with part("output"):
+            if self.model_parallel is None:
+                out, best = self.output.loss(*operands), self.output.best(*operands[:2])[1]
+            else:
+                out = self.model_parallel.loss(self.output, *operands, None)
+                best = self.model_parallel.best(self.output, *operands[:2])
         metrics = classification_metrics(batch, best, self.config.classes, deterministic)
         return LossOut(out.sum, out.weight, {**out.aux, **metrics})
 

@@ -14,6 +14,7 @@ from hpnlp.models.backbone import Backbone
 from hpnlp.nn.attention import Context, Memory
 from hpnlp.nn.layers import embed_init, param
 from hpnlp.nn.output import OUTPUTS, is_normalized
+from hpnlp.parts import part
 from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError, LossOut
 
@@ -135,6 +136,7 @@ class PredictionModel(Backbone):
         """
         return None
 
+    @part("output")
     def output_loss(self, h: jax.Array, batch: Batch, indices: np.ndarray | None, rng: Any) -> LossOut:
         """The output layer's loss.
 
@@ -181,6 +183,7 @@ class PredictionModel(Backbone):
             result["logits"] = flat.reshape(*head.shape[:-1], -1)
         return result
 
+    @part("output")
     def best(self, h: jax.Array) -> Int[Array, "B *T"]:
         """The most probable word or class of each hidden state.
 

@@ -23,6 +23,7 @@ from hpnlp.nn.output import OUTPUTS, is_normalized
 from hpnlp.nn.rnn import RecurrentInputs
 from hpnlp.nn.rnn_stack import RecurrentStack, StackConfig
 from hpnlp.ops.rnn import dropout_factors, segment_resets
+from hpnlp.parts import part
 from hpnlp.spec import build, lookup, parse_one
 from hpnlp.types import InputError, LossOut, WordStats, option
 
@@ -196,11 +197,12 @@ class RNN(UnstackedModel, nn.Module):
         """
         h, outputs, carried = self._run(batch, deterministic)
         rng = None if deterministic else self.make_rng("output")
-        if self.model_parallel is None:
-            labels, weights = batch["labels"].reshape(-1), batch["weights"].reshape(-1)
-            out = self.output.loss(self.table, h.reshape(-1, h.shape[-1]), labels, weights, rng)
-        else:
-            out = self.model_parallel.loss(self.output, self.table, h, batch["labels"], batch["weights"], rng)
+        with part("output"):
+            if self.model_parallel is None:
+                labels, weights = batch["labels"].reshape(-1), batch["weights"].reshape(-1)
+                out = self.output.loss(self.table, h.reshape(-1, h.shape[-1]), labels, weights, rng)
+            else:
+                out = self.model_parallel.loss(self.output, self.table, h, batch["labels"], batch["weights"], rng)
         aux = out.aux if deterministic else {**out.aux, **self._penalties(outputs, batch["segment_ids"])}
         return LossOut(out.sum, out.weight, aux, {}, carried)
 
@@ -237,6 +239,7 @@ class RNN(UnstackedModel, nn.Module):
         carried = None if carry is None else {"layers": self._carried(carry, states, segment_ids)}
         return h, outputs, carried
 
+    @part("embedding")
     def _embedded(self, tokens: Int[Array, "B T"], inputs: RecurrentInputs) -> Float[Array, "B T D"]:
         """Embeddings of tokens times the root of their width, in training without those of dropped words."""
         c, parallel = self.config, self.model_parallel

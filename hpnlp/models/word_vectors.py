@@ -21,6 +21,7 @@ from hpnlp.nn.layers import Embed, embed_init, param
 from hpnlp.nn.output import OUTPUTS, is_normalized
 from hpnlp.ops.embeddings import unit_norm
 from hpnlp.ops.embeddings.word2vec import OBJECTIVES, SUBSAMPLING, keep_probabilities
+from hpnlp.parts import part
 from hpnlp.spec import build, did_you_mean, lookup, parse_one
 from hpnlp.types import InputError, LossOut, WordStats, option
 
@@ -168,10 +169,11 @@ class WordVectors(UnstackedModel, nn.Module):
             h = (mean * _windows(vectors, c.window).astype(jnp.float32)).sum(axis=2)
             labels, weights = tokens, self._weights_of_centres(total, keep)
         rng = None if deterministic else self.make_rng("output")
-        if self.model_parallel is None:
-            out = self.output.loss(self.table, h.reshape(-1, c.dim), labels.reshape(-1), weights.reshape(-1), rng)
-        else:
-            out = self.model_parallel.loss(self.output, self.table, h, labels, weights, rng)
+        with part("output"):
+            if self.model_parallel is None:
+                out = self.output.loss(self.table, h.reshape(-1, c.dim), labels.reshape(-1), weights.reshape(-1), rng)
+            else:
+                out = self.model_parallel.loss(self.output, self.table, h, labels, weights, rng)
         if not deterministic:
             return out
         return LossOut(

@@ -20,6 +20,7 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.cross import CrossMixer
 from hpnlp.nn.mixers.segment_memory import SegmentMemory
 from hpnlp.ops.attention.positions.rope import Scaling, rope, yarn
+from hpnlp.parts import part
 from hpnlp.spec import Spec, build, parse_one, parse_period
 from hpnlp.types import InputError, MixerInputs, MixerOutput, Projection
 
@@ -147,6 +148,7 @@ class Attention(nn.Module):
     cross: bool = False
 
     @nn.compact
+    @part("projections")
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: Any = None, values: Any = None
     ) -> tuple[jax.Array, Any, LayerReport]:
@@ -207,11 +209,12 @@ class Attention(nn.Module):
         )
         if cache is not None or context.capacity is not None:
             check_method(mixer, "extend", "decoding", "decode with a mixer that has a cache of its own")
-        if cache is None:
-            out = self.tensor_parallel.mix(mixer, inputs, context.mask)
-        else:
-            o, cache = mixer.extend(inputs, context.mask, cache)
-            out = MixerOutput(o, cache=cache)
+        with part("mixing"):
+            if cache is None:
+                out = self.tensor_parallel.mix(mixer, inputs, context.mask)
+            else:
+                o, cache = mixer.extend(inputs, context.mask, cache)
+                out = MixerOutput(o, cache=cache)
         report = self.tensor_parallel.report(mixer, out)
         taps = {}
         if "attention" in context.taps and not self.cross and inputs.q is not None and inputs.k is not None:

@@ -14,6 +14,7 @@ from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.attention import Attention, Context
 from hpnlp.nn.feed_forward import build_feed_forward, described_network
 from hpnlp.nn.layers import NORMS, Initializer, dropout
+from hpnlp.parts import part
 from hpnlp.spec import Spec, did_you_mean, lookup
 from hpnlp.types import InputError, MixerInputs, option
 
@@ -230,19 +231,21 @@ class Block(nn.Module):
         Returns:
           `(y [B, T, D], report)`.
         """
-        out = self.mlp(
-            MixerInputs(
-                x=self.tensor_parallel.gather_tokens(self._normed_input(self.feed_norm, x)),
-                positions=context.positions,
-                segment_ids=context.segment_ids,
-                draws=self.make_rng("draws") if self.mlp.traits.draws else None,
-                ids=context.ids,
-                tokens=context.tokens,
-                deterministic=context.deterministic,
-                decoding=context.decoding,
-                taps=context.taps,
+        x = self._normed_input(self.feed_norm, x)
+        with part("feed_forward"):
+            out = self.mlp(
+                MixerInputs(
+                    x=self.tensor_parallel.gather_tokens(x),
+                    positions=context.positions,
+                    segment_ids=context.segment_ids,
+                    draws=self.make_rng("draws") if self.mlp.traits.draws else None,
+                    ids=context.ids,
+                    tokens=context.tokens,
+                    deterministic=context.deterministic,
+                    decoding=context.decoding,
+                    taps=context.taps,
+                )
             )
-        )
         y = self._drop(self._normed_result("feed", out.o), context)
         report = dataclasses.replace(self.tensor_parallel.report(self.mlp, out), taps=dict(out.taps))
         return y, report.of_branch("mlp")

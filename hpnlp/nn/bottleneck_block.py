@@ -11,6 +11,7 @@ from hpnlp.nn.attention import Context
 from hpnlp.nn.block import Block
 from hpnlp.nn.feed_forward import build_feed_forward
 from hpnlp.nn.layers import NORMS, Dense
+from hpnlp.parts import part
 from hpnlp.types import MixerInputs
 
 
@@ -57,13 +58,14 @@ class BottleneckBlock(Block):
         h = self.mix_norm(h + y)
         report = report.of_branch("attention")
         for mlp, norm in zip([*self.inner_mlps, self.mlp], [*self.inner_mlp_norms, self.feed_norm], strict=True):
-            out = mlp(
-                MixerInputs(
-                    x=self.tensor_parallel.gather_tokens(h),
-                    positions=context.positions,
-                    segment_ids=context.segment_ids,
-                    deterministic=context.deterministic,
+            with part("feed_forward"):
+                out = mlp(
+                    MixerInputs(
+                        x=self.tensor_parallel.gather_tokens(h),
+                        positions=context.positions,
+                        segment_ids=context.segment_ids,
+                        deterministic=context.deterministic,
+                    )
                 )
-            )
             h = norm(h + out.o)
         return self.outer_norm(x + self._drop(self.outer(h), context)), cache, report

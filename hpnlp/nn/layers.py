@@ -19,6 +19,7 @@ from hpnlp.ops.linear import linear, linear_by_transpose
 from hpnlp.ops.norms import layer_norm, rms_norm
 from hpnlp.ops.table_rows import TableRows
 from hpnlp.ops.weight import Weight
+from hpnlp.parts import part
 
 Initializer = Callable[..., Any]
 
@@ -156,6 +157,7 @@ class Embed(nn.Module):
     def setup(self) -> None:
         self.table = param(self, "table", embed_init, (self.rows, self.dim), (self.axis, "embed"))
 
+    @part("embedding")
     def __call__(self, ids: Int[Array, "*tokens"], dtype: Any = jnp.float32) -> Float[Array, "*tokens D"]:
         return self.table[ids].astype(dtype)
 
@@ -172,6 +174,7 @@ class RMSNorm(nn.Module):
     axis: str = "hidden"
 
     @nn.compact
+    @part("norms")
     def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:
         scale = param(self, "scale", nn.initializers.ones, (x.shape[-1],), (self.axis,))
         return rms_norm(x, scale, self.eps)
@@ -189,6 +192,7 @@ class ZeroCenteredRMSNorm(nn.Module):
     axis: str = "hidden"
 
     @nn.compact
+    @part("norms")
     def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:
         scale = param(self, "scale", nn.initializers.zeros, (x.shape[-1],), (self.axis,))
         return rms_norm(x, 1.0 + scale, self.eps)
@@ -206,6 +210,7 @@ class Affine(nn.Module):
     axis: str = "hidden"
 
     @nn.compact
+    @part("norms")
     def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:
         ones = (1,) * (x.ndim - 1)
         scale = param(self, "scale", nn.initializers.ones, (x.shape[-1],), (self.axis,))
@@ -226,6 +231,7 @@ class LayerNorm(nn.Module):
     axis: str = "hidden"
 
     @nn.compact
+    @part("norms")
     def __call__(self, x: Float[Array, "*tokens D"]) -> Float[Array, "*tokens D"]:
         scale = param(self, "scale", nn.initializers.ones, (x.shape[-1],), (self.axis,))
         bias = param(self, "bias", nn.initializers.zeros, (x.shape[-1],), (self.axis,))

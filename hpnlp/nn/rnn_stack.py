@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from hpnlp.nn.layers import dropout
 from hpnlp.nn.rnn import RecurrentInputs, RecurrentLayer, Regularization, State, build_layers
+from hpnlp.parts import part
 from hpnlp.types import InputError, option
 
 INITIAL_STATES = ("zeros", "learned")
@@ -105,6 +106,7 @@ class RecurrentStack(nn.Module):
     bidirectional: bool = False
 
     @nn.compact
+    @part("mixing")
     def __call__(
         self, x: Float[Array, "B T D"], inputs: RecurrentInputs, states: Sequence[State] | None = None
     ) -> tuple[Float[Array, "B T H"], tuple[State, ...], dict[str, Array]]:

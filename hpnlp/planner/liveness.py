@@ -16,6 +16,7 @@ class Value:
     external: bool = False  #: whether its buffer belongs to the caller: arguments and constants
     sliced: bool = False  #: whether a loop cuts it out of a stacked operand
     iterations: tuple[Value, ...] = ()  #: results of the iterations, for the stacked result of an unrolled loop
+    part: str = ""  #: part of the model that computes a fused value
 
     @property
     def has_buffer(self) -> bool:

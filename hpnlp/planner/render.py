@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpnlp import parts
 from hpnlp.models.dual_encoder import LOSSES_OF_NEGATIVES
 from hpnlp.parallel.plan import AXES, PLANS, Plan
 from hpnlp.planner.collectives import total
@@ -45,6 +46,8 @@ def table(costs: Costs, device: Device, kind: str) -> str:
         "One step on each device, lower bounds",
         *_work_rows(costs),
         *_time_rows(costs, device, tokens),
+        "",
+        *_part_rows(costs, device),
     ]
     return "\n".join(lines) + "\n"
 
@@ -92,6 +95,25 @@ def _time_rows(costs: Costs, device: Device, tokens: int) -> Iterator[str]:
     yield f"  {'total':28}{1e3 * step:12.3f} ms, {tokens / step:,.0f} tokens/s, {mfu}"
     working = seconds["compute"] + seconds.get("bubble", 0.0)
     yield f"  {'with all transfers hidden':28}{1e3 * working:12.3f} ms"
+
+
+def _part_rows(costs: Costs, device: Device) -> Iterator[str]:
+    """Lines of the table: the share of each part of the model in the products, the memory traffic and the time."""
+    by_part = costs.program.by_part()
+    amounts = [
+        {name: program.flops for name, program in by_part.items()},
+        {name: program.moved_bytes(device.fuses_attention) for name, program in by_part.items()},
+        {
+            name: program.seconds(device.flops, device.memory_bandwidth, device.fuses_attention)
+            for name, program in by_part.items()
+        },
+    ]
+    columns = [parts.percentages(parts.shares(amount)) for amount in amounts]
+    yield f"{'Share of each part of the model, in %':30}{'FLOPs':>12}{'bytes':>12}{'time':>12}"
+    for name in columns[0]:
+        if any(column[name] for column in columns):
+            yield f"  {parts.label(name):28}" + "".join(f"{column[name]:12.1f}" for column in columns)
+    yield "  bytes are those that kernels read and write, and time is the lower bound above, without communication"
 
 
 def tightness_warning(costs: Costs, device: Device) -> str:

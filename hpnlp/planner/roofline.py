@@ -16,6 +16,7 @@ class Operation:
     on_host: bool = False  #: whether the bytes come from or go to host memory
     runs: int = 1  #: number of times that it runs in a step
     dtype: str = "float32"  #: dtype of the products' operands
+    part: str = ""  #: entry of `parts.PARTS`, "" outside of all parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +39,40 @@ class ProgramCost:
             flops[operation.dtype] = flops.get(operation.dtype, 0.0) + operation.flops * operation.runs
         return {dtype: flops[dtype] for dtype in sorted(flops, key=lambda dtype: -flops[dtype]) if flops[dtype]}
 
+    def by_part(self) -> dict[str, ProgramCost]:
+        """The operations of each part.
+
+        Returns:
+          Entry of `parts.PARTS`, or "" for those outside of all parts -> cost with these operations, and without a peak.
+        """
+        names = dict.fromkeys(operation.part for operation in self.operations)
+        return {
+            name: ProgramCost(0, tuple(operation for operation in self.operations if operation.part == name))
+            for name in names
+        }
+
     @property
     def bytes(self) -> float:
         """Bytes that all runs of all operations read and write."""
         return sum((operation.bytes * operation.runs for operation in self.operations), 0.0)
+
+    def moved_bytes(self, fuses_attention: bool) -> float:
+        """Bytes that all runs of all operations read from and write to device memory.
+
+        Args:
+          fuses_attention: Whether attention is one kernel, whose intermediate results cost no memory traffic.
+
+        Returns:
+          Bytes, without transfers from and to the host.
+        """
+        return sum(
+            (
+                operation.bytes * operation.runs
+                for operation in self.operations
+                if not operation.on_host and not (fuses_attention and operation.in_attention)
+            ),
+            0.0,
+        )
 
     @property
     def host_bytes(self) -> float:

@@ -11,6 +11,7 @@ from jax.extend import core
 
 from hpnlp.flop_count import PRODUCTS
 from hpnlp.ops.attention.block_sparse.flash import SCOPE
+from hpnlp.parts import part_of
 from hpnlp.planner.jaxprs import device_bytes, needed_equations
 from hpnlp.planner.liveness import Step, Value
 from hpnlp.planner.roofline import Operation, ProgramCost
@@ -36,6 +37,7 @@ class Walker:
       slices: Slices of stacked operands that have been copied, by the stack and the index of the iteration.
       scope: Variables of the jaxpr that is being walked.
       in_attention: Whether the equation that is being walked is part of attention.
+      part: Part of the model that this equation belongs to, see `hpnlp.parts`.
     """
 
     def __init__(self, handle: Handler, per_device: bool) -> None:
@@ -46,6 +48,7 @@ class Walker:
         self.slices: dict[tuple[Value, int], Value] = {}
         self.scope = Scope({}, collections.Counter(), {})
         self.in_attention = False
+        self.part = ""
 
     def shards(self, operands: Sequence[Value]) -> int:
         """Number of devices that the result of an equation is divided over.
@@ -102,7 +105,8 @@ class Walker:
         if value.sliced:  # accelerators read the slice in place, so that the copy takes no time
             self.steps.append(Step(sources, [buffer]))
         else:
-            self.record(sources, [buffer], aliases=[(source, buffer) for source in sources])
+            aliases = [(source, buffer) for source in sources]
+            self.record(sources, [buffer], aliases=aliases, part=value.part or self.part)
         return buffer
 
     def materialize_operands(self, equation: Any, operands: Sequence[Value]) -> list[Value]:
@@ -130,6 +134,7 @@ class Walker:
         *,
         on_host: bool = False,
         dtype: str = "float32",
+        part: str = "",
     ) -> None:
         """Records a kernel.
 
@@ -140,10 +145,12 @@ class Walker:
           aliases: (input, output) pairs that may share a buffer.
           on_host: Whether the kernel moves bytes from or to host memory.
           dtype: Dtype of the products' operands.
+          part: Part of the model; "" for that of the equation.
         """
         self.steps.append(Step(reads, writes, aliases=aliases))
         size = float(sum(buffer.size for buffer in (*reads, *writes)))
-        self.operations.append(Operation(flops, size, self.in_attention, on_host, dtype=dtype))
+        operation = Operation(flops, size, self.in_attention, on_host, dtype=dtype, part=part or self.part)
+        self.operations.append(operation)
 
     def record_body(
         self,
@@ -167,7 +174,10 @@ class Walker:
         self.steps.append(Step(reads, writes, max(0, scratch), aliases))
         self.operations += [
             dataclasses.replace(
-                operation, runs=operation.runs * runs, in_attention=operation.in_attention or self.in_attention
+                operation,
+                runs=operation.runs * runs,
+                in_attention=operation.in_attention or self.in_attention,
+                part=operation.part or self.part,
             )
             for operation in body.operations
         ]
@@ -182,15 +192,19 @@ class Walker:
         Returns:
           Values of its results.
         """
-        caller_scope, caller_in_attention = self.scope, self.in_attention
+        caller_scope, caller_in_attention, caller_part = self.scope, self.in_attention, self.part
         equations = needed_equations(jaxpr)
         self.scope = self._open_scope(jaxpr, equations, arguments)
         for equation in equations:
             operands = [self.value(atom) for atom in equation.invars]
-            self.in_attention = caller_in_attention or SCOPE in str(equation.source_info.name_stack)
-            self.scope.values.update(zip(equation.outvars, self.handle(self, equation, operands), strict=True))
+            stack = str(equation.source_info.name_stack)
+            self.in_attention, self.part = caller_in_attention or SCOPE in stack, part_of(stack) or caller_part
+            values = self.handle(self, equation, operands)
+            for value in values:
+                value.part = value.part or self.part
+            self.scope.values.update(zip(equation.outvars, values, strict=True))
         results = [self.value(atom) for atom in jaxpr.outvars]
-        self.scope, self.in_attention = caller_scope, caller_in_attention
+        self.scope, self.in_attention, self.part = caller_scope, caller_in_attention, caller_part
         return results
 
     def _open_scope(self, jaxpr: Any, equations: Sequence[Any], arguments: Sequence[Value]) -> Scope:

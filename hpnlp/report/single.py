@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from hpnlp import measure, plots, tasks
+from hpnlp import measure, parts, plots, tasks
 from hpnlp.report import experts
 from hpnlp.report.files import read_metrics, replace_text, task_of
 from hpnlp.tasks.reporting import Outcome
@@ -107,6 +107,7 @@ def summarize(config: Config, result: Result) -> dict[str, Any]:
         "tokens_per_second": (1 - result.padding) * result.timed_tokens / busy if busy else 0.0,
         "flops_per_second": flops if flops is None else timed_steps * flops / busy if busy else 0.0,
         "flops_per_step": flops,
+        "flops_shares": None if result.flops_by_part is None else parts.shares(result.flops_by_part),
         "peak_memory_bytes": result.peak_memory_bytes,
         "devices": result.devices,
         "steps": result.step,
@@ -220,6 +221,7 @@ def _rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         *([("padding, share of computed tokens", f"{100 * padding:.0f} %")] if padding else []),
         ("tokens/s, without padding" if padding else "tokens/s", f"{report['tokens_per_second']:,.0f}"),
         ("achieved GFLOP/s", _giga(report["flops_per_second"])),
+        *_share_rows(report),
         ("peak memory", f"{report['peak_memory_bytes'] / 2**20:,.0f} MiB"),
         ("wall time of the last process, s", f"{report['seconds']:.1f}"),
     ]
@@ -233,6 +235,15 @@ def _norm_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     clip_norm = report["config"]["optimizer.clip_norm"]
     clipped = [] if share is None else [(f"steps clipped to optimizer.clip_norm={clip_norm:g}", f"{100 * share:.0f} %")]
     return [("gradient norm, median", f"{norm:.3g}"), *clipped]
+
+
+def _share_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The row on the parts of a step, largest first, which reports of early versions lack."""
+    if not (shares := report.get("flops_shares")):
+        return []
+    by_part = sorted(parts.percentages(shares).items(), key=lambda item: -item[1])
+    text = ", ".join(f"{parts.label(name)} {percent:.1f} %" for name, percent in by_part if percent)
+    return [("FLOPs of a step by part", text)] if text else []
 
 
 def _giga(value: float | None) -> str:

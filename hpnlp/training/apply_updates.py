@@ -13,6 +13,7 @@ import optax
 from hpnlp.parallel import host_offload
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.plan import Plan
+from hpnlp.parts import part
 from hpnlp.training import averages
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.types import InputError, Model
@@ -52,6 +53,7 @@ class Update:
         """
         return host_offload.by_layer(function, state, *trees) if self.by_layer else function(state, *trees)
 
+    @part("optimizer")
     def norm(self, grads: Any, weight: jax.Array) -> jax.Array:
         """Global norm of all gradients.
 
@@ -72,6 +74,7 @@ class Update:
         squares = host_offload.by_layer(add, {"layers": jnp.zeros(self.layers), "others": jnp.zeros(())}, grads)
         return mean(jnp.sqrt(jnp.sum(squares["layers"]) + squares["others"]), weight)
 
+    @part("optimizer")
     def __call__(
         self,
         state: Any,

@@ -106,23 +106,24 @@ class BatchLengths:
         """
         return self.padding / max(1, self.tokens())
 
-    def flops_per_step(self, trainer: Any, longest: int) -> int | None:
-        """Mean number of floating-point operations of a step.
+    def flops_by_part(self, trainer: Any, longest: int) -> dict[str, float] | None:
+        """Mean number of floating-point operations of a step, by part of the model.
 
         Args:
           trainer: A `step.Trainer`.
           longest: Length for a run without steps.
 
         Returns:
-          The number; None where `Trainer.flops` has none.
+          Number by part, as of `Trainer.flops_by_part`; None where this returns None.
         """
-        steps, total = self.steps or {longest: 1}, 0
+        steps, total = self.steps or {longest: 1}, dict[str, float]()
         for length, count in steps.items():
-            flops = trainer.flops(self.examples, length)
+            flops = trainer.flops_by_part(self.examples, length)
             if flops is None:
                 return None
-            total += flops * count
-        return round(total / sum(steps.values()))
+            for name, number in flops.items():
+                total[name] = total.get(name, 0.0) + number * count / sum(steps.values())
+        return total
 
 
 def length_of(batch: Mapping[str, Any], longest: int) -> int:

@@ -428,6 +428,7 @@ class _Run:
             if self.baseline is not None:
                 with self.clock("baselines"):
                     baselines = self.baseline.result(self.display.print)
+        flops = self.lengths.flops_by_part(self.trainer, self.config.data.seq_len)
         return Result(
             step=self.step,
             scored_step=scored_step,
@@ -443,7 +444,8 @@ class _Run:
             params=params,
             seconds=dict(self.clock.seconds),
             parameters=self.parameters,
-            flops_per_step=self.lengths.flops_per_step(self.trainer, self.config.data.seq_len),
+            flops_per_step=None if flops is None else round(sum(flops.values())),
+            flops_by_part=flops,
             tokens=self.lengths.tokens(),
             timed_tokens=self.lengths.timed_tokens(),
             padding=self.lengths.padding_share(),

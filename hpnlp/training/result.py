@@ -31,6 +31,7 @@ class Result:
       peak_memory_bytes: Largest peak memory of any restart.
       parameters: Number of parameters.
       flops_per_step: Mean number of floating-point operations of the matrix products of a step; None if batches decide it.
+      flops_by_part: These operations by part of the model, an entry of `hpnlp.parts.PARTS` or ""; None as for `flops_per_step`.
       tokens: Tokens of all batches, padding included.
       timed_tokens: Those of the steps that took the seconds of the phase "step": of all but the steps that were compiled.
       devices: Number of devices and the mesh axes that they are divided into, as text.
@@ -56,3 +57,4 @@ class Result:
     teacher: dict[str, float] | None = None
     padding: float = 0.0
     examples: ExampleScores | None = None
+    flops_by_part: Mapping[str, float] | None = None

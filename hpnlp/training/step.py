@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from hpnlp import measure
+from hpnlp.flop_count import flops_by_part
 from hpnlp.model_parallel import ModelParallel
 from hpnlp.models import variables
 from hpnlp.parallel import context_parallel, distributed_matrices, host_offload, pipeline, vocab_parallel
@@ -163,12 +163,17 @@ class Trainer:
         Returns:
           The number; None for output layers that group tokens by their labels, whose products depend on the batch.
         """
+        by_part = self.flops_by_part(examples, length)
+        return None if by_part is None else sum(by_part.values())
+
+    def flops_by_part(self, examples: int, length: int) -> dict[str, int] | None:
+        """The operations of `flops` by part of the model, see `flop_count.flops_by_part`."""
         key = jax.eval_shape(lambda: jax.random.key(0))
         try:
             trainer = self if self.single_device is None else self.single_device()
             batch = shapes_with(jax.eval_shape(lambda: self.example_batch(examples, length)), trainer.batch_sharding)
             with trainer.step.in_mesh():  # as in a call of the step, whose trace is reused
-                return measure.count_flops(trainer.step.jitted, trainer.state_shapes, batch, key, *trainer.step.frozen)
+                return flops_by_part(trainer.step.jitted, trainer.state_shapes, batch, key, *trainer.step.frozen)
         except InputError:
             return None
 

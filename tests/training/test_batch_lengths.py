@@ -23,10 +23,11 @@ def test_tokens_and_flops_count_real_lengths():
     assert again.steps == {64: 2, 16: 2, 32: 1} and again.tokens() == 4 * (128 + 32 + 32)
     assert again.timed_tokens() == 4 * (128 + 16)
     assert again.real_timed_tokens() == again.timed_tokens() and again.padding_share() == 0
-    trainer = SimpleNamespace(flops=lambda examples, length: examples * length**2)
-    assert again.flops_per_step(trainer, 64) == round(4 * (2 * 64**2 + 2 * 16**2 + 32**2) / 5)
-    assert again.flops_per_step(SimpleNamespace(flops=lambda examples, length: None), 64) is None
-    assert BatchLengths.restored({}, 0, DATA).flops_per_step(trainer, 64) == 4 * 64**2
+    trainer = SimpleNamespace(flops_by_part=lambda examples, length: {"": 3 * length, "mixing": examples * length**2})
+    flops = again.flops_by_part(trainer, 64)
+    assert flops == pytest.approx({"": 3 * 192 / 5, "mixing": 4 * (2 * 64**2 + 2 * 16**2 + 32**2) / 5})
+    assert again.flops_by_part(SimpleNamespace(flops_by_part=lambda examples, length: None), 64) is None
+    assert BatchLengths.restored({}, 0, DATA).flops_by_part(trainer, 64) == {"": 192, "mixing": 4 * 64**2}
 
 
 def test_padding_is_counted():
