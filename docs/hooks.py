@@ -23,6 +23,7 @@ COMMANDS = (
     "encode",
     "generate",
     "evaluate",
+    "inspect",
     "sweep",
     "launch",
     "lra",

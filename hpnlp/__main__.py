@@ -16,6 +16,7 @@ COMMANDS = {
     "predict": "predict labels, tags, targets or similarities of texts with a trained model",
     "encode": "write a file of vectors of texts by an encoder or a dual encoder",
     "evaluate": "score a run on held-out data, also with another memory or other data",
+    "inspect": "measure the attention matrices of a trained model, and its loss by the length of the context",
     "sweep": "train all variants of an experiment that have not finished",
     "launch": "train with several processes and restart them, or write a manifest for SLURM, JobSet or xpk",
     "compare": "compare runs in a table and a plot",

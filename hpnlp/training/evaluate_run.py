@@ -23,7 +23,7 @@ from hpnlp.training.checksum import first_difference, shape_of
 from hpnlp.training.config import Config, flat, with_changes
 from hpnlp.training.evaluation import Evaluation, evaluate, further_scores
 from hpnlp.training.run_directory import load_config
-from hpnlp.training.step import make_trainer
+from hpnlp.training.step import TrainState, make_trainer
 from hpnlp.types import InputError
 
 # Fields of a run's config that an evaluation can change. The fields of other tasks than the run's are unknown.
@@ -85,13 +85,13 @@ def evaluate_run(
     members = [(workdir, None)] if isinstance(workdir, str | Path) else list(workdir)
     stored = [load_config(directory) for directory, _ in members]
     for config in stored:  # before anything large is read
-        _changed(config, changes)
+        changed_config(config, changes)
     fold_leakage.check(
         [(str(directory), config) for (directory, _), config in zip(members, stored, strict=True)], changes
     )
     runs = ensembles.load_members(members)
     # The config of a loaded run has no train.weights: its parameters are the matrices that layers read.
-    configs = [_changed(run.config, changes) for run in runs]
+    configs = [changed_config(run.config, changes) for run in runs]
     config, run = configs[0], runs[0]
     model: Any  # of the run, or with a cache or a datastore
     model, params = ensembles.model_for(configs, runs)
@@ -106,8 +106,7 @@ def evaluate_run(
         store, model, frozen = neighbours.load(model, params, run.tokenizer, members[0][0])
     optimizer = config.optimizer.for_batch(config.data.batch_size)
     trainer = make_trainer(model, optimizer, Plan("single"), steps=1, batch_size=config.data.batch_size)
-    shapes = trainer.state_shapes
-    _check_shapes(jax.eval_shape(dense_tree, params), variables.join(shapes.params, shapes.buffers), changes)
+    check_shapes(params, trainer.state_shapes, changes)
     task = tasks.find(config.task)
     dataset = task.dataset(config.data, run.vocabulary, progress("MiB"))
     if store is not None:
@@ -159,8 +158,19 @@ def _with_cache(model: Any, cache: str, config: Config) -> Any:
     return continuous_cache.CachedModel(model, config_of_cache)
 
 
-def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """The config with other values of fields, which are named "section.field"."""
+def changed_config(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The config of a run with other values of fields that an evaluation can change.
+
+    Args:
+      config: Config of the run.
+      changes: "section.field", one of FIELDS -> value.
+
+    Returns:
+      The config.
+
+    Raises:
+      InputError: The field is unknown or not one of FIELDS, or the value is invalid.
+    """
     known = flat(config)
     for name, value in changes.items():
         if name not in known:
@@ -175,12 +185,22 @@ def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
     return with_changes(config, changes)
 
 
-def _check_shapes(params: Any, expected: Any, changes: Mapping[str, Any]) -> None:
-    """Raises InputError unless the changed model has the parameters of the run."""
-    if difference := first_difference(expected, params, shape_of):
+def check_shapes(params: Any, shapes: TrainState, changes: Mapping[str, Any]) -> None:
+    """Checks that a changed model has the parameters of the run.
+
+    Args:
+      params: Weights of the run.
+      shapes: Shapes of the changed model, `Trainer.state_shapes`.
+      changes: The changes of its config, for the message.
+
+    Raises:
+      InputError: Names or shapes differ.
+    """
+    params = jax.eval_shape(dense_tree, params)
+    if difference := first_difference(variables.join(shapes.params, shapes.buffers), params, shape_of):
         name, of_model, of_run = difference
-        shapes = f"params{name} is {of_model} in the model and {of_run} in the run"
+        fault = f"params{name} is {of_model} in the model and {of_run} in the run"
         if not changes:
-            raise InputError(f"the parameters of the run do not fit its config.json: {shapes}")
+            raise InputError(f"the parameters of the run do not fit its config.json: {fault}")
         changed = ", ".join(f"{field}={value}" for field, value in changes.items())
-        raise InputError(f"with {changed}, {shapes}: change fields that leave the parameters as they are")
+        raise InputError(f"with {changed}, {fault}: change fields that leave the parameters as they are")

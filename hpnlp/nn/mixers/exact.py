@@ -10,10 +10,13 @@ from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
 from hpnlp.nn.mixers.checks import check_decoding
 from hpnlp.ops.attention import Full, Mask, PerHead, attend
 from hpnlp.ops.attention.decoding.kv_cache import KVCache, start_cache
+from hpnlp.ops.distillation import attention_scores
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 
@@ -113,6 +116,36 @@ class ExactMixer(nn.Module):
             soft_cap=self.soft_cap,
             return_lse=True,
         )
+
+    def matrices(
+        self,
+        q: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        mask: Any,
+        segment_ids: Int[Array, "B T"] | None,
+        positions: Int[Array, "B T"],
+    ) -> tuple[Float[Array, "B N T T"], Bool[Array, "B N T T"]]:
+        """The matrices that `__call__` multiplies values by, without dropout; for a look at them.
+
+        Args:
+          q: Queries, as the mixer gets them.
+          k: Keys of the same tokens.
+          mask: A static Mask.
+          segment_ids: Segments of the tokens; 0 marks padding, which sees nothing here and is not seen.
+          positions: Positions of the tokens.
+
+        Returns:
+          `(float32 probabilities, the pairs that may attend)`; rows of queries that see no key are 0.
+
+        Cost: O(B N T^2 H) time, and O(B N T^2) memory.
+        """
+        mask = self.within(mask)
+        positions_of_mask = None if mask.relative else positions
+        scores, visible = attention_scores(
+            q, k, mask, segment_ids, positions_of_mask, scale=self.scale, soft_cap=self.soft_cap
+        )
+        lowest = jnp.finfo(jnp.float32).min
+        return jnp.where(visible, jax.nn.softmax(jnp.where(visible, scores, lowest)), 0.0), visible
 
     def within(self, mask: Any) -> Any:
         """Intersects the pattern with a mask.
