@@ -14,6 +14,7 @@ READERS = {
     "encode": "encode {d} {d}/texts.txt --to={new}.npy",
     "generate": "generate {d} --prompt=a --tokens=2",
     "evaluate": "evaluate {d}",
+    "inspect": "inspect {d}",
     "compress": "compress {d} --to={new} --recipe=int8",
     "convert": "convert {d} --to={new}",
     "export": "export {d} --to={new}",

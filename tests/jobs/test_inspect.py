@@ -1,4 +1,4 @@
-"""Attention matrices and losses by context of small models: the matrices are those of the model, and losses those of evaluations."""
+"""Attention matrices and losses by context: the matrices are those of the model, and the losses those of evaluations."""
 
 import dataclasses
 

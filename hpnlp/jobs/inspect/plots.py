@@ -24,24 +24,12 @@ def draw_spectra(layers: Sequence[LayerAttention], path: Path) -> None:
     figure, (curves, cells) = _figure(2, (11, max(3.8, 1.6 + 0.25 * len(layers))))
     x = np.linspace(0, 1, POINTS)
     colors = _colors(len(layers))
-    for number, (layer, color) in enumerate(zip(layers, colors, strict=True)):
-        y = layer.measures.by_head("curve").mean(axis=0)
-        curves.plot(x, y, color=color, linewidth=1.4)
-        if number in (0, len(layers) - 1):
-            at = 15 if number else 30
-            curves.annotate(
-                f"layer {layer.layer}",
-                (x[at], y[at]),
-                xytext=(5, -9),
-                textcoords="offset points",
-                fontsize=8,
-                color=color,
-            )
+    for layer, color in zip(layers, colors, strict=True):
+        label = f"layer {layer.layer}" if layer is layers[0] or layer is layers[-1] else None
+        curves.plot(x, layer.measures.by_head("curve").mean(axis=0), color=color, linewidth=1.4, label=label)
     even = np.mean([layer.uniform.by_head("curve").mean(axis=0) for layer in layers], axis=0)
-    curves.plot(x, even, color="0.4", linestyle="--", linewidth=1)
-    curves.annotate(
-        "even attention", (x[60], even[60]), xytext=(4, -12), textcoords="offset points", fontsize=8, color="0.4"
-    )
+    curves.plot(x, even, color="0.4", linestyle="--", linewidth=1, label="even attention")
+    curves.legend(loc="lower right", frameon=False, fontsize=8, labelcolor="linecolor")
     curves.axhline(HELD, color="0.6", linestyle=":", linewidth=0.9)
     curves.set(
         xlim=(0, 1), ylim=(0, 1), xlabel="share of the singular values, largest first", ylabel="share of their sum",
@@ -81,16 +69,13 @@ def draw_attention(layers: Sequence[LayerAttention], path: Path) -> None:
             axes.plot([place - 0.3, place + 0.3], [of_heads.mean()] * 2, color="C0", linewidth=2)
             axes.plot([place - 0.3, place + 0.3], [even] * 2, color="0.4", linewidth=1.2, linestyle="--")
         # Labels beside the last layer, at the heights of its lines.
-        for text, height, color in (("mean of the heads", of_heads.mean(), "C0"), ("even attention", even, "0.4")):
-            axes.annotate(
-                text,
-                (place + 0.3, height),
-                xytext=(4, 0),
-                textcoords="offset points",
-                va="center",
-                fontsize=8,
-                color=color,
-            )
+        mean, even = (side.by_head(name).mean() for side in (layers[-1].measures, layers[-1].uniform))
+        sides = ("bottom", "top") if mean > even else ("top", "bottom")
+        for text, height, color, side in zip(
+            ("mean of the heads", "even attention"), (mean, even), ("C0", "0.4"), sides, strict=True
+        ):
+            place = (len(layers) - 0.65, height)
+            axes.annotate(text, place, xytext=(4, 0), textcoords="offset points", va=side, fontsize=8, color=color)
         axes.set(xlabel="layer", ylabel=label, xticks=range(len(layers)), xticklabels=[layer.layer for layer in layers])
         axes.set_xlim(-0.6, len(layers) - 0.4 + 0.25 * len(layers) + 0.6)
         axes.set_ylim(bottom=0)

@@ -83,7 +83,7 @@ def context_losses(
 
         return jax.grad(total, has_aux=True)(batch["weights"].astype(jnp.float32))
 
-    names, carry, sums, count = model.batch_axes(), None, [], operator.length_hint(batches)
+    names, carry, sums, longest, count = model.batch_axes(), None, [], 0, operator.length_hint(batches)
     for number, batch in enumerate(batches):
         if batch["weights"].ndim != 2:
             return None
@@ -91,11 +91,14 @@ def context_losses(
         if not number:
             carry = variables.initial_carry(model, len(batch["weights"]))
         losses, carry = token_losses(weights, {name: batch[name] for name in names}, carry)
+        longest = max(longest, batch["weights"].shape[1] - 1)
         sums.append(
             _binned(np.asarray(losses, np.float64), np.asarray(batch["weights"], np.float64), batch["segment_ids"])
         )
     width = max(x.shape[2] for x in sums)
-    return _joined(np.concatenate([np.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2]))) for x in sums], axis=1))
+    return _joined(
+        longest, np.concatenate([np.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2]))) for x in sums], axis=1)
+    )
 
 
 def context_lengths(segment_ids: np.ndarray) -> np.ndarray:
@@ -121,14 +124,14 @@ def _binned(losses: np.ndarray, weights: np.ndarray, segment_ids: np.ndarray) ->
     return np.stack([(x[..., None] * member).sum(axis=1) for x in (totals, weights)])
 
 
-def _joined(sums: np.ndarray) -> ContextLosses:
-    """The losses of all sequences, of `[2, sequences, bins]`."""
+def _joined(longest: int, sums: np.ndarray) -> ContextLosses:
+    """The losses of all sequences, of `[2, sequences, bins]`; `longest` is the largest number of tokens before a token."""
     scored = sums[:, sums[1].sum(axis=1) > 0]
     bins = []
     for index, (total, weight) in enumerate(zip(scored[0].T, scored[1].T, strict=True)):
         if weight.sum():
             scores = ExampleScores({"loss": (total, weight)}, np.arange(len(weight), dtype=np.uint32))
-            first, last = (0, 0) if not index else (2 ** (index - 1), 2**index - 1)
+            first, last = (0, 0) if not index else (2 ** (index - 1), min(2**index - 1, longest))
             mean = float(total.sum() / weight.sum())
             bins.append(Bin(first, last, mean, scores.standard_error("loss"), float(weight.sum())))
     total, weight = scored.sum(axis=(1, 2))
