@@ -68,7 +68,7 @@ def test_invalid_flags_raise(run, trained, argv, message):
 @pytest.mark.parametrize(
     ("task", "expected"),
     [
-        ("rnn_lm", "no attention matrices in layers 0: recurrent layers have no attention"),
+        ("rnn_lm", "no attention matrices in layers 0-1: recurrent layers have no attention"),
         ("classification", "no loss by position: the labels of the task are those of whole sequences"),
         ("masked_lm", "Held-out loss of "),
     ],
