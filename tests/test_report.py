@@ -99,6 +99,14 @@ def test_summary_holds_the_numbers_of_a_run():
     json.dumps(numbers, allow_nan=False)
 
 
+def test_parts_of_a_step_are_listed_largest_first(tmp_path):
+    numbers = summary(flops_by_part={"feed_forward": 2e9, "output": 1e9, "": 1e6})
+    assert sum(numbers["flops_shares"].values()) == pytest.approx(1)
+    text = report.render(tmp_path, Config(), numbers, "")
+    assert "| FLOPs of a step by part | feed-forward 66.7 %, output layer 33.3 % |" in text
+    assert "by part" not in report.render(tmp_path, Config(), summary(), "")  # of an early version
+
+
 def test_seconds_count_from_the_start_of_the_process():
     first = summary()["seconds"]
     assert 0 < first < 24 * 3600

@@ -34,6 +34,16 @@ def test_uneven_loads_of_divided_experts_are_named():
     assert lines == [0, 1]
 
 
+def test_shares_of_parts_sum_to_all():
+    lines = render.table(planned(Plan("data")), SMALL, "small").splitlines()
+    title = next(line for line in lines if line.startswith("Share of each part of the model, in %"))
+    assert title.split()[-3:] == ["FLOPs", "bytes", "time"]
+    rows = lines[lines.index(title) + 1 : -1]
+    assert rows[0].startswith("  embedding") and any(row.startswith("  output layer") for row in rows)
+    columns = zip(*(map(float, row.split()[-3:]) for row in rows), strict=True)
+    assert [sum(column) for column in columns] == pytest.approx([100] * 3)
+
+
 def test_tight_fits_are_marked():
     estimate = planned(Plan("data"))
     temporaries = estimate.bytes - sum(estimate.memory[name] for name in ("parameters", "optimizer"))
