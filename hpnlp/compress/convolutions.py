@@ -40,6 +40,8 @@ from hpnlp.types import InputError
 
 # Units: channels of the images between blocks, and those between the products of an inverted residual.
 CHANNELS, HIDDEN = "channels", "hidden"
+# Units that a stage removes.
+CHANNEL_STAGES = {"filters": (CHANNELS, HIDDEN), "channels": (CHANNELS,), "hidden": (HIDDEN,)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +75,7 @@ def filters(share: int | float, by: str = "gradient", across_layers: bool = Fals
     Raises:
       InputError: `share` or `by` is invalid.
     """
-    return STRUCTURE, _channel_compressor("filters", (CHANNELS, HIDDEN), share, by, across_layers)
+    return STRUCTURE, _channel_compressor("filters", share, by, across_layers)
 
 
 def channels(share: int | float, by: str = "gradient", across_layers: bool = False) -> tuple[str, Compressor]:
@@ -90,7 +92,7 @@ def channels(share: int | float, by: str = "gradient", across_layers: bool = Fal
     Raises:
       InputError: `share` or `by` is invalid.
     """
-    return STRUCTURE, _channel_compressor("channels", (CHANNELS,), share, by, across_layers)
+    return STRUCTURE, _channel_compressor("channels", share, by, across_layers)
 
 
 def hidden(share: int | float, by: str = "gradient", across_layers: bool = False) -> tuple[str, Compressor]:
@@ -107,7 +109,7 @@ def hidden(share: int | float, by: str = "gradient", across_layers: bool = False
     Raises:
       InputError: `share` or `by` is invalid.
     """
-    return STRUCTURE, _channel_compressor("hidden", (HIDDEN,), share, by, across_layers)
+    return STRUCTURE, _channel_compressor("hidden", share, by, across_layers)
 
 
 def shapes(share: int | float, by: str = "gradient", scattered: bool = False) -> tuple[str, Compressor]:
@@ -248,15 +250,29 @@ def channel_importance(group: ChannelGroup, params: Any, gradients: Any = None) 
     return total
 
 
-def _channel_compressor(
-    name: str, units: tuple[str, ...], share: int | float, by: str, across_layers: bool
-) -> Compressor:
+def stage_groups(name: str, config: Any) -> list[ChannelGroup]:
+    """The groups of channels of which a stage removes some.
+
+    Args:
+      name: A key of CHANNEL_STAGES.
+      config: Config of a model.
+
+    Returns:
+      Groups of `channel_groups`.
+
+    Raises:
+      InputError: The model has no convolutions of images.
+    """
+    _check_convolutional(name, config)
+    return [group for group in channel_groups(config) if group.unit in CHANNEL_STAGES[name]]
+
+
+def _channel_compressor(name: str, share: int | float, by: str, across_layers: bool) -> Compressor:
     """Compressor that keeps a share of the channels of each group."""
     check_unit_arguments(name, share, by)
 
     def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
-        _check_convolutional(name, config)
-        groups = [group for group in channel_groups(config) if group.unit in units]
+        groups = stage_groups(name, config)
         if not groups:
             what = {"channels": "channels between blocks", "hidden": "hidden channels of inverted blocks"}.get(
                 name, name

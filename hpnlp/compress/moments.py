@@ -17,11 +17,12 @@ from hpnlp.ops.weights import ObservedWeight
 from hpnlp.types import InputError
 
 
-def listed_matrices(weights: Any) -> list[tuple[str, Any]]:
+def listed_matrices(weights: Any, *, experts: bool = False) -> list[tuple[str, Any]]:
     """All matrices of a model, as in `map_matrices`.
 
     Args:
       weights: Weights of the model.
+      experts: Those of experts are listed, too.
 
     Returns:
       (path, array or Weight), stacked ones as they are.
@@ -32,7 +33,7 @@ def listed_matrices(weights: Any) -> list[tuple[str, Any]]:
         listed.append((path, w))
         return w
 
-    map_matrices(note, weights, stacked=True)
+    map_matrices(note, weights, stacked=True, experts=experts)
     return [(path, w) for path, w in listed if path.split("/")[0] not in (BUFFERS, FROZEN)]
 
 

@@ -156,11 +156,12 @@ def _ungrouped(x: Array, part: _Part, shape: tuple[int, ...]) -> Array:
     return jnp.moveaxis(x.reshape(layers, *matrix), 1, part.axis).reshape(shape)
 
 
-def lasso(strength: int | float = 1e-3, *, steps: int) -> Technique:
+def lasso(strength: int | float, *, steps: int) -> Technique:
     """The sum of the magnitudes of the weights of all kernels as a penalty; more and more weights become exactly 0.
 
     Args:
-      strength: Factor of the penalty: a weight moves by learning rate x strength towards 0 in each step.
+      strength: Factor of the penalty: a weight moves by learning rate x strength towards 0 in each step. It leaves 0 in a step
+        of the optimizer that is larger; those of Adam are up to about the learning rate.
       steps: Steps of the run.
 
     Returns:
@@ -173,7 +174,7 @@ def lasso(strength: int | float = 1e-3, *, steps: int) -> Technique:
     return LassoTechnique(steps, strength)
 
 
-def group_lasso(strength: int | float = 1e-3, groups: str = "mlp", *, steps: int) -> Technique:
+def group_lasso(strength: int | float, groups: str = "mlp", *, steps: int) -> Technique:
     """The norms of groups of weights as a penalty, times the root of their sizes; whole groups become exactly 0.
 
     Args:
@@ -196,4 +197,4 @@ def group_lasso(strength: int | float = 1e-3, groups: str = "mlp", *, steps: int
 
 def _check_strength(name: str, strength: int | float) -> None:
     if not 0 < strength < math.inf:
-        raise InputError(f"train.weights: {name}({strength}): expected a strength over 0, such as 0.001")
+        raise InputError(f"train.weights: {name}({strength}): expected a strength over 0, such as 0.1")

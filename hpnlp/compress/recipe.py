@@ -299,7 +299,7 @@ def _stage_of(conversion: Callable[..., Conversion]) -> Callable[..., tuple[str,
 
 def _check_range(name: str, weights: Any) -> None:
     """Raises InputError for a matrix whose numbers are beyond the range of a format without scales."""
-    for path, w in listed_matrices(weights):
+    for path, w in listed_matrices(weights, experts=True):
         if isinstance(w, FloatWeight) and w.scales is None and not bool(jnp.isfinite(w.codes).all()):
             raise InputError(f"{name}: {path} has numbers beyond the range of {w.codes.dtype}: use bf16")
 
@@ -336,7 +336,7 @@ def parse_recipe(text: str) -> list[Stage]:
     specs = parse(text, "--recipe", example="heads(0.5),mlp(0.5),int8") if text.strip() else ()
     if not specs:
         raise InputError(f"the recipe is empty: name stages, of {', '.join(COMPRESSORS)}, as in heads(0.5),int8")
-    by_stage = [spec for spec in specs for _ in range(spec.repeat)]
+    by_stage = [dataclasses.replace(spec, repeat=1) for spec in specs for _ in range(spec.repeat)]
     stages = [Stage(str(spec), *build(spec, COMPRESSORS, "stage of the recipe")) for spec in by_stage]
     for first, second in zip(stages, stages[1:], strict=False):
         if _ORDER.index(first.changes) > _ORDER.index(second.changes):

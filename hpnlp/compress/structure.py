@@ -17,7 +17,7 @@ import numpy as np
 
 from hpnlp.compress.experts import with_fewer_experts
 from hpnlp.compress.layers import Layer
-from hpnlp.compress.matrices import KERNELS
+from hpnlp.compress.matrices import EXPERTS, KERNELS
 from hpnlp.nn.block import BlockConfig
 from hpnlp.types import InputError
 
@@ -144,7 +144,9 @@ def choose_units(scores: Sequence[np.ndarray], fraction: int | float, *, across_
 
 
 def kernels_only(layer: Layer) -> Layer:
-    """A layer whose other parameters, such as biases, are 0. A unit without kernels has no effect, whatever its biases are.
+    """A layer in which all parameters but kernels and the matrices of experts are 0, such as biases.
+
+    A unit whose kernels are 0 has no effect, whatever its biases are.
 
     Args:
       layer: The layer.
@@ -154,14 +156,14 @@ def kernels_only(layer: Layer) -> Layer:
     """
 
     def kept(path: Any, leaf: Any) -> Any:
-        return leaf if path[-1].key in KERNELS else jnp.zeros_like(leaf)
+        return leaf if path[-1].key in (*KERNELS, *EXPERTS) else jnp.zeros_like(leaf)
 
     params = jax.tree_util.tree_map_with_path(kept, layer.variables["params"])
     return dataclasses.replace(layer, variables={**layer.variables, "params": params})
 
 
 def has_weights(layer: Layer) -> bool:
-    """Whether a kernel of a layer has a number other than 0.
+    """Whether a kernel of a layer, or a matrix of its experts, has a number other than 0.
 
     Args:
       layer: The layer.
@@ -170,7 +172,7 @@ def has_weights(layer: Layer) -> bool:
       False for a layer that passes its input on, up to biases.
     """
     leaves = jax.tree_util.tree_leaves_with_path(layer.variables["params"])
-    return any(bool(jnp.any(leaf != 0)) for path, leaf in leaves if path[-1].key in KERNELS)
+    return any(bool(jnp.any(leaf != 0)) for path, leaf in leaves if path[-1].key in (*KERNELS, *EXPERTS))
 
 
 def nonzero_units(squares: Sequence[np.ndarray]) -> list[np.ndarray]:

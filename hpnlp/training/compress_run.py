@@ -25,9 +25,10 @@ from hpnlp.data.files import Progress
 from hpnlp.models import variables
 from hpnlp.ops.weight import parameter_count
 from hpnlp.parallel.plan import Plan
-from hpnlp.spec import Spec, did_you_mean, parse_one
+from hpnlp.spec import did_you_mean, parse_one
 from hpnlp.tasks.reporting import Outcome
 from hpnlp.training import evaluation_record, gradients, loop, run_directory
+from hpnlp.training import iterations as pruning_iterations
 from hpnlp.training.checkpoint import CONVERTED_STEP
 from hpnlp.training.config import Config, flat, to_json, with_changes
 from hpnlp.training.contents import UNFINISHED_FILE, Contents, contents_of, has_checkpoints, locked
@@ -42,7 +43,6 @@ from hpnlp.types import InputError
 COMPANIONS = ("tokenizer.json", "labels.json", "generation_config.json")
 ORIGINAL = "original"
 FINETUNE = "finetune"  # directory of the further training, or of one for each iteration
-ITERATED = ("magnitude", "heads", "mlp", "experts", "filters", "channels", "hidden")  # stages with a share that stays
 # Sections of a run's config that a compression can change: they leave the parameters as they are.
 SECTIONS = ("data", "optimizer", "train", "distill")
 FIXED = ("data.tokenizer", "train.init_from", "train.weights", "distill.init")
@@ -131,7 +131,7 @@ def compress_run(
     """
     stages = parse_recipe(recipe)
     _check_recipe(recipe, stages, finetune, rewind)
-    _check_iterations(recipe, stages, finetune, iterations)
+    pruning_iterations.check(recipe, stages, finetune, iterations)
     source, target = Path(source), Path(target)
     _check_target(target)
     run = run_directory.load(source)
@@ -156,7 +156,9 @@ def compress_run(
         for index, stage in enumerate(stages):
             log(f"{stage.text}: stage {index + 1} of {len(stages)}")
             trainings = _Trainings(source, run, target, finetune, rewind, _is_masked(stages)) if index == last else None
-            for number, part in enumerate(_rounds(stage, iterations) if trainings else [stage], 1):
+            before = versions[-1]
+            parts = pruning_iterations.divided(stage, iterations if trainings else 1, before.model.config, before.params)
+            for number, part in enumerate(parts, 1):
                 versions.append(_next(versions[-1], part, calibration, run))
                 if trainings:
                     versions += trainings.after(versions[-1], number if iterations > 1 else 0)
@@ -170,8 +172,6 @@ def compress_run(
         log(f"measuring times at {', '.join(map(str, batch_sizes))} sequences")
         seconds = _seconds(versions, dataset, batch_sizes, rounds, ProgressLines(log, "measurements"))
         sizes = [_write(version, target / WEIGHTS_FILE, run.step) for version in versions]  # the last one stays
-        for workdir in (target / FINETUNE, *(target / FINETUNE).glob("iteration-*")):
-            _remove_checkpoints(workdir)
         measurements = [
             Measurement(
                 version.stage,
@@ -191,6 +191,9 @@ def compress_run(
         if batches is None:
             outcome = Outcome(last.config, dataset, last.model, last.params, evaluation.sums)
             evaluation_record.write(target, outcome, evaluation, run.step)
+        # The checkpoints stay until all else is written, so that an error before does not cost the trainings.
+        for workdir in (target / FINETUNE, *(target / FINETUNE).glob("iteration-*")):
+            _remove_checkpoints(workdir)
         # config.json comes last, because a directory without it is unfinished. The teacher of the further training is no part
         # of the model.
         run_directory.write_config(target, dataclasses.replace(last.config, distill=DistillConfig()))
@@ -214,42 +217,6 @@ def _check_recipe(recipe: str, stages: Sequence[Stage], finetune: int, rewind: s
 def _is_masked(stages: Sequence[Stage]) -> bool:
     """Whether a recipe sets single weights to 0."""
     return any(parse_one(stage.text, "--recipe").name == "magnitude" for stage in stages)
-
-
-def _check_iterations(recipe: str, stages: Sequence[Stage], finetune: int, iterations: int) -> None:
-    """Raises InputError unless the last stage that removes units or weights can do so in several iterations."""
-    if iterations == 1:
-        return
-    if iterations < 1:
-        raise InputError(f"--iterations={iterations}: expected at least 1")
-    if not finetune:
-        raise InputError(f"--iterations={iterations} trains after each one: add --finetune=STEPS")
-    removing = [stage for stage in stages if stage.changes == STRUCTURE]
-    spec = parse_one(removing[-1].text, "--recipe")
-    if spec.name not in ITERATED or not isinstance(_share(spec), float):
-        raise InputError(
-            f"--iterations={iterations}: the last stage of {recipe!r} that removes units or weights is {spec}: expected one of "
-            f"{', '.join(ITERATED)} with the share that stays"
-        )
-
-
-def _share(spec: Spec) -> Any:
-    """The share that stays after a stage, a float if it is one below 1."""
-    return dict(spec.kwargs).get("share", *spec.args[:1])
-
-
-def _rounds(stage: Stage, iterations: int) -> list[Stage]:
-    """The stage in several iterations, each of which removes the same share of what is left."""
-    if iterations == 1:
-        return [stage]
-    spec, result = parse_one(stage.text, "--recipe"), []
-    for number in range(1, iterations + 1):
-        # The share of magnitude is that of all weights, those of other stages that of the units that there are.
-        exponent = number if spec.name == "magnitude" else 1
-        share = float(f"{_share(spec) ** (exponent / iterations):.6g}")
-        kwargs = tuple((name, value) for name, value in spec.kwargs if name != "share")
-        result += parse_recipe(str(dataclasses.replace(spec, args=(share, *spec.args[1:]), kwargs=kwargs)))
-    return result
 
 
 def _check_changes(finetune: int, changes: Mapping[str, Any]) -> None:

@@ -175,3 +175,20 @@ def test_units_without_kernels_are_removed_with_their_biases():
     *_, (_, config, smaller) = compress(model.config, sparse, parse_recipe("mlp(nonzero)"))
     assert config.mlp_dim == 8
     np.testing.assert_allclose(loss_of(LM(config))(smaller), loss_of(model)(sparse), rtol=1e-5)
+
+
+def test_matrices_of_experts_count_as_weights():
+    fields = {"dim": 16, "heads": 2, "layers": 2, "vocab": 24, "max_len": 16, "mlp": "top_k(4,2)"}
+    config = LMConfig(**fields, mlp_dim=12)
+    params = drawn(LM(config))[0]
+    mlp, kept = params["layers"]["mlp"], np.arange(12) % 3 == 0
+    sparse = {name: mlp[name] * kept for name in ("gate", "up")} | {"down": mlp["down"] * kept[:, None]}
+    weights = {**params, "layers": {**params["layers"], "mlp": {**mlp, **sparse}}}
+    *_, (_, smaller, arrays) = compress(config, weights, parse_recipe("mlp(nonzero)"))
+    assert smaller.mlp_dim == 4
+    np.testing.assert_array_equal(arrays["layers"]["mlp"]["up"], mlp["up"][..., kept])
+    without_kernels = jax.tree_util.tree_map_with_path(
+        lambda path, x: x * 0 if path[-1].key == "kernel" else x, params["layers"]
+    )
+    *_, (_, same, _) = compress(config, {**params, "layers": without_kernels}, parse_recipe("layers(nonzero)"))
+    assert same.layers == 2  # experts add to the residual stream

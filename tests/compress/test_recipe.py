@@ -1,5 +1,6 @@
 """Recipes: their stages, the models that they give, and errors."""
 
+import dataclasses
 import functools
 
 import jax
@@ -271,6 +272,11 @@ def test_numbers_beyond_float16_raise():
         InputError, match="fp16: layers/mlp/up/kernel has numbers beyond the range of float16: use bf16"
     ):
         list(compress(CONFIG, weights, parse_recipe("fp16")))
+    config = dataclasses.replace(CONFIG, mlp="top_k(4,2)")
+    weights = drawn_params(LM(config), 0.1)
+    weights["layers"]["mlp"]["down"] = weights["layers"]["mlp"]["down"].at[1, 0, 2, 3].set(-1e5)
+    with pytest.raises(InputError, match="fp16: layers/mlp/down has numbers beyond the range"):
+        list(compress(config, weights, parse_recipe("fp16")))
 
 
 def test_stages_that_read_inputs_need_data():
