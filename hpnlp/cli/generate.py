@@ -77,7 +77,7 @@ def run(argv: Sequence[str]) -> None:
     cli.prepare_jax()
 
     from hpnlp.data.prompt import prompt_bytes
-    from hpnlp.jobs.dtypes import with_dtype
+    from hpnlp.jobs.dtypes import overflow_checked_chunks, with_dtype
     from hpnlp.training import ensembles, run_directory
 
     names = [part for name in names for part in ([name] if os.path.exists(name) else name.split(","))]
@@ -101,7 +101,8 @@ def run(argv: Sequence[str]) -> None:
     texts = _Texts(
         loaded.tokenizer, prompt_ids, [prompt_bytes(prompt).decode("utf-8", "replace") for prompt in prompts]
     )
-    count = texts.extend(generation, loaded.eos_ids, f"reading a prompt of {length:,} tokens")
+    chunks = overflow_checked_chunks(generation)
+    count = texts.extend(chunks, loaded.eos_ids, f"reading a prompt of {length:,} tokens")
     texts.finish()
     seconds = generation.seconds
     rate = count / max(seconds["decode"], 1e-9)
@@ -140,10 +141,9 @@ class _Texts:
         if self.is_single:
             print(self.texts[0], end="", flush=True)
 
-    def extend(self, generation: Generation, eos_ids: Sequence[int], waiting: str) -> int:
-        """Adds all tokens of a generation. Returns their number. `waiting` describes the time before the first of them."""
+    def extend(self, chunks: Iterator[np.ndarray], eos_ids: Sequence[int], waiting: str) -> int:
+        """Adds the tokens of chunks. Returns their number. `waiting` describes the time before the first of them."""
         count, ended = 0, np.zeros(len(self.texts), bool)
-        chunks = iter(generation)
         with _heartbeat(waiting):
             first = next(chunks)
         for chunk in itertools.chain([first], chunks):

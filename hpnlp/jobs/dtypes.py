@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hpnlp.models.decode import Generation
 from hpnlp.training.run_directory import Run
 from hpnlp.types import InputError
 
@@ -59,10 +60,27 @@ def overflow_checked(run: Run) -> Iterator[None]:
         with jax.debug_nans(True), jax.debug_infs(True):
             yield
     except FloatingPointError as error:
-        raise InputError(
-            f"float16 overflows at {np.finfo(np.float16).max:,.0f} in this model ({str(error).splitlines()[0]}): use bfloat16 "
-            "or float32"
-        ) from error
+        raise _overflow(str(error).splitlines()[0]) from error
+
+
+def overflow_checked_chunks(generation: Generation) -> Iterator[np.ndarray]:
+    """The ids of a generation; raises InputError in place of those that follow an overflow of float16.
+
+    Args:
+      generation: Continuations of prompts.
+
+    Yields:
+      As `generation`.
+    """
+    for chunk in generation:
+        if generation.has_overflowed:
+            raise _overflow("hidden states that are not finite")
+        yield chunk
+
+
+def _overflow(where: str) -> InputError:
+    limit = np.finfo(np.float16).max
+    return InputError(f"float16 overflows at {limit:,.0f} in this model ({where}): use bfloat16 or float32")
 
 
 def _has_dtype(run: Run) -> bool:

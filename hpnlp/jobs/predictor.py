@@ -26,7 +26,7 @@ from hpnlp.data.examples.fields import FieldError
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Texts
 from hpnlp.data.examples.unlabelled import Unlabelled, as_record, converted
-from hpnlp.jobs.dtypes import overflow_checked, with_dtype
+from hpnlp.jobs.dtypes import overflow_checked, overflow_checked_chunks, with_dtype
 from hpnlp.models import decode
 from hpnlp.tasks.predictions import Prediction, TrainedModel
 from hpnlp.training import ensembles, run_directory
@@ -248,7 +248,7 @@ class Predictor:
             pad_id=run.tokenizer.pad_id,
             allowed=decode.drawable_ids(run.tokenizer),
         )
-        rows = np.concatenate([*generation], axis=1)
+        rows = np.concatenate([*overflow_checked_chunks(generation)], axis=1)
         ends = np.isin(rows, run.eos_ids)
         kept = [row[: end.argmax()] if end.any() else row for row, end in zip(rows, ends, strict=True)]
         streams = [decode.TextStream(run.tokenizer, prompt) for prompt in ids]

@@ -63,6 +63,7 @@ class Generation:
     Attributes:
       programs: The compiled "prefill" and "decode".
       seconds: Time spent so far by "compile" (including tracing), "prefill" and "decode".
+      has_overflowed: Whether a hidden state of float16 has been NaN or infinite so far, after which tokens mean nothing.
     """
 
     def __init__(
@@ -131,15 +132,18 @@ class Generation:
             "decode": decode.lower(state, *self._decode_args, model=model).compile(),
         }
         self.seconds = {"compile": time.perf_counter() - start, "prefill": 0.0, "decode": 0.0}
+        self.has_overflowed = False
 
     def __iter__(self) -> Iterator[np.ndarray]:
         with self._timed("prefill"):
             state = jax.block_until_ready(self.programs["prefill"](*self._prefill_args))
+        self.has_overflowed = _has_overflowed(state)
         ended = np.zeros(len(self._prefill_args[1]), bool)
         for done in range(0, self._tokens, CHUNK):
             with self._timed("decode"):
                 state, chunk = self.programs["decode"](state, *self._decode_args)
                 ids = np.asarray(chunk)[:, : self._tokens - done]
+            self.has_overflowed = self.has_overflowed or _has_overflowed(state)
             yield ids
             ended |= np.isin(ids, self._eos).any(axis=1)
             if ended.all():
@@ -150,6 +154,12 @@ class Generation:
         start = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - start
+
+
+def _has_overflowed(state: _DecodeState) -> bool:
+    """Whether a hidden state of float16 is not finite; False for other dtypes, whose range is that of float32."""
+    halves = [h for h in jax.tree.leaves(state.h) if h.dtype == jnp.float16]
+    return any(not np.isfinite(np.asarray(h)).all() for h in halves)
 
 
 def end_ids(eos_id: int | Sequence[int] | None, vocab: int | None = None) -> list[int]:

@@ -274,5 +274,10 @@ def test_float16_rounds_and_names_what_overflows(run, classifier, language_model
     large._trained.params["final_norm"]["scale"] = scale * 0 + 6e4  # in range, and its products are not
     with pytest.raises(InputError, match="float16 overflows at 65,504.*use bfloat16 or float32"):
         large.predict(TEXTS)
+    writer = hpnlp.load(language_model, dtype="float16")
+    scale = writer._trained.params["final_norm"]["scale"]
+    writer._trained.params["final_norm"]["scale"] = scale * 0 + 6e4
+    with pytest.raises(InputError, match="float16 overflows at 65,504.*use bfloat16 or float32"):
+        writer.generate(["the "], tokens=3)
     outcome = run("generate", language_model, "--prompt=the ", "--tokens=3", "--dtype=float16", "--temperature=0")
     assert outcome.code == 0
