@@ -65,16 +65,39 @@ def check_start(config: Config) -> None:
             other = load_config(Path(name)).data
         except InputError:  # reported where the model is read
             continue
-        if isinstance(other, DataConfig | ExampleConfig) and _is_other_part(other, config.data):
+        is_split = not config.data.heldout_path  # else the run is scored on other files
+        if is_split and isinstance(other, DataConfig | ExampleConfig) and _is_other_part(other, config.data):
             raise InputError(
-                f"{field}={name} holds out {_part(other)} of data.path={other.path!r} and this run {_part(config.data)}, so "
-                "that it would be scored on what that model was trained on: name a model of the same part, or of other data"
+                f"{field}={name} holds out {_part(other)} of data.path={other.path!r} and this run {_part(config.data)}"
+                f"{_difference(config.data, other)}, so that it would be scored on what that model was trained on: name a model "
+                "of the same part, or of other data"
             )
 
 
 def _is_other_part(data: DataConfig | ExampleConfig, other: DataConfig | ExampleConfig) -> bool:
-    """Whether two configs of the same data hold out different parts."""
-    return data.path == other.path and (data.folds, data.fold) != (other.folds, other.fold)
+    """Whether two configs hold out different parts of data that both have, of which one is divided into folds.
+
+    Further files change the parts, so that those of equal numbers differ.
+    """
+    if not (data.folds or other.folds) or _split(data) == _split(other):
+        return False
+    return data.path == other.path or bool(_files(data, data.path) & _files(other, other.path))
+
+
+def _split(data: DataConfig | ExampleConfig) -> tuple[Any, ...]:
+    """The fields that decide on the held-out part."""
+    return data.path, data.folds, data.fold, data.group_field if isinstance(data, ExampleConfig) else ""
+
+
+def _files(data: DataConfig | ExampleConfig, path: str) -> set[str]:
+    """The files of a path; none if they are generated or not there."""
+    readable = (FORMATS,) if isinstance(data, ExampleConfig) else ()
+    try:
+        if isinstance(data, ExampleConfig) and generated.is_generated(path):
+            return set()
+        return {os.path.realpath(file.path) for source in sources.find(path, "data.path", *readable) for file in source.files}
+    except InputError:  # reported where the data are read
+        return set()
 
 
 def _part(data: DataConfig | ExampleConfig) -> str:
@@ -82,15 +105,17 @@ def _part(data: DataConfig | ExampleConfig) -> str:
     return f"part {data.fold} of {data.folds}" if data.folds else "a fraction"
 
 
+def _difference(data: DataConfig | ExampleConfig, other: DataConfig | ExampleConfig) -> str:
+    """The fields beside the part in which the split of `data` differs from that of another config, for messages."""
+    path = f" of data.path={data.path!r}" * (data.path != other.path)
+    return path + f" by data.group_field={_split(data)[-1]!r}" * (_split(data)[-1] != _split(other)[-1])
+
+
 def _check_files(name: str, data: DataConfig | ExampleConfig, path: str) -> None:
     """Raises InputError if files of a path were divided into parts for a run, most of which it was trained on."""
-    if not data.folds or (isinstance(data, ExampleConfig) and generated.is_generated(data.path)):
+    if not data.folds:
         return
-    readable = (FORMATS,) if isinstance(data, ExampleConfig) else ()
-    trained, scored = (
-        {os.path.realpath(file.path) for source in sources.find(paths, field, *readable) for file in source.files}
-        for paths, field in ((data.path, "data.path"), (path, "data.heldout_path"))
-    )
+    trained, scored = _files(data, data.path), _files(data, path)
     if both := sorted(trained & scored):
         raise InputError(
             f"data.heldout_path={path!r}: {both[0]} is one of the files of data.path={data.path!r}, on parts of which {name} "
