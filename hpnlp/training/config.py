@@ -162,13 +162,7 @@ class Config:
                 f"train.init_from={self.train.init_from} and distill.init={self.distill.init!r} both name parameters to start "
                 "from: leave out one of the two"
             )
-        if self.train.weights.partition("(")[0].strip() in ("masked", "shared") and not (
-            self.train.init_from or self.distill.init != "none"
-        ):
-            raise InputError(
-                f"train.weights={self.train.weights!r} keeps zeros and equal numbers of the weights that a run starts from, "
-                "and random ones have none: set train.init_from"
-            )
+        self._check_weights()
         for name, value in flat(self).items():
             numbers = value if isinstance(value, tuple) else (value,)
             if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
@@ -186,6 +180,21 @@ class Config:
                 f"data.batch_size={self.data.batch_size} sequences of data.seq_len={self.data.seq_len} are {tokens:,} tokens: "
                 f"expected at most {LARGEST:,}, lower one of the two fields"
             )
+
+    def _check_weights(self) -> None:
+        """Raises InputError if `train.weights` does not fit the weights that a run starts from, or averages."""
+        name = self.train.weights.partition("(")[0].strip()
+        if name in ("masked", "shared") and not (self.train.init_from or self.distill.init != "none"):
+            raise InputError(
+                f"train.weights={self.train.weights!r} keeps zeros and equal numbers of the weights that a run starts from, "
+                "and random ones have none: set train.init_from"
+            )
+        for field, value in (("ema", self.optimizer.ema), ("average", self.optimizer.average)):
+            if value and name in ("l1", "group_lasso"):
+                raise InputError(
+                    f"optimizer.{field}={value!r} with train.weights={self.train.weights!r}: averages over steps of weights "
+                    "that became 0 are not 0, and it is averages that a run keeps: leave out one of the two"
+                )
 
 
 def section_types(task: str) -> dict[str, Any]:

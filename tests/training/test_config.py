@@ -109,6 +109,14 @@ def test_integers_become_floats():
             {"train": {"weights": "shared"}},
             "train.weights='shared' keeps zeros and equal numbers of the weights that a run",
         ),
+        (
+            {"train": {"weights": "l1(0.5)"}, "optimizer": {"ema": 0.9}},
+            "optimizer.ema=0.9 with train.weights='l1(0.5)': averages over steps",
+        ),
+        (
+            {"train": {"weights": "group_lasso"}, "optimizer": {"average": "uniform"}},
+            "optimizer.average='uniform' with train.weights='group_lasso': averages over steps",
+        ),
         ({"train": {"patience": 2}}, "train.patience=2 counts evaluations: set train.eval_every as well"),
         ({"train": {"eval_stride": 300}}, "train.eval_stride=300 is more than data.seq_len=256: choose 0"),
         ({"train": {"profile": "5:11", "steps": 10}}, "train.profile='5:11' goes beyond train.steps=10"),
