@@ -157,7 +157,9 @@ def compress_run(
             log(f"{stage.text}: stage {index + 1} of {len(stages)}")
             trainings = _Trainings(source, run, target, finetune, rewind, _is_masked(stages)) if index == last else None
             before = versions[-1]
-            parts = pruning_iterations.divided(stage, iterations if trainings else 1, before.model.config, before.params)
+            parts = pruning_iterations.divided(
+                stage, iterations if trainings else 1, before.model.config, before.params
+            )
             for number, part in enumerate(parts, 1):
                 versions.append(_next(versions[-1], part, calibration, run))
                 if trainings:

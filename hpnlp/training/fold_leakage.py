@@ -69,8 +69,8 @@ def check_start(config: Config) -> None:
         if is_split and isinstance(other, DataConfig | ExampleConfig) and _is_other_part(other, config.data):
             raise InputError(
                 f"{field}={name} holds out {_part(other)} of data.path={other.path!r} and this run {_part(config.data)}"
-                f"{_difference(config.data, other)}, so that it would be scored on what that model was trained on: name a model "
-                "of the same part, or of other data"
+                f"{_difference(config.data, other)}, so that it would be scored on what that model was trained on: name a "
+                "model of the same part, or of other data"
             )
 
 
@@ -95,7 +95,11 @@ def _files(data: DataConfig | ExampleConfig, path: str) -> set[str]:
     try:
         if isinstance(data, ExampleConfig) and generated.is_generated(path):
             return set()
-        return {os.path.realpath(file.path) for source in sources.find(path, "data.path", *readable) for file in source.files}
+        return {
+            os.path.realpath(file.path)
+            for source in sources.find(path, "data.path", *readable)
+            for file in source.files
+        }
     except InputError:  # reported where the data are read
         return set()
 

@@ -66,7 +66,9 @@ def divided(stage: Stage, iterations: int, config: Any, weights: Any) -> list[St
         return [stage]
     spec = parse_one(stage.text, "--recipe")
     shares = [_argument(spec, "share", 0) ** (number / iterations) for number in range(iterations + 1)]
-    if spec.name != MAGNITUDE:  # the share of magnitude is that of all weights, those of other stages that of the units left
+    if (
+        spec.name != MAGNITUDE
+    ):  # the share of magnitude is that of all weights, those of other stages that of the units left
         counts = _unit_counts(spec.name, config, weights)
         check_keeps_units(spec.name, shares[-1], counts)
         left = [_units_left(counts, share, bool(_argument(spec, "across_layers", 2))) for share in shares]

@@ -54,5 +54,7 @@ def test_teachers_that_were_trained_on_held_out_examples_raise(start, run, teach
 def test_teachers_of_the_same_part_and_of_other_data_are_accepted(start):
     start(dict(FOLD), dict(FOLD))
     start({**FOLD, "path": "b.jsonl"}, dict(FOLD))
-    start({"path": "a.jsonl,b.jsonl"}, {"path": "a.jsonl"})  # fractions are of hashes, which do not depend on other files
+    start(
+        {"path": "a.jsonl,b.jsonl"}, {"path": "a.jsonl"}
+    )  # fractions are of hashes, which do not depend on other files
     start({"path": "a.jsonl", "heldout_path": "b.jsonl"}, dict(FOLD))

@@ -33,7 +33,9 @@ def test_as_many_units_are_left_as_after_one_stage():
 
 def test_shares_of_weights_fall_to_the_share_of_the_stage():
     (stage,) = parse_recipe("magnitude(0.25, by=random)")
-    assert [part.text for part in divided(stage, 2, None, None)] == [f"magnitude({x}, by='random')" for x in (0.5, 0.25)]
+    assert [part.text for part in divided(stage, 2, None, None)] == [
+        f"magnitude({x}, by='random')" for x in (0.5, 0.25)
+    ]
     repeated = parse_recipe("layers(1)*2")
     assert [part.text for part in repeated] == ["layers(1)"] * 2
 
@@ -46,7 +48,10 @@ def test_filters_have_the_units_of_their_stage():
 
 
 def test_models_without_units_and_too_small_shares_raise():
-    for recipe, message in (("hidden(0.5)", "has no convolutions"), ("heads(0.1)", "expected a share of at least 0.25")):
+    for recipe, message in (
+        ("hidden(0.5)", "has no convolutions"),
+        ("heads(0.1)", "expected a share of at least 0.25"),
+    ):
         (stage,) = parse_recipe(recipe)
         with pytest.raises(InputError, match=message):
             divided(stage, 2, CONFIG, drawn_params(LM(CONFIG), 0.1))

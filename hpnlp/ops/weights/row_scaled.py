@@ -73,7 +73,10 @@ def smoothing_factors(
     """
     inputs = _roots(moments)
     rows = jnp.max(jnp.abs(w), axis=1).astype(jnp.float32)
-    rows = jnp.where(rows > 0, rows, jnp.max(rows, initial=1.0))
+    # A row of zeros gets the smallest magnitude of the others, so that its input, which has no effect, does not become large
+    # beside inputs that are rounded together with it.
+    least = jnp.min(jnp.where(rows > 0, rows, jnp.inf))
+    rows = jnp.where(rows > 0, rows, jnp.where(jnp.isfinite(least), least, 1.0))
     return _normalized(rows ** (1 - strength) / inputs**strength)
 
 

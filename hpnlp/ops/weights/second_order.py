@@ -40,10 +40,10 @@ def inverse_factor(moments: Float[Array, "D D"], damping: float | int = DAMPING)
 
     Args:
       moments: Sum or mean of x^T x over inputs x.
-      damping: Share of the mean of the diagonal that is added to it.
+      damping: Share of the mean of the diagonal that is added to it, over 0 unless the moments have full rank.
 
     Returns:
-      float32 [D, D], upper triangular; the identity where the moments are 0.
+      float32 [D, D], upper triangular; a multiple of the identity if the moments are 0.
 
     Cost:
       A Cholesky decomposition and a triangular solve, O(D^3).
@@ -84,7 +84,8 @@ def quantize_by_moments(
 ) -> IntegerWeight:
     """Rounds a matrix to integers so that products with inputs of given moments change little (GPTQ).
 
-    Rows are rounded in the order of falling moments of their inputs. Scales are those of the matrix before any compensation.
+    Rows are rounded in the order of falling moments of their inputs. Scales are those of the matrix before any compensation,
+    also of groups, as with "static groups" in the published program.
 
     Args:
       w: [D, F].

@@ -163,6 +163,14 @@ def test_scaled_rows_are_the_product_of_scaled_inputs():
     np.testing.assert_allclose(np.prod(np.float64(factors)), 1, rtol=1e-4)
 
 
+def test_inputs_of_rows_of_zeros_stay_small():
+    w, moments = drawn(16, 6)
+    w[3] = 0.0
+    factors = np.asarray(smoothing_factors(0.1 * w, np.eye(16, dtype=np.float32)))
+    assert factors[3] == factors.min()
+    np.testing.assert_array_equal(smoothing_factors(0.0 * w, np.eye(16, dtype=np.float32)), np.ones(16))
+
+
 def test_searched_factors_have_no_larger_error_than_none():
     w, moments = drawn(32, 6)
 
