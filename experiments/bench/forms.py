@@ -161,7 +161,8 @@ class Comparison:
             batch = on_devices(ready.trainer, next(batches), form.config)
             state, _ = ready.trainer.step(state, batch, key)
             if step in points:
-                evaluation = evaluate(ready.trainer, state.best_params, ready.dataset, form.config)
+                limit = 4 if FLAGS.tiny else None
+                evaluation = evaluate(ready.trainer, state.best_params, ready.dataset, form.config, limit)
                 scores[step] = evaluation.scores[form.metric]
                 progress.report(group, form, seed, step, points[-1], scores[step])
         batches.close()
