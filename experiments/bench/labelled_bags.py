@@ -48,7 +48,7 @@ flags.DEFINE_list("powers", ["0", "0.5", "1"], "Values of model.frequency_power.
 flags.DEFINE_list(
     "memories", ["bags(4096)", "bags(4096;k=8)", "table(256)"], "Values of model.memory, with ; in place of commas."
 )
-flags.DEFINE_list("topics", ["20", "100"], "Numbers of topics.")
+flags.DEFINE_list("topics", ["20"], "Numbers of topics.")
 flags.DEFINE_list("rates", ["0.3", "1", "3"], "Learning rates.")
 flags.DEFINE_string("out", str(Path(__file__).parents[1] / "results"), "Directory of the result.")
 
