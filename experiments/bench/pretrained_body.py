@@ -7,7 +7,7 @@ package of a function, from PER_CLASS labelled functions of each package, which 
 masked language model has read, and is scored on the functions of the other files. Both classifiers have the same model, steps,
 examples and learning rate; there is one evaluation, at the end. Finished runs of the directory are not trained again, so that
 the same command goes on after an interruption. The interval of the difference is over held-out functions, paired by function,
-and over seeds. About 20 minutes of one core; `--tiny` runs everything once in a size that learns nothing.
+and over seeds. `--tiny` runs everything once in a size that learns nothing.
 
 Howard and Ruder 2018 (ULMFiT, section 5): on IMDb, a classifier from a pretrained language model with 100 labelled texts has
 the error of one from scratch with 10 times as many.
