@@ -53,7 +53,7 @@ flags.DEFINE_string("out", str(Path(__file__).parents[1] / "results"), "Where th
 
 def write_examples(workdir: Path, seeds: int) -> None:
     """Writes the held-out functions, and for each seed the labelled ones to train on."""
-    if (workdir / "heldout.jsonl").exists():  # written last
+    if all((workdir / name).exists() for name in ("heldout.jsonl", *(f"train-{seed}.jsonl" for seed in range(seeds)))):
         return
     workdir.mkdir(parents=True, exist_ok=True)
     by_label, heldout = collections.defaultdict(list), []
