@@ -37,12 +37,12 @@ from tests.drawn import drawn
 BERT = {"norm": "layer", "norm_placement": "post", "embed_norm": True, "qkv_bias": True, "out_bias": True}
 BERT |= {"mlp_bias": True, "mlp": "gelu", "position": "learned", "max_len": 8, "token_types": 2}
 SIZES = {"dim": 8, "heads": 2, "layers": 2, "mlp_dim": 12, "vocab": 20}
+TEXT = np.arange(6) < np.array([[6], [4]])
 BATCH = {
-    "tokens": np.arange(12, dtype=np.int32).reshape(2, 6),
-    "segment_ids": (np.arange(6) < np.array([[6], [4]])).astype(np.int32),
-    "positions": np.tile(np.arange(6, dtype=np.int32), (2, 1)),
+    "tokens": jnp.arange(12, dtype=jnp.int32).reshape(2, 6),
+    "segment_ids": jnp.asarray(TEXT, jnp.int32),
+    "positions": jnp.tile(jnp.arange(6, dtype=jnp.int32), (2, 1)),
 }
-TEXT = BATCH["segment_ids"] > 0
 
 
 def weights_of(model):

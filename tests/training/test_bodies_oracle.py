@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -59,7 +60,7 @@ def test_hidden_states_of_a_classifier_are_those_of_bert(architecture, tmp_path)
     with torch.no_grad():
         inputs = {name: torch.from_numpy(np.asarray(array[order])) for name, array in expected.items()}
         states = getattr(model, "bert", model)(**inputs).last_hidden_state.numpy()
-    inputs = {name: batch[name] for name in ("tokens", "segment_ids", "positions")}
+    inputs = {name: jnp.asarray(batch[name]) for name in ("tokens", "segment_ids", "positions")}
     actual = classifier.apply(variables.collections(weights), inputs, True, method="states")[0]
     real = batch["segment_ids"] > 0
     np.testing.assert_allclose(actual[real], states[real], rtol=1e-4, atol=1e-5)
