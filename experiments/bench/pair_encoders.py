@@ -26,8 +26,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
-import jax
 import numpy as np
 import small_runs
 from absl import flags
@@ -35,7 +33,6 @@ from absl import flags
 import hpnlp
 from hpnlp import cli, measure
 from hpnlp.cli.errors import run_script
-from hpnlp.compress.files import WEIGHTS_FILE, write_weights
 from hpnlp.data import sources
 from hpnlp.data.examples.generated.library import docstrings
 from hpnlp.data.split import hash_fraction
@@ -48,7 +45,6 @@ HELDOUT = 0.35  # share of the files, by the hash of their names that all tasks 
 FORMS = {"dual encoder": "dual_encoder", "cross-encoder": "classification"}  # form -> task
 BATCH = 32
 TRAIN, HELD = "train", "heldout"
-DUAL_START = "dual_start"  # directory in the workdir
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("workdir", None, "Directory of the runs.", required=True)
@@ -118,23 +114,9 @@ def config_of(form: str, seed: int, workdir: Path) -> Config:
         source = run_directory.load_config(FLAGS.start).model
         values.model.update({f.name: getattr(source, f.name) for f in dataclasses.fields(BackboneConfig)})
         values.data.tokenizer = str(Path(FLAGS.start).absolute() / "tokenizer.json")
-        values.train.init_from = str(workdir / DUAL_START if task == "dual_encoder" else Path(FLAGS.start).absolute())
+        values.train.init_from = str(Path(FLAGS.start).absolute())
     values.model.update(dropout=0.1, pooling="mean")
     return resolve(values)
-
-
-def write_dual_start(workdir: Path) -> None:
-    """Writes a dual encoder whose tower is the encoder of --start."""
-    source, target = run_directory.load(FLAGS.start), workdir / DUAL_START
-    config = config_of("dual encoder", 0, workdir)
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=""))
-    model: Any = run_directory.make_model(config, source.vocabulary)
-    tower = nn.meta.unbox(model.init(jax.random.key(0), model.example_batch(1, 8))["params"])["tower"]
-    target.mkdir(parents=True, exist_ok=True)
-    weights = {"tower": {name: source.params.get(name, first) for name, first in tower.items()}}
-    write_weights(target / WEIGHTS_FILE, weights, {"step": source.step})
-    source.vocabulary.save(target)
-    run_directory.write_config(target, config)
 
 
 def seeds() -> tuple[int, ...]:
@@ -241,8 +223,6 @@ def main(_: list[str]) -> None:
     if len(pairs[HELD]) < max(queries, count):
         sys.exit(f"--queries={queries}, --candidates={count}: {len(pairs[HELD])} docstrings are held out")
     write_data(workdir, pairs)
-    if FLAGS.start:
-        write_dual_start(workdir)
     train_all(workdir)
     texts, bodies = candidates_of(pairs[HELD], queries, count)
     correct: dict[str, list[np.ndarray]] = {form: [] for form in FORMS}
