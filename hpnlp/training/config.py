@@ -258,7 +258,7 @@ def for_task(values: ConfigDict, task: str) -> ConfigDict:
         section, _, field = name.partition(".")
         if name == "task" or value == before[name]:
             continue
-        if field not in typing.get_type_hints(of_task[section]):
+        if field not in _field_types(of_task[section]):
             raise InputError(
                 f"task={task}: the config sets {name}={value!r}, which this task does not have: write an experiment that "
                 f"begins with default({task!r})"
@@ -269,7 +269,7 @@ def for_task(values: ConfigDict, task: str) -> ConfigDict:
 
 def _to_dict(value: Any) -> ConfigDict:
     """ConfigDict of a dataclass; fields that are None get a placeholder of their type."""
-    types = typing.get_type_hints(type(value))
+    types = _field_types(type(value))
     result = ConfigDict()
     for field in dataclasses.fields(value):
         item = getattr(value, field.name)
@@ -308,10 +308,16 @@ def _from_dict(dataclass: Any, types: Mapping[str, Any], values: Any, prefix: st
         if name not in types:
             raise InputError(f"unknown config field {prefix}{name}: {did_you_mean(name, types)}")
         if dataclasses.is_dataclass(types[name]):
-            fields[name] = _from_dict(types[name], typing.get_type_hints(types[name]), value, f"{prefix}{name}.")
+            fields[name] = _from_dict(types[name], _field_types(types[name]), value, f"{prefix}{name}.")
         else:
             fields[name] = _typed(types[name], value, prefix + name)
     return dataclass(**fields)
+
+
+def _field_types(dataclass: Any) -> dict[str, Any]:
+    """Types of the fields of a dataclass, without class variables."""
+    types = typing.get_type_hints(dataclass)
+    return {field.name: types[field.name] for field in dataclasses.fields(dataclass)}
 
 
 def _typed(type_hint: Any, value: Any, name: str) -> Any:

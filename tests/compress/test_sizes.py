@@ -29,6 +29,7 @@ RECIPES = {
     "two_four": "two_four",
     "factorize(rank=3),int4(group=1,by=inputs,scaled=True)": "factorize int4 int8",
     "int8(smooth=0.5,by=inputs)": "int8",
+    "balanced(0.25)": "balanced",
     "blocks(0.5,block=8)": "blocks",
 }
 

@@ -116,4 +116,5 @@ ON_HOST = {
     "weights.low_rank.rank_of",
     "weights.low_rank.rank_by_energy",
     "weights.ranges.largest_code",
+    "weights.sparse.check_share",
 }

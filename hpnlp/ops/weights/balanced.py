@@ -82,20 +82,7 @@ def keep_balanced(w: Float[Array, "D F"], share: int | float) -> BalancedWeight:
     """
     check_share(share)
     rows = w.shape[0]
-    order = jnp.argsort(-jnp.abs(w), axis=0, stable=True)[: balanced_count(rows, share)]
+    order = jnp.argsort(-jnp.abs(w), axis=0, stable=True)[: max(1, round(share * rows))]
     indices = jnp.sort(order, axis=0)
     dtype = jnp.uint16 if rows <= 1 << 16 else jnp.int32
     return BalancedWeight(jnp.take_along_axis(w, indices, axis=0), indices.astype(dtype), rows)
-
-
-def balanced_count(rows: int, share: int | float) -> int:
-    """Numbers of a column that `keep_balanced` keeps.
-
-    Args:
-      rows: D.
-      share: As in `keep_balanced`.
-
-    Returns:
-      The number, at least 1.
-    """
-    return max(1, round(share * rows))
