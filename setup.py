@@ -72,6 +72,7 @@ EXTRAS = {
         "mpmath==1.3.0",
         "onnxruntime==1.32.0",
         "qwix==0.1.8",
+        'scann==1.4.2; sys_platform == "linux" and platform_machine == "x86_64"',
         "scikit-learn==1.9.1",
         "torch==2.13.0",
         "transformers==5.23.0",
