@@ -85,7 +85,10 @@ def sparse_products(rows: Rows) -> list[tuple[str, str]]:
         for count in dict.fromkeys(row["rows"] for row in rows):
             group = [row["over_dense"] for row in rows if (row["share"], row["rows"]) == (share, count)]
             figures = [f"{n} {min(g[n] for g in group):.2f} to {max(g[n] for g in group):.2f}" for n in group[0]]
-            label = f"{count:,} rows times a matrix with {1 - share:.0%} zeros, three shapes: time relative to dense"
+            inputs = "a row" if count == 1 else f"{count:,} rows"
+            label = (
+                f"{inputs} times a matrix with {100 - 100 * share:.0f} % zeros, three shapes: time relative to dense"
+            )
             lines.append((label, "; ".join(figures)))
     return lines
 
