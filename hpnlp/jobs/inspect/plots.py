@@ -21,7 +21,7 @@ def draw_spectra(layers: Sequence[LayerAttention], path: Path) -> None:
       layers: The attention of the layers.
       path: File to write.
     """
-    figure, (curves, cells) = _figure(2, (11, max(3.8, 1.6 + 0.25 * len(layers))))
+    figure, (curves, cells) = _figure(2, (11.0, max(3.8, 1.6 + 0.25 * len(layers))))
     x = np.linspace(0, 1, POINTS)
     colors = _colors(len(layers))
     for layer, color in zip(layers, colors, strict=True):
@@ -60,7 +60,7 @@ def draw_attention(layers: Sequence[LayerAttention], path: Path) -> None:
       layers: The attention of the layers.
       path: File to write.
     """
-    figure, panels = _figure(2, (11, 3.8))
+    figure, panels = _figure(2, (11.0, 3.8))
     labels = {"distance": "mean distance of query and key, tokens", "entropy": "mean entropy of a row, nats"}
     for axes, (name, label) in zip(panels, labels.items(), strict=True):
         for place, layer in enumerate(layers):
@@ -90,7 +90,7 @@ def draw_losses(losses: ContextLosses, path: Path) -> None:
       losses: The losses.
       path: File to write.
     """
-    figure, (axes,) = _figure(1, (7, 3.8))
+    figure, (axes,) = _figure(1, (7.0, 3.8))
     places = range(len(losses.bins))
     errors = [Z * (item.error or 0.0) for item in losses.bins]
     axes.errorbar(places, [item.loss for item in losses.bins], errors, fmt="o-", color="C0", capsize=3, markersize=4)
