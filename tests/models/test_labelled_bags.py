@@ -39,8 +39,8 @@ def make_batch(seed=0):
 
 
 PARAMS = {
-    "embed": {"table": np.random.default_rng(1).standard_normal((VOCAB, D)).astype(np.float32)},
-    "labels": np.random.default_rng(2).standard_normal((CLASSES, D)).astype(np.float32),
+    "embed": {"table": jnp.asarray(np.random.default_rng(1).standard_normal((VOCAB, D)), jnp.float32)},
+    "labels": jnp.asarray(np.random.default_rng(2).standard_normal((CLASSES, D)), jnp.float32),
 }
 
 
@@ -157,7 +157,7 @@ def test_accuracies_are_those_of_the_similarities():
 
 MEMORY = {
     **PARAMS,
-    "labels": np.random.default_rng(4).standard_normal((CLASSES, 2 * D)).astype(np.float32),
+    "labels": jnp.asarray(np.random.default_rng(4).standard_normal((CLASSES, 2 * D)), jnp.float32),
 }
 BAGS = {**make_batch(), "bag": jnp.array([0, 7, 3, -1, 11, 5], jnp.int32)}
 
