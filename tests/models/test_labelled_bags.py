@@ -238,10 +238,11 @@ def test_bags_never_find_themselves():
             variables.collections(weights), one, deterministic=False, rngs={"dropout": KEY}, method="loss"
         ).sum
 
-    first, second = (jax.value_and_grad(loss)(MEMORY, x) for x in (entries, other))
+    memories = jnp.asarray(entries), jnp.asarray(other)
+    first, second = (jax.value_and_grad(loss)(MEMORY, x) for x in memories)
     assert_close(first, second)
     scored = {**one, "bag": jnp.full(B, -1, jnp.int32)}
-    weights = [variables.collections(MEMORY | {"buffers": {"memory": x}}) for x in (entries, other)]
+    weights = [variables.collections(MEMORY | {"buffers": {"memory": x}}) for x in memories]
     first, second = (model.apply(x, scored, method="logits") for x in weights)
     assert not np.allclose(first[2], second[2])
 
