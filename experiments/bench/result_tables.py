@@ -38,22 +38,24 @@ def describe_ratio(name: str) -> str:
 
 
 def demo(rows: Rows) -> Lines:
+    """Bits per byte; of other text than that of `make demo`, no times, which `demo` gives for a machine without other work."""
     row = rows[0]
-    path = row["config"]["data.path"]
-    name = "`make demo`" if path == "stdlib" else f"`make demo` of {path}"
+    path, mixture = row["config"]["data.path"], row.get("mixture")
+    is_demo = path == "stdlib"
+    name = "`make demo`" if is_demo else f"`make demo` of {path}"
     compressors = [f"{label} {row[field]:.3f}" for field, label in NAMES.items() if row.get(field) is not None]
     bits = f"{row['heldout_bits_per_byte']:.3f}"
-    if mixture := row.get("mixture"):
+    if mixture:
         best = min(r["bits"] for r in mixture["rows"])
         bits = f"{best:.3f} with an index of the text and dynamic evaluation, {bits} of the model alone"
-    lines = [
-        (f"held-out bits per byte after {name}", f"{bits} ({', '.join(compressors)})"),
-        (f"{name}: wall time from process start to report", f"{row['seconds']:.0f} s"),
-    ]
-    if mixture := row.get("mixture"):
+    lines = [(f"held-out bits per byte after {name}", f"{bits} ({', '.join(compressors)})")]
+    if is_demo:
+        lines.append((f"{name}: wall time from process start to report", f"{row['seconds']:.0f} s"))
+    if mixture:
         scores = ", ".join(f"{r['name']} {r['bits']:.3f} ({r['text']})" for r in mixture["rows"][1:])
         lines.append((f"{name}: held-out bits per byte with an index of the training text", scores))
-        lines.append((f"{name}: wall time of both commands", f"{row['wall_seconds']:.0f} s"))
+        if is_demo:
+            lines.append((f"{name}: wall time of both commands", f"{row['wall_seconds']:.0f} s"))
     return lines
 
 
