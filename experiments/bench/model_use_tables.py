@@ -123,6 +123,18 @@ def experts(rows: Rows) -> Lines:
     return lines
 
 
+def experts_quality(rows: Rows) -> Lines:
+    """Held-out losses of byte-level models with experts and without, over seeds, and the time of a step."""
+    return [
+        (
+            f"byte-level model, `{row['what']}`: held-out loss in nats per byte (standard deviation of {row['seeds']} seeds); "
+            f"time of a step relative to the dense model",
+            f"{row['heldout_loss']:.4f} ({row['deviation']:.4f}); {row['ratios']['time of a step over dense']:.2f}",
+        )
+        for row in rows
+    ]
+
+
 def realm(rows: Rows) -> Lines:
     """Shares of a training step that search and refresh of the index take, with their intervals."""
     lines = []

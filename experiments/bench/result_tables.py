@@ -488,6 +488,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "adamw": adamw,
     "large_batch": large_batch,
     "experts": model_use_tables.experts,
+    "experts_quality": model_use_tables.experts_quality,
     "suite": suite,
     "faults": faults,
     "serving": model_use_tables.serving,

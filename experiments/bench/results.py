@@ -76,7 +76,7 @@ SECTIONS = {
     "Blocks": ("evolved_lite",),
     "Decoding": ("decode", "beam"),
     "Output layers and losses": ("softmax", "softmax_layers", "estimates"),
-    "Mixture of experts": ("experts",),
+    "Mixture of experts": ("experts", "experts_quality"),
     "Search": ("search", "search_keys", "search_lsh", "search_pq", "search_scann"),
     "Text from the training text": ("demo_perl", "demo_documentation", "knn_lm", "realm"),
     "Trees, lengths and projections": ("trees", "encoders", "projections"),
