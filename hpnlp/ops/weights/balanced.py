@@ -22,8 +22,9 @@ class BalancedWeight(Weight):
     """k numbers of each column, and 0 elsewhere: the ELLPACK format of the transposed matrix.
 
     `matmul` takes k steps, each of which adds a number of each column times a row of x^T, so that its operations are those of
-    the dense matrix times k / D. The other methods take the time of the dense matrix. float32 takes 1.5 k / D of its memory. A
-    NaN of x reaches the columns that read it.
+    the dense matrix times k / D. On XLA:CPU, products by themselves are faster than dense ones with 90 % zeros, but a small
+    language model is slower: measure. The other methods take the time of the dense matrix. float32 takes 1.5 k / D of its
+    memory. A NaN of x reaches the columns that read it.
 
     Attributes:
       values: float [k, F].
