@@ -13,7 +13,7 @@ from hpnlp.ops.array_op import array_op
 from hpnlp.ops.weight import Weight
 from hpnlp.ops.weights.sparse import check_share
 
-UNROLL = 4  # XLA:CPU, 128 rows: 1 to 0.8 of the time of no or more unrolling
+MOST_UNROLLED = 4  # XLA:CPU, 128 rows: 1 to 0.8 of the time of no or more unrolling
 
 
 @jax.tree_util.register_dataclass
@@ -22,8 +22,8 @@ class BalancedWeight(Weight):
     """k numbers of each column, and 0 elsewhere: the ELLPACK format of the transposed matrix.
 
     `matmul` takes k steps, each of which adds a number of each column times a row of x^T, so that its operations are those of
-    the dense matrix times k / D. On XLA:CPU, products by themselves are faster than dense ones with 90 % zeros, but a small
-    language model is slower: measure. The other methods take the time of the dense matrix. float32 takes 1.5 k / D of its
+    the dense matrix times k / D. On XLA:CPU, products by themselves are faster than dense ones with 90 % zeros; a narrow model
+    gains nothing: measure. The other methods take the time of the dense matrix. float32 takes 1.5 k / D of its
     memory. A NaN of x reaches the columns that read it.
 
     Attributes:
@@ -54,7 +54,7 @@ class BalancedWeight(Weight):
             return sums + taken.astype(jnp.float32) * values.astype(jnp.float32)[:, None], None
 
         zeros = jnp.zeros((self.values.shape[-1], len(x)), jnp.float32)
-        return jax.lax.scan(step, zeros, (self.values, self.indices), unroll=min(UNROLL, len(self.values)))[0].T
+        return jax.lax.scan(step, zeros, (self.values, self.indices), unroll=_unroll(len(self.values)))[0].T
 
     def axes(self, names: tuple[str | None, ...]) -> Any:
         *leading, _, column = names
@@ -87,3 +87,8 @@ def keep_balanced(w: Float[Array, "D F"], share: int | float) -> BalancedWeight:
     indices = jnp.sort(order, axis=0)
     dtype = jnp.uint16 if rows <= 1 << 16 else jnp.int32
     return BalancedWeight(jnp.take_along_axis(w, indices, axis=0), indices.astype(dtype), rows)
+
+
+def _unroll(steps: int) -> int:
+    """Steps of an iteration of the loop; they divide all steps, since XLA:CPU fuses a remainder with later operations."""
+    return max(n for n in range(1, MOST_UNROLLED + 1) if steps % n == 0)
