@@ -1,10 +1,12 @@
-"""Rows of the results of serving, of vectors of texts and of experts as lines of the documentation's tables."""
+"""Rows of the results of the demo, serving, vectors of texts and experts as lines of the documentation's tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from result_plots import Rows
+
+from hpnlp.data.baselines import NAMES
 
 Lines = Sequence[tuple[str, str]]
 
@@ -107,6 +109,28 @@ EXPERT_PEERS = {
     "implementations": "layer of experts by `impl`, time of a training step relative to a dense MLP of equal active FLOPs",
     "decode": "layer of experts, time of decoding relative to a dense MLP of equal active FLOPs",
 }
+
+
+def demo(rows: Rows) -> Lines:
+    """Bits per byte; of other text than that of `make demo`, no times, which `demo` gives for a machine without other work."""
+    row = rows[0]
+    path, mixture = row["config"]["data.path"], row.get("mixture")
+    is_demo = path == "stdlib"
+    name = "`make demo`" if is_demo else f"`make demo` of {path}"
+    compressors = [f"{label} {row[field]:.3f}" for field, label in NAMES.items() if row.get(field) is not None]
+    bits = f"{row['heldout_bits_per_byte']:.3f}"
+    if mixture:
+        best = min(r["bits"] for r in mixture["rows"])
+        bits = f"{best:.3f} with an index of the text and dynamic evaluation, {bits} of the model alone"
+    lines = [(f"held-out bits per byte after {name}", f"{bits} ({', '.join(compressors)})")]
+    if is_demo:
+        lines.append((f"{name}: wall time from process start to report", f"{row['seconds']:.0f} s"))
+    if mixture:
+        scores = ", ".join(f"{r['name']} {r['bits']:.3f} ({r['text']})" for r in mixture["rows"][1:])
+        lines.append((f"{name}: held-out bits per byte with an index of the training text", scores))
+        if is_demo:
+            lines.append((f"{name}: wall time of both commands", f"{row['wall_seconds']:.0f} s"))
+    return lines
 
 
 def experts(rows: Rows) -> Lines:

@@ -15,8 +15,6 @@ from model_tables import bucketed, convnets, linear_attention, memory_evaluation
 from result_plots import Rows
 from speed_tables import encoders
 
-from hpnlp.data.baselines import NAMES
-
 Lines = Sequence[tuple[str, str]]  # (label, figure)
 BAR = r"\|"  # a literal bar in a cell of a Markdown table
 # Names of ratios in the result files that need more than `describe_ratio` to be understood by themselves.
@@ -35,28 +33,6 @@ def describe_ratio(name: str) -> str:
     """The label of a ratio: "time over torch" and "over torch" both become "time relative to torch"."""
     label = f"time {name}" if name.startswith("over ") else name
     return RATIO_LABELS.get(name, label.replace(" over ", " relative to "))
-
-
-def demo(rows: Rows) -> Lines:
-    """Bits per byte; of other text than that of `make demo`, no times, which `demo` gives for a machine without other work."""
-    row = rows[0]
-    path, mixture = row["config"]["data.path"], row.get("mixture")
-    is_demo = path == "stdlib"
-    name = "`make demo`" if is_demo else f"`make demo` of {path}"
-    compressors = [f"{label} {row[field]:.3f}" for field, label in NAMES.items() if row.get(field) is not None]
-    bits = f"{row['heldout_bits_per_byte']:.3f}"
-    if mixture:
-        best = min(r["bits"] for r in mixture["rows"])
-        bits = f"{best:.3f} with an index of the text and dynamic evaluation, {bits} of the model alone"
-    lines = [(f"held-out bits per byte after {name}", f"{bits} ({', '.join(compressors)})")]
-    if is_demo:
-        lines.append((f"{name}: wall time from process start to report", f"{row['seconds']:.0f} s"))
-    if mixture:
-        scores = ", ".join(f"{r['name']} {r['bits']:.3f} ({r['text']})" for r in mixture["rows"][1:])
-        lines.append((f"{name}: held-out bits per byte with an index of the training text", scores))
-        if is_demo:
-            lines.append((f"{name}: wall time of both commands", f"{row['wall_seconds']:.0f} s"))
-    return lines
 
 
 def train_step(rows: Rows) -> Lines:
@@ -437,7 +413,7 @@ def commits(rows: Rows) -> Lines:
 
 
 TABLE: dict[str, Callable[[Rows], Lines]] = {
-    "demo": demo,
+    "demo": model_use_tables.demo,
     "train_step": train_step,
     "encoder": encoder,
     "convnets": convnets,
@@ -498,7 +474,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "projections": model_use_tables.projections,
     "realm": model_use_tables.realm,
     "pretrained_body": model_use_tables.pretrained_body,
-    "demo_perl": demo,
-    "demo_documentation": demo,
+    "demo_perl": model_use_tables.demo,
+    "demo_documentation": model_use_tables.demo,
     **dict.fromkeys(("commits", "commits-quiet"), commits),
 }
