@@ -67,7 +67,8 @@ def keep_balanced(w: Float[Array, "D F"], share: int | float) -> BalancedWeight:
 
     Args:
       w: [D, F].
-      share: Share of the numbers that is kept, in (0, 1]: k = round(share D) of each column, at least one.
+      share: Share of the numbers that is kept, in (0, 1]: k = round(share D) of each column, rounded up to a multiple of 4,
+        since products take 4 at a time; at most D.
 
     Returns:
       The sparse matrix. Of equal magnitudes, the first are kept.
@@ -83,7 +84,8 @@ def keep_balanced(w: Float[Array, "D F"], share: int | float) -> BalancedWeight:
     """
     check_share(share)
     rows = w.shape[0]
-    order = jnp.argsort(-jnp.abs(w), axis=0, stable=True)[: max(1, round(share * rows))]
+    count = min(rows, MOST_UNROLLED * max(1, -(-round(share * rows) // MOST_UNROLLED)))
+    order = jnp.argsort(-jnp.abs(w), axis=0, stable=True)[:count]
     indices = jnp.sort(order, axis=0)
     dtype = jnp.uint16 if rows <= 1 << 16 else jnp.int32
     return BalancedWeight(jnp.take_along_axis(w, indices, axis=0), indices.astype(dtype), rows)

@@ -50,9 +50,9 @@ def test_equally_many_numbers_of_each_column_are_kept():
     w = np.where(np.arange(12) == 3, 0.0, W).astype(np.float32)  # a column of zeros has its numbers, too
     weight = keep_balanced(w, 0.33)
     rank = np.argsort(np.argsort(-np.abs(w), axis=0, kind="stable"), axis=0)
-    expected = np.where(rank < 7, w, 0)
+    expected = np.where(rank < 8, w, 0)
     np.testing.assert_array_equal(weight.dense(), expected)
-    assert weight.values.shape == (7, 12) and (np.diff(weight.indices.astype(int), axis=0) > 0).all()
+    assert weight.values.shape == (8, 12) and (np.diff(weight.indices.astype(int), axis=0) > 0).all()
     np.testing.assert_allclose(linear(X, weight), X @ expected, atol=1e-5)
     gradient = jax.grad(lambda weight: linear(X, weight).sum(), allow_int=True)(weight).values
     np.testing.assert_allclose(gradient, X.sum(0)[np.asarray(weight.indices)], rtol=1e-5, atol=1e-5)
