@@ -5,11 +5,11 @@
 
 | model | columns | active FLOPs of the MLPs | bytes of the MLPs |
 |---|---|---|---|
-| top_k(8,2) | 384 per expert | 1 | 4 |
-| switch(8) | 768 per expert | 1 | 8 |
-| dense | 768 | 1 | 1 |
-| dense, more steps | 768 | 1, in the time of top_k(8,2) | 1 |
-| dense, wider | 3072 | 4 | 4 |
+| top_k(8,2) | 256 per expert | 1 | 4 |
+| switch(8) | 512 per expert | 1 | 8 |
+| dense | 512 | 1 | 1 |
+| dense, more steps | 512 | 1, in the time of top_k(8,2) | 1 |
+| dense, wider | 2048 | 4 | 4 |
 
 Each model is trained with three seeds. The dense model of equal time takes 1.2 times the steps: the time of a step of
 top_k(8,2) over that of the dense model, which `quality.py` prints. `--config=moe/bytes:1.5` takes another factor. The optimizer
@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 from hpnlp.training.config import default
 
 RATIO = "1.2"
-STEPS, COLUMNS, EXPERTS, K = 400, 768, 8, 2
+STEPS, COLUMNS, EXPERTS, K = 2000, 512, 8, 2
 SEEDS = (0, 1, 2)
 
 
@@ -34,16 +34,16 @@ def get_config(argument: str = RATIO) -> ConfigDict:
     config = default()
     tiny = argument == "tiny"
     config.data.path = "stdlib"
-    config.data.seq_len = 64 if tiny else 256
-    config.data.batch_size = 4 if tiny else 16
+    config.data.seq_len = 64 if tiny else 128
+    config.data.batch_size = 4 if tiny else 32
     config.data.heldout_bytes = 10_000 if tiny else 100_000
-    config.model.layers = 1 if tiny else 4
-    config.model.dim = 32 if tiny else 192
-    config.model.heads = 2 if tiny else 6
+    config.model.layers = 1 if tiny else 2
+    config.model.dim = 32 if tiny else 128
+    config.model.heads = 2 if tiny else 4
     config.model.mlp = "gelu"
     config.model.mlp_dim = _columns(argument)
     config.optimizer.name = "adamw"
-    config.optimizer.learning_rate = 0.005
+    config.optimizer.learning_rate = 0.004
     config.optimizer.final = 0.0
     config.train.steps = _steps(argument)
     config.train.eval_every = _steps(argument) // 20
