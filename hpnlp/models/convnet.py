@@ -23,7 +23,7 @@ from hpnlp.models.unstacked import Unstacked
 from hpnlp.nn.convnet import BLOCKS, BlockShape, ConvModule
 from hpnlp.nn.image_norms import make_norm
 from hpnlp.nn.layers import embed_init, param
-from hpnlp.nn.output import FullOutput
+from hpnlp.nn.output.full import FullOutput
 from hpnlp.parallel import remat
 from hpnlp.parts import part
 from hpnlp.spec import build, lookup, parse, shortened

@@ -13,7 +13,7 @@ from hpnlp.model_parallel import ModelParallel
 from hpnlp.models.prediction import Batch, classification_metrics
 from hpnlp.models.unstacked import UnstackedModel
 from hpnlp.nn.layers import dropout, embed_init, param
-from hpnlp.nn.output import FullOutput
+from hpnlp.nn.output.full import FullOutput
 from hpnlp.nn.pooling import Pooling
 from hpnlp.parts import part
 from hpnlp.types import LossOut

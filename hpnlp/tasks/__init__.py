@@ -9,40 +9,30 @@ from typing import Any
 
 from hpnlp.compress.weight_training import with_weight_training
 from hpnlp.spec import lookup
-from hpnlp.tasks.classification import Classification
-from hpnlp.tasks.dual_encoder import DualEncoding
-from hpnlp.tasks.hashed_classification import HashedClassification
-from hpnlp.tasks.image_classification import ImageClassification
-from hpnlp.tasks.labelled_bags import LabelledBagsTask
-from hpnlp.tasks.lm import LanguageModel
-from hpnlp.tasks.masked_lm import MaskedLanguageModel
-from hpnlp.tasks.realm import RetrievalLanguageModel
-from hpnlp.tasks.rnn_classification import RecurrentClassification
-from hpnlp.tasks.rnn_lm import RecurrentLanguageModel
-from hpnlp.tasks.seq2seq import SequenceToSequence
-from hpnlp.tasks.tagging import Tagging
+from hpnlp.table import Table
 from hpnlp.tasks.task import Task
-from hpnlp.tasks.tree_classification import TreeClassification
 from hpnlp.tasks.vocabulary import Sizes
-from hpnlp.tasks.word_embeddings import WordEmbeddings
 from hpnlp.types import InputError, Model
 
-TASKS: dict[str, Task] = {
-    "lm": LanguageModel(),
-    "rnn_lm": RecurrentLanguageModel(),
-    "classification": Classification(),
-    "rnn_classification": RecurrentClassification(),
-    "hashed_classification": HashedClassification(),
-    "image_classification": ImageClassification(),
-    "tree_classification": TreeClassification(),
-    "tagging": Tagging(),
-    "masked_lm": MaskedLanguageModel(),
-    "realm": RetrievalLanguageModel(),
-    "seq2seq": SequenceToSequence(),
-    "dual_encoder": DualEncoding(),
-    "word_embeddings": WordEmbeddings(),
-    "labelled_bags": LabelledBagsTask(),
-}
+TASKS: Table[Task] = Table(
+    {
+        "lm": "hpnlp.tasks.lm:LanguageModel",
+        "rnn_lm": "hpnlp.tasks.rnn_lm:RecurrentLanguageModel",
+        "classification": "hpnlp.tasks.classification:Classification",
+        "rnn_classification": "hpnlp.tasks.rnn_classification:RecurrentClassification",
+        "hashed_classification": "hpnlp.tasks.hashed_classification:HashedClassification",
+        "image_classification": "hpnlp.tasks.image_classification:ImageClassification",
+        "tree_classification": "hpnlp.tasks.tree_classification:TreeClassification",
+        "tagging": "hpnlp.tasks.tagging:Tagging",
+        "masked_lm": "hpnlp.tasks.masked_lm:MaskedLanguageModel",
+        "realm": "hpnlp.tasks.realm:RetrievalLanguageModel",
+        "seq2seq": "hpnlp.tasks.seq2seq:SequenceToSequence",
+        "dual_encoder": "hpnlp.tasks.dual_encoder:DualEncoding",
+        "word_embeddings": "hpnlp.tasks.word_embeddings:WordEmbeddings",
+        "labelled_bags": "hpnlp.tasks.labelled_bags:LabelledBagsTask",
+    },
+    finish=lambda name, task: task(),
+)
 
 
 def find(name: str) -> Task:

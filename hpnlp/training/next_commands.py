@@ -111,7 +111,7 @@ def _uses(workdir: Path, config: Config, directory: Path) -> dict[str, list[str]
 def _registering(train_flags: Sequence[str]) -> list[str]:
     """Flags that add the run's own entries of tables: --register, also of the experiment file if it adds entries."""
     files = [flag.partition("=")[2].partition(":")[0] for flag in train_flags if flag.startswith("--config=")]
-    modules = {getattr(entry, "__module__", "") for table in TABLES for entry in table.values()}
+    modules = {getattr(entry, "__module__", "") for table in TABLES for entry in table.read().values()}
     of_experiment = [f"--register={file}" for file in files if os.path.abspath(file) in modules]
     return [*(flag for flag in train_flags if flag.startswith("--register=")), *of_experiment]
 

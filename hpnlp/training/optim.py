@@ -13,6 +13,7 @@ import optax
 
 from hpnlp.ops.dynamic_quantization import Quantized, dequantize, quantize
 from hpnlp.spec import build, lookup, parse, parse_one
+from hpnlp.table import Table
 from hpnlp.training import averages, sparse_rows
 from hpnlp.training.muon import ApplyToWhole, scale_by_muon
 from hpnlp.types import InputError, option
@@ -438,17 +439,19 @@ def _adagrad(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransfor
     return optax.chain(scale, decay, optax.scale_by_learning_rate(rate))
 
 
-OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
-    "adamw": _adamw,
-    "adamw8bit": _adamw8bit,
-    "lion": _lion,
-    "adafactor": _adafactor,
-    "adagrad": _adagrad,
-    "lamb": _lamb,
-    "lars": _lars,
-    "muon": _muon,
-    "sgd": _sgd,
-}
+OPTIMIZERS: Table[Callable[..., optax.GradientTransformation]] = Table(
+    {
+        "adamw": _adamw,
+        "adamw8bit": _adamw8bit,
+        "lion": _lion,
+        "adafactor": _adafactor,
+        "adagrad": _adagrad,
+        "lamb": _lamb,
+        "lars": _lars,
+        "muon": _muon,
+        "sgd": _sgd,
+    }
+)
 
 # Optimizers that move each number of a table by its own gradients, so that rows can be trained independently.
 ROWWISE = ("adagrad", "adamw", "adamw8bit", "lion", "muon", "sgd")

@@ -7,24 +7,26 @@ from collections.abc import Callable
 from typing import Any
 
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
-from hpnlp.nn.feed_forward import routers
 from hpnlp.nn.feed_forward.mlp import ACTIVATIONS, mlp
 from hpnlp.nn.feed_forward.network import FeedForward as FeedForward
 from hpnlp.nn.layers import Initializer, dense_init
 from hpnlp.spec import build, lookup, parse_one
+from hpnlp.table import Table
 
-FEED_FORWARDS: dict[str, Callable[..., Any]] = {
-    **{kind: mlp(kind) for kind in ACTIVATIONS},
-    "base": routers.Base,
-    "bias_balanced": routers.BiasBalanced,
-    "expert_choice": routers.ExpertChoice,
-    "gshard": routers.GShard,
-    "hash": routers.Hash,
-    "noisy_top_k": routers.NoisyTopK,
-    "st_moe": routers.StMoE,
-    "switch": routers.Switch,
-    "top_k": routers.TopK,
-}
+FEED_FORWARDS: Table[Callable[..., Any]] = Table(
+    {
+        **{kind: mlp(kind) for kind in ACTIVATIONS},
+        "base": "hpnlp.nn.feed_forward.routers:Base",
+        "bias_balanced": "hpnlp.nn.feed_forward.routers:BiasBalanced",
+        "expert_choice": "hpnlp.nn.feed_forward.routers:ExpertChoice",
+        "gshard": "hpnlp.nn.feed_forward.routers:GShard",
+        "hash": "hpnlp.nn.feed_forward.routers:Hash",
+        "noisy_top_k": "hpnlp.nn.feed_forward.routers:NoisyTopK",
+        "st_moe": "hpnlp.nn.feed_forward.routers:StMoE",
+        "switch": "hpnlp.nn.feed_forward.routers:Switch",
+        "top_k": "hpnlp.nn.feed_forward.routers:TopK",
+    }
+)
 
 
 def build_feed_forward(

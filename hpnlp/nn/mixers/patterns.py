@@ -1,11 +1,15 @@
-"""Patterns that mixers are named after, with default arguments. The model's mask (such as causality) is applied on top."""
+"""Mixers of exact attention over a pattern, with default arguments. The model's mask (such as causality) is applied on top."""
 
 from __future__ import annotations
 
+from hpnlp.nn.mixers.exact import exact_mixer
 from hpnlp.ops import attention
-from hpnlp.ops.attention import Blockwise, Dilated, Global, Mask, PerHead, RandomBlocks, Window
+from hpnlp.ops.attention import Blockwise, Dilated, Full, Global, Mask, PerHead, RandomBlocks, Window
+
+full = exact_mixer(Full)
 
 
+@exact_mixer
 def blockwise(block: int = 64) -> Mask:
     """Blocks of the sequence attend to themselves (Qiu et al. 2020, "BlockBERT").
 
@@ -18,6 +22,7 @@ def blockwise(block: int = 64) -> Mask:
     return Blockwise(block)
 
 
+@exact_mixer
 def window(left: int = 256, right: int | None = None) -> Mask:
     """Sliding window around the token.
 
@@ -31,6 +36,7 @@ def window(left: int = 256, right: int | None = None) -> Mask:
     return Window(left, right)
 
 
+@exact_mixer
 def dilated(width: int = 63, dilation: int = 4) -> Mask:
     """Dilated window around the token (Beltagy et al. 2020, "Longformer", sec. 3.1).
 
@@ -44,6 +50,7 @@ def dilated(width: int = 63, dilation: int = 4) -> Mask:
     return Dilated(width, dilation)
 
 
+@exact_mixer
 def strided(stride: int = 64, heads: int | None = None) -> Mask | PerHead:
     """Strided attention of the Sparse Transformer.
 
@@ -57,6 +64,7 @@ def strided(stride: int = 64, heads: int | None = None) -> Mask | PerHead:
     return attention.sparse_transformer_strided(stride, heads=heads, causal=False)
 
 
+@exact_mixer
 def fixed(block: int = 64, columns: int = 8, heads: int | None = None) -> Mask | PerHead:
     """Fixed attention of the Sparse Transformer.
 
@@ -71,6 +79,7 @@ def fixed(block: int = 64, columns: int = 8, heads: int | None = None) -> Mask |
     return attention.sparse_transformer_fixed(block, columns, heads=heads, causal=False)
 
 
+@exact_mixer
 def random(block: int = 64, count: int = 3, seed: int = 0, among: int | None = None) -> Mask:
     """Random blocks, the same for all queries of a block, and the token itself.
 
@@ -86,6 +95,7 @@ def random(block: int = 64, count: int = 3, seed: int = 0, among: int | None = N
     return RandomBlocks(block, count, seed, among) | Window(0)
 
 
+@exact_mixer
 def global_(count: int = 64) -> Mask:
     """Global tokens, which attend to all tokens and are attended to by all; other tokens attend to themselves too.
 
@@ -98,6 +108,7 @@ def global_(count: int = 64) -> Mask:
     return Global(count) | Window(0)
 
 
+@exact_mixer
 def longformer(window: int = 512, global_tokens: int = 0, dilation: int = 1) -> Mask:
     """Window and global tokens of Longformer.
 
@@ -112,6 +123,7 @@ def longformer(window: int = 512, global_tokens: int = 0, dilation: int = 1) -> 
     return attention.longformer(window, global_tokens, dilation)
 
 
+@exact_mixer
 def bigbird(
     block: int = 64, window: int = 3, global_blocks: int = 2, random: int = 3, seed: int = 0, among: int | None = None
 ) -> Mask:

@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from hpnlp.nn.output.base import OutputLayer
-from hpnlp.nn.output.classes import AdaptiveOutput, ClassOutput
-from hpnlp.nn.output.codes import BinaryECCOutput, BinaryHybridOutput, BinaryOutput
-from hpnlp.nn.output.full import FullOutput
-from hpnlp.nn.output.ranking import MarginOutput, VMFOutput
-from hpnlp.nn.output.sampled import ImportanceOutput, NCEOutput, NegativeSamplingOutput, SampledOutput
-from hpnlp.nn.output.tree import HierarchicalOutput
 from hpnlp.spec import lookup, parse_one
+from hpnlp.table import Table
 
-OUTPUTS: dict[str, type[OutputLayer]] = {
-    "full": FullOutput,
-    "sampled": SampledOutput,
-    "importance": ImportanceOutput,
-    "nce": NCEOutput,
-    "negative_sampling": NegativeSamplingOutput,
-    "margin": MarginOutput,
-    "vmf": VMFOutput,
-    "adaptive": AdaptiveOutput,
-    "class": ClassOutput,
-    "hierarchical": HierarchicalOutput,
-    "binary": BinaryOutput,
-    "binary_hybrid": BinaryHybridOutput,
-    "binary_ecc": BinaryECCOutput,
-}
+OUTPUTS: Table[type[OutputLayer]] = Table(
+    {
+        "full": "hpnlp.nn.output.full:FullOutput",
+        "sampled": "hpnlp.nn.output.sampled:SampledOutput",
+        "importance": "hpnlp.nn.output.sampled:ImportanceOutput",
+        "nce": "hpnlp.nn.output.sampled:NCEOutput",
+        "negative_sampling": "hpnlp.nn.output.sampled:NegativeSamplingOutput",
+        "margin": "hpnlp.nn.output.ranking:MarginOutput",
+        "vmf": "hpnlp.nn.output.ranking:VMFOutput",
+        "adaptive": "hpnlp.nn.output.classes:AdaptiveOutput",
+        "class": "hpnlp.nn.output.classes:ClassOutput",
+        "hierarchical": "hpnlp.nn.output.tree:HierarchicalOutput",
+        "binary": "hpnlp.nn.output.codes:BinaryOutput",
+        "binary_hybrid": "hpnlp.nn.output.codes:BinaryHybridOutput",
+        "binary_ecc": "hpnlp.nn.output.codes:BinaryECCOutput",
+    }
+)
 
 
 def is_normalized(spec: str) -> bool:
