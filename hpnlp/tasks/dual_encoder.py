@@ -22,6 +22,7 @@ from hpnlp.models.dual_encoder import LOSSES_OF_NEGATIVES, DualEncoder, DualEnco
 from hpnlp.tasks import vocabulary as vocabularies
 from hpnlp.tasks.dual_encoder_report import MAX_PAIRS, TFIDF, TOP
 from hpnlp.tasks.examples import ExampleTask
+from hpnlp.tasks.field_rules import only_with_loss
 from hpnlp.tasks.label_report import macro_f1
 from hpnlp.tasks.labels import PLANNED_CLASSES
 from hpnlp.tasks.pair_report import MeanBaseline, PairReport
@@ -38,6 +39,18 @@ SINGLE_PAIR = {
 }
 
 
+def _no_grades(config: Any) -> str:
+    if config.data.graded_path:
+        return ""
+    return "data.graded_path='' names no pairs with grades: leave it out, or set data.graded_path"
+
+
+def _no_parts(config: Any) -> str:
+    if config.optimizer.accumulate > 1:
+        return ""
+    return "optimizer.accumulate=1 leaves batches as they are: leave it out, or set optimizer.accumulate"
+
+
 class DualEncoding(ExampleTask):
     """Dual encoder: finding the text that belongs to another text by the similarity of their vectors.
 
@@ -52,6 +65,12 @@ class DualEncoding(ExampleTask):
     prediction = SimilarityPrediction
     metric, higher_is_better = "accuracy", True
     report = PairReport()
+    unused_fields = (
+        (("data.grade_field",), _no_grades),
+        (("model.margin",), only_with_loss("triplet")),
+        (("model.temperature", "model.symmetric", "model.negatives"), only_with_loss("contrastive")),
+        (("model.negatives",), _no_parts),
+    )
 
     def primary_metric(self, fields: Mapping[str, Any]) -> tuple[str, bool]:
         return ("loss", False) if fields.get("model.loss") == "cosine" else (self.metric, self.higher_is_better)

@@ -14,6 +14,7 @@ from hpnlp.data.examples.baselines import tfidf_bag_accuracy
 from hpnlp.data.examples.dataset import HELDOUT
 from hpnlp.data.files import Progress
 from hpnlp.models.labelled_bags import LabelledBags, LabelledBagsConfig
+from hpnlp.tasks.field_rules import only_with_loss
 from hpnlp.tasks.label_report import LabelReport, whole_text
 from hpnlp.tasks.labels import LabelTask
 from hpnlp.tasks.reporting import Outcome, Report, Section, decimals
@@ -90,6 +91,13 @@ def text_ranks(
     return np.where(np.isfinite(own[:, 0]), ranks, len(texts)), places
 
 
+def _topics(config: Any) -> str:
+    data = config.data
+    if data.kind().has_labels:
+        return ""
+    return f"data.positives={data.positives!r} takes topics in place of labels: leave it out, or set data.positives='labels'"
+
+
 class LabelledBagsTask(LabelTask):
     """Labelled bags: texts and labels that belong together, each compared with the others of its bag.
 
@@ -101,6 +109,11 @@ class LabelledBagsTask(LabelTask):
     data_config = BagsConfig
     compares_as = "classification"
     report = BagReport("text or label", BASELINES, whole_text)
+    unused_fields = (
+        (("data.label_field",), _topics),
+        (("model.margin", "model.hard_negatives"), only_with_loss("margin")),
+        (("model.temperature",), only_with_loss("softmax")),
+    )
 
     def dataset(self, data: BagsConfig, vocabulary: Vocabulary | None, progress: Progress | None = None) -> BagExamples:
         has_labels, labels, tokenizer = data.kind().has_labels, None, None

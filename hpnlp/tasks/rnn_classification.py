@@ -6,6 +6,7 @@ import dataclasses
 
 from hpnlp.models.rnn_classifier import RecurrentClassifier, RecurrentClassifierConfig
 from hpnlp.tasks.classification import Classification
+from hpnlp.tasks.rnn_lm import RecurrentLanguageModel
 from hpnlp.tasks.task import RunConfig
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.types import InputError
@@ -17,6 +18,7 @@ class RecurrentClassification(Classification):
     name = "rnn_classification"
     model_config = RecurrentClassifierConfig
     compares_as = "classification"
+    unused_fields = RecurrentLanguageModel.unused_fields
 
     def model(self, config: RunConfig, sizes: Sizes) -> RecurrentClassifier:
         self.check_no_stride(config)

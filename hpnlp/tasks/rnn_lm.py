@@ -10,6 +10,19 @@ from hpnlp.tasks.task import RunConfig
 from hpnlp.tasks.vocabulary import Sizes
 
 
+def _no_dropout(config: Any) -> str:
+    model = config.model
+    if model.input_dropout or model.layer_dropout or model.output_dropout:
+        return ""
+    return "it is of dropout of inputs, layers and outputs, all of which are 0: set one of the rates as well"
+
+
+def _one_layer(config: Any) -> str:
+    if len(config.model.widths()) > 1:
+        return ""
+    return f"model.cells={config.model.cells!r} has one layer: leave it out"
+
+
 class RecurrentLanguageModel(LanguageModel):
     """Causal language modelling by recurrent networks: the next token of texts.
 
@@ -19,6 +32,10 @@ class RecurrentLanguageModel(LanguageModel):
     name = "rnn_lm"
     model_config = RNNConfig
     compares_as = "lm"
+    unused_fields = (
+        (("model.variational",), _no_dropout),
+        (("model.layer_dropout",), _one_layer),
+    )
 
     def model(self, config: RunConfig, sizes: Sizes) -> Any:
         check_stride(config)

@@ -12,12 +12,18 @@ from hpnlp.data.examples import Seq2SeqConfig as Seq2SeqDataConfig
 from hpnlp.data.examples.baselines import linear_exact_match
 from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from hpnlp.tasks import vocabulary as vocabularies
+from hpnlp.tasks.decoded_targets import text_predictions
 from hpnlp.tasks.examples import ExampleTask
-from hpnlp.tasks.predictions import TextPrediction, TrainedModel, text_predictions
+from hpnlp.tasks.field_rules import below_length
+from hpnlp.tasks.predictions import TextPrediction, TrainedModel
 from hpnlp.tasks.seq2seq_report import LINEAR, Seq2SeqReport
 from hpnlp.tasks.task import Batch, RunConfig, Sums
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.types import InputError
+
+
+def _no_target_limit(config: Any) -> str:
+    return below_length(config, "target_len", "target_len")
 
 
 class SequenceToSequence(ExampleTask):
@@ -29,6 +35,7 @@ class SequenceToSequence(ExampleTask):
     prediction = TextPrediction
     metric, higher_is_better = "exact_match", True
     report = Seq2SeqReport()
+    unused_fields = ((("model.target_len",), _no_target_limit),)
 
     def model(self, config: RunConfig, sizes: Sizes) -> Seq2Seq:
         self.check_no_stride(config)

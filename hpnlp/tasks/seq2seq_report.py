@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data.examples.dataset import CHALLENGE, HELDOUT
-from hpnlp.tasks.predictions import decoded_targets
+from hpnlp.tasks.decoded_targets import decoded_targets
 from hpnlp.tasks.reporting import (
     NOT_FINITE,
     Outcome,

@@ -14,6 +14,7 @@ from hpnlp.data import Batches
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.files import Progress
 from hpnlp.tasks import vocabulary as vocabularies
+from hpnlp.tasks.field_rules import Rule
 from hpnlp.tasks.predictions import Batch, Prediction, TrainedModel
 from hpnlp.tasks.reporting import TaskReport
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary
@@ -107,6 +108,7 @@ class Task(abc.ABC):
       compares_as: Name of the task whose runs have scores of the same meaning, so that `hpnlp compare` ranks the runs of both;
         "" for the task itself.
       prediction: Class of the results of `predict`; None for a task whose models predict nothing from texts.
+      unused_fields: Rules about fields of this task that have no effect, beside those of all tasks.
     """
 
     name: ClassVar[str]
@@ -117,6 +119,7 @@ class Task(abc.ABC):
     report: ClassVar[TaskReport]
     compares_as: ClassVar[str] = ""
     prediction: ClassVar[type[Prediction] | None] = None
+    unused_fields: ClassVar[tuple[Rule, ...]] = ()
 
     @abc.abstractmethod
     def check_data(self, data: Any) -> None:

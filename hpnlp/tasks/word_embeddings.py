@@ -104,6 +104,10 @@ class WordVectorsReport(TaskReport):
         return {"list the neighbours of a word": ["neighbours", str(workdir), "WORD"]}
 
 
+def _no_subsampling(config: Any) -> str:
+    return "" if config.model.subsample else "model.subsample=0 drops no word: leave it out, or set model.subsample"
+
+
 class WordEmbeddings(LanguageModel):
     """Word embeddings: vectors of words from the words around them, by skip-gram or CBOW."""
 
@@ -113,6 +117,7 @@ class WordEmbeddings(LanguageModel):
     metric = "pair_accuracy"
     higher_is_better = True
     report = WordVectorsReport()
+    unused_fields = ((("model.subsample_form",), _no_subsampling),)
 
     def model(self, config: RunConfig, sizes: Sizes) -> Any:
         self.check_no_stride(config)

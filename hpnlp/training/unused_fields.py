@@ -15,15 +15,11 @@ import numpy as np
 from hpnlp import tasks
 from hpnlp.data import sources
 from hpnlp.data.config import DataConfig
-from hpnlp.data.examples import BagsConfig, ExampleConfig, PairsConfig, generated
+from hpnlp.data.examples import ExampleConfig, generated
 from hpnlp.models.backbone import BackboneConfig
-from hpnlp.models.dual_encoder import DualEncoderConfig
-from hpnlp.models.labelled_bags import LabelledBagsConfig
 from hpnlp.models.layer_forms import projections
-from hpnlp.models.seq2seq import Seq2SeqConfig
-from hpnlp.models.word_vectors import WordVectorsConfig
 from hpnlp.nn.block import BlockConfig
-from hpnlp.nn.rnn_stack import StackConfig
+from hpnlp.tasks.field_rules import Rule, below_length
 from hpnlp.training import averages, loss_scale, optim
 from hpnlp.training.config import Config, flat
 from hpnlp.types import InputError
@@ -47,7 +43,7 @@ def check(config: Config, names: Container[str] | None = None) -> None:
     Raises:
       InputError: A field has no effect, with the reason and the fix.
     """
-    for name, line in _unused(config, RULES):
+    for name, line in _unused(config, _rules(config)):
         if names is None or name in names:
             raise InputError(line)
 
@@ -61,7 +57,7 @@ def remarks(config: Config) -> list[str]:
     Returns:
       A line for each of them.
     """
-    lines = [line for rules in (RULES, COMMON) for _, line in _unused(config, rules)]
+    lines = [line for rules in (_rules(config), COMMON) for _, line in _unused(config, rules)]
     if config.optimizer.warmup >= config.train.steps:
         lines.append(
             f"optimizer.warmup={config.optimizer.warmup} lasts to the end of train.steps={config.train.steps}: the learning "
@@ -70,7 +66,11 @@ def remarks(config: Config) -> list[str]:
     return lines
 
 
-def _unused(config: Config, rules: Any) -> Iterator[tuple[str, str]]:
+def _rules(config: Config) -> tuple[Rule, ...]:
+    return RULES + tasks.find(config.task).unused_fields
+
+
+def _unused(config: Config, rules: tuple[Rule, ...]) -> Iterator[tuple[str, str]]:
     """`(name, message)` of each field that is set without an effect, with the reason."""
     values, defaults = flat(config), flat(Config(task=config.task))
     for names, find_reason in rules:
@@ -212,30 +212,17 @@ def _no_records(config: Config) -> str:
     )
 
 
-def _no_grades(config: Config) -> str:
-    if not isinstance(config.data, PairsConfig) or config.data.graded_path:
-        return ""
-    return "data.graded_path='' names no pairs with grades: leave it out, or set data.graded_path"
-
-
 def _one_source(config: Config) -> str:
     if "," in config.data.path:
         return ""
     return f"data.path={config.data.path!r} is one source: leave it out, or name several sources, separated by commas"
 
 
-def _no_parts(config: Config) -> str:
-    if not isinstance(config.model, DualEncoderConfig) or config.optimizer.accumulate > 1:
-        return ""
-    return "optimizer.accumulate=1 leaves batches as they are: leave it out, or set optimizer.accumulate"
-
-
 def _forms(model: Any) -> list[BlockConfig]:
     """The forms of all layers; empty for models that are not made of Blocks."""
     if not isinstance(model, BackboneConfig):
         return []
-    stacks = model.stacks().values() if isinstance(model, Seq2SeqConfig) else [model]
-    return [form for stack in stacks if stack.layers for form in stack.forms()]
+    return [form for stack in model.stacks().values() if stack.layers for form in stack.forms()]
 
 
 def _no_rope(config: Config) -> str:
@@ -269,24 +256,7 @@ def _no_layers(config: Config) -> str:
 
 
 def _no_length_limit(config: Config) -> str:
-    return _below_length(config, "max_len", "seq_len")
-
-
-def _no_target_limit(config: Config) -> str:
-    return _below_length(config, "target_len", "target_len") if isinstance(config.model, Seq2SeqConfig) else ""
-
-
-def _below_length(config: Config, limit: str, length: str) -> str:
-    """The reason why a limit of positions that is less than the length of sequences has no effect."""
-    model, tokens = config.model, getattr(config.data, length)
-    if not isinstance(model, BackboneConfig) or model.position == "learned" or getattr(model, limit) >= tokens:
-        return ""
-    if model.fixed_length():
-        return ""
-    return (
-        f"model.position={model.position!r} has no longest sequence, and those of data.{length}={tokens} tokens are longer: "
-        "leave it out"
-    )
+    return below_length(config, "max_len", "seq_len")
 
 
 def _recorded_only(config: Config) -> str:
@@ -301,43 +271,6 @@ def _recorded_only(config: Config) -> str:
     )
 
 
-def _no_dropout(config: Config) -> str:
-    model = config.model
-    if not isinstance(model, StackConfig) or model.input_dropout or model.layer_dropout or model.output_dropout:
-        return ""
-    return "it is of dropout of inputs, layers and outputs, all of which are 0: set one of the rates as well"
-
-
-def _one_recurrent_layer(config: Config) -> str:
-    if not isinstance(config.model, StackConfig) or len(config.model.widths()) > 1:
-        return ""
-    return f"model.cells={config.model.cells!r} has one layer: leave it out"
-
-
-def _other_loss(kind: type[LabelledBagsConfig | DualEncoderConfig], loss: str) -> Callable[[Config], str]:
-    """The rule of a field that one loss of a kind of model reads."""
-
-    def find_reason(config: Config) -> str:
-        if not isinstance(config.model, kind) or config.model.loss == loss:
-            return ""
-        return f"model.loss={config.model.loss!r} does not read it: leave it out, or set model.loss={loss!r}"
-
-    return find_reason
-
-
-def _topics(config: Config) -> str:
-    data = config.data
-    if not isinstance(data, BagsConfig) or data.kind().has_labels:
-        return ""
-    return f"data.positives={data.positives!r} takes topics in place of labels: leave it out, or set data.positives='labels'"
-
-
-def _no_subsampling(config: Config) -> str:
-    if not isinstance(config.model, WordVectorsConfig) or config.model.subsample:
-        return ""
-    return "model.subsample=0 drops no word: leave it out, or set model.subsample"
-
-
 def _no_axis(axis: str, work: str) -> Callable[[Config], str]:
     """The rule of a field of the plan that a mesh axis needs."""
 
@@ -349,8 +282,8 @@ def _no_axis(axis: str, work: str) -> Callable[[Config], str]:
     return find_reason
 
 
-# Names of fields, and a function of the config that returns the reason why they have no effect, with the fix; "" if they have.
-RULES: tuple[tuple[tuple[str, ...], Callable[[Config], str]], ...] = (
+# Rules of all tasks; `Task.unused_fields` has those of one.
+RULES: tuple[Rule, ...] = (
     (("train.min_delta", "train.eval_batches"), _no_evaluations),
     (("train.patience",), _too_few_evaluations),
     (("train.sample",), _no_sample),
@@ -363,24 +296,13 @@ RULES: tuple[tuple[tuple[str, ...], Callable[[Config], str]], ...] = (
     (("data.heldout",), _folds),
     (("data.text_field", "data.prompt_field"), _no_records),
     (("data.weights",), _one_source),
-    (("data.grade_field",), _no_grades),
-    (("data.label_field",), _topics),
     (ROPE_FIELDS, _no_rope),
     (("model.max_len",), _no_length_limit),
-    (("model.target_len",), _no_target_limit),
-    (("model.variational",), _no_dropout),
-    (("model.layer_dropout",), _one_recurrent_layer),
-    (("model.margin", "model.hard_negatives"), _other_loss(LabelledBagsConfig, "margin")),
-    (("model.temperature",), _other_loss(LabelledBagsConfig, "softmax")),
-    (("model.margin",), _other_loss(DualEncoderConfig, "triplet")),
-    (("model.temperature", "model.symmetric", "model.negatives"), _other_loss(DualEncoderConfig, "contrastive")),
-    (("model.subsample_form",), _no_subsampling),
-    (("model.negatives",), _no_parts),
     (("plan.zero",), _no_axis("fsdp", "the training state that is divided")),
     (("plan.exchange",), _no_axis("sequence", "sequences that are divided")),
 )
 # As RULES, for fields that members of a sweep have in common: they are printed only.
-COMMON: tuple[tuple[tuple[str, ...], Callable[[Config], str]], ...] = (
+COMMON: tuple[Rule, ...] = (
     (("distill.losses",), _no_teacher),
     (("model.max_len",), _recorded_only),
     (ROPE_FIELDS, _no_rotated_heads),
