@@ -6,6 +6,7 @@ References: So et al. 2019, "The evolved transformer", fig. 3. Widths and the pl
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -13,12 +14,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from hpnlp.layer_report import LayerReport
+from hpnlp.layer_report import LayerReport, has_state
+from hpnlp.model_parallel import TensorParallel
 from hpnlp.nn.attention import Attention, Context
-from hpnlp.nn.block import Block
+from hpnlp.nn.block import Block, BlockConfig
+from hpnlp.nn.blocks import BlockKind, attention_size, check_no_carry, cross_size
 from hpnlp.nn.layers import NORMS, Dense, Initializer, dense_init, param
 from hpnlp.ops.attention import Causal, Full, Window
 from hpnlp.ops.convolution import depthwise_conv, last_tokens, token_windows
+from hpnlp.spec import Spec
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 
@@ -264,3 +268,87 @@ def _padded(x: jax.Array, features: int) -> jax.Array:
 def _added(wide: jax.Array, narrow: jax.Array) -> jax.Array:
     """Adds an array of fewer features to the first features of another."""
     return wide + _padded(narrow, wide.shape[2])
+
+
+@dataclasses.dataclass(frozen=True)
+class EvolvedKind(BlockKind):
+    """Cells of the Evolved Transformer.
+
+    Attributes:
+      module: The class of the cell.
+    """
+
+    has_two_branches: ClassVar[bool] = False
+
+    module: type[EvolvedBlock]
+
+    def make(self, config: BlockConfig, out_init: Initializer, mixer: Spec, tensor_parallel: TensorParallel) -> Block:
+        return self.module(config, out_init, mixer, tensor_parallel, parent=None)
+
+    def resolved(self, config: BlockConfig) -> BlockConfig:
+        if config.dim % 2:
+            raise InputError(
+                f"model.block={config.block!r}, model.dim={config.dim}: convolutions have half of the features: make it even"
+            )
+        if config.norm_placement == "sandwich":
+            raise InputError(
+                f"model.block={config.block!r}, model.norm_placement='sandwich': these Blocks have no norms of what branches "
+                "return: set model.norm_placement to 'pre' or 'post'"
+            )
+        return config
+
+    def convolutions(self, config: BlockConfig) -> tuple[EvolvedConv, ...]:
+        kind = self.module.convolution
+        return (kind(config.dim, config.norm, config.norm_eps, config.mlp_bias, lambda *_: None, name=None),)
+
+    def _mixing_size(self, config: BlockConfig, needs: Mapping[str, Projection]) -> int:
+        # A gated linear unit, and products of the convolutions with D x 4D, 3D x D/2 and 4D x D/2 weights.
+        return attention_size(config, config.dim, needs) + (2 * 2 + 8 + 3 + 4) * config.dim**2 // 2
+
+
+@dataclasses.dataclass(frozen=True)
+class EvolvedDecoderKind(EvolvedKind):
+    """Decoder cells of the Evolved Transformer, whose first attention has heads of half of the size."""
+
+    def resolved(self, config: BlockConfig) -> BlockConfig:
+        divisor = 4 if config.position == "rope" else 2
+        if config.head_size % divisor:
+            raise InputError(
+                f"model.block={config.block!r}: the first attention of a layer has heads of half of the head dimension "
+                f"{config.head_size}, which model.position={config.position!r} needs to be a multiple of {divisor}: change "
+                "model.heads or model.head_dim"
+            )
+        return super().resolved(config)
+
+    def check_mixer(self, config: BlockConfig, mixer: Any) -> None:
+        check_no_carry(config, mixer)
+        if has_state(mixer):
+            raise InputError(
+                f"model.block={config.block!r}, model.mixer={config.mixer!r}: the mixer has statistics or buffers, which a "
+                "layer keeps for one attention, and this Block has two: choose another mixer, or block='evolved_encoder'"
+            )
+
+    def _mixing_size(self, config: BlockConfig, needs: Mapping[str, Projection]) -> int:
+        half = {"heads": 2 * config.heads, "kv_heads": 2 * config.kv_head_count, "head_dim": config.head_size // 2}
+        wide = attention_size(dataclasses.replace(config, **half), config.dim, needs)
+        # Products of the convolutions with D x 2D, D x D/2 and 2D x D weights.
+        convolutions = (4 + 1 + 4) * config.dim**2 // 2
+        return wide + convolutions + attention_size(config, config.dim, needs) + cross_size(config)
+
+
+def evolved_encoder() -> EvolvedKind:
+    """Entry of BLOCKS: encoder cells of the Evolved Transformer.
+
+    Returns:
+      The kind.
+    """
+    return EvolvedKind(EvolvedEncoderBlock)
+
+
+def evolved_decoder() -> EvolvedDecoderKind:
+    """Entry of BLOCKS: decoder cells of the Evolved Transformer.
+
+    Returns:
+      The kind.
+    """
+    return EvolvedDecoderKind(EvolvedDecoderBlock)

@@ -9,7 +9,8 @@ from typing import Any
 from hpnlp.models.huggingface.bert import MASKED, with_classes
 from hpnlp.models.huggingface.config_values import checked_value, unsupported
 from hpnlp.models.huggingface.family import Family, ModelConfig
-from hpnlp.nn.blocks import MAX_NETWORKS, BottleneckKind, block_kind, bottleneck
+from hpnlp.nn.blocks import block_kind
+from hpnlp.nn.bottleneck_block import MAX_NETWORKS, BottleneckKind, bottleneck
 from hpnlp.types import InputError
 
 # normalization_type -> `model.norm`.
