@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from hpnlp.data.examples.generated.entry import Generated
 from hpnlp.data.files import unreadable
 from hpnlp.data.sources import File
 
@@ -151,3 +152,7 @@ def _kept(sentences: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 def _items(text: str) -> int:
     return sum(1 for _ in _ITEM.finditer(text))
+
+
+STDLIB_NAMES = Generated(hidden_names, "stdlib")
+STDLIB_SENTENCES = Generated(inverse_cloze, "stdlib")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from hpnlp.data.examples.generated.entry import Generated
 from hpnlp.data.examples.generated.raster import draw_segments
 from hpnlp.data.pixels import to_text
 from hpnlp.data.sources import File
@@ -66,3 +67,6 @@ def image(digit: int, draw: np.random.Generator) -> np.ndarray:
     low, high = draw.uniform(0, 80), draw.uniform(150, 255)
     grey = low + (high - low) * np.maximum(ink, other) + draw.normal(0, 12, (SIZE, SIZE))
     return np.clip(np.rint(grey), 0, 255).astype(np.uint8)
+
+
+DRAWN_DIGITS = Generated(examples)

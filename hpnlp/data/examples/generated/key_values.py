@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 
+from hpnlp.data.examples.generated.entry import Generated
 from hpnlp.data.sources import File
 
 DOCUMENTS = 1_000
@@ -46,3 +47,6 @@ def _text(words: list[str], value: str, draw: random.Random, part: str) -> str:
     """The words among common words, and the value at the end."""
     words = [*words, *(f"common{word}" for word in draw.sample(range(_COMMON_WORDS), _COMMON[part]))]
     return " ".join([*draw.sample(words, len(words)), value])
+
+
+KEY_VALUES = Generated(examples)

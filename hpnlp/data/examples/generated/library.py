@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from hpnlp.data.examples.generated.entry import Generated
 from hpnlp.data.files import unreadable
 from hpnlp.data.sources import File
 from hpnlp.data.split import hash_fraction
@@ -242,3 +243,10 @@ def _kind_of_name(name: str, before: str, after: str, depth: int) -> str:
     if hasattr(builtins, name):
         return "builtin"
     return "call" if after == "(" else "name"
+
+
+STDLIB_FUNCTIONS = Generated(functions, "stdlib")
+STDLIB_TOKENS = Generated(tokens, "stdlib")
+STDLIB_DOCSTRINGS = Generated(docstrings, "stdlib")
+STDLIB_PASSAGES = Generated(passages, "stdlib")
+STDLIB_SAME_FILE = Generated(same_file, "stdlib")

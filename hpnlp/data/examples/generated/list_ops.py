@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from hpnlp.data.examples.generated.entry import Generated
 from hpnlp.data.sources import File
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -195,3 +196,7 @@ def _results(operators: np.ndarray, values: np.ndarray, arguments: np.ndarray, s
         np.add.reduceat(values, starts) % 10,
     )
     return np.choose(operators, by_operator)
+
+
+LIST_OPS = Generated(examples)
+LIST_OPS_SHORT = Generated(short_examples)

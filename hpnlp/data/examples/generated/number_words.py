@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
+from hpnlp.data.examples.generated.entry import Generated
 from hpnlp.data.sources import File
 
 _ONES = [
@@ -121,3 +122,6 @@ def _both_directions(number: int) -> Iterator[dict[str, str]]:
     digits, words = str(number), to_words(number)
     yield {"source": digits, "target": words, "group": digits}
     yield {"source": words, "target": digits, "group": digits}
+
+
+NUMBER_WORDS = Generated(examples, challenge=longer)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpnlp.data.examples.generated.entry import Generated
 from hpnlp.data.examples.generated.raster import draw_segments
 from hpnlp.data.pixels import to_text
 from hpnlp.data.sources import File
@@ -242,3 +243,7 @@ def _render(stimulus: Stimulus, draw: np.random.Generator, curves: Sequence[np.n
     thickness[-2:] = stimulus.disc
     pixels = np.rint(255 * draw_segments(segments, thickness, stimulus.size)).astype(np.uint8)
     return Image(pixels, discs, is_joined)
+
+
+PATHFINDER = Generated(examples)
+PATH_X = Generated(large_examples)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data import files as reading
+from hpnlp.data.examples.generated.entry import Generated
 from hpnlp.data.files import not_utf8_byte, printable, unreadable
 from hpnlp.data.pixels import to_text
 from hpnlp.data.sources import File
@@ -182,3 +183,8 @@ def _decoded(content: bytes, where: str) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         raise InputError(f"{where}: {not_utf8_byte(error)}: convert it") from error
+
+
+IMDB = Generated(imdb_train, None, heldout=imdb_test, formats=FORMATS)
+AAN = Generated(aan_train, None, heldout=aan_test, formats=FORMATS)
+CIFAR10 = Generated(cifar10_train, None, heldout=cifar10_test, formats=FORMATS)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hpnlp.data.examples.generated import library
+from hpnlp.data.examples.generated.entry import Generated
 from hpnlp.data.sources import File
 
 MAX_CHILDREN = 8  # of a node; more children are grouped under nodes GROUP
@@ -84,3 +85,6 @@ def flat(tree: _Tree) -> tuple[list[str], list[int]]:
         nodes.append(label)
         parents.append(parent)
     return nodes, parents
+
+
+STDLIB_TREES = Generated(functions, "stdlib")

@@ -35,71 +35,43 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from hpnlp import spec as specs
 from hpnlp.data import sources, token_store
 from hpnlp.data.digest import Snapshot
-from hpnlp.data.examples.generated import (
-    documentation,
-    drawn_digits,
-    key_values,
-    library,
-    list_ops,
-    number_words,
-    pathfinder,
-    published,
-    syntax_trees,
-    titles,
-)
+from hpnlp.data.examples.generated.entry import Generated
 from hpnlp.data.files import ignore_progress
 from hpnlp.data.sources import File, LeftOut, Source
+from hpnlp.table import Table
 from hpnlp.types import InputError
 
 _FORMAT = 2  # version of the files that are written; part of the cache key
 GROUP_FIELD = "group"
 
-_Make = Callable[[Sequence[File]], Iterator[dict[str, Any]]]
-
-
-class Generated(NamedTuple):
-    """Examples that are generated or converted. Every example has a field "group", the name of its group.
-
-    Attributes:
-      make: Function from the files to the examples to train on and hold out.
-      origin: Path of the files that the examples are made from, "" for none; None if the user names it, as NAME:PATH.
-      challenge: Function from the files to the examples that are scored apart, or None.
-      heldout: Function from the files to the examples to hold out, or None to hold out some of `make`.
-    """
-
-    make: _Make
-    origin: str | None = ""
-    challenge: _Make | None = None
-    heldout: _Make | None = None
-
-
-GENERATED: dict[str, Generated] = {
-    "stdlib_functions": Generated(library.functions, "stdlib"),
-    "stdlib_trees": Generated(syntax_trees.functions, "stdlib"),
-    "stdlib_tokens": Generated(library.tokens, "stdlib"),
-    "stdlib_docstrings": Generated(library.docstrings, "stdlib"),
-    "stdlib_passages": Generated(library.passages, "stdlib"),
-    "stdlib_same_file": Generated(library.same_file, "stdlib"),
-    "stdlib_names": Generated(documentation.hidden_names, "stdlib"),
-    "stdlib_sentences": Generated(documentation.inverse_cloze, "stdlib"),
-    "stdlib_titles": Generated(titles.train_bags, "stdlib", heldout=titles.heldout_bags),
-    "key_values": Generated(key_values.examples),
-    "number_words": Generated(number_words.examples, challenge=number_words.longer),
-    "list_ops": Generated(list_ops.examples),
-    "list_ops_short": Generated(list_ops.short_examples),
-    "pathfinder": Generated(pathfinder.examples),
-    "path_x": Generated(pathfinder.large_examples),
-    "drawn_digits": Generated(drawn_digits.examples),
-    "imdb": Generated(published.imdb_train, None, heldout=published.imdb_test),
-    "aan": Generated(published.aan_train, None, heldout=published.aan_test),
-    "cifar10": Generated(published.cifar10_train, None, heldout=published.cifar10_test),
-}
+GENERATED: Table[Generated] = Table(
+    {
+        "stdlib_functions": "hpnlp.data.examples.generated.library:STDLIB_FUNCTIONS",
+        "stdlib_trees": "hpnlp.data.examples.generated.syntax_trees:STDLIB_TREES",
+        "stdlib_tokens": "hpnlp.data.examples.generated.library:STDLIB_TOKENS",
+        "stdlib_docstrings": "hpnlp.data.examples.generated.library:STDLIB_DOCSTRINGS",
+        "stdlib_passages": "hpnlp.data.examples.generated.library:STDLIB_PASSAGES",
+        "stdlib_same_file": "hpnlp.data.examples.generated.library:STDLIB_SAME_FILE",
+        "stdlib_names": "hpnlp.data.examples.generated.documentation:STDLIB_NAMES",
+        "stdlib_sentences": "hpnlp.data.examples.generated.documentation:STDLIB_SENTENCES",
+        "stdlib_titles": "hpnlp.data.examples.generated.titles:STDLIB_TITLES",
+        "key_values": "hpnlp.data.examples.generated.key_values:KEY_VALUES",
+        "number_words": "hpnlp.data.examples.generated.number_words:NUMBER_WORDS",
+        "list_ops": "hpnlp.data.examples.generated.list_ops:LIST_OPS",
+        "list_ops_short": "hpnlp.data.examples.generated.list_ops:LIST_OPS_SHORT",
+        "pathfinder": "hpnlp.data.examples.generated.pathfinder:PATHFINDER",
+        "path_x": "hpnlp.data.examples.generated.pathfinder:PATH_X",
+        "drawn_digits": "hpnlp.data.examples.generated.drawn_digits:DRAWN_DIGITS",
+        "imdb": "hpnlp.data.examples.generated.published:IMDB",
+        "aan": "hpnlp.data.examples.generated.published:AAN",
+        "cifar10": "hpnlp.data.examples.generated.published:CIFAR10",
+    }
+)
 
 
 class Found(NamedTuple):
@@ -173,7 +145,7 @@ def check_published(path: str) -> None:
     name, _, directory = path.partition(":")
     entry = GENERATED[name]
     if entry.origin is None:
-        files = sources.find(directory, "data.path", published.FORMATS)[0].files
+        files = sources.find(directory, "data.path", entry.formats)[0].files
         for make in filter(None, (entry.make, entry.heldout)):
             next(iter(make(files)), None)
 
@@ -197,7 +169,7 @@ def find(path: str, root: str) -> Found:
     entry = GENERATED[name]
     origin = directory if entry.origin is None else entry.origin
     argument = "data.path" if entry.origin is None else "the standard library"
-    read_from = sources.find(origin, argument, published.FORMATS)[0].files if origin else ()
+    read_from = sources.find(origin, argument, entry.formats)[0].files if origin else ()
     content = Snapshot([file.path for file in read_from]).digest(root, ignore_progress)
     version = [platform.python_version(), [file.name for file in read_from], content] if origin else []
     key = token_store.key_of([_FORMAT, name, version])

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hpnlp.data.examples.generated.entry import Generated
 from hpnlp.data.files import unreadable
 from hpnlp.data.sources import File
 from hpnlp.data.split import hash_fraction
@@ -92,3 +93,6 @@ def _titles(file: File) -> Iterator[str]:
             title = " ".join(text.strip().split("\n\n")[0].split())
             if len(title) <= _MAX_CHARACTERS and len(title.split()) >= _MIN_WORDS:
                 yield title
+
+
+STDLIB_TITLES = Generated(train_bags, "stdlib", heldout=heldout_bags)
