@@ -22,9 +22,9 @@ from hpnlp.tasks import lm_report
 from hpnlp.tasks.classification import ClassifierConfig
 from hpnlp.training import next_commands
 from hpnlp.training.config import Config, flat
+from hpnlp.training.config_file import write_config
 from hpnlp.training.example_scores import ExampleScores
 from hpnlp.training.result import Result
-from hpnlp.training.run_directory import write_config
 from hpnlp.types import InputError
 
 PROMISED = {

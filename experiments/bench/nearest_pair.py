@@ -36,6 +36,7 @@ from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import config as configs
 from hpnlp.training import run_directory as runs
 from hpnlp.training.checkpoint import Checkpointer
+from hpnlp.training.config_file import write_config
 from hpnlp.types import Tokenizer
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -80,7 +81,7 @@ def save_run(directory: Path, task: str, tokenizer: Tokenizer, **fields: Any) ->
     checkpoints.save_params(jax.tree.map(np.asarray, params))
     checkpoints.close()
     vocabulary.save(directory)
-    runs.write_config(directory, values)
+    write_config(directory, values)
     return hpnlp.load(directory)
 
 

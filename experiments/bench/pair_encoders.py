@@ -38,8 +38,8 @@ from hpnlp.data.examples.generated.library import docstrings
 from hpnlp.data.split import hash_fraction
 from hpnlp.jobs.predictor import Predictor
 from hpnlp.models.backbone import BackboneConfig
-from hpnlp.training import run_directory
 from hpnlp.training.config import Config, default, resolve
+from hpnlp.training.config_file import load_config
 
 HELDOUT = 0.35  # share of the files, by the hash of their names that all tasks use
 FORMS = {"dual encoder": "dual_encoder", "cross-encoder": "classification"}  # form -> task
@@ -111,7 +111,7 @@ def config_of(form: str, seed: int, workdir: Path) -> Config:
         values.data.update(batch_size=4, seq_len=32)
         values.train.steps = 4
     if FLAGS.start:
-        source = run_directory.load_config(FLAGS.start).model
+        source = load_config(FLAGS.start).model
         values.model.update({f.name: getattr(source, f.name) for f in dataclasses.fields(BackboneConfig)})
         values.data.tokenizer = str(Path(FLAGS.start).absolute() / "tokenizer.json")
         values.train.init_from = str(Path(FLAGS.start).absolute())

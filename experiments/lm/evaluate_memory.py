@@ -19,8 +19,9 @@ from hpnlp import cli, measure
 from hpnlp.cli.errors import run_script
 from hpnlp.nn.attention import mixer_period
 from hpnlp.spec import Spec
+from hpnlp.training.config_file import load_config
+from hpnlp.training.contents import has_checkpoints
 from hpnlp.training.evaluate_run import evaluate_run
-from hpnlp.training.run_directory import has_checkpoints, load_config
 from hpnlp.types import InputError
 
 FLAGS = flags.FLAGS

@@ -75,10 +75,11 @@ def run(argv: Sequence[str]) -> None:
     from hpnlp import plots, tasks
     from hpnlp.report import compression
     from hpnlp.report.files import replace_text
-    from hpnlp.training import compress_run, run_directory
+    from hpnlp.training import compress_run
     from hpnlp.training import config as configs
+    from hpnlp.training.config_file import load_config
 
-    config = run_directory.load_config(source)
+    config = load_config(source)
     changes = experiment.changes(configs.to_values(config), overrides) if overrides else {}
     (metric, higher_is_better), texts = tasks.find(config.task).primary_metric(configs.flat(config)), []
 

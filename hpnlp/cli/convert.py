@@ -21,6 +21,7 @@ from hpnlp.types import InputError
 
 if TYPE_CHECKING:
     from hpnlp.data.examples.kind import Kind
+    from hpnlp.training.config_file import load_config, write_config
     from hpnlp.training.run_directory import Run
 
 USAGE = """
@@ -165,7 +166,7 @@ def _to_run(source: Path, target: Path) -> None:
     if not (target / generation.GENERATION).exists() and (settings := generation.generation_settings(source)):
         # The config.json of a run does not hold the ids that end a text.
         (target / generation.GENERATION).write_text(json.dumps(settings) + "\n")
-    runs.write_config(target, values)
+    write_config(target, values)
     for remark in [*convert.remarks(source), *generation.generation_remarks(source)]:
         print(f"{target}: {remark}")
     following = f"hpnlp train --task={task.name} --train.init_from={target} ..."
@@ -188,7 +189,7 @@ def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
     from hpnlp.training import run_directory as runs
     from hpnlp.training.metrics import reading_progress
 
-    values = runs.load_config(source)
+    values = load_config(source)
     runs.check_task(source, values, convert.TASKS, "convert")
     run, labels = runs.load(source, step), runs.load_vocabulary(source, values).labels
     tokenizer, model = run.tokenizer, run.model.config

@@ -85,10 +85,11 @@ def run(argv: Sequence[str]) -> None:
     from hpnlp.report.entries import is_untrained
     from hpnlp.tasks.lm_report import MAX_PERPLEXITY_LOSS
     from hpnlp.training import config as configs
-    from hpnlp.training import evaluate_run, evaluation_record, run_directory
+    from hpnlp.training import evaluate_run, evaluation_record
+    from hpnlp.training.config_file import load_config
 
     members = run_names.expand(runs, cli.FLAGS.step)
-    config = run_directory.load_config(members[0][0])
+    config = load_config(members[0][0])
     changes = experiment.changes(configs.to_values(config), overrides)
     evaluation = evaluate_run.evaluate_run(
         members,

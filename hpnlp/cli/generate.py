@@ -21,6 +21,7 @@ from hpnlp.types import InputError
 
 if TYPE_CHECKING:
     from hpnlp.models.decode import Generation
+    from hpnlp.training.config_file import load_config
     from hpnlp.training.run_directory import Run
 
 USAGE = """
@@ -83,7 +84,7 @@ def run(argv: Sequence[str]) -> None:
     names = [part for name in names for part in ([name] if os.path.exists(name) else name.split(","))]
     members = run_names.expand(names, cli.FLAGS.step)
     for directory, _ in members:
-        run_directory.check_task(directory, run_directory.load_config(directory), ensembles.TASKS, "generate")
+        run_directory.check_task(directory, load_config(directory), ensembles.TASKS, "generate")
     loaded = ensembles.load_ensemble(members)
     if cli.FLAGS.dtype:
         loaded = with_dtype(loaded, cli.FLAGS.dtype)

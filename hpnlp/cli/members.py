@@ -69,7 +69,8 @@ def in_old_directories(members: Mapping[str, Any], workdir: Path) -> dict[str, A
       The members in the same order. The name of one whose run is in another directory is the name of that directory.
     """
     from hpnlp.training.config import differences
-    from hpnlp.training.run_directory import has_begun, load_config
+    from hpnlp.training.config_file import load_config
+    from hpnlp.training.contents import has_begun
 
     others = {}
     for path in sorted(workdir.glob("*/config.json")):
@@ -165,7 +166,8 @@ def check_directories(members: Mapping[str, Any], workdir: Path) -> None:
     """
     from hpnlp.training import unused_fields
     from hpnlp.training.config import differences
-    from hpnlp.training.run_directory import has_begun, load_config
+    from hpnlp.training.config_file import load_config
+    from hpnlp.training.contents import has_begun
 
     for name, member in members.items():
         directory = workdir / name
@@ -228,7 +230,7 @@ def is_finished(member: Member, directory: Path) -> bool:
       True if nothing is left to train.
     """
     from hpnlp.training.config import differences
-    from hpnlp.training.run_directory import load_config
+    from hpnlp.training.config_file import load_config
 
     return (directory / "report.json").exists() and not differences(load_config(directory), member.config)
 

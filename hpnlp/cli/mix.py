@@ -86,9 +86,9 @@ def run(argv: Sequence[str]) -> None:
     from hpnlp.jobs.retrieval.mix import Options, Row, mix, save_gate
     from hpnlp.report import mixture as report
     from hpnlp.report.files import replace_text
+    from hpnlp.training.config_file import load_config
     from hpnlp.training.contents import locked
     from hpnlp.training.metrics import ProgressLines
-    from hpnlp.training.run_directory import load_config
 
     def print_line(line: str) -> None:
         print(line, file=sys.stderr, flush=True)

@@ -18,6 +18,7 @@ from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.training import run_directory
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config, flat
+from hpnlp.training.config_file import load_config
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 
@@ -52,7 +53,7 @@ def sizes_of_run(workdir: str | Path, recipe: str) -> list[Size]:
     Raises:
       InputError: The directory holds no run, or see `sizes_of_config`.
     """
-    config = run_directory.load_config(workdir)
+    config = load_config(workdir)
     if not has_weights(workdir):
         sizes = run_directory.load_vocabulary(workdir, config).sizes
         return _planned(config, sizes, recipe, _saved_step(Path(workdir), config))

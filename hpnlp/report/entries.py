@@ -14,9 +14,9 @@ from hpnlp.report.files import read_evaluation, read_report
 from hpnlp.training import evaluation_record
 from hpnlp.training.checkpoint import CONVERTED_STEP
 from hpnlp.training.config import flat
+from hpnlp.training.config_file import load_config
 from hpnlp.training.contents import EXPORT_FILE, Contents, contents_of
 from hpnlp.training.example_scores import ExampleScores
-from hpnlp.training.run_directory import load_config
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,9 @@ from hpnlp.scaling_laws.flops import CONVENTIONS, Size, size_of
 from hpnlp.scaling_laws.points import Points
 from hpnlp.tasks.reporting import Report
 from hpnlp.training.config import Config
+from hpnlp.training.config_file import load_config
 from hpnlp.training.contents import Contents, contents_of
 from hpnlp.training.example_scores import ExampleScores
-from hpnlp.training.run_directory import load_config
 from hpnlp.types import InputError
 
 

@@ -31,6 +31,7 @@ from hpnlp.training import evaluation_record, gradients, loop, run_directory
 from hpnlp.training import iterations as pruning_iterations
 from hpnlp.training.checkpoint import CONVERTED_STEP
 from hpnlp.training.config import Config, flat, to_json, with_changes
+from hpnlp.training.config_file import write_config
 from hpnlp.training.contents import UNFINISHED_FILE, Contents, contents_of, has_checkpoints, locked
 from hpnlp.training.evaluation import Evaluation, evaluate
 from hpnlp.training.example_scores import error_of_difference
@@ -198,7 +199,7 @@ def compress_run(
             _remove_checkpoints(workdir)
         # config.json comes last, because a directory without it is unfinished. The teacher of the further training is no part
         # of the model.
-        run_directory.write_config(target, dataclasses.replace(last.config, distill=DistillConfig()))
+        write_config(target, dataclasses.replace(last.config, distill=DistillConfig()))
         (target / UNFINISHED_FILE).unlink()
         return measurements
 
@@ -374,7 +375,7 @@ class _Trainings:
             start.mkdir()
             write_weights(first, version.params, {"step": self.run.step})
         first.replace(start / WEIGHTS_FILE)
-        run_directory.write_config(start, dataclasses.replace(version.config, distill=DistillConfig()))
+        write_config(start, dataclasses.replace(version.config, distill=DistillConfig()))
         _copy_companions(self.source, start)
         if loop.train(config, workdir, score=False).interrupted:  # `_evaluation` follows, for all versions
             raise KeyboardInterrupt

@@ -21,8 +21,8 @@ from hpnlp.tasks.reporting import Outcome
 from hpnlp.training import ensembles, fold_leakage
 from hpnlp.training.checksum import first_difference, shape_of
 from hpnlp.training.config import Config, flat, with_changes
+from hpnlp.training.config_file import load_config
 from hpnlp.training.evaluation import Evaluation, evaluate, further_scores
-from hpnlp.training.run_directory import load_config
 from hpnlp.training.step import TrainState, make_trainer
 from hpnlp.types import InputError
 

@@ -12,8 +12,8 @@ from hpnlp.data.config import DataConfig
 from hpnlp.data.examples import ExampleConfig, generated
 from hpnlp.data.examples.rows import FORMATS
 from hpnlp.training.config import Config
+from hpnlp.training.config_file import load_config
 from hpnlp.training.contents import Contents, contents_of
-from hpnlp.training.run_directory import load_config
 from hpnlp.types import InputError
 
 FIELDS = ("data.folds", "data.fold")

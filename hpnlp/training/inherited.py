@@ -12,8 +12,9 @@ from ml_collections import ConfigDict
 
 from hpnlp import tasks
 from hpnlp.models.body import ConfigOfStacks, Start
-from hpnlp.training import bodies, run_directory, upcycling, warm_start
+from hpnlp.training import bodies, upcycling, warm_start
 from hpnlp.training.architecture import architecture
+from hpnlp.training.config_file import load_config
 from hpnlp.training.contents import has_begun
 from hpnlp.types import InputError
 
@@ -98,7 +99,7 @@ def _of_begun(config: Any, values: Any, workdir: str | Path) -> dict[str, Any]:
     """Fields of a run that has begun, all that a source may have set."""
     if not workdir or not has_begun(workdir):
         return {}
-    saved = run_directory.load_config(workdir, is_checked=False)
+    saved = load_config(workdir, is_checked=False)
     if saved.task != values.task or saved.train.init_from != values.train.init_from:
         return {}
     names = [field.name for field in dataclasses.fields(config) if field.name in architecture(saved.model)]

@@ -26,22 +26,16 @@ from hpnlp.training import teacher as teachers
 from hpnlp.training.batch_lengths import BatchLengths, check_buckets, length_of, padding_of
 from hpnlp.training.best import ScoreOrder
 from hpnlp.training.checkpoint import Checkpointer
+from hpnlp.training.claim import check_frozen, check_steps, claimed, frozen_record
 from hpnlp.training.config import Config, flat
+from hpnlp.training.config_file import write_config
+from hpnlp.training.contents import has_begun
 from hpnlp.training.evaluation import Evaluation, batch_share, evaluate, further_scores, on_devices
 from hpnlp.training.loss_scale import MINIMUM
 from hpnlp.training.metrics import QUIET, Clock, Display, JsonlWriter, Writer, find_writers, reading_progress
 from hpnlp.training.progress_pipe import PIPE
 from hpnlp.training.result import Result
-from hpnlp.training.run_directory import (
-    check_frozen,
-    check_steps,
-    claimed,
-    frozen_record,
-    has_begun,
-    make_model,
-    write_config,
-    write_teacher,
-)
+from hpnlp.training.run_directory import make_model, write_teacher
 from hpnlp.training.state_shardings import place
 from hpnlp.training.step import TrainState, check_batch, make_trainer
 from hpnlp.types import InputError

@@ -15,6 +15,7 @@ from hpnlp.models import variables
 from hpnlp.parallel.plan import Plan
 from hpnlp.training import run_directory
 from hpnlp.training.checkpoint import Checkpointer
+from hpnlp.training.config_file import load_config
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 
@@ -66,7 +67,7 @@ def check_source(run: run_directory.Run, source: str) -> None:
         return
     if checkpoint := _checkpoint(source):
         workdir, step = checkpoint
-        run_directory.load_config(workdir)
+        load_config(workdir)
         with contextlib.closing(Checkpointer(workdir, read_only=True)) as checkpoints:
             checkpoints.step_of(step)
     elif source == INITIAL and run.config.train.init_from:

@@ -21,11 +21,14 @@ from hpnlp.training import averages, distributed
 from hpnlp.training import teacher as teachers
 from hpnlp.training.batch_lengths import BatchLengths, padding_of
 from hpnlp.training.checkpoint import Checkpointer
+from hpnlp.training.claim import check_steps, claimed
 from hpnlp.training.config import LIMITS, Config, flat
+from hpnlp.training.config_file import write_config
+from hpnlp.training.contents import has_begun
 from hpnlp.training.loop import MAX_NONFINITE_STEPS
 from hpnlp.training.loss_scale import MINIMUM
 from hpnlp.training.metrics import Display, JsonlWriter, reading_progress
-from hpnlp.training.run_directory import check_steps, claimed, has_begun, make_model, write_config
+from hpnlp.training.run_directory import make_model
 from hpnlp.training.state_shardings import TrainState
 from hpnlp.training.step import Trainer, check_batch, make_trainer
 from hpnlp.types import InputError

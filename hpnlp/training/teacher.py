@@ -34,6 +34,7 @@ from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import run_directory, warm_start
 from hpnlp.training.checksum import first_difference
 from hpnlp.training.config import Config
+from hpnlp.training.config_file import load_config
 from hpnlp.training.evaluation import evaluate
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
@@ -208,7 +209,7 @@ def _source(config: Config, vocabulary: Vocabulary | None) -> warm_start.Source:
 
 def _model(source: warm_start.Source) -> Any:
     if source.is_run:
-        config = run_directory.load_config(source.directory)
+        config = load_config(source.directory)
         train = dataclasses.replace(config.train, weights="")
         return run_directory.make_model(dataclasses.replace(config, train=train), source.vocabulary)
     return LM(source.model) if isinstance(source.model, LMConfig) else Encoder(source.model)

@@ -30,6 +30,7 @@ from hpnlp.training.architecture import differing_fields
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.checksum import first_difference, shape_of
 from hpnlp.training.config import Config
+from hpnlp.training.config_file import load_config
 from hpnlp.training.contents import Contents, contents_of
 from hpnlp.training.state_shardings import place
 from hpnlp.training.step import Trainer
@@ -111,7 +112,7 @@ def find(directory: str | Path) -> Source:
             "",
             is_run=False,
         )
-    config = runs.load_config(path)
+    config = load_config(path)
     vocabulary = runs.load_vocabulary(path, config)
     model: Any = runs.make_model(config, vocabulary)
     return Source(path, config.task, model.config, vocabulary, config.data.tokenizer, is_run=True)

@@ -18,6 +18,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.report import compression
 from hpnlp.training import compress_run, contents, loop, run_directory, signals
 from hpnlp.training.compress_run import Measurement
+from hpnlp.training.config_file import write_config
 from hpnlp.training.run_directory import load
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
@@ -59,7 +60,7 @@ def test_a_recipe_gives_a_smaller_model_that_is_evaluated_like_a_run(run, traine
     assert f"  {rows[0]['disk_bytes']:,}\n" in planned.out and "at most" in planned.out
     shutil.copytree(trained, tmp_path / "longer")  # the config has more steps than the checkpoint
     steps = dataclasses.replace(load(trained).config.train, steps=10**9)
-    run_directory.write_config(tmp_path / "longer", dataclasses.replace(load(trained).config, train=steps))
+    write_config(tmp_path / "longer", dataclasses.replace(load(trained).config, train=steps))
     assert f"  {rows[0]['disk_bytes']:,}\n" in run("plan", f"--from={tmp_path / 'longer'}", "--recipe=int8").out
     assert not any((target / "finetune" / name).exists() for name in ("checkpoints", "start"))
     assert (target / "finetune" / "metrics.jsonl").exists()
@@ -184,7 +185,7 @@ def test_an_interrupted_compression_starts_again_in_its_directory(trained, tmp_p
     def stopped_training(config, workdir, score):
         resumes.append(contents.has_checkpoints(workdir))
         (workdir / "checkpoints" / "1").mkdir(parents=True, exist_ok=True)
-        run_directory.write_config(workdir, config)
+        write_config(workdir, config)
         return SimpleNamespace(interrupted=True)
 
     with monkeypatch.context() as patch:

@@ -26,6 +26,7 @@ from hpnlp.training import contents
 from hpnlp.training import run_directory as runs
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.compress_run import compress_run
+from hpnlp.training.config_file import load_config
 from hpnlp.types import InputError
 from tests.models.huggingface.checkpoints import make
 
@@ -80,7 +81,7 @@ def test_buffers_are_converted_both_ways(checkpoint, tmp_path):
 
 
 def test_converted_run_can_be_read(checkpoint, converted):
-    values = runs.load_config(converted)
+    values = load_config(converted)
     assert values.model == convert.load(checkpoint)[0]
     vocabulary = runs.load_vocabulary(converted, values)
     assert vocabulary.tokenizer.vocab_size == values.model.vocab - 2
@@ -115,7 +116,7 @@ def test_classifiers_keep_the_names_of_their_classes(task, heads, checkpoint, tm
     convert.save(config, params, source, labels=("no", "yes"), **ids)
     tokenizer.save(str(source / "tokenizer.json"))
     run(from_=source, to=tmp_path / "run")
-    values = runs.load_config(tmp_path / "run")
+    values = load_config(tmp_path / "run")
     assert values.task == task and values.data.seq_len == 32
     assert runs.load_vocabulary(tmp_path / "run", values).labels == ("no", "yes")
     with pytest.raises(InputError, match=r"is a converted model, and has no data .*: pass --data.path=PATH with lab"):
@@ -253,7 +254,7 @@ def test_dtype_applies_to_tensors_of_the_checkpoint(converted, tmp_path):
 
 def test_dtype_applies_to_the_run(checkpoint, tmp_path):
     run(from_=checkpoint, to=tmp_path / "run", dtype="bfloat16")
-    assert runs.load_config(tmp_path / "run").model.dtype == "bfloat16"
+    assert load_config(tmp_path / "run").model.dtype == "bfloat16"
 
 
 def test_invalid_arguments_raise(checkpoint, converted, tmp_path):

@@ -20,6 +20,7 @@ from hpnlp.training import config as configs
 from hpnlp.training import metrics
 from hpnlp.training import run_directory as runs
 from hpnlp.training.checkpoint import Checkpointer
+from hpnlp.training.config_file import write_config
 from hpnlp.types import InputError
 from tests import tiny
 
@@ -39,7 +40,7 @@ def save_run(directory, task, labels=None, data=(), seed=0, **fields):
     checkpoints.save_params(jax.tree.map(np.asarray, params))
     checkpoints.close()
     vocabulary.save(directory)
-    runs.write_config(directory, values)
+    write_config(directory, values)
     return directory
 
 

@@ -18,6 +18,7 @@ from hpnlp.models.variables import FROZEN, collections
 from hpnlp.retrieval import datastore, knn
 from hpnlp.retrieval.knn import Neighbours
 from hpnlp.training import loop, run_directory
+from hpnlp.training.config_file import load_config
 from tests import tiny
 
 FLAGS = ("--keys=3000", "--tuning_tokens=400", "--k=8")
@@ -184,7 +185,7 @@ def test_datastores_of_other_runs_and_scored_text_are_refused(run, trained, stor
     report.write(other, config, loop.train(config, other), "--config=tests/tiny.py")
     outcome = run("evaluate", other, f"--datastore={store}")
     assert outcome.code == 2 and "was built with the weights of" in outcome.err and str(trained) in outcome.err
-    source = run_directory.load_config(trained).data.path
+    source = load_config(trained).data.path
     shutil.copytree(source, tmp_path / "text")
     outcome = run("evaluate", trained, f"--datastore={store}", f"--data.heldout_path={tmp_path}/text")
     assert outcome.code == 2 and "documents that are scored, which would find themselves" in outcome.err

@@ -14,7 +14,7 @@ from hpnlp.scaling_laws import budget
 from hpnlp.scaling_laws.flops import CONVENTIONS, size_of
 from hpnlp.scaling_laws.recipe import Budget
 from hpnlp.training.config import flat
-from hpnlp.training.run_directory import write_config
+from hpnlp.training.config_file import write_config
 from tests import tiny
 
 STUDY = """

@@ -9,7 +9,7 @@ import pytest
 
 from hpnlp.cli import members
 from hpnlp.training.config import resolve
-from hpnlp.training.run_directory import write_config
+from hpnlp.training.config_file import write_config
 from tests import tiny
 
 SWEEP = """

@@ -19,7 +19,7 @@ from hpnlp.tasks.label_report import MAX_DRAWN, MAX_LABEL, drawn_confusion, macr
 from hpnlp.tasks.reporting import Heatmap, Outcome
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary, load
 from hpnlp.training import config as configs
-from hpnlp.training.run_directory import claimed
+from hpnlp.training.claim import claimed
 from hpnlp.types import InputError
 from tests.models.test_encoder import TAGS, make, make_batch
 

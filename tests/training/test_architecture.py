@@ -5,8 +5,10 @@ import dataclasses
 import pytest
 
 from hpnlp.atomic_file import replace_bytes
-from hpnlp.training import architecture, run_directory
+from hpnlp.training import architecture
+from hpnlp.training.claim import claimed
 from hpnlp.training.config import resolve, to_json
+from hpnlp.training.config_file import load_config, write_config
 from hpnlp.types import InputError
 
 
@@ -14,7 +16,7 @@ from hpnlp.types import InputError
 def run(tmp_path):
     """`run(**fields)` writes config.json with these fields of the model, beside the record of a model with 2 heads."""
     base = {"dim": 16, "heads": 2, "layers": 1, "mlp_dim": 32}
-    run_directory.write_config(tmp_path, resolve({"model": base}))
+    write_config(tmp_path, resolve({"model": base}))
 
     def write(**fields):
         replace_bytes(tmp_path / "config.json", to_json(resolve({"model": base | fields})).encode())
@@ -36,7 +38,7 @@ def run(tmp_path):
 )
 def test_changed_fields_of_the_model_raise(run, fields, message):
     with pytest.raises(InputError, match=message):
-        run_directory.load_config(run(**fields))
+        load_config(run(**fields))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,7 @@ def test_changed_fields_of_the_model_raise(run, fields, message):
     ids=["not of the result", "written out", "unused", "the same mixers"],
 )
 def test_changes_that_compute_the_same_are_read(run, fields):
-    config = run_directory.load_config(run(**fields))
+    config = load_config(run(**fields))
     assert all(getattr(config.model, name) == value for name, value in fields.items())
 
 
@@ -68,13 +70,13 @@ def test_arguments_of_routers_for_training_only_may_change(tmp_path, mlp, form):
 
     free = "exchange_capacity=1.5"
     trained = config("top_k(4,2)", form.replace("gshard(4)", f"gshard(4,threshold=0.1,{free})"))
-    run_directory.write_config(tmp_path, trained)
+    write_config(tmp_path, trained)
     changed = config(mlp, form)
     replace_bytes(tmp_path / "config.json", to_json(changed).encode())
-    assert run_directory.load_config(tmp_path).model == changed.model
+    assert load_config(tmp_path).model == changed.model
     replace_bytes(tmp_path / "config.json", to_json(config("top_k(4,2,gates=softmax)", form)).encode())
     with pytest.raises(InputError, match="model.mlp='top_k.4,2,gates=softmax.'"):
-        run_directory.load_config(tmp_path)
+        load_config(tmp_path)
 
 
 def test_records_of_other_versions_are_read(run):
@@ -83,22 +85,22 @@ def test_records_of_other_versions_are_read(run):
     record.write_text(
         record.read_text().replace('"heads": 2', '"heads": 2, "later": 3').replace('"norm_eps"', '"earlier"')
     )
-    assert run_directory.load_config(run(norm_eps=0.1)).model.norm_eps == 0.1
+    assert load_config(run(norm_eps=0.1)).model.norm_eps == 0.1
     with pytest.raises(InputError, match="model.heads=4"):
-        run_directory.load_config(run(heads=4))
+        load_config(run(heads=4))
     record.write_text("[")
     with pytest.raises(InputError, match="cannot read .*model.json .*restore it, or remove it"):
-        run_directory.load_config(workdir)
+        load_config(workdir)
     record.unlink()
-    assert run_directory.load_config(run(heads=4)).model.heads == 4
+    assert load_config(run(heads=4)).model.heads == 4
 
 
 def test_changes_are_accepted_by_the_run_itself_alone(run):
     workdir = run(heads=4)
     (workdir / "metrics.jsonl").write_text("{}\n")
-    config = run_directory.load_config(workdir, is_checked=False)
-    with pytest.raises(InputError, match="model.heads=4"), run_directory.claimed(workdir, config, False):
+    config = load_config(workdir, is_checked=False)
+    with pytest.raises(InputError, match="model.heads=4"), claimed(workdir, config, False):
         pass
-    with run_directory.claimed(workdir, config, True):
-        run_directory.write_config(workdir, config)
-    assert dataclasses.asdict(run_directory.load_config(workdir)) == dataclasses.asdict(config)
+    with claimed(workdir, config, True):
+        write_config(workdir, config)
+    assert dataclasses.asdict(load_config(workdir)) == dataclasses.asdict(config)

@@ -22,7 +22,9 @@ from hpnlp.training import attempts, loop, metrics
 from hpnlp.training import config as configs
 from hpnlp.training.attempts import Attempt
 from hpnlp.training.checkpoint import Checkpointer
-from hpnlp.training.run_directory import claimed, load, load_config
+from hpnlp.training.claim import claimed
+from hpnlp.training.config_file import load_config
+from hpnlp.training.run_directory import load
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 from tests import tiny

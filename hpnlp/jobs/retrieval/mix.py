@@ -27,6 +27,7 @@ from hpnlp.retrieval import suffix
 from hpnlp.retrieval.datastore import Datastore
 from hpnlp.retrieval.knn import Neighbours
 from hpnlp.training import run_directory
+from hpnlp.training.config_file import load_config
 from hpnlp.training.run_directory import Run
 from hpnlp.types import InputError
 
@@ -266,7 +267,7 @@ def load_run(workdir: str | Path, progress: Progress = ignore_progress) -> tuple
     Raises:
       InputError: The run is not a language model that gives probabilities of every byte.
     """
-    config = run_directory.load_config(workdir)
+    config = load_config(workdir)
     run_directory.check_task(workdir, config, ["lm"], "hpnlp mix")
     run = run_directory.load(workdir)
     if not run.model.is_normalized:

@@ -30,6 +30,7 @@ from hpnlp.retrieval import datastore as stores
 from hpnlp.retrieval import knn
 from hpnlp.retrieval.datastore import Datastore, Record
 from hpnlp.training import ensembles, run_directory
+from hpnlp.training.config_file import load_config
 from hpnlp.training.run_directory import Run
 from hpnlp.types import InputError
 
@@ -107,7 +108,7 @@ def load_source(
     Raises:
       InputError: The run gives no probabilities of tokens, or its text is too short.
     """
-    config = run_directory.load_config(directory)
+    config = load_config(directory)
     fix = ", or files of texts after the run"
     run_directory.check_task(directory, config, ensembles.TASKS, "hpnlp index build without files", fix)
     run = run_directory.load(directory, step)
