@@ -48,8 +48,8 @@ def run(argv: Sequence[str]) -> None:
     from hpnlp.data.examples.check import check_examples
     from hpnlp.data.examples.config import ExampleConfig
     from hpnlp.training import config as configs
-    from hpnlp.training import teacher
     from hpnlp.training.metrics import reading_progress
+    from hpnlp.training.start import teacher_vocabulary
 
     # Data with faults have no lengths; those of valid data are among the figures.
     with_numbers = [override for override in overrides if override != experiment.AUTO]
@@ -59,7 +59,7 @@ def run(argv: Sequence[str]) -> None:
     data = config.data
     progress = reading_progress()
     if isinstance(data, ExampleConfig):
-        vocabulary = teacher.first_vocabulary(config) if config.distill.teacher else None
+        vocabulary = teacher_vocabulary(config) if config.distill.teacher else None
         check: Check = check_examples(data, progress, vocabulary and vocabulary.labels)
     elif experiment.AUTO in overrides:
         raise InputError(experiment.no_length(values.task))

@@ -254,14 +254,15 @@ def _with_columns(values: ConfigDict) -> ConfigDict:
 def _with_length(values: ConfigDict) -> ConfigDict:
     """The config with the length of its training texts as data.seq_len, at most the one that it has."""
     from hpnlp.data.examples import ExampleConfig, prepare_examples
-    from hpnlp.training import teacher, warm_start
+    from hpnlp.training import warm_start
     from hpnlp.training.config import resolve
     from hpnlp.training.metrics import reading_progress
+    from hpnlp.training.start import teacher_vocabulary
 
     config = resolve(values)
     if not isinstance(config.data, ExampleConfig):
         raise InputError(no_length(config.task))
-    first = teacher.first_vocabulary(config)
+    first = teacher_vocabulary(config)
     if first is None and config.train.init_from:
         first = warm_start.find(config.train.init_from).vocabulary_for(config.task)
     known = (first.labels, first.tokenizer) if first else (None, None)

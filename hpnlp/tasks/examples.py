@@ -21,6 +21,9 @@ class ExampleTask(Task):
     def check_data(self, data: Any) -> None:
         check_paths(data)
 
+    def may_lack_labels(self, data: Any) -> bool:
+        return data.kind().unlabelled
+
     def dataset(self, data: Any, vocabulary: Vocabulary | None, progress: Progress | None = None) -> Examples:
         if vocabulary is None:
             return prepare_examples(data, progress=progress)

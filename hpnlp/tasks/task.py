@@ -132,6 +132,17 @@ class Task(abc.ABC):
           InputError: A field is not valid.
         """
 
+    def may_lack_labels(self, data: Any) -> bool:
+        """Whether examples may lack labels, so that the vocabulary of a teacher is needed to read them.
+
+        Args:
+          data: The section `data` of a config.
+
+        Returns:
+          `data.unlabelled`; False for data without this field.
+        """
+        return False
+
     @abc.abstractmethod
     def dataset(self, data: Any, vocabulary: Vocabulary | None, progress: Progress | None = None) -> Dataset:
         """Reads the data, or finds them in the cache.

@@ -19,10 +19,8 @@ import jax
 import numpy as np
 
 from hpnlp import measure, tasks
-from hpnlp.models import variables
 from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training import averages, distributed, fold_leakage, teacher_outputs, unused_fields, warm_start
-from hpnlp.training import teacher as teachers
+from hpnlp.training import averages, distributed, fold_leakage, unused_fields
 from hpnlp.training.batch_lengths import BatchLengths, check_buckets, length_of, padding_of
 from hpnlp.training.best import ScoreOrder
 from hpnlp.training.checkpoint import Checkpointer
@@ -35,9 +33,9 @@ from hpnlp.training.loss_scale import MINIMUM
 from hpnlp.training.metrics import QUIET, Clock, Display, JsonlWriter, Writer, find_writers, reading_progress
 from hpnlp.training.progress_pipe import PIPE
 from hpnlp.training.result import Result
-from hpnlp.training.run_directory import make_model, write_teacher
+from hpnlp.training.start import Start, converted_start, find_source, find_teacher, first_start, teacher_vocabulary
 from hpnlp.training.state_shardings import place
-from hpnlp.training.step import TrainState, check_batch, make_trainer
+from hpnlp.training.step import check_batch, make_trainer
 from hpnlp.types import InputError
 
 MAX_NONFINITE_STEPS = 20  # a run stops after this number of consecutive steps without a finite gradient
@@ -72,23 +70,6 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False, 
         return run.finish(score)
 
 
-@dataclasses.dataclass
-class _Start:
-    """State that a run starts from.
-
-    Attributes:
-      state: Parameters, optimizer state and step.
-      phrase: Origin of the state, for the first line of output.
-      progress: Best held-out score and evaluations since, `best` and `bad_evals`, and what else a checkpoint holds.
-      peak_memory_bytes: Peak memory of earlier processes of the run.
-    """
-
-    state: TrainState
-    phrase: str
-    progress: dict[str, Any] = dataclasses.field(default_factory=lambda: {"best": None, "bad_evals": 0})
-    peak_memory_bytes: int = 0
-
-
 class _Run:
     """A run in progress: its state, its data, its outputs, and the operations of the training loop."""
 
@@ -121,23 +102,23 @@ class _Run:
         config, workdir = self.config, self.workdir
         begun = distributed.lead_value(has_begun(workdir))
         fold_leakage.check_start(config)
-        self.source = warm_start.find_first(config, workdir)
+        self.source = find_source(config, workdir)
         progress = reading_progress(console=None if self.is_lead else QUIET)
         known = self._known_vocabulary(begun)
-        of_teacher = teachers.first_vocabulary(config)
+        of_teacher = teacher_vocabulary(config)
         has_labels = known is not None and (of_teacher is None or known.labels is not None)
         self.dataset = self.task.dataset(config.data, known if has_labels else of_teacher, progress)
         self.baseline = self.task.baseline(self.dataset) if self.is_lead and config.train.baselines else None
         vocabulary = self.task.vocabulary(self.dataset)
-        self.model: Any = make_model(config, vocabulary)
+        self.model: Any = tasks.make_model(config, vocabulary.sizes)
         accepted = ""
         if self.source is not None:
-            accepted = warm_start.check_model(self.model.config, self.source, accept_changes, config.task)
+            accepted = self.source.check_model(self.model.config, accept_changes, config.task)
         optimizer = config.optimizer.for_batch(config.data.batch_size)
         self.frozen = self.task.frozen(config)
-        self.teacher = teachers.find_teacher(config, vocabulary)
+        self.teacher = find_teacher(config, vocabulary)
         if self.teacher is not None:
-            self.model = teachers.distilled(config, self.model, self.teacher.model)
+            self.model = self.teacher.distilled(config, self.model)
             self.frozen = self.teacher.frozen(self.model.stored > 0)
         trainer = make_trainer(
             self.model, optimizer, config.plan, steps=config.train.steps, batch_size=config.data.batch_size
@@ -149,7 +130,7 @@ class _Run:
         self.key = jax.random.key(config.train.seed)
         self.batches = self.dataset.train(seed=config.train.seed, process_index=index, process_count=count)
         if self.teacher is not None and self.model.stored:
-            self.batches = teacher_outputs.StoredBatches(self.batches, config.distill.cache, self.model, self.teacher)
+            self.batches = self.teacher.stored_batches(self.batches, config.distill.cache, self.model)
         self.checkpoints = Checkpointer(
             workdir,
             config.train.keep,
@@ -162,8 +143,8 @@ class _Run:
         if self.is_lead:
             if self.source is not None or known is None:
                 vocabulary.save(workdir)
-            if self.teacher is not None and self.frozen is not None:
-                write_teacher(workdir, self.frozen, self.model.extras)
+            if self.teacher is not None:
+                self.teacher.save(workdir, self.model)
             write_config(workdir, config)
 
     def _known_vocabulary(self, begun: bool) -> Vocabulary | None:
@@ -172,42 +153,24 @@ class _Run:
             return self.source.vocabulary_for(self.config.task)
         return self.task.load_vocabulary(self.workdir) if begun else None
 
-    def _find_start(self, accepted: str) -> _Start:
+    def _find_start(self, accepted: str) -> Start:
         """State from the newest checkpoint, `train.init_from`, a converted model in the directory, or initialization.
 
         `accepted` lists the differences between the models that the user has accepted for a warm start.
         """
         config, trainer, checkpoints = self.config, self.trainer, self.checkpoints
-        if self.source is not None:
-            params, phrase = warm_start.load_params(
-                self.source, trainer, config.plan, config.task, self.key, self.model.config
-            )
-            return _Start(trainer.init(self.key, params), f"starting from {phrase}{f' ({accepted})' * bool(accepted)}")
-        if checkpoints.latest() is None:
-            if config.train.init_from:
+        if self.source is not None or checkpoints.latest() is None:
+            if self.source is None and config.train.init_from:
                 raise InputError(
                     f"{checkpoints.directory} holds no complete checkpoint: remove it, and the run starts from "
                     f"train.init_from={config.train.init_from}"
                 )
-            if config.distill.init != "none" and self.teacher is not None:
-                shapes = variables.join(trainer.state_shapes.params, trainer.state_shapes.buffers)
-                first = teachers.first_weights(config.distill.init, self.model, self.teacher)
-                return _Start(
-                    trainer.init(self.key, jax.tree.map(place, shapes, first)),
-                    f"starting from layers of {self.teacher.source} ({config.distill.init})",
-                )
-            return _Start(trainer.init(self.key), "starting")
-        if checkpoints.holds_params_only():  # a converted model: all state but the parameters starts anew
-            warm_start.check_converted(config.train.init_from, self.workdir)
-            warm_start.check_tokenizer(config.data.tokenizer, warm_start.find(self.workdir))
-            params = checkpoints.restore_params(trainer.state_shapes)
-            return _Start(
-                trainer.init(self.key, params),
-                f"starting from the converted model of {self.workdir}, with its tokenizer",
-            )
+            return first_start(config, trainer, self.key, self.model, self.source, self.teacher, accepted)
+        if checkpoints.holds_params_only():
+            return converted_start(config, self.workdir, trainer, self.key, checkpoints)
         return self._resume()
 
-    def _resume(self) -> _Start:
+    def _resume(self) -> Start:
         """Restores the newest checkpoint: training state, position in the data, progress, and seconds of each phase."""
         check_steps(self.workdir, self.checkpoints.latest(), self.config.train.steps)
         state, data_state, progress = self.checkpoints.restore(self.trainer.state_shapes)
@@ -215,8 +178,7 @@ class _Run:
         self.batches.set_state(data_state)
         for phase, seconds in progress["seconds"].items():
             self.clock.seconds[phase] = self.clock.seconds.get(phase, 0.0) + seconds
-        peak = progress.get("peak_memory_bytes", 0)  # absent from checkpoints of early versions
-        return _Start(state, f"going on from step {int(state.step)}", progress, peak)
+        return Start(state, f"going on from step {int(state.step)}", progress)
 
     def _open_outputs(self, further_writers: list[Any]) -> None:
         """Opens metrics.jsonl, further writers and the progress display."""
@@ -418,7 +380,7 @@ class _Run:
             if self.teacher is not None:
                 self.display.print(f"scoring the teacher {self.teacher.source}")
                 with self.clock("eval"):
-                    of_teacher = teachers.scores(self.teacher, self.dataset, self.config, progress)
+                    of_teacher = self.teacher.scores(self.dataset, self.config, progress)
             if self.baseline is not None:
                 with self.clock("baselines"):
                     baselines = self.baseline.result(self.display.print)
@@ -459,4 +421,4 @@ class _Run:
         return 0 < self.config.train.patience <= self.progress["bad_evals"]
 
     def _peak_memory_bytes(self) -> int:
-        return max(self.start.peak_memory_bytes, measure.peak_memory_bytes())
+        return max(self.start.progress.get("peak_memory_bytes", 0), measure.peak_memory_bytes())

@@ -16,7 +16,6 @@ from hpnlp.models.backbone import BackboneConfig
 from hpnlp.nn.feed_forward import FEED_FORWARDS
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS
-from hpnlp.training import teacher as teachers
 from hpnlp.training.config import LIMITS, Config, flat
 from hpnlp.training.optim import OPTIMIZERS
 
@@ -50,7 +49,9 @@ def render(workdir: Path, config: Config, flags: str) -> str:
     if config.distill.teacher:
         # Without a teacher, records without a label are left out.
         labelled = (
-            {"data.unlabelled": False, "data.skip_bad_lines": True} if teachers.may_lack_labels(config.data) else {}
+            {"data.unlabelled": False, "data.skip_bad_lines": True}
+            if tasks.find(config.task).may_lack_labels(config.data)
+            else {}
         )
         kept = _without(
             train_flags, *labelled, "distill.teacher", "distill.init", "distill.cache", "distill.cache_top_k"

@@ -18,7 +18,6 @@ import numpy as np
 
 from hpnlp import tasks
 from hpnlp.training import averages, distributed
-from hpnlp.training import teacher as teachers
 from hpnlp.training.batch_lengths import BatchLengths, padding_of
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.claim import check_steps, claimed
@@ -29,6 +28,7 @@ from hpnlp.training.loop import MAX_NONFINITE_STEPS
 from hpnlp.training.loss_scale import MINIMUM
 from hpnlp.training.metrics import Display, JsonlWriter, reading_progress
 from hpnlp.training.run_directory import make_model
+from hpnlp.training.start import teacher_vocabulary
 from hpnlp.training.state_shardings import TrainState
 from hpnlp.training.step import Trainer, check_batch, make_trainer
 from hpnlp.types import InputError
@@ -82,7 +82,7 @@ def train_seeds(config: Config, seeds: Sequence[int], directory: str | Path, *, 
         stopping = distributed.Stopping()
         stack.callback(stopping.end)
         known = task.load_vocabulary(paths[0]) if has_begun(paths[0]) else None
-        first = teachers.first_vocabulary(config)
+        first = teacher_vocabulary(config)
         dataset = task.dataset(config.data, known or first, reading_progress())
         vocabulary = task.vocabulary(dataset)
         optimizer = config.optimizer.for_batch(config.data.batch_size)

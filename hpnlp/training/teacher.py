@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from hpnlp import tasks
 from hpnlp.compress.distillation import (
     TEACHER,
     Distillation,
@@ -18,7 +20,6 @@ from hpnlp.compress.distillation_losses import check_terms, chosen_layers
 from hpnlp.compress.distillation_terms import parse_terms
 from hpnlp.compress.layers import join_layers, split_layers
 from hpnlp.compress.weight_training import with_own
-from hpnlp.data.examples import ExampleConfig
 from hpnlp.data.files import Progress, ignore_progress
 from hpnlp.data.tokenizers import tokenizer_digest
 from hpnlp.models import variables
@@ -31,7 +32,7 @@ from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.task import Frozen
 from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training import run_directory, warm_start
+from hpnlp.training import run_directory, teacher_outputs, warm_start
 from hpnlp.training.checksum import first_difference
 from hpnlp.training.config import Config
 from hpnlp.training.config_file import load_config
@@ -74,22 +75,110 @@ class Teacher:
         """
         return Frozen(self.source, self.digest, None if is_stored else {TEACHER: self.values})
 
+    def distilled(self, config: Config, model: Any) -> Distillation:
+        """The model that a run with this teacher trains.
 
-def find_teacher(config: Config, vocabulary: Vocabulary) -> Teacher | None:
+        Args:
+          config: Config of the run.
+          model: The student.
+
+        Returns:
+          The student with its teacher.
+
+        Raises:
+          InputError: The two models or the losses do not fit.
+        """
+        return distilled(config, model, self.model)
+
+    def save(self, workdir: Path, student: Distillation) -> None:
+        """Writes the record without which the checkpoints of the run cannot be read.
+
+        Args:
+          workdir: The run directory.
+          student: The student with its teacher.
+        """
+        run_directory.write_teacher(workdir, self.frozen(student.stored > 0), student.extras)
+
+    def stored_batches(self, batches: Any, directory: str, student: Distillation) -> teacher_outputs.StoredBatches:
+        """Batches with the logits of the teacher, which are computed once and stored.
+
+        Args:
+          batches: Batches of the run.
+          directory: `distill.cache`.
+          student: The student with its teacher.
+
+        Returns:
+          The batches.
+        """
+        return teacher_outputs.StoredBatches(batches, directory, student, self)
+
+    def first_weights(self, kind: str, student: Any) -> dict[str, Any]:
+        """Weights that a student starts from, with layers of this teacher.
+
+        Args:
+          kind: `distill.init`, "alternate" or "bottom".
+          student: The student with its teacher, a `Distillation`.
+
+        Returns:
+          Weights for `Trainer.init`.
+
+        Raises:
+          InputError: The student has other widths or parts than the teacher.
+        """
+        config = student.config
+        layers = split_layers(self.model.config, self.weights)
+        chosen = [layers[i] for i in chosen_layers(kind, len(layers), config.layers)]
+        weights = join_layers(self.model.config, self.weights, chosen)[1]
+        shapes = variables.axes_and_shapes(student)[1]
+        weights = student.extras.added(with_own(weights, shapes))
+        expected = {name: tree for name, tree in shapes.items() if name != variables.FROZEN}
+        if difference := first_difference(expected, weights):
+            name, of_student, of_teacher = difference
+            raise InputError(
+                f"distill.init={kind!r}: params{name} of the student are {of_student}, and those of the teacher {of_teacher}: "
+                "set the model's fields to those of the teacher except model.layers, or set distill.init='none'"
+            )
+        return weights
+
+    def scores(self, dataset: Any, config: Config, progress: Progress = ignore_progress) -> dict[str, float]:
+        """Scores on all held-out examples of a run, on one device.
+
+        Args:
+          dataset: Data of the run.
+          config: Config of the run.
+          progress: As for `evaluation.evaluate`.
+
+        Returns:
+          Scores by name; empty in a run of several processes.
+        """
+        if jax.process_count() > 1:
+            return {}
+        optimizer = config.optimizer.for_batch(config.data.batch_size)
+        trainer = make_trainer(
+            self.model,
+            optimizer,
+            Plan("single"),
+            steps=1,
+            devices=jax.devices()[:1],
+            batch_size=config.data.batch_size,
+        )
+        weights = jax.tree.map(lambda x: jax.device_put(x, jax.devices()[0]), self.weights)
+        return evaluate(trainer, weights, dataset, config, progress=progress).scores
+
+
+def find_teacher(config: Config, vocabulary: Vocabulary) -> Teacher:
     """Reads the teacher of a run.
 
     Args:
-      config: Config of the run.
+      config: Config of the run, with a teacher.
       vocabulary: Vocabulary of the run.
 
     Returns:
-      The teacher; None for a run without one.
+      The teacher.
 
     Raises:
       InputError: `distill.teacher` is no model, has no checkpoint, or is of another task, tokenizer or labels.
     """
-    if not config.distill.teacher:
-        return None
     source = _source(config, vocabulary)
     try:
         model, weights = _loaded(source)
@@ -140,36 +229,22 @@ def distilled(config: Config, model: Any, teacher: Any) -> Distillation:
     extras = extras_of(terms, model.config, teacher.config)
     classes = teacher.config.outputs()[0]
     stored = min(config.distill.cache_top_k or classes, classes) if config.distill.cache else 0
-    unlabelled = may_lack_labels(config.data)
+    unlabelled = tasks.find(config.task).may_lack_labels(config.data)
     return Distillation(model, extras, teacher, terms, config.train.steps, stored, unlabelled)
 
 
-def may_lack_labels(data: Any) -> bool:
-    """Whether examples may lack labels.
-
-    Args:
-      data: Config of the data.
-
-    Returns:
-      `data.unlabelled`; False for data without this field.
-    """
-    return isinstance(data, ExampleConfig) and data.kind().unlabelled
-
-
-def first_vocabulary(config: Config) -> Vocabulary | None:
+def first_vocabulary(config: Config) -> Vocabulary:
     """The vocabulary of the teacher, with which data whose examples may lack labels are read.
 
     Args:
-      config: Config of a run.
+      config: Config of a run on such data.
 
     Returns:
-      The vocabulary; None for other data, which have a vocabulary of their own.
+      The vocabulary.
 
     Raises:
       InputError: There is no teacher, or one of another task or tokenizer.
     """
-    if not may_lack_labels(config.data):
-        return None
     if not config.distill.teacher:
         raise InputError(
             "data.unlabelled=True, and no teacher that could label the texts: set distill.teacher=RUN, or "
@@ -243,60 +318,3 @@ def _check_models(config: Config, student: Any, teacher: Any) -> None:
             f"{FIELD}={name}: student or teacher carries state from batch to batch, which the other does not have: choose "
             "mixers without a carry"
         )
-
-
-def first_weights(kind: str, student: Any, teacher: Teacher) -> dict[str, Any]:
-    """Weights that a student starts from, with layers of its teacher.
-
-    Args:
-      kind: `distill.init`, "alternate" or "bottom".
-      student: The student with its teacher, a `Distillation`.
-      teacher: The teacher.
-
-    Returns:
-      Weights for `Trainer.init`.
-
-    Raises:
-      InputError: The student has other widths or parts than the teacher.
-    """
-    config = student.config
-    layers = split_layers(teacher.model.config, teacher.weights)
-    chosen = [layers[i] for i in chosen_layers(kind, len(layers), config.layers)]
-    weights = join_layers(teacher.model.config, teacher.weights, chosen)[1]
-    shapes = variables.axes_and_shapes(student)[1]
-    weights = student.extras.added(with_own(weights, shapes))
-    expected = {name: tree for name, tree in shapes.items() if name != variables.FROZEN}
-    if difference := first_difference(expected, weights):
-        name, of_student, of_teacher = difference
-        raise InputError(
-            f"distill.init={kind!r}: params{name} of the student are {of_student}, and those of the teacher {of_teacher}: set "
-            "the model's fields to those of the teacher except model.layers, or set distill.init='none'"
-        )
-    return weights
-
-
-def scores(teacher: Teacher, dataset: Any, config: Config, progress: Progress = ignore_progress) -> dict[str, float]:
-    """Scores of a teacher on all held-out examples of a run, on one device.
-
-    Args:
-      teacher: The teacher.
-      dataset: Data of the run.
-      config: Config of the run.
-      progress: As for `evaluation.evaluate`.
-
-    Returns:
-      Scores by name; empty in a run of several processes.
-    """
-    if jax.process_count() > 1:
-        return {}
-    optimizer = config.optimizer.for_batch(config.data.batch_size)
-    trainer = make_trainer(
-        teacher.model,
-        optimizer,
-        Plan("single"),
-        steps=1,
-        devices=jax.devices()[:1],
-        batch_size=config.data.batch_size,
-    )
-    weights = jax.tree.map(lambda x: jax.device_put(x, jax.devices()[0]), teacher.weights)
-    return evaluate(trainer, weights, dataset, config, progress=progress).scores

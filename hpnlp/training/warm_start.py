@@ -24,10 +24,9 @@ from hpnlp.models.huggingface import convert
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training import bodies, distributed, upcycling
+from hpnlp.training import bodies, upcycling
 from hpnlp.training import run_directory as runs
 from hpnlp.training.architecture import differing_fields
-from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.checksum import first_difference, shape_of
 from hpnlp.training.config import Config
 from hpnlp.training.config_file import load_config
@@ -83,6 +82,95 @@ class Source:
         """The value of `data.tokenizer` that names this tokenizer."""
         is_bytes = isinstance(self.tokenizer, tokenizers.ByteTokenizer)
         return "bytes" if is_bytes else str(self.directory / "tokenizer.json")
+
+    def check_model(self, model: Any, accept_changes: bool = False, task: str = "") -> str:
+        """Checks that a model that starts from this one computes the same.
+
+        Args:
+          model: The model's config, with the sizes that depend on the data filled in.
+          accept_changes: Allow differences; `load_params` still refuses parameters of other shapes.
+          task: Name of the run's task, if it may differ from the source's: only the fields of bodies are then compared.
+
+        Returns:
+          The differences that were accepted, as text; "" for none.
+
+        Raises:
+          InputError: The models differ; the message names every field that does, and the flags that make them equal.
+        """
+        if task not in ("", self.task):
+            pairs = bodies.find_pairs(model, self.model, self.directory)
+            return bodies.check(pairs, model, self.directory, accept_changes)
+        names, scaled = [field.name for field in dataclasses.fields(model)], ""
+        if layers := upcycling.upcycled_layers(model, self.model):
+            scaled = upcycling.check(model, self.model, layers, accept_changes)
+            names = [name for name in names if name not in upcycling.FIELDS]
+        differing = differing_fields(model, self.model, names)
+        values = {name: (getattr(model, name), getattr(self.model, name)) for name in differing}
+        differences = "; ".join(
+            f"model.{name} is {ours!r}, in the source {theirs!r}" for name, (ours, theirs) in values.items()
+        )
+        flags = [shlex.quote(f"--model.{name}={theirs}") for name, (_, theirs) in values.items()]
+        if differences and not accept_changes:
+            raise InputError(
+                f"train.init_from={self.directory} has another model ({differences}): set {' '.join(flags)}, or copy the model "
+                f"from there, as --config=lm/finetune:{self.directory} does; with --accept_changes, parameters of the same "
+                "shapes are used in spite of the differences"
+            )
+        return "; ".join(filter(None, (differences, scaled)))
+
+    def load_params(
+        self, trainer: Trainer, plan: Plan, task: str = "", key: jax.Array | None = None, model: Any = None
+    ) -> tuple[Any, str]:
+        """Reads the parameters: those of the best checkpoint of a run, or of a Hugging Face directory.
+
+        Args:
+          trainer: Trainer of a model that `check_model` has passed; gives shapes and shardings.
+          plan: The trainer's plan.
+          task: Name of the run's task, if it may differ from the source's: only bodies are then copied (`models.body`).
+            Parameters of a loss that the source lacks, see `DualEncoderConfig.loss_params`, are initialised in any case.
+          key: Key of the initialisation.
+          model: Config of the trainer's model, for a source of another task, or of MLPs that experts may start from.
+
+        Returns:
+          The weights, for `Trainer.init`, and a phrase on their origin.
+
+        Raises:
+          InputError: The parameters cannot be read, or have other shapes than the model's.
+        """
+        if self.is_run:
+            # Offloaded parameters come to the devices first; `Trainer.init` moves them to the host.
+            plan = dataclasses.replace(plan, offload_optimizer=False, offload_parameters=False)
+            run = runs.load(self.directory, plan=plan)
+            params, origin = dense_tree(run.params), f"{self.directory}, step {run.step}"
+        else:
+            params, origin = convert.read(self.directory)[1], f"{self.directory}, a Hugging Face checkpoint"
+        shapes = trainer.state_shapes
+        pairs = [] if task in ("", self.task) else bodies.find_pairs(model, self.model, self.directory)
+        layers = [] if pairs else upcycling.upcycled_layers(model, self.model)
+        expected = shapes.params
+        if self.is_run or pairs or layers or variables.BUFFERS in params:
+            expected = variables.join(shapes.params, shapes.buffers)
+        if of_data := _data_buffers(self.model):
+            params = _with_buffers_of_data(params, trainer, of_data, key)
+        replaced = []
+        if pairs:
+            params, phrase = bodies.with_bodies(_initial(trainer, key), params, pairs)
+            origin += f" ({phrase})"
+        elif layers:
+            params = upcycling.upcycled(params, _initial(trainer, key), model, self.model, layers)
+            origin += f", whose MLPs became experts in {len(layers)} layers"
+        else:
+            of_loss = getattr(self.model, "loss_params", ())
+            if replaced := [name for name in of_loss if (name in params) != (name in expected)]:
+                params = _with_new_head(params, trainer, replaced, key)
+                origin += ", with a new head" if any(name in expected for name in replaced) else ", without its head"
+        extras = Extras.of_shapes(expected)
+        params = extras.added(with_own(params, expected))
+        _check_shapes(params, expected, self)
+        is_file = not self.is_run or has_weights(self.directory)  # whose arrays are on one device
+        if is_file or "weights" in expected or replaced or pairs or layers or extras != Extras():
+            params = jax.tree.map(place, expected, params)
+        return params, f"{origin}, with its tokenizer"
 
 
 def find(directory: str | Path) -> Source:
@@ -140,38 +228,37 @@ def check_tokenizer(field: str, source: Source) -> None:
         )
 
 
-def check_converted(init_from: str, workdir: Path) -> None:
-    """Checks that `train.init_from` names no other model than the converted model in the run directory.
+def check_converted(config: Config, workdir: Path) -> None:
+    """Checks that a run may start from the converted model in its directory.
 
     Args:
-      init_from: Value of `train.init_from`, "" for none.
-      workdir: A run directory that holds a converted model.
+      config: Config of the run.
+      workdir: Its directory, which holds a converted model.
 
     Raises:
-      InputError: `init_from` names another model.
+      InputError: `train.init_from` names another model, or the tokenizers differ.
     """
+    init_from = config.train.init_from
     if init_from and os.path.realpath(init_from) != os.path.realpath(workdir):
         raise InputError(
             f"{workdir} holds a converted model, which training begins with, and train.init_from={init_from} names another: "
             "leave train.init_from out, or choose another workdir"
         )
+    check_tokenizer(config.data.tokenizer, find(workdir))
 
 
-def find_first(config: Config, workdir: Path) -> Source | None:
+def find_first(config: Config) -> Source:
     """The model that a run starts from: `find` of `train.init_from`, checked against the run's task and tokenizer.
 
     Args:
       config: Config of the run.
-      workdir: The run directory.
 
     Returns:
-      The model; None without `train.init_from`, or if the run continues from a checkpoint of its own.
+      The model.
 
     Raises:
       InputError: As of `find`, or the run cannot start from a model of this task, tokenizer or length.
     """
-    if not config.train.init_from or distributed.lead_value(Checkpointer.exist(workdir)):
-        return None
     source = find(config.train.init_from)
     check_task(config.task, source)
     check_tokenizer(config.data.tokenizer, source)
@@ -226,99 +313,6 @@ def check_length(config: Config, source: Source) -> None:
             f"train.init_from={source.directory} has {model.max_len} learned positions, and data.seq_len={length}: set "
             f"--data.seq_len={model.max_len} or less, or name a source of that length, or one with model.position='rope'"
         )
-
-
-def check_model(model: Any, source: Source, accept_changes: bool = False, task: str = "") -> str:
-    """Checks that a model computes the same as its source's model.
-
-    Args:
-      model: The model's config, with the sizes that depend on the data filled in.
-      source: The model that training starts from.
-      accept_changes: Allow differences; `load_params` still refuses parameters of other shapes.
-      task: Name of the run's task, if it may differ from the source's: only the fields of bodies are then compared.
-
-    Returns:
-      The differences that were accepted, as text; "" for none.
-
-    Raises:
-      InputError: The models differ; the message names every field that does, and the flags that make them equal.
-    """
-    if task not in ("", source.task):
-        pairs = bodies.find_pairs(model, source.model, source.directory)
-        return bodies.check(pairs, model, source.directory, accept_changes)
-    names, scaled = [field.name for field in dataclasses.fields(model)], ""
-    if layers := upcycling.upcycled_layers(model, source.model):
-        scaled = upcycling.check(model, source.model, layers, accept_changes)
-        names = [name for name in names if name not in upcycling.FIELDS]
-    differing = differing_fields(model, source.model, names)
-    values = {name: (getattr(model, name), getattr(source.model, name)) for name in differing}
-    differences = "; ".join(
-        f"model.{name} is {ours!r}, in the source {theirs!r}" for name, (ours, theirs) in values.items()
-    )
-    flags = [shlex.quote(f"--model.{name}={theirs}") for name, (_, theirs) in values.items()]
-    if differences and not accept_changes:
-        raise InputError(
-            f"train.init_from={source.directory} has another model ({differences}): set {' '.join(flags)}, or copy the model "
-            f"from there, as --config=lm/finetune:{source.directory} does; with --accept_changes, parameters of the same "
-            "shapes are used in spite of the differences"
-        )
-    return "; ".join(filter(None, (differences, scaled)))
-
-
-def load_params(
-    source: Source, trainer: Trainer, plan: Plan, task: str = "", key: jax.Array | None = None, model: Any = None
-) -> tuple[Any, str]:
-    """Reads the parameters of a source.
-
-    Args:
-      source: A run, of which the best checkpoint is read, or a Hugging Face directory.
-      trainer: Trainer of a model that `check_model` has passed; gives shapes and shardings.
-      plan: The trainer's plan.
-      task: Name of the run's task, if it may differ from the source's: only bodies are then copied (`models.body`). Parameters
-        of a loss that the source lacks, see `DualEncoderConfig.loss_params`, are initialised in any case.
-      key: Key of the initialisation.
-      model: Config of the trainer's model, for a source of another task, or of MLPs that experts may start from.
-
-    Returns:
-      The weights, for `Trainer.init`, and a phrase on their origin.
-
-    Raises:
-      InputError: The parameters cannot be read, or have other shapes than the model's.
-    """
-    if source.is_run:
-        # Offloaded parameters come to the devices first; `Trainer.init` moves them to the host.
-        plan = dataclasses.replace(plan, offload_optimizer=False, offload_parameters=False)
-        run = runs.load(source.directory, plan=plan)
-        params, origin = dense_tree(run.params), f"{source.directory}, step {run.step}"
-    else:
-        params, origin = convert.read(source.directory)[1], f"{source.directory}, a Hugging Face checkpoint"
-    shapes = trainer.state_shapes
-    pairs = [] if task in ("", source.task) else bodies.find_pairs(model, source.model, source.directory)
-    layers = [] if pairs else upcycling.upcycled_layers(model, source.model)
-    expected = shapes.params
-    if source.is_run or pairs or layers or variables.BUFFERS in params:
-        expected = variables.join(shapes.params, shapes.buffers)
-    if of_data := _data_buffers(source.model):
-        params = _with_buffers_of_data(params, trainer, of_data, key)
-    replaced = []
-    if pairs:
-        params, phrase = bodies.with_bodies(_initial(trainer, key), params, pairs)
-        origin += f" ({phrase})"
-    elif layers:
-        params = upcycling.upcycled(params, _initial(trainer, key), model, source.model, layers)
-        origin += f", whose MLPs became experts in {len(layers)} layers"
-    else:
-        of_loss = getattr(source.model, "loss_params", ())
-        if replaced := [name for name in of_loss if (name in params) != (name in expected)]:
-            params = _with_new_head(params, trainer, replaced, key)
-            origin += ", with a new head" if any(name in expected for name in replaced) else ", without its head"
-    extras = Extras.of_shapes(expected)
-    params = extras.added(with_own(params, expected))
-    _check_shapes(params, expected, source)
-    is_file = not source.is_run or has_weights(source.directory)  # whose arrays are on one device
-    if is_file or "weights" in expected or replaced or pairs or layers or extras != Extras():
-        params = jax.tree.map(place, expected, params)
-    return params, f"{origin}, with its tokenizer"
 
 
 def _initial(trainer: Trainer, key: jax.Array | None) -> Any:

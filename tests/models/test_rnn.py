@@ -296,10 +296,10 @@ def test_fine_tuning_may_change_dropout_but_not_what_the_parameters_compute():
     vocabulary = Vocabulary(ByteTokenizer())
     source = warm_start.Source(Path("runs/source"), "rnn_lm", RNNConfig(vocab=V), vocabulary, "bytes", is_run=True)
     tuned = RNNConfig(vocab=V, **dict.fromkeys(set(DROPPED) - {"zoneout"}, 0.5), activation_penalty=1.0)
-    assert warm_start.check_model(tuned, source) == ""
+    assert source.check_model(tuned) == ""
     for fields in ({"zoneout": 0.5}, {"cells": "lstm(256)"}, {"resets": False}):
         with pytest.raises(InputError, match=f"model.{next(iter(fields))} is"):
-            warm_start.check_model(RNNConfig(vocab=V, **fields), source)
+            source.check_model(RNNConfig(vocab=V, **fields))
 
 
 def test_gates_begin_with_the_biases_of_the_papers():

@@ -101,7 +101,7 @@ def test_grades_are_learned_from_vectors_that_were_trained_with_labels(directory
     assert last < 0.7 * first and set(result.heldout) == {"loss"} and "classifier" not in result.params
     assert not (workdir / "labels.json").exists() and result.baselines["mean_grade_loss"] > result.heldout["loss"]
     found, model = warm_start.find(workdir), run_directory.load(trained[0]).model.config
-    assert warm_start.check_model(model, found) == ""
+    assert found.check_model(model) == ""
     outcome = Outcome(make(directory, COSINE), result.dataset, result.model, result.params, {})
     numbers = TASK.report.section(outcome).numbers
     stored = result.dataset.stored["heldout"]

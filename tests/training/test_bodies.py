@@ -59,9 +59,9 @@ def started(monkeypatch, source, weights, model, task):
     run = types.SimpleNamespace(params=weights, step=7)
     monkeypatch.setattr(warm_start.runs, "load", lambda directory, plan: run)
     warm_start.check_task(task, source)
-    assert warm_start.check_model(model.config, source, task=task) == ""
+    assert source.check_model(model.config, task=task) == ""
     trainer = make_trainer(model, OptimizerConfig(), Plan("single"), steps=1)
-    return warm_start.load_params(source, trainer, Plan("single"), task, jax.random.key(1), model.config)
+    return source.load_params(trainer, Plan("single"), task, jax.random.key(1), model.config)
 
 
 def states(model, weights):
@@ -206,7 +206,7 @@ def test_other_bodies_raise(tmp_path, of_source, task, model, message):
     source = source_of(tmp_path, EncoderConfig(**SIZES, **of_source))
     config = kinds.get(task, EncoderConfig)(**SIZES | model)
     with pytest.raises(InputError, match=message) as caught:
-        warm_start.check_model(config, source, task=task)
+        source.check_model(config, task=task)
     assert "\n" not in str(caught.value)
 
 

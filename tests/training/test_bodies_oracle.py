@@ -47,11 +47,9 @@ def test_hidden_states_of_a_classifier_are_those_of_bert(architecture, tmp_path)
     found, task = warm_start.find_first(config, tmp_path / "run"), tasks.find("classification")
     dataset = task.dataset(config.data, found.vocabulary_for("classification"))
     classifier = run_directory.make_model(config, task.vocabulary(dataset))
-    assert warm_start.check_model(classifier.config, found, task="classification") == ""
+    assert found.check_model(classifier.config, task="classification") == ""
     trainer = make_trainer(classifier, config.optimizer, config.plan, steps=1, batch_size=len(TEXTS))
-    weights, _ = warm_start.load_params(
-        found, trainer, config.plan, "classification", jax.random.key(0), classifier.config
-    )
+    weights, _ = found.load_params(trainer, config.plan, "classification", jax.random.key(0), classifier.config)
 
     batch = next(dataset.heldout(batch_size=len(TEXTS)))
     expected = tokenizer(TEXTS, return_tensors="np", padding="max_length", max_length=12, truncation=True)

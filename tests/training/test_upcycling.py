@@ -54,7 +54,7 @@ def dense():
 )
 def test_first_logits_equal_those_of_the_dense_model(changes, dense):
     config = dataclasses.replace(DENSE, **changes)
-    assert warm_start.check_model(config, source()) == ""
+    assert source().check_model(config) == ""
     layers = upcycling.upcycled_layers(config, DENSE)
     assert len(layers) == (3 if "form" not in changes else config.form.count("*2") + 1)
     initial = nn.meta.unbox(LM(config).init(jax.random.key(0), example_batch(1, 2)))
@@ -85,10 +85,10 @@ def test_first_logits_equal_those_of_the_dense_model(changes, dense):
 )
 def test_experts_that_cannot_start_from_the_mlps_raise(changes, message):
     with pytest.raises(InputError, match=message):
-        warm_start.check_model(dataclasses.replace(DENSE, **changes), source())
+        source().check_model(dataclasses.replace(DENSE, **changes))
 
 
 def test_scaled_outputs_are_accepted_with_accept_changes():
     config = dataclasses.replace(DENSE, mlp="switch(4,kind='swiglu')")
-    accepted = warm_start.check_model(config, source(), accept_changes=True)
+    accepted = source().check_model(config, accept_changes=True)
     assert accepted.endswith("do not sum to 1, so that the output of the MLP is scaled")

@@ -264,7 +264,7 @@ def test_index_of_the_documents_of_a_run_is_not_copied(tmp_path, monkeypatch, fi
     run = types.SimpleNamespace(params=variables.join(expected, encoded), step=7)
     monkeypatch.setattr(warm_start.runs, "load", lambda directory, plan: run)
     source = warm_start.Source(tmp_path, "realm", RealmConfig(**sizes), Vocabulary(tokenizers.build("bytes")), "", True)
-    params, buffers = variables.split(warm_start.load_params(source, trainer, Plan("single"), "realm", key)[0])
+    params, buffers = variables.split(source.load_params(trainer, Plan("single"), "realm", key)[0])
     assert_same(params, expected)
     assert_same(buffers, trainer.init(key).buffers)
 
@@ -279,9 +279,7 @@ def test_towers_of_a_search_go_on_from_those_of_a_dual_encoder(tmp_path, monkeyp
     towers = jax.tree.map(lambda leaf: np.full(leaf.shape, 2, np.float32), towers)
     run = types.SimpleNamespace(params=towers | {"log_scale": np.ones(1)}, step=7)
     monkeypatch.setattr(warm_start.runs, "load", lambda directory, plan: run)
-    params, origin = warm_start.load_params(
-        dual_encoder(tmp_path, **sizes), trainer, Plan("single"), "realm", key, model.config
-    )
+    params, origin = dual_encoder(tmp_path, **sizes).load_params(trainer, Plan("single"), "realm", key, model.config)
     assert origin == (
         f"{tmp_path}, step 7 (copied: document_tower, tower; initialised: empty_similarity, reader), with its tokenizer"
     )
@@ -301,8 +299,8 @@ def test_reader_of_a_search_goes_on_from_a_masked_language_model(tmp_path, monke
     monkeypatch.setattr(warm_start.runs, "load", lambda directory, plan: run)
     source = warm_start.Source(tmp_path, "masked_lm", encoder.config, Vocabulary(tokenizers.build("bytes")), "", True)
     warm_start.check_task("realm", source)
-    assert warm_start.check_model(model.config, source, task="realm") == ""
-    params, origin = warm_start.load_params(source, trainer, Plan("single"), "realm", key, model.config)
+    assert source.check_model(model.config, task="realm") == ""
+    params, origin = source.load_params(trainer, Plan("single"), "realm", key, model.config)
     of_output = ["reader.head, ", "reader.output, "] if not fields else ["", ""]
     copied = "reader.embed, reader.final_norm, {}reader.layers, {}".format(*of_output).rstrip(", ")
     new = "reader.output, reader.token_types" if fields else "reader.token_types"
@@ -323,7 +321,7 @@ def test_reader_of_a_search_goes_on_from_a_masked_language_model(tmp_path, monke
     assert_same(params["tower"], initial.params["tower"])
     assert np.any(params["reader"]["token_types"]["table"][1])
     with pytest.raises(InputError, match="model.layers is 2, in the source 1"):
-        warm_start.check_model(dataclasses.replace(model.config, layers=2), source, task="realm")
+        source.check_model(dataclasses.replace(model.config, layers=2), task="realm")
 
 
 def dual_encoder(directory, **fields):
@@ -335,14 +333,14 @@ def test_other_towers_than_those_of_a_dual_encoder_raise(tmp_path):
     sizes = {"dim": 8, "heads": 2, "layers": 1, "vocab": 20}
     source = dual_encoder(tmp_path, **sizes, shared=False)
     warm_start.check_task("realm", source)
-    assert warm_start.check_model(RealmConfig(**sizes, shared=False), source, task="realm") == ""
+    assert source.check_model(RealmConfig(**sizes, shared=False), task="realm") == ""
     for fields, message in (
         ({"shared": True}, "model.shared=False, and this model model.shared=True: set --model.shared=False"),
         ({"shared": False, "pooling": "max"}, "model.pooling is 'max', in the source 'mean'"),
         ({"shared": False, "vocab": 21}, "model.vocab is 21, in the source 20"),
     ):
         with pytest.raises(InputError, match=message):
-            warm_start.check_model(RealmConfig(**sizes | fields), source, task="realm")
+            source.check_model(RealmConfig(**sizes | fields), task="realm")
     with pytest.raises(InputError, match="holds a model of task='dual_encoder'"):
         warm_start.check_task("lm", source)
 
@@ -351,9 +349,7 @@ def test_target_length_matters_to_learned_positions_only(tmp_path):
     def check(position):
         models = [Seq2SeqConfig(dim=8, heads=2, vocab=20, max_len=8, target_len=n, position=position) for n in (8, 12)]
         vocabulary = Vocabulary(tokenizers.build("bytes"))
-        return warm_start.check_model(
-            models[0], warm_start.Source(tmp_path, "seq2seq", models[1], vocabulary, "", True)
-        )
+        return warm_start.Source(tmp_path, "seq2seq", models[1], vocabulary, "", True).check_model(models[0])
 
     assert check("rope") == ""
     with pytest.raises(InputError, match="model.target_len is 8, in the source 12"):
