@@ -97,8 +97,7 @@ def run(argv: Sequence[str]) -> None:
 def _train(values: Any, workdir: str, command: str, overrides: Sequence[str]) -> None:
     """Trains the run of a config, or those of several seeds; `command` has the flags of the config, for the report."""
     from hpnlp import report
-    from hpnlp.planner import out_of_memory
-    from hpnlp.training import config, distributed, loop, seeds, unused_fields
+    from hpnlp.training import config, distributed, loop, out_of_memory, unused_fields
     from hpnlp.training.contents import has_begun
     from hpnlp.training.progress_pipe import PIPE
 
@@ -108,6 +107,8 @@ def _train(values: Any, workdir: str, command: str, overrides: Sequence[str]) ->
     if not any(map(has_begun, [workdir, *Path(workdir).glob("seed_*")])):
         unused_fields.check(resolved, experiment.fields_of(overrides))
     if f["seeds"].present:
+        from hpnlp.training import seeds
+
         with out_of_memory.advised(resolved):
             members = seeds.train_seeds(resolved, _numbers(f.seeds), workdir, accept_changes=f.accept_changes)
         if members.interrupted:

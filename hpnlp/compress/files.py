@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,8 +16,6 @@ from hpnlp.ops import weights as kinds
 from hpnlp.ops.weight import Weight, is_weight
 from hpnlp.types import InputError
 
-# Name of the file in a run directory, which then holds no checkpoints.
-WEIGHTS_FILE = "weights.hpnlp"
 # The kinds of weights that a file may hold, by name.
 KINDS: dict[str, type[Weight]] = {
     name: value for name in kinds.__all__ if isinstance(value := getattr(kinds, name), type) and value is not Weight
@@ -213,18 +210,6 @@ def encoding_of(name: str, array: np.ndarray) -> str:
     distinct, others = len(np.unique(array)), array.size - zeros
     coded = bits * distinct + others * np.log2(distinct)
     return "sparse" if distinct <= 2**16 and coded <= bits * max(others, 1) else "nonzeros"
-
-
-def has_weights(workdir: str | os.PathLike[str]) -> bool:
-    """Whether a run directory holds compressed weights.
-
-    Args:
-      workdir: The directory.
-
-    Returns:
-      True if it has the file WEIGHTS_FILE.
-    """
-    return (Path(workdir) / WEIGHTS_FILE).exists()
 
 
 def stored_bytes(params: Any) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from hpnlp.ops.moe.routing import ROUTING
+from hpnlp.ops.checkpoint_names import ROUTING
 from hpnlp.parallel.host_offload import HOST
 from hpnlp.spec import build, did_you_mean, parse_one
 from hpnlp.types import InputError

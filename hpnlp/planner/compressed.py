@@ -9,9 +9,9 @@ from pathlib import Path
 
 from hpnlp import tasks
 from hpnlp.compress.distillation_terms import DistillConfig
-from hpnlp.compress.files import WEIGHTS_FILE, has_weights
 from hpnlp.compress.recipe import parse_recipe
 from hpnlp.compress.sizes import ORIGINAL, Size, file_sizes, planned_sizes
+from hpnlp.compress.weights_file import WEIGHTS_FILE, has_weights
 from hpnlp.models import variables
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.vocabulary import Sizes

@@ -1,11 +1,9 @@
-"""Advice for out-of-memory errors of training: the planned memory of a step, and the smallest change that makes it fit."""
+"""Advice for a step of training that runs out of memory: its planned memory, and the smallest change that makes it fit."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
 
 import jax
 
@@ -14,34 +12,11 @@ from hpnlp.planner import search
 from hpnlp.planner.devices import DEVICES, USABLE
 from hpnlp.planner.estimate import costs
 from hpnlp.training.config import Config
-from hpnlp.types import InputError
 
 SEARCH_SECONDS = 60.0  # time after which no further change is tried
 # The step was planned to fit and did not: a change has to need less than this share of the planned bytes.
 REDUCTION = 0.9
 GENERAL_ADVICE = "lower data.batch_size, data.seq_len or model.dim, set plan.remat=full, or use more devices"
-
-
-@contextlib.contextmanager
-def advised(config: Config) -> Iterator[None]:
-    """Turns an out-of-memory error of training into an InputError with `advice`.
-
-    Args:
-      config: Config of the run.
-
-    Yields:
-      Nothing.
-
-    Raises:
-      InputError: The body ran out of memory.
-    """
-    try:
-        yield
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
-        if not measure.is_out_of_memory(error):
-            raise
-        reason = (str(error).strip().splitlines() or ["MemoryError"])[0]
-        raise InputError(f"out of memory ({reason:.200}): {advice(config)}") from error
 
 
 def advice(config: Config) -> str:

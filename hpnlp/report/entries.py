@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpnlp.compress.files import WEIGHTS_FILE
+from hpnlp.compress.weights_file import WEIGHTS_FILE
 from hpnlp.report.files import read_evaluation, read_report
 from hpnlp.training import evaluation_record
 from hpnlp.training.checkpoint import CONVERTED_STEP

@@ -5,9 +5,9 @@ field `task`.
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
-from hpnlp.compress.weight_training import with_weight_training
 from hpnlp.spec import lookup
 from hpnlp.table import Table
 from hpnlp.tasks.task import Task
@@ -33,6 +33,9 @@ TASKS: Table[Task] = Table(
     },
     finish=lambda name, task: task(),
 )
+
+# Changes of models that most runs do not make.
+_WRAPPERS: Table[Callable[..., Model]] = Table({"weights": "hpnlp.compress.weight_training:with_weight_training"})
 
 
 def find(name: str) -> Task:
@@ -76,7 +79,7 @@ def make_model(config: Any, sizes: Sizes) -> Model:
             f"task={config.task!r} has a model of the class {type(model).__name__}, which lacks {', '.join(missing)}: add "
             f"the member{'s' * (len(missing) > 1)}, as hpnlp.types.Model describes"
         )
-    return with_weight_training(model, config.train.weights, config.train.steps)
+    return _WRAPPERS["weights"](model, config.train.weights, config.train.steps) if config.train.weights else model
 
 
 __all__ = ["TASKS", "Task", "find", "make_model"]

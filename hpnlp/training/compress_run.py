@@ -18,9 +18,10 @@ import numpy as np
 from hpnlp import measure, tasks
 from hpnlp.atomic_file import replace_bytes
 from hpnlp.compress.distillation_terms import DistillConfig
-from hpnlp.compress.files import WEIGHTS_FILE, encoding_of, stored_bytes, write_weights
+from hpnlp.compress.files import encoding_of, stored_bytes, write_weights
 from hpnlp.compress.matrices import expert_numbers
 from hpnlp.compress.recipe import STRUCTURE, Calibration, Stage, check_plain, parse_recipe
+from hpnlp.compress.weights_file import WEIGHTS_FILE
 from hpnlp.data.files import Progress
 from hpnlp.models import variables
 from hpnlp.ops.weight import parameter_count

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpnlp.compress.files import has_weights
+from hpnlp.compress.weights_file import has_weights
 from hpnlp.data.files import is_special
 from hpnlp.errors import TemporaryError
 from hpnlp.training import attempts

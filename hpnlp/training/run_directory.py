@@ -7,8 +7,7 @@ The directory has `config.json` with the record of the model's fields (see `arch
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp import tasks
-from hpnlp.atomic_file import replace_bytes
-from hpnlp.compress.distillation import Distilled, Extras
 from hpnlp.compress.distillation_terms import DistillConfig
-from hpnlp.compress.files import WEIGHTS_FILE, has_weights, read_weights
-from hpnlp.models.huggingface import generation
+from hpnlp.compress.weights_file import WEIGHTS_FILE, has_weights
 from hpnlp.parallel.plan import Plan
-from hpnlp.tasks.task import Frozen
+from hpnlp.table import Table
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import config as configs
 from hpnlp.training.checkpoint import Checkpointer
@@ -31,7 +27,14 @@ from hpnlp.training.config_file import load_config
 from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError, Model, Tokenizer
 
-TEACHER_FILE = "teacher.json"  # the teacher of a run, and the variables that it added to the model
+# Functions for directories that hold more than checkpoints of a plain run.
+_READERS: Table[Callable[..., Any]] = Table(
+    {
+        "student": "hpnlp.training.teacher_file:student",
+        "weights": "hpnlp.compress.files:read_weights",
+        "eos_ids": "hpnlp.models.huggingface.generation:eos_ids",
+    }
+)
 
 
 def make_model(config: Config, vocabulary: Vocabulary) -> Model:
@@ -61,7 +64,7 @@ def eos_ids(directory: Path, tokenizer: Tokenizer, vocab: int) -> tuple[int, ...
     Returns:
       The ids that generation_config.json names (converted models have one), or else the tokenizer's end-of-text id, if any.
     """
-    ids = tuple(i for i in generation.eos_ids(directory) if 0 <= i < vocab)
+    ids = tuple(i for i in _READERS["eos_ids"](directory) if 0 <= i < vocab)
     return ids or (() if tokenizer.eos_id is None else (tokenizer.eos_id,))
 
 
@@ -157,7 +160,7 @@ def load(
     if has_weights(workdir):
         return _load_compressed(workdir, config, vocabulary, model, step)
     optimizer = config.optimizer.for_batch(config.data.batch_size)
-    student: Any = Distilled(model, _read_extras(workdir)) if config.distill.teacher else None
+    student: Any = _READERS["student"](model, workdir) if config.distill.teacher else None
     shapes = make_trainer(student or model, optimizer, plan, steps=config.train.steps).state_shapes
     metric, higher_is_better = tasks.find(config.task).primary_metric(configs.flat(config))
     checkpoints = Checkpointer(workdir, read_only=True, metric=metric, higher_is_better=higher_is_better)
@@ -179,34 +182,12 @@ def load(
         checkpoints.close()
 
 
-def write_teacher(workdir: Path, frozen: Frozen, extras: Extras) -> None:
-    """Writes TEACHER_FILE, without which the checkpoints of a run with a teacher cannot be read.
-
-    Args:
-      workdir: The run directory.
-      frozen: The teacher.
-      extras: Variables that the distillation added to the model.
-    """
-    record = {"source": frozen.source, "digest": frozen.digest, **extras.to_json()}
-    replace_bytes(workdir / TEACHER_FILE, (json.dumps(record, indent=1) + "\n").encode())
-
-
-def _read_extras(workdir: Path) -> Extras:
-    """Variables that the distillation of a run added to its model."""
-    try:
-        return Extras.from_json(json.loads((workdir / TEACHER_FILE).read_text("utf-8")))
-    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        raise InputError(
-            f"cannot read {workdir / TEACHER_FILE} ({error!r}): put back the file that the run has written"
-        ) from error
-
-
 def _load_compressed(workdir: Path, config: Config, vocabulary: Vocabulary, model: Any, step: int | None) -> Run:
     """`load` of a directory whose parameters are in one file, as `hpnlp compress` writes it."""
     if step is not None:
         raise InputError(f"{workdir} holds a compressed model and no checkpoints: leave out the step {step}")
     path = workdir / WEIGHTS_FILE
-    params, metadata = read_weights(path)
+    params, metadata = _READERS["weights"](path)
     if not isinstance(metadata, Mapping) or not isinstance(metadata.get("step"), int):
         raise InputError(
             f"{path} does not have the step of its run: write it by hpnlp compress, or with {{'step': 0}} as metadata"

@@ -32,7 +32,7 @@ from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.task import Frozen
 from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training import run_directory, teacher_outputs, warm_start
+from hpnlp.training import run_directory, teacher_file, teacher_outputs, warm_start
 from hpnlp.training.checksum import first_difference
 from hpnlp.training.config import Config
 from hpnlp.training.config_file import load_config
@@ -97,7 +97,7 @@ class Teacher:
           workdir: The run directory.
           student: The student with its teacher.
         """
-        run_directory.write_teacher(workdir, self.frozen(student.stored > 0), student.extras)
+        teacher_file.write(workdir, self.frozen(student.stored > 0), student.extras)
 
     def stored_batches(self, batches: Any, directory: str, student: Distillation) -> teacher_outputs.StoredBatches:
         """Batches with the logits of the teacher, which are computed once and stored.

@@ -13,8 +13,8 @@ import jax
 
 from hpnlp import tasks
 from hpnlp.compress.distillation import Extras
-from hpnlp.compress.files import has_weights
 from hpnlp.compress.weight_training import with_own
+from hpnlp.compress.weights_file import has_weights
 from hpnlp.data import tokenizers
 from hpnlp.data.tokenizers import tokenizer_digest
 from hpnlp.models import variables

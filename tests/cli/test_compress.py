@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hpnlp import plots
-from hpnlp.compress.files import WEIGHTS_FILE
+from hpnlp.compress.weights_file import WEIGHTS_FILE
 from hpnlp.models.huggingface import convert
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan

@@ -14,8 +14,9 @@ from absl.testing import flagsaver
 
 from hpnlp import cli
 from hpnlp.cli import convert as command
-from hpnlp.compress.files import WEIGHTS_FILE, write_weights
+from hpnlp.compress.files import write_weights
 from hpnlp.compress.matrices import is_table, map_matrices
+from hpnlp.compress.weights_file import WEIGHTS_FILE
 from hpnlp.data import tokenizers
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.huggingface import convert

@@ -9,7 +9,8 @@ import shutil
 import pytest
 
 from hpnlp import report
-from hpnlp.compress.files import WEIGHTS_FILE, write_weights
+from hpnlp.compress.files import write_weights
+from hpnlp.compress.weights_file import WEIGHTS_FILE
 from hpnlp.report.entries import read_entry
 from hpnlp.training import loop
 from hpnlp.training.evaluation import evaluate

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import hpnlp
-from hpnlp.compress.files import WEIGHTS_FILE, read_weights, write_weights
+from hpnlp.compress.files import read_weights, write_weights
 from hpnlp.compress.recipe import compress, parse_recipe
+from hpnlp.compress.weights_file import WEIGHTS_FILE
 from hpnlp.data import tokenizers
 from hpnlp.data.examples import save_labels
 from hpnlp.data.examples.unlabelled import Unlabelled

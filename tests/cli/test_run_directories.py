@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from hpnlp.compress.files import WEIGHTS_FILE
+from hpnlp.compress.weights_file import WEIGHTS_FILE
 from hpnlp.training import config as configs
 from hpnlp.training import contents
 from tests import tiny

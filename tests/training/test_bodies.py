@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from hpnlp.cli import experiment
-from hpnlp.compress.files import WEIGHTS_FILE, write_weights
+from hpnlp.compress.files import write_weights
 from hpnlp.compress.matrices import is_table, map_matrices
+from hpnlp.compress.weights_file import WEIGHTS_FILE
 from hpnlp.data import tokenizers
 from hpnlp.data.examples import save_labels
 from hpnlp.models import variables

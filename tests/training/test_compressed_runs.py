@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from hpnlp import report
-from hpnlp.compress.files import WEIGHTS_FILE, write_weights
+from hpnlp.compress.files import write_weights
 from hpnlp.compress.matrices import is_table, map_matrices
+from hpnlp.compress.weights_file import WEIGHTS_FILE
 from hpnlp.ops.weights import dense_tree, quantize
 from hpnlp.training import loop
 from hpnlp.training.evaluate_run import evaluate_run

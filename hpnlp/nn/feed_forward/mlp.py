@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.feed_forward.network import FeedForward
 from hpnlp.nn.layers import Dense, Initializer, dense_init
+from hpnlp.ops.checkpoint_names import HIDDEN
 from hpnlp.types import MixerInputs, MixerOutput
 
 
@@ -70,9 +71,9 @@ class MLP(FeedForward):
         x = inputs.x
         assert x is not None
         size = self.tensor_parallel.local_size("mlp", self.hidden)
-        h = checkpoint_name(Dense(size, ("embed", "mlp"), self.use_bias, name="up")(x), "hidden")
+        h = checkpoint_name(Dense(size, ("embed", "mlp"), self.use_bias, name="up")(x), HIDDEN)
         if self.kind in GATED:
-            gate = checkpoint_name(Dense(size, ("embed", "mlp"), self.use_bias, name="gate")(x), "hidden")
+            gate = checkpoint_name(Dense(size, ("embed", "mlp"), self.use_bias, name="gate")(x), HIDDEN)
             h = ACTIVATIONS[self.kind](gate) * h
         else:
             h = ACTIVATIONS[self.kind](h)

@@ -9,9 +9,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from hpnlp.ops.array_op import array_op
+from hpnlp.ops.checkpoint_names import ROUTING
 from hpnlp.ops.counter_rng import mix
 from hpnlp.ops.custom_vjp import vary_alike
-from hpnlp.ops.moe.routing import ROUTING
 
 
 @array_op()

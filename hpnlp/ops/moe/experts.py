@@ -11,9 +11,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from hpnlp.ops.array_op import array_op
+from hpnlp.ops.checkpoint_names import HIDDEN
 from hpnlp.ops.moe import pallas_gpu
 from hpnlp.ops.moe.dispatch import rows_of_tokens, tokens_of_rows
-from hpnlp.ops.moe.grouped import HIDDEN, Activation, Experts, grouped_mlp, hidden_columns
+from hpnlp.ops.moe.grouped import Activation, Experts, grouped_mlp, hidden_columns
 from hpnlp.ops.moe.routing import Routing
 from hpnlp.ops.moe.schedule import Schedule, block_sizes, equal_schedule, make_schedule
 from hpnlp.ops.weight import dense

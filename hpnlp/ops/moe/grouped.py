@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from hpnlp.flop_count import expected_iterations
+from hpnlp.ops.checkpoint_names import HIDDEN
 from hpnlp.ops.custom_vjp import vary_alike, zeros_alike
 from hpnlp.ops.linear import product
 from hpnlp.ops.moe.dispatch import sums_of_tokens, token_of_rows, tokens_of_rows
@@ -21,7 +22,6 @@ from hpnlp.ops.moe.routing import Routing
 from hpnlp.ops.moe.schedule import Blocks, Schedule
 from hpnlp.ops.weight import is_weight
 
-HIDDEN = "hidden"  # name of the products of experts for `jax.checkpoint` policies
 Activation = Callable[[Array], Array]
 # Stacks of an expert's matrices: "up" [E, D, F], "down" [E, F, D], and "gate" [E, D, F] of a gated MLP; arrays, or Weights
 # with a leading axis.

@@ -13,9 +13,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from hpnlp.ops.array_op import array_op
+from hpnlp.ops.checkpoint_names import ROUTING
 from hpnlp.types import InputError
 
-ROUTING = "routing"  # name of the choice of experts for `jax.checkpoint` policies
 SCORES = ("softmax", "softmax_k", "sigmoid")
 # Number of the largest scores of a group whose sum is the score of the group.
 GROUP_SCORES = {"best": 1, "best_two": 2}
