@@ -62,3 +62,24 @@ class Table(MutableMapping[str, T]):
           Name -> entry.
         """
         return dict(self._entries)
+
+
+def exports(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Makes the `__getattr__` of a package whose names are imported when they are first read.
+
+    A program then imports the modules that it uses, and not those of all names.
+
+    Args:
+      package: `__name__` of the package.
+      modules: Name -> module of the package.
+
+    Returns:
+      The function.
+    """
+
+    def find(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+
+    return find

@@ -19,14 +19,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from hpnlp import measure
 from hpnlp.data.huggingface import HFTokenizer
 from hpnlp.models.decoding_weights import for_decoding
-from hpnlp.models.ensemble import Ensemble
-from hpnlp.models.lm import LM
-from hpnlp.models.rnn import RNN
 from hpnlp.models.variables import collections
 from hpnlp.nn.attention import Memory
 from hpnlp.ops.sampling import pick
 from hpnlp.parallel import host_offload
-from hpnlp.types import InputError, Tokenizer
+from hpnlp.types import InputError, Model, Tokenizer
 
 # Tokens per call of the decoding program: many enough to keep the host out of the inner loop, few enough to stream text.
 CHUNK = 16
@@ -68,7 +65,7 @@ class Generation:
 
     def __init__(
         self,
-        model: LM | RNN | Ensemble,
+        model: Model,
         params: Any,
         prompts: Sequence[np.ndarray | Sequence[int]],
         *,
@@ -191,7 +188,7 @@ def _drawable_ids(vocab: int, eos_ids: Sequence[int], allowed: np.ndarray | None
     return drawable
 
 
-def _pad(model: LM | RNN | Ensemble, prompts: Sequence[np.ndarray], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+def _pad(model: Model, prompts: Sequence[np.ndarray], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """`(ids [B, width], lengths [B])` of the prompts, padded at the end to a common width, a multiple of BUCKET."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     width = _round_up(int(lengths.max()), BUCKET)
@@ -238,7 +235,7 @@ def _prefill(
     lengths: jax.Array,
     memory: Memory | None,
     *,
-    model: LM | RNN | Ensemble,
+    model: Model,
     capacity: int,
 ) -> _DecodeState:
     # Flax declares the result of `apply` as Any or (Any, variables); it is what the method returns, as no variable is mutable.
@@ -252,7 +249,7 @@ def _decode(
     draw: dict[str, jax.Array],
     ids: dict[str, jax.Array],
     *,
-    model: LM | RNN | Ensemble,
+    model: Model,
 ) -> tuple[_DecodeState, jax.Array]:
     """`(state, ids [B, CHUNK])`: the next CHUNK tokens of each sequence. draw: the key, and options of `pick`."""
     options = {"temperature": 0.0, **draw}
@@ -283,7 +280,7 @@ def _uniform_points(key: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.vectorize(draw)(sequences, positions[None] + steps)
 
 
-def check_decodes(model: LM | RNN | Ensemble, memory: Memory | None, count: int) -> None:
+def check_decodes(model: Model, memory: Memory | None, count: int) -> None:
     """Checks that a model can continue prompts.
 
     Args:
@@ -301,16 +298,14 @@ def check_decodes(model: LM | RNN | Ensemble, memory: Memory | None, count: int)
         expected = f"states [{count}, S, {width}], one memory for each prompt" if width else "None"
         shape = None if memory is None else list(memory.states.shape)
         raise InputError(f"memory has states of shape {shape}: model.memory_dim={width} expects {expected}")
-    if not isinstance(model, RNN) and not model.config.decodes:
+    if not model.config.decodes:
         raise InputError(
             f"model.mixer={model.config.mixer!r} cannot decode: a mixer has no cache of earlier tokens, or takes sequences of "
             "one length only; generate with a model of other mixers, such as full"
         )
 
 
-def _check_options(
-    model: LM | RNN | Ensemble, tokens: int, temperature: float, top_k: int, top_p: float, seed: int
-) -> None:
+def _check_options(model: Model, tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
     """Raises InputError for invalid options of Generation."""
     if tokens < 1:
         raise InputError(f"tokens={tokens}: expected at least 1")
@@ -333,7 +328,7 @@ def _check_options(
         raise InputError(f"top_p={top_p}: expected a probability in (0, 1]; 1 draws from all tokens")
 
 
-def _check_prompts(model: LM | RNN | Ensemble, prompts: Sequence[np.ndarray], tokens: int) -> None:
+def _check_prompts(model: Model, prompts: Sequence[np.ndarray], tokens: int) -> None:
     """Raises InputError for prompts that the model cannot continue by `tokens` tokens."""
     if not prompts:
         raise InputError("prompts is empty: give at least one")
@@ -427,7 +422,7 @@ class TextStream:
         return self._decoder.decode(new, final)
 
 
-def sample_text(model: LM | RNN | Ensemble, params: Any, tokenizer: Tokenizer, length: int, seed: int = 0) -> str:
+def sample_text(model: Model, params: Any, tokenizer: Tokenizer, length: int, seed: int = 0) -> str:
     """Samples text without a prompt, at SAMPLE_TEMPERATURE and SAMPLE_TOP_P, or greedily if there are no probabilities.
 
     Args:

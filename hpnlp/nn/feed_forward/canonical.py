@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 from hpnlp.nn.feed_forward import described_network
-from hpnlp.nn.feed_forward.experts import ExpertLayer
 from hpnlp.nn.feed_forward.network import FeedForward
 from hpnlp.spec import Spec, parse_one
 
@@ -24,7 +23,7 @@ def canonical_mlp(text: str) -> str:
       The spec string, without arguments that are used in training only.
     """
     network, spec = described_network(text), parse_one(text, "model.mlp")
-    if not isinstance(network, ExpertLayer):
+    if not network.expert_count:
         return text
     common = {field.name for field in dataclasses.fields(FeedForward)}
     names = [field.name for field in dataclasses.fields(network) if field.name not in common]
