@@ -13,8 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import dtypes, lax
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -139,7 +138,7 @@ def divide_operations(
       functions: Functions of (weights, inputs), both trees of arrays, which return a tree of arrays. They may not contain
         collectives, since each device runs a different function.
       weights: The weights of each function, () for none, or their shapes (`jax.ShapeDtypeStruct`).
-      inputs: The inputs of all functions, or their shapes. Every device holds them.
+      inputs: The inputs of all functions, or their shapes. Every device holds them. Random keys belong here, not to weights.
       devices: The devices, by default all. No more are used than there are functions.
 
     Returns:
@@ -163,7 +162,7 @@ def divide_operations(
     used = list(jax.devices() if devices is None else devices)[: len(functions)]
     if not used:
         raise InputError("devices is empty: expected at least one device, or None for all")
-    of_weights, of_inputs = jax.tree.map(_shape, (tuple(weights), inputs))
+    of_weights, of_inputs = _shapes((tuple(weights), inputs))
     pairs = list(zip(functions, of_weights, strict=True))
     costs = [count_flops(function, w, of_inputs, while_trips=1) for function, w in pairs]
     outputs = tuple(jax.eval_shape(function, w, of_inputs) for function, w in pairs)
@@ -185,14 +184,14 @@ def _assign(costs: Sequence[int], devices: int) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, assigned))
 
 
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an array, a number or a ShapeDtypeStruct, in the dtype that jax gives it."""
-    return jax.ShapeDtypeStruct(np.shape(x), dtypes.canonicalize_dtype(dtypes.result_type(x)))
+def _shapes(tree: Any) -> Any:
+    """Shapes of arrays, numbers and ShapeDtypeStructs, in the dtypes that jax gives them."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(lambda tree: tree, tree))
 
 
 def _check_shapes(name: str, arrays: Any, expected: Any) -> None:
     """Raises InputError unless the arrays have the expected structure, shapes and dtypes."""
-    shapes = jax.tree.map(_shape, arrays)
+    shapes = _shapes(arrays)
     if shapes != expected:
         raise InputError(
             f"{name} have the shapes {shapes}: expected {expected}, with which divide_operations was called: pass arrays of "
