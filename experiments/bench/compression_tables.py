@@ -83,8 +83,16 @@ def sparse_products(rows: Rows) -> list[tuple[str, str]]:
     lines = []
     for share in dict.fromkeys(row["share"] for row in rows):
         for count in dict.fromkeys(row["rows"] for row in rows):
-            group = [row["over_dense"] for row in rows if (row["share"], row["rows"]) == (share, count)]
-            figures = [f"{n} {min(g[n] for g in group):.2f} to {max(g[n] for g in group):.2f}" for n in group[0]]
+            group = [row for row in rows if (row["share"], row["rows"]) == (share, count)]
+            zeros = [row["zeros"]["blocks"] for row in group]
+            # At least one block of each column of blocks stays.
+            names = (
+                {"blocks": f"blocks ({100 * min(zeros):.0f} to {100 * max(zeros):.0f} % zeros)"} if share < 0.5 else {}
+            )
+            figures = []
+            for name in group[0]["over_dense"]:
+                ratios = [row["over_dense"][name] for row in group]
+                figures.append(f"{names.get(name, name)} {min(ratios):.2f} to {max(ratios):.2f}")
             inputs = "a row" if count == 1 else f"{count:,} rows"
             label = (
                 f"{inputs} times a matrix with {100 - 100 * share:.0f} % zeros, three shapes: time relative to dense"

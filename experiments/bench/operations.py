@@ -2,9 +2,9 @@
 
 python experiments/bench/operations.py [--measurements=15]
 
-Two simulated devices of a CPU have a core each, so that the time of two devices is real. `together` runs the functions on one
-device with both cores, in one program; `divided` on two devices, with the results on both. A step is a loss and its
-gradients.
+For a machine with two cores. Two simulated devices run at the same time and share the cores, so that the time of two devices is
+real. `together` runs all functions on one device, in one program, which may use both cores; `divided` runs them on two devices,
+and sends the results to both. A step is a loss and its gradients.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Measures products with sparse matrices against dense ones, interleaved: which zeros make products faster, and from how many.
+"""Measures products with sparse matrices against dense ones, interleaved: layouts and numbers of zeros that save time.
 
     python experiments/bench/sparse_products.py [--rows=1,32,128,1024] [--measurements=9]
 
 "balanced" is `BalancedWeight` (equally many numbers in each column), "blocks" `BlockSparseWeight` (blocks of 64), both through
 `linear` within jit. Peers: `jax.experimental.sparse` (BCSR; up to 128 rows, since it is slow) and torch's CSR products (MKL),
-where torch is installed. All but the blocks multiply the same matrix. About two minutes on two cores.
+where torch is installed. All but the blocks multiply the same matrix. At least one block of each column of blocks stays, so
+that "blocks" may have fewer zeros than the other matrices: `zeros` holds the shares. About two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ SHAPES = ((1024, 1024), (384, 1536), (1536, 384))
 SHARES = (0.5, 0.2, 0.1, 0.05, 0.02)
 BCSR_ROWS = 128
 
+Programs = dict[str, Callable[[], Any]]
+
 FLAGS = flags.FLAGS
 
 
@@ -40,13 +43,12 @@ def torch_product(matrix: np.ndarray, x: np.ndarray) -> Callable[[], Any]:
     return lambda: left @ right
 
 
-def programs(w: jax.Array, share: float, x: np.ndarray) -> dict[str, Callable[[], Any]]:
+def programs(balanced: weights.BalancedWeight, blocks: weights.BlockSparseWeight, x: np.ndarray) -> Programs:
     """Name -> product of x, checked against numpy."""
-    balanced = weights.keep_balanced(w, share)
     matrix = np.asarray(balanced.dense())
     product, transposed = jax.jit(linear), jax.jit(lambda matrix, x: (matrix @ x.T).T)
-    inputs, dense, blocks = jnp.asarray(x), jnp.asarray(matrix), weights.keep_blocks(w, share)
-    calls: dict[str, Callable[[], Any]] = {
+    inputs, dense = jnp.asarray(x), jnp.asarray(matrix)
+    calls: Programs = {
         "dense": lambda: product(inputs, dense),
         "balanced": lambda: product(inputs, balanced),
         "blocks": lambda: product(inputs, blocks),
@@ -70,13 +72,18 @@ def main(_: Any) -> None:
         for count in map(int, FLAGS.rows):
             x = rng.normal(size=(count, d)).astype(np.float32)
             for share in SHARES:
-                times = measure.timeit(programs(w, share, x), rounds=FLAGS.measurements)
+                balanced, blocks = weights.keep_balanced(w, share), weights.keep_blocks(w, share)
+                times = measure.timeit(programs(balanced, blocks, x), rounds=FLAGS.measurements)
                 intervals = {name: time.interval(times["dense"]) for name, time in times.items() if name != "dense"}
                 rows.append(
                     {
                         "shape": [d, f],
                         "rows": count,
                         "share": share,
+                        "zeros": {
+                            "balanced": 1 - balanced.values.size / w.size,
+                            "blocks": 1 - blocks.blocks.size / w.size,
+                        },
                         "ms": {name: 1000 * time.median for name, time in times.items()},
                         "over_dense": {name: times[name].over(times["dense"]) for name in intervals},
                         "intervals": intervals,

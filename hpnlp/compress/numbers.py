@@ -279,9 +279,9 @@ def balanced(share: int | float, by: str = "magnitude") -> Conversion:
     """Kernels with equally many weights in each column, whose products skip the zeros; tables stay.
 
     Args:
-      share: Share of the weights that stays, in (0, 1].
-      by: "magnitude" keeps the largest of each column; "inputs" those with which products with inputs of calibration data
-        change little, of each 128 rows, and changes them, see `hpnlp.ops.weights.balanced_by_moments`.
+      share: Share of the weights of each column that stays, in (0, 1]; the number is rounded up to a multiple of 4.
+      by: "magnitude" keeps the largest weights of each column; "inputs" chooses and changes weights so that products with
+        inputs of calibration data change little, see `hpnlp.ops.weights.balanced_by_moments`.
 
     Returns:
       The conversion.

@@ -1,7 +1,7 @@
-"""Operation-wise parallelism: independent functions of the same inputs, each on a device of its own.
+"""Operation-wise parallelism: independent functions of the same inputs on different devices.
 
-Examples: the two directions of a recurrent layer, the towers of a pair model, the members of an ensemble. XLA runs the
-operations of one device one after the other, whether they depend on each other or not.
+Examples: the two directions of a recurrent layer, the members of an ensemble. XLA runs the operations of one device one after
+the other, even if they do not depend on each other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -22,9 +21,9 @@ from hpnlp.flop_count import count_flops
 from hpnlp.parallel.varying import vary
 from hpnlp.types import InputError
 
-# A function of (weights, inputs), both trees of arrays, that returns a tree of arrays. All functions have the same inputs.
+# A function of (weights, inputs), both trees of arrays, that returns a tree of arrays.
 Function = Callable[[Any, Any], Any]
-# Arrays of several functions as one array `[devices, size]` per dtype.
+# Arrays of all functions: for each dtype an array `[devices, size]`, whose rows are the arrays of a device one after the other.
 Packed = Mapping[str, jax.Array]
 
 AXIS = "operation"
@@ -32,34 +31,36 @@ AXIS = "operation"
 
 @dataclasses.dataclass(frozen=True)
 class OperationParallel:
-    """Independent functions over devices, made by `divide_operations`.
+    """Independent functions divided over devices, made by `divide_operations`.
 
-    A device holds the weights of its functions only, computes only these, and then sends their results to all devices, in one
-    all-gather per dtype. The backward pass sums the gradient of the inputs over the devices, and leaves the gradients of the
-    weights where the weights are.
+    A device holds only the weights of its functions, runs only its functions, and sends their results to all devices, in one
+    all-gather per dtype. The backward pass sums the gradient of the inputs over the devices; the gradients of the weights stay
+    on the device that holds the weights.
 
     Attributes:
       functions: The functions.
       mesh: The devices, along one axis.
-      device_functions: Indices of each device's functions.
-      weights: Shapes of each function's weights.
-      outputs: Shapes of each function's results.
+      device_functions: Indices of the functions of each device.
+      weights: Shapes of the weights of each function.
+      inputs: Shapes of the inputs of all functions.
+      outputs: Shapes of the results of each function.
     """
 
     functions: tuple[Function, ...]
     mesh: Mesh
     device_functions: tuple[tuple[int, ...], ...]
     weights: tuple[Any, ...]
+    inputs: Any
     outputs: tuple[Any, ...]
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that each device receives from the others in a call."""
+        """Bytes that each device receives from the others in a forward pass."""
         packed = jax.eval_shape(lambda: _pack(_zeros(self.outputs), self.device_functions))
         return sum(x.size // len(x) * (len(x) - 1) * x.dtype.itemsize for x in packed.values())
 
     def pack(self, weights: Sequence[Any]) -> Packed:
-        """Places each function's weights on its device.
+        """Places the weights of each function on the device that runs it.
 
         Args:
           weights: The weights of each function, in the order of `functions`.
@@ -68,50 +69,50 @@ class OperationParallel:
           One array `[devices, size]` per dtype, divided over the devices. Devices with fewer weights have zeros at the end.
 
         Raises:
-          InputError: Weights of other shapes than those that the functions were divided with.
+          InputError: The shapes or dtypes of weights are not those that `divide_operations` was given.
         """
-        shapes = jax.tree.map(_shape, tuple(weights))
-        if shapes != self.weights:
-            raise InputError(
-                f"weights have the shapes {shapes}: expected {self.weights}, with which divide_operations was called"
-            )
+        _check_shapes("weights", tuple(weights), self.weights)
         sharding = NamedSharding(self.mesh, P(AXIS))
         return {name: jax.device_put(x, sharding) for name, x in _pack(weights, self.device_functions).items()}
 
     def unpack(self, packed: Packed) -> list[Any]:
-        """Weights, or gradients, of each function from those of all devices.
+        """The inverse of `pack`.
 
         Args:
-          packed: A result of `pack`, or an array of its structure, as a gradient.
+          packed: A result of `pack`, or the gradient with respect to one.
 
         Returns:
-          The weights of each function, in the order of `functions`.
+          The weights of each function, or their gradients, in the order of `functions`.
         """
         return _unpack(packed, self.weights, self.device_functions)
 
     def __call__(self, packed: Packed, inputs: Any) -> list[Any]:
-        """Runs all functions.
+        """Runs all functions. Outside of `jax.jit`, each call traces them again.
 
         Args:
-          packed: The weights, by `pack`.
-          inputs: The inputs of every function, with the shapes that the functions were divided with.
+          packed: A result of `pack`.
+          inputs: The inputs of all functions, of the shapes that `divide_operations` was given.
 
         Returns:
           The result of each function, in the order of `functions`, on all devices.
+
+        Raises:
+          InputError: The inputs have other shapes or dtypes.
         """
+        _check_shapes("inputs", inputs, self.inputs)
+        sizes = _sizes(self.outputs, self.device_functions)
+        branches = [self._branch(indices, sizes) for indices in self.device_functions]
 
         def run(local: Packed, inputs: Any) -> Packed:
             local, inputs = jax.tree.map(lambda x: vary(x, (AXIS,)), (local, inputs))
             return lax.switch(lax.axis_index(AXIS), branches, local, inputs)
 
-        sizes = _sizes(self.outputs, self.device_functions)
-        branches = [self._branch(indices, sizes) for indices in self.device_functions]
         gathered = jax.shard_map(run, mesh=self.mesh, in_specs=(P(AXIS), P()), out_specs=P(AXIS))(packed, inputs)
         on_all = lax.with_sharding_constraint(gathered, NamedSharding(self.mesh, P()))
         return _unpack(on_all, self.outputs, self.device_functions)
 
     def _branch(self, indices: tuple[int, ...], sizes: Mapping[str, int]) -> Callable[[Packed, Any], Packed]:
-        """The functions of one device, from and to packed arrays `[1, size]`."""
+        """Runs the functions of a device: packed weights `[1, size]` to packed results `[1, size]`."""
 
         def run(local: Packed, inputs: Any) -> Packed:
             weights = _unpack(local, [self.weights[i] for i in indices], [range(len(indices))])
@@ -130,23 +131,24 @@ def divide_operations(
 ) -> OperationParallel:
     """Divides independent functions of the same inputs over devices.
 
-    The function with the most FLOPs goes first, each to the device with the fewest so far.
+    Functions are assigned in the order of falling FLOPs, each to the device with the fewest FLOPs so far. FLOPs are those of
+    matrix products and convolutions; a `while` loop of unknown length counts as one iteration.
 
     Args:
-      functions: Functions of (weights, inputs), which return arrays. They may not contain collectives over devices, since
-        each device runs a different function.
-      weights: Each function's weights, or their shapes (`jax.ShapeDtypeStruct`).
-      inputs: The inputs of all functions, or their shapes. Every device holds them.
-      devices: The devices, all by default. No more are used than there are functions.
+      functions: Functions of (weights, inputs), both trees of arrays, which return a tree of arrays. They may not contain
+        collectives, since each device runs a different function.
+      weights: The weights of each function, () for none, or their shapes (`jax.ShapeDtypeStruct`).
+      inputs: The inputs of all functions, or their shapes. Every device holds them. Random keys belong here, not to weights.
+      devices: The devices, by default all. No more are used than there are functions.
 
     Returns:
-      A callable, for use inside or outside of `jax.jit`.
+      A function of (packed weights, inputs); `pack` makes packed weights.
 
     Raises:
-      InputError: No functions, or another number of weights.
+      InputError: There are no functions, no devices, or not as many weights as functions.
 
     Cost:
-      The time of the device with the most work, and an all-gather of the results.
+      The time of the device with the most work, and an all-gather of the results. This call traces each function twice.
 
     References:
       Krizhevsky 2014, "One weird trick for parallelizing convolutional neural networks", and Jia et al. 2019, "Beyond data and
@@ -157,30 +159,44 @@ def divide_operations(
             f"{len(functions)} functions and {len(weights)} weights: expected at least one function, each with its weights "
             "(() for none)"
         )
-    devices = jax.devices() if devices is None else devices
-    used = devices[: len(functions)]
-    shapes = jax.tree.map(_shape, (tuple(weights), inputs))
-    costs = [count_flops(function, w, shapes[1]) for function, w in zip(functions, shapes[0], strict=True)]
-    outputs = tuple(jax.eval_shape(function, w, shapes[1]) for function, w in zip(functions, shapes[0], strict=True))
+    used = list(jax.devices() if devices is None else devices)[: len(functions)]
+    if not used:
+        raise InputError("devices is empty: expected at least one device, or None for all")
+    of_weights, of_inputs = _shapes((tuple(weights), inputs))
+    pairs = list(zip(functions, of_weights, strict=True))
+    costs = [count_flops(function, w, of_inputs, while_trips=1) for function, w in pairs]
+    outputs = tuple(jax.eval_shape(function, w, of_inputs) for function, w in pairs)
     return OperationParallel(
         tuple(functions),
         jax.make_mesh((len(used),), (AXIS,), axis_types=(AxisType.Auto,), devices=used),
         _assign(costs, len(used)),
-        shapes[0],
+        of_weights,
+        of_inputs,
         outputs,
     )
 
 
 def _assign(costs: Sequence[int], devices: int) -> tuple[tuple[int, ...], ...]:
-    """Indices of each device's functions: the most expensive first, to the device with the least work and fewest functions."""
+    """Indices of the functions of each device: by falling cost, to the device of least cost, then of fewest functions."""
     assigned: list[list[int]] = [[] for _ in range(devices)]
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
         min(assigned, key=lambda indices: (sum(costs[j] for j in indices), len(indices))).append(i)
     return tuple(map(tuple, assigned))
 
 
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
+def _shapes(tree: Any) -> Any:
+    """Shapes of arrays, numbers and ShapeDtypeStructs, in the dtypes that jax gives them."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(lambda tree: tree, tree))
+
+
+def _check_shapes(name: str, arrays: Any, expected: Any) -> None:
+    """Raises InputError unless the arrays have the expected structure, shapes and dtypes."""
+    shapes = _shapes(arrays)
+    if shapes != expected:
+        raise InputError(
+            f"{name} have the shapes {shapes}: expected {expected}, with which divide_operations was called: pass arrays of "
+            "these shapes, or call divide_operations again"
+        )
 
 
 def _zeros(shapes: Any) -> Any:
@@ -201,7 +217,7 @@ def _sizes(trees: Sequence[Any], groups: Sequence[Sequence[int]]) -> dict[str, i
 def _pack(
     trees: Sequence[Any], groups: Sequence[Sequence[int]], sizes: Mapping[str, int] | None = None
 ) -> dict[str, jax.Array]:
-    """The arrays of each group of trees in one row, `[groups, size]` per dtype, with zeros up to the largest group."""
+    """The arrays of each group of trees in one row, `[groups, size]` per dtype, padded with zeros to the largest group."""
     trees, packed = jax.tree.map(jnp.asarray, list(trees)), {}
     for name, size in (sizes or _sizes(trees, groups)).items():
         rows = []
@@ -214,16 +230,16 @@ def _pack(
 
 
 def _unpack(packed: Packed, shapes: Sequence[Any], groups: Sequence[Sequence[int]]) -> list[Any]:
-    """Trees of arrays from their packed form."""
+    """The trees from the result of `_pack`, by the shapes of their arrays."""
     trees: list[Any] = [None] * len(shapes)
     for row, group in enumerate(groups):
-        start = dict.fromkeys(packed, 0)
-        for i in group:
-            leaves, structure = jax.tree.flatten(shapes[i])
-            arrays = []
-            for leaf in leaves:
-                name, size = leaf.dtype.name, math.prod(leaf.shape)
-                arrays.append(packed[name][row, start[name] : start[name] + size].reshape(leaf.shape))
-                start[name] += size
-            trees[i] = jax.tree.unflatten(structure, arrays)
+        leaves, structure = jax.tree.flatten([shapes[i] for i in group])
+        pieces = {}
+        for name, rows in packed.items():
+            sizes = [math.prod(x.shape) for x in leaves if x.dtype.name == name]
+            # The derivative of a split is one concatenation; that of each slice would be an array of the size of the row.
+            pieces[name] = iter(lax.split(rows[row], (*sizes, rows.shape[1] - sum(sizes))))
+        arrays = [next(pieces[x.dtype.name]).reshape(x.shape) for x in leaves]
+        for i, tree in zip(group, jax.tree.unflatten(structure, arrays), strict=True):
+            trees[i] = tree
     return trees

@@ -210,7 +210,8 @@ def _check_recipe(recipe: str, stages: Sequence[Stage], finetune: int, rewind: s
     if finetune and all(stage.changes != STRUCTURE for stage in stages):
         raise InputError(
             f"--finetune={finetune} trains after the stages that remove units or weights, and the recipe {recipe!r} has none: "
-            "leave it out, or train with train.weights first, as low_rank(0.5) for factorize(parameters=0.5)"
+            "leave it out, or train with train.weights: low_rank(0.5) before factorize(parameters=0.5); masked, with "
+            "train.init_from=RUN2, after two_four, balanced or blocks, and then apply the stage again"
         )
     if rewind and not _is_masked(stages):
         raise InputError(

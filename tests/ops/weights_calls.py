@@ -113,6 +113,7 @@ ON_HOST = {
     "weight.axes_of",
     "weight.is_stacked",
     "weight.scale_axes",
+    "weights.balanced.kept_count",
     "weights.low_rank.rank_of",
     "weights.low_rank.rank_by_energy",
     "weights.ranges.largest_code",

@@ -22,6 +22,11 @@ def mean(w, x):
     return jnp.mean(x, axis=0)
 
 
+def drawn_sum(w, inputs):
+    x, key = inputs
+    return w * jnp.sum(x * jax.random.normal(key, x.shape))
+
+
 FUNCTIONS = (product, tanh_with_index, mean)
 
 
@@ -81,9 +86,36 @@ def test_most_expensive_functions_are_divided_first(operands):
     assert operations.device_functions == ((4,), (3, 2, 1, 0))
 
 
+def test_outputs_without_matrix_products_and_of_all_dtypes(operands):
+    """Numbers and typed keys among the operands, and a loop of unknown length."""
+    _, x = operands
+    key = jax.random.key(0)
+
+    def halved(w, inputs):
+        return jax.lax.while_loop(lambda s: jnp.abs(s).max() > 1, lambda s: 0.5 * s @ w, inputs[0])
+
+    functions = [
+        lambda w, inputs: (inputs[0].astype(w.dtype) * w, inputs[0] > 0),
+        halved,
+        drawn_sum,
+        lambda w, inputs: (),
+    ]
+    weights = [jnp.ones(8, jnp.bfloat16), np.eye(8), 2.0, ()]
+    operations = divide_operations(functions, weights, (x, key), jax.devices()[:2])
+    outputs = operations(operations.pack(weights), (x, key))  # outside of jit
+    expected = [function(w, (x, key)) for function, w in zip(functions, weights, strict=True)]
+    assert jax.tree.map(lambda a: a.dtype, outputs) == jax.tree.map(lambda a: a.dtype, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), outputs, expected)
+
+
 def test_invalid_arguments_raise(operands):
     weights, x = operands
+    operations = divide_operations(FUNCTIONS, weights, x, jax.devices()[:2])
+    with pytest.raises(InputError, match=r"inputs have .*shape=\(5, 8\).*: expected .*shape=\(6, 8\).*call divide_op"):
+        operations(operations.pack(weights), x[:5])
+    with pytest.raises(InputError, match="devices is empty"):
+        divide_operations(FUNCTIONS, weights, x, [])
     with pytest.raises(InputError, match="2 functions and 3 weights"):
         divide_operations(FUNCTIONS[:2], weights, x)
     with pytest.raises(InputError, match="expected .* with which divide_operations was called"):
-        divide_operations(FUNCTIONS, weights, x).pack((weights[0].T, *weights[1:]))
+        operations.pack((weights[0].T, *weights[1:]))

@@ -51,13 +51,15 @@ KINDS = {
     "fp8": lambda: compressed("fp8"),
     "codebook": lambda: compressed("codebook(bits=3)"),
     "ternary": lambda: compressed("ternary"),
+    "balanced": lambda: compressed("balanced(0.25)"),
 }
 
 
 TENSOR, ZERO3 = Plan("tensor", tensor=2, data=4), Plan("zero3", tensor=2)
 FAST = [("integers in groups", TENSOR)]
-SLOW = [(kind, plan) for kind in KINDS for plan in (TENSOR, ZERO3) if (kind, plan) not in FAST and kind != "ternary"]
-SLOW.append(("ternary", Plan("zero3")))  # packed codes are gathered, and not divided over tensor
+GATHERED = "ternary", "balanced"  # kinds that ZeRO-3 gathers, and that tensor parallelism does not divide
+SLOW = [(kind, plan) for kind in KINDS for plan in (TENSOR, ZERO3) if (kind, plan) not in FAST and kind not in GATHERED]
+SLOW.extend((kind, Plan("zero3")) for kind in GATHERED)
 SLOW.append(("int8", Plan("zero3", pipeline=2)))
 
 
@@ -70,9 +72,16 @@ def test_losses_are_those_of_one_device(kind, plan):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["ternary", "binary", "pow2", "int4(group=8)", "two_four", "blocks(0.5,block=8)"])
-def test_weights_that_do_not_divide_raise(recipe):
-    kind = {"two_four": "TwoFourWeight", "blocks(0.5,block=8)": "BlockSparseWeight"}.get(recipe, "PackedWeight")
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    [
+        *((recipe, "PackedWeight") for recipe in ("ternary", "binary", "pow2", "int4(group=8)")),
+        ("two_four", "TwoFourWeight"),
+        ("blocks(0.5,block=8)", "BlockSparseWeight"),
+        ("balanced(0.25)", "BalancedWeight"),
+    ],
+)
+def test_weights_that_do_not_divide_raise(recipe, kind):
     weights, plan = compressed(recipe), Plan("tensor", tensor=2, data=1)
     with pytest.raises(InputError, match=rf"plan.tensor=2 divides a matrix .* {kind} does not divide like that: set"):
         loss(weights, plan, 2)

@@ -1,4 +1,4 @@
-"""Products of 8-bit integers and of signs in the form that ONNX runtimes have kernels for."""
+"""Weights in the form whose products ONNX runtimes have kernels for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.linear import product
 from hpnlp.ops.weight import Weight, dense, is_weight
+from hpnlp.ops.weights.balanced import BalancedWeight
 from hpnlp.ops.weights.integer import IntegerWeight
 from hpnlp.ops.weights.xnor import BinaryProductWeight, row_scales
 
@@ -84,20 +85,23 @@ class RuntimeBinaryWeight(Weight):
 
 
 def for_runtimes(weights: Any) -> Any:
-    """Weights with the products of integers and signs that ONNX runtimes have kernels for.
+    """Weights in the form whose products ONNX runtimes have kernels for.
 
     Args:
       weights: Weights of a model.
 
     Returns:
       The tree, with a RuntimeIntegerWeight in place of each IntegerWeight that multiplies integers and rounds each input by
-      its own range, and a RuntimeBinaryWeight in place of each BinaryProductWeight.
+      its own range, a RuntimeBinaryWeight in place of each BinaryProductWeight, and the dense matrix in place of each
+      BalancedWeight, whose product would be several nodes for each of its steps.
     """
     return jax.tree.map(_converted, weights, is_leaf=is_weight)
 
 
 def _converted(leaf: Any) -> Any:
     """The weight of a leaf whose product runtimes have."""
+    if isinstance(leaf, BalancedWeight):
+        return dense(leaf)
     if isinstance(leaf, BinaryProductWeight):
         signs = dataclasses.replace(leaf, scales=jnp.ones_like(leaf.scales))
         return RuntimeBinaryWeight(dense(signs).astype(jnp.int8), leaf.scales)

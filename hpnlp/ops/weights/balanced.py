@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -10,10 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from hpnlp.ops.array_op import array_op
+from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.ops.weight import Weight
 from hpnlp.ops.weights.sparse import check_share
 
-MOST_UNROLLED = 4  # XLA:CPU, 128 rows: 1 to 0.8 of the time of no or more unrolling
+UNROLLED = (
+    4  # steps in an iteration of the loop of a product. XLA:CPU, 128 rows: 0.8 to 1 times the time with other numbers
+)
 
 
 @jax.tree_util.register_dataclass
@@ -21,14 +25,15 @@ MOST_UNROLLED = 4  # XLA:CPU, 128 rows: 1 to 0.8 of the time of no or more unrol
 class BalancedWeight(Weight):
     """k numbers of each column, and 0 elsewhere: the ELLPACK format of the transposed matrix.
 
-    `matmul` takes k steps, each of which adds a number of each column times a row of x^T, so that its operations are those of
-    the dense matrix times k / D. On XLA:CPU, products by themselves are faster than dense ones with 90 % zeros; a narrow model
-    gains nothing: measure. The other methods take the time of the dense matrix. float32 takes 1.5 k / D of its
-    memory. A NaN of x reaches the columns that read it.
+    `matmul` is a loop of k steps. Each step multiplies one number of every column by the entry of x that it meets, and adds the
+    products to the result: k / D of the operations of a dense product. On XLA:CPU a product with 90 % zeros is faster than a
+    dense one, but models of narrow layers are not: measure. The other methods take the time of the dense matrix. The
+    derivative of M rows with respect to `values` keeps k F M numbers. In float32, the arrays take 1.5 k / D of the memory of
+    the dense matrix, or 2 k / D with int32 indices. A NaN of x reaches the columns that read it.
 
     Attributes:
       values: float [k, F].
-      indices: uint16 or int32 [k, F], the row of each number, rising in each column.
+      indices: uint16 (int32 if D > 65,536) [k, F], the row of each number, rising in each column.
       rows: D.
     """
 
@@ -53,8 +58,11 @@ class BalancedWeight(Weight):
             taken = inputs.at[indices.astype(jnp.int32)].get(mode="promise_in_bounds")
             return sums + taken.astype(jnp.float32) * values.astype(jnp.float32)[:, None], None
 
-        zeros = jnp.zeros((self.values.shape[-1], len(x)), jnp.float32)
-        return jax.lax.scan(step, zeros, (self.values, self.indices), unroll=_unroll(len(self.values)))[0].T
+        zeros = jnp.zeros((self.values.shape[-1], x.shape[0]), jnp.float32)
+        zeros, *_ = vary_alike(zeros, x, self.values, self.indices)
+        # The number of steps is a multiple of those unrolled, since XLA:CPU fuses a remainder with later operations.
+        unroll = math.gcd(len(self.values), UNROLLED)
+        return jax.lax.scan(step, zeros, (self.values, self.indices), unroll=unroll)[0].T
 
     def axes(self, names: tuple[str | None, ...]) -> Any:
         *leading, _, column = names
@@ -67,8 +75,7 @@ def keep_balanced(w: Float[Array, "D F"], share: int | float) -> BalancedWeight:
 
     Args:
       w: [D, F].
-      share: Share of the numbers that is kept, in (0, 1]: k = round(share D) of each column, rounded up to a multiple of 4,
-        since products take 4 at a time; at most D.
+      share: Share of the numbers that is kept, in (0, 1], see `kept_count`.
 
     Returns:
       The sparse matrix. Of equal magnitudes, the first are kept.
@@ -82,15 +89,26 @@ def keep_balanced(w: Float[Array, "D F"], share: int | float) -> BalancedWeight:
     References:
       Yao et al. 2019, "Balanced sparsity for efficient DNN inference on GPU", with the columns as the groups.
     """
-    check_share(share)
     rows = w.shape[0]
-    count = min(rows, MOST_UNROLLED * max(1, -(-round(share * rows) // MOST_UNROLLED)))
+    count = kept_count(rows, share)
     order = jnp.argsort(-jnp.abs(w), axis=0, stable=True)[:count]
     indices = jnp.sort(order, axis=0)
     dtype = jnp.uint16 if rows <= 1 << 16 else jnp.int32
     return BalancedWeight(jnp.take_along_axis(w, indices, axis=0), indices.astype(dtype), rows)
 
 
-def _unroll(steps: int) -> int:
-    """Steps of an iteration of the loop; they divide all steps, since XLA:CPU fuses a remainder with later operations."""
-    return max(n for n in range(1, MOST_UNROLLED + 1) if steps % n == 0)
+def kept_count(rows: int, share: int | float) -> int:
+    """Number of entries that are kept of each column.
+
+    Args:
+      rows: D.
+      share: Share of the entries that is kept, in (0, 1].
+
+    Returns:
+      k: round(share D), but at least 1, rounded up to a multiple of 4, since products take 4 at a time; at most D.
+
+    Raises:
+      InputError: `share` is out of range.
+    """
+    check_share(share)
+    return min(rows, UNROLLED * math.ceil(max(1, round(share * rows)) / UNROLLED))

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from hpnlp.ops.array_op import array_op
 from hpnlp.ops.weights import ranges
-from hpnlp.ops.weights.balanced import BalancedWeight, keep_balanced
+from hpnlp.ops.weights.balanced import BalancedWeight, keep_balanced, kept_count
 from hpnlp.ops.weights.integer import IntegerWeight
 from hpnlp.ops.weights.sparse import TwoFourWeight, check_share, keep_two_of_four, largest
 from hpnlp.types import InputError
@@ -193,9 +193,9 @@ def two_of_four_by_moments(
 def balanced_by_moments(
     w: Float[Array, "D F"], moments: Float[Array, "_ _"], share: int | float, *, damping: float | int = DAMPING
 ) -> BalancedWeight:
-    """Keeps equally many weights of each column, as `keep_balanced`, so that products change little (SparseGPT).
+    """Keeps as many weights of each column as `keep_balanced`, and changes them so that products change little (SparseGPT).
 
-    Of each `BLOCK` rows of a column, the weights with the largest increase of the error stay.
+    Of each `BLOCK` rows of a column, the weights whose removal would increase the error most stay.
 
     Args:
       w: [D, F].
@@ -209,10 +209,10 @@ def balanced_by_moments(
     Raises:
       InputError: `share` is out of range, or `moments` is not [D, D].
     """
-    check_share(share)
     _check_moments(w, moments)
     rows = w.shape[0]
-    ends = [round(share * min(row, rows)) for row in range(0, rows + BLOCK, BLOCK)]
+    count = kept_count(rows, share)
+    ends = [round(count * min(row, rows) / rows) for row in range(0, rows + BLOCK, BLOCK)]
     counts = [end - start for start, end in itertools.pairwise(ends)]
 
     def choose(first: Array, block: Array, diagonal: Array) -> Array:

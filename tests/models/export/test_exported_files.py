@@ -130,6 +130,7 @@ def test_onnxruntime_computes_the_same_logits(config, recipe, tolerance, tmp_pat
         (BERT, "layers(2)", 1e-5),
         (BERT, "int8", 2e-3),
         (BERT, "binary(inputs=True)", 1e-4),
+        (BERT, "layers(1),balanced(0.25)", 1e-5),
         (LLAMA, "layers(2)", 1e-5),
         (dataclasses.replace(BERT, mixer="window(2,2),full", pooling="none", classes=3, tied=False), "layers(2)", 1e-5),
         (GROUPED, "int8", 2e-3),
@@ -144,6 +145,7 @@ def test_onnxruntime_computes_the_same_logits(config, recipe, tolerance, tmp_pat
         "encoder",
         "encoder_int8",
         "encoder_binary",
+        "encoder_balanced",
         "lm",
         "windows_of_a_tagger",
         "grouped_int8",
@@ -174,9 +176,12 @@ def test_files_take_any_batch_and_length(config, recipe, tolerance, tmp_path):
 
 
 @pytest.mark.usefixtures("symbolic_sizes")
-@pytest.mark.parametrize("mlp", ["top_k(4,2)", pytest.param("switch(4)", marks=pytest.mark.slow)])
-def test_stablehlo_files_with_experts_take_any_batch_and_length(mlp, tmp_path):
-    function, _ = make(dataclasses.replace(LLAMA, layers=1, mlp=mlp), "bf16", length=0)
+@pytest.mark.parametrize(
+    ("mlp", "recipe"),
+    [("top_k(4,2)", "bf16"), pytest.param("switch(4)", "balanced(0.5)", marks=pytest.mark.slow)],
+)
+def test_stablehlo_files_with_experts_take_any_batch_and_length(mlp, recipe, tmp_path):
+    function, _ = make(dataclasses.replace(LLAMA, layers=1, mlp=mlp), recipe, length=0)
     stablehlo.write(function, tmp_path / "model.stablehlo")
     called = jax.export.deserialize(bytearray((tmp_path / "model.stablehlo").read_bytes())).call
     for batch, length in ((1, 1), (2, 5), (4, 60)):

@@ -1,9 +1,13 @@
 """Contracts of all kinds of weights: their methods agree with the matrix that they represent, under all transformations."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from hpnlp.compress.files import KINDS
 from hpnlp.ops.linear import linear
@@ -142,6 +146,23 @@ def test_methods_agree_with_the_matrix(name):
     axes = jax.tree.leaves(layers.axes(("layers", "embed", "mlp")), is_leaf=lambda x: isinstance(x, tuple))
     assert [len(a) for a in axes] == [leaf.ndim for leaf in jax.tree.leaves(layers)]
     assert all(a[0] == "layers" for a in axes)
+
+
+def test_products_inside_shard_map_agree_with_the_matrix():
+    """Rows of x on two devices, as under data parallelism; JAX refuses loops whose state does not vary as x does."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(4, D)).astype(np.float32)
+    made = {name: make(rng.normal(size=(D, F)).astype(np.float32)) for name, (make, *_) in CASES.items()}
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+    def products(weights, x):
+        return {name: linear(x, weight) for name, weight in weights.items()}
+
+    for name, product in products(made, x).items():
+        expected = x @ np.asarray(made[name].dense())
+        np.testing.assert_allclose(product, expected, atol=CASES[name][1] * np.abs(expected).max(), err_msg=name)
 
 
 def thin_cases():
