@@ -257,9 +257,9 @@ def check_model(model: Any, source: Source, accept_changes: bool = False, task: 
     flags = [shlex.quote(f"--model.{name}={theirs}") for name, (_, theirs) in values.items()]
     if differences and not accept_changes:
         raise InputError(
-            f"train.init_from={source.directory} has another model ({differences}): set {' '.join(flags)}, or copy the model "
-            f"from there, as --config=lm/finetune:{source.directory} does; with --accept_changes, parameters of the same "
-            "shapes are used in spite of the differences"
+            f"train.init_from={source.directory} has another model ({differences}): set {' '.join(flags)}; fields "
+            "that no flag sets, hpnlp train takes from there; with --accept_changes, parameters of the same shapes are used in "
+            "spite of the differences"
         )
     return "; ".join(filter(None, (differences, scaled)))
 
