@@ -107,6 +107,7 @@ class Task(abc.ABC):
       compares_as: Name of the task whose runs have scores of the same meaning, so that `hpnlp compare` ranks the runs of both;
         "" for the task itself.
       prediction: Class of the results of `predict`; None for a task whose models predict nothing from texts.
+      vocabulary_files: Files of a run directory without which `load_vocabulary` returns None.
     """
 
     name: ClassVar[str]
@@ -117,6 +118,7 @@ class Task(abc.ABC):
     report: ClassVar[TaskReport]
     compares_as: ClassVar[str] = ""
     prediction: ClassVar[type[Prediction] | None] = None
+    vocabulary_files: ClassVar[tuple[str, ...]] = ("tokenizer.json",)
 
     @abc.abstractmethod
     def check_data(self, data: Any) -> None:

@@ -295,6 +295,12 @@ def test_a_recurrent_source_of_the_same_task_sets_the_model(tmp_path):
     assert (tuned.model.cells, tuned.data.seq_len) == ("gru(6)", 512)
 
 
+@pytest.mark.parametrize(("task", "file"), [("realm", "documents.npz"), ("tagging", "labels.json")])
+def test_sources_without_a_file_of_the_vocabulary_raise(tmp_path, task, file):
+    with pytest.raises(InputError, match=f"source has no {file}: put back the one that the run was trained with"):
+        warm_start.find(begun_run(tmp_path / "source", task))
+
+
 def test_begun_run_keeps_its_fields_without_the_source(tmp_path):
     source = begun_run(tmp_path / "source", "masked_lm", **MASKED)
     overrides = [f"--train.init_from={source}"]
