@@ -21,7 +21,7 @@ def get_config(source: str = "runs/x") -> ConfigDict:
     config.data.tokenizer = start.tokenizer_field
     of_data = {name: 0 for name in ("classes", "negative_texts") if name in config.model}  # their numbers in the data
     config.model.update(dataclasses.asdict(start.model) | of_data)
-    config.data.seq_len = min(512, config.model.max_len)  # learned positions end there
+    config.data.seq_len = min(512, start.model.max_len)  # learned positions end there
     config.data.batch_size = 8
     config.optimizer.learning_rate = 1e-5
     config.optimizer.warmup = 20

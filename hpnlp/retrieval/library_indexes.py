@@ -179,9 +179,9 @@ class Scann(Kind):
 
 SCANN_MODULE = "scann.scann_ops.py.scann_ops_pybind"  # without the operations for TensorFlow
 SCANN_SAMPLE = 100_000  # vectors that train the cells
-SCANN_THRESHOLD = (
-    0.2  # share of a vector's length, from which its inner products count in the error of a code: ScaNN's advice
-)
+# Queries whose inner product with a vector is less than this share of its length do not count in the error of its code, as
+# ScaNN's documentation advises.
+SCANN_THRESHOLD = 0.2
 SCANN_QUERIES = 32  # queries of one thread at a time
 
 

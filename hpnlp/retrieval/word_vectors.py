@@ -206,24 +206,32 @@ class WordVectorTable:
           `(neighbour that is followed, the whole text, the text without each of its words)`.
 
         Raises:
-          InputError: A word is not there, the text has one word, `expected` is in the text, or no word is outside of it.
+          InputError: A word is not there, there are fewer than two, `expected` is in the text, no word is outside of it, or the
+            vectors of the text, or those without a word, add up to zero.
 
         Cost:
           One product of the N + 1 texts with the V vectors.
         """
         words, signs = signed_words(text)
         if len(words) < 2:
-            raise InputError(f"{shortened(text, 60)} has one word, without which nothing is left: expected at least 2")
+            raise InputError(f"{shortened(text, 60)}: expected at least 2 words, each of which is left out in turn")
         rows = np.array([self.row(word) for word in words])
         if expected and self.row(expected) in rows:
             raise InputError(f"the word {shortened(expected, 60)} is in the text: expected a neighbour of it")
         signed = self._unit[rows] * np.array(signs, np.float32)[:, None]
         # Sums of the other words, and not the total less a word, which leaves rounding errors where the others cancel.
         is_kept = np.concatenate([np.ones((1, len(words))), 1 - np.eye(len(words))]).astype(np.float32)
-        scores = _unit_norm(is_kept @ signed) @ self._unit.T
-        scores[:, rows] = -np.inf
+        sums = is_kept @ signed
+        for word, vector in zip(["", *words], sums, strict=True):
+            if not vector.any():
+                raise InputError(
+                    f"the vectors of {shortened(text, 60)}{f' without {shortened(word, 60)}' if word else ''} add up to zero, "
+                    "which has no cosine with others: choose other words"
+                )
         if len(set(rows.tolist())) == len(self):
             raise InputError("all words are in the text, so that it has no neighbours: choose fewer words")
+        scores = _unit_norm(sums) @ self._unit.T
+        scores[:, rows] = -np.inf
         followed = self.row(expected) if expected else int(scores[0].argmax())
         cosines = scores[:, followed]
         ranks, nearest = 1 + (scores > cosines[:, None]).sum(axis=1), scores.argmax(axis=1)

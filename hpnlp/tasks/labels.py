@@ -30,6 +30,7 @@ class LabelTask(ExampleTask):
 
     metric, higher_is_better = "accuracy", True
     prediction = LabelPrediction
+    vocabulary_files = ("tokenizer.json", "labels.json")
 
     @property
     def is_served(self) -> bool:

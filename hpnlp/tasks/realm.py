@@ -69,6 +69,7 @@ class RetrievalLanguageModel(ExampleTask):
     model_config = RealmConfig
     data_config = HiddenSpansConfig
     report = RealmReport()
+    vocabulary_files = ("tokenizer.json", FILE)
 
     def input_kind(self, data: Any) -> Kind | None:
         return None

@@ -109,6 +109,7 @@ class Task(abc.ABC):
         "" for the task itself.
       prediction: Class of the results of `predict`; None for a task whose models predict nothing from texts.
       unused_fields: Rules about fields of this task that have no effect, beside those of all tasks.
+      vocabulary_files: Files of a run directory without which `load_vocabulary` returns None.
     """
 
     name: ClassVar[str]
@@ -120,6 +121,7 @@ class Task(abc.ABC):
     compares_as: ClassVar[str] = ""
     prediction: ClassVar[type[Prediction] | None] = None
     unused_fields: ClassVar[tuple[Rule, ...]] = ()
+    vocabulary_files: ClassVar[tuple[str, ...]] = ("tokenizer.json",)
 
     @abc.abstractmethod
     def check_data(self, data: Any) -> None:

@@ -130,8 +130,8 @@ def check(pairs: Sequence[Pair], model: Any, directory: Path, accept_changes: bo
     differences = "; ".join(dict.fromkeys(differing))
     if differences and not accept_changes:
         raise InputError(
-            f"train.init_from={directory} has another body ({differences}): {', '.join(dict.fromkeys(fixes))}; without these "
-            "flags, hpnlp train takes the fields from there"
+            f"train.init_from={directory} has another body ({differences}): {', '.join(dict.fromkeys(fixes))}; fields that no "
+            "flag sets, hpnlp train takes from there"
         )
     return "; ".join(filter(None, (differences, *dict.fromkeys(accepted))))
 

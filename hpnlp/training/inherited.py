@@ -11,7 +11,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from hpnlp import tasks
-from hpnlp.models.body import ConfigOfStacks, Start
+from hpnlp.models.backbone import BackboneConfig
+from hpnlp.models.body import Start
 from hpnlp.training import bodies, upcycling, warm_start
 from hpnlp.training.architecture import architecture
 from hpnlp.training.config_file import load_config
@@ -25,7 +26,7 @@ def inherited_fields(values: ConfigDict, is_set: Container[str], workdir: str | 
     """Fields of a config that are those of the model that the run starts from.
 
     These are the tokenizer and, of a source of the same task, the fields of the model that decide what it computes; of another
-    task, those of the body. A run that has begun keeps its fields, so that the source may be removed.
+    task, those of the body. If the source cannot be read any more, a run that has begun keeps the fields that it has.
 
     Args:
       values: A config as `config.default` returns it, with fields set, and `train.init_from`.
@@ -41,8 +42,6 @@ def inherited_fields(values: ConfigDict, is_set: Container[str], workdir: str | 
     current: Any = values
     directory = Path(current.train.init_from)
     config = tasks.find(str(values.task)).model_config
-    if not issubclass(config, ConfigOfStacks):
-        return {}
     try:
         fields = dict(_of_source(config, current, warm_start.find(directory)))
     except InputError:
@@ -89,6 +88,8 @@ def _value(stack: Any, name: str, source: warm_start.Source, current: Any) -> An
 
 def _keeps_experts(values: Any, start: Start, stack: Any) -> bool:
     """Whether a config has experts that start as copies of the MLPs of a stack."""
+    if not isinstance(stack, BackboneConfig):
+        return False
     experts = {name: values.model[start.fields.get(name, name)] for name in upcycling.FIELDS[::2]}
     with contextlib.suppress(InputError):  # forms that the stack has too few layers for
         return bool(upcycling.upcycled_layers(dataclasses.replace(stack, **experts), stack))

@@ -107,9 +107,10 @@ def load_vocabulary(workdir: str | Path, config: Config) -> Vocabulary:
     Raises:
       InputError: A file of it is absent or cannot be read.
     """
-    vocabulary = tasks.find(config.task).load_vocabulary(Path(workdir))
+    task = tasks.find(config.task)
+    vocabulary = task.load_vocabulary(Path(workdir))
     if vocabulary is None:
-        absent = next((n for n in ("tokenizer.json", "labels.json") if not (Path(workdir) / n).exists()), "")
+        absent = " or ".join(name for name in task.vocabulary_files if not (Path(workdir) / name).exists())
         raise InputError(f"{workdir} has no {absent}: put back the one that the run was trained with")
     return vocabulary
 

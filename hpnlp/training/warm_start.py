@@ -112,9 +112,9 @@ class Source:
         flags = [shlex.quote(f"--model.{name}={theirs}") for name, (_, theirs) in values.items()]
         if differences and not accept_changes:
             raise InputError(
-                f"train.init_from={self.directory} has another model ({differences}): set {' '.join(flags)}, or copy the model "
-                f"from there, as --config=lm/finetune:{self.directory} does; with --accept_changes, parameters of the same "
-                "shapes are used in spite of the differences"
+                f"train.init_from={self.directory} has another model ({differences}): set {' '.join(flags)}; fields "
+                "that no flag sets, hpnlp train takes from there; with --accept_changes, parameters of the same shapes are "
+                "used in spite of the differences"
             )
         return "; ".join(filter(None, (differences, scaled)))
 

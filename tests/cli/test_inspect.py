@@ -49,6 +49,9 @@ def test_layers_and_lengths_are_chosen(run, trained):
     written = json.loads((trained / "inspect.json").read_text())
     assert [layer["layer"] for layer in written["layers"]] == [1] and written["window_tokens"] == [8]
     assert written["loss_by_context"][-1]["last"] == 7
+    outcome = run("inspect", trained, "--length=1", "--batches=1")
+    reason = "no attention matrices in layers 0-1: no held-out sequence has at least two tokens, and one with a label"
+    assert outcome.code == 0 and reason in outcome.out, outcome
 
 
 @pytest.mark.parametrize(

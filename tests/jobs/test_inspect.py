@@ -28,6 +28,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.reporting import Outcome
 from hpnlp.training.evaluation import evaluate
 from hpnlp.training.step import make_trainer
+from hpnlp.types import InputError
 from tests import tiny
 from tests.tiny import text  # noqa: F401  (fixture of every test here)
 
@@ -161,6 +162,14 @@ def test_losses_by_context_average_to_the_loss_of_the_evaluation(fields):
     assert [(item.first, item.last) for item in losses.bins] == [(0, 0), (1, 1), (2, 3), (4, 7), (8, 15)]
     assert sum(item.weight for item in losses.bins) == expected.sums["loss"][1]
     assert all(item.error > 0 for item in losses.bins)
+
+
+def test_text_without_labels_raises():
+    outcome, batch = outcome_of(layers=1), window()
+    empty = {**batch, "weights": np.zeros_like(batch["weights"])}
+    with pytest.raises(InputError, match="no held-out token has a label"):
+        context_losses(outcome.model, outcome.params, [empty], ignore_progress)
+    assert choose_windows([empty, window(padding=T - 1)], 2) == []
 
 
 def test_context_begins_with_each_document():

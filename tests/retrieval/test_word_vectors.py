@@ -66,7 +66,10 @@ def test_without_each_word_ranks_are_those_of_the_other_words(table):
 @pytest.mark.parametrize(
     ("text", "expected", "message"),
     [
-        ("king", "", "'king' has one word, without which nothing is left: expected at least 2"),
+        ("king", "", "'king': expected at least 2 words, each of which is left out in turn"),
+        ("", "", "'': expected at least 2 words"),
+        ("king - king", "", "the vectors of 'king - king' add up to zero, which has no cosine with others"),
+        ("king - king + apple", "", "the vectors of 'king - king [+] apple' without 'apple' add up to zero"),
         ("king kong", "", "the word 'kong' has no vector: did you mean 'king'"),
         ("king man", "man", "the word 'man' is in the text: expected a neighbour of it"),
         (" ".join(WORDS), "", "all words are in the text, so that it has no neighbours"),

@@ -168,7 +168,7 @@ def test_experts_of_a_classifier_start_as_copies_of_mlps(tmp_path, monkeypatch):
             {},
             "classification",
             {"dim": 16},
-            r"model.dim is 16, in the source 8\): set --model.dim=8; without these flags",
+            r"model.dim is 16, in the source 8\): set --model.dim=8; fields that no flag sets, hpnlp",
         ),
         (
             {"embed_dim": 4},
@@ -284,6 +284,22 @@ def test_a_source_of_the_same_task_sets_the_whole_model(tmp_path):
     values = experiment.read("classification/texts", [f"--train.init_from={source}"])
     assert (values.model.layers, values.model.dim, values.model.pooling, values.model.classes) == (1, 16, "first", 0)
     assert (values.model.vocab, values.data.tokenizer) == (0, "bytes")
+
+
+def test_a_recurrent_source_of_the_same_task_sets_the_model(tmp_path):
+    source = begun_run(tmp_path / "source", "rnn_lm", cells="gru(6)", tied=False, embed_dim=4)
+    values = experiment.read("", ["--task=rnn_lm", f"--train.init_from={source}", "--model.embed_dim=5"])
+    model = values.model
+    assert (model.cells, model.tied, model.embed_dim, model.vocab) == ("gru(6)", False, 5, 0)
+    assert values.data.tokenizer == "bytes"
+    tuned = experiment.read(f"lm/finetune:{source}")
+    assert (tuned.model.cells, tuned.data.seq_len) == ("gru(6)", 512)
+
+
+@pytest.mark.parametrize(("task", "file"), [("realm", "documents.npz"), ("tagging", "labels.json")])
+def test_sources_without_a_file_of_the_vocabulary_raise(tmp_path, task, file):
+    with pytest.raises(InputError, match=f"source has no {file}: put back the one that the run was trained with"):
+        warm_start.find(begun_run(tmp_path / "source", task))
 
 
 def test_begun_run_keeps_its_fields_without_the_source(tmp_path):

@@ -167,7 +167,7 @@ def test_config_with_equal_fields_starts_from_a_run(words, tmp_path):
             {"model__layers": 1, "model__mlp": "gelu", "model__mixer": "window(4,0)", "model__dtype": "bfloat16"},
             r"has another model \(model.mixer is 'window\(4,0\)', in the source 'full'; model.mlp is 'gelu', in the source "
             r"'swiglu'; model.layers is 1, in the source 2\): set --model.mixer=full --model.mlp=swiglu "
-            r"--model.layers=2,",
+            r"--model.layers=2; fields that no flag sets, hpnlp train takes from there; with --accept_changes",
         ),
         ({"model__dim": 32}, r"\(model.dim is 32, in the source 16\)"),
         ({"model__rope_theta": 5e5}, r"\(model.rope_theta is 500000.0, in the source 10000.0\)"),

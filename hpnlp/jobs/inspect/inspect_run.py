@@ -113,6 +113,8 @@ def inspect_run(
     if measured:
         limit = math.ceil(CANDIDATES * settings.windows / config.data.batch_size)
         windows = choose_windows(task.heldout(config, dataset, limit=limit), settings.windows)
+        if not windows:
+            skipped |= dict.fromkeys(measured, "no held-out sequence has at least two tokens, and one with a label")
     outcome = Outcome(config, dataset, model, run.params, {})
     attention = inspect_attention(outcome, windows, measured) if windows else []
     batches = task.heldout(config, dataset, limit=settings.batches)

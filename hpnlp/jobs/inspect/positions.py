@@ -15,6 +15,7 @@ from hpnlp.data.files import Progress
 from hpnlp.models import variables
 from hpnlp.training.example_scores import ExampleScores
 from hpnlp.training.gradients import loss
+from hpnlp.types import InputError
 
 Z = 1.96  # standard errors to each side of a 95 % interval
 
@@ -73,6 +74,9 @@ def context_losses(
 
     Returns:
       The losses; None if they are not those of tokens, but of whole sequences.
+
+    Raises:
+      InputError: No token of the batches has a label.
     """
 
     @jax.jit
@@ -127,6 +131,8 @@ def _binned(losses: np.ndarray, weights: np.ndarray, segment_ids: np.ndarray) ->
 def _joined(longest: int, sums: np.ndarray) -> ContextLosses:
     """The losses of all sequences, of `[2, sequences, bins]`; `longest` is the largest number of tokens before a token."""
     scored = sums[:, sums[1].sum(axis=1) > 0]
+    if not scored.size:
+        raise InputError("no held-out token has a label, so that there is no loss: name a run with more held-out text")
     bins = []
     for index, (total, weight) in enumerate(zip(scored[0].T, scored[1].T, strict=True)):
         if weight.sum():

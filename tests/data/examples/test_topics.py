@@ -63,7 +63,6 @@ def test_runs_keep_their_topics(tmp_path):
 
 
 @pytest.mark.oracle
-@pytest.mark.oracle
 @pytest.mark.parametrize(
     ("positives", "rows", "message"),
     [
