@@ -107,6 +107,7 @@ def test_budgets_are_planned_by_the_published_law(run):
     )
     experts = run("plan", "--budget=1e15", "--model.mlp=top_k(4,2)", *arguments)
     assert experts.code == 0 and "'--model.mlp=top_k(4,2)' --model.dim=" in experts.out
+    assert "this law is of dense models" in experts.out and "dense models" not in outcome.out
     timed = run("plan", "--budget=20s", *arguments)
     assert timed.code == 0 and "at least 20.0 s on 1 x h100" in timed.out
 

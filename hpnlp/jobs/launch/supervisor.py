@@ -96,6 +96,7 @@ def locked(workdir: Path) -> Iterator[None]:
 
     Raises:
       InputError: The directory cannot be written.
+      OSError: The disk is full.
       TemporaryError: Another supervisor runs, or a process of an earlier attempt still writes.
     """
     try:
@@ -117,8 +118,10 @@ def locked(workdir: Path) -> Iterator[None]:
                 f"a process of an earlier attempt writes to {workdir}, {writer}: wait until it has ended, or end it"
             )
         lock.truncate(0)
-        lock.write(f"{attempts.process_name()}, boot {_boot_id()}\n")
-        lock.flush()
+        try:
+            os.write(lock.fileno(), f"{attempts.process_name()}, boot {_boot_id()}\n".encode())
+        except OSError as error:  # of a full disk, which names no file
+            raise OSError(error.errno, error.strerror, lock.name) from error
         try:
             yield
         finally:
