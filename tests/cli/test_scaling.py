@@ -136,6 +136,7 @@ def test_planned_runs_fit(monkeypatch):
         (["--budget=1e3"], "are less than one step of"),
         (["--budget=1e300"], "expected at most 1e+28 FLOPs"),
         (["--budget=-1"], 'expected FLOPs over 0, as in "1e18"'),
+        (["--budget="], "--budget='': expected FLOPs over 0"),
         (["--budget=1e9", "--search"], "with --budget, which plans a whole run"),
         (["--budget=1e9", "--law=nowhere"], "--law: cannot read nowhere"),
         (["--law=nowhere"], "without --budget: add it"),
