@@ -347,10 +347,11 @@ def plot_expert_loads(loads: Mapping[int, np.ndarray], lines: Sequence[Mapping[s
     by_step.set(title="during training", xlabel="step", ylabel="load / mean load of a batch")
     for axes in (by_rank, by_step):
         axes.axhline(1, color="0.4", linewidth=0.9, linestyle=":")
-        axes.set_ylim(bottom=0)
+        room = 1.0 if axes is by_rank else 1.25  # for the legend above the curves
+        axes.set_ylim(0, room * axes.get_ylim()[1])
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8, loc="upper right" if axes is by_rank else "center right")
+            axes.legend(fontsize=8, loc="upper right")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

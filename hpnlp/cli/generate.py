@@ -169,7 +169,7 @@ class _Texts:
         for index in range(len(self.texts)):
             self.add(index, [], final=True)
         numbered = (f"--- prompt {number}\n{text}" for number, text in enumerate(self.texts, 1))
-        print("" if self.is_single else "\n".join(numbered))
+        print("" if self.is_single else "\n".join(numbered), flush=True)  # before the timings on stderr
 
 
 def _prompts() -> list[str]:

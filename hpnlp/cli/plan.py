@@ -85,7 +85,7 @@ def _run(argv: Sequence[str]) -> None:
     if arguments or cli.FLAGS["from"].present:
         workdir = cli.named_run(arguments, "hpnlp plan RUN --recipe=RECIPE", "from")
     _check_no_sizes_of_steps(workdir)
-    if cli.FLAGS.budget:
+    if cli.FLAGS["budget"].present:
         cli.refuse(["depth", "search", "out"], "with --budget, which plans a whole run: leave it out")
         _plan_budget(cli.FLAGS.config or experiment.EXAMPLE, overrides)
         return

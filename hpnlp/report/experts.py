@@ -158,7 +158,7 @@ def section(uses: Mapping[int, Use], tokenizer: Any) -> Section:
     lines = [
         f"Experts, over {tokens:,} tokens of held-out text (loads are over the mean load, without dropped assignments):",
         "",
-        "| layer | experts | experts per token | largest load | smallest load | below 1 % | mean of the largest gate |",
+        "| layer | experts | experts per token | largest load | smallest load | below 1 % of mean | mean of the largest gate |",
         "|---|---|---|---|---|---|---|",
         *rows,
         "",

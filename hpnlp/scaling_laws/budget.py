@@ -275,6 +275,12 @@ def render(run: BudgetedRun, law: Law, device: Device, kind: str, command: str) 
             2,
             "The config reads bytes, to which losses and tokens of this law do not apply: fit a study of your own, --law=DIR.",
         )
+    if law.is_subword and c.model.expert_sizes():
+        lines.insert(
+            2,
+            "The config has experts, and this law is of dense models, with the parameters that a token uses for N: fit a study "
+            "of your own with such experts, --law=DIR.",
+        )
     lines[2:2] = [f"Warning: {text}." for text in law.warnings]
     if o.budget > law.largest:
         lines.insert(

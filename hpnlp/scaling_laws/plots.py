@@ -34,16 +34,16 @@ def draw(analysis: Analysis, path: Path) -> None:
     _envelope(axes[1], law, flops)
     budgets = np.geomspace(points.c.min(), points.c.max() * FACTORS[-1], 13)
     optima = [law.optimum(float(budget), flops) for budget in budgets]
-    for panel, label, estimates in (
-        (axes[2], "N*", [optimum.n for optimum in optima]),
-        (axes[3], "D*/N*", [optimum.ratio for optimum in optima]),
+    for panel, label, unit, estimates in (
+        (axes[2], "N*", "parameters", [optimum.n for optimum in optima]),
+        (axes[3], "D*/N*", "tokens per parameter", [optimum.ratio for optimum in optima]),
     ):
         panel.fill_between(
             budgets, [e.low for e in estimates], [e.high for e in estimates], alpha=0.25, label="90 % interval"
         )
         panel.loglog(budgets, [e.value for e in estimates], label=f"{label}, additive")
         panel.axvline(points.c.max(), color="0.5", linewidth=0.8, linestyle=":", label="largest run")
-        panel.set(xlabel="C, FLOPs", ylabel=label)
+        panel.set(xlabel="C, FLOPs", ylabel=f"{label}, {unit}")
         panel.legend(frameon=False, fontsize=8)
     _residuals(axes[4], law)
     _predictions(axes[5], analysis)
@@ -72,7 +72,7 @@ def _isoflop_curves(axes: Any, law: Fit, flops: FlopsPerToken) -> None:
             axes.plot(best.n.value, best.loss.value, "*", color=color, markersize=10)
     axes.scatter(points.n, points.loss, c=colors, s=18, zorder=3)
     low, high = points.loss.min(), points.loss.max()
-    axes.set(xscale="log", xlabel="N", ylabel="held-out loss, nats per token", ylim=(0.93 * low, 1.15 * high))
+    axes.set(xscale="log", xlabel="N, parameters", ylabel="held-out loss, nats per token", ylim=(0.93 * low, 1.15 * high))
     axes.set_title("isoFLOP curves of the law, minima (stars), runs (dots)", fontsize=9)
     axes.legend(frameon=False, fontsize=7)
 
@@ -141,5 +141,5 @@ def _predictions(axes: Any, analysis: Analysis) -> None:
         axes.errorbar(p.member.loss, p.predicted.value, yerr=error, fmt="s", color="C3", capsize=3, label=label)
     every = [*points.loss, *(p.member.loss for p in analysis.predictions)]
     axes.plot([min(every), max(every)], [min(every), max(every)], color="0.4", linewidth=0.8)
-    axes.set(xlabel="measured loss", ylabel="predicted loss")
+    axes.set(xlabel="measured loss, nats per token", ylabel="predicted loss, nats per token")
     axes.legend(frameon=False, fontsize=8)

@@ -107,6 +107,7 @@ def test_budgets_are_planned_by_the_published_law(run):
     )
     experts = run("plan", "--budget=1e15", "--model.mlp=top_k(4,2)", *arguments)
     assert experts.code == 0 and "'--model.mlp=top_k(4,2)' --model.dim=" in experts.out
+    assert "this law is of dense models" in experts.out and "dense models" not in outcome.out
     timed = run("plan", "--budget=20s", *arguments)
     assert timed.code == 0 and "at least 20.0 s on 1 x h100" in timed.out
 
@@ -135,6 +136,7 @@ def test_planned_runs_fit(monkeypatch):
         (["--budget=1e3"], "are less than one step of"),
         (["--budget=1e300"], "expected at most 1e+28 FLOPs"),
         (["--budget=-1"], 'expected FLOPs over 0, as in "1e18"'),
+        (["--budget="], "--budget='': expected FLOPs over 0"),
         (["--budget=1e9", "--search"], "with --budget, which plans a whole run"),
         (["--budget=1e9", "--law=nowhere"], "--law: cannot read nowhere"),
         (["--law=nowhere"], "without --budget: add it"),

@@ -96,6 +96,7 @@ def locked(workdir: Path) -> Iterator[None]:
 
     Raises:
       InputError: The directory cannot be written.
+      OSError: The disk is full.
       TemporaryError: Another supervisor runs, or a process of an earlier attempt still writes.
     """
     try:
@@ -117,8 +118,10 @@ def locked(workdir: Path) -> Iterator[None]:
                 f"a process of an earlier attempt writes to {workdir}, {writer}: wait until it has ended, or end it"
             )
         lock.truncate(0)
-        lock.write(f"{attempts.process_name()}, boot {_boot_id()}\n")
-        lock.flush()
+        try:
+            os.write(lock.fileno(), f"{attempts.process_name()}, boot {_boot_id()}\n".encode())
+        except OSError as error:  # of a full disk, which names no file
+            raise OSError(error.errno, error.strerror, lock.name) from error
         try:
             yield
         finally:
@@ -378,9 +381,10 @@ class Supervisor:
         self.event(
             "stuck", process=child.index, phase=child.watch.phase, step=child.watch.step, seconds_to_notice=silent
         )
+        stopped = ", stopped by a signal such as SIGSTOP" if processes.is_stopped(child.popen.pid) else ""
         self._show(
             f"launch: process {child.index} is stuck at step {child.watch.step} ({child.watch.phase}), silent for "
-            f"{silent:.0f} s: its stacks are in {child.log}"
+            f"{silent:.0f} s{stopped}: its stacks are in {child.log}"
         )
         self._noticed = time.monotonic()
         for other in running:
@@ -438,12 +442,14 @@ class Supervisor:
         if not outcome.code:
             return
         log = self.workdir / attempts.LOGS / f"attempt_{self._attempt.number}" / f"process_{outcome.process}.log"
-        if not outcome.stopped and not outcome.port_failed and (outcome.process or outcome.is_stuck):
+        is_shown = not outcome.stopped and not outcome.port_failed and (outcome.process or outcome.is_stuck)
+        if is_shown and (lines := processes.tail(log, SHOWN_LINES)):
             self._show(f"launch: last lines of {log}:")
-            for line in processes.tail(log, SHOWN_LINES):
+            for line in lines:
                 self._show(f"  {line}")
+        end = "was stuck, and was aborted" if outcome.is_stuck else f"ended with {_describe(outcome.code)}"
         self._show(
-            f"launch: process {outcome.process} ended with {_describe(outcome.code)} at step {outcome.step} ({outcome.phase}), "
+            f"launch: process {outcome.process} {end} at step {outcome.step} ({outcome.phase}), "
             f"{_saved(outcome.checkpoint)}: {decision.reason}{self._batch(outcome, decision)}"
         )
 

@@ -200,7 +200,10 @@ def check_groups(k: int, experts: int, groups: int, kept_groups: int, group_scor
     if not 1 <= kept_groups <= groups:
         raise InputError(f"kept_groups={kept_groups}: expected at least 1 and at most groups={groups}")
     if k > kept_groups * (experts // groups):
-        raise InputError(f"k={k}: {kept_groups} of {groups} groups have fewer experts: raise kept_groups, or lower k")
+        raise InputError(
+            f"k={k}: kept_groups={kept_groups} of groups={groups} have fewer experts, {kept_groups * (experts // groups)}: "
+            "raise kept_groups, or lower k"
+        )
     if group_score not in GROUP_SCORES:
         raise InputError(f"group_score={group_score!r}: expected one of {', '.join(GROUP_SCORES)}")
     if groups == 1 and group_score != "best_two":

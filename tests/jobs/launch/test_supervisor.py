@@ -1,6 +1,7 @@
 """The supervisor over shell scripts that stand for training processes: restarts, limits, logs, events, and no orphans."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -150,8 +151,10 @@ def test_processes_that_wait_for_one_that_compiles_are_not_stuck(supervise):
 
 def test_stopped_process_is_stuck(supervise):
     script = "[ $A = 2 ] && exit 0; line 'setup 0'; [ $I = 1 ] && kill -STOP $$; sleep 60"
-    code, _, events = supervise(script, hang_seconds=0.2)
+    code, lines, events = supervise(script, hang_seconds=0.2)
     assert code == 0 and next(event["process"] for event in events if event["event"] == "stuck") == 1
+    assert "stopped by a signal such as SIGSTOP: its stacks are in" in lines.text()
+    assert "launch: process 1 was stuck, and was aborted at step 0 (setup), no checkpoint: restart 1" in lines.text()
 
 
 def test_peer_that_aborts_first_does_not_hide_a_stopped_process(supervise):
@@ -304,6 +307,18 @@ def test_second_supervisor_and_stale_process_are_refused_by_name(tmp_path):
             pass
     with supervisor.locked(tmp_path):
         pass
+
+
+def test_full_disk_is_named_with_the_file(tmp_path, monkeypatch):
+    def full(descriptor, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left.*launch.lock'"):
+        patched.setattr(os, "write", full)
+        with supervisor.locked(tmp_path):
+            pass
+    with supervisor.locked(tmp_path):
+        assert attempts.process_name() in (tmp_path / "launch.lock").read_text()
 
 
 def test_attempts_are_numbered_on(supervise, tmp_path):
