@@ -148,6 +148,7 @@ def _check_files(names: Sequence[str], out: Path) -> None:
         if name == text_inputs.STDIN or (os.path.exists(name) and stat.S_ISFIFO(os.stat(name).st_mode)):
             source = "stdin" if name == text_inputs.STDIN else name
             raise InputError(f"texts of {source} can be read once, and an index reads them twice: write them to a file")
+        text_inputs.check_exists(name, otherwise="")
         if Path(name).resolve().parent == out.resolve():
             raise InputError(f"--out={out} holds {name}, which is read: name another directory")
     if not any(map(text_inputs.has_records, names)):

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from hpnlp.atomic_file import replace_bytes, replaced
+from hpnlp.errors import TemporaryError, is_temporary
 from hpnlp.retrieval.index import Index
 from hpnlp.types import InputError
 
@@ -139,7 +140,9 @@ def prepare_directory(directory: str | Path) -> Path:
         for name in names.keys() - {RECORD}:
             (path / name).unlink(missing_ok=True)
     except OSError as error:
-        raise InputError(f"cannot write {path} ({error.strerror or error}): name another directory") from error
+        raise (TemporaryError if is_temporary(error) else InputError)(
+            f"cannot write {path} ({error.strerror or error}): name another directory"
+        ) from error
     return path
 
 
