@@ -255,7 +255,15 @@ def complete(directory: str | Path, shards: Sequence[str | Path], index: str = "
     else:
         vectors, centre, scale = np.concatenate(stored), 0.0, 1.0
     spec = index or default_index(len(vectors))
-    built = Index(spec).build(vectors)
+    try:
+        built = Index(spec).build(vectors)
+    except InputError as error:
+        if not index:
+            raise
+        kept = " ".join(map(str, paths))
+        raise InputError(
+            f"--index={index}: {error}; the vectors are kept: hpnlp index merge {kept} --out=DIR, with another --index"
+        ) from error
     values = WORDS if first.content == "words" else TEXTS
     if missing := [path / values for path in paths if not (path / values).is_file()]:
         raise InputError(f"{missing[0]} is missing: build the shard again")

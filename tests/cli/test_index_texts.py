@@ -235,7 +235,7 @@ def test_the_label_is_named_or_found(cross_encoder, labels, name, expected):
 ERRORS = {
     "stdin": ("build RUN -", "texts of stdin can be read once, and an index reads them twice"),
     "a pipe": ("build RUN DIR/all.txt DIR/fifo", "fifo can be read once, and an index reads them twice"),
-    "no such file": ("build RUN DIR/absent.txt", "absent.txt: there is no such file"),
+    "no such file": ("build DIR/no_run DIR/absent.txt", "absent.txt: there is no such file: name one\n"),
     "no texts": ("build RUN DIR/blank.txt", "there are no texts to encode: name a file with texts"),
     "fields of lines": ("build RUN DIR/all.txt --fields=a", "--fields=['a'] has no effect without a file of records"),
     "another field": ("build RUN DIR/half.jsonl", "the fields are 'id', 'body': pass --fields=NAME with one of them\n"),
