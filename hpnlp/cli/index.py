@@ -332,6 +332,8 @@ def _search_texts(store: Datastore, queries: Sequence[str]) -> list[list[tuple[f
     predictor = Predictor(store.record.run, store.record.step)
     inputs = TextInputs(predictor.text_kind, sources.LeftOut(), keeps_blank=True)
     examples = [example.text for example in inputs.from_lines(enumerate(queries, 1), "text")]
+    if blank := [number for number, query in enumerate(queries, 1) if not query.strip()]:
+        raise InputError(f"query {blank[0]} is empty: pass some text")
     if cross_encoder is None:
         return texts.search(store, predictor, examples, f.count)
     found = texts.search(store, predictor, examples, f.candidates)

@@ -258,7 +258,7 @@ ERRORS = {
     "k of a search": ("search STORE a --k=3", "--k=3 has no effect with a datastore of texts: pass --count"),
     "batch size of a search": ("search STORE a --batch_size=3", "only in hpnlp index build: leave it out"),
     "step of a search": ("search STORE a --step=3", "only in hpnlp index build: leave it out"),
-    "a blank query": ("search STORE ", "is empty"),
+    "a blank query": ("search STORE ", "query 1 is empty: pass some text"),
     "candidates alone": ("search STORE a --candidates=9", "--candidates=9 has no effect without --rerank=RUN"),
     "a label alone": ("search STORE a --label=b", "--label=b has no effect without --rerank=RUN"),
     "few candidates": ("search STORE a --rerank=RUN --candidates=3", "--candidates=3 are fewer than --count=5"),
