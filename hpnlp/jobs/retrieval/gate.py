@@ -81,8 +81,8 @@ class Documents:
         if len(order) < 3 or 2 * last[count - 1] > last[-1]:
             raise InputError(
                 f"{len(order)} training documents, of which the last {count} would be more than half of the text: the gate of "
-                "hpnlp mix, or the mixtures of a datastore, are fitted on them with the others as neighbours; divide the text into "
-                "more documents, such as files, or records of .jsonl"
+                "hpnlp mix, or the mixture of a datastore, is fitted on them, with neighbours from the others: divide the text "
+                "into more documents, such as files, or records of .jsonl"
             )
         first = len(order) - count
         if keys is not None:
