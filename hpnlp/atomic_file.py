@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from hpnlp.errors import InputError
+from hpnlp.errors import InputError, TemporaryError, is_full_disk, is_temporary
 
 
 @contextlib.contextmanager
@@ -29,14 +29,16 @@ def replaced(path: str | os.PathLike[str], content: str = "") -> Iterator[Binary
 
     Raises:
       InputError: The file cannot be written, or the path is that of a directory, a device or another special file.
+      TemporaryError: The disk is full.
     """
     try:
         with _replacement(Path(path)) as file:
             yield file
     except OSError as error:
         shown = f"{content} {str(path)!r}".strip()
-        raise InputError(
-            f"cannot write {shown} ({error.strerror or error}): pass a path in a directory that exists and has space"
+        reason = error.strerror or ("the disk is full" if is_full_disk(error) else error)
+        raise (TemporaryError if is_temporary(error) else InputError)(
+            f"cannot write {shown} ({reason}): pass a path in a directory that exists and has space"
         ) from error
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 
 TRY_AGAIN = 75  # exit code
+# Parts of messages of a full disk. np.save raises an OSError without a number: "1000 requested and 96 written".
+FULL_DISK = ("No space left", "RESOURCE_EXHAUSTED", "Disk quota", " requested and ")
 
 
 class InputError(ValueError):
@@ -39,7 +41,7 @@ def is_full_disk(error: Exception) -> bool:
       Whether it does.
     """
     is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return is_full or any(reason in str(error) for reason in ("No space left", "RESOURCE_EXHAUSTED", "Disk quota"))
+    return is_full or any(reason in str(error) for reason in FULL_DISK)
 
 
 def is_temporary(error: Exception) -> bool:

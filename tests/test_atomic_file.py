@@ -6,6 +6,7 @@ import os
 import pytest
 
 from hpnlp.atomic_file import replace_bytes, replaced
+from hpnlp.errors import TemporaryError
 from hpnlp.report.files import replace_text
 from hpnlp.training.metrics import JsonlWriter
 from hpnlp.types import InputError
@@ -27,8 +28,10 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     ):
         with pytest.raises(OSError, match="No space left.*metrics.jsonl'"):
             write()
-    with pytest.raises(InputError, match="cannot write .*metrics.jsonl.* has space"), replaced(path) as file:
+    with pytest.raises(TemporaryError, match="cannot write .*metrics.jsonl.* has space"), replaced(path) as file:
         file.write(b"new")
+    with pytest.raises(TemporaryError, match="the disk is full"), replaced(path):
+        raise OSError("1000 requested and 96 written")  # of np.save, without a number
     assert path.read_bytes() == line and os.listdir(tmp_path) == [path.name]
 
 

@@ -113,6 +113,7 @@ def _check_files(names: Sequence[str], target: Path) -> None:
     if names.count(STDIN) > 1:
         raise InputError(f"{' '.join(names)}: stdin can be read once: name it once")
     for name in names:
+        text_inputs.check_exists(name)
         if os.path.realpath(name) == os.path.realpath(target):
             raise InputError(f"--to={target} is a file that is read: name another one")
     if not any(map(text_inputs.has_records, names)):

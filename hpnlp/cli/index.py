@@ -148,6 +148,7 @@ def _check_files(names: Sequence[str], out: Path) -> None:
         if name == text_inputs.STDIN or (os.path.exists(name) and stat.S_ISFIFO(os.stat(name).st_mode)):
             source = "stdin" if name == text_inputs.STDIN else name
             raise InputError(f"texts of {source} can be read once, and an index reads them twice: write them to a file")
+        text_inputs.check_exists(name, otherwise="")
         if Path(name).resolve().parent == out.resolve():
             raise InputError(f"--out={out} holds {name}, which is read: name another directory")
     if not any(map(text_inputs.has_records, names)):
@@ -331,6 +332,8 @@ def _search_texts(store: Datastore, queries: Sequence[str]) -> list[list[tuple[f
     predictor = Predictor(store.record.run, store.record.step)
     inputs = TextInputs(predictor.text_kind, sources.LeftOut(), keeps_blank=True)
     examples = [example.text for example in inputs.from_lines(enumerate(queries, 1), "text")]
+    if blank := [number for number, query in enumerate(queries, 1) if not query.strip()]:
+        raise InputError(f"query {blank[0]} is empty: pass some text")
     if cross_encoder is None:
         return texts.search(store, predictor, examples, f.count)
     found = texts.search(store, predictor, examples, f.candidates)

@@ -116,12 +116,14 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _check_flags(texts: Sequence[str]) -> None:
-    """Raises InputError for flags without an effect, and for an output that would replace the input."""
+    """Raises InputError for flags without an effect, a missing input, and an output that would replace the input."""
     f = cli.FLAGS
     if texts or not text_inputs.has_records(f.file):
         cli.refuse(["fields", "keep"], "without a file of records, such as .csv: leave it out")
     if texts:
         cli.refuse(["skip_bad_lines"], "without --file: leave it out")
+    if f.file:
+        text_inputs.check_exists(f.file, "--file=")
     if f.out and f.file and os.path.realpath(f.out) == os.path.realpath(f.file):
         raise InputError(f"--out={f.out} is the file that is read: name another one")
 

@@ -98,10 +98,7 @@ class TextInputs:
             stream = sys.stdin.buffer if sys.stdin else io.BytesIO()
             yield from self.from_lines(self._text_lines(stream, "stdin"), "stdin, line")
             return
-        if not os.path.exists(name):
-            raise InputError(f"{self.flag}{name}: there is no such file: name one, or - for stdin")
-        if os.path.isdir(name):
-            raise InputError(f"{self.flag}{name} is a directory: name one file, or - for stdin")
+        check_exists(name, self.flag)
         if has_records(name):
             yield from self._records(name)
             return
@@ -148,6 +145,25 @@ class TextInputs:
                 yield number, text
             else:
                 self.left_out.add(WITHOUT_TEXT, f"line {number}")
+
+
+def check_exists(name: str, flag: str = "", otherwise: str = ", or - for stdin") -> None:
+    """Checks that there is a file.
+
+    Args:
+      name: Path of the file, or STDIN.
+      flag: As `TextInputs.flag`.
+      otherwise: End of the messages: what may be named in place of a file.
+
+    Raises:
+      InputError: There is no such file, or it is a directory.
+    """
+    if name == STDIN:
+        return
+    if not os.path.exists(name):
+        raise InputError(f"{flag}{name}: there is no such file: name one{otherwise}")
+    if os.path.isdir(name):
+        raise InputError(f"{flag}{name} is a directory: name one file{otherwise}")
 
 
 def has_records(name: str) -> bool:

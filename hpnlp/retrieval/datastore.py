@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from hpnlp.atomic_file import replace_bytes, replaced
+from hpnlp.errors import TemporaryError, is_temporary
 from hpnlp.retrieval.index import Index
 from hpnlp.types import InputError
 
@@ -139,7 +140,9 @@ def prepare_directory(directory: str | Path) -> Path:
         for name in names.keys() - {RECORD}:
             (path / name).unlink(missing_ok=True)
     except OSError as error:
-        raise InputError(f"cannot write {path} ({error.strerror or error}): name another directory") from error
+        raise (TemporaryError if is_temporary(error) else InputError)(
+            f"cannot write {path} ({error.strerror or error}): name another directory"
+        ) from error
     return path
 
 
@@ -252,7 +255,15 @@ def complete(directory: str | Path, shards: Sequence[str | Path], index: str = "
     else:
         vectors, centre, scale = np.concatenate(stored), 0.0, 1.0
     spec = index or default_index(len(vectors))
-    built = Index(spec).build(vectors)
+    try:
+        built = Index(spec).build(vectors)
+    except InputError as error:
+        if not index:
+            raise
+        kept = " ".join(map(str, paths))
+        raise InputError(
+            f"--index={index}: {error}; the vectors are kept: hpnlp index merge {kept} --out=DIR, with another --index"
+        ) from error
     values = WORDS if first.content == "words" else TEXTS
     if missing := [path / values for path in paths if not (path / values).is_file()]:
         raise InputError(f"{missing[0]} is missing: build the shard again")

@@ -120,7 +120,10 @@ ERRORS = {
     "a device": (["RUN", "DIR/a.txt", "--to=DIR/fifo.npy"], "fifo.npy is not a regular file: name another"),
     "the input as output": (["RUN", "DIR/a.npy", "--to=DIR/a.npy"], "is a file that is read"),
     "stdin twice": (["RUN", "-", "-", "--to=DIR/a.npy"], "stdin can be read once"),
-    "no such file": (["RUN", "DIR/absent.txt", "--to=DIR/a.npy"], "hpnlp: DIR/absent.txt: there is no such file"),
+    "no such file": (
+        ["DIR/no_run", "DIR/absent.txt", "--to=DIR/a.npy"],
+        "hpnlp: DIR/absent.txt: there is no such file",
+    ),
     "no texts": (["RUN", "DIR/empty.txt", "--to=DIR/a.npy"], "there are no texts to encode"),
     "fields of texts": (["RUN", "DIR/a.txt", "--to=DIR/a.npy", "--fields=b"], "no effect without a file of records"),
     "too many fields": (["RUN", "DIR/bad.jsonl", "--to=DIR/a.npy", "--fields=a,b"], "expected 1, in place of text"),

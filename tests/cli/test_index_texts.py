@@ -235,7 +235,7 @@ def test_the_label_is_named_or_found(cross_encoder, labels, name, expected):
 ERRORS = {
     "stdin": ("build RUN -", "texts of stdin can be read once, and an index reads them twice"),
     "a pipe": ("build RUN DIR/all.txt DIR/fifo", "fifo can be read once, and an index reads them twice"),
-    "no such file": ("build RUN DIR/absent.txt", "absent.txt: there is no such file"),
+    "no such file": ("build DIR/no_run DIR/absent.txt", "absent.txt: there is no such file: name one\n"),
     "no texts": ("build RUN DIR/blank.txt", "there are no texts to encode: name a file with texts"),
     "fields of lines": ("build RUN DIR/all.txt --fields=a", "--fields=['a'] has no effect without a file of records"),
     "another field": ("build RUN DIR/half.jsonl", "the fields are 'id', 'body': pass --fields=NAME with one of them\n"),
@@ -258,7 +258,7 @@ ERRORS = {
     "k of a search": ("search STORE a --k=3", "--k=3 has no effect with a datastore of texts: pass --count"),
     "batch size of a search": ("search STORE a --batch_size=3", "only in hpnlp index build: leave it out"),
     "step of a search": ("search STORE a --step=3", "only in hpnlp index build: leave it out"),
-    "a blank query": ("search STORE ", "is empty"),
+    "a blank query": ("search STORE ", "query 1 is empty: pass some text"),
     "candidates alone": ("search STORE a --candidates=9", "--candidates=9 has no effect without --rerank=RUN"),
     "a label alone": ("search STORE a --label=b", "--label=b has no effect without --rerank=RUN"),
     "few candidates": ("search STORE a --rerank=RUN --candidates=3", "--candidates=3 are fewer than --count=5"),

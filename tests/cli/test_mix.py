@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from hpnlp import report
+from hpnlp.jobs.retrieval.mix import Options
 from hpnlp.jobs.retrieval.mixed_text import MixedModel
 from hpnlp.models.bit_gate import BitGate
 from hpnlp.models.variables import collections
 from hpnlp.ops.softmax.bit_paths import path_log_odds
 from hpnlp.training import loop, run_directory
+from hpnlp.types import InputError
 from tests import tiny
 
 
@@ -120,6 +122,11 @@ def test_mixtures_that_are_not_there_are_named(run, trained, tmp_path):
 def test_invalid_flags_raise(run, trained, flag, message):
     outcome = run("mix", trained, flag)
     assert outcome.code == 2 and message in outcome.err, outcome.err
+
+
+def test_unknown_stores_raise_before_the_run_is_read():
+    with pytest.raises(InputError, match="unknown store 'knn'"):
+        Options(store="knn")
 
 
 FEW = ("--store=suffix(longest=3,words=0,k=2)", "--gate_tokens=500", "--epochs=1", "--nodynamic")

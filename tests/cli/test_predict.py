@@ -193,7 +193,7 @@ ERRORS = {
     "nothing to predict": (["RUN"], "expected texts after the run, or --file=FILE"),
     "texts and a file": (["RUN", "a", "--file=x"], "and not both"),
     "an empty text": (["RUN", "a", ""], "text 2 field 'review' is empty: correct it"),
-    "no such file": (["RUN", "--file=DIR/absent.csv"], "there is no such file"),
+    "no such file": (["DIR/no_run", "--file=DIR/absent.csv"], "there is no such file"),
     "a directory": (["RUN", "--file=DIR"], "is a directory: name one file"),
     "other columns": (["RUN", "--file=DIR/other.csv"], "no field 'review', the fields are 'text': pass --fields=NAME"),
     "too many fields": (["RUN", "--file=DIR/other.csv", "--fields=a,b"], "expected 1, in place of review"),

@@ -126,3 +126,12 @@ def test_vectors_of_another_size_than_the_record_raise(tmp_path):
     np.save(path / datastore.VECTORS, np.zeros((4, 2), np.float16))
     with pytest.raises(InputError, match=r"has \(4, 2\) numbers, and its record others: build the shard again"):
         datastore.complete(path, [path])
+
+
+def test_vectors_stay_if_their_index_cannot_be_built(tmp_path):
+    path = write_shard(tmp_path / "store", np.eye(4, 3), np.arange(4, dtype=np.uint16))
+    with pytest.raises(
+        InputError, match=r"--index=ivf\(cells=9,probes=1\): .*the vectors are kept: hpnlp index merge .*store"
+    ):
+        datastore.complete(path, [path], "ivf(cells=9,probes=1)")
+    assert datastore.complete(tmp_path / "other", [path], "ivf(cells=2,probes=1)").count == 4

@@ -80,8 +80,9 @@ class Documents:
         count = 1 + int(np.searchsorted(last, min(gate_tokens, last[-1] // 5))) if len(order) else 0
         if len(order) < 3 or 2 * last[count - 1] > last[-1]:
             raise InputError(
-                f"{len(order)} training documents, of which the last {count} would be more than half of the text: the gate is "
-                "trained on them and finds its neighbours in the others; divide the text into more documents"
+                f"{len(order)} training documents, of which the last {count} would be more than half of the text: the gate of "
+                "hpnlp mix, or the mixture of a datastore, is fitted on them, with neighbours from the others: divide the text "
+                "into more documents, such as files, or records of .jsonl"
             )
         first = len(order) - count
         if keys is not None:

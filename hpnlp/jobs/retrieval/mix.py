@@ -60,6 +60,7 @@ class Options:
     def __post_init__(self) -> None:
         if self.gate_tokens < 1 or self.epochs < 1:
             raise InputError(f"gate_tokens={self.gate_tokens}, epochs={self.epochs}: expected at least 1")
+        suffix.find(self.store)  # raises errors before the model reads the text
         if self.datastore is not None and self.dynamic:
             raise InputError(
                 f"datastore={self.datastore.directory}: dynamic evaluation changes the hidden states that it holds: add "

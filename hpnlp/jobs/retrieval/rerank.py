@@ -47,7 +47,7 @@ def find_label(predictor: Predictor, name: str = "") -> str:
             raise InputError(f"{directory} has no label {name!r}: expected one of {listed}")
         raise InputError(
             f"{directory} has the labels {listed}: {'several' if matching else 'none'} of them are named as a label of texts "
-            f"that belong together ({', '.join(MATCHING)}): name the label"
+            f"that belong together ({', '.join(MATCHING)}): name the label, as with --label={labels[0]}"
         )
     return matching[0]
 
