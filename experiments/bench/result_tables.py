@@ -470,6 +470,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "serving": model_use_tables.serving,
     "sentence_vectors": model_use_tables.sentence_vectors,
     "nearest_pair": model_use_tables.nearest_pair,
+    "docstring_search": model_use_tables.docstring_search,
     "knn_lm": model_use_tables.knn_lm,
     "projections": model_use_tables.projections,
     "realm": model_use_tables.realm,
