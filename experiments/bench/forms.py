@@ -249,13 +249,13 @@ def file_name(text: str) -> str:
     return "".join(letter if letter.isalnum() else "_" for letter in text)
 
 
-def run(name: str, groups: Groups, further_rows: Sequence[dict[str, Any]] = ()) -> None:
+def run(name: str, groups: Groups, further_rows: Callable[[Path], Sequence[dict[str, Any]]] | None = None) -> None:
     """Trains the runs that are missing, and writes the result.
 
     Args:
       name: Name of the benchmark.
       groups: The forms to train.
-      further_rows: Rows that the result has besides those of the groups.
+      further_rows: Function of the workdir that measures rows beside those of the groups, after the trainings.
 
     Raises:
       SystemExit: `--groups` names none of the groups, or a score is not finite.
@@ -283,7 +283,7 @@ def run(name: str, groups: Groups, further_rows: Sequence[dict[str, Any]] = ()) 
             break
         comparison.train(group, form, seed, progress)
         progress.done += 1
-    rows = [*comparison.rows(), *further_rows]
+    rows = [*comparison.rows(), *(further_rows(root) if further_rows else ())]
     for row in rows:
         print({key: value for key, value in row.items() if key != "scores"}, flush=True)
     if rows:
