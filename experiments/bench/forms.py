@@ -27,6 +27,7 @@ from absl import flags
 from form_scores import best_score, compared, over
 
 from hpnlp import cli, measure, tasks
+from hpnlp.atomic_file import replace_bytes
 from hpnlp.training.allocator import keep_freed_memory
 from hpnlp.training.config import Config, flat
 from hpnlp.training.evaluation import evaluate, on_devices
@@ -111,7 +112,7 @@ class Comparison:
         steps = {form.name: self._stepper(form) for form in forms}
         times = measure.timeit(steps, rounds=2 if FLAGS.tiny else FLAGS.rounds)
         seconds = {name: list(timing.all) for name, timing in times.items()}
-        path.write_text(json.dumps({"digest": key, "seconds": seconds}))
+        replace_bytes(path, json.dumps({"digest": key, "seconds": seconds}).encode())
         return seconds
 
     def _stepper(self, form: Form) -> Callable[[], Any]:
@@ -177,7 +178,7 @@ class Comparison:
             "flops": ready.trainer.flops(data.batch_size, data.seq_len),
             "scores": list(scores.items()),
         }
-        self.path(group, form, seed).write_text(json.dumps(figures))
+        replace_bytes(self.path(group, form, seed), json.dumps(figures).encode())
 
     def rows(self) -> list[dict[str, Any]]:
         """Rows of all groups whose runs are finished."""
