@@ -69,9 +69,10 @@ def config_of(optimizer: str, rate: float, batch: int, rule: str, tokens: int, s
 
 def final_loss(config: Config) -> float:
     """Held-out loss after training, in nats per byte; trains if the run is not finished."""
-    optimizer, data = config.optimizer, config.data
-    name = f"{optimizer.name}-{optimizer.learning_rate}-{optimizer.scaling}-{data.batch_size}"
-    directory = Path(FLAGS.workdir, f"{name}-{config.train.steps}-{config.train.seed}")
+    batch = config.data.batch_size
+    optimizer = config.optimizer.for_batch(batch)
+    name = f"{optimizer.name}-{optimizer.learning_rate:g}-{batch}-{config.train.steps}-{config.train.seed}"
+    directory = Path(FLAGS.workdir, name)
     if not small_runs.is_finished(directory):
         small_runs.write(directory, {"loss": trained_loss(config)})
     return small_runs.read(directory)["loss"]
