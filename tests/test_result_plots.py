@@ -1,6 +1,7 @@
 """Tables and plots of the documentation from incomplete results."""
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -26,6 +27,16 @@ def modules():
         yield [importlib.import_module(name) for name in names]
     for name in names:
         del sys.modules[name]
+
+
+def test_results_of_all_benchmarks_have_a_table_and_a_section(modules):
+    results = modules[3]
+    written = {
+        name for path in BENCH.glob("*.py") for name in re.findall(r'write_result\(\s*"(\w+)"', path.read_text())
+    }
+    listed = {name for name in written if not f"{name}-".startswith(results.IN_OTHER_PAGES)}
+    sections = {name for names in results.SECTIONS.values() for name in names}
+    assert len(listed) > 30 and listed <= results.TABLE.keys() and listed <= sections
 
 
 def test_techniques_without_measured_sizes_have_empty_cells(modules, tmp_path):
@@ -140,3 +151,37 @@ def test_tables_of_forms_have_both_budgets_and_the_published_claim(modules, tmp_
         "pair_accuracy": 0.7,
     }
     assert tables.word_codes([{**stored, "time_over_float32": 0.25}])[0][1] == "16; 0.500; 0.700; 0.25"
+
+
+def test_lines_of_the_search_by_docstrings_compare_with_the_model_from_scratch(modules):
+    scratch = {"method": "from scratch", "pairs": 50, "recall_at_1": 0.2, "recall_at_10": 0.4, "steps": 65, "batch": 8}
+    scratch |= {"recall_at_1_over_scratch": 0.0, "recall_at_1_over_scratch_interval": [0.0, 0.0]}
+    tuned = scratch | {"method": "fine-tuned", "recall_at_1": 0.5, "recall_at_1_over_scratch": 0.3}
+    tuned |= {"recall_at_1_over_scratch_interval": [0.1, 0.5]}
+    (_, first), (label, figure) = modules[3].TABLE["docstring_search"]([scratch, tuned])
+    assert first == "20.0%; 40.0% (65 steps of 8 pairs)"
+    assert label == "code of a docstring among 50, fine-tuned: recall@1; recall@10"
+    assert figure.endswith("recall@1 +30.0 points (+10.0 to +50.0) over from scratch")
+
+
+def test_lines_of_large_batches_have_the_paired_difference(modules):
+    small = {
+        "optimizer": "lamb",
+        "rule": "small",
+        "batch": 1,
+        "length": 32,
+        "steps": 160,
+        "loss": 1.5,
+        "over_small": 1.0,
+    }
+    large = small | {
+        "rule": "sqrt",
+        "batch": 16,
+        "steps": 10,
+        "over_small": 1.02,
+        "difference": 0.03,
+        "half_interval": 0.01,
+    }
+    (_, first), (label, figure) = modules[3].TABLE["large_batch"]([small, large])
+    assert first == "1.500 nats per byte (160 steps)" and "scaled by the square root" in label
+    assert figure == "1.020 (10 steps); +0.030 +- 0.010 nats per byte"

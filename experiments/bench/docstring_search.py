@@ -1,6 +1,6 @@
 """Measures the search of a function's code by its docstring, with and without pretrained weights.
 
-    python experiments/bench/docstring_search.py --model=DIR [--steps=130] [--scratch_steps=650]
+    python experiments/bench/docstring_search.py --model=DIR --workdir=runs/docstring_search [--steps=130] [--scratch_steps=650]
 
 DIR is a directory of sentence-transformers, such as all-MiniLM-L6-v2. Rows: its model as it is ("pretrained"), after training
 on the pairs of `stdlib_docstrings` ("fine-tuned"), and the same architecture and tokenizer trained on these pairs from random
@@ -8,7 +8,8 @@ weights ("from scratch"), beside TF-IDF of words and of the model's tokens, as r
 recall@1 and recall@10 of the held-out pairs, which are of other files than the training pairs, with a 95 % interval; and its
 difference to "from scratch" with a paired interval over the pairs. Intervals treat the pairs as independent. `seq_len` is the
 number of tokens at which texts are cut; TF-IDF reads them whole. The training data of all-MiniLM-L6-v2 hold docstrings and code
-of GitHub (Code Search), perhaps with these files: "pretrained" is no figure of unseen text.
+of GitHub (Code Search), perhaps with these files: "pretrained" is no figure of unseen text. Finished trainings of the directory
+are not trained again, and an interrupted one goes on from its checkpoint.
 
 The two trainings alone, without intervals, are:
 
@@ -21,30 +22,32 @@ The two trainings alone, without intervals, are:
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+import small_runs
+from absl import flags
 
 from hpnlp import cli, measure
 from hpnlp.cli import experiment
+from hpnlp.cli.errors import run_script
 from hpnlp.data.examples.baselines import tfidf_ranks
 from hpnlp.jobs.predictor import Predictor
 from hpnlp.tasks import TASKS
 from hpnlp.tasks.dual_encoder_report import TFIDF, TOP, partner_ranks
-from hpnlp.training import loop
-from hpnlp.training.config import resolve
+from hpnlp.training import loop, signals
+from hpnlp.training.config import Config, resolve
 
 ROOT = Path(__file__).parents[2]
 SCRATCH = "from scratch"
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("model", None, "Directory of sentence-transformers.", required=True)
+flags.DEFINE_string("workdir", None, "Directory of the converted model and of the trainings.", required=True)
 flags.DEFINE_integer("steps", 130, "Steps of fine-tuning; 64 are an epoch of batches of 64.")
 flags.DEFINE_integer("scratch_steps", 650, "Steps of the training from scratch.")
 flags.DEFINE_float("rate", 5e-5, "Learning rate of fine-tuning.")
@@ -56,7 +59,7 @@ flags.DEFINE_integer("seed", 0, "Seed of the order of the pairs, and of random w
 flags.DEFINE_string("out", str(ROOT / "experiments" / "results"), "Where the result goes.")
 
 
-def config_of(run: Path, steps: int, rate: float, pretrained: bool) -> Any:
+def config_of(run: Path, steps: int, rate: float, pretrained: bool) -> Config:
     """The resolved config of a training.
 
     Args:
@@ -102,33 +105,54 @@ def row_of(name: str, ranks: np.ndarray, reference: np.ndarray) -> dict[str, Any
     return row
 
 
-def main(_: Any) -> None:
-    cli.prepare_jax()
-    with tempfile.TemporaryDirectory() as scratch:
-        run = Path(scratch, "run")
+def converted(workdir: Path) -> Path:
+    """The converted model, as a run."""
+    run = workdir / "converted"
+    if not small_runs.is_finished(run):
+        shutil.rmtree(run, ignore_errors=True)  # of an interrupted conversion
         subprocess.run([sys.executable, "-m", "hpnlp", "convert", FLAGS.model, f"--to={run}"], check=True)
-        trainings = {
-            "fine-tuned": config_of(run, FLAGS.steps, FLAGS.rate, pretrained=True),
-            SCRATCH: config_of(run, FLAGS.scratch_steps, FLAGS.scratch_rate, pretrained=False),
-        }
-        task = TASKS["dual_encoder"]
-        dataset = task.dataset(trainings[SCRATCH].data, task.load_vocabulary(run))
-        stored = dataset.stored["heldout"]
-        count = min(stored.count, FLAGS.pairs)
-        texts = [(a.decode(), b.decode()) for a, b in stored.texts(range(count))]
-        pretrained = Predictor(run)
-        ranks = {"pretrained": model_ranks(pretrained, texts)}
-        about: dict[str, dict[str, Any]] = {"pretrained": {"seq_len": pretrained.run.config.data.seq_len}}
-        for name, config in trainings.items():
-            workdir, clock = Path(scratch, name), time.perf_counter()
-            loop.train(config, workdir, score=False)
-            about[name] = {
-                "seq_len": FLAGS.seq_len, "steps": config.train.steps, "batch": FLAGS.batch,
-                "learning_rate": config.optimizer.learning_rate,
-                "minutes": (time.perf_counter() - clock) / 60,
-            }  # fmt: skip
-            ranks[name] = model_ranks(Predictor(workdir), texts)
-    ranks |= {f"TF-IDF of {by}": tfidf_ranks(dataset, limit=count, by=by) for by in TFIDF.values()}
+        small_runs.write(run, {})
+    return run
+
+
+def train(config: Config, workdir: Path) -> None:
+    """Trains what is not finished. Exits if a signal stops it."""
+    if small_runs.is_finished(workdir):
+        return
+    result = loop.train(config, workdir, score=False)
+    if result.interrupted:
+        sys.exit(signals.INTERRUPTED)
+    small_runs.write(workdir, {"minutes": sum(result.seconds.values()) / 60})
+
+
+def main(_: list[str]) -> None:
+    cli.prepare_jax()
+    workdir = Path(FLAGS.workdir).absolute()
+    run = converted(workdir)
+    trainings = {
+        "fine-tuned": config_of(run, FLAGS.steps, FLAGS.rate, pretrained=True),
+        SCRATCH: config_of(run, FLAGS.scratch_steps, FLAGS.scratch_rate, pretrained=False),
+    }
+    task = TASKS["dual_encoder"]
+    dataset = task.dataset(trainings[SCRATCH].data, task.load_vocabulary(run))
+    stored = dataset.stored["heldout"]
+    count = min(stored.count, FLAGS.pairs)
+    texts = [(a.decode(), b.decode()) for a, b in stored.texts(range(count))]
+    pretrained = Predictor(run)
+    ranks = {"pretrained": model_ranks(pretrained, texts)}
+    about: dict[str, dict[str, Any]] = {"pretrained": {"seq_len": pretrained.run.config.data.seq_len}}
+    for name, config in trainings.items():
+        target = workdir / name.replace(" ", "_")
+        train(config, target)
+        about[name] = {
+            "seq_len": FLAGS.seq_len, "steps": config.train.steps, "batch": FLAGS.batch,
+            "learning_rate": config.optimizer.learning_rate, **small_runs.read(target),
+        }  # fmt: skip
+        ranks[name] = model_ranks(Predictor(target), texts)
+    for by in TFIDF.values():
+        of_words = tfidf_ranks(dataset, limit=count, by=by)
+        assert of_words is not None, "the training pairs have words"
+        ranks[f"TF-IDF of {by}"] = of_words
     shared = {"seed": FLAGS.seed, "train_pairs": dataset.train_examples}
     rows = [row_of(name, of_method, ranks[SCRATCH]) | shared | about.get(name, {}) for name, of_method in ranks.items()]
     for row in rows:
@@ -137,4 +161,4 @@ def main(_: Any) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_script(main)

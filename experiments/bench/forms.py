@@ -27,6 +27,7 @@ from absl import flags
 from form_scores import best_score, compared, over
 
 from hpnlp import cli, measure, tasks
+from hpnlp.atomic_file import replace_bytes
 from hpnlp.training.allocator import keep_freed_memory
 from hpnlp.training.config import Config, flat
 from hpnlp.training.evaluation import evaluate, on_devices
@@ -111,7 +112,7 @@ class Comparison:
         steps = {form.name: self._stepper(form) for form in forms}
         times = measure.timeit(steps, rounds=2 if FLAGS.tiny else FLAGS.rounds)
         seconds = {name: list(timing.all) for name, timing in times.items()}
-        path.write_text(json.dumps({"digest": key, "seconds": seconds}))
+        replace_bytes(path, json.dumps({"digest": key, "seconds": seconds}).encode())
         return seconds
 
     def _stepper(self, form: Form) -> Callable[[], Any]:
@@ -177,7 +178,7 @@ class Comparison:
             "flops": ready.trainer.flops(data.batch_size, data.seq_len),
             "scores": list(scores.items()),
         }
-        self.path(group, form, seed).write_text(json.dumps(figures))
+        replace_bytes(self.path(group, form, seed), json.dumps(figures).encode())
 
     def rows(self) -> list[dict[str, Any]]:
         """Rows of all groups whose runs are finished."""
@@ -249,13 +250,13 @@ def file_name(text: str) -> str:
     return "".join(letter if letter.isalnum() else "_" for letter in text)
 
 
-def run(name: str, groups: Groups, further_rows: Sequence[dict[str, Any]] = ()) -> None:
+def run(name: str, groups: Groups, further_rows: Callable[[Path], Sequence[dict[str, Any]]] | None = None) -> None:
     """Trains the runs that are missing, and writes the result.
 
     Args:
       name: Name of the benchmark.
       groups: The forms to train.
-      further_rows: Rows that the result has besides those of the groups.
+      further_rows: Function of the workdir that measures rows beside those of the groups, after the trainings.
 
     Raises:
       SystemExit: `--groups` names none of the groups, or a score is not finite.
@@ -283,7 +284,7 @@ def run(name: str, groups: Groups, further_rows: Sequence[dict[str, Any]] = ()) 
             break
         comparison.train(group, form, seed, progress)
         progress.done += 1
-    rows = [*comparison.rows(), *further_rows]
+    rows = [*comparison.rows(), *(further_rows(root) if further_rows else ())]
     for row in rows:
         print({key: value for key, value in row.items() if key != "scores"}, flush=True)
     if rows:

@@ -1,14 +1,16 @@
 """Measures the loss of a batch 16 times as large at the same number of tokens, by optimizer and learning-rate scaling.
 
-    python experiments/bench/large_batch.py [--tokens=4194304] [--seeds=2] [--optimizers=adamw,lamb,lars]
+    python experiments/bench/large_batch.py --workdir=runs/large_batch [--tokens=4194304] [--optimizers=adamw,lamb,lars]
 
 A byte-level language model of the standard library's source is trained on the same number of tokens in batches of B sequences
 and of 16 B, so that the large batch takes 1/16 of the steps. Learning rates are tuned for B only: each optimizer takes the
 best of four RATES, a factor of two apart, by the held-out loss of the first seed. For 16 B nothing is tuned: rates are scaled
 by `optimizer.scaling`, or unchanged ("none"). Warm-up always lasts for the same fraction of the tokens. Losses are of the same
 held-out text, in nats per byte; no times are measured, so that other load on the machine does not change the result.
+Differences to the best small batch are paired by seed, with a 95 % interval by Student's distribution.
 
-Rows of optimizers that are not measured are kept, if they are of as many tokens.
+Rows of optimizers that are not measured are kept, if they are of as many tokens. Finished runs of the directory are not trained
+again.
 
 You et al. 2020, "Large batch optimization for deep learning: training BERT in 76 minutes" (LAMB, square-root scaling); You,
 Gitman and Ginsburg 2017, "Large batch training of convolutional networks" (LARS, linear scaling); Goyal et al. 2017, "Accurate,
@@ -26,7 +28,9 @@ from typing import Any
 
 import jax
 import numpy as np
+import small_runs
 from absl import app, flags
+from form_scores import compared
 
 from hpnlp import cli, measure
 from hpnlp.data.stream import prepare
@@ -42,9 +46,10 @@ RATES = {"adamw": (2.5e-4, 5e-4, 1e-3, 2e-3), "lamb": (1.25e-3, 2.5e-3, 5e-3, 1e
 RULES = ("none", "sqrt", "linear")
 
 FLAGS = flags.FLAGS
+flags.DEFINE_string("workdir", "runs/large_batch", "Directory of the losses of finished runs.")
 flags.DEFINE_list("optimizers", list(RATES), "Optimizers to measure, of RATES.")
 flags.DEFINE_integer("tokens", 2**22, "Training tokens of each run.")
-flags.DEFINE_integer("seeds", 2, "Runs of each recipe; the mean of their losses is reported.")
+flags.DEFINE_integer("seeds", 3, "Runs of each recipe; the mean of their losses is reported.")
 flags.DEFINE_string("path", "stdlib", "The text, as data.path.")
 flags.DEFINE_string("out", str(Path(__file__).parents[1] / "results"), "Where the result goes.")
 
@@ -63,6 +68,17 @@ def config_of(optimizer: str, rate: float, batch: int, rule: str, tokens: int, s
 
 
 def final_loss(config: Config) -> float:
+    """Held-out loss after training, in nats per byte; trains if the run is not finished."""
+    batch = config.data.batch_size
+    optimizer = config.optimizer.for_batch(batch)
+    name = f"{optimizer.name}-{optimizer.learning_rate:g}-{batch}-{config.train.steps}-{config.train.seed}"
+    directory = Path(FLAGS.workdir, name)
+    if not small_runs.is_finished(directory):
+        small_runs.write(directory, {"loss": trained_loss(config)})
+    return small_runs.read(directory)["loss"]
+
+
+def trained_loss(config: Config) -> float:
     """Held-out loss after training, in nats per byte."""
     corpus = prepare(config.data)
     optimizer = config.optimizer.for_batch(config.data.batch_size)
@@ -110,9 +126,16 @@ def kept_rows(optimizers: Sequence[str], tokens: int) -> list[dict[str, Any]]:
 
 
 def over_small(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with their loss relative to the least of small batches."""
-    best = min(row["loss"] for row in rows if row["rule"] == "small")
-    return [row | {"over_small": row["loss"] / best} for row in rows]
+    """Rows with their loss relative to the least of small batches, and the difference of equally many seeds."""
+    best = min((row for row in rows if row["rule"] == "small"), key=lambda row: row["loss"])
+    results = []
+    for row in rows:
+        result = row | {"over_small": row["loss"] / best["loss"]}
+        if row is not best and len(row["losses"]) == len(best["losses"]):
+            scores = compared(row["losses"], best["losses"])
+            result |= {name: scores[name] for name in ("difference", "half_interval")}
+        results.append(result)
+    return results
 
 
 def main(_: Any) -> None:

@@ -57,6 +57,22 @@ def nearest_pair(rows: Rows) -> Lines:
     return lines
 
 
+def docstring_search(rows: Rows) -> Lines:
+    """Recall of the code of docstrings, and the paired difference to the model that is trained from random weights."""
+    lines = []
+    for row in rows:
+        figure = f"{row['recall_at_1']:.1%}; {row['recall_at_10']:.1%}"
+        if "steps" in row:
+            figure += f" ({row['steps']:,} steps of {row['batch']} pairs)"
+        low, high = row["recall_at_1_over_scratch_interval"]
+        if low < high:
+            points = 100 * row["recall_at_1_over_scratch"]
+            figure += f"; recall@1 {points:+.1f} points ({100 * low:+.1f} to {100 * high:+.1f}) over from scratch"
+        label = f"code of a docstring among {row['pairs']:,}, {row['method']}: recall@1; recall@10"
+        lines.append((label, figure))
+    return lines
+
+
 def knn_lm(rows: Rows) -> Lines:
     """Loss of held-out text with neighbours, and its difference to the model alone."""
     lines = []

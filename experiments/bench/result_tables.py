@@ -368,21 +368,24 @@ def adamw(rows: Rows) -> Lines:
 def large_batch(rows: Rows) -> Lines:
     """Loss of the best recipe for the small batch, and of the others relative to it at the same number of tokens."""
     best = min((row for row in rows if row["rule"] == "small"), key=lambda row: row["loss"])
-    rules = {"none": "unchanged", "sqrt": "scaled by the square root", "linear": "scaled linearly"}
-    return [
+    rules = {"small": "tuned", "none": "unchanged", "sqrt": "scaled by the square root", "linear": "scaled linearly"}
+    lines = [
         (
             f"{best['optimizer']}, batches of {best['batch'] * best['length']:,} bytes: held-out loss",
             f"{best['loss']:.3f} nats per byte ({best['steps']:,} steps)",
         )
-    ] + [
-        (
-            f"{row['optimizer']}, batches of {row['batch'] * row['length']:,} bytes, learning rate "
-            f"{rules[row['rule']]}: held-out loss relative to the small batch",
-            f"{row['over_small']:.3f} ({row['steps']:,} steps)",
-        )
-        for row in rows
-        if row["rule"] != "small"
     ]
+    for row in rows:
+        if row is not best:
+            label = (
+                f"{row['optimizer']}, batches of {row['batch'] * row['length']:,} bytes, learning rate "
+                f"{rules[row['rule']]}: held-out loss relative to the small batch"
+            )
+            figure = f"{row['over_small']:.3f} ({row['steps']:,} steps)"
+            if row.get("half_interval") is not None:
+                figure += f"; {row['difference']:+.3f} +- {row['half_interval']:.3f} nats per byte"
+            lines.append((label, figure))
+    return lines
 
 
 def suite(rows: Rows) -> Lines:
@@ -470,6 +473,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "serving": model_use_tables.serving,
     "sentence_vectors": model_use_tables.sentence_vectors,
     "nearest_pair": model_use_tables.nearest_pair,
+    "docstring_search": model_use_tables.docstring_search,
     "knn_lm": model_use_tables.knn_lm,
     "projections": model_use_tables.projections,
     "realm": model_use_tables.realm,

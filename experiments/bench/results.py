@@ -88,7 +88,7 @@ SECTIONS = {
         "bag_memory",
         "bag_positives",
     ),
-    "Predictions": ("serving", "sentence_vectors", "nearest_pair", "pair_encoders"),
+    "Predictions": ("serving", "sentence_vectors", "nearest_pair", "pair_encoders", "docstring_search"),
     "Compression": ("containers", "quantized_products", "sparse_products", "second_order", "recipes"),
     "Parallelism": ("parity", "tasks", "auxiliary", "bubble", "ring", "operations"),
     "Rematerialisation and reversible layers": ("remat", "reversible", "grad_cache"),

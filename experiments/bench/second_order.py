@@ -2,11 +2,11 @@
 
     python experiments/bench/second_order.py --run=runs/bytes [--calibration=8]
 
-Each group of rows is one format of the weights: 8 bits with rounded inputs, 4 bits in groups of 32, 50 % and 30 % of the
-weights, 20 % also as products can skip the zeros, 2:4 sparsity. The first row of a group rounds to the nearest number, or
-keeps the largest weights; the others read the inputs of the matrices, or gradients, on training batches. Nothing is trained.
-The ratio is that of the increases of the held-out loss, with a 95 % interval by drawing the held-out sequences again with
-replacement, the same ones for both rows.
+Each group of rows is one format of the weights: 8 bits with rounded inputs, 4 bits in groups of 32, 50 %, 30 % and 20 % of the
+weights, 50 % and 20 % also with equally many in each column, so that products skip the zeros, 2:4 sparsity. The first row of a
+group rounds to the nearest number, or keeps the largest weights; the others read the inputs of the matrices, or gradients, on
+training batches. Nothing is trained. The ratio is that of the increases of the held-out loss, with a 95 % interval by drawing
+the held-out sequences again with replacement, the same ones for both rows.
 
 Published: GPTQ (Frantar et al. 2023), OPT-175B in 4 bits: perplexity 8.37 on WikiText-2 (float16: 8.34; to the nearest: 10.54).
 SparseGPT (Frantar and Alistarh 2023), OPT-175B with 50 % zeros: 8.21 (dense: 8.35; by magnitude: over 1,000).
@@ -38,7 +38,13 @@ GROUPS = (
         "int4(limits=mse,by=inputs)",
         "int4(by=inputs,scaled=True)",
     ),
-    ("magnitude(0.5)", "magnitude(0.5,by=fisher)", "magnitude(0.5,by=inputs)"),
+    (
+        "magnitude(0.5)",
+        "magnitude(0.5,by=fisher)",
+        "magnitude(0.5,by=inputs)",
+        "balanced(0.5)",
+        "balanced(0.5,by=inputs)",
+    ),
     ("magnitude(0.3)", "magnitude(0.3,by=fisher)", "magnitude(0.3,by=inputs)"),
     ("magnitude(0.2)", "balanced(0.2)", "balanced(0.2,by=inputs)", "blocks(0.2,block=16)"),
     ("two_four", "two_four(by=inputs)"),
