@@ -72,7 +72,9 @@ def _isoflop_curves(axes: Any, law: Fit, flops: FlopsPerToken) -> None:
             axes.plot(best.n.value, best.loss.value, "*", color=color, markersize=10)
     axes.scatter(points.n, points.loss, c=colors, s=18, zorder=3)
     low, high = points.loss.min(), points.loss.max()
-    axes.set(xscale="log", xlabel="N, parameters", ylabel="held-out loss, nats per token", ylim=(0.93 * low, 1.15 * high))
+    axes.set(
+        xscale="log", xlabel="N, parameters", ylabel="held-out loss, nats per token", ylim=(0.93 * low, 1.15 * high)
+    )
     axes.set_title("isoFLOP curves of the law, minima (stars), runs (dots)", fontsize=9)
     axes.legend(frameon=False, fontsize=7)
 
