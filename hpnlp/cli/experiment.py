@@ -236,16 +236,10 @@ def _read(path: str, overrides: Sequence[str]) -> Any:
 
 def _with_columns(values: ConfigDict) -> ConfigDict:
     """The config with the columns of its table of labelled texts, where these have other names than the defaults."""
-    from hpnlp.data.examples import ClassificationConfig
-    from hpnlp.data.examples.guess import guessed_fields
     from hpnlp.tasks import TASKS
 
     data: Any = values.data
-    if TASKS[str(values.task)].data_config is not ClassificationConfig or data.pair_field:
-        return values
-    names = ("path", "text_field", "label_field", "unlabelled")
-    config = ClassificationConfig(**{name: data[name] for name in names})
-    if data.path and (fields := guessed_fields(config)):
+    if fields := TASKS[str(values.task)].guessed_fields(data):
         data.update(fields)
         _note(f"{data.path}: {', '.join(f'data.{name}={value}' for name, value in fields.items())}")
     return values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from hpnlp.data.examples import ClassificationConfig, Examples
 from hpnlp.data.examples.baselines import MAX_TRAINED, linear_accuracy
 from hpnlp.data.examples.dataset import HELDOUT
+from hpnlp.data.examples.guess import guessed_fields
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.tasks.label_report import LabelReport, whole_text
 from hpnlp.tasks.labels import LabelTask
@@ -50,6 +51,12 @@ class Classification(LabelTask):
                 "model.token_types=1 does not tell the texts of a pair (data.pair_field) apart: set it to 2, or to 0 for none"
             )
         return super().model(config, sizes)
+
+    def guessed_fields(self, data: Mapping[str, Any]) -> dict[str, str]:
+        if self.data_config is not ClassificationConfig or data["pair_field"] or not data["path"]:
+            return {}
+        names = ("path", "text_field", "label_field", "unlabelled")
+        return guessed_fields(ClassificationConfig(**{name: data[name] for name in names}))
 
     def baseline(self, dataset: Examples) -> ClassificationBaselines:
         return ClassificationBaselines(dataset)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hpnlp.data.examples import Examples, check_paths, prepare_examples
+from hpnlp.data.examples import Examples, check_paths, generated, prepare_examples
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.files import Progress
 from hpnlp.tasks.task import Batch, RunConfig, Task
@@ -20,6 +20,9 @@ class ExampleTask(Task):
 
     def check_data(self, data: Any) -> None:
         check_paths(data)
+
+    def has_own_heldout(self, data: Any) -> bool:
+        return generated.has_heldout(data.path)
 
     def may_lack_labels(self, data: Any) -> bool:
         return data.kind().unlabelled

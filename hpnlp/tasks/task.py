@@ -145,6 +145,28 @@ class Task(abc.ABC):
         """
         return False
 
+    def has_own_heldout(self, data: Any) -> bool:
+        """Whether `data.path` names examples with held-out examples of their own.
+
+        Args:
+          data: The section `data` of a config.
+
+        Returns:
+          False where some of the examples are held out.
+        """
+        return False
+
+    def guessed_fields(self, data: Mapping[str, Any]) -> dict[str, str]:
+        """Fields of the data config that differ from their defaults in the files of `data.path`, such as names of columns.
+
+        Args:
+          data: Fields of the section `data`.
+
+        Returns:
+          Field -> value; empty if the config fits the files, or nothing can be told.
+        """
+        return {}
+
     @abc.abstractmethod
     def dataset(self, data: Any, vocabulary: Vocabulary | None, progress: Progress | None = None) -> Dataset:
         """Reads the data, or finds them in the cache.

@@ -20,7 +20,7 @@ import numpy as np
 
 from hpnlp import measure, tasks
 from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training import averages, distributed, fold_leakage, unused_fields
+from hpnlp.training import averages, distributed, unused_fields
 from hpnlp.training.batch_lengths import BatchLengths, check_buckets, length_of, padding_of
 from hpnlp.training.best import ScoreOrder
 from hpnlp.training.checkpoint import Checkpointer
@@ -101,7 +101,6 @@ class _Run:
         """Makes data, model and trainer, and finds the state to start from; then writes vocabulary and config."""
         config, workdir = self.config, self.workdir
         begun = distributed.lead_value(has_begun(workdir))
-        fold_leakage.check_start(config)
         self.source = find_source(config, workdir)
         progress = reading_progress(console=None if self.is_lead else QUIET)
         known = self._known_vocabulary(begun)

@@ -63,6 +63,7 @@ class TeacherOfRun(Protocol):
 # Functions of modules that most runs do not need.
 READERS: Table[Any] = Table(
     {
+        "check_start": "hpnlp.training.fold_leakage:check_start",
         "find_first": "hpnlp.training.warm_start:find_first",
         "check_converted": "hpnlp.training.warm_start:check_converted",
         "find_teacher": "hpnlp.training.teacher:find_teacher",
@@ -97,8 +98,11 @@ def find_source(config: Config, workdir: Path) -> OtherModel | None:
       The model; None without `train.init_from`, or if the run continues from a checkpoint of its own.
 
     Raises:
-      InputError: There is no such model, or the run cannot start from it.
+      InputError: There is no such model, or the run cannot start from it; or it, or the teacher, was trained on what the run
+        holds out.
     """
+    if config.train.init_from or config.distill.teacher:
+        READERS["check_start"](config)
     if not config.train.init_from or distributed.lead_value(Checkpointer.exist(workdir)):
         return None
     return READERS["find_first"](config)

@@ -15,7 +15,6 @@ import numpy as np
 from hpnlp import tasks
 from hpnlp.data import sources
 from hpnlp.data.config import DataConfig
-from hpnlp.data.examples import ExampleConfig, generated
 from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.layer_forms import projections
 from hpnlp.nn.block import BlockConfig
@@ -182,20 +181,16 @@ def _constant_end(config: Config) -> str:
 
 def _heldout_path(config: Config) -> str:
     data = config.data
-    if not isinstance(data, DataConfig | ExampleConfig):
-        return ""
     if data.heldout_path:
         return f"all of data.heldout_path={data.heldout_path!r} is held out: leave out one of the two"
-    if isinstance(data, ExampleConfig) and generated.has_heldout(data.path):
+    if tasks.find(config.task).has_own_heldout(data):
         return f"data.path={data.path!r} has held-out examples of its own: leave it out"
     return ""
 
 
 def _folds(config: Config) -> str:
-    data = config.data
-    if not isinstance(data, DataConfig | ExampleConfig) or not data.folds:
-        return ""
-    return f"one of data.folds={data.folds} equal parts is held out: leave it out"
+    folds = flat(config).get("data.folds", 0)
+    return f"one of data.folds={folds} equal parts is held out: leave it out" if folds else ""
 
 
 def _no_records(config: Config) -> str:
