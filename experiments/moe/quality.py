@@ -1,4 +1,4 @@
-"""Writes the losses of a sweep of `bytes.py` as a result file: means over seeds, and the time to the loss of the dense model.
+"""Writes the losses of a sweep of `bytes.py` as a result file: means over seeds, differences, and the time to the dense loss.
 
 python experiments/moe/quality.py runs/moe
 """
@@ -6,6 +6,7 @@ python experiments/moe/quality.py runs/moe
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from absl import app, flags
+from scipy import stats
 
 from hpnlp import measure, report
 
@@ -34,8 +36,19 @@ def steps_to(loss: float, lines: Sequence[Mapping[str, Any]]) -> int | None:
     return next((line["step"] for line in lines if (line.get("heldout_loss") or float("inf")) <= loss), None)
 
 
-def row_of(label: str, runs: Runs, dense: Runs) -> dict[str, Any]:
-    """A row of the result, relative to the dense model of equal active FLOPs."""
+def difference(runs: Runs, others: Runs) -> dict[str, Any] | None:
+    """Mean difference of the held-out losses of runs of the same seeds, with its 95 % interval by Student's t; None for one seed."""
+    pairs = zip(runs, others, strict=True)
+    changes = [ours["heldout_loss"] - theirs["heldout_loss"] for (ours, _), (theirs, _) in pairs]
+    if len(changes) < 2:
+        return None
+    mean = statistics.mean(changes)
+    error = stats.t.ppf(0.975, len(changes) - 1) * statistics.stdev(changes) / math.sqrt(len(changes))
+    return {"mean": mean, "low": mean - error, "high": mean + error}
+
+
+def row_of(label: str, runs: Runs, dense: Runs, longer: Runs) -> dict[str, Any]:
+    """A row of the result, relative to the dense model of equal active FLOPs, of equal steps and of equal time (`longer`)."""
     losses = [report["heldout_loss"] for report, _ in runs]
     speeds = [step_seconds(report) for report, _ in runs]
     dense_speed = statistics.median(step_seconds(report) for report, _ in dense)
@@ -52,10 +65,17 @@ def row_of(label: str, runs: Runs, dense: Runs) -> dict[str, Any]:
         "heldout_loss": statistics.mean(losses),
         "deviation": statistics.stdev(losses) if len(losses) > 1 else None,
         "seeds": len(losses),
+        "over_equal_steps": difference(runs, dense),
+        "over_equal_time": difference(runs, longer),
         "seconds_per_step": statistics.median(speeds),
         "ratios": {"time of a step over dense": statistics.median(speeds) / dense_speed},
         "time_to_dense_loss": statistics.mean(reached) if len(reached) == len(runs) else None,
     }
+
+
+def shown(change: Mapping[str, float] | None) -> str:
+    """A difference with its interval, as text."""
+    return "-" if change is None else f"{change['mean']:+.4f} ({change['low']:+.4f} to {change['high']:+.4f})"
 
 
 def main(argv: list[str]) -> None:
@@ -73,15 +93,16 @@ def main(argv: list[str]) -> None:
     if not dense_keys or len({len(runs) for runs in groups.values()}) > 1:
         sys.exit(f"{argv[1]} lacks finished runs, or the dense ones: let `hpnlp sweep` finish it")
     dense = [run[1:] for run in groups[min(dense_keys, key=lambda key: key[1:])]]
+    longer = [run[1:] for run in groups[max(dense_keys, key=lambda key: (key[2], -key[1]))]]
     rows = []
     for (mlp, columns, steps), runs in sorted(groups.items()):
         label = f"{mlp}, {columns} columns, {steps} steps"
-        rows.append(row_of(label, [run[1:] for run in runs], dense))
+        rows.append(row_of(label, [run[1:] for run in runs], dense, longer))
         row = rows[-1]
         deviation = "" if row["deviation"] is None else f" (sd {row['deviation']:.4f})"
         reached = "-" if row["time_to_dense_loss"] is None else f"{row['time_to_dense_loss']:.2f}"
         print(
-            f"{label:48} loss {row['heldout_loss']:.4f}{deviation}, {1000 * row['seconds_per_step']:.0f} ms per step, time to "
+            f"{label:48} loss {row['heldout_loss']:.4f}{deviation}, over equal time {shown(row['over_equal_time'])}, {1000 * row['seconds_per_step']:.0f} ms per step, time to "
             f"the loss of the dense model over its time {reached}",
             flush=True,
         )
