@@ -37,7 +37,7 @@ def steps_to(loss: float, lines: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def difference(runs: Runs, others: Runs) -> dict[str, Any] | None:
-    """Mean difference of the held-out losses of runs of the same seeds, with its 95 % interval by Student's t; None for one seed."""
+    """Mean difference of the held-out losses of runs of the same seeds, with its 95 % interval; None for one seed."""
     pairs = zip(runs, others, strict=True)
     changes = [ours["heldout_loss"] - theirs["heldout_loss"] for (ours, _), (theirs, _) in pairs]
     if len(changes) < 2:
@@ -102,8 +102,8 @@ def main(argv: list[str]) -> None:
         deviation = "" if row["deviation"] is None else f" (sd {row['deviation']:.4f})"
         reached = "-" if row["time_to_dense_loss"] is None else f"{row['time_to_dense_loss']:.2f}"
         print(
-            f"{label:48} loss {row['heldout_loss']:.4f}{deviation}, over equal time {shown(row['over_equal_time'])}, {1000 * row['seconds_per_step']:.0f} ms per step, time to "
-            f"the loss of the dense model over its time {reached}",
+            f"{label:48} loss {row['heldout_loss']:.4f}{deviation}, over equal time {shown(row['over_equal_time'])}, "
+            f"{1000 * row['seconds_per_step']:.0f} ms per step, time to the loss of the dense model over its time {reached}",
             flush=True,
         )
     print(measure.write_result("experts_quality", rows, FLAGS.out))
