@@ -1,5 +1,6 @@
 """Tables that import an entry when it is first read."""
 
+import importlib
 import subprocess
 import sys
 
@@ -42,3 +43,12 @@ def test_entries_are_set_and_deleted(monkeypatch):
 def test_an_unknown_name_is_a_key_error():
     with pytest.raises(KeyError, match="x"):
         Table({})["x"]
+
+
+@pytest.mark.parametrize("name", ["hpnlp.data", "hpnlp.data.examples", "hpnlp.report"])
+def test_a_package_exports_the_names_that_it_lists(name):
+    package = importlib.import_module(name)
+    for exported in package.__all__:
+        assert getattr(package, exported).__module__.startswith(name)
+    with pytest.raises(AttributeError, match=f"'{name}' has no attribute 'absent'"):
+        package.absent  # noqa: B018
