@@ -55,6 +55,13 @@ class Table(MutableMapping[str, T]):
     def __repr__(self) -> str:
         return f"Table({', '.join(self._places)})"
 
+    def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
+        return {**self, **other}
+
+    def __ior__(self, other: Mapping[str, T]) -> Table[T]:  # as of a dict; MutableMapping has none
+        self.update(other)
+        return self
+
     def read(self) -> Mapping[str, T]:
         """The entries that were imported or set so far.
 

@@ -36,7 +36,9 @@ def test_entries_are_set_and_deleted(monkeypatch):
         patch.setitem(table, "a", min)
         assert dict(table) == {"a": min, "b": max, "c": sum}
     assert "b" not in table and table["a"].__name__ == "hsv_to_rgb"
-    del table["c"]
+    assert table | {"a": min} == {"a": min, "c": sum}
+    table |= {"d": max}
+    del table["c"], table["d"]
     assert list(table) == ["a"]
 
 

@@ -21,7 +21,6 @@ from hpnlp.types import InputError
 
 if TYPE_CHECKING:
     from hpnlp.data.examples.kind import Kind
-    from hpnlp.training.config_file import load_config, write_config
     from hpnlp.training.run_directory import Run
 
 USAGE = """
@@ -137,6 +136,7 @@ def _to_run(source: Path, target: Path) -> None:
     from hpnlp.training import config
     from hpnlp.training import run_directory as runs
     from hpnlp.training.checkpoint import Checkpointer
+    from hpnlp.training.config_file import write_config
     from hpnlp.training.metrics import reading_progress
 
     model, labels = convert.load_config(source, cli.FLAGS.dtype), convert.labels(source)
@@ -187,6 +187,7 @@ def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
     from hpnlp.models.huggingface import convert
     from hpnlp.ops.weight import dense_tree
     from hpnlp.training import run_directory as runs
+    from hpnlp.training.config_file import load_config
     from hpnlp.training.metrics import reading_progress
 
     values = load_config(source)

@@ -21,7 +21,6 @@ from hpnlp.types import InputError
 
 if TYPE_CHECKING:
     from hpnlp.models.decode import Generation
-    from hpnlp.training.config_file import load_config
     from hpnlp.training.run_directory import Run
 
 USAGE = """
@@ -80,6 +79,7 @@ def run(argv: Sequence[str]) -> None:
     from hpnlp.data.prompt import prompt_bytes
     from hpnlp.jobs.dtypes import overflow_checked_chunks, with_dtype
     from hpnlp.training import ensembles, run_directory
+    from hpnlp.training.config_file import load_config
 
     names = [part for name in names for part in ([name] if os.path.exists(name) else name.split(","))]
     members = run_names.expand(names, cli.FLAGS.step)

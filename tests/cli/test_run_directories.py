@@ -11,7 +11,7 @@ from tests import tiny
 
 READERS = {
     "predict": "predict {d} text",
-    "encode": "encode {d} {d}/texts.txt --to={new}.npy",
+    "encode": "encode {d} {config} --to={new}.npy",
     "generate": "generate {d} --prompt=a --tokens=2",
     "evaluate": "evaluate {d}",
     "inspect": "inspect {d}",
