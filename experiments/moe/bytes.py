@@ -13,8 +13,8 @@
 
 Each model is trained with three seeds. The dense model of equal time takes 1.2 times the steps: the time of a step of
 top_k(8,2) over that of the dense model, which `quality.py` prints, rounded up. `--config=moe/bytes:1.5` takes another
-factor. The optimizer is AdamW, because the cost of Muon grows with the number of experts. About an hour and a half on two cores.
-`--config=moe/bytes:tiny` takes some minutes, proves nothing, and shows what the commands write.
+factor. The optimizer is AdamW, because the cost of Muon grows with the number of experts. About an hour and a half on two
+cores. `--config=moe/bytes:tiny` takes some minutes, proves nothing, and shows what the commands write.
 """
 
 from __future__ import annotations

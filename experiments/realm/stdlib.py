@@ -31,7 +31,7 @@ def get_config(stage: str = "") -> ConfigDict:
     config: Any = default("dual_encoder" if is_cloze else "realm")
     config.data.path = "stdlib_sentences" if is_cloze else "stdlib_names"
     config.data.tokenizer = "bpe(4000, by=identifiers)"
-    config.data.seq_len = 56
+    config.data.seq_len = 64
     config.model.vocab = 4096  # the tokenizer's ids and a mask
     config.model.dim = 128
     config.model.pooling = "attention"
@@ -48,7 +48,7 @@ def get_config(stage: str = "") -> ConfigDict:
         return config
     config.data.heldout_examples = 0  # all documents are searched
     config.data.document_role = "source"
-    config.data.document_len = 72
+    config.data.document_len = 80
     config.data.answer_len = 8
     config.model.tower_layers = 0
     config.model.candidates = 3
