@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -26,6 +26,7 @@ from hpnlp.training.state_shardings import TrainState, place
 from hpnlp.training.step import Trainer
 
 
+@runtime_checkable
 class OtherModel(Protocol):
     """A model that training may start from (`training.warm_start.Source`)."""
 
@@ -41,6 +42,7 @@ class OtherModel(Protocol):
     ) -> tuple[Any, str]: ...
 
 
+@runtime_checkable
 class TeacherOfRun(Protocol):
     """A model whose outputs another one learns (`training.teacher.Teacher`)."""
 
