@@ -239,7 +239,7 @@ def _with_columns(values: ConfigDict) -> ConfigDict:
     from hpnlp.tasks import TASKS
 
     data: Any = values.data
-    if fields := TASKS[str(values.task)].guessed_fields(data):
+    if fields := TASKS[str(values.task)].guessed_fields(data.to_dict()):
         data.update(fields)
         _note(f"{data.path}: {', '.join(f'data.{name}={value}' for name, value in fields.items())}")
     return values
