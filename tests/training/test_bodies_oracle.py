@@ -44,7 +44,7 @@ def test_hidden_states_of_a_classifier_are_those_of_bert(architecture, tmp_path)
     fields |= {"data.batch_size": len(TEXTS), "plan.name": "single"}
     overrides = [f"--{name}={value}" for name, value in fields.items()]
     config = configs.resolve(experiment.read("classification/texts", overrides))
-    found, task = warm_start.find_first(config, tmp_path / "run"), tasks.find("classification")
+    found, task = warm_start.find_first(config), tasks.find("classification")
     dataset = task.dataset(config.data, found.vocabulary_for("classification"))
     classifier = run_directory.make_model(config, task.vocabulary(dataset))
     assert found.check_model(classifier.config, task="classification") == ""
