@@ -1,4 +1,4 @@
-"""Who may train in a run's directory, and whether a run resumes in it.
+"""Claim of a run's directory: who may train in it, and whether a run resumes there.
 
 A run has begun when it has left a training step or a checkpoint. From then on, the same config resumes the run from its newest
 checkpoint, and another config is refused unless the user accepts the changes. Before, the directory may be reused with any
