@@ -16,7 +16,7 @@ from hpnlp.models.huggingface import convert
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
 from hpnlp.report import compression
-from hpnlp.training import compress_run, contents, loop, run_directory, signals
+from hpnlp.training import compress_run, contents, loop, signals
 from hpnlp.training.compress_run import Measurement
 from hpnlp.training.config_file import write_config
 from hpnlp.training.run_directory import load
@@ -208,7 +208,7 @@ def test_an_interrupted_compression_starts_again_in_its_directory(trained, tmp_p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(run_directory, "write_config", stop)
+        patch.setattr(compress_run, "write_config", stop)
         compress("int8")
     assert (tmp_path / WEIGHTS_FILE).exists() and not (tmp_path / "config.json").exists()
     with pytest.raises(InputError, match="holds an unfinished compression: run its `hpnlp compress` command again"):
