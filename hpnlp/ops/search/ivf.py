@@ -70,12 +70,6 @@ class IvfIndex:
         s = product(lax.dynamic_slice_in_dim(self.rows, start, window), queries)
         return s if self.bias is None else s + lax.dynamic_slice_in_dim(self.bias, start, window)[:, None]
 
-    def row_scores(self, queries: Any, rows: Int[Array, " n"], cells: Int[Array, " n"]) -> Float[Array, " n"]:
-        """Scores of rows for one query [D]."""
-        del cells
-        s = product(queries[None], self.rows.at[rows].get(mode="promise_in_bounds"))[0]
-        return s if self.bias is None else s + self.bias[rows]
-
 
 def build_ivf(
     w: Float[Array | np.ndarray, "V D"],
@@ -158,9 +152,9 @@ def ivf_search(
       InputError: q is not [Q, D], or k or probes are out of range.
 
     Cost:
-      For each query 2 (C + rows of the cells) D operations, and 16 k D to compute the best scores again. The rows of a cell are
-      read once for up to 64 of the queries that probe it, through a window of at most 1.5 times its size unless it is small.
-      Memory O(Q (k + probes)), the scores of about 2^22 means, and about 2^21 to 2^23 maxima.
+      For each query 2 (C + rows of the cells) D operations. The rows of a cell are read for each query, and once for up to 64
+      of them if there are at least 2 for each cell, through a window of at most 1.5 times its size unless it is small.
+      Memory O(Q (k + probes)), the scores of about 2^22 means, and about 2^23 scores of rows.
 
     References:
       Johnson et al. 2017, "Billion-scale similarity search with GPUs", sec. 5.
@@ -170,4 +164,4 @@ def ivf_search(
     # With a bias, the query has one more number, 1.
     norm = 0.0 if index.bias is None else 1.0
     near = nearest_cells(q, index.means, index.mean_bias, index.spread, probes, norm)
-    return search_cells(index, q, near, k, folds=k)
+    return search_cells(index, q, near, k)

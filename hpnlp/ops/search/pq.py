@@ -237,7 +237,7 @@ def pq_search(
     index = dataclasses.replace(index, **floats)
     rotated = lax.dot(wide, index.rotation) * index.unit
     near = cell_search.nearest_cells(rotated, index.means, index.mean_bias, index.spread, probes)
-    return cell_search.search_cells(index, (rotated, q), near, k, folds=max(k, -(-rerank // FOLD)))
+    return cell_search.search_coded_cells(index, (rotated, q), near, k, folds=max(k, -(-rerank // FOLD)))
 
 
 def _check_parts(vocab: int, dim: int, parts: int, centroids: int, keep: str, fine: int) -> None:

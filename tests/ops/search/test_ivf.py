@@ -90,10 +90,27 @@ def test_blocks_of_queries_match_one_block(monkeypatch):
     index = build_ivf(w, cells=7, iterations=2, capacity=64, bias=bias)
     run = lambda: once(lambda index, q: ivf_search(index, q, 5, probes=4), index, q)  # noqa: E731
     one_block = run()
-    monkeypatch.setattr(cells, "MAXIMA", 4 * 4 * 8)
+    monkeypatch.setattr(cells, "SCORES", 4 * 4 * 64)
     monkeypatch.setattr(cells, "LANES", (2, 2))
     for a, b in zip(run(), one_block, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_cells_read_for_one_query_match_shared_ones(monkeypatch, at_once):
+    """Cells of 0 to 96 rows, in windows of four sizes and in numbers that are no multiples of those read at a time."""
+    q, w, _ = clustered(500, 13)
+    w = np.concatenate(
+        [w, np.repeat(w[:1] * 2, 80, axis=0) + 1e-3 * np.random.default_rng(0).normal(size=(80, w.shape[1]))]
+    )
+    index = build_ivf(w.astype(np.float32), cells=23, iterations=3, capacity=96)
+    run = lambda: once(lambda index, q: ivf_search(index, q, 5, probes=4), index, q)  # noqa: E731
+    monkeypatch.setattr(cells, "LANES", (2, 64))
+    shared = run()
+    monkeypatch.setattr(cells, "LANES", (1000, 64))
+    monkeypatch.setattr(cells, "READ_CELLS", at_once)
+    for a, b in zip(run(), shared, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 def test_few_cells_have_a_high_recall():
