@@ -37,8 +37,10 @@ FOLD = 8
 # Scores, or maxima of folds, that are kept at a time, for a part of the queries.
 SCORES = 1 << 23
 MAXIMA = 1 << 21
-# Least number of queries for each cell from which they read a cell together, and the largest number that do.
-LANES = 2, 64
+# Least number of queries for each cell from which they read a cell together.
+SHARED = 2
+# Largest number of queries that read a cell together.
+LANES = 64
 # Numbers that are read at a time if each cell is read for one query: 2 MiB of float32, and at most so many cells.
 READ, READ_CELLS = 1 << 19, 8
 # Numbers of rows that are gathered at a time to compute scores again.
@@ -169,7 +171,7 @@ def search_cells(index: Cells, queries: Any, near: Int[Array, "Q p"], k: int) ->
     """
 
     def search(queries: Any, near: Int[Array, "B p"]) -> tuple[Array, Array]:
-        scores = _read_cells(index, queries, near, 1)
+        scores = _read_cells(index, queries, near, 1, SHARED)
         s, at = best_of(scores.reshape(near.shape[0], -1), k)
         row = index.starts[jnp.take_along_axis(near, at // scores.shape[2], axis=1)] + at % scores.shape[2]
         return _with_ids(index, s, row)
@@ -178,7 +180,7 @@ def search_cells(index: Cells, queries: Any, near: Int[Array, "Q p"], k: int) ->
 
 
 def search_coded_cells(
-    index: CodedCells, queries: Any, near: Int[Array, "Q p"], k: int, folds: int
+    index: CodedCells, queries: Any, near: Int[Array, "Q p"], k: int, folds: int, shared: int
 ) -> tuple[Float[Array, "Q k"], Int[Array, "Q k"]]:
     """The k best rows among those that are scored again: the FOLD rows of each of the folds with the best maxima.
 
@@ -188,11 +190,12 @@ def search_coded_cells(
       near: [Q, p] cells.
       k: Number of rows.
       folds: Number of folds whose rows are scored again, at least k.
+      shared: Least number of queries for each cell from which they read a cell together.
 
     Returns:
       As `search_cells`.
     """
-    search = functools.partial(_search_coded, index, k=k, folds=folds)
+    search = functools.partial(_search_coded, index, k=k, folds=folds, shared=shared)
     return _in_parts(search, queries, near, MAXIMA // -(-index.capacity // FOLD))
 
 
@@ -218,9 +221,11 @@ def _with_ids(index: Cells, s: Float[Array, "B k"], row: Int[Array, "B k"]) -> t
     return jnp.where(s == LOWEST, -jnp.inf, s), ids
 
 
-def _search_coded(index: CodedCells, queries: Any, near: Int[Array, "B p"], k: int, folds: int) -> tuple[Array, Array]:
+def _search_coded(
+    index: CodedCells, queries: Any, near: Int[Array, "B p"], k: int, folds: int, shared: int
+) -> tuple[Array, Array]:
     """First the folds with the best maxima, then the best rows of these."""
-    maxima = _read_cells(index, queries, near, FOLD)
+    maxima = _read_cells(index, queries, near, FOLD, shared)
     folds_of_cell = maxima.shape[2]
     maxima = maxima.reshape(near.shape[0], -1)
     best, at = best_of(maxima, min(folds, maxima.shape[1]))
@@ -252,7 +257,9 @@ def windows(capacity: int) -> list[int]:
     return sorted({math.ceil(capacity / 2 ** (i / 2) / FOLD) * FOLD for i in range(WINDOWS)})
 
 
-def _read_cells(index: Cells, queries: Any, near: Int[Array, "B p"], fold: int) -> Float[Array, "B p folds"]:
+def _read_cells(
+    index: Cells, queries: Any, near: Int[Array, "B p"], fold: int, shared: int
+) -> Float[Array, "B p folds"]:
     """The best score of each `fold` neighbouring rows of the cells `near` each query; -inf where a cell has no row.
 
     Pairs of a query and a cell are sorted by the window of the cell, and by cell. A block is up to `lanes` pairs of one cell,
@@ -261,7 +268,7 @@ def _read_cells(index: Cells, queries: Any, near: Int[Array, "B p"], fold: int) 
     sizes = windows(index.capacity)
     (count, probes), cells, width = near.shape, index.starts.shape[0] - 1, sizes[-1] // fold
     pairs = count * probes
-    lanes = min(1 << (pairs // cells).bit_length(), LANES[1]) if pairs >= LANES[0] * cells else 1
+    lanes = min(1 << (pairs // cells).bit_length(), LANES) if pairs >= shared * cells else 1
     window = jnp.searchsorted(jnp.asarray(sizes, jnp.int32), jnp.diff(index.starts)).astype(jnp.int32)
     by_window = jnp.argsort(window, stable=True).astype(jnp.int32)
     rank = jnp.zeros_like(by_window).at[by_window].set(jnp.arange(cells, dtype=jnp.int32), unique_indices=True)

@@ -91,7 +91,7 @@ def test_blocks_of_queries_match_one_block(monkeypatch):
     run = lambda: once(lambda index, q: ivf_search(index, q, 5, probes=4), index, q)  # noqa: E731
     one_block = run()
     monkeypatch.setattr(cells, "SCORES", 4 * 4 * 64)
-    monkeypatch.setattr(cells, "LANES", (2, 2))
+    monkeypatch.setattr(cells, "LANES", 2)
     for a, b in zip(run(), one_block, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
@@ -105,9 +105,9 @@ def test_cells_read_for_one_query_match_shared_ones(monkeypatch, at_once):
     )
     index = build_ivf(w.astype(np.float32), cells=23, iterations=3, capacity=96)
     run = lambda: once(lambda index, q: ivf_search(index, q, 5, probes=4), index, q)  # noqa: E731
-    monkeypatch.setattr(cells, "LANES", (2, 64))
+    monkeypatch.setattr(cells, "SHARED", 1)
     shared = run()
-    monkeypatch.setattr(cells, "LANES", (1000, 64))
+    monkeypatch.setattr(cells, "SHARED", 1000)
     monkeypatch.setattr(cells, "READ_CELLS", at_once)
     for a, b in zip(run(), shared, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)

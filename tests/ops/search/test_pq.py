@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.ops.search import pq
 from hpnlp.ops.search.exact import recall
 from hpnlp.ops.search.pq import build_pq, decode, pq_search
 from hpnlp.types import InputError
@@ -57,6 +58,18 @@ def test_estimates_match_loops_over_tables(parts, centroids, fine):
     expected = estimates(index, q, centroids, bool(fine))
     np.testing.assert_allclose(scores, -np.sort(-expected, axis=1)[:, :10], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(np.take_along_axis(expected, np.asarray(ids), axis=1), scores, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("centroids", [16, 256])
+def test_tables_of_products_match_decoded_codes(monkeypatch, centroids):
+    q, w, _ = clustered(500, 6)
+    index = build_pq(w, cells=9, parts=4, centroids=centroids, keep="none", iterations=2)
+    found = []
+    for decoded in (1000, 1):
+        monkeypatch.setattr(pq, "DECODED", decoded)
+        found.append(jax.jit(functools.partial(pq_search, k=5, probes=3), compiler_options=ONCE)(index, q))
+    np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-5)
+    np.testing.assert_array_equal(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize(
