@@ -56,6 +56,12 @@ def test_use_equals_the_choices_of_the_router_without_padding(uses):
     assert uses[2].tokens == 50 and uses[2].load.sum() == 50 and not uses[2].has_pairs
 
 
+def test_a_dropped_token_has_no_gate():
+    use = experts.Use.zeros(2, 4)
+    use.add(np.array([[0.5, 0.0], [0.0, 0.0]]), np.array([1, 2]))
+    assert (use.tokens, use.routed, use.largest_gate) == (2, 1, 0.5)
+
+
 def test_specific_words_are_those_of_the_expert(uses):
     use = uses[2]
     for expert in range(6):

@@ -22,10 +22,10 @@ Applies the stages of a recipe to the model of a run, one after the other, and w
 and `hpnlp evaluate` read like any run. Prints bytes, time and held-out scores before and after each stage, and writes them to
 compress.md, compress.json and compress.png.
 
-Stages: layers(3) or layers("0 2 4"), heads(0.5), mlp(0.5), magnitude(0.1); filters(0.5), channels(0.5), hidden(0.5) and
-shapes(0.5) of convolutions; factorize(parameters=0.5); and the formats int8, int4(group=32), mixed(4), fp8, bf16, fp16,
-ternary, binary, pow2, codebook(bits=4), two_four, balanced(0.1), blocks(0.25), of which a recipe has at most one. Fractions are
-those that are kept. Stages that remove units or weights come first, then factorize, then the format.
+Stages: layers(3) or layers("0 2 4"), heads(0.5), mlp(0.5), experts(0.5), magnitude(0.1); filters(0.5), channels(0.5),
+hidden(0.5) and shapes(0.5) of convolutions; factorize(parameters=0.5); and the formats int8, int4(group=32), mixed(4), fp8,
+bf16, fp16, ternary, binary, pow2, codebook(bits=4), two_four, balanced(0.1), blocks(0.25), of which a recipe has at most one.
+Fractions are those that are kept. Stages that remove units or weights come first, then factorize, then the format.
 
 --finetune trains the model for some steps after the last stage that removes units or weights; weights that magnitude has
 removed stay 0. It has the run's config, in which fields of data, optimizer, train and distill may have other values, such as

@@ -29,13 +29,15 @@ class Use:
       pairs: `[E, E]`, number of tokens that use both experts.
       words: `[V, E]`, number of times that a token of each id uses each expert.
       tokens: Number of tokens.
-      largest_gates: Sum of the largest gate of each token.
+      routed: Number of tokens with at least one expert; without a capacity, all.
+      largest_gates: Sum of the largest gate of these tokens.
     """
 
     load: np.ndarray
     pairs: np.ndarray
     words: np.ndarray
     tokens: int = 0
+    routed: int = 0
     largest_gates: float = 0.0
 
     @classmethod
@@ -56,7 +58,13 @@ class Use:
         self.pairs += used.T @ used
         np.add.at(self.words, ids, used)
         self.tokens += len(ids)
+        self.routed += int(used.any(axis=1).sum())
         self.largest_gates += float(gates.max(axis=1).sum())
+
+    @property
+    def largest_gate(self) -> float:
+        """Mean of the largest gate of a token, over the tokens that have an expert."""
+        return self.largest_gates / max(self.routed, 1)
 
     @property
     def relative_load(self) -> np.ndarray:
@@ -171,7 +179,7 @@ def section(uses: Mapping[int, Use], tokenizer: Any) -> Section:
     numbers = {
         "expert_load_max": max(float(use.relative_load.max()) for use in uses.values()),
         "expert_load_min": min(float(use.relative_load.min()) for use in uses.values()),
-        "expert_largest_gate": float(np.mean([use.largest_gates / max(use.tokens, 1) for use in uses.values()])),
+        "expert_largest_gate": float(np.mean([use.largest_gate for use in uses.values()])),
     }
     return Section("\n".join(lines), numbers=numbers)
 
@@ -202,7 +210,7 @@ def _row(layer: int, use: Use) -> str:
         f"{load.max():.2f}",
         f"{load.min():.2f}",
         f"{(load < DEAD).sum()}",
-        f"{use.largest_gates / tokens:.3f}",
+        f"{use.largest_gate:.3f}",
     ]
     return f"| {' | '.join(cells)} |"
 

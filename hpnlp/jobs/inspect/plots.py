@@ -78,7 +78,7 @@ def draw_attention(layers: Sequence[LayerAttention], path: Path) -> None:
             axes.annotate(text, place, xytext=(4, 0), textcoords="offset points", va=side, fontsize=8, color=color)
         axes.set(xlabel="layer", ylabel=label, xticks=range(len(layers)), xticklabels=[layer.layer for layer in layers])
         axes.set_xlim(-0.6, len(layers) - 0.4 + 0.25 * len(layers) + 0.6)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
         axes.grid(axis="y", alpha=0.3)
     figure.savefig(path, dpi=130)
 
