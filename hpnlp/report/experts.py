@@ -138,7 +138,11 @@ def counted_use(outcome: Outcome, batches: Iterable[Mapping[str, np.ndarray]]) -
     config, uses = outcome.model.config, {}
     run = outcome.compiled("loss", True, ("routing",))
     for batch in batches:
-        real = np.asarray(batch["segment_ids"]) > 0
+        weights = np.asarray(batch["weights"])
+        is_example = weights.reshape(len(weights), -1).any(
+            axis=1
+        )  # the last batch is filled with sequences of weight 0
+        real = (np.asarray(batch["segment_ids"]) > 0) & is_example[:, None]
         ids = np.asarray(batch["tokens"])[real]
         for stack, taps in run(batch).taps["layers"].items():
             for layer, gates in zip(

@@ -124,7 +124,6 @@ class Switch(TopK):
     def check(self) -> None:
         super().check()
         check_k(self, 1)
-        check_capacity(self.capacity)
         if not 0.0 <= self.jitter < 1.0:
             raise InputError(f"jitter={self.jitter}: expected at least 0 and less than 1")
 
@@ -168,7 +167,8 @@ class GShard(ExpertLayer):
         super().check()
         check_k(self, 2)
         check_capacity(self.capacity)
-        check_capacity(self.eval_capacity, least=0.0, name="eval_capacity")
+        if self.eval_capacity:
+            check_capacity(self.eval_capacity, name="eval_capacity")
         if not 0.0 < self.threshold <= 1.0:
             raise InputError(f"threshold={self.threshold}: expected more than 0 and at most 1")
 
