@@ -320,6 +320,7 @@ class Tokenizer(Protocol):
       stats: Word statistics of the text that the vocabulary was made from, if known.
       lossless: True if `decode(encode(x)) == x` for every x that `encode` accepts, and there is a bos. Without bos nothing
           predicts the first token of a document, and bits per byte would count bytes that cost nothing.
+      decodes: False for hashes, which stand for no text.
     """
 
     vocab_size: int
@@ -328,6 +329,7 @@ class Tokenizer(Protocol):
     pad_id: int
     stats: WordStats | None
     lossless: bool
+    decodes: bool = True
 
     def encode(self, text: bytes) -> np.ndarray:
         """Ids of one document, without bos and eos.
@@ -381,6 +383,16 @@ class Tokenizer(Protocol):
           The bytes that the ids stand for; special ids stand for nothing.
         """
         ...
+
+    def drawable_ids(self) -> np.ndarray:
+        """Ids that generation may draw: those that stand for text, and not the id of unknown text.
+
+        Returns:
+          bool `[vocab_size]`.
+        """
+        # Each id twice, because some tokenizers drop one space at the beginning, and with it the text of a single space.
+        ids = range(self.vocab_size)
+        return np.array([self.decode([i, i]) != b"" and self.decode([i]) != b"<unk>" for i in ids])
 
     def save(self, path: str) -> None:
         """Writes the tokenizer to a file, which `hpnlp.data.tokenizers.load` reads back.

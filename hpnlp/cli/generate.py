@@ -126,7 +126,7 @@ def _make_generation(loaded: Run, prompt_ids: Sequence[Any]) -> Generation:
         seed=f.seed,
         eos_id=loaded.eos_ids,
         pad_id=loaded.tokenizer.pad_id,
-        allowed=decode.drawable_ids(loaded.tokenizer),
+        allowed=loaded.tokenizer.drawable_ids(),
     )
 
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpnlp.data.huggingface import TOKENIZER_CONFIG, HFTokenizer, byte_of_character, import_tokenizers
-from hpnlp.data.tokenizers import ByteTokenizer, WordTokenizer
+from hpnlp.data.tokenizers import ByteTokenizer
+from hpnlp.data.word_tokenizer import WordTokenizer
 from hpnlp.types import InputError, Tokenizer
 
 # Python's \w and \s in the syntax of the tokenizers package, whose own \w and \s differ for marks and separators.

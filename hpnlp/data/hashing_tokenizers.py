@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from hpnlp import spec as specs
 from hpnlp.data import word_hashes
 from hpnlp.data.documents import to_text
 from hpnlp.data.prompt import prompt_bytes
+from hpnlp.data.tokenizer_file import check_version
 from hpnlp.types import InputError, Tokenizer, WordStats
 
 FORMAT = 1  # version of the JSON that `save` writes
@@ -36,6 +37,7 @@ class HashingTokenizer(Tokenizer):
     pad_id: int = 0
     stats: WordStats | None = None
     lossless: bool = False
+    decodes: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of the constructor, for the file."""
@@ -146,3 +148,28 @@ class HashedNgramTokenizer(HashingTokenizer):
 
     def _ids(self, ngrams: Sequence[bytes]) -> np.ndarray:
         return (1 + word_hashes.hashes(ngrams)[:, 0] % np.uint32(self.vocab_size - 1)).astype(np.int32)
+
+
+def build_words(by: Any = "whitespace", *, texts: Iterable[bytes]) -> HashedWordTokenizer:
+    """The tokenizer of the spec hashed_words(by)."""
+    del texts
+    return HashedWordTokenizer(str(by))
+
+
+def build_ngrams(
+    size: int, words: int = 2, least: int = 3, most: int = 6, by: Any = "whitespace", *, texts: Iterable[bytes]
+) -> HashedNgramTokenizer:
+    """The tokenizer of the spec hashed_ngrams(size, ...)."""
+    del texts
+    return HashedNgramTokenizer(size, words, least, most, str(by))
+
+
+def parse(form: Mapping[str, Any], path: str) -> HashingTokenizer:
+    """The tokenizer of a JSON object."""
+    check_version(form, FORMAT, path)
+    arguments = {name: value for name, value in form.items() if name not in ("type", "version")}
+    entries = {HashedWordTokenizer.kind: build_words, HashedNgramTokenizer.kind: build_ngrams}
+    try:
+        return specs.build(specs.Spec(form["type"], (), tuple(arguments.items())), entries, "tokenizer", texts=())
+    except InputError as error:
+        raise InputError(f"{path!r} is damaged: {error}: save it again") from error

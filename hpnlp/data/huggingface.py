@@ -17,6 +17,7 @@ import numpy as np
 from hpnlp import spec as specs
 from hpnlp.data.documents import to_text
 from hpnlp.data.prompt import prompt_bytes, unknown_parts, with_bos
+from hpnlp.data.tokenizer_file import check_size
 from hpnlp.data.tokenizer_process import TokenizerProcess
 from hpnlp.types import InputError, Tokenizer, WordStats
 
@@ -267,6 +268,12 @@ class HFTokenizer(Tokenizer):
         generation = _read_config(_sibling(path, "generation_config.json"))
         return cls(inner, config, generation.get("bos_token_id"))
 
+    def drawable_ids(self) -> np.ndarray:
+        # `transformers` draws special tokens as well, and decoding leaves them out.
+        if self.is_trained_here:
+            return super().drawable_ids()
+        return np.isin(np.arange(self.vocab_size), self.ids)
+
     @property
     def ids(self) -> list[int]:
         """All ids that stand for a token, rising; a model's table may have rows for further ids."""
@@ -309,6 +316,17 @@ class HFTokenizer(Tokenizer):
             for token, i in self._inner.get_vocab(with_added_tokens=True).items()
             if i not in self._special
         }
+
+
+def build(size: Any, by: Any = "spaces", *, texts: Iterable[bytes]) -> HFTokenizer:
+    """The tokenizer of the spec bpe(size, by)."""
+    return HFTokenizer.train(sizes(size, by)[1], texts, str(by))
+
+
+def sizes(size: Any, by: Any = "spaces") -> tuple[int, int]:
+    """The smallest and the largest possible number of ids of the spec bpe(size, by)."""
+    specs.lookup(HFTokenizer.SPLITS, str(by), "split of words by")
+    return HFTokenizer.SMALLEST, check_size(size, HFTokenizer.SMALLEST, "bpe(8192)")
 
 
 def _steps(form: Mapping[str, Any] | None, key: str) -> Sequence[Mapping[str, Any]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hpnlp.data.prompt import prompt_bytes
+from hpnlp.data.tokenizer_file import check_version
 from hpnlp.types import InputError, Tokenizer, WordStats
 
 FORMAT = 1  # version of the JSON that `save` writes
@@ -58,3 +59,15 @@ class PixelTokenizer(Tokenizer):
     def save(self, path: str) -> None:
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"type": "pixels", "version": FORMAT}, file)
+
+
+def build(*, texts: Iterable[bytes]) -> PixelTokenizer:
+    """The tokenizer of the spec pixels."""
+    del texts
+    return PixelTokenizer()
+
+
+def parse(form: Mapping[str, Any], path: str) -> PixelTokenizer:
+    """The tokenizer of a JSON object."""
+    check_version(form, FORMAT, path)
+    return PixelTokenizer()

@@ -19,7 +19,6 @@ from hpnlp.data.config import DataConfig
 from hpnlp.data.corpus import Corpus
 from hpnlp.data.digest import Snapshot
 from hpnlp.data.files import Progress, ignore_progress
-from hpnlp.data.hashing_tokenizers import HashingTokenizer
 from hpnlp.data.ingest import Ingest
 from hpnlp.data.split import Folds
 from hpnlp.types import InputError, Tokenizer
@@ -48,7 +47,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, progress: Pr
     root = token_store.cache_root(config.cache)
     if tokenizer is None and not tokenizers.is_trained(config.tokenizer):
         tokenizer = tokenizers.build(config.tokenizer)  # before text is read, so that a wrong path fails early
-    if isinstance(tokenizer, HashingTokenizer):
+    if tokenizer is not None and not tokenizer.decodes:
         raise InputError(
             f"data.tokenizer={config.tokenizer!r}: hashes cannot be decoded to text: set it to 'bytes', 'words(30000)' or "
             "'bpe(8192)', or choose a task with labels"

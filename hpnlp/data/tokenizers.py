@@ -12,24 +12,19 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hpnlp import spec as specs
-from hpnlp.data import hashing_tokenizers, pixels, word_tokenizer
-from hpnlp.data.hashing_tokenizers import HashedNgramTokenizer, HashedWordTokenizer
-from hpnlp.data.huggingface import HFTokenizer
-from hpnlp.data.pixels import PixelTokenizer
 from hpnlp.data.prompt import prompt_bytes, with_bos
-from hpnlp.data.word_tokenizer import WordTokenizer
+from hpnlp.data.tokenizer_file import check_version
+from hpnlp.table import Table
 from hpnlp.types import InputError, Tokenizer, WordStats
 
 _BYTES_FORMAT = 1  # version of the JSON of ByteTokenizer
 TRAINING_VERSION = 4  # version of how vocabularies are made; part of the cache key of a trained tokenizer
-# Maximum number of ids: 16 times the largest published vocabulary, and few enough for a model's table to be allocated.
-_LARGEST = 1 << 24
 # Bytes of training text for each id of a vocabulary, and their bounds: more text changes rare entries only, and takes longer.
 _BYTES_PER_ID, _LEAST_TEXT, _MOST_TEXT = 1 << 12, 1 << 25, 1 << 28
 
@@ -59,63 +54,41 @@ class ByteTokenizer(Tokenizer):
             json.dump({"type": "bytes", "version": _BYTES_FORMAT}, file)
 
 
-def _build_bytes(texts: Iterable[bytes]) -> Tokenizer:
+def _build_bytes(*, texts: Iterable[bytes]) -> Tokenizer:
+    del texts
     return ByteTokenizer()
 
 
-def _build_pixels(texts: Iterable[bytes]) -> Tokenizer:
-    return PixelTokenizer()
+def _parse_bytes(form: Mapping[str, Any], path: str) -> Tokenizer:
+    check_version(form, _BYTES_FORMAT, path)
+    return ByteTokenizer()
 
 
-def _build_words(cap: Any, by: Any = "letters", *, texts: Iterable[bytes]) -> Tokenizer:
-    return WordTokenizer.train(_word_sizes(cap, by)[1], texts, str(by))
-
-
-def _build_bpe(size: Any, by: Any = "spaces", *, texts: Iterable[bytes]) -> Tokenizer:
-    return HFTokenizer.train(_bpe_sizes(size, by)[1], texts, str(by))
-
-
-def _build_hashed_words(by: Any = "whitespace", *, texts: Iterable[bytes]) -> Tokenizer:
-    return HashedWordTokenizer(str(by))
-
-
-def _build_hashed_ngrams(
-    size: int, words: int = 2, least: int = 3, most: int = 6, by: Any = "whitespace", *, texts: Iterable[bytes]
-) -> Tokenizer:
-    return HashedNgramTokenizer(size, words, least, most, str(by))
-
-
-TOKENIZERS = {
-    "bytes": _build_bytes,
-    "pixels": _build_pixels,
-    "words": _build_words,
-    "bpe": _build_bpe,
-    "hashed_words": _build_hashed_words,
-    "hashed_ngrams": _build_hashed_ngrams,
-}
-
-
-def _word_sizes(cap: Any, by: Any = "letters") -> tuple[int, int]:
-    """Checks the arguments of "words" and returns the smallest and the largest possible number of ids."""
-    specs.lookup(WordTokenizer.SPLITS, str(by), "split of words by")
-    return WordTokenizer.SMALLEST, _check_size(cap, WordTokenizer.SMALLEST, "words(30000)")
-
-
-def _bpe_sizes(size: Any, by: Any = "spaces") -> tuple[int, int]:
-    """Checks the arguments of "bpe" and returns the smallest and the largest possible number of ids."""
-    specs.lookup(HFTokenizer.SPLITS, str(by), "split of words by")
-    return HFTokenizer.SMALLEST, _check_size(size, HFTokenizer.SMALLEST, "bpe(8192)")
-
-
-def _check_size(value: object, least: int, example: str) -> int:
-    """`value` as a number of ids, or an InputError."""
-    if not isinstance(value, int) or not least <= value <= _LARGEST:
-        raise InputError(f"tokenizer size {value!r}: expected a number of ids, {least} to {_LARGEST}, as in {example}")
-    return value
-
-
-# Entries of TOKENIZERS that are trained -> bounds of the number of ids, by the entry's arguments.
-_TRAINED_SIZES = {"words": _word_sizes, "bpe": _bpe_sizes}
+# Name -> function of the arguments of the spec and of `texts` that makes a tokenizer.
+TOKENIZERS: Table[Callable[..., Tokenizer]] = Table(
+    {
+        "bytes": _build_bytes,
+        "pixels": "hpnlp.data.pixels:build",
+        "words": "hpnlp.data.word_tokenizer:build",
+        "bpe": "hpnlp.data.huggingface:build",
+        "hashed_words": "hpnlp.data.hashing_tokenizers:build_words",
+        "hashed_ngrams": "hpnlp.data.hashing_tokenizers:build_ngrams",
+    }
+)
+# Those that are trained on text -> function of the arguments of the spec that returns bounds of the number of ids.
+_TRAINED_SIZES: Table[Callable[..., tuple[int, int]]] = Table(
+    {"words": "hpnlp.data.word_tokenizer:sizes", "bpe": "hpnlp.data.huggingface:sizes"}
+)
+# Types in files of `Tokenizer.save` -> function of the JSON object and the path that makes the tokenizer.
+_PARSERS: Table[Callable[[Mapping[str, Any], str], Tokenizer]] = Table(
+    {
+        "bytes": _parse_bytes,
+        "pixels": "hpnlp.data.pixels:parse",
+        "words": "hpnlp.data.word_tokenizer:parse",
+        "hashed_words": "hpnlp.data.hashing_tokenizers:parse",
+        "hashed_ngrams": "hpnlp.data.hashing_tokenizers:parse",
+    }
+)
 
 
 def is_trained(spec: str) -> bool:
@@ -202,21 +175,13 @@ def load(path: str) -> Tokenizer:
             f"{path!r} is no tokenizer.json: it is not JSON ({error}): save or download it again"
         ) from error
     if isinstance(form, dict) and "model" in form:
+        from hpnlp.data.huggingface import HFTokenizer
+
         return HFTokenizer.parse(text, path)
-    kind = form.get("type") if isinstance(form, dict) else None
-    versions = {"bytes": _BYTES_FORMAT, "pixels": pixels.FORMAT, "words": word_tokenizer.FORMAT}
-    versions |= dict.fromkeys(("hashed_words", "hashed_ngrams"), hashing_tokenizers.FORMAT)
-    if kind not in tuple(versions):
+    name = form.get("type") if isinstance(form, dict) else None
+    if not isinstance(name, str) or name not in _PARSERS:
         raise InputError(f"{path!r} is no tokenizer.json: it has neither a model nor a known type: pass another path")
-    if form.get("version") != versions[kind]:
-        raise InputError(
-            f"{path!r} has format version {form.get('version')!r}, expected {versions[kind]}: update hpnlp"
-        )
-    if kind == "words":
-        return _parse_words(form, path)
-    if kind in ("hashed_words", "hashed_ngrams"):
-        return _parse_hashing(kind, form, path)
-    return ByteTokenizer() if kind == "bytes" else PixelTokenizer()
+    return _PARSERS[name](form, path)
 
 
 def _read_file(path: str) -> str:
@@ -232,34 +197,6 @@ def _read_file(path: str) -> str:
         ) from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path!r} is no tokenizer.json: it is binary, not JSON: pass another path") from error
-
-
-def _parse_words(form: dict[str, Any], path: str) -> WordTokenizer:
-    """The word tokenizer of a JSON object; files of older versions lack the counts, or the order."""
-    words = form.get("words")
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise InputError(f"{path!r} is damaged: `words` is not a list of strings: save it again")
-    stats = None
-    if form.get("counts") is not None:
-        order = None if form.get("order") is None else _parse_integers(form["order"], "order", path)
-        stats = WordStats(_parse_integers(form["counts"], "counts", path), order)
-    return WordTokenizer(words, stats, str(form.get("by", "letters")))
-
-
-def _parse_hashing(kind: str, form: dict[str, Any], path: str) -> Tokenizer:
-    """The hashing tokenizer of a JSON object."""
-    arguments = {name: value for name, value in form.items() if name not in ("type", "version")}
-    try:
-        return specs.build(specs.Spec(kind, (), tuple(arguments.items())), TOKENIZERS, "tokenizer", texts=())
-    except InputError as error:
-        raise InputError(f"{path!r} is damaged: {error}: save it again") from error
-
-
-def _parse_integers(value: Any, name: str, path: str) -> np.ndarray:
-    """`value` as an int64 array, or an InputError."""
-    if not (isinstance(value, list) and all(isinstance(n, int) and abs(n) < 2**63 for n in value)):
-        raise InputError(f"{path!r} is damaged: `{name}` is not a list of whole numbers: save it again")
-    return np.array(value, np.int64)
 
 
 def save_whole(tokenizer: Tokenizer, directory: str) -> None:

@@ -6,14 +6,15 @@ import collections
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
 from hpnlp import spec as specs
 from hpnlp.data.documents import to_text
 from hpnlp.data.prompt import prompt_bytes, unknown_parts, with_bos
+from hpnlp.data.tokenizer_file import check_size, check_version, integers
 from hpnlp.data.word_similarity import similar_order
 from hpnlp.ops.softmax.word_order import checked_order
 from hpnlp.types import InputError, Tokenizer, WordStats
@@ -172,3 +173,27 @@ class _Sample:
                 self.documents, self._interval = self.documents[::2], 2 * self._interval
                 self._words = sum(map(len, self.documents))
         self._seen += 1
+
+
+def build(cap: Any, by: Any = "letters", *, texts: Iterable[bytes]) -> WordTokenizer:
+    """The tokenizer of the spec words(cap, by)."""
+    return WordTokenizer.train(sizes(cap, by)[1], texts, str(by))
+
+
+def sizes(cap: Any, by: Any = "letters") -> tuple[int, int]:
+    """The smallest and the largest possible number of ids of the spec words(cap, by)."""
+    specs.lookup(WordTokenizer.SPLITS, str(by), "split of words by")
+    return WordTokenizer.SMALLEST, check_size(cap, WordTokenizer.SMALLEST, "words(30000)")
+
+
+def parse(form: Mapping[str, Any], path: str) -> WordTokenizer:
+    """The tokenizer of a JSON object; files of older versions lack the counts, or the order."""
+    check_version(form, FORMAT, path)
+    words = form.get("words")
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise InputError(f"{path!r} is damaged: `words` is not a list of strings: save it again")
+    stats = None
+    if form.get("counts") is not None:
+        order = None if form.get("order") is None else integers(form, "order", path)
+        stats = WordStats(integers(form, "counts", path), order)
+    return WordTokenizer(words, stats, str(form.get("by", "letters")))

@@ -246,7 +246,7 @@ class Predictor:
             seed=seed,
             eos_id=run.eos_ids,
             pad_id=run.tokenizer.pad_id,
-            allowed=decode.drawable_ids(run.tokenizer),
+            allowed=run.tokenizer.drawable_ids(),
         )
         rows = np.concatenate([*overflow_checked_chunks(generation)], axis=1)
         ends = np.isin(rows, run.eos_ids)

@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hpnlp import measure
-from hpnlp.data.huggingface import HFTokenizer
 from hpnlp.models.decoding_weights import for_decoding
 from hpnlp.models.variables import collections
 from hpnlp.nn.attention import Memory
@@ -367,24 +366,6 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def drawable_ids(tokenizer: Tokenizer) -> np.ndarray:
-    """Ids that may be drawn: those that stand for text, and not the id of unknown text.
-
-    A tokenizer that others have made keeps its special tokens: `transformers` draws them as well, and decoding leaves them out.
-
-    Args:
-      tokenizer: A tokenizer.
-
-    Returns:
-      bool `[vocab_size]`.
-    """
-    if isinstance(tokenizer, HFTokenizer) and not tokenizer.is_trained_here:
-        return np.isin(np.arange(tokenizer.vocab_size), tokenizer.ids)
-    # Each id twice, because some tokenizers drop one space at the beginning, and with it the text of a single space.
-    ids = range(tokenizer.vocab_size)
-    return np.array([tokenizer.decode([i, i]) != b"" and tokenizer.decode([i]) != b"<unk>" for i in ids])
-
-
 class TextStream:
     """Text of ids that arrive in pieces, without incomplete characters. Bytes that are not UTF-8 become U+FFFD."""
 
@@ -435,7 +416,7 @@ def sample_text(model: Model, params: Any, tokenizer: Tokenizer, length: int, se
     Returns:
       About `length` bytes of text.
     """
-    allowed = drawable_ids(tokenizer)
+    allowed = tokenizer.drawable_ids()
     start = tokenizer.bos_id if tokenizer.bos_id is not None else int(np.flatnonzero(allowed)[0])
     tokens = min(length, model.config.max_len - 1) if model.config.position == "learned" else length
     if tokens < 1:

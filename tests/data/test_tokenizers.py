@@ -13,7 +13,9 @@ import tokenizers as hf
 from hypothesis import strategies as st
 
 from hpnlp.data import tokenizers
-from hpnlp.data.tokenizers import HFTokenizer, build, load, save_whole
+from hpnlp.data.huggingface import HFTokenizer
+from hpnlp.data.tokenizers import build, load, save_whole
+from hpnlp.data.word_tokenizer import WordTokenizer
 from hpnlp.types import InputError, Tokenizer, WordStats
 
 TEXTS = [
@@ -121,12 +123,12 @@ def test_bpe_round_trip(trained, text):
 @hypothesis.given(st.text(max_size=60) | st.text(alphabet="ab ,.\n\t_é", max_size=60))
 def test_words_round_trip_of_known_text(text):
     data = text.encode()
-    tokenizer = tokenizers.WordTokenizer.train(1000, [data])
+    tokenizer = WordTokenizer.train(1000, [data])
     assert tokenizer.decode(tokenizer.encode(data)) == data
 
 
 def test_word_ids_follow_frequency():
-    tokenizer = tokenizers.WordTokenizer.train(9, [b"a b, a b a  c d"])
+    tokenizer = WordTokenizer.train(9, [b"a b, a b a  c d"])
     # By frequency, then by the alphabet, up to the cap. A single space between words is not a token.
     assert [tokenizer.decode([i]) for i in range(9)] == [b"", b"<unk>", b"", b"", b"a", b"b", b" ", b"  ", b","]
     assert tokenizer.vocab_size == 9
@@ -159,7 +161,7 @@ def test_words_by_whitespace_are_counted():
 
 
 def test_word_stats_are_saved(tmp_path):
-    tokenizer = tokenizers.WordTokenizer.train(9, [b"a b, a b a  c d", b"a"])
+    tokenizer = WordTokenizer.train(9, [b"a b, a b a  c d", b"a"])
     # <pad>, <unk>, one bos and one eos per document, then the words
     assert tokenizer.stats.counts.tolist() == [0, 2, 2, 2, 4, 2, 1, 1, 1]
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -169,7 +171,7 @@ def test_word_stats_are_saved(tmp_path):
     wider = loaded.padded(11)
     assert wider.counts.tolist() == [0, 2, 2, 2, 4, 2, 1, 1, 1, 0, 0] and sorted(wider.order) == list(range(11))
     for older in (WordStats(np.arange(6)), None):
-        tokenizers.WordTokenizer(["a", "b"], older).save(str(tmp_path / "tokenizer.json"))
+        WordTokenizer(["a", "b"], older).save(str(tmp_path / "tokenizer.json"))
         assert tokenizers.load(str(tmp_path / "tokenizer.json")).stats == older
 
 

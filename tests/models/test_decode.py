@@ -10,9 +10,10 @@ import pytest
 from jax.sharding import NamedSharding
 
 from hpnlp import measure
-from hpnlp.data.tokenizers import ByteTokenizer, WordTokenizer
+from hpnlp.data.tokenizers import ByteTokenizer
+from hpnlp.data.word_tokenizer import WordTokenizer
 from hpnlp.models import decode
-from hpnlp.models.decode import Generation, TextStream, drawable_ids, sample_text
+from hpnlp.models.decode import Generation, TextStream, sample_text
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.variables import axes_of
 from hpnlp.nn.mixers import MIXERS
@@ -130,7 +131,7 @@ def test_several_ids_may_end_a_row():
 
 
 def test_special_ids_are_never_drawn():
-    allowed = drawable_ids(ByteTokenizer())
+    allowed = ByteTokenizer().drawable_ids()
     np.testing.assert_array_equal(np.flatnonzero(~allowed), np.arange(256, 264))
     for mask in (allowed, allowed[:150]):  # the table may have more rows than the tokenizer has ids
         ids = generate(PROMPTS, tokens=32, temperature=100.0, eos_id=257, pad_id=260, allowed=mask)
@@ -141,7 +142,7 @@ def test_special_ids_are_never_drawn():
 
 def test_speakable_excludes_special_words():
     tokenizer = WordTokenizer(["fox", "dog", "\n"])
-    assert np.flatnonzero(drawable_ids(tokenizer)).tolist() == [4, 5, 6]
+    assert np.flatnonzero(tokenizer.drawable_ids()).tolist() == [4, 5, 6]
 
 
 def test_parameters_on_several_devices_and_on_the_host():

@@ -16,7 +16,6 @@ from flax.traverse_util import unflatten_dict
 
 from hpnlp.data.files import Progress, ignore_progress
 from hpnlp.jobs.retrieval.mix import GATE, load_run, with_datastore
-from hpnlp.models import decode
 from hpnlp.models.bit_gate import BitGate
 from hpnlp.models.variables import collections
 from hpnlp.ops.sampling import pick
@@ -109,7 +108,7 @@ class MixedModel:
         Yields:
           The tokens.
         """
-        allowed = decode.drawable_ids(self.run.tokenizer)
+        allowed = self.run.tokenizer.drawable_ids()
         draw, drawable = np.random.default_rng(seed), np.zeros(self.run.model.config.vocab, bool)
         drawable[: len(allowed)] = allowed[: len(drawable)]
         drawable[[*self.run.eos_ids]] = True

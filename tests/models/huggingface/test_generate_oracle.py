@@ -187,7 +187,7 @@ def continue_and_compare(model, hf_tokenizer, directory, prompts):
         temperature=0.0,
         eos_id=runs.eos_ids(directory, tokenizer, config.vocab),
         pad_id=tokenizer.pad_id,
-        allowed=decode.drawable_ids(tokenizer),
+        allowed=tokenizer.drawable_ids(),
     )
     continued = np.concatenate(list(generation), axis=1)
     continuations = []
