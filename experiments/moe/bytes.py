@@ -1,7 +1,7 @@
 """Experts against dense MLPs of equal active FLOPs, equal wall-clock time and equal bytes, as byte-level language models.
 
     hpnlp sweep --config=moe/bytes --workdir=runs/moe
-    python experiments/moe/quality.py runs/moe
+    python experiments/moe/quality.py runs/moe  # writes runs/moe/experts_quality-cpu.json
 
 | model | columns | active FLOPs of the MLPs | bytes of the MLPs |
 |---|---|---|---|

@@ -1,6 +1,6 @@
 """Writes the losses of a sweep of `bytes.py` as a result file: means over seeds, differences, and the time to the dense loss.
 
-python experiments/moe/quality.py runs/moe
+python experiments/moe/quality.py runs/moe [--out=DIR]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scipy import stats
 from hpnlp import measure, report
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("out", str(Path(__file__).parents[1] / "results"), "Directory of the result.")
+flags.DEFINE_string("out", "", "Directory of the result; that of the sweep by default.")
 
 Runs = Sequence[
     tuple[Mapping[str, Any], list[Mapping[str, Any]]]
@@ -106,7 +106,7 @@ def main(argv: list[str]) -> None:
             f"{1000 * row['seconds_per_step']:.0f} ms per step, time to the loss of the dense model over its time {reached}",
             flush=True,
         )
-    print(measure.write_result("experts_quality", rows, FLAGS.out))
+    print(measure.write_result("experts_quality", rows, FLAGS.out or argv[1]))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from absl import flags
 
 from hpnlp import cli
 from hpnlp.cli import experiment
+from hpnlp.cli.members import check_overrides
 from hpnlp.types import InputError
 
 USAGE = """
@@ -87,6 +88,8 @@ def _plan(config: str, overrides: Sequence[str]) -> None:
     if not isinstance(study, studies.Study):
         raise InputError(f"{path}: get_study() returned {type(study).__name__}: return a hpnlp.scaling_laws.Study")
     runs = study.runs(experiment.read(config, overrides))
+    for each in runs:
+        check_overrides(each.fields, overrides, "get_study()", lambda field: f"or change {field} in get_study()")
     device = lookup({**planner.DEVICES, "cpu": None}, cli.FLAGS.device, "--device") or devices.this_cpu(1)
     estimated = [studies.run_costs(each, device) for each in runs]
     print(studies.render(study, runs, estimated), flush=True)

@@ -139,10 +139,9 @@ def counted_use(outcome: Outcome, batches: Iterable[Mapping[str, np.ndarray]]) -
     run = outcome.compiled("loss", True, ("routing",))
     for batch in batches:
         weights = np.asarray(batch["weights"])
-        is_example = weights.reshape(len(weights), -1).any(
-            axis=1
-        )  # the last batch is filled with sequences of weight 0
-        real = (np.asarray(batch["segment_ids"]) > 0) & is_example[:, None]
+        # The last batch is filled with sequences of weight 0.
+        is_example = weights.reshape(len(weights), -1).any(axis=1, keepdims=True)
+        real = (np.asarray(batch["segment_ids"]) > 0) & is_example
         ids = np.asarray(batch["tokens"])[real]
         for stack, taps in run(batch).taps["layers"].items():
             for layer, gates in zip(

@@ -171,6 +171,7 @@ def test_studies_are_planned(run, tmp_path):
         (["plan"], "--config is required"),
         (["plan", f"--config={tiny.EXPERIMENT}"], "has no get_study()"),
         (["plan", "--config=lm/bytes", "--held_out=2"], "--held_out=2 has no effect with hpnlp scaling plan"),
+        (["plan", "--config=scaling/bytes", "--model.dim=64"], "--model.dim=64: get_study() sets model.dim="),
         (["fit"], "expected one directory"),
         (["fit", "nowhere"], "there is no directory nowhere"),
         (["fit", "x", "--config=lm/bytes"], "--config=lm/bytes has no effect with hpnlp scaling fit"),
