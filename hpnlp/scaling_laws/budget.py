@@ -245,13 +245,15 @@ def render(run: BudgetedRun, law: Law, device: Device, kind: str, command: str) 
     o, c = run.optimum, run.config
     tokens = c.train.steps * c.data.batch_size * c.data.seq_len
     fits = run.costs.fits(device)
+    unused = size_of(c).idle
+    idle = f" that a token uses, and {unused:,} of other experts" * bool(unused)
     memory = f", with {run.fix}" * bool(run.fix) if fits else ", more than there is"
     rows = {
         "N*, parameters": _interval(o.n),
         "D*, tokens": _interval(o.d),
         "D*/N*": _interval(o.ratio),
         "loss, nats per token": _interval(o.loss) if o.loss else "-",
-        "model": f"{run.n:,} parameters: "
+        "model": f"{run.n:,} parameters{idle}: "
         + ", ".join(f"{k.partition('.')[2]} {v}" for k, v in run.changes.items() if "model." in k),
         "tokens": f"{tokens:,} in {c.train.steps:,} steps of {c.data.batch_size} x {c.data.seq_len}",
         "learning rate": f"{c.optimizer.learning_rate:.3g} ({c.optimizer.name}), {c.optimizer.warmup:,} steps of warm-up",
