@@ -11,7 +11,6 @@ from hpnlp import measure
 from hpnlp.models.layer_forms import carries
 from hpnlp.nn.block import BlockConfig
 from hpnlp.nn.feed_forward import FeedForward, described_network
-from hpnlp.parallel import context_parallel
 from hpnlp.parallel.layout import Layout
 from hpnlp.types import InputError, MixerTraits
 
@@ -101,7 +100,10 @@ class PlannedLayers(abc.ABC):
                     f"devices that hold parts of the {axis} do not keep: set plan.{field}=1, or choose another mixer"
                 )
         heads = [c.sizes()[name][0] for name in ("heads", "kv_heads")]
-        context_parallel.check_support(layout, c.all_mixers(), c.masks(), heads, c.dropout)
+        if layout.size("length") > 1 or layout.size("heads") > 1:
+            from hpnlp.parallel import context_parallel  # of several devices only
+
+            context_parallel.check_support(layout, c.all_mixers(), c.masks(), heads, c.dropout)
         for form, traits in zip(c.forms(), c.network_traits, strict=True):
             if layout.size("length") > 1 and not (traits.prefix_consistent and traits.causal):
                 raise InputError(

@@ -71,6 +71,9 @@ RULES: dict[str, tuple[str, ...]] = {
     "classes": (),  # outputs that are not words: clusters, classes and bits of an output layer
 }
 
+# Logical names of the axes of tables of words and of classes.
+TABLES = (("vocab", "embed"), ("labels", "embed"))
+
 Sizes = dict[str, int]
 
 

@@ -27,9 +27,6 @@ from hpnlp.parallel.varying import sum_over_devices
 from hpnlp.parallel.zero import is_zero2
 from hpnlp.types import LossOut
 
-# Logical names of the axes of tables of words and of classes.
-TABLES = (("vocab", "embed"), ("labels", "embed"))
-
 
 def lookup(layout: Layout, table: Any, ids: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
     """Looks up the rows of a table.

@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from hpnlp.model_parallel import Zero2Parameter
 from hpnlp.models import variables
 from hpnlp.models.grad_cache import Encoded, encode_in_parts, split_examples
-from hpnlp.parallel import host_offload, vocab_parallel
+from hpnlp.parallel import host_offload
 from hpnlp.parallel.layout import Layout
+from hpnlp.parallel.plan import TABLES
 from hpnlp.training import sparse_rows
 from hpnlp.training.apply_updates import Update, mean
 from hpnlp.training.checksum import first_difference
@@ -390,4 +391,4 @@ def _has_divided_gradient(names: tuple[str, ...] | None, by_rows: bool) -> bool:
 
     It does in layers, and for tables that are not trained row by row: their programs gather what ZeRO divides.
     """
-    return names is not None and not by_rows and ("layers" in names or names in vocab_parallel.TABLES)
+    return names is not None and not by_rows and ("layers" in names or names in TABLES)

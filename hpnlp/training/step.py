@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
@@ -16,9 +16,8 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from hpnlp.flop_count import flops_by_part
-from hpnlp.model_parallel import ModelParallel
 from hpnlp.models import variables
-from hpnlp.parallel import context_parallel, distributed_matrices, host_offload, pipeline, vocab_parallel
+from hpnlp.parallel import host_offload
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.plan import Plan
 from hpnlp.training import averages, loss_scale, sparse_rows
@@ -26,7 +25,6 @@ from hpnlp.training.apply_updates import Update, check_compatible, mean
 from hpnlp.training.checksum import first_difference
 from hpnlp.training.example_scores import with_examples
 from hpnlp.training.gradients import Batch, Gradients, loss
-from hpnlp.training.muon import ApplyToWhole
 from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
 from hpnlp.training.state_shardings import (
     TrainState,
@@ -38,6 +36,9 @@ from hpnlp.training.state_shardings import (
     state_shardings,
 )
 from hpnlp.types import InputError, Model
+
+if TYPE_CHECKING:
+    from hpnlp.training.over_devices import OverDevices
 
 # Folded into the key of a step for `Model.advance`: no part of an accumulated batch has this number.
 ADVANCE_STREAM = np.uint32(2**32 - 1)
@@ -207,14 +208,14 @@ def make_trainer(
     """
     layout = plan.layout(model.config.sizes(), devices)
     check_compatible(model, config, plan, layout)
-    with context_parallel.losses_of_mixers_checked(layout):
-        weight_axes, weight_shapes = variables.axes_and_shapes(model.clone(remat=plan.remat))
-    context_parallel.check_variables(layout, weight_axes)
-    (axes, _), (param_shapes, buffer_shapes) = variables.split(weight_axes), variables.split(weight_shapes)
-    statistic_specs = layout.state_specs(axes, param_shapes, divided=layout.zero >= 1)
     # jax_debug_nans re-executes the program operation by operation, which does not terminate inside shard_map.
     single = (layout.mesh.size == 1 and not plan.offload_parameters) or jax.config.values["jax_debug_nans"]
-    optimizer = make_optimizer(config, steps, None if single else _apply_to_whole(layout.mesh, statistic_specs))
+    divided = None if single else _over_devices(layout)
+    axes_and_shapes = variables.axes_and_shapes if divided is None else divided.axes_and_shapes
+    weight_axes, weight_shapes = axes_and_shapes(model.clone(remat=plan.remat))
+    (axes, _), (param_shapes, buffer_shapes) = variables.split(weight_axes), variables.split(weight_shapes)
+    statistic_specs = layout.state_specs(axes, param_shapes, divided=layout.zero >= 1)
+    optimizer = make_optimizer(config, steps, None if divided is None else divided.apply_to_whole(statistic_specs))
     make_state = functools.partial(_initial_state, model, config, optimizer, buffer_shapes is not None, batch_size)
     shapes = jax.eval_shape(make_state, jax.eval_shape(lambda: jax.random.key(0)), weight_shapes)
     carry_axes = None if shapes.carry is None else model.carry_axes()  # pyright: ignore[reportAttributeAccessIssue]
@@ -225,7 +226,8 @@ def make_trainer(
     update = Update(config, optimizer, plan.offload_parameters, model.config.layers, schedule, allowed)
     gradients = Gradients(
         model=model.clone(
-            model_parallel=None if single else _model_parallel(layout, model.config, carry_axes), remat=plan.remat
+            model_parallel=None if divided is None else divided.model_parallel(model.config, carry_axes),
+            remat=plan.remat,
         ),
         single_model=model,
         update=update,
@@ -447,29 +449,11 @@ def _updates(state: TrainState) -> jax.Array:
     return counts[0][1] if counts else state.step
 
 
-def _model_parallel(layout: Layout, config: Any, carry_axes: Any) -> ModelParallel:
-    """Functions that run a model over a mesh. `carry_axes` is the result of `Model.carry_axes`, or None."""
-    carry_names = None
-    if carry_axes is not None and hasattr(config, "stack_order"):  # of other models, the compiler places all layers
-        carry_names = config.stack_order().split(carry_axes["layers"])
-    return ModelParallel(
-        embedding_lookup=functools.partial(vocab_parallel.lookup, layout),
-        run_layers=functools.partial(pipeline.run_layers, layout, carry_names=carry_names),
-        loss=functools.partial(vocab_parallel.loss, layout),
-        best=functools.partial(vocab_parallel.best, layout),
-        logits=functools.partial(vocab_parallel.logits, layout),
-        token_order=functools.partial(context_parallel.token_order, layout, config.masks()),
-    )
+def _over_devices(layout: Layout) -> OverDevices:
+    """Imported here, so that a run on one device does not import the layouts of several."""
+    from hpnlp.training.over_devices import OverDevices
 
-
-def _apply_to_whole(mesh: Any, specs: Any) -> ApplyToWhole:
-    """Function that applies a function of whole matrices to matrices with the given specs."""
-    by_path = {sparse_rows.keys(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
-
-    def apply(path: sparse_rows.Path, function: Callable[..., Any], x: jax.Array) -> jax.Array:
-        return distributed_matrices.apply_to_matrices(function, x, mesh, by_path[path])
-
-    return apply
+    return OverDevices(layout)
 
 
 def check_batch(layout: Layout, batch_size: int, seq_len: int, accumulate: int) -> None:
@@ -495,5 +479,5 @@ def check_batch(layout: Layout, batch_size: int, seq_len: int, accumulate: int) 
         raise InputError(
             f"data.seq_len={seq_len} does not divide over plan.sequence={layout.size('length')}: make it a multiple"
         )
-    pipeline.microbatches(layout, batch_size // accumulate)
-    context_parallel.token_order(layout, (), seq_len)
+    if layout.mesh.size > 1:
+        _over_devices(layout).check_batch(batch_size // accumulate, seq_len)

@@ -16,7 +16,8 @@ from hpnlp.models.variables import axes_and_shapes
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.gradients import loss
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import _model_parallel, make_trainer
+from hpnlp.training.over_devices import OverDevices
+from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError, Model
 from tests.contracts import ONCE, once
 from tests.drawn import drawn_params
@@ -62,7 +63,7 @@ def results(name, plan, devices):
     layout = plan.layout(model.config.sizes(), jax.devices()[:devices])
     axes, shapes = axes_and_shapes(model)
     if devices > 1:
-        model = model.clone(model_parallel=_model_parallel(layout, model.config, None))
+        model = model.clone(model_parallel=OverDevices(layout).model_parallel(model.config, None))
     specs = layout.state_specs(axes, shapes, divided=layout.zero == 3)
     params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(layout.mesh, spec)), params, specs)
     batch = {

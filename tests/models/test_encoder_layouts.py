@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from hpnlp.models.encoder import Encoder
 from hpnlp.models.variables import axes_and_shapes
 from hpnlp.parallel.plan import Plan
-from hpnlp.training.step import _model_parallel
+from hpnlp.training.over_devices import OverDevices
 from hpnlp.types import InputError
 from tests.contracts import ONCE
 from tests.models.test_encoder import MOBILE, SEQUENCES, TAGS, WORDS, make, make_batch
@@ -84,7 +84,7 @@ def results(head, plan, devices, ring):
     layout = plan.layout(model.config.sizes(), jax.devices()[:devices])
     axes, shapes = axes_and_shapes(model)
     if devices > 1:
-        model = model.clone(model_parallel=_model_parallel(layout, model.config, None))
+        model = model.clone(model_parallel=OverDevices(layout).model_parallel(model.config, None))
     specs = layout.state_specs(axes, shapes, divided=layout.zero == 3)
     params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(layout.mesh, spec)), params, specs)
     batch = {name: jax.device_put(x, layout.sharding(*model.batch_axes()[name])) for name, x in batch.items()}
@@ -127,7 +127,7 @@ def test_layouts_match_one_device(head, layout):
 def test_sizes_that_do_not_divide_raise():
     model, _, batch = model_of("sequences", False)
     layout = Plan().layout(model.config.sizes(), jax.devices())
-    parallel = model.clone(model_parallel=_model_parallel(layout, model.config, None))
+    parallel = model.clone(model_parallel=OverDevices(layout).model_parallel(model.config, None))
     batch = {name: x[:6] for name, x in batch.items()}
     with pytest.raises(InputError, match="6 sequences do not divide over plan.data=8"), jax.set_mesh(layout.mesh):
         jax.eval_shape(
@@ -146,7 +146,7 @@ def test_classes_are_replicated_if_they_do_not_divide():
 def test_trigrams_are_not_divided_over_a_ring():
     model, _, batch = model_of("mobile", True)
     layout = Plan(sequence=4).layout(model.config.sizes(), jax.devices())
-    parallel = model.clone(model_parallel=_model_parallel(layout, model.config, None))
+    parallel = model.clone(model_parallel=OverDevices(layout).model_parallel(model.config, None))
     shapes = jax.eval_shape(model.init, jax.random.key(0), batch)
     with pytest.raises(InputError, match="set plan.exchange=heads, or plan.sequence=1"), jax.set_mesh(layout.mesh):
         jax.eval_shape(lambda p: parallel.apply(p, batch, method="loss"), shapes)

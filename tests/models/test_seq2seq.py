@@ -13,7 +13,8 @@ from hpnlp.models.seq2seq_decode import generate, search
 from hpnlp.models.variables import axes_and_shapes
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import _model_parallel, make_trainer
+from hpnlp.training.over_devices import OverDevices
+from hpnlp.training.step import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE, once
 from tests.drawn import drawn_params
@@ -140,7 +141,7 @@ def gradients(plan, devices):
     layout = plan.layout(model.config.sizes(), jax.devices()[:devices])
     axes, shapes = axes_and_shapes(model)
     if devices > 1:
-        model = model.clone(model_parallel=_model_parallel(layout, model.config, None))
+        model = model.clone(model_parallel=OverDevices(layout).model_parallel(model.config, None))
     specs = layout.state_specs(axes, shapes, divided=layout.zero == 3)
     params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(layout.mesh, spec)), params, specs)
     batch = {name: jax.device_put(x, layout.sharding(*model.batch_axes()[name])) for name, x in batch.items()}
