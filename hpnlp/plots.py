@@ -333,7 +333,7 @@ def plot_expert_loads(loads: Mapping[int, np.ndarray], lines: Sequence[Mapping[s
         title="load / mean load", xlabel="expert", ylabel="layer", yticks=range(len(loads)), yticklabels=loads
     )
     by_expert.xaxis.get_major_locator().set_params(integer=True)
-    figure.colorbar(image, ax=by_expert, extend="max")
+    figure.colorbar(image, ax=by_expert, extend="max", label="load over the mean load")
     colors = plt.get_cmap("viridis")(np.linspace(0, 0.9, len(loads)))
     for (layer, load), color in zip(loads.items(), colors, strict=True):
         label = f"layer {layer}" if layer in (min(loads), max(loads)) else None

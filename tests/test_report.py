@@ -576,6 +576,12 @@ def test_proposed_commands_register_the_same_files(tmp_path):
     assert [line.count("--register=own.py") for line in text.splitlines()] == [1, 1, 1, 1, 1]
 
 
+def test_commands_that_train_have_the_processes_of_the_run():
+    text = next_commands.render(Path("runs/a"), Config(), "--config=exp.py", 2)
+    trained = [line.count("hpnlp launch --processes=2 -- train") for line in text.splitlines() if "train" in line]
+    assert trained == [1, 1] and "hpnlp compare" in text
+
+
 def test_int8_is_proposed_for_models_with_layers(tmp_path):
     for layers in (0, 2):
         config = Config(ClassifierConfig(layers=layers), ClassificationConfig(), task="classification")

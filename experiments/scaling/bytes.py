@@ -22,6 +22,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from hpnlp.scaling_laws import Study
+from hpnlp.spec import lookup
 from hpnlp.training.config import default
 
 MILLION = 10**6
@@ -69,7 +70,7 @@ def get_config(name: str = "full") -> ConfigDict:
 
 
 def get_study(name: str = "full") -> Study:
-    return STUDIES[name]
+    return lookup(STUDIES, name, "study")
 
 
 def get_sweep(name: str = "full") -> list[dict[str, Any]]:

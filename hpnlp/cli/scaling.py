@@ -110,7 +110,11 @@ def _fit(directory: Path) -> None:
     lookup(CONVENTIONS, f.convention, "--convention")
     found, unfinished = members.read_members(directory)
     result = analysis.analyse(found, f.convention, f.held_out, f.delta)
-    record = finite(analysis.to_json(result)) | {"unfinished": unfinished, "environment": measure.environment()}
+    record = finite(analysis.to_json(result)) | {
+        "unfinished": unfinished,
+        "has_experts": any(member.size.idle for member in found),
+        "environment": measure.environment(),
+    }
     text = page.render(result, unfinished, "scaling.png")
     plots.draw(result, directory / "scaling.png")
     try:

@@ -192,7 +192,7 @@ Where the time went, over all restarts: {times}.
 {fault_text}{section_text}
 Next:
 
-{next_commands.render(workdir, config, flags)}
+{next_commands.render(workdir, config, flags, jax.process_count())}
 """
 
 

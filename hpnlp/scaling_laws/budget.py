@@ -47,6 +47,7 @@ class Law:
       source: Description.
       largest: FLOPs of the largest run, beyond which it is extrapolated.
       is_subword: Whether its tokens are known to be subwords.
+      has_experts: Whether its models have experts.
       warnings: Reasons to doubt the fit.
     """
 
@@ -56,6 +57,7 @@ class Law:
     source: str
     largest: float | int
     is_subword: bool = False
+    has_experts: bool = False
     warnings: tuple[str, ...] = ()
 
 
@@ -111,7 +113,15 @@ def read_law(path: str | Path) -> Law:
     except InputError as error:
         raise InputError(f"--law={path}: {error}") from error
     doubts = tuple(diagnostics.warnings(law))
-    return Law(law, convention, interpolated_flops(points), str(file), float(points.c.max()), warnings=doubts)
+    return Law(
+        law,
+        convention,
+        interpolated_flops(points),
+        str(file),
+        float(points.c.max()),
+        has_experts=bool(record.get("has_experts", False)),
+        warnings=doubts,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,11 +287,12 @@ def render(run: BudgetedRun, law: Law, device: Device, kind: str, command: str) 
             2,
             "The config reads bytes, to which losses and tokens of this law do not apply: fit a study of your own, --law=DIR.",
         )
-    if law.is_subword and c.model.expert_sizes():
+    if law.has_experts != bool(c.model.expert_sizes()):
+        given, fitted = ("no experts", "with experts") if law.has_experts else ("experts", "without experts")
         lines.insert(
             2,
-            "The config has experts, and this law is of dense models, with the parameters that a token uses for N: fit a study "
-            "of your own with such experts, --law=DIR.",
+            f"The config has {given}, and this law is of models {fitted}, which it does not hold for: fit a study of your own, "
+            "--law=DIR.",
         )
     lines[2:2] = [f"Warning: {text}." for text in law.warnings]
     if o.budget > law.largest:

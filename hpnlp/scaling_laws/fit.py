@@ -260,10 +260,9 @@ def _check_determined(points: Points, form: str, law: LossForm) -> None:
         values = getattr(points, name)
         if len(np.unique(values)) < 2:
             label = {"n": "size", "d": "number of tokens", "c": "number of FLOPs"}[name]
-            others = "" if name == "c" else "; the form floor needs FLOPs only"
             raise InputError(
-                f"form {form}: all {len(points)} points have one {label}, {values[0]:,.0f}: train models of at least two, "
-                f"better four{others}"
+                f"form {form}: its points ({len(points)}) have one {label} only, {values[0]:,.0f}: train models of "
+                "at least two, better four"
             )
     if len(points) <= len(law.constants):
         raise InputError(

@@ -22,11 +22,11 @@ class Budget:
     seconds: float | int = 0.0  #: seconds on the devices
 
 
-def parse_budget(text: str, name: str) -> Budget:
+def parse_budget(text: str | float, name: str) -> Budget:
     """Reads a budget.
 
     Args:
-      text: FLOPs as in "1e18", or a time as in "2h", "30min", "90s" or "1.5d".
+      text: FLOPs as in "1e18" or 1e18, or a time as in "2h", "30min", "90s" or "1.5d".
       name: Name of the flag or field, for the message.
 
     Returns:
@@ -35,7 +35,7 @@ def parse_budget(text: str, name: str) -> Budget:
     Raises:
       InputError: The text is neither, or not over 0.
     """
-    match = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(s|min|h|d|)\s*", text)
+    match = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(s|min|h|d|)\s*", str(text))
     try:
         number = float(match[1]) if match else math.nan
     except ValueError:

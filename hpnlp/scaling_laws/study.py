@@ -82,7 +82,7 @@ class Study:
       convention: An entry of CONVENTIONS, in which C is counted.
     """
 
-    budget: str
+    budget: str | float
     sizes: Sequence[Fields]
     tokens: Sequence[int] = ()
     flops: Sequence[float] = ()

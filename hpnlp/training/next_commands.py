@@ -27,13 +27,14 @@ OTHER_DATA = "YOUR_FILES"  # in place of the path of data that the run has not r
 DATA_FIELDS = {"data.weights": "()", "data.heldout_path": "", "data.challenge_path": ""}
 
 
-def render(workdir: Path, config: Config, flags: str) -> str:
+def render(workdir: Path, config: Config, flags: str, processes: int = 1) -> str:
     """List of commands for the report.
 
     Args:
       workdir: Directory of the finished run.
       config: Config of the run.
       flags: Flags of `hpnlp train` that gave the config, quoted for a shell.
+      processes: Number of processes of the run, which commands that train have too.
 
     Returns:
       Items of a Markdown list, `- PURPOSE: COMMAND`.
@@ -82,6 +83,9 @@ def render(workdir: Path, config: Config, flags: str) -> str:
         **{purpose: [*argv, *registered] for purpose, argv in _smaller(workdir, config, directory).items()},
         "compare it with the runs beside it": ["compare", str(directory), *registered],
     }
+    if processes > 1:
+        launch = ["launch", f"--processes={processes}", "--"]
+        commands = {key: [*launch, *argv] if argv[0] == "train" else argv for key, argv in commands.items()}
     return "\n".join(f"- {purpose}: {_code(shlex.join(['hpnlp', *argv]))}" for purpose, argv in commands.items())
 
 

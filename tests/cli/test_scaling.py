@@ -107,7 +107,7 @@ def test_budgets_are_planned_by_the_published_law(run):
     )
     experts = run("plan", "--budget=1e15", "--model.mlp=top_k(4,2)", *arguments)
     assert experts.code == 0 and "'--model.mlp=top_k(4,2)' --model.dim=" in experts.out
-    assert "this law is of dense models" in experts.out and "dense models" not in outcome.out
+    assert "this law is of models without experts" in experts.out and "has experts" not in outcome.out
     timed = run("plan", "--budget=20s", *arguments)
     assert timed.code == 0 and "at least 20.0 s on 1 x h100" in timed.out
 
@@ -211,6 +211,6 @@ def test_studies_without_finished_members_or_with_one_size_raise(run, tmp_path):
     for tokens in TOKENS:
         write_member(tmp_path / "b" / str(tokens), 8, tokens)
     outcome = run("scaling", "fit", tmp_path / "b", "--held_out=0")
-    assert outcome.code == 2 and "all 4 points have one size" in outcome.err
+    assert outcome.code == 2 and "its points (4) have one size only" in outcome.err
     outcome = run("scaling", "fit", tmp_path / "b", "--held_out=4")
     assert outcome.code == 2 and "less than the 4 finished runs" in outcome.err

@@ -61,7 +61,8 @@ def test_recipes_match_the_step_law_and_keep_warm_up_short():
 
 
 @pytest.mark.parametrize(
-    ("text", "flops", "seconds"), [("1e18", 1e18, 0), ("2h", 0, 7200), ("1.5 d", 0, 129_600), ("90s", 0, 90)]
+    ("text", "flops", "seconds"),
+    [("1e18", 1e18, 0), (3e14, 3e14, 0), (5, 5, 0), ("2h", 0, 7200), ("1.5 d", 0, 129_600), ("90s", 0, 90)],
 )
 def test_budgets_are_flops_or_times(text, flops, seconds):  # noqa: F811
     assert recipe.parse_budget(text, "--budget") == recipe.Budget(flops, seconds)
