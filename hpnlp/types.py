@@ -321,6 +321,7 @@ class Tokenizer(Protocol):
       lossless: True if `decode(encode(x)) == x` for every x that `encode` accepts, and there is a bos. Without bos nothing
           predicts the first token of a document, and bits per byte would count bytes that cost nothing.
       decodes: False for hashes, which stand for no text.
+      mask_id: Id of the tokenizer's own token that hides a word, as BERT's; None for none.
     """
 
     vocab_size: int
@@ -330,6 +331,7 @@ class Tokenizer(Protocol):
     stats: WordStats | None
     lossless: bool
     decodes: bool = True
+    mask_id: int | None = None
 
     def encode(self, text: bytes) -> np.ndarray:
         """Ids of one document, without bos and eos.
@@ -383,6 +385,17 @@ class Tokenizer(Protocol):
           The bytes that the ids stand for; special ids stand for nothing.
         """
         ...
+
+    def find_mask_id(self) -> int:
+        """The id of the mask: that of the tokenizer's own mask, or else the first id after the vocabulary.
+
+        A model for masked language modelling has an embedding table of at least `find_mask_id() + 1` rows. Reserved ids of a
+        vocabulary, such as those of `bytes`, are not used, because data of token ids may contain them.
+
+        Returns:
+          The id.
+        """
+        return self.vocab_size if self.mask_id is None else self.mask_id
 
     def drawable_ids(self) -> np.ndarray:
         """Ids that generation may draw: those that stand for text, and not the id of unknown text.

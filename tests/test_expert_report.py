@@ -78,9 +78,9 @@ def test_special_tokens_have_names():
 
 def test_models_without_experts_or_parameters_have_no_section(outcome):
     dense = LM(dataclasses.replace(outcome.model.config, mlp="gelu", form="block"))
-    assert experts.has_section(outcome)
-    assert not experts.has_section(dataclasses.replace(outcome, model=dense))
-    assert not experts.has_section(dataclasses.replace(outcome, params=None))
+    assert single.has_experts(outcome)
+    assert not single.has_experts(dataclasses.replace(outcome, model=dense))
+    assert not single.has_experts(dataclasses.replace(outcome, params=None))
 
 
 def test_reports_of_models_with_experts_have_a_section_and_pictures(outcome, uses, tmp_path, monkeypatch):

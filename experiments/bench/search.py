@@ -106,7 +106,7 @@ def load_states(workdir: str, keys: int) -> tuple[np.ndarray, np.ndarray]:
     tuning = source.windows(source.documents.gate, source.documents.heldout)
     queries = np.concatenate([states for _, states, _ in next_words.hidden_states(source, tuning)])
     queries = queries[np.random.default_rng(0).permutation(len(queries))[: TUNING + COUNTS[-1]]]
-    return vectors.astype(np.float32), np.pad(queries, ((0, 0), (0, 2)), constant_values=scale)
+    return vectors, np.pad(queries, ((0, 0), (0, 2)), constant_values=scale)
 
 
 def synthetic(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hpnlp.data import packing
-from hpnlp.data.buckets import BucketOrder
 from hpnlp.types import InputError
 
 T = TypeVar("T")
@@ -139,7 +138,7 @@ def shuffled_batches(
 
 
 def bucketed_batches(
-    order: BucketOrder,
+    order: Callable[[int], tuple[np.ndarray, int]],
     make: Callable[[np.ndarray, int, int], packing.Batch],
     made_from: Mapping[str, str],
     *,
@@ -153,7 +152,7 @@ def bucketed_batches(
     of a batch is the same for all of them.
 
     Args:
-      order: Rows and width of each batch.
+      order: Rows and width of a batch, by its number.
       make: Makes the batch of rows: (their numbers, integers [b]; b; the width) -> arrays.
       made_from: See `Batches`.
       batch_size: Rows per batch over all processes, those of `order`.
@@ -171,7 +170,7 @@ def bucketed_batches(
     count = _rows_per_process(batch_size, "data.batch_size", process_index, process_count)
 
     def read(batch: int) -> packing.Batch:
-        numbers, width = order.batch(int(batch))
+        numbers, width = order(int(batch))
         return make(numbers[process_index * count : (process_index + 1) * count], count, width)
 
     return _read_ahead(grain.MapDataset.range(_ENDLESS).map(read), made_from)

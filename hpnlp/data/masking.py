@@ -30,23 +30,6 @@ def rng_of(seed: int, number: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([seed, number], np.uint64)))
 
 
-def find_mask_id(tokenizer: Tokenizer) -> int:
-    """The id of the mask: that of the tokenizer's own mask, or else the first id after the vocabulary.
-
-    The tokenizer does not change: a model for masked language modelling has an embedding table of at least
-    `find_mask_id(tokenizer) + 1` rows. Reserved ids of a vocabulary, such as those of `bytes`, are not used, because data of
-    token ids may contain them.
-
-    Args:
-      tokenizer: The tokenizer.
-
-    Returns:
-      The id.
-    """
-    mask_id = getattr(tokenizer, "mask_id", None)  # published tokenizers may have one, as BERT's
-    return tokenizer.vocab_size if mask_id is None else mask_id
-
-
 def mask_tokens(
     tokens: np.ndarray,
     segment_ids: np.ndarray,
@@ -68,7 +51,7 @@ def mask_tokens(
       segment_ids: Segments, integers [T]; 0 on padding.
       rng: Generator of this sequence; see `rng_of`.
       tokenizer: The tokenizer of the sequence.
-      mask_id: Id of the mask; see `find_mask_id`.
+      mask_id: Id of the mask; see `Tokenizer.find_mask_id`.
       rate: Probability that a token is selected, between 0 and 1.
       span: Mean length of runs, at least 1; 0 for single tokens, which are selected independently.
 
@@ -83,9 +66,7 @@ def mask_tokens(
     section 3.1 (which limits spans to 10 tokens and selects until a budget is spent).
     """
     check_mask(rate, span)
-    special = sorted(
-        {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, getattr(tokenizer, "mask_id", None)} - {None}
-    )
+    special = sorted({tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.mask_id} - {None})
     is_text = (segment_ids > 0) & ~np.isin(tokens, special)
     if span:
         run, is_selected = _runs(len(tokens), rng, rate, span)
@@ -162,7 +143,7 @@ class MaskedCorpus:
         """
         check_mask(rate, span)
         self.corpus = corpus
-        self.mask_id = find_mask_id(corpus.tokenizer)
+        self.mask_id = corpus.tokenizer.find_mask_id()
         self._rate = rate
         self._span = span
 

@@ -18,7 +18,6 @@ from hpnlp.data.examples.kinds import Classification
 from hpnlp.data.export import Framing
 from hpnlp.data.hashing_tokenizers import HashedWordTokenizer
 from hpnlp.data.huggingface import HFTokenizer, import_tokenizers
-from hpnlp.data.masking import find_mask_id
 from hpnlp.jobs import held_out
 from hpnlp.models.dual_encoder import DualEncoder
 from hpnlp.models.encoder import Encoder
@@ -38,7 +37,7 @@ def _special_tokens(run: Run, kind: Kind | None) -> Framing | None:
         max_len=run.config.data.seq_len,
         pairs=isinstance(kind, Classification) and kind.parts == 2,
         token_types=model.config.token_types,
-        mask_id=find_mask_id(run.tokenizer) if run.config.task == "masked_lm" else None,
+        mask_id=run.tokenizer.find_mask_id() if run.config.task == "masked_lm" else None,
     )
 
 

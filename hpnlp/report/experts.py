@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from hpnlp import plots, tasks
-from hpnlp.models.prediction import PredictionModel
 from hpnlp.tasks.reporting import Outcome, Section, code_cell, spread
 
 TOKENS = 16384  # held-out tokens that are routed
@@ -98,19 +98,6 @@ class Use:
         return [(int(i), of_expert[i], overall[i]) for i in order if of_expert[i] > overall[i]]
 
 
-def has_section(outcome: Outcome) -> bool:
-    """Whether a run has a section on experts.
-
-    Args:
-      outcome: Result of the run.
-
-    Returns:
-      True for language models and encoders with experts whose parameters this process has.
-    """
-    is_known = isinstance(outcome.model, PredictionModel) and outcome.params is not None
-    return is_known and any(network.expert_count for network in outcome.model.config.networks())
-
-
 def measure_use(outcome: Outcome) -> dict[int, Use]:
     """Routes held-out text once.
 
@@ -153,20 +140,22 @@ def counted_use(outcome: Outcome, batches: Iterable[Mapping[str, np.ndarray]]) -
     return dict(sorted(uses.items()))
 
 
-def section(uses: Mapping[int, Use], tokenizer: Any) -> Section:
-    """The section of report.md.
+def section(outcome: Outcome, lines: Sequence[Mapping[str, Any]]) -> Section:
+    """The section of report.md, for which held-out text is routed once.
 
     Args:
-      uses: As `measure_use` returns it.
-      tokenizer: The tokenizer of the tokens.
+      outcome: Result of a run with experts whose parameters this process has.
+      lines: Lines of metrics.jsonl.
 
     Returns:
-      Text, which refers to PICTURES, and numbers.
+      Text, which refers to PICTURES, numbers, and the function that draws the pictures.
     """
+    uses = measure_use(outcome)
+    tokenizer = outcome.dataset.tokenizer
     tokens = next(iter(uses.values())).tokens
     has_pairs = any(use.has_pairs for use in uses.values())
     rows = [_row(layer, use) for layer, use in uses.items()]
-    lines = [
+    text = [
         f"Experts, over {tokens:,} tokens of held-out text (loads are over the mean load, without dropped assignments):",
         "",
         "| layer | experts | experts per token | largest load | smallest load | below 1 % of mean | mean of the largest gate |",
@@ -178,13 +167,13 @@ def section(uses: Mapping[int, Use], tokenizer: Any) -> Section:
     ]
     layers = list(uses)
     for layer in [layers[i] for i in spread(len(layers), 2)]:
-        lines += ["", *_word_table(layer, uses[layer], tokenizer)]
+        text += ["", *_word_table(layer, uses[layer], tokenizer)]
     numbers = {
         "expert_load_max": max(float(use.relative_load.max()) for use in uses.values()),
         "expert_load_min": min(float(use.relative_load.min()) for use in uses.values()),
         "expert_largest_gate": float(np.mean([use.largest_gate for use in uses.values()])),
     }
-    return Section("\n".join(lines), numbers=numbers)
+    return Section("\n".join(text), numbers=numbers, draw=functools.partial(plot, uses, lines))
 
 
 def plot(uses: Mapping[int, Use], lines: Sequence[Mapping[str, Any]], workdir: Path) -> None:

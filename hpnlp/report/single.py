@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from hpnlp import measure, parts, plots, tasks
-from hpnlp.report import experts
+from hpnlp.models.prediction import PredictionModel
 from hpnlp.report.files import read_metrics, replace_text, task_of
 from hpnlp.tasks.reporting import Outcome
 from hpnlp.training import next_commands
@@ -49,9 +49,10 @@ def write(workdir: str | Path, config: Config, result: Result, flags: str = "--c
         model, params = model.plain(params)
     outcome = Outcome(config, result.dataset, model, params, result.sums)
     sections = [part.section(outcome)]
-    uses = experts.measure_use(outcome) if experts.has_section(outcome) else {}
-    if uses:
-        sections.append(experts.section(uses, result.dataset.tokenizer))
+    if has_experts(outcome):
+        from hpnlp.report import experts
+
+        sections.append(experts.section(outcome, curve))
     report = summarize(config, result)
     for section in sections:
         report |= finite(dict(section.numbers))
@@ -65,8 +66,9 @@ def write(workdir: str | Path, config: Config, result: Result, flags: str = "--c
             plots.plot_norms(curve, workdir / "gradient_norms.png", config.optimizer.clip_norm)
         for name, picture in (item for section in sections for item in section.pictures.items()):
             plots.plot_heatmap(picture, workdir / name)
-        if uses:
-            experts.plot(uses, curve, workdir)
+        for section in sections:
+            if section.draw is not None:
+                section.draw(workdir)
         write_examples(workdir, result.examples)
         replace_text(workdir / "report.md", text)
         # Written last, because its existence marks the run as finished.
@@ -194,6 +196,12 @@ Next:
 
 {next_commands.render(workdir, config, flags, jax.process_count())}
 """
+
+
+def has_experts(outcome: Outcome) -> bool:
+    """Whether a run has a section on experts: a language model or encoder with experts whose parameters this process has."""
+    is_known = isinstance(outcome.model, PredictionModel) and outcome.params is not None
+    return is_known and any(network.expert_count for network in outcome.model.config.networks())
 
 
 def _teacher_rows(config: Config, report: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -47,11 +47,13 @@ class Section:
       text: Markdown, which refers to the pictures by their file names; "" for no section.
       pictures: File name -> picture.
       numbers: Fields of report.json that are computed for the section.
+      draw: Function that draws other pictures, of which it gets the directory; None for none.
     """
 
     text: str = ""
     pictures: Mapping[str, Heatmap] = dataclasses.field(default_factory=dict)
     numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    draw: Callable[[Path], None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,6 @@ import numpy as np
 
 from hpnlp.data import tokenizers
 from hpnlp.data.examples import load_labels, save_labels
-from hpnlp.data.masking import find_mask_id
 from hpnlp.models.ranges import LIMITS
 from hpnlp.spec import parse_one
 from hpnlp.types import InputError, Tokenizer, WordStats
@@ -26,7 +25,7 @@ class Sizes:
       ids: Number of ids of the tokenizer.
       stats: Counts of the ids in the training text, if they are known.
       classes: Number of labels, 0 for a task without labels.
-      masked_ids: Number of ids with that of the mask (`data.masking.find_mask_id`); 0 if that is not known.
+      masked_ids: Number of ids with that of the mask (`Tokenizer.find_mask_id`); 0 if that is not known.
     """
 
     ids: int
@@ -51,7 +50,7 @@ class Vocabulary:
     def sizes(self) -> Sizes:
         """The sizes of the vocabulary."""
         ids = self.tokenizer.vocab_size
-        return Sizes(ids, self.tokenizer.stats, len(self.labels or ()), max(ids, find_mask_id(self.tokenizer) + 1))
+        return Sizes(ids, self.tokenizer.stats, len(self.labels or ()), max(ids, self.tokenizer.find_mask_id() + 1))
 
     def for_other_data(self) -> Vocabulary:
         """The vocabulary of a run that starts from this one's parameters, without what belongs to its data."""

@@ -6,7 +6,6 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,13 +15,12 @@ from jax import lax
 from jaxtyping import Array
 
 from hpnlp.training import sparse_rows
+from hpnlp.training.optim import OptimizerConfig, is_matrix
+from hpnlp.training.sparse_rows import ApplyToWhole
 
 # Coefficients of x, x^3 and x^5 in the polynomial that moves singular values towards 1. Jordan et al. chose them for speed:
 # the iteration settles near 1, not at 1.
 QUINTIC = (3.4445, -4.7750, 2.0315)
-
-# (path of a parameter, function of whole matrices, sharded matrices) -> the function's result, sharded like the matrices.
-ApplyToWhole = Callable[[sparse_rows.Path, Callable[[Array], Array], Array], Array]
 
 
 class MuonState(NamedTuple):
@@ -99,3 +97,34 @@ def scale_by_muon(decay: float, eps: float, apply_to_whole: ApplyToWhole | None 
         return jax.tree_util.tree_map_with_path(direction, nesterov), MuonState(count, mu)
 
     return optax.GradientTransformation(init, update)
+
+
+def muon(
+    config: OptimizerConfig, rate: optax.Schedule, apply_to_whole: ApplyToWhole | None = None
+) -> optax.GradientTransformation:
+    """Muon for kernels, each layer of a stack by itself, and Adam for all other parameters."""
+    adam_factor = (config.adam_learning_rate or config.learning_rate) / (config.learning_rate or 1.0)
+    of_kernels = optax.chain(
+        scale_by_muon(config.momentum, config.eps, apply_to_whole),
+        optax.add_decayed_weights(config.weight_decay),
+        optax.scale_by_learning_rate(rate),
+    )
+    adam = optax.adamw(
+        lambda step: adam_factor * rate(step),
+        b1=config.b1,
+        b2=config.b2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        mask=is_matrix,
+        nesterov=True,
+    )
+    return optax.partition({"muon": of_kernels, "adam": adam}, _labels)
+
+
+def _labels(params: Any) -> Any:
+    """A tree like the parameters: "muon" for kernels, "adam" for all others."""
+
+    def label(path: Any, _: Any) -> str:
+        return "muon" if next(reversed(sparse_rows.keys(path)), "") == "kernel" else "adam"
+
+    return jax.tree_util.tree_map_with_path(label, params)

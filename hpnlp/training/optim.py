@@ -15,7 +15,7 @@ from hpnlp.ops.dynamic_quantization import Quantized, dequantize, quantize
 from hpnlp.spec import build, lookup, parse, parse_one
 from hpnlp.table import Table
 from hpnlp.training import averages, sparse_rows
-from hpnlp.training.muon import ApplyToWhole, scale_by_muon
+from hpnlp.training.sparse_rows import ApplyToWhole
 from hpnlp.types import InputError, option
 
 # Matrices with fewer numbers keep float32 moments under adamw8bit: their memory does not matter.
@@ -401,33 +401,6 @@ def _lars(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformat
     )
 
 
-def _muon(
-    c: OptimizerConfig, rate: optax.Schedule, apply_to_whole: ApplyToWhole | None = None
-) -> optax.GradientTransformation:
-    """Muon for kernels, each layer of a stack by itself, and Adam for all other parameters."""
-    adam_factor = (c.adam_learning_rate or c.learning_rate) / (c.learning_rate or 1.0)
-    muon = optax.chain(
-        scale_by_muon(c.momentum, c.eps, apply_to_whole),
-        optax.add_decayed_weights(c.weight_decay),
-        optax.scale_by_learning_rate(rate),
-    )
-    adam = optax.adamw(
-        lambda step: adam_factor * rate(step),
-        b1=c.b1,
-        b2=c.b2,
-        eps=c.eps,
-        weight_decay=c.weight_decay,
-        mask=is_matrix,
-        nesterov=True,
-    )
-    return optax.partition({"muon": muon, "adam": adam}, _muon_labels)
-
-
-def _muon_labels(params: Any) -> Any:
-    """A tree like the parameters: "muon" for kernels, "adam" for all others."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: "muon" if _name(path) == "kernel" else "adam", params)
-
-
 def _sgd(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
     decay = optax.add_decayed_weights(c.weight_decay, mask=is_matrix)
     return optax.chain(decay, optax.sgd(rate, momentum=c.momentum or None))
@@ -448,7 +421,7 @@ OPTIMIZERS: Table[Callable[..., optax.GradientTransformation]] = Table(
         "adagrad": _adagrad,
         "lamb": _lamb,
         "lars": _lars,
-        "muon": _muon,
+        "muon": "hpnlp.training.muon:muon",
         "sgd": _sgd,
     }
 )

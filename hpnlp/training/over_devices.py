@@ -14,7 +14,7 @@ from hpnlp.models import variables
 from hpnlp.parallel import context_parallel, distributed_matrices, pipeline, vocab_parallel
 from hpnlp.parallel.layout import Layout
 from hpnlp.training import sparse_rows
-from hpnlp.training.muon import ApplyToWhole
+from hpnlp.training.sparse_rows import ApplyToWhole
 from hpnlp.types import Model
 
 

@@ -7,7 +7,7 @@ gathered state is the step on the full state. Rows that are not looked up keep t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,8 @@ import numpy as np
 from hpnlp.ops.table_rows import TableRows
 
 Path = tuple[str, ...]  # names of the dicts that lead to a parameter, such as ("embed", "table")
+# (path of a parameter, function of whole matrices, sharded matrices) -> the function's result, sharded like the matrices.
+ApplyToWhole = Callable[[Path, Callable[[jax.Array], jax.Array], jax.Array], jax.Array]
 
 # Ids from `distinct` are sorted, distinct and padded by an id that no table has: padding reads 0 and writes nothing.
 _INDEXING = {"mode": "fill", "unique_indices": True, "indices_are_sorted": True}

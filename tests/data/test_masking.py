@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from hpnlp.data import prepare
-from hpnlp.data.masking import MaskedCorpus, find_mask_id, mask_tokens, rng_of
+from hpnlp.data.masking import MaskedCorpus, mask_tokens, rng_of
 from hpnlp.data.tokenizers import ByteTokenizer
 from hpnlp.types import InputError
 from tests.data.batches import assert_equal, config, take
 
 TOKENIZER = ByteTokenizer()
-MASK = find_mask_id(TOKENIZER)
+MASK = TOKENIZER.find_mask_id()
 SPECIAL = [256, 257, 258]
 
 

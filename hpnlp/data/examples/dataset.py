@@ -279,7 +279,7 @@ class Examples:
         config, order = self.config, self._bucket_order(seed)
         widths = ", ".join(map(str, order.widths))
         return bucketed_batches(
-            order,
+            order.batch,
             lambda numbers, count, width: self._batch("train", numbers, count, width),
             self._digests | {"division into buckets": f"{widths} by {config.batch_size}"},
             batch_size=config.batch_size,

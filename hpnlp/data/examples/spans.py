@@ -13,7 +13,6 @@ from hpnlp.data.examples.config import ExampleConfig
 from hpnlp.data.examples.dataset import Examples
 from hpnlp.data.examples.fields import Column, FieldError
 from hpnlp.data.examples.kind import Kind, TokenisedExamples, framed, padded, sequences, special_token
-from hpnlp.data.masking import find_mask_id
 from hpnlp.data.packing import Batch
 from hpnlp.types import InputError, Tokenizer, option
 
@@ -103,7 +102,7 @@ class HiddenSpans(Kind):
         for number in numbers:
             text, head, answer = (examples.part(number, part).astype(np.int32) for part in (TEXT, HEAD, ANSWER))
             hidden = np.arange(len(head) - len(answer), len(head))
-            text[hidden] = find_mask_id(tokenizer)
+            text[hidden] = tokenizer.find_mask_id()
             rows.append(framed(text, tokenizer, seq_len))
             targets.append(start + hidden)
             answers.append(answer)

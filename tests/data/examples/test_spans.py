@@ -10,7 +10,6 @@ import pytest
 from hpnlp.data.examples import prepare_examples
 from hpnlp.data.examples.generated import key_values
 from hpnlp.data.examples.spans import ExamplesWithDocuments, HiddenSpansConfig
-from hpnlp.data.masking import find_mask_id
 from hpnlp.tasks.realm import RetrievalLanguageModel
 from hpnlp.training import config as configs
 from hpnlp.types import InputError
@@ -50,7 +49,7 @@ def test_batches_hide_the_first_occurrence_of_the_answer_and_name_the_document(o
     seen = set()
     for row in range(24):
         targets = batch["targets"][row][batch["weights"][row] > 0]
-        assert set(batch["tokens"][row][targets]) == {find_mask_id(tokenizer)}
+        assert set(batch["tokens"][row][targets]) == {tokenizer.find_mask_id()}
         tokens = batch["tokens"][row].copy()
         tokens[targets] = batch["labels"][row][: len(targets)]
         text = tokenizer.decode(tokens[batch["segment_ids"][row] > 0]).decode()
