@@ -7,6 +7,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from hpnlp.data import corpus
 from hpnlp.data.tokenizers import ByteTokenizer
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.ops import moe
@@ -84,14 +85,17 @@ def test_models_without_experts_or_parameters_have_no_section(outcome):
 
 
 def test_reports_of_models_with_experts_have_a_section_and_pictures(outcome, uses, tmp_path, monkeypatch):
-    class Text(Corpus):
+    class Text(Corpus, corpus.Corpus):
         tokenizer = ByteTokenizer()
+
+        def __init__(self):
+            pass
 
         def heldout(self, **options):
             assert options["limit"] == experts.TOKENS // (64 * 256)
-            return "batches"
+            return iter(["batches"])
 
-    monkeypatch.setattr(experts, "counted_use", lambda outcome, batches: uses if batches == "batches" else {})
+    monkeypatch.setattr(experts, "counted_use", lambda outcome, batches: uses if list(batches) == ["batches"] else {})
     lines = [{"step": step, "loss": 5.0, "load_max": 2.0, "load_min": 0.5} for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = dataclasses.replace(

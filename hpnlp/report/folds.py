@@ -325,5 +325,5 @@ def _mean_entry(entries: Sequence[Entry]) -> Entry:
     return Entry(report, stored_bytes=round(_mean(stored)) if stored else None)
 
 
-def _mean(values: Sequence[float]) -> float:
+def _mean(values: Sequence[float | int]) -> float:
     return sum(values) / len(values)
