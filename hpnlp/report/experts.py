@@ -217,7 +217,7 @@ def _word_table(layer: int, use: Use, tokenizer: Any) -> list[str]:
         "| expert | load | tokens |",
         "|---|---|---|",
     ]
-    for expert in order:
+    for expert in order.tolist():
         words = [
             f"{code_cell(_text(word, tokenizer))} {100 * share:.1f} % ({100 * overall:.1f} %)"
             for word, share, overall in use.specific_words(expert)
