@@ -21,7 +21,7 @@ def tables() -> dict[str, Iterable[str]]:
       Field, as in `model.mixer`, -> the names that it may hold. Not every task has all of the fields.
     """
     from hpnlp import tasks
-    from hpnlp.compress import distillation_terms
+    from hpnlp.compress import distill_config, distillation_terms
     from hpnlp.data import tokenizers
     from hpnlp.models import backbone
     from hpnlp.nn import (
@@ -64,7 +64,7 @@ def tables() -> dict[str, Iterable[str]]:
         "plan.exchange": plan.EXCHANGES,
         "train.writers": metrics.WRITERS,
         "distill.losses": {**distillation_terms.DISTILLATION_LOSSES, **distillation_terms.RECIPES},
-        "distill.init": distillation_terms.INITS,
+        "distill.init": distill_config.INITS,
     }
 
 

@@ -17,7 +17,7 @@ from hpnlp.models.layer_forms import build_mixer
 from hpnlp.nn.attention import Context, Memory
 from hpnlp.nn.block import Block, BlockConfig
 from hpnlp.nn.blocks import block_kind
-from hpnlp.nn.stack import reversible_layer, run_layers, run_reversible_layers
+from hpnlp.nn.stack import run_layers
 from hpnlp.ops.stacks import StackOrder, layer_count, single_stack
 from hpnlp.parallel import remat
 from hpnlp.spec import parse_one
@@ -93,6 +93,8 @@ class LayerStack:
         Returns:
           `(x, caches, report)`.
         """
+        from hpnlp.nn.reversible_stack import reversible_layer, run_reversible_layers
+
         first = _first_layer(params, chunk)
         forms = range(len(self.blocks))
         branches = [(functools.partial(self._mix, form), functools.partial(self._feed, form)) for form in forms]

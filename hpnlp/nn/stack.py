@@ -1,4 +1,4 @@
-"""Layers whose forms repeat with a period, over stacked or separate parameters; with plain or reversible residuals.
+"""Layers whose forms repeat with a period, over stacked or separate parameters.
 
 L layers have one or more forms, such as two mixers in turn: layer i has the form `layers[i % period]`. Forms with equal
 parameters share a stack of parameters (`ops.stacks`).
@@ -14,19 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from hpnlp.layer_report import LayerReport
-from hpnlp.ops.reversible import reversible
 from hpnlp.ops.stacks import StackOrder, layer_count, single_stack
 from hpnlp.types import Aux
 
 # (x, (parameters, index of the layer, cache or None)) -> (x, (cache or None, report)); x is an array, or a tree of arrays.
 Layer = Callable[[Any, tuple[Any, jax.Array, Any]], tuple[Any, tuple[Any, LayerReport]]]
-# The two streams of a reversible stack.
-Streams = tuple[jax.Array, jax.Array]
-# The branches (mix, feed) of a reversible layer: mix((parameters, index), x, *operands[, cache]) -> (y, (cache or None,
-# report)), and feed((parameters, index), x, *operands) -> (y, report).
-BranchPair = tuple[
-    Callable[..., tuple[jax.Array, tuple[Any, LayerReport]]], Callable[..., tuple[jax.Array, LayerReport]]
-]
 
 
 def run_layers(
@@ -60,7 +52,7 @@ def run_layers(
     """
     if isinstance(params, tuple):
         return _run_separate(layers, x, params, caches, first, order or single_stack(len(layers)))
-    stacks, order = _indexed_stacks(params, first, order, len(layers))
+    stacks, order = indexed_stacks(params, first, order, len(layers))
     return _run_stacked(layers, x, stacks, caches, unroll, order)
 
 
@@ -71,7 +63,7 @@ def _run_separate(
     indices = _layer_indices(range(len(params)), first)
     slices = [(layer_params, indices[i], caches and caches[i]) for i, layer_params in enumerate(params)]
     x, results = _run_in_order(layers, x, slices)
-    return x, tuple(cache for cache, _ in results), _join(order, [], [report for _, report in results])
+    return x, tuple(cache for cache, _ in results), join_reports(order, [], [report for _, report in results])
 
 
 def _run_stacked(
@@ -97,65 +89,10 @@ def _run_stacked(
     remaining = [(*layer_slice, cache) for layer_slice, cache in zip(remaining, remaining_caches, strict=True)]
     x, results = _run_in_order(layers, x, remaining)
     remaining_caches = tuple(cache for cache, _ in results)
-    return x, (caches_by_form, remaining_caches), _join(order, reports, [report for _, report in results])
+    return x, (caches_by_form, remaining_caches), join_reports(order, reports, [report for _, report in results])
 
 
-def run_reversible_layers(
-    branches: Sequence[BranchPair],
-    x: Streams,
-    params: Any,
-    operands: tuple[Any, ...],
-    first: Any = 0,
-    order: StackOrder | None = None,
-) -> tuple[Streams, LayerReport]:
-    """Runs a stack of reversible layers, whose backward pass recomputes activations from the output.
-
-    Args:
-      branches: The branches of each form, of one period.
-      x: The two streams.
-      params: Parameters of all layers, stacked on a first axis; with `order`, a dict of stacks by name.
-      operands: Passed to every branch.
-      first: Index of the first layer, which has the first form.
-      order: The stack that holds the layers of each form; None for a single one.
-
-    Returns:
-      `(x, report)` of all layers.
-    """
-    stacks, order = _indexed_stacks(params, first, order, len(branches))
-    x1, x2, reports = reversible(branches, stacks, *x, *operands, order=order)
-    joined = [mix_report.merged(feed_report) for (_, mix_report), feed_report in reports]
-    by_form, remaining = joined[: len(branches)], joined[len(branches) :]
-    if layer_count(stacks) < len(branches):
-        by_form, remaining = [], joined
-    remaining = [jax.tree.map(lambda leaf: leaf[0], report) for report in remaining]
-    return (x1, x2), _join(order, by_form, remaining)
-
-
-def reversible_layer(branches: BranchPair, operands: tuple[Any, ...]) -> Layer:
-    """A layer that computes in `run_layers`, with a cache, the same function as its branches in `run_reversible_layers`.
-
-    Args:
-      branches: (mix, feed).
-      operands: Passed to both branches.
-
-    Returns:
-      The layer. Its backward pass keeps activations.
-    """
-    mix, feed = branches
-
-    def layer(x: Streams, slices: tuple[Any, jax.Array, Any]) -> tuple[Streams, tuple[Any, LayerReport]]:
-        (x1, x2), (*params_and_index, cache) = x, slices
-        y, (cache, mix_report) = mix(params_and_index, x2, *operands, cache)
-        x1 = x1 + y.astype(x1.dtype)
-        y, feed_report = feed(params_and_index, x1, *operands)
-        return (x1, x2 + y.astype(x2.dtype)), (cache, mix_report.merged(feed_report))
-
-    return layer
-
-
-def _indexed_stacks(
-    params: Any, first: Any, order: StackOrder | None, period: int
-) -> tuple[dict[str, Any], StackOrder]:
+def indexed_stacks(params: Any, first: Any, order: StackOrder | None, period: int) -> tuple[dict[str, Any], StackOrder]:
     """`(stacks, order)`: pairs of the parameters and the indices of the layers of each stack."""
     order, params = (single_stack(period), {"all": params}) if order is None else (order, params)
     count = layer_count(params)
@@ -178,7 +115,7 @@ def _run_in_order(layers: Sequence[Layer], x: Any, slices: Sequence[Any]) -> tup
     return x, results
 
 
-def _join(order: StackOrder, by_form: Sequence[LayerReport], remaining: Sequence[LayerReport]) -> LayerReport:
+def join_reports(order: StackOrder, by_form: Sequence[LayerReport], remaining: Sequence[LayerReport]) -> LayerReport:
     """The report of all layers, from those of the forms, stacked over periods, and those of the layers after them."""
     aux = _sum_by_name([*(_sum_over_layers(report.aux) for report in by_form), *(report.aux for report in remaining)])
     statistics = [[report.statistics for report in reports] for reports in (by_form, remaining)]

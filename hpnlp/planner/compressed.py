@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpnlp import tasks
-from hpnlp.compress.distillation_terms import DistillConfig
+from hpnlp.compress.distill_config import DistillConfig
 from hpnlp.compress.recipe import parse_recipe
 from hpnlp.compress.sizes import ORIGINAL, Size, file_sizes, planned_sizes
 from hpnlp.compress.weights_file import WEIGHTS_FILE, has_weights

@@ -17,7 +17,7 @@ import numpy as np
 
 from hpnlp import measure, tasks
 from hpnlp.atomic_file import replace_bytes
-from hpnlp.compress.distillation_terms import DistillConfig
+from hpnlp.compress.distill_config import DistillConfig
 from hpnlp.compress.files import encoding_of, stored_bytes, write_weights
 from hpnlp.compress.matrices import expert_numbers
 from hpnlp.compress.recipe import STRUCTURE, Calibration, Stage, check_plain, parse_recipe

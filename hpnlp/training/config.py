@@ -12,7 +12,7 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 from hpnlp import tasks
-from hpnlp.compress.distillation_terms import DistillConfig
+from hpnlp.compress.distill_config import DistillConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.spec import did_you_mean, shortened
 from hpnlp.training import averages

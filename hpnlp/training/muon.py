@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array
 
 from hpnlp.training import sparse_rows
-from hpnlp.training.optim import OptimizerConfig, is_matrix
+from hpnlp.training.optim import OptimizerConfig, is_matrix, parameter_name
 from hpnlp.training.sparse_rows import ApplyToWhole
 
 # Coefficients of x, x^3 and x^5 in the polynomial that moves singular values towards 1. Jordan et al. chose them for speed:
@@ -123,8 +123,6 @@ def muon(
 
 def _labels(params: Any) -> Any:
     """A tree like the parameters: "muon" for kernels, "adam" for all others."""
-
-    def label(path: Any, _: Any) -> str:
-        return "muon" if next(reversed(sparse_rows.keys(path)), "") == "kernel" else "adam"
-
-    return jax.tree_util.tree_map_with_path(label, params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "muon" if parameter_name(path) == "kernel" else "adam", params
+    )

@@ -11,20 +11,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from hpnlp.ops.dynamic_quantization import Quantized, dequantize, quantize
 from hpnlp.spec import build, lookup, parse, parse_one
 from hpnlp.table import Table
 from hpnlp.training import averages, sparse_rows
 from hpnlp.training.sparse_rows import ApplyToWhole
 from hpnlp.types import InputError, option
 
-# Matrices with fewer numbers keep float32 moments under adamw8bit: their memory does not matter.
-MIN_QUANTIZED_SIZE = 4096
 LARS_TRUST_COEFFICIENT = 0.001  # value of You et al. 2017
-# Names of the parameters that weight decay acts on, and of those whose moments adamw8bit quantizes (embedding tables are
-# excluded, as in Dettmers et al. 2022, section 2.3).
+# Names of the parameters that weight decay acts on.
 _MATRICES = ("kernel", "table", "head", "left", "right")  # left and right are the factors of a kernel
-_QUANTIZED = ("kernel", "head")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,75 +272,17 @@ def is_matrix(params: Any) -> Any:
     Returns:
       A tree like them: True for kernels and tables, False for biases and for scales of norms.
     """
-    return jax.tree_util.tree_map_with_path(lambda path, _: _name(path) in _MATRICES, params)
+    return jax.tree_util.tree_map_with_path(lambda path, _: parameter_name(path) in _MATRICES, params)
 
 
-def _name(path: Any) -> str:
-    """Last dict key of a path."""
+def parameter_name(path: Any) -> str:
+    """Last dict key of the path of a parameter."""
     # optax also maps over parameters that are still boxed with their axis names: the box's own key is not a dict key.
     return next(reversed(sparse_rows.keys(path)), "")
 
 
 def _adamw(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
     return optax.adamw(rate, b1=c.b1, b2=c.b2, eps=c.eps, weight_decay=c.weight_decay, mask=is_matrix)
-
-
-def _adamw8bit(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW that stores the moments of large matrices in 8 bits, and computes each update in float32.
-
-    The moments of a matrix whose rows have n numbers take 2 + 8/n bytes per number instead of 8. Embedding tables and small
-    matrices keep float32 moments. Where rows are sharded over devices, only the rows' largest magnitudes are exchanged,
-    8 bytes per row.
-
-    References:
-      Dettmers et al. 2022, "8-bit optimizers via block-wise quantization".
-    """
-    adam = optax.scale_by_adam(b1=c.b1, b2=c.b2, eps=c.eps)
-    decay = optax.add_decayed_weights(c.weight_decay, mask=is_matrix)
-    return optax.chain(_with_8_bit_moments(adam), decay, optax.scale_by_learning_rate(rate))
-
-
-def _with_8_bit_moments(adam: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`adam` with quantized `mu` and `nu` in its state."""
-
-    def init(params: Any) -> Any:
-        return _quantize_moments(adam.init(params), jax.tree_util.tree_map_with_path(_takes_8_bits, params))
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        # Read off the state, because a table's size is smaller where only some of its rows are trained.
-        takes_8_bits = jax.tree.map(_is_quantized, state.mu, is_leaf=_is_quantized)
-        updates, state = adam.update(updates, _dequantize_moments(state), params)
-        return updates, _quantize_moments(state, takes_8_bits)
-
-    return optax.GradientTransformation(init, update)
-
-
-def _takes_8_bits(path: Any, leaf: jax.Array) -> bool:
-    return _name(path) in _QUANTIZED and leaf.size >= MIN_QUANTIZED_SIZE
-
-
-def _is_quantized(node: Any) -> bool:
-    return isinstance(node, Quantized)
-
-
-def _quantize_moments(state: Any, takes_8_bits: Any) -> Any:
-    """Adam's state with the moments in 8 bits where the tree `takes_8_bits` is True."""
-
-    def pack(moments: Any, signed: bool) -> Any:
-        return jax.tree.map(lambda yes, x: quantize(x, signed=signed) if yes else x, takes_8_bits, moments)
-
-    return state._replace(mu=pack(state.mu, True), nu=pack(state.nu, False))
-
-
-def _dequantize_moments(state: Any) -> Any:
-    """Adam's state with all moments in float32."""
-
-    def unpack(moments: Any, signed: bool) -> Any:
-        return jax.tree.map(
-            lambda x: dequantize(x, signed=signed) if _is_quantized(x) else x, moments, is_leaf=_is_quantized
-        )
-
-    return state._replace(mu=unpack(state.mu, True), nu=unpack(state.nu, False))
 
 
 def _lion(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
@@ -415,7 +352,7 @@ def _adagrad(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransfor
 OPTIMIZERS: Table[Callable[..., optax.GradientTransformation]] = Table(
     {
         "adamw": _adamw,
-        "adamw8bit": _adamw8bit,
+        "adamw8bit": "hpnlp.training.adamw_8bit:adamw8bit",
         "lion": _lion,
         "adafactor": _adafactor,
         "adagrad": _adagrad,

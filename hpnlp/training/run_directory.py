@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp import tasks
-from hpnlp.compress.distillation_terms import DistillConfig
+from hpnlp.compress.distill_config import DistillConfig
 from hpnlp.compress.weights_file import WEIGHTS_FILE, has_weights
 from hpnlp.parallel.plan import Plan
 from hpnlp.table import Table

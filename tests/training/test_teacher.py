@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from hpnlp import planner, report
+from hpnlp.compress.distill_config import DistillConfig
 from hpnlp.compress.distillation import OWN
-from hpnlp.compress.distillation_terms import DistillConfig
 from hpnlp.training import config as configs
 from hpnlp.training import loop
 from hpnlp.training.evaluate_run import evaluate_run

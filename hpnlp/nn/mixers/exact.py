@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int
 from hpnlp.nn.mixers.checks import check_decoding
 from hpnlp.ops.attention import Full, Mask, PerHead, attend
 from hpnlp.ops.attention.decoding.kv_cache import KVCache, start_cache
-from hpnlp.ops.distillation import attention_scores
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 
@@ -139,6 +138,8 @@ class ExactMixer(nn.Module):
 
         Cost: O(B N T^2 H) time, and O(B N T^2) memory.
         """
+        from hpnlp.ops.distillation import attention_scores
+
         mask = self.within(mask)
         positions_of_mask = None if mask.relative else positions
         scores, visible = attention_scores(

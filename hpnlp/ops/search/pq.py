@@ -95,7 +95,7 @@ class PqIndex:
         codes = lax.dynamic_slice_in_dim(self.codes, self.starts[cell], window)
         if table is None:
             return product(decode(codes, self.books) + self.means[cell][None], rotated)
-        products = table[0].at[book_rows(codes, self.books)].get(mode="promise_in_bounds")
+        products = table[0].at[_book_rows(codes, self.books)].get(mode="promise_in_bounds")
         # A product with ones, because XLA:CPU takes twice as long to sum over the last axis.
         return product(products, jnp.ones((1, products.shape[1]))) + product(self.means[cell][None], rotated)
 
@@ -125,11 +125,11 @@ def decode(codes: UInt8[Array, "n _"], books: Float[Array, "M K d"]) -> Float[Ar
       [n, M d].
     """
     parts, _, width = books.shape
-    rows = books.reshape(-1, width).at[book_rows(codes, books)].get(mode="promise_in_bounds")
+    rows = books.reshape(-1, width).at[_book_rows(codes, books)].get(mode="promise_in_bounds")
     return rows.reshape(-1, parts * width)
 
 
-def book_rows(codes: UInt8[Array, "n _"], books: Float[Array, "M K d"]) -> Int[Array, "n M"]:
+def _book_rows(codes: UInt8[Array, "n _"], books: Float[Array, "M K d"]) -> Int[Array, "n M"]:
     """Rows of codes in the table [M K, d] of all centroids; arguments as of `decode`."""
     parts, centroids, _ = books.shape
     if centroids == 16:
