@@ -58,8 +58,9 @@ class Convention:
     flops_per_token: Callable[[Size], float]
 
 
-# Kaplan et al. 2020; Porian et al. 2024, whose largest correction is the head; Hoffmann et al. 2022, appendix F, which does not
-# halve attention for the causal mask.
+# Kaplan et al. 2020; Porian et al. 2024, whose largest correction is the head, in the accounting with attention (their main
+# results leave it out); Hoffmann et al. 2022, appendix F, which does not halve attention for the causal mask, and counts the
+# softmax too, which is left out here.
 CONVENTIONS: Mapping[str, Convention] = {
     "kaplan": Convention(
         "N without embeddings and head; C = 6 N D",

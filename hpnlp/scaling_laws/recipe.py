@@ -121,6 +121,6 @@ def warmup(n: float | int, tokens_per_step: int, steps: int) -> int:
 
     References:
       Porian et al. 2024, "Resolving discrepancies in compute-optimal scaling of language models": a warm-up that is longer than
-      small models need shifts the exponent.
+      small models need shifts the exponent. The limit LARGEST_WARMUP is a choice of this package.
     """
     return int(min(LARGEST_WARMUP * steps, n / tokens_per_step))

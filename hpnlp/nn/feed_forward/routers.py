@@ -140,9 +140,11 @@ class GShard(ExpertLayer):
     The gates are the probabilities of the two experts divided by their sum, also where the second is dropped.
 
     Attributes:
-      capacity: In training, an expert takes `ceil(capacity k n / E)` assignments of a document of n tokens.
+      capacity: In training, an expert takes `ceil(capacity k n / E)` assignments of a document of n tokens. The paper has
+        2 n / E places, which is capacity 1 here: the default has twice as many.
       eval_capacity: Capacity in evaluation; 0 for the value of `capacity`.
-      threshold: The second expert is kept with the probability gate / threshold, at most 1; in evaluation always.
+      threshold: The second expert is kept with the probability gate / threshold, at most 1; in evaluation always. A second
+        expert that is not kept takes no place; in algorithm 1 of the paper it takes one.
       first_choices_first: The first choices of all tokens of a document get places before any second choice, as in the paper.
         Then tokens depend on later ones, and language models refuse the layer.
 
@@ -194,6 +196,9 @@ class GShard(ExpertLayer):
 
 class StMoE(GShard):
     """The router of ST-MoE: GShard with a lower threshold, less capacity and the z-loss.
+
+    The published capacity factors, 1.25 in training and 2 in evaluation, count n / E places, not k n / E: experts have twice as
+    many places here. Experts are those of `kind`, and evaluation keeps every second expert; the published code draws then too.
 
     References: Zoph et al. 2022, "ST-MoE", arXiv 2202.08906.
     """
