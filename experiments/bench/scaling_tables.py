@@ -96,7 +96,7 @@ def study(rows: Rows) -> str:
             f"{len(parts['point'])} runs, {seconds / 60:.0f} minutes of training.{noise} " + " ".join(predictions),
             "![Scaling laws of byte-level models](../images/scaling_study-cpu.png)",
             _table(("convention", *CONSTANTS, "starts that agree"), fits),
-            f"Optimum in the convention {summary['convention']}; only the first row is within the runs:",
+            f"Optimum in the convention {summary['convention']}; only the budget of the first row is within those of the runs:",
             _table(("C", "N*", "D*", "D*/N*", "loss"), optima),
             *([f"Warnings of `hpnlp scaling fit`:\n\n{warned}"] if warned else []),
         ]

@@ -74,7 +74,7 @@ def published_law() -> Law:
     constants = dict(zip(form.constants, form.to_constants(np.array(REPLICATION)).tolist(), strict=True))
     none = Points(np.empty(0), np.empty(0), np.empty(0))
     law = Fit("additive", none, constants, form.to_constants(samples), np.empty(0), 240 - len(constants))
-    source = "Hoffmann et al. 2022, refitted by Besiroglu et al. 2024: subword tokens of web text"
+    source = "Hoffmann et al. 2022, fitted to the points of Besiroglu et al. 2024: subword tokens of web text"
     return Law(law, "chinchilla", six_n, source, 1.3e22, is_subword=True)
 
 

@@ -78,9 +78,14 @@ def warnings(law: Fit, level: float | int = 0.9) -> list[str]:
     if "E" in law.constants:
         floor = law.interval("E", level)
         if floor.low < FLOOR_SHARE * points.loss.min() or floor.high - floor.low > floor.value:
+            is_zero = floor.high < FLOOR_SHARE * points.loss.min()
+            interval = (
+                "the fit has made it 0"
+                if is_zero
+                else f"its {level:.0%} interval is {floor.low:.3g} to {floor.high:.3g}"
+            )
             found.append(
-                f"E is not identified: its {level:.0%} interval is {floor.low:.3g} to {floor.high:.3g}; train larger models on "
-                "more tokens, and judge the law by held-out losses"
+                f"E is not identified: {interval}; train larger models on more tokens, and judge the law by held-out losses"
             )
     for name in ("alpha", "beta", "alphaN", "alphaD"):
         if name in law.constants and (exponent := law.interval(name, level)).high - exponent.low > abs(exponent.value):

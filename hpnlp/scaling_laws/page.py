@@ -46,8 +46,8 @@ def render(analysis: Analysis, unfinished: Sequence[str], picture: str, level: f
         f"Convention {analysis.convention}.",
         _table(("form", "constants", "a"), [_other(name, each, level) for name, each in analysis.others.items()]),
         "## Optimum for a budget",
-        f"Convention {analysis.convention}, with the FLOPs of a token interpolated between the sizes. Only the first row "
-        "is within the runs; each further one is ten times further out.",
+        f"Convention {analysis.convention}, with the FLOPs of a token interpolated between the sizes. Only the budget "
+        "of the first row is within those of the runs; each later one is ten times as large.",
         _table(
             ("C", "N*", "D*", "D*/N*", "loss"),
             [
