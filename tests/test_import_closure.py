@@ -25,7 +25,7 @@ CATALOGUE = (
     "hpnlp.training.teacher",
     "hpnlp.training.warm_start",
 )
-FILES = 195  # that the program below loads at most
+FILES = 176  # that the program below loads at most
 
 PROGRAM = """
 import json, sys
