@@ -10,7 +10,9 @@ from recipe_tasks import TASKS
 
 TEACHER, CLASSIFIER = "words/teacher", "functions/dense-0"
 # Training steps of each kind of run.
-STEPS = {"teacher": 1000, "words": 250, "functions": 250, "digits": 300, "selected": 200, "further": 100}
+STEPS = {
+    "teacher": 1000, "words": 250, "functions": 250, "digits": 400, "further_digits": 200, "selected": 200, "further": 100,
+}  # fmt: skip
 TINY = dict.fromkeys(STEPS, 4)
 
 
@@ -317,7 +319,7 @@ class Catalogue:
 
     def convnets(self) -> Iterator[Entry]:
         """Standard and depthwise-separable networks of equal width, compressed alike, with the same further steps."""
-        steps, further = self.count["digits"], self.count["further"]
+        steps, further = self.count["digits"], self.count["further_digits"]
         for seed in self.seeds:
             for network, blocks in NETWORKS.items():
                 dense, start = f"convnets/{network}-{seed}", {"train.init_from": OfRun(f"convnets/{network}-{seed}")}
@@ -337,7 +339,7 @@ class Catalogue:
                     f"convnets/{network}_{arm}", f"convnets/{network}_longer", f"{network} blocks, {text}; all of it"
                 )
             text = f"{network} blocks, half of the filters removed; half the width from random parameters"
-            yield Comparison(f"convnets/{network}_filters", f"convnets/{network}_narrow", text)
+            yield Comparison(f"convnets/{network}_channels", f"convnets/{network}_narrow", text)
 
 
 NETWORKS = {
@@ -348,8 +350,7 @@ NETWORKS = {"standard": NETWORKS["conv"], "separable": NETWORKS["separable"]}
 PENALTIES = {"soft": 6.0, "stronger": 20.0}
 # Recipes for convolutional networks: name -> (recipe, description).
 PRUNED = {
-    "filters": ("filters(0.5)", "half of the filters"),
-    "channels": ("channels(0.5)", "half of the channels between blocks"),
+    "channels": ("channels(0.5)", "half of the filters, with the channels of the next block"),
     "shapes": ("shapes(0.34)", "a third of the positions of the windows"),
 }
 GROUPS: dict[str, Callable[[Catalogue], Iterator[Entry]]] = {

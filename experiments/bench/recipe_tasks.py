@@ -71,7 +71,7 @@ TASKS = {
     ),
     "digits": Task(
         "classification/digits_convnet.py",
-        {**_EVERY, "data.heldout": 0.25, "data.heldout_examples": 0},
+        {**_EVERY, "data.heldout": 0.25, "data.heldout_examples": 0, "optimizer.learning_rate": 0.03},
         {"data.path": "digits.jsonl", "data.batch_size": 8},
         0.03,
     ),
