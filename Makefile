@@ -71,6 +71,7 @@ notebooks: $(MADE)-dev
 
 results: $(MADE)-runtime
 	$(BIN)/python experiments/bench/results.py
+	$(BIN)/python docs/code_map.py
 
 constraints:
 	python3.11 .ci/constraints.py python3.11 python3.12

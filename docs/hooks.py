@@ -42,7 +42,8 @@ COMMANDS = (
 
 
 def on_page_markdown(markdown: str, *, config: MkDocsConfig, **_: object) -> str:
-    """Replaces each `<!-- generated: NAME -->` by its text."""
+    """Replaces each `<!-- generated: NAME -->` by its text, and links to source files, which the site lacks, by their text."""
+    markdown = re.sub(r"\[([^\]]+)\]\((?:\.\./)+hpnlp/[^)]*\)", r"\1", markdown)
     return re.sub(r"<!-- generated: (\w+) -->", lambda match: GENERATED[match[1]](config), markdown)
 
 

@@ -389,8 +389,7 @@ class Tokenizer(Protocol):
     def find_mask_id(self) -> int:
         """The id of the mask: that of the tokenizer's own mask, or else the first id after the vocabulary.
 
-        A model for masked language modelling has an embedding table of at least `find_mask_id() + 1` rows. Reserved ids of a
-        vocabulary, such as those of `bytes`, are not used, because data of token ids may contain them.
+        A model for masked language modelling has at least `find_mask_id() + 1` rows of embeddings. Reserved ids are not used.
 
         Returns:
           The id.

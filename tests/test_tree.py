@@ -1,6 +1,8 @@
 """Checks of the source tree: files are short, imports are light, and no file that is read can run code."""
 
 import ast
+import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +28,27 @@ def test_files_of_oracles_hold_no_other_tests():
         if "pytestmark = pytest.mark.oracle" not in path.read_text("utf-8")
     ]
     assert names == []
+
+
+def test_generated_parts_of_the_documentation_follow_the_source():
+    spec = importlib.util.spec_from_file_location("code_map", ROOT / "docs/code_map.py")
+    code_map = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(code_map)
+    for file, (name, make) in code_map.SECTIONS.items():
+        text = (ROOT / file).read_text("utf-8")
+        assert code_map.replaced(text, name, make()) == text, f"{file}: run python docs/code_map.py"
+
+
+def test_the_walk_through_a_step_names_functions_that_exist():
+    text = (ROOT / "docs/how_a_step_runs.md").read_text("utf-8")
+    links = re.findall(r"\[`([^`]+)`\]\(\.\./(hpnlp/[^)]+)\)", text)
+    assert len(links) > 30
+    for name, path in links:
+        source = (ROOT / path).read_text("utf-8")
+        for part in name.split("."):
+            assert re.search(rf"^\s*(?:def|class) {part}\b|^{part}\b.* = ", source, re.MULTILINE), (
+                f"{path} has no {name}"
+            )
 
 
 HEAVY = "flax optax orbax grain ml_collections rich matplotlib"
