@@ -236,6 +236,23 @@ def _seconds(function: Callable[[], Any], calls: int, enqueue: bool) -> float:
     return (time.perf_counter() - start) / calls
 
 
+def mean_interval(values: Sequence[float | int]) -> tuple[float, float | None]:
+    """Mean of a few numbers, such as differences of paired runs, with its 95 % interval by Student's t distribution.
+
+    Args:
+      values: The numbers.
+
+    Returns:
+      `(mean, half of the interval)`; None for the half of a single number.
+    """
+    import scipy.stats  # takes a second to import
+
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, None
+    return mean, float(scipy.stats.t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+
+
 def peak_memory_bytes() -> int:
     """Peak memory so far.
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
-import scipy.stats
+from hpnlp import measure
 
 
 def over(seconds: Sequence[float], plain: Sequence[float]) -> float:
@@ -24,14 +23,11 @@ def best_score(scores: Sequence[tuple[int, float]], steps: int, metric: str) -> 
 def compared(scores: Sequence[float], plain: Sequence[float]) -> dict[str, Any]:
     """Scores of the seeds, and the mean of their differences to the plain form with its interval."""
     differences = [a - b for a, b in zip(scores, plain, strict=True)]
-    half = None
-    if len(differences) > 1:
-        quantile = float(scipy.stats.t.ppf(0.975, len(differences) - 1))
-        half = quantile * statistics.stdev(differences) / math.sqrt(len(differences))
+    mean, half = measure.mean_interval(differences)
     return {
         "by_seed": list(scores),
         "score": statistics.mean(scores),
         "over_plain": statistics.mean(scores) / statistics.mean(plain),
-        "difference": statistics.mean(differences),
+        "difference": mean,
         "half_interval": half,
     }

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from typing import Any
 import jax
 import numpy as np
 from absl import app, flags
-from scipy import stats
 
 from hpnlp import cli, measure
 from hpnlp.cli import experiment
@@ -153,11 +151,8 @@ def compare(variants: dict[str, Callable[[float, int], np.ndarray]]) -> list[dic
 
 def difference(values: Sequence[float], others: Sequence[float]) -> tuple[float, list[float] | None]:
     """Mean difference of paired scores, with a 95 % interval; None for a single seed."""
-    d = np.subtract(values, others)
-    if len(d) < 2:
-        return float(d.mean()), None
-    half = float(stats.t.ppf(0.975, len(d) - 1) * d.std(ddof=1) / math.sqrt(len(d)))
-    return float(d.mean()), [float(d.mean()) - half, float(d.mean()) + half]
+    mean, half = measure.mean_interval(np.subtract(values, others).tolist())
+    return mean, None if half is None else [mean - half, mean + half]
 
 
 def memories() -> list[dict[str, Any]]:

@@ -6,7 +6,6 @@ python experiments/moe/quality.py runs/moe [--out=DIR]
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from absl import app, flags
-from scipy import stats
 
 from hpnlp import measure, report
 
@@ -40,11 +38,8 @@ def difference(runs: Runs, others: Runs) -> dict[str, Any] | None:
     """Mean difference of the held-out losses of runs of the same seeds, with its 95 % interval; None for one seed."""
     pairs = zip(runs, others, strict=True)
     changes = [ours["heldout_loss"] - theirs["heldout_loss"] for (ours, _), (theirs, _) in pairs]
-    if len(changes) < 2:
-        return None
-    mean = statistics.mean(changes)
-    error = stats.t.ppf(0.975, len(changes) - 1) * statistics.stdev(changes) / math.sqrt(len(changes))
-    return {"mean": mean, "low": mean - error, "high": mean + error}
+    mean, half = measure.mean_interval(changes)
+    return None if half is None else {"mean": mean, "low": mean - half, "high": mean + half}
 
 
 def row_of(label: str, runs: Runs, dense: Runs, longer: Runs) -> dict[str, Any]:

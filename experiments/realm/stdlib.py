@@ -6,7 +6,8 @@
 The first run trains the towers by inverse cloze: a sentence finds the rest of its passage. For comparison, train the second one
 with --model.candidates=0, which reads no documents, and with --model.refresh=never. The
 first run finds the right passage among 10 of 1,000 for 34 % of the held-out sentences (standard error 1.5 points; TF-IDF 38 %
-over words and 46 % over the model's tokens, Python 3.11). The runs that read documents have not been measured yet.
+over words and 46 % over the model's tokens, Python 3.11). With three seeds, the other runs differ by less than their intervals:
+held-out loss 6.60 with retrieval that learns, 6.65 with refresh=never, 6.91 without documents (`quality.py`).
 """
 
 from __future__ import annotations
