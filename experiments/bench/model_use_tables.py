@@ -197,3 +197,16 @@ def realm(rows: Rows) -> Lines:
             figures.append(f"{100 * row[f'{share}_share']:.0f} % ({100 * low:.0f} to {100 * high:.0f} %)")
         lines.append((label, "; ".join(figures)))
     return lines
+
+
+def realm_stdlib(rows: Rows) -> Lines:
+    """Held-out losses with and without retrieval, with the intervals of their differences."""
+    lines = []
+    for row in rows:
+        difference, figure = row["learned_over_this"], f"{row['heldout_loss']:.3f}"
+        if difference is not None:
+            mean, half = difference["difference"], difference["half_interval"]
+            figure += f" ({mean:+.2f}, {mean - half:+.2f} to {mean + half:+.2f})"
+        label = f"`realm/stdlib`, {row['what']}: held-out loss, nats, {len(row['by_seed'])} seeds"
+        lines.append((label if difference is None else f"{label} (with retrieval that learns less this)", figure))
+    return lines

@@ -477,6 +477,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     "knn_lm": model_use_tables.knn_lm,
     "projections": model_use_tables.projections,
     "realm": model_use_tables.realm,
+    "realm_stdlib": model_use_tables.realm_stdlib,
     "pretrained_body": model_use_tables.pretrained_body,
     "demo_perl": model_use_tables.demo,
     "demo_documentation": model_use_tables.demo,
