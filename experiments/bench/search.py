@@ -44,7 +44,7 @@ from hpnlp.training.run_directory import load
 from hpnlp.types import InputError
 
 RESULTS = Path(__file__).parents[1] / "results"
-COUNTS = 64, 500, 4096
+MOST = 4096  # queries that are kept beside those for tuning
 TUNING = 500
 PROBES = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128
 # Bytes of a product-quantized vector, without its id.
@@ -61,6 +61,7 @@ flags.DEFINE_list(
     ["ivf", "lsh", "faiss"],
     "Methods to measure, of ivf, lsh, pq, faiss, faiss_pq (8 bits), faiss_pq4 (4 bits) and scann.",
 )
+flags.DEFINE_list("counts", ["64", "500", str(MOST)], f"Numbers of queries of a search, at most {MOST}.")
 flags.DEFINE_list("targets", ["0.95", "0.99"], "Recalls to reach.")
 flags.DEFINE_string(
     "indexes", "", "Directory that keeps built indexes between runs of the same vectors; empty for none."
@@ -81,7 +82,7 @@ def load_run(workdir: str) -> tuple[np.ndarray, np.ndarray]:
     """The table of a run's output layer, and hidden states of held-out tokens."""
     run = load(workdir)
     params = {"params": run.params}
-    states, count = [], TUNING + COUNTS[-1]
+    states, count = [], TUNING + MOST
     for batch in prepare(run.config.data, run.tokenizer).heldout(batch_size=run.config.data.batch_size):
         context = Context(batch["positions"], batch["segment_ids"], Causal())
         h, _, _ = jax.jit(run.model.apply, static_argnames="method")(params, batch["tokens"], context, method="hidden")
@@ -105,7 +106,7 @@ def load_states(workdir: str, keys: int) -> tuple[np.ndarray, np.ndarray]:
         vectors, _, scale = datastore.index_vectors([np.load(Path(directory) / datastore.VECTORS)[:keys]])
     tuning = source.windows(source.documents.gate, source.documents.heldout)
     queries = np.concatenate([states for _, states, _ in next_words.hidden_states(source, tuning)])
-    queries = queries[np.random.default_rng(0).permutation(len(queries))[: TUNING + COUNTS[-1]]]
+    queries = queries[np.random.default_rng(0).permutation(len(queries))[: TUNING + MOST]]
     return vectors, np.pad(queries, ((0, 0), (0, 2)), constant_values=scale)
 
 
@@ -124,7 +125,7 @@ def synthetic(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
         x = x @ basis + 0.02 * rng.standard_normal((n, 128), np.float32)
         return x / np.linalg.norm(x, axis=1, keepdims=True)
 
-    return draw(count), draw(TUNING + COUNTS[-1])
+    return draw(count), draw(TUNING + MOST)
 
 
 def check(table: np.ndarray, queries: np.ndarray) -> None:
@@ -289,8 +290,9 @@ def main(_: Any) -> None:
         table, queries = load_states(FLAGS.run, FLAGS.keys)
     else:
         table, queries = load_run(FLAGS.run) if FLAGS.run else (np.load(FLAGS.table), np.load(FLAGS.queries))
-    if len(queries) < TUNING + COUNTS[-1]:
-        sys.exit(f"got {len(queries)} queries, expected at least {TUNING + COUNTS[-1]}")
+    counts = [int(count) for count in FLAGS.counts]
+    if len(queries) < TUNING + MOST:
+        sys.exit(f"got {len(queries)} queries, expected at least {TUNING + MOST}")
     faiss.omp_set_num_threads(measure.environment()["cores"])
     if FLAGS.build_only:
         for method in FLAGS.methods:
@@ -300,20 +302,19 @@ def main(_: Any) -> None:
     check(table, queries)
     tuning, queries = queries[:TUNING], queries[TUNING:]
     references = {"exact": Index("exact").build(table), "faiss flat": Index("faiss").build(table)}
-    true_tuning, true_ids = (
-        np.asarray(references["exact"].search(q, FLAGS.k)[1]) for q in (tuning, queries[: COUNTS[-1]])
-    )
+    true_tuning, true_ids = (np.asarray(references["exact"].search(q, FLAGS.k)[1]) for q in (tuning, queries[:MOST]))
     tuned = {NAMES.get(method, method): fastest(method, table, tuning, true_tuning) for method in FLAGS.methods}
-    rows = []
+    rows, path = [], Path()
     below = {reached for found in tuned.values() for reached in found} - set(map(float, FLAGS.targets))
-    for target, count in itertools.product([*map(float, FLAGS.targets), *sorted(below)], COUNTS):
+    for target, count in itertools.product([*map(float, FLAGS.targets), *sorted(below)], counts):
         indexes = references | {method: best[target] for method, best in tuned.items() if target in best}
         rows.append(
             compare(
                 f"V {len(table):,}, D {table.shape[1]}, {count} queries", target, indexes, queries[:count], true_ids
             )
         )
-    print(measure.write_result(FLAGS.name, rows, FLAGS.out))
+        path = measure.write_result(FLAGS.name, rows, FLAGS.out)  # after each row, since the last ones take longest
+    print(path)
 
 
 if __name__ == "__main__":
