@@ -99,9 +99,10 @@ class BlockConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise InputError(f"model.dropout={self.dropout}: expected a probability in [0, 1)")
-        described_network(
-            self.mlp
-        )  # raises InputError for unknown entries; kept for calls inside the methods of modules
+        try:
+            described_network(self.mlp)  # kept for calls inside the methods of modules
+        except InputError as error:
+            raise error if "model.mlp" in str(error) else InputError(f"model.mlp={self.mlp!r}: {error}") from None
 
     @property
     def kv_head_count(self) -> int:
