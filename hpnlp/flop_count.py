@@ -91,7 +91,7 @@ def count_flops(fn: Callable[..., Any], *args: Any, while_trips: int | None = No
 
 def jitted(fn: Callable[..., Any], **options: Any) -> Any:
     """A function that has `trace` and `lower`: `fn` itself if it is jitted, else `jax.jit(fn, **options)`."""
-    return fn if hasattr(fn, "trace") else jax.jit(fn, **options)
+    return fn if isinstance(fn, jax.stages.Wrapped) else jax.jit(fn, **options)
 
 
 def flops_by_part(fn: Callable[..., Any], *args: Any, while_trips: int | None = None, **kwargs: Any) -> dict[str, int]:
@@ -114,11 +114,22 @@ def jaxpr_flops(jaxpr: Any, while_trips: int | None) -> int:
     return sum(_flops_by_part(jaxpr, while_trips).values())
 
 
+def open_jaxpr(jaxpr: Any) -> Any:
+    """The jaxpr with the equations.
+
+    Args:
+      jaxpr: A jaxpr, closed or not.
+
+    Returns:
+      The open jaxpr; from JAX 0.12 on the two are the same.
+    """
+    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+
+
 def _flops_by_part(jaxpr: Any, while_trips: int | None) -> dict[str, int]:
     """FLOPs of a jaxpr by part; those outside of the jaxpr's own scopes belong to "", until the part of its call is known."""
     result: dict[str, int] = {}
-    # A ClosedJaxpr holds the Jaxpr that has the equations; from jax 0.12 on the two are one.
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for equation in open_jaxpr(jaxpr).eqns:
         flops = _equation_flops(equation, while_trips)
         outer = part_of(equation.source_info.name_stack) if "" in flops else ""
         for name, count in flops.items():

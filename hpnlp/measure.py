@@ -119,7 +119,7 @@ def compile(
     Raises:
       InputError: `jit_options` for a function that is jitted already.
     """
-    if jit_options and hasattr(fn, "trace"):
+    if jit_options and isinstance(fn, jax.stages.Wrapped):
         raise InputError(f"jit_options={sorted(jit_options)}: fn is jitted already, pass the options to its jax.jit")
     start = time.perf_counter()
     traced = jitted(fn, **dict(jit_options or {})).trace(*args, **kwargs)
@@ -390,7 +390,7 @@ def environment() -> dict[str, Any]:
         "devices": jax.device_count(),
         **({"driver": driver.splitlines()[0]} if driver else {}),
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
     }
 
 

@@ -186,7 +186,8 @@ def _siblings(directory: Path) -> Iterator[None]:
 
 def _lies_in(directory: Path, module: ModuleType | None) -> bool:
     """Whether a module is a file or a package of the directory."""
-    paths = [*getattr(module, "__path__", ()), getattr(module, "__file__", None) or ""]
+    names = vars(module) if isinstance(module, ModuleType) else {}
+    paths = [*names.get("__path__", ()), names.get("__file__") or ""]
     return any(os.path.dirname(os.path.abspath(path)) == str(directory) for path in paths if path)
 
 

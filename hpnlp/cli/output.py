@@ -34,7 +34,7 @@ class Output:
         self.failure, self.escaped = "" if stream else "it is closed", False
         self._stops = stops
         self._stream: Any = stream or io.StringIO()
-        if hasattr(self._stream, "reconfigure"):
+        if isinstance(self._stream, io.TextIOWrapper):
             self._stream.reconfigure(errors="backslashreplace")
 
     def write(self, text: str) -> int:

@@ -76,9 +76,9 @@ def _load_sweep(config: str, has_folds: bool) -> list[Mapping[str, Any]]:
     path, *argument = config.split(":", 1)
     path = experiment.locate(path)
     module = experiment.load(path)
-    if has_folds and not hasattr(module, "get_sweep"):
-        return [{}]
     if not hasattr(module, "get_sweep"):
+        if has_folds:
+            return [{}]
         raise cli.InputError(f"{path} has no get_sweep(): define one that returns a list of overrides")
     if not callable(module.get_sweep):
         raise cli.InputError(f"{path}: get_sweep is not a function: define one that returns a list of overrides")

@@ -236,7 +236,7 @@ def _named(params: Any) -> list[tuple[str, Any]]:
 
 
 def _key(key: Any) -> str:
-    name = str(getattr(key, "key", getattr(key, "idx", key)))
+    name = jax.tree_util.keystr((key,), simple=True)
     if "/" in name:
         raise InputError(f"the weights have the name {name!r}: expected names without '/'; nest dicts instead")
     return name

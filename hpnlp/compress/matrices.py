@@ -34,7 +34,7 @@ def map_matrices(
     """
 
     def converted(path: Any, leaf: Any) -> Any:
-        names = [str(getattr(key, "key", getattr(key, "idx", key))) for key in path]
+        names = [jax.tree_util.keystr((key,), simple=True) for key in path]
         is_expert_stack = experts and names[-1] in EXPERTS and leading_axes(leaf) > 0
         if names[-1] not in (*KERNELS, *TABLES) and not is_expert_stack:
             return leaf
@@ -56,7 +56,9 @@ def expert_numbers(params: Any) -> int:
       The number.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)
-    stacks = [leaf for path, leaf in leaves if getattr(path[-1], "key", None) in EXPERTS and not is_weight(leaf)]
+    stacks = [
+        leaf for path, leaf in leaves if not is_weight(leaf) and jax.tree_util.keystr(path[-1:], simple=True) in EXPERTS
+    ]
     return sum(stack.size for stack in stacks if stack.ndim > 2)
 
 

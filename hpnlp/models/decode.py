@@ -216,7 +216,8 @@ def _pick_options(vocab: int, temperature: float, top_k: int, top_p: float) -> d
 
 def _replicated(params: Any) -> NamedSharding | None:
     """Sharding of the decoding state, which every device that has a shard of the parameters holds in full."""
-    sharding = getattr(jax.tree.leaves(params)[0], "sharding", None)
+    leaf = jax.tree.leaves(params)[0]
+    sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
     return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
 
 

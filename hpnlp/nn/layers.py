@@ -106,8 +106,9 @@ def with_transposes(params: Any) -> Any:
     if not isinstance(params, Mapping):
         return params
     added = {name: with_transposes(value) for name, value in params.items()}
-    if getattr(added.get("kernel"), "ndim", 0) == 2:
-        added[TRANSPOSE] = jax.lax.optimization_barrier(added["kernel"].T)
+    kernel = added.get("kernel")
+    if isinstance(kernel, jax.Array) and kernel.ndim == 2:
+        added[TRANSPOSE] = jax.lax.optimization_barrier(kernel.T)
     return added
 
 

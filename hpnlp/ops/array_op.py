@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -19,6 +20,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from hpnlp.ops.arrays import as_arrays, has_numpy
 from hpnlp.types import InputError
+
+# Functions that may close over arrays.
+_FUNCTIONS = (types.FunctionType, types.MethodType)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -104,7 +108,7 @@ def _check_closures(leaves: Sequence[Any]) -> None:
     """Raises InputError if a function closes over an array of an explicit mesh, which cannot be resharded."""
     for leaf in leaves:
         if any(map(_is_explicit, _arrays(list(_captured(leaf))))):
-            name = getattr(leaf, "__qualname__", leaf)
+            name = leaf.__qualname__ if isinstance(leaf, _FUNCTIONS) else leaf
             raise InputError(
                 f"function {name} closes over an array of an explicit mesh: pass the array as its first argument with "
                 "jax.tree_util.Partial(function, array), or make the mesh with AxisType.Auto"
@@ -113,7 +117,7 @@ def _check_closures(leaves: Sequence[Any]) -> None:
 
 def _captured(function: Any) -> Iterator[Any]:
     """Values that a function closes over, or that functools.partial binds."""
-    for cell in getattr(function, "__closure__", None) or ():
+    for cell in (isinstance(function, _FUNCTIONS) and function.__closure__) or ():
         with contextlib.suppress(ValueError):  # the variable has no value yet
             yield cell.cell_contents
     if isinstance(function, functools.partial):

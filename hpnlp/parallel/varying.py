@@ -96,6 +96,6 @@ def zeros_like(shape: Any) -> jax.Array:
     Returns:
       Zeros of that shape and dtype.
     """
-    axes = tuple(sorted(shape.manual_axis_type.varying)) if hasattr(shape, "manual_axis_type") else ()
+    axes = tuple(sorted(shape.manual_axis_type.varying))
     zeros = jnp.zeros(shape.shape, shape.dtype)
     return lax.pcast(zeros, axes, to="varying") if axes else zeros

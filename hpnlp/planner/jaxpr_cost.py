@@ -16,6 +16,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jax.sharding import NamedSharding
+
 from hpnlp.flop_count import PRODUCTS, iterations_of
 from hpnlp.planner.jaxprs import (
     LoopBody,
@@ -116,7 +118,7 @@ def _view(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Valu
     """Returns the operands, divided as a sharding constraint states."""
     sharding, aval = equation.params.get("sharding"), equation.outvars[0].aval
     # Inside `shard_map` all mesh axes are manual, and constraints are without effect.
-    if not hasattr(sharding, "spec") or not any(sharding.spec):
+    if not isinstance(sharding, NamedSharding) or not any(sharding.spec):
         return list(operands)
     shards = math.prod(aval.shape) // max(1, math.prod(sharding.shard_shape(aval.shape)))
     return [value if value.shards == shards else Value(0, shards, value.sources) for value in operands]

@@ -94,8 +94,9 @@ def check(workdir: Path, config: Any) -> None:
     except FileNotFoundError:
         return
     except (OSError, ValueError, RecursionError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise InputError(
-            f"cannot read {path} ({getattr(error, 'strerror', None) or error}), the record of the model's fields: restore it, "
+            f"cannot read {path} ({reason}), the record of the model's fields: restore it, "
             "or remove it to use config.json without a check"
         ) from error
     if differing := _differing(config, saved):

@@ -456,9 +456,12 @@ def _without_replicas(x: Any) -> Any:
     Orbax divides a shard among all devices that hold it, and compiles a program for each part, which takes longer than to read
     the whole shard from one of them unless it is large.
     """
-    sharding = getattr(x, "sharding", None)
-    mesh = getattr(sharding, "mesh", None)
-    if not isinstance(sharding, NamedSharding) or not isinstance(mesh, Mesh) or jax.process_count() > 1:
+    sharding = x.sharding if isinstance(x, jax.Array) else None
+    if (
+        not isinstance(sharding, NamedSharding)
+        or not isinstance(mesh := sharding.mesh, Mesh)
+        or jax.process_count() > 1
+    ):
         return x
     shards = {shard.device: shard.data for shard in x.addressable_shards}
     divided = set(jax.tree.leaves(tuple(sharding.spec)))

@@ -331,7 +331,7 @@ def _typed(type_hint: Any, value: Any, name: str) -> Any:
             return float(value) if abs(value) < 2**1023 else math.inf
         if isinstance(kind, type) and type(value) is kind:
             return value
-    expected = " or ".join(getattr(kind, "__name__", str(kind)) for kind in allowed)
+    expected = " or ".join((typing.get_origin(kind) or kind).__name__ for kind in allowed)
     raise InputError(
         f"config field {name}={shortened(value, 40)} is of type {type(value).__name__}: expected {expected}"
     )

@@ -133,7 +133,7 @@ def check_run(directory: str | os.PathLike[str], alternative: str = "") -> None:
         _check_readable(path / "config.json")
         reason = "it is empty" if held is Contents.NOTHING else "there is no config.json"
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     fix = "train one first, or name another directory"
     if runs := sorted(child.parent for child in path.glob("*/config.json") if contents_of(child.parent) in _READABLE):
         fix = f"name one of the runs in it, such as {runs[0]}"

@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 import traceback
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -86,7 +87,7 @@ def _metadata(url: str) -> str:
             with urllib.request.urlopen(request, timeout=5) as answer:
                 return answer.read().decode("utf-8", "replace")
         except OSError as error:
-            if getattr(error, "code", 0) == 404:
+            if isinstance(error, urllib.error.HTTPError) and error.code == 404:
                 break
             time.sleep(0.5)
     return ""

@@ -46,7 +46,7 @@ def rewound(params: Any, run: run_directory.Run, source: str) -> Any:
         )
 
     def masked(path: Any, pruned: Any, early: Any) -> Any:
-        name = "/".join(str(getattr(key, "key", key)) for key in path)
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
         is_kernel = name.rsplit("/", 1)[-1] in KERNELS and not is_table(name)
         return jnp.where(pruned == 0, 0, early) if is_kernel else early
 

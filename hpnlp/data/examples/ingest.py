@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import math
 import os
+import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,8 @@ def _version(kind: Kind) -> list[str]:
     if not classes:
         return [name]
     # Of each function, since the module of a class need not be in sys.modules, as of a file beside the one that is registered.
-    functions = [getattr(f, "fget", f) for c in classes for f in vars(c).values()]
-    files = {f.__code__.co_filename for f in functions if hasattr(f, "__code__")}
+    functions = [f.fget if isinstance(f, property) else f for c in classes for f in vars(c).values()]
+    files = {f.__code__.co_filename for f in functions if isinstance(f, types.FunctionType)}
     code = [Path(file).read_bytes() for file in sorted(files) if os.path.isfile(file)]  # none in an interactive session
     return [name, *(hashlib.sha256(content).hexdigest() for content in code), repr(vars(kind))]
 

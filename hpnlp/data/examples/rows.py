@@ -372,7 +372,7 @@ def _python_values(column: Any) -> list[Any]:
         import pyarrow as pa
 
         kind, binary = column.type, pa.large_binary()
-        is_list = hasattr(kind, "value_type") and not pa.types.is_dictionary(kind)
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
         return column.cast(pa.large_list(binary) if is_list else binary).to_pylist()
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 from hpnlp.atomic_file import replaced
+from hpnlp.flop_count import open_jaxpr
 from hpnlp.models.export.functions import BATCH, LENGTH, ExportedFunction, traced
 from hpnlp.models.export.onnx_graph import IR_VERSION, OPSET, Graph, import_onnx
 from hpnlp.models.export.onnx_rules import CALLS, rule_of
@@ -110,8 +111,8 @@ def _equation(graph: Graph, eqn: Any, inputs: list[Any]) -> list[Any]:
     if (rule := CALLS.get(str(eqn.params.get("name")))) is not None:
         return [rule(graph, eqn, [_name(graph, value) for value in inputs])]
     if body is not None and name not in _NOT_CALLS:
-        jaxpr = getattr(body, "jaxpr", body)
-        return _run(graph, jaxpr, getattr(body, "consts", ()), inputs)
+        consts = body.consts if isinstance(body, jax.extend.core.ClosedJaxpr) else ()
+        return _run(graph, open_jaxpr(body), consts, inputs)
     if name == "optimization_barrier":
         return inputs
     if not any(isinstance(value, str) for value in inputs) and _has_known_shapes(eqn):

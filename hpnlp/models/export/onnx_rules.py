@@ -260,7 +260,7 @@ def _gather(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
         return _gather_elements(graph, eqn, inputs)
     if ids.ndim == 1 and len(numbers.offset_dims) + len(numbers.collapsed_slice_dims) == operand.ndim:
         return _dynamic_slice(graph, eqn, inputs)
-    if len(axes) != 1 or numbers.collapsed_slice_dims != axes or getattr(numbers, "operand_batching_dims", ()):
+    if len(axes) != 1 or numbers.collapsed_slice_dims != axes or numbers.operand_batching_dims:
         raise _unsupported(eqn, "of anything but rows")
     (axis,) = axes
     others = [i for i in range(operand.ndim) if i != axis]
@@ -339,7 +339,8 @@ _ORIGINS = {
 def _unsupported(eqn: Any, detail: str = "") -> InputError:
     operation = " ".join(filter(None, (eqn.primitive.name, detail)))
     origin, choice = "", "a model without it"
-    for frame in getattr(eqn.source_info.traceback, "frames", ()):
+    traceback = eqn.source_info.traceback
+    for frame in () if traceback is None else traceback.frames:
         directory = next((part for part in _ORIGINS if part in frame.file_name), None)
         if directory is not None:
             field, choice = _ORIGINS[directory]

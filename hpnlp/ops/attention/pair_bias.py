@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,19 @@ from hpnlp.types import InputError
 
 # Start and size of consecutive elements of an axis.
 Span = tuple[Any, int]
+
+
+@runtime_checkable
+class BiasOfHeads(Protocol):
+    """A function of (head, query position, key position) that is for a number of query heads, as `positions.alibi` returns.
+
+    Attributes:
+      heads: The number.
+    """
+
+    heads: int
+
+    def __call__(self, head: Any, q: Any, k: Any) -> Array: ...
 
 
 class PairBias(abc.ABC):

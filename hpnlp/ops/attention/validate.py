@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -11,8 +12,10 @@ from jaxtyping import Array
 
 from hpnlp.ops.attention.masks.per_head import check_mask
 from hpnlp.ops.attention.operands import Operands
-from hpnlp.ops.attention.pair_bias import BiasArrays, PairBias
+from hpnlp.ops.attention.pair_bias import BiasArrays, BiasOfHeads, PairBias
 from hpnlp.types import InputError
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 def validate(q: Any, k: Any, v: Any, mask: Any, operands: Operands) -> None:
@@ -117,9 +120,8 @@ def _check_bias(bias: Any, shape: tuple[int, ...]) -> None:
                 raise InputError(f"a term of BiasArrays has shape {array.shape}: expected 4 axes, any of them 1")
         return
     if callable(bias):
-        heads = getattr(bias, "heads", shape[1])
-        if heads != shape[1]:
-            raise InputError(f"bias is for {heads} heads, expected {shape[1]} heads, as the queries have")
+        if isinstance(bias, BiasOfHeads) and bias.heads != shape[1]:
+            raise InputError(f"bias is for {bias.heads} heads, expected {shape[1]} heads, as the queries have")
         return
     if not _has_dtype(bias, jnp.inexact):
         raise InputError(
@@ -129,12 +131,12 @@ def _check_bias(bias: Any, shape: tuple[int, ...]) -> None:
 
 
 def _has_dtype(array: Any, kind: Any) -> bool:
-    return hasattr(array, "dtype") and jnp.issubdtype(array.dtype, kind)
+    return isinstance(array, _ARRAYS) and jnp.issubdtype(array.dtype, kind)
 
 
 def _type_name(array: Any) -> str:
     """The dtype of an array, and the type of another object."""
-    return str(getattr(array, "dtype", type(array).__name__))
+    return str(array.dtype) if isinstance(array, _ARRAYS) else type(array).__name__
 
 
 def _check_broadcasts(name: str, array: Any, shape: tuple[int, ...]) -> None:

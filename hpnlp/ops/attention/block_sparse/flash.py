@@ -130,7 +130,7 @@ def _operands_of_heads(operands: Operands, heads: tuple[int, ...]) -> Operands:
         array = getattr(operands, name)
         if isinstance(array, PairBias):
             changes[name] = array.of_heads(np.array(heads))
-        elif getattr(array, "ndim", 0) >= 3 and array.shape[-3] > 1:
+        elif isinstance(array, jax.Array | np.ndarray) and array.ndim >= 3 and array.shape[-3] > 1:
             changes[name] = array[..., np.array(heads), :, :]
     if operands.streams is not None:
         changes["streams"] = operands.streams[:, np.array(heads)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from hpnlp.ops.attention.masks.base import Mask
@@ -112,8 +113,8 @@ def _operand_limits(q: Array, k: Array, operands: Operands) -> list[str]:
         # The bias of hidden pairs, -32768, is not far enough below all scores.
         reasons.append("segment_ids in float16")
     if (bias := operands.bias) is not None:
-        shape, dtype = getattr(bias, "shape", None), getattr(bias, "dtype", None)
-        reasons += [] if shape == (1, n, t, s) and dtype == q.dtype else [f"bias other than {q.dtype}[1, N, T, S]"]
+        is_added = isinstance(bias, jax.Array | np.ndarray) and bias.shape == (1, n, t, s) and bias.dtype == q.dtype
+        reasons += [] if is_added else [f"bias other than {q.dtype}[1, N, T, S]"]
     return reasons
 
 

@@ -56,7 +56,7 @@ class Mask:
         # Subclasses are dataclasses, which the type Mask does not express.
         for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
             value = getattr(self, field.name)
-            if getattr(value, "ndim", 0) or isinstance(value, jax.Array):
+            if isinstance(value, jax.Array) or (isinstance(value, np.ndarray) and value.ndim):
                 raise InputError(
                     f"{type(self).__name__}.{field.name} is an array: expected a value that is known while tracing. Pass "
                     "arrays as an operand of the call: dense_mask, segment_ids, positions, kv_lengths or global_tokens"

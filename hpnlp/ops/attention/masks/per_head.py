@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from hpnlp.ops.attention.masks.base import NO_TRUTH_VALUE, Mask
@@ -101,15 +102,15 @@ def check_mask(mask: Any) -> None:
       InputError: `mask` is not a Mask or PerHead, or one of its classes is not a frozen dataclass, or it is not hashable.
     """
     if not isinstance(mask, Mask | PerHead):
-        value = f"an array of {mask.dtype}" if hasattr(mask, "dtype") else repr(mask)
+        value = f"an array of {mask.dtype}" if isinstance(mask, jax.Array | np.ndarray | np.generic) else repr(mask)
         raise InputError(f"mask is {value}: expected a Mask such as Causal(); pass an array of bool as dense_mask")
     for head_mask in mask.masks if isinstance(mask, PerHead) else (mask,):
         _check_dataclass(head_mask)
 
 
 def _check_dataclass(mask: Mask) -> None:
-    parameters = getattr(type(mask), "__dataclass_params__", None)
-    if parameters is None or not parameters.frozen:
+    # `dataclasses` has no function that tells whether a dataclass is frozen.
+    if not dataclasses.is_dataclass(mask) or not mask.__dataclass_params__.frozen:  # pyright: ignore[reportAttributeAccessIssue]
         raise InputError(
             f"{type(mask).__name__} is not a frozen dataclass: write @dataclasses.dataclass(frozen=True) above the class, so "
             "that masks with equal fields are equal"
