@@ -100,9 +100,9 @@ def check_single_stack(config: Any) -> None:
     Raises:
       InputError: It has none, or several Backbones.
     """
-    if not getattr(config, "is_single_stack", False):
+    if not config.is_single_stack:
         raise InputError(
-            f"a model of {type(config).__name__} with {getattr(config, 'layers', 0)} layers is not one stack of layers, whose "
+            f"a model of {type(config).__name__} with {config.layers} layers is not one stack of layers, whose "
             "heads, columns and layers could be removed: use stages that change matrices only, such as int8, or filters(0.5) "
             "for convolutions of images"
         )

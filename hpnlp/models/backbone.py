@@ -292,7 +292,10 @@ class Backbone(nn.Module):
       model_parallel: Embedding lookup, layers and loss over several devices, for `loss`; None for one device.
       remat: Rematerialisation policy of the layers, as `Plan.remat`.
       shared_embed: An embedding of another model of which this one is a part; None for an embedding of its own.
+      is_stackable: Whether the loss runs under vmap, so that an ensemble of equal models is one program.
     """
+
+    is_stackable: ClassVar[bool] = False
 
     config: Any
     stats: WordStats | None = None

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -306,8 +306,22 @@ def _take(x: jax.Array, index: jax.Array) -> jax.Array:
     return jax.vmap(lambda row, i: row[i])(x, index)
 
 
+@runtime_checkable
+class CacheForBeams(Protocol):
+    """A cache that repeats itself for the continuations of each sequence."""
+
+    def for_beams(self, beams: int) -> Any: ...
+
+
+@runtime_checkable
+class ReorderedCache(Protocol):
+    """A cache that takes its continuations in another order."""
+
+    def reordered(self, order: jax.Array) -> Any: ...
+
+
 def _has_beams(cache: Any) -> bool:
-    return hasattr(cache, "for_beams")
+    return isinstance(cache, CacheForBeams)
 
 
 def _for_beams(batch: int, beams: int, cache: Any) -> Any:
@@ -319,7 +333,7 @@ def _for_beams(batch: int, beams: int, cache: Any) -> Any:
 
 
 def _is_reordered(cache: Any) -> bool:
-    return hasattr(cache, "reordered")
+    return isinstance(cache, ReorderedCache)
 
 
 def _reordered(order: jax.Array, cache: Any) -> Any:

@@ -40,12 +40,16 @@ class ConfigOfStacks:
         such as a second tower, is left out.
       head_fields: Fields of a stack's config that do not belong to its body.
       body_params: Parameters of a stack that belong to its body.
+      loss_params: Parameters of the loss, which a source may lack; see `training.warm_start`.
+      free_fields: Fields that a run that starts from another one may change; see `training.architecture`.
     """
 
     body: ClassVar[str] = ""
     starts: ClassVar[Mapping[str, tuple[Start, ...]]] = {}
     head_fields: ClassVar[tuple[str, ...]] = ()
     body_params: ClassVar[tuple[str, ...]] = ("embed", "positions", "embed_norm", "layers", "final_norm")
+    loss_params: ClassVar[tuple[str, ...]] = ()
+    free_fields: ClassVar[tuple[str, ...]] = ()
 
     def stacks(self) -> dict[str, Any]:
         """Configs of the model's stacks of layers, by the names of their modules.

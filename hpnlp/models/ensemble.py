@@ -215,7 +215,7 @@ class Ensemble:
     def _is_stackable(self) -> bool:
         """Whether the members are one vmapped program."""
         first = self.members[0]
-        return getattr(first, "is_stackable", False) and all(member == first for member in self.members[1:])
+        return first.is_stackable and all(member == first for member in self.members[1:])
 
     def _log_probs(self, variables: Sequence[Any], batch: Mapping[str, Array]) -> Float[Array, "B T V"]:
         """Log-probabilities of all next words of a batch."""

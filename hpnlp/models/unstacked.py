@@ -19,12 +19,16 @@ class Unstacked:
       no_stages: Why it has no pipeline stages.
       undivided: Why its sequences are not divided.
       divisible: What a plan can divide.
+      loss_params: As of `models.body.ConfigOfStacks`.
+      free_fields: As of `models.body.ConfigOfStacks`.
     """
 
     description: ClassVar[str]
     no_stages: ClassVar[str] = "whose layers are not stacked"
     undivided: ClassVar[str]
     divisible: ClassVar[str] = "the batch (plan.data, plan.fsdp)"
+    loss_params: ClassVar[tuple[str, ...]] = ()
+    free_fields: ClassVar[tuple[str, ...]] = ()
 
     @property
     def is_single_stack(self) -> bool:
@@ -76,7 +80,12 @@ class UnstackedModel:
     """Answers of a Model to the trainer, for a model without statistics, and without buffers that change.
 
     A subclass that looks up other tables than the embedding has a method `rows` of its own.
+
+    Attributes:
+      is_stackable: As of `models.backbone.Backbone`.
     """
+
+    is_stackable: ClassVar[bool] = False
 
     def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
         """No statistics have a loss.

@@ -83,8 +83,7 @@ class ClassificationBaselines:
         majority = float(np.mean(labels == counts.argmax())) if counts.any() else None
         figures: dict[str, Any] = {"majority_accuracy": majority}
         linear: dict[str, Any] = {"words": None, "characters": None}
-        wanted = getattr(self._dataset.config, "linear_baselines", True)  # tasks of users have other configs
-        if wanted and importlib.util.find_spec("sklearn") is not None:
+        if self._dataset.config.linear_baselines and importlib.util.find_spec("sklearn") is not None:
             if log is not None:
                 count = min(self._dataset.train_examples, MAX_TRAINED)
                 log(f"fitting linear models of words and of characters to {count:,} training examples, for comparison")

@@ -27,6 +27,9 @@ class ExampleTask(Task):
     def may_lack_labels(self, data: Any) -> bool:
         return data.kind().unlabelled
 
+    def batch_widths(self, data: Any) -> int:
+        return data.buckets
+
     def dataset(self, data: Any, vocabulary: Vocabulary | None, progress: Progress | None = None) -> Examples:
         if vocabulary is None:
             return prepare_examples(data, progress=progress)

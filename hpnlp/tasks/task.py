@@ -145,6 +145,17 @@ class Task(abc.ABC):
         """
         return False
 
+    def batch_widths(self, data: Any) -> int:
+        """Number of widths of training batches.
+
+        Args:
+          data: The section `data` of a config.
+
+        Returns:
+          `data.buckets`; 1 for data without this field.
+        """
+        return 1
+
     def has_own_heldout(self, data: Any) -> bool:
         """Whether `data.path` names examples with held-out examples of their own.
 

@@ -110,7 +110,7 @@ def check(workdir: Path, config: Any) -> None:
 
 
 def _decisive(config: Any) -> dict[str, Any]:
-    free = (*FREE, *getattr(config, "free_fields", ()))
+    free = (*FREE, *config.free_fields)
     return {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
 
 

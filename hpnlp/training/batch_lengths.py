@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from hpnlp import tasks
 from hpnlp.parallel.layout import Layout
 from hpnlp.types import InputError
 
@@ -162,7 +163,7 @@ def check_buckets(config: Any, model: Any, layout: Layout) -> None:
     Raises:
       InputError: They cannot.
     """
-    buckets = getattr(config.data, "buckets", 1)
+    buckets = tasks.find(config.task).batch_widths(config.data)
     if buckets == 1:
         return
     differ = f"data.buckets={buckets} makes batches of different lengths, and "

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hpnlp.model_parallel import Zero2Parameter
 from hpnlp.models import variables
+from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.grad_cache import Encoded, encode_in_parts, split_examples
 from hpnlp.parallel import host_offload
 from hpnlp.parallel.layout import Layout
@@ -265,8 +266,8 @@ class Gradients:
         new = jax.eval_shape(lambda weights, carry: loss(model, weights, batch, key, carry).carry, weights, carry)
         if difference := first_difference(carry, new):
             name, old, returned = difference
-            mixer = getattr(model.config, "mixer", None)
-            subject = type(model).__name__ if mixer is None else f"model.mixer={mixer!r}"
+            c = model.config
+            subject = f"model.mixer={c.mixer!r}" if isinstance(c, BackboneConfig) else type(model).__name__
             raise InputError(
                 f"{subject} returns the carry{name} as {returned} where it was {old}: return arrays "
                 "of the names, shapes and dtypes of `initial_carry`"

@@ -33,6 +33,17 @@ class Writer(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class NeedsPackage(Protocol):
+    """An entry of WRITERS that imports an optional package.
+
+    Attributes:
+      needs: The package, and the argument of `pip install` for it.
+    """
+
+    needs: tuple[str, str]
+
+
 class JsonlWriter:
     """Writes metrics.jsonl: one JSON object per line, flushed after each line.
 
@@ -78,7 +89,7 @@ def _step_of(line: bytes) -> float:
 class TensorBoardWriter:
     """Writes TensorBoard event files under WORKDIR/tensorboard, through tensorboardX."""
 
-    needs = "tensorboardX", "tensorboardX"  # the package, and the argument of `pip install` for it
+    needs = "tensorboardX", "tensorboardX"
 
     def __init__(self, *, workdir: Path, last_step: int = 0) -> None:
         from tensorboardX import SummaryWriter
@@ -218,7 +229,7 @@ def find_writers(names: str) -> list[Callable[..., Writer]]:
         if spec.repeat > 1:
             raise InputError(f"train.writers={names!r}: writers take no repeats: write {spec.name}")
         writer = checked(spec, WRITERS, "train.writers", ("workdir", "last_step"))
-        package, requirement = getattr(writer, "needs", ("sys", ""))
+        package, requirement = writer.needs if isinstance(writer, NeedsPackage) else ("sys", "")
         if sys.modules.get(package) is None and importlib.util.find_spec(package) is None:
             raise InputError(f"train.writers={spec.name} needs {package}: pip install {requirement}")
     return [functools.partial(build, spec, WRITERS, "train.writers") for spec in specs]

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from hpnlp import tasks
+from hpnlp.data import DataConfig
 from hpnlp.training import averages, distributed
 from hpnlp.training.batch_lengths import BatchLengths, padding_of
 from hpnlp.training.checkpoint import Checkpointer
@@ -228,8 +229,8 @@ def _check(config: Config, seeds: Sequence[int]) -> None:
         "train.profile": config.train.profile,
         "train.debug_nans": config.train.debug_nans,
         "distill.teacher": config.distill.teacher,
-        "data.buckets": getattr(config.data, "buckets", 1) > 1,
-        "data.length_deviation": getattr(config.data, "length_deviation", 0),
+        "data.buckets": tasks.find(config.task).batch_widths(config.data) > 1,
+        "data.length_deviation": isinstance(config.data, DataConfig) and config.data.length_deviation,
     }
     for name, is_set in unsupported.items():
         if is_set:

@@ -123,7 +123,7 @@ def _no_average(config: Config) -> str:
 
 
 def _skipped_anyway(config: Config) -> str:
-    if loss_scale.initial(config.optimizer.loss_scale, getattr(config.model, "dtype", "float32")) is None:
+    if loss_scale.initial(config.optimizer.loss_scale, config.model.dtype) is None:
         return ""
     return "steps that are not finite lower the loss scale, and are always skipped: leave it out, or set loss_scale=0"
 

@@ -160,7 +160,7 @@ class Source:
             params = upcycling.upcycled(params, _initial(trainer, key), model, self.model, layers)
             origin += f", whose MLPs became experts in {len(layers)} layers"
         else:
-            of_loss = getattr(self.model, "loss_params", ())
+            of_loss = self.model.loss_params
             if replaced := [name for name in of_loss if (name in params) != (name in expected)]:
                 params = _with_new_head(params, trainer, replaced, key)
                 origin += ", with a new head" if any(name in expected for name in replaced) else ", without its head"

@@ -34,6 +34,7 @@ class ExampleConfig(abc.ABC):
     """Examples to read, and how they are split, tokenised and cut into batches: the fields that all kinds share."""
 
     optional_fields: ClassVar[tuple[str, ...]] = ("group_field", "pair_field")  # names of fields that may be ""
+    linear_baselines = True  # fit linear models for comparison, if the task has them; a field of some kinds
 
     path: str = option(
         "",

@@ -89,7 +89,6 @@ def block_json(config: ModelConfig) -> dict[str, Any]:
     """
     kind = block_kind(config.block)
     kind = kind if isinstance(kind, BottleneckKind) else bottleneck()
-    embed_dim = getattr(config, "embed_dim", 0)
     return {
         "intra_bottleneck_size": kind.width,
         "num_feedforward_networks": kind.networks,
@@ -98,7 +97,7 @@ def block_json(config: ModelConfig) -> dict[str, Any]:
         "normalization_type": "layer_norm" if config.norm == "layer" else "no_norm",
         "layer_norm_eps": _FIXED_EPS if config.norm == "layer" else config.norm_eps,
         # At least 1 and less than hidden_size, which is then at least 2.
-        "embedding_size": min(embed_dim or config.dim, max(config.dim - 1, 1)),
+        "embedding_size": min(config.embedding_size, max(config.dim - 1, 1)),
     }
 
 
