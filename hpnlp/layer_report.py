@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from hpnlp.types import InputError
+from hpnlp.types import InputError, WithBuffers, WithStatistics
 
 CARRY = "carry"  # the collection of variables that layers read, and `LayerReport.carry` replaces
 
@@ -76,7 +76,7 @@ def statistic_axes(module: Any) -> Mapping[str, tuple[str | None, ...]]:
     Returns:
       Its attribute `statistic_axes`, the logical axes of each statistic by name; empty without such an attribute.
     """
-    return getattr(module, "statistic_axes", {})
+    return module.statistic_axes if isinstance(module, WithStatistics) else {}
 
 
 def has_state(module: Any) -> bool:
@@ -88,7 +88,7 @@ def has_state(module: Any) -> bool:
     Returns:
       True if it has `statistic_axes` or the method `advance`.
     """
-    return bool(statistic_axes(module)) or hasattr(module, "advance")
+    return bool(statistic_axes(module)) or isinstance(module, WithBuffers)
 
 
 def check_method(mixer: Any, name: str, caller: str, fix: str) -> None:

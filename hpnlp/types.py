@@ -187,18 +187,12 @@ class Mixer(Protocol):
     (`MixerTraits.decodes`). `partial(inputs, mask) -> (o, float32 lse [B, T, N])` mixes some of the keys, with the mask as
     `within` returns it and without parameters of its own; `ops.attention.merge` joins its results, as on a ring of devices.
 
-    A mixer that returns `MixerOutput.statistics` lists them in the attribute `statistic_axes`, and may have the methods
-    `auxiliary_loss(statistics) -> {name: float32 scalar}` and, if it has buffers (`nn.layers.buffer`),
-    `advance(buffers, statistics, step, rng) -> buffers`: pure functions of the buffers and statistics of one layer, where
-    statistics are summed over the whole batch. On a ring such a mixer needs `prepare(inputs) -> (inputs, statistics)`, which
+    A mixer that returns `MixerOutput.statistics` is a `WithStatistics`, and may be a `WithAuxiliaryLoss` and, if it has buffers
+    (`nn.layers.buffer`), a `WithBuffers`. On a ring such a mixer needs `prepare(inputs) -> (inputs, statistics)`, which
     treats each token by itself: the inputs for `partial`, and the sums over these tokens. Its `__call__` does the same first.
 
-    A mixer that carries state from one part of a sequence to the next, which is read in a later batch, has the method
-    `initial_carry(batch, dim, dtype)`, a tree of arrays `[B, ...]` before the first tokens, and the attribute `carry_axes`, a
-    tree like it of the arrays' logical axes, of which the first is "batch". No gradient passes through a carry.
-    Such a mixer may have the method `further_keys(tokens)`: further tokens, made of those of the carry and of x, whose keys and
-    values follow those of x, with the projections' parameters as constants; and the attribute `carry_multiple`, a divisor of
-    the lengths of batches. A mixer that adds up over the heads of a layer has `divides_heads = False`.
+    A mixer that carries state from one part of a sequence to the next, which is read in a later batch, is a `WithCarry`, and
+    may be a `WithFurtherKeys` and a `WithCarryMultiple`. A mixer that adds up over the heads of a layer is a `DividesHeads`.
 
     Attributes:
       needs: The projections that the mixer reads, by name: q, k and v as fields of MixerInputs, others in its field
@@ -239,6 +233,85 @@ class Mixer(Protocol):
         ...
 
 
+@runtime_checkable
+class WithStatistics(Protocol):
+    """A mixer or feed-forward network that returns `MixerOutput.statistics`.
+
+    Attributes:
+      statistic_axes: Logical axes of each statistic, by name.
+    """
+
+    @property
+    def statistic_axes(self) -> Mapping[str, tuple[str | None, ...]]: ...
+
+
+@runtime_checkable
+class WithAuxiliaryLoss(Protocol):
+    """A mixer or feed-forward network with losses of its statistics."""
+
+    def auxiliary_loss(self, statistics: Statistics) -> Mapping[str, Array]:
+        """Losses of one layer, a pure function of its statistics summed over the whole batch: name -> float32 scalar."""
+        ...
+
+
+@runtime_checkable
+class WithBuffers(Protocol):
+    """A mixer or feed-forward network whose buffers change from step to step."""
+
+    def advance(self, buffers: Any, statistics: Statistics, step: Array, rng: Array) -> Any:
+        """Buffers of one layer for the next step, a pure function; statistics are summed over the whole batch."""
+        ...
+
+
+@runtime_checkable
+class WithCarry(Protocol):
+    """A mixer that carries state from batch to batch. No gradient passes through a carry.
+
+    Attributes:
+      carry_axes: Logical axes of the arrays of the carry, a tree like it; the first axis of each is "batch".
+    """
+
+    @property
+    def carry_axes(self) -> Any: ...
+
+    def initial_carry(self, batch: int, dim: int, dtype: Any) -> Any:
+        """The carry before the first tokens, a tree of arrays `[B, ...]`."""
+        ...
+
+
+@runtime_checkable
+class WithFurtherKeys(Protocol):
+    """A mixer with a carry, some of whose keys and values are those of further tokens."""
+
+    def further_keys(self, tokens: Any) -> Any:
+        """Tokens made of those of the carry and of x, whose keys and values follow, by constant parameters; None for none."""
+        ...
+
+
+@runtime_checkable
+class WithCarryMultiple(Protocol):
+    """A mixer with a carry for batches of some lengths.
+
+    Attributes:
+      carry_multiple: A divisor of the lengths.
+    """
+
+    @property
+    def carry_multiple(self) -> int: ...
+
+
+@runtime_checkable
+class DividesHeads(Protocol):
+    """A mixer that may need all heads of a layer on one device.
+
+    Attributes:
+      divides_heads: False if it adds up over the heads.
+    """
+
+    @property
+    def divides_heads(self) -> bool: ...
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossOut:
@@ -266,8 +339,8 @@ class LossOut:
 class Model(Protocol):
     """A Flax module that a trainer can train.
 
-    A model that carries state from batch to batch also has `initial_carry(batch_size)`, the collection "carry" of empty
-    sequences or None, and `carry_axes()`, a tree like it of logical axes, which begin with "layers" and "batch".
+    A model that carries state from batch to batch is a `CarryingModel`. A model that is trained in another form than it is used
+    is a `TrainingModel`.
 
     Attributes:
       config: Its config, a `models.backbone.BackboneConfig`.
@@ -356,4 +429,45 @@ class Model(Protocol):
         Returns:
           A tree of arrays like `buffers`.
         """
+        ...
+
+
+@runtime_checkable
+class CarryingModel(Protocol):
+    """A Model that carries state from batch to batch."""
+
+    def initial_carry(self, batch_size: int) -> Any:
+        """The collection "carry" of empty sequences; None if there is nothing to carry."""
+        ...
+
+    def carry_axes(self) -> Any:
+        """Logical axes of the arrays of the carry, a tree like it; they begin with "layers" and "batch"."""
+        ...
+
+
+@runtime_checkable
+class TrainingModel(Protocol):
+    """A Model that is trained in another form than it is used; see `models.wrapper.TrainingWrapper`.
+
+    Attributes:
+      training_arrays: Names of the arrays of a batch that only training reads.
+      changes_weights: Whether the weights that the model applies are others than its parameters.
+    """
+
+    @property
+    def training_arrays(self) -> tuple[str, ...]: ...
+
+    @property
+    def changes_weights(self) -> bool: ...
+
+    def check_layout(self, layout: Any) -> None:
+        """Checks that the model is trained on a layout over devices; raises InputError if it is not."""
+        ...
+
+    def allowed_updates(self, params: Any, updates: Any, rate: Array) -> Any:
+        """Updates of parameters as the model requires, for a learning rate, a float32 scalar."""
+        ...
+
+    def plain(self, weights: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The Model that is used, and its weights."""
         ...

@@ -27,7 +27,7 @@ from hpnlp.ops.attention.block_sparse import decompose
 from hpnlp.ops.attention.block_sparse.flash import _backward, _forward, _traced_once
 from hpnlp.ops.attention.masks.table import MASKS as PATTERN_TABLE
 from hpnlp.spec import build, parse_one
-from hpnlp.types import MixerInputs, WordStats
+from hpnlp.types import MixerInputs, WithCarry, WordStats
 from tests.fixed_and_drawing_mixers import noisy_keys
 from tests.mixer_cases.memories import WITHOUT_FULL_PASS
 
@@ -339,7 +339,7 @@ def decoding():
 
 def carrying():
     """The specs of the mixers that carry state from one part of a sequence to the next, and lose nothing by it."""
-    specs = [spec for spec, mixer in mixers_by_spec().items() if hasattr(mixer, "initial_carry")]
+    specs = [spec for spec, mixer in mixers_by_spec().items() if isinstance(mixer, WithCarry)]
     specs = [spec for spec in specs if parse_one(spec, "mixer").name not in WITHOUT_FULL_PASS]
     return [pytest.param(spec, marks=[] if spec.startswith("transformer_xl") else [pytest.mark.slow]) for spec in specs]
 

@@ -22,7 +22,7 @@ from hpnlp.compress.distillation_losses import IDS, VALUES, Comparison, term_nam
 from hpnlp.compress.distillation_terms import FIELD, Term
 from hpnlp.data.examples.kind import TEACHER_WEIGHTS
 from hpnlp.models.variables import BUFFERS, FROZEN
-from hpnlp.models.wrapper import ModelWrapper
+from hpnlp.models.wrapper import TrainingWrapper
 from hpnlp.types import InputError, LossOut, Statistics
 
 OWN = "distillation"  # key of the matrices and of the schedule's buffer
@@ -109,7 +109,7 @@ class Extras:
 
 
 @dataclasses.dataclass(frozen=True)
-class Distilled(ModelWrapper):
+class Distilled(TrainingWrapper):
     """A student with the variables that its distillation added, without a teacher: what a finished run holds.
 
     Attributes:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hpnlp.compress.distillation_terms import FIELD, Term
+from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.ops import distillation as ops
 from hpnlp.ops.linear import linear
 from hpnlp.types import InputError
@@ -117,8 +118,8 @@ class Comparison:
             mask,
             self.batch["segment_ids"],
             None if mask.relative else self.batch["positions"],
-            scale=getattr(mixer, "scale", None),
-            soft_cap=getattr(mixer, "soft_cap", None),
+            scale=mixer.scale if isinstance(mixer, ExactMixer) else None,
+            soft_cap=mixer.soft_cap if isinstance(mixer, ExactMixer) else None,
         )
 
 

@@ -20,7 +20,7 @@ from hpnlp.compress.matrices import KERNELS, is_table
 from hpnlp.compress.techniques import WEIGHT_TRAININGS
 from hpnlp.compress.training_technique import Technique
 from hpnlp.models.variables import BUFFERS
-from hpnlp.models.wrapper import ModelWrapper
+from hpnlp.models.wrapper import TrainingWrapper
 from hpnlp.ops.weights import LowRankWeight, RoundedInputsWeight, dense_tree, factorize
 from hpnlp.ops.weights.low_rank import rank_of
 from hpnlp.spec import build, parse_one
@@ -52,7 +52,7 @@ def with_weight_training(model: Any, text: str, steps: int) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightTraining(ModelWrapper):
+class WeightTraining(TrainingWrapper):
     """A Model whose kernels go through a technique before it is applied. It has all members of the Model.
 
     Attributes:
@@ -171,6 +171,11 @@ class WeightTraining(ModelWrapper):
         due = (following % self.every == 0) | (following >= self.technique.steps - 1)
         share = self.technique.share(following.astype(jnp.float32))
         return {**result, OWN: {"share": share, "due": due.astype(jnp.float32), "thresholds": kept}}
+
+    @property
+    def changes_weights(self) -> bool:
+        """True: the Model is applied with the matrices of the technique."""
+        return True
 
     def allowed_updates(self, params: Any, updates: Any, rate: Array) -> Any:
         """Updates of the parameters as the technique changes them.

@@ -14,7 +14,7 @@ from hpnlp.nn.blocks import block_kind
 from hpnlp.nn.feed_forward import FeedForward, build_feed_forward, described_network
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.spec import Spec, build, parse_period
-from hpnlp.types import InputError, Mixer, MixerTraits, Projection
+from hpnlp.types import InputError, Mixer, MixerTraits, Projection, WithCarry
 
 # Block fields that are the same in all layers, and the reason.
 SHARED: Mapping[str, str] = {
@@ -98,9 +98,9 @@ def carries(mixer: str) -> bool:
       mixer: `model.mixer`.
 
     Returns:
-      True if one of its mixers has an `initial_carry`.
+      True if one of its mixers is a `types.WithCarry`.
     """
-    return any(hasattr(entry, "initial_carry") for entry in build_mixers(mixer))
+    return any(isinstance(entry, WithCarry) for entry in build_mixers(mixer))
 
 
 def check_carry(config: Any) -> None:

@@ -21,6 +21,7 @@ from hpnlp.nn.stack import run_layers
 from hpnlp.ops.stacks import StackOrder, layer_count, single_stack
 from hpnlp.parallel import remat
 from hpnlp.spec import parse_one
+from hpnlp.types import WithCarry
 
 Rngs = Mapping[str, jax.Array]
 
@@ -313,7 +314,7 @@ def _by_carrying_stack(
     result = {
         name: make(mixer, forms[0].dim, len(order.layers_of(name, layers)))
         for name, mixer in mixers.items()
-        if hasattr(mixer, "initial_carry")
+        if isinstance(mixer, WithCarry)
     }
     return order.join(result) if result else None
 

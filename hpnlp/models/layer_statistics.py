@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from hpnlp.layer_report import LayerReport
 from hpnlp.models.layer_forms import branch_modules
-from hpnlp.types import Aux, Statistics
+from hpnlp.types import Aux, Statistics, WithAuxiliaryLoss, WithBuffers
 
 # Place of a module's buffers among those of its layer, by the name of its branch.
 PLACES = {"attention": ("attention", "mixer"), "mlp": ("mlp",)}
@@ -47,8 +47,9 @@ def auxiliary_loss(config: Any, statistics: Statistics) -> dict[str, jax.Array]:
     for stack, branches in config.stack_order().split(statistics["layers"]).items():
         modules = _modules(config, stack)
         for branch, sums in branches.items():
-            if loss := getattr(modules[branch], "auxiliary_loss", None):
-                for name, values in jax.vmap(loss)(sums).items():
+            module = modules[branch]
+            if isinstance(module, WithAuxiliaryLoss):
+                for name, values in jax.vmap(module.auxiliary_loss)(sums).items():
                     losses.setdefault(name, []).append(values)
     return {name: jnp.mean(jnp.concatenate(values)) for name, values in losses.items()}
 
@@ -73,10 +74,10 @@ def advance(config: Any, buffers: Any, statistics: Statistics, step: jax.Array, 
         for index, (branch, module) in enumerate(_modules(config, stack).items()):
             held, place = stacks[stack], PLACES[branch]
             own_buffers = functools.reduce(lambda tree, key: tree.get(key, {}), place, held)
-            if own_buffers and (change := getattr(module, "advance", None)):
+            if own_buffers and isinstance(module, WithBuffers):
                 key = jax.random.fold_in(rng, index)
                 rngs = jax.vmap(functools.partial(jax.random.fold_in, key))(members)
-                of_layers = jax.vmap(change, in_axes=(0, 0, None, 0))
+                of_layers = jax.vmap(module.advance, in_axes=(0, 0, None, 0))
                 new = of_layers(own_buffers, sums.get(stack, {}).get(branch, {}), step, rngs)
                 stacks[stack] = _replaced(held, place, new)
     return {**buffers, "layers": order.join(stacks)}

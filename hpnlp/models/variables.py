@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from hpnlp.layer_report import CARRY
-from hpnlp.types import InputError, Model
+from hpnlp.types import CarryingModel, InputError, Model
 
 BUFFERS = "buffers"
 FROZEN = "frozen"
@@ -93,8 +93,7 @@ def initial_carry(model: Model, batch_size: int) -> Any:
     Returns:
       The collection CARRY, `Model.initial_carry`; None for a model that carries nothing.
     """
-    make = getattr(model, "initial_carry", None)
-    return None if make is None else make(batch_size)
+    return model.initial_carry(batch_size) if isinstance(model, CarryingModel) else None
 
 
 def axes_of(model: Model) -> Any:

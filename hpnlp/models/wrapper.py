@@ -8,15 +8,16 @@ from typing import Any
 
 from jaxtyping import Array
 
-from hpnlp.types import LossOut, Statistics
+from hpnlp.models import variables
+from hpnlp.types import LossOut, Statistics, TrainingModel
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelWrapper:
     """A Model with all members of the Model `inner`, of which a subclass changes some.
 
-    The members of `hpnlp.types.Model` are written out, because checks of a protocol read the class; further ones, such as
-    `initial_carry`, are those of `inner`.
+    The members of `hpnlp.types.Model` and `CarryingModel` are written out, because checks of a protocol read the class; further
+    ones, such as `stats`, are those of `inner`.
 
     Attributes:
       inner: The Model.
@@ -91,3 +92,75 @@ class ModelWrapper:
     def advance(self, buffers: Any, statistics: Statistics, step: Array, rng: Array) -> Any:
         """The next buffers of the Model."""
         return self.inner.advance(buffers, statistics, step, rng)
+
+    def initial_carry(self, batch_size: int) -> Any:
+        """The carry of the Model before the first batch; None for a Model without one."""
+        return variables.initial_carry(self.inner, batch_size)
+
+    def carry_axes(self) -> Any:
+        """Logical axes of the Model's carry."""
+        return self.inner.carry_axes()
+
+
+class TrainingWrapper(ModelWrapper):
+    """A Model that is trained in another form than the Model `inner`, which is used: a `hpnlp.types.TrainingModel`."""
+
+    @property
+    def training_arrays(self) -> tuple[str, ...]:
+        """Arrays of a batch that only training reads."""
+        return self.inner.training_arrays if isinstance(self.inner, TrainingModel) else ()
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether the weights that the Model applies are others than its parameters."""
+        return isinstance(self.inner, TrainingModel) and self.inner.changes_weights
+
+    def check_layout(self, layout: Any) -> None:
+        """Checks that the Model is trained on a layout over devices.
+
+        Args:
+          layout: A `parallel.layout.Layout`.
+
+        Raises:
+          InputError: It is not.
+        """
+        if isinstance(self.inner, TrainingModel):
+            self.inner.check_layout(layout)
+
+    def allowed_updates(self, params: Any, updates: Any, rate: Array) -> Any:
+        """Updates of the parameters as the Model requires.
+
+        Args:
+          params: Parameters before the update.
+          updates: A tree like `params`.
+          rate: Learning rate of the step, float32 [].
+
+        Returns:
+          The updates.
+        """
+        return self.inner.allowed_updates(params, updates, rate) if isinstance(self.inner, TrainingModel) else updates
+
+    def plain(self, weights: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The Model that is used.
+
+        Args:
+          weights: Weights of this model.
+
+        Returns:
+          `(inner, its weights)`.
+        """
+        raise NotImplementedError
+
+
+def unwrapped(model: Any) -> Any:
+    """The Model inside of all wrappers.
+
+    Args:
+      model: A Model.
+
+    Returns:
+      The innermost Model; `model` itself if it is no ModelWrapper.
+    """
+    while isinstance(model, ModelWrapper):
+        model = model.inner
+    return model

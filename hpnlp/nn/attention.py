@@ -22,7 +22,7 @@ from hpnlp.nn.mixers.segment_memory import SegmentMemory
 from hpnlp.ops.attention.positions.rope import Scaling, rope, yarn
 from hpnlp.parts import part
 from hpnlp.spec import Spec, build, parse_one, parse_period
-from hpnlp.types import InputError, MixerInputs, MixerOutput, Projection
+from hpnlp.types import InputError, MixerInputs, MixerOutput, Projection, WithCarry, WithFurtherKeys
 
 
 @jax.tree_util.register_dataclass
@@ -107,6 +107,17 @@ def mixer_period(text: str) -> tuple[Spec, ...]:
     return parse_period(text, "model.mixer")
 
 
+def _initial_context(mixer: Any, x: jax.Array, context: Context) -> Context:
+    """The context of a layer that is initialised, with the carry of its mixer.
+
+    The layer's report then has a carry, by which `layer_stack.stack_order` distinguishes layers with a carry from others.
+    """
+    if not isinstance(mixer, WithCarry):
+        return context
+    carry = mixer.initial_carry(x.shape[0], x.shape[-1], x.dtype)
+    return dataclasses.replace(context, segment_ids=jnp.ones_like(context.positions), carry=carry)
+
+
 class Attention(nn.Module):
     """Projects x to what the mixer needs, mixes, and projects back; a mixer that needs no projections gets and returns x.
 
@@ -170,10 +181,7 @@ class Attention(nn.Module):
                 raise InputError("layers with cross-attention got no memory: pass one, or set model.memory_dim=0")
         else:
             mixer = build(self.mixer, MIXERS, "mixer", dropout=self.dropout, name="mixer")
-        if self.is_initializing() and hasattr(mixer, "initial_carry"):
-            # The report then has a carry, by which `layer_stack.stack_order` distinguishes layers with a carry from others.
-            carry = mixer.initial_carry(x.shape[0], x.shape[-1], x.dtype)
-            context = dataclasses.replace(context, segment_ids=jnp.ones_like(context.positions), carry=carry)
+        context = _initial_context(mixer, x, context) if self.is_initializing() else context
         x = self.tensor_parallel.gather_tokens(x)
         tokens = SegmentMemory(x, context.positions, context.segment_ids)
         keys, further = self._key_tokens(mixer, tokens, context)
@@ -246,7 +254,7 @@ class Attention(nn.Module):
             return SegmentMemory(memory.states.astype(tokens.states.dtype), tokens.positions, memory.segment_ids), None
         if "carry" in sources and context.carry is not None:
             keys = context.carry.followed_by(tokens.states, tokens.positions, tokens.segment_ids)
-            return keys, mixer.further_keys(keys) if hasattr(mixer, "further_keys") else None
+            return keys, mixer.further_keys(keys) if isinstance(mixer, WithFurtherKeys) else None
         return tokens, None
 
     def _whole_carry(self, mixer: Any, carry: Any) -> Any:

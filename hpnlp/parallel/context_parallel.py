@@ -30,7 +30,7 @@ from hpnlp.ops.custom_vjp import tied
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.ring_schedule import Chunks, RingSchedule, assign_chunks, make_schedule
 from hpnlp.parallel.varying import of_all_shards, of_first_device, zeros_like
-from hpnlp.types import InputError, MixerInputs, MixerOutput
+from hpnlp.types import DividesHeads, InputError, MixerInputs, MixerOutput
 
 AXIS = "sequence"
 
@@ -94,7 +94,7 @@ def check_support(
             "or choose a mixer with one mask"
         )
     for mixer in mixers:
-        if layout.size("heads") > 1 and not getattr(mixer, "divides_heads", True):
+        if layout.size("heads") > 1 and isinstance(mixer, DividesHeads) and not mixer.divides_heads:
             raise InputError(
                 f"{type(mixer).__name__} (model.mixer) adds up over all heads of a layer, which plan.tensor divides over "
                 f"{layout.size('heads')} devices: set plan.tensor=1, or choose another mixer"

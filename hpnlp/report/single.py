@@ -21,7 +21,7 @@ from hpnlp.training import next_commands
 from hpnlp.training.config import Config, flat
 from hpnlp.training.evaluation_record import finite, write_examples
 from hpnlp.training.result import Result
-from hpnlp.types import InputError
+from hpnlp.types import InputError, TrainingModel
 
 _LOADED = time.time()
 
@@ -45,7 +45,7 @@ def write(workdir: str | Path, config: Config, result: Result, flags: str = "--c
     curve, fault = read_metrics(workdir, result.step)
     part = tasks.find(config.task).report
     model, params = result.model, _local(result.params)
-    while params is not None and hasattr(model, "plain"):  # a wrapper that only training needs
+    while params is not None and isinstance(model, TrainingModel):
         model, params = model.plain(params)
     outcome = Outcome(config, result.dataset, model, params, result.sums)
     sections = [part.section(outcome)]

@@ -15,7 +15,7 @@ from hpnlp.tasks import vocabulary as vocabularies
 from hpnlp.tasks.lm_report import LanguageModelReport
 from hpnlp.tasks.task import Batch, RunConfig, Sums, Task
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary
-from hpnlp.types import InputError
+from hpnlp.types import InputError, WithCarryMultiple
 
 
 class LanguageModel(Task):
@@ -109,7 +109,8 @@ def _check_order(config: RunConfig) -> None:
             "of a document: set model.position='rope' or 'none'"
         )
     for mixer in model.mixers():
-        if config.data.seq_len % (multiple := getattr(mixer, "carry_multiple", 1)):
+        multiple = mixer.carry_multiple if isinstance(mixer, WithCarryMultiple) else 1
+        if config.data.seq_len % multiple:
             raise InputError(
                 f"data.seq_len={config.data.seq_len}: model.mixer={model.mixer!r} compresses tokens {multiple} at a time: set "
                 f"it to a multiple of {multiple}"

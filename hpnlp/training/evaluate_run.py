@@ -13,6 +13,7 @@ from hpnlp import tasks
 from hpnlp.data.corpus import Corpus
 from hpnlp.data.files import Progress, ignore_progress
 from hpnlp.models import continuous_cache, variables
+from hpnlp.models.wrapper import unwrapped
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
 from hpnlp.retrieval.knn import Neighbours
@@ -142,7 +143,7 @@ def _check_labels(unknown: Sequence[str], changes: Mapping[str, Any]) -> None:
 def _with_cache(model: Any, cache: str, config: Config) -> Any:
     """The model with a continuous cache; raises InputError if the run does not read text as streams."""
     config_of_cache = continuous_cache.find(cache)
-    if not hasattr(model, "token_states"):
+    if not isinstance(unwrapped(model), continuous_cache.NextWordModel):
         raise InputError(
             f"cache={cache!r}: a cache is for one run of task='lm' or 'rnn_lm': name one, or leave out the cache"
         )

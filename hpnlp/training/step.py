@@ -35,7 +35,7 @@ from hpnlp.training.state_shardings import (
     shapes_with,
     state_shardings,
 )
-from hpnlp.types import InputError, Model
+from hpnlp.types import CarryingModel, InputError, Model, TrainingModel
 
 if TYPE_CHECKING:
     from hpnlp.training.over_devices import OverDevices
@@ -218,10 +218,11 @@ def make_trainer(
     optimizer = make_optimizer(config, steps, None if divided is None else divided.apply_to_whole(statistic_specs))
     make_state = functools.partial(_initial_state, model, config, optimizer, buffer_shapes is not None, batch_size)
     shapes = jax.eval_shape(make_state, jax.eval_shape(lambda: jax.random.key(0)), weight_shapes)
-    carry_axes = None if shapes.carry is None else model.carry_axes()  # pyright: ignore[reportAttributeAccessIssue]
+    carry_axes = model.carry_axes() if shapes.carry is not None and isinstance(model, CarryingModel) else None
     shardings = state_shardings(layout, plan, weight_axes, carry_axes, statistic_specs, shapes)
     tables = {sparse_rows.keys(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(shapes.params)}
-    allowed = getattr(model, "allowed_updates", None)  # of models that are trained with other weights
+    trained = model if isinstance(model, TrainingModel) else None
+    allowed = trained.allowed_updates if trained is not None and trained.changes_weights else None
     schedule = make_schedule(config, steps)
     update = Update(config, optimizer, plan.offload_parameters, model.config.layers, schedule, allowed)
     gradients = Gradients(
@@ -256,7 +257,7 @@ def make_trainer(
     frozen = frozen_shapes(layout, weight_axes, weight_shapes)
     frozen_shardings = jax.tree.map(lambda leaf: leaf.sharding, frozen)
     batch_sharding = {name: layout.sharding(*names) for name, names in model.batch_axes().items()}
-    training_arrays = tuple(getattr(model, "training_arrays", ()))
+    training_arrays = () if trained is None else trained.training_arrays
     evaluated = {name: sharding for name, sharding in batch_sharding.items() if name not in training_arrays}
     replicated = layout.sharding()
     one_device = functools.partial(

@@ -28,6 +28,7 @@ from hpnlp.models.huggingface import convert
 from hpnlp.models.layer_forms import carries
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.prediction import PredictionModel
+from hpnlp.models.wrapper import ModelWrapper
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.task import Frozen
@@ -219,7 +220,9 @@ def distilled(config: Config, model: Any, teacher: Any) -> Distillation:
       InputError: The two models or the losses do not fit.
     """
     terms = parse_terms(config.distill.losses)
-    if not all(isinstance(getattr(each, "inner", each), PredictionModel) for each in (model, teacher)):
+    if not all(
+        isinstance(each.inner if isinstance(each, ModelWrapper) else each, PredictionModel) for each in (model, teacher)
+    ):
         raise InputError(
             f"{FIELD}={config.distill.teacher}: models of task={config.task!r} report no logits and states to compare: distil "
             "tasks lm, masked_lm, classification or tagging"
