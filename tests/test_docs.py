@@ -22,7 +22,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.training import loop
 from hpnlp.training.config import resolve
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from tests import contracts, test_contracts
 from tests.contracts import assert_close, once
 from tests.mixer_cases.exact import SOFTMAX

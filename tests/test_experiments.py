@@ -16,7 +16,7 @@ from hpnlp.data.stream import prepare
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training.config import resolve
 from hpnlp.training.run_directory import make_model
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.tiny import quick_compiler, text, xla_cache  # noqa: F401  (fixtures)
 

@@ -14,7 +14,7 @@ from hpnlp.parts import OTHER, PARTS, part, part_of, percentages, shares
 from hpnlp.planner.collectives import trace
 from hpnlp.planner.jaxpr_cost import program_cost
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 
 B, T, D, V, F, LAYERS = 2, 16, 32, 264, 48, 3

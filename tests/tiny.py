@@ -11,7 +11,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from hpnlp.training import loop
 from hpnlp.training.config import default, resolve
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 
 EXPERIMENT = str(Path(__file__))
 WORDS = [

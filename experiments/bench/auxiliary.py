@@ -30,7 +30,7 @@ from hpnlp.nn.feed_forward import FEED_FORWARDS  # noqa: E402
 from hpnlp.nn.mixers import MIXERS  # noqa: E402
 from hpnlp.parallel.plan import Plan  # noqa: E402
 from hpnlp.training.optim import OptimizerConfig  # noqa: E402
-from hpnlp.training.step import make_trainer  # noqa: E402
+from hpnlp.training.trainer import make_trainer  # noqa: E402
 from tests.centered_columns import centered_columns  # noqa: E402
 from tests.centered_keys import centered_keys  # noqa: E402
 

@@ -35,7 +35,7 @@ from hpnlp.training.config import Config, default, resolve
 from hpnlp.training.evaluate_run import evaluate_run
 from hpnlp.training.evaluation import on_devices
 from hpnlp.training.run_directory import make_model
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 
 EXPERIMENT = str(Path(__file__).parents[1] / "lm" / "awd_lstm.py")
 TABLES = ("recipe", "parts", "transformer", "ensembles", "cache")

@@ -26,7 +26,7 @@ from hpnlp.parallel import pipeline  # noqa: E402
 from hpnlp.parallel.plan import Plan  # noqa: E402
 from hpnlp.planner import collectives  # noqa: E402
 from hpnlp.training.optim import OptimizerConfig  # noqa: E402
-from hpnlp.training.step import Trainer, make_trainer  # noqa: E402
+from hpnlp.training.trainer import Trainer, make_trainer  # noqa: E402
 
 RESULTS = Path(__file__).parents[1] / "results"
 LENGTH = 32

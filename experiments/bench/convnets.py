@@ -26,7 +26,7 @@ from hpnlp.models.convnet import ConvNet, ConvNetConfig
 from hpnlp.ops.image_convolution import depthwise_conv2d
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 
 SIDE, CLASSES = 32, 10
 # Blocks of a network by its name; W is the width.

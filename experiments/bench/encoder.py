@@ -20,7 +20,7 @@ from hpnlp import measure
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 
 VOCAB, CLASSES = 8192, 32
 SIZES = {  # layers, D, heads, T, B

@@ -26,7 +26,7 @@ from hpnlp.training import loop
 from hpnlp.training.config import Config, resolve
 from hpnlp.training.evaluation import on_devices
 from hpnlp.training.run_directory import make_model
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 
 EXPERIMENT = experiment.load(str(Path(__file__).parents[1] / "classification" / "encoders.py"))
 TIMED = 8  # batches of a measurement

@@ -34,7 +34,7 @@ from hpnlp.nn.feed_forward import build_feed_forward
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.allocator import keep_freed_memory
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import MixerInputs
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -32,7 +32,7 @@ from hpnlp.training.allocator import keep_freed_memory
 from hpnlp.training.config import Config, flat
 from hpnlp.training.evaluation import evaluate, on_devices
 from hpnlp.training.run_directory import make_model
-from hpnlp.training.step import Trainer, make_trainer
+from hpnlp.training.trainer import Trainer, make_trainer
 
 BUDGETS = ("steps", "time")
 

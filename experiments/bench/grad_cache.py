@@ -22,7 +22,7 @@ from hpnlp import cli, measure
 from hpnlp.models.dual_encoder import DualEncoder, DualEncoderConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import Trainer, make_trainer
+from hpnlp.training.trainer import Trainer, make_trainer
 
 RESULTS = Path(__file__).parents[1] / "results"
 MODEL = DualEncoderConfig(layers=4, dim=128, heads=4, mlp_dim=512, mlp="gelu", vocab=8192, max_len=32, dropout=0.1)

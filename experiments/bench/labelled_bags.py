@@ -34,7 +34,7 @@ from hpnlp.models.variables import collections
 from hpnlp.tasks import find, make_model
 from hpnlp.tasks.labelled_bags import text_ranks
 from hpnlp.training.config import resolve
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 
 RARE = 3  # occurrences of a rare word in the training titles, at most
 

@@ -38,7 +38,7 @@ from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training.config import Config, default, resolve
 from hpnlp.training.evaluation import evaluate
 from hpnlp.training.run_directory import make_model
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 
 ROWS, LENGTH, FACTOR = 1, 32, 16
 WARMUP = 1 / 16  # of the tokens

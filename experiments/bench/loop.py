@@ -26,7 +26,7 @@ from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import config as configs
 from hpnlp.training import loop
 from hpnlp.training.run_directory import make_model
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 
 RESULTS = Path(__file__).parents[1] / "results"
 

@@ -29,7 +29,7 @@ from hpnlp.models.lm import LM, LMConfig  # noqa: E402
 from hpnlp.parallel.plan import Plan  # noqa: E402
 from hpnlp.planner import collectives, memory  # noqa: E402
 from hpnlp.training.optim import OptimizerConfig  # noqa: E402
-from hpnlp.training.step import make_trainer  # noqa: E402
+from hpnlp.training.trainer import make_trainer  # noqa: E402
 
 RESULTS = Path(__file__).parents[1] / "results"
 LAYOUTS = {

@@ -44,7 +44,7 @@ from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training.config import Config, default, resolve
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.run_directory import make_model
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 
 # Name -> fields of the config.
 DTYPES: dict[str, dict[str, Any]] = {

@@ -35,7 +35,7 @@ from hpnlp.training import run_directory
 from hpnlp.training.config import Config, resolve
 from hpnlp.training.evaluation import on_devices
 from hpnlp.training.example_scores import ExampleScores
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 
 DIRECTORY = Path(__file__).parents[1] / "classification"
 PROJECTIONS, ENCODERS = (experiment.load(str(DIRECTORY / name)) for name in ("prado.py", "encoders.py"))

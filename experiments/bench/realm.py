@@ -26,7 +26,7 @@ from hpnlp.models.documents import Documents
 from hpnlp.models.realm import Realm, RealmConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 
 RESULTS = Path(__file__).parents[1] / "results"
 MODEL = RealmConfig(layers=2, dim=128, heads=4, mlp_dim=512, mlp="gelu", vocab=8192)

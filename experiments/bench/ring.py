@@ -28,7 +28,7 @@ from hpnlp.parallel.context_parallel import assign_chunks, make_schedule  # noqa
 from hpnlp.parallel.plan import Plan  # noqa: E402
 from hpnlp.planner.memory import held_bytes  # noqa: E402
 from hpnlp.training.optim import OptimizerConfig  # noqa: E402
-from hpnlp.training.step import make_trainer  # noqa: E402
+from hpnlp.training.trainer import make_trainer  # noqa: E402
 
 RESULTS = Path(__file__).parents[1] / "results"
 MIXERS = ["full", "window(2047,0)", "window(511,0)"]

@@ -26,7 +26,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.training import run_directory
 from hpnlp.training.compress_run import CalibrationData
 from hpnlp.training.evaluation import evaluate
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 
 GROUPS = (
     ("int8", "int8(smooth=0.5)", "int8(by=inputs)", "int8(by=inputs,smooth=0.5)"),

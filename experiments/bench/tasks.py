@@ -39,7 +39,7 @@ from hpnlp.training import config as configs  # noqa: E402
 from hpnlp.training.config import Config  # noqa: E402
 from hpnlp.training.evaluation import on_devices  # noqa: E402
 from hpnlp.training.run_directory import make_model  # noqa: E402
-from hpnlp.training.step import make_trainer  # noqa: E402
+from hpnlp.training.trainer import make_trainer  # noqa: E402
 from hpnlp.types import InputError  # noqa: E402
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -25,7 +25,7 @@ from hpnlp import measure
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 
 VOCAB = 264
 SIZES = {  # layers, D, heads, T, B

@@ -34,7 +34,7 @@ from hpnlp.ops.trees import make_schedule, nary_tree_lstm, tree_graph
 from hpnlp.parallel.plan import Plan
 from hpnlp.spec import lookup
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 
 try:

@@ -24,7 +24,7 @@ from hpnlp.data.stream import Corpus, prepare
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training.config import resolve
 from hpnlp.training.run_directory import make_model
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 
 HERE = Path(__file__).parent
 WORDS = str(HERE / "words.py")

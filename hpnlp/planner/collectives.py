@@ -18,7 +18,7 @@ import jax
 from jax.extend import core
 
 from hpnlp.planner.jaxprs import needed_equations, open_jaxpr
-from hpnlp.training.step import Trainer
+from hpnlp.training.trainer import Trainer
 from hpnlp.types import InputError
 
 

@@ -20,7 +20,7 @@ from hpnlp.planner.memory import held_bytes, memory_estimate, state_shards
 from hpnlp.planner.roofline import ProgramCost
 from hpnlp.training.batch_lengths import check_buckets
 from hpnlp.training.config import Config
-from hpnlp.training.step import Trainer, check_batch, make_trainer
+from hpnlp.training.trainer import Trainer, check_batch, make_trainer
 
 
 @dataclasses.dataclass(frozen=True)

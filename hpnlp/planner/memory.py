@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hpnlp.parallel.host_offload import HOST
 from hpnlp.training.sparse_rows import keys
-from hpnlp.training.step import Trainer
+from hpnlp.training.trainer import Trainer
 
 
 def memory_estimate(trainer: Trainer, peak: int, batch_size: int, length: int) -> dict[str, int]:

@@ -13,7 +13,8 @@ from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training.checksum import first_difference
 from hpnlp.training.config import Config
 from hpnlp.training.contents import has_checkpoints
-from hpnlp.training.step import TrainState, make_trainer
+from hpnlp.training.state_shardings import TrainState
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 
 _DECIDE_SHAPES = ("model.", "optimizer.", "train.weights")

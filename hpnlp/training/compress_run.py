@@ -38,7 +38,7 @@ from hpnlp.training.evaluation import Evaluation, evaluate
 from hpnlp.training.example_scores import error_of_difference
 from hpnlp.training.metrics import ProgressLines
 from hpnlp.training.rewind import check_source, rewound
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 
 # Files of a run that the compressed model keeps.

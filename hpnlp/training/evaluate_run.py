@@ -24,7 +24,8 @@ from hpnlp.training.checksum import first_difference, shape_of
 from hpnlp.training.config import Config, flat, with_changes
 from hpnlp.training.config_file import load_config
 from hpnlp.training.evaluation import Evaluation, evaluate, further_scores
-from hpnlp.training.step import TrainState, make_trainer
+from hpnlp.training.state_shardings import TrainState
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 
 # Fields of a run's config that an evaluation can change. The fields of other tasks than the run's are unknown.

@@ -16,7 +16,8 @@ from hpnlp.tasks.task import Dataset
 from hpnlp.training import distributed
 from hpnlp.training.config import Config
 from hpnlp.training.example_scores import Collector, ExampleScores
-from hpnlp.training.step import Batch, Trainer
+from hpnlp.training.gradients import Batch
+from hpnlp.training.trainer import Trainer
 from hpnlp.types import InputError
 
 

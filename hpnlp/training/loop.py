@@ -35,7 +35,7 @@ from hpnlp.training.progress_pipe import PIPE
 from hpnlp.training.result import Result
 from hpnlp.training.start import Start, converted_start, find_source, find_teacher, first_start, teacher_vocabulary
 from hpnlp.training.state_shardings import place
-from hpnlp.training.step import check_batch, make_trainer
+from hpnlp.training.trainer import check_batch, make_trainer
 from hpnlp.types import InputError
 
 MAX_NONFINITE_STEPS = 20  # a run stops after this number of consecutive steps without a finite gradient

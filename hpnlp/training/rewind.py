@@ -16,7 +16,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.training import run_directory
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config_file import load_config
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 
 INITIAL, RANDOM = "initial", "random"

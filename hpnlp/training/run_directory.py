@@ -24,7 +24,7 @@ from hpnlp.training import config as configs
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
 from hpnlp.training.config_file import load_config
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError, Model, Tokenizer
 
 # Functions for directories that hold more than checkpoints of a plain run.

@@ -31,7 +31,7 @@ from hpnlp.training.metrics import Display, JsonlWriter, reading_progress
 from hpnlp.training.run_directory import make_model
 from hpnlp.training.start import teacher_vocabulary
 from hpnlp.training.state_shardings import TrainState
-from hpnlp.training.step import Trainer, check_batch, make_trainer
+from hpnlp.training.trainer import Trainer, check_batch, make_trainer
 from hpnlp.types import InputError
 
 

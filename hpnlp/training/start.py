@@ -23,7 +23,7 @@ from hpnlp.training import distributed
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
 from hpnlp.training.state_shardings import TrainState, place
-from hpnlp.training.step import Trainer
+from hpnlp.training.trainer import Trainer
 
 
 @runtime_checkable

@@ -38,7 +38,7 @@ from hpnlp.training.checksum import first_difference
 from hpnlp.training.config import Config
 from hpnlp.training.config_file import load_config
 from hpnlp.training.evaluation import evaluate
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 
 FIELD = "distill.teacher"

@@ -32,7 +32,7 @@ from hpnlp.training.config import Config
 from hpnlp.training.config_file import load_config
 from hpnlp.training.contents import Contents, contents_of
 from hpnlp.training.state_shardings import place
-from hpnlp.training.step import Trainer
+from hpnlp.training.trainer import Trainer
 from hpnlp.types import InputError, Tokenizer
 
 

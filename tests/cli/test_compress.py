@@ -20,7 +20,7 @@ from hpnlp.training import compress_run, contents, loop, signals
 from hpnlp.training.compress_run import Measurement
 from hpnlp.training.config_file import write_config
 from hpnlp.training.run_directory import load
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests import tiny
 from tests.tasks.test_contracts import EXAMPLES

@@ -27,7 +27,7 @@ from hpnlp.models.lm import LM, LMConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.classification import ClassifierConfig
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import once
 from tests.training.test_statistics import B, T, batch_of

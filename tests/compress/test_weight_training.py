@@ -18,7 +18,7 @@ from hpnlp.ops.weights import RoundedInputsWeight, binarize_products, dense_tree
 from hpnlp.ops.weights.low_rank import rank_of
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig, is_matrix
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE
 

@@ -27,7 +27,7 @@ from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.reporting import Outcome
 from hpnlp.training.evaluation import evaluate
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests import tiny
 from tests.tiny import text  # noqa: F401  (fixture of every test here)

@@ -20,7 +20,7 @@ from hpnlp.ops.attention import Causal, Full
 from hpnlp.parallel.plan import Plan
 from hpnlp.spec import Spec
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import once
 from tests.drawn import drawn, drawn_params

@@ -14,7 +14,7 @@ from hpnlp.models.convnet import ConvNet, ConvNetConfig, filled
 from hpnlp.nn.convnet import Inverted
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, once
 

@@ -20,7 +20,7 @@ from hpnlp.nn.attention import Context, Memory
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.over_devices import OverDevices
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE, once
 from tests.drawn import drawn

@@ -17,7 +17,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.training.gradients import loss
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.over_devices import OverDevices
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError, Model
 from tests.contracts import ONCE, once
 from tests.drawn import drawn_params

@@ -15,7 +15,7 @@ from hpnlp.models.hashed_classifier import HashedClassifier, HashedClassifierCon
 from hpnlp.ops.ngram_attention import NGRAMS
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests import projection_reference as reference
 from tests.contracts import ONCE, assert_close, once

@@ -16,7 +16,7 @@ from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.models.variables import axes_and_shapes
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.models.test_lm import SMALL, make, make_batch, run
 from tests.training.test_step import MODEL, ONE, Run, assert_leaves_close, batch_of, initialised_state, trainer_of

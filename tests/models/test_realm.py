@@ -19,7 +19,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import warm_start
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError, Model
 from tests.drawn import drawn_params
 

@@ -15,7 +15,7 @@ from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.ops.attention import Full
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError, MixerOutput
 from tests.models.test_lm import REVERSIBLE, loss_of, make, make_batch, run
 

@@ -22,7 +22,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import warm_start
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, once
 

@@ -15,7 +15,7 @@ from hpnlp.models.rnn_classifier import RecurrentClassifier, RecurrentClassifier
 from hpnlp.ops.rnn import lstm
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, once
 

@@ -13,7 +13,7 @@ from hpnlp.nn.tree_lstm import schedule_of
 from hpnlp.ops.trees import reference_tree_lstm, tree_graph
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, once
 

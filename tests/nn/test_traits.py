@@ -21,7 +21,7 @@ from hpnlp.tasks import TASKS
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.training.config import Config
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError, MixerTraits
 from tests.fixed_and_drawing_mixers import token_mixer
 

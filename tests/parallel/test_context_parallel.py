@@ -17,7 +17,7 @@ from hpnlp.parallel import context_parallel
 from hpnlp.parallel.context_parallel import token_order
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError, MixerInputs, MixerTraits
 from tests.contracts import ONCE, once
 from tests.parallel.test_ring_schedule import MASKS, PLAIN, ZIGZAG, T

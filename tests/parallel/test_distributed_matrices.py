@@ -12,7 +12,7 @@ from hpnlp.parallel.distributed_matrices import apply_to_matrices
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.muon import scale_by_muon
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from tests.drawn import drawn_state
 
 MESH = Plan(pipeline=2, fsdp=2, tensor=2).mesh()

@@ -18,7 +18,7 @@ from hpnlp.ops.softmax import linear_cross_entropy
 from hpnlp.parallel import vocab_parallel
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE, once
 

@@ -10,7 +10,7 @@ from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.ops.weights import factorize, quantize
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.drawn import drawn_params
 

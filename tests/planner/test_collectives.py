@@ -13,7 +13,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.planner.collectives import Collective, compiled_traffic, step_traffic, total, trace, traffic
 from hpnlp.planner.memory import held_bytes
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE
 

@@ -33,7 +33,7 @@ from hpnlp.training import loop
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.evaluation import on_devices
 from hpnlp.training.run_directory import check_task, load, make_model
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests import tiny
 

@@ -14,7 +14,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.training import sparse_rows
 from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.optim import OptimizerConfig, make_optimizer
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from tests.contracts import ONCE
 from tests.training import test_sparse_rows
 from tests.training.test_step import KEY, LAYOUTS, ONE, B, Run, T, batch_of, host, initial_state, trainer_of

@@ -5,7 +5,7 @@ import pytest
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 
 

@@ -17,7 +17,7 @@ from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import default, resolve
 from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
 from hpnlp.training.run_directory import load, make_model
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 
 STEPS, STEPS_OF_RUN = 9, 10

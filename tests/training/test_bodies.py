@@ -30,7 +30,7 @@ from hpnlp.training import config as configs
 from hpnlp.training import loop, warm_start
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.run_directory import load
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests import tiny
 from tests.drawn import drawn

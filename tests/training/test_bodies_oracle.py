@@ -12,7 +12,7 @@ from hpnlp.cli import experiment
 from hpnlp.models import variables
 from hpnlp.training import config as configs
 from hpnlp.training import run_directory, warm_start
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 
 pytestmark = pytest.mark.oracle
 

@@ -27,7 +27,7 @@ from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.training.evaluation import evaluate
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.run_directory import make_model
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits
 from tests import tiny
 from tests.drawn import drawn

@@ -11,7 +11,7 @@ from hpnlp.models.lm import LM, LMConfig
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE
 from tests.drawn import drawn_params, drawn_state

@@ -10,7 +10,7 @@ import pytest
 from hpnlp.training import evaluation
 from hpnlp.training.best import ScoreOrder
 from hpnlp.training.config import Config
-from hpnlp.training.step import Trainer
+from hpnlp.training.trainer import Trainer
 
 ACCURACY = ScoreOrder("accuracy", higher_is_better=True)
 

@@ -11,7 +11,7 @@ from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 
 B, T, STEPS = 8, 16, 20
 SIZES = {"layers": 2, "dim": 16, "heads": 2, "mlp_dim": 16, "vocab": 24, "max_len": T, "unroll": 1}

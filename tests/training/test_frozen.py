@@ -23,7 +23,7 @@ from hpnlp.tasks.task import Frozen
 from hpnlp.training import loop
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.run_directory import load
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError, LossOut
 from tests import tiny
 from tests.training.test_statistics import B, T, assert_runs_equal, batch_of

@@ -25,7 +25,7 @@ from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.claim import claimed
 from hpnlp.training.config_file import load_config
 from hpnlp.training.run_directory import load
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests import tiny
 from tests.traces import TRACES

@@ -14,7 +14,7 @@ from hpnlp.ops.table_rows import TableRows
 from hpnlp.parallel.plan import Plan
 from hpnlp.training import sparse_rows
 from hpnlp.training.optim import OptimizerConfig, make_optimizer
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError, WordStats
 from tests.tiny import shared_trainer
 from tests.training.test_step import KEY, assert_leaves_close, batch_of, host

@@ -20,7 +20,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.planner.memory import memory_estimate
 from hpnlp.spec import build, parse_one
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError, WithCarry
 from tests.centered_columns import centered_columns
 from tests.centered_keys import CenteredKeys, centered_keys, summed_keys

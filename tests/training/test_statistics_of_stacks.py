@@ -15,7 +15,7 @@ from hpnlp.nn.feed_forward import FEED_FORWARDS
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from tests.centered_columns import centered_columns
 from tests.centered_keys import centered_keys
 from tests.contracts import once

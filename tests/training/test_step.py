@@ -18,7 +18,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.planner.memory import held_bytes
 from hpnlp.training import loss_scale
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import check_batch, make_trainer
+from hpnlp.training.trainer import check_batch, make_trainer
 from hpnlp.types import InputError, LossOut, WordStats
 from tests.drawn import drawn_state
 from tests.traces import TRACES

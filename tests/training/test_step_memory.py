@@ -9,7 +9,7 @@ from hpnlp.models.lm import LM
 from hpnlp.parallel.plan import Plan
 from hpnlp.training import loss_scale
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE
 from tests.training.test_step import KEY, MODEL, Run, assert_leaves_close, batch_of, host, put, trainer_of

@@ -27,7 +27,7 @@ from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import flat, resolve, to_json
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.run_directory import load
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests import tiny
 from tests.drawn import drawn_params

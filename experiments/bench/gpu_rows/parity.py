@@ -31,7 +31,7 @@ from hpnlp.ops.rnn.reference import reference_rnn
 from hpnlp.ops.softmax import linear_cross_entropy
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 
 THREADS = 8  # compilations side by side
 LOSS_TOLERANCE = 1e-3  # of a training step in float32, whose products are of TF32 on a GPU

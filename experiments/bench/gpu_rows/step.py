@@ -15,7 +15,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.planner.search import changed
 from hpnlp.training.config import Config, default, resolve
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import Model
 
 # layers, dimension, heads

@@ -31,7 +31,7 @@ from hpnlp.tasks.reporting import Outcome
 from hpnlp.training import evaluate_run
 from hpnlp.training.evaluation_record import finite
 from hpnlp.training.run_directory import check_task, load, make_model
-from hpnlp.training.step import make_trainer
+from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 
 TASKS = ("lm", "masked_lm", "rnn_lm", "classification", "tagging")  # whose models are read token by token
