@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from hpnlp.errors import InputError as InputError
 from hpnlp.tokenizer import Tokenizer as Tokenizer
@@ -274,7 +275,7 @@ class WithCarry(Protocol):
     @property
     def carry_axes(self) -> Any: ...
 
-    def initial_carry(self, batch: int, dim: int, dtype: Any) -> Any:
+    def initial_carry(self, batch: int, dim: int, dtype: DTypeLike) -> Any:
         """The carry before the first tokens, a tree of arrays `[B, ...]`."""
         ...
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from hpnlp.types import InputError
 
@@ -298,7 +299,7 @@ class Tokens:
             ) from error
 
 
-def map_array(path: str, dtype: Any, length: int) -> np.ndarray:
+def map_array(path: str, dtype: DTypeLike, length: int) -> np.ndarray:
     """Memory-maps a file. np.memmap refuses empty files, and indexing is faster on a plain ndarray than on its subclass.
 
     Args:

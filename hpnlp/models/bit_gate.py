@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.softmax.bit_paths import path_length, path_log_prob, vote_counts
@@ -80,6 +79,6 @@ class BitGate(nn.Module):
         return -path_log_prob(self(model_log_odds, tokens, count, ids), ids, self.vocab)
 
 
-def _equal_weights(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+def _equal_weights(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> jax.Array:
     """Initial biases: equal weights of all log-odds, and no correction."""
     return jnp.full(shape, 2.0 / shape[0], dtype).at[-1].set(0.0)

@@ -10,6 +10,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from hpnlp.layer_report import CARRY, LayerReport
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
@@ -18,6 +19,7 @@ from hpnlp.nn.attention import Context, Memory
 from hpnlp.nn.block import Block, BlockConfig
 from hpnlp.nn.blocks import block_kind
 from hpnlp.nn.stack import run_layers
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.stacks import StackOrder, layer_count, single_stack
 from hpnlp.parallel import remat
 from hpnlp.spec import parse_one
@@ -44,7 +46,7 @@ class LayerStack:
     order: StackOrder
     layers: int
     unroll: int
-    dtype: Any
+    dtype: DTypeLike
     tensor_parallel: TensorParallel
     remat: str
 
@@ -165,7 +167,7 @@ def _first_layer(params: Any, chunk: Any) -> Any:
 
 
 @functools.cache
-def stack_order(forms: tuple[BlockConfig, ...], mask: Any, length: int) -> StackOrder:
+def stack_order(forms: tuple[BlockConfig, ...], mask: AnyMask, length: int) -> StackOrder:
     """Groups layer forms by the variables of their layers.
 
     Forms share a stack if the names, shapes and axes of their variables are equal. A mixer with parameters of its own shares
@@ -210,7 +212,9 @@ def make_blocks(forms: Sequence[BlockConfig], layers: int, tensor_parallel: Tens
     ]
 
 
-def init_layers(forms: tuple[BlockConfig, ...], layers: int, mask: Any, length: int, rng: jax.Array) -> dict[str, Any]:
+def init_layers(
+    forms: tuple[BlockConfig, ...], layers: int, mask: AnyMask, length: int, rng: jax.Array
+) -> dict[str, Any]:
     """Initial variables of all layers, which depend on the layer's index and form alone.
 
     Args:
@@ -244,7 +248,7 @@ def init_layers(forms: tuple[BlockConfig, ...], layers: int, mask: Any, length: 
 
 
 @functools.cache
-def layer_axes(forms: tuple[BlockConfig, ...], layers: int, mask: Any, length: int) -> dict[str, Any]:
+def layer_axes(forms: tuple[BlockConfig, ...], layers: int, mask: AnyMask, length: int) -> dict[str, Any]:
     """Logical axis names of the variables of all layers. Allocates nothing.
 
     Args:
@@ -264,7 +268,7 @@ def layer_axes(forms: tuple[BlockConfig, ...], layers: int, mask: Any, length: i
     return stack_order(forms, mask, length).by_stack(names)
 
 
-def initial_carry(forms: tuple[BlockConfig, ...], layers: int, order: StackOrder, batch: int, dtype: Any) -> Any:
+def initial_carry(forms: tuple[BlockConfig, ...], layers: int, order: StackOrder, batch: int, dtype: DTypeLike) -> Any:
     """The carry of all layers before the first tokens.
 
     Args:
@@ -319,7 +323,7 @@ def _by_carrying_stack(
     return order.join(result) if result else None
 
 
-def _init_layer(block: Block, mask: Any, length: int, key: jax.Array) -> tuple[LayerReport, Any]:
+def _init_layer(block: Block, mask: AnyMask, length: int, key: jax.Array) -> tuple[LayerReport, Any]:
     """`(report, variables)` of one layer."""
     x, positions = jnp.zeros((1, length, block.config.dim), jnp.float32), jnp.arange(length, dtype=jnp.int32)[None]
     width = block.config.memory_dim
@@ -330,7 +334,7 @@ def _init_layer(block: Block, mask: Any, length: int, key: jax.Array) -> tuple[L
     return report, dict(variables)
 
 
-def _stack_key(block: Block, mask: Any, length: int) -> Any:
+def _stack_key(block: Block, mask: AnyMask, length: int) -> Any:
     """A key that is equal for Blocks whose layers share a stack."""
     init = functools.partial(_init_layer, block, mask, length)
     report, variables = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))

@@ -19,6 +19,7 @@ from hpnlp.nn.layers import NORMS, Dense, dense_init
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.cross import CrossMixer
 from hpnlp.nn.mixers.segment_memory import SegmentMemory
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.attention.positions.rope import Scaling, rope, yarn
 from hpnlp.parts import part
 from hpnlp.spec import Spec, build, parse_one, parse_period
@@ -62,7 +63,7 @@ class Context:
 
     positions: jax.Array
     segment_ids: jax.Array | None
-    mask: Any = dataclasses.field(metadata={"static": True})
+    mask: AnyMask = dataclasses.field(metadata={"static": True})
     deterministic: bool = dataclasses.field(default=True, metadata={"static": True})
     capacity: int | None = dataclasses.field(default=None, metadata={"static": True})
     ids: jax.Array | None = None

@@ -21,6 +21,7 @@ from hpnlp.nn.block import Block, BlockConfig
 from hpnlp.nn.blocks import BlockKind, attention_size, check_no_carry, cross_size
 from hpnlp.nn.layers import NORMS, Dense, Initializer, dense_init, param
 from hpnlp.ops.attention import Causal, Full, Window
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.convolution import depthwise_conv, last_tokens, token_windows
 from hpnlp.spec import Spec
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
@@ -57,7 +58,7 @@ class EvolvedConv(nn.Module):
         """The second stage, `[B, T, D]`."""
         raise NotImplementedError
 
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.x is not None
         self.within(mask)
         x, causal = inputs.x, mask == Causal()
@@ -68,7 +69,7 @@ class EvolvedConv(nn.Module):
         lengths, (first, second) = inputs.lengths(), self.widths
         return MixerOutput(o, cache=(last_tokens(x, lengths, first - 1), last_tokens(middle, lengths, second - 1)))
 
-    def extend(self, inputs: MixerInputs, mask: Any, cache: Any) -> tuple[jax.Array, Any]:
+    def extend(self, inputs: MixerInputs, mask: AnyMask, cache: Any) -> tuple[jax.Array, Any]:
         """Convolves further tokens.
 
         Args:
@@ -87,7 +88,7 @@ class EvolvedConv(nn.Module):
         o = self.outer(middle, None, True)[:, -count:]
         return o, (x[:, count:], middle[:, count:])
 
-    def within(self, mask: Any) -> Any:
+    def within(self, mask: AnyMask) -> Any:
         """The window of the convolutions.
 
         Args:

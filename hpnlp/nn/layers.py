@@ -11,6 +11,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel, Zero2Parameter
@@ -159,7 +160,7 @@ class Embed(nn.Module):
         self.table = param(self, "table", embed_init, (self.rows, self.dim), (self.axis, "embed"))
 
     @part("embedding")
-    def __call__(self, ids: Int[Array, "*tokens"], dtype: Any = jnp.float32) -> Float[Array, "*tokens D"]:
+    def __call__(self, ids: Int[Array, "*tokens"], dtype: DTypeLike = jnp.float32) -> Float[Array, "*tokens D"]:
         return self.table[ids].astype(dtype)
 
 

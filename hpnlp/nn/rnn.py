@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from hpnlp.nn.layers import dense_init, param
@@ -168,7 +169,7 @@ class RecurrentLayer(nn.Module):
             u = drop_weights(u, self.make_rng("dropout"), self.regularization.weight_drop)
         return w, u, param(self, "bias", self.bias_init, (columns,), ("gates",))
 
-    def bias_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    def bias_init(self, key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         """Initial biases of the gates.
 
         Args:
@@ -235,7 +236,7 @@ class LSTM(RecurrentLayer):
     states: ClassVar[int] = 2
     gates: ClassVar[int] = 4
 
-    def bias_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    def bias_init(self, key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         return jnp.zeros(shape, dtype).at[self.features : 2 * self.features].set(self.forget_bias)
 
     @nn.compact
@@ -284,7 +285,7 @@ class GRU(RecurrentLayer):
         if self.form not in ("cudnn", "original"):
             raise InputError(f"model.cells: form={self.form!r}: expected 'cudnn' or 'original'")
 
-    def bias_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    def bias_init(self, key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         return jnp.zeros(shape, dtype).at[: self.features].set(self.reset_bias)
 
     @nn.compact
@@ -375,7 +376,7 @@ class QRNN(RecurrentLayer):
         before = None if state is None else (state[0], state[1])
         return ops.qrnn(x, w, b, before, width=self.width, pooling=self.pooling, **options)
 
-    def bias_init(self, key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    def bias_init(self, key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         return jnp.zeros(shape, dtype).at[self.features : 2 * self.features].set(self.forget_bias)
 
 
@@ -435,7 +436,7 @@ def build_layers(cells: str, **fields: Any) -> list[RecurrentLayer]:
     return layers
 
 
-def _orthogonal_gates(key: Array, shape: tuple[int, int], dtype: Any) -> Array:
+def _orthogonal_gates(key: Array, shape: tuple[int, int], dtype: DTypeLike) -> Array:
     """An orthogonal matrix for each gate."""
     count = shape[1] // shape[0]
     init = nn.initializers.orthogonal()

@@ -8,6 +8,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from hpnlp.nn.layers import dense_init, param
@@ -67,7 +68,7 @@ class ChildSumTreeLSTM(nn.Module):
         """
         size = 4 * self.features
 
-        def bias(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        def bias(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
             return jnp.zeros(shape, dtype).at[self.features : 2 * self.features].set(1.0)
 
         w = param(self, "kernel", dense_init, (x.shape[-1], size), ("embed", "hidden"))

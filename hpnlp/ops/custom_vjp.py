@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 
@@ -30,7 +31,7 @@ def vary_alike(*arrays: Array) -> tuple[Array, ...]:
     )
 
 
-def zeros_alike(x: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+def zeros_alike(x: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     """Zeros that vary over the same manual mesh axes as an array.
 
     Args:

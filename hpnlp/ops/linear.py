@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from hpnlp.ops.array_op import array_op
@@ -187,13 +188,13 @@ def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(dtype: Any, x: Float[Array, "M D"], w: Float[Array, "D F"]) -> Float[Array, "M F"]:
+def _product(dtype: DTypeLike, x: Float[Array, "M D"], w: Float[Array, "D F"]) -> Float[Array, "M F"]:
     """Product x w in a dtype; its gradients are products in the dtype of x with float32 sums, for any dtype of w."""
     return _dot(x, w.astype(x.dtype), 1, 0, dtype)
 
 
 @accepts_numpy
-def _product_forward(dtype: Any, x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
+def _product_forward(dtype: DTypeLike, x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
     return _dot(x, w.astype(x.dtype), 1, 0, dtype), (
         x,
         w,
@@ -209,7 +210,7 @@ def _product_backward(_: Any, saved: tuple[Array, Array], dy: Array) -> tuple[Ar
     return dx, dw.astype(w.dtype)
 
 
-def _dot(a: Array, b: Array, axis_a: int, axis_b: int, dtype: Any = jnp.float32) -> Array:
+def _dot(a: Array, b: Array, axis_a: int, axis_b: int, dtype: DTypeLike = jnp.float32) -> Array:
     return lax.dot_general(a, b, (((axis_a,), (axis_b,)), ((), ())), preferred_element_type=dtype)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from hpnlp.ops.array_op import array_op
@@ -49,7 +50,7 @@ class Weight(abc.ABC):
           [M, F] float32.
         """
 
-    def as_array(self, dtype: Any) -> Array | None:
+    def as_array(self, dtype: DTypeLike) -> Array | None:
         """The matrix as an array, if products of rows of a dtype with the array are those of `matmul`.
 
         Args:

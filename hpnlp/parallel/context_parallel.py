@@ -26,6 +26,7 @@ from jaxtyping import Array
 
 from hpnlp.layer_report import check_method, has_state, statistic_axes
 from hpnlp.ops.attention import Full, merge
+from hpnlp.ops.attention.masks.per_head import AnyMask, PerHead
 from hpnlp.ops.custom_vjp import tied
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.ring_schedule import Chunks, RingSchedule, assign_chunks, make_schedule
@@ -185,7 +186,7 @@ def losses_of_mixers_checked(layout: Layout) -> Iterator[None]:
         yield
 
 
-def by_heads(mixer: Any, inputs: MixerInputs, mask: Any) -> MixerOutput:
+def by_heads(mixer: Any, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
     """Runs a mixer on all tokens of some heads per device, between two all-to-alls.
 
     Args:
@@ -241,7 +242,7 @@ def _gather_tokens(x: Array) -> Array:
     return lax.all_gather(x, AXIS, axis=1, tiled=True)
 
 
-def ring(mixer: Any, inputs: MixerInputs, mask: Any, chunks: Chunks) -> MixerOutput:
+def ring(mixer: Any, inputs: MixerInputs, mask: AnyMask, chunks: Chunks) -> MixerOutput:
     """Runs a mixer on queries of the device's tokens while keys and values travel round a ring.
 
     Args:
@@ -263,13 +264,13 @@ def ring(mixer: Any, inputs: MixerInputs, mask: Any, chunks: Chunks) -> MixerOut
     if inputs.rng is not None:
         raise InputError("model.dropout with plan.exchange=ring: choose plan.exchange=heads, or model.dropout=0")
     mask = mixer.within(mask)
-    if mask.heads is not None:
+    if isinstance(mask, PerHead):
         raise InputError("heads with masks of their own do not run on a ring: set plan.sequence=1")
     inputs, statistics = mixer.prepare(inputs) if has_state(mixer) else (inputs, {})
     assert inputs.q is not None and inputs.k is not None and inputs.v is not None
     schedule = make_schedule(mask, inputs.q.shape[1] * lax.axis_size(AXIS), chunks)
 
-    def partial(mask: Any, q: Array, k: Array, v: Array, query_info: Any, key_info: Any) -> tuple[Array, Array]:
+    def partial(mask: AnyMask, q: Array, k: Array, v: Array, query_info: Any, key_info: Any) -> tuple[Array, Array]:
         (positions, segment_ids), (kv_positions, kv_segment_ids) = query_info, key_info
         return mixer.partial(MixerInputs(None, q, k, v, positions, kv_positions, segment_ids, kv_segment_ids), mask)
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from hpnlp.model_parallel import TensorParallel
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.parallel.varying import of_all_shards, of_first_device, vary
 from hpnlp.types import InputError, MixerInputs, MixerOutput
 
@@ -27,7 +28,7 @@ GATHERS = ("all_gather", "device_put", "dynamic_slice")
 CONVERSIONS = ("broadcast_in_dim", "convert_element_type", "pcast", "pvary", "reshape", "squeeze", "transpose")
 
 
-def _run_mixer(mixer: Any, inputs: MixerInputs, mask: Any) -> MixerOutput:
+def _run_mixer(mixer: Any, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
     return mixer(inputs, mask)
 
 
@@ -87,7 +88,7 @@ class MeshTensorParallel(TensorParallel):
         axes = self.mesh_axes[name]
         return lax.all_to_all(vary(x, axes), axes, split_axis=0, concat_axis=0, tiled=True) if axes else x
 
-    def mix(self, mixer: Any, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def mix(self, mixer: Any, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         if self.mesh_axes["heads"] and mixer.within(mask).heads is not None:
             raise InputError(
                 "heads with masks of their own are not alike on all devices of plan.tensor: set plan.tensor=1"

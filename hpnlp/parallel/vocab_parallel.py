@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.custom_vjp import vary_alike
@@ -28,7 +29,7 @@ from hpnlp.parallel.zero import is_zero2
 from hpnlp.types import LossOut
 
 
-def lookup(layout: Layout, table: Any, ids: Int[Array, "B T"], dtype: Any) -> Float[Array, "B T D"]:
+def lookup(layout: Layout, table: Any, ids: Int[Array, "B T"], dtype: DTypeLike) -> Float[Array, "B T D"]:
     """Looks up the rows of a table.
 
     Args:

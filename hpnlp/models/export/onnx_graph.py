@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from hpnlp.models.export.onnx_shapes import Sizes
 from hpnlp.types import InputError
@@ -186,7 +187,7 @@ class Graph:
                 needed |= set(node.input)
         return nodes[::-1], [constant for name, constant in self.constants.items() if name in needed]
 
-    def cast(self, x: str, dtype: Any) -> str:
+    def cast(self, x: str, dtype: DTypeLike) -> str:
         """Converts to a dtype, with rounding to it where ONNX runtimes compute in a wider one."""
         types = self.onnx.TensorProto
         name = np.dtype(dtype).name
@@ -196,7 +197,7 @@ class Graph:
         return self.node("Cast", x, to=self.onnx.helper.np_dtype_to_tensor_dtype(stored_dtype(dtype)))
 
 
-def stored_dtype(dtype: Any) -> np.dtype:
+def stored_dtype(dtype: DTypeLike) -> np.dtype:
     """The dtype that values of a dtype have in the graph.
 
     Args:

@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from hpnlp.models.export.onnx_graph import Graph, stored_dtype
 from hpnlp.types import InputError
@@ -90,7 +91,7 @@ def _select(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
     return _where(graph, condition, then, otherwise, eqn.outvars[0].aval.dtype)
 
 
-def _where(graph: Graph, condition: str, then: str, otherwise: str, dtype: Any) -> str:
+def _where(graph: Graph, condition: str, then: str, otherwise: str, dtype: DTypeLike) -> str:
     """Values by a condition; onnxruntime has no such operation for booleans."""
     if dtype != np.bool_:
         return graph.node("Where", condition, then, otherwise)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.typing import DTypeLike
 
 from hpnlp.data.files import Progress, ignore_progress
 from hpnlp.models import variables
@@ -87,7 +88,7 @@ class Tensor:
             target[...] = value[..., start:stop]
             start = stop
 
-    def read_params(self, params: Mapping[str, np.ndarray], dtype: Any) -> np.ndarray:
+    def read_params(self, params: Mapping[str, np.ndarray], dtype: DTypeLike) -> np.ndarray:
         """Makes the value of the tensor from the parameters.
 
         Args:

@@ -31,6 +31,7 @@ from hpnlp.models.huggingface.sliding_windows import (
 from hpnlp.nn.feed_forward.canonical import canonical_mlp
 from hpnlp.nn.output import OUTPUTS
 from hpnlp.ops.attention import Causal
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.spec import build, parse_one, parse_period
 from hpnlp.types import InputError
 
@@ -343,7 +344,7 @@ def _size_of_one(value: Any) -> Any:
     return 1 if type(value) is int and value == 0 else value
 
 
-def _function_fields(fields: dict[str, Any], mask: Any, free: Sequence[str]) -> dict[str, Any]:
+def _function_fields(fields: dict[str, Any], mask: AnyMask, free: Sequence[str]) -> dict[str, Any]:
     """The fields that decide the function of a model under its mask, without `free`, with one spelling for equal values."""
     fields = {name: value for name, value in fields.items() if name not in (*FREE, *free)}
     theta, scaling = fields.pop("rope_theta"), fields.pop("rope_scaling")

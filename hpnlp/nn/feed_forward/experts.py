@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from hpnlp.nn.feed_forward.mlp import ACTIVATIONS, GATED, MLP
 from hpnlp.nn.feed_forward.network import FeedForward
@@ -293,7 +294,7 @@ class ExpertLayer(FeedForward):
 def _by_expert(init: Initializer) -> Initializer:
     """Initialises the matrix of each expert by itself, with a key of its own."""
 
-    def stacked(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+    def stacked(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> jax.Array:
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(shape[0]))
         return jax.vmap(lambda k: init(k, shape[1:], dtype))(keys)
 

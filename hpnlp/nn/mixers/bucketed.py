@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from hpnlp.nn.layers import buffer
 from hpnlp.nn.mixers.checks import check_decoding, check_mask
@@ -22,6 +23,7 @@ from hpnlp.ops.attention.bucketed import (
     start_bucket_cache,
     unit_vectors,
 )
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 
@@ -56,7 +58,7 @@ class BucketMixer(nn.Module):
         """
         raise NotImplementedError
 
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.v is not None
         causal = self.within(mask) == Causal()
         q, buckets, statistics = self.assign(inputs)
@@ -80,7 +82,7 @@ class BucketMixer(nn.Module):
             cache = start_bucket_cache(k, inputs.v, buckets, inputs.lengths(), inputs.capacity)
         return MixerOutput(o, statistics=statistics, cache=cache)
 
-    def extend(self, inputs: MixerInputs, mask: Any, cache: BucketCache) -> tuple[jax.Array, BucketCache]:
+    def extend(self, inputs: MixerInputs, mask: AnyMask, cache: BucketCache) -> tuple[jax.Array, BucketCache]:
         """Mixes further tokens with the preceding ones.
 
         Args:
@@ -101,7 +103,7 @@ class BucketMixer(nn.Module):
         k = unit_vectors(q)
         return extend_bucket_cache(q, k, inputs.v, buckets, cache, window=self.window, hides_self=True, scale=1.0)
 
-    def within(self, mask: Any) -> Any:
+    def within(self, mask: AnyMask) -> Any:
         """The mask of the pairs that may influence each other. The buckets select among them.
 
         Args:
@@ -220,7 +222,7 @@ class RoutingMixer(BucketMixer):
         return {"centroids": jnp.where(counts > 0, moved, centroids)}
 
 
-def _random_directions(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _random_directions(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """Vectors of length 1, along the last axis."""
     return unit_vectors(jax.random.normal(key, shape, dtype))
 

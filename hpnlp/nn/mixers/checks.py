@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpnlp.ops.attention import Mask
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.types import InputError, MixerInputs
 
 
@@ -31,7 +32,7 @@ def checked_dropout(name: str, entry: Callable[..., Any]) -> Callable[..., Any]:
     return make_mixer
 
 
-def check_mask(mixer: str, mask: Any, *supported: Mask, reason: str = "") -> Any:
+def check_mask(mixer: str, mask: AnyMask, *supported: Mask, reason: str = "") -> Any:
     """Checks that a mixer can honour a mask.
 
     Args:

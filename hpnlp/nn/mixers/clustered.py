@@ -19,6 +19,7 @@ from hpnlp.ops.attention.clustered import (
     improved_clustered_attention,
     sign_bits,
 )
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 
@@ -54,7 +55,7 @@ class ClusteredMixer(nn.Module):
     bits: int = 63
     iterations: int = 10
 
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None and inputs.draws is not None
         self.within(mask)
         q, k, v, segment_ids = inputs.q, inputs.k, inputs.v, inputs.segment_ids
@@ -73,7 +74,7 @@ class ClusteredMixer(nn.Module):
             o = lax.cond(jnp.all(fits), lambda: o, lambda: jnp.where(fits, o, exact()))
         return MixerOutput(o)
 
-    def within(self, mask: Any) -> Any:
+    def within(self, mask: AnyMask) -> Any:
         """The pairs that influence each other.
 
         Args:

@@ -9,12 +9,14 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from hpnlp.nn.layers import dense_init, param
 from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.nn.mixers.relative_positions import RelativePositions
 from hpnlp.nn.mixers.segment_memory import SegmentMemory
 from hpnlp.ops.attention import Causal
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.attention.memory.compression import most_used, pool_memories, reconstruction_errors
 from hpnlp.ops.attention.memory.relative import received_attention
 from hpnlp.spec import did_you_mean
@@ -123,7 +125,7 @@ class CompressiveMixer(nn.Module):
     def setup(self) -> None:
         self.relative = RelativePositions()
 
-    def initial_carry(self, batch: int, dim: int, dtype: Any) -> CompressiveMemory:
+    def initial_carry(self, batch: int, dim: int, dtype: DTypeLike) -> CompressiveMemory:
         """The memory before the first tokens.
 
         Args:
@@ -153,7 +155,7 @@ class CompressiveMixer(nn.Module):
         """
         return self._pooled(self._leaving(tokens, self.compressed)) if self.how == "conv" else None
 
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         self.within(mask)
         assert inputs.x is not None and inputs.q is not None and inputs.k is not None
         if self.how == "conv":
@@ -181,7 +183,7 @@ class CompressiveMixer(nn.Module):
         errors, tokens = statistics["reconstruction_errors"], statistics["reconstructed_tokens"]
         return {"reconstruction_loss": jnp.mean(errors) / jnp.maximum(tokens, 1.0)}
 
-    def within(self, mask: Any) -> Any:
+    def within(self, mask: AnyMask) -> Any:
         """The mask of the pairs of one sequence that influence each other.
 
         Args:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.ops.attention import Causal, Window
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.convolution import causal_conv, last_tokens
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
@@ -38,14 +39,14 @@ class ConvMixer(nn.Module):
         init = nn.initializers.normal(self.width**-0.5)
         return param(self, "taps", init, (self.width, dim), ("taps", "embed"))
 
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.x is not None
         self.within(mask)
         o = causal_conv(inputs.x, self._taps(inputs.x.shape[-1]), inputs.segment_ids)
         cache = None if inputs.capacity is None else last_tokens(inputs.x, inputs.lengths(), self.width - 1)
         return MixerOutput(o, cache=cache)
 
-    def extend(self, inputs: MixerInputs, mask: Any, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def extend(self, inputs: MixerInputs, mask: AnyMask, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Mixes further tokens with the preceding ones.
 
         Args:
@@ -62,7 +63,7 @@ class ConvMixer(nn.Module):
         o = causal_conv(x, self._taps(x.shape[-1]))[:, self.width - 1 :]
         return o, x[:, x.shape[1] - (self.width - 1) :]
 
-    def within(self, mask: Any) -> Any:
+    def within(self, mask: AnyMask) -> Any:
         """The window of the convolution.
 
         Args:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from hpnlp.ops.attention import Full, attend
 from hpnlp.ops.attention.decoding.decode import attend_cache
 from hpnlp.ops.attention.decoding.kv_cache import by_head
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection
 
 
@@ -74,7 +75,7 @@ class CrossMixer(nn.Module):
 
     dropout: float = 0.0
 
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         assert inputs.kv_segment_ids is not None
         rate = 0.0 if inputs.deterministic else self.dropout
@@ -93,7 +94,7 @@ class CrossMixer(nn.Module):
             return MixerOutput(o)
         return MixerOutput(o, cache=MemoryCache(by_head(inputs.k), by_head(inputs.v), inputs.kv_segment_ids))
 
-    def extend(self, inputs: MixerInputs, mask: Any, cache: MemoryCache) -> tuple[jax.Array, MemoryCache]:
+    def extend(self, inputs: MixerInputs, mask: AnyMask, cache: MemoryCache) -> tuple[jax.Array, MemoryCache]:
         """Attends from further tokens to the memory.
 
         Args:
@@ -113,7 +114,7 @@ class CrossMixer(nn.Module):
         o = attend_cache(q, cache.k, cache.v, Full(), positions, jnp.where(is_seen, 0, -1))
         return o.reshape(*inputs.q.shape[:3], -1), cache
 
-    def within(self, mask: Any) -> Any:
+    def within(self, mask: AnyMask) -> Any:
         """The mask over the memory.
 
         Args:

@@ -13,6 +13,7 @@ from hpnlp.nn.layers import RMSNorm, param
 from hpnlp.nn.mixers.checks import check_decoding
 from hpnlp.ops.attention import attend
 from hpnlp.ops.attention.decoding.kv_cache import KVCache, start_cache
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 NORM_EPS = 1e-5
@@ -52,7 +53,7 @@ class DifferentialMixer(nn.Module):
     lambda_init: float = 0.8
     dropout: float = 0.0
 
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         mask, q, k, v = self.within(mask), inputs.q, inputs.k, inputs.v
         group = _check_heads(q, k)
@@ -79,7 +80,7 @@ class DifferentialMixer(nn.Module):
             cache = start_cache(_paired(k), _paired(v), inputs.lengths(), mask, inputs.capacity)
         return MixerOutput(self._difference(o[:, :, :, 0], o[:, :, :, 1]), cache=cache)
 
-    def extend(self, inputs: MixerInputs, mask: Any, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    def extend(self, inputs: MixerInputs, mask: AnyMask, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """Mixes further tokens with all preceding ones.
 
         Args:
@@ -108,7 +109,7 @@ class DifferentialMixer(nn.Module):
         o = o.reshape(*q.shape[:2], k.shape[2] // 2, 2, group, 2 * v.shape[3])
         return self._difference(o[:, :, :, 0], o[:, :, :, 1]), cache
 
-    def within(self, mask: Any) -> Any:
+    def within(self, mask: AnyMask) -> Any:
         """The pairs that influence each other.
 
         Args:

@@ -13,6 +13,7 @@ from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.nn.mixers.light_convolution import check_width
 from hpnlp.ops.attention import Causal, Full, Strided, Window
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.convolution import dilated_conv, last_tokens
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
@@ -43,7 +44,7 @@ class DilatedConvMixer(nn.Module):
     width: int = 3
     dilation: int = 1
 
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         self.within(mask)
         assert inputs.v is not None
         values = jax.nn.relu(inputs.v)
@@ -52,7 +53,7 @@ class DilatedConvMixer(nn.Module):
         cache = None if inputs.capacity is None else last_tokens(values, inputs.lengths(), self._reach())
         return MixerOutput(o, cache=cache)
 
-    def extend(self, inputs: MixerInputs, mask: Any, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def extend(self, inputs: MixerInputs, mask: AnyMask, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Mixes further tokens with the preceding ones.
 
         Args:
@@ -73,7 +74,7 @@ class DilatedConvMixer(nn.Module):
         values = jnp.concatenate([cache, values], axis=1)
         return o, values[:, values.shape[1] - self._reach() :]
 
-    def within(self, mask: Any) -> Any:
+    def within(self, mask: AnyMask) -> Any:
         """The tokens that the convolution reads.
 
         Args:

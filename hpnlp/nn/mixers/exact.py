@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from hpnlp.nn.mixers.checks import check_decoding
 from hpnlp.ops.attention import Full, Mask, PerHead, attend
 from hpnlp.ops.attention.decoding.kv_cache import KVCache, start_cache
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 
@@ -47,7 +48,7 @@ class ExactMixer(nn.Module):
     soft_cap: int | float | None = None
     scale: int | float | None = None
 
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         mask = self.within(mask)
         rate = 0.0 if inputs.deterministic else self.dropout
@@ -71,7 +72,7 @@ class ExactMixer(nn.Module):
             return MixerOutput(o)
         return MixerOutput(o, cache=start_cache(inputs.k, inputs.v, inputs.lengths(), mask, inputs.capacity))
 
-    def extend(self, inputs: MixerInputs, mask: Any, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    def extend(self, inputs: MixerInputs, mask: AnyMask, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """Mixes further tokens with all preceding ones; see `extend_cache`.
 
         Args:
@@ -90,7 +91,7 @@ class ExactMixer(nn.Module):
         mask = self.within(mask)
         return cache.extend(inputs.q, inputs.k, inputs.v, mask, scale=self.scale, soft_cap=self.soft_cap)
 
-    def partial(self, inputs: MixerInputs, mask: Any) -> tuple[jax.Array, jax.Array]:
+    def partial(self, inputs: MixerInputs, mask: AnyMask) -> tuple[jax.Array, jax.Array]:
         """Partial attention over some of the keys, which `merge` joins with the results over other keys.
 
         Args:
@@ -120,7 +121,7 @@ class ExactMixer(nn.Module):
         self,
         q: Float[Array, "B T N H"],
         k: Float[Array, "B T K H"],
-        mask: Any,
+        mask: AnyMask,
         segment_ids: Int[Array, "B T"] | None,
         positions: Int[Array, "B T"],
     ) -> tuple[Float[Array, "B N T T"], Bool[Array, "B N T T"]]:
@@ -148,7 +149,7 @@ class ExactMixer(nn.Module):
         lowest = jnp.finfo(jnp.float32).min
         return jnp.where(visible, jax.nn.softmax(jnp.where(visible, scores, lowest)), 0.0), visible
 
-    def within(self, mask: Any) -> Any:
+    def within(self, mask: AnyMask) -> Any:
         """Intersects the pattern with a mask.
 
         Args:

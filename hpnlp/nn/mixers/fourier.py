@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 
 from hpnlp.nn.mixers.low_rank import TRAITS, AllTokensMixer, real_tokens
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.fourier import fourier_mix
 from hpnlp.spec import did_you_mean
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
@@ -36,7 +37,7 @@ class FourierMixer(AllTokensMixer):
 
     scale: str = "unit"
 
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.x is not None
         self.within(mask)
         x, real = inputs.x, real_tokens(inputs)

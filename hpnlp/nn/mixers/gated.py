@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from hpnlp.nn.layers import Dense, buffer, param
 from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.nn.mixers.linear import checked_chunk, extend, mix
 from hpnlp.ops.attention import Causal
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.convolution import causal_conv, last_tokens
 from hpnlp.ops.norms import layer_norm, rms_norm
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
@@ -49,12 +51,12 @@ class GatedMixer(nn.Module):
         """
         raise NotImplementedError
 
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         self.within(mask)
         o, cache = self.mixed(inputs, None)
         return MixerOutput(o, cache=cache)
 
-    def extend(self, inputs: MixerInputs, mask: Any, cache: Any) -> tuple[jax.Array, Any]:
+    def extend(self, inputs: MixerInputs, mask: AnyMask, cache: Any) -> tuple[jax.Array, Any]:
         """Mixes further tokens with the preceding ones.
 
         Args:
@@ -68,7 +70,7 @@ class GatedMixer(nn.Module):
         self.within(mask)
         return self.mixed(inputs, cache)
 
-    def within(self, mask: Any) -> Any:
+    def within(self, mask: AnyMask) -> Any:
         """The mask of the pairs that influence each other.
 
         Args:
@@ -133,7 +135,7 @@ class RetentionMixer(GatedMixer):
         return _gated(o, inputs), cache
 
 
-def _retention_rates(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _retention_rates(key: Any, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """log(1 - 2^(-5-h)) for each head h."""
     return jnp.log1p(-jnp.exp2(-5.0 - jnp.arange(shape[0], dtype=dtype)))
 
@@ -262,12 +264,12 @@ def _of_length_one(x: jax.Array) -> jax.Array:
     return rms_norm(x.astype(jnp.float32), jnp.full(size, size**-0.5, jnp.float32), 1e-6 / size)
 
 
-def _log_rates(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _log_rates(key: Any, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """Logarithms of rates that are uniform in [0, LARGEST_RATE]."""
     return jnp.log(jax.random.uniform(key, shape, dtype, 1e-4, LARGEST_RATE))
 
 
-def _step_biases(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _step_biases(key: Any, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """Biases whose softplus is log-uniform in STEPS."""
     least, largest = (jnp.log(jnp.asarray(step, dtype)) for step in STEPS)
     return jnp.log(jnp.expm1(jnp.exp(jax.random.uniform(key, shape, dtype, least, largest))))

@@ -13,6 +13,7 @@ from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.checks import check_decoding, check_mask
 from hpnlp.nn.mixers.convolution import MAX_WIDTH
 from hpnlp.ops.attention import Causal, Full, Window
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.convolution import last_tokens
 from hpnlp.ops.light_convolution import dynamic_conv, light_conv
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
@@ -43,7 +44,7 @@ class LightConvMixer(nn.Module):
     def needs(self) -> Mapping[str, Projection]:
         return {"gate": Projection("heads"), "v": Projection("heads")}
 
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         window = self.within(mask)
         values = _gated(inputs)
         dropping = self.dropout > 0.0 and not inputs.deterministic
@@ -59,7 +60,7 @@ class LightConvMixer(nn.Module):
         cache = None if inputs.capacity is None else last_tokens(values, inputs.lengths(), self.width - 1)
         return MixerOutput(o, cache=cache)
 
-    def extend(self, inputs: MixerInputs, mask: Any, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def extend(self, inputs: MixerInputs, mask: AnyMask, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Mixes further tokens with the preceding ones.
 
         Args:
@@ -80,7 +81,7 @@ class LightConvMixer(nn.Module):
         values = jnp.concatenate([cache, values], axis=1)
         return o, values[:, values.shape[1] - (self.width - 1) :]
 
-    def within(self, mask: Any) -> Any:
+    def within(self, mask: AnyMask) -> Any:
         """The window of the convolution.
 
         Args:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.linear import LinearState, linear_attention, linear_attention_step
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 
@@ -114,14 +115,14 @@ class LinearMixer(nn.Module):
 
     chunk: int = 64
 
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         causal = self.within(mask) == Causal()
         q, k = elu_plus_one(inputs.q), elu_plus_one(inputs.k)
         out = mix(inputs, q, k, inputs.v, causal=causal, normalize=True, eps=MIN_WEIGHT, chunk=self.chunk)
         return MixerOutput(out.o.astype(inputs.v.dtype), cache=out.cache)
 
-    def extend(self, inputs: MixerInputs, mask: Any, cache: LinearState) -> tuple[jax.Array, LinearState]:
+    def extend(self, inputs: MixerInputs, mask: AnyMask, cache: LinearState) -> tuple[jax.Array, LinearState]:
         """Mixes further tokens with the preceding ones.
 
         Args:
@@ -138,7 +139,7 @@ class LinearMixer(nn.Module):
         o, cache = extend(q, k, inputs.v, cache, eps=MIN_WEIGHT, chunk=self.chunk)
         return o.astype(inputs.v.dtype), cache
 
-    def within(self, mask: Any) -> Any:
+    def within(self, mask: AnyMask) -> Any:
         return check_mask("linear attention", mask, Causal(), Full(), reason="it sums over all preceding tokens")
 
 

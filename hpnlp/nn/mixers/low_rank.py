@@ -16,6 +16,7 @@ from hpnlp.ops.attention import Full, attend
 from hpnlp.ops.attention.low_rank.compression import convolve_tokens, padding_ids, pool_tokens, project_tokens
 from hpnlp.ops.attention.low_rank.nystrom import nystrom_attend
 from hpnlp.ops.attention.low_rank.value_conv import value_conv
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.spec import did_you_mean
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
@@ -82,7 +83,7 @@ class AllTokensMixer(nn.Module):
 
     entry: ClassVar[str]
 
-    def within(self, mask: Any) -> Any:
+    def within(self, mask: AnyMask) -> Any:
         return check_mask(self.entry, mask, Full(), reason="it mixes all tokens of a sequence")
 
 
@@ -120,7 +121,7 @@ class LinformerMixer(AllTokensMixer):
         return TRAITS if self.compression != "projection" else dataclasses.replace(TRAITS, any_length=False)
 
     @nn.compact
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         self.within(mask)
         real = real_tokens(inputs)
@@ -182,7 +183,7 @@ class NystromMixer(AllTokensMixer):
     dropout: float = 0.0
 
     @nn.compact
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         self.within(mask)
         real, rate = real_tokens(inputs), 0.0 if inputs.deterministic else self.dropout

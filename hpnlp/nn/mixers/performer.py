@@ -17,6 +17,7 @@ from hpnlp.ops.attention import Causal
 from hpnlp.ops.attention.linear import LinearState
 from hpnlp.ops.attention.linear.random_attention import MIN_WEIGHT, softmax_features
 from hpnlp.ops.attention.linear.random_features import KINDS, optimal_rho
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection
 
 AVERAGE = 0.9  # factor of the average of |q + k|^2 over steps
@@ -64,14 +65,14 @@ class PerformerMixer(RandomProjections):
             rho = optimal_rho(buffer(self, "gamma", initial, k.shape[2:3], ("kv_heads",)), q.shape[-1])
         return softmax_features(q, k, w, self.kind, rho)
 
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         causal = self.within(mask) == Causal()
         q, k = self._features(inputs.q, inputs.k)
         out = mix(inputs, q, k, inputs.v, causal=causal, normalize=True, eps=MIN_WEIGHT)
         return MixerOutput(out.o.astype(inputs.v.dtype), statistics=self._statistics(inputs), cache=out.cache)
 
-    def extend(self, inputs: MixerInputs, mask: Any, cache: LinearState) -> tuple[jax.Array, LinearState]:
+    def extend(self, inputs: MixerInputs, mask: AnyMask, cache: LinearState) -> tuple[jax.Array, LinearState]:
         """Mixes further tokens with the preceding ones.
 
         Args:

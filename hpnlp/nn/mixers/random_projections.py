@@ -6,11 +6,13 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+from jax.typing import DTypeLike
 
 from hpnlp.nn.layers import buffer
 from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.linear.random_features import PROJECTIONS, projection_count, random_projections
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.types import InputError
 
 
@@ -38,7 +40,7 @@ class RandomProjections(nn.Module):
           float32 `[P, H]`, the buffer "projections".
         """
 
-        def draw(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        def draw(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
             return random_projections(key, shape[0], shape[1], self.projections).astype(dtype)
 
         return buffer(self, "projections", draw, (projection_count(self.features, kind), dim), (None, None))
@@ -60,7 +62,7 @@ class RandomProjections(nn.Module):
         is_due = (step + 1) % self.redraw == 0
         return jax.lax.cond(is_due, lambda: random_projections(rng, count, dim, self.projections), lambda: w)
 
-    def within(self, mask: Any) -> Any:
+    def within(self, mask: AnyMask) -> Any:
         return check_mask(
             "attention with random features", mask, Causal(), Full(), reason="it sums over all preceding tokens"
         )

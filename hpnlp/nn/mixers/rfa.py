@@ -17,6 +17,7 @@ from hpnlp.nn.mixers.random_projections import RandomProjections, check_projecti
 from hpnlp.ops.attention import Causal
 from hpnlp.ops.attention.linear import LinearState
 from hpnlp.ops.attention.linear.random_attention import RFATerms, rfa_quotient, rfa_terms
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection
 
 # Gates begin at sigmoid(3) = 0.95, so that sums reach back about 20 tokens.
@@ -84,7 +85,7 @@ class RFAMixer(RandomProjections):
         terms = rfa_terms(inputs.q, inputs.k, inputs.v, self.drawn("trigonometric", dim), scale, log_gate)
         return terms, log_gate
 
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.v is not None
         causal = self.within(mask) == Causal()
         terms, log_gate = self._terms(inputs)
@@ -94,7 +95,7 @@ class RFAMixer(RandomProjections):
         o = rfa_quotient(sums.o, mass.o).astype(inputs.v.dtype)
         return MixerOutput(o, cache=None if inputs.capacity is None else RFAState(sums.cache, mass.cache))
 
-    def extend(self, inputs: MixerInputs, mask: Any, cache: RFAState) -> tuple[jax.Array, RFAState]:
+    def extend(self, inputs: MixerInputs, mask: AnyMask, cache: RFAState) -> tuple[jax.Array, RFAState]:
         """Mixes further tokens with the preceding ones.
 
         Args:
@@ -113,7 +114,7 @@ class RFAMixer(RandomProjections):
         mass, mass_state = extend(terms.queries, terms.factors, terms.values, cache.mass, **options)
         return rfa_quotient(sums, mass).astype(inputs.v.dtype), RFAState(state, mass_state)
 
-    def within(self, mask: Any) -> Any:
+    def within(self, mask: AnyMask) -> Any:
         if self.gate:
             return check_mask("random feature attention with gates", mask, Causal())
         return super().within(mask)

@@ -9,10 +9,12 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from hpnlp.nn.mixers.checks import check_decoding, check_mask
 from hpnlp.ops.attention import Causal, Window, attend
 from hpnlp.ops.attention.decoding.kv_cache import KVCache, start_cache
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 
@@ -78,7 +80,7 @@ class SegmentMemoryMixer(nn.Module):
     memory: int = 128
     dropout: float = 0.0
 
-    def initial_carry(self, batch: int, dim: int, dtype: Any) -> SegmentMemory:
+    def initial_carry(self, batch: int, dim: int, dtype: DTypeLike) -> SegmentMemory:
         """The memory before the first tokens.
 
         Args:
@@ -92,7 +94,7 @@ class SegmentMemoryMixer(nn.Module):
         ids = jnp.zeros((batch, self.memory), jnp.int32)
         return SegmentMemory(jnp.zeros((batch, self.memory, dim), dtype), ids, ids)
 
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.k is not None and inputs.v is not None
         window = self.within(mask)
         o = self._attend(inputs, window)
@@ -101,7 +103,7 @@ class SegmentMemoryMixer(nn.Module):
             cache = start_cache(inputs.k, inputs.v, inputs.lengths(), window, inputs.capacity)
         return MixerOutput(o, cache=cache, carry=None if inputs.carry is None else self._last(inputs))
 
-    def extend(self, inputs: MixerInputs, mask: Any, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    def extend(self, inputs: MixerInputs, mask: AnyMask, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """Attends from further tokens to the M tokens before each of them; see `extend_cache`.
 
         Args:
@@ -142,7 +144,7 @@ class SegmentMemoryMixer(nn.Module):
         assert inputs.q is not None
         return inputs.q, None
 
-    def within(self, mask: Any) -> Any:
+    def within(self, mask: AnyMask) -> Any:
         """The mask of the pairs that influence each other.
 
         Args:

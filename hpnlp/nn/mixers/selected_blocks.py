@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from hpnlp.nn.layers import Dense, param
 from hpnlp.nn.mixers.checks import check_decoding, check_mask
 from hpnlp.ops.attention import Causal, Window, attend, merge
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.attention.selected_blocks import (
     BlockCache,
     DocumentBlocks,
@@ -62,7 +63,7 @@ class MobaMixer(nn.Module):
     top: int = 3
     dropout: float = 0.0
 
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         self.within(mask)
         q, k, v = inputs.q, inputs.k, inputs.v
@@ -74,7 +75,7 @@ class MobaMixer(nn.Module):
             cache = start_block_cache(k, v, inputs.lengths(), self.block, inputs.capacity)
         return MixerOutput(o, cache=cache)
 
-    def extend(self, inputs: MixerInputs, mask: Any, cache: BlockCache) -> tuple[jax.Array, BlockCache]:
+    def extend(self, inputs: MixerInputs, mask: AnyMask, cache: BlockCache) -> tuple[jax.Array, BlockCache]:
         """Mixes further tokens with those of their own blocks and the chosen ones.
 
         Args:
@@ -93,7 +94,7 @@ class MobaMixer(nn.Module):
         chosen = choose_blocks(q, longer.k_summaries, longer.blocks(), self.top, indices=positions)
         return attend_positions(q, longer.k, longer.v, block_positions(chosen, positions, self.block)), longer
 
-    def within(self, mask: Any) -> Any:
+    def within(self, mask: AnyMask) -> Any:
         """The pairs that may influence each other.
 
         Args:
@@ -147,7 +148,7 @@ class NsaMixer(nn.Module):
     compression: str = "mean"
     dropout: float = 0.0
 
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         self.within(mask)
         q, k, v, segment_ids = inputs.q, inputs.k, inputs.v, inputs.segment_ids
@@ -166,7 +167,7 @@ class NsaMixer(nn.Module):
             cache = start_block_cache(k, v, lengths, self.block, inputs.capacity, *weights, has_v_summaries=True)
         return MixerOutput(self._gated(inputs.x, compressed, selected, window), cache=cache)
 
-    def extend(self, inputs: MixerInputs, mask: Any, cache: BlockCache) -> tuple[jax.Array, BlockCache]:
+    def extend(self, inputs: MixerInputs, mask: AnyMask, cache: BlockCache) -> tuple[jax.Array, BlockCache]:
         """Mixes further tokens with summaries, chosen blocks and the window.
 
         Args:
@@ -191,7 +192,7 @@ class NsaMixer(nn.Module):
         window = attend_positions(q, longer.k, longer.v, last)
         return self._gated(inputs.x, compressed, selected, window), longer
 
-    def within(self, mask: Any) -> Any:
+    def within(self, mask: AnyMask) -> Any:
         """The pairs that may influence each other.
 
         Args:

@@ -12,6 +12,7 @@ from hpnlp.nn.mixers.checks import check_decoding, check_mask
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.bucketed.sinkhorn import SortSettings, sinkhorn_attention
 from hpnlp.ops.attention.bucketed.sinkhorn_cache import SinkhornCache, extend_sinkhorn_cache, start_sinkhorn_cache
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 
@@ -43,7 +44,7 @@ class SinkhornMixer(nn.Module):
     temperature: float = 0.75
     dropout: float = 0.0
 
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         settings, rate = self._settings(mask), 0.0 if inputs.deterministic else self.dropout
         o = sinkhorn_attention(
@@ -63,7 +64,7 @@ class SinkhornMixer(nn.Module):
             o, cache=start_sinkhorn_cache(inputs.q, inputs.k, inputs.v, lengths, settings, inputs.capacity)
         )
 
-    def extend(self, inputs: MixerInputs, mask: Any, cache: SinkhornCache) -> tuple[jax.Array, SinkhornCache]:
+    def extend(self, inputs: MixerInputs, mask: AnyMask, cache: SinkhornCache) -> tuple[jax.Array, SinkhornCache]:
         """Mixes further tokens with the preceding ones.
 
         Args:
@@ -82,7 +83,7 @@ class SinkhornMixer(nn.Module):
         check_mask("Sinkhorn attention with a cache", mask, Causal())
         return extend_sinkhorn_cache(inputs.q, inputs.k, inputs.v, cache, self._settings(mask))
 
-    def within(self, mask: Any) -> Any:
+    def within(self, mask: AnyMask) -> Any:
         """The mask of the pairs that may influence each other.
 
         Args:
@@ -96,7 +97,7 @@ class SinkhornMixer(nn.Module):
         """
         return check_mask("Sinkhorn attention", mask, Causal(), Full())
 
-    def _settings(self, mask: Any) -> SortSettings:
+    def _settings(self, mask: AnyMask) -> SortSettings:
         return SortSettings(self.block, self.iterations, self.temperature, self.within(mask) == Causal())
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.checks import check_has_effect
 from hpnlp.nn.mixers.low_rank import of_length
+from hpnlp.ops.attention.masks.per_head import AnyMask, PerHead
 from hpnlp.ops.attention.pair_bias import weighted
 from hpnlp.ops.attention.synthetic.attend import Factors, synthetic_attend, tiled_scores
 from hpnlp.ops.attention.synthetic.factorized_dense import factorized_dense_attend
@@ -71,7 +72,7 @@ class SynthesizerMixer(nn.Module):
         return {**hidden, "v": Projection("heads")}
 
     @nn.compact
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.v is not None
         mask, rate = self.within(mask), 0.0 if inputs.deterministic else self.dropout
         positions = None if mask.relative else inputs.positions
@@ -84,7 +85,7 @@ class SynthesizerMixer(nn.Module):
             "rng": inputs.rng if rate else None,
             "streams": inputs.streams if rate else None,
         }
-        if self.terms == ("factorized_dense",) and mask.heads is None:
+        if self.terms == ("factorized_dense",) and not isinstance(mask, PerHead):
             a, b = self._tiles(inputs)
             return MixerOutput(factorized_dense_attend(inputs.v, a, b, mask, **operands))
         if self.terms == ("random",):
@@ -94,7 +95,7 @@ class SynthesizerMixer(nn.Module):
         factors, scores, weights = self._scores(inputs)
         return MixerOutput(synthetic_attend(inputs.v, factors, scores, mask, weights, **operands))
 
-    def within(self, mask: Any) -> Any:
+    def within(self, mask: AnyMask) -> Any:
         """The mask itself: scores of all pairs are defined.
 
         Args:

@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from hpnlp.nn.layers import param
@@ -146,7 +147,7 @@ class NCEOutput(_Sampling):
         self.word_bias = param(self, "bias", self._init_bias, (self.vocab,), (self.axis,))
         self.log_z = self.param("log_z", nn.initializers.zeros, (), jnp.float32) if self.partition == "learned" else 0.0
 
-    def _init_bias(self, rng: jax.Array, shape: tuple[int, ...], dtype: Any) -> Float[Array, " V"]:
+    def _init_bias(self, rng: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> Float[Array, " V"]:
         counts = np.ones(shape) if self.stats is None else np.maximum(self.stats.counts, 1)
         return jnp.asarray(np.log(counts / counts.sum()), dtype)
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from hpnlp.flop_count import kernel_flops
@@ -23,7 +24,7 @@ _STEPS = 4  # steps whose operands are in shared memory
 _GROUP = 4  # neighbouring tiles of columns that are computed one after another, and share rows in the L2 cache
 
 
-def limits(assignments: Any, experts: int, sizes: tuple[int, ...], dtype: Any) -> list[str]:
+def limits(assignments: Any, experts: int, sizes: tuple[int, ...], dtype: DTypeLike) -> list[str]:
     """Properties of an expert computation that the kernels cannot compute.
 
     Args:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from hpnlp.ops.arrays import accepts_numpy
@@ -150,7 +151,7 @@ def run_recurrence(
     start: State,
     initial: State,
     masks: Masks,
-    dtype: Any,
+    dtype: DTypeLike,
 ) -> tuple[Array, State]:
     """Runs a cell over a sequence.
 
@@ -176,7 +177,7 @@ def run_recurrence(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _run(
-    cell: Cell, dtype: Any, x: Array, kernels: Any, params: Any, start: State, initial: State, masks: Any
+    cell: Cell, dtype: DTypeLike, x: Array, kernels: Any, params: Any, start: State, initial: State, masks: Any
 ) -> tuple[Array, State]:
     # Without gradients nothing is stacked but the hidden states.
     return _scan(cell, dtype, x, kernels, params, start, initial, masks, keeps=False)[0]
@@ -184,14 +185,22 @@ def _run(
 
 @accepts_numpy
 def _run_forward(
-    cell: Cell, dtype: Any, x: Array, kernels: Any, params: Any, start: State, initial: State, masks: Any
+    cell: Cell, dtype: DTypeLike, x: Array, kernels: Any, params: Any, start: State, initial: State, masks: Any
 ) -> tuple[Any, Any]:
     result, saved = _scan(cell, dtype, x, kernels, params, start, initial, masks, keeps=True)
     return result, (None if cell.additive else x, kernels, params, masks, saved)
 
 
 def _scan(
-    cell: Cell, dtype: Any, x: Array, kernels: Any, params: Any, start: State, initial: State, masks: Any, keeps: bool
+    cell: Cell,
+    dtype: DTypeLike,
+    x: Array,
+    kernels: Any,
+    params: Any,
+    start: State,
+    initial: State,
+    masks: Any,
+    keeps: bool,
 ) -> tuple[tuple[Array, State], Any]:
     """`((hidden states, last state), arrays that the backward pass reads)`."""
     kernels = [kernel.astype(dtype) for kernel in kernels]
@@ -211,7 +220,7 @@ def _scan(
     return (h, last), saved
 
 
-def _run_backward(cell: Cell, dtype: Any, residuals: Any, cotangents: tuple[Array, State]) -> tuple[Any, ...]:
+def _run_backward(cell: Cell, dtype: DTypeLike, residuals: Any, cotangents: tuple[Array, State]) -> tuple[Any, ...]:
     x, kernels, params, masks, saved = residuals
     dy, d_last = cotangents
     operands, seconds, states, further = saved
@@ -262,7 +271,7 @@ def _by_step(masks: Masks, steps: int) -> tuple[dict[str, Array], dict[str, Arra
     return constant, {name: mask for name, mask in masks.items() if name not in constant}
 
 
-def _before(state: State, initial: State, masks: Masks, dtype: Any) -> tuple[State, Array]:
+def _before(state: State, initial: State, masks: Masks, dtype: DTypeLike) -> tuple[State, Array]:
     """`(state before a step, operand of its first product)`."""
     if "reset" in masks:
         state = tuple(jnp.where(masks["reset"], first, s) for first, s in zip(initial, state, strict=True))

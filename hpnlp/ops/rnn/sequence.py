@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from hpnlp.ops.linear import product
@@ -90,7 +91,7 @@ def run_layer(
     reset: Array | None,
     lengths: Array | None,
     reverse: bool,
-    dtype: Any,
+    dtype: DTypeLike,
 ) -> tuple[Array, State]:
     """Runs a cell over the sequences of a batch.
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from hpnlp.ops.arrays import accepts_numpy
@@ -141,5 +142,5 @@ def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return product(h, w), (by_h + by_w).astype(jnp.float32)
 
 
-def _product(h: Array, w: Array, dtype: Any) -> Array:
+def _product(h: Array, w: Array, dtype: DTypeLike) -> Array:
     return lax.dot_general(h, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from hpnlp.ops.array_op import array_op
@@ -31,11 +32,11 @@ class TreeState(NamedTuple):
     c: Any
 
 
-def _state(features: int, dtype: Any) -> TreeState:
+def _state(features: int, dtype: DTypeLike) -> TreeState:
     return TreeState(jax.ShapeDtypeStruct((features,), dtype), jax.ShapeDtypeStruct((features,), jnp.float32))
 
 
-def _next_state(i: Array, o: Array, u: Array, kept: Array | None, dtype: Any) -> TreeState:
+def _next_state(i: Array, o: Array, u: Array, kept: Array | None, dtype: DTypeLike) -> TreeState:
     """The state from gates before their activations, and the sum of the children's memory cells that is kept."""
     c = jax.nn.sigmoid(i) * jnp.tanh(u)
     c = c if kept is None else c + kept

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from hpnlp.ops.array_op import array_op
@@ -53,7 +54,7 @@ class FloatWeight(Weight):
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[-2:]
 
-    def as_array(self, dtype: Any) -> Array | None:
+    def as_array(self, dtype: DTypeLike) -> Array | None:
         return self.codes if self.scales is None and self.codes.dtype == dtype else None
 
     def dense(self) -> Float[Array, "D F"]:
@@ -118,7 +119,7 @@ def _float8_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, None
 _float8_product.defvjp(_float8_forward, _float8_backward)
 
 
-def _rounded(x: Array, limits: Array, dtype: Any) -> tuple[Array, Array]:
+def _rounded(x: Array, limits: Array, dtype: DTypeLike) -> tuple[Array, Array]:
     """x, divided by steps that bring `limits` to the largest number of a dtype, and rounded to it; and the steps."""
     largest = float(jnp.finfo(dtype).max)
     steps = ranges.steps(limits, largest)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 THREADS = "warpgroup"
 AXES = ("batch", "heads", "tiles")
@@ -35,7 +36,7 @@ def interpreter() -> Any:
     return InterpretGPUParams()
 
 
-def matrix(shape: tuple[int, ...], dtype: Any) -> Any:
+def matrix(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     """Shared memory for operands of products, tiled and swizzled as the tensor cores read it.
 
     Args:

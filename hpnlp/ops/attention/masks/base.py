@@ -19,6 +19,9 @@ import numpy as np
 from hpnlp.ops.attention.masks.lookback import ALL_KEYS, NO_KEYS, Lookback
 from hpnlp.types import InputError
 
+# Positions of queries or keys: integers, or arrays of them that broadcast against each other.
+Places = jax.Array | np.ndarray | np.integer | int
+
 NO_TRUTH_VALUE = "a mask has no truth value: write & | ~ between masks, not `and`, `or`, `not`"
 # An intersection of unions is expanded into at most this many terms; their number is the product of those of the unions.
 _MAX_TERMS = 16
@@ -62,7 +65,7 @@ class Mask:
                     "arrays as an operand of the call: dense_mask, segment_ids, positions, kv_lengths or global_tokens"
                 )
 
-    def at(self, q: Any, k: Any) -> Any:
+    def at(self, q: Places, k: Places) -> Any:
         """Whether queries may attend to keys.
 
         Args:
@@ -78,7 +81,7 @@ class Mask:
         """
         raise NotImplementedError(f"{type(self).__name__} does not define `at`, the pairs that it allows")
 
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+    def tile(self, q0: Places, q1: Places, k0: Places, k1: Places) -> tuple[Any, Any]:
         """Whether tiles allow a pair, and whether they allow every pair.
 
         Args:
@@ -278,10 +281,10 @@ class Full(Mask):
     relative = True
     allows_all = True
 
-    def at(self, q: Any, k: Any) -> Any:
+    def at(self, q: Places, k: Places) -> Any:
         return (q == q) & (k == k)
 
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+    def tile(self, q0: Places, q1: Places, k0: Places, k1: Places) -> tuple[Any, Any]:
         return True, True
 
     def complement_lookback(self) -> Lookback:
@@ -321,10 +324,10 @@ class And(_Pair):
     left: Mask
     right: Mask
 
-    def at(self, q: Any, k: Any) -> Any:
+    def at(self, q: Places, k: Places) -> Any:
         return self.left.at(q, k) & self.right.at(q, k)
 
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+    def tile(self, q0: Places, q1: Places, k0: Places, k1: Places) -> tuple[Any, Any]:
         (left_some, left_every), (right_some, right_every) = (m.tile(q0, q1, k0, k1) for m in (self.left, self.right))
         return left_some & right_some, left_every & right_every
 
@@ -355,10 +358,10 @@ class Or(_Pair):
     left: Mask
     right: Mask
 
-    def at(self, q: Any, k: Any) -> Any:
+    def at(self, q: Places, k: Places) -> Any:
         return self.left.at(q, k) | self.right.at(q, k)
 
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+    def tile(self, q0: Places, q1: Places, k0: Places, k1: Places) -> tuple[Any, Any]:
         (left_some, left_every), (right_some, right_every) = (m.tile(q0, q1, k0, k1) for m in (self.left, self.right))
         return left_some | right_some, left_every | right_every
 
@@ -382,10 +385,10 @@ class Not(Mask):
     def relative(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.mask.relative
 
-    def at(self, q: Any, k: Any) -> Any:
+    def at(self, q: Places, k: Places) -> Any:
         return ~self.mask.at(q, k)
 
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+    def tile(self, q0: Places, q1: Places, k0: Places, k1: Places) -> tuple[Any, Any]:
         some_pair, every_pair = self.mask.tile(q0, q1, k0, k1)
         return np.True_ ^ every_pair, np.True_ ^ some_pair
 
@@ -422,10 +425,10 @@ class Shift(Mask):
     def cheap(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.mask.cheap
 
-    def at(self, q: Any, k: Any) -> Any:
+    def at(self, q: Places, k: Places) -> Any:
         return self.mask.at(q, k - self.keys)
 
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+    def tile(self, q0: Places, q1: Places, k0: Places, k1: Places) -> tuple[Any, Any]:
         return self.mask.tile(q0, q1, k0 - self.keys, k1 - self.keys)
 
     def lookback(self) -> Lookback:
@@ -451,7 +454,7 @@ class _FoldedTiles(Mask):
     mask: Mask
     stride: int
 
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+    def tile(self, q0: Places, q1: Places, k0: Places, k1: Places) -> tuple[Any, Any]:
         last = self.stride - 1
         return self.mask.tile(q0 * self.stride, q1 * self.stride + last, k0 * self.stride, k1 * self.stride + last)
 

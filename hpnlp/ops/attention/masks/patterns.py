@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hpnlp.ops.attention.masks.base import Mask
+from hpnlp.ops.attention.masks.base import Mask, Places
 from hpnlp.ops.attention.masks.lookback import ALL_KEYS, NO_KEYS, Lookback
 from hpnlp.ops.attention.masks.selected_tokens import FirstQueries, KeysAt, QueriesAt, count_between
 from hpnlp.ops.counter_rng import drawn_blocks
@@ -53,10 +53,10 @@ class Causal(Mask):
     relative = True
     cheap = True
 
-    def at(self, q: Any, k: Any) -> Any:
+    def at(self, q: Places, k: Places) -> Any:
         return k <= q
 
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+    def tile(self, q0: Places, q1: Places, k0: Places, k1: Places) -> tuple[Any, Any]:
         return k0 <= q1, k1 <= q0
 
     def complement_lookback(self) -> Lookback:
@@ -91,12 +91,16 @@ class Window(Mask):
             object.__setattr__(self, "right", self.left)
         _check_integers(self, left=0, right=0)
 
-    def at(self, q: Any, k: Any) -> Any:
-        return (k - q >= -self.left) & (k - q <= self.right)
+    @property
+    def _right(self) -> int:
+        return self.left if self.right is None else self.right
 
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+    def at(self, q: Places, k: Places) -> Any:
+        return (k - q >= -self.left) & (k - q <= self._right)
+
+    def tile(self, q0: Places, q1: Places, k0: Places, k1: Places) -> tuple[Any, Any]:
         low, high = k0 - q1, k1 - q0
-        return (low <= self.right) & (high >= -self.left), (high <= self.right) & (low >= -self.left)
+        return (low <= self._right) & (high >= -self.left), (high <= self._right) & (low >= -self.left)
 
     def lookback(self) -> Lookback:
         return Lookback(-math.inf, self.left)
@@ -127,11 +131,11 @@ class Dilated(Mask):
     def __post_init__(self) -> None:
         _check_integers(self, width=0, dilation=1)
 
-    def at(self, q: Any, k: Any) -> Any:
+    def at(self, q: Places, k: Places) -> Any:
         reach = self.width * self.dilation
         return (k - q >= -reach) & (k - q <= reach) & ((k - q) % self.dilation == 0)
 
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+    def tile(self, q0: Places, q1: Places, k0: Places, k1: Places) -> tuple[Any, Any]:
         some_near, every_near = Window(self.width * self.dilation).tile(q0, q1, k0, k1)
         some_residue, every_residue = Strided(self.dilation).tile(q0, q1, k0, k1)
         return some_near & some_residue, every_near & every_residue
@@ -164,10 +168,10 @@ class Blockwise(Mask):
     def __post_init__(self) -> None:
         _check_integers(self, block=1)
 
-    def at(self, q: Any, k: Any) -> Any:
+    def at(self, q: Places, k: Places) -> Any:
         return q // self.block == k // self.block
 
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+    def tile(self, q0: Places, q1: Places, k0: Places, k1: Places) -> tuple[Any, Any]:
         q0, q1, k0, k1 = (x // self.block for x in (q0, q1, k0, k1))
         return (q0 <= k1) & (k0 <= q1), (q0 == k1) & (k0 == q1)
 
@@ -195,10 +199,10 @@ class Strided(Mask):
     def __post_init__(self) -> None:
         _check_integers(self, stride=1)
 
-    def at(self, q: Any, k: Any) -> Any:
+    def at(self, q: Places, k: Places) -> Any:
         return (k - q) % self.stride == 0
 
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+    def tile(self, q0: Places, q1: Places, k0: Places, k1: Places) -> tuple[Any, Any]:
         low, high = k0 - q1, k1 - q0
         return high // self.stride * self.stride >= low, (low == high) & (low % self.stride == 0) | (self.stride == 1)
 
@@ -229,10 +233,10 @@ class Fixed(Mask):
         if self.columns > self.block:
             raise InputError(f"Fixed.columns={self.columns}: expected at most block={self.block}")
 
-    def at(self, q: Any, k: Any) -> Any:
+    def at(self, q: Places, k: Places) -> Any:
         return (k % self.block >= self.block - self.columns) & (q == q)
 
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+    def tile(self, q0: Places, q1: Places, k0: Places, k1: Places) -> tuple[Any, Any]:
         first = self.block - self.columns
         start, length = k0 % self.block, k1 - k0
         some_column = (start + length >= first) & (self.columns > 0)
@@ -260,10 +264,10 @@ class Global(Mask):
     def __post_init__(self) -> None:
         _check_integers(self, count=0)
 
-    def at(self, q: Any, k: Any) -> Any:
+    def at(self, q: Places, k: Places) -> Any:
         return (q < self.count) | (k < self.count)
 
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+    def tile(self, q0: Places, q1: Places, k0: Places, k1: Places) -> tuple[Any, Any]:
         return (q0 < self.count) | (k0 < self.count), (q1 < self.count) | (k1 < self.count)
 
     def lookback(self) -> Lookback:
@@ -294,10 +298,10 @@ class GlobalAt(Mask):
             raise InputError(f"GlobalAt.indices holds {indices[0]}: expected positions of at least 0")
         object.__setattr__(self, "indices", indices)
 
-    def at(self, q: Any, k: Any) -> Any:
+    def at(self, q: Places, k: Places) -> Any:
         return (count_between(self.indices, q, q) > 0) | (count_between(self.indices, k, k) > 0)
 
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+    def tile(self, q0: Places, q1: Places, k0: Places, k1: Places) -> tuple[Any, Any]:
         q, k = count_between(self.indices, q0, q1), count_between(self.indices, k0, k1)
         return (q > 0) | (k > 0), (q == q1 - q0 + 1) | (k == k1 - k0 + 1)
 
@@ -331,10 +335,10 @@ class Sinks(Mask):
     def __post_init__(self) -> None:
         _check_integers(self, count=0)
 
-    def at(self, q: Any, k: Any) -> Any:
+    def at(self, q: Places, k: Places) -> Any:
         return (k < self.count) & (q == q)
 
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+    def tile(self, q0: Places, q1: Places, k0: Places, k1: Places) -> tuple[Any, Any]:
         return k0 < self.count, k1 < self.count
 
     def lookback(self) -> Lookback:
@@ -360,10 +364,10 @@ class Prefix(Mask):
     def __post_init__(self) -> None:
         _check_integers(self, count=0)
 
-    def at(self, q: Any, k: Any) -> Any:
+    def at(self, q: Places, k: Places) -> Any:
         return (q < self.count) & (k < self.count)
 
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+    def tile(self, q0: Places, q1: Places, k0: Places, k1: Places) -> tuple[Any, Any]:
         return (q0 < self.count) & (k0 < self.count), (q1 < self.count) & (k1 < self.count)
 
     def lookback(self) -> Lookback:
@@ -400,13 +404,13 @@ class RandomBlocks(Mask):
         if self.among is not None:
             _check_integers(self, among=0)
 
-    def at(self, q: Any, k: Any) -> Any:
+    def at(self, q: Places, k: Places) -> Any:
         allowed = (q != q) | (k != k)
         for drawn in drawn_blocks(self.seed, q // self.block, self.count, self.among):
             allowed = allowed | (drawn == k // self.block) & (k >= 0)
         return allowed
 
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+    def tile(self, q0: Places, q1: Places, k0: Places, k1: Places) -> tuple[Any, Any]:
         q0, q1, k0, k1 = (x // self.block for x in (q0, q1, k0, k1))
         traced = any(isinstance(x, jax.Array) for x in (q0, q1, k0, k1))
         if traced or np.max(q1 - q0) > _MAX_DRAWN_SPAN:
@@ -450,7 +454,7 @@ class Where(Mask):
     def __repr__(self) -> str:
         return f"Where({getattr(self.function, '__qualname__', self.function)})"
 
-    def at(self, q: Any, k: Any) -> Any:
+    def at(self, q: Places, k: Places) -> Any:
         traced = isinstance(q, jax.Array) or isinstance(k, jax.Array)
         library: Any = jax.numpy if traced else np
         with contextlib.nullcontext() if traced else jax.ensure_compile_time_eval():

@@ -92,6 +92,9 @@ class PerHead:
         return np.stack([mask.to_dense(length, keys) for mask in self.masks])
 
 
+AnyMask = Mask | PerHead
+
+
 def check_mask(mask: Any) -> None:
     """Checks that a value can be used as a mask.
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hpnlp.ops.attention.masks.base import Mask
+from hpnlp.ops.attention.masks.base import Mask, Places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,10 +18,10 @@ class FirstQueries(Mask):
 
     count: int
 
-    def at(self, q: Any, k: Any) -> Any:
+    def at(self, q: Places, k: Places) -> Any:
         return (q < self.count) & (k == k)
 
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+    def tile(self, q0: Places, q1: Places, k0: Places, k1: Places) -> tuple[Any, Any]:
         return q0 < self.count, q1 < self.count
 
     def query_indices(self, length: int) -> Sequence[int]:
@@ -34,10 +34,10 @@ class QueriesAt(Mask):
 
     indices: tuple[int, ...]
 
-    def at(self, q: Any, k: Any) -> Any:
+    def at(self, q: Places, k: Places) -> Any:
         return (count_between(self.indices, q, q) > 0) & (k == k)
 
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+    def tile(self, q0: Places, q1: Places, k0: Places, k1: Places) -> tuple[Any, Any]:
         count = count_between(self.indices, q0, q1)
         return count > 0, count == q1 - q0 + 1
 
@@ -51,10 +51,10 @@ class KeysAt(Mask):
 
     indices: tuple[int, ...]
 
-    def at(self, q: Any, k: Any) -> Any:
+    def at(self, q: Places, k: Places) -> Any:
         return (count_between(self.indices, k, k) > 0) & (q == q)
 
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+    def tile(self, q0: Places, q1: Places, k0: Places, k1: Places) -> tuple[Any, Any]:
         count = count_between(self.indices, k0, k1)
         return count > 0, count == k1 - k0 + 1
 
