@@ -114,7 +114,7 @@ def spare_threads() -> None:
 
     if devices := simulated(os.environ):
         # Cores that this process may use, as XLA counts them.
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         os.environ.setdefault("NPROC", str(max(4 * devices, cores)))
 
 

@@ -390,7 +390,7 @@ def environment() -> dict[str, Any]:
         "devices": jax.device_count(),
         **({"driver": driver.splitlines()[0]} if driver else {}),
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
     }
 
 
