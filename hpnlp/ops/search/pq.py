@@ -270,9 +270,9 @@ def pq_search(
 
 def _products(queries: Float[Array, "Q D"], books: Float[Array, "M K d"]) -> Float[Array, "Q _"]:
     """Products [Q, M K] of the parts of queries and the centroids."""
-    parts, _, width = books.shape
+    parts, centroids, width = books.shape
     products = jnp.einsum("qmd,mkd->qmk", queries.reshape(-1, parts, width), books)
-    return products.reshape(queries.shape[0], -1)
+    return products.reshape(-1, parts * centroids)
 
 
 def _check_parts(vocab: int, dim: int, parts: int, centroids: int, keep: str, fine: int) -> None:
