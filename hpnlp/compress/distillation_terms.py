@@ -76,7 +76,7 @@ class Term:
 
     @property
     def taps(self) -> frozenset[str]:
-        """What the term reads of both models, names of `PredictionModel.tapped`."""
+        """Names of `PredictionModel.tapped` that the term reads of both models."""
         if self.kind == "hidden":
             pairs = () if isinstance(self.layers, str) else self.layers
             return frozenset({"hidden"} | ({"embedding"} if any(0 in pair for pair in pairs) else set()))

@@ -1,4 +1,4 @@
-"""What the training step of several devices has and that of one does not: functions that divide a model, and their checks."""
+"""Functions that divide a model over several devices, and their checks; a step on one device has neither."""
 
 from __future__ import annotations
 

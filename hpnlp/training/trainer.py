@@ -210,7 +210,7 @@ def make_trainer(
 
 @dataclasses.dataclass(frozen=True)
 class _Prepared:
-    """What the functions of a trainer are made from.
+    """Inputs of the functions of a trainer: model, optimizer and layout, with shapes and shardings of the state.
 
     Attributes:
       model: The model.
