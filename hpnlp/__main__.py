@@ -32,7 +32,7 @@ COMMANDS = {
     "convert": "convert Hugging Face checkpoints to runs, and runs to checkpoints",
     "completion": "print a script by which bash, zsh or fish completes commands and flags",
 }
-# Commands that react to signals as `hpnlp.training.signals` describes.
+# Commands that react to signals as `hpnlp.training.processes.signals` describes.
 HANDLES_SIGNALS = ("train", "sweep", "lra", "compress", "launch")
 
 
@@ -45,7 +45,7 @@ def main() -> None:
         2: invalid input or an error of the machine, with one line on stderr; or all files were written, but not stdout.
         75: a condition that may pass, with one line on stderr: a lost process, processes that did not find each other, a port
             in use, a directory that another process writes, a full disk, a stale file handle. Try again later.
-        130: Ctrl-C, with one line on stderr; for HANDLES_SIGNALS also the other signals of `hpnlp.training.signals`.
+        130: Ctrl-C, with one line on stderr; for HANDLES_SIGNALS also the other signals of `hpnlp.training.processes.signals`.
     """
     atexit.register(gc.freeze)  # skips the garbage collection of all objects when the process ends
     _open_standard_descriptors()
@@ -55,7 +55,7 @@ def main() -> None:
     try:
         with contextlib.ExitStack() as stack:
             if argv[0] in HANDLES_SIGNALS:
-                from hpnlp.training import signals
+                from hpnlp.training.processes import signals
 
                 stack.enter_context(signals.watched())
             _run_guarded(argv)

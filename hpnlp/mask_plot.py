@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from hpnlp.ops.attention import Mask, PerHead
-from hpnlp.ops.attention.block_sparse import cost_model
 from hpnlp.ops.attention.block_sparse.block_mask import BlockMask, active_tiles, evaluate_tiles
+from hpnlp.ops.attention.block_sparse.decomposition import cost_model
 from hpnlp.ops.attention.masks.per_head import check_mask
 from hpnlp.types import InputError
 

@@ -21,8 +21,8 @@ from typing import Any
 import jax
 
 from hpnlp.atomic_file import replace_bytes
-from hpnlp.flop_count import count_flops as count_flops  # part of this module's interface
-from hpnlp.flop_count import jaxpr_flops, jitted
+from hpnlp.cost.flop_count import count_flops as count_flops  # part of this module's interface
+from hpnlp.cost.flop_count import jaxpr_flops, jitted
 from hpnlp.types import InputError
 from hpnlp.version import __version__
 

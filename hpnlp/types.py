@@ -448,7 +448,7 @@ class CarryingModel(Protocol):
 
 @runtime_checkable
 class TrainingModel(Protocol):
-    """A Model that is trained in another form than it is used; see `models.wrapper.TrainingWrapper`.
+    """A Model that is trained in another form than it is used; see `models.mixtures.wrapper.TrainingWrapper`.
 
     Attributes:
       training_arrays: Names of the arrays of a batch that only training reads.

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
+from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.feed_forward import FeedForward
 from hpnlp.nn.layers import Dense, buffer, dense_init
 from hpnlp.types import MixerInputs, MixerOutput

@@ -23,7 +23,7 @@ from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.nn.output import OUTPUTS
 from hpnlp.ops import attention
 from hpnlp.ops.attention import Causal, Full
-from hpnlp.ops.attention.block_sparse import decompose
+from hpnlp.ops.attention.block_sparse.decomposition import decompose
 from hpnlp.ops.attention.block_sparse.flash import _backward, _forward, _traced_once
 from hpnlp.ops.attention.masks.table import MASKS as PATTERN_TABLE
 from hpnlp.spec import build, parse_one

@@ -8,7 +8,7 @@ import pytest
 from hpnlp.atomic_file import replace_bytes, replaced
 from hpnlp.errors import TemporaryError
 from hpnlp.report.files import replace_text
-from hpnlp.training.metrics import JsonlWriter
+from hpnlp.training.files.metrics import JsonlWriter
 from hpnlp.types import InputError
 
 

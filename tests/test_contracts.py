@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpnlp.models.beam_search import _for_beams, _has_beams, _is_reordered, _reordered
+from hpnlp.models.decoding.beam_search import _for_beams, _has_beams, _is_reordered, _reordered
 from hpnlp.nn.attention import Attention, Context
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import exact_mixer
@@ -22,7 +22,7 @@ from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.block_sparse.block_mask import density
 from hpnlp.ops.table_rows import TableRows
 from hpnlp.spec import parse_one
-from hpnlp.training.sparse_rows import distinct
+from hpnlp.training.optimizers.sparse_rows import distinct
 from hpnlp.types import InputError, LossOut
 from tests import contracts
 from tests.contracts import MIXER_SPECS, OUTPUT_SPECS, PATTERNS, Mixing, Output, assert_close, once

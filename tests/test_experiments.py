@@ -11,8 +11,9 @@ import jax
 import pytest
 
 from hpnlp.cli import experiment
-from hpnlp.data import sources, word_similarity
+from hpnlp.data.reading import sources
 from hpnlp.data.stream import prepare
+from hpnlp.data.tokenizers import word_similarity
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training.config import resolve
 from hpnlp.training.run_directory import make_model

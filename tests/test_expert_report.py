@@ -12,7 +12,7 @@ from hpnlp.data.tokenizers import ByteTokenizer
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.ops import moe
 from hpnlp.report import experts, single
-from hpnlp.tasks.reporting import Outcome
+from hpnlp.tasks.reports.reporting import Outcome
 from hpnlp.training.config import Config
 from tests.drawn import drawn_params
 from tests.test_report import Corpus, result

@@ -7,12 +7,12 @@ import sys
 # Packages, and modules of packages, that a plain language model does not need.
 CATALOGUE = (
     "hpnlp.compress.weight_training",
-    "hpnlp.compress.distillation",
+    "hpnlp.compress.distilling.distillation",
     "hpnlp.compress.files",
     "hpnlp.models.huggingface",
     "hpnlp.models.encoder",
     "hpnlp.models.rnn",
-    "hpnlp.nn.evolved",
+    "hpnlp.nn.blocks.evolved",
     "hpnlp.nn.feed_forward.experts",
     "hpnlp.nn.output.sampled",
     "hpnlp.ops.moe",
@@ -22,8 +22,8 @@ CATALOGUE = (
     "hpnlp.planner",
     "hpnlp.report.comparison",
     "hpnlp.retrieval",
-    "hpnlp.training.teacher",
-    "hpnlp.training.warm_start",
+    "hpnlp.training.starts.teacher",
+    "hpnlp.training.starts.warm_start",
 )
 FILES = 176  # that the program below loads at most
 

@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, PartitionSpec
 
 from hpnlp import measure
-from hpnlp.flop_count import expected_iterations
-from hpnlp.planner.jaxpr_cost import program_cost
+from hpnlp.cost.flop_count import expected_iterations
+from hpnlp.planner.jaxpr.jaxpr_cost import program_cost
 from hpnlp.types import InputError
 
 X = jnp.ones((8, 8))

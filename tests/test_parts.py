@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpnlp.flop_count import count_flops, flops_by_part
+from hpnlp.cost.flop_count import count_flops, flops_by_part
+from hpnlp.cost.parts import OTHER, PARTS, part, part_of, percentages, shares
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.rnn import RNN, RNNConfig
 from hpnlp.parallel.plan import Plan
-from hpnlp.parts import OTHER, PARTS, part, part_of, percentages, shares
 from hpnlp.planner.collectives import trace
-from hpnlp.planner.jaxpr_cost import program_cost
+from hpnlp.planner.jaxpr.jaxpr_cost import program_cost
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError

@@ -6,7 +6,7 @@ import matplotlib
 import numpy as np
 import pytest
 
-from hpnlp import plots
+from hpnlp.report import plots
 
 matplotlib.use("Agg")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpnlp.compress.recipe import parse_recipe
-from hpnlp.training.example_scores import ExampleScores
+from hpnlp.training.files.example_scores import ExampleScores
 
 HERE = Path(__file__).parents[1] / "experiments" / "bench"
 

@@ -11,20 +11,19 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from hpnlp import plots, report
+from hpnlp import report
 from hpnlp.cli import experiment
 from hpnlp.data import DataConfig
 from hpnlp.data.examples import ClassificationConfig, PairsConfig
-from hpnlp.models.dual_encoder import DualEncoderConfig
+from hpnlp.models.pairs.dual_encoder import DualEncoderConfig
 from hpnlp.nn.mixers import MIXERS
-from hpnlp.report import single
-from hpnlp.tasks import lm_report
+from hpnlp.report import next_commands, plots, single
 from hpnlp.tasks.classification import ClassifierConfig
-from hpnlp.training import next_commands
+from hpnlp.tasks.reports import lm_report
 from hpnlp.training.config import Config, flat
 from hpnlp.training.config_file import write_config
-from hpnlp.training.example_scores import ExampleScores
-from hpnlp.training.result import Result
+from hpnlp.training.files.example_scores import ExampleScores
+from hpnlp.training.files.result import Result
 from hpnlp.types import InputError
 
 PROMISED = {

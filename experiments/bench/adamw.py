@@ -24,7 +24,7 @@ from absl import app, flags
 from jax.flatten_util import ravel_pytree
 
 from hpnlp import cli, measure
-from hpnlp.models.decoding_weights import separate_layers
+from hpnlp.models.decoding.decoding_weights import separate_layers
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.training.optim import OptimizerConfig, is_matrix, make_optimizer
 

@@ -5,7 +5,8 @@
 B 1, N 8, H 64, float32, by the public call `attend`; forward and backward unless the row is labelled forward. Before a
 pattern is timed, its outputs and gradients are compared with the dense reference; if they differ, nothing is reported.
 FlexAttention compiles only the forward pass for CPUs, so its rows are forward. The C library keeps freed memory, as in
-training (`hpnlp.training.allocator`), for the peers as well: otherwise page faults take 20 % of a dense call of hpnlp.
+training (`hpnlp.training.processes.allocator`), for the peers as well: otherwise page faults take 20 % of a dense call of
+hpnlp.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from hpnlp.ops.attention import (
 from hpnlp.ops.attention.block_sparse.block_mask import active_tiles, density
 from hpnlp.ops.attention.block_sparse.schedule import make_schedule
 from hpnlp.ops.attention.decoding.kv_cache import extend_cache, start_cache
-from hpnlp.training.allocator import keep_freed_memory
+from hpnlp.training.processes.allocator import keep_freed_memory
 
 if TYPE_CHECKING:
     import torch  # not imported at run time here: the process whose peak memory is measured must not load torch

@@ -29,11 +29,11 @@ from absl import app, flags
 
 from hpnlp import cli, measure, tasks
 from hpnlp.cli import experiment
+from hpnlp.jobs.evaluate_run import evaluate_run
 from hpnlp.training import loop
-from hpnlp.training.allocator import keep_freed_memory
 from hpnlp.training.config import Config, default, resolve
-from hpnlp.training.evaluate_run import evaluate_run
 from hpnlp.training.evaluation import on_devices
+from hpnlp.training.processes.allocator import keep_freed_memory
 from hpnlp.training.run_directory import make_model
 from hpnlp.training.trainer import make_trainer
 

@@ -32,7 +32,7 @@ from hpnlp.ops.attention.bucketed import (
     visible_pairs,
 )
 from hpnlp.ops.attention.bucketed.sinkhorn import SortSettings, sinkhorn_attention
-from hpnlp.training.allocator import keep_freed_memory
+from hpnlp.training.processes.allocator import keep_freed_memory
 
 RESULTS = Path(__file__).parents[1] / "results"
 HEADS, DIM, WINDOW, CENTRES, SHARPNESS = 8, 64, 64, 64, 20.0

@@ -28,7 +28,8 @@ import safetensors.numpy
 from absl import app, flags
 
 from hpnlp import measure
-from hpnlp.compress import container, huffman, sparse_codes
+from hpnlp.compress import container
+from hpnlp.compress.storage import huffman, sparse_codes
 
 # Prints the seconds of the first load in a process.
 LOAD = """

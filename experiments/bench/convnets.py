@@ -23,7 +23,7 @@ from hpnlp import cli, measure
 from hpnlp.compress.recipe import compress, parse_recipe
 from hpnlp.models import variables
 from hpnlp.models.convnet import ConvNet, ConvNetConfig
-from hpnlp.ops.image_convolution import depthwise_conv2d
+from hpnlp.ops.convolutions.image_convolution import depthwise_conv2d
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.trainer import make_trainer

@@ -38,9 +38,10 @@ from hpnlp.cli.errors import run_script
 from hpnlp.data.examples.baselines import tfidf_ranks
 from hpnlp.jobs.predictor import Predictor
 from hpnlp.tasks import TASKS
-from hpnlp.tasks.dual_encoder_report import TFIDF, TOP, partner_ranks
-from hpnlp.training import loop, signals
+from hpnlp.tasks.reports.dual_encoder_report import TFIDF, TOP, partner_ranks
+from hpnlp.training import loop
 from hpnlp.training.config import Config, resolve
+from hpnlp.training.processes import signals
 
 ROOT = Path(__file__).parents[2]
 SCRATCH = "from scratch"

@@ -32,8 +32,8 @@ from hpnlp import cli, measure
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.nn.feed_forward import build_feed_forward
 from hpnlp.parallel.plan import Plan
-from hpnlp.training.allocator import keep_freed_memory
 from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.processes.allocator import keep_freed_memory
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import MixerInputs
 

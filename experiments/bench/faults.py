@@ -108,7 +108,7 @@ FAULTS = (
     Fault(
         "residue_padding",
         "a tile of residue classes counts as full although some classes lack its last key",
-        "hpnlp/ops/attention/block_sparse/decompose.py",
+        "hpnlp/ops/attention/block_sparse/decomposition/decompose.py",
         "inside &= (last_query * selection.stride <= length) & (last_key * selection.stride <= keys)",
         "inside &= last_query * selection.stride <= length",
         "tests/ops/attention/block_sparse/test_flash.py tests/ops/attention",
@@ -156,7 +156,7 @@ FAULTS = (
     Fault(
         "merge_empty",
         "merging parts that all saw nothing gives NaN",
-        "hpnlp/ops/attention/block_sparse/permuted.py",
+        "hpnlp/ops/attention/block_sparse/decomposition/permuted.py",
         "top = jnp.where(jnp.isneginf(top), 0.0, top)",
         "top = top + 0.0",
         "tests/ops/attention/test_attend.py tests/ops/attention",
@@ -188,7 +188,7 @@ FAULTS = (
     Fault(
         "adaptive_cutoff",
         "the first word of a cluster is counted to the cluster before",
-        "hpnlp/ops/softmax/adaptive.py",
+        "hpnlp/ops/softmax/structured/adaptive.py",
         'labels, side="right")',
         'labels, side="left")',
         "tests/ops/softmax/test_adaptive.py tests/ops/softmax",
@@ -196,7 +196,7 @@ FAULTS = (
     Fault(
         "tree_doubling",
         "log-probabilities of a tree take one round of pointer doubling too few",
-        "hpnlp/ops/softmax/hierarchical.py",
+        "hpnlp/ops/softmax/structured/hierarchical.py",
         "range((tree.depth - 1).bit_length() if tree.depth else 0)",
         "range(tree.depth.bit_length() - 1 if tree.depth else 0)",
         "tests/ops/softmax/test_hierarchical.py tests/ops/softmax",
@@ -228,7 +228,7 @@ FAULTS = (
     Fault(
         "muon_correction",
         "Nesterov momentum of muon is corrected by this step's count, not the next one's",
-        "hpnlp/training/muon.py",
+        "hpnlp/training/optimizers/muon.py",
         "optax.tree.bias_correction(mu, decay, count + 1)",
         "optax.tree.bias_correction(mu, decay, count)",
         "tests/training/test_optim.py tests/training/test_optim_oracle.py tests/training/test_step.py",
@@ -236,7 +236,7 @@ FAULTS = (
     Fault(
         "loss_scale_counter",
         "the counter of finite steps is not reset when the loss scale doubles",
-        "hpnlp/training/loss_scale.py",
+        "hpnlp/training/optimizers/loss_scale.py",
         "jnp.where(is_finite & (count < GROWTH_INTERVAL), count, 0)",
         "jnp.where(is_finite, count, 0)",
         "tests/training/test_loss_scale.py tests/training/test_step.py",
@@ -292,7 +292,7 @@ FAULTS = (
     Fault(
         "planner_runs",
         "operations in nested loops count with the outer loop's length only",
-        "hpnlp/planner/walker.py",
+        "hpnlp/planner/jaxpr/walker.py",
         "runs=operation.runs * runs,",
         "runs=runs,",
         "tests/planner/test_jaxpr_cost.py tests/planner tests/cli/test_plan.py",
@@ -300,7 +300,7 @@ FAULTS = (
     Fault(
         "planner_liveness",
         "buffers are freed before the peak of the step that reads them last is taken",
-        "hpnlp/planner/liveness.py",
+        "hpnlp/planner/jaxpr/liveness.py",
         "        peak = max(peak, live + step.scratch)\n        live -= sum(buffer.size for buffer in freed)\n",
         "        live -= sum(buffer.size for buffer in freed)\n        peak = max(peak, live + step.scratch)\n",
         "tests/planner/test_jaxpr_cost.py tests/planner",
@@ -324,7 +324,7 @@ FAULTS = (
     Fault(
         "words_decode",
         "decoding separates a word from punctuation before it by a space",
-        "hpnlp/data/word_tokenizer.py",
+        "hpnlp/data/tokenizers/word_tokenizer.py",
         "after_word = is_word\n",
         "after_word = after_word or is_word\n",
         "tests/data/test_tokenizers.py tests/data",

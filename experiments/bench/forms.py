@@ -28,9 +28,9 @@ from form_scores import best_score, compared, over
 
 from hpnlp import cli, measure, tasks
 from hpnlp.atomic_file import replace_bytes
-from hpnlp.training.allocator import keep_freed_memory
 from hpnlp.training.config import Config, flat
 from hpnlp.training.evaluation import evaluate, on_devices
+from hpnlp.training.processes.allocator import keep_freed_memory
 from hpnlp.training.run_directory import make_model
 from hpnlp.training.trainer import Trainer, make_trainer
 

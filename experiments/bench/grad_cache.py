@@ -19,7 +19,7 @@ import numpy as np
 from absl import app, flags
 
 from hpnlp import cli, measure
-from hpnlp.models.dual_encoder import DualEncoder, DualEncoderConfig
+from hpnlp.models.pairs.dual_encoder import DualEncoder, DualEncoderConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.trainer import Trainer, make_trainer

@@ -20,10 +20,10 @@ from typing import Any
 from absl import app, flags
 
 from hpnlp import measure
+from hpnlp.jobs.evaluate_run import RunEvaluation, evaluate_run
 from hpnlp.jobs.retrieval import next_words
 from hpnlp.retrieval import datastore
 from hpnlp.retrieval.knn import Neighbours
-from hpnlp.training.evaluate_run import RunEvaluation, evaluate_run
 
 ROOT = Path(__file__).parents[2]
 ALONE = "model"

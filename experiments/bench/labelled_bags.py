@@ -32,7 +32,7 @@ from hpnlp.cli import experiment
 from hpnlp.data.examples.dataset import HELDOUT
 from hpnlp.models.variables import collections
 from hpnlp.tasks import find, make_model
-from hpnlp.tasks.labelled_bags import text_ranks
+from hpnlp.tasks.labelled.labelled_bags import text_ranks
 from hpnlp.training.config import resolve
 from hpnlp.training.trainer import make_trainer
 

@@ -29,7 +29,7 @@ from hpnlp.ops.attention.linear import (
     reference_linear_attention,
     zero_state,
 )
-from hpnlp.training.allocator import keep_freed_memory
+from hpnlp.training.processes.allocator import keep_freed_memory
 
 RESULTS = Path(__file__).parents[1] / "results"
 HEADS, DIM = 8, 64

@@ -37,7 +37,7 @@ MIXER_FAULTS = (
     Fault(
         "convolution_cache",
         "the convolution of a decoding step reads tokens one place too early",
-        "hpnlp/ops/convolution.py",
+        "hpnlp/ops/convolutions/convolution.py",
         "jnp.arange(-count, 0, dtype=jnp.int32)",
         "jnp.arange(-count - 1, -1, dtype=jnp.int32)",
         CONTRACTS,
@@ -46,7 +46,7 @@ MIXER_FAULTS = (
     Fault(
         "convolution_segments",
         "a convolution reads tokens of earlier segments",
-        "hpnlp/ops/convolution.py",
+        "hpnlp/ops/convolutions/convolution.py",
         "same = _shifted(segment_ids, distance) == segment_ids",
         "same = _shifted(segment_ids, distance) <= segment_ids",
         CONTRACTS,
@@ -222,7 +222,7 @@ MIXER_FAULTS = (
     Fault(
         "light_convolution_segments",
         "light and dynamic convolutions read tokens of earlier segments",
-        "hpnlp/ops/light_convolution.py",
+        "hpnlp/ops/convolutions/light_convolution.py",
         "same = ids[:, start : start + length] == segment_ids",
         "same = ids[:, start : start + length] <= segment_ids",
         CONTRACTS,

@@ -23,7 +23,7 @@ from mixer_pass import MixerPass, make_mixer
 from hpnlp import cli, measure
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention import Causal, Full
-from hpnlp.training.allocator import keep_freed_memory
+from hpnlp.training.processes.allocator import keep_freed_memory
 
 RESULTS = Path(__file__).parents[1] / "results"
 HEADS, HEAD_DIM = 8, 64

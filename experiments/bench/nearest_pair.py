@@ -28,15 +28,16 @@ from absl import app, flags
 
 import hpnlp
 from hpnlp import cli, measure
-from hpnlp.data import sources, tokenizers
+from hpnlp.data import tokenizers
 from hpnlp.data.examples.generated.library import docstrings
+from hpnlp.data.reading import sources
 from hpnlp.jobs.predictor import Predictor
 from hpnlp.retrieval import Index
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import config as configs
 from hpnlp.training import run_directory as runs
-from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config_file import write_config
+from hpnlp.training.files.checkpoint import Checkpointer
 from hpnlp.types import Tokenizer
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -13,7 +13,7 @@ import optax
 from hpnlp import measure
 from hpnlp.nn.output import OUTPUTS
 from hpnlp.spec import build, parse_one
-from hpnlp.training import sparse_rows
+from hpnlp.training.optimizers import sparse_rows
 from hpnlp.types import WordStats
 
 

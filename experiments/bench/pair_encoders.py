@@ -33,9 +33,9 @@ from absl import flags
 import hpnlp
 from hpnlp import cli, measure
 from hpnlp.cli.errors import run_script
-from hpnlp.data import sources
 from hpnlp.data.examples.generated.library import docstrings
-from hpnlp.data.split import hash_fraction
+from hpnlp.data.reading import sources
+from hpnlp.data.reading.split import hash_fraction
 from hpnlp.jobs.predictor import Predictor
 from hpnlp.models.backbone import BackboneConfig
 from hpnlp.training.config import Config, default, resolve

@@ -29,10 +29,10 @@ from typing import Any
 from absl import app, flags
 
 from hpnlp import cli, measure, report
-from hpnlp.data import sources
 from hpnlp.data.examples.generated import library
-from hpnlp.data.split import hash_fraction
-from hpnlp.training.example_scores import ExampleScores
+from hpnlp.data.reading import sources
+from hpnlp.data.reading.split import hash_fraction
+from hpnlp.training.files.example_scores import ExampleScores
 
 HELDOUT = 0.1  # share of the files, by a hash of their names, in all runs
 PER_CLASS = 30

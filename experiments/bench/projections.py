@@ -34,7 +34,7 @@ from hpnlp.data.examples.baselines import linear_accuracy
 from hpnlp.training import run_directory
 from hpnlp.training.config import Config, resolve
 from hpnlp.training.evaluation import on_devices
-from hpnlp.training.example_scores import ExampleScores
+from hpnlp.training.files.example_scores import ExampleScores
 from hpnlp.training.trainer import make_trainer
 
 DIRECTORY = Path(__file__).parents[1] / "classification"

@@ -33,8 +33,8 @@ import optax
 from absl import app, flags
 
 from hpnlp import cli, measure
-from hpnlp.data import sources
-from hpnlp.data.split import hash_fraction
+from hpnlp.data.reading import sources
+from hpnlp.data.reading.split import hash_fraction
 from hpnlp.ops import embeddings
 from hpnlp.ops.embeddings.memory import EMPTY, KeyValueMemory
 

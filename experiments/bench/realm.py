@@ -22,8 +22,8 @@ import numpy as np
 from absl import app, flags
 
 from hpnlp import cli, measure
-from hpnlp.models.documents import Documents
-from hpnlp.models.realm import Realm, RealmConfig
+from hpnlp.models.pairs.documents import Documents
+from hpnlp.models.pairs.realm import Realm, RealmConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.trainer import make_trainer

@@ -19,10 +19,10 @@ from recipe_tasks import TINY_DATA, config_of
 
 from hpnlp import measure, tasks
 from hpnlp.compress.matrices import is_table
-from hpnlp.compress.moments import listed_matrices
+from hpnlp.compress.stages.moments import listed_matrices
+from hpnlp.jobs.compression.compress_run import compress_run
 from hpnlp.ops.weight import is_weight, parameter_count
 from hpnlp.training import gradients, run_directory
-from hpnlp.training.compress_run import compress_run
 
 METRIC = "accuracy"  # of all tasks
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from hpnlp.cli import experiment
-from hpnlp.data.examples.generated.drawn_digits import image
-from hpnlp.data.pixels import to_text
+from hpnlp.data.examples.generated.images.drawn_digits import image
+from hpnlp.data.tokenizers.pixels import to_text
 from hpnlp.training.config import Config, resolve
 
 EXPERIMENTS = Path(__file__).parents[1]

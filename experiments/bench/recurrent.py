@@ -26,7 +26,7 @@ from absl import app, flags
 from hpnlp import cli, measure
 from hpnlp.nn.rnn import RecurrentInputs
 from hpnlp.nn.rnn_stack import RecurrentStack, StackConfig
-from hpnlp.training.allocator import keep_freed_memory
+from hpnlp.training.processes.allocator import keep_freed_memory
 
 SHAPES = [(32, 128, 512), (8, 128, 128)]  # sequences, tokens, features
 PAUSE = 0.2  # seconds after torch

@@ -17,7 +17,7 @@ import matplotlib.ticker
 import numpy as np
 
 from hpnlp.data.baselines import NAMES
-from hpnlp.plots import smooth
+from hpnlp.report.plots import smooth
 
 Rows = Sequence[Mapping[str, Any]]
 # Lines of the compressors.

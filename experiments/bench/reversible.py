@@ -21,7 +21,7 @@ import numpy as np
 from absl import app, flags
 
 from hpnlp import cli, measure
-from hpnlp.models.decoding_weights import separate_layers
+from hpnlp.models.decoding.decoding_weights import separate_layers
 from hpnlp.models.lm import LM, LMConfig, example_batch
 
 RESULTS = Path(__file__).parents[1] / "results"

@@ -26,7 +26,7 @@ from scipy import optimize
 
 from hpnlp import measure
 from hpnlp.scaling_laws import Points, fit, isoflop_bias, warnings
-from hpnlp.scaling_laws.forms import LOSS_FORMS
+from hpnlp.scaling_laws.fitting.forms import LOSS_FORMS
 
 ROOT = Path(__file__).parents[2]
 # Fit of the 240 points that is published with them (Besiroglu et al. 2024), and the printed constants of Hoffmann et al. 2022.

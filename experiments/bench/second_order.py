@@ -22,9 +22,9 @@ from absl import app, flags
 
 from hpnlp import cli, measure, tasks
 from hpnlp.compress.recipe import Calibration, compress, parse_recipe
+from hpnlp.jobs.compression.compress_run import CalibrationData
 from hpnlp.parallel.plan import Plan
 from hpnlp.training import run_directory
-from hpnlp.training.compress_run import CalibrationData
 from hpnlp.training.evaluation import evaluate
 from hpnlp.training.trainer import make_trainer
 

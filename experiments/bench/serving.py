@@ -29,9 +29,9 @@ from absl import app, flags
 
 import hpnlp
 from hpnlp import cli, measure
-from hpnlp.data import sources
 from hpnlp.data.examples.generated import library
-from hpnlp.jobs import served_predict
+from hpnlp.data.reading import sources
+from hpnlp.jobs.export import served_predict
 from hpnlp.jobs.held_out import framed_ids, heldout_texts
 from hpnlp.jobs.predictor import Predictor
 

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from hpnlp.atomic_file import replace_bytes
-from hpnlp.training import loop, signals
+from hpnlp.training import loop
 from hpnlp.training.config import Config
-from hpnlp.training.example_scores import ExampleScores
-from hpnlp.training.result import Result
+from hpnlp.training.files.example_scores import ExampleScores
+from hpnlp.training.files.result import Result
+from hpnlp.training.processes import signals
 
 RESULT = "result.json"
 STEP = 8  # batches of `largest_batch` are multiples of it

@@ -4,8 +4,9 @@
 
 N 4096, D 512, float32, gradients with respect to h and w; the public call `linear_cross_entropy`, labels by Zipf's law,
 programs interleaved. Losses and gradients are first compared with float64; if they differ, nothing is reported. By default, a
-process returns freed memory to the system; training keeps it (`hpnlp.training.allocator`), which saves most for programs with
-large temporaries, above all naive JAX. "kept" is the same comparison with freed memory kept, in a separate process.
+process returns freed memory to the system; training keeps it (`hpnlp.training.processes.allocator`), which saves most for
+programs with large temporaries, above all naive JAX. "kept" is the same comparison with freed memory kept, in a separate
+process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from output_step import OutputStep, output_arrays
 
 from hpnlp import cli, measure
 from hpnlp.ops.softmax import linear_cross_entropy
-from hpnlp.training.allocator import keep_freed_memory
+from hpnlp.training.processes.allocator import keep_freed_memory
 
 RESULTS = Path(__file__).parents[1] / "results"
 TOKENS, DIM = 4096, 512

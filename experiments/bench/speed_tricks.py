@@ -31,7 +31,7 @@ from absl import flags
 from hpnlp import cli, measure
 from hpnlp.cli.errors import run_script
 from hpnlp.spec import lookup
-from hpnlp.training.allocator import keep_freed_memory
+from hpnlp.training.processes.allocator import keep_freed_memory
 
 PAIRS, DIM, RATE = 10, 100, np.float32(1e-3)  # of the ladder
 STEPS = 100  # of the form of the ladder that does many steps in one call

@@ -32,7 +32,7 @@ from gensim.models import Word2Vec
 from word_pairs import WINDOW, heldout_pairs, quality, read_sentences
 
 from hpnlp import cli, measure
-from hpnlp.training.allocator import keep_freed_memory
+from hpnlp.training.processes.allocator import keep_freed_memory
 from hpnlp.training.word2vec import Word2VecConfig, sentence_ids, train_word_vectors
 
 DIM, NEGATIVES, SAMPLE = 128, 5, 1e-3

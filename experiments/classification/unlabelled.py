@@ -61,7 +61,7 @@ def write(directory: Path) -> None:
     """Writes all.jsonl; some.jsonl and others.jsonl, those of it with labels and the texts of the rest; and heldout.jsonl."""
     from hpnlp.data.examples import generated
     from hpnlp.data.ingest import hash_fraction
-    from hpnlp.data.token_store import cache_root
+    from hpnlp.data.reading.token_store import cache_root
 
     lines: dict[str, list[Any]] = {"all": [], "some": [], "others": [], "heldout": []}
     (source,) = generated.find("stdlib_functions", cache_root("")).train

@@ -25,7 +25,7 @@ from hpnlp.cli.errors import run_script
 from hpnlp.data.examples.dataset import HELDOUT
 from hpnlp.models.variables import collections
 from hpnlp.ops.embeddings import find_neighbors, neighbor_probabilities
-from hpnlp.plots import drawable
+from hpnlp.report.plots import drawable
 from hpnlp.tasks import find
 from hpnlp.training import run_directory
 from hpnlp.types import InputError

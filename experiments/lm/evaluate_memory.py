@@ -17,11 +17,11 @@ from absl import flags
 
 from hpnlp import cli, measure
 from hpnlp.cli.errors import run_script
+from hpnlp.jobs.evaluate_run import evaluate_run
 from hpnlp.nn.attention import mixer_period
 from hpnlp.spec import Spec
 from hpnlp.training.config_file import load_config
-from hpnlp.training.contents import has_checkpoints
-from hpnlp.training.evaluate_run import evaluate_run
+from hpnlp.training.files.contents import has_checkpoints
 from hpnlp.types import InputError
 
 FLAGS = flags.FLAGS

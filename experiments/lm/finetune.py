@@ -9,8 +9,8 @@ import dataclasses
 
 from ml_collections import ConfigDict
 
-from hpnlp.training import warm_start
 from hpnlp.training.config import default
+from hpnlp.training.starts import warm_start
 
 
 def get_config(source: str = "runs/x") -> ConfigDict:

@@ -45,10 +45,10 @@ def run(argv: Sequence[str]) -> None:
 
     from hpnlp.data.check import Check, check_text
     from hpnlp.data.config import DataConfig
-    from hpnlp.data.examples.check import check_examples
+    from hpnlp.data.examples.checks.check import check_examples
     from hpnlp.data.examples.config import ExampleConfig
     from hpnlp.training import config as configs
-    from hpnlp.training.metrics import reading_progress
+    from hpnlp.training.files.metrics import reading_progress
     from hpnlp.training.start import teacher_vocabulary
 
     # Data with faults have no lengths; those of valid data are among the figures.

@@ -11,7 +11,7 @@ from absl import flags
 
 from hpnlp import cli
 from hpnlp.cli import experiment
-from hpnlp.training import signals
+from hpnlp.training.processes import signals
 from hpnlp.types import InputError
 
 USAGE = """
@@ -72,10 +72,10 @@ def run(argv: Sequence[str]) -> None:
         raise InputError(f"--batch_sizes={f.batch_sizes}: expected numbers of sequences, as 1,8,32")
     cli.prepare_jax()
 
-    from hpnlp import plots, tasks
-    from hpnlp.report import compression
+    from hpnlp import tasks
+    from hpnlp.jobs.compression import compress_run
+    from hpnlp.report import compression, plots
     from hpnlp.report.files import replace_text
-    from hpnlp.training import compress_run
     from hpnlp.training import config as configs
     from hpnlp.training.config_file import load_config
 

@@ -16,7 +16,7 @@ from absl import flags
 from hpnlp import cli
 from hpnlp.cli import run_names
 from hpnlp.spec import parse_one
-from hpnlp.training.contents import LOCK, Contents, check_run, checked_directory, contents_of, locked
+from hpnlp.training.files.contents import LOCK, Contents, check_run, checked_directory, contents_of, locked
 from hpnlp.types import InputError
 
 if TYPE_CHECKING:
@@ -135,9 +135,9 @@ def _to_run(source: Path, target: Path) -> None:
     from hpnlp.tasks.vocabulary import Vocabulary
     from hpnlp.training import config
     from hpnlp.training import run_directory as runs
-    from hpnlp.training.checkpoint import Checkpointer
     from hpnlp.training.config_file import write_config
-    from hpnlp.training.metrics import reading_progress
+    from hpnlp.training.files.checkpoint import Checkpointer
+    from hpnlp.training.files.metrics import reading_progress
 
     model, labels = convert.load_config(source, cli.FLAGS.dtype), convert.labels(source)
     task = TASKS[convert.family_in(source).task]
@@ -182,13 +182,13 @@ def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
     from hpnlp import tasks
     from hpnlp.compress import files
     from hpnlp.data import tokenizers
-    from hpnlp.jobs import exported_tokenizer
-    from hpnlp.models.dual_encoder import DualEncoderConfig
+    from hpnlp.jobs.export import exported_tokenizer
     from hpnlp.models.huggingface import convert
+    from hpnlp.models.pairs.dual_encoder import DualEncoderConfig
     from hpnlp.ops.weight import dense_tree
     from hpnlp.training import run_directory as runs
     from hpnlp.training.config_file import load_config
-    from hpnlp.training.metrics import reading_progress
+    from hpnlp.training.files.metrics import reading_progress
 
     values = load_config(source)
     runs.check_task(source, values, convert.TASKS, "convert")
@@ -236,7 +236,8 @@ def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
 
 def _check_predictions(run: Run, kind: Kind, target: Path) -> None:
     """Checks that a checkpoint gives the ids and the labels of the run for held-out texts, and prints how many."""
-    from hpnlp.jobs import exported_tokenizer, held_out
+    from hpnlp.jobs import held_out
+    from hpnlp.jobs.export import exported_tokenizer
     from hpnlp.models.huggingface import convert
     from hpnlp.tasks.predictions import TrainedModel
 

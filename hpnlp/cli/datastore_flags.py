@@ -12,8 +12,8 @@ from hpnlp import cli
 from hpnlp.types import InputError
 
 if TYPE_CHECKING:
+    from hpnlp.jobs.ensembles import Member
     from hpnlp.retrieval.knn import Neighbours
-    from hpnlp.training.ensembles import Member
     from hpnlp.training.run_directory import Run
 
 

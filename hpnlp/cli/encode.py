@@ -74,10 +74,10 @@ def run(argv: Sequence[str]) -> None:
     cli.prepare_jax()
 
     from hpnlp.atomic_file import replaced
-    from hpnlp.data import sources
+    from hpnlp.data.reading import sources
     from hpnlp.jobs.predictor import Predictor
     from hpnlp.jobs.vector_files import write_vectors
-    from hpnlp.training.metrics import ProgressLines
+    from hpnlp.training.files.metrics import ProgressLines
 
     predictor, without_text = Predictor(directory, step, f.compute_dtype), sources.LeftOut()
     kind = text_inputs.with_fields(predictor.text_kind, f.fields)

@@ -11,7 +11,7 @@ from absl import flags
 
 from hpnlp import cli
 from hpnlp.cli import datastore_flags, experiment, run_names
-from hpnlp.data.files import Progress
+from hpnlp.data.reading.files import Progress
 from hpnlp.types import InputError
 
 USAGE = """
@@ -81,12 +81,13 @@ def run(argv: Sequence[str]) -> None:
     cli.prepare_jax()
 
     from hpnlp import tasks
+    from hpnlp.jobs import evaluate_run
     from hpnlp.nn.output import is_normalized
     from hpnlp.report.entries import is_untrained
-    from hpnlp.tasks.lm_report import MAX_PERPLEXITY_LOSS
+    from hpnlp.tasks.reports.lm_report import MAX_PERPLEXITY_LOSS
     from hpnlp.training import config as configs
-    from hpnlp.training import evaluate_run, evaluation_record
     from hpnlp.training.config_file import load_config
+    from hpnlp.training.files import evaluation_record
 
     members = run_names.expand(runs, cli.FLAGS.step)
     config = load_config(members[0][0])
@@ -133,6 +134,6 @@ def run(argv: Sequence[str]) -> None:
 
 def _progress(unit: str) -> Progress:
     """Lines of progress on standard error, since standard output has the scores."""
-    from hpnlp.training.metrics import ProgressLines
+    from hpnlp.training.files.metrics import ProgressLines
 
     return ProgressLines(lambda line: print(line, file=sys.stderr, flush=True), unit)

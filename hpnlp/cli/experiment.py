@@ -194,7 +194,7 @@ def _lies_in(directory: Path, module: ModuleType | None) -> bool:
 def read(path: str, overrides: Sequence[str] = (), workdir: str = "") -> Any:
     """The config of an experiment file.
 
-    Fields that no flag sets are those of the model that the run starts from (`training.inherited`).
+    Fields that no flag sets are those of the model that the run starts from (`training.starts.inherited`).
 
     Args:
       path: Path of the file or name of an experiment of the package, or "FILE:ARGUMENT" with an argument of its get_config();
@@ -211,7 +211,7 @@ def read(path: str, overrides: Sequence[str] = (), workdir: str = "") -> Any:
     lengths = [override for override in overrides if overridden_field(override) == "data.seq_len"]
     values = _read(path, [override for override in overrides if override != AUTO])
     if values.train.init_from:
-        from hpnlp.training.inherited import inherited_fields
+        from hpnlp.training.starts.inherited import inherited_fields
 
         if inherited := inherited_fields(values, fields_of(overrides), workdir):
             values.update_from_flattened_dict(inherited)
@@ -249,10 +249,10 @@ def _with_columns(values: ConfigDict) -> ConfigDict:
 def _with_length(values: ConfigDict) -> ConfigDict:
     """The config with the length of its training texts as data.seq_len, at most the one that it has."""
     from hpnlp.data.examples import ExampleConfig, prepare_examples
-    from hpnlp.training import warm_start
     from hpnlp.training.config import resolve
-    from hpnlp.training.metrics import reading_progress
+    from hpnlp.training.files.metrics import reading_progress
     from hpnlp.training.start import teacher_vocabulary
+    from hpnlp.training.starts import warm_start
 
     config = resolve(values)
     if not isinstance(config.data, ExampleConfig):

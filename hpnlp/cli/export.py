@@ -67,7 +67,7 @@ def run(argv: Sequence[str]) -> None:
     directory, step = run_names.expand_one(workdir, f.step)
     cli.prepare_jax()
 
-    from hpnlp.jobs import export_run
+    from hpnlp.jobs.export import export_run
     from hpnlp.training import run_directory
 
     if not is_file:

@@ -21,7 +21,7 @@ def tables() -> dict[str, Iterable[str]]:
       Field, as in `model.mixer`, -> the names that it may hold. Not every task has all of the fields.
     """
     from hpnlp import tasks
-    from hpnlp.compress import distill_config, distillation_terms
+    from hpnlp.compress.distilling import distill_config, distillation_terms
     from hpnlp.data import tokenizers
     from hpnlp.models import backbone
     from hpnlp.nn import (
@@ -37,8 +37,10 @@ def tables() -> dict[str, Iterable[str]]:
         pooling,
         text_encoders,
     )
-    from hpnlp.parallel import plan, remat
-    from hpnlp.training import metrics, optim
+    from hpnlp.parallel import plan
+    from hpnlp.parallel.memory import remat
+    from hpnlp.training import optim
+    from hpnlp.training.files import metrics
 
     return {
         "task": tasks.TASKS,

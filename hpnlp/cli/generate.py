@@ -76,9 +76,10 @@ def run(argv: Sequence[str]) -> None:
     prompts = _prompts()
     cli.prepare_jax()
 
-    from hpnlp.data.prompt import prompt_bytes
+    from hpnlp.data.tokenizers.prompt import prompt_bytes
+    from hpnlp.jobs import ensembles
     from hpnlp.jobs.dtypes import overflow_checked_chunks, with_dtype
-    from hpnlp.training import ensembles, run_directory
+    from hpnlp.training import run_directory
     from hpnlp.training.config_file import load_config
 
     names = [part for name in names for part in ([name] if os.path.exists(name) else name.split(","))]
@@ -198,7 +199,7 @@ def _read_prompts(name: str) -> list[str]:
         raise _prompt_file_error(name, "it is UTF-16", "convert it, for example with iconv -f UTF-16 -t UTF-8")
     if 0 in data:
         raise _prompt_file_error(name, f"byte {data.index(0)} is zero, as in binary files and UTF-16")
-    from hpnlp.data.files import not_utf8_byte
+    from hpnlp.data.reading.files import not_utf8_byte
 
     try:
         lines = data.decode("utf-8-sig").split("\n")

@@ -21,10 +21,10 @@ from hpnlp.types import InputError
 
 if TYPE_CHECKING:
     from hpnlp.data.examples.kind import Kind
-    from hpnlp.data.sources import LeftOut
+    from hpnlp.data.reading.sources import LeftOut
     from hpnlp.jobs.retrieval.next_words import Options
     from hpnlp.retrieval.datastore import Datastore
-    from hpnlp.training.metrics import ProgressLines
+    from hpnlp.training.files.metrics import ProgressLines
 
 USAGE = """
 hpnlp index build RUN texts.txt --out=DIR [--fields=body] [--index="ivf(cells=1024,probes=32)"]
@@ -158,7 +158,7 @@ def _check_files(names: Sequence[str], out: Path) -> None:
 def _build_texts(
     directory: str | Path, step: int | None, names: Sequence[str], out: Path, shard: tuple[int, int]
 ) -> None:
-    from hpnlp.data import sources
+    from hpnlp.data.reading import sources
     from hpnlp.jobs.predictor import Predictor
     from hpnlp.jobs.retrieval import texts
 
@@ -187,7 +187,7 @@ def _build_texts(
 
 def _examples(names: Sequence[str], kind: Kind, blank: LeftOut) -> Iterator[Example]:
     """The examples of all files, without blank lines, which are counted."""
-    from hpnlp.data import sources
+    from hpnlp.data.reading import sources
 
     inputs = TextInputs(kind, sources.LeftOut(), keeps_blank=True)
     for name in names:
@@ -320,7 +320,7 @@ def _search(arguments: Sequence[str]) -> None:
 
 def _search_texts(store: Datastore, queries: Sequence[str]) -> list[list[tuple[float, int, Any]]]:
     """The best texts of each query, by the datastore's model or by that of --rerank."""
-    from hpnlp.data import sources
+    from hpnlp.data.reading import sources
     from hpnlp.jobs.predictor import Predictor
     from hpnlp.jobs.retrieval import texts
     from hpnlp.jobs.retrieval.rerank import find_label, rerank
@@ -346,7 +346,7 @@ def _one_line(text: Any) -> str:
 
 
 def _progress(unit: str) -> ProgressLines:
-    from hpnlp.training.metrics import ProgressLines
+    from hpnlp.training.files.metrics import ProgressLines
 
     return ProgressLines(_note, unit)
 

@@ -13,7 +13,7 @@ from hpnlp import cli
 from hpnlp.errors import InputError
 from hpnlp.jobs.launch import command, devices, manifests, processes, supervisor
 from hpnlp.jobs.launch.command import Command
-from hpnlp.training import signals
+from hpnlp.training.processes import signals
 
 USAGE = """
 hpnlp launch --processes=2 [--min_processes=1] [--max_restarts=2] -- train --config=lm/bytes --workdir=runs/bytes

@@ -14,7 +14,7 @@ from absl import flags
 from hpnlp import cli
 from hpnlp.cli import experiment, members
 from hpnlp.cli.members import Member
-from hpnlp.training import signals
+from hpnlp.training.processes import signals
 
 USAGE = """
 hpnlp lra --mixers=all --tasks=listops_short --budget=1000 --workdir=runs/lra [--section.field=value ...]
@@ -222,8 +222,9 @@ def _train(names: Sequence[str], specs: Sequence[str], is_all: bool, overrides: 
 
 def _write_scores(finished: Mapping[str, Sequence[Path]], workdir: Path) -> None:
     """Writes comparisons, the table and the chart, and prints the table."""
-    from hpnlp import plots, report
+    from hpnlp import report
     from hpnlp.lra import efficiency, table
+    from hpnlp.report import plots
     from hpnlp.report.files import read_report, replace_text
 
     scores: dict[str, dict[str, table.Score]] = {}
@@ -266,8 +267,8 @@ def _measure(
     task: str, specs: Sequence[str], is_all: bool, lengths: Sequence[int], overrides: Sequence[str], workdir: Path
 ) -> None:
     """Measures steps of each mixer at each length, and writes and prints the table."""
-    from hpnlp import plots
     from hpnlp.lra import table
+    from hpnlp.report import plots
     from hpnlp.report.files import replace_text
 
     of_task: dict[str, Member] = {}

@@ -15,7 +15,7 @@ from typing import Any
 
 from hpnlp import cli
 from hpnlp.cli import experiment
-from hpnlp.training import signals
+from hpnlp.training.processes import signals
 
 BASE = "base"  # name of a member that changes no field
 MAX_NAME = 80  # characters
@@ -70,7 +70,7 @@ def in_old_directories(members: Mapping[str, Any], workdir: Path) -> dict[str, A
     """
     from hpnlp.training.config import differences
     from hpnlp.training.config_file import load_config
-    from hpnlp.training.contents import has_begun
+    from hpnlp.training.files.contents import has_begun
 
     others = {}
     for path in sorted(workdir.glob("*/config.json")):
@@ -141,11 +141,11 @@ def _check(config: Any) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     from hpnlp import tasks
+    from hpnlp.jobs import fold_leakage
     from hpnlp.parallel.plan import PLANS, Plan
     from hpnlp.planner.estimate import trainer_of
     from hpnlp.spec import lookup
-    from hpnlp.training import fold_leakage
-    from hpnlp.training.metrics import find_writers
+    from hpnlp.training.files.metrics import find_writers
 
     tasks.find(config.task).check_data(config.data)
     fold_leakage.check_start(config)
@@ -164,10 +164,10 @@ def check_directories(members: Mapping[str, Any], workdir: Path) -> None:
     Raises:
       InputError: A directory holds such a run, or a field of a new run has no effect.
     """
-    from hpnlp.training import unused_fields
     from hpnlp.training.config import differences
     from hpnlp.training.config_file import load_config
-    from hpnlp.training.contents import has_begun
+    from hpnlp.training.files.contents import has_begun
+    from hpnlp.training.starts import unused_fields
 
     for name, member in members.items():
         directory = workdir / name
@@ -249,7 +249,7 @@ def written(workdir: Path) -> Iterator[None]:
       InputError: The directory holds a run or a model itself, cannot be written, or another process has locked it; or
         checkpoints in it could not be read back.
     """
-    from hpnlp.training.contents import Contents, checked_directory, contents_of, locked
+    from hpnlp.training.files.contents import Contents, checked_directory, contents_of, locked
 
     checked_directory(workdir)
     if (held := contents_of(workdir)) not in (Contents.NOTHING, Contents.OTHER):

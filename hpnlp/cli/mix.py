@@ -82,13 +82,13 @@ def run(argv: Sequence[str]) -> None:
     cli.refuse(OF_TEXT, "without --prompt: leave it out")
     cli.prepare_jax()
 
-    from hpnlp import plots
     from hpnlp.jobs.retrieval.mix import Options, Row, mix, save_gate
     from hpnlp.report import mixture as report
+    from hpnlp.report import plots
     from hpnlp.report.files import replace_text
     from hpnlp.training.config_file import load_config
-    from hpnlp.training.contents import locked
-    from hpnlp.training.metrics import ProgressLines
+    from hpnlp.training.files.contents import locked
+    from hpnlp.training.files.metrics import ProgressLines
 
     def print_line(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -137,7 +137,7 @@ def _continue(workdir: Path) -> None:
 
     from hpnlp.jobs.retrieval.mixed_text import MixedModel
     from hpnlp.models.decode import TextStream
-    from hpnlp.training.metrics import ProgressLines
+    from hpnlp.training.files.metrics import ProgressLines
 
     def note(line: str) -> None:
         print(f"hpnlp: {line}", file=sys.stderr, flush=True)

@@ -130,7 +130,7 @@ def _run_and_words(arguments: Sequence[str]) -> tuple[str, list[str]]:
         )
     if f.vectors:
         return "", list(arguments)
-    from hpnlp.training.contents import Contents, contents_of
+    from hpnlp.training.files.contents import Contents, contents_of
 
     is_run = [contents_of(name) in (Contents.RUN, Contents.COMPRESSED) for name in arguments[:1]]
     count = 1 if any(is_run) or not f.workdir else 0
@@ -154,7 +154,7 @@ def _table(workdir: str) -> WordVectorTable:
 
 def _draw(table: WordVectorTable, neighbours: dict[str, list[tuple[str, float]]], path: Path) -> None:
     """Draws words: each expression with its neighbours in a colour, and frequent words in grey."""
-    from hpnlp.plots import plot_words
+    from hpnlp.report.plots import plot_words
     from hpnlp.retrieval.word_vectors import words_of
 
     groups: dict[str, str] = {}

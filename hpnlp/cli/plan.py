@@ -101,7 +101,8 @@ def _run(argv: Sequence[str]) -> None:
 
     from hpnlp import planner
     from hpnlp.planner import compiled, devices, render, search
-    from hpnlp.training import config, unused_fields
+    from hpnlp.training import config
+    from hpnlp.training.starts import unused_fields
 
     f = cli.FLAGS
     if f.depth == "compiled" and f.devices > compiled.MAX_SIMULATED:

@@ -23,7 +23,7 @@ from hpnlp.types import InputError
 
 if TYPE_CHECKING:
     from hpnlp.data.examples.fields import FieldError
-    from hpnlp.data.sources import LeftOut
+    from hpnlp.data.reading.sources import LeftOut
     from hpnlp.jobs.predictor import Predictor
     from hpnlp.tasks.predictions import Prediction
 
@@ -89,7 +89,7 @@ def run(argv: Sequence[str]) -> None:
     cli.prepare_jax()
 
     from hpnlp.atomic_file import replaced
-    from hpnlp.data import sources
+    from hpnlp.data.reading import sources
     from hpnlp.jobs.predictor import Predictor
 
     predictor, left_out = Predictor(directory, step, f.dtype), sources.LeftOut()

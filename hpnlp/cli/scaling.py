@@ -104,7 +104,7 @@ def _fit(directory: Path) -> None:
     from hpnlp.scaling_laws import analysis, members, page, plots
     from hpnlp.scaling_laws.flops import CONVENTIONS
     from hpnlp.spec import lookup
-    from hpnlp.training.evaluation_record import finite
+    from hpnlp.training.files.evaluation_record import finite
 
     f = cli.FLAGS
     lookup(CONVENTIONS, f.convention, "--convention")

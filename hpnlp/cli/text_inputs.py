@@ -15,7 +15,7 @@ from hpnlp.types import InputError
 
 if TYPE_CHECKING:
     from hpnlp.data.examples.kind import Kind
-    from hpnlp.data.sources import LeftOut
+    from hpnlp.data.reading.sources import LeftOut
 
 STDIN = "-"
 WITHOUT_TEXT = "without text"  # reason why lines are left out
@@ -92,7 +92,7 @@ class TextInputs:
         Raises:
           InputError: The file cannot be read, or holds an invalid record.
         """
-        from hpnlp.data import files, sources
+        from hpnlp.data.reading import files, sources
 
         if name == STDIN:
             stream = sys.stdin.buffer if sys.stdin else io.BytesIO()
@@ -109,8 +109,8 @@ class TextInputs:
 
     def _records(self, name: str) -> Iterator[Example]:
         """Examples of a file of records."""
-        from hpnlp.data import sources
         from hpnlp.data.examples import rows
+        from hpnlp.data.reading import sources
 
         columns = self.kind.inputs
         keep = tuple(field for field in self.keep if field not in [column.name for column in columns])
@@ -132,7 +132,7 @@ class TextInputs:
 
     def _text_lines(self, stream: Any, name: str) -> Iterator[tuple[int, str]]:
         """Numbered lines of UTF-8 text without their ends."""
-        from hpnlp.data.files import not_utf8_byte
+        from hpnlp.data.reading.files import not_utf8_byte
 
         for number, line in enumerate(stream, 1):
             if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -176,7 +176,7 @@ def has_records(name: str) -> bool:
       False for lines of text.
     """
     from hpnlp.data.examples.rows import FORMATS
-    from hpnlp.data.files import uncompressed
+    from hpnlp.data.reading.files import uncompressed
 
     return os.path.splitext(uncompressed(name))[1].lower() in FORMATS
 

@@ -16,7 +16,7 @@ from absl import flags
 from hpnlp import cli
 from hpnlp.cli import experiment, fields, named_experiments
 from hpnlp.cli.errors import at_once
-from hpnlp.training import signals
+from hpnlp.training.processes import signals
 from hpnlp.types import InputError
 
 USAGE = """
@@ -83,8 +83,8 @@ def run(argv: Sequence[str]) -> None:
     values = experiment.read(path, overrides, workdir)
     cli.prepare_jax()
 
-    from hpnlp.training import distributed
-    from hpnlp.training.progress_pipe import PIPE
+    from hpnlp.training.processes import distributed
+    from hpnlp.training.processes.progress_pipe import PIPE
 
     f = cli.FLAGS
     PIPE.open()
@@ -97,9 +97,12 @@ def run(argv: Sequence[str]) -> None:
 def _train(values: Any, workdir: str, command: str, overrides: Sequence[str]) -> None:
     """Trains the run of a config, or those of several seeds; `command` has the flags of the config, for the report."""
     from hpnlp import report
-    from hpnlp.training import config, distributed, loop, out_of_memory, unused_fields
-    from hpnlp.training.contents import has_begun
-    from hpnlp.training.progress_pipe import PIPE
+    from hpnlp.jobs import out_of_memory
+    from hpnlp.training import config, loop
+    from hpnlp.training.files.contents import has_begun
+    from hpnlp.training.processes import distributed
+    from hpnlp.training.processes.progress_pipe import PIPE
+    from hpnlp.training.starts import unused_fields
 
     PIPE.report("setup")
     f = cli.FLAGS
@@ -107,7 +110,7 @@ def _train(values: Any, workdir: str, command: str, overrides: Sequence[str]) ->
     if not any(map(has_begun, [workdir, *Path(workdir).glob("seed_*")])):
         unused_fields.check(resolved, experiment.fields_of(overrides))
     if f["seeds"].present:
-        from hpnlp.training import seeds
+        from hpnlp.jobs import seeds
 
         with out_of_memory.advised(resolved):
             members = seeds.train_seeds(resolved, _numbers(f.seeds), workdir, accept_changes=f.accept_changes)

@@ -8,7 +8,7 @@ compressed by zlib:
 
 Offsets count from the start of the file. A block that is not raw begins with the distinct values of its array (`palette` of
 them), padded to 8 bytes; the codes that follow are indices of these values. A block of "nonzeros" begins with all elements that
-are not zero; the codes that follow are 1 at their places. Checksums are those of `hpnlp.ops.checksum`, of
+are not zero; the codes that follow are 1 at their places. Checksums are those of `hpnlp.ops.helpers.checksum`, of
 the block as uint32 words. Reading needs numpy only.
 """
 
@@ -27,9 +27,9 @@ import ml_dtypes
 import numpy as np
 
 from hpnlp.atomic_file import replaced
-from hpnlp.compress.array_encodings import Decoding, Encoding, decoding, encode
+from hpnlp.compress.storage.array_encodings import Decoding, Encoding, decoding, encode
 from hpnlp.errors import InputError
-from hpnlp.ops.checksum import word_sum
+from hpnlp.ops.helpers.checksum import word_sum
 
 MAGIC = b"hpnlp\0ct"
 VERSION = 1

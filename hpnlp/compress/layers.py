@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hpnlp.models.layer_forms import PROJECTION_FIELDS, build_mixers
-from hpnlp.models.layer_stack import layer_axes
+from hpnlp.models.stacks.layer_forms import PROJECTION_FIELDS, build_mixers
+from hpnlp.models.stacks.layer_stack import layer_axes
 from hpnlp.models.variables import BUFFERS
 from hpnlp.nn.block import BlockConfig
 from hpnlp.types import InputError

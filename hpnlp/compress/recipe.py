@@ -11,13 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hpnlp.compress import convolutions, structure, zeros
-from hpnlp.compress.experts import merged
 from hpnlp.compress.layers import Layer, join_layers, split_layers
 from hpnlp.compress.matrices import is_table, map_matrices
-from hpnlp.compress.moments import listed_matrices, map_arrays, with_input_moments
-from hpnlp.compress.numbers import CONVERSIONS, Conversion
-from hpnlp.compress.sensitivity import choose_bits, mean_curvature
 from hpnlp.compress.stages import (
     FACTORS,
     NONZERO,
@@ -28,8 +23,15 @@ from hpnlp.compress.stages import (
     check_keeps_units,
     check_known_widths,
     check_unit_arguments,
+    convolutions,
     gradients_of,
+    structure,
+    zeros,
 )
+from hpnlp.compress.stages.experts import merged
+from hpnlp.compress.stages.moments import listed_matrices, map_arrays, with_input_moments
+from hpnlp.compress.stages.numbers import CONVERSIONS, Conversion
+from hpnlp.compress.stages.sensitivity import choose_bits, mean_curvature
 from hpnlp.models.variables import BUFFERS, FROZEN
 from hpnlp.ops.weight import is_weight
 from hpnlp.ops.weights import FloatWeight, ObservedWeight, quantize

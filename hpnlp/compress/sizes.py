@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from hpnlp.compress import container, huffman, packing
+from hpnlp.compress import container
 from hpnlp.compress.files import file_content, read_outline, stored_bytes
 from hpnlp.compress.recipe import Calibration, Stage
+from hpnlp.compress.storage import huffman, packing
 from hpnlp.ops.weight import parameter_count
 
 ORIGINAL = "original"

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from hpnlp.compress.matrices import KERNELS, is_table
-from hpnlp.compress.techniques import WEIGHT_TRAININGS
-from hpnlp.compress.training_technique import Technique
+from hpnlp.compress.training.techniques import WEIGHT_TRAININGS
+from hpnlp.compress.training.training_technique import Technique
+from hpnlp.models.mixtures.wrapper import TrainingWrapper
 from hpnlp.models.variables import BUFFERS
-from hpnlp.models.wrapper import TrainingWrapper
 from hpnlp.ops.weights import LowRankWeight, RoundedInputsWeight, dense_tree, factorize
 from hpnlp.ops.weights.low_rank import rank_of
 from hpnlp.spec import build, parse_one

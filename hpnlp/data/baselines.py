@@ -133,7 +133,7 @@ class Baselines:
         Args:
           corpus: The corpus.
         """
-        from hpnlp.data import token_store
+        from hpnlp.data.reading import token_store
 
         self._corpus = corpus
         self._process: subprocess.Popen[bytes] | None = None
@@ -219,7 +219,7 @@ class Baselines:
 
     def _keep(self, record: dict[str, Any]) -> None:
         """Puts a complete result into the cache; if the cache cannot be written, the next run measures again."""
-        from hpnlp.data import token_store
+        from hpnlp.data.reading import token_store
         from hpnlp.types import InputError
 
         with contextlib.suppress(InputError):

@@ -9,12 +9,12 @@ from typing import TypeVar
 
 from hpnlp.data import stream
 from hpnlp.data.config import DataConfig
-from hpnlp.data.documents import Document, DocumentReader
-from hpnlp.data.files import Progress, ignore_progress
 from hpnlp.data.ingest import Ingest
-from hpnlp.data.records import SKIP, Fields
-from hpnlp.data.sources import MAX_COMPARED, LeftOut, Source, described
-from hpnlp.data.split import NOTHING, HeldOutHashes
+from hpnlp.data.reading.documents import Document, DocumentReader
+from hpnlp.data.reading.files import Progress, ignore_progress
+from hpnlp.data.reading.records import SKIP, Fields
+from hpnlp.data.reading.sources import MAX_COMPARED, LeftOut, Source, described
+from hpnlp.data.reading.split import NOTHING, HeldOutHashes
 from hpnlp.types import InputError
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.data import packing, token_store
+from hpnlp.data import packing
 from hpnlp.data.batches import (
     Batches,
     FiniteBatches,
@@ -23,9 +23,10 @@ from hpnlp.data.batches import (
     streamed_batches,
 )
 from hpnlp.data.config import DataConfig
-from hpnlp.data.files import printable
 from hpnlp.data.random_lengths import RandomLengths
-from hpnlp.data.sources import LeftOut, LineCounts
+from hpnlp.data.reading import token_store
+from hpnlp.data.reading.files import printable
+from hpnlp.data.reading.sources import LeftOut, LineCounts
 from hpnlp.types import InputError, Tokenizer
 
 # The summary warns if whole documents take this share of the text from training, or twice the configured fraction.

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data import tokenizers
-from hpnlp.data.documents import Document, DocumentReader, NotTextError, to_text
-from hpnlp.data.files import Progress
-from hpnlp.data.records import Fields
-from hpnlp.data.sources import LeftOut, LineCounts, Source
-from hpnlp.data.split import NOTHING, Folds, HeldOutHashes, hash_fraction
-from hpnlp.data.token_store import Tokens, TokenWriter
+from hpnlp.data.reading.documents import Document, DocumentReader, NotTextError, to_text
+from hpnlp.data.reading.files import Progress
+from hpnlp.data.reading.records import Fields
+from hpnlp.data.reading.sources import LeftOut, LineCounts, Source
+from hpnlp.data.reading.split import NOTHING, Folds, HeldOutHashes, hash_fraction
+from hpnlp.data.reading.token_store import Tokens, TokenWriter
 from hpnlp.types import InputError, Tokenizer
 
 _FORMAT = 3  # version of the files that `Ingest.write` writes; part of the cache key

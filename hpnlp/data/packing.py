@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hpnlp.data.token_store import Tokens
+from hpnlp.data.reading.token_store import Tokens
 
 Batch = dict[str, np.ndarray]
 

@@ -31,9 +31,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hpnlp.data import sources, token_store
-from hpnlp.data.digest import Snapshot
-from hpnlp.data.files import ignore_progress
+from hpnlp.data.reading import sources, token_store
+from hpnlp.data.reading.digest import Snapshot
+from hpnlp.data.reading.files import ignore_progress
 from hpnlp.spec import lookup
 from hpnlp.types import InputError
 

@@ -13,14 +13,15 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from hpnlp.data import sources, token_store, tokenizers
+from hpnlp.data import tokenizers
 from hpnlp.data.batches import Batches
 from hpnlp.data.config import DataConfig
 from hpnlp.data.corpus import Corpus
-from hpnlp.data.digest import Snapshot
-from hpnlp.data.files import Progress, ignore_progress
 from hpnlp.data.ingest import Ingest
-from hpnlp.data.split import Folds
+from hpnlp.data.reading import sources, token_store
+from hpnlp.data.reading.digest import Snapshot
+from hpnlp.data.reading.files import Progress, ignore_progress
+from hpnlp.data.reading.split import Folds
 from hpnlp.types import InputError, Tokenizer
 
 __all__ = ["Batches", "Corpus", "DataConfig", "prepare"]

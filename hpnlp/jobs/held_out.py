@@ -13,9 +13,9 @@ from hpnlp.data.examples import ExampleConfig, Examples
 from hpnlp.data.examples.dataset import HELDOUT
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Classification, Tagging
-from hpnlp.data.examples.unlabelled import Unlabelled
+from hpnlp.data.examples.kinds.unlabelled import Unlabelled
 from hpnlp.tasks.predictions import LabelPrediction, TagPrediction, TrainedModel
-from hpnlp.training.checkpoint import CONVERTED_STEP
+from hpnlp.training.files.checkpoint import CONVERTED_STEP
 from hpnlp.training.run_directory import Run
 from hpnlp.types import InputError
 

@@ -25,11 +25,12 @@ from hpnlp import tasks
 from hpnlp.data.examples.fields import FieldError
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Texts
-from hpnlp.data.examples.unlabelled import Unlabelled, as_record, converted
+from hpnlp.data.examples.kinds.unlabelled import Unlabelled, as_record, converted
+from hpnlp.jobs import ensembles
 from hpnlp.jobs.dtypes import overflow_checked, overflow_checked_chunks, with_dtype
 from hpnlp.models import decode
 from hpnlp.tasks.predictions import Prediction, TrainedModel
-from hpnlp.training import ensembles, run_directory
+from hpnlp.training import run_directory
 from hpnlp.types import InputError
 
 BATCH_SIZE = 32

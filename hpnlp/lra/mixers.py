@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpnlp.models.layer_forms import build_mixers
+from hpnlp.models.stacks.layer_forms import build_mixers
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.spec import Spec, lookup, parse
 from hpnlp.types import InputError

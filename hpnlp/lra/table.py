@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hpnlp.tasks.reporting import decimals, three_digits
+from hpnlp.tasks.reports.reporting import decimals, three_digits
 
 
 class Score(NamedTuple):

@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from hpnlp.layer_report import CARRY, LayerReport
-from hpnlp.model_parallel import NO_TENSOR_PARALLEL, ModelParallel, TensorParallel
-from hpnlp.models import layer_statistics
-from hpnlp.models.body import ConfigOfStacks
-from hpnlp.models.layer_forms import (
+from hpnlp.cost.parts import part
+from hpnlp.model_interfaces.layer_report import CARRY, LayerReport
+from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL, ModelParallel, TensorParallel
+from hpnlp.models.shared.body import ConfigOfStacks
+from hpnlp.models.shared.ranges import LIMITS, check_ranges
+from hpnlp.models.stacks import layer_statistics
+from hpnlp.models.stacks.layer_forms import (
     branch_modules,
     build_mixers,
     check_carry,
@@ -30,17 +32,15 @@ from hpnlp.models.layer_forms import (
     matrix_size,
     projections,
 )
-from hpnlp.models.layer_stack import LayerStack, init_layers, layer_axes, layer_rngs, make_blocks, stack_order
-from hpnlp.models.planned_layers import PlannedLayers
-from hpnlp.models.ranges import LIMITS, check_ranges
+from hpnlp.models.stacks.layer_stack import LayerStack, init_layers, layer_axes, layer_rngs, make_blocks, stack_order
+from hpnlp.models.stacks.planned_layers import PlannedLayers
 from hpnlp.models.variables import BUFFERS
 from hpnlp.nn.attention import Context
 from hpnlp.nn.block import BlockConfig
 from hpnlp.nn.blocks import block_kind
 from hpnlp.nn.layers import NORMS, Embed, dropout
 from hpnlp.ops.attention import Full
-from hpnlp.ops.stacks import StackOrder
-from hpnlp.parts import part
+from hpnlp.ops.helpers.stacks import StackOrder
 from hpnlp.spec import did_you_mean, lookup, parse, parse_period, shortened
 from hpnlp.types import InputError, Mixer, MixerTraits, Statistics, WordStats, option
 
@@ -116,7 +116,7 @@ class BackboneConfig(BlockConfig, PlannedLayers, ConfigOfStacks):
         if self.memory_dim and not self.has_memory:
             raise InputError(
                 f"model.memory_dim={self.memory_dim}: this model passes its layers no memory: set it to 0, or choose a "
-                "models.decoder.Decoder"
+                "models.shared.decoder.Decoder"
             )
         if self.residual == "reversible":
             check_reversible(self, self.forms())

@@ -14,18 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from hpnlp.data.pixels import VALUES, PixelTokenizer
-from hpnlp.model_parallel import ModelParallel
+from hpnlp.cost.parts import part
+from hpnlp.data.tokenizers.pixels import VALUES, PixelTokenizer
+from hpnlp.model_interfaces.model_parallel import ModelParallel
 from hpnlp.models.backbone import DTYPES
 from hpnlp.models.prediction import Batch, classification_metrics
-from hpnlp.models.ranges import LIMITS
-from hpnlp.models.unstacked import Unstacked
+from hpnlp.models.shared.ranges import LIMITS
+from hpnlp.models.stacks.unstacked import Unstacked
 from hpnlp.nn.convnet import BLOCKS, BlockShape, ConvModule
 from hpnlp.nn.image_norms import make_norm
 from hpnlp.nn.layers import embed_init, param
 from hpnlp.nn.output.full import FullOutput
-from hpnlp.parallel import remat
-from hpnlp.parts import part
+from hpnlp.parallel.memory import remat
 from hpnlp.spec import build, lookup, parse, shortened
 from hpnlp.types import InputError, LossOut, Statistics, option
 

@@ -17,11 +17,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hpnlp import measure
-from hpnlp.models.decoding_weights import for_decoding
+from hpnlp.models.decoding.decoding_weights import for_decoding
 from hpnlp.models.variables import collections
 from hpnlp.nn.attention import Memory
 from hpnlp.ops.sampling import pick
-from hpnlp.parallel import host_offload
+from hpnlp.parallel.memory import host_offload
 from hpnlp.types import InputError, Model, Tokenizer
 
 # Tokens per call of the decoding program: many enough to keep the host out of the inner loop, few enough to stream text.

@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from hpnlp.cost.parts import part
 from hpnlp.models.backbone import BackboneConfig
-from hpnlp.models.body import Start
 from hpnlp.models.prediction import Batch, PredictionModel, classification_metrics
-from hpnlp.models.ranges import LIMITS
+from hpnlp.models.shared.body import Start
+from hpnlp.models.shared.ranges import LIMITS
 from hpnlp.nn.attention import Context, mixer_period
 from hpnlp.nn.layers import Dense, Embed, dropout
 from hpnlp.nn.pooling import POOLINGS, TRANSFORMS, HeadTransform, Pooling
-from hpnlp.ops.convolution import token_windows
+from hpnlp.ops.convolutions.convolution import token_windows
 from hpnlp.ops.table_rows import TableRows
-from hpnlp.parts import part
 from hpnlp.spec import did_you_mean, shortened
 from hpnlp.types import InputError, LossOut, option
 

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from hpnlp.models.backbone import DTYPES, BackboneConfig
-from hpnlp.models.layer_stack import carry_axes, initial_carry
 from hpnlp.models.prediction import PredictionModel, label_losses
+from hpnlp.models.stacks.layer_stack import carry_axes, initial_carry
 from hpnlp.nn.attention import Context, Memory, mixer_period
 from hpnlp.ops.attention.masks.patterns import Causal
 from hpnlp.types import InputError, LossOut, option

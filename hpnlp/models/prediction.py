@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from hpnlp.cost.parts import part
 from hpnlp.models.backbone import Backbone
 from hpnlp.nn.attention import Context, Memory
 from hpnlp.nn.layers import embed_init, param
 from hpnlp.nn.output import OUTPUTS, is_normalized
-from hpnlp.parts import part
 from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError, LossOut
 

@@ -11,19 +11,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.layer_report import CARRY
-from hpnlp.model_parallel import ModelParallel
+from hpnlp.cost.parts import part
+from hpnlp.model_interfaces.layer_report import CARRY
+from hpnlp.model_interfaces.model_parallel import ModelParallel
 from hpnlp.models.backbone import DTYPES
 from hpnlp.models.lm import example_batch
 from hpnlp.models.prediction import Batch, label_losses, looked_up_rows
-from hpnlp.models.ranges import LIMITS
-from hpnlp.models.unstacked import Unstacked, UnstackedModel
+from hpnlp.models.shared.ranges import LIMITS
+from hpnlp.models.stacks.unstacked import Unstacked, UnstackedModel
 from hpnlp.nn.layers import Embed, embed_init, param
 from hpnlp.nn.output import OUTPUTS, is_normalized
 from hpnlp.nn.rnn import RecurrentInputs
 from hpnlp.nn.rnn_stack import RecurrentStack, StackConfig
 from hpnlp.ops.rnn import dropout_factors, segment_resets
-from hpnlp.parts import part
 from hpnlp.spec import build, lookup, parse_one
 from hpnlp.types import InputError, LossOut, WordStats, option
 

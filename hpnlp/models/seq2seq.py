@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.layer_report import LayerReport
-from hpnlp.model_parallel import ModelParallel
+from hpnlp.model_interfaces.layer_report import LayerReport
+from hpnlp.model_interfaces.model_parallel import ModelParallel
 from hpnlp.models.backbone import Backbone, BackboneConfig
-from hpnlp.models.body import Start
-from hpnlp.models.decoder import Decoder, DecoderConfig
 from hpnlp.models.encoder import EncoderConfig
-from hpnlp.models.layer_statistics import OfSeveralStacks
 from hpnlp.models.lm import LMConfig
 from hpnlp.models.prediction import Batch
+from hpnlp.models.shared.body import Start
+from hpnlp.models.shared.decoder import Decoder, DecoderConfig
+from hpnlp.models.stacks.layer_statistics import OfSeveralStacks
 from hpnlp.models.variables import join, split
 from hpnlp.nn.attention import Context, Memory
 from hpnlp.nn.layers import Embed

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from hpnlp.models.beam_search import Beams, beam_search
 from hpnlp.models.decode import Generation
+from hpnlp.models.decoding.beam_search import Beams, beam_search
 from hpnlp.models.seq2seq import Seq2Seq, standalone_decoder
 from hpnlp.models.variables import collections
 from hpnlp.nn.attention import Memory

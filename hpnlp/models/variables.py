@@ -18,7 +18,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 
-from hpnlp.layer_report import CARRY
+from hpnlp.model_interfaces.layer_report import CARRY
 from hpnlp.types import CarryingModel, InputError, Model
 
 BUFFERS = "buffers"

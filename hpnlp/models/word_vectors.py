@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from hpnlp.model_parallel import ModelParallel
+from hpnlp.cost.parts import part
+from hpnlp.model_interfaces.model_parallel import ModelParallel
 from hpnlp.models.backbone import DTYPES
 from hpnlp.models.lm import example_batch
 from hpnlp.models.prediction import Batch
-from hpnlp.models.ranges import LIMITS
-from hpnlp.models.unstacked import Unstacked, UnstackedModel
+from hpnlp.models.shared.ranges import LIMITS
+from hpnlp.models.stacks.unstacked import Unstacked, UnstackedModel
 from hpnlp.nn.layers import Embed, embed_init, param
 from hpnlp.nn.output import OUTPUTS, is_normalized
 from hpnlp.ops.embeddings import unit_norm
 from hpnlp.ops.embeddings.word2vec import OBJECTIVES, SUBSAMPLING, keep_probabilities
-from hpnlp.parts import part
 from hpnlp.spec import build, did_you_mean, lookup, parse_one
 from hpnlp.types import InputError, LossOut, WordStats, option
 

@@ -13,15 +13,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from hpnlp.layer_report import LayerReport, check_method
-from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
+from hpnlp.cost.parts import part
+from hpnlp.model_interfaces.layer_report import LayerReport, check_method
+from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.layers import NORMS, Dense, dense_init
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.cross import CrossMixer
 from hpnlp.nn.mixers.segment_memory import SegmentMemory
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.attention.positions.rope import Scaling, rope, yarn
-from hpnlp.parts import part
 from hpnlp.spec import Spec, build, parse_one, parse_period
 from hpnlp.types import InputError, MixerInputs, MixerOutput, Projection, WithCarry, WithFurtherKeys
 

@@ -9,12 +9,12 @@ import flax.linen as nn
 import jax
 from jaxtyping import Array, Float
 
-from hpnlp.layer_report import LayerReport
-from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
+from hpnlp.cost.parts import part
+from hpnlp.model_interfaces.layer_report import LayerReport
+from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.attention import Attention, Context
 from hpnlp.nn.feed_forward import build_feed_forward, described_network
 from hpnlp.nn.layers import NORMS, Initializer, dropout
-from hpnlp.parts import part
 from hpnlp.spec import Spec, did_you_mean, lookup
 from hpnlp.types import InputError, MixerInputs, option
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from hpnlp.nn.image_norms import make_norm
 from hpnlp.nn.layers import Initializer, param
-from hpnlp.ops.image_convolution import conv2d, depthwise_conv2d, window_taps
+from hpnlp.ops.convolutions.image_convolution import conv2d, depthwise_conv2d, window_taps
 from hpnlp.ops.weight import dense
 from hpnlp.spec import Spec
 from hpnlp.types import InputError, Statistics
@@ -66,7 +66,7 @@ class BlockShape:
 
     @property
     def offsets(self) -> tuple[tuple[int, int], ...] | None:
-        """Positions of the taps relative to the centre of the window, as `ops.image_convolution` takes them; None for all."""
+        """Positions of the taps relative to the centre of the window, as `image_convolution` takes them; None for all."""
         positions = window_taps(self.kernel)
         return tuple(positions[i] for i in self.taps) or None
 

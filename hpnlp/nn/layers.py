@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel, Zero2Parameter
+from hpnlp.cost.parts import part
+from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL, TensorParallel, Zero2Parameter
 from hpnlp.ops.dropout import keep_mask, seed_words
 from hpnlp.ops.linear import linear, linear_by_transpose
 from hpnlp.ops.norms import layer_norm, rms_norm
 from hpnlp.ops.table_rows import TableRows
 from hpnlp.ops.weight import Weight
-from hpnlp.parts import part
 
 Initializer = Callable[..., Any]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from hpnlp.layer_report import LayerReport
+from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.nn.stack import Layer, indexed_stacks, join_reports
+from hpnlp.ops.helpers.stacks import StackOrder, layer_count
 from hpnlp.ops.reversible import reversible
-from hpnlp.ops.stacks import StackOrder, layer_count
 
 # The two streams of a reversible stack.
 Streams = tuple[jax.Array, jax.Array]

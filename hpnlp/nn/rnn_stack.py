@@ -10,9 +10,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from hpnlp.cost.parts import part
 from hpnlp.nn.layers import dropout
 from hpnlp.nn.rnn import RecurrentInputs, RecurrentLayer, Regularization, State, build_layers
-from hpnlp.parts import part
 from hpnlp.types import InputError, option
 
 INITIAL_STATES = ("zeros", "learned")

@@ -1,7 +1,7 @@
 """Layers whose forms repeat with a period, over stacked or separate parameters.
 
 L layers have one or more forms, such as two mixers in turn: layer i has the form `layers[i % period]`. Forms with equal
-parameters share a stack of parameters (`ops.stacks`).
+parameters share a stack of parameters (`ops.helpers.stacks`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hpnlp.layer_report import LayerReport
-from hpnlp.ops.stacks import StackOrder, layer_count, single_stack
+from hpnlp.model_interfaces.layer_report import LayerReport
+from hpnlp.ops.helpers.stacks import StackOrder, layer_count, single_stack
 from hpnlp.types import Aux
 
 # (x, (parameters, index of the layer, cache or None)) -> (x, (cache or None, report)); x is an array, or a tree of arrays.

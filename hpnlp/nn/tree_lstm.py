@@ -19,7 +19,7 @@ def schedule_of(batch: Mapping[str, jax.Array], max_children: int) -> Schedule:
     """The schedule of a batch of trees, computed on the device.
 
     Args:
-      batch: "parents", "slots", "heights" and "arities", int32 `[B, T]`, as `data.examples.trees.Trees` documents them.
+      batch: "parents", "slots", "heights" and "arities", int32 `[B, T]`, as `data.examples.kinds.trees.Trees` documents them.
       max_children: Largest number of children of a node.
 
     Returns:

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, UInt32
 
-from hpnlp.ops.array_op import array_op
-from hpnlp.ops.arrays import accepts_numpy
-from hpnlp.ops.counter_rng import mix
+from hpnlp.ops.helpers.array_op import array_op
+from hpnlp.ops.helpers.arrays import accepts_numpy
+from hpnlp.ops.helpers.counter_rng import mix
 from hpnlp.types import InputError
 
 

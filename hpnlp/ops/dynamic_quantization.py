@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from hpnlp.ops.array_op import array_op
+from hpnlp.ops.helpers.array_op import array_op
 
 # Decades below 1 that the 7 or 8 bits of a magnitude cover.
 DECADES = 7

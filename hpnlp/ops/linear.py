@@ -11,9 +11,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from hpnlp.ops.array_op import array_op
-from hpnlp.ops.arrays import accepts_numpy
-from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.helpers.array_op import array_op
+from hpnlp.ops.helpers.arrays import accepts_numpy
+from hpnlp.ops.helpers.custom_vjp import vary_alike
 from hpnlp.ops.weight import Weight
 
 

@@ -20,10 +20,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from hpnlp.ops.array_op import array_op
-from hpnlp.ops.arrays import accepts_numpy
-from hpnlp.ops.custom_vjp import vary_alike
-from hpnlp.ops.stacks import StackOrder, layer_count, single_stack
+from hpnlp.ops.helpers.array_op import array_op
+from hpnlp.ops.helpers.arrays import accepts_numpy
+from hpnlp.ops.helpers.custom_vjp import vary_alike
+from hpnlp.ops.helpers.stacks import StackOrder, layer_count, single_stack
 from hpnlp.types import InputError
 
 # (parameters of a layer, stream, *operands) -> (output that is added to the other stream, report)

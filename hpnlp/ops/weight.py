@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from hpnlp.ops.array_op import array_op
-from hpnlp.ops.arrays import as_arrays
+from hpnlp.ops.helpers.array_op import array_op
+from hpnlp.ops.helpers.arrays import as_arrays
 
 
 class Weight(abc.ABC):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.array_op import array_op
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.linear import product
 from hpnlp.types import InputError
 
@@ -27,7 +27,7 @@ def ternary_features(hashes: Int[Array, "..."], features: int) -> Int[Array, "B 
     one for each 64 features.
 
     Args:
-      hashes: 128 bits of each word (`data.word_hashes`), as int32.
+      hashes: 128 bits of each word (`data.tokenizers.word_hashes`), as int32.
       features: Number of features F, a multiple of 64.
 
     Returns:

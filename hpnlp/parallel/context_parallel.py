@@ -24,10 +24,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from hpnlp.layer_report import check_method, has_state, statistic_axes
+from hpnlp.model_interfaces.layer_report import check_method, has_state, statistic_axes
 from hpnlp.ops.attention import Full, merge
 from hpnlp.ops.attention.masks.per_head import AnyMask, PerHead
-from hpnlp.ops.custom_vjp import tied
+from hpnlp.ops.helpers.custom_vjp import tied
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.ring_schedule import Chunks, RingSchedule, assign_chunks, make_schedule
 from hpnlp.parallel.varying import of_all_shards, of_first_device, zeros_like

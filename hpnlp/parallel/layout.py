@@ -16,9 +16,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from hpnlp.model_parallel import Zero2Parameter
+from hpnlp.model_interfaces.model_parallel import Zero2Parameter
 from hpnlp.ops.weight import is_weight
-from hpnlp.parallel import zero
+from hpnlp.parallel.memory import zero
 from hpnlp.parallel.tensor_parallel import MeshTensorParallel
 from hpnlp.types import InputError
 

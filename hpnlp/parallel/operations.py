@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hpnlp.flop_count import count_flops
+from hpnlp.cost.flop_count import count_flops
 from hpnlp.parallel.varying import vary
 from hpnlp.types import InputError
 

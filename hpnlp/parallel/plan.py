@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from hpnlp.parallel.layout import Layout
-from hpnlp.parallel.remat import policy
+from hpnlp.parallel.memory.remat import policy
 from hpnlp.spec import did_you_mean, lookup
 from hpnlp.types import InputError, option
 
@@ -42,7 +42,7 @@ DEFAULT_ZERO = 3  # the stage of the axis `fsdp` where neither the Plan nor the 
 FILL = -1  # an axis size: all remaining devices
 
 # Logical axis -> the mesh axes that divide it, as far as they divide its size. Layers give their arrays' axes the names on the
-# left; no other code names a mesh axis for an array. ZeRO's axis `fsdp` is added by `parallel.zero`.
+# left; no other code names a mesh axis for an array. ZeRO's axis `fsdp` is added by `parallel.memory.zero`.
 RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
     "length": ("sequence",),
@@ -129,7 +129,7 @@ class Plan:
     )
     remat: str = option(
         "none",
-        'What the backward pass recomputes, an entry of `parallel.remat.REMAT`: "none", "full", "dots", '
+        'What the backward pass recomputes, an entry of `parallel.memory.remat.REMAT`: "none", "full", "dots", '
         '"names(mixed,hidden)" or "offload(mixed)".',
     )
     offload_optimizer: bool = option(

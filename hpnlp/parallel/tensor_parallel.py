@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hpnlp.model_parallel import TensorParallel
+from hpnlp.model_interfaces.model_parallel import TensorParallel
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.parallel.varying import of_all_shards, of_first_device, vary
 from hpnlp.types import InputError, MixerInputs, MixerOutput

@@ -19,13 +19,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.helpers.custom_vjp import vary_alike
 from hpnlp.ops.softmax import zero_ignored_tokens
 from hpnlp.ops.table_rows import TableRows
 from hpnlp.ops.weight import is_weight
 from hpnlp.parallel.layout import Layout
+from hpnlp.parallel.memory.zero import is_zero2
 from hpnlp.parallel.varying import sum_over_devices
-from hpnlp.parallel.zero import is_zero2
 from hpnlp.types import LossOut
 
 

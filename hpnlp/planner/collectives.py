@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from hpnlp.planner.jaxprs import needed_equations, open_jaxpr
+from hpnlp.planner.jaxpr.jaxprs import needed_equations, open_jaxpr
 from hpnlp.training.trainer import Trainer
 from hpnlp.types import InputError
 

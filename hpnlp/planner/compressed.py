@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpnlp import tasks
-from hpnlp.compress.distill_config import DistillConfig
+from hpnlp.compress.distilling.distill_config import DistillConfig
 from hpnlp.compress.recipe import parse_recipe
 from hpnlp.compress.sizes import ORIGINAL, Size, file_sizes, planned_sizes
 from hpnlp.compress.weights_file import WEIGHTS_FILE, has_weights
@@ -16,9 +16,9 @@ from hpnlp.models import variables
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.training import run_directory
-from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config, flat
 from hpnlp.training.config_file import load_config
+from hpnlp.training.files.checkpoint import Checkpointer
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 

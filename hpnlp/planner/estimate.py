@@ -15,7 +15,7 @@ from hpnlp import tasks
 from hpnlp.parallel.pipeline import microbatches
 from hpnlp.planner.collectives import Collective, step_traffic, trace
 from hpnlp.planner.devices import USABLE, Device
-from hpnlp.planner.jaxpr_cost import program_cost
+from hpnlp.planner.jaxpr.jaxpr_cost import program_cost
 from hpnlp.planner.memory import held_bytes, memory_estimate, state_shards
 from hpnlp.planner.roofline import ProgramCost
 from hpnlp.training.batch_lengths import check_buckets
@@ -144,7 +144,7 @@ def model_of(config: Config) -> Any:
       InputError: The model does not fit the task or the largest vocabulary.
     """
     if config.distill.teacher:
-        from hpnlp.training import teacher  # reads checkpoints, by a library that other models do not need
+        from hpnlp.training.starts import teacher
 
         return teacher.planned(config)
     return tasks.make_model(config, tasks.find(config.task).planned_sizes(config))

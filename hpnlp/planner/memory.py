@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hpnlp.parallel.host_offload import HOST
-from hpnlp.training.sparse_rows import keys
+from hpnlp.parallel.memory.host_offload import HOST
+from hpnlp.training.optimizers.sparse_rows import keys
 from hpnlp.training.trainer import Trainer
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpnlp import parts
-from hpnlp.models.dual_encoder import LOSSES_OF_NEGATIVES
+from hpnlp.cost import parts
+from hpnlp.models.pairs.dual_encoder import LOSSES_OF_NEGATIVES
 from hpnlp.parallel.plan import AXES, PLANS, Plan
 from hpnlp.planner.collectives import total
 from hpnlp.planner.devices import USABLE, Device

@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpnlp import plots
-from hpnlp.report import folds
+from hpnlp.report import folds, plots
 from hpnlp.report.differences import described_difference, with_error
 from hpnlp.report.entries import Entry, read_entry
 from hpnlp.report.files import replace_text, task_of
 from hpnlp.tasks import Task
-from hpnlp.tasks.reporting import Ranking, Report, decimals
-from hpnlp.training.example_scores import error_of_difference
+from hpnlp.tasks.reports.reporting import Ranking, Report, decimals
+from hpnlp.training.files.example_scores import error_of_difference
 from hpnlp.types import InputError
 
 ERRORS = (
@@ -45,8 +44,8 @@ def compare(
 ) -> str:
     """Writes a table of runs, best first, and a plot of quality against time, memory and size.
 
-    Quality is a score of the runs' task: see `rank` of its report, such as `tasks.lm_report.LanguageModelReport`. Runs without
-    a score come last, and lines below the table give the reason. Runs that differ only in `data.fold` are one row; see
+    Quality is a score of the runs' task: see `rank` of its report, such as `tasks.reports.lm_report.LanguageModelReport`. Runs
+    without a score come last, and lines below the table give the reason. Runs that differ only in `data.fold` are one row; see
     `report.folds`.
 
     Args:

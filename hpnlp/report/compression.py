@@ -11,8 +11,8 @@ from typing import Any
 
 from hpnlp import measure
 from hpnlp.report.differences import described_difference, is_within_noise
-from hpnlp.tasks.reporting import three_digits
-from hpnlp.training.evaluation_record import finite
+from hpnlp.tasks.reports.reporting import three_digits
+from hpnlp.training.files.evaluation_record import finite
 
 # Times that differ by less, or by less than two measurements of the original, are called equal.
 NOISE = 1.05
@@ -22,7 +22,7 @@ def render(rows: Sequence[Any], metric: str, higher_is_better: bool) -> str:
     """The table and the verdict.
 
     Args:
-      rows: Results of `training.compress_run.compress_run`.
+      rows: Results of `jobs.compression.compress_run.compress_run`.
       metric: Name of the primary score.
       higher_is_better: Its direction.
 

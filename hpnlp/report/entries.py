@@ -11,12 +11,12 @@ from typing import Any
 
 from hpnlp.compress.weights_file import WEIGHTS_FILE
 from hpnlp.report.files import read_evaluation, read_report
-from hpnlp.training import evaluation_record
-from hpnlp.training.checkpoint import CONVERTED_STEP
 from hpnlp.training.config import flat
 from hpnlp.training.config_file import load_config
-from hpnlp.training.contents import EXPORT_FILE, Contents, contents_of
-from hpnlp.training.example_scores import ExampleScores
+from hpnlp.training.files import evaluation_record
+from hpnlp.training.files.checkpoint import CONVERTED_STEP
+from hpnlp.training.files.contents import EXPORT_FILE, Contents, contents_of
+from hpnlp.training.files.example_scores import ExampleScores
 
 
 @dataclasses.dataclass(frozen=True)

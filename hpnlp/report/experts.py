@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp import plots, tasks
-from hpnlp.tasks.reporting import Outcome, Section, code_cell, spread
+from hpnlp import tasks
+from hpnlp.report import plots
+from hpnlp.tasks.reports.reporting import Outcome, Section, code_cell, spread
 
 TOKENS = 16384  # held-out tokens that are routed
 PICTURES = ("expert_loads.png", "expert_pairs.png")

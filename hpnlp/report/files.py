@@ -9,11 +9,11 @@ from typing import Any
 
 from hpnlp import tasks
 from hpnlp.atomic_file import replace_bytes
-from hpnlp.data.files import is_special
+from hpnlp.data.reading.files import is_special
 from hpnlp.spec import UnknownNameError
 from hpnlp.tasks import Task
-from hpnlp.training import evaluation_record
-from hpnlp.training.contents import Contents, check_run, contents_of
+from hpnlp.training.files import evaluation_record
+from hpnlp.training.files.contents import Contents, check_run, contents_of
 from hpnlp.types import InputError
 
 # Numbers and sections of report.json that a comparison of runs reads, beside those of the task.
@@ -93,7 +93,7 @@ def read_report(workdir: str | Path) -> dict[str, Any]:
 
 
 def read_evaluation(workdir: str | Path) -> dict[str, Any]:
-    """Reads evaluation.json, see `training.evaluation_record`.
+    """Reads evaluation.json, see `training.files.evaluation_record`.
 
     Args:
       workdir: The directory of a model without a training of its own.

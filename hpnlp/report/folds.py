@@ -15,8 +15,8 @@ import numpy as np
 
 from hpnlp.report.differences import described_difference
 from hpnlp.report.entries import Entry
-from hpnlp.tasks.reporting import Ranking, Report
-from hpnlp.training.example_scores import ExampleScores, error_of_difference
+from hpnlp.tasks.reports.reporting import Ranking, Report
+from hpnlp.training.files.example_scores import ExampleScores, error_of_difference
 from hpnlp.types import InputError
 
 FOLDS, FOLD = "data.folds", "data.fold"

@@ -13,14 +13,15 @@ from typing import Any
 
 import jax
 
-from hpnlp import measure, parts, plots, tasks
+from hpnlp import measure, tasks
+from hpnlp.cost import parts
 from hpnlp.models.prediction import PredictionModel
+from hpnlp.report import next_commands, plots
 from hpnlp.report.files import read_metrics, replace_text, task_of
-from hpnlp.tasks.reporting import Outcome
-from hpnlp.training import next_commands
+from hpnlp.tasks.reports.reporting import Outcome
 from hpnlp.training.config import Config, flat
-from hpnlp.training.evaluation_record import finite, write_examples
-from hpnlp.training.result import Result
+from hpnlp.training.files.evaluation_record import finite, write_examples
+from hpnlp.training.files.result import Result
 from hpnlp.types import InputError, TrainingModel
 
 _LOADED = time.time()

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
 from hpnlp.atomic_file import replaced
-from hpnlp.ops.array_op import array_op
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.retrieval.index_backends import KINDS
 from hpnlp.retrieval.index_kind import Kind
 from hpnlp.spec import build, lookup, parse_one

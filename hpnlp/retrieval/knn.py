@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from hpnlp.atomic_file import replaced
 from hpnlp.data.tokenizers import tokenizer_digest
-from hpnlp.models.knn_model import KnnModel
+from hpnlp.models.mixtures.knn_model import KnnModel
 from hpnlp.models.variables import weights_digest
 from hpnlp.retrieval.datastore import Datastore
 from hpnlp.spec import build, parse_one
@@ -73,7 +73,7 @@ def linear(weight: float | int = 0.25, temperature: float | int = 1.0) -> dict[s
       temperature: Temperature of their squared distances.
 
     Returns:
-      The mixture, see `models.knn_model.neighbour_weight`.
+      The mixture, see `models.mixtures.knn_model.neighbour_weight`.
 
     Raises:
       InputError: An argument is out of range.

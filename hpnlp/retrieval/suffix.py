@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hpnlp.data.files import Progress, ignore_progress
+from hpnlp.data.reading.files import Progress, ignore_progress
 from hpnlp.ops.search.contexts import ContextHashes, ContextIndex
 from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError, Tokenizer

@@ -13,8 +13,8 @@ import numpy as np
 from hpnlp.planner import Costs, Device, costs, search
 from hpnlp.scaling_laws import diagnostics, recipe
 from hpnlp.scaling_laws.fit import Estimate, Fit, FlopsPerToken, Optimum, fit, interpolated_flops, six_n
+from hpnlp.scaling_laws.fitting.forms import LOSS_FORMS
 from hpnlp.scaling_laws.flops import CONVENTIONS, Size, size_of
-from hpnlp.scaling_laws.forms import LOSS_FORMS
 from hpnlp.scaling_laws.points import Points
 from hpnlp.scaling_laws.study import duration
 from hpnlp.spec import lookup

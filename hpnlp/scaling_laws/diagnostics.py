@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 
 from hpnlp.scaling_laws.fit import Fit, fit, interpolated_flops
-from hpnlp.scaling_laws.forms import LOSS_FORMS
-from hpnlp.scaling_laws.frontier import isoflop_minima, power_law
+from hpnlp.scaling_laws.fitting.forms import LOSS_FORMS
+from hpnlp.scaling_laws.fitting.frontier import isoflop_minima, power_law
 from hpnlp.scaling_laws.points import Points
 from hpnlp.types import InputError
 

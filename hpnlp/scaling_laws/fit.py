@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from scipy import special
 
-from hpnlp.scaling_laws.forms import LOSS_FORMS, LossForm
-from hpnlp.scaling_laws.frontier import FRONTIER_FORMS, FrontierForm, power_law
-from hpnlp.scaling_laws.minimize import minimize
+from hpnlp.scaling_laws.fitting.forms import LOSS_FORMS, LossForm
+from hpnlp.scaling_laws.fitting.frontier import FRONTIER_FORMS, FrontierForm, power_law
+from hpnlp.scaling_laws.fitting.minimize import minimize
 from hpnlp.scaling_laws.points import Points
 from hpnlp.spec import lookup
 from hpnlp.types import InputError

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from hpnlp import measure
-from hpnlp.models.planned_layers import PlannedLayers
+from hpnlp.models.stacks.planned_layers import PlannedLayers
 from hpnlp.models.variables import axes_and_shapes
 from hpnlp.planner.estimate import model_of
 from hpnlp.training.config import Config

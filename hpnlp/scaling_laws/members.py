@@ -12,11 +12,11 @@ import numpy as np
 from hpnlp import report
 from hpnlp.scaling_laws.flops import CONVENTIONS, Size, size_of
 from hpnlp.scaling_laws.points import Points
-from hpnlp.tasks.reporting import Report
+from hpnlp.tasks.reports.reporting import Report
 from hpnlp.training.config import Config
 from hpnlp.training.config_file import load_config
-from hpnlp.training.contents import Contents, contents_of
-from hpnlp.training.example_scores import ExampleScores
+from hpnlp.training.files.contents import Contents, contents_of
+from hpnlp.training.files.example_scores import ExampleScores
 from hpnlp.types import InputError
 
 

@@ -11,11 +11,11 @@ import numpy as np
 
 from hpnlp.data.examples import ClassificationConfig, Examples
 from hpnlp.data.examples.baselines import MAX_TRAINED, linear_accuracy
+from hpnlp.data.examples.checks.guess import guessed_fields
 from hpnlp.data.examples.dataset import HELDOUT
-from hpnlp.data.examples.guess import guessed_fields
 from hpnlp.models.encoder import Encoder, EncoderConfig
-from hpnlp.tasks.label_report import LabelReport, whole_text
-from hpnlp.tasks.labels import LabelTask
+from hpnlp.tasks.labelled.labels import LabelTask
+from hpnlp.tasks.reports.label_report import LabelReport, whole_text
 from hpnlp.tasks.task import RunConfig
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.types import InputError, option

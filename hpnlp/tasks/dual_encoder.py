@@ -10,23 +10,23 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.data import sources
 from hpnlp.data.examples import Examples, PairsConfig
 from hpnlp.data.examples.baselines import tfidf_recall
 from hpnlp.data.examples.dataset import CHALLENGE, HELDOUT
-from hpnlp.data.examples.graded import read_graded
 from hpnlp.data.examples.kinds import Texts
+from hpnlp.data.examples.kinds.graded import read_graded
 from hpnlp.data.examples.rows import FORMATS
-from hpnlp.data.files import Progress
-from hpnlp.models.dual_encoder import LOSSES_OF_NEGATIVES, DualEncoder, DualEncoderConfig
+from hpnlp.data.reading import sources
+from hpnlp.data.reading.files import Progress
+from hpnlp.models.pairs.dual_encoder import LOSSES_OF_NEGATIVES, DualEncoder, DualEncoderConfig
 from hpnlp.tasks import vocabulary as vocabularies
-from hpnlp.tasks.dual_encoder_report import MAX_PAIRS, TFIDF, TOP
-from hpnlp.tasks.examples import ExampleTask
 from hpnlp.tasks.field_rules import only_with_loss
-from hpnlp.tasks.label_report import macro_f1
-from hpnlp.tasks.labels import PLANNED_CLASSES
-from hpnlp.tasks.pair_report import MeanBaseline, PairReport
+from hpnlp.tasks.labelled.examples import ExampleTask
+from hpnlp.tasks.labelled.labels import PLANNED_CLASSES
 from hpnlp.tasks.predictions import SimilarityPrediction, TrainedModel, similarity_predictions
+from hpnlp.tasks.reports.dual_encoder_report import MAX_PAIRS, TFIDF, TOP
+from hpnlp.tasks.reports.label_report import macro_f1
+from hpnlp.tasks.reports.pair_report import MeanBaseline, PairReport
 from hpnlp.tasks.task import Baseline, Batch, RunConfig, Sums
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary
 from hpnlp.types import InputError

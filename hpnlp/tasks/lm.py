@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from hpnlp.data import sources
 from hpnlp.data.baselines import Baselines
-from hpnlp.data.files import Progress
+from hpnlp.data.reading import sources
+from hpnlp.data.reading.files import Progress
 from hpnlp.data.stream import Corpus, DataConfig, prepare
-from hpnlp.models.layer_forms import carries
 from hpnlp.models.lm import LM, LMConfig
+from hpnlp.models.stacks.layer_forms import carries
 from hpnlp.tasks import vocabulary as vocabularies
-from hpnlp.tasks.lm_report import LanguageModelReport
+from hpnlp.tasks.reports.lm_report import LanguageModelReport
 from hpnlp.tasks.task import Batch, RunConfig, Sums, Task
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary
 from hpnlp.types import InputError, WithCarryMultiple

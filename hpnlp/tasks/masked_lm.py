@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.data import Corpus, DataConfig, prepare, sources
+from hpnlp.data import Corpus, DataConfig, prepare
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Classification
-from hpnlp.data.files import Progress
 from hpnlp.data.masking import MaskedCorpus, check_mask
-from hpnlp.data.token_store import key_of
+from hpnlp.data.reading import sources
+from hpnlp.data.reading.files import Progress
+from hpnlp.data.reading.token_store import key_of
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.tasks import vocabulary as vocabularies
-from hpnlp.tasks.masked_lm_report import MaskedReport
 from hpnlp.tasks.predictions import TrainedModel
+from hpnlp.tasks.reports.masked_lm_report import MaskedReport
 from hpnlp.tasks.task import Batch, RunConfig, Sums, Task
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary
 from hpnlp.types import InputError, option

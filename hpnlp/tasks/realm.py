@@ -10,13 +10,13 @@ import numpy as np
 
 from hpnlp.data.examples import prepare_examples
 from hpnlp.data.examples.kind import Kind, padded
-from hpnlp.data.examples.spans import ExamplesWithDocuments, HiddenSpansConfig
-from hpnlp.data.files import Progress
-from hpnlp.models.documents import FILE, Documents, blank_documents
-from hpnlp.models.realm import Realm, RealmConfig
+from hpnlp.data.examples.kinds.spans import ExamplesWithDocuments, HiddenSpansConfig
+from hpnlp.data.reading.files import Progress
+from hpnlp.models.pairs.documents import FILE, Documents, blank_documents
+from hpnlp.models.pairs.realm import Realm, RealmConfig
 from hpnlp.tasks import vocabulary as vocabularies
-from hpnlp.tasks.examples import ExampleTask
-from hpnlp.tasks.realm_report import RealmReport
+from hpnlp.tasks.labelled.examples import ExampleTask
+from hpnlp.tasks.reports.realm_report import RealmReport
 from hpnlp.tasks.task import RunConfig, Sums
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary
 from hpnlp.types import InputError

@@ -12,11 +12,11 @@ from hpnlp.data.examples import Seq2SeqConfig as Seq2SeqDataConfig
 from hpnlp.data.examples.baselines import linear_exact_match
 from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig
 from hpnlp.tasks import vocabulary as vocabularies
-from hpnlp.tasks.decoded_targets import text_predictions
-from hpnlp.tasks.examples import ExampleTask
 from hpnlp.tasks.field_rules import below_length
+from hpnlp.tasks.labelled.examples import ExampleTask
 from hpnlp.tasks.predictions import TextPrediction, TrainedModel
-from hpnlp.tasks.seq2seq_report import LINEAR, Seq2SeqReport
+from hpnlp.tasks.reports.decoded_targets import text_predictions
+from hpnlp.tasks.reports.seq2seq_report import LINEAR, Seq2SeqReport
 from hpnlp.tasks.task import Batch, RunConfig, Sums
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.types import InputError

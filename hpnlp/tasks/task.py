@@ -12,11 +12,11 @@ import numpy as np
 
 from hpnlp.data import Batches
 from hpnlp.data.examples.kind import Kind
-from hpnlp.data.files import Progress
+from hpnlp.data.reading.files import Progress
 from hpnlp.tasks import vocabulary as vocabularies
 from hpnlp.tasks.field_rules import Rule
 from hpnlp.tasks.predictions import Batch, Prediction, TrainedModel
-from hpnlp.tasks.reporting import TaskReport
+from hpnlp.tasks.reports.reporting import TaskReport
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary
 from hpnlp.types import InputError, Model, Tokenizer
 
@@ -405,7 +405,7 @@ class Task(abc.ABC):
         Args:
           trained: The model of a run.
           batch: A batch of `input_kind`, filled with padding after the examples.
-          values: Config field -> value of each example (`data.examples.unlabelled.Unlabelled`).
+          values: Config field -> value of each example (`data.examples.kinds.unlabelled.Unlabelled`).
 
         Returns:
           One prediction for each example.

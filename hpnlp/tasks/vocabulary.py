@@ -10,7 +10,7 @@ import numpy as np
 
 from hpnlp.data import tokenizers
 from hpnlp.data.examples import load_labels, save_labels
-from hpnlp.models.ranges import LIMITS
+from hpnlp.models.shared.ranges import LIMITS
 from hpnlp.spec import parse_one
 from hpnlp.types import InputError, Tokenizer, WordStats
 

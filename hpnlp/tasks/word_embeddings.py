@@ -13,7 +13,7 @@ from hpnlp.models.word_vectors import WordVectors, WordVectorsConfig
 from hpnlp.ops.weight import dense
 from hpnlp.retrieval.word_vectors import WordVectorTable, of_tokenizer
 from hpnlp.tasks.lm import LanguageModel
-from hpnlp.tasks.reporting import (
+from hpnlp.tasks.reports.reporting import (
     NOT_FINITE,
     Outcome,
     Ranking,

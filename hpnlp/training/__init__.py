@@ -3,6 +3,6 @@
 Importing this package makes glibc keep the memory that the process frees: see `allocator`.
 """
 
-from hpnlp.training.allocator import keep_freed_memory
+from hpnlp.training.processes.allocator import keep_freed_memory
 
 keep_freed_memory()

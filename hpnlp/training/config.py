@@ -12,11 +12,11 @@ from typing import Any
 from ml_collections import ConfigDict, config_dict
 
 from hpnlp import tasks
-from hpnlp.compress.distill_config import DistillConfig
+from hpnlp.compress.distilling.distill_config import DistillConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.spec import did_you_mean, shortened
-from hpnlp.training import averages
 from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.optimizers import averages
 from hpnlp.types import InputError, option
 
 # Largest values of integer fields outside of `model`, which checks its own. Random keys hold 32 bits of a seed; steps,

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from hpnlp.atomic_file import replace_bytes
 from hpnlp.errors import InputError
-from hpnlp.training import architecture
 from hpnlp.training import config as configs
 from hpnlp.training.config import Config
-from hpnlp.training.contents import (
+from hpnlp.training.files.contents import (
     check_run,
     has_checkpoints,
 )
+from hpnlp.training.starts import architecture
 
 
 def load_config(workdir: str | Path, is_checked: bool = True) -> Config:

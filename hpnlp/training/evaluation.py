@@ -11,12 +11,12 @@ import jax
 import numpy as np
 
 from hpnlp import tasks
-from hpnlp.data.files import Progress, ignore_progress
+from hpnlp.data.reading.files import Progress, ignore_progress
 from hpnlp.tasks.task import Dataset
-from hpnlp.training import distributed
 from hpnlp.training.config import Config
-from hpnlp.training.example_scores import Collector, ExampleScores
+from hpnlp.training.files.example_scores import Collector, ExampleScores
 from hpnlp.training.gradients import Batch
+from hpnlp.training.processes import distributed
 from hpnlp.training.trainer import Trainer
 from hpnlp.types import InputError
 

@@ -12,16 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hpnlp.model_parallel import Zero2Parameter
+from hpnlp.model_interfaces.model_parallel import Zero2Parameter
 from hpnlp.models import variables
 from hpnlp.models.backbone import BackboneConfig
-from hpnlp.models.grad_cache import Encoded, encode_in_parts, split_examples
-from hpnlp.parallel import host_offload
+from hpnlp.models.pairs.grad_cache import Encoded, encode_in_parts, split_examples
 from hpnlp.parallel.layout import Layout
+from hpnlp.parallel.memory import host_offload
 from hpnlp.parallel.plan import TABLES
-from hpnlp.training import sparse_rows
-from hpnlp.training.apply_updates import Update, mean
-from hpnlp.training.checksum import first_difference
+from hpnlp.training.files.checksum import first_difference
+from hpnlp.training.optimizers import sparse_rows
+from hpnlp.training.optimizers.apply_updates import Update, mean
 from hpnlp.types import InputError, LossOut, Model, Statistics
 
 Batch = Mapping[str, jax.Array]

@@ -20,21 +20,23 @@ import numpy as np
 
 from hpnlp import measure, tasks
 from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training import averages, distributed, unused_fields
 from hpnlp.training.batch_lengths import BatchLengths, check_buckets, length_of, padding_of
-from hpnlp.training.best import ScoreOrder
-from hpnlp.training.checkpoint import Checkpointer
-from hpnlp.training.claim import check_frozen, check_steps, claimed, frozen_record
 from hpnlp.training.config import Config, flat
 from hpnlp.training.config_file import write_config
-from hpnlp.training.contents import has_begun
 from hpnlp.training.evaluation import Evaluation, batch_share, evaluate, further_scores, on_devices
-from hpnlp.training.loss_scale import MINIMUM
-from hpnlp.training.metrics import QUIET, Clock, Display, JsonlWriter, Writer, find_writers, reading_progress
-from hpnlp.training.progress_pipe import PIPE
-from hpnlp.training.result import Result
+from hpnlp.training.files.best import ScoreOrder
+from hpnlp.training.files.checkpoint import Checkpointer
+from hpnlp.training.files.claim import check_frozen, check_steps, claimed, frozen_record
+from hpnlp.training.files.contents import has_begun
+from hpnlp.training.files.metrics import QUIET, Clock, Display, JsonlWriter, Writer, find_writers, reading_progress
+from hpnlp.training.files.result import Result
+from hpnlp.training.optimizers import averages
+from hpnlp.training.optimizers.loss_scale import MINIMUM
+from hpnlp.training.optimizers.state_shardings import place
+from hpnlp.training.processes import distributed
+from hpnlp.training.processes.progress_pipe import PIPE
 from hpnlp.training.start import Start, converted_start, find_source, find_teacher, first_start, teacher_vocabulary
-from hpnlp.training.state_shardings import place
+from hpnlp.training.starts import unused_fields
 from hpnlp.training.trainer import check_batch, make_trainer
 from hpnlp.types import InputError
 

@@ -13,8 +13,8 @@ import optax
 
 from hpnlp.spec import build, lookup, parse, parse_one
 from hpnlp.table import Table
-from hpnlp.training import averages, sparse_rows
-from hpnlp.training.sparse_rows import ApplyToWhole
+from hpnlp.training.optimizers import averages, sparse_rows
+from hpnlp.training.optimizers.sparse_rows import ApplyToWhole
 from hpnlp.types import InputError, option
 
 LARS_TRUST_COEFFICIENT = 0.001  # value of You et al. 2017
@@ -48,7 +48,7 @@ class OptimizerConfig:
     skip_nonfinite: bool = option(True, "A step whose gradient norm is not finite leaves the state unchanged.")
     loss_scale: float | None = option(
         None,
-        "Initial factor of the loss for float16 gradients (see training/loss_scale.py), 0 for none, None for 1024 "
+        "Initial factor of the loss for float16 gradients (see training/optimizers/loss_scale.py), 0 for none, None for 1024 "
         "with model.dtype=float16 and none otherwise; with loss scaling, steps that are not finite are always "
         "skipped.",
     )
@@ -352,13 +352,13 @@ def _adagrad(c: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransfor
 OPTIMIZERS: Table[Callable[..., optax.GradientTransformation]] = Table(
     {
         "adamw": _adamw,
-        "adamw8bit": "hpnlp.training.adamw_8bit:adamw8bit",
+        "adamw8bit": "hpnlp.training.optimizers.adamw_8bit:adamw8bit",
         "lion": _lion,
         "adafactor": _adafactor,
         "adagrad": _adagrad,
         "lamb": _lamb,
         "lars": _lars,
-        "muon": "hpnlp.training.muon:muon",
+        "muon": "hpnlp.training.optimizers.muon:muon",
         "sgd": _sgd,
     }
 )

@@ -15,22 +15,22 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp import tasks
-from hpnlp.compress.distill_config import DistillConfig
+from hpnlp.compress.distilling.distill_config import DistillConfig
 from hpnlp.compress.weights_file import WEIGHTS_FILE, has_weights
 from hpnlp.parallel.plan import Plan
 from hpnlp.table import Table
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import config as configs
-from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
 from hpnlp.training.config_file import load_config
+from hpnlp.training.files.checkpoint import Checkpointer
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError, Model, Tokenizer
 
 # Functions for directories that hold more than checkpoints of a plain run.
 _READERS: Table[Callable[..., Any]] = Table(
     {
-        "student": "hpnlp.training.teacher_file:student",
+        "student": "hpnlp.training.starts.teacher_file:student",
         "weights": "hpnlp.compress.files:read_weights",
         "eos_ids": "hpnlp.models.huggingface.generation:eos_ids",
     }

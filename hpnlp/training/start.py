@@ -13,22 +13,22 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from hpnlp import tasks
-from hpnlp.data.files import Progress
+from hpnlp.data.reading.files import Progress
 from hpnlp.models import variables
 from hpnlp.parallel.plan import Plan
 from hpnlp.table import Table
 from hpnlp.tasks.task import Frozen
 from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training import distributed
-from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config import Config
-from hpnlp.training.state_shardings import TrainState, place
+from hpnlp.training.files.checkpoint import Checkpointer
+from hpnlp.training.optimizers.state_shardings import TrainState, place
+from hpnlp.training.processes import distributed
 from hpnlp.training.trainer import Trainer
 
 
 @runtime_checkable
 class OtherModel(Protocol):
-    """A model that training may start from (`training.warm_start.Source`)."""
+    """A model that training may start from (`training.starts.warm_start.Source`)."""
 
     @property
     def remarks(self) -> list[str]: ...
@@ -44,7 +44,7 @@ class OtherModel(Protocol):
 
 @runtime_checkable
 class TeacherOfRun(Protocol):
-    """A model whose outputs another one learns (`training.teacher.Teacher`)."""
+    """A model whose outputs another one learns (`training.starts.teacher.Teacher`)."""
 
     @property
     def source(self) -> str: ...
@@ -65,11 +65,11 @@ class TeacherOfRun(Protocol):
 # Functions of modules that most runs do not need.
 READERS: Table[Any] = Table(
     {
-        "check_start": "hpnlp.training.fold_leakage:check_start",
-        "find_first": "hpnlp.training.warm_start:find_first",
-        "check_converted": "hpnlp.training.warm_start:check_converted",
-        "find_teacher": "hpnlp.training.teacher:find_teacher",
-        "first_vocabulary": "hpnlp.training.teacher:first_vocabulary",
+        "check_start": "hpnlp.jobs.fold_leakage:check_start",
+        "find_first": "hpnlp.training.starts.warm_start:find_first",
+        "check_converted": "hpnlp.training.starts.warm_start:check_converted",
+        "find_teacher": "hpnlp.training.starts.teacher:find_teacher",
+        "first_vocabulary": "hpnlp.training.starts.teacher:first_vocabulary",
     }
 )
 

@@ -14,14 +14,14 @@ import numpy as np
 import optax
 
 from hpnlp.models import variables
-from hpnlp.parallel import host_offload
+from hpnlp.parallel.memory import host_offload
 from hpnlp.table import exports
-from hpnlp.training import averages, loss_scale, sparse_rows
-from hpnlp.training.apply_updates import Update, mean
-from hpnlp.training.example_scores import with_examples
+from hpnlp.training.files.example_scores import with_examples
 from hpnlp.training.gradients import Batch, Gradients, loss
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.state_shardings import TrainState, resharded
+from hpnlp.training.optimizers import averages, loss_scale, sparse_rows
+from hpnlp.training.optimizers.apply_updates import Update, mean
+from hpnlp.training.optimizers.state_shardings import TrainState, resharded
 from hpnlp.types import InputError, Model
 
 # Folded into the key of a step for `Model.advance`: no part of an accumulated batch has this number.

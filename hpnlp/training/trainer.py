@@ -12,16 +12,16 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from hpnlp.flop_count import flops_by_part
+from hpnlp.cost.flop_count import flops_by_part
 from hpnlp.models import variables
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.plan import Plan
-from hpnlp.training import sparse_rows
-from hpnlp.training.apply_updates import Update, check_compatible
-from hpnlp.training.checksum import first_difference
+from hpnlp.training.files.checksum import first_difference
 from hpnlp.training.gradients import Batch, Gradients
 from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
-from hpnlp.training.state_shardings import (
+from hpnlp.training.optimizers import sparse_rows
+from hpnlp.training.optimizers.apply_updates import Update, check_compatible
+from hpnlp.training.optimizers.state_shardings import (
     TrainState,
     frozen_shapes,
     gradient_shapes,
@@ -33,7 +33,7 @@ from hpnlp.training.step import StepFunctions, initial_state
 from hpnlp.types import CarryingModel, InputError, Model, TrainingModel
 
 if TYPE_CHECKING:
-    from hpnlp.training.over_devices import OverDevices
+    from hpnlp.training.optimizers.over_devices import OverDevices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,7 +362,7 @@ def _jitted(p: _Prepared, functions: StepFunctions, single_device: Callable[[], 
 
 def _over_devices(layout: Layout) -> OverDevices:
     """Imported here, so that a run on one device does not import the layouts of several."""
-    from hpnlp.training.over_devices import OverDevices
+    from hpnlp.training.optimizers.over_devices import OverDevices
 
     return OverDevices(layout)
 

@@ -10,15 +10,17 @@ import jax
 import numpy as np
 import pytest
 
-from hpnlp import plots
 from hpnlp.compress.weights_file import WEIGHTS_FILE
+from hpnlp.jobs.compression import compress_run
+from hpnlp.jobs.compression.compress_run import Measurement
 from hpnlp.models.huggingface import convert
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
-from hpnlp.report import compression
-from hpnlp.training import compress_run, contents, loop, signals
-from hpnlp.training.compress_run import Measurement
+from hpnlp.report import compression, plots
+from hpnlp.training import loop
 from hpnlp.training.config_file import write_config
+from hpnlp.training.files import contents
+from hpnlp.training.processes import signals
 from hpnlp.training.run_directory import load
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError

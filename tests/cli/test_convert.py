@@ -18,16 +18,16 @@ from hpnlp.compress.files import write_weights
 from hpnlp.compress.matrices import is_table, map_matrices
 from hpnlp.compress.weights_file import WEIGHTS_FILE
 from hpnlp.data import tokenizers
+from hpnlp.jobs.compression.compress_run import compress_run
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.huggingface import convert
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.ops.weights import binarize_products, dense_tree, quantize
 from hpnlp.training import config as configs
-from hpnlp.training import contents
 from hpnlp.training import run_directory as runs
-from hpnlp.training.checkpoint import Checkpointer
-from hpnlp.training.compress_run import compress_run
 from hpnlp.training.config_file import load_config
+from hpnlp.training.files import contents
+from hpnlp.training.files.checkpoint import Checkpointer
 from hpnlp.types import InputError
 from tests.models.huggingface.checkpoints import make
 
@@ -239,7 +239,7 @@ def test_tokenizers_that_cannot_be_exported_leave_no_checkpoint(converted, tmp_p
     def fail(*args):
         raise InputError("no such form")
 
-    monkeypatch.setattr("hpnlp.data.export.export", fail)
+    monkeypatch.setattr("hpnlp.data.tokenizers.export.export", fail)
     with pytest.raises(InputError, match="no such form"):
         run(from_=converted, to=tmp_path / "back")
     assert not (tmp_path / "back").exists()

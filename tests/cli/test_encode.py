@@ -17,10 +17,10 @@ from hpnlp.data import tokenizers
 from hpnlp.jobs.vector_files import DTYPES, VectorFile
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import config as configs
-from hpnlp.training import metrics
 from hpnlp.training import run_directory as runs
-from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.config_file import write_config
+from hpnlp.training.files import metrics
+from hpnlp.training.files.checkpoint import Checkpointer
 from hpnlp.types import InputError
 from tests import tiny
 

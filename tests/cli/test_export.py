@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from hpnlp.jobs import served_predict
+from hpnlp.jobs.export import served_predict
 from hpnlp.jobs.held_out import Agreement
 from hpnlp.training import config as configs
 from hpnlp.training import loop

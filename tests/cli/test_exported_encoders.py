@@ -17,10 +17,10 @@ from hpnlp.compress.recipe import compress, parse_recipe
 from hpnlp.compress.weights_file import WEIGHTS_FILE
 from hpnlp.data import tokenizers
 from hpnlp.data.examples import save_labels
-from hpnlp.data.examples.unlabelled import Unlabelled
+from hpnlp.data.examples.kinds.unlabelled import Unlabelled
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import config as configs
-from hpnlp.training.contents import Contents, contents_of
+from hpnlp.training.files.contents import Contents, contents_of
 from hpnlp.training.run_directory import load, make_model
 from tests import tiny
 from tests.models.huggingface.test_encoders import BERT, HEADS, MODELS

@@ -20,7 +20,7 @@ from hpnlp.data.examples import save_labels
 from hpnlp.tasks.predictions import LabelPrediction
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import config as configs
-from hpnlp.training.contents import Contents, contents_of
+from hpnlp.training.files.contents import Contents, contents_of
 from hpnlp.training.run_directory import make_model
 from tests import tiny
 

@@ -12,7 +12,7 @@ import pytest
 from hpnlp import report
 from hpnlp.jobs.retrieval.mix import Options
 from hpnlp.jobs.retrieval.mixed_text import MixedModel
-from hpnlp.models.bit_gate import BitGate
+from hpnlp.models.mixtures.bit_gate import BitGate
 from hpnlp.models.variables import collections
 from hpnlp.ops.softmax.bit_paths import path_log_odds
 from hpnlp.training import loop, run_directory

@@ -6,7 +6,7 @@ import pytest
 
 from hpnlp.compress.weights_file import WEIGHTS_FILE
 from hpnlp.training import config as configs
-from hpnlp.training import contents
+from hpnlp.training.files import contents
 from tests import tiny
 
 READERS = {

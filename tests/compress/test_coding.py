@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpnlp.compress import huffman, huffman_codes, packing, sparse_codes
+from hpnlp.compress.storage import huffman, huffman_codes, packing, sparse_codes
 from hpnlp.errors import InputError
-from hpnlp.ops.checksum import word_sum
+from hpnlp.ops.helpers.checksum import word_sum
 
 DRAW = np.random.default_rng(0)
 SYMBOLS = {
@@ -197,7 +197,7 @@ def test_fillers_follow_the_paper():
 
 def test_checksums_equal_those_of_checkpoints():
     rng = np.random.default_rng(1)
-    from hpnlp.training.checksum import checksum
+    from hpnlp.training.files.checksum import checksum
 
     for x in (rng.integers(0, 255, (300, 301)).astype(np.uint8), rng.normal(size=(7, 9)).astype(np.float32)):
         assert checksum({"x": x})["['x']"].endswith(f":{word_sum(x)}")

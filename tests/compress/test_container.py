@@ -10,8 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from hpnlp.compress import array_encodings, container, huffman, sparse_codes
-from hpnlp.compress.array_encodings import Encoding
+from hpnlp.compress import container
+from hpnlp.compress.storage import array_encodings, huffman, sparse_codes
+from hpnlp.compress.storage.array_encodings import Encoding
 from hpnlp.errors import InputError
 
 DRAW = np.random.default_rng(0)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.compress.convolutions import channel_groups, channel_importance, keep_channels
 from hpnlp.compress.files import read_weights, write_weights
 from hpnlp.compress.recipe import Calibration, compress, parse_recipe
 from hpnlp.compress.sizes import planned_sizes
+from hpnlp.compress.stages.convolutions import channel_groups, channel_importance, keep_channels
 from hpnlp.models.convnet import ConvNet, ConvNetConfig
 from hpnlp.models.lm import LMConfig
 from hpnlp.models.variables import collections, join, split

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.compress.distill_config import DistillConfig
-from hpnlp.compress.distillation import (
+from hpnlp.compress.distilling.distill_config import DistillConfig
+from hpnlp.compress.distilling.distillation import (
     OWN,
     TEACHER,
     Distillation,
@@ -17,8 +17,8 @@ from hpnlp.compress.distillation import (
     Extras,
     extras_of,
 )
-from hpnlp.compress.distillation_losses import check_terms, chosen_layers, largest, term_names
-from hpnlp.compress.distillation_terms import RECIPES, layer_pairs, parse_terms
+from hpnlp.compress.distilling.distillation_losses import check_terms, chosen_layers, largest, term_names
+from hpnlp.compress.distilling.distillation_terms import RECIPES, layer_pairs, parse_terms
 from hpnlp.compress.weight_training import with_weight_training
 from hpnlp.data.examples.kind import TEACHER_WEIGHTS
 from hpnlp.models import variables

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.compress.experts import with_fewer_experts
 from hpnlp.compress.matrices import expert_numbers
 from hpnlp.compress.recipe import compress, parse_recipe
 from hpnlp.compress.sizes import planned_sizes
 from hpnlp.compress.stages import Calibration
+from hpnlp.compress.stages.experts import with_fewer_experts
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.variables import BUFFERS, collections, join, split
 from hpnlp.ops.weight import dense, dense_tree, is_weight, parameter_count

@@ -10,7 +10,7 @@ import pytest
 
 from hpnlp.compress.files import read_weights, stored_bytes, write_weights
 from hpnlp.compress.recipe import Calibration, compress, parse_recipe
-from hpnlp.compress.sensitivity import choose_bits, mean_curvature
+from hpnlp.compress.stages.sensitivity import choose_bits, mean_curvature
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.ops.weights import (
     BalancedWeight,

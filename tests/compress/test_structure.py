@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpnlp.compress.layers import join_layers, split_layers
-from hpnlp.compress.structure import choose_units, importance, keep_units, unit_count
+from hpnlp.compress.stages.structure import choose_units, importance, keep_units, unit_count
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.models.variables import collections
 from hpnlp.types import InputError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpnlp.compress.recipe import compress, parse_recipe
-from hpnlp.compress.techniques import cubic_share
+from hpnlp.compress.training.techniques import cubic_share
 from hpnlp.compress.weight_training import WeightTraining, quantile, with_own, with_weight_training
 from hpnlp.models import variables
 from hpnlp.models.lm import LM, LMConfig, example_batch

@@ -1,9 +1,9 @@
 """Reads the documents of a source, for tests."""
 
-from hpnlp.data import sources
-from hpnlp.data.documents import Document, DocumentReader
-from hpnlp.data.records import Fields
-from hpnlp.data.sources import LeftOut
+from hpnlp.data.reading import sources
+from hpnlp.data.reading.documents import Document, DocumentReader
+from hpnlp.data.reading.records import Fields
+from hpnlp.data.reading.sources import LeftOut
 
 
 def read(path, text_field="text", prompt_field="", eos_id=None, skip_bad_lines=False) -> tuple[list[Document], LeftOut]:

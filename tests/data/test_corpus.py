@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpnlp.data import DataConfig, prepare
-from hpnlp.data.split import hash_fraction
+from hpnlp.data.reading.split import hash_fraction
 from hpnlp.types import InputError
 from tests.data.batches import assert_equal, config, predicted, take
 

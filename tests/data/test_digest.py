@@ -4,8 +4,9 @@ import os
 
 import pytest
 
-from hpnlp.data import DataConfig, digest, prepare, stdlib
-from hpnlp.data.files import ignore_progress
+from hpnlp.data import DataConfig, prepare, stdlib
+from hpnlp.data.reading import digest
+from hpnlp.data.reading.files import ignore_progress
 from hpnlp.types import InputError
 
 

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import strategies as st
 
-from hpnlp.data import sources
-from hpnlp.data.documents import DocumentReader, pieces, split_ids
-from hpnlp.data.records import Fields
-from hpnlp.data.sources import LeftOut
+from hpnlp.data.reading import sources
+from hpnlp.data.reading.documents import DocumentReader, pieces, split_ids
+from hpnlp.data.reading.records import Fields
+from hpnlp.data.reading.sources import LeftOut
 from hpnlp.types import InputError
 from tests.data.reading import read
 

@@ -6,8 +6,8 @@ import random
 import pytest
 import tokenizers as hf
 
-from hpnlp.data.export import export
 from hpnlp.data.tokenizers import build, load
+from hpnlp.data.tokenizers.export import export
 
 TEXTS = [
     b"the cat sat on the mat, twice. \n\n  the dog: x_1 = 12 + caf\xc3\xa9\n",

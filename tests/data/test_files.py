@@ -13,9 +13,9 @@ import pyarrow as pa
 import pytest
 from hypothesis import strategies as st
 
-from hpnlp.data import records, sources
-from hpnlp.data.documents import DocumentReader, NotTextError, to_text
-from hpnlp.data.sources import LeftOut
+from hpnlp.data.reading import records, sources
+from hpnlp.data.reading.documents import DocumentReader, NotTextError, to_text
+from hpnlp.data.reading.sources import LeftOut
 from hpnlp.types import InputError
 from tests.data.reading import read
 

@@ -5,10 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from hpnlp.data import word_hashes
 from hpnlp.data.config import DataConfig
 from hpnlp.data.stream import prepare
-from hpnlp.data.tokenizers import build, load
+from hpnlp.data.tokenizers import build, load, word_hashes
 from hpnlp.tasks.classification import ClassifierConfig
 from hpnlp.tasks.vocabulary import Sizes, fill_sizes
 from hpnlp.types import InputError, Tokenizer

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from hpnlp.data import packing
-from hpnlp.data.token_store import Tokens, TokenWriter
+from hpnlp.data.reading.token_store import Tokens, TokenWriter
 
 PAD = 2**31 - 1
 documents = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 6)), min_size=1, max_size=25)

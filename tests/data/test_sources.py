@@ -6,7 +6,7 @@ import sysconfig
 
 import pytest
 
-from hpnlp.data import sources
+from hpnlp.data.reading import sources
 from hpnlp.types import InputError
 from tests.data.reading import read
 

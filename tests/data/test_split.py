@@ -4,9 +4,10 @@ import re
 
 import pytest
 
-from hpnlp.data import DataConfig, prepare, split
+from hpnlp.data import DataConfig, prepare
 from hpnlp.data.examples import prepare_examples
-from hpnlp.data.split import Folds, HeldOutHashes, hash_fraction
+from hpnlp.data.reading import split
+from hpnlp.data.reading.split import Folds, HeldOutHashes, hash_fraction
 from hpnlp.types import InputError
 from tests.data import batches
 from tests.data.examples import records

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpnlp.data import sources, stdlib, stream
+from hpnlp.data import stdlib, stream
+from hpnlp.data.reading import sources
 from hpnlp.types import InputError
 
 SOURCE = b'''"""A module's head."""

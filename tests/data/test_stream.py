@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpnlp.data import prepare, tokenizers
-from hpnlp.data.split import hash_fraction
+from hpnlp.data.reading.split import hash_fraction
 from hpnlp.data.stream import find_sources
 from hpnlp.types import InputError
 from tests.data.batches import assert_equal, config, predicted, take

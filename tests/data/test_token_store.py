@@ -12,7 +12,8 @@ import time
 import numpy as np
 import pytest
 
-from hpnlp.data import DataConfig, prepare, token_store
+from hpnlp.data import DataConfig, prepare
+from hpnlp.data.reading import token_store
 from hpnlp.types import InputError
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpnlp.data import huggingface, tokenizer_process
-from hpnlp.data.huggingface import HFTokenizer
-from hpnlp.data.tokenizer_process import TokenizerProcess
+from hpnlp.data.tokenizers import huggingface, tokenizer_process
+from hpnlp.data.tokenizers.huggingface import HFTokenizer
+from hpnlp.data.tokenizers.tokenizer_process import TokenizerProcess
 from hpnlp.types import InputError
 
 TEXTS = [f"text {i} of many: naïve <eos> words, 世界\n".encode() for i in range(300)]
@@ -95,7 +95,7 @@ def test_the_process_ends_with_its_tokenizer(tokenizer):
 
 def test_the_process_ends_with_a_parent_that_is_killed():
     code = (
-        "import os, signal; from hpnlp.data.huggingface import HFTokenizer; texts = [b'some words ' * 99] * 300; "
+        "import os, signal; from hpnlp.data.tokenizers.huggingface import HFTokenizer; texts = [b'some words ' * 99] * 300; "
         "t = HFTokenizer.train(300, texts); t.encode_batch(texts); print(t._process._process.pid, flush=True); "
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -110,7 +110,8 @@ def test_the_process_ends_with_a_parent_that_is_killed():
 
 def test_a_fork_has_a_process_of_its_own():
     code = (
-        "import os; import numpy as np; from hpnlp.data.huggingface import HFTokenizer; texts = [b'some words ' * 99] * 300; "
+        "import os; import numpy as np; from hpnlp.data.tokenizers.huggingface import HFTokenizer; "
+        "texts = [b'some words ' * 99] * 300; "
         "t = HFTokenizer.train(300, texts); expected = t.encode_batch(texts); child = os.fork(); "
         "assert all(map(np.array_equal, t.encode_batch(texts), expected)); "
         "code = os.waitpid(child, 0)[1] if child else 0; assert code == 0"
@@ -120,7 +121,7 @@ def test_a_fork_has_a_process_of_its_own():
 
 def test_a_fork_that_lives_does_not_hold_up_the_end_of_the_process():
     code = (
-        "import os, time; from hpnlp.data.huggingface import HFTokenizer; texts = [b'some words ' * 99] * 300; "
+        "import os, time; from hpnlp.data.tokenizers.huggingface import HFTokenizer; texts = [b'some words ' * 99] * 300; "
         "t = HFTokenizer.train(300, texts); t.encode_batch(texts); child = os.fork(); "
         "child or (time.sleep(60), os._exit(0)); begun = time.monotonic(); del t; print(time.monotonic() - begun); "
         "os.kill(child, 9); os.waitpid(child, 0)"

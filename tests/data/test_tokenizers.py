@@ -13,9 +13,9 @@ import tokenizers as hf
 from hypothesis import strategies as st
 
 from hpnlp.data import tokenizers
-from hpnlp.data.huggingface import HFTokenizer
 from hpnlp.data.tokenizers import build, load, save_whole
-from hpnlp.data.word_tokenizer import WordTokenizer
+from hpnlp.data.tokenizers.huggingface import HFTokenizer
+from hpnlp.data.tokenizers.word_tokenizer import WordTokenizer
 from hpnlp.types import InputError, Tokenizer, WordStats
 
 TEXTS = [

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from hpnlp.data import word_hashes
+from hpnlp.data.tokenizers import word_hashes
 from tests import projection_reference as reference
 
 # Words with their hashes, as the package mmh3 5.3.1 computes them (mmh3_x86_128_digest, seed 0).

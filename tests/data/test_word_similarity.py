@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from hpnlp.data import word_similarity, word_tokenizer
-from hpnlp.data.word_tokenizer import WordTokenizer
+from hpnlp.data.tokenizers import word_similarity, word_tokenizer
+from hpnlp.data.tokenizers.word_tokenizer import WordTokenizer
 
 DOCUMENTS = [np.random.default_rng(seed).zipf(1.4, 60) % 30 for seed in range(5)]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpnlp import tasks
-from hpnlp.data.files import ignore_progress
+from hpnlp.data.reading.files import ignore_progress
 from hpnlp.jobs.inspect.attention import (
     Measures,
     attention_matrices,
@@ -18,14 +18,14 @@ from hpnlp.jobs.inspect.attention import (
     skipped_layers,
 )
 from hpnlp.jobs.inspect.positions import context_lengths, context_losses
-from hpnlp.model_parallel import NO_TENSOR_PARALLEL
-from hpnlp.models.layer_forms import build_mixer
-from hpnlp.models.layer_stack import make_blocks
+from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL
 from hpnlp.models.lm import LM, LMConfig
+from hpnlp.models.stacks.layer_forms import build_mixer
+from hpnlp.models.stacks.layer_stack import make_blocks
 from hpnlp.nn.attention import Context
 from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.parallel.plan import Plan
-from hpnlp.tasks.reporting import Outcome
+from hpnlp.tasks.reports.reporting import Outcome
 from hpnlp.training.evaluation import evaluate
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError

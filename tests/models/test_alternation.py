@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.models.decoding_weights import separate_layers
+from hpnlp.models.decoding.decoding_weights import separate_layers
 from hpnlp.models.lm import LM
 from hpnlp.nn.attention import mixer_period
 from hpnlp.ops.attention import Full, Window

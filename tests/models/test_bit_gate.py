@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.models.bit_gate import BitGate
+from hpnlp.models.mixtures.bit_gate import BitGate
 from hpnlp.ops.softmax.bit_paths import path_length, path_log_odds
 from tests.contracts import assert_close
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.model_parallel import NO_TENSOR_PARALLEL
+from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL
 from hpnlp.models.decode import Generation
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig

@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from hpnlp.models import continuous_cache, variables
-from hpnlp.models.continuous_cache import CacheConfig, CachedModel
+from hpnlp.models import variables
+from hpnlp.models.mixtures import continuous_cache
+from hpnlp.models.mixtures.continuous_cache import CacheConfig, CachedModel
 from hpnlp.types import InputError
 from tests.contracts import ONCE
 from tests.models.test_ensemble import B, T, V, batch_of, rnn, weights_of

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpnlp.models.decode import Generation
-from hpnlp.models.decoding_weights import separate_layers
+from hpnlp.models.decoding.decoding_weights import separate_layers
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import is_matrix

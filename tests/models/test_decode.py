@@ -11,14 +11,14 @@ from jax.sharding import NamedSharding
 
 from hpnlp import measure
 from hpnlp.data.tokenizers import ByteTokenizer
-from hpnlp.data.word_tokenizer import WordTokenizer
+from hpnlp.data.tokenizers.word_tokenizer import WordTokenizer
 from hpnlp.models import decode
 from hpnlp.models.decode import Generation, TextStream, sample_text
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.variables import axes_of
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import ExactMixer
-from hpnlp.parallel.host_offload import HOST
+from hpnlp.parallel.memory.host_offload import HOST
 from hpnlp.parallel.plan import Plan
 from hpnlp.types import InputError
 from tests.drawn import drawn_params

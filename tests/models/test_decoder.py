@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from hpnlp.models.beam_search import beam_search
 from hpnlp.models.decode import Generation
-from hpnlp.models.decoder import Decoder, DecoderConfig
-from hpnlp.models.decoding_weights import for_decoding
+from hpnlp.models.decoding.beam_search import beam_search
+from hpnlp.models.decoding.decoding_weights import for_decoding
 from hpnlp.models.encoder import EncoderConfig
 from hpnlp.models.lm import LM, LMConfig
+from hpnlp.models.shared.decoder import Decoder, DecoderConfig
 from hpnlp.models.variables import axes_and_shapes
 from hpnlp.nn.attention import Context, Memory
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.over_devices import OverDevices
+from hpnlp.training.optimizers.over_devices import OverDevices
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE, once

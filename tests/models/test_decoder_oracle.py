@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.models.decoder import Decoder, DecoderConfig
+from hpnlp.models.shared.decoder import Decoder, DecoderConfig
 from hpnlp.nn.attention import Context, Memory
 from tests.contracts import ONCE
 from tests.models.test_encoder_oracle import (

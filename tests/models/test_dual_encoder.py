@@ -10,13 +10,13 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 
-from hpnlp.models.dual_encoder import DualEncoder, DualEncoderConfig, text_hashes
-from hpnlp.models.grad_cache import ComparingModel, Encoded
+from hpnlp.models.pairs.dual_encoder import DualEncoder, DualEncoderConfig, text_hashes
+from hpnlp.models.pairs.grad_cache import ComparingModel, Encoded
 from hpnlp.models.variables import axes_and_shapes
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.gradients import loss
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.over_devices import OverDevices
+from hpnlp.training.optimizers.over_devices import OverDevices
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError, Model
 from tests.contracts import ONCE, once

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from hpnlp.models.encoder import Encoder
 from hpnlp.models.variables import axes_and_shapes
 from hpnlp.parallel.plan import Plan
-from hpnlp.training.over_devices import OverDevices
+from hpnlp.training.optimizers.over_devices import OverDevices
 from hpnlp.types import InputError
 from tests.contracts import ONCE
 from tests.models.test_encoder import MOBILE, SEQUENCES, TAGS, WORDS, make, make_batch

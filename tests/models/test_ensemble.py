@@ -10,8 +10,8 @@ import scipy.special
 
 from hpnlp.models import variables
 from hpnlp.models.decode import Generation
-from hpnlp.models.ensemble import Ensemble, averaged, joined
 from hpnlp.models.lm import LM, LMConfig
+from hpnlp.models.mixtures.ensemble import Ensemble, averaged, joined
 from hpnlp.models.rnn import RNN, RNNConfig
 from hpnlp.types import InputError
 from tests.contracts import ONCE

@@ -11,7 +11,7 @@ import pytest
 
 from hpnlp import measure
 from hpnlp.models import variables
-from hpnlp.models.hashed_classifier import HashedClassifier, HashedClassifierConfig
+from hpnlp.models.classifiers.hashed_classifier import HashedClassifier, HashedClassifierConfig
 from hpnlp.ops.ngram_attention import NGRAMS
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hpnlp.models import decode
-from hpnlp.models.knn_model import KnnModel, mixed_log_prob, neighbour_weight
 from hpnlp.models.lm import LM, LMConfig
+from hpnlp.models.mixtures.knn_model import KnnModel, mixed_log_prob, neighbour_weight
 from hpnlp.models.rnn import RNN, RNNConfig
 from hpnlp.models.variables import FROZEN
 from hpnlp.retrieval import knn

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpnlp.models import variables
-from hpnlp.models.labelled_bags import LabelledBags, LabelledBagsConfig
+from hpnlp.models.classifiers.labelled_bags import LabelledBags, LabelledBagsConfig
 from hpnlp.ops.embeddings import frequency_factors
 from hpnlp.types import InputError, WordStats
 from tests.contracts import ONCE, assert_close

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpnlp.models.decode import Generation
-from hpnlp.models.decoding_weights import separate_layers
+from hpnlp.models.decoding.decoding_weights import separate_layers
 from hpnlp.models.huggingface.families import config_json
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.models.variables import axes_and_shapes

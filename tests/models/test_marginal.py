@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.models import marginal as marginals
-from hpnlp.models.marginal import MARGINALS
+from hpnlp.models.pairs import marginal as marginals
+from hpnlp.models.pairs.marginal import MARGINALS
 from hpnlp.types import InputError
 
 B, K, M = 3, 4, 2

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.models.dual_encoder import DualEncoder, DualEncoderConfig
-from hpnlp.models.grad_cache import Encoded
+from hpnlp.models.pairs.dual_encoder import DualEncoder, DualEncoderConfig
+from hpnlp.models.pairs.grad_cache import Encoded
 from hpnlp.parallel.plan import Plan
 from hpnlp.types import InputError, Model
 from tests.contracts import once

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.models.dual_encoder import DualEncoder
+from hpnlp.models.pairs.dual_encoder import DualEncoder
 from tests.contracts import once
 from tests.models.test_dual_encoder import B, make
 from tests.models.test_pair_losses import COSINE, GRADES, LABELS, SOFTMAX, labelled_batch

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from hpnlp.data.tokenizers import ByteTokenizer
-from hpnlp.models.documents import Documents
 from hpnlp.models.encoder import Encoder
-from hpnlp.models.marginal import log_marginal
-from hpnlp.models.realm import Realm, RealmConfig
-from hpnlp.models.tower import Tower
+from hpnlp.models.pairs.documents import Documents
+from hpnlp.models.pairs.marginal import log_marginal
+from hpnlp.models.pairs.realm import Realm, RealmConfig
+from hpnlp.models.pairs.tower import Tower
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training import warm_start
 from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.starts import warm_start
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError, Model
 from tests.drawn import drawn_params

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpnlp import measure
-from hpnlp.models.decoding_weights import separate_layers
+from hpnlp.models.decoding.decoding_weights import separate_layers
 from hpnlp.models.lm import LM, example_batch
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import ExactMixer

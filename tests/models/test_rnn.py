@@ -20,8 +20,8 @@ from hpnlp.nn.rnn_stack import RecurrentStack
 from hpnlp.ops.rnn import segment_resets
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training import warm_start
 from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.starts import warm_start
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, once

@@ -11,7 +11,7 @@ import pytest
 
 from hpnlp import measure
 from hpnlp.models import variables
-from hpnlp.models.rnn_classifier import RecurrentClassifier, RecurrentClassifierConfig
+from hpnlp.models.classifiers.rnn_classifier import RecurrentClassifier, RecurrentClassifierConfig
 from hpnlp.ops.rnn import lstm
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig

@@ -13,7 +13,7 @@ from hpnlp.models.seq2seq_decode import generate, search
 from hpnlp.models.variables import axes_and_shapes
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.over_devices import OverDevices
+from hpnlp.training.optimizers.over_devices import OverDevices
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE, once

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.models.temperature import inverse_temperature
+from hpnlp.models.pairs.temperature import inverse_temperature
 
 MOST = np.float32(math.log(100))
 

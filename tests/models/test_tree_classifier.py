@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpnlp.models import variables
-from hpnlp.models.tree_classifier import TreeClassifier, TreeClassifierConfig
+from hpnlp.models.classifiers.tree_classifier import TreeClassifier, TreeClassifierConfig
 from hpnlp.nn.tree_lstm import schedule_of
 from hpnlp.ops.trees import reference_tree_lstm, tree_graph
 from hpnlp.parallel.plan import Plan

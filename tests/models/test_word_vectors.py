@@ -146,7 +146,7 @@ def test_subsampling_without_counts_raises():
 def test_huffman_codes_cost_as_much_as_those_of_gensim():
     """Codes of equal lengths in sum, weighted by counts: ties may be broken otherwise."""
     models = pytest.importorskip("gensim.models", reason="pip install gensim==4.4.0")
-    from hpnlp.ops.softmax import hierarchical
+    from hpnlp.ops.softmax.structured import hierarchical
 
     counts = np.sort(np.random.default_rng(0).zipf(1.5, 300).clip(1, 10**5))[::-1]
     model = models.Word2Vec(hs=1, negative=0, min_count=1, vector_size=2)

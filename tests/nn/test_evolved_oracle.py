@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.model_parallel import NO_TENSOR_PARALLEL
+from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL
 from hpnlp.nn.attention import Context, Memory
 from hpnlp.nn.block import BlockConfig
 from hpnlp.nn.blocks import block_kind

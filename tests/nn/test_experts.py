@@ -12,7 +12,7 @@ from hpnlp.models.lm import LM, LMConfig
 from hpnlp.nn.feed_forward import FEED_FORWARDS, build_feed_forward
 from hpnlp.nn.feed_forward.experts import ExpertLayer
 from hpnlp.ops import moe
-from hpnlp.parallel.remat import policy
+from hpnlp.parallel.memory.remat import policy
 from hpnlp.types import InputError, MixerInputs
 from tests.contracts import assert_close, once
 from tests.ops.moe_kernels import replace_kernels

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.layer_report import LayerReport
+from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.nn.stack import run_layers
-from hpnlp.ops.stacks import StackOrder, single_stack
+from hpnlp.ops.helpers.stacks import StackOrder, single_stack
 
 COUNT = 7
 ONCE = {"xla_backend_optimization_level": 0}

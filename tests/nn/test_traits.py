@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hpnlp.data import DataConfig
-from hpnlp.models.beam_search import beam_search
 from hpnlp.models.decode import Generation
+from hpnlp.models.decoding.beam_search import beam_search
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import ExactMixer

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.convolution import causal_conv, depthwise_conv, dilated_conv, token_windows
+from hpnlp.ops.convolutions.convolution import causal_conv, depthwise_conv, dilated_conv, token_windows
 from hpnlp.types import InputError
 from tests.contracts import assert_close
 

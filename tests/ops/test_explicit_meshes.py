@@ -11,20 +11,11 @@ from hpnlp.ops.attention import Causal, Global, PerHead, Window, attend
 from hpnlp.ops.attention.decoding.kv_cache import extend_cache, start_cache
 from hpnlp.ops.attention.positions import bias as relative
 from hpnlp.ops.attention.positions import rope
-from hpnlp.ops.convolution import causal_conv
+from hpnlp.ops.convolutions.convolution import causal_conv
 from hpnlp.ops.dynamic_quantization import dequantize, quantize
 from hpnlp.ops.reversible import reversible
-from hpnlp.ops.softmax import (
-    adaptive,
-    binary_codes,
-    class_based,
-    cross_entropy,
-    hierarchical,
-    margin,
-    proposals,
-    sampled_losses,
-    vmf,
-)
+from hpnlp.ops.softmax import cross_entropy, margin, proposals, sampled_losses, vmf
+from hpnlp.ops.softmax.structured import adaptive, binary_codes, class_based, hierarchical
 from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close
 from tests.ops import test_numpy

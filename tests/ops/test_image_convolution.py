@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.image_convolution import DEPTHWISE, conv2d, depthwise_conv2d, window_taps
+from hpnlp.ops.convolutions.image_convolution import DEPTHWISE, conv2d, depthwise_conv2d, window_taps
 from hpnlp.ops.norms import channel_moments, group_norm, normalize_channels
 from hpnlp.types import InputError
 from tests.contracts import assert_close

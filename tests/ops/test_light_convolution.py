@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.light_convolution import dynamic_conv, light_conv
+from hpnlp.ops.convolutions.light_convolution import dynamic_conv, light_conv
 from hpnlp.types import InputError
 from tests.contracts import assert_close, once
 

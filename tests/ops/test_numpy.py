@@ -10,16 +10,7 @@ import numpy as np
 import pytest
 
 import hpnlp.ops
-from hpnlp.ops import (
-    convolution,
-    dropout,
-    dynamic_quantization,
-    image_convolution,
-    light_convolution,
-    linear,
-    norms,
-    sampling,
-)
+from hpnlp.ops import dropout, dynamic_quantization, linear, norms, sampling
 from hpnlp.ops import reversible as reversible_layers
 from hpnlp.ops.attention import Causal, Window, attend, clustered, flash, merge, reference
 from hpnlp.ops.attention.decoding import decode, kv_cache
@@ -37,6 +28,7 @@ from hpnlp.ops.attention.positions import bias, rope
 from hpnlp.ops.attention.selected_blocks import attend_blocks, attend_blocks_reference
 from hpnlp.ops.attention.selected_blocks import blocks as key_blocks
 from hpnlp.ops.attention.selected_blocks import decode as block_cache
+from hpnlp.ops.convolutions import convolution, image_convolution, light_convolution
 from hpnlp.ops.search import (
     build_ivf,
     build_lsh,
@@ -47,21 +39,9 @@ from hpnlp.ops.search import (
     lsh_search,
     pq_search,
 )  # fmt: skip
-from hpnlp.ops.softmax import (
-    adaptive,
-    binary_codes,
-    bit_paths,
-    class_based,
-    continuous_cache,
-    cross_entropy,
-    grouped_softmax,
-    hierarchical,
-    margin,
-    sampled_losses,
-    scored_words,
-    vmf,
-)
+from hpnlp.ops.softmax import bit_paths, continuous_cache, cross_entropy, margin, sampled_losses, scored_words, vmf
 from hpnlp.ops.softmax import proposals as proposals
+from hpnlp.ops.softmax.structured import adaptive, binary_codes, class_based, grouped_softmax, hierarchical
 from tests.contracts import assert_close
 from tests.ops import (
     bags_calls,

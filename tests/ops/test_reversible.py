@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from hpnlp import measure
+from hpnlp.ops.helpers.stacks import StackOrder
 from hpnlp.ops.reversible import reversible
-from hpnlp.ops.stacks import StackOrder
 from hpnlp.types import InputError
 from tests.contracts import assert_close, once
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from hpnlp.ops.stacks import StackOrder, layer_count, single_stack
+from hpnlp.ops.helpers.stacks import StackOrder, layer_count, single_stack
 
 
 @pytest.mark.parametrize("names", ["a", "aa", "ab", "aab", "abca"])

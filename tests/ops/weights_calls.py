@@ -16,8 +16,6 @@ from hpnlp.ops.weights import (
     quantize,
     ranges,
     round_to_powers,
-    row_scaled,
-    second_order,
     sparse,
     ternarize,
     to_floats,
@@ -26,6 +24,7 @@ from hpnlp.ops.weights import (
 from hpnlp.ops.weights import integer as integers
 from hpnlp.ops.weights import packed as packing
 from hpnlp.ops.weights import straight_through as through
+from hpnlp.ops.weights.calibrated import row_scaled, second_order
 
 W = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
 CODES = np.round(W * 40).astype(np.int8)

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.parallel.distributed_matrices import apply_to_matrices
 from hpnlp.parallel.plan import Plan
-from hpnlp.training.muon import scale_by_muon
 from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.optimizers.muon import scale_by_muon
 from hpnlp.training.trainer import make_trainer
 from tests.drawn import drawn_state
 

@@ -8,8 +8,8 @@ from jax.extend import core
 from jax.sharding import PartitionSpec
 
 from hpnlp import measure
-from hpnlp.layer_report import LayerReport
-from hpnlp.model_parallel import NO_TENSOR_PARALLEL
+from hpnlp.model_interfaces.layer_report import LayerReport
+from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL
 from hpnlp.nn.attention import Context
 from hpnlp.ops.attention.masks.patterns import Causal
 from hpnlp.parallel import pipeline

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from hpnlp.planner.jaxpr_cost import program_cost
+from hpnlp.planner.jaxpr.jaxpr_cost import program_cost
 
 
 def cost_of(function, *shapes, **options):

@@ -12,7 +12,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.planner import DEVICES, costs
 from hpnlp.planner.collectives import trace
 from hpnlp.planner.estimate import model_of, trainer_of
-from hpnlp.planner.jaxpr_cost import program_cost
+from hpnlp.planner.jaxpr.jaxpr_cost import program_cost
 from hpnlp.planner.memory import gradient_bytes, held_bytes, state_bytes, state_shards
 from hpnlp.training.config import Config
 from hpnlp.training.optim import OptimizerConfig

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.models.knn_model import KnnModel
+from hpnlp.models.mixtures.knn_model import KnnModel
 from hpnlp.retrieval import datastore, knn
 from hpnlp.retrieval.datastore import Datastore, Record
 from hpnlp.types import InputError

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpnlp.scaling_laws import FORMS, Points, fit, isoflop_bias, warnings
-from hpnlp.scaling_laws.forms import LOSS_FORMS
+from hpnlp.scaling_laws.fitting.forms import LOSS_FORMS
 from hpnlp.types import InputError
 
 TRUE = {"A": 406.4, "B": 410.7, "E": 1.69, "alpha": 0.34, "beta": 0.28}

@@ -10,16 +10,16 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from hpnlp import plots
 from hpnlp.models.variables import collections
-from hpnlp.parallel import host_offload
+from hpnlp.parallel.memory import host_offload
+from hpnlp.report import plots
 from hpnlp.tasks import TASKS
 from hpnlp.tasks.classification import Classification
-from hpnlp.tasks.label_report import MAX_DRAWN, MAX_LABEL, drawn_confusion, macro_f1
-from hpnlp.tasks.reporting import Heatmap, Outcome
+from hpnlp.tasks.reports.label_report import MAX_DRAWN, MAX_LABEL, drawn_confusion, macro_f1
+from hpnlp.tasks.reports.reporting import Heatmap, Outcome
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary, load
 from hpnlp.training import config as configs
-from hpnlp.training.claim import claimed
+from hpnlp.training.files.claim import claimed
 from hpnlp.types import InputError
 from tests.models.test_encoder import TAGS, make, make_batch
 

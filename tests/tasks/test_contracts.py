@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from hpnlp import planner, report, tasks
-from hpnlp.data.examples.unlabelled import converted
-from hpnlp.data.pixels import to_text
+from hpnlp.data.examples.kinds.unlabelled import converted
+from hpnlp.data.tokenizers.pixels import to_text
 from hpnlp.jobs.predictor import Predictor
 from hpnlp.models import variables
 from hpnlp.parallel.plan import Plan
@@ -30,8 +30,8 @@ from hpnlp.tasks.predictions import TrainedModel
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.training import config as configs
 from hpnlp.training import loop
-from hpnlp.training.checkpoint import Checkpointer
 from hpnlp.training.evaluation import on_devices
+from hpnlp.training.files.checkpoint import Checkpointer
 from hpnlp.training.run_directory import check_task, load, make_model
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError

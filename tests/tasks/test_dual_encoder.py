@@ -8,10 +8,10 @@ import pytest
 from scipy import stats
 
 from hpnlp.data.examples import PairsConfig
-from hpnlp.data.examples.graded import read_graded
+from hpnlp.data.examples.kinds.graded import read_graded
 from hpnlp.tasks import TASKS
-from hpnlp.tasks.dual_encoder_report import partner_ranks, retrieval_scores, spearman
-from hpnlp.tasks.reporting import Outcome
+from hpnlp.tasks.reports.dual_encoder_report import partner_ranks, retrieval_scores, spearman
+from hpnlp.tasks.reports.reporting import Outcome
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.training import config as configs
 from hpnlp.types import InputError

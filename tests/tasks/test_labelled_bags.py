@@ -7,7 +7,7 @@ import pytest
 
 from hpnlp.data.examples import BagsConfig, prepare_examples
 from hpnlp.tasks import TASKS
-from hpnlp.tasks.labelled_bags import text_ranks
+from hpnlp.tasks.labelled.labelled_bags import text_ranks
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.training import config as configs
 from hpnlp.types import InputError, WordStats

@@ -11,17 +11,20 @@ from scipy import stats
 
 from hpnlp import planner
 from hpnlp.cli import experiment
+from hpnlp.jobs import evaluate_run
 from hpnlp.parallel.plan import Plan
 from hpnlp.planner import render
 from hpnlp.tasks import TASKS
-from hpnlp.tasks.pair_report import PairReport
 from hpnlp.tasks.predictions import TrainedModel
-from hpnlp.tasks.reporting import Outcome
+from hpnlp.tasks.reports.pair_report import PairReport
+from hpnlp.tasks.reports.reporting import Outcome
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.training import config as configs
-from hpnlp.training import evaluate_run, evaluation_record, loop, run_directory, warm_start
+from hpnlp.training import loop, run_directory
 from hpnlp.training.config import flat
 from hpnlp.training.evaluation import Evaluation
+from hpnlp.training.files import evaluation_record
+from hpnlp.training.starts import warm_start
 from hpnlp.types import InputError
 from tests import tiny
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpnlp.tasks import TASKS
-from hpnlp.tasks.reporting import Outcome
+from hpnlp.tasks.reports.reporting import Outcome
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.training import config as configs
 from hpnlp.types import InputError

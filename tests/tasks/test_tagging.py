@@ -6,7 +6,7 @@ import json
 import pytest
 
 from hpnlp.data.examples import TaggingConfig, prepare_examples
-from hpnlp.tasks.tagging import Tagging, TaggingBaselines
+from hpnlp.tasks.labelled.tagging import Tagging, TaggingBaselines
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.training import config as configs
 from hpnlp.types import InputError

@@ -11,9 +11,9 @@ import pytest
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.ops.dynamic_quantization import Quantized
 from hpnlp.parallel.plan import Plan
-from hpnlp.training import sparse_rows
-from hpnlp.training.checkpoint import Checkpointer
+from hpnlp.training.files.checkpoint import Checkpointer
 from hpnlp.training.optim import OptimizerConfig, make_optimizer
+from hpnlp.training.optimizers import sparse_rows
 from hpnlp.training.trainer import make_trainer
 from tests.contracts import ONCE
 from tests.training import test_sparse_rows

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.parallel.host_offload import HOST, by_layer
-from hpnlp.training.apply_updates import Update
+from hpnlp.parallel.memory.host_offload import HOST, by_layer
 from hpnlp.training.optim import OPTIMIZERS, OptimizerConfig, make_optimizer, make_schedule
+from hpnlp.training.optimizers.apply_updates import Update
 
 LAYERS = 3
 SHAPES = {"embed": {"table": (5, 8)}, "layers": {"mlp": {"kernel": (LAYERS, 64, 64)}, "norm": {"scale": (LAYERS, 8)}}}

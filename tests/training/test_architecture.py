@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 
 from hpnlp.atomic_file import replace_bytes
-from hpnlp.training import architecture
-from hpnlp.training.claim import claimed
 from hpnlp.training.config import resolve, to_json
 from hpnlp.training.config_file import load_config, write_config
+from hpnlp.training.files.claim import claimed
+from hpnlp.training.starts import architecture
 from hpnlp.types import InputError
 
 

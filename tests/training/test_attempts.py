@@ -5,8 +5,8 @@ import fcntl
 import pytest
 
 from hpnlp.errors import InputError, TemporaryError
-from hpnlp.training import attempts
-from hpnlp.training.attempts import Attempt
+from hpnlp.training.processes import attempts
+from hpnlp.training.processes.attempts import Attempt
 
 
 def test_attempts_are_read_from_the_environment():

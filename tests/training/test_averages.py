@@ -11,11 +11,12 @@ import numpy as np
 import optax
 import pytest
 
-from hpnlp.training import averages, loop
-from hpnlp.training.apply_updates import Update
-from hpnlp.training.checkpoint import Checkpointer
+from hpnlp.training import loop
 from hpnlp.training.config import default, resolve
+from hpnlp.training.files.checkpoint import Checkpointer
 from hpnlp.training.optim import OptimizerConfig, make_optimizer, make_schedule
+from hpnlp.training.optimizers import averages
+from hpnlp.training.optimizers.apply_updates import Update
 from hpnlp.training.run_directory import load, make_model
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError

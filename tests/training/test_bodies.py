@@ -16,20 +16,21 @@ from hpnlp.compress.weights_file import WEIGHTS_FILE
 from hpnlp.data import tokenizers
 from hpnlp.data.examples import save_labels
 from hpnlp.models import variables
-from hpnlp.models.dual_encoder import DualEncoder, DualEncoderConfig
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.lm import LMConfig
+from hpnlp.models.pairs.dual_encoder import DualEncoder, DualEncoderConfig
+from hpnlp.models.pairs.tower import Tower
 from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig
-from hpnlp.models.tower import Tower
 from hpnlp.nn.pooling import Pooling
 from hpnlp.ops.weights import dense_tree, quantize
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.classification import ClassifierConfig
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import config as configs
-from hpnlp.training import loop, warm_start
+from hpnlp.training import loop
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.run_directory import load
+from hpnlp.training.starts import warm_start
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests import tiny

@@ -11,7 +11,8 @@ from hpnlp import tasks
 from hpnlp.cli import experiment
 from hpnlp.models import variables
 from hpnlp.training import config as configs
-from hpnlp.training import run_directory, warm_start
+from hpnlp.training import run_directory
+from hpnlp.training.starts import warm_start
 from hpnlp.training.trainer import make_trainer
 
 pytestmark = pytest.mark.oracle

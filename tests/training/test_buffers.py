@@ -14,7 +14,7 @@ from hpnlp.models.lm import LM
 from hpnlp.models.variables import collections, split
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.training import loop
-from hpnlp.training.checkpoint import Checkpointer
+from hpnlp.training.files.checkpoint import Checkpointer
 from hpnlp.training.run_directory import load
 from hpnlp.types import InputError
 from tests import tiny

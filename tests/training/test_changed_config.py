@@ -4,9 +4,9 @@ import pytest
 
 from hpnlp.data import tokenizers
 from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training.claim import claimed
 from hpnlp.training.config import default, resolve, with_changes
 from hpnlp.training.config_file import write_config
+from hpnlp.training.files.claim import claimed
 from hpnlp.types import InputError
 
 ACCEPTED = "choose another workdir, or pass --accept_changes to resume with the new config"

@@ -13,14 +13,15 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hpnlp.errors import TemporaryError
-from hpnlp.parallel.host_offload import on_host
+from hpnlp.parallel.memory.host_offload import on_host
 from hpnlp.parallel.plan import Plan
-from hpnlp.training import attempts, checkpoint
-from hpnlp.training.attempts import Attempt
-from hpnlp.training.best import ScoreOrder
-from hpnlp.training.checkpoint import FORMAT, Checkpointer
-from hpnlp.training.loss_scale import LossScale
-from hpnlp.training.state_shardings import TrainState, shapes_with
+from hpnlp.training.files import checkpoint
+from hpnlp.training.files.best import ScoreOrder
+from hpnlp.training.files.checkpoint import FORMAT, Checkpointer
+from hpnlp.training.optimizers.loss_scale import LossScale
+from hpnlp.training.optimizers.state_shardings import TrainState, shapes_with
+from hpnlp.training.processes import attempts
+from hpnlp.training.processes.attempts import Attempt
 from hpnlp.types import InputError
 
 MESH = Plan("zero3").mesh()

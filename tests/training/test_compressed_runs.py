@@ -10,9 +10,9 @@ from hpnlp import report
 from hpnlp.compress.files import write_weights
 from hpnlp.compress.matrices import is_table, map_matrices
 from hpnlp.compress.weights_file import WEIGHTS_FILE
+from hpnlp.jobs.evaluate_run import evaluate_run
 from hpnlp.ops.weights import dense_tree, quantize
 from hpnlp.training import loop
-from hpnlp.training.evaluate_run import evaluate_run
 from hpnlp.training.run_directory import load
 from hpnlp.types import InputError
 from tests import tiny

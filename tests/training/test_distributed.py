@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hpnlp.errors import TemporaryError
 from hpnlp.parallel.plan import Plan
-from hpnlp.training import attempts, distributed
+from hpnlp.training.processes import attempts, distributed
 from hpnlp.types import InputError
 
 ROOT = Path(__file__).parents[2]

@@ -7,9 +7,10 @@ import jax
 import numpy as np
 import pytest
 
+from hpnlp.jobs import evaluate_run
 from hpnlp.models.variables import BUFFERS
 from hpnlp.training import config as configs
-from hpnlp.training import evaluate_run, loop, run_directory
+from hpnlp.training import loop, run_directory
 from tests.tasks.test_contracts import realm
 
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from hpnlp.jobs.evaluate_run import evaluate_run
 from hpnlp.training import loop
-from hpnlp.training.evaluate_run import evaluate_run
 from hpnlp.types import InputError
 from tests import tiny
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hpnlp.training import evaluation
-from hpnlp.training.best import ScoreOrder
 from hpnlp.training.config import Config
+from hpnlp.training.files.best import ScoreOrder
 from hpnlp.training.trainer import Trainer
 
 ACCURACY = ScoreOrder("accuracy", higher_is_better=True)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.training import example_scores
-from hpnlp.training.example_scores import Collector, ExampleScores, with_examples
+from hpnlp.training.files import example_scores
+from hpnlp.training.files.example_scores import Collector, ExampleScores, with_examples
 
 WEIGHTS = np.array([[1, 1, 1], [1, 1, 0], [0, 0, 0], [0.5, 0, 0]], np.float32)
 LABELS = np.array([[1, 2, 3], [1, 2, 3], [1, 2, 3], [2, 1, 3]], np.int32)

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from hpnlp.data.examples import ClassificationConfig
-from hpnlp.training import fold_leakage
+from hpnlp.jobs import fold_leakage
 from hpnlp.training.config import Config
-from hpnlp.training.contents import Contents
+from hpnlp.training.files.contents import Contents
 from hpnlp.types import InputError
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hpnlp.compress.recipe import compress, parse_recipe
+from hpnlp.jobs.compression.iterations import divided
 from hpnlp.models.lm import LM, LMConfig
-from hpnlp.training.iterations import divided
 from hpnlp.types import InputError
 from tests.compress import test_convolutions
 from tests.drawn import drawn_params

@@ -18,12 +18,14 @@ from hpnlp.errors import TemporaryError
 from hpnlp.models.decode import Generation, sample_text
 from hpnlp.report import render, summarize
 from hpnlp.tasks.lm import LanguageModel
-from hpnlp.training import attempts, loop, metrics
 from hpnlp.training import config as configs
-from hpnlp.training.attempts import Attempt
-from hpnlp.training.checkpoint import Checkpointer
-from hpnlp.training.claim import claimed
+from hpnlp.training import loop
 from hpnlp.training.config_file import load_config
+from hpnlp.training.files import metrics
+from hpnlp.training.files.checkpoint import Checkpointer
+from hpnlp.training.files.claim import claimed
+from hpnlp.training.processes import attempts
+from hpnlp.training.processes.attempts import Attempt
 from hpnlp.training.run_directory import load
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.training.loss_scale import GROWTH_INTERVAL, MINIMUM, LossScale, initial
+from hpnlp.training.optimizers.loss_scale import GROWTH_INTERVAL, MINIMUM, LossScale, initial
 from tests.training.test_step import ACCUMULATED, LAYOUTS, MODEL, ONE, Run, batch_of, host, reference_run, trainer_of
 
 HALF = dataclasses.replace(MODEL, dtype="float16")

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hpnlp.training import metrics
-from hpnlp.training.metrics import Clock, Display, JsonlWriter, TensorBoardWriter, find_writers
+from hpnlp.training.files import metrics
+from hpnlp.training.files.metrics import Clock, Display, JsonlWriter, TensorBoardWriter, find_writers
 from hpnlp.types import InputError
 
 
@@ -340,7 +340,7 @@ def test_lines_of_progress_have_amount_and_time_left(monkeypatch):
 
 PIPED = """
 import sys
-from hpnlp.training.metrics import Display
+from hpnlp.training.files.metrics import Display
 display = Display(0, 10)
 for step in range(1, 1000):
     display.step(step, 1.0, 1.0, 1000)

@@ -6,8 +6,10 @@ import time
 import jax
 import pytest
 
-from hpnlp.training import loop, metrics, progress_pipe
-from hpnlp.training.progress_pipe import ProgressPipe
+from hpnlp.training import loop
+from hpnlp.training.files import metrics
+from hpnlp.training.processes import progress_pipe
+from hpnlp.training.processes.progress_pipe import ProgressPipe
 from tests import tiny
 
 

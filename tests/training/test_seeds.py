@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from hpnlp.cli import train as command
-from hpnlp.training import loop, seeds
+from hpnlp.jobs import seeds
+from hpnlp.jobs.seeds import train_seeds
+from hpnlp.training import loop
 from hpnlp.training.run_directory import load
-from hpnlp.training.seeds import train_seeds
 from hpnlp.types import InputError
 from tests import tiny
 

@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from hpnlp.training import distributed, signals
+from hpnlp.training.processes import distributed, signals
 
 # C code that blocks the main thread for minutes, as compilation does.
 BUSY = """
 import hashlib
-from hpnlp.training import signals
+from hpnlp.training.processes import signals
 with signals.watched():
     print("ready", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
@@ -65,7 +65,7 @@ def test_signal_ends_a_process_with_a_full_stderr():
 # A parent that ends at once, and its child, deaf to SIGTERM, in a session of its own.
 ORPHAN = """
 import os, signal, subprocess, sys
-from hpnlp.training import signals
+from hpnlp.training.processes import signals
 if len(sys.argv) == 1:
     child = subprocess.Popen([sys.executable, __file__, "child"], stdout=subprocess.PIPE, start_new_session=True)
     child.stdout.readline()

@@ -12,8 +12,8 @@ import pytest
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.ops.table_rows import TableRows
 from hpnlp.parallel.plan import Plan
-from hpnlp.training import sparse_rows
 from hpnlp.training.optim import OptimizerConfig, make_optimizer
+from hpnlp.training.optimizers import sparse_rows
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError, WordStats
 from tests.tiny import shared_trainer

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from hpnlp.layer_report import has_state
+from hpnlp.model_interfaces.layer_report import has_state
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.variables import collections
 from hpnlp.nn.feed_forward import FEED_FORWARDS

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from hpnlp.models.dual_encoder import DualEncoder, DualEncoderConfig
+from hpnlp.models.pairs.dual_encoder import DualEncoder, DualEncoderConfig
 from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig, standalone_decoder
 from hpnlp.models.variables import axes_and_shapes, collections, join, split
 from hpnlp.nn.feed_forward import FEED_FORWARDS

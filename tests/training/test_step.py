@@ -16,8 +16,8 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.parallel.plan import Plan
 from hpnlp.planner.memory import held_bytes
-from hpnlp.training import loss_scale
 from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.optimizers import loss_scale
 from hpnlp.training.trainer import check_batch, make_trainer
 from hpnlp.types import InputError, LossOut, WordStats
 from tests.drawn import drawn_state

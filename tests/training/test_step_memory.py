@@ -7,8 +7,8 @@ import pytest
 
 from hpnlp.models.lm import LM
 from hpnlp.parallel.plan import Plan
-from hpnlp.training import loss_scale
 from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.optimizers import loss_scale
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE

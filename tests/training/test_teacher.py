@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from hpnlp import planner, report
-from hpnlp.compress.distill_config import DistillConfig
-from hpnlp.compress.distillation import OWN
+from hpnlp.compress.distilling.distill_config import DistillConfig
+from hpnlp.compress.distilling.distillation import OWN
+from hpnlp.jobs.evaluate_run import evaluate_run
 from hpnlp.training import config as configs
 from hpnlp.training import loop
-from hpnlp.training.evaluate_run import evaluate_run
 from hpnlp.training.run_directory import load
-from hpnlp.training.teacher_outputs import Store, sequence_keys
+from hpnlp.training.starts.teacher_outputs import Store, sequence_keys
 from hpnlp.types import InputError
 from tests import tiny
 from tests.training.test_loop import Crash, catch_trainer, crash

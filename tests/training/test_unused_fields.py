@@ -6,8 +6,9 @@ import pytest
 
 from hpnlp.tasks import TASKS
 from hpnlp.training import config as configs
-from hpnlp.training import loop, optim, unused_fields
+from hpnlp.training import loop, optim
 from hpnlp.training.config import Config
+from hpnlp.training.starts import unused_fields
 from hpnlp.types import InputError
 from tests import tiny
 

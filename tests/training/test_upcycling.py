@@ -13,7 +13,7 @@ from hpnlp.data.tokenizers import ByteTokenizer
 from hpnlp.models import variables
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training import upcycling, warm_start
+from hpnlp.training.starts import upcycling, warm_start
 from hpnlp.types import InputError
 from tests.contracts import ONCE
 from tests.drawn import drawn_params

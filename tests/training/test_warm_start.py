@@ -12,21 +12,22 @@ import pytest
 from hpnlp.cli import experiment
 from hpnlp.data import tokenizers
 from hpnlp.models import variables
-from hpnlp.models.documents import blank_documents
-from hpnlp.models.dual_encoder import DualEncoderConfig
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.huggingface import convert
 from hpnlp.models.lm import LM, LMConfig
-from hpnlp.models.realm import Realm, RealmConfig
+from hpnlp.models.pairs.documents import blank_documents
+from hpnlp.models.pairs.dual_encoder import DualEncoderConfig
+from hpnlp.models.pairs.realm import Realm, RealmConfig
 from hpnlp.models.seq2seq import Seq2SeqConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.planner import costs
 from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training import loop, warm_start
-from hpnlp.training.checkpoint import Checkpointer
+from hpnlp.training import loop
 from hpnlp.training.config import flat, resolve, to_json
+from hpnlp.training.files.checkpoint import Checkpointer
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.run_directory import load
+from hpnlp.training.starts import warm_start
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests import tiny

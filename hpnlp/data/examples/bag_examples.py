@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.data import token_store
 from hpnlp.data.examples.config import BagsConfig
 from hpnlp.data.examples.dataset import Examples
 from hpnlp.data.examples.store import UNLABELLED, StoredExamples
 from hpnlp.data.examples.topics import Topics, parse_positives, topics_of
 from hpnlp.data.packing import Batch
+from hpnlp.data.reading import token_store
 
 
 class BagsWithTopics(StoredExamples):

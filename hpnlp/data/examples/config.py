@@ -8,14 +8,14 @@ import math
 from typing import ClassVar
 
 from hpnlp.data.config import check_folds, check_heldout, check_sizes
-from hpnlp.data.examples.bags import LabelledBags
 from hpnlp.data.examples.fields import LABEL_FIELDS
-from hpnlp.data.examples.hashed import HashedTexts
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Classification, Pairs, Seq2Seq, Tagging
-from hpnlp.data.examples.labelled_pairs import GradedPairs, LabelledPairs
+from hpnlp.data.examples.kinds.bags import LabelledBags
+from hpnlp.data.examples.kinds.hashed import HashedTexts
+from hpnlp.data.examples.kinds.labelled_pairs import GradedPairs, LabelledPairs
+from hpnlp.data.examples.kinds.trees import Trees
 from hpnlp.data.examples.topics import Labels, parse_positives
-from hpnlp.data.examples.trees import Trees
 from hpnlp.types import InputError, option
 
 # Help on files of records.

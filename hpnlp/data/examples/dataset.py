@@ -14,10 +14,10 @@ from hpnlp.data.buckets import BucketOrder, bucket_widths, width_multiple
 from hpnlp.data.examples.config import ExampleConfig
 from hpnlp.data.examples.labels import UNKNOWN_HELDOUT
 from hpnlp.data.examples.store import StoredExamples
-from hpnlp.data.files import printable
 from hpnlp.data.packing import Batch
-from hpnlp.data.sources import LeftOut, LineCounts
-from hpnlp.data.token_store import key_of
+from hpnlp.data.reading.files import printable
+from hpnlp.data.reading.sources import LeftOut, LineCounts
+from hpnlp.data.reading.token_store import key_of
 from hpnlp.types import InputError, Tokenizer
 
 # Names of the sets of examples that are scored. A data set may have no examples in the second one.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from hpnlp.data import files
+from hpnlp.data.reading import files
 
 LABEL_FIELDS = ("label_field", "labels_field")  # config fields that name the field of the labels
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data import tokenizers
-from hpnlp.data.examples.examination import Examination
+from hpnlp.data.examples.checks.examination import Examination
 from hpnlp.data.examples.fields import FieldError
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.labels import (
@@ -28,10 +28,10 @@ from hpnlp.data.examples.labels import (
 )
 from hpnlp.data.examples.rows import Row, RowReader
 from hpnlp.data.examples.store import UNLABELLED, ExampleWriter, StoredExamples
-from hpnlp.data.files import Progress
-from hpnlp.data.records import SKIP
-from hpnlp.data.sources import LeftOut, LineCounts, Source
-from hpnlp.data.split import NOTHING, Folds, HeldOutHashes, hash_fraction
+from hpnlp.data.reading.files import Progress
+from hpnlp.data.reading.records import SKIP
+from hpnlp.data.reading.sources import LeftOut, LineCounts, Source
+from hpnlp.data.reading.split import NOTHING, Folds, HeldOutHashes, hash_fraction
 from hpnlp.types import InputError, Tokenizer
 
 _FORMAT = 5  # version of the files that `ExampleIngest.write` writes; part of the cache key

@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from hpnlp.data import sources, token_store, tokenizers
-from hpnlp.data.digest import Snapshot
+from hpnlp.data import tokenizers
 from hpnlp.data.examples import generated
 from hpnlp.data.examples.config import ExampleConfig
 from hpnlp.data.examples.dataset import Examples
 from hpnlp.data.examples.ingest import ExampleIngest
 from hpnlp.data.examples.rows import FORMATS
-from hpnlp.data.files import Progress, ignore_progress
-from hpnlp.data.split import Folds
+from hpnlp.data.reading import sources, token_store
+from hpnlp.data.reading.digest import Snapshot
+from hpnlp.data.reading.files import Progress, ignore_progress
+from hpnlp.data.reading.split import Folds
 from hpnlp.data.stream import trained_tokenizer
 from hpnlp.data.tokenizers import tokenizer_digest
 from hpnlp.types import InputError, Tokenizer

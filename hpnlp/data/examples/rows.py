@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpnlp.data import files, records
 from hpnlp.data.examples.fields import LABEL_FIELDS, TYPES, Column, FieldError, is_missing
 from hpnlp.data.examples.kind import Kind
-from hpnlp.data.files import printable
-from hpnlp.data.records import LIST_ALL, SKIP, CountedLines, CountedRecords, ReportBad
-from hpnlp.data.sources import File, LeftOut, LineCounts, Source, extension
+from hpnlp.data.reading import files, records
+from hpnlp.data.reading.files import printable
+from hpnlp.data.reading.records import LIST_ALL, SKIP, CountedLines, CountedRecords, ReportBad
+from hpnlp.data.reading.sources import File, LeftOut, LineCounts, Source, extension
 from hpnlp.types import InputError
 
 # (index of a record in its file, place for error messages, name of a field -> value)

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from hpnlp.data.token_store import Tokens, TokenWriter, key_of, map_array
+from hpnlp.data.reading.token_store import Tokens, TokenWriter, key_of, map_array
 
 NO_LABEL = -1  # stored on tokens that carry no label
 UNLABELLED = -2  # stored in the place of a label that is missing

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.data import token_store
 from hpnlp.data.examples.store import StoredExamples, spread
+from hpnlp.data.reading import token_store
 from hpnlp.data.tokenizers import tokenizer_digest
 from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError, Tokenizer

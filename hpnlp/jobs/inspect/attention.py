@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from hpnlp.models.layer_forms import build_mixer
+from hpnlp.models.stacks.layer_forms import build_mixer
 from hpnlp.nn.mixers.exact import ExactMixer
-from hpnlp.tasks.reporting import Outcome, spread
+from hpnlp.tasks.reports.reporting import Outcome, spread
 from hpnlp.types import InputError
 
 Window = Mapping[str, np.ndarray]  # the arrays of a batch of one sequence

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from hpnlp import tasks
-from hpnlp.data.files import Progress, ignore_progress
+from hpnlp.data.reading.files import Progress, ignore_progress
+from hpnlp.jobs import evaluate_run
 from hpnlp.jobs.inspect import plots, positions
 from hpnlp.jobs.inspect.attention import (
     HELD,
@@ -27,9 +28,8 @@ from hpnlp.jobs.inspect.attention import (
 from hpnlp.models.prediction import PredictionModel
 from hpnlp.parallel.plan import Plan
 from hpnlp.report.files import replace_text
-from hpnlp.tasks.reporting import Outcome
-from hpnlp.training import evaluate_run
-from hpnlp.training.evaluation_record import finite
+from hpnlp.tasks.reports.reporting import Outcome
+from hpnlp.training.files.evaluation_record import finite
 from hpnlp.training.run_directory import check_task, load, make_model
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError

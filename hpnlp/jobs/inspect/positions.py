@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hpnlp.data.files import Progress
+from hpnlp.data.reading.files import Progress
 from hpnlp.models import variables
-from hpnlp.training.example_scores import ExampleScores
+from hpnlp.training.files.example_scores import ExampleScores
 from hpnlp.training.gradients import loss
 from hpnlp.types import InputError
 

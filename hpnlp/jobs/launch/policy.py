@@ -12,7 +12,7 @@ import signal
 from collections.abc import Sequence
 
 from hpnlp.errors import TRY_AGAIN, InputError
-from hpnlp.training.signals import INTERRUPTED
+from hpnlp.training.processes.signals import INTERRUPTED
 
 ABORTED = 128 + signal.SIGABRT  # code of a process that was stuck and was aborted, or that aborted by itself
 KILLED = 128 + signal.SIGKILL

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from hpnlp.jobs.launch.liveness import Watch
-from hpnlp.training import signals
-from hpnlp.training.progress_pipe import VARIABLE
+from hpnlp.training.processes import signals
+from hpnlp.training.processes.progress_pipe import VARIABLE
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # from <linux/prctl.h>
 # Becomes the program of its arguments, which the kernel continues if the parent ends while it is stopped: `signals.follow` then

@@ -26,8 +26,8 @@ from hpnlp.jobs.launch import devices, liveness, processes
 from hpnlp.jobs.launch.liveness import Pace, Watch
 from hpnlp.jobs.launch.policy import ABORTED, Action, Decision, Outcome, Policy, cause
 from hpnlp.jobs.launch.processes import Child
-from hpnlp.training import attempts, signals
-from hpnlp.training.attempts import Attempt
+from hpnlp.training.processes import attempts, signals
+from hpnlp.training.processes.attempts import Attempt
 
 SHOWN_LINES = 20  # of the log of a process that has failed
 CHECK_SECONDS = 1.0  # between two looks at the file `attempt`

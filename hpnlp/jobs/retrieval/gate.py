@@ -19,9 +19,9 @@ import numpy as np
 import optax
 
 from hpnlp import measure
-from hpnlp.data.files import Progress, ignore_progress
-from hpnlp.data.token_store import Tokens
-from hpnlp.models.bit_gate import BitGate
+from hpnlp.data.reading.files import Progress, ignore_progress
+from hpnlp.data.reading.token_store import Tokens
+from hpnlp.models.mixtures.bit_gate import BitGate
 from hpnlp.ops.softmax.bit_paths import path_log_odds, path_log_prob
 from hpnlp.retrieval.datastore import document_digest
 from hpnlp.retrieval.suffix import Neighbours

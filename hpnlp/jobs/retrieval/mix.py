@@ -17,11 +17,11 @@ from flax.traverse_util import flatten_dict
 from hpnlp import tasks
 from hpnlp.atomic_file import replaced
 from hpnlp.data.corpus import Corpus
-from hpnlp.data.files import Progress, ignore_progress
+from hpnlp.data.reading.files import Progress, ignore_progress
 from hpnlp.jobs.retrieval import gate as gates
 from hpnlp.jobs.retrieval.gate import Documents, DynamicEvaluation, Inputs
-from hpnlp.models.bit_gate import BitGate
-from hpnlp.models.layer_forms import carries
+from hpnlp.models.mixtures.bit_gate import BitGate
+from hpnlp.models.stacks.layer_forms import carries
 from hpnlp.models.variables import FROZEN, collections
 from hpnlp.retrieval import suffix
 from hpnlp.retrieval.datastore import Datastore

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from hpnlp.data.files import Progress, ignore_progress
+from hpnlp.data.reading.files import Progress, ignore_progress
 from hpnlp.jobs.retrieval.mix import GATE, load_run, with_datastore
-from hpnlp.models.bit_gate import BitGate
+from hpnlp.models.mixtures.bit_gate import BitGate
 from hpnlp.models.variables import collections
 from hpnlp.ops.sampling import pick
 from hpnlp.ops.softmax.bit_paths import path_log_odds

@@ -19,17 +19,18 @@ import optax
 from hpnlp import tasks
 from hpnlp.atomic_file import replaced
 from hpnlp.data.corpus import Corpus
-from hpnlp.data.files import Progress, ignore_progress
+from hpnlp.data.reading.files import Progress, ignore_progress
 from hpnlp.data.tokenizers import tokenizer_digest
+from hpnlp.jobs import ensembles
 from hpnlp.jobs.retrieval import gate as gates
 from hpnlp.jobs.retrieval.gate import Documents, Window
 from hpnlp.jobs.vector_files import VectorFile
-from hpnlp.models.knn_model import KnnModel, WeightNetwork, mixed_log_prob
+from hpnlp.models.mixtures.knn_model import KnnModel, WeightNetwork, mixed_log_prob
 from hpnlp.models.variables import FROZEN, collections, weights_digest
 from hpnlp.retrieval import datastore as stores
 from hpnlp.retrieval import knn
 from hpnlp.retrieval.datastore import Datastore, Record
-from hpnlp.training import ensembles, run_directory
+from hpnlp.training import run_directory
 from hpnlp.training.config_file import load_config
 from hpnlp.training.run_directory import Run
 from hpnlp.types import InputError

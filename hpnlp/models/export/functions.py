@@ -11,8 +11,8 @@ import jax.export
 import jax.numpy as jnp
 
 from hpnlp.models import variables
+from hpnlp.models.classifiers.hashed_classifier import HashedClassifier
 from hpnlp.models.encoder import Encoder
-from hpnlp.models.hashed_classifier import HashedClassifier
 from hpnlp.models.lm import LM
 from hpnlp.ops.word_projection import HASH_WORDS
 from hpnlp.types import InputError

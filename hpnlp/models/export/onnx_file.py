@@ -13,7 +13,7 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 from hpnlp.atomic_file import replaced
-from hpnlp.flop_count import open_jaxpr
+from hpnlp.cost.flop_count import open_jaxpr
 from hpnlp.models.export.functions import BATCH, LENGTH, ExportedFunction, traced
 from hpnlp.models.export.onnx_graph import IR_VERSION, OPSET, Graph, import_onnx
 from hpnlp.models.export.onnx_rules import CALLS, rule_of

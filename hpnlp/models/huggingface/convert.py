@@ -22,10 +22,9 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 
-from hpnlp.data.files import Progress, ignore_progress
+from hpnlp.data.reading.files import Progress, ignore_progress
 from hpnlp.models import variables
 from hpnlp.models.backbone import DTYPES
-from hpnlp.models.dual_encoder import DualEncoderConfig
 from hpnlp.models.huggingface import sentence_files
 from hpnlp.models.huggingface.checkpoint_files import (
     INDEX,
@@ -40,6 +39,7 @@ from hpnlp.models.huggingface.checkpoint_files import (
 from hpnlp.models.huggingface.families import FAMILIES, config_json, family_of, fields_of, labels_of
 from hpnlp.models.huggingface.family import Family, ModelConfig
 from hpnlp.models.huggingface.rope_scaling import rope_remarks
+from hpnlp.models.pairs.dual_encoder import DualEncoderConfig
 from hpnlp.models.variables import BUFFERS
 from hpnlp.spec import lookup
 from hpnlp.types import InputError

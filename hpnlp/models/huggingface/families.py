@@ -10,16 +10,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpnlp.models.dual_encoder import DualEncoderConfig
-from hpnlp.models.huggingface.bert import BERT_FAMILIES
+from hpnlp.models.huggingface.architectures.bert import BERT_FAMILIES
+from hpnlp.models.huggingface.architectures.distilbert import DISTILBERT_FAMILIES
+from hpnlp.models.huggingface.architectures.experts import EXPERT_FAMILIES
+from hpnlp.models.huggingface.architectures.llama import LLAMA_FAMILIES
+from hpnlp.models.huggingface.architectures.mobilebert import MOBILEBERT_FAMILIES, canonical_block
+from hpnlp.models.huggingface.architectures.roberta import ROBERTA_FAMILIES
 from hpnlp.models.huggingface.config_values import checked_value, unsupported
-from hpnlp.models.huggingface.distilbert import DISTILBERT_FAMILIES
-from hpnlp.models.huggingface.experts import EXPERT_FAMILIES
 from hpnlp.models.huggingface.family import Family, ModelConfig
-from hpnlp.models.huggingface.llama import LLAMA_FAMILIES
-from hpnlp.models.huggingface.mobilebert import MOBILEBERT_FAMILIES, canonical_block
 from hpnlp.models.huggingface.networks import network_fields, networks_of
-from hpnlp.models.huggingface.roberta import ROBERTA_FAMILIES
 from hpnlp.models.huggingface.rope_scaling import parse_scaling, read_rope, rope_json
 from hpnlp.models.huggingface.sliding_windows import (
     WindowLayers,
@@ -28,6 +27,7 @@ from hpnlp.models.huggingface.sliding_windows import (
     read_windows,
     windows_json,
 )
+from hpnlp.models.pairs.dual_encoder import DualEncoderConfig
 from hpnlp.nn.feed_forward.canonical import canonical_mlp
 from hpnlp.nn.output import OUTPUTS
 from hpnlp.ops.attention import Causal

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hpnlp.models.dual_encoder import DualEncoderConfig
 from hpnlp.models.encoder import EncoderConfig
 from hpnlp.models.huggingface.sliding_windows import WindowLayers
 from hpnlp.models.lm import LM, LMConfig
+from hpnlp.models.pairs.dual_encoder import DualEncoderConfig
 
 ModelConfig = LMConfig | EncoderConfig | DualEncoderConfig
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpnlp.models.dual_encoder import DualEncoderConfig
 from hpnlp.models.huggingface.checkpoint_files import read_json, read_json_list, write_json
 from hpnlp.models.huggingface.families import FAMILIES
+from hpnlp.models.pairs.dual_encoder import DualEncoderConfig
 from hpnlp.types import InputError
 
 MODULES, POOLING, SETTINGS = "modules.json", "1_Pooling", "config_sentence_transformers.json"

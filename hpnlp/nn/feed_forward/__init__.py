@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
+from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.feed_forward.mlp import ACTIVATIONS, mlp
 from hpnlp.nn.feed_forward.network import FeedForward as FeedForward
 from hpnlp.nn.layers import Initializer, dense_init

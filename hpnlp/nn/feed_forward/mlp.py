@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
+from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.feed_forward.network import FeedForward
 from hpnlp.nn.layers import Dense, Initializer, dense_init
-from hpnlp.ops.checkpoint_names import HIDDEN
+from hpnlp.ops.helpers.checkpoint_names import HIDDEN
 from hpnlp.types import MixerInputs, MixerOutput
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import flax.linen as nn
 
-from hpnlp.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
+from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.layers import Initializer, dense_init
 from hpnlp.types import MixerInputs, MixerOutput, MixerTraits
 

@@ -13,14 +13,14 @@ from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.ops.attention import Causal, Window
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.ops.convolution import causal_conv, last_tokens
+from hpnlp.ops.convolutions.convolution import causal_conv, last_tokens
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 MAX_WIDTH = 128  # the operation has one term for each token of the width
 
 
 class ConvMixer(nn.Module):
-    """Causal depthwise convolution (`ops.convolution.causal_conv`) of the hidden states, without projections.
+    """Causal depthwise convolution (`ops.convolutions.convolution.causal_conv`) of the hidden states, without projections.
 
     Attributes:
       width: Number of tokens W that an output depends on, the current one included.

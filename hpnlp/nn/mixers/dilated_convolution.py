@@ -14,7 +14,7 @@ from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.nn.mixers.light_convolution import check_width
 from hpnlp.ops.attention import Causal, Full, Strided, Window
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.ops.convolution import dilated_conv, last_tokens
+from hpnlp.ops.convolutions.convolution import dilated_conv, last_tokens
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 MAX_DILATION = 2**16

@@ -15,7 +15,7 @@ from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.nn.mixers.linear import checked_chunk, extend, mix
 from hpnlp.ops.attention import Causal
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.ops.convolution import causal_conv, last_tokens
+from hpnlp.ops.convolutions.convolution import causal_conv, last_tokens
 from hpnlp.ops.norms import layer_norm, rms_norm
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 

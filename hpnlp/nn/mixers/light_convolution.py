@@ -14,8 +14,8 @@ from hpnlp.nn.mixers.checks import check_decoding, check_mask
 from hpnlp.nn.mixers.convolution import MAX_WIDTH
 from hpnlp.ops.attention import Causal, Full, Window
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.ops.convolution import last_tokens
-from hpnlp.ops.light_convolution import dynamic_conv, light_conv
+from hpnlp.ops.convolutions.convolution import last_tokens
+from hpnlp.ops.convolutions.light_convolution import dynamic_conv, light_conv
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 

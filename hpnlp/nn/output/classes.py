@@ -10,13 +10,13 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.nn.layers import embed_init, param
 from hpnlp.nn.output.base import OutputLayer, required_counts, required_order
-from hpnlp.ops.softmax import adaptive
-from hpnlp.ops.softmax import class_based as ops
+from hpnlp.ops.softmax.structured import adaptive
+from hpnlp.ops.softmax.structured import class_based as ops
 from hpnlp.spec import lookup
 
 
 class AdaptiveOutput(OutputLayer):
-    """Adaptive softmax, with the parameters of torch's `AdaptiveLogSoftmaxWithLoss`: see `hpnlp.ops.softmax.adaptive`.
+    """Adaptive softmax with the parameters of torch's `AdaptiveLogSoftmaxWithLoss`: see `ops.softmax.structured.adaptive`.
 
     Cost:
       The head for all tokens, and a tail for the tokens whose label it has.
@@ -65,7 +65,7 @@ class _Tail(nn.Module):
 
 
 class ClassOutput(OutputLayer):
-    """Class-based softmax: see `hpnlp.ops.softmax.class_based`. Row i of the table belongs to word `order[i]`.
+    """Class-based softmax: see `hpnlp.ops.softmax.structured.class_based`. Row i of the table belongs to word `order[i]`.
 
     Cost:
       The classes for all tokens, and for each token the words of its label's class.

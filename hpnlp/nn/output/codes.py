@@ -10,13 +10,13 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.nn.layers import Dense
 from hpnlp.nn.output.base import OutputLayer
-from hpnlp.ops.softmax import binary_codes as ops
 from hpnlp.ops.softmax import zero_ignored_tokens
+from hpnlp.ops.softmax.structured import binary_codes as ops
 from hpnlp.types import InputError, LossOut
 
 
 class BinaryOutput(OutputLayer):
-    """Predicts all bits of a word's id at once: see `hpnlp.ops.softmax.binary_codes`.
+    """Predicts all bits of a word's id at once: see `hpnlp.ops.softmax.structured.binary_codes`.
 
     Cost:
       6 D operations a token for each of frequent + 1 outputs and each bit of the code.

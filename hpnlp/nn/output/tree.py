@@ -9,14 +9,14 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from hpnlp.nn.output.base import OutputLayer, required_counts, required_order
-from hpnlp.ops.softmax import hierarchical as ops
+from hpnlp.ops.softmax.structured import hierarchical as ops
 from hpnlp.ops.table_rows import TableRows
 from hpnlp.spec import lookup
 from hpnlp.types import WordStats
 
 
 class HierarchicalOutput(OutputLayer):
-    """Hierarchical softmax over a binary tree of the words: see `hpnlp.ops.softmax.hierarchical`.
+    """Hierarchical softmax over a binary tree of the words: see `hpnlp.ops.softmax.structured.hierarchical`.
 
     Row n of the table belongs to inner node n; the last row is not used.
 

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.array_op import array_op
+from hpnlp.ops.attention.block_sparse.decomposition.permuted import merge_partials
 from hpnlp.ops.attention.block_sparse.flash import flash
-from hpnlp.ops.attention.block_sparse.permuted import merge_partials
 from hpnlp.ops.attention.dispatch import explain_choice, kernel_module, resolve, unsupported
 from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
@@ -20,6 +19,7 @@ from hpnlp.ops.attention.pair_bias import PairBias
 from hpnlp.ops.attention.reference import dense_attention
 from hpnlp.ops.attention.symbolic_lengths import has_symbols, symbolic_attention
 from hpnlp.ops.attention.validate import validate
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.types import InputError
 
 

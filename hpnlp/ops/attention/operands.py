@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from hpnlp.ops.array_op import array_op
+from hpnlp.ops.helpers.array_op import array_op
 
 # Operands that only have a meaning with dropout_rate.
 _QUALIFIERS = frozenset({"rng", "streams"})

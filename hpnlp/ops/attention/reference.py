@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.ops.attention.operands import Operands, as_flags
 from hpnlp.ops.dropout import keep_mask, seed_words
+from hpnlp.ops.helpers.array_op import array_op
 
 
 @array_op("B T N", q="B T N")

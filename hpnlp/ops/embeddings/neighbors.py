@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hpnlp.ops.array_op import array_op
 from hpnlp.ops.embeddings.bags import unit_norm
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.search import exact_search
 from hpnlp.ops.search.exact import top_k
 from hpnlp.types import InputError

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.array_op import array_op
-from hpnlp.ops.arrays import accepts_numpy
+from hpnlp.ops.helpers.array_op import array_op
+from hpnlp.ops.helpers.arrays import accepts_numpy
 from hpnlp.types import InputError
 
 

@@ -8,10 +8,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from hpnlp.ops.array_op import array_op
-from hpnlp.ops.checkpoint_names import ROUTING
-from hpnlp.ops.counter_rng import mix
-from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.helpers.array_op import array_op
+from hpnlp.ops.helpers.checkpoint_names import ROUTING
+from hpnlp.ops.helpers.counter_rng import mix
+from hpnlp.ops.helpers.custom_vjp import vary_alike
 
 
 @array_op()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.custom_vjp import vary_alike, zeros_alike
+from hpnlp.ops.helpers.custom_vjp import vary_alike, zeros_alike
 from hpnlp.ops.moe.routing import Routing
 
 

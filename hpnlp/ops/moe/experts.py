@@ -10,8 +10,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from hpnlp.ops.array_op import array_op
-from hpnlp.ops.checkpoint_names import HIDDEN
+from hpnlp.ops.helpers.array_op import array_op
+from hpnlp.ops.helpers.checkpoint_names import HIDDEN
 from hpnlp.ops.moe import pallas_gpu
 from hpnlp.ops.moe.dispatch import rows_of_tokens, tokens_of_rows
 from hpnlp.ops.moe.grouped import Activation, Experts, grouped_mlp, hidden_columns

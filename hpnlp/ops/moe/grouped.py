@@ -13,9 +13,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from hpnlp.flop_count import expected_iterations
-from hpnlp.ops.checkpoint_names import HIDDEN
-from hpnlp.ops.custom_vjp import vary_alike, zeros_alike
+from hpnlp.cost.flop_count import expected_iterations
+from hpnlp.ops.helpers.checkpoint_names import HIDDEN
+from hpnlp.ops.helpers.custom_vjp import vary_alike, zeros_alike
 from hpnlp.ops.linear import product
 from hpnlp.ops.moe.dispatch import sums_of_tokens, token_of_rows, tokens_of_rows
 from hpnlp.ops.moe.routing import Routing

@@ -10,9 +10,9 @@ from jax.custom_batching import sequential_vmap
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from hpnlp.flop_count import kernel_flops
-from hpnlp.ops.custom_vjp import vary_alike
-from hpnlp.ops.device import hopper_limits
+from hpnlp.cost.flop_count import kernel_flops
+from hpnlp.ops.helpers.custom_vjp import vary_alike
+from hpnlp.ops.helpers.device import hopper_limits
 
 DTYPES = ("bfloat16", "float16")
 ROWS = 128  # the number of rows is a multiple of it

@@ -12,8 +12,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from hpnlp.ops.array_op import array_op
-from hpnlp.ops.checkpoint_names import ROUTING
+from hpnlp.ops.helpers.array_op import array_op
+from hpnlp.ops.helpers.checkpoint_names import ROUTING
 from hpnlp.types import InputError
 
 SCORES = ("softmax", "softmax_k", "sigmoid")

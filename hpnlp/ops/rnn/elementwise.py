@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from hpnlp.ops.array_op import array_op
-from hpnlp.ops.arrays import accepts_numpy
-from hpnlp.ops.convolution import last_tokens, token_windows
-from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.convolutions.convolution import last_tokens, token_windows
+from hpnlp.ops.helpers.array_op import array_op
+from hpnlp.ops.helpers.arrays import accepts_numpy
+from hpnlp.ops.helpers.custom_vjp import vary_alike
 from hpnlp.ops.linear import product
 from hpnlp.types import InputError
 

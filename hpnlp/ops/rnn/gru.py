@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hpnlp.ops.array_op import array_op
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.rnn.cells import GRUCell, MinimalCell, OriginalGRUCell, OriginalMinimalCell
 from hpnlp.ops.rnn.masks import StepMasks
 from hpnlp.ops.rnn.recurrence import Cell, State

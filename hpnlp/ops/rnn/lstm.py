@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hpnlp.ops.array_op import array_op
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.norms import layer_norm
 from hpnlp.ops.rnn.cells import LayerNormLSTMCell, LSTMCell
 from hpnlp.ops.rnn.cudnn import cudnn_limits, cudnn_lstm

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hpnlp.ops.array_op import array_op
 from hpnlp.ops.dropout import keep_mask, seed_words
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.types import InputError
 
 

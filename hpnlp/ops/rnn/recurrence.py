@@ -17,8 +17,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from hpnlp.ops.arrays import accepts_numpy
-from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.helpers.arrays import accepts_numpy
+from hpnlp.ops.helpers.custom_vjp import vary_alike
 
 # Arrays [B, H] in float32, of which the first is the hidden state h, the output of the step.
 State = tuple[Array, ...]

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.helpers.custom_vjp import vary_alike
 from hpnlp.ops.search.exact import LOWEST, best_of, exact_search
 from hpnlp.types import InputError
 

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.array_op import array_op
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.search.exact import LOWEST, SCORES, best_of, check_bias, check_search, product
 from hpnlp.types import InputError
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Num, UInt8
 
-from hpnlp.ops.array_op import array_op
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.search import cells as cell_search
 from hpnlp.ops.search.cells import FOLD
 from hpnlp.ops.search.exact import check_search, product

@@ -28,8 +28,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.arrays import accepts_numpy
-from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.helpers.arrays import accepts_numpy
+from hpnlp.ops.helpers.custom_vjp import vary_alike
 from hpnlp.ops.softmax.logits_spec import LogitsSpec, LogitStatistics
 from hpnlp.ops.softmax.online_logsumexp import OnlineLogSumExp
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hpnlp.ops.array_op import array_op
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.softmax.scored_words import label_log_prob, word_distribution
 
 

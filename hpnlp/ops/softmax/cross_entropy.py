@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.array_op import array_op
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.linear import prefers_transpose, product, product_by_transpose, widened
 from hpnlp.ops.softmax import chunked_cross_entropy
 from hpnlp.ops.softmax.logits_spec import LogitsSpec

@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from hpnlp.ops.arrays import accepts_numpy
+from hpnlp.ops.helpers.arrays import accepts_numpy
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.array_op import array_op
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.softmax.alias_sampler import AliasSampler
 from hpnlp.types import InputError
 

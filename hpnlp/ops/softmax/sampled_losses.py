@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from hpnlp.ops.array_op import array_op
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.linear import product, widened
 from hpnlp.ops.softmax.proposals import Samples
 from hpnlp.types import InputError

@@ -26,8 +26,8 @@ import numpy as np
 from jaxtyping import Array, Float
 from numpy.polynomial import Polynomial
 
-from hpnlp.ops.array_op import array_op
-from hpnlp.ops.arrays import accepts_numpy
+from hpnlp.ops.helpers.array_op import array_op
+from hpnlp.ops.helpers.arrays import accepts_numpy
 from hpnlp.types import InputError
 
 # From this order on, a series of this many terms is accurate to 1e-13 for every kappa.

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from hpnlp.ops.array_op import array_op
-from hpnlp.ops.arrays import accepts_numpy
-from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.helpers.array_op import array_op
+from hpnlp.ops.helpers.arrays import accepts_numpy
+from hpnlp.ops.helpers.custom_vjp import vary_alike
 from hpnlp.ops.trees.schedule import Block, Schedule
 from hpnlp.types import InputError
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from hpnlp.ops.array_op import array_op
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.linear import linear
 from hpnlp.ops.trees.fold import block_rows, fold_graph
 from hpnlp.ops.trees.schedule import Schedule

@@ -2,15 +2,9 @@
 
 from hpnlp.ops.weight import Weight, dense, dense_tree, is_weight
 from hpnlp.ops.weights.balanced import BalancedWeight, keep_balanced
-from hpnlp.ops.weights.codebook import CodebookWeight, cluster
-from hpnlp.ops.weights.floats import FloatWeight, to_floats
-from hpnlp.ops.weights.integer import IntegerWeight, quantize
-from hpnlp.ops.weights.low_rank import LowRankWeight, factorize
-from hpnlp.ops.weights.observed import ObservedWeight
-from hpnlp.ops.weights.packed import PackedWeight, pack
-from hpnlp.ops.weights.rounded_inputs import RoundedInputsWeight
-from hpnlp.ops.weights.row_scaled import RowScaledWeight, search_row_factors, smoothing_factors
-from hpnlp.ops.weights.second_order import (
+from hpnlp.ops.weights.calibrated.observed import ObservedWeight
+from hpnlp.ops.weights.calibrated.row_scaled import RowScaledWeight, search_row_factors, smoothing_factors
+from hpnlp.ops.weights.calibrated.second_order import (
     balanced_by_moments,
     inverse_factor,
     output_error,
@@ -18,6 +12,12 @@ from hpnlp.ops.weights.second_order import (
     quantize_by_moments,
     two_of_four_by_moments,
 )
+from hpnlp.ops.weights.codebook import CodebookWeight, cluster
+from hpnlp.ops.weights.floats import FloatWeight, to_floats
+from hpnlp.ops.weights.integer import IntegerWeight, quantize
+from hpnlp.ops.weights.low_rank import LowRankWeight, factorize
+from hpnlp.ops.weights.packed import PackedWeight, pack
+from hpnlp.ops.weights.rounded_inputs import RoundedInputsWeight
 from hpnlp.ops.weights.sparse import (
     BlockSparseWeight,
     MaskedWeight,

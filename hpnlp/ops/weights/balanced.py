@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from hpnlp.ops.array_op import array_op
-from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.helpers.array_op import array_op
+from hpnlp.ops.helpers.custom_vjp import vary_alike
 from hpnlp.ops.weight import Weight
 from hpnlp.ops.weights.sparse import check_share
 

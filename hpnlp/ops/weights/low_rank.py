@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from hpnlp.ops.array_op import array_op
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.linear import product, product_transposed
 from hpnlp.ops.weight import Weight, axes_of, dense
 from hpnlp.types import InputError

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, UInt8
 
-from hpnlp.ops.array_op import array_op
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.weight import Weight, scale_axes
 from hpnlp.ops.weights.integer import IntegerWeight
 from hpnlp.types import InputError

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from hpnlp.ops.array_op import array_op
-from hpnlp.ops.arrays import accepts_numpy
-from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.helpers.array_op import array_op
+from hpnlp.ops.helpers.arrays import accepts_numpy
+from hpnlp.ops.helpers.custom_vjp import vary_alike
 from hpnlp.ops.weights import ranges
 from hpnlp.ops.weights.sparse import largest
 from hpnlp.ops.weights.ternary import binarize, ternarize

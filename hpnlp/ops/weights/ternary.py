@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from hpnlp.ops.array_op import array_op
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.weights.integer import IntegerWeight
 from hpnlp.ops.weights.packed import PackedWeight, pack
 from hpnlp.types import InputError

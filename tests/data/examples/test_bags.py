@@ -7,7 +7,7 @@ import pytest
 
 from hpnlp.data.examples import BagsConfig, prepare_examples
 from hpnlp.data.examples.generated import titles
-from hpnlp.data.sources import File
+from hpnlp.data.reading.sources import File
 from hpnlp.types import InputError
 
 

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from hpnlp.data import sources
 from hpnlp.data.check import check_text
 from hpnlp.data.examples import prepare_examples
-from hpnlp.data.examples.check import check_examples
+from hpnlp.data.examples.checks.check import check_examples
+from hpnlp.data.reading import sources
 from hpnlp.data.stream import DataConfig
 from hpnlp.types import InputError
 from tests.data.examples.records import config, tagging, write

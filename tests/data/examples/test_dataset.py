@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpnlp.data.examples import prepare_examples
-from hpnlp.data.split import hash_fraction
+from hpnlp.data.reading.split import hash_fraction
 from hpnlp.types import InputError
 from tests.data.batches import assert_equal, take
 from tests.data.examples.records import KINDS, config, write

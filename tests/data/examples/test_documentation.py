@@ -1,7 +1,7 @@
 """Passages of docstrings: hidden names, and sentences of inverse cloze."""
 
 from hpnlp.data.examples.generated import documentation
-from hpnlp.data.sources import File
+from hpnlp.data.reading.sources import File
 
 SOURCE = '''
 """Reads TarInfo objects from archives. Writes no ZipFile at all, since archives are read only."""

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from hpnlp.data import sources
 from hpnlp.data.examples import ClassificationConfig, Seq2SeqConfig, generated, prepare_examples
 from hpnlp.data.examples.generated import library, number_words
+from hpnlp.data.reading import sources
 from hpnlp.types import InputError
 
 SOURCE = '''

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hpnlp.data.examples import ClassificationConfig
-from hpnlp.data.examples.guess import guessed_fields
+from hpnlp.data.examples.checks.guess import guessed_fields
 from hpnlp.types import InputError
 
 TEXTS = ["a good film", "a bad film", "no film at all", "the best one"]

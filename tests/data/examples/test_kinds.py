@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpnlp.data.examples import prepare_examples
-from hpnlp.data.examples.unlabelled import Unlabelled, converted
+from hpnlp.data.examples.kinds.unlabelled import Unlabelled, converted
 from hpnlp.types import InputError
 from tests.data.examples.records import KINDS, config, write
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpnlp.data.examples import prepare_examples
-from hpnlp.data.huggingface import HFTokenizer
+from hpnlp.data.tokenizers.huggingface import HFTokenizer
 from tests.data.examples.records import config, write
 
 tokenizers = pytest.importorskip("tokenizers")

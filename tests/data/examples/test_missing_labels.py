@@ -8,9 +8,9 @@ import pytest
 
 from hpnlp.data.examples import prepare_examples
 from hpnlp.data.examples.baselines import linear_accuracy
-from hpnlp.data.examples.check import check_examples
+from hpnlp.data.examples.checks.check import check_examples
+from hpnlp.data.examples.checks.guess import guessed_fields
 from hpnlp.data.examples.config import HashedTextsConfig
-from hpnlp.data.examples.guess import guessed_fields
 from hpnlp.data.examples.kind import TEACHER_WEIGHTS
 from hpnlp.data.ingest import hash_fraction
 from hpnlp.types import InputError

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hpnlp.data.examples import ClassificationConfig, prepare_examples
-from hpnlp.data.examples.generated import drawn_digits, pathfinder
-from hpnlp.data.examples.generated.raster import draw_segments
+from hpnlp.data.examples.generated.images import drawn_digits, pathfinder
+from hpnlp.data.examples.generated.images.raster import draw_segments
 
 
 def components(pixels, reach):

@@ -11,7 +11,7 @@ import pytest
 from hpnlp.cli import experiment
 from hpnlp.data import tokenizers
 from hpnlp.data.examples import ClassificationConfig, check_paths, prepare_examples
-from hpnlp.data.split import hash_fraction
+from hpnlp.data.reading.split import hash_fraction
 from hpnlp.types import InputError
 from tests.data.batches import assert_equal, take
 from tests.data.examples.records import KINDS, classification, config, write

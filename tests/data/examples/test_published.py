@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from hpnlp.data import pixels, tokenizers
+from hpnlp.data import tokenizers
 from hpnlp.data.examples import ClassificationConfig, check_paths, prepare_examples
 from hpnlp.data.examples.generated import published
+from hpnlp.data.tokenizers import pixels
 from hpnlp.types import InputError
 
 

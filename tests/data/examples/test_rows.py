@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hpnlp.data import sources
 from hpnlp.data.examples import prepare_examples
 from hpnlp.data.examples.rows import FORMATS, RowReader
-from hpnlp.data.sources import LeftOut
+from hpnlp.data.reading import sources
+from hpnlp.data.reading.sources import LeftOut
 from hpnlp.types import InputError
 from tests.data.batches import assert_equal, take
 from tests.data.examples.records import KINDS, config, write

@@ -9,7 +9,7 @@ import pytest
 
 from hpnlp.data.examples import prepare_examples
 from hpnlp.data.examples.generated import key_values
-from hpnlp.data.examples.spans import ExamplesWithDocuments, HiddenSpansConfig
+from hpnlp.data.examples.kinds.spans import ExamplesWithDocuments, HiddenSpansConfig
 from hpnlp.tasks.realm import RetrievalLanguageModel
 from hpnlp.training import config as configs
 from hpnlp.types import InputError

@@ -8,7 +8,7 @@ import pytest
 
 from hpnlp.data.examples import TreesConfig, prepare_examples
 from hpnlp.data.examples.generated import library, syntax_trees
-from hpnlp.data.examples.trees import preorder, preorder_parents
+from hpnlp.data.examples.kinds.trees import preorder, preorder_parents
 from hpnlp.types import InputError
 
 CODE = "def f(a, *b):\n    if a.size > 10 and g(1, None):\n        return {'x': a}"

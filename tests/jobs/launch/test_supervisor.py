@@ -17,8 +17,8 @@ import pytest
 from hpnlp.errors import TemporaryError
 from hpnlp.jobs.launch import supervisor
 from hpnlp.jobs.launch.supervisor import Options, Supervisor
-from hpnlp.training import attempts
-from hpnlp.training.attempts import Attempt
+from hpnlp.training.processes import attempts
+from hpnlp.training.processes.attempts import Attempt
 
 # A script has the functions of a process: progress lines, a saved checkpoint. $I is the index, $A the number of the attempt.
 PRELUDE = """

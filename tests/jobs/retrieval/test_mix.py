@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.data.token_store import Tokens
+from hpnlp.data.reading.token_store import Tokens
 from hpnlp.jobs.retrieval import gate as gates
 from hpnlp.jobs.retrieval import mix as mixes
 from hpnlp.jobs.retrieval.gate import Documents, DynamicEvaluation
-from hpnlp.models.bit_gate import BitGate
 from hpnlp.models.lm import LM, LMConfig
+from hpnlp.models.mixtures.bit_gate import BitGate
 from hpnlp.retrieval.datastore import Datastore, Record
 from hpnlp.retrieval.index import Index
 from hpnlp.retrieval.suffix import Neighbours

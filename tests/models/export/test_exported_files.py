@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.models.decoder import Decoder, DecoderConfig
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.export import onnx_file, stablehlo
 from hpnlp.models.export.functions import ExportedFunction, logits_function
 from hpnlp.models.export.onnx_experts import with_dense_experts
 from hpnlp.models.export.onnx_weights import for_runtimes
 from hpnlp.models.lm import LM, LMConfig
+from hpnlp.models.shared.decoder import Decoder, DecoderConfig
 from hpnlp.types import InputError
 from tests.models.huggingface.test_compressed import BERT, GPT2, GROUPED, LLAMA, compressed
 

@@ -11,8 +11,8 @@ import pytest
 
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.huggingface import convert
+from hpnlp.models.huggingface.architectures.mobilebert import canonical_block
 from hpnlp.models.huggingface.families import FAMILIES
-from hpnlp.models.huggingface.mobilebert import canonical_block
 from tests.models.huggingface.checkpoints import assert_raises, assert_same, edit, edit_tensors
 
 BERT = {"dim": 8, "heads": 2, "layers": 2, "vocab": 12, "max_len": 16, "mlp_dim": 24, "token_types": 2}

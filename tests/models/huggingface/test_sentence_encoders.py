@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from hpnlp.models.dual_encoder import DualEncoder, DualEncoderConfig
 from hpnlp.models.huggingface import convert, sentence_files
 from hpnlp.models.huggingface.families import FAMILIES
+from hpnlp.models.pairs.dual_encoder import DualEncoder, DualEncoderConfig
 from tests.models.huggingface.checkpoints import assert_raises, assert_same, edit, edit_tensors
 from tests.models.huggingface.test_encoders import BERT
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.softmax import adaptive as module
-from hpnlp.ops.softmax.adaptive import (
+from hpnlp.ops.softmax.structured import adaptive as module
+from hpnlp.ops.softmax.structured.adaptive import (
     adaptive_log_probs,
     adaptive_nll,
     adaptive_sample,

@@ -12,7 +12,7 @@ import pytest
 from scipy.special import log_expit, logsumexp
 from scipy.stats import chisquare
 
-from hpnlp.ops.softmax.binary_codes import (
+from hpnlp.ops.softmax.structured.binary_codes import (
     LOSSES,
     Code,
     binary_code,

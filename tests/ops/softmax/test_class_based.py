@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.softmax import class_based as module
-from hpnlp.ops.softmax.class_based import (
+from hpnlp.ops.softmax.structured import class_based as module
+from hpnlp.ops.softmax.structured.class_based import (
     class_log_probs,
     class_nll,
     class_sample,

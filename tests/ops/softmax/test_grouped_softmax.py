@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.softmax.grouped_softmax import grouped_nll
+from hpnlp.ops.softmax.structured.grouped_softmax import grouped_nll
 from tests.contracts import ONCE, assert_close, assert_float16_has_gradients, once
 
 N, D, NARROW = 23, 6, 4

@@ -17,8 +17,8 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpnlp.ops.softmax import hierarchical as ops
-from hpnlp.ops.softmax.hierarchical import (
+from hpnlp.ops.softmax.structured import hierarchical as ops
+from hpnlp.ops.softmax.structured.hierarchical import (
     Tree,
     balanced_tree,
     huffman_tree,
@@ -563,7 +563,7 @@ def test_mismatched_shapes_raise_without_type_checker():
     """Runs in a process without beartype, which would raise first."""
     program = """
 import jax.numpy as jnp
-from hpnlp.ops.softmax.hierarchical import balanced_tree, tree_nll
+from hpnlp.ops.softmax.structured.hierarchical import balanced_tree, tree_nll
 from hpnlp.ops.table_rows import TableRows
 from hpnlp.types import InputError
 h, table, labels, tree = jnp.ones((9, 5)), jnp.ones((42, 5)), jnp.ones(9, jnp.int32), balanced_tree(43)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpnlp.ops.softmax.class_based import equal_mass_classes
-from hpnlp.ops.softmax.trees import huffman_tree
-from hpnlp.ops.softmax.word_order import similarity_order
+from hpnlp.ops.softmax.structured.class_based import equal_mass_classes
+from hpnlp.ops.softmax.structured.trees import huffman_tree
+from hpnlp.ops.softmax.structured.word_order import similarity_order
 from hpnlp.types import InputError
 
 

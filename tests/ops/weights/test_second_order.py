@@ -22,7 +22,7 @@ from hpnlp.ops.weights import (
     smoothing_factors,
     two_of_four_by_moments,
 )
-from hpnlp.ops.weights.second_order import DAMPING
+from hpnlp.ops.weights.calibrated.second_order import DAMPING
 from hpnlp.types import InputError
 
 

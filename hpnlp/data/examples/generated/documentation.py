@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from hpnlp.data.examples.generated.entry import Generated
-from hpnlp.data.files import unreadable
-from hpnlp.data.sources import File
+from hpnlp.data.reading.files import unreadable
+from hpnlp.data.reading.sources import File
 
 ITEMS = 28  # words and signs of a passage, at most
 _LEAST = 6  # and at least

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from hpnlp.data.sources import File
+from hpnlp.data.reading.sources import File
 
 Make = Callable[[Sequence[File]], Iterator[dict[str, Any]]]
 
@@ -18,7 +18,7 @@ class Generated(NamedTuple):
       origin: Path of the files that the examples are made from, "" for none; None if the user names it, as NAME:PATH.
       challenge: Function from the files to the examples that are scored apart, or None.
       heldout: Function from the files to the examples to hold out, or None to hold out some of `make`.
-      formats: Extensions of files that are read beside those of records, as for `data.sources.find`.
+      formats: Extensions of files that are read beside those of records, as for `data.reading.sources.find`.
     """
 
     make: Make

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from hpnlp.data.examples.generated.entry import Generated
-from hpnlp.data.sources import File
+from hpnlp.data.reading.sources import File
 
 DOCUMENTS = 1_000
 VALUES = 20

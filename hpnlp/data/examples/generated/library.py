@@ -20,9 +20,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from hpnlp.data.examples.generated.entry import Generated
-from hpnlp.data.files import unreadable
-from hpnlp.data.sources import File
-from hpnlp.data.split import hash_fraction
+from hpnlp.data.reading.files import unreadable
+from hpnlp.data.reading.sources import File
+from hpnlp.data.reading.split import hash_fraction
 
 _MIN_FUNCTIONS, _MIN_FILES = 100, 5  # of a package that is a class
 _MIN_CODE = 60  # characters of a function; shorter functions are the same in many packages

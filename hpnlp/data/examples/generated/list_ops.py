@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data.examples.generated.entry import Generated
-from hpnlp.data.sources import File
+from hpnlp.data.reading.sources import File
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 END = "]"

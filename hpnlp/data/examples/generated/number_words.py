@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from hpnlp.data.examples.generated.entry import Generated
-from hpnlp.data.sources import File
+from hpnlp.data.reading.sources import File
 
 _ONES = [
     "zero",

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.data import files as reading
 from hpnlp.data.examples.generated.entry import Generated
-from hpnlp.data.files import not_utf8_byte, printable, unreadable
-from hpnlp.data.pixels import to_text
-from hpnlp.data.sources import File
+from hpnlp.data.reading import files as reading
+from hpnlp.data.reading.files import not_utf8_byte, printable, unreadable
+from hpnlp.data.reading.sources import File
+from hpnlp.data.tokenizers.pixels import to_text
 from hpnlp.types import InputError
 
 FORMATS = (".txt", ".tsv", ".bin")

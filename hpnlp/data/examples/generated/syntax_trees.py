@@ -8,7 +8,7 @@ from typing import Any
 
 from hpnlp.data.examples.generated import library
 from hpnlp.data.examples.generated.entry import Generated
-from hpnlp.data.sources import File
+from hpnlp.data.reading.sources import File
 
 MAX_CHILDREN = 8  # of a node; more children are grouped under nodes GROUP
 GROUP = "..."

@@ -38,11 +38,11 @@ import platform
 from typing import Any, NamedTuple
 
 from hpnlp import spec as specs
-from hpnlp.data import sources, token_store
-from hpnlp.data.digest import Snapshot
 from hpnlp.data.examples.generated.entry import Generated
-from hpnlp.data.files import ignore_progress
-from hpnlp.data.sources import File, LeftOut, Source
+from hpnlp.data.reading import sources, token_store
+from hpnlp.data.reading.digest import Snapshot
+from hpnlp.data.reading.files import ignore_progress
+from hpnlp.data.reading.sources import File, LeftOut, Source
 from hpnlp.table import Table
 from hpnlp.types import InputError
 
@@ -64,9 +64,9 @@ GENERATED: Table[Generated] = Table(
         "number_words": "hpnlp.data.examples.generated.number_words:NUMBER_WORDS",
         "list_ops": "hpnlp.data.examples.generated.list_ops:LIST_OPS",
         "list_ops_short": "hpnlp.data.examples.generated.list_ops:LIST_OPS_SHORT",
-        "pathfinder": "hpnlp.data.examples.generated.pathfinder:PATHFINDER",
-        "path_x": "hpnlp.data.examples.generated.pathfinder:PATH_X",
-        "drawn_digits": "hpnlp.data.examples.generated.drawn_digits:DRAWN_DIGITS",
+        "pathfinder": "hpnlp.data.examples.generated.images.pathfinder:PATHFINDER",
+        "path_x": "hpnlp.data.examples.generated.images.pathfinder:PATH_X",
+        "drawn_digits": "hpnlp.data.examples.generated.images.drawn_digits:DRAWN_DIGITS",
         "imdb": "hpnlp.data.examples.generated.published:IMDB",
         "aan": "hpnlp.data.examples.generated.published:AAN",
         "cifar10": "hpnlp.data.examples.generated.published:CIFAR10",

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hpnlp.data.examples.generated.entry import Generated
-from hpnlp.data.files import unreadable
-from hpnlp.data.sources import File
-from hpnlp.data.split import hash_fraction
+from hpnlp.data.reading.files import unreadable
+from hpnlp.data.reading.sources import File
+from hpnlp.data.reading.split import hash_fraction
 
 BAG = 4  # titles of a bag
 _MIN_TITLES, _MAX_TITLES = 8, 128  # of a module; further titles of a larger one are left out

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.helpers.custom_vjp import vary_alike
 
 # Indices are non-negative and -1 is padding, whose values are not used, so JAX's index normalisation can be skipped: it would
 # be half of all operations that are traced for the executor.

@@ -14,7 +14,7 @@ from hpnlp.ops.attention.block_sparse.array_blocks import SLICE, zeros
 from hpnlp.ops.attention.block_sparse.chunks import Chunk
 from hpnlp.ops.attention.block_sparse.schedule import BlockSchedule
 from hpnlp.ops.attention.pair_bias import PairBias
-from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.helpers.custom_vjp import vary_alike
 
 # Most tiles of a step that are computed by operations of their own; more are computed in a loop.
 UNROLLED_TILES = 4

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.ops.attention.block_sparse import cost_model
+from hpnlp.ops.attention.block_sparse.decomposition import cost_model
 from hpnlp.ops.attention.masks.base import Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.types import InputError

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from hpnlp.ops.attention.block_sparse import cost_model
 from hpnlp.ops.attention.block_sparse.array_blocks import SLICE
+from hpnlp.ops.attention.block_sparse.decomposition import cost_model
 from hpnlp.ops.attention.block_sparse.operands import ExecutorOperands
 from hpnlp.ops.attention.block_sparse.schedule import BlockSchedule
-from hpnlp.ops.custom_vjp import tied
+from hpnlp.ops.helpers.custom_vjp import tied
 
 _NO_AXIS = 9  # more axes than any operand has
 

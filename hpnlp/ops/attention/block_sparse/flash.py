@@ -23,9 +23,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from hpnlp.ops.array_op import array_op
-from hpnlp.ops.arrays import accepts_numpy
-from hpnlp.ops.attention.block_sparse import permuted, unrolled
+from hpnlp.ops.attention.block_sparse import unrolled
 from hpnlp.ops.attention.block_sparse.array_blocks import (
     keys_from_gradient,
     queries_by_head,
@@ -33,6 +31,7 @@ from hpnlp.ops.attention.block_sparse.array_blocks import (
     scalars_by_head,
     zeros,
 )
+from hpnlp.ops.attention.block_sparse.decomposition import permuted
 from hpnlp.ops.attention.block_sparse.operands import ExecutorOperands, Form, Options, executor_records
 from hpnlp.ops.attention.block_sparse.schedule import BlockSchedule
 from hpnlp.ops.attention.block_sparse.tile import QueryResiduals
@@ -40,7 +39,9 @@ from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.ops.attention.operands import Operands, as_flags, scale_queries
 from hpnlp.ops.attention.pair_bias import PairBias
-from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.helpers.array_op import array_op
+from hpnlp.ops.helpers.arrays import accepts_numpy
+from hpnlp.ops.helpers.custom_vjp import vary_alike
 
 # Name of these operations in profiles and in the planner, which counts them as one kernel on accelerators.
 SCOPE = "flash"

@@ -29,7 +29,7 @@ from hpnlp.ops.attention.block_sparse.schedule import BlockSchedule
 from hpnlp.ops.attention.block_sparse.steps import TileMasks, residual_blocks, scan_group
 from hpnlp.ops.attention.block_sparse.tile import QueryResiduals, TileMask
 from hpnlp.ops.attention.pair_bias import PairBias
-from hpnlp.ops.custom_vjp import tied, vary_alike
+from hpnlp.ops.helpers.custom_vjp import tied, vary_alike
 
 
 def forward(

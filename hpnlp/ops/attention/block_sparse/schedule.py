@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from hpnlp.ops.attention.block_sparse import cost_model
 from hpnlp.ops.attention.block_sparse.block_mask import BlockMask
+from hpnlp.ops.attention.block_sparse.decomposition import cost_model
 
 
 class TileState(enum.IntEnum):

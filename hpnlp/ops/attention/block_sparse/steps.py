@@ -25,7 +25,7 @@ from hpnlp.ops.attention.block_sparse.array_blocks import (
 from hpnlp.ops.attention.block_sparse.operands import ExecutorOperands, Options, TokenInfo
 from hpnlp.ops.attention.block_sparse.schedule import BlockSchedule, TileGroup, TileState
 from hpnlp.ops.attention.block_sparse.tile import QueryResiduals, TileMask
-from hpnlp.ops.custom_vjp import tied, vary_alike
+from hpnlp.ops.helpers.custom_vjp import tied, vary_alike
 
 # States of a step: no pair is visible; all pairs are visible; pairs must be tested; all pairs of the keys that exist are
 # visible.

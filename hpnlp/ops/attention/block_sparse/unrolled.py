@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from hpnlp.ops.attention.block_sparse import cost_model, tile
+from hpnlp.ops.attention.block_sparse import tile
 from hpnlp.ops.attention.block_sparse.array_blocks import keys_by_head, queries_by_head, split_heads, zeros
+from hpnlp.ops.attention.block_sparse.decomposition import cost_model
 from hpnlp.ops.attention.block_sparse.operands import ExecutorOperands, Form, Options, TokenInfo
 from hpnlp.ops.attention.block_sparse.tile import QueryResiduals, TileMask
 from hpnlp.ops.attention.masks.base import Full, Mask

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.bucketed.attend import without_self
 from hpnlp.ops.attention.bucketed.order import bucket_ranks
 from hpnlp.ops.attention.decoding.kv_cache import by_head
 from hpnlp.ops.attention.decoding.slots import check_capacity, prompt_slots, write_slots
+from hpnlp.ops.helpers.array_op import array_op
 
 
 @jax.tree_util.register_dataclass

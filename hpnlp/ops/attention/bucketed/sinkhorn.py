@@ -14,14 +14,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.block_sparse import tile
 from hpnlp.ops.attention.block_sparse.operands import Options
 from hpnlp.ops.attention.block_sparse.tile import TileMask
 from hpnlp.ops.attention.bucketed import tiles
 from hpnlp.ops.attention.masks.base import Full
-from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.ops.dropout import check_rate, keep_mask, seed_words
+from hpnlp.ops.helpers.array_op import array_op
+from hpnlp.ops.helpers.custom_vjp import vary_alike
 from hpnlp.types import InputError
 
 # Stands for -inf, with which the derivatives of a sum without terms would be NaN.

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.bucketed.sinkhorn import SortSettings, block_sums, in_blocks, mixtures, sort_weights
 from hpnlp.ops.attention.decoding.slots import check_capacity, prompt_slots
+from hpnlp.ops.helpers.array_op import array_op
 
 
 @jax.tree_util.register_dataclass

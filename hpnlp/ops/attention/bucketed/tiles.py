@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 from hpnlp.ops.attention.block_sparse import tile
 from hpnlp.ops.attention.block_sparse.operands import Options
 from hpnlp.ops.attention.block_sparse.tile import TileMask
-from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.helpers.custom_vjp import vary_alike
 
 # Code of padding of keys, at the ends of sequences.
 PAD = 2**31 - 1

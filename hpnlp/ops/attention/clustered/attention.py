@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.attend import attend
 from hpnlp.ops.attention.clustered.hamming_kmeans import Clusters
 from hpnlp.ops.attention.masks.base import Full
 from hpnlp.ops.attention.selected_blocks.attend_blocks import attend_blocks
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.types import InputError
 
 

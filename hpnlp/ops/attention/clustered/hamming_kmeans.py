@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.array_op import array_op
-from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.helpers.array_op import array_op
+from hpnlp.ops.helpers.custom_vjp import vary_alike
 from hpnlp.types import InputError
 
 

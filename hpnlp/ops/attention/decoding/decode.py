@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.block_sparse.tile import FLOOR
 from hpnlp.ops.attention.masks.base import Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
+from hpnlp.ops.helpers.array_op import array_op
 
 
 @array_op("B T N", q="B T N")

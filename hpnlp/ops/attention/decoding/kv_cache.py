@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.decoding.decode import attend_cache
 from hpnlp.ops.attention.decoding.slots import check_capacity, prompt_slots, write_slots
 from hpnlp.ops.attention.masks.base import Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.types import InputError
 
 # Up to this number of continuations of an example, each reads the keys of all (BeamCache): the products that are masked take

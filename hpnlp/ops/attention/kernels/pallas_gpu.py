@@ -12,13 +12,13 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.attention.kernels import hopper, hopper_backward
 from hpnlp.ops.attention.kernels.hopper import LOG2E, TILE, KernelOptions
 from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.ops.attention.operands import Operands, scale_queries
-from hpnlp.ops.device import hopper_limits
+from hpnlp.ops.helpers.arrays import accepts_numpy
+from hpnlp.ops.helpers.device import hopper_limits
 
 SUPPORTS = frozenset({"segment_ids", "kv_segment_ids", "kv_lengths", "scale", "soft_cap", "return_lse"})
 DTYPES = ("bfloat16", "float16")

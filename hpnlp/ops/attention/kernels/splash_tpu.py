@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.ops.attention.operands import Operands, scale_queries
+from hpnlp.ops.helpers.arrays import accepts_numpy
 from hpnlp.types import InputError
 
 SUPPORTS = frozenset({"segment_ids", "kv_segment_ids", "kv_lengths", "scale", "soft_cap", "return_lse"})

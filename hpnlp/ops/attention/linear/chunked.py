@@ -13,7 +13,7 @@ from hpnlp.ops.attention.linear.chunks import Borders, select
 from hpnlp.ops.attention.linear.decay import cumulative, of_groups, weights
 from hpnlp.ops.attention.linear.delta import corrections
 from hpnlp.ops.attention.linear.state import LinearState, normalized
-from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.helpers.custom_vjp import vary_alike
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.linear.chunked import bidirectional, causal_chunks, outputs
 from hpnlp.ops.attention.linear.chunks import ChunkShape, contiguous, find_borders, scattered, select
 from hpnlp.ops.attention.linear.state import LinearState, check_state, normalized, zero_state
-from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.helpers.array_op import array_op
+from hpnlp.ops.helpers.custom_vjp import vary_alike
 from hpnlp.types import InputError
 
 # Tokens of key heads that are computed at a time on a CPU where a chunk has many intermediate results. For T 4096

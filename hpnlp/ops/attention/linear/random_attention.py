@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.linear.linear_attention import linear_attention
 from hpnlp.ops.attention.linear.random_features import log_features, stable_keys, stable_queries, trigonometric_features
-from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.helpers.array_op import array_op
+from hpnlp.ops.helpers.custom_vjp import vary_alike
 from hpnlp.types import InputError
 
 # Least sum of the weights of positive features, whose square is a float32 number. A query has a smaller sum if its features are

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.linear.state import LinearState, check_state, normalized
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.types import InputError
 
 

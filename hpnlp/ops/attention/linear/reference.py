@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.linear.state import normalized
+from hpnlp.ops.helpers.array_op import array_op
 
 
 @array_op("B T N", q="B T N")

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.attend import attend
 from hpnlp.ops.attention.low_rank.compression import padding_ids, pool_tokens
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.types import InputError
 
 ITERATIONS = 6  # of the pseudo-inverse, as in the paper

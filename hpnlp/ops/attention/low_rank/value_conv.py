@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from hpnlp.ops.array_op import array_op
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.types import InputError
 
 _BLOCK = 64  # tokens that one product computes; of 32 to 128 the fastest on two x86 cores for 33 taps

@@ -19,7 +19,7 @@ import numpy as np
 from hpnlp.ops.attention.masks.base import Mask, Places
 from hpnlp.ops.attention.masks.lookback import ALL_KEYS, NO_KEYS, Lookback
 from hpnlp.ops.attention.masks.selected_tokens import FirstQueries, KeysAt, QueriesAt, count_between
-from hpnlp.ops.counter_rng import drawn_blocks
+from hpnlp.ops.helpers.counter_rng import drawn_blocks
 from hpnlp.types import InputError
 
 # Largest value of a field: positions are int32, and the sum of a position and a field must not overflow.

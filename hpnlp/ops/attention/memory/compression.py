@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.attend import attend
 from hpnlp.ops.attention.masks.base import Full
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.linear import linear
 from hpnlp.types import InputError
 

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.block_sparse.flash import flash
 from hpnlp.ops.attention.masks.base import Full
 from hpnlp.ops.attention.masks.patterns import Causal, Window
 from hpnlp.ops.attention.memory.relative_bias import RelativeBias
 from hpnlp.ops.attention.operands import Operands
 from hpnlp.ops.attention.validate import validate
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.types import InputError
 
 # Most queries of a tile.

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from hpnlp.ops.attention.pair_bias import PairBias, Span
-from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.helpers.custom_vjp import vary_alike
 
 
 @jax.tree_util.register_dataclass

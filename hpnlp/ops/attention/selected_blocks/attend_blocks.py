@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from hpnlp.ops.array_op import array_op
-from hpnlp.ops.arrays import accepts_numpy
 from hpnlp.ops.attention.block_sparse.tile import FLOOR, log_sum
 from hpnlp.ops.attention.selected_blocks.row_tiles import row_tiles
-from hpnlp.ops.custom_vjp import vary_alike
 from hpnlp.ops.dropout import check_rate, keep_mask, seed_words
+from hpnlp.ops.helpers.array_op import array_op
+from hpnlp.ops.helpers.arrays import accepts_numpy
+from hpnlp.ops.helpers.custom_vjp import vary_alike
 from hpnlp.types import InputError
 
 # Queries times heads in a tile, at most and at least, so that products keep a core busy and few rows are empty.

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.attend import attend
 from hpnlp.ops.attention.masks.patterns import Blockwise, Causal, Window
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.types import InputError
 
 # Queries whose scores with all blocks are computed at once.

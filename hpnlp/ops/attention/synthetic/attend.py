@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.attend import attend
 from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.ops.attention.pair_bias import BiasArrays, weighted
 from hpnlp.ops.attention.reference import reference
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.types import InputError
 
 Factors = tuple[Array, Array]

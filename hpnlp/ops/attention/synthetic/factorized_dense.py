@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.block_sparse.flash import flash
 from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.operands import Operands
 from hpnlp.ops.attention.pair_bias import PairBias, Span
 from hpnlp.ops.attention.validate import validate
+from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.types import InputError
 
 # Queries and about the number of keys of a tile.

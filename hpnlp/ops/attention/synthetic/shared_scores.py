@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hpnlp.ops.array_op import array_op
 from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.ops.attention.synthetic.attend import synthetic_attend
-from hpnlp.ops.custom_vjp import vary_alike
+from hpnlp.ops.helpers.array_op import array_op
+from hpnlp.ops.helpers.custom_vjp import vary_alike
 from hpnlp.types import InputError
 
 # Tokens of the longest sequences for which one product is faster on CPUs: with its backward pass, it takes 0.2 to 0.5 of the

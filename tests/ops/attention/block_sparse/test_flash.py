@@ -32,7 +32,8 @@ from hpnlp.ops.attention import (
     sparse_transformer_fixed,
     sparse_transformer_strided,
 )
-from hpnlp.ops.attention.block_sparse import cost_model, decompose, unrolled
+from hpnlp.ops.attention.block_sparse import unrolled
+from hpnlp.ops.attention.block_sparse.decomposition import cost_model, decompose
 from hpnlp.ops.attention.block_sparse.operands import ExecutorOperands, Form, Options, TokenInfo
 from hpnlp.ops.attention.block_sparse.schedule import BlockSchedule, TileGroup
 from tests.contracts import ONCE, PATTERNS, assert_close, executor_with, once

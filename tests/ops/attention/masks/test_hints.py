@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpnlp.ops.attention import Causal, Full, Global, Mask, Strided, Where, Window
-from hpnlp.ops.attention.block_sparse.decompose import decompose
+from hpnlp.ops.attention.block_sparse.decomposition.decompose import decompose
 from tests.contracts import PATTERNS
 from tests.ops.attention.block_sparse.test_block_mask import draw_tree
 

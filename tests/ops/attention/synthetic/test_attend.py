@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpnlp.ops.attention import Causal, Full, Operands, Strided, Window, flash, reference
-from hpnlp.ops.attention.block_sparse import cost_model
+from hpnlp.ops.attention.block_sparse.decomposition import cost_model
 from hpnlp.ops.attention.block_sparse.operands import Form
 from hpnlp.ops.attention.pair_bias import BiasArrays
 from hpnlp.ops.attention.synthetic.attend import synthetic_attend, synthetic_attend_reference, tiled_scores

@@ -1,0 +1,1 @@
+"""Distillation: a student that is trained by the outputs of a frozen teacher."""

@@ -1,0 +1,1 @@
+"""Encodings of arrays in files of compressed weights."""

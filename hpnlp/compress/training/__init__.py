@@ -1,0 +1,1 @@
+"""Techniques of training with quantized, pruned or penalised weights."""

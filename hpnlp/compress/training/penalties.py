@@ -1,0 +1,200 @@
+"""Penalties that make weights exactly 0 in training: of single weights (lasso) and of the norms of groups (group lasso).
+
+A penalty is applied after each update by its proximal operator, with the learning rate of the step as for decoupled weight
+decay, so that optimizers with rates for each weight (Adam) keep statistics of the loss alone, and zeros are exact.
+
+References:
+  Tibshirani 1996, "Regression shrinkage and selection via the lasso".
+  Yuan and Lin 2006, "Model selection and estimation in regression with grouped variables".
+  Wen et al. 2016, "Learning structured sparsity in deep neural networks", arXiv 1608.03665.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from hpnlp.compress.layers import check_single_stack
+from hpnlp.compress.matrices import KERNELS
+from hpnlp.compress.stages.structure import UNITS
+from hpnlp.compress.training.training_technique import Technique
+from hpnlp.models.stacks.layer_stack import layer_axes
+from hpnlp.types import InputError
+
+GROUPS = ("mlp", "heads", "layers", "columns", "rows")
+_PREFIX = "layers"  # of the parameters of the layers
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """The weights of the groups of one kernel.
+
+    Attributes:
+      path: Path of the kernel.
+      axis: Axis along which its groups lie, -1 or -2; None for one group for each layer.
+      count: Number of groups.
+    """
+
+    path: str
+    axis: int | None
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LassoTechnique(Technique):
+    """Moves each weight of the kernels towards 0 by the same amount, and to 0 if it is smaller."""
+
+    strength: int | float = 1e-3
+
+    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
+        return w
+
+    def updates(self, config: Any, kernels: Mapping[str, Any], updates: Mapping[str, Any], rate: Any) -> dict[str, Any]:
+        def step(w: Array, update: Array) -> Array:
+            moved = w + update
+            return jnp.sign(moved) * jnp.maximum(jnp.abs(moved) - rate * self.strength, 0.0) - w
+
+        return {path: step(w, updates[path]) for path, w in kernels.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupLassoTechnique(Technique):
+    """Moves the norm of each group of weights towards 0 by an amount that grows with the root of the group's size."""
+
+    strength: int | float = 1e-3
+    groups: str = "mlp"
+
+    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
+        return w
+
+    def updates(self, config: Any, kernels: Mapping[str, Any], updates: Mapping[str, Any], rate: Any) -> dict[str, Any]:
+        result = dict(updates)
+        for parts in self._parts(config, kernels):
+            moved = {part: _grouped(kernels[part.path] + updates[part.path], part) for part in parts}
+            squares: Any = sum(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1) for x in moved.values())
+            size = sum(x.shape[-1] for x in moved.values())
+            norms = jnp.sqrt(squares)  # [layers, groups]
+            shrunk = jnp.maximum(norms - rate * self.strength * math.sqrt(size), 0.0)
+            factors = shrunk / jnp.where(norms > 0, norms, 1.0)
+            for part, x in moved.items():
+                w = kernels[part.path]
+                # The difference to w, so that the sum of both is exactly 0 for a group that vanishes.
+                scaled = _ungrouped(x * factors[..., None].astype(x.dtype), part, w.shape)
+                result[part.path] = scaled - w
+        return result
+
+    def _parts(self, config: Any, kernels: Mapping[str, Any]) -> Iterable[list[_Part]]:
+        """The kernels of the groups: lists whose kernels share groups."""
+        if self.groups in ("columns", "rows"):
+            axis = -1 if self.groups == "columns" else -2
+            return [[_Part(path, axis, w.shape[axis])] for path, w in kernels.items()]
+        parts = unit_parts(config, self.groups, kernels)
+        if not parts:
+            raise InputError(
+                f"train.weights: group_lasso(groups={self.groups!r}): the model's layers have no {self.groups}: choose "
+                f"another of {', '.join(GROUPS)}"
+            )
+        return parts
+
+
+def unit_parts(config: Any, unit: str, kernels: Mapping[str, Any]) -> list[list[_Part]]:
+    """The kernels of the units of layers.
+
+    Args:
+      config: Config of the model.
+      unit: "heads", "mlp" or "layers", as for the stages of these names.
+      kernels: Kernels by path.
+
+    Returns:
+      For each stack of layers, the kernels of which its units consist.
+
+    Raises:
+      InputError: The model is not one stack of layers.
+    """
+    check_single_stack(config)
+    forms, order = config.forms(), config.stack_order()
+    names = layer_axes(forms, config.layers, config.mask, config.fixed_length() or 1)
+    by_stack: dict[str, list[_Part]] = {}
+    for stack in order.stack_names:
+        form = forms[order.names.index(stack) % len(forms)]
+        # The place of the stack among the parameters.
+        tree = order.join({name: names[name]["params"] if name == stack else None for name in order.stack_names})
+        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, tuple))
+        for path, axes in leaves:
+            name = "/".join([_PREFIX, *(str(key.key) for key in path)])
+            if name.rsplit("/", 1)[-1] not in KERNELS or name not in kernels:
+                continue
+            if unit == "layers":
+                by_stack.setdefault(stack, []).append(_Part(name, None, 1))
+            for index in (i for i, axis in enumerate(axes) if axis in UNITS.get(unit, {})):
+                count = getattr(form, next(iter(UNITS[unit].values())))
+                by_stack.setdefault(stack, []).append(_Part(name, index - len(axes), count))
+    return list(by_stack.values())
+
+
+def _grouped(w: Array, part: _Part) -> Float[Array, "layers groups size"]:
+    """The weights of each group."""
+    layers = w.shape[0] if w.ndim == 3 else 1
+    if part.axis is None:
+        return w.reshape(layers, 1, -1)
+    front = jnp.moveaxis(w.reshape(layers, *w.shape[-2:]), part.axis, 1)
+    return front.reshape(layers, part.count, -1)
+
+
+def _ungrouped(x: Array, part: _Part, shape: tuple[int, ...]) -> Array:
+    """The inverse of `_grouped`, for kernels of a shape."""
+    if part.axis is None:
+        return x.reshape(shape)
+    layers = shape[0] if len(shape) == 3 else 1
+    matrix = shape[-2:] if part.axis == -2 else shape[:-3:-1]
+    return jnp.moveaxis(x.reshape(layers, *matrix), 1, part.axis).reshape(shape)
+
+
+def lasso(strength: int | float, *, steps: int) -> Technique:
+    """The sum of the magnitudes of the weights of all kernels as a penalty; more and more weights become exactly 0.
+
+    Args:
+      strength: Factor of the penalty: a weight moves by learning rate x strength towards 0 in each step. It leaves 0 in a step
+        of the optimizer that is larger; those of Adam are up to about the learning rate.
+      steps: Steps of the run.
+
+    Returns:
+      The technique.
+
+    Raises:
+      InputError: `strength` is not over 0.
+    """
+    _check_strength("l1", strength)
+    return LassoTechnique(steps, strength)
+
+
+def group_lasso(strength: int | float, groups: str = "mlp", *, steps: int) -> Technique:
+    """The norms of groups of weights as a penalty, times the root of their sizes; whole groups become exactly 0.
+
+    Args:
+      strength: Factor of the penalty: the root mean square of a group moves by learning rate x strength towards 0 in each step.
+      groups: "mlp" for columns of the feed-forward networks, "heads", "layers" (all kernels of a layer, which then passes its
+        input on), "columns" or "rows" of each kernel by itself, such as filters and positions of windows of convolutions.
+      steps: Steps of the run.
+
+    Returns:
+      The technique. The stages `mlp`, `heads` and `layers` of recipes remove units that are 0 with the share "nonzero".
+
+    Raises:
+      InputError: `strength` is not over 0, or `groups` is unknown.
+    """
+    _check_strength("group_lasso", strength)
+    if groups not in GROUPS:
+        raise InputError(f"train.weights: group_lasso(groups={groups!r}): expected {', '.join(GROUPS)}")
+    return GroupLassoTechnique(steps, strength, groups)
+
+
+def _check_strength(name: str, strength: int | float) -> None:
+    if not 0 < strength < math.inf:
+        raise InputError(f"train.weights: {name}({strength}): expected a strength over 0, such as 0.1")

@@ -1,0 +1,1 @@
+"""FLOPs of a program, and the parts of a model by which they are divided."""

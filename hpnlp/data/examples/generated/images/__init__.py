@@ -1,0 +1,1 @@
+"""Images that are drawn: digits, and pairs of points with or without a path."""

@@ -1,0 +1,1 @@
+"""From files to documents: paths, decompression, records, splits, and the cache of tokens."""

@@ -1,0 +1,1 @@
+"""Compression of a run in stages, each measured before and after."""

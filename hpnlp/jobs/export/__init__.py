@@ -1,0 +1,1 @@
+"""Exports of runs, which are served without hpnlp."""

@@ -1,0 +1,1 @@
+"""Interfaces between the modules of a model, its trainer and its layout on devices."""

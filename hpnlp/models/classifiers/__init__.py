@@ -1,0 +1,1 @@
+"""Classifiers of texts, trees and bags of paths without a transformer."""

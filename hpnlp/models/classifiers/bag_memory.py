@@ -1,0 +1,87 @@
+"""Memories of labelled bags, the entries of MEMORIES that a spec string names: stored vectors, or a trained table."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from hpnlp.models.shared.ranges import LIMITS
+from hpnlp.spec import build, parse_one
+from hpnlp.types import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class TableMemory:
+    """A trained table of vectors."""
+
+    #: Number of entries of the memory.
+    entries: int
+    #: Number of entries whose weighted mean follows the vector of a bag.
+    k: int = 1
+    #: Divisor of the cosines in the weights of the entries.
+    temperature: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.entries <= LIMITS["vocab"]:
+            raise InputError(f"model.memory: entries={self.entries}: expected 1 to {LIMITS['vocab']}")
+        if not 1 <= self.k <= self.entries:
+            raise InputError(f"model.memory: k={self.k}: expected 1 to entries={self.entries}")
+        if not 0.001 <= self.temperature <= 100:
+            raise InputError(f"model.memory: temperature={self.temperature}: expected 0.001 to 100, such as 0.1")
+
+
+@dataclasses.dataclass(frozen=True)
+class BagMemory(TableMemory):
+    """Vectors of training bags: that of bag i is entry i modulo `entries`, written in each step that trains on the bag."""
+
+    def own_entries(self, bags: Int[Array, " B"]) -> Bool[Array, "B N"]:
+        """Marks the entry of each training bag, which the bag does not find; a bag of the number -1 has none."""
+        places = jnp.arange(self.entries, dtype=bags.dtype)
+        return (bags >= 0)[:, None] & ((bags % self.entries)[:, None] == places[None])
+
+    def written(
+        self, vectors: Float[Array, "B D"], bags: Int[Array, " B"], is_real: Bool[Array, " B"]
+    ) -> dict[str, Array]:
+        """Sums and numbers of the bags of a step that belong to each entry.
+
+        Args:
+          vectors: Vectors of the bags; gradients are stopped.
+          bags: Numbers of training bags, -1 for others.
+          is_real: False for padding.
+
+        Returns:
+          "vectors" `[N, D]` and "counts" `[N]`, float32, which add up over the parts of a batch.
+        """
+        is_written = (bags >= 0) & is_real
+        places = jnp.where(is_written, bags % self.entries, self.entries)
+        vectors = jnp.where(is_written[:, None], jax.lax.stop_gradient(vectors), 0.0)
+        counts = jax.ops.segment_sum(jnp.ones(len(bags)), places, self.entries + 1)
+        return {"vectors": jax.ops.segment_sum(vectors, places, self.entries + 1)[:-1], "counts": counts[:-1]}
+
+    @staticmethod
+    def advanced(entries: Float[Array, "N D"], sums: Mapping[str, Array]) -> Float[Array, "N D"]:
+        """The entries after a step: several bags of one entry have their mean, and all other entries stay."""
+        counts = sums["counts"][:, None]
+        return jnp.where(counts > 0, sums["vectors"] / jnp.maximum(counts, 1.0), entries)
+
+
+MEMORIES: dict[str, type[TableMemory]] = {"bags": BagMemory, "table": TableMemory}
+
+
+def parse_memory(text: str) -> TableMemory | None:
+    """The memory of a config.
+
+    Args:
+      text: `model.memory`, an entry of MEMORIES, as in "bags(4096,k=4)"; "" for none.
+
+    Returns:
+      The entry, or None.
+
+    Raises:
+      InputError: Unknown names, or arguments out of range.
+    """
+    return build(parse_one(text, "model.memory"), MEMORIES, "model.memory") if text.strip() else None

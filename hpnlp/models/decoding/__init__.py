@@ -1,0 +1,1 @@
+"""Beam search, and weights laid out for decoding."""

@@ -1,0 +1,1 @@
+"""Architectures of Hugging Face checkpoints, and the names of their weights."""

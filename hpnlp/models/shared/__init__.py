@@ -1,0 +1,1 @@
+"""Bodies, decoders and ranges of sizes that several models share."""

@@ -1,0 +1,1 @@
+"""Softmaxes over a structured vocabulary: clusters, classes, trees and codes."""

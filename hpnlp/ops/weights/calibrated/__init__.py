@@ -1,0 +1,1 @@
+"""Matrices rounded or pruned with the second moments of their inputs."""

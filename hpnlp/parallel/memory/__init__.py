@@ -1,0 +1,1 @@
+"""Memory of a training state: ZeRO, rematerialisation and host offloading."""

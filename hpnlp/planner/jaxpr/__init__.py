@@ -1,0 +1,1 @@
+"""Cost of a program from its jaxpr."""

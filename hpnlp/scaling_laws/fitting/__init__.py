@@ -1,0 +1,1 @@
+"""Forms of scaling laws, and the fits of their constants."""

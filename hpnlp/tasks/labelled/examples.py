@@ -1,0 +1,65 @@
+"""Tasks on labelled examples (`data.examples`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hpnlp.data.examples import Examples, check_paths, generated, prepare_examples
+from hpnlp.data.examples.kind import Kind
+from hpnlp.data.reading.files import Progress
+from hpnlp.tasks.task import Batch, RunConfig, Task
+from hpnlp.tasks.vocabulary import Vocabulary
+
+
+class ExampleTask(Task):
+    """A task whose data config is an `ExampleConfig`."""
+
+    def input_kind(self, data: Any) -> Kind:
+        return data.kind()
+
+    def check_data(self, data: Any) -> None:
+        check_paths(data)
+
+    def has_own_heldout(self, data: Any) -> bool:
+        return generated.has_heldout(data.path)
+
+    def may_lack_labels(self, data: Any) -> bool:
+        return data.kind().unlabelled
+
+    def batch_widths(self, data: Any) -> int:
+        return data.buckets
+
+    def dataset(self, data: Any, vocabulary: Vocabulary | None, progress: Progress | None = None) -> Examples:
+        if vocabulary is None:
+            return prepare_examples(data, progress=progress)
+        return prepare_examples(data, vocabulary.labels, vocabulary.tokenizer, progress)
+
+    def heldout(
+        self, config: RunConfig, dataset: Examples, *, limit: int | None, process_index: int = 0, process_count: int = 1
+    ) -> Iterator[Batch]:
+        return dataset.heldout(
+            batch_size=config.data.batch_size, limit=limit, process_index=process_index, process_count=process_count
+        )
+
+    def further_heldout(
+        self, config: RunConfig, dataset: Examples, *, process_index: int = 0, process_count: int = 1
+    ) -> dict[str, Iterator[Batch]]:
+        options = {
+            "batch_size": config.data.batch_size,
+            "process_index": process_index,
+            "process_count": process_count,
+        }
+        return {name: dataset.heldout(name=name, **options) for name in dataset.heldout_sets[1:]}
+
+    def scored_amounts(self, config: RunConfig, dataset: Examples, limit: int | None) -> dict[str, int]:
+        count = dataset.heldout_examples
+        amounts = {"examples": count if limit is None else min(count, limit * config.data.batch_size)}
+        further = dataset.heldout_sets[1:] if limit is None else ()
+        return amounts | {f"{name}_examples": dataset.stored[name].count for name in further}
+
+    def unknown_labels(self, dataset: Examples) -> list[str]:
+        return dataset.unknown_labels()
+
+    def left_out(self, dataset: Examples) -> list[str]:
+        return dataset.left_out()

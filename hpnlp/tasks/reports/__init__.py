@@ -1,0 +1,1 @@
+"""Reports of tasks: scores of held-out data, tables and examples."""

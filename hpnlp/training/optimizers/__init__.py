@@ -1,0 +1,1 @@
+"""Optimizers beyond optax, updates of the parameters, and the sharding of their state."""
