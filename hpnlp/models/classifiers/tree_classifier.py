@@ -76,7 +76,7 @@ class TreeClassifierConfig(Unstacked):
 class TreeClassifier(PooledClassifier):
     """Embeddings of labels, layers of child-sum Tree-LSTMs, pooling over the nodes, and a softmax over classes.
 
-    A batch is that of `data.examples.kinds.trees.Trees`. Nodes of all trees of a batch are computed together, by height and number
+    A batch is that of `data.examples.kinds.trees.Trees`. Nodes of all trees are computed together, by height and number
     of children (`hpnlp.ops.trees`). Of the policies of `remat`, only "none" and "full" differ.
 
     References:

@@ -69,7 +69,7 @@ class PlannedLayers(abc.ABC):
 
     @property
     def compares_examples(self) -> bool:
-        """Whether the loss compares the examples of a batch, and `models.pairs.grad_cache` computes it from parts of the batch."""
+        """Whether the loss compares examples of a batch, and `models.pairs.grad_cache` computes it from parts of it."""
         return False
 
     def check_accumulation(self, parts: int) -> None:
