@@ -295,38 +295,42 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
             (dynamic_quantization.Quantized(ids(N, D).astype(np.uint8), x(N, 1)),),
         ),
     ),
-    "convolution.depthwise_conv": (
+    "convolutions.convolution.depthwise_conv": (
         (lambda *a: convolution.depthwise_conv(*a, ahead=1), (x(2, 5, D), x(3, D), np.zeros((2, 5), np.int32))),
     ),
-    "convolution.token_windows": (
+    "convolutions.convolution.token_windows": (
         (lambda a, at: convolution.token_windows(a, 3, at, ahead=1), (x(2, 5, D), np.zeros((2, 5), np.int32))),
     ),
-    "convolution.dilated_conv": (
+    "convolutions.convolution.dilated_conv": (
         (
             lambda *a: convolution.dilated_conv(*a, ahead=1, dilation=2),
             (x(2, 5, 2, 3), x(2, 3, 3, 4), np.zeros((2, 5), np.int32)),
         ),
         (lambda a, b, c: convolution.dilated_conv(a, b, preceding=c), (x(2, 5, 2, 3), x(2, 3, 3, 4), x(2, 2, 2, 3))),
     ),
-    "image_convolution.conv2d": (
+    "convolutions.image_convolution.conv2d": (
         (image_convolution.conv2d, (x(2, 5, 5, D), x(3, 3, D, 2))),
         (lambda *a: image_convolution.conv2d(*a, taps=((0, 0), (0, 1))), (x(2, 5, 5, D), x(2, D, 2))),
     ),
-    "image_convolution.depthwise_conv2d": (
+    "convolutions.image_convolution.depthwise_conv2d": (
         (image_convolution.depthwise_conv2d, (x(2, 5, 5, D), x(3, 3, D))),
         (lambda *a: image_convolution.depthwise_conv2d(*a, taps=((0, 0), (0, 1))), (x(2, 5, 5, D), x(2, D))),
     ),
-    "light_convolution.light_conv": (
+    "convolutions.light_convolution.light_conv": (
         (lambda *a: light_convolution.light_conv(*a, ahead=1), (x(2, 5, 2, 3), x(2, 3), np.zeros((2, 5), np.int32))),
     ),
-    "light_convolution.dynamic_conv": (
+    "convolutions.light_convolution.dynamic_conv": (
         (
             lambda a, b, c: light_convolution.dynamic_conv(a, b, preceding=c),
             (x(2, 5, 2, 3), x(2, 5, 2, 3), x(2, 2, 2, 3)),
         ),
     ),
-    "convolution.causal_conv": ((convolution.causal_conv, (x(2, 5, D), x(3, D), np.zeros((2, 5), np.int32))),),
-    "convolution.last_tokens": ((lambda a, n: convolution.last_tokens(a, n, 3), (x(2, 5, D), np.int32([2, 5]))),),
+    "convolutions.convolution.causal_conv": (
+        (convolution.causal_conv, (x(2, 5, D), x(3, D), np.zeros((2, 5), np.int32))),
+    ),
+    "convolutions.convolution.last_tokens": (
+        (lambda a, n: convolution.last_tokens(a, n, 3), (x(2, 5, D), np.int32([2, 5]))),
+    ),
     "linear.linear": ((linear.linear, (x(2, 3, D), x(D, 5), x(5))), (linear.linear, (np.float16(H), x(D, 5)))),
     "linear.linear_by_transpose": ((linear.linear_by_transpose, (x(2, 3, D), x(5, D), x(5))),),
     "linear.product_by_transpose": ((linear.product_by_transpose, (H, x(5, D))),),
@@ -367,46 +371,46 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
     ),
     "softmax.cross_entropy.merged_lse": ((cross_entropy.merged_lse, (x(N), x(N))),),
     "softmax.cross_entropy.zero_ignored_tokens": ((cross_entropy.zero_ignored_tokens, (H, LABELS, WEIGHTS)),),
-    "softmax.adaptive.adaptive_nll": (
+    "softmax.structured.adaptive.adaptive_nll": (
         (
             lambda h, head, tails, y, b: adaptive.adaptive_nll(h, head, tails, y, **ADAPTIVE, head_bias=b),
             (H, HEAD, TAILS, LABELS, x(5)),
         ),
     ),
-    "softmax.adaptive.adaptive_log_probs": (
+    "softmax.structured.adaptive.adaptive_log_probs": (
         (
             lambda h, head, tails, b: adaptive.adaptive_log_probs(h, head, tails, **ADAPTIVE, head_bias=b),
             (H, HEAD, TAILS, x(5)),
         ),
     ),
-    "softmax.adaptive.adaptive_top_k": (
+    "softmax.structured.adaptive.adaptive_top_k": (
         (
             lambda h, head, tails, b: adaptive.adaptive_top_k(h, head, tails, k=2, **ADAPTIVE, head_bias=b),
             (H, HEAD, TAILS, x(5)),
         ),
     ),
-    "softmax.adaptive.adaptive_sample": (
+    "softmax.structured.adaptive.adaptive_sample": (
         (lambda h, head, tails, k: adaptive.adaptive_sample(h, head, tails, key=k, **ADAPTIVE), (H, HEAD, TAILS, KEY)),
     ),
-    "softmax.class_based.class_nll": (
+    "softmax.structured.class_based.class_nll": (
         (
             lambda h, c, w, y, b, e: class_based.class_nll(h, c, w, CLASSES, y, class_bias=b, word_bias=e),
             (H, x(3, D), TABLE, LABELS, x(3), BIAS),
         ),
     ),
-    "softmax.class_based.class_log_probs": (
+    "softmax.structured.class_based.class_log_probs": (
         (
             lambda h, c, w, b, e: class_based.class_log_probs(h, c, w, CLASSES, class_bias=b, word_bias=e),
             (H, x(3, D), TABLE, x(3), BIAS),
         ),
     ),
-    "softmax.class_based.class_top_k": (
+    "softmax.structured.class_based.class_top_k": (
         (
             lambda h, c, w, b, e: class_based.class_top_k(h, c, w, CLASSES, 2, class_bias=b, word_bias=e),
             (H, x(3, D), TABLE, x(3), BIAS),
         ),
     ),
-    "softmax.class_based.class_sample": (
+    "softmax.structured.class_based.class_sample": (
         (lambda h, c, w, k: class_based.class_sample(h, c, w, CLASSES, k), (H, x(3, D), TABLE, KEY)),
     ),
     "softmax.bit_paths.path_bits": ((lambda y: bit_paths.path_bits(y, 3), (LABELS,)),),
@@ -414,23 +418,29 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
     "softmax.bit_paths.path_log_odds": ((bit_paths.path_log_odds, (x(N, V), LABELS)),),
     "softmax.bit_paths.path_log_prob": ((lambda z, y: bit_paths.path_log_prob(z, y, V), (x(N, 3), LABELS)),),
     "softmax.bit_paths.vote_counts": ((lambda f, y: bit_paths.vote_counts(f, y, 0.5, 3), (ids(N, 4), LABELS)),),
-    "softmax.binary_codes.code_nll": tuple(
+    "softmax.structured.binary_codes.code_nll": tuple(
         (lambda z, y, loss=loss: binary_codes.code_nll(z, y, CODE, loss=loss), (x(N, 3), LABELS))
         for loss in binary_codes.LOSSES
     ),
-    "softmax.binary_codes.code_log_normalizer": ((lambda z: binary_codes.code_log_normalizer(z, CODE), (x(N, 3),)),),
-    "softmax.binary_codes.code_log_probs": ((lambda z: binary_codes.code_log_probs(z, CODE), (x(N, 3),)),),
-    "softmax.binary_codes.code_top_k": ((lambda z: binary_codes.code_top_k(z, CODE, 2), (x(N, 3),)),),
-    "softmax.binary_codes.code_sample": ((lambda z, k: binary_codes.code_sample(z, CODE, k), (x(N, 3), KEY)),),
-    "softmax.binary_codes.hybrid_nll": ((hybrid(binary_codes.hybrid_nll), (x(N, 4), x(N, 3), LABELS)),),
-    "softmax.binary_codes.hybrid_log_probs": ((hybrid(binary_codes.hybrid_log_probs), (x(N, 4), x(N, 3))),),
-    "softmax.binary_codes.hybrid_top_k": ((hybrid(binary_codes.hybrid_top_k, 2), (x(N, 4), x(N, 3))),),
-    "softmax.binary_codes.hybrid_sample": (
+    "softmax.structured.binary_codes.code_log_normalizer": (
+        (lambda z: binary_codes.code_log_normalizer(z, CODE), (x(N, 3),)),
+    ),
+    "softmax.structured.binary_codes.code_log_probs": ((lambda z: binary_codes.code_log_probs(z, CODE), (x(N, 3),)),),
+    "softmax.structured.binary_codes.code_top_k": ((lambda z: binary_codes.code_top_k(z, CODE, 2), (x(N, 3),)),),
+    "softmax.structured.binary_codes.code_sample": (
+        (lambda z, k: binary_codes.code_sample(z, CODE, k), (x(N, 3), KEY)),
+    ),
+    "softmax.structured.binary_codes.hybrid_nll": ((hybrid(binary_codes.hybrid_nll), (x(N, 4), x(N, 3), LABELS)),),
+    "softmax.structured.binary_codes.hybrid_log_probs": ((hybrid(binary_codes.hybrid_log_probs), (x(N, 4), x(N, 3))),),
+    "softmax.structured.binary_codes.hybrid_top_k": ((hybrid(binary_codes.hybrid_top_k, 2), (x(N, 4), x(N, 3))),),
+    "softmax.structured.binary_codes.hybrid_sample": (
         (lambda c, z, k: binary_codes.hybrid_sample(c, z, CODE, k, temperature=0.5), (x(N, 4), x(N, 3), KEY)),
     ),
-    "softmax.grouped_softmax.grouped_nll": ((lambda *a: grouped_softmax.grouped_nll(*a, block=2, width=2), GROUPED),),
-    "softmax.grouped_softmax.known_labels": ((lambda y: grouped_softmax.known_labels(y, N, V), (LABELS,)),),
-    "softmax.grouped_softmax.best_of": ((grouped_softmax.best_of, (x(2), ids(2), x(3), ids(3))),),
+    "softmax.structured.grouped_softmax.grouped_nll": (
+        (lambda *a: grouped_softmax.grouped_nll(*a, block=2, width=2), GROUPED),
+    ),
+    "softmax.structured.grouped_softmax.known_labels": ((lambda y: grouped_softmax.known_labels(y, N, V), (LABELS,)),),
+    "softmax.structured.grouped_softmax.best_of": ((grouped_softmax.best_of, (x(2), ids(2), x(3), ids(3))),),
     "softmax.continuous_cache.cache_log_prob": (
         (lambda *a: continuous_cache.cache_log_prob(*a, 0.3), (*CACHED, ids(2, 3))),
     ),
@@ -477,19 +487,19 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
         (lambda z, p, a: sampling.pick(z, p, temperature=0.5, allowed=a), (x(N, V), RNG.random(N), np.arange(V) > 2)),
     ),
     "sampling.restrict": ((lambda z: sampling.restrict(z, top_k=3, top_p=0.9), (x(N, V),)),),
-    "softmax.hierarchical.tree_nll": (
+    "softmax.structured.hierarchical.tree_nll": (
         (lambda h, w, y, b: hierarchical.tree_nll(h, w, TREE, y, bias=b), (H, x(V - 1, D), LABELS, x(V - 1))),
     ),
-    "softmax.hierarchical.path_nll": ((hierarchical.path_nll, (H, x(N, 3, D), np.sign(x(N, 3)), x(N, 3))),),
-    "softmax.hierarchical.tree_paths": ((lambda y: hierarchical.tree_paths(TREE, y), (LABELS,)),),
-    "softmax.hierarchical.tree_rows": ((lambda y: hierarchical.tree_rows(TREE, y), (LABELS,)),),
-    "softmax.hierarchical.tree_log_probs": (
+    "softmax.structured.hierarchical.path_nll": ((hierarchical.path_nll, (H, x(N, 3, D), np.sign(x(N, 3)), x(N, 3))),),
+    "softmax.structured.hierarchical.tree_paths": ((lambda y: hierarchical.tree_paths(TREE, y), (LABELS,)),),
+    "softmax.structured.hierarchical.tree_rows": ((lambda y: hierarchical.tree_rows(TREE, y), (LABELS,)),),
+    "softmax.structured.hierarchical.tree_log_probs": (
         (lambda h, w, b: hierarchical.tree_log_probs(h, w, TREE, bias=b), (H, x(V - 1, D), x(V - 1))),
     ),
-    "softmax.hierarchical.tree_top_k": (
+    "softmax.structured.hierarchical.tree_top_k": (
         (lambda h, w, b: hierarchical.tree_top_k(h, w, TREE, 2, bias=b), (H, x(V - 1, D), x(V - 1))),
     ),
-    "softmax.hierarchical.tree_sample": tuple(
+    "softmax.structured.hierarchical.tree_sample": tuple(
         (lambda h, w, k, t=t: hierarchical.tree_sample(h, w, TREE, k, temperature=t), (H, x(V - 1, D), KEY))
         for t in (1.0, 0.5, 0.0)
     ),
@@ -511,24 +521,22 @@ INTERNAL = {
     *(f"attention.linear.{name}" for name in ("chunked", "chunks", "decay", "delta", "random_features", "state")),
     *(f"attention.kernels.{name}" for name in ("cudnn", "hopper", "hopper_backward", "mosaic", "pallas_gpu")),
     *("attention.kernels.splash_masks", "attention.kernels.splash_tpu"),
-    *(f"attention.block_sparse.{name}" for name in ("array_blocks", "block_mask", "chunks", "cost_model", "decompose")),
-    *(
-        f"attention.block_sparse.{name}"
-        for name in ("operands", "permuted", "scan", "schedule", "steps", "tile", "unrolled")
-    ),
+    *(f"attention.block_sparse.{name}" for name in ("array_blocks", "block_mask", "chunks", "operands")),
+    *(f"attention.block_sparse.decomposition.{name}" for name in ("cost_model", "decompose", "permuted")),
+    *(f"attention.block_sparse.{name}" for name in ("scan", "schedule", "steps", "tile", "unrolled")),
     "attention.selected_blocks.row_tiles",
     *(f"moe.{name}" for name in ("dispatch", "exchange", "grouped", "schedule")),
     *bucketed_and_low_rank_calls.INTERNAL,
     *rnn_calls.INTERNAL,
-    *("array_op", "arrays", "counter_rng", "custom_vjp", "device", "moe.pallas_gpu", "stacks"),
-    *(f"softmax.{name}" for name in ("chunked_cross_entropy", "word_order", "trees")),
+    *(f"helpers.{name}" for name in ("array_op", "arrays", "counter_rng", "custom_vjp", "device", "stacks")),
+    *("moe.pallas_gpu", "softmax.chunked_cross_entropy", "softmax.structured.word_order", "softmax.structured.trees"),
     "search.cells",
 }
 # Functions that compute on the host, from numbers and numpy arrays, and functions that only other ops call.
 ON_HOST = {
-    "image_convolution.window_taps",
+    "convolutions.image_convolution.window_taps",
     "attention.attend.explain",
-    "checksum.word_sum",
+    "helpers.checksum.word_sum",
     *("linear.prefers_transpose", "weights.ranges.steps"),
     *("attention.operands.scale_queries", "attention.reference.dense_attention"),
     *("attention.reference.visible_pairs", "attention.symbolic_lengths.has_symbols"),
@@ -540,13 +548,16 @@ ON_HOST = {
     *("search.pq.build_pq", "search.pq.decode"),
     *("search.ivf.build_ivf", "search.lsh.build_lsh", "search.lsh.probe_sets", "softmax.bit_paths.path_length"),
     *(
-        "softmax.adaptive.adaptive_shapes",
-        "softmax.binary_codes.binary_code",
-        "softmax.binary_codes.convolutional_code",
+        "softmax.structured.adaptive.adaptive_shapes",
+        "softmax.structured.binary_codes.binary_code",
+        "softmax.structured.binary_codes.convolutional_code",
     ),
-    *(f"softmax.class_based.{name}" for name in ("classes_from", "equal_size_classes", "equal_mass_classes")),
+    *(
+        f"softmax.structured.class_based.{name}"
+        for name in ("classes_from", "equal_size_classes", "equal_mass_classes")
+    ),
     *("moe.experts.expert_count", "weight.leading_axes"),
-    *("moe.routing.check_groups", "softmax.grouped_softmax.check_k", "softmax.proposals.unigram"),
+    *("moe.routing.check_groups", "softmax.structured.grouped_softmax.check_k", "softmax.proposals.unigram"),
     *bucketed_and_low_rank_calls.BY_OPS,
     *weights_calls.ON_HOST,
     *trees_calls.ON_HOST,
@@ -558,8 +569,8 @@ ON_HOST = {
 
 # Searches by loops of unknown length.
 NO_GRADIENT = {
-    "softmax.class_based.class_top_k",
-    "softmax.hierarchical.tree_top_k",
+    "softmax.structured.class_based.class_top_k",
+    "softmax.structured.hierarchical.tree_top_k",
 }
 
 

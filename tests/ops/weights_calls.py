@@ -72,20 +72,22 @@ CALLS = {
     "weights.xnor.pack_signs": ((lambda x: xnor.pack_signs(x), (W,)),),
     "weights.xnor.row_scales": ((xnor.row_scales, (W,)),),
     "weights.xnor.binary_product_reference": ((xnor.binary_product_reference, (W.T, W)),),
-    "weights.second_order.inverse_factor": ((second_order.inverse_factor, (MOMENTS,)),),
-    "weights.second_order.output_error": ((second_order.output_error, (W, MOMENTS)),),
-    "weights.second_order.quantize_by_moments": (
+    "weights.calibrated.second_order.inverse_factor": ((second_order.inverse_factor, (MOMENTS,)),),
+    "weights.calibrated.second_order.output_error": ((second_order.output_error, (W, MOMENTS)),),
+    "weights.calibrated.second_order.quantize_by_moments": (
         (lambda w, h: second_order.quantize_by_moments(w, h, 4, group=4).dense(), (W, MOMENTS)),
     ),
-    "weights.second_order.prune_by_moments": ((lambda w, h: second_order.prune_by_moments(w, h, 0.5), (W, MOMENTS)),),
-    "weights.second_order.two_of_four_by_moments": (
+    "weights.calibrated.second_order.prune_by_moments": (
+        (lambda w, h: second_order.prune_by_moments(w, h, 0.5), (W, MOMENTS)),
+    ),
+    "weights.calibrated.second_order.two_of_four_by_moments": (
         (lambda w, h: second_order.two_of_four_by_moments(w, h).dense(), (W, MOMENTS)),
     ),
-    "weights.second_order.balanced_by_moments": (
+    "weights.calibrated.second_order.balanced_by_moments": (
         (lambda w, h: second_order.balanced_by_moments(w, h, 0.5).dense(), (W, MOMENTS)),
     ),
-    "weights.row_scaled.smoothing_factors": ((row_scaled.smoothing_factors, (W, MOMENTS)),),
-    "weights.row_scaled.search_row_factors": (
+    "weights.calibrated.row_scaled.smoothing_factors": ((row_scaled.smoothing_factors, (W, MOMENTS)),),
+    "weights.calibrated.row_scaled.search_row_factors": (
         (lambda w, h: row_scaled.search_row_factors(w, h, lambda w: quantize(w, 4).dense()), (W, MOMENTS)),
     ),
     "weights.codebook.cluster": ((lambda w: jax.lax.stop_gradient(cluster(w, 4).dense()), (W,)),),
