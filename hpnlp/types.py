@@ -54,7 +54,7 @@ class Projection:
       norm: True if `model.qk_norm` or `model.joint_qk_norm` normalises the heads, as those of queries and keys.
       rope: True if `model.position="rope"` rotates the heads, as those of queries and keys.
       source: "x" for a projection of the hidden states; "memory" for one of `Context.memory`; "carry" for one of the states
-        in the mixer's carry, a `SegmentMemory`, and after them the hidden states. See `Mixer` for states that follow these.
+        in the mixer's carry, a `TokenStates`, and after them the hidden states. See `Mixer` for states that follow these.
     """
 
     axis: str
@@ -62,6 +62,27 @@ class Projection:
     norm: bool = False
     rope: bool = False
     source: str = "x"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenStates:
+    """Consecutive tokens of each sequence; or, in place of each array, the logical names of its axes.
+
+    Attributes:
+      states: `[B, M, D]`, hidden states.
+      positions: int32 `[B, M]`, positions of the tokens within their documents.
+      segment_ids: int32 `[B, M]`; 0 where there is no token. None for one segment per sequence.
+    """
+
+    states: Any
+    positions: Any
+    segment_ids: Any
+
+    def followed_by(self, tokens: TokenStates) -> TokenStates:
+        """These M tokens and the T that follow, with states of the dtype of the latter; all with segment ids."""
+        first = dataclasses.replace(self, states=self.states.astype(tokens.states.dtype))
+        return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=1), first, tokens)
 
 
 @dataclasses.dataclass(frozen=True)

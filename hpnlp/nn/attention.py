@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -18,12 +18,10 @@ from hpnlp.model_interfaces.layer_report import LayerReport, check_method
 from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.layers import NORMS, Dense, dense_init
 from hpnlp.nn.mixers import MIXERS
-from hpnlp.nn.mixers.cross import CrossMixer
-from hpnlp.nn.mixers.segment_memory import SegmentMemory
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.attention.positions.rope import Scaling, rope, yarn
 from hpnlp.spec import Spec, build, parse_one, parse_period
-from hpnlp.types import InputError, MixerInputs, MixerOutput, Projection, WithCarry, WithFurtherKeys
+from hpnlp.types import MixerInputs, MixerOutput, Projection, TokenStates, WithCarry, WithFurtherKeys
 
 
 @jax.tree_util.register_dataclass
@@ -119,6 +117,23 @@ def _initial_context(mixer: Any, x: jax.Array, context: Context) -> Context:
     return dataclasses.replace(context, segment_ids=jnp.ones_like(context.positions), carry=carry)
 
 
+class Sources(NamedTuple):
+    """The tokens that the projections of a mixer read.
+
+    Attributes:
+      queries: The tokens of x, for projections with the source "x".
+      values: The same tokens, with the states that values are projected from.
+      keys: For the other sources: the tokens of the carry and after them those of x, or the memory. None if a cache holds
+        their projections.
+      further: Tokens that the mixer makes of those of the carry, projected by constant parameters; None for none.
+    """
+
+    queries: TokenStates
+    values: TokenStates
+    keys: TokenStates | None
+    further: TokenStates | None = None
+
+
 class Attention(nn.Module):
     """Projects x to what the mixer needs, mixes, and projects back; a mixer that needs no projections gets and returns x.
 
@@ -139,7 +154,6 @@ class Attention(nn.Module):
       out_init: Initialiser of the output projection.
       dropout: Rate of dropout on attention probabilities.
       tensor_parallel: Division of the heads over devices.
-      cross: Cross-attention to `Context.memory`, in place of `mixer`.
     """
 
     heads: int
@@ -157,7 +171,6 @@ class Attention(nn.Module):
     out_init: Any = dense_init
     dropout: float = 0.0
     tensor_parallel: TensorParallel = NO_TENSOR_PARALLEL
-    cross: bool = False
 
     @nn.compact
     @part("projections")
@@ -176,58 +189,19 @@ class Attention(nn.Module):
         Returns:
           `(y [B, T, D], cache or None, report)`.
         """
-        if self.cross:
-            mixer: Any = CrossMixer(self.dropout, name="mixer")
-            if cache is None and context.memory is None:
-                raise InputError("layers with cross-attention got no memory: pass one, or set model.memory_dim=0")
-        else:
-            mixer = build(self.mixer, MIXERS, "mixer", dropout=self.dropout, name="mixer")
-        context = _initial_context(mixer, x, context) if self.is_initializing() else context
+        mixer = self.make_mixer()
+        if self.is_initializing():
+            context = _initial_context(mixer, x, context)
         x = self.tensor_parallel.gather_tokens(x)
-        tokens = SegmentMemory(x, context.positions, context.segment_ids)
-        keys, further = self._key_tokens(mixer, tokens, context)
-        sources = {}
+        tokens = TokenStates(x, context.positions, context.segment_ids)
+        sources = self.sources(mixer, tokens, context, cache)
         if values is not None:
-            states = self.tensor_parallel.gather_tokens(values)
-            sources["v"] = SegmentMemory(states, context.positions, context.segment_ids)
-        projected = {
-            name: checkpoint_name(
-                self._project(name, projection, sources.get(name, tokens), keys, further), "projected"
-            )
-            for name, projection in mixer.needs.items()
-            if projection.source != "memory" or cache is None  # the cache holds the projections of the memory
-        }
-        if further is not None:
-            keys = keys.followed_by(further.states, further.positions, further.segment_ids)
-        dropping = self.dropout > 0.0 and not context.deterministic
-        streams = self._dropout_streams(context) if dropping else None
-        inputs = MixerInputs(
-            x=x,
-            **{name: projected.pop(name) for name in ("q", "k", "v") if name in projected},
-            projections=projected,
-            positions=context.positions,
-            kv_positions=keys.positions,
-            segment_ids=context.segment_ids,
-            kv_segment_ids=keys.segment_ids,
-            carry=None if self.cross else context.carry,
-            rng=self.make_rng("dropout") if dropping else None,
-            draws=self.make_rng("draws") if mixer.traits.draws else None,
-            streams=streams,
-            deterministic=context.deterministic,
-            capacity=context.capacity,
-        )
-        if cache is not None or context.capacity is not None:
-            check_method(mixer, "extend", "decoding", "decode with a mixer that has a cache of its own")
-        with part("mixing"):
-            if cache is None:
-                out = self.tensor_parallel.mix(mixer, inputs, context.mask)
-            else:
-                o, cache = mixer.extend(inputs, context.mask, cache)
-                out = MixerOutput(o, cache=cache)
+            values = dataclasses.replace(tokens, states=self.tensor_parallel.gather_tokens(values))
+            sources = sources._replace(values=values)
+        inputs = self._project(mixer, sources, context)
+        out = self._mix(mixer, inputs, context, cache)
         report = self.tensor_parallel.report(mixer, out)
-        taps = {}
-        if "attention" in context.taps and not self.cross and inputs.q is not None and inputs.k is not None:
-            taps = {"queries": inputs.q, "keys": inputs.k}
+        taps = self.taps(inputs) if "attention" in context.taps else {}
         report = dataclasses.replace(report, carry=self._whole_carry(mixer, out.carry), taps=taps)
         if not mixer.needs:
             return self.tensor_parallel.local_tokens(out.o, 1), out.cache, report
@@ -235,28 +209,72 @@ class Attention(nn.Module):
         y = Dense(x.shape[-1], ("heads", "embed"), self.out_bias, self.out_init, self.tensor_parallel, name="out")(o)
         return y, out.cache, report
 
+    @nn.nowrap
+    def make_mixer(self) -> Any:
+        """The mixer, a submodule."""
+        return build(self.mixer, MIXERS, "mixer", dropout=self.dropout, name="mixer")
+
+    @nn.nowrap
+    def sources(self, mixer: Any, tokens: TokenStates, context: Context, cache: Any) -> Sources:
+        """The tokens that the projections read: those of x and, for a mixer with a carry, those of the carry before them."""
+        if context.carry is None or all(projection.source == "x" for projection in mixer.needs.values()):
+            return Sources(tokens, tokens, tokens)
+        keys = context.carry.followed_by(tokens)
+        return Sources(tokens, tokens, keys, mixer.further_keys(keys) if isinstance(mixer, WithFurtherKeys) else None)
+
+    @nn.nowrap
+    def taps(self, inputs: MixerInputs) -> dict[str, jax.Array]:
+        """Queries and keys, for `Context.taps`; none of a mixer that lacks one of them."""
+        return {} if inputs.q is None or inputs.k is None else {"queries": inputs.q, "keys": inputs.k}
+
+    def _project(self, mixer: Any, sources: Sources, context: Context) -> MixerInputs:
+        """The inputs of the mixer: the projections that it needs, positions and segments, and random numbers."""
+        projected, keys = {}, sources.keys
+        for name, projection in mixer.needs.items():
+            of_x = sources.values if name == "v" else sources.queries
+            tokens = of_x if projection.source == "x" else keys
+            if tokens is None:
+                continue
+            y = self._heads_of(tokens, name, projection)
+            if sources.further is not None and projection.source == "carry":
+                y = jnp.concatenate([y, self._heads_of(sources.further, name, projection, constant=True)], axis=1)
+            projected[name] = checkpoint_name(y, "projected")
+        if keys is not None and sources.further is not None:
+            keys = keys.followed_by(sources.further)
+        dropping = self.dropout > 0.0 and not context.deterministic
+        return MixerInputs(
+            x=sources.queries.states,
+            streams=self._dropout_streams(context) if dropping else None,
+            **{name: projected.pop(name) for name in ("q", "k", "v") if name in projected},
+            projections=projected,
+            positions=context.positions,
+            kv_positions=None if keys is None else keys.positions,
+            segment_ids=context.segment_ids,
+            kv_segment_ids=None if keys is None else keys.segment_ids,
+            carry=context.carry,
+            rng=self.make_rng("dropout") if dropping else None,
+            draws=self.make_rng("draws") if mixer.traits.draws else None,
+            deterministic=context.deterministic,
+            capacity=context.capacity,
+        )
+
+    @nn.nowrap
+    def _mix(self, mixer: Any, inputs: MixerInputs, context: Context, cache: Any) -> MixerOutput:
+        """Mixes the tokens with each other, or with those of the cache."""
+        if cache is not None or context.capacity is not None:
+            check_method(mixer, "extend", "decoding", "decode with a mixer that has a cache of its own")
+        with part("mixing"):
+            if cache is None:
+                return self.tensor_parallel.mix(mixer, inputs, context.mask)
+            o, cache = mixer.extend(inputs, context.mask, cache)
+            return MixerOutput(o, cache=cache)
+
     def _dropout_streams(self, context: Context) -> jax.Array:
         """int32 `[B, N]`: a number for each sequence and head, the same under every layout over devices."""
         assert context.ids is not None
         start = self.tensor_parallel.local_start("heads", self.heads)
         heads = start + jnp.arange(self.tensor_parallel.local_size("heads", self.heads))
         return context.ids[:, :1] * self.heads + heads[None].astype(jnp.int32)
-
-    def _key_tokens(
-        self, mixer: Any, tokens: SegmentMemory, context: Context
-    ) -> tuple[SegmentMemory, SegmentMemory | None]:
-        """The tokens that keys are computed from: those of x, after those of the carry; or the vectors of the memory.
-
-        And further ones that the mixer makes of these, whose projections have constant parameters; None for none.
-        """
-        sources = [projection.source for projection in mixer.needs.values()]
-        if "memory" in sources and context.memory is not None:
-            memory = context.memory
-            return SegmentMemory(memory.states.astype(tokens.states.dtype), tokens.positions, memory.segment_ids), None
-        if "carry" in sources and context.carry is not None:
-            keys = context.carry.followed_by(tokens.states, tokens.positions, tokens.segment_ids)
-            return keys, mixer.further_keys(keys) if isinstance(mixer, WithFurtherKeys) else None
-        return tokens, None
 
     def _whole_carry(self, mixer: Any, carry: Any) -> Any:
         """A mixer's carry, where arrays that the axis of heads does not divide are the same on all devices of that axis."""
@@ -268,21 +286,7 @@ class Attention(nn.Module):
 
         return jax.tree.map(whole, carry, mixer.carry_axes)
 
-    def _project(
-        self,
-        name: str,
-        projection: Projection,
-        tokens: SegmentMemory,
-        keys: SegmentMemory,
-        further: SegmentMemory | None,
-    ) -> jax.Array:
-        """A projection of the states of its source."""
-        y = self._heads_of(tokens if projection.source == "x" else keys, name, projection)
-        if further is None or projection.source != "carry":
-            return y
-        return jnp.concatenate([y, self._heads_of(further, name, projection, constant=True)], axis=1)
-
-    def _heads_of(self, tokens: SegmentMemory, name: str, projection: Projection, constant: bool = False) -> jax.Array:
+    def _heads_of(self, tokens: TokenStates, name: str, projection: Projection, constant: bool = False) -> jax.Array:
         """The states of tokens, projected, split into heads, normalised and rotated; `constant` holds for the parameters."""
         x = tokens.states
         # The same mesh axes divide query and key heads.

@@ -153,8 +153,10 @@ class Block(nn.Module):
         options = self.attention_options()
         self.attention = Attention(**options)
         if c.memory_dim:
+            from hpnlp.nn.mixers.cross import CrossAttention
+
             self.read_norm = norm(c.norm_eps)
-            self.cross_attention = Attention(**options, cross=True)
+            self.cross_attention = CrossAttention(**options)
         self.feed_norm = norm(c.norm_eps)
         self.mlp: Any = build_feed_forward(
             c.mlp,

@@ -20,6 +20,7 @@ from hpnlp.nn.attention import Attention, Context
 from hpnlp.nn.block import Block, BlockConfig
 from hpnlp.nn.blocks import BlockKind, attention_size, check_no_carry, cross_size
 from hpnlp.nn.layers import NORMS, Dense, Initializer, dense_init, param
+from hpnlp.nn.mixers.cross import CrossAttention
 from hpnlp.ops.attention import Causal, Full, Window
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.convolutions.convolution import depthwise_conv, last_tokens, token_windows
@@ -240,7 +241,7 @@ class EvolvedDecoderBlock(EvolvedBlock):
         options |= {"heads": 2 * c.heads, "kv_heads": 2 * c.kv_head_count, "head_dim": c.head_size // 2}
         self.wide_attention = Attention(**options)
         if c.memory_dim:
-            self.first_cross_attention = Attention(**self.attention_options(), cross=True)
+            self.first_cross_attention = CrossAttention(**self.attention_options())
 
     def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any, LayerReport]:
         of_wide, of_cross, of_convolution, of_block = cache or (None,) * 4

@@ -14,16 +14,15 @@ from jax.typing import DTypeLike
 from hpnlp.nn.layers import dense_init, param
 from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.nn.mixers.relative_positions import RelativePositions
-from hpnlp.nn.mixers.segment_memory import SegmentMemory
 from hpnlp.ops.attention import Causal
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.attention.memory.compression import most_used, pool_memories, reconstruction_errors
 from hpnlp.ops.attention.memory.relative import received_attention
 from hpnlp.spec import did_you_mean
-from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection, Statistics
+from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection, Statistics, TokenStates
 
 HOW = ("conv", "mean", "max", "most_used")
-MEMORY_AXES = SegmentMemory(("batch", None, "embed"), ("batch", None), ("batch", None))
+MEMORY_AXES = TokenStates(("batch", None, "embed"), ("batch", None), ("batch", None))
 
 
 @jax.tree_util.register_dataclass
@@ -38,23 +37,13 @@ class CompressiveMemory:
           heads; "queries": the number of queries that saw it. Empty where compression does not depend on it.
     """
 
-    compressed: SegmentMemory
-    recent: SegmentMemory
+    compressed: TokenStates
+    recent: TokenStates
     usage: Any
 
-    def followed_by(self, x: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> SegmentMemory:
-        """Appends the tokens that follow.
-
-        Args:
-          x: `[B, T, D]`, their hidden states.
-          positions: int32 `[B, T]`.
-          segment_ids: int32 `[B, T]`.
-
-        Returns:
-          C + M + T memories, with states of x's dtype.
-        """
-        tokens = self.recent.followed_by(x, positions, segment_ids)
-        return self.compressed.followed_by(tokens.states, tokens.positions, tokens.segment_ids)
+    def followed_by(self, tokens: TokenStates) -> TokenStates:
+        """The C + M memories and the T tokens that follow, with states of the dtype of the latter."""
+        return self.compressed.followed_by(self.recent.followed_by(tokens))
 
 
 class CompressiveMixer(nn.Module):
@@ -137,14 +126,14 @@ class CompressiveMixer(nn.Module):
           A memory without tokens: zeros, with segment id 0.
         """
 
-        def empty(count: int) -> SegmentMemory:
+        def empty(count: int) -> TokenStates:
             ids = jnp.zeros((batch, count), jnp.int32)
-            return SegmentMemory(jnp.zeros((batch, count, dim), dtype), ids, ids)
+            return TokenStates(jnp.zeros((batch, count, dim), dtype), ids, ids)
 
         usage = {name: jnp.zeros((batch, self.memory), jnp.float32) for name in self.carry_axes.usage}
         return CompressiveMemory(empty(self.compressed), empty(self.memory), usage)
 
-    def further_keys(self, tokens: SegmentMemory) -> SegmentMemory | None:
+    def further_keys(self, tokens: TokenStates) -> TokenStates | None:
         """The compressed form of the tokens that leave the memory, whose keys and values the reconstruction loss reads.
 
         Args:
@@ -201,12 +190,12 @@ class CompressiveMixer(nn.Module):
     def _kernel(self, dim: int) -> Any:
         return param(self, "kernel", dense_init, (self.rate * dim, dim), ("embed", "hidden"))
 
-    def _pooled(self, tokens: SegmentMemory) -> SegmentMemory:
+    def _pooled(self, tokens: TokenStates) -> TokenStates:
         """Compressed memories of consecutive tokens."""
         states = jax.lax.stop_gradient(tokens.states)
         kernel = self._kernel(states.shape[-1]) if self.how == "conv" else None
         states, ids = pool_memories(states, tokens.segment_ids, self.rate, self.how, kernel)
-        return SegmentMemory(states, tokens.positions[:, self.rate - 1 :: self.rate], ids)
+        return TokenStates(states, tokens.positions[:, self.rate - 1 :: self.rate], ids)
 
     def _leaving(self, tokens: Any, first: int) -> Any:
         """The tokens that leave the memory, a multiple of the rate. `first`: number of compressed memories before them."""
@@ -215,9 +204,8 @@ class CompressiveMixer(nn.Module):
 
     def _next_carry(self, inputs: MixerInputs) -> CompressiveMemory:
         """The carry after the tokens of x."""
-        assert inputs.x is not None and inputs.positions is not None and inputs.segment_ids is not None
         old: CompressiveMemory = inputs.carry
-        tokens = old.recent.followed_by(inputs.x, inputs.positions, inputs.segment_ids)
+        tokens = old.recent.followed_by(TokenStates(inputs.x, inputs.positions, inputs.segment_ids))
         leaving, usage = self._leaving(tokens, 0), {}
         if self.how == "most_used":
             usage = self._usage(inputs, tokens.segment_ids)
@@ -227,7 +215,7 @@ class CompressiveMixer(nn.Module):
             new = jax.tree.map(lambda x: _take(x, kept), leaving)
         else:
             new = self._pooled(leaving)
-        compressed = _last(old.compressed.followed_by(new.states, new.positions, new.segment_ids), self.compressed)
+        compressed = _last(old.compressed.followed_by(new), self.compressed)
         carry = CompressiveMemory(compressed, _last(tokens, self.memory), _last(usage, self.memory))
         return jax.lax.stop_gradient(jax.tree.map(lambda x, before: x.astype(before.dtype), carry, old))
 

@@ -10,11 +10,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hpnlp.nn.attention import Attention, Context, Sources
 from hpnlp.ops.attention import Full, attend
 from hpnlp.ops.attention.decoding.decode import attend_cache
 from hpnlp.ops.attention.decoding.kv_cache import by_head
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection
+from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection, TokenStates
 
 
 @jax.tree_util.register_dataclass
@@ -124,6 +125,31 @@ class CrossMixer(nn.Module):
           `Full()`.
         """
         return Full()
+
+
+class CrossAttention(Attention):
+    """Attention to the vectors of `Context.memory`, whatever `mixer` is."""
+
+    @nn.nowrap
+    def make_mixer(self) -> CrossMixer:
+        """The mixer, a submodule."""
+        return CrossMixer(self.dropout, name="mixer")
+
+    @nn.nowrap
+    def sources(self, mixer: Any, tokens: TokenStates, context: Context, cache: Any) -> Sources:
+        """The tokens that queries are projected from, and the memory for keys and values unless the cache holds these."""
+        if cache is not None:
+            return Sources(tokens, tokens, None)
+        memory = context.memory
+        if memory is None:
+            raise InputError("layers with cross-attention got no memory: pass one, or set model.memory_dim=0")
+        states = memory.states.astype(tokens.states.dtype)
+        return Sources(tokens, tokens, TokenStates(states, tokens.positions, memory.segment_ids))
+
+    @nn.nowrap
+    def taps(self, inputs: MixerInputs) -> dict[str, jax.Array]:
+        """No taps: reports are of the attention of tokens to each other."""
+        return {}
 
 
 def _segments(inputs: MixerInputs) -> jax.Array:

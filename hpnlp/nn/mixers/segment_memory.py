@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -15,37 +14,7 @@ from hpnlp.nn.mixers.checks import check_decoding, check_mask
 from hpnlp.ops.attention import Causal, Window, attend
 from hpnlp.ops.attention.decoding.kv_cache import KVCache, start_cache
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SegmentMemory:
-    """Consecutive tokens of each sequence; or, in place of each array, the logical names of its axes.
-
-    Attributes:
-      states: `[B, M, D]`, hidden states that the mixer read as its inputs.
-      positions: int32 `[B, M]`, positions of the tokens within their documents.
-      segment_ids: int32 `[B, M]`; 0 where there is no token.
-    """
-
-    states: Any
-    positions: Any
-    segment_ids: Any
-
-    def followed_by(self, x: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> SegmentMemory:
-        """Appends the tokens that follow.
-
-        Args:
-          x: `[B, T, D]`, their hidden states.
-          positions: int32 `[B, T]`.
-          segment_ids: int32 `[B, T]`.
-
-        Returns:
-          M + T tokens, with states of x's dtype.
-        """
-        pairs = ((self.states.astype(x.dtype), x), (self.positions, positions), (self.segment_ids, segment_ids))
-        return SegmentMemory(*(jnp.concatenate(pair, axis=1) for pair in pairs))
+from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection, TokenStates
 
 
 class SegmentMemoryMixer(nn.Module):
@@ -75,12 +44,12 @@ class SegmentMemoryMixer(nn.Module):
         "v": Projection("kv_heads", source="carry"),
     }
     traits: ClassVar[MixerTraits] = MixerTraits(bidirectional=False)
-    carry_axes: ClassVar[SegmentMemory] = SegmentMemory(("batch", None, "embed"), ("batch", None), ("batch", None))
+    carry_axes: ClassVar[TokenStates] = TokenStates(("batch", None, "embed"), ("batch", None), ("batch", None))
 
     memory: int = 128
     dropout: float = 0.0
 
-    def initial_carry(self, batch: int, dim: int, dtype: DTypeLike) -> SegmentMemory:
+    def initial_carry(self, batch: int, dim: int, dtype: DTypeLike) -> TokenStates:
         """The memory before the first tokens.
 
         Args:
@@ -92,7 +61,7 @@ class SegmentMemoryMixer(nn.Module):
           A memory without tokens: zeros, with segment id 0.
         """
         ids = jnp.zeros((batch, self.memory), jnp.int32)
-        return SegmentMemory(jnp.zeros((batch, self.memory, dim), dtype), ids, ids)
+        return TokenStates(jnp.zeros((batch, self.memory, dim), dtype), ids, ids)
 
     def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.k is not None and inputs.v is not None
@@ -159,10 +128,9 @@ class SegmentMemoryMixer(nn.Module):
         check_mask("a segment memory", mask, Causal())
         return Window(self.memory, 0)
 
-    def _last(self, inputs: MixerInputs) -> SegmentMemory:
+    def _last(self, inputs: MixerInputs) -> TokenStates:
         """The last M tokens of the carry and x together."""
-        assert inputs.x is not None and inputs.positions is not None and inputs.segment_ids is not None
-        tokens = inputs.carry.followed_by(inputs.x, inputs.positions, inputs.segment_ids)
+        tokens = inputs.carry.followed_by(TokenStates(inputs.x, inputs.positions, inputs.segment_ids))
         return jax.tree.map(lambda array, old: array[:, -self.memory :].astype(old.dtype), tokens, inputs.carry)
 
 
