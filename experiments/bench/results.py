@@ -26,6 +26,7 @@ from gpu_tables import gpu_section
 from result_plots import CAPTIONS, CORPORA, PLOTS, plot_tradeoff
 from result_tables import BAR, TABLE, Lines
 
+from hpnlp.errors import plural
 from hpnlp.lra.table import render_efficiency
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.report.plots import plot_bubbles, plot_efficiency
@@ -306,7 +307,7 @@ def table_of(columns: Mapping[str, Mapping[str, str]], entry: str = "output laye
 
 
 def machine(environment: Mapping[str, Any]) -> str:
-    cpu = f"{environment['cores']} cores of {environment['cpu']}"
+    cpu = f"{plural(environment['cores'], 'core')} of {environment['cpu']}"
     return (cpu if environment["backend"] == "cpu" else environment["device"]) + f", jax {environment['jax']}"
 
 
