@@ -307,7 +307,7 @@ def table_of(columns: Mapping[str, Mapping[str, str]], entry: str = "output laye
 
 
 def machine(environment: Mapping[str, Any]) -> str:
-    cpu = f"{plural(environment['cores'], 'core')} of {environment['cpu']}"
+    cpu = f"{environment['cores']} {plural(environment['cores'], 'core')} of {environment['cpu']}"
     return (cpu if environment["backend"] == "cpu" else environment["device"]) + f", jax {environment['jax']}"
 
 
