@@ -20,7 +20,7 @@ from recipe_tasks import TINY_DATA, config_of
 from hpnlp import measure, tasks
 from hpnlp.compress.matrices import is_table
 from hpnlp.compress.stages.moments import listed_matrices
-from hpnlp.jobs.compression.compress_run import compress_run
+from hpnlp.jobs.compression.compress_run import CompressionSettings, compress_run
 from hpnlp.ops.weight import is_weight, parameter_count
 from hpnlp.training import gradients, run_directory
 
@@ -60,10 +60,7 @@ def compressed(step: Step, fields: Mapping[str, Any], workdir: Path, tiny: bool)
         workdir / step.name / "config.json"
     ).exists():  # stopped after the last file of the model, and before the result
         shutil.rmtree(workdir / step.name)
-    rows = compress_run(
-        workdir / step.source,
-        workdir / step.name,
-        value_of(step.recipe, workdir),
+    settings = CompressionSettings(
         finetune=step.steps,
         rewind=value_of(step.rewind, workdir),
         iterations=step.iterations,
@@ -72,6 +69,7 @@ def compressed(step: Step, fields: Mapping[str, Any], workdir: Path, tiny: bool)
         rounds=1,
         changes=fields,
     )
+    rows = compress_run(workdir / step.source, workdir / step.name, value_of(step.recipe, workdir), settings)
     return rows[-1].scores[METRIC]
 
 

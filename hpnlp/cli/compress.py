@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Sequence
@@ -89,10 +90,7 @@ def run(argv: Sequence[str]) -> None:
         replace_text(Path(target) / "compress.json", compression.to_json(rows, metric, source, recipe))
         plots.plot_compression(compression.panels(rows, metric), Path(target) / "compress.png")
 
-    compress_run.compress_run(
-        source,
-        target,
-        recipe,
+    settings = compress_run.CompressionSettings(
         finetune=f.finetune,
         rewind=f.rewind,
         iterations=f.iterations,
@@ -101,7 +99,7 @@ def run(argv: Sequence[str]) -> None:
         batches=f.batches or None,
         rounds=f.rounds,
         changes=changes,
-        log=lambda line: print(line, flush=True),
-        write_report=write_report,
     )
+    log = functools.partial(print, flush=True)
+    compress_run.compress_run(source, target, recipe, settings, log=log, write_report=write_report)
     print(f"\n{texts[0]}\nwritten: {target}, with compress.md, compress.json and compress.png", flush=True)

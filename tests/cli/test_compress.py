@@ -12,7 +12,7 @@ import pytest
 
 from hpnlp.compress.weights_file import WEIGHTS_FILE
 from hpnlp.jobs.compression import compress_run
-from hpnlp.jobs.compression.compress_run import Measurement
+from hpnlp.jobs.compression.compress_run import CompressionSettings, Measurement
 from hpnlp.models.huggingface import convert
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
@@ -157,10 +157,8 @@ def test_iterations_remove_equal_shares_and_go_on_where_they_stopped(run, traine
         return outcome
 
     def compress():
-        return compress_run.compress_run(
-            trained, target, "magnitude(0.25),int8", finetune=2, iterations=2, rewind="initial", batches=1, batch_sizes=[1],
-            rounds=1, log=str,
-        )  # fmt: skip
+        settings = CompressionSettings(finetune=2, iterations=2, rewind="initial", batches=1, batch_sizes=[1], rounds=1)
+        return compress_run.compress_run(trained, target, "magnitude(0.25),int8", settings, log=str)
 
     monkeypatch.setattr(loop, "train", training)
     with pytest.raises(KeyboardInterrupt):
@@ -178,9 +176,8 @@ def test_iterations_remove_equal_shares_and_go_on_where_they_stopped(run, traine
 @pytest.mark.slow
 def test_an_interrupted_compression_starts_again_in_its_directory(trained, tmp_path, monkeypatch):
     def compress(recipe, finetune=0):
-        compress_run.compress_run(
-            trained, tmp_path, recipe, finetune=finetune, batches=1, batch_sizes=[1], rounds=1, log=str
-        )
+        settings = CompressionSettings(finetune=finetune, batches=1, batch_sizes=[1], rounds=1)
+        compress_run.compress_run(trained, tmp_path, recipe, settings, log=str)
 
     resumes = []
 

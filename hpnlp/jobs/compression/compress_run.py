@@ -22,7 +22,6 @@ from hpnlp.compress.files import encoding_of, stored_bytes, write_weights
 from hpnlp.compress.matrices import expert_numbers
 from hpnlp.compress.recipe import STRUCTURE, Calibration, Stage, check_plain, parse_recipe
 from hpnlp.compress.weights_file import WEIGHTS_FILE
-from hpnlp.data.reading.files import Progress
 from hpnlp.jobs.compression import iterations as pruning_iterations
 from hpnlp.models import variables
 from hpnlp.ops.weight import parameter_count
@@ -87,28 +86,11 @@ class _Version:
     params: Any
 
 
-def compress_run(
-    source: str | Path,
-    target: str | Path,
-    recipe: str,
-    *,
-    finetune: int = 0,
-    rewind: str = "",
-    iterations: int = 1,
-    calibration_batches: int = 8,
-    batch_sizes: Sequence[int] = (1, 8, 32),
-    batches: int | None = None,
-    rounds: int = 5,
-    changes: Mapping[str, Any] | None = None,
-    log: Callable[[str], None] = print,
-    write_report: Callable[[list[Measurement]], None] | None = None,
-) -> list[Measurement]:
-    """Compresses the model of a run, and measures it after each stage.
+@dataclasses.dataclass(frozen=True)
+class CompressionSettings:
+    """Settings of a compression.
 
-    Args:
-      source: Directory of the run.
-      target: Directory of the compressed model: a new or empty one, or one with an unfinished compression.
-      recipe: Stages, see `hpnlp.compress.recipe`.
+    Attributes:
       finetune: Steps of training after the last stage that removes units, before numbers get fewer bits.
       rewind: Values that the weights get before this training, see `rewind.rewound`; "" to keep them.
       iterations: Number of times that the last stage that removes units or weights removes a part of them, the same share of
@@ -119,6 +101,34 @@ def compress_run(
       rounds: Measurements of each time, interleaved.
       changes: Fields of the run's config in SECTIONS and their values: other data, or other settings of the further training,
         such as {"distill.teacher": "runs/teacher"}.
+    """
+
+    finetune: int = 0
+    rewind: str = ""
+    iterations: int = 1
+    calibration_batches: int = 8
+    batch_sizes: Sequence[int] = (1, 8, 32)
+    batches: int | None = None
+    rounds: int = 5
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def compress_run(
+    source: str | Path,
+    target: str | Path,
+    recipe: str,
+    settings: CompressionSettings = CompressionSettings(),  # noqa: B008  (frozen)
+    *,
+    log: Callable[[str], None] = print,
+    write_report: Callable[[list[Measurement]], None] | None = None,
+) -> list[Measurement]:
+    """Compresses the model of a run, and measures it after each stage.
+
+    Args:
+      source: Directory of the run.
+      target: Directory of the compressed model: a new or empty one, or one with an unfinished compression.
+      recipe: Stages, see `hpnlp.compress.recipe`.
+      settings: See CompressionSettings.
       log: Called with lines on the progress.
       write_report: Called with the measurements before the last file of the model is written, so that no finished model lacks
         what it writes.
@@ -133,51 +143,149 @@ def compress_run(
         started again.
     """
     stages = parse_recipe(recipe)
-    _check_recipe(recipe, stages, finetune, rewind)
-    pruning_iterations.check(recipe, stages, finetune, iterations)
+    _check_recipe(recipe, stages, settings.finetune, settings.rewind)
+    pruning_iterations.check(recipe, stages, settings.finetune, settings.iterations)
     source, target = Path(source), Path(target)
     _check_target(target)
+    run = _load(source, settings)
+    with locked(target):
+        _check_target(target)
+        dataset = tasks.find(run.config.task).dataset(run.config.data, run.vocabulary, ProgressLines(log))
+        compression = _Compression(source, target, run, dataset, stages, settings, log)
+        versions = compression.apply_stages()
+        compression.begin_target()
+        evaluations = [compression.evaluation(version) for version in versions]
+        measurements = compression.measure(versions, evaluations)
+        if write_report is not None:
+            write_report(measurements)
+        compression.finish_target(versions[-1], evaluations[-1])
+        return measurements
+
+
+def _load(source: Path, settings: CompressionSettings) -> run_directory.Run:
+    """The run, with the changed config, after checks that a compression with these settings can use it."""
     run = run_directory.load(source)
-    run = dataclasses.replace(run, config=_changed(run.config, changes or {}))
-    _check_changes(finetune, changes or {})
-    if run.step == CONVERTED_STEP and run.vocabulary.labels is not None and "data.path" not in (changes or {}):
+    run = dataclasses.replace(run, config=_changed(run.config, settings.changes))
+    _check_changes(settings.finetune, settings.changes)
+    if run.step == CONVERTED_STEP and run.vocabulary.labels is not None and "data.path" not in settings.changes:
         raise InputError(
             f"{source} is a converted model, and has no data from which to score it: pass --data.path=PATH with "
             "labelled examples"
         )
     check_plain(run.params)
-    check_source(run, rewind)
-    with locked(target):
-        _check_target(target)
-        task = tasks.find(run.config.task)
-        metric, _ = task.primary_metric(flat(run.config))
-        dataset = task.dataset(run.config.data, run.vocabulary, ProgressLines(log))
-        data = CalibrationData(run, dataset, calibration_batches)
+    check_source(run, settings.rewind)
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compression:
+    """A compression whose recipe, run and settings are checked, and its steps in the order in which they run.
+
+    Attributes:
+      source: Directory of the run.
+      target: Directory of the compressed model.
+      run: The run.
+      dataset: Its data.
+      stages: Stages of the recipe.
+      settings: See CompressionSettings.
+      log: Called with lines on the progress.
+    """
+
+    source: Path
+    target: Path
+    run: run_directory.Run
+    dataset: Any
+    stages: Sequence[Stage]
+    settings: CompressionSettings
+    log: Callable[[str], None]
+
+    @property
+    def metric(self) -> str:
+        """Name of the primary score."""
+        return tasks.find(self.run.config.task).primary_metric(flat(self.run.config))[0]
+
+    def apply_stages(self) -> list[_Version]:
+        """The original, and the versions after each stage, rewinding and further training."""
+        data = CalibrationData(self.run, self.dataset, self.settings.calibration_batches)
         calibration = Calibration(data.gradients, data.squares)
-        versions = [_Version(ORIGINAL, run.config, run.model, run.params)]
-        last = max((i for i, stage in enumerate(stages) if stage.changes == STRUCTURE), default=-1)
-        for index, stage in enumerate(stages):
-            log(f"{stage.text}: stage {index + 1} of {len(stages)}")
-            trainings = _Trainings(source, run, target, finetune, rewind, _is_masked(stages)) if index == last else None
-            before = versions[-1]
-            parts = pruning_iterations.divided(
-                stage, iterations if trainings else 1, before.model.config, before.params
-            )
-            for number, part in enumerate(parts, 1):
-                versions.append(_next(versions[-1], part, calibration, run))
-                if trainings:
-                    versions += trainings.after(versions[-1], number if iterations > 1 else 0)
-        if (count := expert_numbers(versions[-1].params)) and any(stage.changes != STRUCTURE for stage in stages):
-            log(f"the {count:,} numbers of the experts stay float32: factorize and mixed do not change them")
-        _begin(target)
-        for left in target.glob(f".{WEIGHTS_FILE}.*.part"):  # of a compression that was killed
+        versions = [_Version(ORIGINAL, self.run.config, self.run.model, self.run.params)]
+        last = max((i for i, stage in enumerate(self.stages) if stage.changes == STRUCTURE), default=-1)
+        for index, stage in enumerate(self.stages):
+            self.log(f"{stage.text}: stage {index + 1} of {len(self.stages)}")
+            if index == last:
+                versions += self._iterated(versions[-1], stage, calibration)
+            else:
+                versions.append(_next(versions[-1], stage, calibration, self.run))
+        if (count := expert_numbers(versions[-1].params)) and any(s.changes != STRUCTURE for s in self.stages):
+            self.log(f"the {count:,} numbers of the experts stay float32: factorize and mixed do not change them")
+        return versions
+
+    def _iterated(self, before: _Version, stage: Stage, calibration: Calibration) -> list[_Version]:
+        """Versions of the last stage that removes units or weights, with rewinding and training after each iteration."""
+        iterations, versions = self.settings.iterations, [before]
+        parts = pruning_iterations.divided(stage, iterations, before.model.config, before.params)
+        for number, part in enumerate(parts, 1):
+            versions.append(_next(versions[-1], part, calibration, self.run))
+            if source := self.settings.rewind:
+                params = rewound(versions[-1].params, self.run, source)
+                versions.append(dataclasses.replace(versions[-1], stage=f"rewind({source})", params=params))
+            if self.settings.finetune:
+                _begin(self.target)
+                workdir = self.target / FINETUNE / (f"iteration-{number}" if iterations > 1 else "")
+                versions.append(self._trained(versions[-1], workdir))
+        return versions[1:]
+
+    def _trained(self, version: _Version, workdir: Path) -> _Version:
+        """The version after further training, which goes on if it was interrupted and is not repeated if it is finished."""
+        start, weights = workdir / "start", "masked" if _is_masked(self.stages) else ""
+        steps = self.settings.finetune
+        train = dataclasses.replace(version.config.train, steps=steps, init_from=str(start), weights=weights)
+        config = dataclasses.replace(version.config, train=train)
+        start.mkdir(parents=True, exist_ok=True)
+        first = start / f"new-{WEIGHTS_FILE}"
+        write_weights(first, version.params, {"step": self.run.step})
+        if not _can_resume(workdir, config, first, start / WEIGHTS_FILE):
+            if has_checkpoints(workdir):
+                first.unlink()
+                raise InputError(
+                    f"{workdir} holds checkpoints of an unfinished training with another recipe, run or setting: start the "
+                    "command that began it again to finish it, or remove that directory"
+                )
+            _remove_checkpoints(workdir)
+            for name in ("config.json", "metrics.jsonl"):
+                (workdir / name).unlink(missing_ok=True)
+            start.mkdir()
+            write_weights(first, version.params, {"step": self.run.step})
+        first.replace(start / WEIGHTS_FILE)
+        write_config(start, dataclasses.replace(version.config, distill=DistillConfig()))
+        _copy_companions(self.source, start)
+        if loop.train(config, workdir, score=False).interrupted:  # `evaluation` follows, for all versions
+            raise KeyboardInterrupt
+        trained = run_directory.load(workdir)
+        return _Version(f"finetune({steps})", version.config, trained.model, trained.params)
+
+    def begin_target(self) -> None:
+        """Begins the directory, removes what a killed compression left there, and copies the files that stay as they are."""
+        _begin(self.target)
+        for left in self.target.glob(f".{WEIGHTS_FILE}.*.part"):  # of a compression that was killed
             left.unlink()
-        _copy_companions(source, target)
-        evaluations = [_evaluation(version, dataset, batches, metric, log) for version in versions]
-        log(f"measuring times at {', '.join(map(str, batch_sizes))} sequences")
-        seconds = _seconds(versions, dataset, batch_sizes, rounds, ProgressLines(log, "measurements"))
-        sizes = [_write(version, target / WEIGHTS_FILE, run.step) for version in versions]  # the last one stays
-        measurements = [
+        _copy_companions(self.source, self.target)
+
+    def evaluation(self, version: _Version) -> Evaluation:
+        """Held-out scores of a version, of which the primary one is logged."""
+        config = version.config
+        optimizer = config.optimizer.for_batch(config.data.batch_size)
+        trainer = make_trainer(version.model, optimizer, Plan("single"), steps=1, batch_size=config.data.batch_size)
+        progress = ProgressLines(self.log, "batches")
+        evaluation = evaluate(trainer, version.params, self.dataset, config, self.settings.batches, progress)
+        self.log(f"{version.stage}: held-out {self.metric} {evaluation.scores[self.metric]:.4f}")
+        return evaluation
+
+    def measure(self, versions: Sequence[_Version], evaluations: Sequence[Evaluation]) -> list[Measurement]:
+        """Sizes, times and scores of the versions; the file of the last one stays in the directory."""
+        seconds = self._seconds(versions)
+        sizes = [_write(version, self.target / WEIGHTS_FILE, self.run.step) for version in versions]
+        return [
             Measurement(
                 version.stage,
                 parameter_count(version.params),
@@ -185,25 +293,44 @@ def compress_run(
                 size,
                 {count: times[index] if index else min(times[0], times[-1]) for count, times in seconds.items()},
                 evaluation.scores,
-                error_of_difference(evaluation.examples, evaluations[0].examples, metric),
+                error_of_difference(evaluation.examples, evaluations[0].examples, self.metric),
                 {} if index else {count: _ratio(times[0], times[-1]) for count, times in seconds.items()},
             )
             for index, (version, size, evaluation) in enumerate(zip(versions, sizes, evaluations, strict=True))
         ]
-        if write_report is not None:
-            write_report(measurements)
-        last, evaluation = versions[-1], evaluations[-1]
-        if batches is None:
-            outcome = Outcome(last.config, dataset, last.model, last.params, evaluation.sums)
-            evaluation_record.write(target, outcome, evaluation, run.step)
+
+    def _seconds(self, versions: Sequence[_Version]) -> dict[int, list[float]]:
+        """Fastest time of the loss of a batch, by batch size and version, interleaved; the first version is the last, too."""
+        self.log(f"measuring times at {', '.join(map(str, self.settings.batch_sizes))} sequences")
+        progress = ProgressLines(self.log, "measurements")
+        batch = next(iter(self.dataset.train(seed=0)))
+        result = {}
+        for count in self.settings.batch_sizes:
+            functions = {}
+            for index, version in enumerate([*versions, versions[0]]):
+                names = version.model.batch_axes()
+                rows = {name: jnp.asarray(np.resize(batch[name], (count, *batch[name].shape[1:]))) for name in names}
+                forward = jax.jit(
+                    lambda params, rows, model=version.model: gradients.loss(model, params, rows, None).sum
+                )
+                functions[str(index)] = lambda f=forward, p=version.params, r=rows: f(p, r)
+            report = functools.partial(progress, f"measuring times at {count} sequences")
+            timings = measure.timeit(functions, rounds=self.settings.rounds, min_seconds=0.05, progress=report)
+            result[count] = [min(timings[str(index)].all) for index in range(len(functions))]
+        return result
+
+    def finish_target(self, last: _Version, evaluation: Evaluation) -> None:
+        """Writes the last files of the compressed model, and removes the checkpoints of the further trainings."""
+        if self.settings.batches is None:
+            outcome = Outcome(last.config, self.dataset, last.model, last.params, evaluation.sums)
+            evaluation_record.write(self.target, outcome, evaluation, self.run.step)
         # The checkpoints stay until all else is written, so that an error before does not cost the trainings.
-        for workdir in (target / FINETUNE, *(target / FINETUNE).glob("iteration-*")):
+        for workdir in (self.target / FINETUNE, *(self.target / FINETUNE).glob("iteration-*")):
             _remove_checkpoints(workdir)
         # config.json comes last, because a directory without it is unfinished. The teacher of the further training is no part
         # of the model.
-        write_config(target, dataclasses.replace(last.config, distill=DistillConfig()))
-        (target / UNFINISHED_FILE).unlink()
-        return measurements
+        write_config(self.target, dataclasses.replace(last.config, distill=DistillConfig()))
+        (self.target / UNFINISHED_FILE).unlink()
 
 
 def _check_recipe(recipe: str, stages: Sequence[Stage], finetune: int, rewind: str) -> None:
@@ -324,68 +451,6 @@ def _copy_companions(source: Path, target: Path) -> None:
             shutil.copyfile(source / name, target / name)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Trainings:
-    """Rewinding and further training after a stage that removes units or weights.
-
-    Attributes:
-      source: Directory of the run.
-      run: The run.
-      target: Directory of the compressed model.
-      finetune: Steps of the further training; 0 for none.
-      rewind: Source of the weights before it; "" for none.
-      is_masked: Whether weights that are 0 stay 0.
-    """
-
-    source: Path
-    run: run_directory.Run
-    target: Path
-    finetune: int
-    rewind: str
-    is_masked: bool
-
-    def after(self, version: _Version, number: int) -> list[_Version]:
-        """The versions after rewinding and after training; `number` is that of the iteration, 0 for the only one."""
-        versions = []
-        if self.rewind:
-            params = rewound(version.params, self.run, self.rewind)
-            version = dataclasses.replace(version, stage=f"rewind({self.rewind})", params=params)
-            versions.append(version)
-        if self.finetune:
-            _begin(self.target)
-            workdir = self.target / FINETUNE / (f"iteration-{number}" if number else "")
-            versions.append(self._trained(version, workdir))
-        return versions
-
-    def _trained(self, version: _Version, workdir: Path) -> _Version:
-        """The version after further training, which goes on if it was interrupted and is not repeated if it is finished."""
-        start, weights = workdir / "start", "masked" if self.is_masked else ""
-        train = dataclasses.replace(version.config.train, steps=self.finetune, init_from=str(start), weights=weights)
-        config = dataclasses.replace(version.config, train=train)
-        start.mkdir(parents=True, exist_ok=True)
-        first = start / f"new-{WEIGHTS_FILE}"
-        write_weights(first, version.params, {"step": self.run.step})
-        if not _can_resume(workdir, config, first, start / WEIGHTS_FILE):
-            if has_checkpoints(workdir):
-                first.unlink()
-                raise InputError(
-                    f"{workdir} holds checkpoints of an unfinished training with another recipe, run or setting: start the "
-                    "command that began it again to finish it, or remove that directory"
-                )
-            _remove_checkpoints(workdir)
-            for name in ("config.json", "metrics.jsonl"):
-                (workdir / name).unlink(missing_ok=True)
-            start.mkdir()
-            write_weights(first, version.params, {"step": self.run.step})
-        first.replace(start / WEIGHTS_FILE)
-        write_config(start, dataclasses.replace(version.config, distill=DistillConfig()))
-        _copy_companions(self.source, start)
-        if loop.train(config, workdir, score=False).interrupted:  # `_evaluation` follows, for all versions
-            raise KeyboardInterrupt
-        trained = run_directory.load(workdir)
-        return _Version(f"finetune({self.finetune})", version.config, trained.model, trained.params)
-
-
 def _can_resume(workdir: Path, config: Config, new: Path, old: Path) -> bool:
     """Whether an earlier training in `workdir` has the same config and the same first weights, in two files."""
     try:
@@ -399,37 +464,6 @@ def _remove_checkpoints(workdir: Path) -> None:
     """Removes the weights of a further training; its metrics and its config stay."""
     for name in ("checkpoints", "start"):
         shutil.rmtree(workdir / name, ignore_errors=True)
-
-
-def _evaluation(
-    version: _Version, dataset: Any, batches: int | None, metric: str, log: Callable[[str], None]
-) -> Evaluation:
-    """Held-out scores of a version, of which the one of the metric is logged."""
-    config = version.config
-    optimizer = config.optimizer.for_batch(config.data.batch_size)
-    trainer = make_trainer(version.model, optimizer, Plan("single"), steps=1, batch_size=config.data.batch_size)
-    evaluation = evaluate(trainer, version.params, dataset, config, batches, ProgressLines(log, "batches"))
-    log(f"{version.stage}: held-out {metric} {evaluation.scores[metric]:.4f}")
-    return evaluation
-
-
-def _seconds(
-    versions: Sequence[_Version], dataset: Any, batch_sizes: Sequence[int], rounds: int, progress: Progress
-) -> dict[int, list[float]]:
-    """Fastest time of the loss of a batch, by batch size and version, interleaved over versions; the first is the last, too."""
-    batch = next(iter(dataset.train(seed=0)))
-    result = {}
-    for count in batch_sizes:
-        functions = {}
-        for index, version in enumerate([*versions, versions[0]]):
-            names = version.model.batch_axes()
-            rows = {name: jnp.asarray(np.resize(batch[name], (count, *batch[name].shape[1:]))) for name in names}
-            forward = jax.jit(lambda params, rows, model=version.model: gradients.loss(model, params, rows, None).sum)
-            functions[str(index)] = lambda f=forward, p=version.params, r=rows: f(p, r)
-        report = functools.partial(progress, f"measuring times at {count} sequences")
-        timings = measure.timeit(functions, rounds=rounds, min_seconds=0.05, progress=report)
-        result[count] = [min(timings[str(index)].all) for index in range(len(functions))]
-    return result
 
 
 def _ratio(first: float, second: float) -> float:
