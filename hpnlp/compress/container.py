@@ -1,77 +1,55 @@
-"""One file for a tree of named arrays, each stored raw, packed, Huffman coded, sparse and Huffman coded, or as non-zeros.
+"""One safetensors file for a tree of named arrays, each stored raw, packed, Huffman coded, sparse, or as non-zeros.
 
-The file is little-endian: 8 bytes of magic, the version (uint32), the checksum of the header (uint32), the header's size
-(uint64), the header, and blocks. Raw blocks begin at multiples of 64 bytes, others at multiples of 8. The header is JSON,
+A raw array is the tensor of its name; dtypes that safetensors lacks are stored as bytes. Of an array "a/b" in another encoding,
+the parts of `storage.array_encodings` are the tensors "a/b//values", "a/b//codes/0" and so on. The tensor "//header" is JSON,
 compressed by zlib:
 
-    {"metadata": ..., "tensors": [{"name", "dtype", "shape", "encoding", "offset", "size", "palette", "checksum"}, ...]}
+    {"metadata": ..., "arrays": {name: [encoding, dtype, shape, checksum], ...}}
 
-Offsets count from the start of the file. A block that is not raw begins with the distinct values of its array (`palette` of
-them), padded to 8 bytes; the codes that follow are indices of these values. A block of "nonzeros" begins with all elements that
-are not zero; the codes that follow are 1 at their places. Checksums are those of `hpnlp.ops.helpers.checksum`, of
-the block as uint32 words. Reading needs numpy only.
+Checksums are those of `hpnlp.ops.helpers.checksum`, of the parts as uint32 words. The few lines here that write and parse the
+format itself let readers map raw arrays into memory, which the library copies, and plan the size of a file without its
+arrays. Reading needs numpy only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import math
 import os
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any, BinaryIO
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from hpnlp.atomic_file import replaced
-from hpnlp.compress.storage.array_encodings import Decoding, Encoding, decoding, encode
+from hpnlp.compress.storage import deflate, old_format
+from hpnlp.compress.storage.array_encodings import Encoding, decode, encode
 from hpnlp.errors import InputError
-from hpnlp.ops.helpers.checksum import word_sum
+from hpnlp.ops.helpers.checksum import byte_sum
 
-MAGIC = b"hpnlp\0ct"
-VERSION = 1
-ALIGNMENT = 64  # of raw blocks, in bytes
-_PREFIX = struct.Struct("<8sIIQ")
+FORMAT = {"format": "hpnlp"}
+# Names of dtypes in safetensors. Its library reads all of them in numpy, but for float8, which it reads in torch.
+_STORED = {
+    **{"bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64", "complex64": "C64"},
+    **{"uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bfloat16": "BF16"},
+    **{"float16": "F16", "float32": "F32", "float64": "F64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
+}
+_OTHERS = (
+    *("complex128", "int2", "int4", "uint2", "uint4", "float4_e2m1fn", "float8_e3m4", "float8_e4m3"),
+    *("float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+)
+DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in (*_STORED, *_OTHERS)}
 _SEPARATOR = "/"
-_NATIVE = (
-    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "float32", "float64", "complex64", "complex128"),
-)
-_EXTENDED = (
-    *(
-        "bfloat16",
-        "int2",
-        "int4",
-        "uint2",
-        "uint4",
-        "float4_e2m1fn",
-        "float8_e3m4",
-        "float8_e4m3",
-        "float8_e4m3b11fnuz",
-    ),
-    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-)
-DTYPES = {name: np.dtype(name) for name in _NATIVE} | {name: np.dtype(getattr(ml_dtypes, name)) for name in _EXTENDED}
+_PART = "//"  # in no name of an array, since names have no empty parts
+_HEADER = "header"
 # Bytes of JSON, about 400,000 arrays. Parsed JSON takes up to 25 times its size, and compressed JSON 1/1000.
 _MAX_HEADER = 1 << 26
-_LARGEST = 1 << 48  # elements of an array; more is no array of this world, and would overflow sizes
-_MAX_AXES = 64  # numpy's limit
 _MAX_DEPTH = 100  # of nested mappings
-_DECODED_TOGETHER = 256  # arrays; decoding takes up to 1 MB of tables for each, also of a few bytes
-_ENTRY = {
-    "name": str,
-    "dtype": str,
-    "shape": list,
-    "encoding": str,
-    "offset": int,
-    "size": int,
-    "palette": int,
-    "checksum": int,
-}
-_RESTORE = "restore the file, or write it again"
 
 Tree = Mapping[str, Any]
 
@@ -93,8 +71,8 @@ def write(
         "raw": the array's bytes, memory-mapped by readers.
         "packed(BITS)": codes of 1 to 16 bits, of at most 2^BITS distinct values; "packed(1.6)" holds three values.
         "huffman": Huffman codes of at most 65,536 distinct values.
-        "sparse" or "sparse(BITS)": gaps of BITS bits between non-zeros, and their values, both Huffman coded; by default the
-          width of gaps with the smallest estimated size.
+        "sparse" or "sparse(BITS)": gaps of BITS bits between non-zeros, and their values, both Huffman coded; by default 8
+          bits, or 16 where fewer than one element of 128 is not zero.
         "nonzeros": the elements that are not zero, as they are, and a Huffman coded bit for each element; for pruned arrays of
           many distinct values.
 
@@ -102,7 +80,7 @@ def write(
       InputError: A name, dtype, or encoding that the format does not have, an array with too many distinct values, metadata
         that JSON cannot hold, or a file that cannot be written.
 
-    Cost: "huffman" and "sparse" take about 0.2 microseconds for each coded symbol.
+    Cost: Holds all encoded arrays in memory before the first byte is written.
     """
     arrays = dict(_flatten(tensors))
     by_name = dict.fromkeys(arrays, encodings) if isinstance(encodings, str) else dict(encodings)
@@ -111,14 +89,12 @@ def write(
         raise InputError(
             f"encodings has {unknown[0]!r}, tensors has not: pass names of tensors, such as {next(iter(arrays), '')!r}"
         )
-    for name, array in arrays.items():
-        if DTYPES.get(array.dtype.name) != array.dtype:
-            raise InputError(
-                f"tensor {name!r} is {array.dtype}: expected one of {', '.join(DTYPES)}; cast it with .astype"
-            )
-    parsed = {name: Encoding.parse(by_name.get(name, "raw")) for name in arrays}
+    encoded = {name: _encoded(name, array, by_name.get(name, "raw")) for name, array in arrays.items()}
+    head, stored = _layout(encoded, metadata)
     with replaced(path) as file:
-        _write(file, arrays, parsed, metadata)
+        file.write(head)
+        for part in stored:
+            file.write(part.reshape(-1).view(np.uint8).data)
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Any]:
@@ -167,114 +143,77 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedBlock:
-    """The block of an array whose values are not known.
+class EncodedArray:
+    """An array in a file.
 
     Attributes:
-      dtype: Name of the dtype.
-      shape: Shape of the array.
       encoding: The encoding.
-      size: Bytes of the block.
-      palette: Number of distinct values.
+      dtype: Dtype of the array.
+      shape: Shape of the array.
+      parts: Its tensors in the file, by the ends of their names; that of a raw array by "".
+      checksum: Checksum of the parts.
     """
 
-    dtype: str
+    encoding: Encoding
+    dtype: np.dtype
     shape: tuple[int, ...]
-    encoding: str
-    size: int
-    palette: int = 0
+    parts: Mapping[str, np.ndarray]
+    checksum: int
 
 
-def planned_size(blocks: Mapping[str, PlannedBlock], metadata: Any = None) -> int:
+def planned_size(arrays: Mapping[str, EncodedArray], metadata: Any = None) -> int:
     """Bytes of the file that `write` would write.
 
     Args:
-      blocks: Blocks of the arrays by name, in the order of the file.
+      arrays: The arrays by name, in the order of the file. Only dtypes and shapes of their parts count, which `np.broadcast_to`
+        gives without memory.
       metadata: As in `write`.
 
     Returns:
       The number of bytes. The compressed header holds checksums, which depend on the values: its size is that of a header with
       other checksums, some bytes more or less.
     """
-    records = [
-        {"name": name, "dtype": block.dtype, "shape": list(block.shape), "encoding": block.encoding}
-        | {"size": block.size, "palette": block.palette, "checksum": zlib.crc32(name.encode())}
-        for name, block in blocks.items()
-    ]
-    encodings = {name: Encoding.parse(block.encoding) for name, block in blocks.items()}
-    header = _header_bytes(records, encodings, metadata)
-    return records[-1]["offset"] + records[-1]["size"] if records else _PREFIX.size + len(header)
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """An array in a file.
-
-    Attributes:
-      name: Its name, "outer/inner" in nested mappings.
-      dtype: Its dtype.
-      shape: Its shape.
-      encoding: The encoding.
-      offset: Where its block begins in the file, in bytes.
-      size: Size of the block in bytes.
-      palette: Number of values that the block begins with; 0 if raw.
-      checksum: Checksum of the block.
-    """
-
-    name: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
-    encoding: Encoding
-    offset: int
-    size: int
-    palette: int
-    checksum: int
+    head, stored = _layout(arrays, metadata)
+    return len(head) + sum(part.nbytes for part in stored)
 
 
 class Container(Mapping[str, np.ndarray]):
     """An open file: arrays by their names, read when they are looked up.
 
     Args:
-      path: Path of a file that `write` wrote.
+      path: Path of a file that `write` wrote, or one in the format of earlier versions.
 
     Attributes:
       metadata: The metadata.
-      entries: Name -> Entry.
+      entries: Name -> EncodedArray, whose parts are bytes in the file.
 
     Raises:
-      InputError: The file is absent, no container, truncated, of another version, or its header is damaged. Looking an array
-        up raises InputError if its block is damaged.
+      InputError: The file is absent, no container, truncated, or its header is damaged. Looking an array up raises InputError
+        if the array is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = os.fspath(path)
         try:
             size = os.path.getsize(self.path)
-            self._bytes = np.memmap(self.path, np.uint8, "r").view(np.ndarray) if size else np.zeros(0, np.uint8)
+            data = np.memmap(self.path, np.uint8, "r").view(np.ndarray) if size else np.zeros(0, np.uint8)
         except FileNotFoundError as error:
             raise InputError(f"there is no file {self.path!r}: pass another path") from error
         except OSError as error:
             raise InputError(
                 f"cannot read {self.path!r} ({error.strerror or error}): pass a file that can be read"
             ) from error
-        header, end = self._header()
-        self.metadata = header["metadata"]
-        self.entries: dict[str, Entry] = {}
-        for record in header["tensors"]:
-            entry = self._entry(record, end)
-            if entry.name in self.entries:
-                raise self._error(f"two tensors have the name {entry.name!r}")
-            self.entries[entry.name] = entry
-            end = entry.offset + entry.size
-        try:
+        self.entries: dict[str, EncodedArray] = {}
+        with self._naming_damage():
+            if data[:8].tobytes() == old_format.MAGIC:
+                arrays, self.metadata = old_format.read(data)
+                self.entries = {name: _encoded(name, array, "raw") for name, array in arrays.items()}
+            else:
+                self.metadata = self._parse(data)
             nested(self.entries)
-        except ValueError as error:
-            raise self._error(str(error)) from error
-        if end != size:
-            raise self._error(f"it has {size} bytes, expected {end}")
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._decode([self.entries[name]])[name]
+        return self._decoded(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
@@ -283,117 +222,70 @@ class Container(Mapping[str, np.ndarray]):
         return len(self.entries)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """All arrays, decoded together.
+        """All arrays, decoded by several threads.
 
         Returns:
           Name -> array.
 
         Raises:
-          InputError: A block is damaged.
+          InputError: An array is damaged.
         """
-        return self._decode(list(self.entries.values()))
+        with ThreadPoolExecutor(deflate.THREADS) as pool:
+            return dict(zip(self, pool.map(self._decoded, self), strict=True))
 
-    def _decode(self, entries: list[Entry]) -> dict[str, np.ndarray]:
-        for entry in entries:
-            block = self._bytes[entry.offset : entry.offset + entry.size]
-            if _block_sum(block) != entry.checksum:
-                raise self._error("its checksum differs", entry.name)
-        arrays: dict[str, np.ndarray] = {}
-        for start in range(0, len(entries), _DECODED_TOGETHER):
-            arrays |= self._decode_together(entries[start : start + _DECODED_TOGETHER])
-        return arrays
+    def _decoded(self, name: str) -> np.ndarray:
+        entry = self.entries[name]
+        with self._naming_damage(name):
+            if _checksum(entry.parts) != entry.checksum:
+                raise ValueError("its checksum differs")
+            if entry.encoding.kind == "raw":
+                return entry.parts[""].view(entry.dtype).reshape(entry.shape)
+            return decode(entry.parts, entry.encoding, entry.dtype, entry.shape)
 
-    def _decode_together(self, entries: list[Entry]) -> dict[str, np.ndarray]:
-        decodings = {}
-        for entry in entries:
-            block = self._bytes[entry.offset : entry.offset + entry.size]
-            decodings[entry.name] = self._checked(
-                entry, lambda b=block, e=entry: decoding(b, e.encoding, e.dtype, e.shape, e.palette)
+    def _parse(self, data: np.ndarray) -> Any:
+        """Sets `entries`, and returns the metadata."""
+        start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        tensors = json.loads(data[8:start].tobytes())
+        if tensors.pop("__metadata__", None) != FORMAT:
+            raise ValueError(f"it lacks the metadata {FORMAT} of files that hpnlp.compress.container.write wrote")
+        parts: dict[str, dict[str, np.ndarray]] = {}
+        end = 0
+        for key, tensor in tensors.items():
+            name, _, part = key.partition(_PART)
+            parts.setdefault(name, {})[part] = data[start:][slice(*tensor["data_offsets"])]
+            end = max(end, tensor["data_offsets"][1])
+        if start + end != data.size:
+            raise ValueError(f"it has {data.size} bytes, expected {start + end}")
+        header = json.loads(deflate.inflate(parts.pop("")[_HEADER], _MAX_HEADER))
+        for name, (encoding, dtype, shape, checksum) in header["arrays"].items():
+            if name.count(_SEPARATOR) > _MAX_DEPTH or not all(type(n) is int and n >= 0 for n in shape):
+                raise ValueError(f"its header has {name!r:.80} of shape {shape!r:.80}")
+            self.entries[name] = EncodedArray(
+                Encoding.parse(encoding), DTYPES[dtype], tuple(shape), parts[name], checksum
             )
-        try:
-            flat = Decoding.run(list(decodings.values()))
-        except (InputError, MemoryError):  # each by itself, to name the tensor
-            flat = [self._checked(e, lambda e=e: Decoding.run([decodings[e.name]])[0]) for e in entries]
-        return {entry.name: array for entry, array in zip(entries, flat, strict=True)}
+        return header["metadata"]
 
-    def _checked(self, entry: Entry, function: Any) -> Any:
+    @contextlib.contextmanager
+    def _naming_damage(self, name: str | None = None) -> Iterator[None]:
+        """Raises InputError with the file and the array for what a damaged file causes."""
+        where = f"{self.path!r}" if name is None else f"tensor {name!r:.200} of {self.path!r}"
+        fault = "is no container of hpnlp, or damaged" if name is None else "is damaged"
         try:
-            return function()
-        except InputError as error:
-            raise self._error(str(error), entry.name) from error
+            yield
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+            struct.error,
+        ) as error:
+            raise InputError(f"{where} {fault}: {error}; restore the file, or write it again") from error
         except MemoryError as error:
             raise InputError(
-                f"tensor {entry.name!r} of {self.path!r} has {math.prod(entry.shape)} elements, more than memory holds: "
-                "restore the file if it is damaged, or read it on a machine with more memory"
+                f"{where} does not fit into memory: restore the file if it is damaged, or read it on a machine with more memory"
             ) from error
-
-    def _error(self, problem: str, name: str | None = None) -> InputError:
-        where = f"{self.path!r}" if name is None else f"tensor {name!r:.200} of {self.path!r}"
-        return InputError(f"{where} is damaged: {problem}; {_RESTORE}")
-
-    def _header(self) -> tuple[dict[str, Any], int]:
-        """The header, and where it ends."""
-        if self._bytes.size < _PREFIX.size:
-            if self._bytes.tobytes() != MAGIC[: self._bytes.size] or not self._bytes.size:
-                raise InputError(
-                    f"{self.path!r} is no container of hpnlp: pass a file that hpnlp.compress.container.write wrote"
-                )
-            raise self._error(f"it has {self._bytes.size} bytes, fewer than its header")
-        magic, version, checksum, size = _PREFIX.unpack(self._bytes[: _PREFIX.size].tobytes())
-        if magic != MAGIC:
-            raise InputError(
-                f"{self.path!r} is no container of hpnlp: pass a file that hpnlp.compress.container.write wrote"
-            )
-        if version != VERSION:
-            raise InputError(
-                f"{self.path!r} has version {version}, this hpnlp reads version {VERSION}: write it again, or install the "
-                "hpnlp that wrote it"
-            )
-        end = _PREFIX.size + size
-        if end > self._bytes.size:
-            raise self._error(f"it has {self._bytes.size} bytes, its header ends at {end}")
-        text = self._bytes[_PREFIX.size : end]
-        if _block_sum(text) != checksum:
-            raise self._error("the checksum of its header differs")
-        try:
-            header = json.loads(zlib.decompressobj().decompress(text.tobytes(), _MAX_HEADER))
-        except (zlib.error, ValueError, RecursionError) as error:
-            raise self._error(f"its header is no JSON ({error})") from error
-        if not (isinstance(header, dict) and "metadata" in header and isinstance(header.get("tensors"), list)):
-            raise self._error("its header has no metadata and tensors")
-        return header, end
-
-    def _entry(self, record: Any, end: int) -> Entry:
-        """Checks an entry of the header; `end` is the end of the block before."""
-        if not (isinstance(record, dict) and record.keys() == _ENTRY.keys()):
-            raise self._error(f"its header has an entry {str(record)[:80]}, expected {', '.join(_ENTRY)}")
-        name = record["name"]
-        for key, expected in _ENTRY.items():
-            value = record[key]
-            if type(value) is not expected or (expected is int and not 0 <= value < _LARGEST):
-                raise self._error(f"{key} is {str(value)[:80]}", str(name))
-        if not all(parts := name.split(_SEPARATOR)) or len(parts) > _MAX_DEPTH:
-            raise self._error(f"its name has {len(parts)} parts, expected up to {_MAX_DEPTH} that are not empty", name)
-        if record["dtype"] not in DTYPES:
-            raise self._error(f"dtype is {record['dtype']!r:.80}", name)
-        shape = tuple(record["shape"])
-        is_valid = len(shape) <= _MAX_AXES and all(type(n) is int and 0 <= n < _LARGEST for n in shape)
-        # numpy limits the product of the axes that are not empty.
-        if not is_valid or math.prod(n for n in shape if n) >= _LARGEST:
-            raise self._error(f"shape is {str(shape)[:80]}", name)
-        encoding = self._checked_encoding(record["encoding"], name)
-        offset, size = record["offset"], record["size"]
-        if offset != _aligned(end, encoding) or offset + size > self._bytes.size:
-            raise self._error(f"its block takes bytes {offset} to {offset + size} of {self._bytes.size}", name)
-        return Entry(
-            name, DTYPES[record["dtype"]], shape, encoding, offset, size, record["palette"], record["checksum"]
-        )
-
-    def _checked_encoding(self, text: str, name: str) -> Encoding:
-        try:
-            return Encoding.parse(text)
-        except InputError as error:
-            raise self._error(str(error), name) from error
 
 
 def _flatten(tree: Tree, prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
@@ -412,57 +304,51 @@ def _flatten(tree: Tree, prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
             yield f"{prefix}{key}", array.astype(array.dtype.newbyteorder("=")) if not array.dtype.isnative else array
 
 
-def _write(file: BinaryIO, arrays: Mapping[str, np.ndarray], encodings: Mapping[str, Encoding], metadata: Any) -> None:
-    blocks, records = [], []
-    for name, array in arrays.items():
+def _encoded(name: str, array: np.ndarray, spec: str) -> EncodedArray:
+    if DTYPES.get(array.dtype.name) != array.dtype:
+        raise InputError(f"tensor {name!r} is {array.dtype}: expected one of {', '.join(DTYPES)}; cast it with .astype")
+    encoding, parts = Encoding.parse(spec), {"": np.asarray(array, order="C")}
+    if encoding.kind != "raw":
         try:
-            palette, block = encode(array, encodings[name])
+            encoding, parts = encode(array, encoding)
         except InputError as error:
             raise InputError(f"tensor {name!r}: {error}") from error
-        blocks.append(block)
-        records.append(
-            {"name": name, "dtype": array.dtype.name, "shape": list(array.shape), "encoding": str(encodings[name])}
-            | {"size": len(block), "palette": palette, "checksum": _block_sum(block)}
+    return EncodedArray(encoding, array.dtype, array.shape, parts, _checksum(parts))
+
+
+def _checksum(parts: Mapping[str, np.ndarray]) -> int:
+    total = 0
+    for name in sorted(parts):
+        total = (31 * total + byte_sum(parts[name])) & 0xFFFFFFFF
+    return total
+
+
+def _layout(arrays: Mapping[str, EncodedArray], metadata: Any) -> tuple[bytes, list[np.ndarray]]:
+    """The bytes in front of the tensors, and the tensors."""
+    described = {name: [str(x.encoding), x.dtype.name, x.shape, x.checksum] for name, x in arrays.items()}
+    try:
+        text = json.dumps({"metadata": metadata, "arrays": described}, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"metadata cannot be stored as JSON ({error}): pass numbers, text, lists and dicts") from error
+    if len(text) > _MAX_HEADER:
+        raise InputError(
+            f"the header has {len(text)} bytes of JSON, expected at most {_MAX_HEADER}: store large metadata as an array"
         )
-    header = _header_bytes(records, encodings, metadata)
-    file.write(_PREFIX.pack(MAGIC, VERSION, _block_sum(np.frombuffer(header, np.uint8)), len(header)) + header)
-    for record, block in zip(records, blocks, strict=True):
-        file.write(bytes(record["offset"] - file.tell()))
-        file.write(memoryview(block))
-
-
-def _header_bytes(records: list[dict[str, Any]], encodings: Mapping[str, Encoding], metadata: Any) -> bytes:
-    """The header. Sets the offsets, which depend on its size: it is made again until it fits in front of them."""
-    room = 0
-    while True:
-        end = _PREFIX.size + room
-        for record in records:
-            record["offset"] = _aligned(end, encodings[record["name"]])
-            end = record["offset"] + record["size"]
-        try:
-            text = json.dumps({"metadata": metadata, "tensors": records}, separators=(",", ":"), allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InputError(
-                f"metadata cannot be stored as JSON ({error}): pass numbers, text, lists and dicts"
-            ) from error
-        if len(text) > _MAX_HEADER:
-            raise InputError(
-                f"the header has {len(text)} bytes of JSON, expected at most {_MAX_HEADER}: store large metadata as an array"
-            )
-        header = zlib.compress(text.encode(), 9)
-        if len(header) <= room:
-            return header.ljust(room, b"\0")
-        room = len(header) + 8  # other offsets may change the size by a few bytes
-
-
-def _aligned(offset: int, encoding: Encoding) -> int:
-    alignment = ALIGNMENT if encoding.kind == "raw" else 8
-    return -(-offset // alignment) * alignment
-
-
-def _block_sum(block: np.ndarray) -> int:
-    """Checksum of bytes as uint32 words; the last one is padded with zeros."""
-    whole = block.size // 4 * 4
-    tail = np.frombuffer(block[whole:].tobytes().ljust(4, b"\0"), "<u4")
-    head = word_sum(block[:whole].view("<u4")) if whole else 0
-    return (head + int(tail[0]) * (2 * (whole // 4) + 1)) & 0xFFFFFFFF
+    stored = {
+        f"{name}{_PART}{part}" if part else name: tensor
+        for name, x in arrays.items()
+        for part, tensor in x.parts.items()
+    }
+    # The largest elements come first, so that all are aligned.
+    stored = dict(sorted(stored.items(), key=lambda item: -item[1].dtype.itemsize))
+    stored[f"{_PART}{_HEADER}"] = np.frombuffer(zlib.compress(text.encode(), 9), np.uint8)
+    tensors: dict[str, Any] = {"__metadata__": FORMAT}
+    end = 0
+    for name, tensor in stored.items():
+        dtype, shape = _STORED.get(tensor.dtype.name), list(tensor.shape)
+        start, end = end, end + tensor.nbytes
+        content = {"dtype": dtype, "shape": shape} if dtype else {"dtype": "U8", "shape": [tensor.nbytes]}
+        tensors[name] = {**content, "data_offsets": [start, end]}
+    head = json.dumps(tensors, separators=(",", ":"))
+    head += " " * (-len(head) % 8)
+    return len(head).to_bytes(8, "little") + head.encode(), list(stored.values())

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from hpnlp.compress import container
+from hpnlp.compress.container import EncodedArray, planned_size
 from hpnlp.compress.files import file_content, read_outline, stored_bytes
 from hpnlp.compress.recipe import Calibration, Stage
-from hpnlp.compress.storage import huffman, packing
+from hpnlp.compress.storage import deflate, packing
+from hpnlp.compress.storage.array_encodings import Encoding
 from hpnlp.ops.weight import parameter_count
 
 ORIGINAL = "original"
-# Bytes of a Huffman stream beyond its codes: code lengths of 256 symbols that zlib cannot shrink, and the last word.
-_CODE_LENGTHS = 256 + 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,26 +96,29 @@ def _no_gradients(config: Any, weights: Any) -> Any:
 def _size(stage: str, shapes: Any, step: int, prunes: bool) -> Size:
     """Sizes of weights of these shapes, whose floating-point numbers may be zero if `prunes`."""
     leaves, header = file_content(shapes, {"step": step})
-    blocks = {name: _block(leaf) for name, leaf in leaves.items()}
-    has_codes = any(block.encoding not in ("raw", "packed(4)") for block in blocks.values())
+    arrays = {name: _encoded(name, leaf) for name, leaf in leaves.items()}
+    has_codes = any(array.encoding.kind == "huffman" for array in arrays.values())
     return Size(
         stage,
         parameter_count(shapes),
         stored_bytes(leaves),
-        container.planned_size(blocks, header),
+        planned_size(arrays, header),
         is_bound=has_codes or prunes,
     )
 
 
-def _block(leaf: Any) -> container.PlannedBlock:
-    """The block of an array in the encoding that `files.encoding_of` chooses, with the largest size that it may have."""
-    name = np.dtype(leaf.dtype).name
-    if name in ("int4", "uint4"):
-        return container.PlannedBlock(name, leaf.shape, "packed(4)", 16 + packing.packed_size(leaf.size, 4), 16)
-    if name in ("int8", "uint8"):
-        # Codes of a limited alphabet have at most 8 bits on average; each lane's length is stored in at most 2 bytes, and the
-        # last look-ups of lanes are padded. Codes that are zeros mostly are two streams, which are smaller together.
-        lanes = -(-leaf.size // huffman.STEPS)
-        stream = huffman.HEADER_SIZE + _CODE_LENGTHS + leaf.size + 3 * lanes
-        return container.PlannedBlock(name, leaf.shape, "huffman", 256 + stream, 256)
-    return container.PlannedBlock(name, leaf.shape, "raw", leaf.size * np.dtype(leaf.dtype).itemsize)
+def _encoded(name: str, leaf: Any) -> EncodedArray:
+    """An array in the encoding that `files.encoding_of` chooses, with the largest parts that it may have."""
+    dtype, checksum = np.dtype(leaf.dtype), zlib.crc32(name.encode())  # as long as others
+    if dtype.name in ("int4", "uint4"):
+        encoding, parts = "packed(4)", {"values": 16, "codes": packing.packed_size(leaf.size, 4)}
+    elif dtype.name in ("int8", "uint8"):
+        # Codes that are zeros mostly are two streams, which are smaller together.
+        blocks = range(-(-leaf.size // deflate.BLOCK))
+        sizes = (deflate.largest_size(min(deflate.BLOCK, leaf.size - i * deflate.BLOCK)) for i in blocks)
+        encoding, parts = "huffman", {"values": 256} | {f"codes/{i}": size for i, size in enumerate(sizes)}
+    else:
+        encoding, parts = "raw", {}
+    tensors = {part: np.broadcast_to(np.uint8(0), size) for part, size in parts.items()}
+    tensors = tensors or {"": np.broadcast_to(np.zeros((), dtype), leaf.shape)}
+    return EncodedArray(Encoding.parse(encoding), dtype, leaf.shape, tensors, checksum)

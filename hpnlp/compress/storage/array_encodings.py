@@ -1,20 +1,21 @@
-"""Encodings of one array as a block of bytes: raw, packed, Huffman coded, sparse, non-zeros.
+"""Encodings of one array as parts: raw, packed, Huffman coded, sparse, non-zeros.
 
-A block that is not raw begins with the palette: the distinct elements of the array, as bits. The codes behind it are indices of
-the palette, so that every dtype can be encoded, and arrays are decoded directly to their dtype. In a block of non-zeros, all
-elements that are not zero stand in place of the palette, and the codes are 1 where one of them belongs.
+Encodings but "raw" and "nonzeros" store the distinct elements of the array as "values", and indices of these as "codes", so
+that every dtype can be encoded, and arrays are decoded directly to their dtype. "nonzeros" stores all elements that are not
+zero as "values", and codes that are 1 where one of them belongs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
-from hpnlp.compress.storage import huffman, packing, sparse_codes
+from hpnlp.compress.storage import deflate, packing, sparse_codes
 from hpnlp.errors import InputError
 
 _SPEC = re.compile(r"(raw|packed|huffman|sparse|nonzeros)(?:\((\d+(?:\.\d+)?)\))?")
@@ -68,28 +69,24 @@ class Encoding:
         return self.kind if self.bits is None else f"{self.kind}({self.bits})"
 
 
-def encode(array: np.ndarray, encoding: Encoding) -> tuple[int, np.ndarray]:
+def encode(array: np.ndarray, encoding: Encoding) -> tuple[Encoding, dict[str, np.ndarray]]:
     """Encodes an array.
 
     Args:
       array: The array.
-      encoding: The encoding.
+      encoding: The encoding, other than "raw".
 
     Returns:
-      (number of elements in the palette, the block as uint8[size]).
+      The encoding, with the bits that it chose, and parts by name: "values", the bits of elements as unsigned integers;
+      "codes", packed; or "codes/0", "codes/1" and so on, "gaps/0" and so on, the blocks of `deflate.encode`.
 
     Raises:
       InputError: The array has more distinct elements than the encoding holds.
     """
-    if encoding.kind == "raw":
-        return 0, np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     if encoding.kind == "nonzeros":
         bits = _bits(array)
-        values = bits[bits != 0]
-        return len(values), _block(values, np.frombuffer(huffman.encode((bits != 0).astype(np.uint8)), np.uint8))
-    limit = _MAX_PALETTE
-    if encoding.kind == "packed":
-        limit = 3 if encoding.bits == packing.TRITS else 1 << int(encoding.bits or 0)
+        return encoding, {"values": bits[bits != 0], **_coded("codes", (bits != 0).view(np.uint8), 2)}
+    limit = packing.code_count(encoding.bits or 0) if encoding.kind == "packed" else _MAX_PALETTE
     palette, codes = _palette(array, zero_first=encoding.kind == "sparse")
     if len(palette) > limit:
         raise InputError(
@@ -97,104 +94,63 @@ def encode(array: np.ndarray, encoding: Encoding) -> tuple[int, np.ndarray]:
         )
     codes = codes.astype(np.uint8 if len(palette) <= 256 else np.uint16)
     if encoding.kind == "packed":
-        payload = packing.pack(codes, encoding.bits or 0)
-    else:
-        stream = (
-            huffman.encode(codes) if encoding.kind == "huffman" else sparse_codes.encode(codes, _int(encoding.bits))
-        )
-        payload = np.frombuffer(stream, np.uint8)
-    return len(palette), _block(palette, payload)
+        return encoding, {"values": palette, "codes": packing.pack(codes, encoding.bits or 0)}
+    if encoding.kind == "huffman":
+        return encoding, {"values": palette, **_coded("codes", codes, len(palette))}
+    # Wider gaps take two bytes, narrower ones more fillers: 8 bits have one for each 256 zeros.
+    gap_bits = int(encoding.bits or (8 if array.size <= 128 * np.count_nonzero(codes) else 16))
+    gaps, entries = sparse_codes.split(codes, gap_bits)
+    coded = _coded("gaps", gaps, _gap_levels(gap_bits)) | _coded("codes", entries, len(palette))
+    return Encoding("sparse", gap_bits), {"values": palette, **coded}
 
 
-def _block(palette: np.ndarray, payload: np.ndarray) -> np.ndarray:
-    """The palette, padded, and what follows it."""
-    head = np.zeros(_palette_size(len(palette), palette.itemsize), np.uint8)
-    head[: palette.nbytes] = palette.view(np.uint8)
-    return np.concatenate([head, payload])
-
-
-@dataclasses.dataclass(frozen=True)
-class Decoding:
-    """A block that was checked, and is not decoded yet.
-
-    Attributes:
-      streams: Huffman streams in the block, and the values of their symbols.
-      finish: Makes the array of the decoded streams.
-    """
-
-    streams: Sequence[tuple[bytes | np.ndarray, np.ndarray | None]]
-    finish: Callable[[list[np.ndarray]], np.ndarray]
-
-    @staticmethod
-    def run(decodings: Sequence[Decoding]) -> list[np.ndarray]:
-        """Decodes several blocks together.
-
-        Args:
-          decodings: The blocks.
-
-        Returns:
-          Their arrays.
-
-        Raises:
-          InputError: A block is damaged.
-        """
-        decoded = iter(huffman.decode_all([stream for item in decodings for stream in item.streams]))
-        return [item.finish([next(decoded) for _ in item.streams]) for item in decodings]
-
-
-def decoding(block: np.ndarray, encoding: Encoding, dtype: np.dtype, shape: tuple[int, ...], palette: int) -> Decoding:
-    """Checks a block against the array's dtype and shape.
+def decode(parts: Mapping[str, np.ndarray], encoding: Encoding, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """Inverse of `encode`.
 
     Args:
-      block: uint8[size] the block. It may be memory-mapped: raw arrays are views of it.
-      encoding: Its encoding.
+      parts: The parts, as bytes.
+      encoding: The encoding that `encode` returned.
       dtype: Dtype of the array.
       shape: Shape of the array.
-      palette: Number of elements that the block begins with.
 
     Returns:
-      The block, ready to be decoded.
+      The array.
 
     Raises:
-      InputError: The block does not fit dtype and shape.
+      InputError: The parts do not fit the encoding, dtype or shape.
+      KeyError: A part is missing.
     """
-    count = math.prod(shape)
-    if encoding.kind == "raw":
-        if block.size != count * dtype.itemsize or palette:
-            raise InputError(f"{block.size} bytes for {dtype}{list(shape)} of {count * dtype.itemsize} bytes")
-        return Decoding((), lambda _: block.view(dtype).reshape(shape))
-    head = _palette_size(palette, dtype.itemsize)
-    limit = count if encoding.kind == "nonzeros" else _MAX_PALETTE
-    if head > block.size or palette > limit or dtype.itemsize > 8:
-        raise InputError(f"{block.size} bytes for {palette} elements of {dtype}")
-    values = block[: palette * dtype.itemsize].view(f"<u{dtype.itemsize}")
-    payload = block[head:]
+    values, count = parts["values"].view(f"<u{dtype.itemsize}"), math.prod(shape)
     if encoding.kind == "packed":
-        bits = encoding.bits or 0
-        if payload.size != packing.packed_size(count, bits):
-            raise InputError(f"{payload.size} bytes for {count} codes of {bits} bits")
-        return Decoding((), lambda _: packing.unpack(payload, bits, count, values).view(dtype).reshape(shape))
-    stream = payload.tobytes()
-    if encoding.kind in ("huffman", "nonzeros"):
-        if huffman.count(stream) != count:
-            raise InputError(f"{huffman.count(stream)} symbols for {count} elements")
-        if encoding.kind == "nonzeros":
-            return Decoding([(stream, None)], lambda decoded: _filled(decoded[0], values).view(dtype).reshape(shape))
-        return Decoding([(stream, values)], lambda decoded: decoded[0].view(dtype).reshape(shape))
-    sparse = sparse_codes.Sparse.parse(stream)
-    if sparse.size != count or (palette and values[0]):
-        raise InputError(f"a sparse array of {sparse.size} elements for {count}, or one without zero in its palette")
-    streams = [(sparse.gaps, None), (sparse.entries, values)]
-    return Decoding(streams, lambda decoded: sparse.merge(*decoded).view(dtype).reshape(shape))
+        elements = packing.unpack(parts["codes"], encoding.bits or 0, count, values)
+    elif encoding.kind == "huffman":
+        elements = deflate.decode(_blocks(parts, "codes"), len(values), count, values)
+    elif encoding.kind == "nonzeros":
+        mask = deflate.decode(_blocks(parts, "codes"), 2, count)
+        if np.count_nonzero(mask) != len(values):
+            raise InputError(f"{len(values)} non-zeros for {np.count_nonzero(mask)} places")
+        elements = np.zeros(count, values.dtype)
+        elements[mask.view(bool)] = values
+    else:
+        gap_bits = int(encoding.bits or 0)
+        gaps = deflate.decode(_blocks(parts, "gaps"), _gap_levels(gap_bits))
+        entries = deflate.decode(_blocks(parts, "codes"), len(values), len(gaps), values)
+        elements = sparse_codes.merge(gaps, entries, count, gap_bits)
+    return elements.view(dtype).reshape(shape)
 
 
-def _filled(mask: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Zeros, with the values where the mask is 1."""
-    if np.count_nonzero(mask) != len(values):
-        raise InputError(f"{len(values)} non-zeros for {np.count_nonzero(mask)} places")
-    array = np.zeros(len(mask), values.dtype)
-    array[mask.astype(bool)] = values
-    return array
+def _coded(name: str, codes: np.ndarray, levels: int) -> dict[str, np.ndarray]:
+    return {f"{name}/{i}": block for i, block in enumerate(deflate.encode(codes, levels))}
+
+
+def _blocks(parts: Mapping[str, np.ndarray], name: str) -> list[np.ndarray]:
+    numbered = (f"{name}/{i}" for i in itertools.count())
+    return [parts[key] for key in itertools.takewhile(parts.__contains__, numbered)]
+
+
+def _gap_levels(gap_bits: int) -> int:
+    """Whole bytes, so that the number of gaps is that of the decoded bytes."""
+    return 1 << (8 if gap_bits <= 8 else 16)
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
@@ -222,12 +178,3 @@ def _palette(array: np.ndarray, zero_first: bool) -> tuple[np.ndarray, np.ndarra
     codes = np.zeros(bits.size, np.int64)
     codes[nonzero] = inverse + with_zero
     return np.concatenate([np.zeros(int(with_zero), bits.dtype), palette]), codes
-
-
-def _palette_size(count: int, itemsize: int) -> int:
-    """Bytes of a palette, padded to 8."""
-    return -(-count * itemsize // 8) * 8
-
-
-def _int(bits: int | float | None) -> int | None:
-    return None if bits is None else int(bits)

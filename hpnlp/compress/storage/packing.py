@@ -16,6 +16,19 @@ from hpnlp.errors import InputError
 MAX_BITS = 16
 TRITS = 1.6  # the width of a ternary code of which five share a byte, 3^5 = 243 <= 256
 _TRITS_PER_BYTE = 5
+_TAKEN_TOGETHER = 1 << 15
+
+
+def code_count(bits: int | float) -> int:
+    """Number of codes of a width.
+
+    Args:
+      bits: Width of a code: 1 to 16, or 1.6 for ternary codes.
+
+    Returns:
+      2^bits, or 3.
+    """
+    return 3 if bits == TRITS else 1 << int(bits)
 
 
 def packed_size(count: int, bits: int | float) -> int:
@@ -49,7 +62,7 @@ def pack(codes: np.ndarray, bits: int | float) -> np.ndarray:
       InputError: Another width, another dtype, or a code out of range.
     """
     _check_bits(bits)
-    levels = 3 if bits == TRITS else 1 << int(bits)
+    levels = code_count(bits)
     if codes.dtype.kind not in "ui":
         raise InputError(f"codes are {codes.dtype}: expected integers; convert them with .astype(np.uint8)")
     flat = codes.reshape(-1)
@@ -62,6 +75,8 @@ def pack(codes: np.ndarray, bits: int | float) -> np.ndarray:
         digits = _padded(flat, _TRITS_PER_BYTE, np.uint8)
         return functools.reduce(lambda value, column: value * np.uint8(3) + column, digits.T[::-1])
     width = int(bits)
+    if width in (8, 16):
+        return flat.astype(f"<u{width // 8}").view(np.uint8)
     rows = _padded(flat, 8, np.uint32)  # eight codes take exactly `width` bytes
     packed = np.zeros((len(rows), width + 2), np.uint8)
     for i in range(8):
@@ -86,36 +101,50 @@ def unpack(packed: np.ndarray, bits: int | float, count: int, values: np.ndarray
     Raises:
       InputError: Another width, another number of bytes, or a code that has no value.
 
-    Cost: Widths 1, 1.6, 2 and 4 read one table entry for each byte; other widths take about five operations for each code.
+    Cost: Widths 1, 1.6, 2, 4, 8 and 16 read one table entry for each byte or code; others take about five more operations.
     """
     size = packed_size(count, bits)
     if packed.dtype != np.uint8 or packed.shape != (size,):
         raise InputError(
             f"packed codes are {packed.dtype}{list(packed.shape)}: {count} codes of {bits} bits take uint8[{size}]"
         )
-    levels = 3 if bits == TRITS else 1 << int(bits)
+    levels = code_count(bits)
     dtype = np.uint8 if bits <= 8 else np.uint16
     table = np.arange(levels, dtype=dtype) if values is None else values[:levels]
     if bits in (1, TRITS, 2, 4):
         codes = _codes_of_bytes(bits)
         _check_codes(packed[:-1], codes, len(table))
-        whole = np.take(_fill(table, levels)[codes], packed, axis=0).reshape(-1)
+        whole = _take(_fill(table, levels)[codes], packed).reshape(-1)
         if size:
             _check_codes(packed[-1:], codes[:, : count - (size - 1) * codes.shape[1]], len(table))
         return whole[:count]
-    rows = np.zeros((-(-count // 8), int(bits)), np.uint8)
-    rows.reshape(-1)[:size] = packed
-    unpacked = np.empty((len(rows), 8), dtype)
-    for i in range(8):
-        byte, shift = int(bits) * i // 8, int(bits) * i % 8
-        value = rows[:, byte].astype(np.uint32) >> np.uint32(shift)
-        for k in range(1, -(-(shift + int(bits)) // 8)):
-            value |= rows[:, byte + k].astype(np.uint32) << np.uint32(8 * k - shift)
-        unpacked[:, i] = value & np.uint32(levels - 1)
-    flat = unpacked.reshape(-1)[:count]
+    flat = packed.view(f"<u{int(bits) // 8}") if bits in (8, 16) else _shifted(packed, int(bits), count)
     if len(table) < levels and flat.size and int(flat.max()) >= len(table):
         raise InputError(f"packed codes reach {flat.max()}: expected at most {len(table) - 1}; pack them again")
-    return flat if values is None else np.take(table, flat)
+    return flat if values is None else _take(table, flat)
+
+
+def _shifted(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
+    """[count] codes of any width."""
+    rows = np.zeros((-(-count // 8), bits), np.uint8)
+    rows.reshape(-1)[: packed.size] = packed
+    unpacked = np.empty((len(rows), 8), np.uint8 if bits <= 8 else np.uint16)
+    for i in range(8):
+        byte, shift = bits * i // 8, bits * i % 8
+        value = rows[:, byte].astype(np.uint32) >> np.uint32(shift)
+        for k in range(1, -(-(shift + bits) // 8)):
+            value |= rows[:, byte + k].astype(np.uint32) << np.uint32(8 * k - shift)
+        unpacked[:, i] = value & np.uint32((1 << bits) - 1)
+    return unpacked.reshape(-1)[:count]
+
+
+def _take(table: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """The table's rows at indices that it has, in parts: numpy converts the indices to int64."""
+    taken = np.empty((indices.size, *table.shape[1:]), table.dtype)
+    for start in range(0, indices.size, _TAKEN_TOGETHER):
+        part = slice(start, start + _TAKEN_TOGETHER)
+        np.take(table, indices[part], axis=0, out=taken[part], mode="clip")
+    return taken
 
 
 @functools.cache

@@ -37,3 +37,18 @@ def word_sum(x: np.ndarray) -> int:
         total += int(np.add.reduce(weighted, dtype=np.uint32))
         total += 2 * start * int(np.add.reduce(chunk, dtype=np.uint32))
     return total & 0xFFFFFFFF
+
+
+def byte_sum(x: np.ndarray) -> int:
+    """Computes the checksum of an array's bytes as words of 4 bytes, of which the last is filled up with zeros.
+
+    Args:
+      x: Contiguous array.
+
+    Returns:
+      As `word_sum`.
+    """
+    data = x.reshape(-1).view(np.uint8)
+    whole = data.size // 4 * 4
+    tail = int.from_bytes(data[whole:].tobytes(), "little")
+    return ((word_sum(data[:whole].view("<u4")) if whole else 0) + tail * (2 * (whole // 4) + 1)) & 0xFFFFFFFF
