@@ -4,11 +4,11 @@ A raw array is the tensor of its name; dtypes that safetensors lacks are stored 
 the parts of `storage.array_encodings` are the tensors "a/b//values", "a/b//codes/0" and so on. The tensor "//header" is JSON,
 compressed by zlib:
 
-    {"metadata": ..., "arrays": {name: [encoding, dtype, shape, checksum], ...}}
+    {"metadata": ..., "arrays": {name: [encoding, dtype, shape], ...}}
 
-Checksums are those of `hpnlp.ops.helpers.checksum`, of the parts as uint32 words. The few lines here that write and parse the
-format itself let readers map raw arrays into memory, which the library copies, and plan the size of a file without its
-arrays. Reading needs numpy only.
+"//checksums" has the checksums of the arrays, see `_checksum`. The few lines here that write and parse the format itself let
+readers map raw arrays into memory, which the library copies, and plan the size of a file without its arrays. Reading needs
+numpy only.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OTHERS = (
 DTYPES = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in (*_STORED, *_OTHERS)}
 _SEPARATOR = "/"
 _PART = "//"  # in no name of an array, since names have no empty parts
-_HEADER = "header"
+_HEADER, _CHECKSUMS = f"{_PART}header", f"{_PART}checksums"
 # Bytes of JSON, about 400,000 arrays. Parsed JSON takes up to 25 times its size, and compressed JSON 1/1000.
 _MAX_HEADER = 1 << 26
 _MAX_DEPTH = 100  # of nested mappings
@@ -108,26 +108,16 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Any]:
       memory-mapped.
 
     Raises:
-      InputError: The file is absent, damaged, or of another version.
+      InputError: The file is absent, damaged, or no container.
 
-    Cost: Reads the file once for its checksums. Arrays are decoded together, which is faster than one by one.
+    Cost: Reads the file once for its checksums. Several threads decode the arrays.
     """
     file = Container(path)
     return nested(file.arrays()), file.metadata
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of named values.
-
-    Args:
-      flat: Values that are no dicts, by names such as "outer/inner".
-
-    Returns:
-      Nested dicts.
-
-    Raises:
-      ValueError: A value has the name of a dict that holds other values.
-    """
+    """The tree of values, which are no dicts, by names such as "outer/inner". Raises ValueError where names conflict."""
     tree: dict[str, Any] = {}
     for name, value in flat.items():
         *outer, last = name.split(_SEPARATOR)
@@ -144,35 +134,17 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class EncodedArray:
-    """An array in a file.
-
-    Attributes:
-      encoding: The encoding.
-      dtype: Dtype of the array.
-      shape: Shape of the array.
-      parts: Its tensors in the file, by the ends of their names; that of a raw array by "".
-      checksum: Checksum of the parts.
-    """
+    """An array in a file."""
 
     encoding: Encoding
     dtype: np.dtype
     shape: tuple[int, ...]
-    parts: Mapping[str, np.ndarray]
-    checksum: int
+    parts: Mapping[str, np.ndarray]  # its tensors in the file, by the ends of their names; that of a raw array by ""
+    checksum: int  # of the parts
 
 
 def planned_size(arrays: Mapping[str, EncodedArray], metadata: Any = None) -> int:
-    """Bytes of the file that `write` would write.
-
-    Args:
-      arrays: The arrays by name, in the order of the file. Only dtypes and shapes of their parts count, which `np.broadcast_to`
-        gives without memory.
-      metadata: As in `write`.
-
-    Returns:
-      The number of bytes. The compressed header holds checksums, which depend on the values: its size is that of a header with
-      other checksums, some bytes more or less.
-    """
+    """Bytes of the file that `write` would write, of arrays of which only dtypes and shapes of the parts count."""
     head, stored = _layout(arrays, metadata)
     return len(head) + sum(part.nbytes for part in stored)
 
@@ -222,14 +194,7 @@ class Container(Mapping[str, np.ndarray]):
         return len(self.entries)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """All arrays, decoded by several threads.
-
-        Returns:
-          Name -> array.
-
-        Raises:
-          InputError: An array is damaged.
-        """
+        """All arrays by name, decoded by several threads."""
         with ThreadPoolExecutor(deflate.THREADS) as pool:
             return dict(zip(self, pool.map(self._decoded, self), strict=True))
 
@@ -256,8 +221,10 @@ class Container(Mapping[str, np.ndarray]):
             end = max(end, tensor["data_offsets"][1])
         if start + end != data.size:
             raise ValueError(f"it has {data.size} bytes, expected {start + end}")
-        header = json.loads(deflate.inflate(parts.pop("")[_HEADER], _MAX_HEADER))
-        for name, (encoding, dtype, shape, checksum) in header["arrays"].items():
+        own = {f"{_PART}{part}": tensor for part, tensor in parts.pop("").items()}
+        header = json.loads(deflate.inflate(own[_HEADER], _MAX_HEADER))
+        described = zip(header["arrays"].items(), own[_CHECKSUMS].view("<u4").tolist(), strict=True)
+        for (name, (encoding, dtype, shape)), checksum in described:
             if name.count(_SEPARATOR) > _MAX_DEPTH or not all(type(n) is int and n >= 0 for n in shape):
                 raise ValueError(f"its header has {name!r:.80} of shape {shape!r:.80}")
             self.entries[name] = EncodedArray(
@@ -325,7 +292,7 @@ def _checksum(parts: Mapping[str, np.ndarray]) -> int:
 
 def _layout(arrays: Mapping[str, EncodedArray], metadata: Any) -> tuple[bytes, list[np.ndarray]]:
     """The bytes in front of the tensors, and the tensors."""
-    described = {name: [str(x.encoding), x.dtype.name, x.shape, x.checksum] for name, x in arrays.items()}
+    described = {name: [str(x.encoding), x.dtype.name, x.shape] for name, x in arrays.items()}
     try:
         text = json.dumps({"metadata": metadata, "arrays": described}, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -339,9 +306,10 @@ def _layout(arrays: Mapping[str, EncodedArray], metadata: Any) -> tuple[bytes, l
         for name, x in arrays.items()
         for part, tensor in x.parts.items()
     }
+    stored[_CHECKSUMS] = np.array([x.checksum for x in arrays.values()], np.uint32)
     # The largest elements come first, so that all are aligned.
     stored = dict(sorted(stored.items(), key=lambda item: -item[1].dtype.itemsize))
-    stored[f"{_PART}{_HEADER}"] = np.frombuffer(zlib.compress(text.encode(), 9), np.uint8)
+    stored[_HEADER] = np.frombuffer(zlib.compress(text.encode(), 9), np.uint8)
     tensors: dict[str, Any] = {"__metadata__": FORMAT}
     end = 0
     for name, tensor in stored.items():

@@ -1,4 +1,4 @@
-"""Weights of a model in one file: a container with the arrays, and the kind of each `Weight` in its header."""
+"""Weights of a model in one safetensors file: the arrays, and the kind of each `Weight` in its header."""
 
 from __future__ import annotations
 
@@ -116,8 +116,7 @@ def file_content(params: Any, metadata: Any) -> tuple[dict[str, Any], dict[str, 
 
     for name, node in _named(params):
         add(name, node)
-    ordered = {"/".join(names): leaf for names, leaf in _flat(container.nested(arrays))}
-    return ordered, {"weights": described, "tuples": _tuples(params), "metadata": metadata}
+    return arrays, {"weights": described, "tuples": _tuples(params), "metadata": metadata}
 
 
 def read_weights(path: str | os.PathLike[str]) -> tuple[Any, Any]:
@@ -257,12 +256,6 @@ def _tuples(params: Any, prefix: str = "") -> list[str]:
         children = params if isinstance(params, Mapping) else {}
     found = [prefix] if isinstance(params, tuple) else []
     return found + [name for key, child in children.items() for name in _tuples(child, f"{prefix}/{key}".lstrip("/"))]
-
-
-def _flat(tree: Any, names: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
-    if not isinstance(tree, Mapping):
-        return [(names, tree)]
-    return [item for key, child in tree.items() for item in _flat(child, (*names, key))]
 
 
 def _replace(tree: dict[str, Any], names: list[str], function: Callable[[Any], Any]) -> None:

@@ -61,7 +61,9 @@ def test_planned_sizes_are_those_of_arrays_and_files(recipe, tmp_path):
         if size.is_bound:
             assert actual.disk_bytes <= size.disk_bytes, stage
         else:
-            assert abs(actual.disk_bytes - size.disk_bytes) <= 64, stage  # checksums in the compressed header
+            assert abs(actual.disk_bytes - size.disk_bytes) <= 16 * len(leaves), (
+                stage
+            )  # values of 4 bits that do not occur
     nodes = jax.tree.leaves(models[-1][1], is_leaf=is_weight)
     assert " ".join(sorted(set().union(*map(stages_of, nodes)))) == RECIPES[recipe]
 

@@ -26,29 +26,14 @@ _USED_BITS = {"int2": 0x3, "uint2": 0x3, "int4": 0xF, "uint4": 0xF, "float4_e2m1
 
 @dataclasses.dataclass(frozen=True)
 class Encoding:
-    """An encoding.
-
-    Attributes:
-      kind: "raw", "packed", "huffman", "sparse" or "nonzeros".
-      bits: Width of packed codes, or of the gaps of sparse arrays; None where the kind has none, or chooses.
-    """
+    """An encoding, and the width of its packed codes or of its gaps; None where it has none, or chooses."""
 
     kind: str
     bits: int | float | None = None
 
     @classmethod
     def parse(cls, spec: str) -> Encoding:
-        """Reads an encoding.
-
-        Args:
-          spec: Such as "raw", "packed(4)", "packed(1.6)", "huffman", "sparse", "sparse(5)" or "nonzeros".
-
-        Returns:
-          The encoding.
-
-        Raises:
-          InputError: Not an encoding.
-        """
+        """Reads an encoding such as "raw", "packed(4)", "packed(1.6)", "huffman", "sparse", "sparse(5)" or "nonzeros"."""
         match = _SPEC.fullmatch(spec)
         bits = float(match[2]) if match and match[2] else None
         if match and bits is not None and bits != packing.TRITS:
@@ -70,18 +55,10 @@ class Encoding:
 
 
 def encode(array: np.ndarray, encoding: Encoding) -> tuple[Encoding, dict[str, np.ndarray]]:
-    """Encodes an array.
+    """Returns the encoding, with the bits that it chose, and the parts of the array by name.
 
-    Args:
-      array: The array.
-      encoding: The encoding, other than "raw".
-
-    Returns:
-      The encoding, with the bits that it chose, and parts by name: "values", the bits of elements as unsigned integers;
-      "codes", packed; or "codes/0", "codes/1" and so on, "gaps/0" and so on, the blocks of `deflate.encode`.
-
-    Raises:
-      InputError: The array has more distinct elements than the encoding holds.
+    Parts are "values", the bits of elements as unsigned integers; "codes", packed; or "codes/0", "codes/1" and so on, "gaps/0"
+    and so on, the blocks of `deflate.encode`.
     """
     if encoding.kind == "nonzeros":
         bits = _bits(array)
@@ -105,21 +82,7 @@ def encode(array: np.ndarray, encoding: Encoding) -> tuple[Encoding, dict[str, n
 
 
 def decode(parts: Mapping[str, np.ndarray], encoding: Encoding, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """Inverse of `encode`.
-
-    Args:
-      parts: The parts, as bytes.
-      encoding: The encoding that `encode` returned.
-      dtype: Dtype of the array.
-      shape: Shape of the array.
-
-    Returns:
-      The array.
-
-    Raises:
-      InputError: The parts do not fit the encoding, dtype or shape.
-      KeyError: A part is missing.
-    """
+    """Inverse of `encode`: the array of the parts, which are given as bytes."""
     values, count = parts["values"].view(f"<u{dtype.itemsize}"), math.prod(shape)
     if encoding.kind == "packed":
         elements = packing.unpack(parts["codes"], encoding.bits or 0, count, values)

@@ -24,15 +24,7 @@ _MEMORY_LEVEL = 9  # Huffman codes change every 32,767 bytes, fewer than at othe
 
 
 def encode(codes: np.ndarray, levels: int) -> list[np.ndarray]:
-    """Codes an array.
-
-    Args:
-      codes: Integers from 0 to levels - 1; any shape, read in C order.
-      levels: Number of codes, at most 65,536.
-
-    Returns:
-      The blocks, uint8[size] each; none of an empty array.
-    """
+    """Codes integers from 0 to levels - 1, of any shape, to zlib streams, uint8[size] each."""
     packed = packing.pack(codes, _width(levels))
     if _width(levels) == 16:
         packed = packed.reshape(-1, 2).T.reshape(-1)  # low bytes are unlike high bytes
@@ -42,19 +34,9 @@ def encode(codes: np.ndarray, levels: int) -> list[np.ndarray]:
 def decode(
     blocks: Sequence[np.ndarray], levels: int, count: int | None = None, values: np.ndarray | None = None
 ) -> np.ndarray:
-    """Inverse of `encode`.
+    """Inverse of `encode`: [count] values of the codes, or the codes as uint8 up to 256 levels and uint16 above.
 
-    Args:
-      blocks: Result of `encode`.
-      levels: Number of codes.
-      count: Number of elements; None for that of the decoded bytes, of 256 or 65,536 levels.
-      values: [levels] values of the codes, of any dtype; the codes themselves by default.
-
-    Returns:
-      [count] values, or codes as uint8 up to 256 levels and uint16 above.
-
-    Raises:
-      InputError: The blocks are damaged, or hold another number of elements.
+    Of 256 and 65,536 levels, `count` may be None: all decoded codes.
     """
     packed, bits = np.frombuffer(_joined(blocks), np.uint8), _width(levels)
     if bits == 16 and not packed.size % 2:
@@ -63,14 +45,7 @@ def decode(
 
 
 def largest_size(count: int) -> int:
-    """Bytes of a block that does not become smaller.
-
-    Args:
-      count: Bytes before they are coded.
-
-    Returns:
-      The largest number of bytes that zlib may take.
-    """
+    """Bytes of a block of `count` bytes that does not become smaller."""
     return count + count // 1024 + 16  # 5 for each 32,767, and those around the stream
 
 
@@ -85,18 +60,7 @@ def _deflated(data: np.ndarray) -> np.ndarray:
 
 
 def inflate(block: np.ndarray, limit: int = BLOCK) -> bytes:
-    """Decodes a zlib stream.
-
-    Args:
-      block: uint8[size].
-      limit: Largest number of bytes of the result, so that no more are allocated.
-
-    Returns:
-      The bytes.
-
-    Raises:
-      InputError: The stream is damaged, or longer.
-    """
+    """Decodes a zlib stream of at most `limit` bytes; no more are allocated."""
     decoder = zlib.decompressobj()
     try:
         data = decoder.decompress(block.data, limit + 1)

@@ -26,17 +26,7 @@ _MAX_HEADER = 1 << 26
 
 
 def read(data: np.ndarray) -> tuple[dict[str, np.ndarray], Any]:
-    """Decodes a file.
-
-    Args:
-      data: uint8[size] its bytes.
-
-    Returns:
-      (arrays by name, metadata).
-
-    Raises:
-      ValueError, LookupError, TypeError or struct.error: The file is damaged.
-    """
+    """Decodes the bytes of a file to arrays by name, and its metadata. Damage raises errors that `Container` converts."""
     _, _, checksum, size = _PREFIX.unpack(data[: _PREFIX.size].tobytes())
     text = data[_PREFIX.size : _PREFIX.size + size]
     if byte_sum(text) != checksum:
@@ -57,7 +47,7 @@ def _array(data: np.ndarray, entry: dict[str, Any]) -> np.ndarray:
     if kind == "raw":
         elements = block
     elif kind == "packed":
-        elements = packing.unpack(coded, float(bits), count, values)
+        elements = packing.unpack(coded, packing.TRITS if bits == "1.6" else int(bits), count, values)
     elif kind == "huffman":
         elements = values[_symbols(coded)]
     elif kind == "nonzeros":

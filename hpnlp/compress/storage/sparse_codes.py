@@ -16,18 +16,9 @@ GAP_BITS = range(2, 17)
 
 
 def split(codes: np.ndarray, gap_bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Divides an array into gaps and entries.
+    """Divides integers, of which most are 0, into gaps and the codes of entries, with fillers.
 
-    Args:
-      codes: [n] integers, of which most are 0.
-      gap_bits: Width of a gap, 2 to 16.
-
-    Returns:
-      (gaps, uint8 up to 8 bits and uint16 above; codes of the entries), with fillers. Fewer than 2^gap_bits zeros are left
-      after the last entry.
-
-    Raises:
-      InputError: Another width.
+    Fewer than 2^gap_bits zeros are left after the last entry.
     """
     if gap_bits not in GAP_BITS:
         raise InputError(f"gap_bits={gap_bits}: expected {GAP_BITS[0]} to {GAP_BITS[-1]}")
@@ -44,20 +35,7 @@ def split(codes: np.ndarray, gap_bits: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def merge(gaps: np.ndarray, entries: np.ndarray, size: int, gap_bits: int) -> np.ndarray:
-    """Inverse of `split`.
-
-    Args:
-      gaps: [e] gaps.
-      entries: [e] values of the entries, of any dtype.
-      size: Number of elements of the array.
-      gap_bits: Width of a gap.
-
-    Returns:
-      [size] values, zero bits where there is no entry.
-
-    Raises:
-      InputError: The last entry lies behind the end, or too far before it.
-    """
+    """Inverse of `split`: [size] elements, zero bits where there is no entry. Entries may be of any dtype."""
     positions = np.cumsum(gaps, dtype=np.int64)
     positions += np.arange(len(gaps))
     last = int(positions[-1]) if len(gaps) else -1
