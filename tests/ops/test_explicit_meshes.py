@@ -16,8 +16,8 @@ from hpnlp.ops.dynamic_quantization import dequantize, quantize
 from hpnlp.ops.reversible import reversible
 from hpnlp.ops.softmax import cross_entropy, margin, proposals, sampled_losses, vmf
 from hpnlp.ops.softmax.structured import adaptive, binary_codes, class_based, hierarchical
-from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close
+from tests.messages import raises
 from tests.ops import test_numpy
 
 B, T, N, K, H = 4, 6, 4, 2, 4
@@ -362,7 +362,6 @@ def test_closure_over_an_explicit_array_raises():
     slopes = jax.device_put(np.arange(4, dtype=np.float32), NamedSharding(mesh, P()))
     qkv = a["q"], a["k"], a["v"]
     with jax.set_mesh(mesh):
-        with pytest.raises(InputError, match=r"closes over an array of an explicit mesh: pass the array .*Partial"):
-            attend(*qkv, bias=lambda head, q, k: slopes[head])
+        raises(r"closes over an array of an explicit mesh", attend, *qkv, bias=lambda head, q, k: slopes[head])
         bias = jax.tree_util.Partial(lambda slopes, head, q, k: slopes[head], slopes)
         assert jax.eval_shape(lambda *qkv: attend(*qkv, bias=bias), *qkv).shape == (B, T, N, H)

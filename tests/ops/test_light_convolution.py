@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hpnlp.ops.convolutions.light_convolution import dynamic_conv, light_conv
-from hpnlp.types import InputError
 from tests.contracts import assert_close, once
+from tests.messages import raises
 
 
 def arrays(length, width, dtype="float32"):
@@ -100,8 +100,7 @@ def test_invalid_arguments_raise():
         (lambda: light(x, fixed, rate=0.5, rng=jax.random.key(0)), "rate=0.5 without streams"),
         (lambda: light(x, fixed, rate=1.0), "rate=1.0: expected at least 0 and less than 1"),
     ):
-        with pytest.raises(InputError, match=message):
-            call()
+        raises(message, call)
 
 
 @pytest.mark.oracle

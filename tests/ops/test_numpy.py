@@ -14,12 +14,7 @@ from hpnlp.ops import dropout, dynamic_quantization, linear, norms, sampling
 from hpnlp.ops import reversible as reversible_layers
 from hpnlp.ops.attention import Causal, Window, attend, clustered, flash, merge, reference
 from hpnlp.ops.attention.decoding import decode, kv_cache
-from hpnlp.ops.attention.linear import (
-    LinearState,
-    linear_attention,
-    linear_attention_step,
-    reference_linear_attention,
-)
+from hpnlp.ops.attention.linear import LinearState, linear_attention, linear_attention_step, reference_linear_attention
 from hpnlp.ops.attention.linear.random_attention import random_feature_attention, rfa_attention
 from hpnlp.ops.attention.memory import compression, relative
 from hpnlp.ops.attention.operands import as_flags
@@ -557,10 +552,7 @@ ON_HOST = {
 
 
 # Searches by loops of unknown length.
-NO_GRADIENT = {
-    "softmax.class_based.class_top_k",
-    "softmax.hierarchical.tree_top_k",
-}
+NO_GRADIENT = {"softmax.class_based.class_top_k", "softmax.hierarchical.tree_top_k"}
 
 
 def public_functions():

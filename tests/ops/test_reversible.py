@@ -9,8 +9,8 @@ from jax.sharding import AxisType, PartitionSpec
 from hpnlp import measure
 from hpnlp.ops.helpers.stacks import StackOrder
 from hpnlp.ops.reversible import reversible
-from hpnlp.types import InputError
 from tests.contracts import assert_close, once
+from tests.messages import raises
 
 D = 8
 
@@ -233,8 +233,7 @@ def test_gradient_of_a_closed_over_value_raises():
 
 def test_16_bit_streams_raise():
     w, x1, x2, _ = arrays(2)
-    with pytest.raises(InputError, match="x1 and x2 are bfloat16 and float32, .*: pass float32"):
-        reversible([(feed, feed)], w, x1.astype(jnp.bfloat16), x2)
+    raises("x1 and x2 are bfloat16 and float32", reversible, [(feed, feed)], w, x1.astype(jnp.bfloat16), x2)
 
 
 @pytest.mark.oracle

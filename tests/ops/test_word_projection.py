@@ -9,9 +9,9 @@ import pytest
 
 from hpnlp.ops import word_projection
 from hpnlp.ops.word_projection import projected_product, ternary_features
-from hpnlp.types import InputError
 from tests import projection_reference as reference
 from tests.contracts import assert_close, once
+from tests.messages import raises
 
 
 def drawn(batch, length, seed=0):
@@ -62,12 +62,9 @@ def test_memory_of_a_product_does_not_grow_with_all_features():
 
 @pytest.mark.parametrize("features", [0, 63, 100])
 def test_other_numbers_of_features_raise(features):
-    with pytest.raises(InputError, match="pass a multiple of 64, such as"):
-        ternary_features(drawn(1, 2), features)
-    with pytest.raises(InputError, match="pass a multiple of 64"):
-        projected_product(drawn(1, 2), np.zeros((features, 3), np.float32))
+    raises("pass a multiple of 64, such as", lambda: ternary_features(drawn(1, 2), features))
+    raises("pass a multiple of 64", lambda: projected_product(drawn(1, 2), np.zeros((features, 3), np.float32)))
 
 
 def test_other_shapes_raise():
-    with pytest.raises(InputError, match=r"expected \[B, T, 4\]"):
-        ternary_features(jnp.zeros((2, 3), jnp.int32), 64)
+    raises(r"expected \[B, T, 4\]", ternary_features, jnp.zeros((2, 3), jnp.int32), 64)

@@ -13,8 +13,8 @@ from hpnlp.measure import count_flops
 from hpnlp.ops.attention import Causal, Full, attend, merge, reference
 from hpnlp.ops.attention.block_sparse.operands import Form
 from hpnlp.ops.dropout import keep_mask
-from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, once
+from tests.messages import raises
 from tests.ops.attention.forms import attend_in_form
 
 SEGMENTS = ("segment_ids", "kv_segment_ids")
@@ -306,24 +306,19 @@ def test_merge_ignores_partials_that_saw_nothing():
     for actual, expected in zip(jax.tree.leaves(merged), jax.tree.leaves(single), strict=True):
         np.testing.assert_allclose(actual, expected, atol=1e-6)
     assert not np.asarray(empty[0]).any() and np.isneginf(empty[1]).all()
-    with pytest.raises(InputError, match="at least one"):
-        merge()
+    raises("at least one", merge)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_invalid_arguments_raise():
+    (q, k, v), _ = make((1, 8, 8, 2, 2, 8, 8))
+    for options, message in (
         ({"impl": "flesh"}, "impl"),
         ({"impl": "cudnn"}, "cudnn"),
         ({"dropout_rate": 1.0}, "dropout_rate"),
         ({"dropout_rate": 0.1}, "rng"),
         ({"block_size": 0}, "block_size"),
-    ],
-)
-def test_invalid_arguments_raise(options, message):
-    (q, k, v), _ = make((1, 8, 8, 2, 2, 8, 8))
-    with pytest.raises(InputError, match=message):
-        attend(q, k, v, Causal(), **options)
+    ):
+        raises(message, attend, q, k, v, Causal(), **options)
 
 
 @pytest.mark.parametrize("mask", [Causal(), Full()], ids=repr)
@@ -357,8 +352,7 @@ def test_calls_to_cudnn_match_reference(mask, segments, monkeypatch):
 def test_operands_that_cudnn_does_not_support_raise(changes, message, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     (q, k, v), options = make((2, 24, 24, 4, 2, 8, 8), jnp.bfloat16, segments=True)
-    with pytest.raises(InputError, match=message):
-        attend(q, k, v, Causal(), impl="cudnn", **options | changes)
+    raises(message, attend, q, k, v, Causal(), impl="cudnn", **options | changes)
 
 
 @pytest.mark.oracle

@@ -26,12 +26,12 @@ from hpnlp.ops.attention import (
 )
 from hpnlp.ops.attention.pair_bias import BiasArrays
 from hpnlp.types import InputError
+from tests.messages import raises
 from tests.ops.attention.forms import arrays
 
 
-@pytest.mark.parametrize(
-    ("mask", "options", "message"),
-    [
+def test_invalid_arguments_raise():
+    for mask, options, message in (
         (PerHead((Causal(),) * 3), {}, "4 query heads"),
         (Causal(), {"dense_mask": jnp.ones((37, 37))}, "bias"),
         (Causal(), {"dense_mask": jnp.ones((36, 37), bool)}, "broadcasts"),
@@ -48,11 +48,9 @@ from tests.ops.attention.forms import arrays
         (Causal(), {"global_tokens": jnp.ones((2, 30), bool)}, "global_tokens"),
         (Causal() & ~GlobalAt((3, 37)), {}, "holds 37, but there are 37 tokens"),
         (PerHead((GlobalAt((40,)),) * 4), {}, "holds 40"),
-    ],
-)
-def test_invalid_arguments_raise(mask, options, message):
-    with pytest.raises(InputError, match=message):
-        attend(*arrays(), mask, **options)
+    ):
+        with pytest.raises(InputError, match=message):
+            attend(*arrays(), mask, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +61,8 @@ class Listed(Mask):
         return k < self.places[0]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_invalid_masks_raise():
+    for make, message in (
         (lambda: Window(-1), "Window.left=-1"),
         (lambda: Window(2**63), "at most"),
         (lambda: Blockwise(0), "Blockwise.block=0"),
@@ -95,11 +92,8 @@ class Listed(Mask):
             "Plain is not a frozen",
         ),
         (lambda: attend(*arrays(), Causal() & Listed([3])), r"Listed cannot be a key .*unhashable.* tuples"),
-    ],
-)
-def test_invalid_masks_raise(make, message):
-    with pytest.raises(InputError, match=message):
-        make()
+    ):
+        raises(message, make)
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ import pytest
 from hpnlp.ops import embeddings
 from hpnlp.ops.embeddings.bags import MODES
 from hpnlp.ops.table_rows import TableRows
-from hpnlp.types import InputError
 from tests.contracts import assert_close, once
+from tests.messages import raises
 
 V, D = 11, 5
 BAGS = [[3, 1, 3], [7], [0, 2, 4, 6, 8], [10, 10]]
@@ -196,5 +196,4 @@ INVALID = {
 @pytest.mark.parametrize("name", INVALID)
 def test_invalid_arguments_raise(name):
     call, message = INVALID[name]
-    with pytest.raises(InputError, match=message):
-        call()
+    raises(message, call)

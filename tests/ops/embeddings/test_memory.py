@@ -9,8 +9,8 @@ import pytest
 
 from hpnlp.ops import embeddings
 from hpnlp.ops.embeddings.memory import EMPTY
-from hpnlp.types import InputError
 from tests.contracts import assert_close, once
+from tests.messages import raises
 
 M, D = 12, 3
 RNG = np.random.default_rng(0)
@@ -192,5 +192,4 @@ INVALID = {
 @pytest.mark.parametrize("name", INVALID)
 def test_invalid_arguments_raise(name):
     call, message = INVALID[name]
-    with pytest.raises(InputError, match=message):
-        call(embeddings.empty_memory(M, D))
+    raises(message, lambda: call(embeddings.empty_memory(M, D)))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from hpnlp.ops import embeddings
-from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, once
+from tests.messages import raises
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((9, 4)).astype(np.float32)
@@ -41,10 +41,7 @@ def by_loop(x, labels, distance, margin, mining, mask):
 
 DISTANCES = {
     "triplet": (embeddings.triplet_loss, lambda a, b: np.sqrt(((a - b) ** 2).sum())),
-    "squared": (
-        lambda *a, **b: embeddings.triplet_loss(*a, squared=True, **b),
-        lambda a, b: ((a - b) ** 2).sum(),
-    ),
+    "squared": (lambda *a, **b: embeddings.triplet_loss(*a, squared=True, **b), lambda a, b: ((a - b) ** 2).sum()),
     "large_margin": (embeddings.large_margin_loss, lambda a, b: -(a * b).sum()),
 }
 
@@ -129,5 +126,4 @@ def test_invalid_arguments_raise(name):
     arguments, message = INVALID[name]
     arguments = {"labels": LABELS} | arguments
     for loss in (embeddings.triplet_loss, embeddings.large_margin_loss):
-        with pytest.raises(InputError, match=message):
-            loss(X, **arguments)
+        raises(message, loss, X, **arguments)

@@ -8,6 +8,7 @@ import pytest
 from hpnlp.ops import embeddings
 from hpnlp.types import InputError
 from tests.contracts import assert_close, once
+from tests.messages import raises
 
 RNG = np.random.default_rng(0)
 X, Q = (RNG.standard_normal((n, 4)).astype(np.float32) for n in (40, 7))
@@ -116,10 +117,8 @@ def test_gradients_of_all_entries_are_those_of_a_softmax():
     ],
 )
 def test_invalid_arguments_of_a_memory_raise(arguments, options, message):
-    with pytest.raises(InputError, match=message):
-        embeddings.concat_nearest(*arguments, **options)
+    raises(message, embeddings.concat_nearest, *arguments, **options)
 
 
 def test_more_neighbors_than_examples_raise():
-    with pytest.raises(InputError, match="k is 41: expected 1 to 40"):
-        embeddings.find_neighbors(Q, X, 41)
+    raises("k is 41: expected 1 to 40", embeddings.find_neighbors, Q, X, 41)

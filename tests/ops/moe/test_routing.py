@@ -13,6 +13,7 @@ from hpnlp.ops.moe.dispatch import rows_of_tokens
 from hpnlp.ops.moe.schedule import equal_schedule, make_schedule
 from hpnlp.types import InputError
 from tests.contracts import assert_close, once
+from tests.messages import raises
 from tests.ops.moe_kernels import replace_kernels
 
 RNG = np.random.default_rng(0)
@@ -250,19 +251,15 @@ def test_hashed_experts_are_distinct_spread_and_fixed():
     np.testing.assert_array_equal(chosen[100:110], moe.hashed_experts(ids[100:110], 2, 8))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+def test_gates_without_an_effect_raise():
+    """Traps: the router of one normalised expert gets no gradient (minimind#858); normalisation twice."""
+    for make, message in (
         (lambda: moe.Gates("softmax", normalize=True).check(1), "no gradient"),
         (lambda: moe.Gates().check(1), "no gradient"),
         (lambda: moe.Gates("softmax_k", normalize=True), "sum to 1 already"),
         (lambda: moe.Gates("softmx"), "expected one of"),
-    ],
-)
-def test_gates_without_an_effect_raise(make, message):
-    """Traps: the router of one normalised expert gets no gradient (minimind#858); normalisation twice."""
-    with pytest.raises(InputError, match=message):
-        make()
+    ):
+        raises(message, make)
 
 
 def make_stacks(experts, dim, columns, gated=False):
@@ -378,19 +375,16 @@ def test_padding_with_token_logits_nan_changes_nothing(name):
     assert np.all(np.isfinite(actual[1])) and np.any(actual[1])
 
 
-@pytest.mark.parametrize(
-    ("k", "options", "message"),
-    [
+def test_groups_that_do_not_fit_raise():
+    logits = np.zeros((2, 8), np.float32)
+    for k, options, message in (
         (4, {"groups": 4, "kept_groups": 1}, "have fewer experts"),
         (2, {"groups": 3}, "does not divide 8 experts"),
         (2, {"groups": 4, "kept_groups": 5}, "at most groups=4"),
         (2, {"groups": 4, "kept_groups": 2, "group_score": "worst"}, "group_score='worst'"),
-    ],
-)
-def test_groups_that_do_not_fit_raise(k, options, message):
-    logits = np.zeros((2, 8), np.float32)
-    with pytest.raises(InputError, match=message):
-        moe.route(logits, k, moe.Gates("sigmoid", normalize=True), real_tokens(2), **options)
+    ):
+        with pytest.raises(InputError, match=message):
+            moe.route(logits, k, moe.Gates("sigmoid", normalize=True), real_tokens(2), **options)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hpnlp.ops.rnn import StepMasks, drop_weights, dropout_factors, lstm, zoneout_shares
-from hpnlp.types import InputError
 from tests.contracts import assert_close, once
+from tests.messages import raises
 
 IDS = jnp.arange(6 * 40, dtype=jnp.int32).reshape(6, 40)
 KEY, OTHER = jax.random.key(0), jax.random.key(1)
@@ -68,5 +68,4 @@ def test_rates_out_of_range_raise(rate):
         lambda: drop_weights(jnp.ones((2, 2)), KEY, rate),
     )
     for call in calls:
-        with pytest.raises(InputError, match="expected at least 0, and less than 1"):
-            call()
+        raises("expected at least 0, and less than 1", call)

@@ -11,20 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from hpnlp.ops.rnn import StepMasks, gru, lstm, minimal_gated_unit, segment_resets
 from hpnlp.ops.rnn.sequence import state_arrays
-from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, once
-from tests.ops.rnn.cases import (
-    KINDS,
-    B,
-    D,
-    H,
-    T,
-    arguments,
-    as_float,
-    fast,
-    reference,
-    value_and_gradients,
-)
+from tests.messages import raises
+from tests.ops.rnn.cases import KINDS, B, D, H, T, arguments, as_float, fast, reference, value_and_gradients
 
 # Every kind with all options in one direction, and the LSTM without them; the other cases are slow.
 QUICK = {("lstm", "plain"), *zip(KINDS, itertools.cycle(["options", "reverse"]), strict=False)}
@@ -156,26 +145,16 @@ def test_gradients_are_equal_when_devices_have_parts_of_the_batch(kind):
 X, W, U = np.zeros((B, T, D), np.float32), np.zeros((D, 4 * H), np.float32), np.zeros((H, 4 * H), np.float32)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
+def test_invalid_arguments_raise():
+    for call, message in (
         (lambda: lstm(X, W[:-1], U), "expected x"),
-        (
-            lambda: lstm(X, W, U[:, :-1]),
-            r"recurrent matrix \(4, 15\): expected \[H, 4 H\], which is \(4, 16\) for H = 4",
-        ),
+        (lambda: lstm(X, W, U[:, :-1]), r"recurrent matrix \(4, 15\): expected \[H, 4 H\], which is \(4, 16\) for H ="),
         (lambda: lstm(X, W, U[:-1]), r"recurrent matrix \(3, 16\): expected \[H, 4 H\], which is \(3, 12\) for H = 3"),
         (lambda: lstm(X, W, U[:-1, :-4]), r"with w \(.*, 16\) and the recurrent matrix \(3, 12\): expected x"),
         (lambda: lstm(X[:, :0], W, U), "not empty"),
         (lambda: lstm(X, W, U, np.zeros(1, np.float32)), r"lstm: b \(1,\): expected"),
-        (
-            lambda: state_arrays("state", 2, np.zeros((2, B, H)), B, H),
-            r"state of shape \(2, 3, 4\): expected a tuple of 2",
-        ),
-        (
-            lambda: lstm(X, W, U, None, (X[:1, 0, :H], X[:1, 0, :H])),
-            r"state .*: expected a tuple of 2, \[B, H\] = \(3, 4\)",
-        ),
+        (lambda: state_arrays("state", 2, np.zeros((2, B, H)), B, H), r"state of shape \(2, 3, 4\): expected a tuple"),
+        (lambda: lstm(X, W, U, None, (X[:1, 0, :H], X[:1, 0, :H])), r"state .*: expected a tuple of 2, \[B, H\] ="),
         (lambda: lstm(X, W, U, initial=(X[0, 0, :H],)), "initial .*: expected a tuple of 2"),
         (
             lambda: lstm(X, W, U, masks=StepMasks(hidden=np.ones((B, H), np.float32))),
@@ -197,8 +176,5 @@ X, W, U = np.zeros((B, T, D), np.float32), np.zeros((D, 4 * H), np.float32), np.
             "the cell has no cell state",
         ),
         (lambda: minimal_gated_unit(X, W, U), r"recurrent matrix \(4, 16\): expected \[H, 2 H\]"),
-    ],
-)
-def test_invalid_arguments_raise(call, message):
-    with pytest.raises(InputError, match=message):
-        call()
+    ):
+        raises(message, call)

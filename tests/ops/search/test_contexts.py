@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hpnlp.ops.search.contexts import NO_TOKEN, ContextHashes, ContextIndex
 from hpnlp.types import InputError
+from tests.messages import raises
 
 IS_WORD = np.array([chr(i).isalnum() for i in range(128)])
 TEXT = b"the cat sat; the cat_sat on 7 mats, the_cat sat on the mat" * 3
@@ -91,15 +92,10 @@ def test_contexts_of_another_text_find_all_positions():
 
 def test_invalid_contexts_raise():
     hashes = ContextHashes(ids(TEXT))
-    with pytest.raises(InputError, match="length=0"):
-        hashes.last_tokens(0)
-    with pytest.raises(InputError, match="words=-1"):
-        hashes.last_words(IS_WORD, -1)
-    with pytest.raises(InputError, match="token 116: expected ids under 5"):
-        hashes.last_words(IS_WORD[:5], 1)
-    with pytest.raises(InputError, match="token -1"):
-        ContextHashes(np.array([3, -1]))
-    with pytest.raises(InputError, match="expected one of each for every position"):
-        ContextIndex.build(hashes.last_tokens(2), ids(TEXT))
+    raises("length=0", hashes.last_tokens, 0)
+    raises("words=-1", hashes.last_words, IS_WORD, -1)
+    raises("token 116: expected ids under 5", hashes.last_words, IS_WORD[:5], 1)
+    raises("token -1", ContextHashes, np.array([3, -1]))
+    raises("expected one of each for every position", lambda: ContextIndex.build(hashes.last_tokens(2), ids(TEXT)))
     with pytest.raises(InputError, match="k=0"):
         ContextIndex.build(hashes.last_tokens(2)[:-1], ids(TEXT)).recent(hashes.last_tokens(2), np.arange(3), 0)

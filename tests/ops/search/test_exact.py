@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hpnlp.ops.search.exact import check_bias, exact_search, recall, top_k
-from hpnlp.types import InputError
 from tests.contracts import once
+from tests.messages import raises
 from tests.ops.search.tables import by_sorting
 
 # (V, k, block size, with a bias): V prime, one block, groups of columns with a remainder, blocks with a remainder, k over a
@@ -123,30 +123,23 @@ def test_memory_does_not_grow_with_the_table():
 
 def test_bias_of_another_size_raises():
     """Calls the check itself, because beartype would raise first in the search functions."""
-    with pytest.raises(InputError, match=r"bias has shape \(3,\): expected \(4,\)"):
-        check_bias(np.zeros(3), 4)
+    raises(r"bias has shape \(3,\): expected \(4,\)", check_bias, np.zeros(3), 4)
 
 
 def test_recall_is_the_share_of_true_ids():
     assert recall(jnp.array([[1, 2], [3, -1]]), jnp.array([[2, 5], [3, 4]])) == 0.5
-    with pytest.raises(InputError, match="same queries"):
-        recall(np.zeros((2, 3), np.int32), np.zeros((2, 0), np.int32))
+    raises("same queries", recall, np.zeros((2, 3), np.int32), np.zeros((2, 0), np.int32))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_invalid_arguments_raise():
+    q, w, _ = integer_arrays(9)
+    for changes, message in (
         ({"k": 0}, "k is 0: expected 1 to 9"),
         ({"k": 10}, "k is 10: expected 1 to 9"),
         ({"w": jnp.ones((0, 6))}, "empty"),
         ({"block_size": 0}, "at least 1 row"),
-    ],
-    ids=str,
-)
-def test_invalid_arguments_raise(changes, message):
-    q, w, _ = integer_arrays(9)
-    with pytest.raises(InputError, match=message):
-        exact_search(**({"q": q, "w": w, "k": 2} | changes))
+    ):
+        raises(message, exact_search, **{"q": q, "w": w, "k": 2} | changes)
 
 
 @pytest.mark.oracle

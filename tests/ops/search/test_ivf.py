@@ -14,8 +14,8 @@ import pytest
 from hpnlp.ops.search import cells
 from hpnlp.ops.search.exact import recall
 from hpnlp.ops.search.ivf import build_ivf, ivf_search
-from hpnlp.types import InputError
 from tests.contracts import ONCE, once
+from tests.messages import raises
 from tests.ops.search.tables import by_sorting, clustered
 
 
@@ -214,37 +214,27 @@ def test_memory_does_not_grow_with_the_table():
     assert temporary(1 << 20) == temporary(1 << 12) < 1_000_000
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_invalid_build_arguments_raise():
+    for changes, message in (
         ({"w": jnp.ones((0, 4))}, "empty"),
         ({"cells": 0}, "cells is 0: expected 1 to 9"),
         ({"cells": 10}, "cells is 10: expected 1 to 9"),
         ({"iterations": -1}, "iterations"),
         ({"capacity": 2}, "capacity is 2: expected at least 3"),
-    ],
-    ids=str,
-)
-def test_invalid_build_arguments_raise(changes, message):
-    with pytest.raises(InputError, match=message):
-        build_ivf(**({"w": jnp.ones((9, 4)), "cells": 3} | changes))
+    ):
+        raises(message, build_ivf, **{"w": jnp.ones((9, 4)), "cells": 3} | changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_invalid_search_arguments_raise():
+    index = build_ivf(jnp.ones((9, 4)), cells=3, iterations=0)
+    for changes, message in (
         ({"q": jnp.ones((2, 5))}, r"q \(2, 5\), table \(9, 4\)"),
         ({"k": 0}, "k is 0"),
         ({"k": 10}, "k is 10"),
         ({"probes": 0}, "probes is 0: expected 1 to 3"),
         ({"probes": 4}, "probes is 4: expected 1 to 3"),
-    ],
-    ids=str,
-)
-def test_invalid_search_arguments_raise(changes, message):
-    index = build_ivf(jnp.ones((9, 4)), cells=3, iterations=0)
-    with pytest.raises(InputError, match=message):
-        ivf_search(**({"index": index, "q": jnp.ones((2, 4)), "k": 2, "probes": 1} | changes))
+    ):
+        raises(message, ivf_search, **{"index": index, "q": jnp.ones((2, 4)), "k": 2, "probes": 1} | changes)
 
 
 @pytest.mark.oracle

@@ -14,8 +14,8 @@ import pytest
 
 from hpnlp.ops.search.exact import recall
 from hpnlp.ops.search.lsh import build_lsh, lsh_candidates, lsh_search, probe_sets
-from hpnlp.types import InputError
 from tests.contracts import ONCE, once
+from tests.messages import raises
 from tests.ops.search.tables import by_sorting, clustered
 
 
@@ -168,34 +168,24 @@ def test_bfloat16_table_is_not_converted():
     np.testing.assert_array_equal(actual[1], expected[1])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_invalid_build_arguments_raise():
+    for changes, message in (
         ({"w": jnp.ones((0, 4))}, "empty"),
         ({"bits": 0}, "bits is 0: expected 1 to 20"),
         ({"bits": 21}, "bits is 21"),
         ({"tables": 0}, "tables is 0"),
-    ],
-    ids=str,
-)
-def test_invalid_build_arguments_raise(changes, message):
-    with pytest.raises(InputError, match=message):
-        build_lsh(**({"w": jnp.ones((9, 4)), "bits": 2, "tables": 1} | changes))
+    ):
+        raises(message, build_lsh, **{"w": jnp.ones((9, 4)), "bits": 2, "tables": 1} | changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_invalid_search_arguments_raise():
+    index = build_lsh(jnp.ones((9, 4)), bits=2, tables=1)
+    for changes, message in (
         ({"q": jnp.ones((2, 5))}, r"q \(2, 5\), table \(9, 4\)"),
         ({"k": 0}, "k is 0"),
         ({"k": 10}, "k is 10"),
         ({"probes": 0}, "probes is 0: expected 1 to 4"),
         ({"probes": 5}, "probes is 5: expected 1 to 4"),
         ({"candidates": 0}, "candidates is 0"),
-    ],
-    ids=str,
-)
-def test_invalid_search_arguments_raise(changes, message):
-    index = build_lsh(jnp.ones((9, 4)), bits=2, tables=1)
-    with pytest.raises(InputError, match=message):
-        lsh_search(**({"index": index, "q": jnp.ones((2, 4)), "k": 2, "probes": 1} | changes))
+    ):
+        raises(message, lsh_search, **{"index": index, "q": jnp.ones((2, 4)), "k": 2, "probes": 1} | changes)

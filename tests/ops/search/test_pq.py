@@ -13,8 +13,8 @@ import pytest
 from hpnlp.ops.search import pq
 from hpnlp.ops.search.exact import recall
 from hpnlp.ops.search.pq import build_pq, decode, pq_search
-from hpnlp.types import InputError
 from tests.contracts import ONCE
+from tests.messages import raises
 from tests.ops.search.tables import by_sorting, clustered
 
 
@@ -182,9 +182,8 @@ def test_64_bit_inputs_give_32_bit_results():
     np.testing.assert_array_equal(ids, by_sorting(q, w, 3)[1])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_invalid_build_arguments_raise():
+    for changes, message in (
         ({"w": jnp.ones((0, 4))}, "empty"),
         ({"w": jnp.ones((15, 4))}, "w has 15 rows: expected at least 16"),
         ({"fine": 2}, "w has 20 rows: expected at least 256"),
@@ -198,28 +197,19 @@ def test_64_bit_inputs_give_32_bit_results():
         ({"keep": "int4"}, "keep is 'int4': expected one of same"),
         ({"iterations": -1}, "iterations"),
         ({"capacity": 2}, "capacity is 2: expected at least 7"),
-    ],
-    ids=str,
-)
-def test_invalid_build_arguments_raise(changes, message):
-    with pytest.raises(InputError, match=message):
-        build_pq(**({"w": jnp.ones((20, 4)), "cells": 3, "parts": 2, "centroids": 16} | changes))
+    ):
+        raises(message, build_pq, **{"w": jnp.ones((20, 4)), "cells": 3, "parts": 2, "centroids": 16} | changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_invalid_search_arguments_raise():
+    index = build_pq(jnp.ones((20, 4)), cells=3, parts=2, centroids=16, iterations=0)
+    for changes, message in (
         ({"q": jnp.ones((2, 5))}, r"q \(2, 5\), table \(20, 4\)"),
         ({"k": 21}, "k is 21"),
         ({"probes": 4}, "probes is 4: expected 1 to 3"),
         ({"rerank": -1}, "rerank is -1"),
-    ],
-    ids=str,
-)
-def test_invalid_search_arguments_raise(changes, message):
-    index = build_pq(jnp.ones((20, 4)), cells=3, parts=2, centroids=16, iterations=0)
-    with pytest.raises(InputError, match=message):
-        pq_search(**({"index": index, "q": jnp.ones((2, 4)), "k": 2, "probes": 1} | changes))
+    ):
+        raises(message, pq_search, **{"index": index, "q": jnp.ones((2, 4)), "k": 2, "probes": 1} | changes)
 
 
 @pytest.mark.oracle

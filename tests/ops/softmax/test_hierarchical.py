@@ -34,6 +34,7 @@ from hpnlp.ops.softmax.structured.hierarchical import (
 from hpnlp.ops.table_rows import TableRows
 from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, assert_float16_has_gradients, once
+from tests.messages import raises
 
 
 def random_children(vocab, seed=0):
@@ -189,9 +190,8 @@ def test_tree_from_children_keeps_the_shape(vocab):
         assert sides(walks(children, root)) == sides(walks(tree.children))
 
 
-@pytest.mark.parametrize(
-    ("children", "message"),
-    [
+def test_invalid_children_raise():
+    for children, message in (
         ([[0, 1, 2]], r"shape \(1, 3\): expected integers \[V - 1, 2\]"),
         ([[-1.0, -2.0]], "float64"),
         ([[-1, 1]], "1 is no node: expected 0 to 0"),
@@ -202,28 +202,23 @@ def test_tree_from_children_keeps_the_shape(vocab):
         ([[1, 2], [2, -1], [-2, -3], [-4, -5]], "nodes 0, 3 are children of no node"),
         ([[-1, -2], [2, -3], [1, -4]], "nodes 1, 2 form a cycle"),
         ([[-1, -2], [1, -3]], "nodes 1 form a cycle"),
-    ],
-    ids=str,
-)
-def test_invalid_children_raise(children, message):
-    with pytest.raises(InputError, match=message):
-        tree_from_children(np.array(children))
+    ):
+        raises(message, tree_from_children, np.array(children))
 
 
-@pytest.mark.parametrize(
-    ("counts", "message"),
-    [([3, 0, 1], r"counts\[1\] is 0.*add one"), ([1.0, math.nan], "nan"), ([1.0, math.inf], "inf"), ([-1], "-1")],
-)
-def test_invalid_counts_raise(counts, message):
-    with pytest.raises(InputError, match=message):
-        huffman_tree(np.array(counts))
+def test_invalid_counts_raise():
+    for counts, message in (
+        ([3, 0, 1], r"counts\[1\] is 0.*add one"),
+        ([1.0, math.nan], "nan"),
+        ([1.0, math.inf], "inf"),
+        ([-1], "-1"),
+    ):
+        raises(message, huffman_tree, np.array(counts))
 
 
 def test_empty_vocabulary_raises():
-    with pytest.raises(InputError, match="at least one word"):
-        balanced_tree(0)
-    with pytest.raises(InputError, match="one number for each"):
-        huffman_tree(np.zeros(0))
+    raises("at least one word", balanced_tree, 0)
+    raises("one number for each", huffman_tree, np.zeros(0))
 
 
 @pytest.mark.slow
@@ -387,8 +382,7 @@ def test_invalid_labels_give_nan_or_raise(name):
         labels = jnp.asarray(np.array([0, label, 0], np.int32))
         np.testing.assert_array_equal(np.isnan(once(tree_nll, h, table, tree, labels)), [False, True, False])
         for function in (functools.partial(tree_nll, h, table), tree_rows):
-            with pytest.raises(InputError, match=f"label is {label}: expected 0 to {tree.vocab - 1}"):
-                function(tree, labels)
+            raises(f"label is {label}: expected 0 to {tree.vocab - 1}", function, tree, labels)
     if tree.depth:
         nodes, signs = once(lambda labels: tree_paths(tree, labels), labels)
         rows = table[nodes]
@@ -496,11 +490,10 @@ def test_top_k_nan_stays_within_its_token():
     assert np.isnan(actual).sum() == 2
 
 
-@pytest.mark.parametrize("k", [0, 44])
-def test_invalid_k_raises(k):
+def test_invalid_k_raises():
     h, table, _, _ = arrays(TREES["balanced"])
-    with pytest.raises(InputError, match=f"k {k}: expected 1 to 43"):
-        tree_top_k(h, table, TREES["balanced"], k)
+    for k in (0, 44):
+        raises(f"k {k}: expected 1 to 43", tree_top_k, h, table, TREES["balanced"], k)
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 0.5])
@@ -554,8 +547,7 @@ def test_too_few_rows_raise():
         lambda: tree_sample(h, table, tree, jax.random.key(0)),
     )
     for call in calls:
-        with pytest.raises(InputError, match="table has 41 rows: expected at least 42"):
-            call()
+        raises("table has 41 rows: expected at least 42", call)
 
 
 @pytest.mark.slow

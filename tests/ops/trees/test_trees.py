@@ -23,8 +23,8 @@ from hpnlp.ops.trees import (
     tree_graph,
 )
 from hpnlp.ops.trees.schedule import rounded
-from hpnlp.types import InputError
 from tests.contracts import assert_close, once
+from tests.messages import raises
 
 D, H = 5, 6
 WIDTHS = (8, 2)
@@ -394,8 +394,7 @@ INVALID = {
 @pytest.mark.parametrize("name", INVALID)
 def test_invalid_arguments_raise(name):
     function, message = INVALID[name]
-    with pytest.raises(InputError, match=message):
-        function()
+    raises(message, function)
 
 
 @pytest.mark.oracle

@@ -1,13 +1,12 @@
 """Low-rank matrices against numpy's singular value decomposition."""
 
 import numpy as np
-import pytest
 
 from hpnlp.ops.linear import linear
 from hpnlp.ops.softmax import logits
 from hpnlp.ops.weights import LowRankWeight, factorize, quantize
 from hpnlp.ops.weights.low_rank import rank_by_energy, rank_of
-from hpnlp.types import InputError
+from tests.messages import raises
 
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(12, 9)).astype(np.float32)
@@ -62,5 +61,4 @@ def test_ranks():
     assert rank_by_energy(np.array([3.0, 1.0, 0.0]), 0.9) == 1
     assert rank_by_energy(np.array([3.0, 1.0, 0.0]), 0.91) == 2
     assert rank_by_energy(np.array([3.0, 1.0, 1.0]), 1.0) == 3
-    with pytest.raises(InputError, match="expected 1 to 9"):
-        factorize(W, 10)
+    raises("expected 1 to 9", factorize, W, 10)

@@ -23,7 +23,7 @@ from hpnlp.ops.weights import (
     two_of_four_by_moments,
 )
 from hpnlp.ops.weights.calibrated.second_order import DAMPING
-from hpnlp.types import InputError
+from tests.messages import raises
 
 
 def drawn(rows, columns, inputs=200):
@@ -188,9 +188,6 @@ def test_searched_factors_have_no_larger_error_than_none():
 
 def test_invalid_arguments_raise():
     w, moments = drawn(12, 5)
-    with pytest.raises(InputError, match=r"moments is .3, 3.: expected .12, 12."):
-        quantize_by_moments(w, moments[:3, :3])
-    with pytest.raises(InputError, match="share=0"):
-        prune_by_moments(w, moments, 0)
-    with pytest.raises(InputError, match="multiple of 4 rows, not 11"):
-        two_of_four_by_moments(w[:11], moments[:11, :11])
+    raises(r"moments is .3, 3.: expected .12, 12.", quantize_by_moments, w, moments[:3, :3])
+    raises("share=0", prune_by_moments, w, moments, 0)
+    raises("multiple of 4 rows, not 11", two_of_four_by_moments, w[:11], moments[:11, :11])

@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 
 from hpnlp.ops.linear import linear
-from hpnlp.ops.weights import (
-    keep_two_of_four,
-    masked,
-    output_error,
-    quantize,
-    quantize_by_moments,
-    to_floats,
-)
+from hpnlp.ops.weights import keep_two_of_four, masked, output_error, quantize, quantize_by_moments, to_floats
 from hpnlp.ops.weights import straight_through as through
 
 pytestmark = pytest.mark.oracle

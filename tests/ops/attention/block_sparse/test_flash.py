@@ -228,11 +228,7 @@ def test_16_bit_results_match_reference(dtype):
     [
         pytest.param(sparse_transformer_strided(6, heads=4), ("function",), Form.UNROLLED, marks=pytest.mark.slow),
         (sparse_transformer_fixed(6, 2, heads=4) & Window(9), ("sinks", "dropout"), Form.PERMUTED),
-        (
-            PerHead((Causal(), Window(3), Causal(), Full())),
-            ("dense_by_head", "bias", "sinks", "dropout"),
-            Form.SCAN,
-        ),
+        (PerHead((Causal(), Window(3), Causal(), Full())), ("dense_by_head", "bias", "sinks", "dropout"), Form.SCAN),
     ],
     ids=["strided", "fixed", "mixed"],
 )
@@ -291,10 +287,7 @@ def test_visible_nan_reaches_results(mask):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mask", "values"),
-    [
-        (Causal(), (1e5, float(np.finfo(np.float32).min))),
-        (Causal() & (Window(3) | Strided(5)), (1e5, -1e9)),
-    ],
+    [(Causal(), (1e5, float(np.finfo(np.float32).min))), (Causal() & (Window(3) | Strided(5)), (1e5, -1e9))],
     ids=["one part", "parts"],
 )
 def test_rows_with_large_scores_match_reference(mask, values):

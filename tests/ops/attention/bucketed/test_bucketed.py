@@ -19,7 +19,7 @@ from hpnlp.ops.attention.bucketed import (
 )
 from hpnlp.ops.attention.bucketed.order import bucket_ranks, sort_by_bucket
 from hpnlp.ops.dropout import keep_mask, seed_words
-from hpnlp.types import InputError
+from tests.messages import raises
 
 ONCE = {"xla_backend_optimization_level": 0}
 B, T, N, K, H = 2, 37, 4, 2, 8
@@ -230,5 +230,4 @@ def test_invalid_arguments_raise():
         (lambda: start_bucket_cache(k, v, buckets, jnp.full(B, T), 8), "capacity 8 for 37 tokens"),
     )
     for call, message in cases:
-        with pytest.raises(InputError, match=message):
-            call()
+        raises(message, call)

@@ -11,7 +11,7 @@ from hpnlp.ops.attention.bucketed import tiles
 from hpnlp.ops.attention.bucketed.sinkhorn import SortSettings, balance, sinkhorn_attention
 from hpnlp.ops.attention.bucketed.sinkhorn_cache import start_sinkhorn_cache
 from hpnlp.ops.attention.reference import reference
-from hpnlp.types import InputError
+from tests.messages import raises
 
 ONCE = {"xla_backend_optimization_level": 0}
 
@@ -108,11 +108,7 @@ def test_dropout_drops_weights_and_keeps_their_mean():
 def test_invalid_arguments_raise():
     q, k, v = normal(3, 1, 9, 4, 4)
     settings = SortSettings(4, 2, 0.5, True)
-    with pytest.raises(InputError, match="expected equal B, T and H, and K that divides N"):
-        sinkhorn_attention(q, k[:, :, :3], v[:, :, :3], settings)
-    with pytest.raises(InputError, match="dropout_rate 0.5: .* a key `rng`"):
-        sinkhorn_attention(q, k, v, settings, dropout_rate=0.5)
-    with pytest.raises(InputError, match="segment_ids has shape"):
-        sinkhorn_attention(q, k, v, settings, segment_ids=jnp.ones((1, 8), jnp.int32))
-    with pytest.raises(InputError, match="capacity 8 for 9 tokens"):
-        start_sinkhorn_cache(q, k, v, jnp.full(1, 9), settings, 8)
+    raises("expected equal B, T and H, and K that divides N", sinkhorn_attention, q, k[:, :, :3], v[:, :, :3], settings)
+    raises("dropout_rate 0.5: .* a key `rng`", sinkhorn_attention, q, k, v, settings, dropout_rate=0.5)
+    raises("segment_ids has shape", sinkhorn_attention, q, k, v, settings, segment_ids=jnp.ones((1, 8), jnp.int32))
+    raises("capacity 8 for 9 tokens", start_sinkhorn_cache, q, k, v, jnp.full(1, 9), settings, 8)

@@ -3,12 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from hpnlp.ops.attention import attend
 from hpnlp.ops.attention.clustered import clustered_attention, hamming_kmeans, improved_clustered_attention, sign_bits
-from hpnlp.types import InputError
 from tests.contracts import assert_close, once
+from tests.messages import raises
 
 
 def arrays(length=16, seed=0):
@@ -89,17 +88,11 @@ def test_invalid_arguments_raise():
     q, k, v, directions = arrays()
     bits = sign_bits(q, directions)
     for count in (0, 17):
-        with pytest.raises(InputError, match=f"count {count}: expected 1 to 16 clusters"):
-            hamming_kmeans(bits, count, 1)
-    with pytest.raises(InputError, match="iterations -1"):
-        hamming_kmeans(bits, 2, -1)
+        raises(f"count {count}: expected 1 to 16 clusters", hamming_kmeans, bits, count, 1)
+    raises("iterations -1", hamming_kmeans, bits, 2, -1)
     clusters = hamming_kmeans(bits, 2, 0)
-    with pytest.raises(InputError, match="top 0: expected at least 1 key"):
-        improved_clustered_attention(q, k, v, clusters, 0)
+    raises("top 0: expected at least 1 key", improved_clustered_attention, q, k, v, clusters, 0)
     for function in (clustered_attention, lambda *x: improved_clustered_attention(*x, 2)):
-        with pytest.raises(InputError, match="K that divides N"):
-            function(q, q[:, :, :3], q[:, :, :3], clusters)
-        with pytest.raises(InputError, match="those of the queries"):
-            function(q[:, :5], k, v, clusters)
-    with pytest.raises(InputError, match="must both have segments"):
-        clustered_attention(q, k, v, clusters, jnp.ones((2, 16), jnp.int32))
+        raises("K that divides N", function, q, q[:, :, :3], q[:, :, :3], clusters)
+        raises("those of the queries", function, q[:, :5], k, v, clusters)
+    raises("must both have segments", clustered_attention, q, k, v, clusters, jnp.ones((2, 16), jnp.int32))

@@ -7,7 +7,7 @@ import pytest
 
 from hpnlp.ops.attention import Blockwise, Causal, Global, PerHead, Sinks, Window, reference
 from hpnlp.ops.attention.decoding.kv_cache import MAX_SHARED_BEAMS, KVCache, extend_cache, start_cache
-from hpnlp.types import InputError
+from tests.messages import raises
 
 ONCE = {"xla_backend_optimization_level": 0}
 LENGTH = 40
@@ -118,11 +118,8 @@ def test_memory_of_bounded_masks_does_not_depend_on_capacity(mask, slots):
 def test_invalid_arguments_raise():
     q, k, v = (x[:, :6] for x in arrays(2))
     lengths = np.full((2,), 6, np.int32)
-    with pytest.raises(InputError, match="capacity 5 for 6 tokens"):
-        start_cache(k, v, lengths, NEAR, 5)
+    raises("capacity 5 for 6 tokens", start_cache, k, v, lengths, NEAR, 5)
     cache = jax.jit(start_cache, static_argnums=(3, 4), compiler_options=ONCE)(k, v, lengths, NEAR, LENGTH)
     for mask in (Causal(), Causal() & Window(4), PINNED):
-        with pytest.raises(InputError, match="0 pinned keys and the last 4: make the cache with the mask"):
-            extend_cache(q, k, v, mask, cache)
-    with pytest.raises(InputError, match="PerHead of 3 masks for 4 query heads"):
-        extend_cache(q, k, v, PerHead((NEAR,) * 3), cache)
+        raises("0 pinned keys and the last 4: make the cache with the mask", extend_cache, q, k, v, mask, cache)
+    raises("PerHead of 3 masks for 4 query heads", lambda: extend_cache(q, k, v, PerHead((NEAR,) * 3), cache))

@@ -13,6 +13,7 @@ from hpnlp.ops.attention.kernels.splash_masks import ComputedMask, LoadedMask, s
 from hpnlp.ops.attention.kernels.splash_tpu import splash
 from hpnlp.types import InputError
 from tests.contracts import ONCE, PATTERNS, assert_close, once
+from tests.messages import raises
 
 pytestmark = pytest.mark.slow  # the interpreter is slow
 
@@ -215,13 +216,11 @@ def test_meshes_need_shard_map():
             require_supported("splash", q, q, q, Causal(), Operands())
             return q
 
-        with pytest.raises(InputError, match="does not support shard_map with check_vma"):
-            jax.shard_map(checked, **split)(q)
+        raises("does not support shard_map with check_vma", lambda: jax.shard_map(checked, **split)(q))
 
 
 def test_invalid_calls_raise():
     arrays = make((1, 8, 8, 2, 1, 4, 4))
-    with pytest.raises(InputError, match="block_size 100: expected a positive multiple of 128"):
-        splash(*arrays, block_size=100)
+    raises("block_size 100: expected a positive multiple of 128", splash, *arrays, block_size=100)
     with pytest.raises(InputError, match="return_lse with soft_cap: remove it"):
         require_supported("splash", *arrays, Full(), Operands(soft_cap=1.0, return_lse=True))

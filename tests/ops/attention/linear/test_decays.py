@@ -16,8 +16,8 @@ from hpnlp.ops.attention.linear import (
     zero_state,
 )
 from hpnlp.ops.attention.linear.delta import unit_lower_inverse
-from hpnlp.types import InputError
 from tests.contracts import assert_close, once
+from tests.messages import raises
 
 B, T, N, K, M, H = 2, 21, 4, 2, 8, 5
 SEGMENTS = jnp.asarray(np.random.default_rng(0).integers(0, 2, (B, T)).astype(jnp.int32))
@@ -180,5 +180,4 @@ def test_invalid_arguments_of_steps_raise():
         ("log_decay .2, 1.: expected .2,., .2, 2. or .2, 2, 8.", (q, k, v, state), {"log_decay": beta[:, :1]}),
         ("without a normaliser", (q, k, v, zero_state(B, K, M, H, normalize=True)), {"beta": beta}),
     ):
-        with pytest.raises(InputError, match=message):
-            step(*args, **options)
+        raises(message, step, *args, **options)

@@ -7,12 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.attention.linear import (
-    linear_attention,
-    linear_attention_step,
-    reference_linear_attention,
-    zero_state,
-)
+from hpnlp.ops.attention.linear import linear_attention, linear_attention_step, reference_linear_attention, zero_state
 from hpnlp.types import InputError
 from tests.contracts import assert_close, once
 

@@ -8,8 +8,8 @@ import pytest
 from hpnlp.ops.attention import Causal, Full, attend
 from hpnlp.ops.attention.linear.random_attention import random_feature_attention, rfa_attention
 from hpnlp.ops.attention.linear.random_features import KINDS, random_projections
-from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, once
+from tests.messages import raises
 
 
 @pytest.fixture(autouse=True)
@@ -102,5 +102,4 @@ def test_tokens_of_a_segment_may_be_apart():
 def test_invalid_heads_raise():
     q, k, v = inputs(3, 1.0)
     for function in (random_feature_attention, rfa_attention):
-        with pytest.raises(InputError, match="multiple of key heads"):
-            jax.eval_shape(function, q[:, :, :3], k, v, jnp.ones((2, 4)))
+        raises("multiple of key heads", jax.eval_shape, function, q[:, :, :3], k, v, jnp.ones((2, 4)))

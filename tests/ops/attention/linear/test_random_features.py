@@ -20,8 +20,8 @@ from hpnlp.ops.attention.linear.random_features import (
     stable_queries,
     trigonometric_features,
 )
-from hpnlp.types import InputError
 from tests.contracts import assert_close, once
+from tests.messages import raises
 
 
 @pytest.fixture(autouse=True)
@@ -161,8 +161,7 @@ def test_invalid_arguments_raise():
         (lambda: log_features(x, w, "optimal"), "rho for optimal features"),
         (lambda: log_features(x, w, "negative"), "kind='negative'"),
     ):
-        with pytest.raises(InputError, match=message):
-            call()
+        raises(message, call)
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ import pytest
 
 from hpnlp.ops.attention.low_rank.compression import convolve_tokens, pool_tokens, project_tokens
 from hpnlp.ops.attention.low_rank.value_conv import value_conv, value_conv_reference
-from hpnlp.types import InputError
 from tests.contracts import assert_close, once
+from tests.messages import raises
 
 
 def test_padding_is_not_read():
@@ -62,5 +62,4 @@ def test_invalid_arguments_raise():
         (lambda: value_conv(x, jnp.zeros((4, 2))), "expected an odd number of taps"),
         (lambda: value_conv(x, jnp.zeros((3, 3))), "a multiple of the 2 heads"),
     ):
-        with pytest.raises(InputError, match=message):
-            call()
+        raises(message, call)

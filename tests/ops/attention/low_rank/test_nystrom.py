@@ -7,8 +7,8 @@ import pytest
 
 from hpnlp.ops.attention import reference
 from hpnlp.ops.attention.low_rank.nystrom import nystrom_attend, pseudo_inverse
-from hpnlp.types import InputError
 from tests.contracts import assert_close, once
+from tests.messages import raises
 
 
 def make(batch=2, length=12, heads=2, width=4, scale=1.0):
@@ -80,7 +80,5 @@ def test_dropout_is_unbiased():
 
 def test_invalid_arguments_raise():
     q, k, v = make()
-    with pytest.raises(InputError, match="0 landmarks, 12 queries, 12 keys"):
-        nystrom_attend(q, k, v, 0)
-    with pytest.raises(InputError, match="as many keys and values as queries"):
-        nystrom_attend(q, k[:, :5], v, 4)
+    raises("0 landmarks, 12 queries, 12 keys", nystrom_attend, q, k, v, 0)
+    raises("as many keys and values as queries", nystrom_attend, q, k[:, :5], v, 4)

@@ -17,11 +17,7 @@ def test_matches_transformers():
     modeling = pytest.importorskip("transformers.models.nystromformer.modeling_nystromformer")
     torch.manual_seed(0)
     config = modeling.NystromformerConfig(
-        hidden_size=16,
-        num_attention_heads=2,
-        num_landmarks=4,
-        segment_means_seq_len=16,
-        conv_kernel_size=5,
+        hidden_size=16, num_attention_heads=2, num_landmarks=4, segment_means_seq_len=16, conv_kernel_size=5
     )
     theirs = modeling.NystromformerSelfAttention(config).eval()
     # The start of the inverse by the largest column sum of each matrix, in place of all matrices of the batch.

@@ -3,12 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from hpnlp.ops.attention import reference
 from hpnlp.ops.attention.memory.compression import most_used, pool_memories, reconstruction_errors
-from hpnlp.types import InputError
 from tests.contracts import assert_close, once
+from tests.messages import raises
 
 B, D, RATE = 2, 4, 3
 IDS = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 3], [0, 0, 0, 5, 4, 5, 5, 5, 5]], np.int32)
@@ -75,9 +74,6 @@ def test_reconstruction_errors_match_dense_attention_and_train_the_compressed_me
 
 def test_invalid_arguments_raise():
     x = jnp.zeros((1, 4, 2)), jnp.zeros((1, 4), jnp.int32)
-    with pytest.raises(InputError, match="4 memories to compress at rate 0: expected .* at least 1"):
-        most_used(jnp.ones((1, 4)), jnp.ones((1, 4), jnp.int32), 0)
-    with pytest.raises(InputError, match="4 memories to compress at rate 3: expected a multiple of the rate"):
-        pool_memories(*x, 3, "mean")
-    with pytest.raises(InputError, match=r"how='average'\): expected 'mean', 'max', or 'conv' with a kernel"):
-        pool_memories(*x, 2, "average")
+    raises("4 memories to compress at rate 0: expected", most_used, jnp.ones((1, 4)), jnp.ones((1, 4), jnp.int32), 0)
+    raises("4 memories to compress at rate 3: expected a multiple of the rate", pool_memories, *x, 3, "mean")
+    raises(r"how='average'\): expected 'mean', 'max', or 'conv' with a kernel", pool_memories, *x, 2, "average")

@@ -14,8 +14,8 @@ from hpnlp.ops.attention.selected_blocks import (
     document_blocks,
 )
 from hpnlp.ops.attention.selected_blocks.row_tiles import row_tiles
-from hpnlp.types import InputError
 from tests.contracts import assert_close, once
+from tests.messages import raises
 
 BLOCK = 4
 
@@ -150,15 +150,11 @@ def test_invalid_arguments_raise():
         ({"dropout_rate": 0.5}, "dropout_rate 0.5: .*a key `rng`"),
     ):
         arguments = {"starts": starts, "chosen": chosen, "block": BLOCK} | change
-        with pytest.raises(InputError, match=message):
-            attend_blocks(*qkv, **arguments)
+        raises(message, attend_blocks, *qkv, **arguments)
     q, k, v = qkv
-    with pytest.raises(InputError, match="expected equal B, equal H in q and k, equal S and K"):
-        attend_blocks(q, k, v[:, :5], starts, chosen, block=BLOCK)
-    with pytest.raises(InputError, match="block 0: expected at least 1"):
-        document_blocks(None, 1, 5, 0)
-    with pytest.raises(InputError, match="count -1: expected 0 or more"):
-        choose_blocks(q, k, document_blocks(None, 2, 21, 1), -1)
+    raises("expected equal B, equal H in q and k, equal S", attend_blocks, q, k, v[:, :5], starts, chosen, block=BLOCK)
+    raises("block 0: expected at least 1", document_blocks, None, 1, 5, 0)
+    raises("count -1: expected 0 or more", lambda: choose_blocks(q, k, document_blocks(None, 2, 21, 1), -1))
 
 
 def test_no_blocks_give_zeros():

@@ -13,6 +13,7 @@ from hpnlp.ops.attention.synthetic.attend import synthetic_attend, synthetic_att
 from hpnlp.ops.attention.synthetic.factorized_dense import factorized_dense_attend
 from hpnlp.types import InputError
 from tests.contracts import assert_close, executor_with, once
+from tests.messages import raises
 
 
 def test_sums_of_terms_match_dense_scores():
@@ -147,8 +148,7 @@ def test_tiles_are_products_of_all_pairs_of_factors():
 
 def test_invalid_arguments_raise():
     v = jnp.zeros((1, 4, 1, 2))
-    with pytest.raises(InputError, match="no factors and no scores"):
-        synthetic_attend(v, [], [])
+    raises("no factors and no scores", synthetic_attend, v, [], [])
     with pytest.raises(InputError, match=r"scores \(1, 1, 3, 4\) with 4 values: expected scores of 1 or 4 queries"):
         synthetic_attend(v, [], [jnp.zeros((1, 1, 1, 4)), jnp.zeros((1, 1, 3, 4))])
     a, ids = jnp.zeros((1, 4, 1, 3)), jnp.ones((1, 4), jnp.int32)
@@ -159,9 +159,6 @@ def test_invalid_arguments_raise():
         ({"kv_segment_ids": ids}, "kv_segment_ids without segment_ids"),
         ({"positions": ids[:, :2]}, "positions has shape"),
     ):
-        with pytest.raises(InputError, match=message):
-            factorized_dense_attend(v, **{"a": a, "b": a} | arguments)
-    with pytest.raises(InputError, match="4 keys: expected at most 3 x 1"):
-        factorized_dense_attend(v, jnp.zeros((1, 4, 1, 3)), jnp.zeros((1, 4, 1, 1)))
-    with pytest.raises(InputError, match="10 keys: expected at most 3 x 3"):
-        tiled_scores(jnp.zeros((1, 4, 1, 3)), jnp.zeros((1, 4, 1, 3)), 10)
+        raises(message, factorized_dense_attend, v, **{"a": a, "b": a} | arguments)
+    raises("4 keys: expected at most 3 x", factorized_dense_attend, v, jnp.zeros((1, 4, 1, 3)), jnp.zeros((1, 4, 1, 1)))
+    raises("10 keys: expected at most 3 x 3", tiled_scores, jnp.zeros((1, 4, 1, 3)), jnp.zeros((1, 4, 1, 3)), 10)
