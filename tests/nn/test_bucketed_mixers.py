@@ -13,26 +13,23 @@ from hpnlp.types import InputError, MixerInputs
 from tests.contracts import once
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
+def test_invalid_arguments_raise():
+    for spec, message in (
         ("reformer(buckets=3)", "expected 1 or an even number of buckets"),
         ("reformer(rounds=0)", "at least 1 round and a window of at least 1 token"),
         ("routing(clusters=0)", "at least 1 cluster and a window of at least 1 token"),
         ("routing(decay=1.5)", "expected a decay of 0 to 1"),
         ("sinkhorn(block=0)", "expected a block of at least 1 token"),
         ("sinkhorn(temperature=0.0)", "expected a positive temperature"),
-    ],
-)
-def test_invalid_arguments_raise(spec, message):
-    with pytest.raises(InputError, match=f"model.mixer={spec.partition('(')[0]}.*{message}"):
-        build(parse_one(spec, "mixer"), MIXERS, "mixer", name=None)
+    ):
+        with pytest.raises(InputError, match=f"model.mixer={spec.partition('(')[0]}.*{message}"):
+            build(parse_one(spec, "mixer"), MIXERS, "mixer", name=None)
 
 
-@pytest.mark.parametrize("name", ["reformer", "routing", "sinkhorn"])
-def test_other_masks_raise(name):
-    with pytest.raises(InputError, match="cannot apply the mask Window"):
-        MIXERS[name]().within(Window(3, 0))
+def test_other_masks_raise():
+    for name in ("reformer", "routing", "sinkhorn"):
+        with pytest.raises(InputError, match="cannot apply the mask Window"):
+            MIXERS[name]().within(Window(3, 0))
 
 
 def test_centroids_move_towards_the_mean_of_their_tokens():

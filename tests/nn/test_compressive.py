@@ -14,8 +14,8 @@ from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.memory.relative import reference_relative_attention
 from hpnlp.ops.attention.positions.rope import sinusoids
 from hpnlp.spec import parse_one
-from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, once
+from tests.messages import raises
 
 B, D, N, K, H = 2, 16, 4, 2, 8
 M, C, RATE = 5, 3, 2
@@ -208,16 +208,12 @@ def test_a_lossless_convolution_has_no_reconstruction_loss():
     assert_close(losses["reconstruction_loss"], jnp.float32(0))
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
+def test_invalid_arguments_raise():
+    for call, message in (
         (lambda: compressive(0), r"compressive\(memory=0\): expected at least 1"),
         (lambda: compressive(4, 0), r"compressive\(compressed=0\): expected at least 1"),
         (lambda: compressive(4, 4, 0), r"compressive\(rate=0\): expected at least 1"),
         (lambda: compressive(how="most"), r"compressive\(how=most\)"),
         (lambda: compressive().within(Full()), "a compressive memory cannot apply the mask Full"),
-    ],
-)
-def test_invalid_arguments_raise(call, message):
-    with pytest.raises(InputError, match=message):
-        call()
+    ):
+        raises(message, call)

@@ -13,6 +13,7 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention import Causal, Full, PerHead, Window, attend
 from hpnlp.types import InputError
 from tests.contracts import ONCE, Mixing, assert_close, once, reference_output
+from tests.messages import raises
 
 SIZES = {"vocab": 8, "dim": 8, "heads": 2, "layers": 2}
 
@@ -104,19 +105,15 @@ def test_dropout_depends_on_the_key_and_not_on_the_order_of_heads(spec):
     assert np.abs(first - other).max() > 0.01
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
+def test_invalid_arguments_raise():
+    for spec, message in (
         ("moba(0)", r"moba\(0,3\): expected a block of at least 1"),
         ("moba(8,-1)", r"moba\(8,-1\): expected a top of at least 0"),
         ("nsa(window=0)", "expected a window of at least 1"),
         ("nsa(compression=max)", r"nsa\(64,4,256,max\): expected a compression of mean or learned"),
         ("differential(1.0)", r"differential\(1.0\): expected a lambda_init of at least 0 and less than 1"),
-    ],
-)
-def test_invalid_arguments_raise(spec, message):
-    with pytest.raises(InputError, match=message):
-        LMConfig(mixer=spec, **SIZES)
+    ):
+        raises(message, LMConfig, mixer=spec, **SIZES)
 
 
 def test_masks_that_mixers_cannot_honour_raise():
@@ -132,20 +129,15 @@ def test_masks_that_mixers_cannot_honour_raise():
 
 
 def test_models_refuse_directions_that_mixers_do_not_have():
-    with pytest.raises(InputError, match="clustered lets tokens depend on later ones"):
-        LMConfig(mixer="clustered", **SIZES)
+    raises("clustered lets tokens depend on later ones", LMConfig, mixer="clustered", **SIZES)
     for spec in ("moba", "nsa"):
-        with pytest.raises(InputError, match="mixes with earlier tokens only"):
-            EncoderConfig(mixer=spec, **SIZES)
+        raises("mixes with earlier tokens only", EncoderConfig, mixer=spec, **SIZES)
     for kwargs in ({"clusters": 0}, {"bits": 0}, {"iterations": 0}):
-        with pytest.raises(InputError, match="of at least 1"):
-            MIXERS["clustered"](**kwargs)
-    with pytest.raises(InputError, match="top of at least 1"):
-        MIXERS["clustered_improved"](top=0)
+        raises("of at least 1", MIXERS["clustered"], **kwargs)
+    raises("top of at least 1", MIXERS["clustered_improved"], top=0)
 
 
 def test_pairs_need_even_numbers_of_heads():
     mixing = Mixing("differential", 3)
     odd = {name: array[:, :, :1] if name in "kv" else array for name, array in mixing.arrays.items()}
-    with pytest.raises(InputError, match="4 query and 1 key heads .*: expected even numbers"):
-        jax.eval_shape(mixing, mixing.inputs(odd))
+    raises("4 query and 1 key heads .*: expected even numbers", lambda: jax.eval_shape(mixing, mixing.inputs(odd)))

@@ -13,8 +13,9 @@ from hpnlp.nn.feed_forward import FEED_FORWARDS, build_feed_forward
 from hpnlp.nn.feed_forward.experts import ExpertLayer
 from hpnlp.ops import moe
 from hpnlp.parallel.memory.remat import policy
-from hpnlp.types import InputError, MixerInputs
+from hpnlp.types import MixerInputs
 from tests.contracts import assert_close, once
+from tests.messages import raises
 from tests.ops.moe_kernels import replace_kernels
 
 B, T, D, F = 2, 14, 8, 6
@@ -320,9 +321,8 @@ def test_bias_moves_by_the_load_of_all_tokens():
     assert_close(new, moe.moved_bias(jnp.zeros(4), sums["load"], 0.001))
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
+def test_invalid_arguments_raise():
+    for spec, message in (
         ("top_k(2,3)", "k=3 of 2 experts"),
         ("top_k(4,0)", "k=0 of 4 experts"),
         ("top_k(4,1)", "no gradient"),
@@ -354,23 +354,16 @@ def test_bias_moves_by_the_load_of_all_tokens():
         ("hash(4,z=0.1)", "z=0.1 has no effect"),
         ("expert_choice(4,balance=0.1)", "balance=0.1 has no effect"),
         ("base(4,balance=0.1)", "balance=0.1 has no effect"),
-    ],
-)
-def test_invalid_arguments_raise(spec, message):
-    with pytest.raises(InputError, match=message):
-        build_feed_forward(spec, hidden=F)
+    ):
+        raises(message, build_feed_forward, spec, hidden=F)
 
 
 def test_biases_of_experts_raise():
-    with pytest.raises(InputError, match=r"model\.mlp_bias=True"):
-        build_feed_forward("top_k(4)", hidden=F, use_bias=True)
+    raises(r"model\.mlp_bias=True", build_feed_forward, "top_k(4)", hidden=F, use_bias=True)
 
 
 def test_policies_that_name_the_choice_of_experts_raise():
-    with pytest.raises(
-        InputError, match="plan.remat: every policy keeps 'routing', the choice of experts: leave it out"
-    ):
-        policy("names(mixed,routing)")
+    raises("plan.remat: every policy keeps 'routing', the choice of experts: leave it", policy, "names(mixed,routing)")
 
 
 def test_every_router_is_an_expert_layer():

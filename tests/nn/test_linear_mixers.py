@@ -11,6 +11,7 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention import Causal, Full, Window
 from hpnlp.types import InputError
 from tests.contracts import Mixing, once
+from tests.messages import raises
 
 NAMES = "linear", "retention", "gla", "gated_delta"
 
@@ -20,22 +21,19 @@ def test_other_masks_raise(name):
     mixer = MIXERS[name]()
     assert mixer.within(Causal()) == Causal()
     for mask in (Window(3, 0), Causal() & Window(3), *([] if mixer.traits.bidirectional else [Full()])):
-        with pytest.raises(InputError, match="cannot apply the mask"):
-            mixer.within(mask)
+        raises("cannot apply the mask", mixer.within, mask)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_invalid_arguments_raise(name):
     for chunk in (0, 48):
-        with pytest.raises(InputError, match=rf"{name}\(chunk={chunk}\): expected a power of 2"):
-            MIXERS[name](chunk)
+        raises(rf"{name}\(chunk={chunk}\): expected a power of 2", MIXERS[name], chunk)
 
 
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_invalid_eps_raises(name):
     for eps in (0.0, -1e-5, float("nan")):
-        with pytest.raises(InputError, match=rf"{name}\(eps={eps}\): expected a positive number"):
-            MIXERS[name](eps=eps)
+        raises(rf"{name}\(eps={eps}\): expected a positive number", MIXERS[name], eps=eps)
 
 
 def test_tiny_weights_give_means_and_finite_gradients():
@@ -72,8 +70,6 @@ def test_decoding_with_full_masks_raises(name):
 
 
 def test_invalid_ranks_and_convolutions_raise():
-    with pytest.raises(InputError, match=r"gla\(rank=0\)"):
-        MIXERS["gla"](rank=0)
+    raises(r"gla\(rank=0\)", MIXERS["gla"], rank=0)
     for conv in (-1, 129):
-        with pytest.raises(InputError, match=rf"gated_delta\(conv={conv}\)"):
-            MIXERS["gated_delta"](conv=conv)
+        raises(rf"gated_delta\(conv={conv}\)", MIXERS["gated_delta"], conv=conv)

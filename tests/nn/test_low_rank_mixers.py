@@ -16,6 +16,7 @@ from hpnlp.ops.attention import Causal, Full, reference
 from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError
 from tests.contracts import ONCE, Mixing, assert_close, once
+from tests.messages import raises
 
 SIZES = {"vocab": 8, "dim": 8, "heads": 2, "layers": 1}
 
@@ -45,8 +46,7 @@ def test_shorter_sequences_use_the_beginning_of_the_parameters(spec):
 
     assert_close(*once(both, mixing.arrays))
     longer = Mixing(spec, 10)
-    with pytest.raises(InputError, match="for sequences of 9 tokens, and these have 10: cut them"):
-        longer(longer.inputs(longer.arrays), params=mixing.params)
+    raises("for sequences of 9 tokens, and these", lambda: longer(longer.inputs(longer.arrays), params=mixing.params))
 
 
 @pytest.mark.parametrize("spec", ["linformer(3)", "nystrom(3,0)", "mixture(factorized_random)"])
@@ -112,15 +112,13 @@ def test_models_refuse_mixers_that_cannot_honour_their_mask():
     for mixer in ("linformer", "nystrom", "fnet"):
         with pytest.raises(InputError, match=f"model.mixer={mixer!r}: {mixer} lets tokens depend on later ones"):
             LMConfig(mixer=mixer, max_len=4, **SIZES)
-        with pytest.raises(InputError, match=f"{mixer} mixes documents that share a sequence"):
-            EncoderConfig(mixer=mixer, max_len=4, **SIZES)
+        raises(f"{mixer} mixes documents that share a sequence", EncoderConfig, mixer=mixer, max_len=4, **SIZES)
         with pytest.raises(InputError, match=rf"{mixer} cannot apply the mask Causal\(\), since it mixes all tokens"):
             MIXERS[mixer]().within(Causal())
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
+def test_invalid_arguments_raise():
+    for spec, message in (
         ("linformer(0)", r"linformer\(rank=0\): expected at least 1"),
         ("linformer(compression=conv,width=0)", r"linformer\(width=0\): expected at least 1"),
         ("linformer(4,pool,width=9)", r"\(width=9\) has no effect with compression=pool: .* choose compression=conv"),
@@ -137,8 +135,6 @@ def test_models_refuse_mixers_that_cannot_honour_their_mask():
         ("mixture(dense,block=4)", r"\(block=4\) has no effect with the terms dense: .* choose factorized_dense, too"),
         ("mixture(rank=4)", r"\(rank=4\) has no effect with the terms random: .* choose factorized_random, too"),
         ("mixture(dense,dense)", r"mixture\(dense, dense\): expected distinct terms"),
-    ],
-)
-def test_invalid_arguments_raise(spec, message):
-    with pytest.raises(InputError, match=message):
-        build(parse_one(spec, "model.mixer"), MIXERS, "mixer", dropout=0.0, name=None)
+    ):
+        with pytest.raises(InputError, match=message):
+            build(parse_one(spec, "model.mixer"), MIXERS, "mixer", dropout=0.0, name=None)

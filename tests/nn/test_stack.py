@@ -41,14 +41,7 @@ def plain(kinds, x, w):
     return x, aux, np.array(states)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "unroll"),
-    [
-        (1, 1),
-        (2, 4),
-        (3, COUNT),
-    ],
-)
+@pytest.mark.parametrize(("kinds", "unroll"), [(1, 1), (2, 4), (3, COUNT)])
 def test_equals_a_plain_loop(kinds, unroll):
     w = np.linspace(0.5, 1.5, COUNT, dtype=np.float32)
     layers = [layer(kind) for kind in range(kinds)]

@@ -24,6 +24,7 @@ from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError, MixerTraits
 from tests.fixed_and_drawing_mixers import token_mixer
+from tests.messages import raises
 
 LANGUAGE_MODEL = TASKS["lm"]
 SIZES = {"vocab": 8, "dim": 8, "heads": 2, "layers": 2}
@@ -44,8 +45,7 @@ def mixer(monkeypatch):
 def test_language_models_need_causal_mixers(mixer):
     for trait in ("causal", "prefix_consistent"):
         mixer(**{trait: False})
-        with pytest.raises(InputError, match="model.mixer='full,other': other lets tokens depend on later ones"):
-            LMConfig(mixer="full,other", **SIZES)
+        raises("model.mixer='full,other': other lets tokens depend on later", LMConfig, mixer="full,other", **SIZES)
 
 
 def test_packed_data_need_mixers_that_isolate_segments(mixer):
@@ -57,12 +57,10 @@ def test_packed_data_need_mixers_that_isolate_segments(mixer):
 def test_samples_and_generation_need_mixers_that_decode(mixer):
     mixer(decodes=False)
     config = Config(model=LMConfig(mixer="other", **SIZES))
-    with pytest.raises(InputError, match="train.sample=.*set train.sample=0"):
-        LANGUAGE_MODEL.model(config, Sizes(8))
+    raises("train.sample=.*set train.sample=0", lambda: LANGUAGE_MODEL.model(config, Sizes(8)))
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, sample=0))
     model = LANGUAGE_MODEL.model(config, Sizes(8))
-    with pytest.raises(InputError, match="model.mixer='other' cannot decode"):
-        Generation(model, None, [np.array([1])], tokens=1)
+    raises("model.mixer='other' cannot decode", Generation, model, None, [np.array([1])], tokens=1)
 
 
 def test_mixers_without_heads_are_not_divided_by_sequence():
@@ -72,12 +70,10 @@ def test_mixers_without_heads_are_not_divided_by_sequence():
 
 def test_convolutions_raise_for_widths_and_masks_that_they_cannot_have():
     for width in (0, 129):
-        with pytest.raises(InputError, match=rf"model.mixer=conv\({width}\): expected a width of 1 to 128"):
-            LMConfig(mixer=f"conv({width})", **SIZES)
+        raises(rf"model.mixer=conv\({width}\): expected a width of 1 to 128", LMConfig, mixer=f"conv({width})", **SIZES)
         with pytest.raises(InputError, match=rf"model.mixer=convolution\({width}\): expected a width of 1 to 128"):
             LMConfig(mixer=f"convolution({width},2)", **SIZES)
-    with pytest.raises(InputError, match=r"model.mixer=convolution\(dilation=0\): expected 1 to"):
-        LMConfig(mixer="convolution(3,0)", **SIZES)
+    raises(r"model.mixer=convolution\(dilation=0\): expected 1 to", LMConfig, mixer="convolution(3,0)", **SIZES)
     for name in ("conv", "convolution"):
         with pytest.raises(InputError, match="a convolution cannot apply the mask Window"):
             MIXERS[name]().within(Window(3, 0))
@@ -94,16 +90,14 @@ def test_weights_of_layers_are_counted_by_their_projections():
 def test_rates_of_dropout_outside_of_the_unit_interval_raise():
     for name, entry in MIXERS.items():
         for rate in (-0.1, 1.0, math.nan):
-            with pytest.raises(InputError, match=rf"model.mixer={name}\(dropout={rate}\): expected a probability"):
-                entry(dropout=rate)
-    with pytest.raises(InputError, match="sets dropout, but one rate holds for the whole model: set model.dropout"):
-        LMConfig(mixer="window(4,0),full(dropout=0.1)", **SIZES)
+            raises(rf"model.mixer={name}\(dropout={rate}\): expected a probability", entry, dropout=rate)
+    raises("sets dropout, but one rate holds for the whole", LMConfig, mixer="window(4,0),full(dropout=0.1)", **SIZES)
 
 
-@pytest.mark.parametrize("name", ["qk_norm", "joint_qk_norm", "qkv_bias", "out_bias"])
-def test_options_of_projections_raise_without_projections(name):
-    with pytest.raises(InputError, match=f"model.{name}=True has no effect, because model.mixer='conv'"):
-        LMConfig(mixer="conv", **SIZES, **{name: True})
+def test_options_of_projections_raise_without_projections():
+    for name in ("qk_norm", "joint_qk_norm", "qkv_bias", "out_bias"):
+        with pytest.raises(InputError, match=f"model.{name}=True has no effect, because model.mixer='conv'"):
+            LMConfig(mixer="conv", **SIZES, **{name: True})
 
 
 def test_mixers_of_a_fixed_length_are_initialised_at_the_models_length_and_refuse_others(monkeypatch):
@@ -117,15 +111,11 @@ def test_mixers_of_a_fixed_length_are_initialised_at_the_models_length_and_refus
         return jax.eval_shape(lambda weights: model.apply(weights, model.example_batch(1, length)).sum, shapes)
 
     assert apply(6).shape == ()
-    with pytest.raises(InputError, match="'tokens,full' mixes sequences of model.max_len=6 tokens only, .* have 5"):
-        apply(5)
-    with pytest.raises(InputError, match="model.mixer='tokens,full' cannot decode"):
-        Generation(model, None, [np.array([1])], tokens=1)
-    with pytest.raises(InputError, match="model.mixer='tokens,full' cannot decode"):
-        beam_search(model, None, [np.array([1])], tokens=1, eos_id=0)
+    raises("'tokens,full' mixes sequences of model.max_len=6 tokens only, .* have 5", apply, 5)
+    raises("model.mixer='tokens,full' cannot decode", Generation, model, None, [np.array([1])], tokens=1)
+    raises("model.mixer='tokens,full' cannot decode", beam_search, model, None, [np.array([1])], tokens=1, eos_id=0)
     with pytest.raises(InputError, match="model.max_len=0: model.mixer='tokens,full' mixes sequences of one length"):
         jax.eval_shape(lambda: LM(LMConfig(**fields)).init(jax.random.key(0), model.example_batch(1, 6)))
     config = Config(model=LMConfig(**fields, max_len=6), data=DataConfig(seq_len=8))
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, sample=0))
-    with pytest.raises(InputError, match="data.seq_len=8, model.max_len=6: .* one length"):
-        LANGUAGE_MODEL.model(config, Sizes(8))
+    raises("data.seq_len=8, model.max_len=6: .* one length", lambda: LANGUAGE_MODEL.model(config, Sizes(8)))
