@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpnlp.data import buckets
-from hpnlp.types import InputError
+from tests.messages import raises
 
 RNG = np.random.default_rng(0)
 LENGTHS = np.minimum(RNG.geometric(0.03, 300), 100)
@@ -67,17 +67,13 @@ def test_no_texts_have_no_batches():
         assert batches == [] and buckets.padding_share(none, batches) == 0
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments", "message"),
-    [
+def test_invalid_arguments_raise():
+    for function, arguments, message in (
         (buckets.bucket_widths, ([], 2), "0 lengths, count=2, multiple=1: expected at least 1"),
         (buckets.padded_batches, ([5], 4, 8), "a text has 5 tokens, and rows have 4: cut the text"),
         (buckets.bucket_widths, ([2, 0], 2), "text 1 has 0 tokens: expected at least 1: leave it out"),
         (buckets.packed_batches, ([0], 8, 8), "text 0 has 0 tokens"),
         (buckets.bucketed_batches, ([5], [8, 4], 8), r"widths=\[8, 4\]: expected numbers from 1 on that rise"),
         (buckets.packed_batches, ([5], 8, 7), "tokens=7: a row has 8: pass at least as many"),
-    ],
-)
-def test_invalid_arguments_raise(function, arguments, message):
-    with pytest.raises(InputError, match=message):
-        function(np.array(arguments[0], int), *arguments[1:])
+    ):
+        raises(message, function, np.array(arguments[0], int), *arguments[1:])

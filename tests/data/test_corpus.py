@@ -11,6 +11,7 @@ from hpnlp.data import DataConfig, prepare
 from hpnlp.data.reading.split import hash_fraction
 from hpnlp.types import InputError
 from tests.data.batches import assert_equal, config, predicted, take
+from tests.messages import raises
 
 
 @pytest.fixture(scope="module")
@@ -161,23 +162,18 @@ def test_prompts_carry_no_loss(tmp_path):
 def test_states_of_other_data_raise(stories, mixture, tmp_path):
     batches = prepare(config(stories)).train(seed=0)
     state = batches.get_state()
-    with pytest.raises(InputError, match="of another corpus and held-out text: .*old data back"):
-        prepare(config(mixture)).train(seed=0).set_state(state)
+    raises("of another corpus and held-out text", lambda: prepare(config(mixture)).train(seed=0).set_state(state))
     (tmp_path / "other.txt").write_text("other text")
     options = [{"heldout_path": str(path)} for path in (stories / "00.txt", tmp_path / "other.txt")]
     scored, changed = (prepare(config(mixture, **paths)) for paths in options)
     old_state = scored.train(seed=0).get_state()
-    with pytest.raises(InputError, match="of another held-out text: .*old data back"):
-        changed.train(seed=0).set_state(old_state)
+    raises("of another held-out text: .*old data back", lambda: changed.train(seed=0).set_state(old_state))
     del old_state["held-out text"]
     changed.train(seed=0).set_state(old_state)  # as old versions saved it
-    with pytest.raises(InputError, match="of another packing"):
-        prepare(config(stories, packing="fit")).train(seed=0).set_state(state)
+    raises("of another packing", lambda: prepare(config(stories, packing="fit")).train(seed=0).set_state(state))
     for damaged in ({}, *({**state, "batches": value} for value in ("many", None, -1, 10**18))):
-        with pytest.raises(InputError, match="damaged.*another checkpoint"):
-            batches.set_state(damaged)
-    with pytest.raises(InputError, match="version 2, expected 1"):
-        batches.set_state({**state, "version": 2})
+        raises("damaged.*another checkpoint", batches.set_state, damaged)
+    raises("version 2, expected 1", batches.set_state, {**state, "version": 2})
 
 
 @pytest.mark.parametrize(
@@ -189,8 +185,7 @@ def test_states_of_other_data_raise(stories, mixture, tmp_path):
     ],
 )
 def test_invalid_train_arguments_raise(stories, arguments, message):
-    with pytest.raises(InputError, match=message):
-        prepare(config(stories)).train(**{"seed": 0, **arguments})
+    raises(message, lambda: prepare(config(stories)).train(**{"seed": 0, **arguments}))
 
 
 @pytest.mark.parametrize(
@@ -203,18 +198,14 @@ def test_invalid_train_arguments_raise(stories, arguments, message):
     ],
 )
 def test_invalid_heldout_arguments_raise(stories, arguments, message):
-    with pytest.raises(InputError, match=message):
-        prepare(config(stories)).heldout(batch_size=4, **arguments)
+    raises(message, lambda: prepare(config(stories)).heldout(batch_size=4, **arguments))
 
 
 def test_weighted_source_without_training_text_raises(tmp_path, stories):
     name = next(name for name in map("{}.txt".format, range(10**4)) if hash_fraction(name) < 0.2)
     (tmp_path / name).write_text("held out whole")
     corpus = prepare(config(f"{stories},{tmp_path}", weights=(1.0, 1.0)))
-    with pytest.raises(
-        InputError, match="nothing to train on, as its only document was held out: pass data.heldout_path"
-    ):
-        corpus.train(seed=0)
+    raises("nothing to train on, as its only document was held out: pass data.heldout_path", corpus.train, seed=0)
 
 
 def test_summary_states_the_heldout_share(stories, tmp_path):
@@ -280,21 +271,16 @@ def test_heldout_streams_have_every_token_once(stories, batch_size, limit):
         assert len(batches) == limit and (read["weights"].sum(axis=1) > 0).all()
     follows = (read["segment_ids"][:, 1:] == read["segment_ids"][:, :-1]) & (read["segment_ids"][:, 1:] > 0)
     np.testing.assert_array_equal(np.diff(read["positions"])[follows], 1)
-    with pytest.raises(InputError, match="stride=8: sequences of data.order='stream' do not overlap"):
-        corpus.heldout(batch_size=4, stride=8)
+    raises("stride=8: sequences of data.order='stream' do not overlap", corpus.heldout, batch_size=4, stride=8)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_orders_that_cannot_be_raise():
+    for options, message in (
         ({"order": "streams"}, "data.order='streams': did you mean 'stream'"),
         ({"order": "stream", "packing": "fit"}, "data.packing='fit'.*set data.packing='concat'"),
         ({"order": "stream", "weights": (1.0, 2.0)}, r"data.weights=\(1.0, 2.0\).*set data.weights=\(\)"),
-    ],
-)
-def test_orders_that_cannot_be_raise(options, message):
-    with pytest.raises(InputError, match=message):
-        DataConfig(**options)
+    ):
+        raises(message, DataConfig, **options)
 
 
 @pytest.mark.parametrize(("option", "name"), [("batch_size", "batch size"), ("seq_len", "sequence length")])

@@ -7,7 +7,7 @@ import pytest
 from hpnlp.data import DataConfig, prepare, stdlib
 from hpnlp.data.reading import digest
 from hpnlp.data.reading.files import ignore_progress
-from hpnlp.types import InputError
+from tests.messages import raises
 
 
 def fail_on_hashing(step: str, done: int, total: int) -> None:
@@ -87,8 +87,7 @@ def test_files_that_change_while_they_are_read_raise(tmp_path, cache, monkeypatc
         rewrite(tmp_path / "0.txt", "else 0 " * 9)
 
     config = DataConfig(path=str(tmp_path), seq_len=16, heldout=0.2)
-    with pytest.raises(InputError, match="0.txt' changes while it is read: run again when it is complete, or pass a c"):
-        prepare(config, progress=progress)
+    raises("0.txt' changes while it is read: run again when it is complete", prepare, config, progress=progress)
     assert os.listdir(cache) == []
     prepare(config)
 
@@ -100,8 +99,7 @@ def test_change_within_one_step_of_the_clock_is_detected(tmp_path, monkeypatch):
     snapshot.digest(str(tmp_path), fail_on_hashing)
     path.write_text("else")
     monkeypatch.setattr(digest, "_stamp", lambda path: snapshot._stamps[0])
-    with pytest.raises(InputError, match="change while they are read"):
-        snapshot.check()
+    raises("change while they are read", snapshot.check)
 
 
 def test_words_of_a_changed_library_are_written_again(tmp_path, monkeypatch):
@@ -115,5 +113,4 @@ def test_words_of_a_changed_library_are_written_again(tmp_path, monkeypatch):
 
 
 def test_nul_in_the_cache_path_raises(stories):
-    with pytest.raises(InputError, match="data.cache='a.x00b' has a NUL"):
-        prepare(DataConfig(path=str(stories), cache="a\0b"))
+    raises("data.cache='a.x00b' has a NUL", lambda: prepare(DataConfig(path=str(stories), cache="a\0b")))

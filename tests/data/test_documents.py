@@ -19,6 +19,7 @@ from hpnlp.data.reading.records import Fields
 from hpnlp.data.reading.sources import LeftOut
 from hpnlp.types import InputError
 from tests.data.reading import read
+from tests.messages import raises
 
 
 def write(path, content: str | bytes):
@@ -83,14 +84,12 @@ def test_jsonl_records_give_prompts_and_texts(tmp_path):
 def test_malformed_jsonl_raises(tmp_path, line, message):
     path = tmp_path / "x.jsonl"
     path.write_text(f'{{"text": "fine"}}\n{line}\n', "utf-8", "surrogateescape")
-    with pytest.raises(InputError, match=re.escape(f"x.jsonl, {message}")):
-        read(path)
+    raises(re.escape(f"x.jsonl, {message}"), read, path)
 
 
 def test_missing_prompt_field_raises(tmp_path):
     path = write(tmp_path / "x.jsonl", '{"text": "a"}')
-    with pytest.raises(InputError, match="no field 'q', the fields are 'text': pass data.prompt_field=NAME"):
-        read(path, prompt_field="q")
+    raises("no field 'q', the fields are 'text': pass data.prompt_field=NAME", read, path, prompt_field="q")
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary()])
@@ -113,22 +112,17 @@ def test_parquet_strings_that_are_not_utf8_are_read(tmp_path):
 def test_invalid_parquet_raises(tmp_path, monkeypatch):
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"body": ["a"], "n": [1]}), path)
-    with pytest.raises(InputError, match="no field 'text', the fields are 'body', 'n'"):
-        read(path)
-    with pytest.raises(InputError, match="column 'n' holds int64, expected strings"):
-        read(path, text_field="n")
+    raises("no field 'text', the fields are 'body', 'n'", read, path)
+    raises("column 'n' holds int64, expected strings", read, path, text_field="n")
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(InputError, match="not a Parquet file"):
-        read(path)
+    raises("not a Parquet file", read, path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(InputError, match=re.escape("pip install pyarrow")):
-        read(path)
+    raises(re.escape("pip install pyarrow"), read, path)
 
 
 def test_repeated_parquet_column_raises(tmp_path):
     pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "x.parquet")
-    with pytest.raises(InputError, match="x.parquet: has more than one column 'text': rename one"):
-        read(tmp_path)
+    raises("x.parquet: has more than one column 'text': rename one", read, tmp_path)
 
 
 @hypothesis.given(st.lists(st.integers(0, 3), max_size=30))
@@ -156,15 +150,13 @@ def test_ids_without_eos_are_cut(tmp_path):
 )
 def test_invalid_arrays_raise(tmp_path, array, message):
     np.save(tmp_path / "x.npy", array)
-    with pytest.raises(InputError, match=re.escape(message)):
-        read(tmp_path / "x.npy")
+    raises(re.escape(message), read, tmp_path / "x.npy")
 
 
 def test_archive_of_arrays_raises(tmp_path):
     np.savez(tmp_path / "x.npz", a=np.ones(3, int))
     os.rename(tmp_path / "x.npz", tmp_path / "x.npy")
-    with pytest.raises(InputError, match="not an array that can be memory-mapped .it is an archive of arrays"):
-        read(tmp_path / "x.npy")
+    raises("not an array that can be memory-mapped .it is an archive of arrays", read, tmp_path / "x.npy")
 
 
 @pytest.mark.parametrize(
@@ -182,8 +174,7 @@ def test_parquet_column_types_are_checked(tmp_path, column, message):
     if message is None:
         assert read(tmp_path / "x.parquet")[0] == []
     else:
-        with pytest.raises(InputError, match=re.escape(message)):
-            read(tmp_path / "x.parquet")
+        raises(re.escape(message), read, tmp_path / "x.parquet")
 
 
 def test_errors_of_damaged_parquet_are_one_line(tmp_path):
@@ -201,12 +192,10 @@ def test_truncated_array_raises(tmp_path):
     np.save(tmp_path / "x.npy", np.ones(100, int))
     for size in (200, 20, 0):
         os.truncate(tmp_path / "x.npy", size)
-        with pytest.raises(InputError, match="x.npy"):
-            read(tmp_path / "x.npy")
+        raises("x.npy", read, tmp_path / "x.npy")
 
 
 def test_removed_file_raises(tmp_path):
     (source,) = sources.find(str(write(tmp_path / "b.txt", "bee")), "data.path")
     (tmp_path / "b.txt").unlink()
-    with pytest.raises(InputError, match="cannot read .*b.txt'.*No such file"):
-        list(DocumentReader(Fields("", ""), LeftOut()).read(source))
+    raises("cannot read .*b.txt'.*No such file", lambda: list(DocumentReader(Fields("", ""), LeftOut()).read(source)))

@@ -18,6 +18,7 @@ from hpnlp.data.reading.documents import DocumentReader, NotTextError, to_text
 from hpnlp.data.reading.sources import LeftOut
 from hpnlp.types import InputError
 from tests.data.reading import read
+from tests.messages import raises
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": lambda data: pa.compress(data, "zstd", asbytes=True)}
 LINES = "".join(f"line {i} as ever\n" for i in range(400)).encode()
@@ -71,15 +72,13 @@ def test_damaged_archives_raise(tmp_path, extension):
     for content in contents + [flipped] * (extension == ".gz"):  # pyarrow writes zstd without a checksum
         path.write_bytes(content)
         expected = f"cannot decompress '{path}' ("
-        with pytest.raises(InputError, match=re.escape(expected) + r".+\): the file is damaged or truncated: download"):
-            read(path)
+        raises(re.escape(expected) + r".+\): the file is damaged or truncated: download", read, path)
 
 
 def test_zstd_without_pyarrow_raises(tmp_path, monkeypatch):
     (tmp_path / "x.zst").write_bytes(COMPRESS[".zst"](LINES))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(InputError, match="zstd needs the pyarrow package: pip install pyarrow"):
-        read(tmp_path / "x.zst")
+    raises("zstd needs the pyarrow package: pip install pyarrow", read, tmp_path / "x.zst")
 
 
 @pytest.mark.parametrize("name", ["x.txt.gz", "x.jsonl.gz", "x.json.zst"])
@@ -185,8 +184,7 @@ def test_errors_of_bad_records_name_skip_bad_lines(tmp_path):
     path = tmp_path / "x.jsonl"
     for line in ("{", "[]", '{"text": 1}', '{"body": ""}'):
         path.write_text(line)
-        with pytest.raises(InputError, match="data.skip_bad_lines=True"):
-            read(path)
+        raises("data.skip_bad_lines=True", read, path)
     with pytest.raises(NotTextError) as caught:
         to_text(b"\xff")
     assert "skip_bad_lines" not in str(caught.value)  # a prompt has no lines to skip

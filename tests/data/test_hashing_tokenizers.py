@@ -12,6 +12,7 @@ from hpnlp.tasks.classification import ClassifierConfig
 from hpnlp.tasks.vocabulary import Sizes, fill_sizes
 from hpnlp.types import InputError, Tokenizer
 from tests import projection_reference as reference
+from tests.messages import raises
 
 TEXT = "Über straße, straße\nNAÏVE 日本語".encode()
 
@@ -43,20 +44,16 @@ def test_ids_of_ngrams_are_those_of_words_and_characters():
     assert set(build("hashed_ngrams(2)").encode(b"a b c")) == {1}
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
+def test_invalid_arguments_raise():
+    for spec, message in (
         ("hashed_words(by=sounds)", "unknown split of words by 'sounds'"),
         ("hashed_words(8)", "unknown split of words by '8'"),
         ("hashed_ngrams(1)", r"expected a number of ids, 2 to 16777216, as in hashed_ngrams\(65536\)"),
         ("hashed_ngrams(100, words=0)", "words=0, least=3, most=6"),
         ("hashed_ngrams(100, least=5, most=4)", "or most=0"),
         ("hashed_ngrams", "size"),
-    ],
-)
-def test_invalid_arguments_raise(spec, message):
-    with pytest.raises(InputError, match=message):
-        build(spec)
+    ):
+        raises(message, build, spec)
 
 
 @pytest.mark.parametrize("spec", ["hashed_words", "hashed_ngrams(100)"])
@@ -68,8 +65,7 @@ def test_corpora_of_text_raise(spec, tmp_path):
 
 def test_encoders_with_a_table_raise():
     sizes = Sizes(build("hashed_words").vocab_size, classes=2)
-    with pytest.raises(InputError, match="choose task='hashed_classification'"):
-        fill_sizes(ClassifierConfig(), sizes, 16)
+    raises("choose task='hashed_classification'", lambda: fill_sizes(ClassifierConfig(), sizes, 16))
 
 
 def test_damaged_files_raise(tmp_path):
@@ -80,8 +76,7 @@ def test_damaged_files_raise(tmp_path):
         ({"type": "hashed_words", "version": 99}, "format version 99, expected 1"),
     ):
         path.write_text(json.dumps(form))
-        with pytest.raises(InputError, match=message):
-            load(str(path))
+        raises(message, load, str(path))
 
 
 def test_every_split_keeps_all_words_of_a_long_text():

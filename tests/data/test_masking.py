@@ -8,8 +8,8 @@ import pytest
 from hpnlp.data import prepare
 from hpnlp.data.masking import MaskedCorpus, mask_tokens, rng_of
 from hpnlp.data.tokenizers import ByteTokenizer
-from hpnlp.types import InputError
 from tests.data.batches import assert_equal, config, take
+from tests.messages import raises
 
 TOKENIZER = ByteTokenizer()
 MASK = TOKENIZER.find_mask_id()
@@ -134,5 +134,4 @@ def test_masks_of_a_sequence_change_with_the_epoch(corpus):
     ],
 )
 def test_invalid_masks_raise(corpus, options, message):
-    with pytest.raises(InputError, match=message):
-        MaskedCorpus(corpus.corpus, **options)
+    raises(message, MaskedCorpus, corpus.corpus, **options)

@@ -7,8 +7,8 @@ import sysconfig
 import pytest
 
 from hpnlp.data.reading import sources
-from hpnlp.types import InputError
 from tests.data.reading import read
+from tests.messages import raises
 
 
 def write(path, content: str | bytes):
@@ -85,8 +85,7 @@ def test_duplicate_files_are_left_out(tree):
     first, second = sources.find(f"{tree}/sub,{tree}", "data.path")
     assert [file.name for file in first.files] == ["c"] and "sub/c" not in [file.name for file in second.files]
     assert second.left_out["given twice"][:2] == [2, "aa.txt"]
-    with pytest.raises(InputError, match="data.path='.*/sub' adds no file .*1 given twice .c.*: leave it out"):
-        sources.find(f"{tree},{tree}/sub", "data.path")
+    raises("data.path='.*/sub' adds no file .*1 given twice .c", sources.find, f"{tree},{tree}/sub", "data.path")
 
 
 def test_stdlib_lists_sources_without_tests():
@@ -103,8 +102,7 @@ def test_stdlib_lists_sources_without_tests():
 def test_file_removed_while_listing_raises(tmp_path, monkeypatch):
     write(tmp_path / "a.txt", "text")
     monkeypatch.setattr(sources, "_walk", lambda *args: ["a.txt", "gone.txt"])
-    with pytest.raises(InputError, match="cannot read '.*gone.txt': No such file or directory: mend or remove it"):
-        read(tmp_path)
+    raises("cannot read '.*gone.txt': No such file or directory: mend or remove it", read, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -132,5 +130,4 @@ def test_invalid_paths_raise(tmp_path, monkeypatch, path, message):
     os.symlink("loop", "loop")
     os.symlink("nothing", "dangling")
     os.mkfifo("pipe")
-    with pytest.raises(InputError, match=re.escape(message)):
-        sources.find(path, "data.path")
+    raises(re.escape(message), sources.find, path, "data.path")

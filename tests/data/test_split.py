@@ -11,6 +11,7 @@ from hpnlp.data.reading.split import Folds, HeldOutHashes, hash_fraction
 from hpnlp.types import InputError
 from tests.data import batches
 from tests.data.examples import records
+from tests.messages import raises
 
 NAMES = [f"file {i}" for i in range(23)]
 
@@ -54,8 +55,7 @@ def test_each_example_is_held_out_once_with_its_group(tmp_path):
         assert sorted(held_out) == sorted(row["text"] for row in rows)
         config = records.config("classification", path, folds=61, fold=1, **options)
         message = f"data.folds=61: data.path='{path}' holds fewer {noun} than parts: lower data.folds (--folds of hpnlp"
-        with pytest.raises(InputError, match=re.escape(message)):
-            prepare_examples(config)
+        raises(re.escape(message), prepare_examples, config)
 
 
 def test_each_document_is_held_out_once(tmp_path):
@@ -76,37 +76,23 @@ def test_each_document_is_held_out_once(tmp_path):
     assert sum(corpus.heldout_bytes for corpus in cut) == sum(path.stat().st_size for path in tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"fold": 1},
-            "data.folds=0, data.fold=1: expected at least 2 parts, or 0 for none: set data.folds to the number",
-        ),
+def test_invalid_parts_raise():
+    for fields, message in (
+        ({"fold": 1}, "data.folds=0, data.fold=1: expected at least 2 parts, or 0 for none: set data.folds"),
         ({"folds": 1, "fold": 1}, "data.folds=1, data.fold=1: expected at least 2 parts, or 0 for none"),
         ({"folds": -3, "fold": 1}, "data.folds=-3, data.fold=1: expected at least 2 parts"),
-        (
-            {"folds": 5},
-            "data.fold=0, data.folds=5: expected the part to hold out, 1 to 5; hpnlp sweep --folds=5 trains",
-        ),
+        ({"folds": 5}, "data.fold=0, data.folds=5: expected the part to hold out, 1 to 5; hpnlp sweep --folds=5"),
         ({"folds": 5, "fold": 6}, "data.fold=6, data.folds=5: expected the part"),
-        (
-            {"folds": 5, "fold": 1, "heldout_path": "a"},
-            "data.heldout_path='a', data.folds=5: both decide what is held out: set data.heldout_path='' or data.folds=0",
-        ),
+        ({"folds": 5, "fold": 1, "heldout_path": "a"}, "data.heldout_path='a', data.folds=5: both decide what is held"),
         (
             {"folds": 5, "fold": 1, "heldout_bytes": 7},
             "data.heldout_bytes=7, data.folds=5: all of a part is held out, so that the parts cover the data: set "
             "data.heldout_bytes=0 or",
         ),
-    ],
-)
-def test_invalid_parts_raise(fields, message):
-    with pytest.raises(InputError, match=f"^{re.escape(message)}"):
-        DataConfig(**fields)
+    ):
+        raises(f"^{re.escape(message)}", DataConfig, **fields)
 
 
 def test_data_with_their_own_heldout_examples_have_no_parts():
     config = records.config("classification", "stdlib_titles", folds=5, fold=1)
-    with pytest.raises(InputError, match="data.folds=5: data.path='stdlib_titles' has held-out examples of its own"):
-        prepare_examples(config)
+    raises("data.folds=5: data.path='stdlib_titles' has held-out examples of its own", prepare_examples, config)

@@ -11,7 +11,7 @@ import pytest
 
 from hpnlp.data import stdlib, stream
 from hpnlp.data.reading import sources
-from hpnlp.types import InputError
+from tests.messages import raises
 
 SOURCE = b'''"""A module's head."""
 import os  # what it needs: os.path
@@ -84,8 +84,7 @@ def test_cache_path_may_contain_glob_characters(library, tmp_path):
 
 
 def test_unknown_corpus_raises():
-    with pytest.raises(InputError, match="unknown corpus 'dogs': did you mean 'docs'?"):
-        stdlib.write_corpus("dogs")
+    raises("unknown corpus 'dogs': did you mean 'docs'?", stdlib.write_corpus, "dogs")
 
 
 def test_invalid_python_raises():

@@ -15,6 +15,7 @@ import pytest
 from hpnlp.data import DataConfig, prepare
 from hpnlp.data.reading import token_store
 from hpnlp.types import InputError
+from tests.messages import raises
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -73,8 +74,7 @@ def test_failed_write_leaves_nothing(tmp_path):
         writer("half")(directory)
         raise InputError("the text is at fault")
 
-    with pytest.raises(InputError, match="the text is at fault"):
-        token_store.cached(str(tmp_path), "entry", fail)
+    raises("the text is at fault", token_store.cached, str(tmp_path), "entry", fail)
     assert os.listdir(tmp_path) == []
 
 
@@ -199,5 +199,4 @@ def test_tokens_reads_what_the_writer_wrote(tmp_path, vocab_size, dtype):
         assert tokens.raw(i) == raw
     assert tokens.raw() == b"firstthird"
     os.remove(tmp_path / "x.raw")
-    with pytest.raises(InputError, match="cannot read .*x.raw': No such file .* run the same command again"):
-        tokens.raw()
+    raises("cannot read .*x.raw': No such file .* run the same command again", tokens.raw)

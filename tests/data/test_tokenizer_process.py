@@ -16,6 +16,7 @@ from hpnlp.data.tokenizers import huggingface, tokenizer_process
 from hpnlp.data.tokenizers.huggingface import HFTokenizer
 from hpnlp.data.tokenizers.tokenizer_process import TokenizerProcess
 from hpnlp.types import InputError
+from tests.messages import raises
 
 TEXTS = [f"text {i} of many: naïve <eos> words, 世界\n".encode() for i in range(300)]
 
@@ -69,8 +70,7 @@ def test_a_process_that_is_killed_is_an_error_and_is_replaced(tokenizer):
     process = process_of(tokenizer)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    with pytest.raises(InputError, match=r"ended with code -9: free some memory"):
-        tokenizer.encode_batch(TEXTS)
+    raises(r"ended with code -9: free some memory", tokenizer.encode_batch, TEXTS)
     assert len(tokenizer.encode_batch(TEXTS)) == 300
 
 
@@ -136,8 +136,7 @@ def test_texts_that_cannot_be_read_end_the_making_of_a_vocabulary():
         raise InputError("no text")
 
     begun = time.monotonic()
-    with pytest.raises(InputError, match="^no text$"):
-        HFTokenizer.train(30_000, texts())
+    raises("^no text$", lambda: HFTokenizer.train(30_000, texts()))
     assert time.monotonic() - begun < 20
 
 

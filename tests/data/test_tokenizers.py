@@ -17,6 +17,7 @@ from hpnlp.data.tokenizers import build, load, save_whole
 from hpnlp.data.tokenizers.huggingface import HFTokenizer
 from hpnlp.data.tokenizers.word_tokenizer import WordTokenizer
 from hpnlp.types import InputError, Tokenizer, WordStats
+from tests.messages import raises
 
 TEXTS = [
     b"the cat sat on the mat, the cat sat still\n\n    def cat(mat):\n        return mat\n",
@@ -82,8 +83,7 @@ def test_bpe_by_identifiers_splits_names_and_drops_case_and_punctuation(tmp_path
     np.testing.assert_array_equal(tokenizer.encode("READ http headerSelf, foo bar2 é".encode()), ids)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     np.testing.assert_array_equal(load(str(tmp_path)).encode("readHTTPHeader(self.foo_bar2): É".encode()), ids)
-    with pytest.raises(InputError, match="unknown split of words by 'names'"):
-        build("bpe(300, by=names)", TEXTS)
+    raises("unknown split of words by 'names'", build, "bpe(300, by=names)", TEXTS)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -304,8 +304,7 @@ def test_empty_prompts_start_like_generate(settings, expected, tmp_path):
     assert tokenizer.encode_prompt("").tolist() == [expected]
     assert tokenizer.encode_prompt("the").tolist() == tokenizer.encode(b"the").tolist()
     (tmp_path / "generation_config.json").write_text("[7]")
-    with pytest.raises(InputError, match="generation_config.json': it holds a list, not an object"):
-        load(str(tmp_path))
+    raises("generation_config.json': it holds a list, not an object", load, str(tmp_path))
 
 
 def test_bpe_of_older_versions_begins_prompts_with_bos(trained, tmp_path):
@@ -333,8 +332,7 @@ def test_wordpiece_tokenizer_loads(tmp_path):
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id, tokenizer.lossless) == (2, 3, 0, False)
     assert tokenizer.encode(b"the cats zebra").tolist() == [4, 5, 7, 1]
     assert tokenizer.decode([2, 4, 5, 7, 3]) == b"the cats"
-    with pytest.raises(InputError, match="'zebra', 'yak'"):
-        tokenizer.encode_prompt("the zebra sat yak zebra")
+    raises("'zebra', 'yak'", tokenizer.encode_prompt, "the zebra sat yak zebra")
 
 
 def test_roles_are_read_from_the_config_and_saved(tmp_path):
@@ -388,28 +386,23 @@ def test_roles_are_read_from_special_tokens_map(tmp_path):
         assert load(str(tmp_path)).eos_id == inner.token_to_id(eos)
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "special_tokens_map.json").write_text("{")
-    with pytest.raises(InputError, match="special_tokens_map.json.*mend or remove"):
-        load(str(tmp_path))
+    raises("special_tokens_map.json.*mend or remove", load, str(tmp_path))
 
 
 def test_invalid_tokenizer_config_raises(tmp_path):
     make_bpe().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<nowhere>"}')
-    with pytest.raises(InputError, match="'<nowhere>' as bos_token"):
-        load(str(tmp_path))
+    raises("'<nowhere>' as bos_token", load, str(tmp_path))
     for content in ("{", "[]"):
         (tmp_path / "tokenizer_config.json").write_text(content)
-        with pytest.raises(InputError, match="tokenizer_config.json.*mend or remove"):
-            load(str(tmp_path))
+        raises("tokenizer_config.json.*mend or remove", load, str(tmp_path))
     for token in ("3", '{"content": [1]}'):
         (tmp_path / "tokenizer_config.json").write_text(f'{{"eos_token": {token}}}')
-        with pytest.raises(InputError, match=r"tokenizer_config.json gives .* as eos_token: expected a text or null"):
-            load(str(tmp_path))
+        raises(r"tokenizer_config.json gives .* as eos_token: expected a text or null", load, str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
+def test_invalid_specs_raise():
+    for spec, message in (
         ("byts", "unknown tokenizer 'byts': did you mean 'bytes'?"),
         ("words", "takes"),
         ("words(4)", "4: expected a number of ids, 5 to 16777216, as in words(30000)"),
@@ -423,11 +416,8 @@ def test_invalid_tokenizer_config_raises(tmp_path):
         ("bpe(True)", "True: expected a number of ids"),
         ("bpe(size=300, x=1)", "no argument 'x'"),
         ("no/such/tokenizer.json", "cannot read the tokenizer 'no/such/tokenizer.json'"),
-    ],
-)
-def test_invalid_specs_raise(spec, message):
-    with pytest.raises(InputError, match=re.escape(message)):
-        build(spec, TEXTS)
+    ):
+        raises(re.escape(message), build, spec, TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -458,8 +448,7 @@ def test_invalid_specs_raise(spec, message):
 def test_invalid_tokenizer_files_raise(tmp_path, content, message):
     path = tmp_path / "tokenizer.json"
     path.write_text(content, "utf-8", "surrogateescape")
-    with pytest.raises(InputError, match=message):
-        load(str(path))
+    raises(message, load, str(path))
 
 
 def test_invalid_tokenizer_paths_raise(tmp_path):
@@ -476,36 +465,29 @@ def test_invalid_tokenizer_paths_raise(tmp_path):
         tmp_path / "binary": "is no tokenizer.json: it is binary, not JSON: pass another path",
         tmp_path: "cannot read the tokenizer .*tokenizer.json': No such file",
     }.items():
-        with pytest.raises(InputError, match=message):
-            load(str(path))
+        raises(message, load, str(path))
 
 
 @pytest.mark.parametrize("spec", SPECS[1:])
 def test_text_that_is_not_utf8_raises(trained, spec):
-    with pytest.raises(InputError, match=r"byte 3 \(0xff\) is not UTF-8.*data.tokenizer=bytes"):
-        trained[spec].encode(b"abc\xff")
-    with pytest.raises(InputError, match="byte 1 "):
-        build(spec, [b"fine", b"a\xc3"])
-    with pytest.raises(InputError, match="byte 0 "):
-        trained[spec].encode_prompt("\udcff")
+    raises(r"byte 3 \(0xff\) is not UTF-8.*data.tokenizer=bytes", trained[spec].encode, b"abc\xff")
+    raises("byte 1 ", build, spec, [b"fine", b"a\xc3"])
+    raises("byte 0 ", trained[spec].encode_prompt, "\udcff")
 
 
 def test_prompt_with_unknown_words_raises(trained):
-    with pytest.raises(InputError, match="'zebra', '!'.*data.tokenizer=bytes"):
-        trained["words(40)"].encode_prompt("the zebra sat! zebra")
+    raises("'zebra', '!'.*data.tokenizer=bytes", trained["words(40)"].encode_prompt, "the zebra sat! zebra")
 
 
 def test_empty_prompt_without_bos_raises(tmp_path):
     inner = hf.Tokenizer(hf.models.WordLevel({"a": 0}, unk_token="a"))
     inner.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(InputError, match="no bos to start from"):
-        load(str(tmp_path)).encode_prompt("")
+    raises("no bos to start from", lambda: load(str(tmp_path)).encode_prompt(""))
 
 
 def test_missing_package_raises(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(InputError, match=re.escape("pip install tokenizers")):
-        build("bpe(320)", TEXTS)
+    raises(re.escape("pip install tokenizers"), build, "bpe(320)", TEXTS)
 
 
 class FullDisk(HFTokenizer):

@@ -8,7 +8,7 @@ import pytest
 from hpnlp.data.examples import BagsConfig, prepare_examples
 from hpnlp.data.examples.generated import titles
 from hpnlp.data.reading.sources import File
-from hpnlp.types import InputError
+from tests.messages import raises
 
 
 def write(path, rows):
@@ -16,10 +16,7 @@ def write(path, rows):
     return str(path)
 
 
-ROWS = [
-    {"texts": ["a b b", "c", "b a"], "label": "one"},
-    {"texts": "d e\n\na d", "label": "two"},
-]
+ROWS = [{"texts": ["a b b", "c", "b a"], "label": "one"}, {"texts": "d e\n\na d", "label": "two"}]
 
 
 def config(tmp_path, rows=ROWS, heldout=ROWS, **fields):
@@ -70,8 +67,7 @@ def test_texts_of_long_bags_are_cut_alike(tmp_path):
 def test_records_that_are_no_bags_raise(tmp_path, row, message):
     row = {"texts": ["a", "b"], "label": "one"} | row
     sides = {"rows": ROWS, "heldout": [row]} if "label" in message else {"rows": [row, *ROWS]}
-    with pytest.raises(InputError, match=message):
-        prepare_examples(config(tmp_path, **sides))
+    raises(message, lambda: prepare_examples(config(tmp_path, **sides)))
 
 
 @pytest.mark.parametrize(
@@ -82,16 +78,12 @@ def test_records_that_are_no_bags_raise(tmp_path, row, message):
     ],
 )
 def test_invalid_configs_raise(tmp_path, fields, message):
-    with pytest.raises(InputError, match=message):
-        prepare_examples(config(tmp_path, **fields))
+    raises(message, lambda: prepare_examples(config(tmp_path, **fields)))
 
 
 def test_bags_of_one_label_raise(tmp_path):
     one = [ROWS[0]]
-    with pytest.raises(
-        InputError, match="only the class 'one': expected at least two classes: add examples of another"
-    ):
-        prepare_examples(config(tmp_path, one, one))
+    raises("only the class 'one': expected at least two classes", lambda: prepare_examples(config(tmp_path, one, one)))
 
 
 def test_titles_are_first_paragraphs_of_one_module(tmp_path):

@@ -8,8 +8,8 @@ import pytest
 
 from hpnlp.data.examples import baselines, prepare_examples
 from hpnlp.data.examples.store import StoredExamples
-from hpnlp.types import InputError
 from tests.data.examples.records import config, write
+from tests.messages import raises
 
 NAMES = [f"name{i}" for i in range(80)]
 NAMED = ["file", "socket", "thread", "header", "queue", "token"]
@@ -111,5 +111,4 @@ def test_missing_package_raises(tmp_path, monkeypatch):
     for name in ("sklearn", "sklearn.feature_extraction.text"):
         monkeypatch.setitem(sys.modules, name, None)
     examples = prepare_examples(config("pairs", write(tmp_path / "a.jsonl", list(bags(30)))))
-    with pytest.raises(InputError, match="needs the scikit-learn package: pip install scikit-learn"):
-        baselines.tfidf_recall(examples)
+    raises("needs the scikit-learn package: pip install scikit-learn", baselines.tfidf_recall, examples)

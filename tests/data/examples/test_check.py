@@ -11,6 +11,7 @@ from hpnlp.data.reading import sources
 from hpnlp.data.stream import DataConfig
 from hpnlp.types import InputError
 from tests.data.examples.records import config, tagging, write
+from tests.messages import raises
 
 FAULTY = (
     'text,label\none fish,pos\ntwo,neg\none fish,pos\none fish,neg\n,pos\n"a\nb",Pos\nthree,pos \nx\n'
@@ -33,10 +34,7 @@ def faulty(tmp_path):
 
 def test_all_faults_of_examples_are_listed(faulty, tmp_path):
     made = config("classification", faulty, cache=str(tmp_path / "cache"))
-    with pytest.raises(
-        InputError, match="a.csv, line 6: field 'text' is empty.*; hpnlp check-data lists all such faults$"
-    ):
-        prepare_examples(made)
+    raises("a.csv, line 6: field 'text' is empty.*; hpnlp check-data lists all such faults$", prepare_examples, made)
     found = check_examples(made)
     faults = "\n".join(found.faults)
     for message in (
@@ -128,8 +126,7 @@ def test_labels_are_folded_if_asked_to(tmp_path):
     with pytest.raises(InputError, match="'pos ' and label 'pos'|write it the same way everywhere, or pass data.fold_"):
         write(path, [{"text": f"t{i}", "label": ("pos", "pos ", "neg")[i % 3]} for i in range(60)])
         prepare_examples(config("classification", path))
-    with pytest.raises(InputError, match="data.fold_labels=True: these examples have no labels"):
-        config("seq2seq", path, fold_labels=True)
+    raises("data.fold_labels=True: these examples have no labels", config, "seq2seq", path, fold_labels=True)
 
 
 def test_trained_tokenizers_and_tags_are_checked(tmp_path):

@@ -8,9 +8,9 @@ import pytest
 
 from hpnlp.data.examples import prepare_examples
 from hpnlp.data.reading.split import hash_fraction
-from hpnlp.types import InputError
 from tests.data.batches import assert_equal, take
 from tests.data.examples.records import KINDS, config, write
+from tests.messages import raises
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -103,10 +103,8 @@ def test_states_of_other_data_raise(tmp_path):
     number = next(i for i in range(60) if i % 3 < 2 and hash_fraction(f"a.jsonl#{i}") > 0.2)
     rows[number]["label"] = "class 2"
     changed = prepare_examples(config("classification", write(path, rows)))
-    with pytest.raises(InputError, match="of another data set: .*old data back"):
-        changed.train(seed=0).set_state(state)
-    with pytest.raises(InputError, match="damaged.*another checkpoint"):
-        batches.set_state({})
+    raises("of another data set: .*old data back", lambda: changed.train(seed=0).set_state(state))
+    raises("damaged.*another checkpoint", batches.set_state, {})
 
 
 @pytest.mark.parametrize(
@@ -118,5 +116,4 @@ def test_states_of_other_data_raise(tmp_path):
     ],
 )
 def test_invalid_heldout_arguments_raise(examples, arguments, message):
-    with pytest.raises(InputError, match=message):
-        examples.heldout(batch_size=4, **arguments)
+    raises(message, examples.heldout, batch_size=4, **arguments)

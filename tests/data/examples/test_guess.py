@@ -53,10 +53,7 @@ def test_invalid_records_do_not_hide_the_names(tmp_path):
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [
-        ({"label_field": "score"}, {"text_field": "review"}),
-        ({"text_field": "summary"}, {"label_field": "sentiment"}),
-    ],
+    [({"label_field": "score"}, {"text_field": "review"}), ({"text_field": "summary"}, {"label_field": "sentiment"})],
 )
 def test_names_that_the_user_gives_stay(tmp_path, given, expected):
     (tmp_path / "a.csv").write_text("review,sentiment,score,summary\na,b,1,c\n", "utf-8")

@@ -3,11 +3,10 @@
 import json
 
 import numpy as np
-import pytest
 
 from hpnlp.data.examples import HashedTextsConfig, prepare_examples
-from hpnlp.types import InputError
 from tests import projection_reference as reference
+from tests.messages import raises
 
 TEXTS = ["Für alle Fälle", "one", "a b c d e f"]
 
@@ -40,8 +39,7 @@ def test_batches_of_similar_lengths_are_as_wide_as_their_words(tmp_path):
 
 def test_texts_without_words_raise_or_are_left_out(tmp_path):
     texts = [*TEXTS, " \t"]
-    with pytest.raises(InputError, match="has a text without tokens"):
-        prepare_examples(config(tmp_path, texts))
+    raises("has a text without tokens", lambda: prepare_examples(config(tmp_path, texts)))
     assert prepare_examples(config(tmp_path, texts, skip_bad_lines=True)).train_examples == 3
 
 
@@ -52,7 +50,5 @@ def test_a_text_of_a_million_words_is_cut(tmp_path):
 
 
 def test_configs_that_do_not_fit_raise(tmp_path):
-    with pytest.raises(InputError, match="a ByteTokenizer gives no hashes of words: set data.tokenizer='hashed_words'"):
-        prepare_examples(config(tmp_path, tokenizer="bytes"))
-    with pytest.raises(InputError, match="data.pair_field='other': projection networks read single texts"):
-        config(tmp_path, pair_field="other")
+    raises("a ByteTokenizer gives no hashes of words", lambda: prepare_examples(config(tmp_path, tokenizer="bytes")))
+    raises("data.pair_field='other': projection networks read single texts", config, tmp_path, pair_field="other")

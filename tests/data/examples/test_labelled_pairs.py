@@ -7,8 +7,8 @@ import pytest
 
 from hpnlp.data.examples import PairsConfig, prepare_examples
 from hpnlp.data.examples.kinds.unlabelled import Unlabelled, converted
-from hpnlp.types import InputError
 from tests.data.examples.records import write
+from tests.messages import raises
 
 # One pair of each label and grade; with two grades, "1" and 5.
 LABELS, GRADES = ("yes", "no", "yes", "maybe"), (1, 5, "2", 4.5)
@@ -69,30 +69,17 @@ GRADED = {"label_field": "grade", "label_range": "0,5"}
     [
         (GRADED, {"grade": 5.5}, "b.jsonl, line 1: field 'grade' is 5.5, expected 0 to 5 (data.label_range)"),
         (GRADED, {"grade": "high"}, "b.jsonl, line 1: field 'grade' is 'high', expected a number"),
-        (
-            {"label_field": "label"},
-            {"label": 0.5},
-            "b.jsonl, line 1: field 'label' is the number 0.5, expected a string",
-        ),
-        (
-            {"label_field": "label"},
-            {"label": "other"},
-            "line 1: the label 'other' is held out, and no training example has it",
-        ),
+        ({"label_field": "label"}, {"label": 0.5}, "b.jsonl, line 1: field 'label' is the number 0.5, expected"),
+        ({"label_field": "label"}, {"label": "other"}, "line 1: the label 'other' is held out, and no training"),
         ({"label_field": "gold"}, {}, "no field 'gold'"),
         ({"label_field": "text"}, {}, "data.label_field='text' is data.text_field, too"),
         ({"label_range": "0,5"}, {}, "data.label_range='0,5', and data.label_field='' names no field with numbers"),
         (GRADED | {"label_range": "5,0"}, {}, "data.label_range='5,0': expected two ascending numbers, as 0,5"),
         (GRADED | {"label_range": "5"}, {}, "data.label_range='5': expected two ascending numbers"),
         (GRADED | {"label_range": "0,inf"}, {}, "data.label_range='0,inf': expected two ascending numbers"),
-        (
-            GRADED | {"negative_fields": "x"},
-            {},
-            "data.negative_fields='x', data.label_field='grade': pairs with labels",
-        ),
+        (GRADED | {"negative_fields": "x"}, {}, "data.negative_fields='x', data.label_field='grade': pairs"),
         (GRADED | {"fold_labels": True}, {}, "data.fold_labels=True: these examples have no labels"),
     ],
 )
 def test_invalid_records_and_fields_raise(tmp_path, options, row, message):
-    with pytest.raises(InputError, match=re.escape(message)):
-        prepared(tmp_path, [rows(1)[0] | row], **options)
+    raises(re.escape(message), lambda: prepared(tmp_path, [rows(1)[0] | row], **options))

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hpnlp.data.examples import load_labels, save_labels
-from hpnlp.types import InputError
+from tests.messages import raises
 
 
 def test_saved_labels_are_read_back(tmp_path):
@@ -29,5 +29,4 @@ def test_saved_labels_are_read_back(tmp_path):
 def test_damaged_files_raise(tmp_path, content, message):
     if content is not None:
         (tmp_path / "labels.json").write_text(content)
-    with pytest.raises(InputError, match=message):
-        load_labels(str(tmp_path))
+    raises(message, load_labels, str(tmp_path))

@@ -16,6 +16,7 @@ from hpnlp.data.ingest import hash_fraction
 from hpnlp.types import InputError
 from tests.data.batches import assert_equal, take
 from tests.data.examples.records import classification, config, tagging, write
+from tests.messages import raises
 
 LABELS = ["class 0", "class 1", "class 2", "class 3"]  # of the teacher, one more than the data have
 
@@ -195,8 +196,7 @@ def test_invalid_data_raise(tmp_path, name):
         options["heldout_path"] = str(tmp_path / options["heldout_path"])
         if options["heldout_path"].endswith("a.json*"):
             path = write(tmp_path / "c.jsonl", classification())
-    with pytest.raises(InputError, match=message):
-        prepare_examples(config("classification", path, **options), labels)
+    raises(message, lambda: prepare_examples(config("classification", path, **options), labels))
 
 
 def test_other_numbers_of_labels_than_words_raise(tmp_path):
@@ -207,5 +207,4 @@ def test_other_numbers_of_labels_than_words_raise(tmp_path):
 
 
 def test_projection_networks_have_no_teacher():
-    with pytest.raises(InputError, match="data.unlabelled=True: projection networks have no teacher"):
-        HashedTextsConfig(path="a", unlabelled=True)
+    raises("data.unlabelled=True: projection networks have no teacher", HashedTextsConfig, path="a", unlabelled=True)

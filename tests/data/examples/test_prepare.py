@@ -15,6 +15,7 @@ from hpnlp.data.reading.split import hash_fraction
 from hpnlp.types import InputError
 from tests.data.batches import assert_equal, take
 from tests.data.examples.records import KINDS, classification, config, write
+from tests.messages import raises
 
 
 @pytest.fixture
@@ -172,8 +173,7 @@ def test_states_and_digests_do_not_depend_on_the_cache(path, tmp_path):
     assert_equal(take(batches, 3), take(expected, 3))
     others = prepare_examples(moved, labels=examples.labels[::-1])
     assert others.heldout_digest != examples.heldout_digest
-    with pytest.raises(InputError, match="of another data set and held-out examples"):
-        others.train(seed=0).set_state(expected.get_state())
+    raises("of another data set and held-out examples", lambda: others.train(seed=0).set_state(expected.get_state()))
 
 
 def test_cache_is_keyed_by_content_kind_and_split(path):
@@ -225,13 +225,11 @@ def test_memory_does_not_grow_with_the_examples(tmp_path):
 )
 def test_invalid_configs_raise(tmp_path, kind, options, message):
     path = write(tmp_path / "a.jsonl", KINDS[kind][0]())
-    with pytest.raises(InputError, match=re.escape(message)):
-        prepare_examples(config(kind, **{"path": path, **options}))
+    raises(re.escape(message), lambda: prepare_examples(config(kind, **{"path": path, **options})))
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
+def test_fields_of_one_kind_are_checked():
+    for kind, options, message in (
         ("seq2seq", {"target_len": 0}, "data.target_len=0: expected at least 1"),
         ("seq2seq", {"target_field": ""}, 'data.target_field="": expected the name of a field'),
         ("pairs", {"pair_field": ""}, 'data.pair_field="": expected the name of the field with the second text'),
@@ -245,11 +243,8 @@ def test_invalid_configs_raise(tmp_path, kind, options, message):
             "data.label_field='text' is data.text_field, too, so that the label is what it is predicted from: name the field",
         ),
         ("classification", {"label_field": ""}, 'data.label_field="": expected the name of a field'),
-    ],
-)
-def test_fields_of_one_kind_are_checked(kind, options, message):
-    with pytest.raises(InputError, match=re.escape(message)):
-        config(kind, "a.jsonl", **options)
+    ):
+        raises(re.escape(message), config, kind, "a.jsonl", **options)
 
 
 def row(label, text="t"):
@@ -344,7 +339,4 @@ def test_heldout_examples_are_the_same_with_saved_classes(tmp_path):
 def test_too_many_classes_raise(tmp_path, monkeypatch):
     monkeypatch.setattr("hpnlp.data.examples.labels._MAX_CLASSES", 5)
     path = write(tmp_path / "a.jsonl", [row(f"t{i}") for i in range(9)])
-    with pytest.raises(
-        InputError, match="a.jsonl, line 6: more than 5 classes, the next is 't5': pass the field that holds"
-    ):
-        prepare_examples(ClassificationConfig(str(path)))
+    raises("a.jsonl, line 6: more than 5 classes, the next", lambda: prepare_examples(ClassificationConfig(str(path))))

@@ -17,6 +17,7 @@ from hpnlp.data.reading.sources import LeftOut
 from hpnlp.types import InputError
 from tests.data.batches import assert_equal, take
 from tests.data.examples.records import KINDS, config, write
+from tests.messages import raises
 
 
 def read(path, kind="classification", skip_bad_lines=False, **options):
@@ -105,33 +106,25 @@ BAD = {
 def test_invalid_records_raise(tmp_path, case):
     name, content, options, message = BAD[case]
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
-    with pytest.raises(InputError, match=re.escape(message)):
-        read(tmp_path / name, **options)
+    raises(re.escape(message), read, tmp_path / name, **options)
 
 
 def test_lists_of_different_lengths_raise(tmp_path):
     write(tmp_path / "a.jsonl", [{"words": ["a", "b"], "labels": ["x"]}])
-    with pytest.raises(
-        InputError, match="a.jsonl, line 1: field 'words' has 2 words and field 'labels' 1 labels, expected"
-    ):
-        read(tmp_path / "a.jsonl", "tagging")
+    raises("a.jsonl, line 1: field 'words' has 2 words and field 'labels' 1", read, tmp_path / "a.jsonl", "tagging")
     for words, message in (
         ([], "is empty"),
         (["a", ""], "has an item 2 that is empty"),
         (7, "is a int, expected a list"),
     ):
         write(tmp_path / "a.jsonl", [{"words": words, "labels": "x"}])
-        with pytest.raises(InputError, match=f"line 1: field 'words' {message}"):
-            read(tmp_path / "a.jsonl", "tagging")
+        raises(f"line 1: field 'words' {message}", read, tmp_path / "a.jsonl", "tagging")
 
 
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (
-            {"text": [1], "label": ["x"]},
-            "column 'text' holds integer, expected string: convert it, or pass another data.text",
-        ),
+        ({"text": [1], "label": ["x"]}, "column 'text' holds integer, expected string: convert it, or pass another"),
         ({"text": ["t"], "label": [0.5]}, "column 'label' holds double, expected boolean or integer or string"),
         ({"text": [["t"]], "label": ["x"]}, "column 'text' holds list of string, expected string"),
         ({"text": ["t"]}, "no field 'label', the fields are 'text': pass data.label_field=NAME"),
@@ -141,8 +134,7 @@ def test_lists_of_different_lengths_raise(tmp_path):
 )
 def test_invalid_parquet_raises(tmp_path, table, message):
     pq.write_table(pa.table(table), tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=re.escape(message)):
-        read(tmp_path / "a.parquet")
+    raises(re.escape(message), read, tmp_path / "a.parquet")
 
 
 def test_arrays_may_hold_integers_and_booleans(tmp_path):
@@ -160,34 +152,25 @@ def test_arrays_may_hold_integers_and_booleans(tmp_path):
     ("arrays", "message"),
     [
         ({"text": ["t"]}, "a.npz: no field 'label', the fields are 'text': pass data.label_field=NAME"),
-        (
-            {"text": ["t"], "label": [0.5]},
-            "array 'label' holds float64 in 1 dimensions, expected boolean in 1 dimensions or",
-        ),
+        ({"text": ["t"], "label": [0.5]}, "array 'label' holds float64 in 1 dimensions, expected boolean in 1"),
         ({"text": [["t"]], "label": [1]}, "array 'text' holds string in 2 dimensions, expected string in 1 dimensions"),
-        (
-            {"text": ["t", "u"], "label": [1]},
-            "arrays of different lengths {'text': 2, 'label': 1}: save arrays of the same",
-        ),
+        ({"text": ["t", "u"], "label": [1]}, "arrays of different lengths {'text': 2, 'label': 1}: save arrays"),
         ({"text": [b"t", b"\xff"], "label": [1, 2]}, "a.npz, row 1: field 'text' is not UTF-8"),
         ({"text": np.array([None]), "label": [1]}, "a.npz: no arrays that can be read (Object arrays cannot be loaded"),
     ],
 )
 def test_invalid_arrays_raise(tmp_path, arrays, message):
     np.savez(tmp_path / "a.npz", **arrays)
-    with pytest.raises(InputError, match=re.escape(message)):
-        read(tmp_path / "a.npz")
+    raises(re.escape(message), read, tmp_path / "a.npz")
 
 
 def test_strings_of_parquet_that_are_not_utf8_raise(tmp_path):
     text = pa.array([b"t", b"\xff"]).view(pa.string())
     pq.write_table(pa.table({"text": text, "label": ["x", "x"]}), tmp_path / "a.parquet")
-    with pytest.raises(InputError, match="a.parquet, row 1: field 'text' is not UTF-8"):
-        read(tmp_path / "a.parquet")
+    raises("a.parquet, row 1: field 'text' is not UTF-8", read, tmp_path / "a.parquet")
     words = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), text)
     pq.write_table(pa.table({"words": words, "labels": [["x"], ["x"]]}), tmp_path / "b.parquet")
-    with pytest.raises(InputError, match="b.parquet, row 1: field 'words' has an item 1 that is not UTF-8"):
-        read(tmp_path / "b.parquet", "tagging")
+    raises("b.parquet, row 1: field 'words' has an item 1 that is not UTF-8", read, tmp_path / "b.parquet", "tagging")
 
 
 def test_bad_records_are_left_out_if_skipped(tmp_path):
@@ -215,10 +198,7 @@ def test_quotes_of_tsv_are_characters_and_those_of_tabs_in_csv_are_not(tmp_path)
     (tmp_path / "b.csv").write_text('text\tlabel\n"one\ttab\nand line, comma"\t1\n')
     assert [row.values["text_field"] for row in read(tmp_path / "b.csv")[0]] == ["one\ttab\nand line, comma"]
     (tmp_path / "c.tsv").write_text("text\tlabel\none\ttwo\t1\n")
-    with pytest.raises(
-        InputError, match="line 2: 3 cells, expected 2 .*; cells have no tabs and no quotes; name a file with"
-    ):
-        read(tmp_path / "c.tsv")
+    raises("line 2: 3 cells, expected 2 .*; cells have no tabs and no quotes; name a file", read, tmp_path / "c.tsv")
 
 
 CELLS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=8)

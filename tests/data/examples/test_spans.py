@@ -13,6 +13,7 @@ from hpnlp.data.examples.kinds.spans import ExamplesWithDocuments, HiddenSpansCo
 from hpnlp.tasks.realm import RetrievalLanguageModel
 from hpnlp.training import config as configs
 from hpnlp.types import InputError
+from tests.messages import raises
 
 RECORDS = [
     {"text": "the capital of France is Paris .", "answer": "Paris", "document": "Paris is the capital of France"},
@@ -86,8 +87,7 @@ def test_documents_of_scored_records_are_numbered_as_those_of_a_run(open_records
     if role == "source":  # a document that is not searched need not be left out of the search
         assert numbers() == [-1, -1]
         return
-    with pytest.raises(InputError, match="1 of 1 documents of held-out records .* the 1 that the run searches"):
-        numbers()
+    raises("1 of 1 documents of held-out records .* the 1 that the run searches", numbers)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,7 @@ def test_answers_are_hidden_at_borders_of_words(text, answer, before):
     ],
 )
 def test_invalid_data_raise(open_records, record, fields, message):
-    with pytest.raises(InputError, match=message):
-        open_records([RECORDS[0], RECORDS[1] | record], **fields)
+    raises(message, open_records, [RECORDS[0], RECORDS[1] | record], **fields)
 
 
 @pytest.mark.parametrize(("role", "enough"), [("gold", 3), ("source", 2)])

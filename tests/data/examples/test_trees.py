@@ -10,6 +10,7 @@ from hpnlp.data.examples import TreesConfig, prepare_examples
 from hpnlp.data.examples.generated import library, syntax_trees
 from hpnlp.data.examples.kinds.trees import preorder, preorder_parents
 from hpnlp.types import InputError
+from tests.messages import raises
 
 CODE = "def f(a, *b):\n    if a.size > 10 and g(1, None):\n        return {'x': a}"
 
@@ -123,5 +124,4 @@ def test_records_that_are_no_trees_raise(tmp_path, row, message):
 
 
 def test_unknown_numbers_of_children_raise():
-    with pytest.raises(InputError, match="the vocabulary lacks a number of children"):
-        preorder_parents(np.array([-1, 0]))
+    raises("the vocabulary lacks a number of children", preorder_parents, np.array([-1, 0]))
