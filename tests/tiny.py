@@ -9,7 +9,7 @@ import jax
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from hpnlp.training import loop
+from hpnlp.training import start
 from hpnlp.training.config import default, resolve
 from hpnlp.training.trainer import make_trainer
 
@@ -76,7 +76,7 @@ def shared_trainers():
     """Runs of equal models, optimizers and plans share a trainer, so that its programs are traced once."""
     shared_trainer.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "make_trainer", shared_trainer)
+        patch.setattr(start, "make_trainer", shared_trainer)
         yield
 
 

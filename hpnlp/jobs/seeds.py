@@ -24,15 +24,13 @@ from hpnlp.training.config_file import write_config
 from hpnlp.training.files.checkpoint import Checkpointer
 from hpnlp.training.files.claim import check_steps, claimed
 from hpnlp.training.files.contents import has_begun
-from hpnlp.training.files.metrics import Display, JsonlWriter, reading_progress
-from hpnlp.training.loop import MAX_NONFINITE_STEPS
+from hpnlp.training.files.metrics import Display, JsonlWriter
+from hpnlp.training.loop import count_skips, is_due, max_skips
 from hpnlp.training.optimizers import averages
-from hpnlp.training.optimizers.loss_scale import MINIMUM
 from hpnlp.training.optimizers.state_shardings import TrainState
 from hpnlp.training.processes import distributed
-from hpnlp.training.run_directory import make_model
-from hpnlp.training.start import teacher_vocabulary
-from hpnlp.training.trainer import Trainer, check_batch, make_trainer
+from hpnlp.training.start import Setup, set_up
+from hpnlp.training.trainer import Trainer
 from hpnlp.types import InputError
 
 
@@ -77,43 +75,35 @@ def train_seeds(config: Config, seeds: Sequence[int], directory: str | Path, *, 
     _check(config, seeds)
     paths = [Path(directory) / f"seed_{seed}" for seed in seeds]
     configs = [dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed)) for seed in seeds]
-    task = tasks.find(config.task)
     with contextlib.ExitStack() as stack:
         for path, of_member in zip(paths, configs, strict=True):
             stack.enter_context(claimed(path, of_member, accept_changes))
         stopping = distributed.Stopping()
         stack.callback(stopping.end)
-        known = task.load_vocabulary(paths[0]) if has_begun(paths[0]) else None
-        first = teacher_vocabulary(config)
-        dataset = task.dataset(config.data, known or first, reading_progress())
-        vocabulary = task.vocabulary(dataset)
-        optimizer = config.optimizer.for_batch(config.data.batch_size)
-        model, batch_size = make_model(config, vocabulary), config.data.batch_size
-        trainer = make_trainer(model, optimizer, config.plan, steps=config.train.steps, batch_size=batch_size)
-        check_batch(trainer.layout, batch_size, config.data.seq_len, config.optimizer.accumulate)
-        if trainer.layout.mesh.size > 1:
-            raise InputError(
-                f"the plan has {trainer.layout.mesh.size} devices, and members share one: set plan.name='single'"
-            )
-        members = [_Member(seed, seeds, path, config, dataset) for seed, path in zip(seeds, paths, strict=True)]
+        setup = set_up(config, paths[0])
+        if (size := setup.trainer.layout.mesh.size) > 1:
+            raise InputError(f"the plan has {size} devices, and members share one: set plan.name='single'")
+        setups = [
+            dataclasses.replace(setup, config=of_member, workdir=path)
+            for of_member, path in zip(configs, paths, strict=True)
+        ]
+        members = [_Member(of_member, seeds) for of_member in setups]
         for member in members:
             stack.callback(member.checkpoints.close)
         for member in members:
             check_steps(member.path, member.newest(), config.train.steps)
-        step = _common_step(members, trainer)
-        for member, of_member in zip(members, configs, strict=True):
-            vocabulary.save(member.path)
-            write_config(member.path, of_member)
-            member.writer = JsonlWriter(member.path, step)
+        step = _common_step(members, setup.trainer)
+        for member in members:
+            member.begin(step)
             stack.callback(member.writer.close)
         display = Display(step, config.train.steps)
         stack.callback(display.close)
         display.print(
             f"{_phrase(step, config.train.steps)}: {len(seeds)} seed{'s' * (len(seeds) > 1)} as one program, "
-            f"{config.train.steps} steps of {batch_size} x {config.data.seq_len} tokens each, without "
+            f"{config.train.steps} steps of {config.data.batch_size} x {config.data.seq_len} tokens each, without "
             f"evaluations, in {directory}; losses are means over the seeds"
         )
-        step = _train(trainer, config, members, step, stopping, display)
+        step = _train(setup, members, step, stopping, display)
         if stopping.signal:
             display.print(f"{stopping.signal}: saved step {step}; the same command goes on from there")
     return Result(paths, step, stopping.signal)
@@ -133,26 +123,32 @@ class _Member:
     first: int  # step at which this process begins
     lengths: BatchLengths  # until then, but for padding
 
-    def __init__(self, seed: int, seeds: Sequence[int], path: Path, config: Config, dataset: Any) -> None:
-        self.seed, self.seeds, self.path, self.config = seed, list(seeds), path, config
-        self.key, self.batches = jax.random.key(seed), dataset.train(seed=seed)
-        metric, higher_is_better = tasks.find(config.task).primary_metric(flat(config))
+    def __init__(self, setup: Setup, seeds: Sequence[int]) -> None:
+        self.setup, self.config, self.path, self.seeds = setup, setup.config, setup.workdir, list(seeds)
+        self.seed, self.key, self.batches = setup.config.train.seed, setup.key, setup.batches()
+        metric, higher_is_better = tasks.find(self.config.task).primary_metric(flat(self.config))
         # At least two, so that all members have one of the same step while they save one after another.
-        keep = max(2, config.train.keep)
-        self.checkpoints = Checkpointer(path, keep, metric=metric, higher_is_better=higher_is_better)
+        keep = max(2, self.config.train.keep)
+        self.checkpoints = Checkpointer(self.path, keep, metric=metric, higher_is_better=higher_is_better)
 
     def newest(self) -> int:
         """Step of the newest checkpoint, 0 without one."""
         return self.checkpoints.latest() or 0
 
-    def start(self, trainer: Trainer, step: int) -> TrainState:
-        """The state after `step` steps: that of a checkpoint, or the initial one."""
-        self.first, self.lengths = step, BatchLengths(self.config.data.batch_size)
-        if step == 0:
+    def begin(self, step: int) -> None:
+        """Writes vocabulary and config, and opens metrics.jsonl, for training from `step`."""
+        self.setup.vocabulary.save(self.path)
+        write_config(self.path, self.config)
+        self.first, self.writer = step, JsonlWriter(self.path, step)
+
+    def start(self) -> TrainState:
+        """The state to begin with: that of a checkpoint, or the initial one."""
+        self.lengths, trainer = BatchLengths(self.config.data.batch_size), self.setup.trainer
+        if self.first == 0:
             return trainer.init(self.key)
-        state, position, progress = self.checkpoints.restore(trainer.state_shapes, step)
+        state, position, progress = self.checkpoints.restore(trainer.state_shapes, self.first)
         self.batches.set_state(position)
-        self.lengths = BatchLengths.restored(progress, step, self.config)
+        self.lengths = BatchLengths.restored(progress, self.first, self.config)
         return state
 
     def next_batch(self) -> dict[str, np.ndarray]:
@@ -250,17 +246,15 @@ def _check(config: Config, seeds: Sequence[int]) -> None:
         raise InputError(f"task={config.task!r} has frozen variables: train the seeds one after another")
 
 
-def _train(
-    trainer: Trainer, config: Config, members: Sequence[_Member], step: int, stopping: Any, display: Display
-) -> int:
+def _train(setup: Setup, members: Sequence[_Member], step: int, stopping: Any, display: Display) -> int:
     """Trains from `step` to the last step or a signal, with metrics and checkpoints on the way; returns the step reached."""
-    options, first = config.train, step
+    config, trainer, options, first = setup.config, setup.trainer, setup.config.train, step
     if step >= options.steps:
         return step
     seeds, keys = [member.seed for member in members], _stacked([member.key for member in members])
     tokens, padding = len(members) * config.data.batch_size * config.data.seq_len, 0
-    pending, failures, begun = [], np.zeros(len(members), int), 0.0
-    state = _stacked([member.start(trainer, step) for member in members])
+    pending, skips, begun = [], np.zeros(len(members), int), 0.0
+    state = _stacked([member.start() for member in members])
     with trainer.step.in_mesh():
         program = jax.jit(jax.vmap(trainer.step.jitted), donate_argnums=0)
         is_last = False
@@ -275,19 +269,20 @@ def _train(
                 begun = time.perf_counter()  # after the compilation
                 padding = sum(member.lengths.padding for member in members)
                 stopping.begin()  # before, a signal ends the process at once: there is nothing to save
-            is_last = step == options.steps or bool(stopping.signal)
-            is_due = is_last or bool(options.checkpoint_every) and step % options.checkpoint_every == 0
-            if is_due or step % options.log_every == 0:
+            is_last = step == options.steps or stopping(step)
+            is_saved = is_last or is_due(options.checkpoint_every, step)
+            if is_saved or step % options.log_every == 0:
                 lines = jax.device_get(pending)
                 for number, line in enumerate(lines, step - len(lines) + 1):
                     for index, member in enumerate(members):
                         member.writer.write(number, {name: float(values[index]) for name, values in line.items()})
-                    failures = _count_failures(failures, line, seeds, config.optimizer.skip_nonfinite)
+                    skips = count_skips(skips, line)
+                    _check_skips(skips, seeds, config)
                 pending.clear()
                 busy, done = time.perf_counter() - begun, step - first - 1
                 real = tokens * done + padding - sum(member.lengths.padding for member in members)
                 display.step(step, float(lines[-1]["loss"].mean()), busy, real)
-            if is_due:
+            if is_saved:
                 for member in members:  # so that the newest checkpoints are never further apart than the kept ones
                     member.checkpoints.wait()
                 for index, member in enumerate(members):
@@ -297,17 +292,11 @@ def _train(
     return step
 
 
-def _count_failures(
-    failures: np.ndarray, line: dict[str, np.ndarray], seeds: Sequence[int], skip_nonfinite: bool
-) -> np.ndarray:
-    """Number of consecutive steps that were not finite, `[M]`, after another step. Raises InputError as `loop.train` does."""
-    # A loss scale that can still fall is the likely cause, and its fall is the remedy.
-    is_failure = (line["skipped"] > 0) & (line.get("loss_scale", MINIMUM) <= MINIMUM)
-    failures = np.where(is_failure, failures + 1, 0)
-    if failures.max() >= (MAX_NONFINITE_STEPS if skip_nonfinite else 1):
-        seed = seeds[int(failures.argmax())]
+def _check_skips(skips: np.ndarray, seeds: Sequence[int], config: Config) -> None:
+    """Raises InputError where the gradients of a member were not finite for too many steps."""
+    if skips.max() >= max_skips(config):
+        seed = seeds[int(skips.argmax())]
         raise InputError(f"the loss of seed {seed} or its gradient is not finite: lower optimizer.learning_rate")
-    return failures
 
 
 def _stacked(trees: Sequence[Any]) -> Any:

@@ -1,9 +1,8 @@
 """The training loop.
 
-`train` is the loop. `_Run` holds the state of a run and has a method for each part of the loop: set-up, one step, writing
-metrics, evaluation, checkpoints and the end. A run resumes from the newest checkpoint of its directory, if there is one:
-`_Run._find_start` decides, and `_Run._resume` restores. `checkpoint` has the content of a checkpoint, and `run_directory` the
-conditions under which a run may resume.
+`train` is the loop. `_Run` holds the state of a run and has a method for each part of the loop: one step, writing metrics,
+evaluation, checkpoints and the end. `start` sets a run up and finds its first state. `checkpoint` has the content of a
+checkpoint, and `claim` the conditions under which a run may resume.
 """
 
 from __future__ import annotations
@@ -19,25 +18,21 @@ import jax
 import numpy as np
 
 from hpnlp import measure, tasks
-from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training.batch_lengths import BatchLengths, check_buckets, length_of, padding_of
+from hpnlp.training.batch_lengths import BatchLengths, length_of, padding_of
 from hpnlp.training.config import Config, flat
-from hpnlp.training.config_file import write_config
-from hpnlp.training.evaluation import Evaluation, batch_share, evaluate, further_scores, on_devices
+from hpnlp.training.evaluation import Evaluation, evaluate, further_scores, on_devices
 from hpnlp.training.files.best import ScoreOrder
 from hpnlp.training.files.checkpoint import Checkpointer
-from hpnlp.training.files.claim import check_frozen, check_steps, claimed, frozen_record
-from hpnlp.training.files.contents import has_begun
-from hpnlp.training.files.metrics import QUIET, Clock, Display, JsonlWriter, Writer, find_writers, reading_progress
+from hpnlp.training.files.claim import claimed, frozen_record
+from hpnlp.training.files.metrics import QUIET, Clock, Display, JsonlWriter, Writer, find_writers
 from hpnlp.training.files.result import Result
 from hpnlp.training.optimizers import averages
 from hpnlp.training.optimizers.loss_scale import MINIMUM
 from hpnlp.training.optimizers.state_shardings import place
 from hpnlp.training.processes import distributed
 from hpnlp.training.processes.progress_pipe import PIPE
-from hpnlp.training.start import Start, converted_start, find_source, find_teacher, first_start, teacher_vocabulary
+from hpnlp.training.start import Setup, find_start, set_up
 from hpnlp.training.starts import unused_fields
-from hpnlp.training.trainer import check_batch, make_trainer
 from hpnlp.types import InputError
 
 MAX_NONFINITE_STEPS = 20  # a run stops after this number of consecutive steps without a finite gradient
@@ -72,6 +67,40 @@ def train(config: Config, workdir: str | Path, *, accept_changes: bool = False, 
         return run.finish(score)
 
 
+def is_due(every: int, step: int) -> bool:
+    """Whether an action of every `every` steps is due after a step; never for 0."""
+    return bool(every) and step % every == 0
+
+
+def count_skips(count: Any, line: Mapping[str, Any]) -> Any:
+    """Number of consecutive steps that were not finite.
+
+    Args:
+      count: The number before a step; or of each of several runs, `[M]`.
+      line: Metrics of the step; or arrays `[M]`.
+
+    Returns:
+      The number after the step.
+    """
+    # A loss scale that can still fall is the likely cause, and its fall is the remedy.
+    is_failure = (np.asarray(line["skipped"]) > 0) & (np.asarray(line.get("loss_scale", MINIMUM)) <= MINIMUM)
+    return np.where(is_failure, count + 1, 0)
+
+
+def max_skips(config: Config) -> int:
+    """Number of consecutive steps without a finite gradient after which a run stops."""
+    return MAX_NONFINITE_STEPS if config.optimizer.skip_nonfinite else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scores:
+    """Scores on all held-out examples: of the run, its teacher and other methods; empty where there are none."""
+
+    heldout: Evaluation = dataclasses.field(default_factory=lambda: Evaluation({}, {}))
+    teacher: dict[str, float] = dataclasses.field(default_factory=dict)
+    baselines: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
 class _Run:
     """A run in progress: its state, its data, its outputs, and the operations of the training loop."""
 
@@ -89,7 +118,9 @@ class _Run:
         self.trace = stack.enter_context(contextlib.ExitStack())  # ends a profiler trace even if the run ends early
         with self.clock("setup"):
             further_writers = find_writers(config.train.writers)
-            self._prepare(accept_changes)
+            self._begin(set_up(config, workdir, accept_changes))
+        for phase, seconds in self.start.progress.get("seconds", {}).items():
+            self.clock.seconds[phase] = self.clock.seconds.get(phase, 0.0) + seconds
         self.first_step = self.step = self.saved_step = int(self.start.state.step)
         self._open_outputs(further_writers)
         self.state, self.progress = self.start.state, self.start.progress
@@ -99,87 +130,23 @@ class _Run:
         self.consecutive_skips = 0
         self.stopped = self._out_of_patience()  # True for a run that was stopped early before
 
-    def _prepare(self, accept_changes: bool) -> None:
-        """Makes data, model and trainer, and finds the state to start from; then writes vocabulary and config."""
-        config, workdir = self.config, self.workdir
-        begun = distributed.lead_value(has_begun(workdir))
-        self.source = find_source(config, workdir)
-        progress = reading_progress(console=None if self.is_lead else QUIET)
-        known = self._known_vocabulary(begun)
-        of_teacher = teacher_vocabulary(config)
-        has_labels = known is not None and (of_teacher is None or known.labels is not None)
-        self.dataset = self.task.dataset(config.data, known if has_labels else of_teacher, progress)
-        self.baseline = self.task.baseline(self.dataset) if self.is_lead and config.train.baselines else None
-        vocabulary = self.task.vocabulary(self.dataset)
-        self.model: Any = tasks.make_model(config, vocabulary.sizes)
-        accepted = ""
-        if self.source is not None:
-            accepted = self.source.check_model(self.model.config, accept_changes, config.task)
-        optimizer = config.optimizer.for_batch(config.data.batch_size)
-        self.frozen = self.task.frozen(config)
-        self.teacher = find_teacher(config, vocabulary)
-        if self.teacher is not None:
-            self.model = self.teacher.distilled(config, self.model)
-            self.frozen = self.teacher.frozen(self.model.stored > 0)
-        trainer = make_trainer(
-            self.model, optimizer, config.plan, steps=config.train.steps, batch_size=config.data.batch_size
-        )
-        self.trainer = trainer.with_frozen(None if self.frozen is None else self.frozen.values)
-        check_buckets(config, self.model, self.trainer.layout)
-        check_batch(self.trainer.layout, config.data.batch_size, config.data.seq_len, config.optimizer.accumulate)
-        index, count = batch_share(self.trainer, config)
-        self.key = jax.random.key(config.train.seed)
-        self.batches = self.dataset.train(seed=config.train.seed, process_index=index, process_count=count)
-        if self.teacher is not None and self.model.stored:
-            self.batches = self.teacher.stored_batches(self.batches, config.distill.cache, self.model)
+    def _begin(self, setup: Setup) -> None:
+        """Opens batches and checkpoints, finds the state to start from, and then writes vocabulary and config."""
+        self.setup, self.dataset, self.trainer = setup, setup.dataset, setup.trainer
+        is_measured = self.is_lead and self.config.train.baselines
+        self.baseline = self.task.baseline(setup.dataset) if is_measured else None
+        self.batches, self.key = setup.batches(), setup.key
         self.checkpoints = Checkpointer(
-            workdir,
-            config.train.keep,
+            self.workdir,
+            self.config.train.keep,
             metric=self.order.metric,
             higher_is_better=self.order.higher_is_better,
             fence=self.fence,
         )
         self.stack.callback(self.checkpoints.close)
-        self.start = self._find_start(accepted)
+        self.start = find_start(setup, self.checkpoints, self.batches)
         if self.is_lead:
-            if self.source is not None or known is None:
-                vocabulary.save(workdir)
-            if self.teacher is not None:
-                self.teacher.save(workdir, self.model)
-            write_config(workdir, config)
-
-    def _known_vocabulary(self, begun: bool) -> Vocabulary | None:
-        """Vocabulary of the warm start or of the resumed run; None to make one from the data."""
-        if self.source is not None:  # even if an earlier attempt in the same directory has saved another one
-            return self.source.vocabulary_for(self.config.task)
-        return self.task.load_vocabulary(self.workdir) if begun else None
-
-    def _find_start(self, accepted: str) -> Start:
-        """State from the newest checkpoint, `train.init_from`, a converted model in the directory, or initialization.
-
-        `accepted` lists the differences between the models that the user has accepted for a warm start.
-        """
-        config, trainer, checkpoints = self.config, self.trainer, self.checkpoints
-        if self.source is not None or checkpoints.latest() is None:
-            if self.source is None and config.train.init_from:
-                raise InputError(
-                    f"{checkpoints.directory} holds no complete checkpoint: remove it, and the run starts from "
-                    f"train.init_from={config.train.init_from}"
-                )
-            return first_start(config, trainer, self.key, self.model, self.source, self.teacher, accepted)
-        if checkpoints.holds_params_only():
-            return converted_start(config, self.workdir, trainer, self.key, checkpoints)
-        return self._resume()
-
-    def _resume(self) -> Start:
-        """Restores the newest checkpoint: training state, position in the data, progress, and seconds of each phase."""
-        check_steps(self.workdir, self.checkpoints.latest(), self.config.train.steps)
-        state, data_state, progress = self.checkpoints.restore(self.trainer.state_shapes)
-        check_frozen(self.workdir, self.frozen, progress)
-        self.batches.set_state(data_state)
-        for phase, seconds in progress["seconds"].items():
-            self.clock.seconds[phase] = self.clock.seconds.get(phase, 0.0) + seconds
-        return Start(state, f"going on from step {int(state.step)}", progress)
+            setup.write()
 
     def _open_outputs(self, further_writers: list[Any]) -> None:
         """Opens metrics.jsonl, further writers and the progress display."""
@@ -203,7 +170,8 @@ class _Run:
             f"{distributed.describe_devices(trainer.layout.mesh)}, "
             f"{config.train.steps} steps of {config.data.batch_size} x {config.data.seq_len} tokens, in {self.workdir}"
         )
-        for remark in self.source.remarks if self.source is not None else ():
+        source = self.setup.origin.source
+        for remark in source.remarks if source is not None else ():
             show(f"{config.train.init_from}: {remark}")
         if trainer.undivided:
             show(f"no axis of the plan divides {', '.join(trainer.undivided)}: replicated on every device")
@@ -299,8 +267,7 @@ class _Run:
         """True after the last step, after the best evaluation so far, and every `train.checkpoint_every` steps."""
         options = self.config.train
         is_last = self.stopped or self.step == options.steps
-        periodic = bool(options.checkpoint_every) and self.step % options.checkpoint_every == 0
-        return is_last or improved is not None or periodic
+        return is_last or improved is not None or is_due(options.checkpoint_every, self.step)
 
     def save(self, scores: Mapping[str, float] | None = None) -> None:
         """Starts a checkpoint, after the metrics of its steps have reached the disk. `scores` rank it among the best."""
@@ -309,7 +276,7 @@ class _Run:
             if self.jsonl is not None:
                 self.jsonl.sync()
             progress = {**self.progress, "seconds": self.clock.seconds, "peak_memory_bytes": self._peak_memory_bytes()}
-            progress |= {**self.lengths.record(), **frozen_record(self.frozen)}
+            progress |= {**self.lengths.record(), **frozen_record(self.setup.frozen)}
             self.checkpoints.save(self.state, self.batches.get_state(), progress, scores)
         self.saved_step = self.step
 
@@ -346,10 +313,8 @@ class _Run:
 
     def _check_finite(self, step: int, line: Mapping[str, float]) -> None:
         """Raises InputError where the gradients were not finite for too many steps."""
-        # A loss scale that can still fall is the likely cause, and its fall is the remedy.
-        is_failure = line["skipped"] and line.get("loss_scale", MINIMUM) <= MINIMUM
-        self.consecutive_skips = self.consecutive_skips + 1 if is_failure else 0
-        if self.consecutive_skips >= MAX_NONFINITE_STEPS or (is_failure and not self.config.optimizer.skip_nonfinite):
+        self.consecutive_skips = int(count_skips(self.consecutive_skips, line))
+        if self.consecutive_skips >= max_skips(self.config):
             raise InputError(
                 f"the loss or its gradient has not been finite for {self.consecutive_skips} steps, up to {step}: "
                 "lower optimizer.learning_rate, or find the cause with train.debug_nans"
@@ -366,38 +331,26 @@ class _Run:
         self.stopping.end()
         interrupted = self.stopping.signal != ""
         scored_step, params = (self.step, self.state.best_params) if interrupted else self._best()
-        heldout = Evaluation({}, {})
-        of_teacher, baselines = dict[str, float](), dict[str, Any]()
+        scores = _Scores()
         if interrupted:
             self.display.print(
                 f"{self.stopping.signal}: saved step {self.saved_step}; the same command goes on from there"
             )
         elif score:
-            self.display.print("scoring all held-out examples")
-            heldout = self.evaluate(None, params)
-            with self.clock("eval"):
-                progress = self.display.progress("batches")
-                heldout.scores.update(further_scores(self.trainer, params, self.dataset, self.config, progress))
-            if self.teacher is not None:
-                self.display.print(f"scoring the teacher {self.teacher.source}")
-                with self.clock("eval"):
-                    of_teacher = self.teacher.scores(self.dataset, self.config, progress)
-            if self.baseline is not None:
-                with self.clock("baselines"):
-                    baselines = self.baseline.result(self.display.print)
+            scores = self._score_all(params)
         flops = self.lengths.flops_by_part(self.trainer, self.config.data.seq_len)
         return Result(
             step=self.step,
             scored_step=scored_step,
             interrupted=interrupted,
-            heldout=heldout.scores,
-            sums=heldout.sums,
-            teacher=of_teacher,
-            examples=heldout.examples,
-            baselines=baselines,
+            heldout=scores.heldout.scores,
+            sums=scores.heldout.sums,
+            teacher=scores.teacher,
+            examples=scores.heldout.examples,
+            baselines=scores.baselines,
             peak_memory_bytes=self._peak_memory_bytes(),
             dataset=self.dataset,
-            model=self.model,
+            model=self.setup.model,
             params=params,
             seconds=dict(self.clock.seconds),
             parameters=self.parameters,
@@ -408,6 +361,23 @@ class _Run:
             padding=self.lengths.padding_share(),
             devices=distributed.describe_devices(self.trainer.layout.mesh),
         )
+
+    def _score_all(self, params: Any) -> _Scores:
+        """Scores of `params`, of the teacher and of other methods on all held-out examples."""
+        self.display.print("scoring all held-out examples")
+        heldout, teacher = self.evaluate(None, params), self.setup.teacher
+        of_teacher, baselines = dict[str, float](), dict[str, Any]()
+        progress = self.display.progress("batches")
+        with self.clock("eval"):
+            heldout.scores.update(further_scores(self.trainer, params, self.dataset, self.config, progress))
+        if teacher is not None:
+            self.display.print(f"scoring the teacher {teacher.source}")
+            with self.clock("eval"):
+                of_teacher = teacher.scores(self.dataset, self.config, progress)
+        if self.baseline is not None:
+            with self.clock("baselines"):
+                baselines = self.baseline.result(self.display.print)
+        return _Scores(heldout, of_teacher, baselines)
 
     def _best(self) -> tuple[int, Any]:
         """Step and weights of the checkpoint that commands load, see `run_directory.load`."""

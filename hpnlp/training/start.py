@@ -1,5 +1,8 @@
 """Where a run starts: anew, from a checkpoint of its own, from another model, or from layers of its teacher.
 
+`find_origin` decides whether another model is read, and which vocabulary the data are read with. `set_up` reads the data and
+makes the model and the trainer. `find_start` makes or restores the training state.
+
 The modules that read other models and teachers are imported by runs that name one (`train.init_from`, `distill.teacher`).
 """
 
@@ -19,11 +22,18 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.table import Table
 from hpnlp.tasks.task import Frozen
 from hpnlp.tasks.vocabulary import Vocabulary
+from hpnlp.training.batch_lengths import check_buckets
 from hpnlp.training.config import Config
+from hpnlp.training.config_file import write_config
+from hpnlp.training.evaluation import batch_share
 from hpnlp.training.files.checkpoint import Checkpointer
+from hpnlp.training.files.claim import check_frozen, check_steps
+from hpnlp.training.files.contents import has_begun
+from hpnlp.training.files.metrics import QUIET, reading_progress
 from hpnlp.training.optimizers.state_shardings import TrainState, place
 from hpnlp.training.processes import distributed
-from hpnlp.training.trainer import Trainer
+from hpnlp.training.trainer import Trainer, check_batch, make_trainer
+from hpnlp.types import InputError
 
 
 @runtime_checkable
@@ -75,6 +85,71 @@ READERS: Table[Any] = Table(
 
 
 @dataclasses.dataclass(frozen=True)
+class Origin:
+    """Other model and vocabulary that a run starts with, decided before its data are read.
+
+    Attributes:
+      source: The model of `train.init_from`; None without one, and for a run that continues from a checkpoint of its own.
+      vocabulary: The vocabulary that data are read with; None to make one from the data.
+      is_saved: Whether the run directory already holds the vocabulary.
+    """
+
+    source: OtherModel | None
+    vocabulary: Vocabulary | None
+    is_saved: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Data, model and compiled functions of a run, before it has a state.
+
+    Attributes:
+      config: Config of the run.
+      workdir: The run directory.
+      origin: Result of `find_origin`.
+      accepted: Differences between the models of the run and of the source that the user has accepted, as text.
+      dataset: Data of the task.
+      vocabulary: Vocabulary of the data.
+      model: The model, with its teacher if it has one.
+      teacher: The teacher; None for a run without one.
+      frozen: Frozen variables of the task or the teacher; None without.
+      trainer: Compiled functions of the model.
+    """
+
+    config: Config
+    workdir: Path
+    origin: Origin
+    accepted: str
+    dataset: Any
+    vocabulary: Vocabulary
+    model: Any
+    teacher: TeacherOfRun | None
+    frozen: Frozen | None
+    trainer: Trainer
+
+    @property
+    def key(self) -> jax.Array:
+        """Key of the run."""
+        return jax.random.key(self.config.train.seed)
+
+    def batches(self) -> Any:
+        """Iterator over the training batches of this process, with the logits of the teacher where they are stored."""
+        index, count = batch_share(self.trainer, self.config)
+        batches = self.dataset.train(seed=self.config.train.seed, process_index=index, process_count=count)
+        if self.teacher is not None and self.model.stored:
+            return self.teacher.stored_batches(batches, self.config.distill.cache, self.model)
+        return batches
+
+    def write(self) -> None:
+        """Writes vocabulary, record of the teacher and config to the run directory."""
+        if not self.origin.is_saved:
+            self.vocabulary.save(self.workdir)
+        if self.teacher is not None:
+            self.teacher.save(self.workdir, self.model)
+        write_config(self.workdir, self.config)
+
+
+@dataclasses.dataclass(frozen=True)
 class Start:
     """State that a run starts from.
 
@@ -89,41 +164,33 @@ class Start:
     progress: dict[str, Any] = dataclasses.field(default_factory=lambda: {"best": None, "bad_evals": 0})
 
 
-def find_source(config: Config, workdir: Path) -> OtherModel | None:
-    """The model of `train.init_from`, checked against the run's task, tokenizer and lengths.
+def find_origin(config: Config, workdir: Path) -> Origin:
+    """Finds the model of `train.init_from`, checked against the run's task, tokenizer and lengths, and the vocabulary.
 
     Args:
       config: Config of the run.
       workdir: The run directory.
 
     Returns:
-      The model; None without `train.init_from`, or if the run continues from a checkpoint of its own.
+      Other model and vocabulary.
 
     Raises:
       InputError: There is no such model, or the run cannot start from it; or it, or the teacher, was trained on what the run
         holds out.
     """
+    is_resumed = distributed.lead_value(has_begun(workdir))
+    source = None
     if config.train.init_from or config.distill.teacher:
         READERS["check_start"](config)
-    if not config.train.init_from or distributed.lead_value(Checkpointer.exist(workdir)):
-        return None
-    return READERS["find_first"](config)
-
-
-def find_teacher(config: Config, vocabulary: Vocabulary) -> TeacherOfRun | None:
-    """The teacher of a run.
-
-    Args:
-      config: Config of the run.
-      vocabulary: Vocabulary of the run.
-
-    Returns:
-      The teacher; None for a run without one.
-
-    Raises:
-      InputError: `distill.teacher` is no model, has no checkpoint, or is of another task, tokenizer or labels.
-    """
-    return READERS["find_teacher"](config, vocabulary) if config.distill.teacher else None
+    if config.train.init_from and not distributed.lead_value(Checkpointer.exist(workdir)):
+        source = READERS["find_first"](config)
+    if source is not None:  # even if an earlier attempt in the same directory has saved another vocabulary
+        known = source.vocabulary_for(config.task)
+    else:
+        known = tasks.find(config.task).load_vocabulary(workdir) if is_resumed else None
+    of_teacher = teacher_vocabulary(config)
+    has_labels = known is not None and (of_teacher is None or known.labels is not None)
+    return Origin(source, known if has_labels else of_teacher, is_saved=source is None and known is not None)
 
 
 def teacher_vocabulary(config: Config) -> Vocabulary | None:
@@ -141,57 +208,85 @@ def teacher_vocabulary(config: Config) -> Vocabulary | None:
     return READERS["first_vocabulary"](config) if tasks.find(config.task).may_lack_labels(config.data) else None
 
 
-def first_start(
-    config: Config,
-    trainer: Trainer,
-    key: jax.Array,
-    model: Any,
-    source: OtherModel | None,
-    teacher: TeacherOfRun | None,
-    accepted: str,
-) -> Start:
-    """The start of a run without a checkpoint of its own.
-
-    Args:
-      config: Config of the run.
-      trainer: Its trainer.
-      key: Key of the run.
-      model: Its model.
-      source: Result of `find_source`.
-      teacher: Result of `find_teacher`.
-      accepted: The differences between the models that the user has accepted, as text.
-
-    Returns:
-      Parameters of the source, layers of the teacher, or initial parameters.
-    """
-    if source is not None:
-        params, phrase = source.load_params(trainer, config.plan, config.task, key, model.config)
-        return Start(trainer.init(key, params), f"starting from {phrase}{f' ({accepted})' if accepted else ''}")
-    if config.distill.init != "none" and teacher is not None:
-        shapes = variables.join(trainer.state_shapes.params, trainer.state_shapes.buffers)
-        first = jax.tree.map(place, shapes, teacher.first_weights(config.distill.init, model))
-        return Start(trainer.init(key, first), f"starting from layers of {teacher.source} ({config.distill.init})")
-    return Start(trainer.init(key), "starting")
-
-
-def converted_start(
-    config: Config, workdir: Path, trainer: Trainer, key: jax.Array, checkpoints: Checkpointer
-) -> Start:
-    """The start from a converted model in the run's directory: all state but the parameters is new.
+def set_up(config: Config, workdir: Path, accept_changes: bool = False) -> Setup:
+    """Reads the data of a run and makes its model and trainer.
 
     Args:
       config: Config of the run.
       workdir: The run directory.
-      trainer: Its trainer.
-      key: Key of the run.
-      checkpoints: Its checkpoints.
+      accept_changes: Start although the model of `train.init_from` differs in fields that leave the shapes as they are.
+
+    Returns:
+      The set-up.
+
+    Raises:
+      InputError: The config, the data, the teacher or the mesh is invalid, or see `find_origin`.
+    """
+    task, origin = tasks.find(config.task), find_origin(config, workdir)
+    progress = reading_progress(console=None if distributed.is_lead() else QUIET)
+    dataset = task.dataset(config.data, origin.vocabulary, progress)
+    vocabulary = task.vocabulary(dataset)
+    model: Any = tasks.make_model(config, vocabulary.sizes)
+    accepted = ""
+    if origin.source is not None:
+        accepted = origin.source.check_model(model.config, accept_changes, config.task)
+    frozen = task.frozen(config)
+    teacher: TeacherOfRun | None = None
+    if config.distill.teacher:
+        teacher = READERS["find_teacher"](config, vocabulary)
+        model = teacher.distilled(config, model)
+        frozen = teacher.frozen(model.stored > 0)
+    optimizer, batch_size = config.optimizer.for_batch(config.data.batch_size), config.data.batch_size
+    trainer = make_trainer(model, optimizer, config.plan, steps=config.train.steps, batch_size=batch_size)
+    trainer = trainer.with_frozen(None if frozen is None else frozen.values)
+    check_buckets(config, model, trainer.layout)
+    check_batch(trainer.layout, batch_size, config.data.seq_len, config.optimizer.accumulate)
+    return Setup(config, workdir, origin, accepted, dataset, vocabulary, model, teacher, frozen, trainer)
+
+
+def find_start(setup: Setup, checkpoints: Checkpointer, batches: Any) -> Start:
+    """State from `train.init_from`, the newest checkpoint, a converted model in the directory, or initialization.
+
+    Args:
+      setup: Result of `set_up`.
+      checkpoints: Checkpoints of the run directory.
+      batches: Training batches, whose position is restored where the run resumes.
 
     Returns:
       The start.
 
     Raises:
-      InputError: `train.init_from` names another model, or the tokenizers differ.
+      InputError: A checkpoint is not complete, cannot be read, or is of another run.
     """
-    READERS["check_converted"](config, workdir)
-    params = checkpoints.restore_params(trainer.state_shapes)
-    return Start(trainer.init(key, params), f"starting from the converted model of {workdir}, with its tokenizer")
+    config, trainer, key, source = setup.config, setup.trainer, setup.key, setup.origin.source
+    if source is not None:
+        params, phrase = source.load_params(trainer, config.plan, config.task, key, setup.model.config)
+        accepted = f" ({setup.accepted})" if setup.accepted else ""
+        return Start(trainer.init(key, params), f"starting from {phrase}{accepted}")
+    if checkpoints.latest() is None:
+        return _new_start(setup, checkpoints)
+    if checkpoints.holds_params_only():  # a converted model: all state but the parameters is new
+        READERS["check_converted"](config, setup.workdir)
+        params = checkpoints.restore_params(trainer.state_shapes)
+        phrase = f"starting from the converted model of {setup.workdir}, with its tokenizer"
+        return Start(trainer.init(key, params), phrase)
+    check_steps(setup.workdir, checkpoints.latest(), config.train.steps)
+    state, position, progress = checkpoints.restore(trainer.state_shapes)
+    check_frozen(setup.workdir, setup.frozen, progress)
+    batches.set_state(position)
+    return Start(state, f"going on from step {int(state.step)}", progress)
+
+
+def _new_start(setup: Setup, checkpoints: Checkpointer) -> Start:
+    """The start of a run without a checkpoint and another model: layers of the teacher, or initial parameters."""
+    config, trainer, key, teacher = setup.config, setup.trainer, setup.key, setup.teacher
+    if config.train.init_from:
+        raise InputError(
+            f"{checkpoints.directory} holds no complete checkpoint: remove it, and the run starts from "
+            f"train.init_from={config.train.init_from}"
+        )
+    if config.distill.init == "none" or teacher is None:
+        return Start(trainer.init(key), "starting")
+    shapes = variables.join(trainer.state_shapes.params, trainer.state_shapes.buffers)
+    first = jax.tree.map(place, shapes, teacher.first_weights(config.distill.init, setup.model))
+    return Start(trainer.init(key, first), f"starting from layers of {teacher.source} ({config.distill.init})")

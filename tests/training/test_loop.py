@@ -19,7 +19,7 @@ from hpnlp.models.decode import Generation, sample_text
 from hpnlp.report import render, summarize
 from hpnlp.tasks.lm import LanguageModel
 from hpnlp.training import config as configs
-from hpnlp.training import loop
+from hpnlp.training import loop, start
 from hpnlp.training.config_file import load_config
 from hpnlp.training.files import metrics
 from hpnlp.training.files.checkpoint import Checkpointer
@@ -64,7 +64,7 @@ def catch_trainer(patch, step=None):
         caught.append(trainer)
         return trainer
 
-    patch.setattr(loop, "make_trainer", make)
+    patch.setattr(start, "make_trainer", make)
     return caught
 
 
@@ -151,9 +151,9 @@ def test_learning_rates_follow_the_batch_size(tmp_path, monkeypatch):
     """The trainer has the scaled rates; the config keeps the unscaled ones."""
     changes, rates = {"optimizer__base_batch": 2, "optimizer__scaling": "sqrt"}, []
     catch_trainer(monkeypatch, crash)
-    make = loop.make_trainer
+    make = start.make_trainer
     monkeypatch.setattr(
-        loop, "make_trainer", lambda model, *rest, **k: rates.append(rest[0]) or make(model, *rest, **k)
+        start, "make_trainer", lambda model, *rest, **k: rates.append(rest[0]) or make(model, *rest, **k)
     )
     with pytest.raises(Crash):
         train(tmp_path, **changes)

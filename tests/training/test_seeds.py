@@ -177,14 +177,16 @@ def test_invalid_arguments_raise(tmp_path, numbers, fields, message):
 def test_members_stop_where_runs_of_their_seeds_would():
     """Not at single steps that are skipped, such as the last one, nor at those that lower a loss scale."""
     skipped, scale = np.array([0.0, 1.0]), np.array([1.0, 2.0**15])
-    failures = np.array([0, loop.MAX_NONFINITE_STEPS - 2])
-    failures = seeds._count_failures(failures, {"skipped": skipped}, [3, 1], True)
-    np.testing.assert_array_equal(failures, [0, loop.MAX_NONFINITE_STEPS - 1])
+    skips = np.array([0, loop.MAX_NONFINITE_STEPS - 2])
+    skips = loop.count_skips(skips, {"skipped": skipped})
+    np.testing.assert_array_equal(skips, [0, loop.MAX_NONFINITE_STEPS - 1])
     for line in ({"skipped": skipped, "loss_scale": scale}, {"skipped": 0 * skipped}):
-        np.testing.assert_array_equal(seeds._count_failures(failures, line, [3, 1], True), [0, 0])
-    for before, skips in ((failures, True), (0 * failures, False)):
+        np.testing.assert_array_equal(loop.count_skips(skips, line), [0, 0])
+    for skip_nonfinite, after in ((True, skips), (False, 0 * skips)):
+        config = tiny.make(optimizer__skip_nonfinite=skip_nonfinite)
+        seeds._check_skips(after, [3, 1], config)
         with pytest.raises(InputError, match="the loss of seed 1 or its gradient is not finite: lower"):
-            seeds._count_failures(before, {"skipped": skipped}, [3, 1], skips)
+            seeds._check_skips(loop.count_skips(after, {"skipped": skipped}), [3, 1], config)
 
 
 def test_seeds_that_are_no_numbers_raise():

@@ -7,7 +7,7 @@ loop, and checksums of the other items, because orbax restores flipped bits in a
 saved at CONVERTED_STEP with the items `params` and `record` only.
 
 The training loop decides when to save (`loop._Run.checkpoint_is_due`), and restores the newest checkpoint when a run resumes
-(`loop._Run._resume`). `run_directory` decides whether a run may resume in a directory.
+(`start.find_start`). `claim` decides whether a run may resume in a directory.
 """
 
 from __future__ import annotations
