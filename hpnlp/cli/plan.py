@@ -78,7 +78,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _run(argv: Sequence[str]) -> None:
-    """Plans a step with the settings of the flags, and prints and draws the result."""
+    """Prints what the flags ask for: the plan of a step, the run for a budget, or the sizes of a model."""
     argv, overrides = experiment.split(argv)
     arguments = cli.parse(argv, USAGE, positional=True)
     workdir = ""
@@ -97,8 +97,12 @@ def _run(argv: Sequence[str]) -> None:
     _simulate_devices()
     if cli.FLAGS.recipe:
         _print_sizes(values)
-        return
+    else:
+        _plan_step(values, experiment.fields_of(overrides))
 
+
+def _plan_step(values: Any, fields: Sequence[str]) -> None:
+    """Prints and draws the plan of a training step; `fields` are those that the flags set."""
     from hpnlp import planner
     from hpnlp.planner import compiled, devices, render, search
     from hpnlp.training import config
@@ -117,7 +121,7 @@ def _run(argv: Sequence[str]) -> None:
     if f.depth == "tpu":
         compiled.tpu_devices(f.device, f.devices)  # raises now rather than after the plan
     resolved = config.resolve(values)
-    unused_fields.check(resolved, experiment.fields_of(overrides))
+    unused_fields.check(resolved, fields)
     costs = _plan(resolved, device)
     gc.enable()  # the next steps may take long
     if costs and not costs.fits(device):
@@ -136,7 +140,9 @@ def _run(argv: Sequence[str]) -> None:
 def _check_no_sizes_of_steps(workdir: str) -> None:
     """Raises InputError for flags about training steps where the sizes of a model are asked for."""
     asked = workdir or ("--recipe" if cli.FLAGS["recipe"].present else "")
-    ignored = [n for n in ("budget", "devices", "device", "depth", "search", "out") if cli.FLAGS[n].present]
+    ignored = [
+        n for n in ("budget", "devices", "device", "depth", "search", "out") if cli.FLAGS[n].present
+    ]
     if asked and ignored:
         raise InputError(
             f"{asked}: the sizes of a model are printed, not those of a training step: leave out --{ignored[0]}"
