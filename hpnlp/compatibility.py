@@ -20,12 +20,16 @@ class Facts:
     Attributes:
       mixer: `model.mixer`.
       mixers: The mixers of the layers, and the convolutions that a block adds, as modules.
+      traits: Name of a mixer and its traits, for each layer of a period.
       has_carry: Whether a mixer carries state from batch to batch.
       masks: Masks of the layers.
       heads: Number of query heads, and of key heads.
       dropout: `model.dropout`.
       joint_qk_norm: Whether a layer has `model.joint_qk_norm`.
       networks: `model.mlp` of a layer, and the traits of its network.
+      predicts_next: Whether the model predicts later tokens from earlier ones.
+      encodes: Whether tokens are encoded from both sides.
+      labels_tokens: Whether tokens have labels, so that several documents share a sequence.
       has_memory: Whether layers attend to a memory.
       residual: `model.residual`.
       is_single_stack: Whether all layers form one stack.
@@ -46,12 +50,16 @@ class Facts:
 
     mixer: str = ""
     mixers: Sequence[Any] = ()
+    traits: Sequence[tuple[str, MixerTraits]] = ()
     has_carry: bool = False
     masks: Sequence[Any] = ()
     heads: tuple[int, int] = (0, 0)
     dropout: float = 0.0
     joint_qk_norm: bool = False
     networks: Sequence[tuple[str, MixerTraits]] = ()
+    predicts_next: bool = False
+    encodes: bool = False
+    labels_tokens: bool = False
     has_memory: bool = False
     residual: str = "plain"
     is_single_stack: bool = True
@@ -77,6 +85,41 @@ class Facts:
     def has_ring(self) -> bool:
         """Whether sequences are divided, and keys pass from device to device."""
         return self.size("length") > 1 and self.exchange == "ring"
+
+
+def _later_tokens(f: Facts) -> str:
+    for name, traits in f.traits:
+        if f.predicts_next and not (traits.causal and traits.prefix_consistent):
+            return (
+                f"model.mixer={f.mixer!r}: {name} lets tokens depend on later ones, which a language model "
+                "predicts: choose a causal mixer"
+            )
+    for mlp, traits in f.networks:
+        if f.predicts_next and not traits.causal:
+            return (
+                f"model.mlp={mlp!r} lets tokens depend on later ones, which a language model predicts: choose a "
+                "router that chooses experts token by token, as top_k"
+            )
+    return ""
+
+
+def _encoders(f: Facts) -> str:
+    branches = [(f"model.mixer={f.mixer!r}: {name}", "mixer", traits) for name, traits in f.traits]
+    branches += [(f"model.mlp={mlp!r}", "feed-forward network", traits) for mlp, traits in f.networks]
+    for subject, branch, traits in branches if f.encodes else ():
+        if not traits.bidirectional:
+            return (
+                f"{subject} mixes with earlier tokens only, and an encoder needs both directions: choose a "
+                f"bidirectional {branch}"
+            )
+        if not traits.excludes_padding:
+            return f"{subject} mixes padding with the text: choose a {branch} that isolates segments"
+        if f.labels_tokens and not traits.isolates_segments:
+            return (
+                f"{subject} mixes documents that share a sequence, as they may where tokens have labels: choose a {branch} "
+                "that isolates segments"
+            )
+    return ""
 
 
 # Fields of the plan that divide logical axes which not all models have.
@@ -271,6 +314,8 @@ def _recomputed_reversible(f: Facts) -> str:
 
 # Pair of settings -> function that returns the error message where the facts have the pair, and otherwise "".
 RULES: dict[str, Callable[[Facts], str]] = {
+    "mixers and networks that read later tokens, language models": _later_tokens,
+    "mixers and networks that read one direction, padding or other documents, encoders": _encoders,
     "models without stacked layers, divided sequences or layers": _undivided,
     "mixers with a carry, divided sequences or layers": _carry,
     "mixers without heads, divided sequences": _without_heads,

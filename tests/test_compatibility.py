@@ -17,6 +17,14 @@ OFFLOADED = "--plan.offload_parameters=True"
 RING = {**SEQUENCE, "exchange": "ring"}
 # Rule -> facts of the model, and those of a plan or an optimizer that do not work with it.
 PAIRS = {
+    "mixers and networks that read later tokens, language models": (
+        {"traits": [("full", MixerTraits(causal=False))]},
+        {"predicts_next": True},
+    ),
+    "mixers and networks that read one direction, padding or other documents, encoders": (
+        {"networks": [("mlp", MixerTraits(isolates_segments=False))]},
+        {"encodes": True, "labels_tokens": True},
+    ),
     "models without stacked layers, divided sequences or layers": (
         {"undivided": {"layers": ("no stages", "")}},
         PIPELINE,

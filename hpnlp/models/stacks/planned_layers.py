@@ -10,6 +10,7 @@ from typing import Any
 from hpnlp import compatibility, measure
 from hpnlp.compatibility import Facts
 from hpnlp.models.stacks.layer_forms import carries
+from hpnlp.nn.attention import mixer_period
 from hpnlp.nn.block import BlockConfig
 from hpnlp.nn.feed_forward import FeedForward, described_network
 from hpnlp.parallel.layout import Layout
@@ -95,6 +96,16 @@ class PlannedLayers(abc.ABC):
         """
         if layout.size("length", "heads", "layers") > 1:
             compatibility.check(layout.added_to(self.facts()))
+
+    def trait_facts(self) -> Facts:
+        """Facts on the traits of mixers and feed-forward networks, for `compatibility`."""
+        c: Any = self
+        names = [spec.name for spec in mixer_period(c.mixer)]
+        return Facts(
+            mixer=c.mixer,
+            traits=[*zip(names, c.traits, strict=True)],
+            networks=[(form.mlp, traits) for form, traits in zip(c.forms(), c.network_traits, strict=True)],
+        )
 
     def facts(self) -> Facts:
         """Facts on the layers, for `compatibility`.
