@@ -180,7 +180,6 @@ def _to_run(source: Path, target: Path) -> None:
 def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
     """Writes a Hugging Face checkpoint with the model and the tokenizer of a run."""
     from hpnlp import tasks
-    from hpnlp.compress import files
     from hpnlp.data import tokenizers
     from hpnlp.jobs.export import exported_tokenizer
     from hpnlp.models.huggingface import convert
@@ -194,15 +193,7 @@ def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
     runs.check_task(source, values, convert.TASKS, "convert")
     run, labels = runs.load(source, step), runs.load_vocabulary(source, values).labels
     tokenizer, model = run.tokenizer, run.model.config
-    if isinstance(model, DualEncoderConfig) and run.config.data.distinct:
-        raise InputError(
-            f"{source}: data.distinct=True keeps each token of a text once, as no tokenizer of transformers does"
-        )
-    if files.takes_signs(run.params):
-        raise InputError(
-            f"{source}: products of binary(inputs=True) take the signs of their inputs, as no layer of transformers does: "
-            "convert a run without it, or write a file with hpnlp export"
-        )
+    _check_convertible(source, run)
     kind = tasks.find(run.config.task).input_kind(run.config.data)
     with tempfile.TemporaryDirectory() as scratch:
         # Raises before anything is written to the target.
@@ -218,6 +209,31 @@ def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
         _check_predictions(run, kind, target)
     tokenizers.load(str(target))
     _copy(source, target, COMPANIONS)
+    _print_remarks(run, target, is_copied)
+
+
+def _check_convertible(source: Path, run: Run) -> None:
+    """Raises InputError for a run that reads texts or computes products as transformers does not."""
+    from hpnlp.compress import files
+    from hpnlp.models.pairs.dual_encoder import DualEncoderConfig
+
+    if isinstance(run.model.config, DualEncoderConfig) and run.config.data.distinct:
+        raise InputError(
+            f"{source}: data.distinct=True keeps each token of a text once, as no tokenizer of transformers does"
+        )
+    if files.takes_signs(run.params):
+        raise InputError(
+            f"{source}: products of binary(inputs=True) take the signs of their inputs, as no layer of transformers does: "
+            "convert a run without it, or write a file with hpnlp export"
+        )
+
+
+def _print_remarks(run: Run, target: Path, is_copied: bool) -> None:
+    """Prints differences between a run and its checkpoint, and how the checkpoint is loaded."""
+    from hpnlp.models.huggingface import convert
+    from hpnlp.models.pairs.dual_encoder import DualEncoderConfig
+
+    model = run.model.config
     if not isinstance(model, DualEncoderConfig) and parse_one(model.output, "model.output").name != "full":
         print(f"{target}: model.output={model.output!r} estimates a full softmax, which the checkpoint has")
     if kinds := _kinds_of_weights(run.params):

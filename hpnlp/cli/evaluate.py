@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -13,6 +14,10 @@ from hpnlp import cli
 from hpnlp.cli import datastore_flags, experiment, run_names
 from hpnlp.data.reading.files import Progress
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from hpnlp.jobs.evaluate_run import RunEvaluation
+    from hpnlp.training.config import Config
 
 USAGE = """
 hpnlp evaluate RUN [RUN ...] [--model.mixer="transformer_xl(512)" --data.batch_size=8 ...]
@@ -80,14 +85,9 @@ def run(argv: Sequence[str]) -> None:
         raise InputError("no run: write hpnlp evaluate RUN, where RUN is its directory, such as runs/bytes")
     cli.prepare_jax()
 
-    from hpnlp import tasks
     from hpnlp.jobs import evaluate_run
-    from hpnlp.nn.output import is_normalized
-    from hpnlp.report.entries import is_untrained
-    from hpnlp.tasks.reports.lm_report import MAX_PERPLEXITY_LOSS
     from hpnlp.training import config as configs
     from hpnlp.training.config_file import load_config
-    from hpnlp.training.files import evaluation_record
 
     members = run_names.expand(runs, cli.FLAGS.step)
     config = load_config(members[0][0])
@@ -107,6 +107,19 @@ def run(argv: Sequence[str]) -> None:
         if cli.FLAGS[name].present
     ]
     print(f"{evaluation.members}{changed}{''.join(named)}")
+    _print_scores(config, evaluation)
+    is_changed = members[0][1] is not None or changes or named or cli.FLAGS.batches
+    if len(members) == 1 and not is_changed:
+        _keep(Path(members[0][0]), evaluation)
+
+
+def _print_scores(config: Config, evaluation: RunEvaluation) -> None:
+    """Prints the scores, the amounts that are scored, and what is left out."""
+    from hpnlp import tasks
+    from hpnlp.nn.output import is_normalized
+    from hpnlp.tasks.reports.lm_report import MAX_PERPLEXITY_LOSS
+    from hpnlp.training import config as configs
+
     task, outcome = tasks.find(config.task), evaluation.outcome
     (primary, _), scores = task.primary_metric(configs.flat(config)), evaluation.scores
     texts = {name: f"{scores[name]:.4f}" for name in sorted(scores, key=lambda name: name != primary)}
@@ -122,14 +135,20 @@ def run(argv: Sequence[str]) -> None:
         print(f"not scored: {line}")
     for line in task.left_out(outcome.dataset):
         print(line)
-    workdir = Path(members[0][0])
-    is_changed = members[0][1] is not None or changes or named or cli.FLAGS.batches
-    if len(members) == 1 and not is_changed and is_untrained(workdir):
-        try:
-            evaluation_record.write(workdir, outcome, evaluation, evaluation.step)
-            print(f"written: {workdir / evaluation_record.FILE}, which hpnlp compare reads")
-        except (OSError, InputError) as error:  # such as a directory of another user
-            print(f"not kept for hpnlp compare: {error}")
+
+
+def _keep(workdir: Path, evaluation: RunEvaluation) -> None:
+    """Writes the scores of a compressed or converted model for `hpnlp compare`."""
+    from hpnlp.report.entries import is_untrained
+    from hpnlp.training.files import evaluation_record
+
+    if not is_untrained(workdir):
+        return
+    try:
+        evaluation_record.write(workdir, evaluation.outcome, evaluation, evaluation.step)
+        print(f"written: {workdir / evaluation_record.FILE}, which hpnlp compare reads")
+    except (OSError, InputError) as error:  # such as a directory of another user
+        print(f"not kept for hpnlp compare: {error}")
 
 
 def _progress(unit: str) -> Progress:

@@ -99,12 +99,7 @@ def run(argv: Sequence[str]) -> None:
     load_config(workdir)  # before the directory is locked, which would make it
     with locked(workdir):
         options = Options(f.store, f.gate_tokens, f.epochs, f.seed, f.dynamic, datastore_flags.neighbours())
-        result = mix(
-            workdir,
-            options,
-            ProgressLines(print_line, "steps"),
-            show,
-        )
+        result = mix(workdir, options, ProgressLines(print_line, "steps"), show)
         compressors = report.compressors(workdir, result.heldout_digest)
         text = report.render(result.rows, compressors, result.heldout_bytes, result.documents)
         record = {

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # JAX is imported later, because the flags choose its platfor
 USAGE = """
 hpnlp plan --config=lm/bytes --devices=512 --device=h200 [--plan.name=zero3 ...]
 hpnlp plan --config=lm/bytes --recipe="heads(0.5),int8" [--model.dim=512 ...]
+hpnlp plan --config=lm/bytes --compatible [--model.mixer=...]
 hpnlp plan RUN [--recipe="heads(0.5),int8"]
 hpnlp plan --budget=1e18 [--config=lm/bytes --law=runs/scaling --devices=8 --device=h100]
 
@@ -39,6 +40,9 @@ for these devices and this model, --depth and --out use the first plan of the ra
 
 --recipe prints the parameters, the bytes in memory and the bytes on disk of the model after each stage of `hpnlp compress`,
 without weights. Of a compressed RUN, the bytes are those of its file.
+
+--compatible prints which settings of plan and optimizer the layers of the model work with, each by itself, and why not; whether
+they divide the sizes of the model and fit other settings, a plan of the step shows.
 
 --budget prints the size, tokens, steps, batch, learning rate and time of the best run for a budget, by a scaling law: that of a
 study (--law, see hpnlp scaling), or the law of Hoffmann et al. 2022. The model has the head size and the ratio of width and
@@ -57,6 +61,7 @@ flags.DEFINE_string("device", "h100", "Kind of device: a100, h100, h200, v5e, v5
 flags.DEFINE_enum(
     "depth", "formulas", ["formulas", "compiled", "tpu"], "Whether the step is also compiled, for CPU devices or TPUs."
 )
+flags.DEFINE_bool("compatible", False, "Print which plans and optimizer settings the layers of the model work with.")
 flags.DEFINE_bool("search", False, "Rank the plans that fit on these devices.")
 flags.DEFINE_string("out", None, "File of the plot, or a directory for plan.png; by default nothing is drawn.")
 
@@ -78,7 +83,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _run(argv: Sequence[str]) -> None:
-    """Plans a step with the settings of the flags, and prints and draws the result."""
+    """Prints what the flags ask for: the plan of a step, the run for a budget, or the sizes of a model."""
     argv, overrides = experiment.split(argv)
     arguments = cli.parse(argv, USAGE, positional=True)
     workdir = ""
@@ -86,7 +91,7 @@ def _run(argv: Sequence[str]) -> None:
         workdir = cli.named_run(arguments, "hpnlp plan RUN --recipe=RECIPE", "from")
     _check_no_sizes_of_steps(workdir)
     if cli.FLAGS["budget"].present:
-        cli.refuse(["depth", "search", "out"], "with --budget, which plans a whole run: leave it out")
+        cli.refuse(["depth", "search", "compatible", "out"], "with --budget, which plans a whole run: leave it out")
         _plan_budget(cli.FLAGS.config or experiment.EXAMPLE, overrides)
         return
     cli.refuse(["law"], "without --budget: add it, as --budget=1e18")
@@ -97,8 +102,14 @@ def _run(argv: Sequence[str]) -> None:
     _simulate_devices()
     if cli.FLAGS.recipe:
         _print_sizes(values)
-        return
+    elif cli.FLAGS.compatible:
+        _print_compatible(values)
+    else:
+        _plan_step(values, experiment.fields_of(overrides))
 
+
+def _plan_step(values: Any, fields: Sequence[str]) -> None:
+    """Prints and draws the plan of a training step; `fields` are those that the flags set."""
     from hpnlp import planner
     from hpnlp.planner import compiled, devices, render, search
     from hpnlp.training import config
@@ -117,7 +128,7 @@ def _run(argv: Sequence[str]) -> None:
     if f.depth == "tpu":
         compiled.tpu_devices(f.device, f.devices)  # raises now rather than after the plan
     resolved = config.resolve(values)
-    unused_fields.check(resolved, experiment.fields_of(overrides))
+    unused_fields.check(resolved, fields)
     costs = _plan(resolved, device)
     gc.enable()  # the next steps may take long
     if costs and not costs.fits(device):
@@ -136,7 +147,9 @@ def _run(argv: Sequence[str]) -> None:
 def _check_no_sizes_of_steps(workdir: str) -> None:
     """Raises InputError for flags about training steps where the sizes of a model are asked for."""
     asked = workdir or ("--recipe" if cli.FLAGS["recipe"].present else "")
-    ignored = [n for n in ("budget", "devices", "device", "depth", "search", "out") if cli.FLAGS[n].present]
+    ignored = [
+        n for n in ("budget", "devices", "device", "depth", "search", "compatible", "out") if cli.FLAGS[n].present
+    ]
     if asked and ignored:
         raise InputError(
             f"{asked}: the sizes of a model are printed, not those of a training step: leave out --{ignored[0]}"
@@ -159,6 +172,18 @@ def _plan_budget(config: str, overrides: Sequence[str]) -> None:
     run = budget.plan_run(parsed, values, law, device, f.devices, _Progress("changes tried"))
     command = shlex.join(["hpnlp", "train", f"--config={config}", *overrides])
     print(budget.render(run, law, device, f.device, command))
+
+
+def _print_compatible(values: Any) -> None:
+    """Prints the settings that the layers of a config's model work with."""
+    unused = ["devices", "device", "depth", "search", "out"]
+    cli.refuse(unused, "with --compatible, which plans no step: leave it out")
+    from hpnlp import compatibility
+    from hpnlp.training import config
+
+    resolved = config.resolve(values)
+    facts = dataclasses.replace(resolved.model.facts(), optimizer=resolved.optimizer.name)
+    print(compatibility.table(facts))
 
 
 def _print_sizes(values: Any) -> None:

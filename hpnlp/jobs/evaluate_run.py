@@ -115,9 +115,8 @@ def evaluate_run(
     if store is not None:
         assert isinstance(dataset, Corpus)
         trainer, heldout = trainer.with_frozen(frozen), dataset.documents[1]
-        if (
-            config.data.heldout_path
-        ):  # other held-out text is never trained on, and has at most copies of training documents
+        # Other held-out text is never trained on, and has at most copies of training documents.
+        if config.data.heldout_path:
             store.check_scored(heldout.document(i) for i in range(dataset.heldout_documents))
     _check_labels(task.unknown_labels(dataset), changes)
     result = evaluate(trainer, params, dataset, config, limit, progress("batches"))

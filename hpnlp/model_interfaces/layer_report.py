@@ -103,15 +103,32 @@ def check_method(mixer: Any, name: str, caller: str, fix: str) -> None:
       fix: Remedy for the user, for the message.
 
     Raises:
-      InputError: The mixer has no such method, or takes it from another class than `__call__`.
+      InputError: See `method_refusal`.
+    """
+    if message := method_refusal(mixer, name, caller, fix):
+        raise InputError(message)
+
+
+def method_refusal(mixer: Any, name: str, caller: str, fix: str) -> str:
+    """The reason why a method of a mixer cannot be called in place of `__call__`.
+
+    Args:
+      mixer: The mixer.
+      name: Name of the method.
+      caller: Caller of the method, for the message.
+      fix: Remedy for the user, for the message.
+
+    Returns:
+      A message if the mixer has no such method, or takes it from another class than `__call__`; "" otherwise.
     """
     bases = type(mixer).__mro__
     of_call, of_method = (next((base for base in bases if method in vars(base)), None) for method in ("__call__", name))
     if of_method is None:
-        raise InputError(f"{type(mixer).__name__} has no `{name}`, which {caller} calls: {fix}")
-    if of_call is not of_method:
-        called = "none" if of_call is None else of_call.__name__
-        raise InputError(
-            f"{type(mixer).__name__} takes `{name}` from {of_method.__name__} and `__call__` from {called}, and {caller} "
-            f"calls `{name}` alone: define both in one class, or {fix}"
-        )
+        return f"{type(mixer).__name__} has no `{name}`, which {caller} calls: {fix}"
+    if of_call is of_method:
+        return ""
+    called = "none" if of_call is None else of_call.__name__
+    return (
+        f"{type(mixer).__name__} takes `{name}` from {of_method.__name__} and `__call__` from {called}, and {caller} "
+        f"calls `{name}` alone: define both in one class, or {fix}"
+    )

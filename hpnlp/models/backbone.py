@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from hpnlp import compatibility
+from hpnlp.compatibility import Facts
 from hpnlp.cost.parts import part
 from hpnlp.model_interfaces.layer_report import CARRY, LayerReport
 from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL, ModelParallel, TensorParallel
@@ -327,11 +329,7 @@ class Backbone(BaseModel, nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        if c.residual == "reversible" and self.remat != "none":
-            raise InputError(
-                f"plan.remat={self.remat!r}: reversible layers keep nothing that could be recomputed: set plan.remat='none', "
-                "or model.residual='plain'"
-            )
+        compatibility.check(Facts(residual=c.residual, remat=self.remat))
         self.embed = Embed(c.vocab, c.embedding_size) if self.shared_embed is None else self.shared_embed
         if c.position == "learned":
             self.positions = Embed(c.max_len + c.position_offset, c.dim, axis="positions")

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from hpnlp import compatibility
 from hpnlp.cost.parts import part
 from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.prediction import Batch, PredictionModel, classification_metrics
 from hpnlp.models.shared.body import Start
 from hpnlp.models.shared.ranges import LIMITS
-from hpnlp.nn.attention import Context, mixer_period
+from hpnlp.nn.attention import Context
 from hpnlp.nn.layers import Dense, Embed, dropout
 from hpnlp.nn.pooling import POOLINGS, TRANSFORMS, HeadTransform, Pooling
 from hpnlp.ops.convolutions.convolution import token_windows
@@ -65,7 +66,8 @@ class EncoderConfig(BackboneConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_traits()
+        facts = dataclasses.replace(self.trait_facts(), encodes=True, labels_tokens=self.pooling == "none")
+        compatibility.check(facts)
         for name, known in (("pooling", ("none", *POOLINGS)), ("transform", ("none", *TRANSFORMS))):
             if (value := getattr(self, name)) not in known:
                 raise InputError(f"model.{name}={value!r}: {did_you_mean(value, known)}")
@@ -81,26 +83,6 @@ class EncoderConfig(BackboneConfig):
             )
 
         self._check_embeddings()
-
-    def _check_traits(self) -> None:
-        """Raises InputError for mixers and feed-forward networks that mix what an encoder keeps apart."""
-        mixers = zip(mixer_period(self.mixer), self.traits, strict=True)
-        branches = [(f"model.mixer={self.mixer!r}: {spec.name}", "mixer", traits) for spec, traits in mixers]
-        networks = zip(self.forms(), self.network_traits, strict=True)
-        branches += [(f"model.mlp={form.mlp!r}", "feed-forward network", traits) for form, traits in networks]
-        for subject, branch, traits in branches:
-            if not traits.bidirectional:
-                raise InputError(
-                    f"{subject} mixes with earlier tokens only, and an encoder needs both directions: choose a "
-                    f"bidirectional {branch}"
-                )
-            if not traits.excludes_padding:
-                raise InputError(f"{subject} mixes padding with the text: choose a {branch} that isolates segments")
-            if self.pooling == "none" and not traits.isolates_segments:
-                raise InputError(
-                    f"{subject} mixes documents that share a sequence, as they may where tokens have labels: choose a {branch} "
-                    "that isolates segments"
-                )
 
     def _check_embeddings(self) -> None:
         """Raises InputError for sizes of the embeddings that do not fit the model."""

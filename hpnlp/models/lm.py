@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from hpnlp import compatibility
 from hpnlp.models.backbone import DTYPES, BackboneConfig
 from hpnlp.models.prediction import PredictionModel, label_losses
 from hpnlp.models.stacks.layer_stack import carry_axes, initial_carry
-from hpnlp.nn.attention import Context, Memory, mixer_period
+from hpnlp.nn.attention import Context, Memory
 from hpnlp.ops.attention.masks.patterns import Causal
-from hpnlp.types import InputError, LossOut, option
+from hpnlp.types import LossOut, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,19 +29,7 @@ class LMConfig(BackboneConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for spec, traits in zip(mixer_period(self.mixer), self.traits, strict=True):
-            if not (traits.causal and traits.prefix_consistent):
-                raise InputError(
-                    f"model.mixer={self.mixer!r}: {spec.name} lets tokens depend on later ones, which a language model "
-                    "predicts: choose a causal mixer"
-                )
-
-        for form, traits in zip(self.forms(), self.network_traits, strict=True):
-            if not traits.causal:
-                raise InputError(
-                    f"model.mlp={form.mlp!r} lets tokens depend on later ones, which a language model predicts: choose a "
-                    "router that chooses experts token by token, as top_k"
-                )
+        compatibility.check(dataclasses.replace(self.trait_facts(), predicts_next=True))
 
     @property
     def mask(self) -> Any:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from hpnlp import compatibility
 from hpnlp.cost.parts import part
 from hpnlp.model_interfaces.layer_report import CARRY
 from hpnlp.model_interfaces.model_parallel import ModelParallel
@@ -34,6 +35,7 @@ class RNNConfig(Unstacked, StackConfig):
 
     description: ClassVar[str] = "a recurrent network"
     undivided: ClassVar[str] = "which reads tokens one after another"
+    not_recomputed: ClassVar[str] = "recurrent layers are not recomputed"
     divisible: ClassVar[str] = "the batch (plan.data, plan.fsdp) or the vocabulary (plan.tensor)"
 
     # Fields that act in training only, or do not change results: a run may start from a run with other values.
@@ -168,8 +170,7 @@ class RNN(UnstackedModel, nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        if self.remat != "none":
-            raise InputError(f"plan.remat={self.remat!r}: recurrent layers are not recomputed: set plan.remat='none'")
+        compatibility.check(dataclasses.replace(c.facts(), remat=self.remat))
         self.embed = Embed(c.vocab, c.embedding_size)
         self.stack = RecurrentStack(c)
         extra = {"vocab": c.vocab, "dim": c.dim, "stats": self.stats, "axis": "vocab"}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from hpnlp import compatibility
 from hpnlp.cost.parts import part
 from hpnlp.model_interfaces.model_parallel import ModelParallel
 from hpnlp.models.backbone import DTYPES
@@ -35,6 +36,7 @@ class WordVectorsConfig(Unstacked):
     description: ClassVar[str] = "word vectors"
     no_stages: ClassVar[str] = "which have no layers"
     undivided: ClassVar[str] = "whose windows are not divided"
+    not_recomputed: ClassVar[str] = "word vectors have no layers to recompute"
     divisible: ClassVar[str] = "the batch (plan.data, plan.fsdp) or the vocabulary (plan.tensor)"
     # Fields that act in training only: a run may start from a run with other values.
     free_fields: ClassVar[tuple[str, ...]] = ("objective", "window", "dynamic", "subsample", "subsample_form")
@@ -120,10 +122,7 @@ class WordVectors(UnstackedModel, nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        if self.remat != "none":
-            raise InputError(
-                f"plan.remat={self.remat!r}: word vectors have no layers to recompute: set plan.remat='none'"
-            )
+        compatibility.check(dataclasses.replace(c.facts(), remat=self.remat))
         self.embed = Embed(c.vocab, c.dim)
         extra = {"vocab": c.vocab, "dim": c.dim, "stats": self.stats, "axis": "vocab"}
         self.output = build(parse_one(c.output, "model.output"), OUTPUTS, "output layer", **extra)

@@ -24,14 +24,15 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from hpnlp.model_interfaces.layer_report import check_method, has_state, statistic_axes
+from hpnlp.compatibility import ring_refusal
+from hpnlp.model_interfaces.layer_report import has_state, statistic_axes
 from hpnlp.ops.attention import Full, merge
 from hpnlp.ops.attention.masks.per_head import AnyMask, PerHead
 from hpnlp.ops.helpers.custom_vjp import tied
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.ring_schedule import Chunks, RingSchedule, assign_chunks, make_schedule
 from hpnlp.parallel.varying import of_all_shards, of_first_device, zeros_like
-from hpnlp.types import DividesHeads, InputError, MixerInputs, MixerOutput
+from hpnlp.types import InputError, MixerInputs, MixerOutput
 
 AXIS = "sequence"
 
@@ -68,55 +69,6 @@ def token_order(layout: Layout, masks: Sequence[Any], length: int) -> tuple[Chun
     return chunks, None if (np.diff(indices) == 1).all() else indices
 
 
-def check_support(
-    layout: Layout, mixers: Sequence[Any], masks: Sequence[Any], heads: Sequence[int], dropout: float
-) -> None:
-    """Checks that a layout which divides sequences or heads supports a model.
-
-    Args:
-      layout: Layout of the run.
-      mixers: The mixers of the layers.
-      masks: The masks of the layers, as their mixers' `within` returns them.
-      heads: (number of query heads, number of key heads).
-      dropout: Rate of dropout on attention probabilities.
-
-    Raises:
-      InputError: The layout does not support the model.
-    """
-    divides_sequences = layout.size("length") > 1
-    if divides_sequences and any(not mixer.needs for mixer in mixers):
-        raise InputError(
-            f"plan.sequence={layout.size('length')} divides sequences over devices, and a mixer without heads needs whole "
-            "ones: set plan.sequence=1, or choose a model.mixer that has heads"
-        )
-    if any(mask.heads is not None for mask in masks) and (divides_sequences or layout.size("heads") > 1):
-        raise InputError(
-            "heads with masks of their own (model.mixer) are not alike on all devices: set plan.tensor=1 and plan.sequence=1, "
-            "or choose a mixer with one mask"
-        )
-    for mixer in mixers:
-        if layout.size("heads") > 1 and isinstance(mixer, DividesHeads) and not mixer.divides_heads:
-            raise InputError(
-                f"{type(mixer).__name__} (model.mixer) adds up over all heads of a layer, which plan.tensor divides over "
-                f"{layout.size('heads')} devices: set plan.tensor=1, or choose another mixer"
-            )
-    if divides_sequences and layout.exchange == "ring":
-        for mixer in mixers:
-            check_mixer(mixer)
-        if dropout:
-            raise InputError(
-                f"model.dropout={dropout} is not dropped in attention on a ring: choose plan.exchange=heads, or "
-                "model.dropout=0"
-            )
-    if divides_sequences and layout.exchange == "heads":
-        for count, field in zip(heads, ("model.heads", "model.kv_heads"), strict=True):
-            if count // layout.size("heads") % layout.size("length"):
-                raise InputError(
-                    f"plan.exchange=heads deals {field}={count} out over plan.sequence={layout.size('length')} devices, which "
-                    "do not divide it: choose plan.exchange=ring, or other sizes"
-                )
-
-
 def check_variables(layout: Layout, axes: Any) -> None:
     """Checks that a mixer of some of the heads has no variables of all of them.
 
@@ -136,24 +88,6 @@ def check_variables(layout: Layout, axes: Any) -> None:
                 "plan.exchange=heads gives each device some of the heads, and model.mixer has "
                 f"{jax.tree_util.keystr(path[-1:])} of the heads of all devices: choose plan.exchange=ring, or plan.sequence=1"
             )
-
-
-def check_mixer(mixer: Any) -> None:
-    """Checks that a mixer can run on a ring, which calls `partial`, and `prepare` if there is one, in place of `__call__`.
-
-    Args:
-      mixer: A mixer.
-
-    Raises:
-      InputError: The mixer has no `partial`, or it has statistics or buffers and no `prepare`, or it takes one of them from
-        another class than `__call__`; or it draws, which `partial` cannot.
-    """
-    fix = "choose plan.exchange=heads, or plan.sequence=1"
-    if mixer.traits.draws:
-        raise InputError(f"{type(mixer).__name__} draws, which a ring does not support: {fix}")
-    check_method(mixer, "partial", "a ring", fix)
-    if has_state(mixer):
-        check_method(mixer, "prepare", "a ring, for the statistics and buffers of the device's tokens,", fix)
 
 
 @contextlib.contextmanager
@@ -260,7 +194,8 @@ def ring(mixer: Any, inputs: MixerInputs, mask: AnyMask, chunks: Chunks) -> Mixe
     Cost: sends keys and values once round the ring, and once more with their gradients in the backward pass, which computes
     every partial result again. The device's q, k, v, o and lse are kept for the backward pass.
     """
-    check_mixer(mixer)
+    if message := ring_refusal(mixer):
+        raise InputError(message)
     if inputs.rng is not None:
         raise InputError("model.dropout with plan.exchange=ring: choose plan.exchange=heads, or model.dropout=0")
     mask = mixer.within(mask)

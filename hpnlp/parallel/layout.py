@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from hpnlp.compatibility import Facts
 from hpnlp.model_interfaces.model_parallel import Zero2Parameter
 from hpnlp.ops.weight import is_weight
 from hpnlp.parallel.memory import zero
@@ -110,6 +111,18 @@ class Layout:
           A tree of PartitionSpecs.
         """
         return jax.tree.map(lambda n, x: self.state_spec(n, x.shape, divided=divided), names, shapes, is_leaf=_is_names)
+
+    def added_to(self, facts: Facts) -> Facts:
+        """Adds this layout to the facts on a model.
+
+        Args:
+          facts: Facts on the layers of a model.
+
+        Returns:
+          Facts that `compatibility.check` reads.
+        """
+        devices = {axis: self.size(axis) for axis in ("length", "heads", "layers")}
+        return dataclasses.replace(facts, devices=devices, exchange=self.exchange, zero=self.zero, rounds=self.rounds)
 
     @property
     def token_axes(self) -> tuple[str, ...]:

@@ -47,20 +47,7 @@ def render(workdir: Path, config: Config, flags: str, processes: int = 1) -> str
         **_uses(workdir, config, directory),
     }
     if config.distill.teacher:
-        # Without a teacher, records without a label are left out.
-        labelled = (
-            {"data.unlabelled": False, "data.skip_bad_lines": True}
-            if tasks.find(config.task).may_lack_labels(config.data)
-            else {}
-        )
-        kept = _without(
-            train_flags, *labelled, "distill.teacher", "distill.init", "distill.cache", "distill.cache_top_k"
-        )
-        plain = ["train", *kept, f"--workdir={_unused(directory, workdir, 'alone')}", "--distill.teacher="]
-        fields = {"init": "none", "cache": "", "cache_top_k": 0}
-        plain += [f"--{name}={value}" for name, value in labelled.items()]
-        changed = [name for name, value in fields.items() if getattr(config.distill, name) != value]
-        plain += [f"--distill.{name}={fields[name]}" for name in changed]
+        plain = _without_teacher(config, train_flags, _unused(directory, workdir, "alone"))
         of_task = {"train the same student without its teacher, as the baseline": plain, **of_task}
     commands = {
         **{purpose: [*argv, *registered] for purpose, argv in of_task.items()},
@@ -86,6 +73,24 @@ def render(workdir: Path, config: Config, flags: str, processes: int = 1) -> str
         launch = ["launch", f"--processes={processes}", "--"]
         commands = {key: [*launch, *argv] if argv[0] == "train" else argv for key, argv in commands.items()}
     return "\n".join(f"- {purpose}: {_code(shlex.join(['hpnlp', *argv]))}" for purpose, argv in commands.items())
+
+
+def _without_teacher(config: Config, train_flags: Sequence[str], target: Path) -> list[str]:
+    """The command that trains the same student without its teacher."""
+    # Without a teacher, records without a label are left out.
+    may_lack_labels = tasks.find(config.task).may_lack_labels(config.data)
+    labelled = {"data.unlabelled": False, "data.skip_bad_lines": True} if may_lack_labels else {}
+    kept = _without(train_flags, *labelled, "distill.teacher", "distill.init", "distill.cache", "distill.cache_top_k")
+    fields = {"init": "none", "cache": "", "cache_top_k": 0}
+    changed = [name for name, value in fields.items() if getattr(config.distill, name) != value]
+    return [
+        "train",
+        *kept,
+        f"--workdir={target}",
+        "--distill.teacher=",
+        *(f"--{name}={value}" for name, value in labelled.items()),
+        *(f"--distill.{name}={fields[name]}" for name in changed),
+    ]
 
 
 def _smaller(workdir: Path, config: Config, directory: Path) -> dict[str, list[str]]:

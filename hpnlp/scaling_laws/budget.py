@@ -284,24 +284,28 @@ def render(run: BudgetedRun, law: Law, device: Device, kind: str, command: str) 
         if fits
         else "None of the changes tried makes a step fit: plan more devices, or a smaller budget.",
     ]
-    if law.is_subword and c.data.tokenizer == "bytes":
-        lines.insert(
-            2,
-            "The config reads bytes, to which losses and tokens of this law do not apply: fit a study of your own, --law=DIR.",
-        )
-    if law.has_experts != bool(c.model.expert_sizes()):
-        given, fitted = ("no experts", "with experts") if law.has_experts else ("experts", "without experts")
-        lines.insert(
-            2,
-            f"The config has {given}, and this law is of models {fitted}, which it does not hold for: fit a study of your own, "
-            "--law=DIR.",
-        )
-    lines[2:2] = [f"Warning: {text}." for text in law.warnings]
-    if o.budget > law.largest:
-        lines.insert(
-            2, f"The budget is {o.budget / law.largest:,.3g} times that of the largest run of the law: extrapolated."
-        )
+    lines[2:2] = _doubts(run, law)
     return "\n".join(lines)
+
+
+def _doubts(run: BudgetedRun, law: Law) -> list[str]:
+    """Reasons to doubt that a law holds for a run, as lines of text."""
+    lines = []
+    if run.optimum.budget > law.largest:
+        times = run.optimum.budget / law.largest
+        lines.append(f"The budget is {times:,.3g} times that of the largest run of the law: extrapolated.")
+    lines += [f"Warning: {text}." for text in law.warnings]
+    if law.has_experts != bool(run.config.model.expert_sizes()):
+        given, fitted = ("no experts", "with experts") if law.has_experts else ("experts", "without experts")
+        lines.append(
+            f"The config has {given}, and this law is of models {fitted}, which it does not hold for: fit a study of your own, "
+            "--law=DIR."
+        )
+    if law.is_subword and run.config.data.tokenizer == "bytes":
+        lines.append(
+            "The config reads bytes, to which losses and tokens of this law do not apply: fit a study of your own, --law=DIR."
+        )
+    return lines
 
 
 def _interval(estimate: Estimate) -> str:

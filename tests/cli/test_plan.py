@@ -70,6 +70,17 @@ def test_sizes_of_a_recipe_are_printed_without_weights(plan, run):
     assert both.code == 2 and "leave out --config" in both.err
 
 
+def test_settings_that_the_layers_work_with_are_printed(run):
+    argv = ("plan", "--config=experiments/lm/bytes.py", *FIELDS, "--compatible")
+    outcome = run(*argv, "--config.model.residual=reversible")
+    assert outcome.code == 0 and outcome.err == ""
+    lines = dict(re.split("  +", line, maxsplit=1) for line in outcome.out.splitlines())
+    assert lines["--plan.tensor=2"] == "works"
+    assert lines["--plan.remat=full"].startswith("plan.remat='full': reversible layers keep nothing that could be")
+    outcome = run(*argv, "--devices=2")
+    assert outcome.code == 2 and "--devices=2" in outcome.err and "--compatible" in outcome.err
+
+
 @pytest.mark.slow
 def test_a_directory_gets_a_picture_of_its_own_name(plan, tmp_path):
     call, _ = plan

@@ -183,18 +183,7 @@ class ExampleIngest:
             fix = _OTHER_CLASSES if UNKNOWN_TRAINING in writing.left_out else ""
             left_out = writing.left_out.in_brackets()
             raise InputError(f"no valid example is left to train on{left_out}: add examples{fix}")
-        classes = writing.classes
-        labels = list(self.labels) if self.labels is not None else _trained_classes(classes)
-        if self.kind.has_labels and len(labels) < 2:
-            if writing.unlabelled and not labels:
-                raise InputError(
-                    f"none of the {writing.unlabelled:,} training examples has a label: pass distill.teacher=RUN, whose "
-                    "classes are taken"
-                )
-            shown = f"only the class {labels[0]!r}" if labels else "no class"
-            raise InputError(
-                f"the training examples have {shown}: expected at least two classes: add examples of another class"
-            )
+        labels = self._class_names(writing)
         heldout_record = heldout.write_selected(self.heldout_limit)
         if not heldout_record["examples"]:
             with_labels = " with labels, or pass data.heldout_path=PATH with such" if self.kind.unlabelled else ""
@@ -213,14 +202,29 @@ class ExampleIngest:
             "challenge": challenge_record,
             "unlabelled": writing.unlabelled,
             "aside": heldout.aside,
-            "names": classes.names,
-            "counts": classes.counts,
+            "names": writing.classes.names,
+            "counts": writing.classes.counts,
             "labels": labels,
             "left_out": writing.left_out,
             "scored_left_out": scored_left_out,
             "lines": dataclasses.asdict(writing.examination.line_counts),
             "remarks": writing.examination.remarks(self.heldout_limit),
         }
+
+    def _class_names(self, writing: _Writing) -> list[str]:
+        """Names of the classes, in the order of their final ids. Raises InputError if training examples have too few."""
+        labels = list(self.labels) if self.labels is not None else _trained_classes(writing.classes)
+        if not self.kind.has_labels or len(labels) >= 2:
+            return labels
+        if writing.unlabelled and not labels:
+            raise InputError(
+                f"none of the {writing.unlabelled:,} training examples has a label: pass distill.teacher=RUN, whose "
+                "classes are taken"
+            )
+        shown = f"only the class {labels[0]!r}" if labels else "no class"
+        raise InputError(
+            f"the training examples have {shown}: expected at least two classes: add examples of another class"
+        )
 
     def class_index(self) -> ClassIndex:
         """Makes the numbering of classes.
@@ -350,39 +354,51 @@ class _Writing:
             encoded = iter(self.tokenizer.encode_batch([piece for row in pieces for piece in row]))
             for row, texts in zip(rows, pieces, strict=True):
                 is_empty = False
-                is_scored = train is None or held_out.includes(row.group)
                 ids = [next(encoded) for _ in texts]
-                lacks_labels = self.ingest.lacks_labels(row)
-                if lacks_labels and (train is None or (is_scored and self.ingest.group_field)):
-                    self.left_out.add(UNLABELLED_HELDOUT, row.where)
-                    continue
-                is_scored &= not lacks_labels
-                names = kind.labels(row.values)
-                try:
-                    labels = [self.classes.add(name, row.where) if name else UNLABELLED for name in names]
-                    labels = np.array(labels, np.int32)
-                    parts, stored = kind.join(ids, labels)
-                except UnknownLabelError as error:
-                    self._report_unknown(row.where, error, is_scored)
-                    continue
-                except FieldError as error:
-                    reader.report_bad(row.where, InputError(f"{row.where}: {error}: {SKIP}"))
-                    continue
-                raw = [text.encode() for text in kind.texts(row.values)]
-                self._done += sum(map(len, raw))
-                self._progress("tokenising", min(self._done, self._total), self._total)
-                if train is None or is_scored:
-                    fraction = candidates.add(row, parts, raw, stored, kind.grade(row.values))
-                    self.examination.add_scored(candidates.name, fraction, row.where, raw, names)
-                else:
-                    train.add(parts, raw, stored, kind.grade(row.values))
-                    self.classes.count(labels)
-                    self.unlabelled += lacks_labels
-                    self.examination.add_training(row.where, raw, [name for name in names if name])
+                is_scored = train is None or held_out.includes(row.group)
+                self._add(row, ids, is_scored, reader, candidates, train)
         if is_empty:
             raise InputError(
                 f"data: {source.path!r} holds no examples{self.left_out.in_brackets()}: pass one that does"
             )
+
+    def _add(
+        self,
+        row: Row,
+        ids: Sequence[Any],
+        is_scored: bool,
+        reader: RowReader,
+        candidates: _Candidates,
+        train: ExampleWriter | None,
+    ) -> None:
+        """Appends an example with the ids of its texts to `candidates` or `train`, or counts it as left out."""
+        kind, lacks_labels = self.ingest.kind, self.ingest.lacks_labels(row)
+        if lacks_labels and (train is None or (is_scored and self.ingest.group_field)):
+            self.left_out.add(UNLABELLED_HELDOUT, row.where)
+            return
+        is_scored &= not lacks_labels
+        names = kind.labels(row.values)
+        try:
+            labels = [self.classes.add(name, row.where) if name else UNLABELLED for name in names]
+            labels = np.array(labels, np.int32)
+            parts, stored = kind.join(ids, labels)
+        except UnknownLabelError as error:
+            self._report_unknown(row.where, error, is_scored)
+            return
+        except FieldError as error:
+            reader.report_bad(row.where, InputError(f"{row.where}: {error}: {SKIP}"))
+            return
+        raw = [text.encode() for text in kind.texts(row.values)]
+        self._done += sum(map(len, raw))
+        self._progress("tokenising", min(self._done, self._total), self._total)
+        if train is None or is_scored:
+            fraction = candidates.add(row, parts, raw, stored, kind.grade(row.values))
+            self.examination.add_scored(candidates.name, fraction, row.where, raw, names)
+        else:
+            train.add(parts, raw, stored, kind.grade(row.values))
+            self.classes.count(labels)
+            self.unlabelled += lacks_labels
+            self.examination.add_training(row.where, raw, [name for name in names if name])
 
     def _report_unknown(self, where: str, error: UnknownLabelError, is_scored: bool) -> None:
         """Counts an example of no class of the run, or raises InputError."""

@@ -156,37 +156,8 @@ def mix(
         run, store = with_datastore(run, options.datastore, workdir)
         _check_stored(store, documents)
     phases.end("load")
-    log_odds = _model_log_odds(run, documents, progress)
-    phases.end("model")
-
-    ids = [documents.tokens[positions] for positions in _positions(documents)]
-    network = BitGate(run.model.config.vocab)
-
-    def inputs(text: str) -> list[Inputs]:  # one text at a time, since neighbours take most of the memory
-        near = _neighbours(run, documents, options.store, text, progress)
-        phases.end("index")
-        return [*map(Inputs, log_odds, near, ids)]
-
-    def fit(training: Inputs, scored: Inputs) -> tuple[Any, np.ndarray]:
-        params = gates.fit_gate(network, training, options.epochs, options.seed, progress)
-        nll = gates.gate_nll(network, params, scored)
-        phases.end("gates")
-        return params, nll
-
     scores = _Scores(documents, corpus, log)
-    scores.add("model", STATIC, gates.model_nll(log_odds[1], ids[1], network.vocab))
-    scores.add("model and index", STATIC, fit(*inputs(STATIC))[1])
-    adaptive = inputs(ADAPTIVE)
-    scores.add("index", ADAPTIVE, fit(*map(gates.no_model, adaptive))[1])
-    params, nll = fit(*adaptive)
-    scores.add("model and index", ADAPTIVE, nll)
-
-    if options.dynamic:
-        odds = _dynamic_log_odds(run, documents, progress)
-        scores.add("model, dynamic", ADAPTIVE, gates.model_nll(odds, ids[1], network.vocab))
-        scored = dataclasses.replace(adaptive[1], log_odds=odds)
-        scores.add("model, dynamic, and index", ADAPTIVE, gates.gate_nll(network, params, scored))
-        phases.end("dynamic evaluation")
+    params = _Mixing(run, documents, options, progress, phases).score(scores)
     data = run.config.data
     epochs = run.step * data.batch_size * data.seq_len / corpus.train_tokens
     return Mixture(
@@ -199,6 +170,51 @@ def mix(
         epochs,
         phases.seconds,
     )
+
+
+class _Mixing:
+    """The gates of a run, and the scores with them."""
+
+    def __init__(self, run: Run, documents: Documents, options: Options, progress: Progress, phases: Phases) -> None:
+        self.run, self.documents, self.options = run, documents, options
+        self.progress, self.phases = progress, phases
+        self.network = BitGate(run.model.config.vocab)
+        self.ids = [documents.tokens[positions] for positions in _positions(documents)]
+
+    def score(self, scores: _Scores) -> Any:
+        """Adds all rows of scores, and returns the parameters of the adaptive gate."""
+        log_odds = _model_log_odds(self.run, self.documents, self.progress)
+        self.phases.end("model")
+        scores.add("model", STATIC, self._model_nll(log_odds[1]))
+        scores.add("model and index", STATIC, self._fit(*self._inputs(log_odds, STATIC))[1])
+        adaptive = self._inputs(log_odds, ADAPTIVE)
+        scores.add("index", ADAPTIVE, self._fit(*map(gates.no_model, adaptive))[1])
+        params, nll = self._fit(*adaptive)
+        scores.add("model and index", ADAPTIVE, nll)
+        if self.options.dynamic:
+            odds = _dynamic_log_odds(self.run, self.documents, self.progress)
+            scores.add("model, dynamic", ADAPTIVE, self._model_nll(odds))
+            scored = dataclasses.replace(adaptive[1], log_odds=odds)
+            scores.add("model, dynamic, and index", ADAPTIVE, gates.gate_nll(self.network, params, scored))
+            self.phases.end("dynamic evaluation")
+        return params
+
+    def _model_nll(self, log_odds: np.ndarray) -> np.ndarray:
+        """The model's -log p at the held-out positions."""
+        return gates.model_nll(log_odds, self.ids[1], self.network.vocab)
+
+    def _inputs(self, log_odds: tuple[np.ndarray, np.ndarray], text: str) -> list[Inputs]:
+        """Inputs of the gate in training and of the held-out text; of one text, since neighbours take most of the memory."""
+        near = _neighbours(self.run, self.documents, self.options.store, text, self.progress)
+        self.phases.end("index")
+        return [*map(Inputs, log_odds, near, self.ids)]
+
+    def _fit(self, training: Inputs, scored: Inputs) -> tuple[Any, np.ndarray]:
+        """Parameters of a new gate, and -log p at the held-out positions."""
+        params = gates.fit_gate(self.network, training, self.options.epochs, self.options.seed, self.progress)
+        nll = gates.gate_nll(self.network, params, scored)
+        self.phases.end("gates")
+        return params, nll
 
 
 def _positions(documents: Documents) -> tuple[np.ndarray, np.ndarray]:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from hpnlp import compatibility
 from hpnlp.models.classifiers.pooled_classifier import PooledClassifier
 from hpnlp.models.prediction import Batch
 from hpnlp.models.shared.ranges import LIMITS
@@ -27,6 +28,7 @@ class HashedClassifierConfig(Unstacked):
 
     description: ClassVar[str] = "a projection network"
     undivided: ClassVar[str] = "whose texts are not divided"
+    not_recomputed: ClassVar[str] = "a projection network computes its largest arrays again in any case"
 
     encoder: str = option(
         "prado(bigram=64, trigram=64)",
@@ -110,11 +112,7 @@ class HashedClassifier(PooledClassifier):
 
     def setup(self) -> None:
         c = self.config
-        if self.remat != "none":
-            raise InputError(
-                f"plan.remat={self.remat!r}: a projection network computes its largest arrays again in any case: set "
-                "plan.remat='none'"
-            )
+        compatibility.check(dataclasses.replace(c.facts(), remat=self.remat))
         encoder = c.text_encoder()
         self.bottleneck = Bottleneck(c.projection, c.bottleneck, encoder.branches, c.dropout)
         self.encoder = encoder.clone(parent=self, name="encoder")

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from hpnlp import compatibility
 from hpnlp.models.backbone import DTYPES
 from hpnlp.models.classifiers.pooled_classifier import PooledClassifier
 from hpnlp.models.prediction import Batch
@@ -29,6 +30,7 @@ class RecurrentClassifierConfig(Unstacked, StackConfig):
 
     description: ClassVar[str] = "a recurrent network"
     undivided: ClassVar[str] = "which reads tokens one after another"
+    not_recomputed: ClassVar[str] = "recurrent layers are not recomputed"
 
     cells: str = option(
         "lstm(128)",
@@ -108,8 +110,7 @@ class RecurrentClassifier(PooledClassifier):
 
     def setup(self) -> None:
         c = self.config
-        if self.remat != "none":
-            raise InputError(f"plan.remat={self.remat!r}: recurrent layers are not recomputed: set plan.remat='none'")
+        compatibility.check(dataclasses.replace(c.facts(), remat=self.remat))
         self.embed = Embed(c.vocab, c.embed_dim)
         self.stack = RecurrentStack(c, c.bidirectional)
         self.setup_head(c.dim)

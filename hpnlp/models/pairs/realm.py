@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from hpnlp.compatibility import Facts
 from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.model_interfaces.model_parallel import ModelParallel
 from hpnlp.models.backbone import BackboneConfig
@@ -152,18 +153,17 @@ class RealmConfig(BackboneConfig):
         Raises:
           InputError: The layout divides them.
         """
-        for field, axis in (("sequence", "length"), ("pipeline", "layers")):
-            if (size := layout.size(axis)) > 1:
-                raise InputError(
-                    f"plan.{field}={size}: texts are joined with the documents that a step retrieves, and are not divided: set "
-                    f"plan.{field}=1"
-                )
+        super().check_layout(layout)
         if self.documents_per_step % (size := layout.size("batch")):
             raise InputError(
                 f"model.documents_per_step={self.documents_per_step} does not divide over {size} devices (plan.data x "
                 f"plan.fsdp): make it a multiple of {size}"
             )
-        super().check_layout(layout)
+
+    def facts(self) -> Facts:
+        """Facts on the layers, for `compatibility`."""
+        reason = "texts are joined with the documents that a step retrieves, and are not divided"
+        return dataclasses.replace(super().facts(), undivided={"length": (reason, ""), "layers": (reason, "")})
 
     @property
     def retrieved(self) -> int:

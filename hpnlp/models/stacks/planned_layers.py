@@ -7,12 +7,14 @@ import functools
 import math
 from typing import Any
 
-from hpnlp import measure
+from hpnlp import compatibility, measure
+from hpnlp.compatibility import Facts
 from hpnlp.models.stacks.layer_forms import carries
+from hpnlp.nn.attention import mixer_period
 from hpnlp.nn.block import BlockConfig
 from hpnlp.nn.feed_forward import FeedForward, described_network
 from hpnlp.parallel.layout import Layout
-from hpnlp.types import InputError, MixerTraits
+from hpnlp.types import MixerTraits
 
 
 class PlannedLayers(abc.ABC):
@@ -92,37 +94,38 @@ class PlannedLayers(abc.ABC):
         Raises:
           InputError: The layers do not work with an axis that the layout divides.
         """
-        c: Any = self
-        for field, axis in (("pipeline", "layers"), ("sequence", "length")):
-            if carries(c.mixer) and layout.size(axis) > 1:
-                raise InputError(
-                    f"plan.{field}={layout.size(axis)}: model.mixer={c.mixer!r} carries state from batch to batch, which "
-                    f"devices that hold parts of the {axis} do not keep: set plan.{field}=1, or choose another mixer"
-                )
-        heads = [c.sizes()[name][0] for name in ("heads", "kv_heads")]
-        if layout.size("length") > 1 or layout.size("heads") > 1:
-            from hpnlp.parallel import context_parallel  # several devices only
+        if layout.size("length", "heads", "layers") > 1:
+            compatibility.check(layout.added_to(self.facts()))
 
-            context_parallel.check_support(layout, c.all_mixers(), c.masks(), heads, c.dropout)
-        for form, traits in zip(c.forms(), c.network_traits, strict=True):
-            if layout.size("length") > 1 and not (traits.prefix_consistent and traits.causal):
-                raise InputError(
-                    f"plan.sequence={layout.size('length')} divides sequences, and model.mlp={form.mlp!r} needs all tokens of "
-                    "a sequence, to count them or to choose among them: set plan.sequence=1, or choose a router without a "
-                    "capacity, as top_k(8,2)"
-                )
-        if layout.size("heads") > 1 and any(form.joint_qk_norm for form in c.forms()):
-            raise InputError(
-                f"plan.tensor={layout.size('heads')} divides the heads, and model.joint_qk_norm=True normalises all of them "
-                "together: set plan.tensor=1, and divide with plan.fsdp"
-            )
-        if c.has_memory and layout.size("length") > 1:
-            raise InputError(
-                f"plan.sequence={layout.size('length')} divides sequences, and the model's layers attend to a memory: the "
-                "memory is not divided: set plan.sequence=1"
-            )
-        if c.residual == "reversible" and layout.size("layers") > 1 and (layout.zero == 3 or layout.rounds > 1):
-            raise InputError(
-                "model.residual='reversible': pipeline stages that gather their parameters in the backward pass (ZeRO "
-                "3 or plan.rounds over 1) are not reversible: set plan.zero=2 and plan.rounds=1, or model.residual='plain'"
-            )
+    def trait_facts(self) -> Facts:
+        """Facts on the traits of mixers and feed-forward networks, for `compatibility`."""
+        c: Any = self
+        names = [spec.name for spec in mixer_period(c.mixer)]
+        return Facts(
+            mixer=c.mixer,
+            traits=[*zip(names, c.traits, strict=True)],
+            networks=[(form.mlp, traits) for form, traits in zip(c.forms(), c.network_traits, strict=True)],
+        )
+
+    def facts(self) -> Facts:
+        """Facts on the layers, for `compatibility`.
+
+        Returns:
+          Facts without those of a layout.
+        """
+        c: Any = self
+        sizes = c.sizes()
+        return Facts(
+            mixer=c.mixer,
+            mixers=c.all_mixers(),
+            has_carry=carries(c.mixer),
+            masks=c.masks(),
+            heads=(sizes["heads"][0], sizes["kv_heads"][0]),
+            dropout=c.dropout,
+            joint_qk_norm=any(form.joint_qk_norm for form in c.forms()),
+            networks=[(form.mlp, traits) for form, traits in zip(c.forms(), c.network_traits, strict=True)],
+            has_memory=c.has_memory,
+            residual=c.residual,
+            is_single_stack=c.is_single_stack,
+            periodic=c.periodic_fields(),
+        )

@@ -7,10 +7,12 @@ from typing import Any, ClassVar
 
 import jax
 
+from hpnlp import compatibility
+from hpnlp.compatibility import Facts
 from hpnlp.models.shared.body import ConfigOfModel
 from hpnlp.models.shared.model import BaseModel
 from hpnlp.parallel.layout import Layout
-from hpnlp.types import InputError, Statistics
+from hpnlp.types import Statistics
 
 
 class Unstacked(ConfigOfModel):
@@ -21,12 +23,14 @@ class Unstacked(ConfigOfModel):
       no_stages: Why it has no pipeline stages.
       undivided: Why its sequences are not divided.
       divisible: What a plan can divide.
+      not_recomputed: Why its layers are not rematerialised; "" if the model does not say.
     """
 
     description: ClassVar[str]
     no_stages: ClassVar[str] = "whose layers are not stacked"
     undivided: ClassVar[str]
     divisible: ClassVar[str] = "the batch (plan.data, plan.fsdp)"
+    not_recomputed: ClassVar[str] = ""
 
     def fixed_length(self) -> int:
         """Length of all sequences, 0 for any."""
@@ -52,6 +56,15 @@ class Unstacked(ConfigOfModel):
     def check_accumulation(self, parts: int) -> None:
         """Accepts all: the loss is a sum over examples, or over tokens."""
 
+    def facts(self) -> Facts:
+        """Facts on the layers, for `compatibility`."""
+        reasons = {"layers": self.no_stages, "length": self.undivided}
+        undivided = {
+            axis: (f"the model is {self.description}, {reason}", f", and divide {self.divisible}")
+            for axis, reason in reasons.items()
+        }
+        return Facts(is_single_stack=False, undivided=undivided, not_recomputed=self.not_recomputed)
+
     def check_layout(self, layout: Layout) -> None:
         """Checks that a layout has no pipeline stages and does not divide sequences.
 
@@ -61,12 +74,7 @@ class Unstacked(ConfigOfModel):
         Raises:
           InputError: The plan has pipeline stages, or divides sequences.
         """
-        for field, axis, reason in (("pipeline", "layers", self.no_stages), ("sequence", "length", self.undivided)):
-            if layout.size(axis) > 1:
-                raise InputError(
-                    f"plan.{field}={layout.size(axis)}: the model is {self.description}, {reason}: set plan.{field}=1, and "
-                    f"divide {self.divisible}"
-                )
+        compatibility.check(layout.added_to(self.facts()))
 
 
 class UnstackedModel(BaseModel):

@@ -133,17 +133,15 @@ def linear_cross_entropy(
     _check_arrays(h, table, labels, bias, weights)
     _check_label_range(labels, table.shape[0], weights, ignore_index)
     _check_logit_options(soft_cap, temperature)
-    _check_loss_options(label_smoothing, reduction, impl, block_size)
     is_scalar = reduction != "none" and not return_stats
+    _check_loss_options(label_smoothing, reduction, impl, block_size)
     if impl == "tokens" and not is_scalar:
         raise InputError(
             f"impl='tokens' computes the gradients of a sum, reduction={reduction!r}, return_stats={return_stats}: expected "
             "impl='vocabulary' for reduction='none' and for return_stats"
         )
     tokens, vocab = h.shape[0], table.shape[0]
-    factors = jnp.ones(tokens, jnp.float32) if weights is None else weights.astype(jnp.float32)
-    if ignore_index is not None:
-        factors = jnp.where(labels == ignore_index, 0.0, factors)
+    factors = _token_factors(labels, weights, ignore_index)
     ignored = factors == 0
     h, labels = zero_ignored_tokens(h, labels.astype(jnp.int32), factors)
     h, table = widened(h, table)
@@ -164,13 +162,10 @@ def linear_cross_entropy(
         loss = chunked_cross_entropy.weighted_sum(spec, h, table, bias, labels, factors)
         return loss / _nonzero_sum(factors) if reduction == "mean" else loss
 
-    if impl == "reference":
-        statistics = chunked_cross_entropy.reference(spec, h, table, bias, labels)
-    else:
-        if block_size is not None:
-            spec = dataclasses.replace(spec, vocab_block=min(block_size, vocab))
-        statistics = chunked_cross_entropy.statistics(spec, h, table, bias, labels)
-    other_lse, target, logit_sum, argmax = statistics
+    if block_size is not None:
+        spec = dataclasses.replace(spec, vocab_block=min(block_size, vocab))
+    compute = chunked_cross_entropy.reference if impl == "reference" else chunked_cross_entropy.statistics
+    other_lse, target, logit_sum, argmax = compute(spec, h, table, bias, labels)
     losses = factors * jnp.where(ignored, 0.0, spec.losses(other_lse, target, logit_sum, vocab))
     loss = losses if reduction == "none" else losses.sum()
     if reduction == "mean":
@@ -332,6 +327,12 @@ def _check_logit_options(soft_cap: float | None, temperature: float) -> None:
         raise InputError(f"soft_cap {soft_cap}: expected a number over 0, or None for no cap")
     if not temperature > 0:
         raise InputError(f"temperature {temperature}: expected a number over 0")
+
+
+def _token_factors(labels: Any, weights: Any, ignore_index: int | None) -> Array:
+    """[N] float32 factors of the tokens' losses, 0 for ignored tokens."""
+    factors = jnp.ones(labels.shape[0], jnp.float32) if weights is None else weights.astype(jnp.float32)
+    return factors if ignore_index is None else jnp.where(labels == ignore_index, 0.0, factors)
 
 
 def _check_loss_options(label_smoothing: float, reduction: str, impl: str, block_size: int | None) -> None:

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from hpnlp import compatibility
 from hpnlp.cost.parts import part
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.memory import host_offload
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.optimizers import averages
-from hpnlp.types import InputError, Model
+from hpnlp.types import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,63 +145,17 @@ def check_compatible(model: Model, config: OptimizerConfig, plan: Plan, layout: 
     c.check_accumulation(config.accumulate)
     c.check_layout(layout)
     model.check_layout(layout)
-    if plan.offload_optimizer and config.rows:
-        raise InputError(
-            "plan.offload_optimizer=True fetches whole tables, and optimizer.rows=True trains some of their rows: leave "
-            "out one of the two"
+    compatibility.check(
+        dataclasses.replace(
+            c.facts(),
+            zero=layout.zero,
+            offload_parameters=plan.offload_parameters,
+            offload_optimizer=plan.offload_optimizer,
+            optimizer=config.name,
+            rows=config.rows,
+            changes_weights=model.changes_weights,
         )
-    check_parameters(model, config, plan, layout.zero)
-
-
-def check_parameters(model: Model, config: OptimizerConfig, plan: Plan, zero: int) -> None:
-    """Checks that parameters can be kept and updated as a plan and an optimizer say.
-
-    Args:
-      model: The model.
-      config: The optimizer.
-      plan: The plan.
-      zero: Stage of ZeRO on its devices.
-
-    Raises:
-      InputError: The model is trained with other weights, and parameters would not be whole arrays when it is applied.
-        Or parameters are offloaded, and the model or the optimizer works on several layers at once.
-    """
-    if model.changes_weights:
-        for name, value in (("plan.zero=2", zero == 2), ("plan.offload_parameters=True", plan.offload_parameters)):
-            if value:
-                raise InputError(
-                    f"train.weights changes whole matrices, which {name} does not keep: change one of the two"
-                )
-        if config.rows:
-            raise InputError("train.weights and optimizer.rows=True: set one of the two")
-    if plan.offload_parameters:
-        _check_by_layer(model, config)
-
-
-def _check_by_layer(model: Model, config: OptimizerConfig) -> None:
-    """Raises InputError unless layers are run, and updated, one at a time."""
-    c, alternative = model.config, "or plan.offload_parameters=False"
-    if not c.is_single_stack:
-        raise InputError(
-            "plan.offload_parameters=True fetches the layers of one stack one after another, and the model has several stacks: "
-            "set plan.offload_parameters=False, and plan.offload_optimizer=True to offload the optimizer's state"
-        )
-    if c.residual == "reversible":
-        raise InputError(
-            "plan.offload_parameters=True fetches a layer once in a backward pass, and model.residual='reversible' takes each "
-            f"branch by itself: set model.residual='plain' and plan.remat='full', {alternative}"
-        )
-    if fields := c.periodic_fields():
-        shown = " and ".join(f"{field}={text!r}" for field, text in fields.items())
-        raise InputError(
-            f"plan.offload_parameters=True fetches one layer at a time, and {shown} alternates several: "
-            f"name {'one mixer' if fields.keys() == {'model.mixer'} else 'one entry of each'}, {alternative}"
-        )
-    if config.name == "adafactor":
-        raise InputError(
-            "plan.offload_parameters=True updates one layer at a time, and optimizer.name='adafactor' updates all layers at "
-            f"once: choose another, such as 'adamw8bit', {alternative}"
-        )
+    )
 
 
 def mean(total: jax.Array, weight: jax.Array) -> jax.Array:

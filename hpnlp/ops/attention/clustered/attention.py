@@ -94,9 +94,8 @@ def improved_clustered_attention(
     if clusters.segment_ids is not None and kv_segment_ids is not None:
         same = clusters.segment_ids[:, :, None] == kv_segment_ids[:, None]
         visible = jnp.tile(same, (1, heads // kv_heads, 1))[:, None]
-        scores = jnp.where(
-            visible, scores, jnp.float32(-1e30)
-        )  # finite: each cluster of a sequence that fits sees its tokens
+        # Finite, since each cluster of a sequence that fits sees its tokens.
+        scores = jnp.where(visible, scores, jnp.float32(-1e30))
     weights = jax.nn.softmax(scores, axis=3)
     best = lax.top_k(lax.stop_gradient(scores), top)[1].astype(jnp.int32)
     best_weights = jnp.take_along_axis(weights, best, axis=3)
@@ -115,9 +114,8 @@ def improved_clustered_attention(
 
     is_visible = None
     if clusters.segment_ids is not None:
-        is_visible = by_query_head((jnp.take_along_axis(scores, best, axis=3) > -1e30).reshape(batch, heads, -1, 1))[
-            ..., 0
-        ]
+        seen = (jnp.take_along_axis(scores, best, axis=3) > -1e30).reshape(batch, heads, -1, 1)
+        is_visible = by_query_head(seen)[..., 0]
     starts = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32)[None] * top, (batch, count))
     exact, _ = attend_blocks(
         q,
