@@ -19,6 +19,7 @@ from hpnlp.ops.weight import dense_tree, parameter_count
 from hpnlp.types import InputError
 from tests.contracts import ONCE
 from tests.drawn import drawn
+from tests.messages import raises
 
 SIDE, B = 7, 3
 # Residual connections join blocks 0 and 1, and blocks 2, 3 and 4. Block 4 has no first product.
@@ -182,9 +183,8 @@ def test_planned_sizes_are_those_of_the_arrays():
         list(planned_sizes(config, weights, parse_recipe("filters(0.5, across_layers=True)")))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "fields", "message"),
-    [
+def test_invalid_recipes_raise():
+    for recipe, fields, message in (
         ("filters(0)", {}, "expected the share that stays, over 0 and at most 1"),
         ("channels(1.5)", {}, "expected the share that stays"),
         ("hidden(-0.5)", {}, "expected the share that stays"),
@@ -195,11 +195,8 @@ def test_planned_sizes_are_those_of_the_arrays():
         ("shapes(0.5)", {"blocks": "conv(4,kernel=1)"}, "single positions: leave the stage out"),
         ("filters(0.5)", {"blocks": "conv(4)", "image_norm": "group(2)"}, "train with model.image_norm=batch"),
         ("heads(0.5)", {"blocks": "conv(4)"}, "not one stack of layers"),
-    ],
-)
-def test_invalid_recipes_raise(recipe, fields, message):
-    with pytest.raises(InputError, match=message):
-        results(recipe, **fields)
+    ):
+        raises(message, results, recipe, **fields)
 
 
 def test_models_without_convolutions_and_empty_groups_raise():
@@ -207,10 +204,7 @@ def test_models_without_convolutions_and_empty_groups_raise():
         with pytest.raises(InputError, match="a model of LMConfig has no convolutions of images"):
             list(compress(LMConfig(dim=16, heads=2, layers=1, vocab=40), {}, parse_recipe(f"{stage}(0.5)")))
     config, weights = make("conv(4)")
-    with pytest.raises(InputError, match="all filters of a convolution would be removed"):
-        keep_channels(config, weights, [(channel_groups(config)[0], [])])
-    with pytest.raises(InputError, match=r"filters\(by='gradient'\) needs calibration data"):
-        list(compress(config, weights, parse_recipe("filters(0.5)")))
+    raises("all filters of a convolution", lambda: keep_channels(config, weights, [(channel_groups(config)[0], [])]))
+    raises(r"filters\(by='gradient'\) needs", lambda: list(compress(config, weights, parse_recipe("filters(0.5)"))))
     for taps in ("9", "1 1", "2 1", "a"):
-        with pytest.raises(InputError, match="expected ascending indices of the 9 positions"):
-            ConvNetConfig(blocks=f"conv(4,taps='{taps}')")
+        raises("expected ascending indices of the 9 positions", ConvNetConfig, blocks=f"conv(4,taps='{taps}')")

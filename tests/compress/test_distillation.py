@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 
 from hpnlp.compress.distilling.distill_config import DistillConfig
-from hpnlp.compress.distilling.distillation import (
-    OWN,
-    TEACHER,
-    Distillation,
-    Distilled,
-    Extras,
-    extras_of,
-)
+from hpnlp.compress.distilling.distillation import OWN, TEACHER, Distillation, Distilled, Extras, extras_of
 from hpnlp.compress.distilling.distillation_losses import check_terms, chosen_layers, largest, term_names
 from hpnlp.compress.distilling.distillation_terms import RECIPES, layer_pairs, parse_terms
 from hpnlp.compress.weight_training import with_weight_training
@@ -30,6 +23,7 @@ from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import once
+from tests.messages import raises
 from tests.training.test_statistics import B, T, batch_of
 
 STUDENT = LMConfig(layers=2, dim=16, heads=4, kv_heads=2, mlp_dim=32, vocab=24, max_len=T, unroll=1)
@@ -221,10 +215,7 @@ def steps_of(plan=Plan("single"), devices=1, text=ALL, **changes):  # noqa: B008
 @pytest.mark.slow  # tests/training/test_frozen.py trains with a teacher under a plan
 @pytest.mark.parametrize(
     ("plan", "devices", "text"),
-    [
-        (Plan("zero3"), 4, ALL),
-        (Plan("tensor", tensor=2, data=1), 2, "labels(),logits(),hidden()"),
-    ],
+    [(Plan("zero3"), 4, ALL), (Plan("tensor", tensor=2, data=1), 2, "labels(),logits(),hidden()")],
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_training_does_not_depend_on_the_layout(plan, devices, text):
@@ -368,9 +359,8 @@ def test_every_recipe_parses():
     assert [term.kind for term in parse_terms("tinybert_prediction,labels(0.1)")] == ["logits", "labels"]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_invalid_losses_raise():
+    for text, message in (
         ("logit()", "unknown loss 'logit': did you mean 'logits'"),
         ("labels()", "no loss by a teacher: add one"),
         ("logits()*2", "set weight=2"),
@@ -385,16 +375,12 @@ def test_every_recipe_parses():
         ("hidden(projection=deep)", "known: auto"),
         ("attention(loss=mse)", "known: kl, scores"),
         ("logits(),labels(),labels()", "labels more than once"),
-    ],
-)
-def test_invalid_losses_raise(text, message):
-    with pytest.raises(InputError, match=message):
-        parse_terms(text)
+    ):
+        raises(message, parse_terms, text)
 
 
-@pytest.mark.parametrize(
-    ("text", "student", "teacher", "message"),
-    [
+def test_models_that_do_not_fit_raise():
+    for text, student, teacher, message in (
         ("hidden(((5, 1),))", {}, {}, "layer 5 of the teacher with layer 1 .* layers 0 to 4"),
         ("attention(((0, 1),))", {}, {}, "layers 1 to 4 of the teacher"),
         ("hidden()", {"layers": 6}, {}, "has 4: name the pairs"),
@@ -402,40 +388,31 @@ def test_invalid_losses_raise(text, message):
         ("attention()", {"heads": 2}, {}, "has 4 heads, layer 1 of the student 2: set model.heads=4"),
         ("attention()", {"mixer": "conv"}, {}, "layer 1 of the student: model.mixer='conv' .* no queries and keys"),
         ("hidden()", {"residual": "reversible"}, {}, "the student, whose model.residual='reversible'"),
-    ],
-)
-def test_models_that_do_not_fit_raise(text, student, teacher, message):
-    with pytest.raises(InputError, match=message):
-        distilled(text, dataclasses.replace(STUDENT, **student), dataclasses.replace(TEACHER_CONFIG, **teacher))
+    ):
+        with pytest.raises(InputError, match=message):
+            distilled(text, dataclasses.replace(STUDENT, **student), dataclasses.replace(TEACHER_CONFIG, **teacher))
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_invalid_configs_raise():
+    for fields, message in (
         ({"init": "top", "teacher": "x"}, "did you mean|known"),
         ({"cache": "x"}, "without a teacher"),
         ({"init": "bottom"}, "without a teacher"),
         ({"teacher": "x", "cache_top_k": 3}, "and a directory distill.cache"),
         ({"teacher": "x", "cache": "y", "losses": "hidden()"}, "has hidden, which needs states"),
         ({"teacher": "x", "cache": "y", "cache_top_k": 3, "losses": "regression()"}, "needs all logits"),
-    ],
-)
-def test_invalid_configs_raise(fields, message):
-    with pytest.raises(InputError, match=message):
-        DistillConfig(**fields)
+    ):
+        raises(message, DistillConfig, **fields)
 
 
-@pytest.mark.parametrize(
-    ("plan", "devices", "text", "message"),
-    [
+def test_plans_that_divide_what_is_compared_raise():
+    for plan, devices, text, message in (
         (Plan(pipeline=2), 2, "logits()", "plan.pipeline=2: a teacher needs all layers"),
         (Plan(sequence=2), 2, "logits()", "plan.sequence=2"),
         (Plan(tensor=2), 2, "attention()", "plan.tensor=2 divides heads"),
-    ],
-)
-def test_plans_that_divide_what_is_compared_raise(plan, devices, text, message):
-    with pytest.raises(InputError, match=message):
-        make_trainer(distilled(text), OptimizerConfig(), plan, steps=1, devices=jax.devices()[:devices])
+    ):
+        with pytest.raises(InputError, match=message):
+            make_trainer(distilled(text), OptimizerConfig(), plan, steps=1, devices=jax.devices()[:devices])
 
 
 def test_rows_raise():

@@ -8,7 +8,7 @@ import pytest
 from hpnlp.compress import container
 from hpnlp.compress.files import encoding_of, read_weights, stored_bytes, write_weights
 from hpnlp.ops.weights import LowRankWeight, quantize
-from hpnlp.types import InputError
+from tests.messages import raises
 
 W = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
 
@@ -71,8 +71,7 @@ def test_zeros_take_no_space(zeros, distinct, encoding, size, tmp_path):
 )
 def test_containers_of_other_content_raise(tmp_path, header):
     container.write(tmp_path / "x", {"a": {"codes": W}}, header)
-    with pytest.raises(InputError, match="x is a container, but its header does not describe the weights of a model"):
-        read_weights(tmp_path / "x")
+    raises("x is a container, but its header does not describe the weights of a model", read_weights, tmp_path / "x")
 
 
 @pytest.mark.parametrize(
@@ -86,13 +85,11 @@ def test_containers_of_other_content_raise(tmp_path, header):
     ],
 )
 def test_trees_that_would_not_be_read_as_written_raise(tmp_path, params, message):
-    with pytest.raises(InputError, match=message):
-        write_weights(tmp_path / "x", params)
+    raises(message, write_weights, tmp_path / "x", params)
     assert not (tmp_path / "x").exists()
 
 
 def test_unknown_kinds_raise(tmp_path):
     header = {"weights": {"a": {"kind": "Holographic"}}, "tuples": [], "metadata": None}
     container.write(tmp_path / "x", {"a": {"codes": W}}, header)
-    with pytest.raises(InputError, match=r"a is a weight of kind 'Holographic'"):
-        read_weights(tmp_path / "x")
+    raises(r"a is a weight of kind 'Holographic'", read_weights, tmp_path / "x")

@@ -14,6 +14,7 @@ from hpnlp.models.lm import LM, LMConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.types import InputError
 from tests.compress.test_weight_training import BATCH, MODEL, loss_of, trained
+from tests.messages import raises
 
 RNG = np.random.default_rng(0)
 RATE, STRENGTH = 0.1, 2.0
@@ -131,22 +132,17 @@ def test_layouts_match_one_device(text):
     np.testing.assert_allclose(trained(text, plan)[2], trained(text, Plan("single"))[2], rtol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_invalid_specs_raise():
+    for text, message in (
         ("l1(0)", "expected a strength over 0"),
         ("group_lasso(-1)", "expected a strength over 0"),
         ("group_lasso(1, groups=neurons)", "expected mlp, heads, layers, columns, rows"),
-    ],
-)
-def test_invalid_specs_raise(text, message):
-    with pytest.raises(InputError, match=message):
-        with_weight_training(MODEL, text, 10)
+    ):
+        raises(message, with_weight_training, MODEL, text, 10)
 
 
 def test_invalid_shares_and_unknown_widths_raise():
-    with pytest.raises(InputError, match="or nonzero"):
-        parse_recipe("mlp(zeros)")
+    raises("or nonzero", parse_recipe, "mlp(zeros)")
     params = drawn(MODEL)[0]
     outline = Calibration(lambda config, weights: weights, is_outline=True)
     for recipe in ("mlp(nonzero)", "layers(nonzero)"):

@@ -88,14 +88,11 @@ def test_recipes_cover_all_stages():
     assert stages | {"filters", "channels", "hidden", "shapes", "experts"} == set(COMPRESSORS)  # in tests of their own
 
 
-@pytest.mark.parametrize(
-    ("recipe", "message"),
-    [
+def test_sizes_that_depend_on_weights_raise():
+    for recipe, message in (
         ("heads(0.5,across_layers=True)", "the weights decide on the widths: plan without across_layers"),
         ("factorize(energy=0.9)", "the weights decide on its ranks: plan with parameters or rank"),
         ("layers(9)", "the model has 3 layers"),
-    ],
-)
-def test_sizes_that_depend_on_weights_raise(recipe, message):
-    with pytest.raises(InputError, match=message):
-        list(planned_sizes(CONFIG, WEIGHTS, parse_recipe(recipe)))
+    ):
+        with pytest.raises(InputError, match=message):
+            list(planned_sizes(CONFIG, WEIGHTS, parse_recipe(recipe)))

@@ -12,8 +12,8 @@ from hpnlp.compress.layers import join_layers, split_layers
 from hpnlp.compress.stages.structure import choose_units, importance, keep_units, unit_count
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.models.variables import collections
-from hpnlp.types import InputError
 from tests.contracts import ONCE, once
+from tests.messages import raises
 
 FORMS = {
     "plain": {},
@@ -95,8 +95,7 @@ def test_layers_may_be_left_out():
     new_config, new_weights = join_layers(config, weights, [layers[0], layers[2], layers[3]])
     assert new_config.mixer == "linear*2,full" and new_config.layers == 3
     assert logits(new_config, new_weights).shape == (2, 8, 40)
-    with pytest.raises(InputError, match="all layers would be removed"):
-        join_layers(config, weights, [])
+    raises("all layers would be removed", join_layers, config, weights, [])
 
 
 def test_importance_is_the_sum_over_a_units_weights():
@@ -121,5 +120,4 @@ def test_units_are_chosen_by_layer_or_across_layers():
     scores = [np.array([1.0, 5.0, 2.0, 4.0]), np.array([0.1, 0.1, 9.0, 0.1])]
     assert [list(kept) for kept in choose_units(scores, 0.5, across_layers=False)] == [[1, 3], [0, 2]]
     assert [list(kept) for kept in choose_units(scores, 0.5, across_layers=True)] == [[1, 2, 3], [2]]
-    with pytest.raises(InputError, match="all heads of a layer would be removed"):
-        keep_units(split_layers(*make("plain"))[0], "heads", [])
+    raises("all heads of a layer would be removed", lambda: keep_units(split_layers(*make("plain"))[0], "heads", []))

@@ -19,8 +19,8 @@ from hpnlp.ops.weights.low_rank import rank_of
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig, is_matrix
 from hpnlp.training.trainer import make_trainer
-from hpnlp.types import InputError
 from tests.contracts import ONCE
+from tests.messages import raises
 
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=(2, 6, 4)), jnp.float32)
@@ -223,9 +223,8 @@ def test_layouts_match_one_device(text, plan):
     np.testing.assert_allclose(trained(text, plan)[2], trained(text, Plan("single"))[2], rtol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_invalid_specs_raise():
+    for text, message in (
         ("quantised(8)", "did you mean 'quantized'"),
         ("quantized(9)", "expected 2 to 8 bits"),
         ("magnitude(0)", "expected a share that stays"),
@@ -233,15 +232,11 @@ def test_layouts_match_one_device(text, plan):
         ("soft_movement(2)", "expected a threshold"),
         ("weight_drop(1)", "below 1"),
         ("low_rank(1)", "over 0 and below 1"),
-    ],
-)
-def test_invalid_specs_raise(text, message):
-    with pytest.raises(InputError, match=message):
-        with_weight_training(MODEL, text, 10)
+    ):
+        raises(message, with_weight_training, MODEL, text, 10)
 
 
 def test_plans_without_whole_matrices_raise():
     model = with_weight_training(MODEL, "masked", 10)
     assert isinstance(model, WeightTraining)
-    with pytest.raises(InputError, match="plan.zero=2 does not keep"):
-        make_trainer(model, OptimizerConfig(), Plan("zero2"), steps=1)
+    raises("plan.zero=2 does not keep", lambda: make_trainer(model, OptimizerConfig(), Plan("zero2"), steps=1))

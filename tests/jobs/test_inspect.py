@@ -10,13 +10,7 @@ import pytest
 
 from hpnlp import tasks
 from hpnlp.data.reading.files import ignore_progress
-from hpnlp.jobs.inspect.attention import (
-    Measures,
-    attention_matrices,
-    choose_windows,
-    inspect_attention,
-    skipped_layers,
-)
+from hpnlp.jobs.inspect.attention import Measures, attention_matrices, choose_windows, inspect_attention, skipped_layers
 from hpnlp.jobs.inspect.positions import context_lengths, context_losses
 from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL
 from hpnlp.models.lm import LM, LMConfig
@@ -28,8 +22,8 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.reports.reporting import Outcome
 from hpnlp.training.evaluation import evaluate
 from hpnlp.training.trainer import make_trainer
-from hpnlp.types import InputError
 from tests import tiny
+from tests.messages import raises
 from tests.tiny import text  # noqa: F401  (fixture of every test here)
 
 T = 24
@@ -38,7 +32,7 @@ SIZES = {"dim": 16, "heads": 4, "mlp_dim": 16, "vocab": 40, "unroll": 1, "max_le
 
 def outcome_of(**fields):
     model = LM(LMConfig(**{**SIZES, **fields}))
-    params = nn.meta.unbox(model.init(jax.random.key(0), model.example_batch(1, 8)))["params"]
+    params = nn.meta.unbox(jax.jit(model.init)(jax.random.key(0), model.example_batch(1, 8)))["params"]
     params = jax.tree.map(lambda x: 3 * x, params)  # attention that is far from even
     return Outcome(None, None, model, params, {})
 
@@ -167,8 +161,7 @@ def test_losses_by_context_average_to_the_loss_of_the_evaluation(fields):
 def test_text_without_labels_raises():
     outcome, batch = outcome_of(layers=1), window()
     empty = {**batch, "weights": np.zeros_like(batch["weights"])}
-    with pytest.raises(InputError, match="no held-out token has a label"):
-        context_losses(outcome.model, outcome.params, [empty], ignore_progress)
+    raises("no held-out token has a label", context_losses, outcome.model, outcome.params, [empty], ignore_progress)
     assert choose_windows([empty, window(padding=T - 1)], 2) == []
 
 

@@ -18,7 +18,7 @@ def test_probabilities_of_all_tokens_sum_to_one(vocab):
     tokens = np.tile(draw.integers(-1, vocab, (1, 3, 4)), (vocab, 1, 1))
     rows = path_log_odds(log_probs, ids), tokens, np.tile([[0, 7, 900]], (vocab, 1)), ids
     assert rows[0].shape == (vocab, path_length(vocab))
-    params = gate.init(jax.random.key(0), *map(jnp.asarray, rows))
+    params = jax.jit(gate.init)(jax.random.key(0), *map(jnp.asarray, rows))
     params = jax.tree.map(lambda leaf: leaf + 0.3 * draw.normal(size=leaf.shape).astype(np.float32), params)
     losses = jax.jit(lambda params, *rows: gate.apply(params, *rows, method="nll"))(params, *rows)
     assert_close(np.exp(-np.asarray(losses)).sum(), np.float32(1.0))

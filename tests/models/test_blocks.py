@@ -24,6 +24,7 @@ from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import once
 from tests.drawn import drawn, drawn_params
+from tests.messages import raises
 from tests.models.test_seq2seq import make, make_batch
 from tests.training.test_step import MODEL, ONE, Run, assert_leaves_close, batch_of, initialised_state, trainer_of
 
@@ -296,9 +297,8 @@ def test_default_sizes_of_lite_blocks_are_those_of_the_paper():
     assert (form.head_size, form.mlp_size) == (4, 32)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_unsupported_combinations_raise():
+    for fields, message in (
         ({"block": "light"}, "model.block: unknown 'light'|did you mean 'lite'"),
         ({"block": "lite(0)"}, r"model.block=lite\(0\): expected a width of 1 to 128"),
         ({"block": "lite(5,dinamic)"}, "did you mean 'dynamic'"),
@@ -317,17 +317,12 @@ def test_default_sizes_of_lite_blocks_are_those_of_the_paper():
         ({"block": "bottleneck(7)", "norm_placement": "post"}, "its width 7 is not a multiple of model.heads=2"),
         ({"block": "bottleneck(8)", "norm_placement": "post", "mixer": "segment_memory(4)"}, "carries the states"),
         ({"form": "block,block(block=evolved_decoder)", "residual": "reversible"}, "reversible layers have two"),
-    ],
-)
-def test_unsupported_combinations_raise(fields, message):
-    with pytest.raises(InputError, match=message):
-        dataclasses.replace(CONFIG, **fields)
+    ):
+        raises(message, dataclasses.replace, CONFIG, **fields)
 
 
-@pytest.mark.parametrize(
-    ("block", "plan"), [("evolved_encoder", Plan("sequence")), ("lite", Plan(sequence=2, exchange="heads"))]
-)
-def test_convolutions_are_not_divided_by_sequence(block, plan):
-    model = dataclasses.replace(CONFIG, block=block)
-    with pytest.raises(InputError, match="plan.sequence=1"):
-        make_trainer(LM(model), OptimizerConfig(), plan, steps=1)
+def test_convolutions_are_not_divided_by_sequence():
+    for block, plan in (("evolved_encoder", Plan("sequence")), ("lite", Plan(sequence=2, exchange="heads"))):
+        model = dataclasses.replace(CONFIG, block=block)
+        with pytest.raises(InputError, match="plan.sequence=1"):
+            make_trainer(LM(model), OptimizerConfig(), plan, steps=1)

@@ -7,8 +7,8 @@ import pytest
 from hpnlp.models import variables
 from hpnlp.models.mixtures import continuous_cache
 from hpnlp.models.mixtures.continuous_cache import CacheConfig, CachedModel
-from hpnlp.types import InputError
 from tests.contracts import ONCE
+from tests.messages import raises
 from tests.models.test_ensemble import B, T, V, batch_of, rnn, weights_of
 
 STEPS = 3
@@ -73,20 +73,15 @@ def test_a_weight_of_0_is_the_model(batches):
         assert losses[step] == pytest.approx(-(np.asarray(batch["weights"]) * of_labels).sum(), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
+def test_invalid_caches_raise():
+    for spec, message in (
         ("continous(9)", "unknown cache 'continous'.*did you mean 'continuous'"),
         ("continuous(0)", "cache: size=0: expected a number of tokens, at least 1"),
         ("continuous(9, 0.1, 1.0)", "cache: weight=1.0: expected a share of at least 0, and less than 1"),
         ("continuous(9, -0.1)", "cache: theta=-0.1: expected a number of at least 0"),
-    ],
-)
-def test_invalid_caches_raise(spec, message):
-    with pytest.raises(InputError, match=message):
-        continuous_cache.find(spec)
+    ):
+        raises(message, continuous_cache.find, spec)
 
 
 def test_an_infinite_theta_raises():
-    with pytest.raises(InputError, match="cache: theta=inf: expected a number of at least 0"):
-        CacheConfig(theta=float("inf"))
+    raises("cache: theta=inf: expected a number of at least 0", CacheConfig, theta=float("inf"))

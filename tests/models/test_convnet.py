@@ -17,6 +17,7 @@ from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, once
+from tests.messages import raises
 
 BLOCKS = "conv(4,kernel=1),separable(4,stride=2),inverted(4,expand=2)"
 SIDE, CLASSES, B = 7, 3, 16
@@ -71,13 +72,6 @@ def run(model, plan, devices, accumulate=1, remat="none"):
 @pytest.fixture(scope="module")
 def on_one_device():
     return run(make(), Plan("single"), 1)
-
-
-@pytest.mark.slow
-def test_losses_and_moving_averages_are_equal_on_8_devices(on_one_device):
-    losses, buffers = run(make(), Plan("zero3"), 8)
-    np.testing.assert_allclose(losses, on_one_device[0], rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), buffers, on_one_device[1])
 
 
 @pytest.mark.slow
@@ -174,9 +168,8 @@ def test_multiply_adds_are_those_of_the_program():
     assert make("conv(4),separable(6)", width=0.5).config.shapes()[1].filters == 3
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_invalid_configs_raise():
+    for fields, message in (
         ({"blocks": ""}, "expected 1 to 1000 blocks"),
         ({"blocks": "conv(4)*2000"}, "expected 1 to 1000 blocks"),
         ({"blocks": "conv"}, "model.blocks: conv: block 'conv' takes"),
@@ -196,11 +189,8 @@ def test_multiply_adds_are_those_of_the_program():
         ({"side": -1}, "model.side=-1"),
         ({"classes": 1}, "model.classes=1"),
         ({"dtype": "int8"}, "unknown model.dtype 'int8'"),
-    ],
-)
-def test_invalid_configs_raise(fields, message):
-    with pytest.raises(InputError, match=message.replace("?", r"\?").replace("(", r"\(")):
-        ConvNetConfig(**fields)
+    ):
+        raises(message.replace("?", r"\?").replace("(", r"\("), ConvNetConfig, **fields)
 
 
 def test_unsupported_combinations_raise():

@@ -24,6 +24,7 @@ from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE, once
 from tests.drawn import drawn
+from tests.messages import raises
 from tests.models.test_lm import GPT, make_batch
 from tests.training.test_step import assert_leaves_close
 
@@ -125,10 +126,7 @@ def gradients(plan, devices, remat="none"):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "remat"),
-    [
-        (Plan(pipeline=2), "full"),
-        (Plan("zero3", pipeline=2, tensor=2), "dots"),
-    ],
+    [(Plan(pipeline=2), "full"), (Plan("zero3", pipeline=2, tensor=2), "dots")],
     ids=["pipeline", "pipeline x zero3 x tensor"],
 )
 def test_layouts_match_one_device(plan, remat):
@@ -148,20 +146,15 @@ def test_weights_of_three_branches_are_counted():
     assert model.config.non_embedding_parameters() == sum(kernels)
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields", "message"),
-    [
+def test_invalid_configs_raise():
+    for kind, fields, message in (
         (LMConfig, {}, "model.memory_dim=12: this model passes its layers no memory: set it to 0"),
         (EncoderConfig, {}, "model.memory_dim=12: this model passes its layers no memory"),
         (DecoderConfig, {"memory_dim": 0}, "model.memory_dim=0: set it to the features of the memory"),
         (DecoderConfig, {"memory_dim": -1}, "model.memory_dim=-1: expected at least 0"),
         (DecoderConfig, {"residual": "reversible"}, "reversible layers have two branches: set model.residual='plain'"),
-    ],
-    ids=str,
-)
-def test_invalid_configs_raise(kind, fields, message):
-    with pytest.raises(InputError, match=message):
-        kind(**SIZES | fields)
+    ):
+        raises(message, kind, **SIZES | fields)
 
 
 def test_missing_and_divided_memories_raise():

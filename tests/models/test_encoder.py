@@ -13,9 +13,10 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.ops.attention import Full
 from hpnlp.parallel.plan import Plan
-from hpnlp.types import InputError, MixerTraits, Model
+from hpnlp.types import MixerTraits, Model
 from tests.contracts import assert_close, once
 from tests.drawn import drawn_params
+from tests.messages import raises
 
 B, T = 3, 9
 KEY = jax.random.key(1)
@@ -132,8 +133,7 @@ def test_without_layers_the_order_of_tokens_has_no_effect():
     turned = batch | {"tokens": batch["tokens"][:, ::-1], "token_types": batch["token_types"][:, ::-1]}
     grads = jax.grad(lambda params, batch: apply(model, params, batch, "loss").sum)
     assert_close(*once(lambda params: [grads(params, x) for x in (batch, turned)], params))
-    with pytest.raises(InputError, match="model.layers=0 does not divide into plan.pipeline=2 stages"):
-        Plan(pipeline=2).layout(model.config.sizes())
+    raises("model.layers=0 does not divide into plan.pipeline=2", lambda: Plan(pipeline=2).layout(model.config.sizes()))
 
 
 def test_encoders_are_models():
@@ -157,8 +157,7 @@ def test_rows_of_tables():
     batch = make_batch(model.config)
     rows = once(lambda p, key: model.apply({"params": p}, batch, rngs={"output": key}, method="rows"), params, KEY)
     assert rows.keys() == {("embed", "table"), ("head",)}
-    with pytest.raises(InputError, match="set model.tied=False"):
-        apply(*make(**WORDS), make_batch(EncoderConfig(**SIZES | WORDS)), "rows")
+    raises("set model.tied=False", lambda: apply(*make(**WORDS), make_batch(EncoderConfig(**SIZES | WORDS)), "rows"))
 
 
 @pytest.mark.parametrize(
@@ -167,10 +166,7 @@ def test_rows_of_tables():
         ({"mixer": "conv"}, "model.mixer='conv': conv mixes with earlier tokens only"),
         ({"mixer": "full,leaks", "layers": 2}, "leaks mixes padding with the text"),
         ({"mlp": "expert_choice(4)"}, "model.mlp='expert_choice.4.' mixes documents that share a sequence"),
-        (
-            {"form": "block,block(mlp='base(4)')", "layers": 2},
-            "model.mlp='base.4.' mixes documents .*: choose a feed-forward network that isolates segments",
-        ),
+        ({"form": "block,block(mlp='base(4)')", "layers": 2}, "model.mlp='base.4.' mixes documents .*: choose"),
         ({"pooling": "avg", "classes": 2}, "model.pooling='avg': "),
         ({"transform": "pooler"}, "model.transform='pooler': "),
         ({"classes": 1}, "model.classes=1: expected at least 2"),
@@ -182,10 +178,7 @@ def test_rows_of_tables():
         ({"output": "full(label_smoothing=1.0)"}, "label_smoothing=1.0: expected at least 0, and less than 1"),
         ({"embed_dim": 17, "tied": True}, "model.embed_dim=17: the output layer shares at most model.dim=16"),
         ({"embed_dim": -1}, "model.embed_dim=-1: expected 0 to"),
-        (
-            {"embed_dim": 4, "embed_scale": True},
-            "model.embed_scale=True scales embeddings, .*: set model.embed_scale=False",
-        ),
+        ({"embed_dim": 4, "embed_scale": True}, "model.embed_scale=True scales embeddings"),
         ({"position_offset": 2}, "model.position_offset=2 has no effect, because model.position='rope' has no table"),
         ({"classes": 3, "output": "hierarchical"}, "needs the words' counts"),
     ],
@@ -196,8 +189,7 @@ def test_invalid_configs_raise(fields, message, monkeypatch):
         traits = MixerTraits(excludes_padding=False)
 
     monkeypatch.setitem(MIXERS, "leaks", lambda **extra: Leaks(Full(), **extra))
-    with pytest.raises(InputError, match=message):
-        make(**fields)
+    raises(message, make, **fields)
 
 
 def test_experts_that_choose_among_the_tokens_of_a_sequence_serve_encoders_of_one_text_per_sequence():

@@ -101,10 +101,7 @@ def results(head, plan, devices, ring):
 
 
 @pytest.mark.slow  # `tests/tasks/test_contracts.py` trains under a plan
-@pytest.mark.parametrize(
-    ("head", "layout"),
-    [(head, layout) for head, layouts in CASES.items() for layout in layouts],
-)
+@pytest.mark.parametrize(("head", "layout"), [(head, layout) for head, layouts in CASES.items() for layout in layouts])
 def test_layouts_match_one_device(head, layout):
     """With dropout, except on a ring, which refuses it."""
     plan = LAYOUTS[layout]

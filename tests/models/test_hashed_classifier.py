@@ -19,6 +19,7 @@ from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests import projection_reference as reference
 from tests.contracts import ONCE, assert_close, once
+from tests.messages import raises
 
 CLASSES, B, T = 3, 8, 7
 LENGTHS = np.array([7, 1, 3, 5, 2, 7, 4, 6])
@@ -133,12 +134,11 @@ def test_default_model_has_the_published_size():
     assert count == 65_536 + 40_960 + 3_584 + 4 * 64 + 2 * 64 + 28
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("encoder", [PRADO, PQRNN])
-def test_losses_are_equal_on_8_devices(encoder):
+@pytest.mark.slow  # for PRADO, see tests/tasks/test_contracts.py
+def test_losses_are_equal_on_8_devices():
     def losses_of(plan, devices):
         optimizer = OptimizerConfig("sgd", warmup=0, learning_rate=0.1)
-        trainer = make_trainer(make(encoder), optimizer, plan, steps=4, devices=jax.devices()[:devices])
+        trainer = make_trainer(make(PQRNN), optimizer, plan, steps=4, devices=jax.devices()[:devices])
         batch = jax.device_put(make_batch(), trainer.batch_sharding)
         state, losses = trainer.init(jax.random.key(0)), []
         for _ in range(3):
@@ -149,9 +149,8 @@ def test_losses_are_equal_on_8_devices(encoder):
     np.testing.assert_allclose(losses_of(Plan("zero3"), 8), losses_of(Plan("single"), 1), rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_invalid_fields_raise():
+    for fields, message in (
         ({"projection": 100}, "model.projection=100: .*pass a multiple of 64, such as 128"),
         ({"encoder": "prada"}, "unknown encoder 'prada'.*prado"),
         ({"encoder": "prado(quadgram=4)"}, "quadgram"),
@@ -164,11 +163,8 @@ def test_losses_are_equal_on_8_devices(encoder):
         ({"dropout": 1.0}, "model.dropout=1.0"),
         ({"classes": 1}, "model.classes=1"),
         ({"dtype": "bfloat16"}, "float32 only"),
-    ],
-)
-def test_invalid_fields_raise(fields, message):
-    with pytest.raises(InputError, match=message):
-        HashedClassifierConfig(**fields)
+    ):
+        raises(message, HashedClassifierConfig, **fields)
 
 
 def test_rematerialisation_raises():

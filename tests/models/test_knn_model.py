@@ -49,7 +49,7 @@ def test_prompts_of_several_lengths_are_continued_as_by_whole_passes(kind):
         inner = LM(LMConfig(layers=1, dim=16, heads=2, vocab=VOCAB, mlp_dim=16, position="rope"))
     else:
         inner = RNN(RNNConfig(cells="lstm(16)", vocab=VOCAB))
-    params = inner.init(jax.random.key(0), inner.example_batch(1, 8))["params"]
+    params = jax.jit(inner.init)(jax.random.key(0), inner.example_batch(1, 8))["params"]
     draw = np.random.default_rng(0)
     model, frozen = with_store(inner, draw.normal(size=(50, 16)), draw.integers(0, VOCAB, 50).astype(np.int32))
     prompts = [draw.integers(0, VOCAB, n).astype(np.int32) for n in (1, 7, 4)]

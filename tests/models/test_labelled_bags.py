@@ -10,8 +10,9 @@ import pytest
 from hpnlp.models import variables
 from hpnlp.models.classifiers.labelled_bags import LabelledBags, LabelledBagsConfig
 from hpnlp.ops.embeddings import frequency_factors
-from hpnlp.types import InputError, WordStats
+from hpnlp.types import WordStats
 from tests.contracts import ONCE, assert_close
+from tests.messages import raises
 
 VOCAB, CLASSES, B, T, M, D = 12, 4, 6, 9, 3, 5
 COUNTS = WordStats(np.arange(VOCAB) ** 2 + 1)
@@ -155,10 +156,7 @@ def test_accuracies_are_those_of_the_similarities():
     assert (float(hits), float(count)) == (np.sum(np.diag(scores) > others), exists.sum())
 
 
-MEMORY = {
-    **PARAMS,
-    "labels": jnp.asarray(np.random.default_rng(4).standard_normal((CLASSES, 2 * D)), jnp.float32),
-}
+MEMORY = {**PARAMS, "labels": jnp.asarray(np.random.default_rng(4).standard_normal((CLASSES, 2 * D)), jnp.float32)}
 BAGS = {**make_batch(), "bag": jnp.array([0, 7, 3, -1, 11, 5], jnp.int32)}
 
 
@@ -204,7 +202,7 @@ def test_label_scores_are_those_of_the_sum_followed_by_its_nearest_entry():
     assert_close(logits, scores / model.config.temperature)
     # The texts' losses are those without a memory, with the first half of the labels.
     halves = {**PARAMS, "labels": MEMORY["labels"][:, :D]}
-    without = plain.apply({"params": halves}, BAGS)
+    without = jax.jit(plain.apply)({"params": halves}, BAGS)
     nll = np.log(np.exp(scores / 0.1).sum(axis=1)) - scores[np.arange(B), labels] / 0.1
     plain_scores = h @ unit(halves["labels"]).T / 0.1
     plain_nll = np.log(np.exp(plain_scores).sum(axis=1)) - plain_scores[np.arange(B), labels]
@@ -217,9 +215,9 @@ def test_label_scores_are_those_of_the_sum_followed_by_its_nearest_entry():
 
 
 def compiled_vectors(model):
-    texts, contexts, exists = model.apply({"params": PARAMS}, BAGS, method="embed_bags")
-    every = {**BAGS, "weights": jnp.ones(B)}
-    exists = model.apply({"params": PARAMS}, every, method="embed_bags")[2]
+    embed = jax.jit(functools.partial(model.apply, method="embed_bags"))
+    texts, contexts, _ = embed({"params": PARAMS}, BAGS)
+    exists = embed({"params": PARAMS}, {**BAGS, "weights": jnp.ones(B)})[2]
     return np.asarray(texts), np.asarray(contexts), np.asarray(exists)
 
 
@@ -239,11 +237,13 @@ def test_bags_never_find_themselves():
         ).sum
 
     memories = jnp.asarray(entries), jnp.asarray(other)
-    first, second = (jax.value_and_grad(loss)(MEMORY, x) for x in memories)
+    slopes = jax.jit(jax.value_and_grad(loss))
+    first, second = (slopes(MEMORY, x) for x in memories)
     assert_close(first, second)
     scored = {**one, "bag": jnp.full(B, -1, jnp.int32)}
     weights = [variables.collections(MEMORY | {"buffers": {"memory": x}}) for x in memories]
-    first, second = (model.apply(x, scored, method="logits") for x in weights)
+    logits = jax.jit(lambda weights: model.apply(weights, scored, method="logits"))
+    first, second = map(logits, weights)
     assert not np.allclose(first[2], second[2])
 
 
@@ -260,9 +260,8 @@ def test_a_trained_table_has_gradients_and_an_empty_memory_none():
     assert np.isfinite(out.sum) and all(np.all(np.isfinite(x)) for x in jax.tree.leaves(gradients))
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_invalid_configs_raise():
+    for fields, message in (
         ({"memory": "bag(9)"}, "model.memory .*'bag'.*did you mean 'bags'"),
         ({"memory": "bags(0)"}, "model.memory: entries=0: expected 1 to"),
         ({"memory": "bags(9,k=10)"}, "model.memory: k=10: expected 1 to entries=9"),
@@ -277,13 +276,9 @@ def test_a_trained_table_has_gradients_and_an_empty_memory_none():
         ({"dropout": 1.0}, "model.dropout=1.0: expected at least 0, and less than 1"),
         ({"hard_negatives": 0}, "model.hard_negatives=0: expected 1 to"),
         ({"dtype": "bfloat16"}, "model.dtype='bfloat16': vectors of bags are small, and float32 only"),
-    ],
-)
-def test_invalid_configs_raise(fields, message):
-    with pytest.raises(InputError, match=message):
-        LabelledBagsConfig(**fields)
+    ):
+        raises(message, LabelledBagsConfig, **fields)
 
 
 def test_parts_of_a_batch_raise():
-    with pytest.raises(InputError, match="optimizer.accumulate=2 .*: set optimizer.accumulate=1"):
-        LabelledBagsConfig().check_accumulation(2)
+    raises("optimizer.accumulate=2 .*: set optimizer.accumulate=1", lambda: LabelledBagsConfig().check_accumulation(2))

@@ -18,6 +18,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
+from tests.messages import raises
 from tests.models.test_lm import SMALL, make, make_batch, run
 from tests.training.test_step import MODEL, ONE, Run, assert_leaves_close, batch_of, initialised_state, trainer_of
 
@@ -182,74 +183,43 @@ def test_optimizers_treat_each_stack_like_one_device(optimizer):
 # Errors.
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_invalid_forms_raise():
+    for fields, message in (
         ({"form": "blok"}, "unknown layer form 'blok': did you mean 'block'"),
         ({"form": "block(head=2)"}, "layer form 'block' has no argument 'head': did you mean 'heads'"),
         ({"form": "block(heads=2.5)"}, "layer form 'block' has heads=2.5: expected int"),
-        (
-            {"form": "block(dim=8)"},
-            "model.form='block(dim=8)' sets dim, but branches of all layers are added to one stream",
-        ),
+        ({"form": "block(dim=8)"}, "model.form='block(dim=8)' sets dim, but branches of all layers are added to one"),
         ({"form": "block(mixer=conv)"}, "sets mixer, but model.mixer names the mixer of each layer: set model.mixer"),
-        (
-            {"form": "block,block(heads=3)"},
-            "model.form 'block(heads=3)': model.dim=16 is not a multiple of model.heads=3",
-        ),
+        ({"form": "block,block(heads=3)"}, "model.form 'block(heads=3)': model.dim=16 is not a multiple"),
         ({"form": "block,block(mlp_dim=-1)"}, "model.form: mlp_dim=-1: expected at least 0"),
         ({"form": "block,block(mlp=swigl)"}, "unknown model.mlp 'swigl': did you mean 'swiglu'"),
-        (
-            {"form": "block,block(position=learned)"},
-            "model.position='rope': learned positions are added to the embedding",
-        ),
-        (
-            {"form": "block,block(heads=2)", "mixer": "full,conv"},
-            "heads of 'block(heads=2)' has no effect, because conv",
-        ),
-        (
-            {"form": "block*2,block(heads=2)"},
-            "model.form='block*2,block(heads=2)' repeats after 3 layers, and model.la",
-        ),
+        ({"form": "block,block(position=learned)"}, "model.position='rope': learned positions are added"),
+        ({"form": "block,block(heads=2)", "mixer": "full,conv"}, "heads of 'block(heads=2)' has no effect, because"),
+        ({"form": "block*2,block(heads=2)"}, "model.form='block*2,block(heads=2)' repeats after 3 layers"),
         (
             {"form": "block*2,block(heads=2)", "mixer": "conv,full", "layers": 4},
             "model.mixer='conv,full' and model.form='block*2,block(heads=2)' repeat after 6 layers, and model.layers=4",
         ),
         ({"form": "block*5000"}, "model.form='block*5000' names 5000 layers: expected at most 4096"),
-    ],
-)
-def test_invalid_forms_raise(fields, message):
-    with pytest.raises(InputError, match=re.escape(message)):
-        make(**fields)
+    ):
+        raises(re.escape(message), make, **fields)
 
 
-@pytest.mark.parametrize(
-    ("plan", "fields", "message"),
-    [
+def test_unsupported_plans_raise():
+    for plan, fields, message in (
         (Plan(pipeline=4), {}, "periods of model.mixer and model.form=2 does not divide into plan.pipeline=4 stages"),
         (Plan(tensor=4), {"mlp_dim": 66, "vocab": 261}, "divides none of common divisor of heads in model.form=2, "),
         (Plan(sequence=2), {"dropout": 0.0}, "a mixer without heads needs whole ones"),
-        (
-            Plan(sequence=4, exchange="heads"),
-            {"mixer": "full", "dropout": 0.0},
-            "deals model.heads=2 out over plan.sequence=4",
-        ),
-        (
-            Plan("zero3", offload_parameters=True),
-            {},
-            "fetches one layer at a time, and model.mixer='conv,full' and model.form='block,block(mlp=gelu),block,",
-        ),
-    ],
-)
-def test_unsupported_plans_raise(plan, fields, message):
-    with pytest.raises(InputError, match=re.escape(message)):
-        make_trainer(LM(dataclasses.replace(PARALLEL, **fields)), OptimizerConfig(), plan, steps=1, devices=8)
+        (Plan(sequence=4, exchange="heads"), {"mixer": "full", "dropout": 0.0}, "deals model.heads=2 out over"),
+        (Plan("zero3", offload_parameters=True), {}, "fetches one layer at a time, and model.mixer='conv,full'"),
+    ):
+        with pytest.raises(InputError, match=re.escape(message)):
+            make_trainer(LM(dataclasses.replace(PARALLEL, **fields)), OptimizerConfig(), plan, steps=1, devices=8)
 
 
 def test_conversion_raises():
     config = LMConfig(**SMALL | {"form": "block,block(heads=2)", "tied": False})
-    with pytest.raises(InputError, match="layers of different widths: heads is 4 in layers 0, 2 in layers 1"):
-        config_json(config)
+    raises("layers of different widths: heads is 4 in layers 0, 2 in layers 1", config_json, config)
     assert config_json(dataclasses.replace(config, form="block*2")) == config_json(
         dataclasses.replace(config, form="block")
     )

@@ -16,9 +16,10 @@ from hpnlp.models.variables import axes_of
 from hpnlp.nn.attention import Context
 from hpnlp.ops.attention.masks.base import Full
 from hpnlp.ops.attention.masks.patterns import Causal
-from hpnlp.types import InputError, WordStats
+from hpnlp.types import WordStats
 from tests.contracts import ONCE
 from tests.drawn import drawn_params
+from tests.messages import raises
 from tests.mixer_cases.exact import EXACT
 
 SMALL = {"dim": 16, "heads": 4, "layers": 2, "vocab": 24, "max_len": 16, "mlp_dim": 24, "unroll": 1}
@@ -440,9 +441,8 @@ def test_non_embedding_parameters_counts_matrices(fields):
     assert model.config.non_embedding_parameters() == sum(kernels)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_invalid_config_raises():
+    for fields, message in (
         ({"layers": 0}, "model.layers=0: expected at least 1"),
         ({"dtype": "bf16"}, "unknown model.dtype 'bf16': did you mean 'bfloat16'"),
         ({"residual": "reversed"}, "model.residual='reversed': did you mean 'reversible'"),
@@ -461,11 +461,8 @@ def test_non_embedding_parameters_counts_matrices(fields):
         ({"mixer": "window(4,0)*2,full"}, r"model.mixer='window.4,0.*2,full' repeats after 3 layers"),
         ({"output": "soft"}, "unknown output layer 'soft'"),
         ({"rope_scaling": "linear"}, "RoPE scaling 'linear' takes"),
-    ],
-)
-def test_invalid_config_raises(fields, message):
-    with pytest.raises(InputError, match=message):
-        make(**fields)
+    ):
+        raises(message, make, **fields)
 
 
 @pytest.mark.parametrize(
@@ -477,10 +474,7 @@ def test_invalid_config_raises(fields, message):
             "needs the words' counts, which data.tokenizer=words.*tree=balanced",
         ),
         ({"output": "class(by=mass)", "tied": False}, "needs the words' counts"),
-        (
-            {"output": "class(by=similar)", "tied": False},
-            "needs to know which words are similar, which data.tokenizer=words.*by=mass",
-        ),
+        ({"output": "class(by=similar)", "tied": False}, "needs to know which words are similar"),
         ({"output": "class(by=weight)", "tied": False}, "unknown partition 'weight'"),
         ({"output": "adaptive((8,30))", "tied": False}, "under the vocabulary of 24"),
         ({"output": "adaptive((8,4))", "tied": False}, "expected rising numbers"),
@@ -491,10 +485,7 @@ def test_invalid_config_raises(fields, message):
         ({"output": "sampled(4,unigram)"}, "needs the words' counts"),
         ({"output": "nce(4,unique=True)"}, "samples that may repeat"),
         ({"output": "nce(4,partition=free)"}, "partition='free'"),
-        (
-            {"output": "negative_sampling(4,negatives=-1)"},
-            "negatives=-1: expected a positive number, or 0 for samples=4",
-        ),
+        ({"output": "negative_sampling(4,negatives=-1)"}, "negatives=-1: expected a positive number, or 0"),
         ({"output": "margin(9,8)"}, "hardest=9 of samples=8: lower hardest, or raise samples"),
         ({"output": "margin(samples=2,hardest=5)", "vocab": 3}, "hardest=5 of samples=2: lower hardest"),
         ({"output": "margin(0)"}, "hardest=0: expected at least 1 negative"),
@@ -510,8 +501,7 @@ def test_invalid_output_layers_raise(fields, message):
         params = nn.meta.unbox(model.init(key, batch))
         return model.apply(params, batch, False, rngs={"output": key, "dropout": key}, method="loss")
 
-    with pytest.raises(InputError, match=message):
-        jax.eval_shape(loss, jax.random.key(0))
+    raises(message, jax.eval_shape, loss, jax.random.key(0))
 
 
 @pytest.mark.parametrize("output", ["class(by=similar)", "hierarchical(similar)"])
@@ -526,8 +516,7 @@ def test_insufficient_word_statistics_raise(output, counts, message):
     """Statistics of a tokenizer that an earlier version trained, or of fewer words."""
     stats = WordStats(np.arange(counts), np.arange(counts) if counts == 6 else None)
     model = LM(LMConfig(**SMALL | {"output": output, "tied": False}), stats)
-    with pytest.raises(InputError, match=message):
-        jax.eval_shape(model.init, jax.random.key(0), make_batch(2, 5))
+    raises(message, lambda: jax.eval_shape(model.init, jax.random.key(0), make_batch(2, 5)))
 
 
 @pytest.mark.parametrize(

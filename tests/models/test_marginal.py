@@ -9,7 +9,7 @@ import pytest
 
 from hpnlp.models.pairs import marginal as marginals
 from hpnlp.models.pairs.marginal import MARGINALS
-from hpnlp.types import InputError
+from tests.messages import raises
 
 B, K, M = 3, 4, 2
 WEIGHTS = np.array([[1, 1], [1, 0], [0, 0]], np.float32)
@@ -84,5 +84,4 @@ def test_batch_without_hidden_tokens_has_loss_and_weight_0(marginal):
 
 
 def test_unknown_marginal_raises():
-    with pytest.raises(InputError, match="marginal='tokens': .*token"):
-        log_marginal(*drawn(), WEIGHTS, "tokens")
+    raises("marginal='tokens': .*token", lambda: log_marginal(*drawn(), WEIGHTS, "tokens"))

@@ -10,8 +10,9 @@ import pytest
 from hpnlp.models.pairs.dual_encoder import DualEncoder, DualEncoderConfig
 from hpnlp.models.pairs.grad_cache import Encoded
 from hpnlp.parallel.plan import Plan
-from hpnlp.types import InputError, Model
+from hpnlp.types import Model
 from tests.contracts import once
+from tests.messages import raises
 from tests.models.test_dual_encoder import SIZES, B, distance, first_gradients, make, make_batch
 
 SOFTMAX, COSINE = {"loss": "softmax", "classes": 3}, {"loss": "cosine"}
@@ -99,5 +100,4 @@ def test_divided_sequences_and_layers_have_the_gradients_of_one_device(fields):
 
 
 def test_label_loss_without_labels_raises():
-    with pytest.raises(InputError, match="model.loss='softmax' needs labels: set data.label_field, or without data"):
-        jax.eval_shape(lambda: make(loss="softmax"))
+    raises("model.loss='softmax' needs labels: set data.label_field", jax.eval_shape, lambda: make(loss="softmax"))

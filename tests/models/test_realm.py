@@ -22,6 +22,7 @@ from hpnlp.training.starts import warm_start
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError, Model
 from tests.drawn import drawn_params
+from tests.messages import raises
 
 B, T, U, N, M = 4, 6, 5, 10, 2
 SIZES = {"dim": 16, "heads": 4, "layers": 1, "vocab": 24, "mlp_dim": 24, "temperature": 0.5, "documents_per_step": 4}
@@ -223,8 +224,7 @@ def test_fields_of_the_search_are_free_in_warm_starts():
     source = warm_start.Source(Path("runs/source"), "realm", make().config, Vocabulary(ByteTokenizer()), "bytes", True)
     tuned = make(candidates=3, marginal="sequence", refresh="never", documents_per_step=2).config
     assert source.check_model(tuned) == ""
-    with pytest.raises(InputError, match="model.temperature is 1.0"):
-        source.check_model(make(temperature=1.0).config)
+    raises("model.temperature is 1.0", lambda: source.check_model(make(temperature=1.0).config))
 
 
 @pytest.mark.slow
@@ -249,20 +249,16 @@ def test_layouts_and_accumulation_match_one_device():
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), actual, expected)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_invalid_fields_raise():
+    for fields, message in (
         ({"documents_per_step": 0}, "model.documents_per_step=0: .*set model.refresh='never'"),
         ({"refresh": "always"}, "model.refresh='always'"),
         ({"marginal": "tokens"}, "model.marginal='tokens'"),
         ({"candidates": -1}, "model.candidates=-1: expected a number of documents, or 0"),
         ({"pooling": "mena"}, "model.pooling='mena'"),
         ({"temperature": 0.0}, "model.temperature=0.0"),
-    ],
-)
-def test_invalid_fields_raise(fields, message):
-    with pytest.raises(InputError, match=message):
-        RealmConfig(**SIZES | fields)
+    ):
+        raises(message, RealmConfig, **SIZES | fields)
 
 
 def test_parts_that_do_not_divide_over_devices_raise():
@@ -275,5 +271,4 @@ def test_documents_are_read_back(tmp_path):
     DOCUMENTS.save(tmp_path)
     assert Documents.load(tmp_path) == DOCUMENTS and hash(Documents.load(tmp_path)) == hash(DOCUMENTS)
     (tmp_path / "documents.npz").write_bytes(b"PK")
-    with pytest.raises(InputError, match="is absent or damaged"):
-        Documents.load(tmp_path)
+    raises("is absent or damaged", Documents.load, tmp_path)

@@ -25,6 +25,7 @@ from hpnlp.training.starts import warm_start
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, once
+from tests.messages import raises
 
 V, B, T = 12, 4, 6
 # One stack with every cell and every form, of several widths.
@@ -265,9 +266,8 @@ def test_losses_are_equal_on_several_devices(plan):
     np.testing.assert_allclose(losses(plan, 4), losses(Plan("single"), 1), rtol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_invalid_configs_raise():
+    for fields, message in (
         ({"cells": "lstn(8)"}, "lstm"),
         ({"cells": "lstm(0)"}, "expected 1 to"),
         ({"cells": "lstm(4),lstm(8)", "outputs": "sum"}, "several widths"),
@@ -285,11 +285,8 @@ def test_losses_are_equal_on_several_devices(plan):
         ({"embedding_dropout": 1.0}, "less than 1"),
         ({"cells": "lstm(8)", "embed_dim": 4}, "tied=False"),
         ({"vocab": -1}, "expected 0 to"),
-    ],
-)
-def test_invalid_configs_raise(fields, message):
-    with pytest.raises(InputError, match=message):
-        RNNConfig(**fields)
+    ):
+        raises(message, RNNConfig, **fields)
 
 
 def test_fine_tuning_may_change_dropout_but_not_what_the_parameters_compute():

@@ -13,11 +13,9 @@ from hpnlp import measure
 from hpnlp.models import variables
 from hpnlp.models.classifiers.rnn_classifier import RecurrentClassifier, RecurrentClassifierConfig
 from hpnlp.ops.rnn import lstm
-from hpnlp.parallel.plan import Plan
-from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, once
+from tests.messages import raises
 
 VOCAB, CLASSES, B, T = 12, 3, 8, 7
 
@@ -99,24 +97,8 @@ def test_flops_of_the_config_are_those_of_the_products():
     assert make(bidirectional=False).config.dim == 5 and model.config.dim == 8
 
 
-@pytest.mark.slow
-def test_losses_are_equal_on_8_devices():
-    def losses_of(plan, devices):
-        optimizer = OptimizerConfig("sgd", warmup=0, learning_rate=0.1)
-        trainer = make_trainer(make(), optimizer, plan, steps=4, devices=jax.devices()[:devices])
-        batch = jax.device_put(make_batch(), trainer.batch_sharding)
-        state, losses = trainer.init(jax.random.key(0)), []
-        for _ in range(3):
-            state, metrics = trainer.step(state, batch, jax.random.key(1))
-            losses.append(metrics["loss"])
-        return np.array(losses)
-
-    np.testing.assert_allclose(losses_of(Plan("zero3"), 8), losses_of(Plan("single"), 1), rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_invalid_configs_raise():
+    for fields, message in (
         ({"pooling": "last"}, "model.pooling='last': .*first"),
         ({"dropout": 1.0}, "model.dropout=1.0: expected at least 0, and less than 1"),
         ({"embed_dim": 0}, "model.embed_dim=0: expected 1 to"),
@@ -124,11 +106,8 @@ def test_losses_are_equal_on_8_devices():
         ({"temporal_penalty": 0.1}, "model.temporal_penalty=0.1 is a penalty of language models .*: set it to 0"),
         ({"cells": "lstn(4)"}, "lstm"),
         ({"dtype": "int8"}, "model.dtype"),
-    ],
-)
-def test_invalid_configs_raise(fields, message):
-    with pytest.raises(InputError, match=message):
-        RecurrentClassifierConfig(**fields)
+    ):
+        raises(message, RecurrentClassifierConfig, **fields)
 
 
 def test_rematerialisation_raises():

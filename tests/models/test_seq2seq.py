@@ -18,6 +18,7 @@ from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE, once
 from tests.drawn import drawn_params
+from tests.messages import raises
 from tests.training.test_step import assert_leaves_close
 
 SIZES = {"dim": 16, "heads": 4, "kv_heads": 2, "layers": 2, "vocab": 24, "max_len": 12, "target_len": 8, "mlp_dim": 24}
@@ -196,9 +197,8 @@ def test_rows_are_those_of_sources_and_targets():
         assert found == ({("embed", "table"): source | target} if shared else tables)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_invalid_configs_raise():
+    for fields, message in (
         ({"encoder_mixer": "conv"}, "model.encoder_mixer='conv': conv mixes with earlier tokens only"),
         ({"encoder_layers": -1}, "model.encoder_layers=-1: expected at least 0"),
         ({"encoder_mixer": "full,window(2,2)", "encoder_layers": 1}, "model.encoder_layers=1: name fewer"),
@@ -206,43 +206,29 @@ def test_rows_are_those_of_sources_and_targets():
         ({"target_len": -1}, "model.target_len=-1: expected at least 0"),
         ({"memory_dim": 8}, "model.memory_dim=8: the decoder attends to the encoder's hidden states, of model.dim=16"),
         ({"residual": "reversible"}, "reversible layers have two branches: set model.residual='plain'"),
-    ],
-    ids=str,
-)
-def test_invalid_configs_raise(fields, message):
-    with pytest.raises(InputError, match=message):
-        Seq2SeqConfig(**SIZES | fields)
+    ):
+        raises(message, Seq2SeqConfig, **SIZES | fields)
 
 
 def test_plans_that_do_not_fit_raise():
     def trainer(plan, **fields):
         make_trainer(make(**fields)[0], OptimizerConfig(), plan, steps=1)
 
-    with pytest.raises(InputError, match="the memory is not divided: set plan.sequence=1"):
-        trainer(Plan("sequence"))
-    with pytest.raises(InputError, match="the model has several stacks: set plan.offload_parameters=False"):
-        trainer(Plan(offload_parameters=True))
-    with pytest.raises(InputError, match="the common divisor of layers of encoder and decoder=1 does not divide into"):
-        trainer(Plan(pipeline=2), encoder_layers=3)
+    raises("the memory is not divided: set plan.sequence=1", lambda: trainer(Plan("sequence")))
+    raises("the model has several stacks", lambda: trainer(Plan(offload_parameters=True)))
+    raises("the common divisor of layers of encoder and decoder=1", lambda: trainer(Plan(pipeline=2), encoder_layers=3))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_invalid_searches_raise():
+    model, params = make(**BART)
+    for options, message in (
         ({"tokens": 0}, "tokens=0: expected at least 1"),
-        (
-            {"tokens": 9},
-            "tokens=9: with the prompts these exceed the model's 8 learned positions: set tokens to at most 8",
-        ),
+        ({"tokens": 9}, "tokens=9: with the prompts these exceed the model's 8 learned positions: set tokens"),
         ({"beams": 0}, "beams=0: expected 1 to 1024"),
         ({"eos_id": 24}, r"eos_id=\[24\]: expected ids of the model's 24"),
         ({"start_id": 24}, "prompts: expected ids of the model's 24"),
         ({"length_penalty": float("nan")}, "length_penalty=nan: expected a finite number"),
         ({"early_stopping": "soon"}, "early_stopping='soon': expected True, False or 'never'"),
-    ],
-    ids=str,
-)
-def test_invalid_searches_raise(options, message):
-    model, params = make(**BART)
-    with pytest.raises(InputError, match=message):
-        search(model, params, make_batch(), **{"start_id": 1, "eos_id": 2, "tokens": 4} | options)
+    ):
+        with pytest.raises(InputError, match=message):
+            search(model, params, make_batch(), **{"start_id": 1, "eos_id": 2, "tokens": 4} | options)

@@ -5,17 +5,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from hpnlp.models import variables
 from hpnlp.models.classifiers.tree_classifier import TreeClassifier, TreeClassifierConfig
 from hpnlp.nn.tree_lstm import schedule_of
 from hpnlp.ops.trees import reference_tree_lstm, tree_graph
-from hpnlp.parallel.plan import Plan
-from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.trainer import make_trainer
-from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, once
+from tests.messages import raises
 
 VOCAB, CLASSES, B, T = 12, 3, 8, 9
 
@@ -123,34 +119,12 @@ def test_schedule_has_room_for_the_widest_trees():
         assert np.array_equal(node[np.asarray(schedule.row)], np.arange(B * T))
 
 
-def losses_of(plan, devices):
-    optimizer = OptimizerConfig("sgd", warmup=0, learning_rate=0.1)
-    trainer = make_trainer(make(dropout=0.2), optimizer, plan, steps=4, devices=jax.devices()[:devices])
-    batch = jax.device_put(make_batch(), trainer.batch_sharding)
-    state, losses = trainer.init(jax.random.key(0)), []
-    for _ in range(3):
-        state, metrics = trainer.step(state, batch, jax.random.key(1))
-        losses.append(metrics["loss"])
-    return np.array(losses)
-
-
-@pytest.mark.slow
-def test_losses_are_equal_on_8_devices():
-    expected = losses_of(Plan("single"), 1)
-    for plan in ("data", "zero3"):
-        np.testing.assert_allclose(losses_of(Plan(plan), 8), expected, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_invalid_configs_raise():
+    for fields, message in (
         ({"pooling": "root"}, "model.pooling='root': .*first"),
         ({"dropout": 1.0}, "model.dropout=1.0: expected at least 0, and less than 1"),
         ({"layers": 0}, "model.layers=0: expected 1 to"),
         ({"classes": 1}, "model.classes=1: expected at least 2"),
         ({"dtype": "int8"}, "model.dtype"),
-    ],
-)
-def test_invalid_configs_raise(fields, message):
-    with pytest.raises(InputError, match=message):
-        TreeClassifierConfig(**fields)
+    ):
+        raises(message, TreeClassifierConfig, **fields)

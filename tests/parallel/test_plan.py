@@ -11,6 +11,7 @@ from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.models.variables import axes_of
 from hpnlp.parallel.plan import AXES, PLANS, RULES, Plan
 from hpnlp.types import InputError
+from tests.messages import raises
 
 
 @pytest.mark.parametrize(
@@ -47,35 +48,17 @@ def test_sizes_multiply_to_the_devices(plan, devices, sizes):
         (Plan(data=3, fsdp=3), "choose sizes whose product is 8."),
         (Plan(fsdp=3), "plan (data=-1, fsdp=3) does not divide 8 devices"),
         (Plan(fsdp=3), "3 is the product of the given sizes; choose sizes whose product divides 8."),
-        (
-            Plan("tensor", tensor=16),
-            "does not divide 8 devices: 16 is the product of the given sizes, more than there are;",
-        ),
+        (Plan("tensor", tensor=16), "does not divide 8 devices: 16 is the product of the given sizes, more than there"),
         (Plan("single", tensor=2), "plan (tensor=2) does not divide 8 devices: 2 is the product"),
-        (
-            Plan("single", tensor=2),
-            "8, or set one of plan.pipeline, plan.data, plan.fsdp, plan.sequence, plan.tensor to -1",
-        ),
+        (Plan("single", tensor=2), "8, or set one of plan.pipeline, plan.data, plan.fsdp, plan.sequence, plan.tensor"),
         (Plan(data=-1, fsdp=-1), "sizes are at least 1, and one of them may be -1, for all"),
         (Plan(data=0), "sizes are at least 1"),
         (Plan(tensor=-2), "sizes are at least 1"),
-        (
-            Plan("single", expert=3),
-            "3 is the product of the given sizes; choose sizes whose product is 8, or set plan.expert to -1",
-        ),
-        (
-            Plan(rounds=2),
-            "plan.rounds=2 needs a pipeline, and plan.pipeline is 1: set plan.rounds=1, or plan.pipeline to",
-        ),
+        (Plan("single", expert=3), "3 is the product of the given sizes; choose sizes whose product is 8"),
+        (Plan(rounds=2), "plan.rounds=2 needs a pipeline, and plan.pipeline is 1: set plan.rounds=1, or plan.pipeline"),
         (Plan(recompute_stages=True), "plan.recompute_stages=True needs a pipeline, and plan.pipeline is 1: set"),
-        (
-            Plan(zero=3),
-            "plan.zero=3 divides the training state over plan.fsdp, which is 1: set plan.fsdp=-1 and plan.data=1, or",
-        ),
-        (
-            Plan(microbatches=4),
-            "plan.microbatches=4 needs a pipeline, and plan.pipeline is 1: set plan.microbatches=0, or",
-        ),
+        (Plan(zero=3), "plan.zero=3 divides the training state over plan.fsdp, which is 1: set plan.fsdp=-1"),
+        (Plan(microbatches=4), "plan.microbatches=4 needs a pipeline, and plan.pipeline is 1: set plan.microbatches=0"),
     ],
 )
 def test_invalid_sizes_raise(plan, message):
@@ -84,13 +67,13 @@ def test_invalid_sizes_raise(plan, message):
     assert message in f"{caught.value}."
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [({"zero": 4}, "plan.zero=4"), ({"microbatches": -1}, "microbatches=-1"), ({"rounds": 0}, "plan.rounds=0")],
-)
-def test_invalid_fields_raise(fields, message):
-    with pytest.raises(InputError, match=message):
-        Plan(**fields)
+def test_invalid_fields_raise():
+    for fields, message in (
+        ({"zero": 4}, "plan.zero=4"),
+        ({"microbatches": -1}, "microbatches=-1"),
+        ({"rounds": 0}, "plan.rounds=0"),
+    ):
+        raises(message, Plan, **fields)
 
 
 def test_mesh_has_every_axis():
@@ -138,21 +121,9 @@ def test_specs_of_arrays():
             LMConfig(dim=36, heads=4, mlp_dim=60, vocab=261, position="none"),
             "plan.tensor=8 divides none of model.heads=4, model.kv_heads=4, model.mlp_dim=60, model.vocab=261: make one a",
         ),
-        (
-            Plan("pipeline"),
-            LMConfig(layers=12, vocab=264),
-            "model.layers=12 does not divide into plan.pipeline=8 stages: make it a multiple of 8",
-        ),
-        (
-            Plan("expert"),
-            LMConfig(vocab=264),
-            "plan.expert=8 divides the experts of layers, and the model has none: set plan.expert=1 and divide the batch",
-        ),
-        (
-            Plan("data", expert=4),
-            LMConfig(vocab=264, mlp="top_k(6,2)"),
-            "plan.expert=4 does not divide 6 experts (model.mlp='top_k(6,2)'): choose a multiple of 4 experts, or set",
-        ),
+        (Plan("pipeline"), LMConfig(layers=12, vocab=264), "model.layers=12 does not divide into plan.pipeline=8"),
+        (Plan("expert"), LMConfig(vocab=264), "plan.expert=8 divides the experts of layers, and the model has none"),
+        (Plan("data", expert=4), LMConfig(vocab=264, mlp="top_k(6,2)"), "plan.expert=4 does not divide 6 experts"),
         (
             Plan("expert"),
             LMConfig(vocab=264, mlp="top_k(16,2)", form="block(mlp='switch(12)'),block"),

@@ -14,8 +14,8 @@ from hpnlp.planner.collectives import Collective, compiled_traffic, step_traffic
 from hpnlp.planner.memory import held_bytes
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.trainer import make_trainer
-from hpnlp.types import InputError
 from tests.contracts import ONCE
+from tests.messages import raises
 
 B, T = 8, 16
 CONFIG = LMConfig(layers=4, dim=32, heads=4, mlp_dim=64, vocab=264, max_len=T, unroll=0)
@@ -191,8 +191,7 @@ def test_replica_groups_are_read(groups, devices):
 
 def test_unknown_replica_groups_raise():
     text = "ENTRY %main (x: f32[4]) -> f32[4] {\n %s = f32[4]{0} all-reduce(%x), replica_groups=<8>\n}"
-    with pytest.raises(InputError, match="replica_groups=<8>"):
-        compiled_traffic(text)
+    raises("replica_groups=<8>", compiled_traffic, text)
 
 
 def traffic_of(body, *shapes):
@@ -248,7 +247,4 @@ def test_collective_in_loop_of_unknown_length_raises():
     def body(x):
         return jax.lax.while_loop(lambda x: x[0, 0] < 3, lambda x: jax.lax.ppermute(x, "tensor", [(0, 1)]), x)
 
-    with pytest.raises(
-        InputError, match="collective-permute over .'tensor',. runs in a loop whose length is not known"
-    ):
-        traffic_of(body, (4, 8))
+    raises("collective-permute over .'tensor',. runs in a loop whose length is not known", traffic_of, body, (4, 8))

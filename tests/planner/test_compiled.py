@@ -15,7 +15,7 @@ from hpnlp.planner.collectives import total
 from hpnlp.planner.estimate import trainer_of
 from hpnlp.planner.memory import held_bytes
 from hpnlp.training.config import Config
-from hpnlp.types import InputError
+from tests.messages import raises
 from tests.planner.common import planned
 
 
@@ -62,8 +62,7 @@ def test_missing_tpu_slice_raises(monkeypatch):
     monkeypatch.setattr(topologies, "get_topology_desc", fail)
     monkeypatch.setattr(os, "environ", {})
     message = r"no TPU slice v5e:1x3 \(no such layout\): install libtpu \(pip install '.\[tpu-aot\]'"
-    with pytest.raises(InputError, match=message):
-        compiled.tpu_devices("v5e", 3)
+    raises(message, compiled.tpu_devices, "v5e", 3)
 
 
 def test_unreadable_program_is_compared_without_communication(monkeypatch):

@@ -19,6 +19,7 @@ from hpnlp.planner.estimate import model_of, trainer_of
 from hpnlp.training.config import Config
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.types import InputError
+from tests.messages import raises
 from tests.planner.common import CONFIG, MODEL, planned
 
 
@@ -66,28 +67,23 @@ def test_vocabulary_is_known_without_data():
 
     assert (size("bytes"), size("words(3000)"), size("bpe(4096)")) == (tokenizers.build("bytes").vocab_size, 3000, 4096)
     for text in ("words", "words()", "bpe"):
-        with pytest.raises(InputError, match=r"tokenizer '(words|bpe)' takes .* missing a required argument"):
-            size(text)
+        raises(r"tokenizer '(words|bpe)' takes .* missing a required argument", size, text)
 
 
-@pytest.mark.parametrize(
-    ("model", "tokenizer", "message"),
-    [
+def test_configs_that_training_rejects_raise():
+    for model, tokenizer, message in (
         ({"vocab": 10}, "bytes", "model.vocab=10 is less than the tokenizer's 264: set it to 0"),
         ({"vocab": 200}, "bpe(4096)", "model.vocab=200 is less than the tokenizer's 259"),
         ({"max_len": 64, "position": "learned"}, "bytes", "data.seq_len=128 is longer than model.max_len=64 learned"),
         ({}, "words(2)", "tokenizer size 2: expected a number of ids, 5 to 16777216"),
         ({}, "words(3000, by=lines)", "unknown split of words by 'lines'"),
-    ],
-)
-def test_configs_that_training_rejects_raise(model, tokenizer, message):
-    config = dataclasses.replace(
-        CONFIG,
-        model=dataclasses.replace(MODEL, **{"vocab": 0} | model),
-        data=dataclasses.replace(CONFIG.data, tokenizer=tokenizer),
-    )
-    with pytest.raises(InputError, match=re.escape(message)):
-        costs(config, 1)
+    ):
+        config = dataclasses.replace(
+            CONFIG,
+            model=dataclasses.replace(MODEL, **{"vocab": 0} | model),
+            data=dataclasses.replace(CONFIG.data, tokenizer=tokenizer),
+        )
+        raises(re.escape(message), costs, config, 1)
 
 
 def test_vocabulary_below_the_largest_tokenizer_is_planned():

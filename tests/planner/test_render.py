@@ -96,10 +96,7 @@ def test_flags_of_a_ranking_select_its_first_plan(config_plan):
         ({"fsdp": 4, "tensor": 2}, 3, "--plan.name=zero3 --plan.tensor=2"),
         pytest.param({"tensor": 8}, 0, "--plan.name=tensor", marks=pytest.mark.slow),
         pytest.param(
-            {"pipeline": 2, "sequence": 4},
-            0,
-            "--plan.name=pipeline --plan.sequence=4",
-            marks=pytest.mark.slow,
+            {"pipeline": 2, "sequence": 4}, 0, "--plan.name=pipeline --plan.sequence=4", marks=pytest.mark.slow
         ),
     ],
 )

@@ -12,6 +12,7 @@ from hpnlp.planner import DEVICES, costs, render, search
 from hpnlp.planner.devices import USABLE
 from hpnlp.planner.estimate import trainer_of
 from hpnlp.types import InputError
+from tests.messages import raises
 from tests.planner.common import CONFIG, MODEL, SMALL, planned
 
 
@@ -101,5 +102,4 @@ def test_experts_are_divided_where_a_layer_has_them():
 
 def test_batch_that_no_plan_divides_raises():
     config = dataclasses.replace(CONFIG, optimizer=dataclasses.replace(CONFIG.optimizer, accumulate=2))
-    with pytest.raises(InputError, match=r"no plan divides it over 14 devices; use a multiple of 14,"):
-        search.rank_plans(config, 14, DEVICES["h100"], no_progress)
+    raises(r"no plan divides it over 14 devices; use", search.rank_plans, config, 14, DEVICES["h100"], no_progress)

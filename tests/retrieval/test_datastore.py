@@ -7,7 +7,7 @@ import pytest
 from hpnlp.models.mixtures.knn_model import KnnModel
 from hpnlp.retrieval import datastore, knn
 from hpnlp.retrieval.datastore import Datastore, Record
-from hpnlp.types import InputError
+from tests.messages import raises
 
 KINDS = ("exact", "ivf(cells=7,probes=7)", "ivf(cells=40,probes=1)", "lsh(bits=3,tables=1,probes=1)")
 
@@ -84,8 +84,7 @@ def test_shards_without_positions_are_joined(tmp_path):
     np.testing.assert_array_equal(store.words(), words)
     np.testing.assert_array_equal([*neighbours(store, keys.astype(np.float16), 1)][1][:, 0], words)
     empty = write_shard(tmp_path / "empty", keys[:0], words[:0])
-    with pytest.raises(InputError, match="hold no vectors: build a datastore of more text"):
-        datastore.complete(empty, [empty])
+    raises("hold no vectors: build a datastore of more text", datastore.complete, empty, [empty])
 
 
 def test_commands_that_were_interrupted_are_given_again(tmp_path):
@@ -93,13 +92,11 @@ def test_commands_that_were_interrupted_are_given_again(tmp_path):
     path = datastore.prepare_directory(tmp_path / "store")
     (path / datastore.VECTORS).write_bytes(b"complete")
     (path / f".{datastore.WORDS}.{'0f' * 16}.part").write_bytes(b"half")
-    with pytest.raises(InputError, match="is not complete, since its command has not ended: give the command again"):
-        datastore.read_record(path)
+    raises("is not complete, since its command has not ended: give the command again", datastore.read_record, path)
     write_shard(path, keys, words)
     assert sorted(file.name for file in path.iterdir()) == ["record.json", "vectors.npy", "words.npy"]
     (path / ".mine.part").write_bytes(b"")
-    with pytest.raises(InputError, match="'.mine.part', which is not of a datastore"):
-        datastore.prepare_directory(path)
+    raises("'.mine.part', which is not of a datastore", datastore.prepare_directory, path)
 
 
 @pytest.mark.parametrize(
@@ -117,21 +114,16 @@ def test_files_of_other_datastores_raise(tmp_path, name, array, message):
         (paths[0] / name).write_bytes((paths[1] / name).read_bytes())
     else:
         np.save(paths[0] / name, array)
-    with pytest.raises(InputError, match=message):
-        Datastore.load(paths[0], "words").words()
+    raises(message, lambda: Datastore.load(paths[0], "words").words())
 
 
 def test_vectors_of_another_size_than_the_record_raise(tmp_path):
     path = write_shard(tmp_path / "store", np.eye(4, 3), np.arange(4, dtype=np.uint16))
     np.save(path / datastore.VECTORS, np.zeros((4, 2), np.float16))
-    with pytest.raises(InputError, match=r"has \(4, 2\) numbers, and its record others: build the shard again"):
-        datastore.complete(path, [path])
+    raises(r"has \(4, 2\) numbers, and its record others: build the shard again", datastore.complete, path, [path])
 
 
 def test_vectors_stay_if_their_index_cannot_be_built(tmp_path):
     path = write_shard(tmp_path / "store", np.eye(4, 3), np.arange(4, dtype=np.uint16))
-    with pytest.raises(
-        InputError, match=r"--index=ivf\(cells=9,probes=1\): .*the vectors are kept: hpnlp index merge .*store"
-    ):
-        datastore.complete(path, [path], "ivf(cells=9,probes=1)")
+    raises(r"--index=ivf\(cells=9,probes=1\): .*the vectors", datastore.complete, path, [path], "ivf(cells=9,probes=1)")
     assert datastore.complete(tmp_path / "other", [path], "ivf(cells=2,probes=1)").count == 4

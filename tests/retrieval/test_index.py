@@ -17,6 +17,7 @@ from hpnlp.retrieval.index import _checked
 from hpnlp.retrieval.library_indexes import SCANN_MODULE
 from hpnlp.types import InputError
 from tests.contracts import once
+from tests.messages import raises
 from tests.ops.search.tables import by_sorting, clustered
 
 V = 331
@@ -94,8 +95,7 @@ def test_divided_index_matches_sorting(kind, axis, data, mesh, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "surrounding"),
-    [(ALL[0], "none"), pytest.param(ALL[2], "own", marks=pytest.mark.slow), (ALL[3], "other")],
+    ("kind", "surrounding"), [(ALL[0], "none"), pytest.param(ALL[2], "own", marks=pytest.mark.slow), (ALL[3], "other")]
 )
 def test_divided_index_on_explicit_mesh_matches_sorting(kind, surrounding, data):
     """The default mesh of jax.make_mesh, as the surrounding mesh or not; the queries are sharded too."""
@@ -149,11 +149,7 @@ def test_index_matches_search_functions(data):
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        "ivf(cells=20,probes=1)",
-        "lsh(4,2,probes=1)",
-        pytest.param('faiss("IVF20,Flat",1)', marks=pytest.mark.oracle),
-    ],
+    ["ivf(cells=20,probes=1)", "lsh(4,2,probes=1)", pytest.param('faiss("IVF20,Flat",1)', marks=pytest.mark.oracle)],
 )
 def test_probing_increases_recall_and_leaves_the_index_unchanged(kind, data, tmp_path):
     q, w = data
@@ -164,10 +160,8 @@ def test_probing_increases_recall_and_leaves_the_index_unchanged(kind, data, tmp
     more.save(tmp_path / "index")
     same(Index.load(tmp_path / "index"), more, q)
     np.testing.assert_array_equal(index.search(q, 10)[1], before[1])
-    with pytest.raises(InputError, match="probes is 99"):
-        index.probing(99)
-    with pytest.raises(InputError, match="has no probes"):
-        Index().build(w).probing(2)
+    raises("probes is 99", index.probing, 99)
+    raises("has no probes", lambda: Index().build(w).probing(2))
 
 
 def test_probing_faiss_leaves_the_index_unchanged(data):
@@ -177,8 +171,7 @@ def test_probing_faiss_leaves_the_index_unchanged(data):
     before = index.search(q, 5)[1]
     assert recall(index.probing(16).search(q, 5)[1], by_sorting(q, w, 5)[1]) == 1
     np.testing.assert_array_equal(index.search(q, 5)[1], before)
-    with pytest.raises(InputError, match="no cells"):
-        Index("faiss").build(w).probing(3)
+    raises("no cells", lambda: Index("faiss").build(w).probing(3))
 
 
 @pytest.mark.parametrize("kind", [*ALL[3:], *(pytest.param(kind, marks=pytest.mark.slow) for kind in ALL[1:3])])
@@ -205,15 +198,13 @@ def test_failed_write_leaves_the_old_file(data, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(np, "savez", full)
-        with pytest.raises(InputError, match="No space left.*that exists and has space"):
-            index.save(path)
+        raises("No space left.*that exists and has space", index.save, path)
     assert [p.name for p in tmp_path.iterdir()] == ["index"] and path.read_bytes() == before
     path.with_name("index.part").write_bytes(b"a user's own")
     assert len(Index.load(path)) == 20
     index.save(path)
     assert len(Index.load(path)) == V and {p.name for p in tmp_path.iterdir()} == {"index", "index.part"}
-    with pytest.raises(InputError, match="cannot write the index"):
-        index.save(tmp_path / "nowhere" / "index")
+    raises("cannot write the index", index.save, tmp_path / "nowhere" / "index")
 
 
 def test_damaged_files_raise_or_load_correctly(data, tmp_path):
@@ -245,29 +236,21 @@ def test_unreadable_files_raise(data, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("hpnlp.retrieval.index.FORMAT", 2)
         Index().build(data[1]).save(tmp_path / "index")
-    with pytest.raises(InputError, match="has format 2, this version reads 1"):
-        Index.load(tmp_path / "index")
-    with pytest.raises(InputError, match="there is no index"):
-        Index.load(tmp_path / "none")
-    with pytest.raises(InputError, match="cannot read"):
-        Index.load(tmp_path)
+    raises("has format 2, this version reads 1", Index.load, tmp_path / "index")
+    raises("there is no index", Index.load, tmp_path / "none")
+    raises("cannot read", Index.load, tmp_path)
     np.save(tmp_path / "array.npy", np.zeros(3))
-    with pytest.raises(InputError, match="damaged, or no saved index"):
-        Index.load(tmp_path / "array.npy")
+    raises("damaged, or no saved index", Index.load, tmp_path / "array.npy")
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
+def test_unknown_kinds_raise():
+    for kind, message in (
         ("exakt", "unknown index 'exakt': did you mean 'exact'"),
         ("exact,ivf(2,1)", "kind='exact,ivf.*expected exactly one"),
         ("ivf(cells=2)", "index 'ivf' takes .*probes"),
         ("ivf(cells=2,probe=1)", "did you mean 'probes'"),
-    ],
-)
-def test_unknown_kinds_raise(kind, message):
-    with pytest.raises(InputError, match=message):
-        Index(kind)
+    ):
+        raises(message, Index, kind)
 
 
 @pytest.mark.parametrize(
@@ -285,22 +268,19 @@ def test_unknown_kinds_raise(kind, message):
 )
 def test_invalid_vectors_raise_and_leave_the_index_unchanged(vectors, message):
     index = Index().build(np.ones((5, 4), np.float32))
-    with pytest.raises(InputError, match=message):
-        index.build(vectors)
-    with pytest.raises(InputError, match="expected|row"):
-        index.add(vectors)
+    raises(message, index.build, vectors)
+    raises("expected|row", index.add, vectors)
     assert len(index) == 5
 
 
 def test_vectors_of_another_type_raise():
     """Calls the check itself, because beartype would raise first."""
-    with pytest.raises(InputError, match="has type list: expected an array"):
-        _checked([[1.0]], "vectors")
+    raises("has type list: expected an array", _checked, [[1.0]], "vectors")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_invalid_searches_raise():
+    index = Index().build(np.ones((5, 4), np.float32))
+    for changes, message in (
         ({"q": np.ones((2, 3), np.float32)}, r"q has shape \(2, 3\): expected \[n, 4\]"),
         ({"q": np.ones(4, np.float32)}, r"q has shape \(4,\)"),
         ({"q": np.full((1, 4), np.nan, np.float32)}, "q has NaN"),
@@ -308,13 +288,8 @@ def test_vectors_of_another_type_raise():
         ({"k": 0}, "k is 0: expected an integer, 1 to 5"),
         ({"k": 6}, "k is 6: expected an integer, 1 to 5"),
         ({"k": True}, "k is True"),
-    ],
-    ids=str,
-)
-def test_invalid_searches_raise(changes, message):
-    index = Index().build(np.ones((5, 4), np.float32))
-    with pytest.raises(InputError, match=message):
-        index.search(**({"q": np.ones((1, 4), np.float32), "k": 1} | changes))
+    ):
+        raises(message, index.search, **{"q": np.ones((1, 4), np.float32), "k": 1} | changes)
 
 
 def test_invalid_settings_raise_at_build(mesh):
@@ -325,12 +300,9 @@ def test_invalid_settings_raise_at_build(mesh):
         ("lsh(bits=1,tables=1,probes=3)", "probes is 3"),
     ):
         index = Index(kind)
-        with pytest.raises(InputError, match=message):
-            index.build(w)
-        with pytest.raises(InputError, match="index is empty"):
-            index.search(w, 1)
-    with pytest.raises(InputError, match="at least 4 vectors, one for each device"):
-        Index(mesh=mesh).build(w[:3])
+        raises(message, index.build, w)
+        raises("index is empty", index.search, w, 1)
+    raises("at least 4 vectors, one for each device", lambda: Index(mesh=mesh).build(w[:3]))
 
 
 def test_empty_index_raises(tmp_path):
@@ -347,17 +319,13 @@ def test_empty_index_raises(tmp_path):
 
 def test_vectors_unlike_those_in_the_index_raise():
     index = Index().build(np.ones((5, 4), np.float32))
-    with pytest.raises(InputError, match=r"shape \(2, 3\): expected \[n, 4\]"):
-        index.add(np.ones((2, 3), np.float32))
-    with pytest.raises(InputError, match="float16, those of the index float32"):
-        index.add(np.ones((2, 4), np.float16))
+    raises(r"shape \(2, 3\): expected \[n, 4\]", index.add, np.ones((2, 3), np.float32))
+    raises("float16, those of the index float32", index.add, np.ones((2, 4), np.float16))
 
 
 def test_invalid_meshes_raise(mesh):
-    with pytest.raises(InputError, match="unknown mesh axis 'date': did you mean 'data'"):
-        Index(mesh=mesh, axis="date")
-    with pytest.raises(InputError, match="cannot be divided over a mesh"):
-        Index("faiss", mesh=mesh)
+    raises("unknown mesh axis 'date': did you mean 'data'", Index, mesh=mesh, axis="date")
+    raises("cannot be divided over a mesh", Index, "faiss", mesh=mesh)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 from hpnlp.data import tokenizers
 from hpnlp.retrieval import suffix
 from hpnlp.types import InputError
+from tests.messages import raises
 
 TEXT = np.frombuffer(b"a cat sat, a cat ran; the cat sat, the dog ran. " * 4, np.uint8)
 IS_WORD = np.array([chr(i).isalnum() for i in range(256)])
@@ -34,18 +35,14 @@ def test_words_of_any_tokenizer():
     assert {words.decode([i]).strip() for i in np.flatnonzero(suffix.word_tokens(words)).tolist()} >= {b"cat", b"dog"}
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
+def test_invalid_specs_raise():
+    for spec, message in (
         ("suffix(longest=1)", "shortest=2, longest=1: expected 1 <= shortest <= longest"),
         ("suffix(words=-1)", "words=-1, k=32: expected words from 0 to 8"),
         ("suffix(k=0)", "k from 1 to 1024"),
         ("sufix", "did you mean 'suffix'?"),
-    ],
-)
-def test_invalid_specs_raise(spec, message):
-    with pytest.raises(InputError, match=message.replace("(", r"\(").replace("?", r"\?")):
-        suffix.find(spec)
+    ):
+        raises(message.replace("(", r"\(").replace("?", r"\?"), suffix.find, spec)
 
 
 def test_positions_that_see_themselves_raise():

@@ -10,6 +10,7 @@ from hpnlp.scaling_laws.flops import CONVENTIONS
 from hpnlp.scaling_laws.study import RunCosts, check_costs, duration, render, run_costs
 from hpnlp.types import InputError
 from tests import tiny
+from tests.messages import raises
 from tests.tiny import text  # noqa: F401  (fixture)
 
 SIZES = [{"model.dim": 8}, {"model.dim": 16}]
@@ -76,9 +77,8 @@ def test_table_has_every_run_and_the_sum(runs):
     assert "porian" in lines[0] and duration(sum(cost.seconds for cost in estimated)) in lines[-1]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_runs_that_cannot_be_trained_raise():
+    for changes, message in (
         ({"sizes": SIZES[:1]}, "at least two sizes"),
         ({"tokens": ()}, "either tokens"),
         ({"flops": [1e9]}, "either tokens"),
@@ -86,11 +86,9 @@ def test_table_has_every_run_and_the_sum(runs):
         ({"convention": "kaplen"}, "did you mean 'kaplan'"),
         ({"tokens": [5]}, "dim=8: 5 tokens, .* are less than one step of 1 x 16 tokens: raise the budget"),
         ({"tokens": [10**9]}, "passes over the .* training tokens"),
-    ],
-)
-def test_runs_that_cannot_be_trained_raise(changes, message):
-    with pytest.raises(InputError, match=message):
-        dataclasses.replace(STUDY, **changes).runs(tiny.get_config())
+    ):
+        with pytest.raises(InputError, match=message):
+            dataclasses.replace(STUDY, **changes).runs(tiny.get_config())
 
 
 @pytest.mark.parametrize(
@@ -102,5 +100,4 @@ def test_runs_that_cannot_be_trained_raise(changes, message):
     ],
 )
 def test_costs_beyond_a_limit_raise(runs, budget, cost, message):
-    with pytest.raises(InputError, match=message):
-        check_costs(dataclasses.replace(STUDY, budget=budget), runs, [cost] * len(runs))
+    raises(message, lambda: check_costs(dataclasses.replace(STUDY, budget=budget), runs, [cost] * len(runs)))

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hpnlp.errors import InputError
 from hpnlp.jobs.launch import command, devices, manifests
+from tests.messages import raises
 
 ARGUMENTS = [
     "train",
@@ -34,9 +34,8 @@ def test_command_of_each_process_has_its_place():
     assert apart.workdir == Path("x") and apart.config_arguments() == ["--config=lm/bytes", "--train.steps=9"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_invalid_commands_raise():
+    for arguments, message in (
         ([], "was given 'nothing': write hpnlp launch --processes=2 -- train"),
         (["sweep"], "launch starts hpnlp train, and was given 'sweep'"),
         (["train"], "launch needs the directory of the run: add --workdir=DIR after --"),
@@ -46,11 +45,8 @@ def test_command_of_each_process_has_its_place():
         (["train", "--workdir=x", "--coordinator=a:1"], "--coordinator after --: launch chooses it"),
         (["train", "--workdir=x", "--seeds=0,1"], "--seeds after --: several seeds train in one process"),
         (["train", "--workdir=x", "--wait=long"], "--wait=long: expected a whole number"),
-    ],
-)
-def test_invalid_commands_raise(arguments, message):
-    with pytest.raises(InputError, match=message):
-        command.parse(arguments)
+    ):
+        raises(message, command.parse, arguments)
 
 
 def test_gpus_are_divided(monkeypatch):
@@ -61,8 +57,7 @@ def test_gpus_are_divided(monkeypatch):
     assert devices.visible_gpus({"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": "3,1"}) == ["3", "1"]
     assert devices.share(gpus, 1, 2) == {"CUDA_VISIBLE_DEVICES": "2,10"}
     assert devices.share([], 1, 2) == {}
-    with pytest.raises(InputError, match="--processes=3 does not divide the 4 GPUs 0,1,2,10: choose a divisor"):
-        devices.share(gpus, 0, 3)
+    raises("--processes=3 does not divide the 4 GPUs 0,1,2,10: choose a divisor", devices.share, gpus, 0, 3)
 
 
 def test_processes_on_gpus_are_listed():

@@ -18,6 +18,7 @@ from hpnlp.retrieval.datastore import Datastore, Record
 from hpnlp.retrieval.index import Index
 from hpnlp.retrieval.suffix import Neighbours
 from hpnlp.types import InputError
+from tests.messages import raises
 from tests.traces import TRACES
 
 VOCAB = 20
@@ -35,7 +36,7 @@ def documents():
 @pytest.fixture(scope="module")
 def model():
     model = LM(LMConfig(layers=1, dim=16, heads=2, vocab=VOCAB, mlp_dim=16, position="rope"))
-    return model, {"params": model.init(jax.random.key(0), model.example_batch(1, 8))["params"]}
+    return model, {"params": jax.jit(model.init)(jax.random.key(0), model.example_batch(1, 8))["params"]}
 
 
 @pytest.mark.parametrize(("context", "stride"), [(8, 8), (8, 3), (16, 1), (64, 64)])
@@ -102,10 +103,8 @@ def test_the_gate_is_trained_on_the_last_training_documents():
     assert (ordered.heldout, len(ordered.ends), len(ordered.tokens)) == (20, 21, sum(map(len, texts)) + 3)
     assert ordered.ends[19] - ordered.start(ordered.gate) >= 40 > ordered.ends[19] - ordered.start(ordered.gate + 1)
     assert ordered.tokens[-3:].tolist() == [7, 7, 7]
-    with pytest.raises(InputError, match="2 training documents, of which the last 1 would be more than half"):
-        Documents.of(Stored(texts[:2]), Stored(held), 40, 0)
-    with pytest.raises(InputError, match="0 training documents"):
-        Documents.of(Stored([]), Stored(held), 40, 0)
+    raises("2 training documents, of which the last 1", lambda: Documents.of(Stored(texts[:2]), Stored(held), 40, 0))
+    raises("0 training documents", lambda: Documents.of(Stored([]), Stored(held), 40, 0))
     with pytest.raises(InputError, match="no token of the last 1 held-out documents is predicted"):
         Documents.of(Stored(texts), Stored([np.zeros(1, np.uint16)]), 40, 0)
     with pytest.raises(InputError, match="no token of the first 18 training documents is predicted"):
@@ -122,8 +121,7 @@ def test_a_number_of_positions_leaves_out_the_documents_between(monkeypatch):
     assert (some.heldout - some.gate, len(some.ends)) == (every.heldout - every.gate, some.heldout)
     monkeypatch.setattr(gates, "MOST_TOKENS", 200)
     assert len(Documents.of(Stored(texts), None, 40, 0, 50).tokens) == len(some.tokens) <= 200
-    with pytest.raises(InputError, match="390 tokens of text: expected at most 200, which are kept in memory"):
-        Documents.of(Stored(texts), None, 40, 0)
+    raises("390 tokens of text: expected at most 200, which are kept", lambda: Documents.of(Stored(texts), None, 40, 0))
 
 
 def test_datastores_of_documents_of_the_gate_are_refused(documents):
@@ -134,8 +132,7 @@ def test_datastores_of_documents_of_the_gate_are_refused(documents):
     check(documents.digests(0, 2))
     check(documents.digests(0, documents.gate))
     for digests in (documents.digests(0, documents.gate + 1), documents.digests(1, 3)):
-        with pytest.raises(InputError, match="which would find themselves: build it with the same --seed"):
-            check(digests)
+        raises("which would find themselves: build it with the same --seed", check, digests)
 
 
 def test_gates_are_compiled_once():

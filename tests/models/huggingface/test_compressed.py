@@ -12,7 +12,7 @@ from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.huggingface import convert
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.ops.weight import dense_tree
-from hpnlp.types import InputError
+from tests.messages import raises
 
 LLAMA = LMConfig(dim=32, heads=4, layers=3, vocab=40, max_len=16, mlp_dim=64, tied=False, mlp="swiglu")
 GROUPED = dataclasses.replace(LLAMA, kv_heads=2, heads=4)
@@ -96,6 +96,5 @@ def test_checkpoints_of_compressed_models_are_read_again(name, tmp_path):
 )  # fmt: skip
 def test_models_that_no_family_represents_raise(config, recipe, message, tmp_path):
     config, weights = compressed(config, recipe)
-    with pytest.raises(InputError, match=message):
-        convert.save(config, dense_tree(weights), tmp_path / "model")
+    raises(message, lambda: convert.save(config, dense_tree(weights), tmp_path / "model"))
     assert not (tmp_path / "model").exists()

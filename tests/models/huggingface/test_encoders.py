@@ -121,17 +121,11 @@ def test_old_names_and_the_head_of_pretraining_are_read(masked):
         ({"is_decoder": True}, "is_decoder=true is not supported: choose a model with is_decoder=false"),
         ({"hidden_act": "silu"}, 'hidden_act="silu" is not supported'),
         ({"problem_type": "regression"}, 'problem_type="regression" is not supported'),
-        (
-            {"architectures": ["BertForQuestionAnswering"]},
-            "BertForQuestionAnswering'.* is not supported: load .* as Bert",
-        ),
+        ({"architectures": ["BertForQuestionAnswering"]}, "BertForQuestionAnswering'.* is not supported: load"),
         ({"architectures": None}, "architectures=None is not supported"),
         ({"id2label": {"0": "a", "2": "b"}}, "id2label is .*: expected names of the classes by the ids 0, 1"),
         ({"id2label": {"0": "a", "1": "a"}}, "id2label is .*: expected a different name for each class"),
-        (
-            {"id2label": {"0": "a", "1": "b"}},
-            r"classifier.weight has shape \(3, 8\), but config.json makes it \(2, 8\)",
-        ),
+        ({"id2label": {"0": "a", "1": "b"}}, r"classifier.weight has shape \(3, 8\), but config.json makes it"),
     ],
 )
 def test_unsupported_settings_raise(changes, message, classifier):
@@ -150,14 +144,8 @@ def test_unsupported_settings_raise(changes, message, classifier):
         ({"embedding_size": 8}, "embedding_size is 8 with hidden_size=8: expected less"),
         ({"normalization_type": "rms_norm"}, 'normalization_type="rms_norm" is not supported'),
         ({"normalization_type": "layer_norm"}, "layer_norm_eps=1e-12 is not supported: .* layer_norm_eps=1e-05"),
-        (
-            {"intra_bottleneck_size": 5},
-            "config.json: num_attention_heads is 2 with intra_bottleneck_size=5 and hidden_size=8: expected a divisor of both",
-        ),
-        (
-            {"num_attention_heads": 3},
-            "num_attention_heads is 3 with intra_bottleneck_size=.* expected a divisor of both",
-        ),
+        ({"intra_bottleneck_size": 5}, "config.json: num_attention_heads is 2 with intra_bottleneck_size=5"),
+        ({"num_attention_heads": 3}, "num_attention_heads is 3 with intra_bottleneck_size=.* expected a divisor"),
         ({"intra_bottleneck_size": 6}, r"shape .*, but config.json makes it"),
     ],
 )
@@ -170,10 +158,7 @@ def test_unsupported_settings_of_mobilebert_raise(changes, message, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"pad_token_id": None},
-            "pad_token_id is None with max_position_embeddings=18: expected a whole number from 0 to 16",
-        ),
+        ({"pad_token_id": None}, "pad_token_id is None with max_position_embeddings=18: expected a whole number"),
         ({"pad_token_id": 17}, "pad_token_id is 17 with max_position_embeddings=18"),
         ({"max_position_embeddings": 20}, r"position_embeddings.weight has shape \(18, 8\), but .* makes it \(20, 8\)"),
         ({"hidden_act": "silu"}, 'hidden_act="silu" is not supported'),
