@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -16,12 +17,13 @@ from jaxtyping import Array, Float, Int
 from hpnlp.cost.parts import part
 from hpnlp.model_interfaces.layer_report import CARRY, LayerReport
 from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL, ModelParallel, TensorParallel
-from hpnlp.models.shared.body import ConfigOfStacks
+from hpnlp.models.shared.body import ConfigOfModel
 from hpnlp.models.shared.ranges import LIMITS, check_ranges
 from hpnlp.models.stacks import layer_statistics
 from hpnlp.models.stacks.layer_forms import (
     branch_modules,
     build_mixers,
+    changed_networks,
     check_carry,
     check_effects,
     check_length,
@@ -35,9 +37,10 @@ from hpnlp.models.stacks.layer_forms import (
 from hpnlp.models.stacks.layer_stack import LayerStack, init_layers, layer_axes, layer_rngs, make_blocks, stack_order
 from hpnlp.models.stacks.planned_layers import PlannedLayers
 from hpnlp.models.variables import BUFFERS
-from hpnlp.nn.attention import Context
+from hpnlp.nn.attention import Context, mixer_period
 from hpnlp.nn.block import BlockConfig
 from hpnlp.nn.blocks import block_kind
+from hpnlp.nn.feed_forward.canonical import canonical_mlp
 from hpnlp.nn.layers import NORMS, Embed, dropout
 from hpnlp.ops.attention import Full
 from hpnlp.ops.helpers.stacks import StackOrder
@@ -51,15 +54,13 @@ RESIDUALS = ("plain", "reversible")
 
 
 @dataclasses.dataclass(frozen=True)
-class BackboneConfig(BlockConfig, PlannedLayers, ConfigOfStacks):
+class BackboneConfig(BlockConfig, PlannedLayers, ConfigOfModel):
     """Embeddings, positions and a stack of Blocks.
 
     Sizes have upper limits, `ranges.LIMITS`.
     """
 
     least_layers: ClassVar[int] = 1  # smallest value of `layers`
-    # Buffers that are functions of the data, such as an index of documents; `train.init_from` does not copy them.
-    data_buffers: ClassVar[tuple[str, ...]] = ()
 
     layers: int = option(4, "Number of Blocks L; 0, for encoders and dual encoders, leaves the embeddings as they are.")
     form: str = option(
@@ -227,8 +228,30 @@ class BackboneConfig(BlockConfig, PlannedLayers, ConfigOfStacks):
 
     @property
     def is_single_stack(self) -> bool:
-        """Whether the model is one Backbone with at least one layer, so that all layers' parameters are under "layers"."""
+        """The model is one Backbone, unless a subclass says otherwise."""
         return self.layers > 0
+
+    def stacks(self) -> dict[str, Any]:
+        """The config itself under "", for a model that is one Backbone."""
+        return {"": self}
+
+    def canonical(self, values: dict[str, Any]) -> dict[str, Any]:
+        """The fields with resolved sizes, and one spelling of mixers and networks of the same function."""
+        values |= {"kv_heads": self.kv_head_count, "head_dim": self.head_size, "mlp_dim": self.mlp_size}
+        form = changed_networks(parse_period(self.form, "model.form"), canonical_mlp)
+        values |= {"mixer": mixer_period(self.mixer), "form": form, "mlp": canonical_mlp(self.mlp)}
+        unused = [] if self.position == "learned" else ["max_len", "target_len"]
+        unused += [] if self.position == "rope" else ["rope_theta", "rope_scaling"]
+        return {name: value for name, value in values.items() if name not in unused}
+
+    def with_networks(self, change: Callable[[str], str]) -> BackboneConfig:
+        """The config with the networks of `mlp` and `form` replaced."""
+        form = ",".join(map(str, changed_networks(parse(self.form, "model.form"), change)))
+        return dataclasses.replace(self, mlp=change(self.mlp), form=form)
+
+    def split_carry(self, carry: Any) -> Any:
+        """The carry of the layers by the name of their stack."""
+        return self.stack_order().split(carry["layers"])
 
     def masks(self) -> list[Any]:
         """Masks of the layers of one period.

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpnlp import tasks
-from hpnlp.models.backbone import BackboneConfig
 from hpnlp.nn.feed_forward import FEED_FORWARDS
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS
@@ -91,7 +90,7 @@ def render(workdir: Path, config: Config, flags: str, processes: int = 1) -> str
 
 def _smaller(workdir: Path, config: Config, directory: Path) -> dict[str, list[str]]:
     """The command that stores the matrices of layers in 8 bits, unless their training has given them fewer already."""
-    if not isinstance(config.model, BackboneConfig) or not config.model.layers or config.train.weights:
+    if config.train.weights or not config.model.all_forms():
         return {}
     target = f"--to={_unused(directory, workdir, 'int8')}"
     return {"make it smaller, and measure what that costs": ["compress", str(workdir), target, "--recipe=int8"]}

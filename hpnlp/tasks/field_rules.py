@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hpnlp.models.backbone import BackboneConfig
-
 # Names of fields, and a function of the config that returns the reason why they have no effect, with the fix; "" if they have.
 Rule = tuple[tuple[str, ...], Callable[[Any], str]]
 
@@ -41,9 +39,7 @@ def below_length(config: Any, limit: str, length: str) -> str:
       The reason, if the limit is less than the length, and positions have no limit; otherwise "".
     """
     model, tokens = config.model, getattr(config.data, length)
-    if not isinstance(model, BackboneConfig) or model.position == "learned" or getattr(model, limit) >= tokens:
-        return ""
-    if model.fixed_length():
+    if model.position == "learned" or getattr(model, limit) >= tokens or model.fixed_length():
         return ""
     return (
         f"model.position={model.position!r} has no longest sequence, and those of data.{length}={tokens} tokens are longer: "

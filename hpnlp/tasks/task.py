@@ -13,6 +13,7 @@ import numpy as np
 from hpnlp.data import Batches
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.reading.files import Progress
+from hpnlp.models.shared.body import ConfigOfModel
 from hpnlp.tasks import vocabulary as vocabularies
 from hpnlp.tasks.field_rules import Rule
 from hpnlp.tasks.predictions import Batch, Prediction, TrainedModel
@@ -113,7 +114,7 @@ class Task(abc.ABC):
     """
 
     name: ClassVar[str]
-    model_config: ClassVar[type]
+    model_config: ClassVar[type[ConfigOfModel]]
     data_config: ClassVar[type]
     metric: ClassVar[str] = "loss"
     higher_is_better: ClassVar[bool] = False

@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hpnlp.model_interfaces.model_parallel import Zero2Parameter
 from hpnlp.models import variables
-from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.pairs.grad_cache import Encoded, encode_in_parts, split_examples
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.memory import host_offload
@@ -266,8 +265,8 @@ class Gradients:
         new = jax.eval_shape(lambda weights, carry: loss(model, weights, batch, key, carry).carry, weights, carry)
         if difference := first_difference(carry, new):
             name, old, returned = difference
-            c = model.config
-            subject = f"model.mixer={c.mixer!r}" if isinstance(c, BackboneConfig) else type(model).__name__
+            mixers = [f"model.mixer={stack.mixer!r}" for stack in model.config.stacks().values()]
+            subject = " and ".join(mixers) or type(model).__name__
             raise InputError(
                 f"{subject} returns the carry{name} as {returned} where it was {old}: return arrays "
                 "of the names, shapes and dtypes of `initial_carry`"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from hpnlp.models.backbone import BackboneConfig
 from hpnlp.nn.feed_forward import described_network
 from hpnlp.nn.feed_forward.experts import ExpertLayer
-from hpnlp.spec import Spec, parse, parse_one
+from hpnlp.spec import parse_one
 
 
 def with_dense_experts(model: Any) -> Any:
@@ -18,18 +17,9 @@ def with_dense_experts(model: Any) -> Any:
       model: A model.
 
     Returns:
-      The model, for the same weights; itself if it has no experts.
+      The model, for the same weights.
     """
-    config = model.config
-    if not isinstance(config, BackboneConfig):
-        return model
-    form = ",".join(str(_with_dense_form(entry)) for entry in parse(config.form, "model.form"))
-    return model.clone(config=dataclasses.replace(config, mlp=_dense(config.mlp), form=form))
-
-
-def _with_dense_form(entry: Spec) -> Spec:
-    kwargs = tuple((name, _dense(value) if name == "mlp" else value) for name, value in entry.kwargs)
-    return dataclasses.replace(entry, kwargs=kwargs)
+    return model.clone(config=model.config.with_networks(_dense))
 
 
 def _dense(mlp: str) -> str:

@@ -6,8 +6,10 @@ The body of a stack is everything of it but its head: embeddings, layers and fin
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
+
+from hpnlp.nn.block import BlockConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +33,8 @@ class Start:
     output: bool = False
 
 
-class ConfigOfStacks:
-    """The bodies of a model's config, and the stacks that may start from bodies of other models.
+class ConfigOfModel:
+    """Base class of the configs of models: their stacks of layers, and those that may start from bodies of other models.
 
     Attributes:
       body: Kind of the stacks, a key of `starts` of the models that may start from them; "" if none may.
@@ -42,6 +44,7 @@ class ConfigOfStacks:
       body_params: Parameters of a stack that belong to its body.
       loss_params: Parameters of the loss, which a source may lack; see `training.starts.warm_start`.
       free_fields: Fields that a run that starts from another one may change; see `training.starts.architecture`.
+      data_buffers: Buffers that are functions of the data, such as an index of documents; `train.init_from` does not copy them.
     """
 
     body: ClassVar[str] = ""
@@ -50,11 +53,47 @@ class ConfigOfStacks:
     body_params: ClassVar[tuple[str, ...]] = ("embed", "positions", "embed_norm", "layers", "final_norm")
     loss_params: ClassVar[tuple[str, ...]] = ()
     free_fields: ClassVar[tuple[str, ...]] = ()
+    data_buffers: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def is_single_stack(self) -> bool:
+        """Whether the model is one Backbone with at least one layer, so that all layers' parameters are under "layers"."""
+        return False
 
     def stacks(self) -> dict[str, Any]:
-        """Configs of the model's stacks of layers, by the names of their modules.
+        """Configs of the model's stacks of layers, each a `BackboneConfig`, by the names of their modules.
 
         Returns:
-          The config itself under "", for a model that is one Backbone.
+          The stacks; none for a model that is not made of Blocks.
         """
-        return {"": self}
+        return {}
+
+    def all_forms(self) -> list[BlockConfig]:
+        """The Blocks of one period of each stack that has layers."""
+        return [form for stack in self.stacks().values() if stack.layers for form in stack.forms()]
+
+    def canonical(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Fields that decide what the model computes; values that are written in several ways are resolved to one.
+
+        Args:
+          values: Fields of the config that decide what the model computes.
+
+        Returns:
+          The fields, without those that other fields make ineffective.
+        """
+        return values
+
+    def with_networks(self, change: Callable[[str], str]) -> Any:
+        """Replaces the feed-forward networks of all layers.
+
+        Args:
+          change: Function from a spec string, as `model.mlp`, to another one.
+
+        Returns:
+          The changed config.
+        """
+        return self
+
+    def split_carry(self, carry: Any) -> Any:
+        """The carry of the layers by the name of their stack; None where the compiler places all layers on devices."""
+        return None

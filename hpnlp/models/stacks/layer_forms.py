@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hpnlp.nn.attention import mixer_period
@@ -66,6 +66,16 @@ def layer_forms(text: str, base: BlockConfig) -> tuple[BlockConfig, ...]:
     forms = [(entry, _changes(entry, text)) for entry in entries]
     period = math.lcm(len(mixers), len(forms))
     return tuple(_form(base, mixers[i % len(mixers)], *forms[i % len(forms)]) for i in range(period))
+
+
+def changed_networks(entries: Sequence[Spec], change: Callable[[str], str]) -> list[Spec]:
+    """Entries of `model.form`, with the result of `change` in place of each feed-forward network."""
+    return [
+        dataclasses.replace(
+            entry, kwargs=tuple((name, change(value) if name == "mlp" else value) for name, value in entry.kwargs)
+        )
+        for entry in entries
+    ]
 
 
 def check_effects(text: str, base: BlockConfig) -> None:

@@ -7,11 +7,12 @@ from typing import Any, ClassVar
 
 import jax
 
+from hpnlp.models.shared.body import ConfigOfModel
 from hpnlp.parallel.layout import Layout
 from hpnlp.types import InputError, Statistics
 
 
-class Unstacked:
+class Unstacked(ConfigOfModel):
     """Answers of a config to the trainer and the planner, for a model whose layers are not stacked.
 
     Attributes:
@@ -19,21 +20,12 @@ class Unstacked:
       no_stages: Why it has no pipeline stages.
       undivided: Why its sequences are not divided.
       divisible: What a plan can divide.
-      loss_params: As of `models.shared.body.ConfigOfStacks`.
-      free_fields: As of `models.shared.body.ConfigOfStacks`.
     """
 
     description: ClassVar[str]
     no_stages: ClassVar[str] = "whose layers are not stacked"
     undivided: ClassVar[str]
     divisible: ClassVar[str] = "the batch (plan.data, plan.fsdp)"
-    loss_params: ClassVar[tuple[str, ...]] = ()
-    free_fields: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def is_single_stack(self) -> bool:
-        """False: the layers are not stacked."""
-        return False
 
     def fixed_length(self) -> int:
         """Length of all sequences, 0 for any."""

@@ -11,7 +11,6 @@ import jax
 
 from hpnlp.model_interfaces.model_parallel import ModelParallel
 from hpnlp.models import variables
-from hpnlp.models.backbone import BackboneConfig
 from hpnlp.parallel import context_parallel, distributed_matrices, pipeline, vocab_parallel
 from hpnlp.parallel.layout import Layout
 from hpnlp.training.optimizers import sparse_rows
@@ -38,11 +37,7 @@ class OverDevices:
 
     def model_parallel(self, config: Any, carry_axes: Any) -> ModelParallel:
         """Functions that run a model over the mesh. `carry_axes` is the result of `Model.carry_axes`, or None."""
-        layout, carry_names = self.layout, None
-        if carry_axes is not None and isinstance(
-            config, BackboneConfig
-        ):  # of other models, the compiler places all layers
-            carry_names = config.stack_order().split(carry_axes["layers"])
+        layout, carry_names = self.layout, None if carry_axes is None else config.split_carry(carry_axes)
         return ModelParallel(
             embedding_lookup=functools.partial(vocab_parallel.lookup, layout),
             run_layers=functools.partial(pipeline.run_layers, layout, carry_names=carry_names),

@@ -13,10 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from hpnlp.atomic_file import replace_bytes
-from hpnlp.models.backbone import BackboneConfig
-from hpnlp.nn.attention import mixer_period
-from hpnlp.nn.feed_forward.canonical import canonical_mlp
-from hpnlp.spec import Spec, parse_period
 from hpnlp.types import InputError
 
 RECORD = "model.json"
@@ -34,15 +30,7 @@ def architecture(config: Any) -> dict[str, Any]:
     Returns:
       Name of a field -> its value.
     """
-    values = _decisive(config)
-    if not isinstance(config, BackboneConfig):
-        return values
-    values |= {"kv_heads": config.kv_head_count, "head_dim": config.head_size, "mlp_dim": config.mlp_size}
-    values |= {"mixer": mixer_period(config.mixer), "form": _canonical_form(config.form)}
-    values |= {"mlp": canonical_mlp(config.mlp)}
-    unused = [] if config.position == "learned" else ["max_len", "target_len"]
-    unused += [] if config.position == "rope" else ["rope_theta", "rope_scaling"]
-    return {name: value for name, value in values.items() if name not in unused}
+    return config.canonical(_decisive(config))
 
 
 def differing_fields(config: Any, source: Any, names: Iterable[str]) -> list[str]:
@@ -112,15 +100,6 @@ def check(workdir: Path, config: Any) -> None:
 def _decisive(config: Any) -> dict[str, Any]:
     free = (*FREE, *config.free_fields)
     return {name: value for name, value in dataclasses.asdict(config).items() if name not in free}
-
-
-def _canonical_form(text: str) -> list[Spec]:
-    """The entries of `model.form`, with one spelling for feed-forward networks of the same function."""
-    entries = []
-    for entry in parse_period(text, "model.form"):
-        kwargs = {name: canonical_mlp(value) if name == "mlp" else value for name, value in entry.kwargs}
-        entries.append(dataclasses.replace(entry, kwargs=tuple(kwargs.items())))
-    return entries
 
 
 def _differing(config: Any, saved: Mapping[str, Any]) -> list[str]:

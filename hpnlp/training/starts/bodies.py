@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpnlp.models import variables
-from hpnlp.models.shared.body import ConfigOfStacks, Start
+from hpnlp.models.shared.body import ConfigOfModel, Start
 from hpnlp.models.variables import BUFFERS
 from hpnlp.training.starts import upcycling
 from hpnlp.training.starts.architecture import differing_fields
@@ -60,7 +60,7 @@ class Pair:
         return self.source.token_types > 0 and not self.config.token_types and self.source.position == "learned"
 
 
-def find_starts(config: type, source: Any) -> tuple[Start, ...]:
+def find_starts(config: type[ConfigOfModel], source: ConfigOfModel) -> tuple[Start, ...]:
     """Finds the stacks of a class of models that may start from another model.
 
     Args:
@@ -68,10 +68,8 @@ def find_starts(config: type, source: Any) -> tuple[Start, ...]:
       source: Config of the other model.
 
     Returns:
-      The entry of `ConfigOfStacks.starts`; empty if there is none.
+      The entry of `ConfigOfModel.starts`; empty if there is none.
     """
-    if not (issubclass(config, ConfigOfStacks) and isinstance(source, ConfigOfStacks)):
-        return ()
     return config.starts.get(source.body, ())
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from hpnlp import tasks
-from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.shared.body import Start
 from hpnlp.training.config_file import load_config
 from hpnlp.training.files.contents import has_begun
@@ -88,7 +87,7 @@ def _value(stack: Any, name: str, source: warm_start.Source, current: Any) -> An
 
 def _keeps_experts(values: Any, start: Start, stack: Any) -> bool:
     """Whether a config has experts that start as copies of the MLPs of a stack."""
-    if not isinstance(stack, BackboneConfig):
+    if not stack.is_single_stack:
         return False
     experts = {name: values.model[start.fields.get(name, name)] for name in upcycling.FIELDS[::2]}
     with contextlib.suppress(InputError):  # forms that the stack has too few layers for

@@ -15,9 +15,7 @@ import numpy as np
 from hpnlp import tasks
 from hpnlp.data.config import DataConfig
 from hpnlp.data.reading import sources
-from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.stacks.layer_forms import projections
-from hpnlp.nn.block import BlockConfig
 from hpnlp.tasks.field_rules import Rule, below_length
 from hpnlp.training import optim
 from hpnlp.training.config import Config, flat
@@ -214,15 +212,8 @@ def _one_source(config: Config) -> str:
     return f"data.path={config.data.path!r} is one source: leave it out, or name several sources, separated by commas"
 
 
-def _forms(model: Any) -> list[BlockConfig]:
-    """The forms of all layers; empty for models that are not made of Blocks."""
-    if not isinstance(model, BackboneConfig):
-        return []
-    return [form for stack in model.stacks().values() if stack.layers for form in stack.forms()]
-
-
 def _no_rope(config: Config) -> str:
-    if not isinstance(config.model, BackboneConfig) or any(form.position == "rope" for form in _forms(config.model)):
+    if any(form.position == "rope" for form in config.model.all_forms()):
         return ""
     if not config.model.layers:
         return "model.layers=0 leaves no layers: leave it out"
@@ -230,25 +221,21 @@ def _no_rope(config: Config) -> str:
 
 
 def _no_rotated_heads(config: Config) -> str:
-    forms = _forms(config.model)
+    forms = config.model.all_forms()
     if not forms or any(p.rope for form in forms if form.position == "rope" for p in projections(form).values()):
         return ""
     return f"model.mixer={config.model.mixer!r} has no heads that RoPE rotates"
 
 
 def _no_projections(config: Config) -> str:
-    forms = _forms(config.model)
+    forms = config.model.all_forms()
     if not forms or any(projections(form) or form.memory_dim for form in forms):
         return ""
     return f"model.mixer={config.model.mixer!r} has no heads"
 
 
 def _no_layers(config: Config) -> str:
-    return (
-        "model.layers=0 leaves no layers"
-        if isinstance(config.model, BackboneConfig) and not config.model.layers
-        else ""
-    )
+    return "" if config.model.layers else "model.layers=0 leaves no layers"
 
 
 def _no_length_limit(config: Config) -> str:
@@ -257,9 +244,7 @@ def _no_length_limit(config: Config) -> str:
 
 def _recorded_only(config: Config) -> str:
     model, tokens = config.model, config.data.seq_len
-    if not isinstance(model, BackboneConfig) or model.position == "learned" or model.max_len <= tokens:
-        return ""
-    if model.fixed_length():
+    if model.position == "learned" or model.max_len <= tokens or model.fixed_length():
         return ""
     return (
         f"model.position={model.position!r} has no longest sequence; a converted checkpoint records it: leave it out for "

@@ -32,9 +32,7 @@ def upcycled_layers(model: Any, source: Any) -> list[int]:
       Indices of the layers with experts in the model and an MLP in the source; none if the models differ in the number or the
       other fields of their layers, or if layers without experts differ.
     """
-    if not (isinstance(model, BackboneConfig) and isinstance(source, BackboneConfig) and model.is_single_stack):
-        return []
-    if model.layers != source.layers:
+    if not (model.is_single_stack and source.is_single_stack and model.layers == source.layers):
         return []
     upcycled = []
     for layer in range(model.layers):

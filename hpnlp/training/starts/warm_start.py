@@ -18,9 +18,7 @@ from hpnlp.compress.weights_file import has_weights
 from hpnlp.data import tokenizers
 from hpnlp.data.tokenizers import tokenizer_digest
 from hpnlp.models import variables
-from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.huggingface import convert
-from hpnlp.models.shared.body import ConfigOfStacks
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.vocabulary import Vocabulary
@@ -150,7 +148,7 @@ class Source:
         expected = shapes.params
         if self.is_run or pairs or layers or variables.BUFFERS in params:
             expected = variables.join(shapes.params, shapes.buffers)
-        if of_data := _data_buffers(self.model):
+        if of_data := self.model.data_buffers:
             params = _with_buffers_of_data(params, trainer, of_data, key)
         replaced = []
         if pairs:
@@ -279,9 +277,8 @@ def check_task(task: str, source: Source) -> None:
     config = tasks.find(task).model_config
     if task == source.task or bodies.find_starts(config, source.model):
         return
-    starts = config.starts if issubclass(config, ConfigOfStacks) else {}
     configs = {name: other.model_config for name, other in tasks.TASKS.items()}
-    fitting = [name for name, c in configs.items() if issubclass(c, ConfigOfStacks) and c.body in starts]
+    fitting = [name for name, c in configs.items() if c.body in config.starts]
     others = f", or a body of task={' or '.join(map(repr, fitting))}" if fitting else ""
     raise InputError(
         f"train.init_from={source.directory} holds a model of task={source.task!r}, and this config has task={task!r}, whose "
@@ -300,7 +297,7 @@ def check_length(config: Config, source: Source) -> None:
       InputError: Positions are learned, and sequences are longer; or a mixer of the source mixes sequences of another length.
     """
     model, length = source.model, config.data.seq_len
-    if not isinstance(model, BackboneConfig):
+    if not model.stacks():
         return
     if fixed := model.fixed_length():
         if length != fixed:
@@ -319,11 +316,6 @@ def _initial(trainer: Trainer, key: jax.Array | None) -> Any:
     """Initial weights."""
     initial = trainer.init(key)
     return variables.join(initial.params, initial.buffers)
-
-
-def _data_buffers(model: Any) -> Sequence[str]:
-    """Names of the buffers that belong to the data of a run."""
-    return model.data_buffers if isinstance(model, BackboneConfig) else ()
 
 
 def _with_buffers_of_data(params: Any, trainer: Trainer, names: Sequence[str], key: jax.Array | None) -> Any:
