@@ -340,17 +340,18 @@ class LossOut:
 class Model(Protocol):
     """A Flax module that a trainer can train.
 
-    A model that carries state from batch to batch is a `CarryingModel`. A model that is trained in another form than it is used
-    is a `TrainingModel`.
+    `models.shared.model.BaseModel` has defaults of the members from `training_arrays` on.
 
     Attributes:
-      config: Its config, a `models.backbone.BackboneConfig`.
+      config: Its config, a `models.shared.body.ConfigOfModel`.
       model_parallel: A `model_parallel.ModelParallel`, or None for one device.
       remat: Rematerialisation policy of the layers.
       is_normalized: Whether the loss is -log p(label) of a distribution.
       init: As of every Flax module.
       apply: As of every Flax module.
       clone: As of every Flax module.
+      training_arrays: Names of the arrays of a batch that only training reads.
+      changes_weights: Whether the weights that the model applies are others than its parameters.
     """
 
     config: Any
@@ -432,34 +433,19 @@ class Model(Protocol):
         """
         ...
 
-
-@runtime_checkable
-class CarryingModel(Protocol):
-    """A Model that carries state from batch to batch."""
-
-    def initial_carry(self, batch_size: int) -> Any:
-        """The collection "carry" of empty sequences; None if there is nothing to carry."""
-        ...
-
-    def carry_axes(self) -> Any:
-        """Logical axes of the arrays of the carry, a tree like it; they begin with "layers" and "batch"."""
-        ...
-
-
-@runtime_checkable
-class TrainingModel(Protocol):
-    """A Model that is trained in another form than it is used; see `models.mixtures.wrapper.TrainingWrapper`.
-
-    Attributes:
-      training_arrays: Names of the arrays of a batch that only training reads.
-      changes_weights: Whether the weights that the model applies are others than its parameters.
-    """
-
     @property
     def training_arrays(self) -> tuple[str, ...]: ...
 
     @property
     def changes_weights(self) -> bool: ...
+
+    def initial_carry(self, batch_size: int) -> Any:
+        """The collection "carry" of empty sequences; None for a model that carries nothing."""
+        ...
+
+    def carry_axes(self) -> Any:
+        """Logical axes of the arrays of the carry, a tree like it; they begin with "layers" and "batch"."""
+        ...
 
     def check_layout(self, layout: Any) -> None:
         """Checks that the model is trained on a layout over devices; raises InputError if it is not."""

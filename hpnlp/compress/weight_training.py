@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from hpnlp.compress.matrices import KERNELS, is_table
 from hpnlp.compress.training.techniques import WEIGHT_TRAININGS
 from hpnlp.compress.training.training_technique import Technique
-from hpnlp.models.mixtures.wrapper import TrainingWrapper
+from hpnlp.models.mixtures.wrapper import ModelWrapper
 from hpnlp.models.variables import BUFFERS
 from hpnlp.ops.weights import LowRankWeight, RoundedInputsWeight, dense_tree, factorize
 from hpnlp.ops.weights.low_rank import rank_of
@@ -52,7 +52,7 @@ def with_weight_training(model: Any, text: str, steps: int) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightTraining(TrainingWrapper):
+class WeightTraining(ModelWrapper):
     """A Model whose kernels go through a technique before it is applied. It has all members of the Model.
 
     Attributes:
@@ -221,9 +221,9 @@ class WeightTraining(TrainingWrapper):
           weights: Weights of this model.
 
         Returns:
-          `(inner, finished(weights))`.
+          The Model as it is used, and its weights.
         """
-        return self.inner, jax.jit(self.finished)(weights)
+        return self.inner.plain(jax.jit(self.finished)(weights))
 
     def _statistics(self, matrices: Mapping[str, Array], scores: Mapping[str, Any], buffers: Any) -> dict[str, Any]:
         """Thresholds where they are due, and the penalty, with the number of calls by which `advance` divides their sums."""

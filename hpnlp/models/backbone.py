@@ -18,6 +18,7 @@ from hpnlp.cost.parts import part
 from hpnlp.model_interfaces.layer_report import CARRY, LayerReport
 from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL, ModelParallel, TensorParallel
 from hpnlp.models.shared.body import ConfigOfModel
+from hpnlp.models.shared.model import BaseModel
 from hpnlp.models.shared.ranges import LIMITS, check_ranges
 from hpnlp.models.stacks import layer_statistics
 from hpnlp.models.stacks.layer_forms import (
@@ -303,7 +304,7 @@ class BackboneConfig(BlockConfig, PlannedLayers, ConfigOfModel):
         return sum(sizes[layer % len(sizes)] for layer in range(self.layers))
 
 
-class Backbone(nn.Module):
+class Backbone(BaseModel, nn.Module):
     """Embeddings, positions, a stack of Blocks and a final norm: everything of a model but its head.
 
     Models derive from it, so that their parameters lie side by side: "embed", "positions", "layers", "final_norm" and those of
@@ -315,10 +316,7 @@ class Backbone(nn.Module):
       model_parallel: Embedding lookup, layers and loss over several devices, for `loss`; None for one device.
       remat: Rematerialisation policy of the layers, as `Plan.remat`.
       shared_embed: An embedding of another model of which this one is a part; None for an embedding of its own.
-      is_stackable: Whether the loss runs under vmap, so that an ensemble of equal models is one program.
     """
-
-    is_stackable: ClassVar[bool] = False
 
     config: Any
     stats: WordStats | None = None

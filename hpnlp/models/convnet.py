@@ -19,6 +19,7 @@ from hpnlp.data.tokenizers.pixels import VALUES, PixelTokenizer
 from hpnlp.model_interfaces.model_parallel import ModelParallel
 from hpnlp.models.backbone import DTYPES
 from hpnlp.models.prediction import Batch, classification_metrics
+from hpnlp.models.shared.model import BaseModel
 from hpnlp.models.shared.ranges import LIMITS
 from hpnlp.models.stacks.unstacked import Unstacked
 from hpnlp.nn.convnet import BLOCKS, BlockShape, ConvModule
@@ -150,7 +151,7 @@ class ConvNetConfig(Unstacked):
         return 6.0 * batch_size * (sum(self.multiply_adds()) + self.shapes()[-1].filters * self.classes)
 
 
-class ConvNet(nn.Module):
+class ConvNet(BaseModel, nn.Module):
     """Blocks of convolutions, the mean over the pixels, and a softmax over classes.
 
     A batch is a mapping with tokens, segment_ids and positions, int32 `[B, T]`, T = side^2, in raster order; labels, int32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,8 @@ class PredictionModel(Backbone):
     lie beside those of the Backbone: "head", the output layer's table, or the columns of it, that are not those of the
     embedding, and "output", its own.
     """
+
+    has_taps: ClassVar[bool] = True
 
     @property
     def is_normalized(self) -> bool:

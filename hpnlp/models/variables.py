@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from hpnlp.model_interfaces.layer_report import CARRY
-from hpnlp.types import CarryingModel, InputError, Model
+from hpnlp.types import InputError, Model
 
 BUFFERS = "buffers"
 FROZEN = "frozen"
@@ -81,19 +81,6 @@ def weights_digest(weights: Any) -> str:
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape};".encode())
         digest.update(np.ascontiguousarray(leaf).tobytes())
     return digest.hexdigest()
-
-
-def initial_carry(model: Model, batch_size: int) -> Any:
-    """The carry before the first batch of a stream.
-
-    Args:
-      model: A model.
-      batch_size: Sequences of a batch.
-
-    Returns:
-      The collection CARRY, `Model.initial_carry`; None for a model that carries nothing.
-    """
-    return model.initial_carry(batch_size) if isinstance(model, CarryingModel) else None
 
 
 def axes_of(model: Model) -> Any:

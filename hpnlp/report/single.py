@@ -15,14 +15,13 @@ import jax
 
 from hpnlp import measure, tasks
 from hpnlp.cost import parts
-from hpnlp.models.prediction import PredictionModel
 from hpnlp.report import next_commands, plots
 from hpnlp.report.files import read_metrics, replace_text, task_of
 from hpnlp.tasks.reports.reporting import Outcome
 from hpnlp.training.config import Config, flat
 from hpnlp.training.files.evaluation_record import finite, write_examples
 from hpnlp.training.files.result import Result
-from hpnlp.types import InputError, TrainingModel
+from hpnlp.types import InputError
 
 _LOADED = time.time()
 
@@ -46,7 +45,7 @@ def write(workdir: str | Path, config: Config, result: Result, flags: str = "--c
     curve, fault = read_metrics(workdir, result.step)
     part = tasks.find(config.task).report
     model, params = result.model, _local(result.params)
-    while params is not None and isinstance(model, TrainingModel):
+    if params is not None:
         model, params = model.plain(params)
     outcome = Outcome(config, result.dataset, model, params, result.sums)
     sections = [part.section(outcome)]
@@ -201,7 +200,7 @@ Next:
 
 def has_experts(outcome: Outcome) -> bool:
     """Whether a run has a section on experts: a language model or encoder with experts whose parameters this process has."""
-    is_known = isinstance(outcome.model, PredictionModel) and outcome.params is not None
+    is_known = outcome.model.has_taps and outcome.params is not None
     return is_known and any(network.expert_count for network in outcome.model.config.networks())
 
 

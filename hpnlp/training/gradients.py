@@ -261,7 +261,7 @@ class Gradients:
           InputError: The carry has other names, shapes or dtypes, so that the next step or a resumed run could not read it.
         """
         model, batch, key = self.single_model, _example(self.single_model), jax.random.key(0)
-        carry = jax.eval_shape(lambda: variables.initial_carry(model, 1))
+        carry = jax.eval_shape(lambda: model.initial_carry(1))
         new = jax.eval_shape(lambda weights, carry: loss(model, weights, batch, key, carry).carry, weights, carry)
         if difference := first_difference(carry, new):
             name, old, returned = difference

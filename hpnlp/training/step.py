@@ -63,7 +63,7 @@ class StepFunctions:
 
     def initial_carry(self) -> Any:
         """`Trainer.initial_carry`."""
-        return variables.initial_carry(self.gradients.single_model, self.batch_size) if self.batch_size else None
+        return self.gradients.single_model.initial_carry(self.batch_size) if self.batch_size else None
 
     def step(
         self, state: TrainState, batch: Batch, key: jax.Array, frozen: Any = None
@@ -114,7 +114,7 @@ class StepFunctions:
     def _check_carry(self, batch: Batch) -> None:
         """Raises InputError if the state lacks the carry of the batch's sequences."""
         count = jax.tree.leaves(batch)[0].shape[0]
-        if self.batch_size != count and variables.initial_carry(self.gradients.single_model, 1) is not None:
+        if self.batch_size != count and self.gradients.single_model.initial_carry(1) is not None:
             raise InputError(
                 f"batch_size={self.batch_size} of make_trainer: the model carries state from batch to batch, and the batch has "
                 f"{count} sequences: pass batch_size={count}"
@@ -169,7 +169,7 @@ def initial_state(
     ema = jax.tree.map(jnp.copy, params) if config.ema or config.average else None
     averaged = jnp.zeros((), jnp.int32) if config.average else None
     scale = loss_scale.initial(config.loss_scale, model.config.dtype)
-    carry = variables.initial_carry(model, batch_size) if batch_size else None
+    carry = model.initial_carry(batch_size) if batch_size else None
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), ema, scale, buffers, carry, averaged)
 
 

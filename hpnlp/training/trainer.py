@@ -30,7 +30,7 @@ from hpnlp.training.optimizers.state_shardings import (
     state_shardings,
 )
 from hpnlp.training.step import StepFunctions, initial_state
-from hpnlp.types import CarryingModel, InputError, Model, TrainingModel
+from hpnlp.types import InputError, Model
 
 if TYPE_CHECKING:
     from hpnlp.training.optimizers.over_devices import OverDevices
@@ -244,11 +244,6 @@ class _Prepared:
     shapes: TrainState
     shardings: TrainState
 
-    @property
-    def trained(self) -> TrainingModel | None:
-        """The model, if it is trained in another form than it is used."""
-        return self.model if isinstance(self.model, TrainingModel) else None
-
 
 def _prepare(
     model: Model,
@@ -267,7 +262,7 @@ def _prepare(
     optimizer = make_optimizer(config, steps, None if divided is None else divided.apply_to_whole(specs))
     make_state = functools.partial(initial_state, model, config, optimizer, buffer_shapes is not None, batch_size)
     shapes = jax.eval_shape(make_state, jax.eval_shape(lambda: jax.random.key(0)), weight_shapes)
-    carry_axes = model.carry_axes() if shapes.carry is not None and isinstance(model, CarryingModel) else None
+    carry_axes = None if shapes.carry is None else model.carry_axes()
     return _Prepared(
         model=model,
         config=config,
@@ -288,9 +283,9 @@ def _prepare(
 
 def _step_functions(p: _Prepared) -> StepFunctions:
     """Gradients, update, and the step and evaluation of them; raises InputError for models that do not fit the optimizer."""
-    model, config, plan, layout, trained = p.model, p.config, p.plan, p.layout, p.trained
+    model, config, plan, layout = p.model, p.config, p.plan, p.layout
     tables = {sparse_rows.keys(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(p.shapes.params)}
-    allowed = trained.allowed_updates if trained is not None and trained.changes_weights else None
+    allowed = model.allowed_updates if model.changes_weights else None
     update = Update(config, p.optimizer, plan.offload_parameters, model.config.layers, p.schedule, allowed)
     model_parallel = None if p.divided is None else p.divided.model_parallel(model.config, p.carry_axes)
     gradients = Gradients(
@@ -328,7 +323,7 @@ def _jitted(p: _Prepared, functions: StepFunctions, single_device: Callable[[], 
     frozen = frozen_shapes(layout, p.weight_axes, p.weight_shapes)
     frozen_shardings = jax.tree.map(lambda leaf: leaf.sharding, frozen)
     batch = {name: layout.sharding(*names) for name, names in p.model.batch_axes().items()}
-    training_arrays = () if p.trained is None else p.trained.training_arrays
+    training_arrays = p.model.training_arrays
     evaluated = {name: sharding for name, sharding in batch.items() if name not in training_arrays}
     replicated = layout.sharding()
     step = jax.jit(

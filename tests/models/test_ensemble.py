@@ -78,7 +78,7 @@ def test_losses_are_those_of_mean_probabilities(kind):
         return out.sum, out.weight, out.carry
 
     step = jax.jit(loss, compiler_options=ONCE)
-    carry, carries = ensemble.initial_carry(B), [variables.initial_carry(model, B) for model in models]
+    carry, carries = ensemble.initial_carry(B), [model.initial_carry(B) for model in models]
     for batch in (batch_of(0), batch_of(1)):
         total, weight, carry = step(weights, carry, batch)
         log_probs = []

@@ -21,7 +21,7 @@ from jaxtyping import Array
 from hpnlp.compress.distilling.distillation_losses import IDS, VALUES, Comparison, term_names
 from hpnlp.compress.distilling.distillation_terms import FIELD, Term
 from hpnlp.data.examples.kind import TEACHER_WEIGHTS
-from hpnlp.models.mixtures.wrapper import TrainingWrapper
+from hpnlp.models.mixtures.wrapper import ModelWrapper
 from hpnlp.models.variables import BUFFERS, FROZEN
 from hpnlp.types import InputError, LossOut, Statistics
 
@@ -109,7 +109,7 @@ class Extras:
 
 
 @dataclasses.dataclass(frozen=True)
-class Distilled(TrainingWrapper):
+class Distilled(ModelWrapper):
     """A student with the variables that its distillation added, without a teacher: what a finished run holds.
 
     Attributes:
@@ -186,9 +186,9 @@ class Distilled(TrainingWrapper):
           weights: Weights of this model.
 
         Returns:
-          `(inner, student_weights(weights))`.
+          The student as it is used, and its weights.
         """
-        return self.inner, self.student_weights(weights)
+        return self.inner.plain(self.student_weights(weights))
 
 
 @dataclasses.dataclass(frozen=True)

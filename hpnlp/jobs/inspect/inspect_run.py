@@ -25,7 +25,6 @@ from hpnlp.jobs.inspect.attention import (
     inspect_attention,
     skipped_layers,
 )
-from hpnlp.models.prediction import PredictionModel
 from hpnlp.parallel.plan import Plan
 from hpnlp.report.files import replace_text
 from hpnlp.tasks.reports.reporting import Outcome
@@ -106,8 +105,9 @@ def inspect_run(
     layers = _layers(model, settings)
     task = tasks.find(config.task)
     dataset = task.dataset(config.data, run.vocabulary)
-    skipped = skipped_layers(model.config, layers) if isinstance(model, PredictionModel) else {}
-    if not isinstance(model, PredictionModel):
+    if model.has_taps:
+        skipped = skipped_layers(model.config, layers)
+    else:
         skipped = dict.fromkeys(layers, "recurrent layers have no attention")
     measured, windows = [layer for layer in layers if layer not in skipped], []
     if measured:

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from hpnlp.data.reading.files import Progress
-from hpnlp.models import variables
 from hpnlp.training.files.example_scores import ExampleScores
 from hpnlp.training.gradients import loss
 from hpnlp.types import InputError
@@ -93,7 +92,7 @@ def context_losses(
             return None
         progress("scoring held-out examples", number, count)
         if not number:
-            carry = variables.initial_carry(model, len(batch["weights"]))
+            carry = model.initial_carry(len(batch["weights"]))
         losses, carry = token_losses(weights, {name: batch[name] for name in names}, carry)
         longest = max(longest, batch["weights"].shape[1] - 1)
         sums.append(

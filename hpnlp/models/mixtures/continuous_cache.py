@@ -13,7 +13,6 @@ from jaxtyping import Array
 
 from hpnlp.model_interfaces.layer_report import CARRY
 from hpnlp.models.mixtures.wrapper import ModelWrapper
-from hpnlp.models.variables import initial_carry
 from hpnlp.ops.softmax.continuous_cache import cache_distribution, cache_log_prob
 from hpnlp.ops.softmax.scored_words import interpolate
 from hpnlp.spec import build, parse_one
@@ -107,7 +106,7 @@ class CachedModel(ModelWrapper):
             return self.inner.apply(variables, *args, method=method, **kwargs)
         carry = variables.get(CARRY)
         of_inner = {name: tree for name, tree in variables.items() if name != CARRY}
-        if carry is not None and initial_carry(self.inner, 1) is not None:
+        if carry is not None and self.inner.initial_carry(1) is not None:
             layers = {
                 name: tree for name, tree in carry["layers"].items() if name not in ("cache_states", "cache_words")
             }
@@ -171,7 +170,7 @@ class CachedModel(ModelWrapper):
         Returns:
           The carry.
         """
-        inner, size = initial_carry(self.inner, batch_size), self.cache.size
+        inner, size = self.inner.initial_carry(batch_size), self.cache.size
         states = jnp.zeros((1, batch_size, size, self.inner.config.dim), jnp.float32)
         words = jnp.full((1, batch_size, size), NO_WORD, jnp.int32)
         layers = {} if inner is None else inner["layers"]
@@ -179,6 +178,6 @@ class CachedModel(ModelWrapper):
 
     def carry_axes(self) -> Any:
         """Logical axes of the carry, as of the Model."""
-        layers = {} if initial_carry(self.inner, 1) is None else self.inner.carry_axes()["layers"]
+        layers = {} if self.inner.initial_carry(1) is None else self.inner.carry_axes()["layers"]
         axes = ("layers", "batch", None)
         return {"layers": {**layers, "cache_states": (*axes, None), "cache_words": axes}}

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from hpnlp.model_interfaces.layer_report import CARRY
-from hpnlp.models.variables import initial_carry, join, split
+from hpnlp.models.shared.model import BaseModel
+from hpnlp.models.variables import join, split
 from hpnlp.types import InputError, LossOut, Statistics
 
 
@@ -71,7 +72,7 @@ class EnsembleConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ensemble:
+class Ensemble(BaseModel):
     """A Model that predicts the mean of the probabilities of its members, on one device.
 
     The variables of a member lie under its name in every collection: {"member_0": ...}. Members of equal class, config and
@@ -264,7 +265,7 @@ class Ensemble:
           The carry, or None.
         """
         carries = {
-            name: initial_carry(member, batch_size) for name, member in zip(self.names, self.members, strict=True)
+            name: member.initial_carry(batch_size) for name, member in zip(self.names, self.members, strict=True)
         }
         layers = {name: carry["layers"] for name, carry in carries.items() if carry is not None}
         return {"layers": layers} if layers else None
@@ -272,7 +273,7 @@ class Ensemble:
     def carry_axes(self) -> Any:
         """Logical axes of the carry, a tree like it."""
         members = zip(self.names, self.members, strict=True)
-        return {"layers": {n: m.carry_axes()["layers"] for n, m in members if initial_carry(m, 1) is not None}}
+        return {"layers": {n: m.carry_axes()["layers"] for n, m in members if m.initial_carry(1) is not None}}
 
     def example_batch(self, batch_size: int, length: int) -> dict[str, Array]:
         """A batch of zeros, as of the members."""

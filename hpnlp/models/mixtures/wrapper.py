@@ -8,16 +8,15 @@ from typing import Any
 
 from jaxtyping import Array
 
-from hpnlp.models import variables
-from hpnlp.types import LossOut, Statistics, TrainingModel
+from hpnlp.types import LossOut, Statistics
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelWrapper:
     """A Model with all members of the Model `inner`, of which a subclass changes some.
 
-    The members of `hpnlp.types.Model` and `CarryingModel` are written out, because checks of a protocol read the class; further
-    ones, such as `stats`, are those of `inner`.
+    The members of `hpnlp.types.Model` are written out, because checks of a protocol read the class; further ones, such as
+    `stats`, are those of `inner`.
 
     Attributes:
       inner: The Model.
@@ -95,25 +94,21 @@ class ModelWrapper:
 
     def initial_carry(self, batch_size: int) -> Any:
         """The carry of the Model before the first batch; None for a Model without one."""
-        return variables.initial_carry(self.inner, batch_size)
+        return self.inner.initial_carry(batch_size)
 
     def carry_axes(self) -> Any:
         """Logical axes of the Model's carry."""
         return self.inner.carry_axes()
 
-
-class TrainingWrapper(ModelWrapper):
-    """A Model that is trained in another form than the Model `inner`, which is used: a `hpnlp.types.TrainingModel`."""
-
     @property
     def training_arrays(self) -> tuple[str, ...]:
         """Arrays of a batch that only training reads."""
-        return self.inner.training_arrays if isinstance(self.inner, TrainingModel) else ()
+        return self.inner.training_arrays
 
     @property
     def changes_weights(self) -> bool:
         """Whether the weights that the Model applies are others than its parameters."""
-        return isinstance(self.inner, TrainingModel) and self.inner.changes_weights
+        return self.inner.changes_weights
 
     def check_layout(self, layout: Any) -> None:
         """Checks that the Model is trained on a layout over devices.
@@ -124,8 +119,7 @@ class TrainingWrapper(ModelWrapper):
         Raises:
           InputError: It is not.
         """
-        if isinstance(self.inner, TrainingModel):
-            self.inner.check_layout(layout)
+        self.inner.check_layout(layout)
 
     def allowed_updates(self, params: Any, updates: Any, rate: Array) -> Any:
         """Updates of the parameters as the Model requires.
@@ -138,7 +132,7 @@ class TrainingWrapper(ModelWrapper):
         Returns:
           The updates.
         """
-        return self.inner.allowed_updates(params, updates, rate) if isinstance(self.inner, TrainingModel) else updates
+        return self.inner.allowed_updates(params, updates, rate)
 
     def plain(self, weights: Mapping[str, Any]) -> tuple[Any, Any]:
         """The Model that is used.
@@ -147,9 +141,9 @@ class TrainingWrapper(ModelWrapper):
           weights: Weights of this model.
 
         Returns:
-          `(inner, its weights)`.
+          This model and its weights; a subclass that is trained in another form returns the Model that is used.
         """
-        raise NotImplementedError
+        return self, weights
 
 
 def unwrapped(model: Any) -> Any:

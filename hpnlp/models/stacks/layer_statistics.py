@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.model_interfaces.layer_report import LayerReport
+from hpnlp.models.shared.model import BaseModel
 from hpnlp.models.stacks.layer_forms import branch_modules
 from hpnlp.types import Aux, Statistics, WithAuxiliaryLoss, WithBuffers
 
@@ -83,7 +84,7 @@ def advance(config: Any, buffers: Any, statistics: Statistics, step: jax.Array, 
     return {**buffers, "layers": order.join(stacks)}
 
 
-class OfSeveralStacks:
+class OfSeveralStacks(BaseModel):
     """Statistics of models that consist of several Backbones, which are their submodules.
 
     Attributes:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import jax
 
 from hpnlp.models.shared.body import ConfigOfModel
+from hpnlp.models.shared.model import BaseModel
 from hpnlp.parallel.layout import Layout
 from hpnlp.types import InputError, Statistics
 
@@ -68,16 +69,11 @@ class Unstacked(ConfigOfModel):
                 )
 
 
-class UnstackedModel:
+class UnstackedModel(BaseModel):
     """Answers of a Model to the trainer, for a model without statistics, and without buffers that change.
 
     A subclass that looks up other tables than the embedding has a method `rows` of its own.
-
-    Attributes:
-      is_stackable: As of `models.backbone.Backbone`.
     """
-
-    is_stackable: ClassVar[bool] = False
 
     def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
         """No statistics have a loss.

@@ -16,7 +16,7 @@ from hpnlp.parallel.memory import host_offload
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.optimizers import averages
-from hpnlp.types import InputError, Model, TrainingModel
+from hpnlp.types import InputError, Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +143,7 @@ def check_compatible(model: Model, config: OptimizerConfig, plan: Plan, layout: 
     c = model.config
     c.check_accumulation(config.accumulate)
     c.check_layout(layout)
-    if isinstance(model, TrainingModel):
-        model.check_layout(layout)
+    model.check_layout(layout)
     if plan.offload_optimizer and config.rows:
         raise InputError(
             "plan.offload_optimizer=True fetches whole tables, and optimizer.rows=True trains some of their rows: leave "
@@ -166,7 +165,7 @@ def check_parameters(model: Model, config: OptimizerConfig, plan: Plan, zero: in
       InputError: The model is trained with other weights, and parameters would not be whole arrays when it is applied.
         Or parameters are offloaded, and the model or the optimizer works on several layers at once.
     """
-    if isinstance(model, TrainingModel) and model.changes_weights:
+    if model.changes_weights:
         for name, value in (("plan.zero=2", zero == 2), ("plan.offload_parameters=True", plan.offload_parameters)):
             if value:
                 raise InputError(

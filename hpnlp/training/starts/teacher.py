@@ -23,11 +23,7 @@ from hpnlp.compress.weight_training import with_own
 from hpnlp.data.reading.files import Progress, ignore_progress
 from hpnlp.data.tokenizers import tokenizer_digest
 from hpnlp.models import variables
-from hpnlp.models.encoder import Encoder
 from hpnlp.models.huggingface import convert
-from hpnlp.models.lm import LM, LMConfig
-from hpnlp.models.mixtures.wrapper import ModelWrapper
-from hpnlp.models.prediction import PredictionModel
 from hpnlp.models.stacks.layer_forms import carries
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
@@ -221,9 +217,7 @@ def distilled(config: Config, model: Any, teacher: Any) -> Distillation:
       InputError: The two models or the losses do not fit.
     """
     terms = parse_terms(config.distill.losses)
-    if not all(
-        isinstance(each.inner if isinstance(each, ModelWrapper) else each, PredictionModel) for each in (model, teacher)
-    ):
+    if not (model.has_taps and teacher.has_taps):
         raise InputError(
             f"{FIELD}={config.distill.teacher}: models of task={config.task!r} report no logits and states to compare: distil "
             "tasks lm, masked_lm, classification or tagging"
@@ -291,7 +285,7 @@ def _model(source: warm_start.Source) -> Any:
         config = load_config(source.directory)
         train = dataclasses.replace(config.train, weights="")
         return run_directory.make_model(dataclasses.replace(config, train=train), source.vocabulary)
-    return LM(source.model) if isinstance(source.model, LMConfig) else Encoder(source.model)
+    return convert.family_in(source.directory).model(source.model)
 
 
 def _loaded(source: warm_start.Source) -> tuple[Any, Any]:

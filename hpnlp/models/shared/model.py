@@ -1,0 +1,43 @@
+"""The base class of models: their optional members, with defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+
+
+class BaseModel:
+    """Optional members of a Model, as of one that is trained in the form in which it is used and that carries no state.
+
+    Attributes:
+      is_stackable: Whether the loss runs under vmap, so that an ensemble of equal models is one program.
+      has_taps: Whether the loss returns logits and states that a distillation compares (`models.prediction.PredictionModel`).
+      training_arrays: Names of the arrays of a batch that only training reads.
+      changes_weights: Whether the weights that the model applies are others than its parameters.
+    """
+
+    is_stackable: ClassVar[bool] = False
+    has_taps: ClassVar[bool] = False
+    training_arrays: ClassVar[tuple[str, ...]] = ()
+    changes_weights: ClassVar[bool] = False
+
+    def initial_carry(self, batch_size: int) -> Any:
+        """The collection "carry" of empty sequences; None for a model that carries nothing."""
+        return None
+
+    def carry_axes(self) -> Any:
+        """Logical axes of the arrays of the carry, a tree like it; they begin with "layers" and "batch"."""
+        return None
+
+    def check_layout(self, layout: Any) -> None:
+        """Checks that the model is trained on a layout over devices; raises InputError if it is not."""
+
+    def allowed_updates(self, params: Any, updates: Any, rate: jax.Array) -> Any:
+        """Updates of parameters as the model requires, for a learning rate, a float32 scalar."""
+        return updates
+
+    def plain(self, weights: Mapping[str, Any]) -> tuple[Any, Any]:
+        """The Model that is used, and its weights."""
+        return self, weights
