@@ -46,9 +46,9 @@ def parse_mask(text: str) -> Mask | PerHead:
         return _parse_mask(tree, text)
     except SyntaxError as error:
         raise InputError(f"{text!r:.80}, column {error.offset or 1}: {error.msg}: {_EXPECTED}") from error
+    except InputError:
+        raise
     except (RecursionError, MemoryError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(
             f"{text!r:.80} is nested too deeply or contains invalid characters: {_EXPECTED}, less deeply nested"
         ) from error

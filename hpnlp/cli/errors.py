@@ -24,15 +24,17 @@ def exit_with_message(error: Exception) -> NoReturn:
     """
     from hpnlp.errors import TRY_AGAIN, InputError, is_temporary
 
-    message = str(error) if isinstance(error, InputError) else machine_error_message(error)
+    if isinstance(error, InputError):
+        message, code = str(error), error.exit_code
+    else:
+        may_pass = isinstance(error, OSError) and is_temporary(error)
+        message, code = machine_error_message(error), TRY_AGAIN if may_pass else InputError.exit_code
     if not message:
         raise error
     if "--debug" in sys.argv:
         traceback.print_exception(error)
     print(f"hpnlp: {' '.join(message.split())}", file=sys.stderr)
-    if isinstance(error, InputError):
-        sys.exit(error.exit_code)
-    sys.exit(TRY_AGAIN if isinstance(error, OSError) and is_temporary(error) else InputError.exit_code)
+    sys.exit(code)
 
 
 # Process 0 ends last: JAX aborts the others when it ends, and they may be about to report the same error.

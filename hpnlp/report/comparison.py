@@ -242,9 +242,9 @@ def _write(path: Path, table: str, ranking: Ranking, scored: Mapping[str, Entry]
             raise InputError(f"{table_path} is there and is no table of runs: name another plot than {path}")
         plots.plot_tradeoff({labels[name]: ranking.scores[name] for name in scored}, costs, ranking, path, title)
         replace_text(table_path, table)
+    except InputError:
+        raise
     except (OSError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(f"cannot draw {path} ({error}): name a file that can be written, as compare.png") from error
 
 

@@ -171,7 +171,9 @@ def traced(function: ExportedFunction, batch: int) -> Any:
     shape = input_shape(function, batch)
     try:
         return jax.make_jaxpr(function.call)(*arguments(function, shape))
+    except InputError:
+        raise
     except SYMBOLIC_ERRORS as error:
-        if isinstance(error, InputError) or (batch and function.length):
+        if batch and function.length:
             raise
         raise unsized_error(function, batch, error) from error

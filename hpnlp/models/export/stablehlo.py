@@ -44,8 +44,10 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 0, platforms: 
             raise InputError(f"platform {platform!r}: expected one of {', '.join(PLATFORMS)}")
     try:
         exported = _export(function, batch, platforms)
+    except InputError:
+        raise
     except SYMBOLIC_ERRORS as error:
-        if isinstance(error, InputError) or (batch and function.length):
+        if batch and function.length:
             raise
         # Raises an error that does not come from the symbolic sizes.
         _export(dataclasses.replace(function, length=function.length or function.longest or 16), batch or 1, platforms)

@@ -116,9 +116,9 @@ def evaluate_tiles(mask: Mask, shape: tuple[int, ...], *bounds: np.ndarray) -> t
     try:
         some_pair, every_pair = mask.tile(*bounds)
         return np.broadcast_to(some_pair, shape), np.broadcast_to(every_pair, shape)
+    except InputError:
+        raise
     except ValueError as error:
-        if isinstance(error, InputError):
-            raise
         raise InputError(
             f"{mask!r:.200}: `tile` failed for arrays of bounds ({error}): it is called for many tiles at once, so write & "
             "and |, not `and` and `or`, and abs or numpy.minimum, not `min`"
