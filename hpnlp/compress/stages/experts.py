@@ -18,7 +18,6 @@ from scipy.optimize import linear_sum_assignment
 from hpnlp.compress.layers import Layer
 from hpnlp.nn.block import BlockConfig
 from hpnlp.nn.feed_forward import described_network
-from hpnlp.nn.feed_forward.experts import ExpertLayer
 from hpnlp.spec import parse_one
 from hpnlp.types import InputError
 
@@ -40,7 +39,6 @@ def with_fewer_experts(form: BlockConfig, count: int) -> BlockConfig:
       InputError: The router cannot do with fewer experts.
     """
     spec, network = parse_one(form.mlp, "model.mlp"), described_network(form.mlp)
-    assert isinstance(network, ExpertLayer)
     if reason := network.needs_all_experts:
         raise InputError(f"experts: model.mlp={form.mlp!r}: {reason}: leave the stage out")
     if spec.args:  # the first of which is `experts`

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 from hpnlp.nn.feed_forward import described_network
-from hpnlp.nn.feed_forward.experts import ExpertLayer
 from hpnlp.spec import parse_one
 
 
@@ -24,7 +23,7 @@ def with_dense_experts(model: Any) -> Any:
 
 def _dense(mlp: str) -> str:
     """The network; with `impl="dense"` if it has experts."""
-    if not isinstance(described_network(mlp), ExpertLayer):
+    if not described_network(mlp).expert_count:
         return mlp
     spec = parse_one(mlp, "model.mlp")
     kwargs = {**dict(spec.kwargs), "impl": "dense"}

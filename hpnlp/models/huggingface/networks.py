@@ -9,7 +9,6 @@ from typing import Any
 from hpnlp.models.huggingface.family import ModelConfig
 from hpnlp.nn.feed_forward import FeedForward, described_network
 from hpnlp.nn.feed_forward.canonical import canonical_mlp
-from hpnlp.nn.feed_forward.experts import ExpertLayer
 from hpnlp.spec import Spec, parse_period
 
 
@@ -33,7 +32,7 @@ class Network:
     @property
     def has_experts(self) -> bool:
         """Whether the network is a mixture of experts."""
-        return isinstance(self.module, ExpertLayer)
+        return self.module.expert_count > 0
 
 
 def networks_of(config: ModelConfig) -> list[Network]:

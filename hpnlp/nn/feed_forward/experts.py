@@ -105,11 +105,6 @@ class ExpertLayer(FeedForward):
         return statistic_axes(moe.SUMS)
 
     @property
-    def needs_all_experts(self) -> str:
-        """The reason why experts cannot be removed from a trained layer; "" where they can."""
-        return ""
-
-    @property
     def traits(self) -> MixerTraits:
         """Dependence of the choice of experts on other tokens and on random numbers."""
         return MixerTraits()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -61,6 +62,7 @@ class MLP(FeedForward):
     """
 
     kind: str = "gelu"
+    starts_experts: ClassVar[bool] = True
 
     @property
     def is_gated(self) -> bool:

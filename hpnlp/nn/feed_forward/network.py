@@ -32,6 +32,8 @@ class FeedForward(nn.Module):
 
     # The network reads `MixerInputs.tokens`.
     reads_tokens: ClassVar[bool] = False
+    # Experts may start as copies of the network.
+    starts_experts: ClassVar[bool] = False
 
     @property
     def is_gated(self) -> bool:
@@ -47,6 +49,11 @@ class FeedForward(nn.Module):
     def experts_per_token(self) -> int:
         """Number of experts that a token is multiplied with, on average; 0 for a network without a router."""
         return 0
+
+    @property
+    def needs_all_experts(self) -> str:
+        """The reason why experts cannot be removed from a trained layer; "" where they can."""
+        return ""
 
     @property
     def statistic_axes(self) -> Mapping[str, tuple[str | None, ...]]:

@@ -13,7 +13,6 @@ from hpnlp.models.variables import BUFFERS
 from hpnlp.nn.block import BlockConfig
 from hpnlp.nn.feed_forward import described_network
 from hpnlp.nn.feed_forward.experts import ExpertLayer
-from hpnlp.nn.feed_forward.mlp import MLP
 from hpnlp.spec import parse_one
 from hpnlp.types import InputError
 
@@ -40,7 +39,7 @@ def upcycled_layers(model: Any, source: Any) -> list[int]:
         if _without_network(form) != _without_network(old):
             return []
         network, mlp = described_network(form.mlp), described_network(old.mlp)
-        if isinstance(network, ExpertLayer) and isinstance(mlp, MLP):
+        if network.expert_count and mlp.starts_experts:
             upcycled.append(layer)
         elif parse_one(form.mlp, "model.mlp") != parse_one(old.mlp, "model.mlp") or form.mlp_size != old.mlp_size:
             return []
@@ -65,8 +64,7 @@ def check(model: BackboneConfig, source: BackboneConfig, layers: list[int], acce
     differences = ""
     for layer in layers:
         form, old = _form(model, layer), _form(source, layer)
-        network = described_network(form.mlp)
-        assert isinstance(network, ExpertLayer)
+        network: Any = described_network(form.mlp)
         if network.kind != old.mlp:
             raise InputError(
                 f"model.mlp={form.mlp!r} has experts of kind={network.kind!r}, and layer {layer} of the source an MLP of kind "
