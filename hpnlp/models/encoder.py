@@ -19,7 +19,7 @@ from hpnlp.nn.attention import Context, mixer_period
 from hpnlp.nn.layers import Dense, Embed, dropout
 from hpnlp.nn.pooling import POOLINGS, TRANSFORMS, HeadTransform, Pooling
 from hpnlp.ops.convolutions.convolution import token_windows
-from hpnlp.ops.table_rows import TableRows
+from hpnlp.ops.table_rows import is_row_subset
 from hpnlp.spec import did_you_mean, shortened
 from hpnlp.types import InputError, LossOut, option
 
@@ -183,7 +183,7 @@ class Encoder(PredictionModel):
         rng = None if deterministic else self.make_rng("output")
         out = self.output_loss(h, batch, indices, rng)
         aux = {**report.aux, **out.aux}
-        if deterministic or (self.config.classes and not isinstance(self.table, TableRows)):
+        if deterministic or (self.config.classes and not is_row_subset(self.table)):
             aux |= classification_metrics(batch, self.best(h), self.config.classes, deterministic)
         tapped = self.tapped(taps, states, h, report)
         return LossOut(out.sum, out.weight, aux, self.statistics_of(report), taps=tapped)

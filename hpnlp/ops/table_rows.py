@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,10 @@ class TableRows:
     ids: Array
     values: Array
 
+    @property
+    def dtype(self) -> np.dtype:
+        return self.values.dtype
+
     def find(self, ids: Array | np.ndarray) -> Array:
         """Indices of rows in `values`.
 
@@ -42,3 +47,13 @@ class TableRows:
     def __getitem__(self, ids: Array | np.ndarray) -> Array:
         """The rows of these ids, `[..., D]`; NaN for an id that is not among them."""
         return self.values.at[self.find(ids)].get(mode="fill", fill_value=np.nan)
+
+
+def is_row_subset(table: Any) -> bool:
+    """Whether a table is a TableRows; False for an array or a Weight."""
+    return isinstance(table, TableRows)
+
+
+def find_rows(table: Any, ids: Array) -> tuple[Any, Array]:
+    """The array that holds the rows of a table or a TableRows, and the indices in it of the rows of these ids."""
+    return (table.values, table.find(ids)) if isinstance(table, TableRows) else (table, ids)

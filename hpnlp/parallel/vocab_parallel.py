@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.helpers.custom_vjp import vary_alike
 from hpnlp.ops.softmax import zero_ignored_tokens
-from hpnlp.ops.table_rows import TableRows
+from hpnlp.ops.table_rows import is_row_subset
 from hpnlp.ops.weight import is_weight
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.memory.zero import is_zero2
@@ -46,7 +46,7 @@ def lookup(layout: Layout, table: Any, ids: Int[Array, "B T"], dtype: DTypeLike)
     """
     layout.check_tokens(ids.shape)
     x_spec = layout.activations(ids.shape[1])
-    if isinstance(table, TableRows):
+    if is_row_subset(table):
         return lax.with_sharding_constraint(table[ids].astype(dtype), NamedSharding(layout.mesh, x_spec))
     tensor_parallel, vocab_axes = layout.tensor_parallel(ids.shape[1]), layout.rules["vocab"]
 

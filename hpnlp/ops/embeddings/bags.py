@@ -64,7 +64,7 @@ def embedding_bag(
     _check(mode, weights, ids.shape)
     is_id = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] < lengths.astype(jnp.int32)[:, None]
     total = _masked(table[ids], is_id, weights).sum(axis=1)
-    return _scaled(total, is_id.sum(axis=1), mode, unit).astype(_dtype(table))
+    return _scaled(total, is_id.sum(axis=1), mode, unit).astype(table.dtype)
 
 
 @array_op("", ids="N")
@@ -255,7 +255,3 @@ def _scaled(total: Array, count: Array, mode: str, unit: bool) -> Array:
         return unit_norm(total)
     size = jnp.maximum(count, 1).astype(jnp.float32)
     return total if mode == "sum" else total / (size ** jnp.float32(MODES[mode]))[:, None]
-
-
-def _dtype(table: Table) -> Any:
-    return table.values.dtype if isinstance(table, TableRows) else table.dtype

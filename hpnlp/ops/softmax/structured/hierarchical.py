@@ -27,7 +27,7 @@ from hpnlp.ops.linear import widened
 from hpnlp.ops.sampling import sample
 from hpnlp.ops.softmax.structured.grouped_softmax import check_k
 from hpnlp.ops.softmax.structured.trees import Tree, balanced_tree, huffman_tree, tree_from_children
-from hpnlp.ops.table_rows import TableRows
+from hpnlp.ops.table_rows import TableRows, find_rows, is_row_subset
 from hpnlp.types import InputError
 
 # Levels whose nodes are scored for all tokens by one product. With more levels, a CPU computes longer than it saves in gathers.
@@ -90,8 +90,7 @@ def tree_nll(
     if labels.shape != h.shape[:1]:
         raise InputError(f"labels has shape {labels.shape}: expected {h.shape[:1]}")
     nodes, signs = tree_paths(tree, labels, ignore_index=ignore_index)
-    if isinstance(table, TableRows):
-        nodes, table = table.find(nodes), table.values
+    table, nodes = find_rows(table, nodes)
     labels = labels.astype(jnp.int32)
     ignored = labels == ignore_index
     h = jnp.where(ignored[:, None], jnp.zeros((), h.dtype), h)
@@ -446,10 +445,11 @@ def _is_word(tree: Tree, labels: Array) -> Array:
 
 def _check(h: Any, table: Any, tree: Tree, bias: Any) -> None:
     """Raises InputError if h, table and bias do not fit the tree."""
-    shape = (table.values if isinstance(table, TableRows) else table).shape
+    is_subset = is_row_subset(table)
+    shape = (table.values if is_subset else table).shape
     if h.ndim != 2 or len(shape) != 2 or h.shape[1] != shape[1]:
         raise InputError(f"h {h.shape}, table {shape}: expected [N, D] and [V - 1, D]; flatten tokens to one axis")
-    if isinstance(table, TableRows):
+    if is_subset:
         if bias is not None:
             raise InputError("bias: expected None beside rows of a table; leave it out, or pass the whole table")
         return
