@@ -34,8 +34,9 @@ from hpnlp.compress.stages.numbers import CONVERSIONS, Conversion
 from hpnlp.compress.stages.sensitivity import choose_bits, mean_curvature
 from hpnlp.models.variables import BUFFERS, FROZEN
 from hpnlp.ops.weight import is_weight
-from hpnlp.ops.weights import FloatWeight, ObservedWeight, quantize
+from hpnlp.ops.weights import FloatWeight, quantize
 from hpnlp.ops.weights import factorize as factorize_matrix
+from hpnlp.ops.weights.calibrated.observed import split_observed
 from hpnlp.ops.weights.low_rank import rank_by_energy, rank_of
 from hpnlp.spec import build, parse
 from hpnlp.types import InputError
@@ -190,9 +191,8 @@ def factorize(
         def convert(path: str, w: Any) -> Any:
             if path not in saves:
                 return w
-            if isinstance(w, ObservedWeight):
-                return factorize_matrix(w.matrix, saves[path], covariance=w.moments)
-            return factorize_matrix(w, saves[path])
+            matrix, moments = split_observed(w)
+            return factorize_matrix(matrix, saves[path], covariance=moments)
 
         return config, map_matrices(convert, weights)
 
@@ -282,9 +282,7 @@ def _stage_of(conversion: Callable[..., Conversion]) -> Callable[..., tuple[str,
         chosen = conversion(*args, **kwargs)
 
         def convert(path: str, w: Any) -> Any:
-            if isinstance(w, ObservedWeight):
-                return chosen.convert(path, w.matrix, w.moments)
-            return chosen.convert(path, w, None)
+            return chosen.convert(path, *split_observed(w))
 
         def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
             if chosen.reads_inputs:

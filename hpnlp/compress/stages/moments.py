@@ -14,6 +14,7 @@ from hpnlp.compress.stages import Calibration
 from hpnlp.models.variables import BUFFERS, FROZEN
 from hpnlp.ops.weight import is_weight
 from hpnlp.ops.weights import ObservedWeight
+from hpnlp.ops.weights.calibrated.observed import is_observed
 from hpnlp.types import InputError
 
 
@@ -48,7 +49,7 @@ def map_arrays(function: Callable[[str, Any], Any], path: str, w: Any) -> Any:
     Returns:
       The result, or the Weight with the results in place of its fields.
     """
-    if not is_weight(w) or isinstance(w, ObservedWeight):
+    if not is_weight(w) or is_observed(w):
         return function(path, w)
     return dataclasses.replace(w, **{f.name: function(path, getattr(w, f.name)) for f in dataclasses.fields(w)})
 
@@ -92,8 +93,8 @@ def with_input_moments(
     found = {name: tree for name, tree in observed.items() if name not in gradients}
 
     def with_moments(node: Any, gradient: Any) -> Any:
-        return dataclasses.replace(node, moments=gradient.moments) if isinstance(node, ObservedWeight) else node
+        return dataclasses.replace(node, moments=gradient.moments) if is_observed(node) else node
 
     trained = {name: tree for name, tree in observed.items() if name in gradients}
-    merged = jax.tree.map(with_moments, trained, dict(gradients), is_leaf=lambda node: isinstance(node, ObservedWeight))
+    merged = jax.tree.map(with_moments, trained, dict(gradients), is_leaf=is_observed)
     return {**merged, **found}

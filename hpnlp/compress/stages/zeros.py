@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from hpnlp.compress.matrices import is_table, map_matrices
 from hpnlp.compress.stages import STRUCTURE, Calibration, Compressor, check_share, squared_gradients
 from hpnlp.compress.stages.moments import listed_matrices, map_arrays, with_input_moments
-from hpnlp.ops.weights import ObservedWeight, prune_by_moments
+from hpnlp.ops.weights import prune_by_moments
+from hpnlp.ops.weights.calibrated.observed import split_observed
 from hpnlp.ops.weights.sparse import largest
 from hpnlp.types import InputError
 
@@ -53,7 +54,8 @@ def magnitude(share: int | float, by: str = "magnitude") -> tuple[str, Compresso
         return keep_largest(path, w, jax.random.uniform(jax.random.key(zlib.crc32(path.encode())), w.shape))
 
     def by_inputs(path: str, w: Any) -> Any:
-        return prune_by_moments(w.matrix, w.moments, share) if isinstance(w, ObservedWeight) else w
+        matrix, moments = split_observed(w)
+        return w if moments is None else prune_by_moments(matrix, moments, share)
 
     def compress_by_inputs(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
         observed = with_input_moments("magnitude(by='inputs')", config, weights, calibration)

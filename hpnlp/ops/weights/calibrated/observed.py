@@ -44,6 +44,16 @@ class ObservedWeight(Weight):
         return ObservedWeight(names, (*leading, row, None))
 
 
+def is_observed(node: Any) -> bool:
+    """Whether a node of a tree of parameters is an ObservedWeight."""
+    return isinstance(node, ObservedWeight)
+
+
+def split_observed(w: Any) -> tuple[Any, Any]:
+    """The matrix of a parameter, and the second moments of its inputs; None for a parameter that is not observed."""
+    return (w.matrix, w.moments) if isinstance(w, ObservedWeight) else (w, None)
+
+
 @jax.custom_vjp
 def _observed_product(x: Array, w: Array, moments: Array) -> Array:
     return product(x, w)
