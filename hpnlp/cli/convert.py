@@ -184,9 +184,9 @@ def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
     from hpnlp.data import tokenizers
     from hpnlp.jobs.export import exported_tokenizer
     from hpnlp.models.huggingface import convert
-    from hpnlp.models.pairs.dual_encoder import DualEncoderConfig
     from hpnlp.ops.weight import dense_tree
     from hpnlp.training import run_directory as runs
+    from hpnlp.training.config import flat
     from hpnlp.training.config_file import load_config
     from hpnlp.training.files.metrics import reading_progress
 
@@ -194,7 +194,7 @@ def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
     runs.check_task(source, values, convert.TASKS, "convert")
     run, labels = runs.load(source, step), runs.load_vocabulary(source, values).labels
     tokenizer, model = run.tokenizer, run.model.config
-    if isinstance(model, DualEncoderConfig) and run.config.data.distinct:
+    if flat(run.config).get("data.distinct"):
         raise InputError(
             f"{source}: data.distinct=True keeps each token of a text once, as no tokenizer of transformers does"
         )
@@ -213,12 +213,12 @@ def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
         convert.save(model, dense_tree(run.params), target, **options)
         _copy(Path(scratch), target, TOKENIZER)
     convert.check_readable(target)
-    if labels is not None and not isinstance(model, DualEncoderConfig):  # a dual encoder's classifier is left out
+    if labels is not None and model.output:  # a dual encoder's classifier is left out
         assert kind is not None
         _check_predictions(run, kind, target)
     tokenizers.load(str(target))
     _copy(source, target, COMPANIONS)
-    if not isinstance(model, DualEncoderConfig) and parse_one(model.output, "model.output").name != "full":
+    if model.output and parse_one(model.output, "model.output").name != "full":
         print(f"{target}: model.output={model.output!r} estimates a full softmax, which the checkpoint has")
     if kinds := _kinds_of_weights(run.params):
         print(

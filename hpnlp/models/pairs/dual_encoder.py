@@ -45,6 +45,8 @@ class DualEncoderConfig(BackboneConfig):
     """Two bidirectional towers of one form, each of which makes a vector of a text."""
 
     least_layers: ClassVar[int] = 0
+    output: ClassVar[str] = ""  # no output layer over words
+    tied: ClassVar[bool] = False
     body: ClassVar[str] = "towers"
     starts: ClassVar[Mapping[str, tuple[Start, ...]]] = {"encoder": (Start("tower"), Start("pair_tower"))}
     # Training may go on from a run with another loss (`train.init_from`): its fields do not change the vectors, and its own
