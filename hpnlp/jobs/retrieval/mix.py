@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -277,8 +277,7 @@ def load_run(workdir: str | Path, progress: Progress = ignore_progress) -> tuple
         raise InputError(
             f"{workdir}: model.mixer={run.config.model.mixer!r} carries states from batch to batch, which `hpnlp mix` does not"
         )
-    corpus = tasks.find(config.task).dataset(run.config.data, run.vocabulary, progress)
-    assert isinstance(corpus, Corpus)
+    corpus = cast(Corpus, tasks.find(config.task).dataset(run.config.data, run.vocabulary, progress))
     if not corpus.tokenizer.lossless:
         raise InputError(f"{workdir}: the tokenizer {config.data.tokenizer!r} does not keep every byte")
     return run, corpus

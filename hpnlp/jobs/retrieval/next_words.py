@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -115,8 +115,7 @@ def load_source(
     run = run_directory.load(directory, step)
     if not run.model.is_normalized:
         raise InputError(f"{directory}: model.output={run.model.config.output!r} gives no probabilities to mix with")
-    corpus = tasks.find(config.task).dataset(run.config.data, run.vocabulary, progress)
-    assert isinstance(corpus, Corpus)
+    corpus = cast(Corpus, tasks.find(config.task).dataset(run.config.data, run.vocabulary, progress))
     documents = Documents.of(corpus.documents[0], None, options.tuning_tokens, options.seed, options.keys)
     return Source(os.path.abspath(directory), run, documents, options)
 
