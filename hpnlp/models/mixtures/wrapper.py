@@ -144,17 +144,3 @@ class ModelWrapper:
           This model and its weights; a subclass that is trained in another form returns the Model that is used.
         """
         return self, weights
-
-
-def unwrapped(model: Any) -> Any:
-    """The Model inside of all wrappers.
-
-    Args:
-      model: A Model.
-
-    Returns:
-      The innermost Model; `model` itself if it is no ModelWrapper.
-    """
-    while isinstance(model, ModelWrapper):
-        model = model.inner
-    return model

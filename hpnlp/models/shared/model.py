@@ -14,12 +14,15 @@ class BaseModel:
     Attributes:
       is_stackable: Whether the loss runs under vmap, so that an ensemble of equal models is one program.
       has_taps: Whether the loss returns logits and states that a distillation compares (`models.prediction.PredictionModel`).
+      predicts_next_words: Whether the hidden state of each token predicts the next word: `apply` then calls the methods
+        `token_states(batch, deterministic) -> (h [B, T, D], carry)`, `label_losses(h, labels)` and `next_logits(h)`.
       training_arrays: Names of the arrays of a batch that only training reads.
       changes_weights: Whether the weights that the model applies are others than its parameters.
     """
 
     is_stackable: ClassVar[bool] = False
     has_taps: ClassVar[bool] = False
+    predicts_next_words: ClassVar[bool] = False
     training_arrays: ClassVar[tuple[str, ...]] = ()
     changes_weights: ClassVar[bool] = False
 
