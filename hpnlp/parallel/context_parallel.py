@@ -26,7 +26,7 @@ from jaxtyping import Array
 
 from hpnlp.model_interfaces.layer_report import check_method, has_state, statistic_axes
 from hpnlp.ops.attention import Full, merge
-from hpnlp.ops.attention.masks.per_head import AnyMask, PerHead
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.helpers.custom_vjp import tied
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.ring_schedule import Chunks, RingSchedule, assign_chunks, make_schedule
@@ -264,7 +264,7 @@ def ring(mixer: Any, inputs: MixerInputs, mask: AnyMask, chunks: Chunks) -> Mixe
     if inputs.rng is not None:
         raise InputError("model.dropout with plan.exchange=ring: choose plan.exchange=heads, or model.dropout=0")
     mask = mixer.within(mask)
-    if isinstance(mask, PerHead):
+    if mask.heads is not None:
         raise InputError("heads with masks of their own do not run on a ring: set plan.sequence=1")
     inputs, statistics = mixer.prepare(inputs) if has_state(mixer) else (inputs, {})
     assert inputs.q is not None and inputs.k is not None and inputs.v is not None

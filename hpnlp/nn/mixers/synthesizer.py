@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.checks import check_has_effect
 from hpnlp.nn.mixers.low_rank import of_length
-from hpnlp.ops.attention.masks.per_head import AnyMask, PerHead
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.attention.pair_bias import weighted
 from hpnlp.ops.attention.synthetic.attend import Factors, synthetic_attend, tiled_scores
 from hpnlp.ops.attention.synthetic.factorized_dense import factorized_dense_attend
@@ -85,7 +85,7 @@ class SynthesizerMixer(nn.Module):
             "rng": inputs.rng if rate else None,
             "streams": inputs.streams if rate else None,
         }
-        if self.terms == ("factorized_dense",) and not isinstance(mask, PerHead):
+        if self.terms == ("factorized_dense",) and mask.heads is None:
             a, b = self._tiles(inputs)
             return MixerOutput(factorized_dense_attend(inputs.v, a, b, mask, **operands))
         if self.terms == ("random",):

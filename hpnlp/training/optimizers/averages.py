@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ class Uniform:
     """
 
     start: int = 0
+    reads_evaluations: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.start < 0:
@@ -79,6 +80,7 @@ class NonMonotonic:
     """
 
     evaluations: int = 5
+    reads_evaluations: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.evaluations < 1:

@@ -114,6 +114,11 @@ class ExecutorOperands:
         """True if the mask and the indices decide which pairs the mask allows: there are no positions or global tokens."""
         return self.queries.position is None and self.queries.is_global is None
 
+    @property
+    def has_pair_bias(self) -> bool:
+        """Whether the bias is a PairBias."""
+        return isinstance(self.bias, PairBias)
+
     def positions_are_indices(self) -> Array:
         """Whether all queries and keys are at the positions of their indices, bool []; for operands with positions."""
         same = [jnp.all(tokens.position == tokens.index) for tokens in (self.queries, self.keys)]
