@@ -229,8 +229,8 @@ class LabelledBags(UnstackedModel, nn.Module):
             batch, label_scores.argmax(axis=1).astype(labels.dtype), self.config.classes, deterministic
         )
         hits = jnp.where(target > best, compared, 0.0).sum()
-        reads_only = self.memory is None or deterministic
-        written = {} if reads_only else self.memory.written(sums, batch["bag"], weights != 0)
+        memory = None if deterministic else self.memory
+        written = {} if memory is None else memory.written(sums, batch["bag"], weights != 0)
         statistics: Statistics = {MEMORY: written} if written else {}
         metrics["text_recall_at_1"] = hits, compared.sum()
         return LossOut(total, text_weights.sum() + weights.sum(), metrics, statistics)

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -303,7 +303,7 @@ def save(
         )
     tensors = list(_tensors(family, config, shapes))
     if family.omits_base:
-        sentence_files.check(config)
+        sentence_files.check(cast(DualEncoderConfig, config))
         tensors = [dataclasses.replace(tensor, name=tensor.name.removeprefix(family.base)) for tensor in tensors]
     _check_all_finite(tensors, flat, dtype)
     with raises_input_errors(directory, "free some space, or name a directory that can be written"):
@@ -313,7 +313,7 @@ def save(
                 raise InputError(f"{path} exists: name an empty directory")
         _write_tensors(_split(tensors, stored.itemsize, shard_bytes), flat, stored, directory, progress)
         if family.omits_base:
-            sentence_files.write(directory, config, seq_len or config.max_len)
+            sentence_files.write(directory, cast(DualEncoderConfig, config), seq_len or config.max_len)
         write_json(directory / CONFIG, raw)  # last, so that a directory with config.json is complete
 
 
