@@ -188,17 +188,24 @@ class Mixer(Protocol):
     (`MixerTraits.decodes`). `partial(inputs, mask) -> (o, float32 lse [B, T, N])` mixes some of the keys, with the mask as
     `within` returns it and without parameters of its own; `ops.attention.merge` joins its results, as on a ring of devices.
 
-    A mixer that returns `MixerOutput.statistics` is a `WithStatistics`, and may be a `WithAuxiliaryLoss` and, if it has buffers
-    (`nn.layers.buffer`), a `WithBuffers`. On a ring such a mixer needs `prepare(inputs) -> (inputs, statistics)`, which
-    treats each token by itself: the inputs for `partial`, and the sums over these tokens. Its `__call__` does the same first.
+    `nn.branch.BaseMixer` is the base class of mixers, with defaults of the members from `statistic_axes` on. On a ring, a mixer
+    with `has_state` needs `prepare(inputs) -> (inputs, statistics)`, which treats each token by itself: the inputs for
+    `partial`, and the sums over these tokens. Its `__call__` does the same first.
 
     A mixer that carries state from one part of a sequence to the next, which is read in a later batch, is a `WithCarry`, and
-    may be a `WithFurtherKeys` and a `WithCarryMultiple`. A mixer that adds up over the heads of a layer is a `DividesHeads`.
+    may be a `WithFurtherKeys`.
 
     Attributes:
       needs: The projections that the mixer reads, by name: q, k and v as fields of MixerInputs, others in its field
         `projections`; none for a mixer that reads `x`.
       traits: Its properties.
+      statistic_axes: Logical axes of each of `MixerOutput.statistics`, by name.
+      has_state: Whether the mixer returns statistics or changes buffers (`nn.layers.buffer`).
+      carries: Whether the mixer is a `WithCarry`.
+      carry_multiple: A divisor of the lengths of batches.
+      divides_heads: False if the mixer adds up over the heads of a layer.
+      has_matrices: Whether the mixer has the method `matrices` (`nn.mixers.exact.ExactMixer`).
+      score_options: Arguments of `ops.attention_scores` with which the scores of queries and keys are those of the mixer.
     """
 
     @property
@@ -233,31 +240,30 @@ class Mixer(Protocol):
         """
         ...
 
-
-@runtime_checkable
-class WithStatistics(Protocol):
-    """A mixer or feed-forward network that returns `MixerOutput.statistics`.
-
-    Attributes:
-      statistic_axes: Logical axes of each statistic, by name.
-    """
-
     @property
     def statistic_axes(self) -> Mapping[str, tuple[str | None, ...]]: ...
 
+    @property
+    def has_state(self) -> bool: ...
 
-@runtime_checkable
-class WithAuxiliaryLoss(Protocol):
-    """A mixer or feed-forward network with losses of its statistics."""
+    @property
+    def carries(self) -> bool: ...
+
+    @property
+    def carry_multiple(self) -> int: ...
+
+    @property
+    def divides_heads(self) -> bool: ...
+
+    @property
+    def has_matrices(self) -> bool: ...
+
+    @property
+    def score_options(self) -> dict[str, Any]: ...
 
     def auxiliary_loss(self, statistics: Statistics) -> Mapping[str, Array]:
         """Losses of one layer, a pure function of its statistics summed over the whole batch: name -> float32 scalar."""
         ...
-
-
-@runtime_checkable
-class WithBuffers(Protocol):
-    """A mixer or feed-forward network whose buffers change from step to step."""
 
     def advance(self, buffers: Any, statistics: Statistics, step: Array, rng: Array) -> Any:
         """Buffers of one layer for the next step, a pure function; statistics are summed over the whole batch."""
@@ -287,30 +293,6 @@ class WithFurtherKeys(Protocol):
     def further_keys(self, tokens: Any) -> Any:
         """Tokens made of those of the carry and of x, whose keys and values follow, by constant parameters; None for none."""
         ...
-
-
-@runtime_checkable
-class WithCarryMultiple(Protocol):
-    """A mixer with a carry for batches of some lengths.
-
-    Attributes:
-      carry_multiple: A divisor of the lengths.
-    """
-
-    @property
-    def carry_multiple(self) -> int: ...
-
-
-@runtime_checkable
-class DividesHeads(Protocol):
-    """A mixer that may need all heads of a layer on one device.
-
-    Attributes:
-      divides_heads: False if it adds up over the heads.
-    """
-
-    @property
-    def divides_heads(self) -> bool: ...
 
 
 @jax.tree_util.register_dataclass

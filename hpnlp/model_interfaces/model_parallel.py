@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import jax
 
-from hpnlp.model_interfaces.layer_report import LayerReport, statistic_axes
+from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.types import Array, InputError, LossOut, MixerInputs, MixerOutput
 
 
@@ -142,7 +142,7 @@ class TensorParallel:
         Raises:
           InputError: The module does not list a statistic in `statistic_axes`.
         """
-        axes = statistic_axes(module)
+        axes = module.statistic_axes
         if undeclared := [name for name in output.statistics if name not in axes]:
             raise InputError(
                 f"{type(module).__name__} returns the statistics {', '.join(undeclared)} without their axes: list them in its "

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -24,14 +24,15 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from hpnlp.model_interfaces.layer_report import check_method, has_state, statistic_axes
+from hpnlp.model_interfaces.layer_report import check_method
 from hpnlp.ops.attention import Full, merge
+from hpnlp.ops.attention.masks.base import Mask
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.helpers.custom_vjp import tied
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.ring_schedule import Chunks, RingSchedule, assign_chunks, make_schedule
 from hpnlp.parallel.varying import of_all_shards, of_first_device, zeros_like
-from hpnlp.types import DividesHeads, InputError, MixerInputs, MixerOutput
+from hpnlp.types import InputError, MixerInputs, MixerOutput
 
 AXIS = "sequence"
 
@@ -95,7 +96,7 @@ def check_support(
             "or choose a mixer with one mask"
         )
     for mixer in mixers:
-        if layout.size("heads") > 1 and isinstance(mixer, DividesHeads) and not mixer.divides_heads:
+        if layout.size("heads") > 1 and not mixer.divides_heads:
             raise InputError(
                 f"{type(mixer).__name__} (model.mixer) adds up over all heads of a layer, which plan.tensor divides over "
                 f"{layout.size('heads')} devices: set plan.tensor=1, or choose another mixer"
@@ -152,7 +153,7 @@ def check_mixer(mixer: Any) -> None:
     if mixer.traits.draws:
         raise InputError(f"{type(mixer).__name__} draws, which a ring does not support: {fix}")
     check_method(mixer, "partial", "a ring", fix)
-    if has_state(mixer):
+    if mixer.has_state:
         check_method(mixer, "prepare", "a ring, for the statistics and buffers of the device's tokens,", fix)
 
 
@@ -221,7 +222,7 @@ def by_heads(mixer: Any, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         first = _gather_tokens(inputs.streams[:, None, :])[:, 0]
         fields["streams"] = lax.dynamic_slice_in_dim(first, lax.axis_index(AXIS) * count, count, 1)
     out = mixer(dataclasses.replace(inputs, **fields), mask)
-    axes = statistic_axes(mixer)
+    axes = mixer.statistic_axes
     statistics = {name: _of_all_heads(x, axes.get(name, ())) for name, x in out.statistics.items()}
     return MixerOutput(lax.all_to_all(out.o, AXIS, split_axis=1, concat_axis=2, tiled=True), out.aux, statistics)
 
@@ -266,9 +267,9 @@ def ring(mixer: Any, inputs: MixerInputs, mask: AnyMask, chunks: Chunks) -> Mixe
     mask = mixer.within(mask)
     if mask.heads is not None:
         raise InputError("heads with masks of their own do not run on a ring: set plan.sequence=1")
-    inputs, statistics = mixer.prepare(inputs) if has_state(mixer) else (inputs, {})
+    inputs, statistics = mixer.prepare(inputs) if mixer.has_state else (inputs, {})
     assert inputs.q is not None and inputs.k is not None and inputs.v is not None
-    schedule = make_schedule(mask, inputs.q.shape[1] * lax.axis_size(AXIS), chunks)
+    schedule = make_schedule(cast(Mask, mask), inputs.q.shape[1] * lax.axis_size(AXIS), chunks)
 
     def partial(mask: AnyMask, q: Array, k: Array, v: Array, query_info: Any, key_info: Any) -> tuple[Array, Array]:
         (positions, segment_ids), (kv_positions, kv_segment_ids) = query_info, key_info

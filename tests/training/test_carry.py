@@ -7,7 +7,6 @@ import dataclasses
 import functools
 from typing import Any, ClassVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 from hpnlp.models.encoder import EncoderConfig
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.seq2seq import Seq2SeqConfig
+from hpnlp.nn.branch import BaseMixer
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.segment_memory import SegmentMemoryMixer
 from hpnlp.ops.attention import Full
@@ -163,7 +163,7 @@ def test_planner_counts_the_carry():
 # Forms of a carry.
 
 
-class Previous(nn.Module):
+class Previous(BaseMixer):
     """The hidden state of the token before, of any segment. The carry is that of the last token, as `form` has it."""
 
     needs: ClassVar = {}

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hpnlp.nn.branch import BaseMixer
 from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.checks import check_has_effect
 from hpnlp.nn.mixers.low_rank import of_length
+from hpnlp.ops.attention.masks.base import Mask
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.attention.pair_bias import weighted
 from hpnlp.ops.attention.synthetic.attend import Factors, synthetic_attend, tiled_scores
@@ -27,7 +29,7 @@ KINDS = ("dense", "random", "factorized_dense", "factorized_random")
 OF_TOKENS = (DOT, "dense", "factorized_dense")
 
 
-class SynthesizerMixer(nn.Module):
+class SynthesizerMixer(BaseMixer):
     """Softmax attention whose scores are a weighted sum of terms, for sequences of one length.
 
     A token's place in the sequence, and not its position in its document, chooses the columns and rows of learned scores.
@@ -87,7 +89,7 @@ class SynthesizerMixer(nn.Module):
         }
         if self.terms == ("factorized_dense",) and mask.heads is None:
             a, b = self._tiles(inputs)
-            return MixerOutput(factorized_dense_attend(inputs.v, a, b, mask, **operands))
+            return MixerOutput(factorized_dense_attend(inputs.v, a, b, cast(Mask, mask), **operands))
         if self.terms == ("random",):
             del operands["kv_segment_ids"], operands["kv_positions"]
             scores = self._random_scores(inputs)
