@@ -30,6 +30,18 @@ class Zero2Parameter:
     shard: Any
 
 
+def is_zero2(node: Any) -> bool:
+    """Whether a node of a tree is a `Zero2Parameter`.
+
+    Args:
+      node: Node of a tree of parameters.
+
+    Returns:
+      True for a `Zero2Parameter`, False for an array or a container.
+    """
+    return isinstance(node, Zero2Parameter)
+
+
 class TensorParallel:
     """Division of a Block's branches over the devices of a mesh: a device's heads and columns, and the collectives.
 

@@ -37,6 +37,7 @@ MAX_BLOCKS = 1000
 class ConvNetConfig(Unstacked):
     """A convolutional network with one label for each image."""
 
+    has_convolutions: ClassVar[bool] = True
     description: ClassVar[str] = "a convolutional network"
     no_stages: ClassVar[str] = "whose stages would differ"
     undivided: ClassVar[str] = "whose images are not divided"

@@ -44,6 +44,7 @@ class ConfigOfModel:
       body_params: Parameters of a stack that belong to its body.
       loss_params: Parameters of the loss, which a source may lack; see `training.starts.warm_start`.
       free_fields: Fields that a run that starts from another one may change; see `training.starts.architecture`.
+      has_convolutions: Whether the model is a network of convolutions of images.
       data_buffers: Buffers that are functions of the data, such as an index of documents; `train.init_from` does not copy them.
     """
 
@@ -53,6 +54,7 @@ class ConfigOfModel:
     body_params: ClassVar[tuple[str, ...]] = ("embed", "positions", "embed_norm", "layers", "final_norm")
     loss_params: ClassVar[tuple[str, ...]] = ()
     free_fields: ClassVar[tuple[str, ...]] = ()
+    has_convolutions: ClassVar[bool] = False
     data_buffers: ClassVar[tuple[str, ...]] = ()
 
     @property
