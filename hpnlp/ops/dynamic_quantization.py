@@ -54,6 +54,11 @@ class _Grid(NamedTuple):
     powers: np.ndarray
 
 
+def is_quantized(node: Any) -> bool:
+    """Whether a node of a tree is a Quantized."""
+    return isinstance(node, Quantized)
+
+
 @functools.cache
 def _grid(signed: bool) -> _Grid:
     # Without a sign bit, each decade has one bit more.

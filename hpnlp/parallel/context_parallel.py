@@ -176,7 +176,7 @@ def losses_of_mixers_checked(layout: Layout) -> Iterator[None]:
 
     def check(call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         out = call(*args, **kwargs)
-        if context.module.name == "mixer" and isinstance(out, MixerOutput) and out.aux:
+        if context.module.name == "mixer" and context.method_name == "__call__" and out.aux:
             raise InputError(
                 f"{type(context.module).__name__} returns {', '.join(out.aux)} in MixerOutput.aux, which a ring does not "
                 "compute: make it a function of statistics (`auxiliary_loss`), choose plan.exchange=heads, or plan.sequence=1"

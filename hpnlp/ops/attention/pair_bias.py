@@ -126,6 +126,11 @@ class PairBias(abc.ABC):
         return self.with_arrays(tuple(x[:, heads] if x.shape[1] > 1 else x for x in self.arrays))
 
 
+def is_pair_bias(bias: Any) -> bool:
+    """Whether a bias is a PairBias; False for an array, a function or None."""
+    return isinstance(bias, PairBias)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BiasArrays(PairBias):

@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from hpnlp.ops.attention.masks.per_head import check_mask
 from hpnlp.ops.attention.operands import Operands
-from hpnlp.ops.attention.pair_bias import BiasOfHeads, PairBias
+from hpnlp.ops.attention.pair_bias import BiasOfHeads, is_pair_bias
 from hpnlp.types import InputError
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
@@ -109,7 +109,7 @@ def _check_bias(bias: Any, shape: tuple[int, ...]) -> None:
     """Checks that a bias is a function of as many heads as the queries have, or floats that broadcast to [B, N, T, S]."""
     if bias is None:
         return
-    if isinstance(bias, PairBias):
+    if is_pair_bias(bias):
         bias.check()
         for array in bias.dense_terms:
             _check_bias(array, shape)

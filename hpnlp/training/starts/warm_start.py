@@ -78,8 +78,7 @@ class Source:
     @property
     def tokenizer_field(self) -> str:
         """The value of `data.tokenizer` that names this tokenizer."""
-        is_bytes = isinstance(self.tokenizer, tokenizers.ByteTokenizer)
-        return "bytes" if is_bytes else str(self.directory / "tokenizer.json")
+        return self.tokenizer.spec or str(self.directory / "tokenizer.json")
 
     def check_model(self, model: Any, accept_changes: bool = False, task: str = "") -> str:
         """Checks that a model that starts from this one computes the same.

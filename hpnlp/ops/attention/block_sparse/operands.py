@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from hpnlp.ops.attention.masks.base import Mask
 from hpnlp.ops.attention.operands import Operands, as_flags
-from hpnlp.ops.attention.pair_bias import BiasArrays, PairBias
+from hpnlp.ops.attention.pair_bias import BiasArrays, is_pair_bias
 from hpnlp.ops.dropout import seed_words
 
 
@@ -114,11 +114,6 @@ class ExecutorOperands:
         """True if the mask and the indices decide which pairs the mask allows: there are no positions or global tokens."""
         return self.queries.position is None and self.queries.is_global is None
 
-    @property
-    def has_pair_bias(self) -> bool:
-        """Whether the bias is a PairBias."""
-        return isinstance(self.bias, PairBias)
-
     def positions_are_indices(self) -> Array:
         """Whether all queries and keys are at the positions of their indices, bool []; for operands with positions."""
         same = [jnp.all(tokens.position == tokens.index) for tokens in (self.queries, self.keys)]
@@ -183,7 +178,7 @@ def _bias_operand(bias: Any) -> tuple[Any, Any]:
     """(None, PairBias or None), or the jaxpr of a bias function and the arrays that the function closes over."""
     if bias is None or callable(bias):
         return (None, None) if bias is None else _trace(bias)
-    return None, bias if isinstance(bias, PairBias) else BiasArrays((_four_axes(bias),), (None,))
+    return None, bias if is_pair_bias(bias) else BiasArrays((_four_axes(bias),), (None,))
 
 
 def _trace(function: Callable[..., Any]) -> tuple[Any, tuple[Any, ...]]:

@@ -20,6 +20,7 @@ from hpnlp.ops.attention.block_sparse.operands import ExecutorOperands, Form, Op
 from hpnlp.ops.attention.block_sparse.schedule import BlockSchedule
 from hpnlp.ops.attention.block_sparse.tile import QueryResiduals, log_sum
 from hpnlp.ops.attention.masks.base import Full
+from hpnlp.ops.attention.pair_bias import is_pair_bias
 
 
 def merge_partials(*partials: tuple[Array, ...]) -> tuple[Array, Array, Array]:
@@ -129,7 +130,10 @@ def _parts(
     # With positions or global tokens, which are known at run time only, any two blocks may hold visible pairs.
     mask = options.mask if operands.mask_is_static else Full()
     undivided = (
-        not operands.mask_is_static or operands.dense is not None or operands.has_pair_bias or options.form is Form.SCAN
+        not operands.mask_is_static
+        or operands.dense is not None
+        or is_pair_bias(operands.bias)
+        or options.form is Form.SCAN
     )
     divide_all = options.form is Form.PERMUTED
     heads = heads_at_a_time(q, k)
