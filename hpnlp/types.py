@@ -54,7 +54,7 @@ class Projection:
       norm: True if `model.qk_norm` or `model.joint_qk_norm` normalises the heads, as those of queries and keys.
       rope: True if `model.position="rope"` rotates the heads, as those of queries and keys.
       source: "x" for a projection of the hidden states; "memory" for one of `Context.memory`; "carry" for one of the states
-        in the mixer's carry, a `SegmentMemory`, and after them the hidden states. See `Mixer` for states that follow these.
+        in the mixer's carry, a `SegmentMemory`, and after them the hidden states; see `WithFurtherKeys`.
     """
 
     axis: str
@@ -178,96 +178,6 @@ class MixerOutput:
     cache: Any = None
     carry: Any = None
     taps: Mapping[str, Array] = dataclasses.field(default_factory=dict)
-
-
-@runtime_checkable
-class Mixer(Protocol):
-    """A way to mix information along the sequence, such as attention over a pattern: a Flax module, an entry of MIXERS.
-
-    A mixer may have two more methods. `extend(inputs, mask, cache) -> (o, cache)` mixes further tokens with those in the cache
-    (`MixerTraits.decodes`). `partial(inputs, mask) -> (o, float32 lse [B, T, N])` mixes some of the keys, with the mask as
-    `within` returns it and without parameters of its own; `ops.attention.merge` joins its results, as on a ring of devices.
-
-    `nn.branch.BaseMixer` is the base class of mixers, with defaults of the members from `statistic_axes` on. On a ring, a mixer
-    with `has_state` needs `prepare(inputs) -> (inputs, statistics)`, which treats each token by itself: the inputs for
-    `partial`, and the sums over these tokens. Its `__call__` does the same first.
-
-    A mixer that carries state from one part of a sequence to the next, which is read in a later batch, is a `WithCarry`, and
-    may be a `WithFurtherKeys`.
-
-    Attributes:
-      needs: The projections that the mixer reads, by name: q, k and v as fields of MixerInputs, others in its field
-        `projections`; none for a mixer that reads `x`.
-      traits: Its properties.
-      statistic_axes: Logical axes of each of `MixerOutput.statistics`, by name.
-      has_state: Whether the mixer returns statistics or changes buffers (`nn.layers.buffer`).
-      carries: Whether the mixer is a `WithCarry`.
-      carry_multiple: A divisor of the lengths of batches.
-      divides_heads: False if the mixer adds up over the heads of a layer.
-      has_matrices: Whether the mixer has the method `matrices` (`nn.mixers.exact.ExactMixer`).
-      score_options: Arguments of `ops.attention_scores` with which the scores of queries and keys are those of the mixer.
-    """
-
-    @property
-    def needs(self) -> Mapping[str, Projection]: ...
-
-    @property
-    def traits(self) -> MixerTraits: ...
-
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
-        """Mixes.
-
-        Args:
-          inputs: `x`, the projections that the mixer needs, positions and segments.
-          mask: A static Mask, the pairs that may influence each other.
-
-        Returns:
-          The mixed values.
-
-        Raises:
-          InputError: The mixer cannot honour the mask.
-        """
-        ...
-
-    def within(self, mask: Any) -> Any:
-        """The static Mask of the pairs that influence each other.
-
-        Args:
-          mask: A static Mask.
-
-        Returns:
-          The intersection of `mask` and the mixer's own pattern.
-        """
-        ...
-
-    @property
-    def statistic_axes(self) -> Mapping[str, tuple[str | None, ...]]: ...
-
-    @property
-    def has_state(self) -> bool: ...
-
-    @property
-    def carries(self) -> bool: ...
-
-    @property
-    def carry_multiple(self) -> int: ...
-
-    @property
-    def divides_heads(self) -> bool: ...
-
-    @property
-    def has_matrices(self) -> bool: ...
-
-    @property
-    def score_options(self) -> dict[str, Any]: ...
-
-    def auxiliary_loss(self, statistics: Statistics) -> Mapping[str, Array]:
-        """Losses of one layer, a pure function of its statistics summed over the whole batch: name -> float32 scalar."""
-        ...
-
-    def advance(self, buffers: Any, statistics: Statistics, step: Array, rng: Array) -> Any:
-        """Buffers of one layer for the next step, a pure function; statistics are summed over the whole batch."""
-        ...
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ from hpnlp.types import Tokenizer
 Batch = Mapping[str, np.ndarray]
 
 
-class Prediction:
+class BasePrediction:
     """The prediction for one example."""
 
     def labelled(self) -> list[tuple[str, float]]:
@@ -25,7 +25,7 @@ class Prediction:
 
 
 @dataclasses.dataclass(frozen=True)
-class LabelPrediction(Prediction):
+class LabelPrediction(BasePrediction):
     """The label of a text.
 
     Attributes:
@@ -43,7 +43,7 @@ class LabelPrediction(Prediction):
 
 
 @dataclasses.dataclass(frozen=True)
-class TagPrediction(Prediction):
+class TagPrediction(BasePrediction):
     """Labels of the words of a text.
 
     Attributes:
@@ -61,7 +61,7 @@ class TagPrediction(Prediction):
 
 
 @dataclasses.dataclass(frozen=True)
-class TextPrediction(Prediction):
+class TextPrediction(BasePrediction):
     """The target that greedy decoding gives for a source.
 
     Attributes:
@@ -72,7 +72,7 @@ class TextPrediction(Prediction):
 
 
 @dataclasses.dataclass(frozen=True)
-class SimilarityPrediction(Prediction):
+class SimilarityPrediction(BasePrediction):
     """Similarity of the texts of a pair.
 
     Attributes:
@@ -80,6 +80,9 @@ class SimilarityPrediction(Prediction):
     """
 
     similarity: float
+
+
+Prediction = LabelPrediction | TagPrediction | TextPrediction | SimilarityPrediction
 
 
 @dataclasses.dataclass(frozen=True)

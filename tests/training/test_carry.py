@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.models.encoder import EncoderConfig
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.seq2seq import Seq2SeqConfig
-from hpnlp.nn.branch import BaseMixer
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.segment_memory import SegmentMemoryMixer
 from hpnlp.ops.attention import Full
@@ -163,7 +163,7 @@ def test_planner_counts_the_carry():
 # Forms of a carry.
 
 
-class Previous(BaseMixer):
+class Previous(Mixer):
     """The hidden state of the token before, of any segment. The carry is that of the last token, as `form` has it."""
 
     needs: ClassVar = {}

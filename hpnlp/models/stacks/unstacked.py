@@ -44,14 +44,6 @@ class Unstacked(ConfigOfModel):
         """Sizes of the logical axes that a mesh may divide: none but the batch."""
         return {}
 
-    @property
-    def compares_examples(self) -> bool:
-        """False: the loss is a sum over examples, or over tokens."""
-        return False
-
-    def check_accumulation(self, parts: int) -> None:
-        """Accepts all: the loss is a sum over examples, or over tokens."""
-
     def check_layout(self, layout: Layout) -> None:
         """Checks that a layout has no pipeline stages and does not divide sequences.
 

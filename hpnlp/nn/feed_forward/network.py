@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from hpnlp.model_interfaces.branch import Branch
 from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
-from hpnlp.nn.branch import Branch
 from hpnlp.nn.layers import Initializer, dense_init
 from hpnlp.types import MixerInputs, MixerOutput, MixerTraits
 
@@ -13,8 +13,8 @@ from hpnlp.types import MixerInputs, MixerOutput, MixerTraits
 class FeedForward(Branch):
     """The position-wise branch of a Block. Entries of FEED_FORWARDS derive from it, or are functions that return one.
 
-    A network may return statistics and have buffers, with the same members as a `types.Mixer`. A statistic with an axis "mlp"
-    holds one sum per column.
+    A network may return statistics and have buffers, with the same members as a mixer. A statistic with an axis "mlp" holds
+    one sum per column.
 
     Attributes:
       hidden: Number of columns F.

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from hpnlp.nn.branch import BaseMixer
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import dense_init, param
 from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.nn.mixers.relative_positions import RelativePositions
@@ -58,7 +58,7 @@ class CompressiveMemory:
         return self.compressed.followed_by(tokens.states, tokens.positions, tokens.segment_ids)
 
 
-class CompressiveMixer(BaseMixer):
+class CompressiveMixer(Mixer):
     """Softmax attention to compressed memories, to a segment memory and to earlier tokens, with relative positions.
 
     The carry holds the last M hidden states that the mixer read and, before them, C compressed memories. When T tokens are

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from hpnlp.nn.branch import BaseMixer
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.ops.attention import Full, attend
 from hpnlp.ops.attention.decoding.decode import attend_cache
 from hpnlp.ops.attention.decoding.kv_cache import by_head
@@ -57,7 +57,7 @@ class MemoryCache:
         return self
 
 
-class CrossMixer(BaseMixer):
+class CrossMixer(Mixer):
     """Softmax attention (Vaswani et al. 2017, sec. 3.2.3) to all vectors of the memory that have the token's segment id.
 
     Attributes:

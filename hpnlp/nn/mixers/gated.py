@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from hpnlp.nn.branch import BaseMixer
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import Dense, buffer, param
 from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.nn.mixers.linear import checked_chunk, extend, mix
@@ -26,7 +26,7 @@ LARGEST_RATE = 16.0  # of the initial decay rates of the gated delta rule
 STEPS = 1e-3, 1e-1  # least and largest initial step size that multiplies the rate
 
 
-class GatedMixer(BaseMixer):
+class GatedMixer(Mixer):
     """A causal mixer with a state of constant size; subclasses define `mixed`.
 
     Attributes:

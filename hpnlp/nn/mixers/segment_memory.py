@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from hpnlp.nn.branch import BaseMixer
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.mixers.checks import check_decoding, check_mask
 from hpnlp.ops.attention import Causal, Window, attend
 from hpnlp.ops.attention.decoding.kv_cache import KVCache, start_cache
@@ -48,7 +48,7 @@ class SegmentMemory:
         return SegmentMemory(*(jnp.concatenate(pair, axis=1) for pair in pairs))
 
 
-class SegmentMemoryMixer(BaseMixer):
+class SegmentMemoryMixer(Mixer):
     """Softmax attention of each token to itself and the M tokens before it, in its own sequence or in earlier batches.
 
     The carry is the memory of Transformer-XL: the last M hidden states that the mixer read. Keys and values are projections of

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from hpnlp.nn.branch import BaseMixer
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.checks import check_has_effect
 from hpnlp.nn.mixers.low_rank import of_length
@@ -29,7 +29,7 @@ KINDS = ("dense", "random", "factorized_dense", "factorized_random")
 OF_TOKENS = (DOT, "dense", "factorized_dense")
 
 
-class SynthesizerMixer(BaseMixer):
+class SynthesizerMixer(Mixer):
     """Softmax attention whose scores are a weighted sum of terms, for sequences of one length.
 
     A token's place in the sequence, and not its position in its document, chooses the columns and rows of learned scores.
