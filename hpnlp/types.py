@@ -232,7 +232,7 @@ class LossOut:
 class Model(Protocol):
     """A Flax module that a trainer can train.
 
-    `models.shared.model.BaseModel` has defaults of the members from `training_arrays` on.
+    `models.shared.model.BaseModel` is the base class of models, with defaults of optional members.
 
     Attributes:
       config: Its config, a `models.shared.body.ConfigOfModel`.

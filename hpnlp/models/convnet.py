@@ -257,11 +257,6 @@ class ConvNet(BaseModel, nn.Module):
         return self.output.logits(self.table, self.features(batch, deterministic=True)[0])
 
     @nn.nowrap
-    def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
-        """No statistics have a loss."""
-        return {}
-
-    @nn.nowrap
     def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
         """Moving averages of the batch normalisations after a step.
 

@@ -109,8 +109,7 @@ def check(run: Run, kind: Kind, directory: str | Path, texts: Sequence[tuple[str
         _check_hashes(run, directory, texts)
         return
     expected = held_out.framed_ids(run, kind, texts)
-    framing = _special_tokens(run, kind)
-    has_types = framing is not None and framing.token_types > 1
+    has_types = (framing := _special_tokens(run, kind)) is not None and framing.token_types > 1
     exported = _encode(directory, texts, run.config.data.seq_len)
     for parts, (ids, types), (exported_ids, exported_types) in zip(texts, expected, exported, strict=True):
         if ids != exported_ids or (has_types and types != exported_types):

@@ -93,8 +93,7 @@ def rerank(
     for found in candidates:
         rows = []
         for position, (_, number, text) in enumerate(found, start):
-            prediction = cast(LabelPrediction | None, predictions.get(position))
-            if prediction is not None:
+            if (prediction := cast(LabelPrediction | None, predictions.get(position))) is not None:
                 rows.append((prediction.probabilities[label], number, text))
         ranked.append(sorted(rows, key=lambda row: -row[0]))
         start += len(found)
