@@ -13,7 +13,7 @@ from hpnlp.nn.block import BlockConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class BodyStart:
     """A stack of a model that may start from the body of a stack of another model.
 
     Attributes:
@@ -49,7 +49,7 @@ class ConfigOfModel:
     """
 
     body: ClassVar[str] = ""
-    starts: ClassVar[Mapping[str, tuple[Start, ...]]] = {}
+    starts: ClassVar[Mapping[str, tuple[BodyStart, ...]]] = {}
     head_fields: ClassVar[tuple[str, ...]] = ()
     body_params: ClassVar[tuple[str, ...]] = ("embed", "positions", "embed_norm", "layers", "final_norm")
     loss_params: ClassVar[tuple[str, ...]] = ()
