@@ -143,7 +143,7 @@ class StartSource:
             params, origin = convert.read(self.directory)[1], f"{self.directory}, a Hugging Face checkpoint"
         shapes = trainer.state_shapes
         pairs = [] if task in ("", self.task) else bodies.find_pairs(model, self.model, self.directory)
-        layers = [] if pairs or model is None else upcycling.upcycled_layers(model, self.model)
+        layers = [] if pairs else upcycling.upcycled_layers(model, self.model)
         expected = shapes.params
         if self.is_run or pairs or layers or variables.BUFFERS in params:
             expected = variables.join(shapes.params, shapes.buffers)
