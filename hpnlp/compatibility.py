@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hpnlp.model_interfaces.layer_report import has_state, method_refusal
-from hpnlp.types import DividesHeads, InputError, MixerTraits
+from hpnlp.model_interfaces.layer_report import method_refusal
+from hpnlp.types import InputError, MixerTraits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _masks_of_heads(f: Facts) -> str:
 
 def _sums_over_heads(f: Facts) -> str:
     for mixer in f.mixers:
-        if f.size("heads") > 1 and isinstance(mixer, DividesHeads) and not mixer.divides_heads:
+        if f.size("heads") > 1 and not mixer.divides_heads:
             return (
                 f"{type(mixer).__name__} (model.mixer) adds up over all heads of a layer, which plan.tensor divides over "
                 f"{f.size('heads')} devices: set plan.tensor=1, or choose another mixer"
@@ -188,7 +188,7 @@ def ring_refusal(mixer: Any) -> str:
     if mixer.traits.draws:
         return f"{type(mixer).__name__} draws, which a ring does not support: {fix}"
     for_state = "a ring, for the statistics and buffers of the device's tokens,"
-    prepare = method_refusal(mixer, "prepare", for_state, fix) if has_state(mixer) else ""
+    prepare = method_refusal(mixer, "prepare", for_state, fix) if mixer.has_state else ""
     return method_refusal(mixer, "partial", "a ring", fix) or prepare
 
 

@@ -69,6 +69,9 @@ class Tokenizer(Protocol):
       lossless: True if `decode(encode(x)) == x` for every x that `encode` accepts, and there is a bos. Without bos nothing
           predicts the first token of a document, and bits per byte would count bytes that cost nothing.
       decodes: False for hashes, which stand for no text.
+      hashes_words: True if ids are the bits of hashes of words (`data.tokenizers.hashing_tokenizers.HashedWordTokenizer`).
+      is_trained_here: False for a published tokenizer, whose files are copied where a run is exported.
+      spec: `data.tokenizer` of runs that start from a run with this tokenizer; "" for the path of its file.
       mask_id: Id of the tokenizer's own token that hides a word, as BERT's; None for none.
     """
 
@@ -79,6 +82,9 @@ class Tokenizer(Protocol):
     stats: WordStats | None
     lossless: bool
     decodes: bool = True
+    hashes_words: bool = False
+    is_trained_here: bool = True
+    spec: str = ""
     mask_id: int | None = None
 
     def encode(self, text: bytes) -> np.ndarray:

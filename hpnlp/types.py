@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ class Projection:
       norm: True if `model.qk_norm` or `model.joint_qk_norm` normalises the heads, as those of queries and keys.
       rope: True if `model.position="rope"` rotates the heads, as those of queries and keys.
       source: "x" for a projection of the hidden states; "memory" for one of `Context.memory`; "carry" for one of the states
-        in the mixer's carry, a `TokenStates`, and after them the hidden states. See `Mixer` for states that follow these.
+        in the mixer's carry, a `TokenStates`, and after them the hidden states; see `WithFurtherKeys`.
     """
 
     axis: str
@@ -202,90 +202,6 @@ class MixerOutput:
 
 
 @runtime_checkable
-class Mixer(Protocol):
-    """A way to mix information along the sequence, such as attention over a pattern: a Flax module, an entry of MIXERS.
-
-    A mixer may have two more methods. `extend(inputs, mask, cache) -> (o, cache)` mixes further tokens with those in the cache
-    (`MixerTraits.decodes`). `partial(inputs, mask) -> (o, float32 lse [B, T, N])` mixes some of the keys, with the mask as
-    `within` returns it and without parameters of its own; `ops.attention.merge` joins its results, as on a ring of devices.
-
-    A mixer that returns `MixerOutput.statistics` is a `WithStatistics`, and may be a `WithAuxiliaryLoss` and, if it has buffers
-    (`nn.layers.buffer`), a `WithBuffers`. On a ring such a mixer needs `prepare(inputs) -> (inputs, statistics)`, which
-    treats each token by itself: the inputs for `partial`, and the sums over these tokens. Its `__call__` does the same first.
-
-    A mixer that carries state from one part of a sequence to the next, which is read in a later batch, is a `WithCarry`, and
-    may be a `WithFurtherKeys` and a `WithCarryMultiple`. A mixer that adds up over the heads of a layer is a `DividesHeads`.
-
-    Attributes:
-      needs: The projections that the mixer reads, by name: q, k and v as fields of MixerInputs, others in its field
-        `projections`; none for a mixer that reads `x`.
-      traits: Its properties.
-    """
-
-    @property
-    def needs(self) -> Mapping[str, Projection]: ...
-
-    @property
-    def traits(self) -> MixerTraits: ...
-
-    def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:
-        """Mixes.
-
-        Args:
-          inputs: `x`, the projections that the mixer needs, positions and segments.
-          mask: A static Mask, the pairs that may influence each other.
-
-        Returns:
-          The mixed values.
-
-        Raises:
-          InputError: The mixer cannot honour the mask.
-        """
-        ...
-
-    def within(self, mask: Any) -> Any:
-        """The static Mask of the pairs that influence each other.
-
-        Args:
-          mask: A static Mask.
-
-        Returns:
-          The intersection of `mask` and the mixer's own pattern.
-        """
-        ...
-
-
-@runtime_checkable
-class WithStatistics(Protocol):
-    """A mixer or feed-forward network that returns `MixerOutput.statistics`.
-
-    Attributes:
-      statistic_axes: Logical axes of each statistic, by name.
-    """
-
-    @property
-    def statistic_axes(self) -> Mapping[str, tuple[str | None, ...]]: ...
-
-
-@runtime_checkable
-class WithAuxiliaryLoss(Protocol):
-    """A mixer or feed-forward network with losses of its statistics."""
-
-    def auxiliary_loss(self, statistics: Statistics) -> Mapping[str, Array]:
-        """Losses of one layer, a pure function of its statistics summed over the whole batch: name -> float32 scalar."""
-        ...
-
-
-@runtime_checkable
-class WithBuffers(Protocol):
-    """A mixer or feed-forward network whose buffers change from step to step."""
-
-    def advance(self, buffers: Any, statistics: Statistics, step: Array, rng: Array) -> Any:
-        """Buffers of one layer for the next step, a pure function; statistics are summed over the whole batch."""
-        ...
-
-
-@runtime_checkable
 class WithCarry(Protocol):
     """A mixer that carries state from batch to batch. No gradient passes through a carry.
 
@@ -308,30 +224,6 @@ class WithFurtherKeys(Protocol):
     def further_keys(self, tokens: Any) -> Any:
         """Tokens made of those of the carry and of x, whose keys and values follow, by constant parameters; None for none."""
         ...
-
-
-@runtime_checkable
-class WithCarryMultiple(Protocol):
-    """A mixer with a carry for batches of some lengths.
-
-    Attributes:
-      carry_multiple: A divisor of the lengths.
-    """
-
-    @property
-    def carry_multiple(self) -> int: ...
-
-
-@runtime_checkable
-class DividesHeads(Protocol):
-    """A mixer that may need all heads of a layer on one device.
-
-    Attributes:
-      divides_heads: False if it adds up over the heads.
-    """
-
-    @property
-    def divides_heads(self) -> bool: ...
 
 
 @jax.tree_util.register_dataclass
@@ -361,7 +253,7 @@ class LossOut:
 class Model(Protocol):
     """A Flax module that a trainer can train.
 
-    `models.shared.model.BaseModel` has defaults of the members from `training_arrays` on.
+    `models.shared.model.BaseModel` is the base class of models, with defaults of optional members.
 
     Attributes:
       config: Its config, a `models.shared.body.ConfigOfModel`.
@@ -381,6 +273,8 @@ class Model(Protocol):
     init: Any
     apply: Any
     clone: Any
+    training_arrays: ClassVar[tuple[str, ...]]
+    changes_weights: ClassVar[bool]
 
     @property
     def is_normalized(self) -> bool: ...
@@ -453,12 +347,6 @@ class Model(Protocol):
           A tree of arrays like `buffers`.
         """
         ...
-
-    @property
-    def training_arrays(self) -> tuple[str, ...]: ...
-
-    @property
-    def changes_weights(self) -> bool: ...
 
     def initial_carry(self, batch_size: int) -> Any:
         """The collection "carry" of empty sequences; None for a model that carries nothing."""

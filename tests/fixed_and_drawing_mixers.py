@@ -7,13 +7,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.ops.attention import Full
 from hpnlp.types import MixerInputs, MixerOutput, MixerTraits
 
 
-class TokenMixer(nn.Module):
+class TokenMixer(Mixer):
     """A learned weight for each pair of tokens (MLP-Mixer, Tolstikhin et al. 2021, with one layer), within segments."""
 
     needs: ClassVar = {}

@@ -23,7 +23,7 @@ from hpnlp.tasks.reports import lm_report
 from hpnlp.training.config import Config, flat
 from hpnlp.training.config_file import write_config
 from hpnlp.training.files.example_scores import ExampleScores
-from hpnlp.training.files.result import Result
+from hpnlp.training.files.result import RunResult
 from hpnlp.types import InputError
 from tests.messages import raises
 
@@ -73,7 +73,7 @@ def result(**changes):
         "timed_tokens": 9 * 16 * 256,
         "devices": "8 cpu devices (data 8)",
     }
-    made = object.__new__(Result)  # only the fields that a report reads
+    made = object.__new__(RunResult)  # only the fields that a report reads
     made.__dict__.update(fields | changes)
     return made
 

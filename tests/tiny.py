@@ -12,7 +12,7 @@ import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from hpnlp import report
-from hpnlp.training import start
+from hpnlp.training import loop, start
 from hpnlp.training.config import default, resolve
 from hpnlp.training.trainer import make_trainer
 

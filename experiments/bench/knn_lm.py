@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
 def measured(run: str, directory: Path) -> list[dict[str, Any]]:
     """A row for each way in which a run is scored."""
     clock = time.perf_counter()
-    source = next_words.load_source(run, next_words.Options(keys=FLAGS.keys), None)
+    source = next_words.load_source(run, next_words.IndexOptions(keys=FLAGS.keys), None)
     next_words.build_shard(source, directory)
     keys_seconds, clock = time.perf_counter() - clock, time.perf_counter()
     record = datastore.complete(directory, [directory], FLAGS.index)

@@ -100,7 +100,7 @@ def load_run(workdir: str) -> tuple[np.ndarray, np.ndarray]:
 
 def load_states(workdir: str, keys: int) -> tuple[np.ndarray, np.ndarray]:
     """Hidden states of a run's training text, as `hpnlp index build` stores them, and those of its last documents."""
-    source = next_words.load_source(workdir, next_words.Options(keys=keys), None)
+    source = next_words.load_source(workdir, next_words.IndexOptions(keys=keys), None)
     with tempfile.TemporaryDirectory() as directory:
         next_words.build_shard(source, directory)
         vectors, _, scale = datastore.index_vectors([np.load(Path(directory) / datastore.VECTORS)[:keys]])

@@ -20,7 +20,7 @@ from hpnlp.atomic_file import replace_bytes
 from hpnlp.training import loop
 from hpnlp.training.config import Config
 from hpnlp.training.files.example_scores import ExampleScores
-from hpnlp.training.files.result import Result
+from hpnlp.training.files.result import RunResult
 from hpnlp.training.processes import signals
 
 RESULT = "result.json"
@@ -40,7 +40,7 @@ def write(directory: Path, content: Mapping[str, Any]) -> None:
     replace_bytes(directory / RESULT, (json.dumps(content) + "\n").encode())
 
 
-def train(config: Config, directory: Path) -> Result:
+def train(config: Config, directory: Path) -> RunResult:
     """Trains, or goes on, and writes the scores of the held-out examples if there are some. Exits if a signal stops it.
 
     Args:

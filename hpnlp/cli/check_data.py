@@ -43,10 +43,10 @@ def run(argv: Sequence[str]) -> None:
     cli.parse(argv, USAGE)
     path = experiment.start(cli.FLAGS.config, overrides)
 
+    from hpnlp import tasks
     from hpnlp.data.check import Check, check_text
     from hpnlp.data.config import DataConfig
     from hpnlp.data.examples.checks.check import check_examples
-    from hpnlp.data.examples.config import ExampleConfig
     from hpnlp.training import config as configs
     from hpnlp.training.files.metrics import reading_progress
     from hpnlp.training.start import teacher_vocabulary
@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> None:
     config = configs.resolve(values)
     data = config.data
     progress = reading_progress()
-    if isinstance(data, ExampleConfig):
+    if tasks.find(config.task).reads_examples:
         vocabulary = teacher_vocabulary(config) if config.distill.teacher else None
         check: Check = check_examples(data, progress, vocabulary and vocabulary.labels)
     elif experiment.AUTO in overrides:

@@ -183,7 +183,6 @@ def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
     from hpnlp.data import tokenizers
     from hpnlp.jobs.export import exported_tokenizer
     from hpnlp.models.huggingface import convert
-    from hpnlp.models.pairs.dual_encoder import DualEncoderConfig
     from hpnlp.ops.weight import dense_tree
     from hpnlp.training import run_directory as runs
     from hpnlp.training.config_file import load_config
@@ -204,7 +203,7 @@ def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
         convert.save(model, dense_tree(run.params), target, **options)
         _copy(Path(scratch), target, TOKENIZER)
     convert.check_readable(target)
-    if labels is not None and not isinstance(model, DualEncoderConfig):  # a dual encoder's classifier is left out
+    if labels is not None and model.output:  # a dual encoder's classifier is left out
         assert kind is not None
         _check_predictions(run, kind, target)
     tokenizers.load(str(target))
@@ -215,9 +214,9 @@ def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
 def _check_convertible(source: Path, run: Run) -> None:
     """Raises InputError for a run that reads texts or computes products as transformers does not."""
     from hpnlp.compress import files
-    from hpnlp.models.pairs.dual_encoder import DualEncoderConfig
+    from hpnlp.training.config import flat
 
-    if isinstance(run.model.config, DualEncoderConfig) and run.config.data.distinct:
+    if flat(run.config).get("data.distinct"):
         raise InputError(
             f"{source}: data.distinct=True keeps each token of a text once, as no tokenizer of transformers does"
         )
@@ -231,10 +230,9 @@ def _check_convertible(source: Path, run: Run) -> None:
 def _print_remarks(run: Run, target: Path, is_copied: bool) -> None:
     """Prints differences between a run and its checkpoint, and how the checkpoint is loaded."""
     from hpnlp.models.huggingface import convert
-    from hpnlp.models.pairs.dual_encoder import DualEncoderConfig
 
     model = run.model.config
-    if not isinstance(model, DualEncoderConfig) and parse_one(model.output, "model.output").name != "full":
+    if model.output and parse_one(model.output, "model.output").name != "full":
         print(f"{target}: model.output={model.output!r} estimates a full softmax, which the checkpoint has")
     if kinds := _kinds_of_weights(run.params):
         print(

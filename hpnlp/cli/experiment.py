@@ -248,14 +248,15 @@ def _with_columns(values: ConfigDict) -> ConfigDict:
 
 def _with_length(values: ConfigDict) -> ConfigDict:
     """The config with the length of its training texts as data.seq_len, at most the one that it has."""
-    from hpnlp.data.examples import ExampleConfig, prepare_examples
+    from hpnlp import tasks
+    from hpnlp.data.examples import prepare_examples
     from hpnlp.training.config import resolve
     from hpnlp.training.files.metrics import reading_progress
     from hpnlp.training.start import teacher_vocabulary
     from hpnlp.training.starts import warm_start
 
     config = resolve(values)
-    if not isinstance(config.data, ExampleConfig):
+    if not tasks.find(config.task).reads_examples:
         raise InputError(no_length(config.task))
     first = teacher_vocabulary(config)
     if first is None and config.train.init_from:

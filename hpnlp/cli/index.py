@@ -22,7 +22,7 @@ from hpnlp.types import InputError
 if TYPE_CHECKING:
     from hpnlp.data.examples.kind import Kind
     from hpnlp.data.reading.sources import LeftOut
-    from hpnlp.jobs.retrieval.next_words import Options
+    from hpnlp.jobs.retrieval.next_words import IndexOptions
     from hpnlp.retrieval.datastore import Datastore
     from hpnlp.training.files.metrics import ProgressLines
 
@@ -215,11 +215,11 @@ def _build_states(directory: str | Path, step: int | None, out: Path, shard: tup
         _fit(source, out)
 
 
-def _options() -> Options:
-    from hpnlp.jobs.retrieval.next_words import Options
+def _options() -> IndexOptions:
+    from hpnlp.jobs.retrieval.next_words import IndexOptions
 
     f = cli.FLAGS
-    return Options(f.keys, f.tuning_tokens, f.seed)
+    return IndexOptions(f.keys, f.tuning_tokens, f.seed)
 
 
 def _finish(out: Path, shards: Sequence[Path | str], count: int) -> None:

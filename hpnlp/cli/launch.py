@@ -77,7 +77,7 @@ def run(argv: Sequence[str]) -> None:
     cli.refuse(["hosts"], "without --write: launch starts processes of this machine only")
     if f.processes is None:
         raise InputError("--processes is required, for example --processes=2")
-    options = supervisor.Options(
+    options = supervisor.LaunchOptions(
         counts=_counts(parsed, f.processes, f.processes if f.min_processes is None else f.min_processes),
         max_restarts=RESTARTS if f.max_restarts is None else f.max_restarts,
         wait=parsed.wait,

@@ -82,7 +82,7 @@ def run(argv: Sequence[str]) -> None:
     cli.refuse(OF_TEXT, "without --prompt: leave it out")
     cli.prepare_jax()
 
-    from hpnlp.jobs.retrieval.mix import Options, Row, mix, save_gate
+    from hpnlp.jobs.retrieval.mix import MixOptions, MixRow, mix, save_gate
     from hpnlp.report import mixture as report
     from hpnlp.report import plots
     from hpnlp.report.files import replace_text
@@ -93,12 +93,12 @@ def run(argv: Sequence[str]) -> None:
     def print_line(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    def show(row: Row) -> None:
+    def show(row: MixRow) -> None:
         print(f"{row.name}, {row.text}: {row.bits:.4f} bits per byte", flush=True)
 
     load_config(workdir)  # before the directory is locked, which would make it
     with locked(workdir):
-        options = Options(f.store, f.gate_tokens, f.epochs, f.seed, f.dynamic, datastore_flags.neighbours())
+        options = MixOptions(f.store, f.gate_tokens, f.epochs, f.seed, f.dynamic, datastore_flags.neighbours())
         result = mix(workdir, options, ProgressLines(print_line, "steps"), show)
         compressors = report.compressors(workdir, result.heldout_digest)
         text = report.render(result.rows, compressors, result.heldout_bytes, result.documents)

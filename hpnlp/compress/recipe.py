@@ -34,8 +34,8 @@ from hpnlp.compress.stages.numbers import CONVERSIONS, Conversion
 from hpnlp.compress.stages.sensitivity import choose_bits, mean_curvature
 from hpnlp.models.variables import BUFFERS, FROZEN
 from hpnlp.ops.weight import is_weight
-from hpnlp.ops.weights import FloatWeight, quantize
 from hpnlp.ops.weights import factorize as factorize_matrix
+from hpnlp.ops.weights import quantize
 from hpnlp.ops.weights.calibrated.observed import split_observed
 from hpnlp.ops.weights.low_rank import rank_by_energy, rank_of
 from hpnlp.spec import build, parse
@@ -300,7 +300,7 @@ def _stage_of(conversion: Callable[..., Conversion]) -> Callable[..., tuple[str,
 def _check_range(name: str, weights: Any) -> None:
     """Raises InputError for a matrix whose numbers are beyond the range of a format without scales."""
     for path, w in listed_matrices(weights, experts=True):
-        if isinstance(w, FloatWeight) and w.scales is None and not bool(jnp.isfinite(w.codes).all()):
+        if is_weight(w) and not w.is_in_range():
             raise InputError(f"{name}: {path} has numbers beyond the range of {w.codes.dtype}: use bf16")
 
 

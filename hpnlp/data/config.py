@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from hpnlp.data.packing import PACKINGS
 from hpnlp.spec import did_you_mean, lookup
@@ -81,6 +81,8 @@ def check_folds(config: Any, limit: str) -> None:
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     """Text to read, and how it is split, tokenised and cut into batches."""
+
+    group_field: ClassVar[str] = ""  # documents have no groups, as `ExampleConfig.group_field`
 
     path: str = option(
         "stdlib",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -15,7 +15,6 @@ from hpnlp.data.reading.files import Progress, ignore_progress
 from hpnlp.jobs import ensembles, fold_leakage
 from hpnlp.models import variables
 from hpnlp.models.mixtures import continuous_cache
-from hpnlp.models.mixtures.wrapper import unwrapped
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
 from hpnlp.retrieval.knn import Neighbours
@@ -113,11 +112,11 @@ def evaluate_run(
     task = tasks.find(config.task)
     dataset = task.dataset(config.data, run.vocabulary, progress("MiB"))
     if store is not None:
-        assert isinstance(dataset, Corpus)
-        trainer, heldout = trainer.with_frozen(frozen), dataset.documents[1]
+        corpus = cast(Corpus, dataset)
+        trainer, heldout = trainer.with_frozen(frozen), corpus.documents[1]
         # Other held-out text is never trained on, and has at most copies of training documents.
         if config.data.heldout_path:
-            store.check_scored(heldout.document(i) for i in range(dataset.heldout_documents))
+            store.check_scored(heldout.document(i) for i in range(corpus.heldout_documents))
     _check_labels(task.unknown_labels(dataset), changes)
     result = evaluate(trainer, params, dataset, config, limit, progress("batches"))
     scores = dict(result.scores)
@@ -144,7 +143,7 @@ def _check_labels(unknown: Sequence[str], changes: Mapping[str, Any]) -> None:
 def _with_cache(model: Any, cache: str, config: Config) -> Any:
     """The model with a continuous cache; raises InputError if the run does not read text as streams."""
     config_of_cache = continuous_cache.find(cache)
-    if not isinstance(unwrapped(model), continuous_cache.NextWordModel):
+    if not model.predicts_next_words:
         raise InputError(
             f"cache={cache!r}: a cache is for one run of task='lm' or 'rnn_lm': name one, or leave out the cache"
         )

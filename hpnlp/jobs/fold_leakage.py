@@ -86,14 +86,15 @@ def _is_other_part(data: DataConfig | ExampleConfig, other: DataConfig | Example
 
 def _split(data: DataConfig | ExampleConfig) -> tuple[Any, ...]:
     """The fields that decide on the held-out part."""
-    return data.path, data.folds, data.fold, data.group_field if isinstance(data, ExampleConfig) else ""
+    return data.path, data.folds, data.fold, data.group_field
 
 
 def _files(data: DataConfig | ExampleConfig, path: str) -> set[str]:
     """The files of a path; none if they are generated or not there."""
-    readable = (FORMATS,) if isinstance(data, ExampleConfig) else ()
+    holds_examples = isinstance(data, ExampleConfig)
+    readable = (FORMATS,) if holds_examples else ()
     try:
-        if isinstance(data, ExampleConfig) and generated.is_generated(path):
+        if holds_examples and generated.is_generated(path):
             return set()
         return {
             os.path.realpath(file.path)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from hpnlp import tasks
-from hpnlp.data.examples import ExampleConfig, Examples
+from hpnlp.data.examples import Examples
 from hpnlp.data.examples.dataset import HELDOUT
 from hpnlp.data.examples.kind import Kind
-from hpnlp.data.examples.kinds import Classification, Tagging
 from hpnlp.data.examples.kinds.unlabelled import Unlabelled
-from hpnlp.tasks.predictions import LabelPrediction, TagPrediction, TrainedModel
+from hpnlp.tasks.predictions import TrainedModel
 from hpnlp.training.files.checkpoint import CONVERTED_STEP
 from hpnlp.training.run_directory import Run
 from hpnlp.types import InputError
@@ -68,21 +67,16 @@ def heldout_texts(run: Run) -> list[tuple[str, ...]]:
     data = run.config.data
     if run.step == CONVERTED_STEP:
         raise InputError("it was converted and not trained, and has no data")
-    if not isinstance(data, ExampleConfig):
+    if not tasks.find(run.config.task).reads_examples:
         raise InputError("it has no labelled data")
-    dataset = tasks.find(run.config.task).dataset(data, run.vocabulary)
-    assert isinstance(dataset, Examples)
+    dataset = cast(Examples, tasks.find(run.config.task).dataset(data, run.vocabulary))
     stored = dataset.stored[HELDOUT]
     return [tuple(text.decode() for text in texts) for texts in stored.texts(stored.spread(CHECKED).tolist())]
 
 
 def _as_examples(kind: Kind, texts: Sequence[tuple[str, ...]]) -> list[dict[str, Any]]:
-    """Config field -> value of the inputs of each example; raises InputError for other kinds than texts and taggings."""
-    if isinstance(kind, Tagging):
-        return [{"words_field": words} for (text,) in texts if (words := text.split())]
-    if isinstance(kind, Classification):
-        return [dict(zip(("text_field", "pair_field"), parts, strict=False)) for parts in texts]
-    raise InputError(f"{type(kind).__name__} examples have no single sequence of tokens")
+    """`Kind.text_fields` of each example that has some."""
+    return [fields for parts in texts if (fields := kind.text_fields(parts))]
 
 
 def framed_ids(run: Run, kind: Kind, texts: Sequence[tuple[str, ...]]) -> list[tuple[list[int], list[int]]]:
@@ -123,8 +117,5 @@ def predicted_labels(trained: TrainedModel, kind: Kind, texts: Sequence[tuple[st
     batch = kind.batch(examples, range(count), count, trained.tokenizer, data.seq_len)
     labels: list[tuple[str, float]] = []
     for prediction in tasks.find(trained.config.task).predict(trained, batch, examples.values):
-        if isinstance(prediction, TagPrediction):
-            labels += zip(prediction.labels, prediction.probabilities, strict=True)
-        elif isinstance(prediction, LabelPrediction):
-            labels.append((prediction.label, prediction.probability))
+        labels += prediction.labelled()
     return labels

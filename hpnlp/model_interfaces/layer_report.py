@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 
-from hpnlp.types import InputError, WithBuffers, WithStatistics
+from hpnlp.types import InputError
 
 CARRY = "carry"  # the collection of variables that layers read, and `LayerReport.carry` replaces
 
@@ -62,33 +61,6 @@ class LayerReport:
         return LayerReport(
             {**self.aux, **other.aux}, {**self.statistics, **other.statistics}, carry, {**self.taps, **other.taps}
         )
-
-
-def statistic_axes(module: Any) -> Mapping[str, tuple[str | None, ...]]:
-    """Statistics that a mixer or feed-forward network returns.
-
-    A statistic with an axis "heads", "kv_heads" or "mlp" holds sums for each of these heads or columns. One without is a
-    function of the tokens, the same on all devices that have these tokens and different heads or columns.
-
-    Args:
-      module: The mixer or feed-forward network.
-
-    Returns:
-      Its attribute `statistic_axes`, the logical axes of each statistic by name; empty without such an attribute.
-    """
-    return module.statistic_axes if isinstance(module, WithStatistics) else {}
-
-
-def has_state(module: Any) -> bool:
-    """Whether a mixer or feed-forward network returns statistics or changes buffers.
-
-    Args:
-      module: The mixer or feed-forward network.
-
-    Returns:
-      True if it has `statistic_axes` or the method `advance`.
-    """
-    return bool(statistic_axes(module)) or isinstance(module, WithBuffers)
 
 
 def check_method(mixer: Any, name: str, caller: str, fix: str) -> None:

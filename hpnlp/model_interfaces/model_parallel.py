@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import jax
 
-from hpnlp.model_interfaces.layer_report import LayerReport, statistic_axes
+from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.types import Array, InputError, LossOut, MixerInputs, MixerOutput
 
 
@@ -28,6 +28,18 @@ class Zero2Parameter:
 
     full: Any
     shard: Any
+
+
+def is_zero2(node: Any) -> bool:
+    """Whether a node of a tree is a `Zero2Parameter`.
+
+    Args:
+      node: Node of a tree of parameters.
+
+    Returns:
+      True for a `Zero2Parameter`, False for an array or a container.
+    """
+    return isinstance(node, Zero2Parameter)
 
 
 class TensorParallel:
@@ -142,7 +154,7 @@ class TensorParallel:
         Raises:
           InputError: The module does not list a statistic in `statistic_axes`.
         """
-        axes = statistic_axes(module)
+        axes = module.statistic_axes
         if undeclared := [name for name in output.statistics if name not in axes]:
             raise InputError(
                 f"{type(module).__name__} returns the statistics {', '.join(undeclared)} without their axes: list them in its "

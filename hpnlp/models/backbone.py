@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp import compatibility
 from hpnlp.compatibility import Facts
 from hpnlp.cost.parts import part
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.model_interfaces.layer_report import CARRY, LayerReport
 from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL, ModelParallel, TensorParallel
 from hpnlp.models.shared.body import ConfigOfModel
@@ -48,7 +49,7 @@ from hpnlp.nn.layers import NORMS, Embed, dropout
 from hpnlp.ops.attention import Full
 from hpnlp.ops.helpers.stacks import StackOrder
 from hpnlp.spec import did_you_mean, lookup, parse, parse_period, shortened
-from hpnlp.types import InputError, Mixer, MixerTraits, Statistics, WordStats, option
+from hpnlp.types import InputError, MixerTraits, Statistics, WordStats, option
 
 DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 

@@ -37,6 +37,7 @@ MAX_BLOCKS = 1000
 class ConvNetConfig(Unstacked):
     """A convolutional network with one label for each image."""
 
+    has_convolutions: ClassVar[bool] = True
     description: ClassVar[str] = "a convolutional network"
     no_stages: ClassVar[str] = "whose stages would differ"
     undivided: ClassVar[str] = "whose images are not divided"
@@ -254,11 +255,6 @@ class ConvNet(BaseModel, nn.Module):
           Float32 logits of each image.
         """
         return self.output.logits(self.table, self.features(batch, deterministic=True)[0])
-
-    @nn.nowrap
-    def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
-        """No statistics have a loss."""
-        return {}
 
     @nn.nowrap
     def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:

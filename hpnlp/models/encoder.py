@@ -14,7 +14,7 @@ from hpnlp import compatibility
 from hpnlp.cost.parts import part
 from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.prediction import Batch, PredictionModel, classification_metrics
-from hpnlp.models.shared.body import Start
+from hpnlp.models.shared.body import BodyStart
 from hpnlp.models.shared.ranges import LIMITS
 from hpnlp.nn.attention import Context
 from hpnlp.nn.layers import Dense, Embed, dropout
@@ -31,7 +31,10 @@ class EncoderConfig(BackboneConfig):
 
     least_layers: ClassVar[int] = 0
     body: ClassVar[str] = "encoder"
-    starts: ClassVar[Mapping[str, tuple[Start, ...]]] = {"encoder": (Start(),), "towers": (Start(source="tower"),)}
+    starts: ClassVar[Mapping[str, tuple[BodyStart, ...]]] = {
+        "encoder": (BodyStart(),),
+        "towers": (BodyStart(source="tower"),),
+    }
     body_params: ClassVar[tuple[str, ...]] = (*BackboneConfig.body_params, "embed_projection", "token_types")
     head_fields: ClassVar[tuple[str, ...]] = (
         "pooling",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -64,6 +64,8 @@ class LM(PredictionModel):
     Attributes:
       config: Sizes and parts of the model, an LMConfig.
     """
+
+    predicts_next_words: ClassVar[bool] = True
 
     def loss(self, batch: Mapping[str, jax.Array], deterministic: bool = True, taps: tuple[str, ...] = ()) -> LossOut:
         """The loss of a batch.

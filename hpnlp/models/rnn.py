@@ -162,6 +162,7 @@ class RNN(UnstackedModel, nn.Module):
     keeps_state: bool = False
 
     is_stackable: ClassVar[bool] = True  # its loss runs under vmap
+    predicts_next_words: ClassVar[bool] = True
 
     @property
     def is_normalized(self) -> bool:

@@ -19,7 +19,7 @@ from hpnlp.models.backbone import Backbone, BackboneConfig
 from hpnlp.models.encoder import EncoderConfig
 from hpnlp.models.lm import LMConfig
 from hpnlp.models.prediction import Batch
-from hpnlp.models.shared.body import Start
+from hpnlp.models.shared.body import BodyStart
 from hpnlp.models.shared.decoder import Decoder, DecoderConfig
 from hpnlp.models.stacks.layer_statistics import OfSeveralStacks
 from hpnlp.models.variables import join, split
@@ -42,9 +42,9 @@ class Seq2SeqConfig(LMConfig):
     """
 
     # With a shared embedding, the decoder reads and predicts with that of the source too, as in Rothe et al. 2020.
-    starts: ClassVar[Mapping[str, tuple[Start, ...]]] = {
-        "encoder": (Start("encoder", fields=ENCODER_FIELDS, embed="embed"),),
-        "towers": (Start("encoder", "tower", ENCODER_FIELDS, embed="embed"),),
+    starts: ClassVar[Mapping[str, tuple[BodyStart, ...]]] = {
+        "encoder": (BodyStart("encoder", fields=ENCODER_FIELDS, embed="embed"),),
+        "towers": (BodyStart("encoder", "tower", ENCODER_FIELDS, embed="embed"),),
     }
 
     encoder_layers: int = option(0, "Number of Blocks of the encoder; 0 for as many as model.layers.")

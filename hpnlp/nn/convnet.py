@@ -72,7 +72,7 @@ class BlockShape:
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class ConvBlock:
     """An entry of `model.blocks`.
 
     Attributes:
@@ -137,7 +137,7 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True)
-class Conv(Block):
+class Conv(ConvBlock):
     """A standard convolution, normalisation and ReLU6."""
 
     #: Path of the parameter that has weights for each tap of the window: taps times channels along its first axes.
@@ -170,7 +170,7 @@ class Conv(Block):
 
 
 @dataclasses.dataclass(frozen=True)
-class Separable(Block):
+class Separable(ConvBlock):
     """A depthwise convolution and a product of the channels of each pixel, each with normalisation and ReLU6 (MobileNet)."""
 
     #: Parameters with the window, see `Conv.window`.
@@ -186,7 +186,7 @@ class Separable(Block):
 
 
 @dataclasses.dataclass(frozen=True)
-class Inverted(Block):
+class Inverted(ConvBlock):
     """An inverted residual with a linear bottleneck (MobileNetV2).
 
     Attributes:
@@ -236,7 +236,7 @@ class Inverted(Block):
         return {"inputs": ((kernel, 0),), "hidden": hidden, "filters": filters}
 
     def resized(self, old: BlockShape, new: BlockShape) -> Inverted:
-        """The block of other sizes (`Block.resized`), with the first product and the residual connection of the old one."""
+        """The block of other sizes (`ConvBlock.resized`), with the first product and the residual connection of the old one."""
         expands = self.expands(old)
         fits = new.stride == 1 and new.inputs == new.filters
         return dataclasses.replace(
@@ -287,7 +287,7 @@ def scaled(count: int, width: float) -> int:
 BLOCKS: dict[str, Callable[..., Any]] = {"conv": Conv, "separable": Separable, "inverted": Inverted}
 
 
-def spec_of(block: Block) -> str:
+def spec_of(block: ConvBlock) -> str:
     """The entry of `model.blocks` that makes a block.
 
     Args:

@@ -12,7 +12,7 @@ References:
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -52,6 +52,11 @@ class _Grid(NamedTuple):
     starts: np.ndarray
     counts: np.ndarray
     powers: np.ndarray
+
+
+def is_quantized(node: Any) -> bool:
+    """Whether a node of a tree is a Quantized."""
+    return isinstance(node, Quantized)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.helpers.arrays import accepts_numpy
 from hpnlp.ops.helpers.custom_vjp import vary_alike
-from hpnlp.ops.weight import Weight
+from hpnlp.ops.weight import Weight, is_weight
 
 
 @array_op("... F", x="... D", w="_ F")
@@ -69,11 +69,10 @@ def linear_by_transpose(
 
 def _rounded_product(x: Float[Array, "M D"], w: Float[Array, "D F"] | Weight) -> Float[Array, "M F"]:
     """Product `x w` for a result that is rounded to the dtype of x; in that dtype or in float32."""
-    matrix: Any = w
-    if isinstance(w, Weight):
-        matrix = w.as_array(x.dtype)
-        if matrix is None:
-            return w.matmul(x)
+    weight: Any = w
+    matrix = weight.as_array(x.dtype) if is_weight(w) else weight
+    if matrix is None:
+        return weight.matmul(x)
     result: Any = _product(_rounded_dtype(x), *vary_alike(x, matrix))
     return result
 
@@ -120,10 +119,8 @@ def product(x: Float[Array, "M D"], w: Float[Array, "D F"] | Weight) -> Float[Ar
     Returns:
       [M, F] float32.
     """
-    if isinstance(w, Weight):
-        return w.matmul(x)
-    result: Any = _product(jnp.float32, *vary_alike(x, w))
-    return result
+    matrix: Any = w
+    return matrix.matmul(x) if is_weight(w) else _product(jnp.float32, *vary_alike(x, matrix))
 
 
 @array_op()
@@ -137,7 +134,8 @@ def product_transposed(x: Float[Array, "M F"], w: Float[Array, "D F"] | Weight) 
     Returns:
       [M, D] float32.
     """
-    return w.matmul_transposed(x) if isinstance(w, Weight) else product(x, w.T)
+    matrix: Any = w
+    return matrix.matmul_transposed(x) if is_weight(w) else product(x, matrix.T)
 
 
 @array_op("M F", x="M D", wt="F D")

@@ -97,6 +97,10 @@ class Weight(abc.ABC):
           This object with a tuple of names in place of each array.
         """
 
+    def is_in_range(self) -> bool:
+        """Whether all numbers of the matrix were in the range of the representation; False only for known arrays."""
+        return True
+
     def parameter_count(self) -> int:
         """Numbers of the representation: codes, factors, scales and indices.
 

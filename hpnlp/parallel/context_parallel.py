@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -25,9 +25,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from hpnlp.compatibility import ring_refusal
-from hpnlp.model_interfaces.layer_report import has_state, statistic_axes
 from hpnlp.ops.attention import Full, merge
-from hpnlp.ops.attention.masks.per_head import AnyMask, PerHead
+from hpnlp.ops.attention.masks.base import Mask
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.helpers.custom_vjp import tied
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.ring_schedule import Chunks, RingSchedule, assign_chunks, make_schedule
@@ -109,7 +109,7 @@ def losses_of_mixers_checked(layout: Layout) -> Iterator[None]:
 
     def check(call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         out = call(*args, **kwargs)
-        if context.module.name == "mixer" and isinstance(out, MixerOutput) and out.aux:
+        if context.module.name == "mixer" and context.method_name == "__call__" and out.aux:
             raise InputError(
                 f"{type(context.module).__name__} returns {', '.join(out.aux)} in MixerOutput.aux, which a ring does not "
                 "compute: make it a function of statistics (`auxiliary_loss`), choose plan.exchange=heads, or plan.sequence=1"
@@ -155,7 +155,7 @@ def by_heads(mixer: Any, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         first = _gather_tokens(inputs.streams[:, None, :])[:, 0]
         fields["streams"] = lax.dynamic_slice_in_dim(first, lax.axis_index(AXIS) * count, count, 1)
     out = mixer(dataclasses.replace(inputs, **fields), mask)
-    axes = statistic_axes(mixer)
+    axes = mixer.statistic_axes
     statistics = {name: _of_all_heads(x, axes.get(name, ())) for name, x in out.statistics.items()}
     return MixerOutput(lax.all_to_all(out.o, AXIS, split_axis=1, concat_axis=2, tiled=True), out.aux, statistics)
 
@@ -199,11 +199,11 @@ def ring(mixer: Any, inputs: MixerInputs, mask: AnyMask, chunks: Chunks) -> Mixe
     if inputs.rng is not None:
         raise InputError("model.dropout with plan.exchange=ring: choose plan.exchange=heads, or model.dropout=0")
     mask = mixer.within(mask)
-    if isinstance(mask, PerHead):
+    if mask.heads is not None:
         raise InputError("heads with masks of their own do not run on a ring: set plan.sequence=1")
-    inputs, statistics = mixer.prepare(inputs) if has_state(mixer) else (inputs, {})
+    inputs, statistics = mixer.prepare(inputs) if mixer.has_state else (inputs, {})
     assert inputs.q is not None and inputs.k is not None and inputs.v is not None
-    schedule = make_schedule(mask, inputs.q.shape[1] * lax.axis_size(AXIS), chunks)
+    schedule = make_schedule(cast(Mask, mask), inputs.q.shape[1] * lax.axis_size(AXIS), chunks)
 
     def partial(mask: AnyMask, q: Array, k: Array, v: Array, query_info: Any, key_info: Any) -> tuple[Array, Array]:
         (positions, segment_ids), (kv_positions, kv_segment_ids) = query_info, key_info

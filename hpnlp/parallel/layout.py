@@ -17,7 +17,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hpnlp.compatibility import Facts
-from hpnlp.model_interfaces.model_parallel import Zero2Parameter
+from hpnlp.model_interfaces.model_parallel import Zero2Parameter, is_zero2
 from hpnlp.ops.weight import is_weight
 from hpnlp.parallel.memory import zero
 from hpnlp.parallel.tensor_parallel import MeshTensorParallel
@@ -239,7 +239,7 @@ class Layout:
             return None
         shape = zero.full_shape(leaf)
         divided, complete = (self.state_spec(names, shape, divided=divided) for divided in (True, False))
-        if zero.is_zero2(leaf):
+        if is_zero2(leaf):
             return Zero2Parameter(complete, divided)
         return divided if self.zero == 3 else complete
 
@@ -247,7 +247,7 @@ class Layout:
         """The dimension along which a parameter, or a slice of a stack of them, is gathered; or NOT_DIVIDED; None for None."""
         if leaf is None:
             return None
-        if self.zero != 3 and not zero.is_zero2(leaf):
+        if self.zero != 3 and not is_zero2(leaf):
             return zero.NOT_DIVIDED
         dim = zero.NOT_DIVIDED if names is None else self._fsdp_dimension(names, zero.full_shape(leaf))
         return dim - stacked if dim != zero.NOT_DIVIDED else dim

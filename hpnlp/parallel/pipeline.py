@@ -32,11 +32,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from hpnlp.model_interfaces.layer_report import CARRY, LayerReport
-from hpnlp.model_interfaces.model_parallel import Zero2Parameter
+from hpnlp.model_interfaces.model_parallel import Zero2Parameter, is_zero2
 from hpnlp.parallel import context_parallel
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.memory import host_offload
-from hpnlp.parallel.memory.zero import is_zero2
 from hpnlp.parallel.tensor_parallel import MeshTensorParallel
 from hpnlp.parallel.varying import sum_over_devices, total_over_devices, vary, zeros_like
 from hpnlp.types import InputError

@@ -19,12 +19,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from hpnlp.model_interfaces.model_parallel import is_zero2
 from hpnlp.ops.helpers.custom_vjp import vary_alike
 from hpnlp.ops.softmax import zero_ignored_tokens
 from hpnlp.ops.table_rows import is_row_subset
 from hpnlp.ops.weight import is_weight
 from hpnlp.parallel.layout import Layout
-from hpnlp.parallel.memory.zero import is_zero2
 from hpnlp.parallel.varying import sum_over_devices
 from hpnlp.types import LossOut
 

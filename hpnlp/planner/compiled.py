@@ -28,7 +28,7 @@ TPU_ENVIRONMENT = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
+class CompiledStep:
     """A compiled training step, on one device."""
 
     seconds: float  #: duration of tracing and compilation
@@ -39,7 +39,7 @@ class Compiled:
     collectives: tuple[Collective, ...] | None
 
 
-def compile_step(costs: Costs, depth: str, device: str) -> Compiled:
+def compile_step(costs: Costs, depth: str, device: str) -> CompiledStep:
     """Compiles the training step of an estimate.
 
     Args:
@@ -79,7 +79,7 @@ def compile_step(costs: Costs, depth: str, device: str) -> Compiled:
     except (InputError, jax.errors.JaxRuntimeError):  # jaxlib cannot read the programs of a newer libtpu
         collectives = None
     seconds = time.perf_counter() - start
-    return Compiled(seconds, stats.argument_size_in_bytes, stats.temp_size_in_bytes, collectives)
+    return CompiledStep(seconds, stats.argument_size_in_bytes, stats.temp_size_in_bytes, collectives)
 
 
 def tpu_devices(device: str, count: int) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hpnlp.report import folds, plots
 from hpnlp.report.differences import described_difference, with_error
-from hpnlp.report.entries import Entry, read_entry
+from hpnlp.report.entries import ComparedRun, read_entry
 from hpnlp.report.files import replace_text, task_of
 from hpnlp.tasks import Task
 from hpnlp.tasks.reports.reporting import Ranking, Report, decimals
@@ -24,7 +24,7 @@ ERRORS = (
     "were scored on the same ones, and is called none up to two standard errors."
 )
 # Axis of a panel of the plot -> cost of a model; None where the model does not have the figure.
-COSTS: Mapping[str, Callable[[Entry], float | None]] = {
+COSTS: Mapping[str, Callable[[ComparedRun], float | None]] = {
     "training seconds": lambda entry: entry.training_seconds,
     "peak memory, MiB": lambda entry: entry.peak_mib,
     "stored MB": lambda entry: entry.stored_mb,
@@ -111,7 +111,7 @@ def by_task(workdirs: Sequence[str | Path]) -> dict[str, list[str | Path]]:
     return groups
 
 
-def _ranked(entries: Mapping[str, Entry]) -> Ranking:
+def _ranked(entries: Mapping[str, ComparedRun]) -> Ranking:
     """Scores of the entries that have some, and the reasons of all others."""
     task = _task({name: entry.report for name, entry in entries.items()})
     unscored = {name: entry.unscored for name, entry in entries.items() if entry.unscored}
@@ -122,19 +122,19 @@ def _ranked(entries: Mapping[str, Entry]) -> Ranking:
     return dataclasses.replace(ranking, unscored={**ranking.unscored, **unscored})
 
 
-def _table(entries: Mapping[str, Entry], ranking: Ranking) -> list[str]:
+def _table(entries: Mapping[str, ComparedRun], ranking: Ranking) -> list[str]:
     """Lines of the Markdown table of `entries`, in their order; configs are compared with that of the first."""
     first = next(iter(entries))
     quality = {name: [_score(entries, ranking, name), _difference(entries, ranking, name, first)] for name in entries}
     return _lines(entries, [ranking.label, "difference"], quality)
 
 
-def _fold_table(rows: folds.Rows, runs: Mapping[str, Entry], ranking: Ranking, each_fold: bool) -> list[str]:
+def _fold_table(rows: folds.FoldRows, runs: Mapping[str, ComparedRun], ranking: Ranking, each_fold: bool) -> list[str]:
     """Lines of the Markdown table of rows of several folds, also with the runs of each row.
 
     The difference of a run is that to the run of the same fold in the first row.
     """
-    entries: dict[str, Entry] = {}
+    entries: dict[str, ComparedRun] = {}
     quality: dict[str, list[str]] = {}
     first = next(iter(rows.scores.values()), None)
     for name, entry in rows.entries.items():
@@ -152,7 +152,9 @@ def _fold_table(rows: folds.Rows, runs: Mapping[str, Entry], ranking: Ranking, e
     return _lines(entries, [ranking.label, *folds.HEADER, "difference"], quality)
 
 
-def _lines(entries: Mapping[str, Entry], columns: Sequence[str], quality: Mapping[str, Sequence[str]]) -> list[str]:
+def _lines(
+    entries: Mapping[str, ComparedRun], columns: Sequence[str], quality: Mapping[str, Sequence[str]]
+) -> list[str]:
     """Lines of the Markdown table of `entries`, with cells of their quality; configs are compared with that of the first."""
     has_skipped = any(entry.report.get("skipped_steps") for entry in entries.values())
     has_speed = any(entry.sequences_per_second for entry in entries.values())
@@ -180,13 +182,13 @@ def _lines(entries: Mapping[str, Entry], columns: Sequence[str], quality: Mappin
     ]
 
 
-def _score(entries: Mapping[str, Entry], ranking: Ranking, name: str) -> str:
+def _score(entries: Mapping[str, ComparedRun], ranking: Ranking, name: str) -> str:
     """Score of an entry with its standard error."""
     score = decimals(ranking.scores.get(name), ranking.digits)
     return with_error(score, _error(entries, ranking, name), ranking.digits)
 
 
-def _error(entries: Mapping[str, Entry], ranking: Ranking, name: str) -> float | None:
+def _error(entries: Mapping[str, ComparedRun], ranking: Ranking, name: str) -> float | None:
     """Standard error of the score of an entry; None if it has no score or its examples are unknown."""
     examples = entries[name].examples
     if name not in ranking.scores or examples is None:
@@ -195,7 +197,7 @@ def _error(entries: Mapping[str, Entry], ranking: Ranking, name: str) -> float |
     return None if error is None else abs(ranking.slopes.get(name, 1.0)) * error
 
 
-def _difference(entries: Mapping[str, Entry], ranking: Ranking, name: str, first: str) -> str:
+def _difference(entries: Mapping[str, ComparedRun], ranking: Ranking, name: str, first: str) -> str:
     """Difference of a score to that of another entry, with its standard error."""
     scores = ranking.scores
     if name == first or name not in scores or first not in scores:
@@ -228,7 +230,7 @@ def _differences(config: Mapping[str, Any], first: Mapping[str, Any]) -> str:
     return ", ".join(changed) or "-"
 
 
-def _write(path: Path, table: str, ranking: Ranking, scored: Mapping[str, Entry]) -> None:
+def _write(path: Path, table: str, ranking: Ranking, scored: Mapping[str, ComparedRun]) -> None:
     """Writes the plot of the entries with a score, and the table beside it."""
     table_path = path.with_suffix(".md")
     labels, title = _labels({name: entry.report for name, entry in scored.items()})

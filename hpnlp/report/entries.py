@@ -20,7 +20,7 @@ from hpnlp.training.files.example_scores import ExampleScores
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class ComparedRun:
     """A model of a comparison.
 
     Attributes:
@@ -55,7 +55,7 @@ class Entry:
         return None if peak is None else peak / 2**20
 
 
-def read_entry(workdir: str | Path) -> Entry:
+def read_entry(workdir: str | Path) -> ComparedRun:
     """Reads what a directory holds of a model for a comparison.
 
     Args:
@@ -71,10 +71,12 @@ def read_entry(workdir: str | Path) -> Entry:
     if os.path.lexists(path / "report.json") or not is_untrained(path):
         report = read_report(path)
         stored = _checkpoint_bytes(path, report.get("scored_step"))
-        return Entry(report, "", ExampleScores.read(path), stored)
+        return ComparedRun(report, "", ExampleScores.read(path), stored)
     if contents_of(path) is Contents.EXPORTED:
         stored = sum(file.stat().st_size for file in path.rglob("*") if file.is_file() and file.name != EXPORT_FILE)
-        return Entry({"config": {}}, "not scored: it is an export, score the run that it was made of", None, stored)
+        return ComparedRun(
+            {"config": {}}, "not scored: it is an export, score the run that it was made of", None, stored
+        )
     is_compressed = contents_of(path) is Contents.COMPRESSED
     is_scored = (path / evaluation_record.FILE).exists()
     report: dict[str, Any] = read_evaluation(path) if is_scored else {"config": flat(load_config(path))}
@@ -82,7 +84,7 @@ def read_entry(workdir: str | Path) -> Entry:
     stored = (path / WEIGHTS_FILE).stat().st_size if is_compressed else _checkpoint_bytes(path, step)
     speed = _sequences_per_second(path) if is_compressed else None
     unscored = "" if is_scored else f"not scored: run hpnlp evaluate {path}"
-    return Entry(report, unscored, ExampleScores.read(path) if is_scored else None, stored, speed)
+    return ComparedRun(report, unscored, ExampleScores.read(path) if is_scored else None, stored, speed)
 
 
 def is_untrained(path: Path) -> bool:

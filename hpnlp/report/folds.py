@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp.report.differences import described_difference
-from hpnlp.report.entries import Entry
+from hpnlp.report.entries import ComparedRun
 from hpnlp.tasks.reports.reporting import Ranking, Report
 from hpnlp.training.files.example_scores import ExampleScores, error_of_difference
 from hpnlp.types import InputError
@@ -219,7 +219,7 @@ def _pooled(examples: Iterable[ExampleScores], metric: str) -> ExampleScores:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class FoldRows:
     """The rows of a comparison of folds.
 
     Attributes:
@@ -229,13 +229,13 @@ class Rows:
       notes: Lines on rows in which folds are missing.
     """
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, ComparedRun]
     scores: Mapping[str, FoldScores]
     ranking: Ranking
     notes: Sequence[str]
 
 
-def joined(entries: Mapping[str, Entry], ranking: Ranking) -> Rows:
+def joined(entries: Mapping[str, ComparedRun], ranking: Ranking) -> FoldRows:
     """Joins the runs that differ only in their fold.
 
     Args:
@@ -264,7 +264,7 @@ def joined(entries: Mapping[str, Entry], ranking: Ranking) -> Rows:
     means = {name: rows[name].mean for name in order if rows[name].scores}
     exports = {name: entry for name, entry in entries.items() if name not in configs}
     unscored |= {name: ranking.unscored[name] for name in exports if name in ranking.unscored}
-    return Rows(
+    return FoldRows(
         {name: _mean_entry([entries[run] for run in rows[name].runs.values()]) for name in order} | exports,
         {name: rows[name] for name in order},
         dataclasses.replace(ranking, scores=means, slopes={}, unscored={}),
@@ -288,7 +288,9 @@ def _name(runs: Mapping[int, str], taken: Iterable[str], is_alone: bool) -> str:
     return name if name not in taken else f"{first} and {len(runs) - 1} more"
 
 
-def _fold_scores(runs: Mapping[int, str], count: int, entries: Mapping[str, Entry], ranking: Ranking) -> FoldScores:
+def _fold_scores(
+    runs: Mapping[int, str], count: int, entries: Mapping[str, ComparedRun], ranking: Ranking
+) -> FoldScores:
     """Scores of runs, and of their examples if these are known for each run with a score."""
     scores = {fold: ranking.scores[name] for fold, name in runs.items() if name in ranking.scores}
     examples = {fold: _scaled(entries[runs[fold]].examples, runs[fold], ranking) for fold in scores}
@@ -307,7 +309,7 @@ def _scaled(examples: ExampleScores | None, name: str, ranking: Ranking) -> Exam
     return ExampleScores({ranking.metric: (slope * total, weight)}, examples.identity)
 
 
-def _mean_entry(entries: Sequence[Entry]) -> Entry:
+def _mean_entry(entries: Sequence[ComparedRun]) -> ComparedRun:
     """One entry with the figures of several: means, the largest peak memory and the sum of skipped steps."""
     if len(entries) == 1:
         return entries[0]
@@ -322,7 +324,7 @@ def _mean_entry(entries: Sequence[Entry]) -> Entry:
         "skipped_steps": sum(report.get("skipped_steps") or 0 for report in reports),
     }
     stored = [entry.stored_bytes for entry in entries if entry.stored_bytes is not None]
-    return Entry(report, stored_bytes=round(_mean(stored)) if stored else None)
+    return ComparedRun(report, stored_bytes=round(_mean(stored)) if stored else None)
 
 
 def _mean(values: Sequence[float | int]) -> float:

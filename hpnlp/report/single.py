@@ -20,13 +20,13 @@ from hpnlp.report.files import read_metrics, replace_text, task_of
 from hpnlp.tasks.reports.reporting import Outcome
 from hpnlp.training.config import Config, flat
 from hpnlp.training.files.evaluation_record import finite, write_examples
-from hpnlp.training.files.result import Result
+from hpnlp.training.files.result import RunResult
 from hpnlp.types import InputError
 
 _LOADED = time.time()
 
 
-def write(workdir: str | Path, config: Config, result: Result, flags: str = "--config=FILE") -> dict[str, Any]:
+def write(workdir: str | Path, config: Config, result: RunResult, flags: str = "--config=FILE") -> dict[str, Any]:
     """Writes and prints the report of a finished run.
 
     Args:
@@ -90,7 +90,7 @@ def _local(params: Any) -> Any:
     return params if jax.process_count() == 1 else jax.device_get(params)
 
 
-def summarize(config: Config, result: Result) -> dict[str, Any]:
+def summarize(config: Config, result: RunResult) -> dict[str, Any]:
     """Numbers of a run.
 
     Args:

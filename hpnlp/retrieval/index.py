@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp.atomic_file import replaced
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.retrieval.index_backends import KINDS
-from hpnlp.retrieval.index_kind import Kind
+from hpnlp.retrieval.index_kind import IndexKind
 from hpnlp.spec import build, lookup, parse_one
 from hpnlp.types import InputError
 
@@ -38,7 +38,7 @@ class HostSearch:
       state: Its state.
     """
 
-    kind: Kind
+    kind: IndexKind
     state: Any
 
     def search(self, state: Any, q: Array, k: int) -> tuple[Array, Array]:
@@ -68,7 +68,7 @@ class Index:
 
     def __init__(self, kind: str = "exact", *, mesh: Mesh | None = None, axis: str = "data") -> None:
         self.mesh, self.axis = mesh, axis
-        self.kind: Kind = build(parse_one(kind, "kind"), KINDS, "index")
+        self.kind: IndexKind = build(parse_one(kind, "kind"), KINDS, "index")
         self._part_count: int = 1 if mesh is None else lookup(mesh.shape, axis, "mesh axis")
         if self._part_count > 1 and not self.kind.on_devices:
             raise InputError(f"an index of kind {kind!r} cannot be divided over a mesh: leave mesh out")
@@ -153,7 +153,7 @@ class Index:
         with jax.set_mesh(self.mesh):  # the caller may have set another mesh
             return _search_parts(self._state, queries, self.kind, int(k), self._sizes, self.mesh, self.axis)
 
-    def as_search(self) -> tuple[Kind | HostSearch, Any]:
+    def as_search(self) -> tuple[IndexKind | HostSearch, Any]:
         """The search as a function of arrays, for use in compiled programs.
 
         Returns:
@@ -308,13 +308,13 @@ class Index:
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _search(state: Any, q: Array, kind: Kind, k: int) -> tuple[Array, Array]:
+def _search(state: Any, q: Array, kind: IndexKind, k: int) -> tuple[Array, Array]:
     return kind.search(state, q, k)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5, 6))
 def _search_parts(
-    state: Any, q: Array, kind: Kind, k: int, sizes: tuple[int, ...], mesh: Mesh, axis: str
+    state: Any, q: Array, kind: IndexKind, k: int, sizes: tuple[int, ...], mesh: Mesh, axis: str
 ) -> tuple[Array, Array]:
     """Searches all parts; sizes are their numbers of vectors. Sizes differ by 1 at most, and smaller parts are padded."""
 

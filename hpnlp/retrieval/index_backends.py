@@ -20,13 +20,13 @@ from hpnlp.ops.search import (
     lsh_search,
     pq_search,
 )
-from hpnlp.retrieval.index_kind import Arrays, Kind
+from hpnlp.retrieval.index_kind import Arrays, IndexKind
 from hpnlp.retrieval.library_indexes import Faiss, Scann
 from hpnlp.types import InputError
 
 
 @dataclasses.dataclass(frozen=True)
-class Exact(Kind):
+class Exact(IndexKind):
     """Exact search of all vectors: `hpnlp.ops.search.exact_search`."""
 
     #: Vectors of a block; None for a default.
@@ -44,7 +44,7 @@ class Exact(Kind):
 
 
 @dataclasses.dataclass(frozen=True)
-class Ivf(Kind):
+class Ivf(IndexKind):
     """Search of the vectors in the nearest cells of k-means: `hpnlp.ops.search.build_ivf`, `ivf_search`."""
 
     #: Number of cells.
@@ -74,7 +74,7 @@ class Ivf(Kind):
 
 
 @dataclasses.dataclass(frozen=True)
-class Lsh(Kind):
+class Lsh(IndexKind):
     """Search of the vectors in the nearest hash buckets: `hpnlp.ops.search.build_lsh`, `lsh_search`."""
 
     #: Bits of a hash.
@@ -101,7 +101,7 @@ class Lsh(Kind):
 
 
 @dataclasses.dataclass(frozen=True)
-class Pq(Kind):
+class Pq(IndexKind):
     """Search of product-quantized vectors in the nearest cells of k-means: `hpnlp.ops.search.build_pq`, `pq_search`."""
 
     #: Number of parts of a vector, each with a code.
@@ -147,7 +147,7 @@ class Pq(Kind):
         return np.asarray(state["vectors"])[:count][np.argsort(np.asarray(state["ids"])[:count])]
 
 
-KINDS: dict[str, Callable[..., Kind]] = {
+KINDS: dict[str, Callable[..., IndexKind]] = {
     "exact": Exact,
     "ivf": Ivf,
     "lsh": Lsh,

@@ -18,7 +18,7 @@ Arrays = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class IndexKind:
     """Settings of an index, and the operations on its state.
 
     The state of a kind with `on_devices` is a dict of arrays, which may be padded with zeros at their ends, and `search` can be

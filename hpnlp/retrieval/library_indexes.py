@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.retrieval.index_kind import Arrays, Kind
+from hpnlp.retrieval.index_kind import Arrays, IndexKind
 from hpnlp.types import InputError
 
 
 @dataclasses.dataclass(frozen=True)
-class Faiss(Kind):
+class Faiss(IndexKind):
     """An index of faiss, on the CPU and in float32. `add` adds vectors without training the index again."""
 
     #: Argument of faiss.index_factory, as in "IVF1024,Flat".
@@ -102,7 +102,7 @@ def _faiss() -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Scann(Kind):
+class Scann(IndexKind):
     """An index of ScaNN: 4-bit codes whose error along each vector counts more than across it (Guo et al. 2020), on the CPU.
 
     The best vectors by their codes are ranked again by their float32 products. `add` adds vectors without training again.

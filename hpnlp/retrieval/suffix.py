@@ -65,7 +65,7 @@ class Suffix:
 
 
 @dataclasses.dataclass(frozen=True)
-class Neighbours:
+class SuffixNeighbours:
     """Neighbours of Q positions.
 
     Attributes:
@@ -111,7 +111,7 @@ def neighbours(
     is_word: np.ndarray,
     queries: Sequence[tuple[np.ndarray, np.ndarray]],
     progress: Progress = ignore_progress,
-) -> list[Neighbours]:
+) -> list[SuffixNeighbours]:
     """Finds the neighbours of positions.
 
     Args:
@@ -136,7 +136,7 @@ def neighbours(
     contexts = _contexts(suffix, corpus, is_word)
     dtype = np.int16 if len(is_word) <= np.iinfo(np.int16).max else np.int32
     results = [
-        Neighbours(
+        SuffixNeighbours(
             np.empty((len(positions), len(contexts), suffix.k), dtype),
             np.empty((len(positions), len(contexts)), np.int32),
         )
@@ -203,7 +203,7 @@ class SuffixIndex:
                 progress("indexing", len(indexes), len(contexts))
         return cls(suffix, is_word, tuple(indexes))
 
-    def neighbours(self, history: np.ndarray) -> Neighbours:
+    def neighbours(self, history: np.ndarray) -> SuffixNeighbours:
         """The neighbours of the position after a text.
 
         Args:
@@ -215,4 +215,4 @@ class SuffixIndex:
         found = []
         for context, index in zip(_contexts(self.suffix, history, self.is_word), self.indexes, strict=True):
             found.append(index.recent(context()[-1:], np.array([len(index.keys)]), self.suffix.k))
-        return Neighbours(np.stack([r.tokens for r in found], axis=1), np.stack([r.count for r in found], axis=1))
+        return SuffixNeighbours(np.stack([r.tokens for r in found], axis=1), np.stack([r.count for r in found], axis=1))

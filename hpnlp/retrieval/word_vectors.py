@@ -25,7 +25,7 @@ def _unit_norm(x: np.ndarray) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class LeftOut:
+class LeftOutVectors:
     """A text without one of its words, or the whole text.
 
     Attributes:
@@ -192,7 +192,7 @@ class WordVectorTable:
         added, subtracted = ([word for word, s in signed if s == sign] for sign in (1, -1))
         return self.analogy(added, subtracted, count)
 
-    def without_each(self, text: str, expected: str = "") -> tuple[str, LeftOut, list[LeftOut]]:
+    def without_each(self, text: str, expected: str = "") -> tuple[str, LeftOutVectors, list[LeftOutVectors]]:
         """Leaves out each word of a text in turn, and ranks its neighbours again.
 
         The vector of a text is the sum of the unit vectors of its words, as of `analogy`. The neighbours are always words that
@@ -236,7 +236,7 @@ class WordVectorTable:
         cosines = scores[:, followed]
         ranks, nearest = 1 + (scores > cosines[:, None]).sum(axis=1), scores.argmax(axis=1)
         whole, *without = (
-            LeftOut(word, float(cosine), int(rank), self.words[best])
+            LeftOutVectors(word, float(cosine), int(rank), self.words[best])
             for word, cosine, rank, best in zip(["", *words], cosines, ranks, nearest, strict=True)
         )
         return self.words[followed], whole, without

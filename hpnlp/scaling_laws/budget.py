@@ -14,7 +14,7 @@ from hpnlp.planner import Costs, Device, costs, search
 from hpnlp.scaling_laws import diagnostics, recipe
 from hpnlp.scaling_laws.fit import Estimate, Fit, FlopsPerToken, Optimum, fit, interpolated_flops, six_n
 from hpnlp.scaling_laws.fitting.forms import LOSS_FORMS
-from hpnlp.scaling_laws.flops import CONVENTIONS, Size, size_of
+from hpnlp.scaling_laws.flops import CONVENTIONS, ModelSize, size_of
 from hpnlp.scaling_laws.points import Points
 from hpnlp.scaling_laws.study import duration
 from hpnlp.spec import lookup
@@ -233,7 +233,7 @@ def _shape(config: Config, n: float | int, convention: str) -> dict[str, int]:
                 if getattr(model, name)
             }
             matrices = dataclasses.replace(model, **fields).non_embedding_parameters()
-            counted = CONVENTIONS[convention].parameters(Size(matrices, vocab * dim, vocab * dim, 0, 1))
+            counted = CONVENTIONS[convention].parameters(ModelSize(matrices, vocab * dim, vocab * dim, 0, 1))
             best = min(
                 best, (abs(math.log(counted / n)), {f"model.{k}": v for k, v in fields.items()}), key=lambda x: x[0]
             )

@@ -176,12 +176,12 @@ class Fit:
         """
         if not 0 < budget < np.inf:
             raise InputError(f"budget={budget}: expected a number of FLOPs over 0")
-        form = FORMS[self.form]
         rows = np.concatenate([self.values[None], self.samples])
         loss = None
-        if isinstance(form, FrontierForm):
+        if self.form in FRONTIER_FORMS:
             n = rows[:, 0] * budget ** rows[:, 1]
         else:
+            form = LOSS_FORMS[self.form]
             n, losses = _best_size(form, form.to_parameters(rows), budget, flops_per_token)
             loss = self._estimate(losses[0], losses[1:], level)
         d = budget / flops_per_token(n)
@@ -189,10 +189,9 @@ class Fit:
         return Optimum(budget, size, tokens, ratio, loss)
 
     def _loss_form(self) -> LossForm:
-        form = FORMS[self.form]
-        if not isinstance(form, LossForm):
+        if self.form not in LOSS_FORMS:
             raise InputError(f"form {self.form} gives the best size and no loss: use the form additive or kaplan")
-        return form
+        return LOSS_FORMS[self.form]
 
     def _estimate(self, value: float | int, samples: np.ndarray, level: float | int) -> Estimate:
         """Percentiles of bootstrap samples, wider for few points as Student's distribution is than the normal one."""
@@ -224,13 +223,14 @@ def fit(
     Raises:
       InputError: The points cannot determine the constants, or an argument is invalid.
     """
-    law = lookup(FORMS, form, "form")
+    lookup(FORMS, form, "form")
     if not delta > 0:
         raise InputError(f"delta={delta}: expected a number over 0, infinity for least squares")
     if bootstrap < 2:
         raise InputError(f"bootstrap={bootstrap}: expected at least 2 samples")
-    if isinstance(law, FrontierForm):
-        return _fit_frontier(points, form, law, delta, bootstrap, seed)
+    if form in FRONTIER_FORMS:
+        return _fit_frontier(points, form, FRONTIER_FORMS[form], delta, bootstrap, seed)
+    law = LOSS_FORMS[form]
     _check_determined(points, form, law)
     variables, targets = law.logs(points), np.log(points.loss)
     found, objectives = minimize(law.log_loss, law.starts(points), variables, targets, delta)

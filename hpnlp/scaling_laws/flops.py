@@ -18,7 +18,7 @@ from hpnlp.types import InputError
 
 
 @dataclasses.dataclass(frozen=True)
-class Size:
+class ModelSize:
     """Size of a language model.
 
     Attributes:
@@ -54,8 +54,8 @@ class Convention:
     """
 
     description: str
-    parameters: Callable[[Size], int]
-    flops_per_token: Callable[[Size], float]
+    parameters: Callable[[ModelSize], int]
+    flops_per_token: Callable[[ModelSize], float]
 
 
 # Kaplan et al. 2020; Porian et al. 2024, whose largest correction is the head, in the accounting with attention (their main
@@ -81,7 +81,7 @@ CONVENTIONS: Mapping[str, Convention] = {
 DEFAULT = "porian"
 
 
-def size_of(config: Config) -> Size:
+def size_of(config: Config) -> ModelSize:
     """Counts the size of a config's model. Allocates nothing.
 
     Args:
@@ -110,7 +110,7 @@ def size_of(config: Config) -> Size:
         if names and "experts" in names:
             idle += round(size * (1 - shares[leaf.shape[names.index("experts")]]))
     c: Any = model.config
-    return Size(total - tables - idle, c.vocab * c.dim, tables, c.attention_width(), config.data.seq_len, idle)
+    return ModelSize(total - tables - idle, c.vocab * c.dim, tables, c.attention_width(), config.data.seq_len, idle)
 
 
 def _used_shares(config: PlannedLayers) -> dict[int, float]:

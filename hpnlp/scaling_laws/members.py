@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp import report
-from hpnlp.scaling_laws.flops import CONVENTIONS, Size, size_of
+from hpnlp.scaling_laws.flops import CONVENTIONS, ModelSize, size_of
 from hpnlp.scaling_laws.points import Points
 from hpnlp.tasks.reports.reporting import Report
 from hpnlp.training.config import Config
@@ -35,7 +35,7 @@ class TrainedMember:
     """
 
     name: str
-    size: Size
+    size: ModelSize
     tokens: int
     loss: float | int
     error: float | None
@@ -60,7 +60,7 @@ def read_members(directory: str | Path) -> tuple[list[TrainedMember], list[str]]
     if not path.is_dir():
         raise InputError(f"there is no directory {directory}: name the --workdir of hpnlp sweep")
     found, unfinished, texts = [], [], {}
-    sizes: dict[tuple[Any, ...], Size] = {}  # each is traced once
+    sizes: dict[tuple[Any, ...], ModelSize] = {}  # each is traced once
     for run in sorted(child for child in path.iterdir() if child.is_dir()):
         if not (run / "report.json").exists():
             unfinished += [run.name] * (contents_of(run) is Contents.RUN)
@@ -120,7 +120,7 @@ def _check_run(run: Path, config: Config, numbers: Report) -> None:
         raise InputError(f"{run} has no finite held-out loss: train it with a lower learning rate, or move it away")
 
 
-def _size(run: Path, config: Config) -> Size:
+def _size(run: Path, config: Config) -> ModelSize:
     """Size of the model of a run."""
     try:
         return size_of(config)

@@ -11,27 +11,27 @@ from ml_collections import ConfigDict
 from hpnlp import tasks
 from hpnlp.planner import Device, costs
 from hpnlp.scaling_laws import recipe
-from hpnlp.scaling_laws.flops import CONVENTIONS, DEFAULT, Size, size_of
+from hpnlp.scaling_laws.flops import CONVENTIONS, DEFAULT, ModelSize, size_of
 from hpnlp.spec import lookup
 from hpnlp.training.config import Config, resolve
 from hpnlp.types import InputError
 
 Fields = Mapping[str, Any]
-Rates = Callable[[Size, float | int], float]  # learning rate of a size at a number of tokens
+Rates = Callable[[ModelSize, float | int], float]  # learning rate of a size at a number of tokens
 
 
-def _step_law(start: float | int, first: Size, tokens: float | int) -> Rates:
+def _step_law(start: float | int, first: ModelSize, tokens: float | int) -> Rates:
     """Learning rates by parameters and tokens, as in the Step law."""
     factor = start / recipe.learning_rate(first.layers, tokens)
     return lambda size, tokens: factor * recipe.learning_rate(size.layers, tokens)
 
 
-def _width(start: float | int, first: Size, tokens: float | int) -> Rates:
+def _width(start: float | int, first: ModelSize, tokens: float | int) -> Rates:
     """Learning rates inversely proportional to the width, as of hidden matrices under muP (Yang et al. 2022, 2203.03466)."""
     return lambda size, tokens: start * first.head / size.head  # V x D, with the same V
 
 
-TRANSFERS: dict[str, Callable[[float | int, Size, float | int], Rates]] = {"step_law": _step_law, "width": _width}
+TRANSFERS: dict[str, Callable[[float | int, ModelSize, float | int], Rates]] = {"step_law": _step_law, "width": _width}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class PlannedRun:
 
     fields: dict[str, Any]
     config: Config
-    size: Size
+    size: ModelSize
     tokens: int
     flops: float | int
 
@@ -151,10 +151,12 @@ class Study:
         """
         return [run.fields for run in self.runs(values)]
 
-    def _size(self, values: ConfigDict, fields: Fields) -> Size:
+    def _size(self, values: ConfigDict, fields: Fields) -> ModelSize:
         return size_of(_with_fields(values, fields))
 
-    def _run(self, values: ConfigDict, fields: Fields, size: Size, tokens: float | int, rates: Rates) -> PlannedRun:
+    def _run(
+        self, values: ConfigDict, fields: Fields, size: ModelSize, tokens: float | int, rates: Rates
+    ) -> PlannedRun:
         length = resolve(values).data.seq_len
         batch = recipe.batch_size(tokens, length)
         per_token = CONVENTIONS[self.convention].flops_per_token(size)

@@ -15,7 +15,7 @@ from hpnlp.tasks import vocabulary as vocabularies
 from hpnlp.tasks.reports.lm_report import LanguageModelReport
 from hpnlp.tasks.task import Batch, RunConfig, Sums, Task
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary
-from hpnlp.types import InputError, WithCarryMultiple
+from hpnlp.types import InputError
 
 
 class LanguageModel(Task):
@@ -109,8 +109,7 @@ def _check_order(config: RunConfig) -> None:
             "of a document: set model.position='rope' or 'none'"
         )
     for mixer in model.mixers():
-        multiple = mixer.carry_multiple if isinstance(mixer, WithCarryMultiple) else 1
-        if config.data.seq_len % multiple:
+        if config.data.seq_len % (multiple := mixer.carry_multiple):
             raise InputError(
                 f"data.seq_len={config.data.seq_len}: model.mixer={model.mixer!r} compresses tokens {multiple} at a time: set "
                 f"it to a multiple of {multiple}"

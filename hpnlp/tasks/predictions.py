@@ -16,8 +16,16 @@ from hpnlp.types import Tokenizer
 Batch = Mapping[str, np.ndarray]
 
 
+class BasePrediction:
+    """The prediction for one example."""
+
+    def labelled(self) -> list[tuple[str, float]]:
+        """The predicted labels and their probabilities; none for predictions without labels."""
+        return []
+
+
 @dataclasses.dataclass(frozen=True)
-class LabelPrediction:
+class LabelPrediction(BasePrediction):
     """The label of a text.
 
     Attributes:
@@ -30,9 +38,12 @@ class LabelPrediction:
     probability: float
     probabilities: Mapping[str, float]
 
+    def labelled(self) -> list[tuple[str, float]]:
+        return [(self.label, self.probability)]
+
 
 @dataclasses.dataclass(frozen=True)
-class TagPrediction:
+class TagPrediction(BasePrediction):
     """Labels of the words of a text.
 
     Attributes:
@@ -45,9 +56,12 @@ class TagPrediction:
     labels: Sequence[str]
     probabilities: Sequence[float]
 
+    def labelled(self) -> list[tuple[str, float]]:
+        return list(zip(self.labels, self.probabilities, strict=True))
+
 
 @dataclasses.dataclass(frozen=True)
-class TextPrediction:
+class TextPrediction(BasePrediction):
     """The target that greedy decoding gives for a source.
 
     Attributes:
@@ -58,7 +72,7 @@ class TextPrediction:
 
 
 @dataclasses.dataclass(frozen=True)
-class SimilarityPrediction:
+class SimilarityPrediction(BasePrediction):
     """Similarity of the texts of a pair.
 
     Attributes:

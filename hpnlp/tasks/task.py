@@ -108,6 +108,7 @@ class Task(abc.ABC):
       report: The task's part of reports and comparisons.
       compares_as: Name of the task whose runs have scores of the same meaning, so that `hpnlp compare` ranks the runs of both;
         "" for the task itself.
+      reads_examples: Whether the data config is an `ExampleConfig`.
       prediction: Class of the results of `predict`; None for a task whose models predict nothing from texts.
       unused_fields: Rules about fields of this task that have no effect, beside those of all tasks.
       vocabulary_files: Files of a run directory without which `load_vocabulary` returns None.
@@ -120,6 +121,7 @@ class Task(abc.ABC):
     higher_is_better: ClassVar[bool] = False
     report: ClassVar[TaskReport]
     compares_as: ClassVar[str] = ""
+    reads_examples: ClassVar[bool] = False
     prediction: ClassVar[type[Prediction] | None] = None
     unused_fields: ClassVar[tuple[Rule, ...]] = ()
     vocabulary_files: ClassVar[tuple[str, ...]] = ("tokenizer.json",)

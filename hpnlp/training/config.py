@@ -170,7 +170,8 @@ class Config:
             limit = LIMITS.get(name, LARGEST)
             if any(isinstance(number, int) and number > limit for number in numbers):
                 raise InputError(f"{name}={shortened(value, 40)}: expected at most {limit}")
-        if isinstance(averages.find(self.optimizer.average), averages.NonMonotonic) and not self.train.eval_every:
+        average = averages.find(self.optimizer.average)
+        if average is not None and average.reads_evaluations and not self.train.eval_every:
             raise InputError(
                 f"optimizer.average={self.optimizer.average!r} begins with an evaluation: set train.eval_every as well"
             )

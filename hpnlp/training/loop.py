@@ -25,7 +25,7 @@ from hpnlp.training.files.best import ScoreOrder
 from hpnlp.training.files.checkpoint import Checkpointer
 from hpnlp.training.files.claim import claimed, frozen_record
 from hpnlp.training.files.metrics import QUIET, Clock, Display, JsonlWriter, Writer, find_writers
-from hpnlp.training.files.result import Result
+from hpnlp.training.files.result import RunResult
 from hpnlp.training.optimizers import averages
 from hpnlp.training.optimizers.loss_scale import MINIMUM
 from hpnlp.training.optimizers.state_shardings import place
@@ -38,7 +38,7 @@ from hpnlp.types import InputError
 MAX_NONFINITE_STEPS = 20  # a run stops after this number of consecutive steps without a finite gradient
 
 
-def train(config: Config, workdir: str | Path, *, accept_changes: bool = False, score: bool = True) -> Result:
+def train(config: Config, workdir: str | Path, *, accept_changes: bool = False, score: bool = True) -> RunResult:
     """Trains to `config.train.steps` from the newest checkpoint in `workdir`, or else from `config.train.init_from`.
 
     Args:
@@ -320,7 +320,7 @@ class _Run:
                 "lower optimizer.learning_rate, or find the cause with train.debug_nans"
             )
 
-    def finish(self, score: bool) -> Result:
+    def finish(self, score: bool) -> RunResult:
         """Reads the last checkpoint back, scores the best one if asked to and no signal arrived, and returns the result."""
         PIPE.base = "report"
         with self.clock("checkpoint"):
@@ -339,7 +339,7 @@ class _Run:
         elif score:
             scores = self._score_all(params)
         flops = self.lengths.flops_by_part(self.trainer, self.config.data.seq_len)
-        return Result(
+        return RunResult(
             step=self.step,
             scored_step=scored_step,
             interrupted=interrupted,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hpnlp.ops.embeddings.word2vec import Block, keep_probabilities, merge_tables, noise_table, train_blocks
+from hpnlp.ops.embeddings.word2vec import WordBlock, keep_probabilities, merge_tables, noise_table, train_blocks
 from hpnlp.types import InputError, option
 
 # Blocks that a worker trains between two merges; a merge costs as much as training about as many words as the table has rows.
@@ -56,9 +56,9 @@ class Word2VecConfig:
                 "which the first is the larger"
             )
 
-    def block(self) -> Block:
+    def block(self) -> WordBlock:
         """Sizes and objective of a block."""
-        return Block(self.objective, self.window, self.centres, self.noise, self.negatives)
+        return WordBlock(self.objective, self.window, self.centres, self.noise, self.negatives)
 
 
 def sentence_ids(

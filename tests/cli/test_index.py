@@ -13,7 +13,7 @@ import pytest
 
 from hpnlp import report, tasks
 from hpnlp.jobs.retrieval import next_words
-from hpnlp.jobs.retrieval.gate import Documents
+from hpnlp.jobs.retrieval.gate import GateDocuments
 from hpnlp.models.variables import FROZEN, collections
 from hpnlp.retrieval import datastore, knn
 from hpnlp.retrieval.knn import Neighbours
@@ -32,7 +32,7 @@ def trained(tmp_path_factory):
 @pytest.fixture(scope="module")
 def store(trained, tmp_path_factory):
     directory = tmp_path_factory.mktemp("store") / "all"
-    source = next_words.load_source(trained, next_words.Options(3000, 400), None)
+    source = next_words.load_source(trained, next_words.IndexOptions(3000, 400), None)
     next_words.build_shard(source, directory)
     datastore.complete(directory, [directory])
     losses = next_words.fit_mixtures(source, directory, 8)
@@ -85,7 +85,7 @@ def test_mixed_probabilities_match_a_loop(trained, store):
 
 def test_next_tokens_are_those_of_the_text(trained, store):
     """The word of each key is the token after the state: keys and words agree with a pass over the stored documents."""
-    source = next_words.load_source(trained, next_words.Options(3000, 400), None)
+    source = next_words.load_source(trained, next_words.IndexOptions(3000, 400), None)
     documents = source.documents
     positions = documents.positions(0, source.stored)
     np.testing.assert_array_equal(datastore.Datastore.load(store, "words").words(), documents.tokens[positions])
@@ -105,7 +105,7 @@ def test_copies_of_stored_documents_are_scored(run, trained, store, tmp_path):
 
 def test_functions_of_shards_can_be_pickled(trained, store, tmp_path):
     """As Beam and SLURM's launchers send them to processes; each document is a shard at most."""
-    options = next_words.Options(3000, 400)
+    options = next_words.IndexOptions(3000, 400)
     call = functools.partial(next_words.build_run_shard, trained, shards=2, options=options)
     records = [pickle.loads(pickle.dumps(call))(tmp_path / str(i), shard=i) for i in range(2)]
     assert pickle.loads(pickle.dumps(records)) == records
@@ -114,9 +114,9 @@ def test_functions_of_shards_can_be_pickled(trained, store, tmp_path):
 
 
 def test_documents_without_positions_are_shards(trained, tmp_path):
-    source = next_words.load_source(trained, next_words.Options(3000, 400), None)
+    source = next_words.load_source(trained, next_words.IndexOptions(3000, 400), None)
     sizes = np.array([5, 1, 9, 30])
-    documents = Documents(source.documents.tokens[:45], np.cumsum(sizes), np.ones(4, int), 3, 4)
+    documents = GateDocuments(source.documents.tokens[:45], np.cumsum(sizes), np.ones(4, int), 3, 4)
     source = dataclasses.replace(source, documents=documents)
     counts = [next_words.build_shard(source, tmp_path / str(i), i, 3).count for i in range(3)]
     assert counts == [4, 0, 8]

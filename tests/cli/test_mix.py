@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hpnlp import report
-from hpnlp.jobs.retrieval.mix import Options
+from hpnlp.jobs.retrieval.mix import MixOptions
 from hpnlp.jobs.retrieval.mixed_text import MixedModel
 from hpnlp.models.mixtures.bit_gate import BitGate
 from hpnlp.models.variables import collections
@@ -123,7 +123,7 @@ def test_invalid_flags_raise(run, trained, flag, message):
 
 
 def test_unknown_stores_raise_before_the_run_is_read():
-    raises("unknown store 'knn'", Options, store="knn")
+    raises("unknown store 'knn'", MixOptions, store="knn")
 
 
 FEW = ("--store=suffix(longest=3,words=0,k=2)", "--gate_tokens=500", "--epochs=1", "--nodynamic")

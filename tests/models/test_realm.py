@@ -221,7 +221,9 @@ def test_towers_that_are_not_shared_train_both_and_the_document_tower_makes_the_
 
 
 def test_fields_of_the_search_are_free_in_warm_starts():
-    source = warm_start.Source(Path("runs/source"), "realm", make().config, Vocabulary(ByteTokenizer()), "bytes", True)
+    source = warm_start.StartSource(
+        Path("runs/source"), "realm", make().config, Vocabulary(ByteTokenizer()), "bytes", True
+    )
     tuned = make(candidates=3, marginal="sequence", refresh="never", documents_per_step=2).config
     assert source.check_model(tuned) == ""
     raises("model.temperature is 1.0", lambda: source.check_model(make(temperature=1.0).config))

@@ -291,7 +291,7 @@ def test_invalid_configs_raise():
 
 def test_fine_tuning_may_change_dropout_but_not_what_the_parameters_compute():
     vocabulary = Vocabulary(ByteTokenizer())
-    source = warm_start.Source(Path("runs/source"), "rnn_lm", RNNConfig(vocab=V), vocabulary, "bytes", is_run=True)
+    source = warm_start.StartSource(Path("runs/source"), "rnn_lm", RNNConfig(vocab=V), vocabulary, "bytes", is_run=True)
     tuned = RNNConfig(vocab=V, **dict.fromkeys(set(DROPPED) - {"zoneout"}, 0.5), activation_penalty=1.0)
     assert source.check_model(tuned) == ""
     for fields in ({"zoneout": 0.5}, {"cells": "lstm(256)"}, {"resets": False}):

@@ -3,12 +3,12 @@
 import numpy as np
 
 from hpnlp.ops.embeddings import word2vec
-from hpnlp.ops.embeddings.word2vec import Block
+from hpnlp.ops.embeddings.word2vec import WordBlock
 from tests.contracts import once
 
 RNG = np.random.default_rng(0)
-BLOCK = Block(window=1, centres=4, noise=2)
-CBOW = Block("cbow", window=1, centres=4, noise=2)
+BLOCK = WordBlock(window=1, centres=4, noise=2)
+CBOW = WordBlock("cbow", window=1, centres=4, noise=2)
 FOUR, SIX, NOISE = (RNG.standard_normal((size, 3)) for size in (4, 6, 2))
 PAIRS = np.asarray(once(lambda *a: word2vec.pair_weights(*a, BLOCK), np.zeros(6, np.int32), np.ones(4, np.int32)))
 

@@ -6,7 +6,7 @@ import pytest
 
 from hpnlp import measure
 from hpnlp.planner.estimate import model_of
-from hpnlp.scaling_laws.flops import CONVENTIONS, Size, size_of
+from hpnlp.scaling_laws.flops import CONVENTIONS, ModelSize, size_of
 from hpnlp.training.config import default, resolve
 from tests.messages import raises
 
@@ -41,7 +41,7 @@ def test_products_of_the_program_lie_between_causal_and_dense_attention():
     counted = measure.count_flops(
         jax.grad(lambda params, batch: model.apply({"params": params}, batch, True, method="loss").sum), params, batch
     )
-    products = Size(size.layers - 5 * 32, size.head, size.head, size.attention_width, 64)  # without the norms
+    products = ModelSize(size.layers - 5 * 32, size.head, size.head, size.attention_width, 64)  # without the norms
     causal, dense = (CONVENTIONS[name].flops_per_token(products) for name in ("porian", "chinchilla"))
     assert 0.95 * causal < counted / 128 < 1.05 * dense  # the backward pass of attention computes the scores again
 

@@ -54,7 +54,7 @@ def weights_of(model):
 
 
 def source_of(directory, config, task="masked_lm"):
-    return warm_start.Source(directory, task, config, Vocabulary(tokenizers.build("bytes")), "bytes", True)
+    return warm_start.StartSource(directory, task, config, Vocabulary(tokenizers.build("bytes")), "bytes", True)
 
 
 def started(monkeypatch, source, weights, model, task):

@@ -7,12 +7,12 @@ import dataclasses
 import functools
 from typing import Any, ClassVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.models.encoder import EncoderConfig
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.seq2seq import Seq2SeqConfig
@@ -162,7 +162,7 @@ def test_planner_counts_the_carry():
 # Forms of a carry.
 
 
-class Previous(nn.Module):
+class Previous(Mixer):
     """The hidden state of the token before, of any segment. The carry is that of the last token, as `form` has it."""
 
     needs: ClassVar = {}

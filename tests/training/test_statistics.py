@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 
-from hpnlp.model_interfaces.layer_report import has_state
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.variables import collections
 from hpnlp.nn.feed_forward import FEED_FORWARDS
@@ -132,7 +131,7 @@ def test_further_layouts(layout):
 
 def has_state_of_its_own(spec):
     mixer = build(parse_one(spec, "mixer"), MIXERS, "mixer", dropout=0.0, name=None)
-    return has_state(mixer) and not isinstance(mixer, WithCarry)  # see test_carry.py
+    return mixer.has_state and not isinstance(mixer, WithCarry)  # see test_carry.py
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ TOKENS = np.random.default_rng(0).integers(0, 24, (2, 12)).astype(np.int32)
 
 
 def source(config=DENSE):
-    return warm_start.Source(Path("source"), "lm", config, Vocabulary(ByteTokenizer()), "bytes", is_run=True)
+    return warm_start.StartSource(Path("source"), "lm", config, Vocabulary(ByteTokenizer()), "bytes", is_run=True)
 
 
 def logits(config, weights):

@@ -261,7 +261,9 @@ def test_index_of_the_documents_of_a_run_is_not_copied(tmp_path, monkeypatch, fi
     encoded = {name: np.ones(shape) for name, shape in {"index": (3, 8), "age": (1,), "position": (1,)}.items()}
     run = types.SimpleNamespace(params=variables.join(expected, encoded), step=7)
     monkeypatch.setattr(warm_start.runs, "load", lambda directory, plan: run)
-    source = warm_start.Source(tmp_path, "realm", RealmConfig(**sizes), Vocabulary(tokenizers.build("bytes")), "", True)
+    source = warm_start.StartSource(
+        tmp_path, "realm", RealmConfig(**sizes), Vocabulary(tokenizers.build("bytes")), "", True
+    )
     params, buffers = variables.split(source.load_params(trainer, Plan("single"), "realm", key)[0])
     assert_same(params, expected)
     assert_same(buffers, trainer.init(key).buffers)
@@ -295,7 +297,9 @@ def test_reader_of_a_search_goes_on_from_a_masked_language_model(tmp_path, monke
     of_source = drawn_params(encoder, 0.3)
     run = types.SimpleNamespace(params=of_source, step=7)
     monkeypatch.setattr(warm_start.runs, "load", lambda directory, plan: run)
-    source = warm_start.Source(tmp_path, "masked_lm", encoder.config, Vocabulary(tokenizers.build("bytes")), "", True)
+    source = warm_start.StartSource(
+        tmp_path, "masked_lm", encoder.config, Vocabulary(tokenizers.build("bytes")), "", True
+    )
     warm_start.check_task("realm", source)
     assert source.check_model(model.config, task="realm") == ""
     params, origin = source.load_params(trainer, Plan("single"), "realm", key, model.config)
@@ -326,7 +330,7 @@ def test_reader_of_a_search_goes_on_from_a_masked_language_model(tmp_path, monke
 
 def dual_encoder(directory, **fields):
     config = DualEncoderConfig(**fields, learn_temperature=True)
-    return warm_start.Source(directory, "dual_encoder", config, Vocabulary(tokenizers.build("bytes")), "", True)
+    return warm_start.StartSource(directory, "dual_encoder", config, Vocabulary(tokenizers.build("bytes")), "", True)
 
 
 def test_other_towers_than_those_of_a_dual_encoder_raise(tmp_path):
@@ -348,7 +352,7 @@ def test_target_length_matters_to_learned_positions_only(tmp_path):
     def check(position):
         models = [Seq2SeqConfig(dim=8, heads=2, vocab=20, max_len=8, target_len=n, position=position) for n in (8, 12)]
         vocabulary = Vocabulary(tokenizers.build("bytes"))
-        return warm_start.Source(tmp_path, "seq2seq", models[1], vocabulary, "", True).check_model(models[0])
+        return warm_start.StartSource(tmp_path, "seq2seq", models[1], vocabulary, "", True).check_model(models[0])
 
     assert check("rope") == ""
     raises("model.target_len is 8, in the source 12", check, "learned")

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from hpnlp.compress.distilling.distillation_terms import FIELD, Term
-from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.ops import distillation as ops
 from hpnlp.ops.linear import linear
 from hpnlp.types import InputError
@@ -118,8 +117,7 @@ class Comparison:
             mask,
             self.batch["segment_ids"],
             None if mask.relative else self.batch["positions"],
-            scale=mixer.scale if isinstance(mixer, ExactMixer) else None,
-            soft_cap=mixer.soft_cap if isinstance(mixer, ExactMixer) else None,
+            **mixer.score_options,
         )
 
 

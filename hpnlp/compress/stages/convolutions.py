@@ -293,7 +293,7 @@ def _channel_compressor(name: str, share: int | float, by: str, across_layers: b
 
 
 def _check_convolutional(name: str, config: Any) -> None:
-    if not isinstance(config, ConvNetConfig):
+    if not config.has_convolutions:
         raise InputError(
             f"{name}: a model of {type(config).__name__} has no convolutions of images: remove heads, mlp or layers, or leave "
             "the stage out"

@@ -9,7 +9,7 @@ import numpy as np
 from hpnlp.data.examples.config import BagsConfig
 from hpnlp.data.examples.dataset import Examples
 from hpnlp.data.examples.store import UNLABELLED, StoredExamples
-from hpnlp.data.examples.topics import Topics, parse_positives, topics_of
+from hpnlp.data.examples.topics import parse_positives, topics_of
 from hpnlp.data.packing import Batch
 from hpnlp.data.reading import token_store
 
@@ -44,7 +44,7 @@ class BagExamples(Examples):
     ) -> None:
         super().__init__(config, tokenizer, directory, record, is_cached)
         positives = parse_positives(config.positives)
-        if not isinstance(positives, Topics):
+        if positives is None:
             return
         none = np.zeros(0, np.int32)
         bags = {name: BagsWithTopics(directory, name, record[name], self.kind.parts, none) for name in self.stored}

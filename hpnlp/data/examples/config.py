@@ -15,7 +15,7 @@ from hpnlp.data.examples.kinds.bags import LabelledBags
 from hpnlp.data.examples.kinds.hashed import HashedTexts
 from hpnlp.data.examples.kinds.labelled_pairs import GradedPairs, LabelledPairs
 from hpnlp.data.examples.kinds.trees import Trees
-from hpnlp.data.examples.topics import Labels, parse_positives
+from hpnlp.data.examples.topics import parse_positives
 from hpnlp.types import InputError, option
 
 # Help on files of records.
@@ -294,7 +294,7 @@ class BagsConfig(ExampleConfig):
             raise InputError(f"data.max_texts={self.max_texts}: expected at least 2, of which one is left out")
 
     def kind(self) -> Kind:
-        has_labels = isinstance(parse_positives(self.positives), Labels)
+        has_labels = parse_positives(self.positives) is None
         return LabelledBags(self.texts_field, self.label_field, self.max_texts, self.distinct, has_labels)
 
 

@@ -96,6 +96,20 @@ class Kind(abc.ABC):
           One text per part, as it is shown in reports and read by baselines.
         """
 
+    def text_fields(self, parts: Sequence[str]) -> dict[str, Any]:
+        """Fields of an example of given texts, of a kind whose texts stand in one sequence of tokens.
+
+        Args:
+          parts: Texts as of `texts`.
+
+        Returns:
+          Config field -> value of each of the `inputs`; empty for a tagging without words.
+
+        Raises:
+          InputError: Examples of this kind have several sequences, or other inputs than texts.
+        """
+        raise InputError(f"{type(self).__name__} examples have no single sequence of tokens")
+
     def check(self, values: Mapping[str, Any]) -> None:
         """Checks the fields of a record against each other.
 

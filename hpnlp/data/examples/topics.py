@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,6 @@ from hpnlp.types import InputError, Tokenizer
 
 FITTED = 50_000  # largest number of training bags that topics are fitted to, spread evenly
 SHOWN = 3  # words in the name of a topic
-
-
-@dataclasses.dataclass(frozen=True)
-class Labels:
-    """The labels of the records."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,17 +39,17 @@ class Topics:
             raise InputError(f"data.positives: seed={self.seed}: expected at least 0")
 
 
-POSITIVES: dict[str, type[Labels] | type[Topics]] = {"labels": Labels, "topics": Topics}
+POSITIVES: dict[str, Callable[..., Topics | None]] = {"labels": lambda: None, "topics": Topics}
 
 
-def parse_positives(text: str) -> Labels | Topics:
+def parse_positives(text: str) -> Topics | None:
     """The source of positives of a config.
 
     Args:
       text: `data.positives`, an entry of POSITIVES, as in "topics(20)".
 
     Returns:
-      The entry.
+      The topics; None for the labels of the records.
 
     Raises:
       InputError: Unknown names, or arguments out of range.

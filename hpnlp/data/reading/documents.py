@@ -164,7 +164,7 @@ class DocumentReader:
             else:
                 yield from _read_text(stream, name, printable(file.path), max_bytes)
 
-    def _read_records(self, stream: io.BufferedReader, file: File) -> Iterator[records.Record]:
+    def _read_records(self, stream: io.BufferedReader, file: File) -> Iterator[records.FileRecord]:
         """Records of a JSON file; counts the records and lines of JSON lines."""
         path = printable(file.path)
         if file.kind == "json":
@@ -192,7 +192,7 @@ class DocumentReader:
         return dataclasses.replace(document, text=b"".join(kept)) if kept else None
 
 
-def _of_record(name: str, record: records.Record) -> Document:
+def _of_record(name: str, record: records.FileRecord) -> Document:
     """The document of one record of the file `name`."""
     return Document(f"{name}#{record.number}", record.text, record.where, record.prompt, is_record=True)
 

@@ -40,7 +40,7 @@ class Fields(NamedTuple):
     prompt: str
 
 
-class Record(NamedTuple):
+class FileRecord(NamedTuple):
     """One record.
 
     Attributes:
@@ -67,7 +67,7 @@ class _FieldError(ValueError):
     """The value of a field is missing or invalid; the message lacks the place of the record."""
 
 
-def json_lines(stream: Lines, path: str, fields: Fields, report_bad: ReportBad) -> Iterator[Record]:
+def json_lines(stream: Lines, path: str, fields: Fields, report_bad: ReportBad) -> Iterator[FileRecord]:
     """Reads a file with one JSON object per line; empty lines are ignored.
 
     Args:
@@ -203,7 +203,7 @@ class CountedLines:
         return self._stream.peek()
 
 
-def json_array(stream: io.BufferedReader, path: str, fields: Fields, report_bad: ReportBad) -> Iterator[Record]:
+def json_array(stream: io.BufferedReader, path: str, fields: Fields, report_bad: ReportBad) -> Iterator[FileRecord]:
     """Reads a file that holds one JSON array of objects or strings, one element at a time.
 
     Args:
@@ -339,7 +339,7 @@ class ArrayReader:
                 raise self._error(fault)
 
 
-def parquet(path: str, fields: Fields) -> Iterator[Record]:
+def parquet(path: str, fields: Fields) -> Iterator[FileRecord]:
     """Reads the rows of a Parquet file in batches, and only the columns of `fields`.
 
     Args:
@@ -359,7 +359,7 @@ def parquet(path: str, fields: Fields) -> Iterator[Record]:
         # As binary, because pyarrow stores strings that are not UTF-8 and fails only when it converts them to str.
         values = [batch.column(column).cast("large_binary").to_pylist() for column in columns]
         for text, *prompt in zip(*values, strict=True):
-            yield Record(number, f"{name}, row {number}", prompt[0] or b"" if prompt else b"", text or b"")
+            yield FileRecord(number, f"{name}, row {number}", prompt[0] or b"" if prompt else b"", text or b"")
             number += 1
 
 
@@ -407,11 +407,13 @@ def _check_columns(schema: Any, columns: list[str], path: str) -> None:
             raise InputError(f"{path}: column {column!r} holds {kind}, expected strings: pass another data.{argument}")
 
 
-def _record(value: dict[str, Any], number: int, where: str, fields: Fields, report_bad: ReportBad) -> Iterator[Record]:
+def _record(
+    value: dict[str, Any], number: int, where: str, fields: Fields, report_bad: ReportBad
+) -> Iterator[FileRecord]:
     """Yields the record of a JSON object, or reports it as bad."""
     try:
         prompt = _field(value, fields.prompt, "prompt_field") if fields.prompt else b""
-        yield Record(number, where, prompt, _field(value, fields.text, "text_field"))
+        yield FileRecord(number, where, prompt, _field(value, fields.text, "text_field"))
     except _FieldError as error:
         report_bad(where, InputError(f"{where}: {error}"))
 

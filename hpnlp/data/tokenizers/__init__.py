@@ -37,6 +37,7 @@ class ByteTokenizer(Tokenizer):
     eos_id: int | None = 257
     pad_id: int = 258
     lossless: bool = True
+    spec: str = "bytes"
     stats: WordStats | None = None
 
     def encode(self, text: bytes) -> np.ndarray:

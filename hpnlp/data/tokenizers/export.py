@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpnlp.data.tokenizers import ByteTokenizer
@@ -36,14 +36,11 @@ def export(tokenizer: Tokenizer, directory: str) -> None:
     if isinstance(tokenizer, HFTokenizer):
         tokenizer.save(os.path.join(directory, "tokenizer.json"))
         return
-    if isinstance(tokenizer, ByteTokenizer):
-        form = _byte_form(tokenizer)
-    elif isinstance(tokenizer, WordTokenizer):
-        form = _word_form(tokenizer)
-    else:
+    if (make_form := _FORMS.get(type(tokenizer))) is None:
         raise InputError(
             f"{type(tokenizer).__name__} has no Hugging Face form: train with bytes, words(...) or bpe(...)"
         )
+    form = make_form(tokenizer)
     names = {token["id"]: token["content"] for token in form["added_tokens"]}
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
     roles = {f"{role}_token": names[i] for role, i in ids.items()}
@@ -195,6 +192,9 @@ def _word_form(tokenizer: WordTokenizer) -> dict[str, Any]:
     ]
     pre_tokenizer = {"type": "Sequence", "pretokenizers": splits}
     return _form(model, pre_tokenizer, {"type": "Sequence", "decoders": decoders}, special, bos)
+
+
+_FORMS: dict[type, Callable[..., dict[str, Any]]] = {ByteTokenizer: _byte_form, WordTokenizer: _word_form}
 
 
 def _split(pattern: str, behavior: str) -> dict[str, Any]:

@@ -66,6 +66,7 @@ class HashedWordTokenizer(HashingTokenizer):
     """128 bits of each word, in lower case: the ids of a text of n words are 4 n words of 32 bits, as int32."""
 
     kind: str = "hashed_words"
+    hashes_words: bool = True
     vocab_size: int = 1 << 32
 
     def __init__(self, by: str = "whitespace"):

@@ -16,7 +16,6 @@ from typing import Any
 
 from hpnlp import measure, tasks
 from hpnlp.data.examples.kind import Kind
-from hpnlp.data.tokenizers.hashing_tokenizers import HashedWordTokenizer
 from hpnlp.jobs import held_out
 from hpnlp.jobs.export import exported_tokenizer
 from hpnlp.models.export import onnx_file, stablehlo
@@ -200,7 +199,7 @@ def _record(run: Run, kind: Kind, written: Written, form: str) -> dict[str, Any]
         "labels": list(run.vocabulary.labels or ()),
         "inputs": list(written.function.inputs),
         "texts": [column.name for column in kind.inputs],
-        "tokenizer": "hashes" if isinstance(run.tokenizer, HashedWordTokenizer) else "tokenizers",
+        "tokenizer": "hashes" if run.tokenizer.hashes_words else "tokenizers",
         "pad_id": run.tokenizer.pad_id,
         "max_len": written.function.length or run.config.data.seq_len,
         "length": written.function.length,

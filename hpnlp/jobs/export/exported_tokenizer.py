@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data.examples.kind import Kind
-from hpnlp.data.examples.kinds import Classification
 from hpnlp.data.tokenizers import export, word_hashes
 from hpnlp.data.tokenizers.export import Framing
-from hpnlp.data.tokenizers.hashing_tokenizers import HashedWordTokenizer
-from hpnlp.data.tokenizers.huggingface import HFTokenizer, import_tokenizers
+from hpnlp.data.tokenizers.huggingface import import_tokenizers
 from hpnlp.jobs import held_out
 from hpnlp.models.encoder import Encoder
 from hpnlp.models.pairs.dual_encoder import DualEncoder
@@ -35,7 +33,7 @@ def _special_tokens(run: Run, kind: Kind | None) -> Framing | None:
         return None
     return Framing(
         max_len=run.config.data.seq_len,
-        pairs=isinstance(kind, Classification) and kind.parts == 2,
+        pairs=kind is not None and kind.parts_per_sequence == 2,
         token_types=model.config.token_types,
         mask_id=run.tokenizer.find_mask_id() if run.config.task == "masked_lm" else None,
     )
@@ -57,11 +55,11 @@ def write(run: Run, kind: Kind | None, source: Path, directory: str) -> bool:
       InputError: The tokenizer has no Hugging Face form.
     """
     tokenizer = run.tokenizer
-    if isinstance(tokenizer, HashedWordTokenizer):
+    if tokenizer.hashes_words:
         tokenizer.save(os.path.join(directory, "tokenizer.json"))
         shutil.copyfile(word_hashes.__file__, os.path.join(directory, HASHES))
         return True
-    is_copied = isinstance(tokenizer, HFTokenizer) and not tokenizer.is_trained_here
+    is_copied = not tokenizer.is_trained_here
     if is_copied:
         for name in FILES:
             if (source / name).exists():
@@ -107,11 +105,11 @@ def check(run: Run, kind: Kind, directory: str | Path, texts: Sequence[tuple[str
     Raises:
       InputError: The ids or types of a text differ.
     """
-    if isinstance(run.tokenizer, HashedWordTokenizer):
+    if run.tokenizer.hashes_words:
         _check_hashes(run, directory, texts)
         return
     expected = held_out.framed_ids(run, kind, texts)
-    has_types = isinstance(run.model, Encoder) and run.model.config.token_types > 1
+    has_types = (framing := _special_tokens(run, kind)) is not None and framing.token_types > 1
     exported = _encode(directory, texts, run.config.data.seq_len)
     for parts, (ids, types), (exported_ids, exported_types) in zip(texts, expected, exported, strict=True):
         if ids != exported_ids or (has_types and types != exported_types):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -151,7 +151,7 @@ def skipped_layers(config: Any, layers: Iterable[int]) -> dict[int, str]:
     reasons = {}
     for layer in layers:
         form = _form(config, layer)
-        if not isinstance(build_mixer(form), ExactMixer):
+        if not build_mixer(form).has_matrices:
             reasons[layer] = (
                 f"{form.mixer} does not multiply values by a softmax of the layer's own queries and keys alone"
             )
@@ -219,8 +219,7 @@ def attention_matrices(
     Returns:
       `(matrices, visible)`: float32 and bool `[N, T, T]`.
     """
-    mixer = build_mixer(_form(config, layer))
-    assert isinstance(mixer, ExactMixer)
+    mixer = cast(ExactMixer, build_mixer(_form(config, layer)))
     segment_ids, positions = (jax.numpy.asarray(window[name]) for name in ("segment_ids", "positions"))
     matrices, visible = mixer.matrices(arrays["queries"], arrays["keys"], config.mask, segment_ids, positions)
     real = np.flatnonzero(window["segment_ids"][0] > 0)

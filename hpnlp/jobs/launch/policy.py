@@ -30,7 +30,7 @@ class Action(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class AttemptOutcome:
     """End of an attempt.
 
     Attributes:
@@ -92,9 +92,9 @@ class Policy:
         self._failures = 0  # attempts in a row that saved nothing newer
         self._unsaved = 0  # as before, with those that were preempted, for the delays
         self._ports = 0
-        self._last: Outcome | None = None
+        self._last: AttemptOutcome | None = None
 
-    def decide(self, outcome: Outcome, jitter: float) -> Decision:
+    def decide(self, outcome: AttemptOutcome, jitter: float) -> Decision:
         """Decides what follows an attempt.
 
         Args:
@@ -138,7 +138,7 @@ class Policy:
             reason = f"{processes} processes have failed twice: {self._counts[0]} processes"
         return Decision(Action.RESTART, code, reason, delay, self._counts[0])
 
-    def _note_checkpoint(self, outcome: Outcome) -> bool:
+    def _note_checkpoint(self, outcome: AttemptOutcome) -> bool:
         """Whether the attempt has saved a newer checkpoint, which resets the counts."""
         newest = -1 if outcome.checkpoint is None else outcome.checkpoint
         if newest <= self._checkpoint:
@@ -146,7 +146,7 @@ class Policy:
         self._checkpoint, self._failures, self._unsaved = newest, 0, 0
         return True
 
-    def _repeats(self, outcome: Outcome) -> bool:
+    def _repeats(self, outcome: AttemptOutcome) -> bool:
         """True if the last attempt failed in the same way at the same step. A kill from outside has no step.
 
         A step before the newest checkpoint has been passed, whatever the next one does. Processes that are stuck wait for the

@@ -24,7 +24,7 @@ from typing import Any, Protocol, runtime_checkable
 from hpnlp.errors import TRY_AGAIN, InputError, TemporaryError
 from hpnlp.jobs.launch import devices, liveness, processes
 from hpnlp.jobs.launch.liveness import Pace, Watch
-from hpnlp.jobs.launch.policy import ABORTED, Action, Decision, Outcome, Policy, cause
+from hpnlp.jobs.launch.policy import ABORTED, Action, AttemptOutcome, Decision, Policy, cause
 from hpnlp.jobs.launch.processes import Child
 from hpnlp.training.processes import attempts, signals
 from hpnlp.training.processes.attempts import Attempt
@@ -43,7 +43,7 @@ class Starts(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class LaunchOptions:
     """Settings of a supervisor; times are seconds.
 
     Attributes:
@@ -143,7 +143,7 @@ class Supervisor:
         self,
         workdir: Path,
         start: Starts,
-        options: Options,
+        options: LaunchOptions,
         *,
         environment: Mapping[str, str] = os.environ,
         show: Callable[[str], None] = print,
@@ -192,7 +192,7 @@ class Supervisor:
                     count, self._pace = decision.processes, Pace(self.options.wait, self.options.hang_seconds)
                 self._check_supervises()
 
-    def _stop_between(self, outcome: Outcome) -> int:
+    def _stop_between(self, outcome: AttemptOutcome) -> int:
         """Records a signal that was received between two attempts. Returns the exit code."""
         name = signal.Signals(self._received[0]).name
         reason = f"{name}: stopped before the restart"
@@ -242,7 +242,7 @@ class Supervisor:
         if other != self._attempt:
             raise TemporaryError(f"another supervisor has begun attempt {other} of {self.workdir}: this one ends")
 
-    def _run_attempt(self, count: int) -> Outcome:
+    def _run_attempt(self, count: int) -> AttemptOutcome:
         """Starts all processes and watches them until the attempt has ended."""
         self._attempt = self._attempt.next()
         attempts.record(self.workdir, self._attempt)
@@ -276,7 +276,7 @@ class Supervisor:
         command, log = self._start(process, count, self._port), logs / f"process_{process}.log"
         self._children.append(processes.start(process, command, environment, log, Watch(self._pace, begun)))
 
-    def _watch(self, begun: float) -> Outcome:
+    def _watch(self, begun: float) -> AttemptOutcome:
         """Watches the processes until all have succeeded, one has ended otherwise, or one is stuck."""
         ends: list[tuple[int, int]] = []  # process and exit code
         deadline: float | None = None  # for the other processes, after an end
@@ -349,23 +349,23 @@ class Supervisor:
             )
         return straggler
 
-    def _outcome(self, ends: Sequence[tuple[int, int]], begun: float) -> Outcome:
+    def _outcome(self, ends: Sequence[tuple[int, int]], begun: float) -> AttemptOutcome:
         """Outcome of an attempt in which processes have ended."""
         failures = [end for end in ends if end[1]]
         if not failures:
             process, _ = ends[-1]
             watch = self._children[process].watch
-            return self._after(Outcome(0, process, watch.phase, watch.step))
+            return self._after(AttemptOutcome(0, process, watch.phase, watch.step))
         process, code = cause(failures)
         stopped = [child for child in self._children if child.code is None and processes.is_stopped(child.popen.pid)]
         if stopped and code in (TRY_AGAIN, ABORTED):  # JAX has missed the heartbeats of the stopped process
             watch = stopped[0].watch
-            return self._after(Outcome(ABORTED, stopped[0].index, watch.phase, watch.step, is_stuck=True))
+            return self._after(AttemptOutcome(ABORTED, stopped[0].index, watch.phase, watch.step, is_stuck=True))
         watch = self._children[process].watch
         port_failed = (
             code == TRY_AGAIN and watch.phase in ("start", "join") and time.monotonic() - begun < self.options.wait
         )
-        return self._after(Outcome(code, process, watch.phase, watch.step, port_failed=port_failed))
+        return self._after(AttemptOutcome(code, process, watch.phase, watch.step, port_failed=port_failed))
 
     def _find_stuck(self, running: Sequence[Child], now: float) -> Child | None:
         """A process that was stopped, or the one that holds up the others if it is overdue; they may be silent for longer."""
@@ -375,7 +375,7 @@ class Supervisor:
         child = running[liveness.culprit([child.watch for child in running])]
         return child if child.watch.is_overdue(now) else None
 
-    def _stuck(self, child: Child, running: Sequence[Child], now: float) -> Outcome:
+    def _stuck(self, child: Child, running: Sequence[Child], now: float) -> AttemptOutcome:
         """Outcome of an attempt with a stuck process. All are aborted, so that they write their stacks to their logs."""
         silent = max(child.watch.silent(now) for child in running)
         self.event(
@@ -394,9 +394,9 @@ class Supervisor:
         while any(other.code is None for other in running) and time.monotonic() < deadline:
             time.sleep(self.options.tick / 10)
             processes.reap(self._children)
-        return self._after(Outcome(ABORTED, child.index, child.watch.phase, child.watch.step, is_stuck=True))
+        return self._after(AttemptOutcome(ABORTED, child.index, child.watch.phase, child.watch.step, is_stuck=True))
 
-    def _after(self, outcome: Outcome) -> Outcome:
+    def _after(self, outcome: AttemptOutcome) -> AttemptOutcome:
         """The outcome, with the signal that has caused it."""
         if self._received and outcome.code:
             outcome = dataclasses.replace(outcome, stopped=signal.Signals(self._received[0]).name)
@@ -434,7 +434,7 @@ class Supervisor:
                 if len(data) < COPIED_BYTES:
                     break
 
-    def _report(self, outcome: Outcome, decision: Decision) -> None:
+    def _report(self, outcome: AttemptOutcome, decision: Decision) -> None:
         """Prints and records the end of an attempt, and what follows."""
         lost = max(0, outcome.last_step - 1 - (outcome.checkpoint or 0))
         values = dataclasses.asdict(outcome) | {"steps_lost": lost if outcome.code else 0}
@@ -453,7 +453,7 @@ class Supervisor:
             f"{_saved(outcome.checkpoint)}: {decision.reason}{self._batch(outcome, decision)}"
         )
 
-    def _batch(self, outcome: Outcome, decision: Decision) -> str:
+    def _batch(self, outcome: AttemptOutcome, decision: Decision) -> str:
         """The examples of a step that fails every time; "" for other ends."""
         if decision.action is not Action.STOP or not decision.reason.endswith("fails every time"):
             return ""

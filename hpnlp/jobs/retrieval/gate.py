@@ -24,7 +24,7 @@ from hpnlp.data.reading.token_store import Tokens
 from hpnlp.models.mixtures.bit_gate import BitGate
 from hpnlp.ops.softmax.bit_paths import path_log_odds, path_log_prob
 from hpnlp.retrieval.datastore import document_digest
-from hpnlp.retrieval.suffix import Neighbours
+from hpnlp.retrieval.suffix import SuffixNeighbours
 from hpnlp.types import InputError
 
 ROWS = 512  # positions of a step of the gate, and of a call that scores
@@ -34,7 +34,7 @@ LOGITS = 256  # positions whose logits are computed at a time
 
 
 @dataclasses.dataclass(frozen=True)
-class Documents:
+class GateDocuments:
     """All documents in the order in which they are read.
 
     Attributes:
@@ -54,7 +54,7 @@ class Documents:
     @classmethod
     def of(
         cls, train: Tokens, heldout: Tokens | None, gate_tokens: int, seed: int, keys: int | None = None
-    ) -> Documents:
+    ) -> GateDocuments:
         """Orders documents.
 
         Args:
@@ -101,7 +101,7 @@ class Documents:
         return result
 
     @classmethod
-    def _joined(cls, stores: Sequence[tuple[Tokens, np.ndarray]], gate: int, heldout: int) -> Documents:
+    def _joined(cls, stores: Sequence[tuple[Tokens, np.ndarray]], gate: int, heldout: int) -> GateDocuments:
         """Reads documents by their numbers."""
         sizes = [np.diff(np.asarray(store.ends), prepend=0)[numbers] for store, numbers in stores]
         ends = np.cumsum(np.concatenate(sizes), dtype=np.int64)
@@ -141,7 +141,7 @@ class Documents:
 
 
 @dataclasses.dataclass(frozen=True)
-class Window:
+class GateWindow:
     """A part of a document that the model reads at once.
 
     Attributes:
@@ -155,7 +155,7 @@ class Window:
     end: int
 
 
-def windows(documents: Documents, first: int, last: int, context: int, stride: int) -> Iterator[Window]:
+def windows(documents: GateDocuments, first: int, last: int, context: int, stride: int) -> Iterator[GateWindow]:
     """Windows that predict every position of documents once, in their order.
 
     Args:
@@ -173,10 +173,10 @@ def windows(documents: Documents, first: int, last: int, context: int, stride: i
         begin, end = documents.start(document), int(documents.ends[document])
         for position in range(begin + int(documents.skips[document]), end, stride):
             stop = min(position + stride, end)
-            yield Window(max(begin, stop - 1 - context), position, stop)
+            yield GateWindow(max(begin, stop - 1 - context), position, stop)
 
 
-def window_batch(documents: Documents, parts: list[Window], count: int, context: int) -> dict[str, np.ndarray]:
+def window_batch(documents: GateDocuments, parts: list[GateWindow], count: int, context: int) -> dict[str, np.ndarray]:
     """The batch of windows, padded to `count` sequences of `context` tokens; weights mark what is predicted."""
     names = ("tokens", "labels", "segment_ids", "positions", "weights")
     batch = {name: np.zeros((count, context), np.float32 if name == "weights" else np.int32) for name in names}
@@ -214,8 +214,8 @@ _compiled_log_odds = jax.jit(_log_odds, static_argnums=0)
 def model_log_odds(
     model: Any,
     params: Any,
-    documents: Documents,
-    parts: list[Window],
+    documents: GateDocuments,
+    parts: list[GateWindow],
     context: int,
     progress: Progress = ignore_progress,
 ) -> np.ndarray:
@@ -259,7 +259,13 @@ class DynamicEvaluation:
     decay: float = 0.002
 
     def log_odds(
-        self, model: Any, params: Any, documents: Documents, parts: list[Window], context: int, progress: Progress
+        self,
+        model: Any,
+        params: Any,
+        documents: GateDocuments,
+        parts: list[GateWindow],
+        context: int,
+        progress: Progress,
     ) -> np.ndarray:
         """As `model_log_odds`, with a step of the optimizer on the parameters after each window was predicted."""
         optimizer = optax.chain(optax.clip_by_global_norm(self.clip), optax.adam(self.learning_rate, b1=self.b1))
@@ -287,7 +293,7 @@ class Inputs:
     """Inputs of the gate for Q positions: the model's log-odds `[Q, L]`, neighbours, and the tokens int32 `[Q]`."""
 
     log_odds: np.ndarray
-    neighbours: Neighbours
+    neighbours: SuffixNeighbours
     ids: np.ndarray
 
     def rows(self, chosen: Any) -> tuple[np.ndarray, ...]:

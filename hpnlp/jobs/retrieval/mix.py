@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from hpnlp.atomic_file import replaced
 from hpnlp.data.corpus import Corpus
 from hpnlp.data.reading.files import Progress, ignore_progress
 from hpnlp.jobs.retrieval import gate as gates
-from hpnlp.jobs.retrieval.gate import Documents, DynamicEvaluation, Inputs
+from hpnlp.jobs.retrieval.gate import DynamicEvaluation, GateDocuments, Inputs
 from hpnlp.models.mixtures.bit_gate import BitGate
 from hpnlp.models.stacks.layer_forms import carries
 from hpnlp.models.variables import FROZEN, collections
@@ -38,7 +38,7 @@ ADAPTIVE = "adaptive"  # and held-out text before the position
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class MixOptions:
     """Options of `mix`.
 
     Attributes:
@@ -69,7 +69,7 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class MixRow:
     """Bits per byte of held-out text.
 
     Attributes:
@@ -100,7 +100,7 @@ class Mixture:
       seconds: Name of a phase -> its seconds.
     """
 
-    rows: list[Row]
+    rows: list[MixRow]
     params: Any
     step: int
     heldout_bytes: int
@@ -126,15 +126,15 @@ class Phases:
 
 def mix(
     workdir: str | Path,
-    options: Options = Options(),  # noqa: B008  (frozen)
+    options: MixOptions = MixOptions(),  # noqa: B008  (frozen)
     progress: Progress = ignore_progress,
-    log: Callable[[Row], None] = lambda row: None,
+    log: Callable[[MixRow], None] = lambda row: None,
 ) -> Mixture:
     """Trains the gate of a run, and scores its held-out text.
 
     Args:
       workdir: Directory of a run of task "lm" whose tokenizer keeps every byte.
-      options: Options.
+      options: MixOptions.
       progress: Called as `progress(step, done, total)`.
       log: Called with each row.
 
@@ -151,7 +151,7 @@ def mix(
             f"{workdir}: dynamic evaluation trains the model, which has quantized weights: add --nodynamic"
         )
     train, heldout = corpus.documents
-    documents = Documents.of(train, heldout, options.gate_tokens, options.seed)
+    documents = GateDocuments.of(train, heldout, options.gate_tokens, options.seed)
     if options.datastore is not None:
         run, store = with_datastore(run, options.datastore, workdir)
         _check_stored(store, documents)
@@ -175,7 +175,9 @@ def mix(
 class _Mixing:
     """The gates of a run, and the scores with them."""
 
-    def __init__(self, run: Run, documents: Documents, options: Options, progress: Progress, phases: Phases) -> None:
+    def __init__(
+        self, run: Run, documents: GateDocuments, options: MixOptions, progress: Progress, phases: Phases
+    ) -> None:
         self.run, self.documents, self.options = run, documents, options
         self.progress, self.phases = progress, phases
         self.network = BitGate(run.model.config.vocab)
@@ -217,7 +219,7 @@ class _Mixing:
         return params, nll
 
 
-def _positions(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
+def _positions(documents: GateDocuments) -> tuple[np.ndarray, np.ndarray]:
     """`(positions that the gate is trained on, held-out positions)`."""
     return (
         documents.positions(documents.gate, documents.heldout),
@@ -225,7 +227,7 @@ def _positions(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def _check_stored(store: Datastore, documents: Documents) -> None:
+def _check_stored(store: Datastore, documents: GateDocuments) -> None:
     """Raises InputError unless the datastore holds the first documents, and none that the gate is trained on."""
     stored = store.record.documents
     if len(stored) > documents.gate or stored != documents.digests(0, len(stored)):
@@ -235,7 +237,9 @@ def _check_stored(store: Datastore, documents: Documents) -> None:
         )
 
 
-def _neighbours(run: Run, documents: Documents, store: str, text: str, progress: Progress) -> list[suffix.Neighbours]:
+def _neighbours(
+    run: Run, documents: GateDocuments, store: str, text: str, progress: Progress
+) -> list[suffix.SuffixNeighbours]:
     """Neighbours of the positions of the gate and of the held-out ones, for STATIC or ADAPTIVE."""
     is_word = np.zeros(run.model.config.vocab, bool)
     words = suffix.word_tokens(run.tokenizer)
@@ -249,7 +253,7 @@ def _neighbours(run: Run, documents: Documents, store: str, text: str, progress:
     return suffix.neighbours(suffix.find(store), documents.tokens, is_word, queries, progress)
 
 
-def _model_log_odds(run: Run, documents: Documents, progress: Progress) -> tuple[np.ndarray, np.ndarray]:
+def _model_log_odds(run: Run, documents: GateDocuments, progress: Progress) -> tuple[np.ndarray, np.ndarray]:
     """The model's log-odds of decisions at the positions of the gate, and at the held-out ones."""
     variables, context = collections(run.params), run.config.data.seq_len
 
@@ -263,7 +267,7 @@ def _model_log_odds(run: Run, documents: Documents, progress: Progress) -> tuple
     )
 
 
-def _dynamic_log_odds(run: Run, documents: Documents, progress: Progress) -> np.ndarray:
+def _dynamic_log_odds(run: Run, documents: GateDocuments, progress: Progress) -> np.ndarray:
     """The log-odds at the held-out positions of a model that is trained on each stretch of text after it was predicted."""
     context = run.config.data.seq_len
     stride = min(DYNAMIC_STRIDE, max(1, context // 2))
@@ -293,8 +297,7 @@ def load_run(workdir: str | Path, progress: Progress = ignore_progress) -> tuple
         raise InputError(
             f"{workdir}: model.mixer={run.config.model.mixer!r} carries states from batch to batch, which `hpnlp mix` does not"
         )
-    corpus = tasks.find(config.task).dataset(run.config.data, run.vocabulary, progress)
-    assert isinstance(corpus, Corpus)
+    corpus = cast(Corpus, tasks.find(config.task).dataset(run.config.data, run.vocabulary, progress))
     if not corpus.tokenizer.lossless:
         raise InputError(f"{workdir}: the tokenizer {config.data.tokenizer!r} does not keep every byte")
     return run, corpus
@@ -318,7 +321,7 @@ def with_datastore(run: Run, neighbours: Neighbours, workdir: str | Path) -> tup
     return dataclasses.replace(run, model=model, params={**run.params, FROZEN: frozen}), store
 
 
-def save_gate(workdir: Path, result: Mixture, options: Options) -> None:
+def save_gate(workdir: Path, result: Mixture, options: MixOptions) -> None:
     """Writes the parameters of a gate with what it was trained on, in one file, so that no kill mixes two of them.
 
     Args:
@@ -342,9 +345,9 @@ def save_gate(workdir: Path, result: Mixture, options: Options) -> None:
 class _Scores:
     """Bits per byte of held-out documents."""
 
-    def __init__(self, documents: Documents, corpus: Corpus, log: Callable[[Row], None]) -> None:
+    def __init__(self, documents: GateDocuments, corpus: Corpus, log: Callable[[MixRow], None]) -> None:
         ends = documents.ends[documents.heldout :]
-        self.rows: list[Row] = []
+        self.rows: list[MixRow] = []
         self.documents = len(ends)
         self._log = log
         self._document = np.searchsorted(ends, _positions(documents)[1], "right")
@@ -354,7 +357,7 @@ class _Scores:
     def add(self, name: str, text: str, nll: np.ndarray) -> None:
         """Adds the row of -log p in nats of each position."""
         bits = np.bincount(self._document, nll.astype(np.float64), self.documents) / np.log(2.0)
-        row = Row(
+        row = MixRow(
             name, text, float(bits.sum() / self._sizes.sum()), float(np.median(bits / np.maximum(self._sizes, 1)))
         )
         self.rows.append(row)

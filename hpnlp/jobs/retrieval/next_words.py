@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from hpnlp.data.reading.files import Progress, ignore_progress
 from hpnlp.data.tokenizers import tokenizer_digest
 from hpnlp.jobs import ensembles
 from hpnlp.jobs.retrieval import gate as gates
-from hpnlp.jobs.retrieval.gate import Documents, Window
+from hpnlp.jobs.retrieval.gate import GateDocuments, GateWindow
 from hpnlp.jobs.vector_files import VectorFile
 from hpnlp.models.mixtures.knn_model import KnnModel, WeightNetwork, mixed_log_prob
 from hpnlp.models.variables import FROZEN, collections, weights_digest
@@ -39,7 +39,7 @@ FIT_STEPS = 300
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class IndexOptions:
     """Options of the positions that are stored.
 
     Attributes:
@@ -58,13 +58,13 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class IndexSource:
     """A run and its text: the documents that are stored, and those that mixtures are fitted on."""
 
     directory: str
     run: Run
-    documents: Documents
-    options: Options
+    documents: GateDocuments
+    options: IndexOptions
 
     @property
     def stored(self) -> int:
@@ -82,7 +82,7 @@ class Source:
         """Tokens that the model reads at most."""
         return self.run.config.data.seq_len
 
-    def windows(self, first: int, last: int) -> list[Window]:
+    def windows(self, first: int, last: int) -> list[GateWindow]:
         """Windows that predict each position of documents once, with a quarter of the context before it at least."""
         return [*gates.windows(self.documents, first, last, self.context, max(1, 3 * self.context // 4))]
 
@@ -93,8 +93,8 @@ class Source:
 
 
 def load_source(
-    directory: str | Path, options: Options, step: int | None, progress: Progress = ignore_progress
-) -> Source:
+    directory: str | Path, options: IndexOptions, step: int | None, progress: Progress = ignore_progress
+) -> IndexSource:
     """Loads a run and its text.
 
     Args:
@@ -115,14 +115,13 @@ def load_source(
     run = run_directory.load(directory, step)
     if not run.model.is_normalized:
         raise InputError(f"{directory}: model.output={run.model.config.output!r} gives no probabilities to mix with")
-    corpus = tasks.find(config.task).dataset(run.config.data, run.vocabulary, progress)
-    assert isinstance(corpus, Corpus)
-    documents = Documents.of(corpus.documents[0], None, options.tuning_tokens, options.seed, options.keys)
-    return Source(os.path.abspath(directory), run, documents, options)
+    corpus = cast(Corpus, tasks.find(config.task).dataset(run.config.data, run.vocabulary, progress))
+    documents = GateDocuments.of(corpus.documents[0], None, options.tuning_tokens, options.seed, options.keys)
+    return IndexSource(os.path.abspath(directory), run, documents, options)
 
 
 def build_shard(
-    source: Source, out: str | Path, shard: int = 0, shards: int = 1, progress: Progress = ignore_progress
+    source: IndexSource, out: str | Path, shard: int = 0, shards: int = 1, progress: Progress = ignore_progress
 ) -> Record:
     """Writes a shard: the hidden states before the positions of some documents, and the tokens there.
 
@@ -182,7 +181,7 @@ def build_run_shard(
     out: str | Path,
     shard: int = 0,
     shards: int = 1,
-    options: Options = Options(),  # noqa: B008  (frozen)
+    options: IndexOptions = IndexOptions(),  # noqa: B008  (frozen)
     step: int | None = None,
 ) -> Record:
     """Writes a shard of a run, in any process: the function, its arguments and its result can be pickled.
@@ -204,7 +203,7 @@ def build_run_shard(
     return build_shard(load_source(directory, options, step), out, shard, shards)
 
 
-def _documents_of(source: Source, shard: int, shards: int) -> tuple[int, int]:
+def _documents_of(source: IndexSource, shard: int, shards: int) -> tuple[int, int]:
     """`(first document, document after the last)` of a shard, which get about equal numbers of tokens."""
     ends = source.documents.ends[: source.stored]
     cuts = [int(np.searchsorted(ends, ends[-1] * i / shards)) for i in range(shards + 1)]
@@ -213,7 +212,7 @@ def _documents_of(source: Source, shard: int, shards: int) -> tuple[int, int]:
     return cuts[shard], source.stored if shard == shards - 1 else cuts[shard + 1]
 
 
-def hidden_states(source: Source, parts: list[Window]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+def hidden_states(source: IndexSource, parts: list[GateWindow]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """`(windows so far, hidden states [n, D], tokens that follow [n])` of the positions that windows predict."""
     model, variables = source.run.model, collections(source.run.params)
     call = jax.jit(lambda variables, batch: model.apply(variables, batch, True, method="token_states")[0])
@@ -225,7 +224,7 @@ def hidden_states(source: Source, parts: list[Window]) -> Iterator[tuple[int, np
 
 
 def fit_mixtures(
-    source: Source, directory: str | Path, k: int, progress: Progress = ignore_progress
+    source: IndexSource, directory: str | Path, k: int, progress: Progress = ignore_progress
 ) -> Mapping[str, float]:
     """Fits the mixtures of a complete datastore on training text that is not in it, and writes them.
 
@@ -291,7 +290,7 @@ def _fit_step(mixture: Any, state: Any, arrays: tuple[jax.Array, ...], rate: flo
     return optax.apply_updates(mixture, updates), state
 
 
-def _tuning_arrays(source: Source, model: KnnModel, frozen: Any, progress: Progress) -> tuple[jax.Array, ...]:
+def _tuning_arrays(source: IndexSource, model: KnnModel, frozen: Any, progress: Progress) -> tuple[jax.Array, ...]:
     """`(log p of the labels, distances [N, k], words [N, k], labels)` of the text that mixtures are fitted on."""
     documents = source.documents
     weights = {**source.run.params, FROZEN: frozen}

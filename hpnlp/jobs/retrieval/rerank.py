@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import cast
 
 from hpnlp.jobs.predictor import Example, Predictor
 from hpnlp.tasks.predictions import LabelPrediction
@@ -92,8 +93,7 @@ def rerank(
     for found in candidates:
         rows = []
         for position, (_, number, text) in enumerate(found, start):
-            prediction = predictions.get(position)
-            if isinstance(prediction, LabelPrediction):
+            if (prediction := cast(LabelPrediction | None, predictions.get(position))) is not None:
                 rows.append((prediction.probabilities[label], number, text))
         ranked.append(sorted(rows, key=lambda row: -row[0]))
         start += len(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ class TableMemory:
     k: int = 1
     #: Divisor of the cosines in the weights of the entries.
     temperature: float = 0.1
+    #: Whether the entries are a buffer that each step writes; otherwise they are parameters.
+    is_written: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.entries <= LIMITS["vocab"]:
@@ -33,10 +36,22 @@ class TableMemory:
         if not 0.001 <= self.temperature <= 100:
             raise InputError(f"model.memory: temperature={self.temperature}: expected 0.001 to 100, such as 0.1")
 
+    def own_entries(self, bags: Int[Array, " B"]) -> Bool[Array, "B N"] | None:
+        """Marks the entries that each bag does not find; None for no entry of any bag."""
+        return None
+
+    def written(
+        self, vectors: Float[Array, "B D"], bags: Int[Array, " B"], is_real: Bool[Array, " B"]
+    ) -> dict[str, Array]:
+        """Statistics by which a step writes entries, see `BagMemory.written`; none for entries that are parameters."""
+        return {}
+
 
 @dataclasses.dataclass(frozen=True)
 class BagMemory(TableMemory):
     """Vectors of training bags: that of bag i is entry i modulo `entries`, written in each step that trains on the bag."""
+
+    is_written: ClassVar[bool] = True
 
     def own_entries(self, bags: Int[Array, " B"]) -> Bool[Array, "B N"]:
         """Marks the entry of each training bag, which the bag does not find; a bag of the number -1 has none."""

@@ -157,7 +157,7 @@ class LabelledBags(UnstackedModel, nn.Module):
         self.memory = parse_memory(c.memory)
         width = c.dim if self.memory is None else 2 * c.dim
         self.labels = param(self, "labels", embed_init, (c.classes, width), ("labels", "embed"))
-        if isinstance(self.memory, BagMemory):
+        if self.memory is not None and self.memory.is_written:
             self.entries = buffer(self, MEMORY, nn.initializers.zeros, (self.memory.entries, c.dim), (None, None))
         elif self.memory is not None:
             self.entries = param(self, MEMORY, embed_init, (self.memory.entries, c.dim), ("entries", "embed"))
@@ -229,9 +229,9 @@ class LabelledBags(UnstackedModel, nn.Module):
             batch, label_scores.argmax(axis=1).astype(labels.dtype), self.config.classes, deterministic
         )
         hits = jnp.where(target > best, compared, 0.0).sum()
-        statistics: Statistics = {}
-        if isinstance(self.memory, BagMemory) and not deterministic:
-            statistics = {MEMORY: self.memory.written(sums, batch["bag"], weights != 0)}
+        memory = None if deterministic else self.memory
+        written = {} if memory is None else memory.written(sums, batch["bag"], weights != 0)
+        statistics: Statistics = {MEMORY: written} if written else {}
         metrics["text_recall_at_1"] = hits, compared.sum()
         return LossOut(total, text_weights.sum() + weights.sum(), metrics, statistics)
 
@@ -240,7 +240,7 @@ class LabelledBags(UnstackedModel, nn.Module):
         if self.memory is None:
             return _product(sums, self._length_1(self.labels))
         memory = self.memory
-        is_hidden = memory.own_entries(batch["bag"]) if isinstance(memory, BagMemory) else None
+        is_hidden = memory.own_entries(batch["bag"])
         h = concat_nearest(sums, self.entries, memory.k, temperature=memory.temperature, is_hidden=is_hidden)
         return _product(self._length_1(h), self._length_1(self.labels))
 

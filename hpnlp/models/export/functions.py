@@ -77,7 +77,7 @@ def logits_function(model: Any, weights: Any, length: int) -> ExportedFunction:
         raise InputError(f"{shown}: the model takes sequences of {fixed} tokens only: pass length={fixed}")
     longest = max_len if model.config.position == "learned" else 0
     collections = variables.collections(weights)
-    if isinstance(model, LM):
+    if model.predicts_next_words:
         return ExportedFunction(
             lambda tokens: model.apply(collections, tokens, method="logits"), ("tokens",), length, longest
         )

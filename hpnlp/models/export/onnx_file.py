@@ -15,7 +15,7 @@ from jax.interpreters import partial_eval
 from hpnlp.atomic_file import replaced
 from hpnlp.cost.flop_count import open_jaxpr
 from hpnlp.models.export.functions import BATCH, LENGTH, ExportedFunction, traced
-from hpnlp.models.export.onnx_graph import IR_VERSION, OPSET, Graph, import_onnx
+from hpnlp.models.export.onnx_graph import IR_VERSION, OPSET, OnnxGraph, import_onnx
 from hpnlp.models.export.onnx_rules import CALLS, rule_of
 from hpnlp.models.export.onnx_shapes import is_number
 from hpnlp.types import InputError
@@ -46,7 +46,7 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 0) -> bool:
         or the file would have over 2 GB.
     """
     onnx = import_onnx()
-    graph = Graph({name: _size_of_input(function.inputs[0], axis) for axis, name in enumerate((BATCH, LENGTH))})
+    graph = OnnxGraph({name: _size_of_input(function.inputs[0], axis) for axis, name in enumerate((BATCH, LENGTH))})
     closed = traced(function, batch)
     # Statistics of the layers, which the logits do not depend on, have operations that are not written.
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)
@@ -83,7 +83,7 @@ def _stated(shape: Sequence[Any]) -> list[Any]:
     return [int(size) if is_number(size) else str(size) for size in shape]
 
 
-def _run(graph: Graph, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def _run(graph: OnnxGraph, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Adds the nodes of a jaxpr. Values are names of the graph, or arrays where they are known."""
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(
         zip(jaxpr.invars, args, strict=True)
@@ -104,7 +104,7 @@ def _aval(atom: Any) -> Any:
     return atom.aval
 
 
-def _equation(graph: Graph, eqn: Any, inputs: list[Any]) -> list[Any]:
+def _equation(graph: OnnxGraph, eqn: Any, inputs: list[Any]) -> list[Any]:
     """Results of an equation."""
     name = eqn.primitive.name
     body = next((eqn.params[key] for key in _BODIES if key in eqn.params), None)
@@ -144,7 +144,7 @@ def _known(eqn: Any, inputs: list[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def _scan(graph: Graph, eqn: Any, inputs: list[Any]) -> list[Any]:
+def _scan(graph: OnnxGraph, eqn: Any, inputs: list[Any]) -> list[Any]:
     """A loop of a known number of iterations, which may be 0, one after the other."""
     count, carried, length = (eqn.params[key] for key in ("num_consts", "num_carry", "length"))
     body = eqn.params["jaxpr"]
@@ -162,20 +162,20 @@ def _scan(graph: Graph, eqn: Any, inputs: list[Any]) -> list[Any]:
     return [*carry, *(_stack(graph, parts) for parts in zip(*slices, strict=True))]
 
 
-def _at(graph: Graph, stack: Any, index: int) -> Any:
+def _at(graph: OnnxGraph, stack: Any, index: int) -> Any:
     if not isinstance(stack, str):
         return np.asarray(stack)[index]
     return graph.node("Gather", stack, graph.constant(np.int64(index)), axis=0)
 
 
-def _stack(graph: Graph, parts: Sequence[Any]) -> Any:
+def _stack(graph: OnnxGraph, parts: Sequence[Any]) -> Any:
     if not any(isinstance(part, str) for part in parts):
         return np.stack([np.asarray(part) for part in parts])
     first = graph.integers(0)
     return graph.node("Concat", *(graph.node("Unsqueeze", _name(graph, part), first) for part in parts), axis=0)
 
 
-def _split(graph: Graph, eqn: Any, x: str) -> list[str]:
+def _split(graph: OnnxGraph, eqn: Any, x: str) -> list[str]:
     axis, ends = eqn.params["axis"], np.cumsum(eqn.params["sizes"])
     shape = eqn.invars[0].aval.shape
     results = []
@@ -186,14 +186,14 @@ def _split(graph: Graph, eqn: Any, x: str) -> list[str]:
     return results
 
 
-def _top_k(graph: Graph, eqn: Any, x: str) -> list[str]:
+def _top_k(graph: OnnxGraph, eqn: Any, x: str) -> list[str]:
     """The k largest values and their places; of equal ones, the first."""
     count = graph.integers(eqn.params["k"])
     values, places = graph.node_outputs("TopK", 2, x, count, axis=eqn.params["axis"], largest=1, sorted=1)
     return [values, graph.cast(places, np.int32)]
 
 
-def _name(graph: Graph, value: Any) -> str:
+def _name(graph: OnnxGraph, value: Any) -> str:
     """The name of a value, which becomes a constant where it is known."""
     if isinstance(value, str):
         return value

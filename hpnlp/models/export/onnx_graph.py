@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from hpnlp.models.export.onnx_shapes import Sizes
+from hpnlp.models.export.onnx_shapes import SymbolicSizes
 from hpnlp.types import InputError
 
 OPSET = 18  # Reduce* and Split with axes and sizes as inputs
@@ -36,17 +36,17 @@ def import_onnx() -> Any:
         raise InputError("ONNX files need the package onnx: pip install onnx") from error
 
 
-class Graph:
+class OnnxGraph:
     """Nodes and constants; a value is the name of a node's output or of a constant."""
 
-    def __init__(self, symbols: Mapping[str, Callable[[Graph], str]] = MappingProxyType({})) -> None:
+    def __init__(self, symbols: Mapping[str, Callable[[OnnxGraph], str]] = MappingProxyType({})) -> None:
         """Makes an empty graph.
 
         Args:
           symbols: Name of a symbolic size -> function that adds the node of its value, an int64 scalar, to the graph.
         """
         self.onnx = import_onnx()
-        self.sizes = Sizes(self, symbols)
+        self.sizes = SymbolicSizes(self, symbols)
         self.nodes: list[Any] = []
         self.constants: dict[str, Any] = {}
         self._names: dict[tuple[Any, ...], str] = {}

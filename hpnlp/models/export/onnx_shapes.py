@@ -26,7 +26,7 @@ class Nodes(Protocol):
     def node(self, kind: str, *inputs: str, **attributes: Any) -> str: ...
 
 
-class Sizes:
+class SymbolicSizes:
     """Symbolic sizes of a graph."""
 
     def __init__(self, graph: Nodes, symbols: Mapping[str, Callable[[Any], str]]):

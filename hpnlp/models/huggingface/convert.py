@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -178,10 +178,9 @@ def read(
     family = family_in(directory)
     shapes = _shapes(family, config)
     expected = {tensor.name: tensor for tensor in _tensors(family, config, shapes)}
-    is_tied = not isinstance(config, DualEncoderConfig) and config.tied
     with contextlib.ExitStack() as stack:
         stored = _open(directory, family, stack)
-        _check_headers(expected, stored, family, is_tied, directory)
+        _check_headers(expected, stored, family, config.tied, directory)
         params = {path: np.empty(shape, np.float32) for path, shape in shapes.items()}
         done, total = 0, sum(array.nbytes for array in params.values())
         for name, tensor in ((name, expected[name]) for name in stored if name in expected):  # file by file
@@ -304,8 +303,8 @@ def save(
             f"params are not of config: {', '.join(sorted(differing))} differ; pass the config that made them"
         )
     tensors = list(_tensors(family, config, shapes))
-    if isinstance(config, DualEncoderConfig):
-        sentence_files.check(config)
+    if family.omits_base:
+        sentence_files.check(cast(DualEncoderConfig, config))
         tensors = [dataclasses.replace(tensor, name=tensor.name.removeprefix(family.base)) for tensor in tensors]
     _check_all_finite(tensors, flat, dtype)
     with raises_input_errors(directory, "free some space, or name a directory that can be written"):
@@ -314,8 +313,8 @@ def save(
             if path.exists():
                 raise InputError(f"{path} exists: name an empty directory")
         _write_tensors(_split(tensors, stored.itemsize, shard_bytes), flat, stored, directory, progress)
-        if isinstance(config, DualEncoderConfig):
-            sentence_files.write(directory, config, seq_len or config.max_len)
+        if family.omits_base:
+            sentence_files.write(directory, cast(DualEncoderConfig, config), seq_len or config.max_len)
         write_json(directory / CONFIG, raw)  # last, so that a directory with config.json is complete
 
 

@@ -27,7 +27,6 @@ from hpnlp.models.huggingface.sliding_windows import (
     read_windows,
     windows_json,
 )
-from hpnlp.models.pairs.dual_encoder import DualEncoderConfig
 from hpnlp.nn.feed_forward.canonical import canonical_mlp
 from hpnlp.nn.output import OUTPUTS
 from hpnlp.ops.attention import Causal
@@ -299,7 +298,7 @@ def labels_of(raw: Mapping[str, Any], source: str) -> list[str]:
 
 def _with_full_softmax(config: Any) -> Any:
     """The config, with the full softmax in place of an output layer that estimates it."""
-    if isinstance(config, DualEncoderConfig):
+    if not config.output:
         return config  # dual encoders have no output layer
     layer = parse_one(config.output, "model.output")
     if layer.name not in FULL_SOFTMAX:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,23 +59,6 @@ def find(spec: str) -> CacheConfig:
     return build(parse_one(spec, "cache"), {"continuous": CacheConfig}, "cache")
 
 
-@runtime_checkable
-class NextWordModel(Protocol):
-    """A Model whose hidden state of each token predicts the next word, such as RNN or LM. Methods are called by `apply`."""
-
-    def token_states(self, batch: Mapping[str, Array], deterministic: bool = True) -> tuple[Array, Any]:
-        """Hidden states `[B, T, D]` of a batch, and the carry."""
-        ...
-
-    def label_losses(self, h: Array, labels: Array) -> Array:
-        """Losses of labels, from hidden states."""
-        ...
-
-    def next_logits(self, h: Array) -> Array:
-        """Logits of the next words, from hidden states."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class CachedModel(ModelWrapper):
     """A language model whose probabilities are mixed with those of a cache of its hidden states.
@@ -84,7 +67,7 @@ class CachedModel(ModelWrapper):
     does not empty the cache.
 
     Attributes:
-      inner: A `NextWordModel`.
+      inner: A Model with `predicts_next_words`.
       cache: The cache.
     """
 

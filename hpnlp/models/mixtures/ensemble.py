@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from hpnlp.model_interfaces.layer_report import CARRY
 from hpnlp.models.shared.model import BaseModel
 from hpnlp.models.variables import join, split
-from hpnlp.types import InputError, LossOut, Statistics
+from hpnlp.types import InputError, LossOut
 
 
 def averaged(log_probs: Float[Array, "M *N"]) -> Float[Array, "*N"]:
@@ -290,14 +290,6 @@ class Ensemble(BaseModel):
     def rows(self, batch: Mapping[str, Array]) -> Any:
         """An ensemble trains no rows of tables."""
         raise InputError("an ensemble is not trained: set optimizer.rows=False")
-
-    def auxiliary_loss(self, statistics: Statistics) -> dict[str, Array]:
-        """An ensemble has no statistics."""
-        return {}
-
-    def advance(self, buffers: Any, statistics: Statistics, step: Array, rng: Array) -> Any:
-        """The buffers stay as they are."""
-        return buffers
 
 
 def joined(weights: Sequence[Any]) -> Any:

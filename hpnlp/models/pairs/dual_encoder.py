@@ -22,7 +22,7 @@ from hpnlp.models.pairs.pair_losses import cosine_losses, pair_features, softmax
 from hpnlp.models.pairs.temperature import inverse_temperature
 from hpnlp.models.pairs.tower import INPUTS, Tower
 from hpnlp.models.prediction import Batch, classification_metrics
-from hpnlp.models.shared.body import Start
+from hpnlp.models.shared.body import BodyStart
 from hpnlp.models.shared.ranges import LIMITS
 from hpnlp.models.stacks.layer_statistics import OfSeveralStacks
 from hpnlp.nn.layers import Dense, param
@@ -45,8 +45,10 @@ class DualEncoderConfig(BackboneConfig):
     """Two bidirectional towers of one form, each of which makes a vector of a text."""
 
     least_layers: ClassVar[int] = 0
+    output: ClassVar[str] = ""  # no output layer over words
+    tied: ClassVar[bool] = False
     body: ClassVar[str] = "towers"
-    starts: ClassVar[Mapping[str, tuple[Start, ...]]] = {"encoder": (Start("tower"), Start("pair_tower"))}
+    starts: ClassVar[Mapping[str, tuple[BodyStart, ...]]] = {"encoder": (BodyStart("tower"), BodyStart("pair_tower"))}
     # Training may go on from a run with another loss (`train.init_from`): its fields do not change the vectors, and its own
     # parameters begin anew.
     free_fields: ClassVar[tuple[str, ...]] = (

@@ -23,7 +23,7 @@ from hpnlp.models.pairs.marginal import check_marginal, log_marginal, text_weigh
 from hpnlp.models.pairs.temperature import inverse_temperature
 from hpnlp.models.pairs.tower import INPUTS, Tower
 from hpnlp.models.prediction import Batch, label_losses
-from hpnlp.models.shared.body import Start
+from hpnlp.models.shared.body import BodyStart
 from hpnlp.models.stacks.layer_statistics import OfSeveralStacks
 from hpnlp.nn.layers import buffer, param
 from hpnlp.nn.pooling import POOLINGS
@@ -42,11 +42,11 @@ class RealmConfig(BackboneConfig):
     """Towers that make vectors of texts and of documents, and a reader of a text with a document; all have the same Blocks."""
 
     data_buffers: ClassVar[tuple[str, ...]] = ("index", "age", "back", "position")
-    starts: ClassVar[Mapping[str, tuple[Start, ...]]] = {
-        "encoder": (Start("reader", output=True),),
+    starts: ClassVar[Mapping[str, tuple[BodyStart, ...]]] = {
+        "encoder": (BodyStart("reader", output=True),),
         "towers": (
-            Start("tower", "tower", _TOWER_FIELDS, pooling=True),
-            Start("document_tower", "pair_tower", _TOWER_FIELDS, pooling=True),
+            BodyStart("tower", "tower", _TOWER_FIELDS, pooling=True),
+            BodyStart("document_tower", "pair_tower", _TOWER_FIELDS, pooling=True),
         ),
     }
     # Fields that a run that starts from another one may change.

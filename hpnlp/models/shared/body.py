@@ -13,7 +13,7 @@ from hpnlp.nn.block import BlockConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class BodyStart:
     """A stack of a model that may start from the body of a stack of another model.
 
     Attributes:
@@ -44,15 +44,17 @@ class ConfigOfModel:
       body_params: Parameters of a stack that belong to its body.
       loss_params: Parameters of the loss, which a source may lack; see `training.starts.warm_start`.
       free_fields: Fields that a run that starts from another one may change; see `training.starts.architecture`.
+      has_convolutions: Whether the model is a network of convolutions of images.
       data_buffers: Buffers that are functions of the data, such as an index of documents; `train.init_from` does not copy them.
     """
 
     body: ClassVar[str] = ""
-    starts: ClassVar[Mapping[str, tuple[Start, ...]]] = {}
+    starts: ClassVar[Mapping[str, tuple[BodyStart, ...]]] = {}
     head_fields: ClassVar[tuple[str, ...]] = ()
     body_params: ClassVar[tuple[str, ...]] = ("embed", "positions", "embed_norm", "layers", "final_norm")
     loss_params: ClassVar[tuple[str, ...]] = ()
     free_fields: ClassVar[tuple[str, ...]] = ()
+    has_convolutions: ClassVar[bool] = False
     data_buffers: ClassVar[tuple[str, ...]] = ()
 
     @property

@@ -8,13 +8,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.attention import mixer_period
 from hpnlp.nn.block import BlockConfig
 from hpnlp.nn.blocks import block_kind
 from hpnlp.nn.feed_forward import FeedForward, build_feed_forward, described_network
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.spec import Spec, build, parse_period
-from hpnlp.types import InputError, Mixer, MixerTraits, Projection, WithCarry
+from hpnlp.types import InputError, MixerTraits, Projection
 
 # Block fields that are the same in all layers, and the reason.
 SHARED: Mapping[str, str] = {
@@ -108,9 +109,9 @@ def carries(mixer: str) -> bool:
       mixer: `model.mixer`.
 
     Returns:
-      True if one of its mixers is a `types.WithCarry`.
+      True if one of its mixers does.
     """
-    return any(isinstance(entry, WithCarry) for entry in build_mixers(mixer))
+    return any(entry.carries for entry in build_mixers(mixer))
 
 
 def check_carry(config: Any) -> None:

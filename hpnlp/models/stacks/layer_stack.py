@@ -23,7 +23,6 @@ from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.helpers.stacks import StackOrder, layer_count, single_stack
 from hpnlp.parallel.memory import remat
 from hpnlp.spec import parse_one
-from hpnlp.types import WithCarry
 
 Rngs = Mapping[str, jax.Array]
 
@@ -318,7 +317,7 @@ def _by_carrying_stack(
     result = {
         name: make(mixer, forms[0].dim, len(order.layers_of(name, layers)))
         for name, mixer in mixers.items()
-        if isinstance(mixer, WithCarry)
+        if mixer.carries
     }
     return order.join(result) if result else None
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.models.shared.model import BaseModel
 from hpnlp.models.stacks.layer_forms import branch_modules
-from hpnlp.types import Aux, Statistics, WithAuxiliaryLoss, WithBuffers
+from hpnlp.types import Aux, Statistics
 
 # Place of a module's buffers among those of its layer, by the name of its branch.
 PLACES = {"attention": ("attention", "mixer"), "mlp": ("mlp",)}
@@ -48,10 +48,8 @@ def auxiliary_loss(config: Any, statistics: Statistics) -> dict[str, jax.Array]:
     for stack, branches in config.stack_order().split(statistics["layers"]).items():
         modules = _modules(config, stack)
         for branch, sums in branches.items():
-            module = modules[branch]
-            if isinstance(module, WithAuxiliaryLoss):
-                for name, values in jax.vmap(module.auxiliary_loss)(sums).items():
-                    losses.setdefault(name, []).append(values)
+            for name, values in jax.vmap(modules[branch].auxiliary_loss)(sums).items():
+                losses.setdefault(name, []).append(values)
     return {name: jnp.mean(jnp.concatenate(values)) for name, values in losses.items()}
 
 
@@ -66,7 +64,7 @@ def advance(config: Any, buffers: Any, statistics: Statistics, step: jax.Array, 
       rng: Key; each layer and branch folds in its index.
 
     Returns:
-      A tree like `buffers`. Buffers of modules without `advance` stay as they are.
+      A tree like `buffers`.
     """
     order = config.stack_order()
     sums, stacks = order.split(statistics.get("layers", {})), order.split(buffers["layers"])
@@ -75,7 +73,7 @@ def advance(config: Any, buffers: Any, statistics: Statistics, step: jax.Array, 
         for index, (branch, module) in enumerate(_modules(config, stack).items()):
             held, place = stacks[stack], PLACES[branch]
             own_buffers = functools.reduce(lambda tree, key: tree.get(key, {}), place, held)
-            if own_buffers and isinstance(module, WithBuffers):
+            if own_buffers:
                 key = jax.random.fold_in(rng, index)
                 rngs = jax.vmap(functools.partial(jax.random.fold_in, key))(members)
                 of_layers = jax.vmap(module.advance, in_axes=(0, 0, None, 0))

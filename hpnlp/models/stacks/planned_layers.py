@@ -69,22 +69,6 @@ class PlannedLayers(abc.ABC):
         # One layer of the width of all layers together, which may have different heads.
         return measure.training_flops(parameters, batch_size * length, layers=1, width=width, length=length)
 
-    @property
-    def compares_examples(self) -> bool:
-        """Whether the loss compares examples of a batch, and `models.pairs.grad_cache` computes it from parts of it."""
-        return False
-
-    def check_accumulation(self, parts: int) -> None:
-        """Checks that a batch may be divided into parts.
-
-        Args:
-          parts: Number of parts that gradients are accumulated from.
-
-        Raises:
-          InputError: There are several parts, and the loss is no sum over them, nor computed by `models.pairs.grad_cache`.
-        """
-        return None  # most losses are sums over examples
-
     def check_layout(self, layout: Layout) -> None:
         """Checks that a layout over devices supports the mixers and residuals of the layers.
 

@@ -12,7 +12,6 @@ from hpnlp.compatibility import Facts
 from hpnlp.models.shared.body import ConfigOfModel
 from hpnlp.models.shared.model import BaseModel
 from hpnlp.parallel.layout import Layout
-from hpnlp.types import Statistics
 
 
 class Unstacked(ConfigOfModel):
@@ -48,14 +47,6 @@ class Unstacked(ConfigOfModel):
         """Sizes of the logical axes that a mesh may divide: none but the batch."""
         return {}
 
-    @property
-    def compares_examples(self) -> bool:
-        """False: the loss is a sum over examples, or over tokens."""
-        return False
-
-    def check_accumulation(self, parts: int) -> None:
-        """Accepts all: the loss is a sum over examples, or over tokens."""
-
     def facts(self) -> Facts:
         """Facts on the layers, for `compatibility`."""
         reasons = {"layers": self.no_stages, "length": self.undivided}
@@ -78,35 +69,10 @@ class Unstacked(ConfigOfModel):
 
 
 class UnstackedModel(BaseModel):
-    """Answers of a Model to the trainer, for a model without statistics, and without buffers that change.
+    """Answers of a Model to the trainer, for a model that looks up rows of its embedding.
 
     A subclass that looks up other tables than the embedding has a method `rows` of its own.
     """
-
-    def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
-        """No statistics have a loss.
-
-        Args:
-          statistics: Not read.
-
-        Returns:
-          No losses.
-        """
-        return {}
-
-    def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
-        """Buffers for the next step, which are those of this one.
-
-        Args:
-          buffers: The model's buffers.
-          statistics: Not read.
-          step: Not read.
-          rng: Not read.
-
-        Returns:
-          The buffers.
-        """
-        return buffers
 
     def rows(self, batch: Mapping[str, jax.Array]) -> dict[tuple[str, ...], jax.Array]:
         """Rows of the embedding that a batch looks up.

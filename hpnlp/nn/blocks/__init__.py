@@ -12,7 +12,7 @@ from hpnlp.nn.feed_forward import build_feed_forward
 from hpnlp.nn.layers import Initializer
 from hpnlp.spec import Spec, build, parse_one
 from hpnlp.table import Table
-from hpnlp.types import InputError, Projection, WithCarry
+from hpnlp.types import InputError, Projection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ def cross_size(config: BlockConfig) -> int:
 
 def check_no_carry(config: BlockConfig, mixer: Any) -> None:
     """Raises InputError for mixers that carry state from batch to batch."""
-    if isinstance(mixer, WithCarry):
+    if mixer.carries:
         raise InputError(
             f"model.block={config.block!r}, model.mixer={config.mixer!r}: the mixer carries the states of all features from "
             "batch to batch, for one attention per layer: choose another mixer, or block='transformer'"

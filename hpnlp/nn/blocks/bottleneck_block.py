@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import jax
 
 from hpnlp.cost.parts import part
-from hpnlp.model_interfaces.layer_report import LayerReport, has_state
+from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.model_interfaces.model_parallel import TensorParallel
 from hpnlp.nn.attention import Context
 from hpnlp.nn.block import Block, BlockConfig
@@ -120,7 +120,7 @@ class BottleneckKind(BlockKind):
 
     def check_mixer(self, config: BlockConfig, mixer: Any) -> None:
         check_no_carry(config, mixer)
-        if self.networks > 1 and has_state(build_feed_forward(config.mlp, hidden=config.mlp_size)):
+        if self.networks > 1 and build_feed_forward(config.mlp, hidden=config.mlp_size).has_state:
             raise InputError(
                 f"model.block={config.block!r}, model.mlp={config.mlp!r}: the network has statistics or buffers, which a layer "
                 f"keeps for one network, and this Block has {self.networks}: choose another network"

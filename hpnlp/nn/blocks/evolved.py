@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from hpnlp.model_interfaces.layer_report import LayerReport, has_state
+from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.model_interfaces.model_parallel import TensorParallel
 from hpnlp.nn.attention import Attention, Context
 from hpnlp.nn.block import Block, BlockConfig
@@ -324,7 +324,7 @@ class EvolvedDecoderKind(EvolvedKind):
 
     def check_mixer(self, config: BlockConfig, mixer: Any) -> None:
         check_no_carry(config, mixer)
-        if has_state(mixer):
+        if mixer.has_state:
             raise InputError(
                 f"model.block={config.block!r}, model.mixer={config.mixer!r}: the mixer has statistics or buffers, which a "
                 "layer keeps for one attention, and this Block has two: choose another mixer, or block='evolved_encoder'"

@@ -31,7 +31,7 @@ def statistic_axes(names: Sequence[str]) -> dict[str, tuple[str | None, ...]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tokens:
+class RoutedTokens:
     """The tokens that a router reads, flattened.
 
     Attributes:
@@ -151,7 +151,7 @@ class ExpertLayer(FeedForward):
         if self.shared_gate and not self.shared:
             raise InputError("shared_gate=True has no effect without shared experts: set shared to at least 1")
 
-    def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
+    def route(self, tokens: RoutedTokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         """Chooses experts.
 
         Args:
@@ -256,7 +256,7 @@ class ExpertLayer(FeedForward):
         kernel = param(self, name, init, (x.shape[-1], features or self.experts), axes)
         return jnp.einsum("...d,de->...e", x, kernel, precision=jax.lax.Precision.HIGHEST)
 
-    def uniform(self, tokens: Tokens, stream: int, columns: int) -> jax.Array:
+    def uniform(self, tokens: RoutedTokens, stream: int, columns: int) -> jax.Array:
         """Random numbers that depend on the key of the layer and step, the token and the column only.
 
         Args:
@@ -274,7 +274,7 @@ class ExpertLayer(FeedForward):
         # 23 bits and a half are exact in float32; more would round to 1, whose normal quantile is infinite.
         return ((bits >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
 
-    def _tokens(self, inputs: MixerInputs) -> Tokens:
+    def _tokens(self, inputs: MixerInputs) -> RoutedTokens:
         assert inputs.x is not None
         batch, length, dim = inputs.x.shape
         segments = jnp.ones((batch, length), jnp.int32) if inputs.segment_ids is None else inputs.segment_ids
@@ -283,7 +283,7 @@ class ExpertLayer(FeedForward):
         real = (segments > 0).reshape(-1)
         counts = jnp.zeros(batch * length, jnp.int32).at[groups].add(real.astype(jnp.int32))[groups]
         x = jnp.where(real[:, None], inputs.x.reshape(-1, dim).astype(jnp.float32), 0.0)
-        return Tokens(x, real, inputs, groups, counts)
+        return RoutedTokens(x, real, inputs, groups, counts)
 
 
 def _by_expert(init: Initializer) -> Initializer:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
-import flax.linen as nn
-
+from hpnlp.model_interfaces.branch import Branch
 from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
 from hpnlp.nn.layers import Initializer, dense_init
 from hpnlp.types import MixerInputs, MixerOutput, MixerTraits
 
 
-class FeedForward(nn.Module):
+class FeedForward(Branch):
     """The position-wise branch of a Block. Entries of FEED_FORWARDS derive from it, or are functions that return one.
 
-    A network may return statistics and have buffers, with the same optional methods as a `types.Mixer`: `auxiliary_loss` and
-    `advance`. A statistic with an axis "mlp" holds one sum per column.
+    A network may return statistics and have buffers, with the same members as a mixer. A statistic with an axis "mlp" holds
+    one sum per column.
 
     Attributes:
       hidden: Number of columns F.
@@ -54,11 +52,6 @@ class FeedForward(nn.Module):
     def needs_all_experts(self) -> str:
         """The reason why experts cannot be removed from a trained layer; "" where they can."""
         return ""
-
-    @property
-    def statistic_axes(self) -> Mapping[str, tuple[str | None, ...]]:
-        """Logical axes of each statistic that the network returns, by name."""
-        return {}
 
     @property
     def traits(self) -> MixerTraits:

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from hpnlp.nn.feed_forward.experts import ExpertLayer, Tokens, statistic_axes
+from hpnlp.nn.feed_forward.experts import ExpertLayer, RoutedTokens, statistic_axes
 from hpnlp.nn.layers import buffer
 from hpnlp.ops import moe
 from hpnlp.ops.moe.routing import check_groups
@@ -38,7 +38,7 @@ def check_without_effect(reason: str, **values: float) -> None:
 
 
 def limited(
-    layer: ExpertLayer, tokens: Tokens, routing: moe.Routing, capacity: float, first_choices_first: bool = False
+    layer: ExpertLayer, tokens: RoutedTokens, routing: moe.Routing, capacity: float, first_choices_first: bool = False
 ) -> moe.Routing:
     """The routing without the assignments beyond the capacity; unchanged without a capacity, and in decoding."""
     if not capacity or tokens.inputs.decoding:
@@ -94,7 +94,7 @@ class TopK(ExpertLayer):
         """The definition of the gates."""
         return moe.Gates(self.gates, self.normalize, self.scale)
 
-    def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
+    def route(self, tokens: RoutedTokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         logits = self.linear(tokens.x)
         routing = moe.route(logits, self.k, self.gate_rule(), tokens.real)
         scores = moe.normalized_scores(logits, self.gate_rule())
@@ -127,7 +127,7 @@ class Switch(TopK):
         if not 0.0 <= self.jitter < 1.0:
             raise InputError(f"jitter={self.jitter}: expected at least 0 and less than 1")
 
-    def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
+    def route(self, tokens: RoutedTokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         if self.jitter and not tokens.inputs.deterministic:
             factor = 1.0 + self.jitter * (2.0 * self.uniform(tokens, 0, tokens.x.shape[1]) - 1.0)
             tokens = dataclasses.replace(tokens, x=tokens.x * factor)
@@ -174,7 +174,7 @@ class GShard(ExpertLayer):
         if not 0.0 < self.threshold <= 1.0:
             raise InputError(f"threshold={self.threshold}: expected more than 0 and at most 1")
 
-    def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
+    def route(self, tokens: RoutedTokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         logits = self.linear(tokens.x)
         routing = moe.route(logits, 2, moe.Gates("softmax", normalize=True), tokens.real)
         first = routing.experts.reshape(-1, 2)[:, 0]
@@ -248,7 +248,7 @@ class NoisyTopK(ExpertLayer):
                 f"importance={self.importance}, load={self.load}: expected factors of losses of at least 0"
             )
 
-    def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
+    def route(self, tokens: RoutedTokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         clean = self.linear(tokens.x, init=nn.initializers.zeros)
         spread = self.linear(tokens.x, "noise", init=nn.initializers.zeros)
         logits = clean
@@ -291,7 +291,7 @@ class ExpertChoice(ExpertLayer):
         check_capacity(self.capacity)
         check_without_effect("all experts choose equally many tokens", balance=self.balance)
 
-    def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
+    def route(self, tokens: RoutedTokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         logits = self.linear(tokens.x)
         assert tokens.inputs.x is not None
         shape = tokens.inputs.x.shape[:2]
@@ -339,7 +339,7 @@ class BiasBalanced(ExpertLayer):
         """The definition of the gates."""
         return moe.Gates("sigmoid", normalize=True, scale=self.scale)
 
-    def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
+    def route(self, tokens: RoutedTokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         logits = self.linear(tokens.x)
         bias = buffer(self, "bias", nn.initializers.zeros, (self.experts,), ("router",))
         gates = self.gate_rule()
@@ -402,7 +402,7 @@ class Hash(ExpertLayer):
         super().check()
         check_without_effect("the choice does not depend on parameters", balance=self.balance, z=self.z)
 
-    def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
+    def route(self, tokens: RoutedTokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         ids = tokens.inputs.tokens
         if self.is_initializing():
             ids = jnp.zeros(tokens.real.shape, jnp.int32)
@@ -439,7 +439,7 @@ class Base(ExpertLayer):
         check_k(self, 1)
         check_without_effect("the assignment gives all experts equally many tokens", balance=self.balance)
 
-    def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
+    def route(self, tokens: RoutedTokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         logits = self.linear(tokens.x)
         if tokens.inputs.deterministic:
             routing = moe.route(logits, 1, moe.Gates("sigmoid"), tokens.real)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import buffer
 from hpnlp.nn.mixers.checks import check_decoding, check_mask
 from hpnlp.ops.attention import Causal, Full
@@ -27,7 +28,7 @@ from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 
-class BucketMixer(nn.Module):
+class BucketMixer(Mixer):
     """Softmax attention to nearby tokens of the same bucket, with one projection for queries and keys.
 
     A key is the query of its token, scaled to length 1. A token attends to itself only if it sees no other token. Subclasses

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.ops.attention import Full, attend
 from hpnlp.ops.attention.clustered import (
@@ -23,7 +23,7 @@ from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 
-class ClusteredMixer(nn.Module):
+class ClusteredMixer(Mixer):
     """Bidirectional attention of clusters of queries: all queries of a cluster get the attention of their mean.
 
     Queries become random sign bits, which K-means clusters by Hamming distance, for each head. The directions are drawn at each

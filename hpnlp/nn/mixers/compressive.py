@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import dense_init, param
 from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.nn.mixers.relative_positions import RelativePositions
@@ -46,7 +47,7 @@ class CompressiveMemory:
         return self.compressed.followed_by(self.recent.followed_by(tokens))
 
 
-class CompressiveMixer(nn.Module):
+class CompressiveMixer(Mixer):
     """Softmax attention to compressed memories, to a segment memory and to earlier tokens, with relative positions.
 
     The carry holds the last M hidden states that the mixer read and, before them, C compressed memories. When T tokens are

@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.ops.attention import Causal, Window
@@ -19,7 +20,7 @@ from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Proje
 MAX_WIDTH = 128  # the operation has one term for each token of the width
 
 
-class ConvMixer(nn.Module):
+class ConvMixer(Mixer):
     """Causal depthwise convolution (`ops.convolutions.convolution.causal_conv`) of the hidden states, without projections.
 
     Attributes:

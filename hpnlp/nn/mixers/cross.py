@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.attention import Attention, Context, Sources
 from hpnlp.ops.attention import Full, attend
 from hpnlp.ops.attention.decoding.decode import attend_cache
@@ -58,7 +59,7 @@ class MemoryCache:
         return self
 
 
-class CrossMixer(nn.Module):
+class CrossMixer(Mixer):
     """Softmax attention (Vaswani et al. 2017, sec. 3.2.3) to all vectors of the memory that have the token's segment id.
 
     Attributes:

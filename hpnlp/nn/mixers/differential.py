@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import RMSNorm, param
 from hpnlp.nn.mixers.checks import check_decoding
 from hpnlp.ops.attention import attend
@@ -19,7 +20,7 @@ from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Proje
 NORM_EPS = 1e-5
 
 
-class DifferentialMixer(nn.Module):
+class DifferentialMixer(Mixer):
     """Two softmax attentions for each pair of heads, of which the second is subtracted with a learned weight.
 
     Query heads 2i and 2i + 1 form a pair, and so do key heads 2j and 2j + 1. The values of a pair of key heads, side by side,

@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.nn.mixers.light_convolution import check_width
@@ -20,7 +21,7 @@ from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Proje
 MAX_DILATION = 2**16
 
 
-class DilatedConvMixer(nn.Module):
+class DilatedConvMixer(Mixer):
     """Dilated convolution (`dilated_conv`) of each head, between two ReLUs.
 
     An output depends on W tokens at distances that are multiples of the dilation d: with a causal mask, on itself and W - 1

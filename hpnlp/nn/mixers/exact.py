@@ -8,11 +8,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.mixers.checks import check_decoding
 from hpnlp.ops.attention import Full, Mask, PerHead, attend
 from hpnlp.ops.attention.decoding.kv_cache import KVCache, start_cache
@@ -20,7 +20,7 @@ from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 
-class ExactMixer(nn.Module):
+class ExactMixer(Mixer):
     """Softmax attention (Vaswani et al. 2017, eq. 1) over the pairs that both `pattern` and the mask of `__call__` allow.
 
     A pattern that depends on i - j alone is applied to indices in the sequence, which is equivalent to positions within each
@@ -42,11 +42,16 @@ class ExactMixer(nn.Module):
         "v": Projection("kv_heads"),
     }
     traits: ClassVar[MixerTraits] = MixerTraits()
+    has_matrices: ClassVar[bool] = True
 
     pattern: Mask | PerHead = Full()  # noqa: RUF009  (frozen)
     dropout: float = 0.0
     soft_cap: int | float | None = None
     scale: int | float | None = None
+
+    @property
+    def score_options(self) -> dict[str, Any]:
+        return {"scale": self.scale, "soft_cap": self.soft_cap}
 
     def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None

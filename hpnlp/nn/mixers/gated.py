@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import Dense, buffer, param
 from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.nn.mixers.linear import checked_chunk, extend, mix
@@ -25,7 +26,7 @@ LARGEST_RATE = 16.0  # upper bound of initial decay rates of the gated delta rul
 STEPS = 1e-3, 1e-1  # least and largest initial step size that multiplies the rate
 
 
-class GatedMixer(nn.Module):
+class GatedMixer(Mixer):
     """A causal mixer with a state of constant size; subclasses define `mixed`.
 
     Attributes:

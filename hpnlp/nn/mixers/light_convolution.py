@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.checks import check_decoding, check_mask
 from hpnlp.nn.mixers.convolution import MAX_WIDTH
@@ -19,7 +20,7 @@ from hpnlp.ops.convolutions.light_convolution import dynamic_conv, light_conv
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 
-class LightConvMixer(nn.Module):
+class LightConvMixer(Mixer):
     """Lightweight convolution (`light_conv`) of gated values: one softmax over W taps for each head.
 
     The values are `v * sigmoid(gate)`, a gated linear unit of two projections. With a causal mask, an output depends on the

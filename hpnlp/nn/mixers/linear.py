@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.linear import LinearState, linear_attention, linear_attention_step
@@ -91,7 +91,7 @@ def elu_plus_one(x: jax.Array) -> jax.Array:
 MIN_WEIGHT = 1e-30
 
 
-class LinearMixer(nn.Module):
+class LinearMixer(Mixer):
     """Attention with the weights phi(q)^T phi(k), phi(x) = elu(x) + 1, divided by their sum (at least MIN_WEIGHT).
 
     Queries and keys that `model.position="rope"` rotates are rotated before phi.

@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.checks import check_has_effect, check_mask
 from hpnlp.ops.attention import Full, attend
@@ -74,7 +75,7 @@ def of_length(module: nn.Module, name: str, init: Any, shape: tuple[int, ...], a
     return value[tuple(slice(size) for size in shape)] if full != shape else value
 
 
-class AllTokensMixer(nn.Module):
+class AllTokensMixer(Mixer):
     """A mixer of all tokens of a sequence, whose mask is `Full()`.
 
     Attributes:

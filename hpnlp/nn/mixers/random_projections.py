@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.linen as nn
 import jax
 from jax.typing import DTypeLike
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import buffer
 from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.ops.attention import Causal, Full
@@ -16,7 +16,7 @@ from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.types import InputError
 
 
-class RandomProjections(nn.Module):
+class RandomProjections(Mixer):
     """The buffer of a mixer with random features: projections that all heads share, drawn anew every `redraw` steps.
 
     Attributes:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.mixers.checks import check_decoding, check_mask
 from hpnlp.ops.attention import Causal, Window, attend
 from hpnlp.ops.attention.decoding.kv_cache import KVCache, start_cache
@@ -17,7 +17,7 @@ from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection, TokenStates
 
 
-class SegmentMemoryMixer(nn.Module):
+class SegmentMemoryMixer(Mixer):
     """Softmax attention of each token to itself and the M tokens before it, in its own sequence or in earlier batches.
 
     The carry is the memory of Transformer-XL: the last M hidden states that the mixer read. Keys and values are projections of

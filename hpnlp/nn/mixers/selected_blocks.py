@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import Dense, param
 from hpnlp.nn.mixers.checks import check_decoding, check_mask
 from hpnlp.ops.attention import Causal, Window, attend, merge
@@ -32,7 +33,7 @@ NEVER = 2**30
 COMPRESSIONS = ("mean", "learned")
 
 
-class MobaMixer(nn.Module):
+class MobaMixer(Mixer):
     """Causal attention of each token to its own block and to the earlier blocks that it scores highest.
 
     A document is divided into blocks of `block` tokens, counted from its first token. Each query head attends to the tokens of
@@ -109,7 +110,7 @@ class MobaMixer(nn.Module):
         return check_mask("moba", mask, Causal())
 
 
-class NsaMixer(nn.Module):
+class NsaMixer(Mixer):
     """Causal attention in three branches, to summaries of blocks, to chosen blocks and to a window, added with learned gates.
 
     - compressed: softmax attention to one key and one value for each complete block up to the query: the mean of the block's

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import flax.linen as nn
 import jax
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.mixers.checks import check_decoding, check_mask
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.bucketed.sinkhorn import SortSettings, sinkhorn_attention
@@ -16,7 +16,7 @@ from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 
-class SinkhornMixer(nn.Module):
+class SinkhornMixer(Mixer):
     """Softmax attention of each block of tokens to itself and to a learned mixture of other blocks.
 
     Blocks are counted from the start of the sequence, also where it holds several documents.

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.checks import check_has_effect
 from hpnlp.nn.mixers.low_rank import of_length
-from hpnlp.ops.attention.masks.per_head import AnyMask, PerHead
+from hpnlp.ops.attention.masks.base import Mask
+from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.attention.pair_bias import weighted
 from hpnlp.ops.attention.synthetic.attend import Factors, synthetic_attend, tiled_scores
 from hpnlp.ops.attention.synthetic.factorized_dense import factorized_dense_attend
@@ -27,7 +29,7 @@ KINDS = ("dense", "random", "factorized_dense", "factorized_random")
 OF_TOKENS = (DOT, "dense", "factorized_dense")
 
 
-class SynthesizerMixer(nn.Module):
+class SynthesizerMixer(Mixer):
     """Softmax attention whose scores are a weighted sum of terms, for sequences of one length.
 
     A token's place in the sequence, and not its position in its document, chooses the columns and rows of learned scores.
@@ -85,9 +87,9 @@ class SynthesizerMixer(nn.Module):
             "rng": inputs.rng if rate else None,
             "streams": inputs.streams if rate else None,
         }
-        if self.terms == ("factorized_dense",) and not isinstance(mask, PerHead):
+        if self.terms == ("factorized_dense",) and mask.heads is None:
             a, b = self._tiles(inputs)
-            return MixerOutput(factorized_dense_attend(inputs.v, a, b, mask, **operands))
+            return MixerOutput(factorized_dense_attend(inputs.v, a, b, cast(Mask, mask), **operands))
         if self.terms == ("random",):
             del operands["kv_segment_ids"], operands["kv_positions"]
             scores = self._random_scores(inputs)

@@ -44,6 +44,15 @@ class PairBias(abc.ABC):
     joins_blocks: ClassVar[bool] = True
 
     @property
+    def dense_terms(self) -> tuple[Array, ...]:
+        """Arrays that broadcast to [B, N, T, S], of which the bias is a sum."""
+        return ()
+
+    def check(self) -> None:
+        """Checks that the parts of the bias fit each other; raises InputError if they do not."""
+        return None  # a bias of one part fits itself
+
+    @property
     @abc.abstractmethod
     def arrays(self) -> tuple[Array, ...]:
         """The arrays."""
@@ -117,6 +126,11 @@ class PairBias(abc.ABC):
         return self.with_arrays(tuple(x[:, heads] if x.shape[1] > 1 else x for x in self.arrays))
 
 
+def is_pair_bias(bias: Any) -> bool:
+    """Whether a bias is a PairBias; False for an array, a function or None."""
+    return isinstance(bias, PairBias)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BiasArrays(PairBias):
@@ -131,6 +145,16 @@ class BiasArrays(PairBias):
 
     terms: tuple[Any, ...]
     weights: tuple[Any, ...]
+
+    @property
+    def dense_terms(self) -> tuple[Array, ...]:
+        return self.terms
+
+    def check(self) -> None:
+        if len(self.terms) != len(self.weights):
+            raise InputError(
+                f"BiasArrays of {len(self.terms)} terms and {len(self.weights)} weights: expected one for each"
+            )
 
     @property
     def arrays(self) -> tuple[Array, ...]:

@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from hpnlp.ops.attention.masks.per_head import check_mask
 from hpnlp.ops.attention.operands import Operands
-from hpnlp.ops.attention.pair_bias import BiasArrays, BiasOfHeads, PairBias
+from hpnlp.ops.attention.pair_bias import BiasOfHeads, is_pair_bias
 from hpnlp.types import InputError
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
@@ -109,12 +109,9 @@ def _check_bias(bias: Any, shape: tuple[int, ...]) -> None:
     """Checks that a bias is a function of as many heads as the queries have, or floats that broadcast to [B, N, T, S]."""
     if bias is None:
         return
-    if isinstance(bias, BiasArrays) and len(bias.terms) != len(bias.weights):
-        raise InputError(
-            f"BiasArrays of {len(bias.terms)} terms and {len(bias.weights)} weights: expected one for each"
-        )
-    if isinstance(bias, PairBias):
-        for array in bias.terms if isinstance(bias, BiasArrays) else ():
+    if is_pair_bias(bias):
+        bias.check()
+        for array in bias.dense_terms:
             _check_bias(array, shape)
             if array.ndim != 4:
                 raise InputError(f"a term of BiasArrays has shape {array.shape}: expected 4 axes, any of them 1")

@@ -24,7 +24,7 @@ OBJECTIVES = ("skip_gram", "cbow")
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class WordBlock:
     """Sizes and objective of a block, static at trace time.
 
     Attributes:
@@ -110,7 +110,7 @@ def noise_table(counts: Int[Any, " V"], power: float = 0.75, size: int = 1 << 20
 
 
 @array_op()
-def pair_weights(segments: Int[Array, " C"], widths: Int[Array, " T"], block: Block) -> Float[Array, "T C"]:
+def pair_weights(segments: Int[Array, " C"], widths: Int[Array, " T"], block: WordBlock) -> Float[Array, "T C"]:
     """1 for each pair of a centre and a word of its context, otherwise 0.
 
     Args:
@@ -138,7 +138,7 @@ def block_loss(
     outputs: Float[Array, "O D"],
     noise: Float[Array, "K D"],
     pairs: Float[Array, "T C"],
-    block: Block,
+    block: WordBlock,
 ) -> Float[Array, ""]:
     """Negative-sampling loss of a block, in nats.
 
@@ -166,7 +166,7 @@ def block_loss(
     return (count * jax.nn.softplus(-(h * outputs).sum(axis=1))).sum() + noise_loss
 
 
-def _predictors(inputs: Array, pairs: Array, block: Block) -> tuple[Array, Array]:
+def _predictors(inputs: Array, pairs: Array, block: WordBlock) -> tuple[Array, Array]:
     """`([T, D] vectors that predict, [T] predictions of each centre)`."""
     total = pairs.sum(axis=1)
     if block.objective == "skip_gram":
@@ -185,7 +185,7 @@ def block_gradients(
     outputs: Float[Array, "O D"],
     noise: Float[Array, "K D"],
     pairs: Float[Array, "T C"],
-    block: Block,
+    block: WordBlock,
 ) -> tuple[Float[Array, "I D"], Float[Array, "O D"], Float[Array, "K D"]]:
     """Gradients of `block_loss` by its first three arguments, by two products.
 
@@ -223,7 +223,7 @@ def train_blocks(
     widths: Int[Array, " M"],
     noise: Int[Array, "S K"],
     rates: Float[Array, " S"],
-    block: Block,
+    block: WordBlock,
 ) -> Float[Array, "R D"]:
     """Trains by stochastic gradient descent, one step for each block, in one compiled program.
 
@@ -292,7 +292,7 @@ def reference_block_gradients(
     outputs: Float[Any, "O D"],
     noise: Float[Any, "K D"],
     pairs: Float[Any, "T C"],
-    block: Block,
+    block: WordBlock,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`block_gradients` by loops over pairs and noise words, in float64.
 

@@ -16,7 +16,7 @@ from hpnlp.ops.moe import pallas_gpu
 from hpnlp.ops.moe.dispatch import rows_of_tokens, tokens_of_rows
 from hpnlp.ops.moe.grouped import Activation, Experts, grouped_mlp, hidden_columns
 from hpnlp.ops.moe.routing import Routing
-from hpnlp.ops.moe.schedule import Schedule, block_sizes, equal_schedule, make_schedule
+from hpnlp.ops.moe.schedule import ExpertSchedule, block_sizes, equal_schedule, make_schedule
 from hpnlp.ops.weight import dense
 from hpnlp.types import InputError
 
@@ -152,17 +152,17 @@ def token_gates(routing: Routing, count: int, experts: int) -> jax.Array:
     return jnp.sum(jnp.where(is_chosen, routing.gates.reshape(count, -1)[:, :, None], 0.0), axis=1)
 
 
-def _ragged(experts: Experts, activation: Activation, rows: jax.Array, schedule: Schedule) -> jax.Array:
+def _ragged(experts: Experts, activation: Activation, rows: jax.Array, schedule: ExpertSchedule) -> jax.Array:
     return _mlp(experts, activation, rows, lambda x, stack: lax.ragged_dot(x, stack, schedule.counts))
 
 
-def _pallas(experts: Experts, activation: Activation, rows: jax.Array, schedule: Schedule) -> jax.Array:
+def _pallas(experts: Experts, activation: Activation, rows: jax.Array, schedule: ExpertSchedule) -> jax.Array:
     padded = jnp.pad(rows, ((0, -len(rows) % pallas_gpu.ROWS), (0, 0)))
     products = _mlp(experts, activation, padded, lambda x, stack: pallas_gpu.grouped_product(x, stack, schedule.counts))
     return products[: len(rows)]
 
 
-def _batched(experts: Experts, activation: Activation, rows: jax.Array, schedule: Schedule) -> jax.Array:
+def _batched(experts: Experts, activation: Activation, rows: jax.Array, schedule: ExpertSchedule) -> jax.Array:
     x = rows.reshape(experts["up"].shape[0], -1, rows.shape[1])
     return _mlp(experts, activation, x, lambda x, stack: jnp.einsum("erk,ekn->ern", x, stack)).reshape(rows.shape)
 

@@ -19,7 +19,7 @@ from hpnlp.ops.helpers.custom_vjp import vary_alike, zeros_alike
 from hpnlp.ops.linear import product
 from hpnlp.ops.moe.dispatch import sums_of_tokens, token_of_rows, tokens_of_rows
 from hpnlp.ops.moe.routing import Routing
-from hpnlp.ops.moe.schedule import Blocks, Schedule
+from hpnlp.ops.moe.schedule import Blocks, ExpertSchedule
 from hpnlp.ops.weight import is_weight
 
 Activation = Callable[[Array], Array]
@@ -29,7 +29,7 @@ Experts = dict[str, Any]
 
 
 def grouped_mlp(
-    x: Float[Array, "N D"], routing: Routing, experts: Experts, schedule: Schedule, activation: Activation
+    x: Float[Array, "N D"], routing: Routing, experts: Experts, schedule: ExpertSchedule, activation: Activation
 ) -> Float[Array, "N D"]:
     """Applies to each token the MLPs of its experts, block by block, and adds up the results, multiplied by the gates.
 
@@ -69,7 +69,7 @@ def _grouped(
 def _forward(
     activation: Activation,
     names: tuple[str, ...],
-    places: tuple[Schedule, Routing],
+    places: tuple[ExpertSchedule, Routing],
     x: jax.Array,
     gates: jax.Array,
     matrices: Any,
@@ -80,7 +80,7 @@ def _forward(
     first = [name for name in names if name != "down"]
     token, rows = _padded(token_of_rows(routing, schedule.source, x.shape[0]), schedule, x.shape[0])
 
-    def step(block: Block, carry: Any) -> Any:
+    def step(block: GroupBlock, carry: Any) -> Any:
         results, kept = carry
         inputs = block.take(x, token)
         products = {name: block.product(inputs, experts[name]) for name in first}
@@ -107,7 +107,7 @@ def _backward(activation: Activation, names: tuple[str, ...], residuals: Any, dy
     def sums(gates: jax.Array) -> jax.Array:
         return tokens_of_rows(results, dataclasses.replace(routing, gates=gates), schedule.row, x.shape[0])
 
-    def down(block: Block, carry: Any) -> Any:
+    def down(block: GroupBlock, carry: Any) -> Any:
         d_products, gradient = carry
         d_rows, gate = block.take(dy, token), block.rows(gate_of_row)[:, None]
         products = {name: block.rows(kept[name]) for name in kept}
@@ -119,7 +119,7 @@ def _backward(activation: Activation, names: tuple[str, ...], residuals: Any, dy
         d_products = {name: block.write(d_products[name], changes[name]) for name in kept}
         return d_products, gradient
 
-    def first(block: Block, carry: Any) -> Any:
+    def first(block: GroupBlock, carry: Any) -> Any:
         dx, gradients = carry
         inputs, d_input = _transposed(block.take(x, token)), jnp.zeros((), x.dtype)
         gradients = dict(gradients)
@@ -145,14 +145,14 @@ def _backward(activation: Activation, names: tuple[str, ...], residuals: Any, dy
 _grouped.defvjp(_forward, _backward)
 
 
-def _padded(values: jax.Array, schedule: Schedule, value: Any) -> tuple[jax.Array, Any]:
+def _padded(values: jax.Array, schedule: ExpertSchedule, value: Any) -> tuple[jax.Array, Any]:
     """`(values of rows and of padding behind the last row, number of both)`, so that no slice of a block is moved."""
     if (size := schedule.blocks[-1].size) > 1:
         values = jnp.concatenate([values, jnp.full(size, value, values.dtype)])
     return values, values.shape[0]
 
 
-class Block:
+class GroupBlock:
     """One block of a loop: its rows, and the matrices of its expert."""
 
     def __init__(self, group: Blocks, index: jax.Array) -> None:
@@ -202,12 +202,12 @@ class Block:
         return lax.dynamic_update_slice_in_dim(stack, change, self.expert, 0, allow_negative_indices=False)
 
 
-def _loop(step: Callable[[Block, Any], Any], blocks: tuple[Blocks, ...], carry: Any) -> Any:
+def _loop(step: Callable[[GroupBlock, Any], Any], blocks: tuple[Blocks, ...], carry: Any) -> Any:
     """Runs a step for each block in use."""
     for group in blocks:
 
         def body(index: jax.Array, carry: Any, group: Blocks = group) -> Any:
-            return step(Block(group, index), carry)
+            return step(GroupBlock(group, index), carry)
 
         with expected_iterations(group.expected):
             carry = lax.fori_loop(jnp.int32(0), group.used, body, carry)

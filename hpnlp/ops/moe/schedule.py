@@ -37,7 +37,7 @@ class Blocks:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class ExpertSchedule:
     """Rows of a grouped product: assignments sorted by expert.
 
     Attributes:
@@ -80,7 +80,7 @@ def block_sizes(assignments: int, experts: int) -> tuple[int, ...]:
 
 def make_schedule(
     expert_of_assignment: Int[Array, " A"], experts: int, sizes: tuple[int, ...], expected: int
-) -> Schedule:
+) -> ExpertSchedule:
     """Sorts assignments by expert, and divides the rows of each expert into blocks.
 
     An expert has as many blocks of the largest size as it fills, and one block of the smallest size that holds the rest.
@@ -101,7 +101,7 @@ def make_schedule(
     first, counts = _bounds(sorted_experts, experts)
     row, source = _rows(sorted_experts, order, first, first, count, count)
     if not sizes:
-        return Schedule(row, source, counts, ())
+        return ExpertSchedule(row, source, counts, ())
     full, left = counts // sizes[0], counts % sizes[0]
     usual_full, usual_left = divmod(expected // experts, sizes[0])
     if not isinstance(expected, int):  # a symbol cannot be compared with sizes
@@ -115,10 +115,10 @@ def make_schedule(
             number, usual, most, start = number + full, usual + usual_full, most + count // size, first
         is_first = size != sizes[0]
         blocks.append(_blocks(number, start, first + counts, size, most, usual * experts, is_first))
-    return Schedule(row, source, counts, tuple(blocks[::-1]))
+    return ExpertSchedule(row, source, counts, tuple(blocks[::-1]))
 
 
-def equal_schedule(expert_of_assignment: Int[Array, " A"], experts: int, most: int) -> Schedule:
+def equal_schedule(expert_of_assignment: Int[Array, " A"], experts: int, most: int) -> ExpertSchedule:
     """Sorts assignments by expert, with the same number of rows for each expert.
 
     Args:
@@ -132,7 +132,7 @@ def equal_schedule(expert_of_assignment: Int[Array, " A"], experts: int, most: i
     sorted_experts, order = _sorted(expert_of_assignment, experts)
     bounds, counts = _bounds(sorted_experts, experts)
     first = jnp.arange(experts, dtype=jnp.int32) * most
-    return Schedule(*_rows(sorted_experts, order, bounds, first, experts * most, most), counts, ())
+    return ExpertSchedule(*_rows(sorted_experts, order, bounds, first, experts * most, most), counts, ())
 
 
 def _bounds(sorted_experts: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:

@@ -13,10 +13,10 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.helpers.array_op import array_op
-from hpnlp.ops.linear import prefers_transpose, product, product_by_transpose, widened
+from hpnlp.ops.linear import prefers_transpose, product_by_transpose, product_transposed, widened
 from hpnlp.ops.softmax import chunked_cross_entropy
 from hpnlp.ops.softmax.logits_spec import LogitsSpec
-from hpnlp.ops.weight import Weight, dense
+from hpnlp.ops.weight import Weight, dense, is_weight
 from hpnlp.types import InputError
 
 IMPLS = ("auto", "tokens", "vocabulary", "reference")
@@ -57,10 +57,9 @@ def logits(
     """
     # By the transpose, XLA:CPU moves the logits once more, which costs as much as it saves at D = 10 M.
     is_wide = isinstance(h.shape[0], int) and h.shape[1] >= 16 * h.shape[0]  # not of a symbolic number of rows
-    if isinstance(table, Weight):
-        out = table.matmul_transposed(h)
-    else:
-        out = product_by_transpose(h, table) if is_wide and prefers_transpose(len(h)) else product(h, table.T)
+    by_transpose = is_wide and prefers_transpose(len(h)) and not is_weight(table)
+    matrix: Any = table
+    out = product_by_transpose(h, matrix) if by_transpose else product_transposed(h, table)
     return out if bias is None else out + bias.astype(jnp.float32)[None, :]
 
 

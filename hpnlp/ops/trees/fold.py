@@ -22,7 +22,7 @@ from jaxtyping import Array
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.helpers.arrays import accepts_numpy
 from hpnlp.ops.helpers.custom_vjp import vary_alike
-from hpnlp.ops.trees.schedule import Block, Schedule
+from hpnlp.ops.trees.schedule import Schedule, TreeBlock
 from hpnlp.types import InputError
 
 # (product, inputs `[W, ...]` or None, states of the children `[W, A, ...]`) -> states `[W, ...]`.
@@ -103,7 +103,7 @@ class _Program:
     """The static part of an evaluation; its fields are as in `fold_graph` and `Schedule`."""
 
     cells: tuple[Cell, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[TreeBlock, ...]
     widths: tuple[int, ...]
     state: Any
 
@@ -349,19 +349,21 @@ def block_rows(x: Array, schedule: Schedule, blocks: Sequence[int] | None = None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _block_rows(blocks: tuple[Block, ...], chosen: tuple[int, ...], x: Array, node: Array, row: Array) -> list[Array]:
+def _block_rows(
+    blocks: tuple[TreeBlock, ...], chosen: tuple[int, ...], x: Array, node: Array, row: Array
+) -> list[Array]:
     return [_taken(x, node[blocks[i].row : blocks[i].row + blocks[i].rows]) for i in chosen]
 
 
 @accepts_numpy
 def _block_rows_forward(
-    blocks: tuple[Block, ...], chosen: tuple[int, ...], x: Array, node: Array, row: Array
+    blocks: tuple[TreeBlock, ...], chosen: tuple[int, ...], x: Array, node: Array, row: Array
 ) -> tuple[list[Array], Array]:
     return _block_rows(blocks, chosen, x, node, row), row
 
 
 def _block_rows_backward(
-    blocks: tuple[Block, ...], chosen: tuple[int, ...], row: Array, d_rows: list[Array]
+    blocks: tuple[TreeBlock, ...], chosen: tuple[int, ...], row: Array, d_rows: list[Array]
 ) -> tuple[Array, None, None]:
     shape, dtype = d_rows[0].shape[1:], d_rows[0].dtype
     by_block = dict(zip(chosen, d_rows, strict=True))

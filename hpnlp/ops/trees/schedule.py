@@ -28,7 +28,7 @@ WIDTHS = (128, 16)
 ARITIES = (2, 8)  # widest nodes of the first blocks; the next ones are 8 times as wide
 
 
-class Block(NamedTuple):
+class TreeBlock(NamedTuple):
     """Rows of the nodes of one signature.
 
     Attributes:
@@ -77,7 +77,7 @@ class Schedule:
     uses: Any
     starts: Any
     levels: Any
-    blocks: tuple[Block, ...] = dataclasses.field(metadata={"static": True})
+    blocks: tuple[TreeBlock, ...] = dataclasses.field(metadata={"static": True})
     widths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     @property
@@ -223,17 +223,17 @@ def _checked_capacities(
     return capacities
 
 
-def _blocks(signatures: Sequence[tuple[int, int]], capacities: Sequence[int], width: int) -> tuple[Block, ...]:
+def _blocks(signatures: Sequence[tuple[int, int]], capacities: Sequence[int], width: int) -> tuple[TreeBlock, ...]:
     blocks, row, place = [], 1, 1
     for (op, arity), capacity in zip(signatures, capacities, strict=True):
-        block = Block(op, arity, int(capacity), row, place, width if arity else 0)
+        block = TreeBlock(op, arity, int(capacity), row, place, width if arity else 0)
         blocks.append(block)
         row, place = row + block.rows, place + block.rows * arity
     return tuple(blocks)
 
 
 def _schedule(
-    xp: Any, graph: Graph, kind: Any, blocks: tuple[Block, ...], levels: int, uses: int, widths: tuple[int, ...]
+    xp: Any, graph: Graph, kind: Any, blocks: tuple[TreeBlock, ...], levels: int, uses: int, widths: tuple[int, ...]
 ) -> Schedule:
     """The schedule of nodes whose blocks are known."""
     count, last = len(blocks), blocks[-1]

@@ -54,6 +54,9 @@ class FloatWeight(Weight):
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[-2:]
 
+    def is_in_range(self) -> bool:
+        return self.scales is not None or bool(jnp.isfinite(self.codes).all())
+
     def as_array(self, dtype: DTypeLike) -> Array | None:
         return self.codes if self.scales is None and self.codes.dtype == dtype else None
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from hpnlp.model_interfaces.model_parallel import Zero2Parameter
+from hpnlp.model_interfaces.model_parallel import is_zero2
 from hpnlp.parallel.varying import vary
 
 AXIS = "fsdp"
@@ -68,18 +68,6 @@ def full_shape(leaf: Any) -> tuple[int, ...]:
       The shape of the array, or of the full parameter.
     """
     return leaf.full.shape if is_zero2(leaf) else leaf.shape
-
-
-def is_zero2(node: Any) -> bool:
-    """Whether a node of a tree is a `Zero2Parameter`.
-
-    Args:
-      node: Node of a tree of parameters.
-
-    Returns:
-      True for a `Zero2Parameter`, False for an array or a container.
-    """
-    return isinstance(node, Zero2Parameter)
 
 
 def gather_parameter(leaf: Any, dim: int, token_axes: tuple[str, ...]) -> jax.Array:

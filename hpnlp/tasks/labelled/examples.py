@@ -15,6 +15,8 @@ from hpnlp.tasks.vocabulary import Vocabulary
 class ExampleTask(Task):
     """A task whose data config is an `ExampleConfig`."""
 
+    reads_examples = True
+
     def input_kind(self, data: Any) -> Kind:
         return data.kind()
 

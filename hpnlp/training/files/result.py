@@ -10,7 +10,7 @@ from hpnlp.training.files.example_scores import ExampleScores
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class RunResult:
     """Result of a run.
 
     Attributes:

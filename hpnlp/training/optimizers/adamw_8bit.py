@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from hpnlp.ops.dynamic_quantization import Quantized, dequantize, quantize
+from hpnlp.ops.dynamic_quantization import dequantize, is_quantized, quantize
 from hpnlp.training.optim import OptimizerConfig, is_matrix, parameter_name
 
 # Matrices with fewer numbers keep float32 moments: their memory does not matter.
@@ -39,7 +39,7 @@ def _with_8_bit_moments(adam: optax.GradientTransformation) -> optax.GradientTra
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         # Read off the state, because a table's size is smaller where only some of its rows are trained.
-        takes_8_bits = jax.tree.map(_is_quantized, state.mu, is_leaf=_is_quantized)
+        takes_8_bits = jax.tree.map(is_quantized, state.mu, is_leaf=is_quantized)
         updates, state = adam.update(updates, _dequantize_moments(state), params)
         return updates, _quantize_moments(state, takes_8_bits)
 
@@ -48,10 +48,6 @@ def _with_8_bit_moments(adam: optax.GradientTransformation) -> optax.GradientTra
 
 def _takes_8_bits(path: Any, leaf: jax.Array) -> bool:
     return parameter_name(path) in _QUANTIZED and leaf.size >= LEAST_SIZE
-
-
-def _is_quantized(node: Any) -> bool:
-    return isinstance(node, Quantized)
 
 
 def _quantize_moments(state: Any, takes_8_bits: Any) -> Any:
@@ -68,7 +64,7 @@ def _dequantize_moments(state: Any) -> Any:
 
     def unpack(moments: Any, signed: bool) -> Any:
         return jax.tree.map(
-            lambda x: dequantize(x, signed=signed) if _is_quantized(x) else x, moments, is_leaf=_is_quantized
+            lambda x: dequantize(x, signed=signed) if is_quantized(x) else x, moments, is_leaf=is_quantized
         )
 
     return state._replace(mu=unpack(state.mu, True), nu=unpack(state.nu, False))

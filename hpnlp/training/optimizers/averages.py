@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from hpnlp.types import InputError
 
 
 @dataclasses.dataclass(frozen=True)
-class Uniform:
+class UniformAverage:
     """The mean of the parameters after each step from a step on (Polyak and Juditsky 1992).
 
     Attributes:
@@ -23,6 +23,7 @@ class Uniform:
     """
 
     start: int = 0
+    reads_evaluations: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.start < 0:
@@ -79,6 +80,7 @@ class NonMonotonic:
     """
 
     evaluations: int = 5
+    reads_evaluations: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.evaluations < 1:
@@ -101,8 +103,8 @@ class NonMonotonic:
         """Whether the average can begin in a run.
 
         Args:
-          steps: As of `Uniform`.
-          evaluations: As of `Uniform`.
+          steps: As of `UniformAverage`.
+          evaluations: As of `UniformAverage`.
 
         Returns:
           True if an evaluation has more than `evaluations` before it.
@@ -126,10 +128,10 @@ class NonMonotonic:
         return score < max(earlier) if higher_is_better else score > min(earlier)
 
 
-AVERAGES: dict[str, type[Uniform] | type[NonMonotonic]] = {"uniform": Uniform, "ntasgd": NonMonotonic}
+AVERAGES: dict[str, type[UniformAverage] | type[NonMonotonic]] = {"uniform": UniformAverage, "ntasgd": NonMonotonic}
 
 
-def find(spec: str) -> Uniform | NonMonotonic | None:
+def find(spec: str) -> UniformAverage | NonMonotonic | None:
     """The average of a config.
 
     Args:

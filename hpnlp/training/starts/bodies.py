@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpnlp.models import variables
-from hpnlp.models.shared.body import ConfigOfModel, Start
+from hpnlp.models.shared.body import BodyStart, ConfigOfModel
 from hpnlp.models.variables import BUFFERS
 from hpnlp.training.starts import upcycling
 from hpnlp.training.starts.architecture import differing_fields
@@ -30,7 +30,7 @@ class Pair:
       source: Config of the other model's stack.
     """
 
-    start: Start
+    start: BodyStart
     config: Any
     source: Any
 
@@ -60,7 +60,7 @@ class Pair:
         return self.source.token_types > 0 and not self.config.token_types and self.source.position == "learned"
 
 
-def find_starts(config: type[ConfigOfModel], source: ConfigOfModel) -> tuple[Start, ...]:
+def find_starts(config: type[ConfigOfModel], source: ConfigOfModel) -> tuple[BodyStart, ...]:
     """Finds the stacks of a class of models that may start from another model.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from hpnlp import tasks
-from hpnlp.models.shared.body import Start
+from hpnlp.models.shared.body import BodyStart
 from hpnlp.training.config_file import load_config
 from hpnlp.training.files.contents import has_begun
 from hpnlp.training.starts import bodies, upcycling, warm_start
@@ -51,10 +51,10 @@ def inherited_fields(values: ConfigDict, is_set: Container[str], workdir: str | 
     return {name: value for name, value in fields.items() if name not in is_set and value != before[name]}
 
 
-def _of_source(config: Any, values: Any, source: warm_start.Source) -> Iterator[tuple[str, Any]]:
+def _of_source(config: Any, values: Any, source: warm_start.StartSource) -> Iterator[tuple[str, Any]]:
     """`(field, value)` of the tokenizer and of the model of a source."""
     is_same = values.task == source.task
-    starts = (Start(),) if is_same else bodies.find_starts(config, source.model)
+    starts = (BodyStart(),) if is_same else bodies.find_starts(config, source.model)
     if not starts:  # an error of `warm_start.check_task`
         return
     yield "data.tokenizer", source.spec if values.data.tokenizer == source.spec else source.tokenizer_field
@@ -70,7 +70,7 @@ def _of_source(config: Any, values: Any, source: warm_start.Source) -> Iterator[
                 yield f"model.{field}", _value(stack, name, source, values.model[field])
 
 
-def _names(stack: Any, start: Start, is_same: bool) -> list[str]:
+def _names(stack: Any, start: BodyStart, is_same: bool) -> list[str]:
     """Fields of a stack that the run's model must have too."""
     free = OF_DATA if is_same else stack.head_fields
     names = [name for name in architecture(stack) if name not in free]
@@ -79,13 +79,13 @@ def _names(stack: Any, start: Start, is_same: bool) -> list[str]:
     return names + ["max_len"] * bool(stack.fixed_length() and "max_len" not in names)
 
 
-def _value(stack: Any, name: str, source: warm_start.Source, current: Any) -> Any:
+def _value(stack: Any, name: str, source: warm_start.StartSource, current: Any) -> Any:
     """The value of a field; 0 for a table of as many rows as the tokenizer has ids, unless the current value is that number."""
     value = getattr(stack, name)
     return 0 if name == "vocab" and value == source.tokenizer.vocab_size != current else value
 
 
-def _keeps_experts(values: Any, start: Start, stack: Any) -> bool:
+def _keeps_experts(values: Any, start: BodyStart, stack: Any) -> bool:
     """Whether a config has experts that start as copies of the MLPs of a stack."""
     if not stack.is_single_stack:
         return False

@@ -253,7 +253,7 @@ def first_vocabulary(config: Config) -> Vocabulary:
     return source.vocabulary
 
 
-def _source(config: Config, vocabulary: Vocabulary | None) -> warm_start.Source:
+def _source(config: Config, vocabulary: Vocabulary | None) -> warm_start.StartSource:
     """The teacher's config and vocabulary, compared with those of the run unless the vocabulary is None."""
     name = config.distill.teacher
     try:
@@ -280,7 +280,7 @@ def _source(config: Config, vocabulary: Vocabulary | None) -> warm_start.Source:
     return source
 
 
-def _model(source: warm_start.Source) -> Any:
+def _model(source: warm_start.StartSource) -> Any:
     if source.is_run:
         config = load_config(source.directory)
         train = dataclasses.replace(config.train, weights="")
@@ -288,7 +288,7 @@ def _model(source: warm_start.Source) -> Any:
     return convert.family_in(source.directory).model(source.model)
 
 
-def _loaded(source: warm_start.Source) -> tuple[Any, Any]:
+def _loaded(source: warm_start.StartSource) -> tuple[Any, Any]:
     """`(model, weights)`."""
     if source.is_run:
         run = run_directory.load(source.directory)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from hpnlp import tasks
-from hpnlp.data.config import DataConfig
 from hpnlp.data.reading import sources
 from hpnlp.models.stacks.layer_forms import projections
 from hpnlp.tasks.field_rules import Rule, below_length
@@ -194,7 +193,7 @@ def _folds(config: Config) -> str:
 
 def _no_records(config: Config) -> str:
     data = config.data
-    if not isinstance(data, DataConfig):
+    if tasks.find(config.task).reads_examples:
         return ""
     paths = {"data.path": data.path, "data.heldout_path": data.heldout_path}
     read = [source for field, path in paths.items() if path for source in sources.find(path, field)]

@@ -24,14 +24,14 @@ def upcycled_layers(model: Any, source: Any) -> list[int]:
     """Layers whose experts can start from the MLP of the same layer of another model.
 
     Args:
-      model: Config of the model.
+      model: Config of the model; None if it is not known.
       source: Config of the model to start from.
 
     Returns:
       Indices of the layers with experts in the model and an MLP in the source; none if the models differ in the number or the
       other fields of their layers, or if layers without experts differ.
     """
-    if not (model.is_single_stack and source.is_single_stack and model.layers == source.layers):
+    if model is None or not (model.is_single_stack and source.is_single_stack and model.layers == source.layers):
         return []
     upcycled = []
     for layer in range(model.layers):

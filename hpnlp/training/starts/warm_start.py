@@ -35,7 +35,7 @@ from hpnlp.types import InputError, Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class StartSource:
     """A model that training may start from.
 
     Attributes:
@@ -78,8 +78,7 @@ class Source:
     @property
     def tokenizer_field(self) -> str:
         """The value of `data.tokenizer` that names this tokenizer."""
-        is_bytes = isinstance(self.tokenizer, tokenizers.ByteTokenizer)
-        return "bytes" if is_bytes else str(self.directory / "tokenizer.json")
+        return self.tokenizer.spec or str(self.directory / "tokenizer.json")
 
     def check_model(self, model: Any, accept_changes: bool = False, task: str = "") -> str:
         """Checks that a model that starts from this one computes the same.
@@ -171,7 +170,7 @@ class Source:
         return params, f"{origin}, with its tokenizer"
 
 
-def find(directory: str | Path) -> Source:
+def find(directory: str | Path) -> StartSource:
     """Reads the config and the tokenizer of a run or a Hugging Face directory, but not its parameters.
 
     Args:
@@ -190,7 +189,7 @@ def find(directory: str | Path) -> Source:
             "model.safetensors and tokenizer.json"
         )
     if contents_of(path) is Contents.CHECKPOINT:
-        return Source(
+        return StartSource(
             path,
             convert.family_in(path).task,
             convert.load_config(path),
@@ -201,10 +200,10 @@ def find(directory: str | Path) -> Source:
     config = load_config(path)
     vocabulary = runs.load_vocabulary(path, config)
     model: Any = runs.make_model(config, vocabulary)
-    return Source(path, config.task, model.config, vocabulary, config.data.tokenizer, is_run=True)
+    return StartSource(path, config.task, model.config, vocabulary, config.data.tokenizer, is_run=True)
 
 
-def check_tokenizer(field: str, source: Source) -> None:
+def check_tokenizer(field: str, source: StartSource) -> None:
     """Checks that a run uses the tokenizer of its source.
 
     Args:
@@ -245,7 +244,7 @@ def check_converted(config: Config, workdir: Path) -> None:
     check_tokenizer(config.data.tokenizer, find(workdir))
 
 
-def find_first(config: Config) -> Source:
+def find_first(config: Config) -> StartSource:
     """The model that a run starts from: `find` of `train.init_from`, checked against the run's task and tokenizer.
 
     Args:
@@ -264,7 +263,7 @@ def find_first(config: Config) -> Source:
     return source
 
 
-def check_task(task: str, source: Source) -> None:
+def check_task(task: str, source: StartSource) -> None:
     """Checks that a run is of the task of its source, or that its model may start from the source's body.
 
     Args:
@@ -286,7 +285,7 @@ def check_task(task: str, source: Source) -> None:
     )
 
 
-def check_length(config: Config, source: Source) -> None:
+def check_length(config: Config, source: StartSource) -> None:
     """Checks that the sequences of a run are not longer than the positions of its source.
 
     Args:
@@ -333,7 +332,7 @@ def _with_new_head(params: Any, trainer: Trainer, replaced: Sequence[str], key: 
     return {**first, **kept}
 
 
-def _check_shapes(params: Any, expected: Any, source: Source) -> None:
+def _check_shapes(params: Any, expected: Any, source: StartSource) -> None:
     """Raises InputError unless the parameters of the source have the expected names and shapes."""
     if difference := first_difference(expected, params, shape_of):
         name, of_model, of_source = difference

@@ -16,7 +16,7 @@ import pytest
 
 from hpnlp.errors import TemporaryError
 from hpnlp.jobs.launch import supervisor
-from hpnlp.jobs.launch.supervisor import Options, Supervisor
+from hpnlp.jobs.launch.supervisor import LaunchOptions, Supervisor
 from hpnlp.training.processes import attempts
 from hpnlp.training.processes.attempts import Attempt
 
@@ -50,7 +50,7 @@ def supervise(tmp_path):
         settings = {"counts": (2,), "tick": 0.01, "settle": 0.1, "save": 5.0, "abort": 0.2, "backoff": 0.001} | options
         lines = Lines()
         made = Supervisor(
-            tmp_path, start, Options(**settings), environment={"PATH": os.environ["PATH"]}, show=lines.append
+            tmp_path, start, LaunchOptions(**settings), environment={"PATH": os.environ["PATH"]}, show=lines.append
         )
         if wake is not None:
             threading.Thread(target=wake, args=(made, lines), daemon=True).start()
@@ -233,7 +233,7 @@ def test_deleted_directory_ends_the_supervisor(supervise, tmp_path, monkeypatch)
 
 def test_event_after_a_cut_line_has_a_line_of_its_own(tmp_path):
     (tmp_path / "events.jsonl").write_text('{"event": "x"}\n{"time": 12')
-    made = Supervisor(tmp_path, lambda *_: [], Options(counts=(1,)), environment={})
+    made = Supervisor(tmp_path, lambda *_: [], LaunchOptions(counts=(1,)), environment={})
     made.event("a")
     made.event("b")
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
@@ -335,7 +335,7 @@ def test_newest_checkpoint_is_a_complete_one(tmp_path):
 
 
 def test_programs_that_cannot_be_started_raise(tmp_path):
-    made = Supervisor(tmp_path, lambda *_: ["/no/such"], Options(counts=(1,)), environment={})
+    made = Supervisor(tmp_path, lambda *_: ["/no/such"], LaunchOptions(counts=(1,)), environment={})
     with pytest.raises(FileNotFoundError):
         made.run()
     assert not list(subprocess._active)

@@ -11,12 +11,12 @@ import pytest
 from hpnlp.data.reading.token_store import Tokens
 from hpnlp.jobs.retrieval import gate as gates
 from hpnlp.jobs.retrieval import mix as mixes
-from hpnlp.jobs.retrieval.gate import Documents, DynamicEvaluation
+from hpnlp.jobs.retrieval.gate import DynamicEvaluation, GateDocuments
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.mixtures.bit_gate import BitGate
 from hpnlp.retrieval.datastore import Datastore, Record
 from hpnlp.retrieval.index import Index
-from hpnlp.retrieval.suffix import Neighbours
+from hpnlp.retrieval.suffix import SuffixNeighbours
 from hpnlp.types import InputError
 from tests.messages import raises
 from tests.traces import TRACES
@@ -28,7 +28,7 @@ VOCAB = 20
 def documents():
     draw = np.random.default_rng(0)
     sizes = [30, 1, 50, 2, 40, 33]
-    return Documents(
+    return GateDocuments(
         draw.integers(0, VOCAB, sum(sizes)).astype(np.int32), np.cumsum(sizes), np.array([1, 1, 1, 2, 1, 5]), 3, 4
     )
 
@@ -99,29 +99,33 @@ def test_the_gate_is_trained_on_the_last_training_documents():
     draw = np.random.default_rng(0)
     texts = [draw.integers(0, 9, 10 + i).astype(np.uint16) for i in range(20)]
     held = [np.full(3, 7, np.uint16)]
-    ordered = Documents.of(Stored(texts), Stored(held), 40, 0)
+    ordered = GateDocuments.of(Stored(texts), Stored(held), 40, 0)
     assert (ordered.heldout, len(ordered.ends), len(ordered.tokens)) == (20, 21, sum(map(len, texts)) + 3)
     assert ordered.ends[19] - ordered.start(ordered.gate) >= 40 > ordered.ends[19] - ordered.start(ordered.gate + 1)
     assert ordered.tokens[-3:].tolist() == [7, 7, 7]
-    raises("2 training documents, of which the last 1", lambda: Documents.of(Stored(texts[:2]), Stored(held), 40, 0))
-    raises("0 training documents", lambda: Documents.of(Stored([]), Stored(held), 40, 0))
+    raises(
+        "2 training documents, of which the last 1", lambda: GateDocuments.of(Stored(texts[:2]), Stored(held), 40, 0)
+    )
+    raises("0 training documents", lambda: GateDocuments.of(Stored([]), Stored(held), 40, 0))
     with pytest.raises(InputError, match="no token of the last 1 held-out documents is predicted"):
-        Documents.of(Stored(texts), Stored([np.zeros(1, np.uint16)]), 40, 0)
+        GateDocuments.of(Stored(texts), Stored([np.zeros(1, np.uint16)]), 40, 0)
     with pytest.raises(InputError, match="no token of the first 18 training documents is predicted"):
-        Documents.of(Stored([np.zeros(1, np.uint16)] * 20), Stored(held), 2, 0)
+        GateDocuments.of(Stored([np.zeros(1, np.uint16)] * 20), Stored(held), 2, 0)
 
 
 def test_a_number_of_positions_leaves_out_the_documents_between(monkeypatch):
     draw = np.random.default_rng(0)
     texts = [draw.integers(0, 9, 10 + i).astype(np.uint16) for i in range(20)]
-    every, some = (Documents.of(Stored(texts), None, 40, 0, keys) for keys in (None, 50))
+    every, some = (GateDocuments.of(Stored(texts), None, 40, 0, keys) for keys in (None, 50))
     assert len(every.positions(0, some.gate - 1)) < 50 <= len(every.positions(0, some.gate))
     np.testing.assert_array_equal(some.tokens[: some.ends[some.gate - 1]], every.tokens[: every.ends[some.gate - 1]])
     np.testing.assert_array_equal(some.tokens[some.start(some.gate) :], every.tokens[every.start(every.gate) :])
     assert (some.heldout - some.gate, len(some.ends)) == (every.heldout - every.gate, some.heldout)
     monkeypatch.setattr(gates, "MOST_TOKENS", 200)
-    assert len(Documents.of(Stored(texts), None, 40, 0, 50).tokens) == len(some.tokens) <= 200
-    raises("390 tokens of text: expected at most 200, which are kept", lambda: Documents.of(Stored(texts), None, 40, 0))
+    assert len(GateDocuments.of(Stored(texts), None, 40, 0, 50).tokens) == len(some.tokens) <= 200
+    raises(
+        "390 tokens of text: expected at most 200, which are kept", lambda: GateDocuments.of(Stored(texts), None, 40, 0)
+    )
 
 
 def test_datastores_of_documents_of_the_gate_are_refused(documents):
@@ -138,7 +142,9 @@ def test_datastores_of_documents_of_the_gate_are_refused(documents):
 def test_gates_are_compiled_once():
     draw = np.random.default_rng(0)
     ids = draw.integers(0, 5, 40).astype(np.int32)
-    near = Neighbours(draw.integers(-1, 5, (40, 2, 3)).astype(np.int16), draw.integers(0, 9, (40, 2)).astype(np.int32))
+    near = SuffixNeighbours(
+        draw.integers(-1, 5, (40, 2, 3)).astype(np.int16), draw.integers(0, 9, (40, 2)).astype(np.int32)
+    )
     inputs, gate = gates.Inputs(draw.normal(size=(40, 3)).astype(np.float32), near, ids), BitGate(5)
     names = [program.__name__ for program in (gates._gate_step, gates._gate_nll)]
     before = TRACES.copy()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpnlp.ops.embeddings import word2vec
-from hpnlp.ops.embeddings.word2vec import Block
+from hpnlp.ops.embeddings.word2vec import WordBlock
 from tests.contracts import assert_close
 from tests.messages import raises
 
@@ -15,7 +15,7 @@ T, K, W, D, V = 6, 3, 2, 5, 9
 
 def make_block(objective, seed=0):
     rng = np.random.default_rng(seed)
-    block = Block(objective, window=W, centres=T, noise=K, negatives=4.0)
+    block = WordBlock(objective, window=W, centres=T, noise=K, negatives=4.0)
     segments = np.array([-1, 0, 0, 0, 1, 1, 1, 1, 1, 2])
     pairs = word2vec.pair_weights(segments, rng.integers(1, W + 1, T), block)
     sizes = (T, block.contexts) if objective == "skip_gram" else (block.contexts, T)
@@ -24,7 +24,7 @@ def make_block(objective, seed=0):
 
 
 def test_pairs_lie_within_windows_and_sentences():
-    block = Block(window=2, centres=3, noise=1)
+    block = WordBlock(window=2, centres=3, noise=1)
     pairs = word2vec.pair_weights(np.array([0, 0, 0, 0, 1, -1, -1]), np.array([1, 2, 2]), block)
     expected = [
         [0, 1, 0, 1, 0, 0, 0],  # the window has width 1
@@ -51,7 +51,7 @@ def test_gradients_match_autodiff_and_loops(objective):
 def test_blocks_take_steps_of_gradient_descent(objective):
     """Two blocks equal two steps on the dense gradient of the loss, and rows of other words stay as they are."""
     rng = np.random.default_rng(1)
-    block = Block(objective, window=W, centres=T, noise=K, negatives=4.0)
+    block = WordBlock(objective, window=W, centres=T, noise=K, negatives=4.0)
     tokens = rng.integers(0, V - 2, 2 * T + 2 * W)
     segments, widths = np.repeat([0, 1], T + W), rng.integers(1, W + 1, 2 * T)
     noise, rates = rng.integers(0, V - 2, (2, K)), np.array([0.3, 0.1], np.float32)
@@ -103,10 +103,10 @@ def test_merged_tables_move_by_the_changes_of_two_copies():
 
 def test_invalid_arguments_raise():
     for call, message in (
-        (lambda: Block("skipgram"), "objective='skipgram': expected one of skip_gram, cbow"),
-        (lambda: Block(window=0), "window=0: expected at least 1"),
-        (lambda: Block(negatives=-1.0), "negatives=-1.0: expected a number of at least 0"),
-        (lambda: Block(negatives=float("nan")), "negatives=nan: expected a number of at least 0"),
+        (lambda: WordBlock("skipgram"), "objective='skipgram': expected one of skip_gram, cbow"),
+        (lambda: WordBlock(window=0), "window=0: expected at least 1"),
+        (lambda: WordBlock(negatives=-1.0), "negatives=-1.0: expected a number of at least 0"),
+        (lambda: WordBlock(negatives=float("nan")), "negatives=nan: expected a number of at least 0"),
         (lambda: word2vec.keep_probabilities(np.ones(1, int), -1.0), "threshold=-1.0: expected at least 0"),
         (lambda: word2vec.keep_probabilities(np.ones(1, int), 1.0, "word"), "form='word': expected one of c, paper"),
         (lambda: word2vec.noise_table(np.zeros(2, int)), "0 occurrences: expected at least one entry and one"),

@@ -59,6 +59,9 @@ class Classification(Kind):
     def parts_per_sequence(self) -> int:
         return self.parts
 
+    def text_fields(self, parts: Sequence[str]) -> dict[str, Any]:
+        return dict(zip(("text_field", "pair_field"), parts, strict=False))
+
     @property
     def columns(self) -> tuple[Column, ...]:
         pair = [Column(self.pair_field, "pair_field", "text")] if self.pair_field else []
@@ -152,6 +155,10 @@ class Tagging(Kind):
     unlabelled: bool = dataclasses.field(default=False, kw_only=True)
     has_labels = True
     label_fix = _LABEL_FIX
+
+    def text_fields(self, parts: Sequence[str]) -> dict[str, Any]:
+        (text,) = parts
+        return {"words_field": words} if (words := text.split()) else {}
 
     @property
     def columns(self) -> tuple[Column, ...]:

@@ -10,7 +10,6 @@ import numpy as np
 from hpnlp.data.examples.kind import TokenisedExamples, example_weights, padded
 from hpnlp.data.examples.kinds import Classification
 from hpnlp.data.packing import Batch
-from hpnlp.data.tokenizers.hashing_tokenizers import HashedWordTokenizer
 from hpnlp.data.tokenizers.word_hashes import WORDS
 from hpnlp.types import InputError, Tokenizer
 
@@ -30,7 +29,7 @@ class HashedTexts(Classification):
         return 0
 
     def check_sizes(self, tokenizer: Tokenizer, seq_len: int) -> None:
-        if not isinstance(tokenizer, HashedWordTokenizer):
+        if not tokenizer.hashes_words:
             raise InputError(
                 f"a {type(tokenizer).__name__} gives no hashes of words: set data.tokenizer='hashed_words', or choose "
                 "task='classification'"

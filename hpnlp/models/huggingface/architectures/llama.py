@@ -15,7 +15,6 @@ from hpnlp.models.huggingface.sliding_windows import (
     read_windows,
     windows_json,
 )
-from hpnlp.models.lm import LMConfig
 from hpnlp.nn.output import OUTPUTS
 from hpnlp.spec import build, parse_one
 
@@ -125,7 +124,6 @@ def _read_caps(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 def _caps_json(config: ModelConfig) -> dict[str, Any]:
     """Writes what `_read_caps` reads; the number of layers and settings that the family lacks are changed."""
-    assert isinstance(config, LMConfig)
     options = parse_windows(config.mixer, config.layers)[1]
     output = parse_one(config.output, "model.output")
     cap = build(output, OUTPUTS, "output layer", name=None).cap if output.name == "full" else None

@@ -38,7 +38,7 @@ from hpnlp.ops.attention.block_sparse.tile import QueryResiduals
 from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.ops.attention.operands import Operands, as_flags, scale_queries
-from hpnlp.ops.attention.pair_bias import PairBias
+from hpnlp.ops.attention.pair_bias import is_pair_bias
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.helpers.arrays import accepts_numpy
 from hpnlp.ops.helpers.custom_vjp import vary_alike
@@ -129,7 +129,7 @@ def _operands_of_heads(operands: Operands, heads: tuple[int, ...]) -> Operands:
     changes = {}
     for name in ("dense_mask", "bias"):
         array = getattr(operands, name)
-        if isinstance(array, PairBias):
+        if is_pair_bias(array):
             changes[name] = array.of_heads(np.array(heads))
         elif isinstance(array, jax.Array | np.ndarray) and array.ndim >= 3 and array.shape[-3] > 1:
             changes[name] = array[..., np.array(heads), :, :]

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from hpnlp.ops.attention.masks.base import Mask
 from hpnlp.ops.attention.operands import Operands, as_flags
-from hpnlp.ops.attention.pair_bias import BiasArrays, PairBias
+from hpnlp.ops.attention.pair_bias import BiasArrays, is_pair_bias
 from hpnlp.ops.dropout import seed_words
 
 
@@ -178,7 +178,7 @@ def _bias_operand(bias: Any) -> tuple[Any, Any]:
     """(None, PairBias or None), or the jaxpr of a bias function and the arrays that the function closes over."""
     if bias is None or callable(bias):
         return (None, None) if bias is None else _trace(bias)
-    return None, bias if isinstance(bias, PairBias) else BiasArrays((_four_axes(bias),), (None,))
+    return None, bias if is_pair_bias(bias) else BiasArrays((_four_axes(bias),), (None,))
 
 
 def _trace(function: Callable[..., Any]) -> tuple[Any, tuple[Any, ...]]:

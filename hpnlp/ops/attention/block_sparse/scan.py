@@ -28,7 +28,7 @@ from hpnlp.ops.attention.block_sparse.operands import ExecutorOperands, Options
 from hpnlp.ops.attention.block_sparse.schedule import BlockSchedule
 from hpnlp.ops.attention.block_sparse.steps import TileMasks, residual_blocks, scan_group
 from hpnlp.ops.attention.block_sparse.tile import QueryResiduals, TileMask
-from hpnlp.ops.attention.pair_bias import PairBias
+from hpnlp.ops.attention.pair_bias import is_pair_bias
 from hpnlp.ops.helpers.custom_vjp import tied, vary_alike
 
 
@@ -106,11 +106,7 @@ def backward(
 def _bias_tiles(operands: ExecutorOperands, schedule: BlockSchedule, q: Array, k: Array) -> BiasTiles | None:
     """The tiles of a PairBias; None without one."""
     heads = k.shape[2], q.shape[2] // k.shape[2]
-    return BiasTiles(operands.bias, schedule, heads, (q.shape[1], k.shape[1])) if _has_tiles(operands) else None
-
-
-def _has_tiles(operands: ExecutorOperands) -> bool:
-    return isinstance(operands.bias, PairBias)
+    return BiasTiles(operands.bias, schedule, heads, (q.shape[1], k.shape[1])) if is_pair_bias(operands.bias) else None
 
 
 def _of_chunk(bias: BiasTiles | None, chunk: Chunk) -> Callable[[Array, Array], Array] | None:
@@ -119,7 +115,7 @@ def _of_chunk(bias: BiasTiles | None, chunk: Chunk) -> Callable[[Array, Array], 
 
 def _tied(operands: ExecutorOperands, q: Array) -> ExecutorOperands:
     """`tied`, but for a PairBias: a tile is cut from its arrays anew in each step, and a copy of all is not needed."""
-    if not _has_tiles(operands):
+    if not is_pair_bias(operands.bias):
         return tied(operands, q)
     return dataclasses.replace(tied(dataclasses.replace(operands, bias=None), q), bias=operands.bias)
 

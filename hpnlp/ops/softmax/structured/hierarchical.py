@@ -90,11 +90,11 @@ def tree_nll(
     if labels.shape != h.shape[:1]:
         raise InputError(f"labels has shape {labels.shape}: expected {h.shape[:1]}")
     nodes, signs = tree_paths(tree, labels, ignore_index=ignore_index)
-    table, nodes = find_rows(table, nodes)
+    rows, nodes = find_rows(table, nodes)
     labels = labels.astype(jnp.int32)
     ignored = labels == ignore_index
     h = jnp.where(ignored[:, None], jnp.zeros((), h.dtype), h)
-    scores: Array = _path_scores(min(DENSE_LEVELS, tree.depth), *vary_alike(h, table, nodes))
+    scores: Array = _path_scores(min(DENSE_LEVELS, tree.depth), *vary_alike(h, rows, nodes))
     if bias is not None:
         scores = scores + bias[nodes].astype(jnp.float32)
     nll = _path_sum(scores, signs)

@@ -20,7 +20,7 @@ from hpnlp.ops.attention.block_sparse.operands import ExecutorOperands, Form, Op
 from hpnlp.ops.attention.block_sparse.schedule import BlockSchedule
 from hpnlp.ops.attention.block_sparse.tile import QueryResiduals, log_sum
 from hpnlp.ops.attention.masks.base import Full
-from hpnlp.ops.attention.pair_bias import PairBias
+from hpnlp.ops.attention.pair_bias import is_pair_bias
 
 
 def merge_partials(*partials: tuple[Array, ...]) -> tuple[Array, Array, Array]:
@@ -132,7 +132,7 @@ def _parts(
     undivided = (
         not operands.mask_is_static
         or operands.dense is not None
-        or isinstance(operands.bias, PairBias)
+        or is_pair_bias(operands.bias)
         or options.form is Form.SCAN
     )
     divide_all = options.form is Form.PERMUTED
