@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -93,32 +92,52 @@ class Chunk:
         return start, size
 
 
-def over_chunks(add_chunk: Callable[[Chunk, Any], Any], sums: Any, q: Array, k: Array, schedule: BlockSchedule) -> Any:
-    """Runs a function over all chunks of a call, in one scan unless the call is a single chunk.
+@dataclasses.dataclass(frozen=True)
+class ChunkGrid:
+    """The chunks of a call.
+
+    Attributes:
+      batch: Number of examples of the call.
+      heads: Number of key heads of the call.
+      chunk_examples: Number of examples of a chunk.
+      chunk_heads: Number of key heads of a chunk.
+    """
+
+    batch: int
+    heads: int
+    chunk_examples: int
+    chunk_heads: int
+
+    def numbers(self, q: Array) -> Array | None:
+        """Numbers of the chunks for a scan, tied to the queries; None if the call is a single chunk."""
+        if (self.chunk_examples, self.chunk_heads) == (self.batch, self.heads):
+            return None
+        count = self.batch // self.chunk_examples * (self.heads // self.chunk_heads)
+        return tied(jnp.arange(count, dtype=jnp.int32), q)
+
+    def chunk(self, number: Array | None) -> Chunk:
+        """The chunk of a number, int32 []; the whole call for None."""
+        if number is None:
+            return Chunk(None, None, self.batch, self.heads)
+        per_example = self.heads // self.chunk_heads
+        example, head = number // per_example * self.chunk_examples, number % per_example * self.chunk_heads
+        return Chunk(example, head, self.chunk_examples, self.chunk_heads)
+
+
+def chunk_grid(q: Array, k: Array, schedule: BlockSchedule) -> ChunkGrid:
+    """Divides a call into chunks.
 
     Args:
-      add_chunk: (chunk, sums) -> sums.
-      sums: Initial value.
       q: Queries [B, T, N, H].
       k: Keys [B, S, K, H].
       schedule: Schedule of the tiles; the size of its groups decides the size of a chunk.
 
     Returns:
-      The final sums.
+      The chunks.
     """
-    batch, heads, group = q.shape[0], k.shape[2], q.shape[2] // k.shape[2]
+    group = q.shape[2] // k.shape[2]
     pairs = max((g.keys[0].size for g in schedule.groups), default=1) * schedule.block * schedule.key_block
-    chunk_examples, chunk_heads = _chunk_size(q, k, cost_model.STEP_SCORES // (group * pairs))
-    if (chunk_examples, chunk_heads) == (batch, heads):
-        return add_chunk(Chunk(None, None, batch, heads), sums)
-    chunks_per_example = heads // chunk_heads
-
-    def step(sums: Any, i: Array) -> tuple[Any, None]:
-        example, head = i // chunks_per_example * chunk_examples, i % chunks_per_example * chunk_heads
-        return add_chunk(Chunk(example, head, chunk_examples, chunk_heads), sums), None
-
-    numbers = tied(jnp.arange(batch // chunk_examples * chunks_per_example, dtype=jnp.int32), q)
-    return lax.scan(step, sums, numbers)[0]
+    return ChunkGrid(q.shape[0], k.shape[2], *_chunk_size(q, k, cost_model.STEP_SCORES // (group * pairs)))
 
 
 def heads_at_a_time(q: Array, k: Array) -> int:

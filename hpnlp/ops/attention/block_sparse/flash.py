@@ -15,22 +15,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from hpnlp.ops.attention.block_sparse import unrolled
-from hpnlp.ops.attention.block_sparse.array_blocks import (
-    keys_from_gradient,
-    queries_by_head,
-    queries_from_heads,
-    scalars_by_head,
-    zeros,
-)
+from hpnlp.ops.attention.block_sparse import scan, unrolled
+from hpnlp.ops.attention.block_sparse.array_blocks import zeros
 from hpnlp.ops.attention.block_sparse.decomposition import permuted
 from hpnlp.ops.attention.block_sparse.operands import ExecutorOperands, Form, Options, executor_records
 from hpnlp.ops.attention.block_sparse.schedule import BlockSchedule
@@ -40,7 +35,7 @@ from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.ops.attention.operands import Operands, as_flags, scale_queries
 from hpnlp.ops.attention.pair_bias import is_pair_bias
 from hpnlp.ops.helpers.array_op import array_op
-from hpnlp.ops.helpers.arrays import accepts_numpy
+from hpnlp.ops.helpers.arrays import as_arrays
 from hpnlp.ops.helpers.custom_vjp import vary_alike
 
 # Name of these operations in profiles and in the planner, which counts them as one kernel on accelerators.
@@ -86,13 +81,22 @@ def flash(
     q, operands = scale_queries(q, operands)
     if operands.global_tokens is not None:
         operands = dataclasses.replace(operands, global_tokens=as_flags(operands.global_tokens, q.shape[1]))
-    groups = mask.by_head(q.shape[2])
-    settings = {"schedule": schedule, "form": form, "block_size": block_size}
-    if len(groups) == 1:
-        (head_mask,) = groups
-        o, lse = _one_mask(q, k, v, head_mask, operands, heads=(tuple(range(q.shape[2])), q.shape[2]), **settings)
-    else:
-        o, lse = _mask_by_head(q, k, v, groups, operands, settings)
+    results, order, masks = [], [], mask.by_head(q.shape[2])
+    if 0 in (*q.shape[:3], k.shape[1]):  # no queries or no keys
+        masks, nothing = {}, jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+        results.append((nothing, zeros(*q.shape[:3]) - jnp.inf))
+    for head_mask, heads in masks.items():
+        inputs = _select_heads(q, k, v, operands, heads)
+        options, records = executor_records(
+            inputs, head_mask, (heads, q.shape[2]), block_size, form, schedule is not None
+        )
+        leaves, tree = jax.tree.flatten((*inputs[:3], records, schedule))
+        leaves = vary_alike(*(jnp.asarray(leaf) for leaf in leaves))
+        results.append(_flash(options, *jax.tree.unflatten(tree, leaves)))
+        order += heads
+    o, lse = results[0]
+    if len(results) > 1:
+        o, lse = (jnp.concatenate(arrays, axis=2)[:, :, np.argsort(order)] for arrays in zip(*results, strict=True))
     if operands.sinks is not None:  # a further key with score sinks and value 0
         sink_o, sink_lse = jnp.zeros_like(o), jnp.broadcast_to(operands.sinks.astype(jnp.float32), lse.shape)
         low, sink_low = jnp.zeros_like(lse), jnp.zeros_like(sink_lse)
@@ -100,28 +104,19 @@ def flash(
     return (o, lse) if operands.return_lse else o
 
 
-def _mask_by_head(
-    q: Array,
-    k: Array,
-    v: Array,
-    groups: dict[Mask, tuple[int, ...]],
-    operands: Operands,
-    settings: dict[str, Any],
-) -> tuple[Array, Array]:
-    """(o, lse) by one computation for each distinct mask, over the heads that have it."""
+def _select_heads(
+    q: Array, k: Array, v: Array, operands: Operands, heads: tuple[int, ...]
+) -> tuple[Array, Array, Array, Operands]:
+    """The arrays of some query heads, with the key heads that they read."""
+    if len(heads) == q.shape[2]:
+        return q, k, v, operands
     heads_per_key = q.shape[2] // k.shape[2]
-    results, order = [], []
-    for mask, heads in groups.items():
-        key_heads = [i // heads_per_key for i in heads]
-        distinct = list(dict.fromkeys(key_heads))
-        if key_heads == [i for i in distinct for _ in range(heads_per_key)]:
-            key_heads = distinct  # all query heads of each key head are here, so that they can go on sharing it
-        group_operands = _operands_of_heads(operands, heads)
-        inputs = q[:, :, np.array(heads)], k[:, :, np.array(key_heads)], v[:, :, np.array(key_heads)]
-        results.append(_one_mask(*inputs, mask, group_operands, heads=(heads, q.shape[2]), **settings))
-        order += heads
-    o, lse = (jnp.concatenate(arrays, axis=2)[:, :, np.argsort(order)] for arrays in zip(*results, strict=True))
-    return o, lse
+    key_heads = [i // heads_per_key for i in heads]
+    distinct = list(dict.fromkeys(key_heads))
+    if key_heads == [i for i in distinct for _ in range(heads_per_key)]:
+        key_heads = distinct  # all query heads of each key head are here, so that they can go on sharing it
+    operands = _operands_of_heads(operands, heads)
+    return q[:, :, np.array(heads)], k[:, :, np.array(key_heads)], v[:, :, np.array(key_heads)], operands
 
 
 def _operands_of_heads(operands: Operands, heads: tuple[int, ...]) -> Operands:
@@ -138,66 +133,45 @@ def _operands_of_heads(operands: Operands, heads: tuple[int, ...]) -> Operands:
     return dataclasses.replace(operands, **changes)
 
 
-def _one_mask(
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Mask,
-    operands: Operands,
-    *,
-    heads: tuple[tuple[int, ...], int],
-    schedule: BlockSchedule | None,
-    form: Form | None,
-    block_size: int | tuple[int, int] | None,
-) -> tuple[Array, Array]:
-    """(o, lse) of heads with the same mask. heads: their numbers in the call, and the number of all heads of the call."""
-    if 0 in (*q.shape[:3], k.shape[1]):  # no queries or no keys
-        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype), zeros(*q.shape[:3]) - jnp.inf
-    options, records = executor_records(q, k, mask, operands, block_size=block_size, form=form, heads=heads)
-    leaves, tree = jax.tree.flatten((records, schedule))
-    q, k, v, *leaves = vary_alike(q, k, v, *(jnp.asarray(leaf) for leaf in leaves))
-    records, schedule = jax.tree.unflatten(tree, leaves)
-    return _flash(options, q, k, v, records.bias, dataclasses.replace(records, bias=None), schedule)
+class _Residuals(NamedTuple):
+    """Arguments and results of the forward pass."""
+
+    q: Array
+    k: Array
+    v: Array
+    operands: ExecutorOperands
+    schedule: BlockSchedule | None
+    o: Array
+    lse: Array
+    lse_low: Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _flash(
-    options: Options,
-    q: Array,
-    k: Array,
-    v: Array,
-    bias: Any,
-    operands: ExecutorOperands,
-    schedule: BlockSchedule | None,
+    options: Options, q: Array, k: Array, v: Array, operands: ExecutorOperands, schedule: BlockSchedule | None
 ) -> tuple[Array, Array]:
-    """(o, lse), differentiable by q, k, v and the bias, which operands lack."""
-    return _flash_forward(options, q, k, v, bias, operands, schedule)[0]
+    """(o, lse), differentiable by q, k, v and the bias among the operands."""
+    return _flash_forward(options, q, k, v, operands, schedule)[0]
 
 
 @jax.named_scope(SCOPE)
-@accepts_numpy
 def _flash_forward(
-    options: Options,
-    q: Array,
-    k: Array,
-    v: Array,
-    bias: Any,
-    operands: ExecutorOperands,
-    schedule: BlockSchedule | None,
-) -> tuple[tuple[Array, Array], Any]:
+    options: Options, q: Array, k: Array, v: Array, operands: ExecutorOperands, schedule: BlockSchedule | None
+) -> tuple[tuple[Array, Array], _Residuals]:
     """((o, lse), residuals); rematerialisation policies know o, lse and lse_low as "mixed"."""
+    q, k, v, operands, schedule = as_arrays((q, k, v, operands, schedule))
     function = _forward if options.bias_jaxpr is not None else _traced_once(_forward)
-    o, lse, lse_low = (checkpoint_name(x, "mixed") for x in function(options, q, k, v, bias, operands, schedule))
-    return (o, lse), (q, k, v, bias, operands, schedule, o, lse, lse_low)
+    o, lse, lse_low = (checkpoint_name(x, "mixed") for x in function(options, q, k, v, operands, schedule))
+    return (o, lse), _Residuals(q, k, v, operands, schedule, o, lse, lse_low)
 
 
 @jax.named_scope(SCOPE)
-def _flash_backward(options: Options, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
-    """Gradients of q, k, v and the bias; none of the operands and the schedule."""
+def _flash_backward(options: Options, saved: _Residuals, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
+    """Gradients of q, k, v and the bias; none of the other operands and the schedule."""
     function = _backward if options.bias_jaxpr is not None else _traced_once(_backward)
     *gradients, db = function(options, saved, cotangents)
-    bias = saved[3]
-    return *gradients, jax.tree.map(_cotangent, bias, db), None, None
+    none: Any = None
+    return *gradients, ExecutorOperands(none, none, bias=jax.tree.map(_cotangent, saved.operands.bias, db)), None
 
 
 _flash.defvjp(_flash_forward, _flash_backward)
@@ -212,90 +186,58 @@ def _traced_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(function, static_argnums=0)
 
 
-def _with_static_mask(
-    function: Callable[[ExecutorOperands], Any], options: Options, operands: ExecutorOperands, schedule: Any
-) -> Any:
-    """`function(operands)`; where all positions prove to be the indices at run time, the tiles follow from the mask.
-
-    Run-time positions rule out few tiles of a mask that is not relative, because they are known as bounds of a block only.
-    """
-    if schedule is not None or options.mask.relative or operands.queries.position is None:
-        return function(operands)
-    static = operands.without_positions()
-    return jax.lax.cond(operands.positions_are_indices(), lambda: function(static), lambda: function(operands))
-
-
 def _forward(
-    options: Options,
-    q: Array,
-    k: Array,
-    v: Array,
-    bias: Any,
-    operands: ExecutorOperands,
-    schedule: BlockSchedule | None,
-) -> tuple[Array, Array, Array]:
-    """(o in q's dtype, lse, lse_low)."""
-
-    def forward(operands: ExecutorOperands) -> tuple[Array, Array, Array]:
-        return _forward_in_form(options, q, k, v, bias, operands, schedule)
-
-    return _with_static_mask(forward, options, operands, schedule)
-
-
-def _forward_in_form(
-    options: Options,
-    q: Array,
-    k: Array,
-    v: Array,
-    bias: Any,
-    operands: ExecutorOperands,
-    schedule: BlockSchedule | None,
+    options: Options, q: Array, k: Array, v: Array, operands: ExecutorOperands, schedule: BlockSchedule | None
 ) -> tuple[Array, Array, Array]:
     """(o in q's dtype, lse, lse_low), in the form that suits the call."""
-    operands_and_bias = dataclasses.replace(operands, bias=bias)
-    if schedule is None and unrolled.suits(options, q.shape[1], k.shape[1], operands):
-        o, lse, lse_low = unrolled.forward(options, q, k, v, operands_and_bias)
-        o, lse, lse_low = (
-            queries_from_heads(o),
-            queries_from_heads(lse[..., None])[..., 0],
-            queries_from_heads(lse_low[..., None])[..., 0],
+    if options.tests_positions:
+        options, static = dataclasses.replace(options, tests_positions=False), operands.without_positions()
+        return lax.cond(
+            operands.positions_are_indices(),
+            lambda: _forward(options, q, k, v, static, schedule),
+            lambda: _forward(options, q, k, v, operands, schedule),
         )
-    else:
-        o, lse, lse_low = permuted.forward(options, q, k, v, operands_and_bias, schedule)
+    if schedule is None and unrolled.suits(options, q.shape[1], k.shape[1], operands):
+        o, lse, lse_low = unrolled.forward(options, q, k, v, operands)
+        return o.astype(q.dtype), lse, lse_low
+    merged: Any = None
+    for part in permuted.parts(options, q, k, operands, schedule):
+        inputs = part.queries.apply(q), part.keys.apply(k), part.keys.apply(v)
+        result = scan.forward(part.options, *inputs, part.operands, part.schedule)
+        merged = part.merge(merged, result, q.shape[1])
+    o, lse, lse_low = merged
     return o.astype(q.dtype), lse, lse_low
 
 
-def _backward(options: Options, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Array, Array, Array, Any]:
-    """Gradients of q, k, v and the bias."""
-    q, k, v, bias, operands, schedule, o, lse, lse_low = saved
-
-    def backward(operands: ExecutorOperands) -> tuple[Array, Array, Array, Any]:
-        return _backward_in_form(options, (q, k, v, bias, operands, schedule, o, lse, lse_low), cotangents)
-
-    return _with_static_mask(backward, options, operands, schedule)
-
-
-def _backward_in_form(options: Options, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Array, Array, Array, Any]:
+def _backward(options: Options, saved: _Residuals, cotangents: tuple[Array, Array]) -> tuple[Array, Array, Array, Any]:
     """Gradients of q, k, v and the bias, in the form of the forward pass."""
-    q, k, v, bias, operands, schedule, o, lse, lse_low = saved
+    q, k, v, operands, schedule, o, lse, lse_low = saved
+    if options.tests_positions:
+        options, static = dataclasses.replace(options, tests_positions=False), operands.without_positions()
+        return lax.cond(
+            operands.positions_are_indices(),
+            lambda: _backward(options, saved._replace(operands=static), cotangents),
+            lambda: _backward(options, saved, cotangents),
+        )
     do, dlse = cotangents
-    heads, operands_and_bias = k.shape[2], dataclasses.replace(operands, bias=bias)
     # Rows that see nothing. Their dlse and q may be NaN, and 0 * NaN is NaN, so both are zeroed.
     sees_nothing = jnp.isneginf(lse)
-    if schedule is not None or not _all_see(options, operands_and_bias, q.shape[1], k.shape[1]):
+    if schedule is not None or not _all_see(options, operands, q.shape[1], k.shape[1]):
         q = jnp.where(sees_nothing[..., None], jnp.zeros((), q.dtype), q)
     # An einsum: as a sum over the last axis, XLA:CPU took 20 times as long (13 ms for 0.7 at T 4096, N 8, H 64).
     delta = jnp.einsum("btnh,btnh->btn", do, o, preferred_element_type=jnp.float32)
     delta = delta - jnp.where(sees_nothing, 0.0, dlse)
-    lse = jnp.where(sees_nothing, jnp.inf, lse)
+    residuals = QueryResiduals(q, do, jnp.where(sees_nothing, jnp.inf, lse), lse_low, delta)
     if schedule is None and unrolled.suits(options, q.shape[1], k.shape[1], operands):
-        scalars = tuple(scalars_by_head(x, heads) for x in (lse, lse_low, delta))
-        residuals = QueryResiduals(queries_by_head(q, heads), queries_by_head(do, heads), *scalars)
-        dq, dk, dv, db = unrolled.backward(options, residuals, k, v, operands_and_bias)
-        dq, dk, dv = queries_from_heads(dq), keys_from_gradient(dk), keys_from_gradient(dv)
+        sums = unrolled.backward(options, residuals, k, v, operands)
     else:
-        residuals = QueryResiduals(q, do, lse, lse_low, delta)
-        dq, dk, dv, db = permuted.backward(options, residuals, k, v, operands_and_bias, schedule)
+        sums: Any = None
+        for part in permuted.parts(options, q, k, operands, schedule):
+            inputs = part.residuals(residuals), part.keys.apply(k), part.keys.apply(v)
+            dq, dk, dv, db = scan.backward(part.options, *inputs, part.operands, part.schedule)
+            dq, dk, dv = part.queries.undo(dq, q.shape[1]), *(part.keys.undo(x, k.shape[1]) for x in (dk, dv))
+            sums = (dq, dk, dv, db) if sums is None else jax.tree.map(jnp.add, sums, (dq, dk, dv, db))
+    dq, dk, dv, db = sums
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), db
 
 

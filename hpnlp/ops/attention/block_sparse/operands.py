@@ -40,6 +40,8 @@ class Options:
       block_size: Queries and keys in a block, one number or two; None for the executor's choice.
       bias_jaxpr: Jaxpr of a bias function of (head, query position, key position); None for arrays or no bias.
       form: The form that is forced; None for the executor's choice.
+      tests_positions: Positions are compared with the indices at run time: if they are equal, the tiles follow from the mask.
+        Run-time positions rule out few tiles of a mask that is not relative, because they are known as bounds of a block only.
     """
 
     mask: Mask
@@ -49,6 +51,7 @@ class Options:
     block_size: int | tuple[int, int] | None = None
     bias_jaxpr: Any = None
     form: Form | None = None
+    tests_positions: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -126,35 +129,35 @@ class ExecutorOperands:
 
 
 def executor_records(
-    q: Array,
-    k: Array,
+    inputs: tuple[Array, Array, Array, Operands],
     mask: Mask,
-    operands: Operands,
-    *,
+    heads: tuple[tuple[int, ...], int],
     block_size: int | tuple[int, int] | None,
     form: Form | None,
-    heads: tuple[tuple[int, ...], int],
+    has_schedule: bool,
 ) -> tuple[Options, ExecutorOperands]:
     """Options and operands of the executor from those of a call.
 
     Args:
-      q: Queries [B, T, N, H].
-      k: Keys [B, S, K, H].
+      inputs: Queries, keys, values and operands of `attend`, whose scale is a number or None, and whose sinks are ignored.
       mask: Pattern of all these heads.
-      operands: Operands of `attend`; their scale is a number or None, and sinks are ignored.
+      heads: Numbers of the N heads, and the number of heads of the call of `attend`.
       block_size: Queries and keys in a block, one number or two; or None.
       form: The form that is forced, or None.
-      heads: Numbers of the N heads, and the number of heads of the call of `attend`.
+      has_schedule: The schedule does not follow from the mask.
 
     Returns:
       The static and the run-time part.
     """
+    q, k, _, operands = inputs
     (b, t), s, (numbers, count) = q.shape[:2], k.shape[1], heads
     jaxpr, bias = _bias_operand(operands.bias)
     # Python floats, which are part of the key of jax.jit's cache; callers may pass arrays of one number.
     scale = q.shape[-1] ** -0.5 if operands.scale is None else float(operands.scale)
     soft_cap = None if operands.soft_cap is None else float(operands.soft_cap)
-    options = Options(mask, scale, soft_cap, float(operands.dropout_rate), block_size, jaxpr, form)
+    tests_positions = not (has_schedule or mask.relative or operands.positions is None)
+    rate = float(operands.dropout_rate)
+    options = Options(mask, scale, soft_cap, rate, block_size, jaxpr, form, tests_positions)
     rng: Any = operands.rng if operands.dropout_rate > 0 else None
     seed = None if rng is None else seed_words(rng)
     head_numbers = jnp.asarray(numbers, jnp.int32)

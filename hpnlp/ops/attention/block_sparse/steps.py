@@ -52,36 +52,37 @@ def residual_blocks(residuals: QueryResiduals, block: int, heads: tuple[int, int
     )
 
 
-def scan_group(tile_masks: TileMasks, step: Callable[..., Any], group: TileGroup, sums: Any) -> Any:
-    """`sums = step(sums, first, keys, tile_mask, bias)` for each step of a group, without those that are EMPTY.
+@dataclasses.dataclass(frozen=True)
+class GroupSteps:
+    """The steps of a group of tiles, for one `lax.scan`.
 
-    Args:
+    Attributes:
       tile_masks: The tile masks of the chunk.
-      step: Adds a step to the sums; the last two arguments are those of `TileMasks.of_step`.
-      group: Steps of equal shape.
-      sums: Initial value.
-
-    Returns:
-      The final sums.
+      states: The state of each step, int32 [n]; numpy where the schedule alone decides, which has no EMPTY steps.
+      inputs: Inputs of the steps: first query block int32 [n], key blocks int32 [n, R, w] and state int32 [n].
+      unroll: Steps in one iteration of the loop.
     """
-    states = tile_masks.states(group)
 
-    def body(sums: Any, inputs: tuple[Array, Array, Array]) -> tuple[Any, None]:
+    tile_masks: TileMasks
+    states: Any
+    inputs: tuple[Array, Array, Array]
+    unroll: int
+
+    def body(self, step: Callable[[GroupSteps, Any, Any], tuple[Any, None]]) -> Callable[[Any, Any], tuple[Any, None]]:
+        """The body of the loop: `step(self, sums, inputs)` for steps that are not EMPTY."""
+        if isinstance(self.states, np.ndarray):
+            return functools.partial(step, self)
+
+        def skip_empty(sums: Any, inputs: Any) -> tuple[Any, None]:
+            return lax.cond(inputs[2] > EMPTY, lambda x: step(self, x, inputs), lambda x: (x, None), sums)
+
+        return skip_empty
+
+    def tile(self, sums: Any, inputs: tuple[Array, Array, Array]) -> tuple[Array, Array, TileMask, Any]:
+        """(first query block, key blocks, tile mask, bias function) of a step; the last two as `TileMasks.of_step`."""
         # Marked as varying once here, because JAX would otherwise insert it at each of their uses.
         first, keys, *_ = vary_alike(*inputs[:2], *jax.tree.leaves(sums))
-        state = inputs[2]
-
-        def compute(sums: Any) -> Any:
-            return step(sums, first, keys, *tile_masks.of_step(first, keys, state, states))
-
-        if isinstance(states, np.ndarray):
-            return compute(sums), None
-        return lax.cond(state > EMPTY, compute, lambda x: x, sums), None
-
-    # Two steps at a time take a tenth less time, since XLA:CPU's products of a few rows keep only one core busy.
-    unroll = 2 if jax.default_backend() == "cpu" and states.shape[0] % 2 == 0 else 1
-    inputs = tied((jnp.asarray(group.first), jnp.asarray(group.keys), jnp.asarray(states)), tile_masks.queries.index)
-    return lax.scan(body, sums, inputs, unroll=unroll)[0]
+        return first, keys, *self.tile_masks.of_step(first, keys, inputs[2], self.states)
 
 
 class TileMasks:
@@ -117,16 +118,16 @@ class TileMasks:
         self._heads: Any = None if operands.heads is None else split_heads(operands.heads, kv_heads)[None]
         self._bounds = functools.cache(self._block_bounds)
 
-    def states(self, group: TileGroup) -> Any:
-        """The state of each step of a group.
+    def steps(self, group: TileGroup) -> GroupSteps:
+        """The steps of a group of tiles of equal shape."""
+        states = self._states(group)
+        # Two steps at a time take a tenth less time, since XLA:CPU's products of a few rows keep only one core busy.
+        unroll = 2 if jax.default_backend() == "cpu" and states.shape[0] % 2 == 0 else 1
+        inputs = tied((jnp.asarray(group.first), jnp.asarray(group.keys), jnp.asarray(states)), self.queries.index)
+        return GroupSteps(self, states, inputs, unroll)
 
-        Args:
-          group: The steps.
-
-        Returns:
-          int32 [n]; numpy where the schedule alone decides, which has no EMPTY steps. Otherwise EMPTY where bounds of the
-          run-time operands show that no pair is visible, and TESTED elsewhere.
-        """
+    def _states(self, group: TileGroup) -> Any:
+        """`GroupSteps.states`: EMPTY where bounds of the run-time operands show that no pair is visible."""
         operands, queries = self._operands, self._operands.queries
         if all(x is None for x in (operands.lengths, queries.segment, queries.position, queries.is_global)):
             where = np.where if isinstance(group.state, np.ndarray) else jnp.where

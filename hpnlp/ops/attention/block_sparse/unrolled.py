@@ -17,7 +17,15 @@ import numpy as np
 from jaxtyping import Array
 
 from hpnlp.ops.attention.block_sparse import tile
-from hpnlp.ops.attention.block_sparse.array_blocks import keys_by_head, queries_by_head, split_heads, zeros
+from hpnlp.ops.attention.block_sparse.array_blocks import (
+    keys_by_head,
+    keys_from_gradient,
+    queries_by_head,
+    queries_from_heads,
+    scalars_by_head,
+    split_heads,
+    zeros,
+)
 from hpnlp.ops.attention.block_sparse.decomposition import cost_model
 from hpnlp.ops.attention.block_sparse.operands import ExecutorOperands, Form, Options, TokenInfo
 from hpnlp.ops.attention.block_sparse.tile import QueryResiduals, TileMask
@@ -65,7 +73,7 @@ def forward(options: Options, q: Array, k: Array, v: Array, operands: ExecutorOp
       operands: Run-time operands of the executor.
 
     Returns:
-      float32 (o [B, K, G, T, Hv], lse [B, K, G, T], lse_low [B, K, G, T]).
+      float32 (o [B, T, N, Hv], lse [B, T, N], lse_low [B, T, N]).
     """
     kv_heads = k.shape[2]
     q, k, v = queries_by_head(q, kv_heads), keys_by_head(k), keys_by_head(v)
@@ -80,6 +88,8 @@ def forward(options: Options, q: Array, k: Array, v: Array, operands: ExecutorOp
         partial = tile.forward(options, queries, k[:, :, block.keys], v[:, :, block.keys], tile_mask)
         results.append(tile.normalize(*partial))
     o, lse, lse_low = (jnp.concatenate(blocks, axis=3) for blocks in zip(*results, strict=True))
+    o = queries_from_heads(o)
+    lse, lse_low = (queries_from_heads(x[..., None])[..., 0] for x in (lse, lse_low))
     return o, lse, lse_low
 
 
@@ -90,15 +100,17 @@ def backward(
 
     Args:
       options: Static settings of the executor.
-      residuals: Residuals of the queries, [B, K, G, T, ...].
+      residuals: Residuals of the queries, [B, T, N, ...].
       k: Keys [B, S, K, H].
       v: Values [B, S, K, Hv].
       operands: Run-time operands of the executor.
 
     Returns:
-      float32 (dq [B, K, G, T, H], dk [B, K, H, S], dv [B, K, Hv, S]) and the gradient of operands.bias.
+      float32 (dq, dk, dv) in the shapes of q, k and v, and the gradient of operands.bias.
     """
     kv_heads = k.shape[2]
+    scalars = [scalars_by_head(x, kv_heads) for x in (residuals.lse, residuals.lse_low, residuals.delta)]
+    residuals = QueryResiduals(*(queries_by_head(x, kv_heads) for x in (residuals.q, residuals.do)), *scalars)
     # Made to depend on `do`, because XLA:CPU would otherwise share these copies with the forward pass and keep them in
     # between (50 MB a layer of 12 heads of size 64, for 8 x 512 tokens).
     k, v = (_wait_for(residuals.do, keys_by_head(x)) for x in (k, v))
@@ -116,7 +128,8 @@ def backward(
         if bias is not None:
             db = tile.add_bias_gradient(db, bias, operands.bias, tile_db)
     dk, dv = (_add_spans([result[i] for result in results], blocks, k.shape[2]) for i in (1, 2))
-    return jnp.concatenate([result[0] for result in results], axis=3), dk, dv, db
+    dq = jnp.concatenate([result[0] for result in results], axis=3)
+    return queries_from_heads(dq), keys_from_gradient(dk), keys_from_gradient(dv), db
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ The scan form is the case of one sub-mask in the given order.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from hpnlp.ops.attention.block_sparse import scan
 from hpnlp.ops.attention.block_sparse.chunks import heads_at_a_time
 from hpnlp.ops.attention.block_sparse.decomposition.decompose import ALL_TOKENS, SubMask, decompose
 from hpnlp.ops.attention.block_sparse.operands import ExecutorOperands, Form, Options, TokenInfo
@@ -46,82 +46,26 @@ def merge_partials(*partials: tuple[Array, ...]) -> tuple[Array, Array, Array]:
     return jnp.asarray(out).astype(partials[0][0].dtype), *log_sum(top, sums)
 
 
-def forward(
-    options: Options, q: Array, k: Array, v: Array, operands: ExecutorOperands, schedule: BlockSchedule | None
-) -> tuple[Array, Array, Array]:
-    """Attention over all pairs that are visible.
+def parts(
+    options: Options, q: Array, k: Array, operands: ExecutorOperands, schedule: BlockSchedule | None
+) -> Iterator[Part]:
+    """The sub-masks into which the mask of a call is decomposed.
 
     Args:
       options: Static settings of the executor.
       q: Queries [B, T, N, H].
       k: Keys [B, S, K, H].
-      v: Values [B, S, K, Hv].
       operands: Run-time operands of the executor.
       schedule: Tiles to compute in the given order of the tokens; None decomposes the mask.
 
-    Returns:
-      float32 (o [B, T, N, Hv], lse [B, T, N], lse_low [B, T, N]).
+    Yields:
+      Each sub-mask with its order of the tokens and its schedule.
     """
-    merged: Any = ()
-    for part in _parts(options, q, k, operands, schedule):
-        queries, keys, part_options, part_operands = _permute(options, part, operands, q.shape[0])
-        result = scan.forward(
-            part_options, queries.apply(q), keys.apply(k), keys.apply(v), part_operands, part.schedule
-        )
-        in_order = tuple(queries.undo(x, q.shape[1]) for x in result)
-        if part.selection.queries is None:
-            merged = merge_partials(merged, in_order) if merged else in_order
-        else:  # merged for the chosen queries only
-            chosen = np.asarray(part.selection.queries)
-            if not merged:
-                blank = map(jnp.zeros_like, in_order)
-                merged = tuple(x + fill for x, fill in zip(blank, (0, -jnp.inf, 0), strict=True))
-            both = merge_partials(tuple(x[:, chosen] for x in merged), result)
-            merged = tuple(x.at[:, chosen].set(new) for x, new in zip(merged, both, strict=True))
-    return merged
+    for sub_mask in _sub_masks(options, q, k, operands, schedule):
+        yield _part(options, sub_mask, operands, q.shape[0])
 
 
-def backward(
-    options: Options,
-    residuals: QueryResiduals,
-    k: Array,
-    v: Array,
-    operands: ExecutorOperands,
-    schedule: BlockSchedule | None,
-) -> tuple[Array, Array, Array, Any]:
-    """Gradients of `forward`.
-
-    Args:
-      options: Static settings of the executor.
-      residuals: Residuals of the queries, [B, T, N, ...].
-      k: Keys [B, S, K, H].
-      v: Values [B, S, K, Hv].
-      operands: Run-time operands of the executor.
-      schedule: As for `forward`.
-
-    Returns:
-      float32 (dq, dk, dv) in the shapes of q, k and v, and the gradient of operands.bias.
-    """
-    q = residuals.q
-    sums: Any = None
-    for part in _parts(options, q, k, operands, schedule):
-        queries, keys, part_options, part_operands = _permute(options, part, operands, q.shape[0])
-        part_residuals = QueryResiduals(
-            queries.apply(q),
-            queries.apply(residuals.do),
-            queries.apply(residuals.lse, jnp.inf),
-            queries.apply(residuals.lse_low),
-            queries.apply(residuals.delta),
-        )
-        dq, dk, dv, db = scan.backward(
-            part_options, part_residuals, keys.apply(k), keys.apply(v), part_operands, part.schedule
-        )
-        gradients = queries.undo(dq, q.shape[1]), keys.undo(dk, k.shape[1]), keys.undo(dv, k.shape[1]), db
-        sums = gradients if sums is None else jax.tree.map(jnp.add, sums, gradients)
-    return sums
-
-
-def _parts(
+def _sub_masks(
     options: Options, q: Array, k: Array, operands: ExecutorOperands, schedule: BlockSchedule | None
 ) -> tuple[SubMask, ...]:
     """The sub-masks into which the mask is decomposed, with their orders and schedules."""
@@ -143,7 +87,7 @@ def _parts(
     return tuple(dataclasses.replace(part, mask=options.mask) for part in schedules)
 
 
-class _Permutation:
+class Permutation:
     """A permutation of the tokens of `[B, T, ...]`: chosen tokens, or each residue class of the indices as an example."""
 
     def __init__(self, stride: int, chosen: tuple[int, ...] | None) -> None:
@@ -153,12 +97,12 @@ class _Permutation:
           stride: Number of residue classes; 1 keeps the order.
           chosen: Indices of the tokens, ascending; None for all.
         """
-        self._stride, self._chosen = stride, None if chosen is None else np.asarray(chosen, np.int32)
+        self._stride, self.chosen = stride, None if chosen is None else np.asarray(chosen, np.int32)
 
     def apply(self, x: Array, fill: Any = 0) -> Array:
         """`[B, T, ...]` as `[B, chosen, ...]`, or `[B * stride, ceil(T / stride), ...]` padded with `fill`."""
-        if self._chosen is not None:
-            return x[:, self._chosen]
+        if self.chosen is not None:
+            return x[:, self.chosen]
         if self._stride == 1:
             return x
         count = -(-x.shape[1] // self._stride)
@@ -170,22 +114,66 @@ class _Permutation:
 
     def undo(self, x: Array, length: int) -> Array:
         """Undoes `apply`; tokens that were not chosen are 0."""
-        if self._chosen is not None:
-            return jnp.zeros((x.shape[0], length, *x.shape[2:]), x.dtype).at[:, self._chosen].set(x)
+        if self.chosen is not None:
+            return jnp.zeros((x.shape[0], length, *x.shape[2:]), x.dtype).at[:, self.chosen].set(x)
         if self._stride == 1:
             return x
         x = x.reshape(-1, self._stride, *x.shape[1:]).swapaxes(1, 2)
         return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
-def _permute(
-    options: Options, part: SubMask, operands: ExecutorOperands, batch: int
-) -> tuple[_Permutation, _Permutation, Options, ExecutorOperands]:
-    """The orders of queries and keys of a sub-mask, and the options and operands in these orders."""
-    stride = part.selection.stride
-    queries, keys = _Permutation(stride, part.selection.queries), _Permutation(stride, part.selection.keys)
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A sub-mask of a call, as an argument of `scan.forward` and `scan.backward`.
 
-    def permute(tokens: TokenInfo, permutation: _Permutation) -> TokenInfo:
+    Attributes:
+      options: Static settings, with the sub-mask.
+      operands: Operands in the orders of the tokens.
+      schedule: Tiles of the sub-mask.
+      queries: Order of the queries.
+      keys: Order of the keys.
+    """
+
+    options: Options
+    operands: ExecutorOperands
+    schedule: BlockSchedule
+    queries: Permutation
+    keys: Permutation
+
+    def residuals(self, residuals: QueryResiduals) -> QueryResiduals:
+        """Residuals of the queries in the order of the part; padding has lse +inf, as rows that see nothing."""
+        apply = self.queries.apply
+        q, do, lse = apply(residuals.q), apply(residuals.do), apply(residuals.lse, jnp.inf)
+        return QueryResiduals(q, do, lse, apply(residuals.lse_low), apply(residuals.delta))
+
+    def merge(self, merged: Any, result: tuple[Array, ...], length: int) -> Any:
+        """Merges (o, lse, lse_low) of earlier parts, or None, with those of this part.
+
+        Args:
+          merged: [B, T, N, ...] in the given order of the tokens; None without earlier parts.
+          result: In the order of this part.
+          length: T.
+
+        Returns:
+          The merged results in the given order of the tokens.
+        """
+        in_order = tuple(self.queries.undo(x, length) for x in result)
+        chosen = self.queries.chosen
+        if chosen is None:
+            return merge_partials(merged, in_order) if merged else in_order
+        if not merged:
+            blank = map(jnp.zeros_like, in_order)
+            merged = tuple(x + fill for x, fill in zip(blank, (0, -jnp.inf, 0), strict=True))
+        both = merge_partials(tuple(x[:, chosen] for x in merged), result)  # for the chosen queries only
+        return tuple(x.at[:, chosen].set(new) for x, new in zip(merged, both, strict=True))
+
+
+def _part(options: Options, part: SubMask, operands: ExecutorOperands, batch: int) -> Part:
+    """A sub-mask with options and operands in the orders of its tokens."""
+    stride = part.selection.stride
+    queries, keys = Permutation(stride, part.selection.queries), Permutation(stride, part.selection.keys)
+
+    def permute(tokens: TokenInfo, permutation: Permutation) -> TokenInfo:
         if stride > 1:  # each example becomes `stride` examples
             tokens = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, x.shape[1])), tokens)
         permuted = jax.tree.map(permutation.apply, tokens)
@@ -202,4 +190,4 @@ def _permute(
         lengths=repeat(operands.lengths),
         streams=repeat(operands.streams),
     )
-    return queries, keys, dataclasses.replace(options, mask=part.mask), part_operands
+    return Part(dataclasses.replace(options, mask=part.mask), part_operands, part.schedule, queries, keys)
