@@ -53,7 +53,28 @@ def run_layers(
     if isinstance(params, tuple):
         return _run_separate(layers, x, params, caches, first, order or single_stack(len(layers)))
     stacks, order = indexed_stacks(params, first, order, len(layers))
-    return _run_stacked(layers, x, stacks, caches, unroll, order)
+    count, period = layer_count(stacks), len(layers)
+    looped = count - count % period
+    caches_by_form, remaining_caches = caches or ((None,) * period, (None,) * (count % period))
+
+    def run_period(x: Any, slices: tuple[Any, Any]) -> tuple[Any, Any]:
+        params_and_indices, caches = slices
+        results = []
+        for i, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
+            x, result = layer(x, (*order.layer_of_period(params_and_indices, i), cache))
+            results.append(result)
+        return x, results
+
+    slices = order.by_period(stacks, count // period)
+    x, of_periods = lax.scan(run_period, x, (slices, caches_by_form), unroll=-(-(unroll or count) // period))
+
+    remaining = []
+    slices = [(*order.layer(stacks, i), cache) for i, cache in zip(range(looped, count), remaining_caches, strict=True)]
+    for layer, layer_slice in zip(layers, slices, strict=False):
+        x, result = layer(x, layer_slice)
+        remaining.append(result)
+    caches = tuple(tuple(cache for cache, _ in results) for results in (of_periods, remaining))
+    return x, caches, join_reports(order, *([report for _, report in results] for results in (of_periods, remaining)))
 
 
 def _run_separate(
@@ -61,35 +82,11 @@ def _run_separate(
 ) -> tuple[Any, Any, LayerReport]:
     """`run_layers` with separate parameters."""
     indices = _layer_indices(range(len(params)), first)
-    slices = [(layer_params, indices[i], caches and caches[i]) for i, layer_params in enumerate(params)]
-    x, results = _run_in_order(layers, x, slices)
+    results = []
+    for i, layer_params in enumerate(params):
+        x, result = layers[i % len(layers)](x, (layer_params, indices[i], caches and caches[i]))
+        results.append(result)
     return x, tuple(cache for cache, _ in results), join_reports(order, [], [report for _, report in results])
-
-
-def _run_stacked(
-    layers: Sequence[Layer], x: Any, stacks: dict[str, Any], caches: Any, unroll: int, order: StackOrder
-) -> tuple[Any, Any, LayerReport]:
-    """`run_layers` with stacked parameters: a scan over complete periods, and then the layers that remain."""
-    count, period = layer_count(stacks), len(layers)
-    looped = count - count % period
-    caches_by_form, remaining_caches = caches or ((None,) * period, (None,) * (count % period))
-
-    def run_period(x: Any, slices: tuple[Any, Any]) -> tuple[Any, Any]:
-        params_and_indices, caches = slices
-        return _run_in_order(
-            layers, x, [(*order.layer_of_period(params_and_indices, i), cache) for i, cache in enumerate(caches)]
-        )
-
-    slices = order.by_period(stacks, count // period)
-    x, results = lax.scan(run_period, x, (slices, caches_by_form), unroll=-(-(unroll or count) // period))
-    caches_by_form = tuple(cache for cache, _ in results)
-    reports = [report for _, report in results]
-
-    remaining = [order.layer(stacks, i) for i in range(looped, count)]
-    remaining = [(*layer_slice, cache) for layer_slice, cache in zip(remaining, remaining_caches, strict=True)]
-    x, results = _run_in_order(layers, x, remaining)
-    remaining_caches = tuple(cache for cache, _ in results)
-    return x, (caches_by_form, remaining_caches), join_reports(order, reports, [report for _, report in results])
 
 
 def indexed_stacks(params: Any, first: Any, order: StackOrder | None, period: int) -> tuple[dict[str, Any], StackOrder]:
@@ -104,15 +101,6 @@ def _layer_indices(layers: Sequence[int], first: Any) -> jax.Array:
     is_range = list(layers) == list(range(len(layers)))
     indices = jnp.arange(len(layers), dtype=jnp.uint32) if is_range else jnp.asarray(layers, jnp.uint32)
     return indices + jnp.asarray(first, jnp.uint32)
-
-
-def _run_in_order(layers: Sequence[Layer], x: Any, slices: Sequence[Any]) -> tuple[Any, list[tuple[Any, LayerReport]]]:
-    """Runs one layer per slice, starting with the first form: `(x, (cache, report) of each layer)`."""
-    results = []
-    for i, layer_slice in enumerate(slices):
-        x, result = layers[i % len(layers)](x, layer_slice)
-        results.append(result)
-    return x, results
 
 
 def join_reports(order: StackOrder, by_form: Sequence[LayerReport], remaining: Sequence[LayerReport]) -> LayerReport:
