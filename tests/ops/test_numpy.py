@@ -14,7 +14,13 @@ from hpnlp.ops import dropout, dynamic_quantization, linear, norms, sampling
 from hpnlp.ops import reversible as reversible_layers
 from hpnlp.ops.attention import Causal, Window, attend, clustered, flash, merge, reference
 from hpnlp.ops.attention.decoding import decode, kv_cache
-from hpnlp.ops.attention.linear import LinearState, linear_attention, linear_attention_step, reference_linear_attention
+from hpnlp.ops.attention.linear import (
+    LinearState,
+    linear_attention,
+    linear_attention_step,
+    reference_linear_attention,
+    reference_linear_recurrence,
+)
 from hpnlp.ops.attention.linear.random_attention import random_feature_attention, rfa_attention
 from hpnlp.ops.attention.memory import compression, relative
 from hpnlp.ops.attention.operands import as_flags
@@ -157,6 +163,12 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
     "attention.linear.reference.reference_linear_attention": (
         (
             lambda *a: reference_linear_attention(*a[:3], segment_ids=a[3], log_decay=a[4], beta=a[5]),
+            (*QKV, SEGMENTS, -np.abs(x(2, 12, 2)), RNG.random((2, 12, 2))),
+        ),
+    ),
+    "attention.linear.reference.reference_linear_recurrence": (
+        (
+            lambda *a: reference_linear_recurrence(*a[:3], segment_ids=a[3], log_decay=a[4], beta=a[5]),
             (*QKV, SEGMENTS, -np.abs(x(2, 12, 2)), RNG.random((2, 12, 2))),
         ),
     ),

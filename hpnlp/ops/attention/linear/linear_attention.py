@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,31 @@ from hpnlp.types import InputError
 CPU_TOKENS = 2048
 # Tokens of a sequence that are not divided further.
 LEAST_TOKENS = 128
+
+
+class TokenArrays(NamedTuple):
+    """Arrays of a call, `[B, T, ...]` each, as `linear_attention` gets them."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    log_decay: jax.Array | None
+    beta: jax.Array | None
+    segment_ids: jax.Array | None
+
+    @property
+    def has_many_terms(self) -> bool:
+        """Whether a chunk has many intermediate results: with the delta rule, or a decay of each feature."""
+        return self.beta is not None or (self.log_decay is not None and self.log_decay.ndim == 4)
+
+
+class LinearOptions(NamedTuple):
+    """Static options of a call, as `linear_attention` gets them."""
+
+    causal: bool
+    normalize: bool
+    eps: float
+    chunk: int
 
 
 @array_op("B T N | B", q="B T N")
@@ -80,23 +104,22 @@ def linear_attention(
       hardware-efficient training", arXiv 2312.06635, sec. 4; the delta rule: Yang et al. 2024, "Gated delta networks",
       arXiv 2412.06464, eq. 10.
     """
-    _check(q, k, v, causal, log_decay, beta, normalize, segment_ids, state, return_state, chunk)
+    tokens, options = TokenArrays(q, k, v, log_decay, beta, segment_ids), LinearOptions(causal, normalize, eps, chunk)
+    _check(tokens, options, state, return_state)
     if not causal and segment_ids is None:
         return _all_pairs(q, k, v, normalize, eps)
     dtype, order = q.dtype, None
     if log_decay is not None and log_decay.ndim == 1:
-        log_decay = jnp.broadcast_to(log_decay[None, None], k.shape[:3])
+        tokens = tokens._replace(log_decay=jnp.broadcast_to(log_decay[None, None], k.shape[:3]))
     if segment_ids is not None and state is None and not return_state:
-        segment_ids, (q, k, v, log_decay, beta), order = contiguous(segment_ids, q, k, v, log_decay, beta)
-    in_chunks = functools.partial(_in_chunks, causal=causal, normalize=normalize, eps=eps, chunk=chunk)
-    tokens = q, k, v, log_decay, beta, segment_ids
-    has_many_terms = beta is not None or (log_decay is not None and log_decay.ndim == 4)
-    if has_many_terms and jax.default_backend() == "cpu":
+        segment_ids, (q, k, v, log_decay, beta), order = contiguous(segment_ids, *tokens[:5])
+        tokens = TokenArrays(q, k, v, log_decay, beta, segment_ids)
+    if tokens.has_many_terms and jax.default_backend() == "cpu":
         batch, _, kv_heads, features = k.shape
         first = zero_state(batch, kv_heads, features, v.shape[-1], normalize) if state is None else state
-        o, last = _in_parts(in_chunks, tokens, first)
+        o, last = _in_parts(tokens, first, options)
     else:
-        o, last = in_chunks(*tokens, state)
+        o, last = _in_chunks(tokens, state, options)
     o = o.astype(dtype)
     o = o if order is None else scattered(o, order)
     if return_state:
@@ -106,23 +129,14 @@ def linear_attention(
 
 
 def _in_chunks(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    log_decay: jax.Array | None,
-    beta: jax.Array | None,
-    segment_ids: jax.Array | None,
-    state: LinearState | None,
-    *,
-    causal: bool,
-    normalize: bool,
-    eps: float,
-    chunk: int,
+    tokens: TokenArrays, state: LinearState | None, options: LinearOptions
 ) -> tuple[jax.Array, LinearState | None]:
     """(o float32, the state after the last token, None if not causal)."""
+    q, k, v, log_decay, beta, segment_ids = tokens
+    causal, normalize, eps, chunk = options
     (batch, length, heads), (kv_heads, features) = q.shape[:3], k.shape[2:]
-    halves = beta is not None or (log_decay is not None and log_decay.ndim == 4)
-    shape = ChunkShape(batch, length, kv_heads, min(chunk, 1 << (length - 1).bit_length() if halves else length))
+    chunk = min(chunk, 1 << (length - 1).bit_length() if tokens.has_many_terms else length)
+    shape = ChunkShape(batch, length, kv_heads, chunk)
     borders = find_borders(shape, segment_ids, causal)
     queries, keys, values = (shape.split(x) for x in (q, k, v))
     log_decay, beta = (None if x is None else shape.split(x) for x in (log_decay, beta))
@@ -134,23 +148,15 @@ def _in_chunks(
     return shape.join(o, heads), last
 
 
-def _in_parts(function: Callable[..., Any], tokens: tuple[Any, ...], state: LinearState) -> Any:
-    """The results of `function`, for some tokens of each sequence at a time, with recomputation in the backward pass.
+def _in_parts(tokens: TokenArrays, state: LinearState, options: LinearOptions) -> tuple[jax.Array, LinearState | None]:
+    """`_in_chunks`, causal, for some tokens of each sequence at a time, with recomputation in the backward pass.
 
     Tokens are appended whose keys, decays and step sizes are 0: they leave the state as it is.
-
-    Args:
-      function: As `_in_chunks`, causal.
-      tokens: Its arrays `[B, T, ...]`, or None; the last are the segments.
-      state: State before the first token.
-
-    Returns:
-      (o `[B, T, N, H]`, state).
     """
-    batch, length, kv_heads = tokens[1].shape[:3]
+    batch, length, kv_heads = tokens.k.shape[:3]
     most = max(LEAST_TOKENS, CPU_TOKENS // (batch * kv_heads))
     if length <= most:
-        return function(*tokens, state)
+        return _in_chunks(tokens, state, options)
     count = -(-length // most)
     size = -(-length // count)
 
@@ -159,17 +165,17 @@ def _in_parts(function: Callable[..., Any], tokens: tuple[Any, ...], state: Line
         x = jnp.pad(x, pads, mode="edge" if x.ndim == 2 else "constant")  # padding belongs to the last segment
         return jnp.moveaxis(x.reshape(batch, count, size, *x.shape[2:]), 1, 0)
 
-    def step(carry: Any, part: Any) -> Any:
+    def step(carry: Any, part: TokenArrays) -> Any:
         state, segment = carry
-        if segment is not None:  # the state is that of the last token, perhaps of another segment
-            state = jax.tree.map(functools.partial(select, part[-1][:, 0] == segment), state)
-            segment = part[-1][:, -1]
-        o, state = function(*part, state)
+        if part.segment_ids is not None:  # the state is that of the last token, perhaps of another segment
+            state = jax.tree.map(functools.partial(select, part.segment_ids[:, 0] == segment), state)
+            segment = part.segment_ids[:, -1]
+        o, state = _in_chunks(part, state, options)
         return (state, segment), o
 
     arrays = [x for x in tokens if x is not None]
     state = jax.tree.map(lambda x: vary_alike(x.astype(jnp.float32), *arrays)[0], state)
-    first = None if tokens[-1] is None else tokens[-1][:, 0]
+    first = None if tokens.segment_ids is None else tokens.segment_ids[:, 0]
     parts = jax.tree.map(split, tokens)
     (last, _), o = lax.scan(jax.checkpoint(step, prevent_cse=False), (state, first), parts)
     return jnp.moveaxis(o, 0, 1).reshape(batch, count * size, *o.shape[3:])[:, :length], last
@@ -186,20 +192,10 @@ def _all_pairs(q: jax.Array, k: jax.Array, v: jax.Array, normalize: bool, eps: f
     return o.reshape(b, n, t, -1).transpose(0, 2, 1, 3).astype(q.dtype)
 
 
-def _check(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    causal: bool,
-    log_decay: jax.Array | None,
-    beta: jax.Array | None,
-    normalize: bool,
-    segment_ids: jax.Array | None,
-    state: LinearState | None,
-    return_state: bool,
-    chunk: int,
-) -> None:
+def _check(tokens: TokenArrays, options: LinearOptions, state: LinearState | None, return_state: bool) -> None:
     """Raises InputError for arguments that do not fit."""
+    q, k, v, log_decay, beta, segment_ids = tokens
+    causal, normalize, _, chunk = options
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     if not (q.ndim == k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3] and q.shape[::3] == k.shape[::3]):
         raise InputError(f"linear_attention of {shapes}: expected [B, T, N, M], [B, S, K, M] and [B, S, K, H]")
@@ -215,8 +211,8 @@ def _check(
         raise InputError(f"chunk={chunk}: expected a power of 2")
     if segment_ids is not None and segment_ids.shape != q.shape[:2]:
         raise InputError(f"segment_ids {segment_ids.shape}: expected {q.shape[:2]}, one for each token")
-    options = {"log_decay": log_decay, "beta": beta, "state": state, "return_state": return_state or None}
-    if not causal and (names := [name for name, value in options.items() if value is not None]):
+    causal_only = {"log_decay": log_decay, "beta": beta, "state": state, "return_state": return_state or None}
+    if not causal and (names := [name for name, value in causal_only.items() if value is not None]):
         raise InputError(f"linear_attention with causal=False and {names[0]}: leave it out, or pass causal=True")
     if log_decay is not None and log_decay.shape not in (k.shape[2:3], k.shape[:3], k.shape):
         raise InputError(f"log_decay {log_decay.shape}: expected {k.shape[2:3]}, {k.shape[:3]} or {k.shape}")

@@ -1,4 +1,7 @@
-"""Linear attention by its definition, written to be read: faster forms are tested against it."""
+"""Linear attention by its definition, written to be read: the recurrence first, then a second witness by all pairs of tokens.
+
+Faster forms are tested against both.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,47 @@ from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.attention.linear.state import normalized
 from hpnlp.ops.helpers.array_op import array_op
+
+
+@array_op("B T N", q="B T N")
+def reference_linear_recurrence(
+    q: Float[Array, "B T N M"],
+    k: Float[Array, "B T K M"],
+    v: Float[Array, "B T K H"],
+    *,
+    log_decay: Float[Array, "..."] | None = None,
+    beta: Float[Array, "B T K"] | None = None,
+    normalize: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+    eps: float = 0.0,
+) -> Float[Array, "B T N H"]:
+    """Causal linear attention token by token, without validation of the arguments: `o_t = q_t^T S_t`.
+
+    The state is `S_t = d_t S_{t-1} + k_t u_t^T`, where u_t is the value v_t, or `beta_t (v_t - k_t^T d_t S_{t-1})` with the
+    delta rule. Segments begin with a state of zeros; tokens of a segment are consecutive. See `linear_attention` for the
+    arguments.
+
+    Cost: O(B N T M H) time, in T steps.
+
+    References:
+      Katharopoulos et al. 2020, "Transformers are RNNs", eq. 16 to 20; Yang et al. 2024, "Gated delta networks", eq. 10.
+    """
+    decay = jnp.ones_like(k) if log_decay is None else jnp.exp(_by_feature(log_decay.astype(jnp.float32), k))
+    group = q.shape[2] // k.shape[2]  # query heads that read a key head
+    qs, ks, vs, ds = q.astype(jnp.float32), *(jnp.repeat(x.astype(jnp.float32), group, 2) for x in (k, v, decay))
+    s, z, outputs = jnp.zeros_like(ks[:, 0, :, :, None] * vs[:, 0, :, None]), jnp.zeros_like(ks[:, 0]), []
+    for t in range(q.shape[1]):
+        d = ds[:, t]
+        if t and segment_ids is not None:
+            d = jnp.where((segment_ids[:, t] == segment_ids[:, t - 1])[:, None, None], d, jnp.float32(0))
+        s, z, u = d[..., None] * s, d * z, vs[:, t]
+        if beta is not None:
+            rate = jnp.repeat(beta[:, t].astype(jnp.float32), group, 1)
+            u = rate[..., None] * (u - jnp.einsum("bnm,bnmh->bnh", ks[:, t], s))
+        s, z = s + ks[:, t, :, :, None] * u[:, :, None], z + ks[:, t]
+        o = jnp.einsum("bnm,bnmh->bnh", qs[:, t], s)
+        outputs.append(normalized(o, jnp.einsum("bnm,bnm->bn", qs[:, t], z), eps) if normalize else o)
+    return jnp.stack(outputs, axis=1).astype(q.dtype)
 
 
 @array_op("B T N", q="B T N")
@@ -68,6 +112,12 @@ def reference_linear_attention(
     if normalize:
         o = normalized(o, weights.sum(axis=-1).transpose(0, 3, 1, 2), eps)
     return o.reshape(b, t, n, -1).astype(q.dtype)
+
+
+def _by_feature(log_decay: Array, k: Array) -> Array:
+    """A decay of each head, token or feature, [B, T, K, M]."""
+    log_decay = log_decay if log_decay.ndim == 4 else log_decay[..., None]
+    return jnp.broadcast_to(log_decay if log_decay.ndim == 4 else log_decay[None, None], k.shape)
 
 
 def _decay(log_decay: Array, visible: Array, heads: int) -> Array:

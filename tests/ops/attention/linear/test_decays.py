@@ -13,6 +13,7 @@ from hpnlp.ops.attention.linear import (
     linear_attention,
     linear_attention_step,
     reference_linear_attention,
+    reference_linear_recurrence,
     zero_state,
 )
 from hpnlp.ops.attention.linear.delta import unit_lower_inverse
@@ -75,6 +76,18 @@ def test_outputs_and_gradients_match_reference(name):
 
     actual, expected = once(lambda: (results(linear_attention, chunk=16), results(reference_linear_attention)))
     assert_close(actual, expected)
+
+
+def test_both_definitions_agree():
+    """The recurrence and the matrix of all pairs, for all decays, consecutive segments and normalised outputs."""
+    q, k, v, _ = arrays()
+    segment_ids = jnp.sort(SEGMENTS, axis=1)
+
+    def outputs(definition):
+        decayed = [definition(q, k, v, log_decay=d, beta=b, segment_ids=segment_ids) for d, b in gates().values()]
+        return [*decayed, definition(jnp.abs(q), jnp.abs(k), v, normalize=True, segment_ids=segment_ids)]
+
+    assert_close(*once(lambda: [outputs(f) for f in (reference_linear_recurrence, reference_linear_attention)]))
 
 
 @pytest.mark.parametrize("name", ["delta, token", "feature"])
