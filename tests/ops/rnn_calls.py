@@ -55,7 +55,10 @@ CALLS = {
     "rnn.masks.zoneout_shares": ((lambda k, i: rnn.zoneout_shares(k, i, H, 0.5, False), (KEY, IDS)),),
     "rnn.masks.drop_weights": ((lambda w, k: rnn.drop_weights(w, k, 0.5), (U, KEY)),),
     "rnn.reference.reference_rnn": (
-        (lambda *a: rnn.reference_rnn("lstm", *a[:4], norms=a[4], **a[5]), (X, W, U, x(4 * H), NORMS, EVERYTHING)),
+        (
+            lambda x, *a: rnn.reference_rnn("lstm", x, rnn.RNNWeights(*a[:3], norms=a[3]), rnn.Sequences(**a[4])),
+            (X, W, U, x(4 * H), NORMS, EVERYTHING),
+        ),
     ),
 }
 INTERNAL = {f"rnn.{name}" for name in ("cells", "cudnn", "recurrence", "sequence")}

@@ -27,7 +27,8 @@ from hpnlp.ops.attention import Blockwise, Causal, Full, Mask, RandomBlocks, Win
 from hpnlp.ops.attention.linear import linear_attention, reference_linear_attention
 from hpnlp.ops.linear import linear
 from hpnlp.ops.rnn.lstm import lstm
-from hpnlp.ops.rnn.reference import reference_rnn
+from hpnlp.ops.rnn.reference import RNNWeights, reference_rnn
+from hpnlp.ops.rnn.sequence import Sequences
 from hpnlp.ops.softmax import linear_cross_entropy
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
@@ -205,7 +206,9 @@ def lstm_checks(rehearse: bool) -> Iterator[Check]:
         def run(impl: str = impl) -> tuple[Any, Any]:
             with on_cpu():
                 expected = with_gradients(
-                    lambda x, w, u, b: reference_rnn("lstm", x, w, u, b, lengths=lengths)[0], (x, w, u, b), do
+                    lambda x, w, u, b: reference_rnn("lstm", x, RNNWeights(w, u, b), Sequences(lengths=lengths))[0],
+                    (x, w, u, b),
+                    do,
                 )
             actual = with_gradients(
                 lambda x, w, u, b: lstm(x, w, u, b, lengths=lengths, impl=impl)[0], (x, w, u, b), do

@@ -5,17 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.rnn.cells import GRUCell, MinimalCell, OriginalGRUCell, OriginalMinimalCell
 from hpnlp.ops.rnn.masks import StepMasks
-from hpnlp.ops.rnn.recurrence import Cell, State
-from hpnlp.ops.rnn.sequence import check_shapes, gate_inputs, run_layer
+from hpnlp.ops.rnn.recurrence import State
+from hpnlp.ops.rnn.sequence import Sequences, check_shapes, gate_inputs, run_layer
 from hpnlp.ops.weight import dense
 from hpnlp.types import InputError
 
 FORMS = ("cudnn", "original")
+# (layer, form) -> cell.
+CELLS = {
+    ("gru", "cudnn"): GRUCell(),
+    ("gru", "original"): OriginalGRUCell(),
+    ("minimal_gated_unit", "cudnn"): MinimalCell(),
+    ("minimal_gated_unit", "original"): OriginalMinimalCell(),
+}
 
 
 @array_op("B", x="B")
@@ -66,11 +74,9 @@ def gru(
     References:
       Cho et al. 2014, "Learning phrase representations using RNN encoder-decoder", eq. 5 to 8 (there z is 1 - z).
     """
-    check_shapes("gru", x, w, b, [(u, 3)], reset, lengths)
-    kernels, params = _parts("gru", form, u, n_bias)
-    cell: Cell = GRUCell() if form == "cudnn" else OriginalGRUCell()
-    gates = gate_inputs(x, w, b, lengths, reverse)
-    return run_layer(cell, gates, kernels, params, state, initial, masks, reset, lengths, reverse, x.dtype)
+    sequences = Sequences(state, initial, masks, reset, lengths, reverse)
+    check_shapes("gru", x, w, b, [(u, 3)], sequences)
+    return _run("gru", form, u, n_bias, gate_inputs(x, w, b, sequences), sequences, x.dtype)
 
 
 @array_op("B", x="B")
@@ -121,15 +127,15 @@ def minimal_gated_unit(
     References:
       Zhou et al. 2016, "Minimal gated unit for recurrent neural networks", eq. 7 to 9.
     """
-    check_shapes("minimal_gated_unit", x, w, b, [(u, 2)], reset, lengths)
-    kernels, params = _parts("minimal_gated_unit", form, u, n_bias)
-    cell: Cell = MinimalCell() if form == "cudnn" else OriginalMinimalCell()
-    gates = gate_inputs(x, w, b, lengths, reverse)
-    return run_layer(cell, gates, kernels, params, state, initial, masks, reset, lengths, reverse, x.dtype)
+    sequences = Sequences(state, initial, masks, reset, lengths, reverse)
+    check_shapes("minimal_gated_unit", x, w, b, [(u, 2)], sequences)
+    return _run("minimal_gated_unit", form, u, n_bias, gate_inputs(x, w, b, sequences), sequences, x.dtype)
 
 
-def _parts(name: str, form: str, u: Any, n_bias: Array | None) -> tuple[tuple[Any, ...], dict[str, Array]]:
-    """`(recurrent matrices, parameters of the cell)`."""
+def _run(
+    name: str, form: str, u: Any, n_bias: Array | None, gates: Array, sequences: Sequences, dtype: DTypeLike
+) -> tuple[Array, State]:
+    """Runs the cell of a form."""
     if form not in FORMS:
         raise InputError(f"{name}: form={form!r}: expected one of {', '.join(FORMS)}")
     features = u.shape[0]
@@ -139,8 +145,8 @@ def _parts(name: str, form: str, u: Any, n_bias: Array | None) -> tuple[tuple[An
                 f"{name}: n_bias has no effect in the form 'original', whose candidate has one bias: pass None"
             )
         u = dense(u)
-        return (u[:, :-features], u[:, -features:]), {}
+        return run_layer(CELLS[name, form], gates, (u[:, :-features], u[:, -features:]), {}, sequences, dtype)
     if n_bias is not None and n_bias.shape != (features,):
         raise InputError(f"{name}: n_bias {n_bias.shape}: expected [H] = {(features,)}")
     bias = jnp.zeros((features,), jnp.float32) if n_bias is None else n_bias.astype(jnp.float32)
-    return (u,), {"n_bias": bias}
+    return run_layer(CELLS[name, form], gates, (u,), {"n_bias": bias}, sequences, dtype)

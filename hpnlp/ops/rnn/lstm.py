@@ -15,7 +15,7 @@ from hpnlp.ops.rnn.cells import LayerNormLSTMCell, LSTMCell
 from hpnlp.ops.rnn.cudnn import cudnn_limits, cudnn_lstm
 from hpnlp.ops.rnn.masks import StepMasks
 from hpnlp.ops.rnn.recurrence import State
-from hpnlp.ops.rnn.sequence import check_shapes, gate_inputs, is_plain, run_layer
+from hpnlp.ops.rnn.sequence import Sequences, check_shapes, gate_inputs, is_plain, run_layer
 from hpnlp.types import InputError
 
 
@@ -94,7 +94,8 @@ def lstm(
       Hochreiter and Schmidhuber 1997, "Long short-term memory", with the forget gate of Gers et al. 2000.
       Ba et al. 2016, "Layer normalization", eq. 20 to 22.
     """
-    check_shapes("lstm", x, w, b, [(u, 4)], reset, lengths)
+    sequences = Sequences(state, initial, masks, reset, lengths, reverse)
+    check_shapes("lstm", x, w, b, [(u, 4)], sequences)
     if impl == "cudnn":
         if limits := cudnn_limits(x, norms is None and is_plain(masks), reset, reverse):
             raise InputError(f"impl='cudnn' does not support {', '.join(limits)}: set impl='xla'")
@@ -102,7 +103,7 @@ def lstm(
         return cudnn_lstm(x, w, u, b, start, lengths)
     if impl != "xla":
         raise InputError(f"impl={impl!r}: expected 'xla' or 'cudnn'")
-    gates = gate_inputs(x, w, b if norms is None else None, lengths, reverse)
+    gates = gate_inputs(x, w, b if norms is None else None, sequences)
     cell, params = LSTMCell(), {}
     if norms is not None:
         bias = norms.x_bias.astype(jnp.float32) + norms.u_bias.astype(jnp.float32)
@@ -110,7 +111,7 @@ def lstm(
         gates = layer_norm(gates, norms.x_scale.astype(jnp.float32), bias, eps)
         cell = LayerNormLSTMCell(eps)
         params = {name: _rows(getattr(norms, name), len(x)) for name in ("u_scale", "c_scale", "c_bias")}
-    return run_layer(cell, gates, (u,), params, state, initial, masks, reset, lengths, reverse, x.dtype)
+    return run_layer(cell, gates, (u,), params, sequences, x.dtype)
 
 
 def _rows(x: Array, count: int) -> Array:

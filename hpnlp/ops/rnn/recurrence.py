@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -143,26 +143,32 @@ class Cell:
         return StepGradients(dx, da, db, d_state, d_params)
 
 
-def run_recurrence(
-    cell: Cell,
-    x: Array,
-    kernels: tuple[Array, ...],
-    params: Any,
-    start: State,
-    initial: State,
-    masks: Masks,
-    dtype: DTypeLike,
-) -> tuple[Array, State]:
-    """Runs a cell over a sequence.
+class Recurrence(NamedTuple):
+    """Arrays of a recurrence.
 
-    Args:
-      cell: The cell, a static object.
+    Attributes:
       x: Inputs of the gates of all steps, float32 [T, B, G H].
       kernels: Matrices of the products: [H, G' H], and [H, H] if the cell has a second product.
       params: Parameters of the cell, a tree of arrays.
       start: State before the first step, float32.
       initial: State at resets.
       masks: Masks of the steps. They receive no gradient.
+    """
+
+    x: Array
+    kernels: tuple[Array, ...]
+    params: Any
+    start: State
+    initial: State
+    masks: Masks
+
+
+def run_recurrence(cell: Cell, arrays: Recurrence, dtype: DTypeLike) -> tuple[Array, State]:
+    """Runs a cell over a sequence.
+
+    Args:
+      cell: The cell, a static object.
+      arrays: Inputs, parameters and masks.
       dtype: Dtype of the operands of products.
 
     Returns:
@@ -171,38 +177,25 @@ def run_recurrence(
     Cost:
       O(T B G H^2) time; keeps O(T B G H) numbers for the backward pass, whose products are as many again twice.
     """
-    leaves, structure = jax.tree.flatten((x, kernels, params, start, initial, dict(masks)))
-    return _run(cell, dtype, *jax.tree.unflatten(structure, vary_alike(*leaves)))
+    leaves, structure = jax.tree.flatten(arrays)
+    return _run(cell, dtype, jax.tree.unflatten(structure, vary_alike(*leaves)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _run(
-    cell: Cell, dtype: DTypeLike, x: Array, kernels: Any, params: Any, start: State, initial: State, masks: Any
-) -> tuple[Array, State]:
+def _run(cell: Cell, dtype: DTypeLike, arrays: Recurrence) -> tuple[Array, State]:
     # Without gradients nothing is stacked but the hidden states.
-    return _scan(cell, dtype, x, kernels, params, start, initial, masks, keeps=False)[0]
+    return _scan(cell, dtype, arrays, keeps=False)[0]
 
 
 @accepts_numpy
-def _run_forward(
-    cell: Cell, dtype: DTypeLike, x: Array, kernels: Any, params: Any, start: State, initial: State, masks: Any
-) -> tuple[Any, Any]:
-    result, saved = _scan(cell, dtype, x, kernels, params, start, initial, masks, keeps=True)
-    return result, (None if cell.additive else x, kernels, params, masks, saved)
+def _run_forward(cell: Cell, dtype: DTypeLike, arrays: Recurrence) -> tuple[Any, Any]:
+    result, saved = _scan(cell, dtype, arrays, keeps=True)
+    return result, (None if cell.additive else arrays.x, arrays.kernels, arrays.params, arrays.masks, saved)
 
 
-def _scan(
-    cell: Cell,
-    dtype: DTypeLike,
-    x: Array,
-    kernels: Any,
-    params: Any,
-    start: State,
-    initial: State,
-    masks: Any,
-    keeps: bool,
-) -> tuple[tuple[Array, State], Any]:
+def _scan(cell: Cell, dtype: DTypeLike, arrays: Recurrence, keeps: bool) -> tuple[tuple[Array, State], Any]:
     """`((hidden states, last state), arrays that the backward pass reads)`."""
+    x, kernels, params, start, initial, masks = arrays
     kernels = [kernel.astype(dtype) for kernel in kernels]
     constant, stepped = _by_step(masks, x.shape[0])
 
@@ -259,7 +252,7 @@ def _run_backward(cell: Cell, dtype: DTypeLike, residuals: Any, cotangents: tupl
         d_kernels.append(_outer(seconds, db))
     d_kernels = tuple(d.astype(kernel.dtype) for d, kernel in zip(d_kernels, kernels, strict=True))
     d_params = jax.tree.map(lambda d, p: d.astype(p.dtype), d_params, params)
-    return dx, d_kernels, d_params, d_start, d_initial if resets else zeros, None
+    return (Recurrence(dx, d_kernels, d_params, d_start, d_initial if resets else zeros, None),)  # pyright: ignore[reportArgumentType]
 
 
 _run.defvjp(_run_forward, _run_backward)

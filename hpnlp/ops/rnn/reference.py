@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,23 +12,35 @@ from jaxtyping import Array
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.rnn.lstm import LSTMNorms
 from hpnlp.ops.rnn.masks import StepMasks
+from hpnlp.ops.rnn.sequence import Sequences
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RNNWeights:
+    """Parameters of a recurrent layer with G gates.
+
+    Attributes:
+      w: Matrix of the inputs, [D, G H].
+      u: Matrix of the hidden state, [H, G H].
+      b: Biases of the gates, [G H].
+      n_bias: As for `gru`.
+      norms: As for `lstm`.
+    """
+
+    w: Any
+    u: Any
+    b: Any
+    n_bias: Any = None
+    norms: LSTMNorms | None = None
 
 
 @array_op("B", x="B")
 def reference_rnn(
     kind: str,
     x: Array,
-    w: Array,
-    u: Array,
-    b: Array,
-    n_bias: Array | None = None,
-    state: Any = None,
-    initial: Any = None,
-    norms: LSTMNorms | None = None,
-    masks: StepMasks = StepMasks(),  # noqa: B008  (frozen)
-    reset: Array | None = None,
-    lengths: Array | None = None,
-    reverse: bool = False,
+    weights: RNNWeights,
+    sequences: Sequences = Sequences(),  # noqa: B008  (frozen)
     eps: float = 1e-5,
 ) -> tuple[Array, tuple[Array, ...]]:
     """A recurrent layer in the dtype of its arguments.
@@ -35,17 +48,8 @@ def reference_rnn(
     Args:
       kind: "lstm", "gru_cudnn", "gru_original", "minimal_cudnn" or "minimal_original".
       x: [B, T, D].
-      w: [D, G H].
-      u: [H, G H].
-      b: [G H].
-      n_bias: As for `gru`.
-      state: As for `lstm`.
-      initial: As for `lstm`.
-      norms: As for `lstm`.
-      masks: As for `lstm`.
-      reset: As for `lstm`.
-      lengths: As for `lstm`.
-      reverse: As for `lstm`.
+      weights: Parameters of the layer.
+      sequences: States, masks, resets, lengths and direction, as for `lstm`.
       eps: As for `lstm`.
 
     Returns:
@@ -54,20 +58,21 @@ def reference_rnn(
     Cost:
       The program has T copies of a step.
     """
+    initial, reset, lengths = sequences.initial, sequences.reset, sequences.lengths
     batch, steps, _ = x.shape
-    size = u.shape[0]
+    size = weights.u.shape[0]
     first = tuple(jnp.zeros((batch, size), x.dtype) for _ in range(2 if kind == "lstm" else 1))
     if initial is not None:
         first = tuple(jnp.broadcast_to(s if s.ndim == 2 else s[None], (batch, size)) for s in initial)
-    state = first if state is None else state
+    state = first if sequences.state is None else sequences.state
     outputs: list[Any] = [None] * steps
-    for t in reversed(range(steps)) if reverse else range(steps):
-        at = {name: _at(getattr(masks, name), t) for name in ("hidden", "candidate", "hold_h", "hold_c")}
+    for t in reversed(range(steps)) if sequences.reverse else range(steps):
+        at = jax.tree.map(lambda mask: mask[:, t if mask.shape[1] > 1 else 0], sequences.masks)  # noqa: B023
         before = state  # the state of a sequence that has ended
         if reset is not None:
             state = tuple(jnp.where(reset[:, t, None], s0, s) for s0, s in zip(first, state, strict=True))
-        new = _step(kind, x[:, t], w, u, b, n_bias, norms, state, at, eps)
-        holds = (at["hold_h"], at["hold_c"])
+        new = _step(kind, x[:, t], weights, state, at, eps)
+        holds = at.hold_h, at.hold_c
         new = tuple(n if z is None else z * s + (1 - z) * n for n, s, z in zip(new, state, holds, strict=False))
         is_token = jnp.full((batch, 1), True) if lengths is None else (t < lengths)[:, None]
         state = tuple(jnp.where(is_token, n, s) for n, s in zip(new, before, strict=True))
@@ -75,17 +80,16 @@ def reference_rnn(
     return jnp.stack(outputs, axis=1), state
 
 
-def _step(
-    kind: str, x: Array, w: Array, u: Array, b: Array, n_bias: Any, norms: Any, state: Any, masks: Any, eps: float
-) -> tuple[Array, ...]:
-    """The state after a step."""
-    size, h = u.shape[0], state[0]
-    dropped = h if masks["hidden"] is None else h * masks["hidden"]
-    candidate_mask = jnp.ones_like(h) if masks["candidate"] is None else masks["candidate"]
+def _step(kind: str, x: Array, weights: RNNWeights, state: Any, masks: StepMasks, eps: float) -> tuple[Array, ...]:
+    """The state after a step, with the masks of this step."""
+    w, u, norms, h = weights.w, weights.u, weights.norms, state[0]
+    size = u.shape[0]
+    dropped = h if masks.hidden is None else h * masks.hidden
+    candidate_mask = jnp.ones_like(h) if masks.candidate is None else masks.candidate
     of_x, of_h = x @ w, dropped @ u
     if norms is not None:
         of_x, of_h = _norm(of_x, norms.x_scale, norms.x_bias, eps), _norm(of_h, norms.u_scale, norms.u_bias, eps)
-    of_x = of_x + b[None]
+    of_x = of_x + weights.b[None]
     gates_x = [of_x[:, i : i + size] for i in range(0, of_x.shape[1], size)]
     gates_h = [of_h[:, i : i + size] for i in range(0, of_h.shape[1], size)]
     if kind == "lstm":
@@ -95,7 +99,7 @@ def _step(
         return jax.nn.sigmoid(o) * jnp.tanh(shown), c
     gate = jax.nn.sigmoid(gates_x[0] + gates_h[0])  # r of a GRU, f of a minimal gated unit
     if kind.endswith("cudnn"):
-        of_state = gate * (gates_h[-1] + (0 if n_bias is None else n_bias[None]))
+        of_state = gate * (gates_h[-1] + (0 if weights.n_bias is None else weights.n_bias[None]))
     else:
         of_state = (gate * h) @ u[:, -size:]
     n = jnp.tanh(gates_x[-1] + of_state) * candidate_mask
@@ -108,7 +112,3 @@ def _step(
 def _norm(x: Array, scale: Array, bias: Array, eps: float) -> Array:
     mean, variance = x.mean(axis=-1, keepdims=True), x.var(axis=-1, keepdims=True)
     return (x - mean) / jnp.sqrt(variance + eps) * scale[None] + bias[None]
-
-
-def _at(mask: Array | None, t: int) -> Array | None:
-    return None if mask is None else mask[:, t if mask.shape[1] > 1 else 0]

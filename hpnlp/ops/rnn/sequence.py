@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from hpnlp.ops.linear import product
 from hpnlp.ops.rnn.masks import StepMasks
-from hpnlp.ops.rnn.recurrence import Cell, State, run_recurrence
+from hpnlp.ops.rnn.recurrence import Cell, Recurrence, State, run_recurrence
 from hpnlp.ops.weight import dense
 from hpnlp.types import InputError
 
 
-def check_shapes(
-    name: str, x: Array, w: Any, b: Any, kernels: Sequence[tuple[Any, int]], reset: Any, lengths: Any
-) -> int:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """The order of the steps over the sequences of a batch, and the states at their borders.
+
+    Attributes:
+      state: State before the first step, arrays `[B, H]` or `[H]`; None for `initial`.
+      initial: State at resets; None for zeros.
+      masks: Masks within the steps.
+      reset: bool `[B, T]`, True where the state before the token is the initial one.
+      lengths: int `[B]`, tokens of each sequence; None for T.
+      reverse: Whether the last token comes first.
+    """
+
+    state: Any = None
+    initial: Any = None
+    masks: StepMasks = StepMasks()  # noqa: RUF009  (frozen)
+    reset: Any = None
+    lengths: Any = None
+    reverse: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
+def check_shapes(name: str, x: Array, w: Any, b: Any, kernels: Sequence[tuple[Any, int]], sequences: Sequences) -> int:
     """Checks the shapes of a recurrent layer.
 
     Args:
@@ -27,8 +49,7 @@ def check_shapes(
       w: Matrix of the inputs.
       b: Biases of the gates, or None.
       kernels: Recurrent matrices, each with its number of gates.
-      reset: bool `[B, T]`, or None.
-      lengths: int `[B]`, or None.
+      sequences: Resets and lengths are checked.
 
     Returns:
       The number of features H.
@@ -36,7 +57,7 @@ def check_shapes(
     Raises:
       InputError: Shapes do not match.
     """
-    features = kernels[0][0].shape[0]
+    features, reset, lengths = kernels[0][0].shape[0], sequences.reset, sequences.lengths
     gates = sum(count for _, count in kernels)
     for kernel, count in kernels:
         if tuple(kernel.shape) != (features, count * features):
@@ -59,39 +80,28 @@ def check_shapes(
     return features
 
 
-def gate_inputs(x: Array, w: Any, b: Array | None, lengths: Array | None, reverse: bool) -> Array:
+def gate_inputs(x: Array, w: Any, b: Array | None, sequences: Sequences) -> Array:
     """Inputs of the gates, one product over all tokens.
 
     Args:
       x: `[B, T, D]`.
       w: `[D, G H]`, an array or a Weight.
       b: `[G H]`, or None.
-      lengths: As for the layer: tokens after the end count as 0, even if they are NaN.
-      reverse: Whether the last token comes first.
+      sequences: Tokens after the end of a sequence count as 0, even if they are NaN.
 
     Returns:
       float32 `[T, B, G H]`, in the order of the steps.
     """
-    if lengths is not None:
-        x = jnp.where(_valid(x.shape[1], lengths)[..., None], x, jnp.zeros((), x.dtype))
-    x = x[:, ::-1] if reverse else x
+    if sequences.lengths is not None:
+        x = jnp.where(_valid(x.shape[1], sequences.lengths)[..., None], x, jnp.zeros((), x.dtype))
+    x = x[:, ::-1] if sequences.reverse else x
     x = x.swapaxes(0, 1)
     gates = product(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:2], -1)
     return gates if b is None else gates + b.astype(jnp.float32)[None, None]
 
 
 def run_layer(
-    cell: Cell,
-    gates: Array,
-    kernels: tuple[Any, ...],
-    params: Any,
-    state: State | None,
-    initial: State | None,
-    masks: StepMasks,
-    reset: Array | None,
-    lengths: Array | None,
-    reverse: bool,
-    dtype: DTypeLike,
+    cell: Cell, gates: Array, kernels: tuple[Any, ...], params: Any, sequences: Sequences, dtype: DTypeLike
 ) -> tuple[Array, State]:
     """Runs a cell over the sequences of a batch.
 
@@ -100,12 +110,7 @@ def run_layer(
       gates: Result of `gate_inputs`, or a function of it.
       kernels: Recurrent matrices, arrays or Weights.
       params: Parameters of the cell.
-      state: State before the first step, arrays `[B, H]` or `[H]`; None for `initial`.
-      initial: State at resets; None for zeros.
-      masks: Masks within the steps.
-      reset: bool `[B, T]`, True where the state before the token is the initial one.
-      lengths: Tokens of each sequence; None for T.
-      reverse: Whether the last token comes first.
+      sequences: States, masks, resets and lengths.
       dtype: Dtype of the results, and of the operands of products.
 
     Returns:
@@ -114,22 +119,25 @@ def run_layer(
     steps, batch = gates.shape[:2]
     kernels = tuple(dense(kernel) for kernel in kernels)
     features = kernels[0].shape[0]
-    first = state_arrays("initial", cell.states, initial, batch, features)
+    first = state_arrays("initial", cell.states, sequences.initial, batch, features)
+    state, masks, reset = sequences.state, sequences.masks, sequences.reset
     start = first if state is None else state_arrays("state", cell.states, state, batch, features)
     _check_masks(masks, cell.states, (batch, steps, features))
     named = {"hidden": masks.hidden, "candidate": masks.candidate, "hold_0": masks.hold_h, "hold_1": masks.hold_c}
-    valid = None if lengths is None else _valid(steps, lengths)[..., None]
+    valid = None if sequences.lengths is None else _valid(steps, sequences.lengths)[..., None]
     if reset is not None:  # padding leaves the state as it is
         named["reset"] = reset[..., None] if valid is None else reset[..., None] & valid
     if valid is not None:
         for name in ("hold_0", "hold_1")[: len(start)]:
             named[name] = jnp.where(valid, 0.0 if named[name] is None else named[name], 1.0)
     stepped = {
-        name: (mask[:, ::-1] if reverse else mask).swapaxes(0, 1) for name, mask in named.items() if mask is not None
+        name: (mask[:, ::-1] if sequences.reverse else mask).swapaxes(0, 1)
+        for name, mask in named.items()
+        if mask is not None
     }
-    h, last = run_recurrence(cell, gates, kernels, params, start, first, stepped, dtype)
+    h, last = run_recurrence(cell, Recurrence(gates, kernels, params, start, first, stepped), dtype)
     y = h.swapaxes(0, 1).astype(dtype)
-    y = y[:, ::-1] if reverse else y
+    y = y[:, ::-1] if sequences.reverse else y
     return y if valid is None else jnp.where(valid, y, jnp.zeros((), dtype)), last
 
 

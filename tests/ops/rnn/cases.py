@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hpnlp.ops.rnn import LSTMNorms, StepMasks, gru, lstm, minimal_gated_unit, reference_rnn
+from hpnlp.ops.rnn import LSTMNorms, RNNWeights, Sequences, StepMasks, gru, lstm, minimal_gated_unit, reference_rnn
 
 B, T, D, H = 3, 7, 5, 4
 GATES = {"lstm": 4, "gru_cudnn": 3, "gru_original": 3, "minimal_cudnn": 2, "minimal_original": 2}
@@ -49,7 +49,9 @@ def fast(kind, arrays, **options):
 
 def reference(kind, arrays, **options):
     """The reference of a kind."""
-    return reference_rnn(kind.removesuffix("_norms"), **arrays, **options)
+    weights = RNNWeights(**{name: arrays[name] for name in ("w", "u", "b", "n_bias", "norms") if name in arrays})
+    states = {name: arrays[name] for name in ("state", "initial") if name in arrays}
+    return reference_rnn(kind.removesuffix("_norms"), arrays["x"], weights, Sequences(**states, **options))
 
 
 def value_and_gradients(function, arrays):
