@@ -80,15 +80,15 @@ class Gradients:
         constants = self._shards(params, ids), params, buffers, ids, scale
         gradient = jax.grad(self._sum, has_aux=True)
         if self._is_single_sum:
-            grads, ((weight, sums, statistics), carry) = gradient(*constants, None, batch, key, carry)
+            grads, ((weight, sums, statistics), carry) = gradient(*constants, None, (batch, key, carry))
             return grads, (weight, self.with_auxiliary_losses(sums, statistics), statistics), carry
         inputs = (*self._split_for_accumulation(batch, key), self._split(carry, 1))
         first = jax.tree.map(lambda x: x[0], inputs)
-        _, (shapes, _) = jax.eval_shape(gradient, *constants, None, *first)
+        _, (shapes, _) = jax.eval_shape(gradient, *constants, None, first)
         cotangent = self._statistics_cotangent(shapes, *constants, inputs)
 
         def accumulate(totals: Any, inputs: tuple[Batch, jax.Array, Any]) -> tuple[Any, Any]:
-            grads, (sums, carry) = gradient(*constants, cotangent, *inputs)
+            grads, (sums, carry) = gradient(*constants, cotangent, inputs)
             return self.update.each(_add, totals, (grads, sums)), carry
 
         start = self.update.each(_zeros, constants[0]), _zeros(shapes)
@@ -314,16 +314,16 @@ class Gradients:
         ids: Any,
         scale: Any,
         cotangent: Any,
-        batch: Batch,
-        key: jax.Array,
-        carry: Any,
+        inputs: tuple[Batch, jax.Array, Any],
     ) -> tuple[jax.Array, tuple[tuple[jax.Array, Any, Any], Any]]:
         """`(sum of the loss with auxiliary losses, ((weight, metrics, statistics), carry))`.
 
         The loss is a sum, not a mean: sums add up over devices and accumulated parts, whatever the number of target tokens in
         each of them, and they keep float16 gradients of order 1 in the backward pass. `shards` are the arguments of the
         gradient (`_shards`). `cotangent` is the result of `_statistics_cotangent` for a part of a batch; None for a whole one.
+        `inputs` are the batch, its key and the carry before it.
         """
+        batch, key, carry = inputs
         tables = sparse_rows.as_tables(self._with_shards(shards, params, ids), ids)
         out = loss(
             self.model, variables.join(tables, buffers, self.frozen), batch, key, carry, self.parts_of_loss(batch)

@@ -10,6 +10,7 @@ import concurrent.futures
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -121,14 +122,15 @@ def train_word_vectors(
     keep = keep_probabilities(counts, config.subsample, config.subsample_form)
     table, draws = _initial(len(counts), config), jnp.asarray(noise_table(counts, config.noise_power))
     workers = config.workers or min(2, os.cpu_count() or 1)
-    rounds, steps = _sizes(float(keep[tokens[tokens >= 0]].sum()), config, workers)
+    sizes = _sizes(float(keep[tokens[tokens >= 0]].sum()), config, workers)
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         for epoch in range(config.epochs):
             rng = np.random.default_rng([config.seed, epoch])
             words, segments = _subsampled(tokens, keep, rng)
-            steps = max(steps, -(-len(words) // (rounds * workers * config.centres)))
-            parts = _Parts(words, segments, draws, config, epoch, workers, rounds, steps, rng)
-            for index in range(rounds):
+            needed = -(-len(words) // (sizes.rounds * workers * config.centres))
+            sizes = sizes._replace(steps=max(sizes.steps, needed))
+            parts = _Parts(words, segments, draws, config, epoch, sizes, rng)
+            for index in range(sizes.rounds):
                 if workers == 1:
                     table = parts.train(table, index)
                     continue
@@ -162,11 +164,19 @@ def _subsampled(tokens: np.ndarray, keep: np.ndarray, rng: np.random.Generator) 
     return tokens[kept].astype(np.int32), segments[kept]
 
 
-def _sizes(expected: float, config: Word2VecConfig, workers: int) -> tuple[int, int]:
-    """`(rounds, blocks of a worker in a round)` of an epoch, with room for the varying number of words that are kept."""
+class _Sizes(NamedTuple):
+    """Number of workers, of rounds of an epoch, and of blocks of a worker in a round."""
+
+    workers: int
+    rounds: int
+    steps: int
+
+
+def _sizes(expected: float, config: Word2VecConfig, workers: int) -> _Sizes:
+    """Sizes with room for the varying number of words that are kept."""
     expected += 4 * expected**0.5
     rounds = max(1, round(expected / (workers * _BLOCKS * config.centres)))
-    return rounds, -(-int(expected + 1) // (rounds * workers * config.centres))
+    return _Sizes(workers, rounds, -(-int(expected + 1) // (rounds * workers * config.centres)))
 
 
 class _Parts:
@@ -179,11 +189,10 @@ class _Parts:
         noise: jax.Array,
         config: Word2VecConfig,
         epoch: int,
-        workers: int,
-        rounds: int,
-        steps: int,
+        sizes: _Sizes,
         rng: np.random.Generator,
     ) -> None:
+        workers, rounds, steps = sizes
         self.block, self.noise, self.steps = config.block(), noise, steps
         self.size = steps * config.centres  # centres of a part
         centres, margin = rounds * workers * self.size, config.window
