@@ -25,7 +25,7 @@ TREE = {
     "int4": DRAW.integers(-8, 8, (5, 9)).astype(ml_dtypes.int4),
     "empty": np.zeros((3, 0), np.float16),
 }
-METADATA = {"model": {"layers": 2}, "note": "text that tests replace by longer numbers"}
+METADATA = {"model": {"layers": 2}, "note": "text"}
 ENCODINGS = {
     "table": "sparse",
     "layers/query/codes": "packed(1.6)",
