@@ -231,9 +231,8 @@ def set_up(config: Config, workdir: Path, accept_changes: bool = False) -> Setup
     if origin.source is not None:
         accepted = origin.source.check_model(model.config, accept_changes, config.task)
     frozen = task.frozen(config)
-    teacher: TeacherOfRun | None = None
-    if config.distill.teacher:
-        teacher = READERS["find_teacher"](config, vocabulary)
+    teacher: TeacherOfRun | None = READERS["find_teacher"](config, vocabulary) if config.distill.teacher else None
+    if teacher is not None:
         model = teacher.distilled(config, model)
         frozen = teacher.frozen(model.stored > 0)
     optimizer, batch_size = config.optimizer.for_batch(config.data.batch_size), config.data.batch_size
