@@ -8,7 +8,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 from absl import flags
@@ -108,7 +108,7 @@ def _run(argv: Sequence[str]) -> None:
         _plan_step(values, experiment.fields_of(overrides))
 
 
-def _plan_step(values: Any, fields: Collection[str]) -> None:
+def _plan_step(values: Any, fields: Container[str]) -> None:
     """Prints and draws the plan of a training step; `fields` are those that the flags set."""
     from hpnlp import planner
     from hpnlp.planner import compiled, devices, render, search
