@@ -12,7 +12,7 @@ from hpnlp.__main__ import HANDLES_SIGNALS
 from hpnlp.cli import experiment
 from hpnlp.compress.recipe import parse_recipe
 from hpnlp.training.config import resolve
-from hpnlp.types import InputError
+from tests.messages import raises
 
 HERE = Path(__file__).parents[1] / "experiments" / "compression"
 
@@ -107,8 +107,7 @@ def test_steps_are_chosen_by_beginnings_of_names(modules, tmp_path):
     assert runs.choose(all_steps, []) == all_steps
     names = [step.name for step in runs.choose(all_steps, ["tagging/int8", "pretrained"])]
     assert names == ["pretrained", "tagging/int8", "tagging/int8_in_training_run", "tagging/int8_in_training"]
-    with pytest.raises(InputError, match="begins with 'taging/int8': did you mean 'tagging/int8'"):
-        runs.choose(all_steps, ["pretrained", "taging/int8"])
+    raises("begins with 'taging/int8': did you mean", runs.choose, all_steps, ["pretrained", "taging/int8"])
 
 
 def test_results_of_other_settings_raise(modules, tmp_path):
@@ -116,17 +115,14 @@ def test_results_of_other_settings_raise(modules, tmp_path):
     directory = tmp_path / "new" / "run"
     for tasks in (steps.TASKS, steps.TASKS[:1]):  # other tasks may be added
         runs.check_settings(steps.Settings(directory, trial=True, tasks=tasks))
-    with pytest.raises(InputError, match="holds results of --budget=1.0 --trial, .*: choose another --workdir, or"):
-        runs.check_settings(steps.Settings(directory))
+    raises("holds results of --budget=1.0 --trial, .*: choose", lambda: runs.check_settings(steps.Settings(directory)))
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="cannot write to --workdir=.*file .*: choose another"):
-        runs.check_settings(steps.Settings(tmp_path / "file"))
+    raises("cannot write to --workdir=.*file", lambda: runs.check_settings(steps.Settings(tmp_path / "file")))
 
 
 def test_missing_packages_raise_before_the_first_step(modules, monkeypatch):
     monkeypatch.setattr(modules[1].importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="not installed: safetensors, tokenizers: pip install"):
-        modules[1].check_packages()
+    raises("not installed: safetensors, tokenizers: pip install", modules[1].check_packages)
 
 
 def test_logs_of_steps_that_resume_are_continued(modules, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training.config import resolve
 from hpnlp.training.run_directory import make_model
 from hpnlp.training.trainer import make_trainer
-from hpnlp.types import InputError
+from tests.messages import raises
 from tests.tiny import quick_compiler, text, xla_cache  # noqa: F401  (fixtures)
 
 ROOT = Path(__file__).parents[1] / "experiments"
@@ -135,10 +135,8 @@ def test_two_steps_give_finite_losses(library):
 def test_equal_time_sweep_scales_steps_by_measured_times(tmp_path):
     module = experiment.load(WORDS)
     module.TIMES = tmp_path / "steps_{}.json"
-    with pytest.raises(InputError, match=r"steps_docs.json: run python experiments/softmax/steps.py --only=docs first"):
-        module.get_sweep("docs-time")
-    with pytest.raises(InputError, match="unknown corpus 'doc': did you mean 'docs'"):
-        module.get_sweep("doc")
+    raises(r"steps_docs.json: run python experiments/softmax/steps.py --only=docs first", module.get_sweep, "docs-time")
+    raises("unknown corpus 'doc': did you mean 'docs'", module.get_sweep, "doc")
     rows = [{"output": layer, "ratios": {"time over full": 1.0 if layer == "full" else 0.3}} for layer in LAYERS]
     (tmp_path / "steps_docs.json").write_text(json.dumps({"rows": rows}))
     steps = {member["model.output"]: member["train.steps"] for member in module.get_sweep("docs-time")}
@@ -173,8 +171,7 @@ def test_nearest_pair_benchmark_extrapolates_the_cross_encoder(tmp_path):
 
 
 def test_unknown_corpus_raises():
-    with pytest.raises(InputError, match="unknown corpus 'dogs': did you mean 'docs'?"):
-        experiment.read(f"{WORDS}:dogs")
+    raises("unknown corpus 'dogs': did you mean 'docs'?", experiment.read, f"{WORDS}:dogs")
 
 
 def test_members_of_word_embeddings_have_trainers(library):

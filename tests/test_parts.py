@@ -15,7 +15,7 @@ from hpnlp.planner.collectives import trace
 from hpnlp.planner.jaxpr.jaxpr_cost import program_cost
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.trainer import make_trainer
-from hpnlp.types import InputError
+from tests.messages import raises
 
 B, T, D, V, F, LAYERS = 2, 16, 32, 264, 48, 3
 SIZES = {"layers": LAYERS, "dim": D, "heads": 4, "kv_heads": 2, "mlp_dim": F, "vocab": V, "unroll": 1}
@@ -116,8 +116,7 @@ def test_operations_of_compiled_programs_have_the_names():
     function = jax.jit(jax.grad(lambda x: jnp.sum(part("feed_forward")(jnp.matmul)(x, x))))
     text = function.lower(jnp.ones((4, 4))).compile().as_text()
     assert any(part_of(line) == "feed_forward" for line in text.splitlines() if " dot(" in line)
-    with pytest.raises(InputError, match="part 'attention': expected one of embedding, "):
-        part("attention")
+    raises("part 'attention': expected one of embedding, ", part, "attention")
 
 
 @given(st.dictionaries(st.sampled_from([*PARTS, ""]), st.floats(0, 1e18), max_size=8))

@@ -84,11 +84,3 @@ def test_largest_batch_is_the_last_that_fits(modules):
     largest = modules["small_runs"].largest_batch
     assert largest(lambda batch: 100 + 3 * batch, 1000) == (296, 988)
     assert largest(lambda batch: 100 + 3 * batch, 123) == (0, 0)
-
-
-def test_tables_name_both_scores_and_the_interval(modules):
-    row = {"table": "comparisons", "what": "A; B", "technique_score": 0.5, "control_score": 0.4, "technique_share": 0.1}
-    row |= {"difference": 0.1, "half_interval": 0.02, "technique_parameters": 10, "teacher_parameters": 20}
-    ((label, figure),) = modules["recipe_tables"].recipes([row | {"teacher_score": 0.6}])
-    assert label.startswith("A; B")
-    assert figure == "50.0%; 40.0%; +10.0 +- 2.0; 10.0% of the weights are not 0; teacher 60.0%, 0.50 of its parameters"
