@@ -3,37 +3,22 @@
 import functools
 import os
 import random
+import shutil
+import signal
 from pathlib import Path
 
 import jax
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+from hpnlp import report
 from hpnlp.training import loop
 from hpnlp.training.config import default, resolve
 from hpnlp.training.trainer import make_trainer
 
 EXPERIMENT = str(Path(__file__))
-WORDS = [
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "a",
-    "lazy",
-    "dog",
-    "while",
-    "seven",
-    "wizards",
-    "brew",
-    "potions",
-    "in",
-    "old",
-    "copper",
-    "kettles",
-]
+SENTENCE = "the quick brown fox jumps over a lazy dog while seven wizards brew potions in old copper kettles"
+WORDS = SENTENCE.split()
 
 
 def get_config():
@@ -68,13 +53,35 @@ def text(tmp_path_factory):
         yield root / "text"
 
 
+def interrupt(config, workdir, step):
+    """Runs `loop.train` until a SIGTERM after the line of `step` is written."""
+
+    class Writer(loop.JsonlWriter):
+        def write(self, number, values):
+            super().write(number, values)
+            if number == step and "loss" in values:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "JsonlWriter", Writer)
+        assert loop.train(config, workdir).interrupted
+
+
+def copy_run(workdir):
+    """Copies a run of two steps, with its report, that the session trains once."""
+    source = Path(os.environ["HPNLP_TEST_TEXT"]).parent / "run"
+    if not source.exists():
+        config = make(train__steps=2)
+        report.write(source, config, loop.train(config, source), "--config=tests/tiny.py")
+    return shutil.copytree(source, workdir)
+
+
 shared_trainer = functools.lru_cache(maxsize=32)(make_trainer)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def shared_trainers():
-    """Runs of equal models, optimizers and plans share a trainer, so that its programs are traced once."""
-    shared_trainer.cache_clear()
+    """Runs of equal models, optimizers and plans share a trainer in all files, so that its programs are traced once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "make_trainer", shared_trainer)
         yield

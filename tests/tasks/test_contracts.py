@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import random
-import signal
 from pathlib import Path
 
 import flax.linen as nn
@@ -36,12 +35,37 @@ from hpnlp.training.run_directory import check_task, load, make_model
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests import tiny
+from tests.messages import raises
 
 PLANS = {"tensor": Plan(tensor=2)}
-SLOW_PLANS = {
-    "zero3_sequence": Plan("zero3", sequence=2),
-    "3d": Plan("3d"),
-}
+SLOW_PLANS = {"zero3_sequence": Plan("zero3", sequence=2), "3d": Plan("3d")}
+
+
+TRANSFORMER = {"layers": 2, "dim": 16, "heads": 2, "mlp_dim": 32, "unroll": 1}
+COLORS = ("red", "green", "blue")
+
+
+def tiny_config(task, path, **data):
+    """The default config of a task for four steps at a high rate."""
+    values = configs.default(task)
+    values.data.update(path=str(path), batch_size=8, **data)
+    values.optimizer.update(warmup=0, learning_rate=1e-2)
+    values.train.steps = 4
+    return values
+
+
+def written(directory, records, name="examples"):
+    path = directory / f"{name}.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    return path
+
+
+def texts_of_three_vocabularies(least, most):
+    """Texts of one of three vocabularies, which overlap; the label is the vocabulary."""
+    draw = random.Random(0)
+    for number in range(120):
+        count = least if least == most else draw.randint(least, most)
+        yield {"text": " ".join(draw.choices(tiny.WORDS[number % 3 * 4 :][:8], k=count)), "label": COLORS[number % 3]}
 
 
 def language_model(directory):
@@ -50,83 +74,49 @@ def language_model(directory):
 
 def recurrent_language_model(directory):
     """Two kinds of cells, all kinds of dropout, and states that are carried from batch to batch."""
-    values = configs.default("rnn_lm")
-    values.data.update(path=os.environ["HPNLP_TEST_TEXT"], seq_len=16, batch_size=8, order="stream")
+    values = tiny_config("rnn_lm", os.environ["HPNLP_TEST_TEXT"], seq_len=16, order="stream")
     values.model.update(cells="lstm(12),gru(16)", initial="learned", activation_penalty=0.1)
     values.model.update(input_dropout=0.1, layer_dropout=0.1, output_dropout=0.1, embedding_dropout=0.1)
     values.model.update(hidden_dropout=0.1, candidate_dropout=0.1, zoneout=0.1, weight_drop=0.1, temporal_penalty=0.1)
-    values.optimizer.update(warmup=0, learning_rate=1e-2)
-    values.train.update(steps=4, sample=8)
+    values.train.sample = 8
     return configs.resolve(values)
 
 
 def classification(directory):
-    """Words of one of three vocabularies, which overlap; the label is the vocabulary."""
-    draw = random.Random(0)
-    lines = []
-    for number in range(120):
-        words = draw.choices(tiny.WORDS[number % 3 * 4 :][:8], k=6)
-        lines.append(json.dumps({"text": " ".join(words), "label": ("red", "green", "blue")[number % 3]}))
-    (directory / "examples.jsonl").write_text("\n".join(lines))
-    (directory / "others.jsonl").write_text("\n".join(lines[:9]))
-    config = configs.default("classification")
-    config.data.update(path=str(directory / "examples.jsonl"), challenge_path=str(directory / "others.jsonl"))
-    config.data.update(tokenizer="words(30)", seq_len=16, batch_size=8)
-    config.data.heldout = 0.2
-    config.model.update(layers=2, dim=16, heads=2, mlp_dim=32, unroll=1)
-    config.optimizer.update(warmup=0, learning_rate=1e-2)
-    config.train.steps = 4
-    return configs.resolve(config)
+    records = list(texts_of_three_vocabularies(6, 6))
+    data = {"challenge_path": str(written(directory, records[:9], "others")), "heldout": 0.2}
+    values = tiny_config("classification", written(directory, records), tokenizer="words(30)", seq_len=16, **data)
+    values.model.update(TRANSFORMER)
+    return configs.resolve(values)
 
 
 def recurrent_classification(directory):
-    """Texts of 1 to 30 words of one of three vocabularies, in batches of two lengths; several kinds of dropout."""
-    draw = random.Random(0)
-    lines = []
-    for number in range(120):
-        words = draw.choices(tiny.WORDS[number % 3 * 4 :][:8], k=draw.randint(1, 30))
-        lines.append(json.dumps({"text": " ".join(words), "label": ("red", "green", "blue")[number % 3]}))
-    (directory / "examples.jsonl").write_text("\n".join(lines))
-    config = configs.default("rnn_classification")
-    config.data.update(path=str(directory / "examples.jsonl"), tokenizer="words(30)", seq_len=24, batch_size=8)
-    config.data.update(buckets=2, heldout=0.2)
-    config.model.update(cells="lstm(12)", embed_dim=16, hidden_dropout=0.1, output_dropout=0.1, dropout=0.1)
-    config.optimizer.update(warmup=0, learning_rate=1e-2)
-    config.train.steps = 4
-    return configs.resolve(config)
+    """Batches of two lengths; several kinds of dropout."""
+    path = written(directory, texts_of_three_vocabularies(1, 30))
+    values = tiny_config("rnn_classification", path, tokenizer="words(30)", seq_len=24, buckets=2, heldout=0.2)
+    values.model.update(cells="lstm(12)", embed_dim=16, hidden_dropout=0.1, output_dropout=0.1, dropout=0.1)
+    return configs.resolve(values)
 
 
 def hashed_classification(directory):
-    """Texts of 1 to 30 words of one of three vocabularies, in batches of two lengths."""
-    draw = random.Random(0)
-    lines = []
-    for number in range(120):
-        words = draw.choices(tiny.WORDS[number % 3 * 4 :][:8], k=draw.randint(1, 30))
-        lines.append(json.dumps({"text": " ".join(words), "label": ("red", "green", "blue")[number % 3]}))
-    (directory / "examples.jsonl").write_text("\n".join(lines))
-    config = configs.default("hashed_classification")
-    config.data.update(path=str(directory / "examples.jsonl"), seq_len=24, batch_size=8, buckets=2, heldout=0.2)
-    config.model.update(encoder="prado(bigram=8, skip1bigram=4)", projection=64, bottleneck=8, dropout=0.1)
-    config.optimizer.update(warmup=0, learning_rate=1e-2)
-    config.train.update(steps=4, weights="quantized(8)")
-    return configs.resolve(config)
+    """Batches of two lengths."""
+    path = written(directory, texts_of_three_vocabularies(1, 30))
+    values = tiny_config("hashed_classification", path, seq_len=24, buckets=2, heldout=0.2)
+    values.model.update(encoder="prado(bigram=8, skip1bigram=4)", projection=64, bottleneck=8, dropout=0.1)
+    values.train.weights = "quantized(8)"
+    return configs.resolve(values)
 
 
 def tagging(directory):
     """Words of one vocabulary; the label is the length of the word before."""
-    draw = random.Random(0)
-    lines = []
+    draw, records = random.Random(0), []
     for _ in range(120):
         words = draw.choices(tiny.WORDS[:8], k=6)
         labels = ["first", *("long" if len(word) > 4 else "short" for word in words[:-1])]
-        lines.append(json.dumps({"words": words, "labels": labels}))
-    (directory / "examples.jsonl").write_text("\n".join(lines))
-    config = configs.default("tagging")
-    config.data.update(path=str(directory / "examples.jsonl"), tokenizer="words(30)", seq_len=16, batch_size=8)
-    config.model.update(layers=2, dim=16, heads=2, mlp_dim=32, unroll=1)
-    config.optimizer.update(warmup=0, learning_rate=1e-2)
-    config.train.steps = 4
-    return configs.resolve(config)
+        records.append({"words": words, "labels": labels})
+    values = tiny_config("tagging", written(directory, records), tokenizer="words(30)", seq_len=16)
+    values.model.update(TRANSFORMER)
+    return configs.resolve(values)
 
 
 def masked_language_model(directory):
@@ -140,117 +130,89 @@ def masked_language_model(directory):
 def sequence_to_sequence(directory):
     """Words of one vocabulary; the target has them in reverse order."""
     draw = random.Random(0)
-    lines = []
-    for name, count in (("examples", 120), ("longer", 6)):
+
+    def reversals(count, least, most):
         for _ in range(count):
-            words = draw.choices(tiny.WORDS[:8], k=5 if name == "longer" else draw.randint(1, 4))
-            lines.append(json.dumps({"source": " ".join(words), "target": " ".join(reversed(words))}))
-        (directory / f"{name}.jsonl").write_text("\n".join(lines[-count:]))
-    config = configs.default("seq2seq")
-    config.data.update(path=str(directory / "examples.jsonl"), challenge_path=str(directory / "longer.jsonl"))
-    config.data.update(tokenizer="words(30)", seq_len=16, target_len=8, batch_size=8)
-    config.model.update(layers=2, dim=16, heads=2, mlp_dim=32, unroll=1)
-    config.optimizer.update(warmup=0, learning_rate=1e-2)
-    config.train.steps = 4
-    return configs.resolve(config)
+            words = draw.choices(tiny.WORDS[:8], k=least if least == most else draw.randint(least, most))
+            yield {"source": " ".join(words), "target": " ".join(reversed(words))}
+
+    path = written(directory, reversals(120, 1, 4))
+    data = {"challenge_path": str(written(directory, reversals(6, 5, 5), "longer")), "target_len": 8}
+    values = tiny_config("seq2seq", path, tokenizer="words(30)", seq_len=16, **data)
+    values.model.update(TRANSFORMER)
+    return configs.resolve(values)
 
 
 def dual_encoder(directory):
     """Texts of words of one vocabulary; the partner has a word of another one for each of them."""
-    draw = random.Random(0)
-    lines = []
+    draw, records = random.Random(0), []
     for _ in range(120):
         numbers = draw.sample(range(6), k=3)
         texts = [" ".join(tiny.WORDS[offset + number] for number in numbers) for offset in (0, 6)]
-        lines.append(json.dumps({"text": texts[0], "pair": texts[1]}))
-    (directory / "examples.jsonl").write_text("\n".join(lines))
-    config = configs.default("dual_encoder")
-    config.data.update(path=str(directory / "examples.jsonl"), tokenizer="words(30)", seq_len=16, batch_size=8)
-    config.model.update(layers=2, dim=16, heads=2, mlp_dim=32, unroll=1, learn_temperature=True)
-    config.optimizer.update(warmup=0, learning_rate=1e-2)
-    config.train.steps = 4
-    return configs.resolve(config)
+        records.append({"text": texts[0], "pair": texts[1]})
+    values = tiny_config("dual_encoder", written(directory, records), tokenizer="words(30)", seq_len=16)
+    values.model.update(TRANSFORMER, learn_temperature=True)
+    return configs.resolve(values)
 
 
 def image_classification(directory):
     """Images of 8 x 8 pixels with a bright square in one of three corners, which is the label."""
-    draw = random.Random(0)
-    lines = []
+    draw, records = random.Random(0), []
     for number in range(120):
         image = np.array([draw.randrange(100) for _ in range(64)]).reshape(8, 8)
         row, column = ((0, 0), (0, 5), (5, 0))[number % 3]
         image[row : row + 3, column : column + 3] += 150
-        lines.append(json.dumps({"text": to_text(image), "label": ("left", "right", "low")[number % 3]}))
-    (directory / "examples.jsonl").write_text("\n".join(lines))
-    config = configs.default("image_classification")
-    config.data.update(path=str(directory / "examples.jsonl"), seq_len=64, batch_size=8, heldout=0.2)
-    config.model.blocks = "conv(4),separable(6,stride=2),inverted(6,expand=2)"
-    config.optimizer.update(warmup=0, learning_rate=1e-2)
-    config.train.steps = 4
-    return configs.resolve(config)
+        records.append({"text": to_text(image), "label": ("left", "right", "low")[number % 3]})
+    values = tiny_config("image_classification", written(directory, records), seq_len=64, heldout=0.2)
+    values.model.blocks = "conv(4),separable(6,stride=2),inverted(6,expand=2)"
+    return configs.resolve(values)
 
 
 def tree_classification(directory):
     """Random trees with a word at each node; the label is the word of the root, of three."""
-    draw = random.Random(0)
-    lines = []
+    draw, records = random.Random(0), []
     for number in range(120):
         count = draw.randint(3, 12)
         parents = [-1, *(draw.randrange(max(0, node - 2), node) for node in range(1, count))]
-        nodes = [("red", "green", "blue")[number % 3], *draw.choices(tiny.WORDS[:8], k=count - 1)]
-        lines.append(json.dumps({"nodes": nodes, "parents": parents, "label": nodes[0]}))
-    (directory / "examples.jsonl").write_text("\n".join(lines))
-    config = configs.default("tree_classification")
-    config.data.update(path=str(directory / "examples.jsonl"), tokenizer="words(40, by=whitespace)", seq_len=10)
-    config.data.update(batch_size=8, heldout=0.2, max_children=4)
-    config.model.update(layers=1, dim=16, dropout=0.1)
-    config.optimizer.update(warmup=0, learning_rate=1e-2)
-    config.train.steps = 4
-    return configs.resolve(config)
+        nodes = [COLORS[number % 3], *draw.choices(tiny.WORDS[:8], k=count - 1)]
+        records.append({"nodes": nodes, "parents": parents, "label": nodes[0]})
+    data = {"tokenizer": "words(40, by=whitespace)", "seq_len": 10, "heldout": 0.2, "max_children": 4}
+    values = tiny_config("tree_classification", written(directory, records), **data)
+    values.model.update(layers=1, dim=16, dropout=0.1)
+    return configs.resolve(values)
 
 
 def word_embeddings(directory):
-    values = configs.default("word_embeddings")
-    values.data.update(path=os.environ["HPNLP_TEST_TEXT"], tokenizer="words(60)", seq_len=16, batch_size=8)
+    values = tiny_config("word_embeddings", os.environ["HPNLP_TEST_TEXT"], tokenizer="words(60)", seq_len=16)
     values.model.update(vocab=64, dim=16, window=2, subsample=0.05, output="negative_sampling(8, sampler=unigram)")
-    values.optimizer.update(warmup=0, learning_rate=1e-2, rows=True)
-    values.train.steps = 4
+    values.optimizer.rows = True
     return configs.resolve(values)
 
 
 def labelled_bags(directory):
-    """Three texts of words of one of three vocabularies, which overlap; the label is the vocabulary."""
-    draw = random.Random(0)
-    lines = []
+    """Two or three texts of words of one of three vocabularies, which overlap; the label is the vocabulary."""
+    draw, records = random.Random(0), []
     for number in range(120):
         texts = [" ".join(draw.choices(tiny.WORDS[number % 3 * 4 :][:8], k=3)) for _ in range(2 + number % 2)]
-        lines.append(json.dumps({"texts": texts, "label": ("red", "green", "blue")[number % 3]}))
-    (directory / "examples.jsonl").write_text("\n".join(lines))
-    config = configs.default("labelled_bags")
-    config.data.update(path=str(directory / "examples.jsonl"), tokenizer="words(30)", seq_len=16, batch_size=8)
-    config.data.update(heldout=0.2, max_texts=3)
-    config.model.update(dim=16, dropout=0.1, frequency_power=0.5, memory="bags(64,k=2)")
-    config.optimizer.update(name="sgd", momentum=0.0, warmup=0, learning_rate=0.3)
-    config.train.steps = 4
-    return configs.resolve(config)
+        records.append({"texts": texts, "label": COLORS[number % 3]})
+    data = {"tokenizer": "words(30)", "seq_len": 16, "heldout": 0.2, "max_texts": 3}
+    values = tiny_config("labelled_bags", written(directory, records), **data)
+    values.model.update(dim=16, dropout=0.1, frequency_power=0.5, memory="bags(64,k=2)")
+    values.optimizer.update(name="sgd", momentum=0.0, learning_rate=0.3)
+    return configs.resolve(values)
 
 
 def realm(directory):
     """Documents with a key of two words and a value, and texts with the key."""
-    draw, lines = random.Random(0), []
+    draw, records = random.Random(0), []
     for first, second in itertools.combinations(tiny.WORDS[:8], 2):
         value = draw.choice(tiny.WORDS[8:12])
         record = {"text": f"{first} {second} {value}", "answer": value, "document": f"{second} {first} {value}"}
-        lines += [json.dumps(record)] * 3
-    (directory / "examples.jsonl").write_text("\n".join(lines))
-    config = configs.default("realm")
-    config.data.update(path=str(directory / "examples.jsonl"), tokenizer="words(30)", seq_len=8, document_len=8)
-    config.data.update(batch_size=8, answer_len=2, heldout=0.2)
-    config.model.update(layers=2, dim=16, heads=2, mlp_dim=32, unroll=1, candidates=3, documents_per_step=16)
-    config.model.learn_temperature = True
-    config.optimizer.update(warmup=0, learning_rate=1e-2)
-    config.train.steps = 4
-    return configs.resolve(config)
+        records += [record] * 3
+    data = {"tokenizer": "words(30)", "seq_len": 8, "document_len": 8, "answer_len": 2, "heldout": 0.2}
+    values = tiny_config("realm", written(directory, records), **data)
+    values.model.update(TRANSFORMER, candidates=3, documents_per_step=16, learn_temperature=True)
+    return configs.resolve(values)
 
 
 # Name of a task -> its tiny config, made from a directory for its data.
@@ -358,15 +320,7 @@ def test_loss_falls(finished):
 def test_run_stopped_by_a_signal_resumes_exactly(config, finished, tmp_path, monkeypatch):
     workdir, result, _ = finished
 
-    class Writer(loop.JsonlWriter):
-        def write(self, step, values):
-            super().write(step, values)
-            if step == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "JsonlWriter", Writer)
-        assert loop.train(config, tmp_path / "run").interrupted
+    tiny.interrupt(config, tmp_path / "run", 1)
     resumed = loop.train(config, tmp_path / "run")
     for name in ("metrics.jsonl", "config.json", "tokenizer.json"):
         assert (tmp_path / "run" / name).read_bytes() == (workdir / name).read_bytes()
@@ -427,10 +381,7 @@ def test_predictions_are_those_of_the_stored_examples(config, finished):
 
 
 def test_unknown_task_raises():
-    with pytest.raises(
-        InputError, match="unknown task 'other': known: .*if it is an entry of your own, pass --register="
-    ):
-        configs.default("other")
+    raises("unknown task 'other': known: .*if it is an entry of your own, pass --register=", configs.default, "other")
     assert all(task.name == name for name, task in TASKS.items())
 
 
@@ -483,8 +434,7 @@ def test_plans_match_one_device(config, finished, plan):
     actual = functools.partial(last_steps, config, workdir, result.dataset)
     chosen = (PLANS | SLOW_PLANS)[plan]
     if message := REFUSED.get((config.task, plan)):
-        with pytest.raises(InputError, match=message):
-            actual(chosen)
+        raises(message, actual, chosen)
         if plan != "zero3_sequence":
             return
         chosen = Plan("zero3")

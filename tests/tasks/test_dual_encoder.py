@@ -16,6 +16,7 @@ from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.training import config as configs
 from hpnlp.types import InputError
 from tests.drawn import drawn_params
+from tests.messages import raises
 
 
 @pytest.mark.oracle
@@ -47,8 +48,7 @@ def test_ties_and_numbers_that_are_not_finite_count_against_the_partner():
 def test_a_batch_or_part_of_one_pair_is_refused(batch_size, parts, message):
     config = configs.default("dual_encoder")
     config.data.batch_size, config.optimizer.accumulate, config.model.negatives = batch_size, parts, "part"
-    with pytest.raises(InputError, match=message):
-        TASKS["dual_encoder"].model(configs.resolve(config), Sizes(ids=30))
+    raises(message, lambda: TASKS["dual_encoder"].model(configs.resolve(config), Sizes(ids=30)))
     if parts > 1:
         config.model.negatives = "batch"
         assert TASKS["dual_encoder"].model(configs.resolve(config), Sizes(ids=30)).config.compares_examples
@@ -112,8 +112,7 @@ def test_report_correlates_similarities_with_grades(tmp_path):
 def test_bad_grades_raise_before_training(tmp_path, cells, message):
     config = graded_config(tmp_path)
     (tmp_path / "graded.csv").write_text(f"text,pair,grade\n{cells}\n")
-    with pytest.raises(InputError, match=message):
-        TASKS["dual_encoder"].dataset(config.data, None)
+    raises(message, TASKS["dual_encoder"].dataset, config.data, None)
 
 
 def test_sets_of_one_pair_raise_before_training(tmp_path):
@@ -123,8 +122,7 @@ def test_sets_of_one_pair_raise_before_training(tmp_path):
     data = PairsConfig(path=str(tmp_path / "pairs.jsonl"), cache=str(tmp_path / "cache"), seq_len=16)
     assert TASKS["dual_encoder"].dataset(data, None).heldout_examples > 1
     one = dataclasses.replace(data, challenge_path=str(tmp_path / "one.jsonl"))
-    with pytest.raises(InputError, match="data.challenge_path holds one pair, which has no negatives"):
-        TASKS["dual_encoder"].dataset(one, None)
+    raises("data.challenge_path holds one pair, which has no negatives", TASKS["dual_encoder"].dataset, one, None)
     with pytest.raises(InputError, match="one pair is held out, and has no negatives: hold out more"):
         TASKS["dual_encoder"].dataset(dataclasses.replace(data, heldout_examples=1), None)
 

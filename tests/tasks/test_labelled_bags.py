@@ -10,7 +10,8 @@ from hpnlp.tasks import TASKS
 from hpnlp.tasks.labelled.labelled_bags import text_ranks
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.training import config as configs
-from hpnlp.types import InputError, WordStats
+from hpnlp.types import WordStats
+from tests.messages import raises
 
 STATS = WordStats(np.arange(30))
 
@@ -18,11 +19,7 @@ STATS = WordStats(np.arange(30))
 @pytest.mark.parametrize(
     ("values", "sizes", "message"),
     [
-        (
-            {"optimizer.name": "adamw"},
-            Sizes(30, STATS, 3),
-            "optimizer.name='adamw' divides them by their size, so that",
-        ),
+        ({"optimizer.name": "adamw"}, Sizes(30, STATS, 3), "optimizer.name='adamw' divides them by their size, so"),
         ({"optimizer.name": "sgd"}, Sizes(30, None, 3), "needs the counts of the words, .* set data.tokenizer='words"),
         ({"model.vocab": 20}, Sizes(30, STATS, 3), "model.vocab=20 is less than the tokenizer's 30"),
         ({"model.max_texts": 2}, Sizes(30, STATS, 3), "model.max_texts=2 is less than data.max_texts=16: set it to 0"),
@@ -32,8 +29,7 @@ STATS = WordStats(np.arange(30))
 def test_invalid_combinations_raise(values, sizes, message):
     config = configs.default("labelled_bags")
     config.update_from_flattened_dict({"model.frequency_power": 1.0, "optimizer.name": "sgd"} | values)
-    with pytest.raises(InputError, match=message):
-        TASKS["labelled_bags"].model(configs.resolve(config), sizes)
+    raises(message, lambda: TASKS["labelled_bags"].model(configs.resolve(config), sizes))
 
 
 def test_ranks_leave_out_texts_of_the_same_label(tmp_path):

@@ -25,20 +25,16 @@ def test_sizes_of_the_model_are_those_of_the_data():
     assert shapes["tokens"] == (2, 8) and shapes["target_weights"] == (2, 12)
 
 
-@pytest.mark.parametrize(
-    ("section", "changes", "message"),
-    [
+def test_models_that_do_not_fit_raise():
+    for section, changes, message in (
         ("model", {"vocab": 5}, "model.vocab=5 is less than the tokenizer's 20"),
         ("model", {"position": "learned", "max_len": 4}, "data.seq_len=8 is longer than model.max_len=4"),
         ("model", {"position": "learned", "target_len": 4}, "data.target_len=12 is longer than model.target_len=4"),
         ("train", {"eval_stride": 4}, "train.eval_stride=4 is for language models"),
-    ],
-    ids=str,
-)
-def test_models_that_do_not_fit_raise(section, changes, message):
-    changed = dataclasses.replace(getattr(CONFIG, section), **changes)
-    with pytest.raises(InputError, match=message):
-        TASK.model(dataclasses.replace(CONFIG, **{section: changed}), Sizes(20))
+    ):
+        changed = dataclasses.replace(getattr(CONFIG, section), **changes)
+        with pytest.raises(InputError, match=message):
+            TASK.model(dataclasses.replace(CONFIG, **{section: changed}), Sizes(20))
 
 
 def test_scores_are_means():

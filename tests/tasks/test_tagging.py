@@ -3,13 +3,11 @@
 import dataclasses
 import json
 
-import pytest
-
 from hpnlp.data.examples import TaggingConfig, prepare_examples
 from hpnlp.tasks.labelled.tagging import Tagging, TaggingBaselines
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.training import config as configs
-from hpnlp.types import InputError
+from tests.messages import raises
 
 CONFIG = configs.resolve({"task": "tagging", "model": {"dim": 8, "heads": 2}, "data": {"seq_len": 8}})
 
@@ -33,6 +31,5 @@ def test_baselines_count_labels_of_tokens(tmp_path):
 
 def test_models_that_do_not_fit_raise():
     pooled = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, pooling="mean", classes=3))
-    with pytest.raises(InputError, match="model.pooling='mean' makes one label of a text: set it to 'none'"):
-        Tagging().model(pooled, Sizes(20, classes=3))
+    raises("model.pooling='mean' makes one label of a text", lambda: Tagging().model(pooled, Sizes(20, classes=3)))
     assert Tagging().model(CONFIG, Sizes(20, classes=3)).config.classes == 3

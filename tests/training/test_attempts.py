@@ -4,16 +4,16 @@ import fcntl
 
 import pytest
 
-from hpnlp.errors import InputError, TemporaryError
+from hpnlp.errors import TemporaryError
 from hpnlp.training.processes import attempts
 from hpnlp.training.processes.attempts import Attempt
+from tests.messages import raises
 
 
 def test_attempts_are_read_from_the_environment():
     assert attempts.current({}) is None
     assert attempts.current({"HPNLP_ATTEMPT": "3:job17"}) == Attempt(3, "job17")
-    with pytest.raises(InputError, match="HPNLP_ATTEMPT=3: expected NUMBER:TOKEN"):
-        attempts.current({"HPNLP_ATTEMPT": "3"})
+    raises("HPNLP_ATTEMPT=3: expected NUMBER:TOKEN", attempts.current, {"HPNLP_ATTEMPT": "3"})
 
 
 def test_directories_without_attempts_have_no_fence(tmp_path):

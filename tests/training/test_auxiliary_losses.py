@@ -7,6 +7,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
+from tests.messages import raises
 
 
 def test_names_and_factors_are_parsed():
@@ -15,12 +16,17 @@ def test_names_and_factors_are_parsed():
     assert weights == {"balance_loss": 0.01, "z_loss": 2.0}
 
 
-@pytest.mark.parametrize(
-    "aux", ["z_loss", "z_loss(-1)", "z_loss(a)", "z_loss(1, 2)", "z_loss(1)*2", "z_loss(1),z_loss(2)", "z_loss(True)"]
-)
-def test_invalid_factors_raise(aux):
-    with pytest.raises(InputError, match="expected the name of each loss once, with a factor of at least 0"):
-        OptimizerConfig(aux=aux)
+def test_invalid_factors_raise():
+    for aux in (
+        "z_loss",
+        "z_loss(-1)",
+        "z_loss(a)",
+        "z_loss(1, 2)",
+        "z_loss(1)*2",
+        "z_loss(1),z_loss(2)",
+        "z_loss(True)",
+    ):
+        raises("expected the name of each loss once, with a factor of at least 0", OptimizerConfig, aux=aux)
 
 
 def test_losses_that_no_layer_reports_raise():

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import signal
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,8 @@ from hpnlp.training.optimizers import averages
 from hpnlp.training.optimizers.apply_updates import Update
 from hpnlp.training.run_directory import load, make_model
 from hpnlp.training.trainer import make_trainer
-from hpnlp.types import InputError
+from tests import tiny
+from tests.messages import raises
 
 STEPS, STEPS_OF_RUN = 9, 10
 
@@ -118,27 +118,20 @@ def test_evaluations_start_the_average_as_the_authors_program_does(higher_is_bet
     assert averages.find("ntasgd(1)").is_triggered([np.nan, 1.0, 1.1], 1.2, False)  # NaN is not the best score
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_invalid_averages_raise():
+    for fields, message in (
         ({"average": "ntasg(5)"}, "unknown optimizer.average 'ntasg'.*did you mean 'ntasgd'"),
         ({"average": "ntasgd(0)"}, "evaluations=0: expected a number of evaluations, at least 1"),
         ({"average": "uniform(-1)"}, "start=-1: expected a number of steps, at least 0"),
         ({"average": "uniform", "ema": 0.9}, "are two averages: leave out one of the two"),
         ({"average": "uniform", "rows": True}, "optimizer.average=uniform with optimizer.rows=True.*leave out one"),
         ({"base_length": -1}, "optimizer.base_length=-1: expected a number of tokens, 0 for no scaling"),
-    ],
-)
-def test_invalid_averages_raise(fields, message):
-    with pytest.raises(InputError, match=message):
-        OptimizerConfig(**fields)
+    ):
+        raises(message, OptimizerConfig, **fields)
 
 
 def test_an_average_that_evaluations_start_needs_evaluations():
-    with pytest.raises(
-        InputError, match=r"optimizer.average='ntasgd\(5\)' begins with an evaluation: set train.eval_every"
-    ):
-        resolve({"optimizer": {"average": "ntasgd(5)"}})
+    raises(r"optimizer.average='ntasgd\(5\)' begins", resolve, {"optimizer": {"average": "ntasgd(5)"}})
 
 
 def recipe(**changes):
@@ -178,15 +171,7 @@ def test_a_run_of_the_recipe_resumes_and_evaluates_its_average(tmp_path, capsys,
     assert expected.timed_tokens == expected.tokens - 4 * sum(set(lengths))  # the first step of each length is compiled
     assert not np.allclose(*(np.asarray(jax.tree.leaves(tree)[0]) for tree in (expected.params, raw_params(whole))))
 
-    class Writer(loop.JsonlWriter):
-        def write(self, number, values):
-            super().write(number, values)
-            if number == 8 and "loss" in values:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "JsonlWriter", Writer)
-        assert loop.train(recipe(), parts).interrupted
+    tiny.interrupt(recipe(), parts, 8)
     result = loop.train(recipe(), parts)
     assert (parts / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
     assert result.heldout == expected.heldout

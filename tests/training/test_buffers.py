@@ -1,8 +1,6 @@
 """Runs of models with buffers and a carry: they resume bit for bit, evaluate, generate and start other runs."""
 
 import dataclasses
-import os
-import signal
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +17,7 @@ from hpnlp.training.run_directory import load
 from hpnlp.types import InputError
 from tests import tiny
 from tests.centered_keys import centered_keys
+from tests.messages import raises
 
 CONFIG = {"model__mixer": "centered,segment_memory(20)", "data__order": "stream"}
 CONFIG |= {"train__eval_every": 4, "train__eval_batches": 1}
@@ -50,15 +49,7 @@ def buffers_of(weights):
 def test_interrupted_run_resumes_bit_for_bit(undisturbed, tmp_path, monkeypatch):
     workdir, expected = undisturbed
 
-    class Writer(loop.JsonlWriter):
-        def write(self, number, values):
-            super().write(number, values)
-            if number == 6:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "JsonlWriter", Writer)
-        assert train(tmp_path).interrupted
+    tiny.interrupt(tiny.make(**CONFIG), tmp_path, 6)
     result = train(tmp_path)
     assert (tmp_path / "metrics.jsonl").read_bytes() == (workdir / "metrics.jsonl").read_bytes()
     assert jax.tree.structure(result.params) == jax.tree.structure(expected.params)
@@ -89,6 +80,7 @@ def test_runs_start_from_a_run_with_its_buffers(undisturbed, tmp_path):
     np.testing.assert_array_equal(end["updates"], start["updates"] + 12)
 
 
+@pytest.mark.slow  # test_checkpoint.py restores states of other shapes
 def test_buffers_of_another_shape_raise(undisturbed):
     workdir, result = undisturbed
     trainer = tiny.shared_trainer(
@@ -108,13 +100,13 @@ def test_buffers_of_another_shape_raise(undisturbed):
         checkpoints.close()
 
 
+@pytest.mark.slow
 def test_a_carry_of_another_batch_size_raises(undisturbed):
     workdir, result = undisturbed
     config = tiny.make(**CONFIG)
     trainer = tiny.shared_trainer(result.model, config.optimizer, config.plan, steps=12, batch_size=4)
     checkpoints = Checkpointer(workdir, read_only=True)
     try:
-        with pytest.raises(InputError, match=r"carry\['layers'\].*float32\[1, 8, 20, 16\].*its old data.batch_size"):
-            checkpoints.restore(trainer.state_shapes)
+        raises(r"carry\['layers'\].*float32\[1, 8, 20, 16\].*its old", checkpoints.restore, trainer.state_shapes)
     finally:
         checkpoints.close()

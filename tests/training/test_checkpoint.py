@@ -23,6 +23,7 @@ from hpnlp.training.optimizers.state_shardings import TrainState, shapes_with
 from hpnlp.training.processes import attempts
 from hpnlp.training.processes.attempts import Attempt
 from hpnlp.types import InputError
+from tests.messages import raises
 
 MESH = Plan("zero3").mesh()
 DATA = {"version": 1, "corpus": "5eed", "batches": 2**40}
@@ -180,8 +181,7 @@ def test_loss_scale_is_restored(checkpointer):
         checkpoints.save(state, DATA, PROGRESS)
         checkpoints.wait()
         assert_same_bits(checkpoints.restore(shapes(state=state))[0], state)
-    with pytest.raises(InputError, match=r"rest\['scale'\].value was saved as float32\[\], expected nothing"):
-        checkpoints.restore(shapes())
+    raises(r"rest\['scale'\].value was saved as float32\[\], expected nothing", lambda: checkpoints.restore(shapes()))
 
 
 def test_newest_and_best_are_kept(checkpointer):
@@ -220,11 +220,9 @@ def test_ties_of_the_metric_are_broken_by_the_loss_and_the_step(checkpointer, mo
 
 
 def test_restoring_an_absent_step_raises(checkpointer):
-    with pytest.raises(InputError, match=r"no checkpoint .*there: none.*train first"):
-        checkpointer().restore(shapes())
+    raises(r"no checkpoint .*there: none.*train first", lambda: checkpointer().restore(shapes()))
     save(checkpointer(), 3)
-    with pytest.raises(InputError, match=r"no checkpoint 4 .*there: 3"):
-        checkpointer().restore(shapes(), 4)
+    raises(r"no checkpoint 4 .*there: 3", lambda: checkpointer().restore(shapes(), 4))
 
 
 # --- Damage: one directory with two checkpoints, copied for each case ---
@@ -305,8 +303,7 @@ def test_damage_of_any_file_raises_or_is_harmless(two, tmp_path, damage):
 def test_damage_of_the_only_checkpoint_raises(damaged, checkpointer):
     shutil.rmtree(damaged.parent / "5")
     cut(content(damaged / "params"))
-    with pytest.raises(InputError, match=f"delete {damaged}, and the run starts anew"):
-        checkpointer().restore(shapes())
+    raises(f"delete {damaged}, and the run starts anew", lambda: checkpointer().restore(shapes()))
 
 
 def test_unfinished_checkpoint_is_never_listed(damaged, checkpointer):
@@ -344,14 +341,10 @@ def test_other_shapes_and_dtypes_raise(two, damaged, checkpointer):
     wider.params["layers"]["kernel"] = jax.ShapeDtypeStruct(
         (3, 16, 32), jnp.float32, sharding=NamedSharding(MESH, PartitionSpec())
     )
-    with pytest.raises(
-        InputError, match=r"does not fit this config: params\['layers'\]\['kernel'\] was saved as float32"
-    ):
-        checkpointer().restore(wider)
+    raises(r"does not fit this config: params\['layers'\]\['kernel'\] was saved", lambda: checkpointer().restore(wider))
     narrower = jax.tree.map(lambda leaf: leaf, shapes())
     narrower.params["scale"] = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(MESH, PartitionSpec()))
-    with pytest.raises(InputError, match=r"params\['scale'\] was saved as bfloat16\[8\], expected float32\[8\]: give"):
-        checkpointer().restore(narrower)
+    raises(r"params\['scale'\] was saved as bfloat16\[8\], expected", lambda: checkpointer().restore(narrower))
 
 
 @pytest.mark.parametrize("name", ["[proj]", "a[b", "a*", "a?", "back\\slash", "gs:", "\udcff"])
@@ -380,13 +373,9 @@ def test_unreadable_saved_checkpoint_raises(damaged, checkpointer, item, damage)
     files = [damaged / item / "manifest.ocdbt"] if item != "record" else [content(damaged / item)]
     for path in files:
         damage(path)
-    with pytest.raises(
-        InputError, match="9 was written to .* cannot be read back .*check the disk; nothing was deleted"
-    ):
-        checkpoints.check_saved(9, shapes().params, shapes().step)
+    raises("9 was written to .* cannot be read", lambda: checkpoints.check_saved(9, shapes().params, shapes().step))
     shutil.rmtree(damaged)
-    with pytest.raises(InputError, match=r"cannot be read back .*no checkpoint 9 .*there: 5"):
-        checkpoints.check_saved(9, shapes().params, shapes().step)
+    raises(r"cannot be read back .*no checkpoint 9", lambda: checkpoints.check_saved(9, shapes().params, shapes().step))
 
 
 def test_read_only_creates_nothing(tmp_path):
@@ -427,8 +416,7 @@ def test_disk_errors_mention_earlier_checkpoints_if_there_are_any(checkpointer):
 def test_records_with_other_values_are_damaged(damaged, checkpointer, record):
     path = content(damaged / "record")
     path.write_text(json.dumps(json.loads(path.read_text()) | record if isinstance(record, dict) else record))
-    with pytest.raises(InputError, match=r"checkpoint 9 cannot be read .*, and the run"):
-        checkpointer().restore(shapes())
+    raises(r"checkpoint 9 cannot be read .*, and the run", lambda: checkpointer().restore(shapes()))
 
 
 def test_errors_of_reading_have_no_repr_of_a_method():

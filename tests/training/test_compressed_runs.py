@@ -14,8 +14,8 @@ from hpnlp.jobs.evaluate_run import evaluate_run
 from hpnlp.ops.weights import dense_tree, quantize
 from hpnlp.training import loop
 from hpnlp.training.run_directory import load
-from hpnlp.types import InputError
 from tests import tiny
+from tests.messages import raises
 
 SMALL = {"model__layers": 1}
 
@@ -37,11 +37,9 @@ def test_compressed_weights_are_loaded_and_evaluated(tmp_path):
     scores = [evaluate_run(directory, {}, 1).scores["loss"] for directory in (source, target)]
     assert scores[0] != scores[1]
     np.testing.assert_allclose(*scores, rtol=0.01)
-    with pytest.raises(InputError, match="holds a compressed model and no checkpoints"):
-        load(target, step=1)
+    raises("holds a compressed model and no checkpoints", load, target, step=1)
     write_weights(target / WEIGHTS_FILE, small)
-    with pytest.raises(InputError, match="does not have the step of its run"):
-        load(target)
+    raises("does not have the step of its run", load, target)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from ml_collections import ConfigDict
 from hpnlp.training import config as configs
 from hpnlp.training.config import Config, TrainConfig
 from hpnlp.types import InputError
+from tests.messages import raises
 
 
 def test_default_resolves_to_the_dataclasses():
@@ -69,8 +70,7 @@ def test_lost_fields_raise(lost):
     with pytest.raises(InputError, match=rf"config.json was written with \d+ fields and holds \d+: restore {lost}, or"):
         configs.from_json(json.dumps(values))
     del values["data"]
-    with pytest.raises(InputError, match=rf"restore .*data.path.*{lost}|restore .*{lost}.*data.path"):
-        configs.from_json(json.dumps(values))
+    raises(rf"restore .*data.path.*{lost}|restore .*{lost}.*data.path", lambda: configs.from_json(json.dumps(values)))
 
 
 def test_differences_name_both_values():
@@ -94,10 +94,7 @@ def test_integers_become_floats():
         ({"model": {"dim": True}}, "config field model.dim=True is of type bool: expected int"),
         ({"model": {"tied": 1}}, "config field model.tied=1 is of type int: expected bool"),
         ({"plan": {"fsdp": "2"}}, "config field plan.fsdp='2' is of type str: expected int or NoneType"),
-        (
-            {"optimizer": {"learning_rate": True}},
-            "config field optimizer.learning_rate=True is of type bool: expected float",
-        ),
+        ({"optimizer": {"learning_rate": True}}, "config field optimizer.learning_rate=True is of type bool: expected"),
         ({"data": {"weights": ["a"]}}, "config field data.weights='a' is of type str: expected float"),
         ({"train": {"steps": 0}}, "train.steps=0: expected at least 1"),
         ({"train": {"log_every": 0}}, "train.log_every=0: expected at least 1"),
@@ -105,18 +102,12 @@ def test_integers_become_floats():
         ({"train": {"seed": -1}}, "train.seed=-1: expected at least 0"),
         ({"train": {"eval_batches": -1}}, "train.eval_batches=-1: expected at least 0"),
         ({"train": {"min_delta": float("nan")}}, "train.min_delta=nan: expected at least 0"),
-        (
-            {"train": {"weights": "shared"}},
-            "train.weights='shared' keeps zeros and equal numbers of the weights that a run",
-        ),
+        ({"train": {"weights": "shared"}}, "train.weights='shared' keeps zeros and equal numbers of the weights"),
         (
             {"train": {"weights": "l1(0.5)"}, "optimizer": {"ema": 0.9}},
             "optimizer.ema=0.9 with train.weights='l1(0.5)': averages over steps",
         ),
-        (
-            {"train": {"weights": "group_lasso"}, "optimizer": {"average": "uniform"}},
-            "optimizer.average='uniform' with train.weights='group_lasso': averages over steps",
-        ),
+        ({"train": {"weights": "group_lasso"}, "optimizer": {"average": "uniform"}}, "optimizer.average='uniform'"),
         ({"train": {"patience": 2}}, "train.patience=2 counts evaluations: set train.eval_every as well"),
         ({"train": {"eval_stride": 300}}, "train.eval_stride=300 is more than data.seq_len=256: choose 0"),
         ({"train": {"profile": "5:11", "steps": 10}}, "train.profile='5:11' goes beyond train.steps=10"),
@@ -134,10 +125,7 @@ def test_integers_become_floats():
         ({"train": {"steps": 10**400}}, "0...: expected at most 1000000000"),
         ({"train": {"sample": 10**9}}, "train.sample=1000000000: expected at most 100000"),
         ({"data": {"weights": [1.0, float("inf")]}}, "data.weights=(1.0, inf): expected numbers over 0"),
-        (
-            {"data": {"prompt_field": "text"}},
-            "data.prompt_field='text' is data.text_field, too, so that each text would",
-        ),
+        ({"data": {"prompt_field": "text"}}, "data.prompt_field='text' is data.text_field, too, so that each text"),
         ({"data": {"seq_len": 10**9}}, "data.seq_len=1000000000: expected at most 268435456"),
         ({"data": {"batch_size": 10**8, "seq_len": 100}}, "are 10,000,000,000 tokens: expected at most 2,147,483,647"),
         ({"plan": {"microbatches": 10**10}}, "plan.microbatches=10000000000: expected at most 2147483647"),
@@ -160,10 +148,9 @@ def test_invalid_values_raise(values, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("profile", ["3", "3:", ":3", "0:3", "5:3", "a:b", "-1:3", "1:2:3"])
-def test_invalid_profile_raises(profile):
-    with pytest.raises(InputError, match=r'expected "first:last", steps from 1, as in "10:15"'):
-        TrainConfig(profile=profile)
+def test_invalid_profile_raises():
+    for profile in ("3", "3:", ":3", "0:3", "5:3", "a:b", "-1:3", "1:2:3"):
+        raises(r'expected "first:last", steps from 1, as in "10:15"', TrainConfig, profile=profile)
 
 
 def test_profile_range_is_parsed():
@@ -181,12 +168,9 @@ def test_long_seeds_of_early_versions_are_cut_to_32_bits():
     sections = json.loads(text)
     assert sections["train"]["seed"] == 2**40 + 7
     assert configs.from_json(text).train.seed == 7
-    with pytest.raises(InputError, match="train.seed"):
-        configs.resolve({"train": {"seed": 2**40 + 7}})
+    raises("train.seed", configs.resolve, {"train": {"seed": 2**40 + 7}})
 
 
 def test_damaged_json_raises():
-    with pytest.raises(InputError, match="config.json is not valid JSON .*: restore it"):
-        configs.from_json('{"model": {')
-    with pytest.raises(InputError, match="it holds a list, not an object"):
-        configs.from_json("[1, 2]")
+    raises("config.json is not valid JSON .*: restore it", configs.from_json, '{"model": {')
+    raises("it holds a list, not an object", configs.from_json, "[1, 2]")

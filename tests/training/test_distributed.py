@@ -23,6 +23,7 @@ from hpnlp.errors import TemporaryError
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.processes import attempts, distributed
 from hpnlp.types import InputError
+from tests.messages import raises
 
 ROOT = Path(__file__).parents[2]
 FIELDS = [
@@ -249,9 +250,8 @@ def test_port_in_use_raises():
             distributed.join(f"127.0.0.1:{port}", 2, 0, seconds=3)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_invalid_arguments_raise():
+    for arguments, message in (
         (("", 2), "--processes and --process come with --coordinator"),
         (("", 0, 1), "--processes and --process come with --coordinator"),
         (("here", 2, 0), "--coordinator=here: expected HOST:PORT"),
@@ -262,11 +262,8 @@ def test_port_in_use_raises():
         (("here:80", 2, 2), "--process=2 of --processes=2: expected 0 to 1"),
         (("here:80", 0, 0), "--coordinator comes with --processes=N"),
         (("here:80", 2, -1), "--coordinator comes with --processes=N"),
-    ],
-)
-def test_invalid_arguments_raise(arguments, message):
-    with pytest.raises(InputError, match=message):
-        distributed.join(*arguments)
+    ):
+        raises(message, distributed.join, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -294,15 +291,13 @@ def test_launcher_unknown_to_jax_raises(monkeypatch):
     """Also a launcher whose processes JAX counts differently."""
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setattr(jax.distributed, "initialize", lambda **_: None)
-    with pytest.raises(InputError, match="started 2 processes, and JAX found 1: pass --coordinator"):
-        distributed.join()
+    raises("started 2 processes, and JAX found 1: pass --coordinator", distributed.join)
 
     def unknown(**_):
         raise ValueError("coordinator_address should be defined.")
 
     monkeypatch.setattr(jax.distributed, "initialize", unknown)
-    with pytest.raises(InputError, match="pass --coordinator"):
-        distributed.join()
+    raises("pass --coordinator", distributed.join)
 
 
 def test_different_configs_raise(monkeypatch):
@@ -315,8 +310,7 @@ def test_different_configs_raise(monkeypatch):
     gathered[:] = [digest, digest]
     distributed.check_same_config("one")
     gathered[:] = [digest, digest[::-1]]
-    with pytest.raises(InputError, match="process 2 was given another config than process 0"):
-        distributed.check_same_config("one")
+    raises("process 2 was given another config than process 0", distributed.check_same_config, "one")
 
 
 def test_signals_after_the_last_step_stop_all_processes(monkeypatch):

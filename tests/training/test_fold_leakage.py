@@ -9,7 +9,7 @@ from hpnlp.data.examples import ClassificationConfig
 from hpnlp.jobs import fold_leakage
 from hpnlp.training.config import Config
 from hpnlp.training.files.contents import Contents
-from hpnlp.types import InputError
+from tests.messages import raises
 
 
 @pytest.fixture
@@ -47,8 +47,7 @@ FOLD = {"path": "a.jsonl", "folds": 3, "fold": 1}
     ],
 )
 def test_teachers_that_were_trained_on_held_out_examples_raise(start, run, teacher, message):
-    with pytest.raises(InputError, match=message):
-        start(dict(run), dict(teacher))
+    raises(message, start, dict(run), dict(teacher))
 
 
 def test_teachers_of_the_same_part_and_of_other_data_are_accepted(start):

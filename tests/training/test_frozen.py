@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import os
-import signal
 
 import flax.linen as nn
 import jax
@@ -26,19 +24,15 @@ from hpnlp.training.run_directory import load
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError, LossOut
 from tests import tiny
+from tests.messages import raises
 from tests.training.test_statistics import B, T, assert_runs_equal, batch_of
 
 CONFIG = LMConfig(layers=2, dim=16, heads=4, kv_heads=2, mlp_dim=32, vocab=24, max_len=T, unroll=1)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup=0, ema=0.9, aux="teacher_loss(2)")
 # At most 4 devices: the collectives of the teacher and the student are independent, and each occupies a thread of XLA's pool
 # until all devices have reached it; 8 simulated devices can run out of threads.
-LAYOUTS = {
-    "zero3 x tensor, accumulated": (Plan("zero3", tensor=2), 4, {"accumulate": 2}),
-}
-SLOW_LAYOUTS = {
-    "zero2": (Plan("zero2"), 4, {}),
-    "zero3": (Plan("zero3"), 4, {}),
-}
+LAYOUTS = {"zero3 x tensor, accumulated": (Plan("zero3", tensor=2), 4, {"accumulate": 2})}
+SLOW_LAYOUTS = {"zero2": (Plan("zero2"), 4, {}), "zero3": (Plan("zero3"), 4, {})}
 
 
 class Student(LM):
@@ -130,8 +124,7 @@ def test_frozen_variables_are_read_and_have_no_gradient_statistics_or_average():
 
 def test_values_that_do_not_fit_raise():
     values = values_of(taught(CONFIG))
-    with pytest.raises(InputError, match="the model has frozen variables, and the trainer has none: pass them to"):
-        trainer_of().step(initial_state(), batch_of(0), jax.random.key(1))
+    raises("the model has frozen variables", lambda: trainer_of().step(initial_state(), batch_of(0), jax.random.key(1)))
     with pytest.raises(
         InputError, match=r"the frozen variables\['teacher'\].* are float32\[24, 16\], and the .* nothing"
     ):
@@ -181,23 +174,11 @@ def task(monkeypatch):
 def test_runs_resume_bit_for_bit_with_the_same_teacher_only(task, tmp_path, monkeypatch):
     config = dataclasses.replace(tiny.make(train__steps=6, plan__name="single", optimizer__ema=0.9), task="taught")
 
-    class Writer(loop.JsonlWriter):
-        def write(self, number, values):
-            super().write(number, values)
-            if number == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-
     expected = loop.train(config, tmp_path / "undisturbed")
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "JsonlWriter", Writer)
-        assert loop.train(config, tmp_path / "run").interrupted
+    tiny.interrupt(config, tmp_path / "run", 3)
     with monkeypatch.context() as patch:
         patch.setattr(Taught, "digest", "xyz")
-        with pytest.raises(
-            InputError,
-            match=r"then teacher.safetensors \(digest abc\), now teacher.safetensors \(digest xyz\): put back those",
-        ):
-            loop.train(config, tmp_path / "run")
+        raises(r"then teacher.safetensors \(digest abc\), now", loop.train, config, tmp_path / "run")
     result = loop.train(config, tmp_path / "run")
     lines = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("run", "undisturbed")]
     assert lines[0] == lines[1] and b"teacher_loss" in lines[0]

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 
 import jax
@@ -30,6 +31,7 @@ from hpnlp.training.run_directory import load
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests import tiny
+from tests.messages import raises
 from tests.traces import TRACES
 
 # All runs have the same programs, which are compiled once. Of twelve steps, 4, 8 and 12 are evaluated, 5, 10, 12 and those with
@@ -195,12 +197,7 @@ OFFLOADED, ON_DEVICE = {"plan__offload_parameters": True}, {"plan__offload_param
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "ema"),
-    [
-        (OFFLOADED, OFFLOADED, 0.9),
-        (OFFLOADED, ON_DEVICE, 0.9),
-        (ON_DEVICE, OFFLOADED, 0.0),
-    ],
+    ("first", "then", "ema"), [(OFFLOADED, OFFLOADED, 0.9), (OFFLOADED, ON_DEVICE, 0.9), (ON_DEVICE, OFFLOADED, 0.0)]
 )
 @pytest.mark.slow  # the step with offloading is tested in test_step_memory.py
 def test_run_with_offloaded_layers_resumes(tmp_path, monkeypatch, first, then, ema):
@@ -249,8 +246,7 @@ def test_damaged_tokenizer_is_replaced_if_the_run_has_not_begun(tmp_path, monkey
 
 def test_run_that_has_not_begun_may_change_its_config(tmp_path, monkeypatch):
     """As after a misspelt field that raises only when the model is built."""
-    with pytest.raises(InputError, match="unknown sampler 'unigrm'"):
-        train(tmp_path, model__output="sampled(8,unigrm)", data__tokenizer="words(40)")
+    raises("unknown sampler 'unigrm'", train, tmp_path, model__output="sampled(8,unigrm)", data__tokenizer="words(40)")
     catch_trainer(monkeypatch, crash)
     with pytest.raises(Crash):
         train(tmp_path)
@@ -292,12 +288,16 @@ def test_other_config_raises_unless_accepted(undisturbed):
         assert json.loads(read(workdir, "config.json"))["train"]["keep"] == keep
 
 
+def test_runs_do_not_go_back(undisturbed, tmp_path):
+    workdir = shutil.copytree(undisturbed[0], tmp_path / "run")
+    raises("train.steps=1: the run in .* has reached step 12", train, workdir, accept_changes=True, train__steps=1)
+
+
 def test_locked_workdir_raises(tmp_path):
     with open(tmp_path / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(
-            TemporaryError,
-            match="another process writes to .*: wait for it, or choose another directory",
+            TemporaryError, match="another process writes to .*: wait for it, or choose another directory"
         ):
             train(tmp_path)
 
@@ -305,14 +305,12 @@ def test_locked_workdir_raises(tmp_path):
 def test_unwritable_workdir_raises(tmp_path):
     (tmp_path / "file").write_text("")
     for workdir in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(InputError, match="cannot write to .*: choose another directory"):
-            train(workdir)
+        raises("cannot write to .*: choose another directory", train, workdir)
 
 
 def test_workdir_with_unreadable_checkpoint_paths_raises(tmp_path):
     for name in ("[proj]", "\udcff"):
-        with pytest.raises(InputError, match="choose another one"):
-            train(tmp_path / name / "run")
+        raises("choose another one", train, tmp_path / name / "run")
     assert not list(tmp_path.iterdir())
 
 
@@ -324,15 +322,12 @@ def test_unreadable_last_checkpoint_raises(tmp_path, monkeypatch):
                 path.unlink()
 
     monkeypatch.setattr(loop, "Checkpointer", Losing)
-    with pytest.raises(InputError, match="checkpoint 12 was written to .* and cannot be read back"):
-        train(tmp_path)
+    raises("checkpoint 12 was written to .* and cannot be read back", train, tmp_path)
 
 
 def test_invalid_config_leaves_no_files(tmp_path):
-    with pytest.raises(InputError, match="does not divide 8 devices"):
-        train(tmp_path, plan__data=3)
-    with pytest.raises(InputError, match="data.batch_size=9 does not split"):
-        train(tmp_path, data__batch_size=9)
+    raises("does not divide 8 devices", train, tmp_path, plan__data=3)
+    raises("data.batch_size=9 does not split", train, tmp_path, data__batch_size=9)
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     for fields in ({"data__batch_size": 9}, {"distill__teacher": str(tmp_path)}):
         with pytest.raises(InputError):
@@ -341,8 +336,7 @@ def test_invalid_config_leaves_no_files(tmp_path):
 
 
 def test_sequences_longer_than_learned_positions_raise(tmp_path):
-    with pytest.raises(InputError, match=r"data.seq_len=16 is longer than model.max_len=8"):
-        train(tmp_path, model__position="learned", model__max_len=8)
+    raises(r"data.seq_len=16 is longer than", train, tmp_path, model__position="learned", model__max_len=8)
 
 
 def test_early_stop_is_final(tmp_path, capsys):
@@ -397,8 +391,7 @@ def not_finite(state, batch, key):
 def test_nonfinite_steps_stop_the_run(tmp_path, monkeypatch, capfd):
     catch_trainer(monkeypatch, not_finite)
     monkeypatch.setattr(loop, "MAX_NONFINITE_STEPS", 8)
-    with pytest.raises(InputError, match="has not been finite for 8 steps, up to 8: lower optimizer.learning_rate"):
-        train(tmp_path, train__eval_every=0)
+    raises("has not been finite for 8 steps, up to 8: lower", train, tmp_path, train__eval_every=0)
     assert [(line["step"], line["loss"]) for line in metrics_of(tmp_path)] == [(step, None) for step in range(1, 9)]
     assert saved_steps(tmp_path) == [5]
     assert re.search(
@@ -419,8 +412,7 @@ def test_nonfinite_steps_do_not_count_while_the_loss_scale_falls(tmp_path, monke
 
 def test_first_nonfinite_step_stops_a_run_without_skipping(tmp_path, monkeypatch):
     catch_trainer(monkeypatch, not_finite)
-    with pytest.raises(InputError, match="has not been finite for 1 steps, up to 1:"):
-        train(tmp_path, optimizer__skip_nonfinite=False)
+    raises("has not been finite for 1 steps, up to 1:", train, tmp_path, optimizer__skip_nonfinite=False)
     assert saved_steps(tmp_path) == []
 
 
@@ -437,8 +429,7 @@ def test_evaluation_without_a_target_token_raises(tmp_path):
     data = {"data__heldout_path": str(tmp_path / "held.jsonl"), "data__text_field": "say", "data__prompt_field": "ask"}
     (tmp_path / "x.jsonl").write_text("\n".join([json.dumps({"ask": "", "say": "so " * 9})] * 40))
     data["data__path"] = str(tmp_path / "x.jsonl")
-    with pytest.raises(InputError, match="train.eval_batches=1: no token of the held-out text .* raise it, 0 for all"):
-        train(tmp_path / "run", **data)
+    raises("train.eval_batches=1: no token of the held-out text .* raise it, 0", train, tmp_path / "run", **data)
 
 
 @pytest.mark.slow
@@ -454,10 +445,7 @@ def test_debug_nans_stops_at_the_operation(tmp_path):
     [
         (errno.ESTALE, r"cannot use x.json \(Stale file handle\): run the same command again"),
         (errno.ENOSPC, "cannot write to .*: the disk is full: free some space and run the same command again"),
-        (
-            errno.EACCES,
-            r"cannot write to x.json \(Permission denied\): correct its permissions and run the same command",
-        ),
+        (errno.EACCES, r"cannot write to x.json \(Permission denied\): correct its permissions and run the same"),
         (errno.EROFS, r"cannot write to x.json \(Read-only file system\): correct"),
     ],
 )
@@ -499,8 +487,7 @@ def config_as(kind, path):
 )
 def test_unreadable_config_raises(tmp_path, kind, message):
     config_as(kind, tmp_path / "config.json")
-    with pytest.raises(InputError, match=message):
-        load(tmp_path)
+    raises(message, load, tmp_path)
     (tmp_path / "metrics.jsonl").write_text("{}")
     message = "config.json is a directory: move it away" if kind == "directory" else message
     with pytest.raises(InputError, match=message), claimed(tmp_path, tiny.make(), True):
@@ -509,8 +496,7 @@ def test_unreadable_config_raises(tmp_path, kind, message):
 
 def test_loading_a_file_raises(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="file holds no run"):
-        load(tmp_path / "file")
+    raises("file holds no run", load, tmp_path / "file")
 
 
 @pytest.mark.parametrize(
@@ -543,15 +529,7 @@ def test_reports_leave_out_numbers_that_the_output_layer_lacks(tmp_path, output,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "output",
-    [
-        "hierarchical",
-        "class(by=similar)",
-        "sampled(8,unigram)",
-        "binary_ecc",
-        "vmf",
-        "adaptive(div_value=2)",
-    ],
+    "output", ["hierarchical", "class(by=similar)", "sampled(8,unigram)", "binary_ecc", "vmf", "adaptive(div_value=2)"]
 )
 def test_output_layers_with_word_counts_train_and_resume(tmp_path, output):
     """Through evaluation and sampling, and again from the saved run."""

@@ -14,6 +14,7 @@ from rich.console import Console
 from hpnlp.training.files import metrics
 from hpnlp.training.files.metrics import Clock, Display, JsonlWriter, TensorBoardWriter, find_writers
 from hpnlp.types import InputError
+from tests.messages import raises
 
 
 def lines(workdir):
@@ -93,17 +94,12 @@ def test_writers_are_found_by_name(monkeypatch):
     assert find_writers("") == []
     monkeypatch.setitem(sys.modules, "tensorboardX", sys)  # so that the package need not be installed
     assert len(find_writers(" tensorboard,tensorboard")) == 2
-    with pytest.raises(InputError, match="unknown train.writers 'tensorbord': did you mean 'tensorboard'?"):
-        find_writers("tensorbord")
+    raises("unknown train.writers 'tensorbord': did you mean 'tensorboard'?", find_writers, "tensorbord")
 
 
 def test_unavailable_writers_raise(monkeypatch):
-    with pytest.raises(
-        InputError, match=r"train.writers 'tensorboard' takes no arguments: too many positional arguments"
-    ):
-        find_writers("tensorboard(3)")
-    with pytest.raises(InputError, match=r"train.writers='tensorboard\*3': writers take no repeats: write tensorboard"):
-        find_writers("tensorboard*3")
+    raises(r"train.writers 'tensorboard' takes no arguments: too many positional", find_writers, "tensorboard(3)")
+    raises(r"train.writers='tensorboard\*3': writers take no repeats: write tensorboard", find_writers, "tensorboard*3")
     for package, installed_by in (("tensorboardX", "tensorboardX"), ("wandb", r"'\.\[wandb\]' in the rep")):
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(InputError, match=f"needs {package}: pip install {installed_by}"):
@@ -208,10 +204,8 @@ def test_wandb_gets_nonfinite_values_on_resuming(fake_wandb, tmp_path):
 
 def test_wandb_that_does_not_start_raises(fake_wandb, tmp_path):
     fake_wandb.error = RuntimeError("No API key configured.\nUse `wandb login`")
-    with pytest.raises(InputError, match=r"No API key configured. Use `wandb login`.*set WANDB_MODE=offline"):
-        log_to_wandb(tmp_path, ())
-    with pytest.raises(InputError, match="train.writers 'wandb' has no argument 'projcet': did you mean 'project'?"):
-        log_to_wandb(tmp_path, (), spec="wandb(projcet=x)")
+    raises(r"No API key configured. Use `wandb login`.*set WANDB_MODE=offline", log_to_wandb, tmp_path, ())
+    raises("train.writers 'wandb' has no argument 'projcet': did", log_to_wandb, tmp_path, (), spec="wandb(projcet=x)")
 
 
 def test_errors_of_wandb_do_not_stop_training(fake_wandb, tmp_path, capsys):

@@ -11,11 +11,7 @@ from hpnlp.training.optim import OptimizerConfig, make_optimizer
 pytestmark = pytest.mark.oracle
 
 STEPS = 10
-SHAPES = {
-    "embed": {"table": (11, 6)},
-    "dense": {"kernel": (2, 6, 5), "bias": (2, 5)},
-    "norm": {"scale": (6,)},
-}
+SHAPES = {"embed": {"table": (11, 6)}, "dense": {"kernel": (2, 6, 5), "bias": (2, 5)}, "norm": {"scale": (6,)}}
 DECAYED = ("table", "kernel")
 
 

@@ -16,6 +16,7 @@ from hpnlp.training import loop
 from hpnlp.training.run_directory import load
 from hpnlp.types import InputError
 from tests import tiny
+from tests.messages import raises
 
 
 @pytest.mark.slow
@@ -52,8 +53,7 @@ def test_members_equal_runs_of_their_seeds(tmp_path):
     # The command of the message, and longer training of both.
     train_seeds(tiny.make(**fields), [1], tmp_path)
     longer = tiny.make(**fields | {"train__steps": 5})
-    with pytest.raises(InputError, match="--accept_changes to resume"):
-        train_seeds(longer, [3, 1], tmp_path)
+    raises("--accept_changes to resume", train_seeds, longer, [3, 1], tmp_path)
     assert train_seeds(longer, [3, 1], tmp_path, accept_changes=True).step == 5
 
 
@@ -122,15 +122,13 @@ def test_signals_at_any_time_save_the_last_step(tmp_path, monkeypatch):
         train_seeds(tiny.make(train__steps=9, **fields), [3, 1], tmp_path)
     alone = tiny.make(train__steps=8, train__seed=3, **fields)
     assert loop.train(alone, tmp_path / "seed_3").step == 8
-    with pytest.raises(InputError, match="do not go on from one step: seed_3 has step 8, seed_1 has step 6: train"):
-        train_seeds(config, [3, 1], tmp_path)
+    raises("do not go on from one step: seed_3 has step 8, seed_1 has step 6", train_seeds, config, [3, 1], tmp_path)
     assert _steps(tmp_path / "seed_3") == ["4", "6", "8"]
     loop.train(tiny.make(train__steps=8, train__seed=1, **fields), tmp_path / "seed_1")
     more = tiny.make(train__steps=9, **fields)
     assert train_seeds(more, [3, 1], tmp_path, accept_changes=True).step == 9
     assert train_seeds(more, [3, 1], tmp_path).step == 9
-    with pytest.raises(InputError, match="train.steps=8: the run in .*seed_3 has reached step 9: set train.steps to"):
-        train_seeds(config, [3, 1], tmp_path, accept_changes=True)
+    raises("train.steps=8: the run in .*seed_3 has reached", train_seeds, config, [3, 1], tmp_path, accept_changes=True)
 
 
 def _steps(path):
@@ -144,34 +142,17 @@ def _steps(path):
         ([1, 1], {}, r"seeds=\[1, 1\]: expected different numbers"),
         ([-1], {}, r"seeds=\[-1\]: expected different numbers from 0"),
         ([2**32], {}, r"seeds=\[4294967296\]: expected different numbers from 0"),
-        (
-            [0],
-            {"train__patience": 2, "train__eval_every": 1},
-            "train.patience=2: seeds .* have the same steps.*leave it",
-        ),
+        ([0], {"train__patience": 2, "train__eval_every": 1}, "train.patience=2: seeds .* have the same steps.*leave"),
         ([0], {"optimizer__average": "ntasgd(2)", "train__eval_every": 1}, r"optimizer.average='ntasgd\(2\)': seeds"),
-        (
-            [0],
-            {"train__writers": "tensorboard"},
-            "train.writers='tensorboard': seeds .* write metrics.jsonl only: leave it",
-        ),
-        (
-            [0],
-            {"model__mlp": "top_k(4,2)"},
-            r"model.mlp='top_k\(4,2\)': the loops .*: train the seeds one after another",
-        ),
+        ([0], {"train__writers": "tensorboard"}, "train.writers='tensorboard': seeds .* write metrics.jsonl only"),
+        ([0], {"model__mlp": "top_k(4,2)"}, r"model.mlp='top_k\(4,2\)': the loops .*: train the seeds one after"),
         ([0], {"train__debug_nans": True}, "train.debug_nans=True: seeds"),
-        (
-            [0, 1],
-            {"train__seed": 7},
-            r"train.seed=7, seeds=\[0, 1\]: both set the seeds of the runs: leave out train.seed",
-        ),
+        ([0, 1], {"train__seed": 7}, r"train.seed=7, seeds=\[0, 1\]: both set the seeds of the runs: leave out"),
         ([0], {"optimizer__accumulate": 3}, "data.batch_size=8 does not split into 1 device's"),
     ],
 )
 def test_invalid_arguments_raise(tmp_path, numbers, fields, message):
-    with pytest.raises(InputError, match=message):
-        train_seeds(tiny.make(**fields), numbers, tmp_path)
+    raises(message, lambda: train_seeds(tiny.make(**fields), numbers, tmp_path))
 
 
 def test_members_stop_where_runs_of_their_seeds_would():
@@ -183,10 +164,8 @@ def test_members_stop_where_runs_of_their_seeds_would():
     for line in ({"skipped": skipped, "loss_scale": scale}, {"skipped": 0 * skipped}):
         np.testing.assert_array_equal(seeds._count_failures(failures, line, [3, 1], True), [0, 0])
     for before, skips in ((failures, True), (0 * failures, False)):
-        with pytest.raises(InputError, match="the loss of seed 1 or its gradient is not finite: lower"):
-            seeds._count_failures(before, {"skipped": skipped}, [3, 1], skips)
+        raises("the loss of seed 1 or its gradient", seeds._count_failures, before, {"skipped": skipped}, [3, 1], skips)
 
 
 def test_seeds_that_are_no_numbers_raise():
-    with pytest.raises(InputError, match="--seeds=0,x: 'x' is no whole number: write --seeds=0,1,2"):
-        command._numbers(["0", "x"])
+    raises("--seeds=0,x: 'x' is no whole number: write --seeds=0,1,2", command._numbers, ["0", "x"])

@@ -37,10 +37,7 @@ PREFIXES = {
     "two towers": ("", "pair_"),
     "two towers, one set": ("", "pair_"),
 }
-LAYOUTS = {
-    "zero3 x tensor": (Plan("zero3", tensor=2), 8),
-    "ring": (Plan("data", sequence=2), 4),
-}
+LAYOUTS = {"zero3 x tensor": (Plan("zero3", tensor=2), 8), "ring": (Plan("data", sequence=2), 4)}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,10 +16,7 @@ from tests.training.test_step import KEY, MODEL, Run, assert_leaves_close, batch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "remat",
-    ["none", "dots", "reversible", "names(mixed)"],
-)
+@pytest.mark.parametrize("remat", ["none", "dots", "reversible", "names(mixed)"])
 def test_backward_pass_gathers_sharded_parameters_again(remat):
     """Parameters that ZeRO shards are not kept from the forward pass: memory falls with the number of devices."""
     wide = dataclasses.replace(MODEL, layers=8, mlp_dim=1024, unroll=0)
@@ -86,19 +83,16 @@ def test_offloaded_parameters_match(plan, changes):
     assert float(scores[1]) == pytest.approx(float(scores[0]), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("model", "changes", "plan", "message"),
-    [
+def test_offloading_parameters_raises_if_layers_cannot_run_one_by_one():
+    for model, changes, plan, message in (
         ({"residual": "reversible"}, {}, Plan("single"), "takes each branch by itself: set model.residual='plain'"),
         ({"mixer": "window(3,0),full"}, {}, Plan("single"), "alternates several: name one mixer"),
         ({}, {"name": "adafactor"}, Plan("single"), "updates all layers at once: choose another"),
         ({}, {}, Plan(pipeline=2), "takes it for each microbatch: set plan.pipeline=1"),
-    ],
-)
-def test_offloading_parameters_raises_if_layers_cannot_run_one_by_one(model, changes, plan, message):
-    lm = LM(dataclasses.replace(MODEL, **model))
-    with pytest.raises(InputError, match=message):
-        make_trainer(lm, OptimizerConfig(**changes), dataclasses.replace(plan, offload_parameters=True), steps=10)
+    ):
+        lm = LM(dataclasses.replace(MODEL, **model))
+        with pytest.raises(InputError, match=message):
+            make_trainer(lm, OptimizerConfig(**changes), dataclasses.replace(plan, offload_parameters=True), steps=10)
 
 
 def test_rows_with_offloaded_optimizer_raise():

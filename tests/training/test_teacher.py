@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import jax
@@ -21,6 +19,7 @@ from hpnlp.training.run_directory import load
 from hpnlp.training.starts.teacher_outputs import Store, sequence_keys
 from hpnlp.types import InputError
 from tests import tiny
+from tests.messages import raises
 from tests.training.test_loop import Crash, catch_trainer, crash
 
 
@@ -43,16 +42,8 @@ def metrics(directory):
 def test_runs_with_a_teacher_resume_bit_for_bit_and_load_as_plain_models(teacher, tmp_path, monkeypatch):
     config = make(teacher, distill__losses="tinybert,labels(0.1)", optimizer__ema=0.9)
 
-    class Writer(loop.JsonlWriter):
-        def write(self, number, values):
-            super().write(number, values)
-            if number == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-
     expected = loop.train(config, tmp_path / "undisturbed")
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "JsonlWriter", Writer)
-        assert loop.train(config, tmp_path / "run").interrupted
+    tiny.interrupt(config, tmp_path / "run", 2)
     result = loop.train(config, tmp_path / "run")
     lines = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("run", "undisturbed")]
     assert lines[0] == lines[1] and b"distill_hidden" in lines[0]
@@ -70,8 +61,7 @@ def test_runs_with_a_teacher_resume_bit_for_bit_and_load_as_plain_models(teacher
     assert planner.costs(config, 1).memory["frozen"] > 0
 
     (tmp_path / "run" / "teacher.json").write_text("{")
-    with pytest.raises(InputError, match=r"cannot read .*teacher.json .* put back the file"):
-        load(tmp_path / "run")
+    raises(r"cannot read .*teacher.json .* put back the file", load, tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -94,8 +84,7 @@ def test_students_start_from_layers_of_their_teacher(teacher, tmp_path, monkeypa
         loop.train(make(teacher, distill__init="alternate", model__mlp_dim=48), tmp_path / "wide")
     with pytest.raises(InputError, match="the student has 4 layers, the teacher 3"):
         loop.train(make(teacher, distill__init="bottom", model__layers=4), tmp_path / "deep")
-    with pytest.raises(InputError, match="both name parameters to start from"):
-        make(teacher, distill__init="bottom", train__init_from="x")
+    raises("both name parameters to start from", make, teacher, distill__init="bottom", train__init_from="x")
 
 
 @pytest.mark.slow
@@ -134,8 +123,7 @@ def test_keys_depend_on_all_inputs_of_the_teacher():
 @pytest.mark.slow
 def test_teachers_that_do_not_fit_raise(teacher, tmp_path):
     def fails(message, **overrides):
-        with pytest.raises(InputError, match=message):
-            loop.train(make(overrides.pop("teacher", teacher), **overrides), tmp_path / "run")
+        raises(message, lambda: loop.train(make(overrides.pop("teacher", teacher), **overrides), tmp_path / "run"))
 
     fails("distill.teacher=.*none is not a directory", teacher=tmp_path / "none")
     (tmp_path / "empty").mkdir()
@@ -143,15 +131,13 @@ def test_teachers_that_do_not_fit_raise(teacher, tmp_path):
     shutil.copytree(teacher, tmp_path / "untrained", ignore=shutil.ignore_patterns("checkpoints"))
     fails("distill.teacher=.*untrained: .*no checkpoint", teacher=tmp_path / "untrained")
     fails(
-        r"another tokenizer than data.tokenizer='words\(40\)': set --data.tokenizer=bytes",
-        data__tokenizer="words(40)",
+        r"another tokenizer than data.tokenizer='words\(40\)': set --data.tokenizer=bytes", data__tokenizer="words(40)"
     )
     fails("predicts 2.. classes, the student 300: set model.vocab=", model__vocab=300)
     fails("carries state from batch to batch", model__mixer="segment_memory(8)", data__order="stream")
     values = configs.for_task(tiny.get_config(), "masked_lm")
     values.distill.teacher = str(teacher)
-    with pytest.raises(InputError, match="is a model of task='lm', and this config has task='masked_lm'"):
-        loop.train(configs.resolve(values), tmp_path / "run")
+    raises("is a model of task='lm', and this config", lambda: loop.train(configs.resolve(values), tmp_path / "run"))
 
 
 def labelled(directory, names):
@@ -182,8 +168,7 @@ def test_classifiers_are_distilled_by_teachers_with_the_same_labels(tmp_path):
     ).model.config.layers == 1
     other = labelled(tmp_path, ["blue", "red"])
     other.distill.teacher = str(tmp_path / "teacher")
-    with pytest.raises(InputError, match="trained on the same labels"):
-        loop.train(configs.resolve(other), tmp_path / "other")
+    raises("trained on the same labels", lambda: loop.train(configs.resolve(other), tmp_path / "other"))
 
 
 def without_labels(config, count, directory):
@@ -227,11 +212,8 @@ def test_classifiers_learn_from_a_teacher_without_labels(tmp_path, capsys):
 def test_teachers_of_data_without_labels_must_have_their_labels(tmp_path):
     loop.train(configs.resolve(labelled(tmp_path, ["green", "red"])), tmp_path / "teacher")
     student = without_labels(labelled(tmp_path, ["blue", "red"]), 30, tmp_path)
-    with pytest.raises(InputError, match="data.unlabelled=True, and no teacher .*: set distill.teacher=RUN, or"):
-        loop.train(configs.resolve(student), tmp_path / "run")
+    raises("data.unlabelled=True, and no teacher", lambda: loop.train(configs.resolve(student), tmp_path / "run"))
     student.distill.teacher = str(tmp_path / "teacher")
-    with pytest.raises(InputError, match="has label 'blue', .* the classes are those of the teacher, green, red"):
-        loop.train(configs.resolve(student), tmp_path / "run")
+    raises("has label 'blue', .* the classes are those", lambda: loop.train(configs.resolve(student), tmp_path / "run"))
     student.data.tokenizer = "words(40)"
-    with pytest.raises(InputError, match=r"data.tokenizer='words\(40\)' is not the tokenizer"):
-        loop.train(configs.resolve(student), tmp_path / "run")
+    raises(r"data.tokenizer='words\(40\)' is not", lambda: loop.train(configs.resolve(student), tmp_path / "run"))

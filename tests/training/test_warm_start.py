@@ -1,6 +1,7 @@
 """Warm start: a run starts from the parameters and tokenizer of another run or of a Hugging Face directory."""
 
 import dataclasses
+import functools
 import json
 import shutil
 import types
@@ -32,6 +33,7 @@ from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests import tiny
 from tests.drawn import drawn_params
+from tests.messages import raises
 
 FINETUNE = "experiments/lm/finetune.py"
 # A learning rate of 0 leaves parameters unchanged, to the last bit.
@@ -159,10 +161,7 @@ def test_config_with_equal_fields_starts_from_a_run(words, tmp_path):
     ("fields", "message"),
     [
         ({"train__init_from": "no/such"}, "train.init_from=no/such is not a directory: name a run's workdir, or a"),
-        (
-            {"data__tokenizer": "bytes"},
-            "data.tokenizer='bytes' is not the tokenizer .*: set --data.tokenizer=.*json",
-        ),
+        ({"data__tokenizer": "bytes"}, "data.tokenizer='bytes' is not the tokenizer .*: set --data.tokenizer=.*json"),
         ({"data__tokenizer": "words(30)"}, r"data.tokenizer='words\(30\)' is not the tokenizer that the parameters of"),
         (
             {"model__layers": 1, "model__mlp": "gelu", "model__mixer": "window(4,0)", "model__dtype": "bfloat16"},
@@ -207,8 +206,7 @@ def test_incomplete_sources_raise(words, checkpoint, tmp_path):
         copy = tmp_path / f"{source.name}-{name}"
         shutil.copytree(source, copy)
         (copy / name).unlink()
-        with pytest.raises(InputError, match=message):
-            warm_start.find(copy)
+        raises(message, warm_start.find, copy)
     with pytest.raises(InputError, match="no checkpoint"):
         shutil.copytree(words, tmp_path / "empty", ignore=shutil.ignore_patterns("checkpoints"))
         train(tmp_path / "run", data__tokenizer="words(40)", train__init_from=str(tmp_path / "empty"))
@@ -224,8 +222,7 @@ def test_converted_run_trains_with_its_tokenizer(checkpoint, tmp_path, capsys):
     checkpoints.close()
     shutil.copy(checkpoint / "tokenizer.json", run / "tokenizer.json")
     (run / "config.json").write_text(to_json(resolve({"model": dataclasses.asdict(config)})))
-    with pytest.raises(InputError, match="data.tokenizer='bytes' is not the tokenizer"):
-        loop.train(finetuned(run, **STILL, data__tokenizer="bytes"), run)
+    raises("data.tokenizer='bytes' is not", lambda: loop.train(finetuned(run, **STILL, data__tokenizer="bytes"), run))
     with pytest.raises(InputError, match="holds a converted model, .* and train.init_from=.* names another"):
         loop.train(finetuned(checkpoint, **STILL, data__tokenizer=str(run / "tokenizer.json")), run)
     result = loop.train(finetuned(run, **STILL), run)
@@ -315,8 +312,10 @@ def test_reader_of_a_search_goes_on_from_a_masked_language_model(tmp_path, monke
         "positions": ones.cumsum(1) - 1,
     }
     method = "vectors" if fields else "logits"  # hidden states, or those after the output layer
-    expected = encoder.apply({"params": of_source}, batch, method=method)
-    reader = Encoder(model.config.reader()).apply({"params": params["reader"]}, batch, method=method)
+    expected, reader = (
+        jax.jit(functools.partial(module.apply, method=method))({"params": weights}, batch)
+        for module, weights in ((encoder, of_source), (Encoder(model.config.reader()), params["reader"]))
+    )
     np.testing.assert_allclose(reader, expected, rtol=1e-6)
     initial = trainer.init(key)
     assert_same(params["tower"], initial.params["tower"])
@@ -342,8 +341,7 @@ def test_other_towers_than_those_of_a_dual_encoder_raise(tmp_path):
     ):
         with pytest.raises(InputError, match=message):
             source.check_model(RealmConfig(**sizes | fields), task="realm")
-    with pytest.raises(InputError, match="holds a model of task='dual_encoder'"):
-        warm_start.check_task("lm", source)
+    raises("holds a model of task='dual_encoder'", warm_start.check_task, "lm", source)
 
 
 def test_target_length_matters_to_learned_positions_only(tmp_path):
@@ -353,5 +351,4 @@ def test_target_length_matters_to_learned_positions_only(tmp_path):
         return warm_start.Source(tmp_path, "seq2seq", models[1], vocabulary, "", True).check_model(models[0])
 
     assert check("rope") == ""
-    with pytest.raises(InputError, match="model.target_len is 8, in the source 12"):
-        check("learned")
+    raises("model.target_len is 8, in the source 12", check, "learned")
