@@ -8,7 +8,7 @@ import pytest
 from hpnlp.data.examples import ClassificationConfig, Seq2SeqConfig, generated, prepare_examples
 from hpnlp.data.examples.generated import library, number_words
 from hpnlp.data.reading import sources
-from hpnlp.types import InputError
+from tests.messages import raises
 
 SOURCE = '''
 """A module of PACKAGE."""
@@ -140,10 +140,7 @@ def test_examples_are_generated_once(root, cache):
     (root / "web" / "new.py").write_text("x = 1")
     assert generated.find("stdlib_functions", str(cache)) != first
     assert generated.find("a.csv", str(cache)) == ((), (), (), "")
-    with pytest.raises(
-        InputError, match="data.path='stdlib_function' is neither .* examples: did you mean 'stdlib_functions'"
-    ):
-        prepare_examples(ClassificationConfig("stdlib_function"))
+    raises("data.path='stdlib_function' is neither", lambda: prepare_examples(ClassificationConfig("stdlib_function")))
 
 
 @pytest.mark.parametrize(
