@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hpnlp.models.decoding.beam_search import _for_beams, _has_beams, _is_reordered, _reordered
 from hpnlp.nn.attention import Attention, Context
@@ -23,9 +21,10 @@ from hpnlp.ops.attention.block_sparse.block_mask import density
 from hpnlp.ops.table_rows import TableRows
 from hpnlp.spec import parse_one
 from hpnlp.training.optimizers.sparse_rows import distinct
-from hpnlp.types import InputError, LossOut
+from hpnlp.types import LossOut
 from tests import contracts
 from tests.contracts import MIXER_SPECS, OUTPUT_SPECS, PATTERNS, Mixing, Output, assert_close, once
+from tests.messages import raises
 from tests.traces import TRACES
 
 mixers = pytest.mark.parametrize("spec", contracts.by_tier(MIXER_SPECS))
@@ -59,20 +58,25 @@ def test_mixers_of_other_files_have_contracts_of_their_own(monkeypatch):
 
 # Masks.
 
-RANGES = st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda start_more: (start_more[0], sum(start_more)))
+# First and last tokens of tiles: places from 0 to 40, and up to 13 tokens.
+STARTS, LENGTHS = np.meshgrid(np.arange(41), np.arange(13), indexing="ij")
+TILES = STARTS.reshape(-1), (STARTS + LENGTHS).reshape(-1)
 patterns = pytest.mark.parametrize("mask", PATTERNS, ids=repr)
 
 
 @patterns
-@given(q=RANGES, k=RANGES)
-def test_tile_is_sound(mask, q, k):
+def test_tile_is_sound(mask):
     """`some` is False only if no pair is allowed, `every` True only if all are; for single tiles and arrays of tiles."""
-    visible = mask.at(np.arange(q[0], q[1] + 1)[:, None], np.arange(k[0], k[1] + 1)[None, :])
-    some, every = mask.tile(*q, *k)
-    assert some or not visible.any()
-    assert visible.all() or not every
-    for batched, single in zip(mask.tile(*(np.full(3, x) for x in (*q, *k))), (some, every), strict=True):
-        np.testing.assert_array_equal(np.broadcast_to(batched, 3), np.full(3, bool(single)))
+    first, last = TILES
+    tiles = first[:, None], last[:, None], first[None], last[None]
+    some, every = (np.broadcast_to(found, (len(first), len(first))) for found in mask.tile(*tiles))
+    visible = np.pad(mask.at(np.arange(53)[:, None], np.arange(53)[None, :]), ((1, 0), (1, 0))).cumsum(0).cumsum(1)
+    q0, q1, k0, k1 = tiles
+    count = visible[q1 + 1, k1 + 1] - visible[q0, k1 + 1] - visible[q1 + 1, k0] + visible[q0, k0]
+    assert (some | (count == 0)).all() and (~every | (count == (q1 + 1 - q0) * (k1 + 1 - k0))).all()
+    for i, j in np.random.default_rng(0).integers(0, len(first), (20, 2)):
+        single = mask.tile(*(int(x) for x in (first[i], last[i], first[j], last[j])))
+        assert tuple(map(bool, single)) == (some[i, j], every[i, j])
 
 
 @patterns
@@ -170,8 +174,8 @@ def test_mixer_gives_texts_the_same_output_with_any_padding(spec):
         return mixing(inputs, mask=Full())
 
     text = {name: array[:, :size] for name, array in mixing.arrays.items()}
-    outputs = [jax.jit(run, compiler_options=contracts.ONCE)(*x) for x in ((mixing.arrays, ids), (text, ids[:, :size]))]
-    assert_close(outputs[0][:, :size], outputs[1])
+    padded, alone = once(lambda *cases: [run(*case) for case in cases], (mixing.arrays, ids), (text, ids[:, :size]))
+    assert_close(padded[:, :size], alone)
 
 
 @pytest.mark.parametrize("spec", contracts.one_of_each_kind(contracts.claiming("prefix_consistent")))
@@ -316,8 +320,7 @@ def test_output_loss_without_rng_is_weighted_sum_of_nll(spec, count, vocab, dtyp
         assert nll.dtype == jnp.float32
         assert_close(loss.sum, np.sum(np.asarray(nll) * case.weights))
     else:
-        with pytest.raises(InputError, match="no probabilit"):
-            case.call("nll", case.table, case.h, case.labels)
+        raises("no probabilit", case.call, "nll", case.table, case.h, case.labels)
 
 
 @outputs
