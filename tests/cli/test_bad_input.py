@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,10 +13,13 @@ import jax
 import pytest
 
 from hpnlp import cli, report
+from hpnlp.cli import experiment
 from hpnlp.models import decode
 from hpnlp.training import loop
+from hpnlp.training.config import resolve
 from hpnlp.types import InputError
 from tests import tiny
+from tests.messages import raises
 
 UNSHARE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--user", "--map-root-user"]
 
@@ -40,70 +44,63 @@ def train_error(error_of, tmp_path):
     return lambda *argv, **options: error_of(*arguments, *argv, **options)
 
 
+def test_invalid_fields_raise():
+    for override, message in (
+        ("--model.dims=3", "unknown config field 'model.dims': did you mean 'model.dim'?"),
+        ("--config.modle.dim=3", "did you mean 'model.dim'?"),
+        ("--config.model=3", "--model=3: model is a section: set one of its fields, for example --model.dim=VALUE"),
+        ("--conifg.model.dim=3", "unknown config field 'conifg.model.dim': did you mean 'model.dim'?"),
+        ("--modle.dim=3", "unknown config field 'modle.dim': did you mean 'model.dim'?"),
+        ("--task", "--task has no value: write --task=VALUE (str)"),
+        ("--train.steps=1e3", "--train.steps=1e3: expected int"),
+        ("--data.weights=(1,", "--data.weights=(1,: expected tuple, for example (1,3)"),
+        ("--model.dim=1.5", ": expected int"),
+        ("--optimizer.learning_rate=fast", ": expected float"),
+        ("--train.debug_nans=maybe", ": expected bool"),
+        ("--plan.fsdp=two", ": expected int"),
+        ("--model.dim", "--model.dim has no value: write --model.dim=VALUE (int)"),
+        ("--optimizer.name=adam", "unknown optimizer.name 'adam': did you mean 'adamw'?"),
+        ("--optimizer.schedule=cosine(", "optimizer.schedule='cosine(' is not a spec"),
+        ("--model.mixer=full(", "model.mixer='full(' is not a spec"),
+        ("--plan.remat=names(", "plan.remat='names(' is not a spec"),
+        ("--plan.remat=full,none", "plan.remat='full,none' names 2 entries: expected exactly one"),
+        ("--model.mixer=fulll", "unknown mixer 'fulll': did you mean 'full'?"),
+        ("--plan.zero=5", "plan.zero=5: expected a stage of ZeRO, 0 to 3"),
+        ("--plan.exchange=rings", "plan.exchange='rings': did you mean 'ring'?"),
+        ("--train.steps=" + "9" * 5000, "9...: expected int"),
+        ("--optimizer.loss_scale=x", "--optimizer.loss_scale=x: expected float"),
+        ("--optimizer.schedule=wsd(decay=x)", "optimizer.schedule 'wsd' has decay='x': expected int | float"),
+        ("--optimizer.schedule=rsqrt(0)", "rsqrt(timescale=0): expected a number of steps over 0"),
+        ("--model.mixer=window(a)", "mixer 'window' has left='a': expected int"),
+        ("--model.mixer=window(left=1,left=2)", "mixer 'window' is given 'left' more than once"),
+        ("--model.mixer=random(4,999)", "RandomBlocks.count=999: expected at most 64"),
+        ("--model.mixer=bigbird(4,-3,1,1)", "bigbird window=-3: expected an odd number of blocks"),
+        ("--model.mixer=full*True", "model.mixer='full*True' is not a spec"),
+    ):
+        _, overrides = experiment.split(["hpnlp", override])
+        raises(re.escape(message), lambda fields=overrides: resolve(experiment.overridden(tiny.get_config(), fields)))
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--config.model.dims=3", "unknown config field 'model.dims': did you mean 'model.dim'?"),
-        ("--config.modle.dim=3", "did you mean 'model.dim'?"),
-        (
-            "--config.model=3",
-            "--model=3: model is a section: set one of its fields, for example --model.dim=VALUE",
-        ),
-        ("--conifg.model.dim=3", "unknown config field 'conifg.model.dim': did you mean 'model.dim'?"),
-        ("--modle.dim=3", "unknown config field 'modle.dim': did you mean 'model.dim'?"),
         ("--model.dim=wide", "--model.dim=wide: expected int\n"),
-        ("--task", "--task has no value: write --task=VALUE (str)"),
         ("--skip_bad_lines", "unknown flag --skip_bad_lines: did you mean --data.skip_bad_lines?"),
         ("--name=adamw", "unknown flag --name: did you mean --optimizer.name or --plan.name?"),
-        ("--config.train.steps=1e3", "hpnlp: --train.steps=1e3: expected int\n"),
-        ("--config.data.weights=(1,", "hpnlp: --data.weights=(1,: expected tuple, for example (1,3)\n"),
-        (
-            "--config.data.tokenizer=bpe",
-            "tokenizer 'bpe' takes (size, by='spaces'): missing a required argument: 'size'",
-        ),
-        ("--config.train.profile=10:15", "train.profile='10:15' goes beyond train.steps=12"),
+        ("--config.data.tokenizer=bpe", "tokenizer 'bpe' takes (size, by='spaces'): missing a required argument"),
         ("--config=tests", "--config: 'tests' is a directory: use an experiment file"),
         ("--config=/dev/null", "--config: '/dev/null' is no regular file: use an experiment file"),
-        (
-            "--config.model.dim=wide",
-            "--model.dim=wide: expected int\n",
-        ),
-        ("--config.model.dim=1.5", ": expected int"),
-        ("--config.optimizer.learning_rate=fast", ": expected float"),
-        ("--config.train.debug_nans=maybe", ": expected bool"),
-        ("--config.plan.fsdp=two", ": expected int"),
-        ("--config.model.dim", "--model.dim has no value: write --model.dim=VALUE (int)"),
-        ("--config.train.steps=0", "train.steps=0: expected at least 1"),
-        ("--config.train.seed=-1", "train.seed=-1: expected at least 0"),
-        ("--config.train.profile=5", "train.profile='5': expected \"first:last\""),
         ("--config.train.writers=tensorbord", "unknown train.writers 'tensorbord': did you mean 'tensorboard'?"),
-        ("--config.optimizer.name=adam", "unknown optimizer.name 'adam': did you mean 'adamw'?"),
-        ("--config.optimizer.schedule=cosine(", "hpnlp: optimizer.schedule='cosine(' is not a spec"),
-        ("--config.model.mixer=full(", "hpnlp: model.mixer='full(' is not a spec"),
         ("--config.model.output=full(", "hpnlp: model.output='full(' is not a spec"),
-        ("--config.plan.remat=names(", "hpnlp: plan.remat='names(' is not a spec"),
-        ("--config.plan.remat=full,none", "hpnlp: plan.remat='full,none' names 2 entries: expected exactly one"),
         ("--config.train.writers=wandb(", "hpnlp: train.writers='wandb(' is not a spec"),
         ("--config.data.tokenizer=bpe(()", "hpnlp: data.tokenizer='bpe(()' is not a spec"),
-        ("--config.model.mixer=fulll", "unknown mixer 'fulll': did you mean 'full'?"),
         ("--config.model.output=ful", "unknown output layer 'ful': did you mean 'full'?"),
-        ("--config.model.dtype=float8", "unknown model.dtype 'float8': did you mean 'float"),
-        ("--config.model.dim=17", "model.dim=17 is not a multiple of model.heads=2: change one"),
         ("--config.plan.data=3", "does not divide 8 devices: 3 is the product of the given sizes"),
         ("--config.plan.pipeline=8", "does not divide into plan.pipeline=8 stages: make it a multiple of 8"),
-        ("--config.plan.zero=5", "plan.zero=5: expected a stage of ZeRO, 0 to 3"),
-        (
-            "--config.optimizer.momentum=0.5",
-            "optimizer.momentum=0.5 has no effect, because optimizer.name='adamw' does",
-        ),
-        ("--config.plan.exchange=heads", "plan.exchange='heads' has no effect, because it is about sequences"),
+        ("--config.optimizer.momentum=0.5", "optimizer.momentum=0.5 has no effect, because optimizer.name='adamw'"),
         ("--config.train.seed=3 --seeds=0,1", "train.seed=3, seeds=[0, 1]: both set the seeds of the runs"),
-        ("--config.plan.exchange=rings", "plan.exchange='rings': did you mean 'ring'?"),
         ("--config.plan.name=dta", "unknown plan.name 'dta': did you mean 'data'?"),
-        (
-            "--config.plan.name=data --config.data.batch_size=12",
-            "data.batch_size=12 does not split into 8 devices' sequences",
-        ),
+        ("--config.plan.name=data --config.data.batch_size=12", "data.batch_size=12 does not split into 8 devices'"),
         ("--config.data.path=/no/such/text", "/no/such/text"),
         ("--config.data.tokenizer=byts", "did you mean 'bytes'?"),
         ("--config.data.seq_len=1000000", "add text, or lower data.seq_len"),
@@ -114,31 +111,16 @@ def train_error(error_of, tmp_path):
         ("--verbosit=1", "unknown flag --verbosit: hpnlp train --help lists the flags"),
         ("--logtostder", "unknown flag --logtostder: hpnlp train --help lists the flags"),
         ("more", "more and --workdir="),
-        ("--config.train.steps=" + "9" * 5000, "9...: expected int\n"),
-        ("--config.optimizer.loss_scale=x", "--optimizer.loss_scale=x: expected float\n"),
-        ("--config.optimizer.schedule=wsd(decay=x)", "optimizer.schedule 'wsd' has decay='x': expected int | float"),
-        ("--config.optimizer.schedule=rsqrt(0)", "rsqrt(timescale=0): expected a number of steps over 0"),
-        ("--config.model.mixer=window(a)", "mixer 'window' has left='a': expected int"),
-        ("--config.model.mixer=window(left=1,left=2)", "mixer 'window' is given 'left' more than once"),
-        ("--config.model.mixer=random(4,999)", "RandomBlocks.count=999: expected at most 64"),
-        ("--config.model.mixer=bigbird(4,-3,1,1)", "bigbird window=-3: expected an odd number of blocks"),
-        ("--config.model.mixer=full*True", "hpnlp: model.mixer='full*True' is not a spec"),
         ("--config.model.output=sampled(x)", "output layer 'sampled' has samples='x': expected int"),
         ("--config.model.output=full*2", "model.output='full*2' names 2 entries: expected exactly one"),
         ("--config.model.rope_scaling=linear(x)", "RoPE scaling 'linear' has factor='x': expected int | float"),
-        (
-            "--config.model.rope_scaling=linear(0)",
-            "rope scaling 'linear' with factor=0.0: expected a finite number over 0",
-        ),
+        ("--config.model.rope_scaling=linear(0)", "rope scaling 'linear' with factor=0.0: expected a finite number"),
         ("--config.train.writers=tensorboard*3", "train.writers='tensorboard*3': writers take no repeats"),
         ("--wait=-1", "flag --wait=-1"),
         ("--debug=maybe", "flag --debug=maybe: expected true or false"),
         ("--config.train.steps -5", "-5 is read as a flag: a negative value is written --name=-5"),
         ("--bogus", "unknown flag --bogus: hpnlp train --help lists the flags"),
-        (
-            "--coordinator=localhost:1 --processes=50000000 --process=0",
-            "--processes=50000000: expected at most 1048576",
-        ),
+        ("--coordinator=localhost:1 --processes=50000000 --process=0", "--processes=50000000: expected at most"),
     ],
 )
 def test_invalid_arguments_of_train_raise(train_error, argument, message):
@@ -180,20 +162,14 @@ def test_unreadable_text_raises(train_error, tmp_path):
         ("x = 1", "has no get_config(): define one that returns a config"),
         ("def get_config(:", "experiment.py, line 1: SyntaxError"),
         ("import nowhere", "experiment.py, line 1: ModuleNotFoundError: No module named 'nowhere'"),
-        (
-            "from hpnlp.spec import lookup\nlookup({'lstm': 1}, 'lstmm', 'encoder')",
-            "experiment.py, line 2: unknown encoder 'lstmm': did you mean 'lstm'?",
-        ),
+        ("from hpnlp.spec import lookup\nlookup({'lstm': 1}, 'lstmm', 'encoder')", "experiment.py, line 2: unknown"),
         ("def get_config():\n    pass", "get_config() returned NoneType: return the ConfigDict"),
         ("c.model.dims = 3", 'experiment.py, line 4: AttributeError: Key "dims" does not exist'),
         ("c.model.dims = 3", 'Did you mean "dim" instead of "dims"?'),
         ("c.model.qqqq = 3", "cannot be added since the config is locked.\n"),
         ("c.model.dim = 'wide'", "experiment.py, line 4: TypeError: Could not override field 'dim'"),
         ("c.train.steps = 0", "train.steps=0: expected at least 1"),
-        (
-            "def get_config():\n    open('/no/such')",
-            "FileNotFoundError: [Errno 2] No such file or directory: '/no/such'\n",
-        ),
+        ("def get_config():\n    open('/no/such')", "FileNotFoundError: [Errno 2] No such file or directory"),
         (
             "import ml_collections\ndef get_config():\n    return ml_collections.ConfigDict()",
             "get_config() returned a config without model.dim, model.heads, model.kv_heads, ...: begin with",
@@ -219,10 +195,7 @@ def test_invalid_experiment_files_raise(error_of, tmp_path, source, message):
     ("argv", "message"),
     [
         (("trian",), "unknown command 'trian': did you mean 'train'?"),
-        (
-            ("train", "--workdir=x"),
-            "--config is required, for example --config=lm/bytes, or --task=TASK --data.path=FILE",
-        ),
+        (("train", "--workdir=x"), "--config is required, for example --config=lm/bytes, or --task=TASK"),
         (("train", "--data.path=x"), "where TASK is lm, rnn_lm, classification"),
         *(
             ((command, "x", "--heldout_path=y"), "unknown flag --heldout_path: did you mean --data.heldout_path?")
@@ -231,26 +204,14 @@ def test_invalid_experiment_files_raise(error_of, tmp_path, source, message):
         (("predict", "x", "--heldout_path=y"), "unknown flag --heldout_path: hpnlp predict --help lists the flags"),
         (("train", "--task=clasification"), "unknown task 'clasification': did you mean 'classification'?"),
         (("train", "--config=lm/byte"), "--config: there is no file 'lm/byte': did you mean lm/bytes or"),
-        (
-            ("plan", "--config=experiments/tagging/stdlib.py.py"),
-            "did you mean tagging/stdlib",
-        ),
-        (
-            ("sweep", "--config=nothing", "--workdir=x"),
-            "use an experiment file, or an experiment of the package, for example lm/bytes; hpnlp",
-        ),
+        (("plan", "--config=experiments/tagging/stdlib.py.py"), "did you mean tagging/stdlib"),
+        (("sweep", "--config=nothing", "--workdir=x"), "use an experiment file, or an experiment of the package"),
         (("sweep", "--workdir=x"), "--config is required, for example --config=lm/bytes"),
         (("sweep", "--config=lm/bytes", "--workdir=x"), "has no get_sweep(): define one"),
-        (
-            ("generate", "--workdir=x", "--prompt_file=/no/such"),
-            "--prompt_file=/no/such: No such file or directory: use",
-        ),
+        (("generate", "--workdir=x", "--prompt_file=/no/such"), "--prompt_file=/no/such: No such file or directory"),
         (("plan", "--register=/no/such.py"), "--register: there is no file '/no/such.py': use a Python file that adds"),
         (("compare",), "no run: write hpnlp compare RUN RUN"),
-        (
-            ("compare", "/no/such/run"),
-            "/no/such/run holds no run (No such file or directory): train one first, or name another directory",
-        ),
+        (("compare", "/no/such/run"), "/no/such/run holds no run (No such file or directory): train one first"),
     ],
 )
 def test_missing_arguments_raise(error_of, argv, message):
@@ -313,10 +274,7 @@ def files(tmp_path, trained):
         ("train --config={config} --workdir={blank}", "blank is a file: use a directory"),
         ("sweep --config={config} --workdir={blank}", "blank is a file: use a directory"),
         ("train --config={config} --workdir={loop}/run", "loop/run (Too many levels of symbolic links)"),
-        (
-            "generate --workdir={loop}",
-            "(Too many levels of symbolic links): train one first, or name another directory",
-        ),
+        ("generate --workdir={loop}", "(Too many levels of symbolic links): train one first, or name another"),
         ("generate {run}/" + "x" * 300, "(File name too long)"),
         ("generate {piped}", "config.json is not a regular file: restore it, or name another workdir"),
         ("generate {run} --workdir={dir}", "name different runs: leave out one of them"),
@@ -330,23 +288,14 @@ def files(tmp_path, trained):
             "train --config={config} --workdir={dir}/new --config.train.init_from={piped}",
             "config.json is not a regular file",
         ),
-        (
-            "train --config={config} --workdir={foreign}",
-            "foreign holds a Hugging Face checkpoint, which the run would overwrite",
-        ),
+        ("train --config={config} --workdir={foreign}", "foreign holds a Hugging Face checkpoint, which the run would"),
         ("compare {piped}", "report.json is not a regular file: move it away"),
         ("convert --from={begun} --to={dir}/new", "no checkpoint in"),
         ("generate --workdir={run} --tokens=many", "flag --tokens=many: expected a whole number"),
         ("generate --workdir={run} --top_p=half", "flag --top_p=half: expected a number"),
-        (
-            "generate --workdir={run} --config.model.dim=3",
-            "only train, check-data, sweep, lra, plan, scaling, compress and evaluate take config fields",
-        ),
+        ("generate --workdir={run} --config.model.dim=3", "only train, check-data, sweep, lra, plan, scaling"),
         ("evaluate", "no run: write hpnlp evaluate RUN"),
-        (
-            "evaluate {run} --config.data.heldout=0.5",
-            "data.heldout=0.5 would not be the run that was trained: leave it out",
-        ),
+        ("evaluate {run} --config.data.heldout=0.5", "data.heldout=0.5 would not be the run that was trained: leave"),
         ("evaluate {run} --config.task=tagging", "task='tagging' would not be the run that was trained"),
         ("generate {run} import", "'import' holds no run: name one, or write a prompt as --prompt='import'"),
         ("compare {run} --out=", "--out is empty: use a file, for example compare.png, or a directory"),
@@ -354,10 +303,7 @@ def files(tmp_path, trained):
         ("draw Window(1,right=2,right=3)", "more than once"),
         ("compare {blank}", "blank"),
         ("compare {loop}", "loop"),
-        (
-            "convert --from={blank} --to={dir}/new",
-            "blank holds no run and no Hugging Face checkpoint (Not a directory)",
-        ),
+        ("convert --from={blank} --to={dir}/new", "blank holds no run and no Hugging Face checkpoint"),
         ("convert --from={run} --to={blank}/x", "blank/x"),
         ("plan --config={config} --out={blank}/x.png", "blank/x.png"),
         ("draw Causal() --out={blank}/x.png", "cannot draw"),
@@ -365,16 +311,10 @@ def files(tmp_path, trained):
         ("draw Causal() --length=99999999999999999999", "length=99999999999999999999: expected at most 2147483647"),
         ("generate --workdir={run} --tokens=-1", "tokens=-1: expected at least 1"),
         ("generate --workdir={run},", "the name of a run is empty: remove the comma before or after it, or name a run"),
-        (
-            "generate --workdir={run},{run}@12",
-            "run, step 12, is named twice: an ensemble averages different runs or checkpoints: leave it out once",
-        ),
+        ("generate --workdir={run},{run}@12", "run, step 12, is named twice: an ensemble averages different runs"),
         ("evaluate {run} {run}", "run, step 12, is named twice"),
         ("evaluate {run}@10 --step=12", "--step=12: {run}@10 name their checkpoints by themselves: leave out --step"),
-        (
-            "generate --workdir={run} --temperature=0 --top_p=0.5",
-            "--top_p=0.5 has no effect with --temperature=0, which takes the most probable token: leave it out",
-        ),
+        ("generate --workdir={run} --temperature=0 --top_p=0.5", "--top_p=0.5 has no effect with --temperature=0"),
         ("generate --workdir={run} --tokens=0", "tokens=0: expected at least 1"),
         ("generate --workdir={run} --tokens=1000000000", "tokens=1000000000: the cache of 1 prompts"),
         ("generate --workdir={run} --tokens=1000000000000", "tokens=1000000000000: expected at most 1073741824"),
@@ -387,18 +327,9 @@ def files(tmp_path, trained):
         ("generate --workdir={run} --prompt_file=/dev/zero", "/dev/zero: it holds more than 64 MiB"),
         ("generate --workdir={run} --prompt_file={utf16}", "utf16: it is UTF-16: convert it, for example with iconv"),
         ("generate --workdir={run} --prompt_file={wide}", "wide: byte 1 is zero, as in binary files and UTF-16"),
-        (
-            "generate --workdir={run} --prompt_file={latin}",
-            "latin: not UTF-8 (byte 0xe9 at 3), to be converted by iconv",
-        ),
-        (
-            "plan --config={config} --devices=4096 --depth=compiled",
-            "simulates at most 2048 devices on a CPU: use fewer",
-        ),
-        (
-            "plan --config={config} --config.plan.name=data --devices=1000000000",
-            "does not split into 1000000000 devices",
-        ),
+        ("generate --workdir={run} --prompt_file={latin}", "latin: not UTF-8 (byte 0xe9 at 3), to be converted"),
+        ("plan --config={config} --devices=4096 --depth=compiled", "simulates at most 2048 devices on a CPU: use"),
+        ("plan --config={config} --config.plan.name=data --devices=1000000000", "does not split into 1000000000"),
         ("plan --config={config} --devices=-1", "--devices"),
         ("plan --config={config} --config.train.min_delta=0.1", "train.min_delta=0.1 has no effect, because"),
         ("plan --config={config} --config.model.mixer={nested}", "is not a spec"),
@@ -421,10 +352,7 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."
             f"out of memory ({OUT_OF_MEMORY}): a step is planned to take 0.00 GB",
         ),
         (jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 8 bytes."), "GB with --plan."),
-        (
-            MemoryError("Unable to allocate 8 bytes"),
-            "lower data.batch_size, data.seq_len or model.dim, set plan.remat=full",
-        ),
+        (MemoryError("Unable to allocate 8 bytes"), "lower data.batch_size, data.seq_len or model.dim"),
         (OSError(errno.ENOSPC, "No space left on device"), "cannot write a file (No space left on device): free some"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), "cannot read or write /x (Permission denied)"),
     ],
@@ -463,8 +391,13 @@ COMMANDS = {
 @pytest.mark.parametrize(
     ("name", "stdout", "message"),
     [
-        *((name, "/dev/full", "No space left on device") for name in COMMANDS),
-        *((name, None, "it is closed") for name in ("help", "generate", "draw")),
+        *((name, "/dev/full", "No space left on device") for name in ("train", "generate")),
+        *(
+            pytest.param(name, "/dev/full", "No space left on device", marks=pytest.mark.slow)
+            for name in COMMANDS
+            if name not in ("train", "generate")
+        ),
+        ("help", None, "it is closed"),
     ],
 )
 def test_files_are_complete_if_stdout_is_closed_or_full(run, monkeypatch, files, name, stdout, message):

@@ -29,6 +29,7 @@ from hpnlp.training.config_file import load_config
 from hpnlp.training.files import contents
 from hpnlp.training.files.checkpoint import Checkpointer
 from hpnlp.types import InputError
+from tests.messages import raises
 from tests.models.huggingface.checkpoints import make
 
 EOS = None  # stands for the tokenizer's eos_id
@@ -120,8 +121,7 @@ def test_classifiers_keep_the_names_of_their_classes(task, heads, checkpoint, tm
     values = load_config(tmp_path / "run")
     assert values.task == task and values.data.seq_len == 32
     assert runs.load_vocabulary(tmp_path / "run", values).labels == ("no", "yes")
-    with pytest.raises(InputError, match=r"is a converted model, and has no data .*: pass --data.path=PATH with lab"):
-        compress_run(tmp_path / "run", tmp_path / "small", "int8")
+    raises(r"is a converted model, and has no data", compress_run, tmp_path / "run", tmp_path / "small", "int8")
     run(from_=tmp_path / "run", to=tmp_path / "back")
     for name in ("config.json", "model.safetensors"):  # tokenizer.json frames texts as those of classifiers
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes(), name
@@ -178,14 +178,12 @@ def test_damaged_output_checkpoints_raise(converted, tmp_path, monkeypatch, name
             (target / name).write_bytes((target / name).read_bytes()[:-100])
 
     monkeypatch.setattr(command, "_copy", copy_and_damage)
-    with pytest.raises(InputError, match=name):
-        run(from_=converted, to=target)
+    raises(name, run, from_=converted, to=target)
 
 
 def test_damaged_output_runs_raise(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpointer, "save_params", lambda self, params: None)
-    with pytest.raises(InputError, match="checkpoint 0 was written to .* and cannot be read back"):
-        run(from_=checkpoint, to=tmp_path / "run")
+    raises("checkpoint 0 was written to .* and cannot be read back", run, from_=checkpoint, to=tmp_path / "run")
 
 
 def test_read_errors_name_the_source(checkpoint, tmp_path, monkeypatch):
@@ -193,10 +191,7 @@ def test_read_errors_name_the_source(checkpoint, tmp_path, monkeypatch):
         raise OSError(errno.EIO, "Input/output error", str(checkpoint / "model.safetensors"))
 
     monkeypatch.setattr(convert, "read", fail)
-    with pytest.raises(
-        InputError, match=r"cannot read .*model.safetensors \(Input/output error\): .* another directory"
-    ):
-        run(from_=checkpoint, to=tmp_path / "run")
+    raises(r"cannot read .*model.safetensors \(Input/output error\)", run, from_=checkpoint, to=tmp_path / "run")
 
 
 def test_compressed_models_are_written_as_the_numbers_that_they_represent(converted, tmp_path, capsys):
@@ -209,14 +204,11 @@ def test_compressed_models_are_written_as_the_numbers_that_they_represent(conver
     run(from_=source, to=tmp_path / "to")
     assert "matrices that were int8 are written as the float32 numbers" in capsys.readouterr().out
     jax.tree.map(np.testing.assert_array_equal, convert.load(tmp_path / "to")[1], dense_tree(small))
-    with pytest.raises(InputError, match="already holds a compressed model"):
-        run(from_=tmp_path / "to", to=source)
-    with pytest.raises(InputError, match="compressed model and no checkpoints: leave out the step 1"):
-        run(from_=source, to=tmp_path / "again", step=1)
+    raises("already holds a compressed model", run, from_=tmp_path / "to", to=source)
+    raises("compressed model and no checkpoints: leave out the step", run, from_=source, to=tmp_path / "again", step=1)
     signs = map_matrices(lambda path, w: w if is_table(path) else binarize_products(w), runs.load(converted).params)
     write_weights(source / WEIGHTS_FILE, signs, {"step": 3})
-    with pytest.raises(InputError, match=r"products of binary\(inputs=True\) take the signs of their inputs"):
-        run(from_=source, to=tmp_path / "again")
+    raises(r"products of binary\(inputs=True\) take the signs of their", run, from_=source, to=tmp_path / "again")
 
 
 @pytest.mark.parametrize("qkv_bias", [False, True])
@@ -240,8 +232,7 @@ def test_tokenizers_that_cannot_be_exported_leave_no_checkpoint(converted, tmp_p
         raise InputError("no such form")
 
     monkeypatch.setattr("hpnlp.data.tokenizers.export.export", fail)
-    with pytest.raises(InputError, match="no such form"):
-        run(from_=converted, to=tmp_path / "back")
+    raises("no such form", run, from_=converted, to=tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
 
@@ -260,8 +251,7 @@ def test_dtype_applies_to_the_run(checkpoint, tmp_path):
 
 def test_invalid_arguments_raise(checkpoint, converted, tmp_path):
     def check(message, **options):
-        with pytest.raises(InputError, match=message):
-            run(**options)
+        raises(message, run, **options)
 
     new = tmp_path / "new"
     check("no run: write hpnlp convert RUN --to=DIR or hpnlp convert DIR --to=RUN", to=new)
@@ -373,13 +363,11 @@ def test_damaged_checkpoints_raise(name, checkpoint, tmp_path):
 def test_missing_or_foreign_tokenizers_raise(checkpoint, tmp_path):
     source = tmp_path / "source"
     convert.save(*convert.load(checkpoint), source)
-    with pytest.raises(InputError, match=r"cannot read the tokenizer .*source/tokenizer.json"):
-        run(from_=source, to=tmp_path / "run")
+    raises(r"cannot read the tokenizer .*source/tokenizer.json", run, from_=source, to=tmp_path / "run")
     tokenizers.build("bpe(280)", [b"the quick brown fox jumps over a lazy dog, again and again\n" * 20]).save(
         str(source / "tokenizer.json")
     )
-    with pytest.raises(InputError, match=r"config.json: vocab_size is \d+, and the tokenizer beside it has \d+ ids"):
-        run(from_=source, to=tmp_path / "run")
+    raises(r"config.json: vocab_size is \d+, and the tokenizer beside it has", run, from_=source, to=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

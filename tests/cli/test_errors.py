@@ -14,6 +14,7 @@ from hpnlp import cli
 from hpnlp.cli.errors import at_once, run_script
 from hpnlp.errors import TemporaryError
 from hpnlp.types import InputError
+from tests.messages import raises
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
@@ -32,16 +33,8 @@ def fail(error):
         (FileNotFoundError(2, "No such file", "a.txt"), 2, "hpnlp: cannot read or write a.txt (No such file)"),
         (KeyboardInterrupt(), 130, "hpnlp: interrupted\n"),
         (TemporaryError("port 1 cannot be opened"), 75, "hpnlp: port 1 cannot be opened\n"),
-        (
-            OSError(errno.ENOSPC, "No space left", "a.npy"),
-            75,
-            "hpnlp: cannot write a.npy (No space left): free some space",
-        ),
-        (
-            OSError(errno.ESTALE, "Stale file handle", "a"),
-            75,
-            "hpnlp: cannot use a (Stale file handle): run the same command",
-        ),
+        (OSError(errno.ENOSPC, "No space left", "a.npy"), 75, "hpnlp: cannot write a.npy (No space left): free some"),
+        (OSError(errno.ESTALE, "Stale file handle", "a"), 75, "hpnlp: cannot use a (Stale file handle): run the same"),
     ],
 )
 def test_errors_of_scripts_are_one_line(monkeypatch, capsys, error, code, message):
@@ -116,8 +109,7 @@ def load(monkeypatch):
     ],
 )
 def test_invalid_flags_of_scripts_raise_before_their_work(load, script, values, message):
-    with pytest.raises(InputError, match=message):
-        load(script, **values).main([])
+    raises(message, lambda: load(script, **values).main([]))
 
 
 def test_losses_by_memory_are_a_table(load):

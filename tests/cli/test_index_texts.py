@@ -12,9 +12,9 @@ import hpnlp
 from hpnlp.jobs.retrieval import texts
 from hpnlp.jobs.retrieval.rerank import find_label, rerank
 from hpnlp.retrieval import datastore
-from hpnlp.types import InputError
 from tests import tiny
 from tests.cli.test_encode import save_run
+from tests.messages import raises
 
 TEXTS = ["the quick fox", "seven wizards\tbrew", *(" ".join(tiny.WORDS[n : n + 4]) for n in (3, 7, 5, 9, 12))]
 
@@ -133,8 +133,7 @@ def test_shards_without_texts_leave_the_older_datastore(store, tmp_path):
     record = dataclasses.replace(datastore.read_record(store), index="")
     datastore.write_record(tmp_path / "shard", record)
     np.save(tmp_path / "shard" / datastore.VECTORS, np.zeros((record.count, record.dim), np.float16))
-    with pytest.raises(InputError, match="texts.jsonl is missing: build the shard again"):
-        datastore.complete(tmp_path / "all", [tmp_path / "shard"])
+    raises("texts.jsonl is missing: build the shard again", datastore.complete, tmp_path / "all", [tmp_path / "shard"])
     assert_same(tmp_path / "all", store)
 
 
@@ -167,19 +166,16 @@ def test_datastores_of_other_models_and_damaged_ones_raise(run, files, tmp_path)
     lines = (tmp_path / "store" / datastore.TEXTS).read_text().splitlines(keepends=True)
     for content, message in (("".join(lines[:3]), "has fewer texts than there are vectors"), ("{\n", "cannot read")):
         (tmp_path / "store" / datastore.TEXTS).write_text(content)
-        with pytest.raises(InputError, match=message):
-            store.texts([0, 5])
+        raises(message, store.texts, [0, 5])
     (tmp_path / "store" / datastore.TEXTS).unlink()
-    with pytest.raises(InputError, match="cannot read .* build the datastore again"):
-        store.texts([0])
+    raises("cannot read .* build the datastore again", store.texts, [0])
 
 
 def test_search_returns_texts_with_scores_and_numbers(encoder, store):
     loaded, model = datastore.Datastore.load(store, "texts"), hpnlp.load(encoder)
     ((score, number, text), *others), second = texts.search(loaded, model, [TEXTS[2], "a"], 9)
     assert (number, text) == (2, TEXTS[2]) and abs(score - 1) < 2e-3 and len(others) == 6 and len(second) == 7
-    with pytest.raises(InputError, match="of a language model's text|of texts, which no language model"):
-        datastore.Datastore.load(store, "words")
+    raises("of a language model's text|of texts, which no language model", datastore.Datastore.load, store, "words")
 
 
 def test_candidates_are_ranked_by_the_probability_of_the_label(run, encoder, cross_encoder, store):
@@ -206,8 +202,7 @@ def test_candidates_are_ranked_by_the_probability_of_the_label(run, encoder, cro
 def test_pairs_without_tokens_are_left_out_and_pairs_of_texts_raise(cross_encoder):
     model = hpnlp.load(cross_encoder)
     assert rerank(model, ["a", "b"], [[(0.5, 3, ""), (0.4, 1, "c")], []])[0][0][1:] == (1, "c")
-    with pytest.raises(InputError, match="is not a single text"):
-        rerank(model, ["a"], [[(0.5, 3, ["a", "b"])]])
+    raises("is not a single text", rerank, model, ["a"], [[(0.5, 3, ["a", "b"])]])
 
 
 @pytest.mark.parametrize(
@@ -228,8 +223,7 @@ def test_the_label_is_named_or_found(cross_encoder, labels, name, expected):
     if expected in labels:
         assert find_label(model, name) == expected
     else:
-        with pytest.raises(InputError, match=expected):
-            find_label(model, name)
+        raises(expected, find_label, model, name)
 
 
 ERRORS = {

@@ -1,5 +1,6 @@
 """`hpnlp mix`: scores of a run with neighbours from its training text, and runs that do not fit."""
 
+import functools
 import json
 import os
 import random
@@ -10,22 +11,24 @@ import numpy as np
 import pytest
 
 from hpnlp import report
+from hpnlp.compress.files import write_weights
+from hpnlp.compress.matrices import is_table, map_matrices
+from hpnlp.compress.weights_file import WEIGHTS_FILE
 from hpnlp.jobs.retrieval.mix import Options
 from hpnlp.jobs.retrieval.mixed_text import MixedModel
 from hpnlp.models.mixtures.bit_gate import BitGate
 from hpnlp.models.variables import collections
 from hpnlp.ops.softmax.bit_paths import path_log_odds
+from hpnlp.ops.weights import quantize
 from hpnlp.training import loop, run_directory
-from hpnlp.types import InputError
 from tests import tiny
+from tests.cli.test_encode import save_run
+from tests.messages import raises
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("mixed") / "run"
-    config = tiny.make(train__steps=2)
-    report.write(workdir, config, loop.train(config, workdir), "--config=tests/tiny.py")
-    return workdir
+    return tiny.copy_run(tmp_path_factory.mktemp("mixed") / "run")
 
 
 def test_model_index_and_both_are_scored(run, trained):
@@ -64,8 +67,8 @@ def test_distributions_of_the_mixture_are_normalised_and_those_that_are_scored(t
     alone = run_directory.load(trained)
     near, batch = model.index.neighbours(ids.astype(np.int64)), alone.model.example_batch(1, 16)
     batch = {**batch, "tokens": ids[None], "segment_ids": np.ones((1, 16), np.int32), "positions": np.arange(16)[None]}
-    h, _ = alone.model.apply(collections(alone.params), batch, True, method="token_states")
-    logits = alone.model.apply(collections(alone.params), h[:, -1], method="next_logits")
+    h, _ = jax.jit(lambda x: alone.model.apply(x, batch, True, method="token_states"))(collections(alone.params))
+    logits = jax.jit(functools.partial(alone.model.apply, method="next_logits"))(collections(alone.params), h[:, -1])
     for token in (101, 32, 0, 257):
         odds = path_log_odds(jax.nn.log_softmax(logits), np.array([token]))
         nll = network.apply(model.gate, odds, near.tokens, near.count, np.array([token]), method="nll")
@@ -125,8 +128,7 @@ def test_invalid_flags_raise(run, trained, flag, message):
 
 
 def test_unknown_stores_raise_before_the_run_is_read():
-    with pytest.raises(InputError, match="unknown store 'knn'"):
-        Options(store="knn")
+    raises("unknown store 'knn'", Options, store="knn")
 
 
 FEW = ("--store=suffix(longest=3,words=0,k=2)", "--gate_tokens=500", "--epochs=1", "--nodynamic")
@@ -148,7 +150,7 @@ def test_prompts_are_read_and_not_scored(run, tmp_path):
 
 def test_compressors_of_other_text_are_left_out(run, tmp_path):
     shutil.copytree(os.environ["HPNLP_TEST_TEXT"], tmp_path / "text")
-    config, workdir = tiny.make(train__steps=1, data__path=str(tmp_path / "text")), tmp_path / "run"
+    config, workdir = tiny.make(train__steps=2, data__path=str(tmp_path / "text")), tmp_path / "run"
     report.write(workdir, config, loop.train(config, workdir), "--config=tests/tiny.py")
     for path in (tmp_path / "text").iterdir():
         path.write_bytes(path.read_bytes()[::-1])
@@ -158,9 +160,13 @@ def test_compressors_of_other_text_are_left_out(run, tmp_path):
 
 
 def test_runs_that_cannot_be_mixed_are_refused(run, trained, tmp_path):
-    assert run("compress", trained, f"--to={tmp_path / 'int8'}", "--recipe=int8").code == 0
+    source = run_directory.load(trained)
+    quantized = map_matrices(lambda path, w: quantize(w, by_row=is_table(path)), source.params)
+    patterns = shutil.ignore_patterns("checkpoints", "metrics.jsonl")
+    write_weights(shutil.copytree(trained, tmp_path / "int8", ignore=patterns) / WEIGHTS_FILE, quantized, {"step": 2})
     outcome = run("mix", tmp_path / "int8")
     assert outcome.code == 2 and "has quantized weights: add --nodynamic" in outcome.err, outcome.err
-    loop.train(tiny.make(train__steps=1, model__mixer="transformer_xl(16)", data__order="stream"), tmp_path / "memory")
+    data = {"order": "stream", "path": os.environ["HPNLP_TEST_TEXT"]}
+    save_run(tmp_path / "memory", "lm", data=data, mixer="transformer_xl(16)")
     outcome = run("mix", tmp_path / "memory")
     assert outcome.code == 2 and "carries states from batch to batch" in outcome.err, outcome.err

@@ -112,25 +112,13 @@ def test_search_continues_after_an_invalid_plan(plan, monkeypatch):
         (("--out=",), "--out is empty: use a file, for example plan.png, or a directory"),
         (("--depth=deep",), "--depth"),
         (("--devices=7", "--config.data.batch_size=64"), "data.batch_size=64 does not split into 7 devices' sequences"),
-        (
-            ("--config.data.batch_size=4",),
-            "make it a multiple of 8, or plan another number of devices than the default, 8 x h100: pass --devices=1",
-        ),
-        (
-            ("--config.plan.data=3",),
-            "choose sizes whose product is 8, or set plan.data to -1\n",
-        ),
+        (("--config.data.batch_size=4",), "make it a multiple of 8, or plan another number of devices than"),
+        (("--config.plan.data=3",), "choose sizes whose product is 8, or set plan.data to -1\n"),
         (("--config.data.batch_size=0",), "data.batch_size=0: expected at least 1"),
         (("--config.plan.name=zero4",), "unknown plan.name 'zero4'"),
-        (
-            ("--out=nowhere/plan.png",),
-            "--out=nowhere/plan.png cannot be written: use a file in an existing directory",
-        ),
+        (("--out=nowhere/plan.png",), "--out=nowhere/plan.png cannot be written: use a file in an existing directory"),
         (("--out=plan.gif",), "--out=plan.gif: unknown image format; use .png"),
-        (
-            ("--recipe=int8", "--devices=4"),
-            "--recipe: the sizes of a model are printed, not those of a training step: leave out --devices",
-        ),
+        (("--recipe=int8", "--devices=4"), "--recipe: the sizes of a model are printed, not those of a training step"),
         (("--depth=tpu", "--device=h100"), "--depth=tpu compiles for --device=v5e or v5p, not for h100"),
     ],
 )

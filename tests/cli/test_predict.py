@@ -20,8 +20,8 @@ from hpnlp.data.examples.kinds import Pairs
 from hpnlp.jobs import predictor
 from hpnlp.training import config as configs
 from hpnlp.training import loop
-from hpnlp.types import InputError
 from tests import tiny
+from tests.messages import raises
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +45,7 @@ def classifier(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def language_model(tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("lm") / "run"
-    loop.train(tiny.make(train__steps=1), workdir)
-    return workdir
+    return tiny.copy_run(tmp_path_factory.mktemp("lm") / "run")
 
 
 TEXTS = ["the quick fox", "old, copper\tkettles", 'a "dog"']
@@ -132,13 +130,9 @@ def test_texts_without_tokens_are_left_out_with_their_places(run, classifier, tm
     )
     outcome = run(*command, "--skip_bad_lines")
     assert [row["review"] for row in csv.DictReader(io.StringIO(outcome.out))] == ["three", "four"]
-    for line in (
-        "1 without text: line 1\n",
-        f"2 invalid: {tmp_path / 'a.txt'}, line 2; {tmp_path}/a.txt, line 3\n",
-    ):
+    for line in ("1 without text: line 1\n", f"2 invalid: {tmp_path / 'a.txt'}, line 2; {tmp_path}/a.txt, line 3\n"):
         assert f"left out: {line}" in outcome.err
-    with pytest.raises(InputError, match="text 1 has a text without tokens: correct it"):
-        hpnlp.load(classifier).predict(["four", "one"])
+    raises("text 1 has a text without tokens: correct it", lambda: hpnlp.load(classifier).predict(["four", "one"]))
 
 
 def test_files_without_texts_give_a_header(run, classifier, tmp_path):
@@ -244,24 +238,16 @@ def test_lines_with_too_few_or_too_many_texts_raise(run, monkeypatch, classifier
 
 def test_invalid_arguments_raise(classifier, language_model):
     model = hpnlp.load(classifier)
-    with pytest.raises(InputError, match="is one text: pass a list"):
-        model.predict("a text")
-    with pytest.raises(InputError, match="text 1 field 'review' is a int"):
-        model.predict(["a", 3])
+    raises("is one text: pass a list", model.predict, "a text")
+    raises("text 1 field 'review' is a int", model.predict, ["a", 3])
     for text in ([], None, [[]]):
-        with pytest.raises(InputError, match="text 0 "):
-            model.encode([text])
-        with pytest.raises(InputError, match="text 0 "):
-            model.predict([text])
+        raises("text 0 ", model.encode, [text])
+        raises("text 0 ", model.predict, [text])
     assert model.encode([]).shape == (0, 16)
-    with pytest.raises(InputError, match="batch_size=0"):
-        model.predict(["a"], batch_size=0)
-    with pytest.raises(InputError, match="generate continues prompts with runs of task='lm' or 'rnn_lm'"):
-        model.generate(["a"])
-    with pytest.raises(InputError, match="is one prompt: pass a list of prompts"):
-        hpnlp.load(language_model).generate("a")
-    with pytest.raises(InputError, match="task='lm' has no vectors of texts: use a run of classification"):
-        hpnlp.load(language_model).encode(["a"])
+    raises("batch_size=0", model.predict, ["a"], batch_size=0)
+    raises("generate continues prompts with runs of task='lm' or 'rnn_lm'", model.generate, ["a"])
+    raises("is one prompt: pass a list of prompts", lambda: hpnlp.load(language_model).generate("a"))
+    raises("task='lm' has no vectors of texts: use a run", lambda: hpnlp.load(language_model).encode(["a"]))
 
 
 def test_float16_rounds_and_names_what_overflows(run, classifier, language_model):
@@ -272,12 +258,10 @@ def test_float16_rounds_and_names_what_overflows(run, classifier, language_model
     large = hpnlp.load(classifier, dtype="float16")
     scale = large._trained.params["final_norm"]["scale"]
     large._trained.params["final_norm"]["scale"] = scale * 0 + 6e4  # in range, and its products are not
-    with pytest.raises(InputError, match="float16 overflows at 65,504.*use bfloat16 or float32"):
-        large.predict(TEXTS)
+    raises("float16 overflows at 65,504.*use bfloat16 or float32", large.predict, TEXTS)
     writer = hpnlp.load(language_model, dtype="float16")
     scale = writer._trained.params["final_norm"]["scale"]
     writer._trained.params["final_norm"]["scale"] = scale * 0 + 6e4
-    with pytest.raises(InputError, match="float16 overflows at 65,504.*use bfloat16 or float32"):
-        writer.generate(["the "], tokens=3)
+    raises("float16 overflows at 65,504.*use bfloat16 or float32", writer.generate, ["the "], tokens=3)
     outcome = run("generate", language_model, "--prompt=the ", "--tokens=3", "--dtype=float16", "--temperature=0")
     assert outcome.code == 0

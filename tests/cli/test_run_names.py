@@ -9,7 +9,7 @@ from hpnlp import report
 from hpnlp.cli import run_names
 from hpnlp.training import loop
 from hpnlp.training.config import default, resolve
-from hpnlp.types import InputError
+from tests.messages import raises
 
 
 def test_names_stand_for_checkpoints(tmp_path, monkeypatch):
@@ -39,11 +39,9 @@ def test_names_stand_for_checkpoints(tmp_path, monkeypatch):
         ("none@last1", "none@last1: the run has 0 checkpoints"),
         ("sweep@best4", "sweep@best4: the directory holds 3 finished runs with a score: name at most these"),
     ):
-        with pytest.raises(InputError, match=message):
-            run_names.expand([name])
+        raises(message, run_names.expand, [name])
     digests["d"] = "y"
-    with pytest.raises(InputError, match="sweep/a and sweep/d have different held-out examples, so that their scores"):
-        run_names.expand(["sweep@best2"])
+    raises("sweep/a and sweep/d have different held-out examples, so that their", run_names.expand, ["sweep@best2"])
 
 
 def test_best_members_of_a_cross_validation_are_runs_of_all_folds(tmp_path, monkeypatch):
@@ -63,11 +61,9 @@ def test_best_members_of_a_cross_validation_are_runs_of_all_folds(tmp_path, monk
     monkeypatch.setattr(report, "read_report", read_report)
     assert run_names.expand(["sweep@best1"]) == [("sweep/b,fold=1", None), ("sweep/b,fold=2", None)]
     assert [name for name, _ in run_names.expand(["sweep@best2"])][2:] == ["sweep/a,fold=1", "sweep/a,fold=2"]
-    with pytest.raises(InputError, match="sweep@best3: the directory holds 2 members with a score of each of 2 folds"):
-        run_names.expand(["sweep@best3"])
+    raises("sweep@best3: the directory holds 2 members with a score of each of 2", run_names.expand, ["sweep@best3"])
     digests["b,fold=2"] = "other"
-    with pytest.raises(InputError, match="sweep/a,fold=2 and sweep/b,fold=2 have different held-out examples"):
-        run_names.expand(["sweep@best1"])
+    raises("sweep/a,fold=2 and sweep/b,fold=2 have different held-out examples", run_names.expand, ["sweep@best1"])
 
 
 @pytest.fixture(scope="module")

@@ -190,10 +190,7 @@ def test_invalid_arguments_raise(run, argv, message):
         ({"heldout_loss": None}, "no finite held-out loss"),
         ({"heldout_digest": "b"}, "have different held-out texts"),
         ({"fields": {"model__mlp": "top_k(4)"}}, "has experts and"),
-        (
-            {"fields": {"task": "masked_lm"}},
-            "z is of task='masked_lm', and scaling laws are of task='lm': move it away",
-        ),
+        ({"fields": {"task": "masked_lm"}}, "z is of task='masked_lm', and scaling laws are of task='lm': move it"),
         ({"fields": {"model__output": "adaptive"}}, "z: task='lm' with model.output='adaptive'"),
         ({"fields": {"train__init_from": "runs/other"}}, "began from train.init_from='runs/other'"),
     ],
