@@ -11,13 +11,18 @@ import numpy as np
 import pytest
 
 from hpnlp import report
+from hpnlp.compress.files import write_weights
+from hpnlp.compress.matrices import is_table, map_matrices
+from hpnlp.compress.weights_file import WEIGHTS_FILE
 from hpnlp.jobs.retrieval.mix import MixOptions
 from hpnlp.jobs.retrieval.mixed_text import MixedModel
 from hpnlp.models.mixtures.bit_gate import BitGate
 from hpnlp.models.variables import collections
 from hpnlp.ops.softmax.bit_paths import path_log_odds
+from hpnlp.ops.weights import quantize
 from hpnlp.training import loop, run_directory
 from tests import tiny
+from tests.cli.test_encode import save_run
 from tests.messages import raises
 
 
@@ -155,9 +160,13 @@ def test_compressors_of_other_text_are_left_out(run, tmp_path):
 
 
 def test_runs_that_cannot_be_mixed_are_refused(run, trained, tmp_path):
-    assert run("compress", trained, f"--to={tmp_path / 'int8'}", "--recipe=int8").code == 0
+    source = run_directory.load(trained)
+    quantized = map_matrices(lambda path, w: quantize(w, by_row=is_table(path)), source.params)
+    patterns = shutil.ignore_patterns("checkpoints", "metrics.jsonl")
+    write_weights(shutil.copytree(trained, tmp_path / "int8", ignore=patterns) / WEIGHTS_FILE, quantized, {"step": 2})
     outcome = run("mix", tmp_path / "int8")
     assert outcome.code == 2 and "has quantized weights: add --nodynamic" in outcome.err, outcome.err
-    loop.train(tiny.make(train__steps=1, model__mixer="transformer_xl(16)", data__order="stream"), tmp_path / "memory")
+    data = {"order": "stream", "path": os.environ["HPNLP_TEST_TEXT"]}
+    save_run(tmp_path / "memory", "lm", data=data, mixer="transformer_xl(16)")
     outcome = run("mix", tmp_path / "memory")
     assert outcome.code == 2 and "carries states from batch to batch" in outcome.err, outcome.err

@@ -80,6 +80,7 @@ def test_runs_start_from_a_run_with_its_buffers(undisturbed, tmp_path):
     np.testing.assert_array_equal(end["updates"], start["updates"] + 12)
 
 
+@pytest.mark.slow  # test_checkpoint.py restores states of other shapes
 def test_buffers_of_another_shape_raise(undisturbed):
     workdir, result = undisturbed
     trainer = tiny.shared_trainer(
@@ -99,6 +100,7 @@ def test_buffers_of_another_shape_raise(undisturbed):
         checkpoints.close()
 
 
+@pytest.mark.slow
 def test_a_carry_of_another_batch_size_raises(undisturbed):
     workdir, result = undisturbed
     config = tiny.make(**CONFIG)

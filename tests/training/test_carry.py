@@ -297,7 +297,7 @@ REFUSALS = {
     "mask": (lambda: SegmentMemoryMixer().within(Full()), "a segment memory cannot apply the mask Full"),
     "batch size": (lambda: step_of_half_a_batch(), "batch_size=8 of make_trainer.*has 4 sequences: pass batch_size=4"),
     "batch size of an evaluation": (
-        lambda: trainer_of().evaluate_next(initial_state().best_params, half_a_batch(), trainer_of().initial_carry()),
+        lambda: trainer_of().evaluate_next(zeros().best_params, half_a_batch(), trainer_of().initial_carry()),
         "batch_size=8 of make_trainer.*has 4 sequences: pass batch_size=4",
     ),
 }
@@ -307,8 +307,12 @@ def half_a_batch():
     return {name: x[:4] for name, x in batch_of(0).items()}
 
 
+def zeros():
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), trainer_of().state_shapes)
+
+
 def step_of_half_a_batch():
-    trainer_of().step(initial_state(), half_a_batch(), jax.random.key(1))
+    trainer_of().step(zeros(), half_a_batch(), jax.random.key(1))
 
 
 @pytest.mark.parametrize("case", REFUSALS)

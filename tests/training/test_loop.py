@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 
 import jax
@@ -285,6 +286,11 @@ def test_other_config_raises_unless_accepted(undisturbed):
     for keep in (3, 2):
         assert train(workdir, accept_changes=True, train__keep=keep).heldout == expected.heldout
         assert json.loads(read(workdir, "config.json"))["train"]["keep"] == keep
+
+
+def test_runs_do_not_go_back(undisturbed, tmp_path):
+    workdir = shutil.copytree(undisturbed[0], tmp_path / "run")
+    raises("train.steps=1: the run in .* has reached step 12", train, workdir, accept_changes=True, train__steps=1)
 
 
 def test_locked_workdir_raises(tmp_path):

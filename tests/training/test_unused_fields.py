@@ -6,11 +6,10 @@ import pytest
 
 from hpnlp.tasks import TASKS
 from hpnlp.training import config as configs
-from hpnlp.training import loop, optim
+from hpnlp.training import optim
 from hpnlp.training.config import Config
 from hpnlp.training.starts import unused_fields
 from hpnlp.types import InputError
-from tests import tiny
 
 
 @pytest.fixture(scope="module")
@@ -187,11 +186,3 @@ def test_common_fields_of_sweeps_are_printed(fields, line, paths):
     if "model.max_len" in fields:
         assert not unused_fields.remarks(make({**fields, "model.max_len": 256}, paths))
         assert not unused_fields.remarks(make({**fields, "model.position": "learned"}, paths))
-
-
-def test_runs_do_not_go_back(tmp_path):
-    loop.train(tiny.make(train__steps=2), tmp_path, score=False)
-    with pytest.raises(
-        InputError, match=r"train.steps=1: the run in .* has reached step 2: set train.steps to at least"
-    ):
-        loop.train(tiny.make(train__steps=1), tmp_path, accept_changes=True)
