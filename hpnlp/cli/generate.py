@@ -66,7 +66,7 @@ def run(argv: Sequence[str]) -> None:
       InputError: A flag, a prompt or the run is invalid.
     """
     names = cli.named_runs(cli.parse(argv, USAGE, positional=True), "hpnlp generate RUN --prompt=TEXT", "workdir")
-    for name in names[1:]:  # of an ensemble
+    for name in names[1:]:  # several runs form an ensemble
         if not any(map(os.path.exists, (name, name.rpartition("@")[0]))):
             raise InputError(f"{name!r} holds no run: name one, or write a prompt as --prompt={name!r}")
     if not cli.FLAGS.temperature:

@@ -50,7 +50,7 @@ flags.DEFINE_string(
     "File for the speed of the first task's config, measured in this process; --efficiency starts such processes.",
 )
 
-MIN_STEPS = 10  # of a run whose budget is given in minutes
+MIN_STEPS = 10  # a run with a budget in minutes takes at least this many steps
 
 
 def run(argv: Sequence[str]) -> None:

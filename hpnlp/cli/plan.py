@@ -18,7 +18,7 @@ from hpnlp.cli import experiment
 from hpnlp.spec import lookup
 from hpnlp.types import InputError
 
-if TYPE_CHECKING:  # these import JAX, whose platform is chosen by the flags
+if TYPE_CHECKING:  # JAX is imported later, because the flags choose its platform
     from hpnlp.planner import Costs, Device
     from hpnlp.training.config import Config
 

@@ -90,7 +90,7 @@ _OTHERS = {
 def _ppmd_bytes(training: bytes, heldout: bytes) -> int:
     """Compressed size of the held-out text by PPMd variant H, whose model has read the training text."""
     ppmd: Any = importlib.import_module("pyppmd")  # Any, as an optional package
-    memory = min(1 << 30, max(1 << 24, 96 * (len(training) + len(heldout))))  # of less, the model would be restarted
+    memory = min(1 << 30, max(1 << 24, 96 * (len(training) + len(heldout))))  # with less, the model restarts
     encoder = ppmd.Ppmd7Encoder(32, memory)
     encoder.encode(training)
     return len(encoder.encode(heldout)) + len(encoder.flush())

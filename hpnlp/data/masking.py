@@ -14,7 +14,7 @@ from hpnlp.types import InputError, Tokenizer
 
 _MASK, _RANDOM = 0.8, 0.1  # shares of the selected tokens that become the mask or a random token; the others stay
 _MAX_SPAN = 100
-_HELDOUT_SEED = 0  # of the masks of held-out text, which are the same in every evaluation and run
+_HELDOUT_SEED = 0  # every evaluation of every run masks the same tokens of held-out text
 
 
 def rng_of(seed: int, number: int) -> np.random.Generator:

@@ -17,7 +17,7 @@ from hpnlp.data.reading.token_store import Tokens
 
 Batch = dict[str, np.ndarray]
 
-_LARGEST_ID = 2**31 - 1  # of segments
+_LARGEST_ID = 2**31 - 1  # segment ids are int32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -96,7 +96,7 @@ def evaluate_run(
     # The config of a loaded run has no train.weights: its parameters are the matrices that layers read.
     configs = [changed_config(run.config, changes) for run in runs]
     config, run = configs[0], runs[0]
-    model: Any  # of the run, or with a cache or a datastore
+    model: Any  # the model of the run, or one with a cache or a datastore
     model, params = ensembles.model_for(configs, runs)
     if cache:
         model = _with_cache(model, cache, config)

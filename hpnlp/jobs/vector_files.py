@@ -14,7 +14,7 @@ from hpnlp.types import InputError
 
 CHUNK = 2048  # texts that are sorted by length, encoded and written at a time
 DTYPES = ("float32", "float16", "int8")
-_LARGEST = 127  # of the absolute values of codes
+_LARGEST = 127  # largest absolute value of a code
 
 
 class VectorFile:

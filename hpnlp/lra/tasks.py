@@ -153,7 +153,7 @@ def get_config(name: str = "listops_short") -> ConfigDict:
     config.data.heldout = task.heldout
     config.data.pair_field = "pair" if task.is_pair else ""
     config.data.linear_baselines = False  # fitted again for each mixer, they take longer than training
-    # Of rotary positions, mixers without queries and keys would see nothing.
+    # Mixers without queries and keys would not see rotary positions.
     config.model.position = "learned"
     config.model.pooling = "mean"
     config.model.token_types = 2 if task.is_pair else 0

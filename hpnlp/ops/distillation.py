@@ -15,7 +15,7 @@ from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.ops.helpers.array_op import array_op
 
-_EPS = 1e-12  # of variances and of squared lengths
+_EPS = 1e-12  # lower bound of squared lengths; added to variances
 
 
 @array_op()

@@ -243,7 +243,7 @@ def _regathering_stage(
     """
     here = lax.axis_index(AXIS)
     stacks = jax.tree.map(functools.partial(_redistribute, rounds=rounds), params)
-    sizes = {name: jax.tree.leaves(stack)[0].shape[1] for name, stack in stacks.items()}  # of the stacks in a chunk
+    sizes = {name: jax.tree.leaves(stack)[0].shape[1] for name, stack in stacks.items()}  # layers in a chunk
     chunks = jax.tree.map(lambda leaf: leaf.shard if is_zero2(leaf) else leaf, stacks, is_leaf=is_zero2)
     stacks = lax.stop_gradient(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stacks))
 

@@ -57,7 +57,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "head_dim": (),
     "rank": (),  # the inner axis of a product of two matrices
-    "entries": (),  # of a trained memory that is read by nearest neighbours
+    "entries": (),  # slots of a trained memory that is read by nearest neighbours
     "taps": (),  # the weights of a convolution along the sequence
     "channels": (),  # inputs of a convolution of images: K K C rows of its matrix
     "filters": (),  # outputs of a convolution of images

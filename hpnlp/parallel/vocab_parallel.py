@@ -162,7 +162,7 @@ def best(layout: Layout, layer: Any, table: Any, h: Float[Array, "B *T D"]) -> I
         h = tensor_parallel.gather_tokens(h) if "tensor" in vocab_axes else h
         score, ids = layer.best(table, _flatten(h), lax.axis_index(vocab_axes) * table.shape[0])
         is_best = score == lax.pmax(score, vocab_axes)
-        # Of words with equal scores, the first one.
+        # Ties go to the first word.
         return lax.pmin(jnp.where(is_best, ids, layer.vocab), vocab_axes).reshape(h.shape[:-1])
 
     token_spec, h_spec = _specs(layout, h[..., 0])

@@ -106,7 +106,7 @@ def by_task(workdirs: Sequence[str | Path]) -> dict[str, list[str | Path]]:
         report = read_entry(workdir).report
         count = folds.fold_count([report["config"]])
         groups.setdefault(_compared_as(report) + (f"-{count}-folds" if count else ""), []).append(workdir)
-    if exports := groups.pop("", []):  # which do not name their task
+    if exports := groups.pop("", []):  # exports do not name their task
         groups.setdefault(next(iter(groups), ""), []).extend(exports)
     return groups
 

@@ -21,8 +21,8 @@ from hpnlp.spec import lookup
 from hpnlp.training.config import Config, with_changes
 from hpnlp.types import InputError
 
-ASSUMED_MFU = 0.3  # of the first guess of the FLOPs for a time
-ROUNDS = 4  # of the search for the FLOPs that take a time
+ASSUMED_MFU = 0.3  # gives the first guess of the FLOPs for a time
+ROUNDS = 4  # iterations of the search for the FLOPs that take a time
 
 # Fit of experiments/bench/scaling_laws.py to the 240 points that Besiroglu et al. 2024 ("Chinchilla scaling: a replication
 # attempt") read off figure 4 of Hoffmann et al. 2022: log A, log B, log E, alpha and beta, and their bootstrap covariance.

@@ -21,7 +21,7 @@ FORMS: Mapping[str, LossForm | FrontierForm] = {**LOSS_FORMS, **FRONTIER_FORMS}
 
 DELTA = 1e-3  # border of the Huber loss of log losses (Hoffmann et al. 2022)
 AGREEING = 1e-4  # relative excess of the objective up to which a start has reached the minimum
-REFIT_ITERATIONS = 60  # of a bootstrap sample, which starts at the minimum of all points
+REFIT_ITERATIONS = 60  # few, because a bootstrap sample starts at the minimum of all points
 
 FlopsPerToken = Callable[[np.ndarray], np.ndarray]
 

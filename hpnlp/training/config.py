@@ -395,7 +395,7 @@ def differences(old: Config, new: Config) -> list[str]:
       A text `section.field: old value -> new value` for each of these fields.
     """
     before, after = flat(old), flat(new)
-    if old.task != new.task:  # whose fields differ
+    if old.task != new.task:  # configs of different tasks have different fields
         return [f"task: {old.task!r} -> {new.task!r}"]
     return [f"{name}: {before[name]!r} -> {after[name]!r}" for name in after if before[name] != after[name]]
 

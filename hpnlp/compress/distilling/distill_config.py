@@ -54,7 +54,7 @@ class DistillConfig:
 
     def _check_losses(self) -> None:
         """Raises InputError for losses that are not valid, or that need more than the stored logits."""
-        from hpnlp.compress.distilling.distillation_terms import parse_terms  # of runs with a teacher only
+        from hpnlp.compress.distilling.distillation_terms import parse_terms  # only runs with a teacher need it
 
         terms = parse_terms(self.losses)
         if self.cache and (others := [term.kind for term in terms if term.taps - {"logits"}]):

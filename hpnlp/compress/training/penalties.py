@@ -28,7 +28,7 @@ from hpnlp.models.stacks.layer_stack import layer_axes
 from hpnlp.types import InputError
 
 GROUPS = ("mlp", "heads", "layers", "columns", "rows")
-_PREFIX = "layers"  # of the parameters of the layers
+_PREFIX = "layers"  # parameters of layers stand under names that begin with it
 
 
 @dataclasses.dataclass(frozen=True)

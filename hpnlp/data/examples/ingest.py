@@ -50,7 +50,7 @@ def _version(kind: Kind) -> list[str]:
     classes = [c for c in type(kind).__mro__ if issubclass(c, Kind) and not c.__module__.startswith("hpnlp.")]
     if not classes:
         return [name]
-    # Of each function, since the module of a class need not be in sys.modules, as of a file beside the one that is registered.
+    # Each function names its file. The module of a class need not be in sys.modules, such as a file beside the registered one.
     functions = [f.fget if isinstance(f, property) else f for c in classes for f in vars(c).values()]
     files = {f.__code__.co_filename for f in functions if isinstance(f, types.FunctionType)}
     code = [Path(file).read_bytes() for file in sorted(files) if os.path.isfile(file)]  # none in an interactive session
@@ -255,7 +255,7 @@ class ExampleIngest:
             for row in self.reader(left_out).read(source):
                 fraction = hash_fraction(row.group)
                 highest = max(highest, fraction)
-                if not self.lacks_labels(row):  # which are not held out
+                if not self.lacks_labels(row):  # records without labels are not held out
                     lowest = min(lowest, fraction)
                 if lowest < self.heldout_fraction <= highest:
                     return HeldOutHashes(self.heldout_fraction)

@@ -24,7 +24,7 @@ from hpnlp.types import InputError
 # (index of a record in its file, place for error messages, name of a field -> value)
 _Values = tuple[int, str, dict[str, Any]]
 
-_SEPARATORS = ",\t;"  # of the cells of CSV, of which the first one in the first line is taken
+_SEPARATORS = ",\t;"  # the separator of a CSV file is the one that its first line holds first
 _MAX_FIELD = 1 << 28  # bytes of a field of CSV; longer fields are refused, as longer lines of JSON are
 
 
@@ -242,7 +242,7 @@ def _cells(
     stream: CountedLines, path: str, columns: Sequence[Column], report_bad: ReportBad, hint: str, **form: Any
 ) -> Iterator[_Values]:
     """Records of separated values, whose first line names the columns. hint: the fix of too many cells."""
-    csv.field_size_limit(_MAX_FIELD)  # of the process; Python's default refuses texts of more than 128 KiB
+    csv.field_size_limit(_MAX_FIELD)  # Python's default, a setting of the process, refuses texts of more than 128 KiB
     # Bytes that are not UTF-8 are kept, so that the error names the record and not the file alone.
     text = (
         line.decode("utf-8-sig" if number == 0 else "utf-8", "surrogateescape")

@@ -75,7 +75,7 @@ TOKENIZERS: Table[Callable[..., Tokenizer]] = Table(
         "hashed_ngrams": "hpnlp.data.tokenizers.hashing_tokenizers:build_ngrams",
     }
 )
-# Those that are trained on text -> function of the arguments of the spec that returns bounds of the number of ids.
+# Tokenizer that is trained on text -> function of the arguments of its spec that returns bounds of the number of ids.
 _TRAINED_SIZES: Table[Callable[..., tuple[int, int]]] = Table(
     {"words": "hpnlp.data.tokenizers.word_tokenizer:sizes", "bpe": "hpnlp.data.tokenizers.huggingface:sizes"}
 )

@@ -116,7 +116,7 @@ class HFTokenizer(Tokenizer):
             )
         self._inner = inner
         self._process: TokenizerProcess | None = None
-        self._characters = 0  # that were encoded so far
+        self._characters = 0  # number of characters that were encoded so far
         self._form = form
         self._config = {**config, **(TOKENIZER_CONFIG if self.is_trained_here else {})}
         self._roles = {
@@ -167,7 +167,7 @@ class HFTokenizer(Tokenizer):
         process = _start_process(inner, bpe=trainer)
         try:
             trained = process.train(_without_long_runs(to_text(text)) for text in texts)
-        except InputError:  # of the texts
+        except InputError:  # raised by `texts`, such as a file that cannot be read
             raise
         except (ChildProcessError, ValueError) as error:
             raise InputError(f"cannot make the vocabulary: {error}") from error

@@ -185,7 +185,7 @@ def _serve() -> None:
             reply([*map(len, encoded)], *encoded)
     except BrokenPipeError:  # the parent has ended, or was interrupted
         os._exit(0)
-    except Exception as error:  # of the package, which the parent raises
+    except Exception as error:  # the parent raises errors of the package
         reply({"error": f"{type(error).__name__}: {error}"})
 
 

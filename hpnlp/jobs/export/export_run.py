@@ -34,8 +34,8 @@ SCRIPT = "predict.py"
 FILES = (*(entry.model_file for entry in FORMATS.values()), EXPORT_FILE, SCRIPT, "README.md", *exported_tokenizer.FILES)
 BATCH_SIZE = 32  # default of the script
 TIMED = 8  # held-out texts whose time is measured
-TOLERANCE = 1e-3  # of probabilities of models whose products are not rounded
-INTEGER_TOLERANCE = 0.1  # of those of int8 models, whose inputs the runtime rounds by another range
+TOLERANCE = 1e-3  # largest difference of a probability where products are not rounded
+INTEGER_TOLERANCE = 0.1  # the same for int8 models: the runtime rounds their inputs by another range
 
 
 @dataclasses.dataclass(frozen=True)

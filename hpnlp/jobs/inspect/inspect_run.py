@@ -34,7 +34,7 @@ from hpnlp.training.run_directory import check_task, load, make_model
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 
-TASKS = ("lm", "masked_lm", "rnn_lm", "classification", "tagging")  # whose models are read token by token
+TASKS = ("lm", "masked_lm", "rnn_lm", "classification", "tagging")  # their models read inputs token by token
 FILE = "inspect.json"
 SPECTRA, ATTENTION, LOSSES = "inspect_spectra.png", "inspect_attention.png", "inspect_loss.png"
 CANDIDATES = 4  # windows that are looked through for each one that is chosen

@@ -79,11 +79,9 @@ class Watch:
     def __init__(self, pace: Pace, now: float) -> None:
         self.phase, self.step, self.time = "start", 0, now
         self._pace = pace
-        self._step_seconds, self._is_timed = 0.0, False  # of the current step
+        self._step_seconds, self._is_timed = 0.0, False  # both describe the current step
         self.has_stepped = self._has_begun = self._is_late = False
-        self.host_seconds: collections.deque[float] = collections.deque(
-            maxlen=KEPT
-        )  # of each step, before its dispatch
+        self.host_seconds: collections.deque[float] = collections.deque(maxlen=KEPT)  # before the dispatch of each step
 
     def line(self, text: str, now: float) -> None:
         """Reads a line "PHASE STEP".

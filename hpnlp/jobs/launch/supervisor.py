@@ -29,10 +29,10 @@ from hpnlp.jobs.launch.processes import Child
 from hpnlp.training.processes import attempts, signals
 from hpnlp.training.processes.attempts import Attempt
 
-SHOWN_LINES = 20  # of the log of a process that has failed
+SHOWN_LINES = 20  # last lines of a failed process's log that are printed
 CHECK_SECONDS = 1.0  # between two looks at the file `attempt`
 PAUSE_SECONDS = 2.0  # without reading the pipes, after which the times of lines show no durations and no silence
-COPIED_BYTES = 1 << 20  # of the log of process 0 that are printed at a time
+COPIED_BYTES = 1 << 20  # bytes of process 0's log that are printed at a time
 
 
 @runtime_checkable
@@ -120,7 +120,7 @@ def locked(workdir: Path) -> Iterator[None]:
         lock.truncate(0)
         try:
             os.write(lock.fileno(), f"{attempts.process_name()}, boot {_boot_id()}\n".encode())
-        except OSError as error:  # of a full disk, which names no file
+        except OSError as error:  # the error of a full disk names no file
             raise OSError(error.errno, error.strerror, lock.name) from error
         try:
             yield
@@ -290,7 +290,7 @@ class Supervisor:
                 self._copy_log()
                 now = time.monotonic()
                 if now > checked + CHECK_SECONDS:
-                    with contextlib.suppress(OSError):  # of a network file system
+                    with contextlib.suppress(OSError):  # a network file system may fail for a while
                         self._check_supervises()
                     checked = now
                 for child in processes.reap(self._children):

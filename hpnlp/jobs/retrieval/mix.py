@@ -162,7 +162,7 @@ def mix(
     ids = [documents.tokens[positions] for positions in _positions(documents)]
     network = BitGate(run.model.config.vocab)
 
-    def inputs(text: str) -> list[Inputs]:  # of one text at a time, since neighbours take most of the memory
+    def inputs(text: str) -> list[Inputs]:  # one text at a time, since neighbours take most of the memory
         near = _neighbours(run, documents, options.store, text, progress)
         phases.end("index")
         return [*map(Inputs, log_odds, near, ids)]

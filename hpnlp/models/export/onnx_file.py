@@ -20,7 +20,7 @@ from hpnlp.models.export.onnx_rules import CALLS, rule_of
 from hpnlp.models.export.onnx_shapes import is_number
 from hpnlp.types import InputError
 
-_MAX_BYTES = 2**31 - 2**20  # of a protocol buffer
+_MAX_BYTES = 2**31 - 2**20  # a protocol buffer holds at most 2 GiB
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of primitives that call a jaxpr
 # Primitives that do not call their jaxpr once with their inputs.
 _NOT_CALLS = ("pallas_call", "reduce", "reduce_window", "scan", "shard_map")

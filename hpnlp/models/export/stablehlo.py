@@ -20,7 +20,7 @@ from hpnlp.models.export.functions import SYMBOLIC_ERRORS, ExportedFunction, arg
 from hpnlp.types import InputError
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-_MAX_BYTES = 2**31 - 2**20  # of a flatbuffer
+_MAX_BYTES = 2**31 - 2**20  # a flatbuffer holds at most 2 GiB
 
 
 def write(function: ExportedFunction, path: Path, *, batch: int = 0, platforms: Sequence[str] = ()) -> None:

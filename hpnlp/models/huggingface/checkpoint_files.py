@@ -133,7 +133,7 @@ def read_json_list(path: Path) -> list[Any]:
 
 def _json_value(path: Path) -> Any:
     """The value of a JSON file."""
-    if path.is_fifo():  # which may have no end
+    if path.is_fifo():  # a pipe may have no end
         raise InputError(f"{path} is not a regular file: download it again")
     with raises_input_errors(path, "download it again", ValueError, RecursionError):
         return json.loads(path.read_text("utf-8"))

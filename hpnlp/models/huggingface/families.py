@@ -300,7 +300,7 @@ def labels_of(raw: Mapping[str, Any], source: str) -> list[str]:
 def _with_full_softmax(config: Any) -> Any:
     """The config, with the full softmax in place of an output layer that estimates it."""
     if isinstance(config, DualEncoderConfig):
-        return config  # which has no output layer
+        return config  # dual encoders have no output layer
     layer = parse_one(config.output, "model.output")
     if layer.name not in FULL_SOFTMAX:
         return config

@@ -36,7 +36,7 @@ LOSSES_OF_NEGATIVES = ("contrastive", "triplet")  # the other losses are of sing
 NEGATIVES = ("batch", "part")
 MAX_NEGATIVE_TEXTS = 64
 PAIR = "pair_"  # beginning of the names of the second texts' arrays
-HASH_SEEDS = (0x243F6A88, 0x85A308D3)  # of the two hashes of a text
+HASH_SEEDS = (0x243F6A88, 0x85A308D3)  # a text has two hashes
 LOWEST_TEMPERATURE = 0.01  # a learned temperature does not fall below it (Radford et al. 2021, section 2.5)
 
 

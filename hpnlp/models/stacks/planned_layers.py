@@ -101,7 +101,7 @@ class PlannedLayers(abc.ABC):
                 )
         heads = [c.sizes()[name][0] for name in ("heads", "kv_heads")]
         if layout.size("length") > 1 or layout.size("heads") > 1:
-            from hpnlp.parallel import context_parallel  # of several devices only
+            from hpnlp.parallel import context_parallel  # several devices only
 
             context_parallel.check_support(layout, c.all_mixers(), c.masks(), heads, c.dropout)
         for form, traits in zip(c.forms(), c.network_traits, strict=True):

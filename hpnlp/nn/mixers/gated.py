@@ -21,7 +21,7 @@ from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Proje
 
 TEMPERATURE = 16.0  # tau of gated linear attention: the decay is this root of the gate
 MAX_CONV = 128  # the convolution has one term for each token of the width
-LARGEST_RATE = 16.0  # of the initial decay rates of the gated delta rule
+LARGEST_RATE = 16.0  # upper bound of initial decay rates of the gated delta rule
 STEPS = 1e-3, 1e-1  # least and largest initial step size that multiplies the rate
 
 

@@ -22,7 +22,7 @@ from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Proje
 
 COMPRESSIONS = ("projection", "pool", "conv")
 SHARING = ("none", "heads", "key_value")
-MAX_WIDTH = 513  # of Nystromformer's convolution, whose products grow with it
+MAX_WIDTH = 513  # products of Nystromformer's convolution grow with its width
 # Every output depends on all tokens of the sequence but padding.
 TRAITS = MixerTraits(causal=False, prefix_consistent=False, isolates_segments=False, any_padding=False, decodes=False)
 NEEDS: Mapping[str, Projection] = {

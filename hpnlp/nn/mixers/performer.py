@@ -125,7 +125,7 @@ class PerformerMixer(RandomProjections):
         if self.kind == "optimal":
             count = jnp.maximum(statistics["tokens"], 1.0)
             products = jnp.sum(statistics["queries"] * statistics["keys"], axis=-1) / (count * count)
-            # Of all pairs of queries and keys of the batch; features read queries and keys multiplied by H^(-1/4).
+            # Mean over all pairs of queries and keys of the batch; features read queries and keys multiplied by H^(-1/4).
             gamma = (statistics["squares"] / count + 2.0 * products) * jnp.float32(w.shape[1] ** -0.5)
             average = AVERAGE * buffers["gamma"] + (1 - AVERAGE) * gamma
             new["gamma"] = jnp.where(statistics["tokens"] > 0, average, buffers["gamma"])

@@ -268,7 +268,7 @@ def _products_with_shifts(x: Array, dy: Array, taps: Taps, stride: int) -> Array
     """
     border, width = max(abs(offset) for tap in taps for offset in tap), (dy.shape[2] - 1) * stride + 1
     padded = jnp.pad(x, ((0, 0), (border, border), (border, border), (0, 0)))
-    columns: dict[int, list[int]] = {}  # of the taps, by their row
+    columns: dict[int, list[int]] = {}  # row of taps -> columns of the taps
     for i, j in sorted(taps):
         columns.setdefault(i + border, []).append(j + border)
 

@@ -251,7 +251,7 @@ def _masked(x: Array, counts: Array, weights: Array | None) -> Array:
 
 def _scaled(total: Array, count: Array, mode: str, unit: bool) -> Array:
     """Sums divided as the mode says, and by their norms."""
-    if unit:  # which a positive factor does not change
+    if unit:  # a positive factor does not change a unit vector
         return unit_norm(total)
     size = jnp.maximum(count, 1).astype(jnp.float32)
     return total if mode == "sum" else total / (size ** jnp.float32(MODES[mode]))[:, None]

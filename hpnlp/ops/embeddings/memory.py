@@ -229,7 +229,7 @@ def _refreshed(keys: Array, q: Array, nearest: Array, is_right: Array, rule: str
         total = keys.at[jnp.where(is_right, nearest, slots)].add(q, mode="drop")
         changed = jnp.zeros((slots,), bool).at[nearest].max(is_right)
         return jnp.where(changed[:, None], unit_norm(total), keys)
-    # Of several queries that found a slot, the last one: a scatter does not say which.
+    # A slot takes the last of several queries that found it. A scatter would leave the order open.
     last = jnp.full((slots,), -1, jnp.int32)
     last = last.at[nearest].max(jnp.where(is_right, jnp.arange(len(q), dtype=jnp.int32), -1))
     return jnp.where((last >= 0)[:, None], q[jnp.maximum(last, 0)], keys)

@@ -388,7 +388,7 @@ def _places(is_chosen: Int[Array, "N k E"], groups: jax.Array, first_choices_fir
     """Number of assignments to the same expert before each assignment, among those of its group."""
     index = jnp.arange(groups.shape[0], dtype=jnp.int32)
     changes, edge = groups[1:] != groups[:-1], jnp.ones(1, bool)
-    first = jax.lax.cummax(jnp.where(jnp.concatenate([edge, changes]), index, 0))  # of the token's group
+    first = jax.lax.cummax(jnp.where(jnp.concatenate([edge, changes]), index, 0))  # first token of each token's group
     if first_choices_first:
         before = jnp.cumsum(is_chosen, axis=0) - is_chosen
         before = before - before[first]

@@ -41,7 +41,7 @@ class OnlineLogSumExp(NamedTuple):
           The new state.
         """
         maximum = jnp.maximum(self.maximum, s.max(axis=1))
-        # Of logits that are all -inf, differences to the maximum would be NaN.
+        # If all logits are -inf, differences to the maximum would be NaN.
         base = jnp.where(jnp.isneginf(maximum), 0.0, maximum)
         sum_exp = self.sum_exp * jnp.exp(self.maximum - base) + jnp.exp(s - base[:, None]).sum(axis=1)
         return OnlineLogSumExp(maximum, sum_exp)

@@ -133,8 +133,8 @@ def log_normalizer(dim: int, kappa: Float[Array, "..."]) -> Float[Array, "..."]:
     order, anchor = dim / 2 - 1, 0.0
     at_anchor = math.lgamma(dim / 2) - math.log(2.0) - dim / 2 * math.log(math.pi)  # log of the uniform density
     if order >= ORDER:
-        # The anchor is the zero of log C, by fixed-point iteration: v (w - log1p(w / 2)), with w = s - 1, is the largest part
-        # of the difference to the value at kappa = 0.
+        # The anchor is the zero of log C, by fixed-point iteration: v (w - log1p(w / 2)), with w = s - 1, is the largest
+        # part of the difference to the value at kappa = 0.
         w = 0.0
         for _ in range(50):
             w = at_anchor / order + math.log1p(w / 2.0)

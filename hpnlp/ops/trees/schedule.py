@@ -22,8 +22,8 @@ import numpy as np
 from hpnlp.ops.trees.graphs import Graph
 from hpnlp.types import InputError
 
-# Nodes of a chunk: enough rows for fast products, and little waste where few nodes are left. On two CPU cores, 200 binary trees
-# of 48 nodes on average and H = 128, other widths from (32,) to (1024, 128, 16) take 1.00 to 1.16 times as long.
+# Nodes of a chunk: enough rows for fast products, and little waste where few nodes are left. On two CPU cores, 200 binary
+# trees of 48 nodes on average and H = 128, other widths from (32,) to (1024, 128, 16) take 1.00 to 1.16 times as long.
 WIDTHS = (128, 16)
 ARITIES = (2, 8)  # widest nodes of the first blocks; the next ones are 8 times as wide
 

@@ -114,7 +114,7 @@ def limits(
     largest = magnitudes.max(axis=1)
     if method == "percentile":
         limit = jnp.percentile(magnitudes, percentile, axis=1)
-        return jnp.where(limit == 0, largest, limit)  # of columns with a few numbers that are not 0
+        return jnp.where(limit == 0, largest, limit)  # the percentile is 0 where most numbers of a column are 0
     if method == "max":
         return largest
 
@@ -123,7 +123,7 @@ def limits(
         rounded = jnp.minimum(jnp.round(magnitudes / step), float(top)) * step
         return ((magnitudes - rounded) ** 2).sum(axis=1)
 
-    shares = jnp.linspace(1.0, MIN_SHARE, SHARES)  # of equal errors, the first is the largest magnitude
+    shares = jnp.linspace(1.0, MIN_SHARE, SHARES)  # argmin takes the first of equal errors, which is the largest range
     return shares[jax.lax.map(error, shares).argmin(axis=0)] * largest
 
 

@@ -97,7 +97,7 @@ def round_to_powers(
     magnitudes = jnp.abs(w)
     largest = magnitudes.max(axis=axes, keepdims=True)
     smallest = _exponents(largest) - (POWERS - 1)
-    powers = _exponents(magnitudes) - smallest  # of the integer of each number
+    powers = _exponents(magnitudes) - smallest  # exponent of each number's integer
     codes = jnp.where(powers < 0, 0.0, jnp.sign(w) * jnp.ldexp(1.0, jnp.clip(powers, 0, POWERS - 1)))
     # A scale of 0 in place of the smallest normal numbers, and NaN where there is one.
     scales = jnp.where(largest > 2.0**-110, jnp.ldexp(jnp.ones_like(largest), smallest), 0.0 * largest)

@@ -14,7 +14,7 @@ import numpy as np
 
 from hpnlp.scaling_laws.points import Points
 
-LARGEST_LOG = 300.0  # of a constant, whose square is still finite
+LARGEST_LOG = 300.0  # the square of a constant with this logarithm is still finite
 
 LogLoss = Callable[..., tuple[np.ndarray, np.ndarray]]
 

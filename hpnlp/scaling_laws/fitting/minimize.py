@@ -8,7 +8,7 @@ import numpy as np
 
 from hpnlp.scaling_laws.fitting.forms import LogLoss
 
-LARGEST_STEP = 5.0  # of a parameter in one iteration
+LARGEST_STEP = 5.0  # largest change of a parameter in one iteration
 TINY = 1e-12  # added to the diagonal, since a constant whose term has vanished has the derivative 0
 
 

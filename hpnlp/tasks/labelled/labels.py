@@ -19,7 +19,7 @@ from hpnlp.tasks.task import Batch, RunConfig, Sums
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary
 from hpnlp.types import InputError
 
-PLANNED_CLASSES = 2  # of data that are not read; the table of the classes is small beside the model
+PLANNED_CLASSES = 2  # assumed where data are not read; the table of the classes is small beside the model
 
 
 class LabelTask(ExampleTask):

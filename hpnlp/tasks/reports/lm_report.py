@@ -17,7 +17,7 @@ from hpnlp.types import InputError
 
 BITS_PER_BYTE = "held-out bits/byte"
 PERPLEXITY = "held-out perplexity"
-PROMPT = "def "  # of the command that continues a text
+PROMPT = "def "  # the report's command of text generation continues it
 
 # With fewer held-out bytes, compressors have seen too little to reach their rate, and the model's score is mostly chance.
 MIN_COMPARED_BYTES = 10_000

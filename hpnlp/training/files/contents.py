@@ -25,7 +25,7 @@ EXPORT_SCRATCH = ".export-"  # prefix of the directory of an export that is bein
 # processes, tensorstore reads a backslash as a slash, and etils turns the directory `gs:` into an address.
 _NOT_LITERAL = re.compile(r"[*?\[\\]|(?<=/)gs:(?=/)")
 _MODEL_TYPE = b'"model_type"'  # field of the config.json of a Hugging Face checkpoint
-_CHECKPOINT_FILES = (".safetensors", ".safetensors.index.json")  # of which a run has none
+_CHECKPOINT_FILES = (".safetensors", ".safetensors.index.json")  # a run has no such files
 
 
 class Contents(enum.Enum):
@@ -89,7 +89,7 @@ def contents_of(directory: str | os.PathLike[str]) -> Contents:
     if not names:
         return Contents.NOTHING
     config = path / "config.json"
-    is_run = "checkpoints" in names and config.is_file()  # which may have files of the user beside its own
+    is_run = "checkpoints" in names and config.is_file()  # the user may have put files beside those of the run
     if not is_run and (EXPORT_FILE in names or any(name.startswith(EXPORT_SCRATCH) for name in names)):
         return Contents.EXPORTED
     if _has_model_type(config) or (not is_run and any(name.endswith(_CHECKPOINT_FILES) for name in names)):

@@ -39,9 +39,8 @@ class OverDevices:
     def model_parallel(self, config: Any, carry_axes: Any) -> ModelParallel:
         """Functions that run a model over the mesh. `carry_axes` is the result of `Model.carry_axes`, or None."""
         layout, carry_names = self.layout, None
-        if carry_axes is not None and isinstance(
-            config, BackboneConfig
-        ):  # of other models, the compiler places all layers
+        # Models without `stack_order`: the compiler decides where layers run.
+        if carry_axes is not None and isinstance(config, BackboneConfig):
             carry_names = config.stack_order().split(carry_axes["layers"])
         return ModelParallel(
             embedding_lookup=functools.partial(vocab_parallel.lookup, layout),

@@ -167,7 +167,7 @@ class Source:
         extras = Extras.of_shapes(expected)
         params = extras.added(with_own(params, expected))
         _check_shapes(params, expected, self)
-        is_file = not self.is_run or has_weights(self.directory)  # whose arrays are on one device
+        is_file = not self.is_run or has_weights(self.directory)  # arrays of a file are on one device
         if is_file or "weights" in expected or replaced or pairs or layers or extras != Extras():
             params = jax.tree.map(place, expected, params)
         return params, f"{origin}, with its tokenizer"

@@ -15,7 +15,7 @@ from hpnlp.types import InputError
 
 TEXT_NAMES = ("text", "sentence", "review", "content", "body", "message", "comment", "document", "title", "question")
 LABEL_NAMES = ("label", "class", "category", "target", "sentiment", "intent", "topic", "tag", "stars", "rating")
-_RECORDS = 1000  # that are compared where the names of two columns are neither
+_RECORDS = 1000  # records whose values are compared where the names of columns do not decide
 
 
 def guessed_fields(config: ClassificationConfig) -> dict[str, str]:

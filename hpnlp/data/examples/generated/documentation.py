@@ -18,7 +18,7 @@ from hpnlp.data.reading.sources import File
 ITEMS = 28  # words and signs of a passage, at most
 _LEAST = 6  # and at least
 _SPANS = 3  # records of a passage, at most
-_LETTERS = range(3, 25)  # of a name
+_LETTERS = range(3, 25)  # lengths of names
 _ITEM = re.compile(r"\w+|[^\w\s]")
 _SENTENCE_END = re.compile(r"(?<=[.!?:])\s+(?=[A-Z\"'`(])")
 _NAMED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -24,10 +24,10 @@ from hpnlp.data.reading.files import unreadable
 from hpnlp.data.reading.sources import File
 from hpnlp.data.reading.split import hash_fraction
 
-_MIN_FUNCTIONS, _MIN_FILES = 100, 5  # of a package that is a class
+_MIN_FUNCTIONS, _MIN_FILES = 100, 5  # a package with fewer is not a class
 _MIN_CODE = 60  # characters of a function; shorter functions are the same in many packages
-_MIN_WORDS = 4  # of a docstring, and of a line of tokens
-_LINES_SHARE = 0.25  # of the library's lines, those that are examples of tokens
+_MIN_WORDS = 4  # words of a docstring, and of a line of tokens
+_LINES_SHARE = 0.25  # share of the library's lines that are examples of tokens
 _PASSAGE = 2000  # characters of a passage
 _PAIR_GROUPS = 40  # groups of files whose passages are paired
 _PAIRED = 8  # passages of a file that are paired with each other

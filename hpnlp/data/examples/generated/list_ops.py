@@ -20,7 +20,7 @@ OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 END = "]"
 TOKENS = (*"0123456789", *OPERATORS, END)
 
-_OPERATOR_SHARE = 0.25  # of the arguments above the largest depth; the others are digits
+_OPERATOR_SHARE = 0.25  # share of operators among arguments above the largest depth; the others are digits
 _ROOTS = 2048  # expressions that are generated at once, most of which have other lengths
 
 

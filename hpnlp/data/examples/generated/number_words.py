@@ -37,7 +37,7 @@ _COUNT = 20_000  # numbers to train on and hold out
 _LONGER_COUNT = 1_000
 _MAX_DIGITS = 9
 _TRAINED_DIGITS = 6  # significant digits of numbers to train on
-_ROUND_SHARE = 0.3  # of the numbers to train on, those with more zeros at the end
+_ROUND_SHARE = 0.3  # share of the numbers to train on that have more zeros at the end
 
 
 def to_words(number: int) -> str:

@@ -18,7 +18,7 @@ from hpnlp.types import InputError
 FORMATS = (".txt", ".tsv", ".bin")
 
 _COLUMNS = "label, id1, id2, text1, text2"
-_SIDE = 32  # of an image of CIFAR-10
+_SIDE = 32  # height and width of an image of CIFAR-10
 _IMAGE_BYTES = 1 + 3 * _SIDE * _SIDE  # label, and the planes of red, green and blue
 _GREY = np.array([0.2989, 0.5870, 0.1140])  # weights of red, green and blue
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

@@ -10,7 +10,7 @@ from hpnlp.data.examples.generated import library
 from hpnlp.data.examples.generated.entry import Generated
 from hpnlp.data.reading.sources import File
 
-MAX_CHILDREN = 8  # of a node; more children are grouped under nodes GROUP
+MAX_CHILDREN = 8  # more children of a node are grouped under nodes GROUP
 GROUP = "..."
 MAX_NUMBER = 9  # larger whole numbers are the leaf "int"
 

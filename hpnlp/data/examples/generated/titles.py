@@ -13,7 +13,7 @@ from hpnlp.data.reading.sources import File
 from hpnlp.data.reading.split import hash_fraction
 
 BAG = 4  # titles of a bag
-_MIN_TITLES, _MAX_TITLES = 8, 128  # of a module; further titles of a larger one are left out
+_MIN_TITLES, _MAX_TITLES = 8, 128  # smaller modules are left out; a larger module keeps this many titles
 _MIN_WORDS, _MAX_CHARACTERS = 3, 120
 _HELDOUT = 0.2  # share of the bags of a module that are held out; its first bag is not
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

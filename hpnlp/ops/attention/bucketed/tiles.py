@@ -91,7 +91,7 @@ def _grid(band: Band, lanes: int, length: int) -> _Grid:
     """The loop for sequences of `length` tokens without padding; with padding counted, another one may result."""
     scores = CPU_SCORES if jax.default_backend() == "cpu" else DEVICE_SCORES
     tiles = max(1, scores // (band.block**2 * band.width))
-    runs = -(-length // (band.block * band.width))  # of `width` blocks, one of each set of tiles
+    runs = -(-length // (band.block * band.width))  # each run has `width` blocks, one of each set of tiles
     if runs >= tiles:
         # The most runs that pad a sequence by at most 1/16 of its length.
         together = next(n for n in range(tiles, 0, -1) if -runs % n * 16 <= runs)

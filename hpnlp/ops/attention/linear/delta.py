@@ -55,7 +55,7 @@ def unit_lower_inverse(lower: jax.Array) -> jax.Array:
 def _inverse(lower: jax.Array) -> jax.Array:
     """Inverts the diagonal blocks of twice the size in each step: [[A, 0], [C, B]]^-1 = [[A', 0], [-B' C A', B']]."""
     y, size, _ = lower.shape
-    inverse = jnp.ones((y, size, 1, 1), jnp.float32)  # of diagonal blocks, [Y, count, block, block]
+    inverse = jnp.ones((y, size, 1, 1), jnp.float32)  # inverses of diagonal blocks, [Y, count, block, block]
     block = 1
     while block < size:
         count = size // (2 * block)

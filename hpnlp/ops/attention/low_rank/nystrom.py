@@ -14,7 +14,7 @@ from hpnlp.ops.attention.low_rank.compression import padding_ids, pool_tokens
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.types import InputError
 
-ITERATIONS = 6  # of the pseudo-inverse, as in the paper
+ITERATIONS = 6  # the pseudo-inverse takes as many as in the paper
 
 
 @array_op("B T N", q="B T N")

@@ -89,7 +89,7 @@ def most_used(usage: Float[Array, "B E"], ids: Int[Array, "B E"], rate: int) -> 
     count = usage.shape[1]
     _check_count(count, rate)
     same = ids == ids[:, -1:]
-    # Of other segments, the newest are kept.
+    # Tokens of other segments rank last, newest first.
     steps = jnp.where(same, jnp.round(usage.astype(jnp.float32) * 2**USAGE_BITS).astype(jnp.int32), -1)
     newest_first = jnp.argsort(-jnp.flip(steps, 1), axis=1, stable=True)[:, : count // rate]
     return jnp.sort(count - 1 - newest_first, axis=1).astype(jnp.int32)

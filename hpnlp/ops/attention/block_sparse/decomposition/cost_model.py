@@ -161,8 +161,8 @@ def sub_mask_overhead(merged_queries: int, permuted_tokens: float) -> float:
 UNROLLED_BLOCK = 128
 UNROLLED_FULL_BLOCK = 256
 
-# Most query blocks and most query-key pairs that are unrolled. Each block adds operations to the program and holds a gradient
-# of the keys that it reads.
+# Most query blocks and most query-key pairs that are unrolled. Each block adds operations to the program and holds a
+# gradient of the keys that it reads.
 UNROLLED_MAX_BLOCKS = 8
 UNROLLED_MAX_PAIRS = 1024 * 1024
 
@@ -175,6 +175,6 @@ UNROLLED_MAX_SHARE = 0.75
 
 # --- Evaluation of masks on the host ---------------------------------------------------------------------------------
 
-# Query-key pairs for which `Mask.at` is evaluated in one call, where active tiles are searched pair by pair: bounds the memory
-# of the search (1 byte per pair for the result, 8 bytes for an intermediate value such as q - k).
+# Query-key pairs for which `Mask.at` is evaluated in one call, where active tiles are searched pair by pair: bounds the
+# memory of the search (1 byte per pair for the result, 8 bytes for an intermediate value such as q - k).
 MAX_EVALUATED_PAIRS = 1 << 22
