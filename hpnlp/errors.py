@@ -1,4 +1,4 @@
-"""Error types. Only the standard library is imported here, so that code that needs no jax can raise them."""
+"""Error types and words of messages. Only the standard library is imported here, so that code without JAX can raise them."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ class TemporaryError(InputError):
     """
 
     exit_code = TRY_AGAIN
+
+
+def plural(count: int, noun: str) -> str:
+    """The noun, with an "s" unless the count is 1."""
+    return noun if count == 1 else f"{noun}s"
 
 
 def is_full_disk(error: Exception) -> bool:

@@ -27,6 +27,7 @@ from hpnlp.data.random_lengths import RandomLengths
 from hpnlp.data.reading import token_store
 from hpnlp.data.reading.files import printable
 from hpnlp.data.reading.sources import LeftOut, LineCounts
+from hpnlp.errors import plural
 from hpnlp.types import InputError, Tokenizer
 
 # The summary warns if whole documents take this share of the text from training, or twice the configured fraction.
@@ -305,4 +306,4 @@ class Corpus:
 
 
 def _documents(count: int) -> str:
-    return f"{count:,} document{'s' * (count != 1)}"
+    return f"{count:,} {plural(count, 'document')}"

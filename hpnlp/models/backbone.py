@@ -135,7 +135,8 @@ class BackboneConfig(BlockConfig, PlannedLayers, ConfigOfStacks):
             fields = self.periodic_fields()
             shown = " and ".join(f"{field}={text!r}" for field, text in fields.items())
             raise InputError(
-                f"{shown} repeat{'s' * (len(fields) == 1)} after {period} layers, and model.layers={self.layers}: name fewer "
+                f"{shown} {'repeats' if len(fields) == 1 else 'repeat'} after {period} layers, and "
+                f"model.layers={self.layers}: name fewer "
                 f"{'mixers' if fields.keys() == {'model.mixer'} else 'entries'}, or add layers"
             )
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from hpnlp.errors import plural
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.memory.remat import policy
 from hpnlp.spec import did_you_mean, lookup
@@ -179,7 +180,7 @@ class Plan:
         if math.prod(sizes.values()) != device_count and not (self.name == "single" and fixed == 1):
             excess = ", more than there are" if fixed > device_count else ""
             raise InputError(
-                f"plan ({shown}) does not divide {device_count} device{'s' * (device_count > 1)}: "
+                f"plan ({shown}) does not divide {device_count} {plural(device_count, 'device')}: "
                 f"{fixed} is the product of the given sizes{excess}; {_fix_of_sizes(sizes, fixed, device_count, fills)}"
             )
         self._check_fields(sizes)

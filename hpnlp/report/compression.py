@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpnlp import measure
+from hpnlp.errors import plural
 from hpnlp.report.differences import described_difference, is_within_noise
 from hpnlp.tasks.reports.reporting import three_digits
 from hpnlp.training.files.evaluation_record import finite
@@ -35,7 +36,7 @@ def render(rows: Sequence[Any], metric: str, higher_is_better: bool) -> str:
         "array elements",
         "disk MiB",
         "memory MiB",
-        *(f"ms, {n} sequence{'s' * (n > 1)}" for n in counts),
+        *(f"ms, {n} {plural(n, 'sequence')}" for n in counts),
         metric,
     ]
     table = [header, ["---"] * len(header)]
@@ -60,7 +61,7 @@ def verdict(rows: Sequence[Any], metric: str, higher_is_better: bool) -> str:
     """
     first, last = rows[0], rows[-1]
     times = [
-        f"{_factor(first.seconds[n] / last.seconds[n], first.noise.get(n, 1.0))} at {n} sequence{'s' * (n > 1)}"
+        f"{_factor(first.seconds[n] / last.seconds[n], first.noise.get(n, 1.0))} at {n} {plural(n, 'sequence')}"
         for n in first.seconds
     ]
     quality = _quality(first.scores[metric], last.scores[metric], last.error, metric, higher_is_better)
@@ -119,7 +120,7 @@ def panels(rows: Sequence[Any], metric: str) -> dict[str, Mapping[str, float]]:
 
     return {
         "MiB on disk": by_stage([row.disk_bytes / 2**20 for row in rows]),
-        **{f"ms, {n} sequence{'s' * (n > 1)}": by_stage([1e3 * row.seconds[n] for row in rows]) for n in counts},
+        **{f"ms, {n} {plural(n, 'sequence')}": by_stage([1e3 * row.seconds[n] for row in rows]) for n in counts},
         metric: by_stage([row.scores[metric] if math.isfinite(row.scores[metric]) else math.nan for row in rows]),
     }
 

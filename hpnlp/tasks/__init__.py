@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from hpnlp.errors import plural
 from hpnlp.spec import lookup
 from hpnlp.table import Table
 from hpnlp.tasks.task import Task
@@ -77,7 +78,7 @@ def make_model(config: Any, sizes: Sizes) -> Model:
     if missing:
         raise InputError(
             f"task={config.task!r} has a model of the class {type(model).__name__}, which lacks {', '.join(missing)}: add "
-            f"the member{'s' * (len(missing) > 1)}, as hpnlp.types.Model describes"
+            f"the {plural(len(missing), 'member')}, as hpnlp.types.Model describes"
         )
     return _WRAPPERS["weights"](model, config.train.weights, config.train.steps) if config.train.weights else model
 

@@ -18,6 +18,7 @@ from hpnlp.data.packing import Batch
 from hpnlp.data.reading.files import printable
 from hpnlp.data.reading.sources import LeftOut, LineCounts
 from hpnlp.data.reading.token_store import key_of
+from hpnlp.errors import plural
 from hpnlp.types import InputError, Tokenizer
 
 # Names of the sets of examples that are scored. A data set may have no examples in the second one.
@@ -356,4 +357,4 @@ class Examples:
 
 
 def _count(count: int) -> str:
-    return f"{count:,} example{'s' * (count != 1)}"
+    return f"{count:,} {plural(count, 'example')}"

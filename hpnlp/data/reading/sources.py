@@ -17,6 +17,7 @@ from typing import Any
 
 from hpnlp.data.reading import files
 from hpnlp.data.reading.files import printable
+from hpnlp.errors import plural
 from hpnlp.types import InputError
 
 _ARCHIVES = (".bz2", ".xz", ".zip", ".7z", ".tgz", ".npz", ".tar.gz", ".tar.zst")
@@ -144,9 +145,9 @@ def described(counts: LeftOut, noun: str = "", separator: str = " ") -> list[str
     """
     lines = []
     for reason, (count, *places) in counts.items():
-        plural = f"{noun}{'s' * (count != 1)}{separator}" if noun else ""
+        counted = plural(count, noun) + separator if noun else ""
         more = f"; and {count - len(places):,} more" if count > len(places) == NAMED else ""
-        lines.append(f"{count:,} {plural}{reason}: {'; '.join(map(printable, places))}{more}")
+        lines.append(f"{count:,} {counted}{reason}: {'; '.join(map(printable, places))}{more}")
     return lines
 
 

@@ -23,6 +23,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 
 from hpnlp.data.reading.files import Progress, ignore_progress
+from hpnlp.errors import plural
 from hpnlp.models import variables
 from hpnlp.models.backbone import DTYPES
 from hpnlp.models.huggingface import sentence_files
@@ -439,14 +440,14 @@ def _check_headers(
     missing = [name for name in expected if name not in stored]
     if missing:
         raise InputError(
-            f"{directory} lacks {len(missing)} tensor{'s' * (len(missing) > 1)} that config.json requires, "
+            f"{directory} lacks {len(missing)} {plural(len(missing), 'tensor')} that config.json requires, "
             f"{missing[0]} first: take both from one checkpoint"
         )
     known = expected.keys() | (family.copies.keys() if tied else ())
     surplus = [name for name in stored if name not in known and not re.search(family.ignored, name)]
     if surplus:
         raise InputError(
-            f"{directory} holds {len(surplus)} tensor{'s' * (len(surplus) > 1)} that the model of config.json lacks, "
+            f"{directory} holds {len(surplus)} {plural(len(surplus), 'tensor')} that the model of config.json lacks, "
             f"{surplus[0]} first: take both from one checkpoint"
         )
     for name, tensor in expected.items():

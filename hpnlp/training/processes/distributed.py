@@ -27,7 +27,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from hpnlp.errors import TRY_AGAIN, TemporaryError
+from hpnlp.errors import TRY_AGAIN, TemporaryError, plural
 from hpnlp.training.processes import attempts, signals
 from hpnlp.types import InputError
 
@@ -442,4 +442,4 @@ def describe_devices(mesh: Any) -> str:
     devices = jax.devices()
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     used = f"{mesh.size} of {len(devices)}" if mesh.size < len(devices) else len(devices)
-    return f"{used} {devices[0].platform} device{'s' * (len(devices) > 1)}{f' ({axes})' * bool(axes)}"
+    return f"{used} {devices[0].platform} {plural(len(devices), 'device')}{f' ({axes})' * bool(axes)}"
