@@ -224,7 +224,7 @@ def checked(spec: Spec, table: Mapping[str, Callable[..., T]], what: str, extra:
       spec: Name and arguments.
       table: Name -> function or class.
       what: Kind of the entries, for error messages.
-      extra: Names of further keyword arguments, which the spec cannot set.
+      extra: Names of other keyword arguments, which the spec cannot set.
 
     Returns:
       The table entry.

@@ -184,7 +184,7 @@ class MixerOutput:
 class Mixer(Protocol):
     """A way to mix information along the sequence, such as attention over a pattern: a Flax module, an entry of MIXERS.
 
-    A mixer may have two more methods. `extend(inputs, mask, cache) -> (o, cache)` mixes further tokens with those in the cache
+    A mixer may have two more methods. `extend(inputs, mask, cache) -> (o, cache)` mixes new tokens with those in the cache
     (`MixerTraits.decodes`). `partial(inputs, mask) -> (o, float32 lse [B, T, N])` mixes some of the keys, with the mask as
     `within` returns it and without parameters of its own; `ops.attention.merge` joins its results, as on a ring of devices.
 
@@ -282,7 +282,7 @@ class WithCarry(Protocol):
 
 @runtime_checkable
 class WithFurtherKeys(Protocol):
-    """A mixer with a carry, some of whose keys and values are those of further tokens."""
+    """A mixer with a carry that also attends to tokens which it computes itself, such as compressed ones."""
 
     def further_keys(self, tokens: Any) -> Any:
         """Tokens made of those of the carry and of x, whose keys and values follow, by constant parameters; None for none."""

@@ -34,9 +34,7 @@ flags.DEFINE_integer(
     "held_out", 1, "Number of runs with the most FLOPs that are predicted and not fitted.", lower_bound=0
 )
 flags.DEFINE_string("convention", "porian", "How N and C are counted: kaplan, porian or chinchilla.")
-flags.DEFINE_float(
-    "delta", 1e-3, "Log losses further than this from their prediction count linearly; 1 or more is least squares."
-)
+flags.DEFINE_float("delta", 1e-3, "Residuals of log losses count linearly beyond it; 1 or more is least squares.")
 
 ACTIONS = ("plan", "fit")
 _OF_PLAN, _OF_FIT = ("config", "device"), ("held_out", "convention", "delta")

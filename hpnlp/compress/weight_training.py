@@ -26,7 +26,7 @@ from hpnlp.ops.weights.low_rank import rank_of
 from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError, LossOut, Statistics
 
-OWN = "weights"  # key of further parameters, buffers and statistics
+OWN = "weights"  # key of the added parameters, buffers and statistics
 SCORES, LEFT, RIGHT = "scores", "left", "right"
 DROPOUT = "dropout"
 _WEIGHT_DROP_STREAM = 0x77656967  # folded into the key of dropout

@@ -135,7 +135,7 @@ def docs(source: bytes) -> Iterator[list[str]]:
       The words of each docstring and comment, in the order of their first lines.
 
     Raises:
-      SyntaxError: `source` is not valid Python. ValueError and tokenize.TokenError are raised for further faults.
+      SyntaxError: `source` is not valid Python. ValueError and tokenize.TokenError are raised for other faults.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some sources of the library contain deprecated syntax

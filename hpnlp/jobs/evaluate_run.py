@@ -72,7 +72,7 @@ def evaluate_run(
       workdir: The run directory; or the directory and the step of a checkpoint, or None, of each member of an ensemble.
       changes: Fields of the run's config and their values, such as {"model.mixer": "transformer_xl(512)"}. The changed model
         must have parameters of the same names and shapes.
-      limit: Largest number of batches; None for all, and for the scores of further sets (`Task.further_heldout`).
+      limit: Largest number of batches; None for all, and for the scores of other held-out sets (`Task.further_heldout`).
       cache: A continuous cache, as in "continuous(500, 0.3, 0.1)"; "" for none.
       neighbours: A datastore of the run's hidden states; None for none.
       progress: Function of a unit of amounts, "MiB" for bytes, that returns a function of progress.

@@ -27,7 +27,7 @@ from hpnlp.types import InputError, Model, Tokenizer
 # Tokens per call of the decoding program: many enough to keep the host out of the inner loop, few enough to stream text.
 CHUNK = 16
 MAX_TOKENS = 1 << 30  # positions are int32
-MAX_SEED = (1 << 32) - 1  # JAX ignores further bits of a seed
+MAX_SEED = (1 << 32) - 1  # JAX ignores higher bits of a seed
 BUCKET = 64  # prompts are padded to a multiple of this, so that prompts of similar length share a program
 
 # Sampling of `sample_text`.

@@ -196,7 +196,7 @@ class LM(PredictionModel):
     def extend(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], caches: Any
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """Runs further tokens, which continue those in the caches.
+        """Runs new tokens, which continue those in the caches.
 
         Args:
           tokens: Ids of the tokens.

@@ -66,7 +66,7 @@ def reversible(
 
     Returns:
       (y1, y2, reports). reports holds for each pair of branches the pair of the reports of f and g, stacked over the layers
-      that use it; further ones follow for the layers beyond the last multiple of `len(layers)`. They have gradients.
+      that use it; more follow for the layers beyond the last multiple of `len(layers)`. They have gradients.
 
     Raises:
       InputError: A stream has 16 bits.

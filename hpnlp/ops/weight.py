@@ -22,7 +22,7 @@ class Weight(abc.ABC):
     in place of an array. Every product with a parameter (`hpnlp.ops.linear`) and every row lookup (`table[ids]`) calls its
     methods, so that layers and models do not know which representation they have.
 
-    Leaves may have a further first axis of layers, which a loop over layers takes off: methods are called without it, and
+    Leaves may have a leading axis of layers, which a loop over layers takes off: methods are called without it, and
     `shape` is that of the last two axes.
     """
 

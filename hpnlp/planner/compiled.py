@@ -15,7 +15,7 @@ from hpnlp.planner.collectives import Collective, compiled_traffic, total, trace
 from hpnlp.planner.estimate import Costs, trainer_of
 from hpnlp.types import InputError
 
-# Simulated devices of one CPU process; JAX would assign further device ids to another process.
+# Simulated devices of one CPU process; JAX would assign larger device ids to another process.
 MAX_SIMULATED = 2048
 # Optimised machine code is not needed to know the bytes of a program.
 FAST_COMPILATION = {"xla_backend_optimization_level": 0}

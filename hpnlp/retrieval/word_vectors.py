@@ -246,7 +246,7 @@ class WordVectorTable:
 
         Args:
           words: At least two words.
-          further_words: M further words in the same plane, which do not determine the components.
+          further_words: M other words in the same plane, which do not determine the components.
 
         Returns:
           float32 [N + M, 2]. The largest entry of each column is positive, so that the picture does not flip.
@@ -309,7 +309,7 @@ def of_tokenizer(vectors: np.ndarray, tokenizer: Tokenizer) -> WordVectorTable:
     """Vectors of the tokens of a tokenizer, under the text of each token.
 
     Args:
-      vectors: [V, D], a row for each id; further rows are left out.
+      vectors: [V, D], a row for each id; rows beyond the ids are left out.
       tokenizer: The tokenizer.
 
     Returns:

@@ -214,7 +214,7 @@ def fit(
     Args:
       points: Trained models.
       form: An entry of FORMS.
-      delta: Log losses that are further from their prediction count linearly; infinity for least squares.
+      delta: Residuals of log losses count linearly beyond it; infinity for least squares.
       bootstrap: Number of samples of the points for intervals.
       seed: Seed of the samples.
 

@@ -70,7 +70,7 @@ def evaluate(
 def further_scores(
     trainer: Trainer, params: Any, dataset: Dataset, config: Config, progress: Progress = ignore_progress
 ) -> dict[str, float]:
-    """Scores the task's further sets of examples (`Task.further_heldout`), such as those of `data.challenge_path`.
+    """Scores the task's other held-out sets (`Task.further_heldout`), such as those of `data.challenge_path`.
 
     Args:
       trainer: Compiled functions of the model.

@@ -182,7 +182,7 @@ class _Run:
         return Start(state, f"going on from step {int(state.step)}", progress)
 
     def _open_outputs(self, further_writers: list[Any]) -> None:
-        """Opens metrics.jsonl, further writers and the progress display."""
+        """Opens metrics.jsonl, the other metric writers and the progress display."""
         config = self.config
         self.jsonl = JsonlWriter(self.workdir, self.first_step) if self.is_lead else None
         self.writers: list[Writer] = [] if self.jsonl is None else [self.jsonl]

@@ -114,13 +114,13 @@ class Distilled(TrainingWrapper):
 
     Attributes:
       inner: The student.
-      extras: The further variables.
+      extras: The added variables.
     """
 
     extras: Extras = Extras()  # noqa: RUF009  (frozen)
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Variables of the student and further ones.
+        """Variables of the student with the added ones.
 
         Args:
           rngs: As of every Flax module.

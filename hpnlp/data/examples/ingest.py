@@ -65,7 +65,7 @@ class ExampleIngest:
       kind: Kind of the examples.
       train: Sources of examples to train on, a part of which is held out if `heldout` is empty.
       heldout: Sources of examples that are all held out.
-      challenge: Sources of further examples, which are scored separately.
+      challenge: Sources of examples that are scored separately.
       group_field: See `ExampleConfig`.
       heldout_fraction: `ExampleConfig.heldout`.
       heldout_examples: See `ExampleConfig`.

@@ -102,7 +102,7 @@ class RowReader:
                 raise files.unreadable(file.path, error) from error
 
     def _fix(self, column: Column) -> str:
-        """A further fix of a record that lacks a field."""
+        """The fix for a record that lacks a label, which the kind words; "" for other fields."""
         return self.kind.label_fix if column.argument in LABEL_FIELDS else ""
 
     def report_bad(self, where: str, error: InputError, reason: str = "invalid") -> None:

@@ -118,7 +118,7 @@ class Phases:
         self._begun = time.perf_counter()
 
     def end(self, name: str) -> None:
-        """Ends a phase, or a further part of it, which began when the one before ended."""
+        """Ends a phase, or adds to its time if it ran before; it began when the preceding phase ended."""
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._begun
         self._begun = now

@@ -34,7 +34,7 @@ class ExportedFunction:
       inputs: Names of the arguments.
       length: T; 0 for any length.
       longest: Largest T; 0 for no limit.
-      token_shapes: Name of an argument -> shape of the part of one token, of arguments with further axes.
+      token_shapes: Name of an argument -> shape of the part of one token, of arguments with more axes.
     """
 
     call: Callable[..., Any]

@@ -247,7 +247,7 @@ class Ensemble:
     def _extend(
         self, variables: Sequence[Any], tokens: Array, positions: Array, caches: Any
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """Hidden states of further tokens, and the extended caches."""
+        """Hidden states of new tokens, and the extended caches."""
         results = [
             member.apply(collections, tokens, positions, cache, method="extend")
             for member, collections, cache in zip(self.members, variables, caches, strict=True)

@@ -16,7 +16,7 @@ from hpnlp.types import LossOut, Statistics, TrainingModel
 class ModelWrapper:
     """A Model with all members of the Model `inner`, of which a subclass changes some.
 
-    The members of `hpnlp.types.Model` and `CarryingModel` are written out, because checks of a protocol read the class; further
+    The members of `hpnlp.types.Model` and `CarryingModel` are written out, because checks of a protocol read the class; other
     ones, such as `stats`, are those of `inner`.
 
     Attributes:

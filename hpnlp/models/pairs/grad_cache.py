@@ -75,7 +75,7 @@ def split_examples(x: jax.Array, parts: int, axis: int = 0) -> jax.Array:
       axis: Axis of the examples.
 
     Returns:
-      The array with a further first axis of parts; part p has the examples p, p + parts, p + 2 parts, ...
+      The array with a leading axis of parts; part p has the examples p, p + parts, p + 2 parts, ...
     """
     shape = (*x.shape[:axis], -1, parts, *x.shape[axis + 1 :])
     return jnp.moveaxis(x.reshape(shape), axis + 1, 0)

@@ -57,10 +57,10 @@ class GatedMixer(nn.Module):
         return MixerOutput(o, cache=cache)
 
     def extend(self, inputs: MixerInputs, mask: AnyMask, cache: Any) -> tuple[jax.Array, Any]:
-        """Mixes further tokens with the preceding ones.
+        """Mixes new tokens with the preceding ones.
 
         Args:
-          inputs: Projections of the further tokens. A sequence is one segment.
+          inputs: Projections of the new tokens. A sequence is one segment.
           mask: `Causal()`.
           cache: Cache of the preceding tokens.
 

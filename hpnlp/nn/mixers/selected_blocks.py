@@ -76,10 +76,10 @@ class MobaMixer(nn.Module):
         return MixerOutput(o, cache=cache)
 
     def extend(self, inputs: MixerInputs, mask: AnyMask, cache: BlockCache) -> tuple[jax.Array, BlockCache]:
-        """Mixes further tokens with those of their own blocks and the chosen ones.
+        """Mixes new tokens with those of their own blocks and the chosen ones.
 
         Args:
-          inputs: q, k and v of the further tokens. A sequence is one segment.
+          inputs: q, k and v of the new tokens. A sequence is one segment.
           mask: `Causal()`.
           cache: Cache of the preceding tokens.
 
@@ -168,10 +168,10 @@ class NsaMixer(nn.Module):
         return MixerOutput(self._gated(inputs.x, compressed, selected, window), cache=cache)
 
     def extend(self, inputs: MixerInputs, mask: AnyMask, cache: BlockCache) -> tuple[jax.Array, BlockCache]:
-        """Mixes further tokens with summaries, chosen blocks and the window.
+        """Mixes new tokens with summaries, chosen blocks and the window.
 
         Args:
-          inputs: x, q, k and v of the further tokens. A sequence is one segment.
+          inputs: x, q, k and v of the new tokens. A sequence is one segment.
           mask: `Causal()`.
           cache: Cache of the preceding tokens.
 

@@ -179,7 +179,7 @@ def _checked(x: Array, kernel: Array, segment_ids: Array | None, ahead: int) -> 
 def last_tokens(
     x: Float[Array, "B T *features"], lengths: Int[Array, " B"], count: int
 ) -> Float[Array, "B P *features"]:
-    """The last tokens of each sequence, which a convolution of further tokens reads.
+    """The last tokens of each sequence, which a convolution of new tokens reads.
 
     Args:
       x: Tokens, of which the first `lengths` are those of the sequence.

@@ -26,7 +26,7 @@ from hpnlp.ops.search.cells import FOLD
 from hpnlp.ops.search.exact import check_search, product
 from hpnlp.types import InputError
 
-# Default capacity of a cell over the mean number of rows; further rows go to the next nearest cell.
+# Default capacity of a cell over the mean number of rows; rows beyond it go to the next nearest cell.
 SLACK = 2
 # Least number of queries for each cell from which codes are decoded for several of them.
 DECODED = 8

@@ -1,4 +1,4 @@
-"""Outputs of a run in progress: metrics.jsonl, further metric writers, the progress display, and the clock of its phases."""
+"""Outputs of a run in progress: metrics.jsonl, other metric writers, the progress display, and the clock of its phases."""
 
 from __future__ import annotations
 

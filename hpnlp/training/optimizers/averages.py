@@ -162,7 +162,7 @@ def next_count(spec: str, count: Any, step: jax.Array) -> Any:
 
 
 def updated(average: Any, params: Any, count: jax.Array) -> Any:
-    """The mean with further parameters.
+    """Adds the parameters of one more step to the mean.
 
     Args:
       average: A tree of means of `count` - 1 parameters.

@@ -200,7 +200,7 @@ def _family(
     tensors: dict[str, str] | None = None,
     **additions: Any,
 ) -> Family:
-    """A family with experts. tensors: those of router and experts, and further ones; None for the names of most families."""
+    """A family with experts. tensors: those of router and experts, and others; None for the names of most families."""
     additions["defaults"] = {"router_aux_loss_coef": 0.001} | additions["defaults"]
     tensors = _tensors() if tensors is None else tensors
     family = like_llama(

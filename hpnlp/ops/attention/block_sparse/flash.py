@@ -66,7 +66,7 @@ def flash(
       k: Keys [B, S, K, H].
       v: Values [B, S, K, Hv].
       mask: A static pattern, or one for each head.
-      operands: All further arguments of `attend` except impl and block_size.
+      operands: The other arguments of `attend`, except impl and block_size.
       schedule: The tiles to compute, possibly arrays made at run time; within them the mask and the operands decide.
         None derives the schedule from the mask.
       form: The form of the executor; None chooses by size and estimated cost.
@@ -93,7 +93,7 @@ def flash(
         o, lse = _one_mask(q, k, v, head_mask, operands, heads=(tuple(range(q.shape[2])), q.shape[2]), **settings)
     else:
         o, lse = _mask_by_head(q, k, v, groups, operands, settings)
-    if operands.sinks is not None:  # a further key with score sinks and value 0
+    if operands.sinks is not None:  # one more key, with score sinks and value 0
         sink_o, sink_lse = jnp.zeros_like(o), jnp.broadcast_to(operands.sinks.astype(jnp.float32), lse.shape)
         low, sink_low = jnp.zeros_like(lse), jnp.zeros_like(sink_lse)
         o, lse, _ = permuted.merge_partials((o, lse, low), (sink_o, sink_lse, sink_low))

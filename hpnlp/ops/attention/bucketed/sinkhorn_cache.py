@@ -80,7 +80,7 @@ def extend_sinkhorn_cache(
     cache: SinkhornCache,
     settings: SortSettings,
 ) -> tuple[Float[Array, "B T N Hv"], SinkhornCache]:
-    """Causal `sinkhorn_attention` of T further tokens of each example over the cache and themselves.
+    """Causal `sinkhorn_attention` of T new tokens of each example over the cache and themselves.
 
     The caller ensures that the cache has free slots.
 
@@ -132,7 +132,7 @@ def extend_sinkhorn_cache(
 
 
 def _with_tokens(q: Array, k: Array, v: Array, cache: SinkhornCache, settings: SortSettings) -> SinkhornCache:
-    """The cache with further tokens."""
+    """The cache with new tokens."""
     batch, count = q.shape[:2]
     write = jax.vmap(lambda x, new, at: lax.dynamic_update_slice(x, new.astype(x.dtype), (at, 0, 0)))
     index = cache.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)[None]

@@ -61,7 +61,7 @@ class BlockCache:
     def extended(
         self, k: Array, v: Array, k_weights: Array | None = None, v_weights: Array | None = None
     ) -> BlockCache:
-        """The cache with further tokens.
+        """The cache with new tokens.
 
         Args:
           k: Keys [B, T, K, H].
