@@ -64,7 +64,7 @@ def split_layers(config: Any, weights: Any) -> list[Layer]:
 
 
 def join_layers(config: Any, weights: Any, layers: Sequence[Layer]) -> tuple[Any, Any]:
-    """A model with other layers.
+    """Makes a model of the given layers.
 
     Args:
       config: Config of the model that the layers were taken from.
@@ -131,7 +131,7 @@ def _config_of(config: Any, forms: Sequence[BlockConfig]) -> Any:
 
 
 def _changed(config: Any, first: BlockConfig, form: BlockConfig) -> dict[str, Any]:
-    """Values of the fields in which a layer differs from the model's own Block, which has the widths of the first layer."""
+    """Field -> value, where a layer differs from the model's Block, which has the widths of the first layer."""
     own = {field.name: getattr(config, field.name) for field in dataclasses.fields(BlockConfig)}
     own |= {name: getattr(first, name) for name in WIDTHS} | {"head_dim": config.head_size}
     # The size of a layer's heads is written out, because it would otherwise follow from their new number.
@@ -149,7 +149,7 @@ def _period(entries: Sequence[str]) -> int:
 
 
 def join_entries(entries: Sequence[str]) -> str:
-    """The spec of a list.
+    """Joins entries to the spec of a list.
 
     Args:
       entries: Specs of its entries, without repeats.

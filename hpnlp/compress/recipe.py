@@ -270,7 +270,7 @@ def _curvatures(config: Any, weights: Any, paths: Collection[str], calibration: 
 
 
 def _one_by_one(w: Any) -> list[Any]:
-    """The matrices of stacked layers."""
+    """Splits a stack of matrices into its layers; a single matrix is the only one."""
     return list(w) if w.ndim == 3 else [w]
 
 

@@ -226,7 +226,7 @@ class WeightTraining(TrainingWrapper):
         return self.inner, jax.jit(self.finished)(weights)
 
     def _statistics(self, matrices: Mapping[str, Array], scores: Mapping[str, Any], buffers: Any) -> dict[str, Any]:
-        """Thresholds where they are due, and the penalty, with the number of calls by which `advance` divides their sums."""
+        """Thresholds if they are due, the penalty, and a count of calls, by which `advance` divides the sums."""
         result: dict[str, Any] = {}
         if buffers:
             ranked = {path: self.technique.ranked(w, scores[path]) for path, w in matrices.items()}
@@ -245,7 +245,7 @@ class WeightTraining(TrainingWrapper):
 
 
 def with_own(weights: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str, Any]:
-    """Weights of a plain Model as the first weights of a `WeightTraining` of it.
+    """Adds the initial variables of a `WeightTraining` to the weights of a plain Model.
 
     Args:
       weights: Weights of the Model.
@@ -273,7 +273,7 @@ def with_own(weights: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str,
 
 
 def quantile(x: Float[Array, "*layers D F"], share: Array) -> Float[Array, "*layers"]:
-    """The number that a share of the numbers of each matrix is below.
+    """Quantile of the numbers of each matrix.
 
     Args:
       x: [..., D, F].

@@ -84,7 +84,7 @@ class BatchLengths:
         return self.examples * sum(length * count for length, count in self.steps.items())
 
     def timed_tokens(self) -> int:
-        """Tokens of the batches whose steps took the seconds of training, without compilation, padding included.
+        """Tokens of the timed steps, that is, without the steps that compiled; padding included.
 
         Returns:
           The number.

@@ -321,7 +321,7 @@ def _field_types(dataclass: Any) -> dict[str, Any]:
 
 
 def _typed(type_hint: Any, value: Any, name: str) -> Any:
-    """`value`, checked against the type of the field `name`; integers become floats, and lists tuples, where these are due."""
+    """Checks a value against the type of the field `name`. Converts integers for float fields and lists for tuple fields."""
     allowed = typing.get_args(type_hint) if isinstance(type_hint, type(int | None)) else (type_hint,)
     for kind in allowed:
         if typing.get_origin(kind) is tuple and isinstance(value, list | tuple):

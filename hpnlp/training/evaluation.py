@@ -103,7 +103,7 @@ def _sums(
     progress: Progress,
     work: str,
 ) -> tuple[dict[str, tuple[Any, Any]], ExampleScores | None]:
-    """Sums over batches, in float64, of the loss and the metrics that the model reports, and those of each example."""
+    """Sums of loss and metrics over batches, in float64, and the sums of each example."""
     total: Any = None
     collector = Collector()
     last: Any = None  # sums on the devices: of one batch only, because a confusion matrix may take megabytes
@@ -120,7 +120,7 @@ def _sums(
 
 
 def _add(total: Any, sums: Any, collector: Collector) -> Any:
-    """Adds sums on the devices to a total in float64; either may be None. The collector keeps those of examples."""
+    """Adds sums on the devices to a total in float64; either may be None. The collector takes the sums of examples."""
     if sums is None:
         return total
     values = jax.tree.map(lambda x: np.asarray(x, np.float64), collector.add(jax.device_get(sums)))

@@ -105,7 +105,7 @@ class Gradients:
 
     @property
     def _is_single_sum(self) -> bool:
-        """Whether gradients are those of one loss of the whole batch, not the sum of those of several parts."""
+        """Whether the gradient is that of one loss of the whole batch, and not a sum over the losses of several parts."""
         return self.update.config.accumulate == 1 or self.model.config.compares_examples
 
     def with_auxiliary_losses(self, sums: Mapping[str, Any], statistics: Statistics) -> dict[str, Any]:

@@ -244,7 +244,7 @@ class _Run:
         self.stopped = self.stopping(self.step)
 
     def evaluate_if_due(self) -> Mapping[str, float] | None:
-        """Evaluates every `train.eval_every` steps and after the last one, which may be the best.
+        """Evaluates every `train.eval_every` steps and after the last step.
 
         Sets `stopped` after `train.patience` evaluations without improvement. A signal does not prevent an evaluation that is
         due: the resumed run would not repeat it.

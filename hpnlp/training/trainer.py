@@ -246,7 +246,7 @@ class _Prepared:
 
     @property
     def trained(self) -> TrainingModel | None:
-        """The model, if it is trained in another form than it is used."""
+        """The model as a `TrainingModel`; None if it is trained in the form in which it is used."""
         return self.model if isinstance(self.model, TrainingModel) else None
 
 
@@ -287,7 +287,7 @@ def _prepare(
 
 
 def _step_functions(p: _Prepared) -> StepFunctions:
-    """Gradients, update, and the step and evaluation of them; raises InputError for models that do not fit the optimizer."""
+    """Makes the functions of a step and an evaluation; raises InputError for models that do not fit the optimizer."""
     model, config, plan, layout, trained = p.model, p.config, p.plan, p.layout, p.trained
     tables = {sparse_rows.keys(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(p.shapes.params)}
     allowed = trained.allowed_updates if trained is not None and trained.changes_weights else None
@@ -361,7 +361,7 @@ def _jitted(p: _Prepared, functions: StepFunctions, single_device: Callable[[], 
 
 
 def _over_devices(layout: Layout) -> OverDevices:
-    """Imported here, so that a run on one device does not import the layouts of several."""
+    """Imports the module only here, because runs on one device do not need it."""
     from hpnlp.training.optimizers.over_devices import OverDevices
 
     return OverDevices(layout)

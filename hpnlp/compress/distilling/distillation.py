@@ -62,7 +62,7 @@ class Extras:
         return {OWN: {"done": jnp.zeros(())}} if self.is_scheduled else {}
 
     def added(self, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """Weights of the student with the first of these variables, which training starts from.
+        """Adds the initial values of these variables to weights of the student.
 
         Args:
           weights: Weights of the student.
@@ -76,7 +76,7 @@ class Extras:
 
     @classmethod
     def of_shapes(cls, weights: Mapping[str, Any]) -> Extras:
-        """The variables that are among those of a model.
+        """Finds the variables that a distillation added among the weights of a model.
 
         Args:
           weights: Shapes of the model's weights, or the weights.
@@ -151,7 +151,7 @@ class Distilled(TrainingWrapper):
         return self.inner.apply(_without_own(variables), *args, **kwargs)
 
     def advance(self, buffers: Any, statistics: Statistics, step: Array, rng: Array) -> Any:
-        """Buffers of the student, as of the student.
+        """Advances the buffers of the student.
 
         Args:
           buffers: As of the student.
@@ -372,7 +372,7 @@ class Distillation(Distilled):
         return jax.lax.stop_gradient(out.taps)
 
     def advance(self, buffers: Any, statistics: Statistics, step: Array, rng: Array) -> Any:
-        """Buffers of the student, and the share of the steps that are done.
+        """Advances the buffers of the student, and the share of the steps that are done.
 
         Args:
           buffers: As of the student.
@@ -418,7 +418,7 @@ def extras_of(terms: tuple[Term, ...], student: Any, teacher: Any) -> Extras:
 
 
 def _without_own(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables of the student."""
+    """Removes the variables that the distillation added, and the frozen ones."""
     params = {name: tree for name, tree in variables["params"].items() if name != OWN}
     result = {name: tree for name, tree in variables.items() if name != FROZEN} | {"params": params}
     if BUFFERS in result:

@@ -28,7 +28,7 @@ Part = tuple[Any, Any, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Terms of one batch.
+    """Computes the terms of a distillation for one batch.
 
     Attributes:
       student_config: Config of the student.
@@ -124,7 +124,7 @@ class Comparison:
 
 
 def term_names(terms: tuple[Term, ...]) -> dict[str, Term]:
-    """Names of terms, by which metrics and matrices are called.
+    """Names of terms, which are also the names of their metrics and matrices.
 
     Args:
       terms: The terms.

@@ -357,7 +357,7 @@ def _largest(scores: np.ndarray, count: int) -> np.ndarray:
 
 
 def _rectangle(scores: np.ndarray, current: Sequence[int], side: int, count: int) -> np.ndarray:
-    """Indices of the taps of the best rectangle, of the largest area up to `count` for which there are taps."""
+    """Indices of the taps of the rectangle with the highest score, among those of the largest area of at most `count` taps."""
     grid = np.full(side**2, -1)
     grid[list(current)] = np.arange(len(current))
     grid = grid.reshape(side, side)

@@ -60,7 +60,7 @@ def with_input_moments(
     calibration: Calibration | None,
     is_observed: Callable[[str], bool] = lambda path: not is_table(path),
 ) -> Any:
-    """The weights with an ObservedWeight in place of kernels, whose moments are those of their inputs on calibration data.
+    """Replaces kernels by `ObservedWeight`s with the second moments of their inputs on calibration data.
 
     Args:
       name: The stage, for the message.

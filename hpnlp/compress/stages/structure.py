@@ -144,7 +144,7 @@ def choose_units(scores: Sequence[np.ndarray], fraction: int | float, *, across_
 
 
 def kernels_only(layer: Layer) -> Layer:
-    """A layer in which all parameters but kernels and the matrices of experts are 0, such as biases.
+    """Sets all parameters of a layer but kernels and the matrices of experts, such as biases, to 0.
 
     A unit whose kernels are 0 has no effect, whatever its biases are.
 
@@ -176,7 +176,7 @@ def has_weights(layer: Layer) -> bool:
 
 
 def nonzero_units(squares: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The units that have weights other than 0, and the first unit of a layer without any.
+    """The units with a weight other than 0; the first unit of a layer that has no such unit.
 
     Args:
       squares: Sums of squared weights of the units of each layer.

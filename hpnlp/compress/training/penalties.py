@@ -48,7 +48,7 @@ class _Part:
 
 @dataclasses.dataclass(frozen=True)
 class LassoTechnique(Technique):
-    """Moves each weight of the kernels towards 0 by the same amount, and to 0 if it is smaller."""
+    """Moves each weight of the kernels towards 0 by the same amount; a weight that is smaller becomes 0."""
 
     strength: int | float = 1e-3
 

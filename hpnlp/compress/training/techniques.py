@@ -1,4 +1,4 @@
-"""Techniques of training with other weights: what the layers read in place of a kernel, and the gradients of that."""
+"""Techniques of training that replace the kernels which layers read, with gradients for the kernels and for scores."""
 
 from __future__ import annotations
 

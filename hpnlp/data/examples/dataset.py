@@ -117,7 +117,7 @@ class Examples:
         return (HELDOUT, CHALLENGE) if self.stored[CHALLENGE].count else (HELDOUT,)
 
     def unknown_labels(self) -> list[str]:
-        """Numbers of the scored sets' examples that are left out because their label is of no class.
+        """Counts of examples that are not scored because their label is none of the run's classes.
 
         Returns:
           A line for each set with such examples.
@@ -134,7 +134,7 @@ class Examples:
         return lines
 
     def left_out(self) -> list[str]:
-        """Counts of what is not read of the files that the scored sets come from, besides `unknown_labels`.
+        """Counts of what is left out of the files of the scored sets, except for `unknown_labels`.
 
         Returns:
           A line for each set of which something is left out.

@@ -42,7 +42,7 @@ _OTHER_CLASSES = "; a model of other classes needs a run in another workdir, wit
 
 
 def _version(kind: Kind) -> list[str]:
-    """Name of a kind; and outside of the package digests of the files of its classes, and its options.
+    """Name of a kind; for a kind outside of the package, also digests of the files of its classes, and its options.
 
     _FORMAT does not change with these files, and options that the package does not know may decide about texts and labels.
     """
@@ -245,7 +245,7 @@ class ExampleIngest:
         return RowReader(self.kind, group_field, left_out, self.skip_bad_lines, line_counts=line_counts or LineCounts())
 
     def _held_out(self) -> HeldOutHashes:
-        """Hashes of held-out groups: those below the fraction, or the lowest one if one side would be empty; or a part."""
+        """Hashes of held-out groups: a fold, or those below the fraction, or the lowest one if one side would be empty."""
         if self.heldout:
             return NOTHING
         if self.folds:

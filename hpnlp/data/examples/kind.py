@@ -71,7 +71,7 @@ class Kind(abc.ABC):
 
     @property
     def inputs(self) -> tuple[Column, ...]:
-        """Fields of the records that a prediction reads: by default all without those of the labels."""
+        """Fields of the records that a prediction reads: by default, all but the labels."""
         return tuple(column for column in self.columns if column.argument not in LABEL_FIELDS)
 
     def placeholders(self, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def check_paths(config: ExampleConfig) -> None:
 
 
 def _check_parts(config: ExampleConfig) -> None:
-    """Raises InputError if a part would be held out of examples that have held-out examples of their own."""
+    """Raises InputError if `data.folds` is set for generated examples with their own held-out set."""
     if config.folds and generated.has_heldout(config.path):
         raise InputError(
             f"data.folds={config.folds}: data.path={config.path!r} has held-out examples of its own, which no part replaces: "

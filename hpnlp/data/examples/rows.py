@@ -278,7 +278,7 @@ def _cells(
 
 
 def _check_header(header: Sequence[str], columns: Sequence[Column], where: str) -> None:
-    """Raises InputError unless the columns are there once each, but for optional ones."""
+    """Raises InputError unless each column occurs once; optional columns may be missing."""
     for column in columns:
         if column.name not in header and not column.is_optional:
             raise InputError(f"{where}: {records.missing(column.name, column.argument, list(header))}")

@@ -74,7 +74,7 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 0) -> bool:
 
 
 def _size_of_input(name: str, axis: int) -> Callable[[Any], str]:
-    """A function of a graph that adds the node of a size of an input, an int64 scalar."""
+    """Makes a function that adds nodes for the size of an input's axis to a graph, and returns the name of the int64 scalar."""
     return lambda graph: graph.node("Gather", graph.node("Shape", name), graph.constant(np.int64(axis)), axis=0)
 
 
@@ -133,7 +133,7 @@ def _has_known_shapes(eqn: Any) -> bool:
 
 
 def _known(eqn: Any, inputs: list[Any]) -> list[Any]:
-    """Results of an equation whose inputs are known; broadcast arrays keep the memory of the array before."""
+    """Computes an equation whose inputs are known arrays. Broadcasting makes views."""
     if eqn.primitive.name == "broadcast_in_dim":
         shape = eqn.params["shape"]
         sizes = [1] * len(shape)

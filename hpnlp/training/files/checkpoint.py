@@ -47,7 +47,7 @@ LARGE_BYTES = 2**20  # replicated shards from this size on are read from all dev
 
 
 def _barrier(key: str, timeout_ms: int) -> None:
-    """Waits for the other processes, unless a background thread handles an error: they wait elsewhere, for 20 minutes."""
+    """Waits for all processes. Raises the error that a background thread handles: others wait elsewhere, for 20 minutes."""
     error = sys.exception()
     if error is not None and threading.current_thread() is not threading.main_thread():
         raise error
@@ -436,7 +436,7 @@ def _has_complete(directory: Path) -> bool:
 
 
 def _smallest_leaf(tree: Any) -> dict[str, Any]:
-    """Smallest leaf of nested dicts, inside of the dicts that lead to it."""
+    """The nested dicts with their smallest leaf only."""
     path, subtree = min(jax.tree_util.tree_leaves_with_path(tree), key=lambda leaf: leaf[1].size)
     for key in reversed(path):
         subtree = {key.key: subtree}
@@ -451,7 +451,7 @@ def _without_params(state: TrainState) -> dict[str, Any]:
 
 
 def _without_replicas(x: Any) -> Any:
-    """An array with small shards on one device for each shard, where all devices belong to this process.
+    """Keeps one copy of each small shard, if all devices belong to this process.
 
     Orbax divides a shard among all devices that hold it, and compiles a program for each part, which takes longer than to read
     the whole shard from one of them unless it is large.

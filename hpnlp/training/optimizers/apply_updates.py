@@ -154,7 +154,7 @@ def check_compatible(model: Model, config: OptimizerConfig, plan: Plan, layout: 
 
 
 def check_parameters(model: Model, config: OptimizerConfig, plan: Plan, zero: int) -> None:
-    """Checks that parameters can be kept and updated as a plan and an optimizer say.
+    """Checks that a plan may shard or offload the parameters of a model that this optimizer updates.
 
     Args:
       model: The model.

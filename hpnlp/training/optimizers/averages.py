@@ -67,7 +67,7 @@ class Uniform:
 
 @dataclasses.dataclass(frozen=True)
 class NonMonotonic:
-    """The mean of the parameters from the evaluation on that is worse than the best one of more than `evaluations` before.
+    """The mean of the parameters since the first evaluation that is worse than the best one but for the latest `evaluations`.
 
     Until then, the average is the parameters. The first parameters of the average are those of that evaluation.
 

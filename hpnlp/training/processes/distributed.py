@@ -171,7 +171,7 @@ def _parse_coordinator(coordinator: str) -> tuple[str, int]:
 
 
 def _report_to_coordinator(host: str, port: int, process: int, seconds: int) -> None:
-    """Sends the attempt, index and name of this process to process 0, for which it waits, and reads the answer."""
+    """Waits for process 0, sends it the attempt, index and name of this process, and reads the answer."""
     deadline, reason = time.monotonic() + seconds, ""
     report = f"{attempts.current() or NO_ATTEMPT} {process} {socket.gethostname()}:{os.getpid()}\n".encode()
     while time.monotonic() < deadline:
@@ -230,7 +230,7 @@ def _wait_for_processes(coordinator: str, port: int, processes: int, seconds: in
 
 
 def _admit(report: Sequence[str], processes: int, present: dict[int, str]) -> str | None:
-    """Adds a process to those that are present, index -> name.
+    """Adds a process to `present`, or gives the reason for a refusal.
 
     Args:
       report: Words of the process's report: attempt, index, name.

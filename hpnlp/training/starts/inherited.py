@@ -81,7 +81,7 @@ def _names(stack: Any, start: Start, is_same: bool) -> list[str]:
 
 
 def _value(stack: Any, name: str, source: warm_start.Source, current: Any) -> Any:
-    """The value of a field; 0 for a table of as many rows as the tokenizer has ids, unless the current value is that number."""
+    """The source's value of a field. A `vocab` equal to the tokenizer's becomes 0, unless the run's config has that number."""
     value = getattr(stack, name)
     return 0 if name == "vocab" and value == source.tokenizer.vocab_size != current else value
 
@@ -97,7 +97,7 @@ def _keeps_experts(values: Any, start: Start, stack: Any) -> bool:
 
 
 def _of_begun(config: Any, values: Any, workdir: str | Path) -> dict[str, Any]:
-    """Fields of a run that has begun, all that a source may have set."""
+    """Fields that the run in `workdir` took from its source when it began; none for another source or a new run."""
     if not workdir or not has_begun(workdir):
         return {}
     saved = load_config(workdir, is_checked=False)

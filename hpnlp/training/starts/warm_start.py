@@ -327,7 +327,7 @@ def _data_buffers(model: Any) -> Sequence[str]:
 
 
 def _with_buffers_of_data(params: Any, trainer: Trainer, names: Sequence[str], key: jax.Array | None) -> Any:
-    """Weights of the source, with initial values of the buffers that belong to its data."""
+    """Replaces the buffers that belong to the source's data by their initial values."""
     of_source, buffers = variables.split(params)
     kept = {name: tree for name, tree in (buffers or {}).items() if name not in names}
     initial = trainer.init(key).buffers or {}
@@ -335,7 +335,7 @@ def _with_buffers_of_data(params: Any, trainer: Trainer, names: Sequence[str], k
 
 
 def _with_new_head(params: Any, trainer: Trainer, replaced: Sequence[str], key: jax.Array | None) -> Any:
-    """Weights of the source that the model has too, without those that are replaced, and initial values of all others."""
+    """Takes parameters that both models have from the source, unless they are replaced, and initial values for all others."""
     first = _initial(trainer, key)
     kept = {name: tree for name, tree in params.items() if name in first and name not in replaced}
     return {**first, **kept}

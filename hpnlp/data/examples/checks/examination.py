@@ -109,7 +109,7 @@ class Examination:
         return lines
 
     def blank_variants(self) -> list[str]:
-        """Labels that are written in several ways that differ in blanks around them, which are an error unless folded.
+        """Labels that differ only in blanks around them, which is an error unless labels are folded.
 
         Returns:
           Lines, each with the ways in which one label is written.

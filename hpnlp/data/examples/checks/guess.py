@@ -19,7 +19,7 @@ _RECORDS = 1000  # records whose values are compared where the names of columns 
 
 
 def guessed_fields(config: ClassificationConfig) -> dict[str, str]:
-    """Guesses which columns of a table hold the texts and the labels, where its columns are not those of the config.
+    """Guesses the columns of texts and labels, if a table lacks the columns that the config names.
 
     Args:
       config: The config. A name other than the default was given by the user, and stays.
@@ -70,13 +70,13 @@ def _named(names: Sequence[str], known: Sequence[str]) -> str | None:
 
 
 def _repeated(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> str | None:
-    """The column of two with few different values; None if both have few or both have many."""
+    """The only column whose values repeat; None if there is none, or there are several."""
     repeated = [name for name in names if 2 * len({str(record.get(name)) for record in records}) <= len(records)]
     return repeated[0] if len(repeated) == 1 else None
 
 
 def _first_records(path: str) -> list[Mapping[str, Any]]:
-    """The first records of the first file of a path; none where they cannot be read, which the reader of the data reports."""
+    """The first records of the first file of a path; none if they cannot be read (the reader of the data reports that)."""
     if generated.is_generated(path):
         return []
     try:

@@ -102,7 +102,7 @@ def _is_salient(word: str) -> bool:
 
 
 def _passages(files: Sequence[File]) -> list[Passage]:
-    """Passages whose text no other has."""
+    """Passages of files; of passages with equal texts, the first."""
     distinct: dict[str, Passage] = {}
     for file in files:
         for passage in _of_file(file):
@@ -145,7 +145,7 @@ def _split(docstring: str) -> Iterator[tuple[str, ...]]:
 
 
 def _kept(sentences: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """The sentences, unless they are short."""
+    """Yields the sentences as a passage, unless they have fewer than _LEAST words and signs."""
     if _items(" ".join(sentences)) >= _LEAST:
         yield tuple(sentences)
 

@@ -107,7 +107,7 @@ class Classification(Kind):
 
 
 def _labelled(labels: np.ndarray, weights: np.ndarray, unlabelled: bool) -> Batch:
-    """Labels and weights of a batch, and with `unlabelled` TEACHER_WEIGHTS, where labels below 0 are missing."""
+    """Labels and weights of a batch. With `unlabelled`, labels below 0 get weight 0, and TEACHER_WEIGHTS has all weights."""
     if not unlabelled:
         return {"labels": labels, "weights": weights}
     is_known = labels >= 0

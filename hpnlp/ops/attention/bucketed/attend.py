@@ -57,7 +57,7 @@ class _Visible:
     settings: _Settings
 
     def __call__(self, queries: Sequence[Array], keys: Sequence[Array], seed: Array, streams: Array) -> TileMask:
-        """Codes are those of `_sorted_round`."""
+        """Compares the codes of `_sorted_round`."""
         current, *earlier, index = (q - k for q, k in zip(queries, keys, strict=True))
         visible = self._within(current)
         for difference in earlier:
@@ -271,7 +271,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _by_lanes(function: Callable[..., tuple[Array, ...]], *arrays: Array) -> tuple[Array, ...]:
-    """`function` of arrays `[L, ...]`, computed for some of the sequences at a time."""
+    """Applies a function of arrays `[L, ...]` to a part of the L sequences at a time."""
     lanes, length = arrays[0].shape[:2]
     if jax.default_backend() != "cpu" or lanes * length <= CPU_TOKENS:
         return function(*arrays)
@@ -326,7 +326,7 @@ def _sorted_round(
     valid_queries: Bool[Array, "L T"] | None,
     valid_keys: Bool[Array, "L T"],
 ) -> tuple[_Sorted, _Sorted]:
-    """The queries and the keys of a round, with their valid tokens; None for all.
+    """Sorts the queries and the keys of a round. None for `valid_queries`: all are valid.
 
     The codes are the coordinates in this round and in all but the last round, and the index. The queries have coordinates that
     see nothing in place of those of rounds that are not earlier.

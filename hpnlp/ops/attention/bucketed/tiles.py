@@ -265,7 +265,7 @@ def _of_group(band: Band, grid: _Grid, i: Array, streams: Array) -> Array:
 
 
 def _together(grid: _Grid, *parts: Array) -> Array:
-    """Results of the tiles of every (W / C)-th block, `[n, C, ...]` each, as those of all blocks `[lanes, blocks, C, ...]`."""
+    """Interleaves results of the tiles of every (W / C)-th block, `[n, C, ...]` each, to `[lanes, blocks, C, ...]`."""
     return jnp.stack(parts, axis=1).reshape(grid.lanes, grid.blocks, *parts[0].shape[1:])
 
 

@@ -38,7 +38,7 @@ class LogSums(NamedTuple):
         return self.coarse + self.fine
 
     def at(self, *index: Any) -> LogSums:
-        """The sums at an index, which is that of an array."""
+        """Indexes both terms like an array."""
         return LogSums(self.coarse[index], self.fine[index])
 
     def since(self, earlier: LogSums) -> jax.Array:
