@@ -150,11 +150,7 @@ class WeightTraining(TrainingWrapper):
     def advance(self, buffers: Any, statistics: Statistics, step: Array, rng: Array) -> Any:
         """Buffers of the Model, and the share and the thresholds for the next step.
 
-        Args:
-          buffers: As of the Model.
-          statistics: As of the Model.
-          step: As of the Model.
-          rng: As of the Model.
+        Arguments: see `Model.advance`.
 
         Returns:
           A tree like `buffers`.

@@ -97,11 +97,7 @@ def jitted(fn: Callable[..., Any], **options: Any) -> Any:
 def flops_by_part(fn: Callable[..., Any], *args: Any, while_trips: int | None = None, **kwargs: Any) -> dict[str, int]:
     """Counts the FLOPs of each part of a function; see `count_flops`, and `parts.shares` for shares.
 
-    Args:
-      fn: As for `count_flops`.
-      *args: As for `count_flops`.
-      while_trips: As for `count_flops`.
-      **kwargs: As for `count_flops`.
+    Arguments: see `count_flops`.
 
     Returns:
       FLOPs by entry of `parts.PARTS`, and by "" outside of all parts. Their sum is the result of `count_flops`.

@@ -153,11 +153,7 @@ class Distilled(TrainingWrapper):
     def advance(self, buffers: Any, statistics: Statistics, step: Array, rng: Array) -> Any:
         """Advances the buffers of the student.
 
-        Args:
-          buffers: As of the student.
-          statistics: As of the student.
-          step: As of the student.
-          rng: As of the student.
+        Arguments: see `Model.advance`.
 
         Returns:
           A tree like `buffers`.
@@ -374,11 +370,7 @@ class Distillation(Distilled):
     def advance(self, buffers: Any, statistics: Statistics, step: Array, rng: Array) -> Any:
         """Advances the buffers of the student, and the share of the steps that are done.
 
-        Args:
-          buffers: As of the student.
-          statistics: As of the student.
-          step: As of the student.
-          rng: As of the student.
+        Arguments: see `Model.advance`.
 
         Returns:
           A tree like `buffers`.

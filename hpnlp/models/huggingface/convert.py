@@ -159,10 +159,7 @@ def read(
 ) -> tuple[ModelConfig, dict[str, Any]]:
     """Reads a model as `load` does, into the host's memory, for parameters that are then divided among devices.
 
-    Args:
-      directory: As for `load`.
-      dtype: As for `load`.
-      progress: As for `load`.
+    Arguments: see `load`.
 
     Returns:
       The config, and the weights as float32 numpy arrays. Compiled functions cannot index these, and copy them to the device

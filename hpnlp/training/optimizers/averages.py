@@ -54,10 +54,7 @@ class Uniform:
     def is_triggered(self, scores: Sequence[float], score: float, higher_is_better: bool) -> bool:
         """False: no evaluation starts the average.
 
-        Args:
-          scores: As of `NonMonotonic`.
-          score: As of `NonMonotonic`.
-          higher_is_better: As of `NonMonotonic`.
+        Arguments: see `NonMonotonic.is_triggered`.
 
         Returns:
           False.

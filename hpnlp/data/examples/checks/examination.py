@@ -59,10 +59,7 @@ class Examination:
     def add_training(self, where: str, texts: Sequence[bytes], labels: Sequence[str]) -> None:
         """Counts a training example.
 
-        Args:
-          where: As for `add`.
-          texts: As for `add`.
-          labels: As for `add`.
+        Arguments: see `add`.
         """
         key, labels_hash = self.add(where, texts, labels), hash(tuple(map(folded, labels) if self._fold else labels))
         if first := self._training.get(key):

@@ -129,12 +129,7 @@ def adaptive_log_probs(
 ) -> Float[Array, "N V"]:
     """Log-probabilities of all words.
 
-    Args:
-      h: As in `adaptive_nll`.
-      head: As in `adaptive_nll`.
-      tails: As in `adaptive_nll`.
-      cutoffs: As in `adaptive_nll`.
-      head_bias: As in `adaptive_nll`.
+    Arguments: see `adaptive_nll`.
 
     Returns:
       [N, V] float32.

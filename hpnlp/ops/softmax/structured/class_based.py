@@ -217,13 +217,7 @@ def class_log_probs(
 ) -> Float[Array, "N V"]:
     """Log-probabilities of all words, in the order of ids.
 
-    Args:
-      h: As in `class_nll`.
-      class_table: As in `class_nll`.
-      word_table: As in `class_nll`.
-      classes: As in `class_nll`.
-      class_bias: As in `class_nll`.
-      word_bias: As in `class_nll`.
+    Arguments: see `class_nll`.
 
     Returns:
       [N, V] float32.

@@ -196,11 +196,7 @@ def tree_log_probs(
 ) -> Float[Array, "N V"]:
     """Log-probabilities of all words.
 
-    Args:
-      h: As in `tree_nll`.
-      table: As in `tree_nll`.
-      tree: As in `tree_nll`.
-      bias: As in `tree_nll`.
+    Arguments: see `tree_nll`.
 
     Returns:
       [N, V] float32.
