@@ -173,7 +173,7 @@ def check_directories(members: Mapping[str, Any], workdir: Path) -> None:
         directory = workdir / name
         if not has_begun(directory):
             try:
-                unused_fields.check(member.config, experiment.fields_of(member.flags))
+                unused_fields.check(member.config, experiment.overridden_fields(member.flags))
             except cli.InputError as error:
                 raise cli.InputError(f"member {name}: {error}; nothing was started") from error
         if has_begun(directory) and (changes := differences(load_config(directory), member.config)):

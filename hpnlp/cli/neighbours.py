@@ -145,21 +145,21 @@ def _table(workdir: str) -> WordVectorTable:
 
         return load_word2vec(f.vectors)
     cli.prepare_jax()
-    from hpnlp.tasks.word_embeddings import vectors_of
+    from hpnlp.tasks.word_embeddings import trained_vectors
     from hpnlp.training import run_directory
 
     loaded = run_directory.load(*run_names.expand_one(workdir, f.step))
-    return vectors_of(loaded.params, loaded.tokenizer)
+    return trained_vectors(loaded.params, loaded.tokenizer)
 
 
 def _draw(table: WordVectorTable, neighbours: dict[str, list[tuple[str, float]]], path: Path) -> None:
     """Draws words: each expression with its neighbours in a colour, and frequent words in grey."""
     from hpnlp.report.plots import plot_words
-    from hpnlp.retrieval.word_vectors import words_of
+    from hpnlp.retrieval.word_vectors import expression_words
 
     groups: dict[str, str] = {}
     for expression, near in neighbours.items():
-        for word in (*words_of(expression), *(word for word, _ in near)):
+        for word in (*expression_words(expression), *(word for word, _ in near)):
             groups.setdefault(word, expression)
     coloured = list(groups)
     for word in [word for word in table.words if len(word) > 2 and word.isalpha()][:FREQUENT]:

@@ -117,7 +117,7 @@ def _run(argv: Sequence[str]) -> None:
     if f.depth == "tpu":
         compiled.tpu_devices(f.device, f.devices)  # raises now rather than after the plan
     resolved = config.resolve(values)
-    unused_fields.check(resolved, experiment.fields_of(overrides))
+    unused_fields.check(resolved, experiment.overridden_fields(overrides))
     costs = _plan(resolved, device)
     gc.enable()  # the next steps may take long
     if costs and not costs.fits(device):

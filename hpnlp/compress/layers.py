@@ -79,10 +79,10 @@ def join_layers(config: Any, weights: Any, layers: Sequence[Layer]) -> tuple[Any
     """
     if not layers:
         raise InputError("all layers would be removed: keep at least one")
-    new_config = _config_of(config, [layer.form for layer in layers])
+    new_config = _with_forms(config, [layer.form for layer in layers])
     order, stacks = new_config.stack_order(), {}
     for name in order.stack_names:
-        members = [layers[i].variables for i in order.layers_of(name, len(layers))]
+        members = [layers[i].variables for i in order.members(name, len(layers))]
         stacks[name] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *members)
     result = {**weights, "layers": order.join({name: stack["params"] for name, stack in stacks.items()})}
     with_buffers = {name: stack[BUFFERS] for name, stack in stacks.items() if BUFFERS in stack}
@@ -108,7 +108,7 @@ def check_single_stack(config: Any) -> None:
         )
 
 
-def _config_of(config: Any, forms: Sequence[BlockConfig]) -> Any:
+def _with_forms(config: Any, forms: Sequence[BlockConfig]) -> Any:
     """The config of a model whose layers have these forms."""
     first = forms[0]
     shared = {name: getattr(first, name) for name in WIDTHS}

@@ -20,11 +20,11 @@ from hpnlp.compress.stages import (
     STRUCTURE,
     Calibration,
     Compressor,
+    calibration_gradients,
     check_keeps_units,
     check_known_widths,
     check_unit_arguments,
     convolutions,
-    gradients_of,
     structure,
     zeros,
 )
@@ -36,7 +36,7 @@ from hpnlp.models.variables import BUFFERS, FROZEN
 from hpnlp.ops.weight import is_weight
 from hpnlp.ops.weights import FloatWeight, ObservedWeight, quantize
 from hpnlp.ops.weights import factorize as factorize_matrix
-from hpnlp.ops.weights.low_rank import rank_by_energy, rank_of
+from hpnlp.ops.weights.low_rank import rank_by_energy, rank_for_share
 from hpnlp.spec import build, parse
 from hpnlp.types import InputError
 
@@ -204,7 +204,7 @@ def _rank(w: Any, parameters: int | float, energy: int | float, rank: int) -> in
     if rank:
         return min(rank, *w.shape[-2:])
     if parameters:
-        return rank_of(w.shape[-2:], parameters)
+        return rank_for_share(w.shape[-2:], parameters)
     # Layers of a stack have one rank, that of the layer that needs the largest.
     stacked = np.reshape(np.asarray(w), (-1, *w.shape[-2:]))
     return max(rank_by_energy(np.linalg.svd(one, compute_uv=False), energy) for one in stacked)
@@ -274,7 +274,7 @@ def _one_by_one(w: Any) -> list[Any]:
     return list(w) if w.ndim == 3 else [w]
 
 
-def _stage_of(conversion: Callable[..., Conversion]) -> Callable[..., tuple[str, Compressor]]:
+def _conversion_stage(conversion: Callable[..., Conversion]) -> Callable[..., tuple[str, Compressor]]:
     """The stage that converts each matrix by itself, with the arguments of a function of `CONVERSIONS`."""
 
     @functools.wraps(conversion)
@@ -319,7 +319,7 @@ COMPRESSORS: dict[str, Callable[..., tuple[str, Compressor]]] = {
     "magnitude": zeros.magnitude,
     "factorize": factorize,
     "mixed": mixed,
-    **{name: _stage_of(conversion) for name, conversion in CONVERSIONS.items()},
+    **{name: _conversion_stage(conversion) for name, conversion in CONVERSIONS.items()},
 }
 
 
@@ -451,5 +451,5 @@ def _unit_compressor(
 
 def _slopes(config: Any, weights: Any, unit: str, calibration: Calibration | None) -> list[Any]:
     """Gradients of the parameters of each layer."""
-    slopes = gradients_of(unit, config, weights, calibration)
+    slopes = calibration_gradients(unit, config, weights, calibration)
     return [layer.variables["params"] for layer in split_layers(config, {**weights, **slopes})]

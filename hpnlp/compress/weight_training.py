@@ -22,7 +22,7 @@ from hpnlp.compress.training.training_technique import Technique
 from hpnlp.models.mixtures.wrapper import TrainingWrapper
 from hpnlp.models.variables import BUFFERS
 from hpnlp.ops.weights import LowRankWeight, RoundedInputsWeight, dense_tree, factorize
-from hpnlp.ops.weights.low_rank import rank_of
+from hpnlp.ops.weights.low_rank import rank_for_share
 from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError, LossOut, Statistics
 
@@ -112,7 +112,7 @@ class WeightTraining(TrainingWrapper):
         rng = (rngs or {}).get(DROPOUT)
         rng = None if rng is None else jax.random.fold_in(rng, _WEIGHT_DROP_STREAM)
         matrices = _kernels(params)
-        scores = {path: _own_of(own, path) for path in matrices}
+        scores = {path: _scores_or_factors(own, path) for path in matrices}
         thresholds = {path: _at(buffers["thresholds"], path) if buffers else None for path in matrices}
         bound = {
             path: self.technique.bind(
@@ -200,7 +200,7 @@ class WeightTraining(TrainingWrapper):
         bound = {
             path: self.technique.bind(
                 w,
-                _own_of(own, path),
+                _scores_or_factors(own, path),
                 _at(buffers["thresholds"], path) if buffers else None,
                 None,
             )
@@ -255,7 +255,7 @@ def with_own(weights: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str,
         first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[OWN])
         factors = {}
         for path, w in _kernels(weights).items():
-            own = _own_of(shapes[OWN], path)
+            own = _scores_or_factors(shapes[OWN], path)
             if isinstance(own, LowRankWeight) and own.shape == w.shape[-2:]:
                 left, right = _factors(w, own.left.shape[-1])
                 factors |= {f"{path}/{LEFT}": left, f"{path}/{RIGHT}": right}
@@ -334,7 +334,7 @@ def _replaced(params: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     return {name: _replaced(child, values, f"{prefix}/{name}".lstrip("/")) for name, child in params.items()}
 
 
-def _own_of(tree: Any, path: str) -> Any:
+def _scores_or_factors(tree: Any, path: str) -> Any:
     """The scores of a kernel, or its factors as a LowRankWeight; None if it has neither."""
     for name in path.split("/"):
         if tree is None or name not in tree:
@@ -353,7 +353,7 @@ def _factors(w: Array, rank: int) -> tuple[Array, Array]:
 def _boxed_factors(box: Any, share: int | float) -> dict[str, Any]:
     """The factors of a boxed kernel, boxed with the names of their axes; empty if they would have as many parameters."""
     *lead, d, f = box.value.shape
-    rank = rank_of((d, f), share)
+    rank = rank_for_share((d, f), share)
     if rank * (d + f) >= d * f:
         return {}
     *names, row, column = box.names

@@ -67,7 +67,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, progress: Pr
         return record
 
     directory, record = token_store.cached(
-        root, f"tokens-{token_store.key_of([content, tokenizers.tokenizer_digest(tokenizer)])}", write
+        root, f"tokens-{token_store.json_hash([content, tokenizers.tokenizer_digest(tokenizer)])}", write
     )
     return Corpus(config, tokenizer, directory, record, is_cached)
 
@@ -126,6 +126,6 @@ def trained_tokenizer(spec: str, texts: Iterable[bytes], root: str, content: Any
         snapshot.check()
         return {}
 
-    key = token_store.key_of([tokenizers.TRAINING_VERSION, spec, content])
+    key = token_store.json_hash([tokenizers.TRAINING_VERSION, spec, content])
     directory, _ = token_store.cached(root, f"tokenizer-{key}", write)
     return tokenizers.load(directory)

@@ -24,7 +24,7 @@ from hpnlp.tasks.reports.reporting import Outcome
 from hpnlp.training.config import Config, flat, with_changes
 from hpnlp.training.config_file import load_config
 from hpnlp.training.evaluation import Evaluation, evaluate, further_scores
-from hpnlp.training.files.checksum import first_difference, shape_of
+from hpnlp.training.files.checksum import first_difference, shape_text
 from hpnlp.training.optimizers.state_shardings import TrainState
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
@@ -200,7 +200,7 @@ def check_shapes(params: Any, shapes: TrainState, changes: Mapping[str, Any]) ->
       InputError: Names or shapes differ.
     """
     params = jax.eval_shape(dense_tree, params)
-    if difference := first_difference(variables.join(shapes.params, shapes.buffers), params, shape_of):
+    if difference := first_difference(variables.join(shapes.params, shapes.buffers), params, shape_text):
         name, of_model, of_run = difference
         fault = f"params{name} is {of_model} in the model and {of_run} in the run"
         if not changes:

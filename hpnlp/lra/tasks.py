@@ -86,7 +86,7 @@ EXCEPTIONS: dict[str, Departure] = {
 }
 
 
-def exception_of(spec: str, task: str) -> Departure | None:
+def find_departure(spec: str, task: str) -> Departure | None:
     """The departure of a mixer from the common setting.
 
     Args:

@@ -93,7 +93,7 @@ class LM(PredictionModel):
         out = self.output_loss(h, batch, indices, rng)
         carry = self._carried(report)
         aux, tapped = {**report.aux, **out.aux}, self.tapped(taps, h, h, report)
-        return LossOut(out.sum, out.weight, aux, self.statistics_of(report), carry, tapped)
+        return LossOut(out.sum, out.weight, aux, self.reported_statistics(report), carry, tapped)
 
     def token_states(
         self, batch: Mapping[str, jax.Array], deterministic: bool = True

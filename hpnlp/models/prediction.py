@@ -108,7 +108,7 @@ class PredictionModel(Backbone):
             deterministic,
             ids=ids,
             order=order,
-            memory=self.memory_of(batch),
+            memory=self.batch_memory(batch),
             taps=tuple(name for name in taps if name in ("embedding", "hidden", "attention", "routing")),
         )
         h, _, report = self.hidden(batch["tokens"], context, added=self.added_embeddings(batch))
@@ -125,7 +125,7 @@ class PredictionModel(Backbone):
         """
         return None
 
-    def memory_of(self, batch: Batch) -> Memory | None:
+    def batch_memory(self, batch: Batch) -> Memory | None:
         """The memory that layers attend to.
 
         Args:

@@ -96,7 +96,7 @@ def initial_carry(model: Model, batch_size: int) -> Any:
     return model.initial_carry(batch_size) if isinstance(model, CarryingModel) else None
 
 
-def axes_of(model: Model) -> Any:
+def logical_axes(model: Model) -> Any:
     """Logical axis names of a model's weights. Allocates nothing.
 
     Args:

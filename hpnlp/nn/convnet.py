@@ -287,7 +287,7 @@ def scaled(count: int, width: float) -> int:
 BLOCKS: dict[str, Callable[..., Any]] = {"conv": Conv, "separable": Separable, "inverted": Inverted}
 
 
-def spec_of(block: Block) -> str:
+def block_spec(block: Block) -> str:
     """The entry of `model.blocks` that makes a block.
 
     Args:

@@ -135,7 +135,7 @@ def parameter_count(params: Any) -> int:
     return sum(node.parameter_count() if isinstance(node, Weight) else node.size for node in nodes)
 
 
-def axes_of(w: Any, names: tuple[str | None, ...]) -> Any:
+def weight_axes(w: Any, names: tuple[str | None, ...]) -> Any:
     """Logical axes of a parameter's arrays.
 
     Args:

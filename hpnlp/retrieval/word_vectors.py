@@ -185,7 +185,7 @@ class WordVectorTable:
         Raises:
           InputError: A word is not there, or the expression is incomplete.
         """
-        words = words_of(expression)
+        words = expression_words(expression)
         if len(words) == 1:
             return self.neighbours(words[0], count)
         signed = list(zip(*signed_words(expression), strict=True))
@@ -267,7 +267,7 @@ class WordVectorTable:
         return points * np.where(points[np.abs(points).argmax(axis=0), [0, 1]] < 0, -1, 1).astype(np.float32)
 
 
-def words_of(expression: str) -> list[str]:
+def expression_words(expression: str) -> list[str]:
     """Words of an expression.
 
     Args:
@@ -301,11 +301,11 @@ def signed_words(text: str) -> tuple[list[str], list[int]]:
     """
     if not _SIGNS.search(text):
         return text.split(), [1] * len(text.split())
-    words = words_of(text)
+    words = expression_words(text)
     return words, [1, *(1 if sign == "+" else -1 for sign in _SIGNS.split(text.strip())[1::2])]
 
 
-def of_tokenizer(vectors: np.ndarray, tokenizer: Tokenizer) -> WordVectorTable:
+def token_vectors(vectors: np.ndarray, tokenizer: Tokenizer) -> WordVectorTable:
     """Vectors of the tokens of a tokenizer, under the text of each token.
 
     Args:

@@ -81,7 +81,7 @@ CONVENTIONS: Mapping[str, Convention] = {
 DEFAULT = "porian"
 
 
-def size_of(config: Config) -> Size:
+def model_size(config: Config) -> Size:
     """Counts the size of a config's model. Allocates nothing.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp import report
-from hpnlp.scaling_laws.flops import CONVENTIONS, Size, size_of
+from hpnlp.scaling_laws.flops import CONVENTIONS, Size, model_size
 from hpnlp.scaling_laws.points import Points
 from hpnlp.tasks.reports.reporting import Report
 from hpnlp.training.config import Config
@@ -123,7 +123,7 @@ def _check_run(run: Path, config: Config, numbers: Report) -> None:
 def _size(run: Path, config: Config) -> Size:
     """Size of the model of a run."""
     try:
-        return size_of(config)
+        return model_size(config)
     except InputError as error:
         raise InputError(f"{run}: {error}, or move it away") from error
 

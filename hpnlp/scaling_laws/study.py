@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from hpnlp import tasks
 from hpnlp.planner import Device, costs
 from hpnlp.scaling_laws import recipe
-from hpnlp.scaling_laws.flops import CONVENTIONS, DEFAULT, Size, size_of
+from hpnlp.scaling_laws.flops import CONVENTIONS, DEFAULT, Size, model_size
 from hpnlp.spec import lookup
 from hpnlp.training.config import Config, resolve
 from hpnlp.types import InputError
@@ -152,7 +152,7 @@ class Study:
         return [run.fields for run in self.runs(values)]
 
     def _size(self, values: ConfigDict, fields: Fields) -> Size:
-        return size_of(_with_fields(values, fields))
+        return model_size(_with_fields(values, fields))
 
     def _run(self, values: ConfigDict, fields: Fields, size: Size, tokens: float | int, rates: Rates) -> PlannedRun:
         length = resolve(values).data.seq_len

@@ -127,7 +127,7 @@ class BatchLengths:
         return total
 
 
-def length_of(batch: Mapping[str, Any], longest: int) -> int:
+def sequence_length(batch: Mapping[str, Any], longest: int) -> int:
     """Length of the sequences of a batch.
 
     Args:

@@ -188,14 +188,14 @@ class Gradients:
         if not self.update.config.rows:
             return {}
 
-        def rows_of(inputs: tuple[Batch, jax.Array]) -> Any:
+        def example_rows(inputs: tuple[Batch, jax.Array]) -> Any:
             batch, key = inputs
             return self.single_model.apply({"params": params}, batch, rngs=_rngs(key), method="rows")
 
         if self._is_single_sum:
-            ids_by_path = rows_of((batch, key))
+            ids_by_path = example_rows((batch, key))
         else:
-            ids_by_path = jax.lax.map(rows_of, self._split_for_accumulation(batch, key))
+            ids_by_path = jax.lax.map(example_rows, self._split_for_accumulation(batch, key))
         return {path: sparse_rows.distinct(ids.reshape(-1), self.tables[path][0]) for path, ids in ids_by_path.items()}
 
     def check_aux_weights(self, weights: Any) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from hpnlp import measure, tasks
 from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training.batch_lengths import BatchLengths, check_buckets, length_of, padding_of
+from hpnlp.training.batch_lengths import BatchLengths, check_buckets, padding_of, sequence_length
 from hpnlp.training.config import Config, flat
 from hpnlp.training.config_file import write_config
 from hpnlp.training.evaluation import Evaluation, batch_share, evaluate, further_scores, on_devices
@@ -221,7 +221,7 @@ class _Run:
             self.trace.enter_context(jax.profiler.trace(str(self.workdir / "profile")))
         with self.clock("data"):
             local = next(self.batches)
-            length = length_of(local, self.config.data.seq_len)
+            length = sequence_length(local, self.config.data.seq_len)
             batch = on_devices(self.trainer, local, self.config)
         is_new = length not in self.compiled  # the first call with a length traces and compiles
         if is_new and self.compiled:

@@ -15,7 +15,7 @@ from hpnlp.compress.distilling.distillation import (
     Distillation,
     Distilled,
     Extras,
-    extras_of,
+    make_extras,
 )
 from hpnlp.compress.distilling.distillation_losses import check_terms, chosen_layers, largest, term_names
 from hpnlp.compress.distilling.distillation_terms import RECIPES, layer_pairs, parse_terms
@@ -41,7 +41,7 @@ ALL += "hidden(last, loss=feature_map, projection=linear),embedding(),attention(
 def distilled(text, student=STUDENT, teacher=TEACHER_CONFIG, steps=10, stored=0, inner=None):
     terms = parse_terms(text)
     check_terms(terms, student, teacher)
-    return Distillation(inner or LM(student), extras_of(terms, student, teacher), LM(teacher), terms, steps, stored)
+    return Distillation(inner or LM(student), make_extras(terms, student, teacher), LM(teacher), terms, steps, stored)
 
 
 def values_of(model, seed=0):
@@ -255,7 +255,7 @@ def test_encoders_report_what_recipes_compare(name):
     student, teacher = ENCODERS[name], dataclasses.replace(ENCODERS[name], layers=3, mlp_dim=48)
     terms = parse_terms("distilbert,tinybert_intermediate,logits(tokens=all)")
     check_terms(terms, student, teacher)
-    model = Distillation(Encoder(student), extras_of(terms, student, teacher), Encoder(teacher), terms)
+    model = Distillation(Encoder(student), make_extras(terms, student, teacher), Encoder(teacher), terms)
     weights = variables.axes_and_shapes(model)[1]
     out = jax.eval_shape(lambda w, b: loss_of(model, w, b), weights, model.example_batch(2, T))
     assert {f"distill_{name}" for name in term_names(terms)} <= out.aux.keys() and out.sum.shape == ()
@@ -355,7 +355,7 @@ def test_extras_are_written_and_found_again():
     assert Extras.from_json(extras.to_json()) == extras
     model = Distilled(LM(STUDENT), extras)
     shapes = variables.axes_and_shapes(model)[1]
-    assert Extras.of_shapes(shapes) == extras
+    assert Extras.from_weights(shapes) == extras
     student = values_of(LM(STUDENT))
     added = extras.added(student)
     assert jax.tree.structure(added) == jax.tree.structure(shapes)

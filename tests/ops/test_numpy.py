@@ -430,7 +430,7 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
     ),
     "softmax.grouped_softmax.grouped_nll": ((lambda *a: grouped_softmax.grouped_nll(*a, block=2, width=2), GROUPED),),
     "softmax.grouped_softmax.known_labels": ((lambda y: grouped_softmax.known_labels(y, N, V), (LABELS,)),),
-    "softmax.grouped_softmax.best_of": ((grouped_softmax.best_of, (x(2), ids(2), x(3), ids(3))),),
+    "softmax.grouped_softmax.merge_top_k": ((grouped_softmax.merge_top_k, (x(2), ids(2), x(3), ids(3))),),
     "softmax.continuous_cache.cache_log_prob": (
         (lambda *a: continuous_cache.cache_log_prob(*a, 0.3), (*CACHED, ids(2, 3))),
     ),
@@ -536,7 +536,7 @@ ON_HOST = {
     *(f"attention.linear.random_attention.{name}" for name in ("rfa_quotient", "rfa_terms", "softmax_features")),
     *("attention.positions.rope.yarn", "attention.positions.rope.frequencies"),
     *("attention.positions.bias.alibi", "attention.positions.bias.alibi_slopes"),
-    *(f"search.exact.{name}" for name in ("recall", "check_search", "check_bias", "product", "top_k", "best_of")),
+    *(f"search.exact.{name}" for name in ("recall", "check_search", "check_bias", "product", "top_k", "padded_top_k")),
     *("search.pq.build_pq", "search.pq.decode"),
     *("search.ivf.build_ivf", "search.lsh.build_lsh", "search.lsh.probe_sets", "softmax.bit_paths.path_length"),
     *(

@@ -75,7 +75,7 @@ class Extras:
         return {**result, BUFFERS: buffers} if buffers else result
 
     @classmethod
-    def of_shapes(cls, weights: Mapping[str, Any]) -> Extras:
+    def from_weights(cls, weights: Mapping[str, Any]) -> Extras:
         """Finds the variables that a distillation added among the weights of a model.
 
         Args:
@@ -381,7 +381,7 @@ class Distillation(Distilled):
         return result
 
 
-def extras_of(terms: tuple[Term, ...], student: Any, teacher: Any) -> Extras:
+def make_extras(terms: tuple[Term, ...], student: Any, teacher: Any) -> Extras:
     """Variables that a distillation adds to the student.
 
     Args:

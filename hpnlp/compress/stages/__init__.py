@@ -92,7 +92,7 @@ def check_keeps_units(name: str, share: int | float | str, counts: Sequence[int]
         )
 
 
-def gradients_of(name: str, config: Any, weights: Any, calibration: Calibration | None) -> Any:
+def calibration_gradients(name: str, config: Any, weights: Any, calibration: Calibration | None) -> Any:
     """Gradients of the parameters on calibration data.
 
     Args:

@@ -26,15 +26,15 @@ from hpnlp.compress.stages import (
     STRUCTURE,
     Calibration,
     Compressor,
+    calibration_gradients,
     check_keeps_units,
     check_known_widths,
     check_unit_arguments,
-    gradients_of,
 )
 from hpnlp.compress.stages.structure import choose_units
 from hpnlp.models.convnet import ConvNetConfig
 from hpnlp.models.variables import BUFFERS
-from hpnlp.nn.convnet import BlockShape, spec_of
+from hpnlp.nn.convnet import BlockShape, block_spec
 from hpnlp.nn.image_norms import make_norm
 from hpnlp.types import InputError
 
@@ -283,7 +283,7 @@ def _channel_compressor(name: str, share: int | float, by: str, across_layers: b
         if calibration is not None and calibration.is_outline:
             scores = [np.ones(group.count) for group in groups]
         else:
-            slopes = None if by == "magnitude" else gradients_of(name, config, weights, calibration)
+            slopes = None if by == "magnitude" else calibration_gradients(name, config, weights, calibration)
             scores = [channel_importance(group, weights, slopes) for group in groups]
         check_keeps_units(name, share, [len(layer) for layer in scores])
         kept = choose_units(scores, share, across_layers=across_layers)
@@ -313,7 +313,7 @@ def _with_shapes(config: ConvNetConfig, new: Sequence[BlockShape]) -> ConvNetCon
     entries, inputs = [], 1
     for entry, before, after in zip(config.entries, config.shapes(), new, strict=True):
         after = dataclasses.replace(after, inputs=inputs)
-        entries.append(spec_of(entry.resized(before, after)))
+        entries.append(block_spec(entry.resized(before, after)))
         inputs = after.filters
     return dataclasses.replace(config, blocks=join_entries(entries), width=1.0)
 
@@ -324,7 +324,7 @@ def _arrays_and_slopes(
     """Arrays by path, and their gradients; None for arrays whose values are unknown, and without gradients."""
     if calibration is not None and calibration.is_outline:
         return None, None
-    slopes = None if by == "magnitude" else flatten_dict(gradients_of(name, config, weights, calibration))
+    slopes = None if by == "magnitude" else flatten_dict(calibration_gradients(name, config, weights, calibration))
     return flatten_dict(weights), slopes
 
 

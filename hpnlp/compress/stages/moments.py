@@ -79,10 +79,10 @@ def with_input_moments(
         raise InputError(f"{name} needs calibration data: pass some, or leave out the arguments that read inputs")
 
     def observe(path: str, w: Any) -> Any:
-        def of_array(path: str, w: Any) -> Any:
+        def observe_array(path: str, w: Any) -> Any:
             return ObservedWeight(w, jnp.zeros((w.shape[0], w.shape[0])))
 
-        return map_arrays(of_array, path, w) if is_observed(path) else w
+        return map_arrays(observe_array, path, w) if is_observed(path) else w
 
     observed = map_matrices(observe, weights)
     if calibration.is_outline:

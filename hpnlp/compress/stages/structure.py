@@ -45,7 +45,7 @@ def importance(layer: Layer, unit: str, gradients: Any = None) -> np.ndarray:
     leaves = jax.tree.leaves(params)
     slopes = [None] * len(leaves) if gradients is None else jax.tree.leaves(gradients)
     count = unit_count(layer, unit)
-    for names, leaf, slope in zip(_axes_of(axes), leaves, slopes, strict=True):
+    for names, leaf, slope in zip(_leaf_axes(axes), leaves, slopes, strict=True):
         for axis in (i for i, name in enumerate(names) if name in UNITS[unit]):
             scores = (
                 np.asarray(leaf, np.float64) ** 2 if slope is None else np.abs(np.float64(leaf) * np.float64(slope))
@@ -66,7 +66,7 @@ def unit_count(layer: Layer, unit: str) -> int:
       The number: of key heads, columns or experts; 0 for a layer without such units.
     """
     first = next(iter(UNITS[unit]))
-    has_units = any(set(names) & set(UNITS[unit]) for names in _axes_of(layer.axes["params"]))
+    has_units = any(set(names) & set(UNITS[unit]) for names in _leaf_axes(layer.axes["params"]))
     return getattr(layer.form, UNITS[unit][first]) if has_units else 0
 
 
@@ -102,7 +102,7 @@ def keep_units(layer: Layer, unit: str, kept: Sequence[int] | np.ndarray) -> Lay
     variables = {
         name: jax.tree.unflatten(
             jax.tree.structure(tree),
-            [select(*pair) for pair in zip(_axes_of(layer.axes[name]), jax.tree.leaves(tree), strict=True)],
+            [select(*pair) for pair in zip(_leaf_axes(layer.axes[name]), jax.tree.leaves(tree), strict=True)],
         )
         for name, tree in layer.variables.items()
     }
@@ -217,5 +217,5 @@ def _best(scores: np.ndarray, count: int) -> np.ndarray:
     return np.sort(np.argsort(-scores, kind="stable")[:count])
 
 
-def _axes_of(axes: Any) -> list[tuple[str | None, ...]]:
+def _leaf_axes(axes: Any) -> list[tuple[str | None, ...]]:
     return jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))

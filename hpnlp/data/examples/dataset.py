@@ -17,7 +17,7 @@ from hpnlp.data.examples.store import StoredExamples
 from hpnlp.data.packing import Batch
 from hpnlp.data.reading.files import printable
 from hpnlp.data.reading.sources import LeftOut, LineCounts
-from hpnlp.data.reading.token_store import key_of
+from hpnlp.data.reading.token_store import json_hash
 from hpnlp.errors import plural
 from hpnlp.types import InputError, Tokenizer
 
@@ -104,7 +104,7 @@ class Examples:
 
     def _digest(self, side: str, record: Mapping[str, Any]) -> str:
         """Digest of the examples of one set with their classes."""
-        return key_of([record[side]["digest"], record["labels"]])
+        return json_hash([record[side]["digest"], record["labels"]])
 
     @property
     def seq_len(self) -> int:

@@ -110,7 +110,7 @@ def _check_parts(config: ExampleConfig) -> None:
 
 def _name(key: Any) -> str:
     """Name of an entry of the cache."""
-    return f"examples-{token_store.key_of(key)}"
+    return f"examples-{token_store.json_hash(key)}"
 
 
 def find_sources(config: ExampleConfig, root: str, labels: Sequence[str] | None) -> ExampleIngest:

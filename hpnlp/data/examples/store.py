@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from hpnlp.data.reading.token_store import Tokens, TokenWriter, key_of, map_array
+from hpnlp.data.reading.token_store import Tokens, TokenWriter, json_hash, map_array
 
 NO_LABEL = -1  # stored on tokens that carry no label
 UNLABELLED = -2  # stored in the place of a label that is missing
@@ -84,7 +84,7 @@ class ExampleWriter:
             "labels": self._label_count,
             "grades": self._grade_count,
             "tokens": tokens,
-            "digest": key_of([tokens["digest"], self._hash.hexdigest()]),
+            "digest": json_hash([tokens["digest"], self._hash.hexdigest()]),
         }
 
     def __enter__(self) -> ExampleWriter:

@@ -47,7 +47,7 @@ def cache_root(configured: str) -> str:
     )
 
 
-def key_of(value: Any) -> str:
+def json_hash(value: Any) -> str:
     """Hashes a JSON-able value to a name.
 
     Args:

@@ -35,7 +35,7 @@ class Command:
     workdir: Path
     wait: int
 
-    def of_process(self, process: int, processes: int, port: int) -> list[str]:
+    def process_command(self, process: int, processes: int, port: int) -> list[str]:
         """The command line of a process.
 
         Args:

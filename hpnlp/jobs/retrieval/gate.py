@@ -195,7 +195,7 @@ def _log_odds(model: Any, params: Any, batch: Mapping[str, Any]) -> tuple[jax.Ar
     h, _ = model.apply(params, batch, True, method="token_states")
     labels, weights = jnp.asarray(batch["labels"]).reshape(-1), jnp.asarray(batch["weights"]).reshape(-1)
 
-    def of_rows(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def score_part(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         states, ids = part
         log_probs = jax.nn.log_softmax(model.apply(params, states, method="next_logits"))
         return -jnp.take_along_axis(log_probs, ids[:, None], axis=1)[:, 0], path_log_odds(log_probs, ids)
@@ -203,7 +203,7 @@ def _log_odds(model: Any, params: Any, batch: Mapping[str, Any]) -> tuple[jax.Ar
     # All logits of a batch would take gigabytes of large vocabularies.
     padding = -len(labels) % LOGITS
     states = jnp.pad(h.reshape(len(labels), -1), ((0, padding), (0, 0))).reshape(-1, LOGITS, h.shape[-1])
-    losses, odds = jax.lax.map(of_rows, (states, jnp.pad(labels, (0, padding)).reshape(-1, LOGITS)))
+    losses, odds = jax.lax.map(score_part, (states, jnp.pad(labels, (0, padding)).reshape(-1, LOGITS)))
     losses, odds = losses.reshape(-1)[: len(labels)], odds.reshape(-1, odds.shape[-1])[: len(labels)]
     return jnp.sum(weights * losses) / jnp.maximum(jnp.sum(weights), 1.0), odds.reshape(*h.shape[:2], -1)
 

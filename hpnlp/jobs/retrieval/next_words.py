@@ -142,7 +142,7 @@ def build_shard(
     """
     if shards > source.stored:
         raise InputError(f"shards={shards}: expected at most {source.stored}, the number of documents that are stored")
-    run, (first, last) = source.run, _documents_of(source, shard, shards)
+    run, (first, last) = source.run, _shard_documents(source, shard, shards)
     directory = stores.prepare_directory(out)
     parts, words = source.windows(first, last), []
     dtype = np.uint16 if run.model.config.vocab <= 1 << 16 else np.int32
@@ -204,7 +204,7 @@ def build_run_shard(
     return build_shard(load_source(directory, options, step), out, shard, shards)
 
 
-def _documents_of(source: Source, shard: int, shards: int) -> tuple[int, int]:
+def _shard_documents(source: Source, shard: int, shards: int) -> tuple[int, int]:
     """`(first document, document after the last)` of a shard, which get about equal numbers of tokens."""
     ends = source.documents.ends[: source.stored]
     cuts = [int(np.searchsorted(ends, ends[-1] * i / shards)) for i in range(shards + 1)]

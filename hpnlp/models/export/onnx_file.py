@@ -16,7 +16,7 @@ from hpnlp.atomic_file import replaced
 from hpnlp.cost.flop_count import open_jaxpr
 from hpnlp.models.export.functions import BATCH, LENGTH, ExportedFunction, traced
 from hpnlp.models.export.onnx_graph import IR_VERSION, OPSET, Graph, import_onnx
-from hpnlp.models.export.onnx_rules import CALLS, rule_of
+from hpnlp.models.export.onnx_rules import CALLS, find_rule
 from hpnlp.models.export.onnx_shapes import is_number
 from hpnlp.types import InputError
 
@@ -123,7 +123,7 @@ def _equation(graph: Graph, eqn: Any, inputs: list[Any]) -> list[Any]:
         return _top_k(graph, eqn, _name(graph, inputs[0]))
     if name == "split":
         return _split(graph, eqn, _name(graph, inputs[0]))
-    return [rule_of(eqn)(graph, eqn, [_name(graph, value) for value in inputs])]
+    return [find_rule(eqn)(graph, eqn, [_name(graph, value) for value in inputs])]
 
 
 def _has_known_shapes(eqn: Any) -> bool:

@@ -352,7 +352,7 @@ def _unsupported(eqn: Any, detail: str = "") -> InputError:
     )
 
 
-def rule_of(eqn: Any) -> Rule:
+def find_rule(eqn: Any) -> Rule:
     """The rule of a primitive.
 
     Args:

@@ -36,7 +36,7 @@ class Network:
         return isinstance(self.module, ExpertLayer)
 
 
-def networks_of(config: ModelConfig) -> list[Network]:
+def model_networks(config: ModelConfig) -> list[Network]:
     """The networks of a model.
 
     Args:

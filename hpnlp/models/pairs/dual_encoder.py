@@ -298,10 +298,10 @@ class DualEncoder(OfSeveralStacks, nn.Module):
 
     def _compare(self, encoded: Encoded, batch: Batch, is_evaluation: bool) -> LossOut:
         if self.config.loss in LOSSES_OF_NEGATIVES:
-            return self._of_negatives(encoded, batch)
-        return self._of_pairs(encoded, batch, is_evaluation)
+            return self._negatives_loss(encoded, batch)
+        return self._pairs_loss(encoded, batch, is_evaluation)
 
-    def _of_negatives(self, encoded: Encoded, batch: Batch) -> LossOut:
+    def _negatives_loss(self, encoded: Encoded, batch: Batch) -> LossOut:
         """Loss of vectors by comparisons with negatives."""
         texts, candidates = encoded.vectors
         weights = batch["weights"].astype(jnp.float32)
@@ -324,7 +324,7 @@ class DualEncoder(OfSeveralStacks, nn.Module):
             aux["temperature"] = (1 / scale, jnp.float32(1))
         return LossOut(jnp.where(is_pair, losses * weights, 0.0).sum(), weights.sum(), aux, encoded.statistics)
 
-    def _of_pairs(self, encoded: Encoded, batch: Batch, is_evaluation: bool) -> LossOut:
+    def _pairs_loss(self, encoded: Encoded, batch: Batch, is_evaluation: bool) -> LossOut:
         """Loss of vectors by the labels or grades of the pairs."""
         texts, candidates = encoded.vectors
         partners, weights, aux = candidates[:, 0], batch["weights"].astype(jnp.float32), dict(encoded.aux)

@@ -105,7 +105,7 @@ class PairBias(abc.ABC):
         """
         raise InputError(f'a bias of type {type(self).__name__} is computed tile by tile: pass impl="xla"')
 
-    def of_heads(self, heads: Any) -> PairBias:
+    def select_heads(self, heads: Any) -> PairBias:
         """The bias of some query heads.
 
         Args:

@@ -35,7 +35,7 @@ class StackOrder:
         """Name of each stack, in the order of their first layers."""
         return list(dict.fromkeys(self.names))
 
-    def layers_of(self, name: str, count: int) -> list[int]:
+    def members(self, name: str, count: int) -> list[int]:
         """Indices of the layers in a stack.
 
         Args:

@@ -111,7 +111,7 @@ class _Program:
         """States of all rows, 0."""
         return jax.tree.map(lambda x: jnp.zeros((rows, *x.shape), x.dtype), self.state)
 
-    def children_of(self, arrays: Mapping[str, Array], index: int) -> Array:
+    def child_rows(self, arrays: Mapping[str, Array], index: int) -> Array:
         """`[rows, A]` rows of the children of a block."""
         block = self.blocks[index]
         flat = arrays["children"][block.place : block.place + block.rows * block.arity]
@@ -229,7 +229,7 @@ def _each_block(program: _Program, arrays: Any, body: Callable[..., Any], carry:
 
 def _forward(program: _Program, weights: Any, inputs: Any, arrays: Any, keep: bool) -> tuple[Any, Any]:
     """States of all rows; and, with `keep`, the results of the products of each block."""
-    children = [program.children_of(arrays, i) for i in range(len(program.blocks))]
+    children = [program.child_rows(arrays, i) for i in range(len(program.blocks))]
     saved: list[list[Array]] = [[] for _ in program.blocks]
     if keep:
         for block, of_block, products in zip(program.blocks, saved, program.products(weights, inputs), strict=True):
@@ -266,7 +266,7 @@ def _fold_forward(program: _Program, weights: Any, inputs: Any, arrays: Any) -> 
 
 def _fold_backward(program: _Program, residuals: Any, d_states: Any) -> tuple[Any, Any, None]:
     weights, inputs, arrays, states, saved = residuals
-    children = [program.children_of(arrays, i) for i in range(len(program.blocks))]
+    children = [program.child_rows(arrays, i) for i in range(len(program.blocks))]
     products = program.products(weights, inputs)
     empty = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
     by_place = jax.tree.map(lambda x: jnp.zeros((arrays["children"].shape[0], *x.shape), x.dtype), program.state)

@@ -18,7 +18,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from hpnlp.cost.flop_count import PRODUCTS, iterations_of
+from hpnlp.cost.flop_count import PRODUCTS, iteration_count
 from hpnlp.planner.jaxpr.jaxprs import (
     LoopBody,
     called_jaxpr,
@@ -207,7 +207,7 @@ def _while(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Val
 
     Loops with a scope work on one slice of their operands after another, so that all iterations together read them once.
     """
-    stated, reads = iterations_of(equation), walker.materialize_operands(equation, operands)
+    stated, reads = iteration_count(equation), walker.materialize_operands(equation, operands)
     runs, first = 1 if stated is None else stated, len(walker.operations)
     results = _record_loop(walker, equation, reads, while_body(equation), runs)
     walker.operations[first:] = [

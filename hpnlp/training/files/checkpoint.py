@@ -35,7 +35,7 @@ from orbax.checkpoint import multihost
 from hpnlp.errors import TemporaryError, is_full_disk, is_temporary
 from hpnlp.models import variables
 from hpnlp.training.files.best import ScoreOrder
-from hpnlp.training.files.checksum import checksum, type_of, verify
+from hpnlp.training.files.checksum import checksum, type_text, verify
 from hpnlp.training.files.contents import checked_directory
 from hpnlp.training.optimizers.state_shardings import TrainState
 from hpnlp.training.processes.attempts import Fence
@@ -341,7 +341,7 @@ class Checkpointer:
                 checksums = record["checksums"].get(item, {}) if item == "carry" else record["checksums"][item]
                 saved = {name: text.rpartition(":")[0] for name, text in checksums.items()}
             leaves = jax.tree_util.tree_leaves_with_path(tree)
-            expected = {jax.tree_util.keystr(path): type_of(leaf) for path, leaf in leaves}
+            expected = {jax.tree_util.keystr(path): type_text(leaf) for path, leaf in leaves}
             fix = "give the run its old config back, or the version of hpnlp that began it, or choose another workdir"
             if item == "carry":
                 fix = "give the run its old data.batch_size and model back, or begin another run with train.init_from"

@@ -60,7 +60,7 @@ class JsonlWriter:
         """
         path = workdir / "metrics.jsonl"
         if path.exists():
-            kept = [line for line in path.read_bytes().splitlines(keepends=True) if _step_of(line) <= last_step]
+            kept = [line for line in path.read_bytes().splitlines(keepends=True) if _line_step(line) <= last_step]
             replace_bytes(path, b"".join(kept))
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
 
@@ -78,7 +78,7 @@ class JsonlWriter:
         self._file.close()
 
 
-def _step_of(line: bytes) -> float:
+def _line_step(line: bytes) -> float:
     """Step of a line of metrics.jsonl; infinity for an incomplete or damaged line."""
     try:
         return float(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf

@@ -43,16 +43,16 @@ def inherited_fields(values: ConfigDict, is_set: Container[str], workdir: str | 
     directory = Path(current.train.init_from)
     config = tasks.find(str(values.task)).model_config
     try:
-        fields = dict(_of_source(config, current, warm_start.find(directory)))
+        fields = dict(_source_fields(config, current, warm_start.find(directory)))
     except InputError:
-        fields = _of_begun(config, current, workdir)
+        fields = _begun_fields(config, current, workdir)
         if not fields and directory.is_dir():
             raise
     before = {name: current[section][field] for name in fields for section, field in [name.split(".")]}
     return {name: value for name, value in fields.items() if name not in is_set and value != before[name]}
 
 
-def _of_source(config: Any, values: Any, source: warm_start.Source) -> Iterator[tuple[str, Any]]:
+def _source_fields(config: Any, values: Any, source: warm_start.Source) -> Iterator[tuple[str, Any]]:
     """`(field, value)` of the tokenizer and of the model of a source."""
     is_same = values.task == source.task
     starts = (Start(),) if is_same else bodies.find_starts(config, source.model)
@@ -96,7 +96,7 @@ def _keeps_experts(values: Any, start: Start, stack: Any) -> bool:
     return False
 
 
-def _of_begun(config: Any, values: Any, workdir: str | Path) -> dict[str, Any]:
+def _begun_fields(config: Any, values: Any, workdir: str | Path) -> dict[str, Any]:
     """Fields that the run in `workdir` took from its source when it began; none for another source or a new run."""
     if not workdir or not has_begun(workdir):
         return {}

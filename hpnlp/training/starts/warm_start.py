@@ -27,7 +27,7 @@ from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import run_directory as runs
 from hpnlp.training.config import Config
 from hpnlp.training.config_file import load_config
-from hpnlp.training.files.checksum import first_difference, shape_of
+from hpnlp.training.files.checksum import first_difference, shape_text
 from hpnlp.training.files.contents import Contents, contents_of
 from hpnlp.training.optimizers.state_shardings import place
 from hpnlp.training.starts import bodies, upcycling
@@ -164,7 +164,7 @@ class Source:
             if replaced := [name for name in of_loss if (name in params) != (name in expected)]:
                 params = _with_new_head(params, trainer, replaced, key)
                 origin += ", with a new head" if any(name in expected for name in replaced) else ", without its head"
-        extras = Extras.of_shapes(expected)
+        extras = Extras.from_weights(expected)
         params = extras.added(with_own(params, expected))
         _check_shapes(params, expected, self)
         is_file = not self.is_run or has_weights(self.directory)  # arrays of a file are on one device
@@ -343,7 +343,7 @@ def _with_new_head(params: Any, trainer: Trainer, replaced: Sequence[str], key: 
 
 def _check_shapes(params: Any, expected: Any, source: Source) -> None:
     """Raises InputError unless the parameters of the source have the expected names and shapes."""
-    if difference := first_difference(expected, params, shape_of):
+    if difference := first_difference(expected, params, shape_text):
         name, of_model, of_source = difference
         raise InputError(
             f"train.init_from={source.directory} does not fit this model: params{name} is {of_source} in the source, expected "

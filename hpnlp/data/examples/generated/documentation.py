@@ -105,12 +105,12 @@ def _passages(files: Sequence[File]) -> list[Passage]:
     """Passages of files; of passages with equal texts, the first."""
     distinct: dict[str, Passage] = {}
     for file in files:
-        for passage in _of_file(file):
+        for passage in _file_passages(file):
             distinct.setdefault(passage.text, passage)
     return list(distinct.values())
 
 
-def _of_file(file: File) -> Iterator[Passage]:
+def _file_passages(file: File) -> Iterator[Passage]:
     """Passages of a file; none if Python cannot parse it."""
     try:
         with open(file.path, "rb") as stream, warnings.catch_warnings():

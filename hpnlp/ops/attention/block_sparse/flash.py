@@ -130,7 +130,7 @@ def _operands_of_heads(operands: Operands, heads: tuple[int, ...]) -> Operands:
     for name in ("dense_mask", "bias"):
         array = getattr(operands, name)
         if isinstance(array, PairBias):
-            changes[name] = array.of_heads(np.array(heads))
+            changes[name] = array.select_heads(np.array(heads))
         elif isinstance(array, jax.Array | np.ndarray) and array.ndim >= 3 and array.shape[-3] > 1:
             changes[name] = array[..., np.array(heads), :, :]
     if operands.streams is not None:

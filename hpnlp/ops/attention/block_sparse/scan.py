@@ -54,7 +54,7 @@ def forward(
 
     def add_chunk(chunk: Chunk, sums: Any) -> Any:
         inputs = chunk.cut(q, group), chunk.cut(k), chunk.cut(v), chunk.cut_operands(operands, group)
-        results = _forward_chunk(options, *inputs, schedule, _of_chunk(bias, chunk))
+        results = _forward_chunk(options, *inputs, schedule, _chunk_bias(bias, chunk))
         return tuple(chunk.put(x, new, group) for x, new in zip(sums, results, strict=True))
 
     start = zeros(*q.shape[:3], v.shape[3]), zeros(*q.shape[:3]), zeros(*q.shape[:3])
@@ -113,7 +113,7 @@ def _has_tiles(operands: ExecutorOperands) -> bool:
     return isinstance(operands.bias, PairBias)
 
 
-def _of_chunk(bias: BiasTiles | None, chunk: Chunk) -> Callable[[Array, Array], Array] | None:
+def _chunk_bias(bias: BiasTiles | None, chunk: Chunk) -> Callable[[Array, Array], Array] | None:
     return None if bias is None else functools.partial(bias.take, chunk)
 
 
@@ -174,7 +174,7 @@ def _backward_chunk(
     """`backward` of one chunk; db: gradients of the bias in earlier chunks."""
     q = residuals.q
     heads = k.shape[2], q.shape[2] // k.shape[2]
-    tile_masks = TileMasks(options, operands, schedule, heads[0], _of_chunk(bias_tiles, chunk))
+    tile_masks = TileMasks(options, operands, schedule, heads[0], _chunk_bias(bias_tiles, chunk))
     blocks = residual_blocks(residuals, schedule.block, heads)
     k_blocks, v_blocks = (to_blocks(x, schedule.key_block, heads[:1]) for x in (k, v))
 

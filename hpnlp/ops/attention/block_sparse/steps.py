@@ -57,7 +57,7 @@ def scan_group(tile_masks: TileMasks, step: Callable[..., Any], group: TileGroup
 
     Args:
       tile_masks: The tile masks of the chunk.
-      step: Adds a step to the sums; the last two arguments are those of `TileMasks.of_step`.
+      step: Adds a step to the sums; the last two arguments are those of `TileMasks.step_mask`.
       group: Steps of equal shape.
       sums: Initial value.
 
@@ -72,7 +72,7 @@ def scan_group(tile_masks: TileMasks, step: Callable[..., Any], group: TileGroup
         state = inputs[2]
 
         def compute(sums: Any) -> Any:
-            return step(sums, first, keys, *tile_masks.of_step(first, keys, state, states))
+            return step(sums, first, keys, *tile_masks.step_mask(first, keys, state, states))
 
         if isinstance(states, np.ndarray):
             return compute(sums), None
@@ -136,27 +136,27 @@ class TileMasks:
         keys = jnp.asarray(group.keys)
         runs = jnp.asarray(group.first)[:, None] + jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
 
-        def of_queries(name: str, reduce: Callable[..., Array]) -> Array:
+        def q_bounds(name: str, reduce: Callable[..., Array]) -> Array:
             return self._bounds("queries", name, reduce).at[runs].get(**IN_BOUNDS)[:, :, None]
 
-        def of_keys(name: str, reduce: Callable[..., Array]) -> Array:
+        def k_bounds(name: str, reduce: Callable[..., Array]) -> Array:
             return self._bounds("keys", name, reduce).at[keys].get(**IN_BOUNDS)
 
         active = keys[..., None] >= 0  # [n, R, w, B]
         if not operands.mask_is_static:  # the schedule then has all tiles
             at = "position_in_mask"
-            corners = of_queries(at, jnp.min), of_queries(at, jnp.max), of_keys(at, jnp.min), of_keys(at, jnp.max)
+            corners = q_bounds(at, jnp.min), q_bounds(at, jnp.max), k_bounds(at, jnp.min), k_bounds(at, jnp.max)
             active = active & self._options.mask.tile(*corners)[0]
         if queries.is_global is not None:
-            active = active | of_queries("is_global", jnp.any) | of_keys("is_global", jnp.any)
+            active = active | q_bounds("is_global", jnp.any) | k_bounds("is_global", jnp.any)
         if queries.segment is not None:
-            active = active & (of_queries("segment", jnp.min) <= of_keys("segment", jnp.max))
-            active = active & (of_keys("segment", jnp.min) <= of_queries("segment", jnp.max))
+            active = active & (q_bounds("segment", jnp.min) <= k_bounds("segment", jnp.max))
+            active = active & (k_bounds("segment", jnp.min) <= q_bounds("segment", jnp.max))
         if operands.lengths is not None:
-            active = active & (of_keys("index", jnp.min) < operands.lengths[None, None, None])
+            active = active & (k_bounds("index", jnp.min) < operands.lengths[None, None, None])
         return jnp.where(active.any(axis=(1, 2, 3)), TESTED, EMPTY).astype(jnp.int32)
 
-    def of_step(self, first: Array, keys: Array, state: Array, states: Any) -> tuple[TileMask, Any]:
+    def step_mask(self, first: Array, keys: Array, state: Array, states: Any) -> tuple[TileMask, Any]:
         """The TileMask of a step, and for a bias function the bias as a function of the arrays that it closes over.
 
         Args:

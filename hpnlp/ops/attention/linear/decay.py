@@ -46,7 +46,7 @@ class LogSums(NamedTuple):
         return (self.coarse - earlier.coarse) + (self.fine - earlier.fine)
 
 
-def of_groups(x: jax.Array, q: jax.Array) -> jax.Array:
+def repeat_for_group(x: jax.Array, q: jax.Array) -> jax.Array:
     """Repeats values of tokens for the queries of a group.
 
     Args:

@@ -144,7 +144,7 @@ def known_labels(labels: Int[Array, " N"], tokens: int, vocab: int) -> tuple[Int
 
 
 @array_op()
-def best_of(
+def merge_top_k(
     best: Float[Array, " k"], ids: Int[Array, " k"], scores: Float[Array, " m"], score_ids: Int[Array, " m"]
 ) -> tuple[Float[Array, " k"], Int[Array, " k"]]:
     """Merges scores into the k best so far.
