@@ -98,11 +98,11 @@ def _print_neighbours(text: str, near: Sequence[tuple[str, float]]) -> None:
 
 def _print_without_each(table: WordVectorTable, text: str) -> None:
     """Prints the changes of a text's neighbour without each word of the text."""
-    followed, whole, without = table.without_each(text, cli.FLAGS.expected)
-    changes = [(x, x.cosine - whole.cosine, x.rank - whole.rank) for x in without]
+    followed, full, without = table.without_each(text, cli.FLAGS.expected)
+    changes = [(x, x.cosine - full.cosine, x.rank - full.rank) for x in without]
     if cli.FLAGS.format == "jsonl":
         _print_record({
-            "text": text, "neighbour": followed, "cosine": whole.cosine, "rank": whole.rank, "nearest": whole.nearest,
+            "text": text, "neighbour": followed, "cosine": full.cosine, "rank": full.rank, "nearest": full.nearest,
             "without": [
                 {
                     "word": x.word, "cosine": x.cosine, "rank": x.rank, "nearest": x.nearest,
@@ -112,7 +112,7 @@ def _print_without_each(table: WordVectorTable, text: str) -> None:
             ],
         })  # fmt: skip
         return
-    print(f"{text}\n  {whole.cosine:.3f}          rank {whole.rank:,}  {followed}")
+    print(f"{text}\n  {full.cosine:.3f}          rank {full.rank:,}  {followed}")
     for x, change, _ in changes:
         print(f"  {x.cosine:.3f}  {change:+.3f}  rank {x.rank:,}  without {x.word}, nearest {x.nearest}")
 

@@ -106,11 +106,11 @@ def _fit(directory: Path) -> None:
 
     f = cli.FLAGS
     lookup(CONVENTIONS, f.convention, "--convention")
-    found, unfinished = members.read_members(directory)
-    result = analysis.analyse(found, f.convention, f.held_out, f.delta)
+    runs, unfinished = members.read_members(directory)
+    result = analysis.analyse(runs, f.convention, f.held_out, f.delta)
     record = finite(analysis.to_json(result)) | {
         "unfinished": unfinished,
-        "has_experts": any(member.size.idle for member in found),
+        "has_experts": any(member.size.idle for member in runs),
         "environment": measure.environment(),
     }
     text = page.render(result, unfinished, "scaling.png")

@@ -132,15 +132,15 @@ def _with_forms(config: Any, forms: Sequence[BlockConfig]) -> Any:
 
 def _changed(config: Any, first: BlockConfig, form: BlockConfig) -> dict[str, Any]:
     """Field -> value, where a layer differs from the model's Block, which has the widths of the first layer."""
-    own = {field.name: getattr(config, field.name) for field in dataclasses.fields(BlockConfig)}
-    own |= {name: getattr(first, name) for name in WIDTHS} | {"head_dim": config.head_size}
+    defaults = {field.name: getattr(config, field.name) for field in dataclasses.fields(BlockConfig)}
+    defaults |= {name: getattr(first, name) for name in WIDTHS} | {"head_dim": config.head_size}
     # The size of a layer's heads is written out, because it would otherwise follow from their new number.
-    values = {name: getattr(form, name) for name in own} | {"head_dim": form.head_size}
+    values = {name: getattr(form, name) for name in defaults} | {"head_dim": form.head_size}
     skipped = {"mixer", "dropout", "dim", "memory_dim", "norm_placement"}
     (mixer,) = build_mixers(str(form.mixer))
     if not mixer.needs:  # without projections, these fields have no effect, and a form may not set them
         skipped.update(PROJECTION_FIELDS)
-    return {name: values[name] for name, value in own.items() if name not in skipped and values[name] != value}
+    return {name: values[name] for name, value in defaults.items() if name not in skipped and values[name] != value}
 
 
 def _period(entries: Sequence[str]) -> int:

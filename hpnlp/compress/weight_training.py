@@ -92,8 +92,8 @@ class WeightTraining(TrainingWrapper):
             variables["params"] = {**variables["params"], OWN: _nested(zeros)}
         if self.technique.share is not None:
             lowest = {path: jnp.full(_lead(nn.meta.unbox(box)), -jnp.inf) for path, box in matrices.items()}
-            own = {"share": jnp.ones(()), "due": jnp.ones(()), "thresholds": _nested(_finite(lowest))}
-            variables[BUFFERS] = {**variables.get(BUFFERS, {}), OWN: own}
+            schedule = {"share": jnp.ones(()), "due": jnp.ones(()), "thresholds": _nested(_finite(lowest))}
+            variables[BUFFERS] = {**variables.get(BUFFERS, {}), OWN: schedule}
         return variables
 
     def apply(self, variables: Mapping[str, Any], *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
@@ -108,11 +108,11 @@ class WeightTraining(TrainingWrapper):
         Returns:
           The result of the Model; its `statistics` also have the thresholds of a schedule and the penalty of scores.
         """
-        params, own, buffers = _split(variables)
+        params, extra, buffers = _split(variables)
         rng = (rngs or {}).get(DROPOUT)
         rng = None if rng is None else jax.random.fold_in(rng, _WEIGHT_DROP_STREAM)
         matrices = _kernels(params)
-        scores = {path: _scores_or_factors(own, path) for path in matrices}
+        scores = {path: _scores_or_factors(extra, path) for path in matrices}
         thresholds = {path: _at(buffers["thresholds"], path) if buffers else None for path in matrices}
         bound = {
             path: self.technique.bind(
@@ -141,10 +141,10 @@ class WeightTraining(TrainingWrapper):
         Returns:
           Name -> float32 scalar.
         """
-        own, inner = _own_statistics(statistics)
+        sums, inner = _own_statistics(statistics)
         losses = self.inner.auxiliary_loss(inner)
-        if "penalty" in own:
-            losses = {**losses, "weights_loss": own["penalty"] / jnp.maximum(own["count"], 1.0)}
+        if "penalty" in sums:
+            losses = {**losses, "weights_loss": sums["penalty"] / jnp.maximum(sums["count"], 1.0)}
         return losses
 
     def advance(self, buffers: Any, statistics: Statistics, step: Array, rng: Array) -> Any:
@@ -155,13 +155,13 @@ class WeightTraining(TrainingWrapper):
         Returns:
           A tree like `buffers`.
         """
-        own, inner_statistics = _own_statistics(statistics)
+        sums, inner_statistics = _own_statistics(statistics)
         inner = {name: tree for name, tree in buffers.items() if name != OWN}
         result = self.inner.advance(inner, inner_statistics, step, rng) if inner else {}
         if OWN not in buffers:
             return result
         old = buffers[OWN]
-        new = jax.tree.map(lambda x: x / jnp.maximum(own["count"], 1.0), own["thresholds"])
+        new = jax.tree.map(lambda x: x / jnp.maximum(sums["count"], 1.0), sums["thresholds"])
         kept = jax.tree.map(lambda now, then: jnp.where(old["due"] > 0, now, then), new, old["thresholds"])
         following = step + 1
         due = (following % self.every == 0) | (following >= self.technique.steps - 1)
@@ -196,11 +196,11 @@ class WeightTraining(TrainingWrapper):
           Weights of `inner`, with the matrices that evaluations of this model read.
         """
         collections = {"params": {k: v for k, v in weights.items() if k != BUFFERS}, BUFFERS: weights.get(BUFFERS, {})}
-        params, own, buffers = _split(collections)
+        params, extra, buffers = _split(collections)
         bound = {
             path: self.technique.bind(
                 w,
-                _scores_or_factors(own, path),
+                _scores_or_factors(extra, path),
                 _at(buffers["thresholds"], path) if buffers else None,
                 None,
             )
@@ -255,14 +255,14 @@ def with_own(weights: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str,
         first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[OWN])
         factors = {}
         for path, w in _kernels(weights).items():
-            own = _scores_or_factors(shapes[OWN], path)
-            if isinstance(own, LowRankWeight) and own.shape == w.shape[-2:]:
-                left, right = _factors(w, own.left.shape[-1])
+            extra = _scores_or_factors(shapes[OWN], path)
+            if isinstance(extra, LowRankWeight) and extra.shape == w.shape[-2:]:
+                left, right = _factors(w, extra.left.shape[-1])
                 factors |= {f"{path}/{LEFT}": left, f"{path}/{RIGHT}": right}
         result[OWN] = _replaced(first, factors)
-    own = shapes.get(BUFFERS, {}).get(OWN)
-    if own is not None:
-        lowest = jax.tree.map(lambda x: jnp.full(x.shape, _LOWEST), own["thresholds"])
+    extra = shapes.get(BUFFERS, {}).get(OWN)
+    if extra is not None:
+        lowest = jax.tree.map(lambda x: jnp.full(x.shape, _LOWEST), extra["thresholds"])
         first = {"share": jnp.ones(()), "due": jnp.ones(()), "thresholds": lowest}
         result[BUFFERS] = {**weights.get(BUFFERS, {}), OWN: first}
     return result
@@ -345,7 +345,7 @@ def _scores_or_factors(tree: Any, path: str) -> Any:
 
 def _factors(w: Array, rank: int) -> tuple[Array, Array]:
     """The factors of the best approximation of a rank, [..., D, r] and [..., r, F]."""
-    function = lambda one: factorize(one, rank)  # noqa: E731
+    function = lambda matrix: factorize(matrix, rank)  # noqa: E731
     factors = jax.vmap(function)(w) if w.ndim == 3 else function(w)
     return factors.left, factors.right
 

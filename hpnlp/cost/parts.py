@@ -88,11 +88,11 @@ def percentages(by_part: Mapping[str, float], digits: int = 1) -> dict[str, floa
       Percentage by part. The parts with the largest remainders are rounded up.
     """
     scaled = {name: share * 100 * 10**digits for name, share in by_part.items()}
-    whole = {name: math.floor(value + 1e-9) for name, value in scaled.items()}
-    missing = round(sum(scaled.values())) - sum(whole.values())
-    for name in sorted(scaled, key=lambda name: whole[name] - scaled[name])[: max(0, missing)]:
-        whole[name] += 1
-    return {name: value / 10**digits for name, value in whole.items()}
+    floors = {name: math.floor(value + 1e-9) for name, value in scaled.items()}
+    missing = round(sum(scaled.values())) - sum(floors.values())
+    for name in sorted(scaled, key=lambda name: floors[name] - scaled[name])[: max(0, missing)]:
+        floors[name] += 1
+    return {name: value / 10**digits for name, value in floors.items()}
 
 
 def label(name: str) -> str:

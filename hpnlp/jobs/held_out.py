@@ -81,7 +81,7 @@ def _as_examples(kind: Kind, texts: Sequence[tuple[str, ...]]) -> list[dict[str,
     if isinstance(kind, Tagging):
         return [{"words_field": words} for (text,) in texts if (words := text.split())]
     if isinstance(kind, Classification):
-        return [dict(zip(("text_field", "pair_field"), parts, strict=False)) for parts in texts]
+        return [dict(zip(("text_field", "pair_field"), pair, strict=False)) for pair in texts]
     raise InputError(f"{type(kind).__name__} examples have no single sequence of tokens")
 
 

@@ -293,8 +293,8 @@ def check_decodes(model: Model, memory: Memory | None, count: int) -> None:
           decoder, and none for other models.
     """
     width = model.config.memory_dim
-    found = None if memory is None else (memory.states.shape[0], memory.states.shape[-1])
-    if found != ((count, width) if width else None):
+    actual = None if memory is None else (memory.states.shape[0], memory.states.shape[-1])
+    if actual != ((count, width) if width else None):
         expected = f"states [{count}, S, {width}], one memory for each prompt" if width else "None"
         shape = None if memory is None else list(memory.states.shape)
         raise InputError(f"memory has states of shape {shape}: model.memory_dim={width} expects {expected}")

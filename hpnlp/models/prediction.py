@@ -73,8 +73,8 @@ class PredictionModel(Backbone):
         elif c.tied:
             self.table = self.embed.table
             if (missing := c.dim - c.embedding_size) > 0:
-                rest = param(self, "head", embed_init, (count, missing), (axis, "embed"))
-                self.table = jax.tree.map(lambda *columns: jnp.concatenate(columns, axis=1), self.table, rest)
+                new_columns = param(self, "head", embed_init, (count, missing), (axis, "embed"))
+                self.table = jax.tree.map(lambda *columns: jnp.concatenate(columns, axis=1), self.table, new_columns)
         else:
             self.table = param(self, "head", embed_init, (count, c.dim), (axis, "embed"))
 

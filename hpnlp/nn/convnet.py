@@ -94,9 +94,9 @@ class Block:
                 raise InputError(f"{name}={getattr(self, name)}: expected at least 1")
         if self.kernel % 2 == 0:
             raise InputError(f"kernel={self.kernel}: expected an odd number")
-        parts = self.taps.split()
-        if not all(part.isdecimal() and int(part) < self.kernel**2 for part in parts) or any(
-            int(a) >= int(b) for a, b in itertools.pairwise(parts)
+        taps = self.taps.split()
+        if not all(part.isdecimal() and int(part) < self.kernel**2 for part in taps) or any(
+            int(a) >= int(b) for a, b in itertools.pairwise(taps)
         ):
             raise InputError(
                 f"taps={self.taps!r}: expected ascending indices of the {self.kernel**2} positions of the window, as '3 4 5'"

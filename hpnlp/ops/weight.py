@@ -174,7 +174,7 @@ def dense(w: Any) -> Any:
     """
     if not isinstance(w, Weight):
         return w
-    function: Callable[[Any], Any] = lambda one: one.dense()  # noqa: E731
+    function: Callable[[Any], Any] = lambda layer: layer.dense()  # noqa: E731
     for _ in range(leading_axes(w)):
         function = jax.vmap(function)
     return function(w)

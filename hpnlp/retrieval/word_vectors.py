@@ -235,11 +235,11 @@ class WordVectorTable:
         followed = self.row(expected) if expected else int(scores[0].argmax())
         cosines = scores[:, followed]
         ranks, nearest = 1 + (scores > cosines[:, None]).sum(axis=1), scores.argmax(axis=1)
-        whole, *without = (
+        full, *without = (
             LeftOut(word, float(cosine), int(rank), self.words[best])
             for word, cosine, rank, best in zip(["", *words], cosines, ranks, nearest, strict=True)
         )
-        return self.words[followed], whole, without
+        return self.words[followed], full, without
 
     def plane(self, words: Sequence[str], further_words: Sequence[str] = ()) -> np.ndarray:
         """Projection of the unit vectors of words to their first two principal components.

@@ -217,8 +217,8 @@ def _plan(flops: float | int, config: Config, law: Law, device: Device, devices:
 def _shape(config: Config, n: float | int, convention: str) -> dict[str, int]:
     """Width, depth and heads with about N parameters, at the head size and the ratio of width and depth of a config."""
     model = config.model
-    given = model_size(config)
-    vocab, head_size, aspect = given.head // model.dim, model.dim // model.heads, model.dim / model.layers
+    size = model_size(config)
+    vocab, head_size, aspect = size.head // model.dim, model.dim // model.heads, model.dim / model.layers
     best: tuple[float, dict[str, int]] = (math.inf, {})
     heads = 0
     while True:
@@ -290,10 +290,10 @@ def render(run: BudgetedRun, law: Law, device: Device, kind: str, command: str) 
             "The config reads bytes, to which losses and tokens of this law do not apply: fit a study of your own, --law=DIR.",
         )
     if law.has_experts != bool(c.model.expert_sizes()):
-        given, fitted = ("no experts", "with experts") if law.has_experts else ("experts", "without experts")
+        held, fitted = ("no experts", "with experts") if law.has_experts else ("experts", "without experts")
         lines.insert(
             2,
-            f"The config has {given}, and this law is of models {fitted}, which it does not hold for: fit a study of your own, "
+            f"The config has {held}, and this law is of models {fitted}, which it does not hold for: fit a study of your own, "
             "--law=DIR.",
         )
     lines[2:2] = [f"Warning: {text}." for text in law.warnings]

@@ -233,8 +233,8 @@ def fit(
         return _fit_frontier(points, form, law, delta, bootstrap, seed)
     _check_determined(points, form, law)
     variables, targets = law.logs(points), np.log(points.loss)
-    found, objectives = minimize(law.log_loss, law.starts(points), variables, targets, delta)
-    best = found[objectives.argmin()]
+    minima, objectives = minimize(law.log_loss, law.starts(points), variables, targets, delta)
+    best = minima[objectives.argmin()]
     agreeing = objectives <= objectives.min() * (1 + AGREEING) + 1e-20
     index = np.random.default_rng(seed).integers(len(points), size=(bootstrap, len(points)))
     repeated = np.repeat(best[None], bootstrap, 0)

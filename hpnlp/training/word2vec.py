@@ -127,14 +127,14 @@ def train_word_vectors(
             rng = np.random.default_rng([config.seed, epoch])
             words, segments = _subsampled(tokens, keep, rng)
             steps = max(steps, -(-len(words) // (rounds * workers * config.centres)))
-            parts = _Parts(words, segments, draws, config, epoch, workers, rounds, steps, rng)
+            division = _Parts(words, segments, draws, config, epoch, workers, rounds, steps, rng)
             for index in range(rounds):
                 if workers == 1:
-                    table = parts.train(table, index)
+                    table = division.train(table, index)
                     continue
                 copies = [jnp.array(table) for _ in range(workers)]
                 table = merge_tables(
-                    table, list(pool.map(parts.train, copies, range(index * workers, (index + 1) * workers)))
+                    table, list(pool.map(division.train, copies, range(index * workers, (index + 1) * workers)))
                 )
             if not jnp.isfinite(table).all():
                 raise InputError(

@@ -350,12 +350,12 @@ class Distillation(Distilled):
         weight = out.weight.astype(jnp.float32)
         total, aux = jnp.zeros(()), {}
         for name, term in term_names(self.terms).items():
-            parts = [(out.sum, weight, compare.gate(term, 0, 1))] if term.kind == "labels" else compare(name, term)
-            for value, count, gate in parts:
+            sums = [(out.sum, weight, compare.gate(term, 0, 1))] if term.kind == "labels" else compare(name, term)
+            for value, count, gate in sums:
                 total = total + term.weight * gate * value / jnp.maximum(count, 1e-30) * weight
             aux[f"distill_{name}"] = (
-                sum(value * parts[0][1] / jnp.maximum(n, 1e-30) for value, n, _ in parts),
-                parts[0][1],
+                sum(value * sums[0][1] / jnp.maximum(n, 1e-30) for value, n, _ in sums),
+                sums[0][1],
             )
         return dataclasses.replace(out, sum=total, aux={**out.aux, **aux}, taps={})
 

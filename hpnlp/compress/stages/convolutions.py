@@ -274,10 +274,10 @@ def _channel_compressor(name: str, share: int | float, by: str, across_layers: b
     def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
         groups = stage_groups(name, config)
         if not groups:
-            what = {"channels": "channels between blocks", "hidden": "hidden channels of inverted blocks"}.get(
+            units = {"channels": "channels between blocks", "hidden": "hidden channels of inverted blocks"}.get(
                 name, name
             )
-            raise InputError(f"{name}({share}): the network has no {what} that can be removed: leave the stage out")
+            raise InputError(f"{name}({share}): the network has no {units} that can be removed: leave the stage out")
         _check_normalisation(config)
         check_known_widths(name, calibration, across_layers)
         if calibration is not None and calibration.is_outline:

@@ -89,11 +89,11 @@ def with_input_moments(
         return observed
     gradients = calibration.gradients(config, observed)
     # Gradients lack the collections that are not trained.
-    found = {name: tree for name, tree in observed.items() if name not in gradients}
+    untrained = {name: tree for name, tree in observed.items() if name not in gradients}
 
     def with_moments(node: Any, gradient: Any) -> Any:
         return dataclasses.replace(node, moments=gradient.moments) if isinstance(node, ObservedWeight) else node
 
     trained = {name: tree for name, tree in observed.items() if name in gradients}
     merged = jax.tree.map(with_moments, trained, dict(gradients), is_leaf=lambda node: isinstance(node, ObservedWeight))
-    return {**merged, **found}
+    return {**merged, **untrained}

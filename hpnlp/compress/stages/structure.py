@@ -137,9 +137,9 @@ def choose_units(scores: Sequence[np.ndarray], fraction: int | float, *, across_
     # Scores of layers differ in scale, so that they are divided by the norm of the layer (Michel et al. 2019, section 3).
     scaled = [layer / max(np.linalg.norm(layer), 1e-30) for layer in scores]
     first = [_best(layer, 1) for layer in scaled]
-    rest = [(value, i, j) for i, layer in enumerate(scaled) for j, value in enumerate(layer) if j not in first[i]]
+    ranked = [(value, i, j) for i, layer in enumerate(scaled) for j, value in enumerate(layer) if j not in first[i]]
     total = max(len(scores), round(fraction * sum(map(len, scores))))
-    chosen = sorted(rest, reverse=True)[: total - len(scores)]
+    chosen = sorted(ranked, reverse=True)[: total - len(scores)]
     return [np.sort([*first[i], *(j for _, layer, j in chosen if layer == i)]).astype(int) for i in range(len(scores))]
 
 
@@ -203,14 +203,14 @@ def layer_indices(keep: int | str) -> list[int]:
         raise InputError(f"layers({keep}): expected at least 1, or indices as 'layers(\"0 2 4\")'")
     if isinstance(keep, int):
         return []
-    parts = str(keep).split()
+    items = str(keep).split()
     if (
-        not parts
-        or not all(part.isdecimal() for part in parts)
-        or sorted(set(map(int, parts))) != list(map(int, parts))
+        not items
+        or not all(part.isdecimal() for part in items)
+        or sorted(set(map(int, items))) != list(map(int, items))
     ):
         raise InputError(f"layers({keep!r}): expected a number of layers, or ascending indices as '0 2 4'")
-    return list(map(int, parts))
+    return list(map(int, items))
 
 
 def _best(scores: np.ndarray, count: int) -> np.ndarray:

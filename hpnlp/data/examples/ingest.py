@@ -361,7 +361,7 @@ class _Writing:
                 try:
                     labels = [self.classes.add(name, row.where) if name else UNLABELLED for name in names]
                     labels = np.array(labels, np.int32)
-                    parts, stored = kind.join(ids, labels)
+                    token_ids, stored = kind.join(ids, labels)
                 except UnknownLabelError as error:
                     self._report_unknown(row.where, error, is_scored)
                     continue
@@ -372,10 +372,10 @@ class _Writing:
                 self._done += sum(map(len, raw))
                 self._progress("tokenising", min(self._done, self._total), self._total)
                 if train is None or is_scored:
-                    fraction = candidates.add(row, parts, raw, stored, kind.grade(row.values))
+                    fraction = candidates.add(row, token_ids, raw, stored, kind.grade(row.values))
                     self.examination.add_scored(candidates.name, fraction, row.where, raw, names)
                 else:
-                    train.add(parts, raw, stored, kind.grade(row.values))
+                    train.add(token_ids, raw, stored, kind.grade(row.values))
                     self.classes.count(labels)
                     self.unlabelled += lacks_labels
                     self.examination.add_training(row.where, raw, [name for name in names if name])
@@ -433,13 +433,13 @@ class _Candidates:
     def add(
         self,
         row: Row,
-        parts: Sequence[np.ndarray],
+        token_ids: Sequence[np.ndarray],
         texts: Sequence[bytes],
         labels: np.ndarray,
         grade: float | None,
     ) -> float:
         """Appends an example, see `ExampleWriter.add`, and returns the hash of its group."""
-        self._writer.add(parts, texts, labels, grade)
+        self._writer.add(token_ids, texts, labels, grade)
         self._fractions.append(hash_fraction(row.group))
         return self._fractions[-1]
 
@@ -457,10 +457,10 @@ class _Candidates:
         self.aside = len(known) - len(order)
         with ExampleWriter(directory, self.name, self._writing.tokenizer.vocab_size, names) as writer:
             for number in np.sort(order).tolist():
-                parts = range(kind.parts)
-                texts = [stored.text(number, part) for part in parts]
+                indices = range(kind.parts)
+                texts = [stored.text(number, part) for part in indices]
                 grade = stored.grade(number) if stored.has_grades else None
-                writer.add([stored.part(number, part) for part in parts], texts, stored.labels(number), grade)
+                writer.add([stored.part(number, part) for part in indices], texts, stored.labels(number), grade)
         for file in os.listdir(directory):
             if file.startswith("candidates."):
                 os.remove(os.path.join(directory, file))

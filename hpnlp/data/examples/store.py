@@ -47,17 +47,17 @@ class ExampleWriter:
         return self._stack.enter_context(open(path, "wb"))
 
     def add(
-        self, parts: Sequence[np.ndarray], texts: Sequence[bytes], labels: np.ndarray, grade: float | None = None
+        self, token_ids: Sequence[np.ndarray], texts: Sequence[bytes], labels: np.ndarray, grade: float | None = None
     ) -> None:
         """Appends one example.
 
         Args:
-          parts: Token ids of each text.
+          token_ids: Token ids of each text.
           texts: The original bytes of each text.
           labels: Class ids, integers.
           grade: A number, of all examples or of none.
         """
-        for ids, text in zip(parts, texts, strict=True):
+        for ids, text in zip(token_ids, texts, strict=True):
             self._tokens.add(ids, 1, text)
         self._label_count += len(labels)
         self._files["labels"].write(labels.astype(np.int32).tobytes())

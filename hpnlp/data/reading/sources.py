@@ -373,8 +373,8 @@ def extension(name: str) -> str:
       The extension in lower case, such as ".log.gz"; "no extension" for a name without any.
     """
     inner = files.uncompressed(name)
-    found = os.path.splitext(inner)[1] + name[len(inner) :]
-    return found.lower() or "no extension"
+    suffix = os.path.splitext(inner)[1] + name[len(inner) :]
+    return suffix.lower() or "no extension"
 
 
 def _is_unlikely_text(name: str) -> bool:

@@ -136,8 +136,8 @@ class Documents:
 
     def positions(self, first: int, last: int) -> np.ndarray:
         """Positions of the tokens of documents that are predicted: all but the first of each and those of prompts."""
-        parts = [np.arange(self.start(i) + int(self.skips[i]), self.ends[i]) for i in range(first, last)]
-        return np.concatenate([np.zeros(0, np.int64), *parts])
+        spans = [np.arange(self.start(i) + int(self.skips[i]), self.ends[i]) for i in range(first, last)]
+        return np.concatenate([np.zeros(0, np.int64), *spans])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,11 +176,11 @@ def windows(documents: Documents, first: int, last: int, context: int, stride: i
             yield Window(max(begin, stop - 1 - context), position, stop)
 
 
-def window_batch(documents: Documents, parts: list[Window], count: int, context: int) -> dict[str, np.ndarray]:
+def window_batch(documents: Documents, window_list: list[Window], count: int, context: int) -> dict[str, np.ndarray]:
     """The batch of windows, padded to `count` sequences of `context` tokens; weights mark what is predicted."""
     names = ("tokens", "labels", "segment_ids", "positions", "weights")
     batch = {name: np.zeros((count, context), np.float32 if name == "weights" else np.int32) for name in names}
-    for row, window in enumerate(parts):
+    for row, window in enumerate(window_list):
         length = window.end - 1 - window.start
         batch["tokens"][row, :length] = documents.tokens[window.start : window.end - 1]
         batch["labels"][row, :length] = documents.tokens[window.start + 1 : window.end]
@@ -215,7 +215,7 @@ def model_log_odds(
     model: Any,
     params: Any,
     documents: Documents,
-    parts: list[Window],
+    window_list: list[Window],
     context: int,
     progress: Progress = ignore_progress,
 ) -> np.ndarray:
@@ -225,7 +225,7 @@ def model_log_odds(
       model: A language model with `token_states` and `next_logits`.
       params: Its variables.
       documents: The documents.
-      parts: The windows.
+      window_list: The windows.
       context: Tokens that the model reads at most.
       progress: Called as `progress(step, done, total)`.
 
@@ -233,10 +233,10 @@ def model_log_odds(
       float32 `[Q, L]`, in the order of the windows.
     """
     results = []
-    for i in range(0, len(parts), WINDOWS):
-        batch = window_batch(documents, parts[i : i + WINDOWS], WINDOWS, context)
+    for i in range(0, len(window_list), WINDOWS):
+        batch = window_batch(documents, window_list[i : i + WINDOWS], WINDOWS, context)
         results.append(np.asarray(_compiled_log_odds(model, params, batch)[1])[batch["weights"] > 0])
-        progress("probabilities of the model", min(i + WINDOWS, len(parts)), len(parts))
+        progress("probabilities of the model", min(i + WINDOWS, len(window_list)), len(window_list))
     return np.concatenate(results)
 
 
@@ -259,7 +259,7 @@ class DynamicEvaluation:
     decay: float = 0.002
 
     def log_odds(
-        self, model: Any, params: Any, documents: Documents, parts: list[Window], context: int, progress: Progress
+        self, model: Any, params: Any, documents: Documents, window_list: list[Window], context: int, progress: Progress
     ) -> np.ndarray:
         """As `model_log_odds`, with a step of the optimizer on the parameters after each window was predicted."""
         optimizer = optax.chain(optax.clip_by_global_norm(self.clip), optax.adam(self.learning_rate, b1=self.b1))
@@ -274,11 +274,11 @@ class DynamicEvaluation:
 
         start, others = params["params"], {name: tree for name, tree in params.items() if name != "params"}
         current, state, results = start, optimizer.init(start), []
-        for i, window in enumerate(parts, 1):
+        for i, window in enumerate(window_list, 1):
             batch = window_batch(documents, [window], 1, context)
             odds, current, state = step(current, state, others, batch)
             results.append(np.asarray(odds)[batch["weights"] > 0])
-            progress("dynamic evaluation", i, len(parts))
+            progress("dynamic evaluation", i, len(window_list))
         return np.concatenate(results)
 
 

@@ -151,15 +151,15 @@ def _scan(graph: Graph, eqn: Any, inputs: list[Any]) -> list[Any]:
     consts, carry, stacks = inputs[:count], inputs[count : count + carried], inputs[count + carried :]
     slices: list[list[Any]] = []
     for index in reversed(range(length)) if eqn.params["reverse"] else range(length):
-        parts = [_at(graph, stack, index) for stack in stacks]
-        results = _run(graph, body.jaxpr, body.consts, [*consts, *carry, *parts])
+        elements = [_at(graph, stack, index) for stack in stacks]
+        results = _run(graph, body.jaxpr, body.consts, [*consts, *carry, *elements])
         carry = results[:carried]
         slices.append(results[carried:])
     if eqn.params["reverse"]:
         slices.reverse()
     if not slices:
         return [*carry, *(np.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars[carried:])]
-    return [*carry, *(_stack(graph, parts) for parts in zip(*slices, strict=True))]
+    return [*carry, *(_stack(graph, elements) for elements in zip(*slices, strict=True))]
 
 
 def _at(graph: Graph, stack: Any, index: int) -> Any:
@@ -168,11 +168,11 @@ def _at(graph: Graph, stack: Any, index: int) -> Any:
     return graph.node("Gather", stack, graph.constant(np.int64(index)), axis=0)
 
 
-def _stack(graph: Graph, parts: Sequence[Any]) -> Any:
-    if not any(isinstance(part, str) for part in parts):
-        return np.stack([np.asarray(part) for part in parts])
+def _stack(graph: Graph, elements: Sequence[Any]) -> Any:
+    if not any(isinstance(part, str) for part in elements):
+        return np.stack([np.asarray(part) for part in elements])
     first = graph.integers(0)
-    return graph.node("Concat", *(graph.node("Unsqueeze", _name(graph, part), first) for part in parts), axis=0)
+    return graph.node("Concat", *(graph.node("Unsqueeze", _name(graph, part), first) for part in elements), axis=0)
 
 
 def _split(graph: Graph, eqn: Any, x: str) -> list[str]:

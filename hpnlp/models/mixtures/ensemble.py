@@ -60,14 +60,14 @@ class EnsembleConfig:
         kinds = [config.position for config in self.members]
         return "learned" if "learned" in kinds else kinds[0]
 
-    def check_accumulation(self, parts: int) -> None:
+    def check_accumulation(self, accumulate: int) -> None:
         """Checks that batches of the members can be divided into parts.
 
         Args:
-          parts: Number of parts of a batch.
+          accumulate: Number of parts of a batch.
         """
         for config in self.members:
-            config.check_accumulation(parts)
+            config.check_accumulation(accumulate)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,11 +72,11 @@ class PlannedLayers(abc.ABC):
         """Whether the loss compares examples of a batch, and `models.pairs.grad_cache` computes it from parts of it."""
         return False
 
-    def check_accumulation(self, parts: int) -> None:
+    def check_accumulation(self, accumulate: int) -> None:
         """Checks that a batch may be divided into parts.
 
         Args:
-          parts: Number of parts that gradients are accumulated from.
+          accumulate: Number of parts that gradients are accumulated from.
 
         Raises:
           InputError: There are several parts, and the loss is no sum over them, nor computed by `models.pairs.grad_cache`.

@@ -56,7 +56,7 @@ class Unstacked:
         """False: the loss is a sum over examples, or over tokens."""
         return False
 
-    def check_accumulation(self, parts: int) -> None:
+    def check_accumulation(self, accumulate: int) -> None:
         """Accepts all: the loss is a sum over examples, or over tokens."""
 
     def check_layout(self, layout: Layout) -> None:

@@ -237,11 +237,11 @@ def _own_and_chosen(
     q: jax.Array, k: jax.Array, v: jax.Array, blocks: DocumentBlocks, chosen: jax.Array, dropout: dict[str, Any]
 ) -> jax.Array:
     """Attention to the tokens of the own block up to the query and of the chosen blocks together."""
-    own = own_block_attention(q, k, v, blocks, **dropout)
+    within = own_block_attention(q, k, v, blocks, **dropout)
     if k.shape[1] < blocks.block or not chosen.shape[3]:
-        return own[0]
+        return within[0]
     others = attend_blocks(q, k, v, blocks.starts, chosen, block=blocks.block, **dropout)
-    return merge(own, others)[0]
+    return merge(within, others)[0]
 
 
 def _to_summaries(

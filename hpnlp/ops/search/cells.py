@@ -206,8 +206,8 @@ def _in_parts(
     count, probes = near.shape
     part = max(min(cells // probes, count), 1)
     end = count // part * part
-    parts = jax.tree.map(lambda x: x[:end].reshape(-1, part, x.shape[1]), (queries, near))
-    best = lax.map(lambda x: search(*x), parts)
+    groups = jax.tree.map(lambda x: x[:end].reshape(-1, part, x.shape[1]), (queries, near))
+    best = lax.map(lambda x: search(*x), groups)
     best = jax.tree.map(lambda x: x.reshape(end, *x.shape[2:]), best)
     if end < count:
         last = search(jax.tree.map(lambda x: x[end:], queries), near[end:])

@@ -119,7 +119,7 @@ class _Program:
 
     def products(self, weights: Any, inputs: Any) -> list[list[_Product]]:
         """The products of the cell of each block, in the order of their calls."""
-        found = []
+        by_block = []
         for block, x in zip(self.blocks, inputs, strict=True):
             recorded: list[_Product] = []
 
@@ -130,8 +130,8 @@ class _Program:
 
             kids = jax.tree.map(lambda s, b=block: jnp.zeros((1, b.arity, *s.shape), s.dtype), self.state)
             jax.eval_shape(lambda x, kids, b=block, r=record: self.cells[b.op](r, x, kids), _slice(x, 0, 1), kids)
-            found.append(recorded)
-        return found
+            by_block.append(recorded)
+        return by_block
 
 
 def _row(x: Array) -> jax.ShapeDtypeStruct:
@@ -365,8 +365,8 @@ def _block_rows_backward(
 ) -> tuple[Array, None, None]:
     shape, dtype = d_rows[0].shape[1:], d_rows[0].dtype
     by_block = dict(zip(chosen, d_rows, strict=True))
-    parts = [by_block.get(i, jnp.zeros((block.rows, *shape), dtype)) for i, block in enumerate(blocks)]
-    return _taken(jnp.concatenate([jnp.zeros((1, *shape), dtype), *parts]), row), None, None
+    gradients = [by_block.get(i, jnp.zeros((block.rows, *shape), dtype)) for i, block in enumerate(blocks)]
+    return _taken(jnp.concatenate([jnp.zeros((1, *shape), dtype), *gradients]), row), None, None
 
 
 _block_rows.defvjp(_block_rows_forward, _block_rows_backward)

@@ -243,8 +243,8 @@ def _admit(report: Sequence[str], processes: int, present: dict[int, str]) -> st
     if len(report) != 3 or not (report[1].isascii() and report[1].isdigit()):
         return None
     attempt, index, name = report[0], int(report[1]), report[2]
-    if attempt != (own := str(attempts.current() or NO_ATTEMPT)):
-        return f"process {index}, {name}, belongs to attempt {attempt}, and this is attempt {own}"
+    if attempt != (current := str(attempts.current() or NO_ATTEMPT)):
+        return f"process {index}, {name}, belongs to attempt {attempt}, and this is attempt {current}"
     if not 0 < index < processes:
         return f"process {index}, {name}, of {processes} processes, whose other indices are 1 to {processes - 1}"
     if present.setdefault(index, name) != name:

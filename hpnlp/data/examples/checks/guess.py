@@ -38,9 +38,9 @@ def guessed_fields(config: ClassificationConfig) -> dict[str, str]:
         return {}
     defaults = ClassificationConfig()
     is_given = config.text_field != defaults.text_field, config.label_field != defaults.label_field
-    for field, given in zip(("text_field", "label_field"), is_given, strict=True):
+    for field, is_set in zip(("text_field", "label_field"), is_given, strict=True):
         is_optional = field == "label_field" and config.unlabelled
-        if records and given and not is_optional and not any(getattr(config, field) in record for record in records):
+        if records and is_set and not is_optional and not any(getattr(config, field) in record for record in records):
             raise InputError(f"data.path={config.path!r}: {missing(getattr(config, field), field, names)}")
     text = config.text_field if is_given[0] else _named(names, TEXT_NAMES)
     label = config.label_field if is_given[1] else _named(names, LABEL_NAMES)

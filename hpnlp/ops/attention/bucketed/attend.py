@@ -188,8 +188,8 @@ def _attend(
     return _attend_forward(settings, q, k, v, order, codes, seed, streams)[0]
 
 
-def _attend_forward(settings: _Settings, q: Array, k: Array, v: Array, *rest: Array) -> tuple[Array, Any]:
-    order, codes, seed, streams = rest
+def _attend_forward(settings: _Settings, q: Array, k: Array, v: Array, *operands: Array) -> tuple[Array, Any]:
+    order, codes, seed, streams = operands
 
     def attend(
         q: Array, k: Array, v: Array, order: Array, codes: Array, streams: Array, valid: Array
@@ -215,7 +215,7 @@ def _attend_forward(settings: _Settings, q: Array, k: Array, v: Array, *rest: Ar
     valid = _are_finite(k, v)
     results = _by_lanes(attend, q, k, v, order, codes, streams, valid)
     o, lse, lse_low = (checkpoint_name(x, "mixed") for x in results)
-    return o, (q, k, v, *rest, valid, o, lse, lse_low)
+    return o, (q, k, v, *operands, valid, o, lse, lse_low)
 
 
 def _are_finite(*arrays: Float[Array, "L T _"]) -> Bool[Array, "L T"]:

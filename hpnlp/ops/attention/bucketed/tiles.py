@@ -264,9 +264,9 @@ def _group_streams(band: Band, grid: _Grid, i: Array, streams: Array) -> Array:
     return jnp.repeat(streams, grid.blocks // band.width)[:, None, None]
 
 
-def _together(grid: _Grid, *parts: Array) -> Array:
+def _together(grid: _Grid, *results: Array) -> Array:
     """Interleaves results of the tiles of every (W / C)-th block, `[n, C, ...]` each, to `[lanes, blocks, C, ...]`."""
-    return jnp.stack(parts, axis=1).reshape(grid.lanes, grid.blocks, *parts[0].shape[1:])
+    return jnp.stack(results, axis=1).reshape(grid.lanes, grid.blocks, *results[0].shape[1:])
 
 
 def _add_to_blocks(grid: _Grid, i: Array, shift: int, sums: Array, dx: Array) -> Array:

@@ -170,8 +170,8 @@ def _in_parts(function: Callable[..., Any], tokens: tuple[Any, ...], state: Line
     arrays = [x for x in tokens if x is not None]
     state = jax.tree.map(lambda x: vary_alike(x.astype(jnp.float32), *arrays)[0], state)
     first = None if tokens[-1] is None else tokens[-1][:, 0]
-    parts = jax.tree.map(split, tokens)
-    (last, _), o = lax.scan(jax.checkpoint(step, prevent_cse=False), (state, first), parts)
+    slices = jax.tree.map(split, tokens)
+    (last, _), o = lax.scan(jax.checkpoint(step, prevent_cse=False), (state, first), slices)
     return jnp.moveaxis(o, 0, 1).reshape(batch, count * size, *o.shape[3:])[:, :length], last
 
 

@@ -63,7 +63,7 @@ def forward(
       float32 (o [B, T, N, Hv], lse [B, T, N], lse_low [B, T, N]).
     """
     merged: Any = ()
-    for part in _parts(options, q, k, operands, schedule):
+    for part in _sub_masks(options, q, k, operands, schedule):
         queries, keys, part_options, part_operands = _permute(options, part, operands, q.shape[0])
         result = scan.forward(
             part_options, queries.apply(q), keys.apply(k), keys.apply(v), part_operands, part.schedule
@@ -104,7 +104,7 @@ def backward(
     """
     q = residuals.q
     sums: Any = None
-    for part in _parts(options, q, k, operands, schedule):
+    for part in _sub_masks(options, q, k, operands, schedule):
         queries, keys, part_options, part_operands = _permute(options, part, operands, q.shape[0])
         part_residuals = QueryResiduals(
             queries.apply(q),
@@ -121,7 +121,7 @@ def backward(
     return sums
 
 
-def _parts(
+def _sub_masks(
     options: Options, q: Array, k: Array, operands: ExecutorOperands, schedule: BlockSchedule | None
 ) -> tuple[SubMask, ...]:
     """The sub-masks into which the mask is decomposed, with their orders and schedules."""
