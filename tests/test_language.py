@@ -15,7 +15,7 @@ PATTERNS = {
     "comment that continues the code's sentence": (rf"(?:^ *|  )# ?{PRONOUN}\b", 7),
     "docstring that begins with a relative clause": (rf'^ *"""{QUESTION}\b', 0),
     "plural by arithmetic, in place of hpnlp.errors.plural": (r"'s' \* ", 1),
-    "function that is named *_of or of_*": (r"^ *def _?(?:\w+_of|of_\w+)\(", 14),
+    "function that is named *_of or of_*": (r"^ *def _?(?:\w+_of|of_\w+)\(", 12),
     "argument, variable or function without a content in its name": (
         rf"^ *(?:for )?(?:\w+, )*{NAME}(?:, \w+)* (?:=|in) |^ *def (?:\w+\(.*[(,] ?{NAME}: |{NAME}\()|^ +{NAME}: .*,$",
         20,

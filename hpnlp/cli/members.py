@@ -143,7 +143,7 @@ def _check(config: Any) -> None:
     from hpnlp import tasks
     from hpnlp.jobs import fold_leakage
     from hpnlp.parallel.plan import PLANS, Plan
-    from hpnlp.planner.estimate import trainer_of
+    from hpnlp.planner.estimate import planned_trainer
     from hpnlp.spec import lookup
     from hpnlp.training.files.metrics import find_writers
 
@@ -151,7 +151,7 @@ def _check(config: Any) -> None:
     fold_leakage.check_start(config)
     find_writers(config.train.writers)
     lookup(PLANS, config.plan.name, "plan.name")
-    trainer_of(dataclasses.replace(config, plan=Plan("single", remat=config.plan.remat)), 1)
+    planned_trainer(dataclasses.replace(config, plan=Plan("single", remat=config.plan.remat)), 1)
 
 
 def check_directories(members: Mapping[str, Any], workdir: Path) -> None:

@@ -34,9 +34,9 @@ def measure_step(config: Any, task: str, rounds: int = 3) -> dict[str, Any]:
     import numpy as np
 
     from hpnlp import measure
-    from hpnlp.planner.estimate import trainer_of
+    from hpnlp.planner.estimate import planned_trainer
 
-    trainer: Any = trainer_of(config, jax.devices()[:1])
+    trainer: Any = planned_trainer(config, jax.devices()[:1])
     batch = {name: np.asarray(array) for name, array in trainer.example_batch(*_shape(config)).items()}
     draw = np.random.default_rng(0)
     batch["tokens"] = draw.integers(1, 9, batch["tokens"].shape).astype(np.int32)

@@ -5,7 +5,7 @@ import jax
 import pytest
 
 from hpnlp import measure
-from hpnlp.planner.estimate import model_of
+from hpnlp.planner.estimate import planned_model
 from hpnlp.scaling_laws.flops import CONVENTIONS, Size, model_size
 from hpnlp.training.config import default, resolve
 from hpnlp.types import InputError
@@ -35,7 +35,7 @@ def test_conventions_count_the_head_once_and_tables_where_named(tied):
 
 def test_products_of_the_program_lie_between_causal_and_dense_attention():
     resolved = config(tied=True)
-    model, size = model_of(resolved), model_size(resolved)
+    model, size = planned_model(resolved), model_size(resolved)
     batch = model.example_batch(2, 64)
     params = nn.meta.unbox(jax.eval_shape(lambda: model.init(jax.random.key(0), batch))["params"])
     counted = measure.count_flops(
