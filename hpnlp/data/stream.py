@@ -75,9 +75,6 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, progress: Pr
 def find_sources(config: DataConfig) -> Ingest:
     """Lists the files of a config's paths.
 
-    Args:
-      config: The config.
-
     Returns:
       The sources, with the options that decide how they are read and split.
 

@@ -99,9 +99,6 @@ def initial_carry(model: Model, batch_size: int) -> Any:
 def logical_axes(model: Model) -> Any:
     """Logical axis names of a model's weights. Allocates nothing.
 
-    Args:
-      model: A model.
-
     Returns:
       A tree like the weights of tuples of names.
     """
@@ -110,9 +107,6 @@ def logical_axes(model: Model) -> Any:
 
 def axes_and_shapes(model: Model) -> tuple[Any, Any]:
     """Logical axis names and shapes of a model's weights. Allocates nothing.
-
-    Args:
-      model: A model.
 
     Returns:
       `(axes, shapes)`: trees like the weights of tuples of names (None for an array without names) and of shapes.

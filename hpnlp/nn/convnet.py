@@ -290,9 +290,6 @@ BLOCKS: dict[str, Callable[..., Any]] = {"conv": Conv, "separable": Separable, "
 def block_spec(block: Block) -> str:
     """The entry of `model.blocks` that makes a block.
 
-    Args:
-      block: The block.
-
     Returns:
       The spec, without arguments that have their default.
     """

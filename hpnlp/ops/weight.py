@@ -113,9 +113,6 @@ class Weight(abc.ABC):
 def is_weight(node: Any) -> bool:
     """Whether a node of a tree of parameters is a Weight.
 
-    Args:
-      node: A node.
-
     Returns:
       True for a Weight; False for an array or a container.
     """

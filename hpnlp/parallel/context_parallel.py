@@ -141,9 +141,6 @@ def check_variables(layout: Layout, axes: Any) -> None:
 def check_mixer(mixer: Any) -> None:
     """Checks that a mixer can run on a ring, which calls `partial`, and `prepare` if there is one, in place of `__call__`.
 
-    Args:
-      mixer: A mixer.
-
     Raises:
       InputError: The mixer has no `partial`, or it has statistics or buffers and no `prepare`, or it takes one of them from
         another class than `__call__`; or it draws, which `partial` cannot.

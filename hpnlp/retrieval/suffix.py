@@ -95,9 +95,6 @@ def find(spec: str) -> Suffix:
 def word_tokens(tokenizer: Tokenizer) -> np.ndarray:
     """Finds the tokens that consist of letters, digits and underscores, and of bytes of characters beyond ASCII.
 
-    Args:
-      tokenizer: The tokenizer.
-
     Returns:
       bool `[V]`.
     """

@@ -79,9 +79,6 @@ class WordVectorTable:
     def row(self, word: str) -> int:
         """Row of a word.
 
-        Args:
-          word: The word.
-
         Returns:
           Its number.
 

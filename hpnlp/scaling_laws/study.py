@@ -185,10 +185,6 @@ class Study:
 def run_costs(run: PlannedRun, device: Device) -> RunCosts:
     """Estimates time and memory of a run on one device, by the planner.
 
-    Args:
-      run: The run.
-      device: The device.
-
     Returns:
       The costs. The time is a lower bound by the rates of the device.
 

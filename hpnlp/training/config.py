@@ -231,9 +231,6 @@ def default(task: str = "lm") -> ConfigDict:
 def to_values(config: Config) -> ConfigDict:
     """The values of a config, as flags override them and `resolve` reads them.
 
-    Args:
-      config: The config.
-
     Returns:
       A locked ConfigDict with a section per part: setting an unknown field or a value of a wrong type raises.
     """
@@ -340,9 +337,6 @@ def _typed(type_hint: Any, value: Any, name: str) -> Any:
 def to_json(config: Config) -> str:
     """Text of config.json.
 
-    Args:
-      config: The config.
-
     Returns:
       JSON with a section per part, and the number of fields under COUNT.
     """
@@ -423,9 +417,6 @@ def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
 
 def flat(config: Config) -> dict[str, Any]:
     """All fields of a config.
-
-    Args:
-      config: The config.
 
     Returns:
       `section.field` -> value; and "task" -> its name.

@@ -126,9 +126,6 @@ class Comparison:
 def term_names(terms: tuple[Term, ...]) -> dict[str, Term]:
     """Names of terms, which are also the names of their metrics and matrices.
 
-    Args:
-      terms: The terms.
-
     Returns:
       Name -> term: its kind, with a number from the second term of a kind on.
     """

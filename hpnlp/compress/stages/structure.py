@@ -148,9 +148,6 @@ def kernels_only(layer: Layer) -> Layer:
 
     A unit whose kernels are 0 has no effect, whatever its biases are.
 
-    Args:
-      layer: The layer.
-
     Returns:
       The layer.
     """
@@ -164,9 +161,6 @@ def kernels_only(layer: Layer) -> Layer:
 
 def has_weights(layer: Layer) -> bool:
     """Whether a kernel of a layer, or a matrix of its experts, has a number other than 0.
-
-    Args:
-      layer: The layer.
 
     Returns:
       False for a layer that passes its input on, up to biases.

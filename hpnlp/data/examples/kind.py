@@ -168,9 +168,6 @@ class Kind(abc.ABC):
     def special_tokens(self, tokenizer: Tokenizer) -> int:
         """Number of tokens that are added to the texts of a sequence.
 
-        Args:
-          tokenizer: The tokenizer.
-
         Returns:
           The number of bos and eos tokens.
         """

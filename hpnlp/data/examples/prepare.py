@@ -84,9 +84,6 @@ def prepare_examples(
 def check_paths(config: ExampleConfig) -> None:
     """Checks that the files of a config exist. Reads the first example of published data, and generates none.
 
-    Args:
-      config: The config.
-
     Raises:
       InputError: A path does not exist, or no file is left to read in it.
     """

@@ -136,9 +136,6 @@ def _layers(model: Any, settings: Settings) -> list[int]:
 def render(inspection: Inspection) -> str:
     """Tables of an inspection.
 
-    Args:
-      inspection: The inspection.
-
     Returns:
       Lines of text.
     """

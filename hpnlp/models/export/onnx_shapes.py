@@ -98,9 +98,6 @@ class Sizes:
 def is_number(size: Any) -> bool:
     """Whether a size is a number and not a symbolic expression.
 
-    Args:
-      size: The size.
-
     Returns:
       True for a number.
     """

@@ -159,9 +159,6 @@ class ExpertLayer(FeedForward):
     def route(self, tokens: Tokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         """Chooses experts.
 
-        Args:
-          tokens: The tokens.
-
         Returns:
           `(routing, statistics)`, the statistics with the names in `statistic_axes`.
         """

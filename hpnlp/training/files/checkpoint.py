@@ -125,11 +125,7 @@ class Checkpointer:
         return self._manager.latest_step()
 
     def delete(self, step: int) -> None:
-        """Deletes the checkpoint of a step.
-
-        Args:
-          step: The step.
-        """
+        """Deletes the checkpoint of a step."""
         self._manager.delete(step)
 
     def best(self) -> int | None:

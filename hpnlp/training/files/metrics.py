@@ -409,11 +409,7 @@ class Display:
         return ProgressLines(self.print, unit) if self._bar is None else ProgressLines(self.status, unit, every=0.5)
 
     def print(self, line: str) -> None:
-        """Prints a line, above the live line if there is one.
-
-        Args:
-          line: The line.
-        """
+        """Prints a line, above the live line if there is one."""
         self._console.print(line, markup=False)
 
     def close(self) -> None:

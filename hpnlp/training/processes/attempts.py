@@ -50,9 +50,6 @@ class Attempt:
 def parse(text: str) -> Attempt | None:
     """The attempt of a text NUMBER:TOKEN; None for other texts.
 
-    Args:
-      text: The text.
-
     Returns:
       The attempt.
     """

@@ -433,9 +433,6 @@ def batch_share(sharding: Any, batch_size: int) -> tuple[int, int]:
 def describe_devices(mesh: Any) -> str:
     """Describes the devices of a mesh.
 
-    Args:
-      mesh: The mesh.
-
     Returns:
       Text such as `8 cpu devices (data 4, tensor 2)`.
     """

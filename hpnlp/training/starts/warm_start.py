@@ -176,9 +176,6 @@ class Source:
 def find(directory: str | Path) -> Source:
     """Reads the config and the tokenizer of a run or a Hugging Face directory, but not its parameters.
 
-    Args:
-      directory: The directory.
-
     Returns:
       The source.
 
