@@ -321,7 +321,7 @@ def _with_shapes(config: ConvNetConfig, new: Sequence[BlockShape]) -> ConvNetCon
 def _arrays_and_slopes(
     name: str, by: str, config: Any, weights: Any, calibration: Calibration | None
 ) -> tuple[Any, Any]:
-    """Arrays by path, and their gradients; None for arrays whose values are unknown, and without gradients."""
+    """Arrays and gradients by path. The arrays are None if only shapes are known; the gradients, if `by` does not read them."""
     if calibration is not None and calibration.is_outline:
         return None, None
     slopes = None if by == "magnitude" else flatten_dict(calibration_gradients(name, config, weights, calibration))
@@ -347,7 +347,7 @@ def _by_channel(array: Any, axis: int, count: int) -> Any:
 
 
 def _keep_taps(array: Any, count: int, kept: np.ndarray) -> Any:
-    """A kernel `[n C, F]` or `[K, K, C]` with few taps: `[m C, F]` or `[1, m, C]`."""
+    """Keeps some taps of a kernel: `[m C, F]` from `[n C, F]`, or `[1, m, C]` from `[K, K, C]`."""
     by_tap = jnp.take(array.reshape(count, -1, array.shape[-1]), jnp.asarray(kept), axis=0)
     return by_tap.reshape(-1, array.shape[-1]) if array.ndim == 2 else by_tap.reshape(1, -1, array.shape[-1])
 

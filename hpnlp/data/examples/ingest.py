@@ -467,7 +467,7 @@ class _Candidates:
         return writer.record()
 
     def _is_known(self, labels: np.ndarray) -> bool:
-        """Whether training examples have all labels of an example; raises InputError, or counts the example, if not."""
+        """Whether training examples have all labels of an example; if not, raises InputError or counts the example."""
         classes = self._writing.classes
         for label in np.unique(labels[labels >= 0]).tolist():
             if not classes.counts[label] and self._writing.ingest.labels is None:

@@ -382,7 +382,7 @@ class Stopping:
             self.signal = next((signal.Signals(int(number)).name for number in numbers if number), "")
 
     def _note(self, number: int) -> None:
-        """Reaction to a signal."""
+        """Records the first signal and announces the stop; a second SIGINT after a pause ends the process."""
         now = time.monotonic()
         if not self._received:
             self._received, self._received_at = signal.Signals(number).name, now

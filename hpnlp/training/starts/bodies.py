@@ -172,7 +172,7 @@ def with_bodies(weights: Any, source: Any, pairs: Sequence[Pair]) -> tuple[Any, 
 
 
 def _body(source: Mapping[str, Any], target: Mapping[str, Any], pair: Pair) -> dict[str, Any]:
-    """Parameters of a body, and the buffers of the stack that it is copied to, with those of its layers."""
+    """Parameters of a body, and the buffers of the target stack with the source's buffers of the layers."""
     if pair.upcycled:
         source = upcycling.upcycled(source, target, pair.config, pair.source, pair.upcycled)
     body = {name: source[name] for name in pair.params if name in source}

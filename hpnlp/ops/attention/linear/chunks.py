@@ -130,7 +130,7 @@ def find_borders(shape: ChunkShape, segment_ids: jax.Array | None, causal: bool)
 
 
 def _crossing(shape: ChunkShape, runs: jax.Array, enters: jax.Array, leaves: jax.Array) -> Crossing:
-    """runs: [B, n, C]; enters, leaves: [B, n], the run at the side where the state enters or leaves the chunk."""
+    """Compares the runs [B, n, C] with the run at the side where the state enters a chunk, and where it leaves it, [B, n]."""
     flags = runs == enters[..., None], runs == leaves[..., None], enters == leaves
     return Crossing(*(_by_head(shape, x) for x in flags))
 
