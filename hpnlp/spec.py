@@ -67,26 +67,26 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
-def unknown_name(name: str, known: Iterable[str], what: str) -> str:
+def unknown_name(name: str, known: Iterable[str], noun: str) -> str:
     """Message about an unknown name of a table entry.
 
     Args:
       name: The unknown name.
       known: All known names.
-      what: Kind of the entries, as "mixer".
+      noun: Kind of the entries, as "mixer".
 
     Returns:
       The message, with a suggestion; for OPEN_KINDS, it mentions --register.
     """
-    return f"unknown {what} {name!r}: {did_you_mean(name, known)}{f' ({OWN_ENTRY})' * (what in OPEN_KINDS)}"
+    return f"unknown {noun} {name!r}: {did_you_mean(name, known)}{f' ({OWN_ENTRY})' * (noun in OPEN_KINDS)}"
 
 
-def parse(text: str, what: str, example: str = "window(256,0)*5,full") -> tuple[Spec, ...]:
+def parse(text: str, field: str, example: str = "window(256,0)*5,full") -> tuple[Spec, ...]:
     """Parses a spec string: `"a(1, x=2)*3,b"` -> (Spec(a, (1,), (("x", 2),), 3), Spec(b)).
 
     Args:
       text: The string. Arguments are Python literals, or bare words, which become strings.
-      what: The config field or argument that holds the string, for error messages.
+      field: The config field or argument that holds the string, for error messages.
       example: A valid string of this kind, for error messages.
 
     Returns:
@@ -103,17 +103,17 @@ def parse(text: str, what: str, example: str = "window(256,0)*5,full") -> tuple[
         return tuple(_spec(node) for node in tree.elts)
     except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError) as error:
         raise InputError(
-            f"{what}={shortened(text)} is not a spec: expected names with optional arguments and repeats, as in "
+            f"{field}={shortened(text)} is not a spec: expected names with optional arguments and repeats, as in "
             f'"{example}"'
         ) from error
 
 
-def parse_period(text: str, what: str) -> tuple[Spec, ...]:
+def parse_period(text: str, field: str) -> tuple[Spec, ...]:
     """The shortest period of the entries that layers take in turn.
 
     Args:
       text: A spec string, as "window(256,0)*5,full".
-      what: The config field or argument that holds the string, for error messages.
+      field: The config field or argument that holds the string, for error messages.
 
     Returns:
       The entries of one period, with repeats written out.
@@ -121,7 +121,7 @@ def parse_period(text: str, what: str) -> tuple[Spec, ...]:
     Raises:
       InputError: The string is not a spec.
     """
-    specs = tuple(dataclasses.replace(spec, repeat=1) for spec in parse(text, what) for _ in range(spec.repeat))
+    specs = tuple(dataclasses.replace(spec, repeat=1) for spec in parse(text, field) for _ in range(spec.repeat))
     periods = (n for n in range(1, len(specs)) if specs == specs[:n] * (len(specs) // n))
     return specs[: next(periods, len(specs))]
 
@@ -177,13 +177,13 @@ class UnknownNameError(InputError):
     """A name that is in no table: misspelt, or an entry of one's own that is not registered in this process."""
 
 
-def lookup(table: Mapping[str, T], name: str, what: str) -> T:
+def lookup(table: Mapping[str, T], name: str, noun: str) -> T:
     """Looks up an entry of a table.
 
     Args:
       table: Name -> entry.
       name: Name of the entry.
-      what: Kind of the entries, for error messages.
+      noun: Kind of the entries, for error messages.
 
     Returns:
       `table[name]`.
@@ -192,17 +192,17 @@ def lookup(table: Mapping[str, T], name: str, what: str) -> T:
       UnknownNameError: Unknown name.
     """
     if name not in table:
-        raise UnknownNameError(unknown_name(name, table, what))
+        raise UnknownNameError(unknown_name(name, table, noun))
     return table[name]
 
 
-def build(spec: Spec, table: Mapping[str, Callable[..., T]], what: str, **extra: Any) -> T:
+def build(spec: Spec, table: Mapping[str, Callable[..., T]], noun: str, **extra: Any) -> T:
     """Calls the table entry that a spec names.
 
     Args:
       spec: Name and arguments.
       table: Name -> function or class.
-      what: Kind of the entries, for error messages.
+      noun: Kind of the entries, for error messages.
       **extra: Further keyword arguments, which the spec cannot set.
 
     Returns:
@@ -211,20 +211,20 @@ def build(spec: Spec, table: Mapping[str, Callable[..., T]], what: str, **extra:
     Raises:
       InputError: Unknown name, or wrong arguments.
     """
-    entry, bound = _bind(spec, table, what, extra)
+    entry, bound = _bind(spec, table, noun, extra)
     if any(p.kind is p.VAR_POSITIONAL for p in bound.signature.parameters.values()):
         return entry(*bound.args, **bound.kwargs, **extra)
     return entry(**bound.arguments, **extra)  # by name: parameters that the caller fills in may come first
 
 
-def checked(spec: Spec, table: Mapping[str, Callable[..., T]], what: str, extra: Collection[str]) -> Callable[..., T]:
+def checked(spec: Spec, table: Mapping[str, Callable[..., T]], noun: str, extra: Collection[str]) -> Callable[..., T]:
     """Checks a spec against the signature of the table entry that it names.
 
     Args:
       spec: Name and arguments.
       table: Name -> function or class.
-      what: Kind of the entries, for error messages.
-      extra: Names of further keyword arguments, which the spec cannot set.
+      noun: Kind of the entries, for error messages.
+      extra: Names of other keyword arguments, which the spec cannot set.
 
     Returns:
       The table entry.
@@ -232,14 +232,14 @@ def checked(spec: Spec, table: Mapping[str, Callable[..., T]], what: str, extra:
     Raises:
       InputError: Unknown name, or wrong arguments.
     """
-    return _bind(spec, table, what, extra)[0]
+    return _bind(spec, table, noun, extra)[0]
 
 
 def _bind(
-    spec: Spec, table: Mapping[str, Callable[..., T]], what: str, extra: Collection[str]
+    spec: Spec, table: Mapping[str, Callable[..., T]], noun: str, extra: Collection[str]
 ) -> tuple[Callable[..., T], inspect.BoundArguments]:
     """The table entry that `spec` names, and the spec's arguments by the entry's parameters without those in `extra`."""
-    entry = lookup(table, spec.name, what)
+    entry = lookup(table, spec.name, noun)
     parameters = inspect.signature(entry).parameters
     settable = [
         p.replace(annotation=p.empty)
@@ -249,20 +249,20 @@ def _bind(
     names = [p.name for p in settable]
     for name, _ in spec.kwargs:
         if [other for other, _ in spec.kwargs].count(name) > 1:
-            raise InputError(f"{what} {spec.name!r} is given {name!r} more than once: leave all but one out")
+            raise InputError(f"{noun} {spec.name!r} is given {name!r} more than once: leave all but one out")
         if name not in names:
             suggestion = did_you_mean(name, names) if names else "it takes none"
-            raise InputError(f"{what} {spec.name!r} has no argument {name!r}: {suggestion}")
+            raise InputError(f"{noun} {spec.name!r} has no argument {name!r}: {suggestion}")
     try:
         bound = inspect.Signature(settable).bind(*spec.args, **dict(spec.kwargs))
     except TypeError as error:
         arguments = inspect.Signature(settable) if settable else "no arguments"
-        raise InputError(f"{what} {spec.name!r} takes {arguments}: {error}") from error
+        raise InputError(f"{noun} {spec.name!r} takes {arguments}: {error}") from error
     for name in (p.name for p in settable if p.name in bound.arguments and p.kind is not p.VAR_POSITIONAL):
         value, expected = bound.arguments[name], parameters[name].annotation
         if not _fits(value, expected):
             expected = expected.__name__ if isinstance(expected, type) else expected
-            raise InputError(f"{what} {spec.name!r} has {name}={shortened(value, 40)}: expected {expected}")
+            raise InputError(f"{noun} {spec.name!r} has {name}={shortened(value, 40)}: expected {expected}")
     return entry, bound
 
 
@@ -277,12 +277,12 @@ def _fits(value: Any, annotation: Any) -> bool:
     return any(isinstance(value, _PLAIN[name]) and isinstance(value, bool) == (name == "bool") for name in names)
 
 
-def parse_one(text: str, what: str) -> Spec:
+def parse_one(text: str, field: str) -> Spec:
     """Parses a spec string of exactly one entry without repeats.
 
     Args:
       text: The string.
-      what: The config field or argument that holds the string, for error messages.
+      field: The config field or argument that holds the string, for error messages.
 
     Returns:
       The entry.
@@ -290,10 +290,10 @@ def parse_one(text: str, what: str) -> Spec:
     Raises:
       InputError: The string is not a spec, or has several entries.
     """
-    specs = parse(text, what)
+    specs = parse(text, field)
     if len(specs) != 1 or specs[0].repeat != 1:
         count = sum(spec.repeat for spec in specs)
-        raise InputError(f"{what}={text!r} names {count} entries: expected exactly one, as in {specs[0].name!r}")
+        raise InputError(f"{field}={text!r} names {count} entries: expected exactly one, as in {specs[0].name!r}")
     return specs[0]
 
 

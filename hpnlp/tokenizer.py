@@ -43,17 +43,17 @@ class WordStats:
         return self.counts.tobytes(), b"" if self.order is None else self.order.tobytes()
 
     def padded(self, vocab: int) -> WordStats:
-        """The statistics of a larger vocabulary whose further ids do not occur.
+        """The statistics of a larger vocabulary whose additional ids do not occur.
 
         Args:
           vocab: Size of the larger vocabulary.
 
         Returns:
-          Statistics of `vocab` ids; the further ids come last in `order`.
+          Statistics of `vocab` ids; the additional ids come last in `order`.
         """
-        further = np.arange(len(self.counts), vocab)
-        order = None if self.order is None else np.concatenate([self.order, further])
-        return WordStats(np.pad(self.counts, (0, len(further))), order)
+        added = np.arange(len(self.counts), vocab)
+        order = None if self.order is None else np.concatenate([self.order, added])
+        return WordStats(np.pad(self.counts, (0, len(added))), order)
 
 
 @runtime_checkable

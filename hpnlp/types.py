@@ -219,7 +219,7 @@ class WithCarry(Protocol):
 
 @runtime_checkable
 class WithFurtherKeys(Protocol):
-    """A mixer with a carry, some of whose keys and values are those of further tokens."""
+    """A mixer with a carry that also attends to tokens which it computes itself, such as compressed ones."""
 
     def further_keys(self, tokens: Any) -> Any:
         """Tokens made of those of the carry and of x, whose keys and values follow, by constant parameters; None for none."""

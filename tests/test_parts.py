@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpnlp.cost.flop_count import count_flops, flops_by_part
-from hpnlp.cost.parts import OTHER, PARTS, part, part_of, percentages, shares
+from hpnlp.cost.parts import OTHER, PARTS, operation_part, part, percentages, shares
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.rnn import RNN, RNNConfig
 from hpnlp.parallel.plan import Plan
@@ -110,12 +110,12 @@ def test_innermost_scope_counts_also_in_derivatives_and_calls():
 
 
 def test_operations_of_compiled_programs_have_the_names():
-    assert part_of("jit(step)/transpose(jvp(part_output))/dot_general") == "output"
-    assert part_of("jit(step)/part_projections/part_norms/mul") == "norms"
-    assert part_of("jit(step)/part_of_speech/counterpart_norms/mul") == ""
+    assert operation_part("jit(step)/transpose(jvp(part_output))/dot_general") == "output"
+    assert operation_part("jit(step)/part_projections/part_norms/mul") == "norms"
+    assert operation_part("jit(step)/part_of_speech/counterpart_norms/mul") == ""
     function = jax.jit(jax.grad(lambda x: jnp.sum(part("feed_forward")(jnp.matmul)(x, x))))
     text = function.lower(jnp.ones((4, 4))).compile().as_text()
-    assert any(part_of(line) == "feed_forward" for line in text.splitlines() if " dot(" in line)
+    assert any(operation_part(line) == "feed_forward" for line in text.splitlines() if " dot(" in line)
     raises("part 'attention': expected one of embedding, ", part, "attention")
 
 

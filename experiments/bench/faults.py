@@ -53,8 +53,8 @@ FAULTS = (
         "segment_bound",
         "the scan compares the first segment of the queries with the first, not the last, of the keys",
         "hpnlp/ops/attention/block_sparse/scan.py",
-        'of_queries("segment", jnp.min) <= of_keys("segment", jnp.max)',
-        'of_queries("segment", jnp.min) <= of_keys("segment", jnp.min)',
+        'q_bounds("segment", jnp.min) <= k_bounds("segment", jnp.max)',
+        'q_bounds("segment", jnp.min) <= k_bounds("segment", jnp.min)',
         "tests/ops/attention/test_attend.py tests/ops/attention",
     ),
     Fault(

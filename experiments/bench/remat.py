@@ -19,7 +19,7 @@ from absl import app, flags
 from hpnlp import cli, measure, planner
 from hpnlp.models.lm import LMConfig, example_batch
 from hpnlp.parallel.plan import Plan
-from hpnlp.planner.estimate import trainer_of
+from hpnlp.planner.estimate import planned_trainer
 from hpnlp.planner.search import changed
 from hpnlp.training.config import Config, default, resolve
 
@@ -47,7 +47,7 @@ def config_of(remat: str, rows: int) -> Config:
 
 def bench(remat: str, rows: int) -> dict[str, Any]:
     config = config_of(remat, rows)
-    costs, trainer = planner.costs(config, 1), trainer_of(config, jax.devices()[:1])
+    costs, trainer = planner.costs(config, 1), planned_trainer(config, jax.devices()[:1])
     batch, key = (
         jax.eval_shape(make) for make in (lambda: example_batch(rows, MODEL.max_len), lambda: jax.random.key(0))
     )
@@ -65,7 +65,7 @@ def bench(remat: str, rows: int) -> dict[str, Any]:
 
 def step_of(remat: str, rows: int) -> Any:
     """A function that takes one training step after another with a state of its own."""
-    trainer = trainer_of(config_of(remat, rows), jax.devices()[:1])
+    trainer = planned_trainer(config_of(remat, rows), jax.devices()[:1])
     key = jax.random.key(0)
     batch = jax.device_put(jax.jit(example_batch, static_argnums=(0, 1))(rows, MODEL.max_len), trainer.batch_sharding)
     held = [trainer.init(key)]

@@ -323,8 +323,8 @@ def length_rows() -> list[dict[str, Any]]:
 
     def arrays_of(batch: buckets.Rows) -> dict[str, Any]:
         rows = TOKENS // batch.width
-        inputs = buckets.arrays_of([text[:-1] for text in texts], batch, rows, examples.tokenizer.pad_id)
-        labels = buckets.arrays_of([text[1:] for text in texts], batch, rows, examples.tokenizer.pad_id)["tokens"]
+        inputs = buckets.batch_arrays([text[:-1] for text in texts], batch, rows, examples.tokenizer.pad_id)
+        labels = buckets.batch_arrays([text[1:] for text in texts], batch, rows, examples.tokenizer.pad_id)["tokens"]
         weights = (inputs["segment_ids"] > 0).astype(np.float32)
         return jax.device_put({**inputs, "labels": labels, "weights": weights}, trainer.batch_sharding)
 

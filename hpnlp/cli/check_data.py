@@ -67,13 +67,13 @@ def run(argv: Sequence[str]) -> None:
         check = check_text(data, progress)
     else:
         raise InputError(f"task={values.task!r} has data of its own, which cannot be checked: train on them")
-    parts = {
+    sections = {
         "Faults that stop the training:": check.faults,
         "Remarks:": check.remarks,
         "Left out:": check.left_out,
         "Data:": check.figures,
     }
-    for title, lines in parts.items():
+    for title, lines in sections.items():
         if lines:
             more = [f"and {len(lines) - _SHOWN:,} more"] if len(lines) > _SHOWN else []
             print("\n  ".join([title, *lines[:_SHOWN], *more]))

@@ -213,7 +213,7 @@ def read(path: str, overrides: Sequence[str] = (), workdir: str = "") -> Any:
     if values.train.init_from:
         from hpnlp.training.starts.inherited import inherited_fields
 
-        if inherited := inherited_fields(values, fields_of(overrides), workdir):
+        if inherited := inherited_fields(values, overridden_fields(overrides), workdir):
             values.update_from_flattened_dict(inherited)
             _note(f"{values.train.init_from}: {', '.join(f'{name}={value}' for name, value in inherited.items())}")
     return _with_length(values) if lengths[-1:] == [AUTO] else values
@@ -224,7 +224,7 @@ def _read(path: str, overrides: Sequence[str]) -> Any:
     if not path:
         from hpnlp.training.config import default
 
-        return _with_columns(overridden(default(value_of("task", overrides) or "lm"), overrides))
+        return _with_columns(overridden(default(last_override("task", overrides) or "lm"), overrides))
     path, *argument = path.split(":", 1)
     path = locate(path)
     module = load(path)
@@ -232,7 +232,7 @@ def _read(path: str, overrides: Sequence[str]) -> Any:
         raise InputError(f"--config={path} has no get_config(): define one that returns a config, as {EXAMPLE} does")
     config = call(path, module.get_config, *argument)
     _check_config(path, config)
-    return _with_columns(overridden(_of_task(path, config, overrides), overrides))
+    return _with_columns(overridden(_with_task(path, config, overrides), overrides))
 
 
 def _with_columns(values: ConfigDict) -> ConfigDict:
@@ -301,7 +301,7 @@ def start(config: str | None, overrides: Sequence[str]) -> str:
         return config
     from hpnlp import tasks
 
-    if not (task := value_of("task", overrides)):
+    if not (task := last_override("task", overrides)):
         raise InputError(
             f"--config is required, for example --config={EXAMPLE}, or --task=TASK --data.path=FILE, where TASK is "
             f"{', '.join(tasks.TASKS)}"
@@ -319,16 +319,16 @@ def check_data_is_named(config: str | None, overrides: Sequence[str]) -> None:
     Raises:
       InputError: Only a task is named, whose experiment to start from has data of its own.
     """
-    task = value_of("task", overrides)
+    task = last_override("task", overrides)
     name = named_experiments.STARTS.get(task)
-    if not config and name and "data.path" not in fields_of(overrides):
+    if not config and name and "data.path" not in overridden_fields(overrides):
         raise InputError(
             f"--task={task} names no data: add --data.path=FILE, or pass --config={name} in its place, for the data of that "
             "experiment"
         )
 
 
-def fields_of(overrides: Sequence[str]) -> set[str]:
+def overridden_fields(overrides: Sequence[str]) -> set[str]:
     """Names of the fields that flags set.
 
     Args:
@@ -381,11 +381,11 @@ def _check_config(path: str, config: Any) -> None:
         )
 
 
-def _of_task(path: str, config: Any, overrides: Sequence[str]) -> Any:
+def _with_task(path: str, config: Any, overrides: Sequence[str]) -> Any:
     """The config with the sections of the task that an override names."""
     from hpnlp.training import config as configs
 
-    task = value_of("task", overrides) or config.task
+    task = last_override("task", overrides) or config.task
     if task == config.task:
         return config
     try:
@@ -394,7 +394,7 @@ def _of_task(path: str, config: Any, overrides: Sequence[str]) -> Any:
         raise InputError(f"{path}: {error}") from None
 
 
-def value_of(field: str, overrides: Sequence[str]) -> str:
+def last_override(field: str, overrides: Sequence[str]) -> str:
     """The value of the last override that sets a field; "" without one."""
     values = [override.partition("=")[2] for override in overrides if overridden_field(override) == field]
     return values[-1] if values else ""
@@ -459,12 +459,12 @@ def field_types(task: str) -> dict[str, str]:
 
     defaults = config.Config(task=task)
     return {
-        name: (_type_of(defaults, *name.split(".")) if value is None else type(value)).__name__
+        name: (_optional_type(defaults, *name.split(".")) if value is None else type(value)).__name__
         for name, value in config.flat(defaults).items()
     }
 
 
-def _type_of(defaults: Any, section: str, field: str) -> type:
+def _optional_type(defaults: Any, section: str, field: str) -> type:
     """The type of a field whose default is None."""
     hint = typing.get_type_hints(type(getattr(defaults, section)))[field]
     return typing.get_args(hint)[0]

@@ -312,9 +312,9 @@ def _search(arguments: Sequence[str]) -> None:
         rows = _search_texts(store, queries)
     for warning in caught:
         _note(str(warning.message))
-    for query, found in zip(queries, rows, strict=True):
+    for query, hits in zip(queries, rows, strict=True):
         print(query)
-        for score, number, text in found:
+        for score, number, text in hits:
             print(f"  {score:.3f}  {number + 1}  {_one_line(text)}")
 
 
@@ -336,8 +336,8 @@ def _search_texts(store: Datastore, queries: Sequence[str]) -> list[list[tuple[f
         raise InputError(f"query {blank[0]} is empty: pass some text")
     if cross_encoder is None:
         return texts.search(store, predictor, examples, f.count)
-    found = texts.search(store, predictor, examples, f.candidates)
-    return [ranked[: f.count] for ranked in rerank(cross_encoder, examples, found, label)]
+    candidates = texts.search(store, predictor, examples, f.candidates)
+    return [ranked[: f.count] for ranked in rerank(cross_encoder, examples, candidates, label)]
 
 
 def _one_line(text: Any) -> str:

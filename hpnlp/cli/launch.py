@@ -85,7 +85,7 @@ def run(argv: Sequence[str]) -> None:
     )
     with supervisor.locked(parsed.workdir):
         processes.become_subreaper()
-        show = supervisor.Supervisor(parsed.workdir, parsed.of_process, options, show=_show)
+        show = supervisor.Supervisor(parsed.workdir, parsed.process_command, options, show=_show)
         sys.exit(show.run())
 
 

@@ -142,7 +142,7 @@ def _parse_lengths(text: str) -> list[int]:
 
 def _parse_budget(text: str, overrides: Sequence[str]) -> tuple[int, float]:
     """Steps and minutes of --budget, one of which is 0; both for none."""
-    if text and experiment.value_of("train.steps", overrides):
+    if text and experiment.last_override("train.steps", overrides):
         raise cli.InputError(f"--budget={text} and --train.steps both set the steps: remove one of them")
     match = re.fullmatch(r"(\d{1,9})|(\d{1,6}(?:\.\d{1,6})?) ?min", text)
     if not text:
@@ -154,9 +154,9 @@ def _parse_budget(text: str, overrides: Sequence[str]) -> tuple[int, float]:
 
 def _member_flags(task: str, spec: str, overrides: Sequence[str]) -> list[str] | None:
     """Overrides of a mixer's runs: its spec, its departure from the common setting, and its data; None to leave it out."""
-    from hpnlp.lra.tasks import data_flags, exception_of
+    from hpnlp.lra.tasks import data_flags, find_departure
 
-    departure = exception_of(spec, task)
+    departure = find_departure(spec, task)
     fields: Mapping[str, Any] | None = {} if departure is None else departure.fields
     if departure is not None:
         print(f"{task}, {spec}: {'left out' if fields is None else fields}: {departure.reason}", flush=True)
@@ -290,7 +290,7 @@ def _measured(task: str, of_task: Mapping[str, Any], path: Path) -> list[dict[st
 
     known, result = efficiency.read_rows(path), []
     for index, (name, member) in enumerate(of_task.items()):
-        key = efficiency.key_of(member.config, task)
+        key = efficiency.step_key(member.config, task)
         row = next((row for row in known if all(row[field] == key[field] for field in efficiency.KEYS)), None)
         label = f"[{index + 1}/{len(of_task)}] {name}"
         print(f"{label}: measured before" if row else f"{label}: measuring", flush=True)

@@ -143,7 +143,7 @@ def _check(config: Any) -> None:
     from hpnlp import tasks
     from hpnlp.jobs import fold_leakage
     from hpnlp.parallel.plan import PLANS, Plan
-    from hpnlp.planner.estimate import trainer_of
+    from hpnlp.planner.estimate import planned_trainer
     from hpnlp.spec import lookup
     from hpnlp.training.files.metrics import find_writers
 
@@ -151,7 +151,7 @@ def _check(config: Any) -> None:
     fold_leakage.check_start(config)
     find_writers(config.train.writers)
     lookup(PLANS, config.plan.name, "plan.name")
-    trainer_of(dataclasses.replace(config, plan=Plan("single", remat=config.plan.remat)), 1)
+    planned_trainer(dataclasses.replace(config, plan=Plan("single", remat=config.plan.remat)), 1)
 
 
 def check_directories(members: Mapping[str, Any], workdir: Path) -> None:
@@ -173,7 +173,7 @@ def check_directories(members: Mapping[str, Any], workdir: Path) -> None:
         directory = workdir / name
         if not has_begun(directory):
             try:
-                unused_fields.check(member.config, experiment.fields_of(member.flags))
+                unused_fields.check(member.config, experiment.overridden_fields(member.flags))
             except cli.InputError as error:
                 raise cli.InputError(f"member {name}: {error}; nothing was started") from error
         if has_begun(directory) and (changes := differences(load_config(directory), member.config)):

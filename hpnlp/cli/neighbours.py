@@ -98,11 +98,11 @@ def _print_neighbours(text: str, near: Sequence[tuple[str, float]]) -> None:
 
 def _print_without_each(table: WordVectorTable, text: str) -> None:
     """Prints the changes of a text's neighbour without each word of the text."""
-    followed, whole, without = table.without_each(text, cli.FLAGS.expected)
-    changes = [(x, x.cosine - whole.cosine, x.rank - whole.rank) for x in without]
+    followed, full, without = table.without_each(text, cli.FLAGS.expected)
+    changes = [(x, x.cosine - full.cosine, x.rank - full.rank) for x in without]
     if cli.FLAGS.format == "jsonl":
         _print_record({
-            "text": text, "neighbour": followed, "cosine": whole.cosine, "rank": whole.rank, "nearest": whole.nearest,
+            "text": text, "neighbour": followed, "cosine": full.cosine, "rank": full.rank, "nearest": full.nearest,
             "without": [
                 {
                     "word": x.word, "cosine": x.cosine, "rank": x.rank, "nearest": x.nearest,
@@ -112,7 +112,7 @@ def _print_without_each(table: WordVectorTable, text: str) -> None:
             ],
         })  # fmt: skip
         return
-    print(f"{text}\n  {whole.cosine:.3f}          rank {whole.rank:,}  {followed}")
+    print(f"{text}\n  {full.cosine:.3f}          rank {full.rank:,}  {followed}")
     for x, change, _ in changes:
         print(f"  {x.cosine:.3f}  {change:+.3f}  rank {x.rank:,}  without {x.word}, nearest {x.nearest}")
 
@@ -145,21 +145,21 @@ def _table(workdir: str) -> WordVectorTable:
 
         return load_word2vec(f.vectors)
     cli.prepare_jax()
-    from hpnlp.tasks.word_embeddings import vectors_of
+    from hpnlp.tasks.word_embeddings import trained_vectors
     from hpnlp.training import run_directory
 
     loaded = run_directory.load(*run_names.expand_one(workdir, f.step))
-    return vectors_of(loaded.params, loaded.tokenizer)
+    return trained_vectors(loaded.params, loaded.tokenizer)
 
 
 def _draw(table: WordVectorTable, neighbours: dict[str, list[tuple[str, float]]], path: Path) -> None:
     """Draws words: each expression with its neighbours in a colour, and frequent words in grey."""
     from hpnlp.report.plots import plot_words
-    from hpnlp.retrieval.word_vectors import words_of
+    from hpnlp.retrieval.word_vectors import expression_words
 
     groups: dict[str, str] = {}
     for expression, near in neighbours.items():
-        for word in (*words_of(expression), *(word for word, _ in near)):
+        for word in (*expression_words(expression), *(word for word, _ in near)):
             groups.setdefault(word, expression)
     coloured = list(groups)
     for word in [word for word in table.words if len(word) > 2 and word.isalpha()][:FREQUENT]:

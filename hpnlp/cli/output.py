@@ -62,7 +62,7 @@ class Output:
         self._attempt(self._stream.flush)
 
     def _attempt(self, function: Callable[[], object]) -> None:
-        """Calls a function that writes; on an error, discards further output, and raises if the command stops."""
+        """Calls a function that writes; on an error, discards later output, and raises if the command stops."""
         if self.failure and self._stops:
             raise InputError(self.message)
         try:

@@ -105,7 +105,7 @@ def _run(argv: Sequence[str]) -> None:
     elif cli.FLAGS.compatible:
         _print_compatible(values)
     else:
-        _plan_step(values, experiment.fields_of(overrides))
+        _plan_step(values, experiment.overridden_fields(overrides))
 
 
 def _plan_step(values: Any, fields: Container[str]) -> None:

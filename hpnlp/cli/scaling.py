@@ -34,9 +34,7 @@ flags.DEFINE_integer(
     "held_out", 1, "Number of runs with the most FLOPs that are predicted and not fitted.", lower_bound=0
 )
 flags.DEFINE_string("convention", "porian", "How N and C are counted: kaplan, porian or chinchilla.")
-flags.DEFINE_float(
-    "delta", 1e-3, "Log losses further than this from their prediction count linearly; 1 or more is least squares."
-)
+flags.DEFINE_float("delta", 1e-3, "Residuals of log losses count linearly beyond it; 1 or more is least squares.")
 
 ACTIONS = ("plan", "fit")
 _OF_PLAN, _OF_FIT = ("config", "device"), ("held_out", "convention", "delta")
@@ -108,11 +106,11 @@ def _fit(directory: Path) -> None:
 
     f = cli.FLAGS
     lookup(CONVENTIONS, f.convention, "--convention")
-    found, unfinished = members.read_members(directory)
-    result = analysis.analyse(found, f.convention, f.held_out, f.delta)
+    runs, unfinished = members.read_members(directory)
+    result = analysis.analyse(runs, f.convention, f.held_out, f.delta)
     record = finite(analysis.to_json(result)) | {
         "unfinished": unfinished,
-        "has_experts": any(member.size.idle for member in found),
+        "has_experts": any(member.size.idle for member in runs),
         "environment": measure.environment(),
     }
     text = page.render(result, unfinished, "scaling.png")

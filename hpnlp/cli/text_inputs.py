@@ -69,16 +69,16 @@ class TextInputs:
         """
         names = [column.name for column in self.kind.inputs]
         for number, line in lines:
-            parts = line.split("\t") if len(names) > 1 else [line]
+            texts = line.split("\t") if len(names) > 1 else [line]
             if not line.strip() and self.keeps_blank:
-                parts = [""] * len(names)
-            if len(parts) != len(names):
-                count = "one text" if len(parts) == 1 else f"{len(parts)} texts"
+                texts = [""] * len(names)
+            if len(texts) != len(names):
+                count = "one text" if len(texts) == 1 else f"{len(texts)} texts"
                 raise InputError(
                     f"{place} {number}: {line!r:.60} is {count}, and the run reads {len(names)} ({', '.join(names)}): "
                     "put one tab between them, or use a file of records"
                 )
-            yield Example(f"{place} {number}", parts, dict(zip(names, parts, strict=True)))
+            yield Example(f"{place} {number}", texts, dict(zip(names, texts, strict=True)))
 
     def from_file(self, name: str) -> Iterator[Example]:
         """Reads a file of lines or records.

@@ -108,7 +108,7 @@ def _train(values: Any, workdir: str, command: str, overrides: Sequence[str]) ->
     f = cli.FLAGS
     resolved = config.resolve(values)
     if not any(map(has_begun, [workdir, *Path(workdir).glob("seed_*")])):
-        unused_fields.check(resolved, experiment.fields_of(overrides))
+        unused_fields.check(resolved, experiment.overridden_fields(overrides))
     if f["seeds"].present:
         from hpnlp.jobs import seeds
 
@@ -140,7 +140,7 @@ def _workdir(arguments: Sequence[str], path: str, overrides: Sequence[str]) -> s
     if arguments or cli.FLAGS.workdir is not None:
         workdir = cli.named_run(arguments, "hpnlp train --workdir=RUN", "workdir")
     else:
-        data = experiment.value_of("data.path", overrides)
+        data = experiment.last_override("data.path", overrides)
         source = path.partition(":")[0] if cli.FLAGS.config or not data else data.rstrip("/")
         workdir = os.path.join(
             "runs", re.sub(r"\W+", "_", os.path.basename(source).partition(".")[0]).strip("_") or "run"
@@ -154,5 +154,5 @@ def _help(argv: Sequence[str], overrides: Sequence[str]) -> str:
     paths = {name: [arg.partition("=")[2] for arg in argv if arg.startswith(f"--{name}=")] for name in FILES}
     cli.register(paths["register"])
     config = next(reversed(paths["config"]), None)
-    path = experiment.start(config, overrides) if config or experiment.value_of("task", overrides) else ""
+    path = experiment.start(config, overrides) if config or experiment.last_override("task", overrides) else ""
     return named_experiments.listed() + fields.listed(experiment.read(path, overrides), path)

@@ -64,7 +64,7 @@ def split_layers(config: Any, weights: Any) -> list[Layer]:
 
 
 def join_layers(config: Any, weights: Any, layers: Sequence[Layer]) -> tuple[Any, Any]:
-    """A model with other layers.
+    """Makes a model of the given layers.
 
     Args:
       config: Config of the model that the layers were taken from.
@@ -79,10 +79,10 @@ def join_layers(config: Any, weights: Any, layers: Sequence[Layer]) -> tuple[Any
     """
     if not layers:
         raise InputError("all layers would be removed: keep at least one")
-    new_config = _config_of(config, [layer.form for layer in layers])
+    new_config = _with_forms(config, [layer.form for layer in layers])
     order, stacks = new_config.stack_order(), {}
     for name in order.stack_names:
-        members = [layers[i].variables for i in order.layers_of(name, len(layers))]
+        members = [layers[i].variables for i in order.members(name, len(layers))]
         stacks[name] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *members)
     result = {**weights, "layers": order.join({name: stack["params"] for name, stack in stacks.items()})}
     with_buffers = {name: stack[BUFFERS] for name, stack in stacks.items() if BUFFERS in stack}
@@ -108,7 +108,7 @@ def check_single_stack(config: Any) -> None:
         )
 
 
-def _config_of(config: Any, forms: Sequence[BlockConfig]) -> Any:
+def _with_forms(config: Any, forms: Sequence[BlockConfig]) -> Any:
     """The config of a model whose layers have these forms."""
     first = forms[0]
     shared = {name: getattr(first, name) for name in WIDTHS}
@@ -131,16 +131,16 @@ def _config_of(config: Any, forms: Sequence[BlockConfig]) -> Any:
 
 
 def _changed(config: Any, first: BlockConfig, form: BlockConfig) -> dict[str, Any]:
-    """Values of the fields in which a layer differs from the model's own Block, which has the widths of the first layer."""
-    own = {field.name: getattr(config, field.name) for field in dataclasses.fields(BlockConfig)}
-    own |= {name: getattr(first, name) for name in WIDTHS} | {"head_dim": config.head_size}
+    """Field -> value, where a layer differs from the model's Block, which has the widths of the first layer."""
+    defaults = {field.name: getattr(config, field.name) for field in dataclasses.fields(BlockConfig)}
+    defaults |= {name: getattr(first, name) for name in WIDTHS} | {"head_dim": config.head_size}
     # The size of a layer's heads is written out, because it would otherwise follow from their new number.
-    values = {name: getattr(form, name) for name in own} | {"head_dim": form.head_size}
+    values = {name: getattr(form, name) for name in defaults} | {"head_dim": form.head_size}
     skipped = {"mixer", "dropout", "dim", "memory_dim", "norm_placement"}
     (mixer,) = build_mixers(str(form.mixer))
     if not mixer.needs:  # without projections, these fields have no effect, and a form may not set them
         skipped.update(PROJECTION_FIELDS)
-    return {name: values[name] for name, value in own.items() if name not in skipped and values[name] != value}
+    return {name: values[name] for name, value in defaults.items() if name not in skipped and values[name] != value}
 
 
 def _period(entries: Sequence[str]) -> int:
@@ -149,7 +149,7 @@ def _period(entries: Sequence[str]) -> int:
 
 
 def join_entries(entries: Sequence[str]) -> str:
-    """The spec of a list.
+    """Joins entries to the spec of a list.
 
     Args:
       entries: Specs of its entries, without repeats.

@@ -20,11 +20,11 @@ from hpnlp.compress.stages import (
     STRUCTURE,
     Calibration,
     Compressor,
+    calibration_gradients,
     check_keeps_units,
     check_known_widths,
     check_unit_arguments,
     convolutions,
-    gradients_of,
     structure,
     zeros,
 )
@@ -37,7 +37,7 @@ from hpnlp.ops.weight import is_weight
 from hpnlp.ops.weights import factorize as factorize_matrix
 from hpnlp.ops.weights import quantize
 from hpnlp.ops.weights.calibrated.observed import split_observed
-from hpnlp.ops.weights.low_rank import rank_by_energy, rank_of
+from hpnlp.ops.weights.low_rank import rank_by_energy, rank_for_share
 from hpnlp.spec import build, parse
 from hpnlp.types import InputError
 
@@ -204,10 +204,10 @@ def _rank(w: Any, parameters: int | float, energy: int | float, rank: int) -> in
     if rank:
         return min(rank, *w.shape[-2:])
     if parameters:
-        return rank_of(w.shape[-2:], parameters)
+        return rank_for_share(w.shape[-2:], parameters)
     # Layers of a stack have one rank, that of the layer that needs the largest.
     stacked = np.reshape(np.asarray(w), (-1, *w.shape[-2:]))
-    return max(rank_by_energy(np.linalg.svd(one, compute_uv=False), energy) for one in stacked)
+    return max(rank_by_energy(np.linalg.svd(matrix, compute_uv=False), energy) for matrix in stacked)
 
 
 def mixed(bits: int | float = 4.0, choices: str = "2 4 8") -> tuple[str, Compressor]:
@@ -223,14 +223,14 @@ def mixed(bits: int | float = 4.0, choices: str = "2 4 8") -> tuple[str, Compres
     Raises:
       InputError: `choices` is no such list, or `bits` is below the first or above the last.
     """
-    parts = str(choices).split()
+    items = str(choices).split()
     if (
-        not parts
-        or any(not part.isdecimal() or not 2 <= int(part) <= 8 for part in parts)
-        or parts != sorted(set(parts))
+        not items
+        or any(not part.isdecimal() or not 2 <= int(part) <= 8 for part in items)
+        or items != sorted(set(items))
     ):
         raise InputError(f"mixed(choices={choices!r}): expected ascending numbers of bits of 2 to 8, as '2 4 8'")
-    allowed = list(map(int, parts))
+    allowed = list(map(int, items))
     if not allowed[0] <= bits <= allowed[-1]:
         raise InputError(
             f"mixed(bits={bits}): expected {allowed[0]} to {allowed[-1]}, the fewest and the most bits of its choices"
@@ -251,9 +251,9 @@ def mixed(bits: int | float = 4.0, choices: str = "2 4 8") -> tuple[str, Compres
         def convert(path: str, w: Any) -> Any:
             if is_table(path):
                 return quantize(w, 8, by_row=True)
-            one_by_one = [quantize(one, chosen[f"{path}:{i}"]) for i, one in enumerate(_one_by_one(w))]
-            as_bytes = [dataclasses.replace(one, codes=one.codes.astype(jnp.int8)) for one in one_by_one]
-            return jax.tree.map(lambda *parts: jnp.stack(parts), *as_bytes) if w.ndim == 3 else as_bytes[0]
+            one_by_one = [quantize(matrix, chosen[f"{path}:{i}"]) for i, matrix in enumerate(_one_by_one(w))]
+            as_bytes = [dataclasses.replace(matrix, codes=matrix.codes.astype(jnp.int8)) for matrix in one_by_one]
+            return jax.tree.map(lambda *leaves: jnp.stack(leaves), *as_bytes) if w.ndim == 3 else as_bytes[0]
 
         return config, map_matrices(convert, weights, stacked=True)
 
@@ -270,11 +270,11 @@ def _curvatures(config: Any, weights: Any, paths: Collection[str], calibration: 
 
 
 def _one_by_one(w: Any) -> list[Any]:
-    """The matrices of stacked layers."""
+    """Splits a stack of matrices into its layers; a single matrix is the only one."""
     return list(w) if w.ndim == 3 else [w]
 
 
-def _stage_of(conversion: Callable[..., Conversion]) -> Callable[..., tuple[str, Compressor]]:
+def _conversion_stage(conversion: Callable[..., Conversion]) -> Callable[..., tuple[str, Compressor]]:
     """The stage that converts each matrix by itself, with the arguments of a function of `CONVERSIONS`."""
 
     @functools.wraps(conversion)
@@ -317,7 +317,7 @@ COMPRESSORS: dict[str, Callable[..., tuple[str, Compressor]]] = {
     "magnitude": zeros.magnitude,
     "factorize": factorize,
     "mixed": mixed,
-    **{name: _stage_of(conversion) for name, conversion in CONVERSIONS.items()},
+    **{name: _conversion_stage(conversion) for name, conversion in CONVERSIONS.items()},
 }
 
 
@@ -449,5 +449,5 @@ def _unit_compressor(
 
 def _slopes(config: Any, weights: Any, unit: str, calibration: Calibration | None) -> list[Any]:
     """Gradients of the parameters of each layer."""
-    slopes = gradients_of(unit, config, weights, calibration)
+    slopes = calibration_gradients(unit, config, weights, calibration)
     return [layer.variables["params"] for layer in split_layers(config, {**weights, **slopes})]

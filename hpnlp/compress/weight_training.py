@@ -22,11 +22,11 @@ from hpnlp.compress.training.training_technique import Technique
 from hpnlp.models.mixtures.wrapper import ModelWrapper
 from hpnlp.models.variables import BUFFERS
 from hpnlp.ops.weights import LowRankWeight, RoundedInputsWeight, dense_tree, factorize
-from hpnlp.ops.weights.low_rank import rank_of
+from hpnlp.ops.weights.low_rank import rank_for_share
 from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError, LossOut, Statistics
 
-OWN = "weights"  # key of further parameters, buffers and statistics
+OWN = "weights"  # key of the added parameters, buffers and statistics
 SCORES, LEFT, RIGHT = "scores", "left", "right"
 DROPOUT = "dropout"
 _WEIGHT_DROP_STREAM = 0x77656967  # folded into the key of dropout
@@ -92,8 +92,8 @@ class WeightTraining(ModelWrapper):
             variables["params"] = {**variables["params"], OWN: _nested(zeros)}
         if self.technique.share is not None:
             lowest = {path: jnp.full(_lead(nn.meta.unbox(box)), -jnp.inf) for path, box in matrices.items()}
-            own = {"share": jnp.ones(()), "due": jnp.ones(()), "thresholds": _nested(_finite(lowest))}
-            variables[BUFFERS] = {**variables.get(BUFFERS, {}), OWN: own}
+            schedule = {"share": jnp.ones(()), "due": jnp.ones(()), "thresholds": _nested(_finite(lowest))}
+            variables[BUFFERS] = {**variables.get(BUFFERS, {}), OWN: schedule}
         return variables
 
     def apply(self, variables: Mapping[str, Any], *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
@@ -108,11 +108,11 @@ class WeightTraining(ModelWrapper):
         Returns:
           The result of the Model; its `statistics` also have the thresholds of a schedule and the penalty of scores.
         """
-        params, own, buffers = _split(variables)
+        params, extra, buffers = _split(variables)
         rng = (rngs or {}).get(DROPOUT)
         rng = None if rng is None else jax.random.fold_in(rng, _WEIGHT_DROP_STREAM)
         matrices = _kernels(params)
-        scores = {path: _own_of(own, path) for path in matrices}
+        scores = {path: _scores_or_factors(extra, path) for path in matrices}
         thresholds = {path: _at(buffers["thresholds"], path) if buffers else None for path in matrices}
         bound = {
             path: self.technique.bind(
@@ -141,31 +141,27 @@ class WeightTraining(ModelWrapper):
         Returns:
           Name -> float32 scalar.
         """
-        own, inner = _own_statistics(statistics)
+        sums, inner = _own_statistics(statistics)
         losses = self.inner.auxiliary_loss(inner)
-        if "penalty" in own:
-            losses = {**losses, "weights_loss": own["penalty"] / jnp.maximum(own["count"], 1.0)}
+        if "penalty" in sums:
+            losses = {**losses, "weights_loss": sums["penalty"] / jnp.maximum(sums["count"], 1.0)}
         return losses
 
     def advance(self, buffers: Any, statistics: Statistics, step: Array, rng: Array) -> Any:
         """Buffers of the Model, and the share and the thresholds for the next step.
 
-        Args:
-          buffers: As of the Model.
-          statistics: As of the Model.
-          step: As of the Model.
-          rng: As of the Model.
+        Arguments: see `Model.advance`.
 
         Returns:
           A tree like `buffers`.
         """
-        own, inner_statistics = _own_statistics(statistics)
+        sums, inner_statistics = _own_statistics(statistics)
         inner = {name: tree for name, tree in buffers.items() if name != OWN}
         result = self.inner.advance(inner, inner_statistics, step, rng) if inner else {}
         if OWN not in buffers:
             return result
         old = buffers[OWN]
-        new = jax.tree.map(lambda x: x / jnp.maximum(own["count"], 1.0), own["thresholds"])
+        new = jax.tree.map(lambda x: x / jnp.maximum(sums["count"], 1.0), sums["thresholds"])
         kept = jax.tree.map(lambda now, then: jnp.where(old["due"] > 0, now, then), new, old["thresholds"])
         following = step + 1
         due = (following % self.every == 0) | (following >= self.technique.steps - 1)
@@ -200,11 +196,11 @@ class WeightTraining(ModelWrapper):
           Weights of `inner`, with the matrices that evaluations of this model read.
         """
         collections = {"params": {k: v for k, v in weights.items() if k != BUFFERS}, BUFFERS: weights.get(BUFFERS, {})}
-        params, own, buffers = _split(collections)
+        params, extra, buffers = _split(collections)
         bound = {
             path: self.technique.bind(
                 w,
-                _own_of(own, path),
+                _scores_or_factors(extra, path),
                 _at(buffers["thresholds"], path) if buffers else None,
                 None,
             )
@@ -226,7 +222,7 @@ class WeightTraining(ModelWrapper):
         return self.inner.plain(jax.jit(self.finished)(weights))
 
     def _statistics(self, matrices: Mapping[str, Array], scores: Mapping[str, Any], buffers: Any) -> dict[str, Any]:
-        """Thresholds where they are due, and the penalty, with the number of calls by which `advance` divides their sums."""
+        """Thresholds if they are due, the penalty, and a count of calls, by which `advance` divides the sums."""
         result: dict[str, Any] = {}
         if buffers:
             ranked = {path: self.technique.ranked(w, scores[path]) for path, w in matrices.items()}
@@ -245,7 +241,7 @@ class WeightTraining(ModelWrapper):
 
 
 def with_own(weights: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str, Any]:
-    """Weights of a plain Model as the first weights of a `WeightTraining` of it.
+    """Adds the initial variables of a `WeightTraining` to the weights of a plain Model.
 
     Args:
       weights: Weights of the Model.
@@ -259,21 +255,21 @@ def with_own(weights: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str,
         first = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[OWN])
         factors = {}
         for path, w in _kernels(weights).items():
-            own = _own_of(shapes[OWN], path)
-            if isinstance(own, LowRankWeight) and own.shape == w.shape[-2:]:
-                left, right = _factors(w, own.left.shape[-1])
+            extra = _scores_or_factors(shapes[OWN], path)
+            if isinstance(extra, LowRankWeight) and extra.shape == w.shape[-2:]:
+                left, right = _factors(w, extra.left.shape[-1])
                 factors |= {f"{path}/{LEFT}": left, f"{path}/{RIGHT}": right}
         result[OWN] = _replaced(first, factors)
-    own = shapes.get(BUFFERS, {}).get(OWN)
-    if own is not None:
-        lowest = jax.tree.map(lambda x: jnp.full(x.shape, _LOWEST), own["thresholds"])
+    extra = shapes.get(BUFFERS, {}).get(OWN)
+    if extra is not None:
+        lowest = jax.tree.map(lambda x: jnp.full(x.shape, _LOWEST), extra["thresholds"])
         first = {"share": jnp.ones(()), "due": jnp.ones(()), "thresholds": lowest}
         result[BUFFERS] = {**weights.get(BUFFERS, {}), OWN: first}
     return result
 
 
 def quantile(x: Float[Array, "*layers D F"], share: Array) -> Float[Array, "*layers"]:
-    """The number that a share of the numbers of each matrix is below.
+    """Quantile of the numbers of each matrix.
 
     Args:
       x: [..., D, F].
@@ -338,7 +334,7 @@ def _replaced(params: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     return {name: _replaced(child, values, f"{prefix}/{name}".lstrip("/")) for name, child in params.items()}
 
 
-def _own_of(tree: Any, path: str) -> Any:
+def _scores_or_factors(tree: Any, path: str) -> Any:
     """The scores of a kernel, or its factors as a LowRankWeight; None if it has neither."""
     for name in path.split("/"):
         if tree is None or name not in tree:
@@ -349,7 +345,7 @@ def _own_of(tree: Any, path: str) -> Any:
 
 def _factors(w: Array, rank: int) -> tuple[Array, Array]:
     """The factors of the best approximation of a rank, [..., D, r] and [..., r, F]."""
-    function = lambda one: factorize(one, rank)  # noqa: E731
+    function = lambda matrix: factorize(matrix, rank)  # noqa: E731
     factors = jax.vmap(function)(w) if w.ndim == 3 else function(w)
     return factors.left, factors.right
 
@@ -357,7 +353,7 @@ def _factors(w: Array, rank: int) -> tuple[Array, Array]:
 def _boxed_factors(box: Any, share: int | float) -> dict[str, Any]:
     """The factors of a boxed kernel, boxed with the names of their axes; empty if they would have as many parameters."""
     *lead, d, f = box.value.shape
-    rank = rank_of((d, f), share)
+    rank = rank_for_share((d, f), share)
     if rank * (d + f) >= d * f:
         return {}
     *names, row, column = box.names

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from hpnlp.cost.parts import part_of
+from hpnlp.cost.parts import operation_part
 from hpnlp.types import InputError
 
 # Name of a scope that states how often the `while` loops in it run; the jaxpr of a loop does not.
@@ -45,7 +45,7 @@ def kernel_flops(count: int) -> contextlib.AbstractContextManager[Any]:
     return jax.named_scope(f"{_KERNEL}{count}")
 
 
-def iterations_of(equation: Any) -> int | None:
+def iteration_count(equation: Any) -> int | None:
     """Number of iterations of a `while` loop by its scope.
 
     Args:
@@ -97,11 +97,7 @@ def jitted(fn: Callable[..., Any], **options: Any) -> Any:
 def flops_by_part(fn: Callable[..., Any], *args: Any, while_trips: int | None = None, **kwargs: Any) -> dict[str, int]:
     """Counts the FLOPs of each part of a function; see `count_flops`, and `parts.shares` for shares.
 
-    Args:
-      fn: As for `count_flops`.
-      *args: As for `count_flops`.
-      while_trips: As for `count_flops`.
-      **kwargs: As for `count_flops`.
+    Arguments: see `count_flops`.
 
     Returns:
       FLOPs by entry of `parts.PARTS`, and by "" outside of all parts. Their sum is the result of `count_flops`.
@@ -131,7 +127,7 @@ def _flops_by_part(jaxpr: Any, while_trips: int | None) -> dict[str, int]:
     result: dict[str, int] = {}
     for equation in open_jaxpr(jaxpr).eqns:
         flops = _equation_flops(equation, while_trips)
-        outer = part_of(equation.source_info.name_stack) if "" in flops else ""
+        outer = operation_part(equation.source_info.name_stack) if "" in flops else ""
         for name, count in flops.items():
             result[name or outer] = result.get(name or outer, 0) + count
     return result
@@ -159,7 +155,7 @@ def _equation_flops(equation: Any, while_trips: int | None) -> dict[str, int]:
         return {}
     times = _repeats(name, params)
     if name == "while":
-        trips = iterations_of(equation)
+        trips = iteration_count(equation)
         times = while_trips if trips is None else trips
         if times is None:
             raise InputError(

@@ -2,7 +2,7 @@
 
 Code that computes a part runs under `part(name)`, a scope of JAX's name stack. Scopes do not change what is computed. Equations
 of a jaxpr and operations of a compiled program carry the stack, also those of gradients, of rematerialised layers and of the
-bodies of loops, so that `part_of` finds the part that each belongs to. Of nested scopes, the innermost one counts.
+bodies of loops, so that `operation_part` finds the part that each belongs to. Of nested scopes, the innermost one counts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def part(name: str):  # the type of JAX's scopes has no public name
     return jax.named_scope(f"{_SCOPE}{name}")
 
 
-def part_of(stack: object) -> str:
+def operation_part(stack: object) -> str:
     """The part that an operation belongs to.
 
     Args:
@@ -88,11 +88,11 @@ def percentages(by_part: Mapping[str, float], digits: int = 1) -> dict[str, floa
       Percentage by part. The parts with the largest remainders are rounded up.
     """
     scaled = {name: share * 100 * 10**digits for name, share in by_part.items()}
-    whole = {name: math.floor(value + 1e-9) for name, value in scaled.items()}
-    missing = round(sum(scaled.values())) - sum(whole.values())
-    for name in sorted(scaled, key=lambda name: whole[name] - scaled[name])[: max(0, missing)]:
-        whole[name] += 1
-    return {name: value / 10**digits for name, value in whole.items()}
+    floors = {name: math.floor(value + 1e-9) for name, value in scaled.items()}
+    missing = round(sum(scaled.values())) - sum(floors.values())
+    for name in sorted(scaled, key=lambda name: floors[name] - scaled[name])[: max(0, missing)]:
+        floors[name] += 1
+    return {name: value / 10**digits for name, value in floors.items()}
 
 
 def label(name: str) -> str:

@@ -128,11 +128,7 @@ class Baselines:
     """
 
     def __init__(self, corpus: Corpus) -> None:
-        """Starts the measurement, unless the cache holds its result or the text is small.
-
-        Args:
-          corpus: The corpus.
-        """
+        """Starts the measurement, unless the cache holds its result or the text is small."""
         from hpnlp.data.reading import token_store
 
         self._corpus = corpus

@@ -245,7 +245,7 @@ def padding_share(lengths: np.ndarray, batches: Sequence[Rows]) -> float:
     return 1 - used / total
 
 
-def arrays_of(texts: Sequence[np.ndarray], batch: Rows, rows: int, pad_id: int) -> Batch:
+def batch_arrays(texts: Sequence[np.ndarray], batch: Rows, rows: int, pad_id: int) -> Batch:
     """Arrays of a batch, with a segment for each text.
 
     Args:

@@ -17,7 +17,7 @@ _MAX_SPAN = 100
 _HELDOUT_SEED = 0  # every evaluation of every run masks the same tokens of held-out text
 
 
-def rng_of(seed: int, number: int) -> np.random.Generator:
+def sequence_rng(seed: int, number: int) -> np.random.Generator:
     """Makes the random generator of one sequence: a counter-based one, whose key is (seed, number).
 
     Args:
@@ -49,7 +49,7 @@ def mask_tokens(
     Args:
       tokens: Token ids of one sequence, integers [T].
       segment_ids: Segments, integers [T]; 0 on padding.
-      rng: Generator of this sequence; see `rng_of`.
+      rng: Generator of this sequence; see `sequence_rng`.
       tokenizer: The tokenizer of the sequence.
       mask_id: Id of the mask; see `Tokenizer.find_mask_id`.
       rate: Probability that a token is selected, between 0 and 1.
@@ -200,7 +200,13 @@ class MaskedCorpus:
         """
         rows = [
             mask_tokens(
-                tokens, segments, rng_of(seed, first + i), self.corpus.tokenizer, self.mask_id, self._rate, self._span
+                tokens,
+                segments,
+                sequence_rng(seed, first + i),
+                self.corpus.tokenizer,
+                self.mask_id,
+                self._rate,
+                self._span,
             )
             for i, (tokens, segments) in enumerate(zip(batch["tokens"], batch["segment_ids"], strict=True))
         ]

@@ -178,7 +178,7 @@ def _fit(starts: np.ndarray, lengths: np.ndarray, seq_len: int) -> tuple[np.ndar
 
     First-fit decreasing fills a row with the longest piece that still fits until none does, then fills the next row from the
     remaining pieces. Since pieces of equal length are interchangeable, the same recipe (length, number of pieces) is repeated
-    in further rows as long as the pieces of its lengths last.
+    in more rows as long as the pieces of its lengths last.
     """
     order = np.argsort(-lengths, kind="stable")
     remaining = np.bincount(lengths, minlength=seq_len + 1)

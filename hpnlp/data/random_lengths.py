@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 BASE_SHARE = 0.95
-LARGEST_DEVIATIONS = 2  # lengths further from the mean are rounded to these many standard deviations
+LARGEST_DEVIATIONS = 2  # lengths are limited to so many standard deviations from the mean
 SMALLEST = 5
 VALUES = 2 * LARGEST_DEVIATIONS + 2
 _BLOCK = 1024  # batches whose lengths are drawn at once

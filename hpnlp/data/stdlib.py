@@ -84,7 +84,7 @@ def write_corpus(name: str, cache: str = "") -> WordCorpus:
     root = token_store.cache_root(cache)
     content = Snapshot([file.path for file in source.files]).digest(root, ignore_progress)
     names = [file.name for file in source.files]
-    key = token_store.key_of([_FORMAT, name, platform.python_version(), names, content])
+    key = token_store.json_hash([_FORMAT, name, platform.python_version(), names, content])
 
     def write(directory: str) -> dict[str, Any]:
         return _write(name, source.files, directory)
@@ -135,7 +135,7 @@ def docs(source: bytes) -> Iterator[list[str]]:
       The words of each docstring and comment, in the order of their first lines.
 
     Raises:
-      SyntaxError: `source` is not valid Python. ValueError and tokenize.TokenError are raised for further faults.
+      SyntaxError: `source` is not valid Python. ValueError and tokenize.TokenError are raised for other faults.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some sources of the library contain deprecated syntax

@@ -67,16 +67,13 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, progress: Pr
         return record
 
     directory, record = token_store.cached(
-        root, f"tokens-{token_store.key_of([content, tokenizers.tokenizer_digest(tokenizer)])}", write
+        root, f"tokens-{token_store.json_hash([content, tokenizers.tokenizer_digest(tokenizer)])}", write
     )
     return Corpus(config, tokenizer, directory, record, is_cached)
 
 
 def find_sources(config: DataConfig) -> Ingest:
     """Lists the files of a config's paths.
-
-    Args:
-      config: The config.
 
     Returns:
       The sources, with the options that decide how they are read and split.
@@ -126,6 +123,6 @@ def trained_tokenizer(spec: str, texts: Iterable[bytes], root: str, content: Any
         snapshot.check()
         return {}
 
-    key = token_store.key_of([tokenizers.TRAINING_VERSION, spec, content])
+    key = token_store.json_hash([tokenizers.TRAINING_VERSION, spec, content])
     directory, _ = token_store.cached(root, f"tokenizer-{key}", write)
     return tokenizers.load(directory)

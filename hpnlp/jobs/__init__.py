@@ -1,1 +1,1 @@
-"""What is neither a loop nor a command: uses of trained models, served exports, and the supervisor of processes."""
+"""Jobs that commands run: uses of trained models, served exports, and the supervisor of processes."""

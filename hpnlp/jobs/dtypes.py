@@ -44,9 +44,6 @@ def with_dtype(run: Run, dtype: str) -> Run:
 def overflow_checked(run: Run) -> Iterator[None]:
     """Raises InputError where a program of a model of float16 returns numbers that are not finite.
 
-    Args:
-      run: The run.
-
     Yields:
       Nothing.
 

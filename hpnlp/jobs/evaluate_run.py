@@ -23,7 +23,7 @@ from hpnlp.tasks.reports.reporting import Outcome
 from hpnlp.training.config import Config, flat, with_changes
 from hpnlp.training.config_file import load_config
 from hpnlp.training.evaluation import Evaluation, evaluate, further_scores
-from hpnlp.training.files.checksum import first_difference, shape_of
+from hpnlp.training.files.checksum import first_difference, shape_text
 from hpnlp.training.optimizers.state_shardings import TrainState
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
@@ -71,7 +71,7 @@ def evaluate_run(
       workdir: The run directory; or the directory and the step of a checkpoint, or None, of each member of an ensemble.
       changes: Fields of the run's config and their values, such as {"model.mixer": "transformer_xl(512)"}. The changed model
         must have parameters of the same names and shapes.
-      limit: Largest number of batches; None for all, and for the scores of further sets (`Task.further_heldout`).
+      limit: Largest number of batches; None for all, and for the scores of other held-out sets (`Task.further_heldout`).
       cache: A continuous cache, as in "continuous(500, 0.3, 0.1)"; "" for none.
       neighbours: A datastore of the run's hidden states; None for none.
       progress: Function of a unit of amounts, "MiB" for bytes, that returns a function of progress.
@@ -198,7 +198,7 @@ def check_shapes(params: Any, shapes: TrainState, changes: Mapping[str, Any]) ->
       InputError: Names or shapes differ.
     """
     params = jax.eval_shape(dense_tree, params)
-    if difference := first_difference(variables.join(shapes.params, shapes.buffers), params, shape_of):
+    if difference := first_difference(variables.join(shapes.params, shapes.buffers), params, shape_text):
         name, of_model, of_run = difference
         fault = f"params{name} is {of_model} in the model and {of_run} in the run"
         if not changes:

@@ -25,7 +25,7 @@ def measure_step(config: Any, task: str, rounds: int = 3) -> dict[str, Any]:
       rounds: Number of measurements, of which the median is taken.
 
     Returns:
-      A row: the fields of `key_of`, "steps_per_second", "peak_memory_bytes", and "environment".
+      A row: the fields of `step_key`, "steps_per_second", "peak_memory_bytes", and "environment".
 
     Raises:
       InputError: The config is invalid.
@@ -34,9 +34,9 @@ def measure_step(config: Any, task: str, rounds: int = 3) -> dict[str, Any]:
     import numpy as np
 
     from hpnlp import measure
-    from hpnlp.planner.estimate import trainer_of
+    from hpnlp.planner.estimate import planned_trainer
 
-    trainer: Any = trainer_of(config, jax.devices()[:1])
+    trainer: Any = planned_trainer(config, jax.devices()[:1])
     batch = {name: np.asarray(array) for name, array in trainer.example_batch(*_shape(config)).items()}
     draw = np.random.default_rng(0)
     batch["tokens"] = draw.integers(1, 9, batch["tokens"].shape).astype(np.int32)
@@ -53,7 +53,7 @@ def measure_step(config: Any, task: str, rounds: int = 3) -> dict[str, Any]:
     _forget_peak()
     timing = measure.timeit({"step": step}, rounds=rounds, min_seconds=1.0)["step"]
     return {
-        **key_of(config, task),
+        **step_key(config, task),
         "steps_per_second": 1 / timing.median,
         "seconds": list(timing.all),
         "peak_memory_bytes": measure.peak_memory_bytes(),
@@ -71,7 +71,7 @@ def _shape(config: Any) -> tuple[int, int]:
     return config.data.batch_size, config.data.seq_len
 
 
-def key_of(config: Any, task: str) -> dict[str, Any]:
+def step_key(config: Any, task: str) -> dict[str, Any]:
     """The fields of a row that identify the step.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpnlp.lra import all_specs
-from hpnlp.lra.tasks import exception_of, find_task, get_config
+from hpnlp.lra.tasks import find_departure, find_task, get_config
 
 __all__ = ["get_config", "get_sweep"]
 
@@ -21,7 +21,7 @@ def get_sweep(task: str = "listops_short") -> list[dict[str, Any]]:
     """
     members = []
     for spec in all_specs(causal=find_task(task).is_causal)[0]:
-        departure = exception_of(spec, task)
+        departure = find_departure(spec, task)
         if departure is None or departure.fields is not None:
             members.append({"model.mixer": spec, **(departure.fields or {} if departure else {})})
     return members

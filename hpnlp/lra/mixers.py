@@ -29,7 +29,7 @@ SPECS: Mapping[str, str] = {
 }
 
 
-def spec_of(entry: Spec) -> str:
+def mixer_spec(entry: Spec) -> str:
     """The spec of a mixer that a user names.
 
     Args:
@@ -52,7 +52,7 @@ def all_specs(*, causal: bool = False) -> tuple[list[str], dict[str, str]]:
     """
     specs, left_out = [], {}
     for name in MIXERS:
-        spec = spec_of(Spec(name))
+        spec = mixer_spec(Spec(name))
         try:
             (mixer,) = build_mixers(spec)
         except InputError as error:
@@ -80,4 +80,4 @@ def select_specs(text: str) -> list[str]:
         raise InputError("--mixers is empty: name mixers, as in --mixers=full,linear, or use --mixers=all")
     for entry in entries:
         lookup(MIXERS, entry.name, "mixer")
-    return list(dict.fromkeys(spec_of(entry) for entry in entries))
+    return list(dict.fromkeys(mixer_spec(entry) for entry in entries))

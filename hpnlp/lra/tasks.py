@@ -86,7 +86,7 @@ EXCEPTIONS: dict[str, Departure] = {
 }
 
 
-def exception_of(spec: str, task: str) -> Departure | None:
+def find_departure(spec: str, task: str) -> Departure | None:
     """The departure of a mixer from the common setting.
 
     Args:
@@ -97,9 +97,9 @@ def exception_of(spec: str, task: str) -> Departure | None:
       The first exception of an entry that the spec names; None without one.
     """
     for entry in parse(spec, "model.mixer"):
-        found = EXCEPTIONS.get(entry.name)
-        if found is not None and (not found.tasks or task in found.tasks):
-            return found
+        departure = EXCEPTIONS.get(entry.name)
+        if departure is not None and (not departure.tasks or task in departure.tasks):
+            return departure
     return None
 
 

@@ -32,7 +32,7 @@ class LayerReport:
     carry: Any = dataclasses.field(default_factory=dict)
     taps: Any = dataclasses.field(default_factory=dict)
 
-    def of_branch(self, branch: str) -> LayerReport:
+    def in_branch(self, branch: str) -> LayerReport:
         """The report with its statistics under the name of a branch.
 
         Args:

@@ -413,23 +413,23 @@ class Backbone(BaseModel, nn.Module):
         return x if c.norm_placement == "post" else self.final_norm(x), caches, report
 
     @nn.nowrap
-    def statistics_of(self, report: LayerReport) -> Statistics:
+    def reported_statistics(self, report: LayerReport) -> Statistics:
         """The statistics of a batch.
 
         Args:
           report: Report of the layers, as `hidden` returns it.
 
         Returns:
-          Those of `layer_statistics.of_report`.
+          Those of `layer_statistics.from_report`.
         """
-        return layer_statistics.of_report(self.config, report)
+        return layer_statistics.from_report(self.config, report)
 
     @nn.nowrap
     def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
         """Auxiliary losses of the layers, see `layer_statistics.auxiliary_loss`.
 
         Args:
-          statistics: As `statistics_of` returns them, summed over the whole batch.
+          statistics: As `reported_statistics` returns them, summed over the whole batch.
 
         Returns:
           Name -> float32 scalar.
@@ -442,7 +442,7 @@ class Backbone(BaseModel, nn.Module):
 
         Args:
           buffers: The model's buffers.
-          statistics: As `statistics_of` returns them, summed over the whole batch.
+          statistics: As `reported_statistics` returns them, summed over the whole batch.
           step: Number of steps done, int32.
           rng: Key.
 

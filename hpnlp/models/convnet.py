@@ -136,7 +136,7 @@ class ConvNetConfig(Unstacked):
         """Pixels of an image."""
         return self.side**2
 
-    def check_accumulation(self, parts: int) -> None:
+    def check_accumulation(self, accumulate: int) -> None:
         """Accepts all: the loss is a sum over images, each part normalised by its own moments."""
 
     def training_flops(self, batch_size: int, length: int) -> float:

@@ -27,7 +27,7 @@ from hpnlp.types import InputError, Model, Tokenizer
 # Tokens per call of the decoding program: many enough to keep the host out of the inner loop, few enough to stream text.
 CHUNK = 16
 MAX_TOKENS = 1 << 30  # positions are int32
-MAX_SEED = (1 << 32) - 1  # JAX ignores further bits of a seed
+MAX_SEED = (1 << 32) - 1  # JAX ignores higher bits of a seed
 BUCKET = 64  # prompts are padded to a multiple of this, so that prompts of similar length share a program
 
 # Sampling of `sample_text`.
@@ -293,8 +293,8 @@ def check_decodes(model: Model, memory: Memory | None, count: int) -> None:
           decoder, and none for other models.
     """
     width = model.config.memory_dim
-    found = None if memory is None else (memory.states.shape[0], memory.states.shape[-1])
-    if found != ((count, width) if width else None):
+    actual = None if memory is None else (memory.states.shape[0], memory.states.shape[-1])
+    if actual != ((count, width) if width else None):
         expected = f"states [{count}, S, {width}], one memory for each prompt" if width else "None"
         shape = None if memory is None else list(memory.states.shape)
         raise InputError(f"memory has states of shape {shape}: model.memory_dim={width} expects {expected}")

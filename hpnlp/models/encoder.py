@@ -171,7 +171,7 @@ class Encoder(PredictionModel):
         if deterministic or (self.config.classes and not is_row_subset(self.table)):
             aux |= classification_metrics(batch, self.best(h), self.config.classes, deterministic)
         tapped = self.tapped(taps, states, h, report)
-        return LossOut(out.sum, out.weight, aux, self.statistics_of(report), taps=tapped)
+        return LossOut(out.sum, out.weight, aux, self.reported_statistics(report), taps=tapped)
 
     def logits(self, batch: Batch) -> Float[Array, "B *T C"]:
         """Logits of the labels of a batch, on one device.

@@ -84,7 +84,7 @@ class LM(PredictionModel):
         out = self.output_loss(h, batch, indices, rng)
         carry = self._carried(report)
         aux, tapped = {**report.aux, **out.aux}, self.tapped(taps, h, h, report)
-        return LossOut(out.sum, out.weight, aux, self.statistics_of(report), carry, tapped)
+        return LossOut(out.sum, out.weight, aux, self.reported_statistics(report), carry, tapped)
 
     def token_states(
         self, batch: Mapping[str, jax.Array], deterministic: bool = True
@@ -187,7 +187,7 @@ class LM(PredictionModel):
     def extend(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], caches: Any
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """Runs further tokens, which continue those in the caches.
+        """Runs new tokens, which continue those in the caches.
 
         Args:
           tokens: Ids of the tokens.

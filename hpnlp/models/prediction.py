@@ -75,8 +75,8 @@ class PredictionModel(Backbone):
         elif c.tied:
             self.table = self.embed.table
             if (missing := c.dim - c.embedding_size) > 0:
-                rest = param(self, "head", embed_init, (count, missing), (axis, "embed"))
-                self.table = jax.tree.map(lambda *columns: jnp.concatenate(columns, axis=1), self.table, rest)
+                new_columns = param(self, "head", embed_init, (count, missing), (axis, "embed"))
+                self.table = jax.tree.map(lambda *columns: jnp.concatenate(columns, axis=1), self.table, new_columns)
         else:
             self.table = param(self, "head", embed_init, (count, c.dim), (axis, "embed"))
 
@@ -110,7 +110,7 @@ class PredictionModel(Backbone):
             deterministic,
             ids=ids,
             order=order,
-            memory=self.memory_of(batch),
+            memory=self.batch_memory(batch),
             taps=tuple(name for name in taps if name in ("embedding", "hidden", "attention", "routing")),
         )
         h, _, report = self.hidden(batch["tokens"], context, added=self.added_embeddings(batch))
@@ -127,7 +127,7 @@ class PredictionModel(Backbone):
         """
         return None
 
-    def memory_of(self, batch: Batch) -> Memory | None:
+    def batch_memory(self, batch: Batch) -> Memory | None:
         """The memory that layers attend to.
 
         Args:

@@ -356,7 +356,7 @@ class RNN(UnstackedModel, nn.Module):
     def extend(
         self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], caches: Any
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """Runs further tokens.
+        """Runs new tokens.
 
         Args:
           tokens: Ids of the tokens.

@@ -140,7 +140,7 @@ def _checked(kind: Any, fields: Mapping[str, Any], names: Mapping[str, str]) -> 
     try:
         return kind(**fields)
     except InputError as error:
-        renamed = re.sub(r"model\.(\w+)", lambda found: f"model.{names.get(found[1], found[1])}", str(error))
+        renamed = re.sub(r"model\.(\w+)", lambda match: f"model.{names.get(match[1], match[1])}", str(error))
         raise InputError(renamed) from None
 
 

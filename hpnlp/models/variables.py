@@ -83,11 +83,8 @@ def weights_digest(weights: Any) -> str:
     return digest.hexdigest()
 
 
-def axes_of(model: Model) -> Any:
+def logical_axes(model: Model) -> Any:
     """Logical axis names of a model's weights. Allocates nothing.
-
-    Args:
-      model: A model.
 
     Returns:
       A tree like the weights of tuples of names.
@@ -97,9 +94,6 @@ def axes_of(model: Model) -> Any:
 
 def axes_and_shapes(model: Model) -> tuple[Any, Any]:
     """Logical axis names and shapes of a model's weights. Allocates nothing.
-
-    Args:
-      model: A model.
 
     Returns:
       `(axes, shapes)`: trees like the weights of tuples of names (None for an array without names) and of shapes.

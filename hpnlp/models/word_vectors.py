@@ -94,7 +94,7 @@ class WordVectors(UnstackedModel, nn.Module):
     """Embeddings of words that predict the words around them.
 
     A batch is as for `models.lm.LM`; labels are not read, since the labels are the tokens of the windows. A window ends with
-    its document. In training, subsampling removes words before windows are made, so that windows reach further; in
+    its document. In training, subsampling removes words before windows are made, so that windows reach more distant words; in
     evaluations, where nothing is drawn, a pair counts with the probability that training would use it.
 
     Parameters are "embed" (the word vectors), "head" (the output layer's table) and "output".
@@ -216,12 +216,12 @@ class WordVectors(UnstackedModel, nn.Module):
         return is_predicted if keep is None else is_predicted * keep
 
     def _pair_accuracy(self, tokens: Array, vectors: Array, segments: Array, keep: Array | None) -> tuple[Array, Array]:
-        """`(number, weight)` of pairs of adjacent words that are more similar than the word and one of half a batch further."""
+        """`(number, weight)` of pairs of adjacent words that are more similar than the word and one half a batch later."""
         assert keep is not None
         length = segments.shape[1]
 
         def elsewhere(x: Array) -> Array:
-            # Half a row further too: another word also in a batch of one row.
+            # The shift by half a row gives another word even in a batch of one row.
             distance = len(tokens) // 2 * length + length // 2
             return jnp.roll(x.reshape(-1, *x.shape[2:]), distance, axis=0).reshape(x.shape)
 

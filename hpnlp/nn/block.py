@@ -208,7 +208,7 @@ class Block(nn.Module):
           `(y [B, T, D], cache or None, report)`.
         """
         y, cache, report = self.attention(self._normed_input(self.mix_norm, x), context, cache)
-        return self._drop(self._normed_result("mix", y), context), cache, report.of_branch("attention")
+        return self._drop(self._normed_result("mix", y), context), cache, report.in_branch("attention")
 
     def read(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, LayerReport]:
         """The branch that attends to the memory, without its residual.
@@ -222,7 +222,7 @@ class Block(nn.Module):
           `(y [B, T, D], cache or None, report)`.
         """
         y, cache, report = self.cross_attention(self._normed_input(self.read_norm, x), context, cache)
-        return self._drop(self._normed_result("read", y), context), cache, report.of_branch("cross_attention")
+        return self._drop(self._normed_result("read", y), context), cache, report.in_branch("cross_attention")
 
     def feed(self, x: Float[Array, "B T D"], context: Context) -> tuple[jax.Array, LayerReport]:
         """The feed-forward branch, without its residual.
@@ -251,7 +251,7 @@ class Block(nn.Module):
             )
         y = self._drop(self._normed_result("feed", out.o), context)
         report = dataclasses.replace(self.tensor_parallel.report(self.mlp, out), taps=dict(out.taps))
-        return y, report.of_branch("mlp")
+        return y, report.in_branch("mlp")
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: Any = None

@@ -94,9 +94,9 @@ class ConvBlock:
                 raise InputError(f"{name}={getattr(self, name)}: expected at least 1")
         if self.kernel % 2 == 0:
             raise InputError(f"kernel={self.kernel}: expected an odd number")
-        parts = self.taps.split()
-        if not all(part.isdecimal() and int(part) < self.kernel**2 for part in parts) or any(
-            int(a) >= int(b) for a, b in itertools.pairwise(parts)
+        taps = self.taps.split()
+        if not all(part.isdecimal() and int(part) < self.kernel**2 for part in taps) or any(
+            int(a) >= int(b) for a, b in itertools.pairwise(taps)
         ):
             raise InputError(
                 f"taps={self.taps!r}: expected ascending indices of the {self.kernel**2} positions of the window, as '3 4 5'"
@@ -287,11 +287,8 @@ def scaled(count: int, width: float) -> int:
 BLOCKS: dict[str, Callable[..., Any]] = {"conv": Conv, "separable": Separable, "inverted": Inverted}
 
 
-def spec_of(block: ConvBlock) -> str:
+def block_spec(block: ConvBlock) -> str:
     """The entry of `model.blocks` that makes a block.
-
-    Args:
-      block: The block.
 
     Returns:
       The spec, without arguments that have their default.

@@ -25,7 +25,7 @@ from hpnlp.ops.weight import Weight
 Initializer = Callable[..., Any]
 
 dense_init: Initializer = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-# Name of a further parameter of a Dense layer: the transpose of its kernel.
+# Name of an additional parameter of a Dense layer: the transpose of its kernel.
 TRANSPOSE = "kernel_transpose"
 
 embed_init: Initializer = nn.initializers.normal(0.02)
@@ -77,7 +77,7 @@ def buffer(
 def frozen(module: nn.Module, name: str, initial: Callable[[jax.Array], Any]) -> Any:
     """Frozen variables of a module: arrays that the task provides and that training does not change, as those of a teacher.
 
-    A module declares them by a call in `setup` or in a compact method, and may read them by further calls in other methods.
+    A module declares them by a call in `setup` or in a compact method, and may read them by calls in other methods.
 
     Args:
       module: The module.

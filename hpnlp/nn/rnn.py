@@ -78,7 +78,7 @@ class RecurrentInputs:
 class RecurrentLayer(nn.Module):
     """A recurrent layer that reads tokens in one direction. Subclasses are the entries of CELLS.
 
-    The model sets the fields after `features`; those that subclasses add are further arguments of a spec string.
+    The model sets the fields after `features`; fields that subclasses add are arguments of a spec string.
 
     Attributes:
       features: Features H of the hidden state.

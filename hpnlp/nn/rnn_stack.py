@@ -32,7 +32,7 @@ class StackConfig(Regularization):
     initial: str = option("zeros", 'State before the first token of a document: "zeros" or "learned".')
     outputs: str = option("last", '"last" layer, or the "sum" of the outputs of all layers, which then have one width.')
     input_dropout: float = option(0.0, "Dropout of the inputs of the first layer.")
-    layer_dropout: float = option(0.0, "Dropout of the inputs of further layers (Zaremba et al. 2014).")
+    layer_dropout: float = option(0.0, "Dropout of the inputs of all layers but the first (Zaremba et al. 2014).")
     output_dropout: float = option(0.0, "Dropout of the outputs of the last layer.")
     variational: bool = option(
         False, "One mask of inputs, layers and outputs for all tokens of a sequence (Gal and Ghahramani 2016)."

@@ -93,7 +93,7 @@ def indexed_stacks(params: Any, first: Any, order: StackOrder | None, period: in
     """`(stacks, order)`: pairs of the parameters and the indices of the layers of each stack."""
     order, params = (single_stack(period), {"all": params}) if order is None else (order, params)
     count = layer_count(params)
-    return {name: (stack, _layer_indices(order.layers_of(name, count), first)) for name, stack in params.items()}, order
+    return {name: (stack, _layer_indices(order.members(name, count), first)) for name, stack in params.items()}, order
 
 
 def _layer_indices(layers: Sequence[int], first: Any) -> jax.Array:

@@ -15,7 +15,7 @@ from hpnlp.nn.layers import dense_init, param
 from hpnlp.ops.trees import Graph, Schedule, child_sum_tree_lstm, make_schedule
 
 
-def schedule_of(batch: Mapping[str, jax.Array], max_children: int) -> Schedule:
+def batch_schedule(batch: Mapping[str, jax.Array], max_children: int) -> Schedule:
     """The schedule of a batch of trees, computed on the device.
 
     Args:

@@ -168,12 +168,12 @@ def channel_moments(
     count = jnp.sum(weights.astype(jnp.float32)) * positions
     divisor = jnp.where(count > 0, count, 1.0)
 
-    def mean_of(values: Array) -> Array:
+    def weighted_mean(values: Array) -> Array:
         return jnp.sum(per_example * values, axis=axes) / divisor
 
     h = x.astype(jnp.float32)
-    mean = mean_of(h)
-    return mean, mean_of(jnp.square(h - mean.reshape((1,) * (x.ndim - 1) + mean.shape))), count
+    mean = weighted_mean(h)
+    return mean, weighted_mean(jnp.square(h - mean.reshape((1,) * (x.ndim - 1) + mean.shape))), count
 
 
 @array_op("...", x="...")

@@ -66,7 +66,7 @@ def reversible(
 
     Returns:
       (y1, y2, reports). reports holds for each pair of branches the pair of the reports of f and g, stacked over the layers
-      that use it; further ones follow for the layers beyond the last multiple of `len(layers)`. They have gradients.
+      that use it; more follow for the layers beyond the last multiple of `len(layers)`. They have gradients.
 
     Raises:
       InputError: A stream has 16 bits.
@@ -87,7 +87,7 @@ def reversible(
     leaves = {name: stack_leaves for name, (stack_leaves, _) in flat.items()}
     operand_leaves, operand_treedef = jax.tree.flatten(operands)
 
-    def of_leaves(branch: Branch, treedef: Any) -> Branch:
+    def flattened_branch(branch: Branch, treedef: Any) -> Branch:
         def call(leaves: list[Any], x: Array, operand_leaves: list[Any]) -> tuple[Array, Any]:
             operands = jax.tree.unflatten(operand_treedef, operand_leaves)
             return branch(jax.tree.unflatten(treedef, leaves), x, *operands)
@@ -95,7 +95,7 @@ def reversible(
         return call
 
     layers = [
-        (of_leaves(f, flat[name][1]), of_leaves(g, flat[name][1]))
+        (flattened_branch(f, flat[name][1]), flattened_branch(g, flat[name][1]))
         for (f, g), name in zip(layers, order.names, strict=True)
     ]
     periods, count = divmod(layer_count(leaves), order.period)

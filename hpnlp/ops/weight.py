@@ -22,7 +22,7 @@ class Weight(abc.ABC):
     in place of an array. Every product with a parameter (`hpnlp.ops.linear`) and every row lookup (`table[ids]`) calls its
     methods, so that layers and models do not know which representation they have.
 
-    Leaves may have a further first axis of layers, which a loop over layers takes off: methods are called without it, and
+    Leaves may have a leading axis of layers, which a loop over layers takes off: methods are called without it, and
     `shape` is that of the last two axes.
     """
 
@@ -117,9 +117,6 @@ class Weight(abc.ABC):
 def is_weight(node: Any) -> bool:
     """Whether a node of a tree of parameters is a Weight.
 
-    Args:
-      node: A node.
-
     Returns:
       True for a Weight; False for an array or a container.
     """
@@ -139,7 +136,7 @@ def parameter_count(params: Any) -> int:
     return sum(node.parameter_count() if isinstance(node, Weight) else node.size for node in nodes)
 
 
-def axes_of(w: Any, names: tuple[str | None, ...]) -> Any:
+def weight_axes(w: Any, names: tuple[str | None, ...]) -> Any:
     """Logical axes of a parameter's arrays.
 
     Args:
@@ -178,7 +175,7 @@ def dense(w: Any) -> Any:
     """
     if not isinstance(w, Weight):
         return w
-    function: Callable[[Any], Any] = lambda one: one.dense()  # noqa: E731
+    function: Callable[[Any], Any] = lambda layer: layer.dense()  # noqa: E731
     for _ in range(leading_axes(w)):
         function = jax.vmap(function)
     return function(w)

@@ -31,7 +31,7 @@ from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.helpers.custom_vjp import tied
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.ring_schedule import Chunks, RingSchedule, assign_chunks, make_schedule
-from hpnlp.parallel.varying import of_all_shards, of_first_device, zeros_like
+from hpnlp.parallel.varying import on_first_device, shard_in_place, zeros_like
 from hpnlp.types import InputError, MixerInputs, MixerOutput
 
 AXIS = "sequence"
@@ -156,14 +156,14 @@ def by_heads(mixer: Any, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         fields["streams"] = lax.dynamic_slice_in_dim(first, lax.axis_index(AXIS) * count, count, 1)
     out = mixer(dataclasses.replace(inputs, **fields), mask)
     axes = mixer.statistic_axes
-    statistics = {name: _of_all_heads(x, axes.get(name, ())) for name, x in out.statistics.items()}
+    statistics = {name: _device_terms(x, axes.get(name, ())) for name, x in out.statistics.items()}
     return MixerOutput(lax.all_to_all(out.o, AXIS, split_axis=1, concat_axis=2, tiled=True), out.aux, statistics)
 
 
-def _of_all_heads(statistic: Array, axes: Sequence[str | None]) -> Array:
+def _device_terms(statistic: Array, axes: Sequence[str | None]) -> Array:
     """The device's terms of a statistic of all tokens, for the heads of all devices of the axis."""
     dims = [dim for dim, name in enumerate(axes) if name in ("heads", "kv_heads")]
-    return of_all_shards(statistic, dims[0], (AXIS,)) if dims else of_first_device(statistic, AXIS)
+    return shard_in_place(statistic, dims[0], (AXIS,)) if dims else on_first_device(statistic, AXIS)
 
 
 def _scatter_heads(x: Array) -> Array:

@@ -219,7 +219,7 @@ class Layout:
         if not is_even or tuple(local.shape) != expected:
             rows, columns = weight.shape
             divided = " and ".join(
-                f"{what} over {size}" for what, size in zip(("rows", "columns"), sizes, strict=True) if size > 1
+                f"{side} over {size}" for side, size in zip(("rows", "columns"), sizes, strict=True) if size > 1
             )
             axes = dict.fromkeys(axis for name in names[-2:] if name for axis in self.rules[name])
             fields, ones = (

@@ -250,7 +250,7 @@ def _regathering_stage(
         def take(leaf: Any, receiver: jax.Array) -> Any:
             if is_zero2(leaf):
                 return Zero2Parameter(_at(leaf.full, layer["index"]), receiver)
-            return _with_gradient_of(_at(leaf, layer["index"]), receiver)
+            return _redirect_gradient(_at(leaf, layer["index"]), receiver)
 
         parameters = jax.tree.map(take, stacks[stack], layer["gradient_receivers"], is_leaf=is_zero2)
         return tensor_parallel.gather(parameters, stack)
@@ -379,20 +379,20 @@ _take_chunk.defvjp(_take_chunk_forward, _take_chunk_backward)
 
 
 @jax.custom_vjp
-def _with_gradient_of(value: jax.Array, receiver: jax.Array) -> jax.Array:
+def _redirect_gradient(value: jax.Array, receiver: jax.Array) -> jax.Array:
     """Returns `value`, whose cotangent becomes the gradient by `receiver`."""
     return value
 
 
-def _with_gradient_of_forward(value: jax.Array, receiver: jax.Array) -> tuple[jax.Array, None]:
+def _redirect_forward(value: jax.Array, receiver: jax.Array) -> tuple[jax.Array, None]:
     return value, None
 
 
-def _with_gradient_of_backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _redirect_backward(_: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.zeros_like(cotangent), cotangent
 
 
-_with_gradient_of.defvjp(_with_gradient_of_forward, _with_gradient_of_backward)
+_redirect_gradient.defvjp(_redirect_forward, _redirect_backward)
 
 
 def _at(x: jax.Array, i: jax.Array) -> jax.Array:

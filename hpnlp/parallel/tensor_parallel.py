@@ -18,7 +18,7 @@ from jax import lax
 
 from hpnlp.model_interfaces.model_parallel import TensorParallel
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.parallel.varying import of_all_shards, of_first_device, vary
+from hpnlp.parallel.varying import on_first_device, shard_in_place, vary
 from hpnlp.types import InputError, MixerInputs, MixerOutput
 
 # Primitives that take parameters from a stack, from the host or from other devices. If a policy saved their results, the
@@ -114,10 +114,10 @@ class MeshTensorParallel(TensorParallel):
         for dim, name in enumerate(axes):
             mesh_axes = self.mesh_axes.get("heads" if name == "kv_heads" else name or "", ())
             if mesh_axes:
-                return of_all_shards(value, dim, mesh_axes)
+                return shard_in_place(value, dim, mesh_axes)
         # In a branch, the devices of the axis have the same tokens.
         is_repeated = "tensor" in jax.typeof(value).manual_axis_type.varying
-        return of_first_device(value, "tensor") if is_repeated else value
+        return on_first_device(value, "tensor") if is_repeated else value
 
     def same_on_all(self, x: jax.Array) -> jax.Array:
         if "tensor" not in jax.typeof(x).manual_axis_type.varying:

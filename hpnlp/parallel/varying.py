@@ -56,7 +56,7 @@ def total_over_devices(x: jax.Array) -> jax.Array:
     return lax.psum(x, axes) if axes else x
 
 
-def of_all_shards(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
+def shard_in_place(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     """The device's shard of an array in its place, with 0 for other shards: the sum over devices is the complete array.
 
     Args:
@@ -74,7 +74,7 @@ def of_all_shards(x: jax.Array, dim: int, axes: tuple[str, ...]) -> jax.Array:
     return jnp.where(is_local, jnp.concatenate([x] * shards, dim), 0.0)
 
 
-def of_first_device(x: jax.Array, axis: str) -> jax.Array:
+def on_first_device(x: jax.Array, axis: str) -> jax.Array:
     """An array that all devices of a mesh axis have, with 0 on all but the first: the sum over devices counts it once.
 
     Args:

@@ -12,10 +12,10 @@ import jax
 from jax.sharding import Mesh
 
 from hpnlp.planner.collectives import Collective, compiled_traffic, total, trace
-from hpnlp.planner.estimate import Costs, trainer_of
+from hpnlp.planner.estimate import Costs, planned_trainer
 from hpnlp.types import InputError
 
-# Simulated devices of one CPU process; JAX would assign further device ids to another process.
+# Simulated devices of one CPU process; JAX would assign larger device ids to another process.
 MAX_SIMULATED = 2048
 # Optimised machine code is not needed to know the bytes of a program.
 FAST_COMPILATION = {"xla_backend_optimization_level": 0}
@@ -61,7 +61,7 @@ def compile_step(costs: Costs, depth: str, device: str) -> CompiledStep:
         )
     start = time.perf_counter()
     config = costs.config
-    trainer = trainer_of(config, devices[: costs.devices])
+    trainer = planned_trainer(config, devices[: costs.devices])
     mesh = trainer.layout.mesh
     assert isinstance(mesh, Mesh)
     with jax.set_mesh(mesh):

@@ -59,7 +59,7 @@ def sizes_of_run(workdir: str | Path, recipe: str) -> list[Size]:
         return _planned(config, sizes, recipe, _saved_step(Path(workdir), config))
     if recipe:
         raise InputError(f"{workdir} is compressed already: plan the run that it was made of, with all stages")
-    return [file_sizes(Path(workdir) / WEIGHTS_FILE, _recipe_of(Path(workdir)))]
+    return [file_sizes(Path(workdir) / WEIGHTS_FILE, _stated_recipe(Path(workdir)))]
 
 
 def table(sizes: Sequence[Size]) -> str:
@@ -119,7 +119,7 @@ def _planned(config: Config, sizes: Sizes, recipe: str, step: int) -> list[Size]
     return list(planned_sizes(model.config, variables.join(shapes.params, shapes.buffers), stages, step))
 
 
-def _recipe_of(workdir: Path) -> str:
+def _stated_recipe(workdir: Path) -> str:
     """The recipe that a compressed run states in compress.json, or the name of its file."""
     try:
         return str(json.loads((workdir / "compress.json").read_text())["recipe"])

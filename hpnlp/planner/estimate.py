@@ -131,7 +131,7 @@ class Costs:
         return self.model_flops / (self.total_seconds(device) * device.flops["bfloat16"])
 
 
-def model_of(config: Config) -> Any:
+def planned_model(config: Config) -> Any:
     """The model of a config, without its data, whose vocabulary is taken to reach its largest size.
 
     Args:
@@ -150,7 +150,7 @@ def model_of(config: Config) -> Any:
     return tasks.make_model(config, tasks.find(config.task).planned_sizes(config))
 
 
-def trainer_of(config: Config, devices: Sequence[Any] | int) -> Trainer:
+def planned_trainer(config: Config, devices: Sequence[Any] | int) -> Trainer:
     """The trainer of a config.
 
     Args:
@@ -163,7 +163,7 @@ def trainer_of(config: Config, devices: Sequence[Any] | int) -> Trainer:
     Raises:
       InputError: The model, the batch and the plan are not compatible.
     """
-    optimizer, model = config.optimizer.for_batch(config.data.batch_size), model_of(config)
+    optimizer, model = config.optimizer.for_batch(config.data.batch_size), planned_model(config)
     trainer = make_trainer(
         model,
         optimizer,
@@ -192,7 +192,7 @@ def costs(config: Config, devices: int) -> Costs:
 
     Cost: one trace of the step, whatever the sizes; nothing is allocated or compiled.
     """
-    trainer, model = trainer_of(config, devices), model_of(config).config
+    trainer, model = planned_trainer(config, devices), planned_model(config).config
     batch_size, length = config.data.batch_size, config.data.seq_len
     layout, shapes = trainer.layout, trainer.state_shapes
     jaxpr = trace(trainer, batch_size, length).jaxpr

@@ -13,7 +13,7 @@ from hpnlp.planner.devices import DEVICES, USABLE
 from hpnlp.planner.estimate import costs
 from hpnlp.training.config import Config
 
-SEARCH_SECONDS = 60.0  # time after which no further change is tried
+SEARCH_SECONDS = 60.0  # time after which no more changes are tried
 # The step was planned to fit and did not: a change has to need less than this share of the planned bytes.
 REDUCTION = 0.9
 GENERAL_ADVICE = "lower data.batch_size, data.seq_len or model.dim, set plan.remat=full, or use more devices"

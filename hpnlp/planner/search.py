@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from hpnlp.parallel.plan import AXES, Plan
 from hpnlp.planner.devices import USABLE, Device
-from hpnlp.planner.estimate import Costs, costs, trainer_of
+from hpnlp.planner.estimate import Costs, costs, planned_trainer
 from hpnlp.planner.memory import state_bytes
 from hpnlp.training.config import Config
 from hpnlp.types import InputError
@@ -186,7 +186,7 @@ def _plans(config: Config, devices: int) -> Iterator[Plan]:
 
 def _state_bytes(config: Config, devices: int) -> int:
     """Bytes of state and gradients on one device. Raises InputError for an invalid plan."""
-    return state_bytes(trainer_of(config, devices), config.data.batch_size, config.data.seq_len)
+    return state_bytes(planned_trainer(config, devices), config.data.batch_size, config.data.seq_len)
 
 
 def _costs_if_valid(config: Config, change: Change, devices: int, device: Device) -> Costs | None:

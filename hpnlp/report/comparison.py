@@ -13,7 +13,7 @@ from typing import Any
 from hpnlp.report import folds, plots
 from hpnlp.report.differences import described_difference, with_error
 from hpnlp.report.entries import ComparedRun, read_entry
-from hpnlp.report.files import replace_text, task_of
+from hpnlp.report.files import replace_text, report_task
 from hpnlp.tasks import Task
 from hpnlp.tasks.reports.reporting import Ranking, Report, decimals
 from hpnlp.training.files.example_scores import error_of_difference
@@ -213,14 +213,14 @@ def _task(reports: Mapping[str, Report]) -> Task | None:
     if len(set(names.values())) > 1:
         tasks = ", ".join(f"{name}: {task}" for name, task in names.items())
         raise InputError(f"runs of different tasks have no common score ({tasks}): compare runs of one task")
-    return task_of(reports[next(iter(names))]) if names else None
+    return report_task(reports[next(iter(names))]) if names else None
 
 
 def _compared_as(report: Report) -> str:
     """Name of the task whose scores those of a run compare with; "" for an export, which has no config."""
     if not report["config"]:
         return ""
-    task = task_of(report)
+    task = report_task(report)
     return task.compares_as or task.name
 
 

@@ -51,10 +51,7 @@ def render(rows: Sequence[Any], metric: str, higher_is_better: bool) -> str:
 def verdict(rows: Sequence[Any], metric: str, higher_is_better: bool) -> str:
     """One sentence on the last row against the first one, which says where something became worse.
 
-    Args:
-      rows: As for `render`.
-      metric: As for `render`.
-      higher_is_better: As for `render`.
+    Arguments: see `render`.
 
     Returns:
       The sentence.

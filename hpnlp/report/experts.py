@@ -133,7 +133,7 @@ def counted_use(outcome: Outcome, batches: Iterable[Mapping[str, np.ndarray]]) -
         ids = np.asarray(batch["tokens"])[real]
         for stack, taps in run(batch).taps["layers"].items():
             for layer, gates in zip(
-                config.stack_order().layers_of(stack, config.layers), taps.get("gates", ()), strict=False
+                config.stack_order().members(stack, config.layers), taps.get("gates", ()), strict=False
             ):
                 values = np.asarray(gates)[real]
                 use = uses.setdefault(layer, Use.zeros(values.shape[1], config.vocab))

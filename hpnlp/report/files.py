@@ -21,7 +21,7 @@ _NUMBERS = ("tokens_per_second", "peak_memory_bytes", "seconds", "parameters")
 _SECTIONS: dict[str, tuple[str, ...]] = {"phase_seconds": ("data", "step"), "config": ()}
 
 
-def task_of(report: Mapping[str, Any]) -> Task:
+def report_task(report: Mapping[str, Any]) -> Task:
     """The task of a run.
 
     Args:
@@ -141,7 +141,7 @@ def _fault(report: Any, numbers: Sequence[str], sections: Mapping[str, tuple[str
     if not isinstance(report, dict):
         return f"it holds a {type(report).__name__}"
     config = report.get("config")
-    task = task_of(report) if isinstance(config, dict) else tasks.TASKS["lm"]
+    task = report_task(report) if isinstance(config, dict) else tasks.TASKS["lm"]
     compared = {**task.report.compared(config if isinstance(config, dict) else {}), **dict.fromkeys(numbers, False)}
     absent = [name for name in (*compared, *sections) if name not in report]
     absent = absent or [

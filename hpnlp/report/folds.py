@@ -213,9 +213,9 @@ def t_quantile(degrees: int) -> float:
 
 def _pooled(examples: Iterable[ExampleScores], metric: str) -> ExampleScores:
     """The scores of the examples of several folds."""
-    parts = list(examples)
-    sums = tuple(np.concatenate([part.sums[metric][i] for part in parts]) for i in (0, 1))
-    return ExampleScores({metric: (sums[0], sums[1])}, np.concatenate([part.identity for part in parts]))
+    scores = list(examples)
+    sums = tuple(np.concatenate([part.sums[metric][i] for part in scores]) for i in (0, 1))
+    return ExampleScores({metric: (sums[0], sums[1])}, np.concatenate([part.identity for part in scores]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import jax
 from hpnlp import measure, tasks
 from hpnlp.cost import parts
 from hpnlp.report import next_commands, plots
-from hpnlp.report.files import read_metrics, replace_text, task_of
+from hpnlp.report.files import read_metrics, replace_text, report_task
 from hpnlp.tasks.reports.reporting import Outcome
 from hpnlp.training.config import Config, flat
 from hpnlp.training.files.evaluation_record import finite, write_examples
@@ -148,7 +148,7 @@ def verdict(report: Mapping[str, Any]) -> str:
     Returns:
       The sentences.
     """
-    return task_of(report).report.verdict(report)
+    return report_task(report).report.verdict(report)
 
 
 def render(
@@ -175,7 +175,7 @@ def render(
     phases = report["phase_seconds"]
     total = sum(phases.values()) or 1.0
     times = ", ".join(f"{name} {seconds:.1f} s ({100 * seconds / total:.0f} %)" for name, seconds in phases.items())
-    rows = [*task_of(report).report.rows(report), *_teacher_rows(config, report), *_rows(report)]
+    rows = [*report_task(report).report.rows(report), *_teacher_rows(config, report), *_rows(report)]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     fault_text = f"\n{fault}\n" if fault else ""
     section_text = f"\n{section}\n" if section else ""
@@ -206,7 +206,7 @@ def has_experts(outcome: Outcome) -> bool:
 
 def _teacher_rows(config: Config, report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Rows on the teacher of a run: its primary metric, and the student's in relation to it."""
-    metric, _ = task_of(report).primary_metric(flat(config))
+    metric, _ = report_task(report).primary_metric(flat(config))
     teacher, student = (report.get(f"{who}_{metric}") for who in ("teacher", "heldout"))
     if not config.distill.teacher or teacher is None:
         return []

@@ -134,8 +134,8 @@ def prepare_directory(directory: str | Path) -> Path:
             raise InputError(f"{path} holds {others[0]!r}, which is not of a datastore: name another directory")
         if RECORD in names:
             _check_replaceable(path)
-        elif own := sorted(name for name, finished in names.items() if name == finished or finished != RECORD):
-            raise InputError(f"{path} holds {own[0]!r} and no {RECORD}: remove it, or name another directory")
+        elif files := sorted(name for name, finished in names.items() if name == finished or finished != RECORD):
+            raise InputError(f"{path} holds {files[0]!r} and no {RECORD}: remove it, or name another directory")
         replace_bytes(path / RECORD, json.dumps({"format": FORMAT, UNFINISHED: True}).encode())
         for name in names.keys() - {RECORD}:
             (path / name).unlink(missing_ok=True)

@@ -130,9 +130,6 @@ class IndexKind:
     def pack(self, state: Any) -> dict[str, np.ndarray]:
         """Converts the state to arrays that can be saved.
 
-        Args:
-          state: The state.
-
         Returns:
           Arrays by name.
         """

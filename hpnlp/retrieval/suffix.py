@@ -95,9 +95,6 @@ def find(spec: str) -> Suffix:
 def word_tokens(tokenizer: Tokenizer) -> np.ndarray:
     """Finds the tokens that consist of letters, digits and underscores, and of bytes of characters beyond ASCII.
 
-    Args:
-      tokenizer: The tokenizer.
-
     Returns:
       bool `[V]`.
     """
@@ -212,7 +209,7 @@ class SuffixIndex:
         Returns:
           The neighbours, of Q = 1 position.
         """
-        found = []
+        hits = []
         for context, index in zip(_contexts(self.suffix, history, self.is_word), self.indexes, strict=True):
-            found.append(index.recent(context()[-1:], np.array([len(index.keys)]), self.suffix.k))
-        return SuffixNeighbours(np.stack([r.tokens for r in found], axis=1), np.stack([r.count for r in found], axis=1))
+            hits.append(index.recent(context()[-1:], np.array([len(index.keys)]), self.suffix.k))
+        return SuffixNeighbours(np.stack([r.tokens for r in hits], axis=1), np.stack([r.count for r in hits], axis=1))

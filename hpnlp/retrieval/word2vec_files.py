@@ -127,21 +127,21 @@ def _read_text(body: bytes, count: int, dim: int, path: str) -> tuple[list[str],
     words: list[str] = []
     vectors = np.empty((0, dim), np.float32)
     for number, line in enumerate(lines[:count], 2):
-        parts = line.rstrip().split(b" ")
-        if len(parts) != dim + 1:
+        fields = line.rstrip().split(b" ")
+        if len(fields) != dim + 1:
             raise InputError(
-                f"{path}, line {number}: {len(parts) - 1} numbers after the word, and line 1 announces {dim}: correct the line"
+                f"{path}, line {number}: {len(fields) - 1} numbers after the word, and line 1 announces {dim}: correct the line"
             )
         if number == 2:  # `dim` is that of a line, and not only of line 1, so that there is memory for the vectors
             vectors = np.empty((min(len(lines), count), dim), np.float32)
         try:
             with np.errstate(over="ignore"):  # infinity, which WordVectorTable refuses
-                vectors[number - 2] = [float(part) for part in parts[1:]]
+                vectors[number - 2] = [float(part) for part in fields[1:]]
         except ValueError:
             raise InputError(
                 f"{path}, line {number}: {shortened(line.decode('utf-8', 'replace'), 60)} has a value that is no number"
             ) from None
-        words.append(parts[0].decode("utf-8", "surrogateescape"))
+        words.append(fields[0].decode("utf-8", "surrogateescape"))
     if len(lines) != count:
         raise InputError(
             f"{path} has {len(lines)} words, and line 1 announces {count}: correct the count, or restore the file"

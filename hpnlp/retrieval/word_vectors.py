@@ -79,9 +79,6 @@ class WordVectorTable:
     def row(self, word: str) -> int:
         """Row of a word.
 
-        Args:
-          word: The word.
-
         Returns:
           Its number.
 
@@ -185,7 +182,7 @@ class WordVectorTable:
         Raises:
           InputError: A word is not there, or the expression is incomplete.
         """
-        words = words_of(expression)
+        words = expression_words(expression)
         if len(words) == 1:
             return self.neighbours(words[0], count)
         signed = list(zip(*signed_words(expression), strict=True))
@@ -235,18 +232,18 @@ class WordVectorTable:
         followed = self.row(expected) if expected else int(scores[0].argmax())
         cosines = scores[:, followed]
         ranks, nearest = 1 + (scores > cosines[:, None]).sum(axis=1), scores.argmax(axis=1)
-        whole, *without = (
+        full, *without = (
             LeftOutVectors(word, float(cosine), int(rank), self.words[best])
             for word, cosine, rank, best in zip(["", *words], cosines, ranks, nearest, strict=True)
         )
-        return self.words[followed], whole, without
+        return self.words[followed], full, without
 
     def plane(self, words: Sequence[str], further_words: Sequence[str] = ()) -> np.ndarray:
         """Projection of the unit vectors of words to their first two principal components.
 
         Args:
           words: At least two words.
-          further_words: M further words in the same plane, which do not determine the components.
+          further_words: M other words in the same plane, which do not determine the components.
 
         Returns:
           float32 [N + M, 2]. The largest entry of each column is positive, so that the picture does not flip.
@@ -267,7 +264,7 @@ class WordVectorTable:
         return points * np.where(points[np.abs(points).argmax(axis=0), [0, 1]] < 0, -1, 1).astype(np.float32)
 
 
-def words_of(expression: str) -> list[str]:
+def expression_words(expression: str) -> list[str]:
     """Words of an expression.
 
     Args:
@@ -301,15 +298,15 @@ def signed_words(text: str) -> tuple[list[str], list[int]]:
     """
     if not _SIGNS.search(text):
         return text.split(), [1] * len(text.split())
-    words = words_of(text)
+    words = expression_words(text)
     return words, [1, *(1 if sign == "+" else -1 for sign in _SIGNS.split(text.strip())[1::2])]
 
 
-def of_tokenizer(vectors: np.ndarray, tokenizer: Tokenizer) -> WordVectorTable:
+def token_vectors(vectors: np.ndarray, tokenizer: Tokenizer) -> WordVectorTable:
     """Vectors of the tokens of a tokenizer, under the text of each token.
 
     Args:
-      vectors: [V, D], a row for each id; further rows are left out.
+      vectors: [V, D], a row for each id; rows beyond the ids are left out.
       tokenizer: The tokenizer.
 
     Returns:

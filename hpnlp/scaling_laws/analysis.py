@@ -91,9 +91,9 @@ def analyse(
     predictions = []
     for member, n, d in zip(kept, *(to_points(kept, convention).arrays()[x] for x in ("n", "d")), strict=True):
         predictions.append(Prediction(member, law.predict(float(n), float(d), level=level)))
-    found = [text for each in (law, *others.values()) if not isinstance(each, str) for text in warnings(each, level)]
+    texts = [text for each in (law, *others.values()) if not isinstance(each, str) for text in warnings(each, level)]
     optima = [law.optimum(factor * largest, flops, level) for factor in FACTORS]
-    return Analysis(fitted, delta, convention, law, laws, others, optima, predictions, list(dict.fromkeys(found)))
+    return Analysis(fitted, delta, convention, law, laws, others, optima, predictions, list(dict.fromkeys(texts)))
 
 
 def to_json(analysis: Analysis, level: float | int = 0.9) -> dict[str, Any]:

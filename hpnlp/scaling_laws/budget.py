@@ -14,7 +14,7 @@ from hpnlp.planner import Costs, Device, costs, search
 from hpnlp.scaling_laws import diagnostics, recipe
 from hpnlp.scaling_laws.fit import Estimate, Fit, FlopsPerToken, Optimum, fit, interpolated_flops, six_n
 from hpnlp.scaling_laws.fitting.forms import LOSS_FORMS
-from hpnlp.scaling_laws.flops import CONVENTIONS, ModelSize, size_of
+from hpnlp.scaling_laws.flops import CONVENTIONS, ModelSize, model_size
 from hpnlp.scaling_laws.points import Points
 from hpnlp.scaling_laws.study import duration
 from hpnlp.spec import lookup
@@ -194,7 +194,7 @@ def _plan(flops: float | int, config: Config, law: Law, device: Device, devices:
     convention, length = CONVENTIONS[law.convention], config.data.seq_len
     optimum = law.fit.optimum(flops, law.flops)
     shape = _shape(config, optimum.n.value, law.convention)
-    size = size_of(with_changes(config, shape))
+    size = model_size(with_changes(config, shape))
     per_token = convention.flops_per_token(size)
     tokens = flops / per_token
     batch = max(recipe.batch_size(tokens, length), devices)
@@ -217,8 +217,8 @@ def _plan(flops: float | int, config: Config, law: Law, device: Device, devices:
 def _shape(config: Config, n: float | int, convention: str) -> dict[str, int]:
     """Width, depth and heads with about N parameters, at the head size and the ratio of width and depth of a config."""
     model = config.model
-    given = size_of(config)
-    vocab, head_size, aspect = given.head // model.dim, model.dim // model.heads, model.dim / model.layers
+    size = model_size(config)
+    vocab, head_size, aspect = size.head // model.dim, model.dim // model.heads, model.dim / model.layers
     best: tuple[float, dict[str, int]] = (math.inf, {})
     heads = 0
     while True:
@@ -257,7 +257,7 @@ def render(run: BudgetedRun, law: Law, device: Device, kind: str, command: str) 
     o, c = run.optimum, run.config
     tokens = c.train.steps * c.data.batch_size * c.data.seq_len
     fits = run.costs.fits(device)
-    unused = size_of(c).idle
+    unused = model_size(c).idle
     idle = f" that a token uses, and {unused:,} of other experts" * bool(unused)
     memory = f", with {run.fix}" * bool(run.fix) if fits else ", more than there is"
     rows = {

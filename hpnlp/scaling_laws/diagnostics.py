@@ -73,7 +73,7 @@ def warnings(law: Fit, level: float | int = 0.9) -> list[str]:
     Returns:
       Sentences; empty where there is none.
     """
-    found = []
+    texts = []
     points = law.points
     if "E" in law.constants:
         floor = law.interval("E", level)
@@ -84,33 +84,33 @@ def warnings(law: Fit, level: float | int = 0.9) -> list[str]:
                 if is_zero
                 else f"its {level:.0%} interval is {floor.low:.3g} to {floor.high:.3g}"
             )
-            found.append(
+            texts.append(
                 f"E is not identified: {interval}; train larger models on more tokens, and judge the law by held-out losses"
             )
     for name in ("alpha", "beta", "alphaN", "alphaD"):
         if name in law.constants and (exponent := law.interval(name, level)).high - exponent.low > abs(exponent.value):
-            found.append(
+            texts.append(
                 f"{name} of the form {law.form} is not identified: its {level:.0%} interval is {exponent.low:.3g} to "
                 f"{exponent.high:.3g}; train more runs, further apart"
             )
     if law.form in ("additive", "kaplan"):
         tokens = [len(np.unique(points.d[points.n == n])) for n in np.unique(points.n)]
         if max(tokens) < FEW and len(np.unique(points.d)) < 2 * FEW:
-            found.append(
+            texts.append(
                 f"each size was trained on at most {max(tokens)} numbers of tokens: below {FEW}, neither the exponent of D "
                 "nor E is identified, whatever their intervals"
             )
         if text := _line_warning(points):
-            found.append(text)
+            texts.append(text)
         if len(tokens) < FEW:
-            found.append(f"there are {len(tokens)} sizes: the exponent of N is not identified below {FEW}")
+            texts.append(f"there are {len(tokens)} sizes: the exponent of N is not identified below {FEW}")
         if law.agreeing < 2:
-            found.append(
+            texts.append(
                 f"only 1 of {law.starts} starting points leads to the best minimum: the constants may be those of a local one"
             )
     if law.form == "isoflop" and (text := _isoflop_warning(points)):
-        found.append(text)
-    return found
+        texts.append(text)
+    return texts
 
 
 def _line_warning(points: Points) -> str:

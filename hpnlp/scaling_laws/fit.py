@@ -213,7 +213,7 @@ def fit(
     Args:
       points: Trained models.
       form: An entry of FORMS.
-      delta: Log losses that are further from their prediction count linearly; infinity for least squares.
+      delta: Residuals of log losses count linearly beyond it; infinity for least squares.
       bootstrap: Number of samples of the points for intervals.
       seed: Seed of the samples.
 
@@ -233,8 +233,8 @@ def fit(
     law = LOSS_FORMS[form]
     _check_determined(points, form, law)
     variables, targets = law.logs(points), np.log(points.loss)
-    found, objectives = minimize(law.log_loss, law.starts(points), variables, targets, delta)
-    best = found[objectives.argmin()]
+    minima, objectives = minimize(law.log_loss, law.starts(points), variables, targets, delta)
+    best = minima[objectives.argmin()]
     agreeing = objectives <= objectives.min() * (1 + AGREEING) + 1e-20
     index = np.random.default_rng(seed).integers(len(points), size=(bootstrap, len(points)))
     repeated = np.repeat(best[None], bootstrap, 0)

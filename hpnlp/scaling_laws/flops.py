@@ -12,7 +12,7 @@ import jax
 from hpnlp import measure
 from hpnlp.models.stacks.planned_layers import PlannedLayers
 from hpnlp.models.variables import axes_and_shapes
-from hpnlp.planner.estimate import model_of
+from hpnlp.planner.estimate import planned_model
 from hpnlp.training.config import Config
 from hpnlp.types import InputError
 
@@ -81,7 +81,7 @@ CONVENTIONS: Mapping[str, Convention] = {
 DEFAULT = "porian"
 
 
-def size_of(config: Config) -> ModelSize:
+def model_size(config: Config) -> ModelSize:
     """Counts the size of a config's model. Allocates nothing.
 
     Args:
@@ -98,7 +98,7 @@ def size_of(config: Config) -> ModelSize:
             f"task={config.task!r} with model.output={getattr(config.model, 'output', '')!r}: scaling laws count the FLOPs of "
             "language models with logits of all words: use task='lm' and model.output='full'"
         )
-    model = model_of(config)
+    model = planned_model(config)
     axes, shapes = axes_and_shapes(model)
     is_names = {"is_leaf": lambda node: node is None or isinstance(node, tuple)}
     shares = _used_shares(model.config)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp import report
-from hpnlp.scaling_laws.flops import CONVENTIONS, ModelSize, size_of
+from hpnlp.scaling_laws.flops import CONVENTIONS, ModelSize, model_size
 from hpnlp.scaling_laws.points import Points
 from hpnlp.tasks.reports.reporting import Report
 from hpnlp.training.config import Config
@@ -59,7 +59,7 @@ def read_members(directory: str | Path) -> tuple[list[TrainedMember], list[str]]
     path = Path(directory)
     if not path.is_dir():
         raise InputError(f"there is no directory {directory}: name the --workdir of hpnlp sweep")
-    found, unfinished, texts = [], [], {}
+    runs, unfinished, texts = [], [], {}
     sizes: dict[tuple[Any, ...], ModelSize] = {}  # each is traced once
     for run in sorted(child for child in path.iterdir() if child.is_dir()):
         if not (run / "report.json").exists():
@@ -75,7 +75,7 @@ def read_members(directory: str | Path) -> tuple[list[TrainedMember], list[str]]
         model = (config.task, config.model, config.data.tokenizer, config.data.seq_len)
         if model not in sizes:
             sizes[model] = _size(run, config)
-        found.append(
+        runs.append(
             TrainedMember(
                 run.name,
                 sizes[model],
@@ -86,7 +86,7 @@ def read_members(directory: str | Path) -> tuple[list[TrainedMember], list[str]]
                 config.train.seed,
             )
         )
-    if not found:
+    if not runs:
         others = f" and {len(unfinished)} unfinished ones" if unfinished else ""
         raise InputError(
             f"{directory} holds no finished run{others}: finish them with hpnlp sweep --config=FILE --workdir=DIR first"
@@ -96,13 +96,13 @@ def read_members(directory: str | Path) -> tuple[list[TrainedMember], list[str]]
             f"{' and '.join(list(texts.values())[:2])} in {directory} have different held-out texts, whose losses do not "
             "compare: fit runs of one study"
         )
-    experts = {bool(member.size.idle): member.name for member in found}
+    experts = {bool(member.size.idle): member.name for member in runs}
     if len(experts) > 1:
         raise InputError(
             f"{experts[True]} in {directory} has experts and {experts[False]} has none: one law of active parameters does not "
             "hold for both: move one kind away, and fit each by itself"
         )
-    return found, unfinished
+    return runs, unfinished
 
 
 def _check_run(run: Path, config: Config, numbers: Report) -> None:
@@ -123,7 +123,7 @@ def _check_run(run: Path, config: Config, numbers: Report) -> None:
 def _size(run: Path, config: Config) -> ModelSize:
     """Size of the model of a run."""
     try:
-        return size_of(config)
+        return model_size(config)
     except InputError as error:
         raise InputError(f"{run}: {error}, or move it away") from error
 

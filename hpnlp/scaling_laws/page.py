@@ -25,7 +25,7 @@ def render(analysis: Analysis, unfinished: Sequence[str], picture: str, level: f
     repeats = (
         f"Runs that differ in the seed only differ by {noise:.2%} of the loss." if noise else "No run was repeated."
     )
-    parts = [
+    sections = [
         "# Scaling laws",
         verdict(analysis),
         f"{len(points)} runs were fitted, of {points.n.min():,.0f} to {points.n.max():,.0f} parameters and "
@@ -63,10 +63,10 @@ def render(analysis: Analysis, unfinished: Sequence[str], picture: str, level: f
             for p in analysis.predictions
         ]  # fmt: skip
         header = ("run", "held-out loss", "predicted", "error", "inside the interval")
-        parts += ["## Runs that were not fitted", _table(header, rows)]
+        sections += ["## Runs that were not fitted", _table(header, rows)]
     if analysis.warnings:
-        parts += ["## Warnings", "\n".join(f"- {text}." for text in analysis.warnings)]
-    return "\n\n".join(parts) + "\n"
+        sections += ["## Warnings", "\n".join(f"- {text}." for text in analysis.warnings)]
+    return "\n\n".join(sections) + "\n"
 
 
 def verdict(analysis: Analysis) -> str:

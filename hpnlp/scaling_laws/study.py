@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from hpnlp import tasks
 from hpnlp.planner import Device, costs
 from hpnlp.scaling_laws import recipe
-from hpnlp.scaling_laws.flops import CONVENTIONS, DEFAULT, ModelSize, size_of
+from hpnlp.scaling_laws.flops import CONVENTIONS, DEFAULT, ModelSize, model_size
 from hpnlp.spec import lookup
 from hpnlp.training.config import Config, resolve
 from hpnlp.types import InputError
@@ -152,7 +152,7 @@ class Study:
         return [run.fields for run in self.runs(values)]
 
     def _size(self, values: ConfigDict, fields: Fields) -> ModelSize:
-        return size_of(_with_fields(values, fields))
+        return model_size(_with_fields(values, fields))
 
     def _run(
         self, values: ConfigDict, fields: Fields, size: ModelSize, tokens: float | int, rates: Rates
@@ -186,10 +186,6 @@ class Study:
 
 def run_costs(run: PlannedRun, device: Device) -> RunCosts:
     """Estimates time and memory of a run on one device, by the planner.
-
-    Args:
-      run: The run.
-      device: The device.
 
     Returns:
       The costs. The time is a lower bound by the rates of the device.

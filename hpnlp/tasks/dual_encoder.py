@@ -111,12 +111,12 @@ class DualEncoding(ExampleTask):
                 "pairs without labels: leave it out, or set model.loss=softmax, or with data.label_range model.loss=cosine"
             )
         batch_size = config.data.batch_size
-        parts = 1 if config.model.compares_examples else config.optimizer.accumulate
-        if batch_size < 2 * parts and not config.data.negative_fields:
-            accumulated = f", optimizer.accumulate={parts}" if parts > 1 else ""
+        accumulate = 1 if config.model.compares_examples else config.optimizer.accumulate
+        if batch_size < 2 * accumulate and not config.data.negative_fields:
+            accumulated = f", optimizer.accumulate={accumulate}" if accumulate > 1 else ""
             raise InputError(
                 f"data.batch_size={batch_size}{accumulated}: a pair has no negatives: set data.batch_size to at least "
-                f"{2 * parts}, better to {32 * parts} or more"
+                f"{2 * accumulate}, better to {32 * accumulate} or more"
             )
         filled, count = vocabularies.fill_sizes(config.model, sizes, config.data.seq_len), len(config.data.negatives())
         if filled.negative_texts not in (0, count):

@@ -14,7 +14,7 @@ from hpnlp.data.examples.kinds import Classification
 from hpnlp.data.masking import MaskedCorpus, check_mask
 from hpnlp.data.reading import sources
 from hpnlp.data.reading.files import Progress
-from hpnlp.data.reading.token_store import key_of
+from hpnlp.data.reading.token_store import json_hash
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.tasks import vocabulary as vocabularies
 from hpnlp.tasks.predictions import TrainedModel
@@ -66,7 +66,7 @@ class MaskedText(MaskedCorpus):
         super().__init__(corpus, config.mask_rate, config.mask_span)
         self.tokenizer = corpus.tokenizer
         self.summary = corpus.summary
-        self.heldout_digest = key_of([corpus.heldout_digest, config.mask_rate, config.mask_span])
+        self.heldout_digest = json_hash([corpus.heldout_digest, config.mask_rate, config.mask_span])
 
 
 class MaskedLanguageModel(Task):

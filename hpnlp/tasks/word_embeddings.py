@@ -11,7 +11,7 @@ import numpy as np
 from hpnlp.data.stream import Corpus, DataConfig
 from hpnlp.models.word_vectors import WordVectors, WordVectorsConfig
 from hpnlp.ops.weight import dense
-from hpnlp.retrieval.word_vectors import WordVectorTable, of_tokenizer
+from hpnlp.retrieval.word_vectors import WordVectorTable, token_vectors
 from hpnlp.tasks.lm import LanguageModel
 from hpnlp.tasks.reports.reporting import (
     NOT_FINITE,
@@ -83,7 +83,7 @@ class WordVectorsReport(TaskReport):
         """The nearest neighbours of some words."""
         if outcome.params is None:
             return Section()
-        table = vectors_of(outcome.params, outcome.dataset.tokenizer)
+        table = trained_vectors(outcome.params, outcome.dataset.tokenizer)
         words = [word for word in table.words if word.isalpha() and len(word) > 3][:SHOWN]
         lines = [
             "Nearest neighbours of the most frequent words of at least four letters:",
@@ -145,7 +145,7 @@ class WordEmbeddings(LanguageModel):
         return None
 
 
-def vectors_of(params: Any, tokenizer: Any) -> WordVectorTable:
+def trained_vectors(params: Any, tokenizer: Any) -> WordVectorTable:
     """The word vectors of a run.
 
     Args:
@@ -161,4 +161,4 @@ def vectors_of(params: Any, tokenizer: Any) -> WordVectorTable:
     table = params.get("embed", {}).get("table") if isinstance(params, Mapping) else None
     if table is None:
         raise InputError("the model has no embedding of tokens: name a run of another task, or --vectors=FILE")
-    return of_tokenizer(np.asarray(dense(table), np.float32), tokenizer)
+    return token_vectors(np.asarray(dense(table), np.float32), tokenizer)

@@ -84,7 +84,7 @@ class BatchLengths:
         return self.examples * sum(length * count for length, count in self.steps.items())
 
     def timed_tokens(self) -> int:
-        """Tokens of the batches whose steps took the seconds of training, without compilation, padding included.
+        """Tokens of the timed steps, that is, without the steps that compiled; padding included.
 
         Returns:
           The number.
@@ -127,7 +127,7 @@ class BatchLengths:
         return total
 
 
-def length_of(batch: Mapping[str, Any], longest: int) -> int:
+def sequence_length(batch: Mapping[str, Any], longest: int) -> int:
     """Length of the sequences of a batch.
 
     Args:

@@ -232,9 +232,6 @@ def default(task: str = "lm") -> ConfigDict:
 def to_values(config: Config) -> ConfigDict:
     """The values of a config, as flags override them and `resolve` reads them.
 
-    Args:
-      config: The config.
-
     Returns:
       A locked ConfigDict with a section per part: setting an unknown field or a value of a wrong type raises.
     """
@@ -322,7 +319,7 @@ def _field_types(dataclass: Any) -> dict[str, Any]:
 
 
 def _typed(type_hint: Any, value: Any, name: str) -> Any:
-    """`value`, checked against the type of the field `name`; integers become floats, and lists tuples, where these are due."""
+    """Checks a value against the type of the field `name`. Converts integers for float fields and lists for tuple fields."""
     allowed = typing.get_args(type_hint) if isinstance(type_hint, type(int | None)) else (type_hint,)
     for kind in allowed:
         if typing.get_origin(kind) is tuple and isinstance(value, list | tuple):
@@ -340,9 +337,6 @@ def _typed(type_hint: Any, value: Any, name: str) -> Any:
 
 def to_json(config: Config) -> str:
     """Text of config.json.
-
-    Args:
-      config: The config.
 
     Returns:
       JSON with a section per part, and the number of fields under COUNT.
@@ -424,9 +418,6 @@ def with_changes(config: Config, changes: Mapping[str, Any]) -> Config:
 
 def flat(config: Config) -> dict[str, Any]:
     """All fields of a config.
-
-    Args:
-      config: The config.
 
     Returns:
       `section.field` -> value; and "task" -> its name.

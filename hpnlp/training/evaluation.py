@@ -70,7 +70,7 @@ def evaluate(
 def further_scores(
     trainer: Trainer, params: Any, dataset: Dataset, config: Config, progress: Progress = ignore_progress
 ) -> dict[str, float]:
-    """Scores the task's further sets of examples (`Task.further_heldout`), such as those of `data.challenge_path`.
+    """Scores the task's other held-out sets (`Task.further_heldout`), such as those of `data.challenge_path`.
 
     Args:
       trainer: Compiled functions of the model.
@@ -103,7 +103,7 @@ def _sums(
     progress: Progress,
     work: str,
 ) -> tuple[dict[str, tuple[Any, Any]], ExampleScores | None]:
-    """Sums over batches, in float64, of the loss and the metrics that the model reports, and those of each example."""
+    """Sums of loss and metrics over batches, in float64, and the sums of each example."""
     total: Any = None
     collector = Collector()
     last: Any = None  # sums on the devices: of one batch only, because a confusion matrix may take megabytes
@@ -120,7 +120,7 @@ def _sums(
 
 
 def _add(total: Any, sums: Any, collector: Collector) -> Any:
-    """Adds sums on the devices to a total in float64; either may be None. The collector keeps those of examples."""
+    """Adds sums on the devices to a total in float64; either may be None. The collector takes the sums of examples."""
     if sums is None:
         return total
     values = jax.tree.map(lambda x: np.asarray(x, np.float64), collector.add(jax.device_get(sums)))

@@ -104,7 +104,7 @@ class Gradients:
 
     @property
     def _is_single_sum(self) -> bool:
-        """Whether gradients are those of one loss of the whole batch, not the sum of those of several parts."""
+        """Whether the gradient is that of one loss of the whole batch, and not a sum over the losses of several parts."""
         return self.update.config.accumulate == 1 or self.model.config.compares_examples
 
     def with_auxiliary_losses(self, sums: Mapping[str, Any], statistics: Statistics) -> dict[str, Any]:
@@ -187,14 +187,14 @@ class Gradients:
         if not self.update.config.rows:
             return {}
 
-        def rows_of(inputs: tuple[Batch, jax.Array]) -> Any:
+        def example_rows(inputs: tuple[Batch, jax.Array]) -> Any:
             batch, key = inputs
             return self.single_model.apply({"params": params}, batch, rngs=_rngs(key), method="rows")
 
         if self._is_single_sum:
-            ids_by_path = rows_of((batch, key))
+            ids_by_path = example_rows((batch, key))
         else:
-            ids_by_path = jax.lax.map(rows_of, self._split_for_accumulation(batch, key))
+            ids_by_path = jax.lax.map(example_rows, self._split_for_accumulation(batch, key))
         return {path: sparse_rows.distinct(ids.reshape(-1), self.tables[path][0]) for path, ids in ids_by_path.items()}
 
     def check_aux_weights(self, weights: Any) -> None:
@@ -274,8 +274,8 @@ class Gradients:
 
     def _split_for_accumulation(self, batch: Batch, key: jax.Array) -> tuple[Batch, jax.Array]:
         """The batch as arrays `[accumulate, B / accumulate, ...]`, and a key for each part."""
-        parts = jnp.arange(self.update.config.accumulate, dtype=jnp.uint32)
-        return self._split(batch, 0), jax.vmap(lambda i: jax.random.fold_in(key, i))(parts)
+        numbers = jnp.arange(self.update.config.accumulate, dtype=jnp.uint32)
+        return self._split(batch, 0), jax.vmap(lambda i: jax.random.fold_in(key, i))(numbers)
 
     def _split(self, tree: Any, axis: int) -> Any:
         """Arrays with a first axis of parts, from arrays with the examples on `axis`."""
@@ -342,7 +342,7 @@ class Gradients:
         return total, ((out.weight, {"loss": (out.sum, out.weight), **out.aux}, out.statistics), out.carry)
 
 
-def loss(model: Model, weights: Any, batch: Batch, key: jax.Array | None, carry: Any = None, parts: int = 1) -> LossOut:
+def loss(model: Model, weights: Any, batch: Batch, key: jax.Array | None, carry: Any = None, count: int = 1) -> LossOut:
     """Loss of a batch.
 
     Args:
@@ -351,7 +351,7 @@ def loss(model: Model, weights: Any, batch: Batch, key: jax.Array | None, carry:
       batch: Arrays whose first axis is that of the examples.
       key: Key for dropout and sampled losses in training; None for evaluation, which draws nothing.
       carry: Carry of the batch before, or None.
-      parts: Number of parts of the batch that are encoded one after another; 1 unless the model is a `ComparingModel`.
+      count: Number of parts of the batch that are encoded one after another; 1 unless the model is a `ComparingModel`.
 
     Returns:
       The sum of the losses, its weight, the layers' metrics and statistics, and the carry for the next batch.
@@ -360,13 +360,13 @@ def loss(model: Model, weights: Any, batch: Batch, key: jax.Array | None, carry:
         weights = host_offload.to_device(weights)
     rngs = {} if key is None else _rngs(key)
     apply: Any = functools.partial(model.apply, variables.collections(weights, carry), rngs=rngs)
-    if parts == 1:
+    if count == 1:
         return apply(batch, key is None, method="loss")
 
     def encode(part: Batch, numbers: jax.Array) -> Encoded:
         return apply(part, numbers, key is None, method="encode")
 
-    return apply(encode_in_parts(encode, batch, parts), batch, method="compare")
+    return apply(encode_in_parts(encode, batch, count), batch, method="compare")
 
 
 def _add(totals: Any, new: Any) -> Any:

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from hpnlp import measure, tasks
-from hpnlp.training.batch_lengths import BatchLengths, length_of, padding_of
+from hpnlp.training.batch_lengths import BatchLengths, padding_of, sequence_length
 from hpnlp.training.config import Config, flat
 from hpnlp.training.evaluation import Evaluation, evaluate, further_scores, on_devices
 from hpnlp.training.files.best import ScoreOrder
@@ -149,7 +149,7 @@ class _Run:
             setup.write()
 
     def _open_outputs(self, further_writers: list[Any]) -> None:
-        """Opens metrics.jsonl, further writers and the progress display."""
+        """Opens metrics.jsonl, the other metric writers and the progress display."""
         config = self.config
         self.jsonl = JsonlWriter(self.workdir, self.first_step) if self.is_lead else None
         self.writers: list[Writer] = [] if self.jsonl is None else [self.jsonl]
@@ -189,7 +189,7 @@ class _Run:
             self.trace.enter_context(jax.profiler.trace(str(self.workdir / "profile")))
         with self.clock("data"):
             local = next(self.batches)
-            length = length_of(local, self.config.data.seq_len)
+            length = sequence_length(local, self.config.data.seq_len)
             batch = on_devices(self.trainer, local, self.config)
         is_new = length not in self.compiled  # the first call with a length traces and compiles
         if is_new and self.compiled:
@@ -212,7 +212,7 @@ class _Run:
         self.stopped = self.stopping(self.step)
 
     def evaluate_if_due(self) -> Mapping[str, float] | None:
-        """Evaluates every `train.eval_every` steps and after the last one, which may be the best.
+        """Evaluates every `train.eval_every` steps and after the last step.
 
         Sets `stopped` after `train.patience` evaluations without improvement. A signal does not prevent an evaluation that is
         due: the resumed run would not repeat it.

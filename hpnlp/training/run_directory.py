@@ -200,7 +200,7 @@ def _load_compressed(workdir: Path, config: Config, vocabulary: Vocabulary, mode
 
 @jax.jit
 def _are_finite(tree: Any) -> Any:
-    """Whether all numbers of an array are finite, for each array of a tree; arrays of integers are."""
+    """For each array of a tree, whether all its numbers are finite; True for integers."""
     return jax.tree.map(lambda x: jnp.isfinite(x).all() if jnp.issubdtype(x.dtype, jnp.inexact) else True, tree)
 
 

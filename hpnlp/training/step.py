@@ -134,12 +134,12 @@ class StepFunctions:
         weights = jax.tree.map(resharded, self.weight_shardings, weights)
         joined, model = variables.join(weights, None, frozen), self.gradients.model
 
-        def sums_of(batch: Batch) -> tuple[dict[str, Any], Any]:
+        def batch_sums(batch: Batch) -> tuple[dict[str, Any], Any]:
             out = loss(model, joined, batch, None, carry, self.gradients.parts_of_loss(batch))
             sums = {"loss": (out.sum, out.weight), **out.aux}
             return self.gradients.with_auxiliary_losses(sums, out.statistics), out.carry
 
-        return sums_of(batch) if model.model_parallel is not None else with_examples(sums_of, batch)
+        return batch_sums(batch) if model.model_parallel is not None else with_examples(batch_sums, batch)
 
     def rows_trained(self, examples: int, length: int) -> dict[sparse_rows.Path, int]:
         """`Trainer.rows_trained`."""

@@ -356,7 +356,7 @@ def _jitted(p: _Prepared, functions: StepFunctions, single_device: Callable[[], 
 
 
 def _over_devices(layout: Layout) -> OverDevices:
-    """Imported here, so that a run on one device does not import the layouts of several."""
+    """Imports the module only here, because runs on one device do not need it."""
     from hpnlp.training.optimizers.over_devices import OverDevices
 
     return OverDevices(layout)

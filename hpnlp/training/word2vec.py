@@ -129,14 +129,14 @@ def train_word_vectors(
             words, segments = _subsampled(tokens, keep, rng)
             needed = -(-len(words) // (sizes.rounds * workers * config.centres))
             sizes = sizes._replace(steps=max(sizes.steps, needed))
-            parts = _Parts(words, segments, draws, config, epoch, sizes, rng)
+            division = _Parts(words, segments, draws, config, epoch, sizes, rng)
             for index in range(sizes.rounds):
                 if workers == 1:
-                    table = parts.train(table, index)
+                    table = division.train(table, index)
                     continue
                 copies = [jnp.array(table) for _ in range(workers)]
                 table = merge_tables(
-                    table, list(pool.map(parts.train, copies, range(index * workers, (index + 1) * workers)))
+                    table, list(pool.map(division.train, copies, range(index * workers, (index + 1) * workers)))
                 )
             if not jnp.isfinite(table).all():
                 raise InputError(

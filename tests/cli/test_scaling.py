@@ -11,7 +11,7 @@ import pytest
 
 from hpnlp.planner import DEVICES, search
 from hpnlp.scaling_laws import budget
-from hpnlp.scaling_laws.flops import CONVENTIONS, size_of
+from hpnlp.scaling_laws.flops import CONVENTIONS, model_size
 from hpnlp.scaling_laws.recipe import Budget
 from hpnlp.training.config import flat
 from hpnlp.training.config_file import write_config
@@ -32,7 +32,7 @@ DIMS, TOKENS = (8, 16, 32, 64), (10_240, 20_480, 40_960, 81_920)
 
 @functools.cache
 def parameters(dim):
-    return CONVENTIONS["porian"].parameters(size_of(tiny.make(model__dim=dim)))
+    return CONVENTIONS["porian"].parameters(model_size(tiny.make(model__dim=dim)))
 
 
 def write_member(directory, dim, tokens, finished=True, fields=None, **numbers):

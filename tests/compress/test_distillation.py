@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpnlp.compress.distilling.distill_config import DistillConfig
-from hpnlp.compress.distilling.distillation import OWN, TEACHER, Distillation, Distilled, Extras, extras_of
+from hpnlp.compress.distilling.distillation import OWN, TEACHER, Distillation, Distilled, Extras, make_extras
 from hpnlp.compress.distilling.distillation_losses import check_terms, chosen_layers, largest, term_names
 from hpnlp.compress.distilling.distillation_terms import RECIPES, layer_pairs, parse_terms
 from hpnlp.compress.weight_training import with_weight_training
@@ -35,7 +35,7 @@ ALL += "hidden(last, loss=feature_map, projection=linear),embedding(),attention(
 def distilled(text, student=STUDENT, teacher=TEACHER_CONFIG, steps=10, stored=0, inner=None):
     terms = parse_terms(text)
     check_terms(terms, student, teacher)
-    return Distillation(inner or LM(student), extras_of(terms, student, teacher), LM(teacher), terms, steps, stored)
+    return Distillation(inner or LM(student), make_extras(terms, student, teacher), LM(teacher), terms, steps, stored)
 
 
 def values_of(model, seed=0):
@@ -246,7 +246,7 @@ def test_encoders_report_what_recipes_compare(name):
     student, teacher = ENCODERS[name], dataclasses.replace(ENCODERS[name], layers=3, mlp_dim=48)
     terms = parse_terms("distilbert,tinybert_intermediate,logits(tokens=all)")
     check_terms(terms, student, teacher)
-    model = Distillation(Encoder(student), extras_of(terms, student, teacher), Encoder(teacher), terms)
+    model = Distillation(Encoder(student), make_extras(terms, student, teacher), Encoder(teacher), terms)
     weights = variables.axes_and_shapes(model)[1]
     out = jax.eval_shape(lambda w, b: loss_of(model, w, b), weights, model.example_batch(2, T))
     assert {f"distill_{name}" for name in term_names(terms)} <= out.aux.keys() and out.sum.shape == ()
@@ -346,7 +346,7 @@ def test_extras_are_written_and_found_again():
     assert Extras.from_json(extras.to_json()) == extras
     model = Distilled(LM(STUDENT), extras)
     shapes = variables.axes_and_shapes(model)[1]
-    assert Extras.of_shapes(shapes) == extras
+    assert Extras.from_weights(shapes) == extras
     student = values_of(LM(STUDENT))
     added = extras.added(student)
     assert jax.tree.structure(added) == jax.tree.structure(shapes)

@@ -15,7 +15,7 @@ from hpnlp.models import variables
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.ops.linear import linear
 from hpnlp.ops.weights import RoundedInputsWeight, binarize_products, dense_tree, quantize
-from hpnlp.ops.weights.low_rank import rank_of
+from hpnlp.ops.weights.low_rank import rank_for_share
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig, is_matrix
 from hpnlp.training.trainer import make_trainer
@@ -202,7 +202,7 @@ def test_factors_are_trained_and_found_again():
     assert all(jax.tree.leaves(is_matrix(weights["weights"])))  # weight decay acts on factors
     np.testing.assert_allclose(loss_of(model)(weights), loss_of(MODEL)(plain), rtol=1e-5)
     kernel = plain["layers"]["mlp"]["up"]["kernel"]
-    rank = rank_of(kernel.shape[-2:], 0.5)
+    rank = rank_for_share(kernel.shape[-2:], 0.5)
     assert (np.linalg.matrix_rank(kernel, tol=1e-5) == rank).all()
     started = with_own(plain, jax.eval_shape(lambda: weights))["weights"]["layers"]["mlp"]["up"]["kernel"]
     np.testing.assert_allclose(started["left"] @ started["right"], kernel, atol=1e-5)

@@ -55,7 +55,7 @@ def test_shares_of_padding_fall():
 
 def test_arrays_have_a_segment_for_each_text():
     texts = [np.array([5, 6]), np.array([7]), np.array([8, 9, 10])]
-    batch = buckets.arrays_of(texts, buckets.Rows(4, [[1, 0], [2]]), 3, pad_id=1)
+    batch = buckets.batch_arrays(texts, buckets.Rows(4, [[1, 0], [2]]), 3, pad_id=1)
     assert batch["tokens"].tolist() == [[7, 5, 6, 1], [8, 9, 10, 1], [1, 1, 1, 1]]
     assert batch["segment_ids"].tolist() == [[1, 2, 2, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
     assert batch["positions"].tolist() == [[0, 0, 1, 0], [0, 1, 2, 0], [0, 0, 0, 0]]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpnlp.data import prepare
-from hpnlp.data.masking import MaskedCorpus, mask_tokens, rng_of
+from hpnlp.data.masking import MaskedCorpus, mask_tokens, sequence_rng
 from hpnlp.data.tokenizers import ByteTokenizer
 from tests.data.batches import assert_equal, config, take
 from tests.messages import raises
@@ -18,7 +18,7 @@ SPECIAL = [256, 257, 258]
 
 def masked(tokens, segment_ids=None, number=0, **options):
     segment_ids = np.ones_like(tokens) if segment_ids is None else segment_ids
-    return mask_tokens(tokens, segment_ids, rng_of(5, number), TOKENIZER, MASK, **options)
+    return mask_tokens(tokens, segment_ids, sequence_rng(5, number), TOKENIZER, MASK, **options)
 
 
 def assert_rate(hits, share):

@@ -15,7 +15,7 @@ from hpnlp.data.tokenizers.word_tokenizer import WordTokenizer
 from hpnlp.models import decode
 from hpnlp.models.decode import Generation, TextStream, sample_text
 from hpnlp.models.lm import LM, LMConfig
-from hpnlp.models.variables import axes_of
+from hpnlp.models.variables import logical_axes
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.parallel.memory.host_offload import HOST
@@ -149,7 +149,7 @@ def test_speakable_excludes_special_words():
 def test_parameters_on_several_devices_and_on_the_host():
     model, params = make()
     layout = Plan(data=1, fsdp=4, tensor=2).layout(model.config.sizes())
-    specs = layout.state_specs(axes_of(model), params, divided=True)
+    specs = layout.state_specs(logical_axes(model), params, divided=True)
     spread = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(layout.mesh, spec)), params, specs)
     resting = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind(HOST)), spread["layers"])
     for placed in (spread, {**spread, "layers": resting}):

@@ -346,7 +346,7 @@ def test_encoding_in_parts_has_the_gradients_of_the_whole_batch(name):
 
     def gradients(params, parts, key):
         def total(params):
-            out = loss(model, params, batch, key, parts=parts)
+            out = loss(model, params, batch, key, count=parts)
             return out.sum, out
 
         return jax.grad(total, has_aux=True)(params)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpnlp.models.encoder import Encoder, EncoderConfig
-from hpnlp.models.variables import axes_of
+from hpnlp.models.variables import logical_axes
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.ops.attention import Full
@@ -143,7 +143,7 @@ def test_encoders_are_models():
     assert {name: x.ndim for name, x in batch.items()} == {name: len(names) for name, names in axes.items()}
     assert axes["labels"] == ("batch",) and axes["token_types"] == ("batch", "length")
     assert make(**TAGS)[0].batch_axes()["labels"] == ("batch", "length")
-    names = axes_of(model)
+    names = logical_axes(model)
     assert names["head"] == ("labels", "embed") and names["output"]["bias"] == ("labels",)
     for leaf, axis_names in zip(
         jax.tree.leaves(params), jax.tree.leaves(names, is_leaf=lambda x: isinstance(x, tuple)), strict=True

@@ -12,7 +12,7 @@ import pytest
 
 from hpnlp.models.backbone import RESIDUALS
 from hpnlp.models.lm import LM, LMConfig, example_batch
-from hpnlp.models.variables import axes_of
+from hpnlp.models.variables import logical_axes
 from hpnlp.nn.attention import Context
 from hpnlp.ops.attention.masks.base import Full
 from hpnlp.ops.attention.masks.patterns import Causal
@@ -423,7 +423,7 @@ def test_initial_parameters_have_expected_shapes_and_scales(initial):
 
 def test_every_axis_has_a_name(initial):
     model, boxed = initial
-    names, params = axes_of(model), nn.meta.unbox(boxed)
+    names, params = logical_axes(model), nn.meta.unbox(boxed)
 
     def is_names(node):
         return isinstance(node, tuple)
@@ -533,7 +533,7 @@ def test_parameters_of_output_layers_have_names_and_gradients(output):
     """Every parameter has a name for each axis, and a gradient."""
     model = LM(LMConfig(**SMALL | {"layers": 1, "output": output, "tied": False}), WordStats(np.arange(24, 0, -1)))
     batch = make_batch(2, 5)
-    params, axes = drawn_params(model, 0.2), axes_of(model)
+    params, axes = drawn_params(model, 0.2), logical_axes(model)
     for (path, leaf), names in zip(
         jax.tree_util.tree_leaves_with_path(params),
         jax.tree.leaves(axes, is_leaf=lambda x: x is None or isinstance(x, tuple)),

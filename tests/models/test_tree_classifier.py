@@ -8,7 +8,7 @@ import numpy as np
 
 from hpnlp.models import variables
 from hpnlp.models.classifiers.tree_classifier import TreeClassifier, TreeClassifierConfig
-from hpnlp.nn.tree_lstm import schedule_of
+from hpnlp.nn.tree_lstm import batch_schedule
 from hpnlp.ops.trees import reference_tree_lstm, tree_graph
 from tests.contracts import ONCE, assert_close, once
 from tests.messages import raises
@@ -112,7 +112,7 @@ def test_schedule_has_room_for_the_widest_trees():
     }  # fmt: skip
     for tree in (star, chain):
         batch |= {name: jnp.tile(jnp.array(values, jnp.int32)[None], (B, 1)) for name, values in tree.items()}
-        schedule = once(lambda batch: schedule_of(batch, 8), batch)
+        schedule = once(lambda batch: batch_schedule(batch, 8), batch)
         assert int(schedule.row.max()) < schedule.rows and len(np.unique(schedule.row)) == B * T
         assert int(schedule.levels) == max(tree["heights"]) + 1
         node = np.asarray(schedule.node)

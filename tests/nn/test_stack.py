@@ -47,7 +47,7 @@ def test_equals_a_plain_loop(kinds, unroll):
     layers = [layer(kind) for kind in range(kinds)]
     expected, reports, states = plain(kinds, 2.0, w)
     stacked, order = {"w": jnp.asarray(w)}, StackOrder(tuple(f"remainder {kind % 2}" for kind in range(kinds)))
-    stacks = {name: {"w": w[np.array(order.layers_of(name, COUNT))]} for name in order.stack_names}
+    stacks = {name: {"w": w[np.array(order.members(name, COUNT))]} for name in order.stack_names}
     for params in (stacked, tuple({"w": weight} for weight in stacked["w"]), *[stacks] * (kinds > 1)):
         chosen = order if params is stacks else None
         run = jax.jit(lambda *args: run_layers(layers, *args, unroll, order=chosen), compiler_options=ONCE)  # noqa: B023
@@ -58,7 +58,7 @@ def test_equals_a_plain_loop(kinds, unroll):
             np.testing.assert_allclose(pair, reports[name], rtol=1e-6)
         names = chosen or single_stack(kinds)
         for name, statistics in report.statistics.items():
-            members = names.layers_of(name, COUNT)
+            members = names.members(name, COUNT)
             np.testing.assert_array_equal(statistics["index"], members)
             np.testing.assert_allclose(statistics["x"], states[np.array(members)], rtol=1e-6)
         assert list(report.statistics) == names.stack_names

@@ -551,7 +551,7 @@ ON_HOST = {
     *(f"attention.linear.random_attention.{name}" for name in ("rfa_quotient", "rfa_terms", "softmax_features")),
     *("attention.positions.rope.yarn", "attention.positions.rope.frequencies"),
     *("attention.positions.bias.alibi", "attention.positions.bias.alibi_slopes"),
-    *(f"search.exact.{name}" for name in ("recall", "check_search", "check_bias", "product", "top_k", "best_of")),
+    *(f"search.exact.{name}" for name in ("recall", "check_search", "check_bias", "product", "top_k", "padded_top_k")),
     *("search.pq.build_pq", "search.pq.decode"),
     *("search.ivf.build_ivf", "search.lsh.build_lsh", "search.lsh.probe_sets", "softmax.bit_paths.path_length"),
     *(

@@ -13,7 +13,7 @@ def test_layers_are_found_in_their_stacks(names, count):
     order = StackOrder(tuple(names))
     layers = [{"w": np.full(2, i)} for i in range(count)]
     stacks = {
-        name: jax.tree.map(lambda *leaves: np.stack(leaves), *(layers[i] for i in order.layers_of(name, count)))
+        name: jax.tree.map(lambda *leaves: np.stack(leaves), *(layers[i] for i in order.members(name, count)))
         for name in order.stack_names
     }
     assert layer_count(stacks) == count

@@ -111,11 +111,11 @@ CALLS = {
 ON_HOST = {
     "weight.is_weight",
     "weight.parameter_count",
-    "weight.axes_of",
+    "weight.weight_axes",
     "weight.is_stacked",
     "weight.scale_axes",
     "weights.balanced.kept_count",
-    "weights.low_rank.rank_of",
+    "weights.low_rank.rank_for_share",
     "weights.low_rank.rank_by_energy",
     "weights.ranges.largest_code",
     "weights.sparse.check_share",

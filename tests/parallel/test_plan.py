@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from hpnlp.models.lm import LM, LMConfig, example_batch
-from hpnlp.models.variables import axes_of
+from hpnlp.models.variables import logical_axes
 from hpnlp.parallel.plan import AXES, PLANS, RULES, Plan
 from hpnlp.types import InputError
 from tests.messages import raises
@@ -160,7 +160,7 @@ def shapes_of(config):
 def test_every_matrix_is_divided():
     """Over fsdp 4 x tensor 2, all arrays but vectors are divided over eight devices, and positions over fsdp only."""
     layout, shapes = Plan(fsdp=4, tensor=2).layout(CONFIG.sizes()), shapes_of(CONFIG)
-    specs = layout.state_specs(axes_of(LM(CONFIG)), shapes, divided=True)
+    specs = layout.state_specs(logical_axes(LM(CONFIG)), shapes, divided=True)
     for (path, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(specs), strict=True):
         name = jax.tree_util.keystr(path)
         shards = leaf.size // math.prod(NamedSharding(layout.mesh, spec).shard_shape(leaf.shape))
@@ -171,7 +171,7 @@ def test_what_no_axis_divides_is_listed():
     config = LMConfig(
         layers=2, dim=15, heads=3, head_dim=5, kv_heads=3, mlp_dim=64, vocab=261, max_len=8, position="none"
     )
-    names, shapes = axes_of(LM(config)), shapes_of(config)
+    names, shapes = logical_axes(LM(config)), shapes_of(config)
     listed = Plan(fsdp=2, zero=3, tensor=4).layout(config.sizes())
     undivided = " ".join(listed.undivided(names, shapes))
     assert (

@@ -12,7 +12,7 @@ from hpnlp.models.lm import LMConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.planner import compiled, costs
 from hpnlp.planner.collectives import total
-from hpnlp.planner.estimate import trainer_of
+from hpnlp.planner.estimate import planned_trainer
 from hpnlp.planner.memory import held_bytes
 from hpnlp.training.config import Config
 from tests.messages import raises
@@ -23,7 +23,7 @@ from tests.planner.common import planned
 def test_compiled_step_matches_its_plan():
     estimate = planned(Plan("data", data=2, fsdp=2, tensor=2, zero=3))
     step = compiled.compile_step(estimate, "compiled", "h100")
-    assert step.arguments == pytest.approx(held_bytes(trainer_of(estimate.config, 8).state_shapes), rel=0.05)
+    assert step.arguments == pytest.approx(held_bytes(planned_trainer(estimate.config, 8).state_shapes), rel=0.05)
     assert step.collectives is not None
     assert total(step.collectives) == pytest.approx(total(estimate.collectives), rel=0.02)
 

@@ -15,7 +15,7 @@ from hpnlp.models.lm import example_batch
 from hpnlp.parallel.plan import AXES, Plan
 from hpnlp.planner import DEVICES, costs
 from hpnlp.planner.collectives import Collective
-from hpnlp.planner.estimate import model_of, trainer_of
+from hpnlp.planner.estimate import planned_model, planned_trainer
 from hpnlp.training.config import Config
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.types import InputError
@@ -26,7 +26,7 @@ from tests.planner.common import CONFIG, MODEL, planned
 def test_flops_of_all_devices_add_up():
     """The devices together do the FLOPs of one device, where none is idle and nothing is computed twice."""
     single = planned(Plan("single"), 1)
-    trainer = trainer_of(CONFIG, 1)
+    trainer = planned_trainer(CONFIG, 1)
     batch, key = jax.eval_shape(lambda: example_batch(16, 128)), jax.eval_shape(lambda: jax.random.key(0))
     assert single.program.flops == measure.count_flops(trainer.step.jitted, trainer.state_shapes, batch, key)
     for plan in (Plan("data"), Plan("zero3"), Plan("data", data=2, tensor=4)):
@@ -63,7 +63,7 @@ def test_vocabulary_is_known_without_data():
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, vocab=0))
 
     def size(text):
-        return model_of(dataclasses.replace(config, data=DataConfig(tokenizer=text))).config.vocab
+        return planned_model(dataclasses.replace(config, data=DataConfig(tokenizer=text))).config.vocab
 
     assert (size("bytes"), size("words(3000)"), size("bpe(4096)")) == (tokenizers.build("bytes").vocab_size, 3000, 4096)
     for text in ("words", "words()", "bpe"):

@@ -11,7 +11,7 @@ from hpnlp.models.lm import LMConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.planner import DEVICES, costs
 from hpnlp.planner.collectives import trace
-from hpnlp.planner.estimate import model_of, trainer_of
+from hpnlp.planner.estimate import planned_model, planned_trainer
 from hpnlp.planner.jaxpr.jaxpr_cost import program_cost
 from hpnlp.planner.memory import gradient_bytes, held_bytes, state_bytes, state_shards
 from hpnlp.training.config import Config
@@ -36,7 +36,7 @@ HYBRID = {"mixer": "conv,full", "form": "block,block(heads=2,mlp_dim=256)"}
 )
 def test_temporaries_match_the_compiled_program(remat, fields):
     config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, **fields), plan=Plan("single", remat=remat))
-    trainer = trainer_of(config, jax.devices()[:1])
+    trainer = planned_trainer(config, jax.devices()[:1])
     traced = trace(trainer, 16, 128)
     with jax.set_mesh(trainer.layout.mesh):
         compiled_bytes = traced.lower().compile(ONCE).memory_analysis().temp_size_in_bytes
@@ -55,7 +55,7 @@ def test_zero3_divides_the_state():
     for name in ("parameters", "optimizer", "gradients"):
         assert sharded.memory[name] < replicated.memory[name] / 6
     assert sharded.memory["activations"] < 1.5 * replicated.memory["activations"]
-    state = trainer_of(dataclasses.replace(CONFIG, plan=Plan("zero3")), 8).state_shapes
+    state = planned_trainer(dataclasses.replace(CONFIG, plan=Plan("zero3")), 8).state_shapes
     assert sharded.memory["parameters"] == held_bytes(state.params)
 
 
@@ -76,7 +76,7 @@ def test_sparse_rows_have_gradients_of_the_rows_alone():
     assert sparse.memory["gradients"] == pytest.approx(layers + (64 + 64 + 16) * 64 * 4, rel=0.01)
     assert sparse.memory["gradients"] + sparse.memory["activations"] == sparse.program.peak < table
     assert dense.memory["gradients"] > 2 * table
-    dense_state, sparse_state = (state_bytes(trainer_of(config, 1), 4, 16) for config in configs)
+    dense_state, sparse_state = (state_bytes(planned_trainer(config, 1), 4, 16) for config in configs)
     assert dense_state - sparse_state == dense.memory["gradients"] - sparse.memory["gradients"]
 
 
@@ -93,7 +93,7 @@ def test_gradients_of_rows_match_the_compiled_program(plan, width):
     """Each device holds its shard of the model dimension, of all rows, and no gradient of a table."""
     model = LMConfig(layers=1, dim=64, heads=8, mlp_dim=192, vocab=8000, unroll=1, tied=False, output="sampled(64)")
     config = Config(model, DataConfig(seq_len=32, batch_size=16), OptimizerConfig(rows=True), plan=plan)
-    trainer = trainer_of(config, jax.devices())
+    trainer = planned_trainer(config, jax.devices())
     tables = sum(trainer.rows_trained(16, 32).values()) * width * 4
     shapes = trainer.state_shapes.params if plan.name == "data" else trainer.gradient_shapes
     layers = {name: shape for name, shape in shapes.items() if name not in ("embed", "head")}
@@ -140,7 +140,7 @@ def test_offloaded_layers_count_as_host_transfers(plan, count):
         costs(dataclasses.replace(CONFIG, plan=dataclasses.replace(plan, offload_parameters=offload)), count)
         for offload in (False, True)
     )
-    size = 4 * model_of(CONFIG).config.non_embedding_parameters()
+    size = 4 * planned_model(CONFIG).config.non_embedding_parameters()
     # Parameters are fetched for the forward pass, the backward pass and the update, and stored once. Gradients are stored once
     # and fetched for the norm and the update.
     assert offloaded.program.host_bytes == pytest.approx(7 * size, rel=0.01)

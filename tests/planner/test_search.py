@@ -10,7 +10,7 @@ from hpnlp.data.stream import DataConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.planner import DEVICES, costs, render, search
 from hpnlp.planner.devices import USABLE
-from hpnlp.planner.estimate import trainer_of
+from hpnlp.planner.estimate import planned_trainer
 from hpnlp.types import InputError
 from tests.messages import raises
 from tests.planner.common import CONFIG, MODEL, SMALL, planned
@@ -47,7 +47,7 @@ def test_smallest_change_offloads_last():
     flags, fitting = change
     assert fitting.config.plan == offloaded and fitting.bytes == smallest.bytes
     assert all(f"--plan.{name}" in flags for name in ("remat=full", "offload_optimizer", "offload_parameters"))
-    layers = sum(x.size * 4 for x in jax.tree.leaves(trainer_of(config, 1).state_shapes.params["layers"]))
+    layers = sum(x.size * 4 for x in jax.tree.leaves(planned_trainer(config, 1).state_shapes.params["layers"]))
     assert estimate.host_bytes == 0
     assert smallest.host_bytes == pytest.approx(layers + estimate.memory["optimizer"], rel=0.01)
     printed = [

@@ -6,8 +6,8 @@ import pytest
 from hpnlp.data import tokenizers
 from hpnlp.ops.weights import quantize
 from hpnlp.retrieval.word2vec_files import load_word2vec, save_word2vec, without_spaces
-from hpnlp.retrieval.word_vectors import WordVectorTable, of_tokenizer
-from hpnlp.tasks.word_embeddings import vectors_of
+from hpnlp.retrieval.word_vectors import WordVectorTable, token_vectors
+from hpnlp.tasks.word_embeddings import trained_vectors
 from tests.messages import raises
 
 WORDS = ["king", "queen", "man", "woman", "ñandú", "apple"]
@@ -96,7 +96,7 @@ def test_plane_keeps_the_distances_of_points_in_a_plane():
 def test_vectors_of_a_tokenizer_have_no_special_tokens():
     tokenizer = tokenizers.build("words(9)", [b"one two, two"])
     vectors = np.arange(2.0 * tokenizer.vocab_size).reshape(-1, 2)
-    table = of_tokenizer(vectors, tokenizer)
+    table = token_vectors(vectors, tokenizer)
     assert table.words[0] == "two" and "<unk>" not in table.words
     np.testing.assert_array_equal(table["two"], vectors[tokenizer.encode(b"two")[0]])
 
@@ -104,7 +104,7 @@ def test_vectors_of_a_tokenizer_have_no_special_tokens():
 def test_vectors_of_a_quantized_embedding(table):
     tokenizer = tokenizers.build("words(9)", [b"one two, two"])
     matrix = np.arange(2.0 * tokenizer.vocab_size, dtype=np.float32).reshape(-1, 2)
-    exact, rounded = (vectors_of({"embed": {"table": w}}, tokenizer) for w in (matrix, quantize(matrix)))
+    exact, rounded = (trained_vectors({"embed": {"table": w}}, tokenizer) for w in (matrix, quantize(matrix)))
     assert exact.words == rounded.words
     np.testing.assert_allclose(rounded.vectors, exact.vectors, atol=0.1)
 

@@ -5,8 +5,8 @@ import jax
 import pytest
 
 from hpnlp import measure
-from hpnlp.planner.estimate import model_of
-from hpnlp.scaling_laws.flops import CONVENTIONS, ModelSize, size_of
+from hpnlp.planner.estimate import planned_model
+from hpnlp.scaling_laws.flops import CONVENTIONS, ModelSize, model_size
 from hpnlp.training.config import default, resolve
 from tests.messages import raises
 
@@ -20,7 +20,7 @@ def config(**fields):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_conventions_count_the_head_once_and_tables_where_named(tied):
-    size = size_of(config(tied=tied))
+    size = model_size(config(tied=tied))
     vocab = size.head // 32
     matrices = 2 * (4 * 32 * 32 + 3 * 32 * 64)  # attention and a gated MLP
     assert size.layers == matrices + 2 * 2 * 32 + 32  # two norms in each layer, and the final one
@@ -35,7 +35,7 @@ def test_conventions_count_the_head_once_and_tables_where_named(tied):
 
 def test_products_of_the_program_lie_between_causal_and_dense_attention():
     resolved = config(tied=True)
-    model, size = model_of(resolved), size_of(resolved)
+    model, size = planned_model(resolved), model_size(resolved)
     batch = model.example_batch(2, 64)
     params = nn.meta.unbox(jax.eval_shape(lambda: model.init(jax.random.key(0), batch))["params"])
     counted = measure.count_flops(
@@ -47,7 +47,7 @@ def test_products_of_the_program_lie_between_causal_and_dense_attention():
 
 
 def test_experts_count_by_the_share_that_a_token_uses():
-    used, total = (size_of(config(mlp=f"top_k({arguments})")) for arguments in ("experts=8,k=2", "experts=8,k=8"))
+    used, total = (model_size(config(mlp=f"top_k({arguments})")) for arguments in ("experts=8,k=2", "experts=8,k=8"))
     assert used.idle == 2 * 6 * 3 * 32 * 64 and total.idle == 0
     assert used.layers + used.idle == total.layers
     flops = [CONVENTIONS["porian"].flops_per_token(size) for size in (used, total)]
@@ -55,4 +55,4 @@ def test_experts_count_by_the_share_that_a_token_uses():
 
 
 def test_models_without_logits_of_all_words_raise():
-    raises(r"model\.output='full'", lambda: size_of(config(output="sampled(64)", tied=False)))
+    raises(r"model\.output='full'", lambda: model_size(config(output="sampled(64)", tied=False)))

@@ -85,13 +85,13 @@ def test_stacks_have_losses_and_buffers_of_their_own(name):
     assert out.statistics.keys() == buffers.keys() == model.config.stacks().keys()
     for stack, of_stack in buffers.items():
         statistics = out.statistics[stack]["layers"]
-        for branch, sums, of_branch in (
+        for branch, sums, in_branch in (
             ("attention", "keys", of_stack["layers"]["attention"]["mixer"]),
             ("mlp", "columns", of_stack["layers"]["mlp"]),
         ):
             total, tokens = np.asarray(statistics[branch][sums]), np.asarray(statistics[branch]["tokens"])
             average = 0.1 * total / tokens.reshape(-1, *(1,) * (total.ndim - 1))
-            np.testing.assert_allclose(of_branch["average"], average, rtol=1e-5, atol=1e-7)
+            np.testing.assert_allclose(in_branch["average"], average, rtol=1e-5, atol=1e-7)
     if name == "seq2seq":
         np.testing.assert_array_equal(
             out.statistics["encoder"]["layers"]["mlp"]["tokens"], [batch["segment_ids"].sum()] * 4

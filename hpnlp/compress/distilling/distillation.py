@@ -62,7 +62,7 @@ class Extras:
         return {OWN: {"done": jnp.zeros(())}} if self.is_scheduled else {}
 
     def added(self, weights: Mapping[str, Any]) -> dict[str, Any]:
-        """Weights of the student with the first of these variables, which training starts from.
+        """Adds the initial values of these variables to weights of the student.
 
         Args:
           weights: Weights of the student.
@@ -75,8 +75,8 @@ class Extras:
         return {**result, BUFFERS: buffers} if buffers else result
 
     @classmethod
-    def of_shapes(cls, weights: Mapping[str, Any]) -> Extras:
-        """The variables that are among those of a model.
+    def from_weights(cls, weights: Mapping[str, Any]) -> Extras:
+        """Finds the variables that a distillation added among the weights of a model.
 
         Args:
           weights: Shapes of the model's weights, or the weights.
@@ -114,13 +114,13 @@ class Distilled(ModelWrapper):
 
     Attributes:
       inner: The student.
-      extras: The further variables.
+      extras: The added variables.
     """
 
     extras: Extras = Extras()  # noqa: RUF009  (frozen)
 
     def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Variables of the student and further ones.
+        """Variables of the student with the added ones.
 
         Args:
           rngs: As of every Flax module.
@@ -151,13 +151,9 @@ class Distilled(ModelWrapper):
         return self.inner.apply(_without_own(variables), *args, **kwargs)
 
     def advance(self, buffers: Any, statistics: Statistics, step: Array, rng: Array) -> Any:
-        """Buffers of the student, as of the student.
+        """Advances the buffers of the student.
 
-        Args:
-          buffers: As of the student.
-          statistics: As of the student.
-          step: As of the student.
-          rng: As of the student.
+        Arguments: see `Model.advance`.
 
         Returns:
           A tree like `buffers`.
@@ -354,12 +350,12 @@ class Distillation(Distilled):
         weight = out.weight.astype(jnp.float32)
         total, aux = jnp.zeros(()), {}
         for name, term in term_names(self.terms).items():
-            parts = [(out.sum, weight, compare.gate(term, 0, 1))] if term.kind == "labels" else compare(name, term)
-            for value, count, gate in parts:
+            sums = [(out.sum, weight, compare.gate(term, 0, 1))] if term.kind == "labels" else compare(name, term)
+            for value, count, gate in sums:
                 total = total + term.weight * gate * value / jnp.maximum(count, 1e-30) * weight
             aux[f"distill_{name}"] = (
-                sum(value * parts[0][1] / jnp.maximum(n, 1e-30) for value, n, _ in parts),
-                parts[0][1],
+                sum(value * sums[0][1] / jnp.maximum(n, 1e-30) for value, n, _ in sums),
+                sums[0][1],
             )
         return dataclasses.replace(out, sum=total, aux={**out.aux, **aux}, taps={})
 
@@ -372,13 +368,9 @@ class Distillation(Distilled):
         return jax.lax.stop_gradient(out.taps)
 
     def advance(self, buffers: Any, statistics: Statistics, step: Array, rng: Array) -> Any:
-        """Buffers of the student, and the share of the steps that are done.
+        """Advances the buffers of the student, and the share of the steps that are done.
 
-        Args:
-          buffers: As of the student.
-          statistics: As of the student.
-          step: As of the student.
-          rng: As of the student.
+        Arguments: see `Model.advance`.
 
         Returns:
           A tree like `buffers`.
@@ -389,7 +381,7 @@ class Distillation(Distilled):
         return result
 
 
-def extras_of(terms: tuple[Term, ...], student: Any, teacher: Any) -> Extras:
+def make_extras(terms: tuple[Term, ...], student: Any, teacher: Any) -> Extras:
     """Variables that a distillation adds to the student.
 
     Args:
@@ -418,7 +410,7 @@ def extras_of(terms: tuple[Term, ...], student: Any, teacher: Any) -> Extras:
 
 
 def _without_own(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables of the student."""
+    """Removes the variables that the distillation added, and the frozen ones."""
     params = {name: tree for name, tree in variables["params"].items() if name != OWN}
     result = {name: tree for name, tree in variables.items() if name != FROZEN} | {"params": params}
     if BUFFERS in result:

@@ -27,7 +27,7 @@ Part = tuple[Any, Any, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Terms of one batch.
+    """Computes the terms of a distillation for one batch.
 
     Attributes:
       student_config: Config of the student.
@@ -50,21 +50,21 @@ class Comparison:
     def __call__(self, name: str, term: Term) -> list[Part]:
         """The parts of a term, one for each pair of layers."""
         if term.kind in ("logits", "regression"):
-            return [self._of_logits(term)]
+            return [self._logit_part(term)]
         if term.kind == "cosine":
-            return [self._of_states(name, "cosine", self.student["last"], self.teacher["last"], self.gate(term, 0, 1))]
+            return [self._state_part(name, "cosine", self.student["last"], self.teacher["last"], self.gate(term, 0, 1))]
         pairs = term.pairs(self.teacher_config.layers, self.student_config.layers)
         result = []
         for index, (teacher, student) in enumerate(pairs):
             gate = self.gate(term, index, len(pairs))
             if term.kind == "attention":
-                result.append(self._of_attention(term.loss, teacher, student, gate))
+                result.append(self._attention_part(term.loss, teacher, student, gate))
             else:
                 states = (
                     _state(self.student, self.student_config, student),
                     _state(self.teacher, self.teacher_config, teacher),
                 )
-                result.append(self._of_states(name, term.loss, *states, gate))
+                result.append(self._state_part(name, term.loss, *states, gate))
         return result
 
     def gate(self, term: Term, index: int, count: int) -> Any:
@@ -80,7 +80,7 @@ class Comparison:
             counts &= self.done < end
         return counts.astype(jnp.float32)
 
-    def _of_logits(self, term: Term) -> Part:
+    def _logit_part(self, term: Term) -> Part:
         logits, weights = self.student["logits"], self.batch["weights"].astype(jnp.float32)
         if term.tokens == "all" and weights.ndim == 2:
             weights = (self.batch["segment_ids"] > 0).astype(jnp.float32)
@@ -93,14 +93,14 @@ class Comparison:
             losses = ops.logit_divergence(logits, teacher, term.temperature)
         return jnp.where(weights == 0, 0.0, weights * losses).sum(), weights.sum(), self.gate(term, 0, 1)
 
-    def _of_states(self, name: str, loss: str, student: Any, teacher: Any, gate: Any) -> Part:
+    def _state_part(self, name: str, loss: str, student: Any, teacher: Any, gate: Any) -> Part:
         if name in self.projections:
             student = linear(student.astype(jnp.float32), self.projections[name])
         is_token = self.batch["segment_ids"] > 0
         losses = _STATE_LOSSES[loss](student, teacher)
         return jnp.where(is_token, losses, 0.0).sum(), is_token.sum(dtype=jnp.float32), gate
 
-    def _of_attention(self, loss: str, teacher: int, student: int, gate: Any) -> Part:
+    def _attention_part(self, loss: str, teacher: int, student: int, gate: Any) -> Part:
         scores, visible = self._scores(self.student, self.student_config, student)
         target, of_teacher = self._scores(self.teacher, self.teacher_config, teacher)
         compare = ops.score_error if loss == "scores" else ops.attention_divergence
@@ -122,10 +122,7 @@ class Comparison:
 
 
 def term_names(terms: tuple[Term, ...]) -> dict[str, Term]:
-    """Names of terms, by which metrics and matrices are called.
-
-    Args:
-      terms: The terms.
+    """Names of terms, which are also the names of their metrics and matrices.
 
     Returns:
       Name -> term: its kind, with a number from the second term of a kind on.

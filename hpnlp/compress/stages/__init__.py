@@ -1,4 +1,4 @@
-"""Stages of recipes: what they change, the function that they are, and the data that they may read."""
+"""Stages of recipes: kinds of changes, the type of their functions, and calibration data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from hpnlp.types import InputError
 
-# What a stage changes.
+# Kinds of changes.
 STRUCTURE, FACTORS, NUMBERS = "structure", "factors", "numbers"
 
 
@@ -73,7 +73,7 @@ def check_unit_arguments(name: str, share: int | float | str, by: str) -> None:
 
 
 def check_keeps_units(name: str, share: int | float | str, counts: Sequence[int]) -> None:
-    """Checks that a share of the units of a layer is not less than half of a unit, of which one would stay all the same.
+    """Checks that a share is at least half of a unit in some layer. Every layer keeps at least one unit.
 
     Args:
       name: Name of the stage and of its units.
@@ -81,7 +81,7 @@ def check_keeps_units(name: str, share: int | float | str, counts: Sequence[int]
       counts: Number of units of each layer.
 
     Raises:
-      InputError: It is for all layers.
+      InputError: The share is less than half of a unit in all layers.
     """
     if isinstance(share, str):
         return
@@ -92,7 +92,7 @@ def check_keeps_units(name: str, share: int | float | str, counts: Sequence[int]
         )
 
 
-def gradients_of(name: str, config: Any, weights: Any, calibration: Calibration | None) -> Any:
+def calibration_gradients(name: str, config: Any, weights: Any, calibration: Calibration | None) -> Any:
     """Gradients of the parameters on calibration data.
 
     Args:

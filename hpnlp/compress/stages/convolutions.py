@@ -26,15 +26,15 @@ from hpnlp.compress.stages import (
     STRUCTURE,
     Calibration,
     Compressor,
+    calibration_gradients,
     check_keeps_units,
     check_known_widths,
     check_unit_arguments,
-    gradients_of,
 )
 from hpnlp.compress.stages.structure import choose_units
 from hpnlp.models.convnet import ConvNetConfig
 from hpnlp.models.variables import BUFFERS
-from hpnlp.nn.convnet import BlockShape, spec_of
+from hpnlp.nn.convnet import BlockShape, block_spec
 from hpnlp.nn.image_norms import make_norm
 from hpnlp.types import InputError
 
@@ -274,16 +274,16 @@ def _channel_compressor(name: str, share: int | float, by: str, across_layers: b
     def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
         groups = stage_groups(name, config)
         if not groups:
-            what = {"channels": "channels between blocks", "hidden": "hidden channels of inverted blocks"}.get(
+            units = {"channels": "channels between blocks", "hidden": "hidden channels of inverted blocks"}.get(
                 name, name
             )
-            raise InputError(f"{name}({share}): the network has no {what} that can be removed: leave the stage out")
+            raise InputError(f"{name}({share}): the network has no {units} that can be removed: leave the stage out")
         _check_normalisation(config)
         check_known_widths(name, calibration, across_layers)
         if calibration is not None and calibration.is_outline:
             scores = [np.ones(group.count) for group in groups]
         else:
-            slopes = None if by == "magnitude" else gradients_of(name, config, weights, calibration)
+            slopes = None if by == "magnitude" else calibration_gradients(name, config, weights, calibration)
             scores = [channel_importance(group, weights, slopes) for group in groups]
         check_keeps_units(name, share, [len(layer) for layer in scores])
         kept = choose_units(scores, share, across_layers=across_layers)
@@ -313,7 +313,7 @@ def _with_shapes(config: ConvNetConfig, new: Sequence[BlockShape]) -> ConvNetCon
     entries, inputs = [], 1
     for entry, before, after in zip(config.entries, config.shapes(), new, strict=True):
         after = dataclasses.replace(after, inputs=inputs)
-        entries.append(spec_of(entry.resized(before, after)))
+        entries.append(block_spec(entry.resized(before, after)))
         inputs = after.filters
     return dataclasses.replace(config, blocks=join_entries(entries), width=1.0)
 
@@ -321,10 +321,10 @@ def _with_shapes(config: ConvNetConfig, new: Sequence[BlockShape]) -> ConvNetCon
 def _arrays_and_slopes(
     name: str, by: str, config: Any, weights: Any, calibration: Calibration | None
 ) -> tuple[Any, Any]:
-    """Arrays by path, and their gradients; None for arrays whose values are unknown, and without gradients."""
+    """Arrays and gradients by path. The arrays are None if only shapes are known; the gradients, if `by` does not read them."""
     if calibration is not None and calibration.is_outline:
         return None, None
-    slopes = None if by == "magnitude" else flatten_dict(gradients_of(name, config, weights, calibration))
+    slopes = None if by == "magnitude" else flatten_dict(calibration_gradients(name, config, weights, calibration))
     return flatten_dict(weights), slopes
 
 
@@ -347,7 +347,7 @@ def _by_channel(array: Any, axis: int, count: int) -> Any:
 
 
 def _keep_taps(array: Any, count: int, kept: np.ndarray) -> Any:
-    """A kernel `[n C, F]` or `[K, K, C]` with few taps: `[m C, F]` or `[1, m, C]`."""
+    """Keeps some taps of a kernel: `[m C, F]` from `[n C, F]`, or `[1, m, C]` from `[K, K, C]`."""
     by_tap = jnp.take(array.reshape(count, -1, array.shape[-1]), jnp.asarray(kept), axis=0)
     return by_tap.reshape(-1, array.shape[-1]) if array.ndim == 2 else by_tap.reshape(1, -1, array.shape[-1])
 
@@ -357,7 +357,7 @@ def _largest(scores: np.ndarray, count: int) -> np.ndarray:
 
 
 def _rectangle(scores: np.ndarray, current: Sequence[int], side: int, count: int) -> np.ndarray:
-    """Indices of the taps of the best rectangle, of the largest area up to `count` for which there are taps."""
+    """Indices of the taps of the rectangle with the highest score, among those of the largest area of at most `count` taps."""
     grid = np.full(side**2, -1)
     grid[list(current)] = np.arange(len(current))
     grid = grid.reshape(side, side)

@@ -61,7 +61,7 @@ def with_input_moments(
     calibration: Calibration | None,
     is_observed: Callable[[str], bool] = lambda path: not is_table(path),
 ) -> Any:
-    """The weights with an ObservedWeight in place of kernels, whose moments are those of their inputs on calibration data.
+    """Replaces kernels by `ObservedWeight`s with the second moments of their inputs on calibration data.
 
     Args:
       name: The stage, for the message.
@@ -80,21 +80,21 @@ def with_input_moments(
         raise InputError(f"{name} needs calibration data: pass some, or leave out the arguments that read inputs")
 
     def observe(path: str, w: Any) -> Any:
-        def of_array(path: str, w: Any) -> Any:
+        def observe_array(path: str, w: Any) -> Any:
             return ObservedWeight(w, jnp.zeros((w.shape[0], w.shape[0])))
 
-        return map_arrays(of_array, path, w) if is_observed(path) else w
+        return map_arrays(observe_array, path, w) if is_observed(path) else w
 
     observed = map_matrices(observe, weights)
     if calibration.is_outline:
         return observed
     gradients = calibration.gradients(config, observed)
     # Gradients lack the collections that are not trained.
-    found = {name: tree for name, tree in observed.items() if name not in gradients}
+    untrained = {name: tree for name, tree in observed.items() if name not in gradients}
 
     def with_moments(node: Any, gradient: Any) -> Any:
         return dataclasses.replace(node, moments=gradient.moments) if is_observed(node) else node
 
     trained = {name: tree for name, tree in observed.items() if name in gradients}
     merged = jax.tree.map(with_moments, trained, dict(gradients), is_leaf=is_observed)
-    return {**merged, **found}
+    return {**merged, **untrained}

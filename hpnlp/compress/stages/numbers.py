@@ -328,7 +328,7 @@ def _check_rounding(name: str, limits: str, by: str) -> None:
 def _rounded(
     w: Any, moments: Any, factors: Any, bits: int, group: int, limits: str, by: str, integer_products: bool
 ) -> Any:
-    """A matrix of integers, the rows of which are scaled if there are factors."""
+    """Rounds a matrix to integers, after its rows are divided by the factors, if there are any."""
     if factors is not None:
         w, moments = w / factors[:, None], moments * factors[:, None] * factors[None]
     if by == "inputs":

@@ -45,7 +45,7 @@ def importance(layer: Layer, unit: str, gradients: Any = None) -> np.ndarray:
     leaves = jax.tree.leaves(params)
     slopes = [None] * len(leaves) if gradients is None else jax.tree.leaves(gradients)
     count = unit_count(layer, unit)
-    for names, leaf, slope in zip(_axes_of(axes), leaves, slopes, strict=True):
+    for names, leaf, slope in zip(_leaf_axes(axes), leaves, slopes, strict=True):
         for axis in (i for i, name in enumerate(names) if name in UNITS[unit]):
             scores = (
                 np.asarray(leaf, np.float64) ** 2 if slope is None else np.abs(np.float64(leaf) * np.float64(slope))
@@ -66,7 +66,7 @@ def unit_count(layer: Layer, unit: str) -> int:
       The number: of key heads, columns or experts; 0 for a layer without such units.
     """
     first = next(iter(UNITS[unit]))
-    has_units = any(set(names) & set(UNITS[unit]) for names in _axes_of(layer.axes["params"]))
+    has_units = any(set(names) & set(UNITS[unit]) for names in _leaf_axes(layer.axes["params"]))
     return getattr(layer.form, UNITS[unit][first]) if has_units else 0
 
 
@@ -102,7 +102,7 @@ def keep_units(layer: Layer, unit: str, kept: Sequence[int] | np.ndarray) -> Lay
     variables = {
         name: jax.tree.unflatten(
             jax.tree.structure(tree),
-            [select(*pair) for pair in zip(_axes_of(layer.axes[name]), jax.tree.leaves(tree), strict=True)],
+            [select(*pair) for pair in zip(_leaf_axes(layer.axes[name]), jax.tree.leaves(tree), strict=True)],
         )
         for name, tree in layer.variables.items()
     }
@@ -137,19 +137,16 @@ def choose_units(scores: Sequence[np.ndarray], fraction: int | float, *, across_
     # Scores of layers differ in scale, so that they are divided by the norm of the layer (Michel et al. 2019, section 3).
     scaled = [layer / max(np.linalg.norm(layer), 1e-30) for layer in scores]
     first = [_best(layer, 1) for layer in scaled]
-    rest = [(value, i, j) for i, layer in enumerate(scaled) for j, value in enumerate(layer) if j not in first[i]]
+    ranked = [(value, i, j) for i, layer in enumerate(scaled) for j, value in enumerate(layer) if j not in first[i]]
     total = max(len(scores), round(fraction * sum(map(len, scores))))
-    chosen = sorted(rest, reverse=True)[: total - len(scores)]
+    chosen = sorted(ranked, reverse=True)[: total - len(scores)]
     return [np.sort([*first[i], *(j for _, layer, j in chosen if layer == i)]).astype(int) for i in range(len(scores))]
 
 
 def kernels_only(layer: Layer) -> Layer:
-    """A layer in which all parameters but kernels and the matrices of experts are 0, such as biases.
+    """Sets all parameters of a layer but kernels and the matrices of experts, such as biases, to 0.
 
     A unit whose kernels are 0 has no effect, whatever its biases are.
-
-    Args:
-      layer: The layer.
 
     Returns:
       The layer.
@@ -165,9 +162,6 @@ def kernels_only(layer: Layer) -> Layer:
 def has_weights(layer: Layer) -> bool:
     """Whether a kernel of a layer, or a matrix of its experts, has a number other than 0.
 
-    Args:
-      layer: The layer.
-
     Returns:
       False for a layer that passes its input on, up to biases.
     """
@@ -176,7 +170,7 @@ def has_weights(layer: Layer) -> bool:
 
 
 def nonzero_units(squares: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The units that have weights other than 0, and the first unit of a layer without any.
+    """The units with a weight other than 0; the first unit of a layer that has no such unit.
 
     Args:
       squares: Sums of squared weights of the units of each layer.
@@ -203,19 +197,19 @@ def layer_indices(keep: int | str) -> list[int]:
         raise InputError(f"layers({keep}): expected at least 1, or indices as 'layers(\"0 2 4\")'")
     if isinstance(keep, int):
         return []
-    parts = str(keep).split()
+    items = str(keep).split()
     if (
-        not parts
-        or not all(part.isdecimal() for part in parts)
-        or sorted(set(map(int, parts))) != list(map(int, parts))
+        not items
+        or not all(part.isdecimal() for part in items)
+        or sorted(set(map(int, items))) != list(map(int, items))
     ):
         raise InputError(f"layers({keep!r}): expected a number of layers, or ascending indices as '0 2 4'")
-    return list(map(int, parts))
+    return list(map(int, items))
 
 
 def _best(scores: np.ndarray, count: int) -> np.ndarray:
     return np.sort(np.argsort(-scores, kind="stable")[:count])
 
 
-def _axes_of(axes: Any) -> list[tuple[str | None, ...]]:
+def _leaf_axes(axes: Any) -> list[tuple[str | None, ...]]:
     return jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple))

@@ -44,7 +44,7 @@ def magnitude(share: int | float, by: str = "magnitude") -> tuple[str, Compresso
     def keep_largest(path: str, w: Any, rank: Any) -> Any:
         if is_table(path):
             return w
-        mask = largest(rank, share) if w.ndim == 2 else jax.vmap(lambda one: largest(one, share))(rank)
+        mask = largest(rank, share) if w.ndim == 2 else jax.vmap(lambda layer: largest(layer, share))(rank)
         return jnp.where(mask, w, jnp.zeros_like(w))
 
     def by_magnitude(path: str, w: Any) -> Any:

@@ -48,7 +48,7 @@ class _Part:
 
 @dataclasses.dataclass(frozen=True)
 class LassoTechnique(Technique):
-    """Moves each weight of the kernels towards 0 by the same amount, and to 0 if it is smaller."""
+    """Moves each weight of the kernels towards 0 by the same amount; a weight that is smaller becomes 0."""
 
     strength: int | float = 1e-3
 
@@ -75,8 +75,8 @@ class GroupLassoTechnique(Technique):
 
     def updates(self, config: Any, kernels: Mapping[str, Any], updates: Mapping[str, Any], rate: Any) -> dict[str, Any]:
         result = dict(updates)
-        for parts in self._parts(config, kernels):
-            moved = {part: _grouped(kernels[part.path] + updates[part.path], part) for part in parts}
+        for members in self._kernel_lists(config, kernels):
+            moved = {part: _grouped(kernels[part.path] + updates[part.path], part) for part in members}
             squares: Any = sum(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1) for x in moved.values())
             size = sum(x.shape[-1] for x in moved.values())
             norms = jnp.sqrt(squares)  # [layers, groups]
@@ -89,18 +89,18 @@ class GroupLassoTechnique(Technique):
                 result[part.path] = scaled - w
         return result
 
-    def _parts(self, config: Any, kernels: Mapping[str, Any]) -> Iterable[list[_Part]]:
+    def _kernel_lists(self, config: Any, kernels: Mapping[str, Any]) -> Iterable[list[_Part]]:
         """The kernels of the groups: lists whose kernels share groups."""
         if self.groups in ("columns", "rows"):
             axis = -1 if self.groups == "columns" else -2
             return [[_Part(path, axis, w.shape[axis])] for path, w in kernels.items()]
-        parts = unit_parts(config, self.groups, kernels)
-        if not parts:
+        lists = unit_parts(config, self.groups, kernels)
+        if not lists:
             raise InputError(
                 f"train.weights: group_lasso(groups={self.groups!r}): the model's layers have no {self.groups}: choose "
                 f"another of {', '.join(GROUPS)}"
             )
-        return parts
+        return lists
 
 
 def unit_parts(config: Any, unit: str, kernels: Mapping[str, Any]) -> list[list[_Part]]:

@@ -1,4 +1,4 @@
-"""Techniques of training with other weights: what the layers read in place of a kernel, and the gradients of that."""
+"""Techniques of training that replace the kernels which layers read, with gradients for the kernels and for scores."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class QuantizedTechnique(Technique):
     def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
         if self.kind == "binary":  # BinaryConnect: no gradient where latent weights are beyond 1
             w = jnp.clip(w, -1.0, 1.0)
-        rounded = _by_layer(lambda one: _ROUNDING[self.kind](one, self.bits, self.group), w)
+        rounded = _by_layer(lambda layer: _ROUNDING[self.kind](layer, self.bits, self.group), w)
         return w + jax.lax.stop_gradient(rounded - w)
 
 
@@ -96,7 +96,7 @@ class SoftMovementTechnique(Technique):
         over = jax.lax.stop_gradient(gate) > self.threshold
 
         def with_largest() -> Array:
-            return over | _by_layer(lambda one: largest(one, FLOOR), jax.lax.stop_gradient(scores))
+            return over | _by_layer(lambda layer: largest(layer, FLOOR), jax.lax.stop_gradient(scores))
 
         # Without the condition, each step would sort each matrix.
         has_few = jnp.any(over.mean(axis=(-2, -1), dtype=jnp.float32) < FLOOR)

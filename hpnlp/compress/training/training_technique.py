@@ -1,4 +1,4 @@
-"""`Technique`: what the layers read in place of a kernel in training, and which updates the kernel gets."""
+"""`Technique`: how training replaces the kernels that layers read, and changes the updates of kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Technique:
 
     @property
     def parameters(self) -> int | float:
-        """Share of the parameters of each matrix that two factors have, which are trained in its place; 0 without factors."""
+        """Size of the two factors that are trained in place of each matrix, as a share of its parameters; 0 for no factors."""
         return 0
 
     @property
@@ -86,5 +86,5 @@ class Technique:
         return jnp.abs(w)
 
     def penalty(self, scores: Any) -> Array | None:
-        """Loss of the scores of one matrix, float32 []; None for none."""
+        """Penalty of the scores of one matrix, float32 []; None without a penalty."""
         return None

@@ -9,7 +9,7 @@ import numpy as np
 from hpnlp.data.examples.config import BagsConfig
 from hpnlp.data.examples.dataset import Examples
 from hpnlp.data.examples.store import UNLABELLED, StoredExamples
-from hpnlp.data.examples.topics import parse_positives, topics_of
+from hpnlp.data.examples.topics import find_topics, parse_positives
 from hpnlp.data.packing import Batch
 from hpnlp.data.reading import token_store
 
@@ -48,12 +48,14 @@ class BagExamples(Examples):
             return
         none = np.zeros(0, np.int32)
         bags = {name: BagsWithTopics(directory, name, record[name], self.kind.parts, none) for name in self.stored}
-        self.labels, numbers = topics_of(positives, bags, tokenizer, token_store.cache_root(config.cache))
+        self.labels, numbers = find_topics(positives, bags, tokenizer, token_store.cache_root(config.cache))
         for name, stored in bags.items():
             stored.topics = numbers[name]
         self.stored = {**bags}
         self.class_counts = np.bincount(numbers["train"], minlength=len(self.labels)).astype(np.int64)
-        digests = {name: token_store.key_of([bags[name].digest, self.labels, numbers[name].tolist()]) for name in bags}
+        digests = {
+            name: token_store.json_hash([bags[name].digest, self.labels, numbers[name].tolist()]) for name in bags
+        }
         self.heldout_digest = digests["heldout"]
         self._digests = {"data set": digests["train"], "held-out examples": self.heldout_digest}
         self.summary = "\n".join([self.summary, *self._class_lines()])

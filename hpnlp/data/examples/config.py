@@ -369,7 +369,7 @@ class PairsConfig(ExampleConfig):
     pair_field: str = option("pair", "Field that holds the second text, which belongs to the first.")
     negative_fields: str = option(
         "",
-        "Fields, separated by commas, that hold further texts, which do not belong to the first (hard negatives), as in "
+        "Fields, separated by commas, that hold texts which do not belong to the first (hard negatives), as in "
         "negative_1,negative_2; '' for none.",
     )
     label_field: str = option(

@@ -17,7 +17,7 @@ from hpnlp.data.examples.store import StoredExamples
 from hpnlp.data.packing import Batch
 from hpnlp.data.reading.files import printable
 from hpnlp.data.reading.sources import LeftOut, LineCounts
-from hpnlp.data.reading.token_store import key_of
+from hpnlp.data.reading.token_store import json_hash
 from hpnlp.errors import plural
 from hpnlp.types import InputError, Tokenizer
 
@@ -104,7 +104,7 @@ class Examples:
 
     def _digest(self, side: str, record: Mapping[str, Any]) -> str:
         """Digest of the examples of one set with their classes."""
-        return key_of([record[side]["digest"], record["labels"]])
+        return json_hash([record[side]["digest"], record["labels"]])
 
     @property
     def seq_len(self) -> int:
@@ -117,7 +117,7 @@ class Examples:
         return (HELDOUT, CHALLENGE) if self.stored[CHALLENGE].count else (HELDOUT,)
 
     def unknown_labels(self) -> list[str]:
-        """Numbers of the scored sets' examples that are left out because their label is of no class.
+        """Counts of examples that are not scored because their label is none of the run's classes.
 
         Returns:
           A line for each set with such examples.
@@ -134,7 +134,7 @@ class Examples:
         return lines
 
     def left_out(self) -> list[str]:
-        """Counts of what is not read of the files that the scored sets come from, besides `unknown_labels`.
+        """Counts of what is left out of the files of the scored sets, except for `unknown_labels`.
 
         Returns:
           A line for each set of which something is left out.

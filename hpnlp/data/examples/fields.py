@@ -179,7 +179,7 @@ def labels(value: Any) -> list[str]:
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a value stands for none.
+    """Whether a field of a record is empty or missing.
 
     Args:
       value: The value of a field; None for a field that a record lacks.

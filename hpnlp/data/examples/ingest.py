@@ -42,7 +42,7 @@ _OTHER_CLASSES = "; a model of other classes needs a run in another workdir, wit
 
 
 def _version(kind: Kind) -> list[str]:
-    """Name of a kind; and outside of the package digests of the files of its classes, and its options.
+    """Name of a kind; for a kind outside of the package, also digests of the files of its classes, and its options.
 
     _FORMAT does not change with these files, and options that the package does not know may decide about texts and labels.
     """
@@ -65,7 +65,7 @@ class ExampleIngest:
       kind: Kind of the examples.
       train: Sources of examples to train on, a part of which is held out if `heldout` is empty.
       heldout: Sources of examples that are all held out.
-      challenge: Sources of further examples, which are scored separately.
+      challenge: Sources of examples that are scored separately.
       group_field: See `ExampleConfig`.
       heldout_fraction: `ExampleConfig.heldout`.
       heldout_examples: See `ExampleConfig`.
@@ -249,7 +249,7 @@ class ExampleIngest:
         return RowReader(self.kind, group_field, left_out, self.skip_bad_lines, line_counts=line_counts or LineCounts())
 
     def _held_out(self) -> HeldOutHashes:
-        """Hashes of held-out groups: those below the fraction, or the lowest one if one side would be empty; or a part."""
+        """Hashes of held-out groups: a fold, or those below the fraction, or the lowest one if one side would be empty."""
         if self.heldout:
             return NOTHING
         if self.folds:
@@ -449,13 +449,13 @@ class _Candidates:
     def add(
         self,
         row: Row,
-        parts: Sequence[np.ndarray],
+        token_ids: Sequence[np.ndarray],
         texts: Sequence[bytes],
         labels: np.ndarray,
         grade: float | None,
     ) -> float:
         """Appends an example, see `ExampleWriter.add`, and returns the hash of its group."""
-        self._writer.add(parts, texts, labels, grade)
+        self._writer.add(token_ids, texts, labels, grade)
         self._fractions.append(hash_fraction(row.group))
         return self._fractions[-1]
 
@@ -473,17 +473,17 @@ class _Candidates:
         self.aside = len(known) - len(order)
         with ExampleWriter(directory, self.name, self._writing.tokenizer.vocab_size, names) as writer:
             for number in np.sort(order).tolist():
-                parts = range(kind.parts)
-                texts = [stored.text(number, part) for part in parts]
+                indices = range(kind.parts)
+                texts = [stored.text(number, part) for part in indices]
                 grade = stored.grade(number) if stored.has_grades else None
-                writer.add([stored.part(number, part) for part in parts], texts, stored.labels(number), grade)
+                writer.add([stored.part(number, part) for part in indices], texts, stored.labels(number), grade)
         for file in os.listdir(directory):
             if file.startswith("candidates."):
                 os.remove(os.path.join(directory, file))
         return writer.record()
 
     def _is_known(self, labels: np.ndarray) -> bool:
-        """Whether training examples have all labels of an example; raises InputError, or counts the example, if not."""
+        """Whether training examples have all labels of an example; if not, raises InputError or counts the example."""
         classes = self._writing.classes
         for label in np.unique(labels[labels >= 0]).tolist():
             if not classes.counts[label] and self._writing.ingest.labels is None:

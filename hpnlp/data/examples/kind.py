@@ -71,7 +71,7 @@ class Kind(abc.ABC):
 
     @property
     def inputs(self) -> tuple[Column, ...]:
-        """Fields of the records that a prediction reads: by default all without those of the labels."""
+        """Fields of the records that a prediction reads: by default, all but the labels."""
         return tuple(column for column in self.columns if column.argument not in LABEL_FIELDS)
 
     def placeholders(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,9 +181,6 @@ class Kind(abc.ABC):
 
     def special_tokens(self, tokenizer: Tokenizer) -> int:
         """Number of tokens that are added to the texts of a sequence.
-
-        Args:
-          tokenizer: The tokenizer.
 
         Returns:
           The number of bos and eos tokens.

@@ -136,9 +136,6 @@ def folded(label: str) -> str:
 def in_order(names: Sequence[str]) -> list[str]:
     """Sorts names of classes.
 
-    Args:
-      names: The names.
-
     Returns:
       The names in the order of their numbers if all are whole numbers, otherwise in alphabetical order.
     """

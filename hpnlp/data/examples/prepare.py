@@ -84,9 +84,6 @@ def prepare_examples(
 def check_paths(config: ExampleConfig) -> None:
     """Checks that the files of a config exist. Reads the first example of published data, and generates none.
 
-    Args:
-      config: The config.
-
     Raises:
       InputError: A path does not exist, or no file is left to read in it.
     """
@@ -100,7 +97,7 @@ def check_paths(config: ExampleConfig) -> None:
 
 
 def _check_parts(config: ExampleConfig) -> None:
-    """Raises InputError if a part would be held out of examples that have held-out examples of their own."""
+    """Raises InputError if `data.folds` is set for generated examples with their own held-out set."""
     if config.folds and generated.has_heldout(config.path):
         raise InputError(
             f"data.folds={config.folds}: data.path={config.path!r} has held-out examples of its own, which no part replaces: "
@@ -110,7 +107,7 @@ def _check_parts(config: ExampleConfig) -> None:
 
 def _name(key: Any) -> str:
     """Name of an entry of the cache."""
-    return f"examples-{token_store.key_of(key)}"
+    return f"examples-{token_store.json_hash(key)}"
 
 
 def find_sources(config: ExampleConfig, root: str, labels: Sequence[str] | None) -> ExampleIngest:

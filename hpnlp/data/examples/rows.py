@@ -102,7 +102,7 @@ class RowReader:
                 raise files.unreadable(file.path, error) from error
 
     def _fix(self, column: Column) -> str:
-        """A further fix of a record that lacks a field."""
+        """The fix for a record that lacks a label, which the kind words; "" for other fields."""
         return self.kind.label_fix if column.argument in LABEL_FIELDS else ""
 
     def report_bad(self, where: str, error: InputError, reason: str = "invalid") -> None:
@@ -278,7 +278,7 @@ def _cells(
 
 
 def _check_header(header: Sequence[str], columns: Sequence[Column], where: str) -> None:
-    """Raises InputError unless the columns are there once each, but for optional ones."""
+    """Raises InputError unless each column occurs once; optional columns may be missing."""
     for column in columns:
         if column.name not in header and not column.is_optional:
             raise InputError(f"{where}: {records.missing(column.name, column.argument, list(header))}")
@@ -298,10 +298,10 @@ def _parquet(path: str, columns: Sequence[Column]) -> Iterator[_Values]:
             if column.name not in schema.names:
                 continue
             accepted = TYPES[column.type][1]
-            found = _arrow_type(schema.field(column.name).type)
-            if accepted and found not in accepted:
+            held = _arrow_type(schema.field(column.name).type)
+            if accepted and held not in accepted:
                 raise InputError(
-                    f"{name}: column {column.name!r} holds {found}, expected {' or '.join(sorted(accepted))}: convert it, or "
+                    f"{name}: column {column.name!r} holds {held}, expected {' or '.join(sorted(accepted))}: convert it, or "
                     f"pass another data.{column.argument}"
                 )
 
@@ -328,11 +328,11 @@ def _arrays(path: str, columns: Sequence[Column]) -> Iterator[_Values]:
     columns = [column for column in columns if column.name in arrays]
     read = [arrays[column.name] for column in columns]
     for column, array in zip(columns, read, strict=True):
-        found = f"{_DTYPES.get(array.dtype.kind, array.dtype)} in {array.ndim} dimensions"
+        held = f"{_DTYPES.get(array.dtype.kind, array.dtype)} in {array.ndim} dimensions"
         accepted = [f"{kind} in 1 dimensions" for kind in sorted(TYPES[column.type][1]) if not kind.startswith("list")]
-        if accepted and found not in accepted:
+        if accepted and held not in accepted:
             raise InputError(
-                f"{name}: array {column.name!r} holds {found}, expected {' or '.join(accepted)}: convert it, or pass another "
+                f"{name}: array {column.name!r} holds {held}, expected {' or '.join(accepted)}: convert it, or pass another "
                 f"data.{column.argument}"
             )
     lengths = {column.name: len(array) for column, array in zip(columns, read, strict=True)}

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from hpnlp.data.reading.token_store import Tokens, TokenWriter, key_of, map_array
+from hpnlp.data.reading.token_store import Tokens, TokenWriter, json_hash, map_array
 
 NO_LABEL = -1  # stored on tokens that carry no label
 UNLABELLED = -2  # stored in the place of a label that is missing
@@ -47,17 +47,17 @@ class ExampleWriter:
         return self._stack.enter_context(open(path, "wb"))
 
     def add(
-        self, parts: Sequence[np.ndarray], texts: Sequence[bytes], labels: np.ndarray, grade: float | None = None
+        self, token_ids: Sequence[np.ndarray], texts: Sequence[bytes], labels: np.ndarray, grade: float | None = None
     ) -> None:
         """Appends one example.
 
         Args:
-          parts: Token ids of each text.
+          token_ids: Token ids of each text.
           texts: The original bytes of each text.
           labels: Class ids, integers.
           grade: A number, of all examples or of none.
         """
-        for ids, text in zip(parts, texts, strict=True):
+        for ids, text in zip(token_ids, texts, strict=True):
             self._tokens.add(ids, 1, text)
         self._label_count += len(labels)
         self._files["labels"].write(labels.astype(np.int32).tobytes())
@@ -84,7 +84,7 @@ class ExampleWriter:
             "labels": self._label_count,
             "grades": self._grade_count,
             "tokens": tokens,
-            "digest": key_of([tokens["digest"], self._hash.hexdigest()]),
+            "digest": json_hash([tokens["digest"], self._hash.hexdigest()]),
         }
 
     def __enter__(self) -> ExampleWriter:

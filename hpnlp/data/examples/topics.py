@@ -57,7 +57,7 @@ def parse_positives(text: str) -> Topics | None:
     return build(parse_one(text, "data.positives"), POSITIVES, "data.positives")
 
 
-def topics_of(
+def find_topics(
     topics: Topics, stored: Mapping[str, StoredExamples], tokenizer: Tokenizer, root: str
 ) -> tuple[tuple[str, ...], dict[str, np.ndarray]]:
     """Finds topics of training bags, and the topic of each bag.
@@ -81,7 +81,7 @@ def topics_of(
       Lee and Seung 1999, "Learning the parts of objects by non-negative matrix factorization".
     """
     digests = [[name, stored[name].digest] for name in sorted(stored)]
-    key = token_store.key_of(["topics", 1, topics.count, topics.seed, digests, tokenizer_digest(tokenizer)])
+    key = token_store.json_hash(["topics", 1, topics.count, topics.seed, digests, tokenizer_digest(tokenizer)])
 
     def write(directory: str) -> dict[str, Any]:
         names, numbers = _fit(topics, stored, tokenizer)

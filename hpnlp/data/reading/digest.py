@@ -66,7 +66,7 @@ class Snapshot:
             if self._bytes < _REMEMBERED_BYTES or not self._is_settled:
                 self._digest = self._hash_content(progress)
             else:
-                name = f"digest-{token_store.key_of([_FORMAT, self._stamps])}"
+                name = f"digest-{token_store.json_hash([_FORMAT, self._stamps])}"
                 self._digest = (token_store.find(root, name) or {}).get("digest") or self._hash_content(progress)
                 with contextlib.suppress(InputError):  # if the cache cannot be written, the next run hashes again
                     token_store.cached(root, name, lambda directory: {"digest": self._digest})

@@ -144,7 +144,7 @@ class DocumentReader:
         # Compressing a file does not change the names of its documents, and so not which of them are held out.
         name = files.uncompressed(file.name)
         if file.kind == "parquet":
-            yield from (_of_record(name, record) for record in records.parquet(file.path, self.fields))
+            yield from (_record_document(name, record) for record in records.parquet(file.path, self.fields))
             return
         with files.open_text(file.path) as stream:
             head = stream.peek()[: files.SNIFF]
@@ -156,7 +156,7 @@ class DocumentReader:
                 self.left_out.add(f"in {encoding}, to be converted by iconv -f {encoding} -t UTF-8,", file.name)
             elif not is_text:
                 for record in self._read_records(stream, file):
-                    yield _of_record(name, record)
+                    yield _record_document(name, record)
             elif walked and b"\0" in head:
                 self.left_out.add("binary", file.name)
             elif not head:
@@ -192,7 +192,7 @@ class DocumentReader:
         return dataclasses.replace(document, text=b"".join(kept)) if kept else None
 
 
-def _of_record(name: str, record: records.FileRecord) -> Document:
+def _record_document(name: str, record: records.FileRecord) -> Document:
     """The document of one record of the file `name`."""
     return Document(f"{name}#{record.number}", record.text, record.where, record.prompt, is_record=True)
 

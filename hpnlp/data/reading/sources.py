@@ -2,7 +2,7 @@
 
 A file or a glob that a user names is read as it is. A walk through a directory leaves out files that are unlikely to be
 text: hidden files and directories, `__pycache__`, links to directories, and compressed files other than `.txt`, `.md`,
-`.json` and `.jsonl` followed by `.gz` or `.zst`. `documents.DocumentReader` leaves out further files of a walk by
+`.json` and `.jsonl` followed by `.gz` or `.zst`. `documents.DocumentReader` leaves out more files of a walk by
 their content. Every omission is counted in a `LeftOut`, so that the caller can report it.
 """
 
@@ -91,7 +91,7 @@ class LeftOut(dict[str, list[Any]]):
             entry.append(name)
 
     def merge(self, other: LeftOut) -> None:
-        """Adds further counts.
+        """Adds counts.
 
         Args:
           other: The counts to add.
@@ -192,7 +192,7 @@ def find(paths: str, argument: str, readable: tuple[str, ...] = ()) -> tuple[Sou
     Args:
       paths: "stdlib" or "stdlib+tests", a file, a directory or a glob; several are separated by commas.
       argument: Name of the config field that holds `paths`, for error messages.
-      readable: Extensions of further files to read, which are otherwise left out: ".npz" as an archive, ".csv" if compressed.
+      readable: Extensions of files that are read in addition: ".npz" as an archive, ".csv" if compressed.
 
     Returns:
       One source per path.
@@ -214,7 +214,7 @@ def distinct(sources: Sequence[Source], argument: str, known: Iterable[str], rea
     Args:
       sources: Sources to filter.
       argument: Name of the config field that holds the paths, for error messages.
-      known: Paths of further files to leave out.
+      known: Paths of other files to leave out.
       reason: Reason under which the removed files are counted in `Source.left_out`.
 
     Returns:
@@ -373,8 +373,8 @@ def extension(name: str) -> str:
       The extension in lower case, such as ".log.gz"; "no extension" for a name without any.
     """
     inner = files.uncompressed(name)
-    found = os.path.splitext(inner)[1] + name[len(inner) :]
-    return found.lower() or "no extension"
+    suffix = os.path.splitext(inner)[1] + name[len(inner) :]
+    return suffix.lower() or "no extension"
 
 
 def _is_unlikely_text(name: str) -> bool:

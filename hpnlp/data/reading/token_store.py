@@ -47,11 +47,8 @@ def cache_root(configured: str) -> str:
     )
 
 
-def key_of(value: Any) -> str:
+def json_hash(value: Any) -> str:
     """Hashes a JSON-able value to a name.
-
-    Args:
-      value: The value.
 
     Returns:
       32 hexadecimal digits.

@@ -222,9 +222,6 @@ def save_whole(tokenizer: Tokenizer, directory: str) -> None:
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
     """Hashes the files that a tokenizer saves, in a temporary directory.
 
-    Args:
-      tokenizer: The tokenizer.
-
     Returns:
       A digest in hexadecimal that is equal for tokenizers whose files are equal.
 

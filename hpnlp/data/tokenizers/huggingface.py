@@ -194,7 +194,7 @@ class HFTokenizer(Tokenizer):
         return [np.array(e.ids, np.int32) for e in encoded]
 
     def _encode_in_process(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encodes texts in a process of their own, which is kept for further calls unless this one is interrupted."""
+        """Encodes texts in another process, which is kept for later calls unless this one is interrupted."""
         process, self._process = (
             self._process,
             None,
@@ -276,7 +276,7 @@ class HFTokenizer(Tokenizer):
 
     @property
     def ids(self) -> list[int]:
-        """All ids that stand for a token, rising; a model's table may have rows for further ids."""
+        """All ids that stand for a token, rising; a model's table may have rows for more ids."""
         return sorted(self._inner.get_vocab(with_added_tokens=True).values())
 
     def _role_id(self, role: str) -> int | None:

@@ -55,9 +55,6 @@ class TokenizerProcess:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Encodes texts without special tokens around them.
 
-        Args:
-          texts: The texts.
-
         Returns:
           int32 ids of each text, parts of one array.
 

@@ -85,14 +85,14 @@ def _equally_long(words: Sequence[bytes]) -> np.ndarray:
     lengths = np.fromiter(map(len, words), np.int64, len(words))
     blocks = int(lengths[0]) // BLOCK
     padded = b"".join(word.ljust((blocks + 1) * BLOCK, b"\0") for word in words)
-    parts = np.frombuffer(padded, "<u4").reshape(len(words), blocks + 1, WORDS).astype(np.uint32)
+    chunks = np.frombuffer(padded, "<u4").reshape(len(words), blocks + 1, WORDS).astype(np.uint32)
     h = [np.zeros(len(words), np.uint32) for _ in range(WORDS)]
     for block in range(blocks):
         for i in range(WORDS):
-            h[i] = _rotated(h[i] ^ _scrambled(parts[:, block, i], i), _AFTER[i]) + h[(i + 1) % WORDS]
+            h[i] = _rotated(h[i] ^ _scrambled(chunks[:, block, i], i), _AFTER[i]) + h[(i + 1) % WORDS]
             h[i] = h[i] * np.uint32(5) + _ADDED[i]
     # A part of zeros changes nothing, so that incomplete blocks need no cases.
-    h = [h[i] ^ _scrambled(parts[:, blocks, i], i) ^ lengths.astype(np.uint32) for i in range(WORDS)]
+    h = [h[i] ^ _scrambled(chunks[:, blocks, i], i) ^ lengths.astype(np.uint32) for i in range(WORDS)]
     return np.stack(finished(h), axis=1)
 
 

@@ -326,5 +326,5 @@ def _prediction(
 ) -> Callable[[], list[Any]]:
     """A function without arguments that predicts texts by the script in a directory."""
     script = runpy.run_path(str(directory / SCRIPT))  # an import would leave bytecode in the directory
-    model, examples = script["Model"](directory), [parts if len(parts) > 1 else "".join(parts) for parts in texts]
+    model, examples = script["Model"](directory), [pair if len(pair) > 1 else "".join(pair) for pair in texts]
     return lambda: model.predict(examples, batch_size)

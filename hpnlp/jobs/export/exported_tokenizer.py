@@ -77,7 +77,7 @@ def _encode(directory: str | Path, texts: Sequence[tuple[str, ...]], max_len: in
     inner.encode_special_tokens = True
     inner.no_padding()
     inner.enable_truncation(max_len)
-    return [(encoded.ids, encoded.type_ids) for encoded in (inner.encode(*parts) for parts in texts)]
+    return [(encoded.ids, encoded.type_ids) for encoded in (inner.encode(*pair) for pair in texts)]
 
 
 def _check_hashes(run: Run, directory: str | Path, texts: Sequence[tuple[str, ...]]) -> None:
@@ -111,10 +111,10 @@ def check(run: Run, kind: Kind, directory: str | Path, texts: Sequence[tuple[str
     expected = held_out.framed_ids(run, kind, texts)
     has_types = (framing := _special_tokens(run, kind)) is not None and framing.token_types > 1
     exported = _encode(directory, texts, run.config.data.seq_len)
-    for parts, (ids, types), (exported_ids, exported_types) in zip(texts, expected, exported, strict=True):
+    for pair, (ids, types), (exported_ids, exported_types) in zip(texts, expected, exported, strict=True):
         if ids != exported_ids or (has_types and types != exported_types):
             raise InputError(
-                f"the exported tokenizer gives the ids {exported_ids[:8]}... for {parts[0]!r:.60}, and training has "
+                f"the exported tokenizer gives the ids {exported_ids[:8]}... for {pair[0]!r:.60}, and training has "
                 f"{ids[:8]}...: use hpnlp.load, or train with a tokenizer that encodes a word alone as in a text, such as "
                 "--data.tokenizer='bpe(4000)' or --data.tokenizer='words(8000, by=whitespace)'"
             )

@@ -178,17 +178,17 @@ def inspect_attention(outcome: Outcome, windows: Sequence[Window], layers: Seque
     """
     config = outcome.model.config
     run = outcome.compiled("loss", True, ("attention",))
-    found: dict[int, list[tuple[Measures, Measures]]] = {layer: [] for layer in layers}
+    measures: dict[int, list[tuple[Measures, Measures]]] = {layer: [] for layer in layers}
     for window in windows:
         tapped = run(window).taps["layers"]
         for layer in layers:
             arrays = config.stack_order().layer(tapped, layer)
-            found[layer].append(_measured(config, layer, arrays, window))
+            measures[layer].append(_measured(config, layer, arrays, window))
     return [
         LayerAttention(
             layer, _form(config, layer).mixer, *(Measures.joined(list(side)) for side in zip(*pairs, strict=True))
         )
-        for layer, pairs in found.items()
+        for layer, pairs in measures.items()
     ]
 
 

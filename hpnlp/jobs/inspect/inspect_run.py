@@ -136,18 +136,16 @@ def _layers(model: Any, settings: Settings) -> list[int]:
 def render(inspection: Inspection) -> str:
     """Tables of an inspection.
 
-    Args:
-      inspection: The inspection.
-
     Returns:
       Lines of text.
     """
     lines = []
     if inspection.layers:
-        whole = sum(count == 1 for count in inspection.documents)
+        undivided = sum(count == 1 for count in inspection.documents)
         lines += [
             f"Attention on {len(inspection.lengths)} windows of {np.mean(inspection.lengths):,.0f} held-out tokens, "
-            f"{whole} of which lie in one document; means over windows and heads, in parentheses the lowest and highest head;",
+            f"{undivided} of which lie in one document; means over windows and heads, in parentheses the lowest and highest "
+            "head;",
             "even: the same for attention that is spread evenly over the same keys",
             f"{'layer':>5}  {'mixer':20}{f'singular values for {100 * HELD:.0f} %':>30}{'even':>7}"
             f"{f'sum in leading {100 * LEADING:.0f} %':>24}{'even':>7}{'distance, tokens':>22}{'even':>8}"

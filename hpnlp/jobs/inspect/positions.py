@@ -146,9 +146,6 @@ def _joined(longest: int, sums: np.ndarray) -> ContextLosses:
 def table(losses: ContextLosses) -> list[str]:
     """Lines of a table of losses by the length of the context.
 
-    Args:
-      losses: The losses.
-
     Returns:
       Lines of text.
     """

@@ -35,7 +35,7 @@ class Command:
     workdir: Path
     wait: int
 
-    def of_process(self, process: int, processes: int, port: int) -> list[str]:
+    def process_command(self, process: int, processes: int, port: int) -> list[str]:
         """The command line of a process.
 
         Args:
@@ -82,16 +82,16 @@ def parse(arguments: Sequence[str]) -> Command:
     if not arguments or arguments[0] != "train":
         name = arguments[0] if arguments else "nothing"
         raise InputError(f"launch starts hpnlp train, and was given {name!r}: write {EXAMPLE}")
-    own = list(arguments[1:])
+    train_arguments = list(arguments[1:])
     for flag, reason in _REFUSED.items():
-        if _value(own, flag) is not None:
+        if _value(train_arguments, flag) is not None:
             raise InputError(f"--{flag} after --: {reason}")
-    workdir, wait = _value(own, "workdir"), _value(own, "wait")
+    workdir, wait = _value(train_arguments, "workdir"), _value(train_arguments, "wait")
     if not workdir:
         raise InputError(f"launch needs the directory of the run: add --workdir=DIR after --, as in {EXAMPLE}")
     if wait is not None and not wait.isdecimal():
         raise InputError(f"--wait={wait}: expected a whole number of seconds")
-    return Command(tuple(own), Path(workdir), int(wait) if wait else WAIT)
+    return Command(tuple(train_arguments), Path(workdir), int(wait) if wait else WAIT)
 
 
 def _value(arguments: Sequence[str], flag: str) -> str | None:

@@ -48,9 +48,6 @@ class Pace:
     def limit(self, phase: str) -> float:
         """Seconds without a line after which a process in this phase counts as stuck.
 
-        Args:
-          phase: The phase.
-
         Returns:
           The limit: ten times the median duration, but no less than a floor.
         """

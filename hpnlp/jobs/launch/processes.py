@@ -51,7 +51,7 @@ class Child:
     log: Path
     watch: Watch
     code: int | None = None
-    _rest: bytes = b""
+    _incomplete: bytes = b""
 
     def read(self, now: float) -> bool:
         """Reads the lines that are in the pipe.
@@ -64,7 +64,7 @@ class Child:
         """
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.pipe, _CHUNK):
-                *lines, self._rest = (self._rest + data).split(b"\n")
+                *lines, self._incomplete = (self._incomplete + data).split(b"\n")
                 for line in lines:
                     self.watch.line(line.decode("ascii", "replace"), now)
             return False

@@ -136,8 +136,8 @@ class GateDocuments:
 
     def positions(self, first: int, last: int) -> np.ndarray:
         """Positions of the tokens of documents that are predicted: all but the first of each and those of prompts."""
-        parts = [np.arange(self.start(i) + int(self.skips[i]), self.ends[i]) for i in range(first, last)]
-        return np.concatenate([np.zeros(0, np.int64), *parts])
+        spans = [np.arange(self.start(i) + int(self.skips[i]), self.ends[i]) for i in range(first, last)]
+        return np.concatenate([np.zeros(0, np.int64), *spans])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,11 +176,13 @@ def windows(documents: GateDocuments, first: int, last: int, context: int, strid
             yield GateWindow(max(begin, stop - 1 - context), position, stop)
 
 
-def window_batch(documents: GateDocuments, parts: list[GateWindow], count: int, context: int) -> dict[str, np.ndarray]:
+def window_batch(
+    documents: GateDocuments, window_list: list[GateWindow], count: int, context: int
+) -> dict[str, np.ndarray]:
     """The batch of windows, padded to `count` sequences of `context` tokens; weights mark what is predicted."""
     names = ("tokens", "labels", "segment_ids", "positions", "weights")
     batch = {name: np.zeros((count, context), np.float32 if name == "weights" else np.int32) for name in names}
-    for row, window in enumerate(parts):
+    for row, window in enumerate(window_list):
         length = window.end - 1 - window.start
         batch["tokens"][row, :length] = documents.tokens[window.start : window.end - 1]
         batch["labels"][row, :length] = documents.tokens[window.start + 1 : window.end]
@@ -195,7 +197,7 @@ def _log_odds(model: Any, params: Any, batch: Mapping[str, Any]) -> tuple[jax.Ar
     h, _ = model.apply(params, batch, True, method="token_states")
     labels, weights = jnp.asarray(batch["labels"]).reshape(-1), jnp.asarray(batch["weights"]).reshape(-1)
 
-    def of_rows(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def score_part(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         states, ids = part
         log_probs = jax.nn.log_softmax(model.apply(params, states, method="next_logits"))
         return -jnp.take_along_axis(log_probs, ids[:, None], axis=1)[:, 0], path_log_odds(log_probs, ids)
@@ -203,7 +205,7 @@ def _log_odds(model: Any, params: Any, batch: Mapping[str, Any]) -> tuple[jax.Ar
     # All logits of a batch would take gigabytes of large vocabularies.
     padding = -len(labels) % LOGITS
     states = jnp.pad(h.reshape(len(labels), -1), ((0, padding), (0, 0))).reshape(-1, LOGITS, h.shape[-1])
-    losses, odds = jax.lax.map(of_rows, (states, jnp.pad(labels, (0, padding)).reshape(-1, LOGITS)))
+    losses, odds = jax.lax.map(score_part, (states, jnp.pad(labels, (0, padding)).reshape(-1, LOGITS)))
     losses, odds = losses.reshape(-1)[: len(labels)], odds.reshape(-1, odds.shape[-1])[: len(labels)]
     return jnp.sum(weights * losses) / jnp.maximum(jnp.sum(weights), 1.0), odds.reshape(*h.shape[:2], -1)
 
@@ -215,7 +217,7 @@ def model_log_odds(
     model: Any,
     params: Any,
     documents: GateDocuments,
-    parts: list[GateWindow],
+    window_list: list[GateWindow],
     context: int,
     progress: Progress = ignore_progress,
 ) -> np.ndarray:
@@ -225,7 +227,7 @@ def model_log_odds(
       model: A language model with `token_states` and `next_logits`.
       params: Its variables.
       documents: The documents.
-      parts: The windows.
+      window_list: The windows.
       context: Tokens that the model reads at most.
       progress: Called as `progress(step, done, total)`.
 
@@ -233,10 +235,10 @@ def model_log_odds(
       float32 `[Q, L]`, in the order of the windows.
     """
     results = []
-    for i in range(0, len(parts), WINDOWS):
-        batch = window_batch(documents, parts[i : i + WINDOWS], WINDOWS, context)
+    for i in range(0, len(window_list), WINDOWS):
+        batch = window_batch(documents, window_list[i : i + WINDOWS], WINDOWS, context)
         results.append(np.asarray(_compiled_log_odds(model, params, batch)[1])[batch["weights"] > 0])
-        progress("probabilities of the model", min(i + WINDOWS, len(parts)), len(parts))
+        progress("probabilities of the model", min(i + WINDOWS, len(window_list)), len(window_list))
     return np.concatenate(results)
 
 
@@ -263,7 +265,7 @@ class DynamicEvaluation:
         model: Any,
         params: Any,
         documents: GateDocuments,
-        parts: list[GateWindow],
+        window_list: list[GateWindow],
         context: int,
         progress: Progress,
     ) -> np.ndarray:
@@ -280,11 +282,11 @@ class DynamicEvaluation:
 
         start, others = params["params"], {name: tree for name, tree in params.items() if name != "params"}
         current, state, results = start, optimizer.init(start), []
-        for i, window in enumerate(parts, 1):
+        for i, window in enumerate(window_list, 1):
             batch = window_batch(documents, [window], 1, context)
             odds, current, state = step(current, state, others, batch)
             results.append(np.asarray(odds)[batch["weights"] > 0])
-            progress("dynamic evaluation", i, len(parts))
+            progress("dynamic evaluation", i, len(window_list))
         return np.concatenate(results)
 
 

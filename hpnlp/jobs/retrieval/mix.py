@@ -118,7 +118,7 @@ class Phases:
         self._begun = time.perf_counter()
 
     def end(self, name: str) -> None:
-        """Ends a phase, or a further part of it, which began when the one before ended."""
+        """Ends a phase, or adds to its time if it ran before; it began when the preceding phase ended."""
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._begun
         self._begun = now
@@ -258,8 +258,8 @@ def _model_log_odds(run: Run, documents: GateDocuments, progress: Progress) -> t
     variables, context = collections(run.params), run.config.data.seq_len
 
     def log_odds(first: int, last: int, stride: int) -> np.ndarray:
-        parts = list(gates.windows(documents, first, last, context, stride))
-        return gates.model_log_odds(run.model, variables, documents, parts, context, progress)
+        windows = list(gates.windows(documents, first, last, context, stride))
+        return gates.model_log_odds(run.model, variables, documents, windows, context, progress)
 
     return (
         log_odds(documents.gate, documents.heldout, max(1, 3 * context // 4)),
@@ -271,8 +271,8 @@ def _dynamic_log_odds(run: Run, documents: GateDocuments, progress: Progress) ->
     """The log-odds at the held-out positions of a model that is trained on each stretch of text after it was predicted."""
     context = run.config.data.seq_len
     stride = min(DYNAMIC_STRIDE, max(1, context // 2))
-    parts = list(gates.windows(documents, documents.heldout, len(documents.ends), context, stride))
-    return DynamicEvaluation().log_odds(run.model, collections(run.params), documents, parts, context, progress)
+    windows = list(gates.windows(documents, documents.heldout, len(documents.ends), context, stride))
+    return DynamicEvaluation().log_odds(run.model, collections(run.params), documents, windows, context, progress)
 
 
 def load_run(workdir: str | Path, progress: Progress = ignore_progress) -> tuple[Run, Corpus]:

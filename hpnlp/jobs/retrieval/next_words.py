@@ -88,8 +88,8 @@ class IndexSource:
 
     def digest(self) -> str:
         """Digest of the stored documents and of the options."""
-        parts = [dataclasses.asdict(self.options), self.context, self.documents.digests(0, self.stored)]
-        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
+        content = [dataclasses.asdict(self.options), self.context, self.documents.digests(0, self.stored)]
+        return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
 
 
 def load_source(
@@ -141,13 +141,13 @@ def build_shard(
     """
     if shards > source.stored:
         raise InputError(f"shards={shards}: expected at most {source.stored}, the number of documents that are stored")
-    run, (first, last) = source.run, _documents_of(source, shard, shards)
+    run, (first, last) = source.run, _shard_documents(source, shard, shards)
     directory = stores.prepare_directory(out)
-    parts, words = source.windows(first, last), []
+    windows, words = source.windows(first, last), []
     dtype = np.uint16 if run.model.config.vocab <= 1 << 16 else np.int32
     with replaced(directory / stores.VECTORS) as file:
         vectors = VectorFile(file, "float16", run.model.config.dim)
-        for done, states, labels in hidden_states(source, parts):
+        for done, states, labels in hidden_states(source, windows):
             if not np.abs(states).max(initial=0.0) < np.finfo(np.float16).max:
                 raise InputError(
                     f"{source.directory}: hidden states are not finite, or too large for float16: "
@@ -155,7 +155,7 @@ def build_shard(
                 )
             vectors.append(states)
             words.append(labels.astype(dtype))
-            progress("hidden states", done, len(parts))
+            progress("hidden states", done, len(windows))
         vectors.finish()
     with replaced(directory / stores.WORDS) as file:
         np.save(file, np.concatenate([np.zeros(0, dtype), *words]))  # a shard may have no positions
@@ -203,7 +203,7 @@ def build_run_shard(
     return build_shard(load_source(directory, options, step), out, shard, shards)
 
 
-def _documents_of(source: IndexSource, shard: int, shards: int) -> tuple[int, int]:
+def _shard_documents(source: IndexSource, shard: int, shards: int) -> tuple[int, int]:
     """`(first document, document after the last)` of a shard, which get about equal numbers of tokens."""
     ends = source.documents.ends[: source.stored]
     cuts = [int(np.searchsorted(ends, ends[-1] * i / shards)) for i in range(shards + 1)]
@@ -212,15 +212,15 @@ def _documents_of(source: IndexSource, shard: int, shards: int) -> tuple[int, in
     return cuts[shard], source.stored if shard == shards - 1 else cuts[shard + 1]
 
 
-def hidden_states(source: IndexSource, parts: list[GateWindow]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+def hidden_states(source: IndexSource, windows: list[GateWindow]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """`(windows so far, hidden states [n, D], tokens that follow [n])` of the positions that windows predict."""
     model, variables = source.run.model, collections(source.run.params)
     call = jax.jit(lambda variables, batch: model.apply(variables, batch, True, method="token_states")[0])
-    for i in range(0, len(parts), gates.WINDOWS):
-        batch = gates.window_batch(source.documents, parts[i : i + gates.WINDOWS], gates.WINDOWS, source.context)
+    for i in range(0, len(windows), gates.WINDOWS):
+        batch = gates.window_batch(source.documents, windows[i : i + gates.WINDOWS], gates.WINDOWS, source.context)
         is_predicted = batch["weights"] > 0
         states = np.asarray(call(variables, batch), np.float32)[is_predicted]
-        yield min(i + gates.WINDOWS, len(parts)), states, batch["labels"][is_predicted]
+        yield min(i + gates.WINDOWS, len(windows)), states, batch["labels"][is_predicted]
 
 
 def fit_mixtures(
@@ -301,14 +301,14 @@ def _tuning_arrays(source: IndexSource, model: KnnModel, frozen: Any, progress: 
         losses = model.inner.apply(of_model, states[None], labels[None], method="label_losses")
         return -losses[0], *model.neighbours(weights[FROZEN], states), labels
 
-    parts = source.windows(documents.gate, documents.heldout)
+    windows = source.windows(documents.gate, documents.heldout)
     rows: list[list[np.ndarray]] = []
     size = gates.WINDOWS * source.context
-    for done, states, labels in hidden_states(source, parts):
+    for done, states, labels in hidden_states(source, windows):
         padding = size - len(labels)
         arrays = call(weights, np.pad(states, ((0, padding), (0, 0))), np.pad(labels, (0, padding)))
         rows.append([np.asarray(x)[: len(labels)] for x in arrays])
-        progress("neighbours of the tuning text", done, len(parts))
+        progress("neighbours of the tuning text", done, len(windows))
     return tuple(jnp.asarray(np.concatenate(column)) for column in zip(*rows, strict=True))
 
 
@@ -340,10 +340,10 @@ def following(store: Datastore, prompts: Sequence[str], k: int) -> list[list[tup
         batch |= {"weights": np.ones((1, len(ids)), np.float32), "positions": np.arange(len(ids), dtype=np.int32)[None]}
         states, _ = run.model.apply(collections(run.params), batch, True, method="token_states")
         distances, words = (np.asarray(x)[0] for x in model.neighbours(frozen, states[0, -1:]))
-        found = words[np.isfinite(distances)]
+        kept = words[np.isfinite(distances)]
         rows = [
-            (float((found == word).mean()), float(distances[words == word].min()), run.tokenizer.decode([int(word)]))
-            for word in dict.fromkeys(found.tolist())
+            (float((kept == word).mean()), float(distances[words == word].min()), run.tokenizer.decode([int(word)]))
+            for word in dict.fromkeys(kept.tolist())
         ]
         results.append(
             sorted(

@@ -81,7 +81,7 @@ def rerank(
       InputError: As `find_label`; or a query or candidate is not a single text.
     """
     label = find_label(predictor, label)
-    texts = [(query, text) for query, found in zip(queries, candidates, strict=True) for _, _, text in found]
+    texts = [(query, text) for query, hits in zip(queries, candidates, strict=True) for _, _, text in hits]
     for pair in texts:
         for text in pair:
             if not isinstance(text, str):
@@ -90,11 +90,11 @@ def rerank(
     if cut:
         warnings.warn(predictor.cut_message(cut, len(texts)), stacklevel=2)
     ranked, start = [], 0
-    for found in candidates:
+    for hits in candidates:
         rows = []
-        for position, (_, number, text) in enumerate(found, start):
+        for position, (_, number, text) in enumerate(hits, start):
             if (prediction := cast(LabelPrediction | None, predictions.get(position))) is not None:
                 rows.append((prediction.probabilities[label], number, text))
         ranked.append(sorted(rows, key=lambda row: -row[0]))
-        start += len(found)
+        start += len(hits)
     return ranked

@@ -67,7 +67,7 @@ def build_shard(
     directory = stores.prepare_directory(out)
     with replaced(directory / stores.TEXTS) as lines, replaced(directory / stores.VECTORS) as file:
 
-        def of_shard() -> Iterator[tuple[str, Example]]:
+        def read_shard() -> Iterator[tuple[str, Example]]:
             for number, (place, text) in enumerate(texts):
                 if first <= number < last:
                     lines.write(json.dumps(text).encode() + b"\n")
@@ -77,7 +77,9 @@ def build_shard(
         is_of_pairs = (
             predictor.run.config.task == "dual_encoder"
         )  # queries are first texts, and what they find second ones
-        vectors, cut = write_vectors(predictor, of_shard(), file, "float16", batch_size, report_bad, done, is_of_pairs)
+        vectors, cut = write_vectors(
+            predictor, read_shard(), file, "float16", batch_size, report_bad, done, is_of_pairs
+        )
     if vectors.count != last - first:
         raise InputError("the files of texts changed while they were read: build the shard again")
     record = Record(

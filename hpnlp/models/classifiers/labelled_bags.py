@@ -94,12 +94,12 @@ class LabelledBagsConfig(Unstacked):
         """Number of layers: none, vectors are sums of those of words."""
         return 0
 
-    def check_accumulation(self, parts: int) -> None:
+    def check_accumulation(self, accumulate: int) -> None:
         """Refuses parts of a batch, in which a text would have fewer negatives."""
-        if parts > 1:
+        if accumulate > 1:
             raise InputError(
-                f"optimizer.accumulate={parts} computes the loss of one part of the batch at a time, and a text is compared "
-                "with those of the whole batch: set optimizer.accumulate=1"
+                f"optimizer.accumulate={accumulate} computes the loss of one part of the batch at a time, and a text is "
+                "compared with those of the whole batch: set optimizer.accumulate=1"
             )
 
     def training_flops(self, batch_size: int, length: int) -> float:

@@ -18,7 +18,7 @@ from hpnlp.models.shared.ranges import LIMITS
 from hpnlp.models.stacks.unstacked import Unstacked
 from hpnlp.nn.layers import Embed, dropout
 from hpnlp.nn.pooling import POOLINGS
-from hpnlp.nn.tree_lstm import ChildSumTreeLSTM, schedule_of
+from hpnlp.nn.tree_lstm import ChildSumTreeLSTM, batch_schedule
 from hpnlp.parallel.memory import remat
 from hpnlp.spec import did_you_mean, lookup, shortened
 from hpnlp.types import InputError, option
@@ -105,7 +105,7 @@ class TreeClassifier(PooledClassifier):
           The sum of the states of all layers.
         """
         c = self.config
-        schedule = schedule_of(batch, c.max_children)
+        schedule = batch_schedule(batch, c.max_children)
         h = dropout(self.embed(batch["tokens"], DTYPES[c.dtype]), c.dropout, rng, ids)
         for index, layer in enumerate(self.trees):
             y = layer(h.reshape(-1, c.dim), schedule).reshape(h.shape)

@@ -38,7 +38,7 @@ def separate_layers(params: Any, config: BackboneConfig) -> Any:
 
 
 def for_decoding(weights: Any, config: Any, count: int) -> Any:
-    """Weights in the form in which further tokens are computed fastest.
+    """Weights in the form in which new tokens are computed fastest.
 
     Args:
       weights: Weights of a model.

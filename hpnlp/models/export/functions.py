@@ -34,7 +34,7 @@ class ExportedFunction:
       inputs: Names of the arguments.
       length: T; 0 for any length.
       longest: Largest T; 0 for no limit.
-      token_shapes: Name of an argument -> shape of the part of one token, of arguments with further axes.
+      token_shapes: Name of an argument -> shape of the part of one token, of arguments with more axes.
     """
 
     call: Callable[..., Any]
@@ -62,7 +62,7 @@ def logits_function(model: Any, weights: Any, length: int) -> ExportedFunction:
     """
     if isinstance(model, HashedClassifier):
         inputs = _exported_inputs(model)
-        call = _of_batch(model, weights, inputs)
+        call = _batch_logits(model, weights, inputs)
         return ExportedFunction(call, inputs, length, token_shapes={"tokens": (HASH_WORDS,)})
     if not isinstance(model, LM | Encoder) or model.config.memory_dim:
         raise InputError(
@@ -82,7 +82,7 @@ def logits_function(model: Any, weights: Any, length: int) -> ExportedFunction:
             lambda tokens: model.apply(collections, tokens, method="logits"), ("tokens",), length, longest
         )
     inputs = _exported_inputs(model)
-    return ExportedFunction(_of_batch(model, weights, inputs), inputs, length, longest)
+    return ExportedFunction(_batch_logits(model, weights, inputs), inputs, length, longest)
 
 
 def _exported_inputs(model: Any) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ def _exported_inputs(model: Any) -> tuple[str, ...]:
     return tuple(name for name in model.batch_axes() if name not in _NOT_EXPORTED)
 
 
-def _of_batch(model: Any, weights: Any, inputs: Sequence[str]) -> Callable[..., Any]:
+def _batch_logits(model: Any, weights: Any, inputs: Sequence[str]) -> Callable[..., Any]:
     """The logits as a function of the arrays of a batch."""
     collections = variables.collections(weights)
 

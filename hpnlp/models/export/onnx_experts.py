@@ -12,9 +12,6 @@ from hpnlp.spec import parse_one
 def with_dense_experts(model: Any) -> Any:
     """A model that computes all experts for all tokens, with neither sorts nor loops.
 
-    Args:
-      model: A model.
-
     Returns:
       The model, for the same weights.
     """

@@ -16,7 +16,7 @@ from hpnlp.atomic_file import replaced
 from hpnlp.cost.flop_count import open_jaxpr
 from hpnlp.models.export.functions import BATCH, LENGTH, ExportedFunction, traced
 from hpnlp.models.export.onnx_graph import IR_VERSION, OPSET, OnnxGraph, import_onnx
-from hpnlp.models.export.onnx_rules import CALLS, rule_of
+from hpnlp.models.export.onnx_rules import CALLS, find_rule
 from hpnlp.models.export.onnx_shapes import is_number
 from hpnlp.types import InputError
 
@@ -74,7 +74,7 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 0) -> bool:
 
 
 def _size_of_input(name: str, axis: int) -> Callable[[Any], str]:
-    """A function of a graph that adds the node of a size of an input, an int64 scalar."""
+    """Makes a function that adds nodes for the size of an input's axis to a graph, and returns the name of the int64 scalar."""
     return lambda graph: graph.node("Gather", graph.node("Shape", name), graph.constant(np.int64(axis)), axis=0)
 
 
@@ -123,7 +123,7 @@ def _equation(graph: OnnxGraph, eqn: Any, inputs: list[Any]) -> list[Any]:
         return _top_k(graph, eqn, _name(graph, inputs[0]))
     if name == "split":
         return _split(graph, eqn, _name(graph, inputs[0]))
-    return [rule_of(eqn)(graph, eqn, [_name(graph, value) for value in inputs])]
+    return [find_rule(eqn)(graph, eqn, [_name(graph, value) for value in inputs])]
 
 
 def _has_known_shapes(eqn: Any) -> bool:
@@ -133,7 +133,7 @@ def _has_known_shapes(eqn: Any) -> bool:
 
 
 def _known(eqn: Any, inputs: list[Any]) -> list[Any]:
-    """Results of an equation whose inputs are known; broadcast arrays keep the memory of the array before."""
+    """Computes an equation whose inputs are known arrays. Broadcasting makes views."""
     if eqn.primitive.name == "broadcast_in_dim":
         shape = eqn.params["shape"]
         sizes = [1] * len(shape)
@@ -151,15 +151,15 @@ def _scan(graph: OnnxGraph, eqn: Any, inputs: list[Any]) -> list[Any]:
     consts, carry, stacks = inputs[:count], inputs[count : count + carried], inputs[count + carried :]
     slices: list[list[Any]] = []
     for index in reversed(range(length)) if eqn.params["reverse"] else range(length):
-        parts = [_at(graph, stack, index) for stack in stacks]
-        results = _run(graph, body.jaxpr, body.consts, [*consts, *carry, *parts])
+        elements = [_at(graph, stack, index) for stack in stacks]
+        results = _run(graph, body.jaxpr, body.consts, [*consts, *carry, *elements])
         carry = results[:carried]
         slices.append(results[carried:])
     if eqn.params["reverse"]:
         slices.reverse()
     if not slices:
         return [*carry, *(np.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars[carried:])]
-    return [*carry, *(_stack(graph, parts) for parts in zip(*slices, strict=True))]
+    return [*carry, *(_stack(graph, elements) for elements in zip(*slices, strict=True))]
 
 
 def _at(graph: OnnxGraph, stack: Any, index: int) -> Any:
@@ -168,11 +168,11 @@ def _at(graph: OnnxGraph, stack: Any, index: int) -> Any:
     return graph.node("Gather", stack, graph.constant(np.int64(index)), axis=0)
 
 
-def _stack(graph: OnnxGraph, parts: Sequence[Any]) -> Any:
-    if not any(isinstance(part, str) for part in parts):
-        return np.stack([np.asarray(part) for part in parts])
+def _stack(graph: OnnxGraph, elements: Sequence[Any]) -> Any:
+    if not any(isinstance(part, str) for part in elements):
+        return np.stack([np.asarray(part) for part in elements])
     first = graph.integers(0)
-    return graph.node("Concat", *(graph.node("Unsqueeze", _name(graph, part), first) for part in parts), axis=0)
+    return graph.node("Concat", *(graph.node("Unsqueeze", _name(graph, part), first) for part in elements), axis=0)
 
 
 def _split(graph: OnnxGraph, eqn: Any, x: str) -> list[str]:

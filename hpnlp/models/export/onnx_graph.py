@@ -215,9 +215,6 @@ def stored_dtype(dtype: DTypeLike) -> np.dtype:
 def stored(array: np.ndarray) -> np.ndarray:
     """An array in its `stored_dtype`, contiguous.
 
-    Args:
-      array: An array.
-
     Returns:
       The array.
     """

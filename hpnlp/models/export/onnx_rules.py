@@ -173,8 +173,8 @@ def _broadcast(graph: OnnxGraph, eqn: Any, inputs: Sequence[str]) -> str:
 def _iota(graph: OnnxGraph, eqn: Any, inputs: Sequence[str]) -> str:
     """Indices along an axis of symbolic size; indices of a known shape are constants."""
     shape, axis = eqn.outvars[0].aval.shape, eqn.params["dimension"]
-    zero, one = graph.constant(np.int64(0)), graph.constant(np.int64(1))
-    indices = graph.cast(graph.node("Range", zero, graph.sizes.scalar(shape[axis]), one), eqn.params["dtype"])
+    zero, step = graph.constant(np.int64(0)), graph.constant(np.int64(1))
+    indices = graph.cast(graph.node("Range", zero, graph.sizes.scalar(shape[axis]), step), eqn.params["dtype"])
     narrow = graph.unsqueeze(indices, [i for i in range(len(shape)) if i != axis])
     return narrow if len(shape) == 1 else graph.expand(narrow, shape)
 
@@ -352,7 +352,7 @@ def _unsupported(eqn: Any, detail: str = "") -> InputError:
     )
 
 
-def rule_of(eqn: Any) -> Rule:
+def find_rule(eqn: Any) -> Rule:
     """The rule of a primitive.
 
     Args:

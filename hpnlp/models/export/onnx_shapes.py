@@ -74,8 +74,8 @@ class SymbolicSizes:
         key = tuple(map(str, sizes))
         if key not in self._vectors:
             first = self._graph.integers(0)
-            parts = [self._graph.node("Unsqueeze", self.scalar(size), first) for size in sizes]
-            self._vectors[key] = parts[0] if len(parts) == 1 else self._graph.node("Concat", *parts, axis=0)
+            vectors = [self._graph.node("Unsqueeze", self.scalar(size), first) for size in sizes]
+            self._vectors[key] = vectors[0] if len(vectors) == 1 else self._graph.node("Concat", *vectors, axis=0)
         return self._vectors[key]
 
     def _node(self, tree: ast.expr, text: str) -> str:
@@ -97,9 +97,6 @@ class SymbolicSizes:
 
 def is_number(size: Any) -> bool:
     """Whether a size is a number and not a symbolic expression.
-
-    Args:
-      size: The size.
 
     Returns:
       True for a number.

@@ -60,6 +60,6 @@ def write(function: ExportedFunction, path: Path, *, batch: int = 0, platforms: 
 
 
 def _export(function: ExportedFunction, batch: int, platforms: Sequence[str]) -> jax.export.Exported:
-    """The exported function for sequences of a number, or of any number for 0."""
+    """Exports the function for `batch` sequences, or for any number of them if `batch` is 0."""
     shapes = arguments(function, input_shape(function, batch))
     return jax.export.export(jax.jit(function.call), platforms=list(platforms) or None)(*shapes)

@@ -37,7 +37,7 @@ from hpnlp.models.huggingface.checkpoint_files import (
     read_json,
     write_json,
 )
-from hpnlp.models.huggingface.families import FAMILIES, config_json, family_of, fields_of, labels_of
+from hpnlp.models.huggingface.families import FAMILIES, class_names, config_fields, config_json, find_family
 from hpnlp.models.huggingface.family import Family, ModelConfig
 from hpnlp.models.huggingface.rope_scaling import rope_remarks
 from hpnlp.models.pairs.dual_encoder import DualEncoderConfig
@@ -124,7 +124,7 @@ def load_config(directory: str | Path, dtype: str = "float32") -> ModelConfig:
         raise InputError(f"{directory} is not a directory: download the checkpoint, and name the directory it is in")
     source = str(directory / CONFIG)
     raw = sentence_files.read_config(directory)
-    family, fields = family_of(raw, source), fields_of(raw, source)
+    family, fields = find_family(raw, source), config_fields(raw, source)
     if family.config is DualEncoderConfig:
         fields["pooling"] = sentence_files.pooling(directory)
     try:
@@ -159,10 +159,7 @@ def read(
 ) -> tuple[ModelConfig, dict[str, Any]]:
     """Reads a model as `load` does, into the host's memory, for parameters that are then divided among devices.
 
-    Args:
-      directory: As for `load`.
-      dtype: As for `load`.
-      progress: As for `load`.
+    Arguments: see `load`.
 
     Returns:
       The config, and the weights as float32 numpy arrays. Compiled functions cannot index these, and copy them to the device
@@ -210,7 +207,7 @@ def family_in(directory: str | Path) -> Family:
     Raises:
       InputError: config.json is missing or damaged, or of no known family.
     """
-    return family_of(sentence_files.read_config(Path(directory)), str(Path(directory) / CONFIG))
+    return find_family(sentence_files.read_config(Path(directory)), str(Path(directory) / CONFIG))
 
 
 def labels(directory: str | Path) -> tuple[str, ...] | None:
@@ -226,7 +223,7 @@ def labels(directory: str | Path) -> tuple[str, ...] | None:
       InputError: config.json is damaged.
     """
     path = Path(directory) / CONFIG
-    return tuple(labels_of(read_json(path), str(path))) if family_in(directory).has_labels else None
+    return tuple(class_names(read_json(path), str(path))) if family_in(directory).has_labels else None
 
 
 def remarks(directory: str | Path) -> list[str]:
@@ -284,7 +281,7 @@ def save(
     import_safetensors("numpy")
     directory = Path(directory)
     raw, flat = config_json(config, labels), {path: np.asarray(leaf) for path, leaf in _flatten(params).items()}
-    family = family_of(raw, CONFIG)
+    family = find_family(raw, CONFIG)
     if family.pads_before_positions and pad_id is not None:
         if pad_id in (bos_id, eos_id):
             raise InputError(

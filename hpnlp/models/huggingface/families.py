@@ -1,6 +1,6 @@
 """Hugging Face model families: their names for the sizes and the tensors of language models and encoders.
 
-FAMILIES is a plain table. `fields_of` reads a config.json through it and `config_json` writes one; `convert.py` moves the
+FAMILIES is a plain table. `config_fields` reads a config.json through it and `config_json` writes one; `convert.py` moves the
 tensors.
 """
 
@@ -18,13 +18,13 @@ from hpnlp.models.huggingface.architectures.mobilebert import MOBILEBERT_FAMILIE
 from hpnlp.models.huggingface.architectures.roberta import ROBERTA_FAMILIES
 from hpnlp.models.huggingface.config_values import checked_value, unsupported
 from hpnlp.models.huggingface.family import Family, ModelConfig
-from hpnlp.models.huggingface.networks import network_fields, networks_of
+from hpnlp.models.huggingface.networks import model_networks, network_fields
 from hpnlp.models.huggingface.rope_scaling import parse_scaling, read_rope, rope_json
 from hpnlp.models.huggingface.sliding_windows import (
     WindowLayers,
     canonical_mixer,
-    mixer_of,
     read_windows,
+    window_mixer,
     windows_json,
 )
 from hpnlp.nn.feed_forward.canonical import canonical_mlp
@@ -108,7 +108,7 @@ FULL_SOFTMAX = ("full", "sampled", "importance")
 FREE = ("dropout", "dtype", "unroll")
 
 
-def fields_of(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+def config_fields(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Reads the fields of a model's config from a config.json.
 
     Args:
@@ -122,7 +122,7 @@ def fields_of(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
       InputError: The family is not in FAMILIES, a value is missing or invalid, or a setting makes the model compute something
           that hpnlp's does not.
     """
-    family = family_of(raw, source)
+    family = find_family(raw, source)
     for key, fix in REFUSED.items():
         if key in raw and raw[key] is not None:
             raise InputError(f"{source}: {key} is not supported: {fix}")
@@ -141,13 +141,13 @@ def fields_of(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
         fields |= dict.fromkeys(names, value)
     fields |= family.read(raw, source)
     if family.has_labels:
-        fields["classes"] = len(labels_of(raw, source))
+        fields["classes"] = len(class_names(raw, source))
     if family.windows is not WindowLayers.NONE:
-        fields["mixer"] = mixer_of(read_windows(raw, family.windows, source))
+        fields["mixer"] = window_mixer(read_windows(raw, family.windows, source))
     return fields | (read_rope(raw, source) if fields["position"] == "rope" else {})
 
 
-def family_of(raw: Mapping[str, Any], source: str) -> Family:
+def find_family(raw: Mapping[str, Any], source: str) -> Family:
     """Looks up the family of a config.json.
 
     Args:
@@ -208,7 +208,7 @@ def config_json(config: ModelConfig, labels: Sequence[str] | None = None) -> dic
             f"no family of transformers has a model of {type(config).__name__}: convert an LM, an Encoder or a DualEncoder"
         )
     _check_widths(config)
-    config = dataclasses.replace(_with_full_softmax(config), **network_fields(networks_of(config), config.form))
+    config = dataclasses.replace(_with_full_softmax(config), **network_fields(model_networks(config), config.form))
     differences: dict[str, dict[str, tuple[Any, Any]]] = {}
     candidates = [config]
     if config.mask == Causal():
@@ -219,7 +219,7 @@ def config_json(config: ModelConfig, labels: Sequence[str] | None = None) -> dic
         for name, family in families.items():
             fields = _function_fields(of_candidate, config.mask, family.free)
             raw = _express(candidate, family, labels)
-            values = {**dataclasses.asdict(family.config()), **fields_of(raw, name)}
+            values = {**dataclasses.asdict(family.config()), **config_fields(raw, name)}
             expressed = _function_fields(values, config.mask, family.free)
             differences[name] = {
                 field: (expressed.get(field), value) for field, value in fields.items() if value != expressed.get(field)
@@ -271,7 +271,7 @@ def _check_widths(config: ModelConfig) -> None:
         )
 
 
-def labels_of(raw: Mapping[str, Any], source: str) -> list[str]:
+def class_names(raw: Mapping[str, Any], source: str) -> list[str]:
     """Names of the classes in a config.json.
 
     Args:

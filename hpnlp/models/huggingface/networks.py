@@ -35,7 +35,7 @@ class Network:
         return self.module.expert_count > 0
 
 
-def networks_of(config: ModelConfig) -> list[Network]:
+def model_networks(config: ModelConfig) -> list[Network]:
     """The networks of a model.
 
     Args:

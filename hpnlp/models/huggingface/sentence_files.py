@@ -48,8 +48,8 @@ def read_config(directory: Path) -> dict[str, Any]:
       directory: Directory of a checkpoint.
 
     Returns:
-      Its content. Of a sentence encoder, `architectures` names the model without a head, whatever the file names: the
-      checkpoints of some were trained further from a model with a head.
+      Its content. Of a sentence encoder, `architectures` names the model without a head, whatever the file names: some
+      encoders were fine-tuned from a model with a head.
 
     Raises:
       InputError: The file is missing or damaged.

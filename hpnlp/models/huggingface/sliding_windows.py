@@ -145,7 +145,7 @@ def parse_windows(mixer: str, layers: int) -> tuple[list[int | None] | None, dic
     return [period[layer % len(period)] for layer in range(layers)], options[0]
 
 
-def mixer_of(windows: list[int | None], options: Mapping[str, Any] | None = None) -> str:
+def window_mixer(windows: list[int | None], options: Mapping[str, Any] | None = None) -> str:
     """Writes windows as a mixer.
 
     Args:
@@ -183,4 +183,4 @@ def canonical_mixer(mixer: str, layers: int, length: int | None = None) -> str:
         return mixer
     if length is not None:
         windows = [None if window is not None and window >= length else window for window in windows]
-    return mixer_of(windows, options)
+    return window_mixer(windows, options)

@@ -61,14 +61,14 @@ class EnsembleConfig:
         kinds = [config.position for config in self.members]
         return "learned" if "learned" in kinds else kinds[0]
 
-    def check_accumulation(self, parts: int) -> None:
+    def check_accumulation(self, accumulate: int) -> None:
         """Checks that batches of the members can be divided into parts.
 
         Args:
-          parts: Number of parts of a batch.
+          accumulate: Number of parts of a batch.
         """
         for config in self.members:
-            config.check_accumulation(parts)
+            config.check_accumulation(accumulate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +248,7 @@ class Ensemble(BaseModel):
     def _extend(
         self, variables: Sequence[Any], tokens: Array, positions: Array, caches: Any
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """Hidden states of further tokens, and the extended caches."""
+        """Hidden states of new tokens, and the extended caches."""
         results = [
             member.apply(collections, tokens, positions, cache, method="extend")
             for member, collections, cache in zip(self.members, variables, caches, strict=True)

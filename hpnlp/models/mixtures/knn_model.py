@@ -194,8 +194,8 @@ class KnnModel(ModelWrapper):
             is_read = number * ROWS < is_wanted.sum()
             return jax.lax.cond(is_read, lambda x: self.neighbours(store, x), none, rows[number])
 
-        found = jax.lax.map(part, jnp.arange(len(rows)))
-        distances, words = (x.reshape(-1, self.k)[jnp.argsort(order)] for x in found)
+        neighbours = jax.lax.map(part, jnp.arange(len(rows)))
+        distances, words = (x.reshape(-1, self.k)[jnp.argsort(order)] for x in neighbours)
         return distances, words
 
     def _log_probs(self, variables: Any, store: Any, h: Float[Array, "N D"]) -> Float[Array, "N V"]:

@@ -149,9 +149,6 @@ class ModelWrapper:
 def unwrapped(model: Any) -> Any:
     """The Model inside of all wrappers.
 
-    Args:
-      model: A Model.
-
     Returns:
       The innermost Model; `model` itself if it is no ModelWrapper.
     """

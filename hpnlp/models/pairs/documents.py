@@ -63,9 +63,6 @@ class Documents:
     def load(cls, directory: str | os.PathLike[str]) -> Documents:
         """Reads the documents that `save` has written.
 
-        Args:
-          directory: The directory.
-
         Returns:
           The documents.
 

@@ -300,10 +300,10 @@ class DualEncoder(OfSeveralStacks, nn.Module):
 
     def _compare(self, encoded: Encoded, batch: Batch, is_evaluation: bool) -> LossOut:
         if self.config.loss in LOSSES_OF_NEGATIVES:
-            return self._of_negatives(encoded, batch)
-        return self._of_pairs(encoded, batch, is_evaluation)
+            return self._negatives_loss(encoded, batch)
+        return self._pairs_loss(encoded, batch, is_evaluation)
 
-    def _of_negatives(self, encoded: Encoded, batch: Batch) -> LossOut:
+    def _negatives_loss(self, encoded: Encoded, batch: Batch) -> LossOut:
         """Loss of vectors by comparisons with negatives."""
         texts, candidates = encoded.vectors
         weights = batch["weights"].astype(jnp.float32)
@@ -312,21 +312,21 @@ class DualEncoder(OfSeveralStacks, nn.Module):
         scores = jnp.einsum("id,jkd->ikj", texts, candidates, precision=jax.lax.Precision.HIGHEST) * scale
         lowest, is_pair = np.float32(np.finfo(np.float32).min), weights != 0
         is_negative = is_pair[:, None, None] & is_pair[None, None, :] & ~self._positives(batch)
-        own, negatives = jnp.diagonal(scores[:, 0]), jnp.where(is_negative, scores, lowest)
+        positives, negatives = jnp.diagonal(scores[:, 0]), jnp.where(is_negative, scores, lowest)
         if self.config.loss == "triplet":
             losses = self._triplets(texts, candidates, jnp.diagonal(is_negative, axis1=0, axis2=2).T)
         else:
-            losses = jnp.logaddexp(own, jax.nn.logsumexp(negatives, axis=(1, 2))) - own
+            losses = jnp.logaddexp(positives, jax.nn.logsumexp(negatives, axis=(1, 2))) - positives
             if self.config.symmetric:
-                losses = (losses + jnp.logaddexp(own, jax.nn.logsumexp(negatives[:, 0], axis=0)) - own) / 2
-        hits = own > negatives.max(axis=(1, 2))  # a tie with a negative is no hit
+                losses = (losses + jnp.logaddexp(positives, jax.nn.logsumexp(negatives[:, 0], axis=0)) - positives) / 2
+        hits = positives > negatives.max(axis=(1, 2))  # a tie with a negative is no hit
         compared = jnp.where(is_negative.any(axis=(1, 2)), weights, 0.0)
         aux = {**encoded.aux, "accuracy": (jnp.where(hits, compared, 0.0).sum(), compared.sum())}
         if self.config.learn_temperature:
             aux["temperature"] = (1 / scale, jnp.float32(1))
         return LossOut(jnp.where(is_pair, losses * weights, 0.0).sum(), weights.sum(), aux, encoded.statistics)
 
-    def _of_pairs(self, encoded: Encoded, batch: Batch, is_evaluation: bool) -> LossOut:
+    def _pairs_loss(self, encoded: Encoded, batch: Batch, is_evaluation: bool) -> LossOut:
         """Loss of vectors by the labels or grades of the pairs."""
         texts, candidates = encoded.vectors
         partners, weights, aux = candidates[:, 0], batch["weights"].astype(jnp.float32), dict(encoded.aux)

@@ -66,22 +66,22 @@ class ComparingModel(Protocol):
         ...
 
 
-def split_examples(x: jax.Array, parts: int, axis: int = 0) -> jax.Array:
+def split_examples(x: jax.Array, count: int, axis: int = 0) -> jax.Array:
     """Parts of an array. They are interleaved, so that every device keeps its examples in every part.
 
     Args:
       x: Array with the examples on `axis`.
-      parts: Number of parts, which divides the number of examples.
+      count: Number of parts, which divides the number of examples.
       axis: Axis of the examples.
 
     Returns:
-      The array with a further first axis of parts; part p has the examples p, p + parts, p + 2 parts, ...
+      The array with a leading axis of parts; part p has the examples p, p + parts, p + 2 parts, ...
     """
-    shape = (*x.shape[:axis], -1, parts, *x.shape[axis + 1 :])
+    shape = (*x.shape[:axis], -1, count, *x.shape[axis + 1 :])
     return jnp.moveaxis(x.reshape(shape), axis + 1, 0)
 
 
-def encode_in_parts(encode: Callable[[Batch, jax.Array], Encoded], batch: Batch, parts: int) -> Encoded:
+def encode_in_parts(encode: Callable[[Batch, jax.Array], Encoded], batch: Batch, count: int) -> Encoded:
     """Encodes the parts of a batch one after another, and again in the backward pass.
 
     Gradients of a function of all vectors are those of the whole batch. The backward pass receives the gradient with respect
@@ -90,7 +90,7 @@ def encode_in_parts(encode: Callable[[Batch, jax.Array], Encoded], batch: Batch,
     Args:
       encode: `encode(arrays of a part, int32 numbers of its examples in the batch)`, a pure function.
       batch: Arrays whose first axis is that of the examples.
-      parts: Number of parts.
+      count: Number of parts.
 
     Returns:
       The vectors of all examples in the order of the batch; losses, metrics and statistics summed over the parts.
@@ -101,7 +101,7 @@ def encode_in_parts(encode: Callable[[Batch, jax.Array], Encoded], batch: Batch,
       Gao, Zhang, Han and Callan 2021, "Scaling deep contrastive learning batch size under memory limited setup".
     """
     numbers = jnp.arange(jax.tree.leaves(batch)[0].shape[0], dtype=jnp.int32)
-    inputs = jax.tree.map(lambda x: split_examples(x, parts), (dict(batch), numbers))
+    inputs = jax.tree.map(lambda x: split_examples(x, count), (dict(batch), numbers))
     body = jax.checkpoint(lambda _, part: (None, encode(*part)), prevent_cse=False)
     _, encoded = jax.lax.scan(body, None, inputs)
     vectors = jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]), encoded.vectors)

@@ -61,10 +61,7 @@ class Tower(Backbone):
     ) -> tuple[Float[Array, "B D"], LayerReport]:
         """Vectors of texts: the pooled states, divided by their length.
 
-        Args:
-          batch: As for `pooled`.
-          numbers: As for `pooled`.
-          deterministic: As for `pooled`.
+        Arguments: see `pooled`.
 
         Returns:
           `(vectors, report of the layers)`: float32 vectors of length 1, or of 0 for texts without tokens.

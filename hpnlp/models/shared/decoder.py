@@ -43,7 +43,7 @@ class Decoder(LM):
       config: Sizes and parts of the model, a DecoderConfig.
     """
 
-    def memory_of(self, batch: Batch) -> Memory:
+    def batch_memory(self, batch: Batch) -> Memory:
         """The memory of a batch."""
         return Memory(batch["memory"], batch["memory_segment_ids"])
 

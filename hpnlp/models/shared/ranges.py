@@ -35,7 +35,7 @@ def check_ranges(block: BlockConfig, prefix: str, minima: Mapping[str, int] | No
     Args:
       block: The config of a Block or a Backbone.
       prefix: Text before a field's name in messages, such as "model.".
-      minima: Smallest sizes of further fields.
+      minima: Smallest sizes of other fields.
 
     Raises:
       InputError: A number is out of range.

@@ -231,7 +231,7 @@ def init_layers(
     keys = jax.vmap(lambda i: jax.random.fold_in(rng, i))(jnp.arange(layers))
     stacks = {}
     for name in order.stack_names:
-        members = order.layers_of(name, layers)
+        members = order.members(name, layers)
         init = functools.partial(_init_layer, blocks[order.names.index(name)], mask, length)
         _, stacked = jax.vmap(init)(keys if len(members) == layers else keys[jnp.asarray(members)])
         stacks[name] = jax.tree.map(
@@ -315,7 +315,7 @@ def _by_carrying_stack(
     """Joins `make(mixer, dim, number of layers)` of the stacks whose mixers have a carry; None without any."""
     mixers = {name: build_mixer(forms[order.names.index(name)]) for name in order.stack_names}
     result = {
-        name: make(mixer, forms[0].dim, len(order.layers_of(name, layers)))
+        name: make(mixer, forms[0].dim, len(order.members(name, layers)))
         for name, mixer in mixers.items()
         if mixer.carries
     }

@@ -18,7 +18,7 @@ from hpnlp.types import Aux, Statistics
 PLACES = {"attention": ("attention", "mixer"), "mlp": ("mlp",)}
 
 
-def of_report(config: Any, report: LayerReport) -> Statistics:
+def from_report(config: Any, report: LayerReport) -> Statistics:
     """The statistics of a Backbone.
 
     Args:
@@ -37,7 +37,7 @@ def auxiliary_loss(config: Any, statistics: Statistics) -> dict[str, jax.Array]:
 
     Args:
       config: Config of the Backbone.
-      statistics: As `of_report` returns them, summed over the whole batch.
+      statistics: As `from_report` returns them, summed over the whole batch.
 
     Returns:
       Name -> the mean of the loss over the modules that report it, float32.
@@ -59,7 +59,7 @@ def advance(config: Any, buffers: Any, statistics: Statistics, step: jax.Array, 
     Args:
       config: Config of the Backbone.
       buffers: Its buffers.
-      statistics: As `of_report` returns them, summed over the whole batch.
+      statistics: As `from_report` returns them, summed over the whole batch.
       step: Number of steps done, int32.
       rng: Key; each layer and branch folds in its index.
 
@@ -69,7 +69,7 @@ def advance(config: Any, buffers: Any, statistics: Statistics, step: jax.Array, 
     order = config.stack_order()
     sums, stacks = order.split(statistics.get("layers", {})), order.split(buffers["layers"])
     for stack in stacks:
-        members = jnp.asarray(order.layers_of(stack, config.layers), jnp.uint32)
+        members = jnp.asarray(order.members(stack, config.layers), jnp.uint32)
         for index, (branch, module) in enumerate(_modules(config, stack).items()):
             held, place = stacks[stack], PLACES[branch]
             own_buffers = functools.reduce(lambda tree, key: tree.get(key, {}), place, held)
@@ -105,7 +105,7 @@ class OfSeveralStacks(BaseModel):
         aux, statistics = {}, {}
         for name, report in reports.items():
             aux |= {f"{self.prefixes[name]}{key}": pair for key, pair in report.aux.items()}
-            if sums := of_report(getattr(self, name).config, report):
+            if sums := from_report(getattr(self, name).config, report):
                 statistics[name] = sums
         return aux, statistics
 

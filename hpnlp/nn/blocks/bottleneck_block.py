@@ -64,7 +64,7 @@ class BottleneckBlock(Block):
         else:
             y, cache, report = self.attention(h, context, cache)
         h = self.mix_norm(h + y)
-        report = report.of_branch("attention")
+        report = report.in_branch("attention")
         for mlp, norm in zip([*self.inner_mlps, self.mlp], [*self.inner_mlp_norms, self.feed_norm], strict=True):
             with part("feed_forward"):
                 out = mlp(

@@ -71,10 +71,10 @@ class EvolvedConv(nn.Module):
         return MixerOutput(o, cache=(last_tokens(x, lengths, first - 1), last_tokens(middle, lengths, second - 1)))
 
     def extend(self, inputs: MixerInputs, mask: AnyMask, cache: Any) -> tuple[jax.Array, Any]:
-        """Convolves further tokens.
+        """Convolves new tokens.
 
         Args:
-          inputs: x of the further tokens `[B, T, D]`. A sequence is one segment.
+          inputs: x of the new tokens `[B, T, D]`. A sequence is one segment.
           mask: `Causal()`.
           cache: The last inputs of each stage, `[B, W - 1, D]` and `[B, W - 1, F]`.
 
@@ -263,7 +263,7 @@ def _ahead(width: int, causal: bool) -> int:
 
 
 def _padded(x: jax.Array, features: int) -> jax.Array:
-    """Zeros in further features."""
+    """Appends features of 0."""
     return jnp.pad(x, [(0, 0), (0, 0), (0, features - x.shape[2])])
 
 

@@ -47,7 +47,7 @@ class LiteBlock(Block):
         far, of_attention, report = self.attention(far, context, of_attention)
         near, of_convolution, _ = self.convolve(near, context, of_convolution)
         y = self._drop(self._normed_result("mix", jnp.concatenate([far, near], axis=-1)), context)
-        return y, (of_attention, of_convolution), report.of_branch("attention")
+        return y, (of_attention, of_convolution), report.in_branch("attention")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -154,9 +154,6 @@ class ExpertLayer(FeedForward):
     def route(self, tokens: RoutedTokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         """Chooses experts.
 
-        Args:
-          tokens: The tokens.
-
         Returns:
           `(routing, statistics)`, the statistics with the names in `statistic_axes`.
         """

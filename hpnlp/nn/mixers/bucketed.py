@@ -84,10 +84,10 @@ class BucketMixer(Mixer):
         return MixerOutput(o, statistics=statistics, cache=cache)
 
     def extend(self, inputs: MixerInputs, mask: AnyMask, cache: BucketCache) -> tuple[jax.Array, BucketCache]:
-        """Mixes further tokens with the preceding ones.
+        """Mixes new tokens with the preceding ones.
 
         Args:
-          inputs: q and v of the further tokens. A sequence is one segment.
+          inputs: q and v of the new tokens. A sequence is one segment.
           mask: `Causal()`.
           cache: Cache of the preceding tokens.
 

@@ -48,10 +48,10 @@ class ConvMixer(Mixer):
         return MixerOutput(o, cache=cache)
 
     def extend(self, inputs: MixerInputs, mask: AnyMask, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Mixes further tokens with the preceding ones.
+        """Mixes new tokens with the preceding ones.
 
         Args:
-          inputs: x of the further tokens `[B, T, D]`. A sequence is one segment.
+          inputs: x of the new tokens `[B, T, D]`. A sequence is one segment.
           mask: A static Mask.
           cache: Hidden states of the W - 1 preceding tokens `[B, W - 1, D]`, zeros before the sequence.
 

@@ -97,7 +97,7 @@ class CrossMixer(Mixer):
         return MixerOutput(o, cache=MemoryCache(by_head(inputs.k), by_head(inputs.v), inputs.kv_segment_ids))
 
     def extend(self, inputs: MixerInputs, mask: AnyMask, cache: MemoryCache) -> tuple[jax.Array, MemoryCache]:
-        """Attends from further tokens to the memory.
+        """Attends from new tokens to the memory.
 
         Args:
           inputs: q of the tokens; segment ids, or None for segment 1.

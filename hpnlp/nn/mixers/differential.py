@@ -82,10 +82,10 @@ class DifferentialMixer(Mixer):
         return MixerOutput(self._difference(o[:, :, :, 0], o[:, :, :, 1]), cache=cache)
 
     def extend(self, inputs: MixerInputs, mask: AnyMask, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        """Mixes further tokens with all preceding ones.
+        """Mixes new tokens with all preceding ones.
 
         Args:
-          inputs: q, k and v of the further tokens. A sequence is one segment.
+          inputs: q, k and v of the new tokens. A sequence is one segment.
           mask: A static Mask.
           cache: Cache of the preceding tokens; a pair of key heads is one head of width 2H.
 

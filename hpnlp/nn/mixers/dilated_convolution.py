@@ -55,10 +55,10 @@ class DilatedConvMixer(Mixer):
         return MixerOutput(o, cache=cache)
 
     def extend(self, inputs: MixerInputs, mask: AnyMask, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Mixes further tokens with the preceding ones.
+        """Mixes new tokens with the preceding ones.
 
         Args:
-          inputs: Values of the further tokens. A sequence is one segment.
+          inputs: Values of the new tokens. A sequence is one segment.
           mask: `Causal()`.
           cache: Values of the d (W - 1) preceding tokens `[B, d (W - 1), N, H]`, zeros before the sequence.
 

@@ -78,10 +78,10 @@ class ExactMixer(Mixer):
         return MixerOutput(o, cache=start_cache(inputs.k, inputs.v, inputs.lengths(), mask, inputs.capacity))
 
     def extend(self, inputs: MixerInputs, mask: AnyMask, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        """Mixes further tokens with all preceding ones; see `extend_cache`.
+        """Mixes new tokens with all preceding ones; see `extend_cache`.
 
         Args:
-          inputs: q, k and v of the further tokens. A sequence is one segment.
+          inputs: q, k and v of the new tokens. A sequence is one segment.
           mask: A static Mask.
           cache: Cache of the preceding tokens.
 

@@ -58,10 +58,10 @@ class GatedMixer(Mixer):
         return MixerOutput(o, cache=cache)
 
     def extend(self, inputs: MixerInputs, mask: AnyMask, cache: Any) -> tuple[jax.Array, Any]:
-        """Mixes further tokens with the preceding ones.
+        """Mixes new tokens with the preceding ones.
 
         Args:
-          inputs: Projections of the further tokens. A sequence is one segment.
+          inputs: Projections of the new tokens. A sequence is one segment.
           mask: `Causal()`.
           cache: Cache of the preceding tokens.
 
@@ -247,7 +247,7 @@ class GatedDeltaMixer(GatedMixer):
                 taps = param(self, f"{name}_taps", init, (self.conv, *x.shape[2:]), axes)
                 arrays[name], tails[name] = _convolved(x, taps, inputs, None if cache is None else cache[name])
         q, k, v = (nn.silu(x.astype(jnp.float32)) for x in arrays.values())
-        q, k = _of_length_one(q) * q.shape[-1] ** -0.5, _of_length_one(k)
+        q, k = _unit_vectors(q) * q.shape[-1] ** -0.5, _unit_vectors(k)
         heads = k.shape[2:3]
         rate = param(self, "log_rate", _log_rates, heads, ("kv_heads",))
         bias = param(self, "step_bias", _step_biases, heads, ("kv_heads",))
@@ -259,7 +259,7 @@ class GatedDeltaMixer(GatedMixer):
         return o, None if state is None else {"state": state, **tails}
 
 
-def _of_length_one(x: jax.Array) -> jax.Array:
+def _unit_vectors(x: jax.Array) -> jax.Array:
     """float32 vectors of length 1 along the last axis."""
     size = x.shape[-1]
     return rms_norm(x.astype(jnp.float32), jnp.full(size, size**-0.5, jnp.float32), 1e-6 / size)

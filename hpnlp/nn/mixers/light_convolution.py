@@ -62,10 +62,10 @@ class LightConvMixer(Mixer):
         return MixerOutput(o, cache=cache)
 
     def extend(self, inputs: MixerInputs, mask: AnyMask, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Mixes further tokens with the preceding ones.
+        """Mixes new tokens with the preceding ones.
 
         Args:
-          inputs: Projections of the further tokens. A sequence is one segment.
+          inputs: Projections of the new tokens. A sequence is one segment.
           mask: `Causal()`.
           cache: Gated values of the W - 1 preceding tokens `[B, W - 1, N, H]`, zeros before the sequence.
 

@@ -50,7 +50,7 @@ def mix(inputs: MixerInputs, q: jax.Array, k: jax.Array, v: jax.Array, **options
 def extend(
     q: jax.Array, k: jax.Array, v: jax.Array, cache: LinearState, **options: Any
 ) -> tuple[jax.Array, LinearState]:
-    """Linear attention of further tokens, each sequence one segment.
+    """Linear attention of new tokens, each sequence one segment.
 
     Args:
       q: `[B, T, N, M]`, queries after the feature map.
@@ -123,10 +123,10 @@ class LinearMixer(Mixer):
         return MixerOutput(out.o.astype(inputs.v.dtype), cache=out.cache)
 
     def extend(self, inputs: MixerInputs, mask: AnyMask, cache: LinearState) -> tuple[jax.Array, LinearState]:
-        """Mixes further tokens with the preceding ones.
+        """Mixes new tokens with the preceding ones.
 
         Args:
-          inputs: q, k and v of the further tokens. A sequence is one segment.
+          inputs: q, k and v of the new tokens. A sequence is one segment.
           mask: `Causal()`.
           cache: State of the preceding tokens.
 

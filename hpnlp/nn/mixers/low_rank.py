@@ -45,7 +45,7 @@ def real_tokens(inputs: MixerInputs) -> jax.Array | None:
     return None if inputs.segment_ids is None else inputs.segment_ids > 0
 
 
-def of_length(module: nn.Module, name: str, init: Any, shape: tuple[int, ...], axes: tuple[str, ...]) -> jax.Array:
+def length_param(module: nn.Module, name: str, init: Any, shape: tuple[int, ...], axes: tuple[str, ...]) -> jax.Array:
     """A parameter with an axis "positions" for sequences of one length, of which shorter sequences use the beginning.
 
     Args:
@@ -155,7 +155,7 @@ class LinformerMixer(AllTokensMixer):
         if self.share == "none":
             shape, axes = (heads, *shape), ("kv_heads", *axes)
         names = ("projection",) if self.share == "key_value" else ("key_projection", "value_projection")
-        matrices = [of_length(self, name, nn.initializers.normal(length**-0.5), shape, axes) for name in names]
+        matrices = [length_param(self, name, nn.initializers.normal(length**-0.5), shape, axes) for name in names]
         filled = jnp.ones((k.shape[0], self.rank), bool)
         return [(project_tokens(x, matrix, real), filled) for x, matrix in zip((k, v), 2 * matrices, strict=False)]
 

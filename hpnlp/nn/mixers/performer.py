@@ -73,10 +73,10 @@ class PerformerMixer(RandomProjections):
         return MixerOutput(out.o.astype(inputs.v.dtype), statistics=self._statistics(inputs), cache=out.cache)
 
     def extend(self, inputs: MixerInputs, mask: AnyMask, cache: LinearState) -> tuple[jax.Array, LinearState]:
-        """Mixes further tokens with the preceding ones.
+        """Mixes new tokens with the preceding ones.
 
         Args:
-          inputs: q, k and v of the further tokens. A sequence is one segment.
+          inputs: q, k and v of the new tokens. A sequence is one segment.
           mask: `Causal()`.
           cache: State of the preceding tokens.
 

@@ -30,7 +30,7 @@ class RFAState:
     """The sums over preceding tokens that a query reads.
 
     Attributes:
-      sums: Sums of products of keys and values, of which each has a further feature of 1.
+      sums: Sums of products of keys and values, each with an additional feature of 1.
       mass: Sums of the factors of the tokens: their number, or the sum of 1 - g after decays.
     """
 
@@ -96,10 +96,10 @@ class RFAMixer(RandomProjections):
         return MixerOutput(o, cache=None if inputs.capacity is None else RFAState(sums.cache, mass.cache))
 
     def extend(self, inputs: MixerInputs, mask: AnyMask, cache: RFAState) -> tuple[jax.Array, RFAState]:
-        """Mixes further tokens with the preceding ones.
+        """Mixes new tokens with the preceding ones.
 
         Args:
-          inputs: q, k, v and gates of the further tokens. A sequence is one segment.
+          inputs: q, k, v and gates of the new tokens. A sequence is one segment.
           mask: `Causal()`.
           cache: State of the preceding tokens.
 

@@ -73,10 +73,10 @@ class SegmentMemoryMixer(Mixer):
         return MixerOutput(o, cache=cache, carry=None if inputs.carry is None else self._last(inputs))
 
     def extend(self, inputs: MixerInputs, mask: AnyMask, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        """Attends from further tokens to the M tokens before each of them; see `extend_cache`.
+        """Attends from new tokens to the M tokens before each of them; see `extend_cache`.
 
         Args:
-          inputs: x, q, k and v of the further tokens. A sequence is one segment.
+          inputs: x, q, k and v of the new tokens. A sequence is one segment.
           mask: `Causal()`.
           cache: Cache of the preceding tokens.
 

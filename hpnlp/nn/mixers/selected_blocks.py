@@ -77,10 +77,10 @@ class MobaMixer(Mixer):
         return MixerOutput(o, cache=cache)
 
     def extend(self, inputs: MixerInputs, mask: AnyMask, cache: BlockCache) -> tuple[jax.Array, BlockCache]:
-        """Mixes further tokens with those of their own blocks and the chosen ones.
+        """Mixes new tokens with those of their own blocks and the chosen ones.
 
         Args:
-          inputs: q, k and v of the further tokens. A sequence is one segment.
+          inputs: q, k and v of the new tokens. A sequence is one segment.
           mask: `Causal()`.
           cache: Cache of the preceding tokens.
 
@@ -169,10 +169,10 @@ class NsaMixer(Mixer):
         return MixerOutput(self._gated(inputs.x, compressed, selected, window), cache=cache)
 
     def extend(self, inputs: MixerInputs, mask: AnyMask, cache: BlockCache) -> tuple[jax.Array, BlockCache]:
-        """Mixes further tokens with summaries, chosen blocks and the window.
+        """Mixes new tokens with summaries, chosen blocks and the window.
 
         Args:
-          inputs: x, q, k and v of the further tokens. A sequence is one segment.
+          inputs: x, q, k and v of the new tokens. A sequence is one segment.
           mask: `Causal()`.
           cache: Cache of the preceding tokens.
 
@@ -238,11 +238,11 @@ def _own_and_chosen(
     q: jax.Array, k: jax.Array, v: jax.Array, blocks: DocumentBlocks, chosen: jax.Array, dropout: dict[str, Any]
 ) -> jax.Array:
     """Attention to the tokens of the own block up to the query and of the chosen blocks together."""
-    own = own_block_attention(q, k, v, blocks, **dropout)
+    within = own_block_attention(q, k, v, blocks, **dropout)
     if k.shape[1] < blocks.block or not chosen.shape[3]:
-        return own[0]
+        return within[0]
     others = attend_blocks(q, k, v, blocks.starts, chosen, block=blocks.block, **dropout)
-    return merge(own, others)[0]
+    return merge(within, others)[0]
 
 
 def _to_summaries(

@@ -65,10 +65,10 @@ class SinkhornMixer(Mixer):
         )
 
     def extend(self, inputs: MixerInputs, mask: AnyMask, cache: SinkhornCache) -> tuple[jax.Array, SinkhornCache]:
-        """Mixes further tokens with the preceding ones.
+        """Mixes new tokens with the preceding ones.
 
         Args:
-          inputs: q, k and v of the further tokens. A sequence is one segment.
+          inputs: q, k and v of the new tokens. A sequence is one segment.
           mask: `Causal()`.
           cache: Cache of the preceding tokens.
 

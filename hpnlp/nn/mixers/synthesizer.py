@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.checks import check_has_effect
-from hpnlp.nn.mixers.low_rank import of_length
+from hpnlp.nn.mixers.low_rank import length_param
 from hpnlp.ops.attention.masks.base import Mask
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.attention.pair_bias import weighted
@@ -137,8 +137,8 @@ class SynthesizerMixer(Mixer):
         hidden = self._hidden("dense", inputs)
         length, heads, width = hidden.shape[1:]
         init = nn.initializers.normal((2 / width) ** 0.5)
-        columns = of_length(self, "dense", init, (heads, length, width), ("heads", "positions", "head_dim"))
-        bias = of_length(self, "dense_bias", nn.initializers.zeros, (heads, length), ("heads", "positions"))
+        columns = length_param(self, "dense", init, (heads, length, width), ("heads", "positions", "head_dim"))
+        bias = length_param(self, "dense_bias", nn.initializers.zeros, (heads, length), ("heads", "positions"))
         return (hidden, columns.transpose(1, 0, 2)[None]), bias[None, :, None]
 
     def random(self, inputs: MixerInputs) -> tuple[Factors | None, jax.Array | None]:
@@ -149,7 +149,7 @@ class SynthesizerMixer(Mixer):
         """Learned scores of all pairs, [N, T, T]."""
         length, heads = self._sizes(inputs)
         axes = ("heads", "positions", "positions")
-        return of_length(self, "random", nn.initializers.normal(1.0), (heads, length, length), axes)
+        return length_param(self, "random", nn.initializers.normal(1.0), (heads, length, length), axes)
 
     def factorized_dense(self, inputs: MixerInputs) -> tuple[Factors | None, jax.Array | None]:
         """Scores within blocks, times scores of blocks."""
@@ -176,7 +176,7 @@ class SynthesizerMixer(Mixer):
         length, heads = self._sizes(inputs)
         init, shape = nn.initializers.normal(self.rank**-0.25), (heads, length, self.rank)
         made = (
-            of_length(self, f"factor_{side}", init, shape, ("heads", "positions", "ranks")).transpose(1, 0, 2)[None]
+            length_param(self, f"factor_{side}", init, shape, ("heads", "positions", "ranks")).transpose(1, 0, 2)[None]
             for side in ("queries", "keys")
         )
         return (next(made), next(made)), None

@@ -92,7 +92,7 @@ class SoftmaxOutput(OutputLayer):
           distribution. Without smoothing, that is the logit of the label, or 0 where another slice has the label.
         """
         lse, target, total = partial_cross_entropy(
-            h, table, labels, start, bias=self._bias_of(table, start), soft_cap=self.cap
+            h, table, labels, start, bias=self._bias_slice(table, start), soft_cap=self.cap
         )
         share = self.smoothing(rng)
         return lse, target if share == 0 else (1 - share) * target + (share / self.vocab) * total
@@ -113,7 +113,7 @@ class SoftmaxOutput(OutputLayer):
         Cost:
           2 N V D operations; the logits of all tokens are not stored.
         """
-        bias = self._bias_of(table, start)
+        bias = self._bias_slice(table, start)
         no_labels = jnp.zeros(h.shape[:1], jnp.int32)
         _, _, row = linear_cross_entropy(
             h, table, no_labels, bias=bias, ignore_index=None, reduction="none", return_stats=True
@@ -127,7 +127,7 @@ class SoftmaxOutput(OutputLayer):
     def _capped(self, x: jax.Array) -> jax.Array:
         return x if self.cap is None else self.cap * jnp.tanh(x / self.cap)
 
-    def _bias_of(self, table: Any, start: int | Int[Array, ""]) -> Float[Array, " v"] | None:
+    def _bias_slice(self, table: Any, start: int | Int[Array, ""]) -> Float[Array, " v"] | None:
         """The bias of the words start to start + v - 1."""
         return None if self.bias is None else lax.dynamic_slice_in_dim(self.bias, start, table.shape[0])
 

@@ -107,7 +107,7 @@ class SampledOutput(_Sampling):
 class ImportanceOutput(_Sampling):
     """Importance sampling: see `hpnlp.ops.softmax.sampled_losses.importance_sampling`. Reports the effective sample size."""
 
-    #: Effective sample size at which no further samples are used; 0 to use all.
+    #: Effective sample size at which no more samples are used; 0 to use all.
     effective: float = 0.0
     #: Samples that are added at a time until `effective` is reached.
     block: int = 128

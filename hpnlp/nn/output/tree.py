@@ -21,7 +21,7 @@ class HierarchicalOutput(OutputLayer):
     Row n of the table belongs to inner node n; the last row is not used.
 
     Cost:
-      6 D operations a token for each of the first 63 nodes and each further node on its label's path, and the optimizer's work
+      6 D operations a token for each of the first 63 nodes and each deeper node on its label's path, and the optimizer's work
       on the table.
     """
 

@@ -81,23 +81,23 @@ class PairBias(abc.ABC):
         """
 
     @abc.abstractmethod
-    def combine(self, *parts: Array) -> Float[Array, "B N r c"]:
+    def combine(self, *tiles: Array) -> Float[Array, "B N r c"]:
         """The bias of a tile.
 
         Args:
-          *parts: The parts of the arrays, [B, N, x, y] each.
+          *tiles: The parts of the arrays, [B, N, x, y] each.
 
         Returns:
           float32; axes may be 1.
         """
 
     @abc.abstractmethod
-    def gradients(self, db: Array, *parts: Array) -> tuple[Array, ...]:
+    def gradients(self, db: Array, *tiles: Array) -> tuple[Array, ...]:
         """Gradients of the parts.
 
         Args:
           db: float32 [B, N, r, c], the gradient of the bias of the tile.
-          *parts: As for `combine`.
+          *tiles: As for `combine`.
 
         Returns:
           float32, in the shapes of the parts.
@@ -114,7 +114,7 @@ class PairBias(abc.ABC):
         """
         raise InputError(f'a bias of type {type(self).__name__} is computed tile by tile: pass impl="xla"')
 
-    def of_heads(self, heads: Any) -> PairBias:
+    def select_heads(self, heads: Any) -> PairBias:
         """The bias of some query heads.
 
         Args:
@@ -170,12 +170,12 @@ class BiasArrays(PairBias):
 
         return tuple((along(x.shape[2], queries), along(x.shape[3], keys)) for x in self.arrays)
 
-    def combine(self, *parts: Array) -> Float[Array, "B N r c"]:
-        bias = self.with_arrays(parts)
+    def combine(self, *tiles: Array) -> Float[Array, "B N r c"]:
+        bias = self.with_arrays(tiles)
         return functools.reduce(jnp.add, map(weighted, bias.terms, bias.weights))
 
-    def gradients(self, db: Array, *parts: Array) -> tuple[Array, ...]:
-        bias = self.with_arrays(parts)
+    def gradients(self, db: Array, *tiles: Array) -> tuple[Array, ...]:
+        bias = self.with_arrays(tiles)
         terms = [_sum_to(weighted(db, weight), x.shape) for x, weight in zip(bias.terms, bias.weights, strict=True)]
         pairs = [pair for pair in zip(bias.terms, bias.weights, strict=True) if pair[1] is not None]
         return *terms, *(_sum_to(db * x.astype(jnp.float32), weight.shape) for x, weight in pairs)

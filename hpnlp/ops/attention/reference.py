@@ -83,7 +83,7 @@ def dense_attention(
     if operands.soft_cap is not None:
         scores = operands.soft_cap * jnp.tanh(scores / operands.soft_cap)
 
-    if operands.sinks is not None:  # a further key, which every query sees and which has no value
+    if operands.sinks is not None:  # one more key without a value, which every query sees
         sink = jnp.broadcast_to(operands.sinks.astype(jnp.float32)[None, :, None, None], (b, n, t, 1))
         scores = jnp.concatenate([scores, sink], -1)
         visible = jnp.concatenate([visible, jnp.ones((b, n, t, 1), bool)], -1)

@@ -20,9 +20,6 @@ _HIDDEN = -1e30  # a hidden score; exp of it is 0 beside any visible score
 def has_symbols(*arrays: Array) -> bool:
     """Whether the length of an array [B, T, ...] is a symbol.
 
-    Args:
-      *arrays: The arrays.
-
     Returns:
       True if one of them has a symbolic length.
     """

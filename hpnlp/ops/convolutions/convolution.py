@@ -179,7 +179,7 @@ def _checked(x: Array, kernel: Array, segment_ids: Array | None, ahead: int) -> 
 def last_tokens(
     x: Float[Array, "B T *features"], lengths: Int[Array, " B"], count: int
 ) -> Float[Array, "B P *features"]:
-    """The last tokens of each sequence, which a convolution of further tokens reads.
+    """The last tokens of each sequence, which a convolution of new tokens reads.
 
     Args:
       x: Tokens, of which the first `lengths` are those of the sequence.
@@ -213,7 +213,7 @@ def _convolve_backward(ahead: int, saved: Any, dy: Array) -> tuple[Array, Array,
     around, ids = (_around(array, kernel.shape[0] - 1, ahead) for array in (x, segment_ids))
     dy = dy.astype(jnp.float32)
 
-    def of_tap(tap: Array) -> Array:
+    def tap_gradient(tap: Array) -> Array:
         """The gradient of one weight of each feature."""
         start = kernel.shape[0] - 1 + ahead - tap
         earlier = lax.dynamic_slice_in_dim(around, start, length, axis=1).astype(jnp.float32)
@@ -226,7 +226,7 @@ def _convolve_backward(ahead: int, saved: Any, dy: Array) -> tuple[Array, Array,
         return jnp.einsum("bto,btd->bod", ones, product, precision=lax.Precision.HIGHEST).sum(axis=(0, 1))
 
     # A loop, so that dy is computed once. XLA:CPU would compute it again from its inputs for each tap, transposed.
-    dkernel = lax.map(of_tap, jnp.arange(kernel.shape[0], dtype=jnp.int32))
+    dkernel = lax.map(tap_gradient, jnp.arange(kernel.shape[0], dtype=jnp.int32))
     return dx, dkernel.astype(kernel.dtype), None
 
 

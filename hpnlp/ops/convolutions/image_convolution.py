@@ -272,7 +272,7 @@ def _products_with_shifts(x: Array, dy: Array, taps: Taps, stride: int) -> Array
     for i, j in sorted(taps):
         columns.setdefault(i + border, []).append(j + border)
 
-    def of_row(row: Any) -> tuple[Array, ...]:
+    def line_gradients(row: Any) -> tuple[Array, ...]:
         cotangent = lax.dynamic_index_in_dim(dy, row, 1, keepdims=False)
         lines = [lax.dynamic_index_in_dim(padded, row * stride + i, 1, keepdims=False) for i in columns]
         return tuple(
@@ -282,9 +282,9 @@ def _products_with_shifts(x: Array, dy: Array, taps: Taps, stride: int) -> Array
         )
 
     def add(row: Any, totals: tuple[Array, ...]) -> tuple[Array, ...]:
-        return tuple(total + term for total, term in zip(totals, of_row(row), strict=True))
+        return tuple(total + term for total, term in zip(totals, line_gradients(row), strict=True))
 
-    totals = lax.fori_loop(1, dy.shape[1], add, of_row(0))
+    totals = lax.fori_loop(1, dy.shape[1], add, line_gradients(0))
     by_tap = dict(zip(sorted(taps), totals, strict=True))
     return jnp.stack([jnp.sum(by_tap[tap], axis=(0, 1)) for tap in taps])
 

@@ -181,7 +181,7 @@ def _weighted_backward(saved: Any, dy: Array) -> tuple[Array, Array, tuple[None,
     width = weights.shape[-1]
     (length, total_length), dy = (dy.shape[1], around.shape[1]), dy.astype(jnp.float32)
 
-    def of_tap(tap: Array) -> Array:
+    def tap_gradient(tap: Array) -> Array:
         """The gradient of the weights of one tap."""
         value = _read(around, ids, width - 1 - tap, length)
         # An einsum: XLA:CPU takes ten times as long for a sum of products over the last axis.
@@ -190,7 +190,7 @@ def _weighted_backward(saved: Any, dy: Array) -> tuple[Array, Array, tuple[None,
         return by_token.sum(axis=shared, keepdims=True) if shared else by_token
 
     # A loop, so that the tokens are copied for one tap at a time.
-    dweights = jnp.moveaxis(lax.map(of_tap, jnp.arange(width, dtype=jnp.int32)), 0, -1)
+    dweights = jnp.moveaxis(lax.map(tap_gradient, jnp.arange(width, dtype=jnp.int32)), 0, -1)
 
     readers, by_reader = _around(dy, width - 1, width - 1), weights
     if weights.shape[1] == length:

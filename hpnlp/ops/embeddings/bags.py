@@ -137,7 +137,7 @@ def pool_segments(
         raise InputError(f"bags is {bags}: expected the number of bags, at least 1")
     _check(mode, weights, segments.shape)
     is_item = (segments >= 0) & (segments < bags)
-    # Padding is added to a further bag, which is cut off; a negative index would count from the end.
+    # Padding is added to an extra bag, which is cut off; a negative index would count from the end.
     to = jnp.where(is_item, segments, bags).astype(jnp.int32)
     vectors = _masked(x, is_item, weights)
 

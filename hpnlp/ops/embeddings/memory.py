@@ -258,9 +258,6 @@ def _oldest(
 def orphaned_slots(memory: KeyValueMemory) -> tuple[Int[Array, ""], Int[Array, ""]]:
     """Counts the keys that no query has found since they were written.
 
-    Args:
-      memory: The memory.
-
     Returns:
       `(orphaned, used)`: numbers of keys that were never the nearest one, and of slots that hold a key.
     """

@@ -189,12 +189,7 @@ def block_gradients(
 ) -> tuple[Float[Array, "I D"], Float[Array, "O D"], Float[Array, "K D"]]:
     """Gradients of `block_loss` by its first three arguments, by two products.
 
-    Args:
-      inputs: As for `block_loss`.
-      outputs: As for `block_loss`.
-      noise: As for `block_loss`.
-      pairs: As for `block_loss`.
-      block: As for `block_loss`.
+    Arguments: see `block_loss`.
 
     Returns:
       Gradients of the input, output and noise vectors.
@@ -296,12 +291,7 @@ def reference_block_gradients(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """`block_gradients` by loops over pairs and noise words, in float64.
 
-    Args:
-      inputs: As for `block_loss`.
-      outputs: As for `block_loss`.
-      noise: As for `block_loss`.
-      pairs: As for `block_loss`.
-      block: As for `block_loss`.
+    Arguments: see `block_loss`.
 
     Returns:
       Gradients of the input, output and noise vectors.

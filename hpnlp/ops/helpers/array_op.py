@@ -40,7 +40,7 @@ def array_op(out: str = "", /, **inputs: str) -> Callable[[Function], Function]:
 
     Args:
       out: Names of the leading axes of a result, as in "B T N"; an array with fewer axes has the first of them. In
-        "B T N | B", the first part describes the first returned array, and the last part all further ones.
+        "B T N | B", the first part describes the first returned array, and the last part all others.
       **inputs: Names of the leading axes of arguments, as in q="B T N". For an argument that is a tree, they describe the
         first array. "..." stands for any number of leading axes, here and in `out`.
 

@@ -35,7 +35,7 @@ class StackOrder:
         """Name of each stack, in the order of their first layers."""
         return list(dict.fromkeys(self.names))
 
-    def layers_of(self, name: str, count: int) -> list[int]:
+    def members(self, name: str, count: int) -> list[int]:
         """Indices of the layers in a stack.
 
         Args:
@@ -146,15 +146,15 @@ class StackOrder:
         """
         result = {}
         for stack_name in self.stack_names:
-            parts = []
+            periods = []
             trees = [tree for name, tree in zip(self.names, by_form, strict=False) if name == stack_name]
             if trees:
-                parts.append(jax.tree.map(_interleave, *trees))
+                periods.append(jax.tree.map(_interleave, *trees))
             trees = [tree for i, tree in enumerate(remaining) if self.names[i % self.period] == stack_name]
             if trees:
-                parts.append(jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees))
-            if jax.tree.leaves(parts):
-                result[stack_name] = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+                periods.append(jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees))
+            if jax.tree.leaves(periods):
+                result[stack_name] = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *periods)
         return result
 
     def split(self, tree: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.helpers.custom_vjp import vary_alike
-from hpnlp.ops.search.exact import LOWEST, best_of, exact_search
+from hpnlp.ops.search.exact import LOWEST, exact_search, padded_top_k
 from hpnlp.types import InputError
 
 # Rows for each cell in the sample that k-means is run on.
@@ -172,7 +172,7 @@ def search_cells(index: Cells, queries: Any, near: Int[Array, "Q p"], k: int) ->
 
     def search(queries: Any, near: Int[Array, "B p"]) -> tuple[Array, Array]:
         scores = _read_cells(index, queries, near, 1, SHARED)
-        s, at = best_of(scores.reshape(near.shape[0], -1), k)
+        s, at = padded_top_k(scores.reshape(near.shape[0], -1), k)
         row = index.starts[jnp.take_along_axis(near, at // scores.shape[2], axis=1)] + at % scores.shape[2]
         return _with_ids(index, s, row)
 
@@ -206,8 +206,8 @@ def _in_parts(
     count, probes = near.shape
     part = max(min(cells // probes, count), 1)
     end = count // part * part
-    parts = jax.tree.map(lambda x: x[:end].reshape(-1, part, x.shape[1]), (queries, near))
-    best = lax.map(lambda x: search(*x), parts)
+    groups = jax.tree.map(lambda x: x[:end].reshape(-1, part, x.shape[1]), (queries, near))
+    best = lax.map(lambda x: search(*x), groups)
     best = jax.tree.map(lambda x: x.reshape(end, *x.shape[2:]), best)
     if end < count:
         last = search(jax.tree.map(lambda x: x[end:], queries), near[end:])
@@ -228,7 +228,7 @@ def _search_coded(
     maxima = _read_cells(index, queries, near, FOLD, shared)
     folds_of_cell = maxima.shape[2]
     maxima = maxima.reshape(near.shape[0], -1)
-    best, at = best_of(maxima, min(folds, maxima.shape[1]))
+    best, at = padded_top_k(maxima, min(folds, maxima.shape[1]))
     cell = jnp.take_along_axis(near, at // folds_of_cell, axis=1)
     row = (index.starts[cell] + at % folds_of_cell * FOLD)[:, :, None] + jnp.arange(FOLD, dtype=jnp.int32)[None, None]
     exists = (row < index.starts[cell + 1][:, :, None]) & ~jnp.isneginf(best)[:, :, None]
@@ -241,7 +241,7 @@ def _search_coded(
 
     numbers = row.shape[1] * jax.tree.leaves(queries)[0].shape[1]
     s = lax.map(scores, (queries, row, cell), batch_size=max(GATHERED // numbers, 1))
-    s, at = best_of(jnp.where(row < 0, -jnp.inf, jnp.maximum(s, LOWEST)), k)
+    s, at = padded_top_k(jnp.where(row < 0, -jnp.inf, jnp.maximum(s, LOWEST)), k)
     return _with_ids(index, s, jnp.take_along_axis(row, at, axis=1))
 
 

@@ -165,14 +165,14 @@ class ContextHashes:
         inside = np.concatenate([[False], is_word[self._tokens]])  # whether the token before a position is in a word
         begins = np.flatnonzero(inside[1:] & ~inside[:-1])
         ends = np.flatnonzero(inside[:-1] & ~inside[1:])  # a word at the end of the sequence has none
-        whole = np.concatenate([np.zeros(words, np.uint64), self._between(begins[: len(ends)], ends)])
+        hashes = np.concatenate([np.zeros(words, np.uint64), self._between(begins[: len(ends)], ends)])
         started = np.concatenate([[0], np.cumsum(inside[1:] & ~inside[:-1])])
         begin = np.arange(len(inside))
         begin[inside] = begins[started[inside] - 1]
         result = self._between(begin, np.arange(len(inside)))
         finished = started - inside
         for i in range(words):
-            result = _mixed(result * np.uint64(_BASE) + whole[finished + (words - 1 - i)])
+            result = _mixed(result * np.uint64(_BASE) + hashes[finished + (words - 1 - i)])
         return result
 
     def _between(self, begin: np.ndarray, end: np.ndarray) -> np.ndarray:

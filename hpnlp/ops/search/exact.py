@@ -149,7 +149,7 @@ def top_k(s: Float[Array, "Q c"], k: int) -> tuple[Float[Array, "Q k"], Int[Arra
     return s, jnp.take_along_axis(at, best, axis=1)
 
 
-def best_of(s: Float[Array, "Q c"], k: int) -> tuple[Float[Array, "Q k"], Int[Array, "Q k"]]:
+def padded_top_k(s: Float[Array, "Q c"], k: int) -> tuple[Float[Array, "Q k"], Int[Array, "Q k"]]:
     """`top_k` for any k, with padding.
 
     Args:

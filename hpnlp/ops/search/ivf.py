@@ -28,7 +28,7 @@ from hpnlp.ops.search.cells import (
 )
 from hpnlp.ops.search.exact import check_bias, check_search, product
 
-# Default capacity of a cell over the mean number of rows; further rows go to the next nearest cell.
+# Default capacity of a cell over the mean number of rows; rows beyond it go to the next nearest cell.
 SLACK = 4
 
 

@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.helpers.array_op import array_op
-from hpnlp.ops.search.exact import LOWEST, SCORES, best_of, check_bias, check_search, product
+from hpnlp.ops.search.exact import LOWEST, SCORES, check_bias, check_search, padded_top_k, product
 from hpnlp.types import InputError
 
 # Bits of a hash at most: a hash table has 2^bits buckets.
@@ -171,11 +171,11 @@ def lsh_search(
         at = jnp.maximum(ids, 0)
         s = product(query[None], index.w.at[at].get(mode="promise_in_bounds"))
         s = s if index.bias is None else s + index.bias[at][None]
-        s, best = best_of(jnp.where(ids[None] < 0, -jnp.inf, jnp.maximum(s, LOWEST)), k * tables)
+        s, best = padded_top_k(jnp.where(ids[None] < 0, -jnp.inf, jnp.maximum(s, LOWEST)), k * tables)
         best_ids = jnp.where(jnp.isneginf(s), index.shape[0], ids[best])
         best_ids, s = lax.sort((best_ids, s), dimension=1, num_keys=1)
         is_duplicate = jnp.pad(best_ids[:, 1:] == best_ids[:, :-1], ((0, 0), (1, 0)))
-        s, best = best_of(jnp.where(is_duplicate, -jnp.inf, s), k)
+        s, best = padded_top_k(jnp.where(is_duplicate, -jnp.inf, s), k)
         ids = jnp.where(jnp.isneginf(s), -1, jnp.take_along_axis(best_ids, best, axis=1))
         return jnp.where(s == LOWEST, -jnp.inf, s)[0], ids[0]
 

@@ -26,7 +26,7 @@ from hpnlp.ops.search.cells import FOLD
 from hpnlp.ops.search.exact import check_search, product
 from hpnlp.types import InputError
 
-# Default capacity of a cell over the mean number of rows; further rows go to the next nearest cell.
+# Default capacity of a cell over the mean number of rows; rows beyond it go to the next nearest cell.
 SLACK = 2
 # Least number of queries for each cell from which codes are decoded for several of them.
 DECODED = 8
@@ -124,17 +124,17 @@ def decode(codes: UInt8[Array, "n _"], books: Float[Array, "M K d"]) -> Float[Ar
     Returns:
       [n, M d].
     """
-    parts, _, width = books.shape
+    m, _, width = books.shape
     rows = books.reshape(-1, width).at[_book_rows(codes, books)].get(mode="promise_in_bounds")
-    return rows.reshape(-1, parts * width)
+    return rows.reshape(-1, m * width)
 
 
 def _book_rows(codes: UInt8[Array, "n _"], books: Float[Array, "M K d"]) -> Int[Array, "n M"]:
     """Rows of codes in the table [M K, d] of all centroids; arguments as of `decode`."""
-    parts, centroids, _ = books.shape
+    m, centroids, _ = books.shape
     if centroids == 16:
-        codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(-1, parts)
-    return codes.astype(jnp.int32) + jnp.arange(parts, dtype=jnp.int32)[None] * centroids
+        codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(-1, m)
+    return codes.astype(jnp.int32) + jnp.arange(m, dtype=jnp.int32)[None] * centroids
 
 
 def build_pq(
@@ -198,9 +198,9 @@ def build_pq(
     rotated = x @ rotation.astype(np.float32)
     spread = cell_search.expected_spread(rotated, cell, means.astype(np.float32))
     order = _by_neighbours(rotated, order, starts)
-    rest = rotated[order] - means[cell[order]]
-    codes, books, rest = _encode(rest, parts, centroids, seed, iterations)
-    fine_codes, fine_books, _ = _encode(rest, fine, 256, seed, iterations) if fine else (None, None, None)
+    residuals = rotated[order] - means[cell[order]]
+    codes, books, residuals = _encode(residuals, parts, centroids, seed, iterations)
+    fine_codes, fine_books, _ = _encode(residuals, fine, 256, seed, iterations) if fine else (None, None, None)
     vectors, scales = _kept(table[order], unit, keep)
     padded = cell_search.in_order(_packed(codes, centroids), np.arange(vocab), size)
     optional = {"vectors": vectors, "scales": scales, "fine_codes": fine_codes, "fine_books": fine_books}
@@ -270,9 +270,9 @@ def pq_search(
 
 def _products(queries: Float[Array, "Q D"], books: Float[Array, "M K d"]) -> Float[Array, "Q _"]:
     """Products [Q, M K] of the parts of queries and the centroids."""
-    parts, centroids, width = books.shape
-    products = jnp.einsum("qmd,mkd->qmk", queries.reshape(-1, parts, width), books)
-    return products.reshape(-1, parts * centroids)
+    m, centroids, width = books.shape
+    products = jnp.einsum("qmd,mkd->qmk", queries.reshape(-1, m, width), books)
+    return products.reshape(-1, m * centroids)
 
 
 def _check_parts(vocab: int, dim: int, parts: int, centroids: int, keep: str, fine: int) -> None:
@@ -342,15 +342,15 @@ def _encode(
     x: np.ndarray, parts: int, centroids: int, seed: int, iterations: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(codes [V, M], float16 codebooks [M, K, D / M], what the codes leave of x) by k-means of each part."""
-    codes, books, rest = np.empty((len(x), parts), np.uint8), [], np.empty_like(x)
+    codes, books, residuals = np.empty((len(x), parts), np.uint8), [], np.empty_like(x)
     for part, columns in enumerate(np.array_split(np.arange(x.shape[1]), parts)):
         values = np.ascontiguousarray(x[:, columns])
         book = cell_search.centroids(values, centroids, seed + part, iterations, min(len(x), SAMPLE // 4))
         book = book.astype(np.float16)
         codes[:, part] = cell_search.nearest(values, book.astype(np.float32))[0]
-        rest[:, columns] = values - book[codes[:, part]]
+        residuals[:, columns] = values - book[codes[:, part]]
         books.append(book)
-    return codes, np.stack(books), rest
+    return codes, np.stack(books), residuals
 
 
 def _packed(codes: np.ndarray, centroids: int) -> np.ndarray:

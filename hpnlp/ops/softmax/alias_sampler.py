@@ -66,7 +66,7 @@ class AliasSampler:
         columns, high, low = jax.random.split(key, 3)
         column = jax.random.randint(columns, shape, 0, self.vocab, jnp.int32)
         high, threshold = jax.random.bits(high, shape, jnp.uint32), jnp.asarray(self.threshold)[column]
-        # `low` holds the further digits of the random number, which decide where the first 32 equal the threshold.
+        # `low` holds the low digits of the random number. They decide where the first 32 equal the threshold.
         below_fraction = jax.random.uniform(low, shape, jnp.float32) < jnp.asarray(self.fraction)[column]
         stays = (high < threshold) | (high == threshold) & below_fraction
         return jnp.where(stays, column, jnp.asarray(self.alias)[column])

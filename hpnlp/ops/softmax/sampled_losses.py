@@ -141,7 +141,7 @@ def adaptive_importance_sampling(
 ) -> tuple[Float[Array, " N"], Float[Array, " N"], Int[Array, ""]]:
     """`importance_sampling` with as many of the shared samples as the batch needs, a block at a time.
 
-    No further block is used once the mean of the tokens' effective sample sizes is at least `effective`.
+    No more blocks are used once the mean of the tokens' effective sample sizes is at least `effective`.
 
     Args:
       h: [N, D] hidden states.

@@ -47,10 +47,10 @@ def word_distribution(scores: Float[Array, "*N S"], words: Int[Array, "*N S"], v
     total = _log_sum(scores)
     shares = jnp.exp(scores - jnp.where(jnp.isneginf(total), 0.0, total)[..., None])
     flat = words.reshape(-1, words.shape[-1])
-    found = jnp.where(jnp.isneginf(scores).reshape(flat.shape), vocab, flat)  # entries without a word are dropped
+    ids = jnp.where(jnp.isneginf(scores).reshape(flat.shape), vocab, flat)  # entries without a word are dropped
     empty = jnp.zeros((len(flat), vocab), jnp.float32)
     rows = jnp.arange(len(flat))[:, None]
-    return empty.at[rows, found].add(shares.reshape(flat.shape), mode="drop").reshape(*words.shape[:-1], vocab)
+    return empty.at[rows, ids].add(shares.reshape(flat.shape), mode="drop").reshape(*words.shape[:-1], vocab)
 
 
 @array_op("...", log_prob="...")

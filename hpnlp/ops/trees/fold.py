@@ -111,7 +111,7 @@ class _Program:
         """States of all rows, 0."""
         return jax.tree.map(lambda x: jnp.zeros((rows, *x.shape), x.dtype), self.state)
 
-    def children_of(self, arrays: Mapping[str, Array], index: int) -> Array:
+    def child_rows(self, arrays: Mapping[str, Array], index: int) -> Array:
         """`[rows, A]` rows of the children of a block."""
         block = self.blocks[index]
         flat = arrays["children"][block.place : block.place + block.rows * block.arity]
@@ -119,7 +119,7 @@ class _Program:
 
     def products(self, weights: Any, inputs: Any) -> list[list[_Product]]:
         """The products of the cell of each block, in the order of their calls."""
-        found = []
+        by_block = []
         for block, x in zip(self.blocks, inputs, strict=True):
             recorded: list[_Product] = []
 
@@ -130,8 +130,8 @@ class _Program:
 
             kids = jax.tree.map(lambda s, b=block: jnp.zeros((1, b.arity, *s.shape), s.dtype), self.state)
             jax.eval_shape(lambda x, kids, b=block, r=record: self.cells[b.op](r, x, kids), _slice(x, 0, 1), kids)
-            found.append(recorded)
-        return found
+            by_block.append(recorded)
+        return by_block
 
 
 def _row(x: Array) -> jax.ShapeDtypeStruct:
@@ -229,7 +229,7 @@ def _each_block(program: _Program, arrays: Any, body: Callable[..., Any], carry:
 
 def _forward(program: _Program, weights: Any, inputs: Any, arrays: Any, keep: bool) -> tuple[Any, Any]:
     """States of all rows; and, with `keep`, the results of the products of each block."""
-    children = [program.children_of(arrays, i) for i in range(len(program.blocks))]
+    children = [program.child_rows(arrays, i) for i in range(len(program.blocks))]
     saved: list[list[Array]] = [[] for _ in program.blocks]
     if keep:
         for block, of_block, products in zip(program.blocks, saved, program.products(weights, inputs), strict=True):
@@ -266,7 +266,7 @@ def _fold_forward(program: _Program, weights: Any, inputs: Any, arrays: Any) -> 
 
 def _fold_backward(program: _Program, residuals: Any, d_states: Any) -> tuple[Any, Any, None]:
     weights, inputs, arrays, states, saved = residuals
-    children = [program.children_of(arrays, i) for i in range(len(program.blocks))]
+    children = [program.child_rows(arrays, i) for i in range(len(program.blocks))]
     products = program.products(weights, inputs)
     empty = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
     by_place = jax.tree.map(lambda x: jnp.zeros((arrays["children"].shape[0], *x.shape), x.dtype), program.state)
@@ -367,8 +367,8 @@ def _block_rows_backward(
 ) -> tuple[Array, None, None]:
     shape, dtype = d_rows[0].shape[1:], d_rows[0].dtype
     by_block = dict(zip(chosen, d_rows, strict=True))
-    parts = [by_block.get(i, jnp.zeros((block.rows, *shape), dtype)) for i, block in enumerate(blocks)]
-    return _taken(jnp.concatenate([jnp.zeros((1, *shape), dtype), *parts]), row), None, None
+    gradients = [by_block.get(i, jnp.zeros((block.rows, *shape), dtype)) for i, block in enumerate(blocks)]
+    return _taken(jnp.concatenate([jnp.zeros((1, *shape), dtype), *gradients]), row), None, None
 
 
 _block_rows.defvjp(_block_rows_forward, _block_rows_backward)

@@ -2,7 +2,7 @@
 
 Nodes of one signature, a cell and a number of children, form a block of rows, ordered by height. The children of a node have a
 smaller height, so that a program computes the rows of one height after another, in chunks of static width. The last chunk of a
-height is wider than the rows that are left, and its further rows belong to nodes that the program computes later, which
+height is wider than the rows that are left, and its other rows belong to nodes that the program computes later, which
 overwrites them; in the backward pass, which runs in reverse, they come before the rows in place of after them. Each block
 therefore has a margin on both sides, and no row needs a mask.
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.linear import product, product_transposed
-from hpnlp.ops.weight import Weight, axes_of, dense
+from hpnlp.ops.weight import Weight, dense, weight_axes
 from hpnlp.types import InputError
 
 
@@ -48,10 +48,12 @@ class LowRankWeight(Weight):
 
     def axes(self, names: tuple[str | None, ...]) -> Any:
         *leading, row, column = names
-        return LowRankWeight(axes_of(self.left, (*leading, row, None)), axes_of(self.right, (*leading, None, column)))
+        return LowRankWeight(
+            weight_axes(self.left, (*leading, row, None)), weight_axes(self.right, (*leading, None, column))
+        )
 
 
-def rank_of(shape: tuple[int, int], share: int | float) -> int:
+def rank_for_share(shape: tuple[int, int], share: int | float) -> int:
     """The rank at which two factors have a share of a matrix's parameters.
 
     Args:

@@ -18,7 +18,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from hpnlp.cost.flop_count import PRODUCTS, iterations_of
+from hpnlp.cost.flop_count import PRODUCTS, iteration_count
 from hpnlp.planner.jaxpr.jaxprs import (
     LoopBody,
     called_jaxpr,
@@ -51,7 +51,7 @@ def program_cost(jaxpr: Any, shards: Mapping[int, int] | None = None, *, donated
       The cost, without the memory of arguments and constants.
 
     Cost: one walk over the equations, and another over the body of a loop for each time that its carry turns out to be
-    divided further than its initial value.
+    divided over more devices than its initial value.
     """
     return _walk_program(jaxpr, shards or {}, donated=donated)[0]
 
@@ -176,7 +176,7 @@ def _shard_map(walker: Walker, equation: Any, operands: Sequence[Value]) -> list
     walker.per_device = outer
     results = []
     for var, atom, value in zip(equation.outvars, body.outvars, values, strict=True):
-        # A fused value is copied, because its other readers in the body are not divided further.
+        # A fused value is copied, because its other readers in the body are not divided over more devices.
         result = value if value.has_buffer else dataclasses.replace(value)
         result.shards = max(1, device_bytes(var.aval) // max(device_bytes(atom.aval), 1))  # 0 // 0 on the host
         results.append(result)
@@ -207,7 +207,7 @@ def _while(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Val
 
     Loops with a scope work on one slice of their operands after another, so that all iterations together read them once.
     """
-    stated, reads = iterations_of(equation), walker.materialize_operands(equation, operands)
+    stated, reads = iteration_count(equation), walker.materialize_operands(equation, operands)
     runs, first = 1 if stated is None else stated, len(walker.operations)
     results = _record_loop(walker, equation, reads, while_body(equation), runs)
     walker.operations[first:] = [

@@ -69,7 +69,7 @@ def scan_body(equation: Any) -> LoopBody:
     Returns:
       The body.
     """
-    # The names of the counts among the parameters differ between versions of JAX: count the operands without a further axis.
+    # The names of the counts among the parameters differ between versions of JAX: count the operands without an added axis.
     body = open_jaxpr(equation.params["jaxpr"])
     carries = _count_same_rank(equation.outvars, body.outvars)
     constants = _count_same_rank(equation.invars, body.invars) - carries

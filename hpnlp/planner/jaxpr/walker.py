@@ -10,7 +10,7 @@ from typing import Any
 from jax.extend import core
 
 from hpnlp.cost.flop_count import PRODUCTS
-from hpnlp.cost.parts import part_of
+from hpnlp.cost.parts import operation_part
 from hpnlp.ops.attention.block_sparse.flash import SCOPE
 from hpnlp.planner.jaxpr.jaxprs import device_bytes, needed_equations
 from hpnlp.planner.jaxpr.liveness import Step, Value
@@ -198,7 +198,7 @@ class Walker:
         for equation in equations:
             operands = [self.value(atom) for atom in equation.invars]
             stack = str(equation.source_info.name_stack)
-            self.in_attention, self.part = caller_in_attention or SCOPE in stack, part_of(stack) or caller_part
+            self.in_attention, self.part = caller_in_attention or SCOPE in stack, operation_part(stack) or caller_part
             values = self.handle(self, equation, operands)
             for value in values:
                 value.part = value.part or self.part

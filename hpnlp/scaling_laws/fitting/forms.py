@@ -45,9 +45,6 @@ class LossForm:
     def logs(self, points: Points) -> list[np.ndarray]:
         """Logarithms of the variables of points.
 
-        Args:
-          points: The points.
-
         Returns:
           An array `[M]` for each variable.
         """

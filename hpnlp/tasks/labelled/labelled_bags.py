@@ -86,9 +86,9 @@ def text_ranks(
         places.append(np.stack([start + rows, columns], axis=1))
     texts, contexts, labels, places = (np.concatenate(x)[:MAX_TEXTS] for x in (texts, contexts, labels, places))
     scores = contexts @ texts.T
-    own = np.diag(scores)[:, None]
-    ranks = 1 + np.sum((scores >= own) & (labels[:, None] != labels[None]), axis=1)
-    return np.where(np.isfinite(own[:, 0]), ranks, len(texts)), places
+    positives = np.diag(scores)[:, None]
+    ranks = 1 + np.sum((scores >= positives) & (labels[:, None] != labels[None]), axis=1)
+    return np.where(np.isfinite(positives[:, 0]), ranks, len(texts)), places
 
 
 def _topics(config: Any) -> str:

@@ -136,12 +136,12 @@ def vectors(outcome: Outcome, pairs: TokenisedExamples, count: int) -> tuple[np.
       Vectors of the first texts, and of their partners, float32 `[count, D]`.
     """
     dataset, embed, rows = outcome.dataset, outcome.compiled("embed"), outcome.config.data.batch_size
-    parts = []
+    batches = []
     for start in range(0, count, rows):
         numbers = range(start, min(start + rows, count))
         batch = dataset.kind.batch(pairs, numbers, rows, dataset.tokenizer, dataset.seq_len)
-        parts.append([np.asarray(x)[: len(numbers)] for x in embed(batch)])
-    texts, partners = map(np.concatenate, zip(*parts, strict=True))
+        batches.append([np.asarray(x)[: len(numbers)] for x in embed(batch)])
+    texts, partners = map(np.concatenate, zip(*batches, strict=True))
     return texts, partners
 
 
@@ -185,8 +185,8 @@ def partner_ranks(scores: np.ndarray) -> np.ndarray:
       int `[N]`, 1 for the most similar. Partners that are equally similar come first; similarities that are not finite give
       the rank N.
     """
-    own = np.diag(scores)[:, None]
-    return np.where(np.isfinite(own[:, 0]), np.sum(scores >= own, axis=1), len(scores))
+    positives = np.diag(scores)[:, None]
+    return np.where(np.isfinite(positives[:, 0]), np.sum(scores >= positives, axis=1), len(scores))
 
 
 def retrieval_scores(ranks: np.ndarray) -> dict[str, float]:

@@ -102,16 +102,16 @@ class LabelReport(TaskReport):
 
     def section(self, outcome: Outcome) -> Section:
         """The confusion matrix, and examples of right and wrong predictions."""
-        parts, pictures = [], {}
+        blocks, pictures = [], {}
         if "confusion" in outcome.sums:
             matrix = np.asarray(outcome.sums["confusion"][0])
             pictures[CONFUSION] = drawn_confusion(matrix, outcome.dataset.labels)
-            parts.append(
+            blocks.append(
                 f"Number of held-out labels (rows) by prediction (columns):\n\n![confusion matrix]({CONFUSION})"
             )
         if outcome.params is not None:
-            parts.append("\n".join(_examples(outcome, self._show, self._note)))
-        return Section("\n\n".join(parts), pictures)
+            blocks.append("\n".join(_examples(outcome, self._show, self._note)))
+        return Section("\n\n".join(blocks), pictures)
 
     def _baselines(self, report: Report) -> list[tuple[str, float]]:
         """`(name, accuracy)` of each baseline that was measured."""

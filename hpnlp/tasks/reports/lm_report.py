@@ -66,7 +66,7 @@ class LanguageModelReport(TaskReport):
         """Comparison of the model's bits per byte with those of general compressors, or the reason why there is none.
 
         The model is reported as the best only if xz with the training text as its dictionary was measured and needs more bits,
-        and if the model did not start from another model, which has seen further text.
+        and if the model did not start from another model, which has seen more text.
         """
         if obstacle := _obstacle(report):
             return obstacle

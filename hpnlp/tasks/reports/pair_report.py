@@ -127,13 +127,13 @@ class PairReport(TaskReport):
 
     def rank(self, reports: Mapping[str, Report]) -> Ranking:
         """Ranks the runs with the kind of loss that most runs have."""
-        parts = {name: self._part(report["config"]) for name, report in reports.items()}
-        part = max(parts.values(), key=list(parts.values()).count, default=self._by_negatives)
-        ranking = part.rank({name: report for name, report in reports.items() if parts[name] is part})
+        kinds = {name: self._part(report["config"]) for name, report in reports.items()}
+        part = max(kinds.values(), key=list(kinds.values()).count, default=self._by_negatives)
+        ranking = part.rank({name: report for name, report in reports.items() if kinds[name] is part})
         others = {
             name: f"model.loss={report['config'].get('model.loss')!r} has other scores than the runs above"
             for name, report in reports.items()
-            if parts[name] is not part
+            if kinds[name] is not part
         }
         return dataclasses.replace(ranking, unscored={**ranking.unscored, **others})
 

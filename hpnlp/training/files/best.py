@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class ScoreOrder:
-    """The better evaluation has the better metric; among equal ones, the lower held-out loss; among equal ones, the later step.
+    """Order of evaluations: by the metric, then by the held-out loss, then by the step; the later of two equal ones is better.
 
     Attributes:
       metric: Name of the primary metric.
@@ -20,7 +20,7 @@ class ScoreOrder:
     higher_is_better: bool = False
 
     def stored(self, scores: Mapping[str, float]) -> dict[str, float]:
-        """The scores that decide, by the names that checkpoints have for them.
+        """The scores that decide the order, by their names in checkpoints.
 
         Args:
           scores: Scores of an evaluation by name.

@@ -35,7 +35,7 @@ from orbax.checkpoint import multihost
 from hpnlp.errors import TemporaryError, is_full_disk, is_temporary
 from hpnlp.models import variables
 from hpnlp.training.files.best import ScoreOrder
-from hpnlp.training.files.checksum import checksum, type_of, verify
+from hpnlp.training.files.checksum import checksum, type_text, verify
 from hpnlp.training.files.contents import checked_directory
 from hpnlp.training.optimizers.state_shardings import TrainState
 from hpnlp.training.processes.attempts import Fence
@@ -47,7 +47,7 @@ LARGE_BYTES = 2**20  # replicated shards from this size on are read from all dev
 
 
 def _barrier(key: str, timeout_ms: int) -> None:
-    """Waits for the other processes, unless a background thread handles an error: they wait elsewhere, for 20 minutes."""
+    """Waits for all processes. Raises the error that a background thread handles: others wait elsewhere, for 20 minutes."""
     error = sys.exception()
     if error is not None and threading.current_thread() is not threading.main_thread():
         raise error
@@ -125,11 +125,7 @@ class Checkpointer:
         return self._manager.latest_step()
 
     def delete(self, step: int) -> None:
-        """Deletes the checkpoint of a step.
-
-        Args:
-          step: The step.
-        """
+        """Deletes the checkpoint of a step."""
         self._manager.delete(step)
 
     def best(self) -> int | None:
@@ -341,7 +337,7 @@ class Checkpointer:
                 checksums = record["checksums"].get(item, {}) if item == "carry" else record["checksums"][item]
                 saved = {name: text.rpartition(":")[0] for name, text in checksums.items()}
             leaves = jax.tree_util.tree_leaves_with_path(tree)
-            expected = {jax.tree_util.keystr(path): type_of(leaf) for path, leaf in leaves}
+            expected = {jax.tree_util.keystr(path): type_text(leaf) for path, leaf in leaves}
             fix = "give the run its old config back, or the version of hpnlp that began it, or choose another workdir"
             if item == "carry":
                 fix = "give the run its old data.batch_size and model back, or begin another run with train.init_from"
@@ -436,7 +432,7 @@ def _has_complete(directory: Path) -> bool:
 
 
 def _smallest_leaf(tree: Any) -> dict[str, Any]:
-    """Smallest leaf of nested dicts, inside of the dicts that lead to it."""
+    """The nested dicts with their smallest leaf only."""
     path, subtree = min(jax.tree_util.tree_leaves_with_path(tree), key=lambda leaf: leaf[1].size)
     for key in reversed(path):
         subtree = {key.key: subtree}
@@ -451,7 +447,7 @@ def _without_params(state: TrainState) -> dict[str, Any]:
 
 
 def _without_replicas(x: Any) -> Any:
-    """An array with small shards on one device for each shard, where all devices belong to this process.
+    """Keeps one copy of each small shard, if all devices belong to this process.
 
     Orbax divides a shard among all devices that hold it, and compiles a program for each part, which takes longer than to read
     the whole shard from one of them unless it is large.

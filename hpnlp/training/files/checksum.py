@@ -24,12 +24,12 @@ def _word_sums(tree: Any) -> Any:
     return jax.tree.map(word_sum, tree)
 
 
-def shape_of(leaf: Any) -> str:
+def shape_text(leaf: Any) -> str:
     """Shape of an array as text, such as `[264, 16]`."""
     return str(list(leaf.shape))
 
 
-def type_of(leaf: Any) -> str:
+def type_text(leaf: Any) -> str:
     """Dtype and shape of an array as text, such as `float32[264, 16]`.
 
     Args:
@@ -41,13 +41,13 @@ def type_of(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
-def first_difference(expected: Any, actual: Any, form: Callable[[Any], str] = type_of) -> tuple[str, str, str] | None:
+def first_difference(expected: Any, actual: Any, form: Callable[[Any], str] = type_text) -> tuple[str, str, str] | None:
     """Compares the names, dtypes and shapes of two trees.
 
     Args:
       expected: A tree of arrays or shapes.
       actual: Another one.
-      form: Text of a leaf: `type_of`, or `shape_of` to ignore dtypes.
+      form: Text of a leaf: `type_text`, or `shape_text` to ignore dtypes.
 
     Returns:
       `(path, type in expected, type in actual)` of the first leaf that differs, with "nothing" for an absent one; None if the
@@ -68,14 +68,14 @@ def checksum(tree: Any) -> dict[str, str]:
       tree: A tree of arrays.
 
     Returns:
-      Path of each array -> `TYPE:SUM`, where TYPE is `type_of` the array, and SUM is a uint32 in which a flipped bit of the
+      Path of each array -> `TYPE:SUM`, where TYPE is its `type_text`, and SUM is a uint32 in which a flipped bit of the
       array always shows.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     sums = jax.device_get(_word_sums(tree))
     pairs = zip(leaves, jax.tree.leaves(sums), strict=True)
     # The dtype is included because orbax casts silently to the dtype that a restore asks for.
-    return {jax.tree_util.keystr(path): f"{type_of(leaf)}:{int(word_sum)}" for (path, leaf), word_sum in pairs}
+    return {jax.tree_util.keystr(path): f"{type_text(leaf)}:{int(word_sum)}" for (path, leaf), word_sum in pairs}
 
 
 def verify(expected: Mapping[str, Mapping[str, Any]], actual: Mapping[str, Mapping[str, Any]]) -> None:

@@ -141,7 +141,7 @@ def check_run(directory: str | os.PathLike[str], alternative: str = "") -> None:
 
 
 def _check_readable(config: Path) -> None:
-    """Raises InputError if a config.json is there and no file that can be read."""
+    """Raises InputError if config.json exists and is not a readable file."""
     if is_special(config):
         raise InputError(f"{config} is not a regular file: restore it, or name another workdir")
     try:

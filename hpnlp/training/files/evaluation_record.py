@@ -1,4 +1,4 @@
-"""The record of an evaluation beside a model that no training of its own has reported on, which comparisons of runs read."""
+"""Record of an evaluation of a model that has no training report, such as a compressed one; comparisons of runs read it."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class ExampleScores:
 def error_of_difference(
     first: ExampleScores | None, second: ExampleScores | None, name: str, slopes: tuple[float, float] = (1.0, 1.0)
 ) -> float | None:
-    """Standard error of the difference of two scores: paired on the same examples, and else as of independent scores.
+    """Standard error of the difference of two scores: paired if both are of the same examples, otherwise as if independent.
 
     Args:
       first: Scores of the examples of one model; None if they are unknown.
@@ -185,7 +185,7 @@ def error_of_difference(
 
 
 def _error(total: np.ndarray, weight: np.ndarray) -> float | None:
-    """Standard error of sum(total) / sum(weight), a ratio estimator over examples, which are independent."""
+    """Standard error of sum(total) / sum(weight), a ratio estimator over independent examples."""
     count, total_weight = int((weight != 0).sum()), float(weight.sum())
     if count < 2 or total_weight <= 0 or not np.isfinite(total).all():
         return None

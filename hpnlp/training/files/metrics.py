@@ -1,4 +1,4 @@
-"""Outputs of a run in progress: metrics.jsonl, further metric writers, the progress display, and the clock of its phases."""
+"""Outputs of a run in progress: metrics.jsonl, other metric writers, the progress display, and the clock of its phases."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class JsonlWriter:
         """
         path = workdir / "metrics.jsonl"
         if path.exists():
-            kept = [line for line in path.read_bytes().splitlines(keepends=True) if _step_of(line) <= last_step]
+            kept = [line for line in path.read_bytes().splitlines(keepends=True) if _line_step(line) <= last_step]
             replace_bytes(path, b"".join(kept))
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (closed by close)
 
@@ -78,7 +78,7 @@ class JsonlWriter:
         self._file.close()
 
 
-def _step_of(line: bytes) -> float:
+def _line_step(line: bytes) -> float:
     """Step of a line of metrics.jsonl; infinity for an incomplete or damaged line."""
     try:
         return float(json.loads(line)["step"]) if line.endswith(b"\n") else math.inf
@@ -409,11 +409,7 @@ class Display:
         return ProgressLines(self.print, unit) if self._bar is None else ProgressLines(self.status, unit, every=0.5)
 
     def print(self, line: str) -> None:
-        """Prints a line, above the live line if there is one.
-
-        Args:
-          line: The line.
-        """
+        """Prints a line, above the live line if there is one."""
         self._console.print(line, markup=False)
 
     def close(self) -> None:

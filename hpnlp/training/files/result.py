@@ -17,7 +17,7 @@ class RunResult:
       step: Number of steps done.
       scored_step: Step of `params`: of the best checkpoint, which commands load, or of the newest if none was evaluated.
       interrupted: True if a signal stopped the run early; the same command continues from `step`.
-      heldout: Scores on all held-out examples by name, see `scores` of the task, and on further sets of examples, with
+      heldout: Scores on all held-out examples by name, see `scores` of the task, and on other held-out sets, with
         their names; empty if the run was interrupted or not scored.
       sums: Loss, metrics and auxiliary losses over all held-out examples: name -> (sum, weight).
       teacher: Scores of the teacher on all held-out examples; None or empty for a run without one, or that was interrupted.

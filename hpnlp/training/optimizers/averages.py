@@ -55,10 +55,7 @@ class UniformAverage:
     def is_triggered(self, scores: Sequence[float], score: float, higher_is_better: bool) -> bool:
         """False: no evaluation starts the average.
 
-        Args:
-          scores: As of `NonMonotonic`.
-          score: As of `NonMonotonic`.
-          higher_is_better: As of `NonMonotonic`.
+        Arguments: see `NonMonotonic.is_triggered`.
 
         Returns:
           False.
@@ -68,7 +65,7 @@ class UniformAverage:
 
 @dataclasses.dataclass(frozen=True)
 class NonMonotonic:
-    """The mean of the parameters from the evaluation on that is worse than the best one of more than `evaluations` before.
+    """The mean of the parameters since the first evaluation that is worse than the best one but for the latest `evaluations`.
 
     Until then, the average is the parameters. The first parameters of the average are those of that evaluation.
 
@@ -164,7 +161,7 @@ def next_count(spec: str, count: Any, step: jax.Array) -> Any:
 
 
 def updated(average: Any, params: Any, count: jax.Array) -> Any:
-    """The mean with further parameters.
+    """Adds the parameters of one more step to the mean.
 
     Args:
       average: A tree of means of `count` - 1 parameters.

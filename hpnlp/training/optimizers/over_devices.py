@@ -29,7 +29,7 @@ class OverDevices:
     layout: Layout
 
     def axes_and_shapes(self, model: Model) -> tuple[Any, Any]:
-        """`variables.axes_and_shapes`, or an InputError if mixers have variables or losses that the layout cannot divide."""
+        """Calls `variables.axes_and_shapes`; raises InputError if the layout cannot divide variables or losses of mixers."""
         with context_parallel.losses_of_mixers_checked(self.layout):
             axes, shapes = variables.axes_and_shapes(model)
         context_parallel.check_variables(self.layout, axes)

@@ -170,7 +170,7 @@ def _optimizer_shardings(layout: Layout, statistics: Any, shapes: TrainState) ->
         for (path, _), sharding in zip(leaves, jax.tree.leaves(statistics), strict=True)
     }
 
-    def of_statistic(path: Any, leaf: Any) -> NamedSharding:
+    def statistic_sharding(path: Any, leaf: Any) -> NamedSharding:
         # Counters and the factored statistics of adafactor, which are small, are replicated.
         owner = sparse_rows.owner(path, leaf.shape, param_shapes)
         if owner is None or leaf.shape == param_shapes[owner]:
@@ -178,7 +178,7 @@ def _optimizer_shardings(layout: Layout, statistics: Any, shapes: TrainState) ->
         per_row = by_path[owner].spec[: len(leaf.shape) - 1]  # statistics of rows have 1 in place of the last axis
         return NamedSharding(layout.mesh, PartitionSpec(*per_row))
 
-    return jax.tree_util.tree_map_with_path(of_statistic, shapes.opt_state)
+    return jax.tree_util.tree_map_with_path(statistic_sharding, shapes.opt_state)
 
 
 def shapes_with(shapes: Any, shardings: Any) -> Any:

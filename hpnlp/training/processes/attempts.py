@@ -50,9 +50,6 @@ class Attempt:
 def parse(text: str) -> Attempt | None:
     """The attempt of a text NUMBER:TOKEN; None for other texts.
 
-    Args:
-      text: The text.
-
     Returns:
       The attempt.
     """
@@ -153,12 +150,12 @@ class Fence:
             )
 
 
-def claim(workdir: Path, own: Attempt | None) -> Fence | None:
+def claim(workdir: Path, attempt: Attempt | None) -> Fence | None:
     """Begins to write to a run directory, which is locked.
 
     Args:
       workdir: The run directory.
-      own: The attempt of this process, if it has one.
+      attempt: The attempt of this process, if it has one.
 
     Returns:
       The fence; None for a directory without attempts.
@@ -167,18 +164,18 @@ def claim(workdir: Path, own: Attempt | None) -> Fence | None:
       TemporaryError: A supervisor runs other processes in the directory, or a later attempt has begun.
     """
     last = newest(workdir)
-    if own is None and last is None:
+    if attempt is None and last is None:
         return None
-    if own != last and (process := holder(workdir / SUPERVISOR_LOCK)):
+    if attempt != last and (process := holder(workdir / SUPERVISOR_LOCK)):
         raise TemporaryError(
             f"{workdir} is supervised by hpnlp launch, {process}, whose attempt is {last or 'none'}: this process is of "
-            f"{f'attempt {own}' if own else 'no attempt'}: wait for the supervisor, stop it, or choose another workdir"
+            f"{f'attempt {attempt}' if attempt else 'no attempt'}: wait for the supervisor, stop it, or choose another workdir"
         )
-    if own is None and last is not None:
-        own = last.next()  # so that processes of earlier attempts are refused
-    if own is not None and last is not None and own.token == last.token and own.number < last.number:
-        raise TemporaryError(f"attempt {own} of {workdir} is over: attempt {last} has begun")
-    assert own is not None
-    if own != last:
-        record(workdir, own)
-    return Fence(workdir, own)
+    if attempt is None and last is not None:
+        attempt = last.next()  # so that processes of earlier attempts are refused
+    if attempt is not None and last is not None and attempt.token == last.token and attempt.number < last.number:
+        raise TemporaryError(f"attempt {attempt} of {workdir} is over: attempt {last} has begun")
+    assert attempt is not None
+    if attempt != last:
+        record(workdir, attempt)
+    return Fence(workdir, attempt)

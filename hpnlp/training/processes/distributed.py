@@ -171,7 +171,7 @@ def _parse_coordinator(coordinator: str) -> tuple[str, int]:
 
 
 def _report_to_coordinator(host: str, port: int, process: int, seconds: int) -> None:
-    """Sends the attempt, index and name of this process to process 0, for which it waits, and reads the answer."""
+    """Waits for process 0, sends it the attempt, index and name of this process, and reads the answer."""
     deadline, reason = time.monotonic() + seconds, ""
     report = f"{attempts.current() or NO_ATTEMPT} {process} {socket.gethostname()}:{os.getpid()}\n".encode()
     while time.monotonic() < deadline:
@@ -230,7 +230,7 @@ def _wait_for_processes(coordinator: str, port: int, processes: int, seconds: in
 
 
 def _admit(report: Sequence[str], processes: int, present: dict[int, str]) -> str | None:
-    """Adds a process to those that are present, index -> name.
+    """Adds a process to `present`, or gives the reason for a refusal.
 
     Args:
       report: Words of the process's report: attempt, index, name.
@@ -243,8 +243,8 @@ def _admit(report: Sequence[str], processes: int, present: dict[int, str]) -> st
     if len(report) != 3 or not (report[1].isascii() and report[1].isdigit()):
         return None
     attempt, index, name = report[0], int(report[1]), report[2]
-    if attempt != (own := str(attempts.current() or NO_ATTEMPT)):
-        return f"process {index}, {name}, belongs to attempt {attempt}, and this is attempt {own}"
+    if attempt != (current := str(attempts.current() or NO_ATTEMPT)):
+        return f"process {index}, {name}, belongs to attempt {attempt}, and this is attempt {current}"
     if not 0 < index < processes:
         return f"process {index}, {name}, of {processes} processes, whose other indices are 1 to {processes - 1}"
     if present.setdefault(index, name) != name:
@@ -382,7 +382,7 @@ class Stopping:
             self.signal = next((signal.Signals(int(number)).name for number in numbers if number), "")
 
     def _note(self, number: int) -> None:
-        """Reaction to a signal."""
+        """Records the first signal and announces the stop; a second SIGINT after a pause ends the process."""
         now = time.monotonic()
         if not self._received:
             self._received, self._received_at = signal.Signals(number).name, now
@@ -432,9 +432,6 @@ def batch_share(sharding: Any, batch_size: int) -> tuple[int, int]:
 
 def describe_devices(mesh: Any) -> str:
     """Describes the devices of a mesh.
-
-    Args:
-      mesh: The mesh.
 
     Returns:
       Text such as `8 cpu devices (data 4, tensor 2)`.

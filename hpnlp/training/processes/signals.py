@@ -87,7 +87,7 @@ def _watch(reader: int) -> None:
 
 
 def _receive(number: int, frame: Any) -> None:
-    """Python handler in the main thread; inside `watched`, the thread reacts."""
+    """Python's handler, which runs in the main thread. Inside `watched`, the thread of `_watch` reacts instead."""
     if not _watching:
         _react(number)
 

@@ -170,7 +170,7 @@ def with_bodies(weights: Any, source: Any, pairs: Sequence[Pair]) -> tuple[Any, 
 
 
 def _body(source: Mapping[str, Any], target: Mapping[str, Any], pair: Pair) -> dict[str, Any]:
-    """Parameters of a body, and the buffers of the stack that it is copied to, with those of its layers."""
+    """Parameters of a body, and the buffers of the target stack with the source's buffers of the layers."""
     if pair.upcycled:
         source = upcycling.upcycled(source, target, pair.config, pair.source, pair.upcycled)
     body = {name: source[name] for name in pair.params if name in source}
@@ -183,7 +183,7 @@ def _body(source: Mapping[str, Any], target: Mapping[str, Any], pair: Pair) -> d
 
 
 def _with_first_type(target: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
-    """Token types with 0 for the first, if the body has none: texts without another type are read as before."""
+    """Embeddings of token types with 0 for the first type, if the body has none: texts of that type alone read as before."""
     if TYPES not in target or TYPES in body:
         return {}
     return {TYPES: {"table": target[TYPES]["table"].at[0].set(0.0)}}
@@ -196,7 +196,7 @@ def _stack_weights(weights: Any, stack: str) -> dict[str, Any]:
 
 
 def _with_stack(weights: Any, stack: str, changed: Any) -> dict[str, Any]:
-    """Weights with others of a stack."""
+    """Replaces the parameters and buffers of a stack."""
     if not stack:
         return changed
     (params, buffers), (of_stack, new) = variables.split(weights), variables.split(changed)

@@ -1,4 +1,4 @@
-"""Changes of a config with which a run that has begun cannot go on, whether the user accepts them or not."""
+"""Changes of a config with which a run cannot resume, even if the user accepts changes."""
 
 from __future__ import annotations
 

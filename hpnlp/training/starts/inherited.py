@@ -42,16 +42,16 @@ def inherited_fields(values: ConfigDict, is_set: Container[str], workdir: str | 
     directory = Path(current.train.init_from)
     config = tasks.find(str(values.task)).model_config
     try:
-        fields = dict(_of_source(config, current, warm_start.find(directory)))
+        fields = dict(_source_fields(config, current, warm_start.find(directory)))
     except InputError:
-        fields = _of_begun(config, current, workdir)
+        fields = _begun_fields(config, current, workdir)
         if not fields and directory.is_dir():
             raise
     before = {name: current[section][field] for name in fields for section, field in [name.split(".")]}
     return {name: value for name, value in fields.items() if name not in is_set and value != before[name]}
 
 
-def _of_source(config: Any, values: Any, source: warm_start.StartSource) -> Iterator[tuple[str, Any]]:
+def _source_fields(config: Any, values: Any, source: warm_start.StartSource) -> Iterator[tuple[str, Any]]:
     """`(field, value)` of the tokenizer and of the model of a source."""
     is_same = values.task == source.task
     starts = (BodyStart(),) if is_same else bodies.find_starts(config, source.model)
@@ -95,8 +95,8 @@ def _keeps_experts(values: Any, start: BodyStart, stack: Any) -> bool:
     return False
 
 
-def _of_begun(config: Any, values: Any, workdir: str | Path) -> dict[str, Any]:
-    """Fields of a run that has begun, all that a source may have set."""
+def _begun_fields(config: Any, values: Any, workdir: str | Path) -> dict[str, Any]:
+    """Fields that the run in `workdir` took from its source when it began; none for another source or a new run."""
     if not workdir or not has_begun(workdir):
         return {}
     saved = load_config(workdir, is_checked=False)

@@ -23,7 +23,7 @@ INITIAL, RANDOM = "initial", "random"
 
 
 def rewound(params: Any, run: run_directory.Run, source: str) -> Any:
-    """Earlier weights, with the zeros of the kernels of others.
+    """Restores earlier weights and sets the zeros of the kernels of `params` again.
 
     Args:
       params: Weights of the model of the run, after stages that set single weights to 0.

@@ -14,7 +14,7 @@ from hpnlp import tasks
 from hpnlp.compress.distilling.distillation import (
     TEACHER,
     Distillation,
-    extras_of,
+    make_extras,
 )
 from hpnlp.compress.distilling.distillation_losses import check_terms, chosen_layers
 from hpnlp.compress.distilling.distillation_terms import parse_terms
@@ -224,7 +224,7 @@ def distilled(config: Config, model: Any, teacher: Any) -> Distillation:
         )
     _check_models(config, model.config, teacher.config)
     check_terms(terms, model.config, teacher.config)
-    extras = extras_of(terms, model.config, teacher.config)
+    extras = make_extras(terms, model.config, teacher.config)
     classes = teacher.config.outputs()[0]
     stored = min(config.distill.cache_top_k or classes, classes) if config.distill.cache else 0
     unlabelled = tasks.find(config.task).may_lack_labels(config.data)

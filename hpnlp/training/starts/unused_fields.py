@@ -156,7 +156,7 @@ def read_fields(config: optim.OptimizerConfig) -> set[str]:
     read: set[str] = set()
 
     class Recorded(optim.OptimizerConfig):
-        """The config, which records what is read."""
+        """A config that records the names of the fields that are read."""
 
         def __getattribute__(self, name: str) -> Any:
             read.add(name)

@@ -106,7 +106,7 @@ def upcycled(weights: Any, initial: Any, model: BackboneConfig, source: Backbone
             tree = {**tree, "mlp": _experts(tree["mlp"], order.layer(first, layer)["mlp"])}
         trees.append(tree)
     joined = {
-        name: jax.tree.map(lambda *leaves: jnp.stack(leaves), *(trees[i] for i in order.layers_of(name, model.layers)))
+        name: jax.tree.map(lambda *leaves: jnp.stack(leaves), *(trees[i] for i in order.members(name, model.layers)))
         for name in order.stack_names
     }
     result = {**weights, "layers": order.join(joined)}

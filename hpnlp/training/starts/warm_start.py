@@ -25,7 +25,7 @@ from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import run_directory as runs
 from hpnlp.training.config import Config
 from hpnlp.training.config_file import load_config
-from hpnlp.training.files.checksum import first_difference, shape_of
+from hpnlp.training.files.checksum import first_difference, shape_text
 from hpnlp.training.files.contents import Contents, contents_of
 from hpnlp.training.optimizers.state_shardings import place
 from hpnlp.training.starts import bodies, upcycling
@@ -161,7 +161,7 @@ class StartSource:
             if replaced := [name for name in of_loss if (name in params) != (name in expected)]:
                 params = _with_new_head(params, trainer, replaced, key)
                 origin += ", with a new head" if any(name in expected for name in replaced) else ", without its head"
-        extras = Extras.of_shapes(expected)
+        extras = Extras.from_weights(expected)
         params = extras.added(with_own(params, expected))
         _check_shapes(params, expected, self)
         is_file = not self.is_run or has_weights(self.directory)  # arrays of a file are on one device
@@ -172,9 +172,6 @@ class StartSource:
 
 def find(directory: str | Path) -> StartSource:
     """Reads the config and the tokenizer of a run or a Hugging Face directory, but not its parameters.
-
-    Args:
-      directory: The directory.
 
     Returns:
       The source.
@@ -318,7 +315,7 @@ def _initial(trainer: Trainer, key: jax.Array | None) -> Any:
 
 
 def _with_buffers_of_data(params: Any, trainer: Trainer, names: Sequence[str], key: jax.Array | None) -> Any:
-    """Weights of the source, with initial values of the buffers that belong to its data."""
+    """Replaces the buffers that belong to the source's data by their initial values."""
     of_source, buffers = variables.split(params)
     kept = {name: tree for name, tree in (buffers or {}).items() if name not in names}
     initial = trainer.init(key).buffers or {}
@@ -326,7 +323,7 @@ def _with_buffers_of_data(params: Any, trainer: Trainer, names: Sequence[str], k
 
 
 def _with_new_head(params: Any, trainer: Trainer, replaced: Sequence[str], key: jax.Array | None) -> Any:
-    """Weights of the source that the model has too, without those that are replaced, and initial values of all others."""
+    """Takes parameters that both models have from the source, unless they are replaced, and initial values for all others."""
     first = _initial(trainer, key)
     kept = {name: tree for name, tree in params.items() if name in first and name not in replaced}
     return {**first, **kept}
@@ -334,7 +331,7 @@ def _with_new_head(params: Any, trainer: Trainer, replaced: Sequence[str], key: 
 
 def _check_shapes(params: Any, expected: Any, source: StartSource) -> None:
     """Raises InputError unless the parameters of the source have the expected names and shapes."""
-    if difference := first_difference(expected, params, shape_of):
+    if difference := first_difference(expected, params, shape_text):
         name, of_model, of_source = difference
         raise InputError(
             f"train.init_from={source.directory} does not fit this model: params{name} is {of_source} in the source, expected "

@@ -25,7 +25,7 @@ def shape(nodes, parents):
 
 
 def test_syntax_trees_have_names_operators_and_constants_as_leaves():
-    nodes, parents = syntax_trees.flat(syntax_trees.tree_of(ast.parse(CODE).body[0]))
+    nodes, parents = syntax_trees.flat(syntax_trees.node_tree(ast.parse(CODE).body[0]))
     arguments = ["arguments", ["arg", ["a"]], ["arg", ["b"]]]
     compare = ["Compare", ["Attribute", ["a"], ["size"]], ["Gt"], ["int"]]
     test = ["BoolOp", ["And"], compare, ["Call", ["g"], ["1"], ["None"]]]
@@ -40,7 +40,7 @@ def test_syntax_trees_have_names_operators_and_constants_as_leaves():
 
 @pytest.mark.parametrize("count", [8, 9, 70])
 def test_many_children_are_grouped(count):
-    nodes, parents = syntax_trees.flat(syntax_trees.tree_of(ast.parse(f"[{', '.join('x' * count)}]").body[0]))
+    nodes, parents = syntax_trees.flat(syntax_trees.node_tree(ast.parse(f"[{', '.join('x' * count)}]").body[0]))
     counts = np.bincount(np.array(parents[1:]), minlength=len(nodes))
     assert counts.max() <= syntax_trees.MAX_CHILDREN and nodes.count("x") == count
     assert (syntax_trees.GROUP in nodes) == (count > 8)

@@ -22,12 +22,12 @@ GOLDEN = Path(__file__).parent / "golden"
 def test_command_of_each_process_has_its_place():
     parsed = command.parse([*ARGUMENTS, "--wait=20"])
     assert (parsed.workdir, parsed.wait) == (Path("runs/My Run"), 20)
-    first, second = (parsed.of_process(process, 2, 1234)[4:] for process in range(2))
+    first, second = (parsed.process_command(process, 2, 1234)[4:] for process in range(2))
     assert first[:5] == ARGUMENTS[1:]
     assert second[6:] == ["--coordinator=127.0.0.1:1234", "--processes=2", "--process=1", "--heartbeat=15"]
     assert "--process=0" in first
-    assert parsed.of_process(0, 1, 1234)[4:] == [*ARGUMENTS[1:], "--wait=20"]
-    own = command.parse([*ARGUMENTS, "--heartbeat=50"]).of_process(0, 2, 1234)
+    assert parsed.process_command(0, 1, 1234)[4:] == [*ARGUMENTS[1:], "--wait=20"]
+    own = command.parse([*ARGUMENTS, "--heartbeat=50"]).process_command(0, 2, 1234)
     assert [argument for argument in own if "heartbeat" in argument] == ["--heartbeat=50"]
     assert parsed.config_arguments() == ["--config=lm/bytes", "--data.path=a b's.txt", "--train.steps=9"]
     apart = command.parse(["train", "--config", "lm/bytes", "--workdir", "x", "--train.steps=9"])

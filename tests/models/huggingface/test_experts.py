@@ -92,7 +92,7 @@ QWEN_JSON = families.config_json(LMConfig(dim=8, heads=2, layers=3, vocab=12, ma
     ],
 )
 def test_layers_without_experts_become_forms(changes, form):
-    fields = families.fields_of(QWEN_JSON | changes, "config.json")
+    fields = families.config_fields(QWEN_JSON | changes, "config.json")
     assert (fields["form"], fields["mlp_dim"]) == (form, 16)
     assert LMConfig(**fields).forms()[0].mlp_size == (40 if form.startswith(DENSE) else 16)
 
@@ -107,7 +107,7 @@ def test_arguments_for_training_only_do_not_hinder_the_export(tmp_path):
 
 
 def test_coefficient_of_the_balance_loss_is_divided_by_k():
-    assert "balance=0.003" in families.fields_of(QWEN_JSON | {"router_aux_loss_coef": 0.001}, "config.json")["mlp"]
+    assert "balance=0.003" in families.config_fields(QWEN_JSON | {"router_aux_loss_coef": 0.001}, "config.json")["mlp"]
     config = LMConfig(dim=8, heads=2, layers=1, vocab=12, max_len=16, mlp="top_k(4, 2, balance=0.03)")
     assert families.config_json(config)["router_aux_loss_coef"] == 0.015
 

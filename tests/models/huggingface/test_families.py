@@ -168,9 +168,9 @@ def test_sliding_windows_become_mixers(name):
     changes, mixer = WINDOWS[name]
     sizes = {"hidden_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
     raw = sizes | {"intermediate_size": 24, "vocab_size": 12, "max_position_embeddings": 16} | changes
-    config = LMConfig(**families.fields_of(raw, "config.json"))
+    config = LMConfig(**families.config_fields(raw, "config.json"))
     assert config.mixer == mixer
-    back = families.fields_of(families.config_json(config), "config.json")
+    back = families.config_fields(families.config_json(config), "config.json")
     assert back.get("mixer", "full") == mixer
 
 

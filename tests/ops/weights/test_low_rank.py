@@ -5,7 +5,7 @@ import numpy as np
 from hpnlp.ops.linear import linear
 from hpnlp.ops.softmax import logits
 from hpnlp.ops.weights import LowRankWeight, factorize, quantize
-from hpnlp.ops.weights.low_rank import rank_by_energy, rank_of
+from hpnlp.ops.weights.low_rank import rank_by_energy, rank_for_share
 from tests.messages import raises
 
 RNG = np.random.default_rng(0)
@@ -56,8 +56,8 @@ def test_matrices_without_inputs_have_the_factors_of_the_matrix():
 
 
 def test_ranks():
-    assert rank_of((100, 100), 0.5) == 25
-    assert rank_of((2, 2), 0.01) == 1
+    assert rank_for_share((100, 100), 0.5) == 25
+    assert rank_for_share((2, 2), 0.01) == 1
     assert rank_by_energy(np.array([3.0, 1.0, 0.0]), 0.9) == 1
     assert rank_by_energy(np.array([3.0, 1.0, 0.0]), 0.91) == 2
     assert rank_by_energy(np.array([3.0, 1.0, 1.0]), 1.0) == 3

@@ -78,7 +78,7 @@ def check_examples(
 
 
 def _without_counts(error: InputError) -> str:
-    """A message without the counts of what is left out, which have a part of their own."""
+    """Removes the counts of left-out records from a message, because the check prints them separately."""
     return re.sub(r" \(left out: .*\)", "", str(error))
 
 
@@ -107,7 +107,7 @@ class _CollectingIngest(ExampleIngest):
         return cls(**vars(ingest), examination=Examination(ingest.fold_labels))
 
     def reader(self, left_out: LeftOut, has_groups: bool = True, line_counts: LineCounts | None = None) -> RowReader:
-        """A reader that collects faults if `left_out` is that of the examination: other passes read the same records."""
+        """A reader that collects faults in the pass of the examination only: other passes read the same records."""
         reader = super().reader(left_out, has_groups, line_counts)
         return _CollectingReader(
             **vars(reader), faults=self.faults if left_out is self.examination.left_out else Faults()

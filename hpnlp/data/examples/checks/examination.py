@@ -59,10 +59,7 @@ class Examination:
     def add_training(self, where: str, texts: Sequence[bytes], labels: Sequence[str]) -> None:
         """Counts a training example.
 
-        Args:
-          where: As for `add`.
-          texts: As for `add`.
-          labels: As for `add`.
+        Arguments: see `add`.
         """
         key, labels_hash = self.add(where, texts, labels), hash(tuple(map(folded, labels) if self._fold else labels))
         if first := self._training.get(key):
@@ -109,7 +106,7 @@ class Examination:
         return lines
 
     def blank_variants(self) -> list[str]:
-        """Labels that are written in several ways that differ in blanks around them, which are an error unless folded.
+        """Labels that differ only in blanks around them, which is an error unless labels are folded.
 
         Returns:
           Lines, each with the ways in which one label is written.

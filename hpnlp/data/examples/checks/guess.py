@@ -19,7 +19,7 @@ _RECORDS = 1000  # records whose values are compared where the names of columns 
 
 
 def guessed_fields(config: ClassificationConfig) -> dict[str, str]:
-    """Guesses which columns of a table hold the texts and the labels, where its columns are not those of the config.
+    """Guesses the columns of texts and labels, if a table lacks the columns that the config names.
 
     Args:
       config: The config. A name other than the default was given by the user, and stays.
@@ -38,9 +38,9 @@ def guessed_fields(config: ClassificationConfig) -> dict[str, str]:
         return {}
     defaults = ClassificationConfig()
     is_given = config.text_field != defaults.text_field, config.label_field != defaults.label_field
-    for field, given in zip(("text_field", "label_field"), is_given, strict=True):
+    for field, is_set in zip(("text_field", "label_field"), is_given, strict=True):
         is_optional = field == "label_field" and config.unlabelled
-        if records and given and not is_optional and not any(getattr(config, field) in record for record in records):
+        if records and is_set and not is_optional and not any(getattr(config, field) in record for record in records):
             raise InputError(f"data.path={config.path!r}: {missing(getattr(config, field), field, names)}")
     text = config.text_field if is_given[0] else _named(names, TEXT_NAMES)
     label = config.label_field if is_given[1] else _named(names, LABEL_NAMES)
@@ -70,13 +70,13 @@ def _named(names: Sequence[str], known: Sequence[str]) -> str | None:
 
 
 def _repeated(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> str | None:
-    """The column of two with few different values; None if both have few or both have many."""
+    """The only column whose values repeat; None if there is none, or there are several."""
     repeated = [name for name in names if 2 * len({str(record.get(name)) for record in records}) <= len(records)]
     return repeated[0] if len(repeated) == 1 else None
 
 
 def _first_records(path: str) -> list[Mapping[str, Any]]:
-    """The first records of the first file of a path; none where they cannot be read, which the reader of the data reports."""
+    """The first records of the first file of a path; none if they cannot be read (the reader of the data reports that)."""
     if generated.is_generated(path):
         return []
     try:

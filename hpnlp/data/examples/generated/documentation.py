@@ -102,15 +102,15 @@ def _is_salient(word: str) -> bool:
 
 
 def _passages(files: Sequence[File]) -> list[Passage]:
-    """Passages whose text no other has."""
+    """Passages of files; of passages with equal texts, the first."""
     distinct: dict[str, Passage] = {}
     for file in files:
-        for passage in _of_file(file):
+        for passage in _file_passages(file):
             distinct.setdefault(passage.text, passage)
     return list(distinct.values())
 
 
-def _of_file(file: File) -> Iterator[Passage]:
+def _file_passages(file: File) -> Iterator[Passage]:
     """Passages of a file; none if Python cannot parse it."""
     try:
         with open(file.path, "rb") as stream, warnings.catch_warnings():
@@ -145,7 +145,7 @@ def _split(docstring: str) -> Iterator[tuple[str, ...]]:
 
 
 def _kept(sentences: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """The sentences, unless they are short."""
+    """Yields the sentences as a passage, unless they have fewer than _LEAST words and signs."""
     if _items(" ".join(sentences)) >= _LEAST:
         yield tuple(sentences)
 

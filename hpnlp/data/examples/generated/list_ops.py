@@ -130,7 +130,7 @@ class _Level:
 def _expressions(grammar: Grammar, draw: np.random.Generator) -> list[tuple[np.ndarray, int]]:
     """Generates _ROOTS trees, level by level, and returns tokens and values of those with a valid length.
 
-    Trees that are too long already do not grow further, and those of a single digit are not generated: both are rejected.
+    Trees that are too long already do not grow, and those of a single digit are not generated: both are rejected.
     """
     levels, lengths = _grow(grammar, draw)
     _evaluate(levels)

@@ -64,13 +64,13 @@ def to_words(number: int) -> str:
 
 def _below_thousand(number: int) -> str:
     """Words of a number of 1 to 999."""
-    hundreds, rest = divmod(number, 100)
+    hundreds, below_hundred = divmod(number, 100)
     words = [f"{_ONES[hundreds]} hundred"] if hundreds else []
-    if rest >= 20:
-        tens, ones = divmod(rest, 10)
+    if below_hundred >= 20:
+        tens, ones = divmod(below_hundred, 10)
         words.append(_TENS[tens] + (f"-{_ONES[ones]}" if ones else ""))
-    elif rest:
-        words.append(_ONES[rest])
+    elif below_hundred:
+        words.append(_ONES[below_hundred])
     return " ".join(words)
 
 

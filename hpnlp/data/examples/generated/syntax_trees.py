@@ -31,11 +31,11 @@ def functions(files: Sequence[File]) -> Iterator[dict[str, Any]]:
     """
     for example in library.functions(files):
         (function,) = ast.parse(example["text"]).body
-        nodes, parents = flat(tree_of(function))
+        nodes, parents = flat(node_tree(function))
         yield {"nodes": nodes, "parents": parents, "label": example["label"], "group": example["group"]}
 
 
-def tree_of(node: ast.AST) -> _Tree:
+def node_tree(node: ast.AST) -> _Tree:
     """The tree of a syntax node.
 
     Args:
@@ -59,7 +59,7 @@ def tree_of(node: ast.AST) -> _Tree:
 
 def _subtree(item: Any) -> _Tree:
     """The tree of an item of a field: a node, a name, or a number such as the level of an import."""
-    return tree_of(item) if isinstance(item, ast.AST) else (item if isinstance(item, str) else _constant(item), [])
+    return node_tree(item) if isinstance(item, ast.AST) else (item if isinstance(item, str) else _constant(item), [])
 
 
 def _constant(value: Any) -> str:

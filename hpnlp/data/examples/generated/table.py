@@ -172,7 +172,7 @@ def find(path: str, root: str) -> Found:
     read_from = sources.find(origin, argument, entry.formats)[0].files if origin else ()
     content = Snapshot([file.path for file in read_from]).digest(root, ignore_progress)
     version = [platform.python_version(), [file.name for file in read_from], content] if origin else []
-    key = token_store.key_of([_FORMAT, name, version])
+    key = token_store.json_hash([_FORMAT, name, version])
     makers = {"examples": entry.make, "heldout": entry.heldout, "challenge": entry.challenge}
 
     def write(directory: str) -> dict[str, Any]:

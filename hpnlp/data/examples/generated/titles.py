@@ -64,16 +64,16 @@ def titles(files: Sequence[File]) -> dict[str, list[str]]:
     for title, names in modules.items():
         if len(names) == 1:
             by_module.setdefault(names.pop(), []).append(title)
-    ordered = {name: sorted(found, key=hash_fraction)[:_MAX_TITLES] for name, found in sorted(by_module.items())}
-    return {name: found for name, found in ordered.items() if len(found) >= _MIN_TITLES}
+    ordered = {name: sorted(texts, key=hash_fraction)[:_MAX_TITLES] for name, texts in sorted(by_module.items())}
+    return {name: texts for name, texts in ordered.items() if len(texts) >= _MIN_TITLES}
 
 
 def _bags(files: Sequence[File]) -> Iterator[tuple[dict[str, Any], bool]]:
     """Records, and whether they are held out."""
-    for module, found in titles(files).items():
-        for number in range(len(found) // BAG):
+    for module, module_titles in titles(files).items():
+        for number in range(len(module_titles) // BAG):
             group = f"{module}/{number}"
-            texts = found[number * BAG : (number + 1) * BAG]
+            texts = module_titles[number * BAG : (number + 1) * BAG]
             is_heldout = number > 0 and hash_fraction(group) < _HELDOUT
             yield {"texts": texts, "label": module, "group": group}, is_heldout
 

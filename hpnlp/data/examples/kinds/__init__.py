@@ -110,7 +110,7 @@ class Classification(Kind):
 
 
 def _labelled(labels: np.ndarray, weights: np.ndarray, unlabelled: bool) -> Batch:
-    """Labels and weights of a batch, and with `unlabelled` TEACHER_WEIGHTS, where labels below 0 are missing."""
+    """Labels and weights of a batch. With `unlabelled`, labels below 0 get weight 0, and TEACHER_WEIGHTS has all weights."""
     if not unlabelled:
         return {"labels": labels, "weights": weights}
     is_known = labels >= 0
@@ -353,13 +353,13 @@ class Pairs(Kind):
 
     A batch has "tokens" (bos text eos), "segment_ids" (1; 0 on padding) and "positions" of the first texts, "pair_tokens",
     "pair_segment_ids" and "pair_positions" of the second, int32 [B, T], and "weights", float32 [B]. Names of the arrays of
-    further texts, which do not belong to the first, begin with "negative_1_", "negative_2_", ...
+    more texts, which do not belong to the first, begin with "negative_1_", "negative_2_", ...
 
     Attributes:
       text_field: Field of the first text.
       pair_field: Field of the second text.
       distinct: Keep each token of a text once, at its first occurrence.
-      negative_fields: Fields of further texts that do not belong to the first.
+      negative_fields: Fields of texts that do not belong to the first.
     """
 
     text_field: str

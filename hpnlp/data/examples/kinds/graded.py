@@ -29,8 +29,8 @@ def read_graded(config: PairsConfig, tokenizer: Tokenizer) -> tuple[Unlabelled, 
     """
     kind = GradedPairs(config.text_field, config.pair_field, grade_field=config.grade_field, argument="grade_field")
     reader = RowReader(kind, "", LeftOut(), config.skip_bad_lines)
-    found = sources.find(config.graded_path, "data.graded_path", FORMATS)
-    rows = [row for source in found for row in reader.read(source)]
+    files = sources.find(config.graded_path, "data.graded_path", FORMATS)
+    rows = [row for source in files for row in reader.read(source)]
     grades = np.array([row.values["grade_field"] for row in rows], np.float64)
     if len(np.unique(grades)) < 2:
         raise InputError(

@@ -201,7 +201,7 @@ class ExamplesWithDocuments(Examples):
             yield number
 
     def number_as(self, documents: Sequence[np.ndarray]) -> None:
-        """Numbers documents as a run does, whose model searches them by their numbers; others have the number -1.
+        """Gives documents the numbers that they have in a run, and -1 to documents that the run lacks.
 
         Args:
           documents: Token ids of the documents of the run, in their order.

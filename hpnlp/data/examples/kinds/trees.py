@@ -147,7 +147,7 @@ class Trees(Kind):
 
 
 def preorder(parents: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Orders the nodes of a tree so that a node comes before its children, and these in the order of their numbers.
+    """Preorder of the nodes of a tree: a node comes before its children, and children come in the order of their numbers.
 
     Args:
       parents: Parent of each node, -1 for the root.

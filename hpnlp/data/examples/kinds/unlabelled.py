@@ -52,13 +52,13 @@ class Unlabelled:
         for number, (texts, example) in enumerate(zip(pieces, complete, strict=True)):
             ids, labels = [next(encoded) for _ in texts], np.zeros(len(kind.labels(example)), np.int32)
             try:
-                parts, labels = kind.join(ids, labels)
+                token_ids, labels = kind.join(ids, labels)
             except FieldError as error:
                 report_bad(number, error)
-                parts = [np.zeros(0, np.int32)] * kind.parts
-            self._parts.append(parts)
+                token_ids = [np.zeros(0, np.int32)] * kind.parts
+            self._parts.append(token_ids)
             self._labels.append(labels)
-        self.lengths = np.array([[len(part) for part in parts] for parts in self._parts], np.int64)
+        self.lengths = np.array([[len(part) for part in token_ids] for token_ids in self._parts], np.int64)
         self.lengths = self.lengths.reshape(-1, kind.parts)
 
     def part(self, number: int, part: int) -> np.ndarray:

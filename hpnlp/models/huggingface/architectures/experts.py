@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from hpnlp.models.huggingface.architectures.llama import LLAMA, like_llama
 from hpnlp.models.huggingface.config_values import checked_value
 from hpnlp.models.huggingface.family import Family, ModelConfig
-from hpnlp.models.huggingface.networks import Network, network_fields, networks_of
+from hpnlp.models.huggingface.networks import Network, model_networks, network_fields
 from hpnlp.models.huggingface.sliding_windows import WindowLayers
 from hpnlp.nn.feed_forward.canonical import experts_text
 from hpnlp.nn.feed_forward.experts import ExpertLayer
@@ -95,7 +95,7 @@ class _TopK:
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """Writes what `read` reads; networks that the family lacks are changed."""
-        networks = networks_of(config)
+        networks = model_networks(config)
         experts, columns = _experts(networks, TopK)
         k = max(experts.k, 2) if self.normalizes else experts.k  # gates of one expert that sum to 1 are refused
         values = _common_json(networks, experts, columns) | {
@@ -137,7 +137,7 @@ class _BiasBalanced:
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """Writes what `read` reads; networks that the family lacks are changed."""
-        networks = networks_of(config)
+        networks = model_networks(config)
         experts, columns = _experts(networks, BiasBalanced)
         first = next((layer for layer, network in enumerate(networks) if network.has_experts), len(networks))
         return _common_json(networks, experts, columns) | {
@@ -200,7 +200,7 @@ def _family(
     tensors: dict[str, str] | None = None,
     **additions: Any,
 ) -> Family:
-    """A family with experts. tensors: those of router and experts, and further ones; None for the names of most families."""
+    """A family with experts. tensors: those of router and experts, and others; None for the names of most families."""
     additions["defaults"] = {"router_aux_loss_coef": 0.001} | additions["defaults"]
     tensors = _tensors() if tensors is None else tensors
     family = like_llama(

@@ -10,9 +10,9 @@ from hpnlp.models.huggingface.config_values import checked_value
 from hpnlp.models.huggingface.family import Family, ModelConfig
 from hpnlp.models.huggingface.sliding_windows import (
     WindowLayers,
-    mixer_of,
     parse_windows,
     read_windows,
+    window_mixer,
     windows_json,
 )
 from hpnlp.nn.output import OUTPUTS
@@ -117,7 +117,7 @@ def _read_caps(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
         options["scale"] = scalar**-0.5
     cap = caps["final_logit_softcapping"]
     return {
-        "mixer": mixer_of(read_windows(raw, WindowLayers.ALTERNATING, source), options),
+        "mixer": window_mixer(read_windows(raw, WindowLayers.ALTERNATING, source), options),
         "output": "full" if cap is None else f"full(soft_cap={cap!r})",
     }
 

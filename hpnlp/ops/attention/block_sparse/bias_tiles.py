@@ -78,7 +78,7 @@ class BiasTiles:
         run, width = keys.shape
 
         def tile(number: Any) -> Array:
-            return self._bias.combine(*self._parts(self._corners(chunk, first, keys, key_block, number)))
+            return self._bias.combine(*self._array_tiles(self._corners(chunk, first, keys, key_block, number)))
 
         if run * width <= UNROLLED_TILES:
             rows = [[tile(i * width + j) for j in range(width)] for i in range(run)]
@@ -112,7 +112,7 @@ class BiasTiles:
         def add(row: Any, column: Any, sums: list[Array]) -> list[Array]:
             tile_db = lax.dynamic_index_in_dim(lax.dynamic_index_in_dim(db, row, 0, False), column, 3, False)
             corners = self._corners(chunk, first, keys, key_block, row * width + column)
-            gradients = self._bias.gradients(tile_db, *self._parts(corners))
+            gradients = self._bias.gradients(tile_db, *self._array_tiles(corners))
             added = []
             for x, gradient, (corner, size) in zip(sums, gradients, corners, strict=True):
                 before = lax.dynamic_slice(x, corner, size, **SLICE)
@@ -150,7 +150,7 @@ class BiasTiles:
             corners.append((vary_alike(*(jnp.asarray(i, jnp.int32) for i in start)), size))
         return corners
 
-    def _parts(self, corners: list[tuple[Any, list[int]]]) -> list[Array]:
+    def _array_tiles(self, corners: list[tuple[Any, list[int]]]) -> list[Array]:
         """The parts of the arrays for a tile."""
         return [lax.dynamic_slice(x, *corner, **SLICE) for x, corner in zip(self._arrays, corners, strict=True)]
 

@@ -61,7 +61,7 @@ def flash(
       k: Keys [B, S, K, H].
       v: Values [B, S, K, Hv].
       mask: A static pattern, or one for each head.
-      operands: All further arguments of `attend` except impl and block_size.
+      operands: The other arguments of `attend`, except impl and block_size.
       schedule: The tiles to compute, possibly arrays made at run time; within them the mask and the operands decide.
         None derives the schedule from the mask.
       form: The form of the executor; None chooses by size and estimated cost.
@@ -125,7 +125,7 @@ def _operands_of_heads(operands: Operands, heads: tuple[int, ...]) -> Operands:
     for name in ("dense_mask", "bias"):
         array = getattr(operands, name)
         if is_pair_bias(array):
-            changes[name] = array.of_heads(np.array(heads))
+            changes[name] = array.select_heads(np.array(heads))
         elif isinstance(array, jax.Array | np.ndarray) and array.ndim >= 3 and array.shape[-3] > 1:
             changes[name] = array[..., np.array(heads), :, :]
     if operands.streams is not None:

@@ -123,7 +123,7 @@ class ExecutorOperands:
         return same[0] & same[1]
 
     def without_positions(self) -> ExecutorOperands:
-        """These operands, with indices in place of positions."""
+        """The operands, with indices in place of positions."""
         queries, keys = (dataclasses.replace(tokens, position=None) for tokens in (self.queries, self.keys))
         return dataclasses.replace(self, queries=queries, keys=keys)
 

@@ -79,10 +79,10 @@ class GroupSteps:
         return skip_empty
 
     def tile(self, sums: Any, inputs: tuple[Array, Array, Array]) -> tuple[Array, Array, TileMask, Any]:
-        """(first query block, key blocks, tile mask, bias function) of a step; the last two as `TileMasks.of_step`."""
+        """(first query block, key blocks, tile mask, bias function) of a step; the last two as `TileMasks.step_mask`."""
         # Marked as varying once here, because JAX would otherwise insert it at each of their uses.
         first, keys, *_ = vary_alike(*inputs[:2], *jax.tree.leaves(sums))
-        return first, keys, *self.tile_masks.of_step(first, keys, inputs[2], self.states)
+        return first, keys, *self.tile_masks.step_mask(first, keys, inputs[2], self.states)
 
 
 class TileMasks:
@@ -137,27 +137,27 @@ class TileMasks:
         keys = jnp.asarray(group.keys)
         runs = jnp.asarray(group.first)[:, None] + jnp.arange(keys.shape[1], dtype=jnp.int32)[None]
 
-        def of_queries(name: str, reduce: Callable[..., Array]) -> Array:
+        def q_bounds(name: str, reduce: Callable[..., Array]) -> Array:
             return self._bounds("queries", name, reduce).at[runs].get(**IN_BOUNDS)[:, :, None]
 
-        def of_keys(name: str, reduce: Callable[..., Array]) -> Array:
+        def k_bounds(name: str, reduce: Callable[..., Array]) -> Array:
             return self._bounds("keys", name, reduce).at[keys].get(**IN_BOUNDS)
 
         active = keys[..., None] >= 0  # [n, R, w, B]
         if not operands.mask_is_static:  # the schedule then has all tiles
             at = "position_in_mask"
-            corners = of_queries(at, jnp.min), of_queries(at, jnp.max), of_keys(at, jnp.min), of_keys(at, jnp.max)
+            corners = q_bounds(at, jnp.min), q_bounds(at, jnp.max), k_bounds(at, jnp.min), k_bounds(at, jnp.max)
             active = active & self._options.mask.tile(*corners)[0]
         if queries.is_global is not None:
-            active = active | of_queries("is_global", jnp.any) | of_keys("is_global", jnp.any)
+            active = active | q_bounds("is_global", jnp.any) | k_bounds("is_global", jnp.any)
         if queries.segment is not None:
-            active = active & (of_queries("segment", jnp.min) <= of_keys("segment", jnp.max))
-            active = active & (of_keys("segment", jnp.min) <= of_queries("segment", jnp.max))
+            active = active & (q_bounds("segment", jnp.min) <= k_bounds("segment", jnp.max))
+            active = active & (k_bounds("segment", jnp.min) <= q_bounds("segment", jnp.max))
         if operands.lengths is not None:
-            active = active & (of_keys("index", jnp.min) < operands.lengths[None, None, None])
+            active = active & (k_bounds("index", jnp.min) < operands.lengths[None, None, None])
         return jnp.where(active.any(axis=(1, 2, 3)), TESTED, EMPTY).astype(jnp.int32)
 
-    def of_step(self, first: Array, keys: Array, state: Array, states: Any) -> tuple[TileMask, Any]:
+    def step_mask(self, first: Array, keys: Array, state: Array, states: Any) -> tuple[TileMask, Any]:
         """The TileMask of a step, and for a bias function the bias as a function of the arrays that it closes over.
 
         Args:

@@ -147,10 +147,10 @@ def bias_of_function(
 
     function = jaxpr_as_fun(ClosedJaxpr(options.bias_jaxpr, closed_over))
 
-    def of_pair(head: Array, q: Array, k: Array) -> Array:
+    def pair_value(head: Array, q: Array, k: Array) -> Array:
         return function(head, q, k)[0]
 
-    of_pairs = jax.vmap(jax.vmap(of_pair, (None, None, 0)), (None, 0, None))
+    of_pairs = jax.vmap(jax.vmap(pair_value, (None, None, 0)), (None, 0, None))
     of_heads = jax.vmap(jax.vmap(of_pairs, (0, None, None)), (0, None, None))
     lead = jnp.broadcast_shapes(
         heads.shape[:-2], queries.position_or_index.shape[:-1], keys.position_or_index.shape[:-1]

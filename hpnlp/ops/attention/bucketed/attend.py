@@ -57,7 +57,7 @@ class _Visible:
     settings: _Settings
 
     def __call__(self, queries: Sequence[Array], keys: Sequence[Array], seed: Array, streams: Array) -> TileMask:
-        """Codes are those of `_sorted_round`."""
+        """Compares the codes of `_sorted_round`."""
         current, *earlier, index = (q - k for q, k in zip(queries, keys, strict=True))
         visible = self._within(current)
         for difference in earlier:
@@ -188,8 +188,8 @@ def _attend(
     return _attend_forward(settings, q, k, v, order, codes, seed, streams)[0]
 
 
-def _attend_forward(settings: _Settings, q: Array, k: Array, v: Array, *rest: Array) -> tuple[Array, Any]:
-    order, codes, seed, streams = rest
+def _attend_forward(settings: _Settings, q: Array, k: Array, v: Array, *operands: Array) -> tuple[Array, Any]:
+    order, codes, seed, streams = operands
 
     def attend(
         q: Array, k: Array, v: Array, order: Array, codes: Array, streams: Array, valid: Array
@@ -215,7 +215,7 @@ def _attend_forward(settings: _Settings, q: Array, k: Array, v: Array, *rest: Ar
     valid = _are_finite(k, v)
     results = _by_lanes(attend, q, k, v, order, codes, streams, valid)
     o, lse, lse_low = (checkpoint_name(x, "mixed") for x in results)
-    return o, (q, k, v, *rest, valid, o, lse, lse_low)
+    return o, (q, k, v, *operands, valid, o, lse, lse_low)
 
 
 def _are_finite(*arrays: Float[Array, "L T _"]) -> Bool[Array, "L T"]:
@@ -271,7 +271,7 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _by_lanes(function: Callable[..., tuple[Array, ...]], *arrays: Array) -> tuple[Array, ...]:
-    """`function` of arrays `[L, ...]`, computed for some of the sequences at a time."""
+    """Applies a function of arrays `[L, ...]` to a part of the L sequences at a time."""
     lanes, length = arrays[0].shape[:2]
     if jax.default_backend() != "cpu" or lanes * length <= CPU_TOKENS:
         return function(*arrays)
@@ -326,7 +326,7 @@ def _sorted_round(
     valid_queries: Bool[Array, "L T"] | None,
     valid_keys: Bool[Array, "L T"],
 ) -> tuple[_Sorted, _Sorted]:
-    """The queries and the keys of a round, with their valid tokens; None for all.
+    """Sorts the queries and the keys of a round. None for `valid_queries`: all are valid.
 
     The codes are the coordinates in this round and in all but the last round, and the index. The queries have coordinates that
     see nothing in place of those of rounds that are not earlier.

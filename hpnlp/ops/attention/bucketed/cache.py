@@ -85,7 +85,7 @@ def extend_bucket_cache(
     hides_self: bool = False,
     scale: float | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], BucketCache]:
-    """Causal `bucketed_attention` of T further tokens of each example over the cache and themselves.
+    """Causal `bucketed_attention` of T new tokens of each example over the cache and themselves.
 
     The caller ensures that the cache has free slots.
 

@@ -80,7 +80,7 @@ def extend_sinkhorn_cache(
     cache: SinkhornCache,
     settings: SortSettings,
 ) -> tuple[Float[Array, "B T N Hv"], SinkhornCache]:
-    """Causal `sinkhorn_attention` of T further tokens of each example over the cache and themselves.
+    """Causal `sinkhorn_attention` of T new tokens of each example over the cache and themselves.
 
     The caller ensures that the cache has free slots.
 
@@ -115,13 +115,13 @@ def extend_sinkhorn_cache(
     k_mixed, v_mixed = (mixtures(rows, in_blocks(x, size)) for x in (longer.k, longer.v))
 
     slots = jnp.arange(longer.k.shape[1], dtype=jnp.int32)[None, None]
-    own = (slots <= index[..., None]) & (slots // size == (index // size)[..., None])
+    within = (slots <= index[..., None]) & (slots // size == (index // size)[..., None])
     beside = jnp.broadcast_to((index >= size)[..., None], (batch, count, size))
     queries = q.reshape(batch, count, k.shape[2], -1, dim)
     scores = jnp.einsum("btkgh,bskh->bkgts", queries, longer.k, preferred_element_type=jnp.float32)
     of_mixed = jnp.einsum("btnh,bntch->bntc", q, k_mixed, preferred_element_type=jnp.float32)
     scores = jnp.concatenate([scores.reshape(batch, heads, count, -1), of_mixed], axis=-1) * jnp.float32(dim**-0.5)
-    visible = jnp.concatenate([own, beside], axis=-1)[:, None]
+    visible = jnp.concatenate([within, beside], axis=-1)[:, None]
     p = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).astype(v.dtype)
     p_own, p_mixed = p[..., : slots.shape[2]], p[..., slots.shape[2] :]
     grouped = p_own.reshape(batch, k.shape[2], -1, count, slots.shape[2])
@@ -132,7 +132,7 @@ def extend_sinkhorn_cache(
 
 
 def _with_tokens(q: Array, k: Array, v: Array, cache: SinkhornCache, settings: SortSettings) -> SinkhornCache:
-    """The cache with further tokens."""
+    """The cache with new tokens."""
     batch, count = q.shape[:2]
     write = jax.vmap(lambda x, new, at: lax.dynamic_update_slice(x, new.astype(x.dtype), (at, 0, 0)))
     index = cache.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)[None]

@@ -142,7 +142,7 @@ def forward(
         for shift in range(band.width):
             (q, *codes), (k, v, *key_codes) = _tiles(band, grid, i, shift, queries, keys)
             codes, key_codes = [x[:, :, None] for x in codes], [x[:, None] for x in key_codes]
-            mask = band.rule(codes, key_codes, seed, _of_group(band, grid, i, streams))
+            mask = band.rule(codes, key_codes, seed, _group_streams(band, grid, i, streams))
             mask = jax.tree.map(lambda x: x[:, None, None], mask)
             partial = tile.forward(band.options, q[:, None, None], k[:, None], v[:, None], mask, finite=True)
             results.append([x[:, 0, 0] for x in partial])
@@ -186,7 +186,7 @@ def backward(
         for shift in range(band.width):
             (do, lse, lse_low, delta, q, *codes), (k, v, *key_codes) = _tiles(band, grid, i, shift, rows, key_blocks)
             codes, key_codes = [x[:, None] for x in codes], [x[:, :, None] for x in key_codes]
-            mask = band.rule(codes, key_codes, seed, _of_group(band, grid, i, streams))
+            mask = band.rule(codes, key_codes, seed, _group_streams(band, grid, i, streams))
             dq, dk, dv = _tile_gradients(band.options, (q, do, lse, lse_low, delta), k, v, mask)
             sums = tuple(_add_to_blocks(grid, i, shift, x, dx) for x, dx in zip(sums, (dk, dv), strict=True))
             gradients.append(dq)
@@ -248,25 +248,25 @@ def _tiles(
         starts = (lane, start, *[jnp.zeros_like(lane)] * (x.ndim - 2))
         return lax.dynamic_slice(x, starts, (grid.lanes, blocks, *x.shape[2:]))
 
-    def of_queries(x: Array) -> Array:
+    def query_tiles(x: Array) -> Array:
         x = cut(x, block, grid.blocks).reshape(-1, band.width, *x.shape[2:])
         return x[:, shift]
 
-    def of_keys(x: Array) -> Array:
+    def key_tiles(x: Array) -> Array:
         return cut(x, block + shift, grid.blocks).reshape(-1, band.width * band.block, *x.shape[3:])
 
-    return tuple(map(of_queries, rows)), tuple(map(of_keys, keys))
+    return tuple(map(query_tiles, rows)), tuple(map(key_tiles, keys))
 
 
-def _of_group(band: Band, grid: _Grid, i: Array, streams: Array) -> Array:
+def _group_streams(band: Band, grid: _Grid, i: Array, streams: Array) -> Array:
     """The numbers of the sequences of each tile of group i, `[n, 1, 1]`."""
     streams = lax.dynamic_slice(streams, grid.start(i)[:1], (grid.lanes,))
     return jnp.repeat(streams, grid.blocks // band.width)[:, None, None]
 
 
-def _together(grid: _Grid, *parts: Array) -> Array:
-    """Results of the tiles of every (W / C)-th block, `[n, C, ...]` each, as those of all blocks `[lanes, blocks, C, ...]`."""
-    return jnp.stack(parts, axis=1).reshape(grid.lanes, grid.blocks, *parts[0].shape[1:])
+def _together(grid: _Grid, *results: Array) -> Array:
+    """Interleaves results of the tiles of every (W / C)-th block, `[n, C, ...]` each, to `[lanes, blocks, C, ...]`."""
+    return jnp.stack(results, axis=1).reshape(grid.lanes, grid.blocks, *results[0].shape[1:])
 
 
 def _add_to_blocks(grid: _Grid, i: Array, shift: int, sums: Array, dx: Array) -> Array:

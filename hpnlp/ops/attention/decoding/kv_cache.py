@@ -148,7 +148,7 @@ class BeamCache(KVCache):
         scale: float | None = None,
         soft_cap: float | None = None,
     ) -> tuple[Array, BeamCache]:
-        """Attention of a further token of each continuation.
+        """Attention of the next token of each continuation.
 
         Args:
           q: Queries [B * W, 1, N, H].
@@ -260,7 +260,7 @@ def extend_cache(
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> tuple[Float[Array, "B T N Hv"], KVCache]:
-    """Attention of T further tokens of each example over the cache and themselves.
+    """Attention of T new tokens of each example over the cache and themselves.
 
     The caller ensures that a cache without a ring has free slots.
 
@@ -278,7 +278,7 @@ def extend_cache(
       (o [B, T, N, Hv], the cache with the T tokens).
 
     Raises:
-      InputError: The mask reaches further back than the cache keeps.
+      InputError: The mask reaches back to tokens that the cache no longer keeps.
 
     Cost:
       O(B N T S H) time and O(B N T S) memory; with a ring and T > 1, T + S in place of S.

@@ -1,4 +1,4 @@
-"""Slots of caches: the tokens of a prompt, and further tokens."""
+"""Slots of caches: the tokens of a prompt, and generated tokens."""
 
 from __future__ import annotations
 

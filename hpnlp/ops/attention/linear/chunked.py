@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from hpnlp.ops.attention.linear.chunks import Borders, select
-from hpnlp.ops.attention.linear.decay import cumulative, of_groups, weights
+from hpnlp.ops.attention.linear.decay import cumulative, repeat_for_group, weights
 from hpnlp.ops.attention.linear.delta import corrections
 from hpnlp.ops.attention.linear.state import LinearState, normalized
 from hpnlp.ops.helpers.custom_vjp import vary_alike
@@ -65,13 +65,13 @@ def causal_chunks(
     scores = weights(q, k, total, borders)
     readers, keys, k_start, decay = q, k, k, None
     if total is not None:
-        from_start = jnp.exp(_of_features(total.value))
+        from_start = jnp.exp(_with_feature_axis(total.value))
         to_end = total.at(slice(None), slice(-1, None)).since(total)
         to_end = to_end if forward is None else select(forward.writes, to_end)
-        readers, k_start = q * of_groups(from_start, q), k * from_start
-        keys, decay = k * jnp.exp(_of_features(to_end)), jnp.exp(total.value[:, -1])
+        readers, k_start = q * repeat_for_group(from_start, q), k * from_start
+        keys, decay = k * jnp.exp(_with_feature_axis(to_end)), jnp.exp(total.value[:, -1])
     if forward is not None:
-        readers, keys = select(of_groups(forward.reads, q), readers), select(forward.writes, keys)
+        readers, keys = select(repeat_for_group(forward.reads, q), readers), select(forward.writes, keys)
         continues = forward.continues.astype(jnp.float32)
         decay = continues if decay is None else select(forward.continues, decay)
     if beta is not None:
@@ -110,7 +110,7 @@ def bidirectional(
     o, weight = jnp.einsum("yts,ysh->yth", scores, v), scores.sum(axis=-1) if normalize else None
     for crossing, reverse in ((borders.forward, False), (borders.backward, True)):
         assert crossing is not None
-        keys, readers = select(crossing.writes, k), select(of_groups(crossing.reads, q), q)
+        keys, readers = select(crossing.writes, k), select(repeat_for_group(crossing.reads, q), q)
         decay = crossing.continues.astype(jnp.float32)
         sums = jnp.einsum("ysm,ysh->ymh", keys, v)
         states, _ = scan_states(sums, decay, jnp.zeros_like(sums[:heads]), reverse=reverse)
@@ -122,7 +122,7 @@ def bidirectional(
     return o if weight is None else normalized(o, weight, eps)
 
 
-def _of_features(x: jax.Array) -> jax.Array:
+def _with_feature_axis(x: jax.Array) -> jax.Array:
     """[Y, C] -> [Y, C, 1]; [Y, C, M] as it is."""
     return x[..., None] if x.ndim == 2 else x
 

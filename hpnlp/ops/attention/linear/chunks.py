@@ -119,7 +119,7 @@ def find_borders(shape: ChunkShape, segment_ids: jax.Array | None, causal: bool)
     padding = shape.count * size - shape.length
     runs = jnp.pad(runs, ((0, 0), (0, padding)), mode="edge").reshape(shape.batch, shape.count, size)
     first, last = runs[:, :, 0], runs[:, :, -1]
-    by_head = _of_heads(shape, runs)
+    by_head = _by_head(shape, runs)
     return Borders(
         same=(by_head[:, :, None] == by_head[:, None, :]) & jnp.asarray(order)[None],
         forward=_crossing(shape, runs, jnp.concatenate([first[:, :1], last[:, :-1]], axis=1), last),
@@ -130,12 +130,12 @@ def find_borders(shape: ChunkShape, segment_ids: jax.Array | None, causal: bool)
 
 
 def _crossing(shape: ChunkShape, runs: jax.Array, enters: jax.Array, leaves: jax.Array) -> Crossing:
-    """runs: [B, n, C]; enters, leaves: [B, n], the run at the side where the state enters or leaves the chunk."""
+    """Compares the runs [B, n, C] with the run at the side where the state enters a chunk, and where it leaves it, [B, n]."""
     flags = runs == enters[..., None], runs == leaves[..., None], enters == leaves
-    return Crossing(*(_of_heads(shape, x) for x in flags))
+    return Crossing(*(_by_head(shape, x) for x in flags))
 
 
-def _of_heads(shape: ChunkShape, x: jax.Array) -> jax.Array:
+def _by_head(shape: ChunkShape, x: jax.Array) -> jax.Array:
     """[B, n, ...] -> [Y, ...]."""
     x = jnp.repeat(jnp.moveaxis(x, 1, 0)[:, :, None], shape.heads, axis=2)
     return x.reshape(-1, *x.shape[3:])

@@ -38,7 +38,7 @@ class LogSums(NamedTuple):
         return self.coarse + self.fine
 
     def at(self, *index: Any) -> LogSums:
-        """The sums at an index, which is that of an array."""
+        """Indexes both terms like an array."""
         return LogSums(self.coarse[index], self.fine[index])
 
     def since(self, earlier: LogSums) -> jax.Array:
@@ -46,7 +46,7 @@ class LogSums(NamedTuple):
         return (self.coarse - earlier.coarse) + (self.fine - earlier.fine)
 
 
-def of_groups(x: jax.Array, q: jax.Array) -> jax.Array:
+def repeat_for_group(x: jax.Array, q: jax.Array) -> jax.Array:
     """Repeats values of tokens for the queries of a group.
 
     Args:
@@ -106,7 +106,7 @@ def _by_feature(q: jax.Array, k: jax.Array, total: Any, borders: Borders) -> jax
     """[Y, G C, C], products with a decay of each feature; values of pairs that do not influence each other are arbitrary.
 
     A block is divided into halves. Between queries of the second and keys of the first half, the decay is a product of the one
-    from the key to the last token of the first half, and the one from there to the query; the halves are divided further.
+    from the key to the last token of the first half, and the one from there to the query; each half is divided in the same way.
     """
     y, size, features = k.shape
     runs = jnp.cumsum(~borders.same[:, 1:, :-1].diagonal(axis1=1, axis2=2), axis=1, dtype=jnp.int32)

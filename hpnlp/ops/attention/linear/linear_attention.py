@@ -21,7 +21,7 @@ from hpnlp.types import InputError
 # and 8 heads of 64, the forward and backward pass takes 0.7 (gla) and 0.8 (gated_delta) of the time of all tokens at once, and
 # 0.19 and 0.26 of the memory.
 CPU_TOKENS = 2048
-# Tokens of a sequence that are not divided further.
+# Sequences of at most so many tokens are not divided.
 LEAST_TOKENS = 128
 
 

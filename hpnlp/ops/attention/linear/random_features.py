@@ -164,7 +164,7 @@ def stable_queries(logs: Float[Array, "*tokens M"]) -> Float[Array, "*tokens M"]
 
 
 def stable_keys(logs: Float[Array, "*tokens M"]) -> Float[Array, "*tokens M"]:
-    """Features of keys, where those of very long keys are multiplied by a number of their own.
+    """Features of keys. Features of a very long key are scaled by a constant of that key, so that they stay in range.
 
     Features of a key whose largest one is between e^-30 and e^30 are exact; those of another are multiplied by the number that
     makes the largest one e^-30 or e^30. No feature depends on another token, so that outputs do not depend on later tokens,

@@ -22,7 +22,7 @@ def linear_attention_step(
     beta: Float[Array, "B K"] | None = None,
     eps: float = 0.0,
 ) -> tuple[Float[Array, "B N H"], LinearState]:
-    """Linear attention of one further token of each sequence.
+    """Linear attention of the next token of each sequence.
 
     `S_t = d_t S_{t-1} + k_t u_t^T` and `o_t = q_t^T S_t`, where `u_t` is the value, or `beta_t (v_t - k_t^T d_t S_{t-1})` with
     the delta rule. If the state has a normaliser, `o_t` is divided by `q_t^T z_t`.

@@ -140,15 +140,7 @@ def received_attention(
 ) -> Float[Array, "B S"]:
     """The weight that `relative_attention` gives each key, summed over the queries and averaged over the heads.
 
-    Args:
-      q: As for `relative_attention`.
-      k: As for `relative_attention`.
-      r: As for `relative_attention`.
-      content_bias: As for `relative_attention`.
-      position_bias: As for `relative_attention`.
-      segment_ids: As for `relative_attention`.
-      kv_segment_ids: As for `relative_attention`.
-      block_size: As for `relative_attention`.
+    Arguments: see `relative_attention`.
 
     Returns:
       float32 [B, S].
@@ -193,16 +185,7 @@ def reference_relative_attention(
 ) -> Float[Array, "B T N Hv"]:
     """`relative_attention` by its definition, with an embedding for each pair: slow and in O(T S N H) memory.
 
-    Args:
-      q: As for `relative_attention`.
-      k: As for `relative_attention`.
-      v: As for `relative_attention`.
-      r: As for `relative_attention`.
-      content_bias: As for `relative_attention`.
-      position_bias: As for `relative_attention`.
-      segment_ids: As for `relative_attention`.
-      kv_segment_ids: As for `relative_attention`.
-      scale: As for `relative_attention`.
+    Arguments: see `relative_attention`.
 
     Returns:
       As `relative_attention`.

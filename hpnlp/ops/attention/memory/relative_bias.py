@@ -51,16 +51,16 @@ class RelativeBias(PairBias):
         first = min(max(first, 0), self.top) if isinstance(first, int) else jnp.clip(first, 0, self.top)
         return (queries, features), ((first, queries[1] + keys[1]), features)
 
-    def combine(self, *parts: Array) -> Float[Array, "B N r c"]:
-        queries, embeddings = parts
+    def combine(self, *tiles: Array) -> Float[Array, "B N r c"]:
+        queries, embeddings = tiles
         rows, columns = queries.shape[2], embeddings.shape[2]
         scores = _product(queries, _alike(embeddings, queries), 2, 2)
         # Rows of one number less, so that each row starts one column before the row above.
         flat = scores.reshape(-1, rows * columns)[:, rows - 1 : rows - 1 + rows * (columns - 1)]
         return flat.reshape(*queries.shape[:3], columns - 1)[..., : columns - rows] * self.scale
 
-    def gradients(self, db: Array, *parts: Array) -> tuple[Array, ...]:
-        queries, embeddings = parts
+    def gradients(self, db: Array, *tiles: Array) -> tuple[Array, ...]:
+        queries, embeddings = tiles
         # float16 overflows under loss scaling before it does at the inputs.
         dtype = jnp.float32 if queries.dtype == jnp.float16 else queries.dtype
         scores = _unshifted((db * self.scale).reshape(-1, *db.shape[2:])).astype(dtype)

@@ -207,11 +207,11 @@ class _Problem:
         groups, self.count = indices.chosen.shape[2:]
         self.repeats, self.together = groups // self.kv_heads, self.heads // groups
         self.scale = jnp.float32(self.size**-0.5)
-        self.q, self.k, self.v = self.rows_of(q), _by_head(k), _by_head(v)
+        self.q, self.k, self.v = self.to_rows(q), _by_head(k), _by_head(v)
         self.visible = None if indices.kv_visible is None else _by_head(indices.kv_visible[..., None])[:, 0]
         self.streams = None
         if indices.streams is not None:
-            self.streams = self.rows_of(jnp.broadcast_to(indices.streams[:, None, :, None], (*q.shape[:3], 1)))[..., 0]
+            self.streams = self.to_rows(jnp.broadcast_to(indices.streams[:, None, :, None], (*q.shape[:3], 1)))[..., 0]
         blocks = indices.starts.shape[1]
         chosen = indices.chosen.reshape(self.batch, self.length, self.kv_heads, -1).swapaxes(1, 2)
         chosen = chosen.reshape(self.batch * self.kv_heads, -1)
@@ -244,7 +244,7 @@ class _Problem:
         steps_of = in_steps(rows, jnp.int32(-1)), in_steps(start, jnp.int32(0)), in_steps(is_used, False)
         return _Tiles(*steps_of), places.reshape(-1, self.count)
 
-    def rows_of(self, x: Array) -> Array:
+    def to_rows(self, x: Array) -> Array:
         """`[B K T P / K, g, F]` from `[B, T, N, F]`."""
         x = x.reshape(self.batch, self.length, self.kv_heads, self.repeats * self.together, x.shape[3])
         return x.swapaxes(1, 2).reshape(-1, self.together, x.shape[4])
@@ -254,24 +254,24 @@ class _Problem:
         x = x.reshape(self.batch, self.kv_heads, self.length, -1, x.shape[2])
         return x.swapaxes(1, 2).reshape(self.batch, self.length, self.heads, x.shape[4])
 
-    def queries_of(self, tiles: _Tiles, x: Array) -> Array:
+    def tile_queries(self, tiles: _Tiles, x: Array) -> Array:
         """The queries of each tile, or other arrays by row `[rows, g, ...]`: `[n, W g, ...]`."""
         x = _take_rows(x, tiles.rows)
         return x.reshape(x.shape[0], -1, *x.shape[3:])
 
-    def keys_of(self, tiles: _Tiles, x: Array) -> Array:
+    def tile_keys(self, tiles: _Tiles, x: Array) -> Array:
         """The block of keys, values or flags of each tile: `[n, block, ...]`."""
         return _take_rows(x, tiles.start[:, None] + jnp.arange(self.options.block, dtype=jnp.int32)[None])
 
     def scores(self, tiles: _Tiles, q: Array, k: Array) -> Array:
-        """float32 `[n, W g, block]` of `queries_of` and `keys_of`; -inf for keys that are not visible."""
+        """float32 `[n, W g, block]` of `tile_queries` and `tile_keys`; -inf for keys that are not visible."""
         # In float32 the queries are scaled, so that XLA:CPU cannot scale and subtract the maximum in one rounded operation in
         # one of the passes only. The weights of large scores would then differ between the passes.
         early = q.dtype == jnp.float32
         scores = _product(q * self.scale if early else q, k, 2, 2)
         scores = scores if early else scores * self.scale
         if self.visible is not None:
-            scores = jnp.where(self.keys_of(tiles, self.visible)[:, None], scores, -jnp.inf)
+            scores = jnp.where(self.tile_keys(tiles, self.visible)[:, None], scores, -jnp.inf)
         return scores
 
     def kept(self, tiles: _Tiles) -> Array | None:
@@ -282,7 +282,7 @@ class _Problem:
         query = jnp.maximum(tiles.rows, 0) // self.repeats % self.length
         query = jnp.repeat(query, self.together, axis=1)[..., None]
         key = tiles.start[:, None, None] % self.keys + jnp.arange(self.options.block, dtype=jnp.int32)[None, None]
-        keep = keep_mask(self.indices.seed, self.queries_of(tiles, self.streams)[..., None], query, key, rate)
+        keep = keep_mask(self.indices.seed, self.tile_queries(tiles, self.streams)[..., None], query, key, rate)
         return jnp.where(keep, jnp.float32(1.0 / (1.0 - rate)), jnp.float32(0))
 
 
@@ -373,13 +373,13 @@ def _forward_of_heads(options: _Options, indices: _Indices, arrays: tuple[Array,
     (count, width), together = problem.tiles.rows.shape[1:], problem.together
 
     def compute(tiles: _Tiles) -> tuple[Array, Array, Array]:
-        scores = problem.scores(tiles, problem.queries_of(tiles, problem.q), problem.keys_of(tiles, problem.k))
+        scores = problem.scores(tiles, problem.tile_queries(tiles, problem.q), problem.tile_keys(tiles, problem.k))
         top = jnp.maximum(jnp.max(scores, axis=2), FLOOR)
         weights = jnp.exp(scores - top[..., None])
         total = jnp.sum(weights, axis=2)
         kept = problem.kept(tiles)
         weights = weights if kept is None else weights * kept
-        return top, total, _product(weights.astype(v.dtype), problem.keys_of(tiles, problem.v), 2, 1)
+        return top, total, _product(weights.astype(v.dtype), problem.tile_keys(tiles, problem.v), 2, 1)
 
     def skip(tiles: _Tiles) -> tuple[Array, Array, Array]:
         zeros = jnp.zeros((count, width * together), jnp.float32)
@@ -418,11 +418,11 @@ def _backward(options: _Options, residuals: Any, cotangents: tuple[Array, Array]
 def _backward_of_heads(options: _Options, indices: _Indices, arrays: tuple[Array, ...], tiles: Any) -> tuple[Any, None]:
     q, k, v, do, numbers = arrays
     problem = _Problem(options, q, k, v, indices, tiles)
-    numbers, do = lax.optimization_barrier((problem.rows_of(numbers), problem.rows_of(do)))
+    numbers, do = lax.optimization_barrier((problem.to_rows(numbers), problem.to_rows(do)))
 
     def compute(sums: tuple[Array, Array], tiles: _Tiles) -> tuple[tuple[Array, Array], Array]:
-        q_rows, do_rows, of_rows = (problem.queries_of(tiles, x) for x in (problem.q, do, numbers))
-        k_block, v_block = (problem.keys_of(tiles, x) for x in (problem.k, problem.v))
+        q_rows, do_rows, of_rows = (problem.tile_queries(tiles, x) for x in (problem.q, do, numbers))
+        k_block, v_block = (problem.tile_keys(tiles, x) for x in (problem.k, problem.v))
         is_row = jnp.repeat(tiles.rows >= 0, problem.together, axis=1)[..., None]
         weights = jnp.exp(problem.scores(tiles, q_rows, k_block) - of_rows[..., :1] - of_rows[..., 1:2])
         weights = jnp.where(is_row, weights, 0.0)

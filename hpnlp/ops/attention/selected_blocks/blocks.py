@@ -72,16 +72,16 @@ def document_blocks(segment_ids: Int[Array, "B T"] | None, batch: int, length: i
         )
     begins = jnp.concatenate([jnp.ones((batch, 1), bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
     begin = lax.cummax(jnp.where(begins, index, 0), axis=1)
-    own = index - (index - begin) % block
-    ends = index - own == block - 1
+    block_begin = index - (index - begin) % block
+    ends = index - block_begin == block - 1
 
     def at_ends(x: Array, other: int) -> Array:
         # Ends are at least `block` tokens apart, so that `block` tokens contain at most one.
         x = jnp.pad(jnp.where(ends, x, other), ((0, 0), (0, count * block - length)), constant_values=other)
         return jnp.max(x.reshape(batch, count, block), axis=2)
 
-    starts, lowest = at_ends(own, -1), jnp.iinfo(jnp.int32).min
-    return DocumentBlocks(starts, at_ends(begin, -1) == starts, at_ends(segment_ids, lowest), own, block)
+    starts, lowest = at_ends(block_begin, -1), jnp.iinfo(jnp.int32).min
+    return DocumentBlocks(starts, at_ends(begin, -1) == starts, at_ends(segment_ids, lowest), block_begin, block)
 
 
 @array_op("B M K", x="B T K")
@@ -223,8 +223,8 @@ def own_block_attention(
     Cost: as `attend` over Blockwise(block).
     """
     if blocks.segment_ids is None:
-        mask, own = Blockwise(blocks.block) & Causal(), None
+        mask, ids = Blockwise(blocks.block) & Causal(), None
     else:
-        mask, own = Window(blocks.block - 1, 0), blocks.own
-    result: Any = attend(q, k, v, mask, segment_ids=own, kv_segment_ids=own, return_lse=True, **dropout)
+        mask, ids = Window(blocks.block - 1, 0), blocks.own
+    result: Any = attend(q, k, v, mask, segment_ids=ids, kv_segment_ids=ids, return_lse=True, **dropout)
     return result

@@ -61,7 +61,7 @@ class BlockCache:
     def extended(
         self, k: Array, v: Array, k_weights: Array | None = None, v_weights: Array | None = None
     ) -> BlockCache:
-        """The cache with further tokens.
+        """The cache with new tokens.
 
         Args:
           k: Keys [B, T, K, H].
@@ -152,8 +152,8 @@ def block_positions(chosen: Int[Array, "B T P C"], positions: Int[Array, "B T"],
 
     Cost: O(B T P L).
     """
-    own = jnp.broadcast_to((positions // block)[:, :, None, None], (*chosen.shape[:3], 1))
-    first = jnp.concatenate([chosen, own], axis=3)[..., None]
+    last = jnp.broadcast_to((positions // block)[:, :, None, None], (*chosen.shape[:3], 1))
+    first = jnp.concatenate([chosen, last], axis=3)[..., None]
     listed = first * block + jnp.arange(block, dtype=jnp.int32)[None, None, None, None]
     listed = jnp.where((first >= 0) & (listed <= positions[:, :, None, None, None]), listed, -1)
     return listed.reshape(*chosen.shape[:3], -1)

@@ -113,13 +113,13 @@ class FactorizedBias(PairBias):
         size, (first, count) = self.within.shape[3], keys
         return (queries, (0, size)), (queries, (first // size, count // size))
 
-    def combine(self, *parts: Array) -> Float[Array, "B N r c"]:
-        within, blocks = parts
+    def combine(self, *tiles: Array) -> Float[Array, "B N r c"]:
+        within, blocks = tiles
         return (blocks[..., None] * within[..., None, :]).reshape(*within.shape[:3], -1)
 
-    def gradients(self, db: Array, *parts: Array) -> tuple[Array, ...]:
+    def gradients(self, db: Array, *tiles: Array) -> tuple[Array, ...]:
         # Rows that see nothing may hold NaN, and 0 * NaN is NaN.
-        within, blocks = (jnp.where(jnp.isfinite(x), x, jnp.float32(0)) for x in parts)
+        within, blocks = (jnp.where(jnp.isfinite(x), x, jnp.float32(0)) for x in tiles)
         db = db.reshape(*blocks.shape, within.shape[3])
         d_within = jnp.einsum("bntca,bntc->bnta", db, blocks, precision="highest")
         return d_within, jnp.einsum("bntca,bnta->bntc", db, within, precision="highest")

@@ -120,7 +120,7 @@ def _forward(
     # Values of float16 are multiplied as float32: exp(-MAX_SPREAD) underflows in float16.
     dtype = jnp.float32 if v.dtype == jnp.float16 else v.dtype
     weights, x = _exponentials(scores, visible).astype(dtype), _by_segment(_with_ones(v.astype(dtype)), is_first)
-    y = _of_segment(jnp.einsum("nts,nsc->ntc", weights, x, preferred_element_type=jnp.float32), is_first, len(v))
+    y = _segment_columns(jnp.einsum("nts,nsc->ntc", weights, x, preferred_element_type=jnp.float32), is_first, len(v))
     total = y[..., -1:]
     o = jnp.where(total > 0, y[..., :-1] / jnp.where(total > 0, total, 1.0), 0.0).astype(v.dtype)
     return o, (*residuals, o, total)
@@ -134,7 +134,7 @@ def _backward(residuals: tuple[Any, ...], cotangent: Array) -> tuple[Array | Non
     dy = _by_segment(jnp.concatenate([cotangent, of_total], axis=3), is_first)
     weights, x = _exponentials(scores, visible), _by_segment(_with_ones(v.astype(jnp.float32)), is_first)
     dscores = weights * jnp.einsum("ntc,nsc->nts", dy, x)
-    dv = _of_segment(jnp.einsum("nts,ntc->nsc", weights, dy), is_first, len(v))[..., :-1]
+    dv = _segment_columns(jnp.einsum("nts,ntc->nsc", weights, dy), is_first, len(v))[..., :-1]
     return dv.astype(v.dtype), dscores.astype(scores.dtype), None, None, None
 
 
@@ -165,7 +165,9 @@ def _by_segment(x: Float[Array, "B T N C"], is_first: Bool[Array, "B T"] | None)
     return x.transpose(2, 1, 0, 3, 4).reshape(x.shape[2], x.shape[1], -1)
 
 
-def _of_segment(y: Float[Array, "N T _"], is_first: Bool[Array, "B T"] | None, batch: int) -> Float[Array, "B T N C"]:
+def _segment_columns(
+    y: Float[Array, "N T _"], is_first: Bool[Array, "B T"] | None, batch: int
+) -> Float[Array, "B T N C"]:
     """The columns of each token's own segment."""
     y = y.reshape(*y.shape[:2], batch, 1 if is_first is None else 2, -1).transpose(2, 1, 0, 3, 4)
     return y[..., 0, :] if is_first is None else jnp.where(is_first[:, :, None, None], y[..., 0, :], y[..., 1, :])

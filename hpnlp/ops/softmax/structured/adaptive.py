@@ -22,7 +22,7 @@ from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.linear import linear
 from hpnlp.ops.sampling import pick, sample
 from hpnlp.ops.softmax.cross_entropy import linear_cross_entropy, logits
-from hpnlp.ops.softmax.structured.grouped_softmax import best_of, check_k, grouped_nll, known_labels
+from hpnlp.ops.softmax.structured.grouped_softmax import check_k, grouped_nll, known_labels, merge_top_k
 from hpnlp.types import InputError
 
 Tails = Sequence[tuple[Array, Array]]
@@ -129,12 +129,7 @@ def adaptive_log_probs(
 ) -> Float[Array, "N V"]:
     """Log-probabilities of all words.
 
-    Args:
-      h: As in `adaptive_nll`.
-      head: As in `adaptive_nll`.
-      tails: As in `adaptive_nll`.
-      cutoffs: As in `adaptive_nll`.
-      head_bias: As in `adaptive_nll`.
+    Arguments: see `adaptive_nll`.
 
     Returns:
       [N, V] float32.
@@ -187,12 +182,12 @@ def adaptive_top_k(
 
     def visit(x: Array, entry: Array, i: int, best: Array, ids: Array) -> tuple[Array, Array]:
         words = cutoffs[i] + jnp.arange(tails[i][1].shape[0], dtype=jnp.int32)
-        return best_of(best, ids, entry + jax.nn.log_softmax(_tail_logits(x[None], tails[i])[0]), words)
+        return merge_top_k(best, ids, entry + jax.nn.log_softmax(_tail_logits(x[None], tails[i])[0]), words)
 
     def token(inputs: tuple[Array, Array]) -> tuple[Array, Array]:
         x, entries = inputs
         empty = jnp.full(k, -jnp.inf, jnp.float32), jnp.zeros(k, jnp.int32)
-        best, ids = best_of(*empty, entries[: cutoffs[0]], jnp.arange(cutoffs[0], dtype=jnp.int32))
+        best, ids = merge_top_k(*empty, entries[: cutoffs[0]], jnp.arange(cutoffs[0], dtype=jnp.int32))
         for i in range(len(tails)):
             entry = entries[cutoffs[0] + i]
             # Not `>`: a token with NaN visits all tails, and NaN is its result.

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.sampling import pick, sample
 from hpnlp.ops.softmax.cross_entropy import linear_cross_entropy, logits
-from hpnlp.ops.softmax.structured.grouped_softmax import best_of, check_k, grouped_nll, known_labels
+from hpnlp.ops.softmax.structured.grouped_softmax import check_k, grouped_nll, known_labels, merge_top_k
 from hpnlp.ops.softmax.structured.word_order import checked_order
 from hpnlp.types import InputError
 
@@ -217,13 +217,7 @@ def class_log_probs(
 ) -> Float[Array, "N V"]:
     """Log-probabilities of all words, in the order of ids.
 
-    Args:
-      h: As in `class_nll`.
-      class_table: As in `class_nll`.
-      word_table: As in `class_nll`.
-      classes: As in `class_nll`.
-      class_bias: As in `class_nll`.
-      word_bias: As in `class_nll`.
+    Arguments: see `class_nll`.
 
     Returns:
       [N, V] float32.
@@ -292,7 +286,7 @@ def class_top_k(
         def visit(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             rank, best, ids = state
             s, words = _class_logits(x, word_table, classes, ranked_classes[rank], word_bias)
-            best, ids = best_of(best, ids, scores[rank] + jax.nn.log_softmax(s), words)
+            best, ids = merge_top_k(best, ids, scores[rank] + jax.nn.log_softmax(s), words)
             return rank + 1, best, ids
 
         start = jnp.full(k, -jnp.inf, jnp.float32), jnp.zeros(k, jnp.int32)

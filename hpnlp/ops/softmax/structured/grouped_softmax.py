@@ -144,15 +144,15 @@ def known_labels(labels: Int[Array, " N"], tokens: int, vocab: int) -> tuple[Int
 
 
 @array_op()
-def best_of(
+def merge_top_k(
     best: Float[Array, " k"], ids: Int[Array, " k"], scores: Float[Array, " m"], score_ids: Int[Array, " m"]
 ) -> tuple[Float[Array, " k"], Int[Array, " k"]]:
-    """Merges further scores into the k best so far.
+    """Merges scores into the k best so far.
 
     Args:
       best: [k] best scores so far, of any order.
       ids: [k] their ids.
-      scores: [m] further scores.
+      scores: [m] scores.
       score_ids: [m] their ids.
 
     Returns:

@@ -65,7 +65,7 @@ def tree_nll(
 
     Args:
       h: [N, D] hidden states.
-      table: [R, D] vectors of the V - 1 inner nodes, R >= V - 1; further rows are not used. Or `TableRows` with at least the
+      table: [R, D] vectors of the V - 1 inner nodes, R >= V - 1; other rows are not used. Or `TableRows` with at least the
         rows that `tree_rows` returns; there is no bias then.
       tree: Over V words, of depth L.
       labels: [N] words.
@@ -170,7 +170,7 @@ def tree_paths(
 def tree_rows(tree: Tree, labels: Int[Array, " N"], *, ignore_index: int = -100) -> Int[Array, " R"]:
     """Rows of the table that `tree_nll` reads for these labels.
 
-    They are the first rows, which are scored for all tokens, and the nodes of the labels' paths on each further level.
+    They are the first rows, which are scored for all tokens, and the nodes of the labels' paths on each deeper level.
 
     Args:
       tree: The tree.
@@ -195,11 +195,7 @@ def tree_log_probs(
 ) -> Float[Array, "N V"]:
     """Log-probabilities of all words.
 
-    Args:
-      h: As in `tree_nll`.
-      table: As in `tree_nll`.
-      tree: As in `tree_nll`.
-      bias: As in `tree_nll`.
+    Arguments: see `tree_nll`.
 
     Returns:
       [N, V] float32.

@@ -145,7 +145,7 @@ def _canonical_tree(depths: np.ndarray) -> Tree:
         inner_slots = slots - (end - start)
         children += [~words[start:end], inner + np.arange(inner_slots)]
         inner, slots = inner + inner_slots, 2 * inner_slots
-    return _tree_of(np.concatenate(children)[1:].reshape(vocab - 1, 2), 0)
+    return _renumbered_tree(np.concatenate(children)[1:].reshape(vocab - 1, 2), 0)
 
 
 def _ordered_tree(depths: np.ndarray, order: np.ndarray) -> Tree:
@@ -168,7 +168,7 @@ def _ordered_tree(depths: np.ndarray, order: np.ndarray) -> Tree:
         inner_children, node = np.unique(child[inner], return_inverse=True)
         children[level_first + inner_children // 2, inner_children % 2] = first + np.arange(len(inner_children))
         words, level = words[inner], level + 1
-    return _tree_of(children, 0)
+    return _renumbered_tree(children, 0)
 
 
 def _in_second_half(depth_below: np.ndarray, node: np.ndarray) -> np.ndarray:
@@ -241,10 +241,10 @@ def tree_from_children(children: np.ndarray) -> Tree:
         raise InputError(
             f"children: nodes {', '.join(map(str, orphans[:5]))} are children of no node: expected the root only"
         )
-    return _tree_of(children, int(orphans[0]) if inner else 0)
+    return _renumbered_tree(children, int(orphans[0]) if inner else 0)
 
 
-def _tree_of(children: np.ndarray, root: int) -> Tree:
+def _renumbered_tree(children: np.ndarray, root: int) -> Tree:
     """The tree of these children [V - 1, 2], renumbered from the root down. Raises InputError if there are cycles."""
     inner = children.shape[0]
     levels, reached = [], np.full(min(inner, 1), root)

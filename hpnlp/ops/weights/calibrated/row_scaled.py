@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from hpnlp.ops.helpers.array_op import array_op
-from hpnlp.ops.weight import Weight, axes_of, dense
+from hpnlp.ops.weight import Weight, dense, weight_axes
 from hpnlp.ops.weights.calibrated.second_order import output_error
 
 EXPONENTS = 21  # exponents from 0 to 1 that `search_row_factors` tries
@@ -52,7 +52,7 @@ class RowScaledWeight(Weight):
         return self.inner.take(ids) * self.factors[ids][..., None]
 
     def axes(self, names: tuple[str | None, ...]) -> Any:
-        return RowScaledWeight(axes_of(self.inner, names), names[:-1])
+        return RowScaledWeight(weight_axes(self.inner, names), names[:-1])
 
 
 @array_op()
