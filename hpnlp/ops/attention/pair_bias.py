@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from hpnlp.types import InputError
+from hpnlp.types import AnyArray, InputError
 
 # Start and size of consecutive elements of an axis.
 Span = tuple[Any, int]
@@ -27,7 +28,7 @@ class BiasOfHeads(Protocol):
 
     heads: int
 
-    def __call__(self, head: Any, q: Any, k: Any) -> Array: ...
+    def __call__(self, head: ArrayLike, q: ArrayLike, k: ArrayLike) -> Array: ...
 
 
 class PairBias(abc.ABC):
@@ -105,7 +106,7 @@ class PairBias(abc.ABC):
         """
         raise InputError(f'a bias of type {type(self).__name__} is computed tile by tile: pass impl="xla"')
 
-    def of_heads(self, heads: Any) -> PairBias:
+    def of_heads(self, heads: AnyArray) -> PairBias:
         """The bias of some query heads.
 
         Args:
@@ -160,7 +161,7 @@ class BiasArrays(PairBias):
         return self.combine(*self.arrays)
 
 
-def weighted(x: Any, weight: Any) -> Float[Array, "..."]:
+def weighted(x: ArrayLike, weight: ArrayLike | None) -> Float[Array, "..."]:
     """An array in float32, times its weight.
 
     Args:

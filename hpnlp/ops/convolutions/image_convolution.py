@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +122,9 @@ def window_taps(side: int) -> Taps:
     return tuple((row, column) for row in offsets for column in offsets)
 
 
-def _with_taps(x: Array, kernel: Array, stride: int, taps: Any, filters: str) -> tuple[Taps, Array]:
+def _with_taps(
+    x: Array, kernel: Array, stride: int, taps: Sequence[tuple[int, int]] | None, filters: str
+) -> tuple[Taps, Array]:
     """The taps, and the kernel as `[n, C, ...]`; InputError for a kernel that does not fit x, or an invalid stride."""
     if stride < 1:
         raise InputError(f"stride={stride}: expected at least 1")
@@ -272,7 +273,7 @@ def _products_with_shifts(x: Array, dy: Array, taps: Taps, stride: int) -> Array
     for i, j in sorted(taps):
         columns.setdefault(i + border, []).append(j + border)
 
-    def of_row(row: Any) -> tuple[Array, ...]:
+    def of_row(row: Array | int) -> tuple[Array, ...]:
         cotangent = lax.dynamic_index_in_dim(dy, row, 1, keepdims=False)
         lines = [lax.dynamic_index_in_dim(padded, row * stride + i, 1, keepdims=False) for i in columns]
         return tuple(
@@ -281,7 +282,7 @@ def _products_with_shifts(x: Array, dy: Array, taps: Taps, stride: int) -> Array
             for j in of_line
         )
 
-    def add(row: Any, totals: tuple[Array, ...]) -> tuple[Array, ...]:
+    def add(row: Array | int, totals: tuple[Array, ...]) -> tuple[Array, ...]:
         return tuple(total + term for total, term in zip(totals, of_row(row), strict=True))
 
     totals = lax.fori_loop(1, dy.shape[1], add, of_row(0))

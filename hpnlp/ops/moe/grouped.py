@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, PyTree
 
 from hpnlp.cost.flop_count import expected_iterations
 from hpnlp.ops.helpers.checkpoint_names import HIDDEN
@@ -61,7 +62,12 @@ def grouped_mlp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _grouped(
-    activation: Activation, names: tuple[str, ...], places: Any, x: jax.Array, gates: jax.Array, matrices: Any
+    activation: Activation,
+    names: tuple[str, ...],
+    places: tuple[Schedule, Routing],
+    x: jax.Array,
+    gates: jax.Array,
+    matrices: PyTree,
 ) -> jax.Array:
     return _forward(activation, names, places, x, gates, matrices)[0]
 
@@ -72,7 +78,7 @@ def _forward(
     places: tuple[Schedule, Routing],
     x: jax.Array,
     gates: jax.Array,
-    matrices: Any,
+    matrices: PyTree,
 ) -> tuple[jax.Array, Any]:
     """`(sums, residuals)`: the first products of each row are kept for the derivative."""
     schedule, routing = places
@@ -80,7 +86,7 @@ def _forward(
     first = [name for name in names if name != "down"]
     token, rows = _padded(token_of_rows(routing, schedule.source, x.shape[0]), schedule, x.shape[0])
 
-    def step(block: Block, carry: Any) -> Any:
+    def step(block: Block, carry: PyTree) -> Any:
         results, kept = carry
         inputs = block.take(x, token)
         products = {name: block.product(inputs, experts[name]) for name in first}
@@ -97,7 +103,7 @@ def _forward(
     return y, (places, x, gates, matrices, results, kept)
 
 
-def _backward(activation: Activation, names: tuple[str, ...], residuals: Any, dy: jax.Array) -> Any:
+def _backward(activation: Activation, names: tuple[str, ...], residuals: PyTree, dy: jax.Array) -> Any:
     """A pass for "down" and one for the other matrices, so that not all gradients need memory beside the products."""
     (schedule, routing), x, gates, matrices, results, kept = residuals
     experts = dict(zip(names, matrices, strict=True))
@@ -107,7 +113,7 @@ def _backward(activation: Activation, names: tuple[str, ...], residuals: Any, dy
     def sums(gates: jax.Array) -> jax.Array:
         return tokens_of_rows(results, dataclasses.replace(routing, gates=gates), schedule.row, x.shape[0])
 
-    def down(block: Block, carry: Any) -> Any:
+    def down(block: Block, carry: PyTree) -> Any:
         d_products, gradient = carry
         d_rows, gate = block.take(dy, token), block.rows(gate_of_row)[:, None]
         products = {name: block.rows(kept[name]) for name in kept}
@@ -119,7 +125,7 @@ def _backward(activation: Activation, names: tuple[str, ...], residuals: Any, dy
         d_products = {name: block.write(d_products[name], changes[name]) for name in kept}
         return d_products, gradient
 
-    def first(block: Block, carry: Any) -> Any:
+    def first(block: Block, carry: PyTree) -> Any:
         dx, gradients = carry
         inputs, d_input = _transposed(block.take(x, token)), jnp.zeros((), x.dtype)
         gradients = dict(gradients)
@@ -145,7 +151,7 @@ def _backward(activation: Activation, names: tuple[str, ...], residuals: Any, dy
 _grouped.defvjp(_forward, _backward)
 
 
-def _padded(values: jax.Array, schedule: Schedule, value: Any) -> tuple[jax.Array, Any]:
+def _padded(values: jax.Array, schedule: Schedule, value: ArrayLike) -> tuple[jax.Array, Any]:
     """`(values of rows and of padding behind the last row, number of both)`, so that no slice of a block is moved."""
     if (size := schedule.blocks[-1].size) > 1:
         values = jnp.concatenate([values, jnp.full(size, value, values.dtype)])
@@ -184,14 +190,14 @@ class Block:
         is_row = self.is_row.reshape(-1, *[1] * (rows.ndim - 1))
         return jnp.where(is_row, rows, other)
 
-    def matrix(self, stack: Any) -> Any:
+    def matrix(self, stack: PyTree) -> Any:
         """The matrix of the block's expert, an array or a Weight."""
         return jax.tree.map(lambda array: self._stacked_matrix(array)[0], stack)
 
     def _stacked_matrix(self, stack: jax.Array) -> jax.Array:
         return lax.dynamic_slice_in_dim(stack, self.expert, 1, allow_negative_indices=False)
 
-    def product(self, rows: jax.Array, stack: Any) -> jax.Array:
+    def product(self, rows: jax.Array, stack: PyTree) -> jax.Array:
         """Rows times the matrix of the block's expert, in the dtype of the rows."""
         matrix = self.matrix(stack)
         return product(rows, matrix).astype(rows.dtype) if is_weight(matrix) else rows @ matrix.astype(rows.dtype)
@@ -202,11 +208,11 @@ class Block:
         return lax.dynamic_update_slice_in_dim(stack, change, self.expert, 0, allow_negative_indices=False)
 
 
-def _loop(step: Callable[[Block, Any], Any], blocks: tuple[Blocks, ...], carry: Any) -> Any:
+def _loop(step: Callable[[Block, Any], Any], blocks: tuple[Blocks, ...], carry: PyTree) -> Any:
     """Runs a step for each block in use."""
     for group in blocks:
 
-        def body(index: jax.Array, carry: Any, group: Blocks = group) -> Any:
+        def body(index: jax.Array, carry: PyTree, group: Blocks = group) -> Any:
             return step(Block(group, index), carry)
 
         with expected_iterations(group.expected):

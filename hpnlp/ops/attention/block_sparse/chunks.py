@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from hpnlp.ops.attention.block_sparse.array_blocks import SLICE
 from hpnlp.ops.attention.block_sparse.decomposition import cost_model
@@ -93,7 +93,9 @@ class Chunk:
         return start, size
 
 
-def over_chunks(add_chunk: Callable[[Chunk, Any], Any], sums: Any, q: Array, k: Array, schedule: BlockSchedule) -> Any:
+def over_chunks(
+    add_chunk: Callable[[Chunk, Any], Any], sums: PyTree, q: Array, k: Array, schedule: BlockSchedule
+) -> Any:
     """Runs a function over all chunks of a call, in one scan unless the call is a single chunk.
 
     Args:
@@ -113,7 +115,7 @@ def over_chunks(add_chunk: Callable[[Chunk, Any], Any], sums: Any, q: Array, k: 
         return add_chunk(Chunk(None, None, batch, heads), sums)
     chunks_per_example = heads // chunk_heads
 
-    def step(sums: Any, i: Array) -> tuple[Any, None]:
+    def step(sums: PyTree, i: Array) -> tuple[Any, None]:
         example, head = i // chunks_per_example * chunk_examples, i % chunks_per_example * chunk_heads
         return add_chunk(Chunk(example, head, chunk_examples, chunk_heads), sums), None
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from hpnlp.ops.attention.block_sparse import unrolled
 from hpnlp.ops.attention.block_sparse.array_blocks import (
@@ -166,7 +166,7 @@ def _flash(
     q: Array,
     k: Array,
     v: Array,
-    bias: Any,
+    bias: PyTree,
     operands: ExecutorOperands,
     schedule: BlockSchedule | None,
 ) -> tuple[Array, Array]:
@@ -181,7 +181,7 @@ def _flash_forward(
     q: Array,
     k: Array,
     v: Array,
-    bias: Any,
+    bias: PyTree,
     operands: ExecutorOperands,
     schedule: BlockSchedule | None,
 ) -> tuple[tuple[Array, Array], Any]:
@@ -192,7 +192,7 @@ def _flash_forward(
 
 
 @jax.named_scope(SCOPE)
-def _flash_backward(options: Options, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
+def _flash_backward(options: Options, saved: PyTree, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
     """Gradients of q, k, v and the bias; none of the operands and the schedule."""
     function = _backward if options.bias_jaxpr is not None else _traced_once(_backward)
     *gradients, db = function(options, saved, cotangents)
@@ -213,7 +213,10 @@ def _traced_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_static_mask(
-    function: Callable[[ExecutorOperands], Any], options: Options, operands: ExecutorOperands, schedule: Any
+    function: Callable[[ExecutorOperands], Any],
+    options: Options,
+    operands: ExecutorOperands,
+    schedule: BlockSchedule | None,
 ) -> Any:
     """`function(operands)`; where all positions prove to be the indices at run time, the tiles follow from the mask.
 
@@ -230,7 +233,7 @@ def _forward(
     q: Array,
     k: Array,
     v: Array,
-    bias: Any,
+    bias: PyTree,
     operands: ExecutorOperands,
     schedule: BlockSchedule | None,
 ) -> tuple[Array, Array, Array]:
@@ -247,7 +250,7 @@ def _forward_in_form(
     q: Array,
     k: Array,
     v: Array,
-    bias: Any,
+    bias: PyTree,
     operands: ExecutorOperands,
     schedule: BlockSchedule | None,
 ) -> tuple[Array, Array, Array]:
@@ -265,7 +268,7 @@ def _forward_in_form(
     return o.astype(q.dtype), lse, lse_low
 
 
-def _backward(options: Options, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Array, Array, Array, Any]:
+def _backward(options: Options, saved: PyTree, cotangents: tuple[Array, Array]) -> tuple[Array, Array, Array, Any]:
     """Gradients of q, k, v and the bias."""
     q, k, v, bias, operands, schedule, o, lse, lse_low = saved
 
@@ -275,7 +278,9 @@ def _backward(options: Options, saved: Any, cotangents: tuple[Array, Array]) -> 
     return _with_static_mask(backward, options, operands, schedule)
 
 
-def _backward_in_form(options: Options, saved: Any, cotangents: tuple[Array, Array]) -> tuple[Array, Array, Array, Any]:
+def _backward_in_form(
+    options: Options, saved: PyTree, cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, Array, Any]:
     """Gradients of q, k, v and the bias, in the form of the forward pass."""
     q, k, v, bias, operands, schedule, o, lse, lse_low = saved
     do, dlse = cotangents

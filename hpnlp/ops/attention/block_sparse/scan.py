@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from hpnlp.ops.attention.block_sparse import tile
 from hpnlp.ops.attention.block_sparse.array_blocks import (
@@ -52,7 +52,7 @@ def forward(
     bias = _bias_tiles(operands, schedule, q, k)
     operands = _tied(operands, q)
 
-    def add_chunk(chunk: Chunk, sums: Any) -> Any:
+    def add_chunk(chunk: Chunk, sums: PyTree) -> Any:
         inputs = chunk.cut(q, group), chunk.cut(k), chunk.cut(v), chunk.cut_operands(operands, group)
         results = _forward_chunk(options, *inputs, schedule, _of_chunk(bias, chunk))
         return tuple(chunk.put(x, new, group) for x, new in zip(sums, results, strict=True))
@@ -87,7 +87,7 @@ def backward(
     bias = _bias_tiles(operands, schedule, q, k)
     operands = _tied(operands, q)
 
-    def add_chunk(chunk: Chunk, sums: Any) -> Any:
+    def add_chunk(chunk: Chunk, sums: PyTree) -> Any:
         queries = jax.tree.map(lambda x: chunk.cut(x, group), residuals)
         inputs = queries, chunk.cut(k), chunk.cut(v), chunk.cut_operands(operands, group)
         # Gradients of the bias are sums over all chunks, because the axes of bias arrays may be shared by chunks.
@@ -139,7 +139,7 @@ def _forward_chunk(
     q_blocks = to_blocks(q, schedule.block, heads)
     k_blocks, v_blocks = (to_blocks(x, schedule.key_block, heads[:1]) for x in (k, v))
 
-    def step(sums: Any, first: Array, keys: Array, tile_mask: TileMask, _: Any) -> Any:
+    def step(sums: PyTree, first: Array, keys: Array, tile_mask: TileMask, _: PyTree) -> Any:
         run = keys.shape[0]
         queries = take_run(q_blocks, first, run)
         key_tiles = take_key_blocks(k_blocks, keys, -2), take_key_blocks(v_blocks, keys, -2)
@@ -169,7 +169,7 @@ def _backward_chunk(
     schedule: BlockSchedule,
     bias_tiles: BiasTiles | None,
     chunk: Chunk,
-    db: Any,
+    db: PyTree,
 ) -> tuple[Array, Array, Array, Any]:
     """`backward` of one chunk; db: gradients of the bias in earlier chunks."""
     q = residuals.q
@@ -178,7 +178,7 @@ def _backward_chunk(
     blocks = residual_blocks(residuals, schedule.block, heads)
     k_blocks, v_blocks = (to_blocks(x, schedule.key_block, heads[:1]) for x in (k, v))
 
-    def step(sums: Any, first: Array, keys: Array, tile_mask: TileMask, bias: Any) -> Any:
+    def step(sums: PyTree, first: Array, keys: Array, tile_mask: TileMask, bias: PyTree) -> Any:
         dq, dk, dv, db = sums
         queries = take_run(blocks, first, keys.shape[0])
         key_tiles = take_key_blocks(k_blocks, keys, -2), take_key_blocks(v_blocks, keys, -2)

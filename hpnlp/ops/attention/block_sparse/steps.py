@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from hpnlp.ops.attention.block_sparse import tile
 from hpnlp.ops.attention.block_sparse.array_blocks import (
@@ -26,6 +26,7 @@ from hpnlp.ops.attention.block_sparse.operands import ExecutorOperands, Options,
 from hpnlp.ops.attention.block_sparse.schedule import BlockSchedule, TileGroup, TileState
 from hpnlp.ops.attention.block_sparse.tile import QueryResiduals, TileMask
 from hpnlp.ops.helpers.custom_vjp import tied, vary_alike
+from hpnlp.types import AnyArray
 
 # States of a step: no pair is visible; all pairs are visible; pairs must be tested; all pairs of the keys that exist are
 # visible.
@@ -52,7 +53,7 @@ def residual_blocks(residuals: QueryResiduals, block: int, heads: tuple[int, int
     )
 
 
-def scan_group(tile_masks: TileMasks, step: Callable[..., Any], group: TileGroup, sums: Any) -> Any:
+def scan_group(tile_masks: TileMasks, step: Callable[..., Any], group: TileGroup, sums: PyTree) -> Any:
     """`sums = step(sums, first, keys, tile_mask, bias)` for each step of a group, without those that are EMPTY.
 
     Args:
@@ -66,12 +67,12 @@ def scan_group(tile_masks: TileMasks, step: Callable[..., Any], group: TileGroup
     """
     states = tile_masks.states(group)
 
-    def body(sums: Any, inputs: tuple[Array, Array, Array]) -> tuple[Any, None]:
+    def body(sums: PyTree, inputs: tuple[Array, Array, Array]) -> tuple[Any, None]:
         # Marked as varying once here, because JAX would otherwise insert it at each of their uses.
         first, keys, *_ = vary_alike(*inputs[:2], *jax.tree.leaves(sums))
         state = inputs[2]
 
-        def compute(sums: Any) -> Any:
+        def compute(sums: PyTree) -> Any:
             return step(sums, first, keys, *tile_masks.of_step(first, keys, state, states))
 
         if isinstance(states, np.ndarray):
@@ -156,7 +157,7 @@ class TileMasks:
             active = active & (of_keys("index", jnp.min) < operands.lengths[None, None, None])
         return jnp.where(active.any(axis=(1, 2, 3)), TESTED, EMPTY).astype(jnp.int32)
 
-    def of_step(self, first: Array, keys: Array, state: Array, states: Any) -> tuple[TileMask, Any]:
+    def of_step(self, first: Array, keys: Array, state: Array, states: AnyArray) -> tuple[TileMask, Any]:
         """The TileMask of a step, and for a bias function the bias as a function of the arrays that it closes over.
 
         Args:
@@ -191,12 +192,12 @@ class TileMasks:
         if options.bias_jaxpr is None:
             return tile_mask, None
 
-        def bias(closed_over: Any) -> Array:
+        def bias(closed_over: PyTree) -> Array:
             return tile.bias_of_function(options, closed_over, self._heads, query_info, key_info)
 
         return dataclasses.replace(tile_mask, bias=bias(operands.bias)), bias
 
-    def _visible(self, test: Callable[[], Array], inside: Array, state: Array, states: Any) -> Array | None:
+    def _visible(self, test: Callable[[], Array], inside: Array, state: Array, states: AnyArray) -> Array | None:
         """`test()` for TESTED steps and `inside`, the keys that exist, for others; None where all steps are FULL.
 
         The test is a branch of its own, so that XLA does not evaluate the mask again for each head and each pass over the
@@ -224,7 +225,7 @@ class TileMasks:
         return reduce(to_blocks(jnp.where(tokens.index >= 0, x, fill), block, fill=fill), axis=2)
 
 
-def _pair_blocks(x: Any, schedule: BlockSchedule, kv_heads: int) -> PairBlocks | None:
+def _pair_blocks(x: Array | None, schedule: BlockSchedule, kv_heads: int) -> PairBlocks | None:
     """An operand [B, N, T, S] in blocks."""
     return None if x is None else PairBlocks(split_heads(x, kv_heads), schedule.block, schedule.key_block)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from hpnlp.ops.linear import linear
 from hpnlp.ops.sampling import pick, sample
 from hpnlp.ops.softmax.cross_entropy import linear_cross_entropy, logits
 from hpnlp.ops.softmax.structured.grouped_softmax import best_of, check_k, grouped_nll, known_labels
-from hpnlp.types import InputError
+from hpnlp.types import AnyArray, InputError
 
 Tails = Sequence[tuple[Array, Array]]
 Shape = tuple[int, int]
@@ -261,7 +260,7 @@ def _check_cutoffs(cutoffs: Sequence[int]) -> None:
         raise InputError(f"cutoffs {tuple(cutoffs)}: expected rising numbers, from 1 on")
 
 
-def _check(h: Any, head: Any, tails: Tails, cutoffs: Sequence[int], head_bias: Any) -> int:
+def _check(h: AnyArray, head: AnyArray, tails: Tails, cutoffs: Sequence[int], head_bias: AnyArray | None) -> int:
     """Raises InputError if shapes do not fit; returns the number of words."""
     _check_cutoffs(cutoffs)
     if h.ndim != 2:

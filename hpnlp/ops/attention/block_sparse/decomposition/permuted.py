@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from hpnlp.ops.attention.block_sparse import scan
@@ -155,7 +156,7 @@ class _Permutation:
         """
         self._stride, self._chosen = stride, None if chosen is None else np.asarray(chosen, np.int32)
 
-    def apply(self, x: Array, fill: Any = 0) -> Array:
+    def apply(self, x: Array, fill: ArrayLike = 0) -> Array:
         """`[B, T, ...]` as `[B, chosen, ...]`, or `[B * stride, ceil(T / stride), ...]` padded with `fill`."""
         if self._chosen is not None:
             return x[:, self._chosen]
@@ -192,7 +193,7 @@ def _permute(
         mask_position = jnp.arange(permuted.index.shape[1], dtype=jnp.int32)[None] if part.over_quotients else None
         return dataclasses.replace(permuted, index=permutation.apply(tokens.index, -1), mask_position=mask_position)
 
-    def repeat(x: Any) -> Any:
+    def repeat(x: Array | None) -> Any:
         return None if x is None else jnp.repeat(x, stride, axis=0)
 
     part_operands = dataclasses.replace(
