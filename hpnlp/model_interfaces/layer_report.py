@@ -64,7 +64,7 @@ class LayerReport:
         )
 
 
-def statistic_axes(module: Any) -> Mapping[str, tuple[str | None, ...]]:
+def statistic_axes(module: object) -> Mapping[str, tuple[str | None, ...]]:
     """Statistics that a mixer or feed-forward network returns.
 
     A statistic with an axis "heads", "kv_heads" or "mlp" holds sums for each of these heads or columns. One without is a
@@ -79,7 +79,7 @@ def statistic_axes(module: Any) -> Mapping[str, tuple[str | None, ...]]:
     return module.statistic_axes if isinstance(module, WithStatistics) else {}
 
 
-def has_state(module: Any) -> bool:
+def has_state(module: object) -> bool:
     """Whether a mixer or feed-forward network returns statistics or changes buffers.
 
     Args:
@@ -91,7 +91,7 @@ def has_state(module: Any) -> bool:
     return bool(statistic_axes(module)) or isinstance(module, WithBuffers)
 
 
-def check_method(mixer: Any, name: str, caller: str, fix: str) -> None:
+def check_method(mixer: object, name: str, caller: str, fix: str) -> None:
     """Checks that a mixer's method and its `__call__` come from the same class.
 
     A subclass that changes `__call__` alone computes another function than the method that it inherits.

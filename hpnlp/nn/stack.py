@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.ops.helpers.stacks import StackOrder, layer_count, single_stack
@@ -23,11 +25,11 @@ Layer = Callable[[Any, tuple[Any, jax.Array, Any]], tuple[Any, tuple[Any, LayerR
 
 def run_layers(
     layers: Sequence[Layer],
-    x: Any,
-    params: Any,
-    caches: Any,
+    x: PyTree,
+    params: PyTree,
+    caches: PyTree,
     unroll: int,
-    first: Any = 0,
+    first: ArrayLike = 0,
     order: StackOrder | None = None,
 ) -> tuple[Any, Any, LayerReport]:
     """Runs a stack of layers.
@@ -57,7 +59,7 @@ def run_layers(
 
 
 def _run_separate(
-    layers: Sequence[Layer], x: Any, params: tuple[Any, ...], caches: Any, first: Any, order: StackOrder
+    layers: Sequence[Layer], x: PyTree, params: tuple[Any, ...], caches: PyTree, first: ArrayLike, order: StackOrder
 ) -> tuple[Any, Any, LayerReport]:
     """`run_layers` with separate parameters."""
     indices = _layer_indices(range(len(params)), first)
@@ -67,14 +69,14 @@ def _run_separate(
 
 
 def _run_stacked(
-    layers: Sequence[Layer], x: Any, stacks: dict[str, Any], caches: Any, unroll: int, order: StackOrder
+    layers: Sequence[Layer], x: PyTree, stacks: dict[str, Any], caches: PyTree, unroll: int, order: StackOrder
 ) -> tuple[Any, Any, LayerReport]:
     """`run_layers` with stacked parameters: a scan over complete periods, and then the layers that remain."""
     count, period = layer_count(stacks), len(layers)
     looped = count - count % period
     caches_by_form, remaining_caches = caches or ((None,) * period, (None,) * (count % period))
 
-    def run_period(x: Any, slices: tuple[Any, Any]) -> tuple[Any, Any]:
+    def run_period(x: PyTree, slices: tuple[Any, Any]) -> tuple[Any, Any]:
         params_and_indices, caches = slices
         return _run_in_order(
             layers, x, [(*order.layer_of_period(params_and_indices, i), cache) for i, cache in enumerate(caches)]
@@ -92,21 +94,25 @@ def _run_stacked(
     return x, (caches_by_form, remaining_caches), join_reports(order, reports, [report for _, report in results])
 
 
-def indexed_stacks(params: Any, first: Any, order: StackOrder | None, period: int) -> tuple[dict[str, Any], StackOrder]:
+def indexed_stacks(
+    params: PyTree, first: ArrayLike, order: StackOrder | None, period: int
+) -> tuple[dict[str, Any], StackOrder]:
     """`(stacks, order)`: pairs of the parameters and the indices of the layers of each stack."""
     order, params = (single_stack(period), {"all": params}) if order is None else (order, params)
     count = layer_count(params)
     return {name: (stack, _layer_indices(order.layers_of(name, count), first)) for name, stack in params.items()}, order
 
 
-def _layer_indices(layers: Sequence[int], first: Any) -> jax.Array:
+def _layer_indices(layers: Sequence[int], first: ArrayLike) -> jax.Array:
     """Indices of layers in the model, from those in a part of it that begins with the layer `first`."""
     is_range = list(layers) == list(range(len(layers)))
     indices = jnp.arange(len(layers), dtype=jnp.uint32) if is_range else jnp.asarray(layers, jnp.uint32)
     return indices + jnp.asarray(first, jnp.uint32)
 
 
-def _run_in_order(layers: Sequence[Layer], x: Any, slices: Sequence[Any]) -> tuple[Any, list[tuple[Any, LayerReport]]]:
+def _run_in_order(
+    layers: Sequence[Layer], x: PyTree, slices: Sequence[Any]
+) -> tuple[Any, list[tuple[Any, LayerReport]]]:
     """Runs one layer per slice, starting with the first form: `(x, (cache, report) of each layer)`."""
     results = []
     for i, layer_slice in enumerate(slices):

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from hpnlp.nn.layers import param
+from hpnlp.nn.layers import Initializer, param
 from hpnlp.nn.mixers.checks import check_has_effect, check_mask
 from hpnlp.ops.attention import Full, attend
 from hpnlp.ops.attention.low_rank.compression import convolve_tokens, padding_ids, pool_tokens, project_tokens
@@ -44,7 +44,9 @@ def real_tokens(inputs: MixerInputs) -> jax.Array | None:
     return None if inputs.segment_ids is None else inputs.segment_ids > 0
 
 
-def of_length(module: nn.Module, name: str, init: Any, shape: tuple[int, ...], axes: tuple[str, ...]) -> jax.Array:
+def of_length(
+    module: nn.Module, name: str, init: Initializer, shape: tuple[int, ...], axes: tuple[str, ...]
+) -> jax.Array:
     """A parameter with an axis "positions" for sequences of one length, of which shorter sequences use the beginning.
 
     Args:
