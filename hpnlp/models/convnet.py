@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from hpnlp.cost.parts import part
 from hpnlp.data.tokenizers.pixels import VALUES, PixelTokenizer
@@ -261,7 +261,7 @@ class ConvNet(BaseModel, nn.Module):
         return {}
 
     @nn.nowrap
-    def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
+    def advance(self, buffers: PyTree, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
         """Moving averages of the batch normalisations after a step.
 
         Args:

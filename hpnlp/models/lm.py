@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.models.backbone import DTYPES, BackboneConfig
 from hpnlp.models.prediction import PredictionModel, label_losses
@@ -17,6 +17,9 @@ from hpnlp.models.stacks.layer_stack import carry_axes, initial_carry
 from hpnlp.nn.attention import Context, Memory, mixer_period
 from hpnlp.ops.attention.masks.patterns import Causal
 from hpnlp.types import InputError, LossOut, option
+
+if TYPE_CHECKING:
+    from hpnlp.model_interfaces.layer_report import LayerReport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +117,7 @@ class LM(PredictionModel):
         """-log p(label) of each token, on one device; see `prediction.label_losses`."""
         return label_losses(self.output, self.table, h, labels)
 
-    def _carried(self, report: Any) -> Any:
+    def _carried(self, report: LayerReport) -> Any:
         """The carry after a batch, None if the layers carry nothing."""
         if not report.carry:
             return None
@@ -194,7 +197,7 @@ class LM(PredictionModel):
         return jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0], caches
 
     def extend(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], caches: Any
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], caches: PyTree
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Runs further tokens, which continue those in the caches.
 

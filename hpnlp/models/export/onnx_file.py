@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
+from jax.typing import ArrayLike
 
 from hpnlp.atomic_file import replaced
 from hpnlp.cost.flop_count import open_jaxpr
@@ -18,7 +19,10 @@ from hpnlp.models.export.functions import BATCH, LENGTH, ExportedFunction, trace
 from hpnlp.models.export.onnx_graph import IR_VERSION, OPSET, Graph, import_onnx
 from hpnlp.models.export.onnx_rules import CALLS, rule_of
 from hpnlp.models.export.onnx_shapes import is_number
-from hpnlp.types import InputError
+from hpnlp.types import Equation, InputError
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr, Literal, Var
 
 _MAX_BYTES = 2**31 - 2**20  # a protocol buffer holds at most 2 GiB
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of primitives that call a jaxpr
@@ -83,13 +87,13 @@ def _stated(shape: Sequence[Any]) -> list[Any]:
     return [int(size) if is_number(size) else str(size) for size in shape]
 
 
-def _run(graph: Graph, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+def _run(graph: Graph, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     """Adds the nodes of a jaxpr. Values are names of the graph, or arrays where they are known."""
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(
         zip(jaxpr.invars, args, strict=True)
     )
 
-    def read(atom: Any) -> Any:
+    def read(atom: Var | Literal) -> Any:
         is_literal = isinstance(atom, jax.extend.core.Literal)
         return np.asarray(atom.val, np.dtype(_aval(atom).dtype)) if is_literal else values[atom]
 
@@ -99,12 +103,12 @@ def _run(graph: Graph, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _aval(atom: Any) -> Any:
+def _aval(atom: Var | Literal) -> Any:
     """Shape and dtype of an atom."""
     return atom.aval
 
 
-def _equation(graph: Graph, eqn: Any, inputs: list[Any]) -> list[Any]:
+def _equation(graph: Graph, eqn: Equation, inputs: list[Any]) -> list[Any]:
     """Results of an equation."""
     name = eqn.primitive.name
     body = next((eqn.params[key] for key in _BODIES if key in eqn.params), None)
@@ -126,13 +130,13 @@ def _equation(graph: Graph, eqn: Any, inputs: list[Any]) -> list[Any]:
     return [rule_of(eqn)(graph, eqn, [_name(graph, value) for value in inputs])]
 
 
-def _has_known_shapes(eqn: Any) -> bool:
+def _has_known_shapes(eqn: Equation) -> bool:
     """Whether no size of the results is a symbol."""
     has_sizes = all(is_number(size) for atom in eqn.outvars for size in _aval(atom).shape)
     return has_sizes and eqn.primitive.name != "dim_as_value"
 
 
-def _known(eqn: Any, inputs: list[Any]) -> list[Any]:
+def _known(eqn: Equation, inputs: list[Any]) -> list[Any]:
     """Results of an equation whose inputs are known; broadcast arrays keep the memory of the array before."""
     if eqn.primitive.name == "broadcast_in_dim":
         shape = eqn.params["shape"]
@@ -144,7 +148,7 @@ def _known(eqn: Any, inputs: list[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def _scan(graph: Graph, eqn: Any, inputs: list[Any]) -> list[Any]:
+def _scan(graph: Graph, eqn: Equation, inputs: list[Any]) -> list[Any]:
     """A loop of a known number of iterations, which may be 0, one after the other."""
     count, carried, length = (eqn.params[key] for key in ("num_consts", "num_carry", "length"))
     body = eqn.params["jaxpr"]
@@ -162,7 +166,7 @@ def _scan(graph: Graph, eqn: Any, inputs: list[Any]) -> list[Any]:
     return [*carry, *(_stack(graph, parts) for parts in zip(*slices, strict=True))]
 
 
-def _at(graph: Graph, stack: Any, index: int) -> Any:
+def _at(graph: Graph, stack: str | np.ndarray, index: int) -> Any:
     if not isinstance(stack, str):
         return np.asarray(stack)[index]
     return graph.node("Gather", stack, graph.constant(np.int64(index)), axis=0)
@@ -175,7 +179,7 @@ def _stack(graph: Graph, parts: Sequence[Any]) -> Any:
     return graph.node("Concat", *(graph.node("Unsqueeze", _name(graph, part), first) for part in parts), axis=0)
 
 
-def _split(graph: Graph, eqn: Any, x: str) -> list[str]:
+def _split(graph: Graph, eqn: Equation, x: str) -> list[str]:
     axis, ends = eqn.params["axis"], np.cumsum(eqn.params["sizes"])
     shape = eqn.invars[0].aval.shape
     results = []
@@ -186,14 +190,14 @@ def _split(graph: Graph, eqn: Any, x: str) -> list[str]:
     return results
 
 
-def _top_k(graph: Graph, eqn: Any, x: str) -> list[str]:
+def _top_k(graph: Graph, eqn: Equation, x: str) -> list[str]:
     """The k largest values and their places; of equal ones, the first."""
     count = graph.integers(eqn.params["k"])
     values, places = graph.node_outputs("TopK", 2, x, count, axis=eqn.params["axis"], largest=1, sorted=1)
     return [values, graph.cast(places, np.int32)]
 
 
-def _name(graph: Graph, value: Any) -> str:
+def _name(graph: Graph, value: str | ArrayLike) -> str:
     """The name of a value, which becomes a constant where it is known."""
     if isinstance(value, str):
         return value

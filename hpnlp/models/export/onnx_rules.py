@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from hpnlp.models.export.onnx_graph import Graph, stored_dtype
-from hpnlp.types import InputError
+from hpnlp.types import Equation, InputError
 
 # (graph, equation, names of its inputs) -> name of its result.
 Rule = Callable[[Graph, Any, Sequence[str]], str]
@@ -57,21 +57,21 @@ REDUCTIONS = {
 IDENTITIES = ("copy", "name", "pvary", "sharding_constraint", "stop_gradient")
 
 
-def _unary(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _unary(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     return graph.node(UNARY[eqn.primitive.name], inputs[0])
 
 
-def _binary(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _binary(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     return graph.node(BINARY[eqn.primitive.name], *graph.broadcasting(inputs, eqn))
 
 
-def _logical(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _logical(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     kind = LOGICAL[eqn.primitive.name]
     is_bool = eqn.outvars[0].aval.dtype == np.bool_
     return graph.node(kind if is_bool else f"Bitwise{kind}", *graph.broadcasting(inputs, eqn))
 
 
-def _shift_right(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _shift_right(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     """A shift of the bits of integers; runtimes shift unsigned ones."""
     dtype = eqn.outvars[0].aval.dtype
     unsigned = [
@@ -80,11 +80,11 @@ def _shift_right(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
     return graph.cast(graph.node("BitShift", *unsigned, direction="RIGHT"), dtype)
 
 
-def _not_equal(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _not_equal(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     return graph.node("Not", graph.node("Equal", *graph.broadcasting(inputs, eqn)))
 
 
-def _select(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _select(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     if len(inputs) != 3 or eqn.invars[0].aval.dtype != np.bool_:
         raise _unsupported(eqn, "of more than two cases")
     condition, otherwise, then = graph.broadcasting(inputs, eqn)
@@ -99,68 +99,68 @@ def _where(graph: Graph, condition: str, then: str, otherwise: str, dtype: DType
     return graph.cast(chosen, np.bool_)
 
 
-def _convert(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _convert(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     return graph.cast(inputs[0], eqn.params["new_dtype"])
 
 
-def _integer_pow(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _integer_pow(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     if eqn.params["y"] == 2:
         return graph.node("Mul", inputs[0], inputs[0])
     dtype = stored_dtype(eqn.outvars[0].aval.dtype)
     return graph.node("Pow", inputs[0], graph.constant(np.array(eqn.params["y"], dtype)))
 
 
-def _square(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _square(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     return graph.node("Mul", inputs[0], inputs[0])
 
 
-def _rsqrt(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _rsqrt(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     return graph.node("Reciprocal", graph.node("Sqrt", inputs[0]))
 
 
-def _erfc(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _erfc(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     return graph.node("Sub", graph.constant(np.float32(1)), graph.node("Erf", inputs[0]))
 
 
-def _log1p(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _log1p(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     return graph.node("Log", graph.node("Add", graph.constant(np.float32(1)), inputs[0]))
 
 
-def _remainder(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _remainder(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     return graph.node("Mod", *graph.broadcasting(inputs, eqn), fmod=1)
 
 
-def _round(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _round(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     if int(eqn.params["rounding_method"]) != 1:  # to the nearest even number
         raise _unsupported(eqn, "away from zero")
     return graph.node("Round", inputs[0])
 
 
-def _reduce_precision(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _reduce_precision(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     info = jnp.finfo(eqn.invars[0].aval.dtype)
     if eqn.params["exponent_bits"] < info.nexp or eqn.params["mantissa_bits"] < info.nmant:
         raise _unsupported(eqn, "to fewer bits")
     return inputs[0]
 
 
-def _clamp(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _clamp(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     low, x, high = inputs
     return graph.node("Min", graph.node("Max", x, low), high)
 
 
-def _is_finite(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _is_finite(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     return graph.node("Not", graph.node("Or", graph.node("IsNaN", inputs[0]), graph.node("IsInf", inputs[0])))
 
 
-def _reshape(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _reshape(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     return graph.reshape(inputs[0], eqn.outvars[0].aval.shape)
 
 
-def _transpose(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _transpose(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     return graph.node("Transpose", inputs[0], perm=list(eqn.params["permutation"]))
 
 
-def _broadcast(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _broadcast(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     shape, old = eqn.outvars[0].aval.shape, eqn.invars[0].aval.shape
     sizes: list[Any] = [1] * len(shape)
     for axis, size in zip(eqn.params["broadcast_dimensions"], old, strict=True):
@@ -170,7 +170,7 @@ def _broadcast(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
     return narrow if tuple(sizes) == tuple(shape) else graph.expand(narrow, shape)
 
 
-def _iota(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _iota(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     """Indices along an axis of symbolic size; indices of a known shape are constants."""
     shape, axis = eqn.outvars[0].aval.shape, eqn.params["dimension"]
     zero, one = graph.constant(np.int64(0)), graph.constant(np.int64(1))
@@ -179,28 +179,28 @@ def _iota(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
     return narrow if len(shape) == 1 else graph.expand(narrow, shape)
 
 
-def _size(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _size(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     return graph.cast(graph.sizes.scalar(eqn.params["dim"]), eqn.outvars[0].aval.dtype)
 
 
-def _concatenate(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _concatenate(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     return graph.node("Concat", *inputs, axis=eqn.params["dimension"])
 
 
-def _slice(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _slice(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     starts, ends = eqn.params["start_indices"], eqn.params["limit_indices"]
     steps = eqn.params["strides"] or (1,) * len(starts)
     return graph.slice(inputs[0], starts, ends, steps)
 
 
-def _pad(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _pad(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     low, high, interior = zip(*eqn.params["padding_config"], strict=True)
     if any(interior) or min(*low, *high) < 0:
         raise _unsupported(eqn, "by a negative number, or between elements")
     return graph.node("Pad", inputs[0], graph.integers(*low, *high), inputs[1])
 
 
-def _reduce(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _reduce(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     return _reduced(graph, REDUCTIONS[eqn.primitive.name], inputs[0], eqn.params["axes"])
 
 
@@ -209,24 +209,24 @@ def _reduced(graph: Graph, kind: str, x: str, axes: Sequence[int]) -> str:
     return graph.node(kind, x, graph.integers(*axes), keepdims=0) if axes else x
 
 
-def _reduce_logical(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _reduce_logical(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     kind = "ReduceMin" if eqn.primitive.name == "reduce_and" else "ReduceMax"
     integers = graph.cast(inputs[0], np.int32)
     return graph.cast(_reduced(graph, kind, integers, eqn.params["axes"]), np.bool_)
 
 
-def _argmax(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _argmax(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     (axis,) = eqn.params["axes"]
     kind = "ArgMax" if eqn.primitive.name == "argmax" else "ArgMin"
     return graph.cast(graph.node(kind, inputs[0], axis=axis, keepdims=0), eqn.params["index_dtype"])
 
 
-def _cumsum(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _cumsum(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     axis = graph.constant(np.int64(eqn.params["axis"]))
     return graph.node("CumSum", inputs[0], axis, reverse=int(eqn.params["reverse"]))
 
 
-def _dot_general(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _dot_general(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     (contracted_a, contracted_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
     (a, b), out = (v.aval for v in eqn.invars), eqn.outvars[0].aval
     free_a = [i for i in range(a.ndim) if i not in (*contracted_a, *batch_a)]
@@ -254,7 +254,7 @@ def _dot_general(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
     return graph.cast(product, np.bool_) if out.dtype == np.bool_ else product
 
 
-def _gather(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _gather(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     numbers, operand, ids = eqn.params["dimension_numbers"], eqn.invars[0].aval, eqn.invars[1].aval
     axes = numbers.start_index_map
     if numbers.operand_batching_dims and ids.ndim == operand.ndim + 1:
@@ -277,7 +277,7 @@ def _gather(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
     return _where(graph, within, result, graph.constant(_fill_value(eqn)), operand.dtype)
 
 
-def _gather_elements(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _gather_elements(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     """A gather along one axis, as of `take_along_axis`."""
     numbers, operand, ids = eqn.params["dimension_numbers"], eqn.invars[0].aval, eqn.invars[1].aval
     axis = numbers.start_index_map[0]
@@ -292,7 +292,7 @@ def _gather_elements(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
     return _where(graph, within, result, graph.constant(_fill_value(eqn)), operand.dtype)
 
 
-def _valid_ids(graph: Graph, eqn: Any, ids: str, axis: int) -> tuple[str, str]:
+def _valid_ids(graph: Graph, eqn: Equation, ids: str, axis: int) -> tuple[str, str]:
     """`(ids without their last axis, which has size 1; the nearest ids within the axis of the operand)`."""
     last = np.array(eqn.invars[0].aval.shape[axis] - 1, eqn.invars[1].aval.dtype)
     rows = graph.squeeze(ids, [eqn.invars[1].aval.ndim - 1])
@@ -300,7 +300,7 @@ def _valid_ids(graph: Graph, eqn: Any, ids: str, axis: int) -> tuple[str, str]:
     return rows, graph.node("Min", lower, graph.constant(last))
 
 
-def _dynamic_slice(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _dynamic_slice(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     """A gather of one part of an array, as JAX writes slices of arrays of symbolic sizes."""
     numbers, operand = eqn.params["dimension_numbers"], eqn.invars[0].aval
     axes, sizes = numbers.start_index_map, eqn.params["slice_sizes"]
@@ -315,7 +315,7 @@ def _dynamic_slice(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
     return graph.squeeze(part, numbers.collapsed_slice_dims)
 
 
-def _fill_value(eqn: Any) -> np.ndarray:
+def _fill_value(eqn: Equation) -> np.ndarray:
     """The result of a gather for indices that are out of bounds."""
     dtype, value = eqn.invars[0].aval.dtype, eqn.params["fill_value"]
     if value is None and dtype == np.bool_:
@@ -337,7 +337,7 @@ _ORIGINS = {
 }
 
 
-def _unsupported(eqn: Any, detail: str = "") -> InputError:
+def _unsupported(eqn: Equation, detail: str = "") -> InputError:
     operation = " ".join(filter(None, (eqn.primitive.name, detail)))
     origin, choice = "", "a model without it"
     traceback = eqn.source_info.traceback
@@ -352,7 +352,7 @@ def _unsupported(eqn: Any, detail: str = "") -> InputError:
     )
 
 
-def rule_of(eqn: Any) -> Rule:
+def rule_of(eqn: Equation) -> Rule:
     """The rule of a primitive.
 
     Args:
@@ -369,15 +369,15 @@ def rule_of(eqn: Any) -> Rule:
     return RULES[eqn.primitive.name]
 
 
-def _same(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _same(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     return inputs[0]
 
 
-def _softmax(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _softmax(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     return graph.node("Softmax", inputs[0], axis=-1)
 
 
-def _dynamic_integer_product(graph: Graph, eqn: Any, inputs: Sequence[str]) -> str:
+def _dynamic_integer_product(graph: Graph, eqn: Equation, inputs: Sequence[str]) -> str:
     """The nodes that onnxruntime fuses into one kernel: DynamicQuantizeLinear, MatMulInteger, Cast and Mul."""
     x, codes, scales = inputs
     rounded, step, zero = graph.node_outputs("DynamicQuantizeLinear", 3, x)

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpnlp.nn.attention import mixer_period
 from hpnlp.nn.block import BlockConfig
@@ -15,6 +15,9 @@ from hpnlp.nn.feed_forward import FeedForward, build_feed_forward, described_net
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.spec import Spec, build, parse_period
 from hpnlp.types import InputError, Mixer, MixerTraits, Projection, WithCarry
+
+if TYPE_CHECKING:
+    from hpnlp.models.backbone import BackboneConfig
 
 # Block fields that are the same in all layers, and the reason.
 SHARED: Mapping[str, str] = {
@@ -113,7 +116,7 @@ def carries(mixer: str) -> bool:
     return any(isinstance(entry, WithCarry) for entry in build_mixers(mixer))
 
 
-def check_carry(config: Any) -> None:
+def check_carry(config: BackboneConfig) -> None:
     """Checks that a model whose mixers carry state from batch to batch can do so.
 
     Args:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
+from jaxtyping import PyTree
 
 from hpnlp.models.shared.body import ConfigOfModel
 from hpnlp.models.shared.model import BaseModel
@@ -86,7 +87,7 @@ class UnstackedModel(BaseModel):
         """
         return {}
 
-    def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
+    def advance(self, buffers: PyTree, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
         """Buffers for the next step, which are those of this one.
 
         Args:
