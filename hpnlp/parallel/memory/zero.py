@@ -15,11 +15,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import PyTree
 
 from hpnlp.model_interfaces.model_parallel import Zero2Parameter
 from hpnlp.parallel.varying import vary
@@ -58,7 +58,7 @@ def fsdp_dimension(
     return NOT_DIVIDED
 
 
-def full_shape(leaf: Any) -> tuple[int, ...]:
+def full_shape(leaf: PyTree) -> tuple[int, ...]:
     """Shape of a parameter.
 
     Args:
@@ -70,7 +70,7 @@ def full_shape(leaf: Any) -> tuple[int, ...]:
     return leaf.full.shape if is_zero2(leaf) else leaf.shape
 
 
-def is_zero2(node: Any) -> bool:
+def is_zero2(node: object) -> bool:
     """Whether a node of a tree is a `Zero2Parameter`.
 
     Args:
@@ -82,7 +82,7 @@ def is_zero2(node: Any) -> bool:
     return isinstance(node, Zero2Parameter)
 
 
-def gather_parameter(leaf: Any, dim: int, token_axes: tuple[str, ...]) -> jax.Array:
+def gather_parameter(leaf: PyTree, dim: int, token_axes: tuple[str, ...]) -> jax.Array:
     """Makes a full parameter inside `shard_map`; the derivative reduce-scatters its gradient over `fsdp`.
 
     Args:
