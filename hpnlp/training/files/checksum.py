@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 
 @jax.jit
-def _word_sums(tree: Any) -> Any:
+def _word_sums(tree: PyTree) -> Any:
     """A uint32 checksum of each array: `ops.helpers.checksum.word_sum` on devices, which does not depend on the sharding."""
 
     def word_sum(x: jax.Array) -> jax.Array:
@@ -24,12 +25,12 @@ def _word_sums(tree: Any) -> Any:
     return jax.tree.map(word_sum, tree)
 
 
-def shape_of(leaf: Any) -> str:
+def shape_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> str:
     """Shape of an array as text, such as `[264, 16]`."""
     return str(list(leaf.shape))
 
 
-def type_of(leaf: Any) -> str:
+def type_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> str:
     """Dtype and shape of an array as text, such as `float32[264, 16]`.
 
     Args:
@@ -41,7 +42,9 @@ def type_of(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
-def first_difference(expected: Any, actual: Any, form: Callable[[Any], str] = type_of) -> tuple[str, str, str] | None:
+def first_difference(
+    expected: PyTree, actual: PyTree, form: Callable[[Any], str] = type_of
+) -> tuple[str, str, str] | None:
     """Compares the names, dtypes and shapes of two trees.
 
     Args:
@@ -61,7 +64,7 @@ def first_difference(expected: Any, actual: Any, form: Callable[[Any], str] = ty
     return next(((name, first.get(name, "nothing"), second.get(name, "nothing")) for name in names), None)
 
 
-def checksum(tree: Any) -> dict[str, str]:
+def checksum(tree: PyTree) -> dict[str, str]:
     """Checksums of the arrays of a tree.
 
     Args:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError
@@ -161,7 +162,7 @@ def next_count(spec: str, count: Any, step: jax.Array) -> Any:
     return jnp.where((count > 0) | average.begins(step), count + 1, 0)
 
 
-def updated(average: Any, params: Any, count: jax.Array) -> Any:
+def updated(average: PyTree, params: PyTree, count: jax.Array) -> Any:
     """The mean with further parameters.
 
     Args:

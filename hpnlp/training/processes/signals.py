@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 # Ctrl-C, kill, a closed terminal, and the two that batch systems such as SLURM can be configured to send.
@@ -86,7 +87,7 @@ def _watch(reader: int) -> None:
                     end(number[0])
 
 
-def _receive(number: int, frame: Any) -> None:
+def _receive(number: int, frame: FrameType | None) -> None:
     """Python handler in the main thread; inside `watched`, the thread reacts."""
     if not _watching:
         _react(number)

@@ -79,7 +79,7 @@ def _names(stack: Any, start: Start, is_same: bool) -> list[str]:
     return names + ["max_len"] * bool(stack.fixed_length() and "max_len" not in names)
 
 
-def _value(stack: Any, name: str, source: warm_start.Source, current: Any) -> Any:
+def _value(stack: Any, name: str, source: warm_start.Source, current: object) -> Any:
     """The value of a field; 0 for a table of as many rows as the tokenizer has ids, unless the current value is that number."""
     value = getattr(stack, name)
     return 0 if name == "vocab" and value == source.tokenizer.vocab_size != current else value

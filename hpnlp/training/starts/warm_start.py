@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from hpnlp import tasks
 from hpnlp.compress.distilling.distillation import Extras
@@ -117,7 +118,12 @@ class Source:
         return "; ".join(filter(None, (differences, scaled)))
 
     def load_params(
-        self, trainer: Trainer, plan: Plan, task: str = "", key: jax.Array | None = None, model: Any = None
+        self,
+        trainer: Trainer,
+        plan: Plan,
+        task: str = "",
+        key: jax.Array | None = None,
+        model: Any = None,
     ) -> tuple[Any, str]:
         """Reads the parameters: those of the best checkpoint of a run, or of a Hugging Face directory.
 
@@ -318,7 +324,7 @@ def _initial(trainer: Trainer, key: jax.Array | None) -> Any:
     return variables.join(initial.params, initial.buffers)
 
 
-def _with_buffers_of_data(params: Any, trainer: Trainer, names: Sequence[str], key: jax.Array | None) -> Any:
+def _with_buffers_of_data(params: PyTree, trainer: Trainer, names: Sequence[str], key: jax.Array | None) -> Any:
     """Weights of the source, with initial values of the buffers that belong to its data."""
     of_source, buffers = variables.split(params)
     kept = {name: tree for name, tree in (buffers or {}).items() if name not in names}
@@ -326,14 +332,14 @@ def _with_buffers_of_data(params: Any, trainer: Trainer, names: Sequence[str], k
     return variables.join(of_source, {**kept, **{name: initial[name] for name in names if name in initial}})
 
 
-def _with_new_head(params: Any, trainer: Trainer, replaced: Sequence[str], key: jax.Array | None) -> Any:
+def _with_new_head(params: PyTree, trainer: Trainer, replaced: Sequence[str], key: jax.Array | None) -> Any:
     """Weights of the source that the model has too, without those that are replaced, and initial values of all others."""
     first = _initial(trainer, key)
     kept = {name: tree for name, tree in params.items() if name in first and name not in replaced}
     return {**first, **kept}
 
 
-def _check_shapes(params: Any, expected: Any, source: Source) -> None:
+def _check_shapes(params: PyTree, expected: PyTree, source: Source) -> None:
     """Raises InputError unless the parameters of the source have the expected names and shapes."""
     if difference := first_difference(expected, params, shape_of):
         name, of_model, of_source = difference
