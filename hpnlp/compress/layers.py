@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from hpnlp.models.stacks.layer_forms import PROJECTION_FIELDS, build_mixers
 from hpnlp.models.stacks.layer_stack import layer_axes
 from hpnlp.models.variables import BUFFERS
 from hpnlp.nn.block import BlockConfig
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from hpnlp.models.backbone import BackboneConfig
 
 # Fields of a Block that pruning changes. Everything else is the same in all layers of a form.
 WIDTHS = ("heads", "kv_heads", "mlp_dim", "mlp")
@@ -35,7 +39,7 @@ class Layer:
     axes: Mapping[str, Any]
 
 
-def split_layers(config: Any, weights: Any) -> list[Layer]:
+def split_layers(config: BackboneConfig, weights: PyTree) -> list[Layer]:
     """The layers of a model.
 
     Args:
@@ -63,7 +67,7 @@ def split_layers(config: Any, weights: Any) -> list[Layer]:
     return result
 
 
-def join_layers(config: Any, weights: Any, layers: Sequence[Layer]) -> tuple[Any, Any]:
+def join_layers(config: BackboneConfig, weights: PyTree, layers: Sequence[Layer]) -> tuple[Any, Any]:
     """A model with other layers.
 
     Args:
@@ -91,7 +95,7 @@ def join_layers(config: Any, weights: Any, layers: Sequence[Layer]) -> tuple[Any
     return new_config, result
 
 
-def check_single_stack(config: Any) -> None:
+def check_single_stack(config: BackboneConfig) -> None:
     """Checks that a model has layers that can be pruned.
 
     Args:
@@ -108,7 +112,7 @@ def check_single_stack(config: Any) -> None:
         )
 
 
-def _config_of(config: Any, forms: Sequence[BlockConfig]) -> Any:
+def _config_of(config: BackboneConfig, forms: Sequence[BlockConfig]) -> Any:
     """The config of a model whose layers have these forms."""
     first = forms[0]
     shared = {name: getattr(first, name) for name in WIDTHS}
@@ -130,7 +134,7 @@ def _config_of(config: Any, forms: Sequence[BlockConfig]) -> Any:
     )
 
 
-def _changed(config: Any, first: BlockConfig, form: BlockConfig) -> dict[str, Any]:
+def _changed(config: BackboneConfig, first: BlockConfig, form: BlockConfig) -> dict[str, Any]:
     """Values of the fields in which a layer differs from the model's own Block, which has the widths of the first layer."""
     own = {field.name: getattr(config, field.name) for field in dataclasses.fields(BlockConfig)}
     own |= {name: getattr(first, name) for name in WIDTHS} | {"head_dim": config.head_size}

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from hpnlp.compress.distilling.distillation_terms import FIELD, Term
 from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.ops import distillation as ops
 from hpnlp.ops.linear import linear
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from hpnlp.models.backbone import BackboneConfig
 
 # Arrays of a batch with stored logits of the teacher, and the classes that they belong to.
 VALUES, IDS = "teacher_logits", "teacher_ids"
@@ -94,20 +98,20 @@ class Comparison:
             losses = ops.logit_divergence(logits, teacher, term.temperature)
         return jnp.where(weights == 0, 0.0, weights * losses).sum(), weights.sum(), self.gate(term, 0, 1)
 
-    def _of_states(self, name: str, loss: str, student: Any, teacher: Any, gate: Any) -> Part:
+    def _of_states(self, name: str, loss: str, student: Array, teacher: Array, gate: Array) -> Part:
         if name in self.projections:
             student = linear(student.astype(jnp.float32), self.projections[name])
         is_token = self.batch["segment_ids"] > 0
         losses = _STATE_LOSSES[loss](student, teacher)
         return jnp.where(is_token, losses, 0.0).sum(), is_token.sum(dtype=jnp.float32), gate
 
-    def _of_attention(self, loss: str, teacher: int, student: int, gate: Any) -> Part:
+    def _of_attention(self, loss: str, teacher: int, student: int, gate: Array) -> Part:
         scores, visible = self._scores(self.student, self.student_config, student)
         target, of_teacher = self._scores(self.teacher, self.teacher_config, teacher)
         compare = ops.score_error if loss == "scores" else ops.attention_divergence
         return *compare(scores, target, visible & of_teacher), gate
 
-    def _scores(self, tapped: Mapping[str, Any], config: Any, layer: int) -> Any:
+    def _scores(self, tapped: Mapping[str, Any], config: BackboneConfig, layer: int) -> Any:
         mixers = config.mixers()
         mixer = mixers[(layer - 1) % len(mixers)]
         mask = mixer.within(config.mask)
@@ -139,7 +143,7 @@ def term_names(terms: tuple[Term, ...]) -> dict[str, Term]:
     return result
 
 
-def check_terms(terms: tuple[Term, ...], student: Any, teacher: Any) -> None:
+def check_terms(terms: tuple[Term, ...], student: BackboneConfig, teacher: BackboneConfig) -> None:
     """Checks that both models have what the terms compare.
 
     Args:
@@ -173,7 +177,7 @@ def check_terms(terms: tuple[Term, ...], student: Any, teacher: Any) -> None:
                     )
 
 
-def _check_attention(who: str, config: Any, layers: list[int]) -> None:
+def _check_attention(who: str, config: BackboneConfig, layers: list[int]) -> None:
     """Raises InputError if one of the layers has no queries and keys of its tokens, one for each head."""
     mixers = config.mixers()
     for layer in layers:
@@ -187,12 +191,12 @@ def _check_attention(who: str, config: Any, layers: list[int]) -> None:
             )
 
 
-def _form(config: Any, layer: int) -> Any:
+def _form(config: BackboneConfig, layer: int) -> Any:
     forms = config.forms()
     return forms[(layer - 1) % len(forms)]
 
 
-def _state(tapped: Mapping[str, Any], config: Any, layer: int) -> Any:
+def _state(tapped: Mapping[str, Any], config: BackboneConfig, layer: int) -> Any:
     """The states that a layer returns; the embeddings for layer 0."""
     if layer == 0:
         return tapped["embedding"]

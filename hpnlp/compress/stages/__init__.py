@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from hpnlp.models.shared.body import ConfigOfModel
 
 # What a stage changes.
 STRUCTURE, FACTORS, NUMBERS = "structure", "factors", "numbers"
@@ -92,7 +96,7 @@ def check_keeps_units(name: str, share: int | float | str, counts: Sequence[int]
         )
 
 
-def gradients_of(name: str, config: Any, weights: Any, calibration: Calibration | None) -> Any:
+def gradients_of(name: str, config: ConfigOfModel, weights: PyTree, calibration: Calibration | None) -> Any:
     """Gradients of the parameters on calibration data.
 
     Args:
@@ -112,7 +116,7 @@ def gradients_of(name: str, config: Any, weights: Any, calibration: Calibration 
     return calibration.gradients(config, weights)
 
 
-def squared_gradients(name: str, config: Any, weights: Any, calibration: Calibration | None) -> Any:
+def squared_gradients(name: str, config: ConfigOfModel, weights: PyTree, calibration: Calibration | None) -> Any:
     """Sums of squared gradients of single sequences or texts: the diagonal of the empirical Fisher information.
 
     Args:
