@@ -47,7 +47,7 @@ def cache_root(configured: str) -> str:
     )
 
 
-def key_of(value: Any) -> str:
+def key_of(value: object) -> str:
     """Hashes a JSON-able value to a name.
 
     Args:
