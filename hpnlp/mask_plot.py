@@ -8,7 +8,7 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from hpnlp.ops.attention.block_sparse.block_mask import BlockMask, active_tiles,
 from hpnlp.ops.attention.block_sparse.decomposition import cost_model
 from hpnlp.ops.attention.masks.per_head import check_mask
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # A picture has a pixel for each pair if there are at most MAX_PIXEL_PAIRS, and at most MAX_CELLS pixels per side otherwise.
 MAX_PIXEL_PAIRS, MAX_CELLS = 1024 * 1024, 128
@@ -326,7 +329,7 @@ def _figure(views: Sequence[View]) -> Any:
     return figure
 
 
-def _panel(axes: Any, view: View) -> None:
+def _panel(axes: Axes, view: View) -> None:
     """Draws a view with its title, ticks and figures."""
     stretched = max(view.length, view.keys) > 4 * min(view.length, view.keys)
     rows, columns = (view.cell * pixels for pixels in view.image.shape[:2])

@@ -159,7 +159,7 @@ def _literal(node: ast.expr) -> Any:
     return value
 
 
-def shortened(value: Any, length: int = 200) -> str:
+def shortened(value: object, length: int = 200) -> str:
     """The repr of a value, for error messages.
 
     Args:
@@ -266,7 +266,7 @@ def _bind(
     return entry, bound
 
 
-def _fits(value: Any, annotation: Any) -> bool:
+def _fits(value: object, annotation: object) -> bool:
     """False if the annotation of a parameter names plain types, and `value` has none of them."""
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     if text == "tuple[int, ...]":

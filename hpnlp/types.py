@@ -14,13 +14,17 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from hpnlp.errors import InputError as InputError
 from hpnlp.tokenizer import Tokenizer as Tokenizer
 from hpnlp.tokenizer import WordStats as WordStats
 
 Array = jax.Array
+JSONValue = str | int | float | bool | Sequence[Any] | Mapping[str, Any] | None
+AnyArray = jax.Array | np.ndarray  # where both are accepted
 T = TypeVar("T")
 
 # Auxiliary results of a layer: name -> (sum, weight) or their shapes. Names that end in `_loss` are added to the training loss.
@@ -42,6 +46,26 @@ def option(default: T, help: str) -> T:
     """
     field: Any = dataclasses.field(default=default, metadata={"help": help})
     return field
+
+
+@runtime_checkable
+class Equation(Protocol):
+    """An equation of a jaxpr, `jax.extend.core.JaxprEqn`, whose variables and literals are of arrays."""
+
+    @property
+    def primitive(self) -> Any: ...
+
+    @property
+    def params(self) -> Mapping[str, Any]: ...
+
+    @property
+    def invars(self) -> Sequence[Any]: ...
+
+    @property
+    def outvars(self) -> Sequence[Any]: ...
+
+    @property
+    def source_info(self) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +245,7 @@ class WithCarry(Protocol):
 class WithFurtherKeys(Protocol):
     """A mixer with a carry that also attends to tokens which it computes itself, such as compressed ones."""
 
-    def further_keys(self, tokens: Any) -> Any:
+    def further_keys(self, tokens: PyTree) -> Any:
         """Tokens made of those of the carry and of x, whose keys and values follow, by constant parameters; None for none."""
         ...
 
@@ -334,7 +358,7 @@ class Model(Protocol):
         """
         ...
 
-    def advance(self, buffers: Any, statistics: Statistics, step: Array, rng: Array) -> Any:
+    def advance(self, buffers: PyTree, statistics: Statistics, step: Array, rng: Array) -> Any:
         """The buffers of the next step, a pure function outside of the gradient. Called if the model has buffers.
 
         Args:
@@ -360,7 +384,7 @@ class Model(Protocol):
         """Checks that the model is trained on a layout over devices; raises InputError if it is not."""
         ...
 
-    def allowed_updates(self, params: Any, updates: Any, rate: Array) -> Any:
+    def allowed_updates(self, params: PyTree, updates: PyTree, rate: Array) -> Any:
         """Updates of parameters as the model requires, for a learning rate, a float32 scalar."""
         ...
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from absl import flags
+from jaxtyping import PyTree
 
 from hpnlp import cli
 from hpnlp.cli import run_names
@@ -270,7 +271,7 @@ def _check_predictions(run: Run, kind: Kind, target: Path) -> None:
     print(f"{target}: {agreement.describe(len(texts))}{cause}")
 
 
-def _kinds_of_weights(params: Any) -> list[str]:
+def _kinds_of_weights(params: PyTree) -> list[str]:
     """Names of the stages of recipes that made the matrices of a model, without plain arrays."""
     import jax
 

@@ -11,10 +11,10 @@ import re
 import sys
 import traceback
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 from ml_collections import ConfigDict, FrozenConfigDict, config_flags
@@ -23,6 +23,9 @@ import hpnlp
 from hpnlp.cli import named_experiments
 from hpnlp.spec import lookup
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from hpnlp.training.config import Config
 
 EXAMPLE = "lm/bytes"
 AUTO = "--data.seq_len=auto"  # the length of the training texts, which `read` replaces by a number
@@ -101,7 +104,7 @@ def load(path: str, flag: str = "config") -> ModuleType:
     return module
 
 
-def call(path: str, function: Any, *args: Any) -> Any:
+def call(path: str, function: Callable[..., Any], *args: Any) -> Any:
     """Calls a function of an experiment file, which may import the modules beside the file.
 
     Args:
@@ -363,7 +366,7 @@ def overridden_field(override: str) -> str:
     return override.lstrip("-").removeprefix("config.").partition("=")[0]
 
 
-def _check_config(path: str, config: Any) -> None:
+def _check_config(path: str, config: object) -> None:
     """Raises InputError where the result of get_config() is not a config with all fields of its task."""
     if not isinstance(config, ConfigDict) or isinstance(config, FrozenConfigDict):
         raise InputError(

@@ -94,11 +94,11 @@ def described(values: Config) -> Iterator[tuple[str, str, Rows]]:
         yield title, _summary(section), _rows(f"{title}.", section, dataclasses.fields(section), names)
 
 
-def _summary(section: Any) -> str:
+def _summary(section: object) -> str:
     return (inspect.getdoc(type(section)) or "").partition("\n")[0]
 
 
-def _rows(prefix: str, section: Any, fields: Iterable[Any], names: Mapping[str, Iterable[str]]) -> Rows:
+def _rows(prefix: str, section: object, fields: Iterable[Any], names: Mapping[str, Iterable[str]]) -> Rows:
     """`(field, default, help)` of fields, whose names in `names` begin with `prefix`."""
     rows = []
     for field in fields:

@@ -17,7 +17,7 @@ from absl import flags
 
 from hpnlp import cli
 from hpnlp.cli import datastore_flags, run_names
-from hpnlp.types import InputError
+from hpnlp.types import InputError, Tokenizer
 
 if TYPE_CHECKING:
     from hpnlp.models.decode import Generation
@@ -134,7 +134,7 @@ def _make_generation(loaded: Run, prompt_ids: Sequence[Any]) -> Generation:
 class _Texts:
     """Texts of a batch, which grow token by token; a single one is printed as it grows."""
 
-    def __init__(self, tokenizer: Any, prompt_ids: Sequence[Any], prompts: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[Any], prompts: Sequence[str]) -> None:
         from hpnlp.models.decode import TextStream
 
         self.texts = list(prompts)
@@ -158,7 +158,7 @@ class _Texts:
             ended |= stops.any(axis=1)
         return count
 
-    def add(self, index: int, ids: Any, *, final: bool = False) -> None:
+    def add(self, index: int, ids: np.ndarray | list[int], *, final: bool = False) -> None:
         """Adds tokens to one of the texts; `final` adds incomplete characters too."""
         piece = self.streams[index].push(ids, final=final)
         self.texts[index] += piece

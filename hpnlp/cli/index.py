@@ -238,7 +238,7 @@ def _finish(out: Path, shards: Sequence[Path | str], count: int) -> None:
     )
 
 
-def _fit(source: Any, out: Path) -> None:
+def _fit(source: Source, out: Path) -> None:
     from hpnlp.jobs.retrieval import next_words
     from hpnlp.retrieval import datastore
 
@@ -340,7 +340,7 @@ def _search_texts(store: Datastore, queries: Sequence[str]) -> list[list[tuple[f
     return [ranked[: f.count] for ranked in rerank(cross_encoder, examples, candidates, label)]
 
 
-def _one_line(text: Any) -> str:
+def _one_line(text: str | Sequence[str]) -> str:
     """A text, or the texts of a pair, without line breaks."""
     return "\t".join(" ".join(part.split()) for part in ([text] if isinstance(text, str) else text))
 

@@ -11,11 +11,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpnlp import cli
 from hpnlp.cli import experiment
 from hpnlp.training.processes import signals
+
+if TYPE_CHECKING:
+    from hpnlp.training.config import Config
 
 BASE = "base"  # name of a member that changes no field
 MAX_NAME = 80  # characters
@@ -132,7 +135,7 @@ def resolve(path: str, overrides: Sequence[str], name: str) -> Member:
     return Member([*cli.register_flags(), f"--config={path}", *overrides], config)
 
 
-def _check(config: Any) -> None:
+def _check(config: Config) -> None:
     """Raises InputError where a member could not be trained on one device, or its data files are missing.
 
     Nothing is allocated, and no accelerator is occupied.

@@ -19,6 +19,8 @@ from hpnlp.spec import lookup
 from hpnlp.types import InputError
 
 if TYPE_CHECKING:  # JAX is imported later, because the flags choose its platform
+    from ml_collections import ConfigDict
+
     from hpnlp.planner import Costs, Device
     from hpnlp.training.config import Config
 
@@ -194,7 +196,7 @@ def _print_sizes(values: Any) -> None:
     print(compressed.table(compressed.sizes_of_config(config.resolve(values), cli.FLAGS.recipe)))
 
 
-def _print_sizes_of_run(workdir: str, overrides: Any) -> None:
+def _print_sizes_of_run(workdir: str, overrides: Sequence[str]) -> None:
     """Prints the sizes of a run's model after each stage of --recipe, or those of a compressed run."""
     if cli.FLAGS.config is not None or overrides:
         raise InputError(f"{workdir} has a config of its own: leave out --config")

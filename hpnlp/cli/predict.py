@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from absl import flags
 
@@ -167,7 +167,7 @@ def _predicted(
             print(f"hpnlp: {done:,} predictions, {done / (now - start):,.0f} per second", file=sys.stderr)
 
 
-def _write(rows: Iterator[tuple[dict[str, Any], Prediction]], form: str, header: Iterable[str], file: Any) -> int:
+def _write(rows: Iterator[tuple[dict[str, Any], Prediction]], form: str, header: Iterable[str], file: TextIO) -> int:
     """Writes predictions, of which CSV has the header also if there are none. Returns their number."""
     count, writer = 0, csv.writer(file, lineterminator="\n")
     for count, (record, prediction) in enumerate(rows, 1):
@@ -206,14 +206,14 @@ def _fields(prediction: Prediction) -> dict[str, Any]:
     return {name: _rounded(value) for name, value in values.items()}
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: object) -> Any:
     """Floats with six digits after the point."""
     if isinstance(value, list | tuple):
         return [_rounded(item) for item in value]
     return round(value, 6) if isinstance(value, float) else value
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: object) -> Any:
     """A value of a cell: lists joined by spaces, and probabilities as JSON."""
     if isinstance(value, list | tuple):
         return " ".join(map(str, value))

@@ -130,7 +130,7 @@ class TextInputs:
             message = re.sub(r", or (?:pass )?data\.skip_bad_lines=True to leave such (\w+) out", skip, message)
             raise InputError(message.removesuffix(f"; {rows.LIST_ALL}")) from None
 
-    def _text_lines(self, stream: Any, name: str) -> Iterator[tuple[int, str]]:
+    def _text_lines(self, stream: Iterable[Any], name: str) -> Iterator[tuple[int, str]]:
         """Numbered lines of UTF-8 text without their ends."""
         from hpnlp.data.reading.files import not_utf8_byte
 

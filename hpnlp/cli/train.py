@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -18,6 +18,9 @@ from hpnlp.cli import experiment, fields, named_experiments
 from hpnlp.cli.errors import at_once
 from hpnlp.training.processes import signals
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
 
 USAGE = """
 hpnlp train --config=lm/bytes --workdir=runs/bytes [--section.field=value ...]
@@ -94,7 +97,7 @@ def run(argv: Sequence[str]) -> None:
         _train(values, workdir, shlex.join([*cli.register_flags(), f"--config={path}", *overrides]), overrides)
 
 
-def _train(values: Any, workdir: str, command: str, overrides: Sequence[str]) -> None:
+def _train(values: ConfigDict, workdir: str, command: str, overrides: Sequence[str]) -> None:
     """Trains the run of a config, or those of several seeds; `command` has the flags of the config, for the report."""
     from hpnlp import report
     from hpnlp.jobs import out_of_memory

@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from hpnlp.models.stacks.layer_forms import PROJECTION_FIELDS, build_mixers
 from hpnlp.models.stacks.layer_stack import layer_axes
 from hpnlp.models.variables import BUFFERS
 from hpnlp.nn.block import BlockConfig
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from hpnlp.models.backbone import BackboneConfig
 
 # Fields of a Block that pruning changes. Everything else is the same in all layers of a form.
 WIDTHS = ("heads", "kv_heads", "mlp_dim", "mlp")
@@ -35,7 +39,7 @@ class Layer:
     axes: Mapping[str, Any]
 
 
-def split_layers(config: Any, weights: Any) -> list[Layer]:
+def split_layers(config: BackboneConfig, weights: PyTree) -> list[Layer]:
     """The layers of a model.
 
     Args:
@@ -91,7 +95,7 @@ def join_layers(config: Any, weights: Any, layers: Sequence[Layer]) -> tuple[Any
     return new_config, result
 
 
-def check_single_stack(config: Any) -> None:
+def check_single_stack(config: BackboneConfig) -> None:
     """Checks that a model has layers that can be pruned.
 
     Args:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from hpnlp.ops.weight import is_weight, leading_axes
 
@@ -18,7 +20,7 @@ EXPERTS = ("gate", "up", "down")
 
 
 def map_matrices(
-    function: Callable[[str, Any], Any], params: Any, *, stacked: bool = False, experts: bool = False
+    function: Callable[[str, Any], Any], params: PyTree, *, stacked: bool = False, experts: bool = False
 ) -> Any:
     """Parameters with another representation of their matrices.
 
@@ -33,7 +35,7 @@ def map_matrices(
       The weights, with the results in place of kernels and tables.
     """
 
-    def converted(path: Any, leaf: Any) -> Any:
+    def converted(path: KeyPath, leaf: PyTree) -> Any:
         names = [jax.tree_util.keystr((key,), simple=True) for key in path]
         is_expert_stack = experts and names[-1] in EXPERTS and leading_axes(leaf) > 0
         if names[-1] not in (*KERNELS, *TABLES) and not is_expert_stack:
@@ -46,7 +48,7 @@ def map_matrices(
     return jax.tree_util.tree_map_with_path(converted, params, is_leaf=is_weight)
 
 
-def expert_numbers(params: Any) -> int:
+def expert_numbers(params: PyTree) -> int:
     """Numbers in the matrices of experts that are arrays, and no Weights.
 
     Args:

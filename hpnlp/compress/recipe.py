@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from hpnlp.compress.layers import Layer, join_layers, split_layers
 from hpnlp.compress.matrices import is_table, map_matrices
@@ -39,7 +40,11 @@ from hpnlp.ops.weights import quantize
 from hpnlp.ops.weights.calibrated.observed import split_observed
 from hpnlp.ops.weights.low_rank import rank_by_energy, rank_for_share
 from hpnlp.spec import build, parse
-from hpnlp.types import InputError
+from hpnlp.types import AnyArray, InputError
+
+if TYPE_CHECKING:
+    from hpnlp.models.backbone import BackboneConfig
+    from hpnlp.models.shared.body import ConfigOfModel
 
 # Stages may follow each other in this order.
 _ORDER = (STRUCTURE, FACTORS, NUMBERS)
@@ -75,7 +80,7 @@ def layers(keep: int | str) -> tuple[str, Compressor]:
     """
     chosen = [] if keep == NONZERO else structure.layer_indices(keep)
 
-    def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
+    def compress(config: BackboneConfig, weights: PyTree, calibration: Calibration | None) -> tuple[Any, Any]:
         of_model = split_layers(config, weights)
         if keep == NONZERO:
             check_known_widths("layers", calibration, False, keep)
@@ -168,7 +173,7 @@ def factorize(
     if max(parameters, energy) > 1:
         raise InputError(f"factorize({parameters or energy}): expected a share, at most 1")
 
-    def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
+    def compress(config: BackboneConfig, weights: PyTree, calibration: Calibration | None) -> tuple[Any, Any]:
         is_outline = calibration is not None and calibration.is_outline
         if is_outline and energy:
             raise InputError(
@@ -236,7 +241,7 @@ def mixed(bits: int | float = 4.0, choices: str = "2 4 8") -> tuple[str, Compres
             f"mixed(bits={bits}): expected {allowed[0]} to {allowed[-1]}, the fewest and the most bits of its choices"
         )
 
-    def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
+    def compress(config: ConfigOfModel, weights: PyTree, calibration: Calibration | None) -> tuple[Any, Any]:
         if calibration is None:
             raise InputError("mixed needs calibration data: use int4 or int8, or pass some")
         kernels = {path: w for path, w in listed_matrices(weights) if not is_table(path)}
@@ -260,7 +265,9 @@ def mixed(bits: int | float = 4.0, choices: str = "2 4 8") -> tuple[str, Compres
     return NUMBERS, compress
 
 
-def _curvatures(config: Any, weights: Any, paths: Collection[str], calibration: Calibration) -> dict[str, float]:
+def _curvatures(
+    config: ConfigOfModel, weights: PyTree, paths: Collection[str], calibration: Calibration
+) -> dict[str, float]:
     """Mean curvature of the loss in each kernel of each layer, by "path:layer"."""
     params = {name: tree for name, tree in weights.items() if name not in (BUFFERS, FROZEN)}
     further = {name: tree for name, tree in weights.items() if name in (BUFFERS, FROZEN)}
@@ -284,7 +291,7 @@ def _conversion_stage(conversion: Callable[..., Conversion]) -> Callable[..., tu
         def convert(path: str, w: Any) -> Any:
             return chosen.convert(path, *split_observed(w))
 
-        def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
+        def compress(config: ConfigOfModel, weights: PyTree, calibration: Calibration | None) -> tuple[Any, Any]:
             if chosen.reads_inputs:
                 weights = with_input_moments(conversion.__name__, config, weights, calibration)
             result = map_matrices(functools.partial(map_arrays, convert), weights, experts=True)
@@ -297,7 +304,7 @@ def _conversion_stage(conversion: Callable[..., Conversion]) -> Callable[..., tu
     return stage
 
 
-def _check_range(name: str, weights: Any) -> None:
+def _check_range(name: str, weights: PyTree) -> None:
     """Raises InputError for a matrix whose numbers are beyond the range of a format without scales."""
     for path, w in listed_matrices(weights, experts=True):
         if is_weight(w) and not w.is_in_range():
@@ -356,7 +363,7 @@ def parse_recipe(text: str) -> list[Stage]:
     return stages
 
 
-def check_plain(weights: Any) -> None:
+def check_plain(weights: PyTree) -> None:
     """Checks that the matrices of a model are arrays of finite numbers.
 
     Args:
@@ -377,7 +384,7 @@ def check_plain(weights: Any) -> None:
 
 
 def compress(
-    config: Any, weights: Any, stages: Sequence[Stage], calibration: Calibration | None = None
+    config: ConfigOfModel, weights: PyTree, stages: Sequence[Stage], calibration: Calibration | None = None
 ) -> Iterator[tuple[Stage, Any, Any]]:
     """Applies the stages of a recipe.
 
@@ -409,7 +416,7 @@ def _unit_compressor(
     """Compressor that keeps a share of the units of each layer."""
     check_unit_arguments(unit, share, by)
 
-    def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
+    def compress(config: BackboneConfig, weights: PyTree, calibration: Calibration | None) -> tuple[Any, Any]:
         of_model = split_layers(config, weights)
         counts = [structure.unit_count(layer, unit) for layer in of_model]
         if not any(counts):
@@ -447,7 +454,7 @@ def _unit_compressor(
     return compress
 
 
-def _slopes(config: Any, weights: Any, unit: str, calibration: Calibration | None) -> list[Any]:
+def _slopes(config: BackboneConfig, weights: PyTree, unit: str, calibration: Calibration | None) -> list[Any]:
     """Gradients of the parameters of each layer."""
     slopes = calibration_gradients(unit, config, weights, calibration)
     return [layer.variables["params"] for layer in split_layers(config, {**weights, **slopes})]

@@ -14,7 +14,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from hpnlp.compress.matrices import KERNELS, is_table
 from hpnlp.compress.training.techniques import WEIGHT_TRAININGS
@@ -24,7 +24,7 @@ from hpnlp.models.variables import BUFFERS
 from hpnlp.ops.weights import LowRankWeight, RoundedInputsWeight, dense_tree, factorize
 from hpnlp.ops.weights.low_rank import rank_for_share
 from hpnlp.spec import build, parse_one
-from hpnlp.types import InputError, LossOut, Statistics
+from hpnlp.types import InputError, LossOut, Model, Statistics
 
 OWN = "weights"  # key of the added parameters, buffers and statistics
 SCORES, LEFT, RIGHT = "scores", "left", "right"
@@ -32,7 +32,7 @@ DROPOUT = "dropout"
 _WEIGHT_DROP_STREAM = 0x77656967  # folded into the key of dropout
 
 
-def with_weight_training(model: Any, text: str, steps: int) -> Any:
+def with_weight_training(model: Model, text: str, steps: int) -> Any:
     """A model that is trained with other weights.
 
     Args:
@@ -64,7 +64,7 @@ class WeightTraining(ModelWrapper):
     technique: Technique = Technique()  # noqa: RUF009  (frozen)
     every: int = 8
 
-    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+    def init(self, rngs: PyTree[Array], *args: Any, **kwargs: Any) -> Any:
         """Variables of the Model, with scores among its parameters and thresholds among its buffers.
 
         Args:
@@ -96,7 +96,9 @@ class WeightTraining(ModelWrapper):
             variables[BUFFERS] = {**variables.get(BUFFERS, {}), OWN: schedule}
         return variables
 
-    def apply(self, variables: Mapping[str, Any], *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
+    def apply(
+        self, variables: Mapping[str, Any], *args: Any, rngs: Mapping[str, Array] | None = None, **kwargs: Any
+    ) -> Any:
         """Applies the Model with the matrices of the technique.
 
         Args:
@@ -147,7 +149,7 @@ class WeightTraining(ModelWrapper):
             losses = {**losses, "weights_loss": sums["penalty"] / jnp.maximum(sums["count"], 1.0)}
         return losses
 
-    def advance(self, buffers: Any, statistics: Statistics, step: Array, rng: Array) -> Any:
+    def advance(self, buffers: PyTree, statistics: Statistics, step: Array, rng: Array) -> Any:
         """Buffers of the Model, and the share and the thresholds for the next step.
 
         Arguments: see `Model.advance`.
@@ -173,7 +175,7 @@ class WeightTraining(ModelWrapper):
         """True: the Model is applied with the matrices of the technique."""
         return True
 
-    def allowed_updates(self, params: Any, updates: Any, rate: Array) -> Any:
+    def allowed_updates(self, params: PyTree, updates: PyTree, rate: Array) -> Any:
         """Updates of the parameters as the technique changes them.
 
         Args:
@@ -290,11 +292,11 @@ def quantile(x: Float[Array, "*layers D F"], share: Array) -> Float[Array, "*lay
 _LOWEST = jnp.finfo(jnp.float32).min
 
 
-def _is_box(node: Any) -> bool:
+def _is_box(node: object) -> bool:
     return isinstance(node, nn.meta.AxisMetadata)
 
 
-def _kernels(params: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+def _kernels(params: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """Kernels by path."""
     leaves = jax.tree_util.tree_leaves_with_path({k: v for k, v in params.items() if k != OWN}, is_leaf=is_leaf)
     named = {"/".join(str(key.key) for key in path): leaf for path, leaf in leaves}
@@ -307,11 +309,11 @@ def _split(variables: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
     return params, variables["params"].get(OWN), variables.get(BUFFERS, {}).get(OWN)
 
 
-def _own_statistics(statistics: Any) -> tuple[Any, Any]:
+def _own_statistics(statistics: Mapping[str, Any]) -> tuple[Any, Any]:
     return statistics.get(OWN, {}), {name: tree for name, tree in statistics.items() if name != OWN}
 
 
-def _at(tree: Any, path: str) -> Any:
+def _at(tree: PyTree, path: str) -> Any:
     for name in path.split("/"):
         tree = tree[name]
     return tree
@@ -328,7 +330,7 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _replaced(params: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+def _replaced(params: PyTree, values: Mapping[str, Any], prefix: str = "") -> Any:
     if not isinstance(params, Mapping):
         return values.get(prefix, params)
     return {name: _replaced(child, values, f"{prefix}/{name}".lstrip("/")) for name, child in params.items()}
@@ -350,7 +352,7 @@ def _factors(w: Array, rank: int) -> tuple[Array, Array]:
     return factors.left, factors.right
 
 
-def _boxed_factors(box: Any, share: int | float) -> dict[str, Any]:
+def _boxed_factors(box: nn.LogicallyPartitioned, share: int | float) -> dict[str, Any]:
     """The factors of a boxed kernel, boxed with the names of their axes; empty if they would have as many parameters."""
     *lead, d, f = box.value.shape
     rank = rank_for_share((d, f), share)
@@ -362,9 +364,9 @@ def _boxed_factors(box: Any, share: int | float) -> dict[str, Any]:
     return {name: box.replace(value=value, names=names) for name, value, names in factors}
 
 
-def _lead(x: Any) -> tuple[int, ...]:
+def _lead(x: Array) -> tuple[int, ...]:
     return x.shape[:-2]
 
 
-def _finite(tree: Any) -> Any:
+def _finite(tree: PyTree) -> Any:
     return jax.tree.map(lambda x: jnp.maximum(x, _LOWEST), tree)

@@ -57,7 +57,7 @@ def iteration_count(equation: Any) -> int | None:
     return _stated(_ITERATIONS, equation)
 
 
-def _stated(scope: str, equation: Any) -> int | None:
+def _stated(scope: str, equation: Equation) -> int | None:
     """The number in the name of an equation's innermost scope of a kind; None without one."""
     numbers = re.findall(rf"{scope}(\d+)", str(equation.source_info.name_stack))
     return int(numbers[-1]) if numbers else None
@@ -105,12 +105,12 @@ def flops_by_part(fn: Callable[..., Any], *args: Any, while_trips: int | None = 
     return _flops_by_part(jitted(fn).trace(*args, **kwargs).jaxpr, while_trips)
 
 
-def jaxpr_flops(jaxpr: Any, while_trips: int | None) -> int:
+def jaxpr_flops(jaxpr: core.Jaxpr | core.ClosedJaxpr, while_trips: int | None) -> int:
     """FLOPs of a jaxpr."""
     return sum(_flops_by_part(jaxpr, while_trips).values())
 
 
-def open_jaxpr(jaxpr: Any) -> Any:
+def open_jaxpr(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.Jaxpr:
     """The jaxpr with the equations.
 
     Args:
@@ -122,7 +122,7 @@ def open_jaxpr(jaxpr: Any) -> Any:
     return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
 
 
-def _flops_by_part(jaxpr: Any, while_trips: int | None) -> dict[str, int]:
+def _flops_by_part(jaxpr: core.Jaxpr | core.ClosedJaxpr, while_trips: int | None) -> dict[str, int]:
     """FLOPs of a jaxpr by part; those outside of the jaxpr's own scopes belong to "", until the part of its call is known."""
     result: dict[str, int] = {}
     for equation in open_jaxpr(jaxpr).eqns:
@@ -133,7 +133,7 @@ def _flops_by_part(jaxpr: Any, while_trips: int | None) -> dict[str, int]:
     return result
 
 
-def _equation_flops(equation: Any, while_trips: int | None) -> dict[str, int]:
+def _equation_flops(equation: Equation, while_trips: int | None) -> dict[str, int]:
     """FLOPs of an equation, and of the jaxprs among its parameters, by the parts inside of it."""
     name, params = equation.primitive.name, equation.params
     if name in PRODUCTS:
@@ -176,13 +176,13 @@ def _repeats(name: str, params: Mapping[str, Any]) -> int:
     return 1
 
 
-def _dot_general(equation: Any) -> int:
+def _dot_general(equation: Equation) -> int:
     (contracting, _), _ = equation.params["dimension_numbers"]
     lhs = equation.invars[0].aval.shape
     return 2 * equation.outvars[0].aval.size * math.prod(lhs[i] for i in contracting)
 
 
-def _ragged_dot(equation: Any) -> int:
+def _ragged_dot(equation: Equation) -> int:
     """FLOPs of a grouped product, where each row is multiplied by the matrix of its group only."""
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (contracting, _), _ = numbers.dot_dimension_numbers
@@ -193,7 +193,7 @@ def _ragged_dot(equation: Any) -> int:
     return 2 * products // (groups.shape[-1] if ragged_contraction else 1)
 
 
-def _conv_general_dilated(equation: Any) -> int:
+def _conv_general_dilated(equation: Equation) -> int:
     """FLOPs of a convolution; products with padding and with the zeros of a dilated input do not count."""
     params = equation.params
     numbers = params["dimension_numbers"]

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from hpnlp.data import packing
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    import grain
 
 T = TypeVar("T")
 _STATE_VERSION = 1
@@ -28,7 +31,7 @@ class Batches:
     state was taken, bit for bit, also with another number of processes.
     """
 
-    def __init__(self, batches: Any, made_from: Mapping[str, str]):
+    def __init__(self, batches: grain.DatasetIterator, made_from: Mapping[str, str]):
         """Wraps an iterator of grain.
 
         Args:
@@ -218,7 +221,7 @@ def streamed_batches(
     return _read_ahead(grain.MapDataset.range(_ENDLESS).map(lambda batch: make(first, batch)), made_from)
 
 
-def _read_ahead(batches: Any, made_from: Mapping[str, str]) -> Batches:
+def _read_ahead(batches: grain.MapDataset, made_from: Mapping[str, str]) -> Batches:
     """Iterator over a `grain.MapDataset` of batches."""
     import grain
 

@@ -10,10 +10,13 @@ from hpnlp.data.packing import PACKINGS
 from hpnlp.spec import did_you_mean, lookup
 from hpnlp.types import InputError, option
 
+if TYPE_CHECKING:
+    from hpnlp.data.examples.config import ExampleConfig
+
 ORDERS = ("shuffle", "stream")
 
 
-def check_sizes(config: Any, fields: Iterable[str]) -> None:
+def check_sizes(config: DataConfig | ExampleConfig, fields: Iterable[str]) -> None:
     """Checks fields that are numbers of at least 1.
 
     Args:
@@ -28,7 +31,7 @@ def check_sizes(config: Any, fields: Iterable[str]) -> None:
             raise InputError(f"data.{name}={getattr(config, name)}: expected at least 1")
 
 
-def check_heldout(config: Any) -> None:
+def check_heldout(config: DataConfig | ExampleConfig) -> None:
     """Checks the fields `heldout` and `heldout_path`.
 
     Args:
@@ -44,7 +47,7 @@ def check_heldout(config: Any) -> None:
         )
 
 
-def check_folds(config: Any, limit: str) -> None:
+def check_folds(config: DataConfig | ExampleConfig, limit: str) -> None:
     """Checks the fields `folds` and `fold`, and that no other field decides what is held out.
 
     Args:

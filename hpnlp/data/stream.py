@@ -22,7 +22,7 @@ from hpnlp.data.reading import sources, token_store
 from hpnlp.data.reading.digest import Snapshot
 from hpnlp.data.reading.files import Progress, ignore_progress
 from hpnlp.data.reading.split import Folds
-from hpnlp.types import InputError, Tokenizer
+from hpnlp.types import InputError, JSONValue, Tokenizer
 
 __all__ = ["Batches", "Corpus", "DataConfig", "prepare"]
 
@@ -100,7 +100,9 @@ def find_sources(config: DataConfig) -> Ingest:
     )
 
 
-def trained_tokenizer(spec: str, texts: Iterable[bytes], root: str, content: Any, snapshot: Snapshot) -> Tokenizer:
+def trained_tokenizer(
+    spec: str, texts: Iterable[bytes], root: str, content: JSONValue, snapshot: Snapshot
+) -> Tokenizer:
     """Trains a tokenizer, or finds it in the cache.
 
     Args:

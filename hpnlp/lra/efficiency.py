@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpnlp.report.files import replace_text
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from hpnlp.training.config import Config
 
 # Fields of a row that decide whether two rows are of the same step.
 KEYS = ("mixer", "task", "length", "batch_size", "config")
 
 
-def measure_step(config: Any, task: str, rounds: int = 3) -> dict[str, Any]:
+def measure_step(config: Config, task: str, rounds: int = 3) -> dict[str, Any]:
     """Measures a training step on random tokens, without data on disk.
 
     The peak memory is that of the device where it reports one, otherwise that of this process after its first step.
@@ -67,7 +70,7 @@ def _forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5", "utf-8")
 
 
-def _shape(config: Any) -> tuple[int, int]:
+def _shape(config: Config) -> tuple[int, int]:
     return config.data.batch_size, config.data.seq_len
 
 

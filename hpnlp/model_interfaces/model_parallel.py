@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
+from jaxtyping import PyTree
 
 from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.types import Array, InputError, LossOut, MixerInputs, MixerOutput
@@ -128,7 +129,7 @@ class TensorParallel:
         """
         return x
 
-    def mix(self, mixer: Any, inputs: MixerInputs, mask: Any) -> MixerOutput:
+    def mix(self, mixer: Mixer, inputs: MixerInputs, mask: Any) -> MixerOutput:
         """Runs a mixer on the device's tokens and heads.
 
         Args:
@@ -141,7 +142,7 @@ class TensorParallel:
         """
         return mixer(inputs, mask)
 
-    def report(self, module: Any, output: MixerOutput) -> LayerReport:
+    def report(self, module: object, output: MixerOutput) -> LayerReport:
         """The report of a mixer or feed-forward network, with the device's terms of its statistics.
 
         Args:
@@ -188,7 +189,7 @@ class TensorParallel:
         """
         return x
 
-    def remat_policy(self, policy: Any) -> Any:
+    def remat_policy(self, policy: Callable[..., Any] | None) -> Any:
         """Excludes parameters that the backward pass gathers again from the values that a policy saves.
 
         Args:
@@ -199,7 +200,7 @@ class TensorParallel:
         """
         return policy
 
-    def gather_parameters(self, params: Any, stack: str) -> Any:
+    def gather_parameters(self, params: PyTree, stack: str) -> Any:
         """Gathers the parameters of one layer.
 
         Args:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp import compatibility
 from hpnlp.compatibility import Facts
@@ -367,7 +367,7 @@ class Backbone(BaseModel, nn.Module):
         return self.config.stack_order().by_stack(collections)
 
     def hidden(
-        self, tokens: Int[Array, "B T"], context: Context, caches: Any = None, added: Any = None
+        self, tokens: Int[Array, "B T"], context: Context, caches: PyTree = None, added: Array | None = None
     ) -> tuple[Float[Array, "B T D"], Any, LayerReport]:
         """Hidden states of tokens.
 
@@ -437,7 +437,7 @@ class Backbone(BaseModel, nn.Module):
         return layer_statistics.auxiliary_loss(self.config, statistics)
 
     @nn.nowrap
-    def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
+    def advance(self, buffers: PyTree, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
         """Buffers for the next step, see `layer_statistics.advance`.
 
         Args:
@@ -492,12 +492,12 @@ class Backbone(BaseModel, nn.Module):
     def _run_layers(
         self,
         tensor_parallel: TensorParallel,
-        params: Any,
+        params: PyTree,
         x: jax.Array,
         context: Context,
-        rngs: Any,
-        chunk: Any,
-        caches: Any = None,
+        rngs: Mapping[str, Array],
+        chunk: Array | int,
+        caches: PyTree = None,
     ) -> tuple[jax.Array, Any, LayerReport]:
         """Runs the layers with these parameters, a chunk of the model's: `(x, caches, report)`."""
         c = self.config

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from hpnlp import measure
 from hpnlp.models.decoding.decoding_weights import for_decoding
@@ -65,7 +66,7 @@ class Generation:
     def __init__(
         self,
         model: Model,
-        params: Any,
+        params: PyTree,
         prompts: Sequence[np.ndarray | Sequence[int]],
         *,
         tokens: int,
@@ -214,7 +215,7 @@ def _pick_options(vocab: int, temperature: float, top_k: int, top_p: float) -> d
     return options
 
 
-def _replicated(params: Any) -> NamedSharding | None:
+def _replicated(params: PyTree) -> NamedSharding | None:
     """Sharding of the decoding state, which every device that has a shard of the parameters holds in full."""
     leaf = jax.tree.leaves(params)[0]
     sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
@@ -230,7 +231,7 @@ def _jitted(sharding: NamedSharding | None) -> tuple[Any, Any]:
 
 
 def _prefill(
-    params: Any,
+    params: PyTree,
     tokens: jax.Array,
     lengths: jax.Array,
     memory: Memory | None,
@@ -245,7 +246,7 @@ def _prefill(
 
 def _decode(
     state: _DecodeState,
-    params: Any,
+    params: PyTree,
     draw: dict[str, jax.Array],
     ids: dict[str, jax.Array],
     *,
@@ -404,7 +405,7 @@ class TextStream:
         return self._decoder.decode(new, final)
 
 
-def sample_text(model: Model, params: Any, tokenizer: Tokenizer, length: int, seed: int = 0) -> str:
+def sample_text(model: Model, params: PyTree, tokenizer: Tokenizer, length: int, seed: int = 0) -> str:
     """Samples text without a prompt, at SAMPLE_TEMPERATURE and SAMPLE_TOP_P, or greedily if there are no probabilities.
 
     Args:

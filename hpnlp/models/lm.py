@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp import compatibility
 from hpnlp.models.backbone import DTYPES, BackboneConfig
@@ -18,6 +18,9 @@ from hpnlp.models.stacks.layer_stack import carry_axes, initial_carry
 from hpnlp.nn.attention import Context, Memory
 from hpnlp.ops.attention.masks.patterns import Causal
 from hpnlp.types import LossOut, option
+
+if TYPE_CHECKING:
+    from hpnlp.model_interfaces.layer_report import LayerReport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +108,7 @@ class LM(PredictionModel):
         """-log p(label) of each token, on one device; see `prediction.label_losses`."""
         return label_losses(self.output, self.table, h, labels)
 
-    def _carried(self, report: Any) -> Any:
+    def _carried(self, report: LayerReport) -> Any:
         """The carry after a batch, None if the layers carry nothing."""
         if not report.carry:
             return None
@@ -185,7 +188,7 @@ class LM(PredictionModel):
         return jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0], caches
 
     def extend(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], caches: Any
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], caches: PyTree
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Runs new tokens, which continue those in the caches.
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.cost.parts import part
 from hpnlp.models.backbone import Backbone
@@ -17,6 +17,10 @@ from hpnlp.nn.layers import embed_init, param
 from hpnlp.nn.output import OUTPUTS, is_normalized
 from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError, LossOut
+
+if TYPE_CHECKING:
+    from hpnlp.model_interfaces.layer_report import LayerReport
+    from hpnlp.nn.output.base import OutputLayer
 
 Batch = Mapping[str, jax.Array]
 MAX_CONFUSED = 1000  # largest number of classes for which a confusion matrix is reported
@@ -139,7 +143,7 @@ class PredictionModel(Backbone):
         return None
 
     @part("output")
-    def output_loss(self, h: jax.Array, batch: Batch, indices: np.ndarray | None, rng: Any) -> LossOut:
+    def output_loss(self, h: jax.Array, batch: Batch, indices: np.ndarray | None, rng: Array | None) -> LossOut:
         """The output layer's loss.
 
         Args:
@@ -160,7 +164,7 @@ class PredictionModel(Backbone):
             operands = tuple(x[:, np.argsort(indices)] for x in operands)
         return self.model_parallel.loss(self.output, self.table, *operands, rng)
 
-    def tapped(self, taps: tuple[str, ...], h: jax.Array, head: jax.Array, report: Any) -> dict[str, Any]:
+    def tapped(self, taps: tuple[str, ...], h: jax.Array, head: jax.Array, report: LayerReport) -> dict[str, Any]:
         """Logits and states of a batch, which a distillation compares.
 
         Args:
@@ -215,7 +219,9 @@ class PredictionModel(Backbone):
         return looked_up_rows(self.config.tied, self.output, batch, self.make_rng)
 
 
-def label_losses(output: Any, table: Any, h: Float[Array, "B T D"], labels: Int[Array, "B T"]) -> Float[Array, "B T"]:
+def label_losses(
+    output: OutputLayer, table: PyTree, h: Float[Array, "B T D"], labels: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
     """-log p(label) of each token, in nats, on one device.
 
     Args:
@@ -231,7 +237,7 @@ def label_losses(output: Any, table: Any, h: Float[Array, "B T D"], labels: Int[
 
 
 def looked_up_rows(
-    tied: bool, output: Any, batch: Batch, make_rng: Callable[[str], jax.Array]
+    tied: bool, output: OutputLayer, batch: Batch, make_rng: Callable[[str], jax.Array]
 ) -> dict[tuple[str, ...], Int[Array, " R"]]:
     """Rows of the embedding "embed" and of the output layer's table "head" that the loss of a batch looks up.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp import compatibility
 from hpnlp.cost.parts import part
@@ -275,7 +275,7 @@ class RNN(UnstackedModel, nn.Module):
             result["temporal_loss"] = (c.temporal_penalty * (squares * weights).sum(), weights.sum())
         return result
 
-    def _carried(self, carry: Any, states: Any, segment_ids: Int[Array, "B T"]) -> Any:
+    def _carried(self, carry: Mapping[str, Any], states: Sequence[PyTree], segment_ids: Int[Array, "B T"]) -> Any:
         """The carry after a batch."""
         new: dict[str, Any] = {
             f"layer_{i}": {name: x[None] for name, x in zip(carry[f"layer_{i}"], state, strict=True)}
@@ -336,7 +336,7 @@ class RNN(UnstackedModel, nn.Module):
         return self.output.logits(self.table, h)
 
     def prefill(
-        self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], capacity: int, memory: Any = None
+        self, tokens: Int[Array, "B T"], lengths: Int[Array, " B"], capacity: int, memory: PyTree = None
     ) -> tuple[Float[Array, "B D"], Any]:
         """Runs prompts through the model.
 
@@ -354,7 +354,7 @@ class RNN(UnstackedModel, nn.Module):
         return jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0], states
 
     def extend(
-        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], caches: Any
+        self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"], caches: PyTree
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Runs new tokens.
 

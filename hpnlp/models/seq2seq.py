@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.model_interfaces.model_parallel import ModelParallel
@@ -135,7 +135,7 @@ class Seq2SeqConfig(LMConfig):
         return self.encoder().non_embedding_parameters() + self.decoder().non_embedding_parameters()
 
 
-def _checked(kind: Any, fields: Mapping[str, Any], names: Mapping[str, str]) -> Any:
+def _checked(kind: Callable[..., Any], fields: Mapping[str, Any], names: Mapping[str, str]) -> Any:
     """A config of one of the two stacks. Its errors name the fields of Seq2SeqConfig."""
     try:
         return kind(**fields)
@@ -299,7 +299,7 @@ def _target(batch: Batch) -> dict[str, jax.Array]:
     return {name.removeprefix(prefix): x for name, x in batch.items() if name.startswith(prefix)}
 
 
-def standalone_decoder(model: Seq2Seq, weights: Any) -> tuple[Decoder, Any]:
+def standalone_decoder(model: Seq2Seq, weights: PyTree) -> tuple[Decoder, Any]:
     """The decoder as a model of its own, for one device.
 
     Args:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from hpnlp.models.decode import Generation
 from hpnlp.models.decoding.beam_search import Beams, beam_search
@@ -16,7 +17,7 @@ from hpnlp.models.variables import collections
 from hpnlp.nn.attention import Memory
 
 
-def generate(model: Seq2Seq, params: Any, batch: Mapping[str, Any], *, start_id: int, **options: Any) -> Generation:
+def generate(model: Seq2Seq, params: PyTree, batch: Mapping[str, Any], *, start_id: int, **options: Any) -> Generation:
     """Targets of sources, decoded token by token.
 
     Args:
@@ -37,7 +38,7 @@ def generate(model: Seq2Seq, params: Any, batch: Mapping[str, Any], *, start_id:
     return Generation(*standalone_decoder(model, params), prompts, memory=memory, **options)
 
 
-def search(model: Seq2Seq, params: Any, batch: Mapping[str, Any], *, start_id: int, **options: Any) -> Beams:
+def search(model: Seq2Seq, params: PyTree, batch: Mapping[str, Any], *, start_id: int, **options: Any) -> Beams:
     """The most probable targets of sources that a beam search finds.
 
     Args:
@@ -68,6 +69,6 @@ def _prompts(batch: Mapping[str, Any], start_id: int) -> list[np.ndarray]:
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _encode(params: Any, source: Mapping[str, jax.Array], *, model: Seq2Seq) -> Memory:
+def _encode(params: PyTree, source: Mapping[str, jax.Array], *, model: Seq2Seq) -> Memory:
     encoded: Any = model.apply(collections(params), source, method="encode")
     return encoded[0]

@@ -17,6 +17,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from hpnlp.model_interfaces.layer_report import CARRY
 from hpnlp.types import InputError, Model
@@ -25,7 +26,7 @@ BUFFERS = "buffers"
 FROZEN = "frozen"
 
 
-def join(params: Any, buffers: Any, frozen: Any = None) -> Any:
+def join(params: PyTree, buffers: PyTree, frozen: PyTree = None) -> Any:
     """Joins the collections of a model's weights.
 
     Args:
@@ -53,7 +54,7 @@ def split(weights: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     return params, weights.get(BUFFERS)
 
 
-def collections(weights: Mapping[str, Any], carry: Any = None) -> dict[str, Any]:
+def collections(weights: Mapping[str, Any], carry: PyTree = None) -> dict[str, Any]:
     """The variables that `Model.apply` takes.
 
     Args:
@@ -67,7 +68,7 @@ def collections(weights: Mapping[str, Any], carry: Any = None) -> dict[str, Any]
     return {"params": split(weights)[0], **{name: tree for name, tree in trees.items() if tree is not None}}
 
 
-def weights_digest(weights: Any) -> str:
+def weights_digest(weights: PyTree) -> str:
     """Hashes weights.
 
     Args:
@@ -104,7 +105,7 @@ def axes_and_shapes(model: Model) -> tuple[Any, Any]:
     variables = jax.eval_shape(lambda: model.init(jax.random.key(0), model.example_batch(1, 8)))
     boxed = join(variables["params"], variables.get(BUFFERS), variables.get(FROZEN))
 
-    def is_boxed(node: Any) -> bool:
+    def is_boxed(node: object) -> bool:
         return isinstance(node, nn.LogicallyPartitioned)
 
     axes = jax.tree.map(lambda node: tuple(node.names) if is_boxed(node) else None, boxed, is_leaf=is_boxed)

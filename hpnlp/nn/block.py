@@ -7,7 +7,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from hpnlp.cost.parts import part
 from hpnlp.model_interfaces.layer_report import LayerReport
@@ -196,7 +196,9 @@ class Block(nn.Module):
             "tensor_parallel": self.tensor_parallel,
         }
 
-    def mix(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, LayerReport]:
+    def mix(
+        self, x: Float[Array, "B T D"], context: Context, cache: PyTree = None
+    ) -> tuple[jax.Array, Any, LayerReport]:
         """The mixing branch, without its residual.
 
         Args:
@@ -210,7 +212,9 @@ class Block(nn.Module):
         y, cache, report = self.attention(self._normed_input(self.mix_norm, x), context, cache)
         return self._drop(self._normed_result("mix", y), context), cache, report.in_branch("attention")
 
-    def read(self, x: Float[Array, "B T D"], context: Context, cache: Any = None) -> tuple[jax.Array, Any, LayerReport]:
+    def read(
+        self, x: Float[Array, "B T D"], context: Context, cache: PyTree = None
+    ) -> tuple[jax.Array, Any, LayerReport]:
         """The branch that attends to the memory, without its residual.
 
         Args:
@@ -254,7 +258,7 @@ class Block(nn.Module):
         return y, report.in_branch("mlp")
 
     def __call__(
-        self, x: Float[Array, "B T D"], context: Context, cache: Any = None
+        self, x: Float[Array, "B T D"], context: Context, cache: PyTree = None
     ) -> tuple[jax.Array, Any, LayerReport]:
         """Adds the branches to a single stream, one after the other.
 

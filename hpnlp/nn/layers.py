@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.cost.parts import part
 from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL, TensorParallel, Zero2Parameter
@@ -93,7 +93,7 @@ def frozen(module: nn.Module, name: str, initial: Callable[[jax.Array], Any]) ->
     return nn.meta.unbox(module.get_variable("frozen", name))
 
 
-def with_transposes(params: Any) -> Any:
+def with_transposes(params: PyTree) -> Any:
     """Adds the transposes of the kernels of `Dense` layers, which they then read; for decoding.
 
     Args:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.nn.stack import Layer, indexed_stacks, join_reports
@@ -24,9 +26,9 @@ BranchPair = tuple[
 def run_reversible_layers(
     branches: Sequence[BranchPair],
     x: Streams,
-    params: Any,
+    params: PyTree,
     operands: tuple[Any, ...],
-    first: Any = 0,
+    first: ArrayLike = 0,
     order: StackOrder | None = None,
 ) -> tuple[Streams, LayerReport]:
     """Runs a stack of reversible layers, whose backward pass recomputes activations from the output.

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.ops.helpers.stacks import StackOrder, layer_count, single_stack
@@ -23,11 +25,11 @@ Layer = Callable[[Any, tuple[Any, jax.Array, Any]], tuple[Any, tuple[Any, LayerR
 
 def run_layers(
     layers: Sequence[Layer],
-    x: Any,
-    params: Any,
-    caches: Any,
+    x: PyTree,
+    params: PyTree,
+    caches: PyTree,
     unroll: int,
-    first: Any = 0,
+    first: ArrayLike = 0,
     order: StackOrder | None = None,
 ) -> tuple[Any, Any, LayerReport]:
     """Runs a stack of layers.
@@ -78,7 +80,7 @@ def run_layers(
 
 
 def _run_separate(
-    layers: Sequence[Layer], x: Any, params: tuple[Any, ...], caches: Any, first: Any, order: StackOrder
+    layers: Sequence[Layer], x: PyTree, params: tuple[Any, ...], caches: PyTree, first: ArrayLike, order: StackOrder
 ) -> tuple[Any, Any, LayerReport]:
     """`run_layers` with separate parameters."""
     indices = _layer_indices(range(len(params)), first)
@@ -96,7 +98,7 @@ def indexed_stacks(params: Any, first: Any, order: StackOrder | None, period: in
     return {name: (stack, _layer_indices(order.members(name, count), first)) for name, stack in params.items()}, order
 
 
-def _layer_indices(layers: Sequence[int], first: Any) -> jax.Array:
+def _layer_indices(layers: Sequence[int], first: ArrayLike) -> jax.Array:
     """Indices of layers in the model, from those in a part of it that begins with the layer `first`."""
     is_range = list(layers) == list(range(len(layers)))
     indices = jnp.arange(len(layers), dtype=jnp.uint32) if is_range else jnp.asarray(layers, jnp.uint32)

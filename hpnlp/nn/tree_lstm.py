@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -56,7 +55,7 @@ class ChildSumTreeLSTM(nn.Module):
     features: int
 
     @nn.compact
-    def __call__(self, x: Float[Array, "N D"], schedule: Any) -> Float[Array, "N H"]:
+    def __call__(self, x: Float[Array, "N D"], schedule: Schedule) -> Float[Array, "N H"]:
         """Hidden states of the nodes.
 
         Args:

@@ -5,10 +5,9 @@ Gradients are those by the student; callers stop gradients by the teacher where 
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from hpnlp.ops.attention.masks.base import Full, Mask
@@ -262,10 +261,10 @@ def attention_divergence(
     return jnp.sum(jnp.where(sees_any, divergence, 0.0)), jnp.sum(sees_any, dtype=jnp.float32)
 
 
-def _float32(x: Any) -> Array:
+def _float32(x: ArrayLike) -> Array:
     return jnp.asarray(x, jnp.float32)
 
 
-def _normalized(x: Any) -> Array:
+def _normalized(x: ArrayLike) -> Array:
     centered = _float32(x) - jnp.mean(_float32(x), axis=-1, keepdims=True)
     return centered * jax.lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + _EPS)

@@ -6,8 +6,6 @@ entries, and a backward pass computes the pattern again instead of keeping it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, UInt32
@@ -15,10 +13,10 @@ from jaxtyping import Array, Bool, UInt32
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.helpers.arrays import accepts_numpy
 from hpnlp.ops.helpers.counter_rng import mix
-from hpnlp.types import InputError
+from hpnlp.types import AnyArray, InputError
 
 
-def check_rate(rate: float, rng: Any) -> None:
+def check_rate(rate: float, rng: Array | None) -> None:
     """Checks the arguments of dropout.
 
     Args:
@@ -47,7 +45,7 @@ def seed_words(rng: Array) -> UInt32[Array, "words"]:
 
 
 @array_op()
-def random_bits(seed: UInt32[Array, "words"], heads: Any, q: Any, k: Any) -> UInt32[Array, "..."]:
+def random_bits(seed: UInt32[Array, "words"], heads: AnyArray, q: AnyArray, k: AnyArray) -> UInt32[Array, "..."]:
     """Random bits as a function of a key and three numbers.
 
     Args:
@@ -67,7 +65,9 @@ def random_bits(seed: UInt32[Array, "words"], heads: Any, q: Any, k: Any) -> UIn
 
 
 @array_op()
-def keep_mask(seed: UInt32[Array, "words"], heads: Any, q: Any, k: Any, rate: float) -> Bool[Array, "..."]:
+def keep_mask(
+    seed: UInt32[Array, "words"], heads: AnyArray, q: AnyArray, k: AnyArray, rate: float
+) -> Bool[Array, "..."]:
     """Dropout pattern of attention weights.
 
     Args:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.helpers.arrays import accepts_numpy
@@ -153,7 +153,7 @@ def product_by_transpose(x: Float[Array, "M D"], wt: Float[Array, "F D"]) -> Flo
 
 
 @accepts_numpy
-def widened(h: Float[Array, "N D"], *tables: Any) -> tuple[Any, ...]:
+def widened(h: Float[Array, "N D"], *tables: Array | None) -> tuple[Any, ...]:
     """Converts float16 operands of a loss to float32, because gradients of a mean underflow in float16.
 
     Args:
@@ -181,7 +181,7 @@ def _rounded(x: Array) -> Array:
 
 @_rounded.defjvp
 @accepts_numpy
-def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _(primals: PyTree, tangents: PyTree) -> tuple[Array, Array]:
     return _rounded(*primals), tangents[0].astype(jnp.float32)
 
 
@@ -199,7 +199,7 @@ def _product_forward(dtype: DTypeLike, x: Array, w: Array) -> tuple[Array, tuple
     )  # inline: inside `_product`, rematerialisation policies would not find it
 
 
-def _product_backward(_: Any, saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+def _product_backward(_: DTypeLike | None, saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, w = saved
     dy = dy.astype(x.dtype)
     dx = _dot(dy, w.astype(x.dtype), 1, 1, _rounded_dtype(x)).astype(x.dtype)

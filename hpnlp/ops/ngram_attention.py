@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,9 @@ from jaxtyping import Array, Bool, Float
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.linear import product
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from hpnlp.ops.weight import Weight
 
 # Name of a kind of n-grams -> distances of its words from the first one.
 NGRAMS: dict[str, tuple[int, ...]] = {
@@ -29,8 +32,8 @@ NGRAMS: dict[str, tuple[int, ...]] = {
 def ngram_attention(
     values: Float[Array, "B T D"],
     logits: Float[Array, "B T D"],
-    value_kernel: Any,
-    logit_kernel: Any,
+    value_kernel: Array | Weight,
+    logit_kernel: Array | Weight,
     bias: Float[Array, " C"] | None,
     is_token: Bool[Array, "B T"],
     *,
@@ -79,7 +82,7 @@ def ngram_attention(
     return pooled
 
 
-def _convolved(x: Array, kernel: Any, is_token: Array, offsets: Sequence[int]) -> Array:
+def _convolved(x: Array, kernel: Array | Weight, is_token: Array, offsets: Sequence[int]) -> Array:
     """float32 `[B, T, C]`."""
     length, last = x.shape[1], max(offsets)
     padded = jnp.pad(jnp.where(is_token[..., None], x, jnp.zeros((), x.dtype)), ((0, 0), (0, last), (0, 0)))

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.helpers.arrays import accepts_numpy
@@ -70,7 +70,7 @@ def _rms_forward(eps: float, x: Array, scale: Array) -> tuple[Array, Any]:
     return (h * inverse * _row(scale, x)).astype(x.dtype), (x, scale, inverse)
 
 
-def _rms_backward(_: float, saved: Any, dy: Array) -> tuple[Array, Array]:
+def _rms_backward(_: float, saved: PyTree, dy: Array) -> tuple[Array, Array]:
     x, scale, inverse = saved
     dy, normed = dy.astype(jnp.float32), x.astype(jnp.float32) * inverse
     g = dy * _row(scale, x)
@@ -95,7 +95,7 @@ def _layer_forward(eps: float, x: Array, scale: Array, bias: Array) -> tuple[Arr
     return (h * inverse * _row(scale, x) + _row(bias, x)).astype(x.dtype), (x, scale, bias, mean, inverse)
 
 
-def _layer_backward(_: float, saved: Any, dy: Array) -> tuple[Array, Array, Array]:
+def _layer_backward(_: float, saved: PyTree, dy: Array) -> tuple[Array, Array, Array]:
     x, scale, bias, mean, inverse = saved
     dy, normed = dy.astype(jnp.float32), (x.astype(jnp.float32) - mean) * inverse
     g = dy * _row(scale, x)

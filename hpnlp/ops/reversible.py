@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.helpers.arrays import accepts_numpy
@@ -38,10 +38,10 @@ Stream = tuple[Array, Array]
 @array_op("... | ... |", x1="...")
 def reversible(
     layers: Layers,
-    params: Any,
+    params: PyTree,
     x1: Float[Array, "*x"],
     x2: Float[Array, "*x"],
-    *operands: Any,
+    *operands: PyTree,
     order: StackOrder | None = None,
 ) -> tuple[Float[Array, "*x"], Float[Array, "*x"], list[tuple[Any, Any]]]:
     """Passes two streams through a stack of layers, the i-th of which has the branches `layers[i % len(layers)]`.
@@ -140,7 +140,7 @@ def _forward_pass(
 ) -> tuple[Stream, Stream, Any]:
     """Both streams after all layers, as compensated sums, and the reports of the branches, stacked over periods."""
 
-    def period(streams: tuple[Stream, Stream], params: Any) -> tuple[tuple[Stream, Stream], Any]:
+    def period(streams: tuple[Stream, Stream], params: PyTree) -> tuple[tuple[Stream, Stream], Any]:
         (x1, x2), reports = streams, []
         for index, (f, g) in enumerate(layers):
             layer = order.layer_of_period(params, index)
@@ -156,13 +156,13 @@ def _forward_pass(
 
 
 def _run_backward(
-    layers: Layers, order: StackOrder, saved: Any, cotangents: tuple[Array, Array, Any]
+    layers: Layers, order: StackOrder, saved: PyTree, cotangents: tuple[Array, Array, Any]
 ) -> tuple[Any, ...]:
     """Gradients of the parameters, both input streams and the operands; recomputes each layer's inputs from its outputs."""
     params, x2, y1, y2, operands = saved
     d1, d2, d_reports = cotangents
 
-    def period(carry: Any, slices: Any) -> tuple[Any, Any]:
+    def period(carry: PyTree, slices: PyTree) -> tuple[Any, Any]:
         y1, y2, d1, d2, d_operands = carry
         params, d_reports, number = slices
         d_params = []
@@ -190,7 +190,7 @@ _run.defvjp(_run_forward, _run_backward)
 
 
 def _vjp_of_branch(
-    branch: Branch, params: list[Any], x: Array, operands: list[Any], d_output: Array, d_report: Any
+    branch: Branch, params: list[Any], x: Array, operands: list[Any], d_output: Array, d_report: PyTree
 ) -> tuple[Array, Array, list[Any], list[Any]]:
     """(output of a branch, gradients by x, by its parameters and by the operands)."""
 
@@ -220,11 +220,11 @@ def _sum_lists(sums: list[Any], terms: list[Any]) -> list[Any]:
     return [a + b.astype(a.dtype) for a, b in zip(sums, terms, strict=True)]
 
 
-def _is_real(leaf: Any) -> bool:
+def _is_real(leaf: Array) -> bool:
     return jnp.issubdtype(leaf.dtype, np.inexact)
 
 
-def _real_leaves(tree: Any) -> list[Any]:
+def _real_leaves(tree: PyTree) -> list[Any]:
     """The leaves of floating-point dtype: those that have a gradient, or are one."""
     return [leaf for leaf in jax.tree.leaves(tree) if _is_real(leaf)]
 

@@ -49,7 +49,7 @@ class TableRows:
         return self.values.at[self.find(ids)].get(mode="fill", fill_value=np.nan)
 
 
-def is_row_subset(table: Any) -> bool:
+def is_row_subset(table: object) -> bool:
     """Whether a table is a TableRows; False for an array or a Weight."""
     return isinstance(table, TableRows)
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float, PyTree
 
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.helpers.arrays import as_arrays
+from hpnlp.types import AnyArray
 
 
 class Weight(abc.ABC):
@@ -75,7 +76,7 @@ class Weight(abc.ABC):
             x, self.dense().astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )
 
-    def take(self, ids: Any) -> Float[Array, "*tokens F"]:
+    def take(self, ids: Array) -> Float[Array, "*tokens F"]:
         """Rows of the matrix.
 
         Args:
@@ -109,12 +110,12 @@ class Weight(abc.ABC):
         """
         return sum(leaf.size for leaf in jax.tree.leaves(self))
 
-    def __getitem__(self, ids: Any) -> Float[Array, "*tokens F"]:
+    def __getitem__(self, ids: ArrayLike) -> Float[Array, "*tokens F"]:
         """`take`; also of numpy arrays."""
         return as_arrays(self).take(as_arrays(ids))
 
 
-def is_weight(node: Any) -> bool:
+def is_weight(node: object) -> bool:
     """Whether a node of a tree of parameters is a Weight.
 
     Returns:
@@ -123,7 +124,7 @@ def is_weight(node: Any) -> bool:
     return isinstance(node, Weight)
 
 
-def parameter_count(params: Any) -> int:
+def parameter_count(params: PyTree) -> int:
     """Numbers of all parameters of a tree.
 
     Args:
@@ -149,7 +150,7 @@ def weight_axes(w: Any, names: tuple[str | None, ...]) -> Any:
     return w.axes(names) if isinstance(w, Weight) else names
 
 
-def scale_axes(scales: Any, names: tuple[str | None, ...]) -> tuple[str | None, ...]:
+def scale_axes(scales: AnyArray, names: tuple[str | None, ...]) -> tuple[str | None, ...]:
     """Logical axes of the scales of a matrix.
 
     Args:
@@ -164,7 +165,7 @@ def scale_axes(scales: Any, names: tuple[str | None, ...]) -> tuple[str | None, 
 
 
 @array_op()
-def dense(w: Any) -> Any:
+def dense(w: AnyArray | Weight) -> Any:
     """The matrix of a parameter.
 
     Args:
@@ -182,7 +183,7 @@ def dense(w: Any) -> Any:
 
 
 @array_op()
-def dense_tree(params: Any) -> Any:
+def dense_tree(params: PyTree) -> Any:
     """Parameters in which all Weights are arrays, for functions that read arrays only.
 
     Args:
@@ -194,7 +195,7 @@ def dense_tree(params: Any) -> Any:
     return jax.tree.map(dense, params, is_leaf=is_weight)
 
 
-def is_stacked(w: Any) -> bool:
+def is_stacked(w: AnyArray | Weight) -> bool:
     """Whether a parameter holds the matrices of several layers.
 
     Args:
@@ -206,7 +207,7 @@ def is_stacked(w: Any) -> bool:
     return leading_axes(w) > 0
 
 
-def leading_axes(w: Any) -> int:
+def leading_axes(w: AnyArray | Weight) -> int:
     """Number of axes before those of the matrix.
 
     Args:

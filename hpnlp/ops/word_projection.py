@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,9 @@ from jaxtyping import Array, Float, Int
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.linear import product
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from hpnlp.ops.weight import Weight
 
 HASH_WORDS = 4  # 32-bit words of a hash
 BLOCK = 64  # features of 128 bits
@@ -65,7 +68,7 @@ def check_features(features: int) -> None:
 
 
 @array_op("B T", hashes="B T")
-def projected_product(hashes: Int[Array, "..."], w: Any) -> Float[Array, "B T D"]:
+def projected_product(hashes: Int[Array, "..."], w: Array | Weight) -> Float[Array, "B T D"]:
     """Product of the ternary features of words with a matrix, which holds the features of a part of the words at a time.
 
     Args:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from hpnlp.compatibility import ring_refusal
 from hpnlp.ops.attention import Full, merge
@@ -107,7 +107,12 @@ def losses_of_mixers_checked(layout: Layout) -> Iterator[None]:
         yield
         return
 
-    def check(call: Callable[..., Any], args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
+    def check(
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        context: nn.module.InterceptorContext,
+    ) -> Any:
         out = call(*args, **kwargs)
         if context.module.name == "mixer" and context.method_name == "__call__" and out.aux:
             raise InputError(
@@ -120,7 +125,7 @@ def losses_of_mixers_checked(layout: Layout) -> Iterator[None]:
         yield
 
 
-def by_heads(mixer: Any, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
+def by_heads(mixer: Mixer, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
     """Runs a mixer on all tokens of some heads per device, between two all-to-alls.
 
     Args:
@@ -205,7 +210,9 @@ def ring(mixer: Any, inputs: MixerInputs, mask: AnyMask, chunks: Chunks) -> Mixe
     assert inputs.q is not None and inputs.k is not None and inputs.v is not None
     schedule = make_schedule(cast(Mask, mask), inputs.q.shape[1] * lax.axis_size(AXIS), chunks)
 
-    def partial(mask: AnyMask, q: Array, k: Array, v: Array, query_info: Any, key_info: Any) -> tuple[Array, Array]:
+    def partial(
+        mask: AnyMask, q: Array, k: Array, v: Array, query_info: PyTree, key_info: PyTree
+    ) -> tuple[Array, Array]:
         (positions, segment_ids), (kv_positions, kv_segment_ids) = query_info, key_info
         return mixer.partial(MixerInputs(None, q, k, v, positions, kv_positions, segment_ids, kv_segment_ids), mask)
 
@@ -216,14 +223,14 @@ def ring(mixer: Any, inputs: MixerInputs, mask: AnyMask, chunks: Chunks) -> Mixe
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _ring(
-    schedule: RingSchedule, partial: _Partial, q: Array, k: Array, v: Array, query_info: Any, key_info: Any
+    schedule: RingSchedule, partial: _Partial, q: Array, k: Array, v: Array, query_info: PyTree, key_info: PyTree
 ) -> Array:
     """Attention o `[B, t, N, H]` of the device's queries over all keys of the ring."""
     return _ring_forward(schedule, partial, q, k, v, query_info, key_info)[0]
 
 
 def _ring_forward(
-    schedule: RingSchedule, partial: _Partial, q: Array, k: Array, v: Array, query_info: Any, key_info: Any
+    schedule: RingSchedule, partial: _Partial, q: Array, k: Array, v: Array, query_info: PyTree, key_info: PyTree
 ) -> tuple[Array, Any]:
     """(o, residuals of `_ring_backward`); partial results of the hops are merged as they arrive."""
     # k and v travel in one array. As two, the compiler would recognise the transfers of the backward pass as the same, and
@@ -231,7 +238,7 @@ def _ring_forward(
     local, moving = _in_chunks((q, query_info)), _in_chunks((jnp.concatenate((k, v), axis=-1), key_info))
     masks = (Full(), *schedule.masks)
 
-    def operands(local: Any, moving: Any) -> tuple[Any, ...]:
+    def operands(local: PyTree, moving: PyTree) -> tuple[Any, ...]:
         kv, key_info = moving
         return _partial_operands(local, (*jnp.split(kv, [k.shape[-1]], axis=-1), key_info))
 
@@ -240,7 +247,7 @@ def _ring_forward(
     empty = o_zeros, lse_zeros - jnp.inf
     by_kind = [lambda *_: empty, *(functools.partial(partial, mask) for mask in masks)]
 
-    def step(carry: Any, moving: Any, hop: Array, i: Array, j: Array) -> tuple[Any, Any]:
+    def step(carry: PyTree, moving: PyTree, hop: Array, i: Array, j: Array) -> tuple[Any, Any]:
         pair = operands(_at(local, i), _at(moving, j))
         o, lse = lax.switch(_kind(schedule, hop, i, j), by_kind, *pair)
         merged = merge(_at(carry, i), (o.astype(jnp.float32), lse))
@@ -252,7 +259,7 @@ def _ring_forward(
     return _join_chunks(o).astype(q.dtype), (q, k, v, query_info, key_info, o, lse)
 
 
-def _ring_backward(schedule: RingSchedule, partial: _Partial, saved: Any, do: Array) -> tuple[Any, ...]:
+def _ring_backward(schedule: RingSchedule, partial: _Partial, saved: PyTree, do: Array) -> tuple[Any, ...]:
     """Gradients of q, k and v, by a second pass round the ring; None for positions and segments."""
     q, k, v, query_info, key_info, o, lse = saved
     local, moving = _in_chunks((q, query_info)), _in_chunks((k, v, key_info))
@@ -266,7 +273,7 @@ def _ring_backward(schedule: RingSchedule, partial: _Partial, saved: Any, do: Ar
     zeros = jax.tree.map(zeros_like, jax.eval_shape(gradients[-1], *first_pair))
     by_kind = [lambda *_: zeros, *gradients]
 
-    def step(dq: Array, moving: Any, hop: Array, i: Array, j: Array) -> tuple[Any, Any]:
+    def step(dq: Array, moving: PyTree, hop: Array, i: Array, j: Array) -> tuple[Any, Any]:
         keys, dk, dv = moving
         pair = (*_partial_operands(_at(local, i), _at(keys, j)), _at((o, lse, do), i))
         gain = lax.switch(_kind(schedule, hop, i, j), by_kind, *pair)
@@ -287,7 +294,7 @@ _ring.defvjp(_ring_forward, _ring_backward)
 
 
 def _partial_gradients(
-    partial: _Partial, q: Array, k: Array, v: Array, query_info: Any, key_info: Any, merged: Any
+    partial: _Partial, q: Array, k: Array, v: Array, query_info: PyTree, key_info: PyTree, merged: PyTree
 ) -> tuple[Array, ...]:
     """Float32 gradients by q, k and v through one partial result (o_p, lse_p).
 
@@ -301,13 +308,13 @@ def _partial_gradients(
     return tuple(d.astype(jnp.float32) for d in pull(((weight[..., None] * do).astype(partial_o.dtype), d_lse)))
 
 
-def _partial_operands(local: Any, moving: Any) -> tuple[Any, ...]:
+def _partial_operands(local: PyTree, moving: PyTree) -> tuple[Any, ...]:
     """The operands of a partial result, from a chunk of queries and a chunk of keys and values."""
     (q, query_info), (k, v, key_info) = local, moving
     return q, k, v, query_info, key_info
 
 
-def _run_hops(schedule: RingSchedule, step: Callable[..., Any], carry: Any, moving: Any) -> tuple[Any, Any]:
+def _run_hops(schedule: RingSchedule, step: Callable[..., Any], carry: PyTree, moving: PyTree) -> tuple[Any, Any]:
     """Runs `step(carry, moving, hop, i, j) -> (carry, moving)` for each pair of chunks at each hop.
 
     i and j are the device's query chunk and the key chunk in `moving`, 0 or 1 each. `moving` travels round the ring, and is
@@ -318,10 +325,10 @@ def _run_hops(schedule: RingSchedule, step: Callable[..., Any], carry: Any, movi
     moving = _send(moving, schedule.first_hop)
     pairs = jnp.asarray([(i, j) for i in range(2) for j in range(2)], jnp.int32)
 
-    def run_pairs(state: Any, hop: Array) -> tuple[Any, Any]:
+    def run_pairs(state: PyTree, hop: Array) -> tuple[Any, Any]:
         return lax.scan(lambda state, pair: (step(*state, hop, pair[0], pair[1]), None), state, pairs)[0]
 
-    def run_pairs_and_send(state: Any, hop: Array) -> tuple[Any, None]:
+    def run_pairs_and_send(state: PyTree, hop: Array) -> tuple[Any, None]:
         carry, moving = run_pairs(state, hop)
         return (carry, _send(moving, 1)), None
 
@@ -342,7 +349,7 @@ def _kind(schedule: RingSchedule, hop: Array, i: Array, j: Array) -> Array:
     return jnp.asarray(schedule.kinds, jnp.int32)[chunks[here, i], chunks[(here - hop) % devices, j]]
 
 
-def _send(tree: Any, distance: int) -> Any:
+def _send(tree: PyTree, distance: int) -> Any:
     """Sends the arrays of each device `distance` devices on round the ring."""
     devices = lax.axis_size(AXIS)
     if distance % devices == 0:
@@ -350,7 +357,7 @@ def _send(tree: Any, distance: int) -> Any:
     return lax.ppermute(tree, AXIS, [(d, (d + distance) % devices) for d in range(devices)])
 
 
-def _in_chunks(tree: Any) -> Any:
+def _in_chunks(tree: PyTree) -> Any:
     """[B, t, ...] -> [2, B, t / 2, ...]."""
     return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0], 2, -1, *x.shape[2:]), 1, 0), tree)
 
@@ -360,7 +367,7 @@ def _join_chunks(x: Array) -> Array:
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
 
 
-def _at(tree: Any, i: int | Array) -> Any:
+def _at(tree: PyTree, i: int | Array) -> Any:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
 
 

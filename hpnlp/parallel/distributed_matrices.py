@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 # Collectives that assemble a matrix: (mesh axis, dimension of the matrix that it divides, -2 or -1).
 _Exchanges = list[tuple[str, int]]
 
 
 def apply_to_matrices(
-    function: Callable[[jax.Array], jax.Array], x: jax.Array, mesh: Any, spec: PartitionSpec
+    function: Callable[[jax.Array], jax.Array], x: jax.Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec
 ) -> jax.Array:
     """Computes `function(x)` where each matrix of x is divided over devices.
 

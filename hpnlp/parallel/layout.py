@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from hpnlp.compatibility import Facts
 from hpnlp.model_interfaces.model_parallel import Zero2Parameter, is_zero2
@@ -99,7 +100,7 @@ class Layout:
         """The dimension of an array that ZeRO divides, or NOT_DIVIDED."""
         return zero.fsdp_dimension(names, shape, [self.rules[name] if name else () for name in names], self.mesh.shape)
 
-    def state_specs(self, names: Any, shapes: Any, *, divided: bool) -> Any:
+    def state_specs(self, names: PyTree, shapes: PyTree, *, divided: bool) -> Any:
         """PartitionSpecs of a tree of arrays.
 
         Args:
@@ -170,7 +171,7 @@ class Layout:
                 axes = " x ".join(f"plan.{axis}={self.mesh.shape[axis]}" for axis in self.rules[name])
                 raise InputError(f"{size} {unit} do not divide over {axes}: make them a multiple of {self.size(name)}")
 
-    def parameters(self, names: Any, params: Any, *, stacked: bool = False) -> tuple[Any, Callable[[Any], Any]]:
+    def parameters(self, names: PyTree, params: PyTree, *, stacked: bool = False) -> tuple[Any, Callable[[Any], Any]]:
         """Specs under which parameters enter a `shard_map`, and the function that gathers them there.
 
         Args:
@@ -195,17 +196,17 @@ class Layout:
         gather_dimension = functools.partial(self._gather_dimension, stacked=stacked)
         dims = jax.tree.map(gather_dimension, names, params, is_leaf=_is_names)
 
-        def gather(shards: Any) -> Any:
+        def gather(shards: PyTree) -> Any:
             return jax.tree.map(lambda dim, leaf: zero.gather_parameter(leaf, dim, self.token_axes), dims, shards)
 
         return specs, gather
 
-    def _weight_axes(self, names: tuple[str | None, ...], weight: Any) -> Any:
+    def _weight_axes(self, names: tuple[str | None, ...], weight: Weight) -> Any:
         """Logical axes of a Weight's arrays; InputError if the arrays of a device do not represent its part of the matrix."""
         axes = weight.axes(names)
         is_even = True
 
-        def shard(names: tuple[str | None, ...] | None, leaf: Any) -> Any:
+        def shard(names: tuple[str | None, ...] | None, leaf: PyTree) -> Any:
             nonlocal is_even
             if names is None:  # an optional array that the Weight does not have
                 return leaf
@@ -233,7 +234,7 @@ class Layout:
             )
         return axes
 
-    def _parameter_spec(self, names: Any, leaf: Any) -> Any:
+    def _parameter_spec(self, names: PyTree, leaf: PyTree) -> Any:
         """PartitionSpec of a parameter, or the two of a `Zero2Parameter`; None for None, an optional array of a Weight."""
         if leaf is None:
             return None
@@ -243,7 +244,7 @@ class Layout:
             return Zero2Parameter(complete, divided)
         return divided if self.zero == 3 else complete
 
-    def _gather_dimension(self, names: Any, leaf: Any, stacked: bool) -> int | None:
+    def _gather_dimension(self, names: PyTree, leaf: PyTree, stacked: bool) -> int | None:
         """The dimension along which a parameter, or a slice of a stack of them, is gathered; or NOT_DIVIDED; None for None."""
         if leaf is None:
             return None
@@ -252,7 +253,7 @@ class Layout:
         dim = zero.NOT_DIVIDED if names is None else self._fsdp_dimension(names, zero.full_shape(leaf))
         return dim - stacked if dim != zero.NOT_DIVIDED else dim
 
-    def undivided(self, names: Any, shapes: Any) -> list[str]:
+    def undivided(self, names: PyTree, shapes: PyTree) -> list[str]:
         """Matrices that every device holds in full although the plan divides parameters or their statistics.
 
         Args:
@@ -278,9 +279,9 @@ def _partition_spec(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*(a[0] if len(a) == 1 else a or None for a in axes))
 
 
-def _is_names(node: Any) -> bool:
+def _is_names(node: object) -> bool:
     return node is None or (isinstance(node, tuple) and all(n is None or isinstance(n, str) for n in node))
 
 
-def _is_spec(node: Any) -> bool:
+def _is_spec(node: object) -> bool:
     return isinstance(node, PartitionSpec)

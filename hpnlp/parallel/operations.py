@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from hpnlp.cost.flop_count import count_flops
 from hpnlp.parallel.varying import vary
@@ -86,7 +87,7 @@ class OperationParallel:
         """
         return _unpack(packed, self.weights, self.device_functions)
 
-    def __call__(self, packed: Packed, inputs: Any) -> list[Any]:
+    def __call__(self, packed: Packed, inputs: PyTree) -> list[Any]:
         """Runs all functions. Outside of `jax.jit`, each call traces them again.
 
         Args:
@@ -103,7 +104,7 @@ class OperationParallel:
         sizes = _sizes(self.outputs, self.device_functions)
         branches = [self._branch(indices, sizes) for indices in self.device_functions]
 
-        def run(local: Packed, inputs: Any) -> Packed:
+        def run(local: Packed, inputs: PyTree) -> Packed:
             local, inputs = jax.tree.map(lambda x: vary(x, (AXIS,)), (local, inputs))
             return lax.switch(lax.axis_index(AXIS), branches, local, inputs)
 
@@ -114,7 +115,7 @@ class OperationParallel:
     def _branch(self, indices: tuple[int, ...], sizes: Mapping[str, int]) -> Callable[[Packed, Any], Packed]:
         """Runs the functions of a device: packed weights `[1, size]` to packed results `[1, size]`."""
 
-        def run(local: Packed, inputs: Any) -> Packed:
+        def run(local: Packed, inputs: PyTree) -> Packed:
             weights = _unpack(local, [self.weights[i] for i in indices], [range(len(indices))])
             outputs = [self.functions[i](w, inputs) for i, w in zip(indices, weights, strict=True)]
             packed = _pack(outputs, [range(len(outputs))], sizes)
@@ -126,7 +127,7 @@ class OperationParallel:
 def divide_operations(
     functions: Sequence[Function],
     weights: Sequence[Any],
-    inputs: Any,
+    inputs: PyTree,
     devices: Sequence[Any] | None = None,
 ) -> OperationParallel:
     """Divides independent functions of the same inputs over devices.
@@ -184,12 +185,12 @@ def _assign(costs: Sequence[int], devices: int) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, assigned))
 
 
-def _shapes(tree: Any) -> Any:
+def _shapes(tree: PyTree) -> Any:
     """Shapes of arrays, numbers and ShapeDtypeStructs, in the dtypes that jax gives them."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(lambda tree: tree, tree))
 
 
-def _check_shapes(name: str, arrays: Any, expected: Any) -> None:
+def _check_shapes(name: str, arrays: PyTree, expected: PyTree) -> None:
     """Raises InputError unless the arrays have the expected structure, shapes and dtypes."""
     shapes = _shapes(arrays)
     if shapes != expected:
@@ -199,7 +200,7 @@ def _check_shapes(name: str, arrays: Any, expected: Any) -> None:
         )
 
 
-def _zeros(shapes: Any) -> Any:
+def _zeros(shapes: PyTree) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 

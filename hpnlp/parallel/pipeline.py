@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from hpnlp.model_interfaces.layer_report import CARRY, LayerReport
 from hpnlp.model_interfaces.model_parallel import Zero2Parameter, is_zero2
@@ -55,14 +55,14 @@ Stage = Callable[..., tuple[jax.Array, LayerReport]]
 
 def run_layers(
     layout: Layout,
-    names: Any,
+    names: PyTree,
     run: Run,
-    params: Any,
+    params: PyTree,
     x: Float[Array, "B T D"],
-    context: Any,
+    context: PyTree[Array],
     rngs: Mapping[str, jax.Array],
     *,
-    carry_names: Any = None,
+    carry_names: PyTree = None,
 ) -> tuple[Float[Array, "B T D"], LayerReport]:
     """Runs all layers of a model over a mesh.
 
@@ -99,7 +99,9 @@ def run_layers(
     count = microbatches(layout, x.shape[0])
     leaves, treedef = jax.tree.flatten(context)
 
-    def run_on_device(params: Any, x: jax.Array, leaves: Any, rngs: Any) -> tuple[jax.Array, LayerReport]:
+    def run_on_device(
+        params: PyTree, x: jax.Array, leaves: PyTree, rngs: Mapping[str, Array]
+    ) -> tuple[jax.Array, LayerReport]:
         context = jax.tree.unflatten(treedef, leaves)
         local = dataclasses.replace(tensor_parallel, regathered_sizes=_regathered_sizes(layout, params))
         if layout.size("layers") == 1:
@@ -131,7 +133,7 @@ def _tensor_parallel(
     from `context_parallel.token_order`.
     """
 
-    def gather(shards: Any, stack: str) -> Any:
+    def gather(shards: PyTree, stack: str) -> Any:
         return gathers[stack](host_offload.to_device(shards) if layout.offload_parameters else shards)
 
     fields: dict[str, Any] = {"gather": gather}
@@ -141,7 +143,7 @@ def _tensor_parallel(
     return dataclasses.replace(layout.tensor_parallel(length), **fields)
 
 
-def _regathered_sizes(layout: Layout, params: Any) -> frozenset[int]:
+def _regathered_sizes(layout: Layout, params: PyTree) -> frozenset[int]:
     """Numbers of elements of a layer's parameters, before and after gathering; none if gathered parameters are kept."""
     if not (layout.zero == 3 or layout.rounds > 1 or layout.offload_parameters):
         return frozenset()
@@ -202,10 +204,10 @@ def _run_stages(
     layout: Layout,
     tensor_parallel: MeshTensorParallel,
     run: Run,
-    params: Any,
+    params: PyTree,
     x: jax.Array,
-    context: Any,
-    rngs: Any,
+    context: PyTree,
+    rngs: Mapping[str, Array],
     count: int,
 ) -> tuple[jax.Array, LayerReport]:
     """Runs the device's sequences through all stages, of which the device holds one."""
@@ -220,18 +222,18 @@ def _run_stages(
     return _run_ticks(stage, chunks, x, context, count, layout.rounds)
 
 
-def _stage(tensor_parallel: MeshTensorParallel, run: Run, params: Any, rngs: Any) -> Stage:
+def _stage(tensor_parallel: MeshTensorParallel, run: Run, params: PyTree, rngs: Mapping[str, Array]) -> Stage:
     """A stage of one round, whose gathered parameters are kept for the backward pass. It takes no chunk."""
     here = lax.axis_index(AXIS)
 
-    def stage(chunk: Any, x: jax.Array, context: Any, round_: jax.Array) -> tuple[jax.Array, LayerReport]:
+    def stage(chunk: PyTree, x: jax.Array, context: PyTree, round_: jax.Array) -> tuple[jax.Array, LayerReport]:
         return run(tensor_parallel, params, x, context, rngs, here)
 
     return stage
 
 
 def _regathering_stage(
-    tensor_parallel: MeshTensorParallel, run: Run, params: Any, rngs: Any, rounds: int
+    tensor_parallel: MeshTensorParallel, run: Run, params: PyTree, rngs: Mapping[str, Array], rounds: int
 ) -> tuple[Stage, Any]:
     """`(stage, chunks)`: a stage whose parameters are gathered again in the backward pass.
 
@@ -246,8 +248,8 @@ def _regathering_stage(
     chunks = jax.tree.map(lambda leaf: leaf.shard if is_zero2(leaf) else leaf, stacks, is_leaf=is_zero2)
     stacks = lax.stop_gradient(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stacks))
 
-    def gather(layer: Any, stack: str) -> Any:
-        def take(leaf: Any, receiver: jax.Array) -> Any:
+    def gather(layer: PyTree, stack: str) -> Any:
+        def take(leaf: PyTree, receiver: jax.Array) -> Any:
             if is_zero2(leaf):
                 return Zero2Parameter(_at(leaf.full, layer["index"]), receiver)
             return _redirect_gradient(_at(leaf, layer["index"]), receiver)
@@ -257,7 +259,7 @@ def _regathering_stage(
 
     gathering = dataclasses.replace(tensor_parallel, gather=gather)
 
-    def stage(chunk: Any, x: jax.Array, context: Any, round_: jax.Array) -> tuple[jax.Array, LayerReport]:
+    def stage(chunk: PyTree, x: jax.Array, context: PyTree, round_: jax.Array) -> tuple[jax.Array, LayerReport]:
         layers = {
             name: {"index": round_ * size + jnp.arange(size, dtype=jnp.int32), "gradient_receivers": chunk[name]}
             for name, size in sizes.items()
@@ -268,7 +270,7 @@ def _regathering_stage(
 
 
 def _run_ticks(
-    stage: Stage, chunks: Any, x: jax.Array, context: Any, count: int, rounds: int
+    stage: Stage, chunks: PyTree, x: jax.Array, context: PyTree, count: int, rounds: int
 ) -> tuple[jax.Array, LayerReport]:
     """Runs the schedule on x `[b, t, D]`: in tick n, each stage works on item n - (index of the stage) of `_schedule`."""
     stages, here = lax.axis_size(AXIS), lax.axis_index(AXIS)
@@ -277,7 +279,7 @@ def _run_ticks(
     # With rounds, the last stage sends to the first.
     neighbours = [(i, (i + 1) % stages) for i in range(stages if rounds > 1 else stages - 1)]
 
-    def tick(carry: Any, now: jax.Array) -> tuple[Any, Any]:
+    def tick(carry: PyTree, now: jax.Array) -> tuple[Any, Any]:
         received, outputs, chunks = carry
         busy, round_, index = _schedule(now - here, stages, count, rounds)
         microbatch, microbatch_context = jax.tree.map(lambda a: _at(a, index), (inputs, contexts))
@@ -355,7 +357,7 @@ def _redistribute(held: Float[Array, "rows ..."], rounds: int) -> Float[Array, "
 
 
 @jax.custom_vjp
-def _take_chunk(chunks: Any, round_: jax.Array) -> tuple[Any, Any]:
+def _take_chunk(chunks: PyTree, round_: jax.Array) -> tuple[Any, Any]:
     """Takes the chunk of a round: `(chunks, chunk)`.
 
     The chunk's gradient is added in place to that of `chunks`. The gradient of a slice would be an array of zeros as large as
@@ -364,7 +366,7 @@ def _take_chunk(chunks: Any, round_: jax.Array) -> tuple[Any, Any]:
     return chunks, jax.tree.map(lambda a: _at(a, round_), chunks)
 
 
-def _take_chunk_forward(chunks: Any, round_: jax.Array) -> tuple[tuple[Any, Any], jax.Array]:
+def _take_chunk_forward(chunks: PyTree, round_: jax.Array) -> tuple[tuple[Any, Any], jax.Array]:
     return _take_chunk(chunks, round_), round_
 
 

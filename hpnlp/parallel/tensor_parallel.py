@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import PyTree
 
 from hpnlp.model_interfaces.model_parallel import TensorParallel
 from hpnlp.ops.attention.masks.per_head import AnyMask
@@ -28,11 +29,11 @@ GATHERS = ("all_gather", "device_put", "dynamic_slice")
 CONVERSIONS = ("broadcast_in_dim", "convert_element_type", "pcast", "pvary", "reshape", "squeeze", "transpose")
 
 
-def _run_mixer(mixer: Any, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
+def _run_mixer(mixer: Mixer, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
     return mixer(inputs, mask)
 
 
-def _identity(params: Any, stack: str) -> Any:
+def _identity(params: PyTree, stack: str) -> Any:
     return params
 
 
@@ -88,22 +89,22 @@ class MeshTensorParallel(TensorParallel):
         axes = self.mesh_axes[name]
         return lax.all_to_all(vary(x, axes), axes, split_axis=0, concat_axis=0, tiled=True) if axes else x
 
-    def mix(self, mixer: Any, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
+    def mix(self, mixer: Mixer, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         if self.mesh_axes["heads"] and mixer.within(mask).heads is not None:
             raise InputError(
                 "heads with masks of their own are not alike on all devices of plan.tensor: set plan.tensor=1"
             )
         return self.run_mixer(mixer, inputs, mask)
 
-    def gather_parameters(self, params: Any, stack: str) -> Any:
+    def gather_parameters(self, params: PyTree, stack: str) -> Any:
         return self.gather(params, stack)
 
-    def remat_policy(self, policy: Any) -> Any:
+    def remat_policy(self, policy: Callable[..., Any] | None) -> Any:
         if not self.regathered_sizes:
             return policy
         base_policy = policy or jax.checkpoint_policies.everything_saveable
 
-        def policy_without_parameters(primitive: Any, *avals: Any, **params: Any) -> Any:
+        def policy_without_parameters(primitive: Primitive, *avals: Any, **params: Any) -> Any:
             """False for a gathered parameter, else the result of `base_policy`: a bool or an offloading directive."""
             converts = primitive.name in CONVERSIONS and avals[0].size in self.regathered_sizes
             return primitive.name not in GATHERS and not converts and base_policy(primitive, *avals, **params)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.model_interfaces.model_parallel import is_zero2
 from hpnlp.ops.helpers.custom_vjp import vary_alike
@@ -29,7 +29,7 @@ from hpnlp.parallel.varying import sum_over_devices
 from hpnlp.types import LossOut
 
 
-def lookup(layout: Layout, table: Any, ids: Int[Array, "B T"], dtype: DTypeLike) -> Float[Array, "B T D"]:
+def lookup(layout: Layout, table: PyTree, ids: Int[Array, "B T"], dtype: DTypeLike) -> Float[Array, "B T D"]:
     """Looks up the rows of a table.
 
     Args:
@@ -50,7 +50,7 @@ def lookup(layout: Layout, table: Any, ids: Int[Array, "B T"], dtype: DTypeLike)
         return lax.with_sharding_constraint(table[ids].astype(dtype), NamedSharding(layout.mesh, x_spec))
     tensor_parallel, vocab_axes = layout.tensor_parallel(ids.shape[1]), layout.rules["vocab"]
 
-    def lookup_on_device(table: Any, ids: Array) -> Array:
+    def lookup_on_device(table: PyTree, ids: Array) -> Array:
         if not vocab_axes:
             return tensor_parallel.reduce_output(table[ids].astype(dtype), "vocab")
         index = ids - lax.axis_index(vocab_axes) * table.shape[0]
@@ -67,7 +67,7 @@ def lookup(layout: Layout, table: Any, ids: Int[Array, "B T"], dtype: DTypeLike)
 def loss(
     layout: Layout,
     layer: Any,
-    table: Any,
+    table: PyTree,
     h: Float[Array, "B *T D"],
     labels: Int[Array, "B *T"],
     weights: Float[Array, "B *T"],
@@ -109,7 +109,7 @@ def loss(
     tensor_parallel, vocab_axes = layout.tensor_parallel(_length(labels)), layout.rules[layer.axis]
     module, variables = _unbind(layer)
 
-    def loss_on_device(table: Any, variables: Any, h: Array, labels: Array, weights: Array) -> LossOut:
+    def loss_on_device(table: PyTree, variables: PyTree, h: Array, labels: Array, weights: Array) -> LossOut:
         # Marked before any loop and before h grows: the gradient is summed where an array begins to vary.
         leaves, structure = jax.tree.flatten(table)  # several arrays of a Weight
         *leaves, h = vary_alike(*leaves, h)
@@ -135,7 +135,7 @@ def loss(
     return _run_with_table(layout, loss_on_device, PartitionSpec(), table, *operands, axis=layer.axis)
 
 
-def best(layout: Layout, layer: Any, table: Any, h: Float[Array, "B *T D"]) -> Int[Array, "B *T"]:
+def best(layout: Layout, layer: Any, table: PyTree, h: Float[Array, "B *T D"]) -> Int[Array, "B *T"]:
     """The most probable word of each token, or class of each sequence.
 
     Args:
@@ -153,7 +153,7 @@ def best(layout: Layout, layer: Any, table: Any, h: Float[Array, "B *T D"]) -> I
     tensor_parallel, vocab_axes = layout.tensor_parallel(_length(h[..., 0])), layout.rules[layer.axis]
     module, variables = _unbind(layer)
 
-    def best_on_device(table: Any, variables: Any, h: Array) -> Array:
+    def best_on_device(table: PyTree, variables: PyTree, h: Array) -> Array:
         layer = module.bind(variables)
         if not vocab_axes:
             ids = layer.best(table, _flatten(h))[1].reshape(h.shape[:-1])
@@ -173,7 +173,7 @@ def best(layout: Layout, layer: Any, table: Any, h: Float[Array, "B *T D"]) -> I
     return _run_with_table(layout, best_on_device, out_spec, table, *operands, axis=layer.axis)
 
 
-def logits(layout: Layout, layer: Any, table: Any, h: Float[Array, "B *T D"]) -> Float[Array, "B *T V"]:
+def logits(layout: Layout, layer: Any, table: PyTree, h: Float[Array, "B *T D"]) -> Float[Array, "B *T V"]:
     """Logits of all words, in a computation that the compiler places.
 
     Args:
@@ -217,7 +217,7 @@ def _specs(layout: Layout, labels: Array) -> tuple[PartitionSpec, PartitionSpec]
     return layout.spec("batch", "length"), layout.activations(labels.shape[1])
 
 
-def _global_table(layout: Layout, layer: Any, table: Any) -> Any:
+def _global_table(layout: Layout, layer: Any, table: PyTree) -> Any:
     """The table as a global array, for a computation that the compiler places."""
     if not is_zero2(table):
         return table
@@ -231,12 +231,17 @@ def _flatten(h: Array) -> Array:
 
 
 def _run_with_table(
-    layout: Layout, function: Callable[..., Any], out_spec: Any, table: Any, *operands: Any, axis: str = "vocab"
+    layout: Layout,
+    function: Callable[..., Any],
+    out_spec: PyTree,
+    table: PyTree,
+    *operands: tuple[PyTree, Any],
+    axis: str = "vocab",
 ) -> Any:
     """Runs `function(table, *arrays)` on each device, on all features of the device's words. operands: (array, spec)."""
     table_spec, gather = layout.parameters((axis, "embed"), table)
 
-    def run_on_device(table: Any, *arrays: Any) -> Any:
+    def run_on_device(table: PyTree, *arrays: PyTree) -> Any:
         return function(gather(table), *arrays)
 
     arrays, specs = zip(*operands, strict=True)
@@ -246,7 +251,12 @@ def _run_with_table(
 
 
 def _merged_nll(
-    vocab_axes: tuple[str, ...], layer: Any, table: Any, h: Float[Array, "N D"], labels: Int[Array, " N"], rng: Any
+    vocab_axes: tuple[str, ...],
+    layer: Any,
+    table: PyTree,
+    h: Float[Array, "N D"],
+    labels: Int[Array, " N"],
+    rng: Array | None,
 ) -> Float[Array, " N"]:
     """Losses of the device's tokens over the words of all devices; NaN for a label outside the vocabulary."""
     lse, score = layer.partial(table, lax.axis_index(vocab_axes) * table.shape[0], h, labels, rng)

@@ -16,10 +16,11 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jaxtyping import PyTree
 
 from hpnlp.planner.jaxpr.jaxprs import needed_equations, open_jaxpr
 from hpnlp.training.trainer import Trainer
-from hpnlp.types import InputError
+from hpnlp.types import Equation, InputError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ PRIMITIVES = {
 }
 
 
-def traffic(jaxpr: Any, sizes: Mapping[str, int]) -> list[Collective]:
+def traffic(jaxpr: core.Jaxpr | core.ClosedJaxpr, sizes: Mapping[str, int]) -> list[Collective]:
     """Collectives of a program. A `cond` counts as the branch that sends most.
 
     Args:
@@ -82,7 +83,9 @@ def _merged(collectives: Iterable[Collective]) -> list[Collective]:
     return [dataclasses.replace(collective, times=count) for collective, count in times.items()]
 
 
-def _jaxpr_collectives(jaxpr: Any, sizes: Mapping[str, int], times: int) -> Iterator[Collective]:
+def _jaxpr_collectives(
+    jaxpr: core.Jaxpr | core.ClosedJaxpr, sizes: Mapping[str, int], times: int
+) -> Iterator[Collective]:
     for equation in needed_equations(open_jaxpr(jaxpr)):
         if equation.primitive.name in PRIMITIVES:
             yield from _operand_collectives(equation, sizes, times)
@@ -90,7 +93,7 @@ def _jaxpr_collectives(jaxpr: Any, sizes: Mapping[str, int], times: int) -> Iter
             yield from _body_collectives(equation, sizes, times)
 
 
-def _operand_collectives(equation: Any, sizes: Mapping[str, int], times: int) -> Iterator[Collective]:
+def _operand_collectives(equation: Equation, sizes: Mapping[str, int], times: int) -> Iterator[Collective]:
     """One collective for each operand; none over a single device."""
     kind, is_shard = PRIMITIVES[equation.primitive.name]
     axes = equation.params.get("axes", equation.params.get("axis_name"))
@@ -101,7 +104,7 @@ def _operand_collectives(equation: Any, sizes: Mapping[str, int], times: int) ->
         yield Collective(kind, axes, devices, size, times)
 
 
-def _body_collectives(equation: Any, sizes: Mapping[str, int], times: int) -> list[Collective]:
+def _body_collectives(equation: Equation, sizes: Mapping[str, int], times: int) -> list[Collective]:
     """Collectives in the body of a call, a loop or a branch."""
     name, params = equation.primitive.name, equation.params
     if name == "cond":
@@ -143,7 +146,7 @@ def trace(trainer: Trainer, batch_size: int, length: int) -> Any:
     return trainer.step.jitted.trace(trainer.state_shapes, batch, key, *trainer.step.frozen)
 
 
-def step_traffic(trainer: Trainer, jaxpr: Any) -> list[Collective]:
+def step_traffic(trainer: Trainer, jaxpr: core.Jaxpr | core.ClosedJaxpr) -> list[Collective]:
     """Collectives of a training step, those that the compiler adds for ZeRO included.
 
     Args:
@@ -170,7 +173,7 @@ def step_traffic(trainer: Trainer, jaxpr: Any) -> list[Collective]:
     return collectives
 
 
-def _parameter_gathers(params: Any, shards: Any) -> list[Collective]:
+def _parameter_gathers(params: PyTree, shards: PyTree) -> list[Collective]:
     """All-gathers of the parameters that each device has updated a shard of, under ZeRO 1 and 2.
 
     params, shards: shapes with the shardings of the parameters and of their optimizer statistics.

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from hpnlp.parallel.memory.host_offload import HOST
 from hpnlp.training.optimizers.sparse_rows import keys
@@ -71,7 +73,7 @@ def gradient_bytes(trainer: Trainer, batch_size: int, length: int) -> int:
     shapes = trainer.gradient_shapes if trainer.layout.zero >= 2 else trainer.state_shapes.params
     rows_trained = trainer.rows_trained(batch_size, length)
 
-    def gradient(path: Any, parameter: Any) -> Any:
+    def gradient(path: KeyPath, parameter: Any) -> Any:
         if (count := rows_trained.get(keys(path))) is None:
             return parameter
         # The rows that a batch touches are not divided over the vocabulary's axes; the model dimension still is.
@@ -81,7 +83,7 @@ def gradient_bytes(trainer: Trainer, batch_size: int, length: int) -> int:
     return held_bytes(jax.tree_util.tree_map_with_path(gradient, shapes))
 
 
-def held_bytes(shapes: Any, *, hosted: bool = False) -> int:
+def held_bytes(shapes: PyTree, *, hosted: bool = False) -> int:
     """Bytes of arrays in the memory of one device or of its host.
 
     Args:

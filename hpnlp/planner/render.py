@@ -7,7 +7,7 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpnlp.cost import parts
 from hpnlp.models.pairs.dual_encoder import LOSSES_OF_NEGATIVES
@@ -19,6 +19,9 @@ from hpnlp.planner.search import flags, plan_name
 from hpnlp.spec import parse_one
 from hpnlp.training.config import flat
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 HEADROOM = 1.15  # height of a plot's axis over the height of its bar
 SUFFIXES = (".png", ".pdf", ".svg", ".jpg")
@@ -258,7 +261,7 @@ def check_writable(path: Path) -> None:
         raise InputError(f"--out={path} cannot be written: use a file in an existing directory, for example plan.png")
 
 
-def _draw_bar(axes: Any, values: dict[str, float]) -> None:
+def _draw_bar(axes: Axes, values: dict[str, float]) -> None:
     """One bar of stacked values, with a legend entry for each."""
     bottom = 0.0
     for name, value in values.items():

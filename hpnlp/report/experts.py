@@ -14,6 +14,7 @@ import numpy as np
 from hpnlp import tasks
 from hpnlp.report import plots
 from hpnlp.tasks.reports.reporting import Outcome, Section, code_cell, spread
+from hpnlp.types import Tokenizer
 
 TOKENS = 16384  # held-out tokens that are routed
 PICTURES = ("expert_loads.png", "expert_pairs.png")
@@ -208,7 +209,7 @@ def _row(layer: int, use: Use) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _word_table(layer: int, use: Use, tokenizer: Any) -> list[str]:
+def _word_table(layer: int, use: Use, tokenizer: Tokenizer) -> list[str]:
     """Lines of a table of the tokens that are most specific to the experts of a layer."""
     order = np.argsort(-use.load, kind="stable")[:EXPERTS]
     limit = f", the {EXPERTS} with the most tokens" if len(use.load) > EXPERTS else ""
@@ -227,7 +228,7 @@ def _word_table(layer: int, use: Use, tokenizer: Any) -> list[str]:
     return lines
 
 
-def _text(word: int, tokenizer: Any) -> str:
+def _text(word: int, tokenizer: Tokenizer) -> str:
     """Text of a token; the name of a special token, and the number of another id without text, as that of a mask."""
     text = tokenizer.decode(np.array([word])) if word < tokenizer.vocab_size else b""
     if text:

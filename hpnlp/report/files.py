@@ -136,7 +136,7 @@ def _read(path: Path, numbers: Sequence[str], sections: Mapping[str, tuple[str, 
         raise InputError(f"{path} is not a report ({error}): {fix} to write it anew") from error
 
 
-def _fault(report: Any, numbers: Sequence[str], sections: Mapping[str, tuple[str, ...]]) -> str:
+def _fault(report: object, numbers: Sequence[str], sections: Mapping[str, tuple[str, ...]]) -> str:
     """The first reason why a report cannot be compared, for example because another version wrote it; "" if it can."""
     if not isinstance(report, dict):
         return f"it holds a {type(report).__name__}"
@@ -162,7 +162,7 @@ def _fault(report: Any, numbers: Sequence[str], sections: Mapping[str, tuple[str
     return task.report.fault(report)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 

@@ -74,7 +74,7 @@ def by_member(configs: Mapping[str, Mapping[str, Any]], alone: Iterable[str] = (
     return [dict(sorted(group.items())) for group in groups.values()]
 
 
-def rank(report: Any, reports: Mapping[str, Report]) -> Ranking:
+def rank(report: TaskReport, reports: Mapping[str, Report]) -> Ranking:
     """Ranks the runs of each fold among themselves, since runs of another fold were scored on other examples.
 
     Args:

@@ -6,12 +6,15 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpnlp.tasks.reports.reporting import Heatmap, Ranking
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLORS = 10  # number of colours in matplotlib's cycle, C0 to C9
 MARKERS = "osD^v"  # the next marker is used after all colours
@@ -49,7 +52,7 @@ def plot_curves(
 
 
 def _plot_curve(
-    axes: Any, name: str, lines: Sequence[Mapping[str, Any]], color: str, report: Mapping[str, Any] | None
+    axes: Axes, name: str, lines: Sequence[Mapping[str, Any]], color: str, report: Mapping[str, Any] | None
 ) -> None:
     """Draws the training and held-out loss of a run."""
     training = [line for line in lines if line.get("loss") is not None]
@@ -449,7 +452,7 @@ def place_texts(figure: Any, texts: Sequence[Any]) -> None:
         taken.append(text.get_window_extent(renderer))
 
 
-def logarithmic(axes: Any, values: Sequence[float]) -> None:
+def logarithmic(axes: Axes, values: Sequence[float]) -> None:
     """Makes the y axis logarithmic, with ticks at decades, at 1-2-5 steps or at even steps, so that labels do not overlap.
 
     Args:

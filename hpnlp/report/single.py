@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from hpnlp import measure, tasks
 from hpnlp.cost import parts
@@ -83,7 +84,7 @@ def write(workdir: str | Path, config: Config, result: RunResult, flags: str = "
     return report
 
 
-def _local(params: Any) -> Any:
+def _local(params: PyTree) -> Any:
     """Parameters for the computations of a report; None if they are sharded over several hosts."""
     if not all(leaf.is_fully_addressable or leaf.is_fully_replicated for leaf in jax.tree.leaves(params)):
         return None

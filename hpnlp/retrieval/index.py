@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.atomic_file import replaced
 from hpnlp.ops.helpers.array_op import array_op
@@ -41,7 +41,7 @@ class HostSearch:
     kind: IndexKind
     state: Any
 
-    def search(self, state: Any, q: Array, k: int) -> tuple[Array, Array]:
+    def search(self, state: PyTree, q: Array, k: int) -> tuple[Array, Array]:
         """Searches the index; `state` is not read."""
         shapes = tuple(jax.ShapeDtypeStruct((q.shape[0], k), dtype) for dtype in (jnp.float32, jnp.int32))
         return jax.pure_callback(lambda q: self.kind.search_host(self.state, np.asarray(q), k), shapes, q)
@@ -281,14 +281,14 @@ class Index:
         self._state, self._sizes = state, tuple(len(part) for part in vectors_of_parts)
         self._dim, self._dtype = vectors.shape[1], str(vectors.dtype)
 
-    def _shapes(self, state: Any) -> Any:
+    def _shapes(self, state: PyTree) -> Any:
         """Shapes of one part of a state; the state itself for kinds that are not on devices."""
         if not self.kind.on_devices:
             return state
         first_axis = 1 if self._part_count > 1 else 0
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[first_axis:], x.dtype), state)
 
-    def _put_on_devices(self, state: Any) -> Any:
+    def _put_on_devices(self, state: PyTree) -> Any:
         if self.mesh is None or self._part_count == 1:
             return jax.tree.map(jnp.asarray, state)
         return jax.device_put(state, NamedSharding(self.mesh, jax.P(self.axis)))
@@ -318,7 +318,7 @@ def _search_parts(
 ) -> tuple[Array, Array]:
     """Searches all parts; sizes are their numbers of vectors. Sizes differ by 1 at most, and smaller parts are padded."""
 
-    def search_part(state: Any, q: Array) -> tuple[Array, Array]:
+    def search_part(state: PyTree, q: Array) -> tuple[Array, Array]:
         part = lax.axis_index(axis)
         # k + 1 candidates, because one of them may be the padding.
         scores, ids = kind.search(jax.tree.map(lambda x: x[0], state), q, min(k + 1, max(sizes)))
@@ -337,7 +337,7 @@ def _best_of_parts(scores: Array, ids: Array, k: int) -> tuple[Array, Array]:
     return scores, jnp.take_along_axis(ids, at, axis=1)
 
 
-def _stack_padded(*arrays: Any) -> np.ndarray:
+def _stack_padded(*arrays: np.ndarray) -> np.ndarray:
     """Stacks arrays on a first axis, padded with zeros to the largest shape."""
     shapes = [np.shape(x) for x in arrays]
     out = np.zeros((len(arrays), *map(max, *shapes)), arrays[0].dtype)

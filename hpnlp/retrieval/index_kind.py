@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from hpnlp.types import InputError
 
@@ -61,7 +61,7 @@ class IndexKind:
         """
         raise NotImplementedError
 
-    def search(self, state: Any, q: Any, k: int) -> tuple[Array, Array]:
+    def search(self, state: PyTree, q: Array, k: int) -> tuple[Array, Array]:
         """Searches an index.
 
         Args:
@@ -74,11 +74,11 @@ class IndexKind:
         """
         raise NotImplementedError
 
-    def search_host(self, state: Any, q: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    def search_host(self, state: PyTree, q: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """As `search`, with numpy arrays. Only kinds without `on_devices` define it, in place of `search`."""
         raise NotImplementedError
 
-    def check(self, state: Any, dim: int) -> None:
+    def check(self, state: PyTree, dim: int) -> None:
         """Checks that the settings of searches fit the state.
 
         Args:
@@ -91,7 +91,7 @@ class IndexKind:
         # A search is traced and not run.
         jax.eval_shape(functools.partial(self.search, k=1), state, jax.ShapeDtypeStruct((1, dim), jnp.float32))
 
-    def vectors(self, state: Any, count: int) -> np.ndarray:
+    def vectors(self, state: PyTree, count: int) -> np.ndarray:
         """The vectors of a state.
 
         Args:
@@ -103,7 +103,7 @@ class IndexKind:
         """
         raise NotImplementedError
 
-    def nbytes(self, state: Any, reranking: bool) -> int:
+    def nbytes(self, state: PyTree, reranking: bool) -> int:
         """Size of a state.
 
         Args:
@@ -115,7 +115,7 @@ class IndexKind:
         """
         return sum(x.nbytes for name, x in state.items() if reranking or name not in self.rerank_arrays)
 
-    def add(self, state: Any, vectors: np.ndarray) -> Any:
+    def add(self, state: PyTree, vectors: np.ndarray) -> Any:
         """Adds vectors. Only kinds without `on_devices` define it; an index of another kind is built again from all vectors.
 
         Args:
@@ -127,7 +127,7 @@ class IndexKind:
         """
         raise NotImplementedError
 
-    def pack(self, state: Any) -> dict[str, np.ndarray]:
+    def pack(self, state: PyTree) -> dict[str, np.ndarray]:
         """Converts the state to arrays that can be saved.
 
         Returns:

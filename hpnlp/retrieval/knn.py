@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import PyTree
 
 from hpnlp.atomic_file import replaced
 from hpnlp.data.tokenizers import tokenizer_digest
@@ -41,7 +42,7 @@ class Neighbours:
     k: int | None = None
 
     def load(
-        self, model: Any, weights: Any, tokenizer: Tokenizer, run: str | os.PathLike[str]
+        self, model: Any, weights: PyTree, tokenizer: Tokenizer, run: str | os.PathLike[str]
     ) -> tuple[Datastore, KnnModel, dict[str, Any]]:
         """Reads the datastore.
 
@@ -169,6 +170,6 @@ def with_datastore(
     return KnnModel(model, search, k, frozen), frozen
 
 
-def _arrays(tree: Any) -> Any:
+def _arrays(tree: PyTree) -> Any:
     """A tree of numbers as JAX arrays."""
     return {name: _arrays(value) for name, value in tree.items()} if isinstance(tree, Mapping) else jnp.float32(tree)

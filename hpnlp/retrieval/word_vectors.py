@@ -6,9 +6,9 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from hpnlp.spec import shortened
 from hpnlp.types import InputError, Tokenizer
@@ -49,7 +49,7 @@ class WordVectorTable:
       vectors: float32 [V, D].
     """
 
-    def __init__(self, words: Sequence[str], vectors: Any) -> None:
+    def __init__(self, words: Sequence[str], vectors: ArrayLike) -> None:
         """Makes a table.
 
         Args:
@@ -100,7 +100,7 @@ class WordVectorTable:
     def __getitem__(self, word: str) -> np.ndarray:
         return self.vectors[self.row(word)]
 
-    def nearest(self, vector: Any, count: int = 10, without: Iterable[int] = ()) -> list[tuple[str, float]]:
+    def nearest(self, vector: ArrayLike, count: int = 10, without: Iterable[int] = ()) -> list[tuple[str, float]]:
         """Words whose vectors have the largest cosine with a vector.
 
         Args:

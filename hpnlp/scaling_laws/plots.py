@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpnlp.scaling_laws.analysis import FACTORS, Analysis
 from hpnlp.scaling_laws.fit import Fit, FlopsPerToken, interpolated_flops
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 CURVES = 5  # budgets whose isoFLOP curve is drawn
 
@@ -58,7 +61,7 @@ def draw(analysis: Analysis, path: Path) -> None:
         raise InputError(f"cannot draw {path} ({error}): name a file that can be written, as scaling.png") from error
 
 
-def _isoflop_curves(axes: Any, law: Fit, flops: FlopsPerToken) -> None:
+def _isoflop_curves(axes: Axes, law: Fit, flops: FlopsPerToken) -> None:
     """Loss against N at equal C by the law, with its minima, and the points at their sizes."""
     points = law.points
     sizes = np.geomspace(points.n.min() / 2, points.n.max() * 2, 100)
@@ -79,7 +82,7 @@ def _isoflop_curves(axes: Any, law: Fit, flops: FlopsPerToken) -> None:
     axes.legend(frameon=False, fontsize=7)
 
 
-def _decimal_ticks(axes: Any, values: np.ndarray) -> None:
+def _decimal_ticks(axes: Axes, values: np.ndarray) -> None:
     """Ticks such as 20k of a logarithmic x axis, as many as fit."""
     from matplotlib import ticker
 
@@ -96,7 +99,7 @@ def _colors(values: np.ndarray, among: np.ndarray) -> Any:
     return colormaps["viridis"]((np.log(values) - low) / max(high - low, 1e-9) * 0.9)
 
 
-def _envelope(axes: Any, law: Fit, flops: FlopsPerToken) -> None:
+def _envelope(axes: Axes, law: Fit, flops: FlopsPerToken) -> None:
     """Loss against C for each size, and the least loss at each C."""
     points = law.points
     for index, n in enumerate(np.unique(points.n)):
@@ -114,7 +117,7 @@ def _envelope(axes: Any, law: Fit, flops: FlopsPerToken) -> None:
     axes.legend(frameon=False, fontsize=7)
 
 
-def _residuals(axes: Any, law: Fit) -> None:
+def _residuals(axes: Axes, law: Fit) -> None:
     """Measured over predicted loss against D, one colour for each size."""
     points = law.points
     for index, n in enumerate(np.unique(points.n)):
@@ -132,7 +135,7 @@ def _residuals(axes: Any, law: Fit) -> None:
     axes.legend(frameon=False, fontsize=7)
 
 
-def _predictions(axes: Any, analysis: Analysis) -> None:
+def _predictions(axes: Axes, analysis: Analysis) -> None:
     """Predicted against measured losses: fitted runs as dots, held-out ones with intervals."""
     points, law = analysis.law.points, analysis.law
     predicted = points.loss / np.exp(law.residuals)

@@ -39,13 +39,13 @@ SINGLE_PAIR = {
 }
 
 
-def _no_grades(config: Any) -> str:
+def _no_grades(config: RunConfig) -> str:
     if config.data.graded_path:
         return ""
     return "data.graded_path='' names no pairs with grades: leave it out, or set data.graded_path"
 
 
-def _no_parts(config: Any) -> str:
+def _no_parts(config: RunConfig) -> str:
     if config.optimizer.accumulate > 1:
         return ""
     return "optimizer.accumulate=1 leaves batches as they are: leave it out, or set optimizer.accumulate"
@@ -85,7 +85,7 @@ class DualEncoding(ExampleTask):
         sizes = super().planned_sizes(config)
         return dataclasses.replace(sizes, classes=config.model.classes or PLANNED_CLASSES)
 
-    def dataset(self, data: Any, vocabulary: Vocabulary | None, progress: Progress | None = None) -> Examples:
+    def dataset(self, data: PairsConfig, vocabulary: Vocabulary | None, progress: Progress | None = None) -> Examples:
         if vocabulary is not None and not data.kind().has_labels:  # training goes on from a run with labels
             vocabulary = dataclasses.replace(vocabulary, labels=None)
         examples = super().dataset(data, vocabulary, progress)
@@ -96,7 +96,7 @@ class DualEncoding(ExampleTask):
             read_graded(data, examples.tokenizer)  # raises errors before training
         return examples
 
-    def check_data(self, data: Any) -> None:
+    def check_data(self, data: PairsConfig) -> None:
         super().check_data(data)
         if data.graded_path:
             sources.find(data.graded_path, "data.graded_path", FORMATS)

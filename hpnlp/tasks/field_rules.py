@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpnlp.tasks.task import RunConfig
 
 # Names of fields, and a function of the config that returns the reason why they have no effect, with the fix; "" if they have.
 Rule = tuple[tuple[str, ...], Callable[[Any], str]]
@@ -19,7 +22,7 @@ def only_with_loss(loss: str) -> Callable[[Any], str]:
       A function of the config.
     """
 
-    def find_reason(config: Any) -> str:
+    def find_reason(config: RunConfig) -> str:
         if config.model.loss == loss:
             return ""
         return f"model.loss={config.model.loss!r} does not read it: leave it out, or set model.loss={loss!r}"
@@ -27,7 +30,7 @@ def only_with_loss(loss: str) -> Callable[[Any], str]:
     return find_reason
 
 
-def below_length(config: Any, limit: str, length: str) -> str:
+def below_length(config: RunConfig, limit: str, length: str) -> str:
     """The reason why a limit of positions has no effect.
 
     Args:

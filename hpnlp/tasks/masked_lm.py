@@ -80,7 +80,7 @@ class MaskedLanguageModel(Task):
     data_config = MaskedDataConfig
     report = MaskedReport()
 
-    def input_kind(self, data: Any) -> Kind:
+    def input_kind(self, data: object) -> Kind:
         return Classification("text", "", "label")
 
     def encode(self, trained: TrainedModel, batch: Batch) -> np.ndarray:

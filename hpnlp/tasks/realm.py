@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -71,7 +70,7 @@ class RetrievalLanguageModel(ExampleTask):
     report = RealmReport()
     vocabulary_files = ("tokenizer.json", FILE)
 
-    def input_kind(self, data: Any) -> Kind | None:
+    def input_kind(self, data: object) -> Kind | None:
         return None
 
     def dataset(

@@ -10,14 +10,14 @@ from hpnlp.tasks.task import RunConfig
 from hpnlp.tasks.vocabulary import Sizes
 
 
-def _no_dropout(config: Any) -> str:
+def _no_dropout(config: RunConfig) -> str:
     model = config.model
     if model.input_dropout or model.layer_dropout or model.output_dropout:
         return ""
     return "it is of dropout of inputs, layers and outputs, all of which are 0: set one of the rates as well"
 
 
-def _one_layer(config: Any) -> str:
+def _one_layer(config: RunConfig) -> str:
     if len(config.model.widths()) > 1:
         return ""
     return f"model.cells={config.model.cells!r} has one layer: leave it out"

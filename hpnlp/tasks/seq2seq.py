@@ -22,7 +22,7 @@ from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.types import InputError
 
 
-def _no_target_limit(config: Any) -> str:
+def _no_target_limit(config: RunConfig) -> str:
     return below_length(config, "target_len", "target_len")
 
 
@@ -52,7 +52,7 @@ class SequenceToSequence(ExampleTask):
         return text_predictions(trained, batch, len(values))
 
     def scores(
-        self, config: RunConfig, dataset: Any, sums: Sums, *, is_complete: bool, gives_probabilities: bool
+        self, config: RunConfig, dataset: Examples, sums: Sums, *, is_complete: bool, gives_probabilities: bool
     ) -> dict[str, float]:
         """Mean loss in nats per target token, and the shares of tokens and of whole targets that are predicted."""
         return {name: float(sums[name][0] / sums[name][1]) for name in ("loss", "accuracy", "exact_match")}

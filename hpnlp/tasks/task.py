@@ -6,7 +6,7 @@ import abc
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -20,6 +20,10 @@ from hpnlp.tasks.predictions import Batch, Prediction, TrainedModel
 from hpnlp.tasks.reports.reporting import TaskReport
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary
 from hpnlp.types import InputError, Model, Tokenizer
+
+if TYPE_CHECKING:
+    from hpnlp.data.config import DataConfig
+    from hpnlp.data.examples.config import ExampleConfig
 
 # Name of a metric -> (weighted sum, sum of the weights) over the examples of an evaluation, in float64. Sums may be arrays.
 Sums = Mapping[str, tuple[Any, Any]]
@@ -127,7 +131,7 @@ class Task(abc.ABC):
     vocabulary_files: ClassVar[tuple[str, ...]] = ("tokenizer.json",)
 
     @abc.abstractmethod
-    def check_data(self, data: Any) -> None:
+    def check_data(self, data: DataConfig | ExampleConfig) -> None:
         """Checks the parts of the data config that can be checked without reading data, such as that its files exist.
 
         Args:
@@ -137,7 +141,7 @@ class Task(abc.ABC):
           InputError: A field is not valid.
         """
 
-    def may_lack_labels(self, data: Any) -> bool:
+    def may_lack_labels(self, data: DataConfig | ExampleConfig) -> bool:
         """Whether examples may lack labels, so that the vocabulary of a teacher is needed to read them.
 
         Args:
@@ -148,7 +152,7 @@ class Task(abc.ABC):
         """
         return False
 
-    def batch_widths(self, data: Any) -> int:
+    def batch_widths(self, data: DataConfig | ExampleConfig) -> int:
         """Number of widths of training batches.
 
         Args:
@@ -159,7 +163,7 @@ class Task(abc.ABC):
         """
         return 1
 
-    def has_own_heldout(self, data: Any) -> bool:
+    def has_own_heldout(self, data: DataConfig | ExampleConfig) -> bool:
         """Whether `data.path` names examples with held-out examples of their own.
 
         Args:
@@ -182,7 +186,9 @@ class Task(abc.ABC):
         return {}
 
     @abc.abstractmethod
-    def dataset(self, data: Any, vocabulary: Vocabulary | None, progress: Progress | None = None) -> Dataset:
+    def dataset(
+        self, data: DataConfig | ExampleConfig, vocabulary: Vocabulary | None, progress: Progress | None = None
+    ) -> Dataset:
         """Reads the data, or finds them in the cache.
 
         Args:
@@ -199,7 +205,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def heldout(
-        self, config: RunConfig, dataset: Any, *, limit: int | None, process_index: int = 0, process_count: int = 1
+        self, config: RunConfig, dataset: Dataset, *, limit: int | None, process_index: int = 0, process_count: int = 1
     ) -> Iterator[Batch]:
         """Iterates over the held-out examples once.
 
@@ -215,7 +221,7 @@ class Task(abc.ABC):
         """
 
     def further_heldout(
-        self, config: RunConfig, dataset: Any, *, process_index: int = 0, process_count: int = 1
+        self, config: RunConfig, dataset: Dataset, *, process_index: int = 0, process_count: int = 1
     ) -> dict[str, Iterator[Batch]]:
         """Iterators over examples that are scored at the end, apart from the held-out ones.
 
@@ -230,7 +236,7 @@ class Task(abc.ABC):
         """
         return {}
 
-    def scored_amounts(self, config: RunConfig, dataset: Any, limit: int | None) -> dict[str, int]:
+    def scored_amounts(self, config: RunConfig, dataset: Dataset, limit: int | None) -> dict[str, int]:
         """Amounts of held-out data that an evaluation scores.
 
         Args:
@@ -243,7 +249,7 @@ class Task(abc.ABC):
         """
         return {}
 
-    def unknown_labels(self, dataset: Any) -> list[str]:
+    def unknown_labels(self, dataset: Dataset) -> list[str]:
         """Numbers of held-out examples that are not scored because the run has no class of their label.
 
         Args:
@@ -254,7 +260,7 @@ class Task(abc.ABC):
         """
         return []
 
-    def left_out(self, dataset: Any) -> list[str]:
+    def left_out(self, dataset: Dataset) -> list[str]:
         """Counts of what else is not scored, such as records that cannot be read.
 
         Args:
@@ -265,7 +271,7 @@ class Task(abc.ABC):
         """
         return []
 
-    def vocabulary(self, dataset: Any) -> Vocabulary:
+    def vocabulary(self, dataset: Dataset) -> Vocabulary:
         """The vocabulary of a dataset, which the run directory keeps.
 
         Args:
@@ -346,7 +352,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def scores(
-        self, config: RunConfig, dataset: Any, sums: Sums, *, is_complete: bool, gives_probabilities: bool
+        self, config: RunConfig, dataset: Dataset, sums: Sums, *, is_complete: bool, gives_probabilities: bool
     ) -> dict[str, float]:
         """Scores of an evaluation.
 
@@ -380,7 +386,7 @@ class Task(abc.ABC):
         """Whether `hpnlp export` writes runs as directories that are served without hpnlp."""
         return False
 
-    def input_kind(self, data: Any) -> Kind | None:
+    def input_kind(self, data: DataConfig | ExampleConfig) -> Kind | None:
         """Form of the texts that a trained model reads to predict or encode them.
 
         Args:
@@ -391,7 +397,7 @@ class Task(abc.ABC):
         """
         return None
 
-    def text_kind(self, data: Any) -> Kind | None:
+    def text_kind(self, data: DataConfig | ExampleConfig) -> Kind | None:
         """Form of the texts that `encode` reads: by default that of `input_kind`.
 
         Args:
@@ -449,7 +455,7 @@ class Task(abc.ABC):
             f"a run of task={self.name!r} has no partners of texts, as a dual encoder has: leave partners out"
         )
 
-    def baseline(self, dataset: Any) -> Baseline | None:
+    def baseline(self, dataset: Dataset) -> Baseline | None:
         """Starts the measurement of other methods on the same data.
 
         Args:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import PyTree
 
 from hpnlp.data.stream import Corpus, DataConfig
 from hpnlp.models.word_vectors import WordVectors, WordVectorsConfig
@@ -26,7 +28,7 @@ from hpnlp.tasks.reports.reporting import (
 )
 from hpnlp.tasks.task import RunConfig, Sums
 from hpnlp.tasks.vocabulary import Sizes
-from hpnlp.types import InputError, option
+from hpnlp.types import InputError, Tokenizer, option
 
 SHOWN, NEIGHBOURS = 8, 6  # words of a report, and neighbours of each
 
@@ -57,7 +59,7 @@ class WordVectorsReport(TaskReport):
     numbers_compared: Mapping[str, bool] = {"heldout_pair_accuracy": True, "heldout_loss": True}
     unit = "prediction"
 
-    def numbers(self, dataset: Any, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
+    def numbers(self, dataset: Corpus, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
         """Scores, and identity of the held-out text."""
         return {
             **{f"heldout_{name}": value for name, value in scores.items()},
@@ -100,11 +102,11 @@ class WordVectorsReport(TaskReport):
         """Ranks runs by pair accuracy on the same held-out text, which compares between output layers as losses do not."""
         return rank_on_same_examples(reports, "pair_accuracy", higher_is_better=True)
 
-    def commands(self, workdir: Any, config: Any) -> dict[str, list[str]]:
+    def commands(self, workdir: Path, config: RunConfig) -> dict[str, list[str]]:
         return {"list the neighbours of a word": ["neighbours", str(workdir), "WORD"]}
 
 
-def _no_subsampling(config: Any) -> str:
+def _no_subsampling(config: RunConfig) -> str:
     return "" if config.model.subsample else "model.subsample=0 drops no word: leave it out, or set model.subsample"
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpnlp import tasks
 from hpnlp.parallel.layout import Layout
-from hpnlp.types import InputError
+from hpnlp.types import InputError, Model
+
+if TYPE_CHECKING:
+    from hpnlp.training.config import Config
+    from hpnlp.training.trainer import Trainer
 
 
 @dataclasses.dataclass
@@ -30,7 +34,7 @@ class BatchLengths:
     untimed_padding: int = 0
 
     @classmethod
-    def restored(cls, progress: Mapping[str, Any], step: int, config: Any) -> BatchLengths:
+    def restored(cls, progress: Mapping[str, Any], step: int, config: Config) -> BatchLengths:
         """Counts from a checkpoint.
 
         Args:
@@ -107,7 +111,7 @@ class BatchLengths:
         """
         return self.padding / max(1, self.tokens())
 
-    def flops_by_part(self, trainer: Any, longest: int) -> dict[str, float] | None:
+    def flops_by_part(self, trainer: Trainer, longest: int) -> dict[str, float] | None:
         """Mean number of floating-point operations of a step, by part of the model.
 
         Args:
@@ -152,7 +156,7 @@ def padding_of(batch: Mapping[str, Any]) -> float:
     return float((batch["segment_ids"] == 0).mean()) if "segment_ids" in batch else 0.0
 
 
-def check_buckets(config: Any, model: Any, layout: Layout) -> None:
+def check_buckets(config: Config, model: Model, layout: Layout) -> None:
     """Checks that a model and a plan can have batches of several lengths, if `data.buckets` asks for them.
 
     Args:

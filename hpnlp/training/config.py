@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict, config_dict
@@ -297,7 +297,7 @@ def resolve(values: ConfigDict | Mapping[str, Any]) -> Config:
     return _from_dict(Config, section_types(_typed(str, task, "task")), values, "")
 
 
-def _from_dict(dataclass: Any, types: Mapping[str, Any], values: Any, prefix: str) -> Any:
+def _from_dict(dataclass: Callable[..., Any], types: Mapping[str, Any], values: object, prefix: str) -> Any:
     """An instance of `dataclass` with fields of these types; `prefix` is its section's name with a dot, for error messages."""
     if not isinstance(values, Mapping):
         raise InputError(f"config field {prefix.rstrip('.')} is {values!r}: expected a section with {', '.join(types)}")
@@ -312,7 +312,7 @@ def _from_dict(dataclass: Any, types: Mapping[str, Any], values: Any, prefix: st
     return dataclass(**fields)
 
 
-def _field_types(dataclass: Any) -> dict[str, Any]:
+def _field_types(dataclass: type) -> dict[str, Any]:
     """Types of the fields of a dataclass, without class variables."""
     types = typing.get_type_hints(dataclass)
     return {field.name: types[field.name] for field in dataclasses.fields(dataclass)}

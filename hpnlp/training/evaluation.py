@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from hpnlp import tasks
 from hpnlp.data.reading.files import Progress, ignore_progress
@@ -38,7 +39,7 @@ class Evaluation:
 
 def evaluate(
     trainer: Trainer,
-    params: Any,
+    params: PyTree,
     dataset: Dataset,
     config: Config,
     limit: int | None = None,
@@ -68,7 +69,7 @@ def evaluate(
 
 
 def further_scores(
-    trainer: Trainer, params: Any, dataset: Dataset, config: Config, progress: Progress = ignore_progress
+    trainer: Trainer, params: PyTree, dataset: Dataset, config: Config, progress: Progress = ignore_progress
 ) -> dict[str, float]:
     """Scores the task's other held-out sets (`Task.further_heldout`), such as those of `data.challenge_path`.
 
@@ -97,7 +98,7 @@ def further_scores(
 
 def _sums(
     trainer: Trainer,
-    params: Any,
+    params: PyTree,
     batches: Iterable[Mapping[str, np.ndarray]],
     config: Config,
     progress: Progress,
@@ -127,7 +128,7 @@ def _add(total: Any, sums: Any, collector: Collector) -> Any:
     return values if total is None else jax.tree.map(np.add, total, values)
 
 
-def _scores(trainer: Trainer, dataset: Dataset, config: Config, sums: Any, is_complete: bool) -> dict[str, float]:
+def _scores(trainer: Trainer, dataset: Dataset, config: Config, sums: PyTree, is_complete: bool) -> dict[str, float]:
     """Scores of a task from the sums of an evaluation."""
     task, normalized = tasks.find(config.task), trainer.gives_probabilities
     return task.scores(config, dataset, sums, is_complete=is_complete, gives_probabilities=normalized)

@@ -6,11 +6,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from hpnlp.model_interfaces.model_parallel import Zero2Parameter
 from hpnlp.models import variables
@@ -22,6 +24,9 @@ from hpnlp.training.files.checksum import first_difference
 from hpnlp.training.optimizers import sparse_rows
 from hpnlp.training.optimizers.apply_updates import Update, mean
 from hpnlp.types import InputError, LossOut, Model, Statistics
+
+if TYPE_CHECKING:
+    from hpnlp.training.optimizers.loss_scale import LossScale
 
 Batch = Mapping[str, jax.Array]
 
@@ -57,7 +62,14 @@ class Gradients:
     frozen: Any = None
 
     def __call__(
-        self, params: Any, buffers: Any, ids: Any, scale: Any, batch: Batch, key: jax.Array, carry: Any
+        self,
+        params: PyTree,
+        buffers: PyTree,
+        ids: Mapping[sparse_rows.Path, jax.Array],
+        scale: LossScale | None,
+        batch: Batch,
+        key: jax.Array,
+        carry: PyTree,
     ) -> tuple[Any, tuple[Any, Any, Any], Any]:
         """Gradients of the sum of a batch's losses.
 
@@ -129,12 +141,12 @@ class Gradients:
 
     def _statistics_cotangent(
         self,
-        shapes: Any,
-        shards: Any,
-        params: Any,
-        buffers: Any,
-        ids: Any,
-        scale: Any,
+        shapes: PyTree,
+        shards: PyTree,
+        params: PyTree,
+        buffers: PyTree,
+        ids: Mapping[sparse_rows.Path, jax.Array],
+        scale: LossScale | None,
         inputs: tuple[Batch, jax.Array, Any],
     ) -> Any:
         """Gradient of the sum of the losses with respect to the statistics of the batch, by a forward pass over all parts.
@@ -159,7 +171,7 @@ class Gradients:
             return None
         tables = sparse_rows.as_tables(self._with_shards(shards, params, ids), ids)
 
-        def add(totals: Any, part: tuple[Batch, jax.Array, Any]) -> tuple[Any, None]:
+        def add(totals: PyTree, part: tuple[Batch, jax.Array, Any]) -> tuple[Any, None]:
             out = loss(self.model, variables.join(tables, buffers, self.frozen), *part)
             return _add(totals, (out.weight, out.statistics)), None
 
@@ -173,7 +185,7 @@ class Gradients:
         losses = (self.aux_weights.get(name, 1.0) * value for name, value in values.items() if name.endswith("_loss"))
         return sum(losses, jnp.zeros(()))
 
-    def looked_up(self, params: Any, batch: Batch, key: jax.Array) -> dict[sparse_rows.Path, jax.Array]:
+    def looked_up(self, params: PyTree, batch: Batch, key: jax.Array) -> dict[sparse_rows.Path, jax.Array]:
         """Rows that a step looks up, by the path of their table; empty unless `optimizer.rows` is set.
 
         Args:
@@ -197,7 +209,7 @@ class Gradients:
             ids_by_path = jax.lax.map(example_rows, self._split_for_accumulation(batch, key))
         return {path: sparse_rows.distinct(ids.reshape(-1), self.tables[path][0]) for path, ids in ids_by_path.items()}
 
-    def check_aux_weights(self, weights: Any) -> None:
+    def check_aux_weights(self, weights: PyTree) -> None:
         """Checks that the layers report every loss in `optimizer.aux`. Allocates nothing.
 
         Args:
@@ -210,7 +222,7 @@ class Gradients:
             return
         batch, key = _example(self.single_model), jax.random.key(0)
 
-        def reported(weights: Any) -> Any:
+        def reported(weights: PyTree) -> Any:
             out = loss(self.single_model, weights, batch, key)
             return out.aux, out.statistics
 
@@ -226,7 +238,7 @@ class Gradients:
                     "leave it out"
                 )
 
-    def check_advance(self, weights: Any) -> None:
+    def check_advance(self, weights: PyTree) -> None:
         """Checks that `Model.advance` keeps the names and shapes of buffers. Allocates nothing.
 
         Args:
@@ -240,7 +252,7 @@ class Gradients:
             return
         model, batch, key = self.single_model, _example(self.single_model), jax.random.key(0)
 
-        def advance(weights: Any) -> Any:
+        def advance(weights: PyTree) -> Any:
             statistics = loss(model, weights, batch, key).statistics
             return model.advance(variables.split(weights)[1], statistics, jnp.int32(0), key)
 
@@ -251,7 +263,7 @@ class Gradients:
                 "same names, shapes and dtypes"
             )
 
-    def check_carry(self, weights: Any) -> None:
+    def check_carry(self, weights: PyTree) -> None:
         """Checks that a batch leaves a carry like the one that it got. Allocates nothing.
 
         Args:
@@ -277,16 +289,16 @@ class Gradients:
         numbers = jnp.arange(self.update.config.accumulate, dtype=jnp.uint32)
         return self._split(batch, 0), jax.vmap(lambda i: jax.random.fold_in(key, i))(numbers)
 
-    def _split(self, tree: Any, axis: int) -> Any:
+    def _split(self, tree: PyTree, axis: int) -> Any:
         """Arrays with a first axis of parts, from arrays with the examples on `axis`."""
         return jax.tree.map(lambda x: split_examples(x, self.update.config.accumulate, axis), tree)
 
-    def _shards(self, params: Any, ids: Any) -> Any:
+    def _shards(self, params: PyTree, ids: Mapping[sparse_rows.Path, jax.Array]) -> Any:
         """The arrays that gradients are taken with respect to: parameters, each sharded as its gradient will be."""
         if not self.zero2:
             return params
 
-        def shard(path: Any, leaf: jax.Array, names: Any, spec: PartitionSpec) -> jax.Array:
+        def shard(path: KeyPath, leaf: jax.Array, names: PyTree, spec: PartitionSpec) -> jax.Array:
             if not _has_divided_gradient(names, sparse_rows.keys(path) in ids):
                 return leaf
             return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.layout.mesh, spec))
@@ -294,12 +306,12 @@ class Gradients:
         specs = self.layout.state_specs(self.axes, params, divided=True)
         return jax.tree_util.tree_map_with_path(shard, params, self.axes, specs)
 
-    def _with_shards(self, shards: Any, params: Any, ids: Any) -> Any:
+    def _with_shards(self, shards: PyTree, params: PyTree, ids: Mapping[sparse_rows.Path, jax.Array]) -> Any:
         """Parameters for the model, from replicated ones and the shards that gradients are taken with respect to."""
         if not self.zero2:
             return shards
 
-        def join(path: Any, shard: jax.Array, names: Any, leaf: jax.Array) -> Any:
+        def join(path: KeyPath, shard: jax.Array, names: PyTree, leaf: jax.Array) -> Any:
             if _has_divided_gradient(names, sparse_rows.keys(path) in ids):
                 return Zero2Parameter(jax.lax.stop_gradient(leaf), shard)
             return shard
@@ -369,7 +381,7 @@ def loss(model: Model, weights: Any, batch: Batch, key: jax.Array | None, carry:
     return apply(encode_in_parts(encode, batch, count), batch, method="compare")
 
 
-def _add(totals: Any, new: Any) -> Any:
+def _add(totals: PyTree, new: PyTree) -> Any:
     return jax.tree.map(jnp.add, totals, new)
 
 
@@ -378,7 +390,7 @@ def _example(model: Model) -> dict[str, jax.Array]:
     return model.example_batch(1, model.config.fixed_length() or 8)
 
 
-def _zeros(shapes: Any) -> Any:
+def _zeros(shapes: PyTree) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
 

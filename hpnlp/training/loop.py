@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from hpnlp import measure, tasks
 from hpnlp.training.batch_lengths import BatchLengths, padding_of, sequence_length
@@ -255,7 +256,7 @@ class _Run:
         best, loss = self.progress["best"], self.progress.get("best_loss", math.inf)  # early versions kept no loss
         return None if best is None else self.order.stored({"loss": loss, self.order.metric: best})
 
-    def evaluate(self, limit: int | None, params: Any = None) -> Evaluation:
+    def evaluate(self, limit: int | None, params: PyTree = None) -> Evaluation:
         """Evaluation of `params`, or else of the current parameters, over at most `limit` batches."""
         self.flush()
         self.display.status("scoring held-out examples")

@@ -10,6 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
+from jaxtyping import PyTree
 
 from hpnlp.spec import build, lookup, parse, parse_one
 from hpnlp.table import Table
@@ -257,13 +260,13 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     if config.warmup == 0:
         return body
 
-    def warmup(step: Any) -> Any:
+    def warmup(step: ArrayLike) -> Any:
         return config.learning_rate * (step + 1) / config.warmup  # step 0 takes 1/warmup of the peak, not 0
 
     return optax.join_schedules([warmup, body], [config.warmup])
 
 
-def is_matrix(params: Any) -> Any:
+def is_matrix(params: PyTree) -> Any:
     """Parameters that weight decay acts on.
 
     Args:
@@ -275,7 +278,7 @@ def is_matrix(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: parameter_name(path) in _MATRICES, params)
 
 
-def parameter_name(path: Any) -> str:
+def parameter_name(path: KeyPath) -> str:
     """Last dict key of the path of a parameter."""
     # optax also maps over parameters that are still boxed with their axis names: the box's own key is not a dict key.
     return next(reversed(sparse_rows.keys(path)), "")
@@ -302,14 +305,14 @@ def _trust_ratio(coefficient: float = 1.0) -> optax.GradientTransformation:
     """Multiplies updates by coefficient * |parameter| / |update|; each layer of a stack has its own ratio."""
     scaling = optax.scale_by_trust_ratio(trust_coefficient=coefficient)
 
-    def scale(update: Any, param: Any) -> Any:
+    def scale(update: PyTree, param: PyTree) -> Any:
         return scaling.update(update, optax.EmptyState(), param)[0]
 
-    def scale_leaf(path: Any, update: jax.Array, param: jax.Array) -> jax.Array:
+    def scale_leaf(path: KeyPath, update: jax.Array, param: jax.Array) -> jax.Array:
         is_stack = "layers" in sparse_rows.keys(path)
         return (jax.vmap(scale) if is_stack else scale)(update, param)
 
-    def apply(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def apply(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[Any, Any]:
         return jax.tree_util.tree_map_with_path(scale_leaf, updates, params), state
 
     return optax.GradientTransformation(scaling.init, apply)
@@ -397,7 +400,9 @@ def make_optimizer(
 def _clip(max_norm: float) -> optax.GradientTransformationExtraArgs:
     """`optax.clip_by_global_norm` that takes the norm as an argument, because updates may be a part of all gradients."""
 
-    def update(updates: Any, state: Any, params: Any = None, *, norm: Any = None, **_: Any) -> tuple[Any, Any]:
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree = None, *, norm: jax.Array | None = None, **_: Any
+    ) -> tuple[Any, Any]:
         norm = optax.tree.norm(updates) if norm is None else norm
         clipped = jax.tree.map(
             lambda g: jax.lax.select(norm < max_norm, g, g / norm.astype(g.dtype) * max_norm), updates

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from hpnlp import tasks
 from hpnlp.compress.distilling.distill_config import DistillConfig
@@ -183,7 +184,7 @@ def load(
         checkpoints.close()
 
 
-def _load_compressed(workdir: Path, config: Config, vocabulary: Vocabulary, model: Any, step: int | None) -> Run:
+def _load_compressed(workdir: Path, config: Config, vocabulary: Vocabulary, model: Model, step: int | None) -> Run:
     """`load` of a directory whose parameters are in one file, as `hpnlp compress` writes it."""
     if step is not None:
         raise InputError(f"{workdir} holds a compressed model and no checkpoints: leave out the step {step}")
@@ -204,7 +205,7 @@ def _are_finite(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.isfinite(x).all() if jnp.issubdtype(x.dtype, jnp.inexact) else True, tree)
 
 
-def _check_finite(params: Any, source: str) -> None:
+def _check_finite(params: PyTree, source: str) -> None:
     """Raises InputError if a parameter holds NaN or infinity; `source` names the checkpoint in the message."""
     finite = jax.device_get(_are_finite(params))
     for path, is_finite in jax.tree_util.tree_leaves_with_path(finite):

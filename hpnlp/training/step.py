@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import PyTree
 
 from hpnlp.models import variables
 from hpnlp.parallel.memory import host_offload
@@ -55,7 +56,7 @@ class StepFunctions:
     weight_shardings: Any
     batch_size: int
 
-    def init(self, key: jax.Array, weights: Any = None) -> TrainState:
+    def init(self, key: jax.Array, weights: PyTree = None) -> TrainState:
         """The state before the first step; `key` draws the parameters and buffers that are not passed."""
         model, update = self.gradients.single_model, self.update
         has_buffers = variables.BUFFERS in self.weight_shardings
@@ -66,7 +67,7 @@ class StepFunctions:
         return self.gradients.single_model.initial_carry(self.batch_size) if self.batch_size else None
 
     def step(
-        self, state: TrainState, batch: Batch, key: jax.Array, frozen: Any = None
+        self, state: TrainState, batch: Batch, key: jax.Array, frozen: PyTree = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step: gradients, update, metrics. Only the trained rows of a table take part in it."""
         self._check_carry(batch)
@@ -120,14 +121,16 @@ class StepFunctions:
                 f"{count} sequences: pass batch_size={count}"
             )
 
-    def _advance(self, state: TrainState, statistics: Any, key: jax.Array) -> Any:
+    def _advance(self, state: TrainState, statistics: PyTree, key: jax.Array) -> Any:
         """The buffers of the next step, None if the model has none."""
         if state.buffers is None:
             return None
         rng = jax.random.fold_in(key, ADVANCE_STREAM)
         return self.gradients.model.advance(state.buffers, statistics, state.step, rng)
 
-    def evaluate(self, weights: Any, batch: Batch, carry: Any, frozen: Any = None) -> tuple[dict[str, Any], Any]:
+    def evaluate(
+        self, weights: PyTree, batch: Batch, carry: PyTree, frozen: PyTree = None
+    ) -> tuple[dict[str, Any], Any]:
         """`Trainer.evaluate_next`. Averaged parameters, which have the shardings of optimizer state, are resharded."""
         if self.batch_size:
             self._check_carry(batch)
@@ -145,7 +148,7 @@ class StepFunctions:
         """`Trainer.rows_trained`."""
         example = self.gradients.single_model.example_batch
 
-        def looked_up(params: Any) -> Any:
+        def looked_up(params: PyTree) -> Any:
             return self.gradients.looked_up(params, example(examples, length), jax.random.key(0))
 
         return {path: ids.size for path, ids in jax.eval_shape(looked_up, self.param_shapes).items()}
@@ -154,11 +157,11 @@ class StepFunctions:
 def initial_state(
     model: Model,
     config: OptimizerConfig,
-    optimizer: Any,
+    optimizer: optax.GradientTransformationExtraArgs,
     has_buffers: bool,
     batch_size: int,
     key: jax.Array,
-    weights: Any = None,
+    weights: PyTree = None,
 ) -> TrainState:
     """The state before the first step; `key` draws the parameters and buffers that are not passed."""
     params, buffers = (None, None) if weights is None else variables.split(weights)

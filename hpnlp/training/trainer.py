@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jaxtyping import PyTree
 
 from hpnlp.cost.flop_count import flops_by_part
 from hpnlp.models import variables
@@ -109,7 +110,7 @@ class Trainer:
     rows_trained: Callable[[int, int], Mapping[sparse_rows.Path, int]]
     single_device: Callable[[], Trainer] | None
 
-    def with_frozen(self, values: Any) -> Trainer:
+    def with_frozen(self, values: PyTree) -> Trainer:
         """Returns the trainer with values of the model's frozen variables, which steps and evaluations read and do not donate.
 
         Args:
@@ -134,7 +135,7 @@ class Trainer:
         step, evaluate = (dataclasses.replace(run, frozen=frozen) for run in (self.step, self.evaluate_next))
         return dataclasses.replace(self, step=step, evaluate_next=evaluate)
 
-    def evaluate(self, weights: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def evaluate(self, weights: PyTree, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Sums over one batch.
 
         Args:

@@ -10,13 +10,13 @@ are scheduled, lies under the same key of the buffers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from hpnlp.compress.distilling.distillation_losses import IDS, VALUES, Comparison, term_names
 from hpnlp.compress.distilling.distillation_terms import FIELD, Term
@@ -24,6 +24,10 @@ from hpnlp.data.examples.kind import TEACHER_WEIGHTS
 from hpnlp.models.mixtures.wrapper import ModelWrapper
 from hpnlp.models.variables import BUFFERS, FROZEN
 from hpnlp.types import InputError, LossOut, Statistics
+
+if TYPE_CHECKING:
+    from hpnlp.models.backbone import BackboneConfig
+    from hpnlp.parallel.layout import Layout
 
 OWN = "distillation"  # key of the matrices and of the schedule's buffer
 TEACHER = "teacher"  # key of the teacher among frozen variables
@@ -41,7 +45,7 @@ class Extras:
     projections: tuple[tuple[str, tuple[int, int]], ...] = ()
     is_scheduled: bool = False
 
-    def params(self, key: Any) -> dict[str, Any]:
+    def params(self, key: Array | None) -> dict[str, Any]:
         """First matrices, boxed with the names of their axes.
 
         Args:
@@ -217,7 +221,7 @@ class Distillation(Distilled):
         layout = {name: value for name, value in fields.items() if name == "model_parallel"}
         return dataclasses.replace(self, inner=self.inner.clone(**fields), teacher=self.teacher.clone(**layout))
 
-    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+    def init(self, rngs: PyTree[Array], *args: Any, **kwargs: Any) -> Any:
         """Variables of `Distilled`, and the teacher as a frozen variable.
 
         Args:
@@ -266,7 +270,7 @@ class Distillation(Distilled):
         """Names of `PredictionModel.tapped` that the terms compare."""
         return tuple(sorted(frozenset().union(*(term.taps for term in self.terms))))
 
-    def check_layout(self, layout: Any) -> None:
+    def check_layout(self, layout: Layout) -> None:
         """Checks that the teacher runs on a layout over devices.
 
         Args:
@@ -303,7 +307,12 @@ class Distillation(Distilled):
         return self.stored < self.teacher.config.outputs()[0]
 
     def apply(
-        self, variables: Mapping[str, Any], *args: Any, rngs: Any = None, method: Any = None, **kwargs: Any
+        self,
+        variables: Mapping[str, Any],
+        *args: Any,
+        rngs: Mapping[str, Array] | None = None,
+        method: str | Callable[..., Any] | None = None,
+        **kwargs: Any,
     ) -> Any:
         """Applies the student; its loss in training is the sum of the terms.
 
@@ -331,7 +340,9 @@ class Distillation(Distilled):
             return super().apply(variables, *args, rngs=rngs, method=method, **kwargs)
         return self._loss(variables, args[0] if args else kwargs["batch"], rngs)
 
-    def _loss(self, variables: Mapping[str, Any], batch: Mapping[str, Array], rngs: Any) -> LossOut:
+    def _loss(
+        self, variables: Mapping[str, Any], batch: Mapping[str, Array], rngs: Mapping[str, Array] | None
+    ) -> LossOut:
         """The loss of a batch in training."""
         names = self.inner.batch_axes()
         taps = self.taps

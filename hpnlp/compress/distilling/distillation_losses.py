@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from hpnlp.compress.distilling.distillation_terms import FIELD, Term
 from hpnlp.ops import distillation as ops
 from hpnlp.ops.linear import linear
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from hpnlp.models.backbone import BackboneConfig
 
 # Arrays of a batch with stored logits of the teacher, and the classes that they belong to.
 VALUES, IDS = "teacher_logits", "teacher_ids"
@@ -106,7 +110,7 @@ class Comparison:
         compare = ops.score_error if loss == "scores" else ops.attention_divergence
         return *compare(scores, target, visible & of_teacher), gate
 
-    def _scores(self, tapped: Mapping[str, Any], config: Any, layer: int) -> Any:
+    def _scores(self, tapped: Mapping[str, Any], config: BackboneConfig, layer: int) -> Any:
         mixers = config.mixers()
         mixer = mixers[(layer - 1) % len(mixers)]
         mask = mixer.within(config.mask)
@@ -134,7 +138,7 @@ def term_names(terms: tuple[Term, ...]) -> dict[str, Term]:
     return result
 
 
-def check_terms(terms: tuple[Term, ...], student: Any, teacher: Any) -> None:
+def check_terms(terms: tuple[Term, ...], student: BackboneConfig, teacher: BackboneConfig) -> None:
     """Checks that both models have what the terms compare.
 
     Args:
@@ -168,7 +172,7 @@ def check_terms(terms: tuple[Term, ...], student: Any, teacher: Any) -> None:
                     )
 
 
-def _check_attention(who: str, config: Any, layers: list[int]) -> None:
+def _check_attention(who: str, config: BackboneConfig, layers: list[int]) -> None:
     """Raises InputError if one of the layers has no queries and keys of its tokens, one for each head."""
     mixers = config.mixers()
     for layer in layers:
@@ -182,12 +186,12 @@ def _check_attention(who: str, config: Any, layers: list[int]) -> None:
             )
 
 
-def _form(config: Any, layer: int) -> Any:
+def _form(config: BackboneConfig, layer: int) -> Any:
     forms = config.forms()
     return forms[(layer - 1) % len(forms)]
 
 
-def _state(tapped: Mapping[str, Any], config: Any, layer: int) -> Any:
+def _state(tapped: Mapping[str, Any], config: BackboneConfig, layer: int) -> Any:
     """The states that a layer returns; the embeddings for layer 0."""
     if layer == 0:
         return tapped["embedding"]

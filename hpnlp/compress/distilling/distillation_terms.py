@@ -166,7 +166,7 @@ def _term(kind: str, **fields: Any) -> Term:
     return dataclasses.replace(term, layers=_checked_layers(kind, term.layers))
 
 
-def _checked_layers(kind: str, layers: Any) -> str | Pairs:
+def _checked_layers(kind: str, layers: str | Pairs) -> str | Pairs:
     if isinstance(layers, str):
         if layers not in LAYER_MAPS:
             raise InputError(f"{FIELD}: {kind} has layers={layers!r}: {did_you_mean(layers, LAYER_MAPS)}")
@@ -254,7 +254,7 @@ def cosine(
 
 
 def hidden(
-    layers: Any = "uniform",
+    layers: str | Pairs = "uniform",
     loss: str = "mse",
     projection: str = "auto",
     weight: int | float = 1.0,
@@ -304,7 +304,7 @@ def embedding(
 
 
 def attention(
-    layers: Any = "uniform",
+    layers: str | Pairs = "uniform",
     loss: str = "scores",
     weight: int | float = 1.0,
     begin: int | float = 0.0,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from hpnlp.types import InputError
 
@@ -112,7 +113,7 @@ def calibration_gradients(name: str, config: Any, weights: Any, calibration: Cal
     return calibration.gradients(config, weights)
 
 
-def squared_gradients(name: str, config: Any, weights: Any, calibration: Calibration | None) -> Any:
+def squared_gradients(name: str, config: ConfigOfModel, weights: PyTree, calibration: Calibration | None) -> Any:
     """Sums of squared gradients of single sequences or texts: the diagonal of the empirical Fisher information.
 
     Args:

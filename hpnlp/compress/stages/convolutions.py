@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import PyTree
 
 from hpnlp.compress.layers import join_entries
 from hpnlp.compress.stages import (
@@ -36,7 +37,10 @@ from hpnlp.models.convnet import ConvNetConfig
 from hpnlp.models.variables import BUFFERS
 from hpnlp.nn.convnet import BlockShape, block_spec
 from hpnlp.nn.image_norms import make_norm
-from hpnlp.types import InputError
+from hpnlp.types import AnyArray, InputError
+
+if TYPE_CHECKING:
+    from hpnlp.models.shared.body import ConfigOfModel
 
 # Units: channels of the images between blocks, and those between the products of an inverted residual.
 CHANNELS, HIDDEN = "channels", "hidden"
@@ -136,7 +140,7 @@ def shapes(share: int | float, by: str = "gradient", scattered: bool = False) ->
     """
     check_unit_arguments("shapes", share, by)
 
-    def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
+    def compress(config: Any, weights: PyTree, calibration: Calibration | None) -> tuple[Any, Any]:
         _check_convolutional("shapes", config)
         old = config.shapes()
         windows = [i for i, shape in enumerate(old) if shape.tap_count > 1]
@@ -193,7 +197,7 @@ def channel_groups(config: ConvNetConfig) -> list[ChannelGroup]:
 
 
 def keep_channels(
-    config: ConvNetConfig, weights: Any, kept: Sequence[tuple[ChannelGroup, Sequence[int] | np.ndarray]]
+    config: ConvNetConfig, weights: PyTree, kept: Sequence[tuple[ChannelGroup, Sequence[int] | np.ndarray]]
 ) -> tuple[ConvNetConfig, Any]:
     """Removes channels.
 
@@ -229,7 +233,7 @@ def keep_channels(
     return _with_shapes(config, new), unflatten_dict(arrays)
 
 
-def channel_importance(group: ChannelGroup, params: Any, gradients: Any = None) -> np.ndarray:
+def channel_importance(group: ChannelGroup, params: PyTree, gradients: PyTree = None) -> np.ndarray:
     """Importance of each channel of a group.
 
     Args:
@@ -271,7 +275,7 @@ def _channel_compressor(name: str, share: int | float, by: str, across_layers: b
     """Compressor that keeps a share of the channels of each group."""
     check_unit_arguments(name, share, by)
 
-    def compress(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
+    def compress(config: Any, weights: PyTree, calibration: Calibration | None) -> tuple[Any, Any]:
         groups = stage_groups(name, config)
         if not groups:
             units = {"channels": "channels between blocks", "hidden": "hidden channels of inverted blocks"}.get(
@@ -319,7 +323,7 @@ def _with_shapes(config: ConvNetConfig, new: Sequence[BlockShape]) -> ConvNetCon
 
 
 def _arrays_and_slopes(
-    name: str, by: str, config: Any, weights: Any, calibration: Calibration | None
+    name: str, by: str, config: ConfigOfModel, weights: PyTree, calibration: Calibration | None
 ) -> tuple[Any, Any]:
     """Arrays and gradients by path. The arrays are None if only shapes are known; the gradients, if `by` does not read them."""
     if calibration is not None and calibration.is_outline:
@@ -328,20 +332,22 @@ def _arrays_and_slopes(
     return flatten_dict(weights), slopes
 
 
-def _scores(arrays: Any, slopes: Any, path: tuple[str, ...], count: int) -> np.ndarray:
+def _scores(
+    arrays: Mapping[Any, Any] | None, slopes: Mapping[Any, Any] | None, path: tuple[str, ...], count: int
+) -> np.ndarray:
     """Importance of each tap of a window; equal where the weights are unknown."""
     if arrays is None:
         return np.ones(count)
     return _importance(arrays, slopes, path).reshape(count, -1).sum(axis=1)
 
 
-def _importance(arrays: Mapping[Any, Any], slopes: Any, path: tuple[str, ...]) -> np.ndarray:
+def _importance(arrays: Mapping[Any, Any], slopes: Mapping[Any, Any] | None, path: tuple[str, ...]) -> np.ndarray:
     """Importance of each weight of an array, float64."""
     w = np.asarray(arrays[path], np.float64)
     return w**2 if slopes is None else np.abs(w * np.asarray(slopes[path], np.float64))
 
 
-def _by_channel(array: Any, axis: int, count: int) -> Any:
+def _by_channel(array: AnyArray, axis: int, count: int) -> Any:
     """The array with its axis of taps times channels as two axes."""
     return array.reshape(*array.shape[:axis], -1, count, *array.shape[axis + 1 :])
 

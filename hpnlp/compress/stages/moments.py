@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from hpnlp.compress.matrices import is_table, map_matrices
 from hpnlp.compress.stages import Calibration
@@ -17,8 +18,11 @@ from hpnlp.ops.weights import ObservedWeight
 from hpnlp.ops.weights.calibrated.observed import is_observed
 from hpnlp.types import InputError
 
+if TYPE_CHECKING:
+    from hpnlp.models.shared.body import ConfigOfModel
 
-def listed_matrices(weights: Any, *, experts: bool = False) -> list[tuple[str, Any]]:
+
+def listed_matrices(weights: PyTree, *, experts: bool = False) -> list[tuple[str, Any]]:
     """All matrices of a model, as in `map_matrices`.
 
     Args:
@@ -30,7 +34,7 @@ def listed_matrices(weights: Any, *, experts: bool = False) -> list[tuple[str, A
     """
     listed: list[tuple[str, Any]] = []
 
-    def note(path: str, w: Any) -> Any:
+    def note(path: str, w: PyTree) -> Any:
         listed.append((path, w))
         return w
 
@@ -38,7 +42,7 @@ def listed_matrices(weights: Any, *, experts: bool = False) -> list[tuple[str, A
     return [(path, w) for path, w in listed if path.split("/")[0] not in (BUFFERS, FROZEN)]
 
 
-def map_arrays(function: Callable[[str, Any], Any], path: str, w: Any) -> Any:
+def map_arrays(function: Callable[[str, Any], Any], path: str, w: PyTree) -> Any:
     """Applies a function to a matrix, or to both factors of a product of matrices.
 
     Args:
@@ -56,8 +60,8 @@ def map_arrays(function: Callable[[str, Any], Any], path: str, w: Any) -> Any:
 
 def with_input_moments(
     name: str,
-    config: Any,
-    weights: Any,
+    config: ConfigOfModel,
+    weights: PyTree,
     calibration: Calibration | None,
     is_observed: Callable[[str], bool] = lambda path: not is_table(path),
 ) -> Any:
@@ -92,7 +96,7 @@ def with_input_moments(
     # Gradients lack the collections that are not trained.
     untrained = {name: tree for name, tree in observed.items() if name not in gradients}
 
-    def with_moments(node: Any, gradient: Any) -> Any:
+    def with_moments(node: PyTree, gradient: PyTree) -> Any:
         return dataclasses.replace(node, moments=gradient.moments) if is_observed(node) else node
 
     trained = {name: tree for name, tree in observed.items() if name in gradients}

@@ -14,7 +14,7 @@ from hpnlp.compress.matrices import is_table
 from hpnlp.compress.stages import check_share
 from hpnlp.ops import weights
 from hpnlp.ops.weights.ranges import METHODS
-from hpnlp.types import InputError
+from hpnlp.types import Array, InputError
 
 BY = "nearest", "inputs"
 
@@ -56,7 +56,7 @@ def int8(
     if not 0 <= smooth <= 1:
         raise InputError(f"int8(smooth={smooth}): expected 0, or a strength up to 1")
 
-    def convert(path: str, w: Any, moments: Any) -> Any:
+    def convert(path: str, w: Array, moments: Array | None) -> Any:
         if moments is None:
             return weights.quantize(w, 8, by_row=is_table(path), limits=limits, integer_products=integer_products)
         factors = weights.smoothing_factors(w, moments, smooth) if smooth else None
@@ -85,7 +85,7 @@ def int4(group: int = 32, limits: str = "max", by: str = "nearest", scaled: bool
         raise InputError(f"int4(group={group}): expected at least 1")
     _check_rounding("int4", limits, by)
 
-    def convert(path: str, w: Any, moments: Any) -> Any:
+    def convert(path: str, w: Array, moments: Array | None) -> Any:
         if is_table(path):
             return weights.quantize(w, 8, by_row=True, limits=limits)
         if w.shape[0] % group:
@@ -118,7 +118,7 @@ def fp8(dtype: str = "e4m3", round_inputs: bool = False) -> Conversion:
     if dtype not in ("e4m3", "e5m2"):
         raise InputError(f"fp8({dtype!r}): expected e4m3 or e5m2")
 
-    def convert(path: str, w: Any, moments: Any) -> Any:
+    def convert(path: str, w: Array, moments: Array | None) -> Any:
         table = is_table(path)
         return weights.to_floats(w, dtype, by_row=table, round_inputs=round_inputs and not table)
 
@@ -177,7 +177,7 @@ def binary(packed: bool = True, inputs: bool = False) -> Conversion:
             "binary(packed=False, inputs=True): products of bits need packed bits: leave out packed=False or inputs=True"
         )
 
-    def convert(path: str, w: Any, moments: Any) -> Any:
+    def convert(path: str, w: Array, moments: Array | None) -> Any:
         if is_table(path):
             return weights.quantize(w, by_row=True)
         return weights.binarize_products(w) if inputs else weights.binarize(w, packed=packed)
@@ -236,7 +236,7 @@ def two_four(by: str = "magnitude") -> Conversion:
     if by not in ("magnitude", "inputs"):
         raise InputError(f"two_four(by={by!r}): expected magnitude or inputs")
 
-    def convert(path: str, w: Any, moments: Any) -> Any:
+    def convert(path: str, w: Array, moments: Array | None) -> Any:
         if is_table(path):
             return w
         if w.shape[0] % 4:
@@ -263,7 +263,7 @@ def blocks(share: int | float, block: int = 64) -> Conversion:
     if block < 1:
         raise InputError(f"blocks(block={block}): expected at least 1")
 
-    def convert(path: str, w: Any, moments: Any) -> Any:
+    def convert(path: str, w: Array, moments: Array | None) -> Any:
         if is_table(path):
             return w
         if w.shape[0] % block or w.shape[1] % block:
@@ -293,7 +293,7 @@ def balanced(share: int | float, by: str = "magnitude") -> Conversion:
         raise InputError(f"balanced(by={by!r}): expected magnitude or inputs")
     check_share("balanced", share)
 
-    def convert(path: str, w: Any, moments: Any) -> Any:
+    def convert(path: str, w: Array, moments: Array | None) -> Any:
         if is_table(path):
             return w
         return weights.keep_balanced(w, share) if moments is None else weights.balanced_by_moments(w, moments, share)
@@ -326,7 +326,14 @@ def _check_rounding(name: str, limits: str, by: str) -> None:
 
 
 def _rounded(
-    w: Any, moments: Any, factors: Any, bits: int, group: int, limits: str, by: str, integer_products: bool
+    w: Array,
+    moments: Array,
+    factors: Array | None,
+    bits: int,
+    group: int,
+    limits: str,
+    by: str,
+    integer_products: bool,
 ) -> Any:
     """Rounds a matrix to integers, after its rows are divided by the factors, if there are any."""
     if factors is not None:

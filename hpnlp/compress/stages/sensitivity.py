@@ -13,11 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from hpnlp.ops.weights import quantize
 
 
-def mean_curvature(gradient: Callable[[Any], Any], params: Any, draws: int = 4, seed: int = 0) -> Any:
+def mean_curvature(gradient: Callable[[Any], Any], params: PyTree, draws: int = 4, seed: int = 0) -> Any:
     """Mean of the diagonal of the Hessian over each matrix, by Hutchinson's estimator.
 
     Args:

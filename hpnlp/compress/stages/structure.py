@@ -14,12 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from hpnlp.compress.layers import Layer
 from hpnlp.compress.matrices import EXPERTS, KERNELS
 from hpnlp.compress.stages.experts import with_fewer_experts
 from hpnlp.nn.block import BlockConfig
-from hpnlp.types import InputError
+from hpnlp.types import AnyArray, InputError
 
 # Logical axes of the units of a kind, with the field of a Block that counts each.
 UNITS = {
@@ -29,7 +31,7 @@ UNITS = {
 }
 
 
-def importance(layer: Layer, unit: str, gradients: Any = None) -> np.ndarray:
+def importance(layer: Layer, unit: str, gradients: PyTree = None) -> np.ndarray:
     """Importance of each unit of a layer.
 
     Args:
@@ -90,7 +92,7 @@ def keep_units(layer: Layer, unit: str, kept: Sequence[int] | np.ndarray) -> Lay
         )
     count = unit_count(layer, unit)
 
-    def select(names: tuple[str | None, ...], leaf: Any) -> Any:
+    def select(names: tuple[str | None, ...], leaf: AnyArray) -> Any:
         for axis, name in enumerate(names):
             if name in UNITS[unit]:
                 shape = leaf.shape
@@ -152,7 +154,7 @@ def kernels_only(layer: Layer) -> Layer:
       The layer.
     """
 
-    def kept(path: Any, leaf: Any) -> Any:
+    def kept(path: KeyPath, leaf: PyTree) -> Any:
         return leaf if path[-1].key in (*KERNELS, *EXPERTS) else jnp.zeros_like(leaf)
 
     params = jax.tree_util.tree_map_with_path(kept, layer.variables["params"])

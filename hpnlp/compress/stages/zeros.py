@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from hpnlp.compress.matrices import is_table, map_matrices
 from hpnlp.compress.stages import STRUCTURE, Calibration, Compressor, check_share, squared_gradients
@@ -16,7 +17,10 @@ from hpnlp.compress.stages.moments import listed_matrices, map_arrays, with_inpu
 from hpnlp.ops.weights import prune_by_moments
 from hpnlp.ops.weights.calibrated.observed import split_observed
 from hpnlp.ops.weights.sparse import largest
-from hpnlp.types import InputError
+from hpnlp.types import Array, InputError
+
+if TYPE_CHECKING:
+    from hpnlp.models.shared.body import ConfigOfModel
 
 
 def magnitude(share: int | float, by: str = "magnitude") -> tuple[str, Compressor]:
@@ -41,30 +45,30 @@ def magnitude(share: int | float, by: str = "magnitude") -> tuple[str, Compresso
     if by not in ("magnitude", "inputs", "fisher", "random"):
         raise InputError(f"magnitude(by={by!r}): expected magnitude, inputs, fisher or random")
 
-    def keep_largest(path: str, w: Any, rank: Any) -> Any:
+    def keep_largest(path: str, w: Array, rank: Array) -> Any:
         if is_table(path):
             return w
         mask = largest(rank, share) if w.ndim == 2 else jax.vmap(lambda layer: largest(layer, share))(rank)
         return jnp.where(mask, w, jnp.zeros_like(w))
 
-    def by_magnitude(path: str, w: Any) -> Any:
+    def by_magnitude(path: str, w: Array) -> Any:
         return keep_largest(path, w, jnp.abs(w))
 
-    def at_random(path: str, w: Any) -> Any:
+    def at_random(path: str, w: Array) -> Any:
         return keep_largest(path, w, jax.random.uniform(jax.random.key(zlib.crc32(path.encode())), w.shape))
 
-    def by_inputs(path: str, w: Any) -> Any:
+    def by_inputs(path: str, w: PyTree) -> Any:
         matrix, moments = split_observed(w)
         return w if moments is None else prune_by_moments(matrix, moments, share)
 
-    def compress_by_inputs(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
+    def compress_by_inputs(config: ConfigOfModel, weights: PyTree, calibration: Calibration | None) -> tuple[Any, Any]:
         observed = with_input_moments("magnitude(by='inputs')", config, weights, calibration)
         return config, map_matrices(by_inputs, observed)
 
-    def compress_by_fisher(config: Any, weights: Any, calibration: Calibration | None) -> tuple[Any, Any]:
+    def compress_by_fisher(config: ConfigOfModel, weights: PyTree, calibration: Calibration | None) -> tuple[Any, Any]:
         squares = dict(listed_matrices(squared_gradients("magnitude(by='fisher')", config, weights, calibration)))
 
-        def by_fisher(path: str, w: Any) -> Any:
+        def by_fisher(path: str, w: Array) -> Any:
             return keep_largest(path, w, w**2 * squares[path]) if path in squares else w
 
         return config, map_matrices(by_fisher, weights, stacked=True)

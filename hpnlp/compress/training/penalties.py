@@ -14,11 +14,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, PyTree
 
 from hpnlp.compress.layers import check_single_stack
 from hpnlp.compress.matrices import KERNELS
@@ -26,6 +27,9 @@ from hpnlp.compress.stages.structure import UNITS
 from hpnlp.compress.training.training_technique import Technique
 from hpnlp.models.stacks.layer_stack import layer_axes
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from hpnlp.models.backbone import BackboneConfig
 
 GROUPS = ("mlp", "heads", "layers", "columns", "rows")
 _PREFIX = "layers"  # parameters of layers stand under names that begin with it
@@ -52,10 +56,12 @@ class LassoTechnique(Technique):
 
     strength: int | float = 1e-3
 
-    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
+    def bind(self, w: Array, scores: PyTree, threshold: Array | None, rng: Array | None) -> Any:
         return w
 
-    def updates(self, config: Any, kernels: Mapping[str, Any], updates: Mapping[str, Any], rate: Any) -> dict[str, Any]:
+    def updates(
+        self, config: BackboneConfig, kernels: Mapping[str, Any], updates: Mapping[str, Any], rate: ArrayLike
+    ) -> dict[str, Any]:
         def step(w: Array, update: Array) -> Array:
             moved = w + update
             return jnp.sign(moved) * jnp.maximum(jnp.abs(moved) - rate * self.strength, 0.0) - w
@@ -70,10 +76,12 @@ class GroupLassoTechnique(Technique):
     strength: int | float = 1e-3
     groups: str = "mlp"
 
-    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
+    def bind(self, w: Array, scores: PyTree, threshold: Array | None, rng: Array | None) -> Any:
         return w
 
-    def updates(self, config: Any, kernels: Mapping[str, Any], updates: Mapping[str, Any], rate: Any) -> dict[str, Any]:
+    def updates(
+        self, config: BackboneConfig, kernels: Mapping[str, Any], updates: Mapping[str, Any], rate: ArrayLike
+    ) -> dict[str, Any]:
         result = dict(updates)
         for members in self._kernel_lists(config, kernels):
             moved = {part: _grouped(kernels[part.path] + updates[part.path], part) for part in members}
@@ -103,7 +111,7 @@ class GroupLassoTechnique(Technique):
         return lists
 
 
-def unit_parts(config: Any, unit: str, kernels: Mapping[str, Any]) -> list[list[_Part]]:
+def unit_parts(config: BackboneConfig, unit: str, kernels: Mapping[str, Any]) -> list[list[_Part]]:
     """The kernels of the units of layers.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from hpnlp.compress.training.penalties import group_lasso, lasso
 from hpnlp.compress.training.training_technique import Technique
@@ -33,7 +33,7 @@ class QuantizedTechnique(Technique):
     def input_bits(self) -> int:
         return (1 if self.kind == "binary" else 8) if self.inputs else 0
 
-    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
+    def bind(self, w: Array, scores: PyTree, threshold: Array | None, rng: Array | None) -> Any:
         if self.kind == "binary":  # BinaryConnect: no gradient where latent weights are beyond 1
             w = jnp.clip(w, -1.0, 1.0)
         rounded = _by_layer(lambda layer: _ROUNDING[self.kind](layer, self.bits, self.group), w)
@@ -52,7 +52,7 @@ class MagnitudeTechnique(Technique):
     def share(self) -> Callable[[Array], Array]:
         return lambda step: cubic_share(step / max(self.steps, 1), self.keep, self.begin, self.end)
 
-    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
+    def bind(self, w: Array, scores: PyTree, threshold: Array | None, rng: Array | None) -> Any:
         return w * _mask(self.ranked(w, scores), threshold)
 
 
@@ -64,11 +64,11 @@ class MovementTechnique(MagnitudeTechnique):
     def has_scores(self) -> bool:
         return True
 
-    def ranked(self, w: Any, scores: Any) -> Any:
+    def ranked(self, w: Array, scores: PyTree) -> Any:
         assert scores is not None
         return scores
 
-    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
+    def bind(self, w: Array, scores: PyTree, threshold: Array | None, rng: Array | None) -> Any:
         assert scores is not None
         mask = _mask(scores, threshold)
         return w * (mask + (scores - jax.lax.stop_gradient(scores)))
@@ -90,7 +90,7 @@ class SoftMovementTechnique(Technique):
     def has_scores(self) -> bool:
         return True
 
-    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
+    def bind(self, w: Array, scores: PyTree, threshold: Array | None, rng: Array | None) -> Any:
         assert scores is not None
         gate = jax.nn.sigmoid(self.rate * scores)
         over = jax.lax.stop_gradient(gate) > self.threshold
@@ -103,7 +103,7 @@ class SoftMovementTechnique(Technique):
         kept = jax.lax.cond(has_few, with_largest, lambda: over).astype(w.dtype)
         return w * (kept + (gate - jax.lax.stop_gradient(gate)))
 
-    def penalty(self, scores: Any) -> Array:
+    def penalty(self, scores: PyTree) -> Array:
         return self.weight * jax.nn.sigmoid(self.rate * scores.astype(jnp.float32)).mean()
 
 
@@ -111,10 +111,10 @@ class SoftMovementTechnique(Technique):
 class MaskedTechnique(Technique):
     """Keeps zeros: weights that are exactly 0 stay 0."""
 
-    def allowed(self, w: Any, update: Any) -> Any:
+    def allowed(self, w: Array, update: Array) -> Any:
         return jnp.where(w != 0, update, 0)
 
-    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
+    def bind(self, w: Array, scores: PyTree, threshold: Array | None, rng: Array | None) -> Any:
         return w * (jax.lax.stop_gradient(w) != 0).astype(w.dtype)
 
 
@@ -125,10 +125,10 @@ class SharedTechnique(Technique):
     The update of a value is the mean of the updates of the numbers that share it. Each step sorts each matrix.
     """
 
-    def allowed(self, w: Any, update: Any) -> Any:
+    def allowed(self, w: Array, update: Array) -> Any:
         return _by_layer(_mean_of_equals, w, update)
 
-    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
+    def bind(self, w: Array, scores: PyTree, threshold: Array | None, rng: Array | None) -> Any:
         return w
 
 
@@ -142,7 +142,7 @@ class LowRankTechnique(Technique):
     def parameters(self) -> int | float:
         return self.kept
 
-    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
+    def bind(self, w: Array, scores: PyTree, threshold: Array | None, rng: Array | None) -> Any:
         return w if scores is None else scores
 
 
@@ -152,7 +152,7 @@ class WeightDropTechnique(Technique):
 
     rate: int | float = 0.5
 
-    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
+    def bind(self, w: Array, scores: PyTree, threshold: Array | None, rng: Array | None) -> Any:
         if rng is None:
             return w
         return jnp.where(jax.random.bernoulli(rng, 1 - self.rate, w.shape), w / (1 - self.rate), 0.0)
@@ -374,35 +374,35 @@ WEIGHT_TRAININGS: dict[str, Callable[..., Technique]] = {
 }
 
 
-def _mask(ranked: Any, threshold: Any) -> Array:
+def _mask(ranked: Array, threshold: Array | None) -> Array:
     """1 for numbers of at least the threshold of their matrix."""
     assert threshold is not None
     return (jax.lax.stop_gradient(ranked) >= threshold[..., None, None].astype(ranked.dtype)).astype(ranked.dtype)
 
 
-def _round_integers(w: Any, bits: int, group: int) -> Any:
+def _round_integers(w: Array, bits: int, group: int) -> Any:
     return dense(quantize(w, bits, group=group))
 
 
-def _round_ternary(w: Any, bits: int, group: int) -> Any:
+def _round_ternary(w: Array, bits: int, group: int) -> Any:
     magnitude = jnp.abs(w)
     kept = magnitude > 0.7 * magnitude.mean()
     scale = jnp.sum(magnitude * kept) / jnp.maximum(kept.sum(), 1)
     return jnp.sign(w) * kept * scale
 
 
-def _round_binary(w: Any, bits: int, group: int) -> Any:
+def _round_binary(w: Array, bits: int, group: int) -> Any:
     return jnp.where(w >= 0, 1.0, -1.0) * jnp.abs(w).mean(axis=0, keepdims=True)
 
 
 _ROUNDING = {"integer": _round_integers, "ternary": _round_ternary, "binary": _round_binary}
 
 
-def _by_layer(function: Callable[..., Any], *matrices: Any) -> Any:
+def _by_layer(function: Callable[..., Any], *matrices: Array) -> Any:
     return jax.vmap(function)(*matrices) if matrices[0].ndim == 3 else function(*matrices)
 
 
-def _mean_of_equals(w: Any, update: Any) -> Any:
+def _mean_of_equals(w: Array, update: Array) -> Any:
     """The mean of the updates of all numbers with the same value; 0 for zeros."""
     order = jnp.argsort(w.reshape(-1))
     numbers, updates = w.reshape(-1)[order], update.reshape(-1)[order].astype(jnp.float32)

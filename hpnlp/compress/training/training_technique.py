@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
-from jaxtyping import Array
+from jax.typing import ArrayLike
+from jaxtyping import Array, PyTree
+
+if TYPE_CHECKING:
+    from hpnlp.models.backbone import BackboneConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Technique:
         """Function of the step, float32 [], to the share of the weights that stays; None without a schedule."""
         return None
 
-    def bind(self, w: Any, scores: Any, threshold: Any, rng: Any) -> Any:
+    def bind(self, w: Array, scores: PyTree, threshold: Array | None, rng: Array | None) -> Any:
         """The matrix that layers read.
 
         Args:
@@ -54,7 +58,7 @@ class Technique:
         """
         raise NotImplementedError
 
-    def allowed(self, w: Any, update: Any) -> Any:
+    def allowed(self, w: Array, update: Array) -> Any:
         """The update that the optimizer may make.
 
         Args:
@@ -67,7 +71,9 @@ class Technique:
         """
         return update
 
-    def updates(self, config: Any, kernels: Mapping[str, Any], updates: Mapping[str, Any], rate: Any) -> dict[str, Any]:
+    def updates(
+        self, config: BackboneConfig, kernels: Mapping[str, Any], updates: Mapping[str, Any], rate: ArrayLike
+    ) -> dict[str, Any]:
         """The updates that the optimizer may make of all kernels.
 
         Args:
@@ -81,7 +87,7 @@ class Technique:
         """
         return {path: self.allowed(w, updates[path]) for path, w in kernels.items()}
 
-    def ranked(self, w: Any, scores: Any) -> Any:
+    def ranked(self, w: Array, scores: PyTree) -> Any:
         """Numbers of which the largest stay, in the shape of w; for techniques with a schedule."""
         return jnp.abs(w)
 

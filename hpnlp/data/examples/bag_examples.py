@@ -12,6 +12,7 @@ from hpnlp.data.examples.store import UNLABELLED, StoredExamples
 from hpnlp.data.examples.topics import find_topics, parse_positives
 from hpnlp.data.packing import Batch
 from hpnlp.data.reading import token_store
+from hpnlp.types import Tokenizer
 
 
 class BagsWithTopics(StoredExamples):
@@ -40,7 +41,7 @@ class BagExamples(Examples):
     config: BagsConfig
 
     def __init__(
-        self, config: BagsConfig, tokenizer: Any, directory: str, record: dict[str, Any], is_cached: bool = False
+        self, config: BagsConfig, tokenizer: Tokenizer, directory: str, record: dict[str, Any], is_cached: bool = False
     ) -> None:
         super().__init__(config, tokenizer, directory, record, is_cached)
         positives = parse_positives(config.positives)

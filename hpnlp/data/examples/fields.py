@@ -39,7 +39,7 @@ class Column(NamedTuple):
         return self.type.startswith("optional ")
 
 
-def text(value: Any) -> str:
+def text(value: object) -> str:
     """Checks a text.
 
     Args:
@@ -59,7 +59,7 @@ def text(value: Any) -> str:
     return value
 
 
-def anything(value: Any) -> Any:
+def anything(value: object) -> Any:
     """Checks a value of any type.
 
     Args:
@@ -86,7 +86,7 @@ def anything(value: Any) -> Any:
     return value
 
 
-def label(value: Any) -> str:
+def label(value: object) -> str:
     """Converts a label to the name of its class; whitespace around the name is kept.
 
     Args:
@@ -131,7 +131,7 @@ def number(value: Any) -> float:
     return converted
 
 
-def _items(value: Any, convert: Callable[[Any], str]) -> list[str]:
+def _items(value: object, convert: Callable[[Any], str]) -> list[str]:
     """The items of a list, or of a string that is split at whitespace."""
     if isinstance(value, str | bytes):
         value = text(value).split()
@@ -148,7 +148,7 @@ def _items(value: Any, convert: Callable[[Any], str]) -> list[str]:
     return items
 
 
-def words(value: Any) -> list[str]:
+def words(value: object) -> list[str]:
     """Converts a list of words.
 
     Args:
@@ -163,7 +163,7 @@ def words(value: Any) -> list[str]:
     return _items(value, text)
 
 
-def labels(value: Any) -> list[str]:
+def labels(value: object) -> list[str]:
     """Converts a list of labels.
 
     Args:
@@ -190,7 +190,7 @@ def is_missing(value: Any) -> bool:
     return value is None or value == [] or (isinstance(value, str | bytes) and not value.strip())
 
 
-def optional_label(value: Any) -> str:
+def optional_label(value: object) -> str:
     """Converts a label, or none.
 
     Args:
@@ -205,7 +205,7 @@ def optional_label(value: Any) -> str:
     return "" if is_missing(value) else label(value)
 
 
-def optional_labels(value: Any) -> list[str]:
+def optional_labels(value: object) -> list[str]:
     """Converts a list of labels, or none.
 
     Args:
@@ -220,7 +220,7 @@ def optional_labels(value: Any) -> list[str]:
     return [] if is_missing(value) else labels(value)
 
 
-def texts(value: Any) -> list[str]:
+def texts(value: object) -> list[str]:
     """Converts a list of texts.
 
     Args:

@@ -105,7 +105,7 @@ def _check_parts(config: ExampleConfig) -> None:
         )
 
 
-def _name(key: Any) -> str:
+def _name(key: object) -> str:
     """Name of an entry of the cache."""
     return f"examples-{token_store.json_hash(key)}"
 

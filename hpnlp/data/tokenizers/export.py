@@ -11,7 +11,10 @@ from typing import Any
 from hpnlp.data.tokenizers import ByteTokenizer
 from hpnlp.data.tokenizers.huggingface import TOKENIZER_CONFIG, HFTokenizer, byte_of_character, import_tokenizers
 from hpnlp.data.tokenizers.word_tokenizer import WordTokenizer
-from hpnlp.types import InputError, Tokenizer
+from hpnlp.types import InputError, JSONValue, Tokenizer
+
+if TYPE_CHECKING:
+    import tokenizers as hf
 
 # Python's \w and \s in the syntax of the tokenizers package, whose own \w and \s differ for marks and separators.
 _WORD, _SPACE = r"[\p{L}\p{N}_]", r"[\s\x1c-\x1f]"
@@ -64,7 +67,7 @@ class Framing:
     token_types: int = 0
     mask_id: int | None = None
 
-    def post_processor(self, inner: Any, tokenizer: Tokenizer) -> dict[str, Any]:
+    def post_processor(self, inner: hf.Tokenizer, tokenizer: Tokenizer) -> dict[str, Any]:
         """The section post_processor of tokenizer.json.
 
         Args:
@@ -202,7 +205,13 @@ def _split(pattern: str, behavior: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": behavior, "invert": False}
 
 
-def _form(model: Any, pre_tokenizer: Any, decoder: Any, special: Mapping[str, int], bos: str) -> dict[str, Any]:
+def _form(
+    model: Mapping[str, Any],
+    pre_tokenizer: Mapping[str, Any] | None,
+    decoder: Mapping[str, Any] | None,
+    special: Mapping[str, int],
+    bos: str,
+) -> dict[str, Any]:
     """The content of tokenizer.json. `special` maps special tokens to ids; texts begin with the special token `bos`."""
     flags = dict.fromkeys(_TOKEN_FLAGS, False)
     start = {"SpecialToken": {"id": bos, "type_id": 0}}
@@ -225,7 +234,7 @@ def _form(model: Any, pre_tokenizer: Any, decoder: Any, special: Mapping[str, in
     }
 
 
-def _write(directory: str, name: str, value: Any) -> None:
+def _write(directory: str, name: str, value: JSONValue) -> None:
     """Writes a JSON file of ASCII characters."""
     with open(os.path.join(directory, name), "w", encoding="utf-8") as file:
         json.dump(value, file, ensure_ascii=True, indent=1)

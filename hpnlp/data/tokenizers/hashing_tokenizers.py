@@ -151,14 +151,14 @@ class HashedNgramTokenizer(HashingTokenizer):
         return (1 + word_hashes.hashes(ngrams)[:, 0] % np.uint32(self.vocab_size - 1)).astype(np.int32)
 
 
-def build_words(by: Any = "whitespace", *, texts: Iterable[bytes]) -> HashedWordTokenizer:
+def build_words(by: object = "whitespace", *, texts: Iterable[bytes]) -> HashedWordTokenizer:
     """The tokenizer of the spec hashed_words(by)."""
     del texts
     return HashedWordTokenizer(str(by))
 
 
 def build_ngrams(
-    size: int, words: int = 2, least: int = 3, most: int = 6, by: Any = "whitespace", *, texts: Iterable[bytes]
+    size: int, words: int = 2, least: int = 3, most: int = 6, by: object = "whitespace", *, texts: Iterable[bytes]
 ) -> HashedNgramTokenizer:
     """The tokenizer of the spec hashed_ngrams(size, ...)."""
     del texts

@@ -10,7 +10,8 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from hpnlp.data.tokenizers.prompt import prompt_bytes, unknown_parts, with_bos
 from hpnlp.data.tokenizers.tokenizer_file import check_size
 from hpnlp.data.tokenizers.tokenizer_process import TokenizerProcess
 from hpnlp.types import InputError, Tokenizer, WordStats
+
+if TYPE_CHECKING:
+    import tokenizers as hf
 
 # tokenizer_config.json of hpnlp's tokenizers: `transformers` follows tokenizer.json, and text never encodes to special tokens.
 TOKENIZER_CONFIG: Mapping[str, Any] = {
@@ -39,18 +43,18 @@ _MANY_TEXTS = 256
 _MUCH_TEXT = 1 << 18
 
 
-def _split_by_spaces(hf: Any, inner: Any) -> None:
+def _split_by_spaces(hf: ModuleType, inner: hf.Tokenizer) -> None:
     """Sets GPT-2's split of text into words, which keep the space before them."""
     inner.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
 
 
-def _split_by_digits(hf: Any, inner: Any) -> None:
+def _split_by_digits(hf: ModuleType, inner: hf.Tokenizer) -> None:
     """Sets GPT-2's split, with each digit by itself, as in Llama: numbers of any length are made of the same ten tokens."""
     pre = hf.pre_tokenizers
     inner.pre_tokenizer = pre.Sequence([pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)])
 
 
-def _split_by_identifiers(hf: Any, inner: Any) -> None:
+def _split_by_identifiers(hf: ModuleType, inner: hf.Tokenizer) -> None:
     """Sets a split of text into lower-case words and parts of identifiers, without punctuation."""
     normalizers, pre = hf.normalizers, hf.pre_tokenizers
     inner.normalizer = normalizers.Sequence([normalizers.Replace(hf.Regex(_CASE), " "), normalizers.Lowercase()])
@@ -318,12 +322,12 @@ class HFTokenizer(Tokenizer):
         }
 
 
-def build(size: Any, by: Any = "spaces", *, texts: Iterable[bytes]) -> HFTokenizer:
+def build(size: object, by: object = "spaces", *, texts: Iterable[bytes]) -> HFTokenizer:
     """The tokenizer of the spec bpe(size, by)."""
     return HFTokenizer.train(sizes(size, by)[1], texts, str(by))
 
 
-def sizes(size: Any, by: Any = "spaces") -> tuple[int, int]:
+def sizes(size: object, by: object = "spaces") -> tuple[int, int]:
     """The smallest and the largest possible number of ids of the spec bpe(size, by)."""
     specs.lookup(HFTokenizer.SPLITS, str(by), "split of words by")
     return HFTokenizer.SMALLEST, check_size(size, HFTokenizer.SMALLEST, "bpe(8192)")
@@ -381,7 +385,7 @@ def import_tokenizers() -> Any:
 
 
 def _start_process(
-    inner: Any, encode_special_tokens: bool = False, bpe: Mapping[str, Any] | None = None
+    inner: hf.Tokenizer, encode_special_tokens: bool = False, bpe: Mapping[str, Any] | None = None
 ) -> TokenizerProcess:
     """Starts a process for a tokenizer of the package, or raises an InputError."""
     try:
@@ -395,7 +399,7 @@ def _sibling(path: str, name: str) -> str:
     return os.path.join(os.path.dirname(path), name)
 
 
-def _add_tokens(inner: Any, config: Mapping[str, Any]) -> None:
+def _add_tokens(inner: hf.Tokenizer, config: Mapping[str, Any]) -> None:
     """Adds the tokens of a tokenizer_config.json that tokenizer.json does not list as added, as `transformers` does."""
     listed = {token.content for token in inner.get_added_tokens_decoder().values()}
     tokens = config.get("added_tokens_decoder")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from hpnlp.data.tokenizers.prompt import prompt_bytes
 from hpnlp.data.tokenizers.tokenizer_file import check_version
@@ -17,7 +18,7 @@ VALUES = 256
 _FIRST = 32  # code of the character of a black pixel: the space
 
 
-def to_text(image: Any) -> str:
+def to_text(image: ArrayLike) -> str:
     """Writes an image as text.
 
     Args:

@@ -21,6 +21,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from hpnlp.types import JSONValue
+
 _BATCH = 1 << 20  # characters of a message
 
 
@@ -91,7 +93,7 @@ class TokenizerProcess:
         self._send(None)
         return self._receive()
 
-    def _send(self, message: Any) -> None:
+    def _send(self, message: JSONValue) -> None:
         assert self._process.stdin is not None  # a pipe
         try:
             self._process.stdin.write(json.dumps(message, ensure_ascii=False).encode())
@@ -162,7 +164,7 @@ def _serve() -> None:
     messages = _messages()
     form, encode_special_tokens, bpe = next(messages)
 
-    def reply(message: Any, *arrays: np.ndarray) -> None:
+    def reply(message: JSONValue, *arrays: np.ndarray) -> None:
         replies.write(json.dumps(message).encode() + b"\n")
         for array in arrays:
             replies.write(array.tobytes())

@@ -175,12 +175,12 @@ class _Sample:
         self._seen += 1
 
 
-def build(cap: Any, by: Any = "letters", *, texts: Iterable[bytes]) -> WordTokenizer:
+def build(cap: object, by: object = "letters", *, texts: Iterable[bytes]) -> WordTokenizer:
     """The tokenizer of the spec words(cap, by)."""
     return WordTokenizer.train(sizes(cap, by)[1], texts, str(by))
 
 
-def sizes(cap: Any, by: Any = "letters") -> tuple[int, int]:
+def sizes(cap: object, by: object = "letters") -> tuple[int, int]:
     """The smallest and the largest possible number of ids of the spec words(cap, by)."""
     specs.lookup(WordTokenizer.SPLITS, str(by), "split of words by")
     return WordTokenizer.SMALLEST, check_size(cap, WordTokenizer.SMALLEST, "words(30000)")

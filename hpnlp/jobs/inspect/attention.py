@@ -22,6 +22,9 @@ from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.tasks.reports.reporting import Outcome, spread
 from hpnlp.types import InputError
 
+if TYPE_CHECKING:
+    from hpnlp.models.backbone import BackboneConfig
+
 Window = Mapping[str, np.ndarray]  # the arrays of a batch of one sequence
 
 HELD = 0.9  # share of the sum of the singular values that `rank` counts
@@ -138,7 +141,7 @@ def documents(window: Window) -> int:
     return len(np.unique(segments[segments > 0]))
 
 
-def skipped_layers(config: Any, layers: Iterable[int]) -> dict[int, str]:
+def skipped_layers(config: BackboneConfig, layers: Iterable[int]) -> dict[int, str]:
     """Layers without attention matrices.
 
     Args:
@@ -192,7 +195,9 @@ def inspect_attention(outcome: Outcome, windows: Sequence[Window], layers: Seque
     ]
 
 
-def _measured(config: Any, layer: int, arrays: Mapping[str, jax.Array], window: Window) -> tuple[Measures, Measures]:
+def _measured(
+    config: BackboneConfig, layer: int, arrays: Mapping[str, jax.Array], window: Window
+) -> tuple[Measures, Measures]:
     """Measures of a layer's matrices of one window, and of even attention over the same keys."""
     matrices, visible = attention_matrices(config, layer, arrays, window)
     if not np.isfinite(matrices).all():
@@ -206,7 +211,7 @@ def _measured(config: Any, layer: int, arrays: Mapping[str, jax.Array], window: 
 
 
 def attention_matrices(
-    config: Any, layer: int, arrays: Mapping[str, jax.Array], window: Window
+    config: BackboneConfig, layer: int, arrays: Mapping[str, jax.Array], window: Window
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attention matrices of the tokens of a window.
 
@@ -226,7 +231,7 @@ def attention_matrices(
     return tuple(np.asarray(x)[0][:, real][:, :, real] for x in (matrices, visible))  # pyright: ignore[reportReturnType]
 
 
-def _form(config: Any, layer: int) -> Any:
+def _form(config: BackboneConfig, layer: int) -> Any:
     """The form of a layer."""
     forms = config.forms()
     return forms[layer % len(forms)]

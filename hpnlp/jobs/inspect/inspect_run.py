@@ -31,7 +31,7 @@ from hpnlp.tasks.reports.reporting import Outcome
 from hpnlp.training.files.evaluation_record import finite
 from hpnlp.training.run_directory import check_task, load, make_model
 from hpnlp.training.trainer import make_trainer
-from hpnlp.types import InputError
+from hpnlp.types import InputError, Model
 
 TASKS = ("lm", "masked_lm", "rnn_lm", "classification", "tagging")  # their models read inputs token by token
 FILE = "inspect.json"
@@ -123,7 +123,7 @@ def inspect_run(
     return Inspection(run.step, lengths, [documents(window) for window in windows], attention, skipped, losses)
 
 
-def _layers(model: Any, settings: Settings) -> list[int]:
+def _layers(model: Model, settings: Settings) -> list[int]:
     """Indices of the layers to look at."""
     count = model.config.layers
     if settings.layers is None:

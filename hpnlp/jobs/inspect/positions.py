@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from hpnlp.data.reading.files import Progress
 from hpnlp.training.files.example_scores import ExampleScores
@@ -59,7 +60,7 @@ class ContextLosses:
 
 
 def context_losses(
-    model: Any, weights: Any, batches: Iterable[Mapping[str, np.ndarray]], progress: Progress
+    model: Any, weights: PyTree, batches: Iterable[Mapping[str, np.ndarray]], progress: Progress
 ) -> ContextLosses | None:
     """Scores held-out text.
 
@@ -79,7 +80,7 @@ def context_losses(
     """
 
     @jax.jit
-    def token_losses(weights: Any, batch: Mapping[str, jax.Array], carry: Any) -> tuple[jax.Array, Any]:
+    def token_losses(weights: PyTree, batch: Mapping[str, jax.Array], carry: PyTree) -> tuple[jax.Array, Any]:
         def total(factors: jax.Array) -> tuple[jax.Array, Any]:
             out = loss(model, weights, {**batch, "weights": factors}, None, carry)
             return out.sum, out.carry

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import PyTree
 
 from hpnlp import measure
 from hpnlp.data.reading.files import Progress, ignore_progress
@@ -192,7 +193,7 @@ def window_batch(
     return batch
 
 
-def _log_odds(model: Any, params: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
+def _log_odds(model: Model, params: PyTree, batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
     """Mean -log p of the predicted labels, and the log-odds of the decisions of all labels, `[B, T, L]`."""
     h, _ = model.apply(params, batch, True, method="token_states")
     labels, weights = jnp.asarray(batch["labels"]).reshape(-1), jnp.asarray(batch["weights"]).reshape(-1)
@@ -273,7 +274,7 @@ class DynamicEvaluation:
         optimizer = optax.chain(optax.clip_by_global_norm(self.clip), optax.adam(self.learning_rate, b1=self.b1))
 
         @jax.jit
-        def step(current: Any, state: Any, others: Any, batch: Any) -> Any:
+        def step(current: PyTree, state: PyTree, others: PyTree, batch: Mapping[str, jax.Array]) -> Any:
             loss = lambda trained: _log_odds(model, {**others, "params": trained}, batch)  # noqa: E731
             gradient, odds = jax.grad(loss, has_aux=True)(current)
             updates, state = optimizer.update(gradient, state)
@@ -298,7 +299,7 @@ class Inputs:
     neighbours: SuffixNeighbours
     ids: np.ndarray
 
-    def rows(self, chosen: Any) -> tuple[np.ndarray, ...]:
+    def rows(self, chosen: np.ndarray | slice) -> tuple[np.ndarray, ...]:
         """The arguments of BitGate for some positions."""
         near = self.neighbours
         return self.log_odds[chosen], near.tokens[chosen], near.count[chosen], self.ids[chosen]
@@ -311,7 +312,7 @@ def _gate_optimizer(steps: int) -> optax.GradientTransformation:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _gate_step(gate: BitGate, steps: int, params: Any, state: Any, *rows: Any) -> Any:
+def _gate_step(gate: BitGate, steps: int, params: PyTree, state: PyTree, *rows: jax.Array) -> Any:
     """`(parameters, state of the optimizer)` after one of `steps` steps."""
     loss = lambda p: jnp.mean(jnp.asarray(gate.apply(p, *rows, method="nll")))  # noqa: E731
     updates, state = _gate_optimizer(steps).update(jax.grad(loss)(params), state, params)
@@ -319,7 +320,7 @@ def _gate_step(gate: BitGate, steps: int, params: Any, state: Any, *rows: Any) -
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _gate_nll(gate: BitGate, params: Any, *rows: Any) -> jax.Array:
+def _gate_nll(gate: BitGate, params: PyTree, *rows: jax.Array) -> jax.Array:
     return jnp.asarray(gate.apply(params, *rows, method="nll"))
 
 
@@ -350,7 +351,7 @@ def fit_gate(gate: BitGate, inputs: Inputs, epochs: int, seed: int, progress: Pr
     return params
 
 
-def gate_nll(gate: BitGate, params: Any, inputs: Inputs) -> np.ndarray:
+def gate_nll(gate: BitGate, params: PyTree, inputs: Inputs) -> np.ndarray:
     """-log p of each position under the mixture, in nats, float32 `[Q]`."""
     results = []
     for i in range(0, len(inputs.ids), ROWS):

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
+from jaxtyping import PyTree
 
 from hpnlp.data.reading.files import Progress, ignore_progress
 from hpnlp.jobs.retrieval.mix import GATE, load_run, with_datastore
@@ -24,7 +25,7 @@ from hpnlp.retrieval import suffix
 from hpnlp.retrieval.knn import Neighbours
 from hpnlp.retrieval.suffix import SuffixIndex
 from hpnlp.training.run_directory import Run
-from hpnlp.types import InputError
+from hpnlp.types import InputError, Model
 
 ROWS = 256  # ids whose probabilities are computed at a time
 HISTORY = 512  # tokens at the end of a text in which contexts are found
@@ -140,7 +141,14 @@ def _read_gate(workdir: Path) -> tuple[dict[str, Any], Any]:
 
 @functools.partial(jax.jit, static_argnames="model")
 def _log_probs(
-    variables: Any, gate: Any, tokens: jax.Array, length: jax.Array, near: jax.Array, count: jax.Array, *, model: Any
+    variables: PyTree,
+    gate: PyTree,
+    tokens: jax.Array,
+    length: jax.Array,
+    near: jax.Array,
+    count: jax.Array,
+    *,
+    model: Model,
 ) -> jax.Array:
     """Log-probabilities `[V]` of the token after the first `length` of tokens `[1, T]`, with neighbours of one position."""
     vocab, places = model.config.vocab, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]

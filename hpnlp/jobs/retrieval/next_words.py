@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import PyTree
 
 from hpnlp import tasks
 from hpnlp.atomic_file import replaced
@@ -254,7 +255,7 @@ def fit_mixtures(
         "params"
     ]
 
-    def fit(mixture: Any, rate: float, name: str) -> Any:
+    def fit(mixture: PyTree, rate: float, name: str) -> Any:
         state = _optimizer(rate).init(mixture)
         for done in range(FIT_STEPS):
             mixture, state = _fit_step(mixture, state, arrays, rate)
@@ -274,7 +275,7 @@ def fit_mixtures(
     }
 
 
-def _mean_nll(mixture: Any, arrays: tuple[jax.Array, ...]) -> jax.Array:
+def _mean_nll(mixture: PyTree, arrays: tuple[jax.Array, ...]) -> jax.Array:
     """Mean -log p of the text of `_tuning_arrays`, in nats."""
     return -jnp.mean(mixed_log_prob(mixture, *arrays))
 
@@ -284,7 +285,7 @@ def _optimizer(rate: float) -> optax.GradientTransformation:
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def _fit_step(mixture: Any, state: Any, arrays: tuple[jax.Array, ...], rate: float) -> tuple[Any, Any]:
+def _fit_step(mixture: PyTree, state: PyTree, arrays: tuple[jax.Array, ...], rate: float) -> tuple[Any, Any]:
     """`(mixture, state of the optimizer)` after one step of FIT_STEPS."""
     updates, state = _optimizer(rate).update(jax.grad(_mean_nll)(mixture, arrays), state)
     return optax.apply_updates(mixture, updates), state
@@ -296,7 +297,7 @@ def _tuning_arrays(source: IndexSource, model: KnnModel, frozen: Any, progress: 
     weights = {**source.run.params, FROZEN: frozen}
 
     @jax.jit
-    def call(weights: Any, states: jax.Array, labels: jax.Array) -> Any:
+    def call(weights: PyTree, states: jax.Array, labels: jax.Array) -> Any:
         of_model = collections({name: tree for name, tree in weights.items() if name != FROZEN})
         losses = model.inner.apply(of_model, states[None], labels[None], method="label_losses")
         return -losses[0], *model.neighbours(weights[FROZEN], states), labels

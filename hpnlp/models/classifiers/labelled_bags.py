@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, PyTree
 
 from hpnlp.model_interfaces.model_parallel import ModelParallel
 from hpnlp.models.classifiers.bag_memory import BagMemory, parse_memory
@@ -245,7 +245,7 @@ class LabelledBags(UnstackedModel, nn.Module):
         return _product(self._length_1(h), self._length_1(self.labels))
 
     @nn.nowrap
-    def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
+    def advance(self, buffers: PyTree, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
         """Buffers for the next step: the memory with the bags of this one, of which several with one entry have their mean.
 
         Args:

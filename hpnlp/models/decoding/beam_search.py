@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import PyTree
 
 from hpnlp.models.decode import check_decodes, end_ids
 from hpnlp.models.decoding.decoding_weights import for_decoding
@@ -114,7 +115,7 @@ class _Search:
 
 def beam_search(
     model: LM,
-    params: Any,
+    params: PyTree,
     prompts: Sequence[np.ndarray | Sequence[int]],
     *,
     tokens: int,
@@ -204,7 +205,9 @@ def _check(
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _search(params: Any, prompts: jax.Array, lengths: jax.Array, memory: Any, rules: Rules, *, model: LM) -> Beams:
+def _search(
+    params: PyTree, prompts: jax.Array, lengths: jax.Array, memory: Memory | None, rules: Rules, *, model: LM
+) -> Beams:
     """`beam_search` of padded prompts."""
     params = for_decoding(params, model.config, len(prompts) * rules.beams)
 
@@ -219,7 +222,9 @@ def _search(params: Any, prompts: jax.Array, lengths: jax.Array, memory: Any, ru
     return lax.while_loop(goes_on, step, _start(model, params, rules, prompts, lengths, memory)).ended
 
 
-def _start(model: LM, params: Any, rules: Rules, prompts: jax.Array, lengths: jax.Array, memory: Any) -> _Search:
+def _start(
+    model: LM, params: PyTree, rules: Rules, prompts: jax.Array, lengths: jax.Array, memory: Memory | None
+) -> _Search:
     """The search after the pass over the prompts."""
     capacity = prompts.shape[1] + rules.tokens
     h, caches = _apply(model, params, prompts, lengths, capacity, memory, method="prefill")
@@ -243,7 +248,7 @@ def _start(model: LM, params: Any, rules: Rules, prompts: jax.Array, lengths: ja
     )
 
 
-def _step(model: LM, params: Any, rules: Rules, search: _Search) -> _Search:
+def _step(model: LM, params: PyTree, rules: Rules, search: _Search) -> _Search:
     """Extends all running continuations by one id."""
     beams, count = rules.beams, search.count
     logits = _apply(model, params, search.h, method="next_logits")
@@ -320,11 +325,11 @@ class ReorderedCache(Protocol):
     def reordered(self, order: jax.Array) -> Any: ...
 
 
-def _has_beams(cache: Any) -> bool:
+def _has_beams(cache: object) -> bool:
     return isinstance(cache, CacheForBeams)
 
 
-def _for_beams(batch: int, beams: int, cache: Any) -> Any:
+def _for_beams(batch: int, beams: int, cache: PyTree) -> Any:
     """A cache of `batch` sequences for `beams` continuations of each: by its own method, or an array `[B k, ...]` repeated."""
     if _has_beams(cache):
         return cache.for_beams(beams)
@@ -332,11 +337,11 @@ def _for_beams(batch: int, beams: int, cache: Any) -> Any:
     return jnp.repeat(by_example, beams, axis=1).reshape(-1, *cache.shape[1:])
 
 
-def _is_reordered(cache: Any) -> bool:
+def _is_reordered(cache: object) -> bool:
     return isinstance(cache, ReorderedCache)
 
 
-def _reordered(order: jax.Array, cache: Any) -> Any:
+def _reordered(order: jax.Array, cache: PyTree) -> Any:
     """A cache whose continuations are taken in the order `[B, W]`: by its own method, or an array `[B W k, ...]` gathered."""
     if _is_reordered(cache):
         return cache.reordered(order)
@@ -344,5 +349,5 @@ def _reordered(order: jax.Array, cache: Any) -> Any:
     return _take(by_beam, order).reshape(cache.shape)
 
 
-def _apply(model: LM, params: Any, *args: Any, method: Any) -> Any:
+def _apply(model: LM, params: PyTree, *args: Any, method: Any) -> Any:
     return model.apply(collections(params), *args, method=method)

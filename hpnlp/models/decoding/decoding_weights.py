@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from jaxtyping import PyTree
+
 from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.variables import BUFFERS
 from hpnlp.nn.layers import with_transposes
 from hpnlp.ops.linear import prefers_transpose
 
 
-def separate_layers(params: Any, config: BackboneConfig) -> Any:
+def separate_layers(params: PyTree, config: BackboneConfig) -> Any:
     """Splits the stacked variables of layers into separate arrays.
 
     For decoding, which reads the parameters for every token: XLA copies a layer out of the stack whenever it is used. The copy

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import jax.export
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from hpnlp.models import variables
 from hpnlp.models.classifiers.hashed_classifier import HashedClassifier
 from hpnlp.models.encoder import Encoder
 from hpnlp.models.lm import LM
 from hpnlp.ops.word_projection import HASH_WORDS
-from hpnlp.types import InputError
+from hpnlp.types import InputError, Model
 
 # Arrays of a batch that are no inputs of the exported function: those of the loss, and positions, which count from 0.
 _NOT_EXPORTED = ("labels", "weights", "positions")
@@ -44,7 +45,7 @@ class ExportedFunction:
     token_shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
-def logits_function(model: Any, weights: Any, length: int) -> ExportedFunction:
+def logits_function(model: Model, weights: PyTree, length: int) -> ExportedFunction:
     """The logits of a model as a function of its inputs.
 
     Args:
@@ -85,7 +86,7 @@ def logits_function(model: Any, weights: Any, length: int) -> ExportedFunction:
     return ExportedFunction(_batch_logits(model, weights, inputs), inputs, length, longest)
 
 
-def _exported_inputs(model: Any) -> tuple[str, ...]:
+def _exported_inputs(model: Model) -> tuple[str, ...]:
     """Names of the arrays of a batch that the logits depend on."""
     return tuple(name for name in model.batch_axes() if name not in _NOT_EXPORTED)
 

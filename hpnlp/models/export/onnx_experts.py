@@ -7,9 +7,10 @@ from typing import Any
 
 from hpnlp.nn.feed_forward import described_network
 from hpnlp.spec import parse_one
+from hpnlp.types import Model
 
 
-def with_dense_experts(model: Any) -> Any:
+def with_dense_experts(model: Model) -> Any:
     """A model that computes all experts for all tokens, with neither sorts nor loops.
 
     Returns:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
+from jax.typing import ArrayLike
 
 from hpnlp.atomic_file import replaced
 from hpnlp.cost.flop_count import open_jaxpr
@@ -18,7 +19,10 @@ from hpnlp.models.export.functions import BATCH, LENGTH, ExportedFunction, trace
 from hpnlp.models.export.onnx_graph import IR_VERSION, OPSET, OnnxGraph, import_onnx
 from hpnlp.models.export.onnx_rules import CALLS, find_rule
 from hpnlp.models.export.onnx_shapes import is_number
-from hpnlp.types import InputError
+from hpnlp.types import Equation, InputError
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr, Literal, Var
 
 _MAX_BYTES = 2**31 - 2**20  # a protocol buffer holds at most 2 GiB
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of primitives that call a jaxpr
@@ -89,7 +93,7 @@ def _run(graph: OnnxGraph, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any
         zip(jaxpr.invars, args, strict=True)
     )
 
-    def read(atom: Any) -> Any:
+    def read(atom: Var | Literal) -> Any:
         is_literal = isinstance(atom, jax.extend.core.Literal)
         return np.asarray(atom.val, np.dtype(_aval(atom).dtype)) if is_literal else values[atom]
 
@@ -99,7 +103,7 @@ def _run(graph: OnnxGraph, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _aval(atom: Any) -> Any:
+def _aval(atom: Var | Literal) -> Any:
     """Shape and dtype of an atom."""
     return atom.aval
 
@@ -126,7 +130,7 @@ def _equation(graph: OnnxGraph, eqn: Any, inputs: list[Any]) -> list[Any]:
     return [find_rule(eqn)(graph, eqn, [_name(graph, value) for value in inputs])]
 
 
-def _has_known_shapes(eqn: Any) -> bool:
+def _has_known_shapes(eqn: Equation) -> bool:
     """Whether no size of the results is a symbol."""
     has_sizes = all(is_number(size) for atom in eqn.outvars for size in _aval(atom).shape)
     return has_sizes and eqn.primitive.name != "dim_as_value"

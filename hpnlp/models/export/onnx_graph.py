@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from hpnlp.models.export.onnx_shapes import SymbolicSizes
 from hpnlp.types import InputError
@@ -53,7 +53,7 @@ class OnnxGraph:
         self._arrays: dict[str, np.ndarray] = {}
         self._narrow: dict[str, str] = {}  # expanded value -> the value before
 
-    def constant(self, value: Any) -> str:
+    def constant(self, value: str | ArrayLike) -> str:
         """The name of a constant.
 
         Args:
@@ -155,7 +155,7 @@ class OnnxGraph:
         self._narrow[name] = x
         return name
 
-    def broadcasting(self, inputs: Sequence[str], eqn: Any) -> list[str]:
+    def broadcasting(self, inputs: Sequence[str], eqn: Equation) -> list[str]:
         """Inputs of an operator that broadcasts, before they were expanded; one keeps the shape of the result.
 
         Args:

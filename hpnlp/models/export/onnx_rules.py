@@ -315,7 +315,7 @@ def _dynamic_slice(graph: OnnxGraph, eqn: Any, inputs: Sequence[str]) -> str:
     return graph.squeeze(part, numbers.collapsed_slice_dims)
 
 
-def _fill_value(eqn: Any) -> np.ndarray:
+def _fill_value(eqn: Equation) -> np.ndarray:
     """The result of a gather for indices that are out of bounds."""
     dtype, value = eqn.invars[0].aval.dtype, eqn.params["fill_value"]
     if value is None and dtype == np.bool_:
@@ -337,7 +337,7 @@ _ORIGINS = {
 }
 
 
-def _unsupported(eqn: Any, detail: str = "") -> InputError:
+def _unsupported(eqn: Equation, detail: str = "") -> InputError:
     operation = " ".join(filter(None, (eqn.primitive.name, detail)))
     origin, choice = "", "a model without it"
     traceback = eqn.source_info.traceback

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from hpnlp.types import InputError
 
@@ -19,7 +20,7 @@ _CALLS = {"floordiv": "Div", "mod": "Mod", "max": "Max", "min": "Min"}
 class Nodes(Protocol):
     """The members of `onnx_graph.Graph` that compute sizes."""
 
-    def constant(self, value: Any) -> str: ...
+    def constant(self, value: str | ArrayLike) -> str: ...
 
     def integers(self, *values: int) -> str: ...
 
@@ -95,7 +96,7 @@ class SymbolicSizes:
         raise InputError(f"the model has an array of {text} elements, which is not written as ONNX for any length")
 
 
-def is_number(size: Any) -> bool:
+def is_number(size: object) -> bool:
     """Whether a size is a number and not a symbolic expression.
 
     Returns:

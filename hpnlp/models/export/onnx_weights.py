@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.ops.linear import product
 from hpnlp.ops.weight import Weight, dense, is_weight
@@ -84,7 +84,7 @@ class RuntimeBinaryWeight(Weight):
         return RuntimeBinaryWeight(names, (*names[:-2], None, names[-1]))
 
 
-def for_runtimes(weights: Any) -> Any:
+def for_runtimes(weights: PyTree) -> Any:
     """Weights in the form whose products ONNX runtimes have kernels for.
 
     Args:
@@ -98,7 +98,7 @@ def for_runtimes(weights: Any) -> Any:
     return jax.tree.map(_converted, weights, is_leaf=is_weight)
 
 
-def _converted(leaf: Any) -> Any:
+def _converted(leaf: PyTree) -> Any:
     """The weight of a leaf whose product runtimes have."""
     if isinstance(leaf, BalancedWeight):
         return dense(leaf)

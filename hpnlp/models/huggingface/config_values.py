@@ -35,7 +35,7 @@ def checked_value(raw: Mapping[str, Any], key: str, kind: type, source: str) -> 
     return value
 
 
-def unsupported(source: str, key: str, value: Any, supported: Iterable[Any]) -> InputError:
+def unsupported(source: str, key: str, value: object, supported: Iterable[Any]) -> InputError:
     """Makes the error for a setting under which `LM` would compute something else.
 
     Args:

@@ -338,7 +338,7 @@ def _express(config: ModelConfig, family: Family, labels: Sequence[str] | None) 
     }
 
 
-def _size_of_one(value: Any) -> Any:
+def _size_of_one(value: object) -> Any:
     """The value of a field, with 1 for a size of 0, which no config.json has."""
     return 1 if type(value) is int and value == 0 else value
 

@@ -84,7 +84,7 @@ def _read_first_layer(raw: Mapping[str, Any], source: str) -> int:
     return first
 
 
-def _are_layer_types(types: Any, layers: int, size: int | None) -> bool:
+def _are_layer_types(types: object, layers: int, size: int | None) -> bool:
     """Whether `types` is a list of one supported layer type per layer; sliding attention needs a window `size`."""
     supported = (FULL,) if size is None else (FULL, SLIDING)
     return isinstance(types, list) and len(types) == layers and all(kind in supported for kind in types)

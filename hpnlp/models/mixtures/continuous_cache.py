@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from hpnlp.model_interfaces.layer_report import CARRY
 from hpnlp.models.mixtures.wrapper import ModelWrapper
@@ -115,7 +115,7 @@ class CachedModel(ModelWrapper):
             new_carry = jax.lax.stop_gradient({"layers": {**layers, **kept}})
         return LossOut(total, weights.sum(), {}, {}, new_carry)
 
-    def _entries(self, carry: Any, h: Array, batch: Mapping[str, Array]) -> tuple[Array, Array, Array]:
+    def _entries(self, carry: PyTree, h: Array, batch: Mapping[str, Array]) -> tuple[Array, Array, Array]:
         """`(states [B, S + T, D], words [B, S + T], visible [B, T, S + T])` of the entries before and in a batch."""
         count, length, size = h.shape[0], h.shape[1], self.cache.size
         words = jnp.where(batch["weights"] > 0, batch["labels"], NO_WORD).astype(jnp.int32)
@@ -131,7 +131,7 @@ class CachedModel(ModelWrapper):
         recent = (entry < token) & (entry >= token - size)
         return keys, words, recent[None] & (words != NO_WORD)[:, None, :]
 
-    def _log_probs(self, variables: Any, h: Array, keys: Array, words: Array, visible: Array) -> Array:
+    def _log_probs(self, variables: Mapping[str, Any], h: Array, keys: Array, words: Array, visible: Array) -> Array:
         """Log-probabilities of all words, `[B, T, V]`."""
         flat = h.reshape(-1, h.shape[-1])
         logits = self.inner.apply(variables, flat, method="next_logits").reshape(*h.shape[:2], -1)

@@ -10,7 +10,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from hpnlp.model_interfaces.layer_report import CARRY
 from hpnlp.models.shared.model import BaseModel
@@ -137,7 +137,7 @@ class Ensemble(BaseModel):
             raise InputError("an ensemble runs on one device: set plan.name='single'")
         return Ensemble(tuple(member.clone(**fields) for member in self.members))
 
-    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+    def init(self, rngs: PyTree[Array], *args: Any, **kwargs: Any) -> Any:
         """Variables of all members, as of every Flax module.
 
         Args:
@@ -155,7 +155,9 @@ class Ensemble(BaseModel):
                 result.setdefault(collection, {})[name] = tree
         return result
 
-    def apply(self, variables: Mapping[str, Any], *args: Any, method: str = "loss", rngs: Any = None) -> Any:
+    def apply(
+        self, variables: Mapping[str, Any], *args: Any, method: str = "loss", rngs: Mapping[str, Array] | None = None
+    ) -> Any:
         """Applies one of the methods `loss`, `log_probs`, `prefill`, `next_logits` and `extend`, as of every Flax module.
 
         Args:
@@ -182,7 +184,11 @@ class Ensemble(BaseModel):
         return collections
 
     def _loss(
-        self, variables: Sequence[Any], batch: Mapping[str, Array], deterministic: bool = True, rngs: Any = None
+        self,
+        variables: Sequence[Any],
+        batch: Mapping[str, Array],
+        deterministic: bool = True,
+        rngs: Mapping[str, Array] | None = None,
     ) -> LossOut:
         """The loss of a batch, and the carry of the members under their names."""
         log_probs, carries = self._label_log_probs(variables, batch, deterministic, rngs or {})
@@ -196,7 +202,7 @@ class Ensemble(BaseModel):
     ) -> tuple[Float[Array, "M B T"], list[Any]]:
         """Log-probabilities of the labels, and carries, of each member."""
 
-        def run(member: Any, collections: Any, number: Any) -> tuple[Array, Any]:
+        def run(member: Any, collections: Mapping[str, Any], number: Array | int) -> tuple[Array, Any]:
             keys = {name: jax.random.fold_in(key, number) for name, key in rngs.items()}
             h, carry = member.apply(collections, batch, deterministic, method="token_states", rngs=keys)
             weights = {name: tree for name, tree in collections.items() if name != CARRY}
@@ -246,7 +252,7 @@ class Ensemble(BaseModel):
         return jnp.concatenate([h for h, _ in results], axis=-1), tuple(caches for _, caches in results)
 
     def _extend(
-        self, variables: Sequence[Any], tokens: Array, positions: Array, caches: Any
+        self, variables: Sequence[Any], tokens: Array, positions: Array, caches: PyTree
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Hidden states of new tokens, and the extended caches."""
         results = [

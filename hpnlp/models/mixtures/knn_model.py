@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.models.mixtures.wrapper import ModelWrapper
 from hpnlp.models.variables import FROZEN
@@ -30,7 +30,7 @@ ROWS = 512  # hidden states of a search, of which some count in the loss
 class Search(Protocol):
     """A search of vectors by their products, such as an entry of `hpnlp.retrieval.index_backends.KINDS`."""
 
-    def search(self, state: Any, q: Any, k: int) -> tuple[Array, Array]:
+    def search(self, state: PyTree, q: Array, k: int) -> tuple[Array, Array]:
         """`(scores [Q, k], ids [Q, k])` of the largest products; id -1 for none."""
         ...
 
@@ -127,7 +127,7 @@ class KnnModel(ModelWrapper):
     k: int
     store: Any = dataclasses.field(compare=False, repr=False)
 
-    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+    def init(self, rngs: PyTree[Array], *args: Any, **kwargs: Any) -> Any:
         """Initialises the variables of the Model, with zeros for the datastore."""
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.store)
         return {**self.inner.init(rngs, *args, **kwargs), FROZEN: zeros}
@@ -163,7 +163,9 @@ class KnnModel(ModelWrapper):
         log_prob = mixed_log_prob(store["mixture"], -losses.reshape(-1), distances, words, labels)
         return LossOut(jnp.where(weights == 0, 0.0, -weights * log_prob).sum(), weights.sum(), {}, {}, carry)
 
-    def neighbours(self, store: Any, h: Float[Array, "N D"]) -> tuple[Float[Array, "N K"], Int[Array, "N K"]]:
+    def neighbours(
+        self, store: Mapping[str, Any], h: Float[Array, "N D"]
+    ) -> tuple[Float[Array, "N K"], Int[Array, "N K"]]:
         """The neighbours of hidden states.
 
         Args:
@@ -181,7 +183,7 @@ class KnnModel(ModelWrapper):
         distances = jnp.maximum(squares + 2.0 * (store["centre"] - scores), 0.0)
         return jnp.where(ids >= 0, distances, jnp.inf), store["words"][jnp.maximum(ids, 0)].astype(jnp.int32)
 
-    def _neighbours_where(self, store: Any, h: Array, is_wanted: Array) -> tuple[Array, Array]:
+    def _neighbours_where(self, store: Mapping[str, Any], h: Array, is_wanted: Array) -> tuple[Array, Array]:
         """`neighbours` of some hidden states; of the others, a search is left out where ROWS of them come together."""
         count = len(h)
         order = jnp.argsort(~is_wanted, stable=True)
@@ -198,7 +200,9 @@ class KnnModel(ModelWrapper):
         distances, words = (x.reshape(-1, self.k)[jnp.argsort(order)] for x in neighbours)
         return distances, words
 
-    def _log_probs(self, variables: Any, store: Any, h: Float[Array, "N D"]) -> Float[Array, "N V"]:
+    def _log_probs(
+        self, variables: Mapping[str, Any], store: Mapping[str, Any], h: Float[Array, "N D"]
+    ) -> Float[Array, "N V"]:
         """Log-probabilities of all words."""
         log_prob = jax.nn.log_softmax(self.inner.apply(variables, h, method="next_logits"), axis=-1)
         distances, words = self.neighbours(store, h)

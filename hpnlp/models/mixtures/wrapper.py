@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
-from hpnlp.types import LossOut, Statistics
+from hpnlp.types import LossOut, Model, Statistics
+
+if TYPE_CHECKING:
+    from hpnlp.parallel.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +63,7 @@ class ModelWrapper:
         """
         return dataclasses.replace(self, inner=self.inner.clone(**fields))
 
-    def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+    def init(self, rngs: PyTree[Array], *args: Any, **kwargs: Any) -> Any:
         """Initialises the variables of the Model."""
         return self.inner.init(rngs, *args, **kwargs)
 
@@ -88,7 +91,7 @@ class ModelWrapper:
         """Auxiliary losses of the Model."""
         return self.inner.auxiliary_loss(statistics)
 
-    def advance(self, buffers: Any, statistics: Statistics, step: Array, rng: Array) -> Any:
+    def advance(self, buffers: PyTree, statistics: Statistics, step: Array, rng: Array) -> Any:
         """The next buffers of the Model."""
         return self.inner.advance(buffers, statistics, step, rng)
 
@@ -110,7 +113,7 @@ class ModelWrapper:
         """Whether the weights that the Model applies are others than its parameters."""
         return self.inner.changes_weights
 
-    def check_layout(self, layout: Any) -> None:
+    def check_layout(self, layout: Layout) -> None:
         """Checks that the Model is trained on a layout over devices.
 
         Args:
@@ -121,7 +124,7 @@ class ModelWrapper:
         """
         self.inner.check_layout(layout)
 
-    def allowed_updates(self, params: Any, updates: Any, rate: Array) -> Any:
+    def allowed_updates(self, params: PyTree, updates: PyTree, rate: Array) -> Any:
         """Updates of the parameters as the Model requires.
 
         Args:
@@ -146,7 +149,7 @@ class ModelWrapper:
         return self, weights
 
 
-def unwrapped(model: Any) -> Any:
+def unwrapped(model: Model) -> Any:
     """The Model inside of all wrappers.
 
     Returns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -30,6 +30,9 @@ from hpnlp.nn.pooling import POOLINGS
 from hpnlp.ops.search.exact import top_k
 from hpnlp.spec import did_you_mean
 from hpnlp.types import InputError, LossOut, Statistics, WordStats, option
+
+if TYPE_CHECKING:
+    from hpnlp.parallel.layout import Layout
 
 REFRESHES = ("rolling", "every", "never")
 INDEX = "index"  # name of the statistics of the index, and of the buffer of its vectors
@@ -144,7 +147,7 @@ class RealmConfig(BackboneConfig):
         """The layers are those of towers and reader."""
         return False
 
-    def check_layout(self, layout: Any) -> None:
+    def check_layout(self, layout: Layout) -> None:
         """Refuses layouts that divide sequences or layers: texts are joined with documents that a step retrieves.
 
         Args:
@@ -394,7 +397,7 @@ class Realm(OfSeveralStacks, nn.Module):
         return inverse_temperature(self.log_scale[0], LOWEST_TEMPERATURE)
 
     @nn.nowrap
-    def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
+    def advance(self, buffers: Mapping[str, Array], statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
         """Buffers for the next step: those of the layers, and the index.
 
         Args:
@@ -409,7 +412,7 @@ class Realm(OfSeveralStacks, nn.Module):
         new = super().advance(buffers, statistics, step, rng)
         return new if INDEX not in statistics else new | self._advance_index(buffers, statistics[INDEX])
 
-    def _advance_index(self, buffers: Any, sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def _advance_index(self, buffers: Mapping[str, Array], sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The next index; the next one but one receives the vectors of the step, and replaces it when it is complete."""
         age, count = buffers["age"], len(self.documents)
         # Each part of an accumulated batch has encoded the same documents.

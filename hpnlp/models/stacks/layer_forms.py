@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.attention import mixer_period
@@ -16,6 +16,9 @@ from hpnlp.nn.feed_forward import FeedForward, build_feed_forward, described_net
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.spec import Spec, build, parse_period
 from hpnlp.types import InputError, MixerTraits, Projection
+
+if TYPE_CHECKING:
+    from hpnlp.models.backbone import BackboneConfig
 
 # Block fields that are the same in all layers, and the reason.
 SHARED: Mapping[str, str] = {
@@ -114,7 +117,7 @@ def carries(mixer: str) -> bool:
     return any(entry.carries for entry in build_mixers(mixer))
 
 
-def check_carry(config: Any) -> None:
+def check_carry(config: BackboneConfig) -> None:
     """Checks that a model whose mixers carry state from batch to batch can do so.
 
     Args:

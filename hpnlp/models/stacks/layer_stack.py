@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from hpnlp.model_interfaces.layer_report import CARRY, LayerReport
 from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
@@ -50,7 +51,7 @@ class LayerStack:
     remat: str
 
     def run_plain(
-        self, params: Any, x: jax.Array, context: Context, rngs: Rngs, chunk: Any, caches: Any = None
+        self, params: PyTree, x: jax.Array, context: Context, rngs: Rngs, chunk: jax.Array | int, caches: PyTree = None
     ) -> tuple[jax.Array, Any, LayerReport]:
         """Runs layers of which each adds its branches to one stream.
 
@@ -78,7 +79,7 @@ class LayerStack:
         return run_layers(layers, x, params, caches, unroll, _first_layer(params, chunk), self.order)
 
     def run_reversible(
-        self, params: Any, x: jax.Array, context: Context, rngs: Rngs, chunk: Any, caches: Any = None
+        self, params: PyTree, x: jax.Array, context: Context, rngs: Rngs, chunk: jax.Array | int, caches: PyTree = None
     ) -> tuple[jax.Array, Any, LayerReport]:
         """Runs layers of which each branch is added to the stream that the other branch reads.
 
@@ -108,7 +109,7 @@ class LayerStack:
             streams, caches, report = run_layers(layers, (x1, x2), params, caches, self.unroll, first, self.order)
         return jnp.concatenate(streams, axis=-1), caches, report
 
-    def _apply(self, form: int, method: str, params_and_index: Any, rngs: Rngs, *args: Any) -> Any:
+    def _apply(self, form: int, method: str, params_and_index: Sequence[Any], rngs: Rngs, *args: Any) -> Any:
         """Calls a method of a form's Block with the variables and the keys of one layer."""
         params, index = params_and_index
         x, context, *further = args
@@ -129,13 +130,19 @@ class LayerStack:
         return x, (cache, report)
 
     def _mix(
-        self, form: int, params_and_index: Any, x: jax.Array, context: Context, rngs: Rngs, cache: Any = None
+        self,
+        form: int,
+        params_and_index: tuple[PyTree, jax.Array],
+        x: jax.Array,
+        context: Context,
+        rngs: Rngs,
+        cache: PyTree = None,
     ) -> tuple[jax.Array, tuple[Any, LayerReport]]:
         y, cache, report = self._apply(form, "mix", params_and_index, rngs, x.astype(self.dtype), context, cache)
         return y, (cache, report)
 
     def _feed(
-        self, form: int, params_and_index: Any, x: jax.Array, context: Context, rngs: Rngs
+        self, form: int, params_and_index: tuple[PyTree, jax.Array], x: jax.Array, context: Context, rngs: Rngs
     ) -> tuple[jax.Array, LayerReport]:
         # Applied by itself, the branch would draw the same numbers as the first branch of its layer.
         rngs = {name: jax.random.fold_in(rng, self.layers + 1) for name, rng in rngs.items()}
@@ -160,7 +167,7 @@ def layer_rngs(rng: jax.Array | None, layers: int, drops: bool, draws: bool) -> 
     return rngs
 
 
-def _first_layer(params: Any, chunk: Any) -> Any:
+def _first_layer(params: PyTree, chunk: jax.Array | int) -> Any:
     """Index of the first layer of a chunk of layers with these parameters."""
     return chunk * (len(params) if isinstance(params, tuple) else layer_count(params))
 
@@ -282,7 +289,7 @@ def initial_carry(forms: tuple[BlockConfig, ...], layers: int, order: StackOrder
       state. None if no mixer carries state.
     """
 
-    def stack(mixer: Any, dim: int, count: int) -> Any:
+    def stack(mixer: WithCarry, dim: int, count: int) -> Any:
         carry = mixer.initial_carry(batch, dim, dtype)
         return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (count, *x.shape)), carry)
 
@@ -301,7 +308,7 @@ def carry_axes(forms: tuple[BlockConfig, ...], layers: int, order: StackOrder) -
       A tree like the result of `initial_carry`, of tuples of names, of which the first are "layers" and "batch".
     """
 
-    def axes(mixer: Any, dim: int, count: int) -> Any:
+    def axes(mixer: WithCarry, dim: int, count: int) -> Any:
         # Guided by the carry, which may have tuples, as the names of axes are.
         carry = jax.eval_shape(lambda: mixer.initial_carry(1, dim, jnp.float32))
         return jax.tree.map(lambda _, names: ("layers", *names), carry, mixer.carry_axes)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.models.shared.model import BaseModel
 from hpnlp.models.stacks.layer_forms import branch_modules
 from hpnlp.types import Aux, Statistics
+
+if TYPE_CHECKING:
+    from hpnlp.models.backbone import BackboneConfig
 
 # Place of a module's buffers among those of its layer, by the name of its branch.
 PLACES = {"attention": ("attention", "mixer"), "mlp": ("mlp",)}
@@ -32,7 +36,7 @@ def from_report(config: Any, report: LayerReport) -> Statistics:
     return {"layers": config.stack_order().join(report.statistics)} if report.statistics else {}
 
 
-def auxiliary_loss(config: Any, statistics: Statistics) -> dict[str, jax.Array]:
+def auxiliary_loss(config: BackboneConfig, statistics: Statistics) -> dict[str, jax.Array]:
     """Auxiliary losses of a Backbone's mixers and feed-forward networks.
 
     Args:
@@ -53,7 +57,7 @@ def auxiliary_loss(config: Any, statistics: Statistics) -> dict[str, jax.Array]:
     return {name: jnp.mean(jnp.concatenate(values)) for name, values in losses.items()}
 
 
-def advance(config: Any, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
+def advance(config: BackboneConfig, buffers: PyTree, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
     """Buffers of a Backbone for the next step, from the `advance` of each layer's mixer and feed-forward network.
 
     Args:
@@ -124,7 +128,7 @@ class OfSeveralStacks(BaseModel):
             for name, value in auxiliary_loss(config, statistics.get(stack, {})).items()
         }
 
-    def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
+    def advance(self, buffers: PyTree, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
         """Buffers for the next step.
 
         Args:
@@ -144,11 +148,11 @@ class OfSeveralStacks(BaseModel):
         return new
 
 
-def _modules(config: Any, stack: str) -> dict[str, Any]:
+def _modules(config: BackboneConfig, stack: str) -> dict[str, Any]:
     """The modules of the layers of a stack, by branch."""
     return branch_modules(config.forms()[config.stack_order().names.index(stack)])
 
 
-def _replaced(tree: Any, place: tuple[str, ...], new: Any) -> Any:
+def _replaced(tree: Mapping[str, Any], place: tuple[str, ...], new: PyTree) -> Any:
     """Nested dicts with another value at a place."""
     return {**tree, place[0]: _replaced(tree[place[0]], place[1:], new)} if place else new

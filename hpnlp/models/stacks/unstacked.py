@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
+from jaxtyping import PyTree
 
 from hpnlp import compatibility
 from hpnlp.compatibility import Facts

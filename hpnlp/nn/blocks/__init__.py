@@ -50,7 +50,7 @@ class BlockKind:
         """
         return config
 
-    def check_mixer(self, config: BlockConfig, mixer: Any) -> None:
+    def check_mixer(self, config: BlockConfig, mixer: object) -> None:
         """Checks that the kind supports a mixer.
 
         Args:
@@ -110,7 +110,7 @@ def cross_size(config: BlockConfig) -> int:
     return 2 * (config.dim * config.heads + config.memory_dim * config.kv_head_count) * config.head_size
 
 
-def check_no_carry(config: BlockConfig, mixer: Any) -> None:
+def check_no_carry(config: BlockConfig, mixer: object) -> None:
     """Raises InputError for mixers that carry state from batch to batch."""
     if mixer.carries:
         raise InputError(

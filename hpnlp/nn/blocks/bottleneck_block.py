@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
+from jaxtyping import PyTree
 
 from hpnlp.cost.parts import part
 from hpnlp.model_interfaces.layer_report import LayerReport
@@ -56,7 +57,7 @@ class BottleneckBlock(Block):
         self.outer = Dense(c.dim, ("hidden", "embed"), c.mlp_bias, self.out_init)
         self.outer_norm = norm(c.norm_eps)
 
-    def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any, LayerReport]:
+    def __call__(self, x: jax.Array, context: Context, cache: PyTree = None) -> tuple[jax.Array, Any, LayerReport]:
         h = self.inner_norm(self.inner(x))
         if self.shared:
             queries = self.query_input_norm(self.query_input(x))
@@ -118,7 +119,7 @@ class BottleneckKind(BlockKind):
         head_dim = config.head_dim or self.width // config.heads
         return dataclasses.replace(config, head_dim=head_dim, mlp_dim=config.mlp_dim or 4 * self.width)
 
-    def check_mixer(self, config: BlockConfig, mixer: Any) -> None:
+    def check_mixer(self, config: BlockConfig, mixer: object) -> None:
         check_no_carry(config, mixer)
         if self.networks > 1 and build_feed_forward(config.mlp, hidden=config.mlp_size).has_state:
             raise InputError(

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.model_interfaces.model_parallel import TensorParallel
@@ -51,11 +52,11 @@ class EvolvedConv(nn.Module):
     use_bias: bool
     out_init: Initializer
 
-    def inner(self, x: jax.Array, segment_ids: Any, causal: bool) -> jax.Array:
+    def inner(self, x: jax.Array, segment_ids: jax.Array | None, causal: bool) -> jax.Array:
         """The first stage, `[B, T, F]`."""
         raise NotImplementedError
 
-    def outer(self, x: jax.Array, segment_ids: Any, causal: bool) -> jax.Array:
+    def outer(self, x: jax.Array, segment_ids: jax.Array | None, causal: bool) -> jax.Array:
         """The second stage, `[B, T, D]`."""
         raise NotImplementedError
 
@@ -133,11 +134,11 @@ class EvolvedEncoderConv(EvolvedConv):
         self.taps = self._taps("taps", 9, 4 * self.dim)
         self.out = self._dense(self.dim // 2, self.out_init)
 
-    def inner(self, x: jax.Array, segment_ids: Any, causal: bool) -> jax.Array:
+    def inner(self, x: jax.Array, segment_ids: jax.Array | None, causal: bool) -> jax.Array:
         windows = token_windows(x, 3, segment_ids, ahead=_ahead(3, causal))
         return _added(jax.nn.relu(self.wide(x)), jax.nn.relu(self.narrow(windows)))
 
-    def outer(self, x: jax.Array, segment_ids: Any, causal: bool) -> jax.Array:
+    def outer(self, x: jax.Array, segment_ids: jax.Array | None, causal: bool) -> jax.Array:
         y = self.out(depthwise_conv(x, self.taps, segment_ids, ahead=_ahead(9, causal)))
         return _padded(y, self.dim)
 
@@ -157,12 +158,12 @@ class EvolvedDecoderConv(EvolvedConv):
         self.taps = self._taps("taps", 7, 2 * self.dim)
         self.out = self._dense(self.dim, self.out_init)
 
-    def inner(self, x: jax.Array, segment_ids: Any, causal: bool) -> jax.Array:
+    def inner(self, x: jax.Array, segment_ids: jax.Array | None, causal: bool) -> jax.Array:
         wide = depthwise_conv(x, self.wide_taps, segment_ids, ahead=_ahead(11, causal))
         narrow = depthwise_conv(x, self.narrow_taps, segment_ids, ahead=_ahead(7, causal))
         return _added(jax.nn.relu(self.wide(wide)), self.narrow(narrow))
 
-    def outer(self, x: jax.Array, segment_ids: Any, causal: bool) -> jax.Array:
+    def outer(self, x: jax.Array, segment_ids: jax.Array | None, causal: bool) -> jax.Array:
         return self.out(depthwise_conv(x, self.taps, segment_ids, ahead=_ahead(7, causal)))
 
 
@@ -181,7 +182,7 @@ class EvolvedBlock(Block):
         self.conv_norm = NORMS[c.norm](c.norm_eps)
         self.convolutions = self.convolution(c.dim, c.norm, c.norm_eps, c.mlp_bias, self.out_init)
 
-    def convolve(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any]:
+    def convolve(self, x: jax.Array, context: Context, cache: PyTree = None) -> tuple[jax.Array, Any]:
         """The branch of convolutions, without its residual.
 
         Args:
@@ -214,7 +215,7 @@ class EvolvedEncoderBlock(EvolvedBlock):
         self.glu_value = Dense(c.dim, ("embed", "hidden"), c.mlp_bias, self.out_init)
         self.glu_gate = Dense(c.dim, ("embed", "hidden"), c.mlp_bias)
 
-    def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any, LayerReport]:
+    def __call__(self, x: jax.Array, context: Context, cache: PyTree = None) -> tuple[jax.Array, Any, LayerReport]:
         of_convolution, of_block = cache or (None, None)
         h = self._normed_input(self.glu_norm, x)
         y = self._drop(self.glu_value(h) * jax.nn.sigmoid(self.glu_gate(h)), context)
@@ -243,7 +244,7 @@ class EvolvedDecoderBlock(EvolvedBlock):
         if c.memory_dim:
             self.first_cross_attention = CrossAttention(**self.attention_options())
 
-    def __call__(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any, LayerReport]:
+    def __call__(self, x: jax.Array, context: Context, cache: PyTree = None) -> tuple[jax.Array, Any, LayerReport]:
         of_wide, of_cross, of_convolution, of_block = cache or (None,) * 4
         h = self._normed_input(self.wide_norm, x)
         y, of_wide, _ = self.wide_attention(h, context, of_wide)
@@ -322,7 +323,7 @@ class EvolvedDecoderKind(EvolvedKind):
             )
         return super().resolved(config)
 
-    def check_mixer(self, config: BlockConfig, mixer: Any) -> None:
+    def check_mixer(self, config: BlockConfig, mixer: object) -> None:
         check_no_carry(config, mixer)
         if mixer.has_state:
             raise InputError(

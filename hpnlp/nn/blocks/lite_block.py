@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.model_interfaces.model_parallel import TensorParallel
@@ -41,7 +42,7 @@ class LiteBlock(Block):
         options["mixer"] = self.convolution
         self.convolve = Attention(**options)
 
-    def mix(self, x: jax.Array, context: Context, cache: Any = None) -> tuple[jax.Array, Any, LayerReport]:
+    def mix(self, x: jax.Array, context: Context, cache: PyTree = None) -> tuple[jax.Array, Any, LayerReport]:
         of_attention, of_convolution = cache or (None, None)
         near, far = jnp.split(self._normed_input(self.mix_norm, x), 2, axis=-1)[::-1]
         far, of_attention, report = self.attention(far, context, of_attention)
@@ -72,7 +73,7 @@ class LiteKind(BlockKind):
         head_dim, mlp_dim = config.head_dim or config.dim // (2 * config.heads), config.mlp_dim or config.dim
         return dataclasses.replace(config, head_dim=head_dim, mlp_dim=mlp_dim)
 
-    def check_mixer(self, config: BlockConfig, mixer: Any) -> None:
+    def check_mixer(self, config: BlockConfig, mixer: object) -> None:
         check_no_carry(config, mixer)
 
     def convolutions(self, config: BlockConfig) -> tuple[Any, ...]:

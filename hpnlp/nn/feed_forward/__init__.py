@@ -75,6 +75,6 @@ def described_network(text: str) -> FeedForward:
 
 
 @functools.cache
-def _described(entry: Any, text: str) -> FeedForward:
+def _described(entry: Callable[..., Any], text: str) -> FeedForward:
     """The network; `entry` is the table entry that the text names, which tests replace."""
     return build_feed_forward(text, hidden=1)

@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from hpnlp.nn.feed_forward.mlp import ACTIVATIONS, GATED, MLP
 from hpnlp.nn.feed_forward.network import FeedForward
@@ -200,7 +201,7 @@ class ExpertLayer(FeedForward):
         return MixerOutput(y + self._shared(inputs) if self.shared else y, statistics=statistics, taps=taps)
 
     def _mlps(
-        self, x: jax.Array, routing: moe.Routing, weights: Any, deterministic: bool
+        self, x: jax.Array, routing: moe.Routing, weights: dict[str, PyTree], deterministic: bool
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """`(sums of the experts' results [N, D], statistics that the exchange between devices changes)`."""
         parallel, activation = self.tensor_parallel, ACTIVATIONS[self.kind]

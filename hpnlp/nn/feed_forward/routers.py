@@ -356,7 +356,7 @@ class BiasBalanced(ExpertLayer):
         scores = moe.normalized_scores(logits, gates)
         return routing, moe.routing_sums(logits, scores, tokens.real, routing, routing)
 
-    def advance(self, buffers: Any, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
+    def advance(self, buffers: Mapping[str, jax.Array], statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
         """The biases of the next step.
 
         Args:

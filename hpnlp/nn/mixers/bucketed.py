@@ -205,7 +205,9 @@ class RoutingMixer(BucketMixer):
         statistics = {"sums": sums, "counts": jnp.sum(members, axis=(0, 1))}
         return (directions * dim**0.5).astype(inputs.q.dtype), clusters[..., None], statistics
 
-    def advance(self, buffers: Any, statistics: Any, step: jax.Array, rng: jax.Array) -> Any:
+    def advance(
+        self, buffers: Mapping[str, jax.Array], statistics: Mapping[str, jax.Array], step: jax.Array, rng: jax.Array
+    ) -> Any:
         """The centroids of the next step.
 
         Args:

@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import dense_init, param
@@ -198,7 +199,7 @@ class CompressiveMixer(Mixer):
         states, ids = pool_memories(states, tokens.segment_ids, self.rate, self.how, kernel)
         return TokenStates(states, tokens.positions[:, self.rate - 1 :: self.rate], ids)
 
-    def _leaving(self, tokens: Any, first: int) -> Any:
+    def _leaving(self, tokens: PyTree, first: int) -> Any:
         """The tokens that leave the memory, a multiple of the rate. `first`: number of compressed memories before them."""
         length = jax.tree.leaves(tokens)[0].shape[1] - first - self.memory
         return jax.tree.map(lambda x: x[:, first + length % self.rate : first + length], tokens)
@@ -252,7 +253,7 @@ class CompressiveMixer(Mixer):
         return {"reconstruction_errors": errors, "reconstructed_tokens": tokens}
 
 
-def _last(tokens: Any, count: int) -> Any:
+def _last(tokens: PyTree, count: int) -> Any:
     return jax.tree.map(lambda x: x[:, x.shape[1] - count :], tokens)
 
 

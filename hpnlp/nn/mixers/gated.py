@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import Dense, buffer, param
@@ -40,7 +41,7 @@ class GatedMixer(Mixer):
     chunk: int = 64
     eps: float = 1e-5
 
-    def mixed(self, inputs: MixerInputs, cache: Any) -> tuple[jax.Array, Any]:
+    def mixed(self, inputs: MixerInputs, cache: PyTree) -> tuple[jax.Array, Any]:
         """Mixes tokens.
 
         Args:
@@ -86,7 +87,9 @@ class GatedMixer(Mixer):
         return check_mask(type(self).__name__, mask, Causal())
 
 
-def _run(inputs: MixerInputs, cache: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[jax.Array, Any]:
+def _run(
+    inputs: MixerInputs, cache: Any, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any
+) -> tuple[jax.Array, Any]:
     """`mix`, or `extend` with a cache: `(o, cache or None)`."""
     if cache is not None:
         return extend(q, k, v, cache, **options)
@@ -116,7 +119,7 @@ class RetentionMixer(GatedMixer):
     }
 
     @nn.compact
-    def mixed(self, inputs: MixerInputs, cache: Any) -> tuple[jax.Array, Any]:
+    def mixed(self, inputs: MixerInputs, cache: PyTree) -> tuple[jax.Array, Any]:
         """Retention; see `GatedMixer.mixed`.
 
         Args:
@@ -136,7 +139,7 @@ class RetentionMixer(GatedMixer):
         return _gated(o, inputs), cache
 
 
-def _retention_rates(key: Any, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+def _retention_rates(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """log(1 - 2^(-5-h)) for each head h."""
     return jnp.log1p(-jnp.exp2(-5.0 - jnp.arange(shape[0], dtype=dtype)))
 
@@ -167,7 +170,7 @@ class GLAMixer(GatedMixer):
     rank: int = 16
 
     @nn.compact
-    def mixed(self, inputs: MixerInputs, cache: Any) -> tuple[jax.Array, Any]:
+    def mixed(self, inputs: MixerInputs, cache: PyTree) -> tuple[jax.Array, Any]:
         """Gated linear attention; see `GatedMixer.mixed`.
 
         Args:
@@ -228,7 +231,7 @@ class GatedDeltaMixer(GatedMixer):
     conv: int = 4
 
     @nn.compact
-    def mixed(self, inputs: MixerInputs, cache: Any) -> tuple[jax.Array, Any]:
+    def mixed(self, inputs: MixerInputs, cache: PyTree) -> tuple[jax.Array, Any]:
         """The gated delta rule; see `GatedMixer.mixed`.
 
         Args:
@@ -265,18 +268,18 @@ def _unit_vectors(x: jax.Array) -> jax.Array:
     return rms_norm(x.astype(jnp.float32), jnp.full(size, size**-0.5, jnp.float32), 1e-6 / size)
 
 
-def _log_rates(key: Any, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+def _log_rates(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """Logarithms of rates that are uniform in [0, LARGEST_RATE]."""
     return jnp.log(jax.random.uniform(key, shape, dtype, 1e-4, LARGEST_RATE))
 
 
-def _step_biases(key: Any, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
+def _step_biases(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """Biases whose softplus is log-uniform in STEPS."""
     least, largest = (jnp.log(jnp.asarray(step, dtype)) for step in STEPS)
     return jnp.log(jnp.expm1(jnp.exp(jax.random.uniform(key, shape, dtype, least, largest))))
 
 
-def _convolved(x: jax.Array, taps: jax.Array, inputs: MixerInputs, tail: Any) -> tuple[jax.Array, Any]:
+def _convolved(x: jax.Array, taps: jax.Array, inputs: MixerInputs, tail: jax.Array | None) -> tuple[jax.Array, Any]:
     """The causal convolution of heads `[B, T, N, H]`, and the last W - 1 tokens for the cache, or None."""
     width, (batch, length, *heads) = taps.shape[0], x.shape
     x, taps = x.reshape(batch, length, -1), taps.reshape(width, -1)

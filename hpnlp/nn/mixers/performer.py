@@ -108,7 +108,9 @@ class PerformerMixer(RandomProjections):
             "tokens": real.sum(dtype=jnp.float32),
         }
 
-    def advance(self, buffers: Any, statistics: Any, step: jax.Array, rng: jax.Array) -> Any:
+    def advance(
+        self, buffers: Mapping[str, jax.Array], statistics: Mapping[str, jax.Array], step: jax.Array, rng: jax.Array
+    ) -> Any:
         """The buffers of the next step.
 
         Args:

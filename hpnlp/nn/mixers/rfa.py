@@ -119,7 +119,9 @@ class RFAMixer(RandomProjections):
             return check_mask("random feature attention with gates", mask, Causal())
         return super().within(mask)
 
-    def advance(self, buffers: Any, statistics: Any, step: jax.Array, rng: jax.Array) -> Any:
+    def advance(
+        self, buffers: Mapping[str, jax.Array], statistics: Mapping[str, jax.Array], step: jax.Array, rng: jax.Array
+    ) -> Any:
         """The buffers of the next step.
 
         Args:

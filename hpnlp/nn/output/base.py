@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.ops.sampling import sample
 from hpnlp.ops.softmax import zero_ignored_tokens
@@ -41,7 +42,7 @@ class OutputLayer(nn.Module, kw_only=True):
 
     def loss(
         self,
-        table: Any,
+        table: PyTree,
         h: Float[Array, "N D"],
         labels: Int[Array, " N"],
         weights: Float[Array, " N"],
@@ -63,7 +64,11 @@ class OutputLayer(nn.Module, kw_only=True):
         return self.weighted(self.nll(table, h, labels), labels, weights)
 
     def weighted(
-        self, losses: Float[Array, " N"], labels: Int[Array, " N"], weights: Float[Array, " N"], aux: Any = None
+        self,
+        losses: Float[Array, " N"],
+        labels: Int[Array, " N"],
+        weights: Float[Array, " N"],
+        aux: Mapping[str, Array] | None = None,
     ) -> LossOut:
         """Weighted sum of losses; NaN if a token of a weight other than 0 has a label that is no word.
 
@@ -105,7 +110,7 @@ class OutputLayer(nn.Module, kw_only=True):
         """
         return False
 
-    def nll(self, table: Any, h: Float[Array, "N D"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
+    def nll(self, table: PyTree, h: Float[Array, "N D"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
         """-log p(label) of each token, in nats.
 
         Args:
@@ -118,7 +123,7 @@ class OutputLayer(nn.Module, kw_only=True):
         """
         raise NotImplementedError
 
-    def logits(self, table: Any, h: Float[Array, "N D"]) -> Float[Array, "N V"]:
+    def logits(self, table: PyTree, h: Float[Array, "N D"]) -> Float[Array, "N V"]:
         """Scores of all words, whose softmax is the distribution of the layer.
 
         Args:
@@ -130,7 +135,7 @@ class OutputLayer(nn.Module, kw_only=True):
         """
         raise NotImplementedError
 
-    def log_prob(self, table: Any, h: Float[Array, "N D"]) -> Float[Array, "N V"]:
+    def log_prob(self, table: PyTree, h: Float[Array, "N D"]) -> Float[Array, "N V"]:
         """Log-probabilities of all words.
 
         Args:
@@ -142,7 +147,7 @@ class OutputLayer(nn.Module, kw_only=True):
         """
         return jax.nn.log_softmax(self.logits(table, h), axis=-1)
 
-    def top_k(self, table: Any, h: Float[Array, "N D"], k: int) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
+    def top_k(self, table: PyTree, h: Float[Array, "N D"], k: int) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
         """The k most probable words of each token.
 
         Args:
@@ -156,7 +161,7 @@ class OutputLayer(nn.Module, kw_only=True):
         values, ids = jax.lax.top_k(self.log_prob(table, h), k)
         return values, ids
 
-    def best(self, table: Any, h: Float[Array, "N D"]) -> tuple[Float[Array, " N"], Int[Array, " N"]]:
+    def best(self, table: PyTree, h: Float[Array, "N D"]) -> tuple[Float[Array, " N"], Int[Array, " N"]]:
         """The most probable word of each token.
 
         Args:
@@ -171,7 +176,7 @@ class OutputLayer(nn.Module, kw_only=True):
 
     def sample(
         self,
-        table: Any,
+        table: PyTree,
         h: Float[Array, "N D"],
         rng: jax.Array,
         temperature: float | jax.Array = 1.0,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.nn.layers import param
 from hpnlp.nn.output.base import OutputLayer
@@ -36,7 +35,7 @@ class SoftmaxOutput(OutputLayer):
 
     def loss(
         self,
-        table: Any,
+        table: PyTree,
         h: Float[Array, "N D"],
         labels: Int[Array, " N"],
         weights: Float[Array, " N"],
@@ -63,7 +62,7 @@ class SoftmaxOutput(OutputLayer):
         """
         return 0.0
 
-    def nll(self, table: Any, h: Float[Array, "N D"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
+    def nll(self, table: PyTree, h: Float[Array, "N D"], labels: Int[Array, " N"]) -> Float[Array, " N"]:
         options = {"bias": self.bias, "soft_cap": self.cap, "ignore_index": None, "reduction": "none"}
         return linear_cross_entropy(h, table, labels, **options)
 
@@ -72,7 +71,7 @@ class SoftmaxOutput(OutputLayer):
 
     def partial(
         self,
-        table: Any,
+        table: PyTree,
         start: int | Int[Array, ""],
         h: Float[Array, "N D"],
         labels: Int[Array, " N"],
@@ -98,7 +97,7 @@ class SoftmaxOutput(OutputLayer):
         return lse, target if share == 0 else (1 - share) * target + (share / self.vocab) * total
 
     def best(
-        self, table: Any, h: Float[Array, "N D"], start: int | Int[Array, ""] = 0
+        self, table: PyTree, h: Float[Array, "N D"], start: int | Int[Array, ""] = 0
     ) -> tuple[Float[Array, " N"], Int[Array, " N"]]:
         """The most probable word of each token, among all words or those of a slice of the table.
 
@@ -121,7 +120,7 @@ class SoftmaxOutput(OutputLayer):
         logit = (h.astype(jnp.float32) * table[row].astype(h.dtype).astype(jnp.float32)).sum(axis=1)
         return self._capped(logit if bias is None else logit + bias[row]), row + start
 
-    def logits(self, table: Any, h: Float[Array, "N D"]) -> Float[Array, "N V"]:
+    def logits(self, table: PyTree, h: Float[Array, "N D"]) -> Float[Array, "N V"]:
         return self._capped(logits(h, table, bias=self.bias))
 
     def _capped(self, x: jax.Array) -> jax.Array:

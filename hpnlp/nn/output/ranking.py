@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.nn.layers import Dense
 from hpnlp.nn.output.base import OutputLayer
@@ -71,7 +71,7 @@ class MarginOutput(RankingOutput):
 
     def loss(
         self,
-        table: Any,
+        table: PyTree,
         h: Float[Array, "N D"],
         labels: Int[Array, " N"],
         weights: Float[Array, " N"],

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.nn.layers import param
 from hpnlp.nn.output.base import required_counts
@@ -54,7 +54,7 @@ class _Sampling(SoftmaxOutput):
 
     def loss(
         self,
-        table: Any,
+        table: PyTree,
         h: Float[Array, "N D"],
         labels: Int[Array, " N"],
         weights: Float[Array, " N"],
@@ -182,7 +182,7 @@ class NegativeSamplingOutput(RankingOutput, _Sampling):
 
     def loss(
         self,
-        table: Any,
+        table: PyTree,
         h: Float[Array, "N D"],
         labels: Int[Array, " N"],
         weights: Float[Array, " N"],

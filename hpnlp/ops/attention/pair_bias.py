@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from hpnlp.types import InputError
+from hpnlp.types import AnyArray, InputError
 
 # Start and size of consecutive elements of an axis.
 Span = tuple[Any, int]
@@ -27,7 +28,7 @@ class BiasOfHeads(Protocol):
 
     heads: int
 
-    def __call__(self, head: Any, q: Any, k: Any) -> Array: ...
+    def __call__(self, head: ArrayLike, q: ArrayLike, k: ArrayLike) -> Array: ...
 
 
 class PairBias(abc.ABC):
@@ -184,7 +185,7 @@ class BiasArrays(PairBias):
         return self.combine(*self.arrays)
 
 
-def weighted(x: Any, weight: Any) -> Float[Array, "..."]:
+def weighted(x: ArrayLike, weight: ArrayLike | None) -> Float[Array, "..."]:
     """An array in float32, times its weight.
 
     Args:

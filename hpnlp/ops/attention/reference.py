@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from hpnlp.ops.attention.masks.base import Full, Mask
@@ -136,7 +138,10 @@ def visible_pairs(
 
 
 def _add_bias(
-    scores: Float[Array, "B N T S"], bias: Any, q_pos: Int[Array, "B T"], k_pos: Int[Array, "B S"]
+    scores: Float[Array, "B N T S"],
+    bias: Callable[..., Array] | ArrayLike | None,
+    q_pos: Int[Array, "B T"],
+    k_pos: Int[Array, "B S"],
 ) -> Float[Array, "B N T S"]:
     """Scores plus a bias array, or a bias function evaluated for every head and pair of positions."""
     if callable(bias):

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from hpnlp.ops.attention.masks.per_head import check_mask
+from hpnlp.ops.attention.masks.per_head import AnyMask, check_mask
 from hpnlp.ops.attention.operands import Operands
 from hpnlp.ops.attention.pair_bias import BiasOfHeads, is_pair_bias
 from hpnlp.types import InputError
@@ -18,7 +18,7 @@ from hpnlp.types import InputError
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
-def validate(q: Any, k: Any, v: Any, mask: Any, operands: Operands) -> None:
+def validate(q: AnyArray, k: AnyArray, v: AnyArray, mask: AnyMask, operands: Operands) -> None:
     """Checks shapes, dtypes and values of the arguments of `attend`.
 
     Args:
@@ -55,7 +55,7 @@ def validate(q: Any, k: Any, v: Any, mask: Any, operands: Operands) -> None:
         )
 
 
-def _check_qkv(q: Any, k: Any, v: Any) -> None:
+def _check_qkv(q: AnyArray, k: AnyArray, v: AnyArray) -> None:
     """Checks the shapes and dtypes of queries, keys and values."""
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise InputError(f"q {q.shape}, k {k.shape}, v {v.shape}: expected [B, T, N, H], [B, S, K, H], [B, S, K, Hv]")
@@ -86,7 +86,7 @@ def _check_twins(
             raise InputError(f"{label} has shape {array.shape}: expected {expected}")
 
 
-def _check_soft_cap(soft_cap: Any) -> None:
+def _check_soft_cap(soft_cap: int | float | Tracer | None) -> None:
     """Checks that the cap is None or a positive number known while tracing."""
     if isinstance(soft_cap, Tracer):
         raise InputError("soft_cap is traced: expected a number that is fixed while tracing")
@@ -127,11 +127,11 @@ def _check_bias(bias: Any, shape: tuple[int, ...]) -> None:
     _check_broadcasts("bias", bias, shape)
 
 
-def _has_dtype(array: Any, kind: Any) -> bool:
+def _has_dtype(array: object, kind: type) -> bool:
     return isinstance(array, _ARRAYS) and jnp.issubdtype(array.dtype, kind)
 
 
-def _type_name(array: Any) -> str:
+def _type_name(array: object) -> str:
     """The dtype of an array, and the type of another object."""
     return str(array.dtype) if isinstance(array, _ARRAYS) else type(array).__name__
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.helpers.custom_vjp import vary_alike
@@ -202,11 +202,11 @@ def _convolve(ahead: int, x: Array, kernel: Array, segment_ids: Array | None) ->
     return _sum_of_taps(x, weights, [tap - ahead for tap in range(kernel.shape[0])], segment_ids)
 
 
-def _convolve_forward(ahead: int, x: Any, kernel: Any, segment_ids: Any) -> tuple[Any, Any]:
+def _convolve_forward(ahead: int, x: Array, kernel: Array, segment_ids: Array | None) -> tuple[Any, Any]:
     return _convolve(ahead, x, kernel, segment_ids), (x, kernel, segment_ids)
 
 
-def _convolve_backward(ahead: int, saved: Any, dy: Array) -> tuple[Array, Array, None]:
+def _convolve_backward(ahead: int, saved: PyTree, dy: Array) -> tuple[Array, Array, None]:
     x, kernel, segment_ids = saved
     weights, length = kernel.astype(jnp.float32)[:, None, None], x.shape[1]
     dx = _sum_of_taps(dy, weights, [ahead - tap for tap in range(kernel.shape[0])], segment_ids)
@@ -233,7 +233,7 @@ def _convolve_backward(ahead: int, saved: Any, dy: Array) -> tuple[Array, Array,
 _convolve.defvjp(_convolve_forward, _convolve_backward)
 
 
-def _sum_of_taps(x: Array, weights: Any, distances: Sequence[int], segment_ids: Array | None) -> Array:
+def _sum_of_taps(x: Array, weights: Iterable[Array], distances: Sequence[int], segment_ids: Array | None) -> Array:
     """The sum of the tokens at some distances, weighted in float32, in the dtype of x."""
     total = None
     for weight, distance in zip(weights, distances, strict=True):
@@ -264,6 +264,6 @@ def _shifted(x: Array, distance: int) -> Array:
     return jnp.pad(x, padding)[:, start : start + x.shape[1]]
 
 
-def _around(x: Any, before: int, after: int) -> Any:
+def _around(x: Array | None, before: int, after: int) -> Any:
     """Zeros before and after the tokens of x, or None."""
     return None if x is None else jnp.pad(x, [(0, 0), (before, after), *[(0, 0)] * (x.ndim - 2)])

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +122,9 @@ def window_taps(side: int) -> Taps:
     return tuple((row, column) for row in offsets for column in offsets)
 
 
-def _with_taps(x: Array, kernel: Array, stride: int, taps: Any, filters: str) -> tuple[Taps, Array]:
+def _with_taps(
+    x: Array, kernel: Array, stride: int, taps: Sequence[tuple[int, int]] | None, filters: str
+) -> tuple[Taps, Array]:
     """The taps, and the kernel as `[n, C, ...]`; InputError for a kernel that does not fit x, or an invalid stride."""
     if stride < 1:
         raise InputError(f"stride={stride}: expected at least 1")

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.ops.dropout import keep_mask, seed_words
 from hpnlp.ops.helpers.array_op import array_op
@@ -176,7 +176,7 @@ def _weighted_forward(around: Array, weights: Array, ids: tuple[Array, ...]) -> 
     return _weighted(around, weights, ids), (around, weights, ids)
 
 
-def _weighted_backward(saved: Any, dy: Array) -> tuple[Array, Array, tuple[None, ...]]:
+def _weighted_backward(saved: PyTree, dy: Array) -> tuple[Array, Array, tuple[None, ...]]:
     around, weights, ids = saved
     width = weights.shape[-1]
     (length, total_length), dy = (dy.shape[1], around.shape[1]), dy.astype(jnp.float32)
@@ -206,7 +206,7 @@ def _weighted_backward(saved: Any, dy: Array) -> tuple[Array, Array, tuple[None,
 _weighted.defvjp(_weighted_forward, _weighted_backward)
 
 
-def _read(around: Array, ids: tuple[Array, ...], start: Any, length: int) -> Array:
+def _read(around: Array, ids: tuple[Array, ...], start: Array | int, length: int) -> Array:
     """Float32 tokens from `start` on, 0 where they belong to another segment than the tokens that read them."""
     value = lax.dynamic_slice_in_dim(around, start, length, axis=1).astype(jnp.float32)
     if not ids:

@@ -232,7 +232,7 @@ def _checked(bags: Sequence[Any], vocab: int) -> list[np.ndarray]:
     return [bag.astype(np.int32) for bag in arrays]
 
 
-def _check(mode: str, weights: Any, shape: tuple[int, ...]) -> None:
+def _check(mode: str, weights: Array | None, shape: tuple[int, ...]) -> None:
     """Raises InputError for an unknown mode, or weights of another shape than the ids."""
     if mode not in MODES:
         raise InputError(f"mode {mode!r}: expected {', '.join(map(repr, MODES))}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,7 +102,7 @@ def large_margin_loss(
     return _mined(-product, same, other, margin, mining)
 
 
-def _pairs(x: Any, labels: Any, margin: Any, mining: str, mask: Any) -> tuple[Array, Array]:
+def _pairs(x: Array, labels: Array, margin: int | float | None, mining: str, mask: Array | None) -> tuple[Array, Array]:
     """Checks the arguments; `(positives, negatives)`, bool [N, N] for each anchor."""
     if x.ndim != 2 or labels.shape != x.shape[:1] or (mask is not None and mask.shape != labels.shape):
         shapes = f"x {x.shape}, labels {labels.shape}" + ("" if mask is None else f", mask {mask.shape}")
@@ -132,7 +130,7 @@ def _counted(x: Array, mask: Array | None) -> Array:
     return y if mask is None else jnp.where(mask[:, None], y, 0.0)
 
 
-def _mined(distance: Array, same: Array, other: Array, margin: Any, mining: str) -> Loss:
+def _mined(distance: Array, same: Array, other: Array, margin: int | float | None, mining: str) -> Loss:
     """The loss of the distances of all pairs."""
 
     def loss(violation: Array) -> Array:

@@ -42,12 +42,12 @@ def _scale_gradient(x: Array, factors: Array) -> Array:
 
 
 @accepts_numpy
-def _forward(x: Any, factors: Any) -> tuple[Any, Any]:
+def _forward(x: Array, factors: Array) -> tuple[Any, Any]:
     return x, factors
 
 
 @accepts_numpy
-def _backward(factors: Any, d: Any) -> tuple[Any, None]:
+def _backward(factors: Array, d: Array) -> tuple[Any, None]:
     return (d.astype(jnp.float32) * factors.astype(jnp.float32)[..., None]).astype(d.dtype), None
 
 

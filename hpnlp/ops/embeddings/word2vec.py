@@ -299,7 +299,7 @@ def reference_block_gradients(
     inputs, outputs, noise = (np.asarray(x, np.float64) for x in (inputs, outputs, noise))
     d_inputs, d_outputs, d_noise = np.zeros_like(inputs), np.zeros_like(outputs), np.zeros_like(noise)
 
-    def sigmoid(x: Any) -> Any:
+    def sigmoid(x: np.ndarray) -> Any:
         return 1 / (1 + np.exp(-x))
 
     for t in range(block.centres):

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from hpnlp.ops.helpers.arrays import as_arrays, has_numpy
 from hpnlp.types import InputError
@@ -115,7 +116,7 @@ def _check_closures(leaves: Sequence[Any]) -> None:
             )
 
 
-def _captured(function: Any) -> Iterator[Any]:
+def _captured(function: Callable[..., Any]) -> Iterator[Any]:
     """Values that a function closes over, or that functools.partial binds."""
     for cell in (isinstance(function, _FUNCTIONS) and function.__closure__) or ():
         with contextlib.suppress(ValueError):  # the variable has no value yet
@@ -161,5 +162,5 @@ def _is_explicit(x: jax.Array) -> bool:
     return AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types
 
 
-def _arrays(tree: Any) -> Iterator[jax.Array]:
+def _arrays(tree: PyTree) -> Iterator[jax.Array]:
     return (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))

@@ -8,12 +8,13 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def as_arrays(tree: Any) -> Any:
+def as_arrays(tree: PyTree) -> Any:
     """Converts the numpy arrays among the leaves of a tree to jax arrays, in the dtypes that jax gives them.
 
     Ops would treat numpy arrays differently from jax arrays in three ways: a tracer cannot index them, their dtype may be one
@@ -67,5 +68,5 @@ def has_numpy(leaves: Iterable[Any]) -> bool:
     return any(map(_is_numpy, leaves))
 
 
-def _is_numpy(x: Any) -> bool:
+def _is_numpy(x: object) -> bool:
     return isinstance(x, np.ndarray) and x.dtype != jax.dtypes.float0

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hpnlp.types import AnyArray
 
-def mix(x: Any) -> Any:
+
+def mix(x: AnyArray) -> Any:
     """The finaliser of MurmurHash3 (Appleby, public domain), a bijection of uint32.
 
     Args:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 
 def vary_alike(*arrays: Array) -> tuple[Array, ...]:
@@ -47,7 +47,7 @@ def zeros_alike(x: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     return lax.pcast(zeros, axes, to="varying") if axes else zeros
 
 
-def tied(tree: Any, x: Array) -> Any:
+def tied(tree: PyTree[Array], x: Array) -> Any:
     """Makes the arrays of a tree depend on x, so that JAX does not move their computation out of a loop.
 
     JAX computes values that are equal for all layers, such as the masks of tiles, before a differentiated loop over layers,

@@ -13,6 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from hpnlp.types import AnyArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +160,7 @@ class StackOrder:
                 result[stack_name] = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *periods)
         return result
 
-    def split(self, tree: Any) -> dict[str, Any]:
+    def split(self, tree: PyTree) -> dict[str, Any]:
         """Stacks by name, from the form that a model's parameters have.
 
         Args:
@@ -228,7 +231,7 @@ def _interleave(*leaves: jax.Array) -> jax.Array:
     return leaves[0] if len(leaves) == 1 else jnp.stack(leaves, 1).reshape(-1, *leaves[0].shape[1:])
 
 
-def _by_period(leaf: Any, periods: int, size: int) -> Any:
+def _by_period(leaf: AnyArray, periods: int, size: int) -> Any:
     """Layers `[Q, size, ...]` of Q complete periods; `[Q, ...]` for a size of 1."""
     leaf = leaf if periods * size == leaf.shape[0] else leaf[: periods * size]
     # With an axis of size 1, XLA chooses another layout, and copies the stack.

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, PyTree
 
 from hpnlp.cost.flop_count import expected_iterations
 from hpnlp.ops.helpers.checkpoint_names import HIDDEN
@@ -61,7 +62,12 @@ def grouped_mlp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _grouped(
-    activation: Activation, names: tuple[str, ...], places: Any, x: jax.Array, gates: jax.Array, matrices: Any
+    activation: Activation,
+    names: tuple[str, ...],
+    places: tuple[Schedule, Routing],
+    x: jax.Array,
+    gates: jax.Array,
+    matrices: PyTree,
 ) -> jax.Array:
     return _forward(activation, names, places, x, gates, matrices)[0]
 
@@ -72,7 +78,7 @@ def _forward(
     places: tuple[ExpertSchedule, Routing],
     x: jax.Array,
     gates: jax.Array,
-    matrices: Any,
+    matrices: PyTree,
 ) -> tuple[jax.Array, Any]:
     """`(sums, residuals)`: the first products of each row are kept for the derivative."""
     schedule, routing = places
@@ -97,7 +103,7 @@ def _forward(
     return y, (places, x, gates, matrices, results, kept)
 
 
-def _backward(activation: Activation, names: tuple[str, ...], residuals: Any, dy: jax.Array) -> Any:
+def _backward(activation: Activation, names: tuple[str, ...], residuals: PyTree, dy: jax.Array) -> Any:
     """A pass for "down" and one for the other matrices, so that not all gradients need memory beside the products."""
     (schedule, routing), x, gates, matrices, results, kept = residuals
     experts = dict(zip(names, matrices, strict=True))
@@ -184,14 +190,14 @@ class GroupBlock:
         is_row = self.is_row.reshape(-1, *[1] * (rows.ndim - 1))
         return jnp.where(is_row, rows, other)
 
-    def matrix(self, stack: Any) -> Any:
+    def matrix(self, stack: PyTree) -> Any:
         """The matrix of the block's expert, an array or a Weight."""
         return jax.tree.map(lambda array: self._stacked_matrix(array)[0], stack)
 
     def _stacked_matrix(self, stack: jax.Array) -> jax.Array:
         return lax.dynamic_slice_in_dim(stack, self.expert, 1, allow_negative_indices=False)
 
-    def product(self, rows: jax.Array, stack: Any) -> jax.Array:
+    def product(self, rows: jax.Array, stack: PyTree) -> jax.Array:
         """Rows times the matrix of the block's expert, in the dtype of the rows."""
         matrix = self.matrix(stack)
         return product(rows, matrix).astype(rows.dtype) if is_weight(matrix) else rows @ matrix.astype(rows.dtype)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.cost.flop_count import kernel_flops
 from hpnlp.ops.helpers.custom_vjp import vary_alike
@@ -71,7 +71,7 @@ def _product_forward(x: jax.Array, stack: jax.Array, counts: jax.Array) -> Any:
     return _rows(x, stack, counts, transposed=False), (x, stack, counts)
 
 
-def _product_backward(residuals: Any, dy: jax.Array) -> Any:
+def _product_backward(residuals: PyTree, dy: jax.Array) -> Any:
     x, stack, counts = residuals
     return _rows(dy, stack, counts, transposed=True), _sums(x, dy, counts), None
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.ops.helpers.custom_vjp import vary_alike
 from hpnlp.ops.search.exact import LOWEST, exact_search, padded_top_k
@@ -64,7 +64,7 @@ class Cells(Protocol):
     @property
     def capacity(self) -> int: ...
 
-    def window_scores(self, queries: Any, cell: Array, window: int) -> Float[Array, "window g"]:
+    def window_scores(self, queries: PyTree[Array], cell: Array, window: int) -> Float[Array, "window g"]:
         """Scores of `window` rows, from the first row of a cell on, for g queries."""
         ...
 
@@ -73,7 +73,7 @@ class Cells(Protocol):
 class CodedCells(Cells, Protocol):
     """Cells whose windows have approximate scores, and whose rows are scored again."""
 
-    def row_scores(self, queries: Any, rows: Int[Array, " n"], cells: Int[Array, " n"]) -> Float[Array, " n"]:
+    def row_scores(self, queries: PyTree[Array], rows: Int[Array, " n"], cells: Int[Array, " n"]) -> Float[Array, " n"]:
         """Final scores of these rows of these cells for one query."""
         ...
 
@@ -157,7 +157,7 @@ def nearest_cells(
     return exact_search(jnp.concatenate([wide, length], axis=1), means, probes, bias=mean_bias)[1]
 
 
-def search_cells(index: Cells, queries: Any, near: Int[Array, "Q p"], k: int) -> tuple[Array, Array]:
+def search_cells(index: Cells, queries: PyTree[Array], near: Int[Array, "Q p"], k: int) -> tuple[Array, Array]:
     """The k best rows of the cells `near` each query, by the scores of the windows.
 
     Args:
@@ -170,7 +170,7 @@ def search_cells(index: Cells, queries: Any, near: Int[Array, "Q p"], k: int) ->
       (scores [Q, k] float32, ids [Q, k] int32), best first; -inf and -1 where the cells have fewer than k rows.
     """
 
-    def search(queries: Any, near: Int[Array, "B p"]) -> tuple[Array, Array]:
+    def search(queries: PyTree[Array], near: Int[Array, "B p"]) -> tuple[Array, Array]:
         scores = _read_cells(index, queries, near, 1, SHARED)
         s, at = padded_top_k(scores.reshape(near.shape[0], -1), k)
         row = index.starts[jnp.take_along_axis(near, at // scores.shape[2], axis=1)] + at % scores.shape[2]
@@ -180,7 +180,7 @@ def search_cells(index: Cells, queries: Any, near: Int[Array, "Q p"], k: int) ->
 
 
 def search_coded_cells(
-    index: CodedCells, queries: Any, near: Int[Array, "Q p"], k: int, folds: int, shared: int
+    index: CodedCells, queries: PyTree[Array], near: Int[Array, "Q p"], k: int, folds: int, shared: int
 ) -> tuple[Float[Array, "Q k"], Int[Array, "Q k"]]:
     """The k best rows among those that are scored again: the FOLD rows of each of the folds with the best maxima.
 
@@ -200,7 +200,7 @@ def search_coded_cells(
 
 
 def _in_parts(
-    search: Callable[[Any, Array], tuple[Array, Array]], queries: Any, near: Int[Array, "Q p"], cells: int
+    search: Callable[[Any, Array], tuple[Array, Array]], queries: PyTree[Array], near: Int[Array, "Q p"], cells: int
 ) -> tuple[Array, Array]:
     """Searches parts of the queries one after another, each with about `cells` pairs of a query and a cell."""
     count, probes = near.shape
@@ -222,7 +222,7 @@ def _with_ids(index: Cells, s: Float[Array, "B k"], row: Int[Array, "B k"]) -> t
 
 
 def _search_coded(
-    index: CodedCells, queries: Any, near: Int[Array, "B p"], k: int, folds: int, shared: int
+    index: CodedCells, queries: PyTree[Array], near: Int[Array, "B p"], k: int, folds: int, shared: int
 ) -> tuple[Array, Array]:
     """First the folds with the best maxima, then the best rows of these."""
     maxima = _read_cells(index, queries, near, FOLD, shared)
@@ -258,7 +258,7 @@ def windows(capacity: int) -> list[int]:
 
 
 def _read_cells(
-    index: Cells, queries: Any, near: Int[Array, "B p"], fold: int, shared: int
+    index: Cells, queries: PyTree[Array], near: Int[Array, "B p"], fold: int, shared: int
 ) -> Float[Array, "B p folds"]:
     """The best score of each `fold` neighbouring rows of the cells `near` each query; -inf where a cell has no row.
 
@@ -317,7 +317,7 @@ def _read_cells(
     return best[jnp.zeros_like(place).at[pair].set(place, unique_indices=True)].reshape(count, probes, width)
 
 
-def _read_cell(index: Cells, window: int, fold: int, queries: Any, cell: Array) -> Float[Array, "g folds"]:
+def _read_cell(index: Cells, window: int, fold: int, queries: PyTree[Array], cell: Array) -> Float[Array, "g folds"]:
     """Maxima of the folds of a cell, read through a window of at least its size."""
     s = index.window_scores(queries, cell, window)
     in_cell = jnp.arange(window, dtype=jnp.int32) < index.starts[cell + 1] - index.starts[cell]

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import zero_from_primal
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.helpers.arrays import accepts_numpy
 from hpnlp.ops.helpers.custom_vjp import vary_alike
-from hpnlp.types import InputError
+from hpnlp.types import AnyArray, InputError
 
 # Scores of a block: 16 MiB.
 SCORES = 1 << 22
@@ -86,7 +86,7 @@ def recall(ids: Int[Array | np.ndarray, "Q k"], true_ids: Int[Array | np.ndarray
     return float(np.mean([np.isin(b, a).mean() for a, b in zip(returned, true, strict=True)]))
 
 
-def check_search(q: Any, table: tuple[int, ...], k: int) -> None:
+def check_search(q: AnyArray, table: tuple[int, ...], k: int) -> None:
     """Checks the arguments of a search.
 
     Args:
@@ -105,7 +105,7 @@ def check_search(q: Any, table: tuple[int, ...], k: int) -> None:
         raise InputError(f"k is {k}: expected 1 to {table[0]}, the number of rows of the table")
 
 
-def check_bias(bias: Any, vocab: int) -> None:
+def check_bias(bias: AnyArray | None, vocab: int) -> None:
     """Checks a bias.
 
     Args:
@@ -224,7 +224,7 @@ def _search(k: int, block: int, q: Array, w: Array, bias: Array | None) -> tuple
 
 @_search.defjvp
 @accepts_numpy
-def _(k: int, block: int, primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _(k: int, block: int, primals: PyTree, tangents: PyTree) -> tuple[Any, Any]:
     out = _search(k, block, *primals)
     ids = out[1]
 

@@ -8,7 +8,6 @@ row.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +63,7 @@ class IvfIndex:
         """(V, D) of the table."""
         return self.ids.shape[0], self.rows.shape[1]
 
-    def window_scores(self, queries: Any, cell: Array, window: int) -> Float[Array, "window g"]:
+    def window_scores(self, queries: Array, cell: Array, window: int) -> Float[Array, "window g"]:
         """Scores of `window` rows, from the first row of a cell on, for queries [g, D]."""
         start = self.starts[cell]
         s = product(lax.dynamic_slice_in_dim(self.rows, start, window), queries)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +79,9 @@ class PqIndex:
         """(V, D) of the table."""
         return self.ids.shape[0], self.rotation.shape[0]
 
-    def window_scores(self, queries: Any, cell: Array, window: int) -> Float[Array, "window g"]:
+    def window_scores(
+        self, queries: tuple[Array, Array, Array | None], cell: Array, window: int
+    ) -> Float[Array, "window g"]:
         """Scores of `window` rows, from the first row of a cell on.
 
         Args:
@@ -99,7 +100,9 @@ class PqIndex:
         # A product with ones, because XLA:CPU takes twice as long to sum over the last axis.
         return product(products, jnp.ones((1, products.shape[1]))) + product(self.means[cell][None], rotated)
 
-    def row_scores(self, queries: Any, rows: Int[Array, " n"], cells: Int[Array, " n"]) -> Float[Array, " n"]:
+    def row_scores(
+        self, queries: tuple[Array, Array, Array | None], rows: Int[Array, " n"], cells: Int[Array, " n"]
+    ) -> Float[Array, " n"]:
         """Scores of rows for one query, from the most exact form in which the index has the rows."""
         rotated, plain, _ = queries
         if self.vectors is not None:

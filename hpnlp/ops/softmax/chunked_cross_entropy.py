@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.ops.helpers.arrays import accepts_numpy
 from hpnlp.ops.helpers.custom_vjp import vary_alike
@@ -97,7 +97,7 @@ def statistics(
 
 @statistics.defjvp
 @accepts_numpy
-def _(spec: LogitsSpec, primals: Any, tangents: Any) -> tuple[LogitStatistics, LogitStatistics]:
+def _(spec: LogitsSpec, primals: PyTree, tangents: PyTree) -> tuple[LogitStatistics, LogitStatistics]:
     """The statistics, and their tangents from a second scan over the blocks of the vocabulary."""
     h, w, bias, labels = primals
     dh, dw, dbias, _ = tangents
@@ -105,7 +105,7 @@ def _(spec: LogitsSpec, primals: Any, tangents: Any) -> tuple[LogitStatistics, L
     base = _finite_or_zero(out.other_lse)[:, None]
     dh = dh.astype(jnp.float32)  # the blocks' contributions to its transpose are then summed in float32
 
-    def add(sums: Any, start: Array, w: Array, bias: Array | None, dw: Array, dbias: Array | None) -> Any:
+    def add(sums: PyTree, start: Array, w: Array, bias: Array | None, dw: Array, dbias: Array | None) -> Any:
         d_other_lse, d_target, d_logit_sum = sums
         block = (h, w) if bias is None else (h, w, bias)
         block_tangents = (dh.astype(h.dtype), dw) if bias is None else (dh.astype(h.dtype), dw, dbias)
@@ -154,7 +154,7 @@ class _RunningStatistics(NamedTuple):
         return LogitStatistics(self.other_lse.value(), self.target, self.logit_sum, self.argmax)
 
 
-def _over_vocab_blocks(spec: LogitsSpec, body: Callable[..., Any], carry: Any, *tables: Any) -> Any:
+def _over_vocab_blocks(spec: LogitsSpec, body: Callable[..., Any], carry: PyTree, *tables: PyTree) -> Any:
     """Repeats `carry = body(carry, first word, *blocks of the tables)` over blocks of the vocabulary."""
     vocab = tables[0].shape[0]
     count = vocab // spec.vocab_block
@@ -223,7 +223,7 @@ def weighted_sum(
 
 @functools.partial(weighted_sum.defjvp, symbolic_zeros=True)
 @accepts_numpy
-def _(spec: LogitsSpec, primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _(spec: LogitsSpec, primals: PyTree, tangents: PyTree) -> tuple[Array, Array]:
     # Gradients by arguments whose tangent is a symbolic zero are not computed; only a JVP rule can tell.
     has_tangent = [x is not None and not isinstance(x, SymbolicZero) for x in tangents]
     wanted = _Wanted(*has_tangent[:3])
@@ -260,11 +260,11 @@ def _losses_and_gradients(
 
 @_losses_and_gradients.defjvp
 @accepts_numpy
-def _(spec: LogitsSpec, wanted: _Wanted, primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _(spec: LogitsSpec, wanted: _Wanted, primals: PyTree, tangents: PyTree) -> tuple[Any, Any]:
     """Derivatives of gradients, computed through `statistics`, which JAX can differentiate any number of times."""
     argnums = tuple(i for i in range(3) if wanted[i])
 
-    def from_statistics(*arguments: Any) -> Any:
+    def from_statistics(*arguments: Array | None) -> Any:
         total = functools.partial(_sum_from_statistics, spec)
         gradients, losses = jax.grad(total, argnums, has_aux=True)(*arguments)
         by_argument = dict(zip(argnums, gradients, strict=True))
@@ -299,7 +299,7 @@ def _join_chunks(x: Array, tokens: int) -> Array:
 
 
 def _chunk_step(
-    spec: LogitsSpec, wanted: _Wanted, vectors: Array, bias: Array | None, carry: Any, chunk: _Chunk
+    spec: LogitsSpec, wanted: _Wanted, vectors: Array, bias: Array | None, carry: PyTree, chunk: _Chunk
 ) -> tuple[Any, tuple[Array, Array | None]]:
     """Losses [c] of a chunk and its gradient by h; adds its contributions to the gradients by w and bias.
 
@@ -329,7 +329,7 @@ def _write_logits(
 ) -> tuple[Array, Array, Array]:
     """First pass over a chunk: (buffer [c, V] of the logits with -inf at the labels, other_lse [c], logit_sum [c])."""
 
-    def block(start: Array, size: int, state: Any) -> Any:
+    def block(start: Array, size: int, state: PyTree) -> Any:
         buffer, logit_sum, other_lse = state
         s = _dot(chunk.h, lax.dynamic_slice_in_dim(vectors, start, size), 1, 1)
         if bias is not None:
@@ -347,7 +347,12 @@ def _write_logits(
 
 
 def _write_gradients(
-    spec: LogitsSpec, chunk: _Chunk, other_lse: Array, target: Array, cotangents: tuple[Array, Array, Array], state: Any
+    spec: LogitsSpec,
+    chunk: _Chunk,
+    other_lse: Array,
+    target: Array,
+    cotangents: tuple[Array, Array, Array],
+    state: PyTree,
 ) -> Any:
     """Second pass over a chunk: replaces the logits in the buffer by the gradients of the products h w^T + bias.
 
@@ -357,7 +362,7 @@ def _write_gradients(
     d_other_lse, d_target, d_logit_sum = cotangents
     base = _finite_or_zero(other_lse)[:, None]
 
-    def block(start: Array, size: int, state: Any) -> Any:
+    def block(start: Array, size: int, state: PyTree) -> Any:
         buffer, dw, dbias = state
         s = lax.dynamic_slice_in_dim(buffer, start, size, axis=1)
         ds = spec.scale_gradient(s, d_other_lse[:, None] * jnp.exp(s - base) + d_logit_sum[:, None])
@@ -373,7 +378,7 @@ def _write_gradients(
     return _over_chunk_blocks(spec, state[0].shape[1], block, state)
 
 
-def _over_chunk_blocks(spec: LogitsSpec, vocab: int, body: Callable[[Array, int, Any], Any], state: Any) -> Any:
+def _over_chunk_blocks(spec: LogitsSpec, vocab: int, body: Callable[[Array, int, Any], Any], state: PyTree) -> Any:
     """Repeats `state = body(first word, number of words, state)` over blocks of words and a shorter last block."""
     count, remainder = divmod(vocab, spec.chunk_vocab_block)
     size = spec.chunk_vocab_block
@@ -402,7 +407,7 @@ def _inner(a: Array, b: Array) -> Float[Array, ""]:
 # Helpers of both
 
 
-def _zeros(shape: tuple[int, ...], *operands: Any) -> Array:
+def _zeros(shape: tuple[int, ...], *operands: PyTree) -> Array:
     """float32 zeros that in `jax.shard_map` vary over all mesh axes that one of the operands varies over."""
     return vary_alike(jnp.zeros(shape, jnp.float32), *jax.tree.leaves(operands))[0]
 

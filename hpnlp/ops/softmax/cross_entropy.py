@@ -293,7 +293,9 @@ def _chunk_sizes(tokens: int, vocab: int, block_size: int | None) -> tuple[int, 
     return size, vocab, size >= min(tokens, ACCELERATOR_CHUNK_TOKENS)
 
 
-def _check_arrays(h: Any, w: Any, labels: Any, bias: Any, weights: Any) -> None:
+def _check_arrays(
+    h: AnyArray, w: AnyArray, labels: AnyArray | None, bias: AnyArray | None, weights: AnyArray | None
+) -> None:
     """Raises InputError if shapes do not fit, the vocabulary is empty, or labels are not integers."""
     if h.ndim != 2 or w.ndim != 2 or h.shape[1] != w.shape[1]:
         raise InputError(f"h {h.shape}, w {w.shape}: expected [N, D] and [V, D]; flatten tokens to one axis")
@@ -307,7 +309,7 @@ def _check_arrays(h: Any, w: Any, labels: Any, bias: Any, weights: Any) -> None:
         raise InputError(f"labels are {labels.dtype}: expected integers, the id of each token's word")
 
 
-def _check_label_range(labels: Any, vocab: int, weights: Any, ignore_index: int | None) -> None:
+def _check_label_range(labels: AnyArray, vocab: int, weights: AnyArray | None, ignore_index: int | None) -> None:
     """Raises InputError if a label, where labels are known while tracing, is no word and may have a weight other than 0."""
     if isinstance(labels, Tracer):
         return

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from hpnlp.ops.helpers.arrays import accepts_numpy
 
@@ -136,7 +136,7 @@ def product(h: Float[Array, "N D"], w: Float[Array, "c D"]) -> Float[Array, "N c
 
 @product.defjvp
 @accepts_numpy
-def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _(primals: PyTree, tangents: PyTree) -> tuple[Array, Array]:
     (h, w), (dh, dw) = primals, tangents
     by_h, by_w = (_product(a, b.astype(h.dtype), h.dtype) for a, b in ((dh, w), (h, dw)))
     return product(h, w), (by_h + by_w).astype(jnp.float32)

@@ -8,13 +8,15 @@ each token, and returns the expected counts by which sampled losses correct thei
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.softmax.alias_sampler import AliasSampler
@@ -167,7 +169,7 @@ class LearnedUnigram:
         return jnp.log(self.counts[ids].astype(jnp.float32)) - jnp.log(total.astype(jnp.float32))
 
 
-def unigram(counts: Any, power: float = 1.0) -> AliasSampler:
+def unigram(counts: ArrayLike | Sequence[Any], power: float = 1.0) -> AliasSampler:
     """The distribution proportional to counts ** power.
 
     Args:
@@ -271,7 +273,7 @@ def _unique(sampler: Sampler, key: Array, count: int) -> tuple[Int[Array, " S"],
     size = max(count, 128)
     order = jnp.arange(size, dtype=jnp.int32)
 
-    def draw_more(state: Any) -> Any:
+    def draw_more(state: PyTree) -> Any:
         key, seen, distinct, tries, ids = state
         key, draw_key = jax.random.split(key)
         drawn = sampler.draw(draw_key, (size,))

@@ -18,17 +18,17 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 from numpy.polynomial import Polynomial
 
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.helpers.arrays import accepts_numpy
-from hpnlp.types import InputError
+from hpnlp.types import AnyArray, InputError
 
 # From this order on, a series of this many terms is accurate to 1e-13 for every kappa.
 ORDER, TERMS = 15.0, 12
@@ -213,7 +213,7 @@ def _growth(order: float, anchor: float, kappa: Array) -> Array:
 
 @_growth.defjvp
 @accepts_numpy
-def _(order: float, anchor: float, primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _(order: float, anchor: float, primals: PyTree, tangents: PyTree) -> tuple[Array, Array]:
     (kappa,), (dkappa,) = primals, tangents
     return _growth(order, anchor, kappa), _ratio(order, kappa) * dkappa
 
@@ -226,7 +226,7 @@ def _ratio(order: float, kappa: Array) -> Array:
 
 @_ratio.defjvp
 @accepts_numpy
-def _(order: float, primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _(order: float, primals: PyTree, tangents: PyTree) -> tuple[Array, Array]:
     """The slope at the first order of at least ORDER, from its expansion, and at lower orders by recurrence."""
     (kappa,), (dkappa,) = primals, tangents
     ratios = _ratios(order, kappa)
@@ -308,13 +308,15 @@ def _at_least_float32(x: Array, name: str) -> Array:
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
-def _checked_order(order: Any, least: float) -> float:
+def _checked_order(order: object, least: float) -> float:
     if not isinstance(order, (int, float)) or not least <= order < math.inf:
         raise InputError(f"order {order!r}: expected a number of at least {least:g}, known while tracing")
     return float(order)
 
 
-def _check_loss(h: Any, targets: Any, norm_penalty: int | float, product_scale: int | float, weights: Any) -> None:
+def _check_loss(
+    h: AnyArray, targets: AnyArray, norm_penalty: int | float, product_scale: int | float, weights: AnyArray | None
+) -> None:
     if h.ndim != 2 or h.shape[1] < 2 or targets.shape != h.shape:
         raise InputError(
             f"h {h.shape}, targets {targets.shape}: expected [N, m] twice, m at least 2; flatten tokens to one axis"

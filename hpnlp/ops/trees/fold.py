@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.helpers.arrays import accepts_numpy
@@ -35,9 +35,9 @@ SMALL_CHUNKS = 3
 def fold_graph(
     cells: Sequence[Cell],
     weights: Mapping[str, Array],
-    inputs: Any,
+    inputs: PyTree,
     schedule: Schedule,
-    state: Any,
+    state: PyTree[jax.ShapeDtypeStruct],
     *,
     by_block: bool = False,
 ) -> Any:
@@ -117,13 +117,13 @@ class _Program:
         flat = arrays["children"][block.place : block.place + block.rows * block.arity]
         return flat.reshape(block.rows, block.arity)
 
-    def products(self, weights: Any, inputs: Any) -> list[list[_Product]]:
+    def products(self, weights: Mapping[str, Array], inputs: Sequence[PyTree]) -> list[list[_Product]]:
         """The products of the cell of each block, in the order of their calls."""
         by_block = []
         for block, x in zip(self.blocks, inputs, strict=True):
             recorded: list[_Product] = []
 
-            def record(name: str, a: Array, bias: str | None = None, recorded: Any = recorded) -> Array:
+            def record(name: str, a: Array, bias: str | None = None, recorded: list[_Product] = recorded) -> Array:
                 z = _product(a, weights, name, bias)
                 recorded.append(_Product(name, bias, _row(a), _row(z)))
                 return z
@@ -138,17 +138,17 @@ def _row(x: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
 
-def _slice(tree: Any, start: Any, width: int) -> Any:
+def _slice(tree: PyTree, start: Array | int, width: int) -> Any:
     """Rows of the arrays of a tree."""
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, width), tree)
 
 
-def _update(tree: Any, rows: Any, start: Any) -> Any:
+def _update(tree: PyTree, rows: PyTree, start: Array | int) -> Any:
     """The arrays of a tree with other rows from `start` on."""
     return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y.astype(x.dtype), start, 0), tree, rows)
 
 
-def _gather(tree: Any, index: Array) -> Any:
+def _gather(tree: PyTree, index: Array) -> Any:
     return jax.tree.map(lambda x: x.at[index].get(mode="promise_in_bounds"), tree)
 
 
@@ -183,7 +183,13 @@ _known_product.defvjp(_known_product_forward, _known_product_backward)
 
 
 def _chunks(
-    first: Any, last: Any, widths: Sequence[int], body: Callable[[int, Any, Any], Any], carry: Any, *, from_end: bool
+    first: Array | int,
+    last: Array | int,
+    widths: Sequence[int],
+    body: Callable[[int, Any, Any], Any],
+    carry: PyTree,
+    *,
+    from_end: bool,
 ) -> Any:
     """Runs `body(width, start, carry)` over chunks of the rows first to last - 1.
 
@@ -194,7 +200,9 @@ def _chunks(
         count = last - first
         number = jnp.maximum((count + (width - 1 - SMALL_CHUNKS * smaller)) // width, 0)
 
-        def chunk(i: Any, carry: Any, width: int = width, first: Any = first, last: Any = last) -> Any:
+        def chunk(
+            i: Array | int, carry: PyTree, width: int = width, first: Array | int = first, last: Array | int = last
+        ) -> Any:
             return body(width, last - (i + 1) * width if from_end else first + i * width, carry)
 
         carry = lax.fori_loop(jnp.int32(0), number, chunk, carry)
@@ -202,17 +210,19 @@ def _chunks(
     return carry
 
 
-def _each_block(program: _Program, arrays: Any, body: Callable[..., Any], carry: Any, *, reverse: bool) -> Any:
+def _each_block(
+    program: _Program, arrays: Mapping[str, Any], body: Callable[..., Any], carry: PyTree, *, reverse: bool
+) -> Any:
     """Runs `body(index of a block, width, first row, carry)` over all chunks in the order of heights, or in reverse."""
     blocks = list(enumerate(program.blocks))
 
-    def leaves(carry: Any) -> Any:
+    def leaves(carry: PyTree) -> Any:
         for index, block in blocks:
             if block.arity == 0:
                 carry = body(index, block.capacity, 0, carry)
         return carry
 
-    def level(step: Any, carry: Any) -> Any:
+    def level(step: Array | int, carry: PyTree) -> Any:
         height = arrays["levels"] - 1 - step if reverse else step
         for index, block in reversed(blocks) if reverse else blocks:
             if block.arity:
@@ -227,7 +237,9 @@ def _each_block(program: _Program, arrays: Any, body: Callable[..., Any], carry:
     return leaves(carry) if reverse else carry
 
 
-def _forward(program: _Program, weights: Any, inputs: Any, arrays: Any, keep: bool) -> tuple[Any, Any]:
+def _forward(
+    program: _Program, weights: Mapping[str, Array], inputs: Sequence[PyTree], arrays: Mapping[str, Any], keep: bool
+) -> tuple[Any, Any]:
     """States of all rows; and, with `keep`, the results of the products of each block."""
     children = [program.child_rows(arrays, i) for i in range(len(program.blocks))]
     saved: list[list[Array]] = [[] for _ in program.blocks]
@@ -235,7 +247,7 @@ def _forward(program: _Program, weights: Any, inputs: Any, arrays: Any, keep: bo
         for block, of_block, products in zip(program.blocks, saved, program.products(weights, inputs), strict=True):
             of_block += [jnp.zeros((block.rows, *p.result.shape), p.result.dtype) for p in products]
 
-    def body(index: int, width: int, start: Any, carry: Any) -> Any:
+    def body(index: int, width: int, start: Array | int, carry: PyTree) -> Any:
         states, saved = carry
         block, results = program.blocks[index], []
 
@@ -253,18 +265,20 @@ def _forward(program: _Program, weights: Any, inputs: Any, arrays: Any, keep: bo
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fold(program: _Program, weights: Any, inputs: Any, arrays: Any) -> Any:
+def _fold(program: _Program, weights: Mapping[str, Array], inputs: Sequence[PyTree], arrays: Mapping[str, Any]) -> Any:
     """States of all rows."""
     return _forward(program, weights, inputs, arrays, keep=False)[0]
 
 
 @accepts_numpy
-def _fold_forward(program: _Program, weights: Any, inputs: Any, arrays: Any) -> tuple[Any, Any]:
+def _fold_forward(
+    program: _Program, weights: Mapping[str, Array], inputs: Sequence[PyTree], arrays: Mapping[str, Any]
+) -> tuple[Any, Any]:
     states, saved = _forward(program, weights, inputs, arrays, keep=True)
     return states, (weights, inputs, arrays, states, saved)
 
 
-def _fold_backward(program: _Program, residuals: Any, d_states: Any) -> tuple[Any, Any, None]:
+def _fold_backward(program: _Program, residuals: PyTree, d_states: PyTree) -> tuple[Any, Any, None]:
     weights, inputs, arrays, states, saved = residuals
     children = [program.child_rows(arrays, i) for i in range(len(program.blocks))]
     products = program.products(weights, inputs)
@@ -275,12 +289,12 @@ def _fold_backward(program: _Program, residuals: Any, d_states: Any) -> tuple[An
         for block, of_block in zip(program.blocks, products, strict=True)
     ]
 
-    def body(index: int, width: int, start: Any, carry: Any) -> Any:
+    def body(index: int, width: int, start: Array | int, carry: PyTree) -> Any:
         d_inputs, by_place, factors = carry
         block = program.blocks[index]
         results = _slice(saved[index], start, width)
 
-        def replay(x: Any, kids: Any, results: Any) -> tuple[Any, list[Array]]:
+        def replay(x: PyTree, kids: PyTree, results: PyTree) -> tuple[Any, list[Array]]:
             operands: list[Array] = []
 
             def product(name: str, a: Array, bias: str | None = None) -> Array:
@@ -308,7 +322,10 @@ def _fold_backward(program: _Program, residuals: Any, d_states: Any) -> tuple[An
 
 
 def _weight_gradients(
-    program: _Program, weights: Any, products: list[list[_Product]], factors: list[list[tuple[Array, Array]]]
+    program: _Program,
+    weights: Mapping[str, Array],
+    products: list[list[_Product]],
+    factors: list[list[tuple[Array, Array]]],
 ) -> Any:
     """Gradients of the weights, from the operands of all products and the cotangents of their results."""
     sums = {name: jnp.zeros(x.shape, jnp.float32) for name, x in weights.items()}

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from hpnlp.types import InputError
 
@@ -41,7 +42,7 @@ class Graph:
     use: Any
 
 
-def tree_graph(parents: Any, *, ops: Any = None) -> Graph:
+def tree_graph(parents: ArrayLike | Sequence[Any], *, ops: ArrayLike | Sequence[Any] | None = None) -> Graph:
     """Makes the graph of one or more trees.
 
     Args:
@@ -72,7 +73,7 @@ def tree_graph(parents: Any, *, ops: Any = None) -> Graph:
     return Graph(height, arity, _ops(ops, count), nodes, parents, slot, np.zeros(count, np.int32))
 
 
-def dag(children: Sequence[Sequence[int]], *, ops: Any = None) -> Graph:
+def dag(children: Sequence[Sequence[int]], *, ops: ArrayLike | Sequence[Any] | None = None) -> Graph:
     """Makes a directed acyclic graph, in which a node may have several parents.
 
     Args:
@@ -101,7 +102,7 @@ def dag(children: Sequence[Sequence[int]], *, ops: Any = None) -> Graph:
     return Graph(height, arity, _ops(ops, count), child, parent, _occurrence(parent), _occurrence(child))
 
 
-def check_labels(labels: Any, vocab: int) -> np.ndarray:
+def check_labels(labels: ArrayLike | Sequence[Any], vocab: int) -> np.ndarray:
     """Checks that the labels of nodes are ids of a vocabulary.
 
     Args:
@@ -125,7 +126,7 @@ def check_labels(labels: Any, vocab: int) -> np.ndarray:
     return labels
 
 
-def _integers(values: Any, name: str) -> np.ndarray:
+def _integers(values: ArrayLike | Sequence[Any], name: str) -> np.ndarray:
     """The values as int32; raises InputError for other values, or more than one axis."""
     array = np.asarray(values)
     if array.size == 0:
@@ -142,7 +143,7 @@ def _integers(values: Any, name: str) -> np.ndarray:
     return array.astype(np.int32)
 
 
-def _ops(ops: Any, count: int) -> np.ndarray:
+def _ops(ops: ArrayLike | Sequence[Any] | None, count: int) -> np.ndarray:
     """Numbers of the cells, 0 by default; raises InputError for another number of nodes."""
     array = np.zeros(count, np.int32) if ops is None else _integers(ops, "ops")
     if len(array) != count:

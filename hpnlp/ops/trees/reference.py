@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,7 @@ from hpnlp.ops.trees.graphs import Graph
 from hpnlp.ops.trees.tree_lstm import TreeState
 
 
-def reference_tree_lstm(x: Any, w: Any, u: Any, b: Any, graph: Graph) -> TreeState:
+def reference_tree_lstm(x: Array, w: Array, u: Array, b: Array, graph: Graph) -> TreeState:
     """States of the nodes of a graph, one node after another, children first.
 
     Args:

@@ -6,6 +6,7 @@ state, A places for children, G = 4 H gates.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -43,7 +44,7 @@ def _next_state(i: Array, o: Array, u: Array, kept: Array | None, dtype: DTypeLi
     return TreeState((jax.nn.sigmoid(o) * jnp.tanh(c)).astype(dtype), c)
 
 
-def child_sum_cell(product: Any, x: Array, children: TreeState) -> TreeState:
+def child_sum_cell(product: Callable[..., Array], x: Array, children: TreeState) -> TreeState:
     """Cell of the child-sum Tree-LSTM, for `fold_graph` with weights "gates" `[H, 3H]` (i, o, u) and "forget" `[H, H]`.
 
     Args:
@@ -64,7 +65,7 @@ def child_sum_cell(product: Any, x: Array, children: TreeState) -> TreeState:
     return _next_state(i + gates[0], o + gates[1], u + gates[2], (forget * c).sum(axis=1), h.dtype)
 
 
-def nary_cell(product: Any, x: Array | None, children: TreeState) -> TreeState:
+def nary_cell(product: Callable[..., Array], x: Array | None, children: TreeState) -> TreeState:
     """Cell of the N-ary Tree-LSTM, for `fold_graph` with weights "gates" `[A H, (3 + A) H]` (i, o, u, f_1, ..., f_A).
 
     Args:

@@ -45,7 +45,7 @@ class CodebookWeight(Weight):
     def matmul(self, x: Float[Array, "M D"]) -> Float[Array, "M F"]:
         return product(x, self.dense())
 
-    def take(self, ids: Any) -> Float[Array, "*tokens F"]:
+    def take(self, ids: Array) -> Float[Array, "*tokens F"]:
         return self.values[self.codes[ids]]
 
     def axes(self, names: tuple[str | None, ...]) -> Any:
@@ -92,7 +92,7 @@ def cluster(
     sums = _sums_to_the_left(numbers)
     centroids = jnp.linspace(numbers[0], numbers[-1], values - keep_zeros)
 
-    def step(_: Any, centroids: Array) -> Array:
+    def step(_: int | Array, centroids: Array) -> Array:
         inner = jnp.searchsorted(numbers, _midpoints(centroids), side="right")
         edges = jnp.concatenate([jnp.zeros(1, inner.dtype), inner, jnp.full(1, numbers.size, inner.dtype)])
         sizes = counts[edges[1:]] - counts[edges[:-1]]

@@ -78,7 +78,7 @@ class FloatWeight(Weight):
             return self._product(x, transposed=True) * self.scales.T
         return self._product(x * self.scales.astype(x.dtype), transposed=True)
 
-    def take(self, ids: Any) -> Float[Array, "*tokens F"]:
+    def take(self, ids: Array) -> Float[Array, "*tokens F"]:
         rows = self.codes[ids].astype(jnp.float32)
         if self.scales is None:
             return rows

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.helpers.arrays import accepts_numpy
@@ -72,7 +72,7 @@ class IntegerWeight(Weight):
             return _integer_product(*vary_alike(x, self.codes.astype(jnp.int8), self.scales[:, 0]), None, 1)
         return super().matmul_transposed(x)
 
-    def take(self, ids: Any) -> Float[Array, "*tokens F"]:
+    def take(self, ids: Array) -> Float[Array, "*tokens F"]:
         rows = self.codes[ids].astype(jnp.float32)
         return rows * self.scales[ids // (self.shape[0] // self.scales.shape[0])]
 
@@ -133,7 +133,7 @@ def _integer_product_forward(
     return _integer_product(x, codes, scales, x_scale, axis), (x, codes, scales, x_scale)
 
 
-def _integer_product_backward(axis: int, saved: Any, dy: Array) -> tuple[Any, None, Any, None]:
+def _integer_product_backward(axis: int, saved: PyTree, dy: Array) -> tuple[Any, None, Any, None]:
     x, codes, scales, x_scale = saved
     codes = codes if axis == 0 else codes.T
     matrix = codes.astype(jnp.float32) * scales[None]

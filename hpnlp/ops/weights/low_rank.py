@@ -42,7 +42,7 @@ class LowRankWeight(Weight):
     def matmul_transposed(self, x: Float[Array, "M F"]) -> Float[Array, "M D"]:
         return product_transposed(product_transposed(x, self.right).astype(x.dtype), self.left)
 
-    def take(self, ids: Any) -> Float[Array, "*tokens F"]:
+    def take(self, ids: Array) -> Float[Array, "*tokens F"]:
         rows = self.left[ids]
         return product(rows.reshape(-1, rows.shape[-1]), self.right).reshape(*rows.shape[:-1], -1)
 

@@ -67,7 +67,7 @@ class PackedWeight(Weight):
     def matmul_transposed(self, x: Float[Array, "M F"]) -> Float[Array, "M D"]:
         return self.unpack().matmul_transposed(x)
 
-    def take(self, ids: Any) -> Float[Array, "*tokens F"]:
+    def take(self, ids: Array) -> Float[Array, "*tokens F"]:
         bits, stride = LEVELS[self.levels], self.codes.shape[0]
         shifts = (bits * (ids // stride)).astype(jnp.uint8)[..., None]
         fields = jax.lax.shift_right_logical(*jnp.broadcast_arrays(self.codes[ids % stride], shifts))

@@ -41,7 +41,7 @@ class MaskedWeight(Weight):
     def matmul(self, x: Float[Array, "M D"]) -> Float[Array, "M F"]:
         return product(x, self.dense())
 
-    def take(self, ids: Any) -> Float[Array, "*tokens F"]:
+    def take(self, ids: Array) -> Float[Array, "*tokens F"]:
         return jnp.where(self.mask[ids], self.values[ids], 0.0).astype(jnp.float32)
 
     def axes(self, names: tuple[str | None, ...]) -> Any:

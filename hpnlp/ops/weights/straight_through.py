@@ -10,10 +10,9 @@ References:
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from hpnlp.ops.helpers.array_op import array_op
@@ -25,7 +24,7 @@ from hpnlp.ops.weights.ternary import binarize, ternarize
 
 
 @array_op("...", x="...")
-def round_through(x: Float[Array, "*shape"], limits: Any, bits: int = 8) -> Float[Array, "*shape"]:
+def round_through(x: Float[Array, "*shape"], limits: ArrayLike, bits: int = 8) -> Float[Array, "*shape"]:
     """Rounds to integers of a range times a step, as quantized matrices and their inputs are ("fake quantization").
 
     Args:

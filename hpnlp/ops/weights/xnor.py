@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, PyTree, UInt32
 
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.helpers.arrays import accepts_numpy
@@ -211,7 +211,7 @@ def _forward(x: Array, codes: Array, scales: Array) -> tuple[Array, Any]:
     return _binary_product(x, codes, scales), (x, codes, scales)
 
 
-def _backward(saved: Any, dy: Array) -> tuple[Array, None, Array]:
+def _backward(saved: PyTree, dy: Array) -> tuple[Array, None, Array]:
     x, codes, scales = saved
     matrix = BinaryProductWeight(codes, scales, x.shape[1]).dense()
     dx = lax.dot_general(dy, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

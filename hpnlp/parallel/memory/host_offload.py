@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import PyTree
 
 HOST = "pinned_host"  # the memory that devices copy from without the host's help
 
 
-def on_host(shardings: Any) -> Any:
+def on_host(shardings: PyTree) -> Any:
     """Moves shardings to the host's memory.
 
     Args:
@@ -28,7 +29,7 @@ def on_host(shardings: Any) -> Any:
     return jax.tree.map(lambda sharding: sharding.with_memory_kind(HOST), shardings)
 
 
-def layers_on_host(shardings: Any) -> Any:
+def layers_on_host(shardings: PyTree) -> Any:
     """Moves the shardings of the layers' parameters to the host's memory.
 
     Args:
@@ -40,7 +41,7 @@ def layers_on_host(shardings: Any) -> Any:
     return {**shardings, "layers": on_host(shardings["layers"])}
 
 
-def to_device_after(tree: Any, after: jax.Array) -> Any:
+def to_device_after(tree: PyTree, after: jax.Array) -> Any:
     """Copies arrays from the host to the device once `after` has been computed.
 
     Args:
@@ -54,7 +55,7 @@ def to_device_after(tree: Any, after: jax.Array) -> Any:
     return to_device(tree)
 
 
-def to_device(tree: Any) -> Any:
+def to_device(tree: PyTree) -> Any:
     """Copies arrays from the host to the device; arrays on the device are returned as they are.
 
     Args:
@@ -66,12 +67,12 @@ def to_device(tree: Any) -> Any:
     return jax.tree.map(_on_device, tree)
 
 
-def _on_device(x: Any) -> Any:
+def _on_device(x: PyTree) -> Any:
     on_host = jax.typeof(x).memory_space == jax.memory.Space.Host
     return jax.device_put(x, jax.memory.Space.Device) if on_host else x
 
 
-def by_layer(function: Callable[..., Any], state: Any, *operands: Any) -> Any:
+def by_layer(function: Callable[..., Any], state: PyTree, *operands: PyTree) -> Any:
     """Runs a function that treats each layer by itself for one layer at a time, fetching that layer from the host.
 
     Dicts with a key "layers", anywhere in `state` and `operands`, hold stacks `[L, ...]` under that key and all other
@@ -110,11 +111,11 @@ def by_layer(function: Callable[..., Any], state: Any, *operands: Any) -> Any:
     )
 
 
-def _has_layers(node: Any) -> bool:
+def _has_layers(node: object) -> bool:
     return isinstance(node, dict) and "layers" in node
 
 
-def _without_layers(node: Any) -> Any:
+def _without_layers(node: PyTree) -> Any:
     return {key: value for key, value in node.items() if key != "layers"} if _has_layers(node) else node
 
 

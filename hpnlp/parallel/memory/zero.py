@@ -15,11 +15,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import PyTree
 
 from hpnlp.model_interfaces.model_parallel import is_zero2
 from hpnlp.parallel.varying import vary
@@ -58,7 +58,7 @@ def fsdp_dimension(
     return NOT_DIVIDED
 
 
-def full_shape(leaf: Any) -> tuple[int, ...]:
+def full_shape(leaf: PyTree) -> tuple[int, ...]:
     """Shape of a parameter.
 
     Args:

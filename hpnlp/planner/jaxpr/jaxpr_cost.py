@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from jax.sharding import NamedSharding
 
@@ -31,12 +31,19 @@ from hpnlp.planner.jaxpr.jaxprs import (
 from hpnlp.planner.jaxpr.liveness import Step, Value, peak_memory
 from hpnlp.planner.jaxpr.walker import Handler, Walker
 from hpnlp.planner.roofline import ProgramCost
+from hpnlp.types import Equation
+
+if TYPE_CHECKING:
+    from jax.core import AbstractValue
+    from jax.extend.core import ClosedJaxpr, Jaxpr
 
 # Arrays of at most this number of bytes are scalars (counters, random keys), which no layout divides.
 SCALAR_BYTES = 8
 
 
-def program_cost(jaxpr: Any, shards: Mapping[int, int] | None = None, *, donated: bool = False) -> ProgramCost:
+def program_cost(
+    jaxpr: Jaxpr | ClosedJaxpr, shards: Mapping[int, int] | None = None, *, donated: bool = False
+) -> ProgramCost:
     """Peak memory and operations of a program on one device.
 
     A `cond` counts as its most expensive branch, a `while` loop as one iteration, or as many as
@@ -57,7 +64,7 @@ def program_cost(jaxpr: Any, shards: Mapping[int, int] | None = None, *, donated
 
 
 def _walk_program(
-    jaxpr: Any,
+    jaxpr: Jaxpr | ClosedJaxpr,
     shards: Mapping[int, int],
     per_device: bool = False,
     *,
@@ -87,7 +94,7 @@ def _walk_program(
     return cost, [result.shards for result in results]
 
 
-def _handle(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+def _handle(walker: Walker, equation: Equation, operands: Sequence[Value]) -> list[Value]:
     """Accounts for an equation, and returns the values of its results."""
     return HANDLERS.get(equation.primitive.name, _call_or_elementwise)(walker, equation, operands)
 
@@ -96,25 +103,25 @@ def _sources(operands: Sequence[Value]) -> frozenset[Value]:
     return frozenset(source for operand in operands for source in operand.sources)
 
 
-def _elementwise(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+def _elementwise(walker: Walker, equation: Equation, operands: Sequence[Value]) -> list[Value]:
     """Fuses the results into their readers."""
     sources, shards = _sources(operands), walker.shards(operands)
     return [Value(0, shards if device_bytes(var.aval) > SCALAR_BYTES else 1, sources) for var in equation.outvars]
 
 
-def _expensive(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+def _expensive(walker: Walker, equation: Equation, operands: Sequence[Value]) -> list[Value]:
     """Fuses the result into a single reader, and stores it for several, which would compute it twice."""
     single = walker.scope.uses[equation.outvars[0]] <= 1
     return (_elementwise if single else _reduction)(walker, equation, operands)
 
 
-def _reduction(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+def _reduction(walker: Walker, equation: Equation, operands: Sequence[Value]) -> list[Value]:
     """Stores the result: a reduction reads more than it writes, so that no reader repeats it."""
     value = Value(0, walker.shards(operands), _sources(operands))
     return [walker.materialize(value, equation.outvars[0].aval)]
 
 
-def _view(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+def _view(walker: Walker, equation: Equation, operands: Sequence[Value]) -> list[Value]:
     """Returns the operands, divided as a sharding constraint states."""
     sharding, aval = equation.params.get("sharding"), equation.outvars[0].aval
     # Inside `shard_map` all mesh axes are manual, and constraints are without effect.
@@ -124,13 +131,13 @@ def _view(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Valu
     return [value if value.shards == shards else Value(0, shards, value.sources) for value in operands]
 
 
-def _convert(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+def _convert(walker: Walker, equation: Equation, operands: Sequence[Value]) -> list[Value]:
     """Converts on the fly; the result of a product was written in the dtype of its only reader."""
     handler = _view if equation.invars[0] in walker.scope.rounded else _elementwise
     return handler(walker, equation, operands)
 
 
-def _kernel(walker: Walker, equation: Any, operands: Sequence[Value], in_place: bool = False) -> list[Value]:
+def _kernel(walker: Walker, equation: Equation, operands: Sequence[Value], in_place: bool = False) -> list[Value]:
     """Reads and writes buffers."""
     reads = walker.materialize_operands(equation, operands)
     shards = walker.shards(reads)
@@ -141,12 +148,12 @@ def _kernel(walker: Walker, equation: Any, operands: Sequence[Value], in_place: 
     return writes
 
 
-def _update(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+def _update(walker: Walker, equation: Equation, operands: Sequence[Value]) -> list[Value]:
     """Writes over the first operand where it is not read again."""
     return _kernel(walker, equation, operands, in_place=True)
 
 
-def _product(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+def _product(walker: Walker, equation: Equation, operands: Sequence[Value]) -> list[Value]:
     """A matrix product or convolution: each device computes its share of the FLOPs.
 
     The result counts as undivided until a constraint divides it, since the contracted axis may be the one that is divided.
@@ -160,7 +167,7 @@ def _product(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[V
     return writes
 
 
-def _call_or_elementwise(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+def _call_or_elementwise(walker: Walker, equation: Equation, operands: Sequence[Value]) -> list[Value]:
     """Walks the body of an equation that only calls it (jit, checkpoint, custom derivatives) in place of the equation."""
     body = called_jaxpr(equation)
     if body is not None:
@@ -168,7 +175,7 @@ def _call_or_elementwise(walker: Walker, equation: Any, operands: Sequence[Value
     return _elementwise(walker, equation, operands)
 
 
-def _shard_map(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+def _shard_map(walker: Walker, equation: Equation, operands: Sequence[Value]) -> list[Value]:
     """Walks the body, whose shapes are those of one device, in place of the equation, as compilers inline it."""
     body, outer = open_jaxpr(equation.params["jaxpr"]), walker.per_device
     walker.per_device = True
@@ -183,7 +190,7 @@ def _shard_map(walker: Walker, equation: Any, operands: Sequence[Value]) -> list
     return results
 
 
-def _cond(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+def _cond(walker: Walker, equation: Equation, operands: Sequence[Value]) -> list[Value]:
     """Counts the branch with the most FLOPs, of equal ones that with the most bytes."""
     reads = walker.materialize_operands(equation, operands)
     shards = {index: read.shards for index, read in enumerate(reads[1:])}  # the first is the index of the branch
@@ -194,7 +201,7 @@ def _cond(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Valu
     return writes
 
 
-def _scan(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+def _scan(walker: Walker, equation: Equation, operands: Sequence[Value]) -> list[Value]:
     """Walks each iteration of a fully unrolled loop, and one iteration of any other."""
     length = equation.params["length"]
     if 0 < length <= equation.params.get("unroll", 1):
@@ -202,7 +209,7 @@ def _scan(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Valu
     return _record_loop(walker, equation, operands, scan_body(equation), length)
 
 
-def _while(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+def _while(walker: Walker, equation: Equation, operands: Sequence[Value]) -> list[Value]:
     """Counts as many iterations as the loop's scope states, and one without such a scope.
 
     Loops with a scope work on one slice of their operands after another, so that all iterations together read them once.
@@ -246,7 +253,9 @@ HANDLERS: dict[str, Handler] = {
 }  # fmt: skip
 
 
-def _record_loop(walker: Walker, equation: Any, operands: Sequence[Value], body: LoopBody, runs: int) -> list[Value]:
+def _record_loop(
+    walker: Walker, equation: Equation, operands: Sequence[Value], body: LoopBody, runs: int
+) -> list[Value]:
     reads = walker.materialize_operands(equation, operands)
     cost, shards = _walk_iteration(walker, body, reads)
     writes = [walker.buffer(var.aval, count) for var, count in zip(equation.outvars, shards, strict=True)]
@@ -281,7 +290,7 @@ def _walk_iteration(walker: Walker, body: LoopBody, reads: Sequence[Value]) -> t
             value.size, value.shards = value.size * value.shards // count, count
 
 
-def _unrolled(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[Value]:
+def _unrolled(walker: Walker, equation: Equation, operands: Sequence[Value]) -> list[Value]:
     """Walks all iterations of a fully unrolled loop: compilers fuse what one leaves for the next, and make no stacks."""
     body = scan_body(equation)
     first_stack = body.first_carry + body.carries
@@ -306,7 +315,7 @@ def _unrolled(walker: Walker, equation: Any, operands: Sequence[Value]) -> list[
     return [*carry, *stacked]
 
 
-def _slice(walker: Walker, stack: Value, index: int, aval: Any) -> Value:
+def _slice(walker: Walker, stack: Value, index: int, aval: AbstractValue) -> Value:
     """The slice of a stacked operand that an iteration reads, copied once for all loops."""
     if stack.iterations:
         return stack.iterations[index]

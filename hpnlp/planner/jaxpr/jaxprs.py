@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.core import ShapedArray
+from jax.core import AbstractValue, ShapedArray
 from jax.extend import core
 
 from hpnlp.cost.flop_count import open_jaxpr as open_jaxpr  # part of this module's interface
+from hpnlp.types import Equation
 
 
-def needed_equations(jaxpr: Any) -> list[Any]:
+def needed_equations(jaxpr: core.Jaxpr) -> list[Any]:
     """Equations that the results depend on or that have side effects; compilers remove all others as dead code.
 
     Args:
@@ -33,7 +34,7 @@ def needed_equations(jaxpr: Any) -> list[Any]:
     return equations[::-1]
 
 
-def called_jaxpr(equation: Any) -> Any:
+def called_jaxpr(equation: Equation) -> Any:
     """The body of an equation that only calls it, such as `jit`, `checkpoint` or a custom derivative.
 
     Args:
@@ -60,7 +61,7 @@ class LoopBody:
     slices: int  #: number of slices
 
 
-def scan_body(equation: Any) -> LoopBody:
+def scan_body(equation: Equation) -> LoopBody:
     """The body of a `scan`.
 
     Args:
@@ -78,7 +79,7 @@ def scan_body(equation: Any) -> LoopBody:
     return LoopBody(body.replace(invars=invars), constants, carries, len(slices))
 
 
-def while_body(equation: Any) -> LoopBody:
+def while_body(equation: Equation) -> LoopBody:
     """The body of a `while` loop.
 
     Args:
@@ -99,11 +100,11 @@ def _count_same_rank(outer: Sequence[Any], inner: Sequence[Any]) -> int:
     return sum(_rank(a) == _rank(b) for a, b in zip(outer, inner, strict=True))
 
 
-def _rank(atom: Any) -> int:
+def _rank(atom: core.Var | core.Literal) -> int:
     return len(atom.aval.shape) if isinstance(atom.aval, ShapedArray) else 0
 
 
-def is_on_host(aval: Any) -> bool:
+def is_on_host(aval: AbstractValue) -> bool:
     """Whether an array rests in host memory.
 
     Args:
@@ -115,7 +116,7 @@ def is_on_host(aval: Any) -> bool:
     return isinstance(aval, ShapedArray) and aval.memory_space == jax.memory.Space.Host
 
 
-def device_bytes(aval: Any) -> int:
+def device_bytes(aval: AbstractValue) -> int:
     """Bytes of an array in device memory, undivided.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jax.extend import core
 
@@ -15,6 +15,10 @@ from hpnlp.ops.attention.block_sparse.flash import SCOPE
 from hpnlp.planner.jaxpr.jaxprs import device_bytes, needed_equations
 from hpnlp.planner.jaxpr.liveness import Step, Value
 from hpnlp.planner.roofline import Operation, ProgramCost
+from hpnlp.types import Equation
+
+if TYPE_CHECKING:
+    from jax.core import AbstractValue
 
 
 @dataclasses.dataclass
@@ -61,7 +65,7 @@ class Walker:
         """
         return 1 if self.per_device else max((operand.shards for operand in operands), default=1)
 
-    def buffer(self, aval: Any, shards: int = 1, *, external: bool = False) -> Value:
+    def buffer(self, aval: AbstractValue, shards: int = 1, *, external: bool = False) -> Value:
         """A value in a new buffer.
 
         Args:
@@ -77,7 +81,7 @@ class Walker:
         buffer.sources = frozenset((buffer,))
         return buffer
 
-    def value(self, atom: Any) -> Value:
+    def value(self, atom: core.Var | core.Literal) -> Value:
         """The value of an operand.
 
         Args:
@@ -88,7 +92,7 @@ class Walker:
         """
         return self.buffer(atom.aval, external=True) if isinstance(atom, core.Literal) else self.scope.values[atom]
 
-    def materialize(self, value: Value, aval: Any) -> Value:
+    def materialize(self, value: Value, aval: AbstractValue) -> Value:
         """Puts a value into a buffer.
 
         Args:
@@ -109,7 +113,7 @@ class Walker:
             self.record(sources, [buffer], aliases=aliases, part=value.part or self.part)
         return buffer
 
-    def materialize_operands(self, equation: Any, operands: Sequence[Value]) -> list[Value]:
+    def materialize_operands(self, equation: Equation, operands: Sequence[Value]) -> list[Value]:
         """Puts the operands of an equation into buffers, which later readers of the same variables share.
 
         Args:
@@ -182,7 +186,7 @@ class Walker:
             for operation in body.operations
         ]
 
-    def walk(self, jaxpr: Any, arguments: Sequence[Value]) -> list[Value]:
+    def walk(self, jaxpr: core.Jaxpr, arguments: Sequence[Value]) -> list[Value]:
         """Records the equations of a jaxpr in order.
 
         Args:
@@ -207,7 +211,7 @@ class Walker:
         self.scope, self.in_attention, self.part = caller_scope, caller_in_attention, caller_part
         return results
 
-    def _open_scope(self, jaxpr: Any, equations: Sequence[Any], arguments: Sequence[Value]) -> Scope:
+    def _open_scope(self, jaxpr: core.Jaxpr, equations: Sequence[Any], arguments: Sequence[Value]) -> Scope:
         """The variables of a jaxpr before its first equation."""
         values: dict[Any, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
         values.update((var, self.buffer(var.aval, external=True)) for var in jaxpr.constvars)

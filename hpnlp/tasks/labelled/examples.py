@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hpnlp.data.examples import Examples, check_paths, generated, prepare_examples
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.reading.files import Progress
 from hpnlp.tasks.task import Batch, RunConfig, Task
 from hpnlp.tasks.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from hpnlp.data.examples.config import ExampleConfig
 
 
 class ExampleTask(Task):
@@ -20,19 +23,19 @@ class ExampleTask(Task):
     def input_kind(self, data: Any) -> Kind:
         return data.kind()
 
-    def check_data(self, data: Any) -> None:
+    def check_data(self, data: ExampleConfig) -> None:
         check_paths(data)
 
-    def has_own_heldout(self, data: Any) -> bool:
+    def has_own_heldout(self, data: ExampleConfig) -> bool:
         return generated.has_heldout(data.path)
 
-    def may_lack_labels(self, data: Any) -> bool:
+    def may_lack_labels(self, data: ExampleConfig) -> bool:
         return data.kind().unlabelled
 
-    def batch_widths(self, data: Any) -> int:
+    def batch_widths(self, data: ExampleConfig) -> int:
         return data.buckets
 
-    def dataset(self, data: Any, vocabulary: Vocabulary | None, progress: Progress | None = None) -> Examples:
+    def dataset(self, data: ExampleConfig, vocabulary: Vocabulary | None, progress: Progress | None = None) -> Examples:
         if vocabulary is None:
             return prepare_examples(data, progress=progress)
         return prepare_examples(data, vocabulary.labels, vocabulary.tokenizer, progress)

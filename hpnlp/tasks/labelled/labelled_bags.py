@@ -18,7 +18,7 @@ from hpnlp.tasks.field_rules import only_with_loss
 from hpnlp.tasks.labelled.labels import LabelTask
 from hpnlp.tasks.reports.label_report import LabelReport, whole_text
 from hpnlp.tasks.reports.reporting import Outcome, Report, Section, decimals
-from hpnlp.tasks.task import RunConfig
+from hpnlp.tasks.task import RunConfig, Sums
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary
 from hpnlp.types import InputError
 
@@ -34,7 +34,9 @@ MAX_TEXTS = 10_000  # held-out texts that are ranked, the first ones
 class BagReport(LabelReport):
     """The part of reports of labelled bags: that of classification, and the ranks of left-out texts."""
 
-    def numbers(self, dataset: Any, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
+    def numbers(
+        self, dataset: BagExamples, scores: Mapping[str, float], baselines: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Scores; the ranks are None until `section` has computed them."""
         return {
             **super().numbers(dataset, scores, baselines),
@@ -91,7 +93,7 @@ def text_ranks(
     return np.where(np.isfinite(positives[:, 0]), ranks, len(texts)), places
 
 
-def _topics(config: Any) -> str:
+def _topics(config: RunConfig) -> str:
     data = config.data
     if data.kind().has_labels:
         return ""
@@ -158,7 +160,7 @@ class LabelledBagsTask(LabelTask):
         return LabelledBags(filled, sizes.stats and sizes.stats.padded(vocab))
 
     def scores(
-        self, config: RunConfig, dataset: Examples, sums: Any, *, is_complete: bool, gives_probabilities: bool
+        self, config: RunConfig, dataset: Examples, sums: Sums, *, is_complete: bool, gives_probabilities: bool
     ) -> dict[str, float]:
         """Scores of a classifier, and the share of texts that are more similar to their bag than all others of a batch."""
         options = {"is_complete": is_complete, "gives_probabilities": gives_probabilities}

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jaxtyping import PyTree
 
 from hpnlp.models.seq2seq_decode import generate
 from hpnlp.tasks.predictions import Batch, TextPrediction, TrainedModel
 from hpnlp.types import Tokenizer
+
+if TYPE_CHECKING:
+    from hpnlp.models.seq2seq import Seq2Seq
 
 
 def text_predictions(trained: TrainedModel, batch: Batch, examples: int) -> list[TextPrediction]:
@@ -28,7 +32,7 @@ def text_predictions(trained: TrainedModel, batch: Batch, examples: int) -> list
 
 
 def decoded_targets(
-    model: Any, params: Any, batch: Mapping[str, Any], tokenizer: Tokenizer, target_len: int
+    model: Seq2Seq, params: PyTree, batch: Mapping[str, Any], tokenizer: Tokenizer, target_len: int
 ) -> list[np.ndarray]:
     """Greedily decoded targets of a batch, without eos and padding.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.data.examples.dataset import HELDOUT
+from hpnlp.data.examples.dataset import HELDOUT, Examples
 from hpnlp.data.examples.kind import TokenisedExamples
 from hpnlp.tasks.reports.reporting import (
     NOT_FINITE,
@@ -43,7 +43,7 @@ class RetrievalReport(TaskReport):
     }
     unit = "pair"
 
-    def numbers(self, dataset: Any, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
+    def numbers(self, dataset: Examples, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
         """Scores, identity of the held-out pairs, and recall of TF-IDF on them.
 
         Recall of the model is None until `section` has ranked the pairs.

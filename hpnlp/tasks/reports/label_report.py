@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hpnlp.data.examples.dataset import HELDOUT
+from hpnlp.data.examples.dataset import HELDOUT, Examples
 from hpnlp.tasks.reports.reporting import (
     NOT_FINITE,
     Heatmap,
@@ -72,7 +72,7 @@ class LabelReport(TaskReport):
         self._show = show
         self._note = note
 
-    def numbers(self, dataset: Any, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
+    def numbers(self, dataset: Examples, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
         """Scores, identity of the held-out examples, and accuracies of baselines on them."""
         return {
             **{f"heldout_{name}": value for name, value in scores.items()},

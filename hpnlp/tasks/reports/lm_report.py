@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpnlp.data.baselines import NAMES, WINDOW
 from hpnlp.models import decode
@@ -14,6 +14,10 @@ from hpnlp.nn.output import is_normalized
 from hpnlp.tasks import vocabulary as vocabularies
 from hpnlp.tasks.reports.reporting import NOT_FINITE, Outcome, Ranking, Report, Section, TaskReport, decimals
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from hpnlp.data.corpus import Corpus
+    from hpnlp.tasks.task import RunConfig
 
 BITS_PER_BYTE = "held-out bits/byte"
 PERPLEXITY = "held-out perplexity"
@@ -37,7 +41,7 @@ class LanguageModelReport(TaskReport):
     unit = "token"
     samples_text = True
 
-    def numbers(self, dataset: Any, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
+    def numbers(self, dataset: Corpus, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
         """Scores, identity of the held-out text, and bits per byte of compressors on the same text.
 
         The bits per byte of a tokenizer that loses text or of an output layer that gives no probabilities are None.
@@ -121,7 +125,7 @@ class LanguageModelReport(TaskReport):
             return {}
         return {f"held-out: {name}": bits * math.log(2) for name, bits in _compressors(report) if bits}
 
-    def commands(self, workdir: Path, config: Any) -> dict[str, list[str]]:
+    def commands(self, workdir: Path, config: RunConfig) -> dict[str, list[str]]:
         if not config.model.decodes:
             return {}
         return {"continue a text": ["generate", str(workdir), *_generation(workdir, config)]}
@@ -226,7 +230,7 @@ def _different_texts(reports: Mapping[str, Report], scores: Mapping[str, float])
     return f"The runs were scored on different held-out text: quality cannot be compared ({texts})."
 
 
-def _generation(workdir: Path, config: Any) -> list[str]:
+def _generation(workdir: Path, config: RunConfig) -> list[str]:
     """Flags of `hpnlp generate` that the model's positions, output layer and vocabulary allow."""
     prompt, length = [f"--prompt={PROMPT}"], len(PROMPT)
     vocabulary = vocabularies.load(workdir)

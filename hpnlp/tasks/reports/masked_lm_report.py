@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from hpnlp.tasks.reports.reporting import (
     spread,
 )
 
+if TYPE_CHECKING:
+    from hpnlp.tasks.masked_lm import MaskedText
+
 SEQUENCES, EXAMPLES = 4, 8  # held-out sequences whose hidden tokens are predicted, and hidden tokens that are shown
 CONTEXT = 24  # characters that are shown on each side of a hidden token
 
@@ -30,7 +33,7 @@ class MaskedReport(TaskReport):
     numbers_compared: Mapping[str, bool] = {"heldout_loss": True, "heldout_accuracy": True}
     unit = "masked token"
 
-    def numbers(self, dataset: Any, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
+    def numbers(self, dataset: MaskedText, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
         """Scores, identity of the held-out text, and the accuracy of the most frequent token."""
         return {
             **{f"heldout_{name}": value for name, value in scores.items()},

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from hpnlp.data.examples.dataset import HELDOUT
+from hpnlp.data.examples.dataset import HELDOUT, Examples
 from hpnlp.data.examples.kinds.graded import read_graded
+from hpnlp.data.examples.store import StoredExamples
 from hpnlp.tasks.reports.dual_encoder_report import MAX_TEXT, RetrievalReport, pearson, spearman, vectors
 from hpnlp.tasks.reports.label_report import LabelReport, whole_text
 from hpnlp.tasks.reports.reporting import (
@@ -40,7 +41,7 @@ class SimilarityReport(TaskReport):
     }
     unit = "pair"
 
-    def numbers(self, dataset: Any, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
+    def numbers(self, dataset: Examples, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
         """Scores and identity of the held-out pairs; correlations are None until `section` has computed them."""
         return {
             **{f"heldout_{name}": value for name, value in scores.items()},
@@ -144,7 +145,7 @@ def _similarities(outcome: Outcome, pairs: Any, count: int) -> np.ndarray:
     return (texts * partners).sum(axis=1)
 
 
-def _examples(stored: Any, similarities: np.ndarray, grades: np.ndarray) -> Iterator[str]:
+def _examples(stored: StoredExamples, similarities: np.ndarray, grades: np.ndarray) -> Iterator[str]:
     """Lines of a table of the pairs whose similarity is lowest and highest in relation to the grade."""
     yield "Held-out pairs whose similarity is the lowest in relation to the grade, and the highest:"
     yield ""
@@ -159,10 +160,10 @@ def _examples(stored: Any, similarities: np.ndarray, grades: np.ndarray) -> Iter
 class MeanBaseline:
     """Scores of the most frequent class, or of the mean grade, of the training examples."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Examples) -> None:
         self._dataset = dataset
 
-    def result(self, log: Any = None) -> dict[str, Any]:
+    def result(self, log: Callable[[str], None] | None = None) -> dict[str, Any]:
         """Measures the score.
 
         Args:

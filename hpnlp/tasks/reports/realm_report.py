@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpnlp.tasks.reports.reporting import NOT_FINITE, Ranking, Report, TaskReport, decimals, rank_on_same_examples
+
+if TYPE_CHECKING:
+    from hpnlp.data.examples.kinds.spans import ExamplesWithDocuments
 
 
 class RealmReport(TaskReport):
@@ -14,7 +17,9 @@ class RealmReport(TaskReport):
     numbers_compared: Mapping[str, bool] = {"heldout_loss": True, "heldout_utility": True}
     unit = "hidden token"
 
-    def numbers(self, dataset: Any, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
+    def numbers(
+        self, dataset: ExamplesWithDocuments, scores: Mapping[str, float], baselines: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Scores, numbers of texts and documents, and the identity of the held-out texts."""
         return {
             **{f"heldout_{name}": value for name, value in scores.items()},

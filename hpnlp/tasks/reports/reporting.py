@@ -6,13 +6,16 @@ import abc
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from hpnlp.models.variables import collections
 from hpnlp.parallel.memory import host_offload
+
+if TYPE_CHECKING:
+    from hpnlp.tasks.task import Dataset, RunConfig
 
 Report = Mapping[str, Any]  # content of report.json
 
@@ -131,7 +134,7 @@ class TaskReport(abc.ABC):
     samples_text: bool = False
 
     @abc.abstractmethod
-    def numbers(self, dataset: Any, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
+    def numbers(self, dataset: Dataset, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
         """The task's fields of report.json.
 
         Args:
@@ -212,7 +215,7 @@ class TaskReport(abc.ABC):
         """
         return {}
 
-    def commands(self, workdir: Path, config: Any) -> dict[str, list[str]]:
+    def commands(self, workdir: Path, config: RunConfig) -> dict[str, list[str]]:
         """Commands of the task that a report proposes first.
 
         Args:

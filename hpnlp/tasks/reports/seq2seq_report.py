@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.data.examples.dataset import CHALLENGE, HELDOUT
+from hpnlp.data.examples.dataset import CHALLENGE, HELDOUT, Examples
 from hpnlp.tasks.reports.decoded_targets import decoded_targets
 from hpnlp.tasks.reports.reporting import (
     NOT_FINITE,
@@ -42,7 +42,7 @@ class Seq2SeqReport(TaskReport):
     }
     unit = "target token"
 
-    def numbers(self, dataset: Any, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
+    def numbers(self, dataset: Examples, scores: Mapping[str, float], baselines: Mapping[str, Any]) -> dict[str, Any]:
         """Scores, and identity of the held-out examples."""
         return {
             **{f"heldout_{name}": value for name, value in scores.items()},

@@ -29,6 +29,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PyTree
 from orbax.checkpoint import checkpoint_managers as policies
 from orbax.checkpoint import multihost
 
@@ -39,7 +40,7 @@ from hpnlp.training.files.checksum import checksum, type_text, verify
 from hpnlp.training.files.contents import checked_directory
 from hpnlp.training.optimizers.state_shardings import TrainState
 from hpnlp.training.processes.attempts import Fence
-from hpnlp.types import InputError
+from hpnlp.types import InputError, JSONValue
 
 FORMAT = 1  # version of the composite; checkpoints of other versions are refused
 CONVERTED_STEP = 0  # step of a checkpoint that holds a converted model: its parameters, and no other state
@@ -138,7 +139,7 @@ class Checkpointer:
         return self.latest() if best is None else best
 
     def save(
-        self, state: TrainState, data: Any, progress: Mapping[str, Any], scores: Mapping[str, float] | None = None
+        self, state: TrainState, data: JSONValue, progress: Mapping[str, Any], scores: Mapping[str, float] | None = None
     ) -> None:
         """Starts writing a checkpoint in the background.
 
@@ -166,7 +167,7 @@ class Checkpointer:
             metrics = None if scores is None else self._order.stored(scores)
             self._manager.save(int(state.step), args=ocp.args.Composite(**items), metrics=metrics, force=True)
 
-    def save_params(self, params: Any) -> None:
+    def save_params(self, params: PyTree) -> None:
         """Writes the parameters of a converted model as CONVERTED_STEP, and waits until they are on disk.
 
         Args:
@@ -204,7 +205,7 @@ class Checkpointer:
         """Waits for writes in progress and releases the directory."""
         self._manager.close()
 
-    def check_saved(self, step: int, params: Any, counter: Any = None) -> None:
+    def check_saved(self, step: int, params: PyTree, counter: PyTree = None) -> None:
         """Reads a small part of a checkpoint back from the disk: its record, its smallest parameter and its step counter.
 
         Args:
@@ -470,7 +471,7 @@ def _without_replicas(x: Any) -> Any:
     return jax.make_array_from_single_device_arrays(x.shape, smaller, [shards[device] for device in devices.flat])
 
 
-def _checksums(state: TrainState, data: Any) -> dict[str, Any]:
+def _checksums(state: TrainState, data: JSONValue) -> dict[str, Any]:
     """Item -> path of each of its arrays -> checksum; the data iterator's state has one checksum."""
     return {
         "params": checksum(state.params),

@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 
 @jax.jit
-def _word_sums(tree: Any) -> Any:
+def _word_sums(tree: PyTree) -> Any:
     """A uint32 checksum of each array: `ops.helpers.checksum.word_sum` on devices, which does not depend on the sharding."""
 
     def word_sum(x: jax.Array) -> jax.Array:
@@ -61,7 +62,7 @@ def first_difference(expected: Any, actual: Any, form: Callable[[Any], str] = ty
     return next(((name, first.get(name, "nothing"), second.get(name, "nothing")) for name in names), None)
 
 
-def checksum(tree: Any) -> dict[str, str]:
+def checksum(tree: PyTree) -> dict[str, str]:
     """Checksums of the arrays of a tree.
 
     Args:

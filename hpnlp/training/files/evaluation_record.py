@@ -64,7 +64,7 @@ def write_examples(workdir: Path, examples: ExampleScores | None) -> None:
         examples.write(workdir)
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> Any:
     """`value` with None in place of floats that are not finite, which JSON cannot represent, and lists for tuples.
 
     Args:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from hpnlp.atomic_file import replace_bytes
 
@@ -66,7 +67,7 @@ def with_examples(
     return {**sums, EXAMPLES: {**examples, IDENTITY: _identity(batch, weights)}}, other
 
 
-def _is_scalar(value: Any) -> bool:
+def _is_scalar(value: ArrayLike) -> bool:
     return jnp.ndim(value) == 0 and jnp.issubdtype(jnp.result_type(value), jnp.floating)
 
 

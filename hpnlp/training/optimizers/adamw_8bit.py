@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 import optax
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from hpnlp.ops.dynamic_quantization import dequantize, is_quantized, quantize
 from hpnlp.training.optim import OptimizerConfig, is_matrix, parameter_name
@@ -34,10 +36,10 @@ def adamw8bit(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTr
 def _with_8_bit_moments(adam: optax.GradientTransformation) -> optax.GradientTransformation:
     """`adam` with quantized `mu` and `nu` in its state."""
 
-    def init(params: Any) -> Any:
+    def init(params: PyTree) -> Any:
         return _quantize_moments(adam.init(params), jax.tree_util.tree_map_with_path(_takes_8_bits, params))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[Any, Any]:
         # Read off the state, because a table's size is smaller where only some of its rows are trained.
         takes_8_bits = jax.tree.map(is_quantized, state.mu, is_leaf=is_quantized)
         updates, state = adam.update(updates, _dequantize_moments(state), params)
@@ -46,23 +48,23 @@ def _with_8_bit_moments(adam: optax.GradientTransformation) -> optax.GradientTra
     return optax.GradientTransformation(init, update)
 
 
-def _takes_8_bits(path: Any, leaf: jax.Array) -> bool:
+def _takes_8_bits(path: KeyPath, leaf: jax.Array) -> bool:
     return parameter_name(path) in _QUANTIZED and leaf.size >= LEAST_SIZE
 
 
 def _quantize_moments(state: Any, takes_8_bits: Any) -> Any:
     """Adam's state with the moments in 8 bits where the tree `takes_8_bits` is True."""
 
-    def pack(moments: Any, signed: bool) -> Any:
+    def pack(moments: PyTree, signed: bool) -> Any:
         return jax.tree.map(lambda yes, x: quantize(x, signed=signed) if yes else x, takes_8_bits, moments)
 
     return state._replace(mu=pack(state.mu, True), nu=pack(state.nu, False))
 
 
-def _dequantize_moments(state: Any) -> Any:
+def _dequantize_moments(state: PyTree) -> Any:
     """Adam's state with all moments in float32."""
 
-    def unpack(moments: Any, signed: bool) -> Any:
+    def unpack(moments: PyTree, signed: bool) -> Any:
         return jax.tree.map(
             lambda x: dequantize(x, signed=signed) if is_quantized(x) else x, moments, is_leaf=is_quantized
         )

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 
 from hpnlp import compatibility
 from hpnlp.cost.parts import part
@@ -41,7 +42,7 @@ class Update:
     schedule: optax.Schedule
     allowed: Callable[[Any, Any, Any], Any] | None = None
 
-    def each(self, function: Callable[..., Any], state: Any, *trees: Any) -> Any:
+    def each(self, function: Callable[..., Any], state: PyTree, *trees: PyTree) -> Any:
         """`function(state, *trees)` of trees like the parameters, layer by layer where layers rest on the host.
 
         Args:
@@ -55,7 +56,7 @@ class Update:
         return host_offload.by_layer(function, state, *trees) if self.by_layer else function(state, *trees)
 
     @part("optimizer")
-    def norm(self, grads: Any, weight: jax.Array) -> jax.Array:
+    def norm(self, grads: PyTree, weight: jax.Array) -> jax.Array:
         """Global norm of all gradients.
 
         Args:
@@ -69,7 +70,7 @@ class Update:
         if not self.by_layer:
             return mean(optax.tree.norm(grads), weight)
 
-        def add(totals: Any, layer_grads: Any) -> Any:
+        def add(totals: PyTree, layer_grads: PyTree) -> Any:
             return jax.tree.map(lambda t: t + optax.tree.norm(layer_grads, squared=True), totals)
 
         squares = host_offload.by_layer(add, {"layers": jnp.zeros(self.layers), "others": jnp.zeros(())}, grads)
@@ -78,8 +79,8 @@ class Update:
     @part("optimizer")
     def __call__(
         self,
-        state: Any,
-        grads: Any,
+        state: PyTree,
+        grads: PyTree,
         *,
         weight: jax.Array,
         norm: jax.Array,
@@ -104,7 +105,7 @@ class Update:
           The new state.
         """
 
-        def update(state: Any, grads: Any) -> Any:
+        def update(state: PyTree, grads: PyTree) -> Any:
             params, opt_state, ema = state
             with jax.numpy_dtype_promotion("standard"):
                 updates, opt_state = self.optimizer.update(means(grads, weight), opt_state, params, norm=norm)
@@ -122,7 +123,7 @@ class Update:
                 ema = jax.tree.map(lambda old, new: decay * old + (1.0 - decay) * new, ema, params)
             return params, opt_state, ema
 
-        def update_if_finite(state: Any, grads: Any) -> Any:
+        def update_if_finite(state: PyTree, grads: PyTree) -> Any:
             # One choice for the whole state: a choice for each array makes XLA:CPU copy the optimizer's state.
             return jax.lax.cond(is_finite, update, lambda state, _: state, state, grads)
 
@@ -171,7 +172,7 @@ def mean(total: jax.Array, weight: jax.Array) -> jax.Array:
     return total / jnp.where(weight == 0, 1.0, weight)
 
 
-def means(totals: Any, weight: jax.Array) -> Any:
+def means(totals: PyTree, weight: jax.Array) -> Any:
     """Weighted means of the arrays of a tree.
 
     Args:

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jaxtyping import Array
+from jax.tree_util import KeyPath
+from jaxtyping import Array, PyTree
 
 from hpnlp.training.optim import OptimizerConfig, is_matrix, parameter_name
 from hpnlp.training.optimizers import sparse_rows
@@ -79,17 +80,17 @@ def scale_by_muon(decay: float, eps: float, apply_to_whole: ApplyToWhole | None 
     def orthogonalize(x: Array) -> Array:
         return orthogonal(x, eps)
 
-    def init(params: Any) -> MuonState:
+    def init(params: PyTree) -> MuonState:
         return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
-    def direction(path: Any, momentum: Array) -> Array:
+    def direction(path: KeyPath, momentum: Array) -> Array:
         if apply_to_whole is None:
             step = orthogonalize(momentum)
         else:
             step = apply_to_whole(sparse_rows.keys(path), orthogonalize, momentum)
         return jnp.sqrt(jnp.maximum(1.0, momentum.shape[-1] / momentum.shape[-2])) * step
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[Any, MuonState]:
         mu, count = optax.tree.update_moment(updates, state.mu, decay, 1), state.count + 1
         next_mu = optax.tree.bias_correction(mu, decay, count + 1)
         grads = optax.tree.bias_correction(updates, decay, count)
@@ -121,7 +122,7 @@ def muon(
     return optax.partition({"muon": of_kernels, "adam": adam}, _labels)
 
 
-def _labels(params: Any) -> Any:
+def _labels(params: PyTree) -> Any:
     """A tree like the parameters: "muon" for kernels, "adam" for all others."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: "muon" if parameter_name(path) == "kernel" else "adam", params

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from hpnlp.model_interfaces.model_parallel import ModelParallel
 from hpnlp.models import variables
@@ -35,7 +36,7 @@ class OverDevices:
         context_parallel.check_variables(self.layout, axes)
         return axes, shapes
 
-    def model_parallel(self, config: Any, carry_axes: Any) -> ModelParallel:
+    def model_parallel(self, config: Any, carry_axes: PyTree) -> ModelParallel:
         """Functions that run a model over the mesh. `carry_axes` is the result of `Model.carry_axes`, or None."""
         layout, carry_names = self.layout, None if carry_axes is None else config.split_carry(carry_axes)
         return ModelParallel(
@@ -47,7 +48,7 @@ class OverDevices:
             token_order=functools.partial(context_parallel.token_order, layout, config.masks()),
         )
 
-    def apply_to_whole(self, specs: Any) -> ApplyToWhole:
+    def apply_to_whole(self, specs: PyTree) -> ApplyToWhole:
         """Function that applies a function of whole matrices to matrices with the given specs."""
         by_path = {sparse_rows.keys(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
 

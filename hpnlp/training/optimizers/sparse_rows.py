@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from hpnlp.ops.table_rows import TableRows
 
@@ -24,7 +26,7 @@ ApplyToWhole = Callable[[Path, Callable[[jax.Array], jax.Array], jax.Array], jax
 _INDEXING = {"mode": "fill", "unique_indices": True, "indices_are_sorted": True}
 
 
-def keys(path: Any) -> Path:
+def keys(path: KeyPath) -> Path:
     """Names of the dicts that lead to a leaf.
 
     Args:
@@ -36,7 +38,7 @@ def keys(path: Any) -> Path:
     return tuple(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
-def owner(path: Any, shape: tuple[int, ...], shapes: Mapping[Path, tuple[int, ...]]) -> Path | None:
+def owner(path: KeyPath, shape: tuple[int, ...], shapes: Mapping[Path, tuple[int, ...]]) -> Path | None:
     """Finds the parameter that a leaf of the training state holds, or holds a statistic of.
 
     Args:
@@ -66,7 +68,7 @@ def distinct(ids: jax.Array, size: int) -> jax.Array:
     return jnp.unique(valid, size=min(ids.size, size), fill_value=np.iinfo(np.int32).max)
 
 
-def gather(state: Any, ids: Mapping[Path, jax.Array], shapes: Mapping[Path, tuple[int, ...]]) -> Any:
+def gather(state: PyTree, ids: Mapping[Path, jax.Array], shapes: Mapping[Path, tuple[int, ...]]) -> Any:
     """Replaces each table in `ids`, and each statistic of it, by its rows.
 
     Args:
@@ -80,14 +82,14 @@ def gather(state: Any, ids: Mapping[Path, jax.Array], shapes: Mapping[Path, tupl
     if not ids:
         return state
 
-    def select(path: Any, leaf: jax.Array) -> jax.Array:
+    def select(path: KeyPath, leaf: jax.Array) -> jax.Array:
         table = owner(path, leaf.shape, shapes)
         return leaf.at[ids[table]].get(**_INDEXING, fill_value=0) if table is not None and table in ids else leaf
 
     return jax.tree_util.tree_map_with_path(select, state)
 
 
-def scatter(state: Any, rows: Any, ids: Mapping[Path, jax.Array], shapes: Mapping[Path, tuple[int, ...]]) -> Any:
+def scatter(state: PyTree, rows: PyTree, ids: Mapping[Path, jax.Array], shapes: Mapping[Path, tuple[int, ...]]) -> Any:
     """Writes gathered rows back.
 
     Args:
@@ -102,14 +104,14 @@ def scatter(state: Any, rows: Any, ids: Mapping[Path, jax.Array], shapes: Mappin
     if not ids:
         return rows
 
-    def write(path: Any, leaf: jax.Array, new: jax.Array) -> jax.Array:
+    def write(path: KeyPath, leaf: jax.Array, new: jax.Array) -> jax.Array:
         table = owner(path, leaf.shape, shapes)
         return leaf.at[ids[table]].set(new, **_INDEXING) if table is not None and table in ids else new
 
     return jax.tree_util.tree_map_with_path(write, state, rows)
 
 
-def as_tables(params: Any, ids: Mapping[Path, jax.Array]) -> Any:
+def as_tables(params: PyTree, ids: Mapping[Path, jax.Array]) -> Any:
     """Parameters for a model, in which gathered rows are looked up by the ids of their table.
 
     Args:
@@ -120,7 +122,7 @@ def as_tables(params: Any, ids: Mapping[Path, jax.Array]) -> Any:
       The parameters with `TableRows` in place of the tables in `ids`.
     """
 
-    def as_table(path: Any, leaf: jax.Array) -> Any:
+    def as_table(path: KeyPath, leaf: jax.Array) -> Any:
         table = keys(path)
         return TableRows(ids[table], leaf) if table in ids else leaf
 

@@ -7,14 +7,17 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from hpnlp.models import variables
-from hpnlp.ops.weight import is_weight
+from hpnlp.ops.weight import Weight, is_weight
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.memory import host_offload
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optimizers import sparse_rows
+from hpnlp.types import AnyArray
 
 
 @jax.tree_util.register_dataclass
@@ -51,7 +54,7 @@ class TrainState:
 
 
 def state_shardings(
-    layout: Layout, plan: Plan, axes: Any, carry_axes: Any, statistic_specs: Any, shapes: TrainState
+    layout: Layout, plan: Plan, axes: PyTree, carry_axes: PyTree, statistic_specs: PyTree, shapes: TrainState
 ) -> TrainState:
     """Shardings of a training state.
 
@@ -90,7 +93,7 @@ def state_shardings(
     return state
 
 
-def frozen_shapes(layout: Layout, axes: Any, shapes: Any) -> tuple[Any, ...]:
+def frozen_shapes(layout: Layout, axes: PyTree, shapes: PyTree) -> tuple[Any, ...]:
     """Shapes of a model's frozen variables, as the last arguments of a step or an evaluation.
 
     Args:
@@ -110,7 +113,7 @@ def frozen_shapes(layout: Layout, axes: Any, shapes: Any) -> tuple[Any, ...]:
     return (shapes_with(shapes, shardings),)
 
 
-def _dividing(x: Any, sharding: NamedSharding) -> NamedSharding:
+def _dividing(x: jax.Array | jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
     """The sharding without the mesh axes that do not divide the array."""
     entries = [
         names if size % math.prod(sharding.mesh.shape[name] for name in _mesh_axes(names)) == 0 else None
@@ -119,12 +122,12 @@ def _dividing(x: Any, sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
 
 
-def _mesh_axes(entry: Any) -> tuple[str, ...]:
+def _mesh_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The mesh axes of an entry of a PartitionSpec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else entry
 
 
-def gradient_shapes(mesh: Any, shapes: Any, param_shardings: Any, statistic_specs: Any) -> Any:
+def gradient_shapes(mesh: Mesh | AbstractMesh, shapes: PyTree, param_shardings: PyTree, statistic_specs: PyTree) -> Any:
     """Shapes of the gradients.
 
     Args:
@@ -137,14 +140,14 @@ def gradient_shapes(mesh: Any, shapes: Any, param_shardings: Any, statistic_spec
       Shapes with the statistics' specs, in the parameters' memory (device or host).
     """
 
-    def gradient_shape(x: Any, sharding: Any, spec: Any) -> jax.ShapeDtypeStruct:
+    def gradient_shape(x: jax.ShapeDtypeStruct, sharding: NamedSharding, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         placed = NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed)
 
     return jax.tree.map(gradient_shape, shapes, param_shardings, statistic_specs)
 
 
-def variable_shardings(layout: Layout, axes: Any, shapes: Any) -> Any:
+def variable_shardings(layout: Layout, axes: PyTree, shapes: PyTree) -> Any:
     """Shardings of buffers, frozen variables or a carry.
 
     ZeRO 3 divides these variables as it divides parameters, so that a layer gathers all of its variables in the same way.
@@ -161,7 +164,7 @@ def variable_shardings(layout: Layout, axes: Any, shapes: Any) -> Any:
     return jax.tree.map(lambda _, spec: NamedSharding(layout.mesh, spec), shapes, specs)
 
 
-def _optimizer_shardings(layout: Layout, statistics: Any, shapes: TrainState) -> Any:
+def _optimizer_shardings(layout: Layout, statistics: PyTree, shapes: TrainState) -> Any:
     """Shardings of the optimizer's state; each statistic is found by the path of its parameter."""
     leaves = jax.tree_util.tree_leaves_with_path(shapes.params)
     param_shapes = {sparse_rows.keys(path): leaf.shape for path, leaf in leaves}
@@ -181,7 +184,7 @@ def _optimizer_shardings(layout: Layout, statistics: Any, shapes: TrainState) ->
     return jax.tree_util.tree_map_with_path(statistic_sharding, shapes.opt_state)
 
 
-def shapes_with(shapes: Any, shardings: Any) -> Any:
+def shapes_with(shapes: PyTree, shardings: PyTree) -> Any:
     """Shapes with shardings.
 
     Args:
@@ -194,7 +197,7 @@ def shapes_with(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
-def place(shape: Any, value: Any) -> jax.Array:
+def place(shape: jax.ShapeDtypeStruct, value: AnyArray) -> jax.Array:
     """Places an array in the memory of devices.
 
     Args:
@@ -208,7 +211,7 @@ def place(shape: Any, value: Any) -> jax.Array:
     return jax.make_array_from_callback(shape.shape, sharding, lambda index: value[index])
 
 
-def resharded(sharding: NamedSharding, weight: Any) -> Any:
+def resharded(sharding: NamedSharding, weight: jax.Array | Weight) -> Any:
     """A parameter in the sharding that the model expects, within a jitted function.
 
     Args:

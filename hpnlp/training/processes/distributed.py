@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, Mesh
 
 from hpnlp.errors import TRY_AGAIN, TemporaryError, plural
 from hpnlp.training.processes import attempts, signals
@@ -430,7 +431,7 @@ def batch_share(sharding: Any, batch_size: int) -> tuple[int, int]:
     return first // count, batch_size // count
 
 
-def describe_devices(mesh: Any) -> str:
+def describe_devices(mesh: Mesh | AbstractMesh) -> str:
     """Describes the devices of a mesh.
 
     Returns:

@@ -10,10 +10,13 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpnlp.atomic_file import replace_bytes
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from hpnlp.models.shared.body import ConfigOfModel
 
 RECORD = "model.json"
 # Fields of a model's config that may differ from the source's: they do not change what the parameters compute. The class of a
@@ -21,7 +24,7 @@ RECORD = "model.json"
 FREE = ("dtype", "dropout", "unroll")
 
 
-def architecture(config: Any) -> dict[str, Any]:
+def architecture(config: ConfigOfModel) -> dict[str, Any]:
     """Fields that decide what a model computes; values that are written in several ways are resolved to one.
 
     Args:
@@ -33,7 +36,7 @@ def architecture(config: Any) -> dict[str, Any]:
     return config.canonical(_decisive(config))
 
 
-def differing_fields(config: Any, source: Any, names: Iterable[str]) -> list[str]:
+def differing_fields(config: ConfigOfModel, source: ConfigOfModel, names: Iterable[str]) -> list[str]:
     """Compares the fields of two configs that decide what a model computes.
 
     Args:
@@ -53,7 +56,7 @@ def differing_fields(config: Any, source: Any, names: Iterable[str]) -> list[str
     ]
 
 
-def write(workdir: Path, config: Any) -> None:
+def write(workdir: Path, config: ConfigOfModel) -> None:
     """Writes RECORD.
 
     Args:
@@ -63,7 +66,7 @@ def write(workdir: Path, config: Any) -> None:
     replace_bytes(workdir / RECORD, (json.dumps(_decisive(config), indent=1) + "\n").encode())
 
 
-def check(workdir: Path, config: Any) -> None:
+def check(workdir: Path, config: ConfigOfModel) -> None:
     """Checks that parameters are used with the fields that they were trained with.
 
     Args:

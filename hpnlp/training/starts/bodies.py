@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxtyping import PyTree
+
 from hpnlp.models import variables
 from hpnlp.models.shared.body import BodyStart, ConfigOfModel
 from hpnlp.models.variables import BUFFERS
@@ -143,7 +145,7 @@ def _fix(name: str, field: str, value: Any, of_source: Any, is_known: bool) -> s
     return f"set {shlex.quote(f'--model.{field}={of_source}')}"
 
 
-def with_bodies(weights: Any, source: Any, pairs: Sequence[Pair]) -> tuple[Any, str]:
+def with_bodies(weights: PyTree, source: PyTree, pairs: Sequence[Pair]) -> tuple[Any, str]:
     """Copies the bodies of another model.
 
     Args:
@@ -189,7 +191,7 @@ def _with_first_type(target: Mapping[str, Any], body: Mapping[str, Any]) -> dict
     return {TYPES: {"table": target[TYPES]["table"].at[0].set(0.0)}}
 
 
-def _stack_weights(weights: Any, stack: str) -> dict[str, Any]:
+def _stack_weights(weights: PyTree, stack: str) -> dict[str, Any]:
     """Parameters and buffers of a stack."""
     params, buffers = variables.split(weights)
     return variables.join(params[stack], (buffers or {}).get(stack)) if stack else variables.join(params, buffers)

@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from hpnlp.compress.matrices import KERNELS, is_table
 from hpnlp.models import variables
@@ -45,7 +47,7 @@ def rewound(params: Any, run: run_directory.Run, source: str) -> Any:
             "magnitude does, and a checkpoint of the same model"
         )
 
-    def masked(path: Any, pruned: Any, early: Any) -> Any:
+    def masked(path: KeyPath, pruned: PyTree, early: PyTree) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         is_kernel = name.rsplit("/", 1)[-1] in KERNELS and not is_table(name)
         return jnp.where(pruned == 0, 0, early) if is_kernel else early

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ from hpnlp.models.huggingface import convert
 from hpnlp.models.stacks.layer_forms import carries
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
-from hpnlp.tasks.task import Frozen
+from hpnlp.tasks.task import Dataset, Frozen
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import run_directory
 from hpnlp.training.config import Config
@@ -37,6 +37,9 @@ from hpnlp.training.files.checksum import first_difference
 from hpnlp.training.starts import teacher_file, teacher_outputs, warm_start
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from hpnlp.data.batches import Batches
 
 FIELD = "distill.teacher"
 
@@ -97,7 +100,7 @@ class Teacher:
         """
         teacher_file.write(workdir, self.frozen(student.stored > 0), student.extras)
 
-    def stored_batches(self, batches: Any, directory: str, student: Distillation) -> teacher_outputs.StoredBatches:
+    def stored_batches(self, batches: Batches, directory: str, student: Distillation) -> teacher_outputs.StoredBatches:
         """Batches with the logits of the teacher, which are computed once and stored.
 
         Args:
@@ -138,7 +141,7 @@ class Teacher:
             )
         return weights
 
-    def scores(self, dataset: Any, config: Config, progress: Progress = ignore_progress) -> dict[str, float]:
+    def scores(self, dataset: Dataset, config: Config, progress: Progress = ignore_progress) -> dict[str, float]:
         """Scores on all held-out examples of a run, on one device.
 
         Args:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from hpnlp.atomic_file import replace_bytes
 from hpnlp.compress.distilling.distillation import Distilled, Extras
 from hpnlp.tasks.task import Frozen
-from hpnlp.types import InputError
+from hpnlp.types import InputError, Model
 
 TEACHER_FILE = "teacher.json"
 
@@ -26,7 +25,7 @@ def write(workdir: Path, frozen: Frozen, extras: Extras) -> None:
     replace_bytes(workdir / TEACHER_FILE, (json.dumps(record, indent=1) + "\n").encode())
 
 
-def student(model: Any, workdir: Path) -> Distilled:
+def student(model: Model, workdir: Path) -> Distilled:
     """The model whose variables the checkpoints of a run with a teacher hold.
 
     Args:

@@ -11,15 +11,20 @@ import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from hpnlp.compress.distilling.distillation import Distillation
 from hpnlp.compress.distilling.distillation_losses import IDS, VALUES, largest
 from hpnlp.data.reading.files import is_special
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from hpnlp.data.batches import Batches
+    from hpnlp.training.starts.teacher import Teacher
 
 _KEY_BYTES = 16
 _FORMAT = 1
@@ -120,14 +125,14 @@ class Store:
         except (OSError, ValueError, EOFError) as error:
             raise self._damaged(name, error) from error
 
-    def _damaged(self, name: str, reason: Any) -> InputError:
+    def _damaged(self, name: str, reason: object) -> InputError:
         return InputError(f"{self.directory / name} is damaged ({reason}): delete {self.directory}, and run again")
 
 
 class StoredBatches:
     """Training batches with the logits of a teacher, which runs for sequences that the store lacks."""
 
-    def __init__(self, batches: Any, directory: str, model: Distillation, teacher: Any) -> None:
+    def __init__(self, batches: Batches, directory: str, model: Distillation, teacher: Teacher) -> None:
         """Wraps an iterator.
 
         Args:
@@ -167,7 +172,7 @@ class StoredBatches:
         """State of the wrapped iterator."""
         return self._batches.get_state()
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: Mapping[str, Any]) -> None:
         """Sets the state of the wrapped iterator.
 
         Args:
@@ -175,7 +180,7 @@ class StoredBatches:
         """
         self._batches.set_state(state)
 
-    def _compute(self, weights: Any, batch: Mapping[str, Any]) -> Any:
+    def _compute(self, weights: PyTree, batch: Mapping[str, Any]) -> Any:
         return self._model.apply(weights, batch, True, ("logits",), method="loss").taps["logits"]
 
 

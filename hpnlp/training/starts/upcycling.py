@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.variables import BUFFERS
@@ -84,7 +85,7 @@ def check(model: BackboneConfig, source: BackboneConfig, layers: list[int], acce
     return differences
 
 
-def upcycled(weights: Any, initial: Any, model: BackboneConfig, source: BackboneConfig, layers: list[int]) -> Any:
+def upcycled(weights: PyTree, initial: PyTree, model: BackboneConfig, source: BackboneConfig, layers: list[int]) -> Any:
     """Weights of a model whose experts are copies of the MLPs of a dense model.
 
     Args:
@@ -113,7 +114,7 @@ def upcycled(weights: Any, initial: Any, model: BackboneConfig, source: Backbone
     return result | ({BUFFERS: initial[BUFFERS]} if BUFFERS in initial else {})
 
 
-def _experts(mlp: Any, initial: Any) -> Any:
+def _experts(mlp: PyTree, initial: PyTree) -> Any:
     """The parameters of a layer with experts: copies of an MLP, and the initial values of all others."""
     copies = {name: jnp.broadcast_to(mlp[name]["kernel"], initial[name].shape) for name in mlp}
     return {**initial, **copies}

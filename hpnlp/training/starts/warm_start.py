@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from hpnlp import tasks
 from hpnlp.compress.distilling.distillation import Extras
@@ -116,7 +117,12 @@ class StartSource:
         return "; ".join(filter(None, (differences, scaled)))
 
     def load_params(
-        self, trainer: Trainer, plan: Plan, task: str = "", key: jax.Array | None = None, model: Any = None
+        self,
+        trainer: Trainer,
+        plan: Plan,
+        task: str = "",
+        key: jax.Array | None = None,
+        model: Any = None,
     ) -> tuple[Any, str]:
         """Reads the parameters: those of the best checkpoint of a run, or of a Hugging Face directory.
 

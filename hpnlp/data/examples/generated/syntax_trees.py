@@ -57,12 +57,12 @@ def node_tree(node: ast.AST) -> _Tree:
     return type(node).__name__, subtrees
 
 
-def _subtree(item: Any) -> _Tree:
+def _subtree(item: object) -> _Tree:
     """The tree of an item of a field: a node, a name, or a number such as the level of an import."""
     return node_tree(item) if isinstance(item, ast.AST) else (item if isinstance(item, str) else _constant(item), [])
 
 
-def _constant(value: Any) -> str:
+def _constant(value: object) -> str:
     """The label of a constant."""
     if value is None or isinstance(value, bool) or (isinstance(value, int) and 0 <= value <= MAX_NUMBER):
         return str(value)

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, PyTree
 
 from hpnlp.ops.helpers.custom_vjp import vary_alike
 
@@ -95,7 +96,7 @@ def keys_from_gradient(x: Float[Array, "B K H S"]) -> Float[Array, "B S K H"]:
     return x.transpose(0, 3, 1, 2)
 
 
-def split_heads(x: Any, kv_heads: int) -> Any:
+def split_heads(x: Array | None, kv_heads: int) -> Any:
     """Splits query heads into key heads and the query heads that read each.
 
     Args:
@@ -110,7 +111,7 @@ def split_heads(x: Any, kv_heads: int) -> Any:
     return x.reshape(x.shape[0], kv_heads, -1, *x.shape[2:])
 
 
-def to_blocks(x: Array, block: int, heads: tuple[int, ...] = (), fill: Any = 0) -> Array:
+def to_blocks(x: Array, block: int, heads: tuple[int, ...] = (), fill: ArrayLike = 0) -> Array:
     """Cuts tokens into blocks, the last one padded, with heads before tokens.
 
     Args:
@@ -144,7 +145,7 @@ def from_blocks(x: Array, length: int) -> Array:
     return x.reshape(x.shape[0], -1, math.prod(x.shape[3:-1]), x.shape[-1])[:, :length]
 
 
-def take_run(tree: Any, first: Array, run: int) -> Any:
+def take_run(tree: PyTree[Array], first: Array, run: int) -> Any:
     """Consecutive blocks of each array of a tree.
 
     Args:
@@ -159,7 +160,7 @@ def take_run(tree: Any, first: Array, run: int) -> Any:
     return jax.tree.map(lambda x: lax.dynamic_slice(x, start[: x.ndim], (run, *x.shape[1:]), **SLICE), tree)
 
 
-def put_run(tree: Any, first: Array, new: Any) -> Any:
+def put_run(tree: PyTree[Array], first: Array, new: PyTree[Array]) -> Any:
     """Replaces consecutive blocks of each array of a tree.
 
     Args:
@@ -174,7 +175,7 @@ def put_run(tree: Any, first: Array, new: Any) -> Any:
     return jax.tree.map(lambda x, part: lax.dynamic_update_slice(x, part, start[: x.ndim], **SLICE), tree, new)
 
 
-def _start(first: Array, tree: Any) -> tuple[Array, ...]:
+def _start(first: Array, tree: PyTree[Array]) -> tuple[Array, ...]:
     """Start indices of slices that begin at block `first`, for the array with the most axes."""
     zero, *_ = vary_alike(jnp.int32(0), first)
     return (first, *[zero] * (max(x.ndim for x in jax.tree.leaves(tree)) - 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,8 +14,9 @@ from jaxtyping import Array, Float
 from hpnlp.ops.attention.block_sparse.array_blocks import SLICE, zeros
 from hpnlp.ops.attention.block_sparse.chunks import Chunk
 from hpnlp.ops.attention.block_sparse.schedule import BlockSchedule
-from hpnlp.ops.attention.pair_bias import PairBias
+from hpnlp.ops.attention.pair_bias import PairBias, Span
 from hpnlp.ops.helpers.custom_vjp import vary_alike
+from hpnlp.types import AnyArray
 
 # Most tiles of a step that are computed by operations of their own; more are computed in a loop.
 UNROLLED_TILES = 4
@@ -109,7 +111,7 @@ class BiasTiles:
         run, width = keys.shape
         db = db.reshape(*db.shape[:2], -1, db.shape[4], width, key_block)  # [R, B, N, r, w, c]
 
-        def add(row: Any, column: Any, sums: list[Array]) -> list[Array]:
+        def add(row: Array | int, column: Array | int, sums: list[Array]) -> list[Array]:
             tile_db = lax.dynamic_index_in_dim(lax.dynamic_index_in_dim(db, row, 0, False), column, 3, False)
             corners = self._corners(chunk, first, keys, key_block, row * width + column)
             gradients = self._bias.gradients(tile_db, *self._array_tiles(corners))
@@ -126,12 +128,12 @@ class BiasTiles:
             return sums
         return lax.fori_loop(0, run * width, lambda i, sums: add(i // width, i % width, sums), sums)
 
-    def _tiles(self, keys: Any) -> tuple[Any, int]:
+    def _tiles(self, keys: AnyArray) -> tuple[Any, int]:
         """Key blocks [..., R, w], where joined blocks are one, and the number of their keys."""
         return (keys[..., :1], self._key_block * keys.shape[-1]) if self._joined else (keys, self._key_block)
 
     def _corners(
-        self, chunk: Chunk, first: Array, keys: Array, key_block: int, number: Any
+        self, chunk: Chunk, first: Array, keys: Array, key_block: int, number: Array | int
     ) -> list[tuple[Any, list[int]]]:
         """The first index and the size of the part of each array for a tile of a step, by its number row by row."""
         row, column = number // keys.shape[1], number % keys.shape[1]
@@ -160,7 +162,7 @@ class BiasTiles:
         return x.reshape(*x.shape[:2], *heads, *x.shape[3:])
 
 
-def _padded(x: Array, windows: Any) -> Array:
+def _padded(x: Array, windows: Sequence[Sequence[Span]]) -> Array:
     """An array with zeros after its end, so that all windows are inside."""
     needed = [max(window[axis][0] + window[axis][1] for window in windows) for axis in range(2)]
     padding = [(0, max(0, count - size)) for count, size in zip(needed, x.shape[2:], strict=True)]

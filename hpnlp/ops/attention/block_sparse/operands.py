@@ -9,12 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from hpnlp.ops.attention.masks.base import Mask
 from hpnlp.ops.attention.operands import Operands, as_flags
 from hpnlp.ops.attention.pair_bias import BiasArrays, is_pair_bias
 from hpnlp.ops.dropout import seed_words
+from hpnlp.types import AnyArray
 
 
 class Form(enum.Enum):
@@ -177,7 +179,7 @@ def executor_records(
     )
 
 
-def _bias_operand(bias: Any) -> tuple[Any, Any]:
+def _bias_operand(bias: PairBias | Callable[..., Array] | Array | None) -> tuple[Any, Any]:
     """(None, PairBias or None), or the jaxpr of a bias function and the arrays that the function closes over."""
     if bias is None or callable(bias):
         return (None, None) if bias is None else _trace(bias)
@@ -194,10 +196,10 @@ def _indices(length: int) -> Array:
     return jnp.arange(length, dtype=jnp.int32)[None]
 
 
-def _int32(x: Any) -> Any:
+def _int32(x: ArrayLike | None) -> Any:
     return None if x is None else jnp.asarray(x, jnp.int32)
 
 
-def _four_axes(x: Any) -> Any:
+def _four_axes(x: AnyArray | None) -> Any:
     """An array that broadcasts to [B, N, T, S] with leading axes of 1 up to four."""
     return None if x is None else jnp.asarray(x).reshape((1,) * (4 - x.ndim) + x.shape)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from hpnlp.ops.attention.block_sparse import tile
 from hpnlp.ops.attention.block_sparse.array_blocks import (
@@ -26,6 +26,7 @@ from hpnlp.ops.attention.block_sparse.operands import ExecutorOperands, Options,
 from hpnlp.ops.attention.block_sparse.schedule import BlockSchedule, TileGroup, TileState
 from hpnlp.ops.attention.block_sparse.tile import QueryResiduals, TileMask
 from hpnlp.ops.helpers.custom_vjp import tied, vary_alike
+from hpnlp.types import AnyArray
 
 # States of a step: no pair is visible; all pairs are visible; pairs must be tested; all pairs of the keys that exist are
 # visible.
@@ -192,12 +193,12 @@ class TileMasks:
         if options.bias_jaxpr is None:
             return tile_mask, None
 
-        def bias(closed_over: Any) -> Array:
+        def bias(closed_over: PyTree) -> Array:
             return tile.bias_of_function(options, closed_over, self._heads, query_info, key_info)
 
         return dataclasses.replace(tile_mask, bias=bias(operands.bias)), bias
 
-    def _visible(self, test: Callable[[], Array], inside: Array, state: Array, states: Any) -> Array | None:
+    def _visible(self, test: Callable[[], Array], inside: Array, state: Array, states: AnyArray) -> Array | None:
         """`test()` for TESTED steps and `inside`, the keys that exist, for others; None where all steps are FULL.
 
         The test is a branch of its own, so that XLA does not evaluate the mask again for each head and each pass over the
@@ -225,7 +226,7 @@ class TileMasks:
         return reduce(to_blocks(jnp.where(tokens.index >= 0, x, fill), block, fill=fill), axis=2)
 
 
-def _pair_blocks(x: Any, schedule: BlockSchedule, kv_heads: int) -> PairBlocks | None:
+def _pair_blocks(x: Array | None, schedule: BlockSchedule, kv_heads: int) -> PairBlocks | None:
     """An operand [B, N, T, S] in blocks."""
     return None if x is None else PairBlocks(split_heads(x, kv_heads), schedule.block, schedule.key_block)
 

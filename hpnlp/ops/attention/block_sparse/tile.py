@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, PyTree
 
 from hpnlp.ops.attention.block_sparse.operands import Options, TokenInfo
 from hpnlp.ops.attention.masks.base import Mask
@@ -64,7 +64,9 @@ class QueryResiduals:
     delta: Any
 
 
-def visible_pairs(mask: Mask, queries: TokenInfo, keys: TokenInfo, lengths: Any, dense: Any = None) -> Visible:
+def visible_pairs(
+    mask: Mask, queries: TokenInfo, keys: TokenInfo, lengths: Array | None, dense: Array | None = None
+) -> Visible:
     """The pairs of a tile that the mask and the operands allow.
 
     Args:
@@ -129,7 +131,7 @@ def kept_weights(
 
 
 def bias_of_function(
-    options: Options, closed_over: Any, heads: Array, queries: TokenInfo, keys: TokenInfo
+    options: Options, closed_over: PyTree, heads: Array, queries: TokenInfo, keys: TokenInfo
 ) -> Float[Array, "*a r c"]:
     """The bias function over a tile.
 
@@ -166,7 +168,7 @@ def bias_of_function(
     return out.reshape(*lead, *out.shape[1:]).astype(jnp.float32)
 
 
-def add_bias_gradient(sums: Any, bias: Callable[[Any], Array], operand: Any, db: Array) -> Any:
+def add_bias_gradient(sums: PyTree, bias: Callable[[Any], Array], operand: PyTree, db: Array) -> Any:
     """Adds the gradient of a tile's bias to the gradient of the operand that the bias is computed from.
 
     Args:

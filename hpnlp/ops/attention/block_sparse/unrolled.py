@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from hpnlp.ops.attention.block_sparse import tile
 from hpnlp.ops.attention.block_sparse.array_blocks import (
@@ -197,7 +197,7 @@ def _tile_mask(
     if operands.bias is None:
         return TileMask(visible, kept), None
 
-    def bias(operand: Any) -> Array:
+    def bias(operand: PyTree) -> Array:
         if options.bias_jaxpr is None:
             terms = tuple(_cut_pairs(x, block) for x in operand.terms)
             return split_heads(dataclasses.replace(operand, terms=terms).dense(), kv_heads)

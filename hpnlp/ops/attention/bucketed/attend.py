@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from hpnlp.ops.attention.block_sparse import tile
 from hpnlp.ops.attention.block_sparse.operands import Options
@@ -196,7 +196,7 @@ def _attend_forward(settings: _Settings, q: Array, k: Array, v: Array, *operands
     ) -> tuple[Array, ...]:
         band = settings.band(q.shape[1])
 
-        def add_round(sums: Any, round_: Any) -> tuple[Any, None]:
+        def add_round(sums: PyTree[Array], round_: PyTree[Array]) -> tuple[Any, None]:
             queries, keys = _sorted_round(settings, band, codes, *round_, valid_queries=None, valid_keys=valid)
             of_queries = queries.take(q), *queries.codes
             # 0 * NaN is NaN: a hidden value must be finite. NaN of the key makes the visible scores NaN.
@@ -233,7 +233,7 @@ def _alone(settings: _Settings, x: Float[Array, "L T H"], seed: Array, streams: 
     return jnp.where(kept, x * (1.0 / (1.0 - rate)), jnp.float32(0))
 
 
-def _attend_backward(settings: _Settings, saved: Any, do: Array) -> tuple[Any, ...]:
+def _attend_backward(settings: _Settings, saved: PyTree[Array], do: Array) -> tuple[Any, ...]:
     q, k, v, order, codes, seed, streams, *of_results = saved
 
     def gradients(
@@ -249,7 +249,7 @@ def _attend_backward(settings: _Settings, saved: Any, do: Array) -> tuple[Any, .
         lse = jnp.where(is_finite, lse, jnp.where(is_alone, jnp.inf, jnp.nan))
         residuals = do, lse, lse_low, jnp.where(is_finite, delta, 0.0)
 
-        def add_round(sums: tuple[Array, ...], round_: Any) -> tuple[tuple[Array, ...], None]:
+        def add_round(sums: tuple[Array, ...], round_: PyTree[Array]) -> tuple[tuple[Array, ...], None]:
             queries, keys = _sorted_round(settings, band, codes, *round_, valid_queries=is_finite, valid_keys=valid)
             of_queries = queries.take(q), *queries.codes
             of_keys = keys.take(k), keys.take(v), *keys.codes

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from hpnlp.ops.attention.block_sparse import tile
 from hpnlp.ops.attention.block_sparse.operands import Options
@@ -307,7 +307,7 @@ def _attend_forward(settings: SortSettings, options: Options, *arrays: Array) ->
     return o, (arrays, o, lse, lse_low)
 
 
-def _attend_backward(settings: SortSettings, options: Options, saved: Any, do: Array) -> tuple[Any, ...]:
+def _attend_backward(settings: SortSettings, options: Options, saved: PyTree[Array], do: Array) -> tuple[Any, ...]:
     arrays, o, lse, lse_low = saved
     block, beside = _bands(settings, options)
     queries, keys, mixtures, streams = _in_whole_blocks(block, *arrays)

@@ -115,7 +115,7 @@ def hamming_kmeans(
             scores = jnp.where(same[:, None], scores, -jnp.inf).reshape(batch * heads, length, count)
         return jnp.argmax(scores, axis=2).astype(jnp.int32)
 
-    def step(_: Any, centroids: Array) -> Array:
+    def step(_: int | Array, centroids: Array) -> Array:
         members = nearest(centroids)[..., None] == jnp.arange(count, dtype=jnp.int32)[None, None]
         sums = jnp.einsum("ntc,ntb->ncb", members.astype(jnp.float32), x)
         return jnp.where(sums == 0, centroids, jnp.sign(sums))

@@ -16,9 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, PyTree
 
 from hpnlp.ops.attention.block_sparse.block_mask import active_tiles
 from hpnlp.ops.attention.kernels.mosaic import THREADS, Machine, matrix, repeat_along
@@ -87,7 +88,7 @@ def schedule(options: KernelOptions, rows: int, columns: int, transposed: bool) 
     return np.stack([longest_first, edges[:-1], tested, edges[1:]]).astype(np.int32), entries.astype(np.int32)
 
 
-def scores(options: KernelOptions, products: Any) -> tuple[Any, float, Any]:
+def scores(options: KernelOptions, products: Array) -> tuple[Any, float, Any]:
     """Scores of a tile from the products q k^T.
 
     Args:
@@ -106,7 +107,9 @@ def scores(options: KernelOptions, products: Any) -> tuple[Any, float, Any]:
     return products * options.scale, LOG2E, None
 
 
-def hide(options: KernelOptions, machine: Machine, s: Any, q0: Any, k0: Any, q_axis: int, segments: Any) -> Any:
+def hide(
+    options: KernelOptions, machine: Machine, s: Array, q0: Array | int, k0: Array | int, q_axis: int, segments: Any
+) -> Any:
     """Sets the scores of pairs that are not visible to -inf.
 
     Args:
@@ -133,7 +136,7 @@ def hide(options: KernelOptions, machine: Machine, s: Any, q0: Any, k0: Any, q_a
     return jnp.where(visible, s, -jnp.inf)
 
 
-def copy_tiles(count: Any, copy: Callable[[Any, Any], None], free: tuple[Any, ...]) -> None:
+def copy_tiles(count: Array | int, copy: Callable[[Any, Any], None], free: tuple[Any, ...]) -> None:
     """The program of the copying warpgroup.
 
     Args:
@@ -144,7 +147,7 @@ def copy_tiles(count: Any, copy: Callable[[Any, Any], None], free: tuple[Any, ..
     plgpu.set_max_registers(40, action="decrease")
 
     @pl.loop(0, count + STAGES)
-    def _(step: Any) -> None:
+    def _(step: Array | int) -> None:
         slot = lax.rem(step, jnp.int32(STAGES))
 
         @pl.when(step >= STAGES)
@@ -157,7 +160,9 @@ def copy_tiles(count: Any, copy: Callable[[Any, Any], None], free: tuple[Any, ..
             copy(step, slot)
 
 
-def over_entries(first: Any, tested: Any, last: Any, body: Callable[..., Any], state: Any) -> Any:
+def over_entries(
+    first: Array | int, tested: Array | int, last: Array | int, body: Callable[..., Any], state: PyTree[Array]
+) -> Any:
     """Loops over the entries of a row of tiles.
 
     Args:
@@ -201,7 +206,7 @@ def forward(  # noqa: PLR0915  (one kernel, whose parts share references to memo
     tiles, entries = schedule(options, TILE, columns, False)
 
     def kernel(  # noqa: PLR0915
-        q_ref: Any, k_ref: Any, v_ref: Any, rows_ref: Any, entries_ref: Any, *refs: Any
+        q_ref: Ref, k_ref: Ref, v_ref: Ref, rows_ref: Ref, entries_ref: Ref, *refs: Any
     ) -> None:
         ids = refs[: len(segments)]
         o_ref, lse_ref, q_s, k_s, v_s, lse_s, q_full, k_full, v_full, k_free, v_free, turn = refs[len(segments) :]
@@ -222,7 +227,7 @@ def forward(  # noqa: PLR0915  (one kernel, whose parts share references to memo
                 plgpu.barrier_wait(turn)
 
             # One warpgroup uses the tensor cores while the other computes its exponentials (FlashAttention-3, section 3.1).
-            def step(entry: Any, state: Any, test: bool) -> Any:
+            def step(entry: Array | int, state: PyTree[Array], test: bool) -> Any:
                 sums, top, total = state
                 slot = lax.rem(entry - first, jnp.int32(STAGES))
                 plgpu.barrier_wait(k_full.at[slot])
@@ -262,7 +267,7 @@ def forward(  # noqa: PLR0915  (one kernel, whose parts share references to memo
         def _() -> None:
             kv_head = lax.div(head, jnp.int32(group))
 
-            def copy(step: Any, slot: Any) -> None:
+            def copy(step: Array | int, slot: Array | int) -> None:
                 here = (b, pl.ds(entries_ref[first + step] * columns, columns), kv_head)
                 plgpu.copy_gmem_to_smem(k_ref.at[here], k_s.at[slot], k_full.at[slot])
                 plgpu.copy_gmem_to_smem(v_ref.at[here], v_s.at[slot], v_full.at[slot])

@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Ref, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, PyTree
 
 from hpnlp.ops.attention.kernels.hopper import (
     COMPUTE,
@@ -29,7 +30,7 @@ from hpnlp.ops.attention.kernels.hopper import (
 from hpnlp.ops.attention.kernels.mosaic import THREADS, Machine, matrix, repeat_along
 
 
-def _tile_gradient(options: KernelOptions, p: Any, dp: Any, delta: Any, capped: Any) -> Any:
+def _tile_gradient(options: KernelOptions, p: Array, dp: Array, delta: Array, capped: Any) -> Any:
     """The gradient of the scores before `scale`."""
     ds = p * (dp - delta)
     return ds if options.soft_cap is None else ds * (1.0 - capped * capped)
@@ -57,7 +58,7 @@ def queries(  # noqa: PLR0915  (one kernel, whose parts share references to memo
     tiles, entries = schedule(options, TILE, columns, False)
 
     def kernel(  # noqa: PLR0915
-        q_ref: Any, k_ref: Any, v_ref: Any, do_ref: Any, lse_ref: Any, delta_ref: Any, rows_ref: Any, entries_ref: Any,
+        q_ref: Ref, k_ref: Ref, v_ref: Ref, do_ref: Ref, lse_ref: Ref, delta_ref: Ref, rows_ref: Ref, entries_ref: Ref,
         *refs: Any,
     ) -> None:  # fmt: skip
         ids = refs[: len(segments)]
@@ -78,7 +79,7 @@ def queries(  # noqa: PLR0915  (one kernel, whose parts share references to memo
             plgpu.barrier_wait(full.at[wg])
             lse, delta = machine.load(lse_s.at[wg], 0), machine.load(delta_s.at[wg], 0)
 
-            def step(entry: Any, dq: Any, test: bool) -> Any:
+            def step(entry: Array | int, dq: PyTree[Array], test: bool) -> Any:
                 slot = lax.rem(entry - first, jnp.int32(STAGES))
                 plgpu.barrier_wait(k_full.at[slot])
                 s, factor, capped = scores(options, machine.product(q_s.at[wg], k_s.at[slot]))
@@ -103,7 +104,7 @@ def queries(  # noqa: PLR0915  (one kernel, whose parts share references to memo
         def _() -> None:
             kv_head = lax.div(head, jnp.int32(group))
 
-            def copy(step: Any, slot: Any) -> None:
+            def copy(step: Array | int, slot: Array | int) -> None:
                 here = (b, pl.ds(entries_ref[first + step] * columns, columns), kv_head)
                 plgpu.copy_gmem_to_smem(k_ref.at[here], k_s.at[slot], k_full.at[slot])
                 plgpu.copy_gmem_to_smem(v_ref.at[here], v_s.at[slot], v_full.at[slot])
@@ -142,7 +143,7 @@ def keys(  # noqa: PLR0915  (one kernel, whose parts share references to memory)
     tiles, entries = schedule(options, TILE, columns, True)
 
     def kernel(  # noqa: PLR0915
-        q_ref: Any, k_ref: Any, v_ref: Any, do_ref: Any, lse_ref: Any, delta_ref: Any, rows_ref: Any, entries_ref: Any,
+        q_ref: Ref, k_ref: Ref, v_ref: Ref, do_ref: Ref, lse_ref: Ref, delta_ref: Ref, rows_ref: Ref, entries_ref: Ref,
         *refs: Any,
     ) -> None:  # fmt: skip
         ids = refs[: len(segments)]
@@ -163,8 +164,8 @@ def keys(  # noqa: PLR0915  (one kernel, whose parts share references to memory)
             plgpu.copy_gmem_to_smem(v_ref.at[here], v_s.at[wg], full.at[wg])
             plgpu.barrier_wait(full.at[wg])
 
-            def head(number: Any, state: Any) -> Any:
-                def step(entry: Any, state: Any, test: bool) -> Any:
+            def head(number: Array | int, state: PyTree[Array]) -> Any:
+                def step(entry: Array | int, state: PyTree[Array], test: bool) -> Any:
                     dk, dv = state
                     slot = lax.rem(number * count + entry - first, jnp.int32(STAGES))
                     plgpu.barrier_wait(q_full.at[slot])
@@ -195,7 +196,7 @@ def keys(  # noqa: PLR0915  (one kernel, whose parts share references to memory)
 
         @pl.when(wg == COMPUTE)
         def _() -> None:
-            def copy(step: Any, slot: Any) -> None:
+            def copy(step: Array | int, slot: Array | int) -> None:
                 head = kv_head * group + lax.div(step, count)
                 rows = pl.ds(entries_ref[first + lax.rem(step, count)] * columns, columns)
                 plgpu.copy_gmem_to_smem(q_ref.at[b, rows, head], q_s.at[slot], q_full.at[slot])

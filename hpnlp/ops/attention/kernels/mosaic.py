@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
+from jaxtyping import Array
 
 THREADS = "warpgroup"
 AXES = ("batch", "heads", "tiles")
@@ -161,7 +162,7 @@ class Machine:
 
         return pl.run_scoped(body, plgpu.WGMMAAccumulatorRef((left.shape[0], right.shape[0]), jnp.float32))
 
-    def add_product(self, sums: Any, left: Any, right: Any) -> Any:
+    def add_product(self, sums: Array, left: Any, right: Any) -> Any:
         """Adds a product to sums.
 
         Args:

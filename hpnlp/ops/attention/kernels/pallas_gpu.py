@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jax.extend.core import ClosedJaxpr
+from jaxtyping import Array, Float, PyTree
 
 from hpnlp.ops.attention.kernels import hopper, hopper_backward
 from hpnlp.ops.attention.kernels.hopper import LOG2E, TILE, KernelOptions
@@ -77,7 +78,7 @@ def _mask_limits(mask: Mask | PerHead) -> list[str]:
     return []
 
 
-def _is_elementwise(traced: Any) -> bool:
+def _is_elementwise(traced: ClosedJaxpr) -> bool:
     """Whether a jaxpr has only operations on elements, and closes over no arrays."""
     if any(np.ndim(constant) for constant in traced.consts):
         return False
@@ -201,7 +202,7 @@ def _attend_forward(options: KernelOptions, q: Array, k: Array, v: Array, segmen
     return (o, lse), (q, k, v, o, lse, segments)
 
 
-def _attend_backward(options: KernelOptions, saved: Any, cotangents: tuple[Array, Array]) -> Any:
+def _attend_backward(options: KernelOptions, saved: PyTree, cotangents: tuple[Array, Array]) -> Any:
     (q, k, v, o, lse, segments), (do, dlse) = saved, cotangents
     # A row that sees nothing gets probabilities of 0. Its query and the cotangent of its lse are zeroed, as 0 * NaN is NaN.
     sees_nothing = jnp.isneginf(lse)

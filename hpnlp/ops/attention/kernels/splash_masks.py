@@ -10,7 +10,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_masks
 
 from hpnlp.ops.attention.block_sparse.block_mask import active_tiles
-from hpnlp.ops.attention.masks.base import Mask
+from hpnlp.ops.attention.masks.base import Mask, Places
 from hpnlp.ops.attention.masks.per_head import PerHead
 
 
@@ -70,7 +70,7 @@ class ElementFunction:
     mask: Mask
     keys: int | None
 
-    def __call__(self, q: Any, k: Any) -> Any:
+    def __call__(self, q: Places, k: Places) -> Any:
         visible = self.mask.at(q, k)
         return visible if self.keys is None else visible & (k < self.keys)
 

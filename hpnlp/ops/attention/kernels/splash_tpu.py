@@ -11,12 +11,13 @@ The kernels skip blocks that the mask rules out. This module settles the cases t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from hpnlp.ops.attention.masks.base import Full, Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
@@ -149,7 +150,9 @@ def _kernel(masks: Any, block: tuple[int, int], soft_cap: float | None, interpre
     )
 
 
-def _over_batch(kernel: Any, q: Array, k: Array, v: Array, segments: Any, sinks: Array) -> Any:
+def _over_batch(
+    kernel: Callable[..., Any], q: Array, k: Array, v: Array, segments: tuple[Array, ...] | None, sinks: Array
+) -> Any:
     """The kernel mapped over the batch."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
@@ -159,7 +162,13 @@ def _over_batch(kernel: Any, q: Array, k: Array, v: Array, segments: Any, sinks:
 
 @jax.custom_vjp
 def _with_lse(
-    plain: Any, residual: Any, q: Array, k: Array, v: Array, segments: Any, sinks: Array
+    plain: Callable[..., Any],
+    residual: Callable[..., Any],
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: tuple[Array, ...] | None,
+    sinks: Array,
 ) -> tuple[Array, Array]:
     """(o [B, N, T, Hv], lse [B, N, T]) with a gradient for both: plain computes o, residual o and lse."""
     o, (lse,) = _over_batch(residual, q, k, v, segments, sinks)
@@ -167,12 +176,14 @@ def _with_lse(
 
 
 @accepts_numpy
-def _with_lse_forward(plain: Any, residual: Any, *arrays: Any) -> tuple[tuple[Array, Array], Any]:
+def _with_lse_forward(
+    plain: Callable[..., Any], residual: Callable[..., Any], *arrays: PyTree
+) -> tuple[tuple[Array, Array], Any]:
     o, lse = _with_lse(plain, residual, *arrays)
     return (o, lse), (plain, arrays, lse)
 
 
-def _with_lse_backward(saved: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
+def _with_lse_backward(saved: PyTree, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
     """Gradients of (o, lse) from those of o alone.
 
     The cotangent of lse adds p * dlse to the cotangent of the scores. So dq gains dlse * (p k), an attention output whose

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import PyTree
 
 from hpnlp.ops.attention.linear.chunks import Borders, select
 from hpnlp.ops.attention.linear.decay import cumulative, repeat_for_group, weights
@@ -155,7 +155,7 @@ def scan_states(
     if by_chunk.shape[0] == 1:
         return start, _decayed(start, decay) + sums
 
-    def step(state: jax.Array, chunk: Any) -> tuple[jax.Array, jax.Array]:
+    def step(state: jax.Array, chunk: PyTree) -> tuple[jax.Array, jax.Array]:
         more, factor = chunk
         return _decayed(state, factor) + more, state
 

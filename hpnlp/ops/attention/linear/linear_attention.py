@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.ops.attention.linear.chunked import bidirectional, causal_chunks, outputs
 from hpnlp.ops.attention.linear.chunks import ChunkShape, contiguous, find_borders, scattered, select
@@ -160,7 +160,7 @@ def _in_parts(tokens: TokenArrays, state: LinearState, options: LinearOptions) -
     count = -(-length // most)
     size = -(-length // count)
 
-    def split(x: Any) -> Any:
+    def split(x: Array) -> Any:
         pads = [(0, 0), (0, count * size - length), *[(0, 0)] * (x.ndim - 2)]
         x = jnp.pad(x, pads, mode="edge" if x.ndim == 2 else "constant")  # padding belongs to the last segment
         return jnp.moveaxis(x.reshape(batch, count, size, *x.shape[2:]), 1, 0)

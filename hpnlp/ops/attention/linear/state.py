@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from hpnlp.types import InputError
 
@@ -86,6 +86,6 @@ def _quotient(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
 
 
 @_quotient.defjvp
-def _quotient_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _quotient_jvp(primals: PyTree, tangents: PyTree) -> tuple[jax.Array, jax.Array]:
     o = _quotient(*primals)
     return o, (tangents[0] - o * tangents[1]) / primals[1]

@@ -86,7 +86,7 @@ def nystrom_attend(
     return o.astype(dtype)
 
 
-def pseudo_inverse(a: Any, iterations: int = ITERATIONS) -> Float[Array, "*B M M"]:
+def pseudo_inverse(a: Array, iterations: int = ITERATIONS) -> Float[Array, "*B M M"]:
     """Iterative approximation of the Moore-Penrose inverse, of each matrix by itself.
 
     Args:
@@ -170,5 +170,5 @@ def _landmark_weights(queries: Array, keys: Array, filled: Array) -> Array:
     return _masked_softmax(scores, filled[:, None], filled[:, None])
 
 
-def _product(a: Any, b: Any) -> Array:
+def _product(a: Array, b: Array) -> Array:
     return jnp.matmul(a, b, precision="highest")

@@ -226,14 +226,14 @@ class Mask:
     def __bool__(self) -> bool:
         raise InputError(NO_TRUTH_VALUE)
 
-    def __and__(self, other: Any) -> Any:
+    def __and__(self, other: object) -> Any:
         if not isinstance(other, Mask):
             return NotImplemented
         if self.allows_all:
             return other
         return self if other.allows_all else And(self, other)
 
-    def __or__(self, other: Any) -> Any:
+    def __or__(self, other: object) -> Any:
         return Or(self, other) if isinstance(other, Mask) else NotImplemented
 
     def __invert__(self) -> Mask:

@@ -45,10 +45,10 @@ class PerHead:
     def __bool__(self) -> bool:
         raise InputError(NO_TRUTH_VALUE)
 
-    def __and__(self, other: Any) -> Any:
+    def __and__(self, other: object) -> Any:
         return self._combined(other, operator.and_)
 
-    def __or__(self, other: Any) -> Any:
+    def __or__(self, other: object) -> Any:
         return self._combined(other, operator.or_)
 
     __rand__, __ror__ = __and__, __or__
@@ -59,7 +59,7 @@ class PerHead:
     def shift(self, n: int) -> PerHead:
         return PerHead(tuple(mask.shift(n) for mask in self.masks))
 
-    def _combined(self, other: Any, combine: Callable[[Mask, Mask], Mask]) -> Any:
+    def _combined(self, other: object, combine: Callable[[Mask, Mask], Mask]) -> Any:
         if isinstance(other, Mask):
             other = PerHead((other,) * len(self.masks))
         if not isinstance(other, PerHead):
@@ -95,7 +95,7 @@ class PerHead:
 AnyMask = Mask | PerHead
 
 
-def check_mask(mask: Any) -> None:
+def check_mask(mask: object) -> None:
     """Checks that a value can be used as a mask.
 
     Args:

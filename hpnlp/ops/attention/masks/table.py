@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from hpnlp.ops.attention.masks.base import Full, Mask
+from hpnlp.ops.attention.masks.base import Full, Mask, Places
 from hpnlp.ops.attention.masks.papers import bigbird, longformer, sparse_transformer_fixed, sparse_transformer_strided
 from hpnlp.ops.attention.masks.patterns import (
     Blockwise,
@@ -44,7 +44,7 @@ class Pattern(NamedTuple):
     in_text: bool = True
 
 
-def _sum_divisible_by_3(i: Any, j: Any) -> Any:
+def _sum_divisible_by_3(i: Places, j: Places) -> Any:
     return (i + j) % 3 == 0
 
 

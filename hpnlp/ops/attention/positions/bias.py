@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.helpers.array_op import array_op
@@ -53,7 +54,7 @@ class _Alibi:
 
     heads: int = dataclasses.field(metadata={"static": True})
 
-    def __call__(self, head: Any, q: Any, k: Any) -> Array:
+    def __call__(self, head: ArrayLike, q: ArrayLike, k: ArrayLike) -> Array:
         slopes = jnp.asarray(alibi_slopes(self.heads), jnp.float32)
         distance = jnp.abs(_difference(q, k)).astype(jnp.float32)
         slope, distance = jnp.broadcast_arrays(slopes[jnp.asarray(head)], distance)
@@ -143,7 +144,7 @@ class _T5:
     bidirectional: bool = dataclasses.field(metadata={"static": True})
 
     @array_op()
-    def __call__(self, head: Any, q: Any, k: Any) -> Array:
+    def __call__(self, head: ArrayLike, q: ArrayLike, k: ArrayLike) -> Array:
         count = self.table.shape[0]
         bucket = t5_buckets(_difference(q, k), count, self.max_distance, bidirectional=self.bidirectional)
         bucket, head = jnp.broadcast_arrays(bucket, head)
@@ -297,7 +298,7 @@ def transformer_xl(
     return content_queries, relative_shift(_product("btnh,rnh->bntr", position_queries, r, scale), keys)
 
 
-def _difference(q: Any, k: Any) -> Array:
+def _difference(q: ArrayLike, k: ArrayLike) -> Array:
     """The difference k - q in the shape that both broadcast to."""
     q, k = jnp.broadcast_arrays(q, k)
     return k - q

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from hpnlp.ops.attention.block_sparse.tile import FLOOR, log_sum
 from hpnlp.ops.attention.selected_blocks.row_tiles import row_tiles
@@ -235,7 +236,7 @@ class _Problem:
         steps = -(-is_used.size // max(1, scores // (width * self.together * self.options.block)))
         together = -(-is_used.size // steps)
 
-        def in_steps(x: Array, fill: Any) -> Array:
+        def in_steps(x: Array, fill: ArrayLike) -> Array:
             x = x.reshape(-1, *x.shape[2:])
             x = jnp.pad(x, [(0, steps * together - x.shape[0]), *[(0, 0)] * (x.ndim - 1)], constant_values=fill)
             return x.reshape(steps, together, *x.shape[1:])
@@ -322,7 +323,9 @@ def _attend(options: _Options, q: Array, k: Array, v: Array, indices: _Indices) 
     return _forward(options, q, k, v, indices)[0]
 
 
-def _by_key_head(function: Callable[..., Any], indices: _Indices, kv_heads: int, arrays: Any, tiles: Any = None) -> Any:
+def _by_key_head(
+    function: Callable[..., Any], indices: _Indices, kv_heads: int, arrays: PyTree, tiles: PyTree = None
+) -> Any:
     """`function(indices, arrays, tiles)`, on a CPU for one key head after the other.
 
     The partial results of one key head at a time stay in the caches and take little memory.
@@ -349,7 +352,7 @@ def _by_key_head(function: Callable[..., Any], indices: _Indices, kv_heads: int,
 
     of_heads = indices.chosen, indices.kv_visible, None if indices.streams is None else indices.streams[:, None]
 
-    def one_head(x: Any) -> Any:
+    def one_head(x: PyTree) -> Any:
         (chosen, kv_visible, streams), arrays, tiles = x
         streams = None if streams is None else streams[:, 0]
         return function(
@@ -404,7 +407,7 @@ def _forward_of_heads(options: _Options, indices: _Indices, arrays: tuple[Array,
 
 
 @accepts_numpy
-def _backward(options: _Options, residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
+def _backward(options: _Options, residuals: PyTree, cotangents: tuple[Array, Array]) -> tuple[Any, ...]:
     q, k, v, indices, tiles, o, lse, lse_low = residuals
     do, dlse = cotangents
     # d score = weight * (do . v - delta)
@@ -415,7 +418,9 @@ def _backward(options: _Options, residuals: Any, cotangents: tuple[Array, Array]
     return dq, dk, dv, None
 
 
-def _backward_of_heads(options: _Options, indices: _Indices, arrays: tuple[Array, ...], tiles: Any) -> tuple[Any, None]:
+def _backward_of_heads(
+    options: _Options, indices: _Indices, arrays: tuple[Array, ...], tiles: PyTree
+) -> tuple[Any, None]:
     q, k, v, do, numbers = arrays
     problem = _Problem(options, q, k, v, indices, tiles)
     numbers, do = lax.optimization_barrier((problem.to_rows(numbers), problem.to_rows(do)))

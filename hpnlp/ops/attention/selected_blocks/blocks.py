@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.ops.attention.attend import attend
 from hpnlp.ops.attention.masks.patterns import Blockwise, Causal, Window
@@ -156,7 +156,7 @@ def choose_blocks(
         indices = jnp.broadcast_to(jnp.arange(q.shape[1], dtype=jnp.int32)[None], q.shape[:2])
     lse = None if lse is None else lax.stop_gradient(lse)
 
-    def choose(queries: Any) -> Array:
+    def choose(queries: PyTree) -> Array:
         q, indices, segment_ids, lse = queries
         return _choose(q, summaries, blocks, min(count, blocks.starts.shape[1]), indices, segment_ids, lse)
 

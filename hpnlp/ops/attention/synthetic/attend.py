@@ -15,7 +15,7 @@ from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.ops.attention.pair_bias import BiasArrays, weighted
 from hpnlp.ops.attention.reference import reference
 from hpnlp.ops.helpers.array_op import array_op
-from hpnlp.types import InputError
+from hpnlp.types import AnyArray, InputError
 
 Factors = tuple[Array, Array]
 
@@ -109,7 +109,7 @@ def synthetic_attend_reference(
     return o
 
 
-def tiled_scores(a: Any, b: Any, keys: int) -> Float[Array, "B N T S"]:
+def tiled_scores(a: AnyArray, b: AnyArray, keys: int) -> Float[Array, "B N T S"]:
     """Scores of a Factorized Dense Synthesizer: `scores[t, s] = a[t, s % A] * b[t, s // A]`.
 
     Args:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -256,7 +255,7 @@ def _check_cutoffs(cutoffs: Sequence[int]) -> None:
         raise InputError(f"cutoffs {tuple(cutoffs)}: expected rising numbers, from 1 on")
 
 
-def _check(h: Any, head: Any, tails: Tails, cutoffs: Sequence[int], head_bias: Any) -> int:
+def _check(h: AnyArray, head: AnyArray, tails: Tails, cutoffs: Sequence[int], head_bias: AnyArray | None) -> int:
     """Raises InputError if shapes do not fit; returns the number of words."""
     _check_cutoffs(cutoffs)
     if h.ndim != 2:

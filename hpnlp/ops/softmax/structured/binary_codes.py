@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.helpers.custom_vjp import vary_alike
 from hpnlp.ops.sampling import sample
 from hpnlp.ops.softmax.structured.convolutional_code import Code
 from hpnlp.ops.softmax.structured.grouped_softmax import check_k
-from hpnlp.types import InputError
+from hpnlp.types import AnyArray, InputError
 
 LOSSES = ("normalized", "logistic", "squared")
 # Score of a path that no word takes. Not -inf, whose differences are NaN in gradients.
@@ -187,7 +187,7 @@ def code_top_k(logits: Float[Array, "N L"], code: Code, k: int) -> tuple[Float[A
     _check(logits, code)
     check_k(k, code.vocab)
 
-    def merge_best(scores: Array, ids: Array, _: Any) -> tuple[Array, Array]:
+    def merge_best(scores: Array, ids: Array, _: PyTree) -> tuple[Array, Array]:
         best, at = lax.top_k(jnp.moveaxis(scores, 0, -1), k)
         return jnp.moveaxis(best, -1, 0), jnp.take_along_axis(ids, jnp.moveaxis(at, -1, 0), axis=0)
 
@@ -373,7 +373,7 @@ def _log_sum(logits: Array, code: Code) -> Float[Array, " N"]:
 Merge = Callable[[Array, Array, Any], tuple[Array, Array]]
 
 
-def _trellis(code: Code, logits: Array, k: int, merge: Merge, points: Any = None) -> tuple[Array, Array]:
+def _trellis(code: Code, logits: Array, k: int, merge: Merge, points: PyTree = None) -> tuple[Array, Array]:
     """(scores [k, N], ids [k, N]) that `merge` leaves of all words; the score of a word is the sum of `_bit_scores`.
 
     A step appends a bit to the ids, from the highest on, and merges the words whose register agrees in its last K - 1 bits,
@@ -402,7 +402,7 @@ def _trellis(code: Code, logits: Array, k: int, merge: Merge, points: Any = None
     in_id = np.arange(code.steps) < code.bits
     penalty_1, factor = np.where(in_id, np.float32(0), NEVER), np.where(in_id, 2, 1).astype(np.int32)
 
-    def step(carry: Any, x: Any) -> tuple[Any, None]:
+    def step(carry: PyTree, x: PyTree) -> tuple[Any, None]:
         scores, ids = carry
         score_0, score_1, penalty_1, factor, leave, joined, prefix, points = x
         scores = jnp.concatenate([scores, scores + penalty_1], axis=1)
@@ -443,7 +443,7 @@ def _edge(code: Code) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.asarray(edge), bits == 1, (prefixes - 1).astype(np.int32)
 
 
-def _merge_sum(scores: Array, ids: Array, _: Any) -> tuple[Array, Array]:
+def _merge_sum(scores: Array, ids: Array, _: PyTree) -> tuple[Array, Array]:
     """The log-sum-exp of the scores; the ids are of no use."""
     return jax.nn.logsumexp(scores, axis=0, keepdims=True), ids[:1]
 
@@ -457,7 +457,7 @@ def _merge_draw(scores: Array, ids: Array, points: Array) -> tuple[Array, Array]
     return top + jnp.log(cumulative[-1:]), jnp.take_along_axis(ids, drawn, axis=0)
 
 
-def _check(logits: Any, code: Code, labels: Any = None) -> None:
+def _check(logits: AnyArray, code: Code, labels: AnyArray | None = None) -> None:
     if logits.ndim != 2 or logits.shape[1] != code.length:
         raise InputError(f"logits {logits.shape}: expected [N, {code.length}], a column for each coded bit")
     if labels is not None and (labels.shape != logits.shape[:1] or not jnp.issubdtype(labels.dtype, jnp.integer)):

@@ -8,12 +8,14 @@ converts a table in the order of ids, and `table[classes.position]` converts it 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.helpers.array_op import array_op
@@ -21,7 +23,7 @@ from hpnlp.ops.sampling import pick, sample
 from hpnlp.ops.softmax.cross_entropy import linear_cross_entropy, logits
 from hpnlp.ops.softmax.structured.grouped_softmax import check_k, grouped_nll, known_labels, merge_top_k
 from hpnlp.ops.softmax.structured.word_order import checked_order
-from hpnlp.types import InputError
+from hpnlp.types import AnyArray, InputError
 
 # Words of a class in one product: other class sizes are rounded up to a multiple.
 WIDTH = 128
@@ -49,7 +51,7 @@ class Classes:
     widest: int = dataclasses.field(metadata={"static": True})
 
 
-def classes_from(assignment: Any, count: int) -> Classes:
+def classes_from(assignment: ArrayLike | Sequence[Any], count: int) -> Classes:
     """Classes from the class of each word.
 
     Args:
@@ -105,7 +107,12 @@ def equal_size_classes(vocab: int, count: int) -> Classes:
 
 
 def equal_mass_classes(
-    counts: Any, count: int, *, power: float = 0.5, widest: int | None = None, order: Any = None
+    counts: ArrayLike | Sequence[Any],
+    count: int,
+    *,
+    power: float = 0.5,
+    widest: int | None = None,
+    order: ArrayLike | Sequence[Any] | None = None,
 ) -> Classes:
     """Classes that are ranges of an order of the words, with about the same sum of counts ** power each.
 
@@ -353,7 +360,14 @@ def _check_count(vocab: int, count: int) -> None:
         raise InputError(f"count {count}: expected 1 to {vocab}, the number of words, so that no class is empty")
 
 
-def _check(h: Any, class_table: Any, word_table: Any, classes: Classes, class_bias: Any, word_bias: Any) -> None:
+def _check(
+    h: AnyArray,
+    class_table: AnyArray,
+    word_table: AnyArray,
+    classes: Classes,
+    class_bias: AnyArray | None,
+    word_bias: AnyArray | None,
+) -> None:
     if h.ndim != 2:
         raise InputError(f"h {h.shape}: expected [N, D]; flatten tokens to one axis")
     dim, vocab = h.shape[1], classes.order.shape[0]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import UInt8
 
-from hpnlp.types import InputError
+from hpnlp.types import AnyArray, InputError
 
 
 def _static() -> Any:
@@ -62,7 +62,7 @@ class Code:
         """L, the number of coded bits of a word."""
         return len(self.generators) * self.steps
 
-    def encode(self, ids: Any) -> Any:
+    def encode(self, ids: AnyArray) -> Any:
         """Coded bits of words.
 
         Args:

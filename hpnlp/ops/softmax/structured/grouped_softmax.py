@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.custom_batching import sequential_vmap
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.helpers.arrays import accepts_numpy
@@ -200,7 +200,7 @@ def _nll_forward(tile: _TileShape, operands: _Operands, targets: Array, grouping
     return jnp.where(has_group, losses[grouping.rank], 0.0), (operands, targets, grouping, losses, lses)
 
 
-def _nll_backward(tile: _TileShape, saved: Any, cotangent: Array) -> tuple[_Operands, None, None]:
+def _nll_backward(tile: _TileShape, saved: PyTree, cotangent: Array) -> tuple[_Operands, None, None]:
     return sequential_vmap(functools.partial(_gradients, tile))(*saved, cotangent), None, None
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Int, Num, PyTree
 
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.helpers.arrays import accepts_numpy
@@ -28,7 +28,7 @@ from hpnlp.ops.sampling import sample
 from hpnlp.ops.softmax.structured.grouped_softmax import check_k
 from hpnlp.ops.softmax.structured.trees import Tree, balanced_tree, huffman_tree, tree_from_children
 from hpnlp.ops.table_rows import TableRows, find_rows, is_row_subset
-from hpnlp.types import InputError
+from hpnlp.types import AnyArray, InputError
 
 # Levels whose nodes are scored for all tokens by one product. With more levels, a CPU computes longer than it saves in gathers.
 DENSE_LEVELS = 6
@@ -386,7 +386,7 @@ def _path_scores_forward(dense: int, h: Array, table: Array, nodes: Array) -> tu
     return _path_scores(dense, h, table, nodes), (h, table, nodes)
 
 
-def _path_scores_backward(dense: int, saved: Any, slopes: Array) -> tuple[Array, Array, None]:
+def _path_scores_backward(dense: int, saved: PyTree, slopes: Array) -> tuple[Array, Array, None]:
     """Gradients of h and table: one product for the `dense` upper levels, and a loop over the lower ones."""
     h, table, nodes = saved
     rows = table.shape[0]
@@ -398,7 +398,7 @@ def _path_scores_backward(dense: int, saved: Any, slopes: Array) -> tuple[Array,
     dense_rows = jnp.where((dense_slopes != 0).any(axis=0)[:, None], _round_like(table[:top], h), 0.0)
     wide = h.astype(jnp.float32)
 
-    def level(sums: Any, x: Any) -> tuple[Any, None]:
+    def level(sums: PyTree, x: PyTree) -> tuple[Any, None]:
         dh, dtable = sums
         nodes, slopes = x
         dh = dh + slopes[:, None] * _round_like(table[nodes], h)
@@ -439,7 +439,7 @@ def _is_word(tree: Tree, labels: Array) -> Array:
     return (labels >= 0) & (labels < tree.vocab)
 
 
-def _check(h: Any, table: Any, tree: Tree, bias: Any) -> None:
+def _check(h: AnyArray, table: Any, tree: Tree, bias: AnyArray | None) -> None:
     """Raises InputError if h, table and bias do not fit the tree."""
     is_subset = is_row_subset(table)
     shape = (table.values if is_subset else table).shape

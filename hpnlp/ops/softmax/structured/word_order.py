@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from hpnlp.types import InputError
 
@@ -12,7 +14,7 @@ from hpnlp.types import InputError
 ROUNDS, FEW = 4, 32
 
 
-def similarity_order(embeddings: Any, seed: int = 0) -> np.ndarray:
+def similarity_order(embeddings: ArrayLike, seed: int = 0) -> np.ndarray:
     """Orders words by bisecting 2-means, recursively, so that words with similar embeddings stand side by side.
 
     A set of words is halved along a direction, which then becomes the difference of the halves' means; this repeats. The first
@@ -68,7 +70,7 @@ def _bisect(
     return ranked, direction
 
 
-def checked_order(order: Any, vocab: int) -> np.ndarray:
+def checked_order(order: ArrayLike | Sequence[Any], vocab: int) -> np.ndarray:
     """Checks that an order holds every id once.
 
     Args:

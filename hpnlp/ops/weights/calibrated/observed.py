@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from hpnlp.ops.linear import product
 from hpnlp.ops.weight import Weight
@@ -63,7 +63,7 @@ def _forward(x: Array, w: Array, moments: Array) -> tuple[Array, Any]:
     return product(x, w), (x, w)
 
 
-def _backward(saved: Any, dy: Array) -> tuple[Array, Array, Array]:
+def _backward(saved: PyTree, dy: Array) -> tuple[Array, Array, Array]:
     x, w = saved
     _, pull = jax.vjp(product, x, w)
     wide = x.astype(jnp.float32)

@@ -48,7 +48,7 @@ class RowScaledWeight(Weight):
     def matmul_transposed(self, x: Float[Array, "M F"]) -> Float[Array, "M D"]:
         return self.inner.matmul_transposed(x) * self.factors[None]
 
-    def take(self, ids: Any) -> Float[Array, "*tokens F"]:
+    def take(self, ids: Array) -> Float[Array, "*tokens F"]:
         return self.inner.take(ids) * self.factors[ids][..., None]
 
     def axes(self, names: tuple[str | None, ...]) -> Any:

@@ -20,7 +20,7 @@ import numpy as np
 from hpnlp.ops.attention.block_sparse.block_mask import active_tiles
 from hpnlp.ops.attention.block_sparse.decomposition import cost_model
 from hpnlp.ops.attention.block_sparse.schedule import BlockSchedule, estimate_keys_read, make_schedule
-from hpnlp.ops.attention.masks.base import And, Mask, Not, Or
+from hpnlp.ops.attention.masks.base import And, Mask, Not, Or, Places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,15 +191,15 @@ class _SelectedMask(Mask):
     mask: Mask
     selection: TokenSelection
 
-    def at(self, q: Any, k: Any) -> Any:
+    def at(self, q: Places, k: Places) -> Any:
         return self.mask.at(_positions(q, self.selection.queries), _positions(k, self.selection.keys))
 
-    def tile(self, q0: Any, q1: Any, k0: Any, k1: Any) -> tuple[Any, Any]:
+    def tile(self, q0: Places, q1: Places, k0: Places, k1: Places) -> tuple[Any, Any]:
         rows, keys = self.selection.queries, self.selection.keys
         return self.mask.tile(_positions(q0, rows), _positions(q1, rows), _positions(k0, keys), _positions(k1, keys))
 
 
-def _positions(indices: Any, selected: tuple[int, ...] | None) -> Any:
+def _positions(indices: Places, selected: tuple[int, ...] | None) -> Any:
     """The positions at indices into `selected`; indices beyond the last are in the padding and give the last."""
     return indices if selected is None else _as_array(selected)[np.minimum(indices, len(selected) - 1)]
 

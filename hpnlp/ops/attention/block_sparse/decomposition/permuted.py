@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from hpnlp.ops.attention.block_sparse.chunks import heads_at_a_time
@@ -99,7 +100,7 @@ class Permutation:
         """
         self._stride, self.chosen = stride, None if chosen is None else np.asarray(chosen, np.int32)
 
-    def apply(self, x: Array, fill: Any = 0) -> Array:
+    def apply(self, x: Array, fill: ArrayLike = 0) -> Array:
         """`[B, T, ...]` as `[B, chosen, ...]`, or `[B * stride, ceil(T / stride), ...]` padded with `fill`."""
         if self.chosen is not None:
             return x[:, self.chosen]
@@ -180,7 +181,7 @@ def _part(options: Options, part: SubMask, operands: ExecutorOperands, batch: in
         mask_position = jnp.arange(permuted.index.shape[1], dtype=jnp.int32)[None] if part.over_quotients else None
         return dataclasses.replace(permuted, index=permutation.apply(tokens.index, -1), mask_position=mask_position)
 
-    def repeat(x: Any) -> Any:
+    def repeat(x: Array | None) -> Any:
         return None if x is None else jnp.repeat(x, stride, axis=0)
 
     part_operands = dataclasses.replace(
