@@ -9,7 +9,7 @@ Shape letters: B batch, T query length, S key length, N query heads, K key heads
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import jax

@@ -25,7 +25,7 @@ from hpnlp.spec import lookup
 from hpnlp.types import InputError
 
 if TYPE_CHECKING:
-    from hpnlp.training.config import Config
+    pass
 
 EXAMPLE = "lm/bytes"
 AUTO = "--data.seq_len=auto"  # the length of the training texts, which `read` replaces by a number

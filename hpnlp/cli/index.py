@@ -22,7 +22,7 @@ from hpnlp.types import InputError
 if TYPE_CHECKING:
     from hpnlp.data.examples.kind import Kind
     from hpnlp.data.reading.sources import LeftOut
-    from hpnlp.jobs.retrieval.next_words import IndexOptions
+    from hpnlp.jobs.retrieval.next_words import IndexOptions, IndexSource
     from hpnlp.retrieval.datastore import Datastore
     from hpnlp.training.files.metrics import ProgressLines
 
@@ -238,7 +238,7 @@ def _finish(out: Path, shards: Sequence[Path | str], count: int) -> None:
     )
 
 
-def _fit(source: Source, out: Path) -> None:
+def _fit(source: IndexSource, out: Path) -> None:
     from hpnlp.jobs.retrieval import next_words
     from hpnlp.retrieval import datastore
 

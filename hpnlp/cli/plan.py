@@ -19,8 +19,6 @@ from hpnlp.spec import lookup
 from hpnlp.types import InputError
 
 if TYPE_CHECKING:  # JAX is imported later, because the flags choose its platform
-    from ml_collections import ConfigDict
-
     from hpnlp.planner import Costs, Device
     from hpnlp.training.config import Config
 

@@ -40,7 +40,7 @@ from hpnlp.ops.weights import quantize
 from hpnlp.ops.weights.calibrated.observed import split_observed
 from hpnlp.ops.weights.low_rank import rank_by_energy, rank_for_share
 from hpnlp.spec import build, parse
-from hpnlp.types import AnyArray, InputError
+from hpnlp.types import InputError
 
 if TYPE_CHECKING:
     from hpnlp.models.backbone import BackboneConfig

@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend import core
 
 from hpnlp.cost.parts import operation_part
-from hpnlp.types import InputError
+from hpnlp.types import Equation, InputError
 
 # Name of a scope that states how often the `while` loops in it run; the jaxpr of a loop does not.
 _ITERATIONS = "iterations_expected_"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from hpnlp.data.packing import PACKINGS
 from hpnlp.spec import did_you_mean, lookup

@@ -27,7 +27,7 @@ from hpnlp.training.evaluation import Evaluation, evaluate, further_scores
 from hpnlp.training.files.checksum import first_difference, shape_text
 from hpnlp.training.optimizers.state_shardings import TrainState
 from hpnlp.training.trainer import make_trainer
-from hpnlp.types import InputError, Model
+from hpnlp.types import InputError
 
 # Fields of a run's config that an evaluation can change. The fields of other tasks than the run's are unknown.
 FIELDS = (
@@ -141,7 +141,7 @@ def _check_labels(unknown: Sequence[str], changes: Mapping[str, Any]) -> None:
         )
 
 
-def _with_cache(model: Model, cache: str, config: Config) -> Any:
+def _with_cache(model: Any, cache: str, config: Config) -> Any:
     """The model with a continuous cache; raises InputError if the run does not read text as streams."""
     config_of_cache = continuous_cache.find(cache)
     if not model.predicts_next_words:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import jax
 from jaxtyping import PyTree
 
+from hpnlp.model_interfaces.branch import Branch, Mixer
 from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.types import Array, InputError, LossOut, MixerInputs, MixerOutput
 
@@ -142,7 +143,7 @@ class TensorParallel:
         """
         return mixer(inputs, mask)
 
-    def report(self, module: object, output: MixerOutput) -> LayerReport:
+    def report(self, module: Branch, output: MixerOutput) -> LayerReport:
         """The report of a mixer or feed-forward network, with the device's terms of its statistics.
 
         Args:

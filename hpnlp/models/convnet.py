@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from hpnlp.cost.parts import part
 from hpnlp.data.tokenizers.pixels import VALUES, PixelTokenizer

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import flax.linen as nn
@@ -25,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, PyTree
 
 from hpnlp.compatibility import ring_refusal
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.ops.attention import Full, merge
 from hpnlp.ops.attention.masks.base import Mask
 from hpnlp.ops.attention.masks.per_head import AnyMask

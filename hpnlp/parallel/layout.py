@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 
 from hpnlp.compatibility import Facts
 from hpnlp.model_interfaces.model_parallel import Zero2Parameter, is_zero2
-from hpnlp.ops.weight import is_weight
+from hpnlp.ops.weight import Weight, is_weight
 from hpnlp.parallel.memory import zero
 from hpnlp.parallel.tensor_parallel import MeshTensorParallel
 from hpnlp.types import InputError

@@ -17,10 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import PyTree
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.model_interfaces.model_parallel import TensorParallel
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.parallel.varying import on_first_device, shard_in_place, vary
 from hpnlp.types import InputError, MixerInputs, MixerOutput
+
+if TYPE_CHECKING:
+    from jax.extend.core import Primitive
 
 # Primitives that take parameters from a stack, from the host or from other devices. If a policy saved their results, the
 # backward pass would keep gathered parameters, which is what regathering avoids.

@@ -15,7 +15,7 @@ import numpy as np
 
 from hpnlp.report.differences import described_difference
 from hpnlp.report.entries import ComparedRun
-from hpnlp.tasks.reports.reporting import Ranking, Report
+from hpnlp.tasks.reports.reporting import Ranking, Report, TaskReport
 from hpnlp.training.files.example_scores import ExampleScores, error_of_difference
 from hpnlp.types import InputError
 

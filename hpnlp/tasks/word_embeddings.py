@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import PyTree
 
 from hpnlp.data.stream import Corpus, DataConfig
 from hpnlp.models.word_vectors import WordVectors, WordVectorsConfig
@@ -28,7 +27,7 @@ from hpnlp.tasks.reports.reporting import (
 )
 from hpnlp.tasks.task import RunConfig, Sums
 from hpnlp.tasks.vocabulary import Sizes
-from hpnlp.types import InputError, Tokenizer, option
+from hpnlp.types import InputError, option
 
 SHOWN, NEIGHBOURS = 8, 6  # words of a report, and neighbours of each
 

@@ -26,7 +26,6 @@ from hpnlp.models.variables import BUFFERS, FROZEN
 from hpnlp.types import InputError, LossOut, Statistics
 
 if TYPE_CHECKING:
-    from hpnlp.models.backbone import BackboneConfig
     from hpnlp.parallel.layout import Layout
 
 OWN = "distillation"  # key of the matrices and of the schedule's buffer

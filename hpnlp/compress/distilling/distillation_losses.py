@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from hpnlp.compress.distilling.distillation_terms import FIELD, Term
 from hpnlp.ops import distillation as ops

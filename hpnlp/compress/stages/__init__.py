@@ -12,6 +12,9 @@ from jaxtyping import PyTree
 
 from hpnlp.types import InputError
 
+if TYPE_CHECKING:
+    from hpnlp.models.shared.body import ConfigOfModel
+
 # Kinds of changes.
 STRUCTURE, FACTORS, NUMBERS = "structure", "factors", "numbers"
 

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpnlp.data.tokenizers import ByteTokenizer
 from hpnlp.data.tokenizers.huggingface import TOKENIZER_CONFIG, HFTokenizer, byte_of_character, import_tokenizers

@@ -26,7 +26,7 @@ from hpnlp.models.mixtures.bit_gate import BitGate
 from hpnlp.ops.softmax.bit_paths import path_log_odds, path_log_prob
 from hpnlp.retrieval.datastore import document_digest
 from hpnlp.retrieval.suffix import SuffixNeighbours
-from hpnlp.types import InputError
+from hpnlp.types import InputError, Model
 
 ROWS = 512  # positions of a step of the gate, and of a call that scores
 WINDOWS = 8  # windows of a call of the language model

@@ -11,7 +11,6 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
-from jax.typing import ArrayLike
 
 from hpnlp.atomic_file import replaced
 from hpnlp.cost.flop_count import open_jaxpr
@@ -22,7 +21,7 @@ from hpnlp.models.export.onnx_shapes import is_number
 from hpnlp.types import Equation, InputError
 
 if TYPE_CHECKING:
-    from jax.extend.core import Jaxpr, Literal, Var
+    from jax.extend.core import Literal, Var
 
 _MAX_BYTES = 2**31 - 2**20  # a protocol buffer holds at most 2 GiB
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of primitives that call a jaxpr

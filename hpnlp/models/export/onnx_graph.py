@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from hpnlp.models.export.onnx_shapes import SymbolicSizes
-from hpnlp.types import InputError
+from hpnlp.types import Equation, InputError
 
 OPSET = 18  # Reduce* and Split with axes and sizes as inputs
 IR_VERSION = 10

@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from hpnlp.models.export.onnx_graph import OnnxGraph, stored_dtype
-from hpnlp.types import InputError
+from hpnlp.types import Equation, InputError
 
 # (graph, equation, names of its inputs) -> name of its result.
 Rule = Callable[[OnnxGraph, Any, Sequence[str]], str]

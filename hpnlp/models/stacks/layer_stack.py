@@ -24,6 +24,7 @@ from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.helpers.stacks import StackOrder, layer_count, single_stack
 from hpnlp.parallel.memory import remat
 from hpnlp.spec import parse_one
+from hpnlp.types import WithCarry
 
 Rngs = Mapping[str, jax.Array]
 

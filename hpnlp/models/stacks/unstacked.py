@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
-from jaxtyping import PyTree
 
 from hpnlp import compatibility
 from hpnlp.compatibility import Facts

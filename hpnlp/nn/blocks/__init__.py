@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.model_interfaces.model_parallel import TensorParallel
 from hpnlp.nn.block import Block, BlockConfig
 from hpnlp.nn.feed_forward import build_feed_forward
@@ -110,7 +111,7 @@ def cross_size(config: BlockConfig) -> int:
     return 2 * (config.dim * config.heads + config.memory_dim * config.kv_head_count) * config.head_size
 
 
-def check_no_carry(config: BlockConfig, mixer: object) -> None:
+def check_no_carry(config: BlockConfig, mixer: Mixer) -> None:
     """Raises InputError for mixers that carry state from batch to batch."""
     if mixer.carries:
         raise InputError(

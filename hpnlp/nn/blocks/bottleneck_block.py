@@ -10,6 +10,7 @@ import jax
 from jaxtyping import PyTree
 
 from hpnlp.cost.parts import part
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.model_interfaces.model_parallel import TensorParallel
 from hpnlp.nn.attention import Context
@@ -119,7 +120,7 @@ class BottleneckKind(BlockKind):
         head_dim = config.head_dim or self.width // config.heads
         return dataclasses.replace(config, head_dim=head_dim, mlp_dim=config.mlp_dim or 4 * self.width)
 
-    def check_mixer(self, config: BlockConfig, mixer: object) -> None:
+    def check_mixer(self, config: BlockConfig, mixer: Mixer) -> None:
         check_no_carry(config, mixer)
         if self.networks > 1 and build_feed_forward(config.mlp, hidden=config.mlp_size).has_state:
             raise InputError(

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.model_interfaces.model_parallel import TensorParallel
 from hpnlp.nn.attention import Attention, Context
@@ -323,7 +324,7 @@ class EvolvedDecoderKind(EvolvedKind):
             )
         return super().resolved(config)
 
-    def check_mixer(self, config: BlockConfig, mixer: object) -> None:
+    def check_mixer(self, config: BlockConfig, mixer: Mixer) -> None:
         check_no_carry(config, mixer)
         if mixer.has_state:
             raise InputError(

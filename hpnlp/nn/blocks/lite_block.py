@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.model_interfaces.model_parallel import TensorParallel
 from hpnlp.nn.attention import Attention, Context
@@ -73,7 +74,7 @@ class LiteKind(BlockKind):
         head_dim, mlp_dim = config.head_dim or config.dim // (2 * config.heads), config.mlp_dim or config.dim
         return dataclasses.replace(config, head_dim=head_dim, mlp_dim=mlp_dim)
 
-    def check_mixer(self, config: BlockConfig, mixer: object) -> None:
+    def check_mixer(self, config: BlockConfig, mixer: Mixer) -> None:
         check_no_carry(config, mixer)
 
     def convolutions(self, config: BlockConfig) -> tuple[Any, ...]:

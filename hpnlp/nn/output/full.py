@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from hpnlp.nn.layers import param
 from hpnlp.nn.output.base import OutputLayer
 from hpnlp.ops.softmax import linear_cross_entropy, logits, partial_cross_entropy
+from hpnlp.ops.weight import Weight
 from hpnlp.types import InputError, LossOut
 
 
@@ -126,7 +127,7 @@ class SoftmaxOutput(OutputLayer):
     def _capped(self, x: jax.Array) -> jax.Array:
         return x if self.cap is None else self.cap * jnp.tanh(x / self.cap)
 
-    def _bias_slice(self, table: Any, start: int | Int[Array, ""]) -> Float[Array, " v"] | None:
+    def _bias_slice(self, table: jax.Array | Weight, start: int | Int[Array, ""]) -> Float[Array, " v"] | None:
         """The bias of the words start to start + v - 1."""
         return None if self.bias is None else lax.dynamic_slice_in_dim(self.bias, start, table.shape[0])
 

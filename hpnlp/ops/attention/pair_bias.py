@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from hpnlp.types import AnyArray, InputError
+from hpnlp.types import InputError
 
 # Start and size of consecutive elements of an axis.
 Span = tuple[Any, int]

@@ -13,7 +13,7 @@ from jaxtyping import Array
 from hpnlp.ops.attention.masks.per_head import AnyMask, check_mask
 from hpnlp.ops.attention.operands import Operands
 from hpnlp.ops.attention.pair_bias import BiasOfHeads, is_pair_bias
-from hpnlp.types import InputError
+from hpnlp.types import AnyArray, InputError
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 

@@ -273,7 +273,7 @@ def _products_with_shifts(x: Array, dy: Array, taps: Taps, stride: int) -> Array
     for i, j in sorted(taps):
         columns.setdefault(i + border, []).append(j + border)
 
-    def line_gradients(row: Any) -> tuple[Array, ...]:
+    def line_gradients(row: Array | int) -> tuple[Array, ...]:
         cotangent = lax.dynamic_index_in_dim(dy, row, 1, keepdims=False)
         lines = [lax.dynamic_index_in_dim(padded, row * stride + i, 1, keepdims=False) for i in columns]
         return tuple(
@@ -282,7 +282,7 @@ def _products_with_shifts(x: Array, dy: Array, taps: Taps, stride: int) -> Array
             for j in of_line
         )
 
-    def add(row: Any, totals: tuple[Array, ...]) -> tuple[Array, ...]:
+    def add(row: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
         return tuple(total + term for total, term in zip(totals, line_gradients(row), strict=True))
 
     totals = lax.fori_loop(1, dy.shape[1], add, line_gradients(0))

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
 from hpnlp.cost.flop_count import expected_iterations
@@ -64,7 +63,7 @@ def grouped_mlp(
 def _grouped(
     activation: Activation,
     names: tuple[str, ...],
-    places: tuple[Schedule, Routing],
+    places: tuple[ExpertSchedule, Routing],
     x: jax.Array,
     gates: jax.Array,
     matrices: PyTree,

@@ -17,7 +17,7 @@ from hpnlp.ops.linear import prefers_transpose, product_by_transpose, product_tr
 from hpnlp.ops.softmax import chunked_cross_entropy
 from hpnlp.ops.softmax.logits_spec import LogitsSpec
 from hpnlp.ops.weight import Weight, dense, is_weight
-from hpnlp.types import InputError
+from hpnlp.types import AnyArray, InputError
 
 IMPLS = ("auto", "tokens", "vocabulary", "reference")
 REDUCTIONS = ("mean", "sum", "none")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hpnlp.data.examples import Examples, check_paths, generated, prepare_examples
+from hpnlp.data.examples import ExampleConfig, Examples, check_paths, generated, prepare_examples
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.reading.files import Progress
 from hpnlp.tasks.task import Batch, RunConfig, Task
@@ -20,7 +20,7 @@ class ExampleTask(Task):
 
     reads_examples = True
 
-    def input_kind(self, data: Any) -> Kind:
+    def input_kind(self, data: ExampleConfig) -> Kind:
         return data.kind()
 
     def check_data(self, data: ExampleConfig) -> None:

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from hpnlp.spec import build, parse_one
 from hpnlp.types import InputError

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
-from jax.tree_util import KeyPath
 from jaxtyping import PyTree
 
 from hpnlp.models import variables

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 # Ctrl-C, kill, a closed terminal, and the two that batch systems such as SLURM can be configured to send.

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jaxtyping import PyTree
 
 from hpnlp import tasks
 from hpnlp.compress.distilling.distillation import Extras

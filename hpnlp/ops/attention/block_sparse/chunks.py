@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from hpnlp.ops.attention.block_sparse.array_blocks import SLICE
 from hpnlp.ops.attention.block_sparse.decomposition import cost_model

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from hpnlp.ops.attention.block_sparse import scan, unrolled
 from hpnlp.ops.attention.block_sparse.array_blocks import zeros

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.attention.linear.chunked import bidirectional, causal_chunks, outputs
 from hpnlp.ops.attention.linear.chunks import ChunkShape, contiguous, find_borders, scattered, select

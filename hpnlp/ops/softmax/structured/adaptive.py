@@ -22,7 +22,7 @@ from hpnlp.ops.linear import linear
 from hpnlp.ops.sampling import pick, sample
 from hpnlp.ops.softmax.cross_entropy import linear_cross_entropy, logits
 from hpnlp.ops.softmax.structured.grouped_softmax import check_k, grouped_nll, known_labels, merge_top_k
-from hpnlp.types import InputError
+from hpnlp.types import AnyArray, InputError
 
 Tails = Sequence[tuple[Array, Array]]
 Shape = tuple[int, int]
