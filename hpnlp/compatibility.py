@@ -187,9 +187,10 @@ def ring_refusal(mixer: Any) -> str:
     fix = "choose plan.exchange=heads, or plan.sequence=1"
     if mixer.traits.draws:
         return f"{type(mixer).__name__} draws, which a ring does not support: {fix}"
+    if refusal := method_refusal(mixer, "partial", "a ring", fix):
+        return refusal
     for_state = "a ring, for the statistics and buffers of the device's tokens,"
-    prepare = method_refusal(mixer, "prepare", for_state, fix) if mixer.has_state else ""
-    return method_refusal(mixer, "partial", "a ring", fix) or prepare
+    return method_refusal(mixer, "prepare", for_state, fix) if mixer.has_state else ""
 
 
 def _dropout(f: Facts) -> str:

@@ -104,7 +104,7 @@ class TokenStates:
     segment_ids: Any
 
     def followed_by(self, tokens: TokenStates) -> TokenStates:
-        """These M tokens and the T that follow, with states of the dtype of the latter; all with segment ids."""
+        """The M tokens and the T that follow, with states of the dtype of the latter; all with segment ids."""
         first = dataclasses.replace(self, states=self.states.astype(tokens.states.dtype))
         return jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=1), first, tokens)
 

@@ -18,7 +18,7 @@ PATTERNS = {
     "function that is named *_of or of_*": (r"^ *def _?(?:\w+_of|of_\w+)\(", 12),
     "argument, variable or function without a content in its name": (
         rf"^ *(?:for )?(?:\w+, )*{NAME}(?:, \w+)* (?:=|in) |^ *def (?:\w+\(.*[(,] ?{NAME}: |{NAME}\()|^ +{NAME}: .*,$",
-        20,
+        32,
     ),
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from claims import Claim, Figure
-from claims_compression import SMALL, faster, score, second_order, smaller, technique
+from claims_compression import SMALL, faster, recipe, score, second_order, smaller, technique
 
 
 def product(what: str, ratio: str, text: str, reproduced: float | None = None, partly: float | None = None) -> Figure:
@@ -36,7 +36,13 @@ CLAIMS = (
         "Zafrir et al. 2019 (Q8BERT)",
         "https://arxiv.org/abs/1910.06188",
         "8 bits, trained while fine-tuning BERT; GLUE and SQuAD",
-        (smaller("int8 in training", 4), score("int8 in training", 0.99)),
+        (
+            smaller("int8 in training", 4),
+            score("int8 in training", 0.99),
+            recipe("q8bert/inputs", "functions/dense", ("difference",), "weights and inputs of 8 bits: {:+.2%}"),
+            recipe("q8bert/inputs", "functions/dense", ("half_interval",), "+- {:.2%}"),
+            recipe("q8bert/inputs", "q8bert/after", ("difference",), "to rounding after training {:+.2%}"),
+        ),
         SMALL,
     ),
     Claim(

@@ -414,41 +414,17 @@ class Backbone(BaseModel, nn.Module):
 
     @nn.nowrap
     def reported_statistics(self, report: LayerReport) -> Statistics:
-        """The statistics of a batch.
-
-        Args:
-          report: Report of the layers, as `hidden` returns it.
-
-        Returns:
-          Those of `layer_statistics.from_report`.
-        """
+        """The statistics of a batch, from the report of `hidden`; see `layer_statistics.from_report`."""
         return layer_statistics.from_report(self.config, report)
 
     @nn.nowrap
     def auxiliary_loss(self, statistics: Statistics) -> dict[str, jax.Array]:
-        """Auxiliary losses of the layers, see `layer_statistics.auxiliary_loss`.
-
-        Args:
-          statistics: As `reported_statistics` returns them, summed over the whole batch.
-
-        Returns:
-          Name -> float32 scalar.
-        """
+        """Auxiliary losses of the layers, see `layer_statistics.auxiliary_loss`."""
         return layer_statistics.auxiliary_loss(self.config, statistics)
 
     @nn.nowrap
     def advance(self, buffers: PyTree, statistics: Statistics, step: jax.Array, rng: jax.Array) -> Any:
-        """Buffers for the next step, see `layer_statistics.advance`.
-
-        Args:
-          buffers: The model's buffers.
-          statistics: As `reported_statistics` returns them, summed over the whole batch.
-          step: Number of steps done, int32.
-          rng: Key.
-
-        Returns:
-          A tree like `buffers`.
-        """
+        """Buffers for the next step, see `layer_statistics.advance`."""
         return layer_statistics.advance(self.config, buffers, statistics, step, rng)
 
     @part("embedding")

@@ -201,7 +201,7 @@ Next:
 
 def has_experts(outcome: Outcome) -> bool:
     """Whether a run has a section on experts: a language model or encoder with experts whose parameters this process has."""
-    is_known = outcome.model.has_taps and outcome.params is not None
+    is_known = outcome.params is not None and outcome.model.has_taps
     return is_known and any(network.expert_count for network in outcome.model.config.networks())
 
 

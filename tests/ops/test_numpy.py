@@ -447,7 +447,7 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
         (lambda *a: grouped_softmax.grouped_nll(*a, block=2, width=2), GROUPED),
     ),
     "softmax.structured.grouped_softmax.known_labels": ((lambda y: grouped_softmax.known_labels(y, N, V), (LABELS,)),),
-    "softmax.structured.grouped_softmax.best_of": ((grouped_softmax.best_of, (x(2), ids(2), x(3), ids(3))),),
+    "softmax.structured.grouped_softmax.merge_top_k": ((grouped_softmax.merge_top_k, (x(2), ids(2), x(3), ids(3))),),
     "softmax.continuous_cache.cache_log_prob": (
         (lambda *a: continuous_cache.cache_log_prob(*a, 0.3), (*CACHED, ids(2, 3))),
     ),

@@ -63,7 +63,7 @@ def with_input_moments(
     config: ConfigOfModel,
     weights: PyTree,
     calibration: Calibration | None,
-    is_observed: Callable[[str], bool] = lambda path: not is_table(path),
+    reads_inputs: Callable[[str], bool] = lambda path: not is_table(path),
 ) -> Any:
     """Replaces kernels by `ObservedWeight`s with the second moments of their inputs on calibration data.
 
@@ -72,7 +72,7 @@ def with_input_moments(
       config: Config of the model.
       weights: Weights of the model.
       calibration: The data.
-      is_observed: Function of the path of a matrix; by default, kernels are observed. Matrices of experts never are.
+      reads_inputs: Function of the path of a matrix; by default, kernels are observed. Matrices of experts never are.
 
     Returns:
       The weights. Moments are 0 where weights are not known.
@@ -87,7 +87,7 @@ def with_input_moments(
         def observe_array(path: str, w: Any) -> Any:
             return ObservedWeight(w, jnp.zeros((w.shape[0], w.shape[0])))
 
-        return map_arrays(observe_array, path, w) if is_observed(path) else w
+        return map_arrays(observe_array, path, w) if reads_inputs(path) else w
 
     observed = map_matrices(observe, weights)
     if calibration.is_outline:

@@ -99,3 +99,19 @@ class ConfigOfModel:
     def split_carry(self, carry: Any) -> Any:
         """The carry of the layers by the name of their stack; None where the compiler places all layers on devices."""
         return None
+
+    @property
+    def compares_examples(self) -> bool:
+        """Whether the loss compares examples of a batch, and `models.pairs.grad_cache` computes it from parts of it."""
+        return False
+
+    def check_accumulation(self, accumulate: int) -> None:
+        """Checks that a batch may be divided into parts.
+
+        Args:
+          accumulate: Number of parts that gradients are accumulated from.
+
+        Raises:
+          InputError: There are several parts, and the loss is no sum over them, nor computed by `models.pairs.grad_cache`.
+        """
+        return None  # most losses are sums over examples
