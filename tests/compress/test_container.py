@@ -149,8 +149,8 @@ def test_every_flipped_byte_of_the_file_raises(written):
             tensors = container.read(written)[0]
         except InputError as error:
             assert "model.bin" in str(error)
-        else:  # padding, or dtypes and shapes, which also stand in the compressed header
-            assert byte < head
+        else:  # padding, dtypes and shapes, which also stand in the compressed header, or unused bits before its Adler-32
+            assert byte < head or byte == len(data) - 5
             assert_same(tensors["table"], PRUNED)
             assert_same(tensors["layers"]["query"]["codes"], expected["query"]["codes"])
 

@@ -543,7 +543,9 @@ INTERNAL = {
 ON_HOST = {
     "convolutions.image_convolution.window_taps",
     "attention.attend.explain",
-    "helpers.checksum.word_sum",
+    *("helpers.checksum.word_sum", "helpers.checksum.byte_sum"),
+    *("attention.pair_bias.is_pair_bias", "dynamic_quantization.is_quantized", "table_rows.is_row_subset"),
+    *("table_rows.find_rows", "weights.calibrated.observed.is_observed", "weights.calibrated.observed.split_observed"),
     *("linear.prefers_transpose", "weights.ranges.steps"),
     *("attention.operands.scale_queries", "attention.reference.dense_attention"),
     *("attention.reference.visible_pairs", "attention.symbolic_lengths.has_symbols"),

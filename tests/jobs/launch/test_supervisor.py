@@ -170,10 +170,10 @@ ESCAPE = """
 import sys
 from pathlib import Path
 from hpnlp.jobs.launch import processes
-from hpnlp.jobs.launch.supervisor import Options, Supervisor
+from hpnlp.jobs.launch.supervisor import LaunchOptions, Supervisor
 processes.become_subreaper()
 start = lambda process, processes, port: ["bash", "-c", "setsid sleep 1000 < /dev/null & echo $! > pid.txt; exit 2"]
-sys.exit(Supervisor(Path("."), start, Options(counts=(1,), tick=0.01), environment={"PATH": sys.argv[1]}).run())
+sys.exit(Supervisor(Path("."), start, LaunchOptions(counts=(1,), tick=0.01), environment={"PATH": sys.argv[1]}).run())
 """
 
 
