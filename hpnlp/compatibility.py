@@ -332,7 +332,7 @@ RULES: dict[str, Callable[[Facts], str]] = {
     "row-sparse training, offloaded optimizer state": _offloaded_rows,
     "trained weights, parts of matrices": _trained_weights,
     "offloaded parameters, several layers at once": _offloaded_parameters,
-    "recurrent layers, rematerialisation": _not_recomputed,
+    "models without recomputed layers, rematerialisation": _not_recomputed,
     "reversible layers, rematerialisation": _recomputed_reversible,
 }
 # Settings that `table` tries one by one: flags -> changes of the facts.
@@ -345,7 +345,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "--plan.remat=full": {"remat": "full"},
     "--plan.offload_parameters=True": {"offload_parameters": True},
     "--plan.offload_optimizer=True": {"offload_optimizer": True},
-    "--optimizer.rows=True": {"rows": True},
 }
 
 

@@ -46,7 +46,7 @@ PAIRS = {
     "row-sparse training, offloaded optimizer state": ({"rows": True}, {"offload_optimizer": True}),
     "trained weights, parts of matrices": ({"changes_weights": True}, {"zero": 2}),
     "offloaded parameters, several layers at once": ({"optimizer": "adafactor"}, {"offload_parameters": True}),
-    "recurrent layers, rematerialisation": ({"not_recomputed": "no layers"}, {"remat": "full"}),
+    "models without recomputed layers, rematerialisation": ({"not_recomputed": "no layers"}, {"remat": "full"}),
     "reversible layers, rematerialisation": ({"residual": "reversible"}, {"remat": "full"}),
 }
 
@@ -74,6 +74,7 @@ def test_the_first_rule_that_applies_raises():
             LMConfig(residual="reversible"),
             ["--plan.pipeline=2 --plan.rounds=2", "--plan.remat=full", OFFLOADED],
         ),
+        (LMConfig(block="evolved_decoder", dim=64, heads=4), []),
         (RNNConfig(), [name for name in SETTINGS if re.search("sequence|pipeline|remat|offload_param", name)]),
     ],
 )

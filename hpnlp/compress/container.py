@@ -210,6 +210,8 @@ class Container(Mapping[str, np.ndarray]):
     def _parse(self, data: np.ndarray) -> Any:
         """Sets `entries`, and returns the metadata."""
         start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        if start > min(data.size, _MAX_HEADER) or data[8:9].tobytes() != b"{":  # before a large file is copied
+            raise ValueError("it does not begin with the header of a safetensors file")
         tensors = json.loads(data[8:start].tobytes())
         if tensors.pop("__metadata__", None) != FORMAT:
             raise ValueError(f"it lacks the metadata {FORMAT} of files that hpnlp.compress.container.write wrote")
@@ -221,9 +223,11 @@ class Container(Mapping[str, np.ndarray]):
             end = max(end, tensor["data_offsets"][1])
         if start + end != data.size:
             raise ValueError(f"it has {data.size} bytes, expected {start + end}")
-        own = {f"{_PART}{part}": tensor for part, tensor in parts.pop("").items()}
-        header = json.loads(deflate.inflate(own[_HEADER], _MAX_HEADER))
-        described = zip(header["arrays"].items(), own[_CHECKSUMS].view("<u4").tolist(), strict=True)
+        described = {f"{_PART}{part}": tensor for part, tensor in parts.pop("", {}).items()}
+        if missing := {_HEADER, _CHECKSUMS} - described.keys():
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        header = json.loads(deflate.inflate(described[_HEADER], _MAX_HEADER))
+        described = zip(header["arrays"].items(), described[_CHECKSUMS].view("<u4").tolist(), strict=True)
         for (name, (encoding, dtype, shape)), checksum in described:
             if name.count(_SEPARATOR) > _MAX_DEPTH or not all(type(n) is int and n >= 0 for n in shape):
                 raise ValueError(f"its header has {name!r:.80} of shape {shape!r:.80}")
@@ -263,6 +267,10 @@ def _flatten(tree: Tree, prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
         if not isinstance(key, str) or not key or _SEPARATOR in key:
             raise InputError(
                 f"tensors has the name {key!r}: expected text without {_SEPARATOR!r}; nest mappings instead"
+            )
+        if key == "__metadata__" and not prefix:
+            raise InputError(
+                "tensors has the name '__metadata__', which safetensors files reserve: choose another name"
             )
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{key}{_SEPARATOR}")

@@ -98,7 +98,7 @@ def file_content(params: Any, metadata: Any) -> tuple[dict[str, Any], dict[str, 
       metadata: Further content of the header.
 
     Returns:
-      `(arrays by name, header)`, in the order of the file.
+      `(arrays by name, header)`.
 
     Raises:
       InputError: As `write_weights`.

@@ -233,7 +233,7 @@ class BackboneConfig(BlockConfig, PlannedLayers, ConfigOfModel):
 
     @property
     def is_single_stack(self) -> bool:
-        """The model is one Backbone, unless a subclass says otherwise."""
+        """Whether the model is one Backbone with at least one layer, so that all layers' parameters are under "layers"."""
         return self.layers > 0
 
     def stacks(self) -> dict[str, Any]:

@@ -27,11 +27,16 @@ _MAX_HEADER = 1 << 26
 
 def read(data: np.ndarray) -> tuple[dict[str, np.ndarray], Any]:
     """Decodes the bytes of a file to arrays by name, and its metadata. Damage raises errors that `Container` converts."""
-    _, _, checksum, size = _PREFIX.unpack(data[: _PREFIX.size].tobytes())
+    _, version, checksum, size = _PREFIX.unpack(data[: _PREFIX.size].tobytes())
+    if version != 1:
+        raise ValueError(f"it has version {version}, expected 1")
     text = data[_PREFIX.size : _PREFIX.size + size]
     if byte_sum(text) != checksum:
         raise ValueError("the checksum of its header differs")
     header = json.loads(deflate.inflate(text, _MAX_HEADER))
+    end = max((entry["offset"] + entry["size"] for entry in header["tensors"]), default=_PREFIX.size + size)
+    if end != data.size:
+        raise ValueError(f"it has {data.size} bytes, expected {end}")
     return {entry["name"]: _array(data, entry) for entry in header["tensors"]}, header["metadata"]
 
 
@@ -41,12 +46,12 @@ def _array(data: np.ndarray, entry: dict[str, Any]) -> np.ndarray:
         raise ValueError(f"the checksum of {entry['name']!r} differs")
     dtype = np.dtype(getattr(ml_dtypes, entry["dtype"], entry["dtype"]))
     count, kind, _, bits = math.prod(entry["shape"]), *entry["encoding"].rstrip(")").partition("(")
+    if kind == "raw":
+        return block.view(dtype).reshape(entry["shape"])
     # Distinct elements, or all that are not zero, padded to 8 bytes, stand in front of the codes.
     values = block[: entry["palette"] * dtype.itemsize].view(f"<u{dtype.itemsize}")
     coded = block[-(-values.nbytes // 8) * 8 :]
-    if kind == "raw":
-        elements = block
-    elif kind == "packed":
+    if kind == "packed":
         elements = packing.unpack(coded, packing.TRITS if bits == "1.6" else int(bits), count, values)
     elif kind == "huffman":
         elements = values[_symbols(coded)]

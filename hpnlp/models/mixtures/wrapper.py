@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxtyping import Array, PyTree
 
-from hpnlp.types import LossOut, Model, Statistics
+from hpnlp.types import LossOut, Statistics
 
 if TYPE_CHECKING:
     from hpnlp.parallel.layout import Layout
@@ -147,14 +147,3 @@ class ModelWrapper:
           This model and its weights; a subclass that is trained in another form returns the Model that is used.
         """
         return self, weights
-
-
-def unwrapped(model: Model) -> Any:
-    """The Model inside of all wrappers.
-
-    Returns:
-      The innermost Model; `model` itself if it is no ModelWrapper.
-    """
-    while isinstance(model, ModelWrapper):
-        model = model.inner
-    return model

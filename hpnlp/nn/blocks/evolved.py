@@ -30,7 +30,7 @@ from hpnlp.spec import Spec
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
 
 
-class EvolvedConv(nn.Module):
+class EvolvedConv(Mixer):
     """Base of the convolutions of a cell: two stages with a norm between them, `outer(norm(inner(x)))`. A Mixer.
 
     Under a causal mask, both stages read earlier tokens and the current one; otherwise, they are centred.

@@ -105,8 +105,8 @@ class ExecutorOperands:
       bias: A PairBias, or the arrays that a bias function closes over.
     """
 
-    queries: TokenInfo
-    keys: TokenInfo
+    queries: Any  # a TokenInfo; None in cotangents
+    keys: Any  # as `queries`
     lengths: Any = None
     seed: Any = None
     streams: Any = None
