@@ -20,11 +20,17 @@ class Table(MutableMapping[str, T]):
     Args:
       entries: Name -> "module:attribute", or the entry itself.
       finish: Makes the entry from its name and the attribute, once; None for the attribute itself.
+      adopt: Makes the entry from one that `table[name] = entry` sets; None for that one itself.
     """
 
-    def __init__(self, entries: Mapping[str, str | T], finish: Callable[[str, Any], T] | None = None) -> None:
+    def __init__(
+        self,
+        entries: Mapping[str, str | T],
+        finish: Callable[[str, Any], T] | None = None,
+        adopt: Callable[[Any], T] | None = None,
+    ) -> None:
         self._places = {name: entry if isinstance(entry, str) else "" for name, entry in entries.items()}
-        self._finish = finish
+        self._finish, self._adopt = finish, adopt
         self._entries: dict[str, T] = {name: x for name, x in entries.items() if not isinstance(x, str)}
 
     def __getitem__(self, name: str) -> T:
@@ -37,7 +43,7 @@ class Table(MutableMapping[str, T]):
 
     def __setitem__(self, name: str, entry: T) -> None:
         self._places.setdefault(name, "")
-        self._entries[name] = entry
+        self._entries[name] = self._adopt(entry) if self._adopt else entry
 
     def __delitem__(self, name: str) -> None:
         del self._places[name]

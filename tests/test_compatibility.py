@@ -74,7 +74,10 @@ def test_the_first_rule_that_applies_raises():
             LMConfig(residual="reversible"),
             ["--plan.pipeline=2 --plan.rounds=2", "--plan.remat=full", OFFLOADED],
         ),
-        (LMConfig(block="evolved_decoder", dim=64, heads=4), []),
+        (
+            LMConfig(block="evolved_decoder", dim=64, heads=4),
+            ["--plan.sequence=2", "--plan.sequence=2 --plan.exchange=heads"],
+        ),
         (RNNConfig(), [name for name in SETTINGS if re.search("sequence|pipeline|remat|offload_param", name)]),
     ],
 )

@@ -7,7 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from hpnlp.errors import InputError
 
@@ -24,7 +24,7 @@ class Output:
       escaped: Whether a character that the stream's encoding lacks was written as a backslash escape.
     """
 
-    def __init__(self, stream: TextIO | None, stops: bool) -> None:
+    def __init__(self, stream: Any, stops: bool) -> None:
         """Wraps a stream.
 
         Args:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -167,7 +167,7 @@ def _predicted(
             print(f"hpnlp: {done:,} predictions, {done / (now - start):,.0f} per second", file=sys.stderr)
 
 
-def _write(rows: Iterator[tuple[dict[str, Any], Prediction]], form: str, header: Iterable[str], file: TextIO) -> int:
+def _write(rows: Iterator[tuple[dict[str, Any], Prediction]], form: str, header: Iterable[str], file: Any) -> int:
     """Writes predictions, of which CSV has the header also if there are none. Returns their number."""
     count, writer = 0, csv.writer(file, lineterminator="\n")
     for count, (record, prediction) in enumerate(rows, 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -101,3 +102,11 @@ class Mixer(Branch):
           The intersection of `mask` and the mixer's own pattern.
         """
         raise NotImplementedError
+
+
+@functools.cache
+def completed(entry: Any) -> Any:
+    """An entry of MIXERS. A class that has the members of a mixer without the base class gets the defaults of `Mixer`."""
+    if not isinstance(entry, type) or issubclass(entry, Mixer):
+        return entry
+    return type(entry.__name__, (entry, Mixer), {"__module__": entry.__module__, "__doc__": entry.__doc__})

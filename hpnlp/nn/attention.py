@@ -21,7 +21,7 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.attention.positions.rope import Scaling, rope, yarn
 from hpnlp.spec import Spec, build, parse_one, parse_period
-from hpnlp.types import MixerInputs, MixerOutput, Projection, TokenStates, WithCarry, WithFurtherKeys
+from hpnlp.types import InputError, MixerInputs, MixerOutput, Projection, TokenStates, WithCarry, WithFurtherKeys
 
 
 @jax.tree_util.register_dataclass
@@ -217,6 +217,8 @@ class Attention(nn.Module):
     @nn.nowrap
     def sources(self, mixer: Any, tokens: TokenStates, context: Context, cache: Any) -> Sources:
         """The tokens that the projections read: those of x and, for a mixer with a carry, those of the carry before them."""
+        if any(projection.source == "memory" for projection in mixer.needs.values()):
+            raise InputError(f"{type(mixer).__name__} reads a memory, which only cross-attention has: set source='x'")
         if context.carry is None or all(projection.source == "x" for projection in mixer.needs.values()):
             return Sources(tokens, tokens, tokens)
         keys = context.carry.followed_by(tokens)

@@ -220,7 +220,7 @@ def _sum_lists(sums: list[Any], terms: list[Any]) -> list[Any]:
     return [a + b.astype(a.dtype) for a, b in zip(sums, terms, strict=True)]
 
 
-def _is_real(leaf: Array) -> bool:
+def _is_real(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, np.inexact)
 
 

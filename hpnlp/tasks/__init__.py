@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpnlp.errors import plural
+from hpnlp.models.shared.model import BaseModel
 from hpnlp.spec import lookup
 from hpnlp.table import Table
 from hpnlp.tasks.task import Task
@@ -54,8 +55,10 @@ def find(name: str) -> Task:
     return lookup(TASKS, name, "task")
 
 
-# Members of the protocol: the annotated attributes, and the properties and methods.
-_MODEL_MEMBERS = (*Model.__annotations__, *(name for name in vars(Model) if not name.startswith("_")))
+# Members of the protocol and of the base class: the annotated attributes, and the properties and methods.
+_MODEL_MEMBERS = dict.fromkeys(
+    [*Model.__annotations__, *BaseModel.__annotations__, *(name for name in vars(Model) if not name.startswith("_"))]
+)
 
 
 def make_model(config: Any, sizes: Sizes) -> Model:
@@ -78,7 +81,8 @@ def make_model(config: Any, sizes: Sizes) -> Model:
     if missing:
         raise InputError(
             f"task={config.task!r} has a model of the class {type(model).__name__}, which lacks {', '.join(missing)}: add "
-            f"the {plural(len(missing), 'member')}, as hpnlp.types.Model describes"
+            f"the {plural(len(missing), 'member')}, as hpnlp.types.Model describes, or derive the class from "
+            "hpnlp.models.shared.model.BaseModel, which has defaults"
         )
     return _WRAPPERS["weights"](model, config.train.weights, config.train.steps) if config.train.weights else model
 

@@ -39,7 +39,8 @@ def export(tokenizer: Tokenizer, directory: str) -> None:
     if isinstance(tokenizer, HFTokenizer):
         tokenizer.save(os.path.join(directory, "tokenizer.json"))
         return
-    if (make_form := _FORMS.get(type(tokenizer))) is None:
+    make_form = next((_FORMS[base] for base in type(tokenizer).__mro__ if base in _FORMS), None)
+    if make_form is None:
         raise InputError(
             f"{type(tokenizer).__name__} has no Hugging Face form: train with bytes, words(...) or bpe(...)"
         )

@@ -133,7 +133,7 @@ class LayerStack:
     def _mix(
         self,
         form: int,
-        params_and_index: tuple[PyTree, jax.Array],
+        params_and_index: Sequence[Any],
         x: jax.Array,
         context: Context,
         rngs: Rngs,
@@ -143,7 +143,7 @@ class LayerStack:
         return y, (cache, report)
 
     def _feed(
-        self, form: int, params_and_index: tuple[PyTree, jax.Array], x: jax.Array, context: Context, rngs: Rngs
+        self, form: int, params_and_index: Sequence[Any], x: jax.Array, context: Context, rngs: Rngs
     ) -> tuple[jax.Array, LayerReport]:
         # Applied by itself, the branch would draw the same numbers as the first branch of its layer.
         rngs = {name: jax.random.fold_in(rng, self.layers + 1) for name, rng in rngs.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hpnlp.model_interfaces.branch import completed
 from hpnlp.nn.mixers.checks import checked_dropout
 from hpnlp.table import Table
 
@@ -58,4 +59,5 @@ MIXERS: Table[Callable[..., Any]] = Table(
         "differential": "hpnlp.nn.mixers.differential:differential",
     },
     checked_dropout,
+    completed,
 )

@@ -116,7 +116,7 @@ def _check_closures(leaves: Sequence[Any]) -> None:
             )
 
 
-def _captured(function: Callable[..., Any]) -> Iterator[Any]:
+def _captured(function: Any) -> Iterator[Any]:
     """Values that a function closes over, or that functools.partial binds."""
     for cell in (isinstance(function, _FUNCTIONS) and function.__closure__) or ():
         with contextlib.suppress(ValueError):  # the variable has no value yet

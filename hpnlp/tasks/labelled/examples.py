@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from hpnlp.data.examples import ExampleConfig, Examples, check_paths, generated, prepare_examples
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.reading.files import Progress
 from hpnlp.tasks.task import Batch, RunConfig, Task
 from hpnlp.tasks.vocabulary import Vocabulary
-
-if TYPE_CHECKING:
-    from hpnlp.data.examples.config import ExampleConfig
 
 
 class ExampleTask(Task):
