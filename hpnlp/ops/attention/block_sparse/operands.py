@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from hpnlp.ops.attention.masks.base import Mask
 from hpnlp.ops.attention.operands import Operands, as_flags
-from hpnlp.ops.attention.pair_bias import BiasArrays, PairBias, is_pair_bias
+from hpnlp.ops.attention.pair_bias import BiasArrays, is_pair_bias
 from hpnlp.ops.dropout import seed_words
 from hpnlp.types import AnyArray
 
@@ -179,11 +179,11 @@ def executor_records(
     )
 
 
-def _bias_operand(bias: PairBias | Callable[..., Array] | Array | None) -> tuple[Any, Any]:
+def _bias_operand(bias: Any) -> tuple[Any, Any]:
     """(None, PairBias or None), or the jaxpr of a bias function and the arrays that the function closes over."""
     if bias is None or callable(bias):
         return (None, None) if bias is None else _trace(bias)
-    return None, bias if is_pair_bias(bias) else BiasArrays((_four_axes(cast(Array, bias)),), (None,))
+    return None, bias if is_pair_bias(bias) else BiasArrays((_four_axes(bias),), (None,))
 
 
 def _trace(function: Callable[..., Any]) -> tuple[Any, tuple[Any, ...]]:
