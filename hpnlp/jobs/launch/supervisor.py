@@ -61,7 +61,7 @@ class LaunchOptions:
 
     counts: tuple[int, ...]
     max_restarts: int = 2
-    wait: float = 300.0
+    wait: float | int = 300.0
     hang_seconds: float = 30.0
     settle: float = 0.5
     save: float = 600.0
