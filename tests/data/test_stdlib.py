@@ -97,7 +97,8 @@ def test_invalid_python_raises():
 def test_two_processes_write_one_corpus(tmp_path):
     """Two processes at once, of a package of the library."""
     program = (
-        "import sys; from hpnlp.data import stdlib; from hpnlp.data.reading import sources; sources.sysconfig.get_path = lambda name: sys.argv[2];"
+        "import sys; from hpnlp.data import stdlib; from hpnlp.data.reading import sources; "
+        "sources.sysconfig.get_path = lambda name: sys.argv[2];"
         "print('ready', flush=True); input(); print(stdlib.write_corpus('docs', sys.argv[1]).words)"
     )
     command = [sys.executable, "-c", program, str(tmp_path), str(Path(asyncio.__file__).parent)]
