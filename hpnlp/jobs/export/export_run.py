@@ -164,7 +164,7 @@ def write_directory(
         exported_tokenizer.write(run, kind, source, scratch)
         record = _record(run, kind, written, form)
         (directory / EXPORT_FILE).write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", "utf-8")
-        script = resources.files("hpnlp.jobs").joinpath("served_predict.py").read_text("utf-8")
+        script = resources.files("hpnlp.jobs.export").joinpath("served_predict.py").read_text("utf-8")
         (directory / SCRIPT).write_text(script, "utf-8")
         (directory / "README.md").write_text(_readme(record), "utf-8")
         for remark in written.remarks:
