@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -104,12 +105,20 @@ def test_crashes_and_hangs_end_one_case_only_and_what_is_measured_is_kept(tmp_pa
     second = run(*arguments, "--only=steps,lstn", path=[BENCH, BENCH.parents[1]])
     assert second.returncode == 1 and "unknown row 'lstn': did you mean 'lstm'?" in second.stderr
     path = tmp_path / "out" / "gpu-cpu.json"
-    path.write_text(path.read_text().replace('"source": "', '"source": "other'))
+    whole = path.read_text()
+    path.write_text(re.sub('"jaxlib": ".*"', '"jaxlib": "0"', whole))
     third = run(*arguments, "--only=lstm", path=[BENCH, BENCH.parents[1]])
-    (kept,) = path.parent.glob("gpu-cpu.json.other*")  # a result of another source is not lost
-    assert "has another source: it is kept as" in third.stdout and len(json.loads(kept.read_text())["rows"]) == 9
-    kept.replace(path)
-    path.write_text(path.read_text().replace('"source": "other', '"source": "'))
+    (kept,) = path.parent.glob("gpu-cpu.json.*")  # a result of other versions is not lost
+    assert "has another jaxlib: it is kept as" in third.stdout and len(json.loads(kept.read_text())["rows"]) == 9
+    kept.unlink()
+    path.write_text(re.sub('"source": ".*"', '"source": "other"', re.sub('"commit": .*,', '"commit": "abc",', whole)))
+    other = run(
+        *arguments, "--only=steps", path=[BENCH, BENCH.parents[1]]
+    )  # rows of another source are replaced one by one
+    assert other.stdout.index("] steps: hang") < other.stdout.index("] steps: fine")
+    commits = {(row["row"], row["case"]): row.get("commit") for row in json.loads(path.read_text())["rows"]}
+    assert commits["steps", "fine"] is None and commits["lstm", "lstm"] == "abc" and commits["parity", "lstm"] is None
+    path.write_text(whole)
     fourth = run(*arguments, "--only=parity", path=[BENCH, BENCH.parents[1]])  # cases that ended come last
     assert fourth.stdout.index("] parity: loss") < fourth.stdout.index("] parity: lstm")
     fifth = run(*arguments, "--only=lstm", path=[BENCH, BENCH.parents[1]])

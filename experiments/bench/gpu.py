@@ -8,8 +8,9 @@ side by side with its peer in torch, if torch has CUDA: seven rounds, interleave
 and shares of the rates that the card reached in the first seconds. Cases that do not fit into the minutes are named at the end.
 
 Cases run in a process of their own under a time limit: one that crashes or exceeds its limit is recorded, and the next goes on
-in a new process. A result in --out from the same card, versions and source is continued, so that a second command measures what
-is left; --only measures its rows, and the parity checks that are missing. Compiled programs are cached in --out/.cache.
+in a new process. A result in --out from the same card and versions is continued: a second command measures what is left, then
+what was measured with another source, whose records name their commit. The parity checks are always those of this source.
+--only measures its rows, and the parity checks that are missing. Compiled programs are cached in --out/.cache.
 --rehearse runs a case or two of every row at tiny size on a CPU, to test the command.
 
 Needs jax[cuda13] or jax[cuda12], flax, optax, ml_collections, jaxtyping and numpy; torch with CUDA for its peers.
@@ -44,7 +45,7 @@ from hpnlp import measure  # noqa: E402
 LIMIT = 3  # a case may take this many times the expected seconds, within the minutes
 LEAST_LIMIT = 10  # seconds
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SAME = ("device", "driver", "jax", "jaxlib", "flax", "torch", "source")  # of results that are kept
+SAME = ("device", "driver", "jax", "jaxlib", "flax", "torch")  # of results that are kept
 # Errors after which a device is unusable until its process ends.
 FATAL = re.compile("cuda|internal|illegal|aborted", re.IGNORECASE)
 
@@ -68,10 +69,10 @@ def source_digest() -> str:
 
 
 class Result:
-    """The result file, with the records of an earlier command on the same card, by the same versions and source.
+    """The result file, with the records of an earlier command on the same card, by the same versions.
 
     Attributes:
-      records: The records, in the order of the rows.
+      records: The records, in the order of the rows. Those of another source have its commit as "commit".
     """
 
     def __init__(self, directory: Path, worker: Worker, order: Sequence[str]) -> None:
@@ -81,12 +82,20 @@ class Result:
         self.path = measure.result_path("gpu", directory, self._environment["device"])
         earlier = self._read() if self.path.exists() else {"environment": {}, "rows": []}
         changed = [name for name in SAME if earlier["environment"].get(name) != self._environment.get(name)]
-        self.records: list[Record] = [] if changed else earlier["rows"]
+        self.records: list[Record] = [] if changed else self._continued(earlier)
         self._seconds = {(r["row"], r["case"]): r["seconds"] for r in earlier["rows"] if not r.get("unfinished")}
         if earlier["rows"] and changed:
             kept = self.path.with_name(f"{self.path.name}.{earlier['environment'].get('source', 'old')}")
             self.path.replace(kept)
             print(f"the earlier result has another {', '.join(changed)}: it is kept as {kept}")
+
+    def _continued(self, earlier: dict[str, Any]) -> list[Record]:
+        """The records of the earlier file; of another source, all but the parity checks, with its commit."""
+        origin = earlier["environment"]
+        if origin.get("source") == self._environment["source"]:
+            return earlier["rows"]
+        commit = {"commit": origin.get("commit")}
+        return [commit | record for record in earlier["rows"] if record["row"] != "parity"]
 
     def _read(self) -> dict[str, Any]:
         """The earlier file. Exits where it is damaged."""
@@ -102,9 +111,14 @@ class Result:
         """Seconds that a case took in the earlier result; without one, those that its row assumes."""
         return self._seconds.get((row.name, case.name), case.seconds)
 
-    def holds(self, row: Row, case: Case) -> bool:
-        """Whether a case has been run to its end."""
-        return any((r["row"], r["case"]) == (row.name, case.name) and not r.get("unfinished") for r in self.records)
+    def holds(self, row: Row, case: Case, any_source: bool = False) -> bool:
+        """Whether a case has been run to its end, with this source or with any."""
+        return any(
+            (r["row"], r["case"]) == (row.name, case.name)
+            and not r.get("unfinished")
+            and (any_source or "commit" not in r)
+            for r in self.records
+        )
 
     def obstacle(self, row: Row) -> str:
         """The parity checks that keep a row from being measured, "" if there are none."""
@@ -226,7 +240,9 @@ def measure_all(worker: Worker, directory: Path) -> list[str]:
     result = Result(directory, worker, list(ROWS))
     planned = planned_cases(names, FLAGS.rehearse)
     wanted = [(row, case) for row, case in planned if row.name in FLAGS.only or not result.holds(row, case)]
-    wanted.sort(key=lambda planned: result.holds(*planned))  # those of --only that are measured already come last
+    wanted.sort(
+        key=lambda planned: result.holds(*planned, any_source=True)
+    )  # those that are measured already come last
     print_plan(wanted, len(planned) - len(wanted), result, worker)
     problems, left_out = [], []
     for index, (row, case) in enumerate(wanted):

@@ -18,6 +18,11 @@ def shown(figure: Mapping[str, float]) -> str:
     return median if least == median == most else f"{median} ({least} to {most})"
 
 
+def origin(record: Mapping[str, Any]) -> str:
+    """The commit of a record that was measured with an earlier source than the others, in parentheses."""
+    return f" (at {record['commit'][:8]})" if record.get("commit") else ""
+
+
 def limit(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
 
@@ -31,7 +36,7 @@ def row_lines(row: Row, results: Results) -> list[list[str]]:
     for device, records in results.items():
         for record in (record for record in records if record["row"] == row.name):
             for name, figure in record.get("figures", {}).items():
-                measured.setdefault((record["what"], name), {})[device] = shown(figure)
+                measured.setdefault((record["what"], name), {})[device] = shown(figure) + origin(record)
             failed = {name: reason for name, reason in record.get("failed", {}).items() if not record.get("figures")}
             for name, reason in failed.items():
                 measured.setdefault((record["what"], name), {})[device] = reason.replace("|", r"\|")

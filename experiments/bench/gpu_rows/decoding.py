@@ -78,6 +78,6 @@ DECODING = Row(
     "generation of 128 tokens after prompts of 128, 350M parameters, bfloat16 weights, 1 and 32 prompts",
     "torch compile with a static cache",
     {f"time over {PEER}": Target(1.0, 0.7)},
-    [decode_case(count, 60) for count in (1, 32)],
+    [decode_case(count, 110) for count in (1, 32)],
     checks=("decoding",),
 )

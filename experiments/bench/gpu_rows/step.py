@@ -52,9 +52,7 @@ def step_config(size: str, setting: str, batch: int, length: int = LENGTH, vocab
     """
     layers, dim, heads = SIZES[size]
     remat, *hosted = setting.split("+")
-    model = LMConfig(
-        layers=layers, dim=dim, heads=heads, vocab=vocab, max_len=length, mlp="gelu", dtype="bfloat16", unroll=1
-    )
+    model = LMConfig(layers=layers, dim=dim, heads=heads, vocab=vocab, max_len=length, mlp="gelu", dtype="bfloat16")
     overrides = {
         "model": model,
         "plan": Plan("single", remat=remat, **{f"offload_{kind}": True for kind in hosted}),

@@ -7,7 +7,9 @@ support every call.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,13 +23,18 @@ from hpnlp.types import InputError
 
 # Implementation -> the platform that it needs, or None, from the fastest to the slowest: "auto" takes the first that can.
 PLATFORMS: dict[str, str | None] = {"splash": "tpu", "cudnn": "gpu", "pallas": "gpu", "xla": None, "reference": None}
-# Implementations that "auto" never takes, and the reason.
-ONLY_BY_NAME = {
-    "pallas": "not yet measured on a GPU: only by its name",
-    "reference": "dense and slow: only by its name",
-}
 # Implementation -> module in `kernels`, imported when it is first needed; the kernel is its function of the same name.
 KERNELS = {"splash": "splash_tpu", "cudnn": "cudnn", "pallas": "pallas_gpu"}
+
+
+@functools.cache
+def only_by_name(impl: str) -> str:
+    """The reason why "auto" never takes an implementation, "" where it may."""
+    if impl == "reference":
+        return "dense and slow: only by its name"
+    if impl == "pallas" and importlib.util.find_spec("jax_cuda13_plugin") is None:
+        return "compared with CUDA 13 only, and some compilers of CUDA 12 are wrong: only by its name"
+    return ""
 
 
 def kernel_module(impl: str) -> Any:
@@ -130,7 +137,7 @@ def choose(platform: str, unsupported_by: Callable[[str], Sequence[str]]) -> str
     return next(
         impl
         for impl, needed in PLATFORMS.items()
-        if needed in (None, platform) and impl not in ONLY_BY_NAME and not unsupported_by(impl)
+        if needed in (None, platform) and not only_by_name(impl) and not unsupported_by(impl)
     )
 
 
@@ -148,7 +155,7 @@ def explain_choice(platform: str, unsupported_by: Callable[[str], Sequence[str]]
     width = max(map(len, PLATFORMS))
     lines = []
     for impl, needed in PLATFORMS.items():
-        reasons = [ONLY_BY_NAME[impl]] if impl in ONLY_BY_NAME else []
+        reasons = [reason] if (reason := only_by_name(impl)) else []
         if needed not in (None, platform):
             reasons.append(f"needs platform {needed}, found {platform}")
         if names := unsupported_by(impl):

@@ -32,12 +32,19 @@ def test_first_supported_implementation_is_chosen(platform, unsupported, chosen)
     assert [line.split()[0] for line in lines if line.endswith("  chosen")] == [chosen]
 
 
+def test_pallas_is_chosen_before_xla_with_cuda_13_only(monkeypatch):
+    unsupported = ALL | {"cudnn": ["mask Window(left=1, right=1)"]}
+    assert choose("gpu", unsupported.__getitem__) == "xla"
+    monkeypatch.setattr("hpnlp.ops.attention.dispatch.only_by_name", lambda impl: "slow" if impl == "reference" else "")
+    assert choose("gpu", unsupported.__getitem__) == "pallas"
+
+
 def test_explanation_names_the_reasons():
     unsupported = ALL | {"cudnn": ["dtype float32", "return_lse"], "splash": ["positions"]}
     assert explain_choice("gpu", unsupported.__getitem__).splitlines() == [
         "splash     needs platform tpu, found gpu; does not support positions",
         "cudnn      does not support dtype float32, return_lse",
-        "pallas     not yet measured on a GPU: only by its name",
+        "pallas     compared with CUDA 13 only, and some compilers of CUDA 12 are wrong: only by its name",
         "xla        chosen",
         "reference  dense and slow: only by its name",
     ]

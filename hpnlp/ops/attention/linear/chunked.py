@@ -15,6 +15,9 @@ from hpnlp.ops.attention.linear.delta import corrections
 from hpnlp.ops.attention.linear.state import LinearState, normalized
 from hpnlp.ops.helpers.custom_vjp import vary_alike
 
+# Chunks in one iteration of the loop over states on a GPU, whose kernels take less time than their launches.
+GPU_UNROLL = 16
+
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
@@ -154,14 +157,40 @@ def scan_states(
     by_chunk = sums.reshape(-1, *start.shape)
     if by_chunk.shape[0] == 1:
         return start, _decayed(start, decay) + sums
+    factors = None if decay is None else decay.reshape(-1, start.shape[0], *decay.shape[1:])
+    if jax.default_backend() == "gpu":
+        if factors is not None and factors.ndim == 4 and not reverse:
+            states, last = _states_by_tree(by_chunk, factors, start)
+        else:
+            states, last = _states_by_loop(by_chunk, factors, start, reverse, GPU_UNROLL)
+    else:
+        states, last = _states_by_loop(by_chunk, factors, start, reverse)
+    return states.reshape(sums.shape), last
+
+
+def _states_by_loop(
+    sums: jax.Array, factors: jax.Array | None, start: jax.Array, reverse: bool, unroll: int = 1
+) -> tuple[jax.Array, jax.Array]:
+    """States `[n, B K, ...]` of `scan_states`, one chunk after another, and the last state."""
 
     def step(state: jax.Array, chunk: PyTree) -> tuple[jax.Array, jax.Array]:
         more, factor = chunk
         return _decayed(state, factor) + more, state
 
-    factors = None if decay is None else decay.reshape(-1, start.shape[0], *decay.shape[1:])
-    last, states = lax.scan(step, start, (by_chunk, factors), reverse=reverse)
-    return states.reshape(sums.shape), last
+    last, states = lax.scan(step, start, (sums, factors), reverse=reverse, unroll=unroll)
+    return states, last
+
+
+def _states_by_tree(sums: jax.Array, factors: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """States of `_states_by_loop` for matrices of decay, in log2(n) rounds of products of pairs of chunks."""
+
+    def join(earlier: PyTree, later: PyTree) -> PyTree:
+        (a, s), (b, t) = earlier, later
+        return jnp.einsum("nxmp,nxpq->nxmq", b, a), jnp.einsum("nxmp,nxph->nxmh", b, s) + t
+
+    factors, sums = lax.associative_scan(join, (factors, sums))
+    after = jnp.einsum("nxmp,xph->nxmh", factors, start) + sums
+    return jnp.concatenate([start[None], after[:-1]]), after[-1]
 
 
 def _decayed(state: jax.Array, decay: jax.Array | None) -> jax.Array:
