@@ -23,6 +23,8 @@ import jax
 from hpnlp.atomic_file import replace_bytes
 from hpnlp.cost.flop_count import count_flops as count_flops  # part of this module's interface
 from hpnlp.cost.flop_count import jaxpr_flops, jitted
+from hpnlp.cost.paired_times import compare_times as compare_times
+from hpnlp.cost.paired_times import median_interval
 from hpnlp.types import InputError
 from hpnlp.version import __version__
 
@@ -176,12 +178,9 @@ class Timing:
         Returns:
           `(low, high)`; the least and the largest ratio of fewer than nine rounds.
         """
-        ratios = sorted(self.ratios(other))
-        # The median lies outside of the interval if at most `rank` of n ratios are on one side of it: a binomial tail.
-        tail, rank = 0.5 ** len(ratios), 0
-        while (tail := tail + math.comb(len(ratios), rank + 1) * 0.5 ** len(ratios)) <= 0.025:
-            rank += 1
-        return ratios[rank], ratios[-1 - rank]
+        ratios = self.ratios(other)
+        low, high = median_interval(ratios, 0.05)
+        return max(low, min(ratios)), min(high, max(ratios))
 
 
 def timeit(

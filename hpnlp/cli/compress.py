@@ -52,7 +52,12 @@ flags.DEFINE_integer(
 flags.DEFINE_string("batch_sizes", "1,8,32", "Numbers of sequences at which the time is measured, separated by commas.")
 flags.DEFINE_integer("calibration", 8, "Training batches for the importance of units.", lower_bound=1)
 flags.DEFINE_integer("batches", 0, "Largest number of held-out batches of a score; 0 for all.", lower_bound=0)
-flags.DEFINE_integer("rounds", 5, "Measurements of each time, of which the fastest counts.", lower_bound=1)
+flags.DEFINE_integer(
+    "rounds",
+    64,
+    "Most rounds in which each time is paired with the original's; they end with a verdict.",
+    lower_bound=1,
+)
 
 
 def run(argv: Sequence[str]) -> None:

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hpnlp import measure
+from hpnlp.cost.paired_times import described
 from hpnlp.errors import plural
 from hpnlp.report.differences import described_difference, is_within_noise
 from hpnlp.tasks.reports.reporting import three_digits
 from hpnlp.training.files.evaluation_record import finite
-
-# Times that differ by less, or by less than two measurements of the original, are called equal.
-NOISE = 1.05
 
 
 def render(rows: Sequence[Any], metric: str, higher_is_better: bool) -> str:
@@ -57,10 +55,7 @@ def verdict(rows: Sequence[Any], metric: str, higher_is_better: bool) -> str:
       The sentence.
     """
     first, last = rows[0], rows[-1]
-    times = [
-        f"{_factor(first.seconds[n] / last.seconds[n], first.noise.get(n, 1.0))} at {n} {plural(n, 'sequence')}"
-        for n in first.seconds
-    ]
+    times = [f"{described(last.wall[n], last.cpu[n])} at {n} {plural(n, 'sequence')}" for n in last.wall]
     quality = _quality(first.scores[metric], last.scores[metric], last.error, metric, higher_is_better)
     return f"{_size(first.disk_bytes / last.disk_bytes)}; the loss of a batch is {', '.join(times)}; {quality}."
 
@@ -128,14 +123,3 @@ def _size(ratio: float) -> str:
     if "1" in shown:
         return "The file is as large as before"
     return f"The file is {shown[0]} times smaller" if ratio > 1 else f"The file is {shown[1]} times larger"
-
-
-def _factor(ratio: float, noise: float) -> str:
-    noise = max(NOISE, noise)
-    if 1 / noise <= ratio <= noise:
-        return (
-            "as fast as before"
-            if noise == NOISE
-            else f"as fast as before, within the noise of {100 * (noise - 1):.0f} %,"
-        )
-    return f"{ratio:.3g} times faster" if ratio > 1 else f"{1 / ratio:.3g} times slower"

@@ -22,6 +22,7 @@ from hpnlp.compress.files import encoding_of, stored_bytes, write_weights
 from hpnlp.compress.matrices import expert_numbers
 from hpnlp.compress.recipe import STRUCTURE, Calibration, Stage, check_plain, parse_recipe
 from hpnlp.compress.weights_file import WEIGHTS_FILE
+from hpnlp.cost.paired_times import Comparison, Ratio
 from hpnlp.jobs.compression import iterations as pruning_iterations
 from hpnlp.models import variables
 from hpnlp.ops.weight import parameter_count
@@ -44,6 +45,7 @@ from hpnlp.types import InputError
 # Files of a run that the compressed model keeps.
 COMPANIONS = ("tokenizer.json", "labels.json", "generation_config.json")
 ORIGINAL = "original"
+TIME_LIMIT = 60.0  # seconds after which the rounds of a batch size end
 FINETUNE = "finetune"  # directory of the further training, or of one for each iteration
 # Sections of a run's config that a compression can change: they leave the parameters as they are.
 SECTIONS = ("data", "optimizer", "train", "distill")
@@ -59,11 +61,11 @@ class Measurement:
       parameters: Elements of all arrays: factors, codes and scales. A byte that holds several codes counts as one.
       memory_bytes: Bytes of the arrays.
       disk_bytes: Bytes of the file.
-      seconds: Time of the loss of a batch, by the number of sequences of the batch; the fastest of several measurements.
+      seconds: Median time of the loss of a batch, by the number of sequences of the batch.
       scores: Held-out scores.
       error: Standard error of the difference of the primary score to the original's, over examples; None if it is unknown.
-      noise: Of the original: the larger over the smaller time of two measurements of it, by the number of sequences. Times that
-        differ by less may be equal.
+      wall: Ratio of wall times to the original in the same rounds, by the number of sequences; empty for the original.
+      cpu: Ratio of CPU times, as `wall`.
     """
 
     stage: str
@@ -73,7 +75,8 @@ class Measurement:
     seconds: Mapping[int, float]
     scores: Mapping[str, float]
     error: float | None = None
-    noise: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    wall: Mapping[int, Ratio] = dataclasses.field(default_factory=dict)
+    cpu: Mapping[int, Ratio] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +101,7 @@ class CompressionSettings:
       calibration_batches: Training batches from which stages compute gradients.
       batch_sizes: Numbers of sequences at which the time is measured.
       batches: Largest number of held-out batches of a score; None for all.
-      rounds: Measurements of each time, interleaved.
+      rounds: Most paired rounds of each time, which end when all versions have a verdict, or after TIME_LIMIT seconds.
       changes: Fields of the run's config in SECTIONS and their values: other data, or other settings of the further training,
         such as {"distill.teacher": "runs/teacher"}.
     """
@@ -109,7 +112,7 @@ class CompressionSettings:
     calibration_batches: int = 8
     batch_sizes: Sequence[int] = (1, 8, 32)
     batches: int | None = None
-    rounds: int = 5
+    rounds: int = 64
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -283,7 +286,7 @@ class _Compression:
 
     def measure(self, versions: Sequence[_Version], evaluations: Sequence[Evaluation]) -> list[Measurement]:
         """Sizes, times and scores of the versions; the file of the last one stays in the directory."""
-        seconds = self._seconds(versions)
+        times = self._times(versions)
         sizes = [_write(version, self.target / WEIGHTS_FILE, self.run.step) for version in versions]
         return [
             Measurement(
@@ -291,32 +294,39 @@ class _Compression:
                 parameter_count(version.params),
                 stored_bytes(version.params),
                 size,
-                {count: times[index] if index else min(times[0], times[-1]) for count, times in seconds.items()},
+                {n: c.programs[str(index)].seconds if index else c.baseline for n, c in times.items()},
                 evaluation.scores,
                 error_of_difference(evaluation.examples, evaluations[0].examples, self.metric),
-                {} if index else {count: _ratio(times[0], times[-1]) for count, times in seconds.items()},
+                {n: c.programs[str(index)].wall for n, c in times.items()} if index else {},
+                {n: c.programs[str(index)].cpu for n, c in times.items()} if index else {},
             )
             for index, (version, size, evaluation) in enumerate(zip(versions, sizes, evaluations, strict=True))
         ]
 
-    def _seconds(self, versions: Sequence[_Version]) -> dict[int, list[float]]:
-        """Fastest time of the loss of a batch, by batch size and version, interleaved; the first version is the last, too."""
+    def _times(self, versions: Sequence[_Version]) -> dict[int, Comparison]:
+        """Times of the loss of a batch in paired rounds with the first version, by batch size; programs are named by index."""
         self.log(f"measuring times at {', '.join(map(str, self.settings.batch_sizes))} sequences")
         progress = ProgressLines(self.log, "measurements")
         batch = next(iter(self.dataset.train(seed=0)))
         result = {}
         for count in self.settings.batch_sizes:
             functions = {}
-            for index, version in enumerate([*versions, versions[0]]):
+            for index, version in enumerate(versions):
                 names = version.model.batch_axes()
                 rows = {name: jnp.asarray(np.resize(batch[name], (count, *batch[name].shape[1:]))) for name in names}
                 forward = jax.jit(
                     lambda params, rows, model=version.model: gradients.loss(model, params, rows, None).sum
                 )
                 functions[str(index)] = lambda f=forward, p=version.params, r=rows: f(p, r)
+            original = functions.pop("0")
             report = functools.partial(progress, f"measuring times at {count} sequences")
-            timings = measure.timeit(functions, rounds=self.settings.rounds, min_seconds=0.05, progress=report)
-            result[count] = [min(timings[str(index)].all) for index in range(len(functions))]
+            result[count] = measure.compare_times(
+                original, functions, rounds=self.settings.rounds, seconds=TIME_LIMIT, min_seconds=0.02, progress=report
+            )
+            if result[count].is_biased:
+                self.log(
+                    f"at {count} sequences, equal programs differ by their place in a round: do not trust the times"
+                )
         return result
 
     def finish_target(self, last: _Version, evaluation: Evaluation) -> None:

@@ -1,0 +1,325 @@
+"""Programs timed against a baseline in paired rounds, with a verdict for each."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from hpnlp.errors import InputError
+
+LOOKS = (8, 16, 32, 64)  # rounds after which a verdict may be given
+ERROR = 0.05 / len(LOOKS)  # probability that an interval at one look misses the median
+LEAST = 0.02  # smaller differences of the logarithm of a time do not matter
+GROUP = 4  # programs that are measured beside one baseline
+NOISY = 0.1  # half width of the interval of equal programs from which on measurements take twice as many calls
+WARM_CALLS = 5  # most calls before the first measurement
+WARM = 0.2  # two calls that differ by less are warm
+
+
+class Verdict(enum.StrEnum):
+    """What a comparison shows about the time of a program."""
+
+    FASTER = "faster"
+    SLOWER = "slower"
+    EQUAL = "no difference"
+    UNRESOLVED = "not resolved"
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """Means over the calls of one measurement.
+
+    Attributes:
+      wall: Seconds of a call.
+      user: Seconds of all threads of the process outside the kernel.
+      system: Seconds of all threads of the process in the kernel, as for page faults.
+      switches: Involuntary context switches.
+    """
+
+    wall: float
+    user: float = 0.0
+    system: float = 0.0
+    switches: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """Time of a program over that of the baseline.
+
+    Attributes:
+      median: Median of the rounds.
+      low: Lower end of the interval of the median; 0 if the rounds are too few.
+      high: Upper end; infinite if the rounds are too few.
+      verdict: By the rule of `judge`.
+    """
+
+    median: float
+    low: float
+    high: float
+    verdict: Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class PairedTimes:
+    """A program and its baseline in the same rounds.
+
+    Attributes:
+      program: Usage in each round.
+      baseline: Usage at the beginning and at the end of each round.
+    """
+
+    program: tuple[Usage, ...]
+    baseline: tuple[tuple[Usage, Usage], ...]
+
+    @property
+    def seconds(self) -> float:
+        """Median wall time of a call of the program."""
+        return statistics.median(usage.wall for usage in self.program)
+
+    @property
+    def wall(self) -> Ratio:
+        """Ratio of wall times."""
+        return ratio(self._log_ratios(lambda usage: usage.wall))
+
+    @property
+    def cpu(self) -> Ratio:
+        """Ratio of CPU times, which vary less and do not show lost parallelism."""
+        return ratio(self._log_ratios(lambda usage: usage.user + usage.system))
+
+    def _log_ratios(self, value: Callable[[Usage], float]) -> list[float]:
+        least = 1e-12  # the clock of CPU time has steps
+        logs = [[math.log(max(value(usage), least)) for usage in pair] for pair in self.baseline]
+        own = [math.log(max(value(usage), least)) for usage in self.program]
+        return [a - statistics.fmean(pair) for a, pair in zip(own, logs, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Result of `compare_times`.
+
+    Attributes:
+      programs: Name -> times.
+      baseline: Median wall time of a call of the baseline, in seconds.
+      equal: Ratio of the two measurements of the baseline in each round: what this machine makes of equal programs.
+    """
+
+    programs: Mapping[str, PairedTimes]
+    baseline: float
+    equal: Ratio
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether the two measurements of the baseline differ, so that no ratio can be trusted."""
+        return self.equal.low > math.exp(LEAST) or self.equal.high < math.exp(-LEAST)
+
+
+def median_interval(values: Iterable[float], error: float = ERROR) -> tuple[float, float]:
+    """Interval of the median by order statistics, which holds for any distribution.
+
+    Args:
+      values: Independent measurements.
+      error: Largest probability that the interval misses the median.
+
+    Returns:
+      (low, high); infinite if the values are too few.
+    """
+    ordered = sorted(values)
+    count = len(ordered)
+    tail, rank = 0.0, 0  # the interval leaves out rank - 1 values on each side
+    while (tail := tail + math.comb(count, rank) * 0.5**count) <= error / 2:
+        rank += 1
+    return (ordered[rank - 1], ordered[count - rank]) if rank else (-math.inf, math.inf)
+
+
+def judge(log_ratios: Sequence[float]) -> Verdict:
+    """Verdict at one of LOOKS on the logarithms of paired ratios.
+
+    Equal programs are called faster or slower in at most 5 % of comparisons that end at the first verdict.
+
+    Args:
+      log_ratios: log(time of the program / time of the baseline), one for each round.
+
+    Returns:
+      SLOWER or FASTER if the interval of the median excludes 0 and the median exceeds LEAST; EQUAL if the interval lies within
+      LEAST on both sides; otherwise UNRESOLVED.
+    """
+    low, high = median_interval(log_ratios)
+    median = statistics.median(log_ratios)
+    if low > 0 and median > LEAST:
+        return Verdict.SLOWER
+    if high < 0 and median < -LEAST:
+        return Verdict.FASTER
+    return Verdict.EQUAL if low > -LEAST and high < LEAST else Verdict.UNRESOLVED
+
+
+def ratio(log_ratios: Sequence[float]) -> Ratio:
+    """The ratio of times, with its interval and verdict.
+
+    Args:
+      log_ratios: As for `judge`.
+
+    Returns:
+      The Ratio.
+    """
+    low, high = median_interval(log_ratios)
+    return Ratio(math.exp(statistics.median(log_ratios)), math.exp(low), math.exp(high), judge(log_ratios))
+
+
+def used(program: Callable[[], Any], calls: int) -> Usage:
+    """Mean usage of some calls, each of which waits for the arrays that it returns.
+
+    Args:
+      program: Function without arguments.
+      calls: Number of calls.
+
+    Returns:
+      The usage of one call.
+    """
+    import resource  # does not exist on Windows
+
+    before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    for _ in range(calls):
+        jax.block_until_ready(program())
+    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
+    return Usage(
+        wall / calls,
+        (after.ru_utime - before.ru_utime) / calls,
+        (after.ru_stime - before.ru_stime) / calls,
+        (after.ru_nivcsw - before.ru_nivcsw) / calls,
+    )
+
+
+def compare_times(
+    baseline: Callable[[], Any],
+    programs: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int = LOOKS[-1],
+    seconds: float = math.inf,
+    min_seconds: float = 0.01,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+    use: Callable[[Callable[[], Any], int], Usage] = used,
+) -> Comparison:
+    """Compares programs with a baseline by paired rounds, until each has a verdict.
+
+    A round measures the baseline, up to four programs and the baseline again, the next round in the reverse order, so that a
+    slow period of the machine and the position cancel. Programs leave with their verdict at one of LOOKS. The best of many
+    programs is a lucky one: compare it again before its ratio is quoted.
+
+    Args:
+      baseline: Function without arguments.
+      programs: Name -> function without arguments.
+      rounds: Most rounds of a program.
+      seconds: Rounds of a group of four end at the first of LOOKS after so many seconds.
+      min_seconds: A measurement repeats the call for about this long.
+      progress: Called with the number of measurements that are done, and the most that there can be.
+      use: Measures some calls of a function.
+
+    Returns:
+      The times of each program; without any, of the baseline only.
+
+    Raises:
+      InputError: `rounds` below one.
+
+    References:
+      Kalibera and Jones 2013, "Rigorous benchmarking in reasonable time", for repetition where the variance arises.
+    """
+    if rounds < 1:
+        raise InputError(f"rounds={rounds}: expected at least 1")
+    names = list(programs)
+    groups = [names[i : i + GROUP] for i in range(0, len(names), GROUP)] or [[]]
+    total, done = rounds * (len(names) + 2 * len(groups)), 0
+    results: dict[str, PairedTimes] = {}
+    pairs: list[tuple[Usage, Usage]] = []
+
+    def measured(name: str) -> Usage:
+        nonlocal done
+        progress(done, total)
+        done += 1
+        return use(functions[name], calls[name])
+
+    for group in groups:
+        functions = {"": baseline} | {name: programs[name] for name in group}
+        calls = {name: _warm_calls(function, min_seconds, use) for name, function in functions.items()}
+        times: dict[str, list[Usage]] = {name: [] for name in group}
+        own: list[tuple[Usage, Usage]] = []
+        active, begun = group, time.monotonic()
+        for number in range(1, rounds + 1):
+            order = active if number % 2 else active[::-1]
+            first = measured("")
+            for name in order:
+                times[name].append(measured(name))
+            own.append((first, measured("")))
+            if number in LOOKS:
+                active = [name for name in active if _paired(times[name], own).wall.verdict is Verdict.UNRESOLVED]
+                if (group and not active) or time.monotonic() - begun > seconds:
+                    break
+            if number == LOOKS[1] and _half_width(own) > NOISY:
+                calls = {name: 2 * count for name, count in calls.items()}
+        results |= {name: _paired(times[name], own) for name in group}
+        pairs += own
+    equal = ratio([math.log(second.wall / first.wall) for first, second in pairs])
+    return Comparison(results, statistics.median(usage.wall for pair in pairs for usage in pair), equal)
+
+
+def _paired(times: Sequence[Usage], baseline: Sequence[tuple[Usage, Usage]]) -> PairedTimes:
+    """A program that was measured in the first rounds of a baseline."""
+    return PairedTimes(tuple(times), tuple(baseline[: len(times)]))
+
+
+def _half_width(pairs: Sequence[tuple[Usage, Usage]]) -> float:
+    """Half width of the interval of the two measurements of the baseline."""
+    low, high = median_interval(math.log(second.wall / first.wall) for first, second in pairs)
+    return (high - low) / 2
+
+
+def _warm_calls(function: Callable[[], Any], min_seconds: float, use: Callable[..., Usage]) -> int:
+    """Calls a function until it is compiled and caches are full, and returns how many calls take `min_seconds`."""
+    use(function, 1)
+    last = use(function, 1).wall
+    for _ in range(WARM_CALLS - 2):
+        before, last = last, use(function, 1).wall
+        if abs(last - before) <= WARM * last:
+            break
+    return max(1, math.ceil(min_seconds / max(last, 1e-9)))
+
+
+def described(wall: Ratio, cpu: Ratio) -> str:
+    """The verdict on a program in words, as "1.9 times faster (1.8 to 2.0)".
+
+    Args:
+      wall: Ratio of wall times.
+      cpu: Ratio of CPU times.
+
+    Returns:
+      The words. Where the wall time is not resolved and CPU time is, both are named.
+    """
+    if wall.verdict is Verdict.FASTER:
+        return f"{_factor(1 / wall.median)} times faster ({_factor(1 / wall.high)} to {_factor(1 / wall.low)})"
+    if wall.verdict is Verdict.SLOWER:
+        return f"{_factor(wall.median)} times slower ({_factor(wall.low)} to {_factor(wall.high)})"
+    if not math.isfinite(wall.high):
+        return f"at {_factor(wall.median)} of the time in too few rounds for an interval"
+    between = f"between {_change(wall.low)} and {_change(wall.high)} time"
+    if wall.verdict is Verdict.EQUAL:
+        return f"as fast as before ({between})"
+    if cpu.verdict in (Verdict.FASTER, Verdict.SLOWER):
+        return f"not resolved in wall time ({between}), at {_factor(cpu.median)} of the CPU time"
+    return f"not resolved ({between})"
+
+
+def _factor(value: float) -> str:
+    """Two significant digits, and two decimals near 1."""
+    if 0.9 < value < 1.1:
+        return f"{value:.2f}"
+    return f"{value:.2g}" if value < 10 else f"{value:.0f}"
+
+
+def _change(value: float) -> str:
+    return f"{100 * (value - 1):.0f} % more" if value >= 1 else f"{100 * (1 - value):.0f} % less"
