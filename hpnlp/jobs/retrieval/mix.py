@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +34,8 @@ from hpnlp.training import run_directory
 from hpnlp.training.config_file import load_config
 from hpnlp.training.run_directory import Run
 from hpnlp.types import InputError
+
+T = TypeVar("T")
 
 DYNAMIC_STRIDE = 128  # positions between two steps of dynamic evaluation; half of a shorter context
 GATE = "gate.npz"
@@ -97,7 +103,7 @@ class Mixture:
       heldout_digest: Digest of the held-out text.
       documents: Number of held-out documents.
       epochs: How often the model has read its training text.
-      seconds: Name of a phase -> its seconds.
+      seconds: Name of a phase -> its seconds; of the dynamic evaluation, which runs beside, those after the others.
     """
 
     rows: list[MixRow]
@@ -122,6 +128,38 @@ class Phases:
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._begun
         self._begun = now
+
+
+@contextlib.contextmanager
+def _beside(function: Callable[[Progress], T], progress: Progress) -> Iterator[Callable[[], T]]:
+    """Runs a function in a thread, beside the block.
+
+    Args:
+      function: Called with a function of its progress, which is shown from the time on that its result is waited for.
+      progress: Called with the progress.
+
+    Yields:
+      A function that waits for the result. After an error in the block, the function stops at its next report of progress.
+    """
+    stopped, awaited = threading.Event(), threading.Event()
+
+    def report(work: str, done: int, total: int) -> None:
+        if stopped.is_set():
+            raise futures.CancelledError
+        if awaited.is_set():
+            progress(work, done, total)
+
+    with futures.ThreadPoolExecutor(1) as pool:
+        future = pool.submit(function, report)
+
+        def result() -> T:
+            awaited.set()
+            return future.result()
+
+        try:
+            yield result
+        finally:
+            stopped.set()
 
 
 def mix(
@@ -188,18 +226,27 @@ class _Mixing:
         log_odds = _model_log_odds(self.run, self.documents, self.progress)
         self.phases.end("model")
         scores.add("model", STATIC, self._model_nll(log_odds[1]))
+        if not self.options.dynamic:
+            return self._score_index(scores, log_odds)[0]
+        # Small products and the search on the host leave cores idle: together they take less time.
+        evaluate = functools.partial(_dynamic_log_odds, self.run, self.documents)
+        with _beside(evaluate, self.progress) as dynamic:
+            params, adaptive = self._score_index(scores, log_odds)
+            odds = dynamic()
+        self.phases.end("dynamic evaluation")
+        scores.add("model, dynamic", ADAPTIVE, self._model_nll(odds))
+        scored = dataclasses.replace(adaptive, log_odds=odds)
+        scores.add("model, dynamic, and index", ADAPTIVE, gates.gate_nll(self.network, params, scored))
+        return params
+
+    def _score_index(self, scores: _Scores, log_odds: tuple[np.ndarray, np.ndarray]) -> tuple[Any, Inputs]:
+        """Adds the rows with the index; the parameters of the adaptive gate, and its inputs of the held-out text."""
         scores.add("model and index", STATIC, self._fit(*self._inputs(log_odds, STATIC))[1])
         adaptive = self._inputs(log_odds, ADAPTIVE)
         scores.add("index", ADAPTIVE, self._fit(*map(gates.no_model, adaptive))[1])
         params, nll = self._fit(*adaptive)
         scores.add("model and index", ADAPTIVE, nll)
-        if self.options.dynamic:
-            odds = _dynamic_log_odds(self.run, self.documents, self.progress)
-            scores.add("model, dynamic", ADAPTIVE, self._model_nll(odds))
-            scored = dataclasses.replace(adaptive[1], log_odds=odds)
-            scores.add("model, dynamic, and index", ADAPTIVE, gates.gate_nll(self.network, params, scored))
-            self.phases.end("dynamic evaluation")
-        return params
+        return params, adaptive[1]
 
     def _model_nll(self, log_odds: np.ndarray) -> np.ndarray:
         """The model's -log p at the held-out positions."""
