@@ -17,6 +17,7 @@ COMMANDS = {
     "encode": "write a file of vectors of texts by an encoder or a dual encoder",
     "evaluate": "score a run on held-out data, also with another memory or other data",
     "inspect": "measure the attention matrices of a trained model, and its loss by the length of the context",
+    "profile": "divide the time of a training step or of a forward pass among the parts of the model",
     "sweep": "train all variants of an experiment that have not finished",
     "launch": "train with several processes and restart them, or write a manifest for SLURM, JobSet or xpk",
     "compare": "compare runs in a table and a plot",

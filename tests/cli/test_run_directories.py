@@ -15,6 +15,7 @@ READERS = {
     "generate": "generate {d} --prompt=a --tokens=2",
     "evaluate": "evaluate {d}",
     "inspect": "inspect {d}",
+    "profile": "profile {d}",
     "compress": "compress {d} --to={new} --recipe=int8",
     "convert": "convert {d} --to={new}",
     "export": "export {d} --to={new}",

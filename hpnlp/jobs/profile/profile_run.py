@@ -1,0 +1,295 @@
+"""Profile of a run: time of a training step or of the loss by part of the model, with padding, data and compilation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hpnlp import measure, tasks
+from hpnlp.cost import traced_time
+from hpnlp.cost.flop_count import flops_by_part
+from hpnlp.cost.parts import OTHER, PARTS, label
+from hpnlp.cost.traced_time import COPIES, TracedTime
+from hpnlp.data.reading.files import Progress, ignore_progress
+from hpnlp.jobs.profile import plots
+from hpnlp.parallel.plan import Plan
+from hpnlp.planner.devices import this_cpu
+from hpnlp.report.files import replace_text
+from hpnlp.tasks.reports.reporting import three_digits
+from hpnlp.training import gradients, run_directory
+from hpnlp.training.run_directory import Run
+from hpnlp.training.trainer import make_trainer
+from hpnlp.types import InputError
+
+FILE, CHART = "profile.json", "profile.png"
+TRAINING, LOSS = "training", "loss"
+PROGRAMS = {TRAINING: "a training step", LOSS: "the loss of a batch"}
+# Of XLA. Command buffers of a GPU hide operations from the profiler.
+GPU_OPTIONS = {"xla_gpu_enable_command_buffer": ""}
+LEAST_COVERAGE = 0.85  # of the time in operations; below, shares are those of the recorded time only
+DATA_BATCHES = 16
+ROUNDS = 7
+SLOW_TRACE = 1.2  # a traced call that takes this much longer gives shares only
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What is profiled.
+
+    Attributes:
+      program: TRAINING for a step of the run's optimizer, or LOSS for the forward pass.
+      batch_size: Sequences of a batch; 0 for those of the run.
+      calls: Calls of the trace.
+    """
+
+    program: str = TRAINING
+    batch_size: int = 0
+    calls: int = traced_time.CALLS
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Time of a program by part, and what lies outside of it.
+
+    Attributes:
+      program: TRAINING or LOSS.
+      step: Step of the checkpoint.
+      shape: Sequences and tokens of a batch.
+      seconds: Wall time of a call without a trace, in each round.
+      traced: Time of a traced call by part.
+      flops: FLOPs of a call by part; None where they depend on the batch.
+      rate: FLOP/s of the largest product of float32 that is tried on this machine; None on an accelerator.
+      data_seconds: Median time until the next batch is ready, without a step beside it.
+      padding: Share of the batch's tokens that are padding.
+      compile_seconds: Time of tracing and compilation.
+      environment: Versions and machine.
+    """
+
+    program: str
+    step: int
+    shape: tuple[int, int]
+    seconds: tuple[float, ...]
+    traced: TracedTime
+    flops: Mapping[str, float] | None
+    rate: float | None
+    data_seconds: float
+    padding: float
+    compile_seconds: float
+    environment: Mapping[str, Any]
+
+    @property
+    def median(self) -> float:
+        """Median wall time of a call, in seconds."""
+        return statistics.median(self.seconds)
+
+    def share(self, part: str) -> float:
+        """Share of a part of the time of a traced call."""
+        return self.traced.seconds.get(part, 0.0) / self.traced.total
+
+    def parts(self) -> list[str]:
+        """The parts that take time, the largest first, with OTHER and COPIES at the end."""
+        named = sorted((name for name in self.traced.seconds if name in PARTS), key=self.share, reverse=True)
+        return named + [name for name in (OTHER, COPIES) if name in self.traced.seconds]
+
+
+def profile_run(
+    workdir: str | Path,
+    step: int | None = None,
+    settings: Settings = Settings(),  # noqa: B008  (frozen)
+    progress: Progress = ignore_progress,
+) -> Profile:
+    """Profiles the model of a run on batches of its training data.
+
+    A training step is that of the run's model and optimizer on one device, without a teacher or rounded weights.
+
+    Args:
+      workdir: The run directory.
+      step: Step of the checkpoint; None for the best one.
+      settings: See Settings.
+      progress: Called while data are read.
+
+    Returns:
+      The profile.
+
+    Raises:
+      InputError: A setting or the run is invalid, or the profiler records no operation.
+
+    Cost: a compilation, and some 40 calls of the program.
+    """
+    if settings.program not in PROGRAMS:
+        raise InputError(f"program={settings.program!r}: expected {' or '.join(PROGRAMS)}")
+    run = run_directory.load(workdir, step)
+    size = settings.batch_size or run.config.data.batch_size
+    data = dataclasses.replace(run.config.data, batch_size=size)
+    dataset = tasks.find(run.config.task).dataset(data, run.vocabulary, progress)
+    batches = iter(dataset.train(seed=0))
+    batch = {name: np.asarray(array) for name, array in next(batches).items() if name in run.model.batch_axes()}
+    make = _training_step if settings.program == TRAINING else _loss
+    call, program, flops = make(run, batch)
+    timing = measure.timeit({"call": call}, rounds=ROUNDS, warmup=2)["call"]
+    traced = traced_time.trace(call, program.executable.as_text(), settings.calls)
+    on_cpu = jax.default_backend() == "cpu"
+    return Profile(
+        settings.program,
+        run.step,
+        _shape(batch),
+        timing.all,
+        traced,
+        flops,
+        this_cpu(1).flops["float32"] if on_cpu else None,
+        _data_seconds(batches),
+        float(np.mean(batch["segment_ids"] == 0)) if "segment_ids" in batch else 0.0,
+        program.trace_seconds + program.compile_seconds,
+        measure.environment(),
+    )
+
+
+def _shape(batch: Mapping[str, np.ndarray]) -> tuple[int, int]:
+    """Sequences and tokens of each; of other examples, one token."""
+    shape = batch.get("tokens", next(iter(batch.values()))).shape
+    return shape[0], shape[1] if len(shape) > 1 else 1
+
+
+Program = tuple[Callable[[], Any], measure.Compiled, Mapping[str, float] | None]
+
+
+def _training_step(run: Run, batch: Mapping[str, np.ndarray]) -> Program:
+    """A call of the run's training step, the compiled step, and its FLOPs by part."""
+    examples, length = _shape(batch)
+    optimizer = run.config.optimizer.for_batch(examples)
+    trainer = make_trainer(
+        run.model,
+        optimizer,
+        Plan("single"),
+        steps=run.config.train.steps,
+        devices=jax.devices()[:1],
+        batch_size=examples,
+    )
+    key, data = jax.random.key(0), jax.device_put(batch, trainer.batch_sharding)
+    with trainer.step.in_mesh():
+        program = measure.compile(
+            trainer.step.jitted, trainer.state_shapes, data, key, *trainer.step.frozen, compiler_options=_options()
+        )
+    state: Any = None
+
+    def call() -> Any:
+        nonlocal state
+        state = trainer.init(key) if state is None else state
+        state, metrics = program(state, data, key, *trainer.step.frozen)
+        return metrics
+
+    return call, program, trainer.flops_by_part(examples, length)
+
+
+def _loss(run: Run, batch: Mapping[str, np.ndarray]) -> Program:
+    """A call of the loss of a batch, the compiled program, and its FLOPs by part."""
+    data = {name: jnp.asarray(array) for name, array in batch.items()}
+
+    def loss(params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
+        return gradients.loss(run.model, params, batch, None).sum
+
+    program = measure.compile(loss, run.params, data, compiler_options=_options())
+    return lambda: program(run.params, data), program, flops_by_part(loss, run.params, data)
+
+
+def _options() -> Mapping[str, Any] | None:
+    """Options of the compiler."""
+    return GPU_OPTIONS if jax.default_backend() == "gpu" else None
+
+
+def _data_seconds(batches: Iterator[Any]) -> float:
+    """Median time until the next batch is ready; 0 if the data end first."""
+    seconds = []
+    for _ in range(DATA_BATCHES):
+        begun = time.perf_counter()
+        if next(batches, None) is None:
+            break
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds) if seconds else 0.0
+
+
+def render(profile: Profile) -> str:
+    """The profile as Markdown.
+
+    Args:
+      profile: The profile.
+
+    Returns:
+      A sentence, a table of the parts, and remarks.
+    """
+    examples, tokens = profile.shape
+    traced = profile.traced
+    header = ["part", "ms", "share", "at most faster", "FLOPs", "GFLOP/s"]
+    rows = [header, ["---", *["---:"] * (len(header) - 1)]]
+    total = sum((profile.flops or {}).values())
+    for part in profile.parts():
+        seconds, work = profile.share(part) * profile.median, (profile.flops or {}).get(part, 0.0)
+        bound = f"{traced.bound(part):.2f}" if part in PARTS else ""
+        flops = [f"{100 * work / total:.0f} %", f"{work / seconds / 1e9:.0f}"] if work else ["", ""]
+        name = part if part == COPIES else label(part)
+        rows.append([name, three_digits(1e3 * seconds), f"{100 * profile.share(part):.0f} %", bound, *flops])
+    idle = traced.idle / traced.total
+    rows.append(["not attributed", three_digits(1e3 * idle * profile.median), f"{100 * idle:.0f} %", "", "", ""])
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    median, least, most = (three_digits(1e3 * s) for s in (profile.median, min(profile.seconds), max(profile.seconds)))
+    head = (
+        f"{PROGRAMS[profile.program].capitalize()} of {examples:,} x {tokens:,} tokens takes {median} ms ({least} to {most}), "
+        f"{three_digits(examples * tokens / profile.median)} tokens/s."
+    )
+    return "\n".join([head, "", table, "", *(f"- {line}" for line in _remarks(profile))]) + "\n"
+
+
+def _remarks(profile: Profile) -> Iterator[str]:
+    """Lines on what lies outside of the parts, and on what the figures allow."""
+    traced, median = profile.traced, profile.median
+    if profile.rate and profile.flops:
+        achieved = sum(profile.flops.values()) / median
+        yield (
+            f"{achieved / 1e9:.0f} GFLOP/s, {100 * achieved / profile.rate:.0f} % of the {profile.rate / 1e9:.0f} that a "
+            "product of 1024 x 1024 in float32 reached just now"
+        )
+    waits = f"{three_digits(1e3 * profile.data_seconds)} ms"
+    late = profile.data_seconds > median
+    yield f"the next batch is ready after {waits}" + (": longer than the program, which waits for data" if late else "")
+    if profile.padding:
+        yield f"{100 * profile.padding:.0f} % of the tokens are padding"
+    yield f"compilation took {profile.compile_seconds:.1f} s"
+    if traced.coverage < LEAST_COVERAGE:
+        yield (
+            f"operations were recorded in {100 * traced.coverage:.0f} % of the time only: shares are uncertain by the rest, "
+            "which may be work of the same operations in other threads"
+        )
+    if traced.total > SLOW_TRACE * median:
+        yield f"the trace makes a call take {traced.total / median:.1f} times as long: use shares, not milliseconds"
+    yield '"at most faster" is the factor if the part took no time at all; a change of dtype or batch size has no such bound'
+
+
+def write(profile: Profile, directory: Path) -> list[Path]:
+    """Writes the profile as JSON and as a picture.
+
+    Args:
+      profile: The profile.
+      directory: The run directory.
+
+    Returns:
+      The files.
+    """
+    content = dataclasses.asdict(profile) | {"median": profile.median, "coverage": profile.traced.coverage}
+    replace_text(directory / FILE, json.dumps(content, indent=1) + "\n")
+    names = {part: part if part == COPIES else label(part) for part in profile.parts()}
+    shares = {names[part]: profile.share(part) for part in names}
+    shares["not attributed"] = profile.traced.idle / profile.traced.total
+    total = sum((profile.flops or {}).values())
+    flops = {names[part]: (profile.flops or {}).get(part, 0.0) / total for part in names} if total else {}
+    title = f"{PROGRAMS[profile.program]}, {three_digits(1e3 * profile.median)} ms"
+    plots.plot_shares({"time": shares, "FLOPs": flops}, title, directory / CHART)
+    return [directory / FILE, directory / CHART]

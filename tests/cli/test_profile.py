@@ -1,0 +1,33 @@
+"""`hpnlp profile`: parts of a step and of a forward pass that sum to the measured time, and its files."""
+
+import json
+
+import pytest
+
+from hpnlp.jobs.profile import profile_run
+from hpnlp.training import loop
+from tests import tiny
+from tests.messages import raises
+
+
+@pytest.fixture(scope="module")
+def trained(text, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    loop.train(tiny.make(train__steps=1), directory)
+    return directory
+
+
+@pytest.mark.parametrize("program", ["training", "loss"])
+def test_parts_and_the_rest_sum_to_the_time_of_a_call(run, trained, program):
+    outcome = run("profile", str(trained), f"--program={program}", "--calls=2", "--batch_size=4")
+    assert outcome.code == 0 and "not attributed" in outcome.out, outcome
+    profile = json.loads((trained / "profile.json").read_text())
+    traced = profile["traced"]
+    assert sum(traced["seconds"].values()) + traced["idle"] == pytest.approx(traced["idle"] / (1 - profile["coverage"]))
+    assert ("optimizer" in traced["seconds"]) == (program == "training") and "mixing" in traced["seconds"]
+    assert all(0 <= traced["alone"].get(part, 0) <= seconds * 1.001 for part, seconds in traced["seconds"].items())
+    assert profile["shape"] == [4, 16] and (trained / "profile.png").stat().st_size > 1000
+
+
+def test_an_unknown_program_raises(trained):
+    raises("program='x': expected training or loss", profile_run.profile_run, trained, None, profile_run.Settings("x"))
