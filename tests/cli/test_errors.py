@@ -110,14 +110,3 @@ def load(monkeypatch):
 )
 def test_invalid_flags_of_scripts_raise_before_their_work(load, script, values, message):
     raises(message, lambda: load(script, **values).main([]))
-
-
-def test_losses_by_memory_are_a_table(load):
-    rows = [{"run": run, "trained": f"{run}(4)", "memory": m, "loss": m / 8} for run in "ab" for m in (4, 8)]
-    table = load("lm/evaluate_memory").table_of(rows).splitlines()
-    assert table == [
-        "| trained | 4 | 8 |",
-        "| --- | --- | --- |",
-        "| a(4) | 0.5000 | 1.0000 |",
-        "| b(4) | 0.5000 | 1.0000 |",
-    ]

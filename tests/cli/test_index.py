@@ -194,12 +194,9 @@ def test_datastores_of_other_runs_and_scored_text_are_refused(run, trained, stor
     ("arguments", "message"),
     [
         ("sort RUN", "expected build, merge or search"),
-        ("build RUN", "--out is required"),
         ("build RUN --out=NEW --shard=3/3", "expected the shard and their number"),
-        ("build RUN --out=NEW --shard=0/999999", "expected at most"),
         ("build RUN --out=NEW --fields=a", "--fields=['a'] has no effect without files"),
         ("build RUN --out=RUN", "which is not of a datastore: name another directory"),
-        ("build RUN --out=NEW --index=tree", "tree"),
         ("build RUN --out=NEW --keys=20 --k=5000", "the number of positions that are stored"),
         ("search NEW text", "is no datastore"),
         ("search STORE", "expected a datastore and a text"),

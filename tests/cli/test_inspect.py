@@ -57,7 +57,6 @@ def test_layers_and_lengths_are_chosen(run, trained):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "no run: write hpnlp inspect RUN, where RUN is its directory"),
         (["{run}", "--layers=0,x"], "--layers=0,x: expected numbers of layers, as --layers=0,5"),
         (["{run}", "--layers=3"], "--layers=3: the model has the layers 0 to 2: choose among these"),
         (["{run}", "--windows=0"], "windows"),

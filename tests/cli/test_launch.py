@@ -20,20 +20,16 @@ TRAIN = ["--", "train", f"--config={tiny.EXPERIMENT}"]
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--processes=2"], "no command to start: write it after --, as in hpnlp launch --processes=2 -- train"),
-        (["--processes=2", "--", "sweep"], "launch starts hpnlp train, and was given 'sweep'"),
         ([*TRAIN, "--workdir={d}/x"], "--processes is required, for example --processes=2"),
         (["--processes=0", *TRAIN, "--workdir={d}/x"], "flag --processes=0: "),
         (["--processes=1000", *TRAIN, "--workdir={d}/x"], "--processes=1000 are too many for this machine: expected"),
         (["--processes=2", "train", "--workdir={d}/x"], "write -- before train, as in hpnlp launch --processes=2 -- "),
-        (["--processes=2", *TRAIN], "launch needs the directory of the run: add --workdir=DIR after --"),
         (["--processes=2", "--min_processes=3", *TRAIN, "--workdir={d}/x"], "--min_processes=3 is more than"),
         (["--processes=2", "--hosts=3", *TRAIN, "--workdir={d}/x"], "--hosts=3 has no effect without --write"),
         (["--write=slurm", *TRAIN, "--workdir={d}/x"], "--write=slurm needs the number of hosts: add --hosts=4"),
         (["--write=slurm", "--hosts=2", "--processes=2", *TRAIN, "--workdir={d}/x"], "--processes=2 has no effect"),
         (["--write=ray", *TRAIN, "--workdir={d}/x"], "flag --write=ray: "),
         (["--processes=2", *TRAIN, "--workdir={d}/file"], "cannot write to {d}/file (File exists): choose another"),
-        (["--proceses=2", *TRAIN, "--workdir={d}/x"], "unknown flag --proceses: did you mean --processes?"),
     ],
 )
 def test_invalid_flags_raise(run, tmp_path, argv, message):

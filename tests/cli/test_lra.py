@@ -129,11 +129,6 @@ def test_invalid_arguments_raise_before_a_run_begins(run, tmp_path, argv, messag
     assert message in outcome.err
 
 
-def test_help_lists_the_tasks(run):
-    out = run("lra", "--help").out
-    assert all(f"  {name}\n" in out for name in tasks.TASKS) and "(needs --data=imdb:DIRECTORY)" in out
-
-
 def test_damaged_measurements_raise(run, tmp_path):
     (tmp_path / "efficiency.json").write_text('{"rows": [{}]}')
     outcome = run("lra", "--mixers=fnet", f"--workdir={tmp_path}", "--efficiency", "--lengths=16")
