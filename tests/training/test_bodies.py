@@ -165,9 +165,7 @@ def test_experts_of_a_classifier_start_as_copies_of_mlps(tmp_path, monkeypatch):
         ({}, "classification", {"dim": 16}, r"model.dim is 16, in the source"),
         ({"embed_dim": 4}, "dual_encoder", {}, r"model.embed_dim is 0, in the source"),
         ({"token_types": 2}, "classification", {}, r"model.token_types is 0, in the source"),
-        ({"token_types": 2}, "seq2seq", {}, r"model.token_types is 0, in the source"),
         ({}, "seq2seq", {"encoder_layers": 1}, r"model.encoder_layers is 1, in the source"),
-        ({}, "tagging", {"vocab": 21}, r"model.vocab is 21, in the source"),
     ],
 )
 def test_other_bodies_raise(tmp_path, of_source, task, model, message):
