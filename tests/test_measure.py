@@ -36,7 +36,6 @@ def ones(*shape):
     ("fn", "args"),
     [
         (jnp.dot, (ones(3, 5), ones(5, 7))),
-        (jnp.dot, (ones(5), ones(5))),
         (lambda a, b: jnp.einsum("bqnh,bknh->bnqk", a, b), (ones(2, 3, 4, 5), ones(2, 6, 4, 5))),
         (lambda a, b: jnp.einsum("abc,dbc->ad", a, b), (ones(2, 3, 4), ones(5, 3, 4))),
         (lambda a, b: lax.ragged_dot(a, b, jnp.array([3, 0, 5])), (ones(8, 4), ones(3, 4, 6))),
@@ -327,13 +326,9 @@ def test_peak_memory_of_the_fullest_device(monkeypatch):
     [
         ("NVIDIA H100 80GB HBM3", 989.4e12),
         ("NVIDIA H100 PCIe", 756.5e12),
-        ("NVIDIA H200", 989.4e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA L4", 121e12),
         ("TPU v5", 459e12),
         ("TPU v5 lite", 197e12),
         ("NVIDIA L40S", None),
-        ("NVIDIA GH200 480GB", None),
         ("cpu", None),
     ],
 )

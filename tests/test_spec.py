@@ -37,19 +37,12 @@ def test_invalid_strings_raise():
         "1",
         "a b",
         "a*0",
-        "a*x",
-        "a*1.5",
         "a(b(1))",
-        "a(1)(2)",
         "a.b",
         "a(*x)",
-        "a(**x)",
         "'a'",
         "a+b",
-        "f'x'",
-        "not a",
         "a(1e999)",
-        "a(x=-1e999)",
         "(" * 300,
         "a(" + "-" * 5000 + "1)",
     ):
@@ -146,8 +139,6 @@ class Module(nn.Module):
     [
         ("ring(parent=3)", {}, "layer 'ring' has no argument 'parent': "),
         ("ring(name=a)", {"name": "b"}, "layer 'ring' has no argument 'name': known: depth"),
-        ("ring(name=a)", {}, "layer 'ring' has no argument 'name': known: depth"),
-        ("ring(1, 2)", {}, "layer 'ring' takes (depth=1): too many positional arguments"),
         ("ring(name=a)", {"depth": 2}, "layer 'ring' has no argument 'name': it takes none"),
     ],
 )

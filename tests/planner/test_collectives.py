@@ -176,7 +176,6 @@ def test_permutation_counts_unless_all_devices_keep_their_shard():
         ("{{0,2,4,6},{1,3,5,7}}", 4),
         ("[2,4]<=[4,2]T(1,0)", 4),
         ("mesh['data'=4,'tensor'=2] {'tensor'}", 2),
-        ("mesh['a'=1,'b'=2,'c'=4], device_ids=([4,2]T(1,0)) {'a','c'}", 4),
         ("mesh['data'=8] {'data':(2)4}", 4),
         ("{}", 8),
     ],

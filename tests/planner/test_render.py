@@ -1,7 +1,6 @@
 """Tables and plots of plans."""
 
 import dataclasses
-import re
 import shlex
 
 import pytest
@@ -13,25 +12,6 @@ from hpnlp.planner.devices import USABLE
 from hpnlp.training.config import resolve
 from hpnlp.training.optim import OptimizerConfig
 from tests.planner.common import CONFIG, MODEL, SMALL, planned
-
-
-def test_ranking_names_what_it_leaves_out():
-    model = dataclasses.replace(MODEL, layers=1, output="nce(16)", tied=False)
-    estimate = dataclasses.replace(costs(dataclasses.replace(CONFIG, model=model), 1), devices=2)
-    lines = render.ranking([estimate] * 23, DEVICES["h100"], estimate.config.plan).splitlines()
-    assert lines[21:23] == [
-        "and 3 more that fit",
-        "not counted: communication that the compiler adds for the loss of nce(16)",
-    ]
-
-
-def test_uneven_loads_of_divided_experts_are_named():
-    estimate = planned(Plan("data"))
-    divided = dataclasses.replace(estimate, sizes={**estimate.sizes, "expert": 2})
-    lines = [
-        render.table(costs, SMALL, "small").count("experts count with equal loads") for costs in (estimate, divided)
-    ]
-    assert lines == [0, 1]
 
 
 def test_shares_of_parts_sum_to_all():
@@ -60,14 +40,6 @@ def test_tight_fits_are_marked():
     assert verdict.startswith(f"it fits; {0.1 * temporaries / 1e9:.3g} GB are left, and temporaries may take ")
     assert f"{0.2 * temporaries / 1e9:.3g} GB more than planned: compile the step first (--depth=compiled)" in verdict
     assert "%  tight\n" in ranking and "tight: " in ranking and "tight" not in printed(0.21)[1]
-
-
-def test_plot_shows_usable_memory(tmp_path):
-    estimate = planned(Plan("data"))
-    for share, position in ((0.5, ""), (10, r" \(above\)")):
-        device = dataclasses.replace(SMALL, memory=share * estimate.bytes / USABLE)
-        drawn = render.draw(estimate, device, "small", tmp_path / "plan.svg").read_text("utf-8")
-        assert re.search(f"<!-- usable on small: {share * estimate.bytes / 1e9:.4g}{position} -->", drawn)
 
 
 @pytest.mark.parametrize(

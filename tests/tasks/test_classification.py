@@ -102,15 +102,6 @@ def test_runs_are_ranked_by_accuracy_on_the_same_examples():
     assert all("other held-out examples, or on other labels" in ranking.unscored[name] for name in "ce")
 
 
-def test_verdict_names_the_baselines_that_were_measured():
-    expected = (
-        "The model predicts 50.0 % of the labels of 1,200 held-out examples (the most frequent training class 25.0 %)."
-    )
-    assert REPORT.verdict(report_of()) == expected
-    assert "a linear model of words 62.0 %" in REPORT.verdict(report_of(words_accuracy=0.62))
-    assert "not finite" in REPORT.verdict(report_of(heldout_loss=None))
-
-
 CONFIG = configs.resolve({"task": "classification", "model": {"dim": 8, "heads": 2}, "data": {"seq_len": 8}})
 
 
@@ -183,9 +174,3 @@ def test_config_takes_its_fields_to_another_task():
     assert (other.task, other.model.dim, other.train.steps, other.model.pooling) == ("classification", 32, 7, "mean")
     values.data.packing = "fit"
     raises("the config sets data.packing='fit', which this task does not", configs.for_task, values, "classification")
-
-
-def test_examples_that_are_scored_apart_have_rows():
-    written = report_of(heldout_macro_f1=0.4, heldout_challenge_accuracy=0.125, heldout_challenge_macro_f1=0.1)
-    rows = dict(REPORT.rows(written))
-    assert rows["challenge examples, accuracy"] == "0.1250" and rows["held-out accuracy"] == "0.5000"

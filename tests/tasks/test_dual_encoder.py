@@ -125,22 +125,3 @@ def test_sets_of_one_pair_raise_before_training(tmp_path):
     raises("data.challenge_path holds one pair, which has no negatives", TASKS["dual_encoder"].dataset, one, None)
     with pytest.raises(InputError, match="one pair is held out, and has no negatives: hold out more"):
         TASKS["dual_encoder"].dataset(dataclasses.replace(data, heldout_examples=1), None)
-
-
-def test_verdict_needs_more_pairs_than_it_ranks():
-    numbers = {"heldout_loss": 1.0, "heldout_recall_at_10": 0.5, "heldout_accuracy": 0.25}
-    verdict = TASKS["dual_encoder"].report.verdict
-    assert verdict(numbers | {"heldout_examples": 10}).startswith("10 held-out pairs are too few to rank them")
-    assert verdict(numbers | {"heldout_examples": 20_000}) == (
-        "The partner of 50.0 % of the held-out texts is among the 10 most similar of 10,000."
-    )
-    unranked = verdict(numbers | {"heldout_examples": 11, "heldout_recall_at_10": None})
-    assert unranked == "The partner of 25.0 % of 11 held-out texts is the most similar one of its batch."
-
-
-def test_pairs_that_are_scored_apart_have_a_row():
-    names = ("loss", "accuracy", "recall_at_1", "recall_at_10", "mrr", "examples")
-    report, name = {f"heldout_{name}": 1 for name in names}, "challenge pairs, accuracy within batches"
-    rows_of = TASKS["dual_encoder"].report.rows
-    assert name not in dict(rows_of(report))
-    assert dict(rows_of(report | {"heldout_challenge_accuracy": 0.125}))[name] == "0.1250"

@@ -20,9 +20,7 @@ def test_saved_labels_are_read_back(tmp_path):
     [
         (None, "cannot read the classes .*: No such file"),
         ("{", "is no labels.json: it is not JSON"),
-        ("[]", "`labels` is not a list of different strings: save it again"),
         (json.dumps({"version": 1, "labels": ["a", "a"]}), "not a list of different strings"),
-        (json.dumps({"version": 1, "labels": ["a", 1]}), "not a list of different strings"),
         (json.dumps({"version": 2, "labels": ["a"]}), "has format version 2, expected 1: update hpnlp"),
     ],
 )
