@@ -151,15 +151,12 @@ def test_tile_that_accepts_no_arrays_raises():
     raises("OneAtATime.*write & and", lambda: view_of(OneAtATime(), 64))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
+def test_invalid_sizes_raise(tmp_path):
+    for sizes, message in (
         ({"length": 0}, "length=0: expected at least 1"),
         ({"keys": -1}, "keys=-1: expected at least 1"),
         ({"block": 0}, "block=0: expected at least 1"),
         ({"length": 2**20}, "1048576 x 1048576 in blocks of 128 are 67,108,864 tiles: pass block=1024 or more"),
-    ],
-)
-def test_invalid_sizes_raise(sizes, message, tmp_path):
-    raises(message, mask_plot.draw, {"": Causal()}, tmp_path / "a.png", **sizes)
-    assert not list(tmp_path.iterdir())
+    ):
+        raises(message, mask_plot.draw, {"": Causal()}, tmp_path / "a.png", **sizes)
+        assert not list(tmp_path.iterdir())

@@ -449,9 +449,8 @@ def test_compare_warns_of_different_heldout_text(tmp_path):
         assert ("different held-out" in report.compare([tmp_path / "a", tmp_path / "b"], tmp_path / "c.png")) == warns
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_absent_or_damaged_report_raises(tmp_path):
+    for content, message in (
         (None, r"holds no run \(it is empty\): train one first, or name another directory"),
         (b"[" * 100_000, "is not a report .*: run the training command again"),
         (b"7", "is not a report .it holds a int.: run the training command again"),
@@ -460,16 +459,14 @@ def test_compare_warns_of_different_heldout_text(tmp_path):
         ({"config": {"model.output": 3}}, "is no spec"),
         ({"peak_memory_bytes": 10**400}, "peak_memory_bytes is 1000"),
         ({"heldout_text_digest": [1]}, r"heldout_text_digest is \[1\]"),
-    ],
-)
-def test_absent_or_damaged_report_raises(tmp_path, content, message):
-    if isinstance(content, dict):
-        content = json.dumps(summary() | {"config": flat(Config())} | content).encode()
-    if content is not None:
-        (tmp_path / "report.json").write_bytes(content)
-    with pytest.raises(InputError, match=message) as caught:
-        report.compare([tmp_path], tmp_path / "compare.png")
-    assert "\n" not in str(caught.value)
+    ):
+        if isinstance(content, dict):
+            content = json.dumps(summary() | {"config": flat(Config())} | content).encode()
+        if content is not None:
+            (tmp_path / "report.json").write_bytes(content)
+        with pytest.raises(InputError, match=message) as caught:
+            report.compare([tmp_path], tmp_path / "compare.png")
+        assert "\n" not in str(caught.value)
 
 
 def test_unreadable_report_raises(tmp_path):

@@ -69,9 +69,8 @@ def test_invalid_fields_raise():
         raises(re.escape(message), lambda fields=overrides: resolve(experiment.overridden(tiny.get_config(), fields)))
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
+def test_invalid_arguments_of_train_raise(train_error):
+    for argument, message in (
         ("--skip_bad_lines", "unknown flag --skip_bad_lines: did you mean --data.skip_bad_lines?"),
         ("--name=adamw", "unknown flag --name: did you mean --optimizer.name or --plan.name?"),
         ("--config=tests", "--config: 'tests' is a directory: use an experiment file"),
@@ -88,10 +87,8 @@ def test_invalid_fields_raise():
         ("--debug=maybe", "flag --debug=maybe: expected true or false"),
         ("--config.train.steps -5", "-5 is read as a flag: a negative value is written --name=-5"),
         ("--coordinator=localhost:1 --processes=50000000 --process=0", "--processes=50000000: expected at most"),
-    ],
-)
-def test_invalid_arguments_of_train_raise(train_error, argument, message):
-    assert message in train_error(*argument.split(" "))
+    ):
+        assert message in train_error(*argument.split(" "))
 
 
 @pytest.mark.slow
@@ -139,9 +136,8 @@ def test_invalid_experiment_files_raise(error_of, tmp_path, source, message):
     assert message in error_of("train", f"--config={path}", f"--workdir={tmp_path / 'run'}")
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
+def test_missing_arguments_raise(error_of):
+    for argv, message in (
         (("trian",), "unknown command 'trian': did you mean 'train'?"),
         (("train", "--workdir=x"), "--config is required, for example --config=lm/bytes, or --task=TASK"),
         *(
@@ -156,10 +152,8 @@ def test_invalid_experiment_files_raise(error_of, tmp_path, source, message):
         (("generate", "--workdir=x", "--prompt_file=/no/such"), "--prompt_file=/no/such: No such file or directory"),
         (("plan", "--register=/no/such.py"), "--register: there is no file '/no/such.py': use a Python file that adds"),
         (("compare",), "no run: write hpnlp compare RUN RUN"),
-    ],
-)
-def test_missing_arguments_raise(error_of, argv, message):
-    assert message in error_of(*argv)
+    ):
+        assert message in error_of(*argv)
 
 
 def test_deleted_working_directory_raises(error_of, monkeypatch, tmp_path):
@@ -212,9 +206,8 @@ def files(tmp_path, trained):
     return names | {"run": trained, "dir": tmp_path, "config": tiny.EXPERIMENT, "nested": "(" * 3000 + ")" * 3000}
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
+def test_unusable_paths_and_numbers_raise(error_of, monkeypatch, files):
+    for argv, message in (
         ("train --config={config} --workdir={blank}", "blank is a file: use a directory"),
         ("train --config={config} --workdir={loop}/run", "loop/run (Too many levels of symbolic links)"),
         ("generate {run}/" + "x" * 300, "(File name too long)"),
@@ -249,12 +242,10 @@ def files(tmp_path, trained):
         ("generate --workdir={run} --prompt_file={latin}", "latin: not UTF-8 (byte 0xe9 at 3), to be converted"),
         ("plan --config={config} --devices=4096 --depth=compiled", "simulates at most 2048 devices on a CPU: use"),
         ("plan --config={config} --config.plan.name=data --devices=1000000000", "does not split into 1000000000"),
-    ],
-)
-def test_unusable_paths_and_numbers_raise(error_of, monkeypatch, files, argv, message):
-    for variable in ("JAX_PLATFORMS", "XLA_FLAGS"):  # restored afterwards; plan sets them
-        monkeypatch.setenv(variable, os.environ.get(variable, ""))
-    assert message.format(**files) in error_of(*(argument.format(**files) for argument in argv.split()))
+    ):
+        for variable in ("JAX_PLATFORMS", "XLA_FLAGS"):  # restored afterwards; plan sets them
+            monkeypatch.setenv(variable, os.environ.get(variable, ""))
+        assert message.format(**files) in error_of(*(argument.format(**files) for argument in argv.split()))
 
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."

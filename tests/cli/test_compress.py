@@ -235,9 +235,8 @@ def test_a_compressed_model_is_converted_and_trained_further(run, trained, tmp_p
     np.testing.assert_array_equal(trained_further, expected)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_invalid_flags_raise(run, trained, tmp_path):
+    for flags, message in (
         ([], "--recipe"),
         (["--recipe=int8", "--batch_sizes=0"], "--batch_sizes=0: expected numbers of sequences"),
         (["--recipe=int8", "--finetune=3"], "--finetune=3 trains after the stages that remove units or weights"),
@@ -248,12 +247,10 @@ def test_a_compressed_model_is_converted_and_trained_further(run, trained, tmp_p
         (["--recipe=magnitude(0.5)", "--rewind=/no/run@3"], "/no/run holds no run"),
         (["--recipe=magnitude(0.5),mlp(0.5)", "--rewind=initial"], "--rewind=initial: the weights have other shapes"),
         (["--recipe=int8", "--config.model.dim=8"], "model.dim=8 would change the model that is compressed: leave"),
-    ],
-)
-def test_invalid_flags_raise(run, trained, tmp_path, flags, message):
-    outcome = run("compress", f"--from={trained}", f"--to={tmp_path / 'x'}", *flags)
-    assert outcome.code == 2 and message in outcome.err, outcome
-    assert not (tmp_path / "x").exists()
+    ):
+        outcome = run("compress", f"--from={trained}", f"--to={tmp_path / 'x'}", *flags)
+        assert outcome.code == 2 and message in outcome.err, outcome
+        assert not (tmp_path / "x").exists()
 
 
 def test_directories_of_others_are_kept(run, trained, tmp_path):

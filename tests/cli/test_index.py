@@ -190,9 +190,8 @@ def test_datastores_of_other_runs_and_scored_text_are_refused(run, trained, stor
     assert outcome.code == 2 and "without --datastore" in outcome.err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_invalid_commands_raise(run, trained, store, tmp_path):
+    for arguments, message in (
         ("sort RUN", "expected build, merge or search"),
         ("build RUN --out=NEW --shard=3/3", "expected the shard and their number"),
         ("build RUN --out=NEW --fields=a", "--fields=['a'] has no effect without files"),
@@ -202,14 +201,12 @@ def test_datastores_of_other_runs_and_scored_text_are_refused(run, trained, stor
         ("search STORE", "expected a datastore and a text"),
         ("search STORE text --rerank=RUN", "has no effect with a datastore of a language model's text"),
         ("merge STORE --out=STORE", "is a shard: name another directory"),
-    ],
-)
-def test_invalid_commands_raise(run, trained, store, tmp_path, arguments, message):
-    names = {"RUN": str(trained), "NEW": str(tmp_path / "new"), "STORE": str(store)}
-    for name, path in names.items():
-        arguments = arguments.replace(name, path)
-    outcome = run("index", *arguments.split(" "))
-    assert outcome.code == 2 and message in outcome.err, outcome.err
+    ):
+        names = {"RUN": str(trained), "NEW": str(tmp_path / "new"), "STORE": str(store)}
+        for name, path in names.items():
+            arguments = arguments.replace(name, path)
+        outcome = run("index", *arguments.split(" "))
+        assert outcome.code == 2 and message in outcome.err, outcome.err
 
 
 def test_fitted_mixtures_and_damage(store, tmp_path):

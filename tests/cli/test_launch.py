@@ -17,9 +17,8 @@ ROOT = Path(__file__).parents[2]
 TRAIN = ["--", "train", f"--config={tiny.EXPERIMENT}"]
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
+def test_invalid_flags_raise(run, tmp_path):
+    for argv, message in (
         ([*TRAIN, "--workdir={d}/x"], "--processes is required, for example --processes=2"),
         (["--processes=0", *TRAIN, "--workdir={d}/x"], "flag --processes=0: "),
         (["--processes=1000", *TRAIN, "--workdir={d}/x"], "--processes=1000 are too many for this machine: expected"),
@@ -30,13 +29,11 @@ TRAIN = ["--", "train", f"--config={tiny.EXPERIMENT}"]
         (["--write=slurm", "--hosts=2", "--processes=2", *TRAIN, "--workdir={d}/x"], "--processes=2 has no effect"),
         (["--write=ray", *TRAIN, "--workdir={d}/x"], "flag --write=ray: "),
         (["--processes=2", *TRAIN, "--workdir={d}/file"], "cannot write to {d}/file (File exists): choose another"),
-    ],
-)
-def test_invalid_flags_raise(run, tmp_path, argv, message):
-    (tmp_path / "file").touch()
-    outcome = run("launch", *(argument.replace("{d}", str(tmp_path)) for argument in argv))
-    assert outcome.code == 2 and outcome.err.startswith(f"hpnlp: {message.replace('{d}', str(tmp_path))}"), outcome
-    assert outcome.err.count("\n") == 1 and not (tmp_path / "x").exists()
+    ):
+        (tmp_path / "file").touch()
+        outcome = run("launch", *(argument.replace("{d}", str(tmp_path)) for argument in argv))
+        assert outcome.code == 2 and outcome.err.startswith(f"hpnlp: {message.replace('{d}', str(tmp_path))}"), outcome
+        assert outcome.err.count("\n") == 1 and not (tmp_path / "x").exists()
 
 
 def test_second_supervisor_is_refused(run, tmp_path):

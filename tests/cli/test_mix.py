@@ -109,17 +109,14 @@ def test_mixtures_that_are_not_there_are_named(run, trained, tmp_path):
     assert "has no gate to mix with: run hpnlp mix" in run("mix", tmp_path / "run", "--prompt=a").err
 
 
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
+def test_invalid_flags_raise(run, trained):
+    for flag, message in (
         ("--store=suffix(shortest=9,longest=9,words=0)", "no context has such a length"),
         ("--store=knn", "unknown store 'knn'"),
         ("--gate_tokens=0", "flag --gate_tokens=0"),
-    ],
-)
-def test_invalid_flags_raise(run, trained, flag, message):
-    outcome = run("mix", trained, flag)
-    assert outcome.code == 2 and message in outcome.err, outcome.err
+    ):
+        outcome = run("mix", trained, flag)
+        assert outcome.code == 2 and message in outcome.err, outcome.err
 
 
 FEW = ("--store=suffix(longest=3,words=0,k=2)", "--gate_tokens=500", "--epochs=1", "--nodynamic")

@@ -113,9 +113,8 @@ def test_search_continues_after_an_invalid_plan(plan, monkeypatch):
     assert matplotlib.image.imread(out).size
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_invalid_arguments_raise(plan):
+    for flags, message in (
         (("--device=h300",), "unknown --device 'h300': did you mean"),
         (("--devices=0",), "--devices"),
         (("--out=",), "--out is empty: use a file, for example plan.png, or a directory"),
@@ -126,8 +125,6 @@ def test_search_continues_after_an_invalid_plan(plan, monkeypatch):
         (("--out=plan.gif",), "--out=plan.gif: unknown image format; use .png"),
         (("--recipe=int8", "--devices=4"), "--recipe: the sizes of a model are printed, not those of a training step"),
         (("--depth=tpu", "--device=h100"), "--depth=tpu compiles for --device=v5e or v5p, not for h100"),
-    ],
-)
-def test_invalid_arguments_raise(plan, flags, message):
-    outcome = plan[0](*flags)
-    assert outcome.code == 2 and message in outcome.err and outcome.err.count("\n") == 1
+    ):
+        outcome = plan[0](*flags)
+        assert outcome.code == 2 and message in outcome.err and outcome.err.count("\n") == 1

@@ -105,9 +105,8 @@ def test_folds_train_resume_and_are_one_row(sweep, run, members_here, tmp_path):
     assert "and this run part 1 of 2, so that it would be scored on what that model was trained on" in outcome.err
 
 
-@pytest.mark.parametrize(
-    ("members", "argv", "message"),
-    [
+def test_invalid_members_raise_before_the_first_one_trains(sweep, run, tmp_path):
+    for overrides, argv, message in (
         ([{"train.seed": 1}, {"data.fold": 3}], ["--folds=3"], "--folds=3, --data.fold=3: --folds sets data.folds"),
         ([{"train.seed": 1}], ["--folds=3", "--data.heldout_bytes=5"], "data.heldout_bytes=5, data.folds=3: all"),
         ([{"train.seed": 1}], ["--folds=3", "--data.heldout=0.5"], "data.heldout=0.5 has no effect, because one"),
@@ -119,12 +118,10 @@ def test_folds_train_resume_and_are_one_row(sweep, run, members_here, tmp_path):
         ([{"task": "lm"}, {"task": "masked_lm"}], [], "members of get_sweep() have different tasks"),
         ([{"optimizer.momentum": 0.5}], [], "member momentum=0.5: optimizer.momentum=0.5 has no effect, because"),
         ([{"data.path": "a\0b"}], [], "member path=a_b of get_sweep(): a value has a NUL"),
-    ],
-)
-def test_invalid_members_raise_before_the_first_one_trains(sweep, run, tmp_path, members, argv, message):
-    outcome = run(*sweep(members), *argv)
-    assert (outcome.code, outcome.out) == (2, "") and outcome.err.count("\n") == 1
-    assert message in outcome.err and not (tmp_path / "runs").exists()
+    ):
+        outcome = run(*sweep(overrides), *argv)
+        assert (outcome.code, outcome.out) == (2, "") and outcome.err.count("\n") == 1
+        assert message in outcome.err and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

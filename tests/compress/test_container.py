@@ -249,9 +249,8 @@ def test_other_files_raise(path):
             container.Container(path)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_invalid_arguments_raise(path):
+    for arguments, message in (
         (({"a/b": np.zeros(3)},), "the name 'a/b'"),
         (({"a": np.zeros(3, "datetime64[s]")},), "tensor 'a' is datetime64"),
         (({"a": np.arange(5)}, None, "packed(2)"), r"tensor 'a': 5 distinct elements: packed\(2\) holds 4"),
@@ -260,13 +259,11 @@ def test_other_files_raise(path):
         (({"a": np.zeros(2)}, None, {"b": "raw"}), "encodings has 'b'"),
         (({"a": np.zeros(2)}, None, "packed"), "encoding 'packed': expected"),
         (({"a": np.zeros(2)}, {"x": np.zeros(2)}), "metadata cannot be stored as JSON"),
-    ],
-)
-def test_invalid_arguments_raise(path, arguments, message):
-    tensors, metadata, encodings = (*arguments, *(None, "raw")[len(arguments) - 1 :])
-    with pytest.raises(InputError, match=message):
-        container.write(path, tensors, metadata, encodings=encodings)
-    assert not path.exists()
+    ):
+        tensors, metadata, encodings = (*arguments, *(None, "raw")[len(arguments) - 1 :])
+        with pytest.raises(InputError, match=message):
+            container.write(path, tensors, metadata, encodings=encodings)
+        assert not path.exists()
 
 
 def test_missing_files_and_directories_raise(path):

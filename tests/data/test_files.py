@@ -121,9 +121,8 @@ def test_arrays_match_the_json_module(values, indent, ascii_only, chunk):
     assert [record.number for record in elements] == list(range(len(values)))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_malformed_arrays_raise(tmp_path):
+    for content, message in (
         ('[{"text": "a"}', "record 2: not a JSON array (the array has no end)"),
         ('["a" "b"]', "record 2: not a JSON array (expected a comma or ])"),
         ('["a"] and more', "record 2: not a JSON array (text follows the array)"),
@@ -135,14 +134,12 @@ def test_arrays_match_the_json_module(values, indent, ascii_only, chunk):
         ('["a", 3]', "record 2: a int, expected an object or a string: mend or remove the line, or pass data.skip_bad"),
         ('[{"body": 1}]', "record 1: no field 'text', the fields are 'body': pass data.text_field=NAME"),
         ('[{"text": 3}]', "record 1: field 'text' is a int, expected a string"),
-    ],
-)
-def test_malformed_arrays_raise(tmp_path, content, message):
-    path = tmp_path / "x.json"
-    path.write_text(content, "utf-8", "surrogateescape")
-    with pytest.raises(InputError, match=re.escape(f"x.json, {message}")) as caught:
-        read(path)
-    assert "\n" not in str(caught.value)
+    ):
+        path = tmp_path / "x.json"
+        path.write_text(content, "utf-8", "surrogateescape")
+        with pytest.raises(InputError, match=re.escape(f"x.json, {message}")) as caught:
+            read(path)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("content", ['{"text": "a"}', "[1, 2]", "[]", "[[1]]", '[{"body": "a"}]'])

@@ -105,9 +105,8 @@ def test_file_removed_while_listing_raises(tmp_path, monkeypatch):
     raises("cannot read '.*gone.txt': No such file or directory: mend or remove it", read, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
+def test_invalid_paths_raise(tmp_path, monkeypatch):
+    for path, message in (
         ("nowhere", "data.path='nowhere' does not exist: pass"),
         ("*.none", "data.path='*.none' holds no file to read"),
         ("only_hidden", "holds no file to read (left out: 1 hidden (.x))"),
@@ -117,13 +116,11 @@ def test_file_removed_while_listing_raises(tmp_path, monkeypatch):
         ("loop", "cannot be read (Too many levels of symbolic links)"),
         ("dangling", "is a link to nothing"),
         ("pipe", "is not a regular file"),
-    ],
-)
-def test_invalid_paths_raise(tmp_path, monkeypatch, path, message):
-    monkeypatch.chdir(tmp_path)
-    for name in ("a.txt", "only_hidden/.x", "x.xz", "x.tar.gz", "x.npy.gz"):
-        write(tmp_path / name, "x")
-    os.symlink("loop", "loop")
-    os.symlink("nothing", "dangling")
-    os.mkfifo("pipe")
-    raises(re.escape(message), sources.find, path, "data.path")
+    ):
+        monkeypatch.chdir(tmp_path)
+        for name in ("a.txt", "only_hidden/.x", "x.xz", "x.tar.gz", "x.npy.gz"):
+            write(tmp_path / name, "x")
+        os.symlink("loop", "loop")
+        os.symlink("nothing", "dangling")
+        os.mkfifo("pipe")
+        raises(re.escape(message), sources.find, path, "data.path")

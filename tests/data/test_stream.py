@@ -145,9 +145,8 @@ def test_stdlib_is_the_same_every_time(tmp_path):
     assert "stdlib: " in first.summary and "held out; left out: 3 empty" in first.summary
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_invalid_configs_raise(stories):
+    for options, message in (
         ({"seq_len": 0}, "data.seq_len=0: expected at least 1"),
         ({"heldout": 1.0}, "pass data.heldout_path=PATH"),
         ({"heldout_bytes": -1}, "data.heldout_bytes=-1"),
@@ -157,10 +156,8 @@ def test_stdlib_is_the_same_every_time(tmp_path):
         ({"tokenizer": "byts"}, "did you mean 'bytes'?"),
         ({"seq_len": 10**6}, "tokens to train on, and a sequence of data.seq_len=1000000 takes 1000001: add text"),
         ({"heldout_path": "nowhere"}, "data.heldout_path='nowhere' does not exist"),
-    ],
-)
-def test_invalid_configs_raise(stories, options, message):
-    raises(re.escape(message), lambda: prepare(config(stories, **options)))
+    ):
+        raises(re.escape(message), lambda options=options: prepare(config(stories, **options)))
 
 
 @pytest.mark.parametrize(

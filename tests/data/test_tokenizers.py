@@ -414,9 +414,8 @@ def test_invalid_specs_raise():
         raises(re.escape(message), build, spec, TEXTS)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_invalid_tokenizer_files_raise(tmp_path):
+    for content, message in (
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ('{"type": "chars", "version": 1}', "neither a model nor a known type"),
@@ -429,12 +428,10 @@ def test_invalid_specs_raise():
             "each of the ids 0 to 4 once",
         ),
         ('{"model": {"type": "Nonsense"}}', "that tokenizers"),
-    ],
-)
-def test_invalid_tokenizer_files_raise(tmp_path, content, message):
-    path = tmp_path / "tokenizer.json"
-    path.write_text(content, "utf-8", "surrogateescape")
-    raises(message, load, str(path))
+    ):
+        path = tmp_path / "tokenizer.json"
+        path.write_text(content, "utf-8", "surrogateescape")
+        raises(message, load, str(path))
 
 
 def test_invalid_tokenizer_paths_raise(tmp_path):

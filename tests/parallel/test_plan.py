@@ -33,9 +33,8 @@ def test_sizes_multiply_to_the_devices(plan, devices, sizes):
     assert plan.sizes(devices) == dict.fromkeys(AXES, 1) | sizes
 
 
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [
+def test_invalid_sizes_raise():
+    for plan, message in (
         (Plan("zero4"), "unknown plan.name 'zero4': did you mean 'zero"),
         (Plan(data=3, tensor=2), "(data=3, tensor=2) does not divide 8 devices: 6 is the product"),
         (Plan(data=3, fsdp=3), "choose sizes whose product is 8."),
@@ -48,12 +47,10 @@ def test_sizes_multiply_to_the_devices(plan, devices, sizes):
         (Plan(recompute_stages=True), "plan.recompute_stages=True needs a pipeline, and plan.pipeline is 1: set"),
         (Plan(zero=3), "plan.zero=3 divides the training state over plan.fsdp, which is 1: set plan.fsdp=-1"),
         (Plan(microbatches=4), "plan.microbatches=4 needs a pipeline, and plan.pipeline is 1: set plan.microbatches=0"),
-    ],
-)
-def test_invalid_sizes_raise(plan, message):
-    with pytest.raises(InputError) as caught:
-        plan.sizes(8)
-    assert message in f"{caught.value}."
+    ):
+        with pytest.raises(InputError) as caught:
+            plan.sizes(8)
+        assert message in f"{caught.value}."
 
 
 def test_invalid_fields_raise():
@@ -102,9 +99,8 @@ def test_specs_of_arrays():
     assert layout.state_spec(("vocab", "embed"), (32, 16), divided=False) == PartitionSpec(("pipeline", "tensor"), None)
 
 
-@pytest.mark.parametrize(
-    ("plan", "config", "message"),
-    [
+def test_indivisible_models_raise():
+    for plan, config, message in (
         (
             Plan("tensor"),
             LMConfig(dim=36, heads=4, mlp_dim=60, vocab=261, position="none"),
@@ -118,12 +114,10 @@ def test_specs_of_arrays():
             LMConfig(vocab=264, mlp="top_k(16,2)", form="block(mlp='switch(12)'),block"),
             "plan.expert=8 does not divide 4 experts (model.mlp='switch(12)' and model.mlp='top_k(16,2)')",
         ),
-    ],
-)
-def test_indivisible_models_raise(plan, config, message):
-    with pytest.raises(InputError) as caught:
-        plan.layout(config.sizes())
-    assert message in str(caught.value)
+    ):
+        with pytest.raises(InputError) as caught:
+            plan.layout(config.sizes())
+        assert message in str(caught.value)
 
 
 def test_attention_is_divided_by_complete_groups_of_heads():

@@ -63,18 +63,15 @@ def test_without_each_word_ranks_are_those_of_the_other_words(table):
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "expected", "message"),
-    [
+def test_texts_without_words_to_leave_out_raise(table):
+    for text, expected, message in (
         ("king", "", "'king': expected at least 2 words, each of which is left out in turn"),
         ("king - king", "", "the vectors of 'king - king' add up to zero, which has no cosine with others"),
         ("king - king + apple", "", "the vectors of 'king - king [+] apple' without 'apple' add up to zero"),
         ("king man", "man", "the word 'man' is in the text: expected a neighbour of it"),
         (" ".join(WORDS), "", "all words are in the text, so that it has no neighbours"),
-    ],
-)
-def test_texts_without_words_to_leave_out_raise(table, text, expected, message):
-    raises(message, table.without_each, text, expected)
+    ):
+        raises(message, table.without_each, text, expected)
 
 
 def test_plane_keeps_the_distances_of_points_in_a_plane():
@@ -144,9 +141,8 @@ def test_words_with_spaces_are_left_out():
 BINARY = b"2 2\na " + np.array([1, 2], "<f4").tobytes() + b"b " + np.array([3, 4], "<f4").tobytes()
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_broken_files_raise(tmp_path):
+    for content, message in (
         (b"", "line 1: '': expected the numbers of words and of features"),
         (b"a 1 2\nb 3 4\n", "line 1: 'a 1 2.*a file of GloVe begins with a word: insert the line '2 2' before it"),
         (b"1 0\na\n", "line 1: 0 features: expected at least 1"),
@@ -158,16 +154,13 @@ BINARY = b"2 2\na " + np.array([1, 2], "<f4").tobytes() + b"b " + np.array([3, 4
         (BINARY[:-1], "bytes of vectors, and line 1 announces 2 words|ends within word 2, and line 1 announces 2"),
         (BINARY + b"c \x00", "goes on after 2 words, which line 1 announces"),
         (b"9" + BINARY[1:], "line 1 announces 9 words of 2 features, which take more"),
-    ],
-)
-def test_broken_files_raise(tmp_path, content, message):
-    (tmp_path / "a").write_bytes(content)
-    raises(message, load_word2vec, tmp_path / "a")
+    ):
+        (tmp_path / "a").write_bytes(content)
+        raises(message, load_word2vec, tmp_path / "a")
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
+def test_invalid_arguments_raise(table):
+    for call, message in (
         (lambda t: t["quen"], "the word 'quen' has no vector: did you mean 'queen'?"),
         (lambda t: t["zzzzzz"], "the word 'zzzzzz' has no vector: there are 6 others"),
         (lambda t: t.evaluate("king - men"), "the word 'men' has no vector: did you mean 'man'"),
@@ -183,10 +176,8 @@ def test_broken_files_raise(tmp_path, content, message):
         (lambda t: WordVectorTable(["a"], np.eye(2)), r"1 words, and vectors of shape \(2, 2\): expected one row"),
         (lambda t: WordVectorTable(["a", "a"], np.eye(2)), "the word 'a' repeats"),
         (lambda t: save_word2vec(WordVectorTable(["a b"], np.eye(1)), "x"), "has a space or a newline"),
-    ],
-)
-def test_invalid_arguments_raise(table, call, message):
-    raises(message, call, table)
+    ):
+        raises(message, call, table)
 
 
 @pytest.mark.oracle

@@ -196,9 +196,8 @@ def test_absent_processes_raise():
             first.result(timeout=30)
 
 
-@pytest.mark.parametrize(
-    ("report", "refusal"),
-    [
+def test_strangers_and_stale_processes_are_refused_by_name(monkeypatch):
+    for report, refusal in (
         ("2:new 1 there:7", ""),
         ("2:new 2 here:9", ""),  # sent again
         ("2:new 2 there:8", "process 2 has joined twice, as here:9 and as there:8: start each index once"),
@@ -206,13 +205,11 @@ def test_absent_processes_raise():
         ("2:new 0 there:7", "process 0, there:7, of 3 processes, whose other indices are 1 to 2"),
         ("GET / HTTP/1.1", None),
         ("", None),
-    ],
-)
-def test_strangers_and_stale_processes_are_refused_by_name(monkeypatch, report, refusal):
-    monkeypatch.setenv(attempts.VARIABLE, "2:new")
-    present = {2: "here:9"}
-    assert distributed._admit(report.split(), 3, present) == refusal
-    assert present == {2: "here:9"} | ({1: "there:7"} if report == "2:new 1 there:7" else {})
+    ):
+        monkeypatch.setenv(attempts.VARIABLE, "2:new")
+        present = {2: "here:9"}
+        assert distributed._admit(report.split(), 3, present) == refusal
+        assert present == {2: "here:9"} | ({1: "there:7"} if report == "2:new 1 there:7" else {})
 
 
 def connected(port):
@@ -260,9 +257,8 @@ def test_invalid_arguments_raise():
         raises(message, distributed.join, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("environment", "processes"),
-    [
+def test_launchers_are_detected():
+    for environment, processes in (
         ({"SLURM_STEP_NUM_TASKS": "1"}, 1),
         ({"SLURM_NTASKS": "8"}, 0),  # a batch script by itself is one process
         ({"SLURM_STEP_NUM_TASKS": "8"}, 8),
@@ -274,10 +270,8 @@ def test_invalid_arguments_raise():
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, 1),
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, 2),
         ({"TPU_WORKER_HOSTNAMES": "a,b", "MEGASCALE_NUM_SLICES": "2"}, 4),
-    ],
-)
-def test_launchers_are_detected(environment, processes):
-    assert distributed.launched(environment) == processes
+    ):
+        assert distributed.launched(environment) == processes
 
 
 def test_launcher_unknown_to_jax_raises(monkeypatch):
@@ -375,9 +369,8 @@ def test_absent_metadata_server_gives_no_hosts(monkeypatch):
     assert distributed.launched({"GCE_METADATA_IP": f"127.0.0.1:{free_port()}"}) == 0
 
 
-@pytest.mark.parametrize(
-    ("environment", "all_of_them"),
-    [
+def test_environment_decides_on_gpus():
+    for environment, all_of_them in (
         ({}, False),  # no launcher: JAX takes all by itself
         ({"SLURM_STEP_TASKS_PER_NODE": "1(x16)"}, True),
         ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, False),
@@ -387,10 +380,8 @@ def test_absent_metadata_server_gives_no_hosts(monkeypatch):
         ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, False),  # mpirun, started by SLURM
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, True),
         ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "JAX_LOCAL_DEVICE_IDS": "2,3"}, False),
-    ],
-)
-def test_environment_decides_on_gpus(environment, all_of_them):
-    assert distributed.takes_all_gpus(environment) == all_of_them
+    ):
+        assert distributed.takes_all_gpus(environment) == all_of_them
 
 
 @pytest.mark.parametrize(("tasks", "visible"), [("1(x2)", "all"), ("8(x2)", "3")])

@@ -56,9 +56,8 @@ def test_the_published_test_set_is_held_out(directories, cache):
     np.testing.assert_array_equal(cifar.stored["heldout"].part(0, 0), grey)
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
+def test_invalid_paths_raise(directories, cache):
+    for path, message in (
         ("imdb", "data.path='imdb': imdb is read from a path: write data.path=imdb:DIRECTORY"),
         ("imdb:/no/such", "'/no/such' does not exist: pass the directory of the published files"),
         ("list_ops:/tmp", "list_ops is generated, and reads no path: write data.path=list_ops"),
@@ -66,13 +65,11 @@ def test_the_published_test_set_is_held_out(directories, cache):
         ("imdb:{}/aan", "/aan/ holds no train/pos/*.txt and train/neg/*.txt: pass the directory of the unpacked"),
         ("aan:{}/imdb", "/imdb/ holds no *.train.tsv: pass"),
         ("cifar10:{}/aan", "/aan/ holds no data_batch_*.bin of the binary version: pass"),
-    ],
-)
-def test_invalid_paths_raise(directories, cache, path, message):
-    with pytest.raises(InputError) as error:
-        check_paths(ClassificationConfig(path.format(directories)))
-        examples(path.format(directories), cache)
-    assert message in str(error.value)
+    ):
+        with pytest.raises(InputError) as error:
+            check_paths(ClassificationConfig(path.format(directories)))
+            examples(path.format(directories), cache)
+        assert message in str(error.value)
 
 
 @pytest.mark.parametrize(

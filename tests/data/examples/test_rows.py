@@ -116,20 +116,17 @@ def test_lists_of_different_lengths_raise(tmp_path):
         raises(f"line 1: field 'words' {message}", read, tmp_path / "a.jsonl", "tagging")
 
 
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
+def test_invalid_parquet_raises(tmp_path):
+    for table, message in (
         ({"text": [1], "label": ["x"]}, "column 'text' holds integer, expected string: convert it, or pass another"),
         ({"text": ["t"], "label": [0.5]}, "column 'label' holds double, expected boolean or integer or string"),
         ({"text": [["t"]], "label": ["x"]}, "column 'text' holds list of string, expected string"),
         ({"text": ["t"]}, "no field 'label', the fields are 'text': pass data.label_field=NAME"),
         ({"text": ["t", None], "label": ["x", "x"]}, "a.parquet, row 1: field 'text' is empty"),
         ({"text": pa.array([b"t", b"\xff"]), "label": ["x", "x"]}, "a.parquet, row 1: field 'text' is not UTF-8"),
-    ],
-)
-def test_invalid_parquet_raises(tmp_path, table, message):
-    pq.write_table(pa.table(table), tmp_path / "a.parquet")
-    raises(re.escape(message), read, tmp_path / "a.parquet")
+    ):
+        pq.write_table(pa.table(table), tmp_path / "a.parquet")
+        raises(re.escape(message), read, tmp_path / "a.parquet")
 
 
 def test_arrays_may_hold_integers_and_booleans(tmp_path):
@@ -143,20 +140,17 @@ def test_arrays_may_hold_integers_and_booleans(tmp_path):
     assert rows[1].group == "a.npz#1"
 
 
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
+def test_invalid_arrays_raise(tmp_path):
+    for arrays, message in (
         ({"text": ["t"]}, "a.npz: no field 'label', the fields are 'text': pass data.label_field=NAME"),
         ({"text": ["t"], "label": [0.5]}, "array 'label' holds float64 in 1 dimensions, expected boolean in 1"),
         ({"text": [["t"]], "label": [1]}, "array 'text' holds string in 2 dimensions, expected string in 1 dimensions"),
         ({"text": ["t", "u"], "label": [1]}, "arrays of different lengths {'text': 2, 'label': 1}: save arrays"),
         ({"text": [b"t", b"\xff"], "label": [1, 2]}, "a.npz, row 1: field 'text' is not UTF-8"),
         ({"text": np.array([None]), "label": [1]}, "a.npz: no arrays that can be read (Object arrays cannot be loaded"),
-    ],
-)
-def test_invalid_arrays_raise(tmp_path, arrays, message):
-    np.savez(tmp_path / "a.npz", **arrays)
-    raises(re.escape(message), read, tmp_path / "a.npz")
+    ):
+        np.savez(tmp_path / "a.npz", **arrays)
+        raises(re.escape(message), read, tmp_path / "a.npz")
 
 
 def test_strings_of_parquet_that_are_not_utf8_raise(tmp_path):

@@ -107,9 +107,8 @@ def test_answers_are_hidden_at_borders_of_words(text, answer, before):
     assert kind.texts(values)[1] == before + answer
 
 
-@pytest.mark.parametrize(
-    ("record", "fields", "message"),
-    [
+def test_invalid_data_raise(open_records):
+    for record, fields, message in (
         ({"answer": "Berlin"}, {}, "field 'answer' is 'Berlin', which is no part of field 'text'"),
         ({"document": ""}, {}, "field 'document' is empty"),
         ({"answer": "Rome lies in"}, {}, "field 'answer' has 3 tokens, more than data.answer_len=2: raise it"),
@@ -118,10 +117,8 @@ def test_answers_are_hidden_at_borders_of_words(text, answer, before):
         ({}, {"document_role": "other"}, "data.document_role='other': expected 'gold' or 'source'"),
         ({}, {"answer_len": 0}, "data.answer_len=0: expected at least 1"),
         ({}, {"buckets": 2}, "data.buckets=2: .*set it to 1"),
-    ],
-)
-def test_invalid_data_raise(open_records, record, fields, message):
-    raises(message, open_records, [RECORDS[0], RECORDS[1] | record], **fields)
+    ):
+        raises(message, open_records, [RECORDS[0], RECORDS[1] | record], **fields)
 
 
 @pytest.mark.parametrize(("role", "enough"), [("gold", 3), ("source", 2)])
