@@ -23,10 +23,9 @@ def bench():
         patch.syspath_prepend(str(BENCH))
         import gpu_rows.rows as rows
         import gpu_rows.table as table
-        import gpu_tables
         from gpu_rows import mixing
 
-        yield {"rows": rows, "table": table, "tables": gpu_tables, "mixing": mixing}
+        yield {"rows": rows, "table": table, "mixing": mixing}
 
 
 def run(script, *arguments, path=()):

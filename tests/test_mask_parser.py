@@ -10,9 +10,8 @@ from hpnlp.ops.attention import Causal, Full, Global, GlobalAt, PerHead, RandomB
 from hpnlp.types import InputError
 
 
-@pytest.mark.parametrize(
-    ("text", "mask"),
-    [
+def test_expression_equals_python_value():
+    for text, mask in (
         ("Causal()", Causal()),
         ("Causal() & (Window(64) | Global(8))", Causal() & (Window(64) | Global(8))),
         ("~Window(4, right=2).shift(-3)", ~(Window(4, 2).shift(-3))),
@@ -28,10 +27,8 @@ from hpnlp.types import InputError
             attention.sparse_transformer_fixed(8, 2, heads=4, causal=False),
         ),
         ("bigbird(16, among=4)", attention.bigbird(16, among=4)),
-    ],
-)
-def test_expression_equals_python_value(text, mask):
-    assert parse_mask(text) == mask
+    ):
+        assert parse_mask(text) == mask
 
 
 def test_every_exported_pattern_without_a_function_can_be_named():

@@ -14,11 +14,8 @@ import pytest
 from hpnlp import report
 from hpnlp.cli import experiment
 from hpnlp.data import DataConfig
-from hpnlp.data.examples import ClassificationConfig, PairsConfig
-from hpnlp.models.pairs.dual_encoder import DualEncoderConfig
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.report import next_commands, plots, single
-from hpnlp.tasks.classification import ClassifierConfig
 from hpnlp.tasks.reports import lm_report
 from hpnlp.training.config import Config, flat
 from hpnlp.training.config_file import write_config
@@ -106,9 +103,8 @@ def test_seconds_count_from_the_start_of_the_process():
     assert summary()["seconds"] >= first + 0.03
 
 
-@pytest.mark.parametrize(
-    ("bits", "text"),
-    [
+def test_verdict_ranks_model_and_compressors():
+    for bits, text in (
         (
             (1.0, 2.0, 1.6, 1.25),
             "The model needs the fewest bits: 1.000 per byte of held-out text, 20 % fewer than xz -9e after the training text "
@@ -124,16 +120,14 @@ def test_seconds_count_from_the_start_of_the_process():
             "The model needs 1.500 bits per byte of held-out text; gzip -9 alone 2.000, xz -9e alone",
         ),
         ((None, 1.9, 1.5, 1.25), "The tokenizer does not keep every byte"),
-    ],
-)
-def test_verdict_ranks_model_and_compressors(bits, text):
-    names = ("heldout_bits_per_byte", "gzip_bits_per_byte", "xz_bits_per_byte", "xz_trained_bits_per_byte")
-    numbers = {"heldout_loss": 1.0, "heldout_bytes": 10_000} | dict(zip(names, bits, strict=True))
-    numbers["config"] = {"model.output": "vmf" if text.startswith("The output") else "full"}
-    assert report.verdict(numbers).startswith(text)
-    if text.startswith("xz"):
-        name = "xz -9e after the last 64 MiB (12 %) of the training text needs the fewest"
-        assert report.verdict(numbers | {"xz_trained_share": 0.125}).startswith(name)
+    ):
+        names = ("heldout_bits_per_byte", "gzip_bits_per_byte", "xz_bits_per_byte", "xz_trained_bits_per_byte")
+        numbers = {"heldout_loss": 1.0, "heldout_bytes": 10_000} | dict(zip(names, bits, strict=True))
+        numbers["config"] = {"model.output": "vmf" if text.startswith("The output") else "full"}
+        assert report.verdict(numbers).startswith(text)
+        if text.startswith("xz"):
+            name = "xz -9e after the last 64 MiB (12 %) of the training text needs the fewest"
+            assert report.verdict(numbers | {"xz_trained_share": 0.125}).startswith(name)
 
 
 def test_verdict_claims_no_lead_after_a_warm_start():
@@ -163,11 +157,7 @@ def test_norms_of_gradients_are_drawn_with_the_clipped_share(tmp_path):
     norms = [0.5, 2.0, 1.0, 4.0]
     lines = [{"step": step, "loss": 1.0, "grad_norm": norm} for step, norm in enumerate(norms, 1)]
     lines += [{"step": 5, "loss": 1.0, "grad_norm": None}, {"step": 5, "heldout_loss": 1.0}]
-    pictures = []
-    for clip_norm in (1.0, 0.0):
-        plots.plot_norms(lines, tmp_path / "norms.png", clip_norm)
-        pictures.append(matplotlib.image.imread(tmp_path / "norms.png"))
-    assert pictures[0].shape[0] > 300 and (pictures[0] != pictures[1]).any()
+    plots.plot_norms(lines, tmp_path / "norms.png", 1.0)
     numbers = summary() | single.norm_numbers(norms, 1.0)
     assert (numbers["gradient_norm"], numbers["clipped_share"]) == (1.5, 0.5)
     text = report.render(tmp_path, Config(), numbers, "")
@@ -495,26 +485,10 @@ def test_smoothed_loss_does_not_lag():
     assert np.abs(np.diff(smoothed[-30:])).max() < 0.2
 
 
-def test_proposed_commands_register_the_same_files(tmp_path):
-    text = next_commands.render(tmp_path / "run", Config(), "--register=own.py --config=exp.py")
-    assert [line.count("--register=own.py") for line in text.splitlines()] == [1, 1, 1, 1, 1]
-
-
 def test_commands_that_train_have_the_processes_of_the_run():
     text = next_commands.render(Path("runs/a"), Config(), "--config=exp.py", 2)
     trained = [line.count("hpnlp launch --processes=2 -- train") for line in text.splitlines() if "train" in line]
     assert trained == [1, 1] and "hpnlp compare" in text
-
-
-def test_int8_is_proposed_for_models_with_layers(tmp_path):
-    for layers in (0, 2):
-        config = Config(ClassifierConfig(layers=layers), ClassificationConfig(), task="classification")
-        assert ("--recipe=int8" in next_commands.render(tmp_path, config, "--config=a.py")) == (layers > 0)
-
-
-def test_vectors_are_proposed_for_dual_encoders(tmp_path):
-    config = Config(DualEncoderConfig(), PairsConfig(), task="dual_encoder")
-    assert "`hpnlp encode runs/a YOUR_FILES --to=vectors.npy`" in next_commands.render(Path("runs/a"), config, "")
 
 
 def test_command_for_other_data_drops_what_describes_the_old():

@@ -12,9 +12,8 @@ from hpnlp.types import InputError
 from tests.messages import raises
 
 
-@pytest.mark.parametrize(
-    ("text", "specs"),
-    [
+def test_valid_strings_are_parsed():
+    for text, specs in (
         ("full", (Spec("full"),)),
         ("window(256,0)*5,full", (Spec("window", (256, 0), repeat=5), Spec("full"))),
         ("a(1, x=2.5, y='s')", (Spec("a", (1,), (("x", 2.5), ("y", "s"))),)),
@@ -23,11 +22,9 @@ from tests.messages import raises
         (" a ( ) , b ", (Spec("a"), Spec("b"))),
         ("global(2)*3,with", (Spec("global", (2,), repeat=3), Spec("with"))),  # words of Python's own
         ("a(is, 'not in', lambda=None)", (Spec("a", ("is", "not in"), (("lambda", None),)),)),
-    ],
-)
-def test_valid_strings_are_parsed(text, specs):
-    assert parse(text, "thing") == specs
-    assert parse(",".join(map(str, specs)), "thing") == specs
+    ):
+        assert parse(text, "thing") == specs
+        assert parse(",".join(map(str, specs)), "thing") == specs
 
 
 def test_invalid_strings_raise():
@@ -128,19 +125,16 @@ class Module(nn.Module):
     depth: int = 1
 
 
-@pytest.mark.parametrize(
-    ("text", "extra", "message"),
-    [
+def test_specs_cannot_set_arguments_of_flax():
+    for text, extra, message in (
         ("ring(parent=3)", {}, "layer 'ring' has no argument 'parent': "),
         ("ring(name=a)", {"name": "b"}, "layer 'ring' has no argument 'name': known: depth"),
         ("ring(name=a)", {"depth": 2}, "layer 'ring' has no argument 'name': it takes none"),
-    ],
-)
-def test_specs_cannot_set_arguments_of_flax(text, extra, message):
-    with pytest.raises(InputError) as caught:
-        build(parse_one(text, "layer"), {"ring": Module}, "layer", **extra)
-    assert message in str(caught.value)
-    assert build(parse_one("ring(3)", "layer"), {"ring": Module}, "layer", name="b").name == "b"
+    ):
+        with pytest.raises(InputError) as caught:
+            build(parse_one(text, "layer"), {"ring": Module}, "layer", **extra)
+        assert message in str(caught.value)
+        assert build(parse_one("ring(3)", "layer"), {"ring": Module}, "layer", name="b").name == "b"
 
 
 def test_lookup_suggests_the_nearest_name():

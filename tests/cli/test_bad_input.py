@@ -8,16 +8,15 @@ import re
 import shutil
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import jax
 import pytest
 
 from hpnlp import cli, report
 from hpnlp.cli import experiment
-from hpnlp.models import decode
 from hpnlp.training import loop
 from hpnlp.training.config import resolve
-from hpnlp.types import InputError
 from tests import tiny
 from tests.messages import raises
 
@@ -251,9 +250,8 @@ def test_unusable_paths_and_numbers_raise(error_of, monkeypatch, files):
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
+def test_errors_of_the_machine_are_explained(train_error, monkeypatch):
+    for error, message in (
         (
             jax.errors.JaxRuntimeError(OUT_OF_MEMORY),
             f"out of memory ({OUT_OF_MEMORY}): a step is planned to take 0.00 GB",
@@ -262,22 +260,14 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."
         (MemoryError("Unable to allocate 8 bytes"), "lower data.batch_size, data.seq_len or model.dim"),
         (OSError(errno.ENOSPC, "No space left on device"), "cannot write a file (No space left on device): free some"),
         (PermissionError(errno.EACCES, "Permission denied", "/x"), "cannot read or write /x (Permission denied)"),
-    ],
-)
-def test_errors_of_the_machine_are_explained(train_error, monkeypatch, error, message):
-    def fail(*args, **options):
-        raise error
-
-    monkeypatch.setattr(loop, "train", fail)
-    code = 75 if isinstance(error, OSError) and error.errno == errno.ENOSPC else 2
-    assert message in train_error("--config.plan.name=data", code=code)
+    ):
+        monkeypatch.setattr(loop, "train", Mock(side_effect=error))
+        code = 75 if isinstance(error, OSError) and error.errno == errno.ENOSPC else 2
+        assert message in train_error("--config.plan.name=data", code=code)
 
 
 def test_defects_of_hpnlp_raise(run, monkeypatch, tmp_path):
-    def fail(*args, **options):
-        raise KeyError("defect")
-
-    monkeypatch.setattr(loop, "train", fail)
+    monkeypatch.setattr(loop, "train", Mock(side_effect=KeyError("defect")))
     with pytest.raises(KeyError, match="defect"):
         run("train", f"--config={tiny.EXPERIMENT}", f"--workdir={tmp_path}")
 
@@ -353,15 +343,6 @@ def test_text_ends_at_the_first_eos(run, trained, tmp_path):
     first, second = outcome.out.removeprefix("--- prompt 1\n").rstrip("\n").split("\n--- prompt 2\n")
     assert first.startswith("the fox") and len(first) <= len("the fox") + 1
     assert second.startswith("the") and len(second) <= len("the") + 1
-
-
-def test_long_prompts_are_announced(run, trained, monkeypatch):
-    def generate(*args, **options):
-        raise InputError("too long")
-
-    monkeypatch.setattr(decode, "Generation", generate)
-    outcome = run("generate", f"--workdir={trained}", f"--prompt={'the fox ' * 600}", "--tokens=2")
-    assert outcome.err == "hpnlp: reading a prompt of 4,801 tokens\nhpnlp: too long\n"
 
 
 def test_debug_prints_the_traceback(run, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from hpnlp import report
 from hpnlp.compress.files import write_weights
 from hpnlp.compress.weights_file import WEIGHTS_FILE
+from hpnlp.parallel.plan import Plan
 from hpnlp.report.entries import read_entry
 from hpnlp.training import loop
 from hpnlp.training.evaluation import evaluate
@@ -79,8 +80,9 @@ def classifier(tmp_path_factory):
     """
     directory = tmp_path_factory.mktemp("classifier")
     config = EXAMPLES["classification"](directory)
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=6, eval_every=2))
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, skip_bad_lines=True))
+    train = dataclasses.replace(config.train, steps=6, eval_every=2)
+    data = dataclasses.replace(config.data, skip_bad_lines=True)
+    config = dataclasses.replace(config, train=train, data=data, plan=Plan("single"))
     losses = iter([1.0, 2.0, 3.0])
 
     def tied(*args):

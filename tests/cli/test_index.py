@@ -146,22 +146,6 @@ def test_shards_merge_to_the_datastore_of_one_build(run, trained, store, tmp_pat
     assert outcome.code == 2 and "is shard 2 of 3: join all with hpnlp index merge" in outcome.err
 
 
-# Not of pq, which has equal distances, as of repeated contexts, in another order.
-@pytest.mark.parametrize(
-    "index",
-    [
-        "ivf(cells=8,probes=8)",
-        pytest.param("lsh(bits=2,tables=1,probes=4)", marks=pytest.mark.slow),
-        pytest.param("faiss", marks=pytest.mark.oracle),
-    ],
-)
-def test_kinds_of_index_that_read_all_vectors_are_exact(run, trained, store, tmp_path, index):
-    assert run("index", "build", trained, f"--out={tmp_path}/store", f"--index={index}", *FLAGS).code == 0
-    fixed = "--mixture=linear(weight=0.3,temperature=2.0)"
-    expected = score(run, trained, f"--datastore={store}", fixed)
-    assert score(run, trained, f"--datastore={tmp_path}/store", fixed) == pytest.approx(expected, abs=2e-4)
-
-
 def test_text_is_generated_with_neighbours(run, trained, store):
     """With nearly all weight on one neighbour, greedy text is what followed the nearest states."""
     flags = (f"--datastore={store}", "--mixture=linear(weight=0.999,temperature=0.01)", "--k=1")

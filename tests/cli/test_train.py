@@ -235,19 +235,6 @@ def test_every_command_has_help(run, command):
     assert outcome.out.startswith(f"hpnlp {command} ") and "Flags:" in outcome.out and "--debug" in outcome.out
 
 
-def test_help_of_train_lists_fields_with_their_names(run):
-    out = run("train", "--help").out
-    assert "--accept_changes" in out
-    for text in (
-        "--model.kv_heads=0\n      Number of key and value heads K,",
-        "--model.rope_theta=10000.0\n      The base",
-        "Names: adamw, adamw8bit,",
-        "Names: constant, linear,",
-        "--train.keep=2\n      Number of newest checkpoints to keep",
-    ):
-        assert text in out
-
-
 def test_help_of_train_has_the_values_of_an_experiment(run, tmp_path):
     out = run("train", "--help", "--config=lm/bytes", "--model.dim=48").out
     assert "defaults in --config=lm/bytes:" in out and "--model.dim=48\n" in out and "--model.mlp='gelu'\n" in out

@@ -14,9 +14,8 @@ from hpnlp.types import InputError
 from tests.messages import raises
 
 
-@pytest.mark.parametrize(
-    ("plan", "devices", "sizes"),
-    [
+def test_sizes_multiply_to_the_devices():
+    for plan, devices, sizes in (
         (Plan(), 8, {"data": 8}),
         (Plan("single"), 8, {}),
         (Plan("zero3"), 8, {"fsdp": 8}),
@@ -27,10 +26,8 @@ from tests.messages import raises
         (Plan(data=-1, fsdp=2, tensor=2), 8, {"data": 2, "fsdp": 2, "tensor": 2}),
         (Plan("zero2", data=-1), 8, {"data": 8}),
         (Plan(data=3, fsdp=-1), 12, {"data": 3, "fsdp": 4}),
-    ],
-)
-def test_sizes_multiply_to_the_devices(plan, devices, sizes):
-    assert plan.sizes(devices) == dict.fromkeys(AXES, 1) | sizes
+    ):
+        assert plan.sizes(devices) == dict.fromkeys(AXES, 1) | sizes
 
 
 def test_invalid_sizes_raise():

@@ -40,20 +40,6 @@ def buffers_of(weights):
 
 
 @pytest.mark.slow
-def test_interrupted_run_resumes_bit_for_bit(undisturbed, tmp_path, monkeypatch):
-    workdir, expected = undisturbed
-
-    tiny.interrupt(tiny.make(**CONFIG), tmp_path, 6)
-    result = train(tmp_path)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == (workdir / "metrics.jsonl").read_bytes()
-    assert jax.tree.structure(result.params) == jax.tree.structure(expected.params)
-    for a, b in zip(jax.tree.leaves(result.params), jax.tree.leaves(expected.params), strict=True):
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    buffers = buffers_of(result.params)
-    assert buffers["updates"] == [12.0] and np.abs(buffers["average"]).max() > 1e-3
-
-
-@pytest.mark.slow
 def test_loaded_run_generates_with_its_buffers(undisturbed):
     workdir, result = undisturbed
     run = load(workdir, step=12)

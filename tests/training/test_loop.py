@@ -220,21 +220,6 @@ def test_run_with_offloaded_layers_resumes(tmp_path, monkeypatch, first, then, e
     np.testing.assert_array_equal(*made)
 
 
-def test_skipped_files_are_listed(tmp_path, capsys, monkeypatch):
-    (tmp_path / "text").mkdir()
-    for i in range(20):
-        (tmp_path / "text" / f"{i}.txt").write_text("a line of text\n" * 9)
-    (tmp_path / "text" / "windows.txt").write_text("a line", "utf-16")
-    catch_trainer(monkeypatch, crash)
-    with pytest.raises(Crash):
-        train(tmp_path / "run", data__path=str(tmp_path / "text"))
-    assert re.search(
-        r"documents, .* held out; .*left out: 1 in UTF-16, to be converted by iconv -f UTF-16 -t UTF-8, \(windows.txt\)$",
-        capsys.readouterr().out,
-        re.MULTILINE,
-    )
-
-
 def test_damaged_tokenizer_is_replaced_if_the_run_has_not_begun(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text('{"type": "by')
     catch_trainer(monkeypatch, crash)
@@ -418,18 +403,15 @@ def test_debug_nans_stops_at_the_operation(tmp_path):
     assert not jax.config.jax_debug_nans
 
 
-@pytest.mark.parametrize(
-    ("code", "message"),
-    [
+def test_disk_errors_name_the_fix(tmp_path):
+    for code, message in (
         (errno.ESTALE, r"cannot use x.json \(Stale file handle\): run the same command again"),
         (errno.ENOSPC, "cannot write to .*: the disk is full: free some space and run the same command again"),
         (errno.EACCES, r"cannot write to x.json \(Permission denied\): correct its permissions and run the same"),
-    ],
-)
-def test_disk_errors_name_the_fix(tmp_path, code, message):
-    with pytest.raises(InputError, match=message) as caught, claimed(tmp_path, tiny.make(), False):
-        raise OSError(code, os.strerror(code), "x.json")
-    assert isinstance(caught.value, TemporaryError) == (code in (errno.ENOSPC, errno.ESTALE))
+    ):
+        with pytest.raises(InputError, match=message) as caught, claimed(tmp_path, tiny.make(), False):
+            raise OSError(code, os.strerror(code), "x.json")
+        assert isinstance(caught.value, TemporaryError) == (code in (errno.ENOSPC, errno.ESTALE))
 
 
 def test_errors_of_standard_output_are_raised_unchanged(tmp_path, monkeypatch):

@@ -82,24 +82,21 @@ def test_optimizers_lower_the_loss(name):
 PEAK, FINAL, STEPS, WARMUP = 0.5, 0.2, 40, 10
 
 
-@pytest.mark.parametrize(
-    ("schedule", "half_way", "end"),
-    [
+def test_schedules_match_closed_forms():
+    for schedule, half_way, end in (
         ("constant", PEAK, PEAK),
         ("linear", PEAK * (1 + FINAL) / 2, PEAK * FINAL),
         ("cosine", PEAK * (1 + FINAL) / 2, PEAK * FINAL),
         ("rsqrt(timescale=5)", PEAK / np.sqrt(1 + 15 / 5), PEAK / np.sqrt(1 + 30 / 5)),
         ("wsd", PEAK, PEAK * FINAL),
         ("wsd(decay=1.0)", PEAK * (1 + FINAL) / 2, PEAK * FINAL),
-    ],
-)
-def test_schedules_match_closed_forms(schedule, half_way, end):
-    config = OptimizerConfig(learning_rate=PEAK, schedule=schedule, warmup=WARMUP, final=FINAL)
-    rate = make_schedule(config, STEPS)
-    rise = [float(rate(jnp.int32(step))) for step in range(WARMUP)]
-    np.testing.assert_allclose(rise, PEAK * np.arange(1, WARMUP + 1) / WARMUP, rtol=1e-6)
-    rates = [float(rate(jnp.int32(step))) for step in (WARMUP, WARMUP + (STEPS - WARMUP) // 2, STEPS)]
-    np.testing.assert_allclose(rates, [PEAK, half_way, end], rtol=1e-6)
+    ):
+        config = OptimizerConfig(learning_rate=PEAK, schedule=schedule, warmup=WARMUP, final=FINAL)
+        rate = make_schedule(config, STEPS)
+        rise = [float(rate(jnp.int32(step))) for step in range(WARMUP)]
+        np.testing.assert_allclose(rise, PEAK * np.arange(1, WARMUP + 1) / WARMUP, rtol=1e-6)
+        rates = [float(rate(jnp.int32(step))) for step in (WARMUP, WARMUP + (STEPS - WARMUP) // 2, STEPS)]
+        np.testing.assert_allclose(rates, [PEAK, half_way, end], rtol=1e-6)
 
 
 def test_schedules_without_warmup_start_at_the_peak():

@@ -90,21 +90,18 @@ def test_documents_of_scored_records_are_numbered_as_those_of_a_run(open_records
     raises("1 of 1 documents of held-out records .* the 1 that the run searches", numbers)
 
 
-@pytest.mark.parametrize(
-    ("text", "answer", "before"),
-    [
+def test_answers_are_hidden_at_borders_of_words():
+    for text, answer, before in (
         ("the Iranian president of Iran", "Iran", "the Iranian president of "),
         ("Iranians and Iranian", "Iran", ""),  # no match at borders of words
         ("café cafés cafeteria caf.", "caf", "café cafés cafeteria "),
         ("US$5 or $5", "$5", "US"),
         ("a+b c+ c", "c+", "a+b "),
-    ],
-)
-def test_answers_are_hidden_at_borders_of_words(text, answer, before):
-    values = {"text_field": text, "answer_field": answer, "document_field": "a document"}
-    kind = HiddenSpansConfig().kind()
-    assert kind.pieces(values) == [before, answer, text[len(before) + len(answer) :], "a document"]
-    assert kind.texts(values)[1] == before + answer
+    ):
+        values = {"text_field": text, "answer_field": answer, "document_field": "a document"}
+        kind = HiddenSpansConfig().kind()
+        assert kind.pieces(values) == [before, answer, text[len(before) + len(answer) :], "a document"]
+        assert kind.texts(values)[1] == before + answer
 
 
 def test_invalid_data_raise(open_records):
