@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import signal
 import sys
 from pathlib import Path
 
@@ -77,39 +76,6 @@ def test_commands_of_the_script_react_to_signals(modules, tmp_path):
     assert commands - {"convert"} <= set(HANDLES_SIGNALS)
 
 
-def test_signals_reach_the_command_and_end_the_script(modules, tmp_path, monkeypatch, capfd):
-    """A command that is killed at once could not save a checkpoint."""
-    steps, runs = modules
-    step = steps.all_steps(steps.Settings(tmp_path))[0]
-    sent = []
-
-    class Command:
-        send_signal = staticmethod(sent.append)
-
-        def __init__(self, *_, **options):
-            assert options["cwd"] == runs.ROOT
-
-        def wait(self):
-            signal.raise_signal(signal.SIGINT)
-            return 130
-
-    monkeypatch.setattr(runs.subprocess, "Popen", Command)
-    with pytest.raises(SystemExit, match="130"):
-        runs.run(step, tmp_path)
-    assert (
-        sent == [signal.SIGTERM] and "SIGINT: stopped in pretrained; the same command resumes" in capfd.readouterr().err
-    )
-
-
-def test_steps_are_chosen_by_beginnings_of_names(modules, tmp_path):
-    steps, runs = modules
-    all_steps = steps.all_steps(steps.Settings(tmp_path))
-    assert runs.choose(all_steps, []) == all_steps
-    names = [step.name for step in runs.choose(all_steps, ["tagging/int8", "pretrained"])]
-    assert names == ["pretrained", "tagging/int8", "tagging/int8_in_training_run", "tagging/int8_in_training"]
-    raises("begins with 'taging/int8': did you mean", runs.choose, all_steps, ["pretrained", "taging/int8"])
-
-
 def test_results_of_other_settings_raise(modules, tmp_path):
     steps, runs = modules
     directory = tmp_path / "new" / "run"
@@ -118,24 +84,6 @@ def test_results_of_other_settings_raise(modules, tmp_path):
     raises("holds results of --budget=1.0 --trial, .*: choose", lambda: runs.check_settings(steps.Settings(directory)))
     (tmp_path / "file").touch()
     raises("cannot write to --workdir=.*file", lambda: runs.check_settings(steps.Settings(tmp_path / "file")))
-
-
-def test_missing_packages_raise_before_the_first_step(modules, monkeypatch):
-    monkeypatch.setattr(modules[1].importlib.util, "find_spec", lambda name: None)
-    raises("not installed: safetensors, tokenizers: pip install", modules[1].check_packages)
-
-
-def test_logs_of_steps_that_resume_are_continued(modules, tmp_path, monkeypatch):
-    steps, runs = modules
-    step = steps.all_steps(steps.Settings(tmp_path))[0]
-
-    def command(arguments, name, stdout, **_):
-        assert arguments == step.arguments and name == step.name
-        stdout.write("a line\n")
-        return 1
-
-    monkeypatch.setattr(runs.members, "run", command)
-    assert [runs.run(step, tmp_path) for _ in range(2)][1] == "a line\na line\nexit code 1"
 
 
 def test_finished_commands_are_skipped_and_seeds_share_a_row(modules, tmp_path, monkeypatch, capsys):

@@ -170,10 +170,6 @@ def test_nearest_pair_benchmark_extrapolates_the_cross_encoder(tmp_path):
     assert cross["seconds"] == pytest.approx(cross["measured_seconds"][0] * 2415 / 50)
 
 
-def test_unknown_corpus_raises():
-    raises("unknown corpus 'dogs': did you mean 'docs'?", experiment.read, f"{WORDS}:dogs")
-
-
 def test_members_of_word_embeddings_have_trainers(library):
     path = str(ROOT / "embeddings" / "words.py")
     members = experiment.load(path).get_sweep("all")

@@ -72,11 +72,6 @@ def test_specific_words_are_those_of_the_expert(uses):
         assert bool(words) == bool(use.load[expert])
 
 
-def test_special_tokens_have_names():
-    names = [experts._text(word, ByteTokenizer()) for word in (97, 256, 257, 258, 259, 264)]
-    assert names == ["'a'", "<bos>", "<eos>", "<pad>", "id 259", "id 264"]
-
-
 def test_models_without_experts_or_parameters_have_no_section(outcome):
     dense = LM(dataclasses.replace(outcome.model.config, mlp="gelu", form="block"))
     assert single.has_experts(outcome)

@@ -23,10 +23,9 @@ def bench():
         patch.syspath_prepend(str(BENCH))
         import gpu_rows.rows as rows
         import gpu_rows.table as table
-        import gpu_tables
         from gpu_rows import mixing
 
-        yield {"rows": rows, "table": table, "tables": gpu_tables, "mixing": mixing}
+        yield {"rows": rows, "table": table, "mixing": mixing}
 
 
 def run(script, *arguments, path=()):
@@ -168,24 +167,3 @@ def test_missing_peers_are_absent_and_errors_are_failures(bench):
         and record["figures"] == {}
         and record["ms"]["ours"] > 0
     )
-
-
-def test_table_shows_every_row_with_its_bar_measured_or_not(bench):
-    section = bench["tables"].gpu_section
-    rows = bench["table"].ROWS
-    assert section({}).count("not measured yet") >= len(rows)
-    figure = {"median": 1.1, "least": 1.0, "most": 1.25}
-    measured = [
-        {"row": "parity", "case": "all", "what": "attention", "agrees": True},
-        {
-            "row": "dense",
-            "case": "T 4096",
-            "what": "T 4096, forward",
-            "figures": {"pallas: time over torch SDPA": figure},
-        },
-        {"row": "lstm", "case": "2 x 1024", "what": "2 x 1024", "figures": {}, "failed": {"ours": "no | kernel"}},
-        {"row": "efficiency", "what": "full", "mixer": "full", "length": 1024, "figures": {"steps/s": figure}},
-    ]
-    text = section({"NVIDIA H100": measured})
-    assert "| dense: T 4096, forward | pallas: time over torch SDPA | 1.25 | 1.05 | 1.1 (1 to 1.25) |" in text
-    assert "1 of 1 agree" in text and r"no \| kernel" in text and "| `full` | 1.1 |" in text

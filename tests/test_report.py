@@ -14,11 +14,8 @@ import pytest
 from hpnlp import report
 from hpnlp.cli import experiment
 from hpnlp.data import DataConfig
-from hpnlp.data.examples import ClassificationConfig, PairsConfig
-from hpnlp.models.pairs.dual_encoder import DualEncoderConfig
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.report import next_commands, plots, single
-from hpnlp.tasks.classification import ClassifierConfig
 from hpnlp.tasks.reports import lm_report
 from hpnlp.training.config import Config, flat
 from hpnlp.training.config_file import write_config
@@ -99,14 +96,6 @@ def test_summary_holds_the_numbers_of_a_run():
     json.dumps(numbers, allow_nan=False)
 
 
-def test_parts_of_a_step_are_listed_largest_first(tmp_path):
-    numbers = summary(flops_by_part={"feed_forward": 2e9, "output": 1e9, "": 1e6})
-    assert sum(numbers["flops_shares"].values()) == pytest.approx(1)
-    text = report.render(tmp_path, Config(), numbers, "")
-    assert "| FLOPs of a step by part | feed-forward 66.7 %, output layer 33.3 % |" in text
-    assert "by part" not in report.render(tmp_path, Config(), summary(), "")  # of an early version
-
-
 def test_seconds_count_from_the_start_of_the_process():
     first = summary()["seconds"]
     assert 0 < first < 24 * 3600
@@ -114,9 +103,8 @@ def test_seconds_count_from_the_start_of_the_process():
     assert summary()["seconds"] >= first + 0.03
 
 
-@pytest.mark.parametrize(
-    ("bits", "text"),
-    [
+def test_verdict_ranks_model_and_compressors():
+    for bits, text in (
         (
             (1.0, 2.0, 1.6, 1.25),
             "The model needs the fewest bits: 1.000 per byte of held-out text, 20 % fewer than xz -9e after the training text "
@@ -131,23 +119,15 @@ def test_seconds_count_from_the_start_of_the_process():
             (1.5, 2.0, 1.6, None),
             "The model needs 1.500 bits per byte of held-out text; gzip -9 alone 2.000, xz -9e alone",
         ),
-        (  # the best compressor is listed, too
-            (1.8, 1.7, 1.9, None),
-            "The model needs 1.800 bits per byte of held-out text; gzip -9 alone 1.700, xz -9e alone 1.900. The compressors",
-        ),
-        ((1.8, 1.7, 1.9, 1.75), "gzip -9 alone needs the fewest bits: 1.700"),
         ((None, 1.9, 1.5, 1.25), "The tokenizer does not keep every byte"),
-        ((None, 1.9, 1.5, 1.25), "The output layer gives no probabilities of tokens"),
-    ],
-)
-def test_verdict_ranks_model_and_compressors(bits, text):
-    names = ("heldout_bits_per_byte", "gzip_bits_per_byte", "xz_bits_per_byte", "xz_trained_bits_per_byte")
-    numbers = {"heldout_loss": 1.0, "heldout_bytes": 10_000} | dict(zip(names, bits, strict=True))
-    numbers["config"] = {"model.output": "vmf" if text.startswith("The output") else "full"}
-    assert report.verdict(numbers).startswith(text)
-    if text.startswith("xz"):
-        name = "xz -9e after the last 64 MiB (12 %) of the training text needs the fewest"
-        assert report.verdict(numbers | {"xz_trained_share": 0.125}).startswith(name)
+    ):
+        names = ("heldout_bits_per_byte", "gzip_bits_per_byte", "xz_bits_per_byte", "xz_trained_bits_per_byte")
+        numbers = {"heldout_loss": 1.0, "heldout_bytes": 10_000} | dict(zip(names, bits, strict=True))
+        numbers["config"] = {"model.output": "vmf" if text.startswith("The output") else "full"}
+        assert report.verdict(numbers).startswith(text)
+        if text.startswith("xz"):
+            name = "xz -9e after the last 64 MiB (12 %) of the training text needs the fewest"
+            assert report.verdict(numbers | {"xz_trained_share": 0.125}).startswith(name)
 
 
 def test_verdict_claims_no_lead_after_a_warm_start():
@@ -173,51 +153,11 @@ def test_verdict_gives_the_reason_for_no_comparison(tmp_path):
     plots.plot_curves({"run": [{"step": 1, "loss": None}]}, tmp_path / "loss.png", numbers)
 
 
-def test_render_shows_numbers_sample_and_commands(tmp_path):
-    text = report.render(tmp_path, Config(), summary(), "A sample:\n\n```\ndef main():\n```")
-    assert report.verdict(summary()) in text
-    assert "| held-out bits per byte | 2.0000 |" in text and "| achieved GFLOP/s | 1.8 |" in text
-    assert "| held-out bytes | 1,760 |" in text and "| wall time of the last process, s |" in text
-    assert "| xz -9e after the training text, the same bytes | 1.7500 |" in text
-    lossy = summary(heldout={"loss": 1.5}) | {"xz_trained_bits_per_byte": None}
-    cells = "xz -9e after the training text, the same bytes | - (the tokenizer does not keep every byte) |"
-    assert f"| {cells}" in report.render(tmp_path, Config(), lossy, "")
-    assert "Where the time went, over all restarts: setup" in text
-    assert f"--config=FILE --workdir={tmp_path}-tuned --train.init_from={tmp_path} --data.path=YOUR_FILES" in text
-    mine = report.render(tmp_path, Config(), summary(), "", "--config=mine.py --config.train.steps=5")
-    assert f"`hpnlp train --config=mine.py --config.train.steps=5 --workdir={tmp_path}-tuned" in mine
-    assert f"`hpnlp train --config=mine.py --workdir={tmp_path} --train.steps=2000 --accept" in mine
-    assert "| devices | 8 cpu devices (data 8) |" in text and "skipped" not in text
-    assert "| steps skipped, not finite | 2 |" in report.render(
-        tmp_path, Config(), summary() | {"skipped_steps": 2.0}, ""
-    )
-    assert "step 4.0 s (40 %)" in text and "setup 3.0 s (30 %)" in text
-    assert "```\ndef main():\n```" in text and "![loss](loss.png)" in text
-    for command in ("generate", "train", "compare"):
-        assert f"`hpnlp {command} " in text
-    lossy = report.render(tmp_path, Config(), summary(heldout={"loss": 1.5}), "")
-    assert "| held-out bits per byte | - |" in lossy and "A sample" not in lossy
-
-
-def test_curves_with_gaps_are_drawn(tmp_path):
-    lines = [{"step": step, "loss": 3.0 / step} for step in range(1, 9)]
-    lines[4:6] = [{"step": 5, "loss": None}, {"step": 5, "heldout_loss": 1.0}]
-    plots.plot_curves({"run": lines, "begun": [], "other": lines[:2]}, tmp_path / "loss.png")
-    picture = matplotlib.image.imread(tmp_path / "loss.png")
-    plots.plot_curves({"run": lines}, tmp_path / "scored.png", summary())
-    assert (matplotlib.image.imread(tmp_path / "scored.png") != picture).any()
-    assert picture.shape[0] > 300 and picture.std() > 0.01
-
-
 def test_norms_of_gradients_are_drawn_with_the_clipped_share(tmp_path):
     norms = [0.5, 2.0, 1.0, 4.0]
     lines = [{"step": step, "loss": 1.0, "grad_norm": norm} for step, norm in enumerate(norms, 1)]
     lines += [{"step": 5, "loss": 1.0, "grad_norm": None}, {"step": 5, "heldout_loss": 1.0}]
-    pictures = []
-    for clip_norm in (1.0, 0.0):
-        plots.plot_norms(lines, tmp_path / "norms.png", clip_norm)
-        pictures.append(matplotlib.image.imread(tmp_path / "norms.png"))
-    assert pictures[0].shape[0] > 300 and (pictures[0] != pictures[1]).any()
+    plots.plot_norms(lines, tmp_path / "norms.png", 1.0)
     numbers = summary() | single.norm_numbers(norms, 1.0)
     assert (numbers["gradient_norm"], numbers["clipped_share"]) == (1.5, 0.5)
     text = report.render(tmp_path, Config(), numbers, "")
@@ -499,33 +439,24 @@ def test_compare_warns_of_different_heldout_text(tmp_path):
         assert ("different held-out" in report.compare([tmp_path / "a", tmp_path / "b"], tmp_path / "c.png")) == warns
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_absent_or_damaged_report_raises(tmp_path):
+    for content, message in (
         (None, r"holds no run \(it is empty\): train one first, or name another directory"),
-        (b"{", "is not a report .*: run the training command again"),
-        (b"\xff\xfe\0", "is not a report .*: run the training command again"),
         (b"[" * 100_000, "is not a report .*: run the training command again"),
         (b"7", "is not a report .it holds a int.: run the training command again"),
         (b"{}", "is not a report .it lacks heldout_bits_per_byte, .*config.: run the training command again"),
         ({"config": {}}, r"it lacks config.model.output."),
-        ({"phase_seconds": {"data": 1}}, r"it lacks phase_seconds.step."),
-        ({"seconds": "7"}, "seconds is '7'"),
-        ({"tokens_per_second": None}, "tokens_per_second is None"),
         ({"config": {"model.output": 3}}, "is no spec"),
         ({"peak_memory_bytes": 10**400}, "peak_memory_bytes is 1000"),
-        ({"skipped_steps": "x"}, "skipped_steps is 'x'"),
         ({"heldout_text_digest": [1]}, r"heldout_text_digest is \[1\]"),
-    ],
-)
-def test_absent_or_damaged_report_raises(tmp_path, content, message):
-    if isinstance(content, dict):
-        content = json.dumps(summary() | {"config": flat(Config())} | content).encode()
-    if content is not None:
-        (tmp_path / "report.json").write_bytes(content)
-    with pytest.raises(InputError, match=message) as caught:
-        report.compare([tmp_path], tmp_path / "compare.png")
-    assert "\n" not in str(caught.value)
+    ):
+        if isinstance(content, dict):
+            content = json.dumps(summary() | {"config": flat(Config())} | content).encode()
+        if content is not None:
+            (tmp_path / "report.json").write_bytes(content)
+        with pytest.raises(InputError, match=message) as caught:
+            report.compare([tmp_path], tmp_path / "compare.png")
+        assert "\n" not in str(caught.value)
 
 
 def test_unreadable_report_raises(tmp_path):
@@ -554,26 +485,10 @@ def test_smoothed_loss_does_not_lag():
     assert np.abs(np.diff(smoothed[-30:])).max() < 0.2
 
 
-def test_proposed_commands_register_the_same_files(tmp_path):
-    text = next_commands.render(tmp_path / "run", Config(), "--register=own.py --config=exp.py")
-    assert [line.count("--register=own.py") for line in text.splitlines()] == [1, 1, 1, 1, 1]
-
-
 def test_commands_that_train_have_the_processes_of_the_run():
     text = next_commands.render(Path("runs/a"), Config(), "--config=exp.py", 2)
     trained = [line.count("hpnlp launch --processes=2 -- train") for line in text.splitlines() if "train" in line]
     assert trained == [1, 1] and "hpnlp compare" in text
-
-
-def test_int8_is_proposed_for_models_with_layers(tmp_path):
-    for layers in (0, 2):
-        config = Config(ClassifierConfig(layers=layers), ClassificationConfig(), task="classification")
-        assert ("--recipe=int8" in next_commands.render(tmp_path, config, "--config=a.py")) == (layers > 0)
-
-
-def test_vectors_are_proposed_for_dual_encoders(tmp_path):
-    config = Config(DualEncoderConfig(), PairsConfig(), task="dual_encoder")
-    assert "`hpnlp encode runs/a YOUR_FILES --to=vectors.npy`" in next_commands.render(Path("runs/a"), config, "")
 
 
 def test_command_for_other_data_drops_what_describes_the_old():
@@ -621,26 +536,6 @@ def test_compare_does_not_overwrite_other_files(tmp_path):
     assert (tmp_path / "README.md").read_text() == "# mine\n" and not (tmp_path / "README.png").exists()
 
 
-def test_members_of_sweeps_are_labelled_by_varied_fields(tmp_path):
-    wide, narrow = {"model.mixer": "window(128,0)"}, {"model.mixer": "full"}
-    made = {name: {} for name in ("s/00-mixer=window_128_0_", "s/mixer=full", "t/00-mixer=full", "alone", "t/alone")}
-    (tmp_path / "s").mkdir()
-    (tmp_path / "t").mkdir()
-    paths = runs(tmp_path, **{name: {"config_changes": narrow if "full" in name else wide} for name in made})
-    reports = {str(path): report.read_report(path) for path in paths}
-    labels, title = report.comparison._labels(reports)
-    assert list(labels.values())[:3] == ["s: mixer=window(128,0)", "s: mixer=full", "00-mixer=full"] and title == ""
-    assert list(labels.values())[3:] == [f"alone ({paths[3]})", f"alone ({paths[4]})"]
-    for base in ("s/base", "s/00-", "s/03-"):
-        expected = {base: "base", "s/mixer=x": "mixer=window(128,0)"}
-        assert report.comparison._member_labels({base: narrow, "s/mixer=x": wide}) == expected
-    of_one = dict(list(reports.items())[:2])
-    assert report.comparison._labels(of_one) == (
-        dict(zip(of_one, ["mixer=window(128,0)", "mixer=full"], strict=True)),
-        "s",
-    )
-
-
 def test_any_name_can_be_drawn(tmp_path):
     names = ["\U0001f9e0 \u6f22", "$x$ $\\nothing$", "_hidden", os.fsdecode(b"\xff")]
     assert [plots.drawable(name) for name in names] == [
@@ -650,22 +545,3 @@ def test_any_name_can_be_drawn(tmp_path):
         warnings.simplefilter("error")
         plots.plot_curves(dict.fromkeys(names, [{"step": 1, "loss": 1.0}]), tmp_path / "loss.png")
         report.compare(runs(tmp_path, **{name: {} for name in names}), tmp_path / "compare.png")
-
-
-@pytest.mark.parametrize("highest", [3.4001, 3.5, 4.5, 9.0, 40.0, 900.0, 1e6, 2e43])
-def test_ticks_of_perplexity_do_not_overlap(highest):
-    figure, axes = plots._pyplot().subplots(figsize=(5, 4.2), layout="constrained")
-    scores = list(np.geomspace(3.4, highest, 5))
-    axes.plot(scores, scores, "o")
-    plots.logarithmic(axes, scores)
-    figure.canvas.draw()
-    low, high = axes.get_ylim()
-    boxes = [
-        label.get_window_extent()
-        for tick, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
-        if low <= tick <= high
-    ]
-    spans = sorted((box.y0, box.y1) for box in boxes)
-    assert 2 <= len(spans) <= 13 and not any(axes.get_yminorticklabels())
-    assert all(above[0] > below[1] for below, above in zip(spans, spans[1:], strict=False))
-    plots._pyplot().close(figure)

@@ -19,7 +19,6 @@ from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import config as configs
 from hpnlp.training import run_directory as runs
 from hpnlp.training.config_file import write_config
-from hpnlp.training.files import metrics
 from hpnlp.training.files.checkpoint import Checkpointer
 from tests import tiny
 from tests.messages import raises
@@ -103,30 +102,18 @@ def test_files_of_any_number_of_vectors_are_read_by_numpy(dtype, tmp_path):
     assert len(np.load(tmp_path / "a.npy")) == 11 * 100_003
 
 
-def test_lines_of_progress_have_the_time_that_is_left(run, dual_encoder, tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics, "ProgressLines", functools.partial(metrics.ProgressLines, every=0.0))
-    (tmp_path / "a.txt").write_text("a\n" * 4)
-    monkeypatch.setattr("hpnlp.jobs.vector_files.CHUNK", 2)
-    outcome = run("encode", dual_encoder, tmp_path / "a.txt", f"--to={tmp_path}/a.npy")
-    lines = [r"0 of 4 texts", r"2 of 4 texts", r"4 of 4 texts, 0:00 left"]
-    assert re.fullmatch("".join(f"hpnlp: encoding: {line}\n" for line in lines), outcome.err)
-
-
 ERRORS = {
     "no run": ([], "expected a run: write hpnlp encode RUN texts.txt --to=vectors.npy"),
-    "no output": (["RUN", "DIR/a.txt"], "--to is required, for example --to=vectors.npy"),
     "another suffix": (["RUN", "DIR/a.txt", "--to=DIR/a.npz"], "expected a file .npy"),
     "no directory": (["RUN", "DIR/a.txt", "--to=DIR/absent/a.npy"], "expected a file in a directory that exists"),
     "a device": (["RUN", "DIR/a.txt", "--to=DIR/fifo.npy"], "fifo.npy is not a regular file: name another"),
     "the input as output": (["RUN", "DIR/a.npy", "--to=DIR/a.npy"], "is a file that is read"),
-    "stdin twice": (["RUN", "-", "-", "--to=DIR/a.npy"], "stdin can be read once"),
     "no such file": (
         ["DIR/no_run", "DIR/absent.txt", "--to=DIR/a.npy"],
         "hpnlp: DIR/absent.txt: there is no such file",
     ),
     "no texts": (["RUN", "DIR/empty.txt", "--to=DIR/a.npy"], "there are no texts to encode"),
     "fields of texts": (["RUN", "DIR/a.txt", "--to=DIR/a.npy", "--fields=b"], "no effect without a file of records"),
-    "too many fields": (["RUN", "DIR/bad.jsonl", "--to=DIR/a.npy", "--fields=a,b"], "expected 1, in place of text"),
     "a bad record": (
         ["RUN", "DIR/bad.jsonl", "--to=DIR/a.npy"],
         "line 2: field 'text' is empty: mend or remove the line$",

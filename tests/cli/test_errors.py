@@ -99,25 +99,11 @@ def load(monkeypatch):
     return load_script
 
 
-@pytest.mark.parametrize(
-    ("script", "values", "message"),
-    [
+def test_invalid_flags_of_scripts_raise_before_their_work(load):
+    for script, values, message in (
         ("lm/evaluate_memory", {"memories": ["48", "a"]}, "--memories=48,a: expected numbers of tokens"),
         ("lm/evaluate_memory", {"workdir": "/no/such"}, "holds 0 runs, none of which has one of the mixers segment"),
         ("embeddings/word2vec", {"out": "/no/such/a.bin"}, "there is no directory /no/such: make it first"),
         ("embeddings/word2vec", {"set": ["dims=3"]}, r"--set=dims=3: unknown field 'dims': did you mean 'dim'\?"),
-    ],
-)
-def test_invalid_flags_of_scripts_raise_before_their_work(load, script, values, message):
-    raises(message, lambda: load(script, **values).main([]))
-
-
-def test_losses_by_memory_are_a_table(load):
-    rows = [{"run": run, "trained": f"{run}(4)", "memory": m, "loss": m / 8} for run in "ab" for m in (4, 8)]
-    table = load("lm/evaluate_memory").table_of(rows).splitlines()
-    assert table == [
-        "| trained | 4 | 8 |",
-        "| --- | --- | --- |",
-        "| a(4) | 0.5000 | 1.0000 |",
-        "| b(4) | 0.5000 | 1.0000 |",
-    ]
+    ):
+        raises(message, lambda s=script, v=values: load(s, **v).main([]))

@@ -54,18 +54,14 @@ def test_layers_and_lengths_are_chosen(run, trained):
     assert outcome.code == 0 and reason in outcome.out, outcome
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "no run: write hpnlp inspect RUN, where RUN is its directory"),
+def test_invalid_flags_raise(run, trained):
+    for argv, message in (
         (["{run}", "--layers=0,x"], "--layers=0,x: expected numbers of layers, as --layers=0,5"),
         (["{run}", "--layers=3"], "--layers=3: the model has the layers 0 to 2: choose among these"),
         (["{run}", "--windows=0"], "windows"),
-    ],
-)
-def test_invalid_flags_raise(run, trained, argv, message):
-    outcome = run("inspect", *(argument.format(run=trained) for argument in argv))
-    assert outcome.code == 2 and message in outcome.err
+    ):
+        outcome = run("inspect", *(argument.format(run=trained) for argument in argv))
+        assert outcome.code == 2 and message in outcome.err
 
 
 @pytest.mark.parametrize(

@@ -48,29 +48,21 @@ def test_neighbour_without_each_word_is_printed(run, vectors):
     assert record == {"text": "king", "neighbours": [{"word": "man", "cosine": pytest.approx(0.702, abs=1e-3)}]}
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
+def test_invalid_arguments_raise(run, vectors):
+    for argv, message in (
         ((), "no run: write hpnlp neighbours RUN WORD"),
         (("runs/words",), "no word: write hpnlp neighbours RUN WORD, or pass --draw or --save"),
-        (("king", "queen"), "king holds no run (No such file or directory): train one first"),
         (("king", "--vectors=a", "--workdir=b"), "--vectors=a and --workdir=b both name word vectors: leave out one"),
         (("king", "--vectors=/no/such/file"), "cannot read /no/such/file (No such file or directory)"),
-        (("kong", "VECTORS"), "the word 'kong' has no vector: did you mean 'king'?"),
-        (("king -  + man", "VECTORS"), "expected words with ' + ' or ' - ' between them"),
-        (("king", "VECTORS", "--count=0"), "count=0: expected at least 1 neighbour"),
         (("king", "VECTORS", "--step=3"), "--step=3 has no effect with --vectors, a file without checkpoints: leave"),
         (("VECTORS", "--draw=x.png", "--count=3"), "--count=3 has no effect without a word: name one, or leave it out"),
-        (("king", "VECTORS", "--draw="), "--draw is empty"),
         (("king", "VECTORS", "--expected=man"), "--expected=man has no effect without --without_each"),
         (("king man", "VECTORS", "--without_each", "--count=3"), "--count=3 has no effect with --without_each"),
         (("VECTORS", "--save=x", "--without_each"), "--without_each=True has no effect without a word"),
         (("king", "VECTORS", "--save=/no/such/place/a.bin"), "/no/such/place"),
-    ],
-)
-def test_invalid_arguments_raise(run, vectors, argv, message):
-    outcome = run("neighbours", *(vectors if argument == "VECTORS" else argument for argument in argv))
-    assert outcome.code == 2 and outcome.err.count("\n") == 1 and message in outcome.err
+    ):
+        outcome = run("neighbours", *(vectors if argument == "VECTORS" else argument for argument in argv))
+        assert outcome.code == 2 and outcome.err.count("\n") == 1 and message in outcome.err
 
 
 @pytest.mark.slow

@@ -187,19 +187,15 @@ ERRORS = {
     "nothing to predict": (["RUN"], "expected texts after the run, or --file=FILE"),
     "texts and a file": (["RUN", "a", "--file=x"], "and not both"),
     "an empty text": (["RUN", "a", ""], "text 2 field 'review' is empty: correct it"),
-    "no such file": (["DIR/no_run", "--file=DIR/absent.csv"], "there is no such file"),
     "a directory": (["RUN", "--file=DIR"], "is a directory: name one file"),
     "other columns": (["RUN", "--file=DIR/other.csv"], "no field 'review', the fields are 'text': pass --fields=NAME"),
-    "too many fields": (["RUN", "--file=DIR/other.csv", "--fields=a,b"], "expected 1, in place of review"),
     "a bad record": (["RUN", "--file=DIR/bad.jsonl"], "bad.jsonl, line 2.*--skip_bad_lines"),
-    "UTF-16": (["RUN", "--file=DIR/wide.txt"], "is UTF-16"),
     "not UTF-8": (
         ["RUN", "--file=DIR/latin.txt"],
         r"line 1: not UTF-8 \(byte 0xe9 at 0\), to be converted by iconv -f CP1252",
     ),
     "an unknown suffix": (["RUN", "a", "--out=DIR/x.txt"], "expected a file .csv or .jsonl"),
     "formats that differ": (["RUN", "a", "--out=DIR/x.csv", "--format=jsonl"], "the suffix names another format"),
-    "no directory": (["RUN", "a", "--out=DIR/absent/x.csv"], "expected a file in a directory that exists"),
     "a language model": (["LM", "a"], "task='lm' has no labels, targets or pairs to predict: use hpnlp generate"),
     "fields of texts": (["RUN", "a", "--fields=b"], "--fields=.* has no effect without a file of records"),
     "the input as output": (["RUN", "--file=DIR/other.csv", "--out=DIR/other.csv"], "is the file that is read"),
@@ -207,7 +203,6 @@ ERRORS = {
         ["RUN", "--file=DIR/packed.zip"],
         "packed.zip is compressed in a form that is not read: unpack it first",
     ),
-    "no step": (["RUN", "a", "--step=3"], "no checkpoint 3 in .*there: 40"),
 }
 
 

@@ -222,26 +222,6 @@ def test_checkpoints_without_config_raise(undisturbed, run, tmp_path):
     assert run(*COMMAND, f"--workdir={tmp_path / 'run'}", "--accept_changes").code == 0
 
 
-def test_metrics_without_config_raise(undisturbed, run, tmp_path):
-    """The run would use the saved tokenizer whatever the config says."""
-    workdir = tmp_path / "run"
-    workdir.mkdir()
-    for name in ("metrics.jsonl", "tokenizer.json"):
-        shutil.copy(undisturbed[0] / name, workdir)
-    command = [*COMMAND, f"--workdir={workdir}", "--config.data.tokenizer=words(90)"]
-    outcome = run(*command)
-    assert outcome.code == 2 and "has metrics.jsonl and no config.json: restore it, choose another" in outcome.err
-
-
-def test_accept_changes_allows_another_config(undisturbed, run, tmp_path):
-    workdir, _ = undisturbed
-    command = [*COMMAND, f"--workdir={workdir}", "--config.train.keep=5"]
-    assert run(*command).code == 2
-    assert run(*command, "--accept_changes").code == 0
-    assert run(*command).code == 0
-    assert run(*COMMAND, f"--workdir={workdir}", "--accept_changes").code == 0
-
-
 @pytest.mark.parametrize("argv", [(), ("--help",), ("help",)])
 def test_commands_are_listed(run, argv):
     outcome = run(*argv)
@@ -253,19 +233,6 @@ def test_every_command_has_help(run, command):
     outcome = run(command, "--help")
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.startswith(f"hpnlp {command} ") and "Flags:" in outcome.out and "--debug" in outcome.out
-
-
-def test_help_of_train_lists_fields_with_their_names(run):
-    out = run("train", "--help").out
-    assert "--accept_changes" in out
-    for text in (
-        "--model.kv_heads=0\n      Number of key and value heads K,",
-        "--model.rope_theta=10000.0\n      The base",
-        "Names: adamw, adamw8bit,",
-        "Names: constant, linear,",
-        "--train.keep=2\n      Number of newest checkpoints to keep",
-    ):
-        assert text in out
 
 
 def test_help_of_train_has_the_values_of_an_experiment(run, tmp_path):
@@ -409,8 +376,6 @@ def test_ctrl_c_exits_with_one_line_and_130(monkeypatch, capsys):
     ("command", "number", "message"),
     [
         ("train", signal.SIGTERM, "SIGTERM: ended at once; what was saved before stays"),
-        ("sweep", signal.SIGINT, "SIGINT: ended at once; what was saved before stays"),
-        ("compress", signal.SIGTERM, "SIGTERM: ended at once; what was saved before stays"),
         ("generate", signal.SIGINT, "interrupted"),
     ],
 )

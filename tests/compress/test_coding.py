@@ -116,9 +116,8 @@ def test_checksums_equal_those_of_checkpoints():
 BLOCKS = deflate.encode(np.arange(9, dtype=np.uint8), 9)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
+def test_invalid_arguments_raise():
+    for call, message in (
         (lambda: packing.pack(np.array([-1, 1]), 2), "between -1 and 1: 2 bits hold 0 to 3"),
         (lambda: packing.pack(np.array([3]), 1.6), "hold 0 to 2"),
         (lambda: packing.unpack(np.zeros(3, np.uint8), 2, 3), "3 bytes for 3 codes of 2 bits: expected 1"),
@@ -129,8 +128,6 @@ BLOCKS = deflate.encode(np.arange(9, dtype=np.uint8), 9)
         (lambda: sparse_codes.split(np.zeros(3, np.uint8), 1), "gap_bits=1: expected 2 to 16"),
         (lambda: sparse_codes.merge(np.array([3]), np.array([1]), 3, 2), "entry 3 is the last of a sparse array of 3"),
         (lambda: word_sum(np.zeros(3)), "expected elements of 1, 2 or 4 bytes"),
-    ],
-)
-def test_invalid_arguments_raise(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -58,35 +58,31 @@ def test_zeros_take_no_space(zeros, distinct, encoding, size, tmp_path):
     np.testing.assert_array_equal(read_weights(tmp_path / "x")[0]["x"], x)
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
+def test_containers_of_other_content_raise(tmp_path):
+    for header in (
         None,
         {"weights": {"a": 3}, "tuples": [], "metadata": None},
         {"weights": {"a": {"kind": "IntegerWeight", "size": 3}}, "tuples": [], "metadata": None},
         {"weights": {}, "tuples": ["b"], "metadata": None},
         {"weights": {}, "tuples": []},
         {"weights": {"a/codes/x": {"kind": "LowRankWeight", "left": 1, "right": 1}}, "tuples": [], "metadata": None},
-    ],
-)
-def test_containers_of_other_content_raise(tmp_path, header):
-    container.write(tmp_path / "x", {"a": {"codes": W}}, header)
-    raises("x is a container, but its header does not describe the weights of a model", read_weights, tmp_path / "x")
+    ):
+        container.write(tmp_path / "x", {"a": {"codes": W}}, header)
+        raises(
+            "x is a container, but its header does not describe the weights of a model", read_weights, tmp_path / "x"
+        )
 
 
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
+def test_trees_that_would_not_be_read_as_written_raise(tmp_path):
+    for params, message in (
         ({"a/b": W, "a": {"b": 2 * W}}, "the name 'a/b': expected names without '/'"),
         ({"a": {"b/c": W}}, "the name 'b/c'"),
         ({"a": ()}, "the tuple a cannot be written"),
         ({"a": ({}, {"b": W})}, "the tuple a cannot be written"),
         ((W, W), "the tuple of all weights cannot be written"),
-    ],
-)
-def test_trees_that_would_not_be_read_as_written_raise(tmp_path, params, message):
-    raises(message, write_weights, tmp_path / "x", params)
-    assert not (tmp_path / "x").exists()
+    ):
+        raises(message, write_weights, tmp_path / "x", params)
+        assert not (tmp_path / "x").exists()
 
 
 def test_unknown_kinds_raise(tmp_path):

@@ -72,7 +72,6 @@ def test_invalid_arguments_raise():
         (buckets.bucket_widths, ([], 2), "0 lengths, count=2, multiple=1: expected at least 1"),
         (buckets.padded_batches, ([5], 4, 8), "a text has 5 tokens, and rows have 4: cut the text"),
         (buckets.bucket_widths, ([2, 0], 2), "text 1 has 0 tokens: expected at least 1: leave it out"),
-        (buckets.packed_batches, ([0], 8, 8), "text 0 has 0 tokens"),
         (buckets.bucketed_batches, ([5], [8, 4], 8), r"widths=\[8, 4\]: expected numbers from 1 on that rise"),
         (buckets.packed_batches, ([5], 8, 7), "tokens=7: a row has 8: pass at least as many"),
     ):

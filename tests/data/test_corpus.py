@@ -176,29 +176,23 @@ def test_states_of_other_data_raise(stories, mixture, tmp_path):
     raises("version 2, expected 1", batches.set_state, {**state, "version": 2})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_invalid_train_arguments_raise(stories):
+    for arguments, message in (
         ({"process_count": 3}, "data.batch_size=4 is not a multiple of the 3 processes that share it: pass 6"),
         ({"process_index": 2, "process_count": 2}, "process_index=2: expected 0 to 1"),
         ({"seed": -1}, "seed=-1: expected at least 0"),
-    ],
-)
-def test_invalid_train_arguments_raise(stories, arguments, message):
-    raises(message, lambda: prepare(config(stories)).train(**{"seed": 0, **arguments}))
+    ):
+        raises(message, prepare(config(stories)).train, **{"seed": 0, **arguments})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_invalid_heldout_arguments_raise(stories):
+    for arguments, message in (
         ({"stride": 33}, "stride=33: expected 1 to data.seq_len=32"),
         ({"stride": 0}, "stride=0"),
         ({"limit": 0}, "limit=0"),
         ({"process_count": 3}, "batch_size=4 is not a multiple"),
-    ],
-)
-def test_invalid_heldout_arguments_raise(stories, arguments, message):
-    raises(message, lambda: prepare(config(stories)).heldout(batch_size=4, **arguments))
+    ):
+        raises(message, prepare(config(stories)).heldout, batch_size=4, **arguments)
 
 
 def test_weighted_source_without_training_text_raises(tmp_path, stories):

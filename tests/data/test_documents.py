@@ -70,21 +70,18 @@ def test_jsonl_records_give_prompts_and_texts(tmp_path):
     assert left_out == {"empty": [1, f"{path}, line 3"]}
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+def test_malformed_jsonl_raises(tmp_path):
+    for line, message in (
         ('{"text": "a"', "line 2: not JSON"),
         ("[" * 100_000, "line 2: not JSON"),
         ("\udcff", "line 2: not UTF-8 (byte 0xff at 0), to be converted by iconv"),
         ('["a"]', "line 2: expected a JSON object with a field 'text'"),
         ('{"body": "a", "id": 1}', "line 2: no field 'text', the fields are 'body', 'id': pass data.text_field=NAME"),
         ('{"text": 3}', "line 2: field 'text' is a int, expected a string"),
-    ],
-)
-def test_malformed_jsonl_raises(tmp_path, line, message):
-    path = tmp_path / "x.jsonl"
-    path.write_text(f'{{"text": "fine"}}\n{line}\n', "utf-8", "surrogateescape")
-    raises(re.escape(f"x.jsonl, {message}"), read, path)
+    ):
+        path = tmp_path / "x.jsonl"
+        path.write_text(f'{{"text": "fine"}}\n{line}\n', "utf-8", "surrogateescape")
+        raises(re.escape(f"x.jsonl, {message}"), read, path)
 
 
 def test_missing_prompt_field_raises(tmp_path):
@@ -140,17 +137,14 @@ def test_ids_without_eos_are_cut(tmp_path):
     assert isinstance(documents[0].text.base, np.memmap)
 
 
-@pytest.mark.parametrize(
-    ("array", "message"),
-    [
+def test_invalid_arrays_raise(tmp_path):
+    for array, message in (
         (np.ones(3), "an array of float64 and shape (3,), expected one dimension of integer token ids"),
         (np.ones((2, 3), int), "shape (2, 3), expected one dimension"),
         (np.array([{}]), "not an array that can be memory-mapped"),
-    ],
-)
-def test_invalid_arrays_raise(tmp_path, array, message):
-    np.save(tmp_path / "x.npy", array)
-    raises(re.escape(message), read, tmp_path / "x.npy")
+    ):
+        np.save(tmp_path / "x.npy", array)
+        raises(re.escape(message), read, tmp_path / "x.npy")
 
 
 def test_archive_of_arrays_raises(tmp_path):
@@ -159,22 +153,19 @@ def test_archive_of_arrays_raises(tmp_path):
     raises("not an array that can be memory-mapped .it is an archive of arrays", read, tmp_path / "x.npy")
 
 
-@pytest.mark.parametrize(
-    ("column", "message"),
-    [
+def test_parquet_column_types_are_checked(tmp_path):
+    for column, message in (
         ([["a"]], "column 'text' holds list<element: string>, expected strings: pass another data.text_field"),
         ([{"a": "b"}], "column 'text' holds struct<a: string>, expected strings"),
         (pa.array(["a"]).dictionary_encode(), "column 'text' holds dictionary<"),
         (pa.array([], pa.string()), None),
         (pa.array([None], pa.string()), None),
-    ],
-)
-def test_parquet_column_types_are_checked(tmp_path, column, message):
-    pq.write_table(pa.table({"text": column}), tmp_path / "x.parquet")
-    if message is None:
-        assert read(tmp_path / "x.parquet")[0] == []
-    else:
-        raises(re.escape(message), read, tmp_path / "x.parquet")
+    ):
+        pq.write_table(pa.table({"text": column}), tmp_path / "x.parquet")
+        if message is None:
+            assert read(tmp_path / "x.parquet")[0] == []
+        else:
+            raises(re.escape(message), read, tmp_path / "x.parquet")
 
 
 def test_errors_of_damaged_parquet_are_one_line(tmp_path):

@@ -47,7 +47,6 @@ def test_ids_of_ngrams_are_those_of_words_and_characters():
 def test_invalid_arguments_raise():
     for spec, message in (
         ("hashed_words(by=sounds)", "unknown split of words by 'sounds'"),
-        ("hashed_words(8)", "unknown split of words by '8'"),
         ("hashed_ngrams(1)", r"expected a number of ids, 2 to 16777216, as in hashed_ngrams\(65536\)"),
         ("hashed_ngrams(100, words=0)", "words=0, least=3, most=6"),
         ("hashed_ngrams(100, least=5, most=4)", "or most=0"),

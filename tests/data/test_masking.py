@@ -125,13 +125,10 @@ def test_masks_of_a_sequence_change_with_the_epoch(corpus):
     assert (weights[0] != weights[second]).any()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_invalid_masks_raise(corpus):
+    for options, message in (
         ({"rate": 0.0}, "rate=0.0: expected a probability between 0 and 1"),
         ({"span": 0.5}, "span=0.5: expected a mean length of 1 to 100, or 0 for single tokens"),
         ({"rate": 0.9, "span": 2.0}, "runs would touch each other: pass a longer span or a lower rate"),
-    ],
-)
-def test_invalid_masks_raise(corpus, options, message):
-    raises(message, MaskedCorpus, corpus.corpus, **options)
+    ):
+        raises(message, MaskedCorpus, corpus.corpus, **options)

@@ -1,10 +1,7 @@
 """Corpora of words: their words, and the cache."""
 
-import asyncio
 import glob
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -91,25 +88,6 @@ def test_invalid_python_raises():
     for source in (b"def (", b"x = '''", b"\xff"):
         with pytest.raises((SyntaxError, ValueError)):
             list(stdlib.docs(source))
-
-
-@pytest.mark.slow
-def test_two_processes_write_one_corpus(tmp_path):
-    """Two processes at once, of a package of the library."""
-    program = (
-        "import sys; from hpnlp.data import stdlib; from hpnlp.data.reading import sources; "
-        "sources.sysconfig.get_path = lambda name: sys.argv[2];"
-        "print('ready', flush=True); input(); print(stdlib.write_corpus('docs', sys.argv[1]).words)"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path), str(Path(asyncio.__file__).parent)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    both = [subprocess.Popen(command, **pipes) for _ in range(2)]
-    assert [process.stdout.readline() for process in both] == ["ready\n"] * 2
-    for process in both:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    (words,) = {process.communicate()[0] for process in both}
-    assert int(words) > 1000 and len(os.listdir(tmp_path)) == 1
 
 
 @pytest.mark.slow

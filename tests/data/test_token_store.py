@@ -146,27 +146,6 @@ def test_file_size_limit_raises(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-FULL = """
-import sys
-from hpnlp.data import DataConfig, prepare
-from hpnlp.types import InputError
-try:
-    prepare(DataConfig(path="stdlib", cache=sys.argv[1]))
-except InputError as error:
-    print(error)
-"""
-
-
-def test_full_disk_raises(tmp_path):
-    """On a real file system of 1 MB in a separate mount namespace."""
-    mounted = f"mount -t tmpfs -o size=1m none {tmp_path} && exec {sys.executable} -c '{FULL}' {tmp_path}"
-    namespace = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
-    if subprocess.run([*namespace, f"mount -t tmpfs -o size=1m none {tmp_path}"], capture_output=True).returncode:
-        pytest.skip("users cannot mount file systems on this system")
-    done = subprocess.run([*namespace, mounted], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert "No space left on device: free some space there, or pass data.cache=DIR" in done.stdout
-
-
 def test_unwritable_cache_raises(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot write the data cache .*file/cache'"):

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from hpnlp.data.tokenizers import word_similarity, word_tokenizer
+from hpnlp.data.tokenizers import word_similarity
 from hpnlp.data.tokenizers.word_tokenizer import WordTokenizer
 
 DOCUMENTS = [np.random.default_rng(seed).zipf(1.4, 60) % 30 for seed in range(5)]
@@ -75,22 +75,6 @@ def test_order_does_not_depend_on_signs_of_eigenvectors(monkeypatch):
 
     monkeypatch.setattr(np.linalg, "eigh", flipped)
     np.testing.assert_array_equal(word_similarity.similar_order(DOCUMENTS, 33), expected)
-
-
-def test_compared_documents_are_spread_over_the_text(monkeypatch):
-    """A long document is truncated."""
-    seen = []
-    monkeypatch.setattr(word_tokenizer, "_COMPARED", 20)
-    monkeypatch.setattr(
-        word_tokenizer, "similar_order", lambda documents, vocab: seen.append(documents) or np.arange(vocab)
-    )
-    tokenizer = WordTokenizer.train(300, [f"a{i} b{i} c{i}".encode() for i in range(50)])
-    (documents,) = seen
-    assert [tokenizer.decode(document).decode() for document in documents] == [
-        f"a{i} b{i} c{i}" for i in (0, 16, 32, 48)
-    ]
-    WordTokenizer.train(300, [b"a b " * 50])
-    assert sum(map(len, seen[1])) == 20
 
 
 DEBRUIJN = [np.array([a, b]) for a in range(200) for b in range(200)]

@@ -178,19 +178,16 @@ def test_recomputed_stages_keep_only_their_input(rounds):
     assert len([shape for shape in more if len(shape) > 3]) > 1
 
 
-@pytest.mark.parametrize(
-    ("plan", "rows", "expected"),
-    [
+def test_number_of_microbatches():
+    for plan, rows, expected in (
         (Plan("pipeline"), 16, 16),
         (Plan("pipeline"), 48, 24),
         (Plan("3d"), 32, 8),
         (Plan("3d"), 6, 3),
         (Plan("3d", rounds=2), 12, 6),
         (Plan(), 16, 1),
-    ],
-)
-def test_number_of_microbatches(plan, rows, expected):
-    assert pipeline.microbatches(plan.layout({"mlp": (64, "")}), rows) == expected
+    ):
+        assert pipeline.microbatches(plan.layout({"mlp": (64, "")}), rows) == expected
 
 
 def test_indivisible_microbatches_raise():

@@ -154,7 +154,6 @@ def test_points_and_arguments_that_cannot_be_fitted_raise():
         (lambda: fit(grid_points()[np.array([0, 1, 6, 7, 8])]), "5 constants, and there are 5 points"),
         (lambda: fit(grid_points()[np.array([0, 0, 1, 6, 7, 7, 7])]), "7 points have 4 different values of N and D"),
         (lambda: fit(grid_points()[np.arange(0)]), "there are no points: give the sizes"),
-        (lambda: fit(grid_points()[np.arange(0)], "envelope"), "there are no points"),
         (lambda: fit(ONE_SIZE, "isoflop"), "0 of the 8 numbers of FLOPs"),
         (lambda: fit(grid_points(), "chinchila"), "form"),
         (lambda: fit(grid_points(), delta=0.0), "delta=0.0"),

@@ -91,13 +91,10 @@ def test_runs_that_cannot_be_trained_raise():
             dataclasses.replace(STUDY, **changes).runs(tiny.get_config())
 
 
-@pytest.mark.parametrize(
-    ("budget", "cost", "message"),
-    [
+def test_costs_beyond_a_limit_raise(runs):
+    for budget, cost, message in (
         ("1e3", RunCosts(1.0, 1, True), "FLOPs, more than Study.budget='1e3'"),
         ("30s", RunCosts(10.0, 1, True), "at least 60.0 s, more than Study.budget='30s'"),
         ("1e12", RunCosts(1.0, 10**12, False), "dim=8 needs 1000.0 GB"),
-    ],
-)
-def test_costs_beyond_a_limit_raise(runs, budget, cost, message):
-    raises(message, lambda: check_costs(dataclasses.replace(STUDY, budget=budget), runs, [cost] * len(runs)))
+    ):
+        raises(message, check_costs, dataclasses.replace(STUDY, budget=budget), runs, [cost] * len(runs))

@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import pytest
 
 from hpnlp.data.examples import BagsConfig, prepare_examples
 from hpnlp.tasks import TASKS
@@ -16,20 +15,17 @@ from tests.messages import raises
 STATS = WordStats(np.arange(30))
 
 
-@pytest.mark.parametrize(
-    ("values", "sizes", "message"),
-    [
+def test_invalid_combinations_raise():
+    for values, sizes, message in (
         ({"optimizer.name": "adamw"}, Sizes(30, STATS, 3), "optimizer.name='adamw' divides them by their size, so"),
         ({"optimizer.name": "sgd"}, Sizes(30, None, 3), "needs the counts of the words, .* set data.tokenizer='words"),
         ({"model.vocab": 20}, Sizes(30, STATS, 3), "model.vocab=20 is less than the tokenizer's 30"),
         ({"model.max_texts": 2}, Sizes(30, STATS, 3), "model.max_texts=2 is less than data.max_texts=16: set it to 0"),
         ({"model.classes": 5}, Sizes(30, STATS, 3), "model.classes=5, but the data have 3 labels: set it to 0"),
-    ],
-)
-def test_invalid_combinations_raise(values, sizes, message):
-    config = configs.default("labelled_bags")
-    config.update_from_flattened_dict({"model.frequency_power": 1.0, "optimizer.name": "sgd"} | values)
-    raises(message, lambda: TASKS["labelled_bags"].model(configs.resolve(config), sizes))
+    ):
+        config = configs.default("labelled_bags")
+        config.update_from_flattened_dict({"model.frequency_power": 1.0, "optimizer.name": "sgd"} | values)
+        raises(message, TASKS["labelled_bags"].model, configs.resolve(config), sizes)
 
 
 def test_ranks_leave_out_texts_of_the_same_label(tmp_path):

@@ -49,19 +49,6 @@ def report_of(**changes):
     return numbers | {"heldout_examples": 1200, "heldout_digest": "one"} | changes
 
 
-def test_verdict_names_both_sets_of_examples():
-    text = "The model produces 50.0 % of the targets of 1,200 held-out examples exactly"
-    assert TASK.report.verdict(report_of()) == f"{text}."
-    apart = TASK.report.verdict(report_of(heldout_challenge_exact_match=0.125))
-    assert apart == f"{text}, and 12.5 % of those that are scored apart."
-    linear = report_of(heldout_challenge_exact_match=0.125, linear_exact_match=0.25, linear_challenge_exact_match=0.0)
-    assert TASK.report.verdict(linear) == (
-        f"{text} (a linear model of words: 25.0 %), and 12.5 % of those that are scored apart."
-    )
-    assert ("linear model of words, exact match, held out", "0.2500") in TASK.report.rows(linear)
-    assert "not finite" in TASK.report.verdict(report_of(heldout_loss=None))
-
-
 def test_reports_of_mixers_without_a_cache_show_no_decoded_texts():
     config = SimpleNamespace(decodes=False)
     outcome = Outcome(CONFIG, None, SimpleNamespace(config=config), {"params": {}}, {})

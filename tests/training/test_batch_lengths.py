@@ -41,16 +41,17 @@ def test_padding_is_counted():
     assert again.tokens() == 4 * 64 and again.padding_share() == (8 + 4 + 24) / 64
 
 
-@pytest.mark.parametrize(
-    ("model", "plan", "message"),
-    [
+def test_models_and_plans_of_one_length_raise():
+    for model, plan, message in (
         ({}, {"sequence": 2}, "data.buckets=2 makes .* plan.sequence=2 divides .* set data.buckets=1"),
         ({"mixer": "synthesizer_random"}, {}, "data.buckets=2 makes .* sequences of 16 tokens only"),
-    ],
-)
-def test_models_and_plans_of_one_length_raise(model, plan, message):
-    values = {"task": "classification", "model": {"dim": 8, "heads": 2, **model}, "data": {"seq_len": 16, "buckets": 2}}
-    config = configs.resolve(values)
-    layout = Plan(**plan).layout({}, 2)
-    made = TASKS["classification"].model(config, Sizes(20, classes=3))
-    raises(message, check_buckets, config, made, layout)
+    ):
+        values = {
+            "task": "classification",
+            "model": {"dim": 8, "heads": 2, **model},
+            "data": {"seq_len": 16, "buckets": 2},
+        }
+        config = configs.resolve(values)
+        layout = Plan(**plan).layout({}, 2)
+        made = TASKS["classification"].model(config, Sizes(20, classes=3))
+        raises(message, check_buckets, config, made, layout)

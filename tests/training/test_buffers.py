@@ -1,9 +1,6 @@
 """Runs of models with buffers and a carry: they resume bit for bit, evaluate, generate and start other runs."""
 
-import dataclasses
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,12 +9,9 @@ from hpnlp.models.lm import LM
 from hpnlp.models.variables import collections, split
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.training import loop
-from hpnlp.training.files.checkpoint import Checkpointer
 from hpnlp.training.run_directory import load
-from hpnlp.types import InputError
 from tests import tiny
 from tests.centered_keys import centered_keys
-from tests.messages import raises
 
 CONFIG = {"model__mixer": "centered,segment_memory(20)", "data__order": "stream"}
 CONFIG |= {"train__eval_every": 4, "train__eval_batches": 1}
@@ -46,20 +40,6 @@ def buffers_of(weights):
 
 
 @pytest.mark.slow
-def test_interrupted_run_resumes_bit_for_bit(undisturbed, tmp_path, monkeypatch):
-    workdir, expected = undisturbed
-
-    tiny.interrupt(tiny.make(**CONFIG), tmp_path, 6)
-    result = train(tmp_path)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == (workdir / "metrics.jsonl").read_bytes()
-    assert jax.tree.structure(result.params) == jax.tree.structure(expected.params)
-    for a, b in zip(jax.tree.leaves(result.params), jax.tree.leaves(expected.params), strict=True):
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    buffers = buffers_of(result.params)
-    assert buffers["updates"] == [12.0] and np.abs(buffers["average"]).max() > 1e-3
-
-
-@pytest.mark.slow
 def test_loaded_run_generates_with_its_buffers(undisturbed):
     workdir, result = undisturbed
     run = load(workdir, step=12)
@@ -78,35 +58,3 @@ def test_runs_start_from_a_run_with_its_buffers(undisturbed, tmp_path):
     result = train(tmp_path, train__init_from=str(undisturbed[0]))  # as many steps, so that the programs are the same
     start, end = buffers_of(source.params), buffers_of(result.params)
     np.testing.assert_array_equal(end["updates"], start["updates"] + 12)
-
-
-@pytest.mark.slow  # test_checkpoint.py restores states of other shapes
-def test_buffers_of_another_shape_raise(undisturbed):
-    workdir, result = undisturbed
-    trainer = tiny.shared_trainer(
-        result.model, tiny.make(**CONFIG).optimizer, tiny.make(**CONFIG).plan, steps=12
-    )  # `loop` makes it with other arguments
-    shapes = trainer.state_shapes
-
-    def longer(leaf):
-        return jax.ShapeDtypeStruct((*leaf.shape, 2), jnp.float32, sharding=leaf.sharding)
-
-    checkpoints = Checkpointer(workdir, read_only=True)
-    try:
-        for buffers, text in ((None, "nothing"), (jax.tree.map(longer, shapes.buffers), r"float32\[1, 2, 8, 2\]")):
-            with pytest.raises(InputError, match=rf"rest\['buffers'\].*was saved as float32.*, expected {text}"):
-                checkpoints.restore(dataclasses.replace(shapes, buffers=buffers))
-    finally:
-        checkpoints.close()
-
-
-@pytest.mark.slow
-def test_a_carry_of_another_batch_size_raises(undisturbed):
-    workdir, result = undisturbed
-    config = tiny.make(**CONFIG)
-    trainer = tiny.shared_trainer(result.model, config.optimizer, config.plan, steps=12, batch_size=4)
-    checkpoints = Checkpointer(workdir, read_only=True)
-    try:
-        raises(r"carry\['layers'\].*float32\[1, 8, 20, 16\].*its old", checkpoints.restore, trainer.state_shapes)
-    finally:
-        checkpoints.close()

@@ -41,8 +41,8 @@ MODEL = LMConfig(mixer=f"segment_memory({M}),compressive({M},4,2),full", **SIZES
 # Adam would divide differences of rounding in small gradients by the size of these gradients.
 # With larger steps, rounding errors of one step grow in the next to more than the tolerance on some processors.
 OPTIMIZER = OptimizerConfig("sgd", learning_rate=0.01, schedule="constant", warmup=0, skip_nonfinite=True)
-LAYOUTS = {"zero3 x tensor": (Plan("zero3", tensor=2), 4, {})}
-SLOW_LAYOUTS = {
+LAYOUTS = {
+    "zero3 x tensor": (Plan("zero3", tensor=2), 4, {}),
     "zero3 x tensor, accumulated": (Plan("zero3", tensor=2), 8, {"accumulate": 2}),
     "recomputed": (Plan(remat="full"), 1, {}),
 }
@@ -116,13 +116,6 @@ def test_losses_and_carry_of_other_mixers_do_not_depend_on_the_layout(case):
     one, several = run(mixer=mixer), run(plan, devices, mixer=mixer, **changes)
     assert_runs_equal(several, one)
     assert any(np.asarray(leaf).any() for leaf in jax.tree.leaves(one[1].carry))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", SLOW_LAYOUTS)
-def test_further_layouts(layout):
-    plan, devices, changes = SLOW_LAYOUTS[layout]
-    assert_runs_equal(run(plan, devices, **changes), run())
 
 
 @pytest.mark.slow
@@ -258,34 +251,16 @@ def language_model(**overrides):
 
 
 REFUSALS = {
-    "shuffled": (
-        lambda: language_model(data__order="shuffle"),
-        r"data.order='shuffle': model.mixer='segment_memory\(4\)' carries.*set data.order='stream'",
-    ),
+    "shuffled": (lambda: language_model(data__order="shuffle"), r"data.order='shuffle'"),
     "stride": (lambda: language_model(train__eval_stride=4), "train.eval_stride=4.*set train.eval_stride=0"),
     "learned positions": (lambda: language_model(model__position="learned"), "model.position='learned' ends"),
-    "masked": (
-        lambda: TASKS["masked_lm"].data_config(order="stream", packing="concat"),
-        "data.order='stream' is for language models",
-    ),
-    "encoder": (
-        lambda: EncoderConfig(**SIZES, mixer="segment_memory"),
-        "EncoderConfig does not keep: choose another mixer",
-    ),
-    "seq2seq": (
-        lambda: Seq2SeqConfig(**SIZES, mixer="segment_memory"),
-        "DecoderConfig does not keep: choose another mixer",
-    ),
+    "masked": (lambda: TASKS["masked_lm"].data_config(order="stream", packing="concat"), "data.order='stream' is for"),
+    "encoder": (lambda: EncoderConfig(**SIZES, mixer="segment_memory"), "EncoderConfig does not keep: choose another"),
+    "seq2seq": (lambda: Seq2SeqConfig(**SIZES, mixer="segment_memory"), "DecoderConfig does not keep: choose another"),
     "reversible": (lambda: dataclasses.replace(MODEL, residual="reversible"), "set model.residual='plain'"),
-    "pipeline": (
-        lambda: trainer_of(Plan("pipeline"), 3, "segment_memory(5)"),
-        "plan.pipeline=3: model.mixer=.*set plan.pipeline=1",
-    ),
+    "pipeline": (lambda: trainer_of(Plan("pipeline"), 3, "segment_memory(5)"), "plan.pipeline=3: model.mixer=.*set"),
     "sequence": (lambda: trainer_of(Plan("sequence"), 2), "plan.sequence=2: model.mixer=.*set plan.sequence=1"),
-    "no memory": (
-        lambda: LMConfig(**SIZES, mixer="segment_memory(0)"),
-        r"segment_memory\(0\): expected a memory of at least 1",
-    ),
+    "no memory": (lambda: LMConfig(**SIZES, mixer="segment_memory(0)"), r"segment_memory\(0\): expected a memory of"),
     "length": (
         lambda: language_model(model__mixer="compressive(8,4,3)", train__sample=0),
         r"data.seq_len=16: model.mixer='compressive\(8,4,3\)' compresses .* 3 at a time: set it to a multiple of 3",

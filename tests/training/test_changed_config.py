@@ -26,9 +26,8 @@ def begun(tmp_path_factory):
     return directory, config
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_only_changes_that_can_be_accepted_propose_it(begun):
+    for changes, message in (
         ({"data.label_field": "stars"}, "and a run that has begun keeps its classes: choose another workdir$"),
         ({"data.tokenizer": "words(9)"}, "and a run that has begun keeps its tokenizer: choose another workdir$"),
         ({"model.layers": 2}, "and its checkpoints do not fit this config .*: choose another workdir$"),
@@ -37,12 +36,10 @@ def begun(tmp_path_factory):
         ({"model.heads": 4}, rf".model.heads: 2 -> 4.: {ACCEPTED}$"),
         ({"optimizer.learning_rate": 0.5}, rf": {ACCEPTED}$"),
         ({"data.path": "b.csv", "train.steps": 9}, rf": {ACCEPTED}$"),
-    ],
-)
-def test_only_changes_that_can_be_accepted_propose_it(begun, changes, message):
-    directory, config = begun
-    with (
-        pytest.raises(InputError, match=f"was made by another config .*{message}"),
-        claimed(directory, with_changes(config, changes), accept_changes=False),
     ):
-        pass
+        directory, config = begun
+        with (
+            pytest.raises(InputError, match=f"was made by another config .*{message}"),
+            claimed(directory, with_changes(config, changes), accept_changes=False),
+        ):
+            pass

@@ -196,25 +196,20 @@ def test_absent_processes_raise():
             first.result(timeout=30)
 
 
-@pytest.mark.parametrize(
-    ("report", "refusal"),
-    [
+def test_strangers_and_stale_processes_are_refused_by_name(monkeypatch):
+    for report, refusal in (
         ("2:new 1 there:7", ""),
         ("2:new 2 here:9", ""),  # sent again
         ("2:new 2 there:8", "process 2 has joined twice, as here:9 and as there:8: start each index once"),
         ("1:old 1 there:7", "process 1, there:7, belongs to attempt 1:old, and this is attempt 2:new"),
-        ("- 1 there:7", "process 1, there:7, belongs to attempt -, and this is attempt 2:new"),
-        ("2:new 3 there:7", "process 3, there:7, of 3 processes, whose other indices are 1 to 2"),
         ("2:new 0 there:7", "process 0, there:7, of 3 processes, whose other indices are 1 to 2"),
         ("GET / HTTP/1.1", None),
         ("", None),
-    ],
-)
-def test_strangers_and_stale_processes_are_refused_by_name(monkeypatch, report, refusal):
-    monkeypatch.setenv(attempts.VARIABLE, "2:new")
-    present = {2: "here:9"}
-    assert distributed._admit(report.split(), 3, present) == refusal
-    assert present == {2: "here:9"} | ({1: "there:7"} if report == "2:new 1 there:7" else {})
+    ):
+        monkeypatch.setenv(attempts.VARIABLE, "2:new")
+        present = {2: "here:9"}
+        assert distributed._admit(report.split(), 3, present) == refusal
+        assert present == {2: "here:9"} | ({1: "there:7"} if report == "2:new 1 there:7" else {})
 
 
 def connected(port):
@@ -253,23 +248,17 @@ def test_port_in_use_raises():
 def test_invalid_arguments_raise():
     for arguments, message in (
         (("", 2), "--processes and --process come with --coordinator"),
-        (("", 0, 1), "--processes and --process come with --coordinator"),
         (("here", 2, 0), "--coordinator=here: expected HOST:PORT"),
-        (("here:x", 2, 0), "expected HOST:PORT"),
         (("here:²", 2, 0), "expected HOST:PORT"),
-        (("here:0", 2, 0), "PORT from 1 to 65535"),
         (("here:65536", 2, 0), "PORT from 1 to 65535"),
         (("here:80", 2, 2), "--process=2 of --processes=2: expected 0 to 1"),
         (("here:80", 0, 0), "--coordinator comes with --processes=N"),
-        (("here:80", 2, -1), "--coordinator comes with --processes=N"),
     ):
         raises(message, distributed.join, *arguments)
 
 
-@pytest.mark.parametrize(
-    ("environment", "processes"),
-    [
-        ({}, 0),
+def test_launchers_are_detected():
+    for environment, processes in (
         ({"SLURM_STEP_NUM_TASKS": "1"}, 1),
         ({"SLURM_NTASKS": "8"}, 0),  # a batch script by itself is one process
         ({"SLURM_STEP_NUM_TASKS": "8"}, 8),
@@ -281,10 +270,8 @@ def test_invalid_arguments_raise():
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, 1),
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, 2),
         ({"TPU_WORKER_HOSTNAMES": "a,b", "MEGASCALE_NUM_SLICES": "2"}, 4),
-    ],
-)
-def test_launchers_are_detected(environment, processes):
-    assert distributed.launched(environment) == processes
+    ):
+        assert distributed.launched(environment) == processes
 
 
 def test_launcher_unknown_to_jax_raises(monkeypatch):
@@ -363,9 +350,7 @@ def metadata(answers):
             "",
             6,
         ),
-        ({}, ["/dev/accel0"], True, "", 0),
         ({"worker-network-endpoints": "a,b"}, [], True, "", 0),
-        ({"worker-network-endpoints": "a,b"}, ["/dev/accel0"], False, "", 0),
         ({"worker-network-endpoints": "a,b"}, ["/dev/accel0"], True, "cpu", 0),
     ],
 )
@@ -384,26 +369,19 @@ def test_absent_metadata_server_gives_no_hosts(monkeypatch):
     assert distributed.launched({"GCE_METADATA_IP": f"127.0.0.1:{free_port()}"}) == 0
 
 
-@pytest.mark.parametrize(
-    ("environment", "all_of_them"),
-    [
+def test_environment_decides_on_gpus():
+    for environment, all_of_them in (
         ({}, False),  # no launcher: JAX takes all by itself
         ({"SLURM_STEP_TASKS_PER_NODE": "1(x16)"}, True),
-        ({"SLURM_STEP_TASKS_PER_NODE": "1"}, True),
         ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}, False),
-        ({"SLURM_STEP_TASKS_PER_NODE": "10"}, False),
         ({"SLURM_STEP_TASKS_PER_NODE": "1(x2),3", "SLURM_NODEID": "1"}, True),
         ({"SLURM_STEP_TASKS_PER_NODE": "1(x2),3", "SLURM_NODEID": "2"}, False),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2,1", "SLURM_NODEID": "1"}, True),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4", "CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c"}, True),
         ({"SLURM_STEP_TASKS_PER_NODE": "4", "CUDA_VISIBLE_DEVICES": "0"}, True),  # --gpus-per-task=1 shows each its own
         ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, False),  # mpirun, started by SLURM
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, True),
         ({"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "JAX_LOCAL_DEVICE_IDS": "2,3"}, False),
-    ],
-)
-def test_environment_decides_on_gpus(environment, all_of_them):
-    assert distributed.takes_all_gpus(environment) == all_of_them
+    ):
+        assert distributed.takes_all_gpus(environment) == all_of_them
 
 
 @pytest.mark.parametrize(("tasks", "visible"), [("1(x2)", "all"), ("8(x2)", "3")])

@@ -5,7 +5,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from hpnlp.training import evaluation
 from hpnlp.training.config import Config
@@ -36,9 +35,8 @@ def test_sums_of_earlier_batches_do_not_stay_on_the_devices(monkeypatch):
     assert max(counts) <= 2
 
 
-@pytest.mark.parametrize(
-    ("order", "best", "scores", "least", "expected"),
-    [
+def test_scores_improve_in_the_direction_of_the_metric():
+    for order, best, scores, least, expected in (
         (ACCURACY, (0.5, 1.0), (0.6, 2.0), 0.0, 1),
         (ACCURACY, (0.5, 1.0), (0.4, 0.1), 0.0, -1),
         (ACCURACY, (0.5, 1.0), (0.6, math.inf), 0.0, -1),
@@ -52,11 +50,9 @@ def test_sums_of_earlier_batches_do_not_stay_on_the_devices(monkeypatch):
         (ScoreOrder(), (0.5,), (0.5,), 0.0, 0),
         (ScoreOrder(), (0.5,), (0.6,), 0.0, -1),
         (ScoreOrder(), None, (0.6,), 0.0, 1),
-    ],
-)
-def test_scores_improve_in_the_direction_of_the_metric(order, best, scores, least, expected):
-    new, old = (
-        values and order.stored(dict(zip(("accuracy", "loss")[-len(values) :], values, strict=True)))
-        for values in (scores, best)
-    )
-    assert order.compare(new, old, least) == expected
+    ):
+        new, old = (
+            values and order.stored(dict(zip(("accuracy", "loss")[-len(values) :], values, strict=True)))
+            for values in (scores, best)
+        )
+        assert order.compare(new, old, least) == expected

@@ -37,17 +37,14 @@ def start(tmp_path, monkeypatch):
 FOLD = {"path": "a.jsonl", "folds": 3, "fold": 1}
 
 
-@pytest.mark.parametrize(
-    ("run", "teacher", "message"),
-    [
+def test_teachers_that_were_trained_on_held_out_examples_raise(start):
+    for run, teacher, message in (
         ({**FOLD, "fold": 2}, FOLD, "part 1 of 3 of data.path=.* and this run part 2 of 3, so that"),
         (FOLD, {"path": "a.jsonl"}, "holds out a fraction of"),
         ({**FOLD, "path": "a.jsonl,b.jsonl"}, FOLD, "part 1 of 3 of data.path='.*b.jsonl', so that"),
         ({**FOLD, "group_field": "text"}, FOLD, "part 1 of 3 by data.group_field='text', so that"),
-    ],
-)
-def test_teachers_that_were_trained_on_held_out_examples_raise(start, run, teacher, message):
-    raises(message, start, dict(run), dict(teacher))
+    ):
+        raises(message, start, dict(run), dict(teacher))
 
 
 def test_teachers_of_the_same_part_and_of_other_data_are_accepted(start):

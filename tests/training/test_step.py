@@ -151,7 +151,6 @@ def test_layouts_match_one_device(layout):
 # Pipelines of two rounds and two stages, over four layers.
 CIRCULAR = {
     "3d": Plan("3d"),
-    "pipeline 2 x zero3 2 x tensor 2": Plan("zero3", pipeline=2, tensor=2),
     "pipeline 2 x sequence 4": Plan("sequence", pipeline=2),
     "data 2 x pipeline 2 x sequence 2, by heads": Plan("data", pipeline=2, sequence=2, exchange="heads"),
 }
@@ -251,15 +250,12 @@ def test_layouts_match_one_device_with_reversible_layers(layout):
         assert parallel.heldout(batch_of(2)) == pytest.approx(single.heldout(batch_of(2)), rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["fsdp 4 x tensor 2", "3d"])
-def test_averaged_parameters_are_evaluated(layout):
+def test_averaged_parameters_are_evaluated():
     """Averages are sharded like statistics, and resharded like parameters for evaluation."""
-    single, parallel = Run(trainer_of()), Run(trainer_of(*LAYOUTS[layout]))
-    for run in (single, parallel):
+    scores = []
+    for run in (Run(trainer_of()), Run(trainer_of(*LAYOUTS["fsdp 4 x tensor 2"]))):
         run.step(batch_of(0))
-    scores = [
-        run.trainer.evaluate(run.state.best_params, put(run, batch_of(1)))["loss"][0] for run in (single, parallel)
-    ]
+        scores.append(run.trainer.evaluate(run.state.best_params, put(run, batch_of(1)))["loss"][0])
     assert float(scores[1]) == pytest.approx(float(scores[0]), rel=1e-5)
 
 
@@ -278,15 +274,6 @@ def test_unsupported_layouts_raise():
     ):
         with pytest.raises(InputError, match=re.escape(message)):
             trainer_of(plan, 8, dataclasses.replace(MODEL, **fields))
-
-
-@pytest.mark.slow
-def test_stages_hold_full_periods_of_mixers():
-    model = dataclasses.replace(MODEL, layers=8, mixer="window(3,0),full")
-    single, parallel = (Run(trainer_of(*layout, model), model) for layout in (ONE, (Plan(pipeline=4), 8)))
-    assert parallel.step(batch_of(0)) == pytest.approx(single.step(batch_of(0)), rel=1e-5)
-    assert_leaves_close(parallel.gradients(), single.gradients(), 1e-5)
-    assert parallel.trainer.flops(B, T) == single.trainer.flops(B, T)
 
 
 @pytest.mark.slow
@@ -497,11 +484,3 @@ def test_flops_of_long_sequences_count_visible_blocks():
     # Two products forward, five backward, of 2 operations a pair and feature; blocks of 512 in 3072 add a sixth.
     attention = 7 * 2 * pairs / 2
     assert attention <= trainer.flops(1, length) - 6 * products * length <= 1.2 * attention
-
-
-def test_flops_match_the_formula():
-    trainer = trainer_of()
-    # Products with parameters, forward and backward: 6 operations per weight and token; attention adds 3 times 2 products.
-    products = MODEL.non_embedding_parameters() + MODEL.vocab * MODEL.dim
-    least = 6 * products * B * T
-    assert least <= trainer.flops(B, T) <= 1.2 * least

@@ -68,11 +68,9 @@ def test_experts_that_cannot_start_from_the_mlps_raise():
         ({"mlp": "top_k(4,2)", "mlp_dim": 32}, "experts of 32 columns, and layer 0 .* of 24: set model.mlp_dim=24"),
         ({"mlp": "top_k(4,2,kind='relu')"}, "experts of kind='relu', and layer 0 .* MLP of kind 'swiglu'"),
         ({"mlp": "top_k(4,2,gates='softmax')"}, "do not sum to 1, so that the output of the MLP is scaled: use gates"),
-        ({"mlp": "switch(4,kind='swiglu')"}, "do not sum to 1, so that the output of the MLP is scaled"),
         ({"mlp": "bias_balanced(4,2,scale=2.5)"}, "the output of the MLP is scaled"),
         ({"mlp": "top_k(4,2,shared=1)"}, "shared experts are added to the output of the MLP"),
         ({"mlp": "top_k(4,2)", "heads": 4}, "model.heads is 4, in the source 2"),
-        ({"mlp": "top_k(4,2)", "layers": 2}, "has another model"),
         ({"mlp": "top_k(4,2)", "form": "block,block(qk_norm=True)"}, "has another model"),
     ):
         with pytest.raises(InputError, match=message):

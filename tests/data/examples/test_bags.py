@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import pytest
 
 from hpnlp.data.examples import BagsConfig, prepare_examples
 from hpnlp.data.examples.generated import titles
@@ -53,32 +52,26 @@ def test_texts_of_long_bags_are_cut_alike(tmp_path):
     assert "2 examples cut, at data.seq_len=4" in examples.summary
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
+def test_records_that_are_no_bags_raise(tmp_path):
+    for row, message in (
         ({"texts": []}, "field 'texts' is empty"),
         ({"texts": ["a"]}, "line 1: field 'texts' has one text, expected at least 2, of which each is compared"),
         ({"texts": list("abcd")}, "field 'texts' has 4 texts, and data.max_texts=3: raise it, or divide it"),
         ({"texts": ["a", " "]}, "has no tokens in text 2 of its bag"),
         ({"texts": ["a", 3]}, "field 'texts' has an item 2 that is a int, expected a string"),
         ({"label": "thre"}, "the label 'thre' is held out, and no training example has it"),
-    ],
-)
-def test_records_that_are_no_bags_raise(tmp_path, row, message):
-    row = {"texts": ["a", "b"], "label": "one"} | row
-    sides = {"rows": ROWS, "heldout": [row]} if "label" in message else {"rows": [row, *ROWS]}
-    raises(message, lambda: prepare_examples(config(tmp_path, **sides)))
+    ):
+        row = {"texts": ["a", "b"], "label": "one"} | row
+        sides = {"rows": ROWS, "heldout": [row]} if "label" in message else {"rows": [row, *ROWS]}
+        raises(message, prepare_examples, config(tmp_path, **sides))
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_invalid_configs_raise(tmp_path):
+    for fields, message in (
         ({"max_texts": 1}, "data.max_texts=1: expected at least 2, of which one is left out"),
         ({"seq_len": 2}, "data.seq_len=2 leaves no room for a token of each of data.max_texts=3 texts: raise it"),
-    ],
-)
-def test_invalid_configs_raise(tmp_path, fields, message):
-    raises(message, lambda: prepare_examples(config(tmp_path, **fields)))
+    ):
+        raises(message, lambda fields=fields: prepare_examples(config(tmp_path, **fields)))
 
 
 def test_bags_of_one_label_raise(tmp_path):

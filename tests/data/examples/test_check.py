@@ -7,7 +7,6 @@ import pytest
 from hpnlp.data.check import check_text
 from hpnlp.data.examples import prepare_examples
 from hpnlp.data.examples.checks.check import check_examples
-from hpnlp.data.reading import sources
 from hpnlp.data.stream import DataConfig
 from hpnlp.types import InputError
 from tests.data.examples.records import config, tagging, write
@@ -80,26 +79,12 @@ def test_faults_of_the_header_come_first(tmp_path):
     assert "a.csv, line 1: no field 'text'" in header and "holds no examples" in examples
 
 
-def test_long_lists_of_places_are_cut(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"text": "t", "label": "x"}] * 9 + [{"text": "", "label": "x"}] * 15)
-    found = check_examples(config("classification", path))
-    assert found.faults[0].startswith("15 records: field 'text' is empty: ") and found.faults[0].endswith(
-        "; and 12 more"
-    )
-    assert found.faults[1].startswith("the training examples have only the class 'x'") and sources.NAMED == 3
-
-
 @pytest.mark.parametrize(
     ("rows", "options", "fault"),
     [
         ([], {}, "holds no examples"),
         ([{"text": "t", "label": "x"}], {}, "holds only one example"),
         ([{"text": "", "label": "x"}] * 3, {}, "3 records: field 'text' is empty"),
-        (
-            [{"text": "t", "label": "x"}] * 9,
-            {"heldout_path": "none.csv"},
-            "data.heldout_path='none.csv' does not exist",
-        ),
         ([{"text": "t", "label": "xy"[i % 2]} for i in range(20)], {"seq_len": 2}, "data.seq_len=2 leaves no room"),
         ([{"text": "t", "label": "xy"[i % 2]} for i in range(20)], {"tokenizer": "none.json"}, "none.json"),
     ],

@@ -107,13 +107,10 @@ def test_states_of_other_data_raise(tmp_path):
     raises("damaged.*another checkpoint", batches.set_state, {})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_invalid_heldout_arguments_raise(examples):
+    for arguments, message in (
         ({"process_count": 3}, "batch_size=4 is not a multiple of the 3 processes"),
         ({"limit": 0}, "limit=0"),
         ({"name": "challenge"}, "there are no examples 'challenge': expected 'heldout'"),
-    ],
-)
-def test_invalid_heldout_arguments_raise(examples, arguments, message):
-    raises(message, examples.heldout, batch_size=4, **arguments)
+    ):
+        raises(message, examples.heldout, batch_size=4, **arguments)

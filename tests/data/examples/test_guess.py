@@ -60,17 +60,14 @@ def test_names_that_the_user_gives_stay(tmp_path, given, expected):
     assert guessed_fields(ClassificationConfig(path=str(tmp_path / "a.csv"), **given)) == expected
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
+def test_names_of_no_column_raise(tmp_path):
+    for given, message in (
         ({"label_field": "sentimnt"}, "no field 'sentimnt' .did you mean 'sentiment'..*: pass data.label_field=NAME"),
         ({"text_field": "absent"}, "no field 'absent', the fields are 'review', .*: pass data.text_field=NAME"),
-    ],
-)
-def test_names_of_no_column_raise(tmp_path, given, message):
-    (tmp_path / "a.csv").write_text("review,sentiment\na,b\n", "utf-8")
-    with pytest.raises(InputError, match=f"data.path='.*a.csv': {message}"):
-        guessed_fields(ClassificationConfig(path=str(tmp_path / "a.csv"), **given))
+    ):
+        (tmp_path / "a.csv").write_text("review,sentiment\na,b\n", "utf-8")
+        with pytest.raises(InputError, match=f"data.path='.*a.csv': {message}"):
+            guessed_fields(ClassificationConfig(path=str(tmp_path / "a.csv"), **given))
 
 
 def test_tables_without_a_line_of_names_raise(tmp_path):

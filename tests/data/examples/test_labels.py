@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from hpnlp.data.examples import load_labels, save_labels
 from tests.messages import raises
 
@@ -15,18 +13,13 @@ def test_saved_labels_are_read_back(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["labels.json"]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_damaged_files_raise(tmp_path):
+    for content, message in (
         (None, "cannot read the classes .*: No such file"),
         ("{", "is no labels.json: it is not JSON"),
-        ("[]", "`labels` is not a list of different strings: save it again"),
         (json.dumps({"version": 1, "labels": ["a", "a"]}), "not a list of different strings"),
-        (json.dumps({"version": 1, "labels": ["a", 1]}), "not a list of different strings"),
         (json.dumps({"version": 2, "labels": ["a"]}), "has format version 2, expected 1: update hpnlp"),
-    ],
-)
-def test_damaged_files_raise(tmp_path, content, message):
-    if content is not None:
-        (tmp_path / "labels.json").write_text(content)
-    raises(message, load_labels, str(tmp_path))
+    ):
+        if content is not None:
+            (tmp_path / "labels.json").write_text(content)
+        raises(message, load_labels, str(tmp_path))

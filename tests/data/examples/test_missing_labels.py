@@ -151,11 +151,6 @@ ERRORS = {
         "a.jsonl, line 2: field 'label' is empty: .*or pass data.skip_bad_lines=True .*; or let a teacher label it: pass "
         "data.unlabelled=True and distill.teacher=RUN",
     ),
-    "no field, labelled run": (
-        dict(keeps=every_third, value=...),
-        {},
-        "a.jsonl, line 2: no field 'label', .*; or let a teacher label it: pass data.unlabelled=True",
-    ),
     "nothing to score": (
         dict(keeps=lambda i: False),
         {"unlabelled": True, "labels": LABELS},
@@ -176,11 +171,6 @@ ERRORS = {
         {"unlabelled": True, "labels": ["blue", "green"]},
         "has label 'class 0', of which there is no class: .*; the classes are those of the teacher, blue, green: name one that "
         "was trained on such labels",
-    ),
-    "another type": (
-        dict(keeps=every_third, value=1.5),
-        {"unlabelled": True, "labels": LABELS},
-        "field 'label' is the number 1.5, expected a string",
     ),
 }
 

@@ -90,39 +90,32 @@ def test_documents_of_scored_records_are_numbered_as_those_of_a_run(open_records
     raises("1 of 1 documents of held-out records .* the 1 that the run searches", numbers)
 
 
-@pytest.mark.parametrize(
-    ("text", "answer", "before"),
-    [
+def test_answers_are_hidden_at_borders_of_words():
+    for text, answer, before in (
         ("the Iranian president of Iran", "Iran", "the Iranian president of "),
         ("Iranians and Iranian", "Iran", ""),  # no match at borders of words
         ("café cafés cafeteria caf.", "caf", "café cafés cafeteria "),
         ("US$5 or $5", "$5", "US"),
         ("a+b c+ c", "c+", "a+b "),
-    ],
-)
-def test_answers_are_hidden_at_borders_of_words(text, answer, before):
-    values = {"text_field": text, "answer_field": answer, "document_field": "a document"}
-    kind = HiddenSpansConfig().kind()
-    assert kind.pieces(values) == [before, answer, text[len(before) + len(answer) :], "a document"]
-    assert kind.texts(values)[1] == before + answer
+    ):
+        values = {"text_field": text, "answer_field": answer, "document_field": "a document"}
+        kind = HiddenSpansConfig().kind()
+        assert kind.pieces(values) == [before, answer, text[len(before) + len(answer) :], "a document"]
+        assert kind.texts(values)[1] == before + answer
 
 
-@pytest.mark.parametrize(
-    ("record", "fields", "message"),
-    [
+def test_invalid_data_raise(open_records):
+    for record, fields, message in (
         ({"answer": "Berlin"}, {}, "field 'answer' is 'Berlin', which is no part of field 'text'"),
         ({"document": ""}, {}, "field 'document' is empty"),
-        ({"document": "   "}, {}, "field 'document' has no tokens"),
         ({"answer": "Rome lies in"}, {}, "field 'answer' has 3 tokens, more than data.answer_len=2: raise it"),
         ({}, {"seq_len": 4}, "data.seq_len=4: the longest text has .* tokens: raise it"),
         ({}, {"document_len": 3}, "data.document_len=3: the longest document has .* tokens: raise it"),
         ({}, {"document_role": "other"}, "data.document_role='other': expected 'gold' or 'source'"),
         ({}, {"answer_len": 0}, "data.answer_len=0: expected at least 1"),
         ({}, {"buckets": 2}, "data.buckets=2: .*set it to 1"),
-    ],
-)
-def test_invalid_data_raise(open_records, record, fields, message):
-    raises(message, open_records, [RECORDS[0], RECORDS[1] | record], **fields)
+    ):
+        raises(message, open_records, [RECORDS[0], RECORDS[1] | record], **fields)
 
 
 @pytest.mark.parametrize(("role", "enough"), [("gold", 3), ("source", 2)])

@@ -80,13 +80,10 @@ def test_missing_scikit_learn_raises(tmp_path, monkeypatch):
     raises(r"data.positives='topics\(3\)' needs", lambda: prepare_examples(config(tmp_path), opened_as=BagExamples))
 
 
-@pytest.mark.parametrize(
-    ("positives", "message"),
-    [
+def test_invalid_positives_raise(tmp_path):
+    for positives, message in (
         ("topic(3)", "data.positives .*'topic'.*did you mean 'topics'"),
         ("topics(1)", "data.positives: count=1: expected at least 2 topics, since one has no negatives"),
         ("topics(3,seed=-1)", "data.positives: seed=-1: expected at least 0"),
-    ],
-)
-def test_invalid_positives_raise(tmp_path, positives, message):
-    raises(message, config, tmp_path, positives)
+    ):
+        raises(message, config, tmp_path, positives)

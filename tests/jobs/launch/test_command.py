@@ -70,16 +70,13 @@ def test_processes_on_gpus_are_listed():
     assert devices.gpu_processes(smi) == {12, 34} and devices.gpu_processes(absent) == set()
 
 
-@pytest.mark.parametrize(
-    ("variables", "count"),
-    [
+def test_simulated_devices_are_counted():
+    for variables, count in (
         ({}, 0),
         ({"XLA_FLAGS": "--a --xla_force_host_platform_device_count=4 --b"}, 4),
         ({"JAX_NUM_CPU_DEVICES": "3"}, 3),
-    ],
-)
-def test_simulated_devices_are_counted(variables, count):
-    assert devices.simulated(variables) == count
+    ):
+        assert devices.simulated(variables) == count
 
 
 @pytest.mark.parametrize(("engine", "file"), [("slurm", "slurm.sh"), ("jobset", "jobset.yaml"), ("xpk", "xpk.sh")])

@@ -97,21 +97,18 @@ def test_malformed_lines_are_ignored():
     assert (watch.phase, watch.step, watch.time) == ("start", 0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("lines", "expected"),
-    [
+def test_culprit_holds_up_the_others():
+    for lines, expected in (
         (["step 7", "step 6"], 1),  # the lowest step
         (["step 7", "data 7"], 1),  # the other computes, and waits for this one
         (["checkpoint 7", "step 7"], 0),
         (["step 7", "step 7"], 0),  # silent for longest
-    ],
-)
-def test_culprit_holds_up_the_others(lines, expected):
-    pace = Pace(1.0, 1.0)
-    watches = [Watch(pace, 0.0) for _ in lines]
-    for time, (watch, line) in enumerate(zip(watches, lines, strict=True)):
-        watch.line(line, float(time))
-    assert liveness.culprit(watches) == expected
+    ):
+        pace = Pace(1.0, 1.0)
+        watches = [Watch(pace, 0.0) for _ in lines]
+        for time, (watch, line) in enumerate(zip(watches, lines, strict=True)):
+            watch.line(line, float(time))
+        assert liveness.culprit(watches) == expected
 
 
 @pytest.mark.parametrize(("data", "expected"), [(0.3, 2), (0.11, None), (0.1, None)])

@@ -1,7 +1,5 @@
 """Actions after an attempt: by exit code, by progress, and by repetition at a step."""
 
-import pytest
-
 from hpnlp.jobs.launch.policy import ABORTED, KILLED, Action, AttemptOutcome, Policy, cause
 
 
@@ -13,9 +11,8 @@ def decide(*outcomes, max_restarts=2, counts=(4,), checkpoint=None):
     return decisions[-1]
 
 
-@pytest.mark.parametrize(
-    ("outcome", "action", "code"),
-    [
+def test_exit_codes_decide():
+    for outcome, action, code in (
         (AttemptOutcome(0), Action.DONE, 0),
         (AttemptOutcome(2), Action.STOP, 2),
         (AttemptOutcome(130, stopped="SIGTERM"), Action.STOP, 130),
@@ -24,11 +21,9 @@ def decide(*outcomes, max_restarts=2, counts=(4,), checkpoint=None):
             (AttemptOutcome(code, phase="step", step=7), Action.RESTART, code)
             for code in (1, 75, 130, 134, 137, 139, 143)
         ),
-    ],
-)
-def test_exit_codes_decide(outcome, action, code):
-    decision = decide(outcome)
-    assert (decision.action, decision.code) == (action, code)
+    ):
+        decision = decide(outcome)
+        assert (decision.action, decision.code) == (action, code)
 
 
 def test_attempts_without_a_newer_checkpoint_use_up_the_budget():
@@ -57,9 +52,8 @@ def test_delays_double_up_to_a_minute():
     assert Policy(2, [1], None).decide(killed, 1.0).delay == 0.5  # jitter
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "stops"),
-    [
+def test_step_that_fails_twice_in_the_same_way_is_given_up():
+    for first, second, stops in (
         (AttemptOutcome(1, step=1234, checkpoint=1230), AttemptOutcome(1, step=1234, checkpoint=1230), True),
         (AttemptOutcome(139, step=1234), AttemptOutcome(139, step=1236), True),  # the host runs ahead of the devices
         (AttemptOutcome(1, step=1234), AttemptOutcome(1, step=1237), False),
@@ -69,12 +63,10 @@ def test_delays_double_up_to_a_minute():
         (AttemptOutcome(1, step=7, checkpoint=6), AttemptOutcome(1, step=9, checkpoint=8), False),  # step 7 was passed
         (AttemptOutcome(KILLED, step=7), AttemptOutcome(KILLED, step=7), False),  # from outside
         (AttemptOutcome(75, step=7), AttemptOutcome(75, step=7), False),
-    ],
-)
-def test_step_that_fails_twice_in_the_same_way_is_given_up(first, second, stops):
-    decision = decide(first, second)
-    assert (decision.action is Action.STOP) == stops
-    assert (decision.reason == f"step {second.step} fails every time") == stops
+    ):
+        decision = decide(first, second)
+        assert (decision.action is Action.STOP) == stops
+        assert (decision.reason == f"step {second.step} fails every time") == stops
 
 
 def test_preemptions_are_not_counted():
@@ -99,16 +91,13 @@ def test_fewer_processes_follow_two_failures():
     assert decide(*[killed] * 2, AttemptOutcome(0), counts=(4, 2)).action is Action.DONE
 
 
-@pytest.mark.parametrize(
-    ("ends", "expected"),
-    [
+def test_cause_of_several_ends():
+    for ends, expected in (
         ([(0, 75), (1, 137)], (1, 137)),
         ([(0, 134), (1, 75), (2, 1)], (2, 1)),
         ([(0, 1), (1, 2)], (1, 2)),
         ([(1, 139), (0, 1)], (1, 139)),
         ([(1, 75), (0, 75)], (1, 75)),
         ([(0, 75), (1, 130)], (1, 130)),
-    ],
-)
-def test_cause_of_several_ends(ends, expected):
-    assert cause(ends) == expected
+    ):
+        assert cause(ends) == expected

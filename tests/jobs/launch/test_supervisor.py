@@ -1,7 +1,6 @@
 """The supervisor over shell scripts that stand for training processes: restarts, limits, logs, events, and no orphans."""
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -307,18 +306,6 @@ def test_second_supervisor_and_stale_process_are_refused_by_name(tmp_path):
             pass
     with supervisor.locked(tmp_path):
         pass
-
-
-def test_full_disk_is_named_with_the_file(tmp_path, monkeypatch):
-    def full(descriptor, data):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left.*launch.lock'"):
-        patched.setattr(os, "write", full)
-        with supervisor.locked(tmp_path):
-            pass
-    with supervisor.locked(tmp_path):
-        assert attempts.process_name() in (tmp_path / "launch.lock").read_text()
 
 
 def test_attempts_are_numbered_on(supervise, tmp_path):
