@@ -6,7 +6,7 @@ import matplotlib
 import numpy as np
 import pytest
 
-from hpnlp.report import plots
+from hpnlp.report import comparison_plots, word_plots
 
 matplotlib.use("Agg")
 
@@ -23,9 +23,9 @@ def test_texts_of_words_do_not_overlap(tmp_path, monkeypatch):
         boxes.update({text.get_text(): text.get_window_extent() for text in kept})
         figures.append(figure)
 
-    place_texts = plots.place_texts
-    monkeypatch.setattr(plots, "place_texts", place)
-    plots.plot_words(points, words, groups, tmp_path / "words.png")
+    place_texts = word_plots.place_texts
+    monkeypatch.setattr(word_plots, "place_texts", place)
+    word_plots.plot_words(points, words, groups, tmp_path / "words.png")
     assert (tmp_path / "words.png").stat().st_size > 1000
     assert set(words[:10]) <= boxes.keys() and 20 < len(boxes) < 80 and "word79" not in boxes
     grey = words[10:]
@@ -37,7 +37,7 @@ def test_texts_of_words_do_not_overlap(tmp_path, monkeypatch):
 
 
 def test_words_without_groups_are_drawn(tmp_path):
-    plots.plot_words(np.zeros((3, 2)), ["a", "a_b", "$c$"], [""] * 3, tmp_path / "words.png")
+    word_plots.plot_words(np.zeros((3, 2)), ["a", "a_b", "$c$"], [""] * 3, tmp_path / "words.png")
     assert (tmp_path / "words.png").stat().st_size > 1000
 
 
@@ -45,5 +45,5 @@ def test_words_without_groups_are_drawn(tmp_path):
 def test_lengths_without_full_attention_are_drawn(tmp_path, mixers):
     rows = [{"mixer": mixer, "length": 64, "steps_per_second": 2.0, "peak_memory_bytes": 10} for mixer in mixers]
     rows.append({"mixer": "linear", "length": 128, "steps_per_second": 1.0, "peak_memory_bytes": 20})
-    plots.plot_efficiency(rows, tmp_path / "x.png")
+    comparison_plots.plot_efficiency(rows, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000

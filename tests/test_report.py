@@ -17,7 +17,7 @@ from hpnlp.data import DataConfig
 from hpnlp.data.examples import ClassificationConfig, PairsConfig
 from hpnlp.models.pairs.dual_encoder import DualEncoderConfig
 from hpnlp.nn.mixers import MIXERS
-from hpnlp.report import next_commands, plots, single
+from hpnlp.report import comparison_plots, next_commands, plots, single
 from hpnlp.tasks.classification import ClassifierConfig
 from hpnlp.tasks.reports import lm_report
 from hpnlp.training.config import Config, flat
@@ -391,7 +391,9 @@ def test_runs_with_other_folds_are_not_compared(tmp_path):
 
 def test_compare_lists_models_without_a_training_of_their_own(tmp_path, monkeypatch):
     drawn = {}
-    monkeypatch.setattr(plots, "plot_tradeoff", lambda scores, costs, *args: drawn.update(scores=scores, costs=costs))
+    monkeypatch.setattr(
+        comparison_plots, "plot_tradeoff", lambda scores, costs, *args: drawn.update(scores=scores, costs=costs)
+    )
     (run,) = runs(tmp_path, run={})
     (run / "checkpoints" / "8" / "params").mkdir(parents=True)
     (run / "checkpoints" / "8" / "params" / "data").write_bytes(bytes(3_000_000))
@@ -654,7 +656,7 @@ def test_any_name_can_be_drawn(tmp_path):
 
 @pytest.mark.parametrize("highest", [3.4001, 3.5, 4.5, 9.0, 40.0, 900.0, 1e6, 2e43])
 def test_ticks_of_perplexity_do_not_overlap(highest):
-    figure, axes = plots._pyplot().subplots(figsize=(5, 4.2), layout="constrained")
+    figure, axes = plots.pyplot().subplots(figsize=(5, 4.2), layout="constrained")
     scores = list(np.geomspace(3.4, highest, 5))
     axes.plot(scores, scores, "o")
     plots.logarithmic(axes, scores)
@@ -668,4 +670,4 @@ def test_ticks_of_perplexity_do_not_overlap(highest):
     spans = sorted((box.y0, box.y1) for box in boxes)
     assert 2 <= len(spans) <= 13 and not any(axes.get_yminorticklabels())
     assert all(above[0] > below[1] for below, above in zip(spans, spans[1:], strict=False))
-    plots._pyplot().close(figure)
+    plots.pyplot().close(figure)
