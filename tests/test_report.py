@@ -15,11 +15,11 @@ from hpnlp import report
 from hpnlp.cli import experiment
 from hpnlp.data import DataConfig
 from hpnlp.data.examples import ClassificationConfig, PairsConfig
+from hpnlp.models import decode
 from hpnlp.models.pairs.dual_encoder import DualEncoderConfig
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.report import comparison_plots, next_commands, plots, single
 from hpnlp.tasks.classification import ClassifierConfig
-from hpnlp.tasks.reports import lm_report
 from hpnlp.training.config import Config, flat
 from hpnlp.training.config_file import write_config
 from hpnlp.training.files.example_scores import ExampleScores
@@ -253,7 +253,7 @@ def test_damaged_metrics_are_reported_and_left_out(tmp_path):
 
 
 def test_unwritable_report_raises(tmp_path, monkeypatch):
-    monkeypatch.setattr(lm_report.decode, "sample_text", lambda *args: "")
+    monkeypatch.setattr(decode, "sample_text", lambda *args: "")
     (tmp_path / "report.md").mkdir()
     raises(r"cannot write the report to .*report.md \(.*\): move", lambda: report.write(tmp_path, Config(), result()))
     assert not (tmp_path / "report.json").exists()  # its existence would mark the run as finished
