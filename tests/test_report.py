@@ -15,8 +15,7 @@ from hpnlp import report
 from hpnlp.cli import experiment
 from hpnlp.data import DataConfig
 from hpnlp.nn.mixers import MIXERS
-from hpnlp.report import next_commands, plots, single
-from hpnlp.tasks.reports import lm_report
+from hpnlp.report import comparison_plots, next_commands, plots, single
 from hpnlp.training.config import Config, flat
 from hpnlp.training.config_file import write_config
 from hpnlp.training.files.example_scores import ExampleScores
@@ -193,7 +192,7 @@ def test_damaged_metrics_are_reported_and_left_out(tmp_path):
 
 
 def test_unwritable_report_raises(tmp_path, monkeypatch):
-    monkeypatch.setattr(lm_report.decode, "sample_text", lambda *args: "")
+    monkeypatch.setattr(decode, "sample_text", lambda *args: "")
     (tmp_path / "report.md").mkdir()
     raises(r"cannot write the report to .*report.md \(.*\): move", lambda: report.write(tmp_path, Config(), result()))
     assert not (tmp_path / "report.json").exists()  # its existence would mark the run as finished
@@ -331,7 +330,9 @@ def test_runs_with_other_folds_are_not_compared(tmp_path):
 
 def test_compare_lists_models_without_a_training_of_their_own(tmp_path, monkeypatch):
     drawn = {}
-    monkeypatch.setattr(plots, "plot_tradeoff", lambda scores, costs, *args: drawn.update(scores=scores, costs=costs))
+    monkeypatch.setattr(
+        comparison_plots, "plot_tradeoff", lambda scores, costs, *args: drawn.update(scores=scores, costs=costs)
+    )
     (run,) = runs(tmp_path, run={})
     (run / "checkpoints" / "8" / "params").mkdir(parents=True)
     (run / "checkpoints" / "8" / "params" / "data").write_bytes(bytes(3_000_000))

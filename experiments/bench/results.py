@@ -29,7 +29,7 @@ from result_tables import BAR, TABLE, Lines
 from hpnlp.errors import plural
 from hpnlp.lra.table import render_efficiency
 from hpnlp.nn.mixers import MIXERS
-from hpnlp.report.plots import plot_bubbles, plot_efficiency
+from hpnlp.report.comparison_plots import plot_bubbles, plot_efficiency
 from hpnlp.spec import build, parse_one
 
 # Files whose results are in docs/guide/output_layers.md, efficient_attention.md, lra.md, compression.md, speed_tricks.md and

@@ -80,7 +80,7 @@ def run(argv: Sequence[str]) -> None:
 
     from hpnlp import tasks
     from hpnlp.jobs.compression import compress_run
-    from hpnlp.report import compression, plots
+    from hpnlp.report import comparison_plots, compression
     from hpnlp.report.files import replace_text
     from hpnlp.training import config as configs
     from hpnlp.training.config_file import load_config
@@ -93,7 +93,7 @@ def run(argv: Sequence[str]) -> None:
         texts.append(compression.render(rows, metric, higher_is_better))
         replace_text(Path(target) / "compress.md", texts[0])
         replace_text(Path(target) / "compress.json", compression.to_json(rows, metric, source, recipe))
-        plots.plot_compression(compression.panels(rows, metric), Path(target) / "compress.png")
+        comparison_plots.plot_compression(compression.panels(rows, metric), Path(target) / "compress.png")
 
     settings = compress_run.CompressionSettings(
         finetune=f.finetune,

@@ -224,7 +224,7 @@ def _write_scores(finished: Mapping[str, Sequence[Path]], workdir: Path) -> None
     """Writes comparisons, the table and the chart, and prints the table."""
     from hpnlp import report
     from hpnlp.lra import efficiency, table
-    from hpnlp.report import plots
+    from hpnlp.report import comparison_plots
     from hpnlp.report.files import read_report, replace_text
 
     scores: dict[str, dict[str, table.Score]] = {}
@@ -241,7 +241,7 @@ def _write_scores(finished: Mapping[str, Sequence[Path]], workdir: Path) -> None
     text = "\n".join([table.render_scores(scores), *notes, ""])
     replace_text(workdir / "lra.md", text)
     points = {name: {mixer: score[:3] for mixer, score in of_task.items()} for name, of_task in scores.items()}
-    plots.plot_bubbles(points, workdir / "lra.png")
+    comparison_plots.plot_bubbles(points, workdir / "lra.png")
     print(f"{text}\nwritten: {workdir / 'lra.md'}, {workdir / 'lra.png'}", flush=True)
 
 
@@ -268,7 +268,7 @@ def _measure(
 ) -> None:
     """Measures steps of each mixer at each length, and writes and prints the table."""
     from hpnlp.lra import table
-    from hpnlp.report import plots
+    from hpnlp.report import comparison_plots
     from hpnlp.report.files import replace_text
 
     of_task: dict[str, Member] = {}
@@ -278,7 +278,7 @@ def _measure(
         if rows := _measured(task, of_task, workdir / "efficiency.json"):
             text = table.render_efficiency(rows)
             replace_text(workdir / "efficiency.md", text)
-            plots.plot_efficiency(rows, workdir / "efficiency.png")
+            comparison_plots.plot_efficiency(rows, workdir / "efficiency.png")
             print(f"{text}\nwritten: {workdir}/efficiency.json, .md and .png", flush=True)
     if len(rows) < len(of_task):
         raise cli.InputError(f"{len(of_task) - len(rows)} of {len(of_task)} measurements failed, see the errors above")

@@ -83,8 +83,8 @@ def run(argv: Sequence[str]) -> None:
     cli.prepare_jax()
 
     from hpnlp.jobs.retrieval.mix import MixOptions, MixRow, mix, save_gate
+    from hpnlp.report import comparison_plots
     from hpnlp.report import mixture as report
-    from hpnlp.report import plots
     from hpnlp.report.files import replace_text
     from hpnlp.training.config_file import load_config
     from hpnlp.training.files.contents import locked
@@ -112,7 +112,7 @@ def run(argv: Sequence[str]) -> None:
         save_gate(workdir, result, options)
         replace_text(workdir / "mixture.md", text)
         replace_text(workdir / "mixture.json", json.dumps(record, indent=1) + "\n")
-        plots.plot_ladder(report.ladder(result.rows, compressors), workdir / "mixture.png")
+        comparison_plots.plot_ladder(report.ladder(result.rows, compressors), workdir / "mixture.png")
     if result.epochs > 1:
         print_line(
             f"hpnlp: the model has read its training text {result.epochs:.1f} times, so that the gate, which is trained on the "

@@ -154,7 +154,7 @@ def _table(workdir: str) -> WordVectorTable:
 
 def _draw(table: WordVectorTable, neighbours: dict[str, list[tuple[str, float]]], path: Path) -> None:
     """Draws words: each expression with its neighbours in a colour, and frequent words in grey."""
-    from hpnlp.report.plots import plot_words
+    from hpnlp.report.word_plots import plot_words
     from hpnlp.retrieval.word_vectors import expression_words
 
     groups: dict[str, str] = {}

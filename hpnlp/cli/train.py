@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from hpnlp import cli
-from hpnlp.cli import experiment, fields, named_experiments
+from hpnlp.cli import experiment, named_experiments
 from hpnlp.cli.errors import at_once
 from hpnlp.training.processes import signals
 from hpnlp.types import InputError
@@ -154,6 +154,8 @@ def _workdir(arguments: Sequence[str], path: str, overrides: Sequence[str]) -> s
 
 def _help(argv: Sequence[str], overrides: Sequence[str]) -> str:
     """The experiments, and the config fields with the values that the other flags lead to, for --help."""
+    from hpnlp.cli import fields
+
     paths = {name: [arg.partition("=")[2] for arg in argv if arg.startswith(f"--{name}=")] for name in FILES}
     cli.register(paths["register"])
     config = next(reversed(paths["config"]), None)

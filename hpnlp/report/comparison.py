@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpnlp.report import folds, plots
+from hpnlp.report import comparison_plots, folds
 from hpnlp.report.differences import described_difference, with_error
 from hpnlp.report.entries import ComparedRun, read_entry
 from hpnlp.report.files import replace_text, report_task
@@ -242,7 +242,9 @@ def _write(path: Path, table: str, ranking: Ranking, scored: Mapping[str, Compar
     try:
         if table_path.exists() and not table_path.read_bytes().startswith(b"| run |"):
             raise InputError(f"{table_path} is there and is no table of runs: name another plot than {path}")
-        plots.plot_tradeoff({labels[name]: ranking.scores[name] for name in scored}, costs, ranking, path, title)
+        comparison_plots.plot_tradeoff(
+            {labels[name]: ranking.scores[name] for name in scored}, costs, ranking, path, title
+        )
         replace_text(table_path, table)
     except InputError:
         raise

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp import tasks
-from hpnlp.report import plots
+from hpnlp.report.plots import pyplot
 from hpnlp.tasks.reports.reporting import Outcome, Section, code_cell, spread
 from hpnlp.types import Tokenizer
 
@@ -187,11 +187,78 @@ def plot(uses: Mapping[int, Use], lines: Sequence[Mapping[str, Any]], workdir: P
       workdir: Directory of the files.
     """
     loads = {layer: use.relative_load for layer, use in uses.items()}
-    plots.plot_expert_loads(loads, lines, workdir / PICTURES[0])
+    plot_expert_loads(loads, lines, workdir / PICTURES[0])
     paired = [layer for layer, use in uses.items() if use.has_pairs]
     if paired:
         shown = [paired[i] for i in spread(len(paired), 3)]
-        plots.plot_expert_pairs({layer: uses[layer].shared_use for layer in shown}, workdir / PICTURES[1])
+        plot_expert_pairs({layer: uses[layer].shared_use for layer in shown}, workdir / PICTURES[1])
+
+
+def plot_expert_loads(loads: Mapping[int, np.ndarray], lines: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Plots the loads of experts over the mean load: by layer and expert, sorted, and during training.
+
+    Args:
+      loads: Index of a layer -> `[E]`, which may differ in E.
+      lines: Lines of a run's metrics.jsonl, of which those of steps have "load_max" and "load_min".
+      path: File to write; its extension decides the format.
+    """
+    plt = pyplot()
+    widest = max(map(len, loads.values()))
+    grid = np.full((len(loads), widest), np.nan)
+    for row, load in zip(grid, loads.values(), strict=True):
+        row[: len(load)] = load
+    size = (11 + min(0.08 * widest, 4), max(3.4, 1.4 + 0.25 * len(loads)))
+    ratios = {"width_ratios": [1.3 + 0.01 * widest, 1, 1]}
+    figure, (by_expert, by_rank, by_step) = plt.subplots(1, 3, figsize=size, layout="constrained", gridspec_kw=ratios)
+    image = by_expert.imshow(grid, cmap="RdBu_r", vmin=0, vmax=2, aspect="auto", interpolation="nearest")
+    by_expert.set(
+        title="load / mean load", xlabel="expert", ylabel="layer", yticks=range(len(loads)), yticklabels=loads
+    )
+    by_expert.xaxis.get_major_locator().set_params(integer=True)
+    figure.colorbar(image, ax=by_expert, extend="max", label="load over the mean load")
+    colors = plt.get_cmap("viridis")(np.linspace(0, 0.9, len(loads)))
+    for (layer, load), color in zip(loads.items(), colors, strict=True):
+        label = f"layer {layer}" if layer in (min(loads), max(loads)) else None
+        by_rank.plot(range(1, len(load) + 1), np.sort(load)[::-1], ".-", color=color, label=label, linewidth=0.9)
+    by_rank.set(title="sorted", xlabel="rank of the expert", ylabel="load / mean load")
+    by_rank.xaxis.get_major_locator().set_params(integer=True)
+    for name, label in (("load_max", "largest"), ("load_min", "smallest")):
+        points = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+        if points:
+            by_step.plot(*zip(*points, strict=True), linewidth=0.9, label=f"{label}, mean over layers")
+    by_step.set(title="during training", xlabel="step", ylabel="load / mean load of a batch")
+    for axes in (by_rank, by_step):
+        axes.axhline(1, color="0.4", linewidth=0.9, linestyle=":")
+        room = 1.0 if axes is by_rank else 1.25  # for the legend above the curves
+        axes.set_ylim(0, room * axes.get_ylim()[1])
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8, loc="upper right")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def plot_expert_pairs(shares: Mapping[int, np.ndarray], path: Path) -> None:
+    """Plots how often two experts serve the same token.
+
+    Args:
+      shares: Index of a layer -> `[E, E]`, the share of the tokens of expert i that also use expert j.
+      path: File to write; its extension decides the format.
+    """
+    plt = pyplot()
+    figure, panels = plt.subplots(
+        1, len(shares), figsize=(1 + 3.4 * len(shares), 3.6), layout="constrained", squeeze=False
+    )
+    highest = max(float(np.nanmax(share, initial=0.0)) for share in shares.values())
+    for axes, (layer, share) in zip(panels[0], shares.items(), strict=True):
+        image = axes.imshow(share, cmap="Blues", vmin=0, vmax=highest or 1, aspect="auto", interpolation="nearest")
+        axes.set(title=f"layer {layer}", xlabel="also used expert")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.get_major_locator().set_params(integer=True)
+    panels[0, 0].set(ylabel="expert")
+    figure.colorbar(image, ax=panels[0].tolist(), label="share of the tokens of an expert")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 def _row(layer: int, use: Use) -> str:

@@ -11,9 +11,8 @@ import jax
 import numpy as np
 
 from hpnlp.models.variables import collections
+from hpnlp.tasks.task import Batch
 from hpnlp.types import Tokenizer
-
-Batch = Mapping[str, np.ndarray]
 
 
 class BasePrediction:

@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 
 from hpnlp.data import Batches
-from hpnlp.data.examples.kind import Kind
 from hpnlp.data.reading.files import Progress
 from hpnlp.models.shared.body import ConfigOfModel
 from hpnlp.tasks import vocabulary as vocabularies
-from hpnlp.tasks.field_rules import Rule
-from hpnlp.tasks.predictions import Batch, Prediction, TrainedModel
 from hpnlp.tasks.reports.reporting import TaskReport
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary
 from hpnlp.types import InputError, Model, Tokenizer
@@ -24,6 +21,11 @@ from hpnlp.types import InputError, Model, Tokenizer
 if TYPE_CHECKING:
     from hpnlp.data.config import DataConfig
     from hpnlp.data.examples.config import ExampleConfig
+    from hpnlp.data.examples.kind import Kind
+    from hpnlp.tasks.field_rules import Rule
+    from hpnlp.tasks.predictions import Prediction, TrainedModel
+
+Batch = Mapping[str, np.ndarray]
 
 # Name of a metric -> (weighted sum, sum of the weights) over the examples of an evaluation, in float64. Sums may be arrays.
 Sums = Mapping[str, tuple[Any, Any]]
@@ -113,6 +115,7 @@ class Task(abc.ABC):
       compares_as: Name of the task whose runs have scores of the same meaning, so that `hpnlp compare` ranks the runs of both;
         "" for the task itself.
       reads_examples: Whether the data config is an `ExampleConfig`.
+      label_fields: Fields of the data config that name the field of the labels, on which the classes depend.
       prediction: Class of the results of `predict`; None for a task whose models predict nothing from texts.
       unused_fields: Rules about fields of this task that have no effect, beside those of all tasks.
       vocabulary_files: Files of a run directory without which `load_vocabulary` returns None.
@@ -126,6 +129,7 @@ class Task(abc.ABC):
     report: ClassVar[TaskReport]
     compares_as: ClassVar[str] = ""
     reads_examples: ClassVar[bool] = False
+    label_fields: ClassVar[tuple[str, ...]] = ()
     prediction: ClassVar[type[Prediction] | None] = None
     unused_fields: ClassVar[tuple[Rule, ...]] = ()
     vocabulary_files: ClassVar[tuple[str, ...]] = ("tokenizer.json",)

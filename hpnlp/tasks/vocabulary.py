@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hpnlp.data import tokenizers
-from hpnlp.data.examples import load_labels, save_labels
+from hpnlp.data import examples, tokenizers
 from hpnlp.models.shared.ranges import LIMITS
 from hpnlp.spec import parse_one
 from hpnlp.types import InputError, Tokenizer, WordStats
@@ -63,7 +62,7 @@ class Vocabulary:
           workdir: The run directory, which receives tokenizer.json, and labels.json of a task with labels.
         """
         if self.labels is not None:
-            save_labels(self.labels, str(workdir))
+            examples.save_labels(self.labels, str(workdir))
         tokenizers.save_whole(self.tokenizer, str(workdir))
 
 
@@ -83,7 +82,7 @@ def load(workdir: Path, has_labels: bool = False) -> Vocabulary | None:
     path = workdir / "tokenizer.json"
     if not path.exists() or (has_labels and not (workdir / "labels.json").exists()):
         return None
-    return Vocabulary(tokenizers.load(str(path)), load_labels(str(workdir)) if has_labels else None)
+    return Vocabulary(tokenizers.load(str(path)), examples.load_labels(str(workdir)) if has_labels else None)
 
 
 def planned_sizes(tokenizer: str, vocab: int) -> Sizes:

@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from hpnlp.model_interfaces.model_parallel import Zero2Parameter
 from hpnlp.models import variables
-from hpnlp.models.pairs.grad_cache import Encoded, encode_in_parts, split_examples
+from hpnlp.ops.helpers.arrays import split_examples
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.memory import host_offload
 from hpnlp.parallel.plan import TABLES
@@ -26,6 +26,7 @@ from hpnlp.training.optimizers.apply_updates import Update, mean
 from hpnlp.types import InputError, LossOut, Model, Statistics
 
 if TYPE_CHECKING:
+    from hpnlp.models.pairs.grad_cache import Encoded
     from hpnlp.training.optimizers.loss_scale import LossScale
 
 Batch = Mapping[str, jax.Array]
@@ -374,6 +375,7 @@ def loss(model: Model, weights: Any, batch: Batch, key: jax.Array | None, carry:
     apply: Any = functools.partial(model.apply, variables.collections(weights, carry), rngs=rngs)
     if count == 1:
         return apply(batch, key is None, method="loss")
+    from hpnlp.models.pairs.grad_cache import encode_in_parts  # of models that compare examples
 
     def encode(part: Batch, numbers: jax.Array) -> Encoded:
         return apply(part, numbers, key is None, method="encode")

@@ -18,7 +18,7 @@ from hpnlp.jobs.compression.compress_run import CompressionSettings, Measurement
 from hpnlp.models.huggingface import convert
 from hpnlp.ops.weight import dense_tree
 from hpnlp.parallel.plan import Plan
-from hpnlp.report import compression, plots
+from hpnlp.report import comparison_plots, compression
 from hpnlp.training import loop
 from hpnlp.training.config_file import write_config
 from hpnlp.training.files import contents
@@ -330,4 +330,4 @@ def test_the_verdict_says_what_became_worse(tmp_path):
     assert compression.verdict([rows[0], broken], "accuracy", True).endswith("accuracy becomes nan (worse).")
     written = json.loads(compression.to_json([broken], "accuracy", "runs/x", "int8"))
     assert written["rows"][0]["scores"] == {"accuracy": None}
-    plots.plot_compression(compression.panels([rows[0], broken], "accuracy"), tmp_path / "compress.png")
+    comparison_plots.plot_compression(compression.panels([rows[0], broken], "accuracy"), tmp_path / "compress.png")

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from hpnlp.ops.helpers.arrays import split_examples
 from hpnlp.types import Aux, LossOut, Statistics
 
 Batch = Mapping[str, jax.Array]
@@ -64,21 +65,6 @@ class ComparingModel(Protocol):
           The loss, with the losses, metrics and statistics of the layers.
         """
         ...
-
-
-def split_examples(x: jax.Array, count: int, axis: int = 0) -> jax.Array:
-    """Parts of an array. They are interleaved, so that every device keeps its examples in every part.
-
-    Args:
-      x: Array with the examples on `axis`.
-      count: Number of parts, which divides the number of examples.
-      axis: Axis of the examples.
-
-    Returns:
-      The array with a leading axis of parts; part p has the examples p, p + parts, p + 2 parts, ...
-    """
-    shape = (*x.shape[:axis], -1, count, *x.shape[axis + 1 :])
-    return jnp.moveaxis(x.reshape(shape), axis + 1, 0)
 
 
 def encode_in_parts(encode: Callable[[Batch, jax.Array], Encoded], batch: Batch, count: int) -> Encoded:

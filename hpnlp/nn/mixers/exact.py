@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,11 @@ from jaxtyping import Array, Bool, Float, Int
 from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.mixers.checks import check_decoding
 from hpnlp.ops.attention import Full, Mask, PerHead, attend
-from hpnlp.ops.attention.decoding.kv_cache import KVCache, start_cache
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
+
+if TYPE_CHECKING:
+    from hpnlp.ops.attention.decoding.kv_cache import KVCache
 
 
 class ExactMixer(Mixer):
@@ -75,6 +77,8 @@ class ExactMixer(Mixer):
         assert isinstance(o, jax.Array)
         if inputs.capacity is None:
             return MixerOutput(o)
+        from hpnlp.ops.attention.decoding.kv_cache import start_cache  # of decoding, which training does not load
+
         return MixerOutput(o, cache=start_cache(inputs.k, inputs.v, inputs.lengths(), mask, inputs.capacity))
 
     def extend(self, inputs: MixerInputs, mask: AnyMask, cache: KVCache) -> tuple[jax.Array, KVCache]:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from hpnlp.ops.sampling import sample
 from hpnlp.ops.softmax import zero_ignored_tokens
 from hpnlp.types import InputError, LossOut, WordStats
 
@@ -196,6 +195,8 @@ class OutputLayer(nn.Module, kw_only=True):
         Returns:
           [N] ids.
         """
+        from hpnlp.ops.sampling import sample  # of generation, which training does not load
+
         return sample(self.logits(table, h), rng, temperature=temperature, top_k=top_k, top_p=top_p)
 
 

@@ -1,4 +1,4 @@
-"""Conversion of numpy arrays to jax arrays at the public edge of an op."""
+"""Conversion of numpy arrays to jax arrays at the public edge of an op, and parts of an array."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
@@ -66,6 +67,21 @@ def has_numpy(leaves: Iterable[Any]) -> bool:
       True if a leaf is a numpy array other than float0.
     """
     return any(map(_is_numpy, leaves))
+
+
+def split_examples(x: jax.Array, count: int, axis: int = 0) -> jax.Array:
+    """Parts of an array. They are interleaved, so that every device keeps its examples in every part.
+
+    Args:
+      x: Array with the examples on `axis`.
+      count: Number of parts, which divides the number of examples.
+      axis: Axis of the examples.
+
+    Returns:
+      The array with a leading axis of parts; part p has the examples p, p + parts, p + 2 parts, ...
+    """
+    shape = (*x.shape[:axis], -1, count, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x.reshape(shape), axis + 1, 0)
 
 
 def _is_numpy(x: object) -> bool:

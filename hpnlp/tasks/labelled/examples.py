@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpnlp.data.examples import ExampleConfig, Examples, check_paths, generated, prepare_examples
+from hpnlp.data.examples.fields import LABEL_FIELDS
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.reading.files import Progress
 from hpnlp.tasks.task import Batch, RunConfig, Task
@@ -15,6 +16,7 @@ class ExampleTask(Task):
     """A task whose data config is an `ExampleConfig`."""
 
     reads_examples = True
+    label_fields = LABEL_FIELDS
 
     def input_kind(self, data: ExampleConfig) -> Kind:
         return data.kind()

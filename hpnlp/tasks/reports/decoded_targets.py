@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from hpnlp.models.seq2seq_decode import generate
-from hpnlp.tasks.predictions import Batch, TextPrediction, TrainedModel
+from hpnlp.tasks.predictions import TextPrediction, TrainedModel
+from hpnlp.tasks.task import Batch
 from hpnlp.types import Tokenizer
 
 if TYPE_CHECKING:

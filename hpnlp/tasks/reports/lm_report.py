@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpnlp.data.baselines import NAMES, WINDOW
-from hpnlp.models import decode
 from hpnlp.nn.output import is_normalized
 from hpnlp.tasks import vocabulary as vocabularies
 from hpnlp.tasks.reports.reporting import NOT_FINITE, Outcome, Ranking, Report, Section, TaskReport, decimals
@@ -113,10 +112,12 @@ class LanguageModelReport(TaskReport):
 
     def section(self, outcome: Outcome) -> Section:
         """A sample of generated text."""
-        if outcome.params is None:  # `hpnlp generate` reads the checkpoint instead
-            return Section()
         length = outcome.config.train.sample
-        sample = decode.sample_text(outcome.model, outcome.params, outcome.dataset.tokenizer, length)
+        if outcome.params is None or not length:  # `hpnlp generate` reads the checkpoint instead
+            return Section()
+        from hpnlp.models.decode import sample_text  # generation, which a run without a sample does not load
+
+        sample = sample_text(outcome.model, outcome.params, outcome.dataset.tokenizer, length)
         return Section(f"A sample:\n\n```\n{sample.rstrip()}\n```" if sample else "")
 
     def levels(self, report: Report) -> dict[str, float]:

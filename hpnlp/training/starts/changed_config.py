@@ -7,7 +7,6 @@ from collections.abc import Collection
 from pathlib import Path
 
 from hpnlp import tasks
-from hpnlp.data.examples.fields import LABEL_FIELDS
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training.config import Config
@@ -36,9 +35,10 @@ def reason_against(workdir: Path, saved: Config, config: Config, fields: Collect
     """
     if "data.tokenizer" in fields:
         return "a run that has begun keeps its tokenizer"
-    if any(f"data.{name}" in fields for name in LABEL_FIELDS):
+    task = tasks.find(saved.task)
+    if any(f"data.{name}" in fields for name in task.label_fields):
         return "a run that has begun keeps its classes"
-    vocabulary = tasks.find(saved.task).load_vocabulary(workdir)
+    vocabulary = task.load_vocabulary(workdir)
     if vocabulary is None or not has_checkpoints(workdir) or not any(f.startswith(_DECIDE_SHAPES) for f in fields):
         return ""
     before = _state_shapes(saved, vocabulary)
