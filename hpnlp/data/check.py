@@ -9,12 +9,12 @@ from typing import TypeVar
 
 from hpnlp.data import stream
 from hpnlp.data.config import DataConfig
-from hpnlp.data.ingest import Ingest
 from hpnlp.data.reading.documents import Document, DocumentReader
 from hpnlp.data.reading.files import Progress, ignore_progress
 from hpnlp.data.reading.records import SKIP, Fields
 from hpnlp.data.reading.sources import MAX_COMPARED, LeftOut, Source, described
 from hpnlp.data.reading.split import NOTHING, HeldOutHashes
+from hpnlp.data.text_ingest import TextIngest
 from hpnlp.types import InputError
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ def check_text(config: DataConfig, progress: Progress = ignore_progress) -> Chec
         return dataclasses.replace(check, faults=(str(error),))
 
 
-def _held_out(ingest: Ingest) -> HeldOutHashes:
+def _held_out(ingest: TextIngest) -> HeldOutHashes:
     """Hashes of held-out documents, as far as they are known before faults are corrected."""
     if not ingest.folds:
         return NOTHING if ingest.heldout_sources else HeldOutHashes(ingest.heldout)

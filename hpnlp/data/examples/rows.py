@@ -39,13 +39,13 @@ class Row(NamedTuple):
     """One valid record.
 
     Attributes:
-      group: Name by which the example is held out or not: the value of the group's field, or else file and number.
+      name: Name by which the example is held out or not: the value of the group's field, or else file and number.
       where: Place of the record, for error messages.
       values: `Column.key` -> converted value of the field.
       kept: Name of each field of `RowReader.keep` -> its value.
     """
 
-    group: str
+    name: str
     where: str
     values: dict[str, Any]
     kept: dict[str, Any]
