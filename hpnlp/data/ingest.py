@@ -16,8 +16,7 @@ import numpy as np
 from hpnlp.data import tokenizers
 from hpnlp.data.reading import token_store
 from hpnlp.data.reading.digest import Snapshot
-from hpnlp.data.reading.documents import NotTextError
-from hpnlp.data.reading.files import Progress
+from hpnlp.data.reading.files import NotTextError, Progress
 from hpnlp.data.reading.sources import LeftOut, Source
 from hpnlp.data.reading.split import hash_fraction
 from hpnlp.types import InputError, JSONValue, Tokenizer
@@ -147,7 +146,7 @@ class Done:
     """Reports the progress of reading sources, in bytes of their text."""
 
     def __init__(self, step: str, groups: Iterable[Iterable[Source]], progress: Progress):
-        self.total = max(1, sum(file.text_bytes for group in groups for source in group for file in source.files))
+        self.total = max(1, sum(source.text_bytes for group in groups for source in group))
         self._step, self._progress, self._done = step, progress, 0
 
     def add(self, size: int) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from hpnlp.data.documents import Document, DocumentReader
 from hpnlp.data.ingest import Candidates, Done, Ingest, nonempty
-from hpnlp.data.reading.documents import Document, DocumentReader, NotTextError, to_text
-from hpnlp.data.reading.files import Progress
-from hpnlp.data.reading.records import Fields
+from hpnlp.data.reading.files import NotTextError, Progress, to_text
 from hpnlp.data.reading.sources import LeftOut, LineCounts, Source
 from hpnlp.data.reading.split import NOTHING, Folds, HashRange, HeldOutHashes, hash_range
 from hpnlp.data.reading.token_store import Tokens, TokenWriter, remove_files
@@ -108,14 +107,14 @@ class TextIngest(Ingest[Document]):
                 reader = self._reader(left_out, tokenizer.eos_id, cut_finely and not is_heldout, line_counts)
                 framed = self._framed(reader, source, tokenizer)
                 for document, ids, skip in nonempty(framed, source, "text", left_out):
+                    text = document.text
                     if is_heldout or held_out.includes(document.name):
-                        text = document.text
                         raw = text if isinstance(text, bytes) else tokenizer.decode(text)
                         candidate_writer.add(ids, skip, raw)
                         candidates.add(document.name, len(raw))
                     else:
                         train.add(ids, skip)
-                    done.add(memoryview(document.text).nbytes)
+                    done.add(len(text) if isinstance(text, bytes) else text.nbytes)
                 if not is_heldout:
                     bounds.append(train.tokens)
         has_limit = self.heldout_bytes > 0 and not self.heldout_sources and not self.folds
@@ -196,8 +195,9 @@ class TextIngest(Ingest[Document]):
     def _reader(
         self, left_out: LeftOut, eos_id: int | None, cut_finely: bool, line_counts: LineCounts | None = None
     ) -> DocumentReader:
-        fields = Fields(self.text_field, self.prompt_field)
-        return DocumentReader(fields, left_out, eos_id, self.skip_bad_lines, cut_finely, line_counts or LineCounts())
+        fields = self.text_field, self.prompt_field
+        counts = line_counts or LineCounts()
+        return DocumentReader(*fields, left_out, eos_id, self.skip_bad_lines, cut_finely, counts)
 
     def _framed(
         self, reader: DocumentReader, source: Source, tokenizer: Tokenizer
