@@ -192,7 +192,7 @@ def test_damaged_metrics_are_reported_and_left_out(tmp_path):
 
 
 def test_unwritable_report_raises(tmp_path, monkeypatch):
-    monkeypatch.setattr(decode, "sample_text", lambda *args: "")
+    monkeypatch.setattr("hpnlp.models.decode.sample_text", lambda *args: "")
     (tmp_path / "report.md").mkdir()
     raises(r"cannot write the report to .*report.md \(.*\): move", lambda: report.write(tmp_path, Config(), result()))
     assert not (tmp_path / "report.json").exists()  # its existence would mark the run as finished

@@ -9,12 +9,13 @@ from typing import TypeVar
 
 from hpnlp.data import stream
 from hpnlp.data.config import DataConfig
-from hpnlp.data.ingest import Ingest
-from hpnlp.data.reading.documents import Document, DocumentReader
+from hpnlp.data.documents import Document, DocumentReader
+from hpnlp.data.examples.rows import RecordReader
 from hpnlp.data.reading.files import Progress, ignore_progress
-from hpnlp.data.reading.records import SKIP, Fields
+from hpnlp.data.reading.records import SKIP
 from hpnlp.data.reading.sources import MAX_COMPARED, LeftOut, Source, described
 from hpnlp.data.reading.split import NOTHING, HeldOutHashes
+from hpnlp.data.text_ingest import TextIngest
 from hpnlp.types import InputError
 
 T = TypeVar("T")
@@ -78,6 +79,18 @@ class Faults:
         return Check(tuple(faults), tuple(remarks), (*described(left_out), *skipped), tuple(figures))
 
 
+class CollectingReader(RecordReader[T]):
+    """Collects faults of records and of files, and reads on; goes before the class of another reader."""
+
+    faults: Faults
+
+    def read(self, source: Source) -> Iterator[T]:
+        return self.faults.read(super().read, source)
+
+    def report_bad(self, where: str, error: InputError, reason: str = "") -> None:
+        self.faults.add_record(where, error)
+
+
 def check_text(config: DataConfig, progress: Progress = ignore_progress) -> Check:
     """Reads the text of a config, and collects what is wrong with it. Text without faults is also tokenised, into the cache.
 
@@ -96,8 +109,8 @@ def check_text(config: DataConfig, progress: Progress = ignore_progress) -> Chec
         return Check(faults=(str(error),))
     left_out, collected, repeated, first = LeftOut(), Faults(), LeftOut(), {}
     skips_lines = config.skip_bad_lines or config.tokenizer != "bytes"  # other tokenizers read UTF-8 only
-    fields = Fields(config.text_field, config.prompt_field)
-    reader = _CollectingReader(fields, left_out, skip_bad_lines=skips_lines, faults=collected)
+    fields = config.text_field, config.prompt_field
+    reader = _CollectingDocuments(*fields, left_out, skip_bad_lines=skips_lines, faults=collected)
     held_out = _held_out(ingest)
     for index, source in enumerate([*ingest.sources, *ingest.heldout_sources]):
         left_out.merge(source.left_out)
@@ -113,7 +126,7 @@ def check_text(config: DataConfig, progress: Progress = ignore_progress) -> Chec
         return dataclasses.replace(check, faults=(str(error),))
 
 
-def _held_out(ingest: Ingest) -> HeldOutHashes:
+def _held_out(ingest: TextIngest) -> HeldOutHashes:
     """Hashes of held-out documents, as far as they are known before faults are corrected."""
     if not ingest.folds:
         return NOTHING if ingest.heldout_sources else HeldOutHashes(ingest.heldout)
@@ -138,13 +151,5 @@ def _compare(document: Document, is_heldout: bool, first: dict[int, tuple[str, b
 
 
 @dataclasses.dataclass(frozen=True)
-class _CollectingReader(DocumentReader):
-    """Collects faults of records and of files, and reads on."""
-
+class _CollectingDocuments(CollectingReader[Document], DocumentReader):
     faults: Faults = dataclasses.field(default_factory=Faults)
-
-    def read(self, source: Source) -> Iterator[Document]:
-        return self.faults.read(super().read, source)
-
-    def _report_bad(self, where: str, error: InputError) -> None:
-        self.faults.add_record(where, error)

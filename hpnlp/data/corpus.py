@@ -66,7 +66,7 @@ class Corpus:
           config: Config of the data.
           tokenizer: The tokenizer of the text.
           directory: The cache entry.
-          record: Result of `Ingest.write`.
+          record: Result of `TextIngest.write`.
           is_cached: Whether the cache held the entry already.
 
         Raises:

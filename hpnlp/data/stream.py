@@ -9,20 +9,16 @@ Example::
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
-from typing import Any
-
 from hpnlp.data import tokenizers
 from hpnlp.data.batches import Batches
 from hpnlp.data.config import DataConfig
 from hpnlp.data.corpus import Corpus
-from hpnlp.data.ingest import Ingest
+from hpnlp.data.ingest import prepared
 from hpnlp.data.reading import sources, token_store
-from hpnlp.data.reading.digest import Snapshot
 from hpnlp.data.reading.files import Progress, ignore_progress
 from hpnlp.data.reading.split import Folds
-from hpnlp.types import InputError, JSONValue, Tokenizer
+from hpnlp.data.text_ingest import TextIngest
+from hpnlp.types import InputError, Tokenizer
 
 __all__ = ["Batches", "Corpus", "DataConfig", "prepare"]
 
@@ -53,26 +49,10 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, progress: Pr
             f"data.tokenizer={config.tokenizer!r}: hashes cannot be decoded to text: set it to 'bytes', 'words(30000)' or "
             "'bpe(8192)', or choose a task with labels"
         )
-    snapshot = Snapshot(ingest.paths)
-    content = [ingest.fingerprint(), snapshot.digest(root, progress)]
-    texts = ingest.training_texts(config.tokenizer, progress)
-    tokenizer = tokenizer or trained_tokenizer(config.tokenizer, texts, root, content, snapshot)
-    is_cached = True
-
-    def write(path: str) -> dict[str, Any]:
-        nonlocal is_cached
-        is_cached = False
-        record = ingest.write(path, tokenizer, progress)
-        snapshot.check()
-        return record
-
-    directory, record = token_store.cached(
-        root, f"tokens-{token_store.json_hash([content, tokenizers.tokenizer_digest(tokenizer)])}", write
-    )
-    return Corpus(config, tokenizer, directory, record, is_cached)
+    return Corpus(config, *prepared(ingest, config.tokenizer, tokenizer, root, "tokens", progress))
 
 
-def find_sources(config: DataConfig) -> Ingest:
+def find_sources(config: DataConfig) -> TextIngest:
     """Lists the files of a config's paths.
 
     Returns:
@@ -88,7 +68,7 @@ def find_sources(config: DataConfig) -> Ingest:
         raise InputError(
             f"data.weights has {len(config.weights)} weights and data.path {len(train)} sources: pass one per source, or none"
         )
-    return Ingest(
+    return TextIngest(
         sources=train,
         heldout_sources=heldout,
         text_field=config.text_field,
@@ -98,33 +78,3 @@ def find_sources(config: DataConfig) -> Ingest:
         skip_bad_lines=config.skip_bad_lines,
         folds=Folds(config.folds, config.fold),
     )
-
-
-def trained_tokenizer(
-    spec: str, texts: Iterable[bytes], root: str, content: JSONValue, snapshot: Snapshot
-) -> Tokenizer:
-    """Trains a tokenizer, or finds it in the cache.
-
-    Args:
-      spec: Spec of a tokenizer that is trained; see `tokenizers.build`.
-      texts: Training text, which is read if the cache lacks the tokenizer.
-      root: Directory of the cache.
-      content: JSON-able key of all text that is read.
-      snapshot: The files of the text, which are checked after `texts` is read.
-
-    Returns:
-      The tokenizer.
-
-    Raises:
-      InputError: The text is not valid, or a file changes while it is read.
-    """
-
-    def write(directory: str) -> dict[str, Any]:
-        built = tokenizers.build(spec, texts)
-        built.save(os.path.join(directory, "tokenizer.json"))
-        snapshot.check()
-        return {}
-
-    key = token_store.json_hash([tokenizers.TRAINING_VERSION, spec, content])
-    directory, _ = token_store.cached(root, f"tokenizer-{key}", write)
-    return tokenizers.load(directory)

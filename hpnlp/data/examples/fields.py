@@ -86,6 +86,15 @@ def anything(value: object) -> Any:
     return value
 
 
+def stored_bytes(value: object) -> bytes:
+    """Converts the text of a document to bytes: UTF-8, half a surrogate pair, or any bytes (Parquet); b"" for None."""
+    if value is None or isinstance(value, bytes):
+        return value or b""
+    if not isinstance(value, str):
+        raise FieldError(f"is a {type(value).__name__}, expected a string")
+    return value.encode("utf-8", "surrogatepass")  # a tokenizer that needs text raises an error with its place
+
+
 def label(value: object) -> str:
     """Converts a label to the name of its class; whitespace around the name is kept.
 
@@ -242,6 +251,7 @@ _LABELS = frozenset({"string", "list of string", "list of integer", "list of boo
 # "list of string", ...; none for columns of any type).
 TYPES: dict[str, tuple[Callable[[Any], Any], frozenset[str]]] = {
     "text": (text, frozenset({"string"})),
+    "bytes": (stored_bytes, frozenset({"string"})),
     "anything": (anything, frozenset()),
     "number": (number, frozenset({"float", "double", "halffloat", "integer", "string"})),
     "label": (label, frozenset({"string", "integer", "boolean"})),

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.data import tokenizers
 from hpnlp.data.examples.checks.examination import Examination
 from hpnlp.data.examples.fields import FieldError
 from hpnlp.data.examples.kind import Kind
@@ -28,16 +27,15 @@ from hpnlp.data.examples.labels import (
 )
 from hpnlp.data.examples.rows import Row, RowReader
 from hpnlp.data.examples.store import UNLABELLED, ExampleWriter, StoredExamples
+from hpnlp.data.ingest import Candidates, Done, Ingest, nonempty
 from hpnlp.data.reading.files import Progress
 from hpnlp.data.reading.records import SKIP
 from hpnlp.data.reading.sources import LeftOut, LineCounts, Source
-from hpnlp.data.reading.split import NOTHING, Folds, HeldOutHashes, hash_fraction
+from hpnlp.data.reading.split import NOTHING, Folds, HeldOutHashes, hash_range
+from hpnlp.data.reading.token_store import remove_files
 from hpnlp.types import InputError, Tokenizer
 
 _FORMAT = 5  # version of the files that `ExampleIngest.write` writes; part of the cache key
-# Sizes from which a group of examples is tokenised at once, on all cores if the tokenizer supports it.
-_GROUP_BYTES = 1 << 20
-_GROUP_EXAMPLES = 512
 _OTHER_CLASSES = "; a model of other classes needs a run in another workdir, without train.init_from"
 
 
@@ -58,7 +56,7 @@ def _version(kind: Kind) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExampleIngest:
+class ExampleIngest(Ingest[Row]):
     """Sources of examples and the options that decide how they are read and split.
 
     Attributes:
@@ -66,13 +64,10 @@ class ExampleIngest:
       train: Sources of examples to train on, a part of which is held out if `heldout` is empty.
       heldout: Sources of examples that are all held out.
       challenge: Sources of examples that are scored separately.
-      group_field: See `ExampleConfig`.
       heldout_fraction: `ExampleConfig.heldout`.
-      heldout_examples: See `ExampleConfig`.
-      skip_bad_lines: See `ExampleConfig`.
-      fold_labels: See `ExampleConfig`.
       labels: Names of the only classes that labels may have; None to find them in the training examples.
       folds: Parts of the examples, of which one is held out in place of a fraction.
+      group_field, heldout_examples, skip_bad_lines, fold_labels: See `ExampleConfig`.
     """
 
     kind: Kind
@@ -88,59 +83,33 @@ class ExampleIngest:
     folds: Folds = Folds()
 
     @property
-    def paths(self) -> list[str]:
-        """Paths of all files that are read."""
-        return [file.path for sources in self._groups for source in sources for file in source.files]
-
-    @property
     def heldout_limit(self) -> int | None:
         """Largest number of held-out examples that are scored; None for all."""
         return self.heldout_examples if self.heldout_examples and not self.heldout and not self.folds else None
 
     @property
-    def _groups(self) -> tuple[tuple[Source, ...], ...]:
+    def groups(self) -> tuple[tuple[Source, ...], ...]:
         return self.train, self.heldout, self.challenge
 
-    def fingerprint(self) -> Any:
-        """Lists everything that the result depends on, except the tokenizer, the content of the files and `labels`.
-
-        Returns:
-          A JSON-able value.
-        """
+    def options(self) -> list[Any]:
         options = [self.group_field, self.heldout_fraction, self.heldout_examples, self.skip_bad_lines]
         options += self.kind.stored_options()
         options += ["fold_labels"] if self.fold_labels else []
         options += self.folds.fingerprint()
-        files = [
-            [[source.walked, [[file.path, file.name] for file in source.files]] for source in group]
-            for group in self._groups
-        ]
-        return ["examples", _FORMAT, *_version(self.kind), self.kind.columns, options, files]
+        return ["examples", _FORMAT, *_version(self.kind), self.kind.columns, options]
 
-    def training_texts(self, spec: str, progress: Progress) -> Iterator[bytes]:
-        """Reads the text from which a vocabulary is made: the training examples, or a sample if they are larger.
+    def texts(self, record: Row) -> list[bytes]:
+        return [text.encode() for text in self.kind.texts(record.values)]
 
-        Args:
-          spec: The tokenizer that is trained; see `tokenizers.training_bytes`.
-          progress: Called while text is read.
+    def pieces(self, record: Row) -> list[bytes]:
+        return [piece.encode() for piece in self.kind.pieces(record.values)]
 
-        Yields:
-          The texts of the examples.
-
-        Raises:
-          InputError: A file cannot be read or holds an invalid record.
-        """
+    def read_training(self) -> Iterator[tuple[Row, bool]]:
         held_out = self._held_out()
-        total = _total_bytes(self.train)
-        share, done = min(1.0, tokenizers.training_bytes(spec) / total), 0
-        reader = self.reader(LeftOut())
-        for source in self.train:
-            for row in reader.read(source):
-                texts = [text.encode() for text in self.kind.texts(row.values)]
-                done += sum(map(len, texts))
-                progress("counting words", min(done, total), total)
-                if not held_out.includes(row.group) and hash_fraction(f"vocabulary/{row.group}") < share:
-                    yield from texts
+        return ((row, held_out.includes(row.name)) for row in self._training_rows(LeftOut()))
+
+    def _training_rows(self, left_out: LeftOut) -> Iterator[Row]:
+        return (row for source in self.train for row in self.reader(left_out).read(source))
 
     def write(
         self, directory: str, tokenizer: Tokenizer, progress: Progress, examination: Examination | None = None
@@ -172,7 +141,7 @@ class ExampleIngest:
         held_out = self._held_out()
         with (
             ExampleWriter(directory, "train", tokenizer.vocab_size, writing.classes.names) as train,
-            _Candidates(writing, "heldout") as heldout,
+            _ScoredSet(writing, "heldout") as heldout,
         ):
             for source in self.train:
                 writing.read(source, heldout, train, held_out)
@@ -191,7 +160,7 @@ class ExampleIngest:
             raise InputError(f"no valid example is held out{left_out}: add examples{with_labels}")
         scored_left_out = {"heldout": writing.left_out.since(before)}
         before = copy.deepcopy(writing.left_out)
-        with _Candidates(writing, "challenge") as challenge:
+        with _ScoredSet(writing, "challenge") as challenge:
             for source in self.challenge:
                 writing.read(source, challenge)
         challenge_record = challenge.write_selected(None)
@@ -227,24 +196,11 @@ class ExampleIngest:
         )
 
     def class_index(self) -> ClassIndex:
-        """Makes the numbering of classes.
-
-        Returns:
-          The numbering, without classes unless `labels` has them.
-        """
+        """Makes the numbering of classes, without classes unless `labels` has them."""
         return ClassIndex(self.labels, self.fold_labels)
 
     def reader(self, left_out: LeftOut, has_groups: bool = True, line_counts: LineCounts | None = None) -> RowReader:
-        """Makes a reader of the sources.
-
-        Args:
-          left_out: Counts what is not read.
-          has_groups: False for sources that are not split, whose records need no group.
-          line_counts: Numbers of records and lines, where they differ; None to count in vain.
-
-        Returns:
-          The reader.
-        """
+        """Makes a reader of the sources; records of sources that are not split need no group."""
         group_field = self.group_field if has_groups else ""
         return RowReader(self.kind, group_field, left_out, self.skip_bad_lines, line_counts=line_counts or LineCounts())
 
@@ -254,15 +210,13 @@ class ExampleIngest:
             return NOTHING
         if self.folds:
             return self._held_out_fold()
-        lowest, highest, left_out = 1.0, 0.0, LeftOut()
-        for source in self.train:
-            for row in self.reader(left_out).read(source):
-                fraction = hash_fraction(row.group)
-                highest = max(highest, fraction)
-                if not self.lacks_labels(row):  # records without labels are not held out
-                    lowest = min(lowest, fraction)
-                if lowest < self.heldout_fraction <= highest:
-                    return HeldOutHashes(self.heldout_fraction)
+        left_out = LeftOut()
+        # Records without labels are not held out.
+        names = ((row.name, not self.lacks_labels(row)) for row in self._training_rows(left_out))
+        hashes = hash_range(names, self.heldout_fraction)
+        if hashes.has_both(self.heldout_fraction):
+            return HeldOutHashes(self.heldout_fraction)
+        _, lowest, highest = hashes
         if lowest == 1.0 and highest:
             raise InputError(
                 "no example has a label, so that none can be held out and scored: pass data.heldout_path=PATH with labelled "
@@ -285,31 +239,19 @@ class ExampleIngest:
     def _held_out_fold(self) -> HeldOutHashes:
         """Hashes of the part of `folds` that is held out."""
         left_out = LeftOut()
-        names = (row.group for source in self.train for row in self.reader(left_out).read(source))
-        if held_out := self.folds.held_out(names):
+        if held_out := self.folds.held_out(row.name for row in self._training_rows(left_out)):
             return held_out
         noun = f"groups ({self.group_field!r})" if self.group_field else "examples"
         raise self.folds.too_few(",".join(source.path for source in self.train), noun, left_out.in_brackets())
 
     def lacks_labels(self, row: Row) -> bool:
-        """Whether an example has no label, although others of its kind have one.
-
-        Args:
-          row: The record.
-
-        Returns:
-          False for kinds whose records may not lack labels.
-        """
+        """Whether an example has no label, although others of its kind have one."""
         return self.kind.unlabelled and "" in self.kind.labels(row.values)
 
 
 def _trained_classes(classes: ClassIndex) -> list[str]:
     """Names of the classes of training examples, in the order of their final ids."""
     return in_order([name for name, count in zip(classes.names, classes.counts, strict=True) if count])
-
-
-def _total_bytes(sources: Sequence[Source]) -> int:
-    return max(1, sum(file.text_bytes for source in sources for file in source.files))
 
 
 class _Writing:
@@ -330,14 +272,12 @@ class _Writing:
         self.left_out = examination.left_out
         self.unlabelled = 0  # training examples without a label
         self.classes = ingest.class_index()
-        self._progress = progress
-        self._done = 0
-        self._total = _total_bytes([source for group in ingest._groups for source in group])
+        self._done = Done("tokenising", ingest.groups, progress)
 
     def read(
         self,
         source: Source,
-        candidates: _Candidates,
+        candidates: _ScoredSet,
         train: ExampleWriter | None = None,
         held_out: HeldOutHashes = NOTHING,
     ) -> None:
@@ -347,20 +287,10 @@ class _Writing:
         is held out.
         """
         self.left_out.merge(source.left_out)
-        kind, is_empty = self.ingest.kind, True
         reader = self.ingest.reader(self.left_out, train is not None, self.examination.line_counts)
-        for rows in _groups(reader.read(source), kind):
-            pieces = [[piece.encode() for piece in kind.pieces(row.values)] for row in rows]
-            encoded = iter(self.tokenizer.encode_batch([piece for row in pieces for piece in row]))
-            for row, texts in zip(rows, pieces, strict=True):
-                is_empty = False
-                ids = [next(encoded) for _ in texts]
-                is_scored = train is None or held_out.includes(row.group)
-                self._add(row, ids, is_scored, reader, candidates, train)
-        if is_empty:
-            raise InputError(
-                f"data: {source.path!r} holds no examples{self.left_out.in_brackets()}: pass one that does"
-            )
+        encoded = self.ingest.encoded(reader.read(source), self.tokenizer)
+        for row, ids in nonempty(encoded, source, "examples", self.left_out):
+            self._add(row, ids, train is None or held_out.includes(row.name), reader, candidates, train)
 
     def _add(
         self,
@@ -368,7 +298,7 @@ class _Writing:
         ids: Sequence[Any],
         is_scored: bool,
         reader: RowReader,
-        candidates: _Candidates,
+        candidates: _ScoredSet,
         train: ExampleWriter | None,
     ) -> None:
         """Appends an example with the ids of its texts to `candidates` or `train`, or counts it as left out."""
@@ -388,9 +318,8 @@ class _Writing:
         except FieldError as error:
             reader.report_bad(row.where, InputError(f"{row.where}: {error}: {SKIP}"))
             return
-        raw = [text.encode() for text in kind.texts(row.values)]
-        self._done += sum(map(len, raw))
-        self._progress("tokenising", min(self._done, self._total), self._total)
+        raw = self.ingest.texts(row)
+        self._done.add(sum(map(len, raw)))
         if train is None or is_scored:
             fraction = candidates.add(row, parts, raw, stored, kind.grade(row.values))
             self.examination.add_scored(candidates.name, fraction, row.where, raw, names)
@@ -415,21 +344,12 @@ class _Writing:
         self.left_out.add(UNKNOWN_HELDOUT if is_scored else UNKNOWN_TRAINING, f"{error.label!r}, {where}")
 
 
-def _groups(rows: Iterator[Row], kind: Kind) -> Iterator[list[Row]]:
-    """Consecutive rows in groups, so that a tokenizer can encode many at once."""
-    group, size = [], 0
-    for row in rows:
-        group.append(row)
-        size += sum(map(len, kind.texts(row.values)))
-        if size >= _GROUP_BYTES or len(group) >= _GROUP_EXAMPLES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+class _ScoredSet:
+    """Examples that may be scored, on disk until those with the lowest hashes of their groups are chosen.
 
-
-class _Candidates:
-    """Examples that may be held out, on disk, with the hashes of their groups."""
+    Attributes:
+      aside: Number of examples that were not chosen.
+    """
 
     def __init__(self, writing: _Writing, name: str):
         self._writing = writing
@@ -437,10 +357,10 @@ class _Candidates:
         self._writer = ExampleWriter(
             writing.directory, "candidates", writing.tokenizer.vocab_size, writing.classes.names
         )
-        self._fractions: list[float] = []
+        self._candidates = Candidates()
         self.aside = 0
 
-    def __enter__(self) -> _Candidates:
+    def __enter__(self) -> _ScoredSet:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -456,8 +376,7 @@ class _Candidates:
     ) -> float:
         """Appends an example, see `ExampleWriter.add`, and returns the hash of its group."""
         self._writer.add(token_ids, texts, labels, grade)
-        self._fractions.append(hash_fraction(row.group))
-        return self._fractions[-1]
+        return self._candidates.add(row.name)
 
     def write_selected(self, limit: int | None) -> dict[str, Any]:
         """Copies the examples with the lowest hashes, at most `limit`, to the files of `name`, and returns their record.
@@ -468,18 +387,16 @@ class _Candidates:
         names = self._writing.classes.names
         stored = StoredExamples(directory, "candidates", self._writer.record(), kind.parts, np.arange(len(names)))
         # Before the limit applies, so that a resumed run, which refuses unknown labels as it reads, selects the same examples.
-        known = np.array([number for number in range(stored.count) if self._is_known(stored.labels(number))], np.int64)
-        order = known[np.argsort(np.array(self._fractions, np.float64)[known], kind="stable")[:limit]]
-        self.aside = len(known) - len(order)
+        known = [number for number in range(stored.count) if self._is_known(stored.labels(number))]
+        selected = self._candidates.lowest(math.inf if limit is None else limit, known)
+        self.aside = len(known) - len(selected)
         with ExampleWriter(directory, self.name, self._writing.tokenizer.vocab_size, names) as writer:
-            for number in np.sort(order).tolist():
+            for number in selected:
                 indices = range(kind.parts)
                 texts = [stored.text(number, part) for part in indices]
                 grade = stored.grade(number) if stored.has_grades else None
                 writer.add([stored.part(number, part) for part in indices], texts, stored.labels(number), grade)
-        for file in os.listdir(directory):
-            if file.startswith("candidates."):
-                os.remove(os.path.join(directory, file))
+        remove_files(directory, "candidates")
         return writer.record()
 
     def _is_known(self, labels: np.ndarray) -> bool:

@@ -10,7 +10,7 @@ Example::
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hpnlp.data import tokenizers
 from hpnlp.data.examples import generated
@@ -18,12 +18,10 @@ from hpnlp.data.examples.config import ExampleConfig
 from hpnlp.data.examples.dataset import Examples
 from hpnlp.data.examples.ingest import ExampleIngest
 from hpnlp.data.examples.rows import FORMATS
+from hpnlp.data.ingest import prepared
 from hpnlp.data.reading import sources, token_store
-from hpnlp.data.reading.digest import Snapshot
 from hpnlp.data.reading.files import Progress, ignore_progress
 from hpnlp.data.reading.split import Folds
-from hpnlp.data.stream import trained_tokenizer
-from hpnlp.data.tokenizers import tokenizer_digest
 from hpnlp.types import InputError, Tokenizer
 
 Made = TypeVar("Made", bound=Examples)
@@ -59,26 +57,7 @@ def prepare_examples(
     if tokenizer is None and not tokenizers.is_trained(config.tokenizer):
         tokenizer = tokenizers.build(config.tokenizer)  # before examples are read, so that a wrong path fails early
     ingest = find_sources(config, root, labels)
-    snapshot = Snapshot(ingest.paths)
-    content = [ingest.fingerprint(), snapshot.digest(root, progress)]
-    texts = ingest.training_texts(config.tokenizer, progress)
-    tokenizer = tokenizer or trained_tokenizer(config.tokenizer, texts, root, content, snapshot)
-    is_cached = True
-
-    def write(path: str) -> dict[str, Any]:
-        nonlocal is_cached
-        is_cached = False
-        record = ingest.write(path, tokenizer, progress)
-        snapshot.check()
-        return record
-
-    key = [content, tokenizer_digest(tokenizer)]
-    if labels is not None:
-        cached = token_store.find(root, _name(key)) or {}
-        # The classes of a run that is resumed are mostly those that its data have by themselves.
-        key = key if cached.get("labels") == list(labels) else [*key, list(labels)]
-    directory, record = token_store.cached(root, _name(key), write)
-    return opened_as(config, tokenizer, directory, record, is_cached)
+    return opened_as(config, *prepared(ingest, config.tokenizer, tokenizer, root, "examples", progress, labels))
 
 
 def check_paths(config: ExampleConfig) -> None:
@@ -103,11 +82,6 @@ def _check_parts(config: ExampleConfig) -> None:
             f"data.folds={config.folds}: data.path={config.path!r} has held-out examples of its own, which no part replaces: "
             "set data.folds=0 (no --folds), or pass records of your own"
         )
-
-
-def _name(key: object) -> str:
-    """Name of an entry of the cache."""
-    return f"examples-{token_store.json_hash(key)}"
 
 
 def find_sources(config: ExampleConfig, root: str, labels: Sequence[str] | None) -> ExampleIngest:

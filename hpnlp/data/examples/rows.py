@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import csv
 import dataclasses
 import io
@@ -9,7 +10,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from hpnlp.data.reading.records import LIST_ALL, SKIP, CountedLines, CountedReco
 from hpnlp.data.reading.sources import File, LeftOut, LineCounts, Source, extension
 from hpnlp.types import InputError
 
+T = TypeVar("T")
 # (index of a record in its file, place for error messages, name of a field -> value)
 _Values = tuple[int, str, dict[str, Any]]
 
@@ -39,30 +41,125 @@ class Row(NamedTuple):
     """One valid record.
 
     Attributes:
-      group: Name by which the example is held out or not: the value of the group's field, or else file and number.
+      name: Name by which the example is held out or not: the value of the group's field, or else file and number.
       where: Place of the record, for error messages.
       values: `Column.key` -> converted value of the field.
       kept: Name of each field of `RowReader.keep` -> its value.
     """
 
-    group: str
+    name: str
     where: str
     values: dict[str, Any]
     kept: dict[str, Any]
 
 
+class RecordReader(abc.ABC, Generic[T]):
+    """Reads the records of sources. Invalid records raise an error, or are left out and counted.
+
+    Attributes:
+      left_out: Counts what is not read.
+      skip_bad_lines: Leave out and count bad records.
+      line_counts: Numbers of records and lines, where they differ.
+      bad_reason: Reason under which bad records are counted.
+    """
+
+    left_out: LeftOut
+    skip_bad_lines: bool
+    line_counts: LineCounts
+    bad_reason: ClassVar[str] = "invalid"
+
+    @property
+    @abc.abstractmethod
+    def columns(self) -> tuple[Column, ...]:
+        """Fields to read."""
+
+    @abc.abstractmethod
+    def read_file(self, file: File, source: Source) -> Iterator[T]:
+        """Reads the content of one file of a source."""
+
+    def check(self, values: dict[str, Any]) -> None:
+        """Raises FieldError if the values of a record do not fit together."""
+        return None
+
+    def fix(self, column: Column) -> str:
+        """The fix for a record that lacks a field, besides that of the record; "" for none."""
+        return ""
+
+    def read(self, source: Source) -> Iterator[T]:
+        """Reads the files of a source in their order.
+
+        Raises InputError if a file cannot be read or holds an invalid record, with the file and the place in it.
+        """
+        for file in source.files:
+            try:
+                yield from self.read_file(file, source)
+            except OSError as error:
+                raise files.unreadable(file.path, error) from error
+
+    def report_bad(self, where: str, error: InputError, reason: str = "") -> None:
+        """Counts a bad record, or raises the error, with the command that lists all of them."""
+        if not self.skip_bad_lines:
+            raise InputError(f"{error}; {LIST_ALL}") from error
+        self.left_out.add(reason or self.bad_reason, where)
+
+    def read_records(self, file: File, stream: io.BufferedReader | None = None) -> Iterator[Row]:
+        """Valid records of a file in one of FORMATS, whose content is `stream` if it is read as one."""
+        name = files.uncompressed(file.name)
+        for number, where, record in self._unchecked(file, stream):
+            row = self._convert(name, number, where, record)
+            if row is not None:
+                yield row
+
+    def _unchecked(self, file: File, stream: io.BufferedReader | None) -> Iterator[_Values]:
+        """Records of one file, before their fields are checked; counts the records and lines of formats of lines."""
+        suffix, path = file.suffix, printable(file.path)
+        if stream is None:
+            yield from _BY_PATH[suffix](file.path, self.columns)
+        elif suffix not in _BY_LINES:
+            yield from _BY_STREAM[suffix](stream, path, self.columns, self.report_bad)
+        else:
+            counted, records_read = CountedLines(stream), CountedRecords(self.report_bad)
+            read = _BY_STREAM[suffix](counted, path, self.columns, records_read.report_bad)
+            yield from records_read.count_each(read)
+            self.line_counts.add(file.name, records_read.count, counted.count - _BY_LINES[suffix])
+
+    def _convert(self, name: str, number: int, where: str, record: dict[str, Any]) -> Row | None:
+        """The record with converted values; None if it is bad and skipped."""
+        values, kept, known = {}, {}, list(record)
+        for column in self.columns:
+            if column.name not in record and not column.is_optional:
+                fault = records.missing_in_record(column.name, column.argument, known)
+                self.report_bad(where, InputError(f"{where}: {fault}{self.fix(column)}"))
+                return None
+        fix = SKIP
+        try:
+            for column in self.columns:
+                field = record.get(column.name)
+                try:
+                    value = TYPES[column.type][0](field)
+                except FieldError as error:
+                    fix += self.fix(column) if is_missing(field) else ""
+                    raise FieldError(f"field {column.name!r} {error}") from error
+                if column.argument == "keep":
+                    kept[column.name] = value
+                else:
+                    values[column.key] = value
+            self.check(values)
+        except FieldError as error:
+            self.report_bad(where, InputError(f"{where}: {error}: {fix}"))
+            return None
+        return Row(values.pop("group_field", f"{name}#{number}"), where, values, kept)
+
+
 @dataclasses.dataclass(frozen=True)
-class RowReader:
-    """Reads the records of sources.
+class RowReader(RecordReader[Row]):
+    """Reads the records of sources of examples.
 
     Attributes:
       kind: Kind of the examples.
       group_field: Field with the name of a record's group; "" for none.
-      left_out: Counts what is not read.
-      skip_bad_lines: Leave out and count bad records.
       has_labels: Read all fields of the kind; otherwise its `inputs` only.
       keep: Names of other fields to read as they are.
-      line_counts: Numbers of records and lines, where they differ.
     """
 
     kind: Kind
@@ -74,123 +171,41 @@ class RowReader:
     line_counts: LineCounts = dataclasses.field(default_factory=LineCounts)
 
     @property
-    def _columns(self) -> tuple[Column, ...]:
-        """Fields to read."""
+    def columns(self) -> tuple[Column, ...]:
         group = [Column(self.group_field, "group_field", "label")] if self.group_field else []
         kept = [Column(name, "keep", "anything") for name in self.keep]
         return (*(self.kind.columns if self.has_labels else self.kind.inputs), *group, *kept)
 
-    def read(self, source: Source) -> Iterator[Row]:
-        """Reads the records of a source in the order of its files.
+    def check(self, values: dict[str, Any]) -> None:
+        self.kind.check({**self.kind.placeholders(values), **values})
 
-        Args:
-          source: The files.
-
-        Yields:
-          The valid records.
-
-        Raises:
-          InputError: A file cannot be read or holds an invalid record. The message names the file and the place in it.
-        """
-        for file in source.files:
-            try:
-                for number, where, record in self._read_file(file, source.walked):
-                    row = self._convert(files.uncompressed(file.name), number, where, record)
-                    if row is not None:
-                        yield row
-            except OSError as error:
-                raise files.unreadable(file.path, error) from error
-
-    def _fix(self, column: Column) -> str:
-        """The fix for a record that lacks a label, which the kind words; "" for other fields."""
+    def fix(self, column: Column) -> str:
         return self.kind.label_fix if column.argument in LABEL_FIELDS else ""
 
-    def report_bad(self, where: str, error: InputError, reason: str = "invalid") -> None:
-        """Counts a bad record, or raises the error unless bad records are skipped.
-
-        Args:
-          where: Place of the record.
-          error: The error.
-          reason: Reason under which the record is counted.
-
-        Raises:
-          InputError: The error, with the command that lists all of them.
-        """
-        if not self.skip_bad_lines:
-            raise InputError(f"{error}; {LIST_ALL}") from error
-        self.left_out.add(reason, where)
-
-    def _read_file(self, file: File, walked: bool) -> Iterator[_Values]:
-        """Records of one file, before their fields are checked."""
-        suffix = os.path.splitext(files.uncompressed(file.path))[1].lower()
-        if suffix not in FORMATS:
-            if not walked:
+    def read_file(self, file: File, source: Source) -> Iterator[Row]:
+        if file.suffix not in FORMATS:
+            if not source.walked:
                 raise InputError(
                     f"{file.path!r} has another format: expected {', '.join(FORMATS)}: convert or rename it"
                 )
             self.left_out.add(f"of other formats ({extension(file.name)})", file.name)
-        elif suffix in _BY_PATH:
-            yield from _BY_PATH[suffix](file.path, self._columns)
+        elif file.suffix in _BY_PATH:
+            yield from self.read_records(file)
         else:
             with files.open_text(file.path) as stream:
                 head = stream.peek()[: files.SNIFF]
                 if encoding := files.foreign_encoding(head):
                     raise files.not_utf8(file.path, encoding)
-                if not head:
+                if head:
+                    yield from self.read_records(file, stream)
+                else:
                     self.left_out.add("empty", file.name)
-                else:
-                    yield from self._read_stream(stream, suffix, file)
-
-    def _read_stream(self, stream: io.BufferedReader, suffix: str, file: File) -> Iterator[_Values]:
-        """Records of one file that is read as a stream; counts its records and lines."""
-        read, path = _BY_STREAM[suffix], printable(file.path)
-        if suffix not in _BY_LINES:
-            yield from read(stream, path, self._columns, self.report_bad)
-            return
-        counted, records_read = CountedLines(stream), CountedRecords(self.report_bad)
-        yield from records_read.count_each(read(counted, path, self._columns, records_read.report_bad))
-        self.line_counts.add(file.name, records_read.count, counted.count - _BY_LINES[suffix])
-
-    def _convert(self, name: str, number: int, where: str, record: dict[str, Any]) -> Row | None:
-        """The record with converted values; None if it is bad and skipped."""
-        values, kept, known = {}, {}, list(record)
-        for column in self._columns:
-            if column.name not in record and not column.is_optional:
-                fault = records.missing_in_record(column.name, column.argument, known)
-                self.report_bad(where, InputError(f"{where}: {fault}{self._fix(column)}"))
-                return None
-        fix = SKIP
-        try:
-            for column in self._columns:
-                field = record.get(column.name)
-                try:
-                    value = TYPES[column.type][0](field)
-                except FieldError as error:
-                    fix += self._fix(column) if is_missing(field) else ""
-                    raise FieldError(f"field {column.name!r} {error}") from error
-                if column.argument == "keep":
-                    kept[column.name] = value
-                else:
-                    values[column.key] = value
-            self.kind.check({**self.kind.placeholders(values), **values})
-        except FieldError as error:
-            self.report_bad(where, InputError(f"{where}: {error}: {fix}"))
-            return None
-        return Row(values.pop("group_field", f"{name}#{number}"), where, values, kept)
 
 
 def read_columns(path: str) -> Iterator[dict[str, Any]]:
-    """Reads the records of a file of text formats with all of their columns, unchecked, and leaves out invalid ones.
+    """Records of a file of text formats with all of their columns, unchecked and without invalid ones.
 
-    Args:
-      path: Path of the file.
-
-    Yields:
-      The records; none of a file in another format.
-
-    Raises:
-      InputError: The file cannot be read as its format.
-      OSError: The file cannot be read.
+    There are none of a file in another format. Raises InputError or OSError if the file cannot be read.
     """
 
     def leave_out(where: str, error: InputError) -> None:
@@ -204,24 +219,29 @@ def read_columns(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _json_lines(stream: CountedLines, path: str, columns: Sequence[Column], report_bad: ReportBad) -> Iterator[_Values]:
-    expected = f"a JSON object with fields {_names(columns)}"
-    return records.line_objects(stream, path, expected, report_bad)
+    return records.json_lines(stream, path, f"a JSON object with {_fields(columns)}", report_bad)
 
 
 def _json_array(
     stream: io.BufferedReader, path: str, columns: Sequence[Column], report_bad: ReportBad
 ) -> Iterator[_Values]:
+    """Elements of an array. A string is a document, if documents have no other field."""
+    is_text = [column.type for column in columns] == ["bytes"]
     for number, value in enumerate(records.ArrayReader(stream, path)):
         where = f"{path}, record {number + 1}"
         if isinstance(value, dict):
             yield number, where, value
+        elif is_text and isinstance(value, str):
+            yield number, where, {columns[0].name: value}
         else:
-            expected = f"expected an object with fields {_names(columns)}"
-            report_bad(where, InputError(f"{where}: a {type(value).__name__}, {expected}: {SKIP}"))
+            expected = "an object or a string" if is_text else f"an object with {_fields(columns)}"
+            report_bad(where, InputError(f"{where}: a {type(value).__name__}, expected {expected}: {SKIP}"))
 
 
-def _names(columns: Sequence[Column]) -> str:
-    return ", ".join(repr(column.name) for column in columns)
+def _fields(columns: Sequence[Column]) -> str:
+    """Names of fields, for messages."""
+    names = ", ".join(repr(column.name) for column in columns)
+    return f"fields {names}" if len(columns) > 1 else f"a field {names}"
 
 
 def _csv(stream: CountedLines, path: str, columns: Sequence[Column], report_bad: ReportBad) -> Iterator[_Values]:

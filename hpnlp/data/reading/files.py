@@ -231,3 +231,24 @@ def not_utf8(path: str, encoding: str) -> InputError:
     convert = f"iconv -f {encoding} -t UTF-8"
     command = f"{unpack} {quoted} | {convert}" if unpack else f"{convert} {quoted}"
     return InputError(f"{path!r} is {encoding}, not UTF-8: convert it by: {command} > NEW_FILE")
+
+
+class NotTextError(InputError):
+    """Bytes that are not UTF-8, given to a tokenizer that needs text: the index and the value of the first invalid byte."""
+
+    def __init__(self, offset: int, byte: int, where: str = ""):
+        skip = ", pass data.skip_bad_lines=True to leave such lines out," if where else ","
+        super().__init__(
+            f"{where or 'the text'}: byte {offset} (0x{byte:02x}) is not UTF-8, which this tokenizer needs, {CONVERT}: "
+            f"convert it{skip} or pass data.tokenizer=bytes"
+        )
+        self.offset = offset
+        self.byte = byte
+
+
+def to_text(data: bytes) -> str:
+    """Decodes UTF-8, or raises NotTextError."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise NotTextError(error.start, data[error.start]) from error

@@ -2,13 +2,14 @@
 
 A file or a glob that a user names is read as it is. A walk through a directory leaves out files that are unlikely to be
 text: hidden files and directories, `__pycache__`, links to directories, and compressed files other than `.txt`, `.md`,
-`.json` and `.jsonl` followed by `.gz` or `.zst`. `documents.DocumentReader` leaves out more files of a walk by
+`.json` and `.jsonl` followed by `.gz` or `.zst`. `hpnlp.data.documents.DocumentReader` leaves out more files of a walk by
 their content. Every omission is counted in a `LeftOut`, so that the caller can report it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import glob
 import os
 import sysconfig
@@ -50,7 +51,12 @@ class File:
     @property
     def kind(self) -> str:
         """Format by the extension: "text", "jsonl", "json" (an array of records, or else text), "parquet" or "tokens"."""
-        return _KINDS.get(os.path.splitext(files.uncompressed(self.path))[1].lower(), "text")
+        return _KINDS.get(self.suffix, "text")
+
+    @property
+    def suffix(self) -> str:
+        """Extension of the format in lower case, without that of a compression."""
+        return os.path.splitext(files.uncompressed(self.path))[1].lower()
 
     @property
     def text_bytes(self) -> int:
@@ -73,6 +79,11 @@ class Source:
     files: tuple[File, ...]
     walked: bool
     left_out: LeftOut
+
+    @functools.cached_property
+    def text_bytes(self) -> int:
+        """Size of the text of all files in bytes; see `File.text_bytes`."""
+        return sum(file.text_bytes for file in self.files)
 
 
 class LeftOut(dict[str, list[Any]]):

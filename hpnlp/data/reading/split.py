@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from hpnlp.types import InputError
 
@@ -49,6 +50,30 @@ class HeldOutHashes:
 
 
 NOTHING = HeldOutHashes(0.0)
+
+
+class HashRange(NamedTuple):
+    """The number of names, the lowest hash of those that may be held out (1 without any), and the highest hash of all."""
+
+    count: int = 0
+    lowest: float = 1.0
+    highest: float = 0.0
+
+    def has_both(self, fraction: float) -> bool:
+        """Whether both sides of a split at `fraction` have a name."""
+        return self.lowest < fraction <= self.highest
+
+
+def hash_range(names: Iterable[tuple[str, bool]], fraction: float, enough: int = 1) -> HashRange:
+    """Reads names, each with whether it may be held out, until there are `enough` on both sides of `fraction`, or all."""
+    hashes = HashRange()
+    for name, may_be_held_out in names:
+        value = hash_fraction(name)
+        lowest = min(hashes.lowest, value) if may_be_held_out else hashes.lowest
+        hashes = HashRange(hashes.count + 1, lowest, max(hashes.highest, value))
+        if hashes.count >= enough and hashes.has_both(fraction):
+            break
+    return hashes
 
 
 @dataclasses.dataclass(frozen=True)

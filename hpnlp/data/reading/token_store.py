@@ -167,6 +167,13 @@ def _remove_stale(root: str) -> None:
                 shutil.rmtree(entry.path, ignore_errors=True)
 
 
+def remove_files(directory: str, name: str) -> None:
+    """Removes the files `directory/name.*`."""
+    for file in os.listdir(directory):
+        if file.startswith(f"{name}."):
+            os.remove(os.path.join(directory, file))
+
+
 class TokenWriter:
     """Appends documents to the files `directory/name.*`; a context manager. No document stays in memory."""
 

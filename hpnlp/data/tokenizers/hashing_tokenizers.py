@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp import spec as specs
-from hpnlp.data.reading.documents import to_text
+from hpnlp.data.reading.files import to_text
 from hpnlp.data.tokenizers import word_hashes
 from hpnlp.data.tokenizers.prompt import prompt_bytes
 from hpnlp.data.tokenizers.tokenizer_file import check_version

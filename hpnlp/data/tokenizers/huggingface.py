@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from hpnlp import spec as specs
-from hpnlp.data.reading.documents import to_text
+from hpnlp.data.reading.files import to_text
 from hpnlp.data.tokenizers.prompt import prompt_bytes, unknown_parts, with_bos
 from hpnlp.data.tokenizers.tokenizer_file import check_size
 from hpnlp.data.tokenizers.tokenizer_process import TokenizerProcess

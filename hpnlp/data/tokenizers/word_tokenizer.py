@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hpnlp import spec as specs
-from hpnlp.data.reading.documents import to_text
+from hpnlp.data.reading.files import to_text
 from hpnlp.data.tokenizers.prompt import prompt_bytes, unknown_parts, with_bos
 from hpnlp.data.tokenizers.tokenizer_file import check_size, check_version, integers
 from hpnlp.data.tokenizers.word_similarity import similar_order

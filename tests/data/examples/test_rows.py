@@ -56,7 +56,7 @@ def test_compressed_files_and_integer_labels_give_the_same_rows(tmp_path):
     for name in ("a.jsonl", "b.jsonl.gz", "c.csv"):
         found, _ = read(tmp_path / name)
         assert [row.values for row in found] == expected
-        assert [row.group for row in found][0] == f"{name.removesuffix('.gz')}#0"
+        assert [row.name for row in found][0] == f"{name.removesuffix('.gz')}#0"
 
 
 def test_parquet_columns_may_be_dictionaries_lists_and_integers(tmp_path):
@@ -137,7 +137,7 @@ def test_arrays_may_hold_integers_and_booleans(tmp_path):
     np.savez(tmp_path / "a.npz", text=np.array(["é".encode(), b"bc"]), label=np.array([True, False]))
     rows, _ = read(tmp_path / "a.npz")
     assert [tuple(row.values.values()) for row in rows] == [("é", "true"), ("bc", "false")]
-    assert rows[1].group == "a.npz#1"
+    assert rows[1].name == "a.npz#1"
 
 
 def test_invalid_arrays_raise(tmp_path):

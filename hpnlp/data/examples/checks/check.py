@@ -6,11 +6,11 @@ import dataclasses
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hpnlp.data import tokenizers
-from hpnlp.data.check import Check, Faults
+from hpnlp.data.check import Check, CollectingReader, Faults
 from hpnlp.data.examples.checks.examination import Examination
 from hpnlp.data.examples.config import ExampleConfig
 from hpnlp.data.examples.dataset import Examples
@@ -20,7 +20,7 @@ from hpnlp.data.examples.prepare import find_sources
 from hpnlp.data.examples.rows import Row, RowReader
 from hpnlp.data.reading import token_store
 from hpnlp.data.reading.files import Progress, ignore_progress
-from hpnlp.data.reading.sources import LeftOut, LineCounts, Source
+from hpnlp.data.reading.sources import LeftOut, LineCounts
 from hpnlp.types import InputError, Tokenizer
 
 
@@ -109,7 +109,7 @@ class _CollectingIngest(ExampleIngest):
     def reader(self, left_out: LeftOut, has_groups: bool = True, line_counts: LineCounts | None = None) -> RowReader:
         """A reader that collects faults in the pass of the examination only: other passes read the same records."""
         reader = super().reader(left_out, has_groups, line_counts)
-        return _CollectingReader(
+        return _CollectingRows(
             **vars(reader), faults=self.faults if left_out is self.examination.left_out else Faults()
         )
 
@@ -136,13 +136,5 @@ class _LenientClassIndex(ClassIndex):
 
 
 @dataclasses.dataclass(frozen=True)
-class _CollectingReader(RowReader):
-    """Collects faults of records and of files, and reads on."""
-
+class _CollectingRows(CollectingReader[Row], RowReader):
     faults: Faults = dataclasses.field(default_factory=Faults)
-
-    def read(self, source: Source) -> Iterator[Row]:
-        return self.faults.read(super().read, source)
-
-    def report_bad(self, where: str, error: InputError, reason: str = "invalid") -> None:
-        self.faults.add_record(where, error)

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
+import re
 import tokenize
 from collections.abc import Iterator
 
 import numpy as np
 
-from hpnlp.data.reading import files, records
+from hpnlp.data.examples.fields import Column
+from hpnlp.data.examples.rows import RecordReader, Row
+from hpnlp.data.reading import files
 from hpnlp.data.reading.files import printable
 from hpnlp.data.reading.sources import File, LeftOut, LineCounts, Source
 from hpnlp.types import InputError
@@ -46,133 +50,69 @@ class Document:
     is_record: bool = False
 
 
-class NotTextError(InputError):
-    """Bytes that are not UTF-8, given to a tokenizer that needs text.
-
-    Attributes:
-      offset: Index of the first invalid byte.
-      byte: Value of that byte.
-    """
-
-    def __init__(self, offset: int, byte: int, where: str = ""):
-        skip = ", pass data.skip_bad_lines=True to leave such lines out," if where else ","
-        super().__init__(
-            f"{where or 'the text'}: byte {offset} (0x{byte:02x}) is not UTF-8, which this tokenizer needs, {files.CONVERT}: "
-            f"convert it{skip} or pass data.tokenizer=bytes"
-        )
-        self.offset = offset
-        self.byte = byte
-
-
-def to_text(data: bytes) -> str:
-    """Decodes UTF-8.
-
-    Args:
-      data: Encoded text.
-
-    Returns:
-      The decoded text.
-
-    Raises:
-      NotTextError: `data` is not UTF-8.
-    """
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise NotTextError(error.start, data[error.start]) from error
-
-
 @dataclasses.dataclass(frozen=True)
-class DocumentReader:
-    """Reads the documents of sources with the options of a `DataConfig`.
+class DocumentReader(RecordReader[Document]):
+    """Reads the documents of sources with the options of a `DataConfig`: text, token ids, or records of a text and a prompt.
 
     Attributes:
-      fields: Fields of records that hold the text and the prompt.
-      left_out: Counts what is not read.
+      text_field, prompt_field: Fields of records that hold the text and the prompt; "" for no prompt.
       eos_id: Token after which arrays of ids are split into documents; None for no splits.
       skip_bad_lines: Leave out and count lines of text that are not UTF-8, and records without valid text.
       cut_finely: Cut text files into pieces of 1 to 64 KiB, about 1 % of the source, as a source of one file always is.
-      line_counts: Numbers of records and lines, where they differ.
     """
 
-    fields: records.Fields
+    text_field: str
+    prompt_field: str
     left_out: LeftOut
     eos_id: int | None = None
     skip_bad_lines: bool = False
     cut_finely: bool = False
     line_counts: LineCounts = dataclasses.field(default_factory=LineCounts)
+    bad_reason = "bad lines"
 
-    def read(self, source: Source) -> Iterator[Document]:
-        """Reads the documents of a source in the order of its files.
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        prompt = [Column(self.prompt_field, "prompt_field", "bytes")] if self.prompt_field else []
+        return Column(self.text_field, "text_field", "bytes"), *prompt
 
-        Args:
-          source: The files.
+    def read_file(self, file: File, source: Source) -> Iterator[Document]:
+        """The documents of a file, each with at least one byte or token id of text."""
+        for document in self._documents(file, source):
+            if self.skip_bad_lines and isinstance(document.text, bytes):
+                document = self._without_bad_lines(document)
+            if document is not None and len(document.text):
+                yield document
+            elif document is not None:
+                self.left_out.add("empty", document.where)
 
-        Yields:
-          Documents with at least one byte or token id of text.
-
-        Raises:
-          InputError: A file cannot be read or holds an invalid record. The message names the file and the place in it.
-        """
-        cuts_finely = self.cut_finely or len(source.files) == 1
-        max_bytes = _piece_size(sum(file.text_bytes for file in source.files)) if cuts_finely else _MAX_BYTES
-        for file in source.files:
-            try:
-                for document in self._read_file(file, max_bytes, source.walked):
-                    if self.skip_bad_lines and isinstance(document.text, bytes):
-                        document = self._without_bad_lines(document)
-                        if document is None:
-                            continue
-                    if len(document.text):
-                        yield document
-                    else:
-                        self.left_out.add("empty", document.where)
-            except OSError as error:
-                raise files.unreadable(file.path, error) from error
-
-    def _report_bad(self, where: str, error: InputError) -> None:
-        """Counts a bad line or record at `where`, or raises `error` if bad lines are not skipped."""
-        if not self.skip_bad_lines:
-            raise InputError(f"{error}; {records.LIST_ALL}") from error
-        self.left_out.add("bad lines", where)
-
-    def _read_file(self, file: File, max_bytes: int, walked: bool) -> Iterator[Document]:
+    def _documents(self, file: File, source: Source) -> Iterator[Document]:
         """Documents of one file, empty ones and those with bad lines included."""
         if file.kind == "tokens":
             yield from _read_ids(file, self.eos_id)
             return
-        # Compressing a file does not change the names of its documents, and so not which of them are held out.
-        name = files.uncompressed(file.name)
         if file.kind == "parquet":
-            yield from (_record_document(name, record) for record in records.parquet(file.path, self.fields))
+            yield from map(_record_document, self.read_records(file))
             return
+        walked = source.walked
         with files.open_text(file.path) as stream:
             head = stream.peek()[: files.SNIFF]
-            is_text = file.kind == "text" or (file.kind == "json" and not records.is_array(head, self.fields, walked))
+            is_text = file.kind == "text" or (file.kind == "json" and not _is_array(head, self.text_field, walked))
             encoding = files.foreign_encoding(head)
             if encoding and not (walked and is_text):
                 raise files.not_utf8(file.path, encoding)
             if encoding:
                 self.left_out.add(f"in {encoding}, to be converted by iconv -f {encoding} -t UTF-8,", file.name)
             elif not is_text:
-                for record in self._read_records(stream, file):
-                    yield _record_document(name, record)
+                yield from map(_record_document, self.read_records(file, stream))
             elif walked and b"\0" in head:
                 self.left_out.add("binary", file.name)
             elif not head:
                 self.left_out.add("empty", file.name)
             else:
-                yield from _read_text(stream, name, printable(file.path), max_bytes)
-
-    def _read_records(self, stream: io.BufferedReader, file: File) -> Iterator[records.FileRecord]:
-        """Records of a JSON file; counts the records and lines of JSON lines."""
-        path = printable(file.path)
-        if file.kind == "json":
-            yield from records.json_array(stream, path, self.fields, self._report_bad)
-            return
-        counted, records_read = records.CountedLines(stream), records.CountedRecords(self._report_bad)
-        yield from records_read.count_each(records.json_lines(counted, path, self.fields, records_read.report_bad))
-        self.line_counts.add(file.name, records_read.count, counted.count)
+                cuts_finely = self.cut_finely or len(source.files) == 1
+                max_bytes = _piece_size(source.text_bytes) if cuts_finely else _MAX_BYTES
+                # Compressing a file does not change the names of its documents, and so not which of them are held out.
+                yield from _read_text(stream, files.uncompressed(file.name), printable(file.path), max_bytes)
 
     def _without_bad_lines(self, document: Document) -> Document | None:
         """`document` without lines that are not UTF-8; a record is dropped as a whole. None if nothing remains."""
@@ -180,21 +120,35 @@ class DocumentReader:
         if _is_utf8(document.text) and _is_utf8(document.prompt):
             return document
         if document.is_record:
-            self._report_bad(document.where, InputError("not UTF-8"))
+            self.report_bad(document.where, InputError("not UTF-8"))
             return None
         kept, offset = [], document.offset
         for line in document.text.splitlines(keepends=True):
             if _is_utf8(line):
                 kept.append(line)
             else:
-                self._report_bad(f"{document.where}, byte {offset}", InputError("not UTF-8"))
+                self.report_bad(f"{document.where}, byte {offset}", InputError("not UTF-8"))
             offset += len(line)
         return dataclasses.replace(document, text=b"".join(kept)) if kept else None
 
 
-def _record_document(name: str, record: records.FileRecord) -> Document:
-    """The document of one record of the file `name`."""
-    return Document(f"{name}#{record.number}", record.text, record.where, record.prompt, is_record=True)
+def _record_document(row: Row) -> Document:
+    return Document(row.name, row.values["text_field"], row.where, row.values.get("prompt_field", b""), is_record=True)
+
+
+def _is_array(head: bytes, text_field: str, walked: bool) -> bool:
+    """Whether a `.json` file that begins with `head` is an array of records; otherwise it is read as text.
+
+    In a file that was found in a directory, an array of objects without the text field is text.
+    """
+    start = re.match(rb'(?:\xef\xbb\xbf)?[ \t\r\n]*\[[ \t\r\n]*(["{\]])', head)
+    if not start or not walked or start[1] != b"{":
+        return start is not None
+    try:
+        first, _ = json.JSONDecoder().raw_decode(head[start.start(1) :].decode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        return json.dumps(text_field).encode() in head  # the first record is longer than `head`
+    return text_field in first
 
 
 def _is_utf8(data: bytes) -> bool:
@@ -223,15 +177,7 @@ def _read_text(stream: io.BufferedIOBase, name: str, path: str, max_bytes: int) 
 
 
 def pieces(stream: io.BufferedIOBase, limit: int) -> Iterator[bytes]:
-    """Cuts a stream into pieces that end at line ends, or else between UTF-8 characters.
-
-    Args:
-      stream: The stream, which is read once.
-      limit: Maximum size of a piece in bytes.
-
-    Yields:
-      Non-empty pieces that concatenate to the stream's content.
-    """
+    """Cuts a stream into non-empty pieces of at most `limit` bytes that end at line ends, or else between UTF-8 characters."""
     carried = b""
     while True:
         block = carried + stream.read(limit - len(carried))
@@ -274,16 +220,9 @@ def _read_ids(file: File, eos_id: int | None) -> Iterator[Document]:
 
 
 def split_ids(ids: np.ndarray, eos_id: int | None) -> Iterator[tuple[int, int]]:
-    """Splits an array of token ids into documents that end with eos.
+    """Ranges `(start, end)` of the documents of an array of token ids, integers [tokens], which end with eos.
 
     If the first 2^20 ids hold no eos other than a final one, the array is cut into pieces as a single text file is.
-
-    Args:
-      ids: Integers [tokens].
-      eos_id: The id of eos, or None.
-
-    Yields:
-      Ranges `(start, end)`, one after another.
     """
     start = 0
     has_ends = eos_id is not None and np.any(ids[:-1][:_MAX_BYTES] == eos_id)  # a final eos separates nothing
