@@ -282,10 +282,6 @@ REFUSALS = {
         "plan.pipeline=3: model.mixer=.*set plan.pipeline=1",
     ),
     "sequence": (lambda: trainer_of(Plan("sequence"), 2), "plan.sequence=2: model.mixer=.*set plan.sequence=1"),
-    "no memory": (
-        lambda: LMConfig(**SIZES, mixer="segment_memory(0)"),
-        r"segment_memory\(0\): expected a memory of at least 1",
-    ),
     "length": (
         lambda: language_model(model__mixer="compressive(8,4,3)", train__sample=0),
         r"data.seq_len=16: model.mixer='compressive\(8,4,3\)' compresses .* 3 at a time: set it to a multiple of 3",
