@@ -9,7 +9,9 @@ Shape letters: B batch, T query length, S key length, N query heads, K key heads
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import ge, gt, le, lt
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import jax
@@ -34,18 +36,71 @@ Aux = Mapping[str, tuple[Any, Any]]
 Statistics = Mapping[str, Any]
 
 
-def option(default: T, help: str) -> T:
-    """A field of a config dataclass, with the help that `--help` and the documentation print.
+def option(
+    default: T,
+    help: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    among: Collection[Any] | None = None,
+    rule: tuple[str, Callable[[Any], bool]] | None = None,
+    **options: Any,
+) -> T:
+    """A field of a config or of an entry of a table, with the help that `--help` and the documentation print.
+
+    `check_options` checks the values of the fields that declare a range.
 
     Args:
-      default: Default value.
+      default: Default value; `dataclasses.MISSING` for none.
       help: Meaning of the field, with units and special values.
+      least: Least value.
+      most: Largest value.
+      above: Bound that the value exceeds.
+      below: Bound that the value stays below.
+      among: All values.
+      rule: Another condition, in words that follow "expected", and as a function of the value.
+      **options: Further arguments of `dataclasses.field`.
 
     Returns:
       The dataclass field; typed as its value, for type checkers.
     """
-    field: Any = dataclasses.field(default=default, metadata={"help": help})
+    bounds = {"least": least, "most": most, "above": above, "below": below, "among": among, "rule": rule}
+    metadata = {"help": help} | {name: bound for name, bound in bounds.items() if bound is not None}
+    field: Any = dataclasses.field(default=default, metadata=metadata, **options)
     return field
+
+
+_BOUNDS = {"least": ("at least", ge), "most": ("at most", le), "above": ("more than", gt), "below": ("less than", lt)}
+
+
+def check_options(entry: Any) -> None:
+    """Checks the fields of a dataclass against the ranges that `option` declares. A default of None is always allowed.
+
+    Args:
+      entry: An instance of a dataclass.
+
+    Raises:
+      InputError: A value is out of its range.
+    """
+    for field in dataclasses.fields(entry):
+        value, limits = getattr(entry, field.name), field.metadata
+        if len(limits) < 2 or (value is None and field.default is None) or _is_within(value, limits):
+            continue
+        expected = [f"{_BOUNDS[name][0]} {limits[name]}" for name in _BOUNDS if name in limits]
+        expected += [f"one of {', '.join(map(str, limits['among']))}"] if "among" in limits else []
+        expected += [limits["rule"][0]] if "rule" in limits else []
+        has_example = "among" not in limits and field.default not in (None, dataclasses.MISSING)
+        example = f", such as {field.default}" if has_example else ""
+        raise InputError(f"{type(entry).__name__}.{field.name}={value!r}: expected {', '.join(expected)}{example}")
+
+
+def _is_within(value: Any, limits: Mapping[str, Any]) -> bool:
+    if "among" in limits:
+        return value in limits["among"]
+    bounds = (compare(value, limits[name]) for name, (_, compare) in _BOUNDS.items() if name in limits)
+    return math.isfinite(value) and all(bounds) and ("rule" not in limits or limits["rule"][1](value))
 
 
 @runtime_checkable

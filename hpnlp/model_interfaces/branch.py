@@ -8,11 +8,27 @@ from typing import Any, ClassVar
 
 import flax.linen as nn
 
-from hpnlp.types import Array, MixerInputs, MixerOutput, MixerTraits, Projection, Statistics, WithCarry
+from hpnlp.types import (
+    Array,
+    MixerInputs,
+    MixerOutput,
+    MixerTraits,
+    Projection,
+    Statistics,
+    WithCarry,
+    check_options,
+)
 
 
 class Branch(nn.Module):
-    """A mixer or feed-forward network, as one without statistics and with buffers that do not change."""
+    """A mixer or feed-forward network, as one without statistics and with buffers that do not change.
+
+    Its fields are the arguments of the spec. The ranges that `types.option` declares are checked when it is made.
+    """
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        super().__post_init__()
 
     @property
     def statistic_axes(self) -> Mapping[str, tuple[str | None, ...]]:

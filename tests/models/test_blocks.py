@@ -300,7 +300,7 @@ def test_default_sizes_of_lite_blocks_are_those_of_the_paper():
 def test_unsupported_combinations_raise():
     for fields, message in (
         ({"block": "light"}, "model.block: unknown 'light'|did you mean 'lite'"),
-        ({"block": "lite(0)"}, r"model.block=lite\(0\): expected a width of 1 to 128"),
+        ({"block": "lite(0)"}, "width=0: expected at least 1, at most 128"),
         ({"block": "lite(5,dinamic)"}, "did you mean 'dynamic'"),
         ({"block": "lite", "dim": 7, "head_dim": 4}, "model.dim=7"),
         ({"block": "lite", "heads": 16, "position": "none"}, "make dim a multiple of 32, or set model.head_dim"),

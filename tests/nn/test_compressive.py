@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpnlp.nn.attention import Attention, Context
-from hpnlp.nn.mixers.compressive import compressive
+from hpnlp.nn.mixers.compressive import CompressiveMixer
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.memory.relative import reference_relative_attention
 from hpnlp.ops.attention.positions.rope import sinusoids
@@ -56,7 +56,7 @@ def params_of(attention):
 @functools.partial(jax.jit, static_argnums=0, compiler_options=ONCE)
 def in_parts(attention, params, x, ids):
     """Outputs, carries and statistics of the parts, which follow one another."""
-    mixer = compressive(M, C, RATE, attention.mixer.args[3])
+    mixer = CompressiveMixer(M, C, RATE, attention.mixer.args[3])
     carry, results = mixer.initial_carry(B, D, x.dtype), []
     for start, end in zip(np.cumsum((0, *PARTS)), np.cumsum(PARTS), strict=False):
         positions = jnp.broadcast_to(jnp.arange(start, end, dtype=jnp.int32)[None], (B, end - start))
@@ -165,7 +165,7 @@ def test_usage_is_the_mean_attention_of_all_queries_that_see_a_token():
 @pytest.mark.slow
 def test_the_reconstruction_loss_trains_the_convolution_alone():
     attention, (x, ids) = layer("conv"), stream()
-    mixer = compressive(M, C, RATE)
+    mixer = CompressiveMixer(M, C, RATE)
 
     def losses(params, x):
         results = in_parts.__wrapped__(attention, params, x, ids)
@@ -192,7 +192,7 @@ def test_a_lossless_convolution_has_no_reconstruction_loss():
     attention, (x, ids) = Attention(N, K, H, parse_one(f"compressive({M},{C},1,conv)", "mixer")), stream()
     params = params_of(attention)
     params = params | {"mixer": params["mixer"] | {"kernel": jnp.eye(D)}}
-    first = compressive(M, C, 1).initial_carry(B, D, jnp.float32)
+    first = CompressiveMixer(M, C, 1).initial_carry(B, D, jnp.float32)
 
     def report_of(params, start, carry):
         places = jnp.broadcast_to(jnp.arange(start, start + 6, dtype=jnp.int32)[None], (B, 6))
@@ -201,7 +201,7 @@ def test_a_lossless_convolution_has_no_reconstruction_loss():
 
     def errors(params):
         statistics = report_of(params, 6, report_of(params, 0, first).carry).statistics
-        return statistics, compressive(M, C, 1).auxiliary_loss(statistics)
+        return statistics, CompressiveMixer(M, C, 1).auxiliary_loss(statistics)
 
     statistics, losses = once(errors, params)
     assert statistics["reconstructed_tokens"] > 0
@@ -210,10 +210,6 @@ def test_a_lossless_convolution_has_no_reconstruction_loss():
 
 def test_invalid_arguments_raise():
     for call, message in (
-        (lambda: compressive(0), r"compressive\(memory=0\): expected at least 1"),
-        (lambda: compressive(4, 0), r"compressive\(compressed=0\): expected at least 1"),
-        (lambda: compressive(4, 4, 0), r"compressive\(rate=0\): expected at least 1"),
-        (lambda: compressive(how="most"), r"compressive\(how=most\)"),
-        (lambda: compressive().within(Full()), "a compressive memory cannot apply the mask Full"),
+        (lambda: CompressiveMixer().within(Full()), "a compressive memory cannot apply the mask Full"),
     ):
         raises(message, call)

@@ -68,12 +68,8 @@ def test_mixers_without_heads_are_not_divided_by_sequence():
         make_trainer(LM(LMConfig(mixer="conv", **SIZES)), OptimizerConfig(), Plan("sequence"), steps=1)
 
 
-def test_convolutions_raise_for_widths_and_masks_that_they_cannot_have():
-    for width in (0, 129):
-        raises(rf"model.mixer=conv\({width}\): expected a width of 1 to 128", LMConfig, mixer=f"conv({width})", **SIZES)
-        with pytest.raises(InputError, match=rf"model.mixer=convolution\({width}\): expected a width of 1 to 128"):
-            LMConfig(mixer=f"convolution({width},2)", **SIZES)
-    raises(r"model.mixer=convolution\(dilation=0\): expected 1 to", LMConfig, mixer="convolution(3,0)", **SIZES)
+def test_convolutions_raise_for_masks_that_they_cannot_have():
+    raises("ConvMixer.width=129: expected at least 1, at most 128, such as 4", LMConfig, mixer="conv(129)", **SIZES)
     for name in ("conv", "convolution"):
         with pytest.raises(InputError, match="a convolution cannot apply the mask Window"):
             MIXERS[name]().within(Window(3, 0))
@@ -88,9 +84,9 @@ def test_weights_of_layers_are_counted_by_their_projections():
 
 
 def test_rates_of_dropout_outside_of_the_unit_interval_raise():
-    for name, entry in MIXERS.items():
+    for entry in MIXERS.values():
         for rate in (-0.1, 1.0, math.nan):
-            raises(rf"model.mixer={name}\(dropout={rate}\): expected a probability", entry, dropout=rate)
+            raises(rf"dropout={rate}: expected at least 0.*, less than 1", entry, dropout=rate)
     raises("sets dropout, but one rate holds for the whole", LMConfig, mixer="window(4,0),full(dropout=0.1)", **SIZES)
 
 

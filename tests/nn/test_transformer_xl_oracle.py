@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpnlp.nn.attention import Attention, Context
-from hpnlp.nn.mixers.transformer_xl import transformer_xl
+from hpnlp.nn.mixers.transformer_xl import TransformerXLMixer
 from hpnlp.ops.attention import Causal
 from hpnlp.spec import parse_one
 
@@ -77,7 +77,7 @@ def test_outputs_and_gradients_match_xlnet():
 
         return jax.grad(score, has_aux=True)(params)
 
-    layer, carry = copied(params), transformer_xl(M).initial_carry(B, D, jnp.float32)
+    layer, carry = copied(params), TransformerXLMixer(M).initial_carry(B, D, jnp.float32)
     memory = torch.zeros(M, B, D), torch.zeros(M, B, dtype=torch.int32)
     for start, end in PARTS:
         part = [array[:, start:end] for array in (x, ids, signs)]

@@ -260,7 +260,6 @@ REFUSALS = {
     "reversible": (lambda: dataclasses.replace(MODEL, residual="reversible"), "set model.residual='plain'"),
     "pipeline": (lambda: trainer_of(Plan("pipeline"), 3, "segment_memory(5)"), "plan.pipeline=3: model.mixer=.*set"),
     "sequence": (lambda: trainer_of(Plan("sequence"), 2), "plan.sequence=2: model.mixer=.*set plan.sequence=1"),
-    "no memory": (lambda: LMConfig(**SIZES, mixer="segment_memory(0)"), r"segment_memory\(0\): expected a memory of"),
     "length": (
         lambda: language_model(model__mixer="compressive(8,4,3)", train__sample=0),
         r"data.seq_len=16: model.mixer='compressive\(8,4,3\)' compresses .* 3 at a time: set it to a multiple of 3",

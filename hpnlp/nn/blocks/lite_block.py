@@ -18,7 +18,6 @@ from hpnlp.nn.block import Block, BlockConfig
 from hpnlp.nn.blocks import BlockKind, attention_size, check_no_carry
 from hpnlp.nn.layers import Initializer
 from hpnlp.nn.mixers import MIXERS
-from hpnlp.nn.mixers.light_convolution import check_width
 from hpnlp.spec import Spec, build, did_you_mean
 from hpnlp.types import InputError, Projection
 
@@ -100,6 +99,4 @@ def lite(width: int = 31, conv: str = "light") -> LiteKind:
     """
     if conv not in ("light", "dynamic"):
         raise InputError(f"model.block=lite({width}, {conv}): {did_you_mean(conv, ('light', 'dynamic'))}")
-    return LiteKind(
-        Spec({"light": "lightconv", "dynamic": "dynamicconv"}[conv], (check_width("model.block=lite", width),))
-    )
+    return LiteKind(Spec({"light": "lightconv", "dynamic": "dynamicconv"}[conv], (width,)))

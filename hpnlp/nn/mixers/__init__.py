@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from hpnlp.model_interfaces.branch import completed
-from hpnlp.nn.mixers.checks import checked_dropout
 from hpnlp.table import Table
 
 MIXERS: Table[Callable[..., Any]] = Table(
@@ -23,41 +22,40 @@ MIXERS: Table[Callable[..., Any]] = Table(
         "longformer": "hpnlp.nn.mixers.patterns:longformer",
         "bigbird": "hpnlp.nn.mixers.patterns:bigbird",
         # Attention to tokens that are chosen by content.
-        "reformer": "hpnlp.nn.mixers.bucketed:reformer",
-        "routing": "hpnlp.nn.mixers.bucketed:routing",
-        "sinkhorn": "hpnlp.nn.mixers.sinkhorn:sinkhorn",
-        "clustered": "hpnlp.nn.mixers.clustered:clustered",
-        "clustered_improved": "hpnlp.nn.mixers.clustered:clustered_improved",
-        "moba": "hpnlp.nn.mixers.selected_blocks:moba",
-        "nsa": "hpnlp.nn.mixers.selected_blocks:nsa",
+        "reformer": "hpnlp.nn.mixers.bucketed:ReformerMixer",
+        "routing": "hpnlp.nn.mixers.bucketed:RoutingMixer",
+        "sinkhorn": "hpnlp.nn.mixers.sinkhorn:SinkhornMixer",
+        "clustered": "hpnlp.nn.mixers.clustered:ClusteredMixer",
+        "clustered_improved": "hpnlp.nn.mixers.clustered:ImprovedClusteredMixer",
+        "moba": "hpnlp.nn.mixers.selected_blocks:MobaMixer",
+        "nsa": "hpnlp.nn.mixers.selected_blocks:NsaMixer",
         # Low-rank attention, Fourier mixing and learned scores.
         "linformer": "hpnlp.nn.mixers.low_rank:linformer",
-        "nystrom": "hpnlp.nn.mixers.low_rank:nystrom",
-        "fnet": "hpnlp.nn.mixers.fourier:fnet",
+        "nystrom": "hpnlp.nn.mixers.low_rank:NystromMixer",
+        "fnet": "hpnlp.nn.mixers.fourier:FourierMixer",
         "synthesizer_dense": "hpnlp.nn.mixers.synthesizer:synthesizer_dense",
         "synthesizer_random": "hpnlp.nn.mixers.synthesizer:synthesizer_random",
         "synthesizer_factorized_dense": "hpnlp.nn.mixers.synthesizer:synthesizer_factorized_dense",
         "synthesizer_factorized_random": "hpnlp.nn.mixers.synthesizer:synthesizer_factorized_random",
         "mixture": "hpnlp.nn.mixers.synthesizer:mixture",
         # Linear attention, with a state of constant size.
-        "linear": "hpnlp.nn.mixers.linear:linear",
-        "performer": "hpnlp.nn.mixers.performer:performer",
-        "rfa": "hpnlp.nn.mixers.rfa:rfa",
-        "retention": "hpnlp.nn.mixers.gated:retention",
-        "gla": "hpnlp.nn.mixers.gated:gla",
-        "gated_delta": "hpnlp.nn.mixers.gated:gated_delta",
+        "linear": "hpnlp.nn.mixers.linear:LinearMixer",
+        "performer": "hpnlp.nn.mixers.performer:PerformerMixer",
+        "rfa": "hpnlp.nn.mixers.rfa:RFAMixer",
+        "retention": "hpnlp.nn.mixers.gated:RetentionMixer",
+        "gla": "hpnlp.nn.mixers.gated:GLAMixer",
+        "gated_delta": "hpnlp.nn.mixers.gated:GatedDeltaMixer",
         # State from batch to batch.
-        "segment_memory": "hpnlp.nn.mixers.segment_memory:segment_memory",
-        "transformer_xl": "hpnlp.nn.mixers.transformer_xl:transformer_xl",
-        "compressive": "hpnlp.nn.mixers.compressive:compressive",
+        "segment_memory": "hpnlp.nn.mixers.segment_memory:SegmentMemoryMixer",
+        "transformer_xl": "hpnlp.nn.mixers.transformer_xl:TransformerXLMixer",
+        "compressive": "hpnlp.nn.mixers.compressive:CompressiveMixer",
         # Convolutions.
-        "conv": "hpnlp.nn.mixers.convolution:conv",
-        "lightconv": "hpnlp.nn.mixers.light_convolution:lightconv",
-        "dynamicconv": "hpnlp.nn.mixers.light_convolution:dynamicconv",
-        "convolution": "hpnlp.nn.mixers.dilated_convolution:convolution",
+        "conv": "hpnlp.nn.mixers.convolution:ConvMixer",
+        "lightconv": "hpnlp.nn.mixers.light_convolution:LightConvMixer",
+        "dynamicconv": "hpnlp.nn.mixers.light_convolution:DynamicConvMixer",
+        "convolution": "hpnlp.nn.mixers.dilated_convolution:DilatedConvMixer",
         # The difference of two attentions.
-        "differential": "hpnlp.nn.mixers.differential:differential",
+        "differential": "hpnlp.nn.mixers.differential:DifferentialMixer",
     },
-    checked_dropout,
-    completed,
+    adopt=completed,
 )

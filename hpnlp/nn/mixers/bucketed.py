@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import buffer
-from hpnlp.nn.mixers.checks import check_decoding, check_mask
+from hpnlp.nn.mixers.checks import check_decoding, check_mask, dropout_option
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.bucketed import (
     BucketCache,
@@ -25,7 +25,7 @@ from hpnlp.ops.attention.bucketed import (
     unit_vectors,
 )
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
+from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection, option
 
 
 class BucketMixer(Mixer):
@@ -33,10 +33,6 @@ class BucketMixer(Mixer):
 
     A key is the query of its token, scaled to length 1. A token attends to itself only if it sees no other token. Subclasses
     define the buckets.
-
-    Attributes:
-      window: Number of tokens of the bucket that a token sees in each direction.
-      dropout: Rate of dropout on attention probabilities.
     """
 
     needs: ClassVar[Mapping[str, Projection]] = {
@@ -45,8 +41,12 @@ class BucketMixer(Mixer):
     }
     traits: ClassVar[MixerTraits] = MixerTraits()
 
-    window: int = 64
-    dropout: float = 0.0
+    dropout: float = dropout_option()
+
+    @property
+    def reach(self) -> int:
+        """Number of tokens of its bucket that a token sees in each direction."""
+        raise NotImplementedError
 
     def assign(self, inputs: MixerInputs) -> tuple[jax.Array, jax.Array, Mapping[str, jax.Array]]:
         """Queries, and the buckets of tokens; each a function of the token alone.
@@ -69,7 +69,7 @@ class BucketMixer(Mixer):
             k,
             inputs.v,
             buckets,
-            window=self.window,
+            window=self.reach,
             causal=causal,
             hides_self=True,
             segment_ids=inputs.segment_ids,
@@ -102,7 +102,7 @@ class BucketMixer(Mixer):
         check_mask("attention within buckets with a cache", mask, Causal())
         q, buckets, _ = self.assign(inputs)
         k = unit_vectors(q)
-        return extend_bucket_cache(q, k, inputs.v, buckets, cache, window=self.window, hides_self=True, scale=1.0)
+        return extend_bucket_cache(q, k, inputs.v, buckets, cache, window=self.reach, hides_self=True, scale=1.0)
 
     def within(self, mask: AnyMask) -> Any:
         """The mask of the pairs that may influence each other. The buckets select among them.
@@ -126,10 +126,6 @@ class ReformerMixer(BucketMixer):
     draw the same ones. Unlike in the paper, a token sees the last `window` tokens of its bucket and not a chunk of the sorted
     sequence, so that later tokens have no influence.
 
-    Attributes:
-      buckets: Number of buckets of a round, 1 or even.
-      rounds: Number of hash rounds.
-
     On 2048 tokens around 64 random centres, with a cosine of about 0.8 within a cluster, and no causal mask, the pairs that a
     token sees have this share of the weights of exact attention, and of all pairs (`experiments/bench/bucketed.py`). The last
     column has about the number of pairs of the paper's chunks of 64 tokens, each with the one before it:
@@ -149,8 +145,18 @@ class ReformerMixer(BucketMixer):
 
     traits: ClassVar[MixerTraits] = MixerTraits(draws=True)
 
-    buckets: int = 32
-    rounds: int = 4
+    buckets: int = option(
+        32,
+        "Number of buckets of a round, 1 or even; about T / window.",
+        least=1,
+        rule=("1 or even", lambda buckets: buckets == 1 or buckets % 2 == 0),
+    )
+    rounds: int = option(4, "Number of hash rounds.", least=1)
+    window: int = option(64, "Number of tokens of its bucket that a token sees in each direction.", least=1)
+
+    @property
+    def reach(self) -> int:
+        return self.window
 
     def assign(self, inputs: MixerInputs) -> tuple[jax.Array, jax.Array, Mapping[str, jax.Array]]:
         assert inputs.q is not None and inputs.draws is not None
@@ -169,10 +175,6 @@ class RoutingMixer(BucketMixer):
     cluster, so that later tokens have no influence. All heads are routed; in the paper half of them attend locally, for which
     layers can take turns: `model.mixer="window(256,0),routing"`.
 
-    Attributes:
-      clusters: Number of centroids of a head.
-      decay: Weight of the old centroid in the exponential average.
-
     Cost: as `bucketed_attention` with one round, and T products with the centroids. Decoding reads all earlier tokens.
 
     References: Roy et al. 2020, "Efficient content-based sparse attention with routing transformers", arXiv 2003.05997,
@@ -184,8 +186,13 @@ class RoutingMixer(BucketMixer):
         "counts": ("heads", None),
     }
 
-    clusters: int = 32
-    decay: float = 0.999
+    clusters: int = option(32, "Number of clusters of a head; about T / window.", least=1)
+    window: int = option(256, "Number of tokens of its cluster that a token sees in each direction.", least=1)
+    decay: float = option(0.999, "Weight of the old centroid in the exponential average.", least=0, most=1)
+
+    @property
+    def reach(self) -> int:
+        return self.window
 
     @nn.compact
     def assign(self, inputs: MixerInputs) -> tuple[jax.Array, jax.Array, Mapping[str, jax.Array]]:
@@ -228,55 +235,3 @@ class RoutingMixer(BucketMixer):
 def _random_directions(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """Vectors of length 1, along the last axis."""
     return unit_vectors(jax.random.normal(key, shape, dtype))
-
-
-def reformer(
-    buckets: int = 32, rounds: int = 4, window: int = 64, *, dropout: float = 0.0, name: str | None = None
-) -> ReformerMixer:
-    """Entry of MIXERS: attention within the buckets of a random hash.
-
-    Args:
-      buckets: Number of buckets of a round, 1 or even; about T / window.
-      rounds: Number of hash rounds.
-      window: Number of tokens of its bucket that a token sees in each direction.
-      dropout: Rate of dropout on attention probabilities.
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: An odd number of buckets over 1, fewer than one bucket, round or token.
-    """
-    entry = f"model.mixer=reformer(buckets={buckets}, rounds={rounds}, window={window})"
-    if buckets < 1 or (buckets > 1 and buckets % 2):
-        raise InputError(f"{entry}: expected 1 or an even number of buckets")
-    if rounds < 1 or window < 1:
-        raise InputError(f"{entry}: expected at least 1 round and a window of at least 1 token")
-    return ReformerMixer(window, dropout, buckets, rounds, name=name)
-
-
-def routing(
-    clusters: int = 32, window: int = 256, decay: float = 0.999, *, dropout: float = 0.0, name: str | None = None
-) -> RoutingMixer:
-    """Entry of MIXERS: attention within clusters that follow the queries.
-
-    Args:
-      clusters: Number of clusters of a head; about T / window.
-      window: Number of tokens of its cluster that a token sees in each direction.
-      decay: Weight of the old centroid in the exponential average.
-      dropout: Rate of dropout on attention probabilities.
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: Fewer than one cluster or token, or a decay outside of [0, 1].
-    """
-    entry = f"model.mixer=routing(clusters={clusters}, window={window}, decay={decay})"
-    if clusters < 1 or window < 1:
-        raise InputError(f"{entry}: expected at least 1 cluster and a window of at least 1 token")
-    if not 0 <= decay <= 1:
-        raise InputError(f"{entry}: expected a decay of 0 to 1")
-    return RoutingMixer(window, dropout, clusters, decay, name=name)

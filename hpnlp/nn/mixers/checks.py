@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 from hpnlp.ops.attention import Mask
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.types import InputError, MixerInputs
+from hpnlp.types import InputError, MixerInputs, option
 
 
-def checked_dropout(name: str, entry: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds a check of the rate of dropout to an entry of MIXERS.
+def dropout_option(help: str = "Rate of dropout on attention probabilities.", has_effect: bool = True) -> float:
+    """The field `dropout` of a mixer, which the model sets.
 
     Args:
-      name: Name of the entry, for the message.
-      entry: A function with the keyword argument `dropout` that returns a mixer.
+      help: Meaning of the field.
+      has_effect: Whether the mixer reads it; otherwise mixers of different rates are equal.
 
     Returns:
-      A function with the signature of `entry`. It raises InputError for a rate of dropout outside of [0, 1), also where the
-      mixer ignores it.
+      The field.
     """
-
-    @functools.wraps(entry)
-    def make_mixer(*args: Any, dropout: float = 0.0, **kwargs: Any) -> Any:
-        if not 0.0 <= dropout < 1.0:
-            raise InputError(f"model.mixer={name}(dropout={dropout}): expected a probability in [0, 1)")
-        return entry(*args, dropout=dropout, **kwargs)
-
-    return make_mixer
+    return option(0.0, help, least=0.0, below=1.0, kw_only=True, compare=has_effect)
 
 
 def check_mask(mixer: str, mask: AnyMask, *supported: Mask, reason: str = "") -> Any:

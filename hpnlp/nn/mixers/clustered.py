@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from hpnlp.model_interfaces.branch import Mixer
-from hpnlp.nn.mixers.checks import check_mask
+from hpnlp.nn.mixers.checks import check_mask, dropout_option
 from hpnlp.ops.attention import Full, attend
 from hpnlp.ops.attention.clustered import (
     Clusters,
@@ -20,26 +20,25 @@ from hpnlp.ops.attention.clustered import (
     sign_bits,
 )
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
+from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection, option
 
 
-class ClusteredMixer(Mixer):
-    """Bidirectional attention of clusters of queries: all queries of a cluster get the attention of their mean.
+def _bits_option() -> int:
+    return option(63, "Number of sign bits by which queries are clustered.", least=1)
+
+
+def _iterations_option() -> int:
+    return option(10, "Number of iterations of K-means.", least=1)
+
+
+class QueryClusters(Mixer):
+    """Bidirectional attention of clusters of queries.
 
     Queries become random sign bits, which K-means clusters by Hamming distance, for each head. The directions are drawn at each
     training step and are the same for all heads.
 
     Segments share the clusters of a sequence in proportion to their tokens, padding included, and each has at least one. A
     sequence of at most `clusters` tokens, and one with more segments than clusters, gets exact softmax attention.
-
-    Attributes:
-      clusters: Number of clusters of a sequence, C.
-      bits: Number of sign bits.
-      iterations: Number of iterations of K-means.
-
-    Cost: O(B N T C (H + bits iterations)) time, of which the iterations are in the forward pass only; B N T C numbers.
-
-    References: Vyas, Katharopoulos and Fleuret 2020, "Fast transformers with clustered attention", arXiv 2007.04825, sec. 3.
     """
 
     needs: ClassVar[Mapping[str, Projection]] = {
@@ -51,9 +50,20 @@ class ClusteredMixer(Mixer):
         causal=False, prefix_consistent=False, any_padding=False, decodes=False, draws=True
     )
 
-    clusters: int = 100
-    bits: int = 63
-    iterations: int = 10
+    clusters: int = option(100, "Number of clusters of a sequence, C.", least=1)
+    dropout: float = dropout_option(
+        "Ignored: queries of a cluster share their attention probabilities.", has_effect=False
+    )
+
+    def bits_and_iterations(self) -> tuple[int, int]:
+        """Number of sign bits, and of iterations of K-means."""
+        raise NotImplementedError
+
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, clusters: Clusters, segment_ids: jax.Array | None
+    ) -> jax.Array:
+        """Attention of clustered queries, `[B, T, N, H]`."""
+        raise NotImplementedError
 
     def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None and inputs.draws is not None
@@ -66,9 +76,10 @@ class ClusteredMixer(Mixer):
 
         if q.shape[1] <= self.clusters:
             return MixerOutput(exact())
-        directions = jax.random.normal(inputs.draws, (q.shape[3], self.bits), jnp.float32)
-        clusters = hamming_kmeans(sign_bits(q, directions), self.clusters, self.iterations, segment_ids)
-        o = self._attend(q, k, v, clusters, segment_ids)
+        bits, iterations = self.bits_and_iterations()
+        directions = jax.random.normal(inputs.draws, (q.shape[3], bits), jnp.float32)
+        clusters = hamming_kmeans(sign_bits(q, directions), self.clusters, iterations, segment_ids)
+        o = self.attend(q, k, v, clusters, segment_ids)
         if clusters.fits is not None:
             fits = clusters.fits[:, None, None, None]
             o = lax.cond(jnp.all(fits), lambda: o, lambda: jnp.where(fits, o, exact()))
@@ -89,87 +100,43 @@ class ClusteredMixer(Mixer):
         reason = "the queries of a cluster attend to the same keys"
         return check_mask("clustered attention", mask, Full(), reason=reason)
 
-    def _attend(
+
+class ClusteredMixer(QueryClusters):
+    """Attention of clusters of queries (`QueryClusters`): all queries of a cluster get the attention of their mean.
+
+    Cost: O(B N T C (H + bits iterations)) time, of which the iterations are in the forward pass only; B N T C numbers.
+
+    References: Vyas, Katharopoulos and Fleuret 2020, "Fast transformers with clustered attention", arXiv 2007.04825, sec. 3.
+    """
+
+    bits: int = _bits_option()
+    iterations: int = _iterations_option()
+
+    def bits_and_iterations(self) -> tuple[int, int]:
+        return self.bits, self.iterations
+
+    def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, clusters: Clusters, segment_ids: jax.Array | None
     ) -> jax.Array:
         return clustered_attention(q, k, v, clusters, segment_ids)
 
 
-class ImprovedClusteredMixer(ClusteredMixer):
+class ImprovedClusteredMixer(QueryClusters):
     """Clustered attention whose queries divide the weight of the `top` best keys of their centroid by their own scores.
-
-    Attributes:
-      clusters: As for ClusteredMixer.
-      bits: As for ClusteredMixer.
-      iterations: As for ClusteredMixer.
-      top: Number of keys of a cluster with exact scores.
 
     Cost: that of ClusteredMixer, and O(B T N H top) time, B N C (T + top H) numbers.
 
     References: Vyas et al. 2020, sec. 3.3.
     """
 
-    top: int = 32
+    top: int = option(32, "Number of keys of a cluster with exact scores.", least=1)
+    bits: int = _bits_option()
+    iterations: int = _iterations_option()
 
-    def _attend(
+    def bits_and_iterations(self) -> tuple[int, int]:
+        return self.bits, self.iterations
+
+    def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, clusters: Clusters, segment_ids: jax.Array | None
     ) -> jax.Array:
         return improved_clustered_attention(q, k, v, clusters, self.top, segment_ids)
-
-
-def _check(text: str, **sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < 1:
-            raise InputError(f"model.mixer={text}: expected {name} of at least 1")
-
-
-def clustered(
-    clusters: int = 100, bits: int = 63, iterations: int = 10, *, dropout: float = 0.0, name: str | None = None
-) -> ClusteredMixer:
-    """Entry of MIXERS: attention of the mean query of each cluster.
-
-    Args:
-      clusters: Number of clusters of a sequence.
-      bits: Number of sign bits by which queries are clustered.
-      iterations: Number of iterations of K-means.
-      dropout: Ignored: queries of a cluster share their attention probabilities.
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: A number of less than 1.
-    """
-    _check(f"clustered({clusters},{bits},{iterations})", clusters=clusters, bits=bits, iterations=iterations)
-    return ClusteredMixer(clusters, bits, iterations, name=name)
-
-
-def clustered_improved(
-    clusters: int = 100,
-    top: int = 32,
-    bits: int = 63,
-    iterations: int = 10,
-    *,
-    dropout: float = 0.0,
-    name: str | None = None,
-) -> ImprovedClusteredMixer:
-    """Entry of MIXERS: clustered attention with exact weights of the best keys of each cluster.
-
-    Args:
-      clusters: Number of clusters of a sequence.
-      top: Number of keys of a cluster with exact scores.
-      bits: Number of sign bits by which queries are clustered.
-      iterations: Number of iterations of K-means.
-      dropout: Ignored: queries of a cluster share their attention probabilities.
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: A number of less than 1.
-    """
-    text = f"clustered_improved({clusters},{top},{bits},{iterations})"
-    _check(text, clusters=clusters, top=top, bits=bits, iterations=iterations)
-    return ImprovedClusteredMixer(clusters, bits, iterations, top, name=name)

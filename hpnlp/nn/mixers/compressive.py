@@ -14,16 +14,22 @@ from jaxtyping import PyTree
 
 from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import dense_init, param
-from hpnlp.nn.mixers.checks import check_mask
+from hpnlp.nn.mixers.checks import check_mask, dropout_option
 from hpnlp.nn.mixers.relative_positions import RelativePositions
 from hpnlp.ops.attention import Causal
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.attention.memory.compression import most_used, pool_memories, reconstruction_errors
 from hpnlp.ops.attention.memory.relative import received_attention
-from hpnlp.spec import did_you_mean
-from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection, Statistics, TokenStates
+from hpnlp.types import (
+    MixerInputs,
+    MixerOutput,
+    MixerTraits,
+    Projection,
+    Statistics,
+    TokenStates,
+    option,
+)
 
-HOW = ("conv", "mean", "max", "most_used")
 MEMORY_AXES = TokenStates(("batch", None, "embed"), ("batch", None), ("batch", None))
 
 
@@ -64,14 +70,6 @@ class CompressiveMixer(Mixer):
     with hidden states, projections and queries as constants. No other loss reaches the convolution, because no gradient
     passes through a carry, and the reconstruction loss reaches nothing else.
 
-    Attributes:
-      memory: Number of recent tokens M.
-      compressed: Number of compressed memories C.
-      rate: Tokens per compressed memory c.
-      how: "conv", a learned convolution of width and stride c; "mean" or "max" of c tokens; or "most_used", which keeps the
-          T / c tokens of the T that leave which received the most attention.
-      dropout: Rate of dropout on attention probabilities.
-
     Cost: that of attention to C + M + T keys with relative positions, and the projections of C + M more tokens to keys and
     values. "conv" adds T D^2 multiplications per sequence and attention to T + T / c keys; "most_used" a second forward and
     backward pass of the scores.
@@ -86,11 +84,16 @@ class CompressiveMixer(Mixer):
     }
     traits: ClassVar[MixerTraits] = MixerTraits(bidirectional=False, decodes=False)
 
-    memory: int = 128
-    compressed: int = 128
-    rate: int = 3
-    how: str = "conv"
-    dropout: float = 0.0
+    memory: int = option(128, "Number of recent tokens M that are kept as they are.", least=1)
+    compressed: int = option(128, "Number of compressed memories C.", least=1)
+    rate: int = option(3, "Tokens per compressed memory c.", least=1)
+    how: str = option(
+        "conv",
+        "conv, a learned convolution of width and stride c; mean or max of c tokens; or most_used, which keeps the T / c "
+        "tokens of the T that leave which received the most attention.",
+        among=("conv", "mean", "max", "most_used"),
+    )
+    dropout: float = dropout_option()
 
     @property
     def divides_heads(self) -> bool:
@@ -268,36 +271,3 @@ def _without_last(inputs: MixerInputs, count: int) -> MixerInputs:
         return inputs
     names = ("k", "v", "kv_positions", "kv_segment_ids")
     return dataclasses.replace(inputs, **{name: getattr(inputs, name)[:, :-count] for name in names})
-
-
-def compressive(
-    memory: int = 128,
-    compressed: int = 128,
-    rate: int = 3,
-    how: str = "conv",
-    *,
-    dropout: float = 0.0,
-    name: str | None = None,
-) -> CompressiveMixer:
-    """Entry of MIXERS: attention to recent tokens of earlier batches, and to compressed memories of older ones.
-
-    Args:
-      memory: Number of recent tokens M that are kept as they are.
-      compressed: Number of compressed memories.
-      rate: Tokens per compressed memory.
-      how: "conv", "mean", "max" or "most_used"; see `CompressiveMixer`.
-      dropout: Rate of dropout on attention probabilities.
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: A size is less than 1, or `how` is another word.
-    """
-    for argument, value in (("memory", memory), ("compressed", compressed), ("rate", rate)):
-        if value < 1:
-            raise InputError(f"model.mixer=compressive({argument}={value}): expected at least 1")
-    if how not in HOW:
-        raise InputError(f"model.mixer=compressive(how={how}): {did_you_mean(how, HOW)}")
-    return CompressiveMixer(memory, compressed, rate, how, dropout, name=name)

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import param
-from hpnlp.nn.mixers.checks import check_mask
+from hpnlp.nn.mixers.checks import check_mask, dropout_option
 from hpnlp.ops.attention import Causal, Window
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.convolutions.convolution import causal_conv, last_tokens
-from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
+from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection, option
 
 MAX_WIDTH = 128  # the operation has one term for each token of the width
 
@@ -23,16 +23,16 @@ MAX_WIDTH = 128  # the operation has one term for each token of the width
 class ConvMixer(Mixer):
     """Causal depthwise convolution (`ops.convolutions.convolution.causal_conv`) of the hidden states, without projections.
 
-    Attributes:
-      width: Number of tokens W that an output depends on, the current one included.
-
     Cost: B T W D multiplications. The cache holds W - 1 hidden states of each sequence.
     """
 
     needs: ClassVar[Mapping[str, Projection]] = {}
     traits: ClassVar[MixerTraits] = MixerTraits(bidirectional=False)
 
-    width: int = 4
+    width: int = option(
+        4, "Number of tokens W that an output depends on, the current one included.", least=1, most=MAX_WIDTH
+    )
+    dropout: float = dropout_option("Ignored: a convolution has no attention probabilities.", has_effect=False)
 
     @nn.compact
     def _taps(self, dim: int) -> jax.Array:
@@ -78,22 +78,3 @@ class ConvMixer(Mixer):
         """
         check_mask("a convolution", mask, Causal())
         return Window(self.width - 1, 0)
-
-
-def conv(width: int = 4, *, dropout: float = 0.0, name: str | None = None) -> ConvMixer:
-    """Entry of MIXERS: causal depthwise convolution.
-
-    Args:
-      width: Number of tokens that an output depends on.
-      dropout: Ignored: a convolution has no attention probabilities.
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: A width that is not 1 to MAX_WIDTH.
-    """
-    if not 1 <= width <= MAX_WIDTH:
-        raise InputError(f"model.mixer=conv({width}): expected a width of 1 to {MAX_WIDTH}")
-    return ConvMixer(width, name=name)

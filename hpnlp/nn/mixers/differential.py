@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import RMSNorm, param
-from hpnlp.nn.mixers.checks import check_decoding
+from hpnlp.nn.mixers.checks import check_decoding, dropout_option
 from hpnlp.ops.attention import attend
 from hpnlp.ops.attention.decoding.kv_cache import KVCache, start_cache
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
+from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection, option
 
 NORM_EPS = 1e-5
 
@@ -34,10 +34,6 @@ class DifferentialMixer(Mixer):
     `model.mixer` can give layers different values. Query heads share key heads by pairs: the heads of a pair never read the
     same key head.
 
-    Attributes:
-      lambda_init: Initial value of lambda, at least 0 and less than 1.
-      dropout: Rate of dropout on the probabilities of both attentions.
-
     Cost: that of softmax attention whose values have twice the width, 1.5 times the products. The KV cache has the size of
     that of softmax attention; a decoding step computes twice the products of the scores.
 
@@ -51,8 +47,8 @@ class DifferentialMixer(Mixer):
     }
     traits: ClassVar[MixerTraits] = MixerTraits()
 
-    lambda_init: float = 0.8
-    dropout: float = 0.0
+    lambda_init: float = option(0.8, "Initial weight of the attention that is subtracted.", least=0, below=1)
+    dropout: float = dropout_option("Rate of dropout on the probabilities of both attentions.")
 
     def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
@@ -161,24 +157,3 @@ def _by_key_head(q: jax.Array, kv_heads: int, group: int) -> jax.Array:
 def _paired(x: jax.Array) -> jax.Array:
     """Pairs of heads side by side: `[B, T, K / 2, 2H]` from `[B, T, K, H]`."""
     return x.reshape(*x.shape[:2], x.shape[2] // 2, 2 * x.shape[3])
-
-
-def differential(lambda_init: float = 0.8, *, dropout: float = 0.0, name: str | None = None) -> DifferentialMixer:
-    """Entry of MIXERS: the difference of two softmax attentions.
-
-    Args:
-      lambda_init: Initial weight of the attention that is subtracted.
-      dropout: Rate of dropout on attention probabilities.
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: A lambda_init outside of [0, 1).
-    """
-    if not 0 <= lambda_init < 1:
-        raise InputError(
-            f"model.mixer=differential({lambda_init}): expected a lambda_init of at least 0 and less than 1"
-        )
-    return DifferentialMixer(float(lambda_init), dropout, name=name)

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 
 from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import param
-from hpnlp.nn.mixers.checks import check_mask
-from hpnlp.nn.mixers.light_convolution import check_width
+from hpnlp.nn.mixers.checks import check_mask, dropout_option
+from hpnlp.nn.mixers.convolution import MAX_WIDTH
 from hpnlp.ops.attention import Causal, Full, Strided, Window
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.convolutions.convolution import dilated_conv, last_tokens
-from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
+from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection, option
 
 MAX_DILATION = 2**16
 
@@ -28,10 +28,6 @@ class DilatedConvMixer(Mixer):
     earlier ones; otherwise on (W - 1) // 2 earlier and W // 2 later ones. Layers whose dilation doubles from one to the next
     reach a number of tokens that grows exponentially with their number.
 
-    Attributes:
-      width: Number of taps W.
-      dilation: Distance d between neighbouring taps.
-
     Cost: B T W N H^2 multiplications. The cache holds d (W - 1) values of each sequence and head.
 
     References: Kalchbrenner et al. 2016, "Neural machine translation in linear time" (ByteNet), fig. 3. Its residual block is
@@ -42,8 +38,9 @@ class DilatedConvMixer(Mixer):
     needs: ClassVar[Mapping[str, Projection]] = {"v": Projection("heads")}
     traits: ClassVar[MixerTraits] = MixerTraits()
 
-    width: int = 3
-    dilation: int = 1
+    width: int = option(3, "Number of taps W.", least=1, most=MAX_WIDTH)
+    dilation: int = option(1, "Distance d between neighbouring taps, in tokens.", least=1, most=MAX_DILATION)
+    dropout: float = dropout_option("Ignored: a convolution has no attention probabilities.", has_effect=False)
 
     def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         self.within(mask)
@@ -104,26 +101,3 @@ class DilatedConvMixer(Mixer):
         init = nn.initializers.normal((2 / (self.width * size)) ** 0.5)
         taps = param(self, "taps", init, (heads, self.width, size, size), ("heads", "taps", "head_dim", "head_dim"))
         return jax.nn.relu(dilated_conv(values, taps, dilation=self.dilation, **options))
-
-
-def convolution(
-    width: int = 3, dilation: int = 1, *, dropout: float = 0.0, name: str | None = None
-) -> DilatedConvMixer:
-    """Entry of MIXERS: dilated convolution.
-
-    Args:
-      width: Number of taps W.
-      dilation: Distance between neighbouring taps, in tokens.
-      dropout: Ignored: a convolution has no attention probabilities.
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: A width that is not 1 to 128, or a dilation that is not 1 to MAX_DILATION.
-    """
-    check_width("model.mixer=convolution", width)
-    if not 1 <= dilation <= MAX_DILATION:
-        raise InputError(f"model.mixer=convolution(dilation={dilation}): expected 1 to {MAX_DILATION} tokens")
-    return DilatedConvMixer(width, dilation, name=name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,7 +15,7 @@ from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.mixers.checks import check_decoding
 from hpnlp.ops.attention import Full, Mask, PerHead, attend
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
+from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection, option
 
 if TYPE_CHECKING:
     from hpnlp.ops.attention.decoding.kv_cache import KVCache
@@ -31,9 +30,6 @@ class ExactMixer(Mixer):
 
     Attributes:
       pattern: The mask of the mixer.
-      dropout: Rate of dropout on attention probabilities.
-      soft_cap: Scores become soft_cap * tanh(score / soft_cap) (Gemma Team 2024, "Gemma 2"); None for no cap.
-      scale: Factor of the products of queries and keys; None for H ** -0.5.
 
     Cost: as `attend`: products for the blocks with visible pairs, and memory linear in T and S.
     """
@@ -47,9 +43,11 @@ class ExactMixer(Mixer):
     has_matrices: ClassVar[bool] = True
 
     pattern: Mask | PerHead = Full()  # noqa: RUF009  (frozen)
-    dropout: float = 0.0
-    soft_cap: int | float | None = None
-    scale: int | float | None = None
+    dropout: float = option(0.0, "Rate of dropout on attention probabilities.", least=0, below=1)
+    soft_cap: int | float | None = option(
+        None, 'Scores become soft_cap * tanh(score / soft_cap) (Gemma Team 2024, "Gemma 2"); None for no cap.', above=0
+    )
+    scale: int | float | None = option(None, "Factor of the products of queries and keys; None for H ** -0.5.", above=0)
 
     @property
     def score_options(self) -> dict[str, Any]:
@@ -195,9 +193,6 @@ def exact_mixer(pattern: Callable[..., Mask | PerHead]) -> Callable[..., ExactMi
         name: str | None = None,
         **kwargs: Any,
     ) -> ExactMixer:
-        for option, value in (("soft_cap", soft_cap), ("scale", scale)):
-            if value is not None and not 0 < value < math.inf:
-                raise InputError(f"model.mixer: {option}={value}: expected a finite number over 0")
         return ExactMixer(pattern(*args, **kwargs), dropout, soft_cap, scale, name=name)
 
     # Spec strings are checked against the signature. `inspect` reads the attribute, which the type of functions lacks.

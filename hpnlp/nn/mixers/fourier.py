@@ -7,13 +7,11 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
+from hpnlp.nn.mixers.checks import dropout_option
 from hpnlp.nn.mixers.low_rank import TRAITS, AllTokensMixer, real_tokens
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.fourier import fourier_mix
-from hpnlp.spec import did_you_mean
-from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
-
-SCALES = ("unit", "none")
+from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection, option
 
 
 class FourierMixer(AllTokensMixer):
@@ -21,10 +19,6 @@ class FourierMixer(AllTokensMixer):
 
     Padding counts as zeros, and its output is 0. The transform is that of all T places of a sequence, so that the output of a
     text depends on T: in training and in evaluation, texts should be padded to one length.
-
-    Attributes:
-      scale: "unit" for (T D) ** -0.5, with which outputs are of the size of the inputs, as a residual stream needs it; "none"
-          for the paper's sums, which need a norm after they are added: `model.norm_placement="post"`.
 
     Cost: O(B T D (log T + log D)) time.
 
@@ -35,7 +29,13 @@ class FourierMixer(AllTokensMixer):
     needs: ClassVar[Mapping[str, Projection]] = {}
     traits: ClassVar[MixerTraits] = TRAITS
 
-    scale: str = "unit"
+    scale: str = option(
+        "unit",
+        "unit for (T D) ** -0.5, with which outputs are of the size of the inputs, as a residual stream needs it; none for "
+        'the paper\'s sums, which need a norm after they are added: model.norm_placement="post".',
+        among=("unit", "none"),
+    )
+    dropout: float = dropout_option("Ignored: a Fourier transform has no attention probabilities.", has_effect=False)
 
     def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.x is not None
@@ -47,22 +47,3 @@ class FourierMixer(AllTokensMixer):
         zero = jnp.zeros((), x.dtype)
         o = fourier_mix(jnp.where(real[..., None], x, zero), scale)
         return MixerOutput(jnp.where(real[..., None], o, zero))
-
-
-def fnet(scale: str = "unit", *, dropout: float = 0.0, name: str | None = None) -> FourierMixer:
-    """Entry of MIXERS: Fourier transforms over tokens and features.
-
-    Args:
-      scale: unit for outputs of the size of the inputs, none for the sums of the paper.
-      dropout: Ignored: a Fourier transform has no attention probabilities.
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: An unknown scale.
-    """
-    if scale not in SCALES:
-        raise InputError(f"model.mixer=fnet({scale}): {did_you_mean(scale, SCALES)}")
-    return FourierMixer(scale, name=name)

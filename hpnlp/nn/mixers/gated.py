@@ -13,13 +13,13 @@ from jaxtyping import PyTree
 
 from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import Dense, buffer, param
-from hpnlp.nn.mixers.checks import check_mask
-from hpnlp.nn.mixers.linear import checked_chunk, extend, mix
+from hpnlp.nn.mixers.checks import check_mask, dropout_option
+from hpnlp.nn.mixers.linear import chunk_option, extend, mix
 from hpnlp.ops.attention import Causal
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.convolutions.convolution import causal_conv, last_tokens
 from hpnlp.ops.norms import layer_norm, rms_norm
-from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
+from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection, option
 
 TEMPERATURE = 16.0  # tau of gated linear attention: the decay is this root of the gate
 MAX_CONV = 128  # the convolution has one term for each token of the width
@@ -27,19 +27,19 @@ LARGEST_RATE = 16.0  # upper bound of initial decay rates of the gated delta rul
 STEPS = 1e-3, 1e-1  # least and largest initial step size that multiplies the rate
 
 
-class GatedMixer(Mixer):
-    """A causal mixer with a state of constant size; subclasses define `mixed`.
+def _eps_option() -> float:
+    # Positive, so that the norm of outputs of zeros is 0 and not NaN.
+    return option(1e-5, "Added to variances in the norm of the outputs.", above=0)
 
-    Attributes:
-      chunk: Number of tokens of a chunk; see `linear_attention`.
-      eps: Added to variances in the norm of the outputs.
-    """
+
+class GatedMixer(Mixer):
+    """A causal mixer with a state of constant size; subclasses define `mixed`."""
 
     needs: ClassVar[Mapping[str, Projection]] = {}
     traits: ClassVar[MixerTraits] = MixerTraits(bidirectional=False)
 
-    chunk: int = 64
-    eps: float = 1e-5
+    chunk: int = chunk_option()
+    dropout: float = dropout_option("Ignored: there are no attention probabilities.", has_effect=False)
 
     def mixed(self, inputs: MixerInputs, cache: PyTree) -> tuple[jax.Array, Any]:
         """Mixes tokens.
@@ -118,6 +118,8 @@ class RetentionMixer(GatedMixer):
         "gate": Projection("heads"),
     }
 
+    eps: float = _eps_option()
+
     @nn.compact
     def mixed(self, inputs: MixerInputs, cache: PyTree) -> tuple[jax.Array, Any]:
         """Retention; see `GatedMixer.mixed`.
@@ -150,9 +152,6 @@ class GLAMixer(GatedMixer):
     The decay is `sigmoid(x A B + b)^(1/16)`, with A `[D, R]` and B `[R, K H]`. Outputs of a head are normalised (RMS, with a
     scale), and multiplied by silu(gate). There is no rotation by positions.
 
-    Attributes:
-      rank: Inner size R of the projection of the decay.
-
     Cost: that of `linear` without the normaliser, log2(C) exponentials per feature for chunks of C tokens, and the projections
     of gates and decays. The cache has H^2 numbers per key head.
 
@@ -167,7 +166,8 @@ class GLAMixer(GatedMixer):
         "gate": Projection("heads"),
     }
 
-    rank: int = 16
+    rank: int = option(16, "Inner size R of the projection of the decay.", least=1)
+    eps: float = _eps_option()
 
     @nn.compact
     def mixed(self, inputs: MixerInputs, cache: PyTree) -> tuple[jax.Array, Any]:
@@ -210,9 +210,6 @@ class GatedDeltaMixer(GatedMixer):
     `alpha = exp(-a softplus(. + b))` are projections of the hidden states, with a rate a and a bias b for each key head.
     Outputs of a head are normalised (RMS, with a scale), and multiplied by silu(gate). There is no rotation by positions.
 
-    Attributes:
-      conv: Number of tokens W of the convolutions; 0 for none.
-
     Cost: that of `linear` without the normaliser, and a triangular system of C equations for each chunk and head. The cache has
     H^2 numbers per key head, and W - 1 tokens.
 
@@ -228,7 +225,8 @@ class GatedDeltaMixer(GatedMixer):
         "beta": Projection("kv_heads", width=1),
     }
 
-    conv: int = 4
+    conv: int = option(4, "Number of tokens W of the convolutions; 0 for none.", least=0, most=MAX_CONV)
+    eps: float = _eps_option()
 
     @nn.compact
     def mixed(self, inputs: MixerInputs, cache: PyTree) -> tuple[jax.Array, Any]:
@@ -291,74 +289,3 @@ def _convolved(x: jax.Array, taps: jax.Array, inputs: MixerInputs, tail: jax.Arr
     if inputs.capacity is None:
         return y, None
     return y, last_tokens(x, inputs.lengths(), width - 1)
-
-
-def retention(chunk: int = 64, eps: float = 1e-5, *, dropout: float = 0.0, name: str | None = None) -> RetentionMixer:
-    """Entry of MIXERS: retention.
-
-    Args:
-      chunk: Number of tokens of a chunk, a power of 2.
-      eps: Added to variances in the norm of the outputs.
-      dropout: Ignored: retention computes no attention probabilities.
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: `chunk` is not a power of 2, or `eps` is not positive.
-    """
-    return RetentionMixer(checked_chunk(chunk, "retention"), _checked_eps(eps, "retention"), name=name)
-
-
-def gla(
-    chunk: int = 64, rank: int = 16, eps: float = 1e-5, *, dropout: float = 0.0, name: str | None = None
-) -> GLAMixer:
-    """Entry of MIXERS: gated linear attention.
-
-    Args:
-      chunk: Number of tokens of a chunk, a power of 2.
-      rank: Inner size of the projection of the decay.
-      eps: Added to variances in the norm of the outputs.
-      dropout: Ignored: gated linear attention computes no attention probabilities.
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: `chunk` is not a power of 2, `eps` is not positive, or `rank` is less than 1.
-    """
-    if rank < 1:
-        raise InputError(f"model.mixer=gla(rank={rank}): expected a rank of at least 1")
-    return GLAMixer(checked_chunk(chunk, "gla"), _checked_eps(eps, "gla"), rank, name=name)
-
-
-def gated_delta(
-    chunk: int = 64, conv: int = 4, eps: float = 1e-5, *, dropout: float = 0.0, name: str | None = None
-) -> GatedDeltaMixer:
-    """Entry of MIXERS: the gated delta rule.
-
-    Args:
-      chunk: Number of tokens of a chunk, a power of 2.
-      conv: Number of tokens of the convolutions of queries, keys and values; 0 for none.
-      eps: Added to variances in the norm of the outputs.
-      dropout: Ignored: the delta rule computes no attention probabilities.
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: `chunk` is not a power of 2, `eps` is not positive, or `conv` is not 0 to MAX_CONV.
-    """
-    if not 0 <= conv <= MAX_CONV:
-        raise InputError(f"model.mixer=gated_delta(conv={conv}): expected 0 to {MAX_CONV} tokens")
-    return GatedDeltaMixer(checked_chunk(chunk, "gated_delta"), _checked_eps(eps, "gated_delta"), conv, name=name)
-
-
-def _checked_eps(eps: float, mixer: str) -> float:
-    """eps, which is positive, so that the norm of outputs of zeros is 0 and not NaN."""
-    if not eps > 0:
-        raise InputError(f"model.mixer={mixer}(eps={eps}): expected a positive number, such as 1e-5")
-    return eps

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 
 from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import param
-from hpnlp.nn.mixers.checks import check_decoding, check_mask
+from hpnlp.nn.mixers.checks import check_decoding, check_mask, dropout_option
 from hpnlp.nn.mixers.convolution import MAX_WIDTH
 from hpnlp.ops.attention import Causal, Full, Window
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.convolutions.convolution import last_tokens
 from hpnlp.ops.convolutions.light_convolution import dynamic_conv, light_conv
-from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
+from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection, option
 
 
 class LightConvMixer(Mixer):
@@ -25,10 +25,6 @@ class LightConvMixer(Mixer):
 
     The values are `v * sigmoid(gate)`, a gated linear unit of two projections. With a causal mask, an output depends on the
     last W - 1 tokens and its own; otherwise on (W - 1) // 2 earlier and W // 2 later ones.
-
-    Attributes:
-      width: Number of taps W.
-      dropout: Rate of dropout on the weights of each token (DropConnect).
 
     Cost: B T W N H multiplications. The cache holds W - 1 gated values of each sequence and head.
 
@@ -38,8 +34,8 @@ class LightConvMixer(Mixer):
 
     traits: ClassVar[MixerTraits] = MixerTraits()
 
-    width: int = 31
-    dropout: float = 0.0
+    width: int = option(31, "Number of taps W.", least=1, most=MAX_WIDTH)
+    dropout: float = dropout_option("Rate of dropout on the weights of each token (DropConnect).")
 
     @property
     def needs(self) -> Mapping[str, Projection]:
@@ -111,10 +107,6 @@ class DynamicConvMixer(LightConvMixer):
 
     Masks, cache and values are those of `LightConvMixer`.
 
-    Attributes:
-      width: Number of taps W.
-      dropout: Rate of dropout on the weights of each token (DropConnect).
-
     Cost: B T W N (D + H) multiplications.
 
     References: Wu et al. 2019, "Pay less attention with lightweight and dynamic convolutions", eq. 6. The paper's code projects
@@ -135,55 +127,3 @@ def _gated(inputs: MixerInputs) -> jax.Array:
     assert inputs.v is not None
     gated = inputs.v.astype(jnp.float32) * jax.nn.sigmoid(inputs.projections["gate"].astype(jnp.float32))
     return gated.astype(inputs.v.dtype)
-
-
-def lightconv(width: int = 31, *, dropout: float = 0.0, name: str | None = None) -> LightConvMixer:
-    """Entry of MIXERS: lightweight convolution.
-
-    Args:
-      width: Number of taps W.
-      dropout: Rate of dropout on the weights of each token (DropConnect).
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: A width that is not 1 to MAX_WIDTH.
-    """
-    return LightConvMixer(check_width("model.mixer=lightconv", width), dropout, name=name)
-
-
-def dynamicconv(width: int = 31, *, dropout: float = 0.0, name: str | None = None) -> DynamicConvMixer:
-    """Entry of MIXERS: dynamic convolution.
-
-    Args:
-      width: Number of taps W.
-      dropout: Rate of dropout on the weights of each token (DropConnect).
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: A width that is not 1 to MAX_WIDTH.
-    """
-    return DynamicConvMixer(check_width("model.mixer=dynamicconv", width), dropout, name=name)
-
-
-def check_width(entry: str, width: int) -> int:
-    """Checks a number of taps.
-
-    Args:
-      entry: Field and entry, as "model.mixer=lightconv", for the message.
-      width: Number of taps.
-
-    Returns:
-      width.
-
-    Raises:
-      InputError: A width that is not 1 to MAX_WIDTH.
-    """
-    if not 1 <= width <= MAX_WIDTH:
-        raise InputError(f"{entry}({width}): expected a width of 1 to {MAX_WIDTH}")
-    return width

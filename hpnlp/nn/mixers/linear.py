@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.model_interfaces.branch import Mixer
-from hpnlp.nn.mixers.checks import check_mask
+from hpnlp.nn.mixers.checks import check_mask, dropout_option
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.linear import LinearState, linear_attention, linear_attention_step
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
+from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection, option
 
 
 def mix(inputs: MixerInputs, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> MixerOutput:
@@ -91,13 +91,16 @@ def elu_plus_one(x: jax.Array) -> jax.Array:
 MIN_WEIGHT = 1e-30
 
 
+def chunk_option() -> int:
+    """The field `chunk` of a mixer, see `linear_attention`."""
+    is_power_of_2 = "a power of 2", lambda chunk: chunk & (chunk - 1) == 0
+    return option(64, "Number of tokens of a chunk, a power of 2.", least=1, rule=is_power_of_2)
+
+
 class LinearMixer(Mixer):
     """Attention with the weights phi(q)^T phi(k), phi(x) = elu(x) + 1, divided by their sum (at least MIN_WEIGHT).
 
     Queries and keys that `model.position="rope"` rotates are rotated before phi.
-
-    Attributes:
-      chunk: Number of tokens of a chunk; see `linear_attention`.
 
     Cost: O(B N T (C + H) H) time for chunks of C tokens, and memory linear in T. The cache has `H (H + 1)` numbers per key
     head and sequence, whatever its length.
@@ -113,7 +116,8 @@ class LinearMixer(Mixer):
     }
     traits: ClassVar[MixerTraits] = MixerTraits()
 
-    chunk: int = 64
+    chunk: int = chunk_option()
+    dropout: float = dropout_option("Ignored: linear attention computes no attention probabilities.", has_effect=False)
 
     def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
@@ -141,38 +145,3 @@ class LinearMixer(Mixer):
 
     def within(self, mask: AnyMask) -> Any:
         return check_mask("linear attention", mask, Causal(), Full(), reason="it sums over all preceding tokens")
-
-
-def linear(chunk: int = 64, *, dropout: float = 0.0, name: str | None = None) -> LinearMixer:
-    """Entry of MIXERS: linear attention with the feature map elu + 1.
-
-    Args:
-      chunk: Number of tokens of a chunk, a power of 2.
-      dropout: Ignored: linear attention computes no attention probabilities.
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: `chunk` is not a power of 2.
-    """
-    return LinearMixer(checked_chunk(chunk, "linear"), name=name)
-
-
-def checked_chunk(chunk: int, mixer: str) -> int:
-    """Checks the number of tokens of a chunk.
-
-    Args:
-      chunk: The number.
-      mixer: Entry of MIXERS, for the message.
-
-    Returns:
-      The number.
-
-    Raises:
-      InputError: The number is not a power of 2.
-    """
-    if chunk < 1 or chunk & (chunk - 1):
-        raise InputError(f"model.mixer={mixer}(chunk={chunk}): expected a power of 2")
-    return chunk

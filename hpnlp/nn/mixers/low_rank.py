@@ -12,17 +12,14 @@ import jax.numpy as jnp
 
 from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import param
-from hpnlp.nn.mixers.checks import check_has_effect, check_mask
+from hpnlp.nn.mixers.checks import check_has_effect, check_mask, dropout_option
 from hpnlp.ops.attention import Full, attend
 from hpnlp.ops.attention.low_rank.compression import convolve_tokens, padding_ids, pool_tokens, project_tokens
 from hpnlp.ops.attention.low_rank.nystrom import nystrom_attend
 from hpnlp.ops.attention.low_rank.value_conv import value_conv
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.spec import did_you_mean
-from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
+from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection, option
 
-COMPRESSIONS = ("projection", "pool", "conv")
-SHARING = ("none", "heads", "key_value")
 MAX_WIDTH = 513  # products of Nystromformer's convolution grow with its width
 # Every output depends on all tokens of the sequence but padding.
 TRAITS = MixerTraits(causal=False, prefix_consistent=False, isolates_segments=False, any_padding=False, decodes=False)
@@ -93,15 +90,6 @@ class LinformerMixer(AllTokensMixer):
 
     Padding contributes to no compressed token, and its output is 0. Several segments of a sequence are mixed.
 
-    Attributes:
-      rank: Number of compressed tokens R, for "projection" and "pool".
-      compression: "projection", by a learned matrix [R, T] for sequences of one length; "pool", by means of windows of
-          ceil(T / R) tokens; "conv", by a depthwise convolution whose width is its stride.
-      width: Tokens in a window of "conv".
-      share: Matrices of "projection": "none" for two of each key head, "heads" for one of all keys and one of all values,
-          "key_value" for a single one.
-      dropout: Rate of dropout on attention probabilities.
-
     Cost: O(B N T R H) time and memory linear in T; with "conv", R = T / width.
 
     References: Wang et al. 2020, "Linformer: self-attention with linear complexity", eq. 7 and sec. 4. Matrices begin with a
@@ -111,11 +99,21 @@ class LinformerMixer(AllTokensMixer):
     entry: ClassVar[str] = "linformer"
     needs: ClassVar[Mapping[str, Projection]] = NEEDS
 
-    rank: int = 128
-    compression: str = "projection"
-    width: int = 4
-    share: str = "heads"
-    dropout: float = 0.0
+    rank: int = option(128, "Number of compressed tokens R, for projection and pool.", least=1)
+    compression: str = option(
+        "projection",
+        "projection, by a learned matrix [R, T] for sequences of one length; pool, by means of windows of ceil(T / R) tokens; "
+        "conv, by a depthwise convolution whose width is its stride.",
+        among=("projection", "pool", "conv"),
+    )
+    width: int = option(4, "Tokens in a window of conv.", least=1)
+    share: str = option(
+        "heads",
+        "Matrices of projection: none for two of each key head, heads for one of all keys and one of all values, key_value "
+        "for a single one.",
+        among=("none", "heads", "key_value"),
+    )
+    dropout: float = dropout_option()
 
     @property
     def traits(self) -> MixerTraits:
@@ -165,11 +163,6 @@ class NystromMixer(AllTokensMixer):
 
     Padding contributes to nothing, and its output is 0. Several segments of a sequence are mixed.
 
-    Attributes:
-      landmarks: Largest number of landmarks M. Sequences of at most M tokens have exact attention.
-      width: Neighbours in the depthwise convolution of each head's values, the token itself included; 0 for none.
-      dropout: Rate of dropout on attention probabilities.
-
     Cost: O(B N T (M + W) H) time, and memory linear in T.
 
     References: Xiong et al. 2021, "Nystromformer", eq. 13 and fig. 2.
@@ -179,9 +172,17 @@ class NystromMixer(AllTokensMixer):
     needs: ClassVar[Mapping[str, Projection]] = NEEDS
     traits: ClassVar[MixerTraits] = TRAITS
 
-    landmarks: int = 64
-    width: int = 33
-    dropout: float = 0.0
+    landmarks: int = option(
+        64, "Largest number of landmarks M. Sequences of at most M tokens have exact attention.", least=1
+    )
+    width: int = option(
+        33,
+        "Neighbours in the depthwise convolution of each head's values, the token itself included; 0 for none.",
+        least=0,
+        most=MAX_WIDTH,
+        rule=("0 or odd", lambda width: width == 0 or width % 2 == 1),
+    )
+    dropout: float = dropout_option()
 
     @nn.compact
     def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
@@ -235,9 +236,6 @@ def linformer(
     Raises:
       InputError: An unknown compression or sharing, a rank or width below 1, or an argument that the compression ignores.
     """
-    for argument, value, known in (("compression", compression, COMPRESSIONS), ("share", share, SHARING)):
-        if value is not None and value not in known:
-            raise InputError(f"model.mixer=linformer({argument}={value}): {did_you_mean(value, known)}")
     choice = f"compression={compression}"
     if compression == "conv":
         check_has_effect("linformer", choice, "compression=projection or pool", rank=rank)
@@ -245,30 +243,5 @@ def linformer(
         check_has_effect("linformer", choice, "compression=conv", width=width)
     if compression != "projection":
         check_has_effect("linformer", choice, "compression=projection", share=share)
-    rank, width = 128 if rank is None else rank, 4 if width is None else width
-    for argument, value in (("rank", rank), ("width", width)):
-        if value < 1:
-            raise InputError(f"model.mixer=linformer({argument}={value}): expected at least 1")
-    return LinformerMixer(rank, compression, width, share or "heads", dropout, name=name)
-
-
-def nystrom(landmarks: int = 64, width: int = 33, *, dropout: float = 0.0, name: str | None = None) -> NystromMixer:
-    """Entry of MIXERS: Nystrom attention with a convolution of the values.
-
-    Args:
-      landmarks: Largest number of landmarks.
-      width: Odd number of tokens in the convolution, 0 for no convolution.
-      dropout: Rate of dropout on attention probabilities.
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: No landmarks, or a width that is neither 0 nor an odd number up to MAX_WIDTH.
-    """
-    if landmarks < 1:
-        raise InputError(f"model.mixer=nystrom({landmarks}): expected at least 1 landmark")
-    if width and not (0 < width <= MAX_WIDTH and width % 2):
-        raise InputError(f"model.mixer=nystrom(width={width}): expected 0 or an odd number of 1 to {MAX_WIDTH}")
-    return NystromMixer(landmarks, width, dropout, name=name)
+    given = {name: value for name, value in {"rank": rank, "width": width, "share": share}.items() if value is not None}
+    return LinformerMixer(compression=compression, **given, dropout=dropout, name=name)

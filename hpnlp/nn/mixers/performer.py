@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from hpnlp.nn.layers import buffer
 from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.nn.mixers.linear import extend, mix
-from hpnlp.nn.mixers.random_projections import RandomProjections, check_projections
+from hpnlp.nn.mixers.random_projections import RandomProjections
 from hpnlp.ops.attention import Causal
 from hpnlp.ops.attention.linear import LinearState
 from hpnlp.ops.attention.linear.random_attention import MIN_WEIGHT, softmax_features
-from hpnlp.ops.attention.linear.random_features import KINDS, optimal_rho
+from hpnlp.ops.attention.linear.random_features import KINDS, optimal_rho, projection_count
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection
+from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection, option
 
 AVERAGE = 0.9  # factor of the average of |q + k|^2 over steps
 
@@ -29,9 +29,6 @@ class PerformerMixer(RandomProjections):
     Training and evaluation use the same projections, those of the buffer. Optimal features have a parameter for each key head,
     which follows from the average of |q + k|^2 over training steps. Before the first step, it is that of queries and keys whose
     entries have variance 1.
-
-    Attributes:
-      kind: Feature map, see `log_features`.
 
     Cost: O(B N T (C + M) H) time, as linear attention with M features. The cache has `M (H + 1)` numbers per key head and
     sequence, whatever its length.
@@ -48,7 +45,13 @@ class PerformerMixer(RandomProjections):
     }
     traits: ClassVar[MixerTraits] = MixerTraits()
 
-    kind: str = "positive"
+    kind: str = option(
+        "positive", "Feature map: positive (FAVOR+), hyperbolic or optimal, see `log_features`.", among=KINDS
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        projection_count(self.features, self.kind)  # raises InputError for an odd number
 
     @property
     def statistic_axes(self) -> Mapping[str, tuple[str | None, ...]]:
@@ -132,33 +135,3 @@ class PerformerMixer(RandomProjections):
             average = AVERAGE * buffers["gamma"] + (1 - AVERAGE) * gamma
             new["gamma"] = jnp.where(statistics["tokens"] > 0, average, buffers["gamma"])
         return new
-
-
-def performer(
-    features: int = 128,
-    kind: str = "positive",
-    *,
-    projections: str = "orthogonal",
-    redraw: int = 1000,
-    dropout: float = 0.0,
-    name: str | None = None,
-) -> PerformerMixer:
-    """Entry of MIXERS: softmax attention estimated by positive random features.
-
-    Args:
-      features: Number of features M.
-      kind: "positive" (FAVOR+), "hyperbolic" or "optimal" features.
-      projections: "orthogonal", "sphere" or "iid".
-      redraw: Number of training steps between draws of the projections; 0 for none.
-      dropout: Ignored: linear attention computes no attention probabilities.
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: Another kind or distribution; a number of features or steps that is not possible.
-    """
-    spec = f"model.mixer=performer({features},{kind},projections={projections},redraw={redraw})"
-    check_projections(features, kind, KINDS, projections, redraw, spec)
-    return PerformerMixer(features, projections, redraw, kind, name=name)

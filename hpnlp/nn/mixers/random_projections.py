@@ -9,25 +9,22 @@ from jax.typing import DTypeLike
 
 from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import buffer
-from hpnlp.nn.mixers.checks import check_mask
+from hpnlp.nn.mixers.checks import check_mask, dropout_option
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.linear.random_features import PROJECTIONS, projection_count, random_projections
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.types import InputError
+from hpnlp.types import option
 
 
 class RandomProjections(Mixer):
-    """The buffer of a mixer with random features: projections that all heads share, drawn anew every `redraw` steps.
+    """The buffer of a mixer with random features: projections that all heads share, drawn anew every `redraw` steps."""
 
-    Attributes:
-      features: Number of features M.
-      projections: Distribution of the projections, see `random_projections`.
-      redraw: Number of training steps between draws; 0 for none.
-    """
-
-    features: int = 128
-    projections: str = "orthogonal"
-    redraw: int = 0
+    features: int = option(128, "Number of features M.", least=1)
+    projections: str = option("orthogonal", "Distribution of the projections.", among=PROJECTIONS, kw_only=True)
+    redraw: int = option(
+        1000, "Number of training steps between draws of the projections; 0 for none.", least=0, kw_only=True
+    )
+    dropout: float = dropout_option("Ignored: linear attention computes no attention probabilities.", has_effect=False)
 
     def drawn(self, kind: str, dim: int) -> jax.Array:
         """The projections.
@@ -66,30 +63,3 @@ class RandomProjections(Mixer):
         return check_mask(
             "attention with random features", mask, Causal(), Full(), reason="it sums over all preceding tokens"
         )
-
-
-def check_projections(
-    features: int, kind: str, kinds: tuple[str, ...], projections: str, redraw: int, spec: str
-) -> None:
-    """Checks the arguments of a mixer with random features.
-
-    Args:
-      features: Number of features.
-      kind: Feature map.
-      kinds: Feature maps of the mixer.
-      projections: Distribution of the projections.
-      redraw: Steps between draws.
-      spec: The mixer, for messages.
-
-    Raises:
-      InputError: An argument that is not possible.
-    """
-    for value, names in ((kind, kinds), (projections, PROJECTIONS)):
-        if value not in names:
-            raise InputError(f"{spec}: expected one of {', '.join(names)}, not {value}")
-    try:
-        projection_count(features, kind)
-    except InputError as error:
-        raise InputError(f"{spec}: {error}") from error
-    if redraw < 0:
-        raise InputError(f"{spec}: expected a number of steps between draws, or 0 for none")

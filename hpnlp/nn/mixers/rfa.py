@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.nn.mixers.linear import extend, mix
-from hpnlp.nn.mixers.random_projections import RandomProjections, check_projections
+from hpnlp.nn.mixers.random_projections import RandomProjections
 from hpnlp.ops.attention import Causal
 from hpnlp.ops.attention.linear import LinearState
 from hpnlp.ops.attention.linear.random_attention import RFATerms, rfa_quotient, rfa_terms
+from hpnlp.ops.attention.linear.random_features import projection_count
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection
+from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection, option
 
 # Gates begin at sigmoid(3) = 0.95, so that sums reach back about 20 tokens.
 GATE_BIAS = 3.0
@@ -45,16 +46,17 @@ class RFAMixer(RandomProjections):
 
     Training and evaluation use the same projections, those of the buffer. (The paper chooses one of 200 sets in each step.)
 
-    Attributes:
-      gate: Whether sums decay by gates; causal only.
-
     Cost: O(B N T (C + M) H) time, as linear attention with M features. The cache has `M (H + 1)` numbers per key head and
     sequence, whatever its length.
 
     References: Peng et al. 2021, "Random feature attention", arXiv 2103.02143, sec. 3.
     """
 
-    gate: bool = False
+    gate: bool = option(False, "Learned gates, by which recent tokens have more weight; causal models only.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        projection_count(self.features, "trigonometric")  # raises InputError for an odd number
 
     @property
     def needs(self) -> Mapping[str, Projection]:
@@ -134,33 +136,3 @@ class RFAMixer(RandomProjections):
           The new buffers.
         """
         return {"projections": self.redrawn(buffers["projections"], step, rng)}
-
-
-def rfa(
-    features: int = 128,
-    gate: bool = False,
-    *,
-    projections: str = "orthogonal",
-    redraw: int = 1000,
-    dropout: float = 0.0,
-    name: str | None = None,
-) -> RFAMixer:
-    """Entry of MIXERS: random feature attention.
-
-    Args:
-      features: Number of features M, half of them sines and half cosines.
-      gate: Learned gates, by which recent tokens have more weight; causal models only.
-      projections: "orthogonal", "sphere" or "iid".
-      redraw: Number of training steps between draws of the projections; 0 for none.
-      dropout: Ignored: linear attention computes no attention probabilities.
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: Another distribution; a number of features or steps that is not possible.
-    """
-    spec = f"model.mixer=rfa({features},{gate},projections={projections},redraw={redraw})"
-    check_projections(features, "trigonometric", ("trigonometric",), projections, redraw, spec)
-    return RFAMixer(features, projections, redraw, gate, name=name)

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from hpnlp.model_interfaces.branch import Mixer
-from hpnlp.nn.mixers.checks import check_decoding, check_mask
+from hpnlp.nn.mixers.checks import check_decoding, check_mask, dropout_option
 from hpnlp.ops.attention import Causal, Window, attend
 from hpnlp.ops.attention.decoding.kv_cache import KVCache, start_cache
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection, TokenStates
+from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection, TokenStates, option
 
 
 class SegmentMemoryMixer(Mixer):
@@ -27,10 +27,6 @@ class SegmentMemoryMixer(Mixer):
     a token sees the whole memory and all earlier tokens of its sequence.) With fixed parameters, the outputs therefore equal
     those of a sliding window over the whole stream, and decoding needs a cache of M + 1 keys. In training, the hidden states
     in the memory were computed with the parameters of earlier steps, and are projected with the current ones.
-
-    Attributes:
-      memory: Number of earlier tokens M that a token attends to.
-      dropout: Rate of dropout on attention probabilities.
 
     Cost: that of sliding-window attention, and the projections of M more tokens to keys and values. The carry takes M D numbers
     per sequence and layer.
@@ -46,8 +42,8 @@ class SegmentMemoryMixer(Mixer):
     traits: ClassVar[MixerTraits] = MixerTraits(bidirectional=False)
     carry_axes: ClassVar[TokenStates] = TokenStates(("batch", None, "embed"), ("batch", None), ("batch", None))
 
-    memory: int = 128
-    dropout: float = 0.0
+    memory: int = option(128, "Number of earlier tokens M that a token attends to.", least=1)
+    dropout: float = dropout_option()
 
     def initial_carry(self, batch: int, dim: int, dtype: DTypeLike) -> TokenStates:
         """The memory before the first tokens.
@@ -132,22 +128,3 @@ class SegmentMemoryMixer(Mixer):
         """The last M tokens of the carry and x together."""
         tokens = inputs.carry.followed_by(TokenStates(inputs.x, inputs.positions, inputs.segment_ids))
         return jax.tree.map(lambda array, old: array[:, -self.memory :].astype(old.dtype), tokens, inputs.carry)
-
-
-def segment_memory(memory: int = 128, *, dropout: float = 0.0, name: str | None = None) -> SegmentMemoryMixer:
-    """Entry of MIXERS: a sliding window that reaches into earlier batches.
-
-    Args:
-      memory: Number of preceding tokens that a token attends to.
-      dropout: Rate of dropout on attention probabilities.
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: `memory` is less than 1.
-    """
-    if memory < 1:
-        raise InputError(f"model.mixer=segment_memory({memory}): expected a memory of at least 1 token")
-    return SegmentMemoryMixer(memory, dropout, name=name)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import Dense, param
-from hpnlp.nn.mixers.checks import check_decoding, check_mask
+from hpnlp.nn.mixers.checks import check_decoding, check_mask, dropout_option
 from hpnlp.ops.attention import Causal, Window, attend, merge
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.attention.selected_blocks import (
@@ -26,11 +26,10 @@ from hpnlp.ops.attention.selected_blocks import (
     own_block_attention,
     start_block_cache,
 )
-from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
+from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection, option
 
 # Position of a block that does not exist: after every token.
 NEVER = 2**30
-COMPRESSIONS = ("mean", "learned")
 
 
 class MobaMixer(Mixer):
@@ -39,11 +38,6 @@ class MobaMixer(Mixer):
     A document is divided into blocks of `block` tokens, counted from its first token. Each query head attends to the tokens of
     its own block up to the query, and to all tokens of the `top` complete earlier blocks with the highest q . mean of the
     block's keys. The choice has no gradient. With `top` of at least the number of blocks, this is causal softmax attention.
-
-    Attributes:
-      block: Number of tokens of a block.
-      top: Number of earlier blocks that a query attends to, in addition to its own.
-      dropout: Rate of dropout on attention probabilities.
 
     Cost: O(B T N H (top + 1) block) time, and B N T^2 / block scores for the choice; partial results of B T N top H float32
     numbers, on a CPU of one key head at a time. The cache holds all keys and values, and a mean for each block; a decoding
@@ -60,9 +54,9 @@ class MobaMixer(Mixer):
     }
     traits: ClassVar[MixerTraits] = MixerTraits(bidirectional=False)
 
-    block: int = 128
-    top: int = 3
-    dropout: float = 0.0
+    block: int = option(128, "Number of tokens of a block.", least=1)
+    top: int = option(3, "Number of earlier blocks that a query attends to, in addition to its own.", least=0)
+    dropout: float = dropout_option()
 
     def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
@@ -125,13 +119,6 @@ class NsaMixer(Mixer):
     Differences to the paper: blocks of the compressed and of the selected branch are the same and do not overlap; the three
     branches share keys and values; a weighted sum stands for the MLP that compresses a block.
 
-    Attributes:
-      block: Number of tokens of a block.
-      top: Number of earlier blocks in the selected branch, in addition to the query's own.
-      window: Number of tokens in the window.
-      compression: One of COMPRESSIONS.
-      dropout: Rate of dropout on attention probabilities.
-
     Cost: O(B T N H ((top + 1) block + window + T / block)) time; partial results of B T N top H float32 numbers, on a CPU
     of one key head at a time. The cache holds all keys and values, and a summary of each block; a decoding step reads the
     summaries, the chosen blocks and the window.
@@ -143,11 +130,11 @@ class NsaMixer(Mixer):
     needs: ClassVar[Mapping[str, Projection]] = MobaMixer.needs
     traits: ClassVar[MixerTraits] = MixerTraits(bidirectional=False)
 
-    block: int = 64
-    top: int = 4
-    window: int = 256
-    compression: str = "mean"
-    dropout: float = 0.0
+    block: int = option(64, "Number of tokens of a block.", least=1)
+    top: int = option(4, "Number of earlier blocks in the selected branch, in addition to the query's own.", least=0)
+    window: int = option(256, "Number of tokens in the window, the current one included.", least=1)
+    compression: str = option("mean", "How a block becomes one key and one value.", among=("mean", "learned"))
+    dropout: float = dropout_option()
 
     def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
@@ -280,60 +267,3 @@ def _extended(
     check_decoding(inputs, mixer.dropout)
     assert inputs.q is not None and inputs.k is not None and inputs.v is not None
     return inputs.q, cache.positions(inputs.q.shape[1]), cache.extended(inputs.k, inputs.v, *weights)
-
-
-def _check_sizes(text: str, **sizes: int) -> None:
-    for name, size in sizes.items():
-        if size < (least := 0 if name == "top" else 1):
-            raise InputError(f"model.mixer={text}: expected a {name} of at least {least}")
-
-
-def moba(block: int = 128, top: int = 3, *, dropout: float = 0.0, name: str | None = None) -> MobaMixer:
-    """Entry of MIXERS: attention to the own block and to the earlier blocks with the highest scores.
-
-    Args:
-      block: Number of tokens of a block.
-      top: Number of earlier blocks.
-      dropout: Rate of dropout on attention probabilities.
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: A block of less than 1 token, or a negative `top`.
-    """
-    _check_sizes(f"moba({block},{top})", block=block, top=top)
-    return MobaMixer(block, top, dropout, name=name)
-
-
-def nsa(
-    block: int = 64,
-    top: int = 4,
-    window: int = 256,
-    compression: str = "mean",
-    *,
-    dropout: float = 0.0,
-    name: str | None = None,
-) -> NsaMixer:
-    """Entry of MIXERS: native sparse attention, the gated sum of compressed, selected and sliding-window attention.
-
-    Args:
-      block: Number of tokens of a block.
-      top: Number of earlier blocks in the selected branch.
-      window: Number of tokens in the window, the current one included.
-      compression: "mean" or "learned", how a block becomes one key and one value.
-      dropout: Rate of dropout on attention probabilities.
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: A size that is too small, or an unknown compression.
-    """
-    text = f"nsa({block},{top},{window},{compression})"
-    _check_sizes(text, block=block, top=top, window=window)
-    if compression not in COMPRESSIONS:
-        raise InputError(f"model.mixer={text}: expected a compression of {' or '.join(COMPRESSIONS)}")
-    return NsaMixer(block, top, window, compression, dropout, name=name)

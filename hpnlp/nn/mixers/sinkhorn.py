@@ -8,24 +8,18 @@ from typing import Any, ClassVar
 import jax
 
 from hpnlp.model_interfaces.branch import Mixer
-from hpnlp.nn.mixers.checks import check_decoding, check_mask
+from hpnlp.nn.mixers.checks import check_decoding, check_mask, dropout_option
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.bucketed.sinkhorn import SortSettings, sinkhorn_attention
 from hpnlp.ops.attention.bucketed.sinkhorn_cache import SinkhornCache, extend_sinkhorn_cache, start_sinkhorn_cache
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
+from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection, option
 
 
 class SinkhornMixer(Mixer):
     """Softmax attention of each block of tokens to itself and to a learned mixture of other blocks.
 
     Blocks are counted from the start of the sequence, also where it holds several documents.
-
-    Attributes:
-      block: Tokens of a block.
-      iterations: Number of times that rows and columns of the soft permutation are normalised.
-      temperature: Divides the scores of pairs of blocks; the smaller, the closer the mixture is to one block.
-      dropout: Rate of dropout on attention probabilities.
 
     Cost: as `sinkhorn_attention`. Decoding reads all earlier tokens.
 
@@ -39,10 +33,14 @@ class SinkhornMixer(Mixer):
     }
     traits: ClassVar[MixerTraits] = MixerTraits()
 
-    block: int = 64
-    iterations: int = 5
-    temperature: float = 0.75
-    dropout: float = 0.0
+    block: int = option(64, "Tokens of a block.", least=1)
+    iterations: int = option(
+        5, "Number of times that rows and columns of the soft permutation are normalised.", least=1
+    )
+    temperature: float = option(
+        0.75, "Divides the scores of pairs of blocks; the smaller, the closer the mixture is to one block.", above=0
+    )
+    dropout: float = dropout_option()
 
     def __call__(self, inputs: MixerInputs, mask: AnyMask) -> MixerOutput:
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
@@ -99,29 +97,3 @@ class SinkhornMixer(Mixer):
 
     def _settings(self, mask: AnyMask) -> SortSettings:
         return SortSettings(self.block, self.iterations, self.temperature, self.within(mask) == Causal())
-
-
-def sinkhorn(
-    block: int = 64, iterations: int = 5, temperature: float = 0.75, *, dropout: float = 0.0, name: str | None = None
-) -> SinkhornMixer:
-    """Entry of MIXERS: attention to the token's block and to a mixture of other blocks.
-
-    Args:
-      block: Tokens of a block.
-      iterations: Number of times that rows and columns of the soft permutation are normalised.
-      temperature: Divides the scores of pairs of blocks.
-      dropout: Rate of dropout on attention probabilities.
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: A block of less than one token, less than one iteration, or a temperature that is not positive.
-    """
-    entry = f"model.mixer=sinkhorn(block={block}, iterations={iterations}, temperature={temperature})"
-    if block < 1 or iterations < 1:
-        raise InputError(f"{entry}: expected a block of at least 1 token and at least 1 iteration")
-    if not temperature > 0:
-        raise InputError(f"{entry}: expected a positive temperature")
-    return SinkhornMixer(block, iterations, temperature, dropout, name=name)

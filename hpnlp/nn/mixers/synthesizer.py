@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import param
-from hpnlp.nn.mixers.checks import check_has_effect
+from hpnlp.nn.mixers.checks import check_has_effect, dropout_option
 from hpnlp.nn.mixers.low_rank import length_param
 from hpnlp.ops.attention.masks.base import Mask
 from hpnlp.ops.attention.masks.per_head import AnyMask
@@ -21,7 +21,7 @@ from hpnlp.ops.attention.synthetic.attend import Factors, synthetic_attend, tile
 from hpnlp.ops.attention.synthetic.factorized_dense import factorized_dense_attend
 from hpnlp.ops.attention.synthetic.shared_scores import shared_scores_attend
 from hpnlp.spec import did_you_mean
-from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection
+from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection, option
 
 DOT = "dot"
 KINDS = ("dense", "random", "factorized_dense", "factorized_random")
@@ -42,9 +42,6 @@ class SynthesizerMixer(Mixer):
           "factorized_dense", `relu(q + c) W_a` within blocks of `block` keys times `relu(q + c) W_b` for each block;
           "factorized_random", the product of two learned matrices [T, rank] of each head;
           "dot", products of queries and keys, scaled by H ** -0.5.
-      rank: Rank of "factorized_random".
-      block: Keys in a block of "factorized_dense", 0 for the square root of the length.
-      dropout: Rate of dropout on attention probabilities.
 
     Cost: as `attend` with a query and key width of H for "dense" and "dot", and of the rank for "factorized_random". "random"
     has N T^2 parameters; alone, it takes their exponentials once for all short sequences of a batch. Mixtures with
@@ -55,9 +52,9 @@ class SynthesizerMixer(Mixer):
     """
 
     terms: tuple[str, ...] = ("dense",)
-    rank: int = 8
-    block: int = 0
-    dropout: float = 0.0
+    rank: int = option(8, "Rank of factorized_random.", least=1)
+    block: int = option(0, "Keys in a block of factorized_dense, 0 for the square root of the length.", least=0)
+    dropout: float = dropout_option()
 
     traits: ClassVar[MixerTraits] = MixerTraits(any_length=False, decodes=False)
 
@@ -240,7 +237,7 @@ def synthesizer_factorized_dense(block: int = 0, *, dropout: float = 0.0, name: 
     Raises:
       InputError: A negative block.
     """
-    return _checked("synthesizer_factorized_dense", ("factorized_dense",), 8, block, dropout, name)
+    return SynthesizerMixer(("factorized_dense",), block=block, dropout=dropout, name=name)
 
 
 def synthesizer_factorized_random(rank: int = 8, *, dropout: float = 0.0, name: str | None = None) -> SynthesizerMixer:
@@ -257,7 +254,7 @@ def synthesizer_factorized_random(rank: int = 8, *, dropout: float = 0.0, name: 
     Raises:
       InputError: A rank below 1.
     """
-    return _checked("synthesizer_factorized_random", ("factorized_random",), rank, 0, dropout, name)
+    return SynthesizerMixer(("factorized_random",), rank, dropout=dropout, name=name)
 
 
 def mixture(
@@ -287,16 +284,4 @@ def mixture(
     for term, argument in (("factorized_random", {"rank": rank}), ("factorized_dense", {"block": block})):
         if term not in terms:
             check_has_effect("mixture", f"the terms {', '.join(terms)}", f"{term}, too", **argument)
-    return _checked("mixture", (DOT, *terms), 8 if rank is None else rank, block or 0, dropout, name)
-
-
-def _checked(
-    entry: str, terms: tuple[str, ...], rank: int, block: int, dropout: float, name: str | None
-) -> SynthesizerMixer:
-    if rank < 1:
-        raise InputError(f"model.mixer={entry}(rank={rank}): expected at least 1")
-    if block < 0:
-        raise InputError(
-            f"model.mixer={entry}(block={block}): expected at least 1, or 0 for the square root of the length"
-        )
-    return SynthesizerMixer(terms, rank, block, dropout, name=name)
+    return SynthesizerMixer((DOT, *terms), 8 if rank is None else rank, block or 0, dropout=dropout, name=name)

@@ -10,7 +10,7 @@ import jax
 from hpnlp.nn.mixers.relative_positions import RelativePositions
 from hpnlp.nn.mixers.segment_memory import SegmentMemoryMixer
 from hpnlp.ops.attention import Window
-from hpnlp.types import InputError, MixerInputs, Projection
+from hpnlp.types import MixerInputs, Projection
 
 
 class TransformerXLMixer(SegmentMemoryMixer):
@@ -38,22 +38,3 @@ class TransformerXLMixer(SegmentMemoryMixer):
 
     def _scored(self, inputs: MixerInputs) -> tuple[jax.Array, jax.Array | None]:
         return self.relative.for_cache(inputs, self.memory + 1)
-
-
-def transformer_xl(memory: int = 128, *, dropout: float = 0.0, name: str | None = None) -> TransformerXLMixer:
-    """Entry of MIXERS: Transformer-XL, a sliding window with relative positions that reaches into earlier batches.
-
-    Args:
-      memory: Number of preceding tokens that a token attends to.
-      dropout: Rate of dropout on attention probabilities.
-      name: Name of the module.
-
-    Returns:
-      The mixer.
-
-    Raises:
-      InputError: `memory` is less than 1.
-    """
-    if memory < 1:
-        raise InputError(f"model.mixer=transformer_xl({memory}): expected a memory of at least 1 token")
-    return TransformerXLMixer(memory, dropout, name=name)
