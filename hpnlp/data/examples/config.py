@@ -31,7 +31,10 @@ LABELLED_FIELDS = ("text_field", "pair_field", "texts_field", "words_field", "no
 
 @dataclasses.dataclass(frozen=True)
 class ExampleConfig(abc.ABC):
-    """Examples to read, and how they are split, tokenised and cut into batches: the fields that all kinds share."""
+    """Examples to read, and how they are split, tokenised and cut into batches: the fields that all kinds share.
+
+    A subclass has a default of `path`, since the default config of its task is made before flags are read.
+    """
 
     optional_fields: ClassVar[tuple[str, ...]] = ("group_field", "pair_field")  # names of fields that may be ""
     linear_baselines = True  # fit linear models for comparison, if the task has them; a field of some kinds
@@ -114,7 +117,10 @@ class ExampleConfig(abc.ABC):
                 raise InputError(f'data.{name}="": expected the name of a field')
         check_label_field(self)
         if not self.path:
-            raise InputError('data.path="": expected the path of labelled examples')
+            raise InputError(
+                'data.path="": expected the path of labelled examples: pass --data.path=FILE (a config class of your own needs a '
+                "default of `path`)"
+            )
         if self.fold_labels and not self.kind().has_labels:
             raise InputError("data.fold_labels=True: these examples have no labels: set it to False")
 
