@@ -58,7 +58,7 @@ def iteration_count(equation: Any) -> int | None:
 
 
 def _stated(scope: str, equation: Equation) -> int | None:
-    """The number in the name of an equation's innermost scope of a kind; None without one."""
+    """The number after `scope` in an equation's innermost scope that has it, as 12 in `kernel_flops_12`; None without one."""
     numbers = re.findall(rf"{scope}(\d+)", str(equation.source_info.name_stack))
     return int(numbers[-1]) if numbers else None
 

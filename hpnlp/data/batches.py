@@ -1,7 +1,8 @@
 """Iterators over batches that shuffle or stream, mix, shard and resume.
 
-grain orders rows by number (shuffle, repeat, mix, shard, read ahead), and the dataset makes a batch of the rows with given
-numbers. The state of an iterator is therefore the number of batches it has returned, for every dataset and number of processes.
+grain orders rows by number (shuffle, repeat, mix, shard, read ahead), and the dataset makes and pads a batch of the rows with
+given numbers (`packing.assemble`, `examples.kind.Kind.batch`). The state of an iterator is therefore the number of batches it
+has returned, for every dataset and number of processes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """From text on disk to batches: `prepare` reads, splits, tokenises and caches the text of a config.
 
+`Corpus` orders the batches, also where `data.order="stream"`.
+
 Example::
 
     corpus = prepare(DataConfig(path="stdlib", seq_len=256, batch_size=16))

@@ -90,7 +90,7 @@ class Mixer(Branch):
 
     @property
     def score_options(self) -> dict[str, Any]:
-        """Arguments of `ops.attention_scores` with which the scores of queries and keys are those of the mixer."""
+        """Arguments of `ops.distillation.attention_scores` with which the scores of queries and keys are those of the mixer."""
         return {}
 
     def __call__(self, inputs: MixerInputs, mask: Any) -> MixerOutput:

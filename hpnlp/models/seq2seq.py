@@ -70,7 +70,7 @@ class Seq2SeqConfig(LMConfig):
 
     @property
     def is_single_stack(self) -> bool:
-        """The layers are those of two Backbones."""
+        """False: encoder and decoder have a stack of layers each."""
         return False
 
     def stacks(self) -> dict[str, BackboneConfig]:

@@ -306,10 +306,10 @@ class GRU(RecurrentLayer):
         )  # fmt: skip
 
     def operation(self) -> Callable[..., Any]:
-        """The operation of the layer.
+        """The function of `ops.rnn` that computes the layer.
 
         Returns:
-          `ops.rnn.gru`, or that of a subclass.
+          `gru`; subclasses return another function with the same arguments.
         """
         return ops.gru
 

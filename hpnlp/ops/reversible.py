@@ -115,7 +115,7 @@ def reversible(
 def _run(
     layers: Layers, order: StackOrder, params: Stacks, x1: Array, x2: Array, operands: list[Any]
 ) -> tuple[Array, Array, Any]:
-    """`reversible` of lists of leaves; params are in the form of `by_period`, reports are stacked over periods."""
+    """`reversible` of lists of leaves in place of trees; `params` is a result of `StackOrder.by_period`."""
     (y1, _), (y2, _), reports = _forward_pass(layers, order, params, x1, x2, operands)
     return y1, y2, reports
 

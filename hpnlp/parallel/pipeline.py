@@ -223,7 +223,7 @@ def _run_stages(
 
 
 def _stage(tensor_parallel: MeshTensorParallel, run: Run, params: PyTree, rngs: Mapping[str, Array]) -> Stage:
-    """A stage of one round, whose gathered parameters are kept for the backward pass. It takes no chunk."""
+    """A stage of one round, whose gathered parameters are kept for the backward pass. It does not read its argument `chunk`."""
     here = lax.axis_index(AXIS)
 
     def stage(chunk: PyTree, x: jax.Array, context: PyTree, round_: jax.Array) -> tuple[jax.Array, LayerReport]:

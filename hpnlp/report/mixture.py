@@ -29,7 +29,7 @@ def compressors(workdir: Path, heldout_digest: str) -> dict[str, float]:
 
 
 def ladder(rows: Sequence[Any], compressors: Mapping[str, float]) -> dict[str, float]:
-    """Bits per byte of everything, the most first.
+    """Bits per byte of mixtures and compressors, the most first.
 
     Args:
       rows: Rows of `jobs.retrieval.mix.Mixture`.
@@ -43,11 +43,11 @@ def ladder(rows: Sequence[Any], compressors: Mapping[str, float]) -> dict[str, f
 
 
 def render(rows: Sequence[Any], compressors: Mapping[str, float], heldout_bytes: int, documents: int) -> str:
-    """The table.
+    """Table of bits per byte of mixtures and compressors, the most first, and a note on the rows.
 
     Args:
-      rows: As for `ladder`.
-      compressors: As for `ladder`.
+      rows: Rows of `jobs.retrieval.mix.Mixture`.
+      compressors: Result of `compressors`.
       heldout_bytes: Bytes of the held-out text.
       documents: Number of held-out documents.
 

@@ -397,7 +397,8 @@ class Task(abc.ABC):
           data: The section `data` of a config.
 
         Returns:
-          The kind, whose `inputs` are read; None for a task whose models do neither.
+          The kind, whose `inputs` are read; None for a task whose models do neither. A task with a kind overrides `predict` or
+          `encode`.
         """
         return None
 

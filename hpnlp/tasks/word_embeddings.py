@@ -34,7 +34,7 @@ SHOWN, NEIGHBOURS = 8, 6  # words of a report, and neighbours of each
 
 @dataclasses.dataclass(frozen=True)
 class WordVectorsDataConfig(DataConfig):
-    """Text to read, and how it is split, tokenised and cut into batches."""
+    """Text to read, and how it is split, tokenised and cut into batches: by default into words, always shuffled, no prompts."""
 
     tokenizer: str = option(
         "words(20000)",

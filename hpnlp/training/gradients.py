@@ -1,4 +1,7 @@
-"""Gradients of a batch's loss, computed at once or summed over parts of the batch (gradient accumulation)."""
+"""Gradients of a batch's loss, computed at once or summed over parts of the batch (gradient accumulation).
+
+Gradients are sums over tokens. `optimizers.apply_updates` divides them by their weight, and `optim.make_optimizer` clips them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules by name; most of them are optax's."""
+"""Optimizers and learning-rate schedules by name, most of them optax's, and the clipping of gradients by their global norm."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Where a run starts: anew, from a checkpoint of its own, from another model, or from layers of its teacher.
 
 `find_origin` decides whether another model is read, and which vocabulary the data are read with. `set_up` reads the data and
-makes the model and the trainer. `find_start` makes or restores the training state.
+makes the model and the trainer. `find_start` makes the training state, or restores it from the newest checkpoint if there is
+one; before, `files.claim` has refused another config.
 
 The modules that read other models and teachers are imported by runs that name one (`train.init_from`, `distill.teacher`).
 """
@@ -245,6 +246,8 @@ def set_up(config: Config, workdir: Path, accept_changes: bool = False) -> Setup
 
 def find_start(setup: Setup, checkpoints: Checkpointer, batches: Any) -> Start:
     """State from `train.init_from`, the newest checkpoint, a converted model in the directory, or initialization.
+
+    A run resumes wherever its directory holds a checkpoint of its own.
 
     Args:
       setup: Result of `set_up`.

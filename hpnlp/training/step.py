@@ -69,7 +69,10 @@ class StepFunctions:
     def step(
         self, state: TrainState, batch: Batch, key: jax.Array, frozen: PyTree = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One step: gradients, update, metrics. Only the trained rows of a table take part in it."""
+        """One step: gradients, update, metrics.
+
+        With `optimizer.rows`, the state has only the looked-up rows of tables between `sparse_rows.gather` and `scatter`.
+        """
         self._check_carry(batch)
         gradients = dataclasses.replace(self.gradients, frozen=frozen)
         key = jax.random.fold_in(key, state.step)

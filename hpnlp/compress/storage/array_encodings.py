@@ -126,7 +126,7 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 
 def _palette(array: np.ndarray, zero_first: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(distinct elements as unsigned integers, index of each element). Zero is the first, if present or `zero_first`."""
+    """(distinct elements as unsigned integers, index of each element). Zero comes first, if present or with `zero_first`."""
     bits, size = _bits(array), array.dtype.itemsize
     if size <= 2:
         used = np.zeros(1 << 8 * size, bool)

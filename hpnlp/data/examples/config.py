@@ -118,8 +118,8 @@ class ExampleConfig(abc.ABC):
         check_label_field(self)
         if not self.path:
             raise InputError(
-                'data.path="": expected the path of labelled examples: pass --data.path=FILE (a config class of your own needs a '
-                "default of `path`)"
+                'data.path="": expected the path of labelled examples: pass --data.path=FILE (a config class of your own '
+                "needs a default of `path`)"
             )
         if self.fold_labels and not self.kind().has_labels:
             raise InputError("data.fold_labels=True: these examples have no labels: set it to False")

@@ -133,7 +133,7 @@ class Kind(abc.ABC):
         return []
 
     def grade(self, values: Mapping[str, Any]) -> float | None:
-        """Number to store with an example.
+        """Number to store with an example: the grade of a pair, or the target of a regression.
 
         Args:
           values: As for `texts`.

@@ -286,7 +286,7 @@ def _step(model: LM, params: PyTree, rules: Rules, search: _Search) -> _Search:
 
 
 def _merge(rules: Rules, search: _Search, candidates: Beams, ends: jax.Array) -> tuple[Beams, jax.Array]:
-    """`(ended, is_ended)` with the candidates `[B, kept]` that have ended, of the best W."""
+    """`(ended, is_ended)` after a step: the best W of those that ended before and of the candidates with `ends` [B, kept]."""
     ends_now = ends & (jnp.arange(ends.shape[1]) < rules.beams)[None]
     scores = rules.score(candidates.scores, search.count + 1)
     if rules.early_stopping is True:

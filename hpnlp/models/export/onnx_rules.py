@@ -293,7 +293,7 @@ def _gather_elements(graph: OnnxGraph, eqn: Any, inputs: Sequence[str]) -> str:
 
 
 def _valid_ids(graph: OnnxGraph, eqn: Any, ids: str, axis: int) -> tuple[str, str]:
-    """`(ids without their last axis, which has size 1; the nearest ids within the axis of the operand)`."""
+    """`(rows, clipped rows)`: ids without their last axis, of size 1, and the same ids clipped to the operand's axis."""
     last = np.array(eqn.invars[0].aval.shape[axis] - 1, eqn.invars[1].aval.dtype)
     rows = graph.squeeze(ids, [eqn.invars[1].aval.ndim - 1])
     lower = graph.node("Max", rows, graph.constant(np.zeros_like(last)))

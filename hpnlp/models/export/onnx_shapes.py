@@ -18,7 +18,7 @@ _CALLS = {"floordiv": "Div", "mod": "Mod", "max": "Max", "min": "Min"}
 
 @runtime_checkable
 class Nodes(Protocol):
-    """The members of `onnx_graph.Graph` that compute sizes."""
+    """The members of `onnx_graph.OnnxGraph` that compute sizes."""
 
     def constant(self, value: str | ArrayLike) -> str: ...
 

@@ -158,7 +158,7 @@ class DualEncoderConfig(BackboneConfig):
 
     @property
     def is_single_stack(self) -> bool:
-        """The layers are those of the towers."""
+        """False: the layers are in the stacks of the towers, not under "layers"."""
         return False
 
     @property

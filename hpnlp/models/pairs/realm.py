@@ -144,7 +144,7 @@ class RealmConfig(BackboneConfig):
 
     @property
     def is_single_stack(self) -> bool:
-        """The layers are those of towers and reader."""
+        """False: towers and reader have a stack of layers each."""
         return False
 
     def check_layout(self, layout: Layout) -> None:

@@ -20,7 +20,7 @@ Span = tuple[Any, int]
 
 @runtime_checkable
 class BiasOfHeads(Protocol):
-    """A function of (head, query position, key position) that is for a number of query heads, as `positions.alibi` returns.
+    """A function of (head, query position, key position) for a number of query heads, as `positions.bias.alibi` returns.
 
     Attributes:
       heads: The number.

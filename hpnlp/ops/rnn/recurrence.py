@@ -281,7 +281,7 @@ def _held(new: State, old: State, masks: Masks) -> State:
 
 
 def _held_gradients(d_state: State, masks: Masks) -> tuple[State, tuple[Any, ...]]:
-    """`(gradient of the state that the cell computed, gradient of the state before or None)`."""
+    """Gradients of `_held`: `(gradient of new, gradient of old)`; the latter is None for arrays without a mask "hold_i"."""
     shares = [masks.get(f"hold_{i}") for i in range(len(d_state))]
     d_new = tuple(d if share is None else (1.0 - share) * d for d, share in zip(d_state, shares, strict=True))
     return d_new, tuple(None if share is None else share * d for d, share in zip(d_state, shares, strict=True))

@@ -138,7 +138,7 @@ def _convert(walker: Walker, equation: Equation, operands: Sequence[Value]) -> l
 
 
 def _kernel(walker: Walker, equation: Equation, operands: Sequence[Value], in_place: bool = False) -> list[Value]:
-    """Reads and writes buffers."""
+    """Stores operands and results, as one operation; with `in_place`, the first result may take the first operand's buffer."""
     reads = walker.materialize_operands(equation, operands)
     shards = walker.shards(reads)
     writes = [walker.buffer(var.aval, shards) for var in equation.outvars]

@@ -13,7 +13,10 @@ from hpnlp.tasks.vocabulary import Vocabulary
 
 
 class ExampleTask(Task):
-    """A task whose data config is an `ExampleConfig`."""
+    """A task whose data config is an `ExampleConfig`.
+
+    Its `input_kind` is the kind of its data: a subclass overrides `predict`, or `input_kind` for models that predict nothing.
+    """
 
     reads_examples = True
     label_fields = LABEL_FIELDS

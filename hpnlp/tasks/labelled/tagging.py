@@ -85,7 +85,7 @@ class TaggingBaselines:
 
 
 def _labelled(stored: StoredExamples, numbers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """First tokens of all words with labels, and these labels."""
+    """`(token ids, class ids)` `[n]`: the first token of each word that has a label, and the label."""
     tokens = np.concatenate([stored.part(number, 0) for number in numbers])
     labels = np.concatenate([stored.labels(number) for number in numbers])
     return tokens[labels >= 0], labels[labels >= 0]  # others are NO_LABEL or UNLABELLED

@@ -2,7 +2,7 @@
 
 A run has begun when it has left a training step or a checkpoint. From then on, the same config resumes the run from its newest
 checkpoint, and another config is refused unless the user accepts the changes. Before, the directory may be reused with any
-config. This module checks that a run may resume (`claimed`); `loop` restores its state.
+config. This module checks that a run may resume (`claimed`); `start.find_start` restores its state.
 """
 
 from __future__ import annotations

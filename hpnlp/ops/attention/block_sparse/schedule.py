@@ -240,7 +240,7 @@ def _single_block_steps(tiles: BlockMask, ranks: np.ndarray, width: int, query_b
 
 
 def _split_by_evaluation(rows: np.ndarray, keys: np.ndarray, states: np.ndarray) -> list[_Steps]:
-    """The steps without and with evaluation of the mask, or all steps where a loop of their own does not pay."""
+    """Divides steps into those that evaluate the mask and the others; keeps all together where a second loop does not pay."""
     evaluate = states == TileState.EVALUATE_MASK
     if 2 * np.count_nonzero(evaluate) >= evaluate.size or evaluate.size < cost_model.MIN_STEPS_TO_SPLIT:
         return [(rows, keys, states)]

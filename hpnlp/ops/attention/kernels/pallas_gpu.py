@@ -163,9 +163,10 @@ def _mask_by_head(
 
 
 def _segments(operands: Operands, batch: int, length: int, key_length: int) -> tuple[tuple[Array, ...], Array | None]:
-    """Segment ids of queries and keys, padded, with the lengths in them, and which keys are seen.
+    """`((segment ids of queries, of keys), keys that a query sees)`: ids padded to whole tiles, and bool [B, S].
 
-    Returns () without segments and lengths, and None for seen where all keys are.
+    Keys from `kv_lengths` on have the id NO_SEGMENT. The ids are () without segments and lengths. The keys are None where every
+    key is seen by a query.
     """
     ids, kv_ids, lengths = operands.segment_ids, operands.kv_segment_ids, operands.kv_lengths
     if ids is None and lengths is None:

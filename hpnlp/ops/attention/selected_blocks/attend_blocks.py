@@ -256,7 +256,7 @@ class _Problem:
         return x.swapaxes(1, 2).reshape(self.batch, self.length, self.heads, x.shape[4])
 
     def tile_queries(self, tiles: _Tiles, x: Array) -> Array:
-        """The queries of each tile, or other arrays by row `[rows, g, ...]`: `[n, W g, ...]`."""
+        """The rows of x `[rows, g, ...]` that each tile reads, `[n, W g, ...]`; x is the queries, or another array by row."""
         x = _take_rows(x, tiles.rows)
         return x.reshape(x.shape[0], -1, *x.shape[3:])
 
