@@ -31,6 +31,18 @@ class TemporaryError(InputError):
     exit_code = TRY_AGAIN
 
 
+class RangeError(InputError):
+    """A field of an entry has a value that the entry does not allow.
+
+    Attributes:
+      problem: The field, its value and what was expected, without the entry.
+    """
+
+    def __init__(self, entry: str, problem: str) -> None:
+        super().__init__(f"{entry}.{problem}")
+        self.problem = problem
+
+
 def plural(count: int, noun: str) -> str:
     """The noun, with an "s" unless the count is 1."""
     return noun if count == 1 else f"{noun}s"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
-from hpnlp.errors import InputError
+from hpnlp.errors import InputError, RangeError
 
 T = TypeVar("T")
 
@@ -212,9 +212,12 @@ def build(spec: Spec, table: Mapping[str, Callable[..., T]], noun: str, **extra:
       InputError: Unknown name, or wrong arguments.
     """
     entry, bound = _bind(spec, table, noun, extra)
-    if any(p.kind is p.VAR_POSITIONAL for p in bound.signature.parameters.values()):
-        return entry(*bound.args, **bound.kwargs, **extra)
-    return entry(**bound.arguments, **extra)  # by name: parameters that the caller fills in may come first
+    try:
+        if any(p.kind is p.VAR_POSITIONAL for p in bound.signature.parameters.values()):
+            return entry(*bound.args, **bound.kwargs, **extra)
+        return entry(**bound.arguments, **extra)  # by name: parameters that the caller fills in may come first
+    except RangeError as error:
+        raise InputError(f"{noun} {str(dataclasses.replace(spec, repeat=1))!r}: {error.problem}") from error
 
 
 def checked(spec: Spec, table: Mapping[str, Callable[..., T]], noun: str, extra: Collection[str]) -> Callable[..., T]:

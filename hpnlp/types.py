@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from hpnlp.errors import InputError as InputError
+from hpnlp.errors import RangeError
 from hpnlp.tokenizer import Tokenizer as Tokenizer
 from hpnlp.tokenizer import WordStats as WordStats
 
@@ -82,7 +83,7 @@ def check_options(entry: Any) -> None:
       entry: An instance of a dataclass.
 
     Raises:
-      InputError: A value is out of its range.
+      RangeError: A value is out of its range.
     """
     for field in dataclasses.fields(entry):
         value, limits = getattr(entry, field.name), field.metadata
@@ -93,7 +94,7 @@ def check_options(entry: Any) -> None:
         expected += [limits["rule"][0]] if "rule" in limits else []
         has_example = "among" not in limits and field.default not in (None, dataclasses.MISSING)
         example = f", such as {field.default}" if has_example else ""
-        raise InputError(f"{type(entry).__name__}.{field.name}={value!r}: expected {', '.join(expected)}{example}")
+        raise RangeError(type(entry).__name__, f"{field.name}={value!r}: expected {', '.join(expected)}{example}")
 
 
 def _is_within(value: Any, limits: Mapping[str, Any]) -> bool:
