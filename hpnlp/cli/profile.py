@@ -18,7 +18,7 @@ Divides the time of a training step of a run, or of the loss of a batch without 
 stand its FLOPs, the rate that they reach, and by what factor the program becomes faster at most if the part takes no time.
 What no operation accounts for is printed as "not attributed".
 
-The figures are those of this machine. They are printed, and written to profile.json and profile.png in RUN.
+The figures are those of this machine. They are printed, and written to profile_PROGRAM.json and .png in RUN.
 """
 
 flags.DEFINE_string("workdir", None, "The same as RUN.")

@@ -44,12 +44,12 @@ class TracedTime:
 
     Attributes:
       seconds: Part -> seconds, among them OTHER for named operations outside of all parts and COPIES.
-      alone: Part -> seconds in which no other part ran: what is saved at most if the part takes no time.
+      together: Parts that ran side by side, in alphabetical order and joined by "+" -> seconds.
       idle: Seconds in which no operation of the program was recorded.
     """
 
     seconds: Mapping[str, float]
-    alone: Mapping[str, float]
+    together: Mapping[str, float]
     idle: float
 
     @property
@@ -62,17 +62,17 @@ class TracedTime:
         """Share of the time in which operations were recorded."""
         return 1 - self.idle / self.total if self.total else 0.0
 
-    def bound(self, part: str) -> float:
-        """Largest factor by which a call becomes faster if a part takes no time.
+    def bound(self, *parts: str) -> float:
+        """Largest factor by which a call becomes faster if some parts take no time.
 
         Args:
-          part: A part of `seconds`.
+          *parts: Parts of `seconds`.
 
         Returns:
           The factor, of 1 or more.
         """
-        left = 1 - self.alone.get(part, 0.0) / self.total
-        return 1 / left if left > 0 else float("inf")
+        saved = sum(seconds for names, seconds in self.together.items() if set(names.split("+")) <= set(parts))
+        return self.total / (self.total - saved) if saved < self.total else float("inf")
 
 
 def operation_parts(program: str) -> dict[str, str]:
@@ -155,7 +155,7 @@ def divide(threads: Sequence[Sequence[Span]], parts: Mapping[str, str], calls: i
             edges += [(span.begin, 1, part), (span.end, -1, part)]
     edges.sort()
     seconds: dict[str, float] = collections.defaultdict(float)
-    alone: dict[str, float] = collections.defaultdict(float)
+    together: dict[str, float] = collections.defaultdict(float)
     active: collections.Counter[str] = collections.Counter()
     idle, last = 0.0, edges[0][0] if edges else 0.0
     for time, change, part in edges:
@@ -164,11 +164,11 @@ def divide(threads: Sequence[Sequence[Span]], parts: Mapping[str, str], calls: i
             idle += time - last
         for name, count in running.items():
             seconds[name] += (time - last) * count / sum(running.values())
-        if len(running) == 1:
-            alone[next(iter(running))] += time - last
+        if running:
+            together["+".join(sorted(running))] += time - last
         active[part] += change
         last = time
-    by_call = [{name: value / calls for name, value in values.items()} for values in (seconds, alone)]
+    by_call = [{name: value / calls for name, value in values.items()} for values in (seconds, together)]
     return TracedTime(by_call[0], by_call[1], idle / calls)
 
 

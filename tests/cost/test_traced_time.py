@@ -22,9 +22,10 @@ def test_times_of_threads_side_by_side_are_shared_and_sum_to_the_whole():
     threads = [[Span(0, 4, "a"), Span(6, 7, "c")], [Span(2, 6, "b"), Span(0, 100, "end: a")]]
     time = divide(threads, parts, calls=2)
     assert time.seconds == {"mixing": (2 + 1 + 1) / 2, "output": (1 + 2) / 2}
-    assert time.alone == {"mixing": 3 / 2, "output": 2 / 2} and time.idle == 0
+    assert time.together == {"mixing": 3 / 2, "output": 2 / 2, "mixing+output": 2 / 2} and time.idle == 0
     assert time.total == 7 / 2 and time.coverage == 1
     assert time.bound("mixing") == pytest.approx(7 / 4) and time.bound("norms") == 1
+    assert time.bound("mixing", "output") == float("inf")
     gap = divide([[Span(0, 1, "a"), Span(3, 4, "a")]], parts)
     assert gap.idle == 2 and gap.coverage == 0.5
 

@@ -69,7 +69,12 @@ def test_mixers_without_heads_are_not_divided_by_sequence():
 
 
 def test_convolutions_raise_for_masks_that_they_cannot_have():
-    raises("mixer 'conv.129.': width=129: expected at least 1, at most 128, such as 4", LMConfig, mixer="conv(129)", **SIZES)
+    raises(
+        "mixer 'conv.129.': width=129: expected at least 1, at most 128, such as 4",
+        LMConfig,
+        mixer="conv(129)",
+        **SIZES,
+    )
     for name in ("conv", "convolution"):
         with pytest.raises(InputError, match="a convolution cannot apply the mask Window"):
             MIXERS[name]().within(Window(3, 0))

@@ -30,7 +30,7 @@ from hpnlp.training.run_directory import Run
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 
-FILE, CHART = "profile.json", "profile.png"
+FILE, CHART = "profile_{program}.json", "profile_{program}.png"
 TRAINING, LOSS = "training", "loss"
 PROGRAMS = {TRAINING: "a training step", LOSS: "the loss of a batch"}
 # Of XLA. Command buffers of a GPU hide operations from the profiler.
@@ -284,12 +284,35 @@ def write(profile: Profile, directory: Path) -> list[Path]:
       The files.
     """
     content = dataclasses.asdict(profile) | {"median": profile.median, "coverage": profile.traced.coverage}
-    replace_text(directory / FILE, json.dumps(content, indent=1) + "\n")
+    file, chart = (directory / name.format(program=profile.program) for name in (FILE, CHART))
+    replace_text(file, json.dumps(content, indent=1) + "\n")
     names = {part: part if part == COPIES else label(part) for part in profile.parts()}
     shares = {names[part]: profile.share(part) for part in names}
     shares["not attributed"] = profile.traced.idle / profile.traced.total
     total = sum((profile.flops or {}).values())
     flops = {names[part]: (profile.flops or {}).get(part, 0.0) / total for part in names} if total else {}
     title = f"{PROGRAMS[profile.program]}, {three_digits(1e3 * profile.median)} ms"
-    plots.plot_shares({"time": shares, "FLOPs": flops}, title, directory / CHART)
-    return [directory / FILE, directory / CHART]
+    plots.plot_shares({"time": shares, "FLOPs": flops}, title, chart)
+    return [file, chart]
+
+
+def read_traced(directory: Path, program: str) -> TracedTime | None:
+    """The traced time that `write` wrote.
+
+    Args:
+      directory: The run directory.
+      program: TRAINING or LOSS.
+
+    Returns:
+      The time of a call by part; None if the run has no such profile.
+
+    Raises:
+      InputError: The file is damaged.
+    """
+    path = directory / FILE.format(program=program)
+    if not path.exists():
+        return None
+    try:
+        return TracedTime(**json.loads(path.read_text("utf-8"))["traced"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is damaged: profile the run again") from error

@@ -1,0 +1,120 @@
+"""One way to make a model or its use faster or smaller."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpnlp import tasks
+from hpnlp.cost.traced_time import TracedTime
+from hpnlp.planner import compressed
+from hpnlp.training.config import Config, flat, with_changes
+from hpnlp.types import InputError
+
+
+class Goal(enum.StrEnum):
+    """What is to become less."""
+
+    LATENCY = "latency"
+    TRAINING = "training"
+    MEMORY = "memory"
+    DISK = "disk"
+
+
+class Needs(enum.StrEnum):
+    """What a technique needs before its quality can be judged."""
+
+    NOTHING = "nothing"
+    BATCHES = "training batches"
+    TRAINING = "training"
+
+
+# The profile in which a goal's time is measured.
+PROGRAMS = {Goal.LATENCY: "loss", Goal.TRAINING: "training"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Technique:
+    """A change of a run.
+
+    Attributes:
+      name: The change as a user writes it: a recipe of `hpnlp compress`, or a field and its value.
+      group: Heading in tables.
+      goals: What becomes less, if it works.
+      needs: What it needs.
+      parts: Parts of the model whose time it can shorten, entries of `cost.parts.PARTS`; () if it changes the whole program,
+        as a dtype does.
+      changes: Fields of the config -> values; of a technique without a recipe.
+      page: Page of the documentation, within docs/guide.
+    """
+
+    name: str
+    group: str
+    goals: tuple[Goal, ...]
+    needs: Needs
+    parts: tuple[str, ...] = ()
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    page: str = ""
+
+    @property
+    def is_recipe(self) -> bool:
+        """Whether the technique changes the weights of a trained model, by `hpnlp compress`."""
+        return not self.changes
+
+    def refusal(self, workdir: str | Path, config: Config) -> str:
+        """The reason why a run cannot have the technique.
+
+        Args:
+          workdir: The run directory.
+          config: Its config.
+
+        Returns:
+          The reason, "" if there is none. Some reasons show only when the changed model is built.
+        """
+        if self.is_recipe:
+            try:
+                compressed.sizes_of_run(workdir, self.name)
+            except InputError as error:
+                return str(error)
+            return ""
+        values = flat(config)
+        if unknown := [name for name in self.changes if name not in values]:
+            return f"{config.task} has no {unknown[0]}"
+        if all(values[name] == value for name, value in self.changes.items()):
+            return "the run has it"
+        try:
+            changed = with_changes(config, self.changes)
+            tasks.find(config.task).planned_sizes(changed)
+        except InputError as error:
+            return str(error)
+        return ""
+
+    def bound(self, traced: TracedTime) -> float | None:
+        """The largest factor by which a program can become faster.
+
+        Args:
+          traced: Time of the program by part.
+
+        Returns:
+          The factor if the parts of the technique take no time; None for a technique that changes the whole program.
+        """
+        return traced.bound(*self.parts) if self.parts else None
+
+    def command(self, workdir: str | Path) -> str:
+        """The command that applies the technique to a run by hand.
+
+        Args:
+          workdir: The run directory.
+
+        Returns:
+          A shell command.
+        """
+        if self.is_recipe:
+            to = f"{workdir}-{''.join(c for c in self.name if c.isalnum())}"
+            return shlex.join(["hpnlp", "compress", f"--from={workdir}", f"--to={to}", f"--recipe={self.name}"])
+        flags = [f"--{name}={value}" for name, value in self.changes.items()]
+        return shlex.join(["hpnlp", "train", "--config=EXPERIMENT", "--workdir=NEW", *flags])

@@ -1,0 +1,117 @@
+"""The table of techniques, most of them by rule from the tables of mixers, output layers, optimizers and compressors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hpnlp.advise.technique import Goal, Needs, Technique
+from hpnlp.compress.recipe import COMPRESSORS, CONVERSIONS
+from hpnlp.lra.mixers import all_specs
+from hpnlp.nn.output import OUTPUTS
+from hpnlp.training.optim import OPTIMIZERS
+
+# Stages of `hpnlp compress` that remove units or weights -> (at most three examples of it, parts that become smaller).
+REMOVED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "heads": (("heads(0.75)", "heads(0.5)"), ("projections", "mixing")),
+    "mlp": (("mlp(0.5)", "mlp(0.25)"), ("feed_forward",)),
+    "experts": (("experts(0.5)",), ("feed_forward",)),
+    "filters": (("filters(0.5)",), ("feed_forward",)),
+    "channels": (("channels(0.5)",), ("feed_forward", "norms")),
+    "hidden": (("hidden(0.5)",), ("feed_forward",)),
+    "shapes": (("shapes(0.5)",), ("feed_forward",)),
+    "factorize": (("factorize(0.5)",), ("projections", "feed_forward", "output")),
+}
+# Stages that only make the file smaller.
+STORED = {"magnitude": ("magnitude(0.3)",), "mixed": ("mixed(4)",)}
+# Formats whose arguments have no default.
+FORMATS = {"blocks": "blocks(0.5)", "balanced": "balanced(0.25)"}
+# Output layers with arguments; others are taken with their defaults.
+OUTPUT_SPECS = {"sampled": "sampled(1024)", "importance": "importance(1024)", "nce": "nce(1024)"}
+
+
+def techniques(layers: int = 4) -> list[Technique]:
+    """All techniques.
+
+    Args:
+      layers: Number of layers of the model, of which half may be removed.
+
+    Returns:
+      The techniques, with distinct names.
+    """
+    return [*_exact(), *_formats(), *_removed(layers), *_mixers(), *_outputs(), *_optimizers()]
+
+
+def _exact() -> Iterator[Technique]:
+    """Changes of the program that leave the model as it is, but for rounding."""
+    every = (Goal.LATENCY, Goal.TRAINING, Goal.MEMORY)
+    for changes, goals, page in (
+        ({"model.dtype": "bfloat16"}, every, "speed_tricks.md"),
+        ({"model.unroll": 0}, (Goal.TRAINING, Goal.LATENCY), "layouts.md"),
+        ({"data.packing": "fit"}, (Goal.TRAINING,), "data.md"),
+        ({"data.buckets": 4}, (Goal.TRAINING,), "own_data.md"),
+        ({"plan.remat": "names(mixed)"}, (Goal.MEMORY,), "layouts.md"),
+        ({"plan.remat": "full"}, (Goal.MEMORY,), "layouts.md"),
+        ({"optimizer.accumulate": 4}, (Goal.MEMORY,), "layouts.md"),
+    ):
+        yield Technique(_name(changes), "The same model", goals, Needs.NOTHING, changes=changes, page=page)
+    yield Technique(
+        "optimizer.rows=True", "The same model", (Goal.TRAINING,), Needs.TRAINING, ("optimizer", "output", "embedding"),
+        {"optimizer.rows": True}, "output_layers.md",
+    )  # fmt: skip
+
+
+def _formats() -> Iterator[Technique]:
+    """Formats of the numbers of a trained model."""
+    goals = (Goal.DISK, Goal.MEMORY, Goal.LATENCY)
+    for name in CONVERSIONS:
+        yield Technique(FORMATS.get(name, name), "Fewer bits or numbers", goals, Needs.NOTHING, page="compression.md")
+    for examples in STORED.values():
+        for recipe in examples:
+            yield Technique(recipe, "Fewer bits or numbers", (Goal.DISK,), Needs.BATCHES, page="compression.md")
+
+
+def _removed(layers: int) -> Iterator[Technique]:
+    """Units that are removed from a trained model, mostly followed by training."""
+    goals = (Goal.LATENCY, Goal.MEMORY, Goal.DISK)
+    parts = ("projections", "mixing", "feed_forward", "norms")
+    yield Technique(
+        f"layers({max(1, layers // 2)})", "Fewer units", goals, Needs.TRAINING, parts, page="compression.md"
+    )
+    for name in COMPRESSORS:
+        examples, parts = REMOVED.get(name, ((), ()))
+        for recipe in examples:
+            yield Technique(recipe, "Fewer units", goals, Needs.TRAINING, parts, page="compression.md")
+
+
+def _mixers() -> Iterator[Technique]:
+    """Other mixers, causal ones and those of encoders, with which a new model is trained."""
+    goals = (Goal.LATENCY, Goal.TRAINING, Goal.MEMORY)
+    for spec in dict.fromkeys([*all_specs(causal=True)[0], *all_specs()[0]]):
+        changes = {"model.mixer": spec}
+        yield Technique(
+            _name(changes), "Another mixer", goals, Needs.TRAINING, ("mixing", "projections"), changes, "mixers.md"
+        )
+
+
+def _outputs() -> Iterator[Technique]:
+    """Other output layers, with which a new model is trained."""
+    for name in OUTPUTS:
+        changes = {"model.output": OUTPUT_SPECS.get(name, name)}
+        yield Technique(
+            _name(changes), "Another output layer", (Goal.TRAINING,), Needs.TRAINING, ("output", "optimizer"), changes,
+            "output_layers.md",
+        )  # fmt: skip
+
+
+def _optimizers() -> Iterator[Technique]:
+    """Other optimizers, with learning rates of their own."""
+    for name in OPTIMIZERS:
+        changes = {"optimizer.name": name}
+        yield Technique(
+            _name(changes), "Another optimizer", (Goal.TRAINING, Goal.MEMORY), Needs.TRAINING, ("optimizer",), changes,
+            "training.md",
+        )  # fmt: skip
+
+
+def _name(changes: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in changes.items())
