@@ -95,7 +95,7 @@ USABLE = 0.92
 
 
 def this_cpu(devices: int) -> Device:
-    """One simulated device of this machine, measured with a product of 1024 x 1024 and a copy of 64 MB.
+    """One simulated device of this machine, measured with products of 1024 x 1024 and a copy of 64 MB.
 
     Args:
       devices: Number of simulated devices that share the machine.
@@ -105,11 +105,13 @@ def this_cpu(devices: int) -> Device:
     """
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         a, b = jnp.ones((1024, 1024)), jnp.ones((16 << 20,))
-        product_seconds = _fastest(jax.jit(lambda a: a @ a), a)
+        product = jax.jit(lambda a: jnp.dot(a, a, preferred_element_type=jnp.float32))
+        seconds = {dtype: _fastest(product, a.astype(dtype)) for dtype in ("float32", "bfloat16")}
         copy_seconds = _fastest(jax.jit(lambda b: b + 1.0), b)
-    flops, bandwidth = 2 * 1024**3 / product_seconds / devices, 2 * b.nbytes / copy_seconds / devices
+    flops = {dtype: 2 * 1024**3 / s / devices for dtype, s in seconds.items()}
+    bandwidth = 2 * b.nbytes / copy_seconds / devices
     return Device(
-        dict.fromkeys(("bfloat16", "float16", "float32"), flops),
+        flops | {"float16": flops["float32"]},
         measure.machine_bytes() / devices,
         memory_bandwidth=bandwidth,
         fast_domain=1 << 20,

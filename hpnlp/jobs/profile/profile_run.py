@@ -22,7 +22,8 @@ from hpnlp.cost.traced_time import COPIES, TracedTime
 from hpnlp.data.reading.files import Progress, ignore_progress
 from hpnlp.jobs.profile import plots
 from hpnlp.parallel.plan import Plan
-from hpnlp.planner.devices import this_cpu
+from hpnlp.planner.devices import Device, this_cpu
+from hpnlp.planner.jaxpr.jaxpr_cost import program_cost
 from hpnlp.report.files import replace_text
 from hpnlp.tasks.reports.reporting import three_digits
 from hpnlp.training import gradients, run_directory
@@ -67,7 +68,9 @@ class Profile:
       seconds: Wall time of a call without a trace, in each round.
       traced: Time of a traced call by part.
       flops: FLOPs of a call by part; None where they depend on the batch.
-      rate: FLOP/s of the largest product of float32 that is tried on this machine; None on an accelerator.
+      rate: FLOP/s of a product of 1024 x 1024 in float32 on this machine; None on an accelerator.
+      least: Part -> seconds that its products or its memory traffic take at the rates of this machine, whichever is longer;
+        empty on an accelerator.
       data_seconds: Median time until the next batch is ready, without a step beside it.
       padding: Share of the batch's tokens that are padding.
       compile_seconds: Time of tracing and compilation.
@@ -81,6 +84,7 @@ class Profile:
     traced: TracedTime
     flops: Mapping[str, float] | None
     rate: float | None
+    least: Mapping[str, float]
     data_seconds: float
     padding: float
     compile_seconds: float
@@ -137,7 +141,7 @@ def profile_run(
     call, program, flops = make(run, batch)
     timing = measure.timeit({"call": call}, rounds=ROUNDS, warmup=2)["call"]
     traced = traced_time.trace(call, program.executable.as_text(), settings.calls)
-    on_cpu = jax.default_backend() == "cpu"
+    device = this_cpu(1) if jax.default_backend() == "cpu" else None
     return Profile(
         settings.program,
         run.step,
@@ -145,12 +149,22 @@ def profile_run(
         timing.all,
         traced,
         flops,
-        this_cpu(1).flops["float32"] if on_cpu else None,
+        device.flops["float32"] if device else None,
+        _least_seconds(program, device) if device else {},
         _data_seconds(batches),
         float(np.mean(batch["segment_ids"] == 0)) if "segment_ids" in batch else 0.0,
         program.trace_seconds + program.compile_seconds,
         measure.environment(),
     )
+
+
+def _least_seconds(program: measure.Compiled, device: Device) -> dict[str, float]:
+    """Seconds of each part by the roofline of a device."""
+    costs = program_cost(program.jaxpr).by_part()
+    seconds = {
+        name or OTHER: cost.seconds(device.flops, device.memory_bandwidth, False) for name, cost in costs.items()
+    }
+    return {name: value for name, value in seconds.items() if value}
 
 
 def _shape(batch: Mapping[str, np.ndarray]) -> tuple[int, int]:
@@ -228,7 +242,7 @@ def render(profile: Profile) -> str:
     """
     examples, tokens = profile.shape
     traced = profile.traced
-    header = ["part", "ms", "share", "at most faster", "FLOPs", "GFLOP/s"]
+    header = ["part", "ms", "share", "at most faster", "FLOPs", "GFLOP/s", "least ms"]
     rows = [header, ["---", *["---:"] * (len(header) - 1)]]
     total = sum((profile.flops or {}).values())
     for part in profile.parts():
@@ -236,9 +250,10 @@ def render(profile: Profile) -> str:
         bound = f"{traced.bound(part):.2f}" if part in PARTS else ""
         flops = [f"{100 * work / total:.0f} %", f"{work / seconds / 1e9:.0f}"] if work else ["", ""]
         name = part if part == COPIES else label(part)
-        rows.append([name, three_digits(1e3 * seconds), f"{100 * profile.share(part):.0f} %", bound, *flops])
+        least = three_digits(1e3 * profile.least[part]) if part in profile.least else ""
+        rows.append([name, three_digits(1e3 * seconds), f"{100 * profile.share(part):.0f} %", bound, *flops, least])
     idle = traced.idle / traced.total
-    rows.append(["not attributed", three_digits(1e3 * idle * profile.median), f"{100 * idle:.0f} %", "", "", ""])
+    rows.append(["not attributed", three_digits(1e3 * idle * profile.median), f"{100 * idle:.0f} %", *[""] * 4])
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     median, least, most = (three_digits(1e3 * s) for s in (profile.median, min(profile.seconds), max(profile.seconds)))
     head = (
@@ -257,6 +272,8 @@ def _remarks(profile: Profile) -> Iterator[str]:
             f"{achieved / 1e9:.0f} GFLOP/s, {100 * achieved / profile.rate:.0f} % of the {profile.rate / 1e9:.0f} that a "
             "product of 1024 x 1024 in float32 reached just now"
         )
+    if profile.least:
+        yield '"least ms" is the time of a part\'s products, or of its memory traffic if that is longer, at rates measured just now'
     waits = f"{three_digits(1e3 * profile.data_seconds)} ms"
     late = profile.data_seconds > median
     yield f"the next batch is ready after {waits}" + (": longer than the program, which waits for data" if late else "")
