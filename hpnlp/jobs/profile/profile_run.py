@@ -273,7 +273,7 @@ def _remarks(profile: Profile) -> Iterator[str]:
             "product of 1024 x 1024 in float32 reached just now"
         )
     if profile.least:
-        yield '"least ms" is the time of a part\'s products, or of its memory traffic if that is longer, at rates measured just now'
+        yield '"least ms" is the time of a part\'s products, or of its memory traffic if longer, at rates measured just now'
     waits = f"{three_digits(1e3 * profile.data_seconds)} ms"
     late = profile.data_seconds > median
     yield f"the next batch is ready after {waits}" + (": longer than the program, which waits for data" if late else "")
