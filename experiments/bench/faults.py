@@ -37,8 +37,8 @@ FAULTS = (
         "window_edge",
         "Window excludes the key at its left edge",
         "hpnlp/ops/attention/masks/patterns.py",
-        "return (k - q >= -self.left) & (k - q <= self.right)",
-        "return (k - q > -self.left) & (k - q <= self.right)",
+        "return (k - q >= -self.left) & (k - q <= self._right)",
+        "return (k - q > -self.left) & (k - q <= self._right)",
         "tests/ops/attention/masks tests/ops/attention",
     ),
     Fault(
@@ -52,7 +52,7 @@ FAULTS = (
     Fault(
         "segment_bound",
         "the scan compares the first segment of the queries with the first, not the last, of the keys",
-        "hpnlp/ops/attention/block_sparse/scan.py",
+        "hpnlp/ops/attention/block_sparse/steps.py",
         'q_bounds("segment", jnp.min) <= k_bounds("segment", jnp.max)',
         'q_bounds("segment", jnp.min) <= k_bounds("segment", jnp.min)',
         "tests/ops/attention/test_attend.py tests/ops/attention",

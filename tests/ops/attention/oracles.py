@@ -71,12 +71,3 @@ def flex(q, k, v, mask_mod=None, score_mod=None, scale=None):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     o, lse, _ = math_attention(q, k, v, score_mod or as_it_is, (mask_mod or all_see,), scale, {})
     return o.transpose(1, 2), lse.transpose(1, 2) * math.log(2)  # torch counts in powers of 2
-
-
-def sdpa(q, k, v, **options):
-    """(o,) of torch's scaled_dot_product_attention."""
-    import torch.nn.functional as F
-
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    return (F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **options).transpose(1, 2),)

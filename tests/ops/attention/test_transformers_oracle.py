@@ -121,29 +121,6 @@ def test_longformer_without_global_tokens_matches_transformers(blockwise):
     assert_agree(ours(run, arrays), theirs(longformer_of_transformers(8, VALID, no_tokens, LOCAL), arrays))
 
 
-KNOWN = (0, 1, 30)
-
-
-@pytest.mark.parametrize(
-    ("mask", "chosen", "global_operand"),
-    [
-        (Window(4) | GlobalAt(KNOWN), np.tile(np.array(KNOWN, np.int32), (2, 1)), {}),
-        (Window(4), GLOBALS, {"global_tokens": GLOBALS}),
-    ],
-    ids=["in the mask", "of each example"],
-)
-def test_longformer_with_equal_projections_is_one_call(mask, chosen, global_operand, blockwise):
-    """With equal weights in both sets of projections, whether global tokens are static or an operand."""
-    arrays = inputs(48, LOCAL)
-    module = longformer_of_transformers(8, VALID, chosen)
-
-    def run(x, *arrays):
-        operands = segments(VALID, VALID) | {name: jnp.asarray(value) for name, value in global_operand.items()}
-        return (blockwise(*projections(x, arrays), mask, **operands).reshape(x.shape),)
-
-    assert_agree(ours(run, arrays), theirs(lambda x, *a: module(x, *a, *a), arrays))
-
-
 # Big Bird: the first and the last block are global; the random blocks are drawn for each head.
 
 BLOCK, RANDOM = 4, 2

@@ -1,7 +1,5 @@
 """Tables and queries for tests of searches, and exact results."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 

@@ -4,11 +4,9 @@ import re
 
 import hypothesis
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 
 from hpnlp.ops.search.contexts import NO_TOKEN, ContextHashes, ContextIndex
-from hpnlp.types import InputError
 from tests.messages import raises
 
 IS_WORD = np.array([chr(i).isalnum() for i in range(128)])
@@ -97,5 +95,6 @@ def test_invalid_contexts_raise():
     raises("token 116: expected ids under 5", hashes.last_words, IS_WORD[:5], 1)
     raises("token -1", ContextHashes, np.array([3, -1]))
     raises("expected one of each for every position", lambda: ContextIndex.build(hashes.last_tokens(2), ids(TEXT)))
-    with pytest.raises(InputError, match="k=0"):
-        ContextIndex.build(hashes.last_tokens(2)[:-1], ids(TEXT)).recent(hashes.last_tokens(2), np.arange(3), 0)
+    raises(
+        "k=0", ContextIndex.build(hashes.last_tokens(2)[:-1], ids(TEXT)).recent, hashes.last_tokens(2), np.arange(3), 0
+    )

@@ -1,7 +1,5 @@
 """Exact search by blocks against sorting all scores and faiss."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -89,15 +87,6 @@ def test_vmap_and_checkpoint():
     q, w, _ = integer_arrays(37)
     ids = once(jax.vmap(jax.checkpoint(lambda w: search(3, 8)(q, w)[1])), jnp.stack([w, -w]))
     np.testing.assert_array_equal(ids, [by_sorting(q, x, 3)[1] for x in (w, -w)])
-
-
-def test_eight_devices_match_one():
-    """The queries are divided over the devices."""
-    q, w, _ = integer_arrays(37, count=16)
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    specs = {"in_specs": (jax.P("d"), jax.P()), "out_specs": jax.P("d")}
-    _, ids = once(jax.shard_map(search(3, 8), mesh=mesh, **specs), q, w)
-    np.testing.assert_array_equal(ids, by_sorting(q, w, 3)[1])
 
 
 def test_64_bit_inputs_give_32_bit_results():

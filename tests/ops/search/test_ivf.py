@@ -1,11 +1,8 @@
 """Search in cells: exactness with all cells, recall with few, and no lost rows."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -153,48 +150,6 @@ def test_empty_cells_and_zero_queries():
     scores, ids = search(index, jnp.asarray([[0.0, 0.0], [1.0, 2.0]]), 3, 1)
     np.testing.assert_array_equal(scores, [[0] * 3, [3] * 3])
     np.testing.assert_array_equal(ids, [[0, 1, 2]] * 2)
-
-
-def test_the_same_seed_gives_the_same_index():
-    _, w, _ = clustered(500)
-    first, same, other = (build_ivf(w, cells=9, seed=seed, iterations=2) for seed in (3, 3, 4))
-    chex.assert_trees_all_equal(first, same)
-    assert not np.array_equal(first.ids, other.ids)
-
-
-def test_indexes_of_the_same_sizes_share_a_trace():
-    q, w, _ = clustered(300, 4)
-    run = jax.jit(
-        chex.assert_max_traces(lambda index, q: ivf_search(index, q, 3, probes=2), n=1), compiler_options=ONCE
-    )
-    for seed in range(2):
-        index = build_ivf(w * (seed + 1), cells=8, seed=seed, iterations=2)
-        assert run(index, q)[1].shape == (4, 3)
-
-
-def test_64_bit_inputs_give_32_bit_results():
-    q, w, _ = clustered(300, 4)
-    index = build_ivf(w, cells=8, iterations=2)
-    with jax.enable_x64(True):
-        scores, ids = search(index, q.astype(jnp.float64), 3, 8)
-    assert (scores.dtype, ids.dtype) == (jnp.float32, jnp.int32)
-    np.testing.assert_array_equal(ids, by_sorting(q, w, 3)[1])
-
-
-def test_bfloat16_table_is_not_converted():
-    q, w, _ = clustered(300, 8)
-    index = build_ivf(w.astype(jnp.bfloat16), cells=8, iterations=2)
-    assert index.rows.dtype == jnp.bfloat16
-    actual, expected = search(index, q, 5, 8), by_sorting(q, w.astype(jnp.bfloat16), 5)
-    np.testing.assert_allclose(actual[0], expected[0], rtol=5e-6, atol=5e-6)
-    np.testing.assert_array_equal(actual[1], expected[1])
-
-
-def test_vmap_matches_loop():
-    q, w, _ = clustered(300, 4)
-    index = build_ivf(w, cells=8, iterations=2)
-    ids = once(jax.vmap(lambda q: ivf_search(index, q, 3, probes=3)[1]), jnp.stack([q, -q]))
-    np.testing.assert_array_equal(ids, [search(index, x, 3, 3)[1] for x in (q, -q)])
 
 
 def test_memory_does_not_grow_with_the_table():

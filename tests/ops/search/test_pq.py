@@ -1,10 +1,7 @@
 """Product quantization: codes and estimates against numpy loops, exact search when everything is read, recall, errors."""
 
-from __future__ import annotations
-
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,32 +151,6 @@ def test_a_table_of_zeros_and_more_rows_than_its_cells_have():
     scores, ids = search(index, -jnp.ones((1, 4)), 3, 1)
     np.testing.assert_array_equal(ids, [[16, 17, -1]])
     np.testing.assert_array_equal(scores, [[4, 4, -np.inf]])
-
-
-def test_the_same_seed_gives_the_same_index():
-    _, w, _ = clustered(500)
-    first, same, other = (build_pq(w, cells=9, parts=4, centroids=16, seed=seed, iterations=2) for seed in (3, 3, 4))
-    chex.assert_trees_all_equal(first, same)
-    assert not np.array_equal(first.codes, other.codes)
-
-
-def test_half_precision_tables_are_kept_as_they_are():
-    q, w, _ = clustered(300, 8)
-    for dtype in (jnp.bfloat16, jnp.float16):
-        index = build_pq(w.astype(dtype), cells=3, parts=4, centroids=16, iterations=2)
-        assert index.vectors is not None and index.vectors.dtype == dtype
-        actual, expected = search(index, q, 5, 3, 400), by_sorting(q, w.astype(dtype), 5)
-        np.testing.assert_allclose(actual[0], expected[0], rtol=5e-6, atol=5e-6)
-        np.testing.assert_array_equal(actual[1], expected[1])
-
-
-def test_64_bit_inputs_give_32_bit_results():
-    q, w, _ = clustered(300, 4)
-    index = build_pq(w, cells=3, parts=4, centroids=16, iterations=2)
-    with jax.enable_x64(True):
-        scores, ids = search(index, q.astype(jnp.float64), 3, 3, 400)
-    assert (scores.dtype, ids.dtype) == (jnp.float32, jnp.int32)
-    np.testing.assert_array_equal(ids, by_sorting(q, w, 3)[1])
 
 
 def test_invalid_build_arguments_raise():

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.attention import Causal, reference
 from hpnlp.ops.attention.bucketed import (
     attend,
     bucketed_attention,
@@ -83,16 +82,6 @@ def test_padding_does_not_change_the_groups_of_tiles(monkeypatch):
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5)
 
 
-def test_one_bucket_is_exact_attention():
-    q, k, v, _, segment_ids = arrays()
-    buckets = jnp.zeros((B, T, N, 1), jnp.int32)
-    functions = (
-        lambda *a: bucketed_attention(*a, buckets, window=1000, causal=True, segment_ids=segment_ids),
-        lambda *a: reference(*a, Causal(), segment_ids=segment_ids, kv_segment_ids=segment_ids),
-    )
-    assert_equal_with_gradients(functions, q, k[:, :, :K], v)
-
-
 def test_weights_of_large_scores_are_exact_in_the_backward_pass():
     """Scores of 1e8, against the definition; gradients of values are sums of the weights."""
     q, k, v, buckets, _ = arrays()
@@ -131,11 +120,9 @@ def test_dropout_depends_on_indices_in_the_sequence():
     assert_equal_with_gradients((sparse, dense), q, k, v)
 
 
-@pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.slow) for n in ("q", "k")), "v", "all"])
-def test_nan_reaches_only_tokens_that_see_it(name):
+def test_nan_reaches_only_tokens_that_see_it():
     """Across segments and across examples, in values and in gradients; NaN of the gradients shows who sees the token."""
     q, k, v, buckets, segment_ids = arrays()
-    bad = {x: (name in (x, "all")) for x in "qkv"}
 
     def of(value, hides_self):
         def score(q, k, v):
@@ -144,7 +131,7 @@ def test_nan_reaches_only_tokens_that_see_it(name):
             )
             return jnp.sum(o**2), o
 
-        tensors = [x.at[0, 9].set(value) if bad[n] else x for n, x in zip("qkv", (q, k, v), strict=True)]
+        tensors = [x.at[0, 9].set(value) for x in (q, k, v)]
         gradients, o = jax.grad(score, (0, 1, 2), has_aux=True)(*tensors)
         return o, gradients
 
@@ -157,16 +144,6 @@ def test_nan_reaches_only_tokens_that_see_it(name):
         for finite, x in zip((o, *gradients), (nan_o, *nan_gradients), strict=True):
             np.testing.assert_array_equal(x[~alike], finite[~alike])
         assert np.isnan(nan_o[0, 9:][alike[0, 9:]]).any() and not np.isnan(nan_o[0, :9]).any()
-
-
-def test_later_tokens_do_not_change_what_earlier_tokens_see():
-    """All later tokens change their buckets, which moves earlier tokens in the sorted order."""
-    q, k, v, buckets, _ = arrays()
-    other = buckets.at[:, 20:].set(0)
-    run = jax.jit(lambda b: bucketed_attention(q, k, v, b, window=5, causal=True), compiler_options=ONCE)
-    o, changed = run(buckets), run(other)
-    np.testing.assert_allclose(changed[:, :20], o[:, :20], atol=1e-6)
-    assert np.abs(np.asarray(changed - o)[:, 20:]).max() > 0.1
 
 
 def test_order_and_ranks():

@@ -1,7 +1,5 @@
 """The calls to cuDNN without a GPU: computed by jax.nn's other implementation, and lowered for CUDA by JAX."""
 
-from __future__ import annotations
-
 import re
 
 import jax
@@ -9,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.attention import Blockwise, Causal, Full, Operands, PerHead, Window, reference
+from hpnlp.ops.attention import Blockwise, Causal, Full, Operands, PerHead, Window, attend, reference
 from hpnlp.ops.attention.dispatch import unsupported
-from hpnlp.ops.attention.kernels.cudnn import cudnn
 from tests.contracts import ONCE, assert_close, once
 
 SEGMENTS = jnp.asarray([[0] * 9 + [1] * 15, [0] * 20 + [3] * 4], jnp.int32)
@@ -48,10 +45,11 @@ def dense(monkeypatch):
             return attention(*wide, mask, implementation="xla", **options).astype(q.dtype)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", by_xla)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
 
 def call_cudnn(q, k, v, mask, **options):
-    return cudnn(q, k, v, mask, Operands(**options))
+    return attend(q, k, v, mask, impl="cudnn", **options)
 
 
 def scored(function, mask, options):
@@ -109,6 +107,7 @@ def test_lowered_program_has_the_mask_of_the_call(name, monkeypatch):
     """The checks of jax.nn pass as well."""
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 90800)
     t, s, mask, options, expected = CASES[name]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     traced = jax.jit(scored(call_cudnn, mask, options)).trace(*make(t, s))
     text = traced.lower(lowering_platforms=("cuda",)).as_text().replace("\\22", '"')
     kinds = re.findall(r'"mask_type": "(\w+)"', text)

@@ -1,7 +1,5 @@
 """Splash, interpreted on the CPU, against jax.nn and the reference; and lowered for a TPU."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.special import hyp0f1
 
 from hpnlp.ops.attention.linear.random_features import (
     KINDS,
@@ -57,13 +56,6 @@ def estimates(q, k, draws, features, kind="positive", projections="orthogonal"):
         return kernel(q, k, random_projections(key, projection_count(features, kind), q.shape[1], projections), kind)
 
     return np.asarray(jax.jit(functools.partial(jax.lax.map, draw))(jax.random.split(jax.random.key(0), draws)))
-
-
-def error(q, k, draws, features, kind="positive", projections="orthogonal"):
-    """Root mean square error of the estimates, relative to the mean square of the kernel."""
-    exact = np.exp(np.asarray(q) @ np.asarray(k).T)
-    difference = estimates(q, k, draws, features, kind, projections) - exact
-    return np.sqrt(np.square(difference).mean() / np.square(exact).mean())
 
 
 @pytest.mark.parametrize("projections", PROJECTIONS)
@@ -176,64 +168,3 @@ def test_estimates_are_unbiased(kind, projections):
         expected = np.exp(-0.5 * np.square(np.asarray(q)[:, None] - np.asarray(k)[None]).sum(-1))
     standard_error = draws.std(axis=0) / np.sqrt(len(draws))
     assert (np.abs(draws.mean(axis=0) - expected) <= 4 * standard_error).all()
-
-
-@functools.cache
-def squared_lengths(projections, dim):
-    """`[20,000]`: the squared length of the sum of the two vectors of a block."""
-    keys = jax.random.split(jax.random.key(0), 20_000)
-    w = jax.jit(lambda keys: jax.lax.map(lambda key: random_projections(key, 2, dim, projections), keys))(keys)
-    return np.square(np.asarray(w, np.float64).sum(axis=1)).sum(axis=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scale", [0.25, 0.5, 0.75, 1.0])
-def test_orthogonal_projections_have_no_more_variance(scale):
-    """Covariance of two estimates `exp(w . z - |z|^2 / 2)` of one block, in exact mean over the directions of z = q + k.
-
-    The mean of exp(v . z) over directions is 0F1(H / 2, |v|^2 |z|^2 / 4), here with the mean of |z|^2 at this scale.
-    """
-    dim, square = 16, 2 * scale**2 * 4
-
-    def covariance(projections):
-        lengths = squared_lengths(projections, dim)
-        return (hyp0f1(dim / 2, lengths * square / 4) * np.exp(-square)).mean() - 1
-
-    assert covariance("orthogonal") <= min(0.0, covariance("iid") + 0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("projections", ["orthogonal", "iid"])
-def test_errors_decrease_with_the_root_of_the_number_of_features(projections):
-    q, k = inputs(64, 32, 0.5)
-    counts = np.array([32, 64, 128, 256, 512])
-    errors = [error(q, k, 400, count, projections=projections) for count in counts]
-    slope = np.polyfit(np.log(counts), np.log(errors), 1)[0]
-    assert abs(slope + 0.5) <= 0.05
-
-
-@pytest.mark.parametrize("dim", [16, 64])
-def test_optimal_features_have_at_most_half_the_error_of_positive_ones(dim):
-    """Root mean square error at the same number of features, for q and k with the mean of |q + k|^2 at standard deviation 1.
-
-    Estimates have too heavy tails to be drawn, so that their second moments come from importance sampling: the projections
-    are drawn from the Gaussian that is proportional to the square of the estimate times the density of w.
-    """
-    q = np.zeros((1, dim), np.float32)
-    q[0, :2] = dim**0.25
-    k = q[:, ::-1].copy()  # orthogonal to q
-    z, gamma = (q + k)[0].astype(np.float64), float(np.square(q + k).sum())
-    assert gamma == pytest.approx(4 * dim**0.5)
-
-    def error(kind):
-        rho = float(optimal_rho(jnp.float32(gamma), dim)) if kind == "optimal" else 1.0
-        a, noise = (1 - 1 / rho) / 8, np.random.default_rng(0).standard_normal((1000, dim))
-        variance = 1 / (1 - 8 * a)
-        w = 2 * np.sqrt(1 - 4 * a) * variance * z + np.sqrt(variance) * noise
-        log_weight = np.square(noise).sum(1) / 2 + np.log(variance) * dim / 2 - np.square(w).sum(1) / 2
-        logs = sum(log_features(jnp.asarray(x), jnp.asarray(w, jnp.float32), kind, jnp.float32(rho)) for x in (q, k))
-        second = np.exp(2 * (np.asarray(logs, np.float64)[0] + np.log(1000)) + log_weight)
-        assert second.std() <= 0.01 * second.mean()
-        return np.sqrt(second.mean() - np.exp(2 * float((q * k).sum())))
-
-    assert error("optimal") <= 0.5 * error("positive")

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from hpnlp.ops.attention import Causal, Full, Global, Mask, Strided, Where, Window
+from hpnlp.ops.attention import Causal, Full, Global, Mask, Where, Window
 from hpnlp.ops.attention.block_sparse.decomposition.decompose import decompose
 from tests.contracts import PATTERNS
 from tests.ops.attention.block_sparse.test_block_mask import draw_tree
@@ -120,29 +120,6 @@ def schedule_of(mask, length=600):
 def test_patterns_of_users_have_the_schedules_of_those_of_the_library(mask):
     copy = user_pattern(type(mask))(**{field.name: getattr(mask, field.name) for field in dataclasses.fields(mask)})
     assert not isinstance(copy, type(mask)) and schedule_of(copy) == schedule_of(mask)
-
-
-@dataclasses.dataclass(frozen=True)
-class EveryThird(Mask):
-    """A pattern of a user, with the hints of Strided."""
-
-    def at(self, q, k):
-        return (q - k) % 3 == 0
-
-    def tile(self, q0, q1, k0, k1):
-        return Strided(3).tile(q0, q1, k0, k1)
-
-    def residue_period(self):
-        return 3
-
-    def fold(self, stride):
-        return Strided(3).fold(stride)
-
-
-def test_hints_of_users_select_residue_classes():
-    theirs, ours = (decompose(mask & Causal(), 3000, 3000, None, 4, False) for mask in (EveryThird(), Strided(3)))
-    assert [part.selection for part in theirs] == [part.selection for part in ours] and theirs[0].selection.stride == 3
-    assert [part.schedule.block for part in theirs] == [part.schedule.block for part in ours]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,13 +56,6 @@ def test_rope_rotates_feature_pairs(kind):
     assert_close(results, expected.astype(np.float32))
 
 
-@pytest.mark.parametrize("kind", SCALINGS)
-def test_rope_scores_depend_on_position_differences(kind):
-    q, k = normal(1, 1, 1, H), normal(1, 1, 1, H, seed=1)
-    score = lambda i, j: (rope(q, ints([i]), scaling=SCALINGS[kind]) * rope(k, ints([j]), scaling=SCALINGS[kind])).sum()  # noqa: E731
-    assert_close(score(13, 4), score(9, 0))
-
-
 @pytest.mark.parametrize("kind", ["ntk", "yarn"])
 def test_high_frequencies_are_kept_and_low_ones_divided(kind):
     plain, stretched = frequencies(32, 500.0), frequencies(32, 500.0, SCALINGS[kind])
@@ -361,77 +354,3 @@ def test_t5_matches_transformers(buckets, max_distance, decoder):
     )
     theirs = layer.compute_bias(40, 450, past_seen_tokens=390).detach().numpy()[0]
     np.testing.assert_array_equal(ours(*np.ogrid[:N, 390:430, :450]), theirs)
-
-
-def wav2vec(position, **numbers):
-    """A layer of speech attention, with random biases: Shaw's keys ("relative_key") or Transformer-XL ("relative")."""
-    module, torch = (
-        pytest.importorskip(name) for name in ("transformers.models.wav2vec2_bert.modeling_wav2vec2_bert", "torch")
-    )
-    config = module.Wav2Vec2BertConfig(
-        hidden_size=N * H, num_attention_heads=N, position_embeddings_type=position, **numbers
-    )
-    layer = module.Wav2Vec2BertSelfAttention(config)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.normal_(generator=torch.Generator().manual_seed(parameter.numel()))
-    return module, layer
-
-
-@pytest.mark.oracle
-def test_shaw_matches_wav2vec():
-    module, layer = wav2vec("relative_key", left_max_position_embeddings=3, right_max_position_embeddings=1)
-    q, k, places = normal(B, T, N, H), normal(B, S, N, H, seed=1), jnp.arange(S, dtype=jnp.int32)[None]
-    ours = shaw(q, jnp.asarray(layer.distance_embedding.weight.detach().numpy()), places[:, :T], places, left=3)
-    heads_first = [torch_of(x).transpose(1, 2) for x in (q, k)]
-    _, theirs = module._apply_relative_key_position_encoding(layer, *heads_first)
-    np.testing.assert_allclose(ours, theirs.detach().numpy(), atol=5e-6, rtol=5e-6)
-
-
-@pytest.mark.oracle
-def test_transformer_xl_matches_wav2vec():
-    module, layer = wav2vec("relative")
-    q, embedded = normal(B, T, N, H), normal(1, 2 * T - 1, N * H, seed=1)
-    heads_first = torch_of(q).transpose(1, 2)
-    query, theirs = module._apply_relative_position_encoding(layer, heads_first, heads_first, torch_of(embedded))
-    r = layer.linear_pos(torch_of(embedded))[0].reshape(-1, N, H)
-    u, v, r = (jnp.asarray(x.detach().numpy()) for x in (layer.pos_bias_u, layer.pos_bias_v, r))
-    ours = transformer_xl(q, r, u, v, T)
-    for results, expected in zip(ours, (query.transpose(1, 2), theirs), strict=True):
-        np.testing.assert_allclose(results, expected.detach().numpy(), atol=5e-6, rtol=5e-6)
-
-
-@pytest.mark.oracle
-@pytest.mark.parametrize("kind", ["bi", "uni"])
-def test_transformer_xl_matches_xlnet(kind):
-    """With two keys of memory; its table begins one distance earlier, which its shift drops."""
-    xlnet, torch = (pytest.importorskip(name) for name in ("transformers.models.xlnet.modeling_xlnet", "torch"))
-    config = xlnet.XLNetConfig(d_model=N * H, n_head=N, n_layer=1, d_inner=8, dropout=0.0, attn_type=kind)
-    model, layer = xlnet.XLNetModel(config), xlnet.XLNetRelativeAttention(config)
-    keys, generator = T + 2, torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.normal_(generator=generator)
-    embedded = model.relative_positional_encoding(T, keys)
-    distances = np.arange(keys, -T if kind == "bi" else -1, -1)
-    # Of an angle of T + 2, float32 knows 5e-7.
-    np.testing.assert_allclose(sinusoids(ints(*distances), N * H), embedded[:, 0], atol=2e-6)
-
-    q, k, v = normal(B, T, N, H), normal(B, keys, N, H, seed=1), normal(B, keys, N, H, seed=2)
-    r = torch.einsum("rbd,dnh->rbnh", embedded, layer.r.detach())
-    hidden = np.triu(np.ones((T, keys), bool), 3) if kind == "uni" else np.zeros((T, keys), bool)
-    time_first = [torch_of(x).transpose(0, 1) for x in (q, k, v)]
-    theirs, weights = layer.rel_attn_core(
-        *time_first,
-        r.expand(-1, B, -1, -1),
-        attn_mask=torch_of(hidden.astype(np.float32))[:, :, None, None],
-        output_attentions=True,
-    )
-
-    content, place = (jnp.asarray(x.detach().numpy()) for x in (layer.r_w_bias, layer.r_r_bias))
-    query, bias = transformer_xl(q, jnp.asarray(r[1:, 0].numpy()), content, place, keys)
-    scores = jnp.einsum("btnh,bsnh->bnts", query, k) * H**-0.5 + bias
-    ours = jax.nn.softmax(jnp.where(hidden[None, None], -jnp.inf, scores), axis=-1)
-    np.testing.assert_allclose(ours, weights.detach().numpy().transpose(2, 3, 0, 1), atol=5e-6, rtol=5e-5)
-    out = jnp.einsum("bnts,bsnh->btnh", ours, v)
-    np.testing.assert_allclose(out, theirs.detach().numpy().transpose(1, 0, 2, 3), atol=5e-6, rtol=5e-5)

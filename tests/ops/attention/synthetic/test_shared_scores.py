@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from hpnlp.ops.attention import Causal, Full, Window, reference
-from hpnlp.ops.attention.synthetic import shared_scores
 from hpnlp.ops.attention.synthetic.shared_scores import MAX_SPREAD, shared_scores_attend
 from hpnlp.types import InputError
 from tests.contracts import assert_close, once
@@ -124,30 +123,6 @@ def test_scores_of_other_sizes_raise():
             InputError, match=rf"scores \({shape[0]}, .* expected \(2, 12, 12\), the scores of all pairs"
         ):
             shared_scores_attend(v, jnp.zeros(shape))
-
-
-@pytest.mark.parametrize(
-    ("segments", "scale", "value", "taken"),
-    [
-        ("one", 1.0, 0.0, True),
-        ("padded", 1.0, 0.0, True),
-        ("two", 1.0, 0.0, True),
-        ("padded", 1.0, np.nan, False),
-        ("packed", 1.0, 0.0, False),
-        ("one", 50.0, 0.0, False),
-        ("one", np.nan, 0.0, False),
-        ("one", 1.0, np.inf, False),
-    ],
-)
-def test_one_product_is_taken_where_it_is_exact(monkeypatch, segments, scale, value, taken):
-    def marked(v, *_):
-        return jnp.full(v.shape, 7, v.dtype)
-
-    monkeypatch.setattr(shared_scores, "_together", marked)
-    v, scores, _ = arrays(scale)
-    ids = None if SEGMENTS[segments] is None else jnp.asarray(SEGMENTS[segments], jnp.int32)
-    o = once(lambda v, scores: shared_scores_attend(v, scores, segment_ids=ids), v.at[1, 0].add(value), scores)
-    assert bool((o[0] == 7).all()) == taken
 
 
 def test_nan_reaches_no_other_sequence():
