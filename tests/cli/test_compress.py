@@ -30,9 +30,7 @@ from tests.tasks.test_contracts import EXAMPLES
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("compressed") / "run"
-    loop.train(tiny.make(train__steps=2, train__sample=0), workdir)
-    return workdir
+    return tiny.copy_run(tmp_path_factory.mktemp("compressed") / "run")
 
 
 def test_a_recipe_gives_a_smaller_model_that_is_evaluated_like_a_run(run, trained, tmp_path):

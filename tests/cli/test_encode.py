@@ -106,21 +106,12 @@ ERRORS = {
     "no directory": (["RUN", "DIR/a.txt", "--to=DIR/absent/a.npy"], "expected a file in a directory that exists"),
     "a device": (["RUN", "DIR/a.txt", "--to=DIR/fifo.npy"], "fifo.npy is not a regular file: name another"),
     "the input as output": (["RUN", "DIR/a.npy", "--to=DIR/a.npy"], "is a file that is read"),
-    "no such file": (
-        ["DIR/no_run", "DIR/absent.txt", "--to=DIR/a.npy"],
-        "hpnlp: DIR/absent.txt: there is no such file",
-    ),
+    "no such file": (["DIR/no_run", "DIR/absent.txt", "--to=DIR/a.npy"], "hpnlp: DIR/absent.txt: there is no such"),
     "no texts": (["RUN", "DIR/empty.txt", "--to=DIR/a.npy"], "there are no texts to encode"),
     "fields of texts": (["RUN", "DIR/a.txt", "--to=DIR/a.npy", "--fields=b"], "no effect without a file of records"),
-    "a bad record": (
-        ["RUN", "DIR/bad.jsonl", "--to=DIR/a.npy"],
-        "line 2: field 'text' is empty: mend or remove the line$",
-    ),
+    "a bad record": (["RUN", "DIR/bad.jsonl", "--to=DIR/a.npy"], "line 2: field 'text' is empty: mend or remove the"),
     "not UTF-8": (["RUN", "DIR/latin.txt", "--to=DIR/a.npy"], r"latin.txt, line 1: not UTF-8 \(byte 0xe9 at 0\)"),
-    "a language model": (
-        ["LM", "DIR/a.txt", "--to=DIR/a.npy"],
-        "task='lm' has no vectors of texts: use a run of class",
-    ),
+    "a language model": (["LM", "DIR/a.txt", "--to=DIR/a.npy"], "task='lm' has no vectors of texts: use a run of"),
 }
 
 
