@@ -106,6 +106,12 @@ def test_file_removed_while_listing_raises(tmp_path, monkeypatch):
 
 
 def test_invalid_paths_raise(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "only_hidden/.x", "x.xz", "x.npy.gz"):
+        write(tmp_path / name, "x")
+    os.symlink("loop", "loop")
+    os.symlink("nothing", "dangling")
+    os.mkfifo("pipe")
     for path, message in (
         ("nowhere", "data.path='nowhere' does not exist: pass"),
         ("*.none", "data.path='*.none' holds no file to read"),
@@ -117,10 +123,4 @@ def test_invalid_paths_raise(tmp_path, monkeypatch):
         ("dangling", "is a link to nothing"),
         ("pipe", "is not a regular file"),
     ):
-        monkeypatch.chdir(tmp_path)
-        for name in ("a.txt", "only_hidden/.x", "x.xz", "x.tar.gz", "x.npy.gz"):
-            write(tmp_path / name, "x")
-        os.symlink("loop", "loop")
-        os.symlink("nothing", "dangling")
-        os.mkfifo("pipe")
         raises(re.escape(message), sources.find, path, "data.path")
