@@ -33,10 +33,7 @@ PAIRS = {
     "mixers without heads, divided sequences": ({"mixers": [SimpleNamespace(needs={})]}, SEQUENCE),
     "masks of single heads, divided heads or sequences": ({"masks": [SimpleNamespace(heads=2)]}, TENSOR),
     "mixers that add up over heads, divided heads": ({"mixers": [SimpleNamespace(divides_heads=False)]}, TENSOR),
-    "mixers without partial results, a ring": (
-        {"mixers": [SimpleNamespace(traits=MixerTraits(draws=True))]},
-        RING,
-    ),
+    "mixers without partial results, a ring": ({"mixers": [SimpleNamespace(traits=MixerTraits(draws=True))]}, RING),
     "attention dropout, a ring": ({"dropout": 0.1}, RING),
     "numbers of heads, an exchange of tokens for heads": ({"heads": (4, 1)}, {**SEQUENCE, "exchange": "heads"}),
     "routers with a capacity, divided sequences": ({"networks": [("mlp", MixerTraits(causal=False))]}, SEQUENCE),
@@ -70,10 +67,7 @@ def test_the_first_rule_that_applies_raises():
     [
         (LMConfig(), []),
         (LMConfig(dropout=0.1), ["--plan.sequence=2"]),
-        (
-            LMConfig(residual="reversible"),
-            ["--plan.pipeline=2 --plan.rounds=2", "--plan.remat=full", OFFLOADED],
-        ),
+        (LMConfig(residual="reversible"), ["--plan.pipeline=2 --plan.rounds=2", "--plan.remat=full", OFFLOADED]),
         (
             LMConfig(block="evolved_decoder", dim=64, heads=4),
             ["--plan.sequence=2", "--plan.sequence=2 --plan.exchange=heads"],

@@ -5,7 +5,6 @@ import os
 import shutil
 from pathlib import Path
 
-import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from hpnlp.data import tokenizers
 from hpnlp.jobs.compression.compress_run import compress_run
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.huggingface import convert
-from hpnlp.models.lm import LM, LMConfig, example_batch
+from hpnlp.models.lm import LM, LMConfig
 from hpnlp.ops.weights import binarize_products, dense_tree, quantize
 from hpnlp.training import config as configs
 from hpnlp.training import run_directory as runs
@@ -28,6 +27,7 @@ from hpnlp.training.config_file import load_config
 from hpnlp.training.files import contents
 from hpnlp.training.files.checkpoint import Checkpointer
 from hpnlp.types import InputError
+from tests.drawn import drawn_params
 from tests.messages import raises
 from tests.models.huggingface.checkpoints import make
 
@@ -49,9 +49,7 @@ def checkpoint(tmp_path_factory):
     config = LMConfig(
         dim=8, heads=2, layers=2, mlp_dim=24, vocab=tokenizer.vocab_size + 2, max_len=32, rope_scaling="linear(2.0)"
     )
-    shapes = jax.eval_shape(lambda: nn.meta.unbox(LM(config).init(jax.random.key(0), example_batch(1, 2))["params"]))
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes)
+    params = jax.device_get(drawn_params(LM(config), 1.0))
     ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
     convert.save(config, params, directory, **ids)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -111,8 +109,7 @@ def test_classifiers_keep_the_names_of_their_classes(task, heads, checkpoint, tm
         dim=8, heads=2, layers=1, mlp_dim=24, vocab=tokenizer.vocab_size, max_len=32, classes=2, **fields | heads
     )  # fmt: skip
     model = Encoder(config)
-    shapes = jax.eval_shape(lambda: nn.meta.unbox(model.init(jax.random.key(0), model.example_batch(1, 2))["params"]))
-    params = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.5, np.float32), shapes)
+    params = jax.device_get(drawn_params(model, 0.5))
     ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
     convert.save(config, params, source, labels=("no", "yes"), **ids)
     tokenizer.save(str(source / "tokenizer.json"))
@@ -206,9 +203,8 @@ def test_compressed_models_are_written_as_the_numbers_that_they_represent(conver
 def test_tokenizers_that_autotokenizer_ignores_are_printed(tmp_path, capsys, qkv_bias):
     source = tmp_path / "run"
     model = LMConfig(dim=8, heads=2, layers=1, mlp_dim=24, vocab=264, max_len=32, qkv_bias=qkv_bias)
-    shapes = jax.eval_shape(lambda: nn.meta.unbox(LM(model).init(jax.random.key(0), example_batch(1, 2))["params"]))
     checkpoints = Checkpointer(source)
-    checkpoints.save_params(jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), shapes))
+    checkpoints.save_params(jax.device_get(drawn_params(LM(model), 1.0)))
     checkpoints.close()
     tokenizers.build("bytes").save(str(source / "tokenizer.json"))
     (source / "config.json").write_text(configs.to_json(configs.Config(model=model)))

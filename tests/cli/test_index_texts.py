@@ -231,23 +231,14 @@ ERRORS = {
     "another field": ("build RUN DIR/half.jsonl", "the fields are 'id', 'body': pass --fields=NAME with one of them\n"),
     "no files": ("build RUN", "runs of task='lm' or 'rnn_lm': name one of these, or files of texts after the run"),
     "keys": ("build RUN DIR/all.txt --keys=4", "--keys=4 has no effect with files of texts: leave it out"),
-    "count": (
-        "build RUN DIR/all.txt --count=4",
-        "--count=4 has no effect here, only in hpnlp index search: leave it out",
-    ),
-    "index of a shard": (
-        "build RUN DIR/all.txt --shard=0/2 --index=exact",
-        "for a shard: pass it to hpnlp index merge",
-    ),
+    "count": ("build RUN DIR/all.txt --count=4", "--count=4 has no effect here, only in hpnlp index search: leave it"),
+    "index of a shard": ("build RUN DIR/all.txt --shard=0/2 --index=exact", "for a shard: pass it to hpnlp index"),
     "many shards": ("build RUN DIR/all.txt --shard=0/8", "shards=8: expected at most 7, the number of texts"),
     "k of a search": ("search STORE a --k=3", "--k=3 has no effect with a datastore of texts: pass --count"),
     "a blank query": ("search STORE ", "query 1 is empty: pass some text"),
     "candidates alone": ("search STORE a --candidates=9", "--candidates=9 has no effect without --rerank=RUN"),
     "few candidates": ("search STORE a --rerank=RUN --candidates=3", "--candidates=3 are fewer than --count=5"),
-    "a dual encoder ranks": (
-        "search STORE a --rerank=RUN",
-        "is of task='dual_encoder': a cross-encoder is a run of task",
-    ),
+    "a dual encoder ranks": ("search STORE a --rerank=RUN", "is of task='dual_encoder': a cross-encoder is a run of"),
     "single texts": ("search STORE a --rerank=SINGLE", "reads single texts (text): a cross-encoder reads pairs"),
 }
 

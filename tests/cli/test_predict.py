@@ -190,19 +190,13 @@ ERRORS = {
     "a directory": (["RUN", "--file=DIR"], "is a directory: name one file"),
     "other columns": (["RUN", "--file=DIR/other.csv"], "no field 'review', the fields are 'text': pass --fields=NAME"),
     "a bad record": (["RUN", "--file=DIR/bad.jsonl"], "bad.jsonl, line 2.*--skip_bad_lines"),
-    "not UTF-8": (
-        ["RUN", "--file=DIR/latin.txt"],
-        r"line 1: not UTF-8 \(byte 0xe9 at 0\), to be converted by iconv -f CP1252",
-    ),
+    "not UTF-8": (["RUN", "--file=DIR/latin.txt"], r"line 1: not UTF-8 \(byte 0xe9 at 0\), to be converted by iconv"),
     "an unknown suffix": (["RUN", "a", "--out=DIR/x.txt"], "expected a file .csv or .jsonl"),
     "formats that differ": (["RUN", "a", "--out=DIR/x.csv", "--format=jsonl"], "the suffix names another format"),
     "a language model": (["LM", "a"], "task='lm' has no labels, targets or pairs to predict: use hpnlp generate"),
     "fields of texts": (["RUN", "a", "--fields=b"], "--fields=.* has no effect without a file of records"),
     "the input as output": (["RUN", "--file=DIR/other.csv", "--out=DIR/other.csv"], "is the file that is read"),
-    "archive": (
-        ["RUN", "--file=DIR/packed.zip"],
-        "packed.zip is compressed in a form that is not read: unpack it first",
-    ),
+    "archive": (["RUN", "--file=DIR/packed.zip"], "packed.zip is compressed in a form that is not read: unpack it"),
 }
 
 

@@ -59,10 +59,7 @@ EXCEPTIONS = {
 }
 WRITERS = {
     "train": ("train --config={config} --workdir={d}", "which the run would overwrite: choose another workdir"),
-    "sweep": (
-        "sweep --config={sweep_file} --workdir={d}",
-        "choose another directory, which holds the directories of all",
-    ),
+    "sweep": ("sweep --config={sweep_file} --workdir={d}", "choose another directory, which holds the directories of"),
     "lra": ("lra --mixers=fnet --workdir={d}", "choose another directory, which holds the directories of all runs"),
     "compress": ("compress {begun} --to={d} --recipe=int8", "choose a new directory for the compressed model"),
     "convert": ("convert {begun} --to={d}", "use an empty directory"),

@@ -119,10 +119,7 @@ def test_malformed_arrays_raise(tmp_path):
         ('[{"text": "a"}', "record 2: not a JSON array (the array has no end)"),
         ('["a" "b"]', "record 2: not a JSON array (expected a comma or ])"),
         ('["a"] and more', "record 2: not a JSON array (text follows the array)"),
-        (
-            '["a", "\udcff"]',
-            "record 1: not a JSON array (invalid start byte near byte 7, not UTF-8, to be converted by iconv",
-        ),
+        ('["a", "\udcff"]', "record 1: not a JSON array (invalid start byte near byte 7, not UTF-8, to be converted"),
         ('[{"text": ' + "[" * 100_000, "record 1: not a JSON array (maximum recursion depth exceeded"),
         ('["a", 3]', "record 2: a int, expected an object or a string: mend or remove the line, or pass data.skip_bad"),
         ('[{"body": 1}]', "record 1: no field 'text', the fields are 'body': pass data.text_field=NAME"),

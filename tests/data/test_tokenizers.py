@@ -200,7 +200,7 @@ def test_bpe_training_is_deterministic(tmp_path):
     # Many pairs have equal counts, and the package seeds its hash tables anew for every training.
     texts = [" ".join(f"{a}{b}" for a in "abcdefgh" for b in "stuvwxyz").encode()] * 2
     forms = set()
-    for _ in range(4):
+    for _ in range(2):
         build("bpe(330)", texts).save(str(tmp_path / "tokenizer.json"))
         forms.add((tmp_path / "tokenizer.json").read_text())
     assert len(forms) == 1
@@ -208,7 +208,7 @@ def test_bpe_training_is_deterministic(tmp_path):
 
 def test_bpe_reads_long_runs_in_pieces():
     """The package trains on a word of n equal characters in O(n^2): 200,000 of them took a minute."""
-    text = b"x" * 200_000 + b" a word " + b"\n" * 200_000 + b"another"
+    text = b"x" * 50_000 + b" a word " + b"\n" * 50_000 + b"another"
     tokenizer = build("bpe(300)", [text])
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text and len(ids) < 1000

@@ -102,9 +102,8 @@ HUB = np.stack([np.zeros(3000, int), np.random.default_rng(0).integers(1, 300, 3
 
 def test_order_is_deterministic_for_few_directions():
     """All words have the same neighbour, so that the features have a low rank."""
-    first, *repeated = (word_similarity.similar_order([HUB], 300) for _ in range(3))
-    for other in repeated:
-        np.testing.assert_array_equal(other, first)
+    first, other = (word_similarity.similar_order([HUB], 300) for _ in range(2))
+    np.testing.assert_array_equal(other, first)
 
 
 @pytest.mark.parametrize("text", [[0, 1, 2] * 50, [7, 1, 300, 1, 7]], ids=["a cycle", "a few"])

@@ -167,10 +167,7 @@ def test_invalid_arguments_raise(table):
         (lambda t: t.evaluate("king - "), "'king - ': expected words with ' [+] ' or ' - ' between them|no vector"),
         (lambda t: t.analogy([], ["man"]), "an analogy needs a word that is added"),
         (lambda t: t.neighbours("king", 0), "count=0: expected at least 1 neighbour"),
-        (
-            lambda t: WordVectorTable(["a", "b"], np.array([[0.0, 0], [1, 1]])).evaluate("a"),
-            "the vector of 'a' is zero, so that it has no cosine with others: choose another word",
-        ),
+        (lambda t: WordVectorTable(["a", "b"], np.array([[0.0, 0], [1, 1]])).evaluate("a"), "the vector of 'a' is"),
         (lambda t: t.evaluate("king - king"), "a vector of zeros has no direction, and no cosine with others"),
         (lambda t: t.plane(["king"]), "a picture of 1 words: expected at least 2"),
         (lambda t: WordVectorTable(["a"], np.eye(2)), r"1 words, and vectors of shape \(2, 2\): expected one row"),
