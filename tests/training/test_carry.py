@@ -15,7 +15,7 @@ import pytest
 from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.models.encoder import EncoderConfig
 from hpnlp.models.lm import LM, LMConfig
-from hpnlp.models.seq2seq import Seq2SeqConfig
+from hpnlp.models.seq2seq import Seq2SeqModelConfig
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.segment_memory import SegmentMemoryMixer
 from hpnlp.ops.attention import Full
@@ -273,7 +273,7 @@ REFUSALS = {
         "EncoderConfig does not keep: choose another mixer",
     ),
     "seq2seq": (
-        lambda: Seq2SeqConfig(**SIZES, mixer="segment_memory"),
+        lambda: Seq2SeqModelConfig(**SIZES, mixer="segment_memory"),
         "DecoderConfig does not keep: choose another mixer",
     ),
     "reversible": (lambda: dataclasses.replace(MODEL, residual="reversible"), "set model.residual='plain'"),
