@@ -51,7 +51,7 @@ PEAK_FLOPS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class ProgramMemory:
     """Memory of a compiled program on one device, in bytes.
 
     Attributes:
@@ -88,7 +88,7 @@ class Compiled:
     jaxpr: Any
     trace_seconds: float
     compile_seconds: float
-    memory: Memory
+    memory: ProgramMemory
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.executable(*args, **kwargs)
@@ -129,8 +129,8 @@ def compile(
     executable = traced.lower().compile(dict(compiler_options) if compiler_options else None)
     compiled_at = time.perf_counter()
     stats = executable.memory_analysis()
-    sizes = (getattr(stats, f"{field.name}_size_in_bytes") for field in dataclasses.fields(Memory))
-    return Compiled(executable, traced.jaxpr, traced_at - start, compiled_at - traced_at, Memory(*sizes))
+    sizes = (getattr(stats, f"{field.name}_size_in_bytes") for field in dataclasses.fields(ProgramMemory))
+    return Compiled(executable, traced.jaxpr, traced_at - start, compiled_at - traced_at, ProgramMemory(*sizes))
 
 
 @dataclasses.dataclass(frozen=True)

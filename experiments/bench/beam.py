@@ -21,7 +21,7 @@ import transformers
 from absl import app, flags
 
 from hpnlp import cli, measure
-from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig
+from hpnlp.models.seq2seq import Seq2SeqModel, Seq2SeqModelConfig
 from hpnlp.models.seq2seq_decode import search
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -40,7 +40,7 @@ flags.DEFINE_integer("rounds", 5, "Measurements of each; the median is reported.
 flags.DEFINE_string("out", str(RESULTS), "Where the result goes.")
 
 
-def make(size: str) -> tuple[Seq2Seq, Any, Any]:
+def make(size: str) -> tuple[Seq2SeqModel, Any, Any]:
     """`(model, its parameters, BART with the same weights)`, drawn by BART's initialisation with a larger deviation."""
     layers, dim, heads, length, new_tokens = SIZES[size]
     torch.manual_seed(0)
@@ -52,8 +52,8 @@ def make(size: str) -> tuple[Seq2Seq, Any, Any]:
     )  # fmt: skip
     bart = transformers.BartForConditionalGeneration(config).eval()
     values = {name: value.numpy() for name, value in bart.state_dict().items()}
-    model = Seq2Seq(
-        Seq2SeqConfig(
+    model = Seq2SeqModel(
+        Seq2SeqModelConfig(
             dim=dim, heads=heads, layers=layers, mlp_dim=4 * dim, vocab=VOCAB, max_len=length + new_tokens,
             target_len=length + new_tokens, norm="layer", norm_eps=1e-5, norm_placement="post", embed_norm=True,
             position="learned", mlp="gelu_exact", qkv_bias=True, out_bias=True, mlp_bias=True,

@@ -56,7 +56,7 @@ class Step:
     """A step that is timed, and the memory of its program."""
 
     run: Callable[[], Any]
-    memory: measure.Memory | None = None
+    memory: measure.ProgramMemory | None = None
 
 
 def tokens(count: int) -> jax.Array:

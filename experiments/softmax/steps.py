@@ -35,7 +35,7 @@ flags.DEFINE_integer("rounds", 5, "Measurements of each step; the median is repo
 flags.DEFINE_string("out", str(HERE.parent / "results"), "Where the results go, one file per corpus.")
 
 
-Step = tuple[Callable[[], Any], measure.Memory, int]
+Step = tuple[Callable[[], Any], measure.ProgramMemory, int]
 
 
 def step_of(corpus_name: str, overrides: Mapping[str, Any], corpus: Corpus) -> Step:
@@ -78,7 +78,7 @@ def bench(corpus_name: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def row(
-    layer: str, vocab: int, time: measure.Timing, ratio: float, memory: measure.Memory, parameters: int
+    layer: str, vocab: int, time: measure.Timing, ratio: float, memory: measure.ProgramMemory, parameters: int
 ) -> dict[str, Any]:
     megabytes = {"argument": memory.argument / 1e6, "temp": memory.temp / 1e6}
     shown = f"{layer:22} {1e3 * time.median:8.1f} ms, {ratio:.4f} of full"

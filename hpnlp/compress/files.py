@@ -31,18 +31,7 @@ def stages_of(node: Any) -> set[str]:
     Returns:
       Names of stages, such as "int8"; those of a product of factors and those of the factors; none for an array.
     """
-    if not isinstance(node, Weight):
-        return set()
-    if isinstance(node, kinds.LowRankWeight):
-        return {"factorize"} | stages_of(node.left) | stages_of(node.right)
-    if isinstance(node, kinds.RowScaledWeight):
-        return stages_of(node.inner)
-    if isinstance(node, kinds.PackedWeight):
-        return {"pow2" if node.levels == "powers" else node.levels}
-    if isinstance(node, kinds.IntegerWeight | kinds.FloatWeight):
-        name = jnp.dtype(node.codes.dtype).name
-        return {"fp8" if name.startswith("float8") else {"bfloat16": "bf16", "float16": "fp16"}.get(name, name)}
-    return {_STAGES.get(type(node).__name__, type(node).__name__)}
+    return node.stages if is_weight(node) else set()
 
 
 def takes_signs(params: Any) -> bool:
@@ -52,19 +41,9 @@ def takes_signs(params: Any) -> bool:
       params: A tree of arrays and Weights.
 
     Returns:
-      True where a weight is a BinaryProductWeight.
+      True where a weight declares it.
     """
-    return any(isinstance(x, kinds.BinaryProductWeight) for x in jax.tree.leaves(params, is_leaf=is_weight))
-
-
-_STAGES = {
-    "BalancedWeight": "balanced",
-    "BinaryProductWeight": "binary",
-    "BlockSparseWeight": "blocks",
-    "CodebookWeight": "codebook",
-    "MaskedWeight": "magnitude",
-    "TwoFourWeight": "two_four",
-}
+    return any(x.takes_signs for x in jax.tree.leaves(params, is_leaf=is_weight) if is_weight(x))
 
 
 def write_weights(
@@ -107,7 +86,7 @@ def file_content(params: Any, metadata: Any) -> tuple[dict[str, Any], dict[str, 
     described: dict[str, Any] = {}
 
     def add(name: str, node: Any) -> None:
-        if not isinstance(node, Weight):
+        if not is_weight(node):
             arrays[name] = node
             return
         described[name] = {"kind": _kind_of(node), **_static_fields(node)}
@@ -243,7 +222,7 @@ def _key(key: Any) -> str:
 
 def _tuples(params: Any, prefix: str = "") -> list[str]:
     """Names of the nodes that are tuples, as the layers of a model whose parameters are separate."""
-    if isinstance(params, Weight):
+    if is_weight(params):
         return []
     if isinstance(params, tuple):
         if not (prefix and params and all(map(jax.tree.leaves, params))):

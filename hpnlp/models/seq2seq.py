@@ -28,13 +28,13 @@ from hpnlp.nn.layers import Embed
 from hpnlp.nn.output import is_normalized
 from hpnlp.types import InputError, LossOut, WordStats, option
 
-# Fields of the encoder's and the decoder's own configs -> the fields of Seq2SeqConfig that set them.
+# Fields of the encoder's and the decoder's own configs -> the fields of Seq2SeqModelConfig that set them.
 ENCODER_FIELDS = {"layers": "encoder_layers", "mixer": "encoder_mixer", "form": "encoder_form"}
 DECODER_FIELDS = {"max_len": "target_len"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Seq2SeqConfig(LMConfig):
+class Seq2SeqModelConfig(LMConfig):
     """An encoder and a decoder with cross-attention, of one vocabulary and one model size.
 
     `layers`, `mixer` and `form` are those of the decoder, `encoder_layers`, `encoder_mixer` and `encoder_form` those of the
@@ -136,7 +136,7 @@ class Seq2SeqConfig(LMConfig):
 
 
 def _checked(kind: Callable[..., Any], fields: Mapping[str, Any], names: Mapping[str, str]) -> Any:
-    """A config of one of the two stacks. Its errors name the fields of Seq2SeqConfig."""
+    """A config of one of the two stacks. Its errors name the fields of Seq2SeqModelConfig."""
     try:
         return kind(**fields)
     except InputError as error:
@@ -152,7 +152,7 @@ def _common(name: str, decoder: tuple[int, str], encoder: tuple[int, str]) -> tu
     return math.gcd(size, other), f"the common divisor of {name} of encoder and decoder"
 
 
-class Seq2Seq(OfSeveralStacks, nn.Module):
+class Seq2SeqModel(OfSeveralStacks, nn.Module):
     """An encoder of the source and a decoder of the target.
 
     A batch is a mapping with tokens, segment_ids and positions of the sources, int32 `[B, T]`; target_tokens, target_labels,
@@ -170,7 +170,7 @@ class Seq2Seq(OfSeveralStacks, nn.Module):
 
     prefixes: ClassVar[Mapping[str, str]] = {"encoder": "encoder_", "decoder": ""}
 
-    config: Seq2SeqConfig
+    config: Seq2SeqModelConfig
     stats: WordStats | None = None
     model_parallel: ModelParallel | None = None
     remat: str = "none"
@@ -299,11 +299,11 @@ def _target(batch: Batch) -> dict[str, jax.Array]:
     return {name.removeprefix(prefix): x for name, x in batch.items() if name.startswith(prefix)}
 
 
-def standalone_decoder(model: Seq2Seq, weights: PyTree) -> tuple[Decoder, Any]:
+def standalone_decoder(model: Seq2SeqModel, weights: PyTree) -> tuple[Decoder, Any]:
     """The decoder as a model of its own, for one device.
 
     Args:
-      model: A Seq2Seq.
+      model: A Seq2SeqModel.
       weights: Its weights.
 
     Returns:

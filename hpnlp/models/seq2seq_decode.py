@@ -1,4 +1,4 @@
-"""Decoding of a Seq2Seq: greedy, sampled, and by beam search."""
+"""Decoding of a Seq2SeqModel: greedy, sampled, and by beam search."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from jaxtyping import PyTree
 
 from hpnlp.models.decode import Generation
 from hpnlp.models.decoding.beam_search import Beams, beam_search
-from hpnlp.models.seq2seq import Seq2Seq, standalone_decoder
+from hpnlp.models.seq2seq import Seq2SeqModel, standalone_decoder
 from hpnlp.models.variables import collections
 from hpnlp.nn.attention import Memory
 
 
-def generate(model: Seq2Seq, params: PyTree, batch: Mapping[str, Any], *, start_id: int, **options: Any) -> Generation:
+def generate(
+    model: Seq2SeqModel, params: PyTree, batch: Mapping[str, Any], *, start_id: int, **options: Any
+) -> Generation:
     """Targets of sources, decoded token by token.
 
     Args:
@@ -38,7 +40,7 @@ def generate(model: Seq2Seq, params: PyTree, batch: Mapping[str, Any], *, start_
     return Generation(*standalone_decoder(model, params), prompts, memory=memory, **options)
 
 
-def search(model: Seq2Seq, params: PyTree, batch: Mapping[str, Any], *, start_id: int, **options: Any) -> Beams:
+def search(model: Seq2SeqModel, params: PyTree, batch: Mapping[str, Any], *, start_id: int, **options: Any) -> Beams:
     """The most probable targets of sources that a beam search finds.
 
     Args:
@@ -69,6 +71,6 @@ def _prompts(batch: Mapping[str, Any], start_id: int) -> list[np.ndarray]:
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _encode(params: PyTree, source: Mapping[str, jax.Array], *, model: Seq2Seq) -> Memory:
+def _encode(params: PyTree, source: Mapping[str, jax.Array], *, model: Seq2SeqModel) -> Memory:
     encoded: Any = model.apply(collections(params), source, method="encode")
     return encoded[0]

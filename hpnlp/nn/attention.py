@@ -21,7 +21,7 @@ from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.attention.positions.rope import Scaling, rope, yarn
 from hpnlp.spec import Spec, build, parse_one, parse_period
-from hpnlp.types import InputError, MixerInputs, MixerOutput, Projection, TokenStates, WithCarry, WithFurtherKeys
+from hpnlp.types import InputError, MixerInputs, MixerOutput, Projection, TokenStates, WithFurtherKeys
 
 
 @jax.tree_util.register_dataclass
@@ -111,7 +111,7 @@ def _initial_context(mixer: Any, x: jax.Array, context: Context) -> Context:
 
     The layer's report then has a carry, by which `layer_stack.stack_order` distinguishes layers with a carry from others.
     """
-    if not isinstance(mixer, WithCarry):
+    if not mixer.carries:
         return context
     carry = mixer.initial_carry(x.shape[0], x.shape[-1], x.dtype)
     return dataclasses.replace(context, segment_ids=jnp.ones_like(context.positions), carry=carry)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,19 @@ class Weight(abc.ABC):
 
     Leaves may have a leading axis of layers, which a loop over layers takes off: methods are called without it, and
     `shape` is that of the last two axes.
+
+    Attributes:
+      stage: Stage of recipes that makes such a weight; "" for one that `stages` names.
+      takes_signs: Whether products take the signs of their inputs, so that the matrix alone does not give them.
     """
+
+    stage: ClassVar[str] = ""
+    takes_signs: ClassVar[bool] = False
+
+    @property
+    def stages(self) -> set[str]:
+        """Stages of recipes that make such a weight: `stage`, or else the name of the class."""
+        return {self.stage or type(self).__name__}
 
     @property
     @abc.abstractmethod
@@ -115,7 +127,7 @@ class Weight(abc.ABC):
         return as_arrays(self).take(as_arrays(ids))
 
 
-def is_weight(node: object) -> bool:
+def is_weight(node: object) -> TypeGuard[Weight]:
     """Whether a node of a tree of parameters is a Weight.
 
     Returns:

@@ -35,7 +35,7 @@ class ClassifierConfig(EncoderConfig):
     classes: int = option(0, "Number of classes; 0 for the number of labels in the data.")
 
 
-class Classification(LabelTask):
+class ClassificationTask(LabelTask):
     """Classification: the label of a text, or of a pair of texts."""
 
     name = "classification"

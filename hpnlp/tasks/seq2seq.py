@@ -7,10 +7,9 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hpnlp.data.examples import Examples
-from hpnlp.data.examples import Seq2SeqConfig as Seq2SeqDataConfig
+from hpnlp.data.examples import Examples, Seq2SeqConfig
 from hpnlp.data.examples.baselines import linear_exact_match
-from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig
+from hpnlp.models.seq2seq import Seq2SeqModel, Seq2SeqModelConfig
 from hpnlp.tasks import vocabulary as vocabularies
 from hpnlp.tasks.field_rules import below_length
 from hpnlp.tasks.labelled.examples import ExampleTask
@@ -30,14 +29,14 @@ class SequenceToSequence(ExampleTask):
     """Sequence to sequence: a target text from a source text."""
 
     name = "seq2seq"
-    model_config = Seq2SeqConfig
-    data_config = Seq2SeqDataConfig
+    model_config = Seq2SeqModelConfig
+    data_config = Seq2SeqConfig
     prediction = TextPrediction
     metric, higher_is_better = "exact_match", True
     report = Seq2SeqReport()
     unused_fields = ((("model.target_len",), _no_target_limit),)
 
-    def model(self, config: RunConfig, sizes: Sizes) -> Seq2Seq:
+    def model(self, config: RunConfig, sizes: Sizes) -> Seq2SeqModel:
         self.check_no_stride(config)
         filled = vocabularies.fill_sizes(config.model, sizes, config.data.seq_len)
         data_len, target_len = config.data.target_len, filled.target_len or config.data.target_len
@@ -46,7 +45,7 @@ class SequenceToSequence(ExampleTask):
                 f"data.target_len={data_len} is longer than model.target_len={target_len} learned positions: change one"
             )
         stats = sizes.stats and sizes.stats.padded(filled.vocab)
-        return Seq2Seq(dataclasses.replace(filled, target_len=target_len), stats)
+        return Seq2SeqModel(dataclasses.replace(filled, target_len=target_len), stats)
 
     def predict(self, trained: TrainedModel, batch: Batch, values: Sequence[Mapping[str, Any]]) -> list[TextPrediction]:
         return text_predictions(trained, batch, len(values))

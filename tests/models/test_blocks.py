@@ -11,7 +11,7 @@ import pytest
 from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL
 from hpnlp.models.decode import Generation
 from hpnlp.models.lm import LM, LMConfig
-from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig
+from hpnlp.models.seq2seq import Seq2SeqModel, Seq2SeqModelConfig
 from hpnlp.models.seq2seq_decode import generate
 from hpnlp.nn.attention import Context, Memory
 from hpnlp.nn.block import BlockConfig
@@ -278,8 +278,8 @@ def test_weights_of_layers_are_counted(block, stacks):
     config = dataclasses.replace(CONFIG, block=block, norm_placement=placement)
     if stacks == "seq2seq":
         sizes = {"vocab": 11, "dim": 16, "heads": 2, "layers": 2, "max_len": 8, "target_len": 8}
-        config = Seq2SeqConfig(**sizes, block=block, encoder_form="block(block=evolved_encoder)")
-        model = Seq2Seq(config)
+        config = Seq2SeqModelConfig(**sizes, block=block, encoder_form="block(block=evolved_encoder)")
+        model = Seq2SeqModel(config)
     else:
         model = LM(config)
     shapes = nn.meta.unbox(jax.eval_shape(model.init, jax.random.key(0), model.example_batch(1, 8)))["params"]

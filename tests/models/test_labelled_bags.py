@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpnlp.models import variables
-from hpnlp.models.classifiers.labelled_bags import LabelledBags, LabelledBagsConfig
+from hpnlp.models.classifiers.labelled_bags import LabelledBagsConfig, LabelledBagsModel
 from hpnlp.ops.embeddings import frequency_factors
 from hpnlp.types import WordStats
 from tests.contracts import ONCE, assert_close
@@ -20,7 +20,7 @@ COUNTS = WordStats(np.arange(VOCAB) ** 2 + 1)
 
 def make(**fields):
     sizes = {"vocab": VOCAB, "classes": CLASSES, "dim": D, "max_texts": M}
-    return LabelledBags(LabelledBagsConfig(**sizes | fields), COUNTS)
+    return LabelledBagsModel(LabelledBagsConfig(**sizes | fields), COUNTS)
 
 
 def make_batch(seed=0):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig
+from hpnlp.models.seq2seq import Seq2SeqModel, Seq2SeqModelConfig
 from hpnlp.models.seq2seq_decode import generate, search
 from hpnlp.models.variables import axes_and_shapes
 from hpnlp.parallel.plan import Plan
@@ -29,7 +29,7 @@ SOURCE_LENGTHS, TARGET_LENGTHS = (12, 5, 1, 7), (3, 8, 1, 5)
 
 def make(scale=0.4, **fields):
     """A small model with random parameters."""
-    model = Seq2Seq(Seq2SeqConfig(**SIZES | fields))
+    model = Seq2SeqModel(Seq2SeqModelConfig(**SIZES | fields))
     return model, drawn_params(model, scale)
 
 
@@ -207,7 +207,7 @@ def test_invalid_configs_raise():
         ({"memory_dim": 8}, "model.memory_dim=8: the decoder attends to the encoder's hidden states, of model.dim=16"),
         ({"residual": "reversible"}, "reversible layers have two branches: set model.residual='plain'"),
     ):
-        raises(message, Seq2SeqConfig, **SIZES | fields)
+        raises(message, Seq2SeqModelConfig, **SIZES | fields)
 
 
 def test_plans_that_do_not_fit_raise():

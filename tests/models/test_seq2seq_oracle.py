@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig
+from hpnlp.models.seq2seq import Seq2SeqModel, Seq2SeqModelConfig
 from hpnlp.models.seq2seq_decode import generate, search
 from tests.contracts import ONCE
 from tests.models.test_decoder_oracle import params_of as decoder_params_of
@@ -30,7 +30,7 @@ V, D, L, EOS, PAD, U = 40, 32, 2, 2, 1, 12
 
 
 def params_of(get, get_of):
-    """Parameters of a Seq2Seq from those of BART, or gradients from gradients. get_of: prefix -> (name -> array)."""
+    """Parameters of a Seq2SeqModel from those of BART, or gradients from gradients. get_of: prefix -> (name -> array)."""
     decoder = decoder_params_of(get_of("model.decoder."))
     del decoder["embed"]
     encoder = get_of("model.encoder.")
@@ -68,8 +68,8 @@ def bart(torch):  # noqa: F811
         attn_implementation="eager",
     )  # fmt: skip
     module = randomize(torch, transformers.BartForConditionalGeneration(config))
-    model = Seq2Seq(
-        Seq2SeqConfig(
+    model = Seq2SeqModel(
+        Seq2SeqModelConfig(
             dim=D, heads=4, layers=L, mlp_dim=56, vocab=V, max_len=16, target_len=16, norm="layer", norm_eps=1e-5,
             norm_placement="post", embed_norm=True, position="learned", mlp="gelu_exact", **BIASES,
         )

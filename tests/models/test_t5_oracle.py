@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig
+from hpnlp.models.seq2seq import Seq2SeqModel, Seq2SeqModelConfig
 from tests.contracts import ONCE
 from tests.models.test_encoder_oracle import randomize, torch  # noqa: F401  (fixture)
 from tests.models.test_seq2seq import make_batch
@@ -23,7 +23,7 @@ FORMS = {"relu": (True, "relu"), "gated-gelu": (False, "geglu")}
 
 
 def params_of(values, scaled, gated):
-    """Parameters of a Seq2Seq, as functions of those of T5 by name."""
+    """Parameters of a Seq2SeqModel, as functions of those of T5 by name."""
 
     def kernel(name, factor=1.0):
         return {"kernel": values[f"{name}.weight"].T * factor}
@@ -75,8 +75,10 @@ def test_states_loss_logits_and_gradients_match_t5(form, torch):  # noqa: F811
         for name, parameter in module.named_parameters():
             if "relative_attention_bias" in name:
                 parameter.zero_()
-    model = Seq2Seq(
-        Seq2SeqConfig(dim=D, heads=4, head_dim=H, layers=L, mlp_dim=56, vocab=V, norm="rms", position="none", mlp=mlp)
+    model = Seq2SeqModel(
+        Seq2SeqModelConfig(
+            dim=D, heads=4, head_dim=H, layers=L, mlp_dim=56, vocab=V, norm="rms", position="none", mlp=mlp
+        )
     )
     batch = make_batch(4, vocab=V, source=12, target=8)
     ids, mask = inputs_of(torch, batch)

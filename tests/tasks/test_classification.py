@@ -12,7 +12,7 @@ import pytest
 from hpnlp.models.variables import collections
 from hpnlp.parallel.memory import host_offload
 from hpnlp.tasks import TASKS
-from hpnlp.tasks.classification import Classification
+from hpnlp.tasks.classification import ClassificationTask
 from hpnlp.tasks.reports.label_report import MAX_DRAWN, MAX_LABEL, drawn_confusion, macro_f1
 from hpnlp.tasks.reports.reporting import Outcome
 from hpnlp.tasks.vocabulary import Sizes, Vocabulary, load
@@ -110,7 +110,7 @@ def test_models_that_do_not_fit_raise():
     ):
         changed = dataclasses.replace(getattr(CONFIG, section), **{field: value})
         with pytest.raises(InputError, match=message):
-            Classification().model(dataclasses.replace(CONFIG, **{section: changed}), Sizes(20, classes=3))
+            ClassificationTask().model(dataclasses.replace(CONFIG, **{section: changed}), Sizes(20, classes=3))
 
 
 def test_pairs_need_two_token_types():
@@ -120,7 +120,7 @@ def test_pairs_need_two_token_types():
         paired = dataclasses.replace(CONFIG, data=data, model=model)
         expected = pytest.raises(InputError, match="model.token_types=1 does not tell") if types == 1 else nullcontext()
         with expected:
-            assert Classification().model(paired, Sizes(20, classes=3)).config.token_types == types
+            assert ClassificationTask().model(paired, Sizes(20, classes=3)).config.token_types == types
 
 
 def test_workdir_inside_the_scored_examples_raises(tmp_path):
@@ -133,7 +133,7 @@ def test_workdir_inside_the_scored_examples_raises(tmp_path):
 
 
 def test_sizes_of_the_model_are_those_of_the_data():
-    model = Classification().model(CONFIG, Sizes(20, classes=3))
+    model = ClassificationTask().model(CONFIG, Sizes(20, classes=3))
     assert (model.config.vocab, model.config.max_len, model.config.classes) == (20, 8, 3)
 
 
@@ -149,7 +149,7 @@ def test_labels_are_saved_with_the_tokenizer(tmp_path):
 
 def test_config_has_the_fields_of_its_task():
     values = configs.default("classification")
-    assert configs.resolve(values).data == Classification.data_config() and "label_field" in values.data
+    assert configs.resolve(values).data == ClassificationTask.data_config() and "label_field" in values.data
     values.model.dim = 32
     assert configs.from_json(configs.to_json(configs.resolve(values))) == configs.resolve(values)
     assert configs.differences(configs.Config(), CONFIG) == ["task: 'lm' -> 'classification'"]

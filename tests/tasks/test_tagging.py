@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 from hpnlp.data.examples import TaggingConfig, prepare_examples
-from hpnlp.tasks.labelled.tagging import Tagging, TaggingBaselines
+from hpnlp.tasks.labelled.tagging import TaggingBaselines, TaggingTask
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.training import config as configs
 from tests.messages import raises
@@ -31,5 +31,5 @@ def test_baselines_count_labels_of_tokens(tmp_path):
 
 def test_models_that_do_not_fit_raise():
     pooled = dataclasses.replace(CONFIG, model=dataclasses.replace(CONFIG.model, pooling="mean", classes=3))
-    raises("model.pooling='mean' makes one label of a text", lambda: Tagging().model(pooled, Sizes(20, classes=3)))
-    assert Tagging().model(CONFIG, Sizes(20, classes=3)).config.classes == 3
+    raises("model.pooling='mean' makes one label of a text", lambda: TaggingTask().model(pooled, Sizes(20, classes=3)))
+    assert TaggingTask().model(CONFIG, Sizes(20, classes=3)).config.classes == 3

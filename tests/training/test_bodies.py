@@ -20,7 +20,7 @@ from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.lm import LMConfig
 from hpnlp.models.pairs.dual_encoder import DualEncoder, DualEncoderConfig
 from hpnlp.models.pairs.tower import Tower
-from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig
+from hpnlp.models.seq2seq import Seq2SeqModel, Seq2SeqModelConfig
 from hpnlp.nn.pooling import Pooling
 from hpnlp.ops.weights import dense_tree, quantize
 from hpnlp.parallel.plan import Plan
@@ -68,9 +68,9 @@ def started(monkeypatch, source, weights, model, task):
 
 
 def states(model, weights):
-    """Hidden states `[B, T, D]` of an Encoder, or of the encoder of a Seq2Seq."""
+    """Hidden states `[B, T, D]` of an Encoder, or of the encoder of a Seq2SeqModel."""
     applied = variables.collections(weights)
-    if isinstance(model, Seq2Seq):
+    if isinstance(model, Seq2SeqModel):
         return jax.jit(lambda weights: model.apply(weights, BATCH, method="encode")[0].states)(applied)
     return jax.jit(lambda weights: model.apply(weights, BATCH, True, method="states")[0])(applied)
 
@@ -123,7 +123,7 @@ def test_encoder_of_seq2seq_starts_from_a_masked_language_model(tmp_path, monkey
     source = Encoder(EncoderConfig(**SIZES, **fields))
     of_decoder = {name: value for name, value in fields.items() if name != "token_types"}
     sizes = SIZES | {"layers": 1, "encoder_layers": 2, "target_len": 8}
-    model = Seq2Seq(Seq2SeqConfig(**sizes, **of_decoder, share_embeddings=share))
+    model = Seq2SeqModel(Seq2SeqModelConfig(**sizes, **of_decoder, share_embeddings=share))
     of_source = weights_of(source)
     weights, origin = started(monkeypatch, source_of(tmp_path, source.config), of_source, model, task="seq2seq")
     np.testing.assert_allclose(states(model, weights)[TEXT], states(source, of_source)[TEXT], rtol=1e-5, atol=1e-6)
@@ -166,7 +166,7 @@ def test_other_bodies_raise(tmp_path):
         ({"token_types": 2}, "classification", {}, r"model.token_types is 0, in the source"),
         ({}, "seq2seq", {"encoder_layers": 1}, r"model.encoder_layers is 1, in the source"),
     ):
-        kinds = {"classification": ClassifierConfig, "dual_encoder": DualEncoderConfig, "seq2seq": Seq2SeqConfig}
+        kinds = {"classification": ClassifierConfig, "dual_encoder": DualEncoderConfig, "seq2seq": Seq2SeqModelConfig}
         source = source_of(tmp_path, EncoderConfig(**SIZES, **of_source))
         config = kinds.get(task, EncoderConfig)(**SIZES | model)
         with pytest.raises(InputError, match=message) as caught:

@@ -15,7 +15,7 @@ import pytest
 from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.models.encoder import EncoderConfig
 from hpnlp.models.lm import LM, LMConfig
-from hpnlp.models.seq2seq import Seq2SeqConfig
+from hpnlp.models.seq2seq import Seq2SeqModelConfig
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.mixers.segment_memory import SegmentMemoryMixer
 from hpnlp.ops.attention import Full
@@ -256,7 +256,7 @@ REFUSALS = {
     "learned positions": (lambda: language_model(model__position="learned"), "model.position='learned' ends"),
     "masked": (lambda: TASKS["masked_lm"].data_config(order="stream", packing="concat"), "data.order='stream' is for"),
     "encoder": (lambda: EncoderConfig(**SIZES, mixer="segment_memory"), "EncoderConfig does not keep: choose another"),
-    "seq2seq": (lambda: Seq2SeqConfig(**SIZES, mixer="segment_memory"), "DecoderConfig does not keep: choose another"),
+    "seq2seq": (lambda: Seq2SeqModelConfig(**SIZES, mixer="segment_memory"), "DecoderConfig does not keep: choose another"),
     "reversible": (lambda: dataclasses.replace(MODEL, residual="reversible"), "set model.residual='plain'"),
     "pipeline": (lambda: trainer_of(Plan("pipeline"), 3, "segment_memory(5)"), "plan.pipeline=3: model.mixer=.*set"),
     "sequence": (lambda: trainer_of(Plan("sequence"), 2), "plan.sequence=2: model.mixer=.*set plan.sequence=1"),

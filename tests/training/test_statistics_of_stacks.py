@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from hpnlp.models.pairs.dual_encoder import DualEncoder, DualEncoderConfig
-from hpnlp.models.seq2seq import Seq2Seq, Seq2SeqConfig, standalone_decoder
+from hpnlp.models.seq2seq import Seq2SeqModel, Seq2SeqModelConfig, standalone_decoder
 from hpnlp.models.variables import axes_and_shapes, collections, join, split
 from hpnlp.nn.feed_forward import FEED_FORWARDS
 from hpnlp.nn.mixers import MIXERS
@@ -25,7 +25,9 @@ B, T = 16, 8
 SIZES = {"layers": 2, "dim": 16, "heads": 4, "kv_heads": 2, "mlp_dim": 32, "vocab": 24, "max_len": T, "unroll": 1}
 STATE = {"mixer": "centered", "mlp": "columns", **SIZES}
 MODELS = {
-    "seq2seq": lambda: Seq2Seq(Seq2SeqConfig(**STATE, encoder_mixer="centered", encoder_layers=4, target_len=T)),
+    "seq2seq": lambda: Seq2SeqModel(
+        Seq2SeqModelConfig(**STATE, encoder_mixer="centered", encoder_layers=4, target_len=T)
+    ),
     "shared towers": lambda: DualEncoder(DualEncoderConfig(**STATE, negatives="part")),
     "two towers": lambda: DualEncoder(DualEncoderConfig(**STATE, negatives="part", shared=False)),
     "two towers, one set": lambda: DualEncoder(DualEncoderConfig(**STATE, shared=False)),

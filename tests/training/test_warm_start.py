@@ -19,7 +19,7 @@ from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.pairs.documents import blank_documents
 from hpnlp.models.pairs.dual_encoder import DualEncoderConfig
 from hpnlp.models.pairs.realm import Realm, RealmConfig
-from hpnlp.models.seq2seq import Seq2SeqConfig
+from hpnlp.models.seq2seq import Seq2SeqModelConfig
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import loop
@@ -330,7 +330,9 @@ def test_other_towers_than_those_of_a_dual_encoder_raise(tmp_path):
 
 def test_target_length_matters_to_learned_positions_only(tmp_path):
     def check(position):
-        models = [Seq2SeqConfig(dim=8, heads=2, vocab=20, max_len=8, target_len=n, position=position) for n in (8, 12)]
+        models = [
+            Seq2SeqModelConfig(dim=8, heads=2, vocab=20, max_len=8, target_len=n, position=position) for n in (8, 12)
+        ]
         vocabulary = Vocabulary(tokenizers.build("bytes"))
         return warm_start.StartSource(tmp_path, "seq2seq", models[1], vocabulary, "", True).check_model(models[0])
 

@@ -228,7 +228,7 @@ def _readme(record: Mapping[str, Any]) -> str:
     pip install {packages}
     python {SCRIPT}{example}
 
-In Python, from this directory: `from predict import Model`, and `Model().predict(["a text"])` returns one
+In Python, from this directory: `from predict import ServedModel`, and `ServedModel().predict(["a text"])` returns one
 `{{"label": ..., "probability": ...}}` for each text. Texts are cut after {record["max_len"]} {unit}.
 """
 
@@ -326,5 +326,5 @@ def _prediction(
 ) -> Callable[[], list[Any]]:
     """A function without arguments that predicts texts by the script in a directory."""
     script = runpy.run_path(str(directory / SCRIPT))  # an import would leave bytecode in the directory
-    model, examples = script["Model"](directory), [pair if len(pair) > 1 else "".join(pair) for pair in texts]
+    model, examples = script["ServedModel"](directory), [pair if len(pair) > 1 else "".join(pair) for pair in texts]
     return lambda: model.predict(examples, batch_size)

@@ -49,7 +49,7 @@ def hugging_face(directory: Path, max_len: int) -> Any:
     return tokenizer
 
 
-class Model:
+class ServedModel:
     """A classifier or a tagger, read from the directory of this file."""
 
     def __init__(self, directory: Path = HERE) -> None:
@@ -138,7 +138,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", nargs="*", help="texts; without any, the lines of stdin")
     arguments = parser.parse_args().texts
-    model = Model()
+    model = ServedModel()
     pairs = len(model.record["texts"]) == 2
     lines = ["\t".join(arguments)] if pairs and arguments[1:] else arguments
     lines = lines or [line.rstrip("\r\n") for line in sys.stdin if line.strip()]

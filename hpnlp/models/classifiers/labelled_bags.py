@@ -117,7 +117,7 @@ class LabelledBagsConfig(Unstacked):
         return 6.0 * self.dim * (texts * texts + batch_size * compared)
 
 
-class LabelledBags(UnstackedModel, nn.Module):
+class LabelledBagsModel(UnstackedModel, nn.Module):
     """Vectors of words and labels, by which the texts and the label of a bag are similar to each other.
 
     A batch is that of `data.examples.kinds.bags.LabelledBags`. A text is a bag of words. Each text, and the label, is left out

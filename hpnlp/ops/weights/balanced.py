@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,8 @@ class BalancedWeight(Weight):
       indices: uint16 (int32 if D > 65,536) [k, F], the row of each number, rising in each column.
       rows: D.
     """
+
+    stage: ClassVar[str] = "balanced"
 
     values: Any
     indices: Any

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,8 @@ class CodebookWeight(Weight):
       codes: uint8 [D, F].
       values: float32 [K], at most 256.
     """
+
+    stage: ClassVar[str] = "codebook"
 
     codes: Any
     values: Any

@@ -60,6 +60,11 @@ class FloatWeight(Weight):
     def as_array(self, dtype: DTypeLike) -> Array | None:
         return self.codes if self.scales is None and self.codes.dtype == dtype else None
 
+    @property
+    def stages(self) -> set[str]:
+        name = jnp.dtype(self.codes.dtype).name
+        return {"fp8" if name.startswith("float8") else {"bfloat16": "bf16", "float16": "fp16"}.get(name, name)}
+
     def dense(self) -> Float[Array, "D F"]:
         numbers = self.codes.astype(jnp.float32)
         return numbers if self.scales is None else numbers * self.scales

@@ -51,6 +51,10 @@ class IntegerWeight(Weight):
     def shape(self) -> tuple[int, int]:
         return self.codes.shape[-2:]
 
+    @property
+    def stages(self) -> set[str]:
+        return {jnp.dtype(self.codes.dtype).name}
+
     def dense(self) -> Float[Array, "D F"]:
         d, f = self.shape
         groups = self.codes.astype(jnp.float32).reshape(self.scales.shape[0], -1, f)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.linear import product, product_transposed
-from hpnlp.ops.weight import Weight, dense, weight_axes
+from hpnlp.ops.weight import Weight, dense, is_weight, weight_axes
 from hpnlp.types import InputError
 
 
@@ -32,6 +32,10 @@ class LowRankWeight(Weight):
     @property
     def shape(self) -> tuple[int, int]:
         return self.left.shape[-2], self.right.shape[-1]
+
+    @property
+    def stages(self) -> set[str]:
+        return {"factorize"}.union(*(w.stages for w in (self.left, self.right) if is_weight(w)))
 
     def dense(self) -> Float[Array, "D F"]:
         return product(dense(self.left).astype(jnp.float32), dense(self.right))

@@ -58,6 +58,10 @@ class PackedWeight(Weight):
         codes = jnp.concatenate([_integers(x & (2**bits - 1), self.levels) for x in fields])[: self.rows]
         return IntegerWeight(codes, self.scales, integer_products=self.integer_products)
 
+    @property
+    def stages(self) -> set[str]:
+        return {"pow2" if self.levels == "powers" else self.levels}
+
     def dense(self) -> Float[Array, "D F"]:
         return self.unpack().dense()
 

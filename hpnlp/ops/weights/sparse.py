@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ class MaskedWeight(Weight):
       values: float [D, F].
       mask: bool [D, F].
     """
+
+    stage: ClassVar[str] = "magnitude"
 
     values: Any
     mask: Any
@@ -61,6 +63,8 @@ class BlockSparseWeight(Weight):
       indices: int32 [J, n], the rows of blocks, from 0 to D / b - 1, rising.
       rows: D.
     """
+
+    stage: ClassVar[str] = "blocks"
 
     blocks: Any
     indices: Any
@@ -104,6 +108,8 @@ class TwoFourWeight(Weight):
         position in the lower bits: the lower four bits of row i are those of group i, and the upper four bits those of group
         i + ceil(D / 8).
     """
+
+    stage: ClassVar[str] = "two_four"
 
     values: Any
     positions: Any

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,9 @@ class BinaryProductWeight(Weight):
       scales: float32 [1, F].
       rows: D.
     """
+
+    stage: ClassVar[str] = "binary"
+    takes_signs: ClassVar[bool] = True
 
     codes: Any
     scales: Any

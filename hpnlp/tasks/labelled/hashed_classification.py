@@ -6,13 +6,13 @@ import dataclasses
 
 from hpnlp.data.examples import HashedTextsConfig
 from hpnlp.models.classifiers.hashed_classifier import HashedClassifier, HashedClassifierConfig
-from hpnlp.tasks.classification import Classification
+from hpnlp.tasks.classification import ClassificationTask
 from hpnlp.tasks.labelled.labels import PLANNED_CLASSES
 from hpnlp.tasks.task import RunConfig
 from hpnlp.tasks.vocabulary import Sizes
 
 
-class HashedClassification(Classification):
+class HashedClassification(ClassificationTask):
     """Classification of texts by projection networks, which read hashes of words."""
 
     name = "hashed_classification"

@@ -9,7 +9,7 @@ from hpnlp.data.examples import ClassificationConfig, Examples
 from hpnlp.data.reading.files import Progress
 from hpnlp.data.tokenizers.pixels import PixelTokenizer
 from hpnlp.models.convnet import ConvNet, ConvNetConfig, filled
-from hpnlp.tasks.classification import BASELINES, Classification
+from hpnlp.tasks.classification import BASELINES, ClassificationTask
 from hpnlp.tasks.labelled.labels import PLANNED_CLASSES
 from hpnlp.tasks.reports.label_report import LabelReport, Place
 from hpnlp.tasks.task import RunConfig
@@ -45,7 +45,7 @@ def image_name(place: Place) -> str:
     return f"held-out image {place.number}"
 
 
-class ImageClassification(Classification):
+class ImageClassification(ClassificationTask):
     """Classification of images by a convolutional network."""
 
     name = "image_classification"

@@ -13,7 +13,7 @@ from hpnlp.data.examples import BagExamples, BagsConfig, Examples, prepare_examp
 from hpnlp.data.examples.baselines import tfidf_bag_accuracy
 from hpnlp.data.examples.dataset import HELDOUT
 from hpnlp.data.reading.files import Progress
-from hpnlp.models.classifiers.labelled_bags import LabelledBags, LabelledBagsConfig
+from hpnlp.models.classifiers.labelled_bags import LabelledBagsConfig, LabelledBagsModel
 from hpnlp.tasks.field_rules import only_with_loss
 from hpnlp.tasks.labelled.labels import LabelTask
 from hpnlp.tasks.reports.label_report import LabelReport, whole_text
@@ -130,7 +130,7 @@ class LabelledBagsTask(LabelTask):
             )
         return examples
 
-    def model(self, config: RunConfig, sizes: Sizes) -> LabelledBags:
+    def model(self, config: RunConfig, sizes: Sizes) -> LabelledBagsModel:
         self.check_no_stride(config)
         self.check_classes(config, sizes)
         model, data = config.model, config.data
@@ -157,7 +157,7 @@ class LabelledBagsTask(LabelTask):
         filled = dataclasses.replace(
             model, vocab=vocab, classes=sizes.classes, max_texts=model.max_texts or data.max_texts
         )
-        return LabelledBags(filled, sizes.stats and sizes.stats.padded(vocab))
+        return LabelledBagsModel(filled, sizes.stats and sizes.stats.padded(vocab))
 
     def scores(
         self, config: RunConfig, dataset: Examples, sums: Sums, *, is_complete: bool, gives_probabilities: bool

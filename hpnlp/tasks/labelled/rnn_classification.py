@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 from hpnlp.models.classifiers.rnn_classifier import RecurrentClassifier, RecurrentClassifierConfig
-from hpnlp.tasks.classification import Classification
+from hpnlp.tasks.classification import ClassificationTask
 from hpnlp.tasks.rnn_lm import RecurrentLanguageModel
 from hpnlp.tasks.task import RunConfig
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.types import InputError
 
 
-class RecurrentClassification(Classification):
+class RecurrentClassification(ClassificationTask):
     """Classification of texts by recurrent networks."""
 
     name = "rnn_classification"

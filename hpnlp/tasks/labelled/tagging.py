@@ -25,7 +25,7 @@ BASELINES = {
 }
 
 
-class Tagging(LabelTask):
+class TaggingTask(LabelTask):
     """Tagging: a label of each word of a text."""
 
     name = "tagging"

@@ -6,14 +6,14 @@ import dataclasses
 
 from hpnlp.data.examples import TreesConfig
 from hpnlp.models.classifiers.tree_classifier import TreeClassifier, TreeClassifierConfig
-from hpnlp.tasks.classification import BASELINES, Classification
+from hpnlp.tasks.classification import BASELINES, ClassificationTask
 from hpnlp.tasks.reports.label_report import LabelReport, whole_text
 from hpnlp.tasks.task import RunConfig
 from hpnlp.tasks.vocabulary import Sizes
 from hpnlp.types import InputError
 
 
-class TreeClassification(Classification):
+class TreeClassification(ClassificationTask):
     """Classification of trees by Tree-LSTMs."""
 
     name = "tree_classification"

@@ -14,14 +14,14 @@ from hpnlp.tasks.task import Batch
 from hpnlp.types import Tokenizer
 
 if TYPE_CHECKING:
-    from hpnlp.models.seq2seq import Seq2Seq
+    from hpnlp.models.seq2seq import Seq2SeqModel
 
 
 def text_predictions(trained: TrainedModel, batch: Batch, examples: int) -> list[TextPrediction]:
     """Decodes the target of each source greedily.
 
     Args:
-      trained: A Seq2Seq.
+      trained: A Seq2SeqModel.
       batch: The batch.
       examples: Number of sources; the sequences after them are padding.
 
@@ -33,12 +33,12 @@ def text_predictions(trained: TrainedModel, batch: Batch, examples: int) -> list
 
 
 def decoded_targets(
-    model: Seq2Seq, params: PyTree, batch: Mapping[str, Any], tokenizer: Tokenizer, target_len: int
+    model: Seq2SeqModel, params: PyTree, batch: Mapping[str, Any], tokenizer: Tokenizer, target_len: int
 ) -> list[np.ndarray]:
     """Greedily decoded targets of a batch, without eos and padding.
 
     Args:
-      model: A Seq2Seq.
+      model: A Seq2SeqModel.
       params: Weights of the model.
       batch: A batch of `data.examples.kinds.Seq2Seq`.
       tokenizer: The tokenizer.

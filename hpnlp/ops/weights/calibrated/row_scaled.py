@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from hpnlp.ops.helpers.array_op import array_op
-from hpnlp.ops.weight import Weight, dense, weight_axes
+from hpnlp.ops.weight import Weight, dense, is_weight, weight_axes
 from hpnlp.ops.weights.calibrated.second_order import output_error
 
 EXPONENTS = 21  # exponents from 0 to 1 that `search_row_factors` tries
@@ -38,6 +38,10 @@ class RowScaledWeight(Weight):
     @property
     def shape(self) -> tuple[int, int]:
         return self.inner.shape
+
+    @property
+    def stages(self) -> set[str]:
+        return self.inner.stages if is_weight(self.inner) else set()
 
     def dense(self) -> Float[Array, "D F"]:
         return dense(self.inner) * self.factors[:, None]
