@@ -214,27 +214,16 @@ class MaskedCorpus:
         return {**masked, "segment_ids": batch["segment_ids"], "positions": batch["positions"]}
 
 
-class MaskedBatches:
+class MaskedBatches(Batches):
     """An endless iterator over masked batches. Its state is that of the iterator over the batches of the corpus."""
 
     def __init__(self, batches: Batches, corpus: MaskedCorpus, seed: int, process_index: int, process_count: int):
-        """Wraps the batches of a corpus.
-
-        Args:
-          batches: The batches of the corpus that this process reads.
-          corpus: Masks each batch.
-          seed: Seed of the masks.
-          process_index: Index of this process.
-          process_count: Number of processes.
-        """
+        """Wraps the batches of a corpus that one process reads."""
         self._batches = batches
         self._corpus = corpus
         self._seed = seed
         self._process_index = process_index
         self._process_count = process_count
-
-    def __iter__(self) -> MaskedBatches:
-        return self
 
     def __next__(self) -> Batch:
         done = self._batches.get_state()["batches"]
@@ -243,24 +232,7 @@ class MaskedBatches:
         return self._corpus.mask(batch, self._seed, first)
 
     def get_state(self) -> dict[str, Any]:
-        """Reads the position of the iterator.
-
-        Returns:
-          A JSON-able state for `set_state`.
-        """
         return self._batches.get_state()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Moves to the position of an earlier `get_state`.
-
-        Args:
-          state: Result of `get_state` of an iterator over the same data.
-
-        Raises:
-          InputError: As `Batches.set_state`.
-        """
         self._batches.set_state(state)
-
-    def close(self) -> None:
-        """Stops reading ahead."""
-        self._batches.close()

@@ -127,6 +127,15 @@ def unreadable(path: str, error: OSError) -> InputError:
     return InputError(f"cannot read {path!r}: {reason}: mend or remove it")
 
 
+def read_bytes(path: str) -> bytes:
+    """The content of a file; raises InputError if it cannot be read."""
+    try:
+        with open(path, "rb") as stream:
+            return stream.read()
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
 @contextlib.contextmanager
 def open_text(path: str) -> Iterator[io.BufferedReader]:
     """Opens a file for reading bytes, which are decompressed as they are read if the extension is .gz or .zst.

@@ -7,12 +7,11 @@ import collections
 import itertools
 import random
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from hpnlp.data.examples.generated.entry import Generated
-from hpnlp.data.reading.files import unreadable
+from hpnlp.data.examples.generated.library import syntax_tree
 from hpnlp.data.reading.sources import File
 
 ITEMS = 28  # words and signs of a passage, at most
@@ -112,16 +111,8 @@ def _passages(files: Sequence[File]) -> list[Passage]:
 
 def _file_passages(file: File) -> Iterator[Passage]:
     """Passages of a file; none if Python cannot parse it."""
-    try:
-        with open(file.path, "rb") as stream, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # some sources of the library contain deprecated syntax
-            tree = ast.parse(stream.read())
-    except OSError as error:
-        raise unreadable(file.path, error) from error
-    except (SyntaxError, ValueError):
-        return
     nodes: list[tuple[ast.AST, str]] = [
-        (tree, file.name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+        (syntax_tree(file), file.name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
     ]
     while nodes:
         node, title = nodes.pop()

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from hpnlp.data.examples.generated.entry import Generated
-from hpnlp.data.reading.files import unreadable
+from hpnlp.data.reading.files import read_bytes
 from hpnlp.data.reading.sources import File
 from hpnlp.data.reading.split import hash_fraction
 
@@ -164,22 +164,19 @@ def tokens(files: Sequence[File]) -> Iterator[dict[str, Any]]:
                 yield {"words": words, "labels": _kinds(line), "group": file.name}
 
 
-def _read(file: File) -> bytes:
+def syntax_tree(file: File) -> ast.Module:
+    """The syntax tree of a file; an empty one if Python cannot parse it."""
     try:
-        with open(file.path, "rb") as stream:
-            return stream.read()
-    except OSError as error:
-        raise unreadable(file.path, error) from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # some sources of the library contain deprecated syntax
+            return ast.parse(read_bytes(file.path))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
 
 
 def _functions(file: File) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Functions and methods of a file, without functions in functions; none if Python cannot parse the file."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # some sources of the library contain deprecated syntax
-            pending = collections.deque(ast.parse(_read(file)).body)
-    except (SyntaxError, ValueError):
-        return
+    pending = collections.deque(syntax_tree(file).body)
     while pending:
         node = pending.popleft()
         if isinstance(node, _DOCUMENTED):
@@ -200,7 +197,7 @@ def _lines(file: File) -> Iterator[list[tokenize.TokenInfo]]:
     """Tokens of the statements of a file that have text; a file ends where it is not valid Python."""
     line: list[tokenize.TokenInfo] = []
     try:
-        for token in tokenize.tokenize(io.BytesIO(_read(file)).readline):
+        for token in tokenize.tokenize(io.BytesIO(read_bytes(file.path)).readline):
             if token.type in (tokenize.NEWLINE, tokenize.ENDMARKER):
                 yield line
                 line = []

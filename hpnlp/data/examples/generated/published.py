@@ -10,7 +10,7 @@ import numpy as np
 
 from hpnlp.data.examples.generated.entry import Generated
 from hpnlp.data.reading import files as reading
-from hpnlp.data.reading.files import not_utf8_byte, printable, unreadable
+from hpnlp.data.reading.files import not_utf8_byte, printable, read_bytes, unreadable
 from hpnlp.data.reading.sources import File
 from hpnlp.data.tokenizers.pixels import to_text
 from hpnlp.types import InputError
@@ -56,7 +56,7 @@ def _imdb(files: Sequence[File], split: str) -> Iterator[dict[str, Any]]:
     for file in _matching(files, pattern, f"{split}/pos/*.txt and {split}/neg/*.txt", "imdb"):
         match = pattern.search(file.name)
         assert match is not None
-        text = _decoded(_content(file), printable(file.path))
+        text = _decoded(read_bytes(file.path), printable(file.path))
         yield {"text": text, "label": match[1], "group": file.name}
 
 
@@ -143,7 +143,7 @@ def cifar10_test(files: Sequence[File]) -> Iterator[dict[str, Any]]:
 def _cifar10(files: Sequence[File], pattern: re.Pattern[str], expected: str) -> Iterator[dict[str, Any]]:
     # The Python version of the archive consists of pickles, which can run code when they are read.
     for file in _matching(files, pattern, f"{expected} of the binary version", "cifar10"):
-        content, where = _content(file), printable(file.path)
+        content, where = read_bytes(file.path), printable(file.path)
         if not content or len(content) % _IMAGE_BYTES:
             raise InputError(
                 f"{where}: {len(content)} bytes, expected images of {_IMAGE_BYTES} bytes, as the binary version of CIFAR-10 "
@@ -168,14 +168,6 @@ def _matching(files: Sequence[File], pattern: re.Pattern[str], expected: str, na
             f"data.path={name}:{directory} holds no {expected}: pass the directory of the unpacked archive of {name}"
         )
     return matching
-
-
-def _content(file: File) -> bytes:
-    try:
-        with open(file.path, "rb") as stream:
-            return stream.read()
-    except OSError as error:
-        raise unreadable(file.path, error) from error
 
 
 def _decoded(content: bytes, where: str) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hpnlp.data.examples.generated.entry import Generated
-from hpnlp.data.reading.files import unreadable
+from hpnlp.data.examples.generated.library import syntax_tree
 from hpnlp.data.reading.sources import File
 from hpnlp.data.reading.split import hash_fraction
 
@@ -80,15 +79,7 @@ def _bags(files: Sequence[File]) -> Iterator[tuple[dict[str, Any], bool]]:
 
 def _titles(file: File) -> Iterator[str]:
     """Titles of a file; none if Python cannot parse it."""
-    try:
-        with open(file.path, "rb") as stream, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # some sources of the library contain deprecated syntax
-            tree = ast.parse(stream.read())
-    except OSError as error:
-        raise unreadable(file.path, error) from error
-    except (SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
+    for node in ast.walk(syntax_tree(file)):
         if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
             title = " ".join(text.strip().split("\n\n")[0].split())
             if len(title) <= _MAX_CHARACTERS and len(title.split()) >= _MIN_WORDS:

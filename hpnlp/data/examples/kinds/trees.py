@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data.examples.fields import Column, FieldError
-from hpnlp.data.examples.kind import Kind, TokenisedExamples, example_weights, padded, sequences
+from hpnlp.data.examples.kind import (
+    Kind,
+    Numbers,
+    TokenisedExamples,
+    example_labels,
+    example_weights,
+    padded,
+    sequences,
+)
 from hpnlp.data.packing import Batch
 from hpnlp.ops.trees.graphs import tree_graph
 from hpnlp.types import InputError, Tokenizer
@@ -107,12 +115,7 @@ class Trees(Kind):
         return super().row_lengths(lengths[:, :1], tokenizer, seq_len)
 
     def batch(
-        self,
-        examples: TokenisedExamples,
-        numbers: Sequence[int] | np.ndarray,
-        count: int,
-        tokenizer: Tokenizer,
-        seq_len: int,
+        self, examples: TokenisedExamples, numbers: Numbers, count: int, tokenizer: Tokenizer, seq_len: int
     ) -> Batch:
         number_of = self._numbers_by_id(tokenizer)
         rows = [examples.part(number, 0)[:seq_len] for number in numbers]
@@ -120,8 +123,7 @@ class Trees(Kind):
             preorder_parents(number_of[examples.part(number, 1)])[: len(row)]
             for number, row in zip(numbers, rows, strict=True)
         ]
-        labels = np.zeros(count, np.int32)
-        labels[: len(numbers)] = [int(examples.labels(number)[0]) for number in numbers]
+        labels = example_labels(examples, numbers, count)
         batch = sequences(rows, count, seq_len, tokenizer.pad_id)
         parents = padded(parents, count, seq_len, -1)
         first = np.arange(count, dtype=np.int32)[:, None] * seq_len
