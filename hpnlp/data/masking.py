@@ -18,14 +18,9 @@ _HELDOUT_SEED = 0  # every evaluation of every run masks the same tokens of held
 
 
 def sequence_rng(seed: int, number: int) -> np.random.Generator:
-    """Makes the random generator of one sequence: a counter-based one, whose key is (seed, number).
+    """The counter-based random generator of one sequence, which depends on (seed, number) alone.
 
-    Args:
-      seed: Seed of the run, 0 to 2^64 - 1.
-      number: Number of the sequence in the stream of all epochs, so that each epoch masks other tokens of a sequence.
-
-    Returns:
-      A generator that depends on (seed, number) alone.
+    The number is that of the sequence in the stream of all epochs, so that each epoch masks other tokens of a sequence.
     """
     return np.random.Generator(np.random.Philox(key=np.array([seed, number], np.uint64)))
 
@@ -86,15 +81,7 @@ def mask_tokens(
 
 
 def check_mask(rate: float, span: float) -> None:
-    """Checks the arguments of `mask_tokens`.
-
-    Args:
-      rate: See `mask_tokens`.
-      span: See `mask_tokens`.
-
-    Raises:
-      InputError: A value is out of range.
-    """
+    """Raises InputError if an argument of `mask_tokens` is out of range."""
     if not 0 < rate < 1:
         raise InputError(f"rate={rate}: expected a probability between 0 and 1, such as 0.15")
     if span and not 1 <= span <= _MAX_SPAN:
@@ -188,16 +175,7 @@ class MaskedCorpus:
         return (self.mask(batch, _HELDOUT_SEED, first + i * batch_size) for i, batch in enumerate(batches))
 
     def mask(self, batch: Batch, seed: int, first: int) -> Batch:
-        """Masks a batch of the corpus.
-
-        Args:
-          batch: The batch.
-          seed: Seed of the masks.
-          first: Number of the first sequence in the stream of all batches of all processes.
-
-        Returns:
-          The masked batch.
-        """
+        """Masks a batch of the corpus, whose first sequence has the number `first` in the stream of all processes."""
         rows = [
             mask_tokens(
                 tokens,

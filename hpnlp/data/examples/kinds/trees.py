@@ -149,13 +149,9 @@ class Trees(Kind):
 
 
 def preorder(parents: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Preorder of the nodes of a tree: a node comes before its children, and children come in the order of their numbers.
+    """`(nodes in preorder, their numbers of children)` of a tree; `parents` are the parents of its nodes, -1 for the root.
 
-    Args:
-      parents: Parent of each node, -1 for the root.
-
-    Returns:
-      `(nodes in this order, their numbers of children)`.
+    A node comes before its children, and children come in the order of their numbers.
     """
     children: list[list[int]] = [[] for _ in parents]
     roots = []
@@ -169,16 +165,9 @@ def preorder(parents: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def preorder_parents(counts: np.ndarray) -> np.ndarray:
-    """Parents of the nodes of a tree in preorder.
+    """Parents of the nodes of a tree in preorder, int32 [n], -1 for the root, from their numbers of children, integers [n].
 
-    Args:
-      counts: Number of children of each node, integers [n].
-
-    Returns:
-      int32 [n], -1 for the root.
-
-    Raises:
-      InputError: A number is unknown (-1), or the numbers are not those of a tree.
+    Raises InputError if a number is unknown (-1), or the numbers are not those of a tree.
     """
     parents = np.full(len(counts), -1, np.int32)
     path: list[list[int]] = []  # nodes that lack children, with the number that is missing
