@@ -27,7 +27,7 @@ from hpnlp.data.config import DataConfig
 from hpnlp.data.random_lengths import RandomLengths
 from hpnlp.data.reading import token_store
 from hpnlp.data.reading.files import printable
-from hpnlp.data.reading.sources import LeftOut, LineCounts
+from hpnlp.data.reading.sources import reading_notes
 from hpnlp.errors import plural
 from hpnlp.types import InputError, Tokenizer
 
@@ -127,12 +127,7 @@ class Corpus:
                 f"scores on a single document may differ from those on others: {self._more_heldout()}, or pass "
                 "data.heldout_path=PATH with other text"
             )
-        if self.is_cached:
-            yield f"tokens read from the cache, {printable(self.directory)}"
-        if record.get("lines", {}).get("files"):  # absent from caches of early versions
-            yield str(LineCounts(**record["lines"]))
-        if record["left_out"]:
-            yield f"left out: {LeftOut(record['left_out'])}"
+        yield from reading_notes(record, self.directory if self.is_cached else "")
 
     def _more_heldout(self) -> str:
         """The change of the config that holds out more text."""

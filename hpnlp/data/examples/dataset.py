@@ -24,7 +24,7 @@ from hpnlp.data.examples.labels import UNKNOWN_HELDOUT
 from hpnlp.data.examples.store import StoredExamples
 from hpnlp.data.packing import Batch
 from hpnlp.data.reading.files import printable
-from hpnlp.data.reading.sources import LeftOut, LineCounts
+from hpnlp.data.reading.sources import LeftOut, reading_notes
 from hpnlp.data.reading.token_store import json_hash
 from hpnlp.errors import plural
 from hpnlp.types import InputError, Tokenizer
@@ -182,12 +182,7 @@ class Examples:
         )
         if cut:
             yield f"{_count(cut)} cut, at data.seq_len={config.seq_len}{self.kind.other_limits()}"
-        if self.is_cached:
-            yield f"tokens read from the cache, {printable(self.directory)}"
-        if record.get("lines", {}).get("files"):  # absent from caches of early versions
-            yield str(LineCounts(**record["lines"]))
-        if record["left_out"]:
-            yield f"left out: {LeftOut(record['left_out'])}"
+        yield from reading_notes(record, self.directory if self.is_cached else "")
 
     def _heldout_lines(self) -> Iterator[str]:
         """Remarks on held-out examples of no class, and on few held-out examples."""

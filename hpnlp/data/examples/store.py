@@ -124,6 +124,12 @@ class StoredExamples:
         """Numbers of at most `limit` examples, spread evenly: int64 [n], ascending."""
         return spread(self.count, limit)
 
+    def example(self, number: int) -> tuple[list[np.ndarray], list[bytes], np.ndarray, float | None]:
+        """Arguments of `ExampleWriter.add` by which an example is stored again."""
+        ids = [self.part(number, part) for part in range(self.parts)]
+        texts = [self.text(number, part) for part in range(self.parts)]
+        return ids, texts, self.labels(number), self.grade(number) if self.has_grades else None
+
     def texts(self, numbers: Iterable[int] | None = None) -> Iterator[tuple[bytes, ...]]:
         """Original bytes of the texts of examples, of all for None."""
         for number in range(self.count) if numbers is None else numbers:

@@ -13,7 +13,7 @@ import functools
 import glob
 import os
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hpnlp.data.reading import files
@@ -160,6 +160,19 @@ class LineCounts:
     def __str__(self) -> str:
         more = f" and {self.files - 1} more" if self.files > 1 else ""
         return f"{self.records:,} records from {self.lines:,} lines of {printable(self.first)}{more}"
+
+
+def reading_notes(record: Mapping[str, Any], cached_in: str) -> Iterator[str]:
+    """Parts of a summary on how data were read: from which cache entry, "" for none, and what is not read.
+
+    `record` has the "lines" (absent from caches of early versions) and the "left_out" of a prepared entry.
+    """
+    if cached_in:
+        yield f"tokens read from the cache, {printable(cached_in)}"
+    if record.get("lines", {}).get("files"):
+        yield str(LineCounts(**record["lines"]))
+    if record["left_out"]:
+        yield f"left out: {LeftOut(record['left_out'])}"
 
 
 def find(paths: str, argument: str, readable: tuple[str, ...] = ()) -> tuple[Source, ...]:
