@@ -7,6 +7,7 @@ has returned, for every dataset and number of processes.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -91,20 +92,53 @@ class Batches:
         self._batches.close()
 
 
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Rows of each batch that one process reads.
+
+    Of n processes with b = `batch_size` / n rows each, process p gets the rows `[p b, (p + 1) b)` of a batch.
+
+    Attributes:
+      batch_size: Rows per batch over all processes.
+      process_index: Index of this process.
+      process_count: Number of processes, which divides `batch_size`.
+      argument: Name of `batch_size`, for messages.
+    """
+
+    batch_size: int
+    process_index: int
+    process_count: int
+    argument: str = "batch_size"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.process_index < self.process_count:
+            raise InputError(f"process_index={self.process_index}: expected 0 to {self.process_count - 1}")
+        if self.batch_size % self.process_count:
+            raise InputError(
+                f"{self.argument}={self.batch_size} is not a multiple of the {self.process_count} processes that share it: "
+                f"pass {math.ceil(self.batch_size / self.process_count) * self.process_count}"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Rows per batch of this process, b."""
+        return self.batch_size // self.process_count
+
+    @property
+    def span(self) -> slice:
+        """Place of these rows in a batch."""
+        return slice(self.process_index * self.rows, (self.process_index + 1) * self.rows)
+
+
 def shuffled_batches(
     ranges: Sequence[tuple[int, int]],
     weights: Sequence[float],
     make: Callable[[np.ndarray, int], packing.Batch],
     made_from: Mapping[str, str],
-    *,
     seed: int,
-    batch_size: int,
-    process_index: int,
-    process_count: int,
+    share: Share,
 ) -> Batches:
     """Iterates endlessly over training batches, in a new order each epoch.
-
-    Of n processes with b = `batch_size` / n rows each, process p gets the rows `[p b, (p + 1) b)` of a batch.
 
     Args:
       ranges: Row numbers `(first, end)` of each source.
@@ -112,20 +146,11 @@ def shuffled_batches(
       make: Makes the batch of rows: (their numbers, integers [b]; b) -> arrays.
       made_from: See `Batches`.
       seed: Seed of the order, at least 0.
-      batch_size: Rows per batch over all processes.
-      process_index: Index of this process.
-      process_count: Number of processes, which divides `batch_size`.
-
-    Returns:
-      The iterator.
-
-    Raises:
-      InputError: The seed or a number of processes is out of range.
+      share: Rows of this process.
     """
     import grain  # takes half a second to import
 
     check_seed(seed)
-    per_process = _rows_per_process(batch_size, "data.batch_size", process_index, process_count)
     sources = [
         grain.MapDataset.range(first, end)
         .seed(int(np.random.SeedSequence([seed, i]).generate_state(1)[0]))
@@ -134,48 +159,29 @@ def shuffled_batches(
         for i, (first, end) in enumerate(ranges)
     ]
     order = grain.MapDataset.mix(sources, weights) if weights else sources[0]
-
-    def read(numbers: np.ndarray) -> packing.Batch:
-        return make(numbers, per_process)
-
-    return _read_ahead(order.batch(per_process, batch_fn=np.array)[process_index::process_count].map(read), made_from)
+    rows = order.batch(share.rows, batch_fn=np.array)[share.process_index :: share.process_count]
+    return _read_ahead(rows.map(lambda numbers: make(numbers, share.rows)), made_from)
 
 
 def bucketed_batches(
     order: Callable[[int], tuple[np.ndarray, int]],
     make: Callable[[np.ndarray, int, int], packing.Batch],
     made_from: Mapping[str, str],
-    *,
-    batch_size: int,
-    process_index: int,
-    process_count: int,
+    share: Share,
 ) -> Batches:
-    """Iterates endlessly over training batches of rows of similar lengths, whose width differs from batch to batch.
-
-    Of n processes with b = `batch_size` / n rows each, process p gets the rows `[p b, (p + 1) b)` of a batch, so that the width
-    of a batch is the same for all of them.
+    """Iterates endlessly over training batches of rows of similar lengths, whose width is the same for all processes.
 
     Args:
       order: Rows and width of a batch, by its number.
       make: Makes the batch of rows: (their numbers, integers [b]; b; the width) -> arrays.
       made_from: See `Batches`.
-      batch_size: Rows per batch over all processes, those of `order`.
-      process_index: Index of this process.
-      process_count: Number of processes, which divides `batch_size`.
-
-    Returns:
-      The iterator.
-
-    Raises:
-      InputError: A number of processes is out of range.
+      share: Rows of this process.
     """
     import grain  # takes half a second to import
 
-    count = _rows_per_process(batch_size, "data.batch_size", process_index, process_count)
-
     def read(batch: int) -> packing.Batch:
         numbers, width = order(int(batch))
-        return make(numbers[process_index * count : (process_index + 1) * count], count, width)
+        return make(numbers[share.span], share.rows, width)
 
     return _read_ahead(grain.MapDataset.range(_ENDLESS).map(read), made_from)
 
@@ -184,17 +190,13 @@ def streamed_batches(
     total: int,
     make: Callable[[np.ndarray, int], packing.Batch],
     made_from: Mapping[str, str],
-    *,
     seed: int,
-    batch_size: int,
-    process_index: int,
-    process_count: int,
+    share: Share,
 ) -> Batches:
     """Iterates endlessly over training batches in which each example continues the same example of the batch before.
 
     Example i of batch n is the row `start + i total // batch_size + n`, modulo `total`: the examples begin at equal distances
-    in the text, and each of them reads all of it. Of n processes with b = `batch_size` / n rows each, process p gets the
-    examples `[p b, (p + 1) b)`.
+    in the text, and each of them reads all of it.
 
     Args:
       total: Number of rows.
@@ -202,23 +204,14 @@ def streamed_batches(
         Numbers of rows count on after `total`.
       made_from: See `Batches`.
       seed: Seed of `start`, at least 0.
-      batch_size: Rows per batch over all processes.
-      process_index: Index of this process.
-      process_count: Number of processes, which divides `batch_size`.
-
-    Returns:
-      The iterator.
-
-    Raises:
-      InputError: The seed or a number of processes is out of range.
+      share: Examples of this process.
     """
     import grain  # takes half a second to import
 
     check_seed(seed)
-    count = _rows_per_process(batch_size, "data.batch_size", process_index, process_count)
     start = int(np.random.SeedSequence(seed).generate_state(1)[0]) % total
-    examples = np.arange(process_index * count, (process_index + 1) * count, dtype=np.int64)
-    first = start + examples * total // batch_size
+    examples = np.arange(share.batch_size, dtype=np.int64)[share.span]
+    first = start + examples * total // share.batch_size
     return _read_ahead(grain.MapDataset.range(_ENDLESS).map(lambda batch: make(first, batch)), made_from)
 
 
@@ -252,69 +245,41 @@ class FiniteBatches(Iterator[T]):
         return max(0, self._count)
 
 
-def ordered_batches(
-    total: int, batch_size: int, limit: int | None, process_index: int, process_count: int
-) -> Iterator[tuple[np.ndarray, int]]:
+def ordered_batches(total: int, limit: int | None, share: Share) -> Iterator[tuple[np.ndarray, int]]:
     """Divides rows into the batches of one evaluation, in order; each process gets the same number of batches.
 
     Args:
       total: Number of rows.
-      batch_size: Rows per batch over all processes.
       limit: Maximum number of batches, whose rows are spread evenly; None for all rows.
-      process_index: Index of this process.
-      process_count: Number of processes, which divides `batch_size`.
+      share: Rows of this process.
 
     Returns:
       An iterator over (row numbers, rows per process); the last batches may have fewer numbers, and no row comes twice.
-
-    Raises:
-      InputError: An argument is out of range.
     """
     _check_limit(limit)
-    per_process = _rows_per_process(batch_size, "batch_size", process_index, process_count)
+    batch_size = share.batch_size
     count = min(total, limit * batch_size) if limit else total
     numbers = np.arange(count) * total // count
-    starts = range(process_index * per_process, -(-count // batch_size) * batch_size, batch_size)
-    return FiniteBatches(((numbers[i : i + per_process], per_process) for i in starts), len(starts))
+    starts = range(share.span.start, -(-count // batch_size) * batch_size, batch_size)
+    return FiniteBatches(((numbers[i : i + share.rows], share.rows) for i in starts), len(starts))
 
 
-def ordered_streams(
-    total: int, batch_size: int, limit: int | None, process_index: int, process_count: int
-) -> Iterator[tuple[np.ndarray, int]]:
-    """Divides rows into the batches of one evaluation, in which each example continues the same example of the batch before.
+def ordered_streams(total: int, limit: int | None, share: Share) -> Iterator[tuple[np.ndarray, int]]:
+    """As `ordered_batches`, where each example continues the same example of the batch before.
 
-    Args:
-      total: Number of rows, which the examples share in equal consecutive parts.
-      batch_size: Rows per batch over all processes.
-      limit: Maximum number of batches, with the first rows of each part; None for all rows.
-      process_index: Index of this process.
-      process_count: Number of processes, which divides `batch_size`.
-
-    Returns:
-      As for `ordered_batches`; the last examples may have fewer rows than the others, or none.
-
-    Raises:
-      InputError: An argument is out of range.
+    The examples share the rows in equal consecutive parts, of which `limit` batches read the beginning. The last examples may
+    have fewer rows than the others, or none.
     """
     _check_limit(limit)
-    per_process = _rows_per_process(batch_size, "batch_size", process_index, process_count)
-    length = -(-total // batch_size)
-    starts = np.arange(batch_size, dtype=np.int64) * length
-    of_process = slice(process_index * per_process, (process_index + 1) * per_process)
+    length = -(-total // share.batch_size)
+    starts = np.arange(share.batch_size, dtype=np.int64) * length
     count = min(length, limit) if limit else length
     batches = (starts + i for i in range(count))
-    return FiniteBatches(((numbers[numbers < total][of_process], per_process) for numbers in batches), count)
+    return FiniteBatches(((numbers[numbers < total][share.span], share.rows) for numbers in batches), count)
 
 
 def check_seed(seed: int) -> None:
-    """Checks a seed.
-
-    Args:
-      seed: Seed of an order.
-
-    Raises:
-      InputError: It is negative.
-    """
+    """Raises InputError if a seed is negative."""
     if seed < 0:
         raise InputError(f"seed={seed}: expected at least 0")
 
@@ -322,15 +287,3 @@ def check_seed(seed: int) -> None:
 def _check_limit(limit: int | None) -> None:
     if limit is not None and limit < 1:
         raise InputError(f"limit={limit}: expected at least one batch, or None for all")
-
-
-def _rows_per_process(batch_size: int, argument: str, process_index: int, process_count: int) -> int:
-    """Rows of a batch that each process gets; raises InputError if they do not divide."""
-    if not 0 <= process_index < process_count:
-        raise InputError(f"process_index={process_index}: expected 0 to {process_count - 1}")
-    if batch_size % process_count:
-        raise InputError(
-            f"{argument}={batch_size} is not a multiple of the {process_count} processes that share it: pass "
-            f"{math.ceil(batch_size / process_count) * process_count}"
-        )
-    return batch_size // process_count

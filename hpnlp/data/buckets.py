@@ -145,14 +145,7 @@ def _check_lengths(lengths: np.ndarray) -> None:
 
 
 def width_multiple(longest: int) -> int:
-    """The divisor of the widths of `BucketOrder`.
-
-    Args:
-      longest: Largest width.
-
-    Returns:
-      8, or more where there would be over 256 different widths.
-    """
+    """The divisor of the widths of `BucketOrder`: 8, or more where there would be over 256 different widths."""
     return max(8, -(-longest // 256))
 
 

@@ -17,29 +17,14 @@ ORDERS = ("shuffle", "stream")
 
 
 def check_sizes(config: DataConfig | ExampleConfig, fields: Iterable[str]) -> None:
-    """Checks fields that are numbers of at least 1.
-
-    Args:
-      config: Config with the fields.
-      fields: Names of the fields.
-
-    Raises:
-      InputError: A number is less than 1.
-    """
+    """Raises InputError if one of these fields is a number less than 1."""
     for name in fields:
         if getattr(config, name) < 1:
             raise InputError(f"data.{name}={getattr(config, name)}: expected at least 1")
 
 
 def check_heldout(config: DataConfig | ExampleConfig) -> None:
-    """Checks the fields `heldout` and `heldout_path`.
-
-    Args:
-      config: Config with the fields.
-
-    Raises:
-      InputError: The fraction is not between 0 and 1, and there is no `heldout_path`.
-    """
+    """Raises InputError if `heldout` is no fraction between 0 and 1, and there is no `heldout_path`."""
     if not config.heldout_path and not 0 < config.heldout < 1:
         raise InputError(
             f"data.heldout={config.heldout}: expected a fraction between 0 and 1; to train on all of data.path, pass "
@@ -48,14 +33,9 @@ def check_heldout(config: DataConfig | ExampleConfig) -> None:
 
 
 def check_folds(config: DataConfig | ExampleConfig, limit: str) -> None:
-    """Checks the fields `folds` and `fold`, and that no other field decides what is held out.
+    """Raises InputError unless there is a part `fold` of `folds`, and no other field decides what is held out.
 
-    Args:
-      config: Config with the fields.
-      limit: Name of the field with the largest amount that is held out, whose default value does not apply to parts.
-
-    Raises:
-      InputError: There is no such part, or another field contradicts.
+    `limit` names the field with the largest amount that is held out, whose default value does not apply to parts.
     """
     folds, fold = config.folds, config.fold
     if not folds and not fold:

@@ -17,6 +17,7 @@ from hpnlp.data import packing
 from hpnlp.data.batches import (
     Batches,
     FiniteBatches,
+    Share,
     ordered_batches,
     ordered_streams,
     shuffled_batches,
@@ -26,7 +27,7 @@ from hpnlp.data.config import DataConfig
 from hpnlp.data.random_lengths import RandomLengths
 from hpnlp.data.reading import token_store
 from hpnlp.data.reading.files import printable
-from hpnlp.data.reading.sources import LeftOut, LineCounts
+from hpnlp.data.reading.sources import reading_notes
 from hpnlp.errors import plural
 from hpnlp.types import InputError, Tokenizer
 
@@ -126,12 +127,7 @@ class Corpus:
                 f"scores on a single document may differ from those on others: {self._more_heldout()}, or pass "
                 "data.heldout_path=PATH with other text"
             )
-        if self.is_cached:
-            yield f"tokens read from the cache, {printable(self.directory)}"
-        if record.get("lines", {}).get("files"):  # absent from caches of early versions
-            yield str(LineCounts(**record["lines"]))
-        if record["left_out"]:
-            yield f"left out: {LeftOut(record['left_out'])}"
+        yield from reading_notes(record, self.directory if self.is_cached else "")
 
     def _more_heldout(self) -> str:
         """The change of the config that holds out more text."""
@@ -186,7 +182,7 @@ class Corpus:
         Raises:
           InputError: An argument is out of range, or a source has no training text.
         """
-        rows = self._rows
+        rows, share = self._rows, Share(self.config.batch_size, process_index, process_count, "data.batch_size")
         made_from = {**self._digests, "packing": self.config.packing, "order": self.config.order}
         if self.config.order == "stream":
             made_from |= {"batch size": str(self.config.batch_size), "sequence length": str(self.config.seq_len)}
@@ -195,24 +191,14 @@ class Corpus:
                 made_from |= {"lengths of batches": f"{self.config.length_deviation}, seed {seed}"}
                 lengths = RandomLengths(seed, self.config.seq_len, self.config.length_deviation)
                 total, make = self.train_tokens - 1, functools.partial(self._next_stretches, lengths)
-            return streamed_batches(
-                total,
-                make,
-                made_from,
-                seed=seed,
-                batch_size=self.config.batch_size,
-                process_index=process_index,
-                process_count=process_count,
-            )
+            return streamed_batches(total, make, made_from, seed, share)
         return shuffled_batches(
             rows.ranges,
             self.config.weights,
             lambda numbers, count: self._batch(self._train, rows, count, numbers),
             made_from,
-            seed=seed,
-            batch_size=self.config.batch_size,
-            process_index=process_index,
-            process_count=process_count,
+            seed,
+            share,
         )
 
     def heldout(
@@ -251,7 +237,7 @@ class Corpus:
             raise InputError(f"stride={stride}: sequences of data.order='stream' do not overlap: pass None")
         rows = packing.ConcatRows(self._heldout, seq_len, [(0, self.heldout_tokens)], stride)
         divide = ordered_streams if self.config.order == "stream" else ordered_batches
-        batches = divide(rows.ranges[0][1], batch_size, limit, process_index, process_count)
+        batches = divide(rows.ranges[0][1], limit, Share(batch_size, process_index, process_count))
         made = (self._batch(self._heldout, rows, count, numbers) for numbers, count in batches)
         return FiniteBatches(made, operator.length_hint(batches))
 

@@ -78,12 +78,13 @@ class DocumentReader(RecordReader[Document]):
     def read_file(self, file: File, source: Source) -> Iterator[Document]:
         """The documents of a file, each with at least one byte or token id of text."""
         for document in self._documents(file, source):
-            if self.skip_bad_lines and isinstance(document.text, bytes):
-                document = self._without_bad_lines(document)
-            if document is not None and len(document.text):
-                yield document
-            elif document is not None:
-                self.left_out.add("empty", document.where)
+            kept = self._without_bad_lines(document) if self.skip_bad_lines else document
+            if kept is None:
+                continue
+            if len(kept.text):
+                yield kept
+            else:
+                self.left_out.add("empty", kept.where)
 
     def _documents(self, file: File, source: Source) -> Iterator[Document]:
         """Documents of one file, empty ones and those with bad lines included."""
@@ -116,8 +117,7 @@ class DocumentReader(RecordReader[Document]):
 
     def _without_bad_lines(self, document: Document) -> Document | None:
         """`document` without lines that are not UTF-8; a record is dropped as a whole. None if nothing remains."""
-        assert isinstance(document.text, bytes)
-        if _is_utf8(document.text) and _is_utf8(document.prompt):
+        if not isinstance(document.text, bytes) or (_is_utf8(document.text) and _is_utf8(document.prompt)):
             return document
         if document.is_record:
             self.report_bad(document.where, InputError("not UTF-8"))

@@ -18,14 +18,9 @@ _HELDOUT_SEED = 0  # every evaluation of every run masks the same tokens of held
 
 
 def sequence_rng(seed: int, number: int) -> np.random.Generator:
-    """Makes the random generator of one sequence: a counter-based one, whose key is (seed, number).
+    """The counter-based random generator of one sequence, which depends on (seed, number) alone.
 
-    Args:
-      seed: Seed of the run, 0 to 2^64 - 1.
-      number: Number of the sequence in the stream of all epochs, so that each epoch masks other tokens of a sequence.
-
-    Returns:
-      A generator that depends on (seed, number) alone.
+    The number is that of the sequence in the stream of all epochs, so that each epoch masks other tokens of a sequence.
     """
     return np.random.Generator(np.random.Philox(key=np.array([seed, number], np.uint64)))
 
@@ -86,15 +81,7 @@ def mask_tokens(
 
 
 def check_mask(rate: float, span: float) -> None:
-    """Checks the arguments of `mask_tokens`.
-
-    Args:
-      rate: See `mask_tokens`.
-      span: See `mask_tokens`.
-
-    Raises:
-      InputError: A value is out of range.
-    """
+    """Raises InputError if an argument of `mask_tokens` is out of range."""
     if not 0 < rate < 1:
         raise InputError(f"rate={rate}: expected a probability between 0 and 1, such as 0.15")
     if span and not 1 <= span <= _MAX_SPAN:
@@ -188,16 +175,7 @@ class MaskedCorpus:
         return (self.mask(batch, _HELDOUT_SEED, first + i * batch_size) for i, batch in enumerate(batches))
 
     def mask(self, batch: Batch, seed: int, first: int) -> Batch:
-        """Masks a batch of the corpus.
-
-        Args:
-          batch: The batch.
-          seed: Seed of the masks.
-          first: Number of the first sequence in the stream of all batches of all processes.
-
-        Returns:
-          The masked batch.
-        """
+        """Masks a batch of the corpus, whose first sequence has the number `first` in the stream of all processes."""
         rows = [
             mask_tokens(
                 tokens,
@@ -214,27 +192,16 @@ class MaskedCorpus:
         return {**masked, "segment_ids": batch["segment_ids"], "positions": batch["positions"]}
 
 
-class MaskedBatches:
+class MaskedBatches(Batches):
     """An endless iterator over masked batches. Its state is that of the iterator over the batches of the corpus."""
 
     def __init__(self, batches: Batches, corpus: MaskedCorpus, seed: int, process_index: int, process_count: int):
-        """Wraps the batches of a corpus.
-
-        Args:
-          batches: The batches of the corpus that this process reads.
-          corpus: Masks each batch.
-          seed: Seed of the masks.
-          process_index: Index of this process.
-          process_count: Number of processes.
-        """
+        """Wraps the batches of a corpus that one process reads."""
         self._batches = batches
         self._corpus = corpus
         self._seed = seed
         self._process_index = process_index
         self._process_count = process_count
-
-    def __iter__(self) -> MaskedBatches:
-        return self
 
     def __next__(self) -> Batch:
         done = self._batches.get_state()["batches"]
@@ -243,24 +210,7 @@ class MaskedBatches:
         return self._corpus.mask(batch, self._seed, first)
 
     def get_state(self) -> dict[str, Any]:
-        """Reads the position of the iterator.
-
-        Returns:
-          A JSON-able state for `set_state`.
-        """
         return self._batches.get_state()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Moves to the position of an earlier `get_state`.
-
-        Args:
-          state: Result of `get_state` of an iterator over the same data.
-
-        Raises:
-          InputError: As `Batches.set_state`.
-        """
         self._batches.set_state(state)
-
-    def close(self) -> None:
-        """Stops reading ahead."""
-        self._batches.close()

@@ -71,14 +71,7 @@ class ConcatRows:
         return list(zip(self._first_rows[:-1].tolist(), self._first_rows[1:].tolist(), strict=True))
 
     def segments(self, rows: np.ndarray) -> Segments:
-        """Computes the segments of rows.
-
-        Args:
-          rows: Row numbers, integers [B].
-
-        Returns:
-          The segments.
-        """
+        """Segments of rows with these numbers, integers [B]."""
         ends = self._tokens.ends
         range_index = np.searchsorted(self._first_rows, rows, "right") - 1
         row_in_range = rows - self._first_rows[range_index]
@@ -106,10 +99,7 @@ class FitRows:
     def __init__(self, tokens: Tokens, seq_len: int, ranges: Sequence[tuple[int, int]]):
         """Packs all rows.
 
-        Args:
-          tokens: The documents.
-          seq_len: Number of inputs per row.
-          ranges: Token ranges `(start, end)` of complete documents; no row holds tokens of two ranges.
+        `ranges` are token ranges `(start, end)` of complete documents; no row holds tokens of two ranges.
         """
         self._first_rows = [0]
         packed = []
@@ -127,14 +117,7 @@ class FitRows:
         return list(zip(self._first_rows[:-1], self._first_rows[1:], strict=True))
 
     def segments(self, rows: np.ndarray) -> Segments:
-        """Computes the segments of rows.
-
-        Args:
-          rows: Row numbers, integers [B].
-
-        Returns:
-          The segments.
-        """
+        """Segments of rows with these numbers, integers [B]."""
         first = np.where(rows > 0, self._row_ends[rows - 1], 0)
         count = self._row_ends[rows] - first
         row = np.repeat(np.arange(len(rows)), count)
@@ -143,14 +126,9 @@ class FitRows:
 
 
 def fit_lengths(lengths: np.ndarray, seq_len: int) -> list[np.ndarray]:
-    """Packs texts into rows by first-fit decreasing, as `FitRows` does.
+    """Numbers of the texts of each row, if texts are packed into rows by first-fit decreasing, as `FitRows` does.
 
-    Args:
-      lengths: Tokens of each text, integers [n], 1 to `seq_len`.
-      seq_len: Tokens of a row.
-
-    Returns:
-      Numbers of the texts of each row.
+    `lengths` are the tokens of each text, integers [n], 1 to `seq_len`.
     """
     numbers, _, sizes = _fit(np.arange(len(lengths)), np.asarray(lengths, np.int32), seq_len)
     return np.split(numbers, np.cumsum(sizes)[:-1])
@@ -217,14 +195,8 @@ def _row_recipe(remaining: np.ndarray, present: list[int], seq_len: int) -> list
 def continued(segments: Segments, tokens: Tokens, passes: np.ndarray) -> Segments:
     """Gives segments the ids and positions of a stream, in which a document continues in the next row.
 
-    Args:
-      segments: Segments of the rows.
-      tokens: The documents.
-      passes: Number of earlier passes over the text, of each row, integers [B].
-
-    Returns:
-      The segments. Those of one document in one pass have the same id, and neighbours in a stream have different ids. A
-      position is that of the token in its document.
+    Segments of one document in one pass have the same id, and neighbours in a stream have different ids. A position is that of
+    the token in its document. `passes` are the numbers of earlier passes over the text, of each row, integers [B].
     """
     doc = np.searchsorted(tokens.ends, segments.start, "right")
     position = segments.start - np.where(doc > 0, tokens.ends[doc - 1], 0)
@@ -233,15 +205,10 @@ def continued(segments: Segments, tokens: Tokens, passes: np.ndarray) -> Segment
 
 
 def stretches(tokens: Tokens, starts: np.ndarray, length: int) -> Segments:
-    """Segments of rows that begin at any token of the text, whose first token follows its last.
+    """Segments, as of `continued`, of rows that begin at any token of a text, whose first token follows its last.
 
-    Args:
-      tokens: The documents, of more than `length` tokens.
-      starts: Index of the first input of each row, int64 [B], which counts on after the last input of the text.
-      length: Number of inputs of a row.
-
-    Returns:
-      The segments, with ids and positions of a stream, see `continued`.
+    `starts` are the indices of the first input of each row, int64 [B], which count on after the last input of the text, and
+    `length` is the number of inputs of a row, less than the tokens of the text.
     """
     total = int(tokens.ends[-1]) - 1  # the last token is a label only
     passes, starts = np.divmod(starts, total)

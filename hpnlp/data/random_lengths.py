@@ -24,13 +24,7 @@ class RandomLengths:
     """
 
     def __init__(self, seed: int, base: int, deviation: float):
-        """Draws nothing.
-
-        Args:
-          seed: Seed, at least 0.
-          base: The base length, of which 95 % of the lengths differ by chance only.
-          deviation: Standard deviation in tokens.
-        """
+        """Lengths around `base` for 95 % of the batches, with a standard deviation of `deviation` tokens."""
         self._seed = seed
         self._base, self._half = base, max(SMALLEST, base // 2)
         self._deviation = deviation

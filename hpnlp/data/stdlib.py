@@ -33,9 +33,8 @@ from typing import Any
 
 from hpnlp.data.reading import sources, token_store
 from hpnlp.data.reading.digest import Snapshot
-from hpnlp.data.reading.files import ignore_progress
+from hpnlp.data.reading.files import ignore_progress, read_bytes
 from hpnlp.spec import lookup
-from hpnlp.types import InputError
 
 _FORMAT = 2  # version of the files that are written; part of the cache key
 _LETTERS = re.compile(r"[a-z]+(?:'[a-z]+)?")
@@ -100,10 +99,7 @@ def _write(name: str, files: tuple[sources.File, ...], directory: str) -> dict[s
     digest, written, skipped = hashlib.sha256(), 0, 0
     for file in files:
         try:
-            with open(file.path, "rb") as stream:
-                lines = [words for words in split_lines(stream.read()) if words]
-        except OSError as error:
-            raise InputError(f"cannot read {file.path!r}: {error.strerror}: mend its permissions") from error
+            lines = [words for words in split_lines(read_bytes(file.path)) if words]
         except (SyntaxError, ValueError, tokenize.TokenError):
             skipped += 1
             continue

@@ -55,13 +55,9 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None, progress: Pr
 
 
 def find_sources(config: DataConfig) -> TextIngest:
-    """Lists the files of a config's paths.
+    """Lists the files of a config's paths, with the options that decide how they are read and split.
 
-    Returns:
-      The sources, with the options that decide how they are read and split.
-
-    Raises:
-      InputError: A path does not exist, no file is left to read in it, or the weights do not fit.
+    Raises InputError if there is no file to read, or the weights do not fit.
     """
     train = sources.find(config.path, "data.path")
     heldout = sources.find(config.heldout_path, "data.heldout_path") if config.heldout_path else ()

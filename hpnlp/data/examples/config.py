@@ -134,14 +134,7 @@ class ExampleConfig(abc.ABC):
 
 
 def check_label_field(config: ExampleConfig) -> None:
-    """Checks that labels come from another field than what is labelled.
-
-    Args:
-      config: Config of any kind of examples.
-
-    Raises:
-      InputError: They are the same field.
-    """
+    """Raises InputError if labels come from the field of what is labelled."""
     columns = {name: getattr(config, name, "") for name in (*LABEL_FIELDS, *LABELLED_FIELDS)}
     for name in LABEL_FIELDS:
         for other in LABELLED_FIELDS:
@@ -153,15 +146,7 @@ def check_label_field(config: ExampleConfig) -> None:
 
 
 def check_pair(text_field: str, pair_field: str) -> None:
-    """Checks that the texts of a pair come from different fields.
-
-    Args:
-      text_field: Field of the first text.
-      pair_field: Field of the second text.
-
-    Raises:
-      InputError: They are the same field.
-    """
+    """Raises InputError if the texts of a pair come from the same field."""
     if text_field == pair_field:
         raise InputError(
             f"data.pair_field={pair_field!r} is data.text_field, too, so that each text would be paired with itself: name the "
@@ -424,22 +409,11 @@ class PairsConfig(ExampleConfig):
         self.grade_range()
 
     def negatives(self) -> tuple[str, ...]:
-        """Names of the fields of hard negatives.
-
-        Returns:
-          The names in `negative_fields`.
-        """
+        """Names of the fields of hard negatives, those in `negative_fields`."""
         return tuple(name.strip() for name in self.negative_fields.split(",")) if self.negative_fields else ()
 
     def grade_range(self) -> tuple[float, float] | None:
-        """The numbers that are similarities of 0 and 1.
-
-        Returns:
-          Those of `label_range`; None if it is "".
-
-        Raises:
-          InputError: They are no two ascending numbers.
-        """
+        """The numbers of `label_range`, which are similarities of 0 and 1; None if it is ""."""
         if not self.label_range:
             return None
         try:

@@ -9,14 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.data.batches import Batches, FiniteBatches, bucketed_batches, check_seed, ordered_batches, shuffled_batches
+from hpnlp.data.batches import (
+    Batches,
+    FiniteBatches,
+    Share,
+    bucketed_batches,
+    check_seed,
+    ordered_batches,
+    shuffled_batches,
+)
 from hpnlp.data.buckets import BucketOrder, bucket_widths, width_multiple
 from hpnlp.data.examples.config import ExampleConfig
 from hpnlp.data.examples.labels import UNKNOWN_HELDOUT
 from hpnlp.data.examples.store import StoredExamples
 from hpnlp.data.packing import Batch
 from hpnlp.data.reading.files import printable
-from hpnlp.data.reading.sources import LeftOut, LineCounts
+from hpnlp.data.reading.sources import LeftOut, reading_notes
 from hpnlp.data.reading.token_store import json_hash
 from hpnlp.errors import plural
 from hpnlp.types import InputError, Tokenizer
@@ -174,12 +182,7 @@ class Examples:
         )
         if cut:
             yield f"{_count(cut)} cut, at data.seq_len={config.seq_len}{self.kind.other_limits()}"
-        if self.is_cached:
-            yield f"tokens read from the cache, {printable(self.directory)}"
-        if record.get("lines", {}).get("files"):  # absent from caches of early versions
-            yield str(LineCounts(**record["lines"]))
-        if record["left_out"]:
-            yield f"left out: {LeftOut(record['left_out'])}"
+        yield from reading_notes(record, self.directory if self.is_cached else "")
 
     def _heldout_lines(self) -> Iterator[str]:
         """Remarks on held-out examples of no class, and on few held-out examples."""
@@ -261,20 +264,19 @@ class Examples:
         Raises:
           InputError: An argument is out of range.
         """
+        share = Share(self.config.batch_size, process_index, process_count, "data.batch_size")
         if self.config.buckets > 1:
-            return self._bucketed(seed, process_index, process_count)
+            return self._bucketed(seed, share)
         return shuffled_batches(
             [(0, self.train_examples)],
             (),
             lambda numbers, count: self._batch("train", numbers, count),
             self._digests,
-            seed=seed,
-            batch_size=self.config.batch_size,
-            process_index=process_index,
-            process_count=process_count,
+            seed,
+            share,
         )
 
-    def _bucketed(self, seed: int, process_index: int, process_count: int) -> Batches:
+    def _bucketed(self, seed: int, share: Share) -> Batches:
         """Training batches of examples of similar lengths."""
         check_seed(seed)
         config, order = self.config, self._bucket_order(seed)
@@ -283,9 +285,7 @@ class Examples:
             order.batch,
             lambda numbers, count, width: self._batch("train", numbers, count, width),
             self._digests | {"division into buckets": f"{widths} by {config.batch_size}"},
-            batch_size=config.batch_size,
-            process_index=process_index,
-            process_count=process_count,
+            share,
         )
 
     def _bucket_order(self, seed: int) -> BucketOrder:
@@ -329,18 +329,16 @@ class Examples:
         """
         if name not in self.heldout_sets:
             raise InputError(f"there are no examples {name!r}: expected {' or '.join(map(repr, self.heldout_sets))}")
-        batches = ordered_batches(self.stored[name].count, batch_size, limit, process_index, process_count)
+        total, share = self.stored[name].count, Share(batch_size, process_index, process_count)
+        batches = ordered_batches(total, limit, share)
         if self.config.buckets == 1:
             made = (self._batch(name, numbers, count) for numbers, count in batches)
             return FiniteBatches(made, operator.length_hint(batches))
-        batches = [numbers for numbers, _ in ordered_batches(self.stored[name].count, batch_size, limit, 0, 1)]
-        made = self._bucketed_heldout(name, batches, process_index, batch_size // process_count)
-        return FiniteBatches(made, len(batches))
+        batches = [numbers for numbers, _ in ordered_batches(total, limit, Share(batch_size, 0, 1))]
+        return FiniteBatches(self._bucketed_heldout(name, batches, share), len(batches))
 
-    def _bucketed_heldout(
-        self, name: str, batches: list[np.ndarray], process_index: int, count: int
-    ) -> Iterator[Batch]:
-        """The batches of a process: `count` examples of each whole batch, whose longest one decides the width."""
+    def _bucketed_heldout(self, name: str, batches: list[np.ndarray], share: Share) -> Iterator[Batch]:
+        """The batches of a process: its examples of each whole batch, whose longest one decides the width."""
         lengths, widths = self._lengths(name), [*self._bucket_order(0).widths, self.config.seq_len]
         if not self.kind.compares_examples:
             numbers = np.concatenate(batches)
@@ -348,7 +346,7 @@ class Examples:
             batches = np.split(numbers, np.cumsum([len(batch) for batch in batches[:-1]]))
         for numbers in batches:
             width = widths[int(np.searchsorted(widths, lengths[numbers].max()))]
-            yield self._batch(name, numbers[process_index * count : (process_index + 1) * count], count, width)
+            yield self._batch(name, numbers[share.span], share.rows, width)
 
     def _batch(self, side: str, numbers: np.ndarray, count: int, width: int | None = None) -> Batch:
         """The batch of the examples with these numbers, filled up with padding to `count` examples of `width` tokens."""

@@ -40,17 +40,7 @@ class Column(NamedTuple):
 
 
 def text(value: object) -> str:
-    """Checks a text.
-
-    Args:
-      value: A string, or bytes in UTF-8 (Parquet).
-
-    Returns:
-      The text.
-
-    Raises:
-      FieldError: The value is no string, empty, or not UTF-8.
-    """
+    """Checks a text: a string that is not empty, or bytes in UTF-8 (Parquet)."""
     value = anything(value)
     if value is None or value == "":
         raise FieldError("is empty")
@@ -60,17 +50,7 @@ def text(value: object) -> str:
 
 
 def anything(value: object) -> Any:
-    """Checks a value of any type.
-
-    Args:
-      value: The value; strings may be bytes in UTF-8 (Parquet).
-
-    Returns:
-      The value, a string for bytes.
-
-    Raises:
-      FieldError: The value is a string that is not UTF-8.
-    """
+    """Returns a value of any type, bytes (Parquet) as a string; raises FieldError for a string that is not UTF-8."""
     if isinstance(value, bytes):
         value = value.decode("utf-8", "surrogateescape")
     if not isinstance(value, str):
@@ -96,16 +76,9 @@ def stored_bytes(value: object) -> bytes:
 
 
 def label(value: object) -> str:
-    """Converts a label to the name of its class; whitespace around the name is kept.
+    """Name of the class of a label: a string, a whole number or a boolean, as CSV would hold it (`true` and `false`).
 
-    Args:
-      value: A string, a whole number or a boolean.
-
-    Returns:
-      The name, as CSV would hold it: `true` and `false` for booleans.
-
-    Raises:
-      FieldError: The value has another type, or is empty.
+    Whitespace around the name is kept.
     """
     if isinstance(value, bool):
         return str(value).lower()
@@ -120,17 +93,7 @@ def label(value: object) -> str:
 
 
 def number(value: Any) -> float:
-    """Converts a number.
-
-    Args:
-      value: A whole or decimal number, or a string of one.
-
-    Returns:
-      The number.
-
-    Raises:
-      FieldError: The value has another type, or is not finite.
-    """
+    """Converts a finite whole or decimal number, or a string of one."""
     try:
         converted = math.nan if isinstance(value, bool) or value is None else float(value)
     except (TypeError, ValueError):
@@ -158,89 +121,32 @@ def _items(value: object, convert: Callable[[Any], str]) -> list[str]:
 
 
 def words(value: object) -> list[str]:
-    """Converts a list of words.
-
-    Args:
-      value: A list of strings, or a string that is split at whitespace.
-
-    Returns:
-      The words.
-
-    Raises:
-      FieldError: The value has another type, or is empty.
-    """
+    """Converts a list of strings, or a string that is split at whitespace."""
     return _items(value, text)
 
 
 def labels(value: object) -> list[str]:
-    """Converts a list of labels.
-
-    Args:
-      value: A list of values that `label` converts, or a string that is split at whitespace.
-
-    Returns:
-      The names of the classes.
-
-    Raises:
-      FieldError: The value has another type, or is empty.
-    """
+    """Converts a list of values that `label` converts, or a string that is split at whitespace."""
     return _items(value, label)
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a field of a record is empty or missing.
-
-    Args:
-      value: The value of a field; None for a field that a record lacks.
-
-    Returns:
-      True for None, an empty list, and strings of blanks.
-    """
+    """Whether a field is empty or missing: None, an empty list, or a string of blanks."""
     return value is None or value == [] or (isinstance(value, str | bytes) and not value.strip())
 
 
 def optional_label(value: object) -> str:
-    """Converts a label, or none.
-
-    Args:
-      value: A value that `label` converts, or one that `is_missing`.
-
-    Returns:
-      The name of the class; "" for none.
-
-    Raises:
-      FieldError: As of `label`.
-    """
+    """Converts a label; "" for a value that `is_missing`."""
     return "" if is_missing(value) else label(value)
 
 
 def optional_labels(value: object) -> list[str]:
-    """Converts a list of labels, or none.
-
-    Args:
-      value: A value that `labels` converts, or one that `is_missing`.
-
-    Returns:
-      The names of the classes; [] for none.
-
-    Raises:
-      FieldError: As of `labels`.
-    """
+    """Converts a list of labels; [] for a value that `is_missing`."""
     return [] if is_missing(value) else labels(value)
 
 
 def texts(value: object) -> list[str]:
-    """Converts a list of texts.
-
-    Args:
-      value: A list of strings, or a string with one text in each line.
-
-    Returns:
-      The texts.
-
-    Raises:
-      FieldError: The value has another type, or is empty.
-    """
+    """Converts a list of strings, or a string with one text in each line."""
     if isinstance(value, str | bytes):
         value = [line for line in text(value).splitlines() if line.strip()]
     return _items(value, text)

@@ -320,11 +320,12 @@ class _Writing:
             return
         raw = self.ingest.texts(row)
         self._done.add(sum(map(len, raw)))
+        content = parts, raw, stored, kind.grade(row.values)
         if train is None or is_scored:
-            fraction = candidates.add(row, parts, raw, stored, kind.grade(row.values))
+            fraction = candidates.add(row.name, *content)
             self.examination.add_scored(candidates.name, fraction, row.where, raw, names)
         else:
-            train.add(parts, raw, stored, kind.grade(row.values))
+            train.add(*content)
             self.classes.count(labels)
             self.unlabelled += lacks_labels
             self.examination.add_training(row.where, raw, [name for name in names if name])
@@ -366,17 +367,10 @@ class _ScoredSet:
     def __exit__(self, *error: object) -> None:
         self._writer.__exit__(*error)
 
-    def add(
-        self,
-        row: Row,
-        token_ids: Sequence[np.ndarray],
-        texts: Sequence[bytes],
-        labels: np.ndarray,
-        grade: float | None,
-    ) -> float:
-        """Appends an example, see `ExampleWriter.add`, and returns the hash of its group."""
-        self._writer.add(token_ids, texts, labels, grade)
-        return self._candidates.add(row.name)
+    def add(self, name: str, *content: Any) -> float:
+        """Appends an example, of which `content` are the arguments of `ExampleWriter.add`, and returns the hash of its name."""
+        self._writer.add(*content)
+        return self._candidates.add(name)
 
     def write_selected(self, limit: int | None) -> dict[str, Any]:
         """Copies the examples with the lowest hashes, at most `limit`, to the files of `name`, and returns their record.
@@ -392,10 +386,7 @@ class _ScoredSet:
         self.aside = len(known) - len(selected)
         with ExampleWriter(directory, self.name, self._writing.tokenizer.vocab_size, names) as writer:
             for number in selected:
-                indices = range(kind.parts)
-                texts = [stored.text(number, part) for part in indices]
-                grade = stored.grade(number) if stored.has_grades else None
-                writer.add([stored.part(number, part) for part in indices], texts, stored.labels(number), grade)
+                writer.add(*stored.example(number))
         remove_files(directory, "candidates")
         return writer.record()
 

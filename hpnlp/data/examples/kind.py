@@ -15,6 +15,7 @@ from hpnlp.types import InputError, Tokenizer
 # Array of the batches of kinds whose records may lack labels: weights of all examples, with a label or without, for losses by
 # a teacher. The array of weights of other losses and of metrics is 0 where there is no label.
 TEACHER_WEIGHTS = "teacher_weights"
+Numbers = Sequence[int] | np.ndarray  # numbers of examples
 
 
 @runtime_checkable
@@ -238,12 +239,7 @@ class Kind(abc.ABC):
 
     @abc.abstractmethod
     def batch(
-        self,
-        examples: TokenisedExamples,
-        numbers: Sequence[int] | np.ndarray,
-        count: int,
-        tokenizer: Tokenizer,
-        seq_len: int,
+        self, examples: TokenisedExamples, numbers: Numbers, count: int, tokenizer: Tokenizer, seq_len: int
     ) -> Batch:
         """Makes a batch.
 
@@ -257,6 +253,18 @@ class Kind(abc.ABC):
         Returns:
           Arrays whose first axis is B.
         """
+
+
+def example_labels(examples: TokenisedExamples, numbers: Numbers, count: int) -> np.ndarray:
+    """The only label of each example of a batch, int32 [B]; 0 on padding."""
+    labels = np.zeros(count, np.int32)
+    labels[: len(numbers)] = [int(examples.labels(number)[0]) for number in numbers]
+    return labels
+
+
+def distinct(text: np.ndarray) -> np.ndarray:
+    """Keeps each token of a text, integers [n], once, at its first occurrence."""
+    return text[np.sort(np.unique(text, return_index=True)[1])]
 
 
 def special_token(token: int | None) -> np.ndarray:

@@ -46,11 +46,9 @@ class ClassIndex:
     """
 
     def __init__(self, known: Sequence[str] | None = None, fold: bool = False):
-        """Begins with known classes, or none.
+        """Begins with the only classes that labels may have, or None to find them.
 
-        Args:
-          known: Names of the only classes that labels may have; None to find them.
-          fold: Whether labels that differ only in case and blanks are of one class.
+        With `fold`, labels that differ only in case and blanks are of one class.
         """
         self._is_fixed, self._fold = known is not None, fold
         self.names: list[str] = list(known or ())
@@ -59,18 +57,10 @@ class ClassIndex:
         self._written: dict[str, tuple[str, str]] = {}  # name -> (first label with the name, its place)
 
     def add(self, label: str, where: str) -> int:
-        """Finds the class of a label, or adds it.
+        """Finds the number of the class of a label as it is written in the data, or adds the class.
 
-        Args:
-          label: The label as it is written in the data.
-          where: Place of the example, for error messages.
-
-        Returns:
-          The number of the class.
-
-        Raises:
-          UnknownLabelError: The label is of no known class.
-          InputError: Two labels differ only in whitespace around them, or there are too many classes.
+        Raises UnknownLabelError if the label is of no known class, and InputError if two labels differ only in whitespace
+        around them, or there are too many classes.
         """
         name = folded(label) if self._fold else label.strip()
         self._check_written(name, label, where)
@@ -101,44 +91,22 @@ class ClassIndex:
             )
 
     def count(self, numbers: np.ndarray) -> None:
-        """Counts the labels of a training example.
-
-        Args:
-          numbers: Numbers of the classes, integers; less than 0 for labels that are missing.
-        """
+        """Counts the labels of a training example: numbers of classes, less than 0 for labels that are missing."""
         for number in numbers[numbers >= 0].tolist():
             self.counts[number] += 1
 
     def place(self, number: int) -> str:
-        """The place of the first label of a class.
-
-        Args:
-          number: Number of the class.
-
-        Returns:
-          The place.
-        """
+        """The place of the first label of a class."""
         return self._written[self.names[number]][1]
 
 
 def folded(label: str) -> str:
-    """Removes the differences between labels that `data.fold_labels` ignores.
-
-    Args:
-      label: A label as it is written in the data.
-
-    Returns:
-      The label in lower case, without blanks around it, and with one space for all blanks within it.
-    """
+    """A label in lower case, without blanks around it, and with one space for all blanks within it (`data.fold_labels`)."""
     return " ".join(label.casefold().split())
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """Sorts names of classes.
-
-    Returns:
-      The names in the order of their numbers if all are whole numbers, otherwise in alphabetical order.
-    """
+    """Sorts names of classes: as numbers if all are whole numbers, otherwise in alphabetical order."""
     try:
         return sorted(names, key=lambda name: (int(name), name))
     except ValueError:

@@ -85,18 +85,9 @@ def _check_parts(config: ExampleConfig) -> None:
 
 
 def find_sources(config: ExampleConfig, root: str, labels: Sequence[str] | None) -> ExampleIngest:
-    """Lists the files of a config's paths; generated examples are written to the cache.
+    """Lists the files of a config's paths, with the options that decide how they are read and split.
 
-    Args:
-      config: The config.
-      root: Directory of the cache.
-      labels: As for `prepare_examples`.
-
-    Returns:
-      The sources, with the options that decide how they are read and split.
-
-    Raises:
-      InputError: A path does not exist, or no file is left to read in it.
+    Generated examples are written to the cache `root`. Raises InputError if there is no file to read.
     """
     _check_parts(config)
     train, heldout, challenge, group_field = generated.find(config.path, root)

@@ -1,4 +1,4 @@
-"""Records of examples from JSON lines, JSON arrays, CSV, Parquet and numpy arrays, one at a time."""
+"""Records of documents and examples from JSON lines, JSON arrays, CSV, Parquet and numpy arrays, one at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ _Values = tuple[int, str, dict[str, Any]]
 
 _SEPARATORS = ",\t;"  # the separator of a CSV file is the one that its first line holds first
 _MAX_FIELD = 1 << 28  # bytes of a field of CSV; longer fields are refused, as longer lines of JSON are
-
 
 NO_HEADER = "write a line with the names of the columns before the first record, such as text,label"
 CARRIAGE_RETURN = (
@@ -104,36 +103,38 @@ class RecordReader(abc.ABC, Generic[T]):
 
     def read_records(self, file: File, stream: io.BufferedReader | None = None) -> Iterator[Row]:
         """Valid records of a file in one of FORMATS, whose content is `stream` if it is read as one."""
-        name = files.uncompressed(file.name)
-        for number, where, record in self._unchecked(file, stream):
-            row = self._convert(name, number, where, record)
+        columns, name = self.columns, files.uncompressed(file.name)
+        for number, where, record in self._unchecked(file, stream, columns):
+            row = self._convert(columns, name, number, where, record)
             if row is not None:
                 yield row
 
-    def _unchecked(self, file: File, stream: io.BufferedReader | None) -> Iterator[_Values]:
+    def _unchecked(self, file: File, stream: io.BufferedReader | None, columns: Sequence[Column]) -> Iterator[_Values]:
         """Records of one file, before their fields are checked; counts the records and lines of formats of lines."""
         suffix, path = file.suffix, printable(file.path)
         if stream is None:
-            yield from _BY_PATH[suffix](file.path, self.columns)
+            yield from _BY_PATH[suffix](file.path, columns)
         elif suffix not in _BY_LINES:
-            yield from _BY_STREAM[suffix](stream, path, self.columns, self.report_bad)
+            yield from _BY_STREAM[suffix](stream, path, columns, self.report_bad)
         else:
             counted, records_read = CountedLines(stream), CountedRecords(self.report_bad)
-            read = _BY_STREAM[suffix](counted, path, self.columns, records_read.report_bad)
+            read = _BY_STREAM[suffix](counted, path, columns, records_read.report_bad)
             yield from records_read.count_each(read)
             self.line_counts.add(file.name, records_read.count, counted.count - _BY_LINES[suffix])
 
-    def _convert(self, name: str, number: int, where: str, record: dict[str, Any]) -> Row | None:
+    def _convert(
+        self, columns: Sequence[Column], name: str, number: int, where: str, record: dict[str, Any]
+    ) -> Row | None:
         """The record with converted values; None if it is bad and skipped."""
-        values, kept, known = {}, {}, list(record)
-        for column in self.columns:
+        values, kept = {}, {}
+        for column in columns:
             if column.name not in record and not column.is_optional:
-                fault = records.missing_in_record(column.name, column.argument, known)
+                fault = records.missing_in_record(column.name, column.argument, list(record))
                 self.report_bad(where, InputError(f"{where}: {fault}{self.fix(column)}"))
                 return None
         fix = SKIP
         try:
-            for column in self.columns:
+            for column in columns:
                 field = record.get(column.name)
                 try:
                     value = TYPES[column.type][0](field)
@@ -308,6 +309,17 @@ def _check_header(header: Sequence[str], columns: Sequence[Column], where: str) 
             )
 
 
+def _check_type(path: str, noun: str, column: Column, held: str, form: str = "") -> None:
+    """Raises InputError unless a column may hold values of a type; in arrays, `form` follows the names of types."""
+    types = sorted(kind for kind in TYPES[column.type][1] if not form or not kind.startswith("list"))
+    accepted = [f"{kind}{form}" for kind in types]
+    if accepted and held not in accepted:
+        raise InputError(
+            f"{path}: {noun} {column.name!r} holds {held}, expected {' or '.join(accepted)}: convert it, or pass another "
+            f"data.{column.argument}"
+        )
+
+
 def _parquet(path: str, columns: Sequence[Column]) -> Iterator[_Values]:
     """Rows of a Parquet file."""
     name, number = printable(path), 0
@@ -317,13 +329,7 @@ def _parquet(path: str, columns: Sequence[Column]) -> Iterator[_Values]:
         for column in columns:
             if column.name not in schema.names:
                 continue
-            accepted = TYPES[column.type][1]
-            held = _arrow_type(schema.field(column.name).type)
-            if accepted and held not in accepted:
-                raise InputError(
-                    f"{name}: column {column.name!r} holds {held}, expected {' or '.join(sorted(accepted))}: convert it, or "
-                    f"pass another data.{column.argument}"
-                )
+            _check_type(name, "column", column, _arrow_type(schema.field(column.name).type))
 
     names = [column.name for column in columns]
     for batch in records.parquet_batches(path, names, check):
@@ -349,12 +355,7 @@ def _arrays(path: str, columns: Sequence[Column]) -> Iterator[_Values]:
     read = [arrays[column.name] for column in columns]
     for column, array in zip(columns, read, strict=True):
         held = f"{_DTYPES.get(array.dtype.kind, array.dtype)} in {array.ndim} dimensions"
-        accepted = [f"{kind} in 1 dimensions" for kind in sorted(TYPES[column.type][1]) if not kind.startswith("list")]
-        if accepted and held not in accepted:
-            raise InputError(
-                f"{name}: array {column.name!r} holds {held}, expected {' or '.join(accepted)}: convert it, or pass another "
-                f"data.{column.argument}"
-            )
+        _check_type(name, "array", column, held, " in 1 dimensions")
     lengths = {column.name: len(array) for column, array in zip(columns, read, strict=True)}
     if len(set(lengths.values())) > 1:
         raise InputError(f"{name}: arrays of different lengths {lengths}: save arrays of the same examples")

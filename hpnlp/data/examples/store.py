@@ -24,12 +24,8 @@ class ExampleWriter:
     def __init__(self, directory: str, name: str, vocab_size: int, classes: Sequence[str]):
         """Creates the files.
 
-        Args:
-          directory: An existing directory.
-          name: First part of the files' names.
-          vocab_size: Number of ids of the tokenizer.
-          classes: Names of the classes by their ids; may grow while examples are added. The digest is of the names, so that it
-              does not depend on the numbers of the classes.
+        `classes`, the names of the classes by their ids, may grow while examples are added. The digest is of the names, so that
+        it does not depend on the numbers of the classes.
         """
         self.examples = 0
         self._classes = classes
@@ -49,14 +45,7 @@ class ExampleWriter:
     def add(
         self, token_ids: Sequence[np.ndarray], texts: Sequence[bytes], labels: np.ndarray, grade: float | None = None
     ) -> None:
-        """Appends one example.
-
-        Args:
-          token_ids: Token ids of each text.
-          texts: The original bytes of each text.
-          labels: Class ids, integers.
-          grade: A number, of all examples or of none.
-        """
+        """Appends one example: ids and bytes of each text, class ids, and a grade of all examples or of none."""
         for ids, text in zip(token_ids, texts, strict=True):
             self._tokens.add(ids, 1, text)
         self._label_count += len(labels)
@@ -73,11 +62,7 @@ class ExampleWriter:
         self.examples += 1
 
     def record(self) -> dict[str, Any]:
-        """Describes the files.
-
-        Returns:
-          A JSON-able record with sizes and a digest, with which `StoredExamples` opens the files.
-        """
+        """JSON-able sizes and a digest, with which `StoredExamples` opens the files."""
         tokens = self._tokens.record()
         return {
             "examples": self.examples,
@@ -95,15 +80,7 @@ class ExampleWriter:
 
 
 def spread(count: int, limit: int) -> np.ndarray:
-    """Numbers that are spread evenly.
-
-    Args:
-      count: The numbers are those below `count`.
-      limit: Maximum number of them.
-
-    Returns:
-      int64 [n], ascending; all numbers if there are at most `limit`.
-    """
+    """Numbers below `count`, at most `limit`, that are spread evenly: int64 [n], ascending."""
     chosen = min(limit, count)
     return np.arange(chosen) * count // max(1, chosen)
 
@@ -119,14 +96,9 @@ class StoredExamples:
     """
 
     def __init__(self, directory: str, name: str, record: Mapping[str, Any], parts: int, classes: np.ndarray):
-        """Opens the files.
+        """Opens the files of a writer, of which `record` is the result of `ExampleWriter.record`.
 
-        Args:
-          directory: Directory of the files.
-          name: First part of the files' names.
-          record: Result of `ExampleWriter.record`.
-          parts: Number of texts per example.
-          classes: Class ids to return, indexed by the class ids that were stored.
+        `classes` are the class ids to return, indexed by the class ids that were stored.
         """
         self.count: int = record["examples"]
         self.parts = parts
@@ -141,99 +113,50 @@ class StoredExamples:
         self._classes = np.append(classes, [UNLABELLED, NO_LABEL]).astype(np.int32)  # at the indices -2 and -1
 
     def part(self, number: int, part: int) -> np.ndarray:
-        """Token ids of one text.
-
-        Args:
-          number: Number of the example.
-          part: Index of the text.
-
-        Returns:
-          uint16 or uint32 [T].
-        """
+        """Token ids of one text of an example, uint16 or uint32 [T]."""
         return self._tokens.document(number * self.parts + part)
 
     def text(self, number: int, part: int) -> bytes:
-        """The original bytes of one text.
-
-        Args:
-          number: Number of the example.
-          part: Index of the text.
-
-        Returns:
-          The text in UTF-8.
-        """
+        """Original bytes of one text of an example, in UTF-8."""
         return self._tokens.raw(number * self.parts + part)
 
     def spread(self, limit: int) -> np.ndarray:
-        """Numbers of some examples, spread evenly.
-
-        Args:
-          limit: Maximum number of examples.
-
-        Returns:
-          int64 [n], ascending; all numbers if there are at most `limit` examples.
-        """
+        """Numbers of at most `limit` examples, spread evenly: int64 [n], ascending."""
         return spread(self.count, limit)
 
+    def example(self, number: int) -> tuple[list[np.ndarray], list[bytes], np.ndarray, float | None]:
+        """Arguments of `ExampleWriter.add` by which an example is stored again."""
+        ids = [self.part(number, part) for part in range(self.parts)]
+        texts = [self.text(number, part) for part in range(self.parts)]
+        return ids, texts, self.labels(number), self.grade(number) if self.has_grades else None
+
     def texts(self, numbers: Iterable[int] | None = None) -> Iterator[tuple[bytes, ...]]:
-        """Reads the original bytes of examples.
-
-        Args:
-          numbers: Numbers of the examples; None for all.
-
-        Yields:
-          The texts of one example.
-        """
+        """Original bytes of the texts of examples, of all for None."""
         for number in range(self.count) if numbers is None else numbers:
             yield tuple(self.text(int(number), part) for part in range(self.parts))
 
     def labels(self, number: int) -> np.ndarray:
-        """Labels of one example: one, none, or one per token with NO_LABEL for tokens that have none.
+        """Class ids of one example, int32: one, none, or one per token with NO_LABEL for tokens that have none.
 
         Labels that are missing are UNLABELLED.
-
-        Args:
-          number: Number of the example.
-
-        Returns:
-          Class ids, int32.
         """
         start = int(self._label_ends[number - 1]) if number else 0
         return self._classes[self._labels[start : int(self._label_ends[number])]]
 
     def all_labels(self) -> np.ndarray:
-        """Labels of all examples, one after another.
-
-        Returns:
-          Class ids, int32.
-        """
+        """Class ids of all examples, one after another, int32."""
         return self._classes[self._labels]
 
     def grade(self, number: int) -> float:
-        """Number of one example.
-
-        Args:
-          number: Number of the example, of a kind with grades.
-
-        Returns:
-          The grade.
-        """
+        """Grade of an example of a kind with grades."""
         return float(self._grades[number])
 
     def all_grades(self) -> np.ndarray:
-        """Numbers of all examples.
-
-        Returns:
-          float32 `[n]`; `[0]` for kinds without grades.
-        """
+        """Grades of all examples, float32 `[n]`; `[0]` for kinds without grades."""
         return self._grades
 
     def lengths(self) -> Iterator[np.ndarray]:
-        """Numbers of tokens of the texts, for some thousands of examples at a time.
-
-        Yields:
-          int64 [examples, parts].
-        """
+        """Numbers of tokens of the texts, int64 [examples, parts], for some thousands of examples at a time."""
         step = _CHUNK * self.parts
         for start in range(0, len(self._tokens.ends), step):
             ends = self._tokens.ends[max(0, start - 1) : start + step]

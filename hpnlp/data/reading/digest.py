@@ -33,14 +33,7 @@ class Snapshot:
     """
 
     def __init__(self, paths: Sequence[str]):
-        """Takes the snapshot.
-
-        Args:
-          paths: Regular files.
-
-        Raises:
-          InputError: A path is not a regular file.
-        """
+        """Takes the snapshot; raises InputError if a path is not a regular file."""
         self._paths = tuple(paths)
         self._taken = time.time()
         self._stamps = [_stamp(path) for path in self._paths]
@@ -53,15 +46,7 @@ class Snapshot:
         return all(changed / 1e9 < self._taken - _STEP_SECONDS for *_, changed in self._stamps)
 
     def digest(self, root: str, progress: Progress) -> str:
-        """Computes the digest of the content of all files in the order of the paths.
-
-        Args:
-          root: Directory of the cache that stores digests.
-          progress: Called while 16 MiB or more are hashed.
-
-        Returns:
-          The digest in hexadecimal.
-        """
+        """Digest, in hexadecimal, of the content of all files in the order of the paths; `root` is the cache that keeps it."""
         if not self._digest:
             if self._bytes < _REMEMBERED_BYTES or not self._is_settled:
                 self._digest = self._hash_content(progress)
@@ -73,11 +58,7 @@ class Snapshot:
         return self._digest
 
     def check(self) -> None:
-        """Checks that no file has changed since the snapshot was taken.
-
-        Raises:
-          InputError: A file has changed.
-        """
+        """Raises InputError if a file has changed since the snapshot was taken."""
         for path, stamp in zip(self._paths, self._stamps, strict=True):
             if _stamp(path) != stamp:
                 raise InputError(f"{path!r} changes while it is read: run again when it is complete, or pass a copy")

@@ -34,76 +34,32 @@ _UTF16_NUL_SHARE = 0.8
 
 
 def ignore_progress(step: str, done: int, total: int) -> None:
-    """Does nothing; a `Progress`.
-
-    Args:
-      step: Name of the work.
-      done: Amount that is done.
-      total: Amount in total.
-    """
+    """Does nothing; a `Progress`."""
 
 
 def printable(name: str) -> str:
-    """Escapes the characters of a file name that a terminal cannot show.
-
-    Args:
-      name: File name or path.
-
-    Returns:
-      The name with escapes for line ends, control characters, and surrogates (bytes that are not UTF-8).
-    """
+    """A file name or path with escapes for line ends, control characters, and surrogates (bytes that are not UTF-8)."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 
 def compression(name: str) -> str:
-    """Extension of the compression of a file.
-
-    Args:
-      name: File name or path.
-
-    Returns:
-      ".gz" or ".zst", the compressions that can be read, or "" for none of them.
-    """
+    """The extension of a compression that can be read, ".gz" or ".zst"; "" for other names."""
     extension = os.path.splitext(name)[1].lower()
     return extension if extension in _UNPACK else ""
 
 
 def uncompressed(name: str) -> str:
-    """Removes the extension of a compression.
-
-    Args:
-      name: File name or path.
-
-    Returns:
-      The name without a final ".gz" or ".zst".
-    """
+    """A file name or path without a final ".gz" or ".zst"."""
     return name[: len(name) - len(compression(name))]
 
 
 def is_special(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a FIFO, a socket or a device: reading or opening one may wait forever.
-
-    Args:
-      path: Any path.
-
-    Returns:
-      False for files, directories and paths that do not exist.
-    """
+    """Whether a path is a FIFO, a socket or a device: reading or opening one may wait forever."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def check_regular(path: str) -> os.stat_result:
-    """Checks that a path is a regular file: reading a FIFO or a device may never end.
-
-    Args:
-      path: Path of the file.
-
-    Returns:
-      The file's status.
-
-    Raises:
-      InputError: The path does not exist or is not a regular file.
-    """
+    """The status of a regular file. Raises InputError for other paths: reading a FIFO or a device may never end."""
     try:
         status = os.stat(path)
     except OSError as error:
@@ -114,17 +70,18 @@ def check_regular(path: str) -> os.stat_result:
 
 
 def unreadable(path: str, error: OSError) -> InputError:
-    """Converts an OSError raised while reading a file.
-
-    Args:
-      path: Path of the file.
-      error: The error.
-
-    Returns:
-      The InputError to raise, whose message is one line.
-    """
+    """The InputError to raise, of one line, for an OSError from reading a file."""
     reason = " ".join(str(error.strerror or error).split())  # messages of pyarrow have several lines
     return InputError(f"cannot read {path!r}: {reason}: mend or remove it")
+
+
+def read_bytes(path: str) -> bytes:
+    """The content of a file; raises InputError if it cannot be read."""
+    try:
+        with open(path, "rb") as stream:
+            return stream.read()
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 @contextlib.contextmanager
@@ -173,14 +130,7 @@ def _decompressed(path: str, packed: str) -> io.BufferedReader[Any]:
 
 
 def foreign_encoding(head: bytes) -> str:
-    """Detects text in UTF-16 or UTF-32.
-
-    Args:
-      head: The first bytes of a file.
-
-    Returns:
-      Name of the encoding as iconv takes it, or "" for everything else.
-    """
+    """Name, as iconv takes it, of UTF-16 or UTF-32 if the first bytes of a file are in one of them, or else ""."""
     for bom, name in _BOMS:
         if head.startswith(bom):
             return name if _is_text(head, name) else ""
@@ -205,27 +155,12 @@ def _is_text(head: bytes, encoding: str) -> bool:
 
 
 def not_utf8_byte(error: UnicodeDecodeError) -> str:
-    """Describes the first byte of a text that is not UTF-8.
-
-    Args:
-      error: The error of decoding the text.
-
-    Returns:
-      Part of a message, with the byte, its place and the command that converts the file.
-    """
+    """Part of a message on text that is not UTF-8: its first bad byte, the place, and the command that converts the file."""
     return f"not UTF-8 (byte 0x{error.object[error.start]:02x} at {error.start}), {CONVERT}"
 
 
 def not_utf8(path: str, encoding: str) -> InputError:
-    """Makes the error for text in UTF-16 or UTF-32.
-
-    Args:
-      path: Path of the file.
-      encoding: Name of its encoding, as `foreign_encoding` returns it.
-
-    Returns:
-      The InputError to raise, with the command that converts the file.
-    """
+    """The InputError to raise for a file in `encoding`, as of `foreign_encoding`, with the command that converts it."""
     quoted = shlex.quote(printable(path))
     unpack = _UNPACK.get(compression(path))
     convert = f"iconv -f {encoding} -t UTF-8"

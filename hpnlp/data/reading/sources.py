@@ -13,7 +13,7 @@ import functools
 import glob
 import os
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hpnlp.data.reading import files
@@ -90,37 +90,21 @@ class LeftOut(dict[str, list[Any]]):
     """Counts of what is not read: reason -> [count, names of the first ones]. JSON-able."""
 
     def add(self, reason: str, name: str) -> None:
-        """Counts one file, document or line.
-
-        Args:
-          reason: The reason why it is not read.
-          name: Name of what is not read; kept for the first NAMED of each reason.
-        """
+        """Counts one file, document or line; the names of the first NAMED of each reason are kept."""
         entry = self.setdefault(reason, [0])
         entry[0] += 1
         if len(entry) <= NAMED:
             entry.append(name)
 
     def merge(self, other: LeftOut) -> None:
-        """Adds counts.
-
-        Args:
-          other: The counts to add.
-        """
+        """Adds counts."""
         for reason, (count, *names) in other.items():
             entry = self.setdefault(reason, [0])
             entry[0] += count
             entry += names[: NAMED + 1 - len(entry)]
 
     def since(self, earlier: LeftOut) -> LeftOut:
-        """Counts what was added since an earlier state.
-
-        Args:
-          earlier: A copy of that state.
-
-        Returns:
-          The counts of what was added, with those of its names that are kept.
-        """
+        """Counts what was added since an earlier state, of which `earlier` is a copy."""
         added = LeftOut()
         for reason, (count, *names) in self.items():
             before, *known = earlier.get(reason, [0])
@@ -135,25 +119,12 @@ class LeftOut(dict[str, list[Any]]):
         )
 
     def in_brackets(self) -> str:
-        """Formats the counts for an error message.
-
-        Returns:
-          " (left out: ...)", or "" if nothing is left out.
-        """
+        """Text for an error message, " (left out: ...)", or "" if nothing is left out."""
         return f" (left out: {self})" if self else ""
 
 
 def described(counts: LeftOut, noun: str = "", separator: str = " ") -> list[str]:
-    """Formats counts with the first places.
-
-    Args:
-      counts: The counts.
-      noun: Word for what is counted, in the singular; "" where the reasons need none.
-      separator: Text between the noun and the reason.
-
-    Returns:
-      A line for each reason.
-    """
+    """A line for each reason with its count and first places; `noun`, in the singular, is the word for what is counted."""
     lines = []
     for reason, (count, *places) in counts.items():
         counted = plural(count, noun) + separator if noun else ""
@@ -181,13 +152,7 @@ class LineCounts:
     first: str = ""
 
     def add(self, name: str, records: int, lines: int) -> None:
-        """Counts a file, unless each of its lines holds a record.
-
-        Args:
-          name: Name of the file.
-          records: Number of its records.
-          lines: Number of its lines.
-        """
+        """Counts a file, unless each of its lines holds a record."""
         if records != lines:
             self.first = self.first or name
             self.files, self.records, self.lines = self.files + 1, self.records + records, self.lines + lines
@@ -195,6 +160,19 @@ class LineCounts:
     def __str__(self) -> str:
         more = f" and {self.files - 1} more" if self.files > 1 else ""
         return f"{self.records:,} records from {self.lines:,} lines of {printable(self.first)}{more}"
+
+
+def reading_notes(record: Mapping[str, Any], cached_in: str) -> Iterator[str]:
+    """Parts of a summary on how data were read: from which cache entry, "" for none, and what is not read.
+
+    `record` has the "lines" (absent from caches of early versions) and the "left_out" of a prepared entry.
+    """
+    if cached_in:
+        yield f"tokens read from the cache, {printable(cached_in)}"
+    if record.get("lines", {}).get("files"):
+        yield str(LineCounts(**record["lines"]))
+    if record["left_out"]:
+        yield f"left out: {LeftOut(record['left_out'])}"
 
 
 def find(paths: str, argument: str, readable: tuple[str, ...] = ()) -> tuple[Source, ...]:
@@ -217,22 +195,12 @@ def find(paths: str, argument: str, readable: tuple[str, ...] = ()) -> tuple[Sou
 
 
 def distinct(sources: Sequence[Source], argument: str, known: Iterable[str], reason: str) -> tuple[Source, ...]:
-    """Removes files that are the same as, or links to, files of `known` or of an earlier source.
+    """Removes files that are the same as, or links to, files at the paths `known` or of an earlier source.
 
     A document is held out by its name, so a file with two names could be trained on under one and scored under the other.
-    Within a source the name with the fewest directories is kept, so that adding a link changes nothing.
-
-    Args:
-      sources: Sources to filter.
-      argument: Name of the config field that holds the paths, for error messages.
-      known: Paths of other files to leave out.
-      reason: Reason under which the removed files are counted in `Source.left_out`.
-
-    Returns:
-      The sources with the remaining files.
-
-    Raises:
-      InputError: No file of a source remains.
+    Within a source the name with the fewest directories is kept, so that adding a link changes nothing. The removed files are
+    counted under `reason` in `Source.left_out`. Raises InputError if no file of a source remains; `argument` is the name of the
+    config field that holds the paths.
     """
     seen, result = {os.path.realpath(path) for path in known}, []
     for source in sources:
@@ -255,18 +223,9 @@ def distinct(sources: Sequence[Source], argument: str, known: Iterable[str], rea
 
 
 def without_scored(train: Sequence[Source], scored: Sequence[Source], argument: str) -> tuple[Source, ...]:
-    """Removes files that are scored from training sources; see `distinct`.
+    """Removes files that are scored from training sources; see `distinct`. `argument` names the field of the scored paths.
 
-    Args:
-      train: Sources of `data.path`.
-      scored: Sources of files that are scored; none to remove nothing.
-      argument: Name of the config field that holds their paths, such as "data.heldout_path".
-
-    Returns:
-      The training sources with the remaining files.
-
-    Raises:
-      InputError: No file of a training source remains.
+    Raises InputError if no file of a training source remains.
     """
     if not scored:
         return tuple(train)
@@ -359,14 +318,7 @@ def _path_fault(path: str) -> str:
 
 
 def compression_fault(name: str) -> str:
-    """Checks the compression of a file by its name.
-
-    Args:
-      name: File name or path.
-
-    Returns:
-      The reason why a compressed file cannot be read as a stream, or "" if it can, or is not compressed.
-    """
+    """Reason why a compressed file cannot be read as a stream, by its name; "" if it can, or is not compressed."""
     if name.lower().endswith(_ARCHIVES):
         return "is compressed in a form that is not read"
     if files.compression(name) and files.uncompressed(name).lower().endswith((".parquet", ".npy")):
@@ -375,14 +327,7 @@ def compression_fault(name: str) -> str:
 
 
 def extension(name: str) -> str:
-    """The extension of a file, with that of its compression.
-
-    Args:
-      name: File name or path.
-
-    Returns:
-      The extension in lower case, such as ".log.gz"; "no extension" for a name without any.
-    """
+    """Extension of a file in lower case with that of its compression, such as ".log.gz"; "no extension" if it has none."""
     inner = files.uncompressed(name)
     suffix = os.path.splitext(inner)[1] + name[len(inner) :]
     return suffix.lower() or "no extension"

@@ -13,14 +13,7 @@ MAX_RANKED = 2**17  # names of which all hashes are compared; parts of more are 
 
 
 def hash_fraction(name: str) -> float:
-    """Hashes a name to a number in [0, 1), which decides alone whether the document of that name is held out.
-
-    Args:
-      name: Name of a document.
-
-    Returns:
-      A multiple of 2^-48.
-    """
+    """Hashes a name to a multiple of 2^-48 in [0, 1), which decides alone whether the document of that name is held out."""
     digest = hashlib.blake2s(name.encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
 
@@ -38,14 +31,7 @@ class HeldOutHashes:
     begin: float = 0.0
 
     def includes(self, name: str) -> bool:
-        """Whether data of a name is held out.
-
-        Args:
-          name: Name of a document, an example or a group.
-
-        Returns:
-          True if its hash is in the range.
-        """
+        """Whether the document, example or group of a name is held out."""
         return self.begin <= hash_fraction(name) < self.end
 
 
@@ -92,24 +78,14 @@ class Folds:
         return self.count > 0
 
     def fingerprint(self) -> list[int | str]:
-        """The part of a cache key, which is empty without folds.
-
-        Returns:
-          A JSON-able list.
-        """
+        """The part of a cache key, which is empty without folds."""
         return ["folds", self.count, self.number] if self else []
 
     def held_out(self, names: Iterable[str]) -> HeldOutHashes | None:
-        """Hashes of the part that is held out.
+        """Hashes of the part that is held out; None if there are fewer names than parts.
 
-        The parts are ranges of hashes that cover all hashes. Up to MAX_RANKED names, the numbers of names differ by at most
-        one; parts of more names are ranges of equal width.
-
-        Args:
-          names: Names of all data, which may repeat; the first MAX_RANKED different ones are read.
-
-        Returns:
-          The range; None if there are fewer names than parts.
+        The parts are ranges of hashes that cover all hashes. Up to MAX_RANKED names, which may repeat, the numbers of names
+        differ by at most one; parts of more names are ranges of equal width.
         """
         hashes: set[float] = set()
         for name in names:
@@ -123,16 +99,7 @@ class Folds:
         return HeldOutHashes(bounds[end], bounds[first] if first else 0.0)
 
     def too_few(self, paths: str, noun: str, left_out: str) -> InputError:
-        """The error of data with fewer names than parts.
-
-        Args:
-          paths: Value of `data.path`.
-          noun: The objects that are divided, as "documents".
-          left_out: What is not read, in brackets, or "".
-
-        Returns:
-          The error.
-        """
+        """The error of data with fewer names of what is divided, the plural `noun`, than parts."""
         return InputError(
             f"data.folds={self.count}: data.path={paths!r} holds fewer {noun} than parts{left_out}: lower data.folds "
             f"(--folds of hpnlp sweep), or add {noun}"

@@ -28,17 +28,7 @@ _BUFFER = 1 << 18
 
 
 def cache_root(configured: str) -> str:
-    """Directory of the cache: `configured`, else $HPNLP_CACHE, else hpnlp under $XDG_CACHE_HOME or ~/.cache.
-
-    Args:
-      configured: The value of `DataConfig.cache`; "" for the default.
-
-    Returns:
-      An absolute path, which need not exist.
-
-    Raises:
-      InputError: The path contains a NUL character.
-    """
+    """Path of the cache: `configured`, else $HPNLP_CACHE, else hpnlp under $XDG_CACHE_HOME or ~/.cache."""
     if "\0" in configured:
         raise InputError(f"data.cache={configured!r} has a NUL in it: pass a directory")
     xdg = os.environ.get("XDG_CACHE_HOME") or os.path.join("~", ".cache")
@@ -48,31 +38,16 @@ def cache_root(configured: str) -> str:
 
 
 def json_hash(value: Any) -> str:
-    """Hashes a JSON-able value to a name.
-
-    Returns:
-      32 hexadecimal digits.
-    """
+    """Hashes a JSON-able value to 32 hexadecimal digits."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def cached(root: str, name: str, write: Callable[[str], Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """Finds an entry of the cache, or makes it.
+    """Finds an entry of the cache, or makes it; returns its directory and its record.
 
-    `write` fills a temporary directory, which is renamed when it is complete: a kill leaves nothing that would be read, and of
-    two processes that write the same entry the first wins. An entry in which a file is missing or has another size than
-    recorded is made again.
-
-    Args:
-      root: Directory of the cache.
-      name: Name of the entry.
-      write: Called as `write(directory) -> record` if there is no complete entry. The record must be JSON-able.
-
-    Returns:
-      The entry's directory and its record.
-
-    Raises:
-      InputError: The disk is full or cannot be written.
+    `write(directory)` fills a temporary directory and returns a JSON-able record. The directory is renamed when it is complete:
+    a kill leaves nothing that would be read, and of two processes that write the same entry the first wins. An entry in which a
+    file is missing or has another size than recorded is made again. Raises InputError if the disk is full or cannot be written.
     """
     final = os.path.join(root, name)
     record = _read_record(final)
@@ -102,15 +77,7 @@ def cached(root: str, name: str, write: Callable[[str], Mapping[str, Any]]) -> t
 
 
 def find(root: str, name: str) -> dict[str, Any] | None:
-    """Looks an entry of the cache up.
-
-    Args:
-      root: Directory of the cache.
-      name: Name of the entry.
-
-    Returns:
-      The entry's record, or None if there is no complete entry.
-    """
+    """The record of an entry of the cache, or None if there is no complete entry."""
     return _read_record(os.path.join(root, name))
 
 
@@ -178,13 +145,9 @@ class TokenWriter:
     """Appends documents to the files `directory/name.*`; a context manager. No document stays in memory."""
 
     def __init__(self, directory: str, name: str, vocab_size: int, keep_raw: bool = False):
-        """Creates the files.
+        """Creates the files, with ids as uint16 for up to 2^16 ids and as uint32 for more.
 
-        Args:
-          directory: An existing directory.
-          name: First part of the files' names.
-          vocab_size: Number of ids of the tokenizer; up to 2^16 the ids are stored as uint16, above as uint32.
-          keep_raw: Also store the original bytes of each document, for `Tokens.raw`.
+        With `keep_raw`, the original bytes of each document are stored too, for `Tokens.raw`.
         """
         self.tokens = 0
         self.documents = 0
@@ -199,10 +162,10 @@ class TokenWriter:
         return self._stack.enter_context(open(path, "wb", buffering=_BUFFER))
 
     def add(self, ids: np.ndarray, skip: int, raw: bytes = b"") -> None:
-        """Appends one document.
+        """Appends one document of at least one token.
 
         Args:
-          ids: Token ids, integers [T], at least one.
+          ids: Token ids, integers [T].
           skip: Number of initial tokens that carry no loss, at least one, because no token precedes the first.
           raw: The original bytes; used if `keep_raw`.
         """
@@ -223,11 +186,7 @@ class TokenWriter:
         self._files[array].write(data)
 
     def record(self) -> dict[str, Any]:
-        """Describes the files.
-
-        Returns:
-          A JSON-able record with sizes and a digest of the tokens, with which `Tokens` opens the files.
-        """
+        """JSON-able sizes and a digest of the tokens, with which `Tokens` opens the files."""
         return {
             "tokens": self.tokens,
             "documents": self.documents,
@@ -254,13 +213,7 @@ class Tokens:
     """
 
     def __init__(self, directory: str, name: str, record: Mapping[str, Any]):
-        """Opens the files.
-
-        Args:
-          directory: Directory of the files.
-          name: First part of the files' names.
-          record: Result of `TokenWriter.record`.
-        """
+        """Opens the files of a writer, of which `record` is the result of `TokenWriter.record`."""
         prefix = os.path.join(directory, name)
         self.tokens = map_array(f"{prefix}.tokens", np.dtype(record["dtype"]), record["tokens"])
         self.ends = map_array(f"{prefix}.ends", np.int64, record["documents"])
@@ -269,28 +222,11 @@ class Tokens:
         self._raw_path = f"{prefix}.raw"
 
     def document(self, index: int) -> np.ndarray:
-        """Reads one document.
-
-        Args:
-          index: Number of the document.
-
-        Returns:
-          Token ids, uint16 or uint32 [T].
-        """
+        """Token ids of one document, uint16 or uint32 [T]."""
         return self.tokens[self.ends[index - 1] if index else 0 : self.ends[index]]
 
     def raw(self, index: int | None = None) -> bytes:
-        """Reads the original bytes of a document; the writer must have had `keep_raw`.
-
-        Args:
-          index: Number of the document; None for all documents.
-
-        Returns:
-          The bytes.
-
-        Raises:
-          InputError: The file cannot be read.
-        """
+        """Original bytes of a document, of all documents for None; the writer must have had `keep_raw`."""
         start = int(self._raw_ends[index - 1]) if index else 0
         try:
             with open(self._raw_path, "rb") as file:
@@ -304,14 +240,8 @@ class Tokens:
 
 
 def map_array(path: str, dtype: DTypeLike, length: int) -> np.ndarray:
-    """Memory-maps a file. np.memmap refuses empty files, and indexing is faster on a plain ndarray than on its subclass.
+    """Memory-maps a file of `length` values, read-only; no file is opened for 0 values.
 
-    Args:
-      path: Path of the file.
-      dtype: Type of its values.
-      length: Number of values; 0 for a file that may be missing.
-
-    Returns:
-      A read-only array [length].
+    np.memmap refuses empty files, and indexing is faster on a plain ndarray than on its subclass.
     """
     return np.asarray(np.memmap(path, dtype, "r", shape=(length,))) if length else np.zeros(0, dtype)

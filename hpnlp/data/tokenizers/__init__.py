@@ -93,29 +93,12 @@ _PARSERS: Table[Callable[[Mapping[str, Any], str], Tokenizer]] = Table(
 
 
 def is_trained(spec: str) -> bool:
-    """Detects whether a tokenizer is trained on text.
-
-    Args:
-      spec: See `build`.
-
-    Returns:
-      True if `build(spec, texts)` reads the texts.
-    """
+    """Whether `build` of a spec reads texts."""
     return specs.is_name(spec) and specs.parse_one(spec, "data.tokenizer").name in _TRAINED_SIZES
 
 
 def sizes(spec: str) -> tuple[int, int]:
-    """Computes bounds of a tokenizer's vocabulary size that hold for every training text.
-
-    Args:
-      spec: See `build`.
-
-    Returns:
-      The smallest and the largest possible number of ids.
-
-    Raises:
-      InputError: As for `build`, except for errors of the texts.
-    """
+    """The smallest and the largest possible number of ids of a tokenizer, for every training text."""
     if is_trained(spec):
         return specs.build(specs.parse_one(spec, "data.tokenizer"), _TRAINED_SIZES, "tokenizer")
     size = build(spec).vocab_size
@@ -123,14 +106,7 @@ def sizes(spec: str) -> tuple[int, int]:
 
 
 def training_bytes(spec: str) -> int:
-    """Computes how much text a vocabulary is made from: 4 KiB for each id, at least 32 MiB and at most 256 MiB.
-
-    Args:
-      spec: Spec of a tokenizer that is trained; see `build`.
-
-    Returns:
-      A number of bytes. An even sample of larger texts suffices.
-    """
+    """Amount of text that a vocabulary is made from: 4 KiB for each id, at least 32 MiB and at most 256 MiB."""
     return min(max(_LEAST_TEXT, _BYTES_PER_ID * sizes(spec)[1]), _MOST_TEXT)
 
 
@@ -220,14 +196,7 @@ def save_whole(tokenizer: Tokenizer, directory: str) -> None:
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """Hashes the files that a tokenizer saves, in a temporary directory.
-
-    Returns:
-      A digest in hexadecimal that is equal for tokenizers whose files are equal.
-
-    Raises:
-      InputError: The temporary directory cannot be written.
-    """
+    """Digest, in hexadecimal, of the files that a tokenizer saves."""
     digest = hashlib.blake2b(digest_size=16)
     try:
         with tempfile.TemporaryDirectory() as directory:

@@ -47,14 +47,7 @@ class HashingTokenizer(Tokenizer):
         return self.encode(prompt_bytes(text))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> bytes:
-        """Hashes stand for no text.
-
-        Args:
-          ids: Not read.
-
-        Returns:
-          Nothing.
-        """
+        """Hashes stand for no text: returns nothing."""
         return b""
 
     def save(self, path: str) -> None:
@@ -70,14 +63,7 @@ class HashedWordTokenizer(HashingTokenizer):
     vocab_size: int = 1 << 32
 
     def __init__(self, by: str = "whitespace"):
-        """Makes the tokenizer.
-
-        Args:
-          by: An entry of `word_hashes.SPLITS`.
-
-        Raises:
-          InputError: `by` is unknown.
-        """
+        """Makes the tokenizer of an entry of `word_hashes.SPLITS`."""
         specs.lookup(word_hashes.SPLITS, by, "split of words by")
         self.by = by
 

@@ -19,14 +19,7 @@ _FIRST = 32  # code of the character of a black pixel: the space
 
 
 def to_text(image: ArrayLike) -> str:
-    """Writes an image as text.
-
-    Args:
-      image: uint8 array of any shape; rows follow each other.
-
-    Returns:
-      One character per pixel, with the code 32 + value.
-    """
+    """Writes an image, uint8 of any shape, as text: one character per pixel, with the code 32 + value."""
     return (np.asarray(image, np.uint8).ravel().astype("<u4") + _FIRST).tobytes().decode("utf-32-le")
 
 

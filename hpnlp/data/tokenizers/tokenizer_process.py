@@ -55,33 +55,14 @@ class TokenizerProcess:
         self._send((form, encode_special_tokens, bpe))
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encodes texts without special tokens around them.
-
-        Returns:
-          int32 ids of each text, parts of one array.
-
-        Raises:
-          ChildProcessError: The process has ended.
-          ValueError: The tokenizer cannot encode a text.
-        """
+        """int32 ids of each text, parts of one array, without special tokens around them."""
         self._send(texts)
         lengths = self._receive()
         ids = np.frombuffer(bytearray(self._read(4 * sum(lengths))), np.int32)
         return np.split(ids, np.cumsum(lengths[:-1])) if lengths else []
 
     def train(self, texts: Iterable[str]) -> str:
-        """Makes the vocabulary.
-
-        Args:
-          texts: Texts, which are read once.
-
-        Returns:
-          The tokenizer, as the text of a tokenizer.json.
-
-        Raises:
-          ChildProcessError: The process has ended.
-          ValueError: The package cannot make the vocabulary.
-        """
+        """Makes the vocabulary from texts, which are read once; returns the text of a tokenizer.json."""
         batch, size = [], 0
         for text in texts:
             batch.append(text)

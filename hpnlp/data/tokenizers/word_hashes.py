@@ -30,30 +30,14 @@ _BEFORE, _AFTER = (15, 16, 17, 18), (19, 17, 15, 13)  # rotations of the words o
 
 
 def split(text: str, by: str) -> list[str]:
-    """The words of a text, in lower case.
-
-    Args:
-      text: The text.
-      by: An entry of SPLITS.
-
-    Returns:
-      The words; none for a text of blanks, unless words are characters.
-    """
+    """The words of a text, in lower case; none for a text of blanks, unless words are characters. `by`: an entry of SPLITS."""
     if by == "identifiers":
         text = _CASE.sub(" ", text)
     return [word.lower() for word in SPLITS[by].findall(text)]
 
 
 def encode(text: str, by: str) -> np.ndarray:
-    """The hashes of the words of a text. Each distinct word is hashed once.
-
-    Args:
-      text: The text.
-      by: An entry of SPLITS.
-
-    Returns:
-      uint32 [words, 4].
-    """
+    """The hashes of the words of a text, uint32 [words, 4]. Each distinct word is hashed once."""
     words = split(text, by)
     numbers: dict[str, int] = {}
     places = np.fromiter((numbers.setdefault(word, len(numbers)) for word in words), np.int64, len(words))
@@ -61,13 +45,7 @@ def encode(text: str, by: str) -> np.ndarray:
 
 
 def hashes(words: Sequence[bytes]) -> np.ndarray:
-    """The hashes of words.
-
-    Args:
-      words: Their bytes.
-
-    Returns:
-      uint32 [n, 4].
+    """The hashes of words, uint32 [n, 4].
 
     Cost: a loop over the blocks of the longest word, each of numpy operations on all words that have so many.
     """
@@ -105,14 +83,7 @@ def _rotated(x: np.ndarray, bits: int) -> np.ndarray:
 
 
 def finished(h: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The last step of the hash, by which every bit of the result depends on every bit of the state.
-
-    Args:
-      h: The four words of the state, uint32.
-
-    Returns:
-      Four words.
-    """
+    """The last step of the hash, by which every bit of the result depends on every bit of the four words of the state."""
     return _summed([_mixed(word) for word in _summed(h)])
 
 

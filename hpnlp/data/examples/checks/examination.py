@@ -22,11 +22,7 @@ class Examination:
     """
 
     def __init__(self, fold_labels: bool = False) -> None:
-        """Begins a comparison.
-
-        Args:
-          fold_labels: Whether labels that differ only in case and blanks are one label (`data.fold_labels`).
-        """
+        """Begins a comparison, in which `fold_labels` is `data.fold_labels`."""
         self._fold = fold_labels
         self.left_out = LeftOut()
         self.line_counts = LineCounts()
@@ -38,16 +34,7 @@ class Examination:
         self._places: dict[str, str] = {}  # label -> place of its first example
 
     def add(self, where: str, texts: Sequence[bytes], labels: Sequence[str]) -> int:
-        """Counts an example of any set.
-
-        Args:
-          where: Place of the example.
-          texts: Its texts.
-          labels: Its labels as they are written in the data.
-
-        Returns:
-          A hash of the texts.
-        """
+        """Counts an example of any set, with its labels as they are written in the data, and returns a hash of the texts."""
         labels = [folded(label) for label in labels] if self._fold else labels
         self._labels.update(labels)
         for label in labels:
@@ -57,10 +44,7 @@ class Examination:
         return hash(tuple(texts))
 
     def add_training(self, where: str, texts: Sequence[bytes], labels: Sequence[str]) -> None:
-        """Counts a training example.
-
-        Arguments: see `add`.
-        """
+        """Counts a training example; see `add`."""
         key, labels_hash = self.add(where, texts, labels), hash(tuple(map(folded, labels) if self._fold else labels))
         if first := self._training.get(key):
             place, first_labels = first
@@ -70,14 +54,9 @@ class Examination:
             self._training[key] = where, labels_hash
 
     def add_scored(self, name: str, fraction: float, where: str, texts: Sequence[bytes], labels: Sequence[str]) -> None:
-        """Counts an example that may be scored.
+        """Counts an example that may be scored, of the set `name`; see `add`.
 
-        Args:
-          name: Name of the set.
-          fraction: Hash of the example's group: of a limited number, those with the lowest are scored.
-          where: As for `add`.
-          texts: As for `add`.
-          labels: As for `add`.
+        `fraction` is the hash of the example's group: of a limited number, those with the lowest are scored.
         """
         scored = self._scored.setdefault(name, [])
         key = self.add(where, texts, labels)
@@ -85,14 +64,7 @@ class Examination:
             scored.append((fraction, key, where))
 
     def remarks(self, limit: int | None) -> list[str]:
-        """Describes what was found, after all examples were added.
-
-        Args:
-          limit: Largest number of held-out examples that are scored; None for all.
-
-        Returns:
-          Lines, each with a count and the first places.
-        """
+        """Lines with counts and first places, after all examples were added. `limit`: held-out examples that are scored."""
         repeated = LeftOut()
         for name, scored in self._scored.items():
             for _, key, where in scored if limit is None or name != "heldout" else heapq.nsmallest(limit, scored):
@@ -106,11 +78,7 @@ class Examination:
         return lines
 
     def blank_variants(self) -> list[str]:
-        """Labels that differ only in blanks around them, which is an error unless labels are folded.
-
-        Returns:
-          Lines, each with the ways in which one label is written.
-        """
+        """Lines on labels that differ only in blanks around them, which is an error unless labels are folded."""
         return self._variants(str.strip)
 
     def _similar_labels(self) -> list[str]:

@@ -7,12 +7,11 @@ import collections
 import itertools
 import random
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from hpnlp.data.examples.generated.entry import Generated
-from hpnlp.data.reading.files import unreadable
+from hpnlp.data.examples.generated.library import syntax_tree
 from hpnlp.data.reading.sources import File
 
 ITEMS = 28  # words and signs of a passage, at most
@@ -47,13 +46,8 @@ def hidden_names(files: Sequence[File]) -> Iterator[dict[str, str]]:
     """Passages with a hidden name that another passage has as well, and the passage with its title as a document.
 
     A name is a word of 3 to 24 letters with an inner capital, an underscore or a digit, such as TarInfo or 2822: the
-    salient spans of this text. The document is that which the text is taken from: `data.document_role=source`.
-
-    Args:
-      files: Files of the library.
-
-    Yields:
-      Records with "text", "answer", "document" and "group", the file.
+    salient spans of this text. The document is that which the text is taken from: `data.document_role=source`. Records have
+    "text", "answer", "document" and "group", the file.
     """
     passages = _passages(files)
     counts = collections.Counter(itertools.chain.from_iterable(_names(passage.text) for passage in passages))
@@ -68,12 +62,8 @@ def hidden_names(files: Sequence[File]) -> Iterator[dict[str, str]]:
 def inverse_cloze(files: Sequence[File]) -> Iterator[dict[str, str]]:
     """Sentences, and the remainders of their passages.
 
-    Args:
-      files: Files of the library.
-
-    Yields:
-      Records with "text", one sentence of a passage of several; "pair", the other sentences after the title; and "group",
-      the file.
+    Records have "text", one sentence of a passage of several; "pair", the other sentences after the title; and "group", the
+    file.
 
     References:
       Lee et al. 2019, "Latent retrieval for weakly supervised open domain question answering", section 5.
@@ -112,16 +102,8 @@ def _passages(files: Sequence[File]) -> list[Passage]:
 
 def _file_passages(file: File) -> Iterator[Passage]:
     """Passages of a file; none if Python cannot parse it."""
-    try:
-        with open(file.path, "rb") as stream, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # some sources of the library contain deprecated syntax
-            tree = ast.parse(stream.read())
-    except OSError as error:
-        raise unreadable(file.path, error) from error
-    except (SyntaxError, ValueError):
-        return
     nodes: list[tuple[ast.AST, str]] = [
-        (tree, file.name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+        (syntax_tree(file), file.name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
     ]
     while nodes:
         node, title = nodes.pop()

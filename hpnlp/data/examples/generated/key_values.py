@@ -16,18 +16,12 @@ _COMMON = {"document": 6, "text": 2}  # common words in a document, and in a tex
 
 
 def examples(files: Sequence[File]) -> Iterator[dict[str, str]]:
-    """Generates 1,000 documents, and three texts of each of them.
+    """Generates 1,000 documents, and three texts of each: "text", "answer" (the value), "document" and "group" (its number).
 
     A key has three of 300 words; no two keys share two words. A text has two words of the key of its document, in any order,
     so that no other document has both. Documents also have 4 of 40 common words, and texts 2, at any place before the value.
     The value is one of 20, at random, so that it cannot be predicted without the document. All texts of a document are one
     group.
-
-    Args:
-      files: Ignored.
-
-    Yields:
-      Records with "text", "answer" (the value), "document" and "group" (the number of the document).
     """
     draw = random.Random(0)
     taken: set[tuple[int, int]] = set()

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from hpnlp.data.examples.generated.entry import Generated
-from hpnlp.data.reading.files import unreadable
+from hpnlp.data.reading.files import read_bytes
 from hpnlp.data.reading.sources import File
 from hpnlp.data.reading.split import hash_fraction
 
@@ -35,17 +35,11 @@ _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def functions(files: Sequence[File]) -> Iterator[dict[str, Any]]:
-    """Functions and methods, labelled with the package that they come from.
+    """Functions and methods, labelled with the package that they come from: "text", "label" and "group".
 
     The text is the code as `ast.unparse` writes it, without docstring, comments and decorators. The names of all packages that
     are classes are replaced by "package", because a name in the text would give its label away. Packages with fewer than 100
     functions or 5 files are left out, as are modules that are no package.
-
-    Args:
-      files: Files of the library.
-
-    Yields:
-      Records with "text", "label" and "group".
     """
     first: dict[str, tuple[str, str]] = {}  # text -> (package, file); the package is "" if there are several
     for file in files:
@@ -64,15 +58,9 @@ def functions(files: Sequence[File]) -> Iterator[dict[str, Any]]:
 
 
 def passages(files: Sequence[File]) -> Iterator[dict[str, Any]]:
-    """Passages of several consecutive functions of a file, labelled with the package that they come from.
+    """Passages, of at most 2,000 characters, of consecutive functions of a file: "text", "label" and "group".
 
     Functions and labels are those of `functions`.
-
-    Args:
-      files: Files of the library.
-
-    Yields:
-      Records with "text", at most 2,000 characters, "label" and "group".
     """
     for name, examples in itertools.groupby(functions(files), key=lambda example: example["group"]):
         examples = list(examples)
@@ -81,16 +69,10 @@ def passages(files: Sequence[File]) -> Iterator[dict[str, Any]]:
 
 
 def same_file(files: Sequence[File]) -> Iterator[dict[str, Any]]:
-    """Pairs of passages, labelled "1" if both come from one file, and otherwise "0".
+    """Pairs of passages, labelled "1" if both come from one file, and otherwise "0": "text", "pair", "label" and "group".
 
     Files are divided into groups by their names, and passages are paired within a group only, so that groups that are held out
     share no file with the others. Half of the pairs have the label "1".
-
-    Args:
-      files: Files of the library.
-
-    Yields:
-      Records with "text" and "pair", at most 2,000 characters each, "label" and "group".
     """
     by_group: dict[int, list[list[str]]] = collections.defaultdict(list)
     seen: set[str] = set()
@@ -123,14 +105,9 @@ def _passages(texts: Iterable[str]) -> Iterator[str]:
 
 
 def docstrings(files: Sequence[File]) -> Iterator[dict[str, Any]]:
-    """Docstrings of functions and methods, with the code that they belong to.
+    """Docstrings of functions and methods, "text", with the code that they belong to, "pair", and "group".
 
-    Args:
-      files: Files of the library.
-
-    Yields:
-      Records with "text", the docstring, "pair", the code as `ast.unparse` writes it, without docstring, comments and
-      decorators, and "group".
+    The code is as `ast.unparse` writes it, without docstring, comments and decorators.
     """
     seen: set[str] = set()
     for file in files:
@@ -143,17 +120,11 @@ def docstrings(files: Sequence[File]) -> Iterator[dict[str, Any]]:
 
 
 def tokens(files: Sequence[File]) -> Iterator[dict[str, Any]]:
-    """Tokens of a quarter of the lines of code, labelled with their kinds.
+    """Tokens of a quarter of the lines of code, labelled with their kinds: "words", "labels" and "group".
 
     A line ends where a statement ends. Kinds are keyword, definition (a name after `def` or `class`), attribute (a name after a
     dot), builtin, call (another name before a parenthesis), argument (a name before `=` within parentheses), name, number,
     string, comment and operator.
-
-    Args:
-      files: Files of the library.
-
-    Yields:
-      Records with "words", "labels" and "group".
     """
     seen: set[tuple[str, ...]] = set()
     for file in files:
@@ -164,22 +135,19 @@ def tokens(files: Sequence[File]) -> Iterator[dict[str, Any]]:
                 yield {"words": words, "labels": _kinds(line), "group": file.name}
 
 
-def _read(file: File) -> bytes:
+def syntax_tree(file: File) -> ast.Module:
+    """The syntax tree of a file; an empty one if Python cannot parse it."""
     try:
-        with open(file.path, "rb") as stream:
-            return stream.read()
-    except OSError as error:
-        raise unreadable(file.path, error) from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # some sources of the library contain deprecated syntax
+            return ast.parse(read_bytes(file.path))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
 
 
 def _functions(file: File) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Functions and methods of a file, without functions in functions; none if Python cannot parse the file."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # some sources of the library contain deprecated syntax
-            pending = collections.deque(ast.parse(_read(file)).body)
-    except (SyntaxError, ValueError):
-        return
+    pending = collections.deque(syntax_tree(file).body)
     while pending:
         node = pending.popleft()
         if isinstance(node, _DOCUMENTED):
@@ -200,7 +168,7 @@ def _lines(file: File) -> Iterator[list[tokenize.TokenInfo]]:
     """Tokens of the statements of a file that have text; a file ends where it is not valid Python."""
     line: list[tokenize.TokenInfo] = []
     try:
-        for token in tokenize.tokenize(io.BytesIO(_read(file)).readline):
+        for token in tokenize.tokenize(io.BytesIO(read_bytes(file.path)).readline):
             if token.type in (tokenize.NEWLINE, tokenize.ENDMARKER):
                 yield line
                 line = []

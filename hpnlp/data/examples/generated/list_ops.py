@@ -54,36 +54,18 @@ SHORT = Grammar(max_depth=5, max_args=10, above=64, below=250, count=50_000)
 def examples(files: Sequence[File]) -> Iterator[dict[str, str]]:
     """Generates the published form: 98,000 expressions of 501 to 1999 tokens.
 
-    Args:
-      files: Ignored.
-
-    Yields:
-      Records with "text", tokens separated by spaces, "label", the result as a digit, and "group", the number of the record.
+    Records have "text", tokens separated by spaces, "label", the result as a digit, and "group", the number of the record.
     """
     return generate(PUBLISHED)
 
 
 def short_examples(files: Sequence[File]) -> Iterator[dict[str, str]]:
-    """Generates a small form, whose accuracies do not compare with published ones: 50,000 expressions of 65 to 249 tokens.
-
-    Args:
-      files: Ignored.
-
-    Yields:
-      As `examples`.
-    """
+    """Generates a small form, whose accuracies do not compare with published ones: 50,000 of 65 to 249 tokens."""
     return generate(SHORT)
 
 
 def generate(grammar: Grammar, seed: int = 0) -> Iterator[dict[str, str]]:
     """Generates different expressions.
-
-    Args:
-      grammar: Sizes of the expressions.
-      seed: Seed of all draws.
-
-    Yields:
-      As `examples`.
 
     Cost: about 0.2 ms per expression of the published form.
     """

@@ -8,28 +8,8 @@ from collections.abc import Iterator, Sequence
 from hpnlp.data.examples.generated.entry import Generated
 from hpnlp.data.reading.sources import File
 
-_ONES = [
-    "zero",
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "nine",
-    "ten",
-    "eleven",
-    "twelve",
-    "thirteen",
-    "fourteen",
-    "fifteen",
-    "sixteen",
-    "seventeen",
-    "eighteen",
-    "nineteen",
-]
+_ONES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+_ONES += ["ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"]
 _TENS = ["_", "_", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 _SCALES = ("", " thousand", " million", " billion", " trillion")
 
@@ -41,15 +21,9 @@ _ROUND_SHARE = 0.3  # share of the numbers to train on that have more zeros at t
 
 
 def to_words(number: int) -> str:
-    """Writes a whole number in English words, without "and".
+    """Writes a whole number from 0 to 10^15 - 1 in English words, without "and".
 
     For example, 1,234,021 is "one million two hundred thirty-four thousand twenty-one".
-
-    Args:
-      number: 0 to 10^15 - 1.
-
-    Returns:
-      The words.
     """
     if number < 20:
         return _ONES[number]
@@ -75,16 +49,10 @@ def _below_thousand(number: int) -> str:
 
 
 def examples(files: Sequence[File]) -> Iterator[dict[str, str]]:
-    """Generates numbers of 1 to 6 significant digits, each in both directions.
+    """Generates numbers of 1 to 6 significant digits, each in both directions: "source", "target" and "group", the number.
 
     The number of digits is uniform. 30 % of the numbers have up to 9 digits, of which those after the sixth and some more are
     zeros: all words and all lengths in digits of `longer` occur, and none of its numbers.
-
-    Args:
-      files: Ignored.
-
-    Yields:
-      Records with "source", "target" and "group", the number.
     """
     draw = random.Random(0)
     seen: set[int] = set()
@@ -99,14 +67,7 @@ def examples(files: Sequence[File]) -> Iterator[dict[str, str]]:
 
 
 def longer(files: Sequence[File]) -> Iterator[dict[str, str]]:
-    """Generates numbers of 7 to 9 significant digits, each in both directions.
-
-    Args:
-      files: Ignored.
-
-    Yields:
-      As `examples`.
-    """
+    """Generates numbers of 7 to 9 significant digits, each in both directions."""
     draw = random.Random(1)
     seen: set[int] = set()
     while len(seen) < _LONGER_COUNT:

@@ -10,7 +10,7 @@ import numpy as np
 
 from hpnlp.data.examples.generated.entry import Generated
 from hpnlp.data.reading import files as reading
-from hpnlp.data.reading.files import not_utf8_byte, printable, unreadable
+from hpnlp.data.reading.files import not_utf8_byte, printable, read_bytes, unreadable
 from hpnlp.data.reading.sources import File
 from hpnlp.data.tokenizers.pixels import to_text
 from hpnlp.types import InputError
@@ -27,27 +27,13 @@ CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog
 def imdb_train(files: Sequence[File]) -> Iterator[dict[str, Any]]:
     """Reviews to train on of the directory aclImdb (Maas et al. 2011): train/pos/*.txt and train/neg/*.txt.
 
-    Args:
-      files: Files of the directory; others are ignored.
-
-    Yields:
-      Records with "text", "label", "pos" or "neg", and "group", the name of the file.
-
-    Raises:
-      InputError: There is no such file, or one cannot be read or is not UTF-8.
+    Records have "text", "label", "pos" or "neg", and "group", the name of the file. Raises InputError if there is no such file.
     """
     return _imdb(files, "train")
 
 
 def imdb_test(files: Sequence[File]) -> Iterator[dict[str, Any]]:
-    """Reviews to hold out: test/pos/*.txt and test/neg/*.txt.
-
-    Args:
-      files: As for `imdb_train`.
-
-    Yields:
-      As `imdb_train`.
-    """
+    """Reviews to hold out: test/pos/*.txt and test/neg/*.txt."""
     return _imdb(files, "test")
 
 
@@ -56,36 +42,22 @@ def _imdb(files: Sequence[File], split: str) -> Iterator[dict[str, Any]]:
     for file in _matching(files, pattern, f"{split}/pos/*.txt and {split}/neg/*.txt", "imdb"):
         match = pattern.search(file.name)
         assert match is not None
-        text = _decoded(_content(file), printable(file.path))
+        text = _decoded(read_bytes(file.path), printable(file.path))
         yield {"text": text, "label": match[1], "group": file.name}
 
 
 def aan_train(files: Sequence[File]) -> Iterator[dict[str, Any]]:
     """Pairs of papers to train on of the ACL Anthology Network (Radev et al. 2013), in the form of Tay et al. 2021.
 
-    Lines of *.train.tsv have five columns without a header and without quotes: label, id1, id2, text1, text2.
-
-    Args:
-      files: Files of the directory; others are ignored.
-
-    Yields:
-      Records with "text", "pair", "label", "1" if one paper cites the other or else "0", and "group", the line.
-
-    Raises:
-      InputError: There is no such file, one cannot be read, or a line is malformed; the message names it.
+    Lines of *.train.tsv have five columns without a header and without quotes: label, id1, id2, text1, text2. Records have
+    "text", "pair", "label", "1" if one paper cites the other or else "0", and "group", the line. Raises InputError with the
+    place of a malformed line.
     """
     return _aan(files, "train")
 
 
 def aan_test(files: Sequence[File]) -> Iterator[dict[str, Any]]:
-    """Pairs of papers to hold out: *.test.tsv.
-
-    Args:
-      files: As for `aan_train`.
-
-    Yields:
-      As `aan_train`.
-    """
+    """Pairs of papers to hold out: *.test.tsv."""
     return _aan(files, "test")
 
 
@@ -116,34 +88,21 @@ def _pair(line: str, where: str) -> dict[str, str]:
 def cifar10_train(files: Sequence[File]) -> Iterator[dict[str, Any]]:
     """Images to train on of the binary version of CIFAR-10 (Krizhevsky 2009): data_batch_1.bin to data_batch_5.bin.
 
-    Args:
-      files: Files of the directory cifar-10-batches-bin; others are ignored.
-
-    Yields:
-      Records with "text", the image in grey, see `pixels.to_text`, "label", the name of the class, and "group", the record.
-
-    Raises:
-      InputError: There is no such file, or one is damaged or cannot be read.
+    Records have "text", the image in grey, see `pixels.to_text`, "label", the name of the class, and "group", the record.
+    Raises InputError if a file is missing or damaged.
     """
     return _cifar10(files, re.compile(r"(?:^|/)data_batch_\d+\.bin$"), "data_batch_*.bin")
 
 
 def cifar10_test(files: Sequence[File]) -> Iterator[dict[str, Any]]:
-    """Images to hold out: test_batch.bin.
-
-    Args:
-      files: As for `cifar10_train`.
-
-    Yields:
-      As `cifar10_train`.
-    """
+    """Images to hold out: test_batch.bin."""
     return _cifar10(files, re.compile(r"(?:^|/)test_batch\.bin$"), "test_batch.bin")
 
 
 def _cifar10(files: Sequence[File], pattern: re.Pattern[str], expected: str) -> Iterator[dict[str, Any]]:
     # The Python version of the archive consists of pickles, which can run code when they are read.
     for file in _matching(files, pattern, f"{expected} of the binary version", "cifar10"):
-        content, where = _content(file), printable(file.path)
+        content, where = read_bytes(file.path), printable(file.path)
         if not content or len(content) % _IMAGE_BYTES:
             raise InputError(
                 f"{where}: {len(content)} bytes, expected images of {_IMAGE_BYTES} bytes, as the binary version of CIFAR-10 "
@@ -168,14 +127,6 @@ def _matching(files: Sequence[File], pattern: re.Pattern[str], expected: str, na
             f"data.path={name}:{directory} holds no {expected}: pass the directory of the unpacked archive of {name}"
         )
     return matching
-
-
-def _content(file: File) -> bytes:
-    try:
-        with open(file.path, "rb") as stream:
-            return stream.read()
-    except OSError as error:
-        raise unreadable(file.path, error) from error
 
 
 def _decoded(content: bytes, where: str) -> str:

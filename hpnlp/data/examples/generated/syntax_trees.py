@@ -36,14 +36,7 @@ def functions(files: Sequence[File]) -> Iterator[dict[str, Any]]:
 
 
 def node_tree(node: ast.AST) -> _Tree:
-    """The tree of a syntax node.
-
-    Args:
-      node: A statement, an expression or a part of one.
-
-    Returns:
-      `(label, subtrees)`.
-    """
+    """`(label, subtrees)` of a statement, an expression or a part of one."""
     if isinstance(node, ast.Name):
         return node.id, []
     if isinstance(node, ast.Constant):
@@ -70,14 +63,7 @@ def _constant(value: object) -> str:
 
 
 def flat(tree: _Tree) -> tuple[list[str], list[int]]:
-    """Labels and parents of the nodes of a tree in preorder.
-
-    Args:
-      tree: `(label, subtrees)`.
-
-    Returns:
-      `(labels, parents)`, -1 for the root.
-    """
+    """`(labels, parents)` of the nodes of a tree in preorder, -1 for the root."""
     nodes, parents, pending = [], [], [(tree, -1)]
     while pending:
         (label, subtrees), parent = pending.pop()

@@ -91,16 +91,9 @@ class Found(NamedTuple):
 
 
 def is_generated(path: str) -> bool:
-    """Decides whether a path names generated examples.
+    """Whether `data.path` is an entry of GENERATED, or NAME:PATH with one that is made from the files of a path.
 
-    Args:
-      path: Value of `ExampleConfig.path`.
-
-    Returns:
-      Whether it is an entry of GENERATED, or NAME:PATH with one that is made from the files of a path.
-
-    Raises:
-      InputError: `path` is no file but looks like a name, or the path after the name is missing, superfluous or does not exist.
+    Raises InputError if it is no file but looks like a name, or the path after the name is missing, superfluous or absent.
     """
     name, colon, directory = path.partition(":")
     if name not in GENERATED:
@@ -121,14 +114,7 @@ def is_generated(path: str) -> bool:
 
 
 def has_heldout(path: str) -> bool:
-    """Whether a path names generated examples with held-out examples of their own.
-
-    Args:
-      path: Value of `ExampleConfig.path`.
-
-    Returns:
-      False for paths of records as well.
-    """
+    """Whether `data.path` names generated examples with held-out examples of their own."""
     entry = GENERATED.get(path.partition(":")[0])
     return entry is not None and entry.heldout is not None
 
@@ -136,11 +122,7 @@ def has_heldout(path: str) -> bool:
 def check_published(path: str) -> None:
     """Reads the first example of published data, so that a wrong directory is noticed before anything is started.
 
-    Args:
-      path: Value of `ExampleConfig.path` that names generated examples; nothing is read of those that need no files.
-
-    Raises:
-      InputError: The directory has not the files of the data set, or the first one is malformed.
+    Raises InputError if the directory has not the files of the data set, or the first one is malformed.
     """
     name, _, directory = path.partition(":")
     entry = GENERATED[name]
@@ -151,18 +133,7 @@ def check_published(path: str) -> None:
 
 
 def find(path: str, root: str) -> Found:
-    """Finds generated examples, which are written to the cache unless they are there already.
-
-    Args:
-      path: Value of `ExampleConfig.path`.
-      root: Directory of the cache.
-
-    Returns:
-      The sources.
-
-    Raises:
-      InputError: As for `is_generated`; or files cannot be read, are malformed, or the cache cannot be written.
-    """
+    """Finds generated examples, which are written to the cache `root` unless they are there already."""
     if not is_generated(path):
         return Found()
     name, _, directory = path.partition(":")

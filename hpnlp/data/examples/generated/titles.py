@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hpnlp.data.examples.generated.entry import Generated
-from hpnlp.data.reading.files import unreadable
+from hpnlp.data.examples.generated.library import syntax_tree
 from hpnlp.data.reading.sources import File
 from hpnlp.data.reading.split import hash_fraction
 
@@ -20,42 +19,22 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def train_bags(files: Sequence[File]) -> Iterator[dict[str, Any]]:
-    """Bags of titles of one module each, labelled with the module.
+    """Bags of titles of one module each, labelled with the module: "texts", "label" and "group".
 
     A title is the first paragraph of a docstring in one line, as it is written, with signatures and quotes. Titles
     that occur in several modules are left out, as are those of less than 3 words or more than 120 characters, and modules with
     less than 8 titles.
-
-    Args:
-      files: Files of the library.
-
-    Yields:
-      Records with "texts", "label" and "group".
     """
     return (bag for bag, is_heldout in _bags(files) if not is_heldout)
 
 
 def heldout_bags(files: Sequence[File]) -> Iterator[dict[str, Any]]:
-    """Bags of the same modules that `train_bags` does not have.
-
-    Args:
-      files: Files of the library.
-
-    Yields:
-      Records with "texts", "label" and "group".
-    """
+    """Bags of the same modules that `train_bags` does not have."""
     return (bag for bag, is_heldout in _bags(files) if is_heldout)
 
 
 def titles(files: Sequence[File]) -> dict[str, list[str]]:
-    """Titles of the modules.
-
-    Args:
-      files: Files of the library.
-
-    Returns:
-      Name of a module -> its titles, in an order that depends on their text alone.
-    """
+    """Name of a module -> its titles, in an order that depends on their text alone."""
     modules: dict[str, set[str]] = {}  # by title
     for file in files:
         for title in _titles(file):
@@ -80,15 +59,7 @@ def _bags(files: Sequence[File]) -> Iterator[tuple[dict[str, Any], bool]]:
 
 def _titles(file: File) -> Iterator[str]:
     """Titles of a file; none if Python cannot parse it."""
-    try:
-        with open(file.path, "rb") as stream, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # some sources of the library contain deprecated syntax
-            tree = ast.parse(stream.read())
-    except OSError as error:
-        raise unreadable(file.path, error) from error
-    except (SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
+    for node in ast.walk(syntax_tree(file)):
         if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
             title = " ".join(text.strip().split("\n\n")[0].split())
             if len(title) <= _MAX_CHARACTERS and len(title.split()) >= _MIN_WORDS:

@@ -15,7 +15,10 @@ from hpnlp.data.examples.fields import Column, FieldError
 from hpnlp.data.examples.kind import (
     TEACHER_WEIGHTS,
     Kind,
+    Numbers,
     TokenisedExamples,
+    distinct,
+    example_labels,
     example_weights,
     framed,
     padded,
@@ -84,12 +87,7 @@ class Classification(Kind):
         return np.minimum(lengths.sum(axis=1) + self.special_tokens(tokenizer), seq_len)
 
     def batch(
-        self,
-        examples: TokenisedExamples,
-        numbers: Sequence[int] | np.ndarray,
-        count: int,
-        tokenizer: Tokenizer,
-        seq_len: int,
+        self, examples: TokenisedExamples, numbers: Numbers, count: int, tokenizer: Tokenizer, seq_len: int
     ) -> Batch:
         room = seq_len - self.special_tokens(tokenizer)
         bos, eos = special_token(tokenizer.bos_id), special_token(tokenizer.eos_id)
@@ -100,8 +98,7 @@ class Classification(Kind):
             pair = [second[0], eos] if second else []
             rows.append(np.concatenate([bos, first, eos, *pair]))
             types.append(np.arange(len(rows[-1])) >= len(bos) + len(first) + len(eos))
-        labels = np.zeros(count, np.int32)
-        labels[: len(numbers)] = [int(examples.labels(number)[0]) for number in numbers]
+        labels = example_labels(examples, numbers, count)
         return {
             **sequences(rows, count, seq_len, tokenizer.pad_id),
             "token_types": padded(types, count, seq_len, 0),
@@ -204,12 +201,7 @@ class Tagging(Kind):
         return [np.concatenate(words)], np.concatenate(stored)
 
     def batch(
-        self,
-        examples: TokenisedExamples,
-        numbers: Sequence[int] | np.ndarray,
-        count: int,
-        tokenizer: Tokenizer,
-        seq_len: int,
+        self, examples: TokenisedExamples, numbers: Numbers, count: int, tokenizer: Tokenizer, seq_len: int
     ) -> Batch:
         rows = [framed(examples.part(number, 0), tokenizer, seq_len) for number in numbers]
         room = seq_len - self.special_tokens(tokenizer)
@@ -277,12 +269,7 @@ class Seq2Seq(Kind):
         return f" and data.target_len={self.target_len}"
 
     def batch(
-        self,
-        examples: TokenisedExamples,
-        numbers: Sequence[int] | np.ndarray,
-        count: int,
-        tokenizer: Tokenizer,
-        seq_len: int,
+        self, examples: TokenisedExamples, numbers: Numbers, count: int, tokenizer: Tokenizer, seq_len: int
     ) -> Batch:
         start = tokenizer.pad_id if tokenizer.bos_id is None else tokenizer.bos_id
         sources = [framed(examples.part(number, 0), tokenizer, seq_len) for number in numbers]
@@ -296,18 +283,6 @@ class Seq2Seq(Kind):
             "target_labels": padded(labels, count, self.target_len, tokenizer.pad_id),
             "target_weights": target["target_segment_ids"].astype(np.float32),
         }
-
-
-def distinct(text: np.ndarray) -> np.ndarray:
-    """Keeps each token of a text once, at its first occurrence.
-
-    Args:
-      text: Token ids, integers [n].
-
-    Returns:
-      Token ids, integers [at most n].
-    """
-    return text[np.sort(np.unique(text, return_index=True)[1])]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,12 +311,7 @@ class Texts(Kind):
         return [distinct(text) for text in ids] if self.distinct else ids, labels
 
     def batch(
-        self,
-        examples: TokenisedExamples,
-        numbers: Sequence[int] | np.ndarray,
-        count: int,
-        tokenizer: Tokenizer,
-        seq_len: int,
+        self, examples: TokenisedExamples, numbers: Numbers, count: int, tokenizer: Tokenizer, seq_len: int
     ) -> Batch:
         rows = [framed(examples.part(number, 0), tokenizer, seq_len) for number in numbers]
         return sequences(rows, count, seq_len, tokenizer.pad_id)
@@ -392,12 +362,7 @@ class Pairs(Kind):
         return [distinct(text) for text in ids] if self.distinct else ids, labels
 
     def batch(
-        self,
-        examples: TokenisedExamples,
-        numbers: Sequence[int] | np.ndarray,
-        count: int,
-        tokenizer: Tokenizer,
-        seq_len: int,
+        self, examples: TokenisedExamples, numbers: Numbers, count: int, tokenizer: Tokenizer, seq_len: int
     ) -> Batch:
         batch: Batch = {"weights": example_weights(len(numbers), count)}
         for part, prefix in enumerate(("", "pair_", *(f"negative_{i}_" for i in range(1, self.parts - 1)))):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data.examples.fields import Column, FieldError
-from hpnlp.data.examples.kind import Kind, TokenisedExamples, example_weights, padded
+from hpnlp.data.examples.kind import Kind, Numbers, TokenisedExamples, distinct, example_weights, padded
 from hpnlp.data.examples.store import NO_LABEL, UNLABELLED
 from hpnlp.data.packing import Batch
 from hpnlp.types import InputError, Tokenizer
@@ -69,7 +69,7 @@ class LabelledBags(Kind):
         if empty := [number for number, text in enumerate(ids, 1) if not len(text)]:
             raise FieldError(f"has no tokens in text {empty[0]} of its bag")
         if self.distinct:
-            ids = [text[np.sort(np.unique(text, return_index=True)[1])] for text in ids]
+            ids = [distinct(text) for text in ids]
         # The first token of each text carries the label, by which `batch` finds the texts.
         label = labels[0] if len(labels) else UNLABELLED
         stored = [np.where(np.arange(len(text)) == 0, label, NO_LABEL).astype(np.int32) for text in ids]
@@ -85,12 +85,7 @@ class LabelledBags(Kind):
             )
 
     def batch(
-        self,
-        examples: TokenisedExamples,
-        numbers: Sequence[int] | np.ndarray,
-        count: int,
-        tokenizer: Tokenizer,
-        seq_len: int,
+        self, examples: TokenisedExamples, numbers: Numbers, count: int, tokenizer: Tokenizer, seq_len: int
     ) -> Batch:
         rows, segments, labels = [], [], np.zeros(count, np.int32)
         for row, number in enumerate(numbers):

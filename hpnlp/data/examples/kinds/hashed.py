@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
-from hpnlp.data.examples.kind import TokenisedExamples, example_weights, padded
+from hpnlp.data.examples.kind import Numbers, TokenisedExamples, example_labels, example_weights, padded
 from hpnlp.data.examples.kinds import Classification
 from hpnlp.data.packing import Batch
 from hpnlp.data.tokenizers.word_hashes import WORDS
@@ -42,16 +41,10 @@ class HashedTexts(Classification):
         return np.minimum(lengths[:, 0] // WORDS, seq_len)
 
     def batch(
-        self,
-        examples: TokenisedExamples,
-        numbers: Sequence[int] | np.ndarray,
-        count: int,
-        tokenizer: Tokenizer,
-        seq_len: int,
+        self, examples: TokenisedExamples, numbers: Numbers, count: int, tokenizer: Tokenizer, seq_len: int
     ) -> Batch:
         rows = [examples.part(number, 0)[: WORDS * seq_len].view(np.int32) for number in numbers]
-        labels = np.zeros(count, np.int32)
-        labels[: len(numbers)] = [int(examples.labels(number)[0]) for number in numbers]
+        labels = example_labels(examples, numbers, count)
         ones = [np.ones(len(row) // WORDS, np.int32) for row in rows]
         return {
             "tokens": padded(rows, count, WORDS * seq_len, 0).reshape(count, seq_len, WORDS),

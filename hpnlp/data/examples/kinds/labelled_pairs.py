@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from hpnlp.data.examples.fields import Column, FieldError
-from hpnlp.data.examples.kind import TokenisedExamples
+from hpnlp.data.examples.kind import Numbers, TokenisedExamples, example_labels
 from hpnlp.data.examples.kinds import Pairs
 from hpnlp.data.packing import Batch
 from hpnlp.types import Tokenizer
@@ -40,15 +40,9 @@ class LabelledPairs(Pairs):
         return [values["label_field"]]
 
     def batch(
-        self,
-        examples: TokenisedExamples,
-        numbers: Sequence[int] | np.ndarray,
-        count: int,
-        tokenizer: Tokenizer,
-        seq_len: int,
+        self, examples: TokenisedExamples, numbers: Numbers, count: int, tokenizer: Tokenizer, seq_len: int
     ) -> Batch:
-        labels = np.zeros(count, np.int32)
-        labels[: len(numbers)] = [int(examples.labels(number)[0]) for number in numbers]
+        labels = example_labels(examples, numbers, count)
         return {**super().batch(examples, numbers, count, tokenizer, seq_len), "labels": labels}
 
 
@@ -92,12 +86,7 @@ class GradedPairs(Pairs):
         return [*super().stored_options(), ["grade_range", self.grade_range]]
 
     def batch(
-        self,
-        examples: TokenisedExamples,
-        numbers: Sequence[int] | np.ndarray,
-        count: int,
-        tokenizer: Tokenizer,
-        seq_len: int,
+        self, examples: TokenisedExamples, numbers: Numbers, count: int, tokenizer: Tokenizer, seq_len: int
     ) -> Batch:
         grades = np.zeros(count, np.float32)
         grades[: len(numbers)] = [examples.grade(number) for number in numbers]

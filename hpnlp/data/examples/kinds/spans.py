@@ -12,7 +12,7 @@ import numpy as np
 from hpnlp.data.examples.config import ExampleConfig
 from hpnlp.data.examples.dataset import Examples
 from hpnlp.data.examples.fields import Column, FieldError
-from hpnlp.data.examples.kind import Kind, TokenisedExamples, framed, padded, sequences, special_token
+from hpnlp.data.examples.kind import Kind, Numbers, TokenisedExamples, framed, padded, sequences, special_token
 from hpnlp.data.packing import Batch
 from hpnlp.types import InputError, Tokenizer, option
 
@@ -91,12 +91,7 @@ class HiddenSpans(Kind):
         return super().row_lengths(lengths[:, :1], tokenizer, seq_len)
 
     def batch(
-        self,
-        examples: TokenisedExamples,
-        numbers: Sequence[int] | np.ndarray,
-        count: int,
-        tokenizer: Tokenizer,
-        seq_len: int,
+        self, examples: TokenisedExamples, numbers: Numbers, count: int, tokenizer: Tokenizer, seq_len: int
     ) -> Batch:
         start, rows, targets, answers = len(special_token(tokenizer.bos_id)), [], [], []
         for number in numbers:

@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data.examples.fields import Column, FieldError
-from hpnlp.data.examples.kind import Kind, TokenisedExamples, example_weights, padded, sequences
+from hpnlp.data.examples.kind import (
+    Kind,
+    Numbers,
+    TokenisedExamples,
+    example_labels,
+    example_weights,
+    padded,
+    sequences,
+)
 from hpnlp.data.packing import Batch
 from hpnlp.ops.trees.graphs import tree_graph
 from hpnlp.types import InputError, Tokenizer
@@ -107,12 +115,7 @@ class Trees(Kind):
         return super().row_lengths(lengths[:, :1], tokenizer, seq_len)
 
     def batch(
-        self,
-        examples: TokenisedExamples,
-        numbers: Sequence[int] | np.ndarray,
-        count: int,
-        tokenizer: Tokenizer,
-        seq_len: int,
+        self, examples: TokenisedExamples, numbers: Numbers, count: int, tokenizer: Tokenizer, seq_len: int
     ) -> Batch:
         number_of = self._numbers_by_id(tokenizer)
         rows = [examples.part(number, 0)[:seq_len] for number in numbers]
@@ -120,8 +123,7 @@ class Trees(Kind):
             preorder_parents(number_of[examples.part(number, 1)])[: len(row)]
             for number, row in zip(numbers, rows, strict=True)
         ]
-        labels = np.zeros(count, np.int32)
-        labels[: len(numbers)] = [int(examples.labels(number)[0]) for number in numbers]
+        labels = example_labels(examples, numbers, count)
         batch = sequences(rows, count, seq_len, tokenizer.pad_id)
         parents = padded(parents, count, seq_len, -1)
         first = np.arange(count, dtype=np.int32)[:, None] * seq_len
@@ -147,13 +149,9 @@ class Trees(Kind):
 
 
 def preorder(parents: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Preorder of the nodes of a tree: a node comes before its children, and children come in the order of their numbers.
+    """`(nodes in preorder, their numbers of children)` of a tree; `parents` are the parents of its nodes, -1 for the root.
 
-    Args:
-      parents: Parent of each node, -1 for the root.
-
-    Returns:
-      `(nodes in this order, their numbers of children)`.
+    A node comes before its children, and children come in the order of their numbers.
     """
     children: list[list[int]] = [[] for _ in parents]
     roots = []
@@ -167,16 +165,9 @@ def preorder(parents: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def preorder_parents(counts: np.ndarray) -> np.ndarray:
-    """Parents of the nodes of a tree in preorder.
+    """Parents of the nodes of a tree in preorder, int32 [n], -1 for the root, from their numbers of children, integers [n].
 
-    Args:
-      counts: Number of children of each node, integers [n].
-
-    Returns:
-      int32 [n], -1 for the root.
-
-    Raises:
-      InputError: A number is unknown (-1), or the numbers are not those of a tree.
+    Raises InputError if a number is unknown (-1), or the numbers are not those of a tree.
     """
     parents = np.full(len(counts), -1, np.int32)
     path: list[list[int]] = []  # nodes that lack children, with the number that is missing

@@ -37,11 +37,8 @@ class Unlabelled:
           kind: Kind of the examples.
           tokenizer: The tokenizer.
           values: For each example, the values of `kind.inputs` by their arguments, as `converted` returns them.
-          report_bad: Called with the number of an example and its error, which it raises, or else the example is empty.
-
-        Raises:
-          FieldError: A text has no tokens, or has fields that do not fit together.
-          InputError: The tokenizer cannot read a text.
+          report_bad: Called with the number of an example and its error (a text without tokens, or fields that do not fit
+            together), which it raises, or else the example is empty.
         """
         self.values = values
         complete = [{**kind.placeholders(example), **example} for example in values]
@@ -75,17 +72,9 @@ class Unlabelled:
 
 
 def converted(kind: Kind, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Checks and converts the fields of a record that a prediction reads.
+    """`Column.key`, such as "text_field" -> converted value, of the fields of a record that a prediction reads.
 
-    Args:
-      kind: Kind of the examples.
-      record: Name of a field -> value; other fields are ignored.
-
-    Returns:
-      `Column.key`, such as "text_field" -> converted value.
-
-    Raises:
-      FieldError: A field is absent or invalid, or the fields do not fit together.
+    Raises FieldError if a field is absent or invalid, or the fields do not fit together.
     """
     values = {}
     for column in kind.inputs:
@@ -100,17 +89,9 @@ def converted(kind: Kind, record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_record(kind: Kind, text: Any) -> Mapping[str, Any]:
-    """The record of an example that is given without the names of its fields.
+    """The record of an example that is given as a text, or as the texts of a pair in a sequence; a mapping is a record already.
 
-    Args:
-      kind: Kind of the examples.
-      text: The text, or the texts of a pair in a sequence; a mapping is a record already.
-
-    Returns:
-      Name of a field -> value.
-
-    Raises:
-      FieldError: Another number of texts than examples of this kind have.
+    Raises FieldError for another number of texts than examples of this kind have.
     """
     if isinstance(text, Mapping):
         return text

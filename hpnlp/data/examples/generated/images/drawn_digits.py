@@ -32,11 +32,7 @@ _STROKES: tuple[tuple[tuple[tuple[int, int], ...], ...], ...] = (
 def examples(files: Sequence[File]) -> Iterator[dict[str, str]]:
     """Generates 20,000 images of 32 x 32 pixels.
 
-    Args:
-      files: Ignored.
-
-    Yields:
-      Records with "text", see `pixels.to_text`, "label", the digit, and "group", the number of the record.
+    Records have "text", see `pixels.to_text`, "label", the digit, and "group", the number of the record.
     """
     draw = np.random.default_rng(0)
     for number in range(COUNT):
@@ -45,15 +41,7 @@ def examples(files: Sequence[File]) -> Iterator[dict[str, str]]:
 
 
 def image(digit: int, draw: np.random.Generator) -> np.ndarray:
-    """Draws a digit, scaled, rotated, sheared and moved at random, with lines that distract and noise.
-
-    Args:
-      digit: 0 to 9.
-      draw: Source of all draws.
-
-    Returns:
-      uint8 [SIZE, SIZE].
-    """
+    """Draws a digit, scaled, rotated, sheared and moved at random, with lines that distract and noise: uint8 [SIZE, SIZE]."""
     strokes = [np.array(stroke, np.float64) - (2, 3) for stroke in _STROKES[digit]]
     segments = np.concatenate([np.stack([stroke[:-1], stroke[1:]], 1) for stroke in strokes])
     angle, shear = draw.uniform(-0.35, 0.35), draw.uniform(-0.3, 0.3)

@@ -83,25 +83,14 @@ class Image(NamedTuple):
 def examples(files: Sequence[File]) -> Iterator[dict[str, str]]:
     """Generates 40,000 images of 32 x 32 pixels.
 
-    Args:
-      files: Ignored.
-
-    Yields:
-      Records with "text", see `pixels.to_text`, "label", "1" if a curve joins the discs or else "0", and "group", the number of
-      the record.
+    Records have "text", see `pixels.to_text`, "label", "1" if a curve joins the discs or else "0", and "group", the number of
+    the record.
     """
     return _records(SMALL)
 
 
 def large_examples(files: Sequence[File]) -> Iterator[dict[str, str]]:
-    """Generates 10,000 images of 128 x 128 pixels.
-
-    Args:
-      files: Ignored.
-
-    Yields:
-      As `examples`.
-    """
+    """Generates 10,000 images of 128 x 128 pixels."""
     return _records(LARGE)
 
 
@@ -111,14 +100,7 @@ def _records(stimulus: Stimulus) -> Iterator[dict[str, str]]:
 
 
 def generate(stimulus: Stimulus, seed: int = 0) -> Iterator[Image]:
-    """Generates images, half of which have joined discs.
-
-    Args:
-      stimulus: Sizes.
-      seed: Seed of all draws.
-
-    Yields:
-      `stimulus.count` images.
+    """Generates `stimulus.count` images, half of which have joined discs.
 
     Cost: about 3 ms per image of SMALL, 12 ms of LARGE.
     """
