@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.ops.sampling import sample
 from hpnlp.ops.softmax import zero_ignored_tokens
-from hpnlp.types import InputError, LossOut, WordStats
+from hpnlp.types import InputError, LossOut, WordStats, check_options
 
 
 class OutputLayer(nn.Module, kw_only=True):
@@ -39,6 +39,10 @@ class OutputLayer(nn.Module, kw_only=True):
     is_normalized: ClassVar[bool] = True
     # Meaning of the rows of the table: "words" by id, which the embedding can share; any other text; "" if there is no table.
     rows_are: ClassVar[str] = "words"
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        super().__post_init__()
 
     def loss(
         self,
