@@ -37,6 +37,9 @@ Aux = Mapping[str, tuple[Any, Any]]
 Statistics = Mapping[str, Any]
 
 
+REQUIRED: Any = dataclasses.MISSING  # the default of a field without one
+
+
 def option(
     default: T,
     help: str,
@@ -54,7 +57,7 @@ def option(
     `check_options` checks the values of the fields that declare a range.
 
     Args:
-      default: Default value; `dataclasses.MISSING` for none.
+      default: Default value, or REQUIRED.
       help: Meaning of the field, with units and special values.
       least: Least value.
       most: Largest value.
@@ -99,7 +102,7 @@ def _expected(value: Any, default: Any, limits: Mapping[str, Any]) -> str:
     words = [] if math.isfinite(value) else ["a finite number"]
     words += [f"{_BOUNDS[name][0]} {limits[name]}" for name in _BOUNDS if name in limits]
     words += [limits["rule"][0]] if "rule" in limits else []
-    words += [] if default in (None, dataclasses.MISSING) else [f"such as {default}"]
+    words += [] if default in (None, REQUIRED) else [f"such as {default}"]
     return ", ".join(words)
 
 

@@ -5,17 +5,17 @@ import math
 
 import pytest
 
+from hpnlp.compress.training.techniques import WEIGHT_TRAININGS
 from hpnlp.nn.blocks import BLOCKS
 from hpnlp.nn.feed_forward import FEED_FORWARDS
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS
-from hpnlp.types import _limited_fields, check_options, option
+from hpnlp.types import REQUIRED, _limited_fields, check_options, option
 from tests.messages import raises
 
-TABLES = (MIXERS, FEED_FORWARDS, OUTPUTS, BLOCKS)
+TABLES = (MIXERS, FEED_FORWARDS, OUTPUTS, BLOCKS, WEIGHT_TRAININGS)
 ENTRIES = {entry.__name__: entry for table in TABLES for entry in table.values() if isinstance(entry, type)}
-# Arguments that an entry needs and a caller gives.
-GIVEN = {"hidden": 4}
+REQUIRED_VALUES = {"hidden": 4, "keep": 0.5, "strength": 0.1, "rate": 0.5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,8 @@ def beyond(limits):
 @pytest.mark.parametrize("name", ENTRIES)
 def test_values_beyond_a_bound_raise(name):
     entry = ENTRIES[name]
-    given = {field: value for field, value in GIVEN.items() if field in entry.__dataclass_fields__}
+    needed = [field.name for field in dataclasses.fields(entry) if field.default is REQUIRED]
+    given = {name: value for name, value in REQUIRED_VALUES.items() if name in needed}
     for field, _, limits in _limited_fields(entry):
         for value in beyond(limits):
-            raises(rf"{entry.__name__}.{field}={value!r}: expected", entry, **given, **{field: value})
+            raises(rf"{entry.__name__}.{field}={value!r}: expected", entry, **given | {field: value})
