@@ -9,6 +9,7 @@ Shape letters: B batch, T query length, S key length, N query heads, K key heads
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import ge, gt, le, lt
@@ -37,6 +38,9 @@ Aux = Mapping[str, tuple[Any, Any]]
 Statistics = Mapping[str, Any]
 
 
+REQUIRED: Any = dataclasses.MISSING  # the default of a field without one
+
+
 def option(
     default: T,
     help: str,
@@ -54,7 +58,7 @@ def option(
     `check_options` checks the values of the fields that declare a range.
 
     Args:
-      default: Default value; `dataclasses.MISSING` for none.
+      default: Default value, or REQUIRED.
       help: Meaning of the field, with units and special values.
       least: Least value.
       most: Largest value.
@@ -85,16 +89,32 @@ def check_options(entry: Any) -> None:
     Raises:
       RangeError: A value is out of its range.
     """
-    for field in dataclasses.fields(entry):
-        value, limits = getattr(entry, field.name), field.metadata
-        if len(limits) < 2 or (value is None and field.default is None) or _is_within(value, limits):
-            continue
-        expected = [f"{_BOUNDS[name][0]} {limits[name]}" for name in _BOUNDS if name in limits]
-        expected += [f"one of {', '.join(map(str, limits['among']))}"] if "among" in limits else []
-        expected += [limits["rule"][0]] if "rule" in limits else []
-        has_example = "among" not in limits and field.default not in (None, dataclasses.MISSING)
-        example = f", such as {field.default}" if has_example else ""
-        raise RangeError(type(entry).__name__, f"{field.name}={value!r}: expected {', '.join(expected)}{example}")
+    for name, default, limits in _limited_fields(type(entry)):
+        value = getattr(entry, name)
+        if not (value is None and default is None or _is_within(value, limits)):
+            expected = _expected(value, default, limits)
+            raise RangeError(type(entry).__name__, f"{name}={value!r}: expected {expected}")
+
+
+def _expected(value: Any, default: Any, limits: Mapping[str, Any]) -> str:
+    """The limits in words."""
+    if "among" in limits:
+        return f"one of {', '.join(map(str, limits['among']))}"
+    words = [] if math.isfinite(value) else ["a finite number"]
+    words += [f"{_BOUNDS[name][0]} {limits[name]}" for name in _BOUNDS if name in limits]
+    words += [limits["rule"][0]] if "rule" in limits else []
+    words += [] if default in (None, REQUIRED) else [f"such as {default}"]
+    return ", ".join(words)
+
+
+@functools.cache
+def _limited_fields(entry: type) -> list[tuple[str, Any, Mapping[str, Any]]]:
+    """Names, defaults and limits of fields. A field that a subclass gives another default keeps its limits."""
+    fields: dict[str, tuple[str, Any, Mapping[str, Any]]] = {}
+    for base in reversed(entry.__mro__):
+        for name, field in base.__dict__.get("__dataclass_fields__", {}).items():
+            fields[name] = name, field.default, field.metadata or (fields[name][2] if name in fields else {})
+    return [field for field in fields.values() if len(field[2]) > 1]
 
 
 def _is_within(value: Any, limits: Mapping[str, Any]) -> bool:

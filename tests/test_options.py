@@ -5,11 +5,17 @@ import math
 
 import pytest
 
+from hpnlp.compress.training.techniques import WEIGHT_TRAININGS
+from hpnlp.nn.blocks import BLOCKS
+from hpnlp.nn.feed_forward import FEED_FORWARDS
 from hpnlp.nn.mixers import MIXERS
-from hpnlp.types import check_options, option
+from hpnlp.nn.output import OUTPUTS
+from hpnlp.types import REQUIRED, _limited_fields, check_options, option
 from tests.messages import raises
 
-ENTRIES = {name: entry for name, entry in MIXERS.items() if isinstance(entry, type)}
+TABLES = (MIXERS, FEED_FORWARDS, OUTPUTS, BLOCKS, WEIGHT_TRAININGS)
+ENTRIES = {entry.__name__: entry for table in TABLES for entry in table.values() if isinstance(entry, type)}
+REQUIRED_VALUES = {"hidden": 4, "keep": 0.5, "strength": 0.1, "rate": 0.5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,17 +29,23 @@ class Entry:
         check_options(self)
 
 
+@dataclasses.dataclass(frozen=True)
+class Smaller(Entry):
+    size: int = 2
+
+
 def test_messages_name_the_field_its_value_and_an_example():
     assert Entry(8, 0.1, 2.0, "b").cap == 2
     for values, message in (
         ({"size": 0}, "Entry.size=0: expected at least 1, at most 8, even, such as 4"),
         ({"size": 3}, "Entry.size=3: expected at least 1, at most 8, even, such as 4"),
         ({"rate": 1.0}, "Entry.rate=1.0: expected more than 0, less than 1, such as 0.5"),
-        ({"rate": math.nan}, "Entry.rate=nan: expected more than 0"),
-        ({"cap": math.inf}, "Entry.cap=inf: expected more than 0$"),
+        ({"rate": math.nan}, "Entry.rate=nan: expected a finite number, more than 0"),
+        ({"cap": math.inf}, "Entry.cap=inf: expected a finite number, more than 0$"),
         ({"kind": "c"}, "Entry.kind='c': expected one of a, b$"),
     ):
         raises(message, Entry, **values)
+    raises("Smaller.size=9: expected at least 1, at most 8, even, such as 2", Smaller, 9)
 
 
 def beyond(limits):
@@ -45,6 +57,8 @@ def beyond(limits):
 @pytest.mark.parametrize("name", ENTRIES)
 def test_values_beyond_a_bound_raise(name):
     entry = ENTRIES[name]
-    for field in dataclasses.fields(entry):
-        for value in beyond(field.metadata):
-            raises(rf"{entry.__name__}.{field.name}={value!r}: expected", entry, **{field.name: value})
+    needed = [field.name for field in dataclasses.fields(entry) if field.default is REQUIRED]
+    given = {name: value for name, value in REQUIRED_VALUES.items() if name in needed}
+    for field, _, limits in _limited_fields(entry):
+        for value in beyond(limits):
+            raises(rf"{entry.__name__}.{field}={value!r}: expected", entry, **given | {field: value})

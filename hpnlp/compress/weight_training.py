@@ -236,7 +236,7 @@ class WeightTraining(ModelWrapper):
                 return {path: jnp.zeros(_lead(x)) for path, x in ranked.items()}
 
             result["thresholds"] = _nested(jax.lax.cond(buffers["due"] > 0, compute, skip))
-        penalties: list[Any] = [self.technique.penalty(x) for x in scores.values() if x is not None]
+        penalties: list[Any] = [self.technique.score_penalty(x) for x in scores.values() if x is not None]
         if penalties and penalties[0] is not None:
             result["penalty"] = jnp.stack(penalties).mean()
         return {**result, "count": jnp.ones(())} if result else {}

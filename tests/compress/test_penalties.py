@@ -132,15 +132,6 @@ def test_layouts_match_one_device(text):
     np.testing.assert_allclose(trained(text, plan)[2], trained(text, Plan("single"))[2], rtol=2e-5)
 
 
-def test_invalid_specs_raise():
-    for text, message in (
-        ("l1(0)", "expected a strength over 0"),
-        ("group_lasso(-1)", "expected a strength over 0"),
-        ("group_lasso(1, groups=neurons)", "expected mlp, heads, layers, columns, rows"),
-    ):
-        raises(message, with_weight_training, MODEL, text, 10)
-
-
 def test_invalid_shares_and_unknown_widths_raise():
     raises("or nonzero", parse_recipe, "mlp(zeros)")
     params = drawn(MODEL)[0]

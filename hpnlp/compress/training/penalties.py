@@ -26,7 +26,7 @@ from hpnlp.compress.matrices import KERNELS
 from hpnlp.compress.stages.structure import UNITS
 from hpnlp.compress.training.training_technique import Technique
 from hpnlp.models.stacks.layer_stack import layer_axes
-from hpnlp.types import InputError
+from hpnlp.types import REQUIRED, InputError, option
 
 if TYPE_CHECKING:
     from hpnlp.models.backbone import BackboneConfig
@@ -52,9 +52,17 @@ class _Part:
 
 @dataclasses.dataclass(frozen=True)
 class LassoTechnique(Technique):
-    """Moves each weight of the kernels towards 0 by the same amount; a weight that is smaller becomes 0."""
+    """The sum of the magnitudes of the weights of all kernels as a penalty; more and more weights become exactly 0.
 
-    strength: int | float = 1e-3
+    Each weight of the kernels moves towards 0 by the same amount; a weight that is smaller becomes 0.
+    """
+
+    strength: int | float = option(
+        REQUIRED,
+        "Factor of the penalty: a weight moves by learning rate x strength towards 0 in each step. It leaves 0 in a step of "
+        "the optimizer that is larger; those of Adam are up to about the learning rate.",
+        above=0,
+    )
 
     def bind(self, w: Array, scores: PyTree, threshold: Array | None, rng: Array | None) -> Any:
         return w
@@ -71,10 +79,22 @@ class LassoTechnique(Technique):
 
 @dataclasses.dataclass(frozen=True)
 class GroupLassoTechnique(Technique):
-    """Moves the norm of each group of weights towards 0 by an amount that grows with the root of the group's size."""
+    """The norms of groups of weights as a penalty, times the root of their sizes; whole groups become exactly 0.
 
-    strength: int | float = 1e-3
-    groups: str = "mlp"
+    The stages `mlp`, `heads` and `layers` of recipes remove units that are 0 with the share "nonzero".
+    """
+
+    strength: int | float = option(
+        REQUIRED,
+        "Factor of the penalty: the root mean square of a group moves by learning rate x strength towards 0 in each step.",
+        above=0,
+    )
+    groups: str = option(
+        "mlp",
+        "mlp for columns of the feed-forward networks, heads, layers (all kernels of a layer, which then passes its input on), "
+        "columns or rows of each kernel by itself, such as filters and positions of windows of convolutions.",
+        among=GROUPS,
+    )
 
     def bind(self, w: Array, scores: PyTree, threshold: Array | None, rng: Array | None) -> Any:
         return w
@@ -162,47 +182,3 @@ def _ungrouped(x: Array, part: _Part, shape: tuple[int, ...]) -> Array:
     layers = shape[0] if len(shape) == 3 else 1
     matrix = shape[-2:] if part.axis == -2 else shape[:-3:-1]
     return jnp.moveaxis(x.reshape(layers, *matrix), 1, part.axis).reshape(shape)
-
-
-def lasso(strength: int | float, *, steps: int) -> Technique:
-    """The sum of the magnitudes of the weights of all kernels as a penalty; more and more weights become exactly 0.
-
-    Args:
-      strength: Factor of the penalty: a weight moves by learning rate x strength towards 0 in each step. It leaves 0 in a step
-        of the optimizer that is larger; those of Adam are up to about the learning rate.
-      steps: Steps of the run.
-
-    Returns:
-      The technique.
-
-    Raises:
-      InputError: `strength` is not over 0.
-    """
-    _check_strength("l1", strength)
-    return LassoTechnique(steps, strength)
-
-
-def group_lasso(strength: int | float, groups: str = "mlp", *, steps: int) -> Technique:
-    """The norms of groups of weights as a penalty, times the root of their sizes; whole groups become exactly 0.
-
-    Args:
-      strength: Factor of the penalty: the root mean square of a group moves by learning rate x strength towards 0 in each step.
-      groups: "mlp" for columns of the feed-forward networks, "heads", "layers" (all kernels of a layer, which then passes its
-        input on), "columns" or "rows" of each kernel by itself, such as filters and positions of windows of convolutions.
-      steps: Steps of the run.
-
-    Returns:
-      The technique. The stages `mlp`, `heads` and `layers` of recipes remove units that are 0 with the share "nonzero".
-
-    Raises:
-      InputError: `strength` is not over 0, or `groups` is unknown.
-    """
-    _check_strength("group_lasso", strength)
-    if groups not in GROUPS:
-        raise InputError(f"train.weights: group_lasso(groups={groups!r}): expected {', '.join(GROUPS)}")
-    return GroupLassoTechnique(steps, strength, groups)
-
-
-def _check_strength(name: str, strength: int | float) -> None:
-    if not 0 < strength < math.inf:
-        raise InputError(f"train.weights: {name}({strength}): expected a strength over 0, such as 0.1")

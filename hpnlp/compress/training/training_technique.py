@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree
 
+from hpnlp.types import check_options, option
+
 if TYPE_CHECKING:
     from hpnlp.models.backbone import BackboneConfig
 
@@ -18,11 +20,13 @@ if TYPE_CHECKING:
 class Technique:
     """Training of the matrices of a model; methods take one matrix [D, F], or [L, D, F] of stacked layers.
 
-    Attributes:
-      steps: Steps of the run, for schedules.
+    The fields of a subclass are the arguments of `train.weights`; `steps` is given by the run.
     """
 
-    steps: int = 0
+    steps: int = option(0, "Steps of the run, for schedules.", kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
     @property
     def input_bits(self) -> int:
@@ -91,6 +95,6 @@ class Technique:
         """Numbers of which the largest stay, in the shape of w; for techniques with a schedule."""
         return jnp.abs(w)
 
-    def penalty(self, scores: Any) -> Array | None:
+    def score_penalty(self, scores: Any) -> Array | None:
         """Penalty of the scores of one matrix, float32 []; None without a penalty."""
         return None

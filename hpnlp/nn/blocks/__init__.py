@@ -13,12 +13,15 @@ from hpnlp.nn.feed_forward import build_feed_forward
 from hpnlp.nn.layers import Initializer
 from hpnlp.spec import Spec, build, parse_one
 from hpnlp.table import Table
-from hpnlp.types import InputError, Projection
+from hpnlp.types import InputError, Projection, check_options
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockKind:
-    """A kind of Blocks: an entry of BLOCKS makes it. This class is "transformer", a mixer and a feed-forward network."""
+    """A kind of Blocks, whose fields are the arguments of the spec. This class is "transformer", a mixer and a network."""
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
     # Whether layers are the two branches `mix` and `feed`, as reversible residuals need.
     has_two_branches: ClassVar[bool] = True
@@ -123,10 +126,10 @@ def check_no_carry(config: BlockConfig, mixer: Mixer) -> None:
 BLOCKS: Table[Callable[..., BlockKind]] = Table(
     {
         "transformer": BlockKind,
-        "lite": "hpnlp.nn.blocks.lite_block:lite",
-        "bottleneck": "hpnlp.nn.blocks.bottleneck_block:bottleneck",
-        "evolved_encoder": "hpnlp.nn.blocks.evolved:evolved_encoder",
-        "evolved_decoder": "hpnlp.nn.blocks.evolved:evolved_decoder",
+        "lite": "hpnlp.nn.blocks.lite_block:LiteKind",
+        "bottleneck": "hpnlp.nn.blocks.bottleneck_block:BottleneckKind",
+        "evolved_encoder": "hpnlp.nn.blocks.evolved:EvolvedKind",
+        "evolved_decoder": "hpnlp.nn.blocks.evolved:EvolvedDecoderKind",
     }
 )
 

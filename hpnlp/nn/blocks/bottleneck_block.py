@@ -19,7 +19,7 @@ from hpnlp.nn.blocks import BlockKind, attention_size, check_no_carry, projectio
 from hpnlp.nn.feed_forward import build_feed_forward
 from hpnlp.nn.layers import NORMS, Dense, Initializer
 from hpnlp.spec import Spec
-from hpnlp.types import InputError, MixerInputs, Projection
+from hpnlp.types import InputError, MixerInputs, Projection, option
 
 # Largest sizes of `bottleneck`.
 MAX_WIDTH, MAX_NETWORKS = 2**18, 16
@@ -83,19 +83,17 @@ class BottleneckBlock(Block):
 
 @dataclasses.dataclass(frozen=True)
 class BottleneckKind(BlockKind):
-    """Blocks of MobileBERT.
-
-    Attributes:
-      width: Features within a Block.
-      networks: Number of feed-forward networks.
-      shared: Values are projected from all features, and queries and keys from a reduction of their own.
-    """
+    """Blocks of MobileBERT."""
 
     has_two_branches: ClassVar[bool] = False
 
-    width: int
-    networks: int
-    shared: bool
+    width: int = option(128, "Features within a Block.", least=1, most=MAX_WIDTH)
+    networks: int = option(4, "Number of feed-forward networks.", least=1, most=MAX_NETWORKS)
+    shared: bool = option(
+        True,
+        "True for values of all features, and queries and keys of a reduction of their own; False for queries, keys and values "
+        "of the features to which attention is added.",
+    )
 
     def make(self, config: BlockConfig, out_init: Initializer, mixer: Spec, tensor_parallel: TensorParallel) -> Block:
         sizes = {"width": self.width, "networks": self.networks, "shared": self.shared}
@@ -136,25 +134,3 @@ class BottleneckKind(BlockKind):
         reductions = 3 if self.shared else 2
         bottlenecks = reductions * self.width * config.dim
         return attention_size(config, self.width, needs) + extra + self.networks * mlp + bottlenecks
-
-
-def bottleneck(width: int = 128, networks: int = 4, shared: bool = True) -> BottleneckKind:
-    """Entry of BLOCKS: MobileBERT.
-
-    Args:
-      width: Features within a Block.
-      networks: Number of feed-forward networks.
-      shared: True for values of all features, and queries and keys of a reduction of their own; False for queries, keys and
-        values of the features to which attention is added.
-
-    Returns:
-      The kind.
-
-    Raises:
-      InputError: A size out of range.
-    """
-    if not 1 <= width <= MAX_WIDTH:
-        raise InputError(f"model.block=bottleneck({width}): expected a width of 1 to {MAX_WIDTH}")
-    if not 1 <= networks <= MAX_NETWORKS:
-        raise InputError(f"model.block=bottleneck({width}, {networks}): expected 1 to {MAX_NETWORKS} networks")
-    return BottleneckKind(width, networks, shared)

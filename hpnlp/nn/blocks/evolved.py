@@ -276,15 +276,10 @@ def _added(wide: jax.Array, narrow: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class EvolvedKind(BlockKind):
-    """Cells of the Evolved Transformer.
-
-    Attributes:
-      module: The class of the cell.
-    """
+    """Encoder cells of the Evolved Transformer."""
 
     has_two_branches: ClassVar[bool] = False
-
-    module: type[EvolvedBlock]
+    module: ClassVar[type[EvolvedBlock]] = EvolvedEncoderBlock
 
     def make(self, config: BlockConfig, out_init: Initializer, mixer: Spec, tensor_parallel: TensorParallel) -> Block:
         return self.module(config, out_init, mixer, tensor_parallel, parent=None)
@@ -314,6 +309,8 @@ class EvolvedKind(BlockKind):
 class EvolvedDecoderKind(EvolvedKind):
     """Decoder cells of the Evolved Transformer, whose first attention has heads of half of the size."""
 
+    module: ClassVar[type[EvolvedBlock]] = EvolvedDecoderBlock
+
     def resolved(self, config: BlockConfig) -> BlockConfig:
         divisor = 4 if config.position == "rope" else 2
         if config.head_size % divisor:
@@ -338,21 +335,3 @@ class EvolvedDecoderKind(EvolvedKind):
         # Products of the convolutions with D x 2D, D x D/2 and 2D x D weights.
         convolutions = (4 + 1 + 4) * config.dim**2 // 2
         return wide + convolutions + attention_size(config, config.dim, needs) + cross_size(config)
-
-
-def evolved_encoder() -> EvolvedKind:
-    """Entry of BLOCKS: encoder cells of the Evolved Transformer.
-
-    Returns:
-      The kind.
-    """
-    return EvolvedKind(EvolvedEncoderBlock)
-
-
-def evolved_decoder() -> EvolvedDecoderKind:
-    """Entry of BLOCKS: decoder cells of the Evolved Transformer.
-
-    Returns:
-      The kind.
-    """
-    return EvolvedDecoderKind(EvolvedDecoderBlock)

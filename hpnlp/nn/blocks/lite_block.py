@@ -18,8 +18,9 @@ from hpnlp.nn.block import Block, BlockConfig
 from hpnlp.nn.blocks import BlockKind, attention_size, check_no_carry
 from hpnlp.nn.layers import Initializer
 from hpnlp.nn.mixers import MIXERS
-from hpnlp.spec import Spec, build, did_you_mean
-from hpnlp.types import InputError, Projection
+from hpnlp.nn.mixers.convolution import MAX_WIDTH
+from hpnlp.spec import Spec, build
+from hpnlp.types import InputError, Projection, option
 
 
 class LiteBlock(Block):
@@ -53,13 +54,17 @@ class LiteBlock(Block):
 
 @dataclasses.dataclass(frozen=True)
 class LiteKind(BlockKind):
-    """Blocks of the Lite Transformer.
+    """Blocks of the Lite Transformer."""
 
-    Attributes:
-      convolution: Spec of the mixer of half of the features.
-    """
+    width: int = option(31, "Number of tokens of the convolution.", least=1, most=MAX_WIDTH)
+    conv: str = option(
+        "light", "light for a lightweight convolution, dynamic for a dynamic one.", among=("light", "dynamic")
+    )
 
-    convolution: Spec
+    @property
+    def convolution(self) -> Spec:
+        """Spec of the mixer of half of the features."""
+        return Spec(f"{self.conv}conv", (self.width,))
 
     def make(self, config: BlockConfig, out_init: Initializer, mixer: Spec, tensor_parallel: TensorParallel) -> Block:
         return LiteBlock(config, out_init, mixer, tensor_parallel, self.convolution, parent=None)
@@ -82,21 +87,3 @@ class LiteKind(BlockKind):
     def _mixing_size(self, config: BlockConfig, needs: Mapping[str, Projection]) -> int:
         (convolution,) = self.convolutions(config)
         return sum(attention_size(config, config.dim // 2, each) for each in (needs, convolution.needs))
-
-
-def lite(width: int = 31, conv: str = "light") -> LiteKind:
-    """Entry of BLOCKS: the Lite Transformer.
-
-    Args:
-      width: Number of tokens of the convolution.
-      conv: light for a lightweight convolution, dynamic for a dynamic one.
-
-    Returns:
-      The kind.
-
-    Raises:
-      InputError: An unknown convolution, or a width out of range.
-    """
-    if conv not in ("light", "dynamic"):
-        raise InputError(f"model.block=lite({width}, {conv}): {did_you_mean(conv, ('light', 'dynamic'))}")
-    return LiteKind(Spec({"light": "lightconv", "dynamic": "dynamicconv"}[conv], (width,)))

@@ -20,8 +20,10 @@ from hpnlp.ops import moe
 from hpnlp.ops.dropout import random_bits, seed_words
 from hpnlp.ops.moe import exchange
 from hpnlp.ops.moe.experts import IMPLEMENTATIONS, token_gates
-from hpnlp.spec import did_you_mean
-from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Statistics
+from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Statistics, option
+
+# Rule of capacity factors, of which 1 gives places for all tokens at equal loads, and 0 stands for no limit.
+NONE_OR_ONE = "0 for none, or at least 1", lambda capacity: capacity == 0 or capacity >= 1
 
 router_init: Initializer = nn.initializers.normal(0.02)
 
@@ -57,17 +59,6 @@ class ExpertLayer(FeedForward):
 
     Attributes:
       hidden: Columns F of each expert, `model.mlp_dim`.
-      experts: Number of experts E.
-      k: Experts per token.
-      kind: Entry of ACTIVATIONS, the kind of MLP.
-      shared: Number of experts that every token uses in addition to the k chosen ones, as one MLP of `shared` x F columns.
-      shared_gate: Multiply the result of the shared experts by the sigmoid of a linear function of the token (Qwen2-MoE).
-      impl: Implementation of the experts' products, see `ops.moe.expert_mlp`.
-      exchange_capacity: Where `plan.expert` divides the experts, a device sends each device at most this factor of the mean
-        number of assignments in training, and drops all others, which count as `dropped`. 0 for buffers that hold all
-        assignments, even if all tokens choose the experts of one device.
-      balance: Factor of `ops.moe.balance_loss`, which is then in the training loss as `balance_loss`.
-      z: Factor of `ops.moe.z_loss`, which is then in the training loss as `router_z_loss`.
 
     Raises:
       InputError: A number that does not fit.
@@ -75,15 +66,31 @@ class ExpertLayer(FeedForward):
     Cost: that of k + shared MLPs of F columns per token, and of an MLP of E columns for the router.
     """
 
-    experts: int = 8
-    k: int = 2
-    kind: str = "swiglu"
-    shared: int = 0
-    shared_gate: bool = False
-    impl: str = "auto"
-    exchange_capacity: float = 0.0
-    balance: float = 0.0
-    z: float = 0.0
+    experts: int = option(8, "Number of experts E.")
+    k: int = option(2, "Experts per token.")
+    kind: str = option("swiglu", "Kind of MLP, an entry of ACTIVATIONS.", among=ACTIVATIONS)
+    shared: int = option(
+        0,
+        "Number of experts that every token uses in addition to the k chosen ones, as one MLP of shared x F columns.",
+        least=0,
+    )
+    shared_gate: bool = option(
+        False, "Multiply the result of the shared experts by the sigmoid of a linear function of the token (Qwen2-MoE)."
+    )
+    impl: str = option(
+        "auto", "Implementation of the experts' products, see `ops.moe.expert_mlp`.", among=IMPLEMENTATIONS
+    )
+    exchange_capacity: float = option(
+        0.0,
+        "Where plan.expert divides the experts, a device sends each device at most this factor of the mean number of "
+        "assignments in training, and drops all others, which count as dropped. 0 for buffers that hold all assignments, even "
+        "if all tokens choose the experts of one device.",
+        rule=NONE_OR_ONE,
+    )
+    balance: float = option(
+        0.0, "Factor of `ops.moe.balance_loss`, which is then in the training loss as balance_loss.", least=0
+    )
+    z: float = option(0.0, "Factor of `ops.moe.z_loss`, which is then in the training loss as router_z_loss.", least=0)
 
     # Linear functions of a token with a result for each expert.
     router_matrices: ClassVar[int] = 1
@@ -121,8 +128,8 @@ class ExpertLayer(FeedForward):
         return used + self.router_matrices * self.experts * dim + self.shared_gate * dim
 
     def __post_init__(self) -> None:
-        self.check()
         super().__post_init__()
+        self.check()
 
     def check(self) -> None:
         """Checks the arguments.
@@ -133,22 +140,10 @@ class ExpertLayer(FeedForward):
         name = type(self).__name__
         if self.use_bias:
             raise InputError(f"model.mlp_bias=True: {name} has no biases: set model.mlp_bias=False")
-        if self.kind not in ACTIVATIONS:
-            raise InputError(f"kind={self.kind!r} of experts: {did_you_mean(self.kind, ACTIVATIONS)}")
-        if self.impl not in IMPLEMENTATIONS:
-            raise InputError(f"impl={self.impl!r} of experts: {did_you_mean(self.impl, IMPLEMENTATIONS)}")
         if not 1 <= self.k <= self.experts:
             raise InputError(
                 f"k={self.k} of {self.experts} experts: a token uses at least 1 and at most all experts: change k or experts"
             )
-        if self.exchange_capacity < 0.0 or 0.0 < self.exchange_capacity < 1.0:
-            raise InputError(
-                f"exchange_capacity={self.exchange_capacity}: expected at least 1, the mean number of assignments, or 0 for all"
-            )
-        if min(self.balance, self.z) < 0.0:
-            raise InputError(f"balance={self.balance}, z={self.z}: expected factors of losses of at least 0")
-        if self.shared < 0:
-            raise InputError(f"shared={self.shared}: expected a number of experts, 0 for none")
         if self.shared_gate and not self.shared:
             raise InputError("shared_gate=True has no effect without shared experts: set shared to at least 1")
 

@@ -10,24 +10,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from hpnlp.nn.feed_forward.experts import ExpertLayer, RoutedTokens, statistic_axes
+from hpnlp.nn.feed_forward.experts import NONE_OR_ONE, ExpertLayer, RoutedTokens, statistic_axes
 from hpnlp.nn.layers import buffer
 from hpnlp.ops import moe
 from hpnlp.ops.moe.routing import check_groups
-from hpnlp.types import InputError, MixerTraits, Statistics
+from hpnlp.types import InputError, MixerTraits, Statistics, option
 
 
 def check_k(layer: ExpertLayer, k: int) -> None:
     """Raises InputError if a router of a fixed number of experts per token is given another."""
     if layer.k != k:
         raise InputError(f"k={layer.k}: the router {type(layer).__name__} uses {k} per token: leave k out")
-
-
-def check_capacity(value: float, least: float = 1.0, name: str = "capacity") -> None:
-    """Raises InputError for a capacity factor below 1; 0 stands for none where `least` is 0."""
-    if value < least or 0.0 < value < 1.0:
-        none = ", or 0 for none" if least == 0.0 else ""
-        raise InputError(f"{name}={value}: expected at least 1, places for all tokens at equal loads{none}")
 
 
 def check_without_effect(reason: str, **values: float) -> None:
@@ -59,23 +52,24 @@ def limited(
 class TopK(ExpertLayer):
     """The k experts with the largest logits, without a capacity unless one is given.
 
-    Attributes:
-      gates: "softmax_k", over the chosen experts (Mixtral); "softmax", over all experts (OLMoE, Qwen2-MoE; with `normalize`
-        Qwen3-MoE, which equals "softmax_k"); or "sigmoid".
-      normalize: Divide the gates of a token by their sum.
-      scale: Factor of the gates.
-      capacity: An expert takes `ceil(capacity k n / E)` assignments of a document of n tokens, and drops the others; 0
-        for no limit. Decoding drops none.
-
     References: Shazeer et al. 2017, arXiv 1701.06538; Jiang et al. 2024, "Mixtral of experts", arXiv 2401.04088; Muennighoff et
     al. 2024, "OLMoE", arXiv 2409.02060.
     """
 
     balance: float = 0.01
-    gates: str = "softmax_k"
-    normalize: bool = False
-    scale: float = 1.0
-    capacity: float = 0.0
+    gates: str = option(
+        "softmax_k",
+        "softmax_k, over the chosen experts (Mixtral); softmax, over all experts (OLMoE, Qwen2-MoE; with normalize Qwen3-MoE, "
+        "which equals softmax_k); or sigmoid.",
+    )
+    normalize: bool = option(False, "Divide the gates of a token by their sum.")
+    scale: float = option(1.0, "Factor of the gates.")
+    capacity: float = option(
+        0.0,
+        "An expert takes ceil(capacity k n / E) assignments of a document of n tokens, and drops the others; 0 for no limit. "
+        "Decoding drops none.",
+        rule=NONE_OR_ONE,
+    )
 
     @property
     def traits(self) -> MixerTraits:
@@ -88,7 +82,6 @@ class TopK(ExpertLayer):
     def check(self) -> None:
         super().check()
         self.gate_rule().check(self.k)
-        check_capacity(self.capacity, least=0.0)
 
     def gate_rule(self) -> moe.Gates:
         """The definition of the gates."""
@@ -105,9 +98,6 @@ class TopK(ExpertLayer):
 class Switch(TopK):
     """One expert per token, with a capacity.
 
-    Attributes:
-      jitter: In training, the router reads the token times random numbers between 1 - jitter and 1 + jitter.
-
     References: Fedus et al. 2021, "Switch Transformers", arXiv 2101.03961.
     """
 
@@ -115,7 +105,12 @@ class Switch(TopK):
     kind: str = "relu"
     gates: str = "softmax"
     capacity: float = 1.25
-    jitter: float = 0.01
+    jitter: float = option(
+        0.01,
+        "In training, the router reads the token times random numbers between 1 - jitter and 1 + jitter.",
+        least=0,
+        below=1,
+    )
 
     @property
     def traits(self) -> MixerTraits:
@@ -124,8 +119,6 @@ class Switch(TopK):
     def check(self) -> None:
         super().check()
         check_k(self, 1)
-        if not 0.0 <= self.jitter < 1.0:
-            raise InputError(f"jitter={self.jitter}: expected at least 0 and less than 1")
 
     def route(self, tokens: RoutedTokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         if self.jitter and not tokens.inputs.deterministic:
@@ -139,23 +132,29 @@ class GShard(ExpertLayer):
 
     The gates are the probabilities of the two experts divided by their sum, also where the second is dropped.
 
-    Attributes:
-      capacity: In training, an expert takes `ceil(capacity k n / E)` assignments of a document of n tokens. The paper has
-        2 n / E places, which is capacity 1 here: the default has twice as many.
-      eval_capacity: Capacity in evaluation; 0 for the value of `capacity`.
-      threshold: The second expert is kept with the probability gate / threshold, at most 1; in evaluation always. A second
-        expert that is not kept takes no place; in algorithm 1 of the paper it takes one.
-      first_choices_first: The first choices of all tokens of a document get places before any second choice, as in the paper.
-        Then tokens depend on later ones, and language models refuse the layer.
-
     References: Lepikhin et al. 2020, "GShard", arXiv 2006.16668, algorithm 1.
     """
 
     balance: float = 0.01
-    capacity: float = 2.0
-    eval_capacity: float = 0.0
-    threshold: float = 0.5
-    first_choices_first: bool = False
+    capacity: float = option(
+        2.0,
+        "In training, an expert takes ceil(capacity k n / E) assignments of a document of n tokens. The paper has 2 n / E "
+        "places, which is capacity 1 here: the default has twice as many.",
+        least=1,
+    )
+    eval_capacity: float = option(0.0, "Capacity in evaluation; 0 for the value of capacity.", rule=NONE_OR_ONE)
+    threshold: float = option(
+        0.5,
+        "The second expert is kept with the probability gate / threshold, at most 1; in evaluation always. A second expert "
+        "that is not kept takes no place; in algorithm 1 of the paper it takes one.",
+        above=0,
+        most=1,
+    )
+    first_choices_first: bool = option(
+        False,
+        "The first choices of all tokens of a document get places before any second choice, as in the paper. Then tokens "
+        "depend on later ones, and language models refuse the layer.",
+    )
 
     @property
     def statistic_axes(self) -> Mapping[str, tuple[str | None, ...]]:
@@ -168,11 +167,6 @@ class GShard(ExpertLayer):
     def check(self) -> None:
         super().check()
         check_k(self, 2)
-        check_capacity(self.capacity)
-        if self.eval_capacity:
-            check_capacity(self.eval_capacity, name="eval_capacity")
-        if not 0.0 < self.threshold <= 1.0:
-            raise InputError(f"threshold={self.threshold}: expected more than 0 and at most 1")
 
     def route(self, tokens: RoutedTokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
         logits = self.linear(tokens.x)
@@ -212,15 +206,19 @@ class StMoE(GShard):
 class NoisyTopK(ExpertLayer):
     """The k experts with the largest logits after noise of a learned size, in training.
 
-    Attributes:
-      importance: Factor of `importance_loss`, the squared coefficient of variation of the experts' sums of gates.
-      load: Factor of `load_loss`, the same of the sums of the probabilities that a token chooses an expert.
-
     References: Shazeer et al. 2017, "Outrageously large neural networks", arXiv 1701.06538, sec. 4 and appendix A.
     """
 
-    importance: float = 0.1
-    load: float = 0.1
+    importance: float = option(
+        0.1,
+        "Factor of importance_loss, the squared coefficient of variation of the experts' sums of gates.",
+        least=0,
+    )
+    load: float = option(
+        0.1,
+        "Factor of load_loss, the same of the sums of the probabilities that a token chooses an expert.",
+        least=0,
+    )
 
     router_matrices: ClassVar[int] = 2
 
@@ -242,10 +240,6 @@ class NoisyTopK(ExpertLayer):
         if self.k == self.experts:
             raise InputError(
                 f"k={self.k} of {self.experts} experts: noise does not change the choice: set k below experts"
-            )
-        if min(self.importance, self.load) < 0.0:
-            raise InputError(
-                f"importance={self.importance}, load={self.load}: expected factors of losses of at least 0"
             )
 
     def route(self, tokens: RoutedTokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
@@ -274,13 +268,10 @@ class NoisyTopK(ExpertLayer):
 class ExpertChoice(ExpertLayer):
     """Each expert chooses the tokens of a sequence with the largest probabilities.
 
-    Attributes:
-      capacity: An expert takes `ceil(capacity k n / E)` of n tokens.
-
     References: Zhou et al. 2022, "Mixture-of-experts with expert choice routing", arXiv 2202.09368.
     """
 
-    capacity: float = 1.0
+    capacity: float = option(1.0, "An expert takes ceil(capacity k n / E) of n tokens.", least=1)
 
     @property
     def traits(self) -> MixerTraits:
@@ -288,7 +279,6 @@ class ExpertChoice(ExpertLayer):
 
     def check(self) -> None:
         super().check()
-        check_capacity(self.capacity)
         check_without_effect("all experts choose equally many tokens", balance=self.balance)
 
     def route(self, tokens: RoutedTokens) -> tuple[moe.Routing, dict[str, jax.Array]]:
@@ -303,22 +293,15 @@ class ExpertChoice(ExpertLayer):
 class BiasBalanced(ExpertLayer):
     """The k experts with the largest sums of a sigmoid score and a bias, which is moved towards equal loads.
 
-    Attributes:
-      scale: Factor of the gates, which are the scores divided by their sum.
-      rate: Change of a bias in each step.
-      groups: Number of groups of experts, a divisor of E.
-      kept_groups: Groups that a token uses, see `ops.moe.route`.
-      group_score: Score of a group, "best_two" (DeepSeek-V3) or "best" (DeepSeek-V2).
-
     References: DeepSeek-AI 2024, "DeepSeek-V3 technical report", arXiv 2412.19437, sec. 2.1.2; Wang et al. 2024,
     arXiv 2408.15664.
     """
 
-    scale: float = 1.0
-    rate: float = 0.001
-    groups: int = 1
-    kept_groups: int = 1
-    group_score: str = "best_two"
+    scale: float = option(1.0, "Factor of the gates, which are the scores divided by their sum.")
+    rate: float = option(0.001, "Change of a bias in each step.", least=0)
+    groups: int = option(1, "Number of groups of experts, a divisor of E.")
+    kept_groups: int = option(1, "Groups that a token uses, see `ops.moe.route`.")
+    group_score: str = option("best_two", "Score of a group, best_two (DeepSeek-V3) or best (DeepSeek-V2).")
 
     @property
     def needs_all_experts(self) -> str:
@@ -332,8 +315,6 @@ class BiasBalanced(ExpertLayer):
         super().check()
         self.gate_rule().check(self.k)
         check_groups(self.k, self.experts, self.groups, self.kept_groups, self.group_score)
-        if self.rate < 0.0:
-            raise InputError(f"rate={self.rate}: expected at least 0")
 
     def gate_rule(self) -> moe.Gates:
         """The definition of the gates."""
@@ -374,14 +355,11 @@ class BiasBalanced(ExpertLayer):
 class Hash(ExpertLayer):
     """Experts by a fixed hash of the token's id; the gates are 1 / k.
 
-    Attributes:
-      seed: Number of the hash function.
-
     References: Roller et al. 2021, "Hash layers for large sparse models", arXiv 2106.04426.
     """
 
     k: int = 1
-    seed: int = 0
+    seed: int = option(0, "Number of the hash function.")
 
     reads_tokens: ClassVar[bool] = True
     router_matrices: ClassVar[int] = 0

@@ -177,26 +177,19 @@ def exact_mixer(pattern: Callable[..., Mask | PerHead]) -> Callable[..., ExactMi
     Returns:
       A function with the arguments of `pattern`, and `soft_cap`, `scale`, `dropout` and `name`, that returns an ExactMixer.
     """
-    signature = inspect.signature(pattern)
-    module_parameters = inspect.signature(ExactMixer).parameters
-    further = [
-        module_parameters[name].replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for name in ("soft_cap", "scale", "dropout", "name")
-    ]
+    signature, further = inspect.signature(pattern), ("soft_cap", "scale", "dropout", "name")
 
     @functools.wraps(pattern)
-    def make_mixer(
-        *args: Any,
-        soft_cap: int | float | None = None,
-        scale: int | float | None = None,
-        dropout: float = 0.0,
-        name: str | None = None,
-        **kwargs: Any,
-    ) -> ExactMixer:
-        return ExactMixer(pattern(*args, **kwargs), dropout, soft_cap, scale, name=name)
+    def make_mixer(*args: Any, **kwargs: Any) -> ExactMixer:
+        options = {name: kwargs.pop(name) for name in further if name in kwargs}
+        return ExactMixer(pattern(*args, **kwargs), **options)
 
     # Spec strings are checked against the signature. `inspect` reads the attribute, which the type of functions lacks.
-    parameters = [*signature.parameters.values(), *further]
+    fields = inspect.signature(ExactMixer).parameters
+    parameters = [
+        *signature.parameters.values(),
+        *(fields[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in further),
+    ]
     make_mixer.__signature__ = signature.replace(  # pyright: ignore[reportAttributeAccessIssue]
         parameters=parameters, return_annotation=ExactMixer
     )

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.ops.softmax import zero_ignored_tokens
-from hpnlp.types import InputError, LossOut, WordStats
+from hpnlp.types import InputError, LossOut, WordStats, check_options
 
 
 class OutputLayer(nn.Module, kw_only=True):
@@ -38,6 +38,10 @@ class OutputLayer(nn.Module, kw_only=True):
     is_normalized: ClassVar[bool] = True
     # Meaning of the rows of the table: "words" by id, which the embedding can share; any other text; "" if there is no table.
     rows_are: ClassVar[str] = "words"
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        super().__post_init__()
 
     def loss(
         self,

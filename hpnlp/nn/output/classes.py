@@ -13,6 +13,7 @@ from hpnlp.nn.output.base import OutputLayer, required_counts, required_order
 from hpnlp.ops.softmax.structured import adaptive
 from hpnlp.ops.softmax.structured import class_based as ops
 from hpnlp.spec import lookup
+from hpnlp.types import option
 
 
 class AdaptiveOutput(OutputLayer):
@@ -22,10 +23,10 @@ class AdaptiveOutput(OutputLayer):
       The head for all tokens, and a tail for the tokens whose label it has.
     """
 
-    #: First ids of the tails, for ids sorted by falling frequency; empty for 1/16 and 1/4 of the vocabulary.
-    cutoffs: tuple[int, ...] = ()
-    #: Each tail is this many times narrower than the one before it.
-    div_value: int | float = 4
+    cutoffs: tuple[int, ...] = option(
+        (), "First ids of the tails, for ids sorted by falling frequency; empty for 1/16 and 1/4 of the vocabulary."
+    )
+    div_value: int | float = option(4, "Each tail is this many times narrower than the one before it.")
 
     rows_are: ClassVar[str] = ""
 
@@ -71,11 +72,12 @@ class ClassOutput(OutputLayer):
       The classes for all tokens, and for each token the words of its label's class.
     """
 
-    #: Number of classes; 0 for the square root of the vocabulary.
-    classes: int = 0
-    #: Entry of PARTITIONS: "size" for ranges of ids of equal size, "mass" for ranges of words sorted by frequency with equal
-    #: sums of square roots of counts, "similar" for such ranges of words sorted by similarity.
-    by: str = "size"
+    classes: int = option(0, "Number of classes; 0 for the square root of the vocabulary.")
+    by: str = option(
+        "size",
+        "size for ranges of ids of equal size, mass for ranges of words sorted by frequency with equal sums of square roots of "
+        "counts, similar for such ranges of words sorted by similarity.",
+    )
 
     rows_are: ClassVar[str] = "words in the order of their classes"
 
@@ -105,6 +107,6 @@ PARTITIONS = {
 
 
 def _equal_mass(layer: ClassOutput, count: int, similar: bool) -> ops.Classes:
-    option = "by='similar'" if similar else "by='mass'"
-    order = required_order(layer.stats, option, "by=mass") if similar else None
-    return ops.equal_mass_classes(required_counts(layer.stats, layer.vocab, option, "by=size"), count, order=order)
+    setting = "by='similar'" if similar else "by='mass'"
+    order = required_order(layer.stats, setting, "by=mass") if similar else None
+    return ops.equal_mass_classes(required_counts(layer.stats, layer.vocab, setting, "by=size"), count, order=order)

@@ -12,7 +12,12 @@ from hpnlp.nn.layers import Dense
 from hpnlp.nn.output.base import OutputLayer
 from hpnlp.ops.softmax import zero_ignored_tokens
 from hpnlp.ops.softmax.structured import binary_codes as ops
-from hpnlp.types import InputError, LossOut
+from hpnlp.types import InputError, LossOut, option
+
+_FREQUENT = (
+    "Number of words, those with the first ids, that have a softmax with one more entry for all others; 0 for none."
+)
+_OBJECTIVE = "Loss that is trained, see `code_nll`; the reported loss is normalized."
 
 
 class BinaryOutput(OutputLayer):
@@ -22,10 +27,14 @@ class BinaryOutput(OutputLayer):
       6 D operations a token for each of frequent + 1 outputs and each bit of the code.
     """
 
-    #: Number of words, those with the first ids, that have a softmax with one more entry for all other words; 0 for none.
-    frequent: int = 0
-    #: Loss that is trained, see `code_nll`; the reported loss is "normalized".
-    objective: str = "normalized"
+    frequent: int = option(
+        0,
+        "Number of words, those with the first ids, that have a softmax with one more entry for all others; 0 for none.",
+        least=0,
+    )
+    objective: str = option(
+        "normalized", "Loss that is trained, see `code_nll`; the reported loss is normalized.", among=ops.LOSSES
+    )
 
     rows_are: ClassVar[str] = ""
     # Whether the code is convolutional.

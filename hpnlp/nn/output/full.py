@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -14,7 +12,7 @@ from hpnlp.nn.layers import param
 from hpnlp.nn.output.base import OutputLayer
 from hpnlp.ops.softmax import linear_cross_entropy, logits, partial_cross_entropy
 from hpnlp.ops.weight import Weight
-from hpnlp.types import InputError, LossOut
+from hpnlp.types import LossOut, option
 
 
 class SoftmaxOutput(OutputLayer):
@@ -135,19 +133,19 @@ class SoftmaxOutput(OutputLayer):
 class FullOutput(SoftmaxOutput):
     """Exact softmax, with a bias of each word, capped logits and smoothed labels if wanted."""
 
-    #: Adds a learned bias to the score of each word.
-    use_bias: bool = False
-    #: Share of the target distribution that is spread evenly over all words in training (Szegedy et al. 2016). The reported
-    #: loss is -log p(label).
-    label_smoothing: int | float = 0.0
-    #: Logits become soft_cap * tanh(logit / soft_cap) (Gemma Team 2024, "Gemma 2"); None for no cap.
-    soft_cap: int | float | None = None
+    use_bias: bool = option(False, "Adds a learned bias to the score of each word.")
+    label_smoothing: int | float = option(
+        0.0,
+        "Share of the target distribution that is spread evenly over all words in training (Szegedy et al. 2016). The reported "
+        "loss is -log p(label).",
+        least=0,
+        below=1,
+    )
+    soft_cap: int | float | None = option(
+        None, 'Logits become soft_cap * tanh(logit / soft_cap) (Gemma Team 2024, "Gemma 2"); None for no cap.', above=0
+    )
 
     def setup(self) -> None:
-        if not 0 <= self.label_smoothing < 1:
-            raise InputError(f"label_smoothing={self.label_smoothing}: expected at least 0, and less than 1")
-        if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:
-            raise InputError(f"soft_cap={self.soft_cap}: expected a finite number over 0")
         if self.use_bias:
             self.word_bias = param(self, "bias", nn.initializers.zeros, (self.vocab,), (self.axis,))
 

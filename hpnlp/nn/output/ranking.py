@@ -17,7 +17,7 @@ from hpnlp.ops.softmax.proposals import Uniform, sample
 from hpnlp.ops.softmax.sampled_losses import scores
 from hpnlp.ops.softmax.vmf import vmf_loss
 from hpnlp.ops.table_rows import TableRows
-from hpnlp.types import InputError, LossOut
+from hpnlp.types import InputError, LossOut, option
 
 
 class RankingOutput(OutputLayer):
@@ -47,21 +47,18 @@ class MarginOutput(RankingOutput):
     `hpnlp.ops.softmax.margin.hardest` and `margin_loss` with its ids.
     """
 
-    #: Number of negatives.
-    hardest: int = 8
-    #: Number of words, drawn for each batch without repetition, among which the negatives are; 0 for all words, by exact
-    #: search, at the cost of the logits of a full softmax.
-    samples: int = 1024
-    #: Difference by which the label's score must exceed that of a negative.
-    margin: int | float = 1
+    hardest: int = option(8, "Number of negatives.", least=1)
+    samples: int = option(
+        1024,
+        "Number of words, drawn for each batch without repetition, among which the negatives are; 0 for all words, by exact "
+        "search, at the cost of the logits of a full softmax.",
+        least=0,
+    )
+    margin: int | float = option(1, "Difference by which the label's score must exceed that of a negative.")
 
     no_probabilities: ClassVar[str] = "a margin loss gives no probabilities, only a ranking: compare words by `top_k`"
 
     def setup(self) -> None:
-        if self.samples < 0:
-            raise InputError(f"samples={self.samples}: expected at least 1, or 0 for all words")
-        if self.hardest < 1:
-            raise InputError(f"hardest={self.hardest}: expected at least 1 negative")
         if 0 < self.samples < min(self.hardest, self.vocab):
             raise InputError(f"hardest={self.hardest} of samples={self.samples}: lower hardest, or raise samples")
         if self.vocab == 1:
@@ -107,10 +104,8 @@ class VMFOutput(RankingOutput):
       6 D^2 operations a token, for any vocabulary.
     """
 
-    #: See `vmf_loss`.
-    norm_penalty: int | float = 0
-    #: See `vmf_loss`.
-    product_scale: int | float = 1
+    norm_penalty: int | float = option(0, "See `vmf_loss`.")
+    product_scale: int | float = option(1, "See `vmf_loss`.")
 
     no_probabilities: ClassVar[str] = (
         "vmf gives a density over directions, no probabilities of words: compare losses by `log_density`, words by `top_k`"

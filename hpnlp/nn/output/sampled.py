@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -21,7 +20,7 @@ from hpnlp.ops.softmax import sampled_losses as ops
 from hpnlp.ops.softmax import zero_ignored_tokens
 from hpnlp.ops.softmax.proposals import LogUniform, Sampler, Samples, Uniform, sample, unigram
 from hpnlp.spec import lookup
-from hpnlp.types import InputError, LossOut, WordStats
+from hpnlp.types import InputError, LossOut, WordStats, option
 
 # name -> (vocab, stats, power) -> proposal distribution
 SAMPLERS: dict[str, Callable[[int, WordStats | None, float], Sampler]] = {
@@ -41,16 +40,14 @@ class _Sampling(SoftmaxOutput):
       per_token and unique, drawing takes V numbers for each token.
     """
 
-    #: S, the number of samples.
-    samples: int = 1024
-    #: Entry of SAMPLERS: "uniform"; "log_uniform" for ids sorted by falling frequency; "unigram" for the counts of the words.
-    sampler: str = "log_uniform"
-    #: Power of the counts, for "unigram".
-    power: float = 0.75
-    #: Draws samples for each token, in place of samples that the batch shares.
-    per_token: bool = False
-    #: Draws without repetition.
-    unique: bool = False
+    samples: int = option(1024, "Number of samples S.")
+    sampler: str = option(
+        "log_uniform",
+        "uniform; log_uniform for ids sorted by falling frequency; or unigram for the counts of the words.",
+    )
+    power: float = option(0.75, "Power of the counts, for unigram.")
+    per_token: bool = option(False, "Draws samples for each token, in place of samples that the batch shares.")
+    unique: bool = option(False, "Draws without repetition.")
 
     def loss(
         self,
@@ -94,8 +91,7 @@ class SampledOutput(_Sampling):
     """Sampled softmax: see `hpnlp.ops.softmax.sampled_losses.sampled_softmax`."""
 
     unique: bool = True
-    #: Corrects the score of the label too, as TensorFlow does.
-    correct_label: bool = False
+    correct_label: bool = option(False, "Corrects the score of the label too, as TensorFlow does.")
 
     def _losses(
         self, h: Array, target: Array, noise: Array, samples: Samples, labels: Array, weights: Array
@@ -107,10 +103,8 @@ class SampledOutput(_Sampling):
 class ImportanceOutput(_Sampling):
     """Importance sampling: see `hpnlp.ops.softmax.sampled_losses.importance_sampling`. Reports the effective sample size."""
 
-    #: Effective sample size at which no more samples are used; 0 to use all.
-    effective: float = 0.0
-    #: Samples that are added at a time until `effective` is reached.
-    block: int = 128
+    effective: float = option(0.0, "Effective sample size at which no more samples are used; 0 to use all.")
+    block: int = option(128, "Samples that are added at a time until `effective` is reached.")
 
     def _losses(
         self, h: Array, target: Array, noise: Array, samples: Samples, labels: Array, weights: Array
@@ -138,12 +132,13 @@ class NCEOutput(_Sampling):
     square of an estimate of log Z.
     """
 
-    #: "fixed" for Z = 1, "learned" for a parameter that is subtracted from all scores.
-    partition: str = "fixed"
+    partition: str = option(
+        "fixed",
+        "fixed for Z = 1, learned for a parameter that is subtracted from all scores.",
+        among=("fixed", "learned"),
+    )
 
     def setup(self) -> None:
-        if self.partition not in ("fixed", "learned"):
-            raise InputError(f"partition={self.partition!r}: expected 'fixed' or 'learned'")
         self.word_bias = param(self, "bias", self._init_bias, (self.vocab,), (self.axis,))
         self.log_z = self.param("log_z", nn.initializers.zeros, (), jnp.float32) if self.partition == "learned" else 0.0
 
@@ -172,8 +167,9 @@ class NegativeSamplingOutput(RankingOutput, _Sampling):
     """Negative sampling, whose scores are no probabilities: see `hpnlp.ops.softmax.sampled_losses.negative_sampling`."""
 
     samples: int = 64
-    #: Number of noise words that the samples of a token count as; 0 for as many as there are.
-    negatives: float = 0.0
+    negatives: float = option(
+        0.0, "Number of noise words that the samples of a token count as; 0 for as many as there are.", least=0
+    )
 
     no_probabilities: ClassVar[str] = (
         "negative sampling gives no probabilities: its scores tend to log(p / (S q)), whose sum is unknown; compare words by "
@@ -198,8 +194,4 @@ class NegativeSamplingOutput(RankingOutput, _Sampling):
         self, h: Array, target: Array, noise: Array, samples: Samples, labels: Array, weights: Array
     ) -> tuple[Array, dict[str, Array]]:
         self._check_repetition()
-        if not 0 <= self.negatives < math.inf:
-            raise InputError(
-                f"negatives={self.negatives}: expected a positive number, or 0 for samples={self.samples} of them"
-            )
         return ops.negative_sampling(*ops.scores(h, target, noise), negatives=float(self.negatives) or None), {}

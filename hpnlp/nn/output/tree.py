@@ -12,7 +12,7 @@ from hpnlp.nn.output.base import OutputLayer, required_counts, required_order
 from hpnlp.ops.softmax.structured import hierarchical as ops
 from hpnlp.ops.table_rows import TableRows
 from hpnlp.spec import lookup
-from hpnlp.types import WordStats
+from hpnlp.types import WordStats, option
 
 
 class HierarchicalOutput(OutputLayer):
@@ -25,9 +25,11 @@ class HierarchicalOutput(OutputLayer):
       on the table.
     """
 
-    #: Entry of TREES: "huffman" from the counts; "similar" with Huffman's depths, but similar words share nodes; "balanced" in
-    #: the order of the ids.
-    tree: str = "huffman"
+    tree: str = option(
+        "huffman",
+        "huffman from the counts; similar with Huffman's depths, but similar words share nodes; balanced in the order of the "
+        "ids.",
+    )
 
     rows_are: ClassVar[str] = "nodes"
 
@@ -67,9 +69,9 @@ class HierarchicalOutput(OutputLayer):
 # Cached, because building takes seconds for hundreds of thousands of words, and a model is traced several times.
 @functools.lru_cache(maxsize=2)
 def _huffman(stats: WordStats | None, vocab: int, similar: bool) -> ops.Tree:
-    option = "tree='similar'" if similar else "tree='huffman'"
-    order = required_order(stats, option, "tree=huffman") if similar else None
-    return ops.huffman_tree(required_counts(stats, vocab, option, "tree=balanced"), order)
+    setting = "tree='similar'" if similar else "tree='huffman'"
+    order = required_order(stats, setting, "tree=huffman") if similar else None
+    return ops.huffman_tree(required_counts(stats, vocab, setting, "tree=balanced"), order)
 
 
 # name -> layer -> tree

@@ -10,7 +10,7 @@ from hpnlp.models.huggingface.architectures.bert import MASKED, with_classes
 from hpnlp.models.huggingface.config_values import checked_value, unsupported
 from hpnlp.models.huggingface.family import Family, ModelConfig
 from hpnlp.nn.blocks import block_kind
-from hpnlp.nn.blocks.bottleneck_block import MAX_NETWORKS, BottleneckKind, bottleneck
+from hpnlp.nn.blocks.bottleneck_block import MAX_NETWORKS, BottleneckKind
 from hpnlp.types import InputError
 
 # normalization_type -> `model.norm`.
@@ -88,7 +88,7 @@ def block_json(config: ModelConfig) -> dict[str, Any]:
       Values of config.json. Settings that the family lacks are changed.
     """
     kind = block_kind(config.block)
-    kind = kind if isinstance(kind, BottleneckKind) else bottleneck()
+    kind = kind if isinstance(kind, BottleneckKind) else BottleneckKind()
     return {
         "intra_bottleneck_size": kind.width,
         "num_feedforward_networks": kind.networks,
