@@ -17,7 +17,7 @@ from hpnlp.types import InputError
 
 
 class Goal(enum.StrEnum):
-    """What is to become less."""
+    """A quantity that is to become less."""
 
     LATENCY = "latency"
     TRAINING = "training"
@@ -26,7 +26,7 @@ class Goal(enum.StrEnum):
 
 
 class Needs(enum.StrEnum):
-    """What a technique needs before its quality can be judged."""
+    """The work before the quality of a technique can be judged."""
 
     NOTHING = "nothing"
     BATCHES = "training batches"
@@ -46,7 +46,7 @@ class Technique:
       group: Heading in tables.
       goals: What becomes less, if it works.
       needs: What it needs.
-      parts: Parts of the model whose time it can shorten, entries of `cost.parts.PARTS`; () if it changes the whole program,
+      shortens: Parts of the model whose time it can shorten, entries of `cost.parts.PARTS`; () if it changes the whole program,
         as a dtype does.
       changes: Fields of the config -> values; of a technique without a recipe.
       page: Page of the documentation, within docs/guide.
@@ -56,7 +56,7 @@ class Technique:
     group: str
     goals: tuple[Goal, ...]
     needs: Needs
-    parts: tuple[str, ...] = ()
+    shortens: tuple[str, ...] = ()
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     page: str = ""
 
@@ -102,7 +102,7 @@ class Technique:
         Returns:
           The factor if the parts of the technique take no time; None for a technique that changes the whole program.
         """
-        return traced.bound(*self.parts) if self.parts else None
+        return traced.bound(*self.shortens) if self.shortens else None
 
     def command(self, workdir: str | Path) -> str:
         """The command that applies the technique to a run by hand.

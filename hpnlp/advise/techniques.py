@@ -73,14 +73,14 @@ def _formats() -> Iterator[Technique]:
 def _removed(layers: int) -> Iterator[Technique]:
     """Units that are removed from a trained model, mostly followed by training."""
     goals = (Goal.LATENCY, Goal.MEMORY, Goal.DISK)
-    parts = ("projections", "mixing", "feed_forward", "norms")
+    shortened = ("projections", "mixing", "feed_forward", "norms")
     yield Technique(
-        f"layers({max(1, layers // 2)})", "Fewer units", goals, Needs.TRAINING, parts, page="compression.md"
+        f"layers({max(1, layers // 2)})", "Fewer units", goals, Needs.TRAINING, shortened, page="compression.md"
     )
     for name in COMPRESSORS:
-        examples, parts = REMOVED.get(name, ((), ()))
+        examples, shortened = REMOVED.get(name, ((), ()))
         for recipe in examples:
-            yield Technique(recipe, "Fewer units", goals, Needs.TRAINING, parts, page="compression.md")
+            yield Technique(recipe, "Fewer units", goals, Needs.TRAINING, shortened, page="compression.md")
 
 
 def _mixers() -> Iterator[Technique]:

@@ -90,9 +90,9 @@ def _listing(listed: Sequence[Technique], bounds: Mapping[str, str]) -> str:
     lines, group = [], ""
     alike: dict[tuple[str, ...], list[str]] = {}
     for t in listed:
-        parts = f"changes {', '.join(map(label, t.parts)) or 'the whole program'}"
+        changed = f"changes {', '.join(map(label, t.shortens)) or 'the whole program'}"
         bound = f"{bounds[t.name]} times faster at most" if t.name in bounds else ""
-        facts = (f"less {', '.join(t.goals)}", f"needs {t.needs}", parts, bound, f"docs/guide/{t.page}")
+        facts = (f"less {', '.join(t.goals)}", f"needs {t.needs}", changed, bound, f"docs/guide/{t.page}")
         alike.setdefault((t.group, *filter(None, facts)), []).append(t.name)
     for (name, *facts), names in alike.items():
         if name != group:

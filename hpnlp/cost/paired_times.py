@@ -24,7 +24,7 @@ WARM = 0.2  # two calls that differ by less are warm
 
 
 class Verdict(enum.StrEnum):
-    """What a comparison shows about the time of a program."""
+    """Result of a comparison of a program with the baseline."""
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -96,8 +96,8 @@ class PairedTimes:
     def _log_ratios(self, value: Callable[[Usage], float]) -> list[float]:
         least = 1e-12  # the clock of CPU time has steps
         logs = [[math.log(max(value(usage), least)) for usage in pair] for pair in self.baseline]
-        own = [math.log(max(value(usage), least)) for usage in self.program]
-        return [a - statistics.fmean(pair) for a, pair in zip(own, logs, strict=True)]
+        times = [math.log(max(value(usage), least)) for usage in self.program]
+        return [a - statistics.fmean(pair) for a, pair in zip(times, logs, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,22 +248,22 @@ def compare_times(
         functions = {"": baseline} | {name: programs[name] for name in group}
         calls = {name: _warm_calls(function, min_seconds, use) for name, function in functions.items()}
         times: dict[str, list[Usage]] = {name: [] for name in group}
-        own: list[tuple[Usage, Usage]] = []
+        ends: list[tuple[Usage, Usage]] = []
         active, begun = group, time.monotonic()
         for number in range(1, rounds + 1):
             order = active if number % 2 else active[::-1]
             first = measured("")
             for name in order:
                 times[name].append(measured(name))
-            own.append((first, measured("")))
+            ends.append((first, measured("")))
             if number in LOOKS:
-                active = [name for name in active if _paired(times[name], own).wall.verdict is Verdict.UNRESOLVED]
+                active = [name for name in active if _paired(times[name], ends).wall.verdict is Verdict.UNRESOLVED]
                 if (group and not active) or time.monotonic() - begun > seconds:
                     break
-            if number == LOOKS[1] and _half_width(own) > NOISY:
+            if number == LOOKS[1] and _half_width(ends) > NOISY:
                 calls = {name: 2 * count for name, count in calls.items()}
-        results |= {name: _paired(times[name], own) for name in group}
-        pairs += own
+        results |= {name: _paired(times[name], ends) for name in group}
+        pairs += ends
     equal = ratio([math.log(second.wall / first.wall) for first, second in pairs])
     return Comparison(results, statistics.median(usage.wall for pair in pairs for usage in pair), equal)
 

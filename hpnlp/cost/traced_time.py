@@ -62,16 +62,16 @@ class TracedTime:
         """Share of the time in which operations were recorded."""
         return 1 - self.idle / self.total if self.total else 0.0
 
-    def bound(self, *parts: str) -> float:
+    def bound(self, *names: str) -> float:
         """Largest factor by which a call becomes faster if some parts take no time.
 
         Args:
-          *parts: Parts of `seconds`.
+          *names: Parts of `seconds`.
 
         Returns:
           The factor, of 1 or more.
         """
-        saved = sum(seconds for names, seconds in self.together.items() if set(names.split("+")) <= set(parts))
+        saved = sum(seconds for key, seconds in self.together.items() if set(key.split("+")) <= set(names))
         return self.total / (self.total - saved) if saved < self.total else float("inf")
 
 
@@ -137,12 +137,12 @@ def exclusive(spans: Iterable[Span]) -> list[Span]:
     return [span for span in result if span.end < float("inf")]
 
 
-def divide(threads: Sequence[Sequence[Span]], parts: Mapping[str, str], calls: int = 1) -> TracedTime:
+def divide(threads: Sequence[Sequence[Span]], part_of: Mapping[str, str], calls: int = 1) -> TracedTime:
     """Divides the time of a trace among parts.
 
     Args:
-      threads: Spans of each thread or stream; operations that `parts` lacks are left out.
-      parts: Result of `operation_parts`.
+      threads: Spans of each thread or stream; operations that `part_of` lacks are left out.
+      part_of: Result of `operation_parts`.
       calls: Number of calls in the trace.
 
     Returns:
@@ -150,8 +150,8 @@ def divide(threads: Sequence[Sequence[Span]], parts: Mapping[str, str], calls: i
     """
     edges: list[tuple[float, int, str]] = []
     for spans in threads:
-        for span in exclusive(span for span in spans if span.operation in parts):
-            part = parts[span.operation]
+        for span in exclusive(span for span in spans if span.operation in part_of):
+            part = part_of[span.operation]
             edges += [(span.begin, 1, part), (span.end, -1, part)]
     edges.sort()
     seconds: dict[str, float] = collections.defaultdict(float)

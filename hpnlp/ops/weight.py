@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -127,7 +127,7 @@ class Weight(abc.ABC):
         return as_arrays(self).take(as_arrays(ids))
 
 
-def is_weight(node: object) -> TypeGuard[Weight]:
+def is_weight(node: object) -> bool:
     """Whether a node of a tree of parameters is a Weight.
 
     Returns:

@@ -25,7 +25,7 @@ def test_every_entry_of_the_tables_is_a_technique():
     listed = techniques()
     names = [t.name for t in listed]
     assert len(set(names)) == len(names)
-    assert all(set(t.parts) <= set(PARTS) and t.goals and set(t.goals) <= set(Goal) for t in listed)
+    assert all(set(t.shortens) <= set(PARTS) and t.goals and set(t.goals) <= set(Goal) for t in listed)
     recipes = {parse_one(t.name, "recipe").name for t in listed if t.is_recipe}
     assert recipes == set(COMPRESSORS) and all(parse_recipe(t.name) for t in listed if t.is_recipe)
     for field, table in (("model.mixer", MIXERS), ("model.output", OUTPUTS), ("optimizer.name", OPTIMIZERS)):

@@ -256,7 +256,10 @@ REFUSALS = {
     "learned positions": (lambda: language_model(model__position="learned"), "model.position='learned' ends"),
     "masked": (lambda: TASKS["masked_lm"].data_config(order="stream", packing="concat"), "data.order='stream' is for"),
     "encoder": (lambda: EncoderConfig(**SIZES, mixer="segment_memory"), "EncoderConfig does not keep: choose another"),
-    "seq2seq": (lambda: Seq2SeqModelConfig(**SIZES, mixer="segment_memory"), "DecoderConfig does not keep: choose another"),
+    "seq2seq": (
+        lambda: Seq2SeqModelConfig(**SIZES, mixer="segment_memory"),
+        "DecoderConfig does not keep: choose another",
+    ),
     "reversible": (lambda: dataclasses.replace(MODEL, residual="reversible"), "set model.residual='plain'"),
     "pipeline": (lambda: trainer_of(Plan("pipeline"), 3, "segment_memory(5)"), "plan.pipeline=3: model.mixer=.*set"),
     "sequence": (lambda: trainer_of(Plan("sequence"), 2), "plan.sequence=2: model.mixer=.*set plan.sequence=1"),

@@ -18,13 +18,13 @@ def plot_shares(bars: Mapping[str, Mapping[str, float]], title: str, path: Path)
     from matplotlib.figure import Figure  # without pyplot, which would change a notebook's backend
 
     bars = {name: shares for name, shares in bars.items() if shares}
-    parts = list(dict.fromkeys(part for shares in bars.values() for part in shares))
+    labels = list(dict.fromkeys(part for shares in bars.values() for part in shares))
     figure = Figure(figsize=(9, 1.5 + 0.6 * len(bars)), layout="constrained")
     axes = figure.subplots()
     for row, shares in enumerate(bars.values()):
         left = 0.0
         for part, share in shares.items():
-            colour = "0.75" if part == "not attributed" else colormaps["tab10"](parts.index(part) % 10)
+            colour = "0.75" if part == "not attributed" else colormaps["tab10"](labels.index(part) % 10)
             name = part if row == 0 else None
             axes.barh(row, share, left=left, color=colour, alpha=0.85, edgecolor="white", label=name)
             if share >= 0.04:

@@ -34,9 +34,9 @@ from hpnlp.types import InputError
 FILE, CHART = "profile_{program}.json", "profile_{program}.png"
 TRAINING, LOSS = "training", "loss"
 PROGRAMS = {TRAINING: "a training step", LOSS: "the loss of a batch"}
-# Of XLA. Command buffers of a GPU hide operations from the profiler.
+# Options of XLA: command buffers of a GPU hide operations from the profiler.
 GPU_OPTIONS = {"xla_gpu_enable_command_buffer": ""}
-LEAST_COVERAGE = 0.85  # of the time in operations; below, shares are those of the recorded time only
+LEAST_COVERAGE = 0.85  # share of the time in operations; below, shares are those of the recorded time only
 DATA_BATCHES = 16
 ROUNDS = 7
 SLOW_TRACE = 1.2  # a traced call that takes this much longer gives shares only
@@ -44,7 +44,7 @@ SLOW_TRACE = 1.2  # a traced call that takes this much longer gives shares only
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What is profiled.
+    """Program of a profile.
 
     Attributes:
       program: TRAINING for a step of the run's optimizer, or LOSS for the forward pass.
@@ -99,7 +99,7 @@ class Profile:
         """Share of a part of the time of a traced call."""
         return self.traced.seconds.get(part, 0.0) / self.traced.total
 
-    def parts(self) -> list[str]:
+    def model_parts(self) -> list[str]:
         """The parts that take time, the largest first, with OTHER and COPIES at the end."""
         named = sorted((name for name in self.traced.seconds if name in PARTS), key=self.share, reverse=True)
         return named + [name for name in (OTHER, COPIES) if name in self.traced.seconds]
@@ -245,7 +245,7 @@ def render(profile: Profile) -> str:
     header = ["part", "ms", "share", "at most faster", "FLOPs", "GFLOP/s", "least ms"]
     rows = [header, ["---", *["---:"] * (len(header) - 1)]]
     total = sum((profile.flops or {}).values())
-    for part in profile.parts():
+    for part in profile.model_parts():
         seconds, work = profile.share(part) * profile.median, (profile.flops or {}).get(part, 0.0)
         bound = f"{traced.bound(part):.2f}" if part in PARTS else ""
         flops = [f"{100 * work / total:.0f} %", f"{work / seconds / 1e9:.0f}"] if work else ["", ""]
@@ -303,7 +303,7 @@ def write(profile: Profile, directory: Path) -> list[Path]:
     content = dataclasses.asdict(profile) | {"median": profile.median, "coverage": profile.traced.coverage}
     file, chart = (directory / name.format(program=profile.program) for name in (FILE, CHART))
     replace_text(file, json.dumps(content, indent=1) + "\n")
-    names = {part: part if part == COPIES else label(part) for part in profile.parts()}
+    names = {part: part if part == COPIES else label(part) for part in profile.model_parts()}
     shares = {names[part]: profile.share(part) for part in names}
     shares["not attributed"] = profile.traced.idle / profile.traced.total
     total = sum((profile.flops or {}).values())
