@@ -20,6 +20,12 @@ def test_source_files_are_at_most_500_lines():
     assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
 
 
+def test_public_class_names_occur_once():
+    trees = [ast.parse((ROOT / name).read_text("utf-8")) for name in NAMES]
+    classes = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    assert [name for name in sorted(set(classes)) if classes.count(name) > 1 and not name.startswith("_")] == []
+
+
 def test_files_of_oracles_hold_no_other_tests():
     """conftest.py skips the import of these files if no oracles run."""
     names = [

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from absl import flags
 from jaxtyping import PyTree
@@ -198,10 +198,10 @@ def _to_checkpoint(source: Path, target: Path, step: int | None) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         # Raises before anything is written to the target.
         is_copied = exported_tokenizer.write(run, kind, source, scratch)
-        ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
-        options: dict[str, Any] = {"dtype": cli.FLAGS.dtype, "labels": labels, "progress": reading_progress(), **ids}
-        options["seq_len"] = run.config.data.seq_len
-        convert.save(model, dense_tree(run.params), target, **options)
+        ids = tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id
+        texts = convert.TextSettings(*ids, labels, run.config.data.seq_len)
+        params, progress = dense_tree(run.params), reading_progress()
+        convert.save(model, params, target, dtype=cli.FLAGS.dtype, texts=texts, progress=progress)
         _copy(Path(scratch), target, TOKENIZER)
     convert.check_readable(target)
     if labels is not None and model.output:  # a dual encoder's classifier is left out

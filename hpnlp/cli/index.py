@@ -171,7 +171,7 @@ def _build_texts(
         ((example.place, example.text) for example in _examples(names, kind, sources.LeftOut())),
         source,
         out,
-        *shard,
+        shard,
         batch_size=cli.FLAGS.batch_size,
         report_bad=lambda place: without_tokens.add("without tokens", place),
         report_done=lambda done, total: progress("encoding", done, total),

@@ -51,7 +51,7 @@ def checkpoint(tmp_path_factory):
     )
     params = jax.device_get(drawn_params(LM(config), 1.0))
     ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
-    convert.save(config, params, directory, **ids)
+    convert.save(config, params, directory, texts=convert.TextSettings(**ids))
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     return directory
@@ -69,7 +69,7 @@ def test_buffers_are_converted_both_ways(checkpoint, tmp_path):
     """Those of routers, which choose experts by a bias."""
     fields = {"mlp": "bias_balanced(4,2,shared=1)", "qk_norm": True, "form": "block(mlp='swiglu'),block", "tied": False}
     config, weights = make(dim=8, vocab=272, max_len=32, **fields)
-    convert.save(config, weights, tmp_path / "a", eos_id=5)
+    convert.save(config, weights, tmp_path / "a", texts=convert.TextSettings(eos_id=5))
     for name in ("tokenizer.json", "generation_config.json"):
         shutil.copy(checkpoint / name, tmp_path / "a")
     run(from_=tmp_path / "a", to=tmp_path / "run")
@@ -111,7 +111,7 @@ def test_classifiers_keep_the_names_of_their_classes(task, heads, checkpoint, tm
     model = Encoder(config)
     params = jax.device_get(drawn_params(model, 0.5))
     ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
-    convert.save(config, params, source, labels=("no", "yes"), **ids)
+    convert.save(config, params, source, texts=convert.TextSettings(**ids, labels=("no", "yes")))
     tokenizer.save(str(source / "tokenizer.json"))
     run(from_=source, to=tmp_path / "run")
     values = load_config(tmp_path / "run")

@@ -444,7 +444,7 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
         (lambda c, z, k: binary_codes.hybrid_sample(c, z, CODE, k, temperature=0.5), (x(N, 4), x(N, 3), KEY)),
     ),
     "softmax.structured.grouped_softmax.grouped_nll": (
-        (lambda *a: grouped_softmax.grouped_nll(*a, block=2, width=2), GROUPED),
+        (lambda *a: grouped_softmax.grouped_nll(*a, tile=grouped_softmax.TileShape(2, 2)), GROUPED),
     ),
     "softmax.structured.grouped_softmax.known_labels": ((lambda y: grouped_softmax.known_labels(y, N, V), (LABELS,)),),
     "softmax.structured.grouped_softmax.merge_top_k": ((grouped_softmax.merge_top_k, (x(2), ids(2), x(3), ids(3))),),

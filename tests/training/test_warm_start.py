@@ -59,7 +59,9 @@ def checkpoint(tmp_path_factory):
     tokenizer = tokenizers.build("bpe(270)", [b"the quick brown fox, the lazy dog\n" * 20])
     config = LMConfig(dim=16, heads=2, layers=2, mlp_dim=32, vocab=272, max_len=32)
     params = jax.device_get(drawn_params(LM(config), 0.3))
-    convert.save(config, params, directory, bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id)
+    convert.save(
+        config, params, directory, texts=convert.TextSettings(bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id)
+    )
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory
 

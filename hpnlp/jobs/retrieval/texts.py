@@ -33,8 +33,7 @@ def build_shard(
     texts: Iterable[tuple[str, Example]],
     source: tuple[int, str],
     out: str | Path,
-    shard: int = 0,
-    shards: int = 1,
+    part: tuple[int, int] = (0, 1),
     batch_size: int = 64,
     report_bad: Callable[[str], None] = lambda place: None,
     report_done: Callable[[int, int], None] = lambda done, total: None,
@@ -46,8 +45,7 @@ def build_shard(
       texts: Places, for messages, and texts of all shards.
       source: Result of `texts_digest` of these texts.
       out: Directory of the shard, see `datastore.prepare_directory`.
-      shard: Number of the shard, from 0.
-      shards: Number of shards.
+      part: `(number of the shard from 0, number of shards)`.
       batch_size: Largest number of texts of a batch.
       report_bad: Called with the place of a text without tokens, whose vector is zeros.
       report_done: Called with the number of texts that are written and that of the shard.
@@ -58,7 +56,7 @@ def build_shard(
     Raises:
       InputError: There are no texts, or fewer than shards, the model has no vectors, or the directory cannot be written.
     """
-    total, digest = source
+    (total, digest), (shard, shards) = source, part
     if not total:
         raise InputError("there are no texts to encode: name a file with texts")
     if shards > total:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,7 +38,7 @@ from hpnlp.models.huggingface.checkpoint_files import (
     write_json,
 )
 from hpnlp.models.huggingface.families import FAMILIES, class_names, config_fields, config_json, find_family
-from hpnlp.models.huggingface.family import Family, ModelConfig
+from hpnlp.models.huggingface.family import Family, ModelConfig, TextSettings
 from hpnlp.models.huggingface.rope_scaling import rope_remarks
 from hpnlp.models.pairs.dual_encoder import DualEncoderConfig
 from hpnlp.models.variables import BUFFERS
@@ -246,11 +246,7 @@ def save(
     directory: str | Path,
     *,
     dtype: str = "float32",
-    bos_id: int | None = None,
-    eos_id: int | None = None,
-    pad_id: int | None = None,
-    labels: Sequence[str] | None = None,
-    seq_len: int = 0,
+    texts: TextSettings = TextSettings(),  # noqa: B008  (frozen)
     shard_bytes: int = 5 * 2**30,
     progress: Progress = ignore_progress,
 ) -> None:
@@ -263,12 +259,7 @@ def save(
       params: Weights of the model, numpy or jax arrays.
       directory: Created if it is missing; must not hold a checkpoint.
       dtype: Entry of DTYPES in which the tensors are stored.
-      bos_id: Id of bos in the tokenizer, for `generate` of transformers.
-      eos_id: Id of eos in the tokenizer, for `generate` of transformers.
-      pad_id: Id of padding in the tokenizer, from which RoBERTa counts positions: the table of positions is written with as
-          many rows before the first position.
-      labels: Names of the classes, for a model with classes.
-      seq_len: Largest number of tokens of a text of a dual encoder; 0 for max_len.
+      texts: Special ids, labels and the length of texts.
       shard_bytes: A larger model is split into files of at most this size, or of one tensor.
       progress: Called with bytes of tensors.
 
@@ -280,18 +271,18 @@ def save(
     """
     import_safetensors("numpy")
     directory = Path(directory)
-    raw, flat = config_json(config, labels), {path: np.asarray(leaf) for path, leaf in _flatten(params).items()}
+    raw, flat = config_json(config, texts.labels), {path: np.asarray(leaf) for path, leaf in _flatten(params).items()}
     family = find_family(raw, CONFIG)
-    if family.pads_before_positions and pad_id is not None:
-        if pad_id in (bos_id, eos_id):
+    if family.pads_before_positions and texts.pad_id is not None:
+        if texts.pad_id in (texts.bos_id, texts.eos_id):
             raise InputError(
-                f"the tokenizer pads with the id {pad_id}, which is also that of bos or eos, and {family.model_type} gives "
-                "padding no position: add a pad_token of its own to the tokenizer"
+                f"the tokenizer pads with the id {texts.pad_id}, which is also that of bos or eos, and {family.model_type} "
+                "gives padding no position: add a pad_token of its own to the tokenizer"
             )
-        config, flat = _with_rows_before_positions(family, config, flat, pad_id + 1)
-        raw = config_json(config, labels)
-    raw |= {"dtype": dtype, "bos_token_id": bos_id, "eos_token_id": eos_id}
-    raw |= {} if pad_id is None else {"pad_token_id": pad_id}
+        config, flat = _with_rows_before_positions(family, config, flat, texts.pad_id + 1)
+        raw = config_json(config, texts.labels)
+    raw |= {"dtype": dtype, "bos_token_id": texts.bos_id, "eos_token_id": texts.eos_id}
+    raw |= {} if texts.pad_id is None else {"pad_token_id": texts.pad_id}
     stored = np.dtype(lookup(DTYPES, dtype, "dtype"))
     shapes = _shapes(family, config)
     differing = dict(shapes.items() ^ {path: tuple(leaf.shape) for path, leaf in flat.items()}.items())
@@ -311,7 +302,7 @@ def save(
                 raise InputError(f"{path} exists: name an empty directory")
         _write_tensors(_split(tensors, stored.itemsize, shard_bytes), flat, stored, directory, progress)
         if family.omits_base:
-            sentence_files.write(directory, cast(DualEncoderConfig, config), seq_len or config.max_len)
+            sentence_files.write(directory, cast(DualEncoderConfig, config), texts.seq_len or config.max_len)
         write_json(directory / CONFIG, raw)  # last, so that a directory with config.json is complete
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hpnlp.models.encoder import EncoderConfig
@@ -91,3 +91,23 @@ class Family:
     config: type[ModelConfig] = LMConfig
     task: str = "lm"
     loader: str = "AutoModelForCausalLM"
+
+
+@dataclasses.dataclass(frozen=True)
+class TextSettings:
+    """Settings of a checkpoint that the config of a model lacks.
+
+    Attributes:
+      bos_id: Id of bos in the tokenizer, for `generate` of transformers.
+      eos_id: Id of eos in the tokenizer, for `generate` of transformers.
+      pad_id: Id of padding in the tokenizer, from which RoBERTa counts positions: the table of positions is written with as
+        many rows before the first position.
+      labels: Names of the classes, for a model with classes.
+      seq_len: Largest number of tokens of a text of a dual encoder; 0 for max_len.
+    """
+
+    bos_id: int | None = None
+    eos_id: int | None = None
+    pad_id: int | None = None
+    labels: Sequence[str] | None = None
+    seq_len: int = 0

@@ -138,7 +138,7 @@ def test_boxed_device_parameters_are_saved(tmp_path):
 
 
 def test_special_ids_are_saved(tmp_path):
-    convert.save(*make(), tmp_path / "a", bos_id=3, eos_id=4)
+    convert.save(*make(), tmp_path / "a", texts=convert.TextSettings(bos_id=3, eos_id=4))
     raw = json.loads((tmp_path / "a" / "config.json").read_text())
     assert (raw["bos_token_id"], raw["eos_token_id"]) == (3, 4)
 

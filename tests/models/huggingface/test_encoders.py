@@ -63,7 +63,7 @@ def masked(tmp_path):
 
 @pytest.fixture
 def classifier(tmp_path):
-    convert.save(*make(**HEADS["classification"]), tmp_path / "classifier", labels=LABELS)
+    convert.save(*make(**HEADS["classification"]), tmp_path / "classifier", texts=convert.TextSettings(labels=LABELS))
     return tmp_path / "classifier"
 
 
@@ -84,13 +84,13 @@ def test_saved_encoder_loads_as_the_same(name, task, tmp_path):
     fields, of_task = MODELS[name]
     config, params = make(**HEADS[task] | fields | of_task.get(task, {}))
     labels = LABELS if config.classes else None
-    convert.save(config, params, tmp_path / "a", labels=labels)
+    convert.save(config, params, tmp_path / "a", texts=convert.TextSettings(labels=labels))
     loaded, loaded_params = convert.load(tmp_path / "a")
     config = dataclasses.replace(config, block=canonical_block(config.block))
     assert loaded == config and convert.family_in(tmp_path / "a") is FAMILIES[name.split("_")[0] + SUFFIXES[task]]
     assert_same(params, loaded_params)
     assert convert.labels(tmp_path / "a") == labels
-    convert.save(loaded, loaded_params, tmp_path / "b", labels=labels)
+    convert.save(loaded, loaded_params, tmp_path / "b", texts=convert.TextSettings(labels=labels))
     for file in ("config.json", "model.safetensors"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 

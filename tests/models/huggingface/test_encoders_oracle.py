@@ -91,7 +91,9 @@ def test_logits_match_and_weights_return_as_they_were(architecture, torch, trans
     logits = np.asarray(run(params))
     np.testing.assert_allclose(logits if logits.ndim == 2 else logits[real > 0], logits_of(model), atol=2e-5, rtol=2e-5)
 
-    convert.save(ours, params, tmp_path / "back", labels=convert.labels(tmp_path / "theirs"))
+    convert.save(
+        ours, params, tmp_path / "back", texts=convert.TextSettings(labels=convert.labels(tmp_path / "theirs"))
+    )
     here, there = (load_file(tmp_path / name / "model.safetensors") for name in ("back", "theirs"))
     assert here.keys() <= there.keys()
     for name, value in here.items():

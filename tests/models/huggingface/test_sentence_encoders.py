@@ -39,12 +39,12 @@ def bert(tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 def test_saved_dual_encoder_loads_as_the_same(name, tmp_path):
     config, params = make(**MODELS[name])
-    convert.save(config, params, tmp_path / "a", seq_len=9)
+    convert.save(config, params, tmp_path / "a", texts=convert.TextSettings(seq_len=9))
     loaded, loaded_params = convert.load(tmp_path / "a")
     assert loaded == config and convert.family_in(tmp_path / "a") is FAMILIES[f"{name}_tower"]
     assert sentence_files.max_length(tmp_path / "a", 16) == 9 and convert.remarks(tmp_path / "a") == []
     assert_same(params, loaded_params)
-    convert.save(loaded, loaded_params, tmp_path / "b", seq_len=9)
+    convert.save(loaded, loaded_params, tmp_path / "b", texts=convert.TextSettings(seq_len=9))
     files = [path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*") if path.is_file()]
     assert len(files) == 5
     for file in files:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.softmax.structured.grouped_softmax import grouped_nll
+from hpnlp.ops.softmax.structured.grouped_softmax import TileShape, grouped_nll
 from tests.contracts import ONCE, assert_close, assert_float16_has_gradients, once
 
 N, D, NARROW = 23, 6, 4
@@ -59,7 +59,7 @@ def reference(h, w, bias, projection, groups, targets):
 
 
 def grouped(h, w, bias, projection, groups, targets, block=4, width=5):
-    return grouped_nll(h, w, groups, targets, STARTS, bias=bias, projection=projection, block=block, width=width)
+    return grouped_nll(h, w, groups, targets, STARTS, bias=bias, projection=projection, tile=TileShape(block, width))
 
 
 @functools.cache
@@ -87,7 +87,7 @@ def test_matches_all_logits_for_any_grouping(block, width):
 def test_no_tokens():
     h, w, bias, projection = operands()
     none = jnp.zeros(0, jnp.int32)
-    loss = lambda h, w: grouped_nll(h, w, none, none, STARTS, bias=bias, projection=projection, block=4, width=5)  # noqa: E731
+    loss = lambda h, w: grouped_nll(h, w, none, none, STARTS, bias=bias, projection=projection, tile=TileShape(4, 5))  # noqa: E731
     assert loss(h[:0], w).shape == (0,)
     assert not np.asarray(jax.grad(lambda w: loss(h[:0], w).sum())(w)).any()
 
@@ -118,7 +118,7 @@ def test_confident_token_keeps_loss_and_gradient():
 
     def loss(h):
         zero = jnp.zeros(1, jnp.int32)
-        return grouped_nll(h, w, zero, zero, np.array([0, 3], np.int32), block=1, width=2)[0]
+        return grouped_nll(h, w, zero, zero, np.array([0, 3], np.int32), tile=TileShape(1, 2))[0]
 
     actual, slope = once(jax.value_and_grad(loss), jnp.array([[30.0]]))
     others_sum = np.exp(-30.0) + np.exp(-45.0)
@@ -132,7 +132,7 @@ def test_sixteen_bits_accumulate_in_float32():
     zero, starts = jnp.zeros(n, jnp.int32), np.array([0, 2], np.int32)
 
     def loss(h, w):
-        return grouped_nll(h, w, zero, zero, starts, block=1, width=2).sum()
+        return grouped_nll(h, w, zero, zero, starts, tile=TileShape(1, 2)).sum()
 
     actual, (dh, dw) = once(jax.value_and_grad(loss, (0, 1)), ones, jnp.zeros((2, 1), jnp.bfloat16))
     assert (actual.dtype, dh.dtype, dw.dtype) == (jnp.float32, jnp.bfloat16, jnp.bfloat16)

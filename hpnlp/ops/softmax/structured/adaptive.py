@@ -21,7 +21,7 @@ from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.linear import linear
 from hpnlp.ops.sampling import pick, sample
 from hpnlp.ops.softmax.cross_entropy import linear_cross_entropy, logits
-from hpnlp.ops.softmax.structured.grouped_softmax import check_k, grouped_nll, known_labels, merge_top_k
+from hpnlp.ops.softmax.structured.grouped_softmax import TileShape, check_k, grouped_nll, known_labels, merge_top_k
 from hpnlp.types import AnyArray, InputError
 
 Tails = Sequence[tuple[Array, Array]]
@@ -112,7 +112,7 @@ def adaptive_nll(
         groups = jnp.where(cluster == i + 1, 0, -1)
         starts = np.array([0, words.shape[0]], np.int32)
         losses = losses + grouped_nll(
-            h, words, groups, labels - cutoffs[i], starts, projection=projection, block=block, width=WIDTH
+            h, words, groups, labels - cutoffs[i], starts, projection=projection, tile=TileShape(block, WIDTH)
         )
     return jnp.where(is_word, losses, jnp.nan)
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.ops.sampling import pick, sample
 from hpnlp.ops.softmax.cross_entropy import linear_cross_entropy, logits
-from hpnlp.ops.softmax.structured.grouped_softmax import check_k, grouped_nll, known_labels, merge_top_k
+from hpnlp.ops.softmax.structured.grouped_softmax import TileShape, check_k, grouped_nll, known_labels, merge_top_k
 from hpnlp.ops.softmax.structured.word_order import checked_order
 from hpnlp.types import AnyArray, InputError
 
@@ -208,7 +208,7 @@ def class_nll(
     of_class = linear_cross_entropy(h, class_table, groups, bias=class_bias, reduction="none")
     targets = jnp.asarray(classes.position)[labels]
     width = -(-classes.widest // -(-classes.widest // WIDTH))
-    of_word = grouped_nll(h, word_table, groups, targets, classes.starts, bias=word_bias, block=block, width=width)
+    of_word = grouped_nll(h, word_table, groups, targets, classes.starts, bias=word_bias, tile=TileShape(block, width))
     return jnp.where(is_word, of_class + of_word, jnp.nan)
 
 

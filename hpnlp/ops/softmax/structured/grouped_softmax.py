@@ -30,7 +30,7 @@ from hpnlp.types import InputError
 
 
 @dataclasses.dataclass(frozen=True)
-class _TileShape:
+class TileShape:
     """Tokens of a block and words of a window: the size of one product."""
 
     tokens: int
@@ -76,8 +76,7 @@ def grouped_nll(
     *,
     bias: Float[Array, " R"] | None = None,
     projection: Float[Array, "d D"] | None = None,
-    block: int,
-    width: int,
+    tile: TileShape,
 ) -> Float[Array, " N"]:
     """-log softmax of each token over the words of its group, at its target, in nats, float32.
 
@@ -94,8 +93,7 @@ def grouped_nll(
       starts: [G + 1] first row of each group, and R.
       bias: [R] added to the logits; None for no bias.
       projection: [d, D] applied to the states before the product with the words; None for none.
-      block: Tokens of one product.
-      width: Words of one product.
+      tile: Largest size of one product.
 
     Returns:
       [N] losses.
@@ -112,7 +110,7 @@ def grouped_nll(
     integers = [x.astype(jnp.int32) for x in (groups, jnp.asarray(starts), targets)]
     leaves, tree = jax.tree.flatten((_Operands(bias, h, projection, w), integers))
     operands, integers = jax.tree.unflatten(tree, vary_alike(*leaves))
-    tile = _TileShape(min(block, h.shape[0]), min(width, w.shape[0]))
+    tile = TileShape(min(tile.tokens, h.shape[0]), min(tile.words, w.shape[0]))
     groups, first_rows, targets = integers
     return _nll(tile, operands, targets, _group_tokens(tile, groups, first_rows))
 
@@ -176,7 +174,7 @@ def check_k(k: int, vocab: int) -> None:
         raise InputError(f"k {k}: expected 1 to {vocab}, the number of words")
 
 
-def _group_tokens(tile: _TileShape, groups: Array, starts: Array) -> _Grouping:
+def _group_tokens(tile: TileShape, groups: Array, starts: Array) -> _Grouping:
     count, n = starts.shape[0] - 1, groups.shape[0]
     groups = jnp.where((groups >= 0) & (groups < count), groups, count)
     order = jnp.argsort(groups).astype(jnp.int32)
@@ -189,25 +187,25 @@ def _group_tokens(tile: _TileShape, groups: Array, starts: Array) -> _Grouping:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _nll(tile: _TileShape, operands: _Operands, targets: Array, grouping: _Grouping) -> Array:
+def _nll(tile: TileShape, operands: _Operands, targets: Array, grouping: _Grouping) -> Array:
     return _nll_forward(tile, operands, targets, grouping)[0]
 
 
 @accepts_numpy
-def _nll_forward(tile: _TileShape, operands: _Operands, targets: Array, grouping: _Grouping) -> tuple[Array, Any]:
+def _nll_forward(tile: TileShape, operands: _Operands, targets: Array, grouping: _Grouping) -> tuple[Array, Any]:
     losses, lses = sequential_vmap(functools.partial(_losses, tile))(operands, targets, grouping)
     has_group = grouping.rank < grouping.first[-1]
     return jnp.where(has_group, losses[grouping.rank], 0.0), (operands, targets, grouping, losses, lses)
 
 
-def _nll_backward(tile: _TileShape, saved: PyTree, cotangent: Array) -> tuple[_Operands, None, None]:
+def _nll_backward(tile: TileShape, saved: PyTree, cotangent: Array) -> tuple[_Operands, None, None]:
     return sequential_vmap(functools.partial(_gradients, tile))(*saved, cotangent), None, None
 
 
 _nll.defvjp(_nll_forward, _nll_backward)
 
 
-def _losses(tile: _TileShape, operands: _Operands, targets: Array, grouping: _Grouping) -> tuple[Array, Array]:
+def _losses(tile: TileShape, operands: _Operands, targets: Array, grouping: _Grouping) -> tuple[Array, Array]:
     """Losses and log-sum-exps in the order of `grouping.order`.
 
     A block may write beyond its group; the blocks of later groups overwrite this.
@@ -237,7 +235,7 @@ def _losses(tile: _TileShape, operands: _Operands, targets: Array, grouping: _Gr
 
 
 def _gradients(
-    tile: _TileShape,
+    tile: TileShape,
     operands: _Operands,
     targets: Array,
     grouping: _Grouping,
@@ -281,7 +279,7 @@ def _gradients(
     return jax.tree.map(lambda dx, x: dx.astype(x.dtype), sums, operands._replace(h=None))._replace(h=dh)
 
 
-def _block_tokens(tile: _TileShape, grouping: _Grouping, number: Array) -> tuple[Array, Array, Array, Array]:
+def _block_tokens(tile: TileShape, grouping: _Grouping, number: Array) -> tuple[Array, Array, Array, Array]:
     """(group of a block, position of its first token in `order`, its tokens, mask of those that are in the group)."""
     group = jnp.sum(grouping.block_ends <= number, dtype=jnp.int32)
     position = grouping.shift[group] + number * tile.tokens
@@ -289,13 +287,13 @@ def _block_tokens(tile: _TileShape, grouping: _Grouping, number: Array) -> tuple
     return group, position, lax.dynamic_slice(grouping.order, (position,), (tile.tokens,)), in_group
 
 
-def _windows(tile: _TileShape, grouping: _Grouping, group: Array) -> Array:
+def _windows(tile: TileShape, grouping: _Grouping, group: Array) -> Array:
     """Number of windows over the words of a group."""
     return (grouping.starts[group + 1] - grouping.starts[group] + tile.words - 1) // tile.words
 
 
 def _logits(
-    tile: _TileShape,
+    tile: TileShape,
     operands: _Operands,
     grouping: _Grouping,
     group: Array,
@@ -325,7 +323,7 @@ def _zeros(operands: _Operands, *shape: int) -> Array:
     return vary_alike(jnp.zeros(shape, jnp.float32), operands.h)[0]
 
 
-def _slice(tile: _TileShape, x: Array, row: Array) -> Array:
+def _slice(tile: TileShape, x: Array, row: Array) -> Array:
     return lax.dynamic_slice_in_dim(x, row, tile.words)
 
 
