@@ -33,21 +33,35 @@ class Batches:
     state was taken, bit for bit, also with another number of processes.
     """
 
-    def __init__(self, batches: grain.DatasetIterator, made_from: Mapping[str, str]):
+    def __init__(
+        self,
+        batches: grain.DatasetIterator,
+        made_from: Mapping[str, str],
+        change: Callable[[packing.Batch, int], packing.Batch] | None = None,
+    ):
         """Wraps an iterator of grain.
 
         Args:
           batches: A `grain.DatasetIterator` over batches.
           made_from: Name -> digest or option on which the batches depend; compared by `set_state`.
+          change: See `changed`; None to return batches as they are.
         """
         self._batches = batches
         self._made_from = dict(made_from)
+        self._change = change
+
+    def changed(self, change: Callable[[packing.Batch, int], packing.Batch]) -> Batches:
+        """The same iterator over changed batches: `change(batch, number of the batch)`."""
+        return Batches(self._batches, self._made_from, change)
 
     def __iter__(self) -> Batches:
         return self
 
     def __next__(self) -> packing.Batch:
-        return next(self._batches)
+        if self._change is None:
+            return next(self._batches)
+        number = self._batches.get_state()["next_index"]
+        return self._change(next(self._batches), number)
 
     def get_state(self) -> dict[str, Any]:
         """Reads the position of the iterator.

@@ -76,6 +76,11 @@ class Ingest(abc.ABC, Generic[R]):
         """Paths of all files that are read."""
         return [file.path for sources in self.groups for source in sources for file in source.files]
 
+    @property
+    def training_path(self) -> str:
+        """The training sources as in `data.path`, for messages."""
+        return ",".join(source.path for source in self.groups[0])
+
     def fingerprint(self) -> list[Any]:
         """Everything that the result depends on, except the tokenizer and the content of the files; JSON-able."""
         files = [

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -134,7 +133,7 @@ class MaskedCorpus:
         self._rate = rate
         self._span = span
 
-    def train(self, *, seed: int, process_index: int = 0, process_count: int = 1) -> MaskedBatches:
+    def train(self, *, seed: int, process_index: int = 0, process_count: int = 1) -> Batches:
         """Iterates endlessly over training batches; see `Corpus.train`. The masks of a sequence change from epoch to epoch.
 
         Args:
@@ -149,7 +148,12 @@ class MaskedCorpus:
           InputError: As `Corpus.train`.
         """
         batches = self.corpus.train(seed=seed, process_index=process_index, process_count=process_count)
-        return MaskedBatches(batches, self, seed, process_index, process_count)
+
+        def mask(batch: Batch, number: int) -> Batch:
+            first = (number * process_count + process_index) * len(batch["tokens"])
+            return self.mask(batch, seed, first)
+
+        return batches.changed(mask)
 
     def heldout(
         self, *, batch_size: int, limit: int | None = None, process_index: int = 0, process_count: int = 1
@@ -190,27 +194,3 @@ class MaskedCorpus:
         ]
         masked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
         return {**masked, "segment_ids": batch["segment_ids"], "positions": batch["positions"]}
-
-
-class MaskedBatches(Batches):
-    """An endless iterator over masked batches. Its state is that of the iterator over the batches of the corpus."""
-
-    def __init__(self, batches: Batches, corpus: MaskedCorpus, seed: int, process_index: int, process_count: int):
-        """Wraps the batches of a corpus that one process reads."""
-        self._batches = batches
-        self._corpus = corpus
-        self._seed = seed
-        self._process_index = process_index
-        self._process_count = process_count
-
-    def __next__(self) -> Batch:
-        done = self._batches.get_state()["batches"]
-        batch = next(self._batches)
-        first = (done * self._process_count + self._process_index) * len(batch["tokens"])
-        return self._corpus.mask(batch, self._seed, first)
-
-    def get_state(self) -> dict[str, Any]:
-        return self._batches.get_state()
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        self._batches.set_state(state)

@@ -173,7 +173,7 @@ class TextIngest(Ingest[Document]):
             reader = self._reader(LeftOut() if cut_finely else left_out, eos_id, cut_finely)
             if held_out := self.folds.held_out(document.name for document in self._documents(reader)):
                 return held_out, cut_finely
-        raise self.folds.too_few(",".join(source.path for source in self.sources), "documents", left_out.in_brackets())
+        raise self.folds.too_few(self.training_path, "documents", left_out.in_brackets())
 
     def _documents(self, reader: DocumentReader) -> Iterator[Document]:
         return (document for source in self.sources for document in reader.read(source))
@@ -183,13 +183,14 @@ class TextIngest(Ingest[Document]):
 
     def _check_count(self, count: int, left_out: LeftOut) -> None:
         """Raises InputError unless there are at least two documents."""
-        paths = ",".join(source.path for source in self.sources)
         if count == 0:
-            raise InputError(f"data.path={paths!r} holds no text{left_out.in_brackets()}: pass one that does")
+            raise InputError(
+                f"data.path={self.training_path!r} holds no text{left_out.in_brackets()}: pass one that does"
+            )
         if count == 1:
             raise InputError(
-                f"data.path={paths!r} holds one document, which cannot be both trained on and held out: add text, or pass "
-                "data.heldout_path=PATH with other text to hold out"
+                f"data.path={self.training_path!r} holds one document, which cannot be both trained on and held out: add "
+                "text, or pass data.heldout_path=PATH with other text to hold out"
             )
 
     def _reader(

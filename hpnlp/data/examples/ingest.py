@@ -229,10 +229,9 @@ class ExampleIngest(Ingest[Row]):
                 if highest
                 else "holds no examples"
             )
-            paths = ",".join(source.path for source in self.train)
             raise InputError(
-                f"data.path={paths!r} {count}{left_out.in_brackets()}: add examples, or pass data.heldout_path=PATH with "
-                "others to hold out"
+                f"data.path={self.training_path!r} {count}{left_out.in_brackets()}: add examples, or pass "
+                "data.heldout_path=PATH with others to hold out"
             )
         return HeldOutHashes(math.nextafter(lowest, 1.0))
 
@@ -242,7 +241,7 @@ class ExampleIngest(Ingest[Row]):
         if held_out := self.folds.held_out(row.name for row in self._training_rows(left_out)):
             return held_out
         noun = f"groups ({self.group_field!r})" if self.group_field else "examples"
-        raise self.folds.too_few(",".join(source.path for source in self.train), noun, left_out.in_brackets())
+        raise self.folds.too_few(self.training_path, noun, left_out.in_brackets())
 
     def lacks_labels(self, row: Row) -> bool:
         """Whether an example has no label, although others of its kind have one."""

@@ -18,7 +18,7 @@ from hpnlp.data.examples.fields import LABEL_FIELDS, TYPES, Column, FieldError, 
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.reading import files, records
 from hpnlp.data.reading.files import printable
-from hpnlp.data.reading.records import LIST_ALL, SKIP, CountedLines, CountedRecords, ReportBad
+from hpnlp.data.reading.records import LIST_ALL, SKIP, CountedLines, ReportBad
 from hpnlp.data.reading.sources import File, LeftOut, LineCounts, Source, extension
 from hpnlp.types import InputError
 
@@ -111,16 +111,24 @@ class RecordReader(abc.ABC, Generic[T]):
 
     def _unchecked(self, file: File, stream: io.BufferedReader | None, columns: Sequence[Column]) -> Iterator[_Values]:
         """Records of one file, before their fields are checked; counts the records and lines of formats of lines."""
-        suffix, path = file.suffix, printable(file.path)
+        suffix, path, count = file.suffix, printable(file.path), 0
         if stream is None:
             yield from _BY_PATH[suffix](file.path, columns)
-        elif suffix not in _BY_LINES:
+            return
+        if suffix not in _BY_LINES:
             yield from _BY_STREAM[suffix](stream, path, columns, self.report_bad)
-        else:
-            counted, records_read = CountedLines(stream), CountedRecords(self.report_bad)
-            read = _BY_STREAM[suffix](counted, path, columns, records_read.report_bad)
-            yield from records_read.count_each(read)
-            self.line_counts.add(file.name, records_read.count, counted.count - _BY_LINES[suffix])
+            return
+
+        def report_bad(where: str, error: InputError) -> None:
+            nonlocal count
+            count += 1
+            self.report_bad(where, error)
+
+        counted = CountedLines(stream)
+        for record in _BY_STREAM[suffix](counted, path, columns, report_bad):
+            count += 1
+            yield record
+        self.line_counts.add(file.name, count, counted.count - _BY_LINES[suffix])
 
     def _convert(
         self, columns: Sequence[Column], name: str, number: int, where: str, record: dict[str, Any]

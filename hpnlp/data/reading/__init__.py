@@ -1,1 +1,1 @@
-"""From files to documents: paths, decompression, records, splits, and the cache of tokens."""
+"""From files to records: paths, decompression, JSON, splits, and the cache of tokens."""

@@ -9,12 +9,10 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from hpnlp.data.reading.files import CONVERT, not_utf8_byte, printable
 from hpnlp.types import InputError
-
-T = TypeVar("T")
 
 # Called with the place of a bad record and its error: raises the error, or counts the record and returns.
 ReportBad = Callable[[str, InputError], None]
@@ -74,25 +72,6 @@ def lines(stream: Lines, path: str, report_bad: ReportBad) -> Iterator[tuple[int
                 line = stream.readline(_CHUNK)
             continue
         yield number, where, line
-
-
-class CountedRecords:
-    """Counts the records of a file, bad ones included."""
-
-    def __init__(self, report_bad: ReportBad):
-        self._report_bad = report_bad
-        self.count = 0
-
-    def report_bad(self, where: str, error: InputError) -> None:
-        """Counts and reports a bad record."""
-        self.count += 1
-        self._report_bad(where, error)
-
-    def count_each(self, read: Iterator[T]) -> Iterator[T]:
-        """Yields records, and counts them."""
-        for record in read:
-            self.count += 1
-            yield record
 
 
 class CountedLines:
