@@ -76,7 +76,7 @@ def option(
     return field
 
 
-_BOUNDS = {"least": ("at least", ge), "most": ("at most", le), "above": ("more than", gt), "below": ("less than", lt)}
+_BOUNDS = {"least": ("at least", ge), "above": ("more than", gt), "most": ("at most", le), "below": ("less than", lt)}
 
 
 def check_options(entry: Any) -> None:
