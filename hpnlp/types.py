@@ -51,7 +51,6 @@ def option(
     below: float | None = None,
     among: Collection[Any] | None = None,
     rule: tuple[str, Callable[[Any], bool]] | None = None,
-    **options: Any,
 ) -> T:
     """A field of a config or of an entry of a table, with the help that `--help` and the documentation print.
 
@@ -66,18 +65,32 @@ def option(
       below: Bound that the value stays below.
       among: All values.
       rule: Another condition, in words that follow "expected", and as a function of the value.
-      **options: Further arguments of `dataclasses.field`.
 
     Returns:
       The dataclass field; typed as its value, for type checkers.
     """
     bounds = {"least": least, "most": most, "above": above, "below": below, "among": among, "rule": rule}
     metadata = {"help": help} | {name: bound for name, bound in bounds.items() if bound is not None}
-    field: Any = dataclasses.field(default=default, metadata=metadata, **options)
+    field: Any = dataclasses.field(default=default, metadata=metadata)
     return field
 
 
-_BOUNDS = {"least": ("at least", ge), "most": ("at most", le), "above": ("more than", gt), "below": ("less than", lt)}
+def keyword_only(field: T, compare: bool = True) -> T:
+    """The field, which only keyword arguments set.
+
+    Args:
+      field: A field of `option`.
+      compare: Whether equality and hashes depend on it.
+
+    Returns:
+      The field.
+    """
+    declared: Any = field
+    declared.kw_only, declared.compare = True, compare
+    return field
+
+
+_BOUNDS = {"least": ("at least", ge), "above": ("more than", gt), "most": ("at most", le), "below": ("less than", lt)}
 
 
 def check_options(entry: Any) -> None:

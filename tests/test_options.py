@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from hpnlp.compress.stages.numbers import CONVERSIONS
 from hpnlp.compress.training.techniques import WEIGHT_TRAININGS
 from hpnlp.nn.blocks import BLOCKS
 from hpnlp.nn.feed_forward import FEED_FORWARDS
@@ -13,9 +14,9 @@ from hpnlp.nn.output import OUTPUTS
 from hpnlp.types import REQUIRED, _limited_fields, check_options, option
 from tests.messages import raises
 
-TABLES = (MIXERS, FEED_FORWARDS, OUTPUTS, BLOCKS, WEIGHT_TRAININGS)
+TABLES = (MIXERS, FEED_FORWARDS, OUTPUTS, BLOCKS, WEIGHT_TRAININGS, CONVERSIONS)
 ENTRIES = {entry.__name__: entry for table in TABLES for entry in table.values() if isinstance(entry, type)}
-REQUIRED_VALUES = {"hidden": 4, "keep": 0.5, "strength": 0.1, "rate": 0.5}
+REQUIRED_VALUES = {"hidden": 4, "keep": 0.5, "strength": 0.1, "rate": 0.5, "share": 0.5}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -281,10 +281,10 @@ def _one_by_one(w: Any) -> list[Any]:
     return list(w) if w.ndim == 3 else [w]
 
 
-def _conversion_stage(conversion: Callable[..., Conversion]) -> Callable[..., tuple[str, Compressor]]:
-    """The stage that converts each matrix by itself, with the arguments of a function of `CONVERSIONS`."""
+def _conversion_stage(name: str, conversion: type[Conversion]) -> Callable[..., tuple[str, Compressor]]:
+    """The stage that converts each matrix by itself, with the arguments of an entry of `CONVERSIONS`."""
 
-    @functools.wraps(conversion)
+    @functools.wraps(conversion, updated=())
     def stage(*args: Any, **kwargs: Any) -> tuple[str, Compressor]:
         chosen = conversion(*args, **kwargs)
 
@@ -293,10 +293,10 @@ def _conversion_stage(conversion: Callable[..., Conversion]) -> Callable[..., tu
 
         def compress(config: ConfigOfModel, weights: PyTree, calibration: Calibration | None) -> tuple[Any, Any]:
             if chosen.reads_inputs:
-                weights = with_input_moments(conversion.__name__, config, weights, calibration)
+                weights = with_input_moments(name, config, weights, calibration)
             result = map_matrices(functools.partial(map_arrays, convert), weights, experts=True)
             if calibration is None or not calibration.is_outline:
-                _check_range(conversion.__name__, result)
+                _check_range(name, result)
             return config, result
 
         return NUMBERS, compress
@@ -324,7 +324,7 @@ COMPRESSORS: dict[str, Callable[..., tuple[str, Compressor]]] = {
     "magnitude": zeros.magnitude,
     "factorize": factorize,
     "mixed": mixed,
-    **{name: _conversion_stage(conversion) for name, conversion in CONVERSIONS.items()},
+    **{name: _conversion_stage(name, conversion) for name, conversion in CONVERSIONS.items()},
 }
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, PyTree
 
-from hpnlp.types import check_options, option
+from hpnlp.types import check_options, keyword_only, option
 
 if TYPE_CHECKING:
     from hpnlp.models.backbone import BackboneConfig
@@ -23,7 +23,7 @@ class Technique:
     The fields of a subclass are the arguments of `train.weights`; `steps` is given by the run.
     """
 
-    steps: int = option(0, "Steps of the run, for schedules.", kw_only=True)
+    steps: int = keyword_only(option(0, "Steps of the run, for schedules."))
 
     def __post_init__(self) -> None:
         check_options(self)

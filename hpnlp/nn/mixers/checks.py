@@ -6,7 +6,7 @@ from typing import Any
 
 from hpnlp.ops.attention import Mask
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.types import InputError, MixerInputs, option
+from hpnlp.types import InputError, MixerInputs, keyword_only, option
 
 
 def dropout_option(help: str = "Rate of dropout on attention probabilities.", has_effect: bool = True) -> float:
@@ -19,7 +19,7 @@ def dropout_option(help: str = "Rate of dropout on attention probabilities.", ha
     Returns:
       The field.
     """
-    return option(0.0, help, least=0.0, below=1.0, kw_only=True, compare=has_effect)
+    return keyword_only(option(0.0, help, least=0, below=1), compare=has_effect)
 
 
 def check_mask(mixer: str, mask: AnyMask, *supported: Mask, reason: str = "") -> Any:

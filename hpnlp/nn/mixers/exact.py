@@ -168,29 +168,32 @@ class ExactMixer(Mixer):
         return self.pattern & mask
 
 
-def exact_mixer(pattern: Callable[..., Mask | PerHead]) -> Callable[..., ExactMixer]:
+def exact_mixer(pattern: Callable[..., Mask | PerHead], **defaults: Any) -> Callable[..., ExactMixer]:
     """Makes an entry of MIXERS from a pattern.
 
     Args:
-      pattern: A function that returns a mask.
+      pattern: A function that returns a mask, or a class of masks.
+      **defaults: Defaults of its arguments, in place of those that it has.
 
     Returns:
       A function with the arguments of `pattern`, and `soft_cap`, `scale`, `dropout` and `name`, that returns an ExactMixer.
     """
-    signature, further = inspect.signature(pattern), ("soft_cap", "scale", "dropout", "name")
+    further = ("soft_cap", "scale", "dropout", "name")
+    arguments = [
+        p.replace(default=defaults.get(name, p.default)) for name, p in inspect.signature(pattern).parameters.items()
+    ]
+    signature, fields = inspect.Signature(arguments), inspect.signature(ExactMixer).parameters
 
     @functools.wraps(pattern)
     def make_mixer(*args: Any, **kwargs: Any) -> ExactMixer:
         options = {name: kwargs.pop(name) for name in further if name in kwargs}
-        return ExactMixer(pattern(*args, **kwargs), **options)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return ExactMixer(pattern(*bound.args, **bound.kwargs), **options)
 
     # Spec strings are checked against the signature. `inspect` reads the attribute, which the type of functions lacks.
-    fields = inspect.signature(ExactMixer).parameters
-    parameters = [
-        *signature.parameters.values(),
-        *(fields[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in further),
-    ]
+    options = [fields[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in further]
     make_mixer.__signature__ = signature.replace(  # pyright: ignore[reportAttributeAccessIssue]
-        parameters=parameters, return_annotation=ExactMixer
+        parameters=[*arguments, *options], return_annotation=ExactMixer
     )
     return make_mixer

@@ -7,47 +7,9 @@ from hpnlp.ops import attention
 from hpnlp.ops.attention import Blockwise, Dilated, Full, Global, Mask, PerHead, RandomBlocks, Window
 
 full = exact_mixer(Full)
-
-
-@exact_mixer
-def blockwise(block: int = 64) -> Mask:
-    """Blocks of the sequence attend to themselves (Qiu et al. 2020, "BlockBERT").
-
-    Args:
-      block: Tokens per block.
-
-    Returns:
-      The mask.
-    """
-    return Blockwise(block)
-
-
-@exact_mixer
-def window(left: int = 256, right: int | None = None) -> Mask:
-    """Sliding window around the token.
-
-    Args:
-      left: Number of preceding tokens.
-      right: Number of following tokens; None for as many as `left`.
-
-    Returns:
-      The mask.
-    """
-    return Window(left, right)
-
-
-@exact_mixer
-def dilated(width: int = 63, dilation: int = 4) -> Mask:
-    """Dilated window around the token (Beltagy et al. 2020, "Longformer", sec. 3.1).
-
-    Args:
-      width: Number of tokens to each side.
-      dilation: Distance between them.
-
-    Returns:
-      The mask.
-    """
-    return Dilated(width, dilation)
+blockwise = exact_mixer(Blockwise, block=64)
+window = exact_mixer(Window, left=256)
+dilated = exact_mixer(Dilated, width=63, dilation=4)
 
 
 @exact_mixer

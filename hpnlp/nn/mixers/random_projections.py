@@ -13,16 +13,16 @@ from hpnlp.nn.mixers.checks import check_mask, dropout_option
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.linear.random_features import PROJECTIONS, projection_count, random_projections
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.types import option
+from hpnlp.types import keyword_only, option
 
 
 class RandomProjections(Mixer):
     """The buffer of a mixer with random features: projections that all heads share, drawn anew every `redraw` steps."""
 
     features: int = option(128, "Number of features M.", least=1)
-    projections: str = option("orthogonal", "Distribution of the projections.", among=PROJECTIONS, kw_only=True)
-    redraw: int = option(
-        1000, "Number of training steps between draws of the projections; 0 for none.", least=0, kw_only=True
+    projections: str = keyword_only(option("orthogonal", "Distribution of the projections.", among=PROJECTIONS))
+    redraw: int = keyword_only(
+        option(1000, "Number of training steps between draws of the projections; 0 for none.", least=0)
     )
     dropout: float = dropout_option("Ignored: linear attention computes no attention probabilities.", has_effect=False)
 
