@@ -4,13 +4,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention import Causal, Window
 from hpnlp.spec import build, parse_one
-from hpnlp.types import InputError, MixerInputs
+from hpnlp.types import MixerInputs
 from tests.contracts import once
+from tests.messages import raises
 
 
 def test_invalid_arguments_raise():
@@ -22,14 +22,19 @@ def test_invalid_arguments_raise():
         ("sinkhorn(block=0)", "expected a block of at least 1 token"),
         ("sinkhorn(temperature=0.0)", "expected a positive temperature"),
     ):
-        with pytest.raises(InputError, match=f"model.mixer={spec.partition('(')[0]}.*{message}"):
-            build(parse_one(spec, "mixer"), MIXERS, "mixer", name=None)
+        raises(
+            f"model.mixer={spec.partition('(')[0]}.*{message}",
+            build,
+            parse_one(spec, "mixer"),
+            MIXERS,
+            "mixer",
+            name=None,
+        )
 
 
 def test_other_masks_raise():
     for name in ("reformer", "routing", "sinkhorn"):
-        with pytest.raises(InputError, match="cannot apply the mask Window"):
-            MIXERS[name]().within(Window(3, 0))
+        raises("cannot apply the mask Window", MIXERS[name]().within, Window(3, 0))
 
 
 def test_centroids_move_towards_the_mean_of_their_tokens():

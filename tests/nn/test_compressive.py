@@ -14,7 +14,7 @@ from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.memory.relative import reference_relative_attention
 from hpnlp.ops.attention.positions.rope import sinusoids
 from hpnlp.spec import parse_one
-from tests.contracts import ONCE, assert_close, once
+from tests.contracts import ONCE, once
 from tests.messages import raises
 
 B, D, N, K, H = 2, 16, 4, 2, 8
@@ -185,27 +185,6 @@ def test_the_reconstruction_loss_trains_the_convolution_alone():
     assert not np.asarray(of_outputs[0]["mixer"]["kernel"]).any()
     others = {**of_outputs[0], "mixer": of_outputs[0]["mixer"]["relative"]}
     assert all(np.asarray(leaf).any() for leaf in jax.tree.leaves(others))
-
-
-def test_a_lossless_convolution_has_no_reconstruction_loss():
-    """At rate 1 with the identity as kernel, attention to the compressed memories is that to the memories."""
-    attention, (x, ids) = Attention(N, K, H, parse_one(f"compressive({M},{C},1,conv)", "mixer")), stream()
-    params = params_of(attention)
-    params = params | {"mixer": params["mixer"] | {"kernel": jnp.eye(D)}}
-    first = compressive(M, C, 1).initial_carry(B, D, jnp.float32)
-
-    def report_of(params, start, carry):
-        places = jnp.broadcast_to(jnp.arange(start, start + 6, dtype=jnp.int32)[None], (B, 6))
-        context = Context(places, ids[:, start : start + 6], Causal(), carry=carry)
-        return attention.apply({"params": params}, x[:, start : start + 6], context)[2]
-
-    def errors(params):
-        statistics = report_of(params, 6, report_of(params, 0, first).carry).statistics
-        return statistics, compressive(M, C, 1).auxiliary_loss(statistics)
-
-    statistics, losses = once(errors, params)
-    assert statistics["reconstructed_tokens"] > 0
-    assert_close(losses["reconstruction_loss"], jnp.float32(0))
 
 
 def test_invalid_arguments_raise():
