@@ -4,8 +4,6 @@ A new entry of OUTPUTS is tested without further code. If its arguments have no 
 entry of MIXERS needs a reference, in the file of its family in `tests/mixer_cases`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -172,14 +170,12 @@ class Mixing:
         return nn.meta.unbox(self.module.init(jax.random.key(0), self.inputs(self.arrays), self.mask))
 
     @functools.cached_property
-    def plain(self):
-        """A compiled `(arrays, key) -> (o, o of the first PREFIX tokens)` without segments, for which draws use the key."""
+    def prefix(self):
+        """A compiled `(arrays, key) -> o` of the first PREFIX tokens without segments, for which draws use the key."""
 
         def run(arrays, key):
             draws = {"draws": key} if self.module.traits.draws else {}
-            shorter = {name: array[:, :PREFIX] for name, array in arrays.items()}
-            parts = (arrays, shorter) if self.module.traits.prefix_consistent else (arrays,)
-            return [self(self.inputs(x, **draws)) for x in parts]
+            return self(self.inputs({name: array[:, :PREFIX] for name, array in arrays.items()}, **draws))
 
         return jax.jit(run, compiler_options=ONCE)
 
@@ -194,6 +190,10 @@ class Mixing:
     def output(self, arrays, ids=None):
         """The output for these arrays and segments, by the program of `gradients`."""
         return np.asarray(self.gradients(arrays, self.params, self.segment_ids if ids is None else ids, self.signs)[1])
+
+    def alone(self, arrays):
+        """`output` where all tokens are of one segment."""
+        return self.output(arrays, jnp.ones((2, self.length), jnp.int32))
 
     @functools.cached_property
     def signs(self):
@@ -235,8 +235,10 @@ class Mixing:
         return MixerInputs(**declared, **draws | fields)
 
     def packed(self, arrays, ids=None):
-        """`inputs` with segment ids, by default those of the instance, and positions."""
-        ids, positions = self.segment_ids if ids is None else ids, self.positions
+        """`inputs` with segment ids, by default those of the instance, and the positions within segments of sorted ids."""
+        ids = self.segment_ids if ids is None else ids
+        first = jnp.argmax(ids[:, :, None] == ids[:, None], axis=2).astype(jnp.int32)
+        positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] - first
         return self.inputs(arrays, segment_ids=ids, kv_segment_ids=ids, positions=positions, kv_positions=positions)
 
     def __call__(self, inputs, mask=None, params=None):
@@ -372,11 +374,15 @@ class Output:
 
     @functools.cached_property
     def evaluated(self):
-        """A compiled `(h, labels, weights) -> (loss without rng, nll if the layer is normalised)`."""
+        """A compiled `(h, labels, weights) -> (loss without rng, (logits, top k, best ids), (log_prob, nll) or None)`."""
 
         def run(h, labels, weights):
+            best = self.call("sample", self.table, h, self.rng, temperature=0.0), self.call("best", self.table, h)[1]
+            results = self.call("logits", self.table, h), self.call("top_k", self.table, h, 3), best
             loss = self.call("loss", self.table, h, labels, weights)
-            return loss, self.call("nll", self.table, h, labels) if self.module.is_normalized else None
+            if not self.module.is_normalized:
+                return loss, results, None
+            return loss, results, (self.call("log_prob", self.table, h), self.call("nll", self.table, h, labels))
 
         return jax.jit(run, compiler_options=ONCE)
 

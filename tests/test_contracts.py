@@ -79,6 +79,18 @@ def test_tile_is_sound(mask):
         assert tuple(map(bool, single)) == (some[i, j], every[i, j])
 
 
+def test_tile_is_sound_for_traced_bounds():
+    """Schedules that are made at run time pass traced bounds."""
+    q, k = np.arange(0, 44, 4, dtype=np.int32), np.arange(0, 40, 5, dtype=np.int32)
+    bounds = q[:, None], q[:, None] + 3, k[None], k[None] + 4
+    for mask, (some, every) in zip(
+        PATTERNS, once(lambda *x: [pattern.tile(*x) for pattern in PATTERNS], *bounds), strict=True
+    ):
+        tiles = mask.to_dense(44, 40).reshape(11, 4, 8, 5)
+        assert (np.broadcast_to(some, (11, 8)) | ~tiles.any(axis=(1, 3))).all(), mask
+        assert (~np.broadcast_to(every, (11, 8)) | tiles.all(axis=(1, 3))).all(), mask
+
+
 @patterns
 def test_masks_are_values_and_agree_in_numpy_and_jax(mask):
     assert hash(mask) == hash(copy.deepcopy(mask)) and mask == copy.deepcopy(mask)
@@ -89,17 +101,6 @@ def test_masks_are_values_and_agree_in_numpy_and_jax(mask):
         np.testing.assert_array_equal(mask.at(jnp.asarray(q), jnp.asarray(k)), in_numpy)
     np.testing.assert_array_equal(mask.to_dense(45, 41), in_numpy[:, 2:])
     assert density(mask, 45, 41) == pytest.approx(in_numpy[:, 2:].mean())
-
-
-@patterns
-def test_tile_is_sound_for_traced_bounds(mask):
-    """Schedules that are made at run time pass traced bounds."""
-    q, k = np.arange(0, 44, 4), np.arange(0, 40, 5)
-    q0, q1, k0, k1 = (jnp.asarray(x, jnp.int32) for x in (q[:, None], q[:, None] + 3, k[None], k[None] + 4))
-    some, every = jax.jit(lambda *bounds: mask.tile(*bounds))(q0, q1, k0, k1)
-    tiles = mask.to_dense(44, 40).reshape(11, 4, 8, 5)
-    assert (np.broadcast_to(some, (11, 8)) | ~tiles.any(axis=(1, 3))).all()
-    assert (~np.broadcast_to(every, (11, 8)) | tiles.all(axis=(1, 3))).all()
 
 
 # Mixers.
@@ -180,21 +181,23 @@ def test_mixer_gives_texts_the_same_output_with_any_padding(spec):
 
 @pytest.mark.parametrize("spec", contracts.one_of_each_kind(contracts.claiming("prefix_consistent")))
 def test_mixer_gives_prefixes_the_same_output(spec):
-    """Later tokens change no bit of the output of earlier ones, and a shorter sequence gives the same values."""
-    mixing, key, end = Mixing(spec), jax.random.key(4), contracts.PREFIX
-    o, prefix = mixing.plain(mixing.arrays, key)
+    """Later tokens change no bit of the output of earlier ones, and a shorter sequence gives the same values.
+
+    The shorter sequence has no segment ids, and the longer one those of one segment.
+    """
+    mixing, end = Mixing(spec), contracts.PREFIX
     later = np.tile(np.arange(mixing.length) >= end, (2, 1))
-    changed, _ = mixing.plain(contracts.with_large(mixing.arrays, later), key)
+    o, changed = mixing.alone(mixing.arrays), mixing.alone(contracts.with_large(mixing.arrays, later))
     np.testing.assert_array_equal(changed[:, :end], o[:, :end])
     assert np.any(changed[:, end:] != o[:, end:])
-    assert_close(prefix, o[:, :end])
+    assert_close(mixing.prefix(mixing.arrays, jax.random.key(4)), o[:, :end])
 
 
 @pytest.mark.parametrize("spec", contracts.DRAWING)
 def test_mixer_draws_the_same_numbers_with_the_same_key(spec):
     """Other keys draw other numbers."""
     mixing = Mixing(spec)
-    first, again, other = (mixing.plain(mixing.arrays, jax.random.key(seed))[0] for seed in (1, 1, 2))
+    first, again, other = (mixing.prefix(mixing.arrays, jax.random.key(seed)) for seed in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
     assert np.any(first != other)
 
@@ -207,10 +210,10 @@ def test_parameters_of_mixers_of_any_length_do_not_depend_on_the_length(spec):
 
 @pytest.mark.parametrize("spec", contracts.one_of_each_kind(MIXER_SPECS))
 def test_mixer_is_traced_once(spec):
-    mixing, key = Mixing(spec), jax.random.key(4)
+    mixing = Mixing(spec)
     negative = jax.tree.map(jnp.negative, mixing.arrays)
-    first, traces = mixing.plain(mixing.arrays, key)[0], TRACES.total()
-    second = mixing.plain(negative, key)[0]
+    first, traces = mixing.output(mixing.arrays), TRACES.total()
+    second = mixing.output(negative)
     assert TRACES.total() == traces and np.any(first != second)
 
 
@@ -218,13 +221,12 @@ def test_mixer_is_traced_once(spec):
 def test_mixer_with_cache_matches_full_pass(spec):
     """Prompts of 2 and 7 tokens, the second longer than some caches; then steps of one, one and two tokens."""
     mixing, length = Mixing(spec), np.array([2, 7])
-    full = np.asarray(mixing.plain(mixing.arrays, jax.random.key(4))[0])
+    full = mixing.alone(mixing.arrays)
     cache = mixing.cache_of(length)
     for count in (1, 1, 2):
         positions = length[:, None] + np.arange(count)
         o, cache = mixing.extend(mixing.at(positions), cache)
-        expected = full[np.arange(2)[:, None], positions]
-        np.testing.assert_allclose(o, expected, atol=contracts.TOLERANCE[o.dtype])
+        np.testing.assert_allclose(o, full[np.arange(2)[:, None], positions], atol=contracts.TOLERANCE[o.dtype])
         length = length + count
 
 
@@ -307,23 +309,6 @@ def test_mixer_with_carry_matches_full_pass(spec):
 
 
 @outputs
-@pytest.mark.parametrize(
-    ("count", "vocab", "dtype"), [(11, 13, "float32"), pytest.param(1, 7, "bfloat16", marks=pytest.mark.slow)]
-)
-def test_output_loss_without_rng_is_weighted_sum_of_nll(spec, count, vocab, dtype):
-    """Holds for every training loss, so that perplexities of different layers are comparable."""
-    case = Output(spec, count, vocab, dtype=dtype)
-    loss, nll = case.evaluated(case.h, case.labels, case.weights)
-    assert loss.sum.dtype == loss.weight.dtype == jnp.float32
-    assert_close(loss.weight, np.sum(case.weights))
-    if nll is not None:
-        assert nll.dtype == jnp.float32
-        assert_close(loss.sum, np.sum(np.asarray(nll) * case.weights))
-    else:
-        raises("no probabilit", case.call, "nll", case.table, case.h, case.labels)
-
-
-@outputs
 def test_output_ignores_tokens_without_weight(spec):
     """Loss, statistics and gradients are the same with NaN states or invalid labels at such tokens."""
     case = Output(spec)
@@ -338,25 +323,26 @@ def test_output_ignores_tokens_without_weight(spec):
 
 
 @outputs
-def test_output_predictions_are_consistent(spec):
-    """nll, log_prob, top_k, best and the sample at temperature 0 agree for bfloat16 states; probabilities sum to one."""
-    case = Output(spec, dtype="bfloat16")
+@pytest.mark.parametrize(("count", "vocab"), [(11, 13), pytest.param(1, 7, marks=pytest.mark.slow)])
+def test_output_predictions_are_consistent(spec, count, vocab):
+    """nll, log_prob, top_k, best and the sample at temperature 0 agree for bfloat16 states; probabilities sum to one.
 
-    def everything(h):
-        best = case.call("sample", case.table, h, case.rng, temperature=0.0), case.call("best", case.table, h)[1]
-        results = case.call("logits", case.table, h), case.call("top_k", case.table, h, 3), best
-        if not case.module.is_normalized:
-            return results
-        return *results, case.call("log_prob", case.table, h), case.call("nll", case.table, h, case.labels)
-
-    logits, (values, ids), best, *probabilities = once(everything, case.h)
+    The loss without rng is the weighted sum of nll for every training loss, so that perplexities of layers are comparable.
+    """
+    case = Output(spec, count, vocab, dtype="bfloat16")
+    loss, (logits, (values, ids), best), probabilities = case.evaluated(case.h, case.labels, case.weights)
+    assert loss.sum.dtype == loss.weight.dtype == jnp.float32
+    assert_close(loss.weight, np.sum(case.weights))
     scores = logits
     if case.module.is_normalized:
         scores, nll = probabilities
         np.testing.assert_allclose(np.exp(np.asarray(scores, np.float64)).sum(axis=1), 1.0, rtol=1e-5)
         assert_close(nll, -np.take_along_axis(np.asarray(scores), np.asarray(case.labels)[:, None], axis=1)[:, 0])
         assert_close(scores, jax.nn.log_softmax(logits, axis=1))
-    assert scores.dtype == jnp.float32 and scores.shape == (11, 13)
+        assert_close(loss.sum, np.sum(np.asarray(nll) * case.weights))
+    else:
+        raises("no probabilit", case.call, "nll", case.table, case.h, case.labels)
+    assert scores.dtype == jnp.float32 and scores.shape == (count, vocab)
     np.testing.assert_array_equal(ids, np.argsort(-np.asarray(scores), axis=1)[:, :3])
     assert_close(values, np.take_along_axis(np.asarray(scores), np.asarray(ids), axis=1))
     np.testing.assert_array_equal(best, [ids[:, 0]] * 2)
@@ -404,12 +390,12 @@ def test_output_loss_needs_only_its_rows(spec):
 @outputs
 def test_output_loss_of_invalid_labels_is_nan(spec):
     """A label outside of the vocabulary at a token with weight gives NaN, with an rng and without."""
-    case = Output(spec)
+    case, evaluated = Output(spec), Output(spec, 11, 13, dtype="bfloat16")
     weights = jnp.ones_like(case.weights)
     for label in (0, -1, 13, -100):
         labels = case.labels.at[4].set(label)
         losses = (
-            case.evaluated(case.h, labels, weights)[0].sum,
+            evaluated.evaluated(evaluated.h, labels, weights)[0].sum,
             case.gradients(case.trained, case.h, labels, weights, case.rng)[0][0],
         )
         np.testing.assert_array_equal(np.isnan(losses), label != 0)

@@ -3,11 +3,9 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.models.decoding.decoding_weights import separate_layers
 from hpnlp.models.lm import LM
 from hpnlp.nn.attention import mixer_period
 from hpnlp.ops.attention import Full, Window
@@ -42,26 +40,6 @@ def test_logits_match_reference(fields, patterns):
     tokens = make_batch(1, 13)["tokens"]
     ours = logits_of(model, params, tokens)
     np.testing.assert_allclose(ours[0], numpy_logits(model.config, params, tokens[0], patterns), atol=2e-5, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_prefill_and_extend_equal_separate_layers():
-    """Caches of different sizes pass through the loop over periods, and equal those of layers with separate parameters."""
-    model, params = make(**PERIODS)
-    tokens, lengths = make_batch(2, 12)["tokens"], jnp.asarray([3, 9], jnp.int32)
-
-    def decode(params):
-        variables = {"params": params}
-        h, caches = model.apply(variables, tokens[:, :9], lengths, 12, method=LM.prefill)
-        new = jnp.take_along_axis(tokens, lengths[:, None], axis=1)
-        further, caches = model.apply(variables, new, lengths[:, None], caches, method=LM.extend)
-        return jnp.stack([h, further[:, 0]]), caches
-
-    (h, caches), (expected, by_layer) = run(decode, params), run(decode, separate_layers(params, model.config))
-    np.testing.assert_allclose(h, expected, atol=1e-5)
-    assert [cache.k.shape[1] for cache in by_layer] == [3, 12, 3, 12, 3]
-    stacked, remaining = caches
-    assert [cache.k.shape[:2] for cache in stacked] == [(2, 4 * 2), (2, 4 * 2)] and len(remaining) == 1
 
 
 def test_dropout_does_not_depend_on_the_period():

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL
-from hpnlp.models.decode import Generation
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.seq2seq import Seq2SeqModel, Seq2SeqModelConfig
 from hpnlp.models.seq2seq_decode import generate
@@ -21,10 +20,10 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.spec import Spec
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.trainer import make_trainer
-from hpnlp.types import InputError
 from tests.contracts import once
 from tests.drawn import drawn, drawn_params
 from tests.messages import raises
+from tests.models.test_lm import assert_greedy_ids
 from tests.models.test_seq2seq import make, make_batch
 from tests.training.test_step import MODEL, ONE, Run, assert_leaves_close, batch_of, initialised_state, trainer_of
 
@@ -203,13 +202,7 @@ def test_greedy_ids_equal_the_argmax_of_the_full_pass(fields):
     """Prompts are shorter and longer than the convolutions."""
     model = LM(dataclasses.replace(CONFIG, **fields))
     params = drawn_params(model, 0.3, {"table": 1.0})
-    prompts = [np.arange(length) % 11 for length in (1, 2, 15)]
-    new = np.concatenate(list(Generation(model, params, prompts, tokens=6, temperature=0.0)), axis=1)
-    rows = [np.concatenate([prompt, ids]) for prompt, ids in zip(prompts, new, strict=True)]
-    padded_rows = jnp.asarray([np.pad(row, (0, 21 - len(row))) for row in rows], jnp.int32)
-    best = np.asarray(once(lambda p: model.apply({"params": p}, padded_rows, method="logits"), params).argmax(-1))
-    for row, prompt, expected in zip(rows, prompts, best, strict=True):
-        np.testing.assert_array_equal(row[len(prompt) :], expected[len(prompt) - 1 : len(row) - 1])
+    assert_greedy_ids(model, params, [np.arange(length) % 11 for length in (1, 2, 15)], 6)
 
 
 @pytest.mark.slow
@@ -229,10 +222,19 @@ def test_greedy_targets_of_evolved_cells_equal_the_argmax_of_the_full_pass():
     np.testing.assert_array_equal(decoded, tokens[:, 1 : 1 + decoded.shape[1]])
 
 
-KINDS = ("bottleneck(8,2)", "lite(5,dynamic)", "evolved_decoder")
+OF_BLOCKS = {"layers": 4, "dropout": 0.3}
+SANDWICH = {"norm": "rms_zero_centered", "norm_placement": "sandwich", "embed_scale": True}
+SANDWICH |= {"mixer": "full(soft_cap=0.5,scale=0.7)", "output": "full(soft_cap=1.5)"}
+DIVIDED = Plan("zero3", tensor=2, pipeline=2)
 LAYOUTS = [
-    *(({"block": kind}, Plan("zero3", tensor=2, pipeline=2)) for kind in KINDS),
-    ({"block": "evolved_encoder", "form": "block,block(block=lite)"}, Plan("zero3", tensor=2, remat="full")),
+    (OF_BLOCKS | {"block": "bottleneck(8,2)", "norm_placement": "post"}, DIVIDED),
+    (OF_BLOCKS | {"block": "lite(5,dynamic)"}, DIVIDED),
+    (OF_BLOCKS | {"block": "evolved_decoder"}, DIVIDED),
+    (
+        OF_BLOCKS | {"block": "evolved_encoder", "form": "block,block(block=lite)"},
+        Plan("zero3", tensor=2, remat="full"),
+    ),
+    *((SANDWICH, plan) for plan in (Plan("zero3", tensor=2), Plan("3d"), Plan(sequence=2))),
 ]
 
 
@@ -240,24 +242,9 @@ LAYOUTS = [
 @pytest.mark.parametrize(("fields", "plan"), LAYOUTS, ids=str)
 def test_layouts_match_one_device(fields, plan):
     """Two steps of training."""
-    placement = "post" if fields["block"].startswith("bottleneck") else "pre"
-    model = dataclasses.replace(MODEL, **fields, layers=4, dropout=0.3, norm_placement=placement)
+    model, make = dataclasses.replace(MODEL, **fields), initialised_state if fields is SANDWICH else None
     # With Adam's usual eps, a gradient near 0 moves a parameter by the learning rate, in a direction that rounding decides.
-    single, parallel = (Run(trainer_of(*where, model, eps=1e-3), model) for where in (ONE, (plan, 8)))
-    for seed in range(2):
-        expected, actual = single.step(batch_of(seed)), parallel.step(batch_of(seed))
-        assert actual == pytest.approx(expected, rel=1e-5)
-        if seed == 0:
-            assert_leaves_close(parallel.gradients(), single.gradients(), 1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", [Plan("zero3", tensor=2), Plan("3d"), Plan(sequence=2)], ids=str)
-def test_sandwich_norms_and_soft_caps_match_one_device(plan):
-    fields = {"norm": "rms_zero_centered", "norm_placement": "sandwich", "embed_scale": True}
-    fields |= {"mixer": "full(soft_cap=0.5,scale=0.7)", "output": "full(soft_cap=1.5)"}
-    model = dataclasses.replace(MODEL, **fields, dropout=0.0)
-    single, parallel = (Run(trainer_of(*where, model), model, make=initialised_state) for where in (ONE, (plan, 8)))
+    single, parallel = (Run(trainer_of(*where, model, eps=1e-3), model, make=make) for where in (ONE, (plan, 8)))
     for seed in range(2):
         expected, actual = single.step(batch_of(seed)), parallel.step(batch_of(seed))
         assert actual == pytest.approx(expected, rel=1e-5)
@@ -321,5 +308,4 @@ def test_unsupported_combinations_raise():
 def test_convolutions_are_not_divided_by_sequence():
     for block, plan in (("evolved_encoder", Plan("sequence")), ("lite", Plan(sequence=2, exchange="heads"))):
         model = dataclasses.replace(CONFIG, block=block)
-        with pytest.raises(InputError, match="plan.sequence=1"):
-            make_trainer(LM(model), OptimizerConfig(), plan, steps=1)
+        raises("plan.sequence=1", make_trainer, LM(model), OptimizerConfig(), plan, steps=1)

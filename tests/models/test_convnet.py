@@ -200,18 +200,15 @@ def test_unsupported_combinations_raise():
         (Plan(sequence=2), "plan.sequence=2: the model is a convolutional network, whose images are not divided"),
         (Plan("zero3", offload_parameters=True), "the model has several stacks"),
     ):
-        with pytest.raises(InputError, match=message):
-            make_trainer(make(), OptimizerConfig(), plan, steps=1)
-    with pytest.raises(InputError, match="optimizer.rows=True"):
-        make_trainer(make(), OptimizerConfig(rows=True), Plan("single"), steps=1, devices=1)
+        raises(message, make_trainer, make(), OptimizerConfig(), plan, steps=1)
+    raises("optimizer.rows=True", make_trainer, make(), OptimizerConfig(rows=True), Plan("single"), steps=1, devices=1)
     with pytest.raises(InputError, match=r"group\(4\)' does not divide 6 channels"):
         make_trainer(make("conv(6)", image_norm="group(4)"), OptimizerConfig(), Plan("single"), steps=1, devices=1)
     with pytest.raises(InputError, match="images of 48 pixels: model.side=7 expects 49"):
         batch = {name: x[:, :48] if x.ndim > 1 else x for name, x in make_batch().items()}
         jax.eval_shape(lambda: make().init(jax.random.key(0), batch))
     for seq_len, message in ((50, "data.seq_len=50 is no square number"), (64, "is an image of side 8")):
-        with pytest.raises(InputError, match=message):
-            filled(make().config, CLASSES, seq_len)
+        raises(message, filled, make().config, CLASSES, seq_len)
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
 
 from hpnlp.models.pairs.dual_encoder import DualEncoder, DualEncoderConfig, text_hashes
 from hpnlp.models.pairs.grad_cache import ComparingModel, Encoded
-from hpnlp.models.variables import axes_and_shapes
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.gradients import loss
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.optimizers.over_devices import OverDevices
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import Model
 from tests.contracts import ONCE, once
@@ -27,13 +24,6 @@ from tests.training.test_step import assert_leaves_close
 B, T = 8, 8
 SIZES = {"dim": 16, "heads": 4, "layers": 2, "vocab": 24, "max_len": T, "mlp_dim": 24}
 SEPARATE = {"shared": False, "learn_temperature": True, "temperature": 0.2, "pooling": "attention", "token_types": 2}
-LAYOUTS = {
-    "zero3 8": Plan("zero3"),
-    "zero3 4": Plan("zero3"),
-    "data 4 x tensor 2": Plan(tensor=2),
-    "data 2 x sequence 4": Plan(sequence=4),
-    "3d": Plan("3d"),
-}
 FIELDS = {"shared": {"symmetric": False}, "separate": SEPARATE}
 HARD_FIELDS = {f"{name}, hard": {**fields, "negative_texts": 2} for name, fields in FIELDS.items()}
 
@@ -57,27 +47,16 @@ def make_batch(padding=2, seed=1, negatives=0):
     return batch | {"weights": (np.arange(B) < B - padding).astype(np.float32)}
 
 
-@functools.cache
-def results(name, plan, devices):
+def results(name):
     """`(gradients, metrics)` of a batch whose last pairs are padding."""
     model, params = make(**(FIELDS | HARD_FIELDS)[name])
-    layout = plan.layout(model.config.sizes(), jax.devices()[:devices])
-    axes, shapes = axes_and_shapes(model)
-    if devices > 1:
-        model = model.clone(model_parallel=OverDevices(layout).model_parallel(model.config, None))
-    specs = layout.state_specs(axes, shapes, divided=layout.zero == 3)
-    params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(layout.mesh, spec)), params, specs)
-    batch = {
-        key: jax.device_put(x, layout.sharding(*model.batch_axes()[key]))
-        for key, x in make_batch(negatives=model.config.negative_texts).items()
-    }
+    batch = jax.tree.map(jnp.asarray, make_batch(negatives=model.config.negative_texts))
 
     def loss(params, batch):
         out = model.apply({"params": params}, batch, method="loss")
         return out.sum, {"loss": (out.sum, out.weight), **out.aux}
 
-    with jax.set_mesh(layout.mesh):
-        return jax.device_get(jax.jit(jax.grad(loss, has_aux=True), compiler_options=ONCE)(params, batch))
+    return jax.device_get(once(jax.grad(loss, has_aux=True), params, batch))
 
 
 @pytest.mark.oracle
@@ -105,7 +84,7 @@ def test_loss_and_gradients_match_torch(name):
     if model.config.symmetric:
         total = (total + entropy(scores.T, labels, reduction="sum")) / 2
     total.backward()
-    gradients, metrics = results(name, Plan(), 1)
+    gradients, metrics = results(name)
     np.testing.assert_allclose(metrics["loss"], (total.item(), count), rtol=1e-5)
     hits = (scores.argmax(dim=1) == labels).sum().item()
     np.testing.assert_allclose(metrics["accuracy"], (hits, count))
@@ -229,63 +208,12 @@ def test_triplets_match_torch():
     assert_leaves_close(gradients, [texts.grad.numpy(), candidates.grad.numpy()], 1e-6)
 
 
-@pytest.mark.oracle
-def test_hard_negatives_match_torch():
-    """The scores of MultipleNegativesRankingLoss of sentence-transformers: partners, first negatives, second negatives."""
-    torch = pytest.importorskip("torch")
-    model = DualEncoder(DualEncoderConfig(**SIZES | HARD))
-    batch, draw = make_batch(padding=0, negatives=2), np.random.default_rng(5)
-    vectors = tuple(draw.normal(size=shape).astype(np.float32) for shape in ((B, 16), (B, 3, 16)))
-    vectors = tuple(x / np.linalg.norm(x, axis=-1, keepdims=True) for x in vectors)
-
-    def loss(vectors):
-        return model.apply({}, Encoded(vectors), jax.tree.map(jnp.asarray, batch), method="compare").sum
-
-    total, gradients = once(jax.value_and_grad(loss), vectors)
-    texts, candidates = (torch.tensor(x, requires_grad=True) for x in vectors)
-    scores = 20 * texts @ torch.cat(list(candidates.unbind(1))).T
-    expected = torch.nn.functional.cross_entropy(scores, torch.arange(B), reduction="sum")
-    expected.backward()
-    np.testing.assert_allclose(total, expected.item(), rtol=1e-6)
-    assert_leaves_close(gradients, [texts.grad.numpy(), candidates.grad.numpy()], 1e-6)
-
-
 def test_hashes_distinguish_the_order_of_tokens():
     tokens = np.array([[1, 2, 0], [2, 1, 0], [1, 2, 5], [1, 1, 0], [1, 2, 2]], np.int32)
     segments = np.array([[1, 1, 0], [1, 1, 0], [1, 1, 0], [1, 1, 0], [1, 1, 1]], np.int32)
     hashes = np.asarray(text_hashes(jnp.asarray(tokens), jnp.asarray(segments)))
     np.testing.assert_array_equal(hashes[0], hashes[2])
     assert all(len(set(column[[0, 1, 3, 4]].tolist())) == 4 for column in hashes.T)
-
-
-def test_a_batch_with_one_pair_has_no_accuracy():
-    """The last batch of an evaluation may be filled up to that; its pair has no other partner to be taken for."""
-    name = next(iter(FIELDS))
-    model, params = make(**FIELDS[name])
-    batch = jax.tree.map(jnp.asarray, make_batch())
-    one = batch | {"weights": jnp.asarray(np.arange(B) == 0, jnp.float32)}
-    out = once(lambda p: model.apply({"params": p}, one, method="loss"), params)
-    assert [float(x) for x in out.aux["accuracy"]] == [0, 0] and float(out.weight) == 1
-
-
-@pytest.mark.slow  # `tests/tasks/test_contracts.py` trains under a plan
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        *(("separate", layout) for layout in ("zero3 8", "data 2 x sequence 4", "3d")),
-        ("shared", "data 4 x tensor 2"),
-        ("shared, hard", "zero3 4"),
-        ("separate, hard", "3d"),
-    ],
-)
-def test_layouts_match_one_device(name, layout):
-    """Negatives come from the texts of all devices, and gradients reach them there."""
-    gradients, metrics = results(name, LAYOUTS[layout], 4 if layout == "zero3 4" else 8)
-    expected_gradients, expected = results(name, Plan(), 1)
-    assert metrics.keys() == expected.keys()
-    for key, pair in expected.items():
-        np.testing.assert_allclose(metrics[key], pair, rtol=1e-5, err_msg=key)
-    assert_leaves_close(gradients, expected_gradients, 1e-5)
 
 
 def test_padding_has_no_effect():
@@ -400,10 +328,12 @@ def test_evaluation_encodes_the_parts_of_a_batch_in_turn():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("name", [*FIELDS, "separate, hard"])
 def test_accumulation_on_devices_has_the_gradients_of_the_whole_batch(name):
-    model, params = make(dropout=0.2, **FIELDS[name])
-    batch = jax.tree.map(lambda *x: np.concatenate(x), *(make_batch(seed=seed) for seed in range(4)))
+    """Negatives come from the texts of all devices, and gradients reach them there."""
+    model, params = make(dropout=0.2, **(FIELDS | HARD_FIELDS)[name])
+    parts = [make_batch(seed=seed, negatives=model.config.negative_texts) for seed in range(4)]
+    batch = jax.tree.map(lambda *x: np.concatenate(x), *parts)
     expected, expected_metrics = first_gradients(model, params, Plan("single"), 1, 1, batch)
     by_heads = Plan(sequence=4, exchange="heads")
     for plan, parts in ((Plan("zero2"), 4), (Plan("zero3", tensor=2), 2), (by_heads, 4), (Plan("3d"), 2)):
@@ -419,7 +349,7 @@ def test_rows_are_those_of_all_texts():
         batch = jax.tree.map(jnp.asarray, make_batch(negatives=model.config.negative_texts))
         assert isinstance(model, Model)
         rows = model.apply({"params": params}, batch, method="rows")
-        gradients, _ = results(name, Plan(), 1)
+        gradients, _ = results(name)
         for (tower, *_), ids in rows.items():
             touched = np.abs(gradients[tower]["embed"]["table"]).max(axis=1) > 0
             assert set(np.flatnonzero(touched)) <= set(np.asarray(ids).tolist())

@@ -14,7 +14,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.training.optimizers.over_devices import OverDevices
 from hpnlp.types import InputError
 from tests.contracts import ONCE
-from tests.models.test_encoder import MOBILE, SEQUENCES, TAGS, WORDS, make, make_batch
+from tests.models.test_encoder import MOBILE, SEQUENCES, make, make_batch
 from tests.training.test_step import assert_leaves_close
 
 B, T = 8, 16
@@ -22,8 +22,6 @@ SIZES = {"layers": 2, "max_len": T, "dropout": 0.3, "unroll": 1}
 # 6 classes divide over 2 stages, and not over 2 stages x 2 devices of the axis `tensor`.
 HEADS = {
     "sequences": SEQUENCES | {"classes": 6},
-    "tags": TAGS | {"classes": 6, "output": "full(use_bias=True,label_smoothing=0.1)"},
-    "words": WORDS,
     # Without norms, these parameters saturate the attention, and its gradients are differences of nearly equal numbers.
     "mobile": MOBILE | {"norm": "layer"},
     "attention": {"pooling": "attention", "classes": 3},
@@ -49,22 +47,17 @@ HEADS = {
     "sampled": {"pooling": "max", "classes": 40, "output": "sampled(7,uniform)"},
 }
 LAYOUTS = {
-    "data 8": Plan(),
     "zero3 4 x tensor 2": Plan("zero3", tensor=2),
-    "data 4 x tensor 2": Plan(tensor=2),
     "3d": Plan("3d"),
     "pipeline 2 x zero3 2 x tensor 2": Plan("zero3", pipeline=2, tensor=2),
     "data 2 x sequence 4": Plan(sequence=4),
     "data 4 x sequence 2, by heads": Plan(sequence=2, exchange="heads"),
 }
-# Every head in some layouts, and every layout with some heads.
+# Heads that no task of `tests/tasks/test_contracts.py` has; every layout with some of them.
 CASES = {
-    "sequences": ("3d", "data 8"),
-    "tags": ("data 4 x tensor 2",),
-    "words": ("pipeline 2 x zero3 2 x tensor 2",),
     "mobile": ("zero3 4 x tensor 2", "data 4 x sequence 2, by heads"),
     "attention": ("data 2 x sequence 4",),
-    "summaries": ("3d",),
+    "summaries": ("pipeline 2 x zero3 2 x tensor 2",),
     "fourier": ("3d",),
     "synthesized": ("zero3 4 x tensor 2",),
     "sampled": ("3d",),

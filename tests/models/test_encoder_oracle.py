@@ -1,15 +1,10 @@
 """The encoder against BERT of transformers and torch.nn.TransformerEncoder: hidden states, losses and gradients."""
 
-import functools
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from hpnlp.models.encoder import Encoder, EncoderConfig
-from hpnlp.nn.attention import Context
-from hpnlp.ops.attention import Full
 from tests.contracts import ONCE
 
 pytestmark = pytest.mark.oracle
@@ -181,60 +176,3 @@ def test_masked_words_match_bert(torch, bert_config, batch):
     real = batch["segment_ids"] > 0
     np.testing.assert_allclose(np.asarray(logits)[real], theirs.logits.detach().numpy()[real], atol=2e-5, rtol=2e-5)
     assert_trees_close(gradients, tree(gradients_of))
-
-
-@pytest.mark.parametrize("placement", ["pre", "post"])
-def test_layers_match_torch(placement, torch):
-    """Hidden states, and gradients of the embeddings and all parameters, with padding."""
-    rng = np.random.default_rng(2)
-    layer = torch.nn.TransformerEncoderLayer(
-        D, 4, 56, dropout=0.0, activation="gelu", batch_first=True, norm_first=placement == "pre"
-    )
-    final_norm = torch.nn.LayerNorm(D) if placement == "pre" else None
-    module = torch.nn.TransformerEncoder(layer, L, norm=final_norm, enable_nested_tensor=False)
-    randomize(torch, module).train()
-    x = torch.from_numpy(rng.standard_normal((B, T, D)).astype(np.float32)).requires_grad_()
-    real = np.arange(T)[None] < LENGTHS[:, None]
-    direction = (rng.standard_normal((B, T, D)) * real[..., None]).astype(np.float32)
-    theirs = module(x, src_key_padding_mask=torch.from_numpy(~real))
-    (theirs * torch.from_numpy(direction)).sum().backward()
-
-    def tree(access, table):
-        get = access(module)
-
-        def of_layer(i):
-            name = f"layers.{i}"
-            projections = (get(f"{name}.self_attn.in_proj_{kind}") for kind in ("weight", "bias"))
-            thirds = zip(*(np.split(array, 3) for array in projections), strict=True)
-            attention = {n: {"kernel": w.T, "bias": b} for n, (w, b) in zip("qkv", thirds, strict=True)}
-            return {
-                "attention": attention | {"out": dense(get, f"{name}.self_attn.out_proj")},
-                "mix_norm": norm(get, f"{name}.norm1"),
-                "mlp": {"up": dense(get, f"{name}.linear1"), "down": dense(get, f"{name}.linear2")},
-                "feed_norm": norm(get, f"{name}.norm2"),
-            }
-
-        final = {"final_norm": norm(get, "norm")} if placement == "pre" else {}
-        return {"embed": {"table": table}, "layers": stacked([of_layer(i) for i in range(L)]), **final}
-
-    config = EncoderConfig(
-        **SIZES | BIASES | {"vocab": B * T},
-        norm_placement=placement,
-        norm_eps=1e-5,
-        position="none",
-        output="full",
-        tied=True,
-    )
-    tokens = jnp.arange(B * T, dtype=jnp.int32).reshape(B, T)
-    positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32)[None], (B, T))
-    context = Context(positions, jnp.asarray(real, jnp.int32), Full())
-
-    @functools.partial(jax.jit, compiler_options=ONCE)
-    @functools.partial(jax.value_and_grad, has_aux=True)
-    def run(params):
-        h = Encoder(config).apply({"params": params}, tokens, context, method="hidden")[0]
-        return (h * direction).sum(), h
-
-    (_, h), gradients = run(tree(values_of, x.detach().numpy().reshape(-1, D)))
-    np.testing.assert_allclose(np.asarray(h)[real], theirs.detach().numpy()[real], atol=2e-5, rtol=2e-5)
-    assert_trees_close(gradients, tree(gradients_of, x.grad.numpy().reshape(-1, D)))

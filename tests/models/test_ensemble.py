@@ -13,9 +13,9 @@ from hpnlp.models.decode import Generation
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.mixtures.ensemble import Ensemble, averaged, joined
 from hpnlp.models.rnn import RNN, RNNConfig
-from hpnlp.types import InputError
 from tests.contracts import ONCE
 from tests.drawn import drawn_params
+from tests.messages import raises
 
 V, B, T = 11, 3, 5
 
@@ -135,13 +135,10 @@ def test_generation_draws_from_mean_probabilities(kind):
     ],
 )
 def test_members_that_do_not_fit_raise(members, message):
-    with pytest.raises(InputError, match=message):
-        Ensemble(tuple(members))
+    raises(message, Ensemble, tuple(members))
 
 
 def test_an_ensemble_is_not_trained():
     ensemble = Ensemble((rnn(),))
-    with pytest.raises(InputError, match="an ensemble is not trained: set optimizer.rows=False"):
-        ensemble.rows(batch_of(0))
-    with pytest.raises(InputError, match="an ensemble has no method 'taps'"):
-        ensemble.apply({"params": {}}, batch_of(0), method="taps")
+    raises("an ensemble is not trained: set optimizer.rows=False", ensemble.rows, batch_of(0))
+    raises("an ensemble has no method 'taps'", ensemble.apply, {"params": {}}, batch_of(0), method="taps")

@@ -13,12 +13,9 @@ from hpnlp import measure
 from hpnlp.models import variables
 from hpnlp.models.classifiers.hashed_classifier import HashedClassifier, HashedClassifierConfig
 from hpnlp.ops.ngram_attention import NGRAMS
-from hpnlp.parallel.plan import Plan
-from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.trainer import make_trainer
-from hpnlp.types import InputError
 from tests import projection_reference as reference
 from tests.contracts import ONCE, assert_close, once
+from tests.drawn import drawn_params
 from tests.messages import raises
 
 CLASSES, B, T = 3, 8, 7
@@ -42,11 +39,7 @@ def make_batch():
     }
 
 
-@functools.cache
-def params_of(model):
-    shapes = nn.meta.unbox(jax.eval_shape(model.init, jax.random.key(0), model.example_batch(1, 8)))["params"]
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: jnp.asarray((0.5 * rng.standard_normal(x.shape)).astype(x.dtype)), shapes)
+params_of = functools.cache(functools.partial(drawn_params, deviation=0.5, means={"scale": 0.0}))
 
 
 @functools.cache
@@ -134,21 +127,6 @@ def test_default_model_has_the_published_size():
     assert count == 65_536 + 40_960 + 3_584 + 4 * 64 + 2 * 64 + 28
 
 
-@pytest.mark.slow  # for PRADO, see tests/tasks/test_contracts.py
-def test_losses_are_equal_on_8_devices():
-    def losses_of(plan, devices):
-        optimizer = OptimizerConfig("sgd", warmup=0, learning_rate=0.1)
-        trainer = make_trainer(make(PQRNN), optimizer, plan, steps=4, devices=jax.devices()[:devices])
-        batch = jax.device_put(make_batch(), trainer.batch_sharding)
-        state, losses = trainer.init(jax.random.key(0)), []
-        for _ in range(3):
-            state, metrics = trainer.step(state, batch, jax.random.key(1))
-            losses.append(metrics["loss"])
-        return np.array(losses)
-
-    np.testing.assert_allclose(losses_of(Plan("zero3"), 8), losses_of(Plan("single"), 1), rtol=1e-5)
-
-
 def test_invalid_fields_raise():
     for fields, message in (
         ({"projection": 100}, "model.projection=100: .*pass a multiple of 64, such as 128"),
@@ -169,5 +147,10 @@ def test_invalid_fields_raise():
 
 def test_rematerialisation_raises():
     model = HashedClassifier(HashedClassifierConfig(classes=3), remat="full")
-    with pytest.raises(InputError, match="plan.remat='full'.*set plan.remat='none'"):
-        jax.eval_shape(model.init, jax.random.key(0), model.example_batch(1, 8))
+    raises(
+        "plan.remat='full'.*set plan.remat='none'",
+        jax.eval_shape,
+        model.init,
+        jax.random.key(0),
+        model.example_batch(1, 8),
+    )

@@ -221,32 +221,6 @@ def compiled_vectors(model):
     return np.asarray(texts), np.asarray(contexts), np.asarray(exists)
 
 
-def test_bags_never_find_themselves():
-    """Gradients and loss do not depend on the own entry of a bag, whatever it holds."""
-    model = make(memory="bags(12,k=2)")
-    entries = np.random.default_rng(6).standard_normal((12, D)).astype(np.float32)
-    other = entries.copy()
-    texts, _, exists = compiled_vectors(make())
-    one = {**BAGS, "weights": jnp.zeros(B).at[2].set(1.0), "bag": jnp.full(B, 3, jnp.int32)}
-    other[3] = (texts[2] * exists[2][:, None]).sum(axis=0)  # the nearest entry of all
-
-    def loss(params, entries):
-        weights = params | {"buffers": {"memory": entries}}
-        return model.apply(
-            variables.collections(weights), one, deterministic=False, rngs={"dropout": KEY}, method="loss"
-        ).sum
-
-    memories = jnp.asarray(entries), jnp.asarray(other)
-    slopes = jax.jit(jax.value_and_grad(loss))
-    first, second = (slopes(MEMORY, x) for x in memories)
-    assert_close(first, second)
-    scored = {**one, "bag": jnp.full(B, -1, jnp.int32)}
-    weights = [variables.collections(MEMORY | {"buffers": {"memory": x}}) for x in memories]
-    logits = jax.jit(lambda weights: model.apply(weights, scored, method="logits"))
-    first, second = map(logits, weights)
-    assert not np.allclose(first[2], second[2])
-
-
 def test_a_trained_table_has_gradients_and_an_empty_memory_none():
     entries = np.random.default_rng(7).standard_normal((5, D)).astype(np.float32)
     model = make(memory="table(5,k=3)", loss="softmax")

@@ -9,17 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.models.decode import Generation
 from hpnlp.models.decoding.decoding_weights import separate_layers
 from hpnlp.models.huggingface.families import config_json
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.models.variables import axes_and_shapes
 from hpnlp.parallel.plan import Plan
-from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.optim import OptimizerConfig, is_matrix
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.messages import raises
-from tests.models.test_lm import SMALL, make, make_batch, run
+from tests.models.test_lm import SMALL, assert_greedy_ids, make, make_batch, run
 from tests.training.test_step import MODEL, ONE, Run, assert_leaves_close, batch_of, initialised_state, trainer_of
 
 # A period of convolution, full attention of fewer heads, and convolution, and two more layers.
@@ -112,13 +111,13 @@ def test_gradients_equal_those_layer_by_layer(residual):
 @pytest.mark.parametrize("residual", ["plain", pytest.param("reversible", marks=pytest.mark.slow)])
 def test_greedy_ids_equal_the_argmax_of_the_full_pass(residual):
     model, params = make(**HYBRID, max_len=64, residual=residual)
-    prompts = [np.arange(length) % 11 for length in (1, 2, 9)]
-    new = np.concatenate(list(Generation(model, params, prompts, tokens=6, temperature=0.0)), axis=1)
-    rows = [np.concatenate([prompt, ids]) for prompt, ids in zip(prompts, new, strict=True)]
-    padded = jnp.asarray([np.pad(row, (0, 15 - len(row))) for row in rows], jnp.int32)
-    best = np.asarray(run(lambda p: model.apply({"params": p}, padded, method="logits"), params).argmax(-1))
-    for row, prompt, expected in zip(rows, prompts, best, strict=True):
-        np.testing.assert_array_equal(row[len(prompt) :], expected[len(prompt) - 1 : len(row) - 1])
+    assert_greedy_ids(model, params, [np.arange(length) % 11 for length in (1, 2, 9)], 6)
+
+
+def test_filters_are_no_matrix():
+    """Neither muon nor weight decay applies to the filters of convolutions."""
+    layers = is_matrix(axes_and_shapes(LM(LMConfig(**SMALL | HYBRID)))[1])["layers"]
+    assert not layers["0_conv"]["attention"]["mixer"]["taps"] and layers["0_conv"]["mlp"]["up"]["kernel"]
 
 
 @pytest.mark.slow

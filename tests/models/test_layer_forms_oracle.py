@@ -3,13 +3,12 @@
 import dataclasses
 import json
 
-import jax
 import numpy as np
 import pytest
 
 from hpnlp.models.huggingface import convert
 from hpnlp.models.lm import LM
-from tests.models.test_lm import logits_of, make
+from tests.models.test_lm import logits_of
 
 pytestmark = pytest.mark.oracle
 
@@ -57,40 +56,3 @@ def test_logits_equal_smollm3(tmp_path):
     actual = logits_of(ours, params, tokens.astype(np.int32))
     np.testing.assert_allclose(actual, expected, atol=1e-4, rtol=1e-4)
     assert np.abs(np.asarray(logits_of(LM(llama), params, tokens.astype(np.int32))) - expected).max() > 0.1
-
-
-def test_logits_equal_torch_layers():
-    """Convolutions, and attention with different heads and widths."""
-    torch = pytest.importorskip("torch")
-    nn = torch.nn.functional
-    form = "block,block(mlp=relu),block,block(heads=2,mlp_dim=40,norm_eps=0.1)"
-    model, params = make(mixer="conv(3),full", form=form, layers=7, position="none", mlp="gelu")
-    places = [("0_conv", 0), ("1_full", 0), ("0_conv", 1), ("3_full", 0), ("0_conv", 2), ("1_full", 1), ("0_conv", 3)]
-    weights = jax.tree.map(lambda leaf: torch.from_numpy(np.array(leaf)), params)
-    tokens = np.random.default_rng(1).integers(0, model.config.vocab, (2, 11))
-    table = weights["embed"]["table"]
-
-    def norm(x, scale, eps=1e-6):
-        return nn.rms_norm(x, scale.shape, scale, eps)
-
-    def convolve(layer, x, heads):
-        taps = layer["mixer"]["taps"].flip(0).T[:, None]
-        return nn.conv1d(nn.pad(x.mT, (2, 0)), taps, groups=x.shape[-1]).mT
-
-    def attend(layer, x, heads):
-        q, k, v = ((x @ layer[name]["kernel"]).unflatten(-1, (heads, -1)).transpose(1, 2) for name in "qkv")
-        o = nn.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return o.transpose(1, 2).flatten(2) @ layer["out"]["kernel"]
-
-    x = table[tokens]
-    for index, (stack, place) in enumerate(places):
-        layer = jax.tree.map(lambda leaf, place=place: leaf[place], weights["layers"][stack])
-        mix, heads = (attend if index % 2 else convolve), (2 if stack == "3_full" else 4)
-        eps = 0.1 if stack == "3_full" else 1e-6
-        x = x + mix(layer["attention"], norm(x, layer["mix_norm"]["scale"], eps), heads)
-        inner = norm(x, layer["feed_norm"]["scale"], eps) @ layer["mlp"]["up"]["kernel"]
-        inner = nn.relu(inner) if stack == "1_full" else nn.gelu(inner, approximate="tanh")
-        x = x + inner @ layer["mlp"]["down"]["kernel"]
-    expected = (norm(x, weights["final_norm"]["scale"]) @ table.T).numpy()
-    actual = logits_of(model, params, tokens.astype(np.int32))
-    np.testing.assert_allclose(actual, expected, atol=1e-5, rtol=1e-5)

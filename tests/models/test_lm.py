@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from hpnlp.models.backbone import RESIDUALS
+from hpnlp.models.decode import Generation
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.models.variables import logical_axes
 from hpnlp.nn.attention import Context
@@ -63,6 +63,16 @@ def run(function, *args):
 
 def logits_of(model, params, tokens):
     return run(lambda p, t: model.apply({"params": p}, t, method=LM.logits), params, tokens)
+
+
+def assert_greedy_ids(model, params, prompts, tokens):
+    """Ids that are generated token by token, with caches, are the argmax of the logits of the full pass."""
+    new = np.concatenate(list(Generation(model, params, prompts, tokens=tokens, temperature=0.0)), axis=1)
+    rows = [np.concatenate([prompt, ids]) for prompt, ids in zip(prompts, new, strict=True)]
+    padded = jnp.asarray([np.pad(row, (0, max(map(len, rows)) - len(row))) for row in rows], jnp.int32)
+    best = np.asarray(run(lambda p: model.apply({"params": p}, padded, method="logits"), params).argmax(-1))
+    for row, prompt, expected in zip(rows, prompts, best, strict=True):
+        np.testing.assert_array_equal(row[len(prompt) :], expected[len(prompt) - 1 : len(row) - 1])
 
 
 # The reference: one sequence, numpy, float64.
@@ -176,34 +186,6 @@ def test_logits_match_reference(fields):
 
 @pytest.mark.parametrize(
     "fields",
-    [
-        pytest.param(RICH, marks=pytest.mark.slow),
-        GPT | {"tied": False},
-        pytest.param(REVERSIBLE | {"tied": False}, marks=pytest.mark.slow),
-    ],
-    ids=["rope", "learned", "reversible"],
-)
-def test_gradients_are_causal(fields):
-    """d hidden[i] / d embedding[j] is exactly 0 unless j <= i in the same segment, and not 0 there."""
-    model, params = make(**fields)
-    segments = np.array([1, 1, 1, 1, 2, 2, 2, 3, 0, 0])
-    length = len(segments)
-    positions = np.array([0, 1, 2, 3, 0, 1, 2, 0, 0, 1])
-    context = Context(jnp.asarray(positions[None], jnp.int32), jnp.asarray(segments[None], jnp.int32), Causal())
-    tokens = jnp.arange(length, dtype=jnp.int32)[None]  # all different, so that a row of the table is one position
-    direction = jnp.asarray(np.random.default_rng(2).normal(size=model.config.dim), jnp.float32)
-
-    def outputs(table):
-        changed = params | {"embed": {"table": table}}
-        return model.apply({"params": changed}, tokens, context, method=LM.hidden)[0][0] @ direction
-
-    jacobian = run(jax.jacrev(outputs), params["embed"]["table"])[:, :length]
-    depends = np.any(np.asarray(jacobian) != 0.0, axis=-1)
-    np.testing.assert_array_equal(depends, np.tri(length, dtype=bool) & (segments[:, None] == segments[None]))
-
-
-@pytest.mark.parametrize(
-    "fields",
     [RICH, pytest.param(GPT, marks=pytest.mark.slow), pytest.param(MIXED, marks=pytest.mark.slow)],
     ids=["rope", "learned", "mixed"],
 )
@@ -245,13 +227,12 @@ def test_packed_rows_equal_separate_rows(fields):
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param(RICH, marks=pytest.mark.slow),
         BERT,
         RINGS,
-        pytest.param(REVERSIBLE, marks=pytest.mark.slow),
+        pytest.param(REVERSIBLE | RICH, marks=pytest.mark.slow),
         GEMMA | {"mixer": "window(3,0,soft_cap=0.5,scale=0.7)"},
     ],
-    ids=["rope", "bert", "rings", "reversible", "gemma"],
+    ids=["bert", "rings", "reversible", "gemma"],
 )
 def test_prefill_and_extend_equal_the_full_pass(fields):
     """Prompts of different lengths, whose padding holds tokens that must not count."""
@@ -291,12 +272,7 @@ def plain():
     return params, batch, *run(jax.value_and_grad(lambda p: loss_of(model, p, batch)), params)
 
 
-SLOW_REMAT = [pytest.param(remat, marks=pytest.mark.slow) for remat in ("full", "dots")]
-
-
-@pytest.mark.parametrize(
-    "remat", [pytest.param("none", marks=pytest.mark.slow), *SLOW_REMAT, "names(mixed, hidden)", "offload"]
-)
+@pytest.mark.parametrize("remat", [pytest.param("dots", marks=pytest.mark.slow), "names(mixed, hidden)", "offload"])
 def test_loss_and_gradients_do_not_depend_on_the_loop(remat, plain):
     params, batch, loss, grads = plain
     model = LM(LMConfig(**SMALL | {"layers": 3, "kv_heads": 2, "unroll": 2}), remat=remat)
@@ -305,16 +281,8 @@ def test_loss_and_gradients_do_not_depend_on_the_loop(remat, plain):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-5), actual_grads, grads)
 
 
-SLOW_16_BIT = [("bfloat16", "reversible"), ("float16", "plain")]
-
-
 @pytest.mark.parametrize(
-    ("dtype", "residual"),
-    [
-        pytest.param("bfloat16", "plain", marks=pytest.mark.slow),
-        ("float16", "reversible"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_16_BIT),
-    ],
+    ("dtype", "residual"), [pytest.param("bfloat16", "plain", marks=pytest.mark.slow), ("float16", "reversible")]
 )
 def test_16_bit_activations_match_float32(dtype, residual, plain):
     """Loss and gradients are in float32 and near those of float32 activations: relative errors of complete arrays."""
@@ -338,21 +306,6 @@ def test_16_bit_activations_match_float32(dtype, residual, plain):
         assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b)
 
     jax.tree.map(near, actual_grads, grads)
-
-
-@pytest.mark.parametrize("residual", ["plain", pytest.param("reversible", marks=pytest.mark.slow)])
-def test_two_steps_share_a_trace(residual):
-    model, params = make(dropout=0.1, residual=residual)
-
-    def loss(params, batch, key):
-        rngs = {"dropout": key, "output": key}
-        return model.apply({"params": params}, batch, False, rngs=rngs, method=LM.loss).sum
-
-    step = jax.jit(jax.value_and_grad(chex.assert_max_traces(loss, n=1)), compiler_options=ONCE)
-    first, grads = step(params, make_batch(2, 9, seed=1), jax.random.key(1))
-    params = jax.tree.map(lambda p, g: jnp.asarray(np.asarray(p) - np.float32(0.01) * np.asarray(g)), params, grads)
-    second, _ = step(params, make_batch(2, 9, seed=2), jax.random.key(2))
-    assert np.isfinite(first) and np.isfinite(second) and first != second
 
 
 # Dropout.
@@ -421,19 +374,6 @@ def test_initial_parameters_have_expected_shapes_and_scales(initial):
     assert "head" not in params
 
 
-def test_every_axis_has_a_name(initial):
-    model, boxed = initial
-    names, params = logical_axes(model), nn.meta.unbox(boxed)
-
-    def is_names(node):
-        return isinstance(node, tuple)
-
-    assert jax.tree.structure(names, is_leaf=is_names) == jax.tree.structure(params)
-    for axes, leaf in zip(jax.tree.leaves(names, is_leaf=is_names), jax.tree.leaves(params), strict=True):
-        assert len(axes) == leaf.ndim
-    assert names["layers"]["mlp"]["down"]["kernel"] == ("layers", "mlp", "embed")
-
-
 @pytest.mark.parametrize("fields", [{}, {"kv_heads": 1, "head_dim": 10}, {"mlp": "gelu", "qk_norm": True}])
 def test_non_embedding_parameters_counts_matrices(fields):
     model, params = make(**fields)
@@ -500,19 +440,18 @@ def test_invalid_output_layers_raise(fields, message):
     raises(message, jax.eval_shape, loss, jax.random.key(0))
 
 
-@pytest.mark.parametrize("output", ["class(by=similar)", "hierarchical(similar)"])
-@pytest.mark.parametrize(
-    ("counts", "message"),
-    [
-        (24, "needs to know which words are similar.*choose that, or .*train it again"),
-        (6, r"stats are of 6 words, the vocabulary has 24: pass stats.padded\(24\)"),
-    ],
-)
-def test_insufficient_word_statistics_raise(output, counts, message):
+def test_insufficient_word_statistics_raise():
     """Statistics of a tokenizer that an earlier version trained, or of fewer words."""
-    stats = WordStats(np.arange(counts), np.arange(counts) if counts == 6 else None)
-    model = LM(LMConfig(**SMALL | {"output": output, "tied": False}), stats)
-    raises(message, lambda: jax.eval_shape(model.init, jax.random.key(0), make_batch(2, 5)))
+    for output in ("class(by=similar)", "hierarchical(similar)"):
+        for stats, message in (
+            (WordStats(np.arange(24), None), "needs to know which words are similar.*choose that, or .*train it again"),
+            (
+                WordStats(np.arange(6), np.arange(6)),
+                r"stats are of 6 words, the vocabulary has 24: pass stats.padded\(24\)",
+            ),
+        ):
+            model = LM(LMConfig(**SMALL | {"output": output, "tied": False}), stats)
+            raises(message, jax.eval_shape, model.init, jax.random.key(0), make_batch(2, 5))
 
 
 @pytest.mark.parametrize(

@@ -89,15 +89,5 @@ def test_plans_and_accumulation_have_the_gradients_of_one_device(fields):
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fields", [SOFTMAX, COSINE], ids=["softmax", "cosine"])
-def test_divided_sequences_and_layers_have_the_gradients_of_one_device(fields):
-    model, params = make(**fields)
-    batch = labelled_batch(model)
-    expected, _ = first_gradients(model, params, Plan("single"), 1, 1, batch)
-    for plan in (Plan("zero3", tensor=2), Plan(sequence=4), Plan("3d")):
-        assert distance(first_gradients(model, params, plan, 8, 1, batch)[0], expected) < 2e-6
-
-
 def test_label_loss_without_labels_raises():
     raises("model.loss='softmax' needs labels: set data.label_field", jax.eval_shape, lambda: make(loss="softmax"))

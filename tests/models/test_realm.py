@@ -17,9 +17,7 @@ from hpnlp.models.pairs.realm import Realm, RealmConfig
 from hpnlp.models.pairs.tower import Tower
 from hpnlp.parallel.plan import Plan
 from hpnlp.tasks.vocabulary import Vocabulary
-from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.starts import warm_start
-from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError, Model
 from tests.drawn import drawn_params
 from tests.messages import raises
@@ -148,20 +146,6 @@ def test_candidates_are_the_most_similar_documents_without_the_source():
         assert run(model, params(), None, BATCH | {"gold": gold})[1].aux["retrieval_at_1"] == (hits, count)
 
 
-def test_order_of_the_documents_changes_nothing():
-    order = np.random.default_rng(1).permutation(N)
-    place = np.argsort(order)
-    moved = BATCH | {
-        name: np.where(BATCH[name] < 0, -1, place[BATCH[name]]).astype(np.int32) for name in ("source", "gold")
-    }
-    permuted = Documents(DOCUMENTS.tokens[order], DOCUMENTS.lengths[order])
-    (loss, gradient), *_ = run(make(refresh="every", candidates=4), params(), None, BATCH)
-    (other, other_gradient), *_ = run(make(permuted, refresh="every", candidates=4), params(), None, moved)
-    np.testing.assert_allclose(other, loss, rtol=1e-6)
-    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(other_gradient), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
-
-
 def test_batch_without_hidden_tokens_has_loss_0():
     (loss, gradient), out, _ = run(
         make(refresh="every", candidates=4), params(), None, BATCH | {"weights": np.zeros((B, M), np.float32)}
@@ -227,28 +211,6 @@ def test_fields_of_the_search_are_free_in_warm_starts():
     tuned = make(candidates=3, marginal="sequence", refresh="never", documents_per_step=2).config
     assert source.check_model(tuned) == ""
     raises("model.temperature is 1.0", lambda: source.check_model(make(temperature=1.0).config))
-
-
-@pytest.mark.slow
-def test_layouts_and_accumulation_match_one_device():
-    """From the first step, which encodes all documents, to the one that searches the replaced index."""
-
-    def trained(plan, devices, accumulate):
-        config = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup=0, accumulate=accumulate)
-        model = make(candidates=4)
-        trainer = make_trainer(model, config, plan, steps=4, devices=jax.devices()[:devices])
-        state, losses = trainer.init(jax.random.key(0), params() | {"buffers": first_buffers()}), []
-        for _ in range(4):
-            batch = jax.device_put(BATCH, trainer.batch_sharding)
-            state, metrics = trainer.step(state, batch, jax.random.key(1))
-            losses.append(metrics["loss"])
-        return jax.device_get((losses, state.buffers))
-
-    expected = trained(Plan(), 1, 1)
-    assert expected[1]["age"] == 4 and not np.array_equal(expected[1]["index"], expected[1]["back"])
-    layouts = trained(Plan(), 1, 2), trained(Plan("zero3", tensor=2), 4, 2), trained(Plan("zero3", tensor=2), 8, 1)
-    for actual in layouts:
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), actual, expected)
 
 
 def test_invalid_fields_raise():

@@ -13,7 +13,6 @@ import pytest
 
 from hpnlp.data.tokenizers import ByteTokenizer
 from hpnlp.models import variables
-from hpnlp.models.decode import Generation
 from hpnlp.models.rnn import RNN, RNNConfig
 from hpnlp.nn.rnn import CELLS, RecurrentInputs
 from hpnlp.nn.rnn_stack import RecurrentStack
@@ -25,7 +24,9 @@ from hpnlp.training.starts import warm_start
 from hpnlp.training.trainer import make_trainer
 from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, once
+from tests.drawn import drawn_params
 from tests.messages import raises
+from tests.models.test_lm import assert_greedy_ids
 
 V, B, T = 12, 4, 6
 # One stack with every cell and every form, of several widths.
@@ -38,11 +39,7 @@ def make(cells="lstm(6),gru(8)", keeps_state=False, **fields):
     return RNN(RNNConfig(cells=cells, vocab=V, **fields), keeps_state=keeps_state)
 
 
-def params_of(model):
-    """Random parameters, biases and initial states among them."""
-    shapes = nn.meta.unbox(jax.eval_shape(model.init, jax.random.key(0), model.example_batch(1, 8)))["params"]
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: jnp.asarray((0.5 * rng.standard_normal(x.shape)).astype(x.dtype)), shapes)
+params_of = functools.cache(functools.partial(drawn_params, deviation=0.5, means={"scale": 0.0}))
 
 
 def make_batch(seed=0, length=T):
@@ -232,38 +229,7 @@ def test_generation_continues_prompts():
     model = make("lstm(8)*2")
     params = params_of(model)
     prompts = [np.array([1, 2, 3]), np.array([4])]
-    generation = Generation(model, params, prompts, tokens=3, temperature=0.0)
-    found = np.concatenate(list(generation), axis=1)
-    sequences = np.stack(
-        [np.pad(np.concatenate(pair), (0, 2 * i)) for i, pair in enumerate(zip(prompts, found, strict=True))]
-    )
-    logits = once(functools.partial(model.apply, method="logits"), {"params": params}, sequences)
-    for prompt, ids, best in zip(prompts, found, np.asarray(logits.argmax(axis=-1)), strict=True):
-        assert list(ids) == list(best[len(prompt) - 1 : len(prompt) + 2])
-
-
-@functools.cache
-def losses(plan, devices):
-    """Losses of three steps, which continue each other."""
-    model = make(
-        "lstm(6),lstm(8, norm=True)", keeps_state=True, initial="learned", layer_dropout=0.3, zoneout=0.2, hidden_dropout=0.3,
-        activation_penalty=1.0, temporal_penalty=1.0, embedding_dropout=0.2,
-    )  # fmt: skip
-    optimizer = OptimizerConfig("sgd", warmup=0, learning_rate=0.1)
-    trainer = make_trainer(model, optimizer, plan, steps=4, devices=jax.devices()[:devices], batch_size=2 * B)
-    state, found = trainer.init(jax.random.key(0)), []
-    for seed in range(3):
-        parts = [make_batch(seed), make_batch(seed + 10)]
-        batch = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-        state, metrics = trainer.step(state, jax.device_put(batch, trainer.batch_sharding), jax.random.key(1))
-        found.append([metrics["loss"], metrics["activation_loss"], metrics["grad_norm"]])
-    return np.array(found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", [Plan("zero3"), Plan("zero2"), Plan(tensor=2)], ids=["zero3", "zero2", "tensor"])
-def test_losses_are_equal_on_several_devices(plan):
-    np.testing.assert_allclose(losses(plan, 4), losses(Plan("single"), 1), rtol=2e-5)
+    assert_greedy_ids(model, params, prompts, 3)
 
 
 def test_invalid_configs_raise():
@@ -295,8 +261,7 @@ def test_fine_tuning_may_change_dropout_but_not_what_the_parameters_compute():
     tuned = RNNConfig(vocab=V, **dict.fromkeys(set(DROPPED) - {"zoneout"}, 0.5), activation_penalty=1.0)
     assert source.check_model(tuned) == ""
     for fields in ({"zoneout": 0.5}, {"cells": "lstm(256)"}, {"resets": False}):
-        with pytest.raises(InputError, match=f"model.{next(iter(fields))} is"):
-            source.check_model(RNNConfig(vocab=V, **fields))
+        raises(f"model.{next(iter(fields))} is", source.check_model, RNNConfig(vocab=V, **fields))
 
 
 def test_gates_begin_with_the_biases_of_the_papers():
@@ -323,7 +288,9 @@ def test_every_cell_is_in_the_tested_stack():
 
 def test_unsupported_plans_raise():
     for plan in (Plan(pipeline=2), Plan(sequence=2)):
-        with pytest.raises(InputError, match="the model is a recurrent network"):
-            make_trainer(make(), OptimizerConfig("sgd"), plan, steps=2, devices=2)
-    with pytest.raises(InputError, match="set plan.remat='none'"):
-        make_trainer(make(), OptimizerConfig("sgd"), Plan(remat="full"), steps=2, devices=1)
+        raises(
+            "the model is a recurrent network", make_trainer, make(), OptimizerConfig("sgd"), plan, steps=2, devices=2
+        )
+    raises(
+        "set plan.remat='none'", make_trainer, make(), OptimizerConfig("sgd"), Plan(remat="full"), steps=2, devices=1
+    )

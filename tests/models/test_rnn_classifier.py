@@ -3,7 +3,6 @@
 import functools
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +14,7 @@ from hpnlp.models.classifiers.rnn_classifier import RecurrentClassifier, Recurre
 from hpnlp.ops.rnn import lstm
 from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, once
+from tests.drawn import drawn_params
 from tests.messages import raises
 
 VOCAB, CLASSES, B, T = 12, 3, 8, 7
@@ -36,11 +36,7 @@ def make_batch(length=T):
     }
 
 
-@functools.cache
-def params_of(model):
-    shapes = nn.meta.unbox(jax.eval_shape(model.init, jax.random.key(0), model.example_batch(1, 8)))["params"]
-    rng = np.random.default_rng(0)
-    return jax.tree.map(lambda x: jnp.asarray((0.5 * rng.standard_normal(x.shape)).astype(x.dtype)), shapes)
+params_of = functools.cache(functools.partial(drawn_params, deviation=0.5, means={"scale": 0.0}))
 
 
 @functools.cache

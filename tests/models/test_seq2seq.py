@@ -1,25 +1,18 @@
 """Sequence to sequence: loss, layouts, decoding and errors. See also test_seq2seq_oracle.py."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 
 from hpnlp.models.seq2seq import Seq2SeqModel, Seq2SeqModelConfig
 from hpnlp.models.seq2seq_decode import generate, search
-from hpnlp.models.variables import axes_and_shapes
 from hpnlp.parallel.plan import Plan
 from hpnlp.training.optim import OptimizerConfig
-from hpnlp.training.optimizers.over_devices import OverDevices
 from hpnlp.training.trainer import make_trainer
-from hpnlp.types import InputError
 from tests.contracts import ONCE, once
 from tests.drawn import drawn_params
 from tests.messages import raises
-from tests.training.test_step import assert_leaves_close
 
 SIZES = {"dim": 16, "heads": 4, "kv_heads": 2, "layers": 2, "vocab": 24, "max_len": 12, "target_len": 8, "mlp_dim": 24}
 BART = {"norm": "layer", "mlp": "gelu", "position": "learned", "norm_placement": "post", "embed_norm": True}
@@ -133,48 +126,6 @@ def test_widest_beam_search_finds_the_best_sequence():
     assert beams.lists([2, 5]) == [ids[: [*ids, 5].index(5)] for ids in beams.lists(2)]
 
 
-@functools.cache
-def gradients(plan, devices):
-    """`(gradients, metrics)` of a training loss with dropout, and the metrics of an evaluation."""
-    # Larger parameters would make gradients so sensitive that rounding alone exceeds the tolerance.
-    model, params = make(0.2, **BART, dropout=0.3, encoder_layers=4, unroll=1)
-    batch = make_batch(8)
-    layout = plan.layout(model.config.sizes(), jax.devices()[:devices])
-    axes, shapes = axes_and_shapes(model)
-    if devices > 1:
-        model = model.clone(model_parallel=OverDevices(layout).model_parallel(model.config, None))
-    specs = layout.state_specs(axes, shapes, divided=layout.zero == 3)
-    params = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(layout.mesh, spec)), params, specs)
-    batch = {name: jax.device_put(x, layout.sharding(*model.batch_axes()[name])) for name, x in batch.items()}
-
-    def loss(params, batch, key):
-        rngs = {"dropout": key, "output": key}
-        out, scored = (model.apply({"params": params}, batch, *a, rngs=rngs, method="loss") for a in ((False,), ()))
-        return out.sum, (out.sum, scored.sum, scored.aux)
-
-    with jax.set_mesh(layout.mesh):
-        program = jax.jit(jax.grad(loss, has_aux=True), compiler_options=ONCE)
-        return jax.device_get(program(params, batch, jax.random.key(7)))
-
-
-def without_key_biases(grads):
-    """Gradients without those of the keys' biases, which are 0 up to rounding: they shift all scores of a query equally."""
-    return {
-        jax.tree_util.keystr(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(grads)
-        if not jax.tree_util.keystr(path).endswith("['k']['bias']")
-    }
-
-
-@pytest.mark.slow
-def test_layouts_match_one_device():
-    plan = Plan("zero3", pipeline=2, tensor=2)
-    (actual, metrics), (expected, expected_metrics) = gradients(plan, 8), gradients(Plan(), 1)
-    for a, b in zip(jax.tree.leaves(metrics), jax.tree.leaves(expected_metrics), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
-    assert_leaves_close(without_key_biases(actual), without_key_biases(expected), 1e-5)
-
-
 def test_weights_of_both_stacks_are_counted():
     model, params = make(encoder_layers=3, encoder_form="block(mlp_dim=40)")
     kernels = [leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(params) if path[-1].key == "kernel"]
@@ -230,5 +181,4 @@ def test_invalid_searches_raise():
         ({"length_penalty": float("nan")}, "length_penalty=nan: expected a finite number"),
         ({"early_stopping": "soon"}, "early_stopping='soon': expected True, False or 'never'"),
     ):
-        with pytest.raises(InputError, match=message):
-            search(model, params, make_batch(), **{"start_id": 1, "eos_id": 2, "tokens": 4} | options)
+        raises(message, search, model, params, make_batch(), **{"start_id": 1, "eos_id": 2, "tokens": 4} | options)

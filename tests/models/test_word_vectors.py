@@ -136,18 +136,3 @@ def test_invalid_configs_raise():
 def test_subsampling_without_counts_raises():
     model = WordVectors(WordVectorsConfig(vocab=V, output="full"))
     raises("model.subsample=0.001 needs the words'", lambda: model.init(jax.random.key(0), model.example_batch(1, 8)))
-
-
-@pytest.mark.oracle
-def test_huffman_codes_cost_as_much_as_those_of_gensim():
-    """Codes of equal lengths in sum, weighted by counts: ties may be broken otherwise."""
-    models = pytest.importorskip("gensim.models", reason="pip install gensim==4.4.0")
-    from hpnlp.ops.softmax.structured import hierarchical
-
-    counts = np.sort(np.random.default_rng(0).zipf(1.5, 300).clip(1, 10**5))[::-1]
-    model = models.Word2Vec(hs=1, negative=0, min_count=1, vector_size=2)
-    model.build_vocab_from_freq({str(word): int(count) for word, count in enumerate(counts)})
-    theirs = sum(int(count) * len(model.wv.get_vecattr(str(word), "code")) for word, count in enumerate(counts))
-    tree = hierarchical.huffman_tree(counts)
-    lengths = hierarchical.tree_paths(tree, jnp.arange(300))[1]
-    assert int((np.asarray(lengths != 0).sum(axis=1) * counts).sum()) == theirs

@@ -4,24 +4,29 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention import Causal, Window
 from hpnlp.spec import build, parse_one
-from hpnlp.types import InputError, MixerInputs
+from hpnlp.types import MixerInputs
 from tests.contracts import once
+from tests.messages import raises
 
 
 def test_odd_numbers_of_buckets_raise():
-    with pytest.raises(InputError, match="buckets=3: expected at least 1, 1 or even, such as 32"):
-        build(parse_one("reformer(3)", "mixer"), MIXERS, "mixer", name=None)
+    raises(
+        "buckets=3: expected at least 1, 1 or even",
+        build,
+        parse_one("reformer(3)", "mixer"),
+        MIXERS,
+        "mixer",
+        name=None,
+    )
 
 
 def test_other_masks_raise():
     for name in ("reformer", "routing", "sinkhorn"):
-        with pytest.raises(InputError, match="cannot apply the mask Window"):
-            MIXERS[name]().within(Window(3, 0))
+        raises("cannot apply the mask Window", MIXERS[name]().within, Window(3, 0))
 
 
 def test_centroids_move_towards_the_mean_of_their_tokens():

@@ -14,7 +14,6 @@ from hpnlp.models.lm import LMConfig
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention import Causal, Full, reference
 from hpnlp.spec import build, parse_one
-from hpnlp.types import InputError
 from tests.contracts import ONCE, Mixing, assert_close, once
 from tests.messages import raises
 
@@ -70,31 +69,7 @@ def test_dropout_depends_on_its_key(spec):
     assert np.mean(first != other) > 0.5 and np.mean(first != without) > 0.5
 
 
-def test_weights_of_a_mixture_sum_to_one():
-    """With equal terms, the mixture is the term itself, whatever the weights are."""
-    mixing = Mixing("mixture(dense)", 7)
-    params = mixing.params["params"]
-
-    @functools.partial(jax.jit, compiler_options=ONCE)
-    def both(arrays, logits):
-        changed = {"params": params | {"dense": jnp.zeros_like(params["dense"]), "mixture": logits}}
-        q, k, v = (arrays[name] for name in "qkv")
-        expected = reference(q * jax.nn.softmax(logits)[0], k, v, Causal())
-        return mixing(mixing.inputs(arrays), params=changed), expected
-
-    for logits in ([0.0, 0.0], [3.0, -2.0]):
-        assert_close(*both(mixing.arrays, jnp.asarray(logits)))
-
-
-@pytest.mark.parametrize(
-    "mixer",
-    [
-        "linformer(4)",
-        pytest.param("nystrom(3,5)", marks=pytest.mark.slow),
-        "fnet",
-        pytest.param("synthesizer_random", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("mixer", ["linformer(4)", "fnet"])
 def test_encoders_with_one_text_per_sequence_ignore_padding(mixer):
     config = EncoderConfig(mixer=mixer, pooling="mean", classes=3, max_len=9, **SIZES)
     model = Encoder(config)
@@ -110,11 +85,17 @@ def test_encoders_with_one_text_per_sequence_ignore_padding(mixer):
 
 def test_models_refuse_mixers_that_cannot_honour_their_mask():
     for mixer in ("linformer", "nystrom", "fnet"):
-        with pytest.raises(InputError, match=f"model.mixer={mixer!r}: {mixer} lets tokens depend on later ones"):
-            LMConfig(mixer=mixer, max_len=4, **SIZES)
+        raises(
+            f"model.mixer={mixer!r}: {mixer} lets tokens depend on later ones",
+            LMConfig,
+            mixer=mixer,
+            max_len=4,
+            **SIZES,
+        )
         raises(f"{mixer} mixes documents that share a sequence", EncoderConfig, mixer=mixer, max_len=4, **SIZES)
-        with pytest.raises(InputError, match=rf"{mixer} cannot apply the mask Causal\(\), since it mixes all tokens"):
-            MIXERS[mixer]().within(Causal())
+        raises(
+            rf"{mixer} cannot apply the mask Causal\(\), since it mixes all tokens", MIXERS[mixer]().within, Causal()
+        )
 
 
 def test_invalid_arguments_raise():
@@ -133,5 +114,4 @@ def test_invalid_arguments_raise():
         ("mixture(rank=4)", r"\(rank=4\) has no effect with the terms random: .* choose factorized_random, too"),
         ("mixture(dense,dense)", r"mixture\(dense, dense\): expected distinct terms"),
     ):
-        with pytest.raises(InputError, match=message):
-            build(parse_one(spec, "model.mixer"), MIXERS, "mixer", dropout=0.0, name=None)
+        raises(message, build, parse_one(spec, "model.mixer"), MIXERS, "mixer", dropout=0.0, name=None)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from hpnlp.ops import attention, linear, norms, sampling, search
+from hpnlp.ops import attention, linear, norms, search
 from hpnlp.ops.attention import Causal, Global, PerHead, Window, attend
 from hpnlp.ops.attention.decoding.kv_cache import extend_cache, start_cache
 from hpnlp.ops.attention.positions import bias as relative
@@ -14,7 +14,7 @@ from hpnlp.ops.attention.positions import rope
 from hpnlp.ops.convolutions.convolution import causal_conv
 from hpnlp.ops.dynamic_quantization import dequantize, quantize
 from hpnlp.ops.reversible import reversible
-from hpnlp.ops.softmax import cross_entropy, margin, proposals, sampled_losses, vmf
+from hpnlp.ops.softmax import cross_entropy
 from hpnlp.ops.softmax.structured import adaptive, binary_codes, class_based, hierarchical
 from tests.contracts import ONCE, assert_close
 from tests.messages import raises
@@ -107,64 +107,6 @@ def positions_and_caches(a):
 
 
 @call
-def losses_of_whole_vocabularies(a):
-    h, table, bias, labels = a["h"], a["table"], a["bias"], a["labels"]
-    plain = cross_entropy.linear_cross_entropy
-    return {
-        "tokens": plain(h, table, labels, bias=bias, impl="tokens"),
-        "vocabulary": plain(h, table, labels, bias=bias, reduction="none", block_size=5, label_smoothing=0.1),
-        "stats": plain(h, table, labels, return_stats=True, reduction="none"),
-        "partial": cross_entropy.partial_cross_entropy(h, table, labels, 0, bias=bias),
-        "merged": cross_entropy.merged_lse(h, h + 1.0),
-        "without_silent": cross_entropy.zero_ignored_tokens(h, labels, (labels > 3).astype(jnp.float32)),
-        "logits": cross_entropy.logits(h, table, bias=bias),
-        "vmf": vmf.vmf_loss(h, h + 1.0, weights=(labels > 3).astype(jnp.float32)),
-        "log_normalizer": vmf.log_normalizer(4, jnp.abs(h) + 1.0),
-        "triplet": margin.triplet_loss(h, h + 1.0, jnp.stack([h, h - 1.0], 1)),
-    }
-
-
-@call
-def losses_of_sampled_words(a):
-    h, table, labels = a["h"], a["table"], a["labels"]
-    key = jax.random.key(0)
-    samples = proposals.sample(proposals.LogUniform(V), key, 6, labels)
-    token_samples = proposals.sample(proposals.unigram(np.arange(1.0, V + 1)), key, 4, labels, per_token=True)
-    target, noise = sampled_losses.scores(h, h + 1.0, a["small"])
-    drawn = proposals.Samples(samples.ids[:4], samples.log_expected[:4], samples.labels_expected)
-    budget = {"effective": 2.0, "block": 2}
-    return {
-        "samples": (samples, token_samples),
-        "hits": sampled_losses.hits(drawn, labels),
-        "softmax": sampled_losses.sampled_softmax(target, noise, drawn, labels),
-        "importance": sampled_losses.importance_sampling(target, noise, drawn),
-        "adaptive": sampled_losses.adaptive_importance_sampling(h, h + 1.0, a["small"], drawn, **budget),
-        "contrastive": sampled_losses.noise_contrastive(target, noise, drawn),
-        "negative": sampled_losses.negative_sampling(target, noise),
-        "hardest": margin.hardest(noise, drawn.ids, labels, 2),
-        "margin": margin.margin_loss(target, noise),
-        "restrict": sampling.restrict(a["bits"], top_k=2),
-        "sample": sampling.sample(cross_entropy.logits(h, table), key, top_p=0.9),
-    }
-
-
-@call
-def trees_classes_and_codes(a):
-    h, table, labels = a["h"], a["table"], a["labels"]
-    words, classes = hierarchical.balanced_tree(V), class_based.equal_size_classes(V, 4)
-    head, tails = jnp.concatenate([a["small"], a["small"][:1]]), ((a["small"][:2], a["tail"]),)
-    return {
-        "tree": hierarchical.tree_nll(h, table, words, labels),
-        "tree_rows": hierarchical.tree_rows(words, labels),
-        "tree_log_probs": hierarchical.tree_log_probs(h, table, words),
-        "class": class_based.class_nll(h, a["small"], table, classes, labels),
-        "adaptive": adaptive.adaptive_nll(h, head, tails, labels, (4,)),
-        "code": binary_codes.code_nll(a["bits"], labels, binary_codes.binary_code(V)),
-        "hybrid": binary_codes.hybrid_nll(h, a["bits"], labels, binary_codes.binary_code(12)),
-    }
-
-
-@call
 def linear_norms_and_quantization(a):
     x, u = a["q"], a["small"]
     branch = lambda params, x, shared: (linear.linear(x, params["w"]) * shared, x.sum())  # noqa: E731
@@ -177,18 +119,6 @@ def linear_norms_and_quantization(a):
         "quantized": quantize(x, signed=True),
         "dequantized": dequantize(quantize(jax.lax.stop_gradient(x), signed=True), signed=True),
         "reversible": reversible([(branch, branch)], layers, a["h"], a["h"], jnp.float32(0.5)),
-    }
-
-
-@call
-def searches(a):
-    table = np.asarray(arrays()["table"])
-    ivf, lsh = search.build_ivf(table, cells=2), search.build_lsh(table, bits=2, tables=1)
-    return {
-        "exact": search.exact_search(a["h"], a["table"], 3, bias=a["bias"], block_size=5),
-        "ivf": search.ivf_search(ivf, a["h"], 3, probes=2),
-        "lsh": search.lsh_search(lsh, a["h"], 3, probes=4),
-        "candidates": search.lsh_candidates(lsh, a["h"], probes=1),
     }
 
 
@@ -220,13 +150,7 @@ def placed(mesh, specs):
     return {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays().items()}
 
 
-# Further groups, whose operations are traced on such a mesh in the first tier, too (see below).
-SLOW = "losses_of_sampled_words", "losses_of_whole_vocabularies", "trees_classes_and_codes", "searches"
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CALLS]
-)
+@pytest.mark.parametrize("name", CALLS)
 def test_results_and_gradients_match_one_device(name):
     expected = with_gradients(CALLS[name])(arrays())
     mesh = mesh_of(AxisType.Explicit)

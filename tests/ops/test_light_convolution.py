@@ -101,35 +101,3 @@ def test_invalid_arguments_raise():
         (lambda: light(x, fixed, rate=1.0), "rate=1.0: expected at least 0 and less than 1"),
     ):
         raises(message, call)
-
-
-@pytest.mark.oracle
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_matches_torch(ahead):
-    """The formulas of the paper's code in torch: a grouped convolution, and unfolded windows."""
-    import torch
-
-    x, fixed, scores = arrays(17, 5)
-
-    def padded(x):
-        return torch.nn.functional.pad(x.flatten(2).mT, (4 - ahead, ahead))
-
-    def light(x, scores):
-        taps = torch.softmax(scores, -1).flip(-1).repeat_interleave(3, 0)[:, None]
-        return torch.nn.functional.conv1d(padded(x), taps, groups=6).mT.reshape(x.shape)
-
-    def dynamic(x, scores):
-        windows = padded(x).unfold(2, 5, 1).reshape(2, 2, 3, 17, 5).permute(0, 3, 1, 2, 4)
-        return (windows * torch.softmax(scores, -1).flip(-1)[..., None, :]).sum(-1)
-
-    for ours, theirs, s in ((light_conv, light, fixed), (dynamic_conv, dynamic, scores)):
-        inputs = [torch.tensor(np.asarray(a), requires_grad=True) for a in (x, s)]
-        expected = theirs(*inputs)
-        torch.sin(expected).sum().backward()
-
-        def both(*arrays, ours=ours):
-            gradients = jax.grad(lambda *b: jnp.sin(ours(*b, ahead=ahead)).sum(), (0, 1))(*arrays)
-            return ours(*arrays, ahead=ahead), *gradients
-
-        actual = once(both, x, s)
-        assert_close(actual, tuple(map(jnp.asarray, map(np.asarray, (expected.detach(), *(a.grad for a in inputs))))))

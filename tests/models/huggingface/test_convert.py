@@ -1,8 +1,10 @@
 """Checkpoints that hpnlp has written, intact and damaged; test_convert_oracle.py compares with transformers."""
 
 import json
+import os
 import re
 import resource
+import shutil
 import sys
 
 import flax.linen as nn
@@ -95,8 +97,7 @@ def test_float16_and_bfloat16_are_widened(dtype, tmp_path):
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded)} == {np.dtype(np.float32)}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("fields", [{}, GPT2 | {"mlp": "gelu"}], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(("fields", "dtype"), [({}, "float32"), (GPT2 | {"mlp": "gelu"}, "bfloat16")], ids=str)
 def test_loaded_parameters_are_read_by_compiled_functions(fields, dtype, tmp_path):
     """Arguments are not copied to the device in each call, and a function that closes over them may index them."""
     convert.save(*make(**fields), tmp_path / "a", dtype=dtype)
@@ -171,93 +172,81 @@ def test_tied_head_may_be_stored_if_equal(gpt2):
     assert_raises("lm_head.weight differs .* set tie_word_embeddings to false", convert.load, gpt2)
 
 
-def test_missing_directory_raises(tmp_path):
+PICKLE = "a pickle, which can run code .* save_pretrained writes safetensors"
+PARTLY = "model.safetensors: .*; download it again"
+INDEX = "expected a weight_map of tensors to files in its directory"
+
+
+def tensors_with(name, value):
+    return lambda directory: edit_tensors(directory, lambda tensors: tensors.update({name: value}))
+
+
+def with_file(name, content):
+    return lambda directory: (directory / name).write_bytes(content)
+
+
+def cut(length):
+    return lambda directory: os.truncate(path := directory / "model.safetensors", length % path.stat().st_size)
+
+
+# What damages a checkpoint, and the message.
+DAMAGES = (
+    (lambda d: (d / "config.json").unlink(), "config.json does not exist: download it"),
+    (with_file("config.json", b"{"), "config.json: .*; download"),
+    (with_file("config.json", b"\xff"), "utf-8"),
+    (with_file("config.json", b"[]"), "list"),
+    (lambda d: (d / "model.safetensors").unlink(), "holds no model.safetensors: download it too"),
+    (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), PICKLE),
+    (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin.index.json"), PICKLE),
+    (lambda d: (d / "model.safetensors").rename(d / "pytorch_model-00001-of-00002.bin"), PICKLE),
+    *((cut(length), PARTLY) for length in (0, 4, 100, -1)),
+    (with_file("model.safetensors", b"no tensors here" * 100), PARTLY),
+    (
+        lambda d: edit(d, num_hidden_layers=3),
+        "lacks 9 tensors that config.json requires, model.layers.2.input_layernorm",
+    ),
+    (lambda d: edit(d, num_hidden_layers=1), "holds 9 tensors that the model of config.json lacks, model.layers.1"),
+    (
+        lambda d: edit(d, intermediate_size=32),
+        r"gate_proj.weight has shape \(24, 8\), but config.json makes it \(32, 8\)",
+    ),
+    (
+        tensors_with("model.norm.weight", np.ones(8, np.int8)),
+        "model.norm.weight is stored as I8: expected F32, F16 or BF16",
+    ),
+)
+OF_SHARDS = (
+    (lambda d: next(d.glob("model-00002*")).unlink(), "model-00002-of-.*safetensors does not exist: download it"),
+    *((with_file(convert.INDEX, json.dumps(x).encode()), INDEX) for x in ({}, {"weight_map": {}}, {"weight_map": []})),
+    *(
+        (with_file(convert.INDEX, json.dumps({"weight_map": {"a": x}}).encode()), INDEX)
+        for x in (1, "../b.safetensors")
+    ),
+)
+
+
+def test_damaged_checkpoints_raise(tmp_path):
+    convert.save(*make(), tmp_path / "whole")
+    convert.save(*make(), tmp_path / "shards", shard_bytes=1000)
+    for source, damages in (("whole", DAMAGES), ("shards", OF_SHARDS)):
+        for number, (damage, message) in enumerate(damages):
+            directory = shutil.copytree(tmp_path / source, tmp_path / f"{source}{number}")
+            damage(directory)
+            assert_raises(message, convert.load, directory)
     assert_raises("org/name is not a directory: download", convert.load, tmp_path / "org/name")
 
 
-def test_missing_config_raises(llama):
-    (llama / "config.json").unlink()
-    assert_raises("config.json does not exist: download it", convert.load, llama)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"), [(b"{", "config.json: .*; download"), (b"\xff", "utf-8"), (b"[]", "list")]
-)
-def test_invalid_config_json_raises(text, message, llama):
-    (llama / "config.json").write_bytes(text)
-    assert_raises(message, convert.load, llama)
-
-
-def test_missing_weights_raise(llama):
-    (llama / "model.safetensors").unlink()
-    assert_raises("holds no model.safetensors: download it too", convert.load, llama)
-
-
-@pytest.mark.parametrize(
-    "name", ["pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model-00001-of-00002.bin"]
-)
-def test_pickle_raises(name, llama):
-    (llama / "model.safetensors").rename(llama / name)
-    assert_raises("a pickle, which can run code .* save_pretrained writes safetensors", convert.load, llama)
-
-
-@pytest.mark.parametrize("length", [0, 4, 100, -1])
-def test_truncated_weights_raise(length, llama):
-    content = (llama / "model.safetensors").read_bytes()
-    (llama / "model.safetensors").write_bytes(content[:length])
-    assert_raises("model.safetensors: .*; download it again", convert.load, llama)
-
-
-def test_weights_that_are_not_safetensors_raise(llama):
-    (llama / "model.safetensors").write_bytes(b"no tensors here" * 100)
-    assert_raises("model.safetensors: .*; download it again", convert.load, llama)
-
-
-def test_missing_tensors_raise(llama):
-    edit(llama, num_hidden_layers=3)
-    assert_raises("lacks 9 tensors that config.json requires, model.layers.2.input_layernorm", convert.load, llama)
-
-
-def test_surplus_tensors_raise(llama):
-    edit(llama, num_hidden_layers=1)
-    assert_raises("holds 9 tensors that the model of config.json lacks, model.layers.1", convert.load, llama)
-
-
-def test_wrong_shape_raises(llama):
-    edit(llama, intermediate_size=32)
+def test_invalid_arguments_raise(tmp_path):
+    config, params = make()
+    assert_raises("unknown dtype 'bf16': did you mean 'bfloat16'", convert.save, config, params, tmp_path, dtype="bf16")
     assert_raises(
-        r"layers.0.mlp.gate_proj.weight has shape \(24, 8\), but config.json makes it \(32, 8\)", convert.load, llama
+        "params are not of config: layers/mlp/down/kernel, ", convert.save, make(mlp_dim=32)[0], params, tmp_path
     )
 
 
-def test_quantized_tensor_raises(llama):
-    edit_tensors(llama, lambda tensors: tensors.update({"model.norm.weight": np.ones(8, np.int8)}))
-    assert_raises("model.norm.weight is stored as I8: expected F32, F16 or BF16", convert.load, llama)
-
-
-def sharded(tmp_path):
-    convert.save(*make(), tmp_path / "a", shard_bytes=1000)
-    return tmp_path / "a"
-
-
 def test_files_have_the_same_mode(tmp_path):
-    assert len({path.stat().st_mode for path in sharded(tmp_path).iterdir()}) == 1
-
-
-def test_missing_shard_raises(tmp_path):
-    directory = sharded(tmp_path)
-    next(directory.glob("model-00002*")).unlink()
-    assert_raises("model-00002-of-.*safetensors does not exist: download it", convert.load, directory)
-
-
-@pytest.mark.parametrize(
-    "index",
-    [{}, {"weight_map": {}}, {"weight_map": []}, {"weight_map": {"a": 1}}, {"weight_map": {"a": "../b.safetensors"}}],
-)
-def test_invalid_index_raises(index, tmp_path):
-    directory = sharded(tmp_path)
-    (directory / convert.INDEX).write_text(json.dumps(index))
-    assert_raises("expected a weight_map of tensors to files in its directory", convert.load, directory)
+    convert.save(*make(), tmp_path / "a", shard_bytes=1000)
+    assert len({path.stat().st_mode for path in (tmp_path / "a").iterdir()}) == 1
 
 
 def test_missing_package_raises(llama, monkeypatch):
@@ -265,16 +254,6 @@ def test_missing_package_raises(llama, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     assert_raises(re.escape("pip install safetensors"), convert.load, llama)
     assert_raises(re.escape("pip install safetensors"), convert.save, *make(), llama)
-
-
-def test_parameters_of_another_config_raise(tmp_path):
-    config, _ = make()
-    _, params = make(mlp_dim=32)
-    assert_raises("params are not of config: layers/mlp/down/kernel, ", convert.save, config, params, tmp_path / "a")
-
-
-def test_unknown_dtype_raises(tmp_path):
-    assert_raises("unknown dtype 'bf16': did you mean 'bfloat16'", convert.save, *make(), tmp_path / "a", dtype="bf16")
 
 
 def test_existing_checkpoint_is_not_overwritten(llama):

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from hpnlp.ops import embeddings
-from hpnlp.types import InputError
 from tests.contracts import assert_close, once
 from tests.messages import raises
 
@@ -73,8 +72,12 @@ def test_predictions_match_scikit_learn(k):
     ],
 )
 def test_invalid_arguments_raise(arguments, message):
-    with pytest.raises(InputError, match=message):
-        embeddings.neighbor_probabilities(*arguments[:3], temperature=arguments[3] if len(arguments) > 3 else None)
+    raises(
+        message,
+        embeddings.neighbor_probabilities,
+        *arguments[:3],
+        temperature=arguments[3] if len(arguments) > 3 else None,
+    )
 
 
 @pytest.mark.parametrize("k", [1, 3])

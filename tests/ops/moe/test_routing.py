@@ -11,7 +11,6 @@ import pytest
 from hpnlp.ops import moe
 from hpnlp.ops.moe.dispatch import rows_of_tokens
 from hpnlp.ops.moe.schedule import equal_schedule, make_schedule
-from hpnlp.types import InputError
 from tests.contracts import assert_close, once
 from tests.messages import raises
 from tests.ops.moe_kernels import replace_kernels
@@ -383,8 +382,7 @@ def test_groups_that_do_not_fit_raise():
         (2, {"groups": 4, "kept_groups": 5}, "at most groups=4"),
         (2, {"groups": 4, "kept_groups": 2, "group_score": "worst"}, "group_score='worst'"),
     ):
-        with pytest.raises(InputError, match=message):
-            moe.route(logits, k, moe.Gates("sigmoid", normalize=True), real_tokens(2), **options)
+        raises(message, moe.route, logits, k, moe.Gates("sigmoid", normalize=True), real_tokens(2), **options)
 
 
 @pytest.mark.parametrize(
@@ -466,5 +464,6 @@ def test_blocks_cover_each_row_once_with_one_block_for_the_rest_of_an_expert():
 
 def test_unknown_implementation_raises():
     routing = moe.route(np.zeros((2, 2), np.float32), 1, moe.Gates("softmax"), real_tokens(2))
-    with pytest.raises(InputError, match="impl='loop'"):
-        moe.expert_mlp(np.zeros((2, 3), np.float32), routing, make_stacks(2, 3, 3), jax.nn.relu, "loop")
+    raises(
+        "impl='loop'", moe.expert_mlp, np.zeros((2, 3), np.float32), routing, make_stacks(2, 3, 3), jax.nn.relu, "loop"
+    )

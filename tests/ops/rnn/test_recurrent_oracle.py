@@ -1,6 +1,5 @@
 """Recurrent layers equal those of torch, of flax and of `jax.experimental.rnn` with the same weights."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,20 +74,3 @@ def test_jax_reference_of_cudnn():
         )  # fmt: skip
     found, state = lstm(x, w, u, b, (h, c))
     assert_close((found, state), (y, (h_last[0], c_last[0])))
-
-
-def test_flax_cells_under_a_loop():
-    x = np.random.default_rng(0).standard_normal((B, T, D)).astype(np.float32)
-    for cell, gates in ((nn.OptimizedLSTMCell(H), "ifgo"), (nn.GRUCell(H), "rzn")):
-        layer = nn.RNN(cell, return_carry=True)
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            (last, y), variables = layer.init_with_output(jax.random.key(0), x)
-        p = next(iter(variables["params"].values()))
-        w, u = (jnp.concatenate([p[f"{side}{gate}"]["kernel"] for gate in gates], axis=1) for side in "ih")
-        b = jnp.concatenate([p[f"{'h' if len(gates) == 4 else 'i'}{gate}"]["bias"] for gate in gates])
-        if gates == "ifgo":
-            found, state = lstm(x, w, u, b)
-            assert_close((found, state), (y, last[::-1]))  # flax keeps (c, h)
-        else:
-            found, state = gru(x, w, u, b, p["hn"]["bias"])
-            assert_close((found, state[0]), (y, last))

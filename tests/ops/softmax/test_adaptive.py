@@ -1,7 +1,5 @@
 """Adaptive softmax against its definition in float64 and against torch."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 
@@ -175,23 +173,6 @@ def test_invalid_labels_give_nan_or_raise():
     np.testing.assert_array_equal(np.asarray(slopes[0]).any(axis=1), ~wrong)
     for label in (-1, V):
         raises(f"label is {label}: expected 0 to 39", adaptive_nll, h, head, tails, jnp.full(N, label), CUTOFFS)
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_tails(monkeypatch):
-    """Beside the gradients: the head's logits, a copy of the gradient of h for each tail, and tiles of 256 x 4096."""
-    monkeypatch.undo()
-    n, dim, vocab, cutoffs = 4096, 512, 200_000, (1000, 10_000)
-    shapes = ((n, dim), *adaptive_shapes(dim, vocab, cutoffs))
-    arguments = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda x: isinstance(x[0], int)
-    )
-
-    def run(h, head, tails, labels):
-        return adaptive_nll(h, head, tails, labels, cutoffs).sum()
-
-    compiled = jax.jit(jax.grad(run, (0, 1, 2))).lower(*arguments, jax.ShapeDtypeStruct((n,), jnp.int32)).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 4 * (3 * n * 1002 + 3 * n * dim + 4 * 256 * 4096)
 
 
 def test_invalid_cutoffs_raise():

@@ -1,7 +1,5 @@
 """The alias sampler: its table, its draws, and its construction."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,9 +1,6 @@
 """Codes of words against enumeration of all words and all strings of bits, published distances, scipy and torch."""
 
-from __future__ import annotations
-
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -146,26 +143,6 @@ def test_viterbi_equals_exhaustive_search():
     expected = np.argsort(-(z @ coded(code).T), axis=1)[:, :4]
     np.testing.assert_array_equal(ids, expected)
     assert (expected[:, 0] == sent).mean() > 0.9 > ((z > 0) == code.encode(sent)).all(axis=1).mean()
-
-
-def test_any_four_wrong_bits_are_corrected():
-    code, word = convolutional_code(29), np.array([22])
-    signs = 2.0 * code.encode(word)[0] - 1
-    flips = np.array(list(itertools.combinations(range(code.length), 4)))
-    z = np.repeat(signs[None], len(flips) + 1, axis=0)
-    np.put_along_axis(z[:-1], flips, -signs[flips], axis=1)
-    # The last row has six wrong bits, those of the nearest word, which are not corrected.
-    nearest = code.table()[(code.table() != code.table()[22]).sum(axis=1) == 10][0]
-    z[-1, np.flatnonzero(nearest != code.table()[22])[:6]] *= -1
-    actual = np.asarray(once(lambda z: code_top_k(z, code, 1)[1], jnp.asarray(2 * z, jnp.float32)))
-    assert (actual[:-1] == 22).all() and actual[-1] != 22
-
-
-def test_strings_of_no_word_decode_to_the_best_word():
-    """Thresholds give 111 and 110, which are none of the words 0 to 4; the least certain bits are changed."""
-    z = jnp.array([[3.0, 1.0, 1.0], [1.0, 2.5, 2.0], [1.0, 2.0, -2.0]])
-    _, ids = once(lambda z: code_top_k(z, binary_code(5), 2), z)
-    np.testing.assert_array_equal(ids, [[4, 3], [3, 2], [2, 4]])
 
 
 def test_losses_match_definitions():
@@ -322,24 +299,6 @@ def test_memory_does_not_grow_with_the_vocabulary():
 
 
 @pytest.mark.slow
-def test_code_as_jit_argument_and_sharded_tokens():
-    code = convolutional_code(6, generators=(0o7, 0o5))
-    z, labels = logits_of(code, 8), jnp.arange(8) % 6
-    assert hash(code) == hash(convolutional_code(6, generators=(0o7, 0o5)))
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    grads = jax.value_and_grad(lambda z, labels, code: code_nll(z, labels, code).sum())
-    expected = once(grads, z, labels, code)
-
-    def apart(z, labels):
-        loss, slope = grads(z, labels, code)
-        return jax.lax.psum(loss, "d"), slope, code_sample(z, code, jax.random.key(0))
-
-    cut, replicated = jax.P("d"), jax.P()
-    actual = once(jax.shard_map(apart, mesh=mesh, in_specs=(cut, cut), out_specs=(replicated, cut, cut)), z, labels)
-    assert_close(actual[:2], expected)
-
-
-@pytest.mark.slow
 def test_64_bit_inputs_give_the_same_results():
     code = convolutional_code(6, generators=(0o7, 0o5))
     z = np.asarray(logits_of(code))
@@ -375,21 +334,3 @@ def test_invalid_arguments_raise():
         (lambda: hybrid_log_probs(jnp.ones((2, 0)), jnp.ones((2, 4)), binary_code(9)), "class_logits"),
     ):
         raises(expected_message, call)
-
-
-@pytest.mark.oracle
-def test_matches_torch():
-    torch = pytest.importorskip("torch")
-    code = convolutional_code(29)
-    z, labels = logits_of(code, 7), jnp.arange(7) * 4
-    theirs = torch.from_numpy(np.array(z)).requires_grad_()
-    bits = torch.from_numpy(coded(code)[labels].astype(np.float32))
-    losses = torch.nn.functional.binary_cross_entropy_with_logits(theirs, bits, reduction="none").sum(dim=1)
-    losses.sum().backward()
-    run = lambda z: code_nll(z, labels, code, loss="logistic")  # noqa: E731
-    np.testing.assert_allclose(once(run, z), losses.detach().numpy(), rtol=2e-6)
-    np.testing.assert_allclose(once(jax.grad(lambda z: run(z).sum()), z), theirs.grad.numpy(), atol=2e-6)
-    squared = ((torch.sigmoid(theirs) - bits) ** 2).sum(dim=1)
-    np.testing.assert_allclose(
-        once(lambda z: code_nll(z, labels, code, loss="squared"), z), squared.detach(), rtol=2e-6
-    )

@@ -1,7 +1,5 @@
 """Softmax over groups of words: many patterns of groups, by one compiled program."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

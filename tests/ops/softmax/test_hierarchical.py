@@ -1,12 +1,8 @@
 """Hierarchical softmax against its definition in float64, Huffman's algorithm with a heap, and torch."""
 
-from __future__ import annotations
-
 import functools
 import heapq
 import math
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +15,6 @@ from hypothesis import strategies as st
 
 from hpnlp.ops.softmax.structured import hierarchical as ops
 from hpnlp.ops.softmax.structured.hierarchical import (
-    Tree,
     balanced_tree,
     huffman_tree,
     path_nll,
@@ -32,7 +27,6 @@ from hpnlp.ops.softmax.structured.hierarchical import (
     tree_top_k,
 )
 from hpnlp.ops.table_rows import TableRows
-from hpnlp.types import InputError
 from tests.contracts import ONCE, assert_close, assert_float16_has_gradients, once
 from tests.messages import raises
 
@@ -190,35 +184,48 @@ def test_tree_from_children_keeps_the_shape(vocab):
         assert sides(walks(children, root)) == sides(walks(tree.children))
 
 
-def test_invalid_children_raise():
-    for children, message in (
-        ([[0, 1, 2]], r"shape \(1, 3\): expected integers \[V - 1, 2\]"),
-        ([[-1.0, -2.0]], "float64"),
-        ([[-1, 1]], "1 is no node: expected 0 to 0"),
-        ([[-1, -3]], "-3 is no node"),
-        ([[1, 1], [-1, -2]], "node 0 has one child"),
-        ([[1, -1], [-1, -2]], "word 0 is at 2 leaves"),
-        ([[1, 0], [-1, -2]], "word 2 is at 0 leaves"),
-        ([[1, 2], [2, -1], [-2, -3], [-4, -5]], "nodes 0, 3 are children of no node"),
-        ([[-1, -2], [2, -3], [1, -4]], "nodes 1, 2 form a cycle"),
-        ([[-1, -2], [1, -3]], "nodes 1 form a cycle"),
-    ):
-        raises(message, tree_from_children, np.array(children))
+CHILDREN = (
+    ([[0, 1, 2]], r"shape \(1, 3\): expected integers \[V - 1, 2\]"),
+    ([[-1.0, -2.0]], "float64"),
+    ([[-1, 1]], "1 is no node: expected 0 to 0"),
+    ([[-1, -3]], "-3 is no node"),
+    ([[1, 1], [-1, -2]], "node 0 has one child"),
+    ([[1, -1], [-1, -2]], "word 0 is at 2 leaves"),
+    ([[1, 0], [-1, -2]], "word 2 is at 0 leaves"),
+    ([[1, 2], [2, -1], [-2, -3], [-4, -5]], "nodes 0, 3 are children of no node"),
+    ([[-1, -2], [2, -3], [1, -4]], "nodes 1, 2 form a cycle"),
+    ([[-1, -2], [1, -3]], "nodes 1 form a cycle"),
+)
+COUNTS = (([3, 0, 1], r"counts\[1\] is 0.*add one"), ([1.0, math.nan], "nan"), ([1.0, math.inf], "inf"), ([-1], "-1"))
+H, TABLE, LABELS = np.ones((9, 5), np.float32), np.ones((42, 5), np.float32), np.ones(9, np.int32)
+CALL = {"h": H, "table": TABLE, "tree": TREES["balanced"], "labels": LABELS}
+INVALID = (
+    *((tree_from_children, {"children": np.array(children)}, message) for children, message in CHILDREN),
+    *((huffman_tree, {"counts": np.array(counts)}, message) for counts, message in COUNTS),
+    (balanced_tree, {"vocab": 0}, "at least one word"),
+    (huffman_tree, {"counts": np.zeros(0)}, "one number for each"),
+    (tree_nll, CALL | {"h": H[:, :4]}, r"h \(9, 4\), table \(42, 5\)"),
+    (tree_nll, CALL | {"h": H[None]}, "flatten tokens"),
+    (tree_nll, CALL | {"labels": H[:, 0]}, "expected integers"),
+    (tree_nll, CALL | {"labels": LABELS[1:]}, r"labels has shape \(8,\)"),
+    (tree_nll, CALL | {"bias": H[:, 0]}, r"shape \(9,\): expected"),
+    (tree_nll, CALL | {"table": TABLE[1:]}, "table has 41 rows: expected at least 42"),
+    (tree_nll, CALL | {"table": TableRows(np.arange(42), TABLE), "bias": TABLE[:, 0]}, "expected None beside rows"),
+    (tree_log_probs, {"h": H, "table": TABLE[1:], "tree": TREES["balanced"]}, "table has 41 rows"),
+    (
+        tree_sample,
+        {"h": H, "table": TABLE[1:], "tree": TREES["balanced"], "rng": np.uint32([0, 7])},
+        "table has 41 rows",
+    ),
+    (tree_top_k, {"h": H, "table": TABLE[1:], "tree": TREES["balanced"], "k": 2}, "table has 41 rows"),
+    *((tree_top_k, {"h": H, "table": TABLE, "tree": TREES["balanced"], "k": k}, f"k {k}: expected 1") for k in (0, 44)),
+)
 
 
-def test_invalid_counts_raise():
-    for counts, message in (
-        ([3, 0, 1], r"counts\[1\] is 0.*add one"),
-        ([1.0, math.nan], "nan"),
-        ([1.0, math.inf], "inf"),
-        ([-1], "-1"),
-    ):
-        raises(message, huffman_tree, np.array(counts))
-
-
-def test_empty_vocabulary_raises():
-    raises("at least one word", balanced_tree, 0)
-    raises("one number for each", huffman_tree, np.zeros(0))
+@pytest.mark.usefixtures("symbolic_sizes")  # a type checker would raise first
+def test_invalid_arguments_raise():
+    for function, arguments, message in INVALID:
+        raises(message, function, **arguments)
 
 
 @pytest.mark.slow
@@ -260,37 +267,6 @@ def test_log_probs_match_definition_and_sum_to_one(tree):
     np.testing.assert_allclose(np.exp(np.asarray(actual, np.float64)).sum(axis=1), 1, rtol=1e-6)
     expected = all_log_probs(h, table, bias, tree)
     np.testing.assert_allclose(actual, expected, rtol=2e-6, atol=2e-6)
-
-
-@pytest.mark.parametrize(
-    ("name", "levels"), [pytest.param("huffman", 1, marks=pytest.mark.slow), ("huffman", 6), ("one", 2)]
-)
-def test_gathered_rows_give_the_same_loss_and_gradients(name, levels, monkeypatch):
-    """Loss and gradients of the rows equal those of the whole table; other rows have no gradient."""
-    monkeypatch.setattr(ops, "DENSE_LEVELS", levels)
-    tree = TREES[name]
-    h, table, labels, _ = arrays(tree, 7)
-    labels = np.where(np.arange(7) == 3, -100, labels).astype(np.int32)
-    ids = once(lambda labels: tree_rows(tree, labels), labels)
-    assert ids.dtype == jnp.int32
-    kept = np.unique(ids)
-
-    def loss(h, rows, kept):
-        return tree_nll(h, rows if kept is None else TableRows(jnp.asarray(kept), rows), tree, labels).sum()
-
-    slopes = jax.value_and_grad(loss, (0, 1))
-    both = lambda h, table: (slopes(h, table[kept], kept), slopes(h, table, None))  # noqa: E731
-    (value, (dh, drows)), (expected, (dh_too, dtable)) = once(both, h, table)
-    dtable = np.asarray(dtable)
-    assert_close((value, dh, drows), (expected, dh_too, dtable[kept]))
-    assert not np.delete(dtable, kept, axis=0).any()
-
-
-def test_bias_beside_rows_raises():
-    tree = TREES["huffman"]
-    h, table, labels, bias = arrays(tree, 7)
-    with pytest.raises(InputError, match="bias: expected None beside rows"):
-        tree_nll(h, TableRows(jnp.arange(len(table)), table), tree, labels, bias=bias)
 
 
 def test_confident_token_keeps_loss():
@@ -340,21 +316,19 @@ def test_gradients_keep_the_dtype_of_each_operand():
     assert [x.dtype for x in once(run, h, table.astype(jnp.float32))] == [jnp.bfloat16, jnp.float32]
 
 
-@pytest.mark.parametrize(
-    ("name", "dense"), [("balanced", 0), pytest.param("balanced", 3, marks=pytest.mark.slow), ("chain", 6)]
-)
+@pytest.mark.parametrize(("name", "dense"), [("balanced", 0), ("chain", 6)])
 def test_unvisited_rows_and_ignored_tokens_do_not_contribute(name, dense, monkeypatch):
     """NaN in such rows and tokens changes no loss and no gradient."""
     monkeypatch.setattr(ops, "DENSE_LEVELS", dense)
     tree = TREES[name]
     h, table, labels, bias = arrays(tree)
-    labels = (labels % 3).at[4].set(-100).at[0].set(0)
+    labels = (labels % 3).at[4].set(-1).at[0].set(0)
     unused = np.setdiff1d(np.arange(table.shape[0]), tree.nodes[np.asarray(labels)[labels >= 0]])
     assert unused.size > 5 and unused[0] < 2**6 - 1
-    silent = (labels == -100)[:, None]
+    silent = (labels == -1)[:, None]
 
     def run(h, table, bias):
-        losses, pull = jax.vjp(lambda *x: tree_nll(*x[:2], tree, labels, bias=x[2]), h, table, bias)
+        losses, pull = jax.vjp(lambda *x: tree_nll(*x[:2], tree, labels, ignore_index=-1, bias=x[2]), h, table, bias)
         return losses, pull(jnp.ones_like(losses))
 
     run = jax.jit(run, compiler_options=ONCE)
@@ -363,15 +337,6 @@ def test_unvisited_rows_and_ignored_tokens_do_not_contribute(name, dense, monkey
     for a, b in zip(jax.tree.leaves(dirty), jax.tree.leaves(clean), strict=True):
         np.testing.assert_array_equal(a, b)
     assert clean[0][4] == 0 and not np.asarray(clean[1][0])[4].any()
-
-
-def test_all_tokens_ignored_give_zero():
-    tree = TREES["balanced"]
-    h, table, labels, _ = arrays(tree)
-    run = jax.value_and_grad(
-        lambda h, table: tree_nll(h, table, tree, jnp.full_like(labels, -1), ignore_index=-1).sum()
-    )
-    assert not any(np.asarray(x).any() for x in jax.tree.leaves(once(run, jnp.full_like(h, jnp.nan), table)))
 
 
 @pytest.mark.parametrize("name", ["balanced", "one"])
@@ -421,10 +386,10 @@ def test_second_derivatives_match_reference():
     assert_close(*(once(f, h, table) for f in curvature))
 
 
-def test_eight_devices_match_one():
+def test_two_devices_match_one():
     tree = TREES["balanced"]
     h, table, labels, _ = arrays(tree, 16)
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     replicated, cut = jax.P(), jax.P("d")
     run = lambda h, table, labels: jax.lax.psum(tree_nll(h, table, tree, labels).sum(), "d")  # noqa: E731
     apart = jax.shard_map(run, mesh=mesh, in_specs=(cut, replicated, cut), out_specs=replicated)
@@ -447,16 +412,7 @@ def test_memory_does_not_grow_with_depth():
 # Predictions
 
 
-@pytest.mark.parametrize(
-    ("name", "k"),
-    [
-        pytest.param("balanced", 1, marks=pytest.mark.slow),
-        ("balanced", 7),
-        ("huffman", 5),
-        pytest.param("random", 5, marks=pytest.mark.slow),
-        ("chain", 9),
-    ],
-)
+@pytest.mark.parametrize(("name", "k"), [("balanced", 7), ("random", 1), ("chain", 9)])
 def test_top_k_matches_sorting(name, k):
     """Flat, ordinary, very peaked and equal probabilities in one batch."""
     tree = TREES[name]
@@ -472,28 +428,12 @@ def test_top_k_matches_sorting(name, k):
         assert all(len(set(row)) == k for row in np.asarray(words).tolist())
 
 
-def test_top_k_is_not_greedy():
-    """The root prefers the side on which all words are rare; the best word is on the other side."""
-    tree = tree_from_children(np.array([[1, 6], [2, 3], [4, 5], [-1, -2], [-3, -4], [-5, -6], [-7, -8]]))
-    word = 6
-    table = jnp.zeros((7, 1)).at[0].set(0.5).at[tree.nodes[word][1]].set(9.0)
-    log_probs, words = once(functools.partial(tree_top_k, k=1), jnp.ones((1, 1)), table, tree)
-    assert words.tolist() == [[word]]
-    np.testing.assert_allclose(log_probs, [[np.log(scipy.special.expit(-0.5) * scipy.special.expit(9.0))]], rtol=1e-6)
-
-
 def test_top_k_nan_stays_within_its_token():
     tree = TREES["balanced"]
     h, table, _, _ = arrays(tree)
     actual = once(functools.partial(tree_top_k, k=2), h.at[1].set(jnp.nan), table, tree)[0]
     np.testing.assert_array_equal(np.isnan(actual).all(axis=1), np.arange(9) == 1)
     assert np.isnan(actual).sum() == 2
-
-
-def test_invalid_k_raises():
-    h, table, _, _ = arrays(TREES["balanced"])
-    for k in (0, 44):
-        raises(f"k {k}: expected 1 to 43", tree_top_k, h, table, TREES["balanced"], k)
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 0.5])
@@ -535,73 +475,3 @@ def test_one_word_has_probability_one():
 
 
 # Errors
-
-
-def test_too_few_rows_raise():
-    tree = TREES["balanced"]
-    h, table, labels, _ = arrays(tree, beyond=-1)
-    calls = (
-        lambda: tree_nll(h, table, tree, labels),
-        lambda: tree_log_probs(h, table, tree),
-        lambda: tree_top_k(h, table, tree, 2),
-        lambda: tree_sample(h, table, tree, jax.random.key(0)),
-    )
-    for call in calls:
-        raises("table has 41 rows: expected at least 42", call)
-
-
-@pytest.mark.slow
-def test_mismatched_shapes_raise_without_type_checker():
-    """Runs in a process without beartype, which would raise first."""
-    program = """
-import jax.numpy as jnp
-from hpnlp.ops.softmax.structured.hierarchical import balanced_tree, tree_nll
-from hpnlp.ops.table_rows import TableRows
-from hpnlp.types import InputError
-h, table, labels, tree = jnp.ones((9, 5)), jnp.ones((42, 5)), jnp.ones(9, jnp.int32), balanced_tree(43)
-for changes in {"h": h[:, :4]}, {"h": h[None]}, {"labels": h[:, 0]}, {"labels": labels[1:]}, {"bias": h[:, 0]}:
-    try:
-        tree_nll(**({"h": h, "table": table, "tree": tree, "labels": labels} | changes))
-    except InputError as error:
-        print(error)
-"""
-    message = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    expected = (
-        "h (9, 4), table (42, 5)",
-        "flatten tokens",
-        "expected integers",
-        "labels has shape (8,)",
-        "shape (9,): expected",
-    )
-    for line, words in zip(message, expected, strict=True):
-        assert words in line
-
-
-@pytest.mark.oracle
-def test_matches_torch():
-    """Compares with binary cross-entropies along the paths, and their gradients."""
-    torch = pytest.importorskip("torch")
-    tree = TREES["random"]
-    h, table, labels, bias = arrays(tree, 33, 16)
-    turned = [torch.from_numpy(np.array(x)).requires_grad_() for x in (h, table, bias)]
-    nodes, signs = (torch.from_numpy(np.array(x)) for x in (tree.nodes[labels], tree.signs[labels]))
-    scores = torch.einsum("nd,nld->nl", turned[0], turned[1][nodes]) + turned[2][nodes]
-    each = torch.nn.functional.binary_cross_entropy_with_logits(scores, (signs > 0).float(), reduction="none")
-    theirs = (each * (signs != 0)).sum(1)
-    cotangent = np.cos(np.arange(33, dtype=np.float32))
-    theirs.backward(torch.tensor(cotangent))
-
-    ours = jax.jit(lambda h, table, bias: tree_nll(h, table, tree, labels, bias=bias))
-    losses, pull = jax.vjp(ours, h, table, bias)
-    np.testing.assert_allclose(losses, theirs.detach().numpy(), rtol=2e-6, atol=2e-6)
-    for mine, other in zip(pull(jnp.asarray(cotangent)), turned, strict=True):
-        np.testing.assert_allclose(mine, other.grad.numpy(), atol=1e-5)
-
-
-def test_tree_is_a_pytree_of_arrays():
-    tree = TREES["huffman"]
-    placed = jax.device_put(tree)
-    assert isinstance(placed, Tree) and (placed.vocab, placed.depth) == (43, tree.depth)
-    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(placed))

@@ -1,7 +1,5 @@
 """Ranking losses against their definitions and torch."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

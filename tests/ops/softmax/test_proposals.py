@@ -1,7 +1,5 @@
 """Proposal distributions: frequencies of draws, expected counts, and TensorFlow."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,9 +1,5 @@
 """Orders of similar words: planted clusters, and the trees and classes built from an order."""
 
-from __future__ import annotations
-
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -94,27 +90,6 @@ def test_ordered_tree_matches_node_by_node_definition(counts, random):
     assert leaves(tree) == dealt(order, depths)
     if set(counts) == {7}:
         assert leaves(tree) == order.tolist()
-
-
-def out_of_place(first, depths, middle):
-    """Number of words at each depth that are in the wrong half, as seen from the middle of the order."""
-    return [sum((w in first) != middle[w] for w in range(len(depths)) if depths[w] == d) for d in range(1, 9)]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_halves_are_nearest_to_the_order_that_depths_allow(seed):
-    """No other way to fill the root's halves has fewer words of the least depth in the wrong half, then of the next depth."""
-    rng = np.random.default_rng(seed)
-    counts, order = rng.integers(1, 30, 9), rng.permutation(9)
-    tree = huffman_tree(counts, order)
-    depths = depths_of(tree)
-    share = 2.0**-depths
-    middle = np.cumsum(share[order])[np.argsort(order)] - share / 2 < 0.5
-    subsets = (subset for size in range(10) for subset in itertools.combinations(range(9), size))
-    fits = [set(subset) for subset in subsets if share[list(subset)].sum() == 0.5]
-    first = {w for w in range(9) if tree.signs[w, 0] == 1}
-    assert first in fits
-    assert out_of_place(first, depths, middle) == min(out_of_place(subset, depths, middle) for subset in fits)
 
 
 def test_similar_words_share_their_nodes():

@@ -395,33 +395,3 @@ INVALID = {
 def test_invalid_arguments_raise(name):
     function, message = INVALID[name]
     raises(message, function)
-
-
-@pytest.mark.oracle
-@pytest.mark.parametrize("name", ["binary", "child_sum"])
-def test_gradients_match_a_loop_over_nodes_in_torch(name):
-    torch = pytest.importorskip("torch")
-    parents, places, args, seeds = case(name)
-    graph, function = batched(parents, places)
-    x, w, u, b = tensors = [torch.tensor(a, dtype=torch.float64, requires_grad=True) for a in args]
-    h, c = [None] * len(parents), [None] * len(parents)
-    children, zero = children_of(parents), torch.zeros(H, dtype=torch.float64)
-    for node in np.argsort(graph.height, kind="stable").tolist():
-        i, f, o, update = (x[node] @ w + b).chunk(4)
-        if places:
-            gates = sum(
-                (h[k] @ u[slot] for slot, k in enumerate(children[node])), torch.zeros(5 * H, dtype=torch.float64)
-            )
-            of_i, of_o, of_u, *of_f = gates.chunk(5)
-        else:
-            total = sum((h[k] for k in children[node]), zero)
-            of_i, _, of_o, of_u = (total @ u).chunk(4)
-            of_f = [(h[k] @ u).chunk(4)[1] for k in children[node]]
-        c[node] = torch.sigmoid(i + of_i) * torch.tanh(update + of_u)
-        c[node] = c[node] + sum((torch.sigmoid(f + g) * c[k] for k, g in zip(children[node], of_f, strict=False)), zero)
-        h[node] = torch.sigmoid(o + of_o) * torch.tanh(c[node])
-    total = sum((torch.stack(s) * torch.tensor(w)).sum() for s, w in zip((h, c), seeds, strict=True))
-    total.backward()
-    states, gradients = once(lambda args: score(function, args, [np.float32(s) for s in seeds]), args)
-    assert_close(list(states), [np.float32(torch.stack(s).detach().numpy()) for s in (h, c)])
-    assert_close(list(gradients), [np.float32(t.grad.numpy()) for t in tensors])
