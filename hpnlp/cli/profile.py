@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> None:
 
     from hpnlp.jobs.profile import profile_run
 
-    settings = profile_run.Settings(f.program, f.batch_size, f.calls)
+    settings = profile_run.ProfileSettings(f.program, f.batch_size, f.calls)
     profile = profile_run.profile_run(directory, step, settings)
     print(f"{directory}, step {profile.step}\n")
     print(profile_run.render(profile))

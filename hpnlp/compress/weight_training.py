@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, PyTree
 
 from hpnlp.compress.matrices import KERNELS, is_table
 from hpnlp.compress.training.techniques import WEIGHT_TRAININGS
-from hpnlp.compress.training.training_technique import Technique
+from hpnlp.compress.training.training_technique import WeightTechnique
 from hpnlp.models.mixtures.wrapper import ModelWrapper
 from hpnlp.models.variables import BUFFERS
 from hpnlp.ops.weights import LowRankWeight, RoundedInputsWeight, dense_tree, factorize
@@ -61,7 +61,7 @@ class WeightTraining(ModelWrapper):
       every: Steps between two computations of the thresholds of a schedule, which sort each matrix.
     """
 
-    technique: Technique = Technique()  # noqa: RUF009  (frozen)
+    technique: WeightTechnique = WeightTechnique()  # noqa: RUF009  (frozen)
     every: int = 8
 
     def init(self, rngs: PyTree[Array], *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +184,7 @@ class WeightTraining(ModelWrapper):
           rate: Learning rate of the step, float32 [].
 
         Returns:
-          The updates, see `Technique.updates`.
+          The updates, see `WeightTechnique.updates`.
         """
         return _replaced(updates, self.technique.updates(self.config, _kernels(params), _kernels(updates), rate))
 

@@ -101,7 +101,7 @@ class PairedTimes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class TimeComparison:
     """Result of `compare_times`.
 
     Attributes:
@@ -205,7 +205,7 @@ def compare_times(
     min_seconds: float = 0.01,
     progress: Callable[[int, int], object] = lambda done, total: None,
     use: Callable[[Callable[[], Any], int], Usage] = used,
-) -> Comparison:
+) -> TimeComparison:
     """Compares programs with a baseline by paired rounds, until each has a verdict.
 
     A round measures the baseline, up to four programs and the baseline again, the next round in the reverse order, so that a
@@ -265,7 +265,7 @@ def compare_times(
         results |= {name: _paired(times[name], ends) for name in group}
         pairs += ends
     equal = ratio([math.log(second.wall / first.wall) for first, second in pairs])
-    return Comparison(results, statistics.median(usage.wall for pair in pairs for usage in pair), equal)
+    return TimeComparison(results, statistics.median(usage.wall for pair in pairs for usage in pair), equal)
 
 
 def _paired(times: Sequence[Usage], baseline: Sequence[tuple[Usage, Usage]]) -> PairedTimes:

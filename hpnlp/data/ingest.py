@@ -27,7 +27,7 @@ _GROUP_RECORDS = 512
 
 
 @runtime_checkable
-class Record(Protocol):
+class IngestRecord(Protocol):
     """A document or an example, with the name by which it is held out or not, and its place for error messages."""
 
     @property
@@ -36,7 +36,7 @@ class Record(Protocol):
     def where(self) -> str: ...
 
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=IngestRecord)
 T = TypeVar("T")
 
 

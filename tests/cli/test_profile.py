@@ -30,4 +30,10 @@ def test_parts_and_the_rest_sum_to_the_time_of_a_call(run, trained, program):
 
 
 def test_an_unknown_program_raises(trained):
-    raises("program='x': expected training or loss", profile_run.profile_run, trained, None, profile_run.Settings("x"))
+    raises(
+        "program='x': expected training or loss",
+        profile_run.profile_run,
+        trained,
+        None,
+        profile_run.ProfileSettings("x"),
+    )

@@ -14,7 +14,7 @@ from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.memory.relative import reference_relative_attention
 from hpnlp.ops.attention.positions.rope import sinusoids
 from hpnlp.spec import parse_one
-from tests.contracts import ONCE, once
+from tests.contracts import ONCE, assert_close, once
 from tests.messages import raises
 
 B, D, N, K, H = 2, 16, 4, 2, 8

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, PyTree
 from hpnlp.compress.layers import check_single_stack
 from hpnlp.compress.matrices import KERNELS
 from hpnlp.compress.stages.structure import UNITS
-from hpnlp.compress.training.training_technique import Technique
+from hpnlp.compress.training.training_technique import WeightTechnique
 from hpnlp.models.stacks.layer_stack import layer_axes
 from hpnlp.types import REQUIRED, InputError, option
 
@@ -51,7 +51,7 @@ class _Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class LassoTechnique(Technique):
+class LassoTechnique(WeightTechnique):
     """The sum of the magnitudes of the weights of all kernels as a penalty; more and more weights become exactly 0.
 
     Each weight of the kernels moves towards 0 by the same amount; a weight that is smaller becomes 0.
@@ -78,7 +78,7 @@ class LassoTechnique(Technique):
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupLassoTechnique(Technique):
+class GroupLassoTechnique(WeightTechnique):
     """The norms of groups of weights as a penalty, times the root of their sizes; whole groups become exactly 0.
 
     The stages `mlp`, `heads` and `layers` of recipes remove units that are 0 with the share "nonzero".

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from hpnlp.compress.training.penalties import GroupLassoTechnique, LassoTechnique
-from hpnlp.compress.training.training_technique import Technique
+from hpnlp.compress.training.training_technique import WeightTechnique
 from hpnlp.ops.weights import dense, quantize
 from hpnlp.ops.weights.sparse import largest
 from hpnlp.types import REQUIRED, InputError, option
@@ -20,7 +20,7 @@ from hpnlp.types import REQUIRED, InputError, option
 FLOOR = 0.005
 
 
-class RoundingTechnique(Technique):
+class RoundingTechnique(WeightTechnique):
     """Rounds matrices in the forward pass; gradients pass as if they were not (Jacob et al. 2018, section 3)."""
 
     def rounded(self, w: Array) -> Array:
@@ -99,7 +99,7 @@ class BinaryTechnique(RoundingTechnique):
 
 
 @dataclasses.dataclass(frozen=True)
-class MagnitudeTechnique(Technique):
+class MagnitudeTechnique(WeightTechnique):
     """Magnitude pruning: zeroes the smallest weights of each kernel, more and more of them (Zhu and Gupta 2017, eq. 1)."""
 
     keep: int | float = option(REQUIRED, "Share of the weights that stays at last.", above=0, most=1)
@@ -141,7 +141,7 @@ class MovementTechnique(MagnitudeTechnique):
 
 
 @dataclasses.dataclass(frozen=True)
-class SoftMovementTechnique(Technique):
+class SoftMovementTechnique(WeightTechnique):
     """Keeps the weights whose sigmoid of scores is over a threshold, with a penalty on the sigmoids (Sanh et al. 2020).
 
     The largest scores of each matrix, a share FLOOR of them, stay whatever the threshold, as in the paper's code: a matrix
@@ -176,7 +176,7 @@ class SoftMovementTechnique(Technique):
 
 
 @dataclasses.dataclass(frozen=True)
-class MaskedTechnique(Technique):
+class MaskedTechnique(WeightTechnique):
     """Keeps zeros: fine-tuning after pruning (train.init_from), and lottery tickets."""
 
     def allowed(self, w: Array, update: Array) -> Any:
@@ -187,7 +187,7 @@ class MaskedTechnique(Technique):
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedTechnique(Technique):
+class SharedTechnique(WeightTechnique):
     """Keeps numbers equal that are equal, and zeros: trains the values of a codebook (Han et al. 2016, section 3).
 
     The update of a value is the mean of the updates of the numbers that share it. Each step sorts each matrix.
@@ -201,7 +201,7 @@ class SharedTechnique(Technique):
 
 
 @dataclasses.dataclass(frozen=True)
-class LowRankTechnique(Technique):
+class LowRankTechnique(WeightTechnique):
     """Trains two factors in place of each kernel, where they have fewer parameters: fine-tuning of the stage `factorize`.
 
     The factors begin as the best approximation of the kernel.
@@ -220,7 +220,7 @@ class LowRankTechnique(Technique):
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightDropTechnique(Technique):
+class WeightDropTechnique(WeightTechnique):
     """Zeroes weights at random in training and scales the others by 1 / (1 - rate) (Wan et al. 2013, "DropConnect")."""
 
     rate: int | float = option(REQUIRED, "Probability that a weight is dropped.", least=0, below=1)
@@ -251,7 +251,7 @@ def cubic_share(progress: Array, keep: int | float, begin: int | float, end: int
 
 
 # Entries of the config field `train.weights`.
-WEIGHT_TRAININGS: dict[str, type[Technique]] = {
+WEIGHT_TRAININGS: dict[str, type[WeightTechnique]] = {
     "quantized": QuantizedTechnique,
     "ternary": TernaryTechnique,
     "binary": BinaryTechnique,

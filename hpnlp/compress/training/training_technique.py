@@ -1,4 +1,4 @@
-"""`Technique`: how training replaces the kernels that layers read, and changes the updates of kernels."""
+"""`WeightTechnique`: how training replaces the kernels that layers read, and changes the updates of kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Technique:
+class WeightTechnique:
     """Training of the matrices of a model; methods take one matrix [D, F], or [L, D, F] of stacked layers.
 
     The fields of a subclass are the arguments of `train.weights`; `steps` is given by the run.

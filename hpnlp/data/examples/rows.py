@@ -10,17 +10,19 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from hpnlp.data.examples.fields import LABEL_FIELDS, TYPES, Column, FieldError, is_missing
-from hpnlp.data.examples.kind import Kind
 from hpnlp.data.reading import files, records
 from hpnlp.data.reading.files import printable
 from hpnlp.data.reading.records import LIST_ALL, SKIP, CountedLines, ReportBad
 from hpnlp.data.reading.sources import File, LeftOut, LineCounts, Source, extension
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from hpnlp.data.examples.kind import Kind
 
 T = TypeVar("T")
 # (index of a record in its file, place for error messages, name of a field -> value)

@@ -22,7 +22,7 @@ from hpnlp.compress.files import encoding_of, stored_bytes, write_weights
 from hpnlp.compress.matrices import expert_numbers
 from hpnlp.compress.recipe import STRUCTURE, Calibration, Stage, check_plain, parse_recipe
 from hpnlp.compress.weights_file import WEIGHTS_FILE
-from hpnlp.cost.paired_times import Comparison, Ratio
+from hpnlp.cost.paired_times import Ratio, TimeComparison
 from hpnlp.jobs.compression import iterations as pruning_iterations
 from hpnlp.models import variables
 from hpnlp.ops.weight import parameter_count
@@ -303,7 +303,7 @@ class _Compression:
             for index, (version, size, evaluation) in enumerate(zip(versions, sizes, evaluations, strict=True))
         ]
 
-    def _times(self, versions: Sequence[_Version]) -> dict[int, Comparison]:
+    def _times(self, versions: Sequence[_Version]) -> dict[int, TimeComparison]:
         """Times of the loss of a batch in paired rounds with the first version, by batch size; programs are named by index."""
         self.log(f"measuring times at {', '.join(map(str, self.settings.batch_sizes))} sequences")
         progress = ProgressLines(self.log, "measurements")

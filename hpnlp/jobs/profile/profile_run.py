@@ -43,7 +43,7 @@ SLOW_TRACE = 1.2  # a traced call that takes this much longer gives shares only
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class ProfileSettings:
     """Program of a profile.
 
     Attributes:
@@ -108,7 +108,7 @@ class Profile:
 def profile_run(
     workdir: str | Path,
     step: int | None = None,
-    settings: Settings = Settings(),  # noqa: B008  (frozen)
+    settings: ProfileSettings = ProfileSettings(),  # noqa: B008  (frozen)
     progress: Progress = ignore_progress,
 ) -> Profile:
     """Profiles the model of a run on batches of its training data.
@@ -118,7 +118,7 @@ def profile_run(
     Args:
       workdir: The run directory.
       step: Step of the checkpoint; None for the best one.
-      settings: See Settings.
+      settings: See ProfileSettings.
       progress: Called while data are read.
 
     Returns:
