@@ -24,7 +24,7 @@ from typing import Any
 from absl import app, flags
 from forms import Form, Groups, run
 
-from hpnlp.data.stdlib import write_corpus
+from hpnlp.data.reading.stdlib import write_corpus
 from hpnlp.training.config import Config, default, resolve
 
 FLAGS = flags.FLAGS

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import scipy.stats
 
-from hpnlp.data.stdlib import write_corpus
+from hpnlp.data.reading.stdlib import write_corpus
 
 WINDOW = 5
 LEAST = 3  # occurrences of a held-out pair whose mutual information is compared

@@ -24,7 +24,7 @@ from absl import flags
 
 from hpnlp import cli
 from hpnlp.cli.errors import run_script
-from hpnlp.data.stdlib import write_corpus
+from hpnlp.data.reading.stdlib import write_corpus
 from hpnlp.retrieval.word2vec_files import save_word2vec
 from hpnlp.retrieval.word_vectors import WordVectorTable
 from hpnlp.spec import did_you_mean

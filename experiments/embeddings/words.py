@@ -19,7 +19,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from hpnlp.data.stdlib import write_corpus
+from hpnlp.data.reading.stdlib import write_corpus
 from hpnlp.spec import lookup
 from hpnlp.training.config import default
 

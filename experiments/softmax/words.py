@@ -3,8 +3,8 @@
     hpnlp sweep --config=softmax/words:docs --workdir=runs/docs
     hpnlp compare runs/docs --out=runs/docs.png
 
-The name after the colon is a corpus of `hpnlp.data.stdlib`: docs (12,000 words, the default), code (110,000), whitespace
-(400,000). The rarest words are not in the vocabulary, so that `<unk>` is learned: 2 %, 2 % and 19 % of the held-out words do
+The name after the colon is a corpus of `hpnlp.data.reading.stdlib`: docs (12,000 words, the default), code (110,000),
+whitespace (400,000). The rarest words are not in the vocabulary, so that `<unk>` is learned: 2 %, 2 % and 19 % of the held-out words do
 not occur in the training text. docs compares all layers; the others compare a choice of layers with probabilities, with full
 last, because a step of it takes seconds. A checkpoint of whitespace has 1.2 GB.
 
@@ -29,7 +29,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from hpnlp.data.stdlib import write_corpus
+from hpnlp.data.reading.stdlib import write_corpus
 from hpnlp.spec import lookup
 from hpnlp.training.config import default
 from hpnlp.types import InputError

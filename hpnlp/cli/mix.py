@@ -82,9 +82,9 @@ def run(argv: Sequence[str]) -> None:
     cli.refuse(OF_TEXT, "without --prompt: leave it out")
     cli.prepare_jax()
 
+    from hpnlp.jobs.retrieval import mixture_report as report
     from hpnlp.jobs.retrieval.mix import MixOptions, MixRow, mix, save_gate
     from hpnlp.report import comparison_plots
-    from hpnlp.report import mixture as report
     from hpnlp.report.files import replace_text
     from hpnlp.training.config_file import load_config
     from hpnlp.training.files.contents import locked

@@ -22,7 +22,7 @@ from hpnlp.cli.text_inputs import Example
 from hpnlp.types import InputError
 
 if TYPE_CHECKING:
-    from hpnlp.data.examples.fields import FieldError
+    from hpnlp.data.reading.fields import FieldError
     from hpnlp.data.reading.sources import LeftOut
     from hpnlp.jobs.predictor import Predictor
     from hpnlp.tasks.predictions import Prediction

@@ -109,8 +109,7 @@ class TextInputs:
 
     def _records(self, name: str) -> Iterator[Example]:
         """Examples of a file of records."""
-        from hpnlp.data.examples import rows
-        from hpnlp.data.reading import sources
+        from hpnlp.data.reading import rows, sources
 
         columns = self.kind.inputs
         keep = tuple(field for field in self.keep if field not in [column.name for column in columns])
@@ -175,8 +174,8 @@ def has_records(name: str) -> bool:
     Returns:
       False for lines of text.
     """
-    from hpnlp.data.examples.rows import FORMATS
     from hpnlp.data.reading.files import uncompressed
+    from hpnlp.data.reading.rows import FORMATS
 
     return os.path.splitext(uncompressed(name))[1].lower() in FORMATS
 

@@ -9,10 +9,10 @@ from typing import TypeVar
 
 from hpnlp.data import stream
 from hpnlp.data.config import DataConfig
-from hpnlp.data.documents import Document, DocumentReader
-from hpnlp.data.examples.rows import RecordReader
+from hpnlp.data.reading.documents import Document, DocumentReader
 from hpnlp.data.reading.files import Progress, ignore_progress
 from hpnlp.data.reading.records import SKIP
+from hpnlp.data.reading.rows import RecordReader
 from hpnlp.data.reading.sources import MAX_COMPARED, LeftOut, Source, described
 from hpnlp.data.reading.split import NOTHING, HeldOutHashes
 from hpnlp.data.text_ingest import TextIngest

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.data.documents import Document, DocumentReader
 from hpnlp.data.ingest import Candidates, Done, Ingest, nonempty
+from hpnlp.data.reading.documents import Document, DocumentReader
 from hpnlp.data.reading.files import NotTextError, Progress, to_text
 from hpnlp.data.reading.sources import LeftOut, LineCounts, Source
 from hpnlp.data.reading.split import NOTHING, Folds, HashRange, HeldOutHashes, hash_range

@@ -9,8 +9,8 @@ from typing import Any
 
 from hpnlp.data.config import DataConfig
 from hpnlp.data.examples import ExampleConfig, generated
-from hpnlp.data.examples.rows import FORMATS
 from hpnlp.data.reading import sources
+from hpnlp.data.reading.rows import FORMATS
 from hpnlp.training.config import Config
 from hpnlp.training.config_file import load_config
 from hpnlp.training.files.contents import Contents, contents_of

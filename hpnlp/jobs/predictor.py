@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from hpnlp import tasks
-from hpnlp.data.examples.fields import FieldError
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Texts
 from hpnlp.data.examples.kinds.unlabelled import Unlabelled, as_record, converted
+from hpnlp.data.reading.fields import FieldError
 from hpnlp.jobs import ensembles
 from hpnlp.jobs.dtypes import overflow_checked, overflow_checked_chunks, with_dtype
 from hpnlp.models import decode

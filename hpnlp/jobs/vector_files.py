@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from hpnlp.data.examples.fields import FieldError
+from hpnlp.data.reading.fields import FieldError
 from hpnlp.jobs.predictor import Example, Predictor
 from hpnlp.types import InputError
 

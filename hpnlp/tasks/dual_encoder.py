@@ -15,9 +15,9 @@ from hpnlp.data.examples.baselines import tfidf_recall
 from hpnlp.data.examples.dataset import CHALLENGE, HELDOUT
 from hpnlp.data.examples.kinds import Texts
 from hpnlp.data.examples.kinds.graded import read_graded
-from hpnlp.data.examples.rows import FORMATS
 from hpnlp.data.reading import sources
 from hpnlp.data.reading.files import Progress
+from hpnlp.data.reading.rows import FORMATS
 from hpnlp.models.pairs.dual_encoder import LOSSES_OF_NEGATIVES, DualEncoder, DualEncoderConfig
 from hpnlp.tasks import vocabulary as vocabularies
 from hpnlp.tasks.field_rules import only_with_loss

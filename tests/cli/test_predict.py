@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import hpnlp
-from hpnlp.data.examples.fields import FieldError
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Pairs
+from hpnlp.data.reading.fields import FieldError
 from hpnlp.jobs import predictor
 from hpnlp.training import config as configs
 from hpnlp.training import loop

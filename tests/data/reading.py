@@ -1,7 +1,7 @@
 """Reads the documents of a source, for tests."""
 
-from hpnlp.data.documents import Document, DocumentReader
 from hpnlp.data.reading import sources
+from hpnlp.data.reading.documents import Document, DocumentReader
 from hpnlp.data.reading.sources import LeftOut
 
 

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from hpnlp.data import DataConfig, prepare, stdlib
-from hpnlp.data.reading import digest
+from hpnlp.data import DataConfig, prepare
+from hpnlp.data.reading import digest, stdlib
 from hpnlp.data.reading.files import ignore_progress
 from tests.messages import raises
 

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import strategies as st
 
-from hpnlp.data.documents import DocumentReader, pieces, split_ids
 from hpnlp.data.reading import sources
+from hpnlp.data.reading.documents import DocumentReader, pieces, split_ids
 from hpnlp.data.reading.sources import LeftOut
 from hpnlp.types import InputError
 from tests.data.reading import read

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pytest
 from hypothesis import strategies as st
 
-from hpnlp.data.documents import DocumentReader
 from hpnlp.data.reading import records, sources
+from hpnlp.data.reading.documents import DocumentReader
 from hpnlp.data.reading.sources import LeftOut
 from hpnlp.types import InputError
 from tests.data.reading import read

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpnlp.data import stdlib, stream
-from hpnlp.data.reading import sources
+from hpnlp.data import stream
+from hpnlp.data.reading import sources, stdlib
 from tests.messages import raises
 
 SOURCE = b'''"""A module's head."""

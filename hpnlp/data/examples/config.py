@@ -8,7 +8,6 @@ import math
 from typing import ClassVar
 
 from hpnlp.data.config import check_folds, check_heldout, check_sizes
-from hpnlp.data.examples.fields import LABEL_FIELDS
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Classification, Pairs, Seq2Seq, Tagging
 from hpnlp.data.examples.kinds.bags import LabelledBags
@@ -16,6 +15,7 @@ from hpnlp.data.examples.kinds.hashed import HashedTexts
 from hpnlp.data.examples.kinds.labelled_pairs import GradedPairs, LabelledPairs
 from hpnlp.data.examples.kinds.trees import Trees
 from hpnlp.data.examples.topics import parse_positives
+from hpnlp.data.reading.fields import LABEL_FIELDS
 from hpnlp.types import InputError, option
 
 # Help on files of records.

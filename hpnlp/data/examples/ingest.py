@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from hpnlp.data.examples.checks.examination import Examination
-from hpnlp.data.examples.fields import FieldError
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.labels import (
     UNKNOWN_HELDOUT,
@@ -25,11 +24,12 @@ from hpnlp.data.examples.labels import (
     UnknownLabelError,
     in_order,
 )
-from hpnlp.data.examples.rows import Row, RowReader
 from hpnlp.data.examples.store import UNLABELLED, ExampleWriter, StoredExamples
 from hpnlp.data.ingest import Candidates, Done, Ingest, nonempty
+from hpnlp.data.reading.fields import FieldError
 from hpnlp.data.reading.files import Progress
 from hpnlp.data.reading.records import SKIP
+from hpnlp.data.reading.rows import Row, RowReader
 from hpnlp.data.reading.sources import LeftOut, LineCounts, Source
 from hpnlp.data.reading.split import NOTHING, Folds, HeldOutHashes, hash_range
 from hpnlp.data.reading.token_store import remove_files

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
-from hpnlp.data.examples.fields import LABEL_FIELDS, Column, FieldError
 from hpnlp.data.packing import Batch
+from hpnlp.data.reading.fields import LABEL_FIELDS, Column, FieldError
 from hpnlp.types import InputError, Tokenizer
 
 # Array of the batches of kinds whose records may lack labels: weights of all examples, with a label or without, for losses by

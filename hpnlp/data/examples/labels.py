@@ -11,7 +11,7 @@ import numpy as np
 
 from hpnlp import spec as specs
 from hpnlp.atomic_file import replace_bytes
-from hpnlp.data.examples.fields import FieldError
+from hpnlp.data.reading.fields import FieldError
 from hpnlp.types import InputError
 
 FILE = "labels.json"

@@ -17,10 +17,10 @@ from hpnlp.data.examples import generated
 from hpnlp.data.examples.config import ExampleConfig
 from hpnlp.data.examples.dataset import Examples
 from hpnlp.data.examples.ingest import ExampleIngest
-from hpnlp.data.examples.rows import FORMATS
 from hpnlp.data.ingest import prepared
 from hpnlp.data.reading import sources, token_store
 from hpnlp.data.reading.files import Progress, ignore_progress
+from hpnlp.data.reading.rows import FORMATS
 from hpnlp.data.reading.split import Folds
 from hpnlp.types import InputError, Tokenizer
 

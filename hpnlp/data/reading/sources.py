@@ -2,8 +2,8 @@
 
 A file or a glob that a user names is read as it is. A walk through a directory leaves out files that are unlikely to be
 text: hidden files and directories, `__pycache__`, links to directories, and compressed files other than `.txt`, `.md`,
-`.json` and `.jsonl` followed by `.gz` or `.zst`. `hpnlp.data.documents.DocumentReader` leaves out more files of a walk by
-their content. Every omission is counted in a `LeftOut`, so that the caller can report it.
+`.json` and `.jsonl` followed by `.gz` or `.zst`. `reading.documents.DocumentReader` leaves out more files of a walk by their
+content. Every omission is counted in a `LeftOut`, so that the caller can report it.
 """
 
 from __future__ import annotations

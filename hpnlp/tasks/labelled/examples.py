@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpnlp.data.examples import ExampleConfig, Examples, check_paths, generated, prepare_examples
-from hpnlp.data.examples.fields import LABEL_FIELDS
 from hpnlp.data.examples.kind import Kind
+from hpnlp.data.reading.fields import LABEL_FIELDS
 from hpnlp.data.reading.files import Progress
 from hpnlp.tasks.task import Batch, RunConfig, Task
 from hpnlp.tasks.vocabulary import Vocabulary

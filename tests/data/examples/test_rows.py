@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from hpnlp.data.examples import prepare_examples
-from hpnlp.data.examples.rows import FORMATS, RowReader
 from hpnlp.data.reading import sources
+from hpnlp.data.reading.rows import FORMATS, RowReader
 from hpnlp.data.reading.sources import LeftOut
 from hpnlp.types import InputError
 from tests.data.batches import assert_equal, take

@@ -17,9 +17,9 @@ from hpnlp.data.examples.dataset import Examples
 from hpnlp.data.examples.ingest import ExampleIngest
 from hpnlp.data.examples.labels import ClassIndex
 from hpnlp.data.examples.prepare import find_sources
-from hpnlp.data.examples.rows import Row, RowReader
 from hpnlp.data.reading import token_store
 from hpnlp.data.reading.files import Progress, ignore_progress
+from hpnlp.data.reading.rows import Row, RowReader
 from hpnlp.data.reading.sources import LeftOut, LineCounts
 from hpnlp.types import InputError, Tokenizer
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from hpnlp.data.examples import generated
 from hpnlp.data.examples.config import ClassificationConfig
-from hpnlp.data.examples.rows import FORMATS, NO_HEADER, read_columns
 from hpnlp.data.reading import sources
 from hpnlp.data.reading.records import missing
+from hpnlp.data.reading.rows import FORMATS, NO_HEADER, read_columns
 from hpnlp.types import InputError
 
 TEXT_NAMES = ("text", "sentence", "review", "content", "body", "message", "comment", "document", "title", "question")

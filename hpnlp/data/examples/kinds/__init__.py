@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.data.examples.fields import Column, FieldError
 from hpnlp.data.examples.kind import (
     TEACHER_WEIGHTS,
     Kind,
@@ -27,6 +26,7 @@ from hpnlp.data.examples.kind import (
 )
 from hpnlp.data.examples.store import NO_LABEL
 from hpnlp.data.packing import Batch
+from hpnlp.data.reading.fields import Column, FieldError
 from hpnlp.types import InputError, Tokenizer
 
 _LABEL_FIX = "; or let a teacher label it: pass data.unlabelled=True and distill.teacher=RUN"

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.data.examples.fields import Column, FieldError
 from hpnlp.data.examples.kind import Kind, Numbers, TokenisedExamples, distinct, example_weights, padded
 from hpnlp.data.examples.store import NO_LABEL, UNLABELLED
 from hpnlp.data.packing import Batch
+from hpnlp.data.reading.fields import Column, FieldError
 from hpnlp.types import InputError, Tokenizer
 
 

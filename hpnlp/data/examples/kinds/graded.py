@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from hpnlp.data.examples.config import PairsConfig
-from hpnlp.data.examples.fields import FieldError
 from hpnlp.data.examples.kinds.labelled_pairs import GradedPairs
 from hpnlp.data.examples.kinds.unlabelled import Unlabelled
-from hpnlp.data.examples.rows import FORMATS, RowReader
 from hpnlp.data.reading import sources
+from hpnlp.data.reading.fields import FieldError
+from hpnlp.data.reading.rows import FORMATS, RowReader
 from hpnlp.data.reading.sources import LeftOut
 from hpnlp.types import InputError, Tokenizer
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.data.examples.fields import Column, FieldError
 from hpnlp.data.examples.kind import Numbers, TokenisedExamples, example_labels
 from hpnlp.data.examples.kinds import Pairs
 from hpnlp.data.packing import Batch
+from hpnlp.data.reading.fields import Column, FieldError
 from hpnlp.types import Tokenizer
 
 

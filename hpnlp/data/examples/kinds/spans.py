@@ -11,9 +11,9 @@ import numpy as np
 
 from hpnlp.data.examples.config import ExampleConfig
 from hpnlp.data.examples.dataset import Examples
-from hpnlp.data.examples.fields import Column, FieldError
 from hpnlp.data.examples.kind import Kind, Numbers, TokenisedExamples, framed, padded, sequences, special_token
 from hpnlp.data.packing import Batch
+from hpnlp.data.reading.fields import Column, FieldError
 from hpnlp.types import InputError, Tokenizer, option
 
 TEXT, HEAD, ANSWER, DOCUMENT = range(4)  # the texts of an example

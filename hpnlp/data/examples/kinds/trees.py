@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.data.examples.fields import Column, FieldError
 from hpnlp.data.examples.kind import (
     Kind,
     Numbers,
@@ -19,6 +18,7 @@ from hpnlp.data.examples.kind import (
     sequences,
 )
 from hpnlp.data.packing import Batch
+from hpnlp.data.reading.fields import Column, FieldError
 from hpnlp.ops.trees.graphs import tree_graph
 from hpnlp.types import InputError, Tokenizer
 

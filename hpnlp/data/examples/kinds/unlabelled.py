@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hpnlp.data.examples.fields import TYPES, Column, FieldError
 from hpnlp.data.examples.kind import Kind
+from hpnlp.data.reading.fields import TYPES, Column, FieldError
 from hpnlp.types import Tokenizer
 
 

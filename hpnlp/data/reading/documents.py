@@ -16,10 +16,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hpnlp.data.examples.fields import Column
-from hpnlp.data.examples.rows import RecordReader, Row
 from hpnlp.data.reading import files
+from hpnlp.data.reading.fields import Column
 from hpnlp.data.reading.files import printable
+from hpnlp.data.reading.rows import RecordReader, Row
 from hpnlp.data.reading.sources import File, LeftOut, LineCounts, Source
 from hpnlp.types import InputError
 

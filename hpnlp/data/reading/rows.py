@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from hpnlp.data.examples.fields import LABEL_FIELDS, TYPES, Column, FieldError, is_missing
 from hpnlp.data.reading import files, records
+from hpnlp.data.reading.fields import LABEL_FIELDS, TYPES, Column, FieldError, is_missing
 from hpnlp.data.reading.files import printable
 from hpnlp.data.reading.records import LIST_ALL, SKIP, CountedLines, ReportBad
 from hpnlp.data.reading.sources import File, LeftOut, LineCounts, Source, extension
