@@ -23,8 +23,6 @@ import jax
 from hpnlp.atomic_file import replace_bytes
 from hpnlp.cost.flop_count import count_flops as count_flops  # part of this module's interface
 from hpnlp.cost.flop_count import jaxpr_flops, jitted
-from hpnlp.cost.paired_times import compare_times as compare_times
-from hpnlp.cost.paired_times import median_interval
 from hpnlp.types import InputError
 from hpnlp.version import __version__
 
@@ -178,6 +176,8 @@ class Timing:
         Returns:
           `(low, high)`; the least and the largest ratio of fewer than nine rounds.
         """
+        from hpnlp.cost.paired_times import median_interval  # no part of a training run
+
         ratios = self.ratios(other)
         low, high = median_interval(ratios, 0.05)
         return max(low, min(ratios)), min(high, max(ratios))

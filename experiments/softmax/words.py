@@ -4,9 +4,9 @@
     hpnlp compare runs/docs --out=runs/docs.png
 
 The name after the colon is a corpus of `hpnlp.data.reading.stdlib`: docs (12,000 words, the default), code (110,000),
-whitespace (400,000). The rarest words are not in the vocabulary, so that `<unk>` is learned: 2 %, 2 % and 19 % of the held-out words do
-not occur in the training text. docs compares all layers; the others compare a choice of layers with probabilities, with full
-last, because a step of it takes seconds. A checkpoint of whitespace has 1.2 GB.
+whitespace (400,000). The rarest words are not in the vocabulary, so that `<unk>` is learned: 2 %, 2 % and 19 % of the held-out
+words do not occur in the training text. docs compares all layers; the others compare a choice of layers with probabilities,
+with full last, because a step of it takes seconds. A checkpoint of whitespace has 1.2 GB.
 
 Layers that look up some rows of their table update only these (`optimizer.rows`); with the larger vocabularies all layers
 except full update the embedding in this way, too.

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hpnlp import measure, tasks
+from hpnlp import tasks
 from hpnlp.atomic_file import replace_bytes
 from hpnlp.compress.distilling.distill_config import DistillConfig
 from hpnlp.compress.files import encoding_of, stored_bytes, write_weights
 from hpnlp.compress.matrices import expert_numbers
 from hpnlp.compress.recipe import STRUCTURE, Calibration, Stage, check_plain, parse_recipe
 from hpnlp.compress.weights_file import WEIGHTS_FILE
-from hpnlp.cost.paired_times import Ratio, TimeComparison
+from hpnlp.cost.paired_times import Ratio, TimeComparison, compare_times
 from hpnlp.jobs.compression import iterations as pruning_iterations
 from hpnlp.models import variables
 from hpnlp.ops.weight import parameter_count
@@ -320,7 +320,7 @@ class _Compression:
                 functions[str(index)] = lambda f=forward, p=version.params, r=rows: f(p, r)
             original = functions.pop("0")
             report = functools.partial(progress, f"measuring times at {count} sequences")
-            result[count] = measure.compare_times(
+            result[count] = compare_times(
                 original, functions, rounds=self.settings.rounds, seconds=TIME_LIMIT, min_seconds=0.02, progress=report
             )
             if result[count].is_biased:
