@@ -40,7 +40,10 @@ class RangeError(InputError):
 
     def __init__(self, entry: str, problem: str) -> None:
         super().__init__(f"{entry}.{problem}")
-        self.problem = problem
+        self._entry, self.problem = entry, problem
+
+    def __reduce__(self) -> tuple[type[RangeError], tuple[str, str]]:  # for process pools
+        return RangeError, (self._entry, self.problem)
 
 
 def plural(count: int, noun: str) -> str:

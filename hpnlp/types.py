@@ -113,7 +113,7 @@ def _expected(value: Any, default: Any, limits: Mapping[str, Any]) -> str:
     """The limits in words."""
     if "among" in limits:
         return f"one of {', '.join(map(str, limits['among']))}"
-    words = [] if math.isfinite(value) else ["a finite number"]
+    words = [] if _is_finite(value) else ["a finite number"]
     words += [f"{_BOUNDS[name][0]} {limits[name]}" for name in _BOUNDS if name in limits]
     words += [limits["rule"][0]] if "rule" in limits else []
     words += [] if default in (None, REQUIRED) else [f"such as {default}"]
@@ -134,7 +134,15 @@ def _is_within(value: Any, limits: Mapping[str, Any]) -> bool:
     if "among" in limits:
         return value in limits["among"]
     bounds = (compare(value, limits[name]) for name, (_, compare) in _BOUNDS.items() if name in limits)
-    return math.isfinite(value) and all(bounds) and ("rule" not in limits or limits["rule"][1](value))
+    return _is_finite(value) and all(bounds) and ("rule" not in limits or limits["rule"][1](value))
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a number is finite; an integer beyond the range of floats is not."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ from hpnlp.nn.blocks import BLOCKS
 from hpnlp.nn.feed_forward import FEED_FORWARDS
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.nn.output import OUTPUTS
-from hpnlp.types import REQUIRED, _limited_fields, check_options, option
+from hpnlp.types import REQUIRED, _is_within, _limited_fields, check_options, option
 from tests.messages import raises
 
 TABLES = (MIXERS, FEED_FORWARDS, OUTPUTS, BLOCKS, WEIGHT_TRAININGS, CONVERSIONS)
@@ -55,7 +55,7 @@ def beyond(limits):
     return [limits[name] + step for name, step in steps.items() if name in limits] + ["unknown"] * ("among" in limits)
 
 
-@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if _limited_fields(entry)])
 def test_values_beyond_a_bound_raise(name):
     entry = ENTRIES[name]
     needed = [field.name for field in dataclasses.fields(entry) if field.default is REQUIRED]
@@ -63,3 +63,6 @@ def test_values_beyond_a_bound_raise(name):
     for field, _, limits in _limited_fields(entry):
         for value in beyond(limits):
             raises(rf"{entry.__name__}.{field}={value!r}: expected", entry, **given | {field: value})
+        for bound in ("least", "most"):
+            if bound in limits:
+                assert _is_within(limits[bound], {name: limit for name, limit in limits.items() if name != "rule"})

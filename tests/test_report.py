@@ -119,6 +119,7 @@ def test_verdict_ranks_model_and_compressors():
             "The model needs 1.500 bits per byte of held-out text; gzip -9 alone 2.000, xz -9e alone",
         ),
         ((None, 1.9, 1.5, 1.25), "The tokenizer does not keep every byte"),
+        ((None, 1.9, 1.5, 1.25), "The output layer gives no probabilities of tokens"),
     ):
         names = ("heldout_bits_per_byte", "gzip_bits_per_byte", "xz_bits_per_byte", "xz_trained_bits_per_byte")
         numbers = {"heldout_loss": 1.0, "heldout_bytes": 10_000} | dict(zip(names, bits, strict=True))

@@ -22,7 +22,7 @@ REMOVED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "factorize": (("factorize(0.5)",), ("projections", "feed_forward", "output")),
 }
 # Stages that only make the file smaller.
-STORED = {"magnitude": ("magnitude(0.3)",), "mixed": ("mixed(4)",)}
+STORED = {"magnitude(0.3)": Needs.NOTHING, "mixed(4)": Needs.BATCHES}
 # Formats whose arguments have no default.
 FORMATS = {"blocks": "blocks(0.5)", "balanced": "balanced(0.25)"}
 # Output layers with arguments; others are taken with their defaults.
@@ -65,9 +65,8 @@ def _formats() -> Iterator[Technique]:
     goals = (Goal.DISK, Goal.MEMORY, Goal.LATENCY)
     for name in CONVERSIONS:
         yield Technique(FORMATS.get(name, name), "Fewer bits or numbers", goals, Needs.NOTHING, page="compression.md")
-    for examples in STORED.values():
-        for recipe in examples:
-            yield Technique(recipe, "Fewer bits or numbers", (Goal.DISK,), Needs.BATCHES, page="compression.md")
+    for recipe, needs in STORED.items():
+        yield Technique(recipe, "Fewer bits or numbers", (Goal.DISK,), needs, page="compression.md")
 
 
 def _removed(layers: int) -> Iterator[Technique]:

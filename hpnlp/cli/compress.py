@@ -57,6 +57,7 @@ flags.DEFINE_integer(
     64,
     "Most rounds in which each time is paired with the original's; they end with a verdict.",
     lower_bound=1,
+    upper_bound=64,
 )
 
 

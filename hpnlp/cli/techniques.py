@@ -11,7 +11,7 @@ from absl import flags
 
 from hpnlp import cli
 from hpnlp.cli import run_names
-from hpnlp.errors import plural
+from hpnlp.errors import InputError, plural
 
 if TYPE_CHECKING:
     from hpnlp.advise import Technique
@@ -44,6 +44,8 @@ def run(argv: Sequence[str]) -> None:
     arguments = cli.parse(argv, USAGE, positional=True)
     f = cli.FLAGS
     workdir = None
+    if f.reasons and not (arguments or f.workdir):
+        raise InputError("--reasons says why a run cannot have techniques: name the run")
     if arguments or f.workdir:
         workdir = Path(run_names.expand_one(cli.named_run(arguments, "hpnlp techniques RUN", "workdir"), None)[0])
     cli.prepare_jax()
@@ -77,7 +79,9 @@ def _bounds(listed: Sequence[Technique], workdir: Path | None, goal: str | None)
         print(f"for the largest factor of each: hpnlp profile {workdir} --program={next(iter(programs.values()))}\n")
     texts = {}
     for technique in listed:
-        bounds = {program: technique.bound(time) for program, time in traced.items()}
+        bounds = {
+            programs[g]: technique.bound(traced[programs[g]]) for g in technique.goals if programs.get(g) in traced
+        }
         if shown := [f"{program} {bound:.2f}" for program, bound in bounds.items() if bound is not None]:
             texts[technique.name] = ", ".join(shown)
     return texts

@@ -94,10 +94,15 @@ class PairedTimes:
         return ratio(self._log_ratios(lambda usage: usage.user + usage.system))
 
     def _log_ratios(self, value: Callable[[Usage], float]) -> list[float]:
-        least = 1e-12  # the clock of CPU time has steps
-        logs = [[math.log(max(value(usage), least)) for usage in pair] for pair in self.baseline]
-        times = [math.log(max(value(usage), least)) for usage in self.program]
-        return [a - statistics.fmean(pair) for a, pair in zip(times, logs, strict=True)]
+        """One ratio for each round, to the two measurements of the baseline in turn.
+
+        A mean of the two would have another distribution than one measurement: with noise that only adds time, equal programs
+        would seem faster.
+        """
+        return [
+            _log(value(usage)) - _log(value(pair[number % 2]))
+            for number, (usage, pair) in enumerate(zip(self.program, self.baseline, strict=True))
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +123,11 @@ class TimeComparison:
     def is_biased(self) -> bool:
         """Whether the two measurements of the baseline differ, so that no ratio can be trusted."""
         return self.equal.low > math.exp(LEAST) or self.equal.high < math.exp(-LEAST)
+
+
+def _log(seconds: float) -> float:
+    """The logarithm of a time, which may be 0: the clock of CPU time has steps."""
+    return math.log(max(seconds, 1e-12))
 
 
 def median_interval(values: Iterable[float], error: float = ERROR) -> tuple[float, float]:
@@ -215,7 +225,7 @@ def compare_times(
     Args:
       baseline: Function without arguments.
       programs: Name -> function without arguments.
-      rounds: Most rounds of a program.
+      rounds: Most rounds of a program; those after the last of LOOKS are not run.
       seconds: Rounds of a group of four end at the first of LOOKS after so many seconds.
       min_seconds: A measurement repeats the call for about this long.
       progress: Called with the number of measurements that are done, and the most that there can be.
@@ -232,17 +242,11 @@ def compare_times(
     """
     if rounds < 1:
         raise InputError(f"rounds={rounds}: expected at least 1")
-    names = list(programs)
+    rounds, names = min(rounds, LOOKS[-1]), list(programs)
     groups = [names[i : i + GROUP] for i in range(0, len(names), GROUP)] or [[]]
     total, done = rounds * (len(names) + 2 * len(groups)), 0
     results: dict[str, PairedTimes] = {}
     pairs: list[tuple[Usage, Usage]] = []
-
-    def measured(name: str) -> Usage:
-        nonlocal done
-        progress(done, total)
-        done += 1
-        return use(functions[name], calls[name])
 
     for group in groups:
         functions = {"": baseline} | {name: programs[name] for name in group}
@@ -251,20 +255,24 @@ def compare_times(
         ends: list[tuple[Usage, Usage]] = []
         active, begun = group, time.monotonic()
         for number in range(1, rounds + 1):
-            order = active if number % 2 else active[::-1]
-            first = measured("")
+            order = ["", *(active if number % 2 else active[::-1]), ""]
+            measured = []
             for name in order:
-                times[name].append(measured(name))
-            ends.append((first, measured("")))
+                progress(done, total)
+                measured.append(use(functions[name], calls[name]))
+                done += 1
+            for name, usage in zip(order[1:-1], measured[1:-1], strict=True):
+                times[name].append(usage)
+            ends.append((measured[0], measured[-1]))
             if number in LOOKS:
                 active = [name for name in active if _paired(times[name], ends).wall.verdict is Verdict.UNRESOLVED]
-                if (group and not active) or time.monotonic() - begun > seconds:
+                if not active or time.monotonic() - begun > seconds:
                     break
             if number == LOOKS[1] and _half_width(ends) > NOISY:
                 calls = {name: 2 * count for name, count in calls.items()}
         results |= {name: _paired(times[name], ends) for name in group}
         pairs += ends
-    equal = ratio([math.log(second.wall / first.wall) for first, second in pairs])
+    equal = ratio([_log(second.wall) - _log(first.wall) for first, second in pairs])
     return TimeComparison(results, statistics.median(usage.wall for pair in pairs for usage in pair), equal)
 
 
@@ -275,7 +283,7 @@ def _paired(times: Sequence[Usage], baseline: Sequence[tuple[Usage, Usage]]) -> 
 
 def _half_width(pairs: Sequence[tuple[Usage, Usage]]) -> float:
     """Half width of the interval of the two measurements of the baseline."""
-    low, high = median_interval(math.log(second.wall / first.wall) for first, second in pairs)
+    low, high = median_interval(_log(second.wall) - _log(first.wall) for first, second in pairs)
     return (high - low) / 2
 
 

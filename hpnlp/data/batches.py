@@ -51,8 +51,10 @@ class Batches:
         self._change = change
 
     def changed(self, change: Callable[[packing.Batch, int], packing.Batch]) -> Batches:
-        """The same iterator over changed batches: `change(batch, number of the batch)`."""
-        return Batches(self._batches, self._made_from, change)
+        """The same iterator over changed batches: `change(batch, number of the batch)`, after an earlier change."""
+        before = self._change
+        both = change if before is None else lambda batch, number: change(before(batch, number), number)
+        return Batches(self._batches, self._made_from, both)
 
     def __iter__(self) -> Batches:
         return self

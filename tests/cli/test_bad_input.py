@@ -242,9 +242,10 @@ def test_unusable_paths_and_numbers_raise(error_of, monkeypatch, files):
         ("plan --config={config} --devices=4096 --depth=compiled", "simulates at most 2048 devices on a CPU: use"),
         ("plan --config={config} --config.plan.name=data --devices=1000000000", "does not split into 1000000000"),
     ):
-        for variable in ("JAX_PLATFORMS", "XLA_FLAGS"):  # restored afterwards; plan sets them
-            monkeypatch.setenv(variable, os.environ.get(variable, ""))
-        assert message.format(**files) in error_of(*(argument.format(**files) for argument in argv.split()))
+        with monkeypatch.context() as patch:
+            for variable in ("JAX_PLATFORMS", "XLA_FLAGS"):  # restored afterwards; plan sets them
+                patch.setenv(variable, os.environ.get(variable, ""))
+            assert message.format(**files) in error_of(*(argument.format(**files) for argument in argv.split()))
 
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."

@@ -61,6 +61,18 @@ def test_equal_programs_are_called_different_in_at_most_five_percent_and_a_tenth
     assert faster.count(Verdict.FASTER) >= 90 and Verdict.SLOWER not in faster
 
 
+def test_noise_that_only_adds_time_does_not_favour_a_program():
+    verdicts, medians = [], []
+    for seed in range(300):
+        draw = np.random.default_rng(seed)
+        use = lambda program, calls, draw=draw: Usage(program() * math.exp(draw.exponential(0.2)))  # noqa: E731
+        times = compare_times(named("base", 1.0), {"a": named("a", 1.0)}, use=use).programs["a"]
+        verdicts.append(times.wall.verdict)
+        medians.append(math.log(times.wall.median))
+    assert verdicts.count(Verdict.FASTER) <= 0.03 * 300 and verdicts.count(Verdict.SLOWER) <= 0.03 * 300
+    assert abs(np.median(medians)) < 0.005
+
+
 def test_rounds_reverse_their_order_and_programs_leave_with_their_verdict():
     machine = Machine(0, noise=0.001)
     result = compare(machine, twice=2.0, same=1.0)
@@ -83,6 +95,12 @@ def test_more_programs_than_a_group_have_a_baseline_each_and_all_rounds_end_at_a
     assert len(short.programs["a"].program) == LOOKS[0]
     few = compare_times(named("base", 1.0), {"a": named("a", 0.5)}, use=machine.use, rounds=3)
     assert few.programs["a"].wall.verdict is Verdict.UNRESOLVED and "too few rounds" in words(few, "a")
+    alone = compare_times(named("base", 1.0), {}, use=machine.use)
+    assert not alone.programs and alone.baseline > 0
+    many = compare_times(named("base", 1.0), {"a": named("a", 1.0)}, use=Machine(5, noise=0.5).use, rounds=1000)
+    assert len(many.programs["a"].program) <= LOOKS[-1]
+    idle = compare_times(named("base", 0.0), {"a": named("a", 0.0)}, use=machine.use)
+    assert idle.programs["a"].wall.verdict is Verdict.EQUAL
     with pytest.raises(InputError, match="rounds=0: expected at least 1"):
         compare_times(named("base", 1.0), {}, rounds=0)
 

@@ -175,7 +175,7 @@ def test_rows_of_tables():
         ({"classes": 3, "tied": True}, "model.classes=3: set model.tied=False"),
         ({"pooling": "mean"}, "a label of a sequence is no word: set model.classes"),
         ({"output": "hierarchical(balanced)", "tied": True}, "no table of words by id .*: set model.tied=False"),
-        ({"output": "full(label_smoothing=1.0)"}, "label_smoothing=1.0: expected at least 0, and less than 1"),
+        ({"output": "full(label_smoothing=1.0)"}, "label_smoothing=1.0: expected at least 0, less than 1"),
         ({"embed_dim": 17, "tied": True}, "model.embed_dim=17: the output layer shares at most model.dim=16"),
         ({"embed_dim": -1}, "model.embed_dim=-1: expected 0 to"),
         ({"embed_dim": 4, "embed_scale": True}, "model.embed_scale=True scales embeddings"),

@@ -12,9 +12,10 @@ from jaxtyping import Array, PyTree
 
 from hpnlp.compress.training.penalties import GroupLassoTechnique, LassoTechnique
 from hpnlp.compress.training.training_technique import WeightTechnique
+from hpnlp.errors import RangeError
 from hpnlp.ops.weights import dense, quantize
 from hpnlp.ops.weights.sparse import largest
-from hpnlp.types import REQUIRED, InputError, option
+from hpnlp.types import REQUIRED, option
 
 # Share of the weights of a matrix that soft movement pruning keeps at least.
 FLOOR = 0.005
@@ -109,7 +110,8 @@ class MagnitudeTechnique(WeightTechnique):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.begin < self.end:
-            raise InputError(f"begin={self.begin}, end={self.end}: expected begin < end as shares of the steps")
+            shares = f"begin={self.begin}, end={self.end}"
+            raise RangeError(type(self).__name__, f"{shares}: expected begin < end as shares of the steps")
 
     @property
     def share(self) -> Callable[[Array], Array]:

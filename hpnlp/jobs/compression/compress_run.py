@@ -45,7 +45,7 @@ from hpnlp.types import InputError
 # Files of a run that the compressed model keeps.
 COMPANIONS = ("tokenizer.json", "labels.json", "generation_config.json")
 ORIGINAL = "original"
-TIME_LIMIT = 60.0  # seconds after which the rounds of a batch size end
+TIME_LIMIT = 60.0  # seconds after which rounds end at the next look, for each batch size and four versions
 FINETUNE = "finetune"  # directory of the further training, or of one for each iteration
 # Sections of a run's config that a compression can change: they leave the parameters as they are.
 SECTIONS = ("data", "optimizer", "train", "distill")
@@ -101,7 +101,8 @@ class CompressionSettings:
       calibration_batches: Training batches from which stages compute gradients.
       batch_sizes: Numbers of sequences at which the time is measured.
       batches: Largest number of held-out batches of a score; None for all.
-      rounds: Most paired rounds of each time, which end when all versions have a verdict, or after TIME_LIMIT seconds.
+      rounds: Most paired rounds of each time, up to 64, which end when all versions have a verdict, or at the first look after
+        TIME_LIMIT seconds.
       changes: Fields of the run's config in SECTIONS and their values: other data, or other settings of the further training,
         such as {"distill.teacher": "runs/teacher"}.
     """

@@ -184,7 +184,7 @@ def exact_mixer(pattern: Callable[..., Mask | PerHead], **defaults: Any) -> Call
     ]
     signature, fields = inspect.Signature(arguments), inspect.signature(ExactMixer).parameters
 
-    @functools.wraps(pattern)
+    @functools.wraps(pattern, updated=())  # the attributes of a class are not those of a function
     def make_mixer(*args: Any, **kwargs: Any) -> ExactMixer:
         options = {name: kwargs.pop(name) for name in further if name in kwargs}
         bound = signature.bind(*args, **kwargs)

@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hpnlp.errors import RangeError
 from hpnlp.nn.layers import buffer
 from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.nn.mixers.linear import extend, mix
@@ -18,7 +19,7 @@ from hpnlp.ops.attention.linear import LinearState
 from hpnlp.ops.attention.linear.random_attention import MIN_WEIGHT, softmax_features
 from hpnlp.ops.attention.linear.random_features import KINDS, optimal_rho, projection_count
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection, option
+from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection, option
 
 AVERAGE = 0.9  # factor of the average of |q + k|^2 over steps
 
@@ -51,7 +52,10 @@ class PerformerMixer(RandomProjections):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        projection_count(self.features, self.kind)  # raises InputError for an odd number
+        try:
+            projection_count(self.features, self.kind)
+        except InputError as error:
+            raise RangeError(type(self).__name__, f"features={self.features}: {error}") from error
 
     @property
     def statistic_axes(self) -> Mapping[str, tuple[str | None, ...]]:

@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from hpnlp.errors import RangeError
 from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.checks import check_mask
 from hpnlp.nn.mixers.linear import extend, mix
@@ -19,7 +20,7 @@ from hpnlp.ops.attention.linear import LinearState
 from hpnlp.ops.attention.linear.random_attention import RFATerms, rfa_quotient, rfa_terms
 from hpnlp.ops.attention.linear.random_features import projection_count
 from hpnlp.ops.attention.masks.per_head import AnyMask
-from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection, option
+from hpnlp.types import InputError, MixerInputs, MixerOutput, MixerTraits, Projection, option
 
 # Gates begin at sigmoid(3) = 0.95, so that sums reach back about 20 tokens.
 GATE_BIAS = 3.0
@@ -56,7 +57,10 @@ class RFAMixer(RandomProjections):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        projection_count(self.features, "trigonometric")  # raises InputError for an odd number
+        try:
+            projection_count(self.features, "trigonometric")
+        except InputError as error:
+            raise RangeError(type(self).__name__, f"features={self.features}: {error}") from error
 
     @property
     def needs(self) -> Mapping[str, Projection]:

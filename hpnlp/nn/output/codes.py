@@ -14,11 +14,6 @@ from hpnlp.ops.softmax import zero_ignored_tokens
 from hpnlp.ops.softmax.structured import binary_codes as ops
 from hpnlp.types import InputError, LossOut, option
 
-_FREQUENT = (
-    "Number of words, those with the first ids, that have a softmax with one more entry for all others; 0 for none."
-)
-_OBJECTIVE = "Loss that is trained, see `code_nll`; the reported loss is normalized."
-
 
 class BinaryOutput(OutputLayer):
     """Predicts all bits of a word's id at once: see `hpnlp.ops.softmax.structured.binary_codes`.

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpnlp.ops.attention import Causal, Operands, Window, attend, explain, flash
-from hpnlp.ops.attention.dispatch import KERNELS, PLATFORMS, choose, explain_choice, resolve
+from hpnlp.ops.attention.dispatch import KERNELS, PLATFORMS, choose, explain_choice, only_by_name, resolve
 from tests.messages import raises
 
 ALL = {impl: [] for impl in PLATFORMS}
@@ -32,10 +33,20 @@ def test_first_supported_implementation_is_chosen(platform, unsupported, chosen)
     assert [line.split()[0] for line in lines if line.endswith("  chosen")] == [chosen]
 
 
+@pytest.fixture(autouse=True)
+def no_cuda_13(monkeypatch):
+    """Without the plugin of CUDA 13, installed or not."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    only_by_name.cache_clear()
+    yield
+    only_by_name.cache_clear()
+
+
 def test_pallas_is_chosen_before_xla_with_cuda_13_only(monkeypatch):
     unsupported = ALL | {"cudnn": ["mask Window(left=1, right=1)"]}
     assert choose("gpu", unsupported.__getitem__) == "xla"
-    monkeypatch.setattr("hpnlp.ops.attention.dispatch.only_by_name", lambda impl: "slow" if impl == "reference" else "")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "jax_cuda13_plugin" or None)
+    only_by_name.cache_clear()
     assert choose("gpu", unsupported.__getitem__) == "pallas"
 
 
