@@ -49,6 +49,13 @@ def assert_same(x, y):
     np.testing.assert_array_equal(np.asarray(x).reshape(-1).view(np.uint8), np.asarray(y).reshape(-1).view(np.uint8))
 
 
+def test_special_values_are_exact(path):
+    x = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1e-45], np.float32)
+    for encoding in ("raw", "huffman", "sparse", "packed(3)", "nonzeros"):
+        container.write(path, {"x": x}, encodings=encoding)
+        assert_same(container.read(path)[0]["x"], x)
+
+
 def test_trees_round_trip(written):
     tensors, metadata = container.read(written)
     assert metadata == METADATA

@@ -1,6 +1,7 @@
 """Tables and plots of plans."""
 
 import dataclasses
+import re
 import shlex
 
 import pytest
@@ -12,6 +13,35 @@ from hpnlp.planner.devices import USABLE
 from hpnlp.training.config import resolve
 from hpnlp.training.optim import OptimizerConfig
 from tests.planner.common import CONFIG, MODEL, SMALL, planned
+
+
+def test_ranking_names_what_it_leaves_out():
+    model = dataclasses.replace(MODEL, layers=1, output="nce(16)", tied=False)
+    estimate = dataclasses.replace(costs(dataclasses.replace(CONFIG, model=model), 1), devices=2)
+    lines = render.ranking([estimate] * 23, DEVICES["h100"], estimate.config.plan).splitlines()
+    assert lines[21:23] == [
+        "and 3 more that fit",
+        "not counted: communication that the compiler adds for the loss of nce(16)",
+    ]
+
+
+def test_uneven_loads_of_divided_experts_are_named():
+    estimate = planned(Plan("data"))
+    divided = dataclasses.replace(estimate, sizes={**estimate.sizes, "expert": 2})
+    lines = [
+        render.table(costs, SMALL, "small").count("experts count with equal loads") for costs in (estimate, divided)
+    ]
+    assert lines == [0, 1]
+
+
+def test_shares_of_parts_sum_to_all():
+    lines = render.table(planned(Plan("data")), SMALL, "small").splitlines()
+    title = next(line for line in lines if line.startswith("Share of each part of the model, in %"))
+    assert title.split()[-3:] == ["FLOPs", "bytes", "time"]
+    rows = lines[lines.index(title) + 1 : -1]
+    assert rows[0].startswith("  embedding") and any(row.startswith("  output layer") for row in rows)
+    columns = zip(*(map(float, row.split()[-3:]) for row in rows), strict=True)
+    assert [sum(column) for column in columns] == pytest.approx([100] * 3)
 
 
 def test_tight_fits_are_marked():
@@ -30,6 +60,14 @@ def test_tight_fits_are_marked():
     assert verdict.startswith(f"it fits; {0.1 * temporaries / 1e9:.3g} GB are left, and temporaries may take ")
     assert f"{0.2 * temporaries / 1e9:.3g} GB more than planned: compile the step first (--depth=compiled)" in verdict
     assert "%  tight\n" in ranking and "tight: " in ranking and "tight" not in printed(0.21)[1]
+
+
+def test_plot_shows_usable_memory(tmp_path):
+    estimate = planned(Plan("data"))
+    for share, position in ((0.5, ""), (10, r" \(above\)")):
+        device = dataclasses.replace(SMALL, memory=share * estimate.bytes / USABLE)
+        drawn = render.draw(estimate, device, "small", tmp_path / "plan.svg").read_text("utf-8")
+        assert re.search(f"<!-- usable on small: {share * estimate.bytes / 1e9:.4g}{position} -->", drawn)
 
 
 @pytest.mark.parametrize(
@@ -72,15 +110,16 @@ def test_flags_of_a_ranking_are_short(sizes, zero, flags):
     assert resolved.plan.sizes(8) == plan.sizes(8)
 
 
-def test_uncounted_communication_is_named():
-    for plan, optimizer, uncounted in (
+@pytest.mark.parametrize(
+    ("plan", "optimizer", "uncounted"),
+    [
         (Plan("zero3"), OptimizerConfig("muon"), ""),
         (Plan(), OptimizerConfig(rows=True), "optimizer.rows, the loss of nce(16)\n"),
-    ):
-        fields = {"tied": False, "output": "nce(16)"} if optimizer.rows else {}
-        model = dataclasses.replace(MODEL, layers=1, **fields)
-        estimate = costs(dataclasses.replace(CONFIG, model=model, optimizer=optimizer, plan=plan), 8)
-        table = render.table(estimate, DEVICES["h100"], "h100")
-        assert (
-            table.partition("not counted: communication that the compiler adds for ")[2].partition("  ")[0] == uncounted
-        )
+    ],
+)
+def test_uncounted_communication_is_named(plan, optimizer, uncounted):
+    fields = {"tied": False, "output": "nce(16)"} if optimizer.rows else {}
+    model = dataclasses.replace(MODEL, layers=1, **fields)
+    estimate = costs(dataclasses.replace(CONFIG, model=model, optimizer=optimizer, plan=plan), 8)
+    table = render.table(estimate, DEVICES["h100"], "h100")
+    assert table.partition("not counted: communication that the compiler adds for ")[2].partition("  ")[0] == uncounted

@@ -300,6 +300,12 @@ def test_damage_of_any_file_raises_or_is_harmless(two, tmp_path, damage):
     assert len(refused) >= 7  # of each item, the file that lists it and the file that holds it
 
 
+def test_damage_of_the_only_checkpoint_raises(damaged, checkpointer):
+    shutil.rmtree(damaged.parent / "5")
+    cut(content(damaged / "params"))
+    raises(f"delete {damaged}, and the run starts anew", lambda: checkpointer().restore(shapes()))
+
+
 def test_unfinished_checkpoint_is_never_listed(damaged, checkpointer):
     """A kill in the middle of a save leaves such a checkpoint."""
     damaged.rename(damaged.with_name("9.orbax-checkpoint-tmp"))
@@ -385,6 +391,15 @@ def test_uncreatable_directory_raises(tmp_path):
     with pytest.raises(InputError, match="cannot open .*checkpoints.*: check the path") as caught:
         Checkpointer(tmp_path / "run")
     assert "intact" not in str(caught.value)  # there are none
+
+
+def test_disk_errors_mention_earlier_checkpoints_if_there_are_any(checkpointer):
+    checkpoints = checkpointer()
+    for intact in (False, True):
+        with pytest.raises(TemporaryError) as caught, checkpoints._disk("save to"):
+            raise OSError("No space left on device")
+        assert ("; earlier checkpoints are intact: free some space" in str(caught.value)) == intact
+        save(checkpoints, 3 + intact)
 
 
 @pytest.mark.parametrize(
