@@ -49,10 +49,11 @@ def test_messages_name_the_field_its_value_and_an_example():
     raises("Smaller.size=9: expected at least 1, at most 8, even, such as 2", Smaller, 9)
 
 
-def beyond(limits):
-    """Values outside of the bounds of a field."""
+def beyond(default, limits):
+    """Values outside of the bounds of a field, of the type of its default."""
     steps = {"least": -1, "most": 1, "above": 0, "below": 0}
-    return [limits[name] + step for name, step in steps.items() if name in limits] + ["unknown"] * ("among" in limits)
+    values = [limits[name] + step for name, step in steps.items() if name in limits]
+    return [float(v) if isinstance(default, float) else v for v in values] + ["unknown"] * ("among" in limits)
 
 
 @pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if _limited_fields(entry)])
@@ -60,8 +61,8 @@ def test_values_beyond_a_bound_raise(name):
     entry = ENTRIES[name]
     needed = [field.name for field in dataclasses.fields(entry) if field.default is REQUIRED]
     given = {name: value for name, value in REQUIRED_VALUES.items() if name in needed}
-    for field, _, limits in _limited_fields(entry):
-        for value in beyond(limits):
+    for field, default, limits in _limited_fields(entry):
+        for value in beyond(default, limits):
             raises(rf"{entry.__name__}.{field}={value!r}: expected", entry, **given | {field: value})
         for bound in ("least", "most"):
             if bound in limits:

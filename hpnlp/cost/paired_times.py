@@ -43,10 +43,10 @@ class Usage:
       switches: Involuntary context switches.
     """
 
-    wall: float
-    user: float = 0.0
-    system: float = 0.0
-    switches: float = 0.0
+    wall: float | int
+    user: float | int = 0.0
+    system: float | int = 0.0
+    switches: float | int = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ class PairedTimes:
         """Ratio of CPU times, which vary less and do not show lost parallelism."""
         return ratio(self._log_ratios(lambda usage: usage.user + usage.system))
 
-    def _log_ratios(self, value: Callable[[Usage], float]) -> list[float]:
+    def _log_ratios(self, value: Callable[[Usage], float | int]) -> list[float]:
         """One ratio for each round, to the two measurements of the baseline in turn.
 
         A mean of the two would have another distribution than one measurement: with noise that only adds time, equal programs
@@ -125,12 +125,12 @@ class TimeComparison:
         return self.equal.low > math.exp(LEAST) or self.equal.high < math.exp(-LEAST)
 
 
-def _log(seconds: float) -> float:
+def _log(seconds: float | int) -> float:
     """The logarithm of a time, which may be 0: the clock of CPU time has steps."""
     return math.log(max(seconds, 1e-12))
 
 
-def median_interval(values: Iterable[float], error: float = ERROR) -> tuple[float, float]:
+def median_interval(values: Iterable[float | int], error: float = ERROR) -> tuple[float, float]:
     """Interval of the median by order statistics, which holds for any distribution.
 
     Args:
@@ -148,7 +148,7 @@ def median_interval(values: Iterable[float], error: float = ERROR) -> tuple[floa
     return (ordered[rank - 1], ordered[count - rank]) if rank else (-math.inf, math.inf)
 
 
-def judge(log_ratios: Sequence[float]) -> Verdict:
+def judge(log_ratios: Sequence[float | int]) -> Verdict:
     """Verdict at one of LOOKS on the logarithms of paired ratios.
 
     Equal programs are called faster or slower in at most 5 % of comparisons that end at the first verdict.
@@ -169,7 +169,7 @@ def judge(log_ratios: Sequence[float]) -> Verdict:
     return Verdict.EQUAL if low > -LEAST and high < LEAST else Verdict.UNRESOLVED
 
 
-def ratio(log_ratios: Sequence[float]) -> Ratio:
+def ratio(log_ratios: Sequence[float | int]) -> Ratio:
     """The ratio of times, with its interval and verdict.
 
     Args:
@@ -211,8 +211,8 @@ def compare_times(
     programs: Mapping[str, Callable[[], Any]],
     *,
     rounds: int = LOOKS[-1],
-    seconds: float = math.inf,
-    min_seconds: float = 0.01,
+    seconds: float | int = math.inf,
+    min_seconds: float | int = 0.01,
     progress: Callable[[int, int], object] = lambda done, total: None,
     use: Callable[[Callable[[], Any], int], Usage] = used,
 ) -> TimeComparison:
@@ -287,7 +287,7 @@ def _half_width(pairs: Sequence[tuple[Usage, Usage]]) -> float:
     return (high - low) / 2
 
 
-def _warm_calls(function: Callable[[], Any], min_seconds: float, use: Callable[..., Usage]) -> int:
+def _warm_calls(function: Callable[[], Any], min_seconds: float | int, use: Callable[..., Usage]) -> int:
     """Calls a function until it is compiled and caches are full, and returns how many calls take `min_seconds`."""
     use(function, 1)
     last = use(function, 1).wall

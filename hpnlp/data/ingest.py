@@ -173,7 +173,7 @@ class Candidates:
         self._sizes.append(size)
         return self._fractions[-1]
 
-    def lowest(self, limit: float, known: Sequence[int] | None = None) -> list[int]:
+    def lowest(self, limit: float | int, known: Sequence[int] | None = None) -> list[int]:
         """Numbers, ascending, of the records with the lowest hashes whose sizes add up to at most `limit`; at least one record.
 
         `known` are the numbers to choose from, ascending; None for all.

@@ -43,12 +43,12 @@ class Conversion:
         raise NotImplementedError
 
 
-def _limits_option() -> str:
+def _limits_option() -> Any:
     text = "Magnitudes that become the largest integer: max, percentile or mse, see `hpnlp.ops.weights.ranges`."
     return option("max", text, among=METHODS)
 
 
-def _by_option() -> str:
+def _by_option() -> Any:
     text = (
         "nearest rounds each number by itself; inputs so that products with inputs of calibration data change little, see "
         "`hpnlp.ops.weights.quantize_by_moments`. Tables and experts are rounded to the nearest."

@@ -9,7 +9,7 @@ from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.types import InputError, MixerInputs, keyword_only, option
 
 
-def dropout_option(help: str = "Rate of dropout on attention probabilities.", has_effect: bool = True) -> float:
+def dropout_option(help: str = "Rate of dropout on attention probabilities.", has_effect: bool = True) -> Any:
     """The field `dropout` of a mixer, which the model sets.
 
     Args:

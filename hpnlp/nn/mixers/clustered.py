@@ -23,11 +23,11 @@ from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection, option
 
 
-def _bits_option() -> int:
+def _bits_option() -> Any:
     return option(63, "Number of sign bits by which queries are clustered.", least=1)
 
 
-def _iterations_option() -> int:
+def _iterations_option() -> Any:
     return option(10, "Number of iterations of K-means.", least=1)
 
 

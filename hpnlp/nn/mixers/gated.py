@@ -27,7 +27,7 @@ LARGEST_RATE = 16.0  # upper bound of initial decay rates of the gated delta rul
 STEPS = 1e-3, 1e-1  # least and largest initial step size that multiplies the rate
 
 
-def _eps_option() -> float:
+def _eps_option() -> Any:
     # Positive, so that the norm of outputs of zeros is 0 and not NaN.
     return option(1e-5, "Added to variances in the norm of the outputs.", above=0)
 

@@ -91,7 +91,7 @@ def elu_plus_one(x: jax.Array) -> jax.Array:
 MIN_WEIGHT = 1e-30
 
 
-def chunk_option() -> int:
+def chunk_option() -> Any:
     """The field `chunk` of a mixer, see `linear_attention`."""
     is_power_of_2 = "a power of 2", lambda chunk: chunk & (chunk - 1) == 0
     return option(64, "Number of tokens of a chunk, a power of 2.", least=1, rule=is_power_of_2)
