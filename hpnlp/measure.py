@@ -135,7 +135,7 @@ def compile(
 class Timing:
     """Duration of one call, in several rounds."""
 
-    all: tuple[float, ...]  #: seconds of the call in each round
+    all: tuple[float | int, ...]  #: seconds of the call in each round
 
     @property
     def median(self) -> float:

@@ -130,7 +130,7 @@ def _log(seconds: float | int) -> float:
     return math.log(max(seconds, 1e-12))
 
 
-def median_interval(values: Iterable[float | int], error: float = ERROR) -> tuple[float, float]:
+def median_interval(values: Iterable[float | int], error: float = ERROR) -> tuple[float | int, float | int]:
     """Interval of the median by order statistics, which holds for any distribution.
 
     Args:

@@ -118,9 +118,9 @@ def exclusive(spans: Iterable[Span]) -> list[Span]:
     """
     result: list[Span] = []
     stack: list[Span] = []
-    now = 0.0
+    now: float | int = 0.0
 
-    def advance(to: float) -> None:
+    def advance(to: float | int) -> None:
         nonlocal now
         while stack and stack[-1].end <= to:
             top = stack.pop()

@@ -82,7 +82,7 @@ class Profile:
     shape: tuple[int, int]
     seconds: tuple[float, ...]
     traced: TracedTime
-    flops: Mapping[str, float] | None
+    flops: Mapping[str, float | int] | None
     rate: float | None
     least: Mapping[str, float]
     data_seconds: float
@@ -173,7 +173,7 @@ def _shape(batch: Mapping[str, np.ndarray]) -> tuple[int, int]:
     return shape[0], shape[1] if len(shape) > 1 else 1
 
 
-Program = tuple[Callable[[], Any], measure.Compiled, Mapping[str, float] | None]
+Program = tuple[Callable[[], Any], measure.Compiled, Mapping[str, float | int] | None]
 
 
 def _training_step(run: Run, batch: Mapping[str, np.ndarray]) -> Program:
