@@ -210,7 +210,11 @@ INVALID = (
     (tree_nll, CALL | {"labels": LABELS[1:]}, r"labels has shape \(8,\)"),
     (tree_nll, CALL | {"bias": H[:, 0]}, r"shape \(9,\): expected"),
     (tree_nll, CALL | {"table": TABLE[1:]}, "table has 41 rows: expected at least 42"),
-    (tree_nll, CALL | {"table": TableRows(jnp.arange(42), jnp.asarray(TABLE)), "bias": TABLE[:, 0]}, "expected None beside rows"),
+    (
+        tree_nll,
+        CALL | {"table": TableRows(jnp.arange(42), jnp.asarray(TABLE)), "bias": TABLE[:, 0]},
+        "expected None beside rows",
+    ),
     (tree_log_probs, {"h": H, "table": TABLE[1:], "tree": TREES["balanced"]}, "table has 41 rows"),
     (
         tree_sample,
