@@ -62,13 +62,13 @@ class LaunchOptions:
     counts: tuple[int, ...]
     max_restarts: int = 2
     wait: float | int = 300.0
-    hang_seconds: float = 30.0
-    settle: float = 0.5
-    save: float = 600.0
-    abort: float = 5.0
-    busy: float = 60.0
-    tick: float = 0.2
-    backoff: float = 1.0
+    hang_seconds: float | int = 30.0
+    settle: float | int = 0.5
+    save: float | int = 600.0
+    abort: float | int = 5.0
+    busy: float | int = 60.0
+    tick: float | int = 0.2
+    backoff: float | int = 1.0
 
 
 def newest_checkpoint(workdir: Path) -> int | None:
