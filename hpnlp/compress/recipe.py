@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from hpnlp.models.shared.body import ConfigOfModel
 
 # Stages may follow each other in this order.
-_ORDER = (STRUCTURE, FACTORS, NUMBERS)
+ORDER = (STRUCTURE, FACTORS, NUMBERS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,7 +346,7 @@ def parse_recipe(text: str) -> list[Stage]:
     by_stage = [dataclasses.replace(spec, repeat=1) for spec in specs for _ in range(spec.repeat)]
     stages = [Stage(str(spec), *build(spec, COMPRESSORS, "stage of the recipe")) for spec in by_stage]
     for first, second in zip(stages, stages[1:], strict=False):
-        if _ORDER.index(first.changes) > _ORDER.index(second.changes):
+        if ORDER.index(first.changes) > ORDER.index(second.changes):
             raise InputError(
                 f"{second.text} after {first.text}: {second.text} works on matrices of floats: put it before {first.text}"
             )
