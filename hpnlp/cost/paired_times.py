@@ -274,7 +274,7 @@ def compare_times(
                     for name in active
                     if _paired(times[name], ends, amounts.get(name, 1)).wall.verdict is Verdict.UNRESOLVED
                 ]
-                if not active or time.monotonic() - begun > seconds:
+                if group and not active or time.monotonic() - begun > seconds:
                     break
             if number == LOOKS[1] and _half_width(ends) > NOISY:
                 calls = {name: 2 * count for name, count in calls.items()}
