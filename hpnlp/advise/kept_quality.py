@@ -75,7 +75,7 @@ class KeptQuality:
 
 
 @dataclasses.dataclass(frozen=True)
-class Agreement:
+class EqualPredictions:
     """Equal predictions of two models.
 
     Attributes:
@@ -319,7 +319,7 @@ def excluded_loss(count: int, discordant: float | int) -> float:
     return (_Z + _Z_POWER) * math.sqrt(discordant / count)
 
 
-def agreement(first: Labels, second: Labels) -> Agreement:
+def agreement(first: Labels, second: Labels) -> EqualPredictions:
     """The share of equal predictions of two models, which needs no labels.
 
     Args:
@@ -341,7 +341,7 @@ def agreement(first: Labels, second: Labels) -> Agreement:
         )
     count, share = len(first), float((np.asarray(first) == np.asarray(second)).mean())
     width = _Z * math.sqrt(share * (1 - share) / count + (_Z / (2 * count)) ** 2)
-    return Agreement(share, (share + _Z**2 / (2 * count) - width) / (1 + _Z**2 / count), count)
+    return EqualPredictions(share, (share + _Z**2 / (2 * count) - width) / (1 + _Z**2 / count), count)
 
 
 def described(result: KeptQuality) -> str:

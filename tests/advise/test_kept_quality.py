@@ -10,7 +10,7 @@ import pytest
 from hpnlp.advise import kept_quality
 from hpnlp.advise.kept_quality import (
     DISCORDANT_PRUNED,
-    Agreement,
+    EqualPredictions,
     KeptQuality,
     QualityVerdict,
     agreement,
@@ -242,7 +242,7 @@ def test_examples_of_a_document_are_added_up():
 
 def test_agreement_is_a_share_with_wilsons_limit():
     result = agreement(["a", "b", "c", "d"] * 25, ["a", "b", "c", "e"] * 25)
-    assert result == Agreement(0.75, result.low, 100) and result.low == pytest.approx(0.67283, abs=1e-5)
+    assert result == EqualPredictions(0.75, result.low, 100) and result.low == pytest.approx(0.67283, abs=1e-5)
     assert agreement([1] * 30, [1] * 30).low == pytest.approx(1 / (1 + 1.6448536**2 / 30))
 
 
