@@ -32,6 +32,7 @@ from hpnlp.errors import InputError
 from hpnlp.planner.compressed import saved_step
 from hpnlp.training.config import Config, flat, with_changes
 from hpnlp.training.config_file import load_config
+from hpnlp.training.files.checkpoint import CONVERTED_STEP
 from hpnlp.training.files.example_scores import ExampleScores
 
 SCREEN = LOOKS[1]  # rounds of the first measurement of a technique
@@ -184,6 +185,8 @@ class _Search:
         names = ("cpu", "cores", "device", "jax", "hpnlp", "commit")
         self.machine = ", ".join(f"{name} {environment[name]}" for name in names)
         self.step = saved_step(run, config)
+        is_converted = self.step == CONVERTED_STEP and tasks.find(config.task).reads_examples
+        self.has_data = not is_converted or "data.path" in settings.changes
         self.begun = time.monotonic()
 
     def run(self) -> Advice:
@@ -253,11 +256,14 @@ class _Search:
             candidates=tuple(candidates),
             rounds=rounds,
             machine=self.machine,
+            has_data=self.has_data,
             **values,
         )
 
     def _measured_baseline(self) -> Result:
         """Time and scores of the model as it is."""
+        if not self.has_data:
+            self.log(f"{self.path} was converted, and has no examples: only times are measured; add --data.path=PATH")
         self.log(f"{self.path}, step {self.step}: measuring {self.workload.describe()}")
         result = self.trials.run(self._trial([], SCREEN, scored=not self._trains, profiled=self._is_timed))
         if result.equal is not None and max(1 / result.equal.low, result.equal.high) > 1.25:
@@ -372,18 +378,24 @@ class _Search:
         return self._compared(baseline.examples, model.examples, selects)
 
     def _compared(self, original: ExampleScores, changed: ExampleScores, selects: bool | None) -> KeptQuality | None:
-        """Comparison of scores on one of the halves of the examples; None for all examples."""
+        """Comparison of scores on one of the halves of the examples, or on all of them for None.
+
+        Scores that are no mean over examples, such as F1, are represented by the loss. Without a trivial score, quality counts
+        from 0.
+        """
         name = self.metric if self.metric in original.sums else "loss"
+        higher_is_better, trivial = self.higher_is_better and name == self.metric, self.baseline.trivial
+        if trivial is None and not higher_is_better:
+            return None
         halves = kept_quality.is_for_selection(np.arange(len(original.identity)))
         chosen = np.ones_like(halves) if selects is None else halves if selects else ~halves
-        is_other = name != self.metric
         return kept_quality.kept(
             kept_quality.subset(original, chosen),
             kept_quality.subset(changed, chosen),
             name,
             keep=self.settings.keep,
-            trivial=self.baseline.trivial if self.baseline.trivial is not None and not is_other else 0.0,
-            higher_is_better=self.higher_is_better and not is_other,
+            trivial=trivial or 0.0,
+            higher_is_better=higher_is_better,
         )
 
     def _trained(self, found: Sequence[Finding]) -> list[Finding]:

@@ -59,6 +59,7 @@ class Trial:
       seconds: Rounds end at the first look after so many seconds.
       scored: Whether models are scored on held-out data.
       profiled: Whether the time of the baseline is divided by part.
+      has_data: Whether there are data; otherwise texts are random, and nothing is scored.
       batches: Largest number of held-out batches; None for all.
       machine: Processor and versions, so that results of another machine are not taken for those of this one.
       attempt: Number that distinguishes trials of the same candidates.
@@ -74,6 +75,7 @@ class Trial:
     seconds: float | int
     scored: bool = False
     profiled: bool = False
+    has_data: bool = True
     batches: int | None = None
     machine: str = ""
     attempt: int = 0
@@ -237,7 +239,7 @@ class _Process:
         self.trial = trial
         run = run_directory.load(trial.run, trial.step)
         self.run = dataclasses.replace(run, config=with_changes(run.config, trial.changes))
-        self.dataset = self._dataset(self.run.config)
+        self.dataset: Any = self._dataset(self.run.config) if trial.has_data else None
         self.texts = sample_texts(trial.workload, self.run, self.dataset) if trial.rounds else []
 
     def _dataset(self, config: Config) -> Any:
@@ -270,7 +272,9 @@ class _Process:
             found.append(self._measured(models[name], times, baseline))
         seconds = comparison.baseline if comparison else 0.0
         equal = comparison.equal if comparison else None
-        trivial = trivial_score(self.run.config, self.dataset, trial.batches) if trial.scored else None
+        trivial = (
+            trivial_score(self.run.config, self.dataset, trial.batches) if trial.scored and trial.has_data else None
+        )
         divided = traced(trial.workload, self.run, self.dataset, self.texts) if trial.profiled else None
         return Result(tuple(found), time.monotonic() - begun, seconds, equal, measure.environment(), trivial, divided)
 
@@ -282,7 +286,7 @@ class _Process:
         dataset = self._dataset(run.config) if has_other_data else self.dataset
         call = make_call(self.trial.workload, run, dataset, self.texts) if self.trial.rounds else None
         with overflow_checked(run):
-            loss = 0.0 if trains else _mean_loss(run, dataset)
+            loss = 0.0 if trains or dataset is None else _mean_loss(run, dataset)
             if call is not None:
                 jax.block_until_ready(call.function())
         return _Model(candidate, run, call, loss)
@@ -292,7 +296,7 @@ class _Process:
         is_same = model is not baseline and _is_same(model, baseline)
         scores: Mapping[str, float] = {}
         examples = None
-        if self.trial.scored and not trains and not is_same:
+        if self.trial.scored and self.trial.has_data and not trains and not is_same:
             scores, examples = self._scores(model.run)
         return Measured(
             model.candidate.name,
@@ -317,7 +321,7 @@ class _Process:
 
 
 def trivial_score(config: Config, dataset: Any, batches: int | None) -> float | None:
-    """The primary score of a predictor that knows the frequencies of the held-out labels, and no inputs.
+    """The accuracy or the loss of a predictor that knows the frequencies of the held-out labels, and no inputs.
 
     Args:
       config: Config of a run.
@@ -325,12 +329,10 @@ def trivial_score(config: Config, dataset: Any, batches: int | None) -> float | 
       batches: Largest number of held-out batches; None for all.
 
     Returns:
-      The share of the most frequent label for an accuracy, and the entropy of the labels in nats for a loss; None for other
-      scores.
+      The share of the most frequent label where the primary score is an accuracy, and the entropy of the labels in nats
+      otherwise; None for data without labels, such as pairs of texts.
     """
     metric = tasks.find(config.task).primary_metric(flat(config))[0]
-    if metric not in ("accuracy", "loss"):
-        return None
     counts: collections.Counter[int] = collections.Counter()
     for batch in tasks.find(config.task).heldout(config, dataset, limit=batches):
         labels = next((batch[name] for name in ("labels", "target_labels") if name in batch), None)

@@ -1,4 +1,4 @@
-"""The search of `hpnlp advise` with simulated measurements: techniques of known gains and losses, noise, crashes and resumption."""
+"""The search of `hpnlp advise` with simulated measurements: known gains and losses, noise, crashes and resumption."""
 
 import dataclasses
 import json
@@ -21,7 +21,6 @@ from hpnlp.training import loop
 from hpnlp.training.files.example_scores import ExampleScores
 from tests import tiny
 from tests.messages import raises
-from tests.tiny import text  # noqa: F401  (fixture of every test here)
 
 EXAMPLES, ACCURACY = 6000, 0.8
 MACHINE = {"backend": "cpu", "cpu": "simulated", "cores": 2, "device": "cpu", "jax": "0"}
@@ -92,8 +91,9 @@ class Simulated(Trials):
         return Measured(candidate.name, times=times, disk_bytes=100, scores=scores, examples=examples)
 
 
-def searched(trained, *, settings=AdviseSettings(), **options):
+def searched(trained, *, settings=None, **options):
     """The advice of a simulated search; accuracies are losses of the opposite sign, which the trivial score has too."""
+    settings = settings or AdviseSettings()
     trials = Simulated(Path("unused"), **options)
     return advise(trained, settings, trials=NegativeTrivial(trials), log=lambda line: None), trials
 
