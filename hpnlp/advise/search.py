@@ -243,8 +243,8 @@ class _Search:
 
     def _trial(self, candidates: Sequence[Candidate], rounds: int, **options: Any) -> Trial:
         """A trial of candidates beside the model as it is."""
-        if not self._is_timed:
-            rounds = min(rounds, 1)
+        if not self._is_timed:  # the memory of a step is known once it is compiled
+            rounds = int(self.settings.goal is Goal.MEMORY)
         seconds = CONFIRM_SECONDS if rounds > SCREEN else SCREEN_SECONDS
         values = {
             "baseline": Candidate(), "seconds": seconds, "batches": self.settings.batches, "workload": self.workload
@@ -266,9 +266,9 @@ class _Search:
             self.log(f"{self.path} was converted, and has no examples: only times are measured; add --data.path=PATH")
         self.log(f"{self.path}, step {self.step}: measuring {self.workload.describe()}")
         result = self.trials.run(self._trial([], SCREEN, scored=not self._trains, profiled=self._is_timed))
-        if result.equal is not None and max(1 / result.equal.low, result.equal.high) > 1.25:
+        if self._is_timed and result.equal is not None and result.equal.high > 1.25 * result.equal.low:
             self.log(
-                "this machine is too busy: equal calls differ by more than a quarter; small gains will not be found"
+                "this machine is busy: the interval of two equal calls is wider than a quarter; small gains will not be found"
             )
         return result
 
