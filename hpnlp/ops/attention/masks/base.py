@@ -73,8 +73,9 @@ class Mask:
     def _whole_number(self, name: str) -> int:
         """The value of a field as an int; InputError for a bool and for a number that need not be whole."""
         value = getattr(self, name)
+        number: Any = None if isinstance(value, bool | np.bool_) else value
         try:
-            return operator.index(None if isinstance(value, bool | np.bool_) else value)
+            return operator.index(number)
         except TypeError as error:
             raise InputError(f"{type(self).__name__}.{name}={value!r}: expected a whole number") from error
 
