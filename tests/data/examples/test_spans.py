@@ -47,6 +47,7 @@ def test_batches_hide_the_first_occurrence_of_the_answer_and_name_the_document(o
     examples = open_records()
     batch, tokenizer = next(examples.train(seed=0)), examples.tokenizer
     assert len(examples.documents) == 3 and "blanks" not in examples.summary
+    assert "depend on chance: add examples" in examples.summary  # the primary metric is a loss
     seen = set()
     for row in range(24):
         targets = batch["targets"][row][batch["weights"][row] > 0]

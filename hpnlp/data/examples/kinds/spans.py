@@ -48,6 +48,10 @@ class HiddenSpans(Kind):
         return 4
 
     @property
+    def is_scored_by_share(self) -> bool:
+        return False  # the primary metric is the loss
+
+    @property
     def columns(self) -> tuple[Column, ...]:
         return (
             Column(self.text_field, "text_field", "text"),
