@@ -59,6 +59,7 @@ class AdviseSettings:
       exclude: Names of techniques or groups to leave out.
       train_seconds: Time for trainings, which are apart from the time of the search; 0 for none.
       changes: Fields of the run's config that are set, such as data.path.
+      table: Techniques to choose among; () for all.
     """
 
     goal: Goal = Goal.LATENCY
@@ -70,6 +71,7 @@ class AdviseSettings:
     exclude: tuple[str, ...] = ()
     train_seconds: float | int = 0.0
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    table: tuple[Technique, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +271,8 @@ class _Search:
     def _chosen(self, traced: TracedTime | None) -> tuple[list[Technique], dict[str, float], dict[str, str], list[str]]:
         """Techniques to try, the most promising first; and those that are not tried."""
         layers = self.config.model.layers if "layers" in vars(self.config.model) else 4
-        listed = [t for t in techniques(layers) if self.settings.goal in t.goals and self._is_wanted(t)]
+        table = self.settings.table or techniques(layers)
+        listed = [t for t in table if self.settings.goal in t.goals and self._is_wanted(t)]
         if not listed:
             raise InputError(
                 f"no technique with --goal={self.settings.goal} is left of --only={','.join(self.settings.only)}, "
