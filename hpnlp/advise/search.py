@@ -261,7 +261,8 @@ class _Search:
     def _measured_baseline(self) -> Result:
         """Time and scores of the model as it is."""
         self.log(f"{self.path}, step {self.step}: measuring {self.workload.describe()}")
-        result = self.trials.run(self._trial([], SCREEN, scored=not self._trains, profiled=self._is_timed))
+        scored = not self._trains or bool(self.settings.train_seconds)  # of a training: the trivial score alone
+        result = self.trials.run(self._trial([], SCREEN, scored=scored, profiled=self._is_timed))
         if result.equal is not None and max(1 / result.equal.low, result.equal.high) > 1.25:
             self.log(
                 "this machine is too busy: equal calls differ by more than a quarter; small gains will not be found"
