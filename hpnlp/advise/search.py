@@ -60,6 +60,7 @@ class AdviseSettings:
       exclude: Names of techniques or groups to leave out.
       train_seconds: Time for trainings, which are apart from the time of the search; 0 for none.
       changes: Fields of the run's config that are set, such as data.path.
+      table: Techniques to choose among; () for all.
     """
 
     goal: Goal = Goal.LATENCY
@@ -71,6 +72,7 @@ class AdviseSettings:
     exclude: tuple[str, ...] = ()
     train_seconds: float | int = 0.0
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    table: tuple[Technique, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,7 +267,8 @@ class _Search:
         if not self.has_data:
             self.log(f"{self.path} was converted, and has no examples: only times are measured; add --data.path=PATH")
         self.log(f"{self.path}, step {self.step}: measuring {self.workload.describe()}")
-        result = self.trials.run(self._trial([], SCREEN, scored=not self._trains, profiled=self._is_timed))
+        scored = not self._trains or bool(self.settings.train_seconds)  # of a training: the trivial score alone
+        result = self.trials.run(self._trial([], SCREEN, scored=scored, profiled=self._is_timed))
         if self._is_timed and result.equal is not None and result.equal.high > 1.25 * result.equal.low:
             self.log(
                 "this machine is busy: the interval of two equal calls is wider than a quarter; small gains will not be found"
@@ -275,7 +278,8 @@ class _Search:
     def _chosen(self, traced: TracedTime | None) -> tuple[list[Technique], dict[str, float], dict[str, str], list[str]]:
         """Techniques to try, the most promising first; and those that are not tried."""
         layers = self.config.model.layers if "layers" in vars(self.config.model) else 4
-        listed = [t for t in techniques(layers) if self.settings.goal in t.goals and self._is_wanted(t)]
+        table = self.settings.table or techniques(layers)
+        listed = [t for t in table if self.settings.goal in t.goals and self._is_wanted(t)]
         if not listed:
             raise InputError(
                 f"no technique with --goal={self.settings.goal} is left of --only={','.join(self.settings.only)}, "
