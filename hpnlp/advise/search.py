@@ -23,7 +23,7 @@ from hpnlp.advise.candidate import Candidate
 from hpnlp.advise.kept_quality import KeptQuality, QualityVerdict
 from hpnlp.advise.technique import PROGRAMS, Goal, Needs, Technique
 from hpnlp.advise.techniques import techniques
-from hpnlp.advise.trial import Measured, Result, Trial, times_of
+from hpnlp.advise.trial import Measured, Result, Trial, wall_ratio
 from hpnlp.advise.trials import Trials
 from hpnlp.advise.workload import Program, Workload, default_workload
 from hpnlp.cost.paired_times import GROUP, LEAST, LOOKS, Ratio, Verdict
@@ -77,7 +77,7 @@ class AdviseSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What was found of a candidate.
+    """Measurements and quality of a candidate.
 
     Attributes:
       candidate: The candidate.
@@ -173,7 +173,7 @@ def advise(
 
 
 class _Search:
-    """A search, with what it has found so far."""
+    """A search and its findings so far."""
 
     def __init__(self, run: Path, settings: AdviseSettings, trials: Trials, log: Callable[[str], None]) -> None:
         config = load_config(run)
@@ -267,7 +267,8 @@ class _Search:
         if not self.has_data:
             self.log(f"{self.path} was converted, and has no examples: only times are measured; add --data.path=PATH")
         self.log(f"{self.path}, step {self.step}: measuring {self.workload.describe()}")
-        scored = not self._trains or bool(self.settings.train_seconds)  # of a training: the trivial score alone
+        # A training has no score before it, but needs the trivial one.
+        scored = not self._trains or bool(self.settings.train_seconds)
         result = self.trials.run(self._trial([], SCREEN, scored=scored, profiled=self._is_timed))
         if self._is_timed and result.equal is not None and result.equal.high > 1.25 * result.equal.low:
             self.log(
@@ -311,22 +312,22 @@ class _Search:
 
     def _screen(self, chosen: Sequence[Technique]) -> tuple[list[Finding], list[str]]:
         """Few rounds of each technique, the largest gain first; and the names of those for which there was no time."""
-        found: list[Finding] = []
+        findings: list[Finding] = []
         groups = [chosen[i : i + GROUP] for i in range(0, len(chosen), GROUP)]
         for number, group in enumerate(groups):
             if number and self._spent > SCREEN_SHARE:
-                return _ordered(found), [t.name for t in itertools.chain(*groups[number:])]
-            self._report(f"group {number + 1} of {len(groups)}: {', '.join(t.name for t in group)}", found)
+                return _ordered(findings), [t.name for t in itertools.chain(*groups[number:])]
+            self._report(f"group {number + 1} of {len(groups)}: {', '.join(t.name for t in group)}", findings)
             candidates = [Candidate().plus(technique) for technique in group]
             result = self.trials.run(self._trial(candidates, SCREEN))
-            found += [
+            findings += [
                 dataclasses.replace(finding, needs=technique.needs, bound=_bound(technique, self.baseline.traced))
                 for finding, technique in zip(self._findings(candidates, result), group, strict=True)
             ]
-        return _ordered(found), []
+        return _ordered(findings), []
 
-    def _report(self, work: str, found: Sequence[Finding]) -> None:
-        best = min((f for f in found if f.is_faster), key=lambda f: f.ratio.median if f.ratio else 1.0, default=None)
+    def _report(self, work: str, findings: Sequence[Finding]) -> None:
+        best = min((f for f in findings if f.is_faster), key=lambda f: f.ratio.median if f.ratio else 1.0, default=None)
         so_far = f"; so far {best.candidate.name}, {best.ratio.median:.2f}" if best and best.ratio else ""
         self.log(f"{work} ({max(0, self._left) / 60:.0f} min left{so_far})")
 
@@ -341,12 +342,12 @@ class _Search:
             )
 
     def _ratio(self, result: Result, number: int) -> Ratio | None:
-        """What the goal counts of a candidate, over that of the baseline."""
+        """Ratio of the goal's quantity, a time or a number of bytes, to that of the baseline."""
         model, baseline = result.models[number + 1], result.models[0]
         if model.error:
             return None
         if self._is_timed:
-            return times_of(result, number)
+            return wall_ratio(result, number)
         sizes = (model.peak_bytes, baseline.peak_bytes)
         if self.settings.goal is Goal.DISK:
             sizes = (model.disk_bytes, baseline.disk_bytes)
@@ -356,18 +357,18 @@ class _Search:
         verdict = Verdict.FASTER if quotient < 1 - LEAST else Verdict.SLOWER if quotient > 1 + LEAST else Verdict.EQUAL
         return Ratio(quotient, quotient, quotient, verdict)
 
-    def _score(self, found: Sequence[Finding]) -> list[Finding]:
+    def _score(self, findings: Sequence[Finding]) -> list[Finding]:
         """The findings with their quality on the half of the examples by which candidates are selected."""
         if self._trains:  # from new parameters: only what leaves the model as it is can be judged
-            return [dataclasses.replace(f, is_kept=f.needs is Needs.NOTHING) for f in found]
-        new = [f for f in found if f.needs is Needs.TRAINING and not f.candidate.recipe]  # with new weights
-        found = [f for f in found if f not in new]
+            return [dataclasses.replace(f, is_kept=f.needs is Needs.NOTHING) for f in findings]
+        new = [f for f in findings if f.needs is Needs.TRAINING and not f.candidate.recipe]  # with new weights
+        findings = [f for f in findings if f not in new]
         scored: list[Finding] = new
-        for i in range(0, len(found), GROUP):
-            group = found[i : i + GROUP]
+        for i in range(0, len(findings), GROUP):
+            group = findings[i : i + GROUP]
             if i and self._spent > SCORE_SHARE:
-                return [*scored, *found[i:]]
-            self._report(f"scoring {', '.join(f.candidate.name for f in group)}", found)
+                return [*scored, *findings[i:]]
+            self._report(f"scoring {', '.join(f.candidate.name for f in group)}", findings)
             result = self.trials.run(self._trial([f.candidate for f in group], 0, scored=True))
             for finding, model in zip(group, result.models[1:], strict=True):
                 quality = self._quality(result.models[0], model, selects=True)
@@ -402,7 +403,7 @@ class _Search:
             higher_is_better=higher_is_better,
         )
 
-    def _trained(self, found: Sequence[Finding]) -> list[Finding]:
+    def _trained(self, findings: Sequence[Finding]) -> list[Finding]:
         """The fastest findings that need training, with their quality after trainings of equal steps of both models.
 
         A finding keeps its quality if it does with each of SEEDS seeds. Techniques of new models are trained from new
@@ -410,7 +411,7 @@ class _Search:
         """
         if not self.settings.train_seconds:
             return []
-        chosen = [f for f in found if f.needs is Needs.TRAINING and f.is_faster and not f.is_kept][:TRAINED]
+        chosen = [f for f in findings if f.needs is Needs.TRAINING and f.is_faster and not f.is_kept][:TRAINED]
         if not chosen:
             return []
         further = {bool(f.candidate.recipe) for f in chosen}
@@ -426,11 +427,11 @@ class _Search:
                 self.log(f"training {candidate.name}, seed {seed}")
                 changes, batches = self.settings.changes, self.settings.batches
                 arm = Arm(str(self.path), changes, candidate, steps, seed, is_further, batches)
-                found_scores, reason = self.trials.train(arm)
-                if found_scores is None:
+                scores_of_arm, reason = self.trials.train(arm)
+                if scores_of_arm is None:
                     errors[candidate.name] = reason
                 else:
-                    scores[candidate.name, is_further, seed] = found_scores
+                    scores[candidate.name, is_further, seed] = scores_of_arm
         return [self._after_training(finding, scores, errors) for finding in chosen]
 
     def _after_training(
@@ -465,14 +466,14 @@ class _Search:
                 break
             self.log(f"adding to {stack.name}: {', '.join(c.techniques[-1] for c in larger)}")
             result = self.trials.run(self._trial(larger, SCREEN, baseline=stack))
-            found = [f for f in _ordered(list(self._findings(larger, result))) if f.is_faster]
-            if not self._trains and found:
-                scored = self.trials.run(self._trial([f.candidate for f in found], 0, scored=True))
+            findings = [f for f in _ordered(list(self._findings(larger, result))) if f.is_faster]
+            if not self._trains and findings:
+                scored = self.trials.run(self._trial([f.candidate for f in findings], 0, scored=True))
                 kept = [self._quality(scored.models[0], model, selects=True) for model in scored.models[1:]]
-                found = [f for f, q in zip(found, kept, strict=True) if q and q.verdict is QualityVerdict.KEPT]
-            if not found:
+                findings = [f for f, q in zip(findings, kept, strict=True) if q and q.verdict is QualityVerdict.KEPT]
+            if not findings:
                 break
-            stack = found[0].candidate
+            stack = findings[0].candidate
             others = [technique for technique in others if technique.name not in stack.techniques]
         return stack
 
@@ -484,11 +485,11 @@ class _Search:
             return []
         self.log(f"confirming {', '.join(c.name for c in candidates)}")
         result = self.trials.run(self._trial(candidates, LOOKS[-1], scored=not self._trains, attempt=1))
-        found = [dataclasses.replace(finding, is_confirmed=True) for finding in self._findings(candidates, result)]
+        findings = [dataclasses.replace(finding, is_confirmed=True) for finding in self._findings(candidates, result)]
         trained = {f.candidate.name: f for f in good if f.is_trained}
         qualities = [self._quality(result.models[0], model, selects=False) for model in result.models[1:]]
         final, judged = [], []
-        for finding, quality in zip(found, qualities, strict=True):
+        for finding, quality in zip(findings, qualities, strict=True):
             if self._trains:
                 final.append(dataclasses.replace(finding, is_kept=not finding.error))
             elif (before := trained.get(finding.candidate.name)) is not None:
@@ -519,6 +520,6 @@ def _gain(finding: Finding) -> float:
     return 1 / finding.ratio.median if finding.ratio is not None else -math.inf
 
 
-def _ordered(found: Sequence[Finding]) -> list[Finding]:
+def _ordered(findings: Sequence[Finding]) -> list[Finding]:
     """Findings, the largest gain first."""
-    return sorted(found, key=_gain, reverse=True)
+    return sorted(findings, key=_gain, reverse=True)

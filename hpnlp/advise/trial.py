@@ -46,7 +46,7 @@ SPEC, RESULT = "trial.json", "result.json"
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What a process measures.
+    """Measurements that a process makes.
 
     Attributes:
       run: Directory of the run.
@@ -111,7 +111,7 @@ def _candidate(values: Mapping[str, Any]) -> Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a trial found of a candidate.
+    """Measurements of a candidate in a trial.
 
     Attributes:
       name: Its name.
@@ -140,7 +140,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a trial found.
+    """Measurements of a trial.
 
     Attributes:
       models: The baseline, and each candidate.
@@ -262,21 +262,23 @@ class _Process:
             comparison = compare_times(
                 baseline.call.function, functions, rounds=trial.rounds, seconds=trial.seconds, amounts=amounts
             )
-        found = [self._measured(baseline, None, baseline)]
+        measured = [self._measured(baseline, None, baseline)]
         for number, candidate in enumerate(trial.candidates):
             name = str(number)
             if name in errors:
-                found.append(Measured(candidate.name, errors[name]))
+                measured.append(Measured(candidate.name, errors[name]))
                 continue
             times = comparison.programs.get(name) if comparison else None
-            found.append(self._measured(models[name], times, baseline))
+            measured.append(self._measured(models[name], times, baseline))
         seconds = comparison.baseline if comparison else 0.0
         equal = comparison.equal if comparison else None
         trivial = (
             trivial_score(self.run.config, self.dataset, trial.batches) if trial.scored and trial.has_data else None
         )
         divided = traced(trial.workload, self.run, self.dataset, self.texts) if trial.profiled else None
-        return Result(tuple(found), time.monotonic() - begun, seconds, equal, measure.environment(), trivial, divided)
+        return Result(
+            tuple(measured), time.monotonic() - begun, seconds, equal, measure.environment(), trivial, divided
+        )
 
     def _model(self, candidate: Candidate) -> _Model:
         """A changed run, with its compiled call and the loss of the first training batch."""
@@ -375,7 +377,7 @@ def _first_line(error: BaseException) -> str:
     return lines[0][:300] if lines else type(error).__name__
 
 
-def times_of(result: Result, number: int) -> Ratio | None:
+def wall_ratio(result: Result, number: int) -> Ratio | None:
     """Ratio of the wall time of a candidate.
 
     Args:

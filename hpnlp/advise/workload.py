@@ -121,7 +121,7 @@ def make_call(workload: Workload, run: Run, dataset: Any, texts: Sequence[str] =
     Raises:
       InputError: The run cannot be called so.
     """
-    predictor = functools.partial(Predictor.of_run, run)
+    predictor = functools.partial(Predictor.from_run, run)
     match workload.program:
         case Program.TRAINING:
             batch = _batch(run, dataset)
@@ -164,8 +164,8 @@ def sample_texts(workload: Workload, run: Run, dataset: Any) -> list[Any]:
         )
         return [_as_text(run.tokenizer.decode(row)) for row in ids]
     stored = cast(Examples, dataset).stored[HELDOUT]
-    parts = stored.texts(stored.spread(max(64, 4 * workload.batch_size)).tolist())
-    ordered = sorted(([text.decode() for text in texts] for texts in parts), key=lambda texts: sum(map(len, texts)))
+    examples = stored.texts(stored.spread(max(64, 4 * workload.batch_size)).tolist())
+    ordered = sorted(([text.decode() for text in texts] for texts in examples), key=lambda texts: sum(map(len, texts)))
     first = max(0, (len(ordered) - workload.batch_size) // 2)
     chosen = (ordered * workload.batch_size)[first : first + workload.batch_size]
     return [texts[0] if len(texts) == 1 else texts for texts in chosen]
