@@ -12,9 +12,9 @@ from typing import Any
 
 from hpnlp import tasks
 from hpnlp.advise import kept_quality
+from hpnlp.advise.advice import Advice, Finding
 from hpnlp.advise.candidate import UNCHANGED, Candidate
 from hpnlp.advise.kept_quality import QualityVerdict
-from hpnlp.advise.search import Advice, Finding
 from hpnlp.advise.technique import Goal, Needs
 from hpnlp.advise.workload import Program
 from hpnlp.cost.paired_times import Ratio, Verdict, described
