@@ -8,7 +8,7 @@ from typing import Any
 
 from hpnlp.advise.candidate import Candidate
 from hpnlp.advise.kept_quality import KeptQuality
-from hpnlp.advise.technique import Goal, Needs
+from hpnlp.advise.technique import Goal, Needs, Technique
 from hpnlp.advise.trial import Measured, Result
 from hpnlp.advise.workload import Workload
 from hpnlp.cost.paired_times import Ratio, Verdict
