@@ -31,6 +31,7 @@ from hpnlp.ops.attention.selected_blocks import blocks as key_blocks
 from hpnlp.ops.attention.selected_blocks import decode as block_cache
 from hpnlp.ops.convolutions import convolution, image_convolution, light_convolution
 from hpnlp.ops.search import (
+    PqCodes,
     build_ivf,
     build_lsh,
     build_pq,
@@ -80,7 +81,7 @@ TREE = hierarchical.balanced_tree(V)
 CLASSES = class_based.equal_size_classes(V, 3)
 CODE = binary_codes.binary_code(V)
 IVF, LSH = build_ivf(x(64, D), cells=4), build_lsh(x(64, D), bits=2, tables=2)
-PQ = build_pq(x(64, D), cells=4, parts=2, centroids=16)
+PQ = build_pq(x(64, D), PqCodes(2, 16), cells=4)
 HEAD, TAILS = x(5, D), ((x(2, D), x(2, 2)), (x(1, D), x(3, 1)))
 SAMPLES = proposals.Samples(ids(5), x(5), x(N))
 STATE = LinearState(x(2, 2, 8, 8), x(2, 2, 8))
