@@ -12,7 +12,7 @@ import pytest
 import hpnlp.ops
 from hpnlp.ops import dropout, dynamic_quantization, linear, norms, sampling
 from hpnlp.ops import reversible as reversible_layers
-from hpnlp.ops.attention import Causal, Window, attend, clustered, flash, merge, reference
+from hpnlp.ops.attention import Causal, Operands, Window, attend, clustered, flash, merge, reference
 from hpnlp.ops.attention.decoding import decode, kv_cache
 from hpnlp.ops.attention.linear import (
     LinearState,
@@ -26,7 +26,7 @@ from hpnlp.ops.attention.memory import compression, relative
 from hpnlp.ops.attention.operands import as_flags
 from hpnlp.ops.attention.pair_bias import weighted
 from hpnlp.ops.attention.positions import bias, rope
-from hpnlp.ops.attention.selected_blocks import attend_blocks, attend_blocks_reference
+from hpnlp.ops.attention.selected_blocks import ChosenBlocks, attend_blocks, attend_blocks_reference
 from hpnlp.ops.attention.selected_blocks import blocks as key_blocks
 from hpnlp.ops.attention.selected_blocks import decode as block_cache
 from hpnlp.ops.convolutions import convolution, image_convolution, light_convolution
@@ -185,16 +185,16 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
         (lambda *a: clustered.improved_clustered_attention(*a[:4], 2, a[4]), (*QKV, CLUSTERS, SEGMENTS)),
     ),
     "attention.selected_blocks.attend_blocks.attend_blocks": (
-        (lambda *a: attend_blocks(*a, block=4), (*QKV, *CHOSEN)),
+        (lambda *a: attend_blocks(*a[:3], ChosenBlocks(*a[3:], block=4)), (*QKV, *CHOSEN)),
         (
             lambda q, k, v, starts, chosen, visible, key: attend_blocks(
-                q, k, v, starts, chosen, block=4, kv_visible=visible, dropout_rate=0.5, rng=key
+                q, k, v, ChosenBlocks(starts, chosen, 4, visible), dropout_rate=0.5, rng=key
             ),
             (*QKV, *CHOSEN, RNG.random((2, 12, 2)) < 0.8, KEY),
         ),
     ),
     "attention.selected_blocks.attend_blocks.attend_blocks_reference": (
-        (lambda *a: attend_blocks_reference(*a, block=4), (*QKV, *CHOSEN)),
+        (lambda *a: attend_blocks_reference(*a[:3], ChosenBlocks(*a[3:], block=4)), (*QKV, *CHOSEN)),
     ),
     "attention.selected_blocks.blocks.document_blocks": (
         (lambda s: key_blocks.document_blocks(s, 2, 12, 4), (SEGMENTS,)),
@@ -243,19 +243,19 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
     ),
     "attention.memory.relative.relative_attention": (
         (
-            lambda *a: relative.relative_attention(*a[:6], segment_ids=a[6], block_size=5),
+            lambda *a: relative.relative_attention(*a[:6], Operands(segment_ids=a[6]), block_size=5),
             (*QKV, x(6, 4, 8), x(4, 8), x(4, 8), SEGMENTS),
         ),
     ),
     "attention.memory.relative.received_attention": (
         (
-            lambda *a: relative.received_attention(*a[:5], segment_ids=a[5]),
+            lambda *a: relative.received_attention(*a[:5], Operands(segment_ids=a[5])),
             (*QKV[:2], x(6, 4, 8), x(4, 8), x(4, 8), SEGMENTS),
         ),
     ),
     "attention.memory.relative.reference_relative_attention": (
         (
-            lambda *a: relative.reference_relative_attention(*a[:6], segment_ids=a[6]),
+            lambda *a: relative.reference_relative_attention(*a[:6], Operands(segment_ids=a[6])),
             (*QKV, x(6, 4, 8), x(4, 8), x(4, 8), SEGMENTS),
         ),
     ),
