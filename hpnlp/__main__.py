@@ -18,6 +18,7 @@ COMMANDS = {
     "evaluate": "score a run on held-out data, also with another memory or other data",
     "inspect": "measure the attention matrices of a trained model, and its loss by the length of the context",
     "profile": "divide the time of a training step or of a forward pass among the parts of the model",
+    "advise": "measure which techniques make a model faster or smaller here, and keep its quality",
     "techniques": "list ways to make a model faster or smaller, and which of them a run can have",
     "sweep": "train all variants of an experiment that have not finished",
     "launch": "train with several processes and restart them, or write a manifest for SLURM, JobSet or xpk",

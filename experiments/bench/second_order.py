@@ -22,7 +22,7 @@ from absl import app, flags
 
 from hpnlp import cli, measure, tasks
 from hpnlp.compress.recipe import Calibration, compress, parse_recipe
-from hpnlp.jobs.compression.compress_run import CalibrationData
+from hpnlp.jobs.compression.versions import CalibrationData
 from hpnlp.parallel.plan import Plan
 from hpnlp.training import run_directory
 from hpnlp.training.evaluation import evaluate

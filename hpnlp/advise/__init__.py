@@ -1,6 +1,8 @@
-"""Techniques that make a model faster or smaller: what each changes, what it needs, and what it can gain at most."""
+"""Techniques that make a model faster or smaller: what each changes, what it needs, and the measured choice among them."""
 
+from hpnlp.advise.search import Advice, AdviseSettings, Finding, advise
 from hpnlp.advise.technique import Goal, Needs, Technique
 from hpnlp.advise.techniques import techniques
+from hpnlp.advise.verify import verify
 
-__all__ = ["Goal", "Needs", "Technique", "techniques"]
+__all__ = ["Advice", "AdviseSettings", "Finding", "Goal", "Needs", "Technique", "advise", "techniques", "verify"]

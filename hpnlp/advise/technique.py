@@ -20,6 +20,7 @@ class Goal(enum.StrEnum):
     """A quantity that is to become less."""
 
     LATENCY = "latency"
+    THROUGHPUT = "throughput"
     TRAINING = "training"
     MEMORY = "memory"
     DISK = "disk"
@@ -34,7 +35,7 @@ class Needs(enum.StrEnum):
 
 
 # The profile in which a goal's time is measured.
-PROGRAMS = {Goal.LATENCY: "loss", Goal.TRAINING: "training"}
+PROGRAMS = {Goal.LATENCY: "loss", Goal.THROUGHPUT: "loss", Goal.TRAINING: "training"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,10 +43,10 @@ def techniques(layers: int = 4) -> list[Technique]:
 
 def _exact() -> Iterator[Technique]:
     """Changes of the program that leave the model as it is, but for rounding."""
-    every = (Goal.LATENCY, Goal.TRAINING, Goal.MEMORY)
+    every = (Goal.LATENCY, Goal.THROUGHPUT, Goal.TRAINING, Goal.MEMORY)
     for changes, goals, page in (
         ({"model.dtype": "bfloat16"}, every, "speed_tricks.md"),
-        ({"model.unroll": 0}, (Goal.TRAINING, Goal.LATENCY), "layouts.md"),
+        ({"model.unroll": 0}, (Goal.TRAINING,), "layouts.md"),
         ({"data.packing": "fit"}, (Goal.TRAINING,), "data.md"),
         ({"data.buckets": 4}, (Goal.TRAINING,), "own_data.md"),
         ({"plan.remat": "names(mixed)"}, (Goal.MEMORY,), "layouts.md"),
@@ -62,7 +62,7 @@ def _exact() -> Iterator[Technique]:
 
 def _formats() -> Iterator[Technique]:
     """Formats of the numbers of a trained model."""
-    goals = (Goal.DISK, Goal.MEMORY, Goal.LATENCY)
+    goals = (Goal.DISK, Goal.LATENCY, Goal.THROUGHPUT)
     for name in CONVERSIONS:
         yield Technique(FORMATS.get(name, name), "Fewer bits or numbers", goals, Needs.NOTHING, page="compression.md")
     for recipe, needs in STORED.items():
@@ -71,7 +71,7 @@ def _formats() -> Iterator[Technique]:
 
 def _removed(layers: int) -> Iterator[Technique]:
     """Units that are removed from a trained model, mostly followed by training."""
-    goals = (Goal.LATENCY, Goal.MEMORY, Goal.DISK)
+    goals = (Goal.LATENCY, Goal.THROUGHPUT, Goal.DISK)
     shortened = ("projections", "mixing", "feed_forward", "norms")
     yield Technique(
         f"layers({max(1, layers // 2)})", "Fewer units", goals, Needs.TRAINING, shortened, page="compression.md"
@@ -84,7 +84,7 @@ def _removed(layers: int) -> Iterator[Technique]:
 
 def _mixers() -> Iterator[Technique]:
     """Other mixers, causal ones and those of encoders, with which a new model is trained."""
-    goals = (Goal.LATENCY, Goal.TRAINING, Goal.MEMORY)
+    goals = (Goal.LATENCY, Goal.THROUGHPUT, Goal.TRAINING, Goal.MEMORY)
     for spec in dict.fromkeys([*all_specs(causal=True)[0], *all_specs()[0]]):
         changes = {"model.mixer": spec}
         yield Technique(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hpnlp.advise import Technique
 
 USAGE = """
-hpnlp techniques [RUN] [--goal=latency|training|memory|disk] [--reasons]
+hpnlp techniques [RUN] [--goal=latency|throughput|training|memory|disk] [--reasons]
 
 Lists ways to make a model faster or smaller: what they need (nothing, training batches, or the training of a new model),
 which parts of the model they change, and the page of the documentation. With RUN, only those that the run can have, and by
@@ -28,7 +28,9 @@ Nothing is measured or changed.
 """
 
 flags.DEFINE_string("workdir", None, "The same as RUN.")
-flags.DEFINE_enum("goal", None, ["latency", "training", "memory", "disk"], "List only what makes this less.")
+flags.DEFINE_enum(
+    "goal", None, ["latency", "throughput", "training", "memory", "disk"], "List only what makes this less."
+)
 flags.DEFINE_bool("reasons", False, "Also list the techniques that the run cannot have, and why.")
 
 
@@ -96,7 +98,7 @@ def _listing(listed: Sequence[Technique], bounds: Mapping[str, str]) -> str:
     for t in listed:
         changed = f"changes {', '.join(map(label, t.shortens)) or 'the whole program'}"
         bound = f"{bounds[t.name]} times faster at most" if t.name in bounds else ""
-        facts = (f"less {', '.join(t.goals)}", f"needs {t.needs}", changed, bound, f"docs/guide/{t.page}")
+        facts = (f"for {', '.join(t.goals)}", f"needs {t.needs}", changed, bound, f"docs/guide/{t.page}")
         alike.setdefault((t.group, *filter(None, facts)), []).append(t.name)
     for (name, *facts), names in alike.items():
         if name != group:

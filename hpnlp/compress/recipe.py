@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from hpnlp.models.shared.body import ConfigOfModel
 
 # Stages may follow each other in this order.
-_ORDER = (STRUCTURE, FACTORS, NUMBERS)
+ORDER = (STRUCTURE, FACTORS, NUMBERS)
 
 
 def _is_ascending(text: str, least: int = 0, most: int | None = None) -> bool:
@@ -321,7 +321,7 @@ def parse_recipe(text: str) -> list[Stage]:
     by_stage = [dataclasses.replace(spec, repeat=1) for spec in specs for _ in range(spec.repeat)]
     stages = [build(spec, COMPRESSORS, "stage of the recipe", text=str(spec)) for spec in by_stage]
     for first, second in zip(stages, stages[1:], strict=False):
-        if _ORDER.index(first.changes) > _ORDER.index(second.changes):
+        if ORDER.index(first.changes) > ORDER.index(second.changes):
             raise InputError(
                 f"{second.text} after {first.text}: {second.text} works on matrices of floats: put it before {first.text}"
             )

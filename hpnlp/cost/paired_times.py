@@ -73,10 +73,12 @@ class PairedTimes:
     Attributes:
       program: Usage in each round.
       baseline: Usage at the beginning and at the end of each round.
+      amount: Work of a call of the program over that of the baseline, by which ratios are divided.
     """
 
     program: tuple[Usage, ...]
     baseline: tuple[tuple[Usage, Usage], ...]
+    amount: float | int = 1.0
 
     @property
     def seconds(self) -> float:
@@ -100,7 +102,7 @@ class PairedTimes:
         would seem faster.
         """
         return [
-            _log(value(usage)) - _log(value(pair[number % 2]))
+            _log(value(usage)) - _log(value(pair[number % 2])) - math.log(self.amount)
             for number, (usage, pair) in enumerate(zip(self.program, self.baseline, strict=True))
         ]
 
@@ -213,6 +215,7 @@ def compare_times(
     rounds: int = LOOKS[-1],
     seconds: float | int = math.inf,
     min_seconds: float | int = 0.01,
+    amounts: Mapping[str, float | int] | None = None,
     progress: Callable[[int, int], object] = lambda done, total: None,
     use: Callable[[Callable[[], Any], int], Usage] = used,
 ) -> TimeComparison:
@@ -228,6 +231,7 @@ def compare_times(
       rounds: Most rounds of a program; those after the last of LOOKS are not run.
       seconds: Rounds of a group of four end at the first of LOOKS after so many seconds.
       min_seconds: A measurement repeats the call for about this long.
+      amounts: Name of a program whose calls do more or less than those of the baseline, as more tokens -> by which factor.
       progress: Called with the number of measurements that are done, and the most that there can be.
       use: Measures some calls of a function.
 
@@ -242,7 +246,7 @@ def compare_times(
     """
     if rounds < 1:
         raise InputError(f"rounds={rounds}: expected at least 1")
-    rounds, names = min(rounds, LOOKS[-1]), list(programs)
+    rounds, names, amounts = min(rounds, LOOKS[-1]), list(programs), amounts or {}
     groups = [names[i : i + GROUP] for i in range(0, len(names), GROUP)] or [[]]
     total, done = rounds * (len(names) + 2 * len(groups)), 0
     results: dict[str, PairedTimes] = {}
@@ -265,20 +269,24 @@ def compare_times(
                 times[name].append(usage)
             ends.append((measured[0], measured[-1]))
             if number in LOOKS:
-                active = [name for name in active if _paired(times[name], ends).wall.verdict is Verdict.UNRESOLVED]
-                if not active or time.monotonic() - begun > seconds:
+                active = [
+                    name
+                    for name in active
+                    if _paired(times[name], ends, amounts.get(name, 1)).wall.verdict is Verdict.UNRESOLVED
+                ]
+                if group and not active or time.monotonic() - begun > seconds:
                     break
             if number == LOOKS[1] and _half_width(ends) > NOISY:
                 calls = {name: 2 * count for name, count in calls.items()}
-        results |= {name: _paired(times[name], ends) for name in group}
+        results |= {name: _paired(times[name], ends, amounts.get(name, 1)) for name in group}
         pairs += ends
     equal = ratio([_log(second.wall) - _log(first.wall) for first, second in pairs])
     return TimeComparison(results, statistics.median(usage.wall for pair in pairs for usage in pair), equal)
 
 
-def _paired(times: Sequence[Usage], baseline: Sequence[tuple[Usage, Usage]]) -> PairedTimes:
+def _paired(times: Sequence[Usage], baseline: Sequence[tuple[Usage, Usage]], amount: float | int) -> PairedTimes:
     """A program that was measured in the first rounds of a baseline."""
-    return PairedTimes(tuple(times), tuple(baseline[: len(times)]))
+    return PairedTimes(tuple(times), tuple(baseline[: len(times)]), amount)
 
 
 def _half_width(pairs: Sequence[tuple[Usage, Usage]]) -> float:

@@ -59,17 +59,32 @@ class Predictor:
         Raises:
           InputError: As for `hpnlp.load`.
         """
-        self.directory = os.fspath(run)
         with _quiet_libraries():
-            self.run = run_directory.load(Path(run), step)
-        if dtype is not None:
-            self.run = with_dtype(self.run, dtype)
-        self._task = tasks.find(self.run.config.task)
-        params = jax.tree.map(jnp.asarray, self.run.params)
-        labels = self.run.vocabulary.labels or ()
-        self._trained = TrainedModel(self.run.config, self.run.model, params, self.run.tokenizer, labels)
-        self._kind = self._task.input_kind(self.run.config.data)
-        self._text_kind = self._task.text_kind(self.run.config.data)
+            loaded = run_directory.load(Path(run), step)
+        self._set(os.fspath(run), loaded if dtype is None else with_dtype(loaded, dtype))
+
+    @classmethod
+    def of_run(cls, run: run_directory.Run, directory: str | os.PathLike[str] = "") -> Predictor:
+        """The model of a run that is loaded, or a changed one.
+
+        Args:
+          run: The run.
+          directory: Its directory, for messages.
+
+        Returns:
+          The model.
+        """
+        predictor = cls.__new__(cls)
+        predictor._set(os.fspath(directory), run)
+        return predictor
+
+    def _set(self, directory: str, run: run_directory.Run) -> None:
+        self.directory, self.run = directory, run
+        self._task = tasks.find(run.config.task)
+        params = jax.tree.map(jnp.asarray, run.params)
+        self._trained = TrainedModel(run.config, run.model, params, run.tokenizer, run.vocabulary.labels or ())
+        self._kind = self._task.input_kind(run.config.data)
+        self._text_kind = self._task.text_kind(run.config.data)
 
     @property
     def kind(self) -> Kind:

@@ -56,7 +56,7 @@ def sizes_of_run(workdir: str | Path, recipe: str) -> list[Size]:
     config = load_config(workdir)
     if not has_weights(workdir):
         sizes = run_directory.load_vocabulary(workdir, config).sizes
-        return _planned(config, sizes, recipe, _saved_step(Path(workdir), config))
+        return _planned(config, sizes, recipe, saved_step(workdir, config))
     if recipe:
         raise InputError(f"{workdir} is compressed already: plan the run that it was made of, with all stages")
     return [file_sizes(Path(workdir) / WEIGHTS_FILE, _stated_recipe(Path(workdir)))]
@@ -96,8 +96,17 @@ def _relative(ratio: float) -> str:
     return "as much memory" if shown == "1" else f"1/{shown} of the memory"
 
 
-def _saved_step(workdir: Path, config: Config) -> int:
-    """Step of the checkpoint that a compression of the run would read; the last step of a run without one."""
+def saved_step(workdir: str | Path, config: Config) -> int:
+    """Step of the checkpoint that a compression of a run would read.
+
+    Args:
+      workdir: The run directory.
+      config: Its config.
+
+    Returns:
+      The step; the last one of a run without checkpoints.
+    """
+    workdir = Path(workdir)
     if not Checkpointer.exist(workdir):
         return config.train.steps
     metric, higher_is_better = tasks.find(config.task).primary_metric(flat(config))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import filecmp
 import functools
-import itertools
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from hpnlp.compress.recipe import STRUCTURE, Calibration, Stage, check_plain, pa
 from hpnlp.compress.weights_file import WEIGHTS_FILE
 from hpnlp.cost.paired_times import Ratio, TimeComparison, compare_times
 from hpnlp.jobs.compression import iterations as pruning_iterations
-from hpnlp.models import variables
+from hpnlp.jobs.compression.versions import ORIGINAL, CalibrationData, Version, after
 from hpnlp.ops.weight import parameter_count
 from hpnlp.parallel.plan import Plan
 from hpnlp.spec import did_you_mean, parse_one
@@ -44,7 +43,6 @@ from hpnlp.types import InputError
 
 # Files of a run that the compressed model keeps.
 COMPANIONS = ("tokenizer.json", "labels.json", "generation_config.json")
-ORIGINAL = "original"
 TIME_LIMIT = 60.0  # seconds after which rounds end at the next look, for each batch size and four versions
 FINETUNE = "finetune"  # directory of the further training, or of one for each iteration
 # Sections of a run's config that a compression can change: they leave the parameters as they are.
@@ -77,16 +75,6 @@ class Measurement:
     error: float | None = None
     wall: Mapping[int, Ratio] = dataclasses.field(default_factory=dict)
     cpu: Mapping[int, Ratio] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Version:
-    """The model after a stage."""
-
-    stage: str
-    config: Config
-    model: Any
-    params: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,28 +196,28 @@ class _Compression:
         """Name of the primary score."""
         return tasks.find(self.run.config.task).primary_metric(flat(self.run.config))[0]
 
-    def apply_stages(self) -> list[_Version]:
+    def apply_stages(self) -> list[Version]:
         """The original, and the versions after each stage, rewinding and further training."""
         data = CalibrationData(self.run, self.dataset, self.settings.calibration_batches)
         calibration = Calibration(data.gradients, data.squares)
-        versions = [_Version(ORIGINAL, self.run.config, self.run.model, self.run.params)]
+        versions = [Version(ORIGINAL, self.run.config, self.run.model, self.run.params)]
         last = max((i for i, stage in enumerate(self.stages) if stage.changes == STRUCTURE), default=-1)
         for index, stage in enumerate(self.stages):
             self.log(f"{stage.text}: stage {index + 1} of {len(self.stages)}")
             if index == last:
                 versions += self._iterated(versions[-1], stage, calibration)
             else:
-                versions.append(_next(versions[-1], stage, calibration, self.run))
+                versions.append(after(versions[-1], stage, calibration, self.run))
         if (count := expert_numbers(versions[-1].params)) and any(s.changes != STRUCTURE for s in self.stages):
             self.log(f"the {count:,} numbers of the experts stay float32: factorize and mixed do not change them")
         return versions
 
-    def _iterated(self, before: _Version, stage: Stage, calibration: Calibration) -> list[_Version]:
+    def _iterated(self, before: Version, stage: Stage, calibration: Calibration) -> list[Version]:
         """Versions of the last stage that removes units or weights, with rewinding and training after each iteration."""
         iterations, versions = self.settings.iterations, [before]
         parts = pruning_iterations.divided(stage, iterations, before.model.config, before.params)
         for number, part in enumerate(parts, 1):
-            versions.append(_next(versions[-1], part, calibration, self.run))
+            versions.append(after(versions[-1], part, calibration, self.run))
             if source := self.settings.rewind:
                 params = rewound(versions[-1].params, self.run, source)
                 versions.append(dataclasses.replace(versions[-1], stage=f"rewind({source})", params=params))
@@ -239,7 +227,7 @@ class _Compression:
                 versions.append(self._trained(versions[-1], workdir))
         return versions[1:]
 
-    def _trained(self, version: _Version, workdir: Path) -> _Version:
+    def _trained(self, version: Version, workdir: Path) -> Version:
         """The version after further training, which goes on if it was interrupted and is not repeated if it is finished."""
         start, weights = workdir / "start", "masked" if _is_masked(self.stages) else ""
         steps = self.settings.finetune
@@ -266,7 +254,7 @@ class _Compression:
         if loop.train(config, workdir, score=False).interrupted:  # `evaluation` follows, for all versions
             raise KeyboardInterrupt
         trained = run_directory.load(workdir)
-        return _Version(f"finetune({steps})", version.config, trained.model, trained.params)
+        return Version(f"finetune({steps})", version.config, trained.model, trained.params)
 
     def begin_target(self) -> None:
         """Begins the directory, removes what a killed compression left there, and copies the files that stay as they are."""
@@ -275,7 +263,7 @@ class _Compression:
             left.unlink()
         _copy_companions(self.source, self.target)
 
-    def evaluation(self, version: _Version) -> Evaluation:
+    def evaluation(self, version: Version) -> Evaluation:
         """Held-out scores of a version, of which the primary one is logged."""
         config = version.config
         optimizer = config.optimizer.for_batch(config.data.batch_size)
@@ -285,7 +273,7 @@ class _Compression:
         self.log(f"{version.stage}: held-out {self.metric} {evaluation.scores[self.metric]:.4f}")
         return evaluation
 
-    def measure(self, versions: Sequence[_Version], evaluations: Sequence[Evaluation]) -> list[Measurement]:
+    def measure(self, versions: Sequence[Version], evaluations: Sequence[Evaluation]) -> list[Measurement]:
         """Sizes, times and scores of the versions; the file of the last one stays in the directory."""
         times = self._times(versions)
         sizes = [_write(version, self.target / WEIGHTS_FILE, self.run.step) for version in versions]
@@ -304,7 +292,7 @@ class _Compression:
             for index, (version, size, evaluation) in enumerate(zip(versions, sizes, evaluations, strict=True))
         ]
 
-    def _times(self, versions: Sequence[_Version]) -> dict[int, TimeComparison]:
+    def _times(self, versions: Sequence[Version]) -> dict[int, TimeComparison]:
         """Times of the loss of a batch in paired rounds with the first version, by batch size; programs are named by index."""
         self.log(f"measuring times at {', '.join(map(str, self.settings.batch_sizes))} sequences")
         progress = ProgressLines(self.log, "measurements")
@@ -330,7 +318,7 @@ class _Compression:
                 )
         return result
 
-    def finish_target(self, last: _Version, evaluation: Evaluation) -> None:
+    def finish_target(self, last: Version, evaluation: Evaluation) -> None:
         """Writes the last files of the compressed model, and removes the checkpoints of the further trainings."""
         if self.settings.batches is None:
             outcome = Outcome(last.config, self.dataset, last.model, last.params, evaluation.sums)
@@ -374,48 +362,6 @@ def _check_changes(finetune: int, changes: Mapping[str, Any]) -> None:
         raise InputError(f"train.steps and --finetune={finetune} both set the steps: leave out train.steps")
 
 
-@dataclasses.dataclass(frozen=True)
-class CalibrationData:
-    """The first training batches of a run, and gradients of a model's loss on them."""
-
-    run: run_directory.Run
-    dataset: Any
-    batches: int
-
-    def gradients(self, config: Any, weights: Any) -> Any:
-        """The sum over batches of the gradients of the mean loss."""
-        return self._sum(config, weights, lambda mean, params, batch: jax.grad(mean)(params, batch))
-
-    def squares(self, config: Any, weights: Any) -> Any:
-        """The sum over sequences or texts of the squared gradients of the mean loss of each."""
-
-        def of_batch(mean: Any, params: Any, batch: Any) -> Any:
-            def add(total: Any, example: Any) -> tuple[Any, None]:
-                gradient = jax.grad(mean)(params, example)
-                return jax.tree.map(lambda sums, g: sums + jnp.square(g), total, gradient), None
-
-            examples = {name: array[:, None] for name, array in batch.items()}
-            return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), examples)[0]
-
-        return self._sum(config, weights, of_batch)
-
-    def _sum(self, config: Any, weights: Any, of_batch: Callable[[Any, Any, Any], Any]) -> Any:
-        """The sum over batches of a function of the mean loss of a batch, parameters and the batch."""
-        model = self.run.model.clone(config=config)
-        params, buffers = variables.split(weights)
-
-        def mean(params: Any, batch: Any) -> Any:
-            out = gradients.loss(model, variables.join(params, buffers), batch, None)
-            return out.sum / jnp.maximum(out.weight, 1.0)
-
-        summed = jax.jit(lambda params, batch: of_batch(mean, params, batch))
-        total = None
-        for batch in itertools.islice(self.dataset.train(seed=0), self.batches):
-            new = summed(params, {name: jnp.asarray(batch[name]) for name in model.batch_axes()})
-            total = new if total is None else jax.tree.map(jnp.add, total, new)
-        return total
-
-
 def _check_target(target: Path) -> None:
     """Raises InputError unless the directory of the compressed model is new, or holds an unfinished compression."""
     for path in (target, *target.parents):
@@ -445,17 +391,6 @@ def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
     return with_changes(config, changes)
 
 
-def _next(version: _Version, stage: Stage, calibration: Calibration, run: run_directory.Run) -> _Version:
-    """The version after a stage."""
-    old = version.model.config
-    new, params = stage.compress(old, version.params, calibration)
-    changed = {
-        f.name: getattr(new, f.name) for f in dataclasses.fields(new) if getattr(new, f.name) != getattr(old, f.name)
-    }
-    config = dataclasses.replace(version.config, model=dataclasses.replace(version.config.model, **changed))
-    return _Version(stage.text, config, run_directory.make_model(config, run.vocabulary), params)
-
-
 def _copy_companions(source: Path, target: Path) -> None:
     for name in COMPANIONS:
         if (source / name).exists():
@@ -481,7 +416,7 @@ def _ratio(first: float, second: float) -> float:
     return max(first, second) / min(first, second)
 
 
-def _write(version: _Version, path: Path, step: int) -> int:
+def _write(version: Version, path: Path, step: int) -> int:
     """Writes the file of a version, and returns its bytes."""
     write_weights(path, version.params, {"step": step}, encoding_of)
     return path.stat().st_size

@@ -137,7 +137,7 @@ def profile_run(
     dataset = tasks.find(run.config.task).dataset(data, run.vocabulary, progress)
     batches = iter(dataset.train(seed=0))
     batch = {name: np.asarray(array) for name, array in next(batches).items() if name in run.model.batch_axes()}
-    make = _training_step if settings.program == TRAINING else _loss
+    make = training_step if settings.program == TRAINING else loss_of_batch
     call, program, flops = make(run, batch)
     timing = measure.timeit({"call": call}, rounds=ROUNDS, warmup=2)["call"]
     traced = traced_time.trace(call, program.executable.as_text(), settings.calls)
@@ -176,14 +176,22 @@ def _shape(batch: Mapping[str, np.ndarray]) -> tuple[int, int]:
 Program = tuple[Callable[[], Any], measure.Compiled, Mapping[str, float | int] | None]
 
 
-def _training_step(run: Run, batch: Mapping[str, np.ndarray]) -> Program:
-    """A call of the run's training step, the compiled step, and its FLOPs by part."""
+def training_step(run: Run, batch: Mapping[str, np.ndarray]) -> Program:
+    """The training step of a run on one device, from new parameters.
+
+    Args:
+      run: The run, whose config has the optimizer and the rematerialisation.
+      batch: Arrays that the model reads.
+
+    Returns:
+      A call of the step, the compiled step, and its FLOPs by part.
+    """
     examples, length = _shape(batch)
     optimizer = run.config.optimizer.for_batch(examples)
     trainer = make_trainer(
         run.model,
         optimizer,
-        Plan("single"),
+        Plan("single", remat=run.config.plan.remat),
         steps=run.config.train.steps,
         devices=jax.devices()[:1],
         batch_size=examples,
@@ -204,8 +212,16 @@ def _training_step(run: Run, batch: Mapping[str, np.ndarray]) -> Program:
     return call, program, trainer.flops_by_part(examples, length)
 
 
-def _loss(run: Run, batch: Mapping[str, np.ndarray]) -> Program:
-    """A call of the loss of a batch, the compiled program, and its FLOPs by part."""
+def loss_of_batch(run: Run, batch: Mapping[str, np.ndarray]) -> Program:
+    """The loss of a batch without gradients.
+
+    Args:
+      run: The run.
+      batch: Arrays that the model reads.
+
+    Returns:
+      A call, the compiled program, and its FLOPs by part.
+    """
     data = {name: jnp.asarray(array) for name, array in batch.items()}
 
     def loss(params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:

@@ -1,0 +1,363 @@
+"""The report of a search: a sentence, what was compared, a table, what was not tried and why, commands, and a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpnlp import tasks
+from hpnlp.advise import kept_quality
+from hpnlp.advise.candidate import UNCHANGED, Candidate
+from hpnlp.advise.kept_quality import QualityVerdict
+from hpnlp.advise.search import Advice, Finding
+from hpnlp.advise.technique import Goal, Needs
+from hpnlp.advise.workload import Program
+from hpnlp.cost.paired_times import Ratio, Verdict, described
+from hpnlp.cost.parts import label
+from hpnlp.errors import plural
+from hpnlp.report.files import replace_text
+from hpnlp.tasks.reports.reporting import three_digits
+from hpnlp.training.config import flat
+
+FILES = ("advise.md", "advise.json", "advise.png")
+ROWS = 5  # candidates in the table that the command prints
+_COUNTED = {Goal.MEMORY: "memory", Goal.DISK: "bytes on disk"}
+
+
+def render(advice: Advice, rows: int | None = ROWS) -> str:
+    """The report as Markdown.
+
+    Args:
+      advice: Result of a search.
+      rows: Most candidates in the table; None for all.
+
+    Returns:
+      Markdown.
+    """
+    lines = [verdict(advice), "", *_compared(advice), "", *_table(advice, rows), ""]
+    lines += [f"- {line}" for line in _remarks(advice, rows)]
+    if commands := list(_commands(advice)):
+        lines += ["", "Commands:", "", *(f"    {command}" for command in commands)]
+    return "\n".join(lines) + "\n"
+
+
+def verdict(advice: Advice) -> str:
+    """The result of a search in a sentence or two.
+
+    Args:
+      advice: Result of a search.
+
+    Returns:
+      The sentences.
+    """
+    best = advice.recommended
+    if best is not None:
+        return f"{best.candidate.name}: {_gain(best, advice.settings.goal)}{_quality(best)}. Confirmed in a second process."
+    measured = [f for f in advice.findings if f.ratio is not None]
+    if not measured:
+        errors = [f for f in advice.findings if f.error]
+        if errors:
+            return f"All {len(errors)} candidates failed, the first with: {errors[0].error}"
+        return "No technique was measured: see below why."
+    count = len(measured)
+    text = f"Nothing here is worth it: {count} {'technique was' if count == 1 else 'techniques were'} measured"
+    misses = [f for f in measured if f.is_faster and not f.is_kept]
+    if misses:
+        nearest = misses[0]
+        reason = _quality(nearest).removeprefix("; ") or "whose quality is unknown without training"
+        return (
+            f"{text}, and none that gains keeps {100 * advice.settings.keep:.3g} % of the quality. The largest gain: "
+            + (f"{nearest.candidate.name}, {_gain(nearest, advice.settings.goal)}, {reason}.")
+        )
+    return f"{text}, and none of them is shown to gain."
+
+
+def _gain(finding: Finding, goal: Goal) -> str:
+    """The change of what the goal counts, in words."""
+    ratio = finding.ratio
+    if ratio is None:
+        return finding.error
+    if goal in _COUNTED:
+        return f"{ratio.median:.2g} of the {_COUNTED[goal]}"
+    return described(ratio, finding.cpu or ratio)
+
+
+def _quality(finding: Finding) -> str:
+    """What is known of the quality, after a semicolon; "" for a model that is not changed."""
+    if finding.quality is not None:
+        return f"; {kept_quality.described(finding.quality)}"
+    return ""
+
+
+def _compared(advice: Advice) -> Iterator[str]:
+    """Lines on the workload, the machine, its noise, and what the held-out examples can show."""
+    result, settings = advice.baseline, advice.settings
+    original = result.models[0]
+    environment = result.environment
+    machine = (
+        f"{environment['cpu']}, {environment['cores']} cores"
+        if environment["backend"] == "cpu"
+        else environment["device"]
+    )
+    time = f", {three_digits(1e3 * result.baseline_seconds)} ms" if result.baseline_seconds else ""
+    yield f"Measured: {advice.workload.describe()}{time}; {machine}, jax {environment['jax']}."
+    if result.equal is not None and math.isfinite(result.equal.high):
+        yield f"Two equal calls differ by {100 * (result.equal.low - 1):.0f} to {100 * (result.equal.high - 1):.0f} % here."
+    metric, _ = tasks.find(advice.config.task).primary_metric(flat(advice.config))
+    if original.examples is None:
+        if advice.workload.program is not Program.TRAINING:
+            yield "There are no scores of single held-out examples: quality cannot be compared."
+        return
+    count = len(original.examples.identity)
+    trivial = f", against {result.trivial:.4f} without a model" if result.trivial is not None else ""
+    yield f"Quality: held-out {metric} {original.scores[metric]:.4f}{trivial}; {count:,} examples, half of them to confirm."
+    gain = abs(original.scores[metric] - (result.trivial or 0.0))
+    if metric == "accuracy" and gain:
+        half = count // 2
+        yield (
+            kept_quality.described_size(half, settings.keep, gain, kept_quality.DISCORDANT_PRUNED, "pruned models")
+            + "."
+        )
+
+
+def _table(advice: Advice, rows: int | None) -> list[str]:
+    """The findings, the largest gain first, with the recommended one in bold."""
+    goal = advice.settings.goal
+    header = ["technique", _COUNTED.get(goal, "time"), "at most", "quality", ""]
+    table = [header, ["---", "---:", "---:", "---", "---"]]
+    shown = [f for f in advice.findings if f.ratio is not None]
+    for finding in shown[:rows]:
+        is_best = advice.recommended is not None and finding.candidate == advice.recommended.candidate
+        name = f"**{finding.candidate.name}**" if is_best else finding.candidate.name
+        bound = f"{finding.bound:.2f} x" if finding.bound is not None else ""
+        table.append([name, _interval(finding.ratio), bound, _share(finding), status(finding, is_best)])
+    lines = [f"| {' | '.join(row)} |" for row in table]
+    if rows is not None and len(shown) > rows:
+        lines.append(f"\n{len(shown) - rows} more in {FILES[0]}")
+    return lines
+
+
+def _interval(ratio: Ratio | None) -> str:
+    """A ratio of times with its interval."""
+    if ratio is None:
+        return ""
+    if ratio.low == ratio.high or not math.isfinite(ratio.high):
+        return f"{ratio.median:.2f}"
+    return f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def _share(finding: Finding) -> str:
+    """Retention with its lower limit."""
+    quality = finding.quality
+    if quality is None:
+        return ""
+    if quality.verdict is QualityVerdict.NOTHING_LEARNED:
+        return "cannot be judged"
+    return f"{100 * quality.retention:.1f} %, at least {100 * quality.low:.1f} %"
+
+
+def status(finding: Finding, is_best: bool) -> str:
+    """What a finding means, in a few words.
+
+    Args:
+      finding: The finding.
+      is_best: Whether it is the recommended one.
+
+    Returns:
+      The words.
+    """
+    if finding.error:
+        return f"failed: {finding.error}"
+    if is_best:
+        return "recommended"
+    if finding.measured is not None and finding.measured.is_same:
+        return "the same program as without it"
+    assert finding.ratio is not None
+    if finding.ratio.verdict is not Verdict.FASTER:
+        return str(finding.ratio.verdict)
+    if finding.is_kept:
+        return "confirmed" if finding.is_confirmed else "works"
+    if finding.quality is not None and finding.quality.verdict is QualityVerdict.LOST:
+        return "loses too much" + (" without training" if finding.needs is Needs.TRAINING else "")
+    if finding.quality is not None:
+        return "loss not excluded"
+    return "quality not known: needs training" if finding.needs is Needs.TRAINING else "quality not scored"
+
+
+def _remarks(advice: Advice, rows: int | None) -> Iterator[str]:
+    """What was not tried and why."""
+    if advice.bounded:
+        names = [f"{name} ({bound:.2f} x)" for name, bound in advice.bounded.items()]
+        yield f"not tried, since the parts that they change take too little time: {_listed(names, rows)}"
+    if advice.untrained:
+        yield f"not tried, since they need the training of a new model: {_listed(advice.untrained, rows)}"
+    if advice.skipped:
+        yield f"no time left for: {_listed(advice.skipped, rows)}; a larger --budget goes on from here"
+    if advice.refused:
+        if rows is None:
+            yield from (f"{name} does not fit: {reason}" for name, reason in advice.refused.items())
+        else:
+            count = len(advice.refused)
+            yield f"{count} {plural(count, 'technique')} that {'does' if count == 1 else 'do'} not fit this run: see {FILES[0]}"
+    if failed := [f for f in advice.findings if f.error]:
+        yield f"{len(failed)} failed, first {failed[0].candidate.name}: {failed[0].error}"
+    if advice.baseline.traced is not None:
+        total = advice.baseline.traced.total
+        parts = sorted(advice.baseline.traced.seconds.items(), key=lambda item: -item[1])[:3]
+        yield "time goes to " + ", ".join(f"{label(name)} {100 * seconds / total:.0f} %" for name, seconds in parts)
+    yield f"the search took {advice.seconds / 60:.1f} min"
+
+
+def _listed(names: Sequence[str], most: int | None) -> str:
+    shown = names if most is None else names[:most]
+    more = f" and {len(names) - len(shown)} more" if len(shown) < len(names) else ""
+    return ", ".join(shown) + more
+
+
+def _commands(advice: Advice) -> Iterator[str]:
+    """Commands that apply the recommended candidate, or measure it again."""
+    if advice.recommended is None:
+        return
+    yield from apply_commands(advice.run, advice.recommended.candidate, advice.workload.program is Program.TRAINING)
+    yield shlex.join(["hpnlp", "advise", advice.run, f"--verify={advice.recommended.candidate.name}"])
+
+
+def apply_commands(run: str, candidate: Candidate, trains: bool) -> Iterator[str]:
+    """Commands that apply a candidate.
+
+    Args:
+      run: Directory of the run.
+      candidate: The candidate.
+      trains: Whether it changes the training of a new run.
+
+    Yields:
+      Commands of a shell; for a change of the use of a model, also a line of Python.
+    """
+    flags = [f"--{name}={value}" for name, value in candidate.changes.items()]
+    if trains:
+        yield shlex.join(["hpnlp", "train", "--config=EXPERIMENT", "--workdir=NEW", *flags])
+        return
+    target = run
+    if candidate.recipe:
+        target = f"{run}-{''.join(c if c.isalnum() else '-' for c in candidate.recipe).strip('-')}"
+        yield shlex.join(["hpnlp", "compress", run, f"--to={target}", f"--recipe={candidate.recipe}"])
+    if dtype := candidate.changes.get("model.dtype"):
+        yield f"python -c 'import hpnlp; model = hpnlp.load({json.dumps(target)}, dtype={json.dumps(dtype)})'"
+
+
+def write(advice: Advice, directory: Path) -> list[Path]:
+    """Writes the report as Markdown and JSON, and draws the picture.
+
+    Args:
+      advice: Result of a search.
+      directory: The directory.
+
+    Returns:
+      The files.
+    """
+    markdown, content, picture = (directory / name for name in FILES)
+    replace_text(markdown, f"# Which technique for {advice.run}\n\n{render(advice, None)}")
+    replace_text(content, json.dumps(to_json(advice), indent=1, default=str) + "\n")
+    plot(advice, picture)
+    return [markdown, content, picture]
+
+
+def to_json(advice: Advice) -> dict[str, Any]:
+    """All that a search found, with every round.
+
+    Args:
+      advice: Result of a search.
+
+    Returns:
+      Values that JSON can hold.
+    """
+    return {
+        "run": advice.run,
+        "settings": dataclasses.asdict(advice.settings),
+        "workload": dataclasses.asdict(advice.workload),
+        "machine": advice.baseline.environment,
+        "baseline_seconds": advice.baseline.baseline_seconds,
+        "verdict": verdict(advice),
+        "recommended": advice.recommended.candidate.name if advice.recommended else None,
+        "findings": [_values(finding) for finding in advice.findings],
+        "bounded": dict(advice.bounded),
+        "refused": dict(advice.refused),
+        "untrained": list(advice.untrained),
+        "skipped": list(advice.skipped),
+        "traced": dataclasses.asdict(advice.baseline.traced) if advice.baseline.traced else None,
+        "seconds": advice.seconds,
+    }
+
+
+def _values(finding: Finding) -> dict[str, Any]:
+    """A finding without the scores of single examples."""
+    measured = finding.measured
+    plain = dataclasses.replace(finding, measured=dataclasses.replace(measured, examples=None) if measured else None)
+    return {"name": finding.candidate.name, **dataclasses.asdict(plain)}
+
+
+def plot(advice: Advice, path: Path) -> None:
+    """Draws the ratios with their intervals and bounds.
+
+    Args:
+      advice: Result of a search.
+      path: File to write; its extension decides the format.
+    """
+    from matplotlib.figure import Figure  # without pyplot, which would change a notebook's backend
+
+    shown = [f for f in advice.findings if f.ratio is not None][:25]
+    figure = Figure(figsize=(8, 1.4 + 0.32 * max(1, len(shown))), layout="constrained")
+    axes = figure.subplots()
+    for row, finding in enumerate(shown):
+        ratio = finding.ratio
+        assert ratio is not None
+        is_best = advice.recommended is not None and finding.candidate == advice.recommended.candidate
+        colour = "C2" if is_best else "C0" if finding.is_faster else "C3" if ratio.verdict is Verdict.SLOWER else "0.55"
+        low, high = (ratio.low, ratio.high) if math.isfinite(ratio.high) else (ratio.median, ratio.median)
+        marker = "o" if finding.is_kept or not finding.is_faster else "x"
+        axes.plot([low, high], [row, row], color=colour, linewidth=2)
+        axes.plot(ratio.median, row, marker, color=colour)
+        if finding.bound is not None:
+            axes.plot(1 / finding.bound, row, "|", color="black", markersize=9)
+    axes.axvline(1.0, color="0.4", linewidth=0.9)
+    axes.set_yticks(range(len(shown)), [finding.candidate.name for finding in shown], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}")
+    axes.set(xlabel=f"{_COUNTED.get(advice.settings.goal, 'time')} over that of {UNCHANGED}")
+    axes.grid(alpha=0.3, axis="x")
+    axes.set_title("x: faster, but not shown to keep the quality; |: bound; green: recommended", fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def read_candidate(directory: Path, name: str) -> tuple[Candidate, Mapping[str, Any]]:
+    """A row of an earlier report.
+
+    Args:
+      directory: Directory of the report.
+      name: Name of the candidate.
+
+    Returns:
+      The candidate, and the values of its finding.
+
+    Raises:
+      InputError: There is no report, or no such row.
+    """
+    from hpnlp.spec import did_you_mean
+    from hpnlp.types import InputError
+
+    path = directory / FILES[1]
+    try:
+        findings = {finding["name"]: finding for finding in json.loads(path.read_text("utf-8"))["findings"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} holds no report: run hpnlp advise without --verify first") from error
+    if name not in findings:
+        raise InputError(f"--verify={name!r}: {path} has no such row: {did_you_mean(name, findings)}")
+    values = findings[name]["candidate"]
+    return Candidate(tuple(values["techniques"]), values["recipe"], values["changes"]), findings[name]

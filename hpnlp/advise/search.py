@@ -1,0 +1,520 @@
+"""The search for the techniques that make a model faster or smaller and keep its quality.
+
+It screens all techniques that fit the run in few paired rounds, scores the faster ones on one half of the held-out examples,
+adds techniques to the best one while that pays, and measures the result again, in new processes and on the other half.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpnlp import measure, tasks
+from hpnlp.advise import kept_quality
+from hpnlp.advise.arm import Arm
+from hpnlp.advise.candidate import Candidate
+from hpnlp.advise.kept_quality import KeptQuality, QualityVerdict
+from hpnlp.advise.technique import PROGRAMS, Goal, Needs, Technique
+from hpnlp.advise.techniques import techniques
+from hpnlp.advise.trial import Measured, Result, Trial, times_of
+from hpnlp.advise.trials import Trials
+from hpnlp.advise.workload import Program, Workload, default_workload
+from hpnlp.cost.paired_times import GROUP, LEAST, LOOKS, Ratio, Verdict
+from hpnlp.cost.traced_time import TracedTime
+from hpnlp.errors import InputError
+from hpnlp.planner.compressed import saved_step
+from hpnlp.training.config import Config, flat, with_changes
+from hpnlp.training.config_file import load_config
+from hpnlp.training.files.checkpoint import CONVERTED_STEP
+from hpnlp.training.files.example_scores import ExampleScores
+
+SCREEN = LOOKS[1]  # rounds of the first measurement of a technique
+SCREEN_SECONDS, CONFIRM_SECONDS = 20.0, 120.0  # after which rounds end at the next look
+SMALL_BOUND = 1.05  # techniques that gain less at most are not tried
+SCORED = 8  # most techniques that are scored
+STACKED = 3  # most techniques that are added to the first one
+CONFIRMED = 3  # candidates that are confirmed
+TRAINED, SEEDS = 2, 2  # most techniques that are trained, and seeds of each
+SCREEN_SHARE, SCORE_SHARE, STACK_SHARE = 0.5, 0.7, 0.85  # share of the time after which a phase begins nothing more
+FASTER = (Verdict.FASTER, Verdict.UNRESOLVED)
+
+
+@dataclasses.dataclass(frozen=True)
+class AdviseSettings:
+    """Settings of a search.
+
+    Attributes:
+      goal: What is to become less.
+      keep: Least share of the original's quality above the trivial one, see `kept_quality`.
+      seconds: Time of the search; the confirmation may take longer.
+      batch_size: Sequences of a batch; 0 for one where the goal is latency, and for that of the run otherwise.
+      batches: Largest number of held-out batches of a score; None for all.
+      only: Names of techniques or groups to try, as in `hpnlp techniques`; () for all.
+      exclude: Names of techniques or groups to leave out.
+      train_seconds: Time for trainings, which are apart from the time of the search; 0 for none.
+      changes: Fields of the run's config that are set, such as data.path.
+    """
+
+    goal: Goal = Goal.LATENCY
+    keep: float | int = 0.97
+    seconds: float | int = 600.0
+    batch_size: int = 0
+    batches: int | None = None
+    only: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    train_seconds: float | int = 0.0
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What was found of a candidate.
+
+    Attributes:
+      candidate: The candidate.
+      ratio: What the goal counts, over that of the model as it is: time, or bytes. None if it could not be measured.
+      cpu: Ratio of CPU times; None where no time is measured.
+      error: The reason why it could not be measured; "" if it was.
+      bound: Largest factor by which it can become faster; None where none is known.
+      quality: Comparison of the quality; None where it was not scored.
+      measured: Sizes and scores.
+      needs: Work before its quality can be judged.
+      is_confirmed: Whether `ratio` and `quality` are those of new rounds in a new process, and of the examples by which the
+        candidate was not selected.
+      is_trained: Whether the quality is that after a training.
+      is_kept: Whether the quality is shown to be kept; of confirmed candidates, with one error rate for all of them.
+    """
+
+    candidate: Candidate
+    ratio: Ratio | None
+    cpu: Ratio | None = None
+    error: str = ""
+    bound: float | None = None
+    quality: KeptQuality | None = None
+    measured: Measured | None = None
+    needs: Needs = Needs.NOTHING
+    is_confirmed: bool = False
+    is_trained: bool = False
+    is_kept: bool = False
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether it is shown to be faster, or smaller."""
+        return self.ratio is not None and self.ratio.verdict is Verdict.FASTER
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """Result of a search.
+
+    Attributes:
+      run: Directory of the run.
+      config: Its config.
+      settings: Settings of the search.
+      workload: The call that was measured.
+      baseline: The model as it is.
+      recommended: The confirmed candidate; None if nothing helps.
+      findings: Candidates that were measured, the largest gain first; those that were confirmed stand for themselves.
+      bounded: Name of a technique that was not tried -> the factor that it gains at most.
+      refused: Name of a technique that does not fit the run -> reason.
+      untrained: Names of techniques that need the training of a new model.
+      skipped: Names of techniques for which there was no time left.
+      seconds: Time of the search.
+    """
+
+    run: str
+    config: Config
+    settings: AdviseSettings
+    workload: Workload
+    baseline: Result
+    recommended: Finding | None
+    findings: Sequence[Finding]
+    bounded: Mapping[str, float]
+    refused: Mapping[str, str]
+    untrained: Sequence[str]
+    skipped: Sequence[str]
+    seconds: float
+
+
+def advise(
+    run: str | Path,
+    settings: AdviseSettings = AdviseSettings(),  # noqa: B008  (frozen)
+    *,
+    directory: str | Path | None = None,
+    trials: Trials | None = None,
+    log: Callable[[str], None] = print,
+) -> Advice:
+    """Measures which techniques make a model faster or smaller on this machine, and keep its quality.
+
+    Args:
+      run: Directory of a run.
+      settings: See AdviseSettings.
+      directory: Directory of the measurements, RUN/advise by default: a search that was interrupted goes on there.
+      trials: Runs processes; by default as subprocesses.
+      log: Called with lines on the progress.
+
+    Returns:
+      The advice.
+
+    Raises:
+      InputError: The run or a setting is invalid, or the model as it is cannot be measured.
+    """
+    directory = Path(directory or Path(run) / "advise")
+    return _Search(Path(run), settings, trials or Trials(directory / "trials"), log).run()
+
+
+class _Search:
+    """A search, with what it has found so far."""
+
+    def __init__(self, run: Path, settings: AdviseSettings, trials: Trials, log: Callable[[str], None]) -> None:
+        config = load_config(run)
+        self.path, self.settings, self.trials, self.log = run, settings, trials, log
+        self.config = with_changes(config, settings.changes)
+        trains = PROGRAMS.get(settings.goal) == "training" or settings.goal is Goal.MEMORY
+        size = settings.batch_size or (1 if settings.goal is Goal.LATENCY else 0)
+        self.workload = default_workload(self.config, trains, size)
+        self.metric, self.higher_is_better = tasks.find(config.task).primary_metric(flat(config))
+        environment = measure.environment()
+        names = ("cpu", "cores", "device", "jax", "hpnlp", "commit")
+        self.machine = ", ".join(f"{name} {environment[name]}" for name in names)
+        self.step = saved_step(run, config)
+        is_converted = self.step == CONVERTED_STEP and tasks.find(config.task).reads_examples
+        self.has_data = not is_converted or "data.path" in settings.changes
+        self.begun = time.monotonic()
+
+    def run(self) -> Advice:
+        """Searches."""
+        self.baseline = baseline = self._measured_baseline()
+        chosen, bounded, refused, untrained = self._chosen(baseline.traced)
+        screened, skipped = self._screen(chosen)
+        faster = [
+            f for f in screened if f.ratio is not None and f.ratio.verdict in FASTER and f.ratio.median < 1 - LEAST
+        ]
+        scored = self._score(faster[:SCORED])
+        by_name = {finding.candidate.name: finding for finding in [*screened, *scored]}
+        trained = self._trained(scored)
+        by_name |= {finding.candidate.name: finding for finding in trained}
+        good = _ordered([f for f in [*scored, *trained] if f.is_kept])
+        stack = self._stacked(good, {t.name: t for t in chosen})
+        confirmed = self._confirm(stack, good)
+        by_name |= {finding.candidate.name: finding for finding in confirmed}
+        accepted = [f for f in confirmed if f.is_faster and f.is_kept]
+        findings = sorted(by_name.values(), key=_gain, reverse=True)
+        return Advice(
+            str(self.path),
+            self.config,
+            self.settings,
+            self.workload,
+            baseline,
+            max(accepted, key=_gain, default=None),
+            findings,
+            bounded,
+            refused,
+            untrained,
+            skipped,
+            time.monotonic() - self.begun,
+        )
+
+    @property
+    def _left(self) -> float:
+        """Seconds that are left of the time for the search."""
+        return self.begun + self.settings.seconds - time.monotonic()
+
+    @property
+    def _spent(self) -> float:
+        """Share of the time that is over."""
+        return 1 - self._left / self.settings.seconds
+
+    @property
+    def _trains(self) -> bool:
+        return self.workload.program is Program.TRAINING
+
+    @property
+    def _is_timed(self) -> bool:
+        """Whether the goal is a time, which varies, or bytes, which do not."""
+        return self.settings.goal not in (Goal.MEMORY, Goal.DISK)
+
+    def _trial(self, candidates: Sequence[Candidate], rounds: int, **options: Any) -> Trial:
+        """A trial of candidates beside the model as it is."""
+        if not self._is_timed:  # the memory of a step is known once it is compiled
+            rounds = int(self.settings.goal is Goal.MEMORY)
+        seconds = CONFIRM_SECONDS if rounds > SCREEN else SCREEN_SECONDS
+        values = {
+            "baseline": Candidate(), "seconds": seconds, "batches": self.settings.batches, "workload": self.workload
+        } | options  # fmt: skip
+        return Trial(
+            run=str(self.path),
+            step=self.step,
+            changes=self.settings.changes,
+            candidates=tuple(candidates),
+            rounds=rounds,
+            machine=self.machine,
+            has_data=self.has_data,
+            **values,
+        )
+
+    def _measured_baseline(self) -> Result:
+        """Time and scores of the model as it is."""
+        if not self.has_data:
+            self.log(f"{self.path} was converted, and has no examples: only times are measured; add --data.path=PATH")
+        self.log(f"{self.path}, step {self.step}: measuring {self.workload.describe()}")
+        result = self.trials.run(self._trial([], SCREEN, scored=not self._trains, profiled=self._is_timed))
+        if self._is_timed and result.equal is not None and result.equal.high > 1.25 * result.equal.low:
+            self.log(
+                "this machine is busy: the interval of two equal calls is wider than a quarter; small gains will not be found"
+            )
+        return result
+
+    def _chosen(self, traced: TracedTime | None) -> tuple[list[Technique], dict[str, float], dict[str, str], list[str]]:
+        """Techniques to try, the most promising first; and those that are not tried."""
+        layers = self.config.model.layers if "layers" in vars(self.config.model) else 4
+        listed = [t for t in techniques(layers) if self.settings.goal in t.goals and self._is_wanted(t)]
+        if not listed:
+            raise InputError(
+                f"no technique with --goal={self.settings.goal} is left of --only={','.join(self.settings.only)}, "
+                f"--exclude={','.join(self.settings.exclude)}: see hpnlp techniques --goal={self.settings.goal}"
+            )
+        chosen, bounded, refused, untrained, present = [], {}, {}, [], flat(self.config)
+        for technique in listed:
+            needs_new_model = not technique.is_recipe and technique.needs is not Needs.NOTHING
+            if technique.changes and technique.changes.items() <= present.items():
+                continue
+            elif needs_new_model and not self._trains and not self.settings.train_seconds:
+                untrained.append(technique.name)
+            elif self._trains and technique.is_recipe:
+                continue
+            elif reason := technique.refusal(self.path, self.config):
+                refused[technique.name] = reason
+            elif (bound := _bound(technique, traced)) is not None and bound < SMALL_BOUND:
+                bounded[technique.name] = bound
+            else:
+                chosen.append(technique)
+        chosen.sort(key=lambda t: (t.needs is not Needs.NOTHING, -(_bound(t, traced) or math.inf)))
+        return chosen, bounded, refused, untrained
+
+    def _is_wanted(self, technique: Technique) -> bool:
+        names = {technique.name, technique.group}
+        return not (self.settings.only and names.isdisjoint(self.settings.only)) and names.isdisjoint(
+            self.settings.exclude
+        )
+
+    def _screen(self, chosen: Sequence[Technique]) -> tuple[list[Finding], list[str]]:
+        """Few rounds of each technique, the largest gain first; and the names of those for which there was no time."""
+        found: list[Finding] = []
+        groups = [chosen[i : i + GROUP] for i in range(0, len(chosen), GROUP)]
+        for number, group in enumerate(groups):
+            if number and self._spent > SCREEN_SHARE:
+                return _ordered(found), [t.name for t in itertools.chain(*groups[number:])]
+            self._report(f"group {number + 1} of {len(groups)}: {', '.join(t.name for t in group)}", found)
+            candidates = [Candidate().plus(technique) for technique in group]
+            result = self.trials.run(self._trial(candidates, SCREEN))
+            found += [
+                dataclasses.replace(finding, needs=technique.needs, bound=_bound(technique, self.baseline.traced))
+                for finding, technique in zip(self._findings(candidates, result), group, strict=True)
+            ]
+        return _ordered(found), []
+
+    def _report(self, work: str, found: Sequence[Finding]) -> None:
+        best = min((f for f in found if f.is_faster), key=lambda f: f.ratio.median if f.ratio else 1.0, default=None)
+        so_far = f"; so far {best.candidate.name}, {best.ratio.median:.2f}" if best and best.ratio else ""
+        self.log(f"{work} ({max(0, self._left) / 60:.0f} min left{so_far})")
+
+    def _findings(self, candidates: Sequence[Candidate], result: Result) -> Iterator[Finding]:
+        for number, (candidate, model) in enumerate(zip(candidates, result.models[1:], strict=True)):
+            yield Finding(
+                candidate,
+                self._ratio(result, number),
+                model.times.cpu if model.times else None,
+                model.error,
+                measured=model,
+            )
+
+    def _ratio(self, result: Result, number: int) -> Ratio | None:
+        """What the goal counts of a candidate, over that of the baseline."""
+        model, baseline = result.models[number + 1], result.models[0]
+        if model.error:
+            return None
+        if self._is_timed:
+            return times_of(result, number)
+        sizes = (model.peak_bytes, baseline.peak_bytes)
+        if self.settings.goal is Goal.DISK:
+            sizes = (model.disk_bytes, baseline.disk_bytes)
+        if not sizes[0] or not sizes[1]:
+            return None
+        quotient = sizes[0] / sizes[1]
+        verdict = Verdict.FASTER if quotient < 1 - LEAST else Verdict.SLOWER if quotient > 1 + LEAST else Verdict.EQUAL
+        return Ratio(quotient, quotient, quotient, verdict)
+
+    def _score(self, found: Sequence[Finding]) -> list[Finding]:
+        """The findings with their quality on the half of the examples by which candidates are selected."""
+        if self._trains:  # from new parameters: only what leaves the model as it is can be judged
+            return [dataclasses.replace(f, is_kept=f.needs is Needs.NOTHING) for f in found]
+        new = [f for f in found if f.needs is Needs.TRAINING and not f.candidate.recipe]  # with new weights
+        found = [f for f in found if f not in new]
+        scored: list[Finding] = new
+        for i in range(0, len(found), GROUP):
+            group = found[i : i + GROUP]
+            if i and self._spent > SCORE_SHARE:
+                return [*scored, *found[i:]]
+            self._report(f"scoring {', '.join(f.candidate.name for f in group)}", found)
+            result = self.trials.run(self._trial([f.candidate for f in group], 0, scored=True))
+            for finding, model in zip(group, result.models[1:], strict=True):
+                quality = self._quality(result.models[0], model, selects=True)
+                kept = quality is not None and quality.verdict is QualityVerdict.KEPT
+                scored.append(dataclasses.replace(finding, quality=quality, is_kept=kept, error=model.error))
+        return scored
+
+    def _quality(self, baseline: Measured, model: Measured, selects: bool) -> KeptQuality | None:
+        """Comparison of a model's quality on one of the halves of the examples."""
+        if baseline.examples is None or model.examples is None:
+            return None
+        return self._compared(baseline.examples, model.examples, selects)
+
+    def _compared(self, original: ExampleScores, changed: ExampleScores, selects: bool | None) -> KeptQuality | None:
+        """Comparison of scores on one of the halves of the examples, or on all of them for None.
+
+        Scores that are no mean over examples, such as F1, are represented by the loss. Without a trivial score, quality counts
+        from 0.
+        """
+        name = self.metric if self.metric in original.sums else "loss"
+        higher_is_better, trivial = self.higher_is_better and name == self.metric, self.baseline.trivial
+        if trivial is None and not higher_is_better:
+            return None
+        halves = kept_quality.is_for_selection(np.arange(len(original.identity)))
+        chosen = np.ones_like(halves) if selects is None else halves if selects else ~halves
+        return kept_quality.kept(
+            kept_quality.subset(original, chosen),
+            kept_quality.subset(changed, chosen),
+            name,
+            keep=self.settings.keep,
+            trivial=trivial or 0.0,
+            higher_is_better=higher_is_better,
+        )
+
+    def _trained(self, found: Sequence[Finding]) -> list[Finding]:
+        """The fastest findings that need training, with their quality after trainings of equal steps of both models.
+
+        A finding keeps its quality if it does with each of SEEDS seeds. Techniques of new models are trained from new
+        parameters, and those that remove units from the run's weights; so is the model as it is beside them.
+        """
+        if not self.settings.train_seconds:
+            return []
+        chosen = [f for f in found if f.needs is Needs.TRAINING and f.is_faster and not f.is_kept][:TRAINED]
+        if not chosen:
+            return []
+        further = {bool(f.candidate.recipe) for f in chosen}
+        step = self.trials.run(self._trial([], LOOKS[0], workload=Workload(Program.TRAINING, self._batch_size)))
+        arms = SEEDS * (len(chosen) + len(further))
+        steps = max(1, int(self.settings.train_seconds / arms / step.baseline_seconds))
+        self.log(f"training {arms} times {steps} steps: {', '.join(f.candidate.name for f in chosen)}")
+        scores: dict[tuple[str, bool, int], ExampleScores] = {}
+        errors: dict[str, str] = {}
+        for is_further, seed in itertools.product(sorted(further), range(SEEDS)):
+            candidates = [Candidate(), *(f.candidate for f in chosen if bool(f.candidate.recipe) is is_further)]
+            for candidate in candidates:
+                self.log(f"training {candidate.name}, seed {seed}")
+                changes, batches = self.settings.changes, self.settings.batches
+                arm = Arm(str(self.path), changes, candidate, steps, seed, is_further, batches)
+                found_scores, reason = self.trials.train(arm)
+                if found_scores is None:
+                    errors[candidate.name] = reason
+                else:
+                    scores[candidate.name, is_further, seed] = found_scores
+        return [self._after_training(finding, scores, errors) for finding in chosen]
+
+    def _after_training(
+        self, finding: Finding, scores: Mapping[tuple[str, bool, int], ExampleScores], errors: Mapping[str, str]
+    ) -> Finding:
+        """A finding with the least quality over seeds."""
+        name, is_further = finding.candidate.name, bool(finding.candidate.recipe)
+        pairs = [
+            (scores.get((Candidate().name, is_further, s)), scores.get((name, is_further, s))) for s in range(SEEDS)
+        ]
+        qualities = [self._compared(first, second, None) for first, second in pairs if first and second]
+        known = [quality for quality in qualities if quality is not None]
+        if len(known) < SEEDS:
+            return dataclasses.replace(finding, error=errors.get(name) or errors.get(Candidate().name, "no scores"))
+        worst = min(known, key=lambda quality: quality.low)
+        kept = all(quality.verdict is QualityVerdict.KEPT for quality in known)
+        return dataclasses.replace(finding, quality=worst, is_kept=kept, is_trained=True)
+
+    @property
+    def _batch_size(self) -> int:
+        return int(self.config.data.batch_size)
+
+    def _stacked(self, good: Sequence[Finding], by_name: Mapping[str, Technique]) -> Candidate:
+        """The best candidate with more techniques, while that makes it faster and keeps the quality."""
+        stack = good[0].candidate if good else Candidate()
+        if good and good[0].is_trained:
+            return stack
+        others = [by_name[f.candidate.name] for f in good[1:] if not f.is_trained]
+        for _ in range(STACKED):
+            larger = [candidate for technique in others if (candidate := _joined(stack, technique)) is not None][:GROUP]
+            if not larger or self._spent > STACK_SHARE:
+                break
+            self.log(f"adding to {stack.name}: {', '.join(c.techniques[-1] for c in larger)}")
+            result = self.trials.run(self._trial(larger, SCREEN, baseline=stack))
+            found = [f for f in _ordered(list(self._findings(larger, result))) if f.is_faster]
+            if not self._trains and found:
+                scored = self.trials.run(self._trial([f.candidate for f in found], 0, scored=True))
+                kept = [self._quality(scored.models[0], model, selects=True) for model in scored.models[1:]]
+                found = [f for f, q in zip(found, kept, strict=True) if q and q.verdict is QualityVerdict.KEPT]
+            if not found:
+                break
+            stack = found[0].candidate
+            others = [technique for technique in others if technique.name not in stack.techniques]
+        return stack
+
+    def _confirm(self, stack: Candidate, good: Sequence[Finding]) -> list[Finding]:
+        """New rounds in a new process, and the quality on the other half of the examples, of the best candidates."""
+        singles = [f.candidate for f in good if f.candidate.techniques != stack.techniques]
+        candidates = [c for c in [stack, *singles] if c.techniques][:CONFIRMED]
+        if not candidates:
+            return []
+        self.log(f"confirming {', '.join(c.name for c in candidates)}")
+        result = self.trials.run(self._trial(candidates, LOOKS[-1], scored=not self._trains, attempt=1))
+        found = [dataclasses.replace(finding, is_confirmed=True) for finding in self._findings(candidates, result)]
+        trained = {f.candidate.name: f for f in good if f.is_trained}
+        qualities = [self._quality(result.models[0], model, selects=False) for model in result.models[1:]]
+        final, judged = [], []
+        for finding, quality in zip(found, qualities, strict=True):
+            if self._trains:
+                final.append(dataclasses.replace(finding, is_kept=not finding.error))
+            elif (before := trained.get(finding.candidate.name)) is not None:
+                times = {"ratio": finding.ratio, "cpu": finding.cpu, "is_confirmed": True}
+                final.append(dataclasses.replace(before, **times))
+            else:
+                judged.append(dataclasses.replace(finding, quality=quality))
+        with_quality = [f for f in judged if f.quality is not None]
+        accepted = kept_quality.confirmed([f.quality for f in with_quality if f.quality is not None])
+        names = {f.candidate.name for f, is_kept in zip(with_quality, accepted, strict=True) if is_kept}
+        return [*final, *(dataclasses.replace(f, is_kept=f.candidate.name in names) for f in judged)]
+
+
+def _bound(technique: Technique, traced: TracedTime | None) -> float | None:
+    return technique.bound(traced) if traced is not None else None
+
+
+def _joined(stack: Candidate, technique: Technique) -> Candidate | None:
+    """The candidate with one more technique; None if they exclude each other."""
+    try:
+        return stack.plus(technique)
+    except InputError:
+        return None
+
+
+def _gain(finding: Finding) -> float:
+    """Order of findings: the reciprocal of the ratio; least where it could not be measured."""
+    return 1 / finding.ratio.median if finding.ratio is not None else -math.inf
+
+
+def _ordered(found: Sequence[Finding]) -> list[Finding]:
+    """Findings, the largest gain first."""
+    return sorted(found, key=_gain, reverse=True)
