@@ -9,7 +9,7 @@ from typing import Any
 from hpnlp.advise.candidate import Candidate
 from hpnlp.advise.kept_quality import KeptQuality
 from hpnlp.advise.technique import Goal, Needs, Technique
-from hpnlp.advise.trial import Measured, Result
+from hpnlp.advise.trial import Measured, TrialResult
 from hpnlp.advise.workload import Workload
 from hpnlp.cost.paired_times import Ratio, Verdict
 from hpnlp.training.config import Config
@@ -104,7 +104,7 @@ class Advice:
     config: Config
     settings: AdviseSettings
     workload: Workload
-    baseline: Result
+    baseline: TrialResult
     recommended: Finding | None
     findings: Sequence[Finding]
     bounded: Mapping[str, float]

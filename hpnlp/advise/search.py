@@ -24,7 +24,7 @@ from hpnlp.advise.candidate import Candidate
 from hpnlp.advise.kept_quality import KeptQuality, QualityVerdict
 from hpnlp.advise.technique import PROGRAMS, Goal, Needs, Technique
 from hpnlp.advise.techniques import techniques
-from hpnlp.advise.trial import Measured, Result, Trial, wall_ratio
+from hpnlp.advise.trial import Measured, Trial, TrialResult, wall_ratio
 from hpnlp.advise.trials import Trials
 from hpnlp.advise.workload import Program, Workload, default_workload
 from hpnlp.cost.paired_times import GROUP, LEAST, LOOKS, Ratio, Verdict
@@ -164,7 +164,7 @@ class _Search:
             **values,
         )
 
-    def _measured_baseline(self) -> Result:
+    def _measured_baseline(self) -> TrialResult:
         """Time and scores of the model as it is."""
         if not self.has_data:
             self.log(f"{self.path} was converted, and has no examples: only times are measured; add --data.path=PATH")
@@ -233,7 +233,7 @@ class _Search:
         so_far = f"; so far {best.candidate.name}, {best.ratio.median:.2f}" if best and best.ratio else ""
         self.log(f"{work} ({max(0, self._left) / 60:.0f} min left{so_far})")
 
-    def _findings(self, candidates: Sequence[Candidate], result: Result) -> Iterator[Finding]:
+    def _findings(self, candidates: Sequence[Candidate], result: TrialResult) -> Iterator[Finding]:
         for number, (candidate, model) in enumerate(zip(candidates, result.models[1:], strict=True)):
             yield Finding(
                 candidate,
@@ -243,7 +243,7 @@ class _Search:
                 measured=model,
             )
 
-    def _ratio(self, result: Result, number: int) -> Ratio | None:
+    def _ratio(self, result: TrialResult, number: int) -> Ratio | None:
         """Ratio of the goal's quantity, a time or a number of bytes, to that of the baseline."""
         model, baseline = result.models[number + 1], result.models[0]
         if model.error:

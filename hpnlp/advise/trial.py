@@ -139,7 +139,7 @@ class Measured:
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class TrialResult:
     """Measurements of a trial.
 
     Attributes:
@@ -183,7 +183,7 @@ class Result:
         replace_bytes(directory / RESULT, text.encode())
 
     @classmethod
-    def read(cls, directory: Path) -> Result | None:
+    def read(cls, directory: Path) -> TrialResult | None:
         """Reads the result of a trial.
 
         Args:
@@ -245,7 +245,7 @@ class _Process:
     def _dataset(self, config: Config) -> Any:
         return tasks.find(config.task).dataset(config.data, self.run.vocabulary)
 
-    def measure(self) -> Result:
+    def measure(self) -> TrialResult:
         """Measures the candidates; what one of them raises becomes its error."""
         begun, trial = time.monotonic(), self.trial
         baseline, errors, models = self._model(trial.baseline), {}, {}
@@ -276,7 +276,7 @@ class _Process:
             trivial_score(self.run.config, self.dataset, trial.batches) if trial.scored and trial.has_data else None
         )
         divided = traced(trial.workload, self.run, self.dataset, self.texts) if trial.profiled else None
-        return Result(
+        return TrialResult(
             tuple(measured), time.monotonic() - begun, seconds, equal, measure.environment(), trivial, divided
         )
 
@@ -377,7 +377,7 @@ def _first_line(error: BaseException) -> str:
     return lines[0][:300] if lines else type(error).__name__
 
 
-def wall_ratio(result: Result, number: int) -> Ratio | None:
+def wall_ratio(result: TrialResult, number: int) -> Ratio | None:
     """Ratio of the wall time of a candidate.
 
     Args:

@@ -20,6 +20,7 @@ from hpnlp.cost.parts import part
 from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.model_interfaces.layer_report import CARRY, LayerReport
 from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL, ModelParallel, TensorParallel
+from hpnlp.model_interfaces.ranges import LIMITS
 from hpnlp.models.shared.body import ConfigOfModel
 from hpnlp.models.shared.model import BaseModel
 from hpnlp.models.stacks import layer_statistics
@@ -45,7 +46,6 @@ from hpnlp.nn.block import BlockConfig
 from hpnlp.nn.blocks import block_kind
 from hpnlp.nn.feed_forward.canonical import canonical_mlp
 from hpnlp.nn.layers import NORMS, Embed, dropout
-from hpnlp.nn.ranges import LIMITS
 from hpnlp.ops.attention import Full
 from hpnlp.ops.helpers.stacks import StackOrder
 from hpnlp.spec import lookup, parse, parse_period, shortened

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from hpnlp.cost.parts import part
 from hpnlp.data.tokenizers.pixels import VALUES, PixelTokenizer
 from hpnlp.model_interfaces.model_parallel import ModelParallel
+from hpnlp.model_interfaces.ranges import LIMITS, classes_option, rate_option
 from hpnlp.models.backbone import DTYPES
 from hpnlp.models.prediction import Batch, classification_metrics
 from hpnlp.models.shared.model import BaseModel
@@ -25,7 +26,6 @@ from hpnlp.nn.convnet import BLOCKS, BlockShape, ConvModule
 from hpnlp.nn.image_norms import make_norm
 from hpnlp.nn.layers import embed_init, param
 from hpnlp.nn.output.full import FullOutput
-from hpnlp.nn.ranges import LIMITS, classes_option, rate_option
 from hpnlp.parallel.memory import remat
 from hpnlp.spec import build, lookup, parse, shortened
 from hpnlp.types import InputError, LossOut, Statistics, check_options, option

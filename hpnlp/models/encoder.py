@@ -12,13 +12,13 @@ from jaxtyping import Array, Float
 
 from hpnlp import compatibility
 from hpnlp.cost.parts import part
+from hpnlp.model_interfaces.ranges import LIMITS, classes_option
 from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.prediction import Batch, PredictionModel, classification_metrics
 from hpnlp.models.shared.body import BodyStart
 from hpnlp.nn.attention import Context
 from hpnlp.nn.layers import Dense, Embed, dropout
 from hpnlp.nn.pooling import POOLINGS, TRANSFORMS, HeadTransform, Pooling
-from hpnlp.nn.ranges import LIMITS, classes_option
 from hpnlp.ops.convolutions.convolution import token_windows
 from hpnlp.ops.table_rows import is_row_subset
 from hpnlp.types import InputError, LossOut, option

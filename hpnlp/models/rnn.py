@@ -15,13 +15,13 @@ from hpnlp import compatibility
 from hpnlp.cost.parts import part
 from hpnlp.model_interfaces.layer_report import CARRY
 from hpnlp.model_interfaces.model_parallel import ModelParallel
+from hpnlp.model_interfaces.ranges import LIMITS, rate_option
 from hpnlp.models.backbone import DTYPES
 from hpnlp.models.lm import example_batch
 from hpnlp.models.prediction import Batch, label_losses, looked_up_rows
 from hpnlp.models.stacks.unstacked import Unstacked, UnstackedModel
 from hpnlp.nn.layers import Embed, embed_init, param
 from hpnlp.nn.output import OUTPUTS, is_normalized
-from hpnlp.nn.ranges import LIMITS, rate_option
 from hpnlp.nn.rnn import RecurrentInputs
 from hpnlp.nn.rnn_stack import RecurrentStack, StackConfig
 from hpnlp.ops.rnn import dropout_factors, segment_resets

@@ -14,13 +14,13 @@ from jaxtyping import Array, Float, Int
 from hpnlp import compatibility
 from hpnlp.cost.parts import part
 from hpnlp.model_interfaces.model_parallel import ModelParallel
+from hpnlp.model_interfaces.ranges import LIMITS
 from hpnlp.models.backbone import DTYPES
 from hpnlp.models.lm import example_batch
 from hpnlp.models.prediction import Batch
 from hpnlp.models.stacks.unstacked import Unstacked, UnstackedModel
 from hpnlp.nn.layers import Embed, embed_init, param
 from hpnlp.nn.output import OUTPUTS, is_normalized
-from hpnlp.nn.ranges import LIMITS
 from hpnlp.ops.embeddings import unit_norm
 from hpnlp.ops.embeddings.word2vec import OBJECTIVES, SUBSAMPLING, keep_probabilities
 from hpnlp.spec import build, lookup, parse_one

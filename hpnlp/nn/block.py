@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, PyTree
 from hpnlp.cost.parts import part
 from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
+from hpnlp.model_interfaces.ranges import LIMITS, rate_option
 from hpnlp.nn.attention import Attention, Context
 from hpnlp.nn.feed_forward import build_feed_forward, described_network
 from hpnlp.nn.layers import NORMS, Initializer, dropout
-from hpnlp.nn.ranges import LIMITS, rate_option
 from hpnlp.spec import Spec, lookup
 from hpnlp.types import InputError, MixerInputs, check_options, option
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from hpnlp.model_interfaces.ranges import LIMITS, rate_option
 from hpnlp.nn.layers import dense_init, param
-from hpnlp.nn.ranges import LIMITS, rate_option
 from hpnlp.ops import rnn as ops
 from hpnlp.ops.rnn import LSTMNorms, StepMasks, drop_weights, dropout_factors, zoneout_shares
 from hpnlp.spec import build, parse

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from hpnlp.cost.parts import part
+from hpnlp.model_interfaces.ranges import rate_option
 from hpnlp.nn.layers import dropout
-from hpnlp.nn.ranges import rate_option
 from hpnlp.nn.rnn import RecurrentInputs, RecurrentLayer, Regularization, State, build_layers
 from hpnlp.types import InputError, option
 

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from hpnlp.model_interfaces.ranges import rate_option
 from hpnlp.nn.layers import LayerNorm, dense_init, dropout, param
 from hpnlp.nn.pooling import Pooling
-from hpnlp.nn.ranges import rate_option
 from hpnlp.nn.rnn import QRNN, RecurrentInputs, Regularization
 from hpnlp.ops.ngram_attention import NGRAMS, ngram_attention
 from hpnlp.ops.word_projection import projected_product

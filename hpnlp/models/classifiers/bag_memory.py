@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from hpnlp.errors import RangeError
-from hpnlp.nn.ranges import LIMITS
+from hpnlp.model_interfaces.ranges import LIMITS
 from hpnlp.spec import build, parse_one
 from hpnlp.types import REQUIRED, check_options, option
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from hpnlp import compatibility
+from hpnlp.model_interfaces.ranges import LIMITS, classes_option, rate_option
 from hpnlp.models.classifiers.pooled_classifier import PooledClassifier
 from hpnlp.models.prediction import Batch
 from hpnlp.models.stacks.unstacked import Unstacked
-from hpnlp.nn.ranges import LIMITS, classes_option, rate_option
 from hpnlp.nn.rnn import RecurrentInputs
 from hpnlp.nn.text_encoders import ENCODERS, Bottleneck, TextEncoder
 from hpnlp.ops.word_projection import HASH_WORDS

@@ -12,11 +12,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree
 
 from hpnlp.model_interfaces.model_parallel import ModelParallel
+from hpnlp.model_interfaces.ranges import LIMITS, classes_option, rate_option
 from hpnlp.models.classifiers.bag_memory import BagMemory, parse_memory
 from hpnlp.models.prediction import Batch, classification_metrics
 from hpnlp.models.stacks.unstacked import Unstacked, UnstackedModel
 from hpnlp.nn.layers import Embed, buffer, dropout, embed_init, param
-from hpnlp.nn.ranges import LIMITS, classes_option, rate_option
 from hpnlp.ops.embeddings import concat_nearest, frequency_factors, pool_segments, scale_gradient, unit_norm
 from hpnlp.ops.embeddings.bags import MODES
 from hpnlp.ops.softmax.margin import hardest, margin_loss

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from hpnlp import compatibility
+from hpnlp.model_interfaces.ranges import LIMITS, classes_option, rate_option
 from hpnlp.models.backbone import DTYPES
 from hpnlp.models.classifiers.pooled_classifier import PooledClassifier
 from hpnlp.models.prediction import Batch
 from hpnlp.models.stacks.unstacked import Unstacked
 from hpnlp.nn.layers import Embed
 from hpnlp.nn.pooling import POOLINGS
-from hpnlp.nn.ranges import LIMITS, classes_option, rate_option
 from hpnlp.nn.rnn import RecurrentInputs
 from hpnlp.nn.rnn_stack import RecurrentStack, StackConfig
 from hpnlp.spec import lookup

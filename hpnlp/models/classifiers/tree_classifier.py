@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from hpnlp.model_interfaces.ranges import LIMITS, classes_option, rate_option
 from hpnlp.models.backbone import DTYPES
 from hpnlp.models.classifiers.pooled_classifier import PooledClassifier
 from hpnlp.models.prediction import Batch
 from hpnlp.models.stacks.unstacked import Unstacked
 from hpnlp.nn.layers import Embed, dropout
 from hpnlp.nn.pooling import POOLINGS
-from hpnlp.nn.ranges import LIMITS, classes_option, rate_option
 from hpnlp.nn.tree_lstm import ChildSumTreeLSTM, batch_schedule
 from hpnlp.parallel.memory import remat
 from hpnlp.spec import lookup

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.model_interfaces.model_parallel import ModelParallel
+from hpnlp.model_interfaces.ranges import LIMITS, classes_option
 from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.encoder import EncoderConfig
 from hpnlp.models.pairs.grad_cache import Encoded
@@ -26,7 +27,6 @@ from hpnlp.models.shared.body import BodyStart
 from hpnlp.models.stacks.layer_statistics import OfSeveralStacks
 from hpnlp.nn.layers import Dense, param
 from hpnlp.nn.pooling import POOLINGS
-from hpnlp.nn.ranges import LIMITS, classes_option
 from hpnlp.ops.helpers.counter_rng import mix
 from hpnlp.types import InputError, LossOut, WordStats, check_options, option
 

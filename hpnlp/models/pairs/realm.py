@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp.compatibility import Facts
 from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.model_interfaces.model_parallel import ModelParallel
+from hpnlp.model_interfaces.ranges import LIMITS
 from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.pairs.documents import Documents
@@ -27,7 +28,6 @@ from hpnlp.models.shared.body import BodyStart
 from hpnlp.models.stacks.layer_statistics import OfSeveralStacks
 from hpnlp.nn.layers import buffer, param
 from hpnlp.nn.pooling import POOLINGS
-from hpnlp.nn.ranges import LIMITS
 from hpnlp.ops.search.exact import top_k
 from hpnlp.types import InputError, LossOut, Statistics, WordStats, option
 
