@@ -25,7 +25,7 @@ import numpy as np
 
 from hpnlp import measure, tasks
 from hpnlp.advise.candidate import Candidate
-from hpnlp.advise.workload import Call, Program, Workload, make_call, sample_texts, traced
+from hpnlp.advise.workload import Program, TimedCall, Workload, make_call, sample_texts, traced
 from hpnlp.atomic_file import replace_bytes
 from hpnlp.compress.files import encoding_of, stored_bytes, write_weights
 from hpnlp.cost.paired_times import PairedTimes, Ratio, Usage, compare_times, ratio
@@ -228,7 +228,7 @@ class _Model:
 
     candidate: Candidate
     run: Run
-    call: Call | None  # None where no times are measured
+    call: TimedCall | None  # None where no times are measured
     loss: float
 
 

@@ -90,7 +90,7 @@ def default_workload(config: Config, trains: bool, batch_size: int) -> Workload:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class TimedCall:
     """A call of a changed model, ready to be measured.
 
     Attributes:
@@ -106,7 +106,7 @@ class Call:
     peak_bytes: int | None = None
 
 
-def make_call(workload: Workload, run: Run, dataset: Any, texts: Sequence[str] = ()) -> Call:
+def make_call(workload: Workload, run: Run, dataset: Any, texts: Sequence[str] = ()) -> TimedCall:
     """The call of a run.
 
     Args:
@@ -126,11 +126,11 @@ def make_call(workload: Workload, run: Run, dataset: Any, texts: Sequence[str] =
         case Program.TRAINING:
             batch = _batch(run, dataset)
             call, program, _ = profile_run.training_step(run, batch)
-            return Call(call, _digest(program.executable.as_text()), _amount(batch), program.memory.peak)
+            return TimedCall(call, _digest(program.executable.as_text()), _amount(batch), program.memory.peak)
         case Program.LOSS:
             batch = _resized(_batch(run, dataset), workload.batch_size)
             call, program, _ = profile_run.loss_of_batch(run, batch)
-            return Call(call, _digest(program.executable.as_text()), _amount(batch), program.memory.peak)
+            return TimedCall(call, _digest(program.executable.as_text()), _amount(batch), program.memory.peak)
         case Program.PREDICT:
             function = functools.partial(predictor().predict, texts, workload.batch_size)
         case Program.ENCODE:
@@ -138,7 +138,7 @@ def make_call(workload: Workload, run: Run, dataset: Any, texts: Sequence[str] =
         case Program.GENERATE:
             function = functools.partial(predictor().generate, texts, NEW, 0.0)
     text = _lowered_loss(run, dataset, workload.batch_size) if dataset is not None else _form(run)
-    return Call(function, _digest(text), 1.0)
+    return TimedCall(function, _digest(text), 1.0)
 
 
 def sample_texts(workload: Workload, run: Run, dataset: Any) -> list[Any]:

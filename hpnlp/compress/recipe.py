@@ -329,7 +329,7 @@ def parse_recipe(text: str) -> list[Stage]:
             raise InputError(
                 f"{second.text} after {first.text}: both represent the same matrices: leave out one of them"
             )
-    zeroing = [stage.text for stage in stages if isinstance(stage, zeros.MagnitudeStage)]
+    zeroing = [stage.text for stage in stages if stage.sets_zeros]
     if len(zeroing) > 1:
         raise InputError(
             f"{zeroing[1]} after {zeroing[0]}: both are shares of all weights, so that only the smaller one has an effect: "

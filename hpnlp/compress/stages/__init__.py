@@ -46,6 +46,7 @@ class Stage:
 
     # STRUCTURE (which units there are), FACTORS (matrices become products) or NUMBERS (of fewer bits).
     changes: ClassVar[str] = STRUCTURE
+    sets_zeros: ClassVar[bool] = False  # sets single weights to 0, a share of all weights
 
     text: str = keyword_only(option(REQUIRED, "Spec of the stage, for messages and reports."))
 

@@ -30,6 +30,8 @@ class MagnitudeStage(Stage):
     Of equal magnitudes, the first stay.
     """
 
+    sets_zeros = True
+
     share: int | float = option(REQUIRED, "Share of the weights that stays.", above=0, most=1)
     by: str = option(
         "magnitude",

@@ -26,7 +26,7 @@ from hpnlp.jobs.compression import iterations as pruning_iterations
 from hpnlp.jobs.compression.versions import ORIGINAL, CalibrationData, Version, after
 from hpnlp.ops.weight import parameter_count
 from hpnlp.parallel.plan import Plan
-from hpnlp.spec import did_you_mean, parse_one
+from hpnlp.spec import did_you_mean
 from hpnlp.tasks.reports.reporting import Outcome
 from hpnlp.training import gradients, loop, run_directory
 from hpnlp.training.config import Config, flat, to_json, with_changes
@@ -348,7 +348,7 @@ def _check_recipe(recipe: str, stages: Sequence[Stage], finetune: int, rewind: s
 
 def _is_masked(stages: Sequence[Stage]) -> bool:
     """Whether a recipe sets single weights to 0."""
-    return any(parse_one(stage.text, "--recipe").name == "magnitude" for stage in stages)
+    return any(stage.sets_zeros for stage in stages)
 
 
 def _check_changes(finetune: int, changes: Mapping[str, Any]) -> None:
