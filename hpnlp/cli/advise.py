@@ -18,7 +18,7 @@ from hpnlp.types import InputError
 
 USAGE = """
 hpnlp advise RUN_OR_CHECKPOINT [--goal=latency|throughput|training|memory|disk] [--keep=0.97] [--budget=10min]
-    [--train=20min] [--data.path=PATH] [--section.field=value ...]
+    [--train=20min] [--to=RUN2] [--data.path=PATH] [--section.field=value ...]
 hpnlp advise --config=EXPERIMENT --goal=training|memory [--section.field=value ...]
 hpnlp advise RUN --verify="int8 + model.dtype=bfloat16"
 
@@ -55,6 +55,7 @@ flags.DEFINE_string(
     "train", None, "Time for trainings of the fastest techniques that need them, beside the unchanged model."
 )
 flags.DEFINE_string("out", None, "Directory of the report and of the measurements; by default RUN/advise.")
+flags.DEFINE_string("to", None, "Directory to which the recommended model is written, by hpnlp compress.")
 flags.DEFINE_string("verify", None, "Row of the report that is measured again, in a new process.")
 
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
@@ -108,6 +109,18 @@ def run(argv: Sequence[str]) -> None:
     advice = advise(workdir, settings, directory=directory, log=log)
     paths = report.write(advice, directory)
     print(f"\n{report.render(advice)}\nwritten: {', '.join(map(str, paths))}", flush=True)
+    if f.to:
+        _write_model(workdir, advice.recommended.candidate.recipe if advice.recommended else "")
+
+
+def _write_model(workdir: Path, recipe: str) -> None:
+    """Writes the recommended model to --to."""
+    from hpnlp.cli import members
+
+    if not recipe:
+        print(f"--to={cli.FLAGS.to}: nothing is written, since no change of the weights is recommended")
+    elif code := members.run(["compress", str(workdir), f"--to={cli.FLAGS.to}", f"--recipe={recipe}"], cli.FLAGS.to):
+        raise InputError(f"--to={cli.FLAGS.to} could not be written (exit code {code}): see the error above")
 
 
 def _seconds(flag: str, text: str) -> float:
