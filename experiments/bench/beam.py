@@ -21,6 +21,7 @@ import transformers
 from absl import app, flags
 
 from hpnlp import cli, measure
+from hpnlp.models.decoding.beam_search import BeamOptions
 from hpnlp.models.seq2seq import Seq2SeqModel, Seq2SeqModelConfig
 from hpnlp.models.seq2seq_decode import search
 
@@ -112,7 +113,7 @@ def bench(size: str, batch: int) -> dict[str, Any]:
     ids = torch.from_numpy(tokens.astype(np.int64))
 
     def ours() -> jax.Array:
-        options = {"tokens": new_tokens, "beams": BEAMS, "eos_id": EOS, "pad_id": PAD}
+        options = {"tokens": new_tokens, "beams": BeamOptions(BEAMS), "eos_id": EOS, "pad_id": PAD}
         return search(model, params, sources, start_id=EOS, **options).ids[:, 0]
 
     def theirs(n: int) -> np.ndarray:

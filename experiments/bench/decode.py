@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from absl import app, flags
 
 from hpnlp import measure
-from hpnlp.models.decode import Generation
+from hpnlp.models.decode import GREEDY, Generation, Sampling
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.ops.attention.positions.rope import frequencies
 
@@ -155,7 +155,7 @@ def check(name: str, model: LM, params: Any, theirs: TorchLM) -> None:
     difference = np.abs(torch.cat(chunks, 1).numpy() - logits).max()
 
     prompts = [row[:length] for row, length in zip(tokens, (FLAGS.prompt, FLAGS.prompt // 3), strict=True)]
-    ids = np.concatenate(list(Generation(model, params, prompts, tokens=32, temperature=0.0)), axis=1)
+    ids = np.concatenate(list(Generation(model, params, prompts, tokens=32, sampling=GREEDY)), axis=1)
     greedy_gap = 0.0  # largest difference between torch's best logit and its logit of the decoded id
     for prompt, row in zip(prompts, ids, strict=True):
         text = np.concatenate([prompt, row])[None]
@@ -176,7 +176,7 @@ def bench_decode(name: str, model: LM, params: Any, theirs: TorchLM, batch: int)
     padded = torch.from_numpy(rng.integers(0, VOCAB, (batch, FLAGS.prompt)))
 
     def ours() -> Generation:
-        run = Generation(model, params, prompts, tokens=count, temperature=TEMPERATURE)
+        run = Generation(model, params, prompts, tokens=count, sampling=Sampling(TEMPERATURE))
         list(run)
         return run
 
@@ -211,7 +211,7 @@ def bench_prefill(name: str, model: LM, params: Any, theirs: TorchLM) -> dict[st
     forward = measure.compile(lambda p, t: model.apply({"params": p}, t, method="logits"), params, tokens)
 
     def prefill() -> Generation:
-        run = Generation(model, params, list(tokens), tokens=1, temperature=0.0)
+        run = Generation(model, params, list(tokens), tokens=1, sampling=GREEDY)
         list(run)
         return run
 

@@ -26,7 +26,7 @@ from absl import app, flags
 
 from hpnlp import measure
 from hpnlp.compress.recipe import compress, parse_recipe
-from hpnlp.models.decode import Generation
+from hpnlp.models.decode import GREEDY, Generation
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.ops import weights
@@ -205,7 +205,7 @@ def decoding_row() -> dict[str, Any]:
     prompt = np.arange(PROMPT)
 
     def call_of(config: LMConfig, params: Any) -> Callable[[], Any]:
-        return lambda: list(Generation(LM(config), params, [prompt], tokens=NEW_TOKENS, temperature=0.0))
+        return lambda: list(Generation(LM(config), params, [prompt], tokens=NEW_TOKENS, sampling=GREEDY))
 
     calls: dict[str, Callable[[], Any]] = {"float32": call_of(config, params)}
     for name, recipe in DECODERS.items():

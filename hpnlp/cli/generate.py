@@ -121,13 +121,9 @@ def _make_generation(loaded: Run, prompt_ids: Sequence[Any]) -> Generation:
         loaded.params,
         prompt_ids,
         tokens=f.tokens,
-        temperature=f.temperature,
-        top_k=f.top_k,
-        top_p=f.top_p,
-        seed=f.seed,
+        sampling=decode.Sampling(f.temperature, f.top_k, f.top_p, f.seed, loaded.tokenizer.drawable_ids()),
         eos_id=loaded.eos_ids,
         pad_id=loaded.tokenizer.pad_id,
-        allowed=loaded.tokenizer.drawable_ids(),
     )
 
 

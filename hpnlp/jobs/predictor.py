@@ -256,13 +256,9 @@ class Predictor:
             self._trained.params,
             ids,
             tokens=tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
+            sampling=decode.Sampling(temperature, top_k, top_p, seed, run.tokenizer.drawable_ids()),
             eos_id=run.eos_ids,
             pad_id=run.tokenizer.pad_id,
-            allowed=run.tokenizer.drawable_ids(),
         )
         rows = np.concatenate([*overflow_checked_chunks(generation)], axis=1)
         ends = np.isin(rows, run.eos_ids)

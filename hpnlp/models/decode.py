@@ -51,6 +51,69 @@ class _DecodeState:
     ended: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """Rule by which each id is drawn from the probabilities of a model.
+
+    Attributes:
+      temperature: Temperature of the softmax; 0 takes the most probable id.
+      top_k: Number of most probable ids to draw from, 0 for all.
+      top_p: Draw from the most probable ids that together reach this probability.
+      seed: Seed of the samples, 32 bits.
+      allowed: bool `[V']`, the ids that may be drawn in addition to eos; None for all. Ids from V' on may not be drawn.
+    """
+
+    temperature: float | int = 1.0
+    top_k: int = 0
+    top_p: float | int = 1.0
+    seed: int = 0
+    allowed: np.ndarray | None = None
+
+    def check(self, model: Model) -> None:
+        """Raises InputError for a number out of range, or a temperature for a model without probabilities."""
+        if not 0 <= self.seed <= MAX_SEED:
+            raise InputError(f"seed={self.seed}: expected 0 to {MAX_SEED}")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise InputError(
+                f"temperature={self.temperature}: expected 0 (the most probable token) or a positive number, as 0.8"
+            )
+        if self.temperature > 0 and not model.is_normalized:
+            raise InputError(
+                f"temperature={self.temperature}: model.output={model.config.output!r} has no probabilities to draw from; "
+                "set temperature to 0, for the best token"
+            )
+        if self.top_k < 0:
+            raise InputError(f"top_k={self.top_k}: expected the number of tokens to draw from, or 0 for all")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p={self.top_p}: expected a probability in (0, 1]; 1 draws from all tokens")
+
+    def drawable_ids(self, vocab: int, eos_ids: Sequence[int]) -> np.ndarray:
+        """The ids that may be drawn, bool `[V]`. Raises InputError if there is none."""
+        allowed, drawable = self.allowed, np.zeros(vocab, bool)
+        drawable[: vocab if allowed is None else len(allowed)] = True if allowed is None else allowed[:vocab]
+        drawable[[*eos_ids]] = True
+        if not drawable.any():
+            raise InputError("allowed: no id may be drawn: allow at least one")
+        return drawable
+
+    def pick_options(self, vocab: int) -> dict[str, jax.Array]:
+        """Options of `pick` that have an effect.
+
+        Options without effect are left out, and cost nothing; the values of the others may change without a new program.
+        """
+        options: dict[str, jax.Array] = {}
+        if self.temperature > 0:
+            options["temperature"] = jnp.float32(self.temperature)
+            if 0 < self.top_k < vocab:
+                options["top_k"] = jnp.int32(self.top_k)
+            if self.top_p < 1:
+                options["top_p"] = jnp.float32(self.top_p)
+        return options
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
 class Generation:
     """Continuations of prompts.
 
@@ -70,13 +133,9 @@ class Generation:
         prompts: Sequence[np.ndarray | Sequence[int]],
         *,
         tokens: int,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
+        sampling: Sampling = Sampling(),  # noqa: B008  (frozen)
         eos_id: int | Sequence[int] | None = None,
         pad_id: int = 0,
-        allowed: np.ndarray | None = None,
         memory: Memory | None = None,
     ) -> None:
         """Checks the arguments and compiles the programs; computes nothing else.
@@ -86,14 +145,10 @@ class Generation:
           params: Weights of the model (`models.variables`), on any layout, in the device's or the host's memory.
           prompts: Ids of each prompt, at least one, of any lengths.
           tokens: Number of new tokens per sequence.
-          temperature: Temperature of the softmax; 0 takes the most probable id.
-          top_k: Number of most probable ids to draw from, 0 for all.
-          top_p: Draw from the most probable ids that together reach this probability.
-          seed: Seed of the samples, 32 bits. The tokens of a sequence depend on the seed, the index of the sequence and its
-              prompt, and not on the other prompts.
+          sampling: How ids are drawn. The tokens of a sequence depend on the seed, the index of the sequence and its prompt,
+              and not on the other prompts.
           eos_id: Id or ids that end a sequence, None for sequences without end.
           pad_id: Id after the end.
-          allowed: bool `[V']`, the ids that may be drawn in addition to eos; None for all. Ids from V' on may not be drawn.
           memory: Memory of a decoder, one for each prompt, with segment id 1; None for a model without a memory.
 
         Raises:
@@ -104,13 +159,14 @@ class Generation:
         """
         arrays = [np.asarray(prompt, np.int32) for prompt in prompts]
         check_decodes(model, memory, len(arrays))
-        _check_options(model, tokens, temperature, top_k, top_p, seed)
+        _check_tokens(tokens)
+        sampling.check(model)
         _check_prompts(model, arrays, tokens)
         eos_ids = end_ids(eos_id, model.config.vocab)
-        drawable = _drawable_ids(model.config.vocab, eos_ids, allowed)
+        drawable = sampling.drawable_ids(model.config.vocab, eos_ids)
         padded, lengths = _pad(model, arrays, pad_id)
-        draw: dict[str, Any] = {"key": jax.random.key(seed), "allowed": jnp.asarray(drawable)}
-        draw |= _pick_options(model.config.vocab, temperature, top_k, top_p)
+        draw: dict[str, Any] = {"key": jax.random.key(sampling.seed), "allowed": jnp.asarray(drawable)}
+        draw |= sampling.pick_options(model.config.vocab)
         self._eos, self._tokens = np.array(eos_ids, np.int32), tokens
         ids = {"eos": jnp.asarray(self._eos), "pad": jnp.int32(pad_id)}
 
@@ -178,16 +234,6 @@ def end_ids(eos_id: int | Sequence[int] | None, vocab: int | None = None) -> lis
     return ids
 
 
-def _drawable_ids(vocab: int, eos_ids: Sequence[int], allowed: np.ndarray | None) -> np.ndarray:
-    """The ids that may be drawn, bool `[V]`."""
-    drawable = np.zeros(vocab, bool)
-    drawable[: vocab if allowed is None else len(allowed)] = True if allowed is None else allowed[:vocab]
-    drawable[[*eos_ids]] = True
-    if not drawable.any():
-        raise InputError("allowed: no id may be drawn: allow at least one")
-    return drawable
-
-
 def _pad(model: Model, prompts: Sequence[np.ndarray], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
     """`(ids [B, width], lengths [B])` of the prompts, padded at the end to a common width, a multiple of BUCKET."""
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -198,21 +244,6 @@ def _pad(model: Model, prompts: Sequence[np.ndarray], pad_id: int) -> tuple[np.n
     for row, prompt in zip(padded, prompts, strict=True):
         row[: len(prompt)] = prompt
     return padded, lengths
-
-
-def _pick_options(vocab: int, temperature: float, top_k: int, top_p: float) -> dict[str, jax.Array]:
-    """Options of `pick` that have an effect.
-
-    Options without effect are left out, and cost nothing; the values of the others may change without a new program.
-    """
-    options: dict[str, jax.Array] = {}
-    if temperature > 0:
-        options["temperature"] = jnp.float32(temperature)
-        if 0 < top_k < vocab:
-            options["top_k"] = jnp.int32(top_k)
-        if top_p < 1:
-            options["top_p"] = jnp.float32(top_p)
-    return options
 
 
 def _replicated(params: PyTree) -> NamedSharding | None:
@@ -306,27 +337,12 @@ def check_decodes(model: Model, memory: Memory | None, count: int) -> None:
         )
 
 
-def _check_options(model: Model, tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
-    """Raises InputError for invalid options of Generation."""
+def _check_tokens(tokens: int) -> None:
+    """Raises InputError for a number of new tokens out of range."""
     if tokens < 1:
         raise InputError(f"tokens={tokens}: expected at least 1")
     if tokens > MAX_TOKENS:
         raise InputError(f"tokens={tokens}: expected at most {MAX_TOKENS}")
-    if not 0 <= seed <= MAX_SEED:
-        raise InputError(f"seed={seed}: expected 0 to {MAX_SEED}")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise InputError(
-            f"temperature={temperature}: expected 0 (the most probable token) or a positive number, as 0.8"
-        )
-    if temperature > 0 and not model.is_normalized:
-        raise InputError(
-            f"temperature={temperature}: model.output={model.config.output!r} has no probabilities to draw from; set "
-            "temperature to 0, for the best token"
-        )
-    if top_k < 0:
-        raise InputError(f"top_k={top_k}: expected the number of tokens to draw from, or 0 for all")
-    if not 0 < top_p <= 1:
-        raise InputError(f"top_p={top_p}: expected a probability in (0, 1]; 1 draws from all tokens")
 
 
 def _check_prompts(model: Model, prompts: Sequence[np.ndarray], tokens: int) -> None:
@@ -423,17 +439,15 @@ def sample_text(model: Model, params: PyTree, tokenizer: Tokenizer, length: int,
     tokens = min(length, model.config.max_len - 1) if model.config.position == "learned" else length
     if tokens < 1:
         return ""
+    temperature = SAMPLE_TEMPERATURE if model.is_normalized else 0.0
     generation = Generation(
         model,
         params,
         [np.array([start])],
         tokens=tokens,
-        temperature=SAMPLE_TEMPERATURE if model.is_normalized else 0.0,
-        top_p=SAMPLE_TOP_P,
-        seed=seed,
+        sampling=Sampling(temperature, top_p=SAMPLE_TOP_P, seed=seed, allowed=allowed),
         eos_id=tokenizer.eos_id,
         pad_id=tokenizer.pad_id,
-        allowed=allowed,
     )
     ids = np.concatenate([chunk[0] for chunk in generation])
     return tokenizer.decode(ids)[:length].decode("utf-8", "replace")

@@ -27,7 +27,7 @@ def generate(
       params: Parameters of the model.
       batch: Tokens, segment_ids (1, and 0 on padding) and positions of the sources, int32 `[B, T]`.
       start_id: Id that targets begin with.
-      **options: Arguments of `decode.Generation`: tokens, eos_id, temperature (0 for greedy decoding) and others.
+      **options: Arguments of `decode.Generation`: tokens, eos_id, sampling (GREEDY for greedy decoding) and others.
 
     Returns:
       The targets' ids, in pieces.
@@ -48,7 +48,7 @@ def search(model: Seq2SeqModel, params: PyTree, batch: Mapping[str, Any], *, sta
       params: Parameters of the model.
       batch: As for `generate`.
       start_id: Id that targets begin with.
-      **options: Arguments of `beam_search.beam_search`: tokens, eos_id, beams and others.
+      **options: Arguments of `beam_search.beam_search`: tokens, eos_id, beams (BeamOptions) and others.
 
     Returns:
       The best targets of each source.

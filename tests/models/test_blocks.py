@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL
+from hpnlp.models.decode import GREEDY
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.seq2seq import Seq2SeqModel, Seq2SeqModelConfig
 from hpnlp.models.seq2seq_decode import generate
@@ -212,7 +213,7 @@ def test_greedy_targets_of_evolved_cells_equal_the_argmax_of_the_full_pass():
     model, params = make(**fields, norm_placement="post")
     batch = make_batch()
     run = jax.jit(lambda batch: model.apply({"params": params}, batch, method="logits"))
-    decoded = np.concatenate([*generate(model, params, batch, start_id=1, eos_id=2, tokens=7, temperature=0.0)], axis=1)
+    decoded = np.concatenate([*generate(model, params, batch, start_id=1, eos_id=2, tokens=7, sampling=GREEDY)], axis=1)
     tokens = np.full((4, 8), 1, np.int32)
     positions = np.tile(np.arange(8, dtype=np.int32), (4, 1))
     for length in range(7):

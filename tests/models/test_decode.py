@@ -13,7 +13,7 @@ from hpnlp import measure
 from hpnlp.data.tokenizers import ByteTokenizer
 from hpnlp.data.tokenizers.word_tokenizer import WordTokenizer
 from hpnlp.models import decode
-from hpnlp.models.decode import Generation, TextStream, sample_text
+from hpnlp.models.decode import GREEDY, Generation, Sampling, TextStream, sample_text
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.variables import logical_axes
 from hpnlp.nn.mixers import MIXERS
@@ -39,9 +39,19 @@ def make(**fields):
     return model, drawn_params(model, 0.3, {"table": 1.0})
 
 
+SAMPLING = {field.name for field in dataclasses.fields(Sampling)}
+
+
+def with_sampling(options):
+    """Arguments of Generation, with those of Sampling in one record."""
+    others = {name: value for name, value in options.items() if name not in SAMPLING}
+    return others | {"sampling": Sampling(**{name: options[name] for name in SAMPLING & options.keys()})}
+
+
 def generate(prompts, tokens=20, fields=(), **options):
     """All new ids, `[B, n]`."""
-    return np.concatenate(list(Generation(*make(**dict(fields)), prompts, tokens=tokens, **options)), axis=1)
+    run = Generation(*make(**dict(fields)), prompts, tokens=tokens, **with_sampling(options))
+    return np.concatenate(list(run), axis=1)
 
 
 @functools.cache
@@ -95,7 +105,7 @@ def test_similar_calls_share_a_trace(monkeypatch):
 
 
 def test_ids_arrive_in_chunks():
-    run = Generation(*make(), PROMPTS, tokens=20, temperature=0.0)
+    run = Generation(*make(), PROMPTS, tokens=20, sampling=GREEDY)
     assert [chunk.shape for chunk in run] == [(3, 16), (3, 4)]
     assert set(run.seconds) == {"compile", "prefill", "decode"} and min(run.seconds.values()) > 0
 
@@ -143,7 +153,7 @@ def test_parameters_on_several_devices_and_on_the_host():
     spread = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(layout.mesh, spec)), params, specs)
     resting = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind(HOST)), spread["layers"])
     for placed in (spread, {**spread, "layers": resting}):
-        ids = [chunk for chunk in Generation(model, placed, PROMPTS, tokens=20, temperature=0.0)]
+        ids = [chunk for chunk in Generation(model, placed, PROMPTS, tokens=20, sampling=GREEDY)]
         np.testing.assert_array_equal(np.concatenate(ids, axis=1), generate(PROMPTS, temperature=0.0))
 
 
@@ -171,7 +181,7 @@ def test_invalid_arguments_raise():
         ({"prompts": [[1] * 70]}, "prompt 0 has 70 tokens, .* learned positions: shorten the prompt to at most 37"),
     ):
         arguments = {"prompts": [[1]], "tokens": 4} | options
-        raises(message, Generation, *make(**LEARNED), **arguments)
+        raises(message, Generation, *make(**LEARNED), **with_sampling(arguments))
 
 
 class Doubled(ExactMixer):

@@ -9,7 +9,7 @@ import pytest
 import scipy.special
 
 from hpnlp.models import variables
-from hpnlp.models.decode import Generation
+from hpnlp.models.decode import GREEDY, Generation
 from hpnlp.models.lm import LM, LMConfig
 from hpnlp.models.mixtures.ensemble import Ensemble, averaged, joined
 from hpnlp.models.rnn import RNN, RNNConfig
@@ -105,7 +105,7 @@ def test_generation_draws_from_mean_probabilities(kind):
     models = MEMBERS[kind]
     weights, ensemble = weights_of(models), Ensemble(tuple(models))
     prompts = [np.array([3, 1, 4], np.int32), np.array([5], np.int32)]
-    made = np.concatenate(list(Generation(ensemble, joined(weights), prompts, tokens=4, temperature=0.0)), axis=1)
+    made = np.concatenate(list(Generation(ensemble, joined(weights), prompts, tokens=4, sampling=GREEDY)), axis=1)
 
     @functools.partial(jax.jit, compiler_options=ONCE)
     def probabilities(weights, tokens):

@@ -19,7 +19,7 @@ SIZES = {"dim": 16, "heads": 2, "layers": 3, "vocab": 24, "max_len": 32, "mlp_di
 def test_decoding_continues_as_the_full_pass_and_copies_no_experts(mlp):
     model = LM(LMConfig(**SIZES, mlp=mlp, form="block(mlp='swiglu'),block*2"))
     weights = drawn_params(model, 0.3)
-    generation = decode.Generation(model, weights, [[3, 1, 4], [1, 5]], tokens=8, temperature=0.0)
+    generation = decode.Generation(model, weights, [[3, 1, 4], [1, 5]], tokens=8, sampling=decode.GREEDY)
     ids = np.concatenate(list(generation), axis=1)
     tokens = np.concatenate([[[3, 1, 4]], ids[:1]], axis=1)
     run = jax.jit(lambda w, t: model.apply(collections(w), t, method="logits"), compiler_options=ONCE)

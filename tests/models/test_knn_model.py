@@ -53,7 +53,7 @@ def test_prompts_of_several_lengths_are_continued_as_by_whole_passes(kind):
     draw = np.random.default_rng(0)
     model, frozen = with_store(inner, draw.normal(size=(50, 16)), draw.integers(0, VOCAB, 50).astype(np.int32))
     prompts = [draw.integers(0, VOCAB, n).astype(np.int32) for n in (1, 7, 4)]
-    generation = decode.Generation(model, {**params, FROZEN: frozen}, prompts, tokens=6, temperature=0.0)
+    generation = decode.Generation(model, {**params, FROZEN: frozen}, prompts, tokens=6, sampling=decode.GREEDY)
     continued = np.concatenate([*generation], axis=1)
 
     @jax.jit

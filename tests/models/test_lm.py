@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpnlp.models.backbone import RESIDUALS
-from hpnlp.models.decode import Generation
+from hpnlp.models.decode import GREEDY, Generation
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.models.variables import logical_axes
 from hpnlp.nn.attention import Context
@@ -67,7 +67,7 @@ def logits_of(model, params, tokens):
 
 def assert_greedy_ids(model, params, prompts, tokens):
     """Ids that are generated token by token, with caches, are the argmax of the logits of the full pass."""
-    new = np.concatenate(list(Generation(model, params, prompts, tokens=tokens, temperature=0.0)), axis=1)
+    new = np.concatenate(list(Generation(model, params, prompts, tokens=tokens, sampling=GREEDY)), axis=1)
     rows = [np.concatenate([prompt, ids]) for prompt, ids in zip(prompts, new, strict=True)]
     padded = jnp.asarray([np.pad(row, (0, max(map(len, rows)) - len(row))) for row in rows], jnp.int32)
     best = np.asarray(run(lambda p: model.apply({"params": p}, padded, method="logits"), params).argmax(-1))

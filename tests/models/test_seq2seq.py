@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.models.decode import GREEDY
+from hpnlp.models.decoding.beam_search import BeamOptions
 from hpnlp.models.seq2seq import Seq2SeqModel, Seq2SeqModelConfig
 from hpnlp.models.seq2seq_decode import generate, search
 from hpnlp.parallel.plan import Plan
@@ -87,7 +89,7 @@ def test_exact_match_is_that_of_greedy_decoding():
     model, params = make(**BART)
     batch = make_batch()
     run = jax.jit(lambda b: model.apply({"params": params}, b, method="logits"), compiler_options=ONCE)
-    decoded = np.concatenate([*generate(model, params, batch, start_id=1, eos_id=2, tokens=7, temperature=0.0)], axis=1)
+    decoded = np.concatenate([*generate(model, params, batch, start_id=1, eos_id=2, tokens=7, sampling=GREEDY)], axis=1)
     tokens = np.full((4, 8), 1, np.int32)
     for length in range(7):
         best = np.asarray(run(batch | _target_of(tokens)))[:, length].argmax(axis=-1)
@@ -106,7 +108,8 @@ def test_widest_beam_search_finds_the_best_sequence():
     """A search as wide as the vocabulary finds the best of all sequences of two ids, with its score."""
     model, params = make(vocab=6, layers=1)
     batch = make_batch(vocab=6)
-    beams = search(model, params, batch, start_id=1, eos_id=2, tokens=2, beams=6, early_stopping="never")
+    widest = BeamOptions(width=6, early_stopping="never")
+    beams = search(model, params, batch, start_id=1, eos_id=2, tokens=2, beams=widest)
     logits = jax.jit(lambda b: model.apply({"params": params}, b, method="logits"), compiler_options=ONCE)
 
     def log_probs(second):
@@ -174,10 +177,13 @@ def test_invalid_searches_raise():
     for options, message in (
         ({"tokens": 0}, "tokens=0: expected at least 1"),
         ({"tokens": 9}, "tokens=9: with the prompts these exceed the model's 8 learned positions: set tokens"),
-        ({"beams": 0}, "beams=0: expected 1 to 1024"),
         ({"eos_id": 24}, r"eos_id=\[24\]: expected ids of the model's 24"),
         ({"start_id": 24}, "prompts: expected ids of the model's 24"),
+    ):
+        raises(message, search, model, params, make_batch(), **{"start_id": 1, "eos_id": 2, "tokens": 4} | options)
+    for options, message in (
+        ({"width": 0}, "width=0: expected 1 to 1024"),
         ({"length_penalty": float("nan")}, "length_penalty=nan: expected a finite number"),
         ({"early_stopping": "soon"}, "early_stopping='soon': expected True, False or 'never'"),
     ):
-        raises(message, search, model, params, make_batch(), **{"start_id": 1, "eos_id": 2, "tokens": 4} | options)
+        raises(message, BeamOptions, **options)

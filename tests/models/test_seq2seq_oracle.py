@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.models.decode import GREEDY
+from hpnlp.models.decoding.beam_search import BeamOptions
 from hpnlp.models.seq2seq import Seq2SeqModel, Seq2SeqModelConfig
 from hpnlp.models.seq2seq_decode import generate, search
 from tests.contracts import ONCE
@@ -138,7 +140,7 @@ def generated(torch, module, batch, **options):  # noqa: F811
 def test_greedy_outputs_match_transformers(torch, bart):  # noqa: F811
     module, model, params, batch = bart
     expected, _ = generated(torch, module, batch, num_beams=1)
-    pieces = generate(model, params, batch, start_id=EOS, eos_id=EOS, pad_id=PAD, tokens=U, temperature=0.0)
+    pieces = generate(model, params, batch, start_id=EOS, eos_id=EOS, pad_id=PAD, tokens=U, sampling=GREEDY)
     actual = np.concatenate([*pieces], axis=1)
     np.testing.assert_array_equal(actual, expected[:, : actual.shape[1]])
     assert np.all(expected[:, actual.shape[1] :] == PAD)
@@ -154,10 +156,8 @@ def test_beam_search_outputs_match_transformers(torch, bart):  # noqa: F811
             torch, module, batch, num_beams=4, num_return_sequences=4, length_penalty=penalty, early_stopping=stopping,
             eos_token_id=eos,
         )  # fmt: skip
-        beams = search(
-            model, params, batch, start_id=EOS, eos_id=eos, pad_id=PAD, tokens=U, beams=4, length_penalty=penalty,
-            early_stopping=stopping,
-        )  # fmt: skip
+        options = BeamOptions(width=4, length_penalty=penalty, early_stopping=stopping)
+        beams = search(model, params, batch, start_id=EOS, eos_id=eos, pad_id=PAD, tokens=U, beams=options)
         message = f"length_penalty={penalty}, early_stopping={stopping}"
         np.testing.assert_array_equal(np.asarray(beams.ids).reshape(-1, U), expected, err_msg=message)
         np.testing.assert_allclose(np.asarray(beams.scores).reshape(-1), scores, rtol=1e-4, err_msg=message)

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from hpnlp.models.decode import Generation
+from hpnlp.models.decode import GREEDY, Generation
 from hpnlp.models.lm import LM
 from hpnlp.models.variables import collections, split
 from hpnlp.nn.mixers import MIXERS
@@ -45,7 +45,7 @@ def test_loaded_run_generates_with_its_buffers(undisturbed):
     run = load(workdir, step=12)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(run.params), jax.device_get(result.params))
     prompt = np.array([5, 3, 8, 2])
-    generation = Generation(run.model, run.params, [prompt], tokens=4, temperature=0.0)
+    generation = Generation(run.model, run.params, [prompt], tokens=4, sampling=GREEDY)
     (ids,) = np.concatenate(list(generation), axis=1)
     logits = jax.jit(lambda tokens: run.model.apply(collections(run.params), tokens, method=LM.logits))
     best = np.argmax(np.asarray(logits(np.array([*prompt, *ids], np.int32)[None]))[0], axis=-1)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from hpnlp.errors import TemporaryError
-from hpnlp.models.decode import Generation, sample_text
+from hpnlp.models.decode import GREEDY, Generation, Sampling, sample_text
 from hpnlp.report import render, summarize
 from hpnlp.tasks.lm import LanguageModel
 from hpnlp.training import config as configs
@@ -212,7 +212,7 @@ def test_run_with_offloaded_layers_resumes(tmp_path, monkeypatch, first, then, e
         assert_as_undisturbed(resumed, result, (undivided, expected, None))
     for actual, line in zip(metrics_of(resumed), metrics_of(undivided), strict=True):
         assert actual == pytest.approx(line, rel=1e-4)
-    run, greedy = load(resumed), {"tokens": 5, "temperature": 0.0}
+    run, greedy = load(resumed), {"tokens": 5, "sampling": GREEDY}
     made = [
         np.concatenate(list(Generation(result.model, params, [np.array([65])], **greedy)), axis=1)
         for params in (result.params, run.params)
@@ -477,7 +477,7 @@ def test_reports_leave_out_numbers_that_the_output_layer_lacks(tmp_path, output,
     assert ("--temperature=0`" in text) != probable and ("nats" in text) == probable
     if not probable:
         with pytest.raises(InputError, match="has no probabilities to draw from; set temperature to 0"):
-            next(iter(Generation(result.model, result.params, [np.array([1])], tokens=2, temperature=0.5)))
+            next(iter(Generation(result.model, result.params, [np.array([1])], tokens=2, sampling=Sampling(0.5))))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from gpu_rows import peers
 from gpu_rows.rows import TOLERANCES, Calls, Case, Context, Record, Row, Target, Work, compare, difference
 from gpu_rows.step import SIZES, VOCAB
 from hpnlp.compress.recipe import compress, parse_recipe
-from hpnlp.models.decode import Generation
+from hpnlp.models.decode import Generation, Sampling
 from hpnlp.models.lm import LM, LMConfig, example_batch
 
 PEER = "torch with a static cache"
@@ -37,7 +37,7 @@ def decode_case(prompts: int, seconds: float) -> Case:
 
         def ours() -> Any:
             def call() -> None:
-                generation = Generation(model, weights, list(ids), tokens=count, temperature=TEMPERATURE)
+                generation = Generation(model, weights, list(ids), tokens=count, sampling=Sampling(TEMPERATURE))
                 list(generation)
                 phases.update({name: 1e3 * s for name, s in generation.seconds.items()})
 

@@ -20,7 +20,7 @@ import numpy as np
 from gpu_rows.experts import IMPLS, expert_sums
 from gpu_rows.rows import TOLERANCES, Case, Context, Record, Row, difference, reason
 from gpu_rows.step import SIZES, packed_batch
-from hpnlp.models.decode import Generation
+from hpnlp.models.decode import GREEDY, Generation
 from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.ops import weights
 from hpnlp.ops.attention import Blockwise, Causal, Full, Mask, RandomBlocks, Window, attend, bigbird, reference
@@ -272,7 +272,7 @@ def decoding_check() -> Check:
         model, draw = LM(config), np.random.default_rng(0)
         params = nn.meta.unbox(jax.jit(model.init)(jax.random.key(0), example_batch(1, 8)))["params"]
         prompts = [draw.integers(0, 264, length) for length in (20, 7)]
-        ids = np.concatenate(list(Generation(model, params, prompts, tokens=24, temperature=0.0)), axis=1)
+        ids = np.concatenate(list(Generation(model, params, prompts, tokens=24, sampling=GREEDY)), axis=1)
         chosen, largest = [], []
         pad = np.zeros(64, np.int64)
         tokens = np.stack([np.concatenate([p, t, pad])[:64] for p, t in zip(prompts, ids, strict=True)]).astype(

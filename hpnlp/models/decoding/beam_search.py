@@ -57,6 +57,32 @@ class Beams:
         return [list(itertools.takewhile(lambda token: token not in ends, ids)) for ids in best]
 
 
+@dataclasses.dataclass(frozen=True)
+class BeamOptions:
+    """Width of a beam search, scores of its continuations, and its end.
+
+    Attributes:
+      width: Number of continuations that are extended side by side, W.
+      length_penalty: Exponent of the number of ids by which scores are divided; larger numbers prefer longer continuations.
+      early_stopping: When the search of a prompt ends. True: when W continuations have ended. False: when no running one,
+          with its present score, is better than the worst of those. "never": when none can become better.
+    """
+
+    width: int = 4
+    length_penalty: float | int = 1.0
+    early_stopping: bool | str = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.width <= 1024:
+            raise InputError(f"width={self.width}: expected 1 to 1024 beams")
+        if not math.isfinite(self.length_penalty):
+            raise InputError(
+                f"length_penalty={self.length_penalty}: expected a finite number, 0 for sums of log-probabilities"
+            )
+        if self.early_stopping not in EARLY_STOPPING:
+            raise InputError(f"early_stopping={self.early_stopping!r}: expected True, False or 'never'")
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rules:
@@ -119,11 +145,9 @@ def beam_search(
     prompts: Sequence[np.ndarray | Sequence[int]],
     *,
     tokens: int,
-    beams: int = 4,
+    beams: BeamOptions = BeamOptions(),  # noqa: B008  (frozen)
     eos_id: int | Sequence[int],
     pad_id: int = 0,
-    length_penalty: float = 1.0,
-    early_stopping: bool | str = False,
     memory: Memory | None = None,
 ) -> Beams:
     """Searches for the most probable continuations of prompts.
@@ -133,12 +157,9 @@ def beam_search(
       params: Parameters of the model.
       prompts: Ids of each prompt, at least one, of any lengths.
       tokens: Largest number of new ids. A continuation that reaches it has ended.
-      beams: Number of continuations that are extended side by side, W.
+      beams: Width W, scores and end of the search.
       eos_id: Id or ids that end a continuation.
       pad_id: Id after the end.
-      length_penalty: Exponent of the number of ids by which scores are divided; larger numbers prefer longer continuations.
-      early_stopping: When the search of a prompt ends. True: when W continuations have ended. False: when no running one,
-          with its present score, is better than the worst of those. "never": when none can become better.
       memory: Memory of a decoder, one for each prompt, with segment id 1; None for a model without a memory.
 
     Returns:
@@ -154,26 +175,23 @@ def beam_search(
     arrays = [np.asarray(prompt, np.int32) for prompt in prompts]
     eos = end_ids(eos_id)
     check_decodes(model, memory, len(arrays))
-    _check(model, arrays, tokens, beams, eos, length_penalty, early_stopping)
+    _check(model, arrays, tokens, eos)
     lengths = np.array([len(prompt) for prompt in arrays], np.int32)
     padded = np.full((len(arrays), int(lengths.max())), pad_id, np.int32)
     for row, prompt in zip(padded, arrays, strict=True):
         row[: len(prompt)] = prompt
     rules = Rules(
-        jnp.asarray(eos, jnp.int32), jnp.int32(pad_id), jnp.float32(length_penalty), tokens, beams, early_stopping
+        jnp.asarray(eos, jnp.int32),
+        jnp.int32(pad_id),
+        jnp.float32(beams.length_penalty),
+        tokens,
+        beams.width,
+        beams.early_stopping,
     )
     return _search(params, padded, lengths, memory, rules, model=model)
 
 
-def _check(
-    model: LM,
-    prompts: list[np.ndarray],
-    tokens: int,
-    beams: int,
-    eos: list[int],
-    length_penalty: float,
-    early_stopping: bool | str,
-) -> None:
+def _check(model: LM, prompts: list[np.ndarray], tokens: int, eos: list[int]) -> None:
     """Raises InputError for invalid arguments of `beam_search`."""
     vocab, c = model.config.vocab, model.config
     if not prompts or any(prompt.ndim != 1 or not len(prompt) for prompt in prompts):
@@ -190,14 +208,8 @@ def _check(
         )
     if not eos or any(not 0 <= i < vocab for i in eos):
         raise InputError(f"eos_id={eos}: expected ids of the model's {vocab}")
-    if not 1 <= beams <= 1024 or 1 + len(eos) > vocab:
-        raise InputError(
-            f"beams={beams}: expected 1 to 1024, and a vocabulary of more ids than those that end a sequence"
-        )
-    if not math.isfinite(length_penalty):
-        raise InputError(f"length_penalty={length_penalty}: expected a finite number, 0 for sums of log-probabilities")
-    if early_stopping not in EARLY_STOPPING:
-        raise InputError(f"early_stopping={early_stopping!r}: expected True, False or 'never'")
+    if len(eos) >= vocab:
+        raise InputError(f"eos_id={eos}: expected fewer ids than the model's {vocab}")
     if not model.is_normalized:
         raise InputError(
             f"model.output={c.output!r} has no probabilities, which a beam search compares: decode greedily"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import PyTree
 
+from hpnlp.models.decode import GREEDY
 from hpnlp.models.seq2seq_decode import generate
 from hpnlp.tasks.predictions import TextPrediction, TrainedModel
 from hpnlp.tasks.task import Batch
@@ -54,7 +55,7 @@ def decoded_targets(
         start_id=int(batch["target_tokens"][0, 0]),
         # The decoder's learned positions are as many as the longest target has, and a first id precedes the target.
         tokens=target_len - 1,
-        temperature=0.0,
+        sampling=GREEDY,
         eos_id=tokenizer.eos_id,
         pad_id=tokenizer.pad_id,
     )

@@ -269,7 +269,7 @@ def test_greedy_continuations_of_experts_match_transformers(case):
     model, directory, _ = case
     config, params = convert.load(directory)
     prompts = [np.arange(5) * 7 % V, np.arange(9) * 5 % V + 1]
-    generation = decode.Generation(LM(config), params, prompts, tokens=32, temperature=0.0)
+    generation = decode.Generation(LM(config), params, prompts, tokens=32, sampling=decode.GREEDY)
     continued = np.concatenate(list(generation), axis=1)
     for prompt, ids in zip(prompts, continued, strict=True):
         inputs = {"input_ids": torch.from_numpy(prompt[None]), "attention_mask": torch.ones(1, len(prompt))}

@@ -184,10 +184,9 @@ def continue_and_compare(model, hf_tokenizer, directory, prompts):
         params,
         rows,
         tokens=TOKENS,
-        temperature=0.0,
+        sampling=decode.Sampling(0.0, allowed=tokenizer.drawable_ids()),
         eos_id=runs.eos_ids(directory, tokenizer, config.vocab),
         pad_id=tokenizer.pad_id,
-        allowed=tokenizer.drawable_ids(),
     )
     continued = np.concatenate(list(generation), axis=1)
     continuations = []
