@@ -1,10 +1,12 @@
 """Completes the API reference: import lines of functions and classes, and the defaults and help of config fields and options.
 
-A config field is `name: type = option(default, "help")`; an option of a module has comments that begin with `#:` above it.
+A config field is `name: type = option(default, "help")`, or the result of a function `..._option`; an option of a module has
+comments that begin with `#:` above it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,11 @@ from typing import Any
 import griffe
 
 
-def help_of(attr: griffe.Attribute) -> str:
-    """The help of a config field, which its module computes, as from a constant that several fields share."""
+def field_of(attr: griffe.Attribute) -> dataclasses.Field[Any]:
+    """The field of a config or an entry, which its module computes, as from a constant or a function that several share."""
     assert attr.parent is not None
     owner: Any = getattr(importlib.import_module(attr.module.path), attr.parent.name)
-    return owner.__dataclass_fields__[attr.name].metadata["help"]
+    return owner.__dataclass_fields__[attr.name]
 
 
 def add_import_lines(module: griffe.Module, packages: tuple[griffe.Module, ...] = ()) -> None:
@@ -39,9 +41,11 @@ class Fields(griffe.Extension):
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
         value = attr.value
-        if isinstance(value, griffe.ExprCall) and str(value.function) == "option":
-            attr.value = value.arguments[0]
-            attr.docstring = griffe.Docstring(help_of(attr), parent=attr)
+        if isinstance(value, griffe.ExprCall) and (function := str(value.function)).endswith("option"):
+            field = field_of(attr)
+            has_default = field.default is not dataclasses.MISSING
+            attr.value = (value.arguments[0] if function == "option" else repr(field.default)) if has_default else None
+            attr.docstring = griffe.Docstring(field.metadata["help"], parent=attr)
         elif attr.docstring is None and attr.lineno and isinstance(attr.filepath, Path):
             lines = attr.filepath.read_text("utf-8").splitlines()[: attr.lineno - 1]
             comments = []

@@ -217,7 +217,8 @@ def build(spec: Spec, table: Mapping[str, Callable[..., T]], noun: str, **extra:
             return entry(*bound.args, **bound.kwargs, **extra)
         return entry(**bound.arguments, **extra)  # by name: parameters that the caller fills in may come first
     except RangeError as error:
-        raise InputError(f"{noun} {str(dataclasses.replace(spec, repeat=1))!r}: {error.problem}") from error
+        problem = error.problem if isinstance(entry, type) else error  # a function may call entries of other arguments
+        raise InputError(f"{noun} {str(dataclasses.replace(spec, repeat=1))!r}: {problem}") from error
 
 
 def checked(spec: Spec, table: Mapping[str, Callable[..., T]], noun: str, extra: Collection[str]) -> Callable[..., T]:

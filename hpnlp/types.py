@@ -93,11 +93,12 @@ def keyword_only(field: T, compare: bool = True) -> T:
 _BOUNDS = {"least": ("at least", ge), "above": ("more than", gt), "most": ("at most", le), "below": ("less than", lt)}
 
 
-def check_options(entry: Any) -> None:
+def check_options(entry: Any, section: str = "") -> None:
     """Checks the fields of a dataclass against the ranges that `option` declares. A default of None is always allowed.
 
     Args:
       entry: An instance of a dataclass.
+      section: Section of a config, for the message; "" for the name of the class.
 
     Raises:
       RangeError: A value is out of its range.
@@ -106,7 +107,7 @@ def check_options(entry: Any) -> None:
         value = getattr(entry, name)
         if not (value is None and default is None or _is_within(value, limits)):
             expected = _expected(value, default, limits)
-            raise RangeError(type(entry).__name__, f"{name}={value!r}: expected {expected}")
+            raise RangeError(section or type(entry).__name__, f"{name}={value!r:.80}: expected {expected}")
 
 
 def _expected(value: Any, default: Any, limits: Mapping[str, Any]) -> str:
@@ -122,11 +123,12 @@ def _expected(value: Any, default: Any, limits: Mapping[str, Any]) -> str:
 
 @functools.cache
 def _limited_fields(entry: type) -> list[tuple[str, Any, Mapping[str, Any]]]:
-    """Names, defaults and limits of fields. A field that a subclass gives another default keeps its limits."""
+    """Names, defaults and limits of fields. A field that a subclass declares again without limits keeps those that it had."""
     fields: dict[str, tuple[str, Any, Mapping[str, Any]]] = {}
     for base in reversed(entry.__mro__):
         for name, field in base.__dict__.get("__dataclass_fields__", {}).items():
-            fields[name] = name, field.default, field.metadata or (fields[name][2] if name in fields else {})
+            inherits = len(field.metadata) < 2 and name in fields
+            fields[name] = name, field.default, fields[name][2] if inherits else field.metadata
     return [field for field in fields.values() if len(field[2]) > 1]
 
 
@@ -138,9 +140,9 @@ def _is_within(value: Any, limits: Mapping[str, Any]) -> bool:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether a number is finite; an integer beyond the range of floats is not."""
+    """False for a number that is not finite, and for an integer beyond the range of floats."""
     try:
-        return math.isfinite(value)
+        return isinstance(value, str) or math.isfinite(value)
     except OverflowError:
         return False
 

@@ -48,7 +48,7 @@ def test_invalid_expressions_raise_with_their_place():
         ("Causal() & (Window(64)", "column 12: '(' was never closed: expected masks"),
         ("Causal() & Window", "column 12, 'Window': expected a call with parentheses: Window(left, right=None)"),
         ("Causal().shfit(3)", "column 1, 'Causal().shfit': unknown method 'shfit': did you mean 'shift'?"),
-        ("Window(-1)", "column 1, 'Window(-1)': Window.left=-1: expected a whole number of at least 0"),
+        ("Window(-1)", "column 1, 'Window(-1)': mask 'Window(-1)': left=-1: expected at least 0"),
         ("Window(3, rigth=2)", "mask 'Window' has no argument 'rigth': did you mean 'right'?"),
         ("Window(1.5)", "column 8, '1.5': expected whole numbers below 2 ** 31"),
         ("Window(2 ** 3)", "column 8, '2 ** 3': expected masks"),

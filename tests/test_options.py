@@ -1,22 +1,55 @@
-"""Ranges of fields: every entry of a table refuses the values beyond each bound that a field declares."""
+"""Ranges of fields: every entry of a table, and every config, refuses the values beyond each range that a field declares."""
 
 import dataclasses
+import itertools
 import math
+import re
 
 import pytest
 
-from hpnlp.compress.stages.numbers import CONVERSIONS
+from hpnlp.compress.distilling.distill_config import DistillConfig
+from hpnlp.compress.recipe import COMPRESSORS
 from hpnlp.compress.training.techniques import WEIGHT_TRAININGS
+from hpnlp.data.examples.topics import POSITIVES
+from hpnlp.models.classifiers.bag_memory import MEMORIES
+from hpnlp.models.mixtures.continuous_cache import CacheConfig
+from hpnlp.nn import convnet
 from hpnlp.nn.blocks import BLOCKS
 from hpnlp.nn.feed_forward import FEED_FORWARDS
+from hpnlp.nn.image_norms import IMAGE_NORMS
 from hpnlp.nn.mixers import MIXERS
+from hpnlp.nn.mixers.exact import ExactMixer
 from hpnlp.nn.output import OUTPUTS
+from hpnlp.nn.text_encoders import ENCODERS
+from hpnlp.ops.attention.masks.table import MASKS
+from hpnlp.ops.embeddings.word2vec import WordBlock
+from hpnlp.parallel.plan import Plan
+from hpnlp.retrieval.suffix import Suffix
+from hpnlp.tasks import TASKS
+from hpnlp.training.config import TrainConfig
+from hpnlp.training.optim import OptimizerConfig
+from hpnlp.training.optimizers.averages import AVERAGES
+from hpnlp.training.word2vec import Word2VecConfig
 from hpnlp.types import REQUIRED, _is_within, _limited_fields, check_options, option
 from tests.messages import raises
 
-TABLES = (MIXERS, FEED_FORWARDS, OUTPUTS, BLOCKS, WEIGHT_TRAININGS, CONVERSIONS)
-ENTRIES = {entry.__name__: entry for table in TABLES for entry in table.values() if isinstance(entry, type)}
-REQUIRED_VALUES = {"hidden": 4, "keep": 0.5, "strength": 0.1, "rate": 0.5, "share": 0.5}
+TABLES = (
+    MIXERS, FEED_FORWARDS, OUTPUTS, BLOCKS, WEIGHT_TRAININGS, COMPRESSORS, MEMORIES, ENCODERS, IMAGE_NORMS, convnet.BLOCKS,
+    AVERAGES, POSITIVES, {name: type(pattern.examples[0]) for name, pattern in MASKS.items()},
+)  # fmt: skip
+SECTIONS = {"optimizer": [OptimizerConfig], "train": [TrainConfig], "plan": [Plan], "distill": [DistillConfig]}
+SECTIONS |= {name: [getattr(task, f"{name}_config") for task in TASKS.values()] for name in ("model", "data")}
+OTHERS = (ExactMixer, CacheConfig, Suffix, Word2VecConfig, WordBlock)
+# Class -> beginning of its messages.
+ENTRIES = {entry: entry.__name__ for table in (*(table.values() for table in TABLES), OTHERS) for entry in table}
+ENTRIES |= {config: section for section, configs in SECTIONS.items() for config in configs}
+PART = {
+    "keep": 1,
+    "strength": 0.1,
+    "rate": 0.5,
+    "share": 0.5,
+    "text": "stage",
+}  # values of fields without defaults; 4 for others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +66,7 @@ class Entry:
 @dataclasses.dataclass(frozen=True)
 class Smaller(Entry):
     size: int = 2
+    rate: float = option(0.1, "Low rate.")
 
 
 def test_messages_name_the_field_its_value_and_an_example():
@@ -47,23 +81,33 @@ def test_messages_name_the_field_its_value_and_an_example():
     ):
         raises(message, Entry, **values)
     raises("Smaller.size=9: expected at least 1, at most 8, even, such as 2", Smaller, 9)
+    raises("Smaller.rate=1: expected more than 0, less than 1, such as 0.1", Smaller, rate=1)
+
+
+def bounds_of(limits):
+    return {name: limit for name, limit in limits.items() if name != "rule"}
 
 
 def beyond(default, limits):
-    """Values outside of the bounds of a field, of the type of its default."""
+    """Values outside of each range of a field, of the type of its default; and NaN."""
     steps = {"least": -1, "most": 1, "above": 0, "below": 0}
     values = [limits[name] + step for name, step in steps.items() if name in limits]
-    return [float(v) if isinstance(default, float) else v for v in values] + ["unknown"] * ("among" in limits)
+    values = [float(v) if isinstance(default, float) else v for v in values] + ["unknown"] * ("among" in limits)
+    values += [math.nan] * bool(steps.keys() & limits)
+    if "rule" in limits:
+        numbers = (x for x in itertools.count(-1) if _is_within(x, bounds_of(limits)) and not limits["rule"][1](x))
+        values.append("unknown" if default is REQUIRED or isinstance(default, str) else next(numbers))
+    return values
 
 
-@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if _limited_fields(entry)])
-def test_values_beyond_a_bound_raise(name):
-    entry = ENTRIES[name]
+@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if isinstance(entry, type) and _limited_fields(entry)])
+def test_values_beyond_a_range_raise(entry):
     needed = [field.name for field in dataclasses.fields(entry) if field.default is REQUIRED]
-    given = {name: value for name, value in REQUIRED_VALUES.items() if name in needed}
+    given = {name: PART.get(name, 4) for name in needed}
     for field, default, limits in _limited_fields(entry):
         for value in beyond(default, limits):
-            raises(rf"{entry.__name__}.{field}={value!r}: expected", entry, **given | {field: value})
+            message = re.escape(f"{ENTRIES[entry]}.{field}={value!r:.80}: expected ")
+            raises(message, entry, **given | {field: value})
         for bound in ("least", "most"):
             if bound in limits:
-                assert _is_within(limits[bound], {name: limit for name, limit in limits.items() if name != "rule"})
+                assert _is_within(limits[bound], bounds_of(limits))

@@ -24,6 +24,7 @@ from absl import app, flags
 from hpnlp import cli, measure
 from hpnlp.ops.attention import Causal, attend
 from hpnlp.ops.attention.bucketed import (
+    BucketSettings,
     bucketed_attention,
     lsh_buckets,
     nearest_centroids,
@@ -71,7 +72,7 @@ def recall(length: int) -> list[dict[str, Any]]:
     rows = []
 
     def row(method: str, rounds: int, buckets: int, window: int, *draws: jax.Array) -> None:
-        visible = [np.array(visible_pairs(found, window=window, causal=False))[0, 0] for found in draws]
+        visible = [np.array(visible_pairs(found, BucketSettings(window, causal=False)))[0, 0] for found in draws]
         mass, share = (float(np.mean(x)) for x in ([(weights * pairs).sum(axis=1) for pairs in visible], visible))
         rows.append({"what": "recall", "method": method, "rounds": rounds, "length": length, "buckets": buckets,
                      "window": window, "recall": mass, "pairs": share})  # fmt: skip
@@ -88,16 +89,16 @@ def recall(length: int) -> list[dict[str, Any]]:
 def forms(length: int) -> dict[str, Callable[..., jax.Array]]:
     """Attention of q, k, v by each method. Reformer and routing ignore k."""
     buckets = max(2, length // WINDOW // 2 * 2)
-    options: dict[str, Any] = {"causal": True, "hides_self": True, "scale": 1.0}
     centroids = unit_vectors(jax.random.normal(jax.random.key(1), (HEADS, buckets // 4 or 1, DIM)))
+    settings = functools.partial(BucketSettings, causal=True, hides_self=True, scale=1.0)
 
     def hashed(buckets: int, window: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         found = lsh_buckets(q, random_rotations(jax.random.key(0), 4, DIM, buckets))
-        return bucketed_attention(q, unit_vectors(q), v, found, window=window, **options)
+        return bucketed_attention(q, unit_vectors(q), v, found, settings(window))
 
     def routed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         found = nearest_centroids(q, centroids)[..., None]
-        return bucketed_attention(q, unit_vectors(q), v, found, window=4 * WINDOW, **options)
+        return bucketed_attention(q, unit_vectors(q), v, found, settings(4 * WINDOW))
 
     def exact(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         o: Any = attend(q, k, v, Causal())

@@ -29,7 +29,7 @@ from absl import app, flags
 import hpnlp
 from hpnlp import cli, measure
 from hpnlp.data import tokenizers
-from hpnlp.data.examples.generated.library import docstrings
+from hpnlp.data.examples.generated.standard_library import docstrings
 from hpnlp.data.reading import sources
 from hpnlp.jobs.predictor import Predictor
 from hpnlp.retrieval import Index

@@ -33,7 +33,7 @@ from absl import flags
 import hpnlp
 from hpnlp import cli, measure
 from hpnlp.cli.errors import run_script
-from hpnlp.data.examples.generated.library import docstrings
+from hpnlp.data.examples.generated.standard_library import docstrings
 from hpnlp.data.reading import sources
 from hpnlp.data.reading.split import hash_fraction
 from hpnlp.jobs.predictor import Predictor

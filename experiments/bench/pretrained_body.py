@@ -29,7 +29,7 @@ from typing import Any
 from absl import app, flags
 
 from hpnlp import cli, measure, report
-from hpnlp.data.examples.generated import library
+from hpnlp.data.examples.generated import standard_library
 from hpnlp.data.reading import sources
 from hpnlp.data.reading.split import hash_fraction
 from hpnlp.training.files.example_scores import ExampleScores
@@ -57,7 +57,7 @@ def write_examples(workdir: Path, seeds: int) -> None:
         return
     workdir.mkdir(parents=True, exist_ok=True)
     by_label, heldout = collections.defaultdict(list), []
-    for example in library.functions(sources.find("stdlib", "data.path")[0].files):
+    for example in standard_library.functions(sources.find("stdlib", "data.path")[0].files):
         is_heldout = hash_fraction(example["group"]) < HELDOUT
         (heldout if is_heldout else by_label[example["label"]]).append(example)
     for seed in range(seeds):

@@ -38,7 +38,7 @@ from hpnlp.data import prepare
 from hpnlp.jobs.retrieval import next_words
 from hpnlp.nn.attention import Context
 from hpnlp.ops.attention import Causal
-from hpnlp.ops.search import build_pq, recall
+from hpnlp.ops.search import PqCodes, build_pq, recall
 from hpnlp.retrieval import Index, datastore
 from hpnlp.training.run_directory import load
 from hpnlp.types import InputError
@@ -185,7 +185,7 @@ def built(spec: str, table: np.ndarray) -> Index | Rotated:
     if "PQ" in spec:
         parts = int(re.findall(r"PQ(\d+)", spec)[0])
         sample = table[:: max(len(table) // 50_000, 1)]
-        index = build_pq(sample, cells=128, parts=parts, centroids=16, keep="none", iterations=3)
+        index = build_pq(sample, PqCodes(parts, 16, keep="none"), cells=128, iterations=3)
         rotation = np.asarray(index.rotation, np.float64)
         rotation = np.linalg.qr(rotation)[0].astype(np.float32)  # rounded to float16 in the index
         table = table @ rotation

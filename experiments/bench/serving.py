@@ -29,7 +29,7 @@ from absl import app, flags
 
 import hpnlp
 from hpnlp import cli, measure
-from hpnlp.data.examples.generated import library
+from hpnlp.data.examples.generated import standard_library
 from hpnlp.data.reading import sources
 from hpnlp.jobs.export import served_predict
 from hpnlp.jobs.held_out import framed_ids, heldout_texts
@@ -64,7 +64,7 @@ def write_docstrings(path: Path) -> None:
     for file in (file for source in sources.find("stdlib", "data.path") for file in source.files):
         package, slash, _ = file.name.partition("/")
         if slash:
-            by_package.setdefault(package, []).extend(record["text"] for record in library.docstrings([file]))
+            by_package.setdefault(package, []).extend(record["text"] for record in standard_library.docstrings([file]))
     largest = sorted(by_package, key=lambda package: len(by_package[package]))[-PACKAGES:]
     records = [(text, package) for package in largest for text in by_package[package]]
     chosen = np.random.default_rng(0).permutation(len(records))[:RECORDS]

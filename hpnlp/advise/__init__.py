@@ -1,6 +1,7 @@
 """Techniques that make a model faster or smaller: what each changes, what it needs, and the measured choice among them."""
 
-from hpnlp.advise.search import Advice, AdviseSettings, Finding, advise
+from hpnlp.advise.advice import Advice, AdviseSettings, Finding
+from hpnlp.advise.search import advise
 from hpnlp.advise.technique import Goal, Needs, Technique
 from hpnlp.advise.techniques import techniques
 from hpnlp.advise.verify import verify

@@ -75,7 +75,7 @@ class KeptQuality:
 
 
 @dataclasses.dataclass(frozen=True)
-class Agreement:
+class EqualPredictions:
     """Equal predictions of two models.
 
     Attributes:
@@ -120,8 +120,8 @@ def kept(
     """Tests whether a changed model keeps a share of the original's quality (non-inferiority).
 
     Examples of equal weight are compared by the mean of c - trivial - keep (b - trivial), as normally distributed. If all
-    scores are right or wrong (1 or 0), two examples are added, of which each model has one right: otherwise, few examples without
-    a difference would show that nothing is lost. Examples of different weights, such as documents, are resampled.
+    scores are right or wrong (1 or 0), two examples are added, of which each model has one right: otherwise, few examples
+    without a difference would show that nothing is lost. Examples of different weights, such as documents, are resampled.
 
     Args:
       original: Scores of the original model.
@@ -164,7 +164,7 @@ def kept(
         return KeptQuality(share, low, keep, p_value, count, has_learned, None)
     values = totals / weights
     discordant = float(((values[1] - values[0]) ** 2).mean())
-    if np.isin(values, (0, 1)).all():
+    if ((values == 0) | (values == 1)).all():
         values = np.concatenate([values, np.eye(2)], axis=1)
     low, p_value, has_learned = _by_formula(sign * (values - trivial), keep)
     return KeptQuality(share, low, keep, p_value, count, has_learned, discordant)
@@ -201,7 +201,8 @@ def _by_bootstrap(gains: np.ndarray, weights: np.ndarray, keep: float | int, see
     """As `_by_formula`, for quotients of the sums of gains and of weights `[2, n]`."""
     columns, rng = np.concatenate([gains, weights]), np.random.default_rng(seed)
     count = columns.shape[1]
-    sums = np.stack([columns[:, rng.integers(0, count, count)].sum(axis=1) for _ in range(RESAMPLES)], axis=1)
+    draws = (np.bincount(rng.integers(0, count, count), minlength=count) for _ in range(RESAMPLES))
+    sums = np.stack([columns @ times for times in draws], axis=1)
     with np.errstate(invalid="ignore", divide="ignore"):
         b, c = sums[:2] / sums[2:]  # [RESAMPLES]
         shares = np.nan_to_num(np.where(b > 0, c / b, -np.inf), nan=-np.inf, neginf=-np.inf)
@@ -318,7 +319,7 @@ def excluded_loss(count: int, discordant: float | int) -> float:
     return (_Z + _Z_POWER) * math.sqrt(discordant / count)
 
 
-def agreement(first: Labels, second: Labels) -> Agreement:
+def agreement(first: Labels, second: Labels) -> EqualPredictions:
     """The share of equal predictions of two models, which needs no labels.
 
     Args:
@@ -340,7 +341,7 @@ def agreement(first: Labels, second: Labels) -> Agreement:
         )
     count, share = len(first), float((np.asarray(first) == np.asarray(second)).mean())
     width = _Z * math.sqrt(share * (1 - share) / count + (_Z / (2 * count)) ** 2)
-    return Agreement(share, (share + _Z**2 / (2 * count) - width) / (1 + _Z**2 / count), count)
+    return EqualPredictions(share, (share + _Z**2 / (2 * count) - width) / (1 + _Z**2 / count), count)
 
 
 def described(result: KeptQuality) -> str:
@@ -353,7 +354,7 @@ def described(result: KeptQuality) -> str:
       The words.
     """
     share = f"keeps {_percent(result.retention)} of the quality"
-    limit = f"at least {_percent(result.low)} with 95 % confidence"
+    limit = f"at least {_percent(_floor(result.low))} with 95 % confidence"
     match result.verdict:
         case QualityVerdict.NOTHING_LEARNED:
             return "the original has learned nothing on this data: quality cannot be judged"
@@ -390,6 +391,11 @@ def described_size(count: int, keep: float | int, gain: float | int, discordant:
 def _check_keep(keep: float | int) -> None:
     if not 0 < keep < 1:
         raise InputError(f"keep={keep}: expected a share between 0 and 1, such as 0.97")
+
+
+def _floor(share: float) -> float:
+    """Rounds down to three decimals, so that a limit in words is none that was not shown."""
+    return math.floor(1000 * share + 1e-9) / 1000 if math.isfinite(share) else share
 
 
 def _percent(share: float | int) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 
 from hpnlp import tasks
 from hpnlp.advise import kept_quality
+from hpnlp.advise.advice import Advice, Finding
 from hpnlp.advise.candidate import UNCHANGED, Candidate
 from hpnlp.advise.kept_quality import QualityVerdict
-from hpnlp.advise.search import Advice, Finding
 from hpnlp.advise.technique import Goal, Needs
 from hpnlp.advise.workload import Program
 from hpnlp.cost.paired_times import Ratio, Verdict, described
@@ -88,7 +88,7 @@ def _gain(finding: Finding, goal: Goal) -> str:
 
 
 def _quality(finding: Finding) -> str:
-    """What is known of the quality, after a semicolon; "" for a model that is not changed."""
+    """The quality after a semicolon; "" where it is not known."""
     if finding.quality is not None:
         return f"; {kept_quality.described(finding.quality)}"
     return ""
@@ -162,7 +162,7 @@ def _share(finding: Finding) -> str:
 
 
 def status(finding: Finding, is_best: bool) -> str:
-    """What a finding means, in a few words.
+    """The meaning of a finding, in a few words.
 
     Args:
       finding: The finding.
@@ -190,7 +190,7 @@ def status(finding: Finding, is_best: bool) -> str:
 
 
 def _remarks(advice: Advice, rows: int | None) -> Iterator[str]:
-    """What was not tried and why."""
+    """Lines on the techniques that were not tried, with the reasons, and on the search."""
     if advice.bounded:
         names = [f"{name} ({bound:.2f} x)" for name, bound in advice.bounded.items()]
         yield f"not tried, since the parts that they change take too little time: {_listed(names, rows)}"
@@ -208,8 +208,8 @@ def _remarks(advice: Advice, rows: int | None) -> Iterator[str]:
         yield f"{len(failed)} failed, first {failed[0].candidate.name}: {failed[0].error}"
     if advice.baseline.traced is not None:
         total = advice.baseline.traced.total
-        parts = sorted(advice.baseline.traced.seconds.items(), key=lambda item: -item[1])[:3]
-        yield "time goes to " + ", ".join(f"{label(name)} {100 * seconds / total:.0f} %" for name, seconds in parts)
+        largest = sorted(advice.baseline.traced.seconds.items(), key=lambda item: -item[1])[:3]
+        yield "time goes to " + ", ".join(f"{label(name)} {100 * seconds / total:.0f} %" for name, seconds in largest)
     yield f"the search took {advice.seconds / 60:.1f} min"
 
 

@@ -18,20 +18,22 @@ import numpy as np
 
 from hpnlp import measure, tasks
 from hpnlp.advise import kept_quality
+from hpnlp.advise.advice import Advice, AdviseSettings, Finding
 from hpnlp.advise.arm import Arm
 from hpnlp.advise.candidate import Candidate
 from hpnlp.advise.kept_quality import KeptQuality, QualityVerdict
 from hpnlp.advise.technique import PROGRAMS, Goal, Needs, Technique
 from hpnlp.advise.techniques import techniques
-from hpnlp.advise.trial import Measured, Result, Trial, times_of
+from hpnlp.advise.trial import Measured, Trial, TrialResult, wall_ratio
 from hpnlp.advise.trials import Trials
 from hpnlp.advise.workload import Program, Workload, default_workload
 from hpnlp.cost.paired_times import GROUP, LEAST, LOOKS, Ratio, Verdict
 from hpnlp.cost.traced_time import TracedTime
 from hpnlp.errors import InputError
 from hpnlp.planner.compressed import saved_step
-from hpnlp.training.config import Config, flat, with_changes
+from hpnlp.training.config import flat, with_changes
 from hpnlp.training.config_file import load_config
+from hpnlp.training.files.checkpoint import CONVERTED_STEP
 from hpnlp.training.files.example_scores import ExampleScores
 
 SCREEN = LOOKS[1]  # rounds of the first measurement of a technique
@@ -43,105 +45,6 @@ CONFIRMED = 3  # candidates that are confirmed
 TRAINED, SEEDS = 2, 2  # most techniques that are trained, and seeds of each
 SCREEN_SHARE, SCORE_SHARE, STACK_SHARE = 0.5, 0.7, 0.85  # share of the time after which a phase begins nothing more
 FASTER = (Verdict.FASTER, Verdict.UNRESOLVED)
-
-
-@dataclasses.dataclass(frozen=True)
-class AdviseSettings:
-    """Settings of a search.
-
-    Attributes:
-      goal: What is to become less.
-      keep: Least share of the original's quality above the trivial one, see `kept_quality`.
-      seconds: Time of the search; the confirmation may take longer.
-      batch_size: Sequences of a batch; 0 for one where the goal is latency, and for that of the run otherwise.
-      batches: Largest number of held-out batches of a score; None for all.
-      only: Names of techniques or groups to try, as in `hpnlp techniques`; () for all.
-      exclude: Names of techniques or groups to leave out.
-      train_seconds: Time for trainings, which are apart from the time of the search; 0 for none.
-      changes: Fields of the run's config that are set, such as data.path.
-      table: Techniques to choose among; () for all.
-    """
-
-    goal: Goal = Goal.LATENCY
-    keep: float | int = 0.97
-    seconds: float | int = 600.0
-    batch_size: int = 0
-    batches: int | None = None
-    only: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    train_seconds: float | int = 0.0
-    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    table: tuple[Technique, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """What was found of a candidate.
-
-    Attributes:
-      candidate: The candidate.
-      ratio: What the goal counts, over that of the model as it is: time, or bytes. None if it could not be measured.
-      cpu: Ratio of CPU times; None where no time is measured.
-      error: The reason why it could not be measured; "" if it was.
-      bound: Largest factor by which it can become faster; None where none is known.
-      quality: Comparison of the quality; None where it was not scored.
-      measured: Sizes and scores.
-      needs: Work before its quality can be judged.
-      is_confirmed: Whether `ratio` and `quality` are those of new rounds in a new process, and of the examples by which the
-        candidate was not selected.
-      is_trained: Whether the quality is that after a training.
-      is_kept: Whether the quality is shown to be kept; of confirmed candidates, with one error rate for all of them.
-    """
-
-    candidate: Candidate
-    ratio: Ratio | None
-    cpu: Ratio | None = None
-    error: str = ""
-    bound: float | None = None
-    quality: KeptQuality | None = None
-    measured: Measured | None = None
-    needs: Needs = Needs.NOTHING
-    is_confirmed: bool = False
-    is_trained: bool = False
-    is_kept: bool = False
-
-    @property
-    def is_faster(self) -> bool:
-        """Whether it is shown to be faster, or smaller."""
-        return self.ratio is not None and self.ratio.verdict is Verdict.FASTER
-
-
-@dataclasses.dataclass(frozen=True)
-class Advice:
-    """Result of a search.
-
-    Attributes:
-      run: Directory of the run.
-      config: Its config.
-      settings: Settings of the search.
-      workload: The call that was measured.
-      baseline: The model as it is.
-      recommended: The confirmed candidate; None if nothing helps.
-      findings: Candidates that were measured, the largest gain first; those that were confirmed stand for themselves.
-      bounded: Name of a technique that was not tried -> the factor that it gains at most.
-      refused: Name of a technique that does not fit the run -> reason.
-      untrained: Names of techniques that need the training of a new model.
-      skipped: Names of techniques for which there was no time left.
-      seconds: Time of the search.
-    """
-
-    run: str
-    config: Config
-    settings: AdviseSettings
-    workload: Workload
-    baseline: Result
-    recommended: Finding | None
-    findings: Sequence[Finding]
-    bounded: Mapping[str, float]
-    refused: Mapping[str, str]
-    untrained: Sequence[str]
-    skipped: Sequence[str]
-    seconds: float
 
 
 def advise(
@@ -172,7 +75,7 @@ def advise(
 
 
 class _Search:
-    """A search, with what it has found so far."""
+    """A search and its findings so far."""
 
     def __init__(self, run: Path, settings: AdviseSettings, trials: Trials, log: Callable[[str], None]) -> None:
         config = load_config(run)
@@ -186,6 +89,8 @@ class _Search:
         names = ("cpu", "cores", "device", "jax", "hpnlp", "commit")
         self.machine = ", ".join(f"{name} {environment[name]}" for name in names)
         self.step = saved_step(run, config)
+        is_converted = self.step == CONVERTED_STEP and tasks.find(config.task).reads_examples
+        self.has_data = not is_converted or "data.path" in settings.changes
         self.begun = time.monotonic()
 
     def run(self) -> Advice:
@@ -242,8 +147,8 @@ class _Search:
 
     def _trial(self, candidates: Sequence[Candidate], rounds: int, **options: Any) -> Trial:
         """A trial of candidates beside the model as it is."""
-        if not self._is_timed:
-            rounds = min(rounds, 1)
+        if not self._is_timed:  # the memory of a step is known once it is compiled
+            rounds = int(self.settings.goal is Goal.MEMORY)
         seconds = CONFIRM_SECONDS if rounds > SCREEN else SCREEN_SECONDS
         values = {
             "baseline": Candidate(), "seconds": seconds, "batches": self.settings.batches, "workload": self.workload
@@ -255,17 +160,21 @@ class _Search:
             candidates=tuple(candidates),
             rounds=rounds,
             machine=self.machine,
+            has_data=self.has_data,
             **values,
         )
 
-    def _measured_baseline(self) -> Result:
+    def _measured_baseline(self) -> TrialResult:
         """Time and scores of the model as it is."""
+        if not self.has_data:
+            self.log(f"{self.path} was converted, and has no examples: only times are measured; add --data.path=PATH")
         self.log(f"{self.path}, step {self.step}: measuring {self.workload.describe()}")
-        scored = not self._trains or bool(self.settings.train_seconds)  # of a training: the trivial score alone
+        # A training has no score before it, but needs the trivial one.
+        scored = not self._trains or bool(self.settings.train_seconds)
         result = self.trials.run(self._trial([], SCREEN, scored=scored, profiled=self._is_timed))
-        if result.equal is not None and max(1 / result.equal.low, result.equal.high) > 1.25:
+        if self._is_timed and result.equal is not None and result.equal.high > 1.25 * result.equal.low:
             self.log(
-                "this machine is too busy: equal calls differ by more than a quarter; small gains will not be found"
+                "this machine is busy: the interval of two equal calls is wider than a quarter; small gains will not be found"
             )
         return result
 
@@ -305,26 +214,26 @@ class _Search:
 
     def _screen(self, chosen: Sequence[Technique]) -> tuple[list[Finding], list[str]]:
         """Few rounds of each technique, the largest gain first; and the names of those for which there was no time."""
-        found: list[Finding] = []
+        findings: list[Finding] = []
         groups = [chosen[i : i + GROUP] for i in range(0, len(chosen), GROUP)]
         for number, group in enumerate(groups):
             if number and self._spent > SCREEN_SHARE:
-                return _ordered(found), [t.name for t in itertools.chain(*groups[number:])]
-            self._report(f"group {number + 1} of {len(groups)}: {', '.join(t.name for t in group)}", found)
+                return _ordered(findings), [t.name for t in itertools.chain(*groups[number:])]
+            self._report(f"group {number + 1} of {len(groups)}: {', '.join(t.name for t in group)}", findings)
             candidates = [Candidate().plus(technique) for technique in group]
             result = self.trials.run(self._trial(candidates, SCREEN))
-            found += [
+            findings += [
                 dataclasses.replace(finding, needs=technique.needs, bound=_bound(technique, self.baseline.traced))
                 for finding, technique in zip(self._findings(candidates, result), group, strict=True)
             ]
-        return _ordered(found), []
+        return _ordered(findings), []
 
-    def _report(self, work: str, found: Sequence[Finding]) -> None:
-        best = min((f for f in found if f.is_faster), key=lambda f: f.ratio.median if f.ratio else 1.0, default=None)
+    def _report(self, work: str, findings: Sequence[Finding]) -> None:
+        best = min((f for f in findings if f.is_faster), key=lambda f: f.ratio.median if f.ratio else 1.0, default=None)
         so_far = f"; so far {best.candidate.name}, {best.ratio.median:.2f}" if best and best.ratio else ""
         self.log(f"{work} ({max(0, self._left) / 60:.0f} min left{so_far})")
 
-    def _findings(self, candidates: Sequence[Candidate], result: Result) -> Iterator[Finding]:
+    def _findings(self, candidates: Sequence[Candidate], result: TrialResult) -> Iterator[Finding]:
         for number, (candidate, model) in enumerate(zip(candidates, result.models[1:], strict=True)):
             yield Finding(
                 candidate,
@@ -334,13 +243,13 @@ class _Search:
                 measured=model,
             )
 
-    def _ratio(self, result: Result, number: int) -> Ratio | None:
-        """What the goal counts of a candidate, over that of the baseline."""
+    def _ratio(self, result: TrialResult, number: int) -> Ratio | None:
+        """Ratio of the goal's quantity, a time or a number of bytes, to that of the baseline."""
         model, baseline = result.models[number + 1], result.models[0]
         if model.error:
             return None
         if self._is_timed:
-            return times_of(result, number)
+            return wall_ratio(result, number)
         sizes = (model.peak_bytes, baseline.peak_bytes)
         if self.settings.goal is Goal.DISK:
             sizes = (model.disk_bytes, baseline.disk_bytes)
@@ -350,18 +259,18 @@ class _Search:
         verdict = Verdict.FASTER if quotient < 1 - LEAST else Verdict.SLOWER if quotient > 1 + LEAST else Verdict.EQUAL
         return Ratio(quotient, quotient, quotient, verdict)
 
-    def _score(self, found: Sequence[Finding]) -> list[Finding]:
+    def _score(self, findings: Sequence[Finding]) -> list[Finding]:
         """The findings with their quality on the half of the examples by which candidates are selected."""
         if self._trains:  # from new parameters: only what leaves the model as it is can be judged
-            return [dataclasses.replace(f, is_kept=f.needs is Needs.NOTHING) for f in found]
-        new = [f for f in found if f.needs is Needs.TRAINING and not f.candidate.recipe]  # with new weights
-        found = [f for f in found if f not in new]
+            return [dataclasses.replace(f, is_kept=f.needs is Needs.NOTHING) for f in findings]
+        new = [f for f in findings if f.needs is Needs.TRAINING and not f.candidate.recipe]  # with new weights
+        findings = [f for f in findings if f not in new]
         scored: list[Finding] = new
-        for i in range(0, len(found), GROUP):
-            group = found[i : i + GROUP]
+        for i in range(0, len(findings), GROUP):
+            group = findings[i : i + GROUP]
             if i and self._spent > SCORE_SHARE:
-                return [*scored, *found[i:]]
-            self._report(f"scoring {', '.join(f.candidate.name for f in group)}", found)
+                return [*scored, *findings[i:]]
+            self._report(f"scoring {', '.join(f.candidate.name for f in group)}", findings)
             result = self.trials.run(self._trial([f.candidate for f in group], 0, scored=True))
             for finding, model in zip(group, result.models[1:], strict=True):
                 quality = self._quality(result.models[0], model, selects=True)
@@ -376,21 +285,27 @@ class _Search:
         return self._compared(baseline.examples, model.examples, selects)
 
     def _compared(self, original: ExampleScores, changed: ExampleScores, selects: bool | None) -> KeptQuality | None:
-        """Comparison of scores on one of the halves of the examples; None for all examples."""
+        """Comparison of scores on one of the halves of the examples, or on all of them for None.
+
+        Scores that are no mean over examples, such as F1, are represented by the loss. Without a trivial score, quality counts
+        from 0.
+        """
         name = self.metric if self.metric in original.sums else "loss"
+        higher_is_better, trivial = self.higher_is_better and name == self.metric, self.baseline.trivial
+        if trivial is None and not higher_is_better:
+            return None
         halves = kept_quality.is_for_selection(np.arange(len(original.identity)))
         chosen = np.ones_like(halves) if selects is None else halves if selects else ~halves
-        is_other = name != self.metric
         return kept_quality.kept(
             kept_quality.subset(original, chosen),
             kept_quality.subset(changed, chosen),
             name,
             keep=self.settings.keep,
-            trivial=self.baseline.trivial if self.baseline.trivial is not None and not is_other else 0.0,
-            higher_is_better=self.higher_is_better and not is_other,
+            trivial=trivial or 0.0,
+            higher_is_better=higher_is_better,
         )
 
-    def _trained(self, found: Sequence[Finding]) -> list[Finding]:
+    def _trained(self, findings: Sequence[Finding]) -> list[Finding]:
         """The fastest findings that need training, with their quality after trainings of equal steps of both models.
 
         A finding keeps its quality if it does with each of SEEDS seeds. Techniques of new models are trained from new
@@ -398,7 +313,7 @@ class _Search:
         """
         if not self.settings.train_seconds:
             return []
-        chosen = [f for f in found if f.needs is Needs.TRAINING and f.is_faster and not f.is_kept][:TRAINED]
+        chosen = [f for f in findings if f.needs is Needs.TRAINING and f.is_faster and not f.is_kept][:TRAINED]
         if not chosen:
             return []
         further = {bool(f.candidate.recipe) for f in chosen}
@@ -414,11 +329,11 @@ class _Search:
                 self.log(f"training {candidate.name}, seed {seed}")
                 changes, batches = self.settings.changes, self.settings.batches
                 arm = Arm(str(self.path), changes, candidate, steps, seed, is_further, batches)
-                found_scores, reason = self.trials.train(arm)
-                if found_scores is None:
+                scores_of_arm, reason = self.trials.train(arm)
+                if scores_of_arm is None:
                     errors[candidate.name] = reason
                 else:
-                    scores[candidate.name, is_further, seed] = found_scores
+                    scores[candidate.name, is_further, seed] = scores_of_arm
         return [self._after_training(finding, scores, errors) for finding in chosen]
 
     def _after_training(
@@ -453,14 +368,14 @@ class _Search:
                 break
             self.log(f"adding to {stack.name}: {', '.join(c.techniques[-1] for c in larger)}")
             result = self.trials.run(self._trial(larger, SCREEN, baseline=stack))
-            found = [f for f in _ordered(list(self._findings(larger, result))) if f.is_faster]
-            if not self._trains and found:
-                scored = self.trials.run(self._trial([f.candidate for f in found], 0, scored=True))
+            findings = [f for f in _ordered(list(self._findings(larger, result))) if f.is_faster]
+            if not self._trains and findings:
+                scored = self.trials.run(self._trial([f.candidate for f in findings], 0, scored=True))
                 kept = [self._quality(scored.models[0], model, selects=True) for model in scored.models[1:]]
-                found = [f for f, q in zip(found, kept, strict=True) if q and q.verdict is QualityVerdict.KEPT]
-            if not found:
+                findings = [f for f, q in zip(findings, kept, strict=True) if q and q.verdict is QualityVerdict.KEPT]
+            if not findings:
                 break
-            stack = found[0].candidate
+            stack = findings[0].candidate
             others = [technique for technique in others if technique.name not in stack.techniques]
         return stack
 
@@ -472,11 +387,11 @@ class _Search:
             return []
         self.log(f"confirming {', '.join(c.name for c in candidates)}")
         result = self.trials.run(self._trial(candidates, LOOKS[-1], scored=not self._trains, attempt=1))
-        found = [dataclasses.replace(finding, is_confirmed=True) for finding in self._findings(candidates, result)]
+        findings = [dataclasses.replace(finding, is_confirmed=True) for finding in self._findings(candidates, result)]
         trained = {f.candidate.name: f for f in good if f.is_trained}
         qualities = [self._quality(result.models[0], model, selects=False) for model in result.models[1:]]
         final, judged = [], []
-        for finding, quality in zip(found, qualities, strict=True):
+        for finding, quality in zip(findings, qualities, strict=True):
             if self._trains:
                 final.append(dataclasses.replace(finding, is_kept=not finding.error))
             elif (before := trained.get(finding.candidate.name)) is not None:
@@ -507,6 +422,6 @@ def _gain(finding: Finding) -> float:
     return 1 / finding.ratio.median if finding.ratio is not None else -math.inf
 
 
-def _ordered(found: Sequence[Finding]) -> list[Finding]:
+def _ordered(findings: Sequence[Finding]) -> list[Finding]:
     """Findings, the largest gain first."""
-    return sorted(found, key=_gain, reverse=True)
+    return sorted(findings, key=_gain, reverse=True)

@@ -46,7 +46,7 @@ SPEC, RESULT = "trial.json", "result.json"
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """What a process measures.
+    """Measurements that a process makes.
 
     Attributes:
       run: Directory of the run.
@@ -59,6 +59,7 @@ class Trial:
       seconds: Rounds end at the first look after so many seconds.
       scored: Whether models are scored on held-out data.
       profiled: Whether the time of the baseline is divided by part.
+      has_data: Whether there are data; otherwise texts are random, and nothing is scored.
       batches: Largest number of held-out batches; None for all.
       machine: Processor and versions, so that results of another machine are not taken for those of this one.
       attempt: Number that distinguishes trials of the same candidates.
@@ -74,6 +75,7 @@ class Trial:
     seconds: float | int
     scored: bool = False
     profiled: bool = False
+    has_data: bool = True
     batches: int | None = None
     machine: str = ""
     attempt: int = 0
@@ -109,7 +111,7 @@ def _candidate(values: Mapping[str, Any]) -> Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a trial found of a candidate.
+    """Measurements of a candidate in a trial.
 
     Attributes:
       name: Its name.
@@ -137,8 +139,8 @@ class Measured:
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
-    """What a trial found.
+class TrialResult:
+    """Measurements of a trial.
 
     Attributes:
       models: The baseline, and each candidate.
@@ -181,7 +183,7 @@ class Result:
         replace_bytes(directory / RESULT, text.encode())
 
     @classmethod
-    def read(cls, directory: Path) -> Result | None:
+    def read(cls, directory: Path) -> TrialResult | None:
         """Reads the result of a trial.
 
         Args:
@@ -237,13 +239,13 @@ class _Process:
         self.trial = trial
         run = run_directory.load(trial.run, trial.step)
         self.run = dataclasses.replace(run, config=with_changes(run.config, trial.changes))
-        self.dataset = self._dataset(self.run.config)
+        self.dataset: Any = self._dataset(self.run.config) if trial.has_data else None
         self.texts = sample_texts(trial.workload, self.run, self.dataset) if trial.rounds else []
 
     def _dataset(self, config: Config) -> Any:
         return tasks.find(config.task).dataset(config.data, self.run.vocabulary)
 
-    def measure(self) -> Result:
+    def measure(self) -> TrialResult:
         """Measures the candidates; what one of them raises becomes its error."""
         begun, trial = time.monotonic(), self.trial
         baseline, errors, models = self._model(trial.baseline), {}, {}
@@ -260,19 +262,23 @@ class _Process:
             comparison = compare_times(
                 baseline.call.function, functions, rounds=trial.rounds, seconds=trial.seconds, amounts=amounts
             )
-        found = [self._measured(baseline, None, baseline)]
+        measured = [self._measured(baseline, None, baseline)]
         for number, candidate in enumerate(trial.candidates):
             name = str(number)
             if name in errors:
-                found.append(Measured(candidate.name, errors[name]))
+                measured.append(Measured(candidate.name, errors[name]))
                 continue
             times = comparison.programs.get(name) if comparison else None
-            found.append(self._measured(models[name], times, baseline))
+            measured.append(self._measured(models[name], times, baseline))
         seconds = comparison.baseline if comparison else 0.0
         equal = comparison.equal if comparison else None
-        trivial = trivial_score(self.run.config, self.dataset, trial.batches) if trial.scored else None
+        trivial = (
+            trivial_score(self.run.config, self.dataset, trial.batches) if trial.scored and trial.has_data else None
+        )
         divided = traced(trial.workload, self.run, self.dataset, self.texts) if trial.profiled else None
-        return Result(tuple(found), time.monotonic() - begun, seconds, equal, measure.environment(), trivial, divided)
+        return TrialResult(
+            tuple(measured), time.monotonic() - begun, seconds, equal, measure.environment(), trivial, divided
+        )
 
     def _model(self, candidate: Candidate) -> _Model:
         """A changed run, with its compiled call and the loss of the first training batch."""
@@ -282,7 +288,7 @@ class _Process:
         dataset = self._dataset(run.config) if has_other_data else self.dataset
         call = make_call(self.trial.workload, run, dataset, self.texts) if self.trial.rounds else None
         with overflow_checked(run):
-            loss = 0.0 if trains else _mean_loss(run, dataset)
+            loss = 0.0 if trains or dataset is None else _mean_loss(run, dataset)
             if call is not None:
                 jax.block_until_ready(call.function())
         return _Model(candidate, run, call, loss)
@@ -292,7 +298,7 @@ class _Process:
         is_same = model is not baseline and _is_same(model, baseline)
         scores: Mapping[str, float] = {}
         examples = None
-        if self.trial.scored and not trains and not is_same:
+        if self.trial.scored and self.trial.has_data and not trains and not is_same:
             scores, examples = self._scores(model.run)
         return Measured(
             model.candidate.name,
@@ -317,7 +323,7 @@ class _Process:
 
 
 def trivial_score(config: Config, dataset: Any, batches: int | None) -> float | None:
-    """The primary score of a predictor that knows the frequencies of the held-out labels, and no inputs.
+    """The accuracy or the loss of a predictor that knows the frequencies of the held-out labels, and no inputs.
 
     Args:
       config: Config of a run.
@@ -325,12 +331,10 @@ def trivial_score(config: Config, dataset: Any, batches: int | None) -> float | 
       batches: Largest number of held-out batches; None for all.
 
     Returns:
-      The share of the most frequent label for an accuracy, and the entropy of the labels in nats for a loss; None for other
-      scores.
+      The share of the most frequent label where the primary score is an accuracy, and the entropy of the labels in nats
+      otherwise; None for data without labels, such as pairs of texts.
     """
     metric = tasks.find(config.task).primary_metric(flat(config))[0]
-    if metric not in ("accuracy", "loss"):
-        return None
     counts: collections.Counter[int] = collections.Counter()
     for batch in tasks.find(config.task).heldout(config, dataset, limit=batches):
         labels = next((batch[name] for name in ("labels", "target_labels") if name in batch), None)
@@ -373,7 +377,7 @@ def _first_line(error: BaseException) -> str:
     return lines[0][:300] if lines else type(error).__name__
 
 
-def times_of(result: Result, number: int) -> Ratio | None:
+def wall_ratio(result: TrialResult, number: int) -> Ratio | None:
     """Ratio of the wall time of a candidate.
 
     Args:

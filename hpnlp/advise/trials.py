@@ -13,7 +13,7 @@ import jax
 
 from hpnlp.advise.arm import SCORED, Arm
 from hpnlp.advise.arm import SPEC as ARM_SPEC
-from hpnlp.advise.trial import SPEC, Measured, Result, Trial
+from hpnlp.advise.trial import SPEC, Measured, Trial, TrialResult
 from hpnlp.atomic_file import replace_bytes
 from hpnlp.training.files.example_scores import ExampleScores
 from hpnlp.training.processes import signals
@@ -53,7 +53,7 @@ class Trials:
     directory: Path
     runner: Runner = run_process
 
-    def run(self, trial: Trial) -> Result:
+    def run(self, trial: Trial) -> TrialResult:
         """Runs a trial, or reads its result if it has been run.
 
         A process that ends without a result, as one that needs too much memory, is started again for each candidate alone: the
@@ -81,13 +81,13 @@ class Trials:
         models = (results[0].models[0], *(result.models[1] for result in results))
         return dataclasses.replace(results[0], models=models, seconds=sum(result.seconds for result in results))
 
-    def _run(self, trial: Trial) -> tuple[Result | None, str]:
+    def _run(self, trial: Trial) -> tuple[TrialResult | None, str]:
         """The result; or None and the last line of the process that failed."""
         directory = self.directory / trial.digest()
-        if (result := Result.read(directory)) is not None:
+        if (result := TrialResult.read(directory)) is not None:
             return result, ""
         reason = self._process("hpnlp.advise.trial", directory, SPEC, trial.to_json())
-        return Result.read(directory), reason
+        return TrialResult.read(directory), reason
 
     def train(self, arm: Arm) -> tuple[ExampleScores | None, str]:
         """Trains an arm, or reads its scores if it has been trained.

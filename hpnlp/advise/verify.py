@@ -10,7 +10,7 @@ from pathlib import Path
 from hpnlp.advise.candidate import Candidate
 from hpnlp.advise.report import FILES, read_candidate
 from hpnlp.advise.search import CONFIRM_SECONDS
-from hpnlp.advise.trial import Trial, times_of
+from hpnlp.advise.trial import Trial, wall_ratio
 from hpnlp.advise.trials import Trials
 from hpnlp.advise.workload import Program, Workload
 from hpnlp.cost.paired_times import LOOKS, Ratio, described
@@ -61,7 +61,7 @@ def verify(
         attempt=time.time_ns(),
     )
     result = (trials or Trials(directory / "trials")).run(trial)
-    model, now = result.models[1], times_of(result, 0)
+    model, now = result.models[1], wall_ratio(result, 0)
     if model.error or now is None:
         raise InputError(f"{name} cannot be measured: {model.error}")
     before = Ratio(**finding["ratio"])

@@ -112,7 +112,7 @@ def make_call(workload: Workload, run: Run, dataset: Any, texts: Sequence[str] =
     Args:
       workload: The workload.
       run: The run, changed or not.
-      dataset: Its data.
+      dataset: Its data; None for a converted model without data, whose texts are random.
       texts: Texts or prompts, from `sample_texts`; () where the program reads batches.
 
     Returns:
@@ -121,7 +121,7 @@ def make_call(workload: Workload, run: Run, dataset: Any, texts: Sequence[str] =
     Raises:
       InputError: The run cannot be called so.
     """
-    predictor = functools.partial(Predictor.of_run, run)
+    predictor = functools.partial(Predictor.from_run, run)
     match workload.program:
         case Program.TRAINING:
             batch = _batch(run, dataset)
@@ -137,7 +137,8 @@ def make_call(workload: Workload, run: Run, dataset: Any, texts: Sequence[str] =
             function = functools.partial(predictor().encode, texts, workload.batch_size)
         case Program.GENERATE:
             function = functools.partial(predictor().generate, texts, NEW, 0.0)
-    return Call(function, _digest(_lowered_loss(run, dataset, workload.batch_size)), 1.0)
+    text = _lowered_loss(run, dataset, workload.batch_size) if dataset is not None else _form(run)
+    return Call(function, _digest(text), 1.0)
 
 
 def sample_texts(workload: Workload, run: Run, dataset: Any) -> list[Any]:
@@ -157,9 +158,14 @@ def sample_texts(workload: Workload, run: Run, dataset: Any) -> list[Any]:
         return [_as_text(decode(row[:PROMPT])) for row in tokens]
     if workload.program not in (Program.PREDICT, Program.ENCODE):
         return []
+    if dataset is None:
+        ids = np.random.default_rng(0).integers(
+            run.tokenizer.vocab_size, size=(workload.batch_size, run.config.data.seq_len)
+        )
+        return [_as_text(run.tokenizer.decode(row)) for row in ids]
     stored = cast(Examples, dataset).stored[HELDOUT]
-    parts = stored.texts(stored.spread(max(64, 4 * workload.batch_size)).tolist())
-    ordered = sorted(([text.decode() for text in texts] for texts in parts), key=lambda texts: sum(map(len, texts)))
+    examples = stored.texts(stored.spread(max(64, 4 * workload.batch_size)).tolist())
+    ordered = sorted(([text.decode() for text in texts] for texts in examples), key=lambda texts: sum(map(len, texts)))
     first = max(0, (len(ordered) - workload.batch_size) // 2)
     chosen = (ordered * workload.batch_size)[first : first + workload.batch_size]
     return [texts[0] if len(texts) == 1 else texts for texts in chosen]
@@ -180,7 +186,7 @@ def traced(workload: Workload, run: Run, dataset: Any, texts: Sequence[Any]) -> 
     Raises:
       InputError: The profiler records no operation.
     """
-    if workload.program is Program.GENERATE:
+    if workload.program is Program.GENERATE or dataset is None:
         return None
     batch = _batch(run, dataset)
     if workload.program is Program.TRAINING:
@@ -222,6 +228,12 @@ def _lowered_loss(run: Run, dataset: Any, count: int) -> str:
     batch = {name: jnp.asarray(array) for name, array in _resized(_batch(run, dataset), count).items()}
     loss = jax.jit(lambda params, batch: gradients.loss(run.model, params, batch, None).sum)
     return loss.lower(run.params, batch).as_text()
+
+
+def _form(run: Run) -> str:
+    """The config of a model, and shapes and dtypes of its weights."""
+    leaves, structure = jax.tree.flatten(run.params)
+    return f"{run.model.config} {structure} {[(leaf.shape, str(leaf.dtype)) for leaf in leaves]}"
 
 
 def _digest(text: str) -> str:

@@ -120,8 +120,6 @@ def _seconds(flag: str, text: str) -> float:
 
 def _untrained(arguments: Sequence[str], overrides: Sequence[str]) -> tuple[Path, Path]:
     """`(run after one step, directory of the report)` of an experiment."""
-    from hpnlp.cli import members
-
     f = cli.FLAGS
     if arguments or f.workdir:
         raise InputError("RUN and --config both name a model: leave out one of them")
@@ -131,9 +129,14 @@ def _untrained(arguments: Sequence[str], overrides: Sequence[str]) -> tuple[Path
         raise InputError("--config needs a directory for the report: add --out=DIR")
     directory = Path(f.out)
     target = directory / "untrained"
-    flags_of_run = [f"--config={f.config}", f"--workdir={target}", *overrides, "--train.steps=1", "--train.sample=0"]
-    if contents_of(target) is not Contents.RUN and (code := members.run(["train", *flags_of_run], f.config)):
-        raise InputError(f"{f.config} cannot be trained (exit code {code}): see the error above")
+    if contents_of(target) is not Contents.RUN:
+        cli.prepare_jax()
+
+        from hpnlp.training import config, loop
+
+        resolved = config.resolve(experiment.read(experiment.start(f.config, overrides), overrides))
+        print(f"{f.config}: one step, to {target}", flush=True)
+        loop.train(config.with_changes(resolved, {"train.steps": 1, "train.eval_every": 0}), target, score=False)
     return target, directory
 
 

@@ -62,7 +62,7 @@ def planned_sizes(config: Any, shapes: Any, stages: Sequence[Stage], step: int =
         configs: list[Any] = []
 
         def apply(weights: Any, stage: Stage = stage, config: Any = config, configs: list[Any] = configs) -> Any:
-            new_config, result = stage.compressor(config, weights, outline)
+            new_config, result = stage.compress(config, weights, outline)
             configs.append(new_config)
             return result
 

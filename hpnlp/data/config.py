@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 from hpnlp.data.packing import PACKINGS
-from hpnlp.spec import did_you_mean, lookup
-from hpnlp.types import InputError, option
+from hpnlp.spec import lookup
+from hpnlp.types import InputError, check_options, option
 
 if TYPE_CHECKING:
     from hpnlp.data.examples.config import ExampleConfig
-
-ORDERS = ("shuffle", "stream")
-
-
-def check_sizes(config: DataConfig | ExampleConfig, fields: Iterable[str]) -> None:
-    """Raises InputError if one of these fields is a number less than 1."""
-    for name in fields:
-        if getattr(config, name) < 1:
-            raise InputError(f"data.{name}={getattr(config, name)}: expected at least 1")
 
 
 def check_heldout(config: DataConfig | ExampleConfig) -> None:
@@ -94,8 +84,8 @@ class DataConfig:
         "Leave out, and count in the summary, lines of text that are not UTF-8 and records that are not JSON or "
         "have no valid text. Otherwise these are errors, as far as the tokenizer needs UTF-8.",
     )
-    seq_len: int = option(256, "Tokens per sequence.")
-    batch_size: int = option(16, "Sequences per optimizer step, over all processes.")
+    seq_len: int = option(256, "Tokens per sequence.", least=1)
+    batch_size: int = option(16, "Sequences per optimizer step, over all processes.", least=1)
     heldout: float = option(
         0.02,
         "Fraction of documents held out, chosen by a hash of their names; one document if the fraction leaves no "
@@ -111,6 +101,7 @@ class DataConfig:
         1_000_000,
         "Evaluate on a fixed sample of the held-out documents of at most this many bytes, but at least one "
         "document; 0 takes all. Documents over the limit are not trained on.",
+        least=0,
     )
     folds: int = option(
         0,
@@ -127,6 +118,7 @@ class DataConfig:
         "shuffle",
         '"shuffle" for sequences in random order; "stream" for batches in which each example continues the same example of the '
         "batch before, as mixers that carry state need.",
+        among=("shuffle", "stream"),
     )
     length_deviation: float = option(
         0.0,
@@ -139,7 +131,7 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
-        check_sizes(self, ("seq_len", "batch_size"))
+        check_options(self, "data")
         if not all(isinstance(weight, int | float) and 1e-100 <= weight <= 1e100 for weight in self.weights):
             raise InputError(
                 f"data.weights={self.weights}: expected numbers over 0, 1e-100 to 1e100; remove a source from data.path to "
@@ -147,16 +139,12 @@ class DataConfig:
             )
         check_heldout(self)
         check_folds(self, "heldout_bytes")
-        if self.heldout_bytes < 0:
-            raise InputError(f"data.heldout_bytes={self.heldout_bytes}: expected a number of bytes, or 0 for all")
         lookup(PACKINGS, self.packing, "data.packing")
         if self.prompt_field and self.prompt_field == self.text_field:
             raise InputError(
                 f"data.prompt_field={self.prompt_field!r} is data.text_field, too, so that each text would be its own prompt: "
                 "name the field with the prompt, or leave it out"
             )
-        if self.order not in ORDERS:
-            raise InputError(f"data.order={self.order!r}: {did_you_mean(self.order, ORDERS)}")
         if self.order == "stream" and self.packing != "concat":
             raise InputError(
                 f"data.order='stream', data.packing={self.packing!r}: documents go on in the next sequence only if they are "

@@ -64,7 +64,7 @@ class Predictor:
         self._set(os.fspath(run), loaded if dtype is None else with_dtype(loaded, dtype))
 
     @classmethod
-    def of_run(cls, run: run_directory.Run, directory: str | os.PathLike[str] = "") -> Predictor:
+    def from_run(cls, run: run_directory.Run, directory: str | os.PathLike[str] = "") -> Predictor:
         """The model of a run that is loaded, or a changed one.
 
         Args:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -20,9 +20,9 @@ from hpnlp.cost.parts import part
 from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.model_interfaces.layer_report import CARRY, LayerReport
 from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL, ModelParallel, TensorParallel
+from hpnlp.model_interfaces.ranges import LIMITS
 from hpnlp.models.shared.body import ConfigOfModel
 from hpnlp.models.shared.model import BaseModel
-from hpnlp.models.shared.ranges import LIMITS, check_ranges
 from hpnlp.models.stacks import layer_statistics
 from hpnlp.models.stacks.layer_forms import (
     branch_modules,
@@ -48,7 +48,7 @@ from hpnlp.nn.feed_forward.canonical import canonical_mlp
 from hpnlp.nn.layers import NORMS, Embed, dropout
 from hpnlp.ops.attention import Full
 from hpnlp.ops.helpers.stacks import StackOrder
-from hpnlp.spec import did_you_mean, lookup, parse, parse_period, shortened
+from hpnlp.spec import lookup, parse, parse_period, shortened
 from hpnlp.types import InputError, MixerTraits, Statistics, WordStats, option
 
 DTYPES: dict[str, Any] = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -59,24 +59,21 @@ RESIDUALS = ("plain", "reversible")
 
 @dataclasses.dataclass(frozen=True)
 class BackboneConfig(BlockConfig, PlannedLayers, ConfigOfModel):
-    """Embeddings, positions and a stack of Blocks.
+    """Embeddings, positions and a stack of Blocks."""
 
-    Sizes have upper limits, `ranges.LIMITS`.
-    """
-
-    least_layers: ClassVar[int] = 1  # smallest value of `layers`
-
-    layers: int = option(4, "Number of Blocks L; 0, for encoders and dual encoders, leaves the embeddings as they are.")
+    layers: int = option(4, "Number of Blocks L.", least=1, most=LIMITS["layers"])
     form: str = option(
         "block",
         "Forms that the layers take in turn, with the Block fields in which they differ from the model, as in "
         '"block*3,block(heads=2,mlp_dim=64)": all fields of a Block except dim, mixer, dropout, memory_dim and norm_placement.',
     )
-    vocab: int = option(0, "Rows V of the embedding table, 0 for the tokenizer's.")
-    max_len: int = option(0, "Longest sequence that learned positions reach, 0 for data.seq_len.")
+    vocab: int = option(0, "Rows V of the embedding table, 0 for the tokenizer's.", least=0, most=LIMITS["vocab"])
+    max_len: int = option(0, "Longest sequence that learned positions reach, 0 for data.seq_len.", least=0, most=2**28)
     position_offset: int = option(
         0,
         "Rows of the table of learned positions before that of the first position, which are never read (RoBERTa: 2).",
+        least=0,
+        most=2**27,
     )
     embed_scale: bool = option(False, "Embeddings of tokens times the square root of D (Vaswani et al. 2017).")
     embed_norm: bool = option(False, "A norm of the sum of the embeddings, before dropout.")
@@ -85,6 +82,8 @@ class BackboneConfig(BlockConfig, PlannedLayers, ConfigOfModel):
         0,
         "Number of layers in one iteration of the loop over layers, 0 for all; one period of the mixers where "
         "plan.remat recomputes.",
+        least=0,
+        most=LIMITS["layers"],
     )
     residual: str = option(
         "plain",
@@ -92,14 +91,13 @@ class BackboneConfig(BlockConfig, PlannedLayers, ConfigOfModel):
         "memory of one layer, in about the time of plan.remat=full. It is another function of the same "
         "parameters, with two streams that begin as the embedding and end as their mean, in float32 whatever the "
         "dtype (`ops.reversible`).",
+        among=RESIDUALS,
     )
 
     def __post_init__(self) -> None:
-        check_ranges(self, "model.", {"layers": self.least_layers})
         super().__post_init__()
         self._check_periods()
         for form in set(self.forms()):
-            check_ranges(form, "model.form: ")
             block_kind(form.block).check_mixer(form, branch_modules(form)["attention"])  # or InputError: unknown entry
         self.networks()  # made and kept now, because the methods of modules cannot make other modules
         check_effects(self.form, self._block())
@@ -116,8 +114,6 @@ class BackboneConfig(BlockConfig, PlannedLayers, ConfigOfModel):
                 f"model.position_offset={self.position_offset} has no effect, because model.position={self.position!r} has no "
                 "table: set it to 0, or model.position='learned'"
             )
-        if self.residual not in RESIDUALS:
-            raise InputError(f"model.residual={self.residual!r}: {did_you_mean(self.residual, RESIDUALS)}")
         if self.memory_dim and not self.has_memory:
             raise InputError(
                 f"model.memory_dim={self.memory_dim}: this model passes its layers no memory: set it to 0, or choose a "

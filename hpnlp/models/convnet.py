@@ -17,10 +17,10 @@ from jaxtyping import Array, Float
 from hpnlp.cost.parts import part
 from hpnlp.data.tokenizers.pixels import VALUES, PixelTokenizer
 from hpnlp.model_interfaces.model_parallel import ModelParallel
+from hpnlp.model_interfaces.ranges import LIMITS, classes_option, rate_option
 from hpnlp.models.backbone import DTYPES
 from hpnlp.models.prediction import Batch, classification_metrics
 from hpnlp.models.shared.model import BaseModel
-from hpnlp.models.shared.ranges import LIMITS
 from hpnlp.models.stacks.unstacked import Unstacked
 from hpnlp.nn.convnet import BLOCKS, BlockShape, ConvModule
 from hpnlp.nn.image_norms import make_norm
@@ -28,7 +28,7 @@ from hpnlp.nn.layers import embed_init, param
 from hpnlp.nn.output.full import FullOutput
 from hpnlp.parallel.memory import remat
 from hpnlp.spec import build, lookup, parse, shortened
-from hpnlp.types import InputError, LossOut, Statistics, option
+from hpnlp.types import InputError, LossOut, Statistics, check_options, option
 
 MAX_BLOCKS = 1000
 
@@ -48,29 +48,24 @@ class ConvNetConfig(Unstacked):
         '"separable(...)" (MobileNet), "inverted(..., expand=6)" (MobileNetV2; hidden=N sets the inner channels). Each has '
         'widths of its own; taps="3 4 5" keeps some positions of its window; "*n" repeats an entry.',
     )
-    width: float = option(1.0, "Width multiplier: factor of the filters of all blocks, rounded to whole numbers.")
+    width: float = option(
+        1.0, "Width multiplier: factor of the filters of all blocks, rounded to whole numbers.", above=0, most=100
+    )
     image_norm: str = option(
         "batch",
         'Normalisation after each product: "batch(decay=0.9)", with moving averages in evaluations, or "group(8)" groups of '
         "channels of one image.",
     )
-    side: int = option(0, "Side of the square images in pixels, 0 for the square root of data.seq_len.")
-    classes: int = option(0, "Number of classes; 0 for the number of labels in the data.")
-    dropout: float = option(0.0, "Share of the pooled features that are dropped before the classifier in training.")
+    side: int = option(
+        0, "Side of the square images in pixels, 0 for the square root of data.seq_len.", least=0, most=2**14
+    )
+    classes: int = classes_option()
+    dropout: float = rate_option("Share of the pooled features that are dropped before the classifier in training.")
     dtype: str = option("float32", "Dtype of the activations; parameters stay float32.")
 
     def __post_init__(self) -> None:
+        check_options(self, "model")
         lookup(DTYPES, self.dtype, "model.dtype")
-        if not 0 < self.width <= 100:
-            raise InputError(f"model.width={self.width}: expected a number over 0, up to 100")
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"model.dropout={self.dropout}: expected at least 0, and less than 1")
-        if not 0 <= self.side <= 2**14:
-            raise InputError(f"model.side={self.side}: expected 1 to {2**14}, or 0 for the square root of data.seq_len")
-        if self.classes == 1 or not 0 <= self.classes <= LIMITS["vocab"]:
-            raise InputError(
-                f"model.classes={self.classes}: expected 2 to {LIMITS['vocab']}, or 0 for those of the data"
-            )
         make_norm(self.image_norm)
         self.shapes()
 

@@ -12,16 +12,15 @@ from jaxtyping import Array, Float
 
 from hpnlp import compatibility
 from hpnlp.cost.parts import part
+from hpnlp.model_interfaces.ranges import LIMITS, classes_option
 from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.prediction import Batch, PredictionModel, classification_metrics
 from hpnlp.models.shared.body import BodyStart
-from hpnlp.models.shared.ranges import LIMITS
 from hpnlp.nn.attention import Context
 from hpnlp.nn.layers import Dense, Embed, dropout
 from hpnlp.nn.pooling import POOLINGS, TRANSFORMS, HeadTransform, Pooling
 from hpnlp.ops.convolutions.convolution import token_windows
 from hpnlp.ops.table_rows import is_row_subset
-from hpnlp.spec import did_you_mean, shortened
 from hpnlp.types import InputError, LossOut, option
 
 
@@ -29,7 +28,6 @@ from hpnlp.types import InputError, LossOut, option
 class EncoderConfig(BackboneConfig):
     """A bidirectional encoder, with a label for each token or for each sequence."""
 
-    least_layers: ClassVar[int] = 0
     body: ClassVar[str] = "encoder"
     starts: ClassVar[Mapping[str, tuple[BodyStart, ...]]] = {
         "encoder": (BodyStart(),),
@@ -46,14 +44,21 @@ class EncoderConfig(BackboneConfig):
         "dropout",
     )
 
+    layers: int = option(4, "Number of Blocks L; 0 leaves the embeddings as they are.", least=0, most=LIMITS["layers"])
     pooling: str = option(
         "none",
         '"none" for a label of each token; an entry of POOLINGS for one label of each sequence, from its pooled hidden states.',
+        among=("none", *POOLINGS),
     )
-    classes: int = option(0, "Number of classes; 0 to predict ids of the vocabulary, as for masked tokens.")
-    token_types: int = option(0, "Number of token types: 2 to tell the texts of a pair apart, 0 for none.")
+    classes: int = classes_option("to predict ids of the vocabulary, as for masked tokens")
+    token_types: int = option(
+        0, "Number of token types: 2 to tell the texts of a pair apart, 0 for none.", least=0, most=LIMITS["vocab"]
+    )
     embed_dim: int = option(
-        0, "Features of the embeddings of tokens, which a dense layer leads to D features; 0 for D and no such layer."
+        0,
+        "Features of the embeddings of tokens, which a dense layer leads to D features; 0 for D and no such layer.",
+        least=0,
+        most=LIMITS["dim"],
     )
     trigram: bool = option(
         False,
@@ -63,6 +68,7 @@ class EncoderConfig(BackboneConfig):
         "none",
         'Layer before the output layer: a dense layer, followed by "tanh" (BERT\'s pooler) or "relu" (DistilBERT\'s); or by an '
         'activation and a norm, "gelu_norm" (BERT\'s prediction of masked tokens) or "relu_norm" (MobileBERT\'s).',
+        among=("none", *TRANSFORMS),
     )
     output: str = option("full(use_bias=True)", "Output layer, an entry of OUTPUTS.")
     tied: bool = option(False, "The output layer shares the embedding table, if its rows are words.")
@@ -71,26 +77,15 @@ class EncoderConfig(BackboneConfig):
         super().__post_init__()
         facts = dataclasses.replace(self.trait_facts(), encodes=True, labels_tokens=self.pooling == "none")
         compatibility.check(facts)
-        for name, known in (("pooling", ("none", *POOLINGS)), ("transform", ("none", *TRANSFORMS))):
-            if (value := getattr(self, name)) not in known:
-                raise InputError(f"model.{name}={value!r}: {did_you_mean(value, known)}")
-        for name in ("classes", "token_types"):
-            if not 0 <= getattr(self, name) <= LIMITS["vocab"]:
-                raise InputError(f"model.{name}={shortened(getattr(self, name), 40)}: expected 0 to {LIMITS['vocab']}")
-        if self.classes == 1:
-            raise InputError("model.classes=1: expected at least 2, or 0 for the vocabulary")
         if self.tied and self.classes:
             raise InputError(
                 f"model.tied=True shares the embedding with an output layer over words, and model.classes={self.classes}: set "
                 "model.tied=False"
             )
-
         self._check_embeddings()
 
     def _check_embeddings(self) -> None:
         """Raises InputError for sizes of the embeddings that do not fit the model."""
-        if not 0 <= self.embed_dim <= LIMITS["dim"]:
-            raise InputError(f"model.embed_dim={shortened(self.embed_dim, 40)}: expected 0 to {LIMITS['dim']}")
         if self.tied and self.embed_dim > self.dim:
             raise InputError(
                 f"model.tied=True, model.embed_dim={self.embed_dim}: the output layer shares at most model.dim={self.dim} "

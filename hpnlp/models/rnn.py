@@ -15,10 +15,10 @@ from hpnlp import compatibility
 from hpnlp.cost.parts import part
 from hpnlp.model_interfaces.layer_report import CARRY
 from hpnlp.model_interfaces.model_parallel import ModelParallel
+from hpnlp.model_interfaces.ranges import LIMITS, rate_option
 from hpnlp.models.backbone import DTYPES
 from hpnlp.models.lm import example_batch
 from hpnlp.models.prediction import Batch, label_losses, looked_up_rows
-from hpnlp.models.shared.ranges import LIMITS
 from hpnlp.models.stacks.unstacked import Unstacked, UnstackedModel
 from hpnlp.nn.layers import Embed, embed_init, param
 from hpnlp.nn.output import OUTPUTS, is_normalized
@@ -44,10 +44,10 @@ class RNNConfig(Unstacked, StackConfig):
         "weight_drop", "variational", "activation_penalty", "temporal_penalty", "impl",
     )  # fmt: skip
 
-    vocab: int = option(0, "Rows V of the embedding table, 0 for the tokenizer's.")
-    embed_dim: int = option(0, "Features of the embedding, 0 for those of the outputs.")
-    embedding_dropout: float = option(
-        0.0, "Share of the words whose embeddings are 0 throughout a batch (Gal and Ghahramani 2016)."
+    vocab: int = option(0, "Rows V of the embedding table, 0 for the tokenizer's.", least=0, most=LIMITS["vocab"])
+    embed_dim: int = option(0, "Features of the embedding, 0 for those of the outputs.", least=0, most=LIMITS["dim"])
+    embedding_dropout: float = rate_option(
+        "Share of the words whose embeddings are 0 throughout a batch (Gal and Ghahramani 2016)."
     )
     resets: bool = option(True, "The state is the initial one at the beginning of each document.")
     dtype: str = option("float32", "Dtype of the activations; parameters and states stay float32.")
@@ -57,11 +57,6 @@ class RNNConfig(Unstacked, StackConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         lookup(DTYPES, self.dtype, "model.dtype")
-        if not 0.0 <= self.embedding_dropout < 1.0:
-            raise InputError(f"model.embedding_dropout={self.embedding_dropout}: expected at least 0, and less than 1")
-        for name, limit in (("vocab", LIMITS["vocab"]), ("embed_dim", LIMITS["dim"])):
-            if not 0 <= getattr(self, name) <= limit:
-                raise InputError(f"model.{name}={getattr(self, name)}: expected 0 to {limit}")
         if self.tied and self.embed_dim not in (0, self.dim):
             raise InputError(
                 f"model.embed_dim={self.embed_dim}, and the outputs of model.cells={self.cells!r} have {self.dim} features: "

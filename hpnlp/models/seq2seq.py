@@ -26,7 +26,7 @@ from hpnlp.models.variables import join, split
 from hpnlp.nn.attention import Context, Memory
 from hpnlp.nn.layers import Embed
 from hpnlp.nn.output import is_normalized
-from hpnlp.types import InputError, LossOut, WordStats, option
+from hpnlp.types import InputError, LossOut, WordStats, check_options, option
 
 # Fields of the encoder's and the decoder's own configs -> the fields of Seq2SeqModelConfig that set them.
 ENCODER_FIELDS = {"layers": "encoder_layers", "mixer": "encoder_mixer", "form": "encoder_form"}
@@ -56,6 +56,7 @@ class Seq2SeqModelConfig(LMConfig):
     memory_dim: int = option(0, "Features of the encoder's hidden states, which the decoder attends to: 0 for dim.")
 
     def __post_init__(self) -> None:
+        check_options(self, "model")
         if self.memory_dim not in (0, self.dim):
             raise InputError(
                 f"model.memory_dim={self.memory_dim}: the decoder attends to the encoder's hidden states, of "

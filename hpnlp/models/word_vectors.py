@@ -14,19 +14,17 @@ from jaxtyping import Array, Float, Int
 from hpnlp import compatibility
 from hpnlp.cost.parts import part
 from hpnlp.model_interfaces.model_parallel import ModelParallel
+from hpnlp.model_interfaces.ranges import LIMITS
 from hpnlp.models.backbone import DTYPES
 from hpnlp.models.lm import example_batch
 from hpnlp.models.prediction import Batch
-from hpnlp.models.shared.ranges import LIMITS
 from hpnlp.models.stacks.unstacked import Unstacked, UnstackedModel
 from hpnlp.nn.layers import Embed, embed_init, param
 from hpnlp.nn.output import OUTPUTS, is_normalized
 from hpnlp.ops.embeddings import unit_norm
 from hpnlp.ops.embeddings.word2vec import OBJECTIVES, SUBSAMPLING, keep_probabilities
-from hpnlp.spec import build, did_you_mean, lookup, parse_one
-from hpnlp.types import InputError, LossOut, WordStats, option
-
-MAX_WINDOW = 64
+from hpnlp.spec import build, lookup, parse_one
+from hpnlp.types import InputError, LossOut, WordStats, check_options, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,15 +42,22 @@ class WordVectorsConfig(Unstacked):
     objective: str = option(
         "skip_gram",
         '"skip_gram": a word predicts each word of its context. "cbow": the mean of the context predicts the word.',
+        among=OBJECTIVES,
     )
-    dim: int = option(128, "Features of a word vector, D.")
-    window: int = option(5, "Largest distance W of a context word.")
+    dim: int = option(128, "Features of a word vector, D.", least=1, most=LIMITS["dim"])
+    window: int = option(5, "Largest distance W of a context word.", least=1, most=64)
     dynamic: bool = option(True, "Each word draws the width of its window from 1 to `window`.")
     subsample: float = option(
-        1e-3, "Threshold of the subsampling of frequent words; 0 keeps all. Needs data.tokenizer=words(...)."
+        1e-3,
+        "Threshold of the subsampling of frequent words; 0 keeps all. Needs data.tokenizer=words(...).",
+        least=0,
     )
-    subsample_form: str = option("c", '"c" keeps words with sqrt(t/f) + t/f, as the C program; "paper" with sqrt(t/f).')
-    vocab: int = option(0, "Rows V of the embedding table, 0 for the tokenizer's.")
+    subsample_form: str = option(
+        "c",
+        '"c" keeps words with sqrt(t/f) + t/f, as the C program; "paper" with sqrt(t/f).',
+        among=SUBSAMPLING,
+    )
+    vocab: int = option(0, "Rows V of the embedding table, 0 for the tokenizer's.", least=0, most=LIMITS["vocab"])
     dtype: str = option("float32", "Dtype of the vectors in products; parameters stay float32.")
     output: str = option(
         "negative_sampling(64, sampler=unigram, negatives=5)",
@@ -60,16 +65,8 @@ class WordVectorsConfig(Unstacked):
     )
 
     def __post_init__(self) -> None:
+        check_options(self, "model")
         lookup(DTYPES, self.dtype, "model.dtype")
-        for name, known in (("objective", OBJECTIVES), ("subsample_form", SUBSAMPLING)):
-            if (value := getattr(self, name)) not in known:
-                raise InputError(f"model.{name}={value!r}: {did_you_mean(value, known)}")
-        ranges = {"dim": (1, LIMITS["dim"]), "vocab": (0, LIMITS["vocab"]), "window": (1, MAX_WINDOW)}
-        for name, (low, high) in ranges.items():
-            if not low <= getattr(self, name) <= high:
-                raise InputError(f"model.{name}={getattr(self, name)}: expected {low} to {high}")
-        if not self.subsample >= 0:
-            raise InputError(f"model.subsample={self.subsample}: expected at least 0, where 0 keeps all words")
 
     @property
     def layers(self) -> int:

@@ -12,11 +12,12 @@ from jaxtyping import Array, Float, PyTree
 from hpnlp.cost.parts import part
 from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.model_interfaces.model_parallel import NO_TENSOR_PARALLEL, TensorParallel
+from hpnlp.model_interfaces.ranges import LIMITS, rate_option
 from hpnlp.nn.attention import Attention, Context
 from hpnlp.nn.feed_forward import build_feed_forward, described_network
 from hpnlp.nn.layers import NORMS, Initializer, dropout
-from hpnlp.spec import Spec, did_you_mean, lookup
-from hpnlp.types import InputError, MixerInputs, option
+from hpnlp.spec import Spec, lookup
+from hpnlp.types import InputError, MixerInputs, check_options, option
 
 NORM_PLACEMENTS = ("pre", "post", "sandwich")
 
@@ -25,10 +26,10 @@ NORM_PLACEMENTS = ("pre", "post", "sandwich")
 class BlockConfig:
     """Shape of a Block."""
 
-    dim: int = option(256, "Model size D.")
-    heads: int = option(4, "Number of query heads N.")
-    kv_heads: int = option(0, "Number of key and value heads K, a divisor of N; 0 for N.")
-    head_dim: int = option(0, "Head size H, 0 for D / N.")
+    dim: int = option(256, "Model size D.", least=1, most=LIMITS["dim"])
+    heads: int = option(4, "Number of query heads N.", least=1, most=2**14)
+    kv_heads: int = option(0, "Number of key and value heads K, a divisor of N; 0 for N.", least=0, most=2**14)
+    head_dim: int = option(0, "Head size H, 0 for D / N.", least=0, most=2**16)
     mixer: str = option(
         "full",
         'An entry of MIXERS, or several that the layers take in turn, as in "window(256,0)*5,full".',
@@ -41,18 +42,22 @@ class BlockConfig:
     )
     mlp: str = option("swiglu", "Feed-forward network, an entry of FEED_FORWARDS.")
     mlp_dim: int = option(
-        0, "Columns of the MLP; 0 for 4 D, or, if it is gated, 8 D / 3 rounded up to a multiple of 64."
+        0,
+        "Columns of the MLP; 0 for 4 D, or, if it is gated, 8 D / 3 rounded up to a multiple of 64.",
+        least=0,
+        most=2**20,
     )
     norm: str = option("rms", "An entry of NORMS.")
-    norm_eps: float = option(1e-6, "Added to the variance in norms.")
+    norm_eps: float = option(1e-6, "Added to the variance in norms.", above=0)
     norm_placement: str = option(
         "pre",
         '"pre" for norms of what the branches read, and of the last layer\'s output; "post" for norms after each addition of a '
         'branch to the residual stream, and none at the end (Vaswani et al. 2017, BERT); "sandwich" for those of "pre" and '
         "norms of what the branches return (Ding et al. 2021, Gemma 2).",
+        among=NORM_PLACEMENTS,
     )
-    position: str = option("rope", '"rope", "learned" or "none".')
-    rope_theta: float = option(10000.0, "The base of RoPE's wavelengths.")
+    position: str = option("rope", '"rope", "learned" or "none".', among=("rope", "learned", "none"))
+    rope_theta: float = option(10000.0, "The base of RoPE's wavelengths.", above=0)
     rope_scaling: str = option(
         "none",
         "An entry of ROPE_SCALINGS: linear(factor), ntk(factor), llama3(factor, low, high, length), yarn(factor, "
@@ -69,12 +74,13 @@ class BlockConfig:
     memory_dim: int = option(
         0,
         "Features of the memory, such as hidden states of an encoder, which a third branch attends to; 0 for no such branch.",
+        least=0,
+        most=LIMITS["dim"],
     )
-    dropout: float = option(0.0, "Rate of dropout on each branch's result and on attention probabilities.")
+    dropout: float = rate_option("Rate of dropout on each branch's result and on attention probabilities.")
 
     def __post_init__(self) -> None:
-        if min(self.dim, self.heads) < 1:
-            raise InputError(f"model.dim={self.dim}, model.heads={self.heads}: expected at least 1")
+        check_options(self, "model")
         if not self.head_dim and self.dim % self.heads:
             raise InputError(
                 f"model.dim={self.dim} is not a multiple of model.heads={self.heads}: change one, or set model.head_dim"
@@ -91,14 +97,6 @@ class BlockConfig:
             raise InputError(
                 "model.qk_norm=True, model.joint_qk_norm=True: queries and keys have one norm: set one to False"
             )
-        if self.position not in ("rope", "learned", "none"):
-            raise InputError(f"model.position={self.position!r}: expected 'rope', 'learned' or 'none'")
-        if self.norm_placement not in NORM_PLACEMENTS:
-            raise InputError(
-                f"model.norm_placement={self.norm_placement!r}: {did_you_mean(self.norm_placement, NORM_PLACEMENTS)}"
-            )
-        if not 0.0 <= self.dropout < 1.0:
-            raise InputError(f"model.dropout={self.dropout}: expected a probability in [0, 1)")
         try:
             described_network(self.mlp)  # kept for calls inside the methods of modules
         except InputError as error:

@@ -22,7 +22,7 @@ from hpnlp.nn.layers import Initializer, param
 from hpnlp.ops.convolutions.image_convolution import conv2d, depthwise_conv2d, window_taps
 from hpnlp.ops.weight import dense
 from hpnlp.spec import Spec
-from hpnlp.types import InputError, Statistics
+from hpnlp.types import REQUIRED, InputError, Statistics, check_options, keyword_only, option
 
 Images = Float[Array, "B Y X C"]
 
@@ -73,27 +73,21 @@ class BlockShape:
 
 @dataclasses.dataclass(frozen=True)
 class ConvBlock:
-    """An entry of `model.blocks`.
+    """An entry of `model.blocks`."""
 
-    Attributes:
-      filters: Channels of the result.
-      stride: Distance of neighbouring outputs in pixels.
-      kernel: Side of the kernel in pixels, odd.
-      taps: Indices of the positions of the window, row by row, that the kernel has weights for, as "3 4 5" for the middle row
-        of 3 x 3; "" for all.
-    """
-
-    filters: int
-    stride: int = 1
-    kernel: int = 3
-    taps: str = dataclasses.field(default="", kw_only=True)
+    filters: int = option(REQUIRED, "Channels of the result.", least=1)
+    stride: int = option(1, "Distance of neighbouring outputs in pixels.", least=1)
+    kernel: int = option(3, "Side of the kernel in pixels.", least=1, rule=("odd", lambda kernel: kernel % 2 == 1))
+    taps: str = keyword_only(
+        option(
+            "",
+            "Indices of the positions of the window, row by row, that the kernel has weights for, as '3 4 5' for the middle "
+            "row of 3 x 3; '' for all.",
+        )
+    )
 
     def __post_init__(self) -> None:
-        for name in ("filters", "stride", "kernel"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)}: expected at least 1")
-        if self.kernel % 2 == 0:
-            raise InputError(f"kernel={self.kernel}: expected an odd number")
+        check_options(self)
         taps = self.taps.split()
         if not all(part.isdecimal() and int(part) < self.kernel**2 for part in taps) or any(
             int(a) >= int(b) for a, b in itertools.pairwise(taps)
@@ -187,27 +181,16 @@ class Separable(ConvBlock):
 
 @dataclasses.dataclass(frozen=True)
 class Inverted(ConvBlock):
-    """An inverted residual with a linear bottleneck (MobileNetV2).
+    """An inverted residual with a linear bottleneck (MobileNetV2)."""
 
-    Attributes:
-      expand: Channels of the depthwise convolution over those of the input. 1 leaves out the first product.
-      hidden: Number of these channels in place of `expand`; 0 for none.
-      residual: Add the input to the result; None where the shapes allow it.
-    """
-
-    expand: int | float = 6
-    hidden: int = 0
-    residual: bool | None = None
+    expand: int | float = option(
+        6, "Channels of the depthwise convolution over those of the input. 1 leaves out the first product.", above=0
+    )
+    hidden: int = option(0, "Number of these channels in place of `expand`; 0 for none.", least=0)
+    residual: bool | None = option(None, "Add the input to the result; None where the shapes allow it.")
 
     #: Parameters with the window, see `Conv.window`.
     window: ClassVar[tuple[str, ...]] = ("depthwise", "filters")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.expand <= 0:
-            raise InputError(f"expand={self.expand}: expected a number over 0")
-        if self.hidden < 0:
-            raise InputError(f"hidden={self.hidden}: expected at least 1, or 0 for expand times the input channels")
 
     def shape(self, inputs: int, width: float) -> BlockShape:
         filters = scaled(self.filters, width)

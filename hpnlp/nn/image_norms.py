@@ -16,9 +16,13 @@ from jaxtyping import Array, Float
 from hpnlp.nn.layers import buffer, param
 from hpnlp.ops.norms import channel_moments, group_norm, normalize_channels
 from hpnlp.spec import build, parse_one
-from hpnlp.types import InputError, Statistics
+from hpnlp.types import InputError, Statistics, check_options, option
 
 Images = Float[Array, "B Y X C"]
+
+
+def _eps_option() -> Any:
+    return option(1e-5, "Added to the variance.", above=0)
 
 
 class BatchNorm(nn.Module):
@@ -27,24 +31,19 @@ class BatchNorm(nn.Module):
     In training, statistics are sums over the examples of the batch on all devices, or of a part of the batch under gradient
     accumulation. `advance` makes the moving averages of the sums over all parts.
 
-    Attributes:
-      decay: Share of the moving averages that a step keeps.
-      eps: Added to the variance.
-      powers: Factors of channels are rounded to powers of two, in training as well: see `normalize_channels`.
-
     References:
       Ioffe and Szegedy 2015, "Batch normalization", algorithms 1 and 2.
       Courbariaux et al. 2016, "Binarized neural networks", shift-based batch normalization.
     """
 
-    decay: int | float = 0.9
-    eps: float = 1e-5
-    powers: bool = False
+    decay: int | float = option(0.9, "Share of the moving averages that a step keeps.", least=0, below=1)
+    eps: float = _eps_option()
+    powers: bool = option(
+        False, "Factors of channels are rounded to powers of two, in training as well: see `normalize_channels`."
+    )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.decay < 1:
-            raise InputError(f"model.image_norm: decay={self.decay}: expected 0 or more, and less than 1")
-        _check_eps(self.eps)
+        check_options(self)
         super().__post_init__()
 
     #: Whether a channel is normalised without the others, so that channels can be removed.
@@ -99,23 +98,16 @@ class BatchNorm(nn.Module):
 
 
 class GroupNorm(nn.Module):
-    """Group normalisation, which has no state and treats each image by itself.
+    """Group normalisation, which has no state and treats each image by itself."""
 
-    Attributes:
-      groups: Number of groups of channels, which divides the channels of every layer.
-      eps: Added to the variance.
-    """
-
-    groups: int = 8
-    eps: float = 1e-5
+    groups: int = option(8, "Number of groups of channels, which divides the channels of every layer.", least=1)
+    eps: float = _eps_option()
 
     #: As of BatchNorm.
     is_by_channel: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.groups < 1:
-            raise InputError(f"model.image_norm: groups={self.groups}: expected at least 1")
-        _check_eps(self.eps)
+        check_options(self)
         super().__post_init__()
 
     @nn.compact
@@ -129,11 +121,6 @@ class GroupNorm(nn.Module):
         scale = param(self, "scale", nn.initializers.ones, *channels)
         bias = param(self, "bias", nn.initializers.zeros, *channels)
         return group_norm(x, scale, bias, self.groups, self.eps), {}
-
-
-def _check_eps(eps: int | float) -> None:
-    if not eps > 0:
-        raise InputError(f"model.image_norm: eps={eps}: expected a number over 0")
 
 
 IMAGE_NORMS: dict[str, Callable[..., Any]] = {"batch": BatchNorm, "group": GroupNorm}
@@ -152,4 +139,4 @@ def make_norm(text: str, **extra: Any) -> Any:
     Raises:
       InputError: Unknown entry or invalid options.
     """
-    return build(parse_one(text, "model.image_norm"), IMAGE_NORMS, "normalisation of images", **extra)
+    return build(parse_one(text, "model.image_norm"), IMAGE_NORMS, "model.image_norm", **extra)

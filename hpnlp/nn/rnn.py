@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from hpnlp.model_interfaces.ranges import LIMITS, rate_option
 from hpnlp.nn.layers import dense_init, param
 from hpnlp.ops import rnn as ops
 from hpnlp.ops.rnn import LSTMNorms, StepMasks, drop_weights, dropout_factors, zoneout_shares
 from hpnlp.spec import build, parse
-from hpnlp.types import InputError, option
+from hpnlp.types import InputError, check_options
 
-MAX_WIDTH = 2**18
 State = tuple[Array, ...]
 
 
@@ -29,24 +29,20 @@ State = tuple[Array, ...]
 class Regularization:
     """Dropout within recurrent layers, in training; rates of 0 switch it off."""
 
-    hidden_dropout: float = option(
-        0.0, "Dropout of the hidden state in recurrent products, one mask per sequence (Gal and Ghahramani 2016)."
+    hidden_dropout: float = rate_option(
+        "Dropout of the hidden state in recurrent products, one mask per sequence (Gal and Ghahramani 2016)."
     )
-    candidate_dropout: float = option(
-        0.0, "Dropout of the candidate that is added to the state, per step (Semeniuta et al. 2016)."
+    candidate_dropout: float = rate_option(
+        "Dropout of the candidate that is added to the state, per step (Semeniuta et al. 2016)."
     )
-    zoneout: float = option(0.0, "Share of the hidden state that a step leaves as it was (Krueger et al. 2017).")
-    zoneout_cell: float = option(0.0, "The same of the cell state of LSTMs, and of the state of QRNNs.")
-    weight_drop: float = option(
-        0.0, "Dropout of recurrent weights, one mask per forward pass (Wan et al. 2013, Merity et al. 2018)."
+    zoneout: float = rate_option("Share of the hidden state that a step leaves as it was (Krueger et al. 2017).")
+    zoneout_cell: float = rate_option("The same of the cell state of LSTMs, and of the state of QRNNs.")
+    weight_drop: float = rate_option(
+        "Dropout of recurrent weights, one mask per forward pass (Wan et al. 2013, Merity et al. 2018)."
     )
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(Regularization):
-            if not 0.0 <= getattr(self, field.name) < 1.0:
-                raise InputError(
-                    f"model.{field.name}={getattr(self, field.name)}: expected at least 0, and less than 1"
-                )
+        check_options(self, "model")
 
     def active(self) -> list[str]:
         """Names of the rates over 0.
@@ -108,8 +104,8 @@ class RecurrentLayer(nn.Module):
           InputError: A width is out of range, or the layer does not support an option.
         """
         name = type(self).__name__
-        if not 1 <= self.features <= MAX_WIDTH:
-            raise InputError(f"model.cells: {name} of {self.features} features: expected 1 to {MAX_WIDTH}")
+        if not 1 <= self.features <= LIMITS["dim"]:
+            raise InputError(f"model.cells: {name} of {self.features} features: expected 1 to {LIMITS['dim']}")
         for rate in self.regularization.active():
             if rate not in self.supports:
                 raise InputError(

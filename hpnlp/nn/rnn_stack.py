@@ -11,12 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from hpnlp.cost.parts import part
+from hpnlp.model_interfaces.ranges import rate_option
 from hpnlp.nn.layers import dropout
 from hpnlp.nn.rnn import RecurrentInputs, RecurrentLayer, Regularization, State, build_layers
 from hpnlp.types import InputError, option
-
-INITIAL_STATES = ("zeros", "learned")
-OUTPUTS = ("last", "sum")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,33 +27,34 @@ class StackConfig(Regularization):
         '"lstm(width, norm=True)", "gru(width, form=original)", "mgu(...)", "qrnn(width, width=2, pooling=fo)", "sru(width)"; '
         "forget_bias of lstm and qrnn, reset_bias of gru and mgu: the initial bias of these gates.",
     )
-    initial: str = option("zeros", 'State before the first token of a document: "zeros" or "learned".')
-    outputs: str = option("last", '"last" layer, or the "sum" of the outputs of all layers, which then have one width.')
-    input_dropout: float = option(0.0, "Dropout of the inputs of the first layer.")
-    layer_dropout: float = option(0.0, "Dropout of the inputs of all layers but the first (Zaremba et al. 2014).")
-    output_dropout: float = option(0.0, "Dropout of the outputs of the last layer.")
+    initial: str = option(
+        "zeros", 'State before the first token of a document: "zeros" or "learned".', among=("zeros", "learned")
+    )
+    outputs: str = option(
+        "last",
+        '"last" layer, or the "sum" of the outputs of all layers, which then have one width.',
+        among=("last", "sum"),
+    )
+    input_dropout: float = rate_option("Dropout of the inputs of the first layer.")
+    layer_dropout: float = rate_option("Dropout of the inputs of all layers but the first (Zaremba et al. 2014).")
+    output_dropout: float = rate_option("Dropout of the outputs of the last layer.")
     variational: bool = option(
         False, "One mask of inputs, layers and outputs for all tokens of a sequence (Gal and Ghahramani 2016)."
     )
     activation_penalty: float = option(
-        0.0, "Factor of the mean square of the dropped outputs (Merity et al. 2017, AR), as the loss activation_loss."
+        0.0,
+        "Factor of the mean square of the dropped outputs (Merity et al. 2017, AR), as the loss activation_loss.",
+        least=0,
     )
     temporal_penalty: float = option(
-        0.0, "Factor of the mean square of differences of neighbouring outputs (TAR), as the loss temporal_loss."
+        0.0,
+        "Factor of the mean square of differences of neighbouring outputs (TAR), as the loss temporal_loss.",
+        least=0,
     )
-    impl: str = option("xla", '"xla", or "cudnn" for plain LSTMs on NVIDIA GPUs.')
+    impl: str = option("xla", '"xla", or "cudnn" for plain LSTMs on NVIDIA GPUs.', among=("xla", "cudnn"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("input_dropout", "layer_dropout", "output_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise InputError(f"model.{name}={getattr(self, name)}: expected at least 0, and less than 1")
-        for name in ("activation_penalty", "temporal_penalty"):
-            if getattr(self, name) < 0.0:
-                raise InputError(f"model.{name}={getattr(self, name)}: expected at least 0")
-        for name, values in (("initial", INITIAL_STATES), ("outputs", OUTPUTS), ("impl", ("xla", "cudnn"))):
-            if getattr(self, name) not in values:
-                raise InputError(f"model.{name}={getattr(self, name)!r}: expected one of {', '.join(values)}")
         widths = self.widths()
         if self.outputs == "sum" and len(set(widths)) > 1:
             raise InputError(

@@ -6,19 +6,20 @@ ENCODERS lists the encoders by their name in `model.encoder`. Each has options o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from hpnlp.model_interfaces.ranges import rate_option
 from hpnlp.nn.layers import LayerNorm, dense_init, dropout, param
 from hpnlp.nn.pooling import Pooling
 from hpnlp.nn.rnn import QRNN, RecurrentInputs, Regularization
 from hpnlp.ops.ngram_attention import NGRAMS, ngram_attention
 from hpnlp.ops.word_projection import projected_product
-from hpnlp.types import InputError
+from hpnlp.types import InputError, check_options, option
 
 MAX_WIDTH = 2**16
 
@@ -70,12 +71,9 @@ class TextEncoder(nn.Module):
 
     branches: ClassVar[int] = 1
 
-    def check(self) -> None:
-        """Checks the options.
-
-        Raises:
-          InputError: An option is out of range.
-        """
+    def __post_init__(self) -> None:
+        check_options(self)
+        super().__post_init__()
 
     def dim(self) -> int:
         """Features of the vector."""
@@ -108,29 +106,24 @@ class TextEncoder(nn.Module):
         raise NotImplementedError
 
 
+def _channels_option(ngrams: str, default: int = 0) -> Any:
+    return option(default, f"Channels of {ngrams}; 0 for none.", least=0, most=MAX_WIDTH)
+
+
 class NgramEncoder(TextEncoder):
     """Projected n-gram attention: the channels of each kind of n-grams side by side; see `ops.ngram_attention`.
-
-    Attributes:
-      unigram: Channels of single words; 0 for none, as for all kinds.
-      bigram: Channels of two words.
-      trigram: Channels of three words.
-      fourgram: Channels of four words.
-      fivegram: Channels of five words.
-      skip1bigram: Channels of two words with one between them.
-      skip2bigram: Channels of two words with two between them.
 
     References:
       Kaliamoorthi et al. 2019, "PRADO: projection attention networks for document classification on-device".
     """
 
-    unigram: int = 0
-    bigram: int = 64
-    trigram: int = 64
-    fourgram: int = 0
-    fivegram: int = 0
-    skip1bigram: int = 0
-    skip2bigram: int = 0
+    unigram: int = _channels_option("single words")
+    bigram: int = _channels_option("two words", 64)
+    trigram: int = _channels_option("three words", 64)
+    fourgram: int = _channels_option("four words")
+    fivegram: int = _channels_option("five words")
+    skip1bigram: int = _channels_option("two words with one between them")
+    skip2bigram: int = _channels_option("two words with two between them")
 
     branches: ClassVar[int] = 2
 
@@ -138,13 +131,10 @@ class NgramEncoder(TextEncoder):
         """Kind of n-grams -> channels, of the kinds that have some."""
         return {name: getattr(self, name) for name in NGRAMS if getattr(self, name)}
 
-    def check(self) -> None:
-        counts = [getattr(self, name) for name in NGRAMS]
-        if min(counts) < 0 or max(counts) > MAX_WIDTH or not any(counts):
-            raise InputError(
-                f"model.encoder: prado with the channels {counts} of {', '.join(NGRAMS)}: expected 0 to {MAX_WIDTH} of each, "
-                "and some of one kind"
-            )
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.channels():
+            raise InputError(f"model.encoder: prado without channels: expected some of one kind of {', '.join(NGRAMS)}")
 
     def dim(self) -> int:
         return sum(self.channels().values())
@@ -188,28 +178,16 @@ class _Kernel(nn.Module):
 class RecurrentEncoder(TextEncoder):
     """Quasi-recurrent layers in both directions, and the mean of their outputs by attention weights.
 
-    Attributes:
-      features: Features of the state of one direction.
-      layers: Number of layers.
-      width: Words that a gate reads.
-      zoneout: Share p of the state that a step of the first layer leaves as it was; that of layer l is p^l.
-
     References:
       Kaliamoorthi et al. 2021, "Distilling large language models into tiny and effective students using pQRNN".
     """
 
-    features: int = 64
-    layers: int = 2
-    width: int = 3
-    zoneout: float | int = 0.1
-
-    def check(self) -> None:
-        ranges = {"features": (1, MAX_WIDTH), "layers": (1, 64), "width": (1, 64)}
-        for name, (low, high) in ranges.items():
-            if not low <= getattr(self, name) <= high:
-                raise InputError(f"model.encoder: pqrnn with {name}={getattr(self, name)}: expected {low} to {high}")
-        if not 0 <= self.zoneout < 1:
-            raise InputError(f"model.encoder: pqrnn with zoneout={self.zoneout}: expected at least 0, and less than 1")
+    features: int = option(64, "Features of the state of one direction.", least=1, most=MAX_WIDTH)
+    layers: int = option(2, "Number of layers.", least=1, most=64)
+    width: int = option(3, "Words that a gate reads.", least=1, most=64)
+    zoneout: float | int = rate_option(
+        "Share p of the state that a step of the first layer leaves as it was; that of layer l is p^l.", 0.1
+    )
 
     def dim(self) -> int:
         return 2 * self.features

@@ -182,26 +182,31 @@ def _gather_tokens(x: Array) -> Array:
     return lax.all_gather(x, AXIS, axis=1, tiled=True)
 
 
-def ring(mixer: Any, inputs: MixerInputs, mask: AnyMask, chunks: Chunks) -> MixerOutput:
+def ring(mixer: Any, inputs: MixerInputs, mask: AnyMask, chunks: Chunks | None) -> MixerOutput:
     """Runs a mixer on queries of the device's tokens while keys and values travel round a ring.
 
     Args:
       mixer: A mixer with `partial`; with `prepare` if it has statistics or buffers.
       inputs: Inputs of the device's tokens, which are those of its two chunks.
       mask: A static Mask over all tokens.
-      chunks: The two chunks of each device.
+      chunks: The two chunks of each device, `Context.order`.
 
     Returns:
       `mixer(inputs, mask)` for the device's tokens.
 
     Raises:
-      InputError: The mixer has no `partial`, attention has dropout, or heads have different masks.
+      InputError: The mixer has no `partial`, attention has dropout, heads have different masks, or the model sets no order.
 
     Cost: sends keys and values once round the ring, and once more with their gradients in the backward pass, which computes
     every partial result again. The device's q, k, v, o and lse are kept for the backward pass.
     """
     if message := ring_refusal(mixer):
         raise InputError(message)
+    if chunks is None:
+        raise InputError(
+            "plan.exchange=ring with a model that does not set Context.order: bring the tokens into the order that "
+            "model_parallel.token_order returns, and pass that order to Context; or choose plan.exchange=heads"
+        )
     if inputs.rng is not None:
         raise InputError("model.dropout with plan.exchange=ring: choose plan.exchange=heads, or model.dropout=0")
     mask = mixer.within(mask)

@@ -17,8 +17,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from hpnlp.errors import plural
 from hpnlp.parallel.layout import Layout
 from hpnlp.parallel.memory.remat import policy
-from hpnlp.spec import did_you_mean, lookup
-from hpnlp.types import InputError, option
+from hpnlp.spec import lookup
+from hpnlp.types import InputError, check_options, option
 
 EXCHANGES = ("ring", "heads")
 # Mesh axes, in order of rising communication: devices that are neighbours in the mesh are neighbours in the machine, and the
@@ -107,16 +107,20 @@ class Plan:
         None,
         'ZeRO stage of the axis fsdp (Rajbhandari et al. 2020, "ZeRO"), 0 to divide nothing, 1 the optimizer '
         "state, 2 also gradients, 3 also parameters.",
+        least=0,
+        most=3,
     )
     microbatches: int = option(
         0,
         "Number of microbatches that each device's sequences pass the pipeline in, 0 for up to four times the stages.",
+        least=0,
     )
     rounds: int = option(
         1,
         "Number of chunks of layers per stage, and of passes of a microbatch through the stages (Narayanan et al. "
         '2021, "Efficient large-scale language model training on GPU clusters", sec. 2.2.2). More rounds make the '
         "pipeline bubble smaller and send more.",
+        least=1,
     )
     recompute_stages: bool = option(
         False,
@@ -127,6 +131,7 @@ class Plan:
         "ring",
         'What the devices of a sequence send each other, "ring" (keys and values) or "heads" (all tokens of some '
         "heads).",
+        among=EXCHANGES,
     )
     remat: str = option(
         "none",
@@ -144,17 +149,8 @@ class Plan:
     )
 
     def __post_init__(self) -> None:
-        if self.zero not in (None, 0, 1, 2, 3):
-            raise InputError(f"plan.zero={self.zero}: expected a stage of ZeRO, 0 to 3")
-        if self.exchange not in EXCHANGES:
-            raise InputError(f"plan.exchange={self.exchange!r}: {did_you_mean(self.exchange, EXCHANGES)}")
+        check_options(self, "plan")
         policy(self.remat)
-        if self.microbatches < 0:
-            raise InputError(
-                f"plan.microbatches={self.microbatches}: expected at least 1, or 0 for an automatic choice"
-            )
-        if self.rounds < 1:
-            raise InputError(f"plan.rounds={self.rounds}: expected at least 1")
 
     def sizes(self, device_count: int) -> Sizes:
         """Sizes of the mesh axes.

@@ -11,6 +11,7 @@ from jaxtyping import Array
 from hpnlp.ops.search import (
     IvfIndex,
     LshIndex,
+    PqCodes,
     PqIndex,
     build_ivf,
     build_lsh,
@@ -128,8 +129,9 @@ class Pq(IndexKind):
     rerank_arrays = ("vectors", "scales", "fine_codes", "fine_books")
 
     def build(self, vectors: np.ndarray) -> Arrays:
-        names = ("cells", "parts", "centroids", "keep", "fine", "seed", "iterations", "capacity")
-        index = build_pq(vectors, **{name: getattr(self, name) for name in names})
+        form = PqCodes(self.parts, self.centroids, self.keep, self.fine)
+        options = {"iterations": self.iterations, "capacity": self.capacity, "seed": self.seed}
+        index = build_pq(vectors, form, cells=self.cells, **options)
         state = {f.name: getattr(index, f.name) for f in dataclasses.fields(index) if f.name != "capacity"}
         return {name: x for name, x in state.items() if x is not None}
 

@@ -13,40 +13,36 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hpnlp.data.reading.files import Progress, ignore_progress
+from hpnlp.errors import RangeError
 from hpnlp.ops.search.contexts import ContextHashes, ContextIndex
 from hpnlp.spec import build, parse_one
-from hpnlp.types import InputError, Tokenizer
+from hpnlp.types import InputError, Tokenizer, check_options, option
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96)
-MOST_WORDS = 8
 WORKERS = 2  # contexts that are sorted at the same time, each with about 30 bytes per token
 
 
 @dataclasses.dataclass(frozen=True)
 class Suffix:
-    """Kinds of contexts that are looked up.
+    """Kinds of contexts that are looked up."""
 
-    Attributes:
-      shortest: Number of tokens of the shortest context.
-      longest: Number of tokens of the longest context; those between are the ones of LENGTHS.
-      words: Contexts of the beginning of the present word with 1 to `words` words before it; 0 for none.
-      k: Number of most recent occurrences of each context that are returned.
-    """
-
-    shortest: int = 2
-    longest: int = 48
-    words: int = 3
-    k: int = 32
+    shortest: int = option(2, "Number of tokens of the shortest context.", least=1)
+    longest: int = option(
+        48, "Number of tokens of the longest context; those between are the ones of LENGTHS.", most=LENGTHS[-1]
+    )
+    words: int = option(
+        3,
+        "Contexts of the beginning of the present word with 1 to `words` words before it; 0 for none.",
+        least=0,
+        most=8,
+    )
+    k: int = option(32, "Number of most recent occurrences of each context that are returned.", least=1, most=1024)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.shortest <= self.longest <= LENGTHS[-1]:
-            raise InputError(
-                f"suffix: shortest={self.shortest}, longest={self.longest}: expected 1 <= shortest <= longest <= {LENGTHS[-1]}"
-            )
-        if not 0 <= self.words <= MOST_WORDS or not 1 <= self.k <= 1024:
-            raise InputError(
-                f"suffix: words={self.words}, k={self.k}: expected words from 0 to {MOST_WORDS}, and k from 1 to 1024"
-            )
+        check_options(self)
+        if self.shortest > self.longest:
+            limits = f"shortest={self.shortest}, longest={self.longest}: expected shortest <= longest"
+            raise RangeError(type(self).__name__, limits)
         if not self.contexts:
             raise InputError(
                 f"suffix: shortest={self.shortest}, longest={self.longest}, words=0: no context has such a length, which are "

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hpnlp.data import examples, tokenizers
-from hpnlp.models.shared.ranges import LIMITS
+from hpnlp.model_interfaces.ranges import LIMITS
 from hpnlp.spec import parse_one
 from hpnlp.types import InputError, Tokenizer, WordStats
 

@@ -17,7 +17,7 @@ from hpnlp.parallel.plan import Plan
 from hpnlp.spec import did_you_mean, shortened
 from hpnlp.training.optim import OptimizerConfig
 from hpnlp.training.optimizers import averages
-from hpnlp.types import InputError, option
+from hpnlp.types import InputError, check_options, option
 
 # Largest values of integer fields outside of `model`, which checks its own. Random keys hold 32 bits of a seed; steps,
 # positions and token ids are counted in int32.
@@ -38,8 +38,8 @@ COUNT = "fields"
 class TrainConfig:
     """Length, evaluation, checkpoints and outputs of a run."""
 
-    steps: int = option(1000, "Number of optimizer steps, up to 10^9.")
-    seed: int = option(0, "Seed of parameters, data order and dropout, up to 2^32 - 1.")
+    steps: int = option(1000, "Number of optimizer steps, up to 10^9.", least=1)
+    seed: int = option(0, "Seed of parameters, data order and dropout, up to 2^32 - 1.", least=0)
     init_from: str = option(
         "",
         "A run's workdir (its best checkpoint is used) or a directory in the Hugging Face layout, whose "
@@ -51,23 +51,27 @@ class TrainConfig:
         "An entry of WEIGHT_TRAININGS, by which kernels are quantized, pruned or dropped in every step: quantized(8), ternary, "
         'binary, magnitude(0.1), movement(0.1), soft_movement(), masked, shared, low_rank(0.5), weight_drop(0.5); "" for none.',
     )
-    log_every: int = option(20, "Steps between fetching and writing metrics.")
+    log_every: int = option(20, "Steps between fetching and writing metrics.", least=1)
     eval_every: int = option(
-        0, "Steps between evaluations on held-out examples, the last step included; 0 for one at the end."
+        0, "Steps between evaluations on held-out examples, the last step included; 0 for one at the end.", least=0
     )
-    eval_batches: int = option(16, "Batches of an evaluation, 0 for all; the one at the end takes all.")
+    eval_batches: int = option(16, "Batches of an evaluation, 0 for all; the one at the end takes all.", least=0)
     eval_stride: int = option(
         0,
         "Number of tokens at the end of each evaluated sequence that are scored, the tokens before them being "
         "context, 0 for all tokens.",
+        least=0,
     )
-    checkpoint_every: int = option(200, "Steps between checkpoints, 0 for one at the end only.")
-    keep: int = option(2, "Number of newest checkpoints to keep, beside the best one.")
-    patience: int = option(0, "Evaluations without an improvement after which the run stops, 0 for no early stopping.")
+    checkpoint_every: int = option(200, "Steps between checkpoints, 0 for one at the end only.", least=0)
+    keep: int = option(2, "Number of newest checkpoints to keep, beside the best one.", least=1)
+    patience: int = option(
+        0, "Evaluations without an improvement after which the run stops, 0 for no early stopping.", least=0
+    )
     min_delta: float = option(
         0.0,
         "Least change of the task's held-out metric (of a language model, the loss in nats per token) that counts as an "
         "improvement.",
+        least=0,
     )
     profile: str = option("", 'First and last step of a profiler trace, as in "10:15", "" for none.')
     debug_nans: bool = option(False, "Stop at the operation that makes a NaN.")
@@ -80,23 +84,10 @@ class TrainConfig:
         "Measure other methods on the same data for comparison: compressors beside the training of a language model, linear "
         "models at the end of other tasks.",
     )
-    sample: int = option(200, "Bytes of generated text in the report of a language model, 0 for none.")
+    sample: int = option(200, "Bytes of generated text in the report of a language model, 0 for none.", least=0)
 
     def __post_init__(self) -> None:
-        positive = ("steps", "log_every", "keep")
-        at_least_0 = (
-            "seed",
-            "eval_every",
-            "eval_batches",
-            "eval_stride",
-            "checkpoint_every",
-            "patience",
-            "min_delta",
-            "sample",
-        )
-        for name, least in (dict.fromkeys(positive, 1) | dict.fromkeys(at_least_0, 0)).items():
-            if not getattr(self, name) >= least:
-                raise InputError(f"train.{name}={getattr(self, name)}: expected at least {least}")
+        check_options(self, "train")
         if self.patience and not self.eval_every:
             raise InputError(f"train.patience={self.patience} counts evaluations: set train.eval_every as well")
         if self.profile_range()[1] > self.steps:

@@ -18,7 +18,7 @@ from hpnlp.spec import build, lookup, parse, parse_one
 from hpnlp.table import Table
 from hpnlp.training.optimizers import averages, sparse_rows
 from hpnlp.training.optimizers.sparse_rows import ApplyToWhole
-from hpnlp.types import InputError, option
+from hpnlp.types import InputError, check_options, option
 
 LARS_TRUST_COEFFICIENT = 0.001  # value of You et al. 2017
 # Names of the parameters that weight decay acts on.
@@ -30,34 +30,43 @@ class OptimizerConfig:
     """Optimizer, learning rate and processing of gradients."""
 
     name: str = option("adamw", "An entry of OPTIMIZERS.")
-    learning_rate: float = option(1e-3, "The peak learning rate.")
+    learning_rate: float = option(1e-3, "The peak learning rate.", least=0)
     schedule: str = option("cosine", "An entry of SCHEDULES, with its arguments, which starts after the warm-up.")
-    warmup: int = option(50, "Steps of linear rise from 0 to the peak, 0 for none.")
-    final: float = option(0.1, "The last learning rate as a fraction of the peak.")
+    warmup: int = option(50, "Steps of linear rise from 0 to the peak, 0 for none.", least=0)
+    final: float = option(0.1, "The last learning rate as a fraction of the peak.", least=0)
     weight_decay: float = option(
         0.1,
         "Decoupled weight decay, multiplied by the learning rate, of matrices and tables only.",
+        least=0,
     )
-    b1: float = option(0.9, "Decay of the first moment.")
-    b2: float = option(0.95, "Decay of the second moment.")
-    eps: float = option(1e-8, "Constant added to the denominator.")
-    momentum: float = option(0.95, "Decay of the momentum of lars, sgd and muon.")
+    b1: float = option(0.9, "Decay of the first moment.", least=0, below=1)
+    b2: float = option(0.95, "Decay of the second moment.", least=0, below=1)
+    eps: float = option(1e-8, "Constant added to the denominator.", least=0)
+    momentum: float = option(0.95, "Decay of the momentum of lars, sgd and muon.", least=0, below=1)
     adam_learning_rate: float = option(
         0.0,
         "Learning rate of the parameters that muon leaves to Adam (norms, biases, tables), 0 for learning_rate.",
+        least=0,
     )
-    clip_norm: float = option(1.0, "Gradients with a larger global norm are scaled down to it, 0 for no clipping.")
-    accumulate: int = option(1, "Number of parts of a batch whose gradients are computed one after another and summed.")
+    clip_norm: float = option(
+        1.0, "Gradients with a larger global norm are scaled down to it, 0 for no clipping.", least=0
+    )
+    accumulate: int = option(
+        1, "Number of parts of a batch whose gradients are computed one after another and summed.", least=1
+    )
     skip_nonfinite: bool = option(True, "A step whose gradient norm is not finite leaves the state unchanged.")
     loss_scale: float | None = option(
         None,
         "Initial factor of the loss for float16 gradients (see training/optimizers/loss_scale.py), 0 for none, None for 1024 "
         "with model.dtype=float16 and none otherwise; with loss scaling, steps that are not finite are always "
         "skipped.",
+        rule=("0 for none, or at least 1", lambda scale: scale == 0 or scale >= 1),
     )
     ema: float = option(
         0.0,
         "Decay of an average of the parameters that evaluation, generation and export use, 0 for no average.",
+        least=0,
+        below=1,
     )
     average: str = option(
         "",
@@ -73,11 +82,13 @@ class OptimizerConfig:
     base_batch: int = option(
         0,
         "Batch size that the learning rates are meant for, 0 for any; for another batch size they are scaled.",
+        least=0,
     )
     base_length: int = option(
         0,
         "Length of sequences that the learning rates are meant for; in a batch of another length they are scaled by the ratio "
         "of the lengths (data.length_deviation); 0 for any length.",
+        least=0,
     )
     aux: str = option(
         "",
@@ -90,38 +101,17 @@ class OptimizerConfig:
     )
 
     def __post_init__(self) -> None:
+        check_options(self, "optimizer")
         lookup(OPTIMIZERS, self.name, "optimizer.name")
         _named_schedule(self, 1)
         lookup(SCALINGS, self.scaling, "optimizer.scaling")
         self.aux_weights()  # raises InputError if it is not valid
-        if self.base_batch < 0:
-            raise InputError(
-                f"optimizer.base_batch={self.base_batch}: expected a number of sequences, 0 for no scaling"
-            )
-        if self.base_length < 0:
-            raise InputError(f"optimizer.base_length={self.base_length}: expected a number of tokens, 0 for no scaling")
-        if self.accumulate < 1:
-            raise InputError(f"optimizer.accumulate={self.accumulate}: expected at least 1 (no accumulation)")
-        if self.warmup < 0:
-            raise InputError(f"optimizer.warmup={self.warmup}: expected a number of steps, 0 for none")
-        if self.loss_scale and not 1.0 <= self.loss_scale < math.inf:
-            raise InputError(
-                f"optimizer.loss_scale={self.loss_scale}: expected a factor of at least 1, as in 1024, or 0 for none"
-            )
-        if not 0.0 <= self.ema < 1.0:
-            raise InputError(f"optimizer.ema={self.ema}: expected a decay in [0, 1), 0 for no average")
         if self.rows and self.name not in ROWWISE:
             raise InputError(
                 f"optimizer.rows=True: {self.name} does not update the rows of a table independently; choose "
                 f"optimizer.name from {', '.join(ROWWISE)}"
             )
         self._check_averages()
-        for name in ("b1", "b2", "momentum"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise InputError(f"optimizer.{name}={getattr(self, name)}: expected a decay in [0, 1)")
-        for name in ("eps", "learning_rate", "adam_learning_rate", "weight_decay", "clip_norm", "final"):
-            if not getattr(self, name) >= 0.0:
-                raise InputError(f"optimizer.{name}={getattr(self, name)}: expected a number of at least 0")
 
     def _check_averages(self) -> None:
         """Raises InputError if the fields of averages are invalid, or do not fit each other or `rows`."""

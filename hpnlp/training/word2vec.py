@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hpnlp.ops.embeddings.word2vec import WordBlock, keep_probabilities, merge_tables, noise_table, train_blocks
-from hpnlp.types import InputError, option
+from hpnlp.types import InputError, check_options, option
 
 # Blocks that a worker trains between two merges; a merge costs as much as training about as many words as the table has rows.
 _BLOCKS = 1024
@@ -28,7 +28,7 @@ class Word2VecConfig:
     """Training of word vectors."""
 
     objective: str = option("skip_gram", '"skip_gram" or "cbow".')
-    dim: int = option(128, "Features of a vector, D.")
+    dim: int = option(128, "Features of a vector, D.", least=1)
     window: int = option(5, "Largest distance of a context word; each centre draws its width from 1 to this number.")
     negatives: float = option(5.0, "Noise words of each prediction.")
     noise: int = option(16, "Noise words that the centres of a block share, K.")
@@ -36,26 +36,23 @@ class Word2VecConfig:
     noise_power: float = option(0.75, "Noise is drawn by the counts to this power.")
     subsample: float = option(1e-3, "Threshold of subsampling; 0 keeps all words.")
     subsample_form: str = option("c", '"c" for sqrt(t/f) + t/f as the C program, "paper" for sqrt(t/f).')
-    epochs: int = option(5, "Passes over the text.")
-    learning_rate: float = option(0.025, "First learning rate; it falls linearly.")
-    min_learning_rate: float = option(1e-4, "Last learning rate.")
+    epochs: int = option(5, "Passes over the text.", least=1)
+    learning_rate: float = option(0.025, "First learning rate; it falls linearly.", above=0)
+    min_learning_rate: float = option(1e-4, "Last learning rate.", above=0)
     workers: int = option(
         0,
         "Threads, which train copies of the tables and merge them again and again; 0 for one per core, at most 2, as with "
         "more of them a word changes its vector less.",
+        least=0,
     )
-    seed: int = option(0, "Seed of the initial vectors and of all draws.")
+    seed: int = option(0, "Seed of the initial vectors and of all draws.", least=0)
 
     def __post_init__(self) -> None:
+        check_options(self)
         self.block()
-        for name, least in (("dim", 1), ("epochs", 1), ("workers", 0), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise InputError(f"{name}={getattr(self, name)}: expected at least {least}")
-        if not 0 < self.min_learning_rate <= self.learning_rate < np.inf:
-            raise InputError(
-                f"learning_rate={self.learning_rate}, min_learning_rate={self.min_learning_rate}: expected numbers over 0, of "
-                "which the first is the larger"
-            )
+        if self.min_learning_rate > self.learning_rate:
+            rates = f"learning_rate={self.learning_rate}, min_learning_rate={self.min_learning_rate}"
+            raise InputError(f"{rates}: expected the first to be the larger")
 
     def block(self) -> WordBlock:
         """Sizes and objective of a block."""

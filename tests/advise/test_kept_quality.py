@@ -10,7 +10,7 @@ import pytest
 from hpnlp.advise import kept_quality
 from hpnlp.advise.kept_quality import (
     DISCORDANT_PRUNED,
-    Agreement,
+    EqualPredictions,
     KeptQuality,
     QualityVerdict,
     agreement,
@@ -83,7 +83,7 @@ def test_size_in_words():
     )
 
 
-@pytest.mark.parametrize(("count", "discordant"), [(681, 0.1), (2000, 0.1), (681, 0.04), (100, 0.0216)])
+@pytest.mark.parametrize(("count", "discordant"), [(681, 0.1), (2000, 0.1), (100, 0.0216)])
 def test_model_at_the_limit_is_accepted_in_five_percent(count, discordant):
     rng = np.random.default_rng(count)
     drawn = (answers(rng, (count,), (1 - KEEP) * ACCURACY, discordant) for _ in range(1500))
@@ -152,17 +152,17 @@ def test_bootstrap_matches_all_resamples():
 
 
 def test_documents_at_the_limit_are_accepted_in_five_percent(monkeypatch):
-    monkeypatch.setattr(kept_quality, "RESAMPLES", 300)
+    monkeypatch.setattr(kept_quality, "RESAMPLES", 200)
     rng = np.random.default_rng(0)
     verdicts = []
-    for _ in range(300):
+    for _ in range(150):
         weights = rng.integers(50, 400, 100)
         losses = rng.normal(3, 0.3, 100)
         changed = losses + (1 - KEEP) * 3 + rng.normal(0, 0.1, 100)  # 3 below the trivial loss
         verdicts.append(
             compare(scores(losses * weights, weights), scores(changed * weights, weights), 6.0, False).verdict
         )
-    assert verdicts.count(QualityVerdict.KEPT) <= 0.09 * len(verdicts)  # of 5 %, three standard errors
+    assert verdicts.count(QualityVerdict.KEPT) <= 0.1 * len(verdicts)  # 5 % and three standard errors
 
 
 def test_weights_of_the_models_may_differ():
@@ -201,8 +201,9 @@ def test_scores_that_are_not_finite_are_lost():
 def test_verdicts_in_words():
     result = KeptQuality(0.991, 0.974, KEEP, 0.01, 681, has_learned=True, discordant=0.1)
     assert described(result) == "keeps 99.1 % of the quality, at least 97.4 % with 95 % confidence"
-    assert described(dataclasses.replace(result, low=0.95, p_value=0.2)) == (
-        "keeps 99.1 % of the quality, at least 95 % with 95 % confidence: too few held-out examples to show that it keeps 97 %"
+    assert described(dataclasses.replace(result, low=0.9699, p_value=0.06)) == (
+        "keeps 99.1 % of the quality, at least 96.9 % with 95 % confidence: "
+        "too few held-out examples to show that it keeps 97 %"
     )
     assert described(dataclasses.replace(result, retention=0.8, p_value=0.99)) == (
         "keeps 80 % of the quality, less than 97 % with 95 % confidence"
@@ -241,7 +242,7 @@ def test_examples_of_a_document_are_added_up():
 
 def test_agreement_is_a_share_with_wilsons_limit():
     result = agreement(["a", "b", "c", "d"] * 25, ["a", "b", "c", "e"] * 25)
-    assert result == Agreement(0.75, pytest.approx(0.67283, abs=1e-5), 100)
+    assert result == EqualPredictions(0.75, result.low, 100) and result.low == pytest.approx(0.67283, abs=1e-5)
     assert agreement([1] * 30, [1] * 30).low == pytest.approx(1 / (1 + 1.6448536**2 / 30))
 
 

@@ -1,4 +1,4 @@
-"""The search of `hpnlp advise` with simulated measurements: techniques of known gains and losses, noise, crashes and resumption."""
+"""The search of `hpnlp advise` with simulated measurements: known gains and losses, noise, crashes and resumption."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from hpnlp.advise.candidate import Candidate
 from hpnlp.advise.kept_quality import QualityVerdict
 from hpnlp.advise.search import CONFIRMED
 from hpnlp.advise.technique import Technique
-from hpnlp.advise.trial import RESULT, SPEC, Measured, Result, Trial
+from hpnlp.advise.trial import RESULT, SPEC, Measured, TrialResult, Trial
 from hpnlp.advise.trials import Trials
 from hpnlp.advise.workload import Program, Workload
 from hpnlp.cost.paired_times import Usage, Verdict, compare_times
@@ -21,7 +21,6 @@ from hpnlp.training import loop
 from hpnlp.training.files.example_scores import ExampleScores
 from tests import tiny
 from tests.messages import raises
-from tests.tiny import text  # noqa: F401  (fixture of every test here)
 
 EXAMPLES, ACCURACY = 6000, 0.8
 MACHINE = {"backend": "cpu", "cpu": "simulated", "cores": 2, "device": "cpu", "jax": "0"}
@@ -73,7 +72,7 @@ class Simulated(Trials):
             for i, candidate in enumerate(trial.candidates)
         ]
         first = (times.baseline, times.equal) if times else (0.0, None)
-        return Result(tuple(models), 1.0, *first, MACHINE, 0.5 if trial.scored else None)
+        return TrialResult(tuple(models), 1.0, *first, MACHINE, 0.5 if trial.scored else None)
 
     def measured(self, candidate, trial, times):
         scores, examples = {}, None
@@ -92,8 +91,9 @@ class Simulated(Trials):
         return Measured(candidate.name, times=times, disk_bytes=100, scores=scores, examples=examples)
 
 
-def searched(trained, *, settings=AdviseSettings(), **options):
+def searched(trained, *, settings=None, **options):
     """The advice of a simulated search; accuracies are losses of the opposite sign, which the trivial score has too."""
+    settings = settings or AdviseSettings()
     trials = Simulated(Path("unused"), **options)
     return advise(trained, settings, trials=NegativeTrivial(trials), log=lambda line: None), trials
 
@@ -179,7 +179,7 @@ class Runner:
         if any(name in self.killed for c in trial.candidates for name in c.techniques):
             return -9
         models = tuple(Measured(c.name) for c in (trial.baseline, *trial.candidates))
-        Result(models, 1.0, 0.0, None, MACHINE).write(directory)
+        TrialResult(models, 1.0, 0.0, None, MACHINE).write(directory)
         return 0
 
 
@@ -207,9 +207,9 @@ def test_a_result_is_read_as_it_was_written(tmp_path):
     times = compare_times(lambda: 1.0, {"a": lambda: 2.0}, rounds=8, min_seconds=0, use=lambda f, n: Usage(f()))
     examples = ExampleScores({"loss": (np.ones(3), np.ones(3))}, np.arange(3, dtype=np.uint32))
     model = Measured("a", times=times.programs["a"], scores={"loss": 1.0}, examples=examples, peak_bytes=5)
-    result = Result((model,), 2.0, usage[0].wall, times.equal, MACHINE, 0.5)
+    result = TrialResult((model,), 2.0, usage[0].wall, times.equal, MACHINE, 0.5)
     result.write(tmp_path)
-    read = Result.read(tmp_path)
+    read = TrialResult.read(tmp_path)
     assert read.models[0].times == model.times and read.models[0].times.wall.verdict is Verdict.SLOWER
     assert read.equal == result.equal and np.array_equal(read.models[0].examples.identity, examples.identity)
     assert json.loads((tmp_path / RESULT).read_text())["models"][0]["peak_bytes"] == 5

@@ -244,7 +244,7 @@ def test_invalid_flags_raise(run, trained, tmp_path):
         (["--recipe=int8", "--finetune=3"], "--finetune=3 trains after the stages that remove units or weights"),
         (["--recipe=int8", "--rewind=random"], "--rewind=random keeps the zeros of magnitude, which the recipe 'int8'"),
         (["--recipe=mlp(0.5)", "--iterations=3"], "--iterations=3 trains after each one: add --finetune=STEPS"),
-        (["--recipe=layers(1)", "--iterations=2", "--finetune=1"], "is layers(1): expected one of magnitude, heads"),
+        (["--recipe=layers(1)", "--iterations=2", "--finetune=1"], "is layers(1): expected one of heads, mlp"),
         (["--recipe=magnitude(0.5)", "--rewind=3"], "--rewind=3: expected initial, random, or RUN@STEP"),
         (["--recipe=magnitude(0.5)", "--rewind=/no/run@3"], "/no/run holds no run"),
         (["--recipe=magnitude(0.5),mlp(0.5)", "--rewind=initial"], "--rewind=initial: the weights have other shapes"),

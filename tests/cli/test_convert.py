@@ -96,13 +96,9 @@ def test_round_trip_reproduces_all_files(checkpoint, converted, tmp_path):
         assert (tmp_path / "back" / name).read_bytes() == (checkpoint / name).read_bytes(), name
 
 
-@pytest.mark.parametrize(
-    ("task", "heads"),
-    [("classification", {"pooling": "first", "transform": "tanh"}), ("tagging", {})],
-    ids=["classification", "tagging"],
-)
-def test_classifiers_keep_the_names_of_their_classes(task, heads, checkpoint, tmp_path):
-    source, tokenizer = tmp_path / "source", tokenizers.load(str(checkpoint))
+def write_encoder(source, checkpoint, heads):
+    """Writes a small encoder with labels, and the tokenizer of another checkpoint, in the Hugging Face layout."""
+    tokenizer = tokenizers.load(str(checkpoint))
     fields = {"norm": "layer", "norm_placement": "post", "embed_norm": True, "position": "learned", "mlp": "gelu_exact"}
     fields |= {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "token_types": 2, "norm_eps": 1e-12}
     config = EncoderConfig(
@@ -113,6 +109,16 @@ def test_classifiers_keep_the_names_of_their_classes(task, heads, checkpoint, tm
     ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
     convert.save(config, params, source, texts=convert.TextSettings(**ids, labels=("no", "yes")))
     tokenizer.save(str(source / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(
+    ("task", "heads"),
+    [("classification", {"pooling": "first", "transform": "tanh"}), ("tagging", {})],
+    ids=["classification", "tagging"],
+)
+def test_classifiers_keep_the_names_of_their_classes(task, heads, checkpoint, tmp_path):
+    source = tmp_path / "source"
+    write_encoder(source, checkpoint, heads)
     run(from_=source, to=tmp_path / "run")
     values = load_config(tmp_path / "run")
     assert values.task == task and values.data.seq_len == 32

@@ -137,6 +137,8 @@ def test_script_of_exported_directories_counts_texts_that_are_cut(served, monkey
 
 
 def test_script_of_exported_directories_refuses_one_text_in_place_of_a_list(served):
-    model = runpy.run_path(str(served))["ServedModel"](served.parent)
+    script = runpy.run_path(str(served))
+    assert script["Model"] is script["ServedModel"]  # the name in earlier exports
+    model = script["ServedModel"](served.parent)
     with pytest.raises(ValueError, match=r"'a a' is one text: pass a list of texts, \['a a'\]"):
         model.predict("a a")

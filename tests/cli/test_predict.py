@@ -18,6 +18,8 @@ from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Pairs
 from hpnlp.data.reading.fields import FieldError
 from hpnlp.jobs import predictor
+from hpnlp.tasks.classification import ClassificationTask
+from hpnlp.tasks.labelled.examples import ExampleTask
 from hpnlp.training import config as configs
 from hpnlp.training import loop
 from tests import tiny
@@ -237,6 +239,19 @@ def test_invalid_arguments_raise(classifier, language_model):
     raises("generate continues prompts with runs of task='lm' or 'rnn_lm'", model.generate, ["a"])
     raises("is one prompt: pass a list of prompts", lambda: hpnlp.load(language_model).generate("a"))
     raises("task='lm' has no vectors of texts: use a run", lambda: hpnlp.load(language_model).encode(["a"]))
+
+
+class Unfinished(ClassificationTask):
+    """A task with the kind of its data, and without predictions."""
+
+    name = "unfinished"
+    predict = ExampleTask.predict
+
+
+def test_a_task_without_predict_names_it(classifier):
+    model = hpnlp.load(classifier)
+    model._task = Unfinished()
+    raises("Unfinished, task='unfinished', has an `input_kind` and no `predict`: define", model.predict, ["a"])
 
 
 def test_float16_rounds_and_names_what_overflows(run, classifier, language_model):

@@ -185,8 +185,6 @@ def test_planned_sizes_are_those_of_the_arrays():
 
 def test_invalid_recipes_raise():
     for recipe, fields, message in (
-        ("filters(0)", {}, "expected the share that stays, over 0 and at most 1"),
-        ("shapes(0.5, by=size)", {}, "expected gradient or magnitude"),
         ("hidden(0.5)", {"blocks": "conv(4)"}, "no hidden channels of inverted blocks that can be removed"),
         ("channels(0.5)", {"blocks": "inverted(1,expand=2)"}, "no channels between blocks that can be removed"),
         ("shapes(0.5)", {"blocks": "conv(4,kernel=1)"}, "single positions: leave the stage out"),

@@ -152,7 +152,6 @@ def test_experts_that_cannot_be_removed_raise():
         ("bias_balanced(4, 2, groups=2)", "experts(0.5, by=magnitude)", "the 2 groups are of equal size: leave"),
         ("top_k(4, 2)", "experts(0.25, by=magnitude)", "k=2 of 1 experts"),
         ("top_k(4, 2)", "experts(0.01, by=magnitude)", "experts would stay in a layer"),
-        ("top_k(4, 2)", "experts(0.5, by=load)", "expected gradient or magnitude"),
     ):
         config, weights, _ = model_of(mlp)
         with pytest.raises(InputError, match=re.escape(message)):

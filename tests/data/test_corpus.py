@@ -270,7 +270,6 @@ def test_heldout_streams_have_every_token_once(stories, batch_size, limit):
 
 def test_orders_that_cannot_be_raise():
     for options, message in (
-        ({"order": "streams"}, "data.order='streams': did you mean 'stream'"),
         ({"order": "stream", "packing": "fit"}, "data.packing='fit'.*set data.packing='concat'"),
         ({"order": "stream", "weights": (1.0, 2.0)}, r"data.weights=\(1.0, 2.0\).*set data.weights=\(\)"),
     ):

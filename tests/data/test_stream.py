@@ -147,9 +147,7 @@ def test_stdlib_is_the_same_every_time(tmp_path):
 
 def test_invalid_configs_raise(stories):
     for options, message in (
-        ({"seq_len": 0}, "data.seq_len=0: expected at least 1"),
         ({"heldout": 1.0}, "pass data.heldout_path=PATH"),
-        ({"heldout_bytes": -1}, "data.heldout_bytes=-1"),
         ({"packing": "fits"}, "unknown data.packing 'fits': did you mean 'fit'?"),
         ({"weights": (1.0, 1.0)}, "data.weights has 2 weights and data.path 1 sources"),
         ({"weights": (float("inf"),)}, "expected numbers over 0"),

@@ -104,7 +104,6 @@ def test_invalid_configs_raise():
         (LMConfig, {}, "model.memory_dim=12: this model passes its layers no memory: set it to 0"),
         (EncoderConfig, {}, "model.memory_dim=12: this model passes its layers no memory"),
         (DecoderConfig, {"memory_dim": 0}, "model.memory_dim=0: set it to the features of the memory"),
-        (DecoderConfig, {"memory_dim": -1}, "model.memory_dim=-1: expected at least 0"),
         (DecoderConfig, {"residual": "reversible"}, "reversible layers have two branches: set model.residual='plain'"),
     ):
         raises(message, kind, **SIZES | fields)

@@ -190,7 +190,7 @@ def test_invalid_forms_raise():
         ({"form": "block(dim=8)"}, "model.form='block(dim=8)' sets dim, but branches of all layers are added to one"),
         ({"form": "block(mixer=conv)"}, "sets mixer, but model.mixer names the mixer of each layer: set model.mixer"),
         ({"form": "block,block(heads=3)"}, "model.form 'block(heads=3)': model.dim=16 is not a multiple"),
-        ({"form": "block,block(mlp_dim=-1)"}, "model.form: mlp_dim=-1: expected at least 0"),
+        ({"form": "block,block(mlp_dim=-1)"}, "model.form 'block(mlp_dim=-1)': model.mlp_dim=-1: expected at least 0"),
         ({"form": "block,block(mlp=swigl)"}, "unknown model.mlp 'swigl': did you mean 'swiglu'"),
         ({"form": "block,block(position=learned)"}, "model.position='rope': learned positions are added"),
         ({"form": "block,block(heads=2)", "mixer": "full,conv"}, "heads of 'block(heads=2)' has no effect, because"),

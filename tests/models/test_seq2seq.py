@@ -154,7 +154,6 @@ def test_invalid_configs_raise():
         ({"encoder_layers": -1}, "model.encoder_layers=-1: expected at least 0"),
         ({"encoder_mixer": "full,window(2,2)", "encoder_layers": 1}, "model.encoder_layers=1: name fewer"),
         ({"encoder_form": "block(heads=3)"}, "model.encoder_form"),
-        ({"target_len": -1}, "model.target_len=-1: expected at least 0"),
         ({"memory_dim": 8}, "model.memory_dim=8: the decoder attends to the encoder's hidden states, of model.dim=16"),
         ({"residual": "reversible"}, "reversible layers have two branches: set model.residual='plain'"),
     ):

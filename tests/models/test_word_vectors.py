@@ -123,16 +123,6 @@ def test_windows_reach_over_words_that_are_left_out():
         assert all(pair in order for pair in kept)  # a subsequence
 
 
-def test_invalid_configs_raise():
-    for fields, message in (
-        ({"objective": "skipgram"}, "model.objective='skipgram': did you mean 'skip_gram'?"),
-        ({"subsample_form": "d"}, "model.subsample_form='d': known: c, paper"),
-        ({"window": 0}, "model.window=0: expected 1 to 64"),
-        ({"subsample": -1.0}, "model.subsample=-1.0: expected at least 0"),
-    ):
-        raises(message, WordVectorsConfig, **fields)
-
-
 def test_subsampling_without_counts_raises():
     model = WordVectors(WordVectorsConfig(vocab=V, output="full"))
     raises("model.subsample=0.001 needs the words'", lambda: model.init(jax.random.key(0), model.example_batch(1, 8)))

@@ -7,21 +7,9 @@ import numpy as np
 
 from hpnlp.nn.mixers import MIXERS
 from hpnlp.ops.attention import Causal, Window
-from hpnlp.spec import build, parse_one
 from hpnlp.types import MixerInputs
 from tests.contracts import once
 from tests.messages import raises
-
-
-def test_odd_numbers_of_buckets_raise():
-    raises(
-        "buckets=3: expected at least 1, 1 or even",
-        build,
-        parse_one("reformer(3)", "mixer"),
-        MIXERS,
-        "mixer",
-        name=None,
-    )
 
 
 def test_other_masks_raise():

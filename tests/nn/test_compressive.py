@@ -10,7 +10,7 @@ import pytest
 
 from hpnlp.nn.attention import Attention, Context
 from hpnlp.nn.mixers.compressive import CompressiveMixer
-from hpnlp.ops.attention import Causal, Full
+from hpnlp.ops.attention import Causal, Full, Operands
 from hpnlp.ops.attention.memory.relative import reference_relative_attention
 from hpnlp.ops.attention.positions.rope import sinusoids
 from hpnlp.spec import parse_one
@@ -95,8 +95,10 @@ def expected_parts(how, params, x, ids):
             (table @ relative["kernel"]).reshape(-1, N, H),
             relative["content_bias"],
             relative["position_bias"],
-            segment_ids=ids[:, start:end],
-            kv_segment_ids=jnp.asarray([[number for _, number in row] for row in keys], jnp.int32),
+            Operands(
+                segment_ids=ids[:, start:end],
+                kv_segment_ids=jnp.asarray([[number for _, number in row] for row in keys], jnp.int32),
+            ),
         )
         for b in range(B):
             leaving, memory[b] = tokens[b][: end - start], tokens[b][end - start :]

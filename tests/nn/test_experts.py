@@ -327,7 +327,6 @@ def test_invalid_arguments_raise():
         ("top_k(4,0)", "k=0 of 4 experts"),
         ("top_k(4,1)", "no gradient"),
         ("top_k(4,1,gates=softmax,normalize=True)", "no gradient"),
-        ("top_k(4,capacity=0.5)", "capacity=0.5: expected 0 for none, or at least 1"),
         ("switch(4,2)", "uses 1 per token"),
         ("gshard(4,3)", "uses 2 per token"),
         ("noisy_top_k(2,2)", "noise does not change the choice"),

@@ -23,11 +23,6 @@ def test_other_masks_raise(name):
         raises("cannot apply the mask", mixer.within, mask)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_chunks_that_are_no_power_of_2_raise(name):
-    raises("chunk=48: expected at least 1, a power of 2, such as 64", MIXERS[name], 48)
-
-
 def test_tiny_weights_give_means_and_finite_gradients():
     """Features of exp(-25), whose products' squares are 0 in float32, give those of 1; of exp(-100), outputs of 0."""
     mixing = Mixing("linear", 5)

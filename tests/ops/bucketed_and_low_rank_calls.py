@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from hpnlp.ops import fourier
+from hpnlp.ops.attention import Operands
 from hpnlp.ops.attention.bucketed import attend, cache, hashing, sinkhorn, sinkhorn_cache
 from hpnlp.ops.attention.low_rank import compression, nystrom, value_conv
 from hpnlp.ops.attention.synthetic import attend as synthetic
@@ -23,12 +24,12 @@ REAL = SEGMENTS > 0
 BUCKETS = RNG.integers(0, 3, (2, 12, 4, 2)).astype(np.int32)
 LENGTHS = np.array([7, 12], np.int32)
 SETTINGS = sinkhorn.SortSettings(4, 3, 0.75, True)
-WINDOW = {"window": 3, "causal": True}
+NEAR, SELF_HIDDEN = attend.BucketSettings(3, True), attend.BucketSettings(3, True, hides_self=True)
 
 
 def extend_buckets(k, v, buckets, lengths, *of_token):
     past = cache.start_bucket_cache(k, v, buckets, lengths, 16)
-    return cache.extend_bucket_cache(*of_token, past, window=3)[0]
+    return cache.extend_bucket_cache(*of_token, past, NEAR)[0]
 
 
 def extend_sinkhorn(q, k, v, lengths, *of_token):
@@ -40,14 +41,14 @@ CALLS = {
     "fourier.fourier_mix": ((fourier.fourier_mix, (X,)),),
     "fourier.fourier_mix_reference": ((fourier.fourier_mix_reference, (X,)),),
     "attention.bucketed.attend.bucketed_attention": (
-        (lambda *a: attend.bucketed_attention(*a, **WINDOW, hides_self=True), (Q, K, V, BUCKETS)),
+        (lambda *a: attend.bucketed_attention(*a, SELF_HIDDEN), (Q, K, V, BUCKETS)),
         (
-            lambda *a: attend.bucketed_attention(*a[:4], segment_ids=a[4], window=3, causal=False),
+            lambda *a: attend.bucketed_attention(*a[:4], attend.BucketSettings(3, False), segment_ids=a[4]),
             (Q, K, V, BUCKETS, SEGMENTS),
         ),
     ),
     "attention.bucketed.attend.bucketed_reference": (
-        (lambda *a: attend.bucketed_reference(*a[:4], segment_ids=a[4], **WINDOW), (Q, K, V, BUCKETS, SEGMENTS)),
+        (lambda *a: attend.bucketed_reference(*a[:4], NEAR, segment_ids=a[4]), (Q, K, V, BUCKETS, SEGMENTS)),
     ),
     "attention.bucketed.cache.start_bucket_cache": (
         (lambda *a: cache.start_bucket_cache(*a, 16), (Q, V, BUCKETS, LENGTHS)),
@@ -82,7 +83,7 @@ CALLS = {
     "attention.low_rank.value_conv.value_conv_reference": ((value_conv.value_conv_reference, (V, x(3, 4))),),
     "attention.synthetic.factorized_dense.factorized_dense_attend": (
         (
-            lambda v, a, b, ids: factorized_dense.factorized_dense_attend(v, a, b, segment_ids=ids, kv_segment_ids=ids),
+            lambda v, a, b, ids: factorized_dense.factorized_dense_attend(v, a, b, operands=Operands(segment_ids=ids)),
             (Q, x(2, 12, 4, 3), x(2, 12, 4, 4), SEGMENTS),
         ),
     ),

@@ -12,7 +12,7 @@ import pytest
 import hpnlp.ops
 from hpnlp.ops import dropout, dynamic_quantization, linear, norms, sampling
 from hpnlp.ops import reversible as reversible_layers
-from hpnlp.ops.attention import Causal, Window, attend, clustered, flash, merge, reference
+from hpnlp.ops.attention import Causal, Operands, Window, attend, clustered, flash, merge, reference
 from hpnlp.ops.attention.decoding import decode, kv_cache
 from hpnlp.ops.attention.linear import (
     LinearState,
@@ -26,11 +26,12 @@ from hpnlp.ops.attention.memory import compression, relative
 from hpnlp.ops.attention.operands import as_flags
 from hpnlp.ops.attention.pair_bias import weighted
 from hpnlp.ops.attention.positions import bias, rope
-from hpnlp.ops.attention.selected_blocks import attend_blocks, attend_blocks_reference
+from hpnlp.ops.attention.selected_blocks import ChosenBlocks, attend_blocks, attend_blocks_reference
 from hpnlp.ops.attention.selected_blocks import blocks as key_blocks
 from hpnlp.ops.attention.selected_blocks import decode as block_cache
 from hpnlp.ops.convolutions import convolution, image_convolution, light_convolution
 from hpnlp.ops.search import (
+    PqCodes,
     build_ivf,
     build_lsh,
     build_pq,
@@ -80,7 +81,7 @@ TREE = hierarchical.balanced_tree(V)
 CLASSES = class_based.equal_size_classes(V, 3)
 CODE = binary_codes.binary_code(V)
 IVF, LSH = build_ivf(x(64, D), cells=4), build_lsh(x(64, D), bits=2, tables=2)
-PQ = build_pq(x(64, D), cells=4, parts=2, centroids=16)
+PQ = build_pq(x(64, D), PqCodes(2, 16), cells=4)
 HEAD, TAILS = x(5, D), ((x(2, D), x(2, 2)), (x(1, D), x(3, 1)))
 SAMPLES = proposals.Samples(ids(5), x(5), x(N))
 STATE = LinearState(x(2, 2, 8, 8), x(2, 2, 8))
@@ -184,16 +185,16 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
         (lambda *a: clustered.improved_clustered_attention(*a[:4], 2, a[4]), (*QKV, CLUSTERS, SEGMENTS)),
     ),
     "attention.selected_blocks.attend_blocks.attend_blocks": (
-        (lambda *a: attend_blocks(*a, block=4), (*QKV, *CHOSEN)),
+        (lambda *a: attend_blocks(*a[:3], ChosenBlocks(*a[3:], block=4)), (*QKV, *CHOSEN)),
         (
             lambda q, k, v, starts, chosen, visible, key: attend_blocks(
-                q, k, v, starts, chosen, block=4, kv_visible=visible, dropout_rate=0.5, rng=key
+                q, k, v, ChosenBlocks(starts, chosen, 4, visible), dropout_rate=0.5, rng=key
             ),
             (*QKV, *CHOSEN, RNG.random((2, 12, 2)) < 0.8, KEY),
         ),
     ),
     "attention.selected_blocks.attend_blocks.attend_blocks_reference": (
-        (lambda *a: attend_blocks_reference(*a, block=4), (*QKV, *CHOSEN)),
+        (lambda *a: attend_blocks_reference(*a[:3], ChosenBlocks(*a[3:], block=4)), (*QKV, *CHOSEN)),
     ),
     "attention.selected_blocks.blocks.document_blocks": (
         (lambda s: key_blocks.document_blocks(s, 2, 12, 4), (SEGMENTS,)),
@@ -242,19 +243,19 @@ CALLS = bucketed_and_low_rank_calls.CALLS | {
     ),
     "attention.memory.relative.relative_attention": (
         (
-            lambda *a: relative.relative_attention(*a[:6], segment_ids=a[6], block_size=5),
+            lambda *a: relative.relative_attention(*a[:6], Operands(segment_ids=a[6]), block_size=5),
             (*QKV, x(6, 4, 8), x(4, 8), x(4, 8), SEGMENTS),
         ),
     ),
     "attention.memory.relative.received_attention": (
         (
-            lambda *a: relative.received_attention(*a[:5], segment_ids=a[5]),
+            lambda *a: relative.received_attention(*a[:5], Operands(segment_ids=a[5])),
             (*QKV[:2], x(6, 4, 8), x(4, 8), x(4, 8), SEGMENTS),
         ),
     ),
     "attention.memory.relative.reference_relative_attention": (
         (
-            lambda *a: relative.reference_relative_attention(*a[:6], segment_ids=a[6]),
+            lambda *a: relative.reference_relative_attention(*a[:6], Operands(segment_ids=a[6])),
             (*QKV, x(6, 4, 8), x(4, 8), x(4, 8), SEGMENTS),
         ),
     ),

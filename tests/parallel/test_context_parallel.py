@@ -155,7 +155,7 @@ def test_memory_of_a_ring_in_a_stack_of_layers():
     assert long < 2.5 * short and long < 12e6
 
 
-def error_message(mixer, exchange="ring", mask=Causal(), **fields):  # noqa: B008
+def error_message(mixer, exchange="ring", mask=Causal(), chunks=PLAIN, **fields):  # noqa: B008
     qkv, token_info = arrays()
     layout = layout_of(exchange)
 
@@ -163,7 +163,7 @@ def error_message(mixer, exchange="ring", mask=Causal(), **fields):  # noqa: B00
         inputs = MixerInputs(q=q, k=k, v=v, **fields)
         if exchange == "heads":
             return context_parallel.by_heads(mixer, inputs, mask).o
-        return context_parallel.ring(mixer, inputs, mask, PLAIN).o
+        return context_parallel.ring(mixer, inputs, mask, chunks).o
 
     spec = PartitionSpec(None, "sequence")
     with pytest.raises(InputError) as caught:
@@ -188,5 +188,6 @@ def test_unsupported_mixers_and_lengths_raise():
     assert "SimpleNamespace has no `partial`" in error_message(whole)
     assert "Louder takes `partial` from ExactMixer and `__call__` from Louder" in error_message(Louder())
     assert "divides 2 heads of k over plan.sequence=4 devices: choose" in error_message(ExactMixer(), "heads")
+    assert "a model that does not set Context.order: bring the tokens into" in error_message(ExactMixer(), chunks=None)
     raises("sequences of 36 tokens do not divide into two chunks", lambda: token_order(layout_of("ring"), [], 36))
     assert token_order(layout_of("heads"), [], 36) == (None, None)

@@ -11,7 +11,6 @@ from hpnlp.models.lm import LM, LMConfig, example_batch
 from hpnlp.models.variables import logical_axes
 from hpnlp.parallel.plan import AXES, PLANS, RULES, Plan
 from hpnlp.types import InputError
-from tests.messages import raises
 
 
 def test_sizes_multiply_to_the_devices():
@@ -48,15 +47,6 @@ def test_invalid_sizes_raise():
         with pytest.raises(InputError) as caught:
             plan.sizes(8)
         assert message in f"{caught.value}."
-
-
-def test_invalid_fields_raise():
-    for fields, message in (
-        ({"zero": 4}, "plan.zero=4"),
-        ({"microbatches": -1}, "microbatches=-1"),
-        ({"rounds": 0}, "plan.rounds=0"),
-    ):
-        raises(message, Plan, **fields)
 
 
 def test_mesh_has_every_axis():

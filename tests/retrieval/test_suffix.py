@@ -37,9 +37,7 @@ def test_words_of_any_tokenizer():
 
 def test_invalid_specs_raise():
     for spec, message in (
-        ("suffix(longest=1)", "shortest=2, longest=1: expected 1 <= shortest <= longest"),
-        ("suffix(words=-1)", "words=-1, k=32: expected words from 0 to 8"),
-        ("suffix(k=0)", "k from 1 to 1024"),
+        ("suffix(longest=1)", "shortest=2, longest=1: expected shortest <= longest"),
         ("sufix", "did you mean 'suffix'?"),
     ):
         raises(message.replace("(", r"\(").replace("?", r"\?"), suffix.find, spec)

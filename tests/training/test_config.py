@@ -82,7 +82,6 @@ def test_invalid_values_raise():
         ({"model": {"tied": 1}}, "config field model.tied=1 is of type int: expected bool"),
         ({"plan": {"fsdp": "2"}}, "config field plan.fsdp='2' is of type str: expected int or NoneType"),
         ({"data": {"weights": ["a"]}}, "config field data.weights='a' is of type str: expected float"),
-        ({"train": {"steps": 0}}, "train.steps=0: expected at least 1"),
         ({"train": {"weights": "shared"}}, "train.weights='shared' keeps zeros and equal numbers of the weights"),
         ({"train": {"weights": "l1(0.5)"}, "optimizer": {"ema": 0.9}}, "optimizer.ema=0.9 with"),
         ({"train": {"weights": "group_lasso"}, "optimizer": {"average": "uniform"}}, "optimizer.average='uniform'"),
@@ -98,9 +97,6 @@ def test_invalid_values_raise():
         ({"data": {"prompt_field": "text"}}, "data.prompt_field='text' is data.text_field, too, so that each text"),
         ({"data": {"batch_size": 10**8, "seq_len": 100}}, "are 10,000,000,000 tokens: expected at most 2,147,483,647"),
         ({"model": {"mixer": "full*1000000000"}}, "model.mixer='full*1000000000' names 1000000000 layers: expected at"),
-        ({"model": {"rope_theta": float("inf")}}, "model.rope_theta=inf: expected a finite number over 0"),
-        ({"model": {"dropout": float("nan")}}, "model.dropout=nan: expected a probability"),
-        ({"model": {"layers": 0}}, "model.layers=0: expected at least 1"),
         ({"model": {"dim": 100, "heads": 3}}, "model.dim=100 is not a multiple of model.heads=3"),
         ({"model": {"dtype": "fp16"}}, "unknown model.dtype 'fp16': did you mean 'float16'?"),
     ):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hpnlp.spec import did_you_mean
-from hpnlp.types import InputError, option
+from hpnlp.types import InputError, check_options, option
 
 INITS = ("none", "alternate", "bottom")
 DEFAULT_LOSSES = "hinton"
@@ -30,25 +29,23 @@ class DistillConfig:
         "none",
         "Layers of the teacher that the student starts from, together with all parameters outside of the layers: alternate, "
         "bottom; none for random parameters.",
+        among=INITS,
     )
     cache: str = option(
         "",
         "Directory in which logits of the teacher are stored and from which they are read, for losses of logits alone; "
         '"" to run the teacher in every step.',
     )
-    cache_top_k: int = option(0, "Number of the largest logits of a label that are stored, 0 for all.")
+    cache_top_k: int = option(0, "Number of the largest logits of a label that are stored, 0 for all.", least=0)
 
     def __post_init__(self) -> None:
-        if self.init not in INITS:
-            raise InputError(f"distill.init={self.init!r}: {did_you_mean(self.init, INITS)}")
+        check_options(self, "distill")
         if not self.teacher:
             for name in ("cache", "init"):
                 if (value := getattr(self, name)) not in ("", "none"):
                     raise InputError(f"distill.{name}={value!r} without a teacher: set distill.teacher as well")
-        if self.cache_top_k < 0 or (self.cache_top_k and not self.cache):
-            raise InputError(
-                f"distill.cache_top_k={self.cache_top_k}: expected a number of at least 0, and a directory distill.cache"
-            )
+        if self.cache_top_k and not self.cache:
+            raise InputError(f"distill.cache_top_k={self.cache_top_k}: set distill.cache, a directory, as well")
         if self.losses != DEFAULT_LOSSES or self.cache:
             self._check_losses()
 

@@ -1,16 +1,16 @@
-"""Stages of recipes: kinds of changes, the type of their functions, and calibration data."""
+"""Stages of recipes: their base classes, kinds of changes, and calibration data."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from hpnlp.types import InputError
+from hpnlp.types import REQUIRED, InputError, check_options, keyword_only, option
 
 if TYPE_CHECKING:
     from hpnlp.models.shared.body import ConfigOfModel
@@ -37,63 +37,78 @@ class Calibration:
     is_outline: bool = False
 
 
-Compressor = Callable[[Any, Any, Calibration | None], tuple[Any, Any]]
-
-
 NONZERO = "nonzero"  # in place of a share: the units that have weights other than 0 stay
 
 
-def check_share(name: str, share: int | float) -> None:
-    """Checks the share of the units or weights that stay.
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A stage of a recipe. The fields of a subclass are its arguments; `text` is given by the recipe."""
 
-    Args:
-      name: Name of the stage.
-      share: The share.
+    # STRUCTURE (which units there are), FACTORS (matrices become products) or NUMBERS (of fewer bits).
+    changes: ClassVar[str] = STRUCTURE
 
-    Raises:
-      InputError: It is not over 0 and at most 1.
-    """
-    if not 0 < share <= 1:
-        raise InputError(f"{name}({share}): expected the share that stays, over 0 and at most 1")
+    text: str = keyword_only(option(REQUIRED, "Spec of the stage, for messages and reports."))
 
+    def __post_init__(self) -> None:
+        check_options(self)
 
-def check_unit_arguments(name: str, share: int | float | str, by: str) -> None:
-    """Checks arguments of a stage that removes units.
+    def compress(self, config: Any, weights: PyTree, calibration: Calibration | None) -> tuple[Any, Any]:
+        """Makes a model smaller, a pure function.
 
-    Args:
-      name: Name of the stage.
-      share: Share of the units that stays, or NONZERO.
-      by: Measure of their importance.
+        Args:
+          config: Config of the model.
+          weights: Weights of the model.
+          calibration: Data for stages that need them; None for none.
 
-    Raises:
-      InputError: `share` is out of range, or `by` is unknown.
-    """
-    if isinstance(share, str) and share != NONZERO:
-        raise InputError(f"{name}({share!r}): expected the share that stays, over 0 and at most 1, or {NONZERO}")
-    if not isinstance(share, str):
-        check_share(name, share)
-    if by not in ("gradient", "magnitude"):
-        raise InputError(f"{name}(by={by!r}): expected gradient or magnitude")
+        Returns:
+          `(config, weights)` of the smaller model.
+
+        Raises:
+          InputError: The stage does not fit the model, or needs calibration data.
+        """
+        raise NotImplementedError
 
 
-def check_keeps_units(name: str, share: int | float | str, counts: Sequence[int]) -> None:
-    """Checks that a share is at least half of a unit in some layer. Every layer keeps at least one unit.
+def share_option() -> Any:
+    """The argument `share` of stages for which it is a number."""
+    return option(REQUIRED, "Share of the units that stays; at least one of each layer.", above=0, most=1)
 
-    Args:
-      name: Name of the stage and of its units.
-      share: Share of the units that stays, or NONZERO.
-      counts: Number of units of each layer.
 
-    Raises:
-      InputError: The share is less than half of a unit in all layers.
-    """
-    if isinstance(share, str):
-        return
-    if share * (most := max(counts)) < 0.5:
-        raise InputError(
-            f"{name}({share}): {share * most:.2g} of {most} {name} would stay in a layer: expected a share of at least "
-            f"{1 / most:.2g}, with which one stays"
-        )
+def by_option() -> Any:
+    """The argument `by` of stages that remove units."""
+    text = "Importance of a unit: gradient, |weight x gradient| on calibration data; or magnitude, the squares of its weights."
+    return option("gradient", text, among=("gradient", "magnitude"))
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitStage(Stage):
+    """A stage that keeps the most important units."""
+
+    unit: ClassVar[str]  # name of the stage and of its units
+
+    share: int | float | str = option(
+        REQUIRED,
+        "Share of the units that stays; at least one of each layer. Or nonzero for those that have weights other than 0, as "
+        "trained with train.weights=group_lasso.",
+        rule=("more than 0 and at most 1, or nonzero", lambda x: x == NONZERO or not isinstance(x, str) and 0 < x <= 1),
+    )
+    by: str = by_option()
+    across_layers: bool = option(
+        False,
+        "The most important units of all layers stay, at least one of each; otherwise the same share of each layer.",
+    )
+
+    def unit_counts(self, config: Any, weights: PyTree) -> list[int]:
+        """Number of units of each layer, or group of layers; 0 for layers without. InputError if no layer has units."""
+        raise NotImplementedError
+
+    def check_keeps_units(self, counts: Sequence[int]) -> None:
+        """Raises InputError for a share that is less than half of a unit in all layers. Every layer keeps at least one unit."""
+        if not isinstance(self.share, str) and self.share * (most := max(counts)) < 0.5:
+            raise InputError(
+                f"{self.unit}({self.share}): {self.share * most:.2g} of {most} {self.unit} would stay in a layer: expected a "
+                f"share of at least {1 / most:.2g}, with which one stays"
+            )
 
 
 def calibration_gradients(name: str, config: Any, weights: Any, calibration: Calibration | None) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,28 +24,26 @@ from jaxtyping import PyTree
 
 from hpnlp.compress.layers import join_entries
 from hpnlp.compress.stages import (
-    STRUCTURE,
     Calibration,
-    Compressor,
+    Stage,
+    UnitStage,
+    by_option,
     calibration_gradients,
-    check_keeps_units,
     check_known_widths,
-    check_unit_arguments,
+    share_option,
 )
 from hpnlp.compress.stages.structure import choose_units
 from hpnlp.models.convnet import ConvNetConfig
 from hpnlp.models.variables import BUFFERS
 from hpnlp.nn.convnet import BlockShape, block_spec
 from hpnlp.nn.image_norms import make_norm
-from hpnlp.types import AnyArray, InputError
+from hpnlp.types import REQUIRED, AnyArray, InputError, option
 
 if TYPE_CHECKING:
     from hpnlp.models.shared.body import ConfigOfModel
 
 # Units: channels of the images between blocks, and those between the products of an inverted residual.
 CHANNELS, HIDDEN = "channels", "hidden"
-# Units that a stage removes.
-CHANNEL_STAGES = {"filters": (CHANNELS, HIDDEN), "channels": (CHANNELS,), "hidden": (HIDDEN,)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,58 +63,69 @@ class ChannelGroup:
     axes: tuple[tuple[tuple[str, ...], int], ...]
 
 
-def filters(share: int | float, by: str = "gradient", across_layers: bool = False) -> tuple[str, Compressor]:
-    """Removes filters of all convolutions of images: those of `channels` and of `hidden`.
+@dataclasses.dataclass(frozen=True)
+class ChannelStage(UnitStage):
+    """Removes channels of convolutional networks."""
 
-    Args:
-      share: Share of the filters that stays, in (0, 1]; at least one of each convolution.
-      by: "gradient", |weight x gradient| on calibration data; or "magnitude".
-      across_layers: The most important filters of all layers stay; otherwise the same share of each layer.
+    channel_units: ClassVar[tuple[str, ...]]  # units of the groups of which some channels are removed
+    described: ClassVar[str]  # their name in messages
 
-    Returns:
-      What it changes, and the compressor.
+    share: int | float = share_option()
 
-    Raises:
-      InputError: `share` or `by` is invalid.
-    """
-    return STRUCTURE, _channel_compressor("filters", share, by, across_layers)
+    def groups(self, config: Any) -> list[ChannelGroup]:
+        """The groups of channels of which some are removed; InputError for a model without such."""
+        _check_convolutional(self.unit, config)
+        groups = [group for group in channel_groups(config) if group.unit in self.channel_units]
+        if not groups:
+            raise InputError(
+                f"{self.text}: the network has no {self.described} that can be removed: leave the stage out"
+            )
+        return groups
 
+    def unit_counts(self, config: Any, weights: PyTree) -> list[int]:
+        return [group.count for group in self.groups(config)]
 
-def channels(share: int | float, by: str = "gradient", across_layers: bool = False) -> tuple[str, Compressor]:
-    """Removes channels of the images between blocks; blocks that a residual connection joins lose the same channels.
-
-    Args:
-      share: As in `filters`.
-      by: As in `filters`.
-      across_layers: As in `filters`.
-
-    Returns:
-      What it changes, and the compressor.
-
-    Raises:
-      InputError: `share` or `by` is invalid.
-    """
-    return STRUCTURE, _channel_compressor("channels", share, by, across_layers)
-
-
-def hidden(share: int | float, by: str = "gradient", across_layers: bool = False) -> tuple[str, Compressor]:
-    """Removes channels between the products of inverted residuals.
-
-    Args:
-      share: As in `filters`.
-      by: As in `filters`.
-      across_layers: As in `filters`.
-
-    Returns:
-      What it changes, and the compressor.
-
-    Raises:
-      InputError: `share` or `by` is invalid.
-    """
-    return STRUCTURE, _channel_compressor("hidden", share, by, across_layers)
+    def compress(self, config: Any, weights: PyTree, calibration: Calibration | None) -> tuple[Any, Any]:
+        groups = self.groups(config)
+        _check_normalisation(config)
+        check_known_widths(self.unit, calibration, self.across_layers)
+        if calibration is not None and calibration.is_outline:
+            scores = [np.ones(group.count) for group in groups]
+        else:
+            by_weights = self.by == "magnitude"
+            slopes = None if by_weights else calibration_gradients(self.unit, config, weights, calibration)
+            scores = [channel_importance(group, weights, slopes) for group in groups]
+        self.check_keeps_units([group.count for group in groups])
+        kept = choose_units(scores, self.share, across_layers=self.across_layers)
+        return keep_channels(config, weights, list(zip(groups, kept, strict=True)))
 
 
-def shapes(share: int | float, by: str = "gradient", scattered: bool = False) -> tuple[str, Compressor]:
+@dataclasses.dataclass(frozen=True)
+class FiltersStage(ChannelStage):
+    """Removes filters of all convolutions of images: those of `channels` and of `hidden`."""
+
+    unit = described = "filters"
+    channel_units = CHANNELS, HIDDEN
+
+
+@dataclasses.dataclass(frozen=True)
+class ChannelsStage(ChannelStage):
+    """Removes channels of the images between blocks; blocks that a residual connection joins lose the same channels."""
+
+    unit, described = "channels", "channels between blocks"
+    channel_units = (CHANNELS,)
+
+
+@dataclasses.dataclass(frozen=True)
+class HiddenStage(ChannelStage):
+    """Removes channels between the products of inverted residuals."""
+
+    unit, described = "hidden", "hidden channels of inverted blocks"
+    channel_units = (HIDDEN,)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapesStage(Stage):
     """Removes positions of the window of each convolution, the same ones of all filters of a layer (shape-wise pruning).
 
     The most important rectangle of positions stays, such as the middle row of 3 x 3, and the convolution is one with a smaller
@@ -125,43 +134,36 @@ def shapes(share: int | float, by: str = "gradient", scattered: bool = False) ->
     are. Depthwise convolutions on a CPU then compute them alone; others compute the smallest rectangle around them, with zeros
     in between, so that their arrays become smaller and they become faster only if whole rows or columns at the border are
     removed.
-
-    Args:
-      share: Share of the positions of each window that stays, in (0, 1]; the number is rounded, and at least 1. Rectangles have
-        the largest area up to this number.
-      by: As in `filters`.
-      scattered: Positions may have any places.
-
-    Returns:
-      What it changes, and the compressor.
-
-    Raises:
-      InputError: `share` or `by` is invalid.
     """
-    check_unit_arguments("shapes", share, by)
 
-    def compress(config: Any, weights: PyTree, calibration: Calibration | None) -> tuple[Any, Any]:
+    share: int | float = option(
+        REQUIRED,
+        "Share of the positions of each window that stays; the number is rounded, and at least 1. Rectangles have the largest "
+        "area up to this number.",
+        above=0,
+        most=1,
+    )
+    by: str = by_option()
+    scattered: bool = option(False, "Positions may have any places.")
+
+    def compress(self, config: Any, weights: PyTree, calibration: Calibration | None) -> tuple[Any, Any]:
         _check_convolutional("shapes", config)
         old = config.shapes()
         windows = [i for i, shape in enumerate(old) if shape.tap_count > 1]
         if not windows:
-            raise InputError(
-                f"shapes({share}): the windows of all convolutions are single positions: leave the stage out"
-            )
-        arrays, slopes = _arrays_and_slopes("shapes", by, config, weights, calibration)
+            raise InputError(f"{self.text}: the windows of all convolutions are single positions: leave the stage out")
+        arrays, slopes = _arrays_and_slopes("shapes", self.by, config, weights, calibration)
         new, result = list(old), dict(flatten_dict(weights))
         for i in windows:
             path = (f"block_{i}", *config.entries[i].window)
             scores = _scores(arrays, slopes, path, old[i].tap_count)
             current = old[i].taps or tuple(range(old[i].kernel ** 2))
-            count = max(1, round(share * len(current)))
-            kept = _largest(scores, count) if scattered else _rectangle(scores, current, old[i].kernel, count)
+            count = max(1, round(self.share * len(current)))
+            kept = _largest(scores, count) if self.scattered else _rectangle(scores, current, old[i].kernel, count)
             if len(kept) < len(current):
                 new[i] = dataclasses.replace(old[i], taps=tuple(current[k] for k in kept))
                 result[path] = _keep_taps(result[path], len(current), kept)
         return _with_shapes(config, new), unflatten_dict(result)
-
-    return STRUCTURE, compress
 
 
 def channel_groups(config: ConvNetConfig) -> list[ChannelGroup]:
@@ -252,48 +254,6 @@ def channel_importance(group: ChannelGroup, params: PyTree, gradients: PyTree = 
             scores = _by_channel(_importance(arrays, slopes, path), axis, group.count)
             total += np.moveaxis(scores, axis + 1, 0).reshape(group.count, -1).sum(axis=1)
     return total
-
-
-def stage_groups(name: str, config: Any) -> list[ChannelGroup]:
-    """The groups of channels of which a stage removes some.
-
-    Args:
-      name: A key of CHANNEL_STAGES.
-      config: Config of a model.
-
-    Returns:
-      Groups of `channel_groups`.
-
-    Raises:
-      InputError: The model has no convolutions of images.
-    """
-    _check_convolutional(name, config)
-    return [group for group in channel_groups(config) if group.unit in CHANNEL_STAGES[name]]
-
-
-def _channel_compressor(name: str, share: int | float, by: str, across_layers: bool) -> Compressor:
-    """Compressor that keeps a share of the channels of each group."""
-    check_unit_arguments(name, share, by)
-
-    def compress(config: Any, weights: PyTree, calibration: Calibration | None) -> tuple[Any, Any]:
-        groups = stage_groups(name, config)
-        if not groups:
-            units = {"channels": "channels between blocks", "hidden": "hidden channels of inverted blocks"}.get(
-                name, name
-            )
-            raise InputError(f"{name}({share}): the network has no {units} that can be removed: leave the stage out")
-        _check_normalisation(config)
-        check_known_widths(name, calibration, across_layers)
-        if calibration is not None and calibration.is_outline:
-            scores = [np.ones(group.count) for group in groups]
-        else:
-            slopes = None if by == "magnitude" else calibration_gradients(name, config, weights, calibration)
-            scores = [channel_importance(group, weights, slopes) for group in groups]
-        check_keeps_units(name, share, [len(layer) for layer in scores])
-        kept = choose_units(scores, share, across_layers=across_layers)
-        return keep_channels(config, weights, list(zip(groups, kept, strict=True)))
-
-    return compress
 
 
 def _check_convolutional(name: str, config: Any) -> None:

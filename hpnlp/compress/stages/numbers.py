@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import functools
+from typing import TYPE_CHECKING, Any
 
-from hpnlp.compress.matrices import is_table
+from jaxtyping import PyTree
+
+from hpnlp.compress.matrices import is_table, map_matrices
+from hpnlp.compress.stages import NUMBERS, Calibration, Stage
+from hpnlp.compress.stages.moments import listed_matrices, map_arrays, with_input_moments
 from hpnlp.ops import weights
+from hpnlp.ops.weight import is_weight
+from hpnlp.ops.weights.calibrated.observed import split_observed
 from hpnlp.ops.weights.ranges import METHODS
-from hpnlp.types import REQUIRED, Array, InputError, check_options, option
+from hpnlp.types import REQUIRED, Array, InputError, option
+
+if TYPE_CHECKING:
+    from hpnlp.models.shared.body import ConfigOfModel
 
 BY = "nearest", "inputs"
 
 
 @dataclasses.dataclass(frozen=True)
-class Conversion:
-    """A conversion of each matrix by itself. The fields are the arguments of the stage."""
+class Conversion(Stage):
+    """A conversion of each matrix by itself."""
 
-    def __post_init__(self) -> None:
-        check_options(self)
+    changes = NUMBERS
 
     @property
     def reads_inputs(self) -> bool:
@@ -41,6 +50,23 @@ class Conversion:
           InputError: The format does not fit the matrix.
         """
         raise NotImplementedError
+
+    def compress(self, config: ConfigOfModel, weights: PyTree, calibration: Calibration | None) -> tuple[Any, Any]:
+        def convert(path: str, w: Any) -> Any:
+            return self.convert(path, *split_observed(w))
+
+        if self.reads_inputs:
+            weights = with_input_moments(self.text, config, weights, calibration)
+        result = map_matrices(functools.partial(map_arrays, convert), weights, experts=True)
+        if calibration is None or not calibration.is_outline:
+            self._check_range(result)
+        return config, result
+
+    def _check_range(self, weights: PyTree) -> None:
+        """Raises InputError for a matrix whose numbers are beyond the range of a format without scales."""
+        for path, w in listed_matrices(weights, experts=True):
+            if is_weight(w) and not w.is_in_range():
+                raise InputError(f"{self.text}: {path} has numbers beyond the range of {w.codes.dtype}: use bf16")
 
 
 def _limits_option() -> Any:

@@ -183,32 +183,6 @@ def nonzero_units(squares: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [np.flatnonzero(layer) if layer.any() else np.zeros(1, int) for layer in squares]
 
 
-def layer_indices(keep: int | str) -> list[int]:
-    """Indices of layers from text.
-
-    Args:
-      keep: A number of layers, or ascending indices as "0 2 4".
-
-    Returns:
-      The indices; empty for a number.
-
-    Raises:
-      InputError: Neither of these.
-    """
-    if isinstance(keep, bool) or (isinstance(keep, int) and keep < 1):
-        raise InputError(f"layers({keep}): expected at least 1, or indices as 'layers(\"0 2 4\")'")
-    if isinstance(keep, int):
-        return []
-    items = str(keep).split()
-    if (
-        not items
-        or not all(part.isdecimal() for part in items)
-        or sorted(set(map(int, items))) != list(map(int, items))
-    ):
-        raise InputError(f"layers({keep!r}): expected a number of layers, or ascending indices as '0 2 4'")
-    return list(map(int, items))
-
-
 def _best(scores: np.ndarray, count: int) -> np.ndarray:
     return np.sort(np.argsort(-scores, kind="stable")[:count])
 

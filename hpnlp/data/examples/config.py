@@ -7,7 +7,7 @@ import dataclasses
 import math
 from typing import ClassVar
 
-from hpnlp.data.config import check_folds, check_heldout, check_sizes
+from hpnlp.data.config import check_folds, check_heldout
 from hpnlp.data.examples.kind import Kind
 from hpnlp.data.examples.kinds import Classification, Pairs, Seq2Seq, Tagging
 from hpnlp.data.examples.kinds.bags import LabelledBags
@@ -16,7 +16,7 @@ from hpnlp.data.examples.kinds.labelled_pairs import GradedPairs, LabelledPairs
 from hpnlp.data.examples.kinds.trees import Trees
 from hpnlp.data.examples.topics import parse_positives
 from hpnlp.data.reading.fields import LABEL_FIELDS
-from hpnlp.types import InputError, option
+from hpnlp.types import InputError, check_options, option
 
 # Help on files of records.
 FILES = (
@@ -57,12 +57,14 @@ class ExampleConfig(abc.ABC):
         256,
         "Tokens per sequence; longer texts are cut, and counted in the summary. As a flag, auto is the length that holds "
         "99.9 % of the training sequences, at most the number that the experiment has.",
+        least=1,
     )
-    batch_size: int = option(16, "Examples per optimizer step, over all processes.")
+    batch_size: int = option(16, "Examples per optimizer step, over all processes.", least=1)
     buckets: int = option(
         1,
         "Widths of training batches: with N over 1, a batch has examples of similar lengths, padded to one of N widths up to "
         "seq_len, which leave the least padding. Held-out examples are sorted by length, and padded to these widths.",
+        least=1,
     )
     heldout: float = option(
         0.1,
@@ -76,6 +78,7 @@ class ExampleConfig(abc.ABC):
         2000,
         "Evaluate on a fixed sample of at most this many held-out examples; 0 takes all. Held-out examples over the limit are "
         "not trained on. Does not apply to `heldout_path`.",
+        least=0,
     )
     folds: int = option(
         0,
@@ -105,13 +108,9 @@ class ExampleConfig(abc.ABC):
     )
 
     def __post_init__(self) -> None:
-        check_sizes(self, ("seq_len", "batch_size", "buckets"))
+        check_options(self, "data")
         check_heldout(self)
         check_folds(self, "heldout_examples")
-        if self.heldout_examples < 0:
-            raise InputError(
-                f"data.heldout_examples={self.heldout_examples}: expected a number of examples, or 0 for all"
-            )
         for name in (field.name for field in dataclasses.fields(self) if field.name.endswith("_field")):
             if not getattr(self, name) and name not in self.optional_fields:
                 raise InputError(f'data.{name}="": expected the name of a field')
@@ -238,12 +237,8 @@ class TreesConfig(ExampleConfig):
         "parents", "Field with the number of the parent of each node, from 0 on; -1 for the root."
     )
     label_field: str = option("label", "Field that holds the label: a string, a whole number or a boolean.")
-    max_children: int = option(8, "Largest number of children of a node.")
+    max_children: int = option(8, "Largest number of children of a node.", least=1)
     linear_baselines: bool = option(True, "Fit linear models of labels of nodes at the end of a run, for comparison.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_sizes(self, ("max_children",))
 
     def kind(self) -> Kind:
         return Trees(self.nodes_field, self.parents_field, self.label_field, self.max_children)
@@ -268,7 +263,7 @@ class BagsConfig(ExampleConfig):
         "texts", "Field of records that holds the texts: a list of strings, or a string with one text in each line."
     )
     label_field: str = option("label", "Field that holds the label: a string, a whole number or a boolean.")
-    max_texts: int = option(16, "Largest number of texts of a bag.")
+    max_texts: int = option(16, "Largest number of texts of a bag, of which one is left out.", least=2)
     distinct: bool = option(True, "Keep each token of a text once, so that frequent tokens do not dominate.")
     positives: str = option(
         "labels",
@@ -279,10 +274,7 @@ class BagsConfig(ExampleConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_sizes(self, ("max_texts",))
         parse_positives(self.positives)
-        if self.max_texts < 2:
-            raise InputError(f"data.max_texts={self.max_texts}: expected at least 2, of which one is left out")
 
     def kind(self) -> Kind:
         has_labels = parse_positives(self.positives) is None
@@ -325,11 +317,7 @@ class Seq2SeqConfig(ExampleConfig):
     source_field: str = option("source", "Field of records that holds the source.")
     target_field: str = option("target", "Field that holds the target.")
     seq_len: int = option(128, "Tokens per source; longer sources are cut, and counted in the summary.")
-    target_len: int = option(128, "Tokens per target; longer targets are cut, and counted in the summary.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_sizes(self, ("target_len",))
+    target_len: int = option(128, "Tokens per target; longer targets are cut, and counted in the summary.", least=1)
 
     def kind(self) -> Kind:
         return Seq2Seq(self.source_field, self.target_field, self.target_len)

@@ -190,9 +190,10 @@ class Examples:
             yield f"{line}, and are not scored"
         count = self.heldout_examples
         if count < _FEW_HELDOUT and not self.config.folds:  # all parts together have more
+            error = f" (an accuracy has a standard error of up to {50 / count**0.5:.0f} %)"
             yield (
-                f"scores on {_count(count)} depend on chance (an accuracy has a standard error of up to "
-                f"{50 / count**0.5:.0f} %): add examples, raise data.heldout, or pass data.heldout_path=PATH with others"
+                f"scores on {_count(count)} depend on chance{error if self.kind.is_scored_by_share else ''}: add examples, "
+                "raise data.heldout, or pass data.heldout_path=PATH with others"
             )
 
     def _class_lines(self) -> Iterator[str]:

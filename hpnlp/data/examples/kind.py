@@ -75,6 +75,11 @@ class Kind(abc.ABC):
         """Fields of the records that a prediction reads: by default, all but the labels."""
         return tuple(column for column in self.columns if column.argument not in LABEL_FIELDS)
 
+    @property
+    def is_scored_by_share(self) -> bool:
+        """Whether the score of examples is a share of them, such as an accuracy: by default, unless they have a number."""
+        return all(column.type != "number" for column in self.columns)
+
     def placeholders(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Values of the fields that are not among the `inputs`, for examples without labels.
 

@@ -15,7 +15,7 @@ from hpnlp.data.examples.store import StoredExamples, spread
 from hpnlp.data.reading import token_store
 from hpnlp.data.tokenizers import tokenizer_digest
 from hpnlp.spec import build, parse_one
-from hpnlp.types import InputError, Tokenizer
+from hpnlp.types import REQUIRED, InputError, Tokenizer, check_options, option
 
 FITTED = 50_000  # largest number of training bags that topics are fitted to, spread evenly
 SHOWN = 3  # words in the name of a topic
@@ -25,18 +25,11 @@ SHOWN = 3  # words in the name of a topic
 class Topics:
     """The topic of each bag that has the largest weight, of `count` topics."""
 
-    #: Number of topics.
-    count: int
-    #: Seed of the factorisation.
-    seed: int = 0
+    count: int = option(REQUIRED, "Number of topics; one has no negatives.", least=2)
+    seed: int = option(0, "Seed of the factorisation.", least=0)
 
     def __post_init__(self) -> None:
-        if self.count < 2:
-            raise InputError(
-                f"data.positives: count={self.count}: expected at least 2 topics, since one has no negatives"
-            )
-        if self.seed < 0:
-            raise InputError(f"data.positives: seed={self.seed}: expected at least 0")
+        check_options(self)
 
 
 POSITIVES: dict[str, Callable[..., Topics | None]] = {"labels": lambda: None, "topics": Topics}

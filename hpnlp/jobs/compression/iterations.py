@@ -7,15 +7,14 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from hpnlp.compress.layers import split_layers
-from hpnlp.compress.recipe import STRUCTURE, Stage, parse_recipe
-from hpnlp.compress.stages import check_keeps_units, convolutions, structure
-from hpnlp.spec import Spec, parse_one
+from hpnlp.compress.recipe import COMPRESSORS, STRUCTURE, Stage, parse_recipe
+from hpnlp.compress.stages import UnitStage
+from hpnlp.compress.stages.zeros import MagnitudeStage
+from hpnlp.spec import parse_one
 from hpnlp.types import InputError
 
-# Stages with a share that stays: of weights, and of units.
-MAGNITUDE = "magnitude"
-ITERATED = (MAGNITUDE, *structure.UNITS, *convolutions.CHANNEL_STAGES)
+# Stages with a share that stays.
+_ITERATED = (MagnitudeStage, UnitStage)
 
 
 def check(recipe: str, stages: Sequence[Stage], finetune: int, iterations: int) -> None:
@@ -37,11 +36,12 @@ def check(recipe: str, stages: Sequence[Stage], finetune: int, iterations: int) 
     if not finetune:
         raise InputError(f"--iterations={iterations} trains after each one: add --finetune=STEPS")
     removing = [stage for stage in stages if stage.changes == STRUCTURE]
-    spec = parse_one(removing[-1].text, "--recipe")
-    if spec.name not in ITERATED or not isinstance(_argument(spec, "share", 0), float):
+    last = removing[-1]
+    if not isinstance(last, _ITERATED) or not isinstance(last.share, float):
+        names = ", ".join(name for name, stage in COMPRESSORS.items() if issubclass(stage, _ITERATED))
         raise InputError(
-            f"--iterations={iterations}: the last stage of {recipe!r} that removes units or weights is {spec}: expected one of "
-            f"{', '.join(ITERATED)} with the share that stays"
+            f"--iterations={iterations}: the last stage of {recipe!r} that removes units or weights is {last.text}: expected "
+            f"one of {names} with the share that stays"
         )
 
 
@@ -63,38 +63,20 @@ def divided(stage: Stage, iterations: int, config: Any, weights: Any) -> list[St
     """
     if iterations == 1:
         return [stage]
-    spec = parse_one(stage.text, "--recipe")
-    shares = [_argument(spec, "share", 0) ** (number / iterations) for number in range(iterations + 1)]
-    if (
-        spec.name != MAGNITUDE
-    ):  # the share of magnitude is that of all weights, those of other stages that of the units left
-        counts = _unit_counts(spec.name, config, weights)
-        check_keeps_units(spec.name, shares[-1], counts)
-        left = [_units_left(counts, share, bool(_argument(spec, "across_layers", 2))) for share in shares]
+    assert isinstance(stage, _ITERATED) and isinstance(stage.share, float)
+    shares = [stage.share ** (number / iterations) for number in range(iterations + 1)]
+    if isinstance(stage, UnitStage):  # shares are of the units left; that of magnitude is of all weights
+        counts = [count for count in stage.unit_counts(config, weights) if count]
+        stage.check_keeps_units(counts)
+        left = [_units_left(counts, share, stage.across_layers) for share in shares]
         shares = [1.0, *(after / before for before, after in itertools.pairwise(left))]
-    return [_with_share(spec, share) for share in shares[1:]]
+    return [_with_share(stage, share) for share in shares[1:]]
 
 
-def _argument(spec: Spec, name: str, place: int) -> Any:
-    """An argument of a stage; None if it has its default."""
-    return dict(spec.kwargs).get(name, *spec.args[place : place + 1])
-
-
-def _with_share(spec: Spec, share: float) -> Stage:
+def _with_share(stage: Stage, share: float) -> Stage:
+    spec = parse_one(stage.text, "--recipe")
     kwargs = tuple((name, value) for name, value in spec.kwargs if name != "share")
-    (stage,) = parse_recipe(str(dataclasses.replace(spec, args=(float(f"{share:.6g}"), *spec.args[1:]), kwargs=kwargs)))
-    return stage
-
-
-def _unit_counts(name: str, config: Any, weights: Any) -> list[int]:
-    """Number of units of each layer that has some."""
-    if name in convolutions.CHANNEL_STAGES:
-        counts = [group.count for group in convolutions.stage_groups(name, config)]
-    else:
-        counts = [structure.unit_count(layer, name) for layer in split_layers(config, weights)]
-    if not any(counts):
-        raise InputError(f"{name}: the model's layers have no {name}: leave the stage out")
-    return [count for count in counts if count]
+    return parse_recipe(str(dataclasses.replace(spec, args=(float(f"{share:.6g}"), *spec.args[1:]), kwargs=kwargs)))[0]
 
 
 def _units_left(counts: Sequence[int], share: float, across_layers: bool) -> int:

@@ -73,7 +73,7 @@ class CalibrationData:
 def after(version: Version, stage: Stage, calibration: Calibration, run: run_directory.Run) -> Version:
     """The version after a stage."""
     old = version.model.config
-    new, params = stage.compressor(old, version.params, calibration)
+    new, params = stage.compress(old, version.params, calibration)
     changed = {
         f.name: getattr(new, f.name) for f in dataclasses.fields(new) if getattr(new, f.name) != getattr(old, f.name)
     }

@@ -134,6 +134,9 @@ class ServedModel:
         return tags
 
 
+Model = ServedModel  # the name in earlier exports
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("texts", nargs="*", help="texts; without any, the lines of stdin")

@@ -131,7 +131,7 @@ class Phases:
 
 
 @contextlib.contextmanager
-def _beside(function: Callable[[Progress], T], progress: Progress) -> Iterator[Callable[[], T]]:
+def _beside(function: Callable[[Progress], T], progress: Progress) -> Iterator[tuple[Callable[[], T], Progress]]:
     """Runs a function in a thread, beside the block.
 
     Args:
@@ -139,7 +139,9 @@ def _beside(function: Callable[[Progress], T], progress: Progress) -> Iterator[C
       progress: Called with the progress.
 
     Yields:
-      A function that waits for the result. After an error in the block, the function stops at its next report of progress.
+      `(result, progress)`: a function that waits for the result, and the progress of the block. After an error in the
+      function, the next report of the progress of the block raises it; after an error in the block, the function stops at its
+      next report.
     """
     stopped, awaited = threading.Event(), threading.Event()
 
@@ -156,8 +158,13 @@ def _beside(function: Callable[[Progress], T], progress: Progress) -> Iterator[C
             awaited.set()
             return future.result()
 
+        def report_of_block(work: str, done: int, total: int) -> None:
+            if future.done():
+                future.result()  # raises the error of the function
+            progress(work, done, total)
+
         try:
-            yield result
+            yield result, report_of_block
         finally:
             stopped.set()
 
@@ -227,11 +234,11 @@ class _Mixing:
         self.phases.end("model")
         scores.add("model", STATIC, self._model_nll(log_odds[1]))
         if not self.options.dynamic:
-            return self._score_index(scores, log_odds)[0]
+            return self._score_index(scores, log_odds, self.progress)[0]
         # Small products and the search on the host leave cores idle: together they take less time.
         evaluate = functools.partial(_dynamic_log_odds, self.run, self.documents)
-        with _beside(evaluate, self.progress) as dynamic:
-            params, adaptive = self._score_index(scores, log_odds)
+        with _beside(evaluate, self.progress) as (dynamic, progress):
+            params, adaptive = self._score_index(scores, log_odds, progress)
             odds = dynamic()
         self.phases.end("dynamic evaluation")
         scores.add("model, dynamic", ADAPTIVE, self._model_nll(odds))
@@ -239,12 +246,16 @@ class _Mixing:
         scores.add("model, dynamic, and index", ADAPTIVE, gates.gate_nll(self.network, params, scored))
         return params
 
-    def _score_index(self, scores: _Scores, log_odds: tuple[np.ndarray, np.ndarray]) -> tuple[Any, Inputs]:
+    def _score_index(
+        self, scores: _Scores, log_odds: tuple[np.ndarray, np.ndarray], progress: Progress
+    ) -> tuple[Any, Inputs]:
         """Adds the rows with the index; the parameters of the adaptive gate, and its inputs of the held-out text."""
-        scores.add("model and index", STATIC, self._fit(*self._inputs(log_odds, STATIC))[1])
-        adaptive = self._inputs(log_odds, ADAPTIVE)
-        scores.add("index", ADAPTIVE, self._fit(*map(gates.no_model, adaptive))[1])
-        params, nll = self._fit(*adaptive)
+        scores.add(
+            "model and index", STATIC, self._fit(*self._inputs(log_odds, STATIC, progress), progress=progress)[1]
+        )
+        adaptive = self._inputs(log_odds, ADAPTIVE, progress)
+        scores.add("index", ADAPTIVE, self._fit(*map(gates.no_model, adaptive), progress=progress)[1])
+        params, nll = self._fit(*adaptive, progress=progress)
         scores.add("model and index", ADAPTIVE, nll)
         return params, adaptive[1]
 
@@ -252,15 +263,15 @@ class _Mixing:
         """The model's -log p at the held-out positions."""
         return gates.model_nll(log_odds, self.ids[1], self.network.vocab)
 
-    def _inputs(self, log_odds: tuple[np.ndarray, np.ndarray], text: str) -> list[Inputs]:
+    def _inputs(self, log_odds: tuple[np.ndarray, np.ndarray], text: str, progress: Progress) -> list[Inputs]:
         """Inputs of the gate in training and of the held-out text; of one text, since neighbours take most of the memory."""
-        near = _neighbours(self.run, self.documents, self.options.store, text, self.progress)
+        near = _neighbours(self.run, self.documents, self.options.store, text, progress)
         self.phases.end("index")
         return [*map(Inputs, log_odds, near, self.ids)]
 
-    def _fit(self, training: Inputs, scored: Inputs) -> tuple[Any, np.ndarray]:
+    def _fit(self, training: Inputs, scored: Inputs, progress: Progress) -> tuple[Any, np.ndarray]:
         """Parameters of a new gate, and -log p at the held-out positions."""
-        params = gates.fit_gate(self.network, training, self.options.epochs, self.options.seed, self.progress)
+        params = gates.fit_gate(self.network, training, self.options.epochs, self.options.seed, progress)
         nll = gates.gate_nll(self.network, params, scored)
         self.phases.end("gates")
         return params, nll

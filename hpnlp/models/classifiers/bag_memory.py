@@ -10,31 +10,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from hpnlp.models.shared.ranges import LIMITS
+from hpnlp.errors import RangeError
+from hpnlp.model_interfaces.ranges import LIMITS
 from hpnlp.spec import build, parse_one
-from hpnlp.types import InputError
+from hpnlp.types import REQUIRED, check_options, option
 
 
 @dataclasses.dataclass(frozen=True)
 class TableMemory:
     """A trained table of vectors."""
 
-    #: Number of entries of the memory.
-    entries: int
-    #: Number of entries whose weighted mean follows the vector of a bag.
-    k: int = 1
-    #: Divisor of the cosines in the weights of the entries.
-    temperature: float = 0.1
+    entries: int = option(REQUIRED, "Number of entries of the memory.", least=1, most=LIMITS["vocab"])
+    k: int = option(1, "Number of entries whose weighted mean follows the vector of a bag.", least=1)
+    temperature: float = option(0.1, "Divisor of the cosines in the weights of the entries.", least=0.001, most=100)
     #: Whether the entries are a buffer that each step writes; otherwise they are parameters.
     is_written: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.entries <= LIMITS["vocab"]:
-            raise InputError(f"model.memory: entries={self.entries}: expected 1 to {LIMITS['vocab']}")
-        if not 1 <= self.k <= self.entries:
-            raise InputError(f"model.memory: k={self.k}: expected 1 to entries={self.entries}")
-        if not 0.001 <= self.temperature <= 100:
-            raise InputError(f"model.memory: temperature={self.temperature}: expected 0.001 to 100, such as 0.1")
+        check_options(self)
+        if self.k > self.entries:
+            raise RangeError(type(self).__name__, f"k={self.k}: expected at most entries={self.entries}")
 
     def own_entries(self, bags: Int[Array, " B"]) -> Bool[Array, "B N"] | None:
         """Marks the entries that each bag does not find; None for no entry of any bag."""

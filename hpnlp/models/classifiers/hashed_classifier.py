@@ -11,15 +11,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from hpnlp import compatibility
+from hpnlp.model_interfaces.ranges import LIMITS, classes_option, rate_option
 from hpnlp.models.classifiers.pooled_classifier import PooledClassifier
 from hpnlp.models.prediction import Batch
-from hpnlp.models.shared.ranges import LIMITS
 from hpnlp.models.stacks.unstacked import Unstacked
 from hpnlp.nn.rnn import RecurrentInputs
 from hpnlp.nn.text_encoders import ENCODERS, Bottleneck, TextEncoder
-from hpnlp.ops.word_projection import HASH_WORDS, check_features
-from hpnlp.spec import build, parse_one, shortened
-from hpnlp.types import InputError, option
+from hpnlp.ops.word_projection import HASH_WORDS
+from hpnlp.spec import build, parse_one
+from hpnlp.types import InputError, check_options, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,29 +35,26 @@ class HashedClassifierConfig(Unstacked):
         "An entry of ENCODERS: prado with the channels of unigram, bigram, trigram, fourgram, fivegram, skip1bigram and "
         'skip2bigram, or "pqrnn(features, layers=2, width=3, zoneout=0.1)".',
     )
-    projection: int = option(512, "Ternary features F of a word, a multiple of 64.")
-    bottleneck: int = option(64, "Features of the dense layers that read the ternary features.")
-    classes: int = option(0, "Number of classes; 0 for the number of labels in the data.")
-    dropout: float = option(0.5, "Dropout of the features of the dense layers.")
+    projection: int = option(
+        512,
+        "Ternary features F of a word.",
+        least=1,
+        most=LIMITS["dim"],
+        rule=("a multiple of 64", lambda features: features % 64 == 0),
+    )
+    bottleneck: int = option(
+        64, "Features of the dense layers that read the ternary features.", least=1, most=LIMITS["dim"]
+    )
+    classes: int = classes_option()
+    dropout: float = rate_option("Dropout of the features of the dense layers.", 0.5)
     dtype: str = option("float32", 'Dtype of the activations: "float32".')
 
     def __post_init__(self) -> None:
-        try:
-            check_features(self.projection)
-        except InputError as error:
-            raise InputError(f"model.projection={self.projection}: {error}") from error
+        check_options(self, "model")
         if self.dtype != "float32":
             raise InputError(
                 f"model.dtype={self.dtype!r}: projection networks are small, and float32 only: leave it out"
             )
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"model.dropout={self.dropout}: expected at least 0, and less than 1")
-        ranges = {"bottleneck": (1, LIMITS["dim"]), "projection": (1, LIMITS["dim"]), "classes": (0, LIMITS["vocab"])}
-        for name, (low, high) in ranges.items():
-            if not low <= getattr(self, name) <= high:
-                raise InputError(f"model.{name}={shortened(getattr(self, name), 40)}: expected {low} to {high}")
-        if self.classes == 1:
-            raise InputError("model.classes=1: expected at least 2, or 0 for those of the data")
         self.text_encoder()
 
     def text_encoder(self) -> TextEncoder:
@@ -69,9 +66,7 @@ class HashedClassifierConfig(Unstacked):
         Raises:
           InputError: Unknown name, or wrong arguments.
         """
-        encoder = build(parse_one(self.encoder, "model.encoder"), ENCODERS, "encoder", name="encoder", parent=None)
-        encoder.check()
-        return encoder
+        return build(parse_one(self.encoder, "model.encoder"), ENCODERS, "encoder", name="encoder", parent=None)
 
     @property
     def layers(self) -> int:

@@ -12,19 +12,16 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, PyTree
 
 from hpnlp.model_interfaces.model_parallel import ModelParallel
+from hpnlp.model_interfaces.ranges import LIMITS, classes_option, rate_option
 from hpnlp.models.classifiers.bag_memory import BagMemory, parse_memory
 from hpnlp.models.prediction import Batch, classification_metrics
-from hpnlp.models.shared.ranges import LIMITS
 from hpnlp.models.stacks.unstacked import Unstacked, UnstackedModel
 from hpnlp.nn.layers import Embed, buffer, dropout, embed_init, param
 from hpnlp.ops.embeddings import concat_nearest, frequency_factors, pool_segments, scale_gradient, unit_norm
 from hpnlp.ops.embeddings.bags import MODES
 from hpnlp.ops.softmax.margin import hardest, margin_loss
-from hpnlp.spec import did_you_mean, shortened
-from hpnlp.types import InputError, LossOut, Statistics, WordStats, option
+from hpnlp.types import InputError, LossOut, Statistics, WordStats, check_options, option
 
-LOSSES = ("margin", "softmax")
-SIMILARITIES = ("cosine", "dot")
 MEMORY = "memory"  # name of the statistics of the memory, and of its entries
 
 
@@ -36,20 +33,25 @@ class LabelledBagsConfig(Unstacked):
     no_stages: ClassVar[str] = "which has no layers"
     undivided: ClassVar[str] = "whose texts are not divided"
 
-    dim: int = option(128, "Features of the vectors, D.")
-    mode: str = option("mean", 'The vector of a text: "mean", "sum" or "sqrt" of the vectors of its tokens.')
-    similarity: str = option("cosine", '"cosine", or "dot" for inner products of the vectors.')
+    dim: int = option(128, "Features of the vectors, D.", least=1, most=LIMITS["dim"])
+    mode: str = option(
+        "mean", 'The vector of a text: "mean", "sum" or "sqrt" of the vectors of its tokens.', among=MODES
+    )
+    similarity: str = option("cosine", '"cosine", or "dot" for inner products of the vectors.', among=("cosine", "dot"))
     loss: str = option(
         "margin",
         '"margin", by which the similarity to the left-out text or label exceeds those to negatives; or "softmax" over them.',
+        among=("margin", "softmax"),
     )
-    margin: float = option(0.2, "Margin of the loss, at least 0.")
-    hard_negatives: int = option(10, "Most similar negatives in the margin loss.")
-    temperature: float = option(0.1, "Divisor of the similarities in the softmax.")
+    margin: float = option(0.2, "Margin of the loss.", least=0, below=100)
+    hard_negatives: int = option(10, "Most similar negatives in the margin loss.", least=1, most=2**16)
+    temperature: float = option(0.1, "Divisor of the similarities in the softmax.", least=0.001, most=100)
     frequency_power: float = option(
         0.0,
         "Gradients of a word's vector are scaled by (number of occurrences)^-power: 0 for no scaling, 1 for the inverse "
         "frequency. Needs optimizer.name=sgd, as Adam divides the factor out, and a tokenizer of words.",
+        least=0,
+        most=1,
     )
     memory: str = option(
         "",
@@ -57,37 +59,17 @@ class LabelledBagsConfig(Unstacked):
         '"bags(4096)", the vectors of training bags as of the latest steps that read them, or "table(256)", a trained table; '
         'bags(4096,k=4,temperature=0.1) for the mean of 4 entries, weighted by exp(cosine / temperature). "" for none.',
     )
-    vocab: int = option(0, "Number of ids of tokens; 0 for the tokenizer's.")
-    classes: int = option(0, "Number of labels; 0 for the number of labels in the data.")
-    max_texts: int = option(0, "Largest number of texts of a bag; 0 for data.max_texts.")
-    dropout: float = option(0.0, "Share of features of the tokens' vectors that are dropped in training.")
+    vocab: int = option(0, "Number of ids of tokens; 0 for the tokenizer's.", least=0, most=LIMITS["vocab"])
+    classes: int = classes_option()
+    max_texts: int = option(0, "Largest number of texts of a bag; 0 for data.max_texts.", least=0, most=2**10)
+    dropout: float = rate_option("Share of features of the tokens' vectors that are dropped in training.")
     dtype: str = option("float32", 'Dtype of the vectors: "float32".')
 
     def __post_init__(self) -> None:
-        choices = {"mode": MODES, "similarity": SIMILARITIES, "loss": LOSSES}
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise InputError(f"model.{name}={getattr(self, name)!r}: {did_you_mean(getattr(self, name), known)}")
+        check_options(self, "model")
         if self.dtype != "float32":
             raise InputError(f"model.dtype={self.dtype!r}: vectors of bags are small, and float32 only: leave it out")
-        if not 0 <= self.margin < 100:
-            raise InputError(f"model.margin={self.margin}: expected at least 0, and less than 100")
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"model.dropout={self.dropout}: expected at least 0, and less than 1")
-        if not 0 <= self.frequency_power <= 1:
-            raise InputError(f"model.frequency_power={self.frequency_power}: expected 0 (no scaling) to 1")
-        if not 0.001 <= self.temperature <= 100:
-            raise InputError(f"model.temperature={self.temperature}: expected 0.001 to 100, such as 0.1")
-        ranges = {"dim": (1, LIMITS["dim"]), "vocab": (0, LIMITS["vocab"]), "classes": (0, LIMITS["vocab"])}
-        ranges |= {"max_texts": (0, 2**10), "hard_negatives": (1, 2**16)}
-        for name, (low, high) in ranges.items():
-            if not low <= getattr(self, name) <= high:
-                raise InputError(f"model.{name}={shortened(getattr(self, name), 40)}: expected {low} to {high}")
         parse_memory(self.memory)
-        if self.classes == 1:
-            raise InputError(
-                "model.classes=1: a single label has no negatives: expected at least 2, or 0 for the data's"
-            )
 
     @property
     def layers(self) -> int:

@@ -11,16 +11,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from hpnlp import compatibility
+from hpnlp.model_interfaces.ranges import LIMITS, classes_option, rate_option
 from hpnlp.models.backbone import DTYPES
 from hpnlp.models.classifiers.pooled_classifier import PooledClassifier
 from hpnlp.models.prediction import Batch
-from hpnlp.models.shared.ranges import LIMITS
 from hpnlp.models.stacks.unstacked import Unstacked
 from hpnlp.nn.layers import Embed
 from hpnlp.nn.pooling import POOLINGS
 from hpnlp.nn.rnn import RecurrentInputs
 from hpnlp.nn.rnn_stack import RecurrentStack, StackConfig
-from hpnlp.spec import did_you_mean, lookup, shortened
+from hpnlp.spec import lookup
 from hpnlp.types import InputError, option
 
 
@@ -42,27 +42,18 @@ class RecurrentClassifierConfig(Unstacked, StackConfig):
     pooling: str = option(
         "max",
         "An entry of POOLINGS: how the outputs of a text become one vector.",
+        among=POOLINGS,
     )
-    vocab: int = option(0, "Rows V of the embedding table, 0 for the tokenizer's.")
-    embed_dim: int = option(128, "Features of the embedding.")
-    classes: int = option(0, "Number of classes; 0 for the number of labels in the data.")
-    input_dropout: float = option(0.3, "Dropout of the embeddings.")
-    dropout: float = option(0.3, "Dropout of the pooled outputs.")
+    vocab: int = option(0, "Rows V of the embedding table, 0 for the tokenizer's.", least=0, most=LIMITS["vocab"])
+    embed_dim: int = option(128, "Features of the embedding.", least=1, most=LIMITS["dim"])
+    classes: int = classes_option()
+    input_dropout: float = rate_option("Dropout of the embeddings.", 0.3)
+    dropout: float = rate_option("Dropout of the pooled outputs.", 0.3)
     dtype: str = option("float32", "Dtype of the activations; parameters and states stay float32.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         lookup(DTYPES, self.dtype, "model.dtype")
-        if self.pooling not in POOLINGS:
-            raise InputError(f"model.pooling={self.pooling!r}: {did_you_mean(self.pooling, POOLINGS)}")
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"model.dropout={self.dropout}: expected at least 0, and less than 1")
-        ranges = {"embed_dim": (1, LIMITS["dim"]), "vocab": (0, LIMITS["vocab"]), "classes": (0, LIMITS["vocab"])}
-        for name, (low, high) in ranges.items():
-            if not low <= getattr(self, name) <= high:
-                raise InputError(f"model.{name}={shortened(getattr(self, name), 40)}: expected {low} to {high}")
-        if self.classes == 1:
-            raise InputError("model.classes=1: expected at least 2, or 0 for those of the data")
         for name in ("activation_penalty", "temporal_penalty"):
             if getattr(self, name):
                 raise InputError(

@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from hpnlp.model_interfaces.ranges import LIMITS, classes_option, rate_option
 from hpnlp.models.backbone import DTYPES
 from hpnlp.models.classifiers.pooled_classifier import PooledClassifier
 from hpnlp.models.prediction import Batch
-from hpnlp.models.shared.ranges import LIMITS
 from hpnlp.models.stacks.unstacked import Unstacked
 from hpnlp.nn.layers import Embed, dropout
 from hpnlp.nn.pooling import POOLINGS
 from hpnlp.nn.tree_lstm import ChildSumTreeLSTM, batch_schedule
 from hpnlp.parallel.memory import remat
-from hpnlp.spec import did_you_mean, lookup, shortened
-from hpnlp.types import InputError, option
+from hpnlp.spec import lookup
+from hpnlp.types import check_options, option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,32 +31,29 @@ class TreeClassifierConfig(Unstacked):
     description: ClassVar[str] = "a tree classifier"
     undivided: ClassVar[str] = "whose trees are not divided"
 
-    layers: int = option(1, "Layers; each reads the hidden states of the layer before, and their sum is kept.")
-    dim: int = option(128, "Features of the embeddings and of the states, D.")
-    pooling: str = option(
-        "max", 'An entry of POOLINGS: how the states of the nodes become one vector; "first" is the root.'
+    layers: int = option(
+        1,
+        "Layers; each reads the hidden states of the layer before, and their sum is kept.",
+        least=1,
+        most=LIMITS["layers"],
     )
-    vocab: int = option(0, "Number of ids of labels of nodes; 0 for the tokenizer's.")
-    classes: int = option(0, "Number of classes; 0 for the number of labels in the data.")
-    max_children: int = option(0, "Largest number of children of a node; 0 for data.max_children.")
-    dropout: float = option(
-        0.3, "Share of features of embeddings and of the pooled state that are dropped in training."
+    dim: int = option(128, "Features of the embeddings and of the states, D.", least=1, most=LIMITS["dim"])
+    pooling: str = option(
+        "max",
+        'An entry of POOLINGS: how the states of the nodes become one vector; "first" is the root.',
+        among=POOLINGS,
+    )
+    vocab: int = option(0, "Number of ids of labels of nodes; 0 for the tokenizer's.", least=0, most=LIMITS["vocab"])
+    classes: int = classes_option()
+    max_children: int = option(0, "Largest number of children of a node; 0 for data.max_children.", least=0, most=2**10)
+    dropout: float = rate_option(
+        "Share of features of embeddings and of the pooled state that are dropped in training.", 0.3
     )
     dtype: str = option("float32", "Dtype of the activations; parameters stay float32.")
 
     def __post_init__(self) -> None:
+        check_options(self, "model")
         lookup(DTYPES, self.dtype, "model.dtype")
-        if self.pooling not in POOLINGS:
-            raise InputError(f"model.pooling={self.pooling!r}: {did_you_mean(self.pooling, POOLINGS)}")
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"model.dropout={self.dropout}: expected at least 0, and less than 1")
-        ranges = {"layers": (1, LIMITS["layers"]), "dim": (1, LIMITS["dim"]), "vocab": (0, LIMITS["vocab"])}
-        ranges |= {"classes": (0, LIMITS["vocab"]), "max_children": (0, 2**10)}
-        for name, (low, high) in ranges.items():
-            if not low <= getattr(self, name) <= high:
-                raise InputError(f"model.{name}={shortened(getattr(self, name), 40)}: expected {low} to {high}")
-        if self.classes == 1:
-            raise InputError("model.classes=1: expected at least 2, or 0 for those of the data")
 
     def training_flops(self, batch_size: int, length: int) -> float:
         """FLOPs of a training step that count for its MFU: three times those of the products.

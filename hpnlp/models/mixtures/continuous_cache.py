@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,32 +15,21 @@ from hpnlp.models.mixtures.wrapper import ModelWrapper
 from hpnlp.ops.softmax.continuous_cache import cache_distribution, cache_log_prob
 from hpnlp.ops.softmax.scored_words import interpolate
 from hpnlp.spec import build, parse_one
-from hpnlp.types import InputError, LossOut
+from hpnlp.types import LossOut, check_options, option
 
 NO_WORD = -1  # word of an entry that is empty
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheConfig:
-    """A continuous cache.
+    """A continuous cache."""
 
-    Attributes:
-      size: Number of tokens before the present one whose states and words are kept.
-      theta: Inverse temperature of the similarities.
-      weight: Share of the cache in the probabilities.
-    """
-
-    size: int = 500
-    theta: int | float = 0.3
-    weight: int | float = 0.1
+    size: int = option(500, "Number of tokens before the present one whose states and words are kept.", least=1)
+    theta: int | float = option(0.3, "Inverse temperature of the similarities.", least=0)
+    weight: int | float = option(0.1, "Share of the cache in the probabilities.", least=0, below=1)
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise InputError(f"cache: size={self.size}: expected a number of tokens, at least 1")
-        if not 0 <= self.weight < 1:
-            raise InputError(f"cache: weight={self.weight}: expected a share of at least 0, and less than 1")
-        if not 0 <= self.theta < math.inf:
-            raise InputError(f"cache: theta={self.theta}: expected a number of at least 0")
+        check_options(self)
 
 
 def find(spec: str) -> CacheConfig:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.model_interfaces.model_parallel import ModelParallel
+from hpnlp.model_interfaces.ranges import LIMITS, classes_option
 from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.encoder import EncoderConfig
 from hpnlp.models.pairs.grad_cache import Encoded
@@ -23,13 +24,11 @@ from hpnlp.models.pairs.temperature import inverse_temperature
 from hpnlp.models.pairs.tower import INPUTS, Tower
 from hpnlp.models.prediction import Batch, classification_metrics
 from hpnlp.models.shared.body import BodyStart
-from hpnlp.models.shared.ranges import LIMITS
 from hpnlp.models.stacks.layer_statistics import OfSeveralStacks
 from hpnlp.nn.layers import Dense, param
 from hpnlp.nn.pooling import POOLINGS
 from hpnlp.ops.helpers.counter_rng import mix
-from hpnlp.spec import did_you_mean, shortened
-from hpnlp.types import InputError, LossOut, WordStats, option
+from hpnlp.types import InputError, LossOut, WordStats, check_options, option
 
 LOSSES = ("contrastive", "triplet", "softmax", "cosine")
 LOSSES_OF_NEGATIVES = ("contrastive", "triplet")  # the other losses are of single pairs, with a label or a grade
@@ -44,7 +43,6 @@ LOWEST_TEMPERATURE = 0.01  # a learned temperature does not fall below it (Radfo
 class DualEncoderConfig(BackboneConfig):
     """Two bidirectional towers of one form, each of which makes a vector of a text."""
 
-    least_layers: ClassVar[int] = 0
     output: ClassVar[str] = ""  # no output layer over words
     tied: ClassVar[bool] = False
     body: ClassVar[str] = "towers"
@@ -63,7 +61,10 @@ class DualEncoderConfig(BackboneConfig):
     )
     loss_params: ClassVar[tuple[str, ...]] = ("classifier", "log_scale")
 
-    pooling: str = option("mean", "An entry of POOLINGS: how the hidden states of a text become one vector.")
+    layers: int = option(4, "Number of Blocks L; 0 leaves the embeddings as they are.", least=0, most=LIMITS["layers"])
+    pooling: str = option(
+        "mean", "An entry of POOLINGS: how the hidden states of a text become one vector.", among=POOLINGS
+    )
     token_types: int = option(
         0,
         "Rows of the table of token types, of which every token has the first (BERT: 2, of which the second is never read); 0 "
@@ -76,13 +77,23 @@ class DualEncoderConfig(BackboneConfig):
         "how much the distance to the partner plus the margin exceeds that to each hard negative of the same text; "
         '"softmax", the cross-entropy of a label of the pair by a dense layer over both vectors and their absolute difference; '
         'or "cosine", the squared difference of the cosine of both vectors and a grade from 0 to 1.',
+        among=LOSSES,
     )
-    classes: int = option(0, "Number of labels of the loss softmax; 0 for the number of labels in the data.")
-    margin: float = option(1.0, "Margin of the triplet loss: Euclidean distances of the vectors are 0 to 2.")
-    temperature: float = option(0.05, "Divisor of the cosine similarities; its initial value if it is learned.")
+    classes: int = classes_option("for the number of labels in the data, of the loss softmax")
+    margin: float = option(
+        1.0, "Margin of the triplet loss: Euclidean distances of the vectors are 0 to 2.", above=0, most=2
+    )
+    temperature: float = option(
+        0.05,
+        "Divisor of the cosine similarities; its initial value if it is learned.",
+        least=LOWEST_TEMPERATURE,
+        most=100,
+    )
     negative_texts: int = option(
         0,
         "Hard negatives of each text, which only texts and not partners are compared with; 0 for the number in the data.",
+        least=0,
+        most=MAX_NEGATIVE_TEXTS,
     )
     learn_temperature: bool = option(False, "Train the temperature, which stays at 0.01 or above.")
     symmetric: bool = option(
@@ -93,36 +104,20 @@ class DualEncoderConfig(BackboneConfig):
         "batch",
         'Partners that a text is compared with: "batch", those of all texts of a step, also where optimizer.accumulate divides '
         'the batch, at the cost of one more forward pass; or "part", those of the same part, so that there are fewer.',
+        among=NEGATIVES,
     )
 
     def __post_init__(self) -> None:
-        if self.pooling not in POOLINGS:
-            raise InputError(f"model.pooling={self.pooling!r}: {did_you_mean(self.pooling, POOLINGS)}")
-        if self.negatives not in NEGATIVES:
-            raise InputError(f"model.negatives={self.negatives!r}: {did_you_mean(self.negatives, NEGATIVES)}")
-        if self.loss not in LOSSES:
-            raise InputError(f"model.loss={self.loss!r}: {did_you_mean(self.loss, LOSSES)}")
-        if not 0 < self.margin <= 2:
-            raise InputError(f"model.margin={self.margin}: expected more than 0, and at most 2")
+        check_options(self, "model")
         if self.loss != "contrastive" and self.learn_temperature:
             raise InputError(
                 f"model.learn_temperature=True, and model.loss={self.loss!r} has no temperature: set one to its default"
-            )
-        if not 0 <= self.classes <= LIMITS["vocab"] or self.classes == 1:
-            raise InputError(
-                f"model.classes={shortened(self.classes, 40)}: expected 2 to {LIMITS['vocab']}, or 0 for the labels in the data"
             )
         if self.classes and self.loss != "softmax":
             raise InputError(f"model.classes={self.classes}, and model.loss={self.loss!r} has no labels: set it to 0")
         if self.negative_texts and self.loss not in LOSSES_OF_NEGATIVES:
             raise InputError(
                 f"model.negative_texts={self.negative_texts}, and model.loss={self.loss!r} has no negatives: set it to 0"
-            )
-        if not 0 <= self.negative_texts <= MAX_NEGATIVE_TEXTS:
-            raise InputError(f"model.negative_texts={self.negative_texts}: expected 0 to {MAX_NEGATIVE_TEXTS}")
-        if not LOWEST_TEMPERATURE <= self.temperature <= 100:
-            raise InputError(
-                f"model.temperature={self.temperature}: expected {LOWEST_TEMPERATURE} to 100, such as 0.05"
             )
         self.tower()  # makes the checks of a Backbone, and those of a bidirectional one
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp.compatibility import Facts
 from hpnlp.model_interfaces.layer_report import LayerReport
 from hpnlp.model_interfaces.model_parallel import ModelParallel
+from hpnlp.model_interfaces.ranges import LIMITS
 from hpnlp.models.backbone import BackboneConfig
 from hpnlp.models.encoder import Encoder, EncoderConfig
 from hpnlp.models.pairs.documents import Documents
@@ -28,7 +29,6 @@ from hpnlp.models.stacks.layer_statistics import OfSeveralStacks
 from hpnlp.nn.layers import buffer, param
 from hpnlp.nn.pooling import POOLINGS
 from hpnlp.ops.search.exact import top_k
-from hpnlp.spec import did_you_mean
 from hpnlp.types import InputError, LossOut, Statistics, WordStats, option
 
 if TYPE_CHECKING:
@@ -56,16 +56,27 @@ class RealmConfig(BackboneConfig):
     free_fields: ClassVar[tuple[str, ...]] = ("candidates", "marginal", "refresh", "documents_per_step")
 
     tower_layers: int = option(
-        -1, "Number of Blocks of the towers; 0 for pooled embeddings, -1 for `layers`, that of the reader."
+        -1,
+        "Number of Blocks of the towers; 0 for pooled embeddings, -1 for `layers`, that of the reader.",
+        least=-1,
+        most=LIMITS["layers"],
     )
-    pooling: str = option("mean", "An entry of POOLINGS: how the hidden states of a text become one vector.")
+    pooling: str = option(
+        "mean", "An entry of POOLINGS: how the hidden states of a text become one vector.", among=POOLINGS
+    )
     shared: bool = option(True, "Texts and documents pass the same tower; otherwise each has a tower of its own.")
-    temperature: float = option(0.05, "Divisor of the cosine similarities; its initial value if it is learned.")
+    temperature: float = option(
+        0.05,
+        "Divisor of the cosine similarities; its initial value if it is learned.",
+        least=LOWEST_TEMPERATURE,
+        most=100,
+    )
     learn_temperature: bool = option(False, "Train the temperature, which stays at 0.01 or above.")
     candidates: int = option(
         7,
         "Documents that are retrieved for a text and read with it, beside the empty document, whose similarity to all texts is "
         "trained, 0 at first. 0 reads texts with the empty document alone, for comparisons; towers are not trained.",
+        least=0,
     )
     marginal: str = option(
         "token",
@@ -75,35 +86,22 @@ class RealmConfig(BackboneConfig):
         "rolling",
         '"rolling" encodes some documents again in each step, and searches among them once all are done; "every" encodes all '
         'documents in each step; "never" searches among vectors of the first step.',
+        among=REFRESHES,
     )
     documents_per_step: int = option(
         256,
         "Documents that are encoded at a time: in each step with refresh=rolling, so that the index is at most twice as many "
         "steps old as the documents have such parts.",
+        least=1,
     )
     tied: bool = option(False, "The reader's output layer shares its embedding table.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pooling not in POOLINGS:
-            raise InputError(f"model.pooling={self.pooling!r}: {did_you_mean(self.pooling, POOLINGS)}")
-        if self.refresh not in REFRESHES:
-            raise InputError(f"model.refresh={self.refresh!r}: {did_you_mean(self.refresh, REFRESHES)}")
         try:
             check_marginal(self.marginal)
         except InputError as error:
             raise InputError(f"model.{error}") from None
-        if not LOWEST_TEMPERATURE <= self.temperature <= 100:
-            raise InputError(
-                f"model.temperature={self.temperature}: expected {LOWEST_TEMPERATURE} to 100, such as 0.05"
-            )
-        if self.candidates < 0:
-            raise InputError(f"model.candidates={self.candidates}: expected a number of documents, or 0 to read none")
-        if self.documents_per_step < 1:
-            raise InputError(
-                f"model.documents_per_step={self.documents_per_step}: expected at least one document; for an index that is not "
-                "refreshed, set model.refresh='never'"
-            )
         if not all(traits.any_length for traits in self.traits):
             raise InputError(
                 f"model.mixer={self.mixer!r} mixes sequences of one length, and texts, documents and pairs of both have "

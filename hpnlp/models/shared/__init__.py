@@ -1,1 +1,1 @@
-"""Bodies, decoders and ranges of sizes that several models share."""
+"""Bodies and decoders that several models share."""

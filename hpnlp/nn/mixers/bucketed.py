@@ -16,6 +16,7 @@ from hpnlp.nn.mixers.checks import check_decoding, check_mask, dropout_option
 from hpnlp.ops.attention import Causal, Full
 from hpnlp.ops.attention.bucketed import (
     BucketCache,
+    BucketSettings,
     bucketed_attention,
     extend_bucket_cache,
     lsh_buckets,
@@ -69,11 +70,8 @@ class BucketMixer(Mixer):
             k,
             inputs.v,
             buckets,
-            window=self.reach,
-            causal=causal,
-            hides_self=True,
+            self._settings(causal),
             segment_ids=inputs.segment_ids,
-            scale=1.0,
             dropout_rate=rate,
             rng=inputs.rng if rate else None,
             streams=inputs.streams if rate else None,
@@ -102,7 +100,10 @@ class BucketMixer(Mixer):
         check_mask("attention within buckets with a cache", mask, Causal())
         q, buckets, _ = self.assign(inputs)
         k = unit_vectors(q)
-        return extend_bucket_cache(q, k, inputs.v, buckets, cache, window=self.reach, hides_self=True, scale=1.0)
+        return extend_bucket_cache(q, k, inputs.v, buckets, cache, self._settings(causal=True))
+
+    def _settings(self, causal: bool) -> BucketSettings:
+        return BucketSettings(self.reach, causal, hides_self=True, scale=1.0)
 
     def within(self, mask: AnyMask) -> Any:
         """The mask of the pairs that may influence each other. The buckets select among them.

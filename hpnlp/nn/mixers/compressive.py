@@ -16,7 +16,7 @@ from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import dense_init, param
 from hpnlp.nn.mixers.checks import check_mask, dropout_option
 from hpnlp.nn.mixers.relative_positions import RelativePositions
-from hpnlp.ops.attention import Causal
+from hpnlp.ops.attention import Causal, Operands
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.attention.memory.compression import most_used, pool_memories, reconstruction_errors
 from hpnlp.ops.attention.memory.relative import received_attention
@@ -227,13 +227,9 @@ class CompressiveMixer(Mixer):
     def _usage(self, inputs: MixerInputs, ids: jax.Array) -> dict[str, jax.Array]:
         """Usage of the recent tokens and those of x, `[B, M + T]`; ids: their segments."""
         assert inputs.q is not None and inputs.k is not None and inputs.segment_ids is not None
-        received = received_attention(
-            inputs.q,
-            inputs.k,
-            *self.relative.embeddings(inputs, inputs.k.shape[1]),
-            segment_ids=inputs.segment_ids,
-            kv_segment_ids=inputs.kv_segment_ids,
-        )
+        operands = Operands(segment_ids=inputs.segment_ids, kv_segment_ids=inputs.kv_segment_ids)
+        embeddings = self.relative.embeddings(inputs, inputs.k.shape[1])
+        received = received_attention(inputs.q, inputs.k, *embeddings, operands)
         length = inputs.q.shape[1]
         places = jnp.arange(length, dtype=jnp.int32)[:, None] - jnp.arange(-self.memory, length, dtype=jnp.int32)[None]
         sees = (places >= 0)[None] & (inputs.segment_ids[:, :, None] == ids[:, None])

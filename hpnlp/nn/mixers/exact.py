@@ -96,7 +96,10 @@ class ExactMixer(Mixer):
         check_decoding(inputs, self.dropout)
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
         mask = self.within(mask)
-        return cache.extend(inputs.q, inputs.k, inputs.v, mask, scale=self.scale, soft_cap=self.soft_cap)
+        from hpnlp.ops.attention.decoding.decode import ScoreTerms  # training does not load decoding
+
+        terms = ScoreTerms(self.scale, self.soft_cap)
+        return cache.extend(inputs.q, inputs.k, inputs.v, mask, terms)
 
     def partial(self, inputs: MixerInputs, mask: AnyMask) -> tuple[jax.Array, jax.Array]:
         """Partial attention over some of the keys, which `merge` joins with the results over other keys.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hpnlp.nn.layers import dense_init, param
+from hpnlp.ops.attention import Operands
 from hpnlp.ops.attention.memory.relative import distance_scores, relative_attention
 from hpnlp.ops.attention.positions.rope import frequencies
 from hpnlp.ops.linear import linear
@@ -38,17 +39,14 @@ class RelativePositions(nn.Module):
           `[B, T, N, H]`.
         """
         assert inputs.q is not None and inputs.k is not None and inputs.v is not None
-        return relative_attention(
-            inputs.q,
-            inputs.k,
-            inputs.v,
-            *self.embeddings(inputs, distances),
+        operands = Operands(
             segment_ids=inputs.segment_ids,
             kv_segment_ids=inputs.kv_segment_ids,
             dropout_rate=rate,
             rng=inputs.rng if rate else None,
             streams=inputs.streams if rate else None,
         )
+        return relative_attention(inputs.q, inputs.k, inputs.v, *self.embeddings(inputs, distances), operands)
 
     def embeddings(self, inputs: MixerInputs, distances: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The learned arguments of `relative_attention`.

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.mixers.checks import check_decoding, check_mask, dropout_option
 from hpnlp.ops.attention import Causal, Window, attend
+from hpnlp.ops.attention.decoding.decode import ScoreTerms
 from hpnlp.ops.attention.decoding.kv_cache import KVCache, start_cache
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.types import MixerInputs, MixerOutput, MixerTraits, Projection, TokenStates, option
@@ -85,7 +86,7 @@ class SegmentMemoryMixer(Mixer):
         check_decoding(inputs, self.dropout)
         assert inputs.k is not None and inputs.v is not None
         q, by_distance = self._scored(inputs)
-        return cache.extend(q, inputs.k, inputs.v, self.within(mask), by_distance)
+        return cache.extend(q, inputs.k, inputs.v, self.within(mask), ScoreTerms(by_distance=by_distance))
 
     def _attend(self, inputs: MixerInputs, window: Window) -> jax.Array:
         """Attention of the queries, `[B, T, N, H]`."""

@@ -16,6 +16,7 @@ from hpnlp.ops.attention import Causal, Window, attend, merge
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.attention.selected_blocks import (
     BlockCache,
+    ChosenBlocks,
     DocumentBlocks,
     attend_blocks,
     attend_positions,
@@ -228,7 +229,7 @@ def _own_and_chosen(
     within = own_block_attention(q, k, v, blocks, **dropout)
     if k.shape[1] < blocks.block or not chosen.shape[3]:
         return within[0]
-    others = attend_blocks(q, k, v, blocks.starts, chosen, block=blocks.block, **dropout)
+    others = attend_blocks(q, k, v, ChosenBlocks(blocks.starts, chosen, blocks.block), **dropout)
     return merge(within, others)[0]
 
 

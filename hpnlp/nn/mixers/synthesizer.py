@@ -14,6 +14,7 @@ from hpnlp.model_interfaces.branch import Mixer
 from hpnlp.nn.layers import param
 from hpnlp.nn.mixers.checks import check_has_effect, dropout_option
 from hpnlp.nn.mixers.low_rank import length_param
+from hpnlp.ops.attention import Operands
 from hpnlp.ops.attention.masks.base import Mask
 from hpnlp.ops.attention.masks.per_head import AnyMask
 from hpnlp.ops.attention.pair_bias import weighted
@@ -86,7 +87,7 @@ class SynthesizerMixer(Mixer):
         }
         if self.terms == ("factorized_dense",) and mask.heads is None:
             a, b = self._tiles(inputs)
-            return MixerOutput(factorized_dense_attend(inputs.v, a, b, cast(Mask, mask), **operands))
+            return MixerOutput(factorized_dense_attend(inputs.v, a, b, cast(Mask, mask), Operands(**operands)))
         if self.terms == ("random",):
             del operands["kv_segment_ids"], operands["kv_positions"]
             scores = self._random_scores(inputs)

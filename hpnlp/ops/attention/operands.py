@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from hpnlp.ops.helpers.array_op import array_op
+from hpnlp.types import InputError
 
 # Operands that only have a meaning with dropout_rate.
 _QUALIFIERS = frozenset({"rng", "streams"})
@@ -73,6 +74,19 @@ class Operands:
         return frozenset(
             name for name, value in values.items() if not (isinstance(value, bool | int | float) and not value)
         )
+
+    def check_only(self, operation: str, *supported: str) -> None:
+        """Checks that a call uses no other operands than some.
+
+        Args:
+          operation: Name of the operation, for messages.
+          *supported: Names of the operands that it supports.
+
+        Raises:
+          InputError: Another operand is used.
+        """
+        if others := sorted(self.features() - {*supported}):
+            raise InputError(f"{operation} does not support {', '.join(others)}: expected only {', '.join(supported)}")
 
 
 def scale_queries(q: Array, operands: Operands) -> tuple[Array, Operands]:

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from hpnlp.ops.helpers.array_op import array_op
-from hpnlp.types import InputError
+from hpnlp.types import InputError, check_options, option
 
 SUBSAMPLING = ("c", "paper")
 OBJECTIVES = ("skip_gram", "cbow")
@@ -25,30 +25,24 @@ OBJECTIVES = ("skip_gram", "cbow")
 
 @dataclasses.dataclass(frozen=True)
 class WordBlock:
-    """Sizes and objective of a block, static at trace time.
+    """Sizes and objective of a block, static at trace time."""
 
-    Attributes:
-      objective: "skip_gram": a centre predicts each word of its context. "cbow": the mean of the context predicts its centre.
-      window: Largest distance W of a context word.
-      centres: Centre words T of a block.
-      noise: Noise words K that the centres of a block share.
-      negatives: Weight of the noise: each prediction counts as many noise words, as if that number was drawn for it alone.
-    """
-
-    objective: str = "skip_gram"
-    window: int = 5
-    centres: int = 32
-    noise: int = 16
-    negatives: float = 5.0
+    objective: str = option(
+        "skip_gram",
+        '"skip_gram": a centre predicts each word of its context. "cbow": the mean of the context predicts its centre.',
+        among=OBJECTIVES,
+    )
+    window: int = option(5, "Largest distance W of a context word.", least=1)
+    centres: int = option(32, "Centre words T of a block.", least=1)
+    noise: int = option(16, "Noise words K that the centres of a block share.", least=1)
+    negatives: float = option(
+        5.0,
+        "Weight of the noise: each prediction counts as many noise words, as if that number was drawn for it alone.",
+        least=0,
+    )
 
     def __post_init__(self) -> None:
-        if self.objective not in OBJECTIVES:
-            raise InputError(f"objective={self.objective!r}: expected one of {', '.join(OBJECTIVES)}")
-        for name in ("window", "centres", "noise"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)}: expected at least 1")
-        if not 0 <= self.negatives < np.inf:
-            raise InputError(f"negatives={self.negatives}: expected a number of at least 0")
+        check_options(self)
 
     @property
     def contexts(self) -> int:

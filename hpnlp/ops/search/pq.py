@@ -37,6 +37,55 @@ CENTROIDS = 16, 256
 KEEP = "same", "float16", "int8", "none"
 
 
+@dataclasses.dataclass(frozen=True)
+class PqCodes:
+    """The form in which an index stores rows: their codes, and what it keeps beside them.
+
+    Attributes:
+      parts: Number M of parts, a divisor of D. A row takes M bytes, or M / 2 with 16 centroids.
+      centroids: Centroids of a part, 256 or 16.
+      keep: Vectors that are kept beside the codes to score the best rows again: those of the table as they are ("same"),
+        rounded to "float16", rounded to "int8" with a factor for each row, or "none".
+      fine: Number of parts of a second code, of one byte each, of what the first leaves; with keep="none", it takes the place
+        of the vectors. 0 for none.
+    """
+
+    parts: int
+    centroids: int = 256
+    keep: str = "same"
+    fine: int = 0
+
+    def check(self, vocab: int, dim: int) -> None:
+        """Checks the numbers against the size [V, D] of a table.
+
+        Args:
+          vocab: Number of rows V.
+          dim: Numbers of a row D.
+
+        Raises:
+          InputError: D is not a multiple of parts or fine, there are fewer rows than centroids, or a field is out of range.
+        """
+        if self.centroids not in CENTROIDS:
+            raise InputError(f"centroids is {self.centroids}: expected 256, codes of 8 bits, or 16, codes of 4 bits")
+        for name, number in (("parts", self.parts), ("fine", self.fine)):
+            if number < 0 or (number == 0 and name == "parts") or (number and dim % number):
+                divisors = ", ".join(str(n) for n in range(1, dim + 1) if dim % n == 0)
+                raise InputError(
+                    f"{name} is {number}: the {dim} numbers of a vector are not a multiple of it; expected one of {divisors}"
+                )
+        if self.centroids == 16 and self.parts % 2:
+            raise InputError(
+                f"parts is {self.parts}: two codes of 4 bits share a byte; expected an even number, or centroids=256"
+            )
+        least = 256 if self.fine else self.centroids
+        if vocab < least:
+            raise InputError(
+                f"w has {vocab} rows: expected at least {least}, one for each centroid of a part; use kind exact"
+            )
+        if self.keep not in KEEP:
+            raise InputError(f"keep is {self.keep!r}: expected one of {', '.join(KEEP)}")
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PqIndex:
@@ -142,12 +191,9 @@ def _book_rows(codes: UInt8[Array, "n _"], books: Float[Array, "M K d"]) -> Int[
 
 def build_pq(
     w: Float[Array | np.ndarray, "V D"],
+    form: PqCodes,
     *,
     cells: int,
-    parts: int,
-    centroids: int = 256,
-    keep: str = "same",
-    fine: int = 0,
     seed: int = 0,
     iterations: int = 10,
     capacity: int | None = None,
@@ -156,13 +202,8 @@ def build_pq(
 
     Args:
       w: [V, D] table, finite.
+      form: The codes of a row, and what is kept of it.
       cells: Number C of cells; near sqrt(V) is usual.
-      parts: Number M of parts, a divisor of D. A row takes M bytes, or M / 2 with 16 centroids.
-      centroids: Centroids of a part, 256 or 16.
-      keep: Vectors that are kept beside the codes to score the best rows again: those of the table as they are ("same"),
-        rounded to "float16", rounded to "int8" with a factor for each row, or "none".
-      fine: Number of parts of a second code, of one byte each, of what the first leaves; with keep="none", it takes the place
-        of the vectors. 0 for none.
       seed: Seed of the samples; the same seed gives the same index.
       iterations: Number of iterations of each k-means.
       capacity: Bound on the rows of a cell; None is twice the mean. Further rows go to the nearest cell with room.
@@ -171,8 +212,8 @@ def build_pq(
       The index.
 
     Raises:
-      InputError: The table is empty or not finite, D is not a multiple of parts or fine, there are fewer rows than centroids,
-        or cells, centroids, keep, iterations or capacity are out of range.
+      InputError: The table is empty, not finite or of a size that does not fit the form, or cells, iterations or capacity are
+        out of range.
 
     Cost:
       2 C D (64 C iterations + V) operations for the cells and 2 K D (64 K iterations + V) for the codes; memory for
@@ -185,7 +226,7 @@ def build_pq(
     """
     vocab, dim = w.shape
     size = cell_search.check_cells(vocab, cells, iterations, capacity, SLACK)
-    _check_parts(vocab, dim, parts, centroids, keep, fine)
+    form.check(vocab, dim)
     table = np.asarray(w)
     x = table.astype(np.float32)
     if not np.isfinite(x).all():
@@ -196,16 +237,18 @@ def build_pq(
     cell, order, starts, _ = cell_search.assign(x, cells, seed, iterations, size)
     counts = np.diff(starts)
     means = cell_search.cell_means(x, cell, counts)
-    rotation = _rotation(_sample(x - means[cell], seed), parts).astype(np.float16)
+    rotation = _rotation(_sample(x - means[cell], seed), form.parts).astype(np.float16)
     means = (means @ rotation.astype(np.float32)).astype(np.float16)
     rotated = x @ rotation.astype(np.float32)
     spread = cell_search.expected_spread(rotated, cell, means.astype(np.float32))
     order = _by_neighbours(rotated, order, starts)
     residuals = rotated[order] - means[cell[order]]
-    codes, books, residuals = _encode(residuals, parts, centroids, seed, iterations)
-    fine_codes, fine_books, _ = _encode(residuals, fine, 256, seed, iterations) if fine else (None, None, None)
-    vectors, scales = _kept(table[order], unit, keep)
-    padded = cell_search.in_order(_packed(codes, centroids), np.arange(vocab), size)
+    codes, books, residuals = _encode(residuals, form.parts, form.centroids, seed, iterations)
+    fine_codes = fine_books = None
+    if form.fine:
+        fine_codes, fine_books, _ = _encode(residuals, form.fine, 256, seed, iterations)
+    vectors, scales = _kept(table[order], unit, form.keep)
+    padded = cell_search.in_order(_packed(codes, form.centroids), np.arange(vocab), size)
     optional = {"vectors": vectors, "scales": scales, "fine_codes": fine_codes, "fine_books": fine_books}
     return PqIndex(
         codes=jnp.asarray(padded),
@@ -276,28 +319,6 @@ def _products(queries: Float[Array, "Q D"], books: Float[Array, "M K d"]) -> Flo
     m, centroids, width = books.shape
     products = jnp.einsum("qmd,mkd->qmk", queries.reshape(-1, m, width), books)
     return products.reshape(-1, m * centroids)
-
-
-def _check_parts(vocab: int, dim: int, parts: int, centroids: int, keep: str, fine: int) -> None:
-    if centroids not in CENTROIDS:
-        raise InputError(f"centroids is {centroids}: expected 256, codes of 8 bits, or 16, codes of 4 bits")
-    for name, number in (("parts", parts), ("fine", fine)):
-        if number < 0 or (number == 0 and name == "parts") or (number and dim % number):
-            divisors = ", ".join(str(n) for n in range(1, dim + 1) if dim % n == 0)
-            raise InputError(
-                f"{name} is {number}: the {dim} numbers of a vector are not a multiple of it; expected one of {divisors}"
-            )
-    if centroids == 16 and parts % 2:
-        raise InputError(
-            f"parts is {parts}: two codes of 4 bits share a byte; expected an even number, or centroids=256"
-        )
-    least = 256 if fine else centroids
-    if vocab < least:
-        raise InputError(
-            f"w has {vocab} rows: expected at least {least}, one for each centroid of a part; use kind exact"
-        )
-    if keep not in KEEP:
-        raise InputError(f"keep is {keep!r}: expected one of {', '.join(KEEP)}")
 
 
 def _sample(x: np.ndarray, seed: int) -> np.ndarray:

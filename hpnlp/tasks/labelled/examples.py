@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from hpnlp.data.examples import ExampleConfig, Examples, check_paths, generated, prepare_examples
 from hpnlp.data.examples.kind import Kind
@@ -10,6 +11,10 @@ from hpnlp.data.reading.fields import LABEL_FIELDS
 from hpnlp.data.reading.files import Progress
 from hpnlp.tasks.task import Batch, RunConfig, Task
 from hpnlp.tasks.vocabulary import Vocabulary
+from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from hpnlp.tasks.predictions import Prediction, TrainedModel
 
 
 class ExampleTask(Task):
@@ -23,6 +28,14 @@ class ExampleTask(Task):
 
     def input_kind(self, data: ExampleConfig) -> Kind:
         return data.kind()
+
+    def predict(self, trained: TrainedModel, batch: Batch, values: Sequence[Mapping[str, Any]]) -> Sequence[Prediction]:
+        if self.input_kind(trained.config.data) is None:
+            return super().predict(trained, batch, values)  # raises
+        raise InputError(
+            f"{type(self).__name__}, task={self.name!r}, has an `input_kind` and no `predict`: define predict(trained, batch, "
+            "values), which returns a Prediction for each example, or let input_kind return None if models predict nothing"
+        )
 
     def check_data(self, data: ExampleConfig) -> None:
         check_paths(data)

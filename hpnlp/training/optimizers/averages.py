@@ -11,23 +11,18 @@ import jax
 import jax.numpy as jnp
 
 from hpnlp.spec import build, parse_one
-from hpnlp.types import InputError
+from hpnlp.types import check_options, option
 
 
 @dataclasses.dataclass(frozen=True)
 class UniformAverage:
-    """The mean of the parameters after each step from a step on (Polyak and Juditsky 1992).
+    """The mean of the parameters after each step from a step on (Polyak and Juditsky 1992)."""
 
-    Attributes:
-      start: Number of steps before the first one of the average.
-    """
-
-    start: int = 0
+    start: int = option(0, "Number of steps before the first one of the average.", least=0)
     reads_evaluations: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.start < 0:
-            raise InputError(f"optimizer.average: start={self.start}: expected a number of steps, at least 0")
+        check_options(self)
 
     def begins(self, step: jax.Array) -> jax.Array:
         """Whether an average that has not begun begins with this step.
@@ -69,21 +64,15 @@ class NonMonotonic:
 
     Until then, the average is the parameters. The first parameters of the average are those of that evaluation.
 
-    Attributes:
-      evaluations: The non-monotone interval n: the latest n evaluations are not compared.
-
     References:
       Merity, Keskar and Socher 2018, "Regularizing and optimizing LSTM language models", NT-ASGD.
     """
 
-    evaluations: int = 5
+    evaluations: int = option(5, "The non-monotone interval n: the latest n evaluations are not compared.", least=1)
     reads_evaluations: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.evaluations < 1:
-            raise InputError(
-                f"optimizer.average: evaluations={self.evaluations}: expected a number of evaluations, at least 1"
-            )
+        check_options(self)
 
     def begins(self, step: jax.Array) -> jax.Array:
         """False: an evaluation starts the average, and not a step.

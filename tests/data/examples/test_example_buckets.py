@@ -121,8 +121,3 @@ def test_fewer_texts_than_a_batch_are_repeated():
     for number in range(3):
         texts, width = order.batch(number)
         assert len(texts) == 5 and set(texts) == {0, 1} and width == 16
-
-
-def test_invalid_numbers_of_buckets_raise():
-    for buckets in (0, -1):
-        raises(f"data.buckets={buckets}: expected at least 1", config, "classification", "a.jsonl", buckets=buckets)

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from hpnlp.data.examples import ClassificationConfig, Seq2SeqConfig, generated, prepare_examples
-from hpnlp.data.examples.generated import library, number_words
+from hpnlp.data.examples.generated import number_words, standard_library
 from hpnlp.data.reading import sources
 from tests.messages import raises
 
@@ -52,8 +52,8 @@ def root(tmp_path, monkeypatch):
     (root / "single.py").write_text(SOURCE)
     (root / "bad.py").write_text("def f(:\n  pass '''")
     monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(root))
-    monkeypatch.setattr(library, "_MIN_FUNCTIONS", 5)
-    monkeypatch.setattr(library, "_LINES_SHARE", 1.0)
+    monkeypatch.setattr(standard_library, "_MIN_FUNCTIONS", 5)
+    monkeypatch.setattr(standard_library, "_LINES_SHARE", 1.0)
     return root
 
 
@@ -95,8 +95,8 @@ def test_passages_are_consecutive_functions(root, cache):
 
 
 def test_pairs_of_one_file_are_balanced_and_groups_share_no_file(root, cache, monkeypatch):
-    monkeypatch.setattr(library, "_PAIR_GROUPS", 3)
-    monkeypatch.setattr(library, "_PASSAGE", 300)
+    monkeypatch.setattr(standard_library, "_PAIR_GROUPS", 3)
+    monkeypatch.setattr(standard_library, "_PASSAGE", 300)
     rows = records("stdlib_same_file", cache)
     files = {}
     for row in rows:

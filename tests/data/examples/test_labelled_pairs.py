@@ -48,6 +48,8 @@ def test_batches_have_a_label_or_a_grade_of_each_pair(tmp_path, options, name, e
         np.testing.assert_array_equal(batch[key], values)
     assert examples.labels == (("maybe", "no", "yes") if name == "labels" else ())
     assert examples.heldout_digest != plain.heldout_digest and not examples.kind.compares_examples
+    assert "\nscores on 4 examples depend on chance" in examples.summary
+    assert ("an accuracy has a standard error" in examples.summary) == (name == "labels")
     values = converted(examples.kind, {"text": "ask", "pair": "told"})  # predictions need no label
     unlabelled = Unlabelled(examples.kind, examples.tokenizer, [values])
     assert examples.kind.batch(unlabelled, [0], 1, examples.tokenizer, 20)[name].tolist() == [0]

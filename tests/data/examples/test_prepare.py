@@ -213,10 +213,7 @@ def test_memory_does_not_grow_with_the_examples(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"seq_len": 0}, "data.seq_len=0: expected at least 1"),
-        ({"batch_size": 0}, "data.batch_size=0"),
         ({"heldout": 1.0}, "data.heldout=1.0: expected a fraction between 0 and 1"),
-        ({"heldout_examples": -1}, "data.heldout_examples=-1"),
         ({"path": ""}, 'data.path="": expected the path of labelled examples'),
         ({"tokenizer": "byts"}, "did you mean 'bytes'?"),
         ({"heldout_path": "nowhere"}, "data.heldout_path='nowhere' does not exist"),
@@ -230,7 +227,6 @@ def test_invalid_configs_raise(tmp_path, kind, options, message):
 
 def test_fields_of_one_kind_are_checked():
     for kind, options, message in (
-        ("seq2seq", {"target_len": 0}, "data.target_len=0: expected at least 1"),
         ("pairs", {"pair_field": ""}, 'data.pair_field="": expected the name of the field with the second text'),
         ("pairs", {"pair_field": "text"}, "data.pair_field='text' is data.text_field, too"),
         ("pairs", {"negative_fields": "pair"}, "data.negative_fields='pair': expected names of different fields"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpnlp.data.examples import TreesConfig, prepare_examples
-from hpnlp.data.examples.generated import library, syntax_trees
+from hpnlp.data.examples.generated import standard_library, syntax_trees
 from hpnlp.data.examples.kinds.trees import preorder, preorder_parents
 from hpnlp.types import InputError
 from tests.messages import raises
@@ -47,7 +47,9 @@ def test_many_children_are_grouped(count):
 
 
 def test_trees_are_those_of_the_functions(monkeypatch):
-    monkeypatch.setattr(library, "functions", lambda files: iter([{"text": CODE, "label": "web", "group": "web/m.py"}]))
+    monkeypatch.setattr(
+        standard_library, "functions", lambda files: iter([{"text": CODE, "label": "web", "group": "web/m.py"}])
+    )
     (record,) = syntax_trees.functions(())
     assert record["nodes"][:3] == ["FunctionDef", "f", "arguments"] and len(record["parents"]) == len(record["nodes"])
     assert (record["label"], record["group"]) == ("web", "web/m.py")

@@ -1,6 +1,7 @@
 """Language models with neighbours from their training text: order, causality, and scores that agree with those of the run."""
 
 import dataclasses
+import time
 from pathlib import Path
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.data.reading.files import ignore_progress
 from hpnlp.data.reading.token_store import Tokens
 from hpnlp.jobs.retrieval import gate as gates
 from hpnlp.jobs.retrieval import mix as mixes
@@ -160,6 +162,17 @@ class Scaled:
         if method == "token_states":
             return jax.nn.one_hot(argument["tokens"], VOCAB) + 0.0 * variables["params"]["w"], None
         return argument * variables["buffers"]["factor"]
+
+
+def test_an_error_beside_is_raised_by_the_next_progress_of_the_block():
+    def fail(progress):
+        raise InputError("no room")
+
+    with pytest.raises(InputError, match="no room"), mixes._beside(fail, ignore_progress) as (_, progress):
+        for _ in range(10_000):
+            progress("work", 0, 1)
+            time.sleep(0.001)
+        pytest.fail("the block went on")
 
 
 def test_dynamic_evaluation_changes_no_buffers(documents):

@@ -103,10 +103,6 @@ def test_merged_tables_move_by_the_changes_of_two_copies():
 
 def test_invalid_arguments_raise():
     for call, message in (
-        (lambda: WordBlock("skipgram"), "objective='skipgram': expected one of skip_gram, cbow"),
-        (lambda: WordBlock(window=0), "window=0: expected at least 1"),
-        (lambda: WordBlock(negatives=-1.0), "negatives=-1.0: expected a number of at least 0"),
-        (lambda: WordBlock(negatives=float("nan")), "negatives=nan: expected a number of at least 0"),
         (lambda: word2vec.keep_probabilities(np.ones(1, int), -1.0), "threshold=-1.0: expected at least 0"),
         (lambda: word2vec.keep_probabilities(np.ones(1, int), 1.0, "word"), "form='word': expected one of c, paper"),
         (lambda: word2vec.noise_table(np.zeros(2, int)), "0 occurrences: expected at least one entry and one"),

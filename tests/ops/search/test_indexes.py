@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.search import build_ivf, build_lsh, build_pq, ivf_search, lsh_search, pq_search
+from hpnlp.ops.search import PqCodes, build_ivf, build_lsh, build_pq, ivf_search, lsh_search, pq_search
 from tests.contracts import ONCE, once
 from tests.ops.search.tables import by_sorting, clustered
 
@@ -17,7 +17,7 @@ INDEXES = {
     "ivf": (functools.partial(build_ivf, cells=8, iterations=2), {"probes": 8}, ivf_search),
     "lsh": (functools.partial(build_lsh, bits=3, tables=2), {"probes": 8, "candidates": 300}, lsh_search),
     "pq": (
-        functools.partial(build_pq, cells=8, parts=4, centroids=16, iterations=2),
+        functools.partial(build_pq, form=PqCodes(4, 16), cells=8, iterations=2),
         {"probes": 8, "rerank": 400},
         pq_search,
     ),

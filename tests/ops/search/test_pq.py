@@ -1,5 +1,6 @@
 """Product quantization: codes and estimates against numpy loops, exact search when everything is read, recall, errors."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 from hpnlp.ops.search import pq
 from hpnlp.ops.search.exact import recall
-from hpnlp.ops.search.pq import build_pq, decode, pq_search
+from hpnlp.ops.search.pq import PqCodes, build_pq, decode, pq_search
 from tests.contracts import ONCE
 from tests.messages import raises
 from tests.ops.search.tables import by_sorting, clustered
@@ -50,7 +51,7 @@ def estimates(index, q, centroids, fine=False):
 @pytest.mark.parametrize(("parts", "centroids", "fine"), [(4, 16, 0), (8, 16, 2), (2, 256, 0)], ids=str)
 def test_estimates_match_loops_over_tables(parts, centroids, fine):
     q, w, _ = clustered(300, 4)
-    index = build_pq(w, cells=5, parts=parts, centroids=centroids, keep="none", fine=fine, iterations=2)
+    index = build_pq(w, PqCodes(parts, centroids, "none", fine), cells=5, iterations=2)
     scores, ids = search(index, q, 10, 5, rerank=300)
     expected = estimates(index, q, centroids, bool(fine))
     np.testing.assert_allclose(scores, -np.sort(-expected, axis=1)[:, :10], rtol=1e-5, atol=1e-5)
@@ -60,7 +61,7 @@ def test_estimates_match_loops_over_tables(parts, centroids, fine):
 @pytest.mark.parametrize("centroids", [16, 256])
 def test_tables_of_products_match_decoded_codes(monkeypatch, centroids):
     q, w, _ = clustered(500, 6)
-    index = build_pq(w, cells=9, parts=4, centroids=centroids, keep="none", iterations=2)
+    index = build_pq(w, PqCodes(4, centroids, "none"), cells=9, iterations=2)
     found = []
     for decoded in (1000, 1):
         monkeypatch.setattr(pq, "DECODED", decoded)
@@ -74,7 +75,7 @@ def test_tables_of_products_match_decoded_codes(monkeypatch, centroids):
 )
 def test_reading_everything_is_exact_search(vocab, cells, centroids, capacity):
     q, w, _ = clustered(vocab, 6)
-    index = build_pq(w, cells=cells, parts=4, centroids=centroids, iterations=2, capacity=capacity)
+    index = build_pq(w, PqCodes(4, centroids), cells=cells, iterations=2, capacity=capacity)
     np.testing.assert_array_equal(np.sort(index.ids), np.arange(vocab))
     scores, ids = search(index, q, 10, cells, rerank=vocab + 8 * cells)
     expected = by_sorting(q, w, 10)
@@ -85,7 +86,7 @@ def test_reading_everything_is_exact_search(vocab, cells, centroids, capacity):
 
 def test_codes_name_the_nearest_centroids():
     _, w, _ = clustered(300)
-    index = build_pq(w, cells=3, parts=4, centroids=16, iterations=3)
+    index = build_pq(w, PqCodes(4, 16), cells=3, iterations=3)
     rotation = np.asarray(index.rotation, np.float32)
     np.testing.assert_allclose(rotation.T @ rotation, np.eye(16), atol=2e-3)
     cell = np.repeat(np.arange(3), np.diff(index.starts))
@@ -106,7 +107,7 @@ def test_parts_get_equal_shares_of_the_variance():
     """Numbers of very different variance, in order: without the rotation, the first part would have all of it."""
     rng = np.random.default_rng(0)
     w = rng.standard_normal((2000, 16)).astype(np.float32) * np.exp(-np.arange(16, dtype=np.float32) / 3)
-    index = build_pq(w, cells=1, parts=4, centroids=16, iterations=5, keep="none")
+    index = build_pq(w, PqCodes(4, 16, "none"), cells=1, iterations=5)
     rest = np.asarray(w) / float(index.unit) @ np.asarray(index.rotation, np.float32)
     logs = np.log(rest.var(axis=0)).reshape(4, 4).sum(axis=1)
     assert np.ptp(logs) < 2.5 < np.ptp(np.log(w.var(axis=0)).reshape(4, 4).sum(axis=1))
@@ -115,10 +116,9 @@ def test_parts_get_equal_shares_of_the_variance():
 def test_what_is_kept_decides_the_recall():
     q, w, _ = clustered(4000, 100)
     true = by_sorting(q, w, 10)[1]
-    options = {"cells": 16, "parts": 4, "centroids": 16, "iterations": 4}
 
     def measured(rerank=160, **kept):
-        return recall(search(build_pq(w, **options, **kept), q, 10, 16, rerank)[1], true)
+        return recall(search(build_pq(w, PqCodes(4, 16, **kept), cells=16, iterations=4), q, 10, 16, rerank)[1], true)
 
     codes, fine, int8, float16, same = (
         measured(keep="none"), measured(keep="none", fine=8), measured(keep="int8"), measured(keep="float16"), measured()
@@ -132,8 +132,7 @@ def test_the_scale_of_the_table_does_not_matter():
     q, w, _ = clustered(300, 8)
     for keep in ("none", "float16", "int8"):
         indexes = (
-            build_pq(w * jnp.float32(2.0**power), cells=5, parts=4, centroids=16, keep=keep, iterations=2)
-            for power in (0, 40, -40)
+            build_pq(w * jnp.float32(2.0**power), PqCodes(4, 16, keep), cells=5, iterations=2) for power in (0, 40, -40)
         )
         results = [search(index, q, 5, 2) for index in indexes]
         for (scores, ids), power in zip(results, (0, 40, -40), strict=True):
@@ -142,15 +141,18 @@ def test_the_scale_of_the_table_does_not_matter():
 
 
 def test_a_table_of_zeros_and_more_rows_than_its_cells_have():
-    index = build_pq(jnp.zeros((20, 4)), cells=4, parts=2, centroids=16, capacity=20)
+    index = build_pq(jnp.zeros((20, 4)), PqCodes(2, 16), cells=4, capacity=20)
     scores, ids = search(index, jnp.ones((1, 4)), 20, 4)
     np.testing.assert_array_equal(np.sort(ids), [np.arange(20)])
     np.testing.assert_array_equal(scores, np.zeros((1, 20)))
     w = jnp.concatenate([jnp.ones((16, 4)), -jnp.ones((2, 4))])
-    index = build_pq(w, cells=2, parts=2, centroids=16, capacity=16)
+    index = build_pq(w, PqCodes(2, 16), cells=2, capacity=16)
     scores, ids = search(index, -jnp.ones((1, 4)), 3, 1)
     np.testing.assert_array_equal(ids, [[16, 17, -1]])
     np.testing.assert_array_equal(scores, [[4, 4, -np.inf]])
+
+
+FIELDS = {field.name for field in dataclasses.fields(PqCodes)}
 
 
 def test_invalid_build_arguments_raise():
@@ -169,11 +171,13 @@ def test_invalid_build_arguments_raise():
         ({"iterations": -1}, "iterations"),
         ({"capacity": 2}, "capacity is 2: expected at least 7"),
     ):
-        raises(message, build_pq, **{"w": jnp.ones((20, 4)), "cells": 3, "parts": 2, "centroids": 16} | changes)
+        arguments = {"w": jnp.ones((20, 4)), "cells": 3} | changes
+        fields = {"parts": 2, "centroids": 16} | {name: arguments.pop(name) for name in FIELDS & arguments.keys()}
+        raises(message, lambda x=arguments, f=fields: build_pq(form=PqCodes(**f), **x))
 
 
 def test_invalid_search_arguments_raise():
-    index = build_pq(jnp.ones((20, 4)), cells=3, parts=2, centroids=16, iterations=0)
+    index = build_pq(jnp.ones((20, 4)), PqCodes(2, 16), cells=3, iterations=0)
     for changes, message in (
         ({"q": jnp.ones((2, 5))}, r"q \(2, 5\), table \(20, 4\)"),
         ({"k": 21}, "k is 21"),
@@ -189,7 +193,7 @@ def test_recall_of_codes_is_at_least_that_of_faiss():
     faiss = pytest.importorskip("faiss")
     q, w, _ = clustered(20000, 200, 32, 200)
     host, true = np.asarray(w), by_sorting(q, w, 10)[1]
-    ours = search(build_pq(w, cells=64, parts=8, keep="none", iterations=5), q, 10, 8)[1]
+    ours = search(build_pq(w, PqCodes(8, keep="none"), cells=64, iterations=5), q, 10, 8)[1]
     for factory in ("IVF64,PQ8", "OPQ8,IVF64,PQ8"):
         theirs = faiss.index_factory(32, factory, faiss.METRIC_INNER_PRODUCT)
         theirs.train(host)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from hpnlp.data.examples.generated.entry import Generated
-from hpnlp.data.examples.generated.library import syntax_tree
+from hpnlp.data.examples.generated.standard_library import syntax_tree
 from hpnlp.data.reading.sources import File
 
 ITEMS = 28  # words and signs of a passage, at most

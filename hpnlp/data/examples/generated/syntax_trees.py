@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hpnlp.data.examples.generated import library
+from hpnlp.data.examples.generated import standard_library
 from hpnlp.data.examples.generated.entry import Generated
 from hpnlp.data.reading.sources import File
 
@@ -18,7 +18,7 @@ _Tree = tuple[str, list[Any]]  # label and subtrees
 
 
 def functions(files: Sequence[File]) -> Iterator[dict[str, Any]]:
-    """Abstract syntax trees of the functions of `library.functions`, labelled with the package that they come from.
+    """Abstract syntax trees of the functions of `standard_library.functions`, labelled with the package that they come from.
 
     A node is labelled with its type (as `Call`), and names, operators and constants are leaves: a name with itself, None, True,
     False and small numbers too, other constants with their type. More than 8 children are grouped under nodes "...".
@@ -29,7 +29,7 @@ def functions(files: Sequence[File]) -> Iterator[dict[str, Any]]:
     Yields:
       Records with "nodes", labels in preorder, "parents", "label" and "group".
     """
-    for example in library.functions(files):
+    for example in standard_library.functions(files):
         (function,) = ast.parse(example["text"]).body
         nodes, parents = flat(node_tree(function))
         yield {"nodes": nodes, "parents": parents, "label": example["label"], "group": example["group"]}

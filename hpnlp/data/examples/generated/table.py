@@ -51,12 +51,12 @@ GROUP_FIELD = "group"
 
 GENERATED: Table[Generated] = Table(
     {
-        "stdlib_functions": "hpnlp.data.examples.generated.library:STDLIB_FUNCTIONS",
+        "stdlib_functions": "hpnlp.data.examples.generated.standard_library:STDLIB_FUNCTIONS",
         "stdlib_trees": "hpnlp.data.examples.generated.syntax_trees:STDLIB_TREES",
-        "stdlib_tokens": "hpnlp.data.examples.generated.library:STDLIB_TOKENS",
-        "stdlib_docstrings": "hpnlp.data.examples.generated.library:STDLIB_DOCSTRINGS",
-        "stdlib_passages": "hpnlp.data.examples.generated.library:STDLIB_PASSAGES",
-        "stdlib_same_file": "hpnlp.data.examples.generated.library:STDLIB_SAME_FILE",
+        "stdlib_tokens": "hpnlp.data.examples.generated.standard_library:STDLIB_TOKENS",
+        "stdlib_docstrings": "hpnlp.data.examples.generated.standard_library:STDLIB_DOCSTRINGS",
+        "stdlib_passages": "hpnlp.data.examples.generated.standard_library:STDLIB_PASSAGES",
+        "stdlib_same_file": "hpnlp.data.examples.generated.standard_library:STDLIB_SAME_FILE",
         "stdlib_names": "hpnlp.data.examples.generated.documentation:STDLIB_NAMES",
         "stdlib_sentences": "hpnlp.data.examples.generated.documentation:STDLIB_SENTENCES",
         "stdlib_titles": "hpnlp.data.examples.generated.titles:STDLIB_TITLES",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hpnlp.data.examples.generated.entry import Generated
-from hpnlp.data.examples.generated.library import syntax_tree
+from hpnlp.data.examples.generated.standard_library import syntax_tree
 from hpnlp.data.reading.sources import File
 from hpnlp.data.reading.split import hash_fraction
 

@@ -48,6 +48,10 @@ class HiddenSpans(Kind):
         return 4
 
     @property
+    def is_scored_by_share(self) -> bool:
+        return False  # the primary metric is the loss
+
+    @property
     def columns(self) -> tuple[Column, ...]:
         return (
             Column(self.text_field, "text_field", "text"),
@@ -138,20 +142,11 @@ class HiddenSpansConfig(ExampleConfig):
         "gold",
         'Document of a record: "gold", that with the answer, which is counted if it is retrieved first, and not used '
         'otherwise; or "source", that which the text is taken from, and which is never retrieved for it.',
+        among=("gold", "source"),
     )
-    answer_len: int = option(10, "Largest number of tokens of an answer.")
-    document_len: int = option(64, "Tokens of a document, at most.")
-    buckets: int = option(1, "Not supported: texts are joined with documents of one length.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("answer_len", "document_len"):
-            if getattr(self, name) < 1:
-                raise InputError(f"data.{name}={getattr(self, name)}: expected at least 1")
-        if self.document_role not in ("gold", "source"):
-            raise InputError(f"data.document_role={self.document_role!r}: expected 'gold' or 'source'")
-        if self.buckets != 1:
-            raise InputError(f"data.buckets={self.buckets}: texts are joined with documents of one length: set it to 1")
+    answer_len: int = option(10, "Largest number of tokens of an answer.", least=1)
+    document_len: int = option(64, "Tokens of a document, at most.", least=1)
+    buckets: int = option(1, "Not supported: texts are joined with documents of one length.", among=(1,))
 
     def kind(self) -> HiddenSpans:
         return HiddenSpans(self.text_field, self.answer_field, self.document_field, self.answer_len)

@@ -34,20 +34,44 @@ CPU_TOKENS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class _Settings:
-    """Static settings of a call; see `bucketed_attention`."""
+class BucketSettings:
+    """Static settings of attention within buckets: the tokens of its bucket that a token sees, and their scores.
+
+    Attributes:
+      window: Number of tokens of the bucket that a token sees in each direction, 0 or more.
+      causal: Whether later tokens are hidden.
+      hides_self: Whether a token attends to itself only if it sees no other token, as in Reformer, where keys are queries, and
+        the score of a token with itself would be large.
+      scale: Factor of the scores; H ** -0.5 if None.
+    """
 
     window: int
     causal: bool
-    hides_self: bool
+    hides_self: bool = False
+    scale: float | int | None = None
+
+    def __post_init__(self) -> None:
+        if self.window < 0:
+            raise InputError(f"window is {self.window}: expected 0 or more tokens")
+
+    def factor(self, size: int) -> float | int:
+        """The factor of the scores of heads of a size."""
+        return size**-0.5 if self.scale is None else self.scale
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """Static settings of a call, with the options of its tiles."""
+
+    buckets: BucketSettings
     options: Options
 
     def band(self, length: int) -> tiles.Band:
         """The tiles of a round over sorted sequences of `length` tokens."""
-        largest = CPU_CAUSAL_BLOCK if self.causal and jax.default_backend() == "cpu" else MAX_BLOCK
-        block = min(max(8, -(-self.window // 8) * 8), largest)
-        reach = min(-(-self.window // block), -(-length // block) - 1)
-        return tiles.Band(block, reach, 0 if self.causal else reach, _Visible(self), self.options)
+        largest = CPU_CAUSAL_BLOCK if self.buckets.causal and jax.default_backend() == "cpu" else MAX_BLOCK
+        block = min(max(8, -(-self.buckets.window // 8) * 8), largest)
+        reach = min(-(-self.buckets.window // block), -(-length // block) - 1)
+        return tiles.Band(block, reach, 0 if self.buckets.causal else reach, _Visible(self), self.options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,15 +86,15 @@ class _Visible:
         visible = self._within(current)
         for difference in earlier:
             visible = visible & ~self._within(difference)
-        if self.settings.hides_self:
+        if self.settings.buckets.hides_self:
             visible = visible & (index != 0)
         rate = self.settings.options.dropout_rate
         return TileMask(visible, keep_mask(seed, streams, queries[-1], keys[-1], rate) if rate else None)
 
     def _within(self, difference: Array) -> Bool[Array, "..."]:
-        window, wraps = self.settings.window, difference.astype(jnp.uint32)
+        window, wraps = self.settings.buckets.window, difference.astype(jnp.uint32)
         # As unsigned numbers, negative differences are large: one comparison for both bounds.
-        if self.settings.causal:
+        if self.settings.buckets.causal:
             return wraps <= jnp.uint32(window)
         return wraps + jnp.uint32(window) <= jnp.uint32(2 * window)
 
@@ -81,12 +105,9 @@ def bucketed_attention(
     k: Float[Array, "B _ M _"],
     v: Float[Array, "B _ K Hv"],
     buckets: Int[Array, "_ _ _ R"],
+    settings: BucketSettings,
     *,
-    window: int,
-    causal: bool,
-    hides_self: bool = False,
     segment_ids: Int[Array, "_ _"] | None = None,
-    scale: float | None = None,
     dropout_rate: float = 0.0,
     rng: Array | None = None,
     streams: Int[Array, "B N"] | None = None,
@@ -108,12 +129,8 @@ def bucketed_attention(
         changes no other.
       v: Values [B, T, K, Hv]; K divides N.
       buckets: int32 [B, T, N, R], non-negative, for R rounds; a query and a key of one token share a bucket.
-      window: Number of tokens of the bucket that a token sees in each direction, 0 or more.
-      causal: Hide later tokens.
-      hides_self: A token attends to itself only if it sees no other token, as in Reformer, where keys are queries, and the
-        score of a token with itself would be large.
+      settings: The tokens that a token sees, and the scale.
       segment_ids: int32 [B, T]; a query sees the keys of its own segment.
-      scale: Factor of the scores; H ** -0.5 if None.
       dropout_rate: Probability of dropping a weight.
       rng: PRNG key of dropout.
       streams: int [B, N], a distinct number for each row and head; b * N + n if None.
@@ -122,7 +139,7 @@ def bucketed_attention(
       o [B, T, N, Hv] in the dtype of q, accumulated in float32.
 
     Raises:
-      InputError: Shapes do not fit, a negative window, or dropout without a key.
+      InputError: Shapes do not fit, or dropout without a key.
 
     Cost:
       R sorts of T integers for each head, and products for about 2 (causal) or 3 times R T window pairs; memory
@@ -131,24 +148,24 @@ def bucketed_attention(
     References:
       Kitaev et al. 2020, "Reformer: the efficient transformer", arXiv 2001.04451, sec. 2 and eq. 3 to 5.
     """
-    _check(q, k, v, buckets, segment_ids, window)
+    _check(q, k, v, buckets, segment_ids)
     check_rate(dropout_rate, rng)
     batch, length, heads, _ = q.shape
     if 0 in (batch, length, heads):
         return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
-    window = min(window, length)
-    options = Options(Full(), q.shape[3] ** -0.5 if scale is None else scale, dropout_rate=dropout_rate)
+    settings = dataclasses.replace(settings, window=min(settings.window, length))
+    options = Options(Full(), settings.factor(q.shape[3]), dropout_rate=dropout_rate)
     seed = jnp.zeros(1, jnp.uint32) if rng is None else seed_words(rng)
     if streams is None:
         streams = jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads)
-    order, codes = _order_and_codes(buckets, segment_ids, window)
+    order, codes = _order_and_codes(buckets, segment_ids, settings.window)
     lanes = (tiles.by_lane(x, heads) for x in (q, k, v))
     arrays = vary_alike(*lanes, order, codes, seed, streams.reshape(-1).astype(jnp.int32))
-    o: Any = _attend(_Settings(window, causal, hides_self, options), *arrays)
+    o: Any = _attend(_Settings(settings, options), *arrays)
     return o.reshape(batch, heads, length, -1).transpose(0, 2, 1, 3)
 
 
-def _check(q: Array, k: Array, v: Array, buckets: Array, segment_ids: Array | None, window: int) -> None:
+def _check(q: Array, k: Array, v: Array, buckets: Array, segment_ids: Array | None) -> None:
     """Raises InputError if the arguments do not fit."""
     heads = q.shape[2]
     for name, x in (("k", k), ("v", v)):
@@ -162,8 +179,6 @@ def _check(q: Array, k: Array, v: Array, buckets: Array, segment_ids: Array | No
         raise InputError(f"segment_ids has shape {segment_ids.shape}: expected {q.shape[:2]}")
     if buckets.shape[:3] != q.shape[:3] or buckets.ndim != 4 or buckets.shape[3] < 1:
         raise InputError(f"buckets {buckets.shape}: expected {q.shape[:3]} and at least one round")
-    if window < 0:
-        raise InputError(f"window is {window}: expected 0 or more tokens")
 
 
 def _order_and_codes(
@@ -208,7 +223,7 @@ def _attend_forward(settings: _Settings, q: Array, k: Array, v: Array, *operands
         start = flat + tile.FLOOR, flat, jnp.zeros(v.shape, jnp.float32)
         sums, _ = lax.scan(add_round, vary_alike(*start, q)[:3], _rounds(order))
         o, lse, lse_low = tile.normalize(*sums)
-        if settings.hides_self:
+        if settings.buckets.hides_self:
             o = jnp.where(jnp.isneginf(lse)[..., None], _alone(settings, v.astype(jnp.float32), seed, streams), o)
         return o.astype(q.dtype), lse, lse_low
 
@@ -337,7 +352,7 @@ def _sorted_round(
     back = jnp.put_along_axis(order, order, jnp.arange(length, dtype=jnp.int32)[None], axis=1, inplace=False)
     current = _take(lax.dynamic_index_in_dim(codes, number, axis=1, keepdims=False), places)
     earlier = [_take(codes[:, e], places) for e in range(codes.shape[1] - 2)]
-    nowhere = -2 - settings.window  # not within the window of any coordinate, nor of tiles.PAD
+    nowhere = -2 - settings.buckets.window  # not within the window of any coordinate, nor of tiles.PAD
     hidden = [jnp.where(number > e, x, nowhere) for e, x in enumerate(earlier)]
 
     def padded(width: tuple[int, int], codes: list[Array], code: int, valid: Array | None) -> _Sorted:
@@ -354,14 +369,13 @@ def _sorted_round(
 
 @array_op("B T N", buckets="B T N")
 def visible_pairs(
-    buckets: Int[Array, "B T N R"], *, window: int, causal: bool, segment_ids: Int[Array, "B T"] | None = None
+    buckets: Int[Array, "B T N R"], settings: BucketSettings, segment_ids: Int[Array, "B T"] | None = None
 ) -> Bool[Array, "B N T T"]:
     """The pairs that `bucketed_attention` computes, by their definition.
 
     Args:
       buckets: int32 [B, T, N, R].
-      window: As in `bucketed_attention`.
-      causal: As in `bucketed_attention`.
+      settings: As in `bucketed_attention`.
       segment_ids: int32 [B, T].
 
     Returns:
@@ -376,8 +390,11 @@ def visible_pairs(
     # Number of tokens of the bucket up to each token, for each query: a difference counts the tokens between two tokens.
     count = jnp.cumsum(alike, axis=-1, dtype=jnp.int32)
     distance = jnp.diagonal(count, axis1=-2, axis2=-1)[..., :, None] - count
-    near = (distance <= window) & (distance >= (0 if causal else -window))
-    return jnp.any(alike & near, axis=0)
+    near = (distance <= settings.window) & (distance >= (0 if settings.causal else -settings.window))
+    visible = jnp.any(alike & near, axis=0)
+    if settings.hides_self:
+        visible = without_self(visible, jnp.eye(visible.shape[-1], dtype=bool)[None, None])
+    return visible
 
 
 @array_op("B T N", q="B T N")
@@ -386,12 +403,9 @@ def bucketed_reference(
     k: Float[Array, "B T M H"],
     v: Float[Array, "B T K Hv"],
     buckets: Int[Array, "B T N R"],
+    settings: BucketSettings,
     *,
-    window: int,
-    causal: bool,
-    hides_self: bool = False,
     segment_ids: Int[Array, "B T"] | None = None,
-    scale: float | None = None,
 ) -> Array:
     """`bucketed_attention` as dense attention over `visible_pairs`, to be read and compared with.
 
@@ -400,23 +414,18 @@ def bucketed_reference(
       k: Keys [B, T, M, H].
       v: Values [B, T, K, Hv].
       buckets: int32 [B, T, N, R].
-      window: As in `bucketed_attention`.
-      causal: As in `bucketed_attention`.
-      hides_self: As in `bucketed_attention`.
+      settings: As in `bucketed_attention`.
       segment_ids: int32 [B, T].
-      scale: H ** -0.5 if None.
 
     Returns:
       o [B, T, N, Hv].
 
     Cost: O(B N T^2 (H + R)).
     """
-    heads, length = q.shape[2], q.shape[1]
+    heads = q.shape[2]
     k, v = (jnp.repeat(x, heads // x.shape[2], axis=2).astype(jnp.float32) for x in (k, v))
-    scores = jnp.einsum("btnh,bsnh->bnts", q.astype(jnp.float32), k) * (q.shape[3] ** -0.5 if scale is None else scale)
-    visible = visible_pairs(buckets, window=window, causal=causal, segment_ids=segment_ids)
-    if hides_self:
-        visible = without_self(visible, jnp.eye(length, dtype=bool)[None, None])
+    scores = jnp.einsum("btnh,bsnh->bnts", q.astype(jnp.float32), k) * settings.factor(q.shape[3])
+    visible = visible_pairs(buckets, settings, segment_ids)
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
     return jnp.einsum("bnts,bsnh->btnh", weights, v).astype(q.dtype)
 

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from hpnlp.ops.attention.bucketed.attend import without_self
+from hpnlp.ops.attention.bucketed.attend import BucketSettings, without_self
 from hpnlp.ops.attention.bucketed.order import bucket_ranks
 from hpnlp.ops.attention.decoding.kv_cache import by_head
 from hpnlp.ops.attention.decoding.slots import check_capacity, prompt_slots, write_slots
 from hpnlp.ops.helpers.array_op import array_op
+from hpnlp.types import InputError
 
 
 @jax.tree_util.register_dataclass
@@ -80,10 +81,7 @@ def extend_bucket_cache(
     v: Float[Array, "B T K Hv"],
     buckets: Int[Array, "B T N R"],
     cache: BucketCache,
-    *,
-    window: int,
-    hides_self: bool = False,
-    scale: float | None = None,
+    settings: BucketSettings,
 ) -> tuple[Float[Array, "B T N Hv"], BucketCache]:
     """Causal `bucketed_attention` of T new tokens of each example over the cache and themselves.
 
@@ -95,15 +93,18 @@ def extend_bucket_cache(
       v: Values [B, T, K, Hv].
       buckets: int32 [B, T, N, R].
       cache: Cache of the earlier tokens.
-      window: As in `bucketed_attention`.
-      hides_self: As in `bucketed_attention`.
-      scale: As in `bucketed_attention`.
+      settings: As in `bucketed_attention`, causal.
 
     Returns:
       (o [B, T, N, Hv], the cache with the T tokens).
 
+    Raises:
+      InputError: The settings are not causal.
+
     Cost: O(B N T S (H + R)) time: all slots are read, whatever their bucket.
     """
+    if not settings.causal:
+        raise InputError(f"{settings}: expected causal=True, since a cache holds earlier tokens")
     batch, count, heads, _ = q.shape
     at, new_buckets = cache.lengths, by_head(buckets.astype(jnp.int32))
     longer = dataclasses.replace(
@@ -120,11 +121,11 @@ def extend_bucket_cache(
     new_ranks = jnp.sum(alike & before, axis=2, dtype=jnp.int32)
     longer = dataclasses.replace(longer, ranks=write_slots(cache.ranks, new_ranks, at), lengths=at + count)
 
-    near = new_ranks[:, :, None] - longer.ranks[:, None] <= window
+    near = new_ranks[:, :, None] - longer.ranks[:, None] <= settings.window
     visible = jnp.any(alike & near, axis=3) & (slots[None, None] <= index[:, :, None])
     scores = jnp.einsum("lth,lsh->lts", by_head(q), longer.k, preferred_element_type=jnp.float32)
-    scores = scores * jnp.float32(q.shape[3] ** -0.5 if scale is None else scale)
-    if hides_self:
+    scores = scores * jnp.float32(settings.factor(q.shape[3]))
+    if settings.hides_self:
         visible = without_self(visible, slots[None, None] == index[:, :, None])
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1).astype(v.dtype)
     weights = weights.reshape(longer.v.shape[0], -1, weights.shape[2])  # the query heads of each value head

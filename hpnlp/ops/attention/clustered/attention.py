@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from hpnlp.ops.attention.attend import attend
 from hpnlp.ops.attention.clustered.hamming_kmeans import Clusters
 from hpnlp.ops.attention.masks.base import Full
-from hpnlp.ops.attention.selected_blocks.attend_blocks import attend_blocks
+from hpnlp.ops.attention.selected_blocks.attend_blocks import ChosenBlocks, attend_blocks
 from hpnlp.ops.helpers.array_op import array_op
 from hpnlp.types import InputError
 
@@ -117,15 +117,8 @@ def improved_clustered_attention(
         seen = (jnp.take_along_axis(scores, best, axis=3) > -1e30).reshape(batch, heads, -1, 1)
         is_visible = by_query_head(seen)[..., 0]
     starts = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32)[None] * top, (batch, count))
-    exact, _ = attend_blocks(
-        q,
-        by_query_head(best_keys),
-        by_query_head(best_values),
-        starts,
-        clusters.of_tokens[..., None],
-        block=top,
-        kv_visible=is_visible,
-    )
+    chosen = ChosenBlocks(starts, clusters.of_tokens[..., None], top, is_visible)
+    exact, _ = attend_blocks(q, by_query_head(best_keys), by_query_head(best_values), chosen)
     return (of_queries[..., :-1] + of_queries[..., -1:] * exact.astype(jnp.float32)).astype(q.dtype)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -12,6 +15,23 @@ from hpnlp.ops.attention.masks.per_head import PerHead
 from hpnlp.ops.helpers.array_op import array_op
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScoreTerms:
+    """Terms of the scores of queries and the keys of a cache, beside their products.
+
+    Attributes:
+      scale: Factor of the products; H ** -0.5 if None.
+      soft_cap: Scaled products become soft_cap * tanh(product / soft_cap); None for no cap.
+      by_distance: float32 [B, T, N, R], added to the scores of the keys at distances 0 to R - 1 before each query; the mask
+        hides all others.
+    """
+
+    scale: float | int | None = dataclasses.field(default=None, metadata={"static": True})
+    soft_cap: float | int | None = dataclasses.field(default=None, metadata={"static": True})
+    by_distance: Any = None
+
+
 @array_op("B T N", q="B T N")
 def attend_cache(
     q: Float[Array, "B T N H"],
@@ -20,10 +40,7 @@ def attend_cache(
     mask: Mask | PerHead,
     positions: Int[Array, "B T"],
     kv_positions: Int[Array, "B *queries S"],
-    *,
-    scale: float | None = None,
-    soft_cap: float | None = None,
-    by_distance: Float[Array, "B T N R"] | None = None,
+    terms: ScoreTerms = ScoreTerms(),  # noqa: B008  (frozen)
 ) -> Float[Array, "B T N Hv"]:
     """softmax(q k^T * scale) v over a cache, for a few queries.
 
@@ -35,10 +52,7 @@ def attend_cache(
       mask: Mask over `positions` for queries and `kv_positions` for keys.
       positions: int [B, T].
       kv_positions: int [B, S], in any order; keys at negative positions are hidden. Or int [B, T, S], for each query.
-      scale: H ** -0.5 if None.
-      soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
-      by_distance: float32 [B, T, N, R], added to the scores of the keys at distances 0 to R - 1 before each query; the mask
-        hides all others.
+      terms: Scale, soft cap and scores by distance.
 
     Returns:
       o [B, T, N, Hv] in q's dtype, accumulated in float32; 0 in rows that may see nothing.
@@ -58,18 +72,18 @@ def attend_cache(
     kv_heads = k.shape[0] // b
     group = n // kv_heads
     queries = q.reshape(b, t, kv_heads, group, h).transpose(0, 2, 1, 3, 4).reshape(b * kv_heads, t * group, h)
-    scores = _scores(queries, k) * jnp.float32(h**-0.5 if scale is None else scale)
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = _scores(queries, k) * jnp.float32(h**-0.5 if terms.scale is None else terms.scale)
+    if terms.soft_cap is not None:
+        scores = terms.soft_cap * jnp.tanh(scores / terms.soft_cap)
 
     def as_scores(x: Array) -> Array:
         x = jnp.broadcast_to(x, (b, t, n, s)).reshape(b, t, kv_heads, group, s)
         return x.transpose(0, 2, 1, 3, 4).reshape(scores.shape)
 
     keys = kv_positions if kv_positions.ndim == 3 else kv_positions[:, None, :]
-    if by_distance is not None:
-        distance = jnp.clip(positions[:, :, None] - keys, 0, by_distance.shape[3] - 1)
-        scores += as_scores(jnp.take_along_axis(by_distance, distance[:, :, None], axis=3))
+    if terms.by_distance is not None:
+        distance = jnp.clip(positions[:, :, None] - keys, 0, terms.by_distance.shape[3] - 1)
+        scores += as_scores(jnp.take_along_axis(terms.by_distance, distance[:, :, None], axis=3))
     visible = _visible(mask, positions[:, :, None], keys, n)
     scores = jnp.where(as_scores(visible), scores, -jnp.inf)
     # Finite, because a row without visible keys would otherwise subtract infinity from itself.

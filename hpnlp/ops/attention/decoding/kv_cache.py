@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from hpnlp.ops.attention.decoding.decode import attend_cache
+from hpnlp.ops.attention.decoding.decode import ScoreTerms, attend_cache
 from hpnlp.ops.attention.decoding.slots import check_capacity, prompt_slots, write_slots
 from hpnlp.ops.attention.masks.base import Mask
 from hpnlp.ops.attention.masks.per_head import PerHead
@@ -82,12 +82,10 @@ class KVCache:
         k: Array,
         v: Array,
         mask: Mask | PerHead,
-        by_distance: Array | None = None,
-        scale: float | None = None,
-        soft_cap: float | None = None,
+        terms: ScoreTerms = ScoreTerms(),  # noqa: B008  (frozen)
     ) -> tuple[Array, KVCache]:
         """`extend_cache` of this cache."""
-        return extend_cache(q, k, v, mask, self, by_distance=by_distance, scale=scale, soft_cap=soft_cap)
+        return extend_cache(q, k, v, mask, self, terms)
 
     def for_beams(self, beams: int) -> KVCache:
         """Cache of several continuations of each example.
@@ -144,9 +142,7 @@ class BeamCache(KVCache):
         k: Array,
         v: Array,
         mask: Mask | PerHead,
-        by_distance: Array | None = None,
-        scale: float | None = None,
-        soft_cap: float | None = None,
+        terms: ScoreTerms = ScoreTerms(),  # noqa: B008  (frozen)
     ) -> tuple[Array, BeamCache]:
         """Attention of the next token of each continuation.
 
@@ -155,9 +151,7 @@ class BeamCache(KVCache):
           k: Keys [B * W, 1, K, H].
           v: Values [B * W, 1, K, Hv].
           mask: Mask over positions, with which the cache was made.
-          by_distance: float32 [B * W, 1, N, R], as in `attend_cache`.
-          scale: As in `attend_cache`.
-          soft_cap: As in `attend_cache`.
+          terms: As in `attend_cache`, with by_distance [B * W, 1, N, R].
 
         Returns:
           (o [B * W, 1, N, Hv], the cache with the tokens).
@@ -178,11 +172,12 @@ class BeamCache(KVCache):
             owners=owners,
         )
         positions = jnp.broadcast_to(self.lengths[:, None], (batch, beams))
+        by_distance = terms.by_distance
         if by_distance is not None:
             by_distance = by_distance.reshape(batch, beams, *by_distance.shape[2:])
+            terms = dataclasses.replace(terms, by_distance=by_distance)
         visible = longer.visible_positions()
-        options = {"by_distance": by_distance, "scale": scale, "soft_cap": soft_cap}
-        o = attend_cache(q, longer.k, longer.v, mask, positions, visible, **options)
+        o = attend_cache(q, longer.k, longer.v, mask, positions, visible, terms)
         return o.reshape(batch * beams, 1, *o.shape[2:]), longer
 
     def visible_positions(self) -> Int[Array, "B W SW"]:
@@ -255,10 +250,7 @@ def extend_cache(
     v: Float[Array, "B T K Hv"],
     mask: Mask | PerHead,
     cache: KVCache,
-    *,
-    by_distance: Float[Array, "B T N R"] | None = None,
-    scale: float | None = None,
-    soft_cap: float | None = None,
+    terms: ScoreTerms = ScoreTerms(),  # noqa: B008  (frozen)
 ) -> tuple[Float[Array, "B T N Hv"], KVCache]:
     """Attention of T new tokens of each example over the cache and themselves.
 
@@ -270,9 +262,7 @@ def extend_cache(
       v: Values [B, T, K, Hv].
       mask: Mask over positions; the positions of the T tokens continue from the lengths of the cache.
       cache: Cache of the earlier tokens.
-      by_distance: float32 [B, T, N, R], as in `attend_cache`.
-      scale: As in `attend_cache`.
-      soft_cap: As in `attend_cache`.
+      terms: As in `attend_cache`.
 
     Returns:
       (o [B, T, N, Hv], the cache with the T tokens).
@@ -289,20 +279,19 @@ def extend_cache(
             f"mask {mask} reaches further back than the cache, which keeps {cache.pinned} pinned keys and the last "
             f"{cache.ring}: make the cache with the mask that extends it"
         )
-    options = {"by_distance": by_distance, "scale": scale, "soft_cap": soft_cap}
     count = k.shape[1]
     positions = cache.lengths[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
     if cache.ring and count > 1:
         # Computed before the new keys overwrite keys that the first new queries still see.
         keys, values = (jnp.concatenate([x, by_head(new)], axis=1) for x, new in ((cache.k, k), (cache.v, v)))
         held = jnp.concatenate([cache.positions(), positions], axis=1)
-        o = attend_cache(q, keys, values, mask, positions, held, **options)
+        o = attend_cache(q, keys, values, mask, positions, held, terms)
         return o, _refill(cache, k, v, cache.lengths + count)
     at = cache.next_slots()
     longer = KVCache(
         write_slots(cache.k, by_head(k), at), write_slots(cache.v, by_head(v), at), cache.lengths + count, cache.pinned
     )
-    o = attend_cache(q, longer.k, longer.v, mask, positions, longer.positions(), **options)
+    o = attend_cache(q, longer.k, longer.v, mask, positions, longer.positions(), terms)
     return o, longer
 
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from hpnlp.ops.attention.masks.lookback import ALL_KEYS, NO_KEYS, Lookback
-from hpnlp.types import InputError
+from hpnlp.types import InputError, check_options
 
 # Positions of queries or keys: integers, or arrays of them that broadcast against each other.
 Places = jax.Array | np.ndarray | np.integer | int
@@ -25,6 +25,8 @@ Places = jax.Array | np.ndarray | np.integer | int
 NO_TRUTH_VALUE = "a mask has no truth value: write & | ~ between masks, not `and`, `or`, `not`"
 # An intersection of unions is expanded into at most this many terms; their number is the product of those of the unions.
 _MAX_TERMS = 16
+# Annotations of fields that hold whole numbers.
+_INTEGERS = ("int", "<class 'int'>", "int | None")
 
 
 class Mask:
@@ -64,6 +66,18 @@ class Mask:
                     f"{type(self).__name__}.{field.name} is an array: expected a value that is known while tracing. Pass "
                     "arrays as an operand of the call: dense_mask, segment_ids, positions, kv_lengths or global_tokens"
                 )
+            if str(field.type) in _INTEGERS and not (value is None and field.default is None):
+                object.__setattr__(self, field.name, self._whole_number(field.name))
+        check_options(self)
+
+    def _whole_number(self, name: str) -> int:
+        """The value of a field as an int; InputError for a bool and for a number that need not be whole."""
+        value = getattr(self, name)
+        number: Any = None if isinstance(value, bool | np.bool_) else value
+        try:
+            return operator.index(number)
+        except TypeError as error:
+            raise InputError(f"{type(self).__name__}.{name}={value!r}: expected a whole number") from error
 
     def at(self, q: Places, k: Places) -> Any:
         """Whether queries may attend to keys.
@@ -410,13 +424,6 @@ class Shift(Mask):
     mask: Mask
     keys: int
 
-    def __post_init__(self) -> None:
-        Mask.__post_init__(self)
-        try:
-            object.__setattr__(self, "keys", operator.index(self.keys))
-        except TypeError as error:
-            raise InputError(f"shift({self.keys!r}): expected a whole number of positions") from error
-
     @property
     def relative(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.mask.relative
@@ -462,6 +469,3 @@ class _FoldedTiles(Mask):
 def _tighter(a: int | None, b: int | None) -> int | None:
     """The smaller bound, where None is no bound."""
     return min((bound for bound in (a, b) if bound is not None), default=None)
-
-
-# PerHead and check_mask have moved to per_head.py. This hands them out until all imports have followed.

@@ -20,7 +20,7 @@ from hpnlp.ops.attention.masks.base import Mask, Places
 from hpnlp.ops.attention.masks.lookback import ALL_KEYS, NO_KEYS, Lookback
 from hpnlp.ops.attention.masks.selected_tokens import FirstQueries, KeysAt, QueriesAt, count_between
 from hpnlp.ops.helpers.counter_rng import drawn_blocks
-from hpnlp.types import InputError
+from hpnlp.types import REQUIRED, InputError, option
 
 # Largest value of a field: positions are int32, and the sum of a position and a field must not overflow.
 _MAX_FIELD = 1 << 30
@@ -30,20 +30,8 @@ _MAX_DRAWN_SPAN = 8
 _MAX_DRAWN_BLOCKS = 64
 
 
-def _check_integers(mask: Mask, **minimums: int) -> None:
-    """Converts the named fields to int, and raises InputError for one below its minimum or, except a seed, over _MAX_FIELD."""
-    Mask.__post_init__(mask)
-    for name, minimum in minimums.items():
-        value = getattr(mask, name)
-        try:
-            number = operator.index(value)
-        except TypeError:
-            number = None
-        if number is None or isinstance(value, bool | np.bool_) or number < minimum:
-            raise InputError(f"{type(mask).__name__}.{name}={value!r}: expected a whole number of at least {minimum}")
-        if number > _MAX_FIELD and name != "seed":
-            raise InputError(f"{type(mask).__name__}.{name}={value!r}: expected at most {_MAX_FIELD}")
-        object.__setattr__(mask, name, number)
+def _count_option(help: str, least: int = 0, most: int = _MAX_FIELD) -> Any:
+    return option(REQUIRED, help, least=least, most=most)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,23 +61,19 @@ class Causal(Mask):
 class Window(Mask):
     """Keys near the query: i - left <= j <= i + right.
 
-    Attributes:
-      left: Number of keys before the query, at least 0.
-      right: Number of keys after the query, at least 0; None, the default, for `left`.
-
     References:
       Beltagy et al. 2020, "Longformer", section 3.1.
     """
 
-    left: int
-    right: int | None = None
+    left: int = _count_option("Number of keys before the query.")
+    right: int | None = option(None, "Number of keys after the query; None for `left`.", least=0, most=_MAX_FIELD)
     relative = True
     cheap = True
 
     def __post_init__(self) -> None:
         if self.right is None:
             object.__setattr__(self, "right", self.left)
-        _check_integers(self, left=0, right=0)
+        Mask.__post_init__(self)
 
     @property
     def _right(self) -> int:
@@ -116,20 +100,13 @@ class Window(Mask):
 class Dilated(Mask):
     """Every dilation-th key near the query: |i - j| <= width * dilation and (i - j) % dilation == 0.
 
-    Attributes:
-      width: Number of keys on each side of the query, at least 0.
-      dilation: Distance between the keys, at least 1.
-
     References:
       Beltagy et al. 2020, "Longformer", section 3.1.
     """
 
-    width: int
-    dilation: int
+    width: int = _count_option("Number of keys on each side of the query.")
+    dilation: int = _count_option("Distance between the keys.", 1)
     relative = True
-
-    def __post_init__(self) -> None:
-        _check_integers(self, width=0, dilation=1)
 
     def at(self, q: Places, k: Places) -> Any:
         reach = self.width * self.dilation
@@ -155,18 +132,12 @@ class Dilated(Mask):
 class Blockwise(Mask):
     """Keys in the block of the query: i // block == j // block.
 
-    Attributes:
-      block: Tokens in a block, at least 1.
-
     References:
       Qiu et al. 2020, "Blockwise self-attention for long document understanding" (BlockBERT).
     """
 
-    block: int
+    block: int = _count_option("Tokens in a block.", 1)
     cheap = True
-
-    def __post_init__(self) -> None:
-        _check_integers(self, block=1)
 
     def at(self, q: Places, k: Places) -> Any:
         return q // self.block == k // self.block
@@ -186,18 +157,12 @@ class Blockwise(Mask):
 class Strided(Mask):
     """Every stride-th key, counted from the query: (i - j) % stride == 0.
 
-    Attributes:
-      stride: Distance between the keys, at least 1.
-
     References:
       Child et al. 2019, "Generating long sequences with sparse transformers", section 4.3.
     """
 
-    stride: int
+    stride: int = _count_option("Distance between the keys.", 1)
     relative = True
-
-    def __post_init__(self) -> None:
-        _check_integers(self, stride=1)
 
     def at(self, q: Places, k: Places) -> Any:
         return (k - q) % self.stride == 0
@@ -217,19 +182,15 @@ class Strided(Mask):
 class Fixed(Mask):
     """The last keys of every block: j % block >= block - columns.
 
-    Attributes:
-      block: Tokens in a block, at least 1.
-      columns: Number of visible keys at the end of each block, 0 to `block`.
-
     References:
       Child et al. 2019, "Generating long sequences with sparse transformers", section 4.3.
     """
 
-    block: int
-    columns: int
+    block: int = _count_option("Tokens in a block.", 1)
+    columns: int = _count_option("Number of visible keys at the end of each block, at most `block`.")
 
     def __post_init__(self) -> None:
-        _check_integers(self, block=1, columns=0)
+        Mask.__post_init__(self)
         if self.columns > self.block:
             raise InputError(f"Fixed.columns={self.columns}: expected at most block={self.block}")
 
@@ -252,17 +213,11 @@ class Fixed(Mask):
 class Global(Mask):
     """Global tokens at the start, which see and are seen by all tokens: i < count or j < count.
 
-    Attributes:
-      count: Number of global tokens, at least 0.
-
     References:
       Beltagy et al. 2020, "Longformer", section 3.1.
     """
 
-    count: int
-
-    def __post_init__(self) -> None:
-        _check_integers(self, count=0)
+    count: int = _count_option("Number of global tokens.")
 
     def at(self, q: Places, k: Places) -> Any:
         return (q < self.count) | (k < self.count)
@@ -323,17 +278,11 @@ class GlobalAt(Mask):
 class Sinks(Mask):
     """Attention sinks, the first keys, which all queries see: j < count.
 
-    Attributes:
-      count: Number of keys, at least 0.
-
     References:
       Xiao et al. 2023, "Efficient streaming language models with attention sinks" (StreamingLLM).
     """
 
-    count: int
-
-    def __post_init__(self) -> None:
-        _check_integers(self, count=0)
+    count: int = _count_option("Number of keys.")
 
     def at(self, q: Places, k: Places) -> Any:
         return (k < self.count) & (q == q)
@@ -352,17 +301,11 @@ class Sinks(Mask):
 class Prefix(Mask):
     """The tokens of a prefix, which see each other: i < count and j < count. A prefix LM is `Causal() | Prefix(count)`.
 
-    Attributes:
-      count: Number of tokens in the prefix, at least 0.
-
     References:
       Raffel et al. 2020, "Exploring the limits of transfer learning" (T5), figure 3.
     """
 
-    count: int
-
-    def __post_init__(self) -> None:
-        _check_integers(self, count=0)
+    count: int = _count_option("Number of tokens in the prefix.")
 
     def at(self, q: Places, k: Places) -> Any:
         return (q < self.count) & (k < self.count)
@@ -381,28 +324,20 @@ class RandomBlocks(Mask):
     The blocks are a hash of (seed, number of the query block), independent of the length of the sequence. If there are fewer
     than `count` blocks to draw from, a query block sees all of them.
 
-    Attributes:
-      block: Tokens in a block, at least 1.
-      count: Number of key blocks of each query block, at least 0.
-      seed: Seed of the hash, at least 0.
-      among: The blocks are drawn from the first `among` blocks; None, the default, draws from the blocks up to the query's,
-        for causal attention.
-
     References:
       Zaheer et al. 2020, "Big Bird", section 2.
     """
 
-    block: int
-    count: int
-    seed: int = 0
-    among: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_integers(self, block=1, count=0, seed=0)
-        if self.count > _MAX_DRAWN_BLOCKS:
-            raise InputError(f"RandomBlocks.count={self.count}: expected at most {_MAX_DRAWN_BLOCKS}")
-        if self.among is not None:
-            _check_integers(self, among=0)
+    block: int = _count_option("Tokens in a block.", 1)
+    count: int = _count_option("Number of key blocks of each query block.", most=_MAX_DRAWN_BLOCKS)
+    seed: int = option(0, "Seed of the hash.", least=0)
+    among: int | None = option(
+        None,
+        "The blocks are drawn from the first `among` blocks; None draws from the blocks up to the query's, for causal "
+        "attention.",
+        least=0,
+        most=_MAX_FIELD,
+    )
 
     def at(self, q: Places, k: Places) -> Any:
         allowed = (q != q) | (k != k)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from hpnlp.ops.attention.block_sparse.flash import flash
 from hpnlp.ops.attention.masks.base import Full
@@ -54,13 +54,8 @@ def relative_attention(
     r: Float[Array, "R N H"],
     content_bias: Float[Array, "N H"],
     position_bias: Float[Array, "N H"],
+    operands: Operands = Operands(),  # noqa: B008  (frozen)
     *,
-    segment_ids: Int[Array, "B T"] | None = None,
-    kv_segment_ids: Int[Array, "B S"] | None = None,
-    scale: float | None = None,
-    dropout_rate: float = 0.0,
-    rng: Array | None = None,
-    streams: Int[Array, "B N"] | None = None,
     block_size: int | None = None,
 ) -> Float[Array, "B T N Hv"]:
     """Softmax attention with the scores ((q + u) . k + (q + v) . r[distance]) * scale, to the last R keys of each query.
@@ -78,19 +73,15 @@ def relative_attention(
       r: Projected embeddings of the distances 0 to R - 1, [R, N, H]; those of S and more are not read.
       content_bias: Learned bias u of the content scores [N, H].
       position_bias: Learned bias v of the position scores [N, H].
-      segment_ids: int [B, T]; a query sees the keys of its own segment. Ids of at least 0.
-      kv_segment_ids: int [B, S]; needed with segment_ids unless S = T.
-      scale: H ** -0.5 if None.
-      dropout_rate: As in `attend`.
-      rng: As in `attend`.
-      streams: As in `attend`.
+      operands: Segments, with ids of at least 0, a scale that is a number, and dropout, as for `attend`.
       block_size: Number of queries and keys of a tile; None chooses by the number of keys that a query sees.
 
     Returns:
       o [B, T, N, Hv] in q's dtype, accumulated in float32; 0 in rows that see nothing.
 
     Raises:
-      InputError: There are fewer keys than queries, `block_size` is below 1, or arguments do not fit, as for `attend`.
+      InputError: There are fewer keys than queries, `block_size` is below 1, there are other operands, or arguments do not fit,
+        as for `attend`.
 
     Cost:
       O(B N H) time for each visible pair, with 1.6 times the products of `attend`; O(B N (T + S + R) H) memory.
@@ -103,14 +94,7 @@ def relative_attention(
         raise InputError(f"relative_attention of {length} queries and {keys} keys: expected at least one key per query")
     if block_size is not None and block_size < 1:
         raise InputError(f"block_size {block_size}: expected a positive number, or None")
-    operands = Operands(
-        segment_ids=segment_ids,
-        kv_segment_ids=segment_ids if kv_segment_ids is None else kv_segment_ids,
-        scale=scale,
-        dropout_rate=dropout_rate,
-        rng=rng,
-        streams=streams,
-    )
+    operands.check_only("relative_attention", "segment_ids", "kv_segment_ids", "scale", "dropout_rate")
     validate(q, k, v, Full(), operands)
     offset, last = keys - length, min(r.shape[0], keys) - 1
     block = _block_size(length, last) if block_size is None else block_size
@@ -119,7 +103,7 @@ def relative_attention(
     by_content, by_distance = (q + bias.astype(q.dtype)[None, None] for bias in (content_bias, position_bias))
     embeddings = jnp.pad(jnp.flip(r[: last + 1], 0), ((top - last, 0), (0, 0), (0, 0)))
     by_head = by_distance.transpose(0, 2, 1, 3), embeddings.astype(q.dtype).transpose(1, 0, 2)[None]
-    bias = RelativeBias(*by_head, top, offset, q.shape[-1] ** -0.5 if scale is None else float(scale))
+    bias = RelativeBias(*by_head, top, offset, q.shape[-1] ** -0.5 if operands.scale is None else float(operands.scale))
     operands = dataclasses.replace(operands, bias=bias)
     mask = Causal().shift(offset) if last + 1 == keys else Window(last, 0).shift(offset)
     o: Any = flash(by_content, k, v, mask, operands, block_size=(block, block))
@@ -133,9 +117,8 @@ def received_attention(
     r: Float[Array, "R N H"],
     content_bias: Float[Array, "N H"],
     position_bias: Float[Array, "N H"],
+    operands: Operands = Operands(),  # noqa: B008  (frozen)
     *,
-    segment_ids: Int[Array, "B T"] | None = None,
-    kv_segment_ids: Int[Array, "B S"] | None = None,
     block_size: int | None = None,
 ) -> Float[Array, "B S"]:
     """The weight that `relative_attention` gives each key, summed over the queries and averaged over the heads.
@@ -151,17 +134,7 @@ def received_attention(
     q, k = (x.astype(jnp.float32) for x in (q, k))
 
     def attend_to(values: Array) -> Array:
-        return relative_attention(
-            q,
-            k,
-            values,
-            r,
-            content_bias,
-            position_bias,
-            segment_ids=segment_ids,
-            kv_segment_ids=kv_segment_ids,
-            block_size=block_size,
-        )
+        return relative_attention(q, k, values, r, content_bias, position_bias, operands, block_size=block_size)
 
     # The sum of a key's weights is the gradient of the sum of the outputs with respect to a value of one feature. Made of q and
     # k, so that zeros and ones differ over devices inside a shard_map as these do.
@@ -178,30 +151,27 @@ def reference_relative_attention(
     r: Float[Array, "R N H"],
     content_bias: Float[Array, "N H"],
     position_bias: Float[Array, "N H"],
-    *,
-    segment_ids: Int[Array, "B T"] | None = None,
-    kv_segment_ids: Int[Array, "B S"] | None = None,
-    scale: float | None = None,
+    operands: Operands = Operands(),  # noqa: B008  (frozen)
 ) -> Float[Array, "B T N Hv"]:
     """`relative_attention` by its definition, with an embedding for each pair: slow and in O(T S N H) memory.
 
-    Arguments: see `relative_attention`.
+    Arguments: see `relative_attention`; there is no dropout.
 
     Returns:
       As `relative_attention`.
     """
+    operands.check_only("reference_relative_attention", "segment_ids", "kv_segment_ids", "scale")
     (_, length, heads, size), keys = q.shape, k.shape[1]
     k, v = (jnp.repeat(x, heads // x.shape[2], axis=2).astype(jnp.float32) for x in (k, v))
     distance = jnp.arange(length)[:, None] + keys - length - jnp.arange(keys)[None]
     visible = ((distance >= 0) & (distance < r.shape[0]))[None]
-    if segment_ids is not None:
-        kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
-        visible &= segment_ids[:, :, None] == kv_segment_ids[:, None]
+    if operands.segment_ids is not None:
+        visible &= operands.segment_ids[:, :, None] == operands.kv_segment_ids[:, None]
     pairs = r[jnp.clip(distance, 0, r.shape[0] - 1)].astype(jnp.float32)
     queries = q.astype(jnp.float32)
     by_content = jnp.einsum("btnh,bsnh->bnts", queries + content_bias[None, None], k)
     by_position = jnp.einsum("btnh,tsnh->bnts", queries + position_bias[None, None], pairs)
-    scores = (by_content + by_position) * (size**-0.5 if scale is None else scale)
+    scores = (by_content + by_position) * (size**-0.5 if operands.scale is None else operands.scale)
     weights = jax.nn.softmax(scores, axis=-1, where=visible[:, None])
     weights = jnp.where(visible.any(axis=-1)[:, None, :, None], weights, 0.0)
     return jnp.einsum("bnts,bsnh->btnh", weights, v).astype(q.dtype)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from hpnlp.ops.attention.block_sparse.tile import FLOOR, log_sum
 from hpnlp.ops.attention.selected_blocks.row_tiles import row_tiles
@@ -27,16 +27,32 @@ MAX_ROWS, MIN_ROWS = 128, 8
 CPU_SCORES, DEVICE_SCORES = 2**19, 2**25
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ChosenBlocks:
+    """Blocks of keys, and the blocks that each query reads.
+
+    Attributes:
+      starts: int [B, M], index of the first key of each of M blocks; all blocks are within the S keys.
+      chosen: int [B, T, P, C], numbers of C distinct blocks for each query and each of P groups of N / P query heads; -1 for
+        none.
+      block: Number of keys of a block.
+      kv_visible: bool [B, S, K], False for keys that no query sees; None for none.
+    """
+
+    starts: Any
+    chosen: Any
+    block: int = dataclasses.field(metadata={"static": True})
+    kv_visible: Any = None
+
+
 @array_op("B T N", q="B T N")
 def attend_blocks(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B _ K Hv"],
-    starts: Int[Array, "_ M"],
-    chosen: Int[Array, "_ _ P C"],
+    blocks: ChosenBlocks,
     *,
-    block: int,
-    kv_visible: Bool[Array, "_ _ _"] | None = None,
     dropout_rate: float = 0.0,
     rng: Array | None = None,
     streams: Int[Array, "B N"] | None = None,
@@ -50,10 +66,7 @@ def attend_blocks(
       q: Queries.
       k: Keys. K divides P, P divides N, and query head n reads key head n // (N / K).
       v: Values.
-      starts: Index of the first key of each of M blocks; all blocks are within the S keys.
-      chosen: Numbers of C distinct blocks for each query and each of P groups of N / P query heads; -1 for none.
-      block: Number of keys of a block.
-      kv_visible: False for keys that no query sees; None for none.
+      blocks: The blocks that are chosen for each query.
       dropout_rate: Probability of dropping a weight, by indices of query and key as in `attend`.
       rng: PRNG key of dropout.
       streams: A number for each row and head; b N + n if None.
@@ -71,8 +84,9 @@ def attend_blocks(
     References:
       Lu et al. 2025, "MoBA: Mixture of block attention for long-context LLMs", arXiv 2502.13189, algorithm 1.
     """
-    _check(q, k, v, starts, chosen, block, dropout_rate, rng)
-    if 0 in (*q.shape[:3], starts.shape[1], chosen.shape[3]):
+    _check(q, k, v, blocks)
+    check_rate(dropout_rate, rng)
+    if 0 in (*q.shape[:3], blocks.starts.shape[1], blocks.chosen.shape[3]):
         return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype), jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
     seed = None
     if dropout_rate:
@@ -80,10 +94,10 @@ def attend_blocks(
         seed = seed_words(rng)
         if streams is None:
             streams = jnp.arange(q.shape[0] * q.shape[2], dtype=jnp.int32).reshape(q.shape[0], q.shape[2])
-    indices = _Indices(starts, chosen, kv_visible, seed, streams if dropout_rate else None)
+    indices = _Indices(blocks.starts, blocks.chosen, blocks.kv_visible, seed, streams if dropout_rate else None)
     leaves, structure = jax.tree.flatten((q, k, v, indices))
     q, k, v, indices = jax.tree.unflatten(structure, vary_alike(*leaves))
-    result: Any = _attend(_Options(block, dropout_rate), q, k, v, indices)
+    result: Any = _attend(_Options(blocks.block, dropout_rate), q, k, v, indices)
     return result
 
 
@@ -92,11 +106,7 @@ def attend_blocks_reference(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K Hv"],
-    starts: Int[Array, "_ M"],
-    chosen: Int[Array, "B T P C"],
-    *,
-    block: int,
-    kv_visible: Bool[Array, "B S K"] | None = None,
+    blocks: ChosenBlocks,
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
     """`attend_blocks` by its definition, without dropout: dense attention with a mask of pairs.
 
@@ -104,10 +114,7 @@ def attend_blocks_reference(
       q: Queries.
       k: Keys.
       v: Values.
-      starts: Index of the first key of each block.
-      chosen: Numbers of the chosen blocks, -1 for none.
-      block: Number of keys of a block.
-      kv_visible: False for keys that no query sees.
+      blocks: The blocks that are chosen for each query.
 
     Returns:
       (o in q's dtype, float32 lse).
@@ -115,13 +122,14 @@ def attend_blocks_reference(
     Cost:
       O(B N T S (C + H)) time and O(B N T S C) memory.
     """
+    chosen = blocks.chosen
     heads, groups, kv_heads = q.shape[2], chosen.shape[2], k.shape[2]
-    first = jnp.take_along_axis(starts[:, None, None], jnp.maximum(chosen, 0), axis=3)[..., None]
+    first = jnp.take_along_axis(blocks.starts[:, None, None], jnp.maximum(chosen, 0), axis=3)[..., None]
     keys = jnp.arange(k.shape[1])[None, None, None, None]
-    visible = ((chosen >= 0)[..., None] & (keys >= first) & (keys < first + block)).any(axis=3)
+    visible = ((chosen >= 0)[..., None] & (keys >= first) & (keys < first + blocks.block)).any(axis=3)
     visible = jnp.repeat(visible, heads // groups, axis=2)
-    if kv_visible is not None:
-        visible = visible & jnp.repeat(kv_visible.transpose(0, 2, 1), heads // kv_heads, axis=1)[:, None]
+    if blocks.kv_visible is not None:
+        visible = visible & jnp.repeat(blocks.kv_visible.transpose(0, 2, 1), heads // kv_heads, axis=1)[:, None]
     k, v = (jnp.repeat(x.astype(jnp.float32), heads // kv_heads, axis=2) for x in (k, v))
     scores = jnp.einsum("btnh,bsnh->btns", q.astype(jnp.float32), k) * q.shape[3] ** -0.5
     sees_any = visible.any(axis=3, keepdims=True)
@@ -131,10 +139,9 @@ def attend_blocks_reference(
     return jnp.einsum("btns,bsnh->btnh", weights, v).astype(q.dtype), lse
 
 
-def _check(
-    q: Array, k: Array, v: Array, starts: Array, chosen: Array, block: int, dropout_rate: float, rng: Array | None
-) -> None:
-    """Checks shapes, the block and the rate of dropout."""
+def _check(q: Array, k: Array, v: Array, blocks: ChosenBlocks) -> None:
+    """Checks shapes and the size of the blocks."""
+    starts, chosen = blocks.starts, blocks.chosen
     heads, groups, kv_heads = q.shape[2], chosen.shape[2], k.shape[2]
     if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
         raise InputError(
@@ -147,9 +154,8 @@ def _check(
         )
     if chosen.shape[:2] != q.shape[:2] or starts.shape[0] != q.shape[0]:
         raise InputError(f"q {q.shape}, starts {starts.shape}, chosen {chosen.shape}: expected equal B and T")
-    if not 1 <= block <= k.shape[1]:
-        raise InputError(f"block {block}: expected 1 to {k.shape[1]}, the number of keys")
-    check_rate(dropout_rate, rng)
+    if not 1 <= blocks.block <= k.shape[1]:
+        raise InputError(f"block {blocks.block}: expected 1 to {k.shape[1]}, the number of keys")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from hpnlp.ops.attention.block_sparse.flash import flash
 from hpnlp.ops.attention.masks.base import Full, Mask
@@ -27,14 +27,7 @@ def factorized_dense_attend(
     a: Float[Array, "B T N A"],
     b: Float[Array, "_ _ _ C"],
     mask: Mask = Full(),  # noqa: B008  (frozen)
-    *,
-    segment_ids: Int[Array, "_ _"] | None = None,
-    kv_segment_ids: Int[Array, "_ _"] | None = None,
-    positions: Int[Array, "_ _"] | None = None,
-    kv_positions: Int[Array, "_ _"] | None = None,
-    dropout_rate: float = 0.0,
-    rng: Array | None = None,
-    streams: Int[Array, "B N"] | None = None,
+    operands: Operands = Operands(),  # noqa: B008  (frozen)
 ) -> Float[Array, "B T N H"]:
     """Softmax attention with scores `a[t, s % A] * b[t, s // A]`, without an array of all pairs.
 
@@ -43,19 +36,14 @@ def factorized_dense_attend(
       a: Scores within blocks of A keys.
       b: Factors of C blocks.
       mask: The pairs that may influence each other, the same for all heads.
-      segment_ids: Segments of the queries; tokens of different segments do not attend to each other.
-      kv_segment_ids: Segments of the keys; may be omitted if T == S, and is then segment_ids.
-      positions: Positions of the queries for the mask and for dropout; indices in the sequence if None.
-      kv_positions: Positions of the keys; may be omitted as kv_segment_ids may.
-      dropout_rate: Probability of dropping a weight.
-      rng: PRNG key of dropout.
-      streams: As for `attend`.
+      operands: Segments, positions (for the mask and for dropout) and dropout, as for `attend`.
 
     Returns:
       The mixed values, in the dtype of v; computed in float32. A token that sees none has 0.
 
     Raises:
-      InputError: There are more keys than A C, each head has a mask of its own, or arguments do not fit, as for `attend`.
+      InputError: There are more keys than A C, each head has a mask of its own, there are other operands, or arguments do not
+        fit, as for `attend`.
 
     Cost: O(B N H) time for each visible pair and O(B N (T + S) (A + H)) memory, also in the backward pass.
 
@@ -69,17 +57,12 @@ def factorized_dense_attend(
         raise InputError(f"{keys} keys: expected at most {block} x {blocks}, the sizes of both factors")
     if mask.heads is not None:
         raise InputError(f"{mask}: expected one mask for all heads")
-    a, b, values = (x.astype(jnp.float32) for x in (a, b, v))
-    operands = Operands(
-        segment_ids=segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        positions=positions,
-        kv_positions=kv_positions,
-        bias=FactorizedBias(a.transpose(0, 2, 1, 3), b.transpose(0, 2, 1, 3)),
-        dropout_rate=dropout_rate,
-        rng=rng,
-        streams=streams,
+    operands.check_only(
+        "factorized_dense_attend", "segment_ids", "kv_segment_ids", "positions", "kv_positions", "dropout_rate"
     )
+    a, b, values = (x.astype(jnp.float32) for x in (a, b, v))
+    bias = FactorizedBias(a.transpose(0, 2, 1, 3), b.transpose(0, 2, 1, 3))
+    operands = dataclasses.replace(operands, bias=bias)
     # The executor has no form without queries: those of one feature are the cheapest.
     q, k = (jnp.zeros((batch, count, heads, 1), jnp.float32) for count in (length, keys))
     validate(q, k, values, mask, operands)

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from hpnlp.ops.attention.bucketed import (
+    BucketSettings,
     attend,
     bucketed_attention,
     bucketed_reference,
+    extend_bucket_cache,
     lsh_buckets,
     random_rotations,
     start_bucket_cache,
@@ -57,9 +59,11 @@ def test_rounds_equal_dense_attention_over_the_union_of_their_pairs(causal, hide
     monkeypatch.setattr(tiles, "CPU_SCORES", 600)
     monkeypatch.setattr(attend, "CPU_TOKENS", 2 * T)
     q, k, v, buckets, segment_ids = arrays()
-    options = {"window": 11, "causal": causal, "hides_self": hides_self, "segment_ids": segment_ids, "scale": 0.7}
+    settings = BucketSettings(11, causal, hides_self, scale=0.7)
     functions = (bucketed_attention, bucketed_reference)
-    assert_equal_with_gradients([lambda *a, f=f: f(*a, buckets, **options) for f in functions], q, k, v)
+    assert_equal_with_gradients(
+        [lambda *a, f=f: f(*a, buckets, settings, segment_ids=segment_ids) for f in functions], q, k, v
+    )
 
 
 def test_padding_does_not_change_the_groups_of_tiles(monkeypatch):
@@ -71,7 +75,7 @@ def test_padding_does_not_change_the_groups_of_tiles(monkeypatch):
 
     def of(function, *arrays):
         def score(*qkv):
-            o = function(*qkv, buckets, window=8, causal=True)
+            o = function(*qkv, buckets, BucketSettings(8, causal=True))
             return jnp.sum(o**2), o
 
         return jax.grad(score, (0, 1, 2), has_aux=True)(*arrays)
@@ -85,12 +89,12 @@ def test_padding_does_not_change_the_groups_of_tiles(monkeypatch):
 def test_weights_of_large_scores_are_exact_in_the_backward_pass():
     """Scores of 1e8, against the definition; gradients of values are sums of the weights."""
     q, k, v, buckets, _ = arrays()
-    options = {"window": 11, "causal": False}
+    settings = BucketSettings(11, causal=False)
     functions = bucketed_attention, bucketed_reference
     signs = jnp.asarray(np.random.default_rng(1).standard_normal((B, T, N, H)).astype(jnp.float32))
 
     def gradients(q, k):
-        return [jax.grad(lambda v, f=f: jnp.sum(signs * f(q, k, v, buckets, **options)))(v) for f in functions]
+        return [jax.grad(lambda v, f=f: jnp.sum(signs * f(q, k, v, buckets, settings)))(v) for f in functions]
 
     actual, expected = once(gradients, 1e4 * q, 1e4 * k)
     np.testing.assert_allclose(actual, expected, atol=5e-6, rtol=5e-6)
@@ -100,7 +104,7 @@ def test_dropout_depends_on_indices_in_the_sequence():
     """Dense weights with the same pattern; a token that sees only itself is dropped, too."""
     q, k, v, buckets, _ = arrays(rounds=2, buckets=12)
     rng, streams = jax.random.key(3), jnp.arange(7, 7 + B * N, dtype=jnp.int32).reshape(B, N)
-    options = {"window": 2, "causal": True, "hides_self": True}
+    settings = BucketSettings(2, causal=True, hides_self=True)
 
     def dense(q, k, v):
         index = jnp.arange(T, dtype=jnp.int32)
@@ -108,14 +112,14 @@ def test_dropout_depends_on_indices_in_the_sequence():
             seed_words(rng), streams[..., None, None], index[None, None, :, None], index[None, None, None], 0.3
         )
         eye = jnp.broadcast_to(jnp.eye(T, dtype=jnp.float32)[None, :, None], (B, T, N, T))
-        weights = bucketed_reference(q, k, eye, buckets, **options).transpose(0, 2, 1, 3)
+        weights = bucketed_reference(q, k, eye, buckets, settings).transpose(0, 2, 1, 3)
         values = jnp.repeat(v, N // K, axis=2)
         return jnp.einsum("bnts,bsnh->btnh", jnp.where(kept, weights / 0.7, 0.0), values)
 
     def sparse(q, k, v):
-        return bucketed_attention(q, k, v, buckets, dropout_rate=0.3, rng=rng, streams=streams, **options)
+        return bucketed_attention(q, k, v, buckets, settings, dropout_rate=0.3, rng=rng, streams=streams)
 
-    pairs = visible_pairs(buckets, window=2, causal=True)
+    pairs = visible_pairs(buckets, BucketSettings(2, causal=True))
     assert (np.asarray(pairs).sum(axis=3) == 1).any(axis=2).all()
     assert_equal_with_gradients((sparse, dense), q, k, v)
 
@@ -126,9 +130,8 @@ def test_nan_reaches_only_tokens_that_see_it():
 
     def of(value, hides_self):
         def score(q, k, v):
-            o = bucketed_attention(
-                q, k, v, buckets, window=3, causal=True, hides_self=hides_self, segment_ids=segment_ids
-            )
+            settings = BucketSettings(3, causal=True, hides_self=hides_self)
+            o = bucketed_attention(q, k, v, buckets, settings, segment_ids=segment_ids)
             return jnp.sum(o**2), o
 
         tensors = [x.at[0, 9].set(value) for x in (q, k, v)]
@@ -187,24 +190,28 @@ def test_hash_is_a_function_of_the_direction():
 
 def test_invalid_arguments_raise():
     q, k, v, buckets, _ = arrays()
-    options = {"window": 3, "causal": True}
+    settings = BucketSettings(3, causal=True)
     cases = (
-        (lambda: bucketed_attention(q, k[:, 1:], v, buckets, **options), "k .* expected equal B and T"),
-        (lambda: bucketed_attention(q, k, v[:, :, [0, 0, 0]], buckets, **options), "a number of heads that divides 4"),
-        (lambda: bucketed_attention(q, k[..., 1:], v, buckets, **options), "expected the same head size"),
+        (lambda: bucketed_attention(q, k[:, 1:], v, buckets, settings), "k .* expected equal B and T"),
+        (lambda: bucketed_attention(q, k, v[:, :, [0, 0, 0]], buckets, settings), "a number of heads that divides 4"),
+        (lambda: bucketed_attention(q, k[..., 1:], v, buckets, settings), "expected the same head size"),
         (
-            lambda: bucketed_attention(q, k, v, buckets, segment_ids=jnp.ones((B, 3), jnp.int32), **options),
+            lambda: bucketed_attention(q, k, v, buckets, settings, segment_ids=jnp.ones((B, 3), jnp.int32)),
             "segment_ids has shape",
         ),
-        (lambda: bucketed_attention(q, k, v, buckets[:, :, 1:], **options), "expected .* and at least one round"),
-        (lambda: bucketed_attention(q, k, v, buckets, window=-1, causal=True), "window is -1: expected 0 or more"),
-        (lambda: bucketed_attention(q, k, v, buckets, dropout_rate=0.1, **options), "a key `rng`"),
+        (lambda: bucketed_attention(q, k, v, buckets[:, :, 1:], settings), "expected .* and at least one round"),
+        (lambda: BucketSettings(-1, causal=True), "window is -1: expected 0 or more"),
+        (lambda: bucketed_attention(q, k, v, buckets, settings, dropout_rate=0.1), "a key `rng`"),
         (lambda: sort_by_bucket(jnp.zeros(70000, jnp.int32), None, 70000), "window 70000 with 70000 tokens"),
         (
             lambda: random_rotations(jax.random.key(0), 1, 4, 3),
             "buckets=3: expected at least one round, and 1 or an even",
         ),
         (lambda: start_bucket_cache(k, v, buckets, jnp.full(B, T), 8), "capacity 8 for 37 tokens"),
+        (
+            lambda: extend_bucket_cache(q, k, v, buckets, None, BucketSettings(3, causal=False)),
+            "expected causal=True, since a cache",
+        ),
     )
     for call, message in cases:
         raises(message, call)

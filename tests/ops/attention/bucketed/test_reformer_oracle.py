@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hpnlp.ops.attention.bucketed import bucketed_attention, lsh_buckets, unit_vectors
+from hpnlp.ops.attention.bucketed import BucketSettings, bucketed_attention, lsh_buckets, unit_vectors
 
 torch = pytest.importorskip("torch")
 reformer = pytest.importorskip("transformers.models.reformer.modeling_reformer")
@@ -30,7 +30,7 @@ def test_one_bucket_matches_attention_with_shared_queries_and_keys(causal):
         expected = module(x).hidden_states
         q, v = (jnp.asarray(project(x).numpy())[:, :, None] for project in (module.query_key, module.value))
     buckets = jnp.zeros((2, 21, 1, 1), jnp.int32)
-    o = bucketed_attention(q, unit_vectors(q), v, buckets, window=21, causal=causal, hides_self=True, scale=1.0)
+    o = bucketed_attention(q, unit_vectors(q), v, buckets, BucketSettings(21, causal, hides_self=True, scale=1.0))
     np.testing.assert_allclose(o[:, :, 0], expected.numpy(), atol=2e-5)
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hpnlp.ops.attention import Operands
 from hpnlp.ops.attention.block_sparse.decomposition import cost_model
 from hpnlp.ops.attention.memory.relative import (
     distance_scores,
@@ -50,7 +51,7 @@ def test_blocks_match_reference(length, keys, distances, block, step):
 
     def of(function, **options):
         def score(*arrays):
-            results = [function(*arrays, scale=0.5, **ids, **options)]
+            results = [function(*arrays, Operands(scale=0.5, **ids), **options)]
             results += [function(*arrays, **options)] if keys == 24 else []
             return sum(jnp.sum(o * signs) for o in results), results
 
@@ -71,7 +72,7 @@ def test_rows_that_see_nothing_have_no_gradients():
 
     def of(value):
         def score(*arrays):
-            return jnp.sum(relative_attention(*arrays, **ids, block_size=4) ** 2)
+            return jnp.sum(relative_attention(*arrays, Operands(**ids), block_size=4) ** 2)
 
         return jax.grad(score, tuple(range(6)))(q.at[:, 3].set(value), *arrays)
 
@@ -85,7 +86,7 @@ def test_blocks_drop_different_entries_and_depend_on_the_key():
     arrays[2] = jnp.ones_like(arrays[2])
 
     def dropped(key):
-        return relative_attention(*arrays, dropout_rate=0.5, rng=key, block_size=8)
+        return relative_attention(*arrays, Operands(dropout_rate=0.5, rng=key), block_size=8)
 
     run = jax.jit(dropped, compiler_options=ONCE)
     first, again, other = (np.asarray(run(jax.random.key(seed))) for seed in (0, 0, 1))
@@ -104,11 +105,11 @@ def test_received_attention_is_the_sum_of_the_weights():
     """In blocks, against the weights of each query, which are its outputs for values that are unit vectors."""
     q, k, _, *learned = operands(10, 14, 20)
     unit = jnp.broadcast_to(jnp.eye(14)[None, :, None], (B, 14, K, 14))
-    ids = segments(10, 14)
+    ids = Operands(**segments(10, 14))
     actual, weights = once(
         lambda: (
-            received_attention(q, k, *learned, **ids, block_size=4),
-            reference_relative_attention(q, k, unit, *learned, **ids),
+            received_attention(q, k, *learned, ids, block_size=4),
+            reference_relative_attention(q, k, unit, *learned, ids),
         )
     )
     np.testing.assert_allclose(actual, np.asarray(weights).sum(axis=1).mean(axis=1), atol=1e-5)
@@ -120,3 +121,7 @@ def test_invalid_arguments_raise():
         with pytest.raises(InputError, match=f"block_size {size}: expected a positive number, or None"):
             relative_attention(*operands(4, 4, 4), block_size=size)
     raises("5 queries and 4 keys: expected at least one key per query", lambda: relative_attention(*operands(5, 4, 4)))
+    raises(
+        "relative_attention does not support sinks, soft_cap: expected only segment_ids, kv_segment_ids, scale, dropout_rate",
+        lambda: relative_attention(*operands(4, 4, 4), Operands(soft_cap=2.0, sinks=jnp.zeros(N))),
+    )

@@ -7,6 +7,7 @@ import pytest
 
 from hpnlp.ops.attention import Full, reference
 from hpnlp.ops.attention.selected_blocks import (
+    ChosenBlocks,
     attend_blocks,
     attend_blocks_reference,
     block_summaries,
@@ -48,7 +49,7 @@ def test_values_and_gradients_match_the_definition(groups):
     signs = [jnp.asarray(rng.standard_normal(shape).astype(jnp.float32)) for shape in ((2, 19, 4, 6), (2, 19, 4))]
 
     def score(function, qkv):
-        o, lse = function(*qkv, starts, chosen, block=BLOCK, kv_visible=visible)
+        o, lse = function(*qkv, ChosenBlocks(starts, chosen, BLOCK, visible))
         finite = jnp.where(jnp.isneginf(lse), 0.0, lse)
         return jnp.sum(o * signs[0]) + jnp.sum(finite * signs[1]), (o, lse)
 
@@ -75,7 +76,7 @@ def test_dropout_is_that_of_dense_attention():
     signs = jnp.asarray(rng.standard_normal(q.shape).astype(jnp.float32))
 
     def chosen_blocks(qkv):
-        return attend_blocks(*qkv, starts, chosen, block=4, **dropout)[0]
+        return attend_blocks(*qkv, ChosenBlocks(starts, chosen, 4), **dropout)[0]
 
     def dense(qkv):
         return reference(*qkv, Full(), **dropout)
@@ -147,12 +148,12 @@ def test_invalid_arguments_raise():
         ({"block": 0}, "block 0: expected 1 to 21"),
         ({"chosen": chosen[:, :, :3]}, "chosen has 3 groups of heads for 4 query and 2 key heads"),
         ({"chosen": chosen[:, :5]}, "expected equal B and T"),
-        ({"dropout_rate": 0.5}, "dropout_rate 0.5: .*a key `rng`"),
     ):
         arguments = {"starts": starts, "chosen": chosen, "block": BLOCK} | change
-        raises(message, attend_blocks, *qkv, **arguments)
-    q, k, v = qkv
-    raises("expected equal B, equal H in q and k, equal S", attend_blocks, q, k, v[:, :5], starts, chosen, block=BLOCK)
+        raises(message, attend_blocks, *qkv, ChosenBlocks(**arguments))
+    (q, k, v), blocks = qkv, ChosenBlocks(starts, chosen, BLOCK)
+    raises("dropout_rate 0.5: .*a key `rng`", attend_blocks, q, k, v, blocks, dropout_rate=0.5)
+    raises("expected equal B, equal H in q and k, equal S", attend_blocks, q, k, v[:, :5], blocks)
     raises("block 0: expected at least 1", document_blocks, None, 1, 5, 0)
     raises("count -1: expected 0 or more", lambda: choose_blocks(q, k, document_blocks(None, 2, 21, 1), -1))
 
@@ -160,21 +161,19 @@ def test_invalid_arguments_raise():
 def test_no_blocks_give_zeros():
     (q, k, v), starts, chosen = problem(4)
     for arrays, lists in (((q, k, v), chosen[..., :0]), ((q[:, :0], k, v), chosen[:, :0])):
-        o, lse = attend_blocks(*arrays, starts, lists, block=BLOCK)
+        o, lse = attend_blocks(*arrays, ChosenBlocks(starts, lists, BLOCK))
         assert o.shape == (*lists.shape[:3], 6) and not np.asarray(o).any() and np.isneginf(lse).all()
 
 
 def test_weights_of_large_scores_are_exact_in_the_backward_pass():
     """Scores of 1e8, of different and of equal keys, against the definition; gradients of values are sums of the weights."""
     (q, k, v), starts, chosen = problem(2)
+    blocks = ChosenBlocks(starts, chosen, BLOCK)
     signs = jnp.asarray(np.random.default_rng(2).standard_normal((2, 19, 4, 6)).astype(jnp.float32))
 
     def gradients(k):
         functions = attend_blocks, attend_blocks_reference
-        return [
-            jax.grad(lambda v, f=f: jnp.sum(f(q * 1e4, k * 1e4, v, starts, chosen, block=BLOCK)[0] * signs))(v)
-            for f in functions
-        ]
+        return [jax.grad(lambda v, f=f: jnp.sum(f(q * 1e4, k * 1e4, v, blocks)[0] * signs))(v) for f in functions]
 
     for actual, expected in once(lambda k: [gradients(x) for x in (k, jnp.broadcast_to(k[:, :1], k.shape))], k):
         assert_close(actual, expected)

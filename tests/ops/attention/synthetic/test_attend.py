@@ -1,5 +1,7 @@
 """Attention with synthesized scores against dense softmax of the sum of all terms."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from hpnlp.ops.attention import Causal, Full, Operands, Strided, Window, flash, 
 from hpnlp.ops.attention.block_sparse.decomposition import cost_model
 from hpnlp.ops.attention.block_sparse.operands import Form
 from hpnlp.ops.attention.pair_bias import BiasArrays
+from hpnlp.ops.attention.reference import dense_attention
 from hpnlp.ops.attention.synthetic.attend import synthetic_attend, synthetic_attend_reference, tiled_scores
 from hpnlp.ops.attention.synthetic.factorized_dense import factorized_dense_attend
 from tests.contracts import assert_close, executor_with, once
@@ -85,7 +88,7 @@ def test_factorized_rows_that_see_nothing_have_no_gradients():
 
     def of(value):
         def score(v, a, b):
-            return jnp.sum(factorized_dense_attend(v, a, b, **ids) ** 2)
+            return jnp.sum(factorized_dense_attend(v, a, b, operands=Operands(**ids)) ** 2)
 
         return jax.grad(score, (0, 1, 2))(v, a.at[:, 3].set(value), b.at[:, 3].set(value))
 
@@ -100,23 +103,24 @@ def test_factorized_scores_by_blocks_match_all_scores():
     ids = jnp.asarray([[1] * 8, [1, 1, 2, 2, 2, 0, 0, 0]], jnp.int32)
     signs = jnp.asarray(rng.standard_normal(shapes["v"]).astype(jnp.float32))
 
-    def dense(v, a, b, mask, **operands):
-        o = reference(*[jnp.zeros((2, 8, 2, 1))] * 2, v, mask, bias=tiled_scores(a, b, 8), **operands)
+    def dense(v, a, b, mask, operands):
+        operands = dataclasses.replace(operands, bias=tiled_scores(a, b, 8))
+        o = dense_attention(*[jnp.zeros((2, 8, 2, 1))] * 2, v, mask, operands)
         assert isinstance(o, jax.Array)
         return o
 
-    def result(function, arrays, mask, **operands):
+    def result(function, arrays, mask, operands):
         def score(arrays):
-            o = function(**arrays, mask=mask, **operands)
+            o = function(**arrays, mask=mask, operands=operands)
             return jnp.sum(o * signs), o
 
         return jax.grad(score, has_aux=True)(arrays)
 
     def both(arrays):
-        segments = {"segment_ids": ids}
-        dropout = {"dropout_rate": 0.4, "rng": jax.random.key(3)}
-        cases = ((Full(), segments), (Causal(), segments | dropout), (Window(2, 0) & Strided(2), {}))
-        return [[result(f, arrays, mask, **x) for mask, x in cases] for f in (factorized_dense_attend, dense)]
+        segments = Operands(segment_ids=ids)
+        dropout = dataclasses.replace(segments, dropout_rate=0.4, rng=jax.random.key(3))
+        cases = ((Full(), segments), (Causal(), dropout), (Window(2, 0) & Strided(2), Operands()))
+        return [[result(f, arrays, mask, x) for mask, x in cases] for f in (factorized_dense_attend, dense)]
 
     assert_close(*once(both, arrays))
 
@@ -156,7 +160,9 @@ def test_invalid_arguments_raise():
         ({"dropout_rate": 1.5, "rng": jax.random.key(0)}, "dropout_rate 1.5: expected"),
         ({"kv_segment_ids": ids}, "kv_segment_ids without segment_ids"),
         ({"positions": ids[:, :2]}, "positions has shape"),
+        ({"return_lse": True}, "factorized_dense_attend does not support return_lse"),
     ):
-        raises(message, factorized_dense_attend, v, **{"a": a, "b": a} | arguments)
+        b = arguments.pop("b", a)
+        raises(message, lambda b=b, x=arguments: factorized_dense_attend(v, a, b, operands=Operands(**x)))
     raises("4 keys: expected at most 3 x", factorized_dense_attend, v, jnp.zeros((1, 4, 1, 3)), jnp.zeros((1, 4, 1, 1)))
     raises("10 keys: expected at most 3 x 3", tiled_scores, jnp.zeros((1, 4, 1, 3)), jnp.zeros((1, 4, 1, 3)), 10)
