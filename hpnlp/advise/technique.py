@@ -11,6 +11,7 @@ from typing import Any
 
 from hpnlp import tasks
 from hpnlp.cost.traced_time import TracedTime
+from hpnlp.nn.output import is_normalized
 from hpnlp.planner import compressed
 from hpnlp.training.config import Config, flat, with_changes
 from hpnlp.types import InputError
@@ -87,6 +88,16 @@ class Technique:
             return f"{config.task} has no {unknown[0]}"
         if all(values[name] == value for name, value in self.changes.items()):
             return "the run has it"
+        output = self.changes.get("model.output")
+        metric = tasks.find(config.task).primary_metric(values)[0]
+        if (
+            output is not None
+            and metric == "loss"
+            and is_normalized(output) is not is_normalized(values["model.output"])
+        ):
+            return (
+                f"its loss and that of {values['model.output']} do not compare: one is not of a distribution over words"
+            )
         try:
             changed = with_changes(config, self.changes)
             tasks.find(config.task).planned_sizes(changed)
