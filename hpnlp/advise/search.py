@@ -42,6 +42,8 @@ SMALL_BOUND = 1.05  # techniques that gain less at most are not tried
 SCORED = 8  # most techniques that are scored
 STACKED = 3  # most techniques that are added to the first one
 CONFIRMED = 3  # candidates that are confirmed
+ENOUGH = 4  # techniques that keep the quality, after which no more are scored
+SCORING = Workload(Program.LOSS, 1)  # of trials without rounds, whose results serve all workloads
 TRAINED, SEEDS = 2, 2  # most techniques that are trained, and seeds of each
 SCREEN_SHARE, SCORE_SHARE, STACK_SHARE = 0.5, 0.7, 0.85  # share of the time after which a phase begins nothing more
 FASTER = (Verdict.FASTER, Verdict.UNRESOLVED)
@@ -151,7 +153,8 @@ class _Search:
             rounds = int(self.settings.goal is Goal.MEMORY)
         seconds = CONFIRM_SECONDS if rounds > SCREEN else SCREEN_SECONDS
         values = {
-            "baseline": Candidate(), "seconds": seconds, "batches": self.settings.batches, "workload": self.workload
+            "baseline": Candidate(), "seconds": seconds, "batches": self.settings.batches,
+            "workload": self.workload if rounds or not self._is_timed else SCORING,
         } | options  # fmt: skip
         return Trial(
             run=str(self.path),
@@ -268,21 +271,22 @@ class _Search:
         scored: list[Finding] = new
         for i in range(0, len(findings), GROUP):
             group = findings[i : i + GROUP]
-            if i and self._spent > SCORE_SHARE:
+            if i and (self._spent > SCORE_SHARE or sum(f.is_kept for f in scored) >= ENOUGH):
                 return [*scored, *findings[i:]]
             self._report(f"scoring {', '.join(f.candidate.name for f in group)}", findings)
             result = self.trials.run(self._trial([f.candidate for f in group], 0, scored=True))
             for finding, model in zip(group, result.models[1:], strict=True):
-                quality = self._quality(result.models[0], model, selects=True)
+                quality = self._quality(model, selects=True)
                 kept = quality is not None and quality.verdict is QualityVerdict.KEPT
                 scored.append(dataclasses.replace(finding, quality=quality, is_kept=kept, error=model.error))
         return scored
 
-    def _quality(self, baseline: Measured, model: Measured, selects: bool) -> KeptQuality | None:
-        """Comparison of a model's quality on one of the halves of the examples."""
-        if baseline.examples is None or model.examples is None:
+    def _quality(self, model: Measured, selects: bool) -> KeptQuality | None:
+        """Comparison of a model's quality with that of the model as it is, on one of the halves of the examples."""
+        original = self.baseline.models[0].examples
+        if original is None or model.examples is None:
             return None
-        return self._compared(baseline.examples, model.examples, selects)
+        return self._compared(original, model.examples, selects)
 
     def _compared(self, original: ExampleScores, changed: ExampleScores, selects: bool | None) -> KeptQuality | None:
         """Comparison of scores on one of the halves of the examples, or on all of them for None.
@@ -371,7 +375,7 @@ class _Search:
             findings = [f for f in _ordered(list(self._findings(larger, result))) if f.is_faster]
             if not self._trains and findings:
                 scored = self.trials.run(self._trial([f.candidate for f in findings], 0, scored=True))
-                kept = [self._quality(scored.models[0], model, selects=True) for model in scored.models[1:]]
+                kept = [self._quality(model, selects=True) for model in scored.models[1:]]
                 findings = [f for f, q in zip(findings, kept, strict=True) if q and q.verdict is QualityVerdict.KEPT]
             if not findings:
                 break
@@ -389,7 +393,7 @@ class _Search:
         result = self.trials.run(self._trial(candidates, LOOKS[-1], scored=not self._trains, attempt=1))
         findings = [dataclasses.replace(finding, is_confirmed=True) for finding in self._findings(candidates, result)]
         trained = {f.candidate.name: f for f in good if f.is_trained}
-        qualities = [self._quality(result.models[0], model, selects=False) for model in result.models[1:]]
+        qualities = [self._quality(model, selects=False) for model in result.models[1:]]
         final, judged = [], []
         for finding, quality in zip(findings, qualities, strict=True):
             if self._trains:

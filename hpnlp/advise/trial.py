@@ -57,7 +57,7 @@ class Trial:
       candidates: At most four, see `paired_times.GROUP`.
       rounds: Most paired rounds; 0 to measure no times.
       seconds: Rounds end at the first look after so many seconds.
-      scored: Whether models are scored on held-out data.
+      scored: Whether the candidates are scored on held-out data; without candidates, the baseline.
       profiled: Whether the time of the baseline is divided by part.
       has_data: Whether there are data; otherwise texts are random, and nothing is scored.
       batches: Largest number of held-out batches; None for all.
@@ -298,7 +298,8 @@ class _Process:
         is_same = model is not baseline and _is_same(model, baseline)
         scores: Mapping[str, float] = {}
         examples = None
-        if self.trial.scored and self.trial.has_data and not trains and not is_same:
+        is_wanted = model is not baseline or not self.trial.candidates
+        if self.trial.scored and self.trial.has_data and is_wanted and not trains and not is_same:
             scores, examples = self._scores(model.run)
         return Measured(
             model.candidate.name,
