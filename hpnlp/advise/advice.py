@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hpnlp.advise.candidate import Candidate
@@ -12,6 +13,7 @@ from hpnlp.advise.technique import Goal, Needs, Technique
 from hpnlp.advise.trial import Measured, TrialResult
 from hpnlp.advise.workload import Workload
 from hpnlp.cost.paired_times import Ratio, Verdict
+from hpnlp.errors import InputError
 from hpnlp.training.config import Config
 
 
@@ -43,6 +45,22 @@ class AdviseSettings:
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     table: tuple[Technique, ...] = ()
 
+    def check(self) -> None:
+        """Checks the numbers.
+
+        Raises:
+          InputError: A number is outside of its range.
+        """
+        for name, value, is_valid, expected in (
+            ("keep", self.keep, 0 < self.keep < 1, "a share between 0 and 1, such as 0.97"),
+            ("seconds", self.seconds, self.seconds > 0, "a time above 0"),
+            ("train_seconds", self.train_seconds, self.train_seconds >= 0, "a time, or 0 for no trainings"),
+            ("batch_size", self.batch_size, self.batch_size >= 0, "a number of sequences, or 0"),
+            ("batches", self.batches, self.batches is None or self.batches > 0, "a number above 0, or None for all"),
+        ):
+            if not is_valid:
+                raise InputError(f"{name}={value}: expected {expected}")
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -59,7 +77,7 @@ class Finding:
       needs: Work before its quality can be judged.
       is_confirmed: Whether `ratio` and `quality` are those of new rounds in a new process, and of the examples by which the
         candidate was not selected.
-      is_trained: Whether the quality is that after a training.
+      steps: Steps of the training after which the quality was measured; 0 without a training.
       is_kept: Whether the quality is shown to be kept; of confirmed candidates, with one error rate for all of them.
     """
 
@@ -72,8 +90,13 @@ class Finding:
     measured: Measured | None = None
     needs: Needs = Needs.NOTHING
     is_confirmed: bool = False
-    is_trained: bool = False
+    steps: int = 0
     is_kept: bool = False
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the quality is that after a training."""
+        return self.steps > 0
 
     @property
     def is_faster(self) -> bool:
@@ -98,6 +121,8 @@ class Advice:
       untrained: Names of techniques that need the training of a new model.
       skipped: Names of techniques for which there was no time left.
       seconds: Time of the search.
+      directory: Directory of the measurements, in which the report is written.
+      has_data: Whether there were examples.
     """
 
     run: str
@@ -112,3 +137,5 @@ class Advice:
     untrained: Sequence[str]
     skipped: Sequence[str]
     seconds: float
+    directory: Path
+    has_data: bool

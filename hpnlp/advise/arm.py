@@ -38,6 +38,7 @@ class Arm:
       seed: Seed of parameters and of the order of the data.
       is_further: Whether the weights of the run are trained further; otherwise new ones are.
       batches: Largest number of held-out batches; None for all.
+      saved: Time at which the weights of the run were saved, so that trainings from other weights are not taken for these.
     """
 
     run: str
@@ -47,6 +48,7 @@ class Arm:
     seed: int
     is_further: bool
     batches: int | None
+    saved: str = ""
 
     def to_json(self) -> str:
         """The arm as JSON."""

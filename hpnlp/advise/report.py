@@ -16,6 +16,7 @@ from hpnlp.advise.advice import Advice, Finding
 from hpnlp.advise.candidate import UNCHANGED, Candidate
 from hpnlp.advise.kept_quality import QualityVerdict
 from hpnlp.advise.technique import Goal, Needs
+from hpnlp.advise.trial import trivial_name
 from hpnlp.advise.workload import Program
 from hpnlp.cost.paired_times import Ratio, Verdict, described
 from hpnlp.cost.parts import label
@@ -69,10 +70,10 @@ def verdict(advice: Advice) -> str:
     misses = [f for f in measured if f.is_faster and not f.is_kept]
     if misses:
         nearest = misses[0]
-        reason = _quality(nearest).removeprefix("; ") or "whose quality is unknown without training"
+        reason = _quality(nearest).removeprefix("; ") or status(nearest, False)
         return (
-            f"{text}, and none that gains keeps {100 * advice.settings.keep:.3g} % of the quality. The largest gain: "
-            + (f"{nearest.candidate.name}, {_gain(nearest, advice.settings.goal)}, {reason}.")
+            f"{text}, and none that gains is shown to keep {100 * advice.settings.keep:.3g} % of the quality. The largest "
+            f"gain: {nearest.candidate.name}, {_gain(nearest, advice.settings.goal)}; {reason}."
         )
     return f"{text}, and none of them is shown to gain."
 
@@ -89,9 +90,10 @@ def _gain(finding: Finding, goal: Goal) -> str:
 
 def _quality(finding: Finding) -> str:
     """The quality after a semicolon; "" where it is not known."""
-    if finding.quality is not None:
-        return f"; {kept_quality.described(finding.quality)}"
-    return ""
+    if finding.quality is None:
+        return ""
+    after = f" after {finding.steps:,} steps, beside the unchanged model after as many" if finding.is_trained else ""
+    return f"; {kept_quality.described(finding.quality)}{after}"
 
 
 def _compared(advice: Advice) -> Iterator[str]:
@@ -114,7 +116,8 @@ def _compared(advice: Advice) -> Iterator[str]:
             yield "There are no scores of single held-out examples: quality cannot be compared."
         return
     count = len(original.examples.identity)
-    trivial = f", against {result.trivial:.4f} without a model" if result.trivial is not None else ""
+    name = trivial_name(metric)
+    trivial = f", {name} without a model {result.trivial:.4f}" if result.trivial is not None else ""
     yield f"Quality: held-out {metric} {original.scores[metric]:.4f}{trivial}; {count:,} examples, half of them to confirm."
     gain = abs(original.scores[metric] - (result.trivial or 0.0))
     if metric == "accuracy" and gain:
@@ -223,29 +226,39 @@ def _commands(advice: Advice) -> Iterator[str]:
     """Commands that apply the recommended candidate, or measure it again."""
     if advice.recommended is None:
         return
-    yield from apply_commands(advice.run, advice.recommended.candidate, advice.workload.program is Program.TRAINING)
-    yield shlex.join(["hpnlp", "advise", advice.run, f"--verify={advice.recommended.candidate.name}"])
+    trains, best = advice.workload.program is Program.TRAINING, advice.recommended
+    yield from apply_commands(advice.run, best.candidate, trains, advice.settings.changes, best.steps)
+    out = [] if advice.directory == Path(advice.run) / "advise" else [f"--out={advice.directory}"]
+    yield shlex.join(["hpnlp", "advise", advice.run, f"--verify={best.candidate.name}", *out])
 
 
-def apply_commands(run: str, candidate: Candidate, trains: bool) -> Iterator[str]:
+def apply_commands(
+    run: str, candidate: Candidate, trains: bool, changes: Mapping[str, Any] | None = None, steps: int = 0
+) -> Iterator[str]:
     """Commands that apply a candidate.
 
     Args:
       run: Directory of the run.
       candidate: The candidate.
       trains: Whether it changes the training of a new run.
+      changes: Fields of the run's config that the search has set, such as data.path.
+      steps: Steps of training after which the quality was measured; 0 for none.
 
     Yields:
       Commands of a shell; for a change of the use of a model, also a line of Python.
     """
-    flags = [f"--{name}={value}" for name, value in candidate.changes.items()]
-    if trains:
-        yield shlex.join(["hpnlp", "train", "--config=EXPERIMENT", "--workdir=NEW", *flags])
+    of_user = [f"--{name}={value}" for name, value in (changes or {}).items()]
+    if trains or (steps and not candidate.recipe):
+        flags = [f"--{name}={value}" for name, value in candidate.changes.items()]
+        yield shlex.join(["hpnlp", "train", "--config=EXPERIMENT", "--workdir=NEW", *of_user, *flags])
         return
     target = run
     if candidate.recipe:
         target = f"{run}-{''.join(c if c.isalnum() else '-' for c in candidate.recipe).strip('-')}"
-        yield shlex.join(["hpnlp", "compress", run, f"--to={target}", f"--recipe={candidate.recipe}"])
+        finetune = [f"--finetune={steps}"] if steps else []
+        yield shlex.join(
+            ["hpnlp", "compress", run, f"--to={target}", f"--recipe={candidate.recipe}", *finetune, *of_user]
+        )
     if dtype := candidate.changes.get("model.dtype"):
         yield f"python -c 'import hpnlp; model = hpnlp.load({json.dumps(target)}, dtype={json.dumps(dtype)})'"
 
@@ -280,6 +293,7 @@ def to_json(advice: Advice) -> dict[str, Any]:
         "run": advice.run,
         "settings": dataclasses.asdict(advice.settings),
         "workload": dataclasses.asdict(advice.workload),
+        "has_data": advice.has_data,
         "machine": advice.baseline.environment,
         "baseline_seconds": advice.baseline.baseline_seconds,
         "verdict": verdict(advice),

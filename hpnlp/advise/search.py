@@ -24,16 +24,20 @@ from hpnlp.advise.candidate import Candidate
 from hpnlp.advise.kept_quality import KeptQuality, QualityVerdict
 from hpnlp.advise.technique import PROGRAMS, Goal, Needs, Technique
 from hpnlp.advise.techniques import techniques
-from hpnlp.advise.trial import Measured, Trial, TrialResult, wall_ratio
+from hpnlp.advise.trial import Measured, Trial, TrialResult, trivial_name, wall_ratio
 from hpnlp.advise.trials import Trials
 from hpnlp.advise.workload import Program, Workload, default_workload
+from hpnlp.compress.weights_file import WEIGHTS_FILE, has_weights
 from hpnlp.cost.paired_times import GROUP, LEAST, LOOKS, Ratio, Verdict
 from hpnlp.cost.traced_time import TracedTime
 from hpnlp.errors import InputError
+from hpnlp.jobs.profile.profile_run import LEAST_COVERAGE
 from hpnlp.planner.compressed import saved_step
-from hpnlp.training.config import flat, with_changes
+from hpnlp.spec import unknown_name
+from hpnlp.training.config import Config, flat, with_changes
 from hpnlp.training.config_file import load_config
 from hpnlp.training.files.checkpoint import CONVERTED_STEP
+from hpnlp.training.files.contents import locked
 from hpnlp.training.files.example_scores import ExampleScores
 
 SCREEN = LOOKS[1]  # rounds of the first measurement of a technique
@@ -43,7 +47,7 @@ SCORED = 8  # most techniques that are scored
 STACKED = 3  # most techniques that are added to the first one
 CONFIRMED = 3  # candidates that are confirmed
 ENOUGH = 4  # techniques that keep the quality, after which no more are scored
-SCORING = Workload(Program.LOSS, 1)  # of trials without rounds, whose results serve all workloads
+SCORING = Workload(Program.LOSS, 1)  # trials without rounds have it, so that their results serve all workloads
 TRAINED, SEEDS = 2, 2  # most techniques that are trained, and seeds of each
 SCREEN_SHARE, SCORE_SHARE, STACK_SHARE = 0.5, 0.7, 0.85  # share of the time after which a phase begins nothing more
 FASTER = (Verdict.FASTER, Verdict.UNRESOLVED)
@@ -70,35 +74,44 @@ def advise(
       The advice.
 
     Raises:
-      InputError: The run or a setting is invalid, or the model as it is cannot be measured.
+      InputError: The run or a setting is invalid, the model as it is cannot be measured, or another search writes to the
+        directory.
     """
     directory = Path(directory or Path(run) / "advise")
-    return _Search(Path(run), settings, trials or Trials(directory / "trials"), log).run()
+    with locked(directory):
+        return _Search(Path(run), settings, trials or Trials(directory / "trials"), log).run(directory)
 
 
 class _Search:
     """A search and its findings so far."""
 
     def __init__(self, run: Path, settings: AdviseSettings, trials: Trials, log: Callable[[str], None]) -> None:
+        settings.check()
         config = load_config(run)
+        trains = PROGRAMS.get(settings.goal) == "training" or settings.goal is Goal.MEMORY
+        if trains and settings.batch_size:  # the batches of the data have another size
+            changes = {**settings.changes, "data.batch_size": settings.batch_size}
+            settings = dataclasses.replace(settings, changes=changes)
         self.path, self.settings, self.trials, self.log = run, settings, trials, log
         self.config = with_changes(config, settings.changes)
-        trains = PROGRAMS.get(settings.goal) == "training" or settings.goal is Goal.MEMORY
         size = settings.batch_size or (1 if settings.goal is Goal.LATENCY else 0)
         self.workload = default_workload(self.config, trains, size)
         self.metric, self.higher_is_better = tasks.find(config.task).primary_metric(flat(config))
         environment = measure.environment()
         names = ("cpu", "cores", "device", "jax", "hpnlp", "commit")
         self.machine = ", ".join(f"{name} {environment[name]}" for name in names)
-        self.step = saved_step(run, config)
+        self.step, self.saved = saved_weights(run, config)
         is_converted = self.step == CONVERTED_STEP and tasks.find(config.task).reads_examples
         self.has_data = not is_converted or "data.path" in settings.changes
+        if not self.has_data and (settings.train_seconds or self.workload.program in (Program.TRAINING, Program.LOSS)):
+            raise InputError(f"{run} was converted, and has no examples to train with: add --data.path=PATH")
         self.begun = time.monotonic()
 
-    def run(self) -> Advice:
+    def run(self, directory: Path) -> Advice:
         """Searches."""
+        listed = self._listed()
         self.baseline = baseline = self._measured_baseline()
-        chosen, bounded, refused, untrained = self._chosen(baseline.traced)
+        chosen, bounded, refused, untrained = self._chosen(listed, baseline.traced)
         screened, skipped = self._screen(chosen)
         faster = [
             f for f in screened if f.ratio is not None and f.ratio.verdict in FASTER and f.ratio.median < 1 - LEAST
@@ -126,6 +139,8 @@ class _Search:
             untrained,
             skipped,
             time.monotonic() - self.begun,
+            directory,
+            self.has_data,
         )
 
     @property
@@ -163,6 +178,7 @@ class _Search:
             candidates=tuple(candidates),
             rounds=rounds,
             machine=self.machine,
+            saved=self.saved,
             has_data=self.has_data,
             **values,
         )
@@ -171,7 +187,8 @@ class _Search:
         """Time and scores of the model as it is."""
         if not self.has_data:
             self.log(f"{self.path} was converted, and has no examples: only times are measured; add --data.path=PATH")
-        self.log(f"{self.path}, step {self.step}: measuring {self.workload.describe()}")
+        step = "" if self.step is None else f", step {self.step}"
+        self.log(f"{self.path}{step}: measuring {self.workload.describe()}")
         # A training has no score before it, but needs the trivial one.
         scored = not self._trains or bool(self.settings.train_seconds)
         result = self.trials.run(self._trial([], SCREEN, scored=scored, profiled=self._is_timed))
@@ -181,16 +198,26 @@ class _Search:
             )
         return result
 
-    def _chosen(self, traced: TracedTime | None) -> tuple[list[Technique], dict[str, float], dict[str, str], list[str]]:
-        """Techniques to try, the most promising first; and those that are not tried."""
+    def _listed(self) -> list[Technique]:
+        """Techniques for the goal, without those that the user has left out."""
         layers = self.config.model.layers if "layers" in vars(self.config.model) else 4
         table = self.settings.table or techniques(layers)
+        known = {name for t in table for name in (t.name, t.group)}
+        for argument, names in (("only", self.settings.only), ("exclude", self.settings.exclude)):
+            if unknown := [name for name in names if name not in known]:
+                raise InputError(f"--{argument}: {unknown_name(unknown[0], known, 'technique')}")
         listed = [t for t in table if self.settings.goal in t.goals and self._is_wanted(t)]
         if not listed:
             raise InputError(
                 f"no technique with --goal={self.settings.goal} is left of --only={','.join(self.settings.only)}, "
                 f"--exclude={','.join(self.settings.exclude)}: see hpnlp techniques --goal={self.settings.goal}"
             )
+        return listed
+
+    def _chosen(
+        self, listed: Sequence[Technique], traced: TracedTime | None
+    ) -> tuple[list[Technique], dict[str, float], dict[str, str], list[str]]:
+        """Techniques to try, the most promising first; and those that are not tried."""
         chosen, bounded, refused, untrained, present = [], {}, {}, [], flat(self.config)
         for technique in listed:
             needs_new_model = not technique.is_recipe and technique.needs is not Needs.NOTHING
@@ -294,12 +321,13 @@ class _Search:
         Scores that are no mean over examples, such as F1, are represented by the loss. Without a trivial score, quality counts
         from 0.
         """
-        name = self.metric if self.metric in original.sums else "loss"
-        higher_is_better, trivial = self.higher_is_better and name == self.metric, self.baseline.trivial
-        if trivial is None and not higher_is_better:
-            return None
+        name = self.metric if self.metric in original.sums and self.metric in changed.sums else "loss"
+        higher_is_better = self.higher_is_better and name == self.metric
+        trivial = self.baseline.trivial if name == trivial_name(self.metric) else None
         halves = kept_quality.is_for_selection(np.arange(len(original.identity)))
         chosen = np.ones_like(halves) if selects is None else halves if selects else ~halves
+        if (trivial is None and not higher_is_better) or chosen.sum() < 2:
+            return None
         return kept_quality.kept(
             kept_quality.subset(original, chosen),
             kept_quality.subset(changed, chosen),
@@ -321,7 +349,8 @@ class _Search:
         if not chosen:
             return []
         further = {bool(f.candidate.recipe) for f in chosen}
-        step = self.trials.run(self._trial([], LOOKS[0], workload=Workload(Program.TRAINING, self._batch_size)))
+        timed = self._trial([], LOOKS[0], workload=Workload(Program.TRAINING, self._batch_size))
+        step = self.trials.run(dataclasses.replace(timed, rounds=LOOKS[0]))  # also where the goal is no time
         arms = SEEDS * (len(chosen) + len(further))
         steps = max(1, int(self.settings.train_seconds / arms / step.baseline_seconds))
         self.log(f"training {arms} times {steps} steps: {', '.join(f.candidate.name for f in chosen)}")
@@ -332,16 +361,20 @@ class _Search:
             for candidate in candidates:
                 self.log(f"training {candidate.name}, seed {seed}")
                 changes, batches = self.settings.changes, self.settings.batches
-                arm = Arm(str(self.path), changes, candidate, steps, seed, is_further, batches)
+                arm = Arm(str(self.path), changes, candidate, steps, seed, is_further, batches, self.saved)
                 scores_of_arm, reason = self.trials.train(arm)
                 if scores_of_arm is None:
                     errors[candidate.name] = reason
                 else:
                     scores[candidate.name, is_further, seed] = scores_of_arm
-        return [self._after_training(finding, scores, errors) for finding in chosen]
+        return [self._after_training(finding, scores, errors, steps) for finding in chosen]
 
     def _after_training(
-        self, finding: Finding, scores: Mapping[tuple[str, bool, int], ExampleScores], errors: Mapping[str, str]
+        self,
+        finding: Finding,
+        scores: Mapping[tuple[str, bool, int], ExampleScores],
+        errors: Mapping[str, str],
+        steps: int,
     ) -> Finding:
         """A finding with the least quality over seeds."""
         name, is_further = finding.candidate.name, bool(finding.candidate.recipe)
@@ -354,7 +387,7 @@ class _Search:
             return dataclasses.replace(finding, error=errors.get(name) or errors.get(Candidate().name, "no scores"))
         worst = min(known, key=lambda quality: quality.low)
         kept = all(quality.verdict is QualityVerdict.KEPT for quality in known)
-        return dataclasses.replace(finding, quality=worst, is_kept=kept, is_trained=True)
+        return dataclasses.replace(finding, quality=worst, is_kept=kept, steps=steps)
 
     @property
     def _batch_size(self) -> int:
@@ -392,15 +425,22 @@ class _Search:
         self.log(f"confirming {', '.join(c.name for c in candidates)}")
         result = self.trials.run(self._trial(candidates, LOOKS[-1], scored=not self._trains, attempt=1))
         findings = [dataclasses.replace(finding, is_confirmed=True) for finding in self._findings(candidates, result)]
-        trained = {f.candidate.name: f for f in good if f.is_trained}
+        before = {f.candidate.name: f for f in good}
+        findings = [
+            dataclasses.replace(f, needs=earlier.needs, bound=earlier.bound)
+            if (earlier := before.get(f.candidate.name)) is not None
+            else f
+            for f in findings
+        ]
         qualities = [self._quality(model, selects=False) for model in result.models[1:]]
         final, judged = [], []
         for finding, quality in zip(findings, qualities, strict=True):
-            if self._trains:
+            earlier = before.get(finding.candidate.name)
+            if earlier is not None and earlier.is_trained:
+                times = {"ratio": finding.ratio, "cpu": finding.cpu, "error": finding.error, "is_confirmed": True}
+                final.append(dataclasses.replace(earlier, **times))
+            elif self._trains:
                 final.append(dataclasses.replace(finding, is_kept=not finding.error))
-            elif (before := trained.get(finding.candidate.name)) is not None:
-                times = {"ratio": finding.ratio, "cpu": finding.cpu, "is_confirmed": True}
-                final.append(dataclasses.replace(before, **times))
             else:
                 judged.append(dataclasses.replace(finding, quality=quality))
         with_quality = [f for f in judged if f.quality is not None]
@@ -409,8 +449,24 @@ class _Search:
         return [*final, *(dataclasses.replace(f, is_kept=f.candidate.name in names) for f in judged)]
 
 
+def saved_weights(run: Path, config: Config) -> tuple[int | None, str]:
+    """The step of the weights of a run, None of a compressed one, and the time at which they were saved.
+
+    Args:
+      run: Directory of the run.
+      config: Its config.
+
+    Returns:
+      The step, and the time as text.
+    """
+    step = None if has_weights(run) else saved_step(run, config)
+    path = run / WEIGHTS_FILE if step is None else run / "checkpoints" / str(step)
+    return step, str(path.stat().st_mtime_ns) if path.exists() else ""
+
+
 def _bound(technique: Technique, traced: TracedTime | None) -> float | None:
-    return technique.bound(traced) if traced is not None else None
+    """The bound of a technique; None if the trace misses too much of the time."""
+    return technique.bound(traced) if traced is not None and traced.coverage >= LEAST_COVERAGE else None
 
 
 def _joined(stack: Candidate, technique: Technique) -> Candidate | None:

@@ -62,6 +62,7 @@ class Trial:
       has_data: Whether there are data; otherwise texts are random, and nothing is scored.
       batches: Largest number of held-out batches; None for all.
       machine: Processor and versions, so that results of another machine are not taken for those of this one.
+      saved: Time at which the weights were saved, so that results of other weights are not taken for those of these.
       attempt: Number that distinguishes trials of the same candidates.
     """
 
@@ -78,6 +79,7 @@ class Trial:
     has_data: bool = True
     batches: int | None = None
     machine: str = ""
+    saved: str = ""
     attempt: int = 0
 
     def digest(self) -> str:
@@ -347,14 +349,20 @@ def trivial_score(config: Config, dataset: Any, batches: int | None) -> float | 
     shares = np.array(list(counts.values()), np.float64) / max(counts.total(), 1)
     if not len(shares):
         return None
-    return float(shares.max()) if metric == "accuracy" else float(-(shares * np.log(shares)).sum())
+    return float(shares.max()) if trivial_name(metric) == "accuracy" else float(-(shares * np.log(shares)).sum())
+
+
+def trivial_name(metric: str) -> str:
+    """Name of the score that `trivial_score` computes for a task with a primary metric."""
+    return "accuracy" if metric == "accuracy" else "loss"
 
 
 def _is_same(model: _Model, baseline: _Model) -> bool:
-    """Whether two models have the same program and the same loss of a batch."""
+    """Whether two models have the same program, and the same loss and tokens of a batch."""
     if model.call is None or baseline.call is None:
         return False
-    return model.call.digest == baseline.call.digest and model.loss == baseline.loss
+    is_equal_call = (model.call.digest, model.call.amount) == (baseline.call.digest, baseline.call.amount)
+    return is_equal_call and model.loss == baseline.loss
 
 
 def _mean_loss(run: Run, dataset: Any) -> float:

@@ -9,12 +9,11 @@ from pathlib import Path
 
 from hpnlp.advise.candidate import Candidate
 from hpnlp.advise.report import FILES, read_candidate
-from hpnlp.advise.search import CONFIRM_SECONDS
+from hpnlp.advise.search import CONFIRM_SECONDS, saved_weights
 from hpnlp.advise.trial import Trial, wall_ratio
 from hpnlp.advise.trials import Trials
 from hpnlp.advise.workload import Program, Workload
 from hpnlp.cost.paired_times import LOOKS, Ratio, described
-from hpnlp.planner.compressed import saved_step
 from hpnlp.training.config_file import load_config
 from hpnlp.types import InputError
 
@@ -46,18 +45,22 @@ def verify(
     candidate, finding = read_candidate(directory, name)
     report = json.loads((directory / FILES[1]).read_text("utf-8"))
     if finding["ratio"] is None or report["settings"]["goal"] in ("memory", "disk"):
-        raise InputError(f"--verify={name!r}: the report has no time of it: name another row")
+        raise InputError(
+            f"--verify={name!r}: the report has no time of it: name a row with a time, of a report on latency, throughput or "
+            "training"
+        )
     workload = Workload(Program(report["workload"]["program"]), report["workload"]["batch_size"])
     log(f"measuring {name} again: {workload.describe()}")
     trial = Trial(
         run=str(run),
-        step=saved_step(run, load_config(run)),
+        step=saved_weights(Path(run), load_config(run))[0],
         changes=report["settings"]["changes"],
         workload=workload,
         baseline=Candidate(),
         candidates=(candidate,),
         rounds=LOOKS[-1],
         seconds=CONFIRM_SECONDS,
+        has_data=report["has_data"],
         attempt=time.time_ns(),
     )
     result = (trials or Trials(directory / "trials")).run(trial)

@@ -21,9 +21,11 @@ from hpnlp.data.examples.dataset import HELDOUT
 from hpnlp.jobs import ensembles
 from hpnlp.jobs.predictor import Predictor
 from hpnlp.jobs.profile import profile_run
+from hpnlp.tasks.predictions import TextPrediction
 from hpnlp.training import gradients
 from hpnlp.training.config import Config
 from hpnlp.training.run_directory import Run
+from hpnlp.types import InputError
 
 PROMPT, NEW = 32, 32  # tokens of a prompt, and those that are generated
 
@@ -181,12 +183,11 @@ def traced(workload: Workload, run: Run, dataset: Any, texts: Sequence[Any]) -> 
       texts: Texts of the workload.
 
     Returns:
-      The time of a training step, or of the loss of a batch as long as the texts; None for generation.
-
-    Raises:
-      InputError: The profiler records no operation.
+      The time of a training step, or of the loss of a batch as long as the texts; None for generation, and if the profiler
+      records no operation.
     """
-    if workload.program is Program.GENERATE or dataset is None:
+    decodes = workload.program is Program.PREDICT and tasks.find(run.config.task).prediction is TextPrediction
+    if workload.program is Program.GENERATE or decodes or dataset is None:
         return None
     batch = _batch(run, dataset)
     if workload.program is Program.TRAINING:
@@ -199,7 +200,10 @@ def traced(workload: Workload, run: Run, dataset: Any, texts: Sequence[Any]) -> 
         call, program, _ = profile_run.loss_of_batch(run, batch)
     for _ in range(2):
         jax.block_until_ready(call())
-    return traced_time.trace(call, program.executable.as_text())
+    try:
+        return traced_time.trace(call, program.executable.as_text())
+    except InputError:  # without bounds, more techniques are tried
+        return None
 
 
 def _as_text(decoded: Any) -> str:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from absl import flags
 
@@ -15,6 +16,9 @@ from hpnlp.cli import experiment
 from hpnlp.training.files.contents import Contents, contents_of
 from hpnlp.training.processes import signals
 from hpnlp.types import InputError
+
+if TYPE_CHECKING:
+    from hpnlp.advise import Finding
 
 USAGE = """
 hpnlp advise RUN_OR_CHECKPOINT [--goal=latency|throughput|training|memory|disk] [--keep=0.97] [--budget=10min]
@@ -98,8 +102,8 @@ def run(argv: Sequence[str]) -> None:
         seconds=seconds,
         batch_size=f.batch_size,
         batches=f.batches or None,
-        only=tuple(f.only),
-        exclude=tuple(f.exclude),
+        only=_names(f.only),
+        exclude=_names(f.exclude),
         train_seconds=train_seconds,
         changes=changes,
     )
@@ -110,17 +114,31 @@ def run(argv: Sequence[str]) -> None:
     paths = report.write(advice, directory)
     print(f"\n{report.render(advice)}\nwritten: {', '.join(map(str, paths))}", flush=True)
     if f.to:
-        _write_model(workdir, advice.recommended.candidate.recipe if advice.recommended else "")
+        _write_model(workdir, advice.recommended, overrides)
 
 
-def _write_model(workdir: Path, recipe: str) -> None:
-    """Writes the recommended model to --to."""
+def _write_model(workdir: Path, recommended: Finding | None, overrides: Sequence[str]) -> None:
+    """Writes the recommended model to --to, trained for as many steps as that whose quality was measured."""
     from hpnlp.cli import members
 
+    recipe = recommended.candidate.recipe if recommended else ""
+    steps = recommended.steps if recommended else 0
+    flags = [f"--to={cli.FLAGS.to}", f"--recipe={recipe}", *[f"--finetune={steps}"] * bool(steps), *overrides]
     if not recipe:
         print(f"--to={cli.FLAGS.to}: nothing is written, since no change of the weights is recommended")
-    elif code := members.run(["compress", str(workdir), f"--to={cli.FLAGS.to}", f"--recipe={recipe}"], cli.FLAGS.to):
+    elif code := members.run(["compress", str(workdir), *flags], cli.FLAGS.to):
         raise InputError(f"--to={cli.FLAGS.to} could not be written (exit code {code}): see the error above")
+
+
+def _names(values: Sequence[str]) -> tuple[str, ...]:
+    """Names that were separated by commas, of which those in parentheses, as in window(64,0), separate nothing."""
+    names: list[str] = []
+    for value in values:
+        if names and names[-1].count("(") > names[-1].count(")"):
+            names[-1] += f",{value}"
+        else:
+            names.append(value)
+    return tuple(names)
 
 
 def _seconds(flag: str, text: str) -> float:
@@ -142,14 +160,14 @@ def _untrained(arguments: Sequence[str], overrides: Sequence[str]) -> tuple[Path
         raise InputError("--config needs a directory for the report: add --out=DIR")
     directory = Path(f.out)
     target = directory / "untrained"
-    if contents_of(target) is not Contents.RUN:
-        cli.prepare_jax()
+    cli.prepare_jax()
 
-        from hpnlp.training import config, loop
+    from hpnlp.training import config, loop
 
-        resolved = config.resolve(experiment.read(experiment.start(f.config, overrides), overrides))
-        print(f"{f.config}: one step, to {target}", flush=True)
-        loop.train(config.with_changes(resolved, {"train.steps": 1, "train.eval_every": 0}), target, score=False)
+    resolved = config.resolve(experiment.read(experiment.start(f.config, overrides), overrides))
+    print(f"{f.config}: one step, to {target}", flush=True)
+    # A run that has made its step is left as it is, and one of another experiment raises an error.
+    loop.train(config.with_changes(resolved, {"train.steps": 1, "train.eval_every": 0}), target, score=False)
     return target, directory
 
 

@@ -13,7 +13,7 @@ from hpnlp.advise.candidate import Candidate
 from hpnlp.advise.kept_quality import QualityVerdict
 from hpnlp.advise.search import CONFIRMED
 from hpnlp.advise.technique import Technique
-from hpnlp.advise.trial import RESULT, SPEC, Measured, TrialResult, Trial
+from hpnlp.advise.trial import RESULT, SPEC, Measured, Trial, TrialResult
 from hpnlp.advise.trials import Trials
 from hpnlp.advise.workload import Program, Workload
 from hpnlp.cost.paired_times import Usage, Verdict, compare_times

@@ -41,7 +41,8 @@ def test_wrong_flags_are_refused_before_anything_is_measured(run, classifier, tm
         ("--budget=10",): "--budget=10: expected a time above 0, as 90s, 10min or 2h",
         ("--train=0min",): "--train=0min: expected a time above 0",
         ("--config=lm/bytes",): "RUN and --config both name a model",
-        ("--only=int9",): "no technique with --goal=latency is left",
+        ("--only=int9",): "--only: unknown technique 'int9': did you mean 'int8'",
+        ("--exclude=bf16,window(64,0)",): "--exclude: unknown technique 'window(64,0)'",
         ("--verify=int8",): "run hpnlp advise without --verify first",
     }.items():
         outcome = run("advise", classifier, *flags, f"--out={tmp_path / 'x'}")

@@ -14,6 +14,7 @@ from hpnlp.compress.recipe import Calibration, Stage
 from hpnlp.models import variables
 from hpnlp.training import gradients, run_directory
 from hpnlp.training.config import Config
+from hpnlp.types import InputError
 
 ORIGINAL = "original"
 
@@ -30,7 +31,7 @@ class Version:
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationData:
-    """The first training batches of a run, and gradients of a model's loss on them."""
+    """The first training batches of a run, and gradients of a model's loss on them; `dataset` is None without data."""
 
     run: run_directory.Run
     dataset: Any
@@ -55,6 +56,10 @@ class CalibrationData:
 
     def _sum(self, config: Any, weights: Any, of_batch: Callable[[Any, Any, Any], Any]) -> Any:
         """The sum over batches of a function of the mean loss of a batch, parameters and the batch."""
+        if self.dataset is None:
+            raise InputError(
+                "it reads training batches, and the model was converted without data: add --data.path=PATH"
+            )
         model = self.run.model.clone(config=config)
         params, buffers = variables.split(weights)
 

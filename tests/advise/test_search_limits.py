@@ -1,0 +1,149 @@
+"""The search of `hpnlp advise` at its limits: other weights, other goals, trainings, few examples, and printed commands."""
+
+import dataclasses
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpnlp.advise import AdviseSettings, Goal, advise, report
+from hpnlp.advise import search as searches
+from hpnlp.advise.candidate import Candidate
+from hpnlp.advise.technique import Needs
+from hpnlp.advise.trial import _is_same, _Model
+from hpnlp.advise.workload import TimedCall
+from hpnlp.compress.weights_file import WEIGHTS_FILE
+from hpnlp.cost.traced_time import TracedTime
+from hpnlp.errors import TemporaryError
+from hpnlp.jobs.compression.versions import CalibrationData
+from hpnlp.training.config_file import load_config
+from hpnlp.training.files.contents import locked
+from hpnlp.training.files.example_scores import ExampleScores
+from tests.advise.test_search import EXAMPLES, Simulated, fitting, trained  # noqa: F401  (fixtures)
+from tests.messages import raises
+
+
+@dataclasses.dataclass(frozen=True)
+class WithTraining(Simulated):
+    """Simulated trials and trainings, with the trivial score of a loss, and sizes on disk that are as the ratios."""
+
+    arms: list = dataclasses.field(default_factory=list)
+
+    def run(self, trial):
+        result = super().run(trial)
+        models = tuple(
+            dataclasses.replace(
+                model,
+                disk_bytes=int(1000 * math.prod(self.ratios.get(name, 1.0) for name in candidate.techniques)),
+            )
+            for model, candidate in zip(result.models, (trial.baseline, *trial.candidates), strict=True)
+        )
+        return dataclasses.replace(result, models=models, trivial=-0.5 if trial.scored else None)
+
+    def train(self, arm):
+        self.arms.append(arm)
+        right = np.random.default_rng(arm.seed).random(EXAMPLES) < 0.8
+        totals = -right.astype(float), np.ones(EXAMPLES)
+        return ExampleScores({"loss": totals}, np.arange(EXAMPLES, dtype=np.uint32)), ""
+
+
+def search(run, directory, trials, **settings):
+    return advise(run, AdviseSettings(**settings), directory=directory, trials=trials, log=lambda line: None)
+
+
+def test_a_trained_recipe_is_recommended_with_its_steps(trained, fitting, tmp_path):  # noqa: F811
+    trials = WithTraining(Path("unused"), ratios={"heads(0.5)": 0.3}, retained={"heads(0.5)": 0.6})
+    changes = {"data.heldout": 0.2}
+    advice = search(trained, tmp_path, trials, only=("heads(0.5)",), train_seconds=40, goal=Goal.DISK, changes=changes)
+    best, steps = advice.recommended, trials.arms[0].steps
+    assert 1 < steps <= 10 and len(trials.arms) == 4  # steps of a second or more
+    assert best.steps == steps and best.is_confirmed and best.needs is Needs.TRAINING
+    text = report.render(advice)
+    assert f"after {steps} steps, beside the unchanged model" in text
+    assert f"--recipe=heads(0.5)' --finetune={steps} --data.heldout=0.2" in text and f"--out={tmp_path}" in text
+
+
+def test_a_trained_mixer_keeps_its_quality_and_is_applied_by_a_training(trained, fitting, tmp_path):  # noqa: F811
+    name = "model.mixer=linear"
+    for goal in (Goal.LATENCY, Goal.TRAINING):
+        trials = WithTraining(Path("unused"), ratios={name: 0.3})
+        advice = search(trained, tmp_path, trials, only=(name,), train_seconds=40, goal=goal)
+        best = advice.recommended
+        assert best.steps and best.quality.has_learned and best.is_confirmed
+        assert "hpnlp train --config=EXPERIMENT --workdir=NEW --model.mixer=linear" in report.render(advice)
+
+
+def test_results_are_of_the_weights_as_they_were_saved(trained, fitting, tmp_path):  # noqa: F811
+    trials = WithTraining(Path("unused"))
+    search(trained, tmp_path, trials, only=("int8",))
+    (checkpoint,) = (trained / "checkpoints").glob("[0-9]*")
+    os.utime(checkpoint, (1, 1))
+    search(trained, tmp_path, trials, only=("int8",))
+    first, second = (trial.digest() for trial in trials.trials if not trial.candidates)
+    assert first != second
+    assert searches.saved_weights(trained, load_config(trained)) == (1, "1000000000")
+
+
+def test_a_compressed_run_has_no_step(trained, tmp_path):  # noqa: F811
+    config = load_config(trained)
+    (tmp_path / WEIGHTS_FILE).write_bytes(b"")
+    assert searches.saved_weights(tmp_path, config)[0] is None
+
+
+def test_the_batch_size_is_that_of_the_step_that_is_measured(trained, fitting, tmp_path):  # noqa: F811
+    trials = WithTraining(Path("unused"))
+    search(trained, tmp_path, trials, goal=Goal.TRAINING, batch_size=3, only=("model.unroll=0",))
+    assert trials.trials[0].changes == {"data.batch_size": 3} and trials.trials[0].workload.batch_size == 3
+
+
+def test_confirmed_findings_keep_their_bounds(trained, fitting, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(searches, "_bound", lambda technique, traced: 3.0 if technique.shortens else None)
+    trials = WithTraining(Path("unused"), ratios={"mlp(0.5)": 0.5})
+    best = search(trained, tmp_path, trials, only=("mlp(0.5)",)).recommended
+    assert best.bound == 3.0 and best.needs is Needs.TRAINING
+
+
+def test_a_trace_that_misses_much_of_the_time_bounds_nothing():
+    technique = next(t for t in searches.techniques(2) if t.name == "mlp(0.5)")
+    seconds = {"feed_forward": 0.1, "mixing": 0.4}
+    assert searches._bound(technique, TracedTime(seconds, seconds, 0.0)) == pytest.approx(1.25)
+    assert searches._bound(technique, TracedTime(seconds, seconds, 0.5)) is None
+
+
+def test_equal_programs_on_other_amounts_are_no_equal_calls():
+    def model(amount):
+        return _Model(Candidate(), None, TimedCall(lambda: None, "digest", amount), 0.0)
+
+    assert _is_same(model(3.0), model(3.0)) and not _is_same(model(3.0), model(6.0))
+
+
+def test_a_miss_without_scores_is_no_loss_of_quality(trained, fitting, tmp_path):  # noqa: F811
+    class Unscored(WithTraining):
+        def measured(self, candidate, trial, times):
+            return dataclasses.replace(super().measured(candidate, trial, times), examples=None)
+
+    advice = search(trained, tmp_path, Unscored(Path("unused"), ratios={"int8": 0.5}), only=("int8",))
+    assert "quality not scored" in report.verdict(advice) and "without training" not in report.verdict(advice)
+
+
+def test_one_held_out_example_shows_nothing(trained, fitting, tmp_path):  # noqa: F811
+    class OneExample(WithTraining):
+        def measured(self, candidate, trial, times):
+            model = super().measured(candidate, trial, times)
+            examples = ExampleScores({"loss": (np.zeros(1), np.ones(1))}, np.zeros(1, np.uint32))
+            return dataclasses.replace(model, examples=examples if trial.scored else None)
+
+    assert (
+        search(trained, tmp_path, OneExample(Path("unused"), ratios={"int8": 0.5}), only=("int8",)).recommended is None
+    )
+
+
+def test_invalid_settings_and_a_second_search_raise(trained, tmp_path):  # noqa: F811
+    trials = WithTraining(Path("unused"))
+    for name, value in {"keep": 97, "seconds": 0, "train_seconds": -1, "batch_size": -1, "batches": 0}.items():
+        raises(f"{name}={value}: expected", search, trained, tmp_path, trials, **{name: value})
+    with locked(tmp_path), pytest.raises(TemporaryError, match="another process writes to"):
+        search(trained, tmp_path, trials)
+    raises("add --data.path=PATH", CalibrationData(None, None, 1)._sum, None, {}, None)
