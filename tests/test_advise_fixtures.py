@@ -73,10 +73,10 @@ def test_added_units_leave_the_outputs_as_they_are_and_are_the_ones_that_go(modu
         return jax.jit(lambda w: LM(config).apply({"params": w}, tokens, method="logits"))(weights)
 
     expected = logits(config, weights)
-    wide, wide_weights = modules["growth"].AddColumns(96, text="").compress(config, weights, None)
+    wide, wide_weights = modules["growth"].AddColumns(width=96, text="").compress(config, weights, None)
     assert wide.mlp_dim == 96
     np.testing.assert_allclose(logits(wide, wide_weights), expected, atol=1e-4)
-    deep, deep_weights = modules["growth"].AddLayers(2, text="").compress(config, weights, None)
+    deep, deep_weights = modules["growth"].AddLayers(count=2, text="").compress(config, weights, None)
     assert deep.layers == 4
     np.testing.assert_allclose(logits(deep, deep_weights), expected, atol=1e-4)
     (stage,) = parse_recipe("layers(2)")
@@ -108,7 +108,7 @@ def test_entries_beyond_their_bound_and_the_table_of_rows(modules):
 
 def in_this_process(command, environment, log):
     """Runs a trial or a training without a process of its own, which would take seconds to start."""
-    module = re.search(r"(\S+) as module", command[2])[1]
+    (module,) = re.findall(r"(\S+) as module", command[2])
     importlib.import_module(module).main(Path(command[-1]))
     return 0
 

@@ -60,8 +60,6 @@ class Fixture:
         """
         config = default(self.task)
         config.update_from_flattened_dict({**COMMON, "data.path": str(data), **self.fields})
-        if "linear_baselines" in config.data:
-            config.data.linear_baselines = False
         return config
 
 
@@ -186,7 +184,7 @@ FIXTURES = [
         AdviseSettings(Goal.THROUGHPUT, seconds=BUDGET, batch_size=16),
         ("mlp(0.25)", "mlp(0.5)"),
         ("two_four",),
-        grow=AddColumns(4096, text="add_columns(4096)"),
+        grow=AddColumns(width=4096, text="add_columns(4096)"),
     ),
     Fixture(
         "padding",
@@ -275,7 +273,7 @@ FIXTURES = [
         AdviseSettings(seconds=BUDGET),
         ("layers(2)",),
         ("int8",),
-        grow=AddLayers(2, text="add_layers(2)"),
+        grow=AddLayers(count=2, text="add_layers(2)"),
     ),
     Fixture(
         "nothing",

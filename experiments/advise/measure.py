@@ -218,7 +218,7 @@ def row_of(fixture: Fixture, advice: Advice, entries: Sequence[Entry], seconds: 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     """A table of rows, with the regret and whether the answer is the planted one."""
     header = ("fixture", "recommended", "time", "again", "best", "time", "regret", "planted", "advise", "all")
-    table = [header]
+    table: list[tuple[str, ...]] = [header]
     for row in rows:
         planted = f"decoy {', '.join(row['decoys'])}" if row["decoys"] else "yes" if row["is_winner"] else "no"
         times = [_median(row[name]) for name in ("ratio", "exhaustive_ratio", "best_ratio")]

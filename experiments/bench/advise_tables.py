@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from result_plots import Rows
 
@@ -37,7 +38,7 @@ def advise(rows: Rows) -> Lines:
     return [*lines, *(_line(row) for row in rows)]
 
 
-def _line(row: dict) -> tuple[str, str]:
+def _line(row: Mapping[str, Any]) -> tuple[str, str]:
     """The recommendation for a fixture, and the best of the exhaustive set."""
     label = f"`{row['fixture']}`, goal {row['goal']}: {row['recommended'] or 'nothing'} recommended"
     best = f"best of all {row['best']} {_ratio(row['best_ratio'])}" if row["best"] else "nothing helps"
