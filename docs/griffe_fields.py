@@ -1,6 +1,6 @@
 """Completes the API reference: import lines of functions and classes, and the defaults and help of config fields and options.
 
-A config field is `name: type = option(default, "help")`, or the result of a function `..._option`; an option of a module has
+A config field is `name: type = option(default, "help")`, or the result of another of _FIELDS; an option of a module has
 comments that begin with `#:` above it.
 """
 
@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import griffe
+
+from hpnlp.types import limits_in_words
+
+_FIELDS = ("option", "keyword_only")  # ends of the names of functions that return a field
 
 
 def field_of(attr: griffe.Attribute) -> dataclasses.Field[Any]:
@@ -41,11 +45,13 @@ class Fields(griffe.Extension):
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
         value = attr.value
-        if isinstance(value, griffe.ExprCall) and (function := str(value.function)).endswith("option"):
+        if isinstance(value, griffe.ExprCall) and (function := str(value.function)).endswith(_FIELDS):
             field = field_of(attr)
             has_default = field.default is not dataclasses.MISSING
             attr.value = (value.arguments[0] if function == "option" else repr(field.default)) if has_default else None
-            attr.docstring = griffe.Docstring(field.metadata["help"], parent=attr)
+            limits = limits_in_words(field.metadata)
+            text = field.metadata["help"] + f" Expected: {limits}." * bool(limits)
+            attr.docstring = griffe.Docstring(text, parent=attr)
         elif attr.docstring is None and attr.lineno and isinstance(attr.filepath, Path):
             lines = attr.filepath.read_text("utf-8").splitlines()[: attr.lineno - 1]
             comments = []

@@ -110,14 +110,19 @@ def check_options(entry: Any, section: str = "") -> None:
             raise RangeError(section or type(entry).__name__, f"{name}={value!r:.80}: expected {expected}")
 
 
-def _expected(value: Any, default: Any, limits: Mapping[str, Any]) -> str:
-    """The limits in words."""
+def limits_in_words(limits: Mapping[str, Any]) -> str:
+    """The range of a field, from its metadata, as in "at least 1, at most 8"; "" without a range."""
     if "among" in limits:
         return f"one of {', '.join(map(str, limits['among']))}"
-    words = [] if _is_finite(value) else ["a finite number"]
-    words += [f"{_BOUNDS[name][0]} {limits[name]}" for name in _BOUNDS if name in limits]
-    words += [limits["rule"][0]] if "rule" in limits else []
-    words += [] if default in (None, REQUIRED) else [f"such as {default}"]
+    words = [f"{word} {limits[name]}" for name, (word, _) in _BOUNDS.items() if name in limits]
+    return ", ".join(words + ([limits["rule"][0]] if "rule" in limits else []))
+
+
+def _expected(value: Any, default: Any, limits: Mapping[str, Any]) -> str:
+    words = [limits_in_words(limits)]
+    if "among" not in limits:
+        words = ["a finite number"] * (not _is_finite(value)) + words
+        words += [] if default in (None, REQUIRED) else [f"such as {default}"]
     return ", ".join(words)
 
 

@@ -92,12 +92,15 @@ def beyond(default, limits):
     """Values outside of each range of a field, of the type of its default; and NaN."""
     steps = {"least": -1, "most": 1, "above": 0, "below": 0}
     values = [limits[name] + step for name, step in steps.items() if name in limits]
-    values = [float(v) if isinstance(default, float) else v for v in values] + ["unknown"] * ("among" in limits)
-    values += [math.nan] * bool(steps.keys() & limits)
     if "rule" in limits:
-        numbers = (x for x in itertools.count(-1) if _is_within(x, bounds_of(limits)) and not limits["rule"][1](x))
+        numbers = (
+            x
+            for x in itertools.count(-1.0 if default is None else -1)
+            if _is_within(x, bounds_of(limits)) and not limits["rule"][1](x)
+        )
         values.append("unknown" if default is REQUIRED or isinstance(default, str) else next(numbers))
-    return values
+    values = [*map(float, values), math.nan] if isinstance(default, float) else values
+    return values + ["unknown"] * ("among" in limits)
 
 
 @pytest.mark.parametrize("entry", [entry for entry in ENTRIES if isinstance(entry, type) and _limited_fields(entry)])

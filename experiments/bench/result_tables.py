@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import advise_tables
 import compression_tables
 import embedding_tables
 import form_tables
@@ -465,6 +466,7 @@ TABLE: dict[str, Callable[[Rows], Lines]] = {
     **dict.fromkeys(("resume", "resume-memory", "resume-experts"), resume),
     "launch": launch,
     "adamw": adamw,
+    "advise": advise_tables.advise,
     "large_batch": large_batch,
     "experts": model_use_tables.experts,
     "experts_quality": model_use_tables.experts_quality,

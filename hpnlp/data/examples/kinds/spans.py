@@ -146,7 +146,7 @@ class HiddenSpansConfig(ExampleConfig):
     )
     answer_len: int = option(10, "Largest number of tokens of an answer.", least=1)
     document_len: int = option(64, "Tokens of a document, at most.", least=1)
-    buckets: int = option(1, "Not supported: texts are joined with documents of one length.", among=(1,))
+    buckets: int = option(1, "Not supported: texts are joined with documents of one length.", least=1, most=1)
 
     def kind(self) -> HiddenSpans:
         return HiddenSpans(self.text_field, self.answer_field, self.document_field, self.answer_len)
