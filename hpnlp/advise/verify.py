@@ -60,7 +60,7 @@ def verify(
         candidates=(candidate,),
         rounds=LOOKS[-1],
         seconds=CONFIRM_SECONDS,
-        has_data=report["has_data"],
+        has_data=report.get("has_data", True),
         attempt=time.time_ns(),
     )
     result = (trials or Trials(directory / "trials")).run(trial)

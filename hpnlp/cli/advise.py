@@ -135,7 +135,7 @@ def _names(values: Sequence[str]) -> tuple[str, ...]:
     names: list[str] = []
     for value in values:
         if names and names[-1].count("(") > names[-1].count(")"):
-            names[-1] += f",{value}"
+            names[-1] += f", {value}"  # as the names of techniques are written; absl has removed spaces
         else:
             names.append(value)
     return tuple(names)

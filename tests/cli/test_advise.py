@@ -42,7 +42,7 @@ def test_wrong_flags_are_refused_before_anything_is_measured(run, classifier, tm
         ("--train=0min",): "--train=0min: expected a time above 0",
         ("--config=lm/bytes",): "RUN and --config both name a model",
         ("--only=int9",): "--only: unknown technique 'int9': did you mean 'int8'",
-        ("--exclude=bf16,window(64,0)",): "--exclude: unknown technique 'window(64,0)'",
+        ("--exclude=bf16,window(64,0)",): "--exclude: unknown technique 'window(64, 0)'",
         ("--verify=int8",): "run hpnlp advise without --verify first",
     }.items():
         outcome = run("advise", classifier, *flags, f"--out={tmp_path / 'x'}")
