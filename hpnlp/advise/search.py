@@ -196,12 +196,13 @@ class _Search:
             self.log(
                 "this machine is busy: the interval of two equal calls is wider than a quarter; small gains will not be found"
             )
+        if self._is_timed and result.equal is not None and result.equal.verdict in (Verdict.FASTER, Verdict.SLOWER):
+            self.log("equal calls differ by their place in a round: do not trust the times")
         return result
 
     def _listed(self) -> list[Technique]:
         """Techniques for the goal, without those that the user has left out."""
-        layers = self.config.model.layers if "layers" in vars(self.config.model) else 4
-        table = self.settings.table or techniques(layers)
+        table = self.settings.table or techniques(flat(self.config).get("model.layers", 4))
         known = {name for t in table for name in (t.name, t.group)}
         for argument, names in (("only", self.settings.only), ("exclude", self.settings.exclude)):
             if unknown := [name for name in names if name not in known]:
@@ -225,8 +226,6 @@ class _Search:
                 continue
             elif needs_new_model and not self._trains and not self.settings.train_seconds:
                 untrained.append(technique.name)
-            elif self._trains and technique.is_recipe:
-                continue
             elif reason := technique.refusal(self.path, self.config):
                 refused[technique.name] = reason
             elif (bound := _bound(technique, traced)) is not None and bound < SMALL_BOUND:
@@ -404,7 +403,11 @@ class _Search:
             if not larger or self._spent > STACK_SHARE:
                 break
             self.log(f"adding to {stack.name}: {', '.join(c.techniques[-1] for c in larger)}")
-            result = self.trials.run(self._trial(larger, SCREEN, baseline=stack))
+            try:
+                result = self.trials.run(self._trial(larger, SCREEN, baseline=stack))
+            except InputError as error:
+                self.log(f"{stack.name} alone cannot be measured: {error}")
+                break
             findings = [f for f in _ordered(list(self._findings(larger, result))) if f.is_faster]
             if not self._trains and findings:
                 scored = self.trials.run(self._trial([f.candidate for f in findings], 0, scored=True))
@@ -438,14 +441,18 @@ class _Search:
             earlier = before.get(finding.candidate.name)
             if earlier is not None and earlier.is_trained:
                 times = {"ratio": finding.ratio, "cpu": finding.cpu, "error": finding.error, "is_confirmed": True}
-                final.append(dataclasses.replace(earlier, **times))
+                judged.append(dataclasses.replace(earlier, **times))
             elif self._trains:
                 final.append(dataclasses.replace(finding, is_kept=not finding.error))
             else:
                 judged.append(dataclasses.replace(finding, quality=quality))
         with_quality = [f for f in judged if f.quality is not None]
         accepted = kept_quality.confirmed([f.quality for f in with_quality if f.quality is not None])
-        names = {f.candidate.name for f, is_kept in zip(with_quality, accepted, strict=True) if is_kept}
+        names = {
+            f.candidate.name
+            for f, is_kept in zip(with_quality, accepted, strict=True)
+            if is_kept and (f.is_kept or not f.is_trained)
+        }
         return [*final, *(dataclasses.replace(f, is_kept=f.candidate.name in names) for f in judged)]
 
 

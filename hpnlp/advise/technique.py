@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -115,18 +114,3 @@ class Technique:
           The factor if the parts of the technique take no time; None for a technique that changes the whole program.
         """
         return traced.bound(*self.shortens) if self.shortens else None
-
-    def command(self, workdir: str | Path) -> str:
-        """The command that applies the technique to a run by hand.
-
-        Args:
-          workdir: The run directory.
-
-        Returns:
-          A shell command.
-        """
-        if self.is_recipe:
-            to = f"{workdir}-{''.join(c for c in self.name if c.isalnum())}"
-            return shlex.join(["hpnlp", "compress", f"--from={workdir}", f"--to={to}", f"--recipe={self.name}"])
-        flags = [f"--{name}={value}" for name, value in self.changes.items()]
-        return shlex.join(["hpnlp", "train", "--config=EXPERIMENT", "--workdir=NEW", *flags])

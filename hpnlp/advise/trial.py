@@ -101,7 +101,8 @@ class Trial:
           The trial.
         """
         values = json.loads(text)
-        values["workload"] = Workload(Program(values["workload"]["program"]), int(values["workload"]["batch_size"]))
+        workload = values["workload"]
+        values["workload"] = Workload(**{**workload, "program": Program(workload["program"])})
         values["baseline"] = _candidate(values["baseline"])
         values["candidates"] = tuple(map(_candidate, values["candidates"]))
         return cls(**values)
@@ -121,7 +122,7 @@ class Measured:
       is_same: Whether its program is that of the baseline.
       times: Times in paired rounds with the baseline; None without.
       memory_bytes: Bytes of the weights in memory.
-      disk_bytes: Bytes of the file of the weights; 0 for a training.
+      disk_bytes: Bytes of the file of the weights; 0 where times are measured.
       peak_bytes: Memory that the compiled program needs; None where it is not known.
       difference: Difference of the loss of a batch to the baseline's, relative to it; 0 for a training from other weights.
       scores: Held-out scores.
@@ -275,7 +276,9 @@ class _Process:
         seconds = comparison.baseline if comparison else 0.0
         equal = comparison.equal if comparison else None
         trivial = (
-            trivial_score(self.run.config, self.dataset, trial.batches) if trial.scored and trial.has_data else None
+            trivial_score(self.run.config, self.dataset, trial.batches, self.run.model.is_normalized)
+            if trial.scored and trial.has_data
+            else None
         )
         divided = traced(trial.workload, self.run, self.dataset, self.texts) if trial.profiled else None
         return TrialResult(
@@ -308,7 +311,7 @@ class _Process:
             is_same=is_same,
             times=times,
             memory_bytes=stored_bytes(model.run.params),
-            disk_bytes=0 if trains else _file_bytes(model.run),
+            disk_bytes=0 if trains or self.trial.rounds else _file_bytes(model.run),
             peak_bytes=model.call.peak_bytes if model.call else None,
             difference=abs(model.loss - baseline.loss) / max(abs(baseline.loss), 1e-9),
             scores=scores,
@@ -325,19 +328,22 @@ class _Process:
         return evaluation.scores, evaluation.examples
 
 
-def trivial_score(config: Config, dataset: Any, batches: int | None) -> float | None:
+def trivial_score(config: Config, dataset: Any, batches: int | None, is_normalized: bool) -> float | None:
     """The accuracy or the loss of a predictor that knows the frequencies of the held-out labels, and no inputs.
 
     Args:
       config: Config of a run.
       dataset: Its data.
       batches: Largest number of held-out batches; None for all.
+      is_normalized: Whether the model's losses are those of probabilities.
 
     Returns:
       The share of the most frequent label where the primary score is an accuracy, and the entropy of the labels in nats
-      otherwise; None for data without labels, such as pairs of texts.
+      otherwise; None for data without labels, such as pairs of texts, and for losses of other kinds.
     """
     metric = tasks.find(config.task).primary_metric(flat(config))[0]
+    if trivial_name(metric) == "loss" and not is_normalized:
+        return None
     counts: collections.Counter[int] = collections.Counter()
     for batch in tasks.find(config.task).heldout(config, dataset, limit=batches):
         labels = next((batch[name] for name in ("labels", "target_labels") if name in batch), None)

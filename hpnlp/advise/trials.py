@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -72,11 +73,13 @@ class Trials:
         if result is not None:
             return result
         if not trial.candidates:
-            raise InputError(f"the unchanged model cannot be measured: {reason}")
+            raise InputError(f"{trial.baseline.name} cannot be measured: {reason}")
         if len(trial.candidates) == 1:
             alone = self.run(dataclasses.replace(trial, candidates=()))
             failed = Measured(trial.candidates[0].name, reason)
-            return dataclasses.replace(alone, models=(*alone.models, failed))
+            result = dataclasses.replace(alone, models=(*alone.models, failed))
+            result.write(self.directory / trial.digest())  # so that it does not fail again
+            return result
         results = [self.run(dataclasses.replace(trial, candidates=(candidate,))) for candidate in trial.candidates]
         models = (results[0].models[0], *(result.models[1] for result in results))
         return dataclasses.replace(results[0], models=models, seconds=sum(result.seconds for result in results))
@@ -113,7 +116,7 @@ class Trials:
         program = f"import pathlib, sys, {module} as module; module.main(pathlib.Path(sys.argv[1]))"
         code = self.runner([sys.executable, "-c", program, str(directory)], _environment(), log)
         if code < 0:
-            return f"signal {-code}, as for lack of memory"
+            return f"signal {-code}" + (", as for lack of memory" if -code == signal.SIGKILL else "")
         lines = log.read_text("utf-8", "replace").strip().splitlines() if log.exists() else []
         return lines[-1].removeprefix("error: ")[:300] if lines else f"exit code {code}"
 

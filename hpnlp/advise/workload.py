@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -23,11 +24,12 @@ from hpnlp.jobs.predictor import Predictor
 from hpnlp.jobs.profile import profile_run
 from hpnlp.tasks.predictions import TextPrediction
 from hpnlp.training import gradients
-from hpnlp.training.config import Config
+from hpnlp.training.config import Config, flat
 from hpnlp.training.run_directory import Run
 from hpnlp.types import InputError
 
-PROMPT, NEW = 32, 32  # tokens of a prompt, and those that are generated
+TOKENS = 32  # tokens of a prompt, and those that are generated
+BATCHES = 8  # training batches of a call where their lengths differ
 
 
 class Program(enum.StrEnum):
@@ -47,10 +49,12 @@ class Workload:
     Attributes:
       program: The kind of the call.
       batch_size: Sequences of a batch.
+      tokens: Tokens of a prompt, and those that are generated after it.
     """
 
     program: Program
     batch_size: int
+    tokens: int = TOKENS
 
     def describe(self) -> str:
         """The call in words."""
@@ -61,7 +65,7 @@ class Workload:
                 texts = "a held-out text" if self.batch_size == 1 else f"{self.batch_size} held-out texts"
                 return f"{verb} of {texts} of median length"
             case Program.GENERATE:
-                return f"{NEW} new tokens after {PROMPT} of {count}"
+                return f"{self.tokens} new tokens after {self.tokens} of {count}"
             case Program.LOSS:
                 return f"the loss of {count}"
         return f"a training step on {count}"
@@ -83,7 +87,8 @@ def default_workload(config: Config, trains: bool, batch_size: int) -> Workload:
     if trains:
         return Workload(Program.TRAINING, size)
     if config.task in ensembles.TASKS:
-        return Workload(Program.GENERATE, size)
+        longest = flat(config).get("model.max_len", 0)  # 0 for any length
+        return Workload(Program.GENERATE, size, min(TOKENS, longest // 2) if longest else TOKENS)
     if task.prediction is not None and task.input_kind(config.data) is not None and task.reads_examples:
         return Workload(Program.PREDICT, size)
     if task.text_kind(config.data) is not None and task.reads_examples:
@@ -126,9 +131,7 @@ def make_call(workload: Workload, run: Run, dataset: Any, texts: Sequence[str] =
     predictor = functools.partial(Predictor.from_run, run)
     match workload.program:
         case Program.TRAINING:
-            batch = _batch(run, dataset)
-            call, program, _ = profile_run.training_step(run, batch)
-            return TimedCall(call, _digest(program.executable.as_text()), _amount(batch), program.memory.peak)
+            return _training(run, dataset)
         case Program.LOSS:
             batch = _resized(_batch(run, dataset), workload.batch_size)
             call, program, _ = profile_run.loss_of_batch(run, batch)
@@ -138,9 +141,30 @@ def make_call(workload: Workload, run: Run, dataset: Any, texts: Sequence[str] =
         case Program.ENCODE:
             function = functools.partial(predictor().encode, texts, workload.batch_size)
         case Program.GENERATE:
-            function = functools.partial(predictor().generate, texts, NEW, 0.0)
+            endless = Predictor.from_run(dataclasses.replace(run, eos_ids=()))  # models do not differ in when they end
+            function = functools.partial(endless.generate, texts, workload.tokens, 0.0)
     text = _lowered_loss(run, dataset, workload.batch_size) if dataset is not None else _form(run)
     return TimedCall(function, _digest(text), 1.0)
+
+
+def _training(run: Run, dataset: Any) -> TimedCall:
+    """A training step; where batches have several lengths, one on each of the first BATCHES."""
+    widths = tasks.find(run.config.task).batch_widths(run.config.data)
+    batches = [_read(run, batch) for batch in itertools.islice(dataset.train(seed=0), BATCHES if widths > 1 else 1)]
+    by_shape = {_shape(batch): batch for batch in batches}
+    steps = {shape: profile_run.training_step(run, batch)[:2] for shape, batch in by_shape.items()}
+    order = [steps[_shape(batch)][0] for batch in batches]
+    programs = [program for _, program in steps.values()]
+    return TimedCall(
+        lambda: [step() for step in order],
+        _digest("\n".join([*(program.executable.as_text() for program in programs), str([*map(_shape, batches)])])),
+        sum(map(_amount, batches)),
+        max(program.memory.peak for program in programs),
+    )
+
+
+def _shape(batch: Mapping[str, np.ndarray]) -> tuple[tuple[int, ...], ...]:
+    return tuple(array.shape for array in batch.values())
 
 
 def sample_texts(workload: Workload, run: Run, dataset: Any) -> list[Any]:
@@ -157,7 +181,7 @@ def sample_texts(workload: Workload, run: Run, dataset: Any) -> list[Any]:
     if workload.program is Program.GENERATE:
         tokens = _resized(_batch(run, dataset), workload.batch_size)["tokens"]
         decode = run.tokenizer.decode
-        return [_as_text(decode(row[:PROMPT])) for row in tokens]
+        return [_as_text(decode(row[: workload.tokens])) for row in tokens]
     if workload.program not in (Program.PREDICT, Program.ENCODE):
         return []
     if dataset is None:
@@ -212,7 +236,11 @@ def _as_text(decoded: Any) -> str:
 
 def _batch(run: Run, dataset: Any) -> dict[str, np.ndarray]:
     """The first training batch, with the arrays that the model reads."""
-    batch = next(iter(dataset.train(seed=0)))
+    return _read(run, next(iter(dataset.train(seed=0))))
+
+
+def _read(run: Run, batch: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The arrays of a batch that the model reads."""
     return {name: np.asarray(batch[name]) for name in run.model.batch_axes() if name in batch}
 
 

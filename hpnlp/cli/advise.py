@@ -176,6 +176,11 @@ def _run_of_checkpoint(source: Path, directory: Path) -> Path:
     from hpnlp.cli import members
 
     target = directory / "converted"
+    newest = max((path.stat().st_mtime for path in source.iterdir() if path.is_file()), default=0.0)
+    if contents_of(target) is Contents.RUN and newest > (target / "config.json").stat().st_mtime:
+        raise InputError(
+            f"{source} has changed since it was converted to {target}: remove {directory}, or add --out=DIR"
+        )
     if contents_of(target) is not Contents.RUN:
         directory.mkdir(parents=True, exist_ok=True)
         if code := members.run(["convert", str(source), f"--to={target}"], str(source)):

@@ -199,7 +199,7 @@ def test_a_candidate_that_ends_its_process_is_the_only_one_that_fails(tmp_path):
     assert runner.calls == done and again.models[1].name == "bf16"  # finished trials are read
     (tmp_path / trial_of("bf16").digest() / RESULT).write_text("{")
     assert Trials(tmp_path, runner).run(trial_of("bf16")).models[1].error == "" and runner.calls == done + 1
-    raises("the unchanged model cannot be measured: signal 9", Trials(tmp_path / "x", lambda *_: -9).run, trial_of())
+    raises("the model as it is cannot be measured: signal 9", Trials(tmp_path / "x", lambda *_: -9).run, trial_of())
 
 
 def test_a_result_is_read_as_it_was_written(tmp_path):
