@@ -49,9 +49,10 @@ followed (kNN-LM). The last training documents are not stored: on them, the weig
 fitted, once for all tokens ("tuned"), and as a function of distances ("learned"). search prints what followed the states that
 are nearest to that of a prompt.
 
-Texts of files are numbered from 1 over all files; blank lines are left out, and not counted.
+Texts of files are numbered from 1 over all files; blank lines are left out and have no number.
 
-A shard holds a part of the texts, or of the documents; merge joins all of them, and gives the same datastore as one build.
+A shard holds a part of the texts, or of the documents; merge joins all of them, and gives the same datastore as one build. With
+hidden states, merge takes the --keys, --tuning_tokens and --seed of the shards, and fits the mixtures.
 --index is exact, ivf(cells,probes), lsh(bits,tables,probes), pq(parts,cells,probes), faiss(factory) or scann(cells,probes); by
 default exact up to 20,000 vectors, then ivf.
 """

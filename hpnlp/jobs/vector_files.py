@@ -99,7 +99,7 @@ def write_vectors(
       The file, and the number of texts that were cut.
 
     Raises:
-      InputError: There are no texts, or the model has no vectors.
+      InputError: There are no texts, the model has no vectors, or a vector has numbers that are not finite in the dtype.
     """
     target, cut, remaining = None, 0, iter(examples)
     report_done(0)
@@ -113,6 +113,13 @@ def write_vectors(
         rows = np.zeros((len(chunk), predictor.run.model.config.dim), np.float32)
         for number, vector in vectors.items():
             rows[number] = vector
+        limit = np.finfo(np.float16 if dtype == "float16" else np.float32).max
+        invalid = np.flatnonzero(~(np.abs(rows) <= limit).all(axis=1))
+        if invalid.size:
+            raise InputError(
+                f"{chunk[invalid[0]][0]}: the vector has NaN, infinity or a number too large for {dtype}: name another run or "
+                f"--step than those of {predictor.directory}, or a larger dtype"
+            )
         target = target or VectorFile(file, dtype, rows.shape[1])
         target.append(rows)
         report_done(target.count)

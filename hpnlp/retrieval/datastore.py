@@ -234,22 +234,19 @@ def complete(directory: str | Path, shards: Sequence[str | Path], index: str = "
       The record of the new datastore.
 
     Raises:
-      InputError: A shard is absent or named twice, is of another model, tokenizer or text, or is complete; vectors are not
-        finite; or the disk is full.
+      InputError: A shard is absent or named twice, is of another model, tokenizer or text, or is complete; its vectors are not
+        finite, or its files have other numbers of rows than its record; or the disk is full.
     """
     records = [read_record(shard) for shard in shards]
     _check_shards(shards, records)
     order = sorted(range(len(records)), key=lambda i: records[i].shard)
     paths = [Path(shards[i]) for i in order]
     first, target = records[order[0]], Path(directory)
-    stored = [_load(path / VECTORS) for path in paths]
-    for path, array, i in zip(paths, stored, order, strict=True):
-        if array.shape != (records[i].count, first.dim):
-            raise InputError(
-                f"{path / VECTORS} has {array.shape} numbers, and its record others: build the shard again"
-            )
+    stored = [_shard_vectors(path, records[i], first.dim) for path, i in zip(paths, order, strict=True)]
     if not sum(map(len, stored)):
         raise InputError(f"{', '.join(map(str, paths))} hold no vectors: build a datastore of more text")
+    for path, i in zip(paths, order, strict=True):
+        _check_values(path, records[i])
     if first.content == "words":
         vectors, centre, scale = index_vectors(stored)
     else:
@@ -264,9 +261,6 @@ def complete(directory: str | Path, shards: Sequence[str | Path], index: str = "
         raise InputError(
             f"--index={index}: {error}; the vectors are kept: hpnlp index merge {kept} --out=DIR, with another --index"
         ) from error
-    values = WORDS if first.content == "words" else TEXTS
-    if missing := [path / values for path in paths if not (path / values).is_file()]:
-        raise InputError(f"{missing[0]} is missing: build the shard again")
     if paths != [target]:
         target = prepare_directory(target)
         _join_values(target, paths, first.content)
@@ -299,7 +293,8 @@ def _check_shards(shards: Sequence[str | Path], records: Sequence[Record]) -> No
         raise InputError(f"{' and '.join(named)} are both shard {doubled[0]}: name each shard once")
     if missing := sorted(set(range(first.shards)) - set(numbers)):
         raise InputError(
-            f"shard {missing[0]} of {first.shards} is missing: build it with --shard={missing[0]}/{first.shards}"
+            f"shard {missing[0]} of {first.shards} is missing: name its directory, or build it with "
+            f"--shard={missing[0]}/{first.shards}"
         )
 
 
@@ -309,6 +304,36 @@ def _load(path: Path) -> np.ndarray:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read {path} ({error}): build the shard again") from error
+
+
+def _shard_vectors(path: Path, record: Record, dim: int) -> np.ndarray:
+    """The vectors of a shard, memory-mapped; raises InputError unless they are finite and as many as its record has."""
+    vectors = _load(path / VECTORS)
+    if vectors.shape != (record.count, dim):
+        raise InputError(f"{path / VECTORS} has {vectors.shape} numbers, and its record others: build the shard again")
+    for start in range(0, len(vectors), BLOCK):
+        invalid = np.flatnonzero(~np.isfinite(vectors[start : start + BLOCK]).all(axis=1))
+        if invalid.size:
+            raise InputError(
+                f"{path / VECTORS} has NaN or infinity, first in row {start + invalid[0]}: build the shard again"
+            )
+    return vectors
+
+
+def _check_values(path: Path, record: Record) -> None:
+    """Raises InputError unless a shard has a word or a text for each vector."""
+    values = path / (WORDS if record.content == "words" else TEXTS)
+    if not values.is_file():
+        raise InputError(f"{values} is missing: build the shard again")
+    if record.content == "words":
+        count = len(_load(values))
+    else:
+        with open(values, "rb") as file:
+            count = sum(line.endswith(b"\n") for line in file)
+    if count != record.count:
+        raise InputError(
+            f"{values} has {count} {record.content}, and {RECORD} {record.count} vectors: build the shard again"
+        )
 
 
 def _join_values(target: Path, paths: Sequence[Path], content: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 import hpnlp
 from hpnlp.data import tokenizers
+from hpnlp.jobs.predictor import Predictor
 from hpnlp.jobs.vector_files import DTYPES, VectorFile
 from hpnlp.tasks.vocabulary import Vocabulary
 from hpnlp.training import config as configs
@@ -113,6 +114,17 @@ ERRORS = {
     "not UTF-8": (["RUN", "DIR/latin.txt", "--to=DIR/a.npy"], r"latin.txt, line 1: not UTF-8 \(byte 0xe9 at 0\)"),
     "a language model": (["LM", "DIR/a.txt", "--to=DIR/a.npy"], "task='lm' has no vectors of texts: use a run of"),
 }
+
+
+@pytest.mark.parametrize(("number", "dtype"), [(np.nan, "float32"), (np.inf, "int8"), (70_000, "float16")])
+def test_vectors_that_are_not_finite_raise(number, dtype, run, dual_encoder, tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("a\nb\n")
+    vectors = {0: np.ones(16, np.float32), 1: np.full(16, number, np.float32)}
+    monkeypatch.setattr(Predictor, "encode_valid", lambda *arguments: (vectors, 0))
+    outcome = run("encode", dual_encoder, tmp_path / "a.txt", f"--to={tmp_path}/a.npy", f"--dtype={dtype}")
+    message = f"a.txt, line 2: the vector has NaN, infinity or a number too large for {dtype}: name another run"
+    assert outcome.code == 2 and message in outcome.err, outcome.err
+    assert not (tmp_path / "a.npy").exists()
 
 
 def test_partners_pass_the_second_tower(run, dual_encoder, tmp_path):

@@ -110,7 +110,7 @@ def test_shards_merge_to_the_datastore_of_one_build(run, encoder, files, store, 
         ([*shards[:2], "--keys=4"], "--keys=4 has no effect with a datastore of texts"),
         ([*shards[:2], "--k=4"], "--k=4 has no effect with a datastore of texts"),
         ([*shards[:2], "--fields=a"], "only in hpnlp index build: leave it out"),
-        (shards[:2], "shard 1 of 3 is missing: build it with --shard=1/3"),
+        (shards[:2], "shard 1 of 3 is missing: name its directory, or build it with --shard=1/3"),
         ([*shards[:2], tmp_path / "other"], "are not of one datastore: source is"),
         ([store], "is a complete datastore"),
     ):
@@ -134,6 +134,9 @@ def test_shards_without_texts_leave_the_older_datastore(store, tmp_path):
     datastore.write_record(tmp_path / "shard", record)
     np.save(tmp_path / "shard" / datastore.VECTORS, np.zeros((record.count, record.dim), np.float16))
     raises("texts.jsonl is missing: build the shard again", datastore.complete, tmp_path / "all", [tmp_path / "shard"])
+    (tmp_path / "shard" / datastore.TEXTS).write_text('"a fox"\n"a')
+    message = "texts.jsonl has 1 texts, and record.json 7 vectors: build the shard again"
+    raises(message, datastore.complete, tmp_path / "all", [tmp_path / "shard"])
     assert_same(tmp_path / "all", store)
 
 

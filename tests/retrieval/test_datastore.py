@@ -123,6 +123,31 @@ def test_vectors_of_another_size_than_the_record_raise(tmp_path):
     raises(r"has \(4, 2\) numbers, and its record others: build the shard again", datastore.complete, path, [path])
 
 
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        (
+            datastore.VECTORS,
+            np.full((5, 3), np.nan, np.float16),
+            "1/vectors.npy has NaN or infinity, first in row 0: build",
+        ),
+        (
+            datastore.WORDS,
+            np.zeros(3, np.uint16),
+            "1/words.npy has 3 words, and record.json 5 vectors: build the shard",
+        ),
+        (datastore.WORDS, None, "1/words.npy is missing: build the shard again"),
+    ],
+)
+def test_damaged_shards_are_named(tmp_path, name, array, message):
+    shards = [write_shard(tmp_path / str(i), np.eye(5, 3), np.arange(5, dtype=np.uint16), i, 2) for i in range(2)]
+    (shards[1] / name).unlink()
+    if array is not None:
+        np.save(shards[1] / name, array)
+    raises(message, datastore.complete, tmp_path / "all", shards)
+    assert not (tmp_path / "all").exists()
+
+
 def test_vectors_stay_if_their_index_cannot_be_built(tmp_path):
     path = write_shard(tmp_path / "store", np.eye(4, 3), np.arange(4, dtype=np.uint16))
     raises(r"--index=ivf\(cells=9,probes=1\): .*the vectors", datastore.complete, path, [path], "ivf(cells=9,probes=1)")

@@ -108,8 +108,8 @@ def search(
       count: Number of texts for each query.
 
     Returns:
-      `(score, number, text)` of the best texts of each query, best first; fewer than `count` if an approximate index reads
-      fewer.
+      `(score, number, text)` of the best texts of each query, best first, with the numbers of texts from 0; fewer than `count`
+      if an approximate index reads fewer.
 
     Raises:
       InputError: The datastore is of another model, or a query has no tokens.
