@@ -61,6 +61,22 @@ class AdviseSettings:
             if not is_valid:
                 raise InputError(f"{name}={value}: expected {expected}")
 
+    def quantity(self, workload: Workload) -> str:
+        """The quantity that the goal makes less.
+
+        Args:
+          workload: The call that is measured.
+
+        Returns:
+          Words for a report.
+        """
+        match self.goal:
+            case Goal.DISK:
+                return "bytes of the weights on disk"
+            case Goal.MEMORY:
+                return f"memory of {workload.describe()}"
+        return workload.describe()
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:

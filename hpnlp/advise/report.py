@@ -16,7 +16,7 @@ from hpnlp.advise.advice import Advice, Finding
 from hpnlp.advise.candidate import UNCHANGED, Candidate
 from hpnlp.advise.kept_quality import QualityVerdict
 from hpnlp.advise.technique import Goal, Needs
-from hpnlp.advise.trial import trivial_name
+from hpnlp.advise.trial import Measured, trivial_name
 from hpnlp.advise.workload import Program
 from hpnlp.cost.paired_times import Ratio, Verdict, described
 from hpnlp.cost.parts import label
@@ -84,8 +84,15 @@ def _gain(finding: Finding, goal: Goal) -> str:
     if ratio is None:
         return finding.error
     if goal in _COUNTED:
-        return f"{ratio.median:.2g} of the {_COUNTED[goal]}"
+        size = _size(finding.measured, goal) if finding.measured else ""
+        return f"{ratio.median:.2g} of the {_COUNTED[goal]}{size and f' ({size})'}"
     return described(ratio, finding.cpu or ratio)
+
+
+def _size(measured: Measured, goal: Goal) -> str:
+    """The bytes that the goal counts, in megabytes; "" where they are not known."""
+    count = measured.disk_bytes if goal is Goal.DISK else measured.peak_bytes
+    return f"{three_digits(count / 1e6)} MB" if count else ""
 
 
 def _quality(finding: Finding) -> str:
@@ -106,8 +113,10 @@ def _compared(advice: Advice) -> Iterator[str]:
         if environment["backend"] == "cpu"
         else environment["device"]
     )
-    time = f", {three_digits(1e3 * result.baseline_seconds)} ms" if result.baseline_seconds else ""
-    yield f"Measured: {advice.workload.describe()}{time}; {machine}, jax {environment['jax']}."
+    amount = f"{three_digits(1e3 * result.baseline_seconds)} ms" if result.baseline_seconds else ""
+    if settings.goal in _COUNTED:
+        amount = _size(original, settings.goal)
+    yield f"Measured: {settings.quantity(advice.workload)}{amount and f', {amount}'}; {machine}, jax {environment['jax']}."
     if result.equal is not None and math.isfinite(result.equal.high):
         yield f"Two equal calls differ by {100 * (result.equal.low - 1):.0f} to {100 * (result.equal.high - 1):.0f} % here."
     metric, _ = tasks.find(advice.config.task).primary_metric(flat(advice.config))
@@ -228,6 +237,8 @@ def _commands(advice: Advice) -> Iterator[str]:
         return
     trains, best = advice.workload.program is Program.TRAINING, advice.recommended
     yield from apply_commands(advice.run, best.candidate, trains, advice.settings.changes, best.steps)
+    if advice.settings.goal in _COUNTED:  # bytes are the same each time
+        return
     out = [] if advice.directory == Path(advice.run) / "advise" else [f"--out={advice.directory}"]
     yield shlex.join(["hpnlp", "advise", advice.run, f"--verify={best.candidate.name}", *out])
 

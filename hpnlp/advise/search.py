@@ -188,7 +188,7 @@ class _Search:
         if not self.has_data:
             self.log(f"{self.path} was converted, and has no examples: only times are measured; add --data.path=PATH")
         step = "" if self.step is None else f", step {self.step}"
-        self.log(f"{self.path}{step}: measuring {self.workload.describe()}")
+        self.log(f"{self.path}{step}: measuring {self.settings.quantity(self.workload)}")
         # A training has no score before it, but needs the trivial one.
         scored = not self._trains or bool(self.settings.train_seconds)
         result = self.trials.run(self._trial([], SCREEN, scored=scored, profiled=self._is_timed))
