@@ -344,6 +344,19 @@ def agreement(first: Labels, second: Labels) -> EqualPredictions:
     return EqualPredictions(share, (share + _Z**2 / (2 * count) - width) / (1 + _Z**2 / count), count)
 
 
+def percents(result: KeptQuality) -> tuple[str, str]:
+    """The retention and its lower limit in words, with three digits.
+
+    Args:
+      result: The comparison.
+
+    Returns:
+      Such as ("99.1 %", "97.4 %"). The limit is rounded down, so that a limit in words is none that was not shown.
+    """
+    low = math.floor(1000 * result.low + 1e-9) / 1000 if math.isfinite(result.low) else result.low
+    return _percent(result.retention), _percent(low)
+
+
 def described(result: KeptQuality) -> str:
     """The verdict in words, as "keeps 99.1 % of the quality, at least 97.4 % with 95 % confidence".
 
@@ -353,8 +366,8 @@ def described(result: KeptQuality) -> str:
     Returns:
       The words.
     """
-    share = f"keeps {_percent(result.retention)} of the quality"
-    limit = f"at least {_percent(_floor(result.low))} with 95 % confidence"
+    retained, low = percents(result)
+    share, limit = f"keeps {retained} of the quality", f"at least {low} with 95 % confidence"
     match result.verdict:
         case QualityVerdict.NOTHING_LEARNED:
             return "the original has learned nothing on this data: quality cannot be judged"
@@ -391,11 +404,6 @@ def described_size(count: int, keep: float | int, gain: float | int, discordant:
 def _check_keep(keep: float | int) -> None:
     if not 0 < keep < 1:
         raise InputError(f"keep={keep}: expected a share between 0 and 1, such as 0.97")
-
-
-def _floor(share: float) -> float:
-    """Rounds down to three decimals, so that a limit in words is none that was not shown."""
-    return math.floor(1000 * share + 1e-9) / 1000 if math.isfinite(share) else share
 
 
 def _percent(share: float | int) -> str:

@@ -140,13 +140,13 @@ def _compared(advice: Advice) -> Iterator[str]:
 def _table(advice: Advice, rows: int | None) -> list[str]:
     """The findings, the largest gain first, with the recommended one in bold."""
     goal = advice.settings.goal
-    header = ["technique", _COUNTED.get(goal, "time"), "at most", "quality", ""]
-    table = [header, ["---", "---:", "---:", "---", "---"]]
     shown = [f for f in advice.findings if f.ratio is not None]
+    header = ["technique", f"{_COUNTED.get(goal, 'time')} (unchanged: 1)", "faster at most", "quality that is kept", "verdict"]
+    table = [header, ["---", "---:", "---:", "---", "---"]]
     for finding in shown[:rows]:
         is_best = advice.recommended is not None and finding.candidate == advice.recommended.candidate
         name = f"**{finding.candidate.name}**" if is_best else finding.candidate.name
-        bound = f"{finding.bound:.2f} x" if finding.bound is not None else ""
+        bound = f"{finding.bound:.2f} times" if finding.bound is not None else ""
         table.append([name, _interval(finding.ratio), bound, _share(finding), status(finding, is_best)])
     lines = [f"| {' | '.join(row)} |" for row in table]
     if rows is not None and len(shown) > rows:
@@ -170,7 +170,7 @@ def _share(finding: Finding) -> str:
         return ""
     if quality.verdict is QualityVerdict.NOTHING_LEARNED:
         return "cannot be judged"
-    return f"{100 * quality.retention:.1f} %, at least {100 * quality.low:.1f} %"
+    return ", at least ".join(kept_quality.percents(quality))
 
 
 def status(finding: Finding, is_best: bool) -> str:
@@ -222,7 +222,10 @@ def _remarks(advice: Advice, rows: int | None) -> Iterator[str]:
         total = advice.baseline.traced.total
         largest = sorted(advice.baseline.traced.seconds.items(), key=lambda item: -item[1])[:3]
         yield "time goes to " + ", ".join(f"{label(name)} {100 * seconds / total:.0f} %" for name, seconds in largest)
-    yield f"the search took {advice.seconds / 60:.1f} min"
+    took = f"the search took {advice.seconds / 60:.1f} min"
+    limit = advice.settings.seconds + advice.settings.train_seconds
+    yield took + (f" of {limit / 60:.1f}: a measurement that has begun is finished" if advice.seconds > 1.1 * limit else "")
+    yield "verdicts and rules: docs/guide/advise.md"
 
 
 def _listed(names: Sequence[str], most: int | None) -> str:
@@ -355,9 +358,9 @@ def plot(advice: Advice, path: Path) -> None:
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}")
-    axes.set(xlabel=f"{_COUNTED.get(advice.settings.goal, 'time')} over that of {UNCHANGED}")
+    axes.set(xlabel=f"{_COUNTED.get(advice.settings.goal, 'time')} (1: {UNCHANGED})")
     axes.grid(alpha=0.3, axis="x")
-    axes.set_title("x: faster, but not shown to keep the quality; |: bound; green: recommended", fontsize=8)
+    axes.set_title("x: gains, but is not shown to keep the quality; |: gains at most; green: recommended", fontsize=8)
     figure.savefig(path, dpi=130)
 
 

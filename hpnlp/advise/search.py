@@ -260,7 +260,9 @@ class _Search:
     def _report(self, work: str, findings: Sequence[Finding]) -> None:
         best = min((f for f in findings if f.is_faster), key=lambda f: f.ratio.median if f.ratio else 1.0, default=None)
         so_far = f"; so far {best.candidate.name}, {best.ratio.median:.2f}" if best and best.ratio else ""
-        self.log(f"{work} ({max(0, self._left) / 60:.0f} min left{so_far})")
+        left = max(0, self._left)
+        shown = f"{left / 60:.0f} min left" if left >= 90 else f"{left:.0f} s left" if left else "the time is over"
+        self.log(f"{work} ({shown}{so_far})")
 
     def _findings(self, candidates: Sequence[Candidate], result: TrialResult) -> Iterator[Finding]:
         for number, (candidate, model) in enumerate(zip(candidates, result.models[1:], strict=True)):
