@@ -73,6 +73,11 @@ class KeptQuality:
             return QualityVerdict.NOT_SHOWN
         return QualityVerdict.KEPT if self.p_value <= ERROR else QualityVerdict.LOST
 
+    @property
+    def differing(self) -> float:
+        """Share of examples on which only one of the models is right, with the two that `kept` adds; 0.1 if it is not known."""
+        return DISCORDANT_PRUNED if self.discordant is None else (self.discordant * self.count + 2) / (self.count + 2)
+
 
 @dataclasses.dataclass(frozen=True)
 class EqualPredictions:

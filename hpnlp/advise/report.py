@@ -129,12 +129,22 @@ def _compared(advice: Advice) -> Iterator[str]:
     trivial = f", {name} without a model {result.trivial:.4f}" if result.trivial is not None else ""
     yield f"Quality: held-out {metric} {original.scores[metric]:.4f}{trivial}; {count:,} examples, half of them to confirm."
     gain = abs(original.scores[metric] - (result.trivial or 0.0))
-    if metric == "accuracy" and gain:
-        half = count // 2
-        yield (
-            kept_quality.described_size(half, settings.keep, gain, kept_quality.DISCORDANT_PRUNED, "pruned models")
-            + "."
-        )
+    if metric == "accuracy" and gain and advice.recommended is None:
+        yield _examples_needed(advice, count // 2, gain)
+
+
+def _examples_needed(advice: Advice, count: int, gain: float) -> str:
+    """The number of examples by which the fastest undecided candidate could be judged, and where to get them."""
+    settings = advice.settings
+    undecided = [f.quality for f in advice.findings if f.is_faster and f.quality is not None]
+    undecided = [q for q in undecided if q.verdict is QualityVerdict.NOT_SHOWN]
+    share = undecided[0].differing if undecided else kept_quality.DISCORDANT_PRUNED
+    models = f"models that differ on {100 * share:.2g} % of them"
+    size = kept_quality.described_size(count, settings.keep, gain, share, models)
+    if count >= kept_quality.needed_examples(settings.keep, gain, share):
+        return f"{size}."
+    more = "leave out --batches" if settings.batches else "name a file of them as --data.heldout_path"
+    return f"{size} in each half: {more}, or lower --keep."
 
 
 def _table(advice: Advice, rows: int | None) -> list[str]:

@@ -258,8 +258,9 @@ class _Search:
         return _ordered(findings), []
 
     def _report(self, work: str, findings: Sequence[Finding]) -> None:
+        unit = "time" if self._is_timed else "bytes"
         best = min((f for f in findings if f.is_faster), key=lambda f: f.ratio.median if f.ratio else 1.0, default=None)
-        so_far = f"; so far {best.candidate.name}, {best.ratio.median:.2f}" if best and best.ratio else ""
+        so_far = f"; so far {best.candidate.name}, {best.ratio.median:.2f} of the {unit}" if best and best.ratio else ""
         left = max(0, self._left)
         shown = f"{left / 60:.0f} min left" if left >= 90 else f"{left:.0f} s left" if left else "the time is over"
         self.log(f"{work} ({shown}{so_far})")
