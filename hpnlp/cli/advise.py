@@ -13,7 +13,7 @@ from absl import flags
 
 from hpnlp import cli
 from hpnlp.cli import experiment
-from hpnlp.training.files.contents import Contents, contents_of
+from hpnlp.training.files.contents import Contents, check_run, contents_of
 from hpnlp.training.processes import signals
 from hpnlp.types import InputError
 
@@ -89,11 +89,15 @@ def run(argv: Sequence[str]) -> None:
     cli.prepare_jax()
 
     from hpnlp.advise import AdviseSettings, Goal, advise, report, verify
+    from hpnlp.jobs.compression import compress_run
     from hpnlp.training import config as configs
     from hpnlp.training.config_file import load_config
 
     log = functools.partial(print, flush=True)
+    if f.to:
+        compress_run.check_target(Path(f.to))
     workdir = _run_of_checkpoint(source, directory) if contents_of(source) is Contents.CHECKPOINT else source
+    check_run(workdir, " and no Hugging Face checkpoint")
     config = load_config(workdir)
     changes = experiment.changes(configs.to_values(config), overrides) if overrides else {}
     settings = AdviseSettings(
