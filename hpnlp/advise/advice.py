@@ -32,6 +32,7 @@ class AdviseSettings:
       train_seconds: Time for trainings, which are apart from the time of the search; 0 for none.
       changes: Fields of the run's config that are set, such as data.path.
       table: Techniques to choose among; () for all.
+      experiment: Flags of `hpnlp train` for the config of the run, for the commands of the report.
     """
 
     goal: Goal = Goal.LATENCY
@@ -44,6 +45,7 @@ class AdviseSettings:
     train_seconds: float | int = 0.0
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     table: tuple[Technique, ...] = ()
+    experiment: tuple[str, ...] = ("--config=EXPERIMENT",)
 
     def check(self) -> None:
         """Checks the numbers.

@@ -248,33 +248,20 @@ def _commands(advice: Advice) -> Iterator[str]:
     """Commands that apply the recommended candidate, or measure it again."""
     if advice.recommended is None:
         return
-    trains, best = advice.workload.program is Program.TRAINING, advice.recommended
-    yield from apply_commands(advice.run, best.candidate, trains, advice.settings.changes, best.steps)
+    yield from _apply_commands(advice, advice.recommended)
     if advice.settings.goal in _COUNTED:  # bytes are the same each time
         return
     out = [] if advice.directory == Path(advice.run) / "advise" else [f"--out={advice.directory}"]
-    yield shlex.join(["hpnlp", "advise", advice.run, f"--verify={best.candidate.name}", *out])
+    yield shlex.join(["hpnlp", "advise", advice.run, f"--verify={advice.recommended.candidate.name}", *out])
 
 
-def apply_commands(
-    run: str, candidate: Candidate, trains: bool, changes: Mapping[str, Any] | None = None, steps: int = 0
-) -> Iterator[str]:
-    """Commands that apply a candidate.
-
-    Args:
-      run: Directory of the run.
-      candidate: The candidate.
-      trains: Whether it changes the training of a new run.
-      changes: Fields of the run's config that the search has set, such as data.path.
-      steps: Steps of training after which the quality was measured; 0 for none.
-
-    Yields:
-      Commands of a shell; for a change of the use of a model, also a line of Python.
-    """
-    of_user = [f"--{name}={value}" for name, value in (changes or {}).items()]
-    if trains or (steps and not candidate.recipe):
+def _apply_commands(advice: Advice, best: Finding) -> Iterator[str]:
+    """Commands that apply a candidate, and a line of Python for a change of the use of a model."""
+    run, candidate, steps, settings = advice.run, best.candidate, best.steps, advice.settings
+    of_user = [f"--{name}={value}" for name, value in settings.changes.items()]
+    if advice.workload.program is Program.TRAINING or (steps and not candidate.recipe):
         flags = [f"--{name}={value}" for name, value in candidate.changes.items()]
-        yield shlex.join(["hpnlp", "train", "--config=EXPERIMENT", "--workdir=NEW", *of_user, *flags])
+        yield shlex.join(["hpnlp", "train", *settings.experiment, "--workdir=NEW", *of_user, *flags])
         return
     target = run
     if candidate.recipe:

@@ -80,12 +80,13 @@ def run(argv: Sequence[str]) -> None:
     arguments = cli.parse(argv, USAGE, positional=True)
     f = cli.FLAGS
     seconds, train_seconds = _seconds("budget", f.budget), _seconds("train", f.train) if f.train else 0.0
+    flags_of_config: tuple[str, ...] = ("--config=EXPERIMENT",)  # of a run, whose experiment is not known
     if f.config is None:
         source = Path(cli.named_run(arguments, "hpnlp advise RUN", "workdir"))
         directory = Path(f.out) if f.out else source / "advise"
     else:
         source, directory = _untrained(arguments, overrides)
-        overrides = []
+        flags_of_config, overrides = (f"--config={f.config}", *overrides), []
     cli.prepare_jax()
 
     from hpnlp.advise import AdviseSettings, Goal, advise, report, verify
@@ -110,6 +111,7 @@ def run(argv: Sequence[str]) -> None:
         exclude=_names(f.exclude),
         train_seconds=train_seconds,
         changes=changes,
+        experiment=flags_of_config,
     )
     if f.verify:
         print(verify(workdir, f.verify, directory, log=log))

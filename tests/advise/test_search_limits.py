@@ -71,11 +71,12 @@ def test_a_trained_mixer_keeps_its_quality_and_is_applied_by_a_training(trained,
     name = "model.mixer=linear"
     for goal in (Goal.LATENCY, Goal.TRAINING):
         trials = WithTraining(Path("unused"), ratios={name: 0.3})
-        advice = search(trained, tmp_path, trials, only=(name,), train_seconds=40, goal=goal)
+        flags = "--config=lm/bytes", "--data.seq_len=64"
+        advice = search(trained, tmp_path, trials, only=(name,), train_seconds=40, goal=goal, experiment=flags)
         best = advice.recommended
         assert best.steps and best.quality.has_learned and best.is_confirmed
         text = report.render(advice)
-        assert "hpnlp train --config=EXPERIMENT --workdir=NEW --model.mixer=linear" in text and f"--out={tmp_path}" in text
+        assert f"hpnlp train {' '.join(flags)} --workdir=NEW --model.mixer=linear" in text and f"--out={tmp_path}" in text
 
 
 def test_results_are_of_the_weights_as_they_were_saved(trained, fitting, tmp_path):  # noqa: F811
