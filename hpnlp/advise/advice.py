@@ -32,6 +32,7 @@ class AdviseSettings:
       train_seconds: Time for trainings, which are apart from the time of the search; 0 for none.
       changes: Fields of the run's config that are set, such as data.path.
       table: Techniques to choose among; () for all.
+      experiment: Flags of `hpnlp train` for the config of the run, for the commands of the report.
     """
 
     goal: Goal = Goal.LATENCY
@@ -44,6 +45,7 @@ class AdviseSettings:
     train_seconds: float | int = 0.0
     changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     table: tuple[Technique, ...] = ()
+    experiment: tuple[str, ...] = ("--config=EXPERIMENT",)
 
     def check(self) -> None:
         """Checks the numbers.
@@ -60,6 +62,22 @@ class AdviseSettings:
         ):
             if not is_valid:
                 raise InputError(f"{name}={value}: expected {expected}")
+
+    def quantity(self, workload: Workload) -> str:
+        """The quantity that the goal makes less.
+
+        Args:
+          workload: The call that is measured.
+
+        Returns:
+          Words for a report.
+        """
+        match self.goal:
+            case Goal.DISK:
+                return "bytes of the weights on disk"
+            case Goal.MEMORY:
+                return f"memory of {workload.describe()}"
+        return workload.describe()
 
 
 @dataclasses.dataclass(frozen=True)

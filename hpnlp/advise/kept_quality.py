@@ -73,6 +73,11 @@ class KeptQuality:
             return QualityVerdict.NOT_SHOWN
         return QualityVerdict.KEPT if self.p_value <= ERROR else QualityVerdict.LOST
 
+    @property
+    def differing(self) -> float:
+        """Share of examples on which only one of the models is right, with the two that `kept` adds; 0.1 if it is not known."""
+        return DISCORDANT_PRUNED if self.discordant is None else (self.discordant * self.count + 2) / (self.count + 2)
+
 
 @dataclasses.dataclass(frozen=True)
 class EqualPredictions:
@@ -344,6 +349,19 @@ def agreement(first: Labels, second: Labels) -> EqualPredictions:
     return EqualPredictions(share, (share + _Z**2 / (2 * count) - width) / (1 + _Z**2 / count), count)
 
 
+def percents(result: KeptQuality) -> tuple[str, str]:
+    """The retention and its lower limit in words, with three digits.
+
+    Args:
+      result: The comparison.
+
+    Returns:
+      Such as ("99.1 %", "97.4 %"). The limit is rounded down, so that a limit in words is none that was not shown.
+    """
+    low = math.floor(1000 * result.low + 1e-9) / 1000 if math.isfinite(result.low) else result.low
+    return _percent(result.retention), _percent(low)
+
+
 def described(result: KeptQuality) -> str:
     """The verdict in words, as "keeps 99.1 % of the quality, at least 97.4 % with 95 % confidence".
 
@@ -353,8 +371,8 @@ def described(result: KeptQuality) -> str:
     Returns:
       The words.
     """
-    share = f"keeps {_percent(result.retention)} of the quality"
-    limit = f"at least {_percent(_floor(result.low))} with 95 % confidence"
+    retained, low = percents(result)
+    share, limit = f"keeps {retained} of the quality", f"at least {low} with 95 % confidence"
     match result.verdict:
         case QualityVerdict.NOTHING_LEARNED:
             return "the original has learned nothing on this data: quality cannot be judged"
@@ -391,11 +409,6 @@ def described_size(count: int, keep: float | int, gain: float | int, discordant:
 def _check_keep(keep: float | int) -> None:
     if not 0 < keep < 1:
         raise InputError(f"keep={keep}: expected a share between 0 and 1, such as 0.97")
-
-
-def _floor(share: float) -> float:
-    """Rounds down to three decimals, so that a limit in words is none that was not shown."""
-    return math.floor(1000 * share + 1e-9) / 1000 if math.isfinite(share) else share
 
 
 def _percent(share: float | int) -> str:

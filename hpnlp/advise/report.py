@@ -16,7 +16,7 @@ from hpnlp.advise.advice import Advice, Finding
 from hpnlp.advise.candidate import UNCHANGED, Candidate
 from hpnlp.advise.kept_quality import QualityVerdict
 from hpnlp.advise.technique import Goal, Needs
-from hpnlp.advise.trial import trivial_name
+from hpnlp.advise.trial import Measured, trivial_name
 from hpnlp.advise.workload import Program
 from hpnlp.cost.paired_times import Ratio, Verdict, described
 from hpnlp.cost.parts import label
@@ -84,8 +84,15 @@ def _gain(finding: Finding, goal: Goal) -> str:
     if ratio is None:
         return finding.error
     if goal in _COUNTED:
-        return f"{ratio.median:.2g} of the {_COUNTED[goal]}"
+        size = _size(finding.measured, goal) if finding.measured else ""
+        return f"{ratio.median:.2g} of the {_COUNTED[goal]}{size and f' ({size})'}"
     return described(ratio, finding.cpu or ratio)
+
+
+def _size(measured: Measured, goal: Goal) -> str:
+    """The bytes that the goal counts, in megabytes; "" where they are not known."""
+    count = measured.disk_bytes if goal is Goal.DISK else measured.peak_bytes
+    return f"{three_digits(count / 1e6)} MB" if count else ""
 
 
 def _quality(finding: Finding) -> str:
@@ -106,8 +113,10 @@ def _compared(advice: Advice) -> Iterator[str]:
         if environment["backend"] == "cpu"
         else environment["device"]
     )
-    time = f", {three_digits(1e3 * result.baseline_seconds)} ms" if result.baseline_seconds else ""
-    yield f"Measured: {advice.workload.describe()}{time}; {machine}, jax {environment['jax']}."
+    amount = f"{three_digits(1e3 * result.baseline_seconds)} ms" if result.baseline_seconds else ""
+    if settings.goal in _COUNTED:
+        amount = _size(original, settings.goal)
+    yield f"Measured: {settings.quantity(advice.workload)}{amount and f', {amount}'}; {machine}, jax {environment['jax']}."
     if result.equal is not None and math.isfinite(result.equal.high):
         yield f"Two equal calls differ by {100 * (result.equal.low - 1):.0f} to {100 * (result.equal.high - 1):.0f} % here."
     metric, _ = tasks.find(advice.config.task).primary_metric(flat(advice.config))
@@ -120,24 +129,34 @@ def _compared(advice: Advice) -> Iterator[str]:
     trivial = f", {name} without a model {result.trivial:.4f}" if result.trivial is not None else ""
     yield f"Quality: held-out {metric} {original.scores[metric]:.4f}{trivial}; {count:,} examples, half of them to confirm."
     gain = abs(original.scores[metric] - (result.trivial or 0.0))
-    if metric == "accuracy" and gain:
-        half = count // 2
-        yield (
-            kept_quality.described_size(half, settings.keep, gain, kept_quality.DISCORDANT_PRUNED, "pruned models")
-            + "."
-        )
+    if metric == "accuracy" and gain and advice.recommended is None:
+        yield _examples_needed(advice, count // 2, gain)
+
+
+def _examples_needed(advice: Advice, count: int, gain: float) -> str:
+    """The number of examples by which the fastest undecided candidate could be judged, and where to get them."""
+    settings = advice.settings
+    undecided = [f.quality for f in advice.findings if f.is_faster and f.quality is not None]
+    undecided = [q for q in undecided if q.verdict is QualityVerdict.NOT_SHOWN]
+    share = undecided[0].differing if undecided else kept_quality.DISCORDANT_PRUNED
+    models = f"models that differ on {100 * share:.2g} % of them"
+    size = kept_quality.described_size(count, settings.keep, gain, share, models)
+    if count >= kept_quality.needed_examples(settings.keep, gain, share):
+        return f"{size}."
+    more = "leave out --batches" if settings.batches else "name a file of them as --data.heldout_path"
+    return f"{size} in each half: {more}, or lower --keep."
 
 
 def _table(advice: Advice, rows: int | None) -> list[str]:
     """The findings, the largest gain first, with the recommended one in bold."""
     goal = advice.settings.goal
-    header = ["technique", _COUNTED.get(goal, "time"), "at most", "quality", ""]
-    table = [header, ["---", "---:", "---:", "---", "---"]]
     shown = [f for f in advice.findings if f.ratio is not None]
+    header = ["technique", f"{_COUNTED.get(goal, 'time')} (unchanged: 1)", "faster at most", "quality that is kept", "verdict"]
+    table = [header, ["---", "---:", "---:", "---", "---"]]
     for finding in shown[:rows]:
         is_best = advice.recommended is not None and finding.candidate == advice.recommended.candidate
         name = f"**{finding.candidate.name}**" if is_best else finding.candidate.name
-        bound = f"{finding.bound:.2f} x" if finding.bound is not None else ""
+        bound = f"{finding.bound:.2f} times" if finding.bound is not None else ""
         table.append([name, _interval(finding.ratio), bound, _share(finding), status(finding, is_best)])
     lines = [f"| {' | '.join(row)} |" for row in table]
     if rows is not None and len(shown) > rows:
@@ -161,7 +180,7 @@ def _share(finding: Finding) -> str:
         return ""
     if quality.verdict is QualityVerdict.NOTHING_LEARNED:
         return "cannot be judged"
-    return f"{100 * quality.retention:.1f} %, at least {100 * quality.low:.1f} %"
+    return ", at least ".join(kept_quality.percents(quality))
 
 
 def status(finding: Finding, is_best: bool) -> str:
@@ -213,7 +232,10 @@ def _remarks(advice: Advice, rows: int | None) -> Iterator[str]:
         total = advice.baseline.traced.total
         largest = sorted(advice.baseline.traced.seconds.items(), key=lambda item: -item[1])[:3]
         yield "time goes to " + ", ".join(f"{label(name)} {100 * seconds / total:.0f} %" for name, seconds in largest)
-    yield f"the search took {advice.seconds / 60:.1f} min"
+    took = f"the search took {advice.seconds / 60:.1f} min"
+    limit = advice.settings.seconds + advice.settings.train_seconds
+    yield took + (f" of {limit / 60:.1f}: a measurement that has begun is finished" if advice.seconds > 1.1 * limit else "")
+    yield "verdicts and rules: docs/guide/advise.md"
 
 
 def _listed(names: Sequence[str], most: int | None) -> str:
@@ -226,31 +248,20 @@ def _commands(advice: Advice) -> Iterator[str]:
     """Commands that apply the recommended candidate, or measure it again."""
     if advice.recommended is None:
         return
-    trains, best = advice.workload.program is Program.TRAINING, advice.recommended
-    yield from apply_commands(advice.run, best.candidate, trains, advice.settings.changes, best.steps)
+    yield from _apply_commands(advice, advice.recommended)
+    if advice.settings.goal in _COUNTED:  # bytes are the same each time
+        return
     out = [] if advice.directory == Path(advice.run) / "advise" else [f"--out={advice.directory}"]
-    yield shlex.join(["hpnlp", "advise", advice.run, f"--verify={best.candidate.name}", *out])
+    yield shlex.join(["hpnlp", "advise", advice.run, f"--verify={advice.recommended.candidate.name}", *out])
 
 
-def apply_commands(
-    run: str, candidate: Candidate, trains: bool, changes: Mapping[str, Any] | None = None, steps: int = 0
-) -> Iterator[str]:
-    """Commands that apply a candidate.
-
-    Args:
-      run: Directory of the run.
-      candidate: The candidate.
-      trains: Whether it changes the training of a new run.
-      changes: Fields of the run's config that the search has set, such as data.path.
-      steps: Steps of training after which the quality was measured; 0 for none.
-
-    Yields:
-      Commands of a shell; for a change of the use of a model, also a line of Python.
-    """
-    of_user = [f"--{name}={value}" for name, value in (changes or {}).items()]
-    if trains or (steps and not candidate.recipe):
+def _apply_commands(advice: Advice, best: Finding) -> Iterator[str]:
+    """Commands that apply a candidate, and a line of Python for a change of the use of a model."""
+    run, candidate, steps, settings = advice.run, best.candidate, best.steps, advice.settings
+    of_user = [f"--{name}={value}" for name, value in settings.changes.items()]
+    if advice.workload.program is Program.TRAINING or (steps and not candidate.recipe):
         flags = [f"--{name}={value}" for name, value in candidate.changes.items()]
-        yield shlex.join(["hpnlp", "train", "--config=EXPERIMENT", "--workdir=NEW", *of_user, *flags])
+        yield shlex.join(["hpnlp", "train", *settings.experiment, "--workdir=NEW", *of_user, *flags])
         return
     target = run
     if candidate.recipe:
@@ -344,9 +355,9 @@ def plot(advice: Advice, path: Path) -> None:
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.xaxis.set_minor_formatter(lambda value, _: f"{value:g}")
-    axes.set(xlabel=f"{_COUNTED.get(advice.settings.goal, 'time')} over that of {UNCHANGED}")
+    axes.set(xlabel=f"{_COUNTED.get(advice.settings.goal, 'time')} (1: {UNCHANGED})")
     axes.grid(alpha=0.3, axis="x")
-    axes.set_title("x: faster, but not shown to keep the quality; |: bound; green: recommended", fontsize=8)
+    axes.set_title("x: gains, but is not shown to keep the quality; |: gains at most; green: recommended", fontsize=8)
     figure.savefig(path, dpi=130)
 
 

@@ -188,7 +188,7 @@ class _Search:
         if not self.has_data:
             self.log(f"{self.path} was converted, and has no examples: only times are measured; add --data.path=PATH")
         step = "" if self.step is None else f", step {self.step}"
-        self.log(f"{self.path}{step}: measuring {self.workload.describe()}")
+        self.log(f"{self.path}{step}: measuring {self.settings.quantity(self.workload)}")
         # A training has no score before it, but needs the trivial one.
         scored = not self._trains or bool(self.settings.train_seconds)
         result = self.trials.run(self._trial([], SCREEN, scored=scored, profiled=self._is_timed))
@@ -258,9 +258,12 @@ class _Search:
         return _ordered(findings), []
 
     def _report(self, work: str, findings: Sequence[Finding]) -> None:
+        unit = "time" if self._is_timed else "bytes"
         best = min((f for f in findings if f.is_faster), key=lambda f: f.ratio.median if f.ratio else 1.0, default=None)
-        so_far = f"; so far {best.candidate.name}, {best.ratio.median:.2f}" if best and best.ratio else ""
-        self.log(f"{work} ({max(0, self._left) / 60:.0f} min left{so_far})")
+        so_far = f"; so far {best.candidate.name}, {best.ratio.median:.2f} of the {unit}" if best and best.ratio else ""
+        left = max(0, self._left)
+        shown = f"{left / 60:.0f} min left" if left >= 90 else f"{left:.0f} s left" if left else "the time is over"
+        self.log(f"{work} ({shown}{so_far})")
 
     def _findings(self, candidates: Sequence[Candidate], result: TrialResult) -> Iterator[Finding]:
         for number, (candidate, model) in enumerate(zip(candidates, result.models[1:], strict=True)):

@@ -13,7 +13,7 @@ from absl import flags
 
 from hpnlp import cli
 from hpnlp.cli import experiment
-from hpnlp.training.files.contents import Contents, contents_of
+from hpnlp.training.files.contents import Contents, check_run, contents_of
 from hpnlp.training.processes import signals
 from hpnlp.types import InputError
 
@@ -80,20 +80,25 @@ def run(argv: Sequence[str]) -> None:
     arguments = cli.parse(argv, USAGE, positional=True)
     f = cli.FLAGS
     seconds, train_seconds = _seconds("budget", f.budget), _seconds("train", f.train) if f.train else 0.0
+    flags_of_config: tuple[str, ...] = ("--config=EXPERIMENT",)  # of a run, whose experiment is not known
     if f.config is None:
         source = Path(cli.named_run(arguments, "hpnlp advise RUN", "workdir"))
         directory = Path(f.out) if f.out else source / "advise"
     else:
         source, directory = _untrained(arguments, overrides)
-        overrides = []
+        flags_of_config, overrides = (f"--config={f.config}", *overrides), []
     cli.prepare_jax()
 
     from hpnlp.advise import AdviseSettings, Goal, advise, report, verify
+    from hpnlp.jobs.compression import compress_run
     from hpnlp.training import config as configs
     from hpnlp.training.config_file import load_config
 
     log = functools.partial(print, flush=True)
+    if f.to:
+        compress_run.check_target(Path(f.to))
     workdir = _run_of_checkpoint(source, directory) if contents_of(source) is Contents.CHECKPOINT else source
+    check_run(workdir, " and no Hugging Face checkpoint")
     config = load_config(workdir)
     changes = experiment.changes(configs.to_values(config), overrides) if overrides else {}
     settings = AdviseSettings(
@@ -106,6 +111,7 @@ def run(argv: Sequence[str]) -> None:
         exclude=_names(f.exclude),
         train_seconds=train_seconds,
         changes=changes,
+        experiment=flags_of_config,
     )
     if f.verify:
         print(verify(workdir, f.verify, directory, log=log))

@@ -62,17 +62,21 @@ def test_a_trained_recipe_is_recommended_with_its_steps(trained, fitting, tmp_pa
     assert best.steps == steps and best.is_confirmed and best.needs is Needs.TRAINING
     text = report.render(advice)
     assert f"after {steps} steps, beside the unchanged model" in text
-    assert f"--recipe=heads(0.5)' --finetune={steps} --data.heldout=0.2" in text and f"--out={tmp_path}" in text
+    assert f"--recipe=heads(0.5)' --finetune={steps} --data.heldout=0.2" in text
+    assert "Measured: bytes of the weights on disk, 0.001 MB" in text and "0.3 of the bytes on disk (0.0003 MB)" in text
+    assert "--verify" not in text  # bytes are the same each time
 
 
 def test_a_trained_mixer_keeps_its_quality_and_is_applied_by_a_training(trained, fitting, tmp_path):  # noqa: F811
     name = "model.mixer=linear"
     for goal in (Goal.LATENCY, Goal.TRAINING):
         trials = WithTraining(Path("unused"), ratios={name: 0.3})
-        advice = search(trained, tmp_path, trials, only=(name,), train_seconds=40, goal=goal)
+        flags = "--config=lm/bytes", "--data.seq_len=64"
+        advice = search(trained, tmp_path, trials, only=(name,), train_seconds=40, goal=goal, experiment=flags)
         best = advice.recommended
         assert best.steps and best.quality.has_learned and best.is_confirmed
-        assert "hpnlp train --config=EXPERIMENT --workdir=NEW --model.mixer=linear" in report.render(advice)
+        text = report.render(advice)
+        assert f"hpnlp train {' '.join(flags)} --workdir=NEW --model.mixer=linear" in text and f"--out={tmp_path}" in text
 
 
 def test_results_are_of_the_weights_as_they_were_saved(trained, fitting, tmp_path):  # noqa: F811

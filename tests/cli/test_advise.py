@@ -44,8 +44,12 @@ def test_wrong_flags_are_refused_before_anything_is_measured(run, classifier, tm
         ("--only=int9",): "--only: unknown technique 'int9': did you mean 'int8'",
         ("--exclude=bf16,window(64,0)",): "--exclude: unknown technique 'window(64, 0)'",
         ("--verify=int8",): "run hpnlp advise without --verify first",
+        (f"--to={classifier}",): "already holds a run: choose a new directory",
     }.items():
         outcome = run("advise", classifier, *flags, f"--out={tmp_path / 'x'}")
         assert outcome.code == 2 and message in outcome.err, outcome
+    (tmp_path / "empty").mkdir()
+    outcome = run("advise", tmp_path / "empty")
+    assert outcome.code == 2 and "holds no run and no Hugging Face checkpoint (it is empty)" in outcome.err, outcome
     outcome = run("advise", "--config=lm/bytes", "--goal=training")
     assert outcome.code == 2 and "add --out=DIR" in outcome.err, outcome

@@ -138,10 +138,10 @@ def compress_run(
     _check_recipe(recipe, stages, settings.finetune, settings.rewind)
     pruning_iterations.check(recipe, stages, settings.finetune, settings.iterations)
     source, target = Path(source), Path(target)
-    _check_target(target)
+    check_target(target)
     run = _load(source, settings)
     with locked(target):
-        _check_target(target)
+        check_target(target)
         dataset = tasks.find(run.config.task).dataset(run.config.data, run.vocabulary, ProgressLines(log))
         compression = _Compression(source, target, run, dataset, stages, settings, log)
         versions = compression.apply_stages()
@@ -362,8 +362,15 @@ def _check_changes(finetune: int, changes: Mapping[str, Any]) -> None:
         raise InputError(f"train.steps and --finetune={finetune} both set the steps: leave out train.steps")
 
 
-def _check_target(target: Path) -> None:
-    """Raises InputError unless the directory of the compressed model is new, or holds an unfinished compression."""
+def check_target(target: Path) -> None:
+    """Checks that the directory of a compressed model is new, or holds an unfinished compression.
+
+    Args:
+      target: The directory.
+
+    Raises:
+      InputError: It holds something else, or is a file.
+    """
     for path in (target, *target.parents):
         if path.is_file():
             raise InputError(f"{path} is a file: choose a directory for the compressed model")
