@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl import flags
 
 from hpnlp import tasks
 from hpnlp.advise import AdviseSettings, Goal, Needs, Technique, techniques
@@ -35,6 +36,8 @@ def modules():
         patch.syspath_prepend(str(ROOT / "experiments" / "bench"))
         patch.syspath_prepend(str(HERE))
         yield {name: importlib.import_module(name) for name in NAMES}
+    for flag in list(flags.FLAGS.flags_by_module_dict().get("measure", [])):  # commands define flags of the same names
+        delattr(flags.FLAGS, flag.name)
     for name in (*NAMES, "result_plots"):
         sys.modules.pop(name, None)
 

@@ -85,7 +85,8 @@ class ExhaustiveSet:
         self.trains = advice.workload.program is Program.TRAINING
         self.rounds = 1 if self.settings.goal in (Goal.MEMORY, Goal.DISK) else rounds
         self.metric, self.higher_is_better = tasks.find(self.config.task).primary_metric(flat(self.config))
-        self.trivial: float | None = None
+        alone = trials.run(self._trial([], 0))
+        self.baseline, self.trivial = alone.models[0].examples, alone.trivial
 
     def measure(self) -> list[Entry]:
         """Singles, pairs of the best that keep the quality, and the recommended candidate if it is neither."""
@@ -127,14 +128,13 @@ class ExhaustiveSet:
         for i in range(0, len(candidates), GROUP):
             group = candidates[i : i + GROUP]
             print(f"  {', '.join(candidate.name for candidate in group)}", flush=True)
-            result = self.trials.run(self._trial(group))
-            self.trivial = result.trivial
+            result = self.trials.run(self._trial(group, self.rounds))
             for number, candidate in enumerate(group):
                 technique = by_name.get(candidate.name)
                 entries.append(self._entry(candidate, technique, result, number))
         return entries
 
-    def _trial(self, candidates: Sequence[Candidate]) -> Trial:
+    def _trial(self, candidates: Sequence[Candidate], rounds: int) -> Trial:
         return Trial(
             run=self.advice.run,
             step=self.step,
@@ -142,7 +142,7 @@ class ExhaustiveSet:
             workload=self.advice.workload,
             baseline=Candidate(),
             candidates=tuple(candidates),
-            rounds=self.rounds,
+            rounds=rounds,
             seconds=SECONDS,
             scored=True,
             batches=self.settings.batches,
@@ -158,7 +158,7 @@ class ExhaustiveSet:
             ratio = _exact_ratio(model.peak_bytes, baseline.peak_bytes)
         elif self.settings.goal is Goal.DISK:
             ratio = _exact_ratio(model.disk_bytes, baseline.disk_bytes)
-        kept = needs is Needs.NOTHING if self.trains else self._keeps(baseline.examples, model.examples)
+        kept = needs is Needs.NOTHING if self.trains else self._keeps(self.baseline, model.examples)
         traced = self.advice.baseline.traced
         return Entry(candidate, ratio, kept, needs, technique.bound(traced) if technique and traced else None)
 

@@ -111,7 +111,7 @@ def _identities() -> tuple[Technique, ...]:
 
 def _traps() -> tuple[Technique, ...]:
     """Fast programs with wrong outputs: new weights, weights that are lost, and the first letters of each text."""
-    changes = ({"model.layers": 1}, {"model.mlp_dim": 8}, {"data.seq_len": 2})
+    changes = ({"model.layers": 1}, {"model.mlp_dim": 8}, {"data.seq_len": 4})
     names = [", ".join(f"{field}={value}" for field, value in each.items()) for each in changes]
     of_config = [Technique(n, "Trap", EVERY, Needs.NOTHING, changes=c) for n, c in zip(names, changes, strict=True)]
     return (*of_config, Technique("blocks(0.05)", "Trap", EVERY, Needs.NOTHING))
@@ -215,6 +215,7 @@ FIXTURES = [
             "model.dim": 256,
             "model.mlp_dim": 256,
             "model.vocab": 125_000,
+            "model.pooling": "max",
             "train.steps": 200,
         },
         lambda path: write_labelled(path, 3000, 14, 14),

@@ -40,7 +40,7 @@ from hpnlp.training.config import Config, resolve, with_changes
 from hpnlp.training.config_file import write_config
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("workdir", None, "Directory of runs and measurements.", required=True)
+flags.DEFINE_string("workdir", "runs/advise", "Directory of runs and measurements.")
 flags.DEFINE_list("fixtures", [fixture.name for fixture in FIXTURES], "Fixtures to measure.")
 flags.DEFINE_bool(
     "trial", False, "A few steps, techniques and rounds, whose figures mean nothing; the result stays in --workdir."

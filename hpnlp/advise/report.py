@@ -151,7 +151,13 @@ def _table(advice: Advice, rows: int | None) -> list[str]:
     """The findings, the largest gain first, with the recommended one in bold."""
     goal = advice.settings.goal
     shown = [f for f in advice.findings if f.ratio is not None]
-    header = ["technique", f"{_COUNTED.get(goal, 'time')} (unchanged: 1)", "faster at most", "quality that is kept", "verdict"]
+    header = [
+        "technique",
+        f"{_COUNTED.get(goal, 'time')} (unchanged: 1)",
+        "faster at most",
+        "quality that is kept",
+        "verdict",
+    ]
     table = [header, ["---", "---:", "---:", "---", "---"]]
     for finding in shown[:rows]:
         is_best = advice.recommended is not None and finding.candidate == advice.recommended.candidate
@@ -234,7 +240,9 @@ def _remarks(advice: Advice, rows: int | None) -> Iterator[str]:
         yield "time goes to " + ", ".join(f"{label(name)} {100 * seconds / total:.0f} %" for name, seconds in largest)
     took = f"the search took {advice.seconds / 60:.1f} min"
     limit = advice.settings.seconds + advice.settings.train_seconds
-    yield took + (f" of {limit / 60:.1f}: a measurement that has begun is finished" if advice.seconds > 1.1 * limit else "")
+    yield took + (
+        f" of {limit / 60:.1f}: a measurement that has begun is finished" if advice.seconds > 1.1 * limit else ""
+    )
     yield "verdicts and rules: docs/guide/advise.md"
 
 

@@ -233,6 +233,7 @@ class _Model:
     run: Run
     call: TimedCall | None  # None where no times are measured
     loss: float
+    dataset: Any  # as the candidate changes it; None without data
 
 
 class _Process:
@@ -296,7 +297,7 @@ class _Process:
             loss = 0.0 if trains or dataset is None else _mean_loss(run, dataset)
             if call is not None:
                 jax.block_until_ready(call.function())
-        return _Model(candidate, run, call, loss)
+        return _Model(candidate, run, call, loss, dataset)
 
     def _measured(self, model: _Model, times: PairedTimes | None, baseline: _Model) -> Measured:
         trains = self.trial.workload.program is Program.TRAINING
@@ -305,7 +306,7 @@ class _Process:
         examples = None
         is_wanted = model is not baseline or not self.trial.candidates
         if self.trial.scored and self.trial.has_data and is_wanted and not trains and not is_same:
-            scores, examples = self._scores(model.run)
+            scores, examples = self._scores(model.run, model.dataset)
         return Measured(
             model.candidate.name,
             is_same=is_same,
@@ -318,13 +319,13 @@ class _Process:
             examples=examples,
         )
 
-    def _scores(self, run: Run) -> tuple[Mapping[str, float], ExampleScores | None]:
+    def _scores(self, run: Run, dataset: Any) -> tuple[Mapping[str, float], ExampleScores | None]:
         """Held-out scores of a changed run, and those of each example."""
         config = run.config
         optimizer = config.optimizer.for_batch(config.data.batch_size)
         trainer = make_trainer(run.model, optimizer, Plan("single"), steps=1, batch_size=config.data.batch_size)
         with overflow_checked(run):
-            evaluation = evaluate(trainer, run.params, self.dataset, config, self.trial.batches)
+            evaluation = evaluate(trainer, run.params, dataset, config, self.trial.batches)
         return evaluation.scores, evaluation.examples
 
 

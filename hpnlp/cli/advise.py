@@ -80,7 +80,8 @@ def run(argv: Sequence[str]) -> None:
     arguments = cli.parse(argv, USAGE, positional=True)
     f = cli.FLAGS
     seconds, train_seconds = _seconds("budget", f.budget), _seconds("train", f.train) if f.train else 0.0
-    flags_of_config: tuple[str, ...] = ("--config=EXPERIMENT",)  # of a run, whose experiment is not known
+    # A run does not name its experiment.
+    flags_of_config: tuple[str, ...] = ("--config=EXPERIMENT",)
     if f.config is None:
         source = Path(cli.named_run(arguments, "hpnlp advise RUN", "workdir"))
         directory = Path(f.out) if f.out else source / "advise"

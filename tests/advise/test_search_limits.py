@@ -76,7 +76,9 @@ def test_a_trained_mixer_keeps_its_quality_and_is_applied_by_a_training(trained,
         best = advice.recommended
         assert best.steps and best.quality.has_learned and best.is_confirmed
         text = report.render(advice)
-        assert f"hpnlp train {' '.join(flags)} --workdir=NEW --model.mixer=linear" in text and f"--out={tmp_path}" in text
+        assert (
+            f"hpnlp train {' '.join(flags)} --workdir=NEW --model.mixer=linear" in text and f"--out={tmp_path}" in text
+        )
 
 
 def test_results_are_of_the_weights_as_they_were_saved(trained, fitting, tmp_path):  # noqa: F811
