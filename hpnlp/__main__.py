@@ -36,7 +36,7 @@ COMMANDS = {
     "completion": "print a script by which bash, zsh or fish completes commands and flags",
 }
 # Commands that react to signals as `hpnlp.training.processes.signals` describes.
-HANDLES_SIGNALS = ("train", "sweep", "lra", "compress", "launch")
+HANDLES_SIGNALS = ("train", "sweep", "lra", "compress", "launch", "advise")
 
 
 def main() -> None:

@@ -106,16 +106,17 @@ def main(directory: Path) -> None:
     Args:
       directory: The directory.
     """
-    if (parent := os.environ.pop(signals.PARENT, "")).isdecimal():
-        signals.follow(int(parent))
-    values = json.loads((directory / SPEC).read_text("utf-8"))
-    candidate = values.pop("candidate")
-    arm = Arm(candidate=Candidate(tuple(candidate["techniques"]), candidate["recipe"], candidate["changes"]), **values)
-    try:
-        examples = arm.train(directory)
-    except InputError as error:
-        sys.exit(f"error: {error}")
-    (directory / SCORED).mkdir(exist_ok=True)
-    if examples is None:
-        sys.exit("error: the model has no scores of single held-out examples")
-    examples.write(directory / SCORED)
+    with signals.watched():  # without it, the process would outlive its parent
+        if (parent := os.environ.pop(signals.PARENT, "")).isdecimal():
+            signals.follow(int(parent))
+        values = json.loads((directory / SPEC).read_text("utf-8"))
+        candidate = values.pop("candidate")
+        arm = Arm(candidate=Candidate(tuple(candidate["techniques"]), candidate["recipe"], candidate["changes"]), **values)
+        try:
+            examples = arm.train(directory)
+        except InputError as error:
+            sys.exit(f"error: {error}")
+        (directory / SCORED).mkdir(exist_ok=True)
+        if examples is None:
+            sys.exit("error: the model has no scores of single held-out examples")
+        examples.write(directory / SCORED)

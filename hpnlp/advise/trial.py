@@ -413,10 +413,11 @@ def main(directory: Path) -> None:
     Args:
       directory: The directory.
     """
-    if (parent := os.environ.pop(signals.PARENT, "")).isdecimal():
-        signals.follow(int(parent))
-    trial = Trial.from_json((directory / SPEC).read_text("utf-8"))
-    try:
-        _Process(trial).measure().write(directory)
-    except InputError as error:
-        sys.exit(f"error: {error}")
+    with signals.watched():  # without it, the process would outlive its parent
+        if (parent := os.environ.pop(signals.PARENT, "")).isdecimal():
+            signals.follow(int(parent))
+        trial = Trial.from_json((directory / SPEC).read_text("utf-8"))
+        try:
+            _Process(trial).measure().write(directory)
+        except InputError as error:
+            sys.exit(f"error: {error}")

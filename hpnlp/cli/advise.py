@@ -176,7 +176,9 @@ def _untrained(arguments: Sequence[str], overrides: Sequence[str]) -> tuple[Path
     resolved = config.resolve(experiment.read(experiment.start(f.config, overrides), overrides))
     print(f"{f.config}: one step, to {target}", flush=True)
     # A run that has made its step is left as it is, and one of another experiment raises an error.
-    loop.train(config.with_changes(resolved, {"train.steps": 1, "train.eval_every": 0}), target, score=False)
+    one_step = config.with_changes(resolved, {"train.steps": 1, "train.eval_every": 0})
+    if loop.train(one_step, target, score=False).interrupted:
+        raise KeyboardInterrupt
     return target, directory
 
 
@@ -191,6 +193,7 @@ def _run_of_checkpoint(source: Path, directory: Path) -> Path:
             f"{source} has changed since it was converted to {target}: remove {directory}, or add --out=DIR"
         )
     if contents_of(target) is not Contents.RUN:
+        print(f"converting {source} to {target}", flush=True)
         directory.mkdir(parents=True, exist_ok=True)
         if code := members.run(["convert", str(source), f"--to={target}"], str(source)):
             raise InputError(f"{source} could not be converted (exit code {code}): see the error above")

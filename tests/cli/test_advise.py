@@ -1,11 +1,15 @@
 """`hpnlp advise`: the report of a run and of a Hugging Face checkpoint, from processes of their own, and errors."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 
 from hpnlp.advise import report
+from hpnlp.training.processes import signals
 from tests.cli.test_convert import checkpoint, write_encoder  # noqa: F401  (fixture)
 from tests.cli.test_predict import classifier  # noqa: F401  (fixture)
 
@@ -34,6 +38,16 @@ def test_a_checkpoint_is_converted_and_its_speed_measured_without_data(run, chec
     outcome = run("advise", tmp_path / "bert", *QUICK, f"--out={tmp_path / 'advice'}")
     assert outcome.code == 0 and "has no examples: only times are measured" in outcome.out, outcome
     assert "quality cannot be compared" in outcome.out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["trial", "arm"])
+def test_a_process_ends_when_its_search_has_ended(module, tmp_path):
+    program = f"import pathlib, hpnlp.advise.{module} as module; module.main(pathlib.Path({str(tmp_path)!r}))"
+    os.mkfifo(tmp_path / f"{module}.json")  # which it would read forever
+    environment = os.environ | {signals.PARENT: "1"}
+    outcome = subprocess.run([sys.executable, "-c", program], env=environment, timeout=120, check=False)
+    assert outcome.returncode == signals.INTERRUPTED
 
 
 def test_wrong_flags_are_refused_before_anything_is_measured(run, classifier, tmp_path):  # noqa: F811
