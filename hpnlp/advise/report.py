@@ -130,7 +130,7 @@ def _compared(advice: Advice) -> Iterator[str]:
     yield f"Quality: held-out {metric} {original.scores[metric]:.4f}{trivial}; {count:,} examples, half of them to confirm."
     gain = abs(original.scores[metric] - (result.trivial or 0.0))
     if metric == "accuracy" and gain and advice.recommended is None:
-        yield _examples_needed(advice, count // 2, gain)
+        yield _examples_needed(advice, count, gain)
 
 
 def _examples_needed(advice: Advice, count: int, gain: float) -> str:
@@ -140,10 +140,13 @@ def _examples_needed(advice: Advice, count: int, gain: float) -> str:
     undecided = [q for q in undecided if q.verdict is QualityVerdict.NOT_SHOWN]
     share = undecided[0].differing if undecided else kept_quality.DISCORDANT_PRUNED
     models = f"models that differ on {100 * share:.2g} % of them"
-    size = kept_quality.described_size(count, settings.keep, gain, share, models)
-    if count >= kept_quality.needed_examples(settings.keep, gain, share):
+    half, limit = count // 2, flat(advice.config).get("data.heldout_examples")
+    size = kept_quality.described_size(half, settings.keep, gain, share, models)
+    if half >= kept_quality.needed_examples(settings.keep, gain, share):
         return f"{size}."
-    more = "leave out --batches" if settings.batches else "name a file of them as --data.heldout_path"
+    more = "score all by --data.heldout_examples=0" if count == limit else "name a file of them as --data.heldout_path"
+    if settings.batches:
+        more = "leave out --batches"
     return f"{size} in each half: {more}, or lower --keep."
 
 

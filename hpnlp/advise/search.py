@@ -31,6 +31,7 @@ from hpnlp.compress.weights_file import WEIGHTS_FILE, has_weights
 from hpnlp.cost.paired_times import GROUP, LEAST, LOOKS, Ratio, Verdict
 from hpnlp.cost.traced_time import TracedTime
 from hpnlp.errors import InputError
+from hpnlp.jobs.evaluate_run import changed_config
 from hpnlp.jobs.profile.profile_run import LEAST_COVERAGE
 from hpnlp.planner.compressed import saved_step
 from hpnlp.spec import unknown_name
@@ -101,6 +102,8 @@ class _Search:
         names = ("cpu", "cores", "device", "jax", "hpnlp", "commit")
         self.machine = ", ".join(f"{name} {environment[name]}" for name in names)
         self.step, self.saved = saved_weights(run, config)
+        if self.step != CONVERTED_STEP and not trains:  # a larger part held out, for example, has examples of the training
+            changed_config(config, {k: v for k, v in settings.changes.items() if k.startswith(("data.", "model."))})
         is_converted = self.step == CONVERTED_STEP and tasks.find(config.task).reads_examples
         self.has_data = not is_converted or "data.path" in settings.changes
         if not self.has_data and (settings.train_seconds or self.workload.program in (Program.TRAINING, Program.LOSS)):

@@ -80,7 +80,7 @@ class Technique:
             try:
                 compressed.sizes_of_run(workdir, self.name)
             except InputError as error:
-                return str(error)
+                return str(error).removeprefix(f"{self.name}: ")
             return ""
         values = flat(config)
         if unknown := [name for name in self.changes if name not in values]:

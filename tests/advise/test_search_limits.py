@@ -55,14 +55,14 @@ def search(run, directory, trials, **settings):
 
 def test_a_trained_recipe_is_recommended_with_its_steps(trained, fitting, tmp_path):  # noqa: F811
     trials = WithTraining(Path("unused"), ratios={"heads(0.5)": 0.3}, retained={"heads(0.5)": 0.6})
-    changes = {"data.heldout": 0.2}
+    changes = {"data.batch_size": 4}
     advice = search(trained, tmp_path, trials, only=("heads(0.5)",), train_seconds=40, goal=Goal.DISK, changes=changes)
     best, steps = advice.recommended, trials.arms[0].steps
     assert 1 < steps <= 10 and len(trials.arms) == 4  # steps of a second or more
     assert best.steps == steps and best.is_confirmed and best.needs is Needs.TRAINING
     text = report.render(advice)
     assert f"after {steps} steps, beside the unchanged model" in text
-    assert f"--recipe=heads(0.5)' --finetune={steps} --data.heldout=0.2" in text
+    assert f"--recipe=heads(0.5)' --finetune={steps} --data.batch_size=4" in text
     assert "Measured: bytes of the weights on disk, 0.001 MB" in text and "0.3 of the bytes on disk (0.0003 MB)" in text
     assert "--verify" not in text  # bytes are the same each time
 
@@ -150,6 +150,8 @@ def test_invalid_settings_and_a_second_search_raise(trained, tmp_path):  # noqa:
     trials = WithTraining(Path("unused"))
     for name, value in {"keep": 97, "seconds": 0, "train_seconds": -1, "batch_size": -1, "batches": 0}.items():
         raises(f"{name}={value}: expected", search, trained, tmp_path, trials, **{name: value})
+    other = {"data.heldout": 0.9}
+    raises("data.heldout=0.9 would not be the run", search, trained, tmp_path, trials, changes=other)
     with locked(tmp_path), pytest.raises(TemporaryError, match="another process writes to"):
         search(trained, tmp_path, trials)
     raises("add --data.path=PATH", CalibrationData(None, None, 1)._sum, None, {}, None)
