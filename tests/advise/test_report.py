@@ -4,6 +4,7 @@ import dataclasses
 
 from hpnlp.advise import AdviseSettings, report
 from hpnlp.advise.kept_quality import KeptQuality, subset
+from hpnlp.training.config import Config
 from tests.advise.test_search import searched, trained  # noqa: F401  (fixture)
 
 
@@ -16,7 +17,7 @@ def test_too_few_examples_are_counted_by_the_answers_that_differ(trained):  # no
     text = report.render(
         dataclasses.replace(
             advice,
-            config=dataclasses.replace(advice.config, task="classification"),
+            config=Config(task="classification"),
             baseline=dataclasses.replace(advice.baseline, models=(original,), trivial=0.2375),
             findings=[dataclasses.replace(advice.findings[0], quality=quality, is_kept=False)],
             recommended=None,

@@ -120,7 +120,7 @@ def test_a_trace_that_misses_much_of_the_time_bounds_nothing():
 
 def test_equal_programs_on_other_amounts_are_no_equal_calls():
     def model(amount):
-        return _Model(Candidate(), None, TimedCall(lambda: None, "digest", amount), 0.0)
+        return _Model(Candidate(), None, TimedCall(lambda: None, "digest", amount), 0.0, None)
 
     assert _is_same(model(3.0), model(3.0)) and not _is_same(model(3.0), model(6.0))
 
