@@ -50,7 +50,9 @@ flags.DEFINE_enum(
     "What is to become less: time of a call for one sequence or a batch, time or memory of a training step, bytes on disk.",
 )
 flags.DEFINE_float("keep", 0.97, "Least share of the quality that is to be kept.", lower_bound=0.5, upper_bound=0.9999)
-flags.DEFINE_string("budget", "10min", "Time of the search, as 90s, 10min or 2h; a measurement that has begun is finished.")
+flags.DEFINE_string(
+    "budget", "10min", "Time of the search, as 90s, 10min or 2h; a measurement that has begun is finished."
+)
 flags.DEFINE_integer("batch_size", 0, "Sequences of a batch; 0 for one, or those of the run's batches.", lower_bound=0)
 flags.DEFINE_integer("batches", 0, "Largest number of held-out batches of a score; 0 for all.", lower_bound=0)
 flags.DEFINE_list("only", [], "Techniques or groups of hpnlp techniques that are tried, separated by commas.")

@@ -4,7 +4,7 @@ import dataclasses
 
 from hpnlp.advise import AdviseSettings, report
 from hpnlp.advise.kept_quality import KeptQuality, subset
-from hpnlp.training.config import Config
+from hpnlp.training.config import default, resolve
 from tests.advise.test_search import searched, trained  # noqa: F401  (fixture)
 
 
@@ -14,10 +14,12 @@ def test_too_few_examples_are_counted_by_the_answers_that_differ(trained):  # no
     examples = subset(original.examples, original.examples.identity < 160)
     original = dataclasses.replace(original, scores={"accuracy": 0.4313}, examples=examples)
     quality = KeptQuality(1.0, 0.7949, 0.97, 0.3, 80, has_learned=True, discordant=0.0)
+    values = default("classification")
+    values.data.path = "reviews.csv"
     text = report.render(
         dataclasses.replace(
             advice,
-            config=Config(task="classification"),
+            config=resolve(values),
             baseline=dataclasses.replace(advice.baseline, models=(original,), trivial=0.2375),
             findings=[dataclasses.replace(advice.findings[0], quality=quality, is_kept=False)],
             recommended=None,
