@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl import flags
 
 from hpnlp import tasks
 from hpnlp.advise import AdviseSettings, Goal, Needs, Technique, techniques
@@ -26,7 +25,7 @@ from tests.tiny import quick_compiler, text, xla_cache  # noqa: F401  (fixtures)
 
 ROOT = Path(__file__).parents[1]
 HERE = ROOT / "experiments" / "advise"
-NAMES = ("planted_texts", "growth", "fixtures", "exhaustive", "measure", "advise_tables")
+NAMES = ("planted_texts", "growth", "fixtures", "exhaustive", "regret", "advise_tables")
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +35,6 @@ def modules():
         patch.syspath_prepend(str(ROOT / "experiments" / "bench"))
         patch.syspath_prepend(str(HERE))
         yield {name: importlib.import_module(name) for name in NAMES}
-    for flag in list(flags.FLAGS.flags_by_module_dict().get("measure", [])):  # commands define flags of the same names
-        delattr(flags.FLAGS, flag.name)
     for name in (*NAMES, "result_plots"):
         sys.modules.pop(name, None)
 
@@ -106,7 +103,7 @@ def test_entries_beyond_their_bound_and_the_table_of_rows(modules):
     assert lines["fixtures whose planted answer was recommended, and no decoy"] == "1 of 2"
     assert lines["fixtures with a regret of at most 10 %"] == "1 of 2"
     assert lines["recommendations that are slower than the model as it is"] == "0 of 1"
-    assert "int8" in modules["measure"].summary([row, nothing])
+    assert "int8" in modules["regret"].summary([row, nothing])
 
 
 def in_this_process(command, environment, log):
@@ -118,7 +115,7 @@ def in_this_process(command, environment, log):
 
 @pytest.mark.slow
 def test_a_fixture_is_measured_and_an_interrupted_one_goes_on(modules, tmp_path):
-    module = modules["measure"]
+    module = modules["regret"]
     sampled, sgd = {"model.output": "sampled(64)"}, {"optimizer.name": "sgd"}
     table = tuple(
         Technique(f"{field}={value}", "Training", (Goal.TRAINING,), Needs.TRAINING, changes={field: value})

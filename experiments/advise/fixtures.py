@@ -148,6 +148,7 @@ FIXTURES = [
             "model.cells": "gru(64)",
             "model.vocab": 65_536,
             "model.tied": False,
+            "optimizer.learning_rate": 1e-2,
             "train.steps": 200,
         },
         lambda path: write_chain(path, 6000),
