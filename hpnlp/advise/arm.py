@@ -111,7 +111,9 @@ def main(directory: Path) -> None:
             signals.follow(int(parent))
         values = json.loads((directory / SPEC).read_text("utf-8"))
         candidate = values.pop("candidate")
-        arm = Arm(candidate=Candidate(tuple(candidate["techniques"]), candidate["recipe"], candidate["changes"]), **values)
+        arm = Arm(
+            candidate=Candidate(tuple(candidate["techniques"]), candidate["recipe"], candidate["changes"]), **values
+        )
         try:
             examples = arm.train(directory)
         except InputError as error:
