@@ -102,9 +102,8 @@ class _Search:
         names = ("cpu", "cores", "device", "jax", "hpnlp", "commit")
         self.machine = ", ".join(f"{name} {environment[name]}" for name in names)
         self.step, self.saved = saved_weights(run, config)
-        if (
-            self.step != CONVERTED_STEP and not trains
-        ):  # a larger part held out, for example, has examples of the training
+        # A larger part held out, for example, would have examples of the training.
+        if self.step != CONVERTED_STEP and not trains:
             changed_config(config, {k: v for k, v in settings.changes.items() if k.startswith(("data.", "model."))})
         is_converted = self.step == CONVERTED_STEP and tasks.find(config.task).reads_examples
         self.has_data = not is_converted or "data.path" in settings.changes
