@@ -15,7 +15,7 @@ def test_too_few_examples_are_counted_by_the_answers_that_differ(trained):  # no
     original = dataclasses.replace(original, scores={"accuracy": 0.4313}, examples=examples)
     quality = KeptQuality(1.0, 0.7949, 0.97, 0.3, 80, has_learned=True, discordant=0.0)
     values = default("classification")
-    values.data.path = "reviews.csv"
+    values.update_from_flattened_dict({"data.path": "reviews.csv"})
     text = report.render(
         dataclasses.replace(
             advice,
