@@ -11,6 +11,7 @@ from tests.advise.test_search import searched, trained  # noqa: F401  (fixture)
 def test_too_few_examples_are_counted_by_the_answers_that_differ(trained):  # noqa: F811
     advice, _ = searched(trained, settings=AdviseSettings(only=("int8",), batches=10), ratios={"int8": 0.5})
     original = advice.baseline.models[0]
+    assert original.examples is not None
     examples = subset(original.examples, original.examples.identity < 160)
     original = dataclasses.replace(original, scores={"accuracy": 0.4313}, examples=examples)
     quality = KeptQuality(1.0, 0.7949, 0.97, 0.3, 80, has_learned=True, discordant=0.0)
