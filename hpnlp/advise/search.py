@@ -25,17 +25,15 @@ from hpnlp.advise.kept_quality import KeptQuality, QualityVerdict
 from hpnlp.advise.technique import PROGRAMS, Goal, Needs, Technique
 from hpnlp.advise.techniques import techniques
 from hpnlp.advise.trial import Measured, Trial, TrialResult, trivial_name, wall_ratio
-from hpnlp.advise.trials import Trials
+from hpnlp.advise.trials import Trials, saved_weights
 from hpnlp.advise.workload import Program, Workload, default_workload
-from hpnlp.compress.weights_file import WEIGHTS_FILE, has_weights
 from hpnlp.cost.paired_times import GROUP, LEAST, LOOKS, Ratio, Verdict
 from hpnlp.cost.traced_time import TracedTime
 from hpnlp.errors import InputError
 from hpnlp.jobs.evaluate_run import changed_config
 from hpnlp.jobs.profile.profile_run import LEAST_COVERAGE
-from hpnlp.planner.compressed import saved_step
 from hpnlp.spec import unknown_name
-from hpnlp.training.config import Config, flat, with_changes
+from hpnlp.training.config import flat, with_changes
 from hpnlp.training.config_file import load_config
 from hpnlp.training.files.checkpoint import CONVERTED_STEP
 from hpnlp.training.files.contents import locked
@@ -461,21 +459,6 @@ class _Search:
             if is_kept and (f.is_kept or not f.is_trained)
         }
         return [*final, *(dataclasses.replace(f, is_kept=f.candidate.name in names) for f in judged)]
-
-
-def saved_weights(run: Path, config: Config) -> tuple[int | None, str]:
-    """The step of the weights of a run, None of a compressed one, and the time at which they were saved.
-
-    Args:
-      run: Directory of the run.
-      config: Its config.
-
-    Returns:
-      The step, and the time as text.
-    """
-    step = None if has_weights(run) else saved_step(run, config)
-    path = run / WEIGHTS_FILE if step is None else run / "checkpoints" / str(step)
-    return step, str(path.stat().st_mtime_ns) if path.exists() else ""
 
 
 def _bound(technique: Technique, traced: TracedTime | None) -> float | None:

@@ -28,7 +28,7 @@ from hpnlp.advise.candidate import Candidate
 from hpnlp.advise.workload import Program, TimedCall, Workload, make_call, sample_texts, traced
 from hpnlp.atomic_file import replace_bytes
 from hpnlp.compress.files import encoding_of, stored_bytes, write_weights
-from hpnlp.cost.paired_times import PairedTimes, Ratio, Usage, compare_times, ratio
+from hpnlp.cost.paired_times import PairedTimes, Ratio, Usage, Verdict, compare_times, ratio
 from hpnlp.cost.traced_time import TracedTime
 from hpnlp.jobs.dtypes import overflow_checked
 from hpnlp.parallel.plan import Plan
@@ -203,7 +203,7 @@ class TrialResult:
                 )
                 for i, model in enumerate(values["models"])
             )
-            equal = Ratio(**values["equal"]) if values["equal"] else None
+            equal = read_ratio(values["equal"]) if values["equal"] else None
             traced = TracedTime(**values["traced"]) if values["traced"] else None
             return cls(
                 models,
@@ -216,6 +216,18 @@ class TrialResult:
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+def read_ratio(values: Mapping[str, Any]) -> Ratio:
+    """A ratio from JSON.
+
+    Args:
+      values: Fields.
+
+    Returns:
+      The ratio.
+    """
+    return Ratio(**{**values, "verdict": Verdict(values["verdict"])})
 
 
 def _times(values: Mapping[str, Any] | None) -> PairedTimes | None:

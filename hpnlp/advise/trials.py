@@ -16,6 +16,9 @@ from hpnlp.advise.arm import SCORED, Arm
 from hpnlp.advise.arm import SPEC as ARM_SPEC
 from hpnlp.advise.trial import SPEC, Measured, Trial, TrialResult
 from hpnlp.atomic_file import replace_bytes
+from hpnlp.compress.weights_file import WEIGHTS_FILE, has_weights
+from hpnlp.planner.compressed import saved_step
+from hpnlp.training.config import Config
 from hpnlp.training.files.example_scores import ExampleScores
 from hpnlp.training.processes import signals
 from hpnlp.types import InputError
@@ -119,6 +122,21 @@ class Trials:
             return f"signal {-code}" + (", as for lack of memory" if -code == signal.SIGKILL else "")
         lines = log.read_text("utf-8", "replace").strip().splitlines() if log.exists() else []
         return lines[-1].removeprefix("error: ")[:300] if lines else f"exit code {code}"
+
+
+def saved_weights(run: Path, config: Config) -> tuple[int | None, str]:
+    """The step of the weights of a run, None of a compressed one, and the time at which they were saved.
+
+    Args:
+      run: Directory of the run.
+      config: Its config.
+
+    Returns:
+      The step, and the time as text.
+    """
+    step = None if has_weights(run) else saved_step(run, config)
+    path = run / WEIGHTS_FILE if step is None else run / "checkpoints" / str(step)
+    return step, str(path.stat().st_mtime_ns) if path.exists() else ""
 
 
 def _environment() -> dict[str, str]:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from hpnlp.advise.candidate import Candidate
 from hpnlp.advise.report import FILES, read_candidate
-from hpnlp.advise.search import CONFIRM_SECONDS, saved_weights
-from hpnlp.advise.trial import Trial, wall_ratio
-from hpnlp.advise.trials import Trials
+from hpnlp.advise.search import CONFIRM_SECONDS
+from hpnlp.advise.trial import Trial, read_ratio, wall_ratio
+from hpnlp.advise.trials import Trials, saved_weights
 from hpnlp.advise.workload import Program, Workload
-from hpnlp.cost.paired_times import LOOKS, Ratio, described
+from hpnlp.cost.paired_times import LOOKS, described
 from hpnlp.training.config_file import load_config
 from hpnlp.types import InputError
 
@@ -67,7 +67,7 @@ def verify(
     model, now = result.models[1], wall_ratio(result, 0)
     if model.error or now is None:
         raise InputError(f"{name} cannot be measured: {model.error}")
-    before = Ratio(**finding["ratio"])
+    before = read_ratio(finding["ratio"])
     place = "inside" if before.low <= now.median <= before.high else "outside"
     cpu = model.times.cpu if model.times else now
     return (

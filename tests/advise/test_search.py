@@ -72,7 +72,7 @@ class Simulated(Trials):
             for i, candidate in enumerate(trial.candidates)
         ]
         first = (times.baseline, times.equal) if times else (0.0, None)
-        return TrialResult(tuple(models), 1.0, *first, MACHINE, 0.5 if trial.scored else None)
+        return TrialResult(tuple(models), 1.0, *first, MACHINE, -0.5 if trial.scored else None)
 
     def measured(self, candidate, trial, times):
         scores, examples = {}, None
@@ -92,21 +92,10 @@ class Simulated(Trials):
 
 
 def searched(trained, *, settings=None, **options):
-    """The advice of a simulated search; accuracies are losses of the opposite sign, which the trivial score has too."""
+    """The advice of a simulated search; accuracies are losses of the opposite sign, as the trivial score is."""
     settings = settings or AdviseSettings()
     trials = Simulated(Path("unused"), **options)
-    return advise(trained, settings, trials=NegativeTrivial(trials), log=lambda line: None), trials
-
-
-@dataclasses.dataclass(frozen=True)
-class NegativeTrivial:
-    """Trials whose trivial score is a loss of -0.5."""
-
-    trials: Simulated
-
-    def run(self, trial):
-        result = self.trials.run(trial)
-        return dataclasses.replace(result, trivial=-0.5) if trial.scored else result
+    return advise(trained, settings, trials=trials, log=lambda line: None), trials
 
 
 def test_the_fastest_stack_that_keeps_the_quality_is_confirmed_and_recommended(trained):

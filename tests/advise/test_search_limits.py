@@ -13,6 +13,7 @@ from hpnlp.advise import search as searches
 from hpnlp.advise.candidate import Candidate
 from hpnlp.advise.technique import Needs
 from hpnlp.advise.trial import _is_same, _Model
+from hpnlp.advise.trials import saved_weights
 from hpnlp.advise.workload import TimedCall
 from hpnlp.compress.weights_file import WEIGHTS_FILE
 from hpnlp.cost.traced_time import TracedTime
@@ -21,6 +22,7 @@ from hpnlp.jobs.compression.versions import CalibrationData
 from hpnlp.training.config_file import load_config
 from hpnlp.training.files.contents import locked
 from hpnlp.training.files.example_scores import ExampleScores
+from hpnlp.training.run_directory import load
 from tests.advise.test_search import EXAMPLES, Simulated, fitting, trained  # noqa: F401  (fixtures)
 from tests.messages import raises
 
@@ -89,13 +91,13 @@ def test_results_are_of_the_weights_as_they_were_saved(trained, fitting, tmp_pat
     search(trained, tmp_path, trials, only=("int8",))
     first, second = (trial.digest() for trial in trials.trials if not trial.candidates)
     assert first != second
-    assert searches.saved_weights(trained, load_config(trained)) == (1, "1000000000")
+    assert saved_weights(trained, load_config(trained)) == (1, "1000000000")
 
 
 def test_a_compressed_run_has_no_step(trained, tmp_path):  # noqa: F811
     config = load_config(trained)
     (tmp_path / WEIGHTS_FILE).write_bytes(b"")
-    assert searches.saved_weights(tmp_path, config)[0] is None
+    assert saved_weights(tmp_path, config)[0] is None
 
 
 def test_the_batch_size_is_that_of_the_step_that_is_measured(trained, fitting, tmp_path):  # noqa: F811
@@ -118,9 +120,11 @@ def test_a_trace_that_misses_much_of_the_time_bounds_nothing():
     assert searches._bound(technique, TracedTime(seconds, seconds, 0.5)) is None
 
 
-def test_equal_programs_on_other_amounts_are_no_equal_calls():
+def test_equal_programs_on_other_amounts_are_no_equal_calls(trained):  # noqa: F811
+    run = load(trained)
+
     def model(amount):
-        return _Model(Candidate(), None, TimedCall(lambda: None, "digest", amount), 0.0, None)
+        return _Model(Candidate(), run, TimedCall(lambda: None, "digest", amount), 0.0, None)
 
     assert _is_same(model(3.0), model(3.0)) and not _is_same(model(3.0), model(6.0))
 
@@ -154,4 +158,4 @@ def test_invalid_settings_and_a_second_search_raise(trained, tmp_path):  # noqa:
     raises("data.heldout=0.9 would not be the run", search, trained, tmp_path, trials, changes=other)
     with locked(tmp_path), pytest.raises(TemporaryError, match="another process writes to"):
         search(trained, tmp_path, trials)
-    raises("add --data.path=PATH", CalibrationData(None, None, 1)._sum, None, {}, None)
+    raises("add --data.path=PATH", CalibrationData(load(trained), None, 1).gradients, None, {})
