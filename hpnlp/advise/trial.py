@@ -101,8 +101,7 @@ class Trial:
           The trial.
         """
         values = json.loads(text)
-        workload = values["workload"]
-        values["workload"] = Workload(**{**workload, "program": Program(workload["program"])})
+        values["workload"] = Workload.from_values(values["workload"])
         values["baseline"] = _candidate(values["baseline"])
         values["candidates"] = tuple(map(_candidate, values["candidates"]))
         return cls(**values)

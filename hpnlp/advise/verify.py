@@ -12,7 +12,7 @@ from hpnlp.advise.report import FILES, read_candidate
 from hpnlp.advise.search import CONFIRM_SECONDS
 from hpnlp.advise.trial import Trial, read_ratio, wall_ratio
 from hpnlp.advise.trials import Trials, saved_weights
-from hpnlp.advise.workload import Program, Workload
+from hpnlp.advise.workload import Workload
 from hpnlp.cost.paired_times import LOOKS, described
 from hpnlp.training.config_file import load_config
 from hpnlp.types import InputError
@@ -49,7 +49,7 @@ def verify(
             f"--verify={name!r}: the report has no time of it: name a row with a time, of a report on latency, throughput or "
             "training"
         )
-    workload = Workload(Program(report["workload"]["program"]), report["workload"]["batch_size"])
+    workload = Workload.from_values(report["workload"])
     log(f"measuring {name} again: {workload.describe()}")
     trial = Trial(
         run=str(run),

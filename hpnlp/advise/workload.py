@@ -56,6 +56,18 @@ class Workload:
     batch_size: int
     tokens: int = TOKENS
 
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Workload:
+        """A workload from JSON.
+
+        Args:
+          values: Fields.
+
+        Returns:
+          The workload.
+        """
+        return cls(**{**values, "program": Program(values["program"])})
+
     def describe(self) -> str:
         """The call in words."""
         count = f"{self.batch_size} {'sequence' if self.batch_size == 1 else 'sequences'}"

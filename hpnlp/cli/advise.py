@@ -82,6 +82,9 @@ def run(argv: Sequence[str]) -> None:
     arguments = cli.parse(argv, USAGE, positional=True)
     f = cli.FLAGS
     seconds, train_seconds = _seconds("budget", f.budget), _seconds("train", f.train) if f.train else 0.0
+    if f.verify:
+        names = ("goal", "keep", "budget", "batch_size", "batches", "only", "exclude", "train", "to")
+        cli.refuse(names, "with --verify, which measures a row as its report did: leave it out")
     # A run does not name its experiment.
     flags_of_config: tuple[str, ...] = ("--config=EXPERIMENT",)
     if f.config is None:

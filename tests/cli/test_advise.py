@@ -58,6 +58,7 @@ def test_wrong_flags_are_refused_before_anything_is_measured(run, classifier, tm
         ("--only=int9",): "--only: unknown technique 'int9': did you mean 'int8'",
         ("--exclude=bf16,window(64,0)",): "--exclude: unknown technique 'window(64, 0)'",
         ("--verify=int8",): "run hpnlp advise without --verify first",
+        ("--verify=int8", "--goal=disk"): "--goal=disk has no effect with --verify",
         (f"--to={classifier}",): "already holds a run: choose a new directory",
     }.items():
         outcome = run("advise", classifier, *flags, f"--out={tmp_path / 'x'}")
