@@ -21,8 +21,8 @@ from hpnlp.ops.search import (
     lsh_search,
     pq_search,
 )
+from hpnlp.retrieval.external_indexes import Faiss, Scann
 from hpnlp.retrieval.index_kind import Arrays, IndexKind
-from hpnlp.retrieval.library_indexes import Faiss, Scann
 from hpnlp.types import InputError
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from hpnlp.ops.search import build_ivf, build_lsh, ivf_search, lsh_search, recall
 from hpnlp.retrieval import Index
+from hpnlp.retrieval.external_indexes import SCANN_MODULE
 from hpnlp.retrieval.index import _checked
-from hpnlp.retrieval.library_indexes import SCANN_MODULE
 from hpnlp.types import InputError
 from tests.contracts import once
 from tests.messages import raises
